@@ -1,0 +1,24 @@
+"""Pipeline schedules: what to run in which order. Pure Python, needs neither torch nor Megatron."""
+
+from megatron_zb.schedules.catalog import build, names
+from megatron_zb.schedules.communication import Program, lower
+from megatron_zb.schedules.costs import Costs
+from megatron_zb.schedules.passes import Pass, PassKind
+from megatron_zb.schedules.placement import Placement
+from megatron_zb.schedules.schedule import InvalidSchedule, Schedule
+from megatron_zb.schedules.simulator import Timeline, simulate
+
+__all__ = [
+    "Costs",
+    "InvalidSchedule",
+    "Pass",
+    "PassKind",
+    "Placement",
+    "Program",
+    "Schedule",
+    "Timeline",
+    "build",
+    "lower",
+    "names",
+    "simulate",
+]

@@ -1,0 +1,209 @@
+"""What passes and messages cost: seconds per stage and kind, seconds per link, bytes per stage."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from megatron_zb.errors import UsageError
+from megatron_zb.schedules.passes import Pass, PassKind
+from megatron_zb.schedules.placement import Placement
+
+
+@dataclass(frozen=True)
+class StageCosts:
+    """Costs resolved for the stages of one placement (see :meth:`Costs.for_placement`).
+
+    ``forward_hop[s]`` is the time of the message from stage s to s+1 and ``backward_hop[s]`` from
+    stage s to s-1, 0 on the same rank. ``activation[s]`` is what F(s) holds and
+    ``held_for_weight[s]`` what is still held between B(s) and W(s).
+    """
+
+    forward: tuple[float, ...]
+    backward: tuple[float, ...]
+    weight: tuple[float, ...]
+    forward_hop: tuple[float, ...]
+    backward_hop: tuple[float, ...]
+    activation: tuple[float, ...]
+    held_for_weight: tuple[float, ...]
+
+    def duration(self, p: Pass) -> float:
+        """Seconds of one pass; BW takes as long as B and W."""
+        if p.kind is PassKind.F:
+            return self.forward[p.stage]
+        if p.kind is PassKind.B:
+            return self.backward[p.stage]
+        if p.kind is PassKind.W:
+            return self.weight[p.stage]
+        return self.backward[p.stage] + self.weight[p.stage]
+
+
+@dataclass(frozen=True)
+class Costs:
+    """Costs of one microbatch, told without knowing how the model will be cut into stages.
+
+    The model is described as equal numbers of layers in consecutive *slices* (any number of them,
+    often one per pipeline rank or per layer): ``forward``, ``backward`` (input gradient), ``weight``
+    are seconds per slice, ``activation`` what its F holds and ``held_for_weight`` what of that is
+    still held between B and W, in any unit of memory. A placement with more or fewer stages cuts or
+    merges the slices. ``slowdown[r]`` multiplies every time on logical rank r and
+    ``p2p[a][b]`` is the time of one transfer from rank a to rank b.
+    """
+
+    pipeline_size: int
+    forward: tuple[float, ...]
+    backward: tuple[float, ...]
+    weight: tuple[float, ...]
+    p2p: tuple[tuple[float, ...], ...]
+    slowdown: tuple[float, ...]
+    activation: tuple[float, ...]
+    held_for_weight: tuple[float, ...]
+
+    @classmethod
+    def uniform(
+        cls,
+        *,
+        pipeline_size: int,
+        forward: float,
+        backward: float,
+        weight: float,
+        p2p: float = 0.0,
+    ) -> Costs:
+        """Equal costs everywhere.
+
+        Args:
+            pipeline_size: number of pipeline ranks p.
+            forward, backward, weight: seconds for one microbatch on one pipeline rank (all of its
+                model chunks together).
+            p2p: seconds per transfer between two ranks.
+
+        Raises:
+            UsageError: a time is negative or not finite, or forward, backward are zero.
+        """
+        return cls.of_slices(
+            pipeline_size=pipeline_size,
+            forward=[forward] * pipeline_size,
+            backward=[backward] * pipeline_size,
+            weight=[weight] * pipeline_size,
+            p2p=p2p,
+        )
+
+    @classmethod
+    def of_slices(
+        cls,
+        *,
+        pipeline_size: int,
+        forward: Sequence[float],
+        backward: Sequence[float],
+        weight: Sequence[float],
+        p2p: float | Sequence[Sequence[float]] = 0.0,
+        slowdown: Sequence[float] | None = None,
+        activation: Sequence[float] | None = None,
+        held_for_weight: Sequence[float] | None = None,
+    ) -> Costs:
+        """Costs of consecutive slices of the model (see the class).
+
+        ``activation`` defaults to ``p / slices`` for each slice, so that memory is counted in
+        microbatches of a whole rank; ``held_for_weight`` defaults to all of it.
+
+        Raises:
+            UsageError: lengths do not match, or a value is negative or not finite.
+        """
+        slices = len(forward)
+        links = (
+            [[0.0 if a == b else float(p2p) for b in range(pipeline_size)] for a in range(pipeline_size)]
+            if isinstance(p2p, int | float)
+            else [list(row) for row in p2p]
+        )
+        held = [pipeline_size / slices] * slices if activation is None else list(activation)
+        costs = cls(
+            pipeline_size=pipeline_size,
+            forward=tuple(forward),
+            backward=tuple(backward),
+            weight=tuple(weight),
+            p2p=tuple(map(tuple, links)),
+            slowdown=tuple([1.0] * pipeline_size if slowdown is None else slowdown),
+            activation=tuple(held),
+            held_for_weight=tuple(held if held_for_weight is None else held_for_weight),
+        )
+        costs._check()
+        return costs
+
+    def _check(self) -> None:
+        slices = len(self.forward)
+        for name, values, length in (
+            ("forward", self.forward, slices),
+            ("backward", self.backward, slices),
+            ("weight", self.weight, slices),
+            ("activation", self.activation, slices),
+            ("held_for_weight", self.held_for_weight, slices),
+            ("slowdown", self.slowdown, self.pipeline_size),
+            *(("p2p", row, self.pipeline_size) for row in self.p2p),
+        ):
+            if len(values) != length:
+                raise UsageError(f"costs: {name} has {len(values)} entries, {length} are needed")
+            if not all(0 <= v < float("inf") for v in values):
+                raise UsageError(f"costs: {name} is {list(values)}: give finite values of 0 or more")
+        if len(self.p2p) != self.pipeline_size:
+            raise UsageError(f"costs: p2p has {len(self.p2p)} rows, {self.pipeline_size} are needed")
+        for name, values in (("forward", self.forward), ("backward", self.backward)):
+            if not values or sum(values) <= 0:
+                raise UsageError(f"costs: {name} is zero: give a positive time, such as 1.0")
+
+    def without_slices(self) -> Costs:
+        """The same totals spread evenly over the model: what a scheduler for equal costs sees."""
+
+        def even(values: tuple[float, ...]) -> tuple[float, ...]:
+            return (sum(values) / len(values),) * len(values)
+
+        return replace(
+            self, forward=even(self.forward), backward=even(self.backward), weight=even(self.weight)
+        )
+
+    def for_placement(self, placement: Placement) -> StageCosts:
+        """Cut or merge the slices into the stages of a placement.
+
+        Raises:
+            UsageError: the placement has another pipeline size.
+        """
+        if placement.pipeline_size != self.pipeline_size:
+            raise UsageError(
+                f"costs are for {self.pipeline_size} pipeline ranks, "
+                f"the placement has {placement.pipeline_size}"
+            )
+        stages, rank_of = placement.num_stages, placement.rank_of
+
+        def seconds(values: tuple[float, ...]) -> tuple[float, ...]:
+            cut = _resample(values, stages)
+            return tuple(v * self.slowdown[r] for v, r in zip(cut, rank_of, strict=True))
+
+        forward_hop = [self.p2p[a][b] for a, b in zip(rank_of, rank_of[1:], strict=False)]
+        backward_hop = [self.p2p[b][a] for a, b in zip(rank_of, rank_of[1:], strict=False)]
+        return StageCosts(
+            forward=seconds(self.forward),
+            backward=seconds(self.backward),
+            weight=seconds(self.weight),
+            forward_hop=(*forward_hop, 0.0),
+            backward_hop=(0.0, *backward_hop),
+            activation=_resample(self.activation, stages),
+            held_for_weight=_resample(self.held_for_weight, stages),
+        )
+
+
+def _resample(values: tuple[float, ...], parts: int) -> tuple[float, ...]:
+    """Spread consecutive equal slices over ``parts`` equal stages, keeping the total."""
+    slices = len(values)
+    if slices == parts:
+        return values
+    if parts % slices == 0:
+        share = parts // slices
+        return tuple(v / share for v in values for _ in range(share))
+    out = []
+    for part in range(parts):  # in units of 1/parts slice, so that all borders are integers
+        low, high = part * slices, (part + 1) * slices
+        total = 0.0
+        for index in range(low // parts, (high - 1) // parts + 1):
+            overlap = min(high, (index + 1) * parts) - max(low, index * parts)
+            total += values[index] * overlap / parts
+        out.append(total)
+    return tuple(out)

@@ -1,0 +1,152 @@
+"""A schedule is data: a placement and, for every rank, the passes in the order they run."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+from megatron_zb.errors import UsageError
+from megatron_zb.schedules.passes import Pass, PassKind
+from megatron_zb.schedules.placement import Placement
+
+_BACKWARD_KINDS = (PassKind.B, PassKind.BW)
+_WEIGHT_KINDS = (PassKind.W, PassKind.BW)
+
+
+class InvalidSchedule(UsageError):
+    """A schedule breaks a rule; the message names the rule and the place."""
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """What to run in which order.
+
+    ``ranks[r]`` lists the passes of logical rank r. ``forward_only`` marks a schedule of F passes
+    alone (evaluation).
+    """
+
+    name: str
+    placement: Placement
+    num_microbatches: int
+    ranks: tuple[tuple[Pass, ...], ...]
+    forward_only: bool = False
+
+    def forwards(self) -> Schedule:
+        """The same schedule with its F passes alone, in the same order."""
+        ranks = tuple(tuple(p for p in rank if p.kind is PassKind.F) for rank in self.ranks)
+        return replace(self, ranks=ranks, forward_only=True)
+
+    def validate(self) -> Schedule:
+        """Check every rule a schedule must keep and return the schedule itself.
+
+        Rules: *placement* (a pass runs on the rank of its stage), *completeness* (every stage and
+        microbatch has one F and either one BW or one B and one W), *order* (F before B before W),
+        *microbatch order* (F, input gradients and weight gradients of a stage each rise with the
+        microbatch, so that sums are formed in 1F1B's order) and *progress* (the ranks' orders and
+        the data dependencies contain no cycle).
+
+        Raises:
+            InvalidSchedule: names the first broken rule, the rank and the pass.
+        """
+        if len(self.ranks) != self.placement.pipeline_size:
+            raise InvalidSchedule(
+                f"{self.name}: rule 'placement': {len(self.ranks)} ranks are listed, "
+                f"the placement has {self.placement.pipeline_size}"
+            )
+        for rank, passes in enumerate(self.ranks):
+            self._validate_rank(rank, passes)
+        _validate_progress(self)
+        return self
+
+    def _validate_rank(self, rank: int, passes: tuple[Pass, ...]) -> None:
+        done: dict[int, list[int]] = {s: [0, 0, 0] for s in self.placement.stages_of[rank]}
+        for position, p in enumerate(passes):
+
+            def broken(rule: str, why: str, at: int = position, p: Pass = p) -> InvalidSchedule:
+                return InvalidSchedule(
+                    f"{self.name}: rank {rank}, position {at}, pass {p}: rule '{rule}': {why}"
+                )
+
+            if p.stage not in done:
+                raise broken("placement", f"stage {p.stage} does not live on rank {rank}")
+            if not 0 <= p.microbatch < self.num_microbatches:
+                raise broken("completeness", f"there are {self.num_microbatches} microbatches")
+            if self.forward_only and p.kind is not PassKind.F:
+                raise broken("completeness", "a forward-only schedule has F passes alone")
+            counts = done[p.stage]
+            needs = {
+                PassKind.F: ((0, "F", p.microbatch),),
+                PassKind.B: ((1, "B", p.microbatch),),
+                PassKind.W: ((2, "W", p.microbatch),),
+                PassKind.BW: ((1, "B", p.microbatch), (2, "W", p.microbatch)),
+            }[p.kind]
+            for column, letter, microbatch in needs:
+                if counts[column] != microbatch:
+                    raise broken(
+                        "microbatch order",
+                        f"the next {letter} of stage {p.stage} is microbatch {counts[column]}",
+                    )
+            if p.kind in _BACKWARD_KINDS and counts[0] <= p.microbatch:
+                raise broken("order", "its F has not run yet")
+            if p.kind is PassKind.W and counts[1] <= p.microbatch:
+                raise broken("order", "its B has not run yet")
+            for column, _, _ in needs:
+                counts[column] += 1
+        expected = [self.num_microbatches] + [0 if self.forward_only else self.num_microbatches] * 2
+        for stage, counts in done.items():
+            for column, letter in enumerate("FBW"):
+                if counts[column] != expected[column]:
+                    raise InvalidSchedule(
+                        f"{self.name}: rank {rank}, stage {stage}: rule 'completeness': "
+                        f"{counts[column]} of {expected[column]} {letter} passes are listed"
+                    )
+
+
+def _validate_progress(schedule: Schedule) -> None:
+    blocked = walk(schedule, lambda rank, position, p: None)
+    if blocked:
+        stuck = "; ".join(f"rank {r} at {schedule.ranks[r][i]}" for r, i in blocked[:4])
+        raise InvalidSchedule(
+            f"{schedule.name}: rule 'progress': the ranks wait for one another in a circle: {stuck}"
+        )
+
+
+def walk(
+    schedule: Schedule, visit: Callable[[int, int, Pass], object]
+) -> list[tuple[int, int]]:
+    """Visit every pass after the passes it depends on, as ``visit(rank, position, pass)``.
+
+    Each rank is walked in its own order. Returns the ``(rank, position)`` of the passes that
+    could never run: empty for a schedule without circular waits.
+    """
+    ranks, num_stages = schedule.ranks, schedule.placement.num_stages
+    position = [0] * len(ranks)
+    produced: set[tuple[bool, int, int]] = set()
+    waiting: dict[tuple[bool, int, int], int] = {}
+    runnable = list(range(len(ranks) - 1, -1, -1))
+    while runnable:
+        rank = runnable.pop()
+        passes = ranks[rank]
+        i = position[rank]
+        while i < len(passes):
+            p = passes[i]
+            kind, stage, microbatch = p
+            if kind is PassKind.F:
+                need = (False, stage - 1, microbatch) if stage > 0 else None
+            elif kind is PassKind.W or stage == num_stages - 1:
+                need = None
+            else:
+                need = (True, stage + 1, microbatch)
+            if need is not None and need not in produced:
+                waiting[need] = rank
+                break
+            visit(rank, i, p)
+            i += 1
+            if kind is not PassKind.W:
+                made = (kind is not PassKind.F, stage, microbatch)
+                produced.add(made)
+                waiter = waiting.pop(made, None)
+                if waiter is not None:
+                    runnable.append(waiter)
+        position[rank] = i
+    return [(r, i) for r, i in enumerate(position) if i < len(ranks[r])]

@@ -1,0 +1,122 @@
+"""Carry a schedule out on paper: when every pass starts and ends, and what memory it holds."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+
+from megatron_zb.schedules.costs import Costs, StageCosts
+from megatron_zb.schedules.passes import Pass, PassKind
+from megatron_zb.schedules.schedule import InvalidSchedule, Schedule, walk
+
+
+@dataclass(frozen=True)
+class Timeline:
+    """Result of :func:`simulate`; ``start[r]`` and ``end[r]`` run beside ``schedule.ranks[r]``.
+
+    Times in seconds from the first start. ``bubble_rate`` is the share of the ranks' time, from
+    the first start to the last end anywhere, in which they do not compute.
+    ``peak_activation[r]`` counts microbatches of a whole rank (every F holds 1/chunks of one until
+    its W or BW ends); ``peak_memory[r]`` is in the unit of ``costs.activation`` and lets B free its
+    share.
+    """
+
+    schedule: Schedule
+    costs: StageCosts
+    start: tuple[tuple[float, ...], ...]
+    end: tuple[tuple[float, ...], ...]
+
+    @cached_property
+    def makespan(self) -> float:
+        first = min(times[0] for times in self.start if times)
+        return max(times[-1] for times in self.end if times) - first
+
+    @cached_property
+    def bubble_rate(self) -> float:
+        busy = sum(self.costs.duration(p) for rank in self.schedule.ranks for p in rank)
+        return 1.0 - busy / (len(self.schedule.ranks) * self.makespan)
+
+    @cached_property
+    def peak_activation(self) -> tuple[float, ...]:
+        chunks = self.schedule.placement.chunks
+        return tuple(peak_held_chunks(rank) / chunks for rank in self.schedule.ranks)
+
+    @cached_property
+    def peak_memory(self) -> tuple[float, ...]:
+        return tuple(max(self.memory_curve(rank), default=0.0) for rank in range(len(self.start)))
+
+    def memory_curve(self, rank: int) -> tuple[float, ...]:
+        """Memory held while each pass of a rank runs, in the unit of ``costs.activation``."""
+        held, curve = 0.0, []
+        for p in self.schedule.ranks[rank]:
+            activation = self.costs.activation[p.stage]
+            kept = self.costs.held_for_weight[p.stage]
+            if p.kind is PassKind.F:
+                held += activation
+            curve.append(held)
+            if p.kind is PassKind.B:
+                held -= activation - kept
+            elif p.kind is PassKind.W:
+                held -= kept
+            elif p.kind is PassKind.BW:
+                held -= activation
+        return tuple(curve)
+
+
+def peak_held_chunks(passes: tuple[Pass, ...]) -> int:
+    """The most chunk activations a rank holds at once: every F until its W or BW."""
+    held = peak = 0
+    for kind, _, _ in passes:
+        if kind is PassKind.F:
+            held += 1
+            peak = max(peak, held)
+        elif kind is not PassKind.B:
+            held -= 1
+    return peak
+
+
+def simulate(schedule: Schedule, costs: Costs) -> Timeline:
+    """Run every rank's passes in order, each as early as its inputs allow.
+
+    Sends never block. B(stage) waits for B(stage+1) and, from another rank, one transfer more; a
+    fused BW keeps the previous stage waiting until all of it has ended.
+
+    Raises:
+        InvalidSchedule: the ranks wait for one another in a circle.
+        UsageError: the costs are for another pipeline size.
+    """
+    table = costs.for_placement(schedule.placement)
+    clock = [0.0] * len(schedule.ranks)
+    ready: dict[tuple[bool, int, int], float] = {}
+    start: list[list[float]] = [[] for _ in schedule.ranks]
+    end: list[list[float]] = [[] for _ in schedule.ranks]
+    durations = {
+        PassKind.F: table.forward,
+        PassKind.B: table.backward,
+        PassKind.W: table.weight,
+        PassKind.BW: tuple(b + w for b, w in zip(table.backward, table.weight, strict=True)),
+    }
+
+    def run(rank: int, position: int, p: Pass) -> None:
+        kind, stage, microbatch = p
+        begin = clock[rank]
+        is_forward = kind is PassKind.F
+        if kind is not PassKind.W:
+            begin = max(begin, ready.pop((not is_forward, stage, microbatch), 0.0))
+        finish = begin + durations[kind][stage]
+        clock[rank] = finish
+        start[rank].append(begin)
+        end[rank].append(finish)
+        if is_forward:
+            ready[(False, stage + 1, microbatch)] = finish + table.forward_hop[stage]
+        elif kind is not PassKind.W:
+            ready[(True, stage - 1, microbatch)] = finish + table.backward_hop[stage]
+
+    blocked = walk(schedule, run)
+    if blocked:
+        rank, position = blocked[0]
+        raise InvalidSchedule(
+            f"{schedule.name}: rule 'progress': rank {rank} can never run "
+            f"{schedule.ranks[rank][position]}"
+        )
+    return Timeline(schedule, table, tuple(map(tuple, start)), tuple(map(tuple, end)))
