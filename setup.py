@@ -1,0 +1,52 @@
+"""Packaging of megatron-zb; the version is read from megatron_zb without importing it."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from setuptools import find_packages, setup
+
+ROOT = Path(__file__).resolve().parent
+
+
+def version() -> str:
+    source = (ROOT / "megatron_zb" / "__init__.py").read_text(encoding="utf-8")
+    found = re.search(r'^__version__ = "([^"]+)"$', source, flags=re.MULTILINE)
+    if found is None:
+        raise RuntimeError('megatron_zb/__init__.py has no line __version__ = "..."')
+    return found.group(1)
+
+
+PLOTS = ["matplotlib >= 3.8"]
+TRANSFORMER_ENGINE = ["transformer-engine[pytorch] >= 2.0"]
+TEST = [*PLOTS, "mypy >= 1.10", "pytest >= 8.0", "ruff >= 0.9"]
+
+setup(
+    name="megatron-zb",
+    version=version(),
+    description="Drop-in pipeline schedules for Megatron-LM: less bubble or memory, same losses",
+    long_description=(ROOT / "README.md").read_text(encoding="utf-8"),
+    long_description_content_type="text/markdown",
+    author="the megatron_zb authors",
+    license="Apache-2.0",
+    python_requires=">=3.10",
+    packages=find_packages(include=["megatron_zb", "megatron_zb.*"]),
+    package_data={"megatron_zb": ["py.typed"]},
+    install_requires=[
+        "megatron-core >= 0.16",
+        "numpy >= 1.26",
+        "rich >= 13.0",
+        "torch >= 2.6",
+    ],
+    extras_require={"plots": PLOTS, "te": TRANSFORMER_ENGINE, "test": TEST},
+    entry_points={"console_scripts": ["megatron-zb = megatron_zb.cli:main"]},
+    classifiers=[
+        "Intended Audience :: Science/Research",
+        "Programming Language :: Python :: 3",
+        "Programming Language :: Python :: 3.11",
+        "Programming Language :: Python :: 3.12",
+        "Topic :: Scientific/Engineering :: Artificial Intelligence",
+        "Typing :: Typed",
+    ],
+)
