@@ -1,0 +1,83 @@
+# shellcheck shell=bash
+# Shared by the scripts beside it: finds a Python, makes a virtual environment, installs the package.
+# Sourced, never run. The caller has `set -euo pipefail` and stands in the root of the repository.
+
+say() { printf '==> %s\n' "$*"; }
+
+fail() {
+    printf '%s: error: %s\n' "$(basename "$0")" "$*" >&2
+    exit 2
+}
+
+# is_python COMMAND VERSION: COMMAND is a Python of that version which can make virtual environments.
+is_python() {
+    "$1" -c "
+import ensurepip, sys, venv
+sys.exit('%d.%d' % sys.version_info[:2] != '$2')" >/dev/null 2>&1
+}
+
+# pyenv_python VERSION: prints the newest Python of that version among pyenv's, if pyenv is here.
+pyenv_python() {
+    command -v pyenv >/dev/null 2>&1 || return 0
+    local name
+    name=$(pyenv versions --bare 2>/dev/null | grep -E "^${1//./\\.}(\.[0-9]+)?$" | sort -V | tail -n 1) || return 0
+    printf '%s/bin/python\n' "$(pyenv prefix "$name")"
+}
+
+# find_python VERSION: prints a command for that Python, or ends with one sentence.
+find_python() {
+    local candidate
+    for candidate in "python$1" python3 python "$(pyenv_python "$1")"; do
+        if [[ -n $candidate ]] && is_python "$candidate" "$1"; then
+            printf '%s\n' "$candidate"
+            return
+        fi
+    done
+    fail "no Python $1 with the venv and ensurepip modules is on PATH or under pyenv; install one" \
+        "(Debian and Ubuntu: python$1 and python$1-venv)"
+}
+
+# constraints_for VERSION: prints the file of pinned versions for that Python, or ends with one sentence.
+constraints_for() {
+    local file="constraints/py${1//./}.txt"
+    [[ -f $file ]] || fail "there is no $file, so Python $1 is not one" \
+        "this project is tested with; those are the files in constraints/"
+    printf '%s\n' "$file"
+}
+
+# what_is_installed EXTRA CONSTRAINTS: changes whenever an install would put something else in place.
+what_is_installed() {
+    { printf '%s\n' "$PWD" "$1"; cat setup.py pyproject.toml megatron_zb/__init__.py "$2"; } | cksum
+}
+
+# pinned_pip VENV CONSTRAINTS ARGUMENT...: pip install, with one line for each package it looks at.
+pinned_pip() {
+    "$1/bin/python" -m pip install --disable-pip-version-check --no-input --progress-bar off \
+        --constraint "$2" "${@:3}" </dev/null \
+        | sed -n -u -E -e 's/^ *(Collecting [^ ]+).*/    \1/p' -e 's/^(Installing) collected.*/    \1/p'
+}
+
+# install_package VENV EXTRA CONSTRAINTS: installs this tree, editable, with the pinned versions.
+install_package() {
+    say "installing megatron-zb[$2] with the versions of $3 (PyTorch is large: the first time takes minutes)"
+    pinned_pip "$1" "$3" setuptools
+    pinned_pip "$1" "$3" --no-build-isolation --editable ".[$2]"
+}
+
+# ensure_environment VENV VERSION EXTRA: afterwards VENV has the package, its dependencies and EXTRA.
+ensure_environment() {
+    local venv=$1 version=$2 extra=$3 constraints python wanted stamp
+    constraints=$(constraints_for "$version")
+    stamp=$venv/.installed-$extra
+    wanted=$(what_is_installed "$extra" "$constraints")
+    if [[ -f $stamp && $(<"$stamp") == "$wanted" ]] && is_python "$venv/bin/python" "$version"; then
+        return
+    fi
+    if ! "$venv/bin/python" -m pip --version >/dev/null 2>&1 || ! is_python "$venv/bin/python" "$version"; then
+        python=$(find_python "$version")
+        say "making $venv with Python $version"
+        "$python" -m venv --clear "$venv"
+    fi
+    install_package "$venv" "$extra" "$constraints"
+    printf '%s\n' "$wanted" >"$stamp"
+}

@@ -1,0 +1,62 @@
+#!/usr/bin/env bash
+# Checks and tests the package in an environment of its own; see --help.
+set -euo pipefail
+
+usage() {
+    cat <<'END'
+usage: scripts/test.sh [--python VERSION] [--tests-only] [PYTEST-ARGUMENT ...]
+
+Checks and tests megatron-zb on the CPU; needs no GPU and nothing but a Python and a network.
+
+  1. makes a virtual environment (.venv) and installs the package with the pinned versions of
+     constraints/; skipped when that has been done and nothing has changed since
+  2. ruff and mypy
+  3. pytest; the distributed tests run over gloo on CPU ranks
+
+options:
+  --python VERSION   3.11 (default, megatron-core 0.16) or 3.12 (megatron-core 0.19, in .venv-3.12)
+  --tests-only       no ruff and no mypy
+  -h, --help         this text
+
+Everything else goes to pytest:
+  scripts/test.sh -k validate                 the tests whose names contain "validate"
+  scripts/test.sh -x tests/test_ranks.py      one file, stop at the first failure
+
+Ends with exit status 0 only when every step passed.
+END
+}
+
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+# shellcheck source=scripts/_environment.sh
+source scripts/_environment.sh
+
+version=3.11
+checks=yes
+arguments=()
+while (($#)); do
+    case $1 in
+        -h | --help) usage; exit ;;
+        --python) version=${2-}; shift $(($# > 1)) ;;
+        --python=*) version=${1#*=} ;;
+        --tests-only) checks=no ;;
+        *) arguments+=("$1") ;;
+    esac
+    shift
+done
+
+[[ -n $version ]] || fail "--python needs a version, for example 3.12"
+venv=.venv
+[[ $version == 3.11 ]] || venv=.venv-$version
+ensure_environment "$venv" "$version" test
+
+# Tests run on CPU ranks, several per core: no GPU, and one thread each.
+export CUDA_VISIBLE_DEVICES='' OMP_NUM_THREADS=1
+
+if [[ $checks == yes ]]; then
+    say "ruff"
+    "$venv/bin/python" -m ruff check --quiet .
+    say "mypy"
+    "$venv/bin/python" -m mypy --no-error-summary
+fi
+say "pytest"
+exec "$venv/bin/python" -m pytest ${arguments[@]+"${arguments[@]}"} </dev/null
