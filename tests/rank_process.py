@@ -1,0 +1,143 @@
+"""One rank of a pool: a process that joins a gloo group once and runs cases until told to stop.
+
+Started by ``ranks.py``, which sends `Case` objects over a pipe and gets one `Outcome` for each.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import importlib
+import os
+import pickle
+import signal
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import timedelta
+from functools import reduce
+from multiprocessing.connection import Connection
+from typing import Any, cast
+
+# Longer than any case may run: a case that hangs is ended by the pool, which shows where it hangs.
+COLLECTIVE_TIMEOUT = timedelta(minutes=30)
+
+
+@dataclass(frozen=True)
+class Case:
+    """A call to make on every rank: a module-level function by name, and its arguments."""
+
+    module: str
+    qualified_name: str
+    arguments: dict[str, Any]
+    # Where modules are looked for: what the test can import, its ranks can import.
+    path: list[str]
+    # Join a new group first, because the previous case may have left messages in the old one.
+    new_group: str | None
+
+    def function(self) -> Callable[..., Any]:
+        found: Any = importlib.import_module(self.module)
+        return cast(Callable[..., Any], reduce(getattr, self.qualified_name.split("."), found))
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What became of a case on one rank: a pickled result, or an exception in words."""
+
+    result: bytes | None = None
+    exception_type: str = ""
+    message: str = ""
+    traceback: str = ""
+
+    @property
+    def failed(self) -> bool:
+        return self.result is None
+
+
+def join_group(rank: int, world_size: int, meeting_point: str) -> None:
+    """Initialise torch.distributed over the file `meeting_point`; leaves an earlier group first."""
+    import torch.distributed as dist
+
+    if dist.is_initialized():
+        dist.destroy_process_group()
+    dist.init_process_group(
+        "gloo",
+        init_method=f"file://{meeting_point}",
+        rank=rank,
+        world_size=world_size,
+        timeout=COLLECTIVE_TIMEOUT,
+    )
+
+
+def import_megatron() -> None:
+    """Import torch and Megatron, so that cases start at once."""
+    import torch
+
+    from megatron_zb.megatron.cpu import run_on_cpu
+
+    torch.set_num_threads(1)
+    run_on_cpu()
+    import megatron.core.models.gpt  # noqa: F401
+
+
+def leave_megatron() -> None:
+    """Forget the parallel groups that a case has made, so that the next one can make its own."""
+    from megatron.core import parallel_state
+
+    if parallel_state.is_initialized():
+        parallel_state.destroy_model_parallel()
+
+
+def run_case(case: Case) -> Outcome:
+    """Call the function; its result must be picklable."""
+    import torch
+
+    torch.manual_seed(1234)
+    try:
+        return Outcome(result=pickle.dumps(case.function()(**case.arguments)))
+    except BaseException as error:
+        return Outcome(
+            exception_type=type(error).__qualname__,
+            message=str(error),
+            traceback=traceback.format_exc(),
+        )
+
+
+def end_with_parent() -> None:
+    """End this process when the test process is gone, also in the middle of a case."""
+    parent = os.getppid()
+
+    def watch() -> None:
+        while os.getppid() == parent:
+            time.sleep(0.5)
+        os._exit(1)
+
+    threading.Thread(target=watch, daemon=True).start()
+
+
+def main(file_descriptor: int, rank: int, world_size: int, meeting_point: str) -> None:
+    """Serve cases from the pipe until it is closed or a None arrives."""
+    faulthandler.enable()
+    faulthandler.register(signal.SIGUSR1)
+    end_with_parent()
+    pool = Connection(file_descriptor)
+    import_megatron()
+    join_group(rank, world_size, meeting_point)
+    pool.send(Outcome(result=pickle.dumps("ready")))
+    while (case := pool.recv()) is not None:
+        sys.path[:] = case.path
+        if case.new_group is not None:
+            join_group(rank, world_size, case.new_group)
+        outcome = run_case(case)
+        leave_megatron()
+        sys.stdout.flush()
+        pool.send(outcome)
+
+
+if __name__ == "__main__":
+    # Under its importable name, so that both ends pickle the same classes.
+    import rank_process
+
+    rank_process.main(int(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]), sys.argv[4])
