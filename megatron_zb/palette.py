@@ -1,0 +1,94 @@
+"""What every drawing of a schedule has in common: bars, their colours, the words around them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from megatron_zb.schedules import PassKind, Timeline
+
+KIND_NAMES = {
+    PassKind.F: "forward",
+    PassKind.B: "input gradient",
+    PassKind.W: "weight gradient",
+    PassKind.BW: "backward, fused",
+}
+
+# Okabe and Ito's colours, told apart by colour-blind people too: one pair for each kind, the
+# first for even and the second for odd model chunks. Grey stands for their black.
+_COLOURS = {
+    PassKind.F: ("#0072B2", "#56B4E9"),
+    PassKind.B: ("#D55E00", "#E69F00"),
+    PassKind.W: ("#009E73", "#F0E442"),
+    PassKind.BW: ("#CC79A7", "#999999"),
+}
+
+
+@dataclass(frozen=True)
+class Bar:
+    """One pass on the row of its rank."""
+
+    rank: int
+    start: float
+    end: float
+    kind: PassKind
+    chunk: int
+    microbatch: int
+
+    @property
+    def colour(self) -> str:
+        return colour_of(self.kind, self.chunk)
+
+
+def colour_of(kind: PassKind, chunk: int) -> str:
+    """The colour of a pass as #RRGGBB."""
+    return _COLOURS[kind][chunk % 2]
+
+
+def text_colour_on(colour: str) -> str:
+    """Black or white, whichever has the higher contrast (as WCAG 2 defines it)."""
+    light = luminance(colour)
+    return "#000000" if (light + 0.05) / 0.05 > 1.05 / (light + 0.05) else "#FFFFFF"
+
+
+def luminance(colour: str) -> float:
+    """Relative luminance of #RRGGBB, 0 for black and 1 for white."""
+    channels = (int(colour[i : i + 2], 16) / 255 for i in (1, 3, 5))
+    red, green, blue = (
+        c / 12.92 if c <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4 for c in channels
+    )
+    return 0.2126 * red + 0.7152 * green + 0.0722 * blue
+
+
+def bars_of(timeline: Timeline) -> Iterator[Bar]:
+    """The bars of all ranks, rank by rank in the order they run."""
+    placement = timeline.schedule.placement
+    for rank, passes in enumerate(timeline.schedule.ranks):
+        for p, start, end in zip(passes, timeline.start[rank], timeline.end[rank], strict=True):
+            yield Bar(rank, start, end, p.kind, placement.chunk_of(p.stage), p.microbatch)
+
+
+def legend_of(timeline: Timeline) -> list[tuple[PassKind, int, str]]:
+    """The kinds and chunks that occur, each with its words."""
+    found = sorted(
+        {(bar.kind, bar.chunk) for bar in bars_of(timeline)},
+        key=lambda pair: (list(KIND_NAMES).index(pair[0]), pair[1]),
+    )
+    one_chunk = timeline.schedule.placement.chunks == 1
+    return [
+        (kind, chunk, KIND_NAMES[kind] if one_chunk else f"{KIND_NAMES[kind]}, chunk {chunk}")
+        for kind, chunk in found
+    ]
+
+
+def title_of(timeline: Timeline) -> str:
+    """The name, the sizes and what the schedule costs, in one line."""
+    schedule = timeline.schedule
+    ranks, microbatches = schedule.placement.pipeline_size, schedule.num_microbatches
+    # 1F1B's first rank holds a microbatch for every rank, or all when there are fewer.
+    peak, stock = max(timeline.peak_activation), min(ranks, microbatches)
+    return (
+        f"{schedule.name}: {ranks} ranks, {microbatches} microbatches; "
+        f"bubble rate {timeline.bubble_rate:.1%}; "
+        f"peak activation memory {peak:g} microbatches ({peak / stock:.2f} of 1F1B's)"
+    )

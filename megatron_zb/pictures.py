@@ -1,0 +1,118 @@
+"""Draw a schedule as a PNG or SVG picture: a row for each rank, a bar for each pass."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from megatron_zb.errors import UsageError
+from megatron_zb.palette import bars_of, colour_of, legend_of, text_colour_on, title_of
+from megatron_zb.schedules import Timeline
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+FORMATS = (".png", ".svg")
+DOTS_PER_INCH = 100
+# Inches: a picture of 8 ranks and 16 microbatches fills a common screen without being scaled.
+ROW_HEIGHT = 0.42
+WIDTH_OF_SHORTEST_PASS = 0.17
+MARGINS = (0.8, 1.5)
+WIDTHS = (9.0, 19.0)
+NUMBER_SIZE = 8.0
+# The width of one digit, as a share of its size; a point is 1/72 inch.
+DIGIT_WIDTH = 0.64 / 72
+
+
+def save_picture(timeline: Timeline, path: Path) -> None:
+    """Write a picture of a schedule; the ending of the path, .png or .svg, is its format.
+
+    Raises:
+        UsageError: another ending, a folder that cannot be written, or matplotlib is missing.
+    """
+    if path.suffix.lower() not in FORMATS:
+        raise UsageError(f"cannot draw into '{path}': give a name that ends in .png or .svg")
+    figure = draw(timeline)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        figure.savefig(path, dpi=DOTS_PER_INCH)
+    except OSError as error:
+        raise UsageError(f"cannot write '{path}': {error.strerror}") from error
+
+
+def draw(timeline: Timeline) -> Figure:
+    """Draw a schedule.
+
+    Raises:
+        UsageError: matplotlib is missing.
+    """
+    try:
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise UsageError(
+            "pictures need matplotlib: install it with pip install 'megatron-zb[plots]'"
+        ) from error
+    rows = timeline.schedule.placement.pipeline_size
+    width = _width(timeline)
+    figure = Figure((width, rows * ROW_HEIGHT + MARGINS[1]), layout="constrained")
+    axes = figure.add_subplot()
+    _draw_bars(axes, timeline, inches_per_second=(width - MARGINS[0]) / timeline.makespan)
+    _label(axes, timeline)
+    return figure
+
+
+def _width(timeline: Timeline) -> float:
+    shortest = min(bar.end - bar.start for bar in bars_of(timeline) if bar.end > bar.start)
+    wanted = timeline.makespan / shortest * WIDTH_OF_SHORTEST_PASS + MARGINS[0]
+    return min(max(wanted, WIDTHS[0]), WIDTHS[1])
+
+
+def _draw_bars(axes: Axes, timeline: Timeline, inches_per_second: float) -> None:
+    bars = list(bars_of(timeline))
+    axes.barh(
+        y=[bar.rank for bar in bars],
+        width=[bar.end - bar.start for bar in bars],
+        left=[bar.start for bar in bars],
+        height=0.86,
+        color=[bar.colour for bar in bars],
+        edgecolor="white",
+        linewidth=0.6,
+    )
+    for bar in bars:
+        number = str(bar.microbatch)
+        room = (bar.end - bar.start) * inches_per_second
+        size = min(NUMBER_SIZE, room / (DIGIT_WIDTH * len(number)))
+        if size >= NUMBER_SIZE * 0.7:
+            axes.text(
+                (bar.start + bar.end) / 2,
+                bar.rank,
+                number,
+                size=size,
+                color=text_colour_on(bar.colour),
+                ha="center",
+                va="center_baseline",
+            )
+
+
+def _label(axes: Axes, timeline: Timeline) -> None:
+    from matplotlib.patches import Patch
+
+    rows = timeline.schedule.placement.pipeline_size
+    axes.set_title(title_of(timeline), size=11, loc="left")
+    axes.set_yticks(range(rows), [f"rank {rank}" for rank in range(rows)])
+    axes.set_ylim(rows - 0.5, -0.5)
+    first = min(times[0] for times in timeline.start if times)
+    axes.set_xlim(first, first + timeline.makespan)
+    axes.set_xlabel("time")
+    axes.set_facecolor("#F2F2F2")
+    axes.spines[["top", "right", "left"]].set_visible(False)
+    axes.tick_params(axis="y", length=0)
+    legend = legend_of(timeline)
+    axes.figure.legend(
+        handles=[Patch(color=colour_of(kind, chunk), label=text) for kind, chunk, text in legend],
+        loc="outside lower center",
+        ncols=len(legend),
+        frameon=False,
+        fontsize=9,
+    )

@@ -1,0 +1,103 @@
+"""Draw a schedule in the terminal: a row for each rank, a coloured cell for each pass.
+
+A cell starts with the kind of its pass, F, B, W or, for a fused backward, D, as capital letter for
+even and small letter for odd model chunks, so that a drawing without colours can be read as well.
+"""
+
+from __future__ import annotations
+
+from statistics import median
+
+from rich.console import Console
+from rich.text import Text
+
+from megatron_zb.palette import (
+    KIND_NAMES,
+    Bar,
+    bars_of,
+    colour_of,
+    legend_of,
+    text_colour_on,
+    title_of,
+)
+from megatron_zb.schedules import PassKind, Timeline
+
+LETTERS = {PassKind.F: "F", PassKind.B: "B", PassKind.W: "W", PassKind.BW: "D"}
+IDLE = "·"
+
+
+def print_schedule(timeline: Timeline, console: Console) -> None:
+    """Draw a schedule as wide as the terminal, in as many bands one below the other as it takes."""
+    label_width = len(f"rank {timeline.schedule.placement.pipeline_size - 1} ")
+    cell_width = _cell_width(timeline)
+    rows = _rows(timeline, cell_width)
+    cells = max((console.width - label_width) // cell_width, 1)
+    band = cells * cell_width
+    _print_line(console, Text(title_of(timeline), style="bold"))
+    for start in range(0, max(len(row) for row in rows), band):
+        console.print()
+        for rank, row in enumerate(rows):
+            label = Text(f"rank {rank} ".ljust(label_width))
+            _print_line(console, label + row[start : start + band])
+    console.print()
+    for line in _legend(timeline):
+        _print_line(console, line)
+
+
+def _print_line(console: Console, line: Text) -> None:
+    console.print(line, highlight=False, soft_wrap=True)
+
+
+def _cell_width(timeline: Timeline) -> int:
+    """Columns of a usual pass: a letter, the largest microbatch number and a gap."""
+    return len(str(timeline.schedule.num_microbatches - 1)) + 2
+
+
+def _rows(timeline: Timeline, cell_width: int) -> list[Text]:
+    usual = median(bar.end - bar.start for bar in bars_of(timeline) if bar.end > bar.start)
+    rows = [Text() for _ in timeline.schedule.ranks]
+    for bar in bars_of(timeline):
+        row = rows[bar.rank]
+        start, end = (round(time / usual * cell_width) for time in (bar.start, bar.end))
+        row.append(IDLE * (start - len(row)), style="dim")
+        row.append(_cell(bar, end - start))
+    length = max(len(row) for row in rows)
+    for row in rows:
+        row.append(IDLE * (length - len(row)), style="dim")
+    return rows
+
+
+def _cell(bar: Bar, width: int) -> Text:
+    letter = _letter(bar.kind, bar.chunk)
+    whole = f"{letter}{bar.microbatch}"
+    # Part of a number would be a wrong number.
+    text = whole if len(whole) <= width else letter[:width]
+    return Text(text.ljust(width), style=_style(bar.kind, bar.chunk))
+
+
+def _letter(kind: PassKind, chunk: int) -> str:
+    return LETTERS[kind] if chunk % 2 == 0 else LETTERS[kind].lower()
+
+
+def _style(kind: PassKind, chunk: int) -> str:
+    colour = colour_of(kind, chunk)
+    return f"{text_colour_on(colour)} on {colour}"
+
+
+def _legend(timeline: Timeline) -> list[Text]:
+    """A line for each kind that occurs, with its letters, and one for the rest."""
+    chunks: dict[PassKind, list[int]] = {}
+    for kind, chunk, _ in legend_of(timeline):
+        chunks.setdefault(kind, []).append(chunk)
+    width = 4 * timeline.schedule.placement.chunks
+    lines = []
+    for kind, found in chunks.items():
+        line = Text()
+        for chunk in found:
+            line.append(f" {_letter(kind, chunk)} ", style=_style(kind, chunk)).append(" ")
+        line.append(" " * (width - len(line)) + KIND_NAMES[kind])
+        lines.append(line)
+    letters = (
+        "" if timeline.schedule.placement.chunks == 1 else "capital letter: chunk 0, small: 1; "
+    )
+    return [*lines, Text(f"{letters}number: microbatch; {IDLE} idle", style="dim")]

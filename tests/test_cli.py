@@ -1,0 +1,118 @@
+"""The command megatron-zb, as a user meets it."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from megatron_zb import __version__, cli, schedules
+
+SIZES = ["--pipeline-size", "4", "--num-microbatches", "8"]
+
+
+@pytest.mark.parametrize("name", schedules.names())
+def test_show_draws_every_pass_in_order(
+    name: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "90")
+    assert cli.main(["show", name, *SIZES]) == 0
+    printed = capsys.readouterr().out
+    assert max(map(len, printed.splitlines()[1:])) <= 90
+    schedule = schedules.build(name, pipeline_size=4, num_microbatches=8)
+    letters = {"F": "F", "B": "B", "W": "W", "BW": "D"}
+    for rank, passes in enumerate(schedule.ranks):
+        bands = re.findall(rf"^rank {rank} (.*)$", printed, flags=re.MULTILINE)
+        expected = []
+        for p in passes:
+            letter = letters[p.kind.value]
+            is_first_chunk = schedule.placement.chunk_of(p.stage) == 0
+            expected.append(f"{letter if is_first_chunk else letter.lower()}{p.microbatch}")
+        assert re.findall(r"[A-Za-z]\d*", "".join(bands)) == expected
+
+
+def test_show_never_prints_part_of_a_number(capsys: pytest.CaptureFixture[str]) -> None:
+    """A short pass has room for its letter alone."""
+    assert cli.main(["show", "zb-h1", "-p", "2", "-m", "12", "--weight", "0.3"]) == 0
+    printed = capsys.readouterr().out
+    assert "W1" not in printed
+    assert "F11" in printed
+
+
+@pytest.mark.parametrize("ending", ["png", "svg"])
+def test_show_writes_a_picture(
+    ending: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "new" / f"schedule.{ending}"
+    assert cli.main(["show", "v-half", *SIZES, "--output", str(path)]) == 0
+    assert capsys.readouterr().out.strip() == str(path)
+    start = path.read_bytes()[:200]
+    assert start.startswith(b"\x89PNG") if ending == "png" else b"<?xml" in start
+
+
+def test_costs_change_the_bubble(capsys: pytest.CaptureFixture[str]) -> None:
+    def bubble(*costs: str) -> float:
+        assert cli.main(["show", "1f1b", *SIZES, *costs]) == 0
+        found = re.search(r"bubble rate ([\d.]+)%", capsys.readouterr().out)
+        assert found is not None
+        return float(found.group(1))
+
+    assert bubble() == pytest.approx(100 * 3 / 11, abs=0.06)
+    assert bubble("--p2p", "1") > bubble()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        (["show", "v-halv", *SIZES], "unknown pipeline schedule 'v-halv'"),
+        (["show", "v-half", "-p", "1", "-m", "8"], "pipeline size 1"),
+        (["show", "v-half", *SIZES, "--forward", "-1"], "forward"),
+        (["show", "v-half", *SIZES, "--output", "x.pdf"], "cannot draw into 'x.pdf'"),
+    ],
+)
+def test_what_the_user_can_mend_is_one_sentence(
+    arguments: list[str], sentence: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main(arguments) == 2
+    printed = capsys.readouterr()
+    assert printed.out == ""
+    assert printed.err.startswith("megatron-zb: error: ")
+    assert sentence in printed.err
+    assert printed.err.count("\n") == 1
+
+
+@pytest.mark.parametrize("size", ["0", "-2", "many", "1.5"])
+def test_sizes_are_whole_numbers(size: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        cli.main(["show", "v-half", f"--pipeline-size={size}", "--num-microbatches", "8"])
+    assert ended.value.code == 2
+    assert f"'{size}' is not a whole number of 1 or more" in capsys.readouterr().err
+
+
+def test_a_picture_without_matplotlib_tells_what_to_install(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    assert cli.main(["show", "v-half", *SIZES, "--output", str(tmp_path / "x.png")]) == 2
+    assert "pip install 'megatron-zb[plots]'" in capsys.readouterr().err
+
+
+def test_the_terminal_needs_neither_torch_nor_megatron_nor_matplotlib() -> None:
+    program = (
+        "import sys\n"
+        "for name in ('torch', 'megatron', 'matplotlib'): sys.modules[name] = None\n"
+        "from megatron_zb.cli import main\n"
+        f"sys.exit(main({['show', 'v-half', *SIZES]!r}))\n"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith("v-half: 4 ranks, 8 microbatches")
+
+
+def test_the_installed_command_tells_its_version() -> None:
+    command = Path(sys.executable).with_name("megatron-zb")
+    done = subprocess.run([command, "--version"], capture_output=True, text=True, check=True)
+    assert done.stdout == f"megatron-zb {__version__}\n"
