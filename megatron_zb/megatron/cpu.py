@@ -1,0 +1,204 @@
+"""Run Megatron on the CPU: every call that Megatron sends to CUDA answered by the CPU.
+
+Megatron takes a CUDA device for granted: it asks `torch.cuda` for the current device, creates
+small tensors with `device="cuda"` and keeps its random state in CUDA's generator. `run_on_cpu`
+redirects those calls, so that unmodified Megatron trains over gloo on CPU ranks. It is meant for
+debugging and tests; nothing here happens unless it is called, and nothing else in this package
+knows about it.
+
+Serves megatron-core 0.16.1 and, with the calls listed as `of the training loop`, the
+`pretrain_gpt.py` of Megatron-LM 0.16.1 and 0.19.0.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import os
+from collections.abc import Callable, Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+
+_CPU = torch.device("cpu")
+
+# Functions that create tensors and that Megatron calls with device="cuda".
+_FACTORIES = (
+    "arange",
+    "as_tensor",
+    "empty",
+    "empty_like",
+    "empty_strided",
+    "full",
+    "full_like",
+    "linspace",
+    "ones",
+    "ones_like",
+    "rand",
+    "rand_like",
+    "randint",
+    "randn",
+    "randn_like",
+    "tensor",
+    "tril",
+    "triu",
+    "zeros",
+    "zeros_like",
+)
+
+
+def run_on_cpu() -> None:
+    """Redirect Megatron's CUDA calls to the CPU in this process; calling it again does nothing.
+
+    Must be called before the first import of `megatron`, because Megatron's modules decide while
+    they are imported whether to compile their fused functions.
+    """
+    cuda: Any = torch.cuda
+    if getattr(cuda, "redirected_to_cpu", False):
+        return
+    # A GPU that happens to be there stays unused, also by libraries that are not redirected.
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""
+    _redirect_compilation()
+    _redirect_devices()
+    _redirect_factories()
+    _redirect_tensor_methods()
+    _redirect_random_state()
+    _redirect_streams()
+    cuda.redirected_to_cpu = True
+
+
+def _redirect_compilation() -> None:
+    """Fused functions run as they are written: compiling them takes minutes and a C++ compiler."""
+
+    def identity(model: Any = None, **_options: Any) -> Any:
+        return model if model is not None else lambda function: function
+
+    torch.compile = identity  # type: ignore[assignment]
+
+
+def _redirect_devices() -> None:
+    """There is one device, the CPU, and it is always ready."""
+    cuda: Any = torch.cuda
+    # megatron-core passes it on to the functions that create tensors
+    cuda.current_device = lambda: _CPU
+    # around evaluation, timers and checkpoints
+    cuda.synchronize = _nothing()
+    cuda.empty_cache = _nothing()
+    # of the training loop: refuses to start without them
+    cuda.is_available = lambda: True
+    cuda.device_count = lambda: 1
+    cuda.set_device = _nothing()
+    cuda.get_device_capability = lambda device=None: (0, 0)
+    cuda.get_device_properties = lambda device=None: SimpleNamespace(
+        name="cpu", major=0, minor=0, total_memory=0, multi_processor_count=os.cpu_count()
+    )
+    # of the training loop: memory report after the first logged iteration
+    for name in ("allocated", "reserved"):
+        setattr(cuda, f"memory_{name}", lambda device=None: 0)
+        setattr(cuda, f"max_memory_{name}", lambda device=None: 0)
+    cuda.memory_stats = lambda device=None: {}
+    cuda.reset_peak_memory_stats = _nothing()
+
+
+def _redirect_factories() -> None:
+    """`torch.zeros(..., device="cuda")` and its like create the tensor on the CPU."""
+    for name in _FACTORIES:
+        setattr(torch, name, _with_device_on_cpu(getattr(torch, name)))
+
+
+def _with_device_on_cpu(function: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(function)
+    def create(*args: Any, **kwargs: Any) -> Any:
+        if _means_cuda(kwargs.get("device")):
+            kwargs["device"] = _CPU
+        return function(*args, **kwargs)
+
+    return create
+
+
+def _means_cuda(device: Any) -> bool:
+    if isinstance(device, torch.device):
+        return device.type == "cuda"
+    if isinstance(device, str):
+        return device.startswith("cuda")
+    return isinstance(device, int) and not isinstance(device, bool)
+
+
+def _redirect_tensor_methods() -> None:
+    """Moving a tensor to CUDA leaves it where it is, and its type is called by the CUDA name."""
+    tensor: Any = torch.Tensor
+    tensor.cuda = lambda self, *args, **kwargs: self
+    move, name_type = tensor.to, tensor.type
+
+    def to(self: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        if args and _means_cuda(args[0]):
+            args = (_CPU, *args[1:])
+        if _means_cuda(kwargs.get("device")):
+            kwargs["device"] = _CPU
+        result: torch.Tensor = move(self, *args, **kwargs)
+        return result
+
+    def type_(self: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        answer = name_type(self, *args, **kwargs)
+        # the optimizers sort parameters by the names torch.cuda.FloatTensor, HalfTensor, ...
+        return answer.replace("torch.", "torch.cuda.") if isinstance(answer, str) else answer
+
+    tensor.to = to
+    tensor.type = type_
+
+
+def _redirect_random_state() -> None:
+    """CUDA's random generator is the CPU's."""
+    cuda: Any = torch.cuda
+    cuda.manual_seed = torch.manual_seed
+    cuda.get_rng_state = lambda device=None: torch.get_rng_state()
+    cuda.set_rng_state = lambda new_state, device=None: torch.set_rng_state(new_state)
+
+    # megatron-core reaches past torch.cuda into the generator of the device
+    from megatron.core.tensor_parallel import random as megatron_random
+
+    def get_state(device: Any = None, clone: bool = False, graph_safe: bool = False) -> Any:
+        return torch.get_rng_state()
+
+    def set_state(new_state: torch.Tensor, device: Any = -1, graph_safe: bool = False) -> None:
+        torch.set_rng_state(new_state)
+
+    megatron_random._get_cuda_rng_state = get_state
+    megatron_random._set_cuda_rng_state = set_state
+
+
+class _Stream:
+    """A CUDA stream or event on a device where everything has happened when a call returns."""
+
+    def __init__(self, *_args: Any, **_kwargs: Any) -> None:
+        pass
+
+    def __getattr__(self, name: str) -> Callable[..., None]:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return _nothing()
+
+
+def _redirect_streams() -> None:
+    """Work on another stream is work done at once."""
+    cuda: Any = torch.cuda
+    cuda.Stream = _Stream
+    cuda.Event = _Stream
+    cuda.current_stream = lambda device=None: _Stream()
+    cuda.default_stream = lambda device=None: _Stream()
+    cuda.stream = _on_stream
+
+
+@contextlib.contextmanager
+def _on_stream(stream: Any) -> Iterator[None]:
+    yield
+
+
+def _nothing() -> Callable[..., None]:
+    """A new function that does nothing: torch's compiler wants every one to be another object."""
+
+    def nothing(*_args: Any, **_kwargs: Any) -> None:
+        return None
+
+    return nothing

@@ -1,0 +1,17 @@
+"""Train a GPT model: `torchrun --nproc-per-node 4 -m megatron_zb.pretrain_gpt --help`."""
+
+from __future__ import annotations
+
+import sys
+
+
+def main() -> None:
+    """Run the training that the command line describes; ends the process."""
+    # Imported here because writing a checkpoint starts a helper process that imports this module.
+    from megatron_zb.training.launch import launch
+
+    launch(sys.argv[1:])
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,191 @@
+"""Checkpoints by megatron-core's dist_checkpointing, which any placement of the model can load."""
+
+from __future__ import annotations
+
+import argparse
+import random
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy
+import torch
+import torch.distributed as dist
+from megatron.core import dist_checkpointing, parallel_state, tensor_parallel
+from megatron.core.dist_checkpointing.mapping import ShardedObject
+
+from megatron_zb.errors import UsageError
+from megatron_zb.training.checkpoint_directory import (
+    checkpoint_path,
+    latest_checkpoint,
+    set_latest,
+)
+from megatron_zb.training.model import Trainee
+
+# Arguments that make a model what it is: a checkpoint fits only a model that agrees on them.
+_MODEL = (
+    "num_layers",
+    "hidden_size",
+    "ffn_hidden_size",
+    "num_attention_heads",
+    "num_query_groups",
+    "padded_vocab_size",
+    "max_position_embeddings",
+    "position_embedding_type",
+    "normalization",
+    "swiglu",
+    "disable_bias_linear",
+    "untie_embeddings_and_output_weights",
+)
+
+
+@dataclass(frozen=True)
+class Progress:
+    """How far training has come."""
+
+    iteration: int
+    consumed_samples: int
+
+
+def save(args: argparse.Namespace, trainee: Trainee, progress: Progress) -> None:
+    """Write a checkpoint; until it is complete the directory names the one before it.
+
+    Raises:
+        UsageError: the directory cannot be written.
+    """
+    directory = Path(args.save)
+    final = checkpoint_path(directory, progress.iteration)
+    unfinished = final.with_name(f"{final.name}.unfinished")
+    if dist.get_rank() == 0:
+        _make_empty(unfinished)
+    dist.barrier()
+    metadata = _metadata(args.use_distributed_optimizer)
+    state = _state(trainee, metadata, loading=False)
+    state["rng_state"] = _random_states()
+    state["scheduler"] = trainee.scheduler.state_dict()
+    state["progress"] = vars(progress)
+    state["args"] = vars(args)
+    dist_checkpointing.save(
+        state, str(unfinished), content_metadata=_storable(metadata), async_sharded_save=False
+    )
+    dist.barrier()
+    if dist.get_rank() == 0:
+        shutil.rmtree(final, ignore_errors=True)
+        unfinished.rename(final)
+        set_latest(directory, progress.iteration)
+    dist.barrier()
+
+
+def _make_empty(directory: Path) -> None:
+    try:
+        shutil.rmtree(directory, ignore_errors=True)
+        directory.mkdir(parents=True)
+    except OSError as error:
+        raise UsageError(
+            f"--save {directory.parent} cannot be written: {error.strerror}"
+        ) from error
+
+
+def load(args: argparse.Namespace, trainee: Trainee) -> Progress:
+    """Put the latest checkpoint in --load into model, optimizer, scheduler and random generators.
+
+    Raises:
+        UsageError: there is none, or it is of another model or kind of optimizer.
+    """
+    _, path = latest_checkpoint(Path(args.load))
+    common = dist_checkpointing.load_common_state_dict(str(path))
+    _check_fits(args, common["args"], path)
+    metadata = _metadata(args.use_distributed_optimizer)
+    request = _state(trainee, metadata, loading=True)
+    same_ranks = all(
+        common["args"][name] == getattr(args, name)
+        for name in ("pipeline_model_parallel_size", "tensor_model_parallel_size")
+    )
+    if same_ranks:
+        request["rng_state"] = _random_states()
+    state = dist_checkpointing.load(request, str(path))
+    for chunk, key in zip(trainee.chunks, _model_keys(trainee), strict=True):
+        chunk.load_state_dict(state[key])
+    trainee.optimizer.load_state_dict(state["optimizer"])
+    trainee.scheduler.load_state_dict(state["scheduler"])
+    if same_ranks:
+        _set_random_states(state["rng_state"])
+    return Progress(**state["progress"])
+
+
+def _check_fits(args: argparse.Namespace, saved: dict[str, Any], path: Path) -> None:
+    for name in (*_MODEL, "use_distributed_optimizer", "bf16", "fp16"):
+        mine = getattr(args, name)
+        if saved.get(name) != mine:
+            flag = "--" + name.replace("_", "-")
+            raise UsageError(
+                f"--load: {path} was written with {flag} {saved.get(name)}, this run has {mine}; "
+                "they must be the same"
+            )
+
+
+def _state(trainee: Trainee, metadata: dict[str, Any], *, loading: bool) -> dict[str, Any]:
+    """Model and optimizer as megatron-core's sharded tensors, keyed by global layer numbers."""
+    state: dict[str, Any] = {}
+    for chunk, key in zip(trainee.chunks, _model_keys(trainee), strict=True):
+        state[key] = chunk.sharded_state_dict(metadata=metadata)
+    state["optimizer"] = trainee.optimizer.sharded_state_dict(
+        state, is_loading=loading, metadata=metadata
+    )
+    return state
+
+
+def _model_keys(trainee: Trainee) -> list[str]:
+    if len(trainee.chunks) == 1:
+        return ["model"]
+    return [f"model{index}" for index in range(len(trainee.chunks))]
+
+
+def _metadata(distributed_optimizer: bool) -> dict[str, Any]:
+    """How megatron-core lays the state out: so that every other placement can read it."""
+    metadata: dict[str, Any] = {
+        "singleton_local_shards": False,
+        "chained_optim_avoid_prefix": True,
+        "dp_cp_group": parallel_state.get_data_parallel_group(with_context_parallel=True),
+    }
+    if distributed_optimizer:
+        metadata["distrib_optim_sharding_type"] = "fully_reshardable"
+        metadata["distrib_optim_fully_reshardable_mem_efficient"] = False
+    return metadata
+
+
+def _storable(metadata: dict[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in metadata.items() if key != "dp_cp_group"}
+
+
+def _random_states() -> ShardedObject:
+    """The generators of this rank; loaded again only by the same pipeline and tensor ranks."""
+    state = {
+        "random": random.getstate(),
+        "numpy": numpy.random.get_state(),
+        "torch": torch.get_rng_state(),
+        "cuda": torch.cuda.get_rng_state(),
+        "tracker": tensor_parallel.get_cuda_rng_tracker().get_states(),
+    }
+    return ShardedObject(
+        "rng_state",
+        state,
+        (
+            parallel_state.get_pipeline_model_parallel_world_size(),
+            parallel_state.get_tensor_model_parallel_world_size(),
+        ),
+        (
+            parallel_state.get_pipeline_model_parallel_rank(),
+            parallel_state.get_tensor_model_parallel_rank(),
+        ),
+        replica_id=parallel_state.get_data_parallel_rank(with_context_parallel=True),
+    )
+
+
+def _set_random_states(state: dict[str, Any]) -> None:
+    random.setstate(state["random"])
+    numpy.random.set_state(state["numpy"])
+    torch.set_rng_state(state["torch"])
+    torch.cuda.set_rng_state(state["cuda"])
+    tensor_parallel.get_cuda_rng_tracker().set_states(state["tracker"])

@@ -1,0 +1,46 @@
+"""Where checkpoints lie: DIR/iter_0000010 and DIR/latest_checkpointed_iteration.txt, as Megatron's.
+
+Imports neither torch nor Megatron.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from megatron_zb.errors import UsageError
+
+_TRACKER = "latest_checkpointed_iteration.txt"
+
+
+def checkpoint_path(directory: Path, iteration: int) -> Path:
+    """The directory of one checkpoint."""
+    return directory / f"iter_{iteration:07d}"
+
+
+def latest_checkpoint(directory: Path) -> tuple[int, Path]:
+    """The iteration and the directory of the newest complete checkpoint.
+
+    Raises:
+        UsageError: there is none.
+    """
+    tracker = directory / _TRACKER
+    if not tracker.is_file():
+        raise UsageError(
+            f"--load {directory}: there is no checkpoint, {tracker} is missing; give the "
+            "directory that was given to --save"
+        )
+    text = tracker.read_text(encoding="utf-8").strip()
+    if not text.isdigit():
+        raise UsageError(f"--load {directory}: {tracker} says '{text}', not an iteration number")
+    path = checkpoint_path(directory, int(text))
+    if not path.is_dir():
+        raise UsageError(f"--load {directory}: {tracker} names {path}, which is missing")
+    return int(text), path
+
+
+def set_latest(directory: Path, iteration: int) -> None:
+    """Name the newest checkpoint; readers see the old name or the new one, never half of it."""
+    temporary = directory / f".{_TRACKER}.{os.getpid()}"
+    temporary.write_text(f"{iteration}\n", encoding="utf-8")
+    temporary.replace(directory / _TRACKER)

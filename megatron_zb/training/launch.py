@@ -1,0 +1,188 @@
+"""From the command line to a running job: every rank agrees on what to do, and errors end the job.
+
+Ranks that disagree would wait for each other for ever. So before any communicator is made, each
+rank leaves its arguments, or what is wrong with them, in the store that torchrun provides; rank 0
+compares them and leaves a verdict, which every rank obeys.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+import traceback
+import warnings
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, NoReturn
+
+from megatron_zb import __version__
+from megatron_zb.errors import UsageError
+from megatron_zb.training.arguments import flag, parse
+
+if TYPE_CHECKING:
+    from torch.distributed import Store
+
+
+@dataclass(frozen=True)
+class Environment:
+    """This process among those that the launcher started."""
+
+    rank: int
+    world_size: int
+    local_rank: int
+    attempt: str
+
+    @staticmethod
+    def read() -> Environment:
+        """From torchrun's variables; a process started without it is alone."""
+        return Environment(
+            rank=int(os.environ.get("RANK", "0")),
+            world_size=int(os.environ.get("WORLD_SIZE", "1")),
+            local_rank=int(os.environ.get("LOCAL_RANK", "0")),
+            attempt=os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"),
+        )
+
+
+def launch(argv: Sequence[str]) -> NoReturn:
+    """Train as `argv` says and end the process: 0 done, 2 the user's to mend, 1 anything else."""
+    environment = Environment.read()
+    if environment.rank and {"-h", "--help"} & set(argv):
+        sys.exit(0)  # rank 0 prints it
+    try:
+        _run(argv, environment)
+    except UsageError as error:
+        _end(2, f"megatron_zb: error: {error}")
+    except _SaidByRankZero:
+        _end(2, "")
+    except Exception:
+        _end(1, traceback.format_exc())
+    sys.exit(0)
+
+
+class _SaidByRankZero(Exception):
+    """A UsageError of the whole job, which rank 0 reports."""
+
+
+def _end(code: int, message: str) -> NoReturn:
+    """End at once: an orderly end could wait for ranks that wait for this one."""
+    if message:
+        print(message, file=sys.stderr)
+    sys.stderr.flush()
+    sys.stdout.flush()
+    os._exit(code)
+
+
+def _run(argv: Sequence[str], environment: Environment) -> None:
+    problem = None
+    args = argparse.Namespace()
+    try:
+        args = parse(argv, environment.world_size)
+        plan = _plan(args)
+    except UsageError as error:
+        problem, plan = str(error), None
+    store = _store(environment)
+    _agree(store, environment, vars(args), problem)
+
+    from megatron_zb.training.loop import train
+    from megatron_zb.training.ranks import start_ranks, stop_ranks
+
+    start_ranks(args, plan, store, environment)
+    train(args, plan)
+    stop_ranks()
+
+
+def _plan(args: argparse.Namespace) -> Any:
+    """The adapter of the chosen schedule, None for Megatron's own; imports Megatron.
+
+    Raises:
+        UsageError: the schedule cannot be had with these arguments, or the data cannot be read.
+    """
+    # about fused kernels that are not installed, and old names inside Megatron
+    warnings.filterwarnings("ignore", category=UserWarning, module=r"megatron\.core")
+    if args.cpu:
+        from megatron_zb.megatron.cpu import run_on_cpu
+
+        run_on_cpu()
+    else:
+        _check_gpu()
+    from megatron_zb.training.data import check_data
+
+    check_data(args)
+    if args.pipeline_schedule is None:
+        return None
+    from megatron_zb.megatron.adapter import PipelineAdapter
+
+    return PipelineAdapter.create(
+        args.pipeline_schedule,
+        pipeline_size=args.pipeline_model_parallel_size,
+        num_microbatches=args.num_microbatches,
+        num_layers=args.num_layers,
+        layer_layout=args.pipeline_layer_layout,
+        memory_limit=args.pipeline_memory_limit,
+    )
+
+
+def _check_gpu() -> None:
+    import torch
+
+    if not torch.cuda.is_available():
+        raise UsageError("no GPU can be used here: give --cpu to run on the CPU")
+
+
+def _store(environment: Environment) -> Store:
+    """The store that the ranks share."""
+    import torch.distributed as dist
+
+    if environment.world_size == 1:
+        return dist.HashStore()
+    store, _, _ = next(iter(dist.rendezvous("env://")))
+    return dist.PrefixStore(f"megatron_zb/{environment.attempt}", store)
+
+
+def _agree(
+    store: Store, environment: Environment, arguments: Mapping[str, Any], problem: str | None
+) -> None:
+    """Go on if every rank has the same valid arguments; otherwise raise on every rank.
+
+    Raises:
+        UsageError: on rank 0, with the rank, the argument and both values, or the problem.
+    """
+    mine = {"problem": problem, "arguments": {**arguments, "megatron_zb version": __version__}}
+    store.set(f"arguments/{environment.rank}", json.dumps(mine, default=str))
+    if environment.rank == 0:
+        ranks = (
+            json.loads(store.get(f"arguments/{rank}")) for rank in range(environment.world_size)
+        )
+        verdict = _verdict(list(ranks))
+        if verdict:
+            # say it before the others end: the launcher then ends this process too
+            print(f"megatron_zb: error: {verdict}", file=sys.stderr, flush=True)
+        store.set("verdict", verdict)
+    if store.get("verdict"):
+        raise _SaidByRankZero
+
+
+def _verdict(ranks: Sequence[Mapping[str, Any]]) -> str:
+    """What keeps these ranks from starting, or an empty string."""
+    problems = {rank: given["problem"] for rank, given in enumerate(ranks) if given["problem"]}
+    if problems:
+        rank, problem = next(iter(problems.items()))
+        return problem if len(problems) == len(ranks) else f"on rank {rank}: {problem}"
+    first = ranks[0]["arguments"]
+    for rank, given in enumerate(ranks):
+        for name, value in given["arguments"].items():
+            if value != first.get(name):
+                return (
+                    f"the ranks were started with different arguments: {_said(name, first)} on "
+                    f"rank 0, but {_said(name, given['arguments'])} on rank {rank}; start every "
+                    "rank with the same"
+                )
+    return ""
+
+
+def _said(name: str, arguments: Mapping[str, Any]) -> str:
+    value = arguments.get(name)
+    name = name if " " in name else flag(name)
+    return f"no {name}" if value in (None, False) else f"{name} {value}"

@@ -1,0 +1,85 @@
+"""What a run says: Megatron's line per iteration, and the same as lines of JSON."""
+
+from __future__ import annotations
+
+import json
+import time
+from pathlib import Path
+from typing import Any, TextIO
+
+from megatron_zb.errors import UsageError
+
+
+class RunLog:
+    """Prints and writes on one rank; on the others every method does nothing."""
+
+    def __init__(
+        self, enabled: bool, path: str | None, *, append: bool, interval: int, last_iteration: int
+    ) -> None:
+        """Open the log.
+
+        Args:
+            enabled: whether this rank is the one that logs.
+            path: the JSON-lines file, or None.
+            append: keep what is there, as after a resume.
+            interval: iterations per printed line.
+            last_iteration: for `iteration 3/ 30`.
+
+        Raises:
+            UsageError: the file cannot be written.
+        """
+        self._enabled = enabled
+        self._interval = interval
+        self._last_iteration = last_iteration
+        self._file = _open(path, append) if enabled and path else None
+
+    def say(self, text: str) -> None:
+        """Print text as it is."""
+        if self._enabled:
+            print(text, flush=True)
+
+    def iteration(self, record: dict[str, Any]) -> None:
+        """One iteration; `record` has the keys that the printed line shows."""
+        self._write(record)
+        if record["iteration"] % self._interval == 0:
+            self.say(f" [{time.strftime('%Y-%m-%d %H:%M:%S')}] " + self._line(record))
+
+    def evaluation(self, iteration: int, loss: float) -> None:
+        """The loss on the evaluation split after an iteration."""
+        self._write({"iteration": iteration, "eval_loss": loss})
+        self.say(f" validation loss at iteration {iteration} | lm loss value: {loss:.6E} |")
+
+    def final(self, record: dict[str, Any]) -> None:
+        """What is known at the end of the run."""
+        self._write(record)
+        if self._file is not None:
+            self._file.close()
+
+    def _write(self, record: dict[str, Any]) -> None:
+        if self._file is not None:
+            self._file.write(json.dumps(record) + "\n")
+            self._file.flush()
+
+    def _line(self, record: dict[str, Any]) -> str:
+        width = max(8, len(str(self._last_iteration)))
+        parts = [
+            f"iteration {record['iteration']:{width}d}/{self._last_iteration:{width}d}",
+            f"consumed samples: {record['consumed_samples']:12d}",
+            f"elapsed time per iteration (ms): {record['seconds'] * 1000:.1f}",
+            f"learning rate: {record['learning_rate']:.6E}",
+            f"global batch size: {record['global_batch_size']:5d}",
+            f"lm loss: {record['lm_loss']:.6E}",
+            f"loss scale: {record['loss_scale']:.1f}",
+        ]
+        if record["grad_norm"] is not None:
+            parts.append(f"grad norm: {record['grad_norm']:.3f}")
+        parts.append(f"number of skipped iterations: {int(record['skipped']):3d}")
+        return " | ".join(parts) + " |"
+
+
+def _open(path: str, append: bool) -> TextIO:
+    try:
+        Path(path).parent.mkdir(parents=True, exist_ok=True)
+        return open(path, "a" if append else "w", encoding="utf-8")
+    except OSError as error:
+        raise UsageError(f"--log-file {path} cannot be written: {error.strerror}") from error

@@ -1,0 +1,247 @@
+"""The training loop."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import itertools
+import statistics
+import time
+from collections.abc import Iterator
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from megatron.core.utils import get_attr_wrapped_model
+
+from megatron_zb.training import checkpoint, data
+from megatron_zb.training.checkpoint import Progress
+from megatron_zb.training.log import RunLog
+from megatron_zb.training.model import Trainee, build
+from megatron_zb.training.ranks import is_log_rank
+
+_MEASURED_ITERATIONS = (2, 3)  # of this run: the first allocates what then stays
+
+
+def train(args: argparse.Namespace, plan: Any) -> None:
+    """Train from the start or the loaded checkpoint to the end; `plan` is the adapter or None.
+
+    Raises:
+        UsageError: data, log or checkpoint cannot be used.
+    """
+    trainee = build(args, plan)
+    train_data, valid_data = data.build_datasets(args)
+    progress = checkpoint.load(args, trainee) if args.load else Progress(0, 0)
+    log = RunLog(
+        is_log_rank(),
+        args.log_file,
+        append=progress.iteration > 0,
+        interval=args.log_interval,
+        last_iteration=args.train_iters,
+    )
+    _announce(args, plan, trainee, progress, log)
+    sources = _sources(args, trainee, train_data, progress.consumed_samples)
+    memory = _ActivationPeak(args, plan, trainee)
+    seconds = []
+    saved = progress.iteration
+    for count in itertools.count(1):
+        if progress.iteration >= args.train_iters:
+            break
+        start = time.perf_counter()
+        with memory.watching(count):
+            losses = _forward_backward(args, trainee, sources)
+        record = _update(args, trainee, progress, losses)
+        record["seconds"] = time.perf_counter() - start
+        if count > 1 and not memory.watches(count):
+            seconds.append(record["seconds"])
+        progress = Progress(record["iteration"], record["consumed_samples"])
+        log.iteration(record)
+        if valid_data is not None and progress.iteration % args.eval_interval == 0:
+            log.evaluation(progress.iteration, _evaluate(args, trainee, valid_data))
+        if args.save_interval and progress.iteration % args.save_interval == 0:
+            checkpoint.save(args, trainee, progress)
+            saved = progress.iteration
+        if args.exit_interval and progress.iteration % args.exit_interval == 0:
+            break
+    if args.save and saved != progress.iteration:
+        checkpoint.save(args, trainee, progress)
+    log.final(
+        {
+            "pipeline_schedule": args.pipeline_schedule,
+            "seconds_per_iteration": statistics.median(seconds) if seconds else None,
+            "peak_activation_bytes": memory.per_pipeline_rank(),
+            "predicted_bubble_rate": plan.predicted_bubble_rate if plan else None,
+        }
+    )
+
+
+def _announce(
+    args: argparse.Namespace, plan: Any, trainee: Trainee, progress: Progress, log: RunLog
+) -> None:
+    parameters = torch.tensor(
+        sum(
+            parameter.numel()
+            for chunk in trainee.chunks
+            for parameter in chunk.parameters()
+            if not getattr(parameter, "shared", False)
+        ),
+        device="cpu" if args.cpu else "cuda",
+    )
+    dist.all_reduce(parameters, group=parallel_state.get_model_parallel_group())
+    if plan is not None:
+        log.say(plan.describe())
+    log.say(
+        f"{args.num_layers} layers, {parameters.item() / 1e6:.2f} million parameters on "
+        f"{args.pipeline_model_parallel_size} pipeline x {args.tensor_model_parallel_size} tensor "
+        f"x {args.data_parallel_size} data-parallel ranks, {args.num_microbatches} microbatches"
+    )
+    if args.load:
+        log.say(f"continuing from {args.load} after iteration {progress.iteration}")
+
+
+def _sources(
+    args: argparse.Namespace, trainee: Trainee, dataset: Any, first_sample: int
+) -> list[Iterator[data.Batch | None]]:
+    """One iterator per chunk; chunks without embedding and output layer need no data."""
+    return [
+        data.batches(dataset, args, first_sample)
+        if get_attr_wrapped_model(chunk, "pre_process")
+        or get_attr_wrapped_model(chunk, "post_process")
+        else itertools.repeat(None)
+        for chunk in trainee.chunks
+    ]
+
+
+def _forward_backward(
+    args: argparse.Namespace,
+    trainee: Trainee,
+    sources: list[Iterator[data.Batch | None]],
+    forward_only: bool = False,
+) -> list[dict[str, torch.Tensor]]:
+    """All microbatches of one iteration; the losses are on the last pipeline rank."""
+    if not forward_only:
+        for chunk in trainee.chunks:
+            chunk.zero_grad_buffer()
+        trainee.optimizer.zero_grad()
+    single = len(trainee.chunks) == 1
+    return trainee.forward_backward(
+        forward_step_func=_forward_step,
+        data_iterator=sources[0] if single else sources,
+        model=trainee.chunks[0] if single else trainee.chunks,
+        num_microbatches=args.num_microbatches,
+        seq_length=args.seq_length,
+        micro_batch_size=args.micro_batch_size,
+        forward_only=forward_only,
+    )
+
+
+def _forward_step(source: Iterator[data.Batch | None], model: Any) -> tuple[torch.Tensor, Any]:
+    """One microbatch through one chunk: its output, and the function that makes a loss of it."""
+    batch = next(source) or {}
+    output = model(batch.get("tokens"), batch.get("position_ids"), None, labels=batch.get("labels"))
+    return output, partial(_loss, batch.get("loss_mask"))
+
+
+def _loss(
+    mask: torch.Tensor | None, losses: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:
+    """Sum of the loss over the tokens that count, their number, and both for the report.
+
+    `mask` and `losses` have the shape (micro-batch-size, seq-length).
+    """
+    assert mask is not None, "the chunk with the output layer is given batches"
+    counts = mask.reshape(-1).float()
+    total = (losses.reshape(-1).float() * counts).sum()
+    tokens = counts.sum()
+    report = torch.stack([total.detach().clone(), tokens])
+    return total, tokens.to(torch.int), {"lm loss": report}
+
+
+def _mean_loss(losses: list[dict[str, torch.Tensor]]) -> float:
+    """The loss per token over all microbatches and data-parallel ranks; 0 where it is not known."""
+    if not parallel_state.is_pipeline_last_stage(ignore_virtual=True):
+        return 0.0
+    total = torch.stack([loss["lm loss"] for loss in losses]).sum(dim=0)
+    dist.all_reduce(total, group=parallel_state.get_data_parallel_group(with_context_parallel=True))
+    return float(total[0] / total[1])
+
+
+def _update(
+    args: argparse.Namespace,
+    trainee: Trainee,
+    before: Progress,
+    losses: list[dict[str, torch.Tensor]],
+) -> dict[str, Any]:
+    """Step optimizer and learning rate; the record to log, with the loss on the last rank."""
+    rate = trainee.optimizer.param_groups[0]["lr"] if trainee.optimizer.param_groups else None
+    scale = float(trainee.optimizer.get_loss_scale())
+    updated, norm, _ = trainee.optimizer.step()
+    if updated:
+        trainee.scheduler.step(increment=args.global_batch_size)
+    return {
+        "iteration": before.iteration + 1,
+        "consumed_samples": before.consumed_samples + args.global_batch_size,
+        "learning_rate": rate,
+        "global_batch_size": args.global_batch_size,
+        "lm_loss": _mean_loss(losses),
+        "grad_norm": float(norm) if norm is not None and args.clip_grad else None,
+        "loss_scale": scale,
+        "skipped": not updated,
+    }
+
+
+def _evaluate(args: argparse.Namespace, trainee: Trainee, dataset: Any) -> float:
+    """The loss on the first --eval-iters batches of the evaluation split."""
+    sources = _sources(args, trainee, dataset, first_sample=0)
+    for chunk in trainee.chunks:
+        chunk.eval()
+    losses = []
+    with torch.no_grad():
+        for _ in range(args.eval_iters):
+            losses += _forward_backward(args, trainee, sources, forward_only=True)
+    for chunk in trainee.chunks:
+        chunk.train()
+    return _mean_loss(losses)
+
+
+class _ActivationPeak:
+    """The most activation memory of this rank in the measured iterations."""
+
+    def __init__(self, args: argparse.Namespace, plan: Any, trainee: Trainee) -> None:
+        self._tracker: Any = None
+        self.peak_bytes = 0
+        if args.measure_activation_memory:
+            from megatron_zb.runtime.activation_memory import ActivationMemory
+
+            parameters = [p for chunk in trainee.chunks for p in chunk.parameters()]
+            self._tracker = ActivationMemory(exclude=parameters)
+            if plan is not None:
+                plan.activation_memory = self._tracker
+
+    def watches(self, count: int) -> bool:
+        """Whether the run's `count`-th iteration is measured, and so slower than others."""
+        return self._tracker is not None and count in _MEASURED_ITERATIONS
+
+    @contextlib.contextmanager
+    def watching(self, count: int) -> Iterator[None]:
+        """Measure what runs inside, if it is the turn of this iteration."""
+        if not self.watches(count):
+            yield
+            return
+        with self._tracker.watching():
+            yield
+        self.peak_bytes = max(self.peak_bytes, self._tracker.peak_bytes)
+
+    def per_pipeline_rank(self) -> list[int] | None:
+        """Peak bytes by pipeline rank, the highest of its replicas; None if not measured."""
+        if self._tracker is None:
+            return None
+        mine = (parallel_state.get_pipeline_model_parallel_rank(), self.peak_bytes)
+        gathered: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(gathered, mine)
+        peaks = [0] * parallel_state.get_pipeline_model_parallel_world_size()
+        for rank, peak in gathered:
+            peaks[rank] = max(peaks[rank], peak)
+        return peaks

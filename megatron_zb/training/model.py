@@ -1,0 +1,246 @@
+"""The GPT model of this rank and its optimizer, built by megatron-core."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable
+from dataclasses import dataclass
+from importlib.util import find_spec
+from typing import Any
+
+import torch
+from megatron.core import parallel_state, tensor_parallel
+from megatron.core.distributed import (
+    DistributedDataParallel,
+    DistributedDataParallelConfig,
+    finalize_model_grads,
+)
+from megatron.core.models.gpt import GPTModel
+from megatron.core.models.gpt.gpt_layer_specs import (
+    get_gpt_layer_local_spec,
+    get_gpt_layer_with_transformer_engine_spec,
+)
+from megatron.core.optimizer import (
+    OptimizerConfig,
+    get_megatron_optimizer,
+    get_standard_config_overrides,
+)
+from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+from megatron.core.pipeline_parallel import get_forward_backward_func
+from megatron.core.transformer import TransformerConfig
+from megatron.core.transformer.module import Float16Module
+
+from megatron_zb.megatron.initialisation import initialise_by_global_name
+
+
+@dataclass(frozen=True)
+class Trainee:
+    """What this rank trains: `chunks` are wrapped in DistributedDataParallel."""
+
+    config: TransformerConfig
+    chunks: list[Any]
+    optimizer: Any
+    scheduler: OptimizerParamScheduler
+    forward_backward: Callable[..., list[dict[str, torch.Tensor]]]
+
+
+def build(args: argparse.Namespace, plan: Any) -> Trainee:
+    """Build and initialise everything; `plan` is the schedule's adapter, or None for Megatron's."""
+    config = _transformer_config(args, plan)
+    models = [_model(args, config, *place) for place in _places(plan)]
+    initialise_by_global_name(models, config, args.seed)
+    if plan is not None:
+        plan.prepare_model(models)
+    chunks = _wrap(args, config, models)
+    optimizer = _optimizer(args, chunks)
+    config.grad_scale_func = optimizer.scale_loss
+    config.finalize_model_grads_func = plan.finalize_model_grads if plan else finalize_model_grads
+    if args.overlap_grad_reduce:
+        config.no_sync_func = _one_or_list([chunk.no_sync for chunk in chunks])
+        config.grad_sync_func = _one_or_list([chunk.start_grad_sync for chunk in chunks])
+    return Trainee(
+        config=config,
+        chunks=chunks,
+        optimizer=optimizer,
+        scheduler=_scheduler(args, optimizer),
+        forward_backward=plan.forward_backward_func if plan else get_forward_backward_func(),
+    )
+
+
+def _one_or_list(functions: list[Any]) -> Any:
+    """Megatron takes one function for one chunk, and a list for several."""
+    return functions[0] if len(functions) == 1 else functions
+
+
+def parameter_dtype(args: argparse.Namespace) -> torch.dtype:
+    """The type of weights and activations."""
+    if args.bf16:
+        return torch.bfloat16
+    return torch.float16 if args.fp16 else torch.float32
+
+
+def _transformer_config(args: argparse.Namespace, plan: Any) -> TransformerConfig:
+    """Megatron's configuration of the model; attributes not named here keep its defaults."""
+    apex_softmax = find_spec("scaled_upper_triang_masked_softmax_cuda") is not None
+    apex_gradients = find_spec("fused_weight_gradient_mlp_cuda") is not None
+    fused = not args.cpu
+    activation_fusion = not (
+        args.no_bias_swiglu_fusion if args.swiglu else args.no_bias_gelu_fusion
+    )
+    return TransformerConfig(
+        num_layers=args.num_layers,
+        hidden_size=args.hidden_size,
+        num_attention_heads=args.num_attention_heads,
+        num_query_groups=args.num_query_groups,
+        ffn_hidden_size=args.ffn_hidden_size,
+        hidden_dropout=args.hidden_dropout,
+        attention_dropout=args.attention_dropout,
+        normalization=args.normalization,
+        layernorm_epsilon=args.norm_epsilon,
+        add_bias_linear=not args.disable_bias_linear,
+        gated_linear_unit=args.swiglu,
+        activation_func=torch.nn.functional.silu if args.swiglu else torch.nn.functional.gelu,
+        init_method_std=args.init_method_std,
+        transformer_impl=args.transformer_impl,
+        calculate_per_token_loss=args.calculate_per_token_loss,
+        recompute_granularity=args.recompute_granularity,
+        recompute_method=args.recompute_method,
+        recompute_num_layers=args.recompute_num_layers,
+        fp16=args.fp16,
+        bf16=args.bf16,
+        params_dtype=parameter_dtype(args),
+        pipeline_dtype=parameter_dtype(args),
+        use_cpu_initialization=args.cpu,
+        tensor_model_parallel_size=args.tensor_model_parallel_size,
+        sequence_parallel=args.sequence_parallel,
+        pipeline_model_parallel_size=args.pipeline_model_parallel_size,
+        virtual_pipeline_model_parallel_size=plan.virtual_pipeline_size if plan else None,
+        pipeline_model_parallel_layout=plan.layer_layout if plan else args.pipeline_layer_layout,
+        deallocate_pipeline_outputs=True,
+        gradient_accumulation_fusion=(
+            fused and apex_gradients and not args.no_gradient_accumulation_fusion
+        ),
+        masked_softmax_fusion=fused and apex_softmax and not args.no_masked_softmax_fusion,
+        bias_dropout_fusion=fused and not args.no_bias_dropout_fusion,
+        bias_activation_fusion=(
+            fused and activation_fusion and (args.swiglu or not args.disable_bias_linear)
+        ),
+    )
+
+
+def _places(plan: Any) -> list[tuple[bool, bool, int | None]]:
+    """(holds the embedding, holds the output layer, virtual stage) of each chunk of this rank."""
+    if plan is None:
+        return [
+            (
+                parallel_state.is_pipeline_first_stage(),
+                parallel_state.is_pipeline_last_stage(),
+                None,
+            )
+        ]
+    rank = parallel_state.get_pipeline_model_parallel_rank()
+    return [
+        (
+            plan.pre_process(rank, chunk),
+            plan.post_process(rank, chunk),
+            None if plan.virtual_pipeline_size is None else chunk,
+        )
+        for chunk in range(plan.chunks)
+    ]
+
+
+def _model(
+    args: argparse.Namespace,
+    config: TransformerConfig,
+    pre_process: bool,
+    post_process: bool,
+    vp_stage: int | None,
+) -> GPTModel:
+    if args.transformer_impl == "transformer_engine":
+        spec = get_gpt_layer_with_transformer_engine_spec()
+    else:
+        spec = get_gpt_layer_local_spec(normalization=args.normalization)
+    return GPTModel(
+        config=config,
+        transformer_layer_spec=spec,
+        vocab_size=args.padded_vocab_size,
+        max_sequence_length=args.max_position_embeddings,
+        pre_process=pre_process,
+        post_process=post_process,
+        share_embeddings_and_output_weights=not args.untie_embeddings_and_output_weights,
+        position_embedding_type=args.position_embedding_type,
+        vp_stage=vp_stage,
+    )
+
+
+def _wrap(
+    args: argparse.Namespace, config: TransformerConfig, models: list[GPTModel]
+) -> list[DistributedDataParallel]:
+    ddp_config = DistributedDataParallelConfig(
+        grad_reduce_in_fp32=True,
+        overlap_grad_reduce=args.overlap_grad_reduce,
+        use_distributed_optimizer=args.use_distributed_optimizer,
+        # one bucket per chunk where nothing overlaps; Megatron's size for small jobs otherwise
+        bucket_size=40_000_000 if args.overlap_grad_reduce else None,
+    )
+    chunks = []
+    for index, model in enumerate(models):
+        for parameter in model.parameters():
+            tensor_parallel.set_defaults_if_not_set_tensor_model_parallel_attributes(parameter)
+        if not args.cpu:
+            model.cuda(torch.cuda.current_device())
+        module = Float16Module(config, model) if args.bf16 or args.fp16 else model
+        chunks.append(
+            DistributedDataParallel(
+                config=config, ddp_config=ddp_config, module=module, disable_bucketing=index > 0
+            )
+        )
+    return chunks
+
+
+def _optimizer(args: argparse.Namespace, chunks: list[DistributedDataParallel]) -> Any:
+    config = OptimizerConfig(
+        optimizer="adam",
+        lr=args.lr,
+        min_lr=args.min_lr,
+        weight_decay=args.weight_decay,
+        fp16=args.fp16,
+        bf16=args.bf16,
+        params_dtype=parameter_dtype(args),
+        loss_scale=args.loss_scale,
+        initial_loss_scale=args.initial_loss_scale,
+        min_loss_scale=args.min_loss_scale,
+        loss_scale_window=args.loss_scale_window,
+        hysteresis=args.hysteresis,
+        adam_beta1=args.adam_beta1,
+        adam_beta2=args.adam_beta2,
+        adam_eps=args.adam_eps,
+        use_distributed_optimizer=args.use_distributed_optimizer,
+        clip_grad=args.clip_grad,
+    )
+    return get_megatron_optimizer(
+        config,
+        chunks,
+        config_overrides=get_standard_config_overrides(config),
+        use_gloo_process_groups=not args.cpu,
+    )
+
+
+def _scheduler(args: argparse.Namespace, optimizer: Any) -> OptimizerParamScheduler:
+    """Learning rate by samples consumed, as in Megatron; the command line rules after a resume."""
+    batch = args.global_batch_size
+    return OptimizerParamScheduler(
+        optimizer,
+        init_lr=0.0,
+        max_lr=args.lr,
+        min_lr=args.min_lr,
+        lr_warmup_steps=args.lr_warmup_iters * batch,
+        lr_decay_steps=args.lr_decay_iters * batch,
+        lr_decay_style=args.lr_decay_style,
+        start_wd=args.weight_decay,
+        end_wd=args.weight_decay,
+        wd_incr_steps=args.train_iters * batch,
+        wd_incr_style="constant",
+        use_checkpoint_opt_param_scheduler=False,
+        override_opt_param_scheduler=True,
+    )
