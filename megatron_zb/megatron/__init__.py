@@ -1,0 +1,1 @@
+"""Where the schedules meet Megatron: the only package that imports megatron."""

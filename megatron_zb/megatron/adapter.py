@@ -1,0 +1,173 @@
+"""All that a training script needs to run a pipeline schedule inside Megatron."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import lru_cache
+from typing import Any
+
+from megatron.core.distributed import finalize_model_grads as _finalize
+from megatron.core.transformer.enums import LayerType
+
+from megatron_zb.megatron import embedding
+from megatron_zb.megatron.forward_backward import ForwardBackward
+from megatron_zb.megatron.linear import SplitBackward, split_linear_layers
+from megatron_zb.megatron.placement import (
+    PhysicalPlacement,
+    StageLayout,
+    even_segments,
+    segments_from_layout,
+)
+from megatron_zb.runtime.activation_memory import ActivationMemory
+from megatron_zb.runtime.weight_grad import WeightGradQueue
+from megatron_zb.schedules import catalog
+from megatron_zb.schedules.communication import Program, lower
+from megatron_zb.schedules.costs import Costs
+from megatron_zb.schedules.schedule import Schedule
+from megatron_zb.schedules.simulator import simulate
+
+
+class PipelineAdapter:
+    """One schedule on one job. Make it with :meth:`create`, before any process group exists."""
+
+    def __init__(
+        self,
+        schedule: Schedule,
+        costs: Costs,
+        memory_limit: float | None,
+        segments: list[list[LayerType]],
+    ) -> None:
+        self.schedule = schedule
+        self._costs = costs
+        self._memory_limit = memory_limit
+        self._segments = segments
+        self.physical = PhysicalPlacement(schedule.placement)
+        self.layer_layout = StageLayout(segments, self.physical)
+        self._splits = [SplitBackward(WeightGradQueue()) for _ in range(self.chunks)]
+        self.program_for = lru_cache(maxsize=16)(self._build_program)
+        self.forward_backward_func = ForwardBackward(
+            self.physical, self.program_for, self._splits
+        )
+
+    @classmethod
+    def create(
+        cls,
+        name: str,
+        *,
+        pipeline_size: int,
+        num_microbatches: int,
+        num_layers: int,
+        layer_layout: str | None = None,
+        memory_limit: float | None = None,
+    ) -> PipelineAdapter:
+        """Build the schedule and place the layers.
+
+        Args:
+            name: one of ``schedules.names()``.
+            layer_layout: the layers of every stage in model order, such as ``Ett|tt|tt|ttL``.
+            memory_limit: fraction of 1F1B's activation memory, see ``schedules.build``.
+
+        Raises:
+            UsageError: unknown name, sizes that cannot be scheduled, layers that cannot be placed.
+        """
+        catalog.family(name)
+        costs = Costs.uniform(
+            pipeline_size=max(pipeline_size, 1), forward=1.0, backward=1.0, weight=1.0
+        )
+        schedule = catalog.build(
+            name,
+            pipeline_size=pipeline_size,
+            num_microbatches=num_microbatches,
+            costs=costs,
+            memory_limit=memory_limit,
+        )
+        stages = schedule.placement.num_stages
+        segments = (
+            even_segments(num_layers, stages)
+            if layer_layout is None
+            else segments_from_layout(layer_layout, num_layers, stages)
+        )
+        return cls(schedule, costs, memory_limit, segments)
+
+    @property
+    def chunks(self) -> int:
+        return self.schedule.placement.chunks
+
+    @property
+    def virtual_pipeline_size(self) -> int | None:
+        return self.chunks if self.chunks > 1 else None
+
+    @property
+    def embedding_ranks(self) -> Callable[[list[int]], list[int]] | None:
+        """For ``initialize_model_parallel``: in a V, one rank holds embedding and output layer."""
+        return (lambda ranks: [ranks[-1]]) if self.physical.mirrored else None
+
+    def pre_process(self, pp_rank: int, vp_stage: int | None) -> bool:
+        return self.physical.holds_embedding(pp_rank, vp_stage)
+
+    def post_process(self, pp_rank: int, vp_stage: int | None) -> bool:
+        return self.physical.holds_output(pp_rank, vp_stage)
+
+    def prepare_model(self, model_chunks: list[Any]) -> None:
+        """Tie the embeddings and split the linear layers; before data parallelism wraps them."""
+        embedding.tie(model_chunks)
+        for chunk, split in zip(model_chunks, self._splits, strict=True):
+            split_linear_layers(chunk, split)
+
+    @property
+    def finalize_model_grads(self) -> Callable[..., None]:
+        """For ``config.finalize_model_grads_func``."""
+        return embedding.finalize_with_tied_weights if self.physical.mirrored else _finalize
+
+    @property
+    def activation_memory(self) -> ActivationMemory | None:
+        return self.forward_backward_func.activation_memory
+
+    @activation_memory.setter
+    def activation_memory(self, memory: ActivationMemory | None) -> None:
+        self.forward_backward_func.activation_memory = memory
+
+    @property
+    def predicted_bubble_rate(self) -> float:
+        return simulate(self.schedule, self._costs).bubble_rate
+
+    def _build_program(self, num_microbatches: int, forward_only: bool) -> Program:
+        schedule = self.schedule
+        if num_microbatches != schedule.num_microbatches:
+            schedule = catalog.build(
+                schedule.name,
+                pipeline_size=schedule.placement.pipeline_size,
+                num_microbatches=num_microbatches,
+                costs=self._costs,
+                memory_limit=self._memory_limit,
+            )
+        return lower(schedule.forwards() if forward_only else schedule)
+
+    def describe(self) -> str:
+        """The start-up block: schedule, layers on ranks, expected bubble and memory."""
+        timeline = simulate(self.schedule, self._costs)
+        p = self.schedule.placement.pipeline_size
+        lines = [
+            f"pipeline schedule {self.schedule.name}: {p} ranks x {self.chunks} chunks, "
+            f"{self.schedule.num_microbatches} microbatches, expected bubble "
+            f"{100 * timeline.bubble_rate:.1f} % at equal costs"
+        ]
+        for pp_rank in range(p):
+            held = " + ".join(self._describe_chunk(pp_rank, c) for c in range(self.chunks))
+            peak = timeline.peak_activation[self.physical.logical(pp_rank)]
+            lines.append(
+                f"  pipeline rank {pp_rank}: {held}; activations of at most {peak:g} microbatches "
+                f"({peak / p:.2f} of 1F1B's first rank)"
+            )
+        return "\n".join(lines)
+
+    def _describe_chunk(self, pp_rank: int, vp_stage: int) -> str:
+        stage = self.physical.stage(pp_rank, vp_stage)
+        first = sum(s.count(LayerType.decoder) for s in self._segments[:stage]) + 1
+        count = self._segments[stage].count(LayerType.decoder)
+        parts = [f"layers {first}-{first + count - 1}"] if count else []
+        if LayerType.embedding in self._segments[stage]:
+            parts.insert(0, "embedding")
+        if LayerType.loss in self._segments[stage]:
+            parts.append("output layer")
+        return f"stage {stage} ({', '.join(parts) or 'empty'})"

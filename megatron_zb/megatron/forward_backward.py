@@ -1,0 +1,269 @@
+"""The replacement of Megatron's ``forward_backward_func``.
+
+Serves megatron-core 0.16 to 0.19. The contract is that of
+``megatron.core.pipeline_parallel.schedules``: the same keywords, the same duties, the same result.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+from megatron.core import parallel_state
+from megatron.core.pipeline_parallel import schedules as megatron_schedules
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.utils import get_model_config
+
+from megatron_zb.megatron.linear import SplitBackward
+from megatron_zb.megatron.placement import PhysicalPlacement
+from megatron_zb.runtime.activation_memory import ActivationMemory
+from megatron_zb.runtime.autograd_stage import AutogradStage, Stage
+from megatron_zb.runtime.channels import Channels
+from megatron_zb.runtime.executor import run_program
+from megatron_zb.schedules.communication import Program
+
+
+class MegatronStage(AutogradStage):
+    """One model chunk in one iteration, computed by Megatron's own ``forward_step``."""
+
+    def __init__(self, iteration: Iteration, vp_stage: int, split: SplitBackward) -> None:
+        self._iteration = iteration
+        self._vp_stage = vp_stage
+        self._is_output = iteration.physical.holds_output(iteration.pp_rank, vp_stage)
+        super().__init__(
+            self._forward_step,
+            split.queue,
+            is_last=self._is_output,
+            forward_only=iteration.forward_only,
+        )
+
+    def _forward_step(self, microbatch: int, activation: torch.Tensor | None) -> torch.Tensor:
+        it = self._iteration
+        output, num_tokens = megatron_schedules.forward_step(
+            it.forward_step_func,
+            it.data_iterators[self._vp_stage],
+            it.model[self._vp_stage],
+            it.num_microbatches,
+            activation,
+            it.forward_data_store,
+            it.config,
+            it.pg_collection.cp.size(),
+            collect_non_loss_data=it.collect_non_loss_data,
+            is_first_microbatch=megatron_schedules.check_first_val_step(
+                it.first_val_step, it.forward_only, microbatch == 0
+            ),
+            current_microbatch=microbatch,
+            vp_stage=self._vp_stage if len(it.model) > 1 else None,
+            is_last_stage=self._is_output,
+        )
+        if self._is_output:
+            it.total_num_tokens += num_tokens
+            if it.forward_only:
+                return output
+            if it.config.grad_scale_func is not None:
+                output = it.config.grad_scale_func(output)
+        return output
+
+    def backward(self, microbatch: int, gradient: torch.Tensor | None) -> torch.Tensor | None:
+        with _timed(self._iteration.config, "backward-compute", log_level=2):
+            return super().backward(microbatch, gradient)
+
+
+@dataclass
+class Iteration:
+    """The arguments of one call of ``forward_backward_func``, and what it gathers."""
+
+    physical: PhysicalPlacement
+    pp_rank: int
+    config: Any
+    pg_collection: Any
+    forward_step_func: Callable[..., Any]
+    data_iterators: list[Any]
+    model: list[Any]
+    num_microbatches: int
+    forward_only: bool
+    collect_non_loss_data: bool
+    first_val_step: bool | None
+    total_num_tokens: torch.Tensor
+    forward_data_store: list[Any] = field(default_factory=list)
+
+
+class ForwardBackward:
+    """A pipeline schedule with the calling contract of Megatron's ``forward_backward_func``.
+
+    ``program_for(num_microbatches, forward_only)`` gives the program to run. The channels to other
+    ranks are made at the first call, which is collective over the pipeline group.
+    """
+
+    def __init__(
+        self,
+        physical: PhysicalPlacement,
+        program_for: Callable[[int, bool], Program],
+        splits: list[SplitBackward],
+    ) -> None:
+        self._physical = physical
+        self._program_for = program_for
+        self._splits = splits
+        self._channels: Channels | None = None
+        self.activation_memory: ActivationMemory | None = None
+
+    def __call__(
+        self,
+        *,
+        forward_step_func: Callable[..., Any],
+        data_iterator: Any,
+        model: Any,
+        num_microbatches: int,
+        seq_length: int,
+        micro_batch_size: int,
+        decoder_seq_length: int | None = None,
+        forward_only: bool = False,
+        collect_non_loss_data: bool = False,
+        first_val_step: bool | None = None,
+        adjust_tensor_shapes_fn: Callable[..., Any] | None = None,
+        p2p_communicator: Any = None,
+        pg_collection: Any = None,
+        force_all_reduce: bool | None = False,
+    ) -> list[Any]:
+        """Run all microbatches; see Megatron's ``get_forward_backward_func`` for the arguments.
+
+        Returns:
+            One entry for each microbatch on the rank that computes the loss, else an empty list.
+        """
+        del p2p_communicator, adjust_tensor_shapes_fn  # channels of our own, equal shapes
+        chunks = model if isinstance(model, list) else [model]
+        iterators = data_iterator if isinstance(data_iterator, list) else [data_iterator]
+        config = get_model_config(chunks[0])
+        groups = pg_collection or _process_groups()
+        iteration = Iteration(
+            physical=self._physical,
+            pp_rank=groups.pp.rank(),
+            config=config,
+            pg_collection=groups,
+            forward_step_func=forward_step_func,
+            data_iterators=iterators,
+            model=chunks,
+            num_microbatches=num_microbatches,
+            forward_only=forward_only,
+            collect_non_loss_data=collect_non_loss_data,
+            first_val_step=first_val_step,
+            total_num_tokens=torch.zeros([], dtype=torch.int, device=_device()),
+        )
+        (shape,) = megatron_schedules.get_tensor_shapes(
+            seq_length=seq_length,
+            micro_batch_size=micro_batch_size,
+            decoder_seq_length=decoder_seq_length,
+            config=config,
+            tp_group=groups.tp,
+            cp_group=groups.cp,
+        )
+        allocate = partial(torch.empty, shape, dtype=config.pipeline_dtype, device=_device())
+        with _timed(
+            config, "forward-backward", log_level=1, barrier=config.barrier_with_L1_time
+        ):
+            with _no_grad_sync(config, chunks):
+                self._run(iteration, lambda message: allocate())
+            if not forward_only:
+                self._reduce_gradients(iteration, force_all_reduce)
+        return iteration.forward_data_store
+
+    def close(self) -> None:
+        """Give the channels back; collective over the pipeline group. The next call makes new ones."""
+        if self._channels is not None:
+            self._channels.close()
+            self._channels = None
+
+    def _run(self, iteration: Iteration, allocate: Callable[[Any], torch.Tensor]) -> None:
+        stages: dict[int, Stage] = {}
+        for vp_stage, split in enumerate(self._splits):
+            split.hooks_need_gradients = _overlaps_grad_reduce(iteration.model[vp_stage])
+            stage = MegatronStage(iteration, vp_stage, split)
+            stage.activation_memory = split.queue.activation_memory = self.activation_memory
+            stages[self._physical.stage(iteration.pp_rank, vp_stage)] = stage
+        channels = self._connected(iteration.pg_collection.pp)
+        channels.activation_memory = self.activation_memory
+        program = self._program_for(iteration.num_microbatches, iteration.forward_only)
+        logical = self._physical.logical(iteration.pp_rank)
+        run_program(program, logical, stages, channels, allocate)
+
+    def _connected(self, pp_group: torch.distributed.ProcessGroup) -> Channels:
+        if self._channels is None:
+            ranks = torch.distributed.get_process_group_ranks(pp_group)
+            logical_order = ranks[::-1] if self._physical.mirrored else ranks
+            self._channels = Channels(logical_order, self._physical.placement, _device())
+        return self._channels
+
+    def _reduce_gradients(self, iteration: Iteration, force_all_reduce: bool | None) -> None:
+        config = iteration.config
+        for vp_stage, chunk in enumerate(iteration.model):
+            _start_grad_sync(config, chunk, vp_stage)
+        if config.finalize_model_grads_func is None:
+            return
+        tokens = iteration.total_num_tokens if config.calculate_per_token_loss else None
+        config.finalize_model_grads_func(
+            iteration.model,
+            tokens,
+            pg_collection=iteration.pg_collection,
+            force_all_reduce=force_all_reduce,
+        )
+
+
+def _device() -> torch.device | int | str:
+    return torch.cuda.current_device() if torch.cuda.is_available() else "cpu"
+
+
+def _process_groups() -> Any:
+    """The groups that Megatron's schedules collect from ``parallel_state``."""
+    groups = ProcessGroupCollection()
+    groups.tp = parallel_state.get_tensor_model_parallel_group()
+    groups.pp = parallel_state.get_pipeline_model_parallel_group()
+    groups.cp = parallel_state.get_context_parallel_group()
+    groups.embd = parallel_state.get_embedding_group(check_initialized=False)
+    groups.pos_embd = parallel_state.get_position_embedding_group(check_initialized=False)
+    groups.dp_cp = parallel_state.get_data_parallel_group(
+        with_context_parallel=True, partial_data_parallel=False
+    )
+    return groups
+
+
+@contextmanager
+def _timed(config: Any, name: str, *, log_level: int, barrier: bool = False) -> Iterator[None]:
+    if config.timers is None:
+        yield
+        return
+    timer = config.timers(name, log_level=log_level)
+    timer.start(barrier=barrier)
+    yield
+    timer.stop()
+
+
+@contextmanager
+def _no_grad_sync(config: Any, chunks: list[Any]) -> Iterator[None]:
+    """Keep data parallelism from reducing while any B or W is still to come."""
+    functions = config.no_sync_func or []
+    with ExitStack() as stack:
+        for enter in functions if isinstance(functions, list) else [functions]:
+            stack.enter_context(enter())
+        for chunk in chunks:
+            if _overlaps_grad_reduce(chunk) and not functions:
+                stack.enter_context(chunk.no_sync())
+        yield
+
+
+def _overlaps_grad_reduce(chunk: Any) -> bool:
+    ddp_config = getattr(chunk, "ddp_config", None)
+    return ddp_config is not None and bool(ddp_config.overlap_grad_reduce)
+
+
+def _start_grad_sync(config: Any, chunk: Any, vp_stage: int) -> None:
+    """Start reducing a chunk's gradients; without overlap, finalising does all of it."""
+    if config.grad_sync_func is not None:
+        functions = config.grad_sync_func
+        start = functions[vp_stage] if isinstance(functions, list) else functions
+        start(chunk.parameters())
+    elif _overlaps_grad_reduce(chunk):
+        chunk.start_grad_sync()

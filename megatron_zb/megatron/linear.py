@@ -1,0 +1,148 @@
+"""Megatron's column- and row-parallel linear layers with their backward split.
+
+Each layer's own ``_forward_impl`` is replaced, on the instance, by one that runs Megatron's forward
+unchanged and, while its chunk's queue collects, leaves the weight gradient to W. Serves megatron-core
+0.16 to 0.19; the output layer and the local experts are such layers too.
+"""
+
+from __future__ import annotations
+
+import inspect
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from megatron.core import parallel_state
+from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
+from megatron.core.tensor_parallel.layers import (
+    LinearWithGradAccumulationAndAsyncCommunication as MegatronLinear,
+)
+
+from megatron_zb.runtime.weight_grad import WeightGradQueue
+
+_ARGUMENTS = list(inspect.signature(MegatronLinear.forward).parameters)[1:]
+
+
+@dataclass
+class SplitBackward:
+    """How the layers of one chunk split their backward.
+
+    ``hooks_need_gradients``: see :func:`_placeholder`.
+    """
+
+    queue: WeightGradQueue
+    hooks_need_gradients: bool = False
+
+
+def split_linear_layers(chunk: torch.nn.Module, split: SplitBackward) -> None:
+    """Let every trainable column- and row-parallel layer of a chunk use the queue."""
+    for module in chunk.modules():
+        if isinstance(module, ColumnParallelLinear | RowParallelLinear):
+            whole = module._forward_impl
+            module._forward_impl = partial(_forward, whole, split)
+
+
+def _forward(whole: Any, split: SplitBackward, **arguments: Any) -> torch.Tensor:
+    """``whole`` is Megatron's own forward, which serves where there is nothing to split."""
+    if not arguments["weight"].requires_grad or arguments.get("grad_output_buffer") is not None:
+        return whole(**arguments)
+    values = {name: arguments.get(name) for name in _ARGUMENTS}
+    if values["tp_group"] is None:
+        values["tp_group"] = parallel_state.get_tensor_model_parallel_group()
+    return SplitLinear.apply(split, *values.values())
+
+
+class SplitLinear(torch.autograd.Function):
+    """Megatron's linear function with a backward that asks the queue."""
+
+    @staticmethod
+    def forward(ctx: Any, split: SplitBackward, *arguments: Any) -> torch.Tensor:
+        ctx.split = split
+        return MegatronLinear.forward(ctx, *arguments)
+
+    @staticmethod
+    def backward(ctx: Any, grad_output: torch.Tensor) -> tuple[Any, ...]:
+        input_, weight = ctx.saved_tensors
+        if not ctx.split.queue.deferring:
+            if not ctx.gradient_accumulation_fusion:
+                weight.grad_added_to_main_grad = False
+            return (None, *MegatronLinear.backward(ctx, grad_output))
+        grad_input = _input_gradient(ctx, grad_output, weight)
+        grad_bias = grad_output.flatten(0, -2).sum(dim=0) if ctx.use_bias else None
+        gather_group = ctx.tp_group if ctx.sequence_parallel else None
+        call = _Call(ctx.gradient_accumulation_fusion, gather_group, ctx.main_grad)
+        ctx.split.queue.defer(partial(_add_weight_gradient, call, weight), input_, grad_output)
+        rest = [None] * (len(_ARGUMENTS) - 3)
+        return (None, grad_input, _placeholder(weight, ctx.split), grad_bias, *rest)
+
+
+class _Call(NamedTuple):
+    """What a deferred weight gradient needs to know of its forward, without its graph."""
+
+    fused: bool
+    gather_group: torch.distributed.ProcessGroup | None
+    main_grad: torch.Tensor | None
+
+
+def _input_gradient(ctx: Any, grad_output: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    grad_input = grad_output.matmul(weight)
+    if ctx.allreduce_dgrad:
+        torch.distributed.all_reduce(grad_input, group=ctx.tp_group)
+    if ctx.sequence_parallel:
+        scattered = grad_input.new_empty(ctx.saved_tensors[0].size())
+        torch.distributed.reduce_scatter_tensor(scattered, grad_input, group=ctx.tp_group)
+        return scattered
+    return grad_input
+
+
+def _placeholder(weight: torch.Tensor, split: SplitBackward) -> torch.Tensor | None:
+    """What B returns for a weight whose gradient comes later.
+
+    Megatron's data-parallel hook fires even when there is no gradient; with overlapping reduction it
+    insists on one, and leaves ``main_grad`` alone where the weight says that it is already in it.
+    """
+    if not hasattr(weight, "main_grad"):
+        return None
+    weight.grad_added_to_main_grad = True
+    return torch.empty_like(weight) if split.hooks_need_gradients else None
+
+
+def _add_weight_gradient(
+    call: _Call, weight: torch.Tensor, input_: torch.Tensor, grad_output: torch.Tensor
+) -> None:
+    if call.gather_group is not None:
+        size = list(input_.size())
+        size[0] *= call.gather_group.size()
+        gathered = input_.new_empty(size)
+        torch.distributed.all_gather_into_tensor(gathered, input_, group=call.gather_group)
+        input_ = gathered
+    input_ = input_.reshape(-1, input_.size(-1))
+    grad_output = grad_output.reshape(-1, grad_output.size(-1))
+    if call.fused:
+        _accumulate_fused(input_, grad_output, call.main_grad)
+    else:
+        accumulate(weight, grad_output.t().matmul(input_))
+
+
+def _accumulate_fused(
+    input_: torch.Tensor, grad_output: torch.Tensor, main_grad: torch.Tensor | None
+) -> None:
+    import fused_weight_gradient_mlp_cuda as kernels
+
+    assert main_grad is not None
+    if main_grad.dtype is torch.float32:
+        kernels.wgrad_gemm_accum_fp32(input_, grad_output, main_grad)
+    else:
+        kernels.wgrad_gemm_accum_fp16(input_, grad_output, main_grad)
+
+
+def accumulate(weight: torch.Tensor, gradient: torch.Tensor) -> None:
+    """Add a weight gradient where Megatron's optimizer will look for it."""
+    main_grad = getattr(weight, "main_grad", None)
+    if main_grad is not None:
+        main_grad.add_(gradient)
+    elif weight.grad is None:
+        weight.grad = gradient
+    else:
+        weight.grad.add_(gradient)

@@ -1,0 +1,130 @@
+"""Logical stages on Megatron's ranks and virtual stages.
+
+Megatron reports the loss from its last pipeline rank. A V ends where it begins, on logical rank 0,
+so it is laid onto the ranks in mirror image: logical rank i is physical rank p-1-i. Then the
+embedding, the output layer and the loss all live on physical rank p-1, and the last chunk has
+Megatron's own mapping.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from megatron.core.transformer.enums import LayerType
+from megatron.core.transformer.pipeline_parallel_layer_layout import PipelineParallelLayerLayout
+
+from megatron_zb.errors import UsageError
+from megatron_zb.schedules.placement import Placement
+
+
+@dataclass(frozen=True)
+class PhysicalPlacement:
+    """A placement on Megatron's pipeline ranks; ``vp_stage`` is the chunk index."""
+
+    placement: Placement
+
+    @property
+    def mirrored(self) -> bool:
+        return self.placement.rank_of[-1] != self.placement.pipeline_size - 1
+
+    def logical(self, pp_rank: int) -> int:
+        """The logical rank of a physical pipeline rank, and the other way round."""
+        return self.placement.pipeline_size - 1 - pp_rank if self.mirrored else pp_rank
+
+    def stage(self, pp_rank: int, vp_stage: int | None) -> int:
+        """The stage that a chunk of a physical rank holds."""
+        return self.placement.stages_of[self.logical(pp_rank)][vp_stage or 0]
+
+    def holds_embedding(self, pp_rank: int, vp_stage: int | None) -> bool:
+        return self.stage(pp_rank, vp_stage) == 0
+
+    def holds_output(self, pp_rank: int, vp_stage: int | None) -> bool:
+        return self.stage(pp_rank, vp_stage) == self.placement.num_stages - 1
+
+
+class StageLayout(PipelineParallelLayerLayout):
+    """Megatron's layer layout for any placement: ``segments[s]`` are the layers of stage s."""
+
+    def __init__(self, segments: list[list[LayerType]], physical: PhysicalPlacement) -> None:
+        placement = physical.placement
+        self._physical = physical
+        self._segments = segments
+        by_virtual_stage = [
+            list(segments[physical.stage(pp_rank, vp_stage)])
+            for vp_stage in range(placement.chunks)
+            for pp_rank in range(placement.pipeline_size)
+        ]
+        super().__init__(by_virtual_stage, placement.pipeline_size)
+        self.flatten_layout = [layer for segment in segments for layer in segment]
+
+    def __repr__(self) -> str:
+        return "|".join("".join(_LETTERS[layer] for layer in s) for s in self._segments)
+
+    def get_layer_offset(
+        self,
+        layer_type: LayerType = LayerType.decoder,
+        vp_stage: int | None = None,
+        pp_rank: int | None = None,
+    ) -> int:
+        """Layers of a type before the given chunk, in model order."""
+        if pp_rank is None:
+            from megatron.core import parallel_state
+
+            pp_rank = parallel_state.get_pipeline_model_parallel_rank()
+        stage = self._physical.stage(pp_rank, vp_stage)
+        return sum(segment.count(layer_type) for segment in self._segments[:stage])
+
+
+_LETTERS = {
+    LayerType.embedding: "E",
+    LayerType.decoder: "t",
+    LayerType.mtp: "m",
+    LayerType.loss: "L",
+}
+
+
+def even_segments(num_layers: int, num_stages: int) -> list[list[LayerType]]:
+    """The same number of layers on every stage.
+
+    Raises:
+        UsageError: the layers do not divide; the nearest counts that do are named.
+    """
+    per_stage, rest = divmod(num_layers, num_stages)
+    if rest or not per_stage:
+        counts = [c * num_stages for c in (per_stage, per_stage + 1) if c]
+        raise UsageError(
+            f"{num_layers} layers cannot be placed evenly on {num_stages} stages: give "
+            f"{' or '.join(map(str, counts))} layers, or say the layers of each stage with a "
+            "pipeline layer layout"
+        )
+    segments = [[LayerType.decoder] * per_stage for _ in range(num_stages)]
+    segments[0].insert(0, LayerType.embedding)
+    segments[-1].append(LayerType.loss)
+    return segments
+
+
+def segments_from_layout(layout: str, num_layers: int, num_stages: int) -> list[list[LayerType]]:
+    """Read a layout such as ``Ett|tt|tt|ttL``: one segment for each stage, in model order.
+
+    Raises:
+        UsageError: a letter is unknown, or stages, layers, embedding or loss do not add up.
+    """
+    try:
+        segments = PipelineParallelLayerLayout.parse_str_to_list(layout)
+    except (AssertionError, ValueError) as error:
+        raise UsageError(
+            f"pipeline layer layout '{layout}': use E, t, m, L and |, such as 'Ett|tt|tt|ttL'"
+        ) from error
+    flat = [layer for segment in segments for layer in segment]
+    problem = None
+    if len(segments) != num_stages:
+        problem = f"it names {len(segments)} stages and the schedule has {num_stages}"
+    elif flat.count(LayerType.decoder) != num_layers:
+        problem = f"it names {flat.count(LayerType.decoder)} layers and the model has {num_layers}"
+    elif not flat or flat[0] is not LayerType.embedding or flat[-1] is not LayerType.loss:
+        problem = "it must begin with E and end with L"
+    elif flat.count(LayerType.embedding) != 1 or flat.count(LayerType.loss) != 1:
+        problem = "E and L must each stand in it once"
+    if problem:
+        raise UsageError(f"pipeline layer layout '{layout}': {problem}")
+    return segments

@@ -1,0 +1,1 @@
+"""How a program is carried out on one rank. Imports torch, knows nothing of Megatron."""

@@ -1,0 +1,86 @@
+"""A stage computed by autograd, with its backward whole or split."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Protocol
+
+import torch
+from torch.autograd.graph import GradientEdge, get_gradient_edge
+
+from megatron_zb.runtime.activation_memory import ActivationMemory
+from megatron_zb.runtime.weight_grad import WeightGradQueue
+
+
+class Stage(Protocol):
+    """What the executor knows of a stage."""
+
+    def forward(self, microbatch: int, activation: torch.Tensor | None) -> torch.Tensor | None:
+        """F: from the previous stage's activation to this stage's (None at either end)."""
+
+    def backward(self, microbatch: int, gradient: torch.Tensor | None) -> torch.Tensor | None:
+        """BW: from the gradient of the output to that of the input, weights included."""
+
+    def backward_input(self, microbatch: int, gradient: torch.Tensor | None) -> torch.Tensor | None:
+        """B: from the gradient of the output to that of the input, weights left for W."""
+
+    def backward_weight(self, microbatch: int) -> None:
+        """W: what B has left."""
+
+
+class AutogradStage:
+    """A stage whose forward is a function of torch tensors.
+
+    ``compute(microbatch, activation)`` returns the stage's output, or the loss on the last stage.
+    Only the output's place in the graph is kept, never its data: the data goes with the message
+    and is freed when that has been sent, unless an operation saved it for itself.
+    """
+
+    def __init__(
+        self,
+        compute: Callable[[int, torch.Tensor | None], torch.Tensor],
+        weight_grads: WeightGradQueue,
+        *,
+        is_last: bool,
+        forward_only: bool = False,
+    ) -> None:
+        self._compute = compute
+        self._weight_grads = weight_grads
+        self._is_last = is_last
+        self._forward_only = forward_only
+        self._live: dict[int, tuple[torch.Tensor | None, GradientEdge | None]] = {}
+        self.activation_memory: ActivationMemory | None = None
+
+    def forward(self, microbatch: int, activation: torch.Tensor | None) -> torch.Tensor | None:
+        if activation is not None and not self._forward_only:
+            activation.requires_grad_()
+        output = self._compute(microbatch, activation)
+        if not self._forward_only:
+            self._hold(activation)
+            edge = get_gradient_edge(output) if output.requires_grad else None
+            self._live[microbatch] = (activation, edge)
+        return None if self._is_last else output.detach()
+
+    def backward(self, microbatch: int, gradient: torch.Tensor | None) -> torch.Tensor | None:
+        activation, edge = self._live.pop(microbatch)
+        if edge is not None:
+            torch.autograd.backward(edge, gradient)
+        if activation is None:
+            return None
+        self._release(activation)
+        return activation.grad
+
+    def backward_input(self, microbatch: int, gradient: torch.Tensor | None) -> torch.Tensor | None:
+        with self._weight_grads.collecting(microbatch):
+            return self.backward(microbatch, gradient)
+
+    def backward_weight(self, microbatch: int) -> None:
+        self._weight_grads.run(microbatch)
+
+    def _hold(self, activation: torch.Tensor | None) -> None:
+        if self.activation_memory is not None and activation is not None:
+            self.activation_memory.hold(activation)
+
+    def _release(self, activation: torch.Tensor) -> None:
+        if self.activation_memory is not None:
+            self.activation_memory.release(activation)

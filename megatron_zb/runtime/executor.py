@@ -1,0 +1,73 @@
+"""Carry out one rank's program."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+import torch
+
+from megatron_zb.runtime.autograd_stage import Stage
+from megatron_zb.runtime.channels import Channels
+from megatron_zb.schedules.communication import Message, Program, Receive, Run, Send
+from megatron_zb.schedules.passes import PassKind
+
+Allocate = Callable[[Message], torch.Tensor]
+
+
+def run_program(
+    program: Program,
+    rank: int,
+    stages: Mapping[int, Stage],
+    channels: Channels,
+    allocate: Allocate,
+) -> None:
+    """Run the instructions of one logical rank, once.
+
+    Args:
+        program: what :func:`megatron_zb.schedules.lower` made.
+        rank: the logical rank.
+        stages: the stages this rank holds.
+        channels: its channels to other ranks.
+        allocate: an empty tensor of the right shape, type and device for a message.
+    """
+    here: dict[Message, torch.Tensor | None] = {}
+    outgoing: torch.Tensor | None = None
+    for instruction in program.ranks[rank]:
+        if isinstance(instruction, Receive):
+            buffer = allocate(instruction.message)
+            channels.post_receive(instruction.channel, instruction.message, buffer)
+            del buffer
+        elif isinstance(instruction, Send):
+            assert outgoing is not None
+            channels.send(instruction.channel, outgoing, program.send_slots)
+            outgoing = None
+        else:
+            result = _run_pass(instruction, stages, channels, here)
+            if instruction.makes_local:
+                assert instruction.makes is not None
+                here[instruction.makes] = result
+            else:
+                outgoing = result
+            del result
+    channels.finish()
+
+
+def _run_pass(
+    run: Run,
+    stages: Mapping[int, Stage],
+    channels: Channels,
+    here: dict[Message, torch.Tensor | None],
+) -> torch.Tensor | None:
+    kind, stage_index, microbatch = run.work
+    stage = stages[stage_index]
+    if kind is PassKind.W:
+        stage.backward_weight(microbatch)
+        return None
+    received: torch.Tensor | None = None
+    if run.reads is not None:
+        received = here.pop(run.reads) if run.reads_local else channels.take(run.reads)
+    if kind is PassKind.F:
+        return stage.forward(microbatch, received)
+    if kind is PassKind.B:
+        return stage.backward_input(microbatch, received)
+    return stage.backward(microbatch, received)

@@ -1,0 +1,75 @@
+"""Deferred weight gradients: made in B, carried out in W, in the microbatch order of B."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+
+from megatron_zb.runtime.activation_memory import ActivationMemory
+
+
+@dataclass(frozen=True)
+class WeightGradTask:
+    """One weight gradient left to do, and the tensors it keeps alive until then."""
+
+    compute: Callable[..., None]
+    operands: tuple[torch.Tensor, ...]
+
+    def run(self) -> None:
+        self.compute(*self.operands)
+
+
+class WeightGradQueue:
+    """The deferred weight gradients of one model chunk.
+
+    Layers ask :attr:`deferring` in their backward and hand over a task if it is true. Tasks are
+    carried out one microbatch at a time, oldest first, in the order their layers ran backward, so
+    that sums are formed in the order of an unsplit backward.
+    """
+
+    def __init__(self) -> None:
+        self.deferring = False
+        self.activation_memory: ActivationMemory | None = None
+        self._microbatches: deque[tuple[int, deque[WeightGradTask]]] = deque()
+
+    @contextmanager
+    def collecting(self, microbatch: int) -> Iterator[None]:
+        """Collect the weight gradients of the B that runs inside."""
+        self._microbatches.append((microbatch, deque()))
+        self.deferring = True
+        try:
+            yield
+        finally:
+            self.deferring = False
+
+    def defer(self, compute: Callable[..., None], *operands: torch.Tensor) -> None:
+        """Leave ``compute(*operands)`` to the W of the current microbatch."""
+        if self.activation_memory is not None:
+            for tensor in operands:
+                self.activation_memory.hold(tensor)
+        self._microbatches[-1][1].append(WeightGradTask(compute, operands))
+
+    def run(self, microbatch: int) -> None:
+        """Carry out the weight gradients of a microbatch, which must be the oldest collected.
+
+        Raises:
+            RuntimeError: another microbatch is older; sums would be formed in another order.
+        """
+        if not self._microbatches or self._microbatches[0][0] != microbatch:
+            oldest = self._microbatches[0][0] if self._microbatches else "none"
+            raise RuntimeError(f"W of microbatch {microbatch} is due after that of {oldest}")
+        _, tasks = self._microbatches.popleft()
+        with torch.no_grad():
+            while tasks:
+                task = tasks.popleft()
+                task.run()
+                if self.activation_memory is not None:
+                    for tensor in task.operands:
+                        self.activation_memory.release(tensor)
+
+    def __len__(self) -> int:
+        return len(self._microbatches)

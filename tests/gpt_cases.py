@@ -1,0 +1,299 @@
+"""A small GPT on every rank, run under Megatron's own schedule and under ours."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from megatron.core import parallel_state
+from megatron.core.distributed import DistributedDataParallel as DDP
+from megatron.core.distributed import DistributedDataParallelConfig, finalize_model_grads
+from megatron.core.models.gpt import GPTModel
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+from megatron.core.pipeline_parallel.schedules import get_forward_backward_func
+from megatron.core.transformer.module import Float16Module
+from megatron.core.transformer.transformer_block import (
+    TransformerBlockSubmodules,
+    get_num_layers_to_build,
+)
+from megatron.core.transformer.transformer_config import TransformerConfig
+
+from megatron_zb.megatron.adapter import PipelineAdapter
+from megatron_zb.megatron.initialisation import global_parameters, initialise_by_global_name
+
+SEQUENCE, VOCABULARY, LAYERS = 16, 64, 8
+
+
+@dataclass(frozen=True)
+class GPTCase:
+    """What distinguishes one small GPT from another; hashable, so that references are kept."""
+
+    tied: bool = False
+    dtype: str = "float32"
+    tensor_parallel: int = 1
+    sequence_parallel: bool = False
+    per_token_loss: bool = False
+    overlap_grad_reduce: bool = False
+    distributed_optimizer: bool = False
+    wrapped: bool = True
+    options: tuple[tuple[str, Any], ...] = ()
+
+    @property
+    def torch_dtype(self) -> torch.dtype:
+        return getattr(torch, self.dtype)
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """Losses and gradients of one iteration on one rank, gradients by global parameter name."""
+
+    losses: list[float]
+    gradients: dict[str, torch.Tensor]
+
+
+def run(
+    case: GPTCase,
+    schedule: str | None,
+    num_microbatches: list[int],
+    forward_only: bool = False,
+    iterations: int = 1,
+) -> dict[int, Outcome]:
+    """The outcome for each number of microbatches; ``schedule=None`` is Megatron's own 1F1B.
+
+    With several iterations each, gradients are zeroed between them and the last one's are returned.
+    """
+    p = torch.distributed.get_world_size() // case.tensor_parallel
+    adapter = schedule and PipelineAdapter.create(
+        schedule, pipeline_size=p, num_microbatches=num_microbatches[0], num_layers=LAYERS
+    )
+    _enter_parallel_groups(case, adapter or None, p)
+    chunks, config = _build_chunks(case, adapter or None, p)
+    function = adapter.forward_backward_func if adapter else get_forward_backward_func()
+    outcomes = {}
+    for m in num_microbatches:
+        for _ in range(iterations):
+            _zero_gradients(chunks)
+            losses = _forward_backward(function, chunks, config, m, forward_only)
+        outcomes[m] = Outcome(losses, dict(_gradients(chunks)))
+    if adapter:
+        adapter.forward_backward_func.close()
+    return outcomes
+
+
+def _zero_gradients(chunks: list[Any]) -> None:
+    for chunk in chunks:
+        if hasattr(chunk, "zero_grad_buffer"):
+            chunk.zero_grad_buffer()
+        chunk.zero_grad(set_to_none=True)
+
+
+_PARALLEL_STATES: dict[tuple[Any, ...], dict[str, Any]] = {}
+
+
+def _enter_parallel_groups(case: GPTCase, adapter: PipelineAdapter | None, p: int) -> None:
+    """Make Megatron's parallel groups, or return to those of an earlier case.
+
+    A gloo group costs threads and time, and every case would make twenty.
+    """
+    key = (case.tensor_parallel, p, adapter and adapter.chunks, adapter and adapter.physical.mirrored)
+    if key not in _PARALLEL_STATES:
+        parallel_state.destroy_model_parallel()
+        more = {}
+        if adapter is not None and adapter.embedding_ranks is not None:
+            choose = adapter.embedding_ranks
+            more["get_embedding_ranks"] = lambda ranks, _=None: choose(ranks)
+        parallel_state.initialize_model_parallel(
+            tensor_model_parallel_size=case.tensor_parallel,
+            pipeline_model_parallel_size=p,
+            virtual_pipeline_model_parallel_size=adapter.virtual_pipeline_size if adapter else None,
+            create_gloo_process_groups=False,
+            **more,
+        )
+        _PARALLEL_STATES[key] = {k: v for k, v in vars(parallel_state).items() if _is_state(k, v)}
+    vars(parallel_state).update(_PARALLEL_STATES[key])
+
+
+def _is_state(name: str, value: Any) -> bool:
+    return name.startswith("_") and name.isupper()
+
+
+def _build_chunks(
+    case: GPTCase, adapter: PipelineAdapter | None, p: int
+) -> tuple[list[Any], TransformerConfig]:
+    from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
+
+    model_parallel_cuda_manual_seed(1)
+    low_precision = case.torch_dtype is not torch.float32
+    config = TransformerConfig(
+        num_layers=LAYERS,
+        hidden_size=32,
+        num_attention_heads=4,
+        tensor_model_parallel_size=case.tensor_parallel,
+        sequence_parallel=case.sequence_parallel,
+        pipeline_model_parallel_size=p,
+        virtual_pipeline_model_parallel_size=adapter.virtual_pipeline_size if adapter else None,
+        pipeline_model_parallel_layout=adapter.layer_layout if adapter else None,
+        pipeline_dtype=case.torch_dtype,
+        params_dtype=case.torch_dtype,
+        bf16=case.dtype == "bfloat16",
+        use_cpu_initialization=True,
+        attention_dropout=0.0,
+        hidden_dropout=0.0,
+        gradient_accumulation_fusion=False,
+        bias_dropout_fusion=False,
+        masked_softmax_fusion=False,
+        persist_layer_norm=False,
+        deallocate_pipeline_outputs=True,
+        calculate_per_token_loss=case.per_token_loss,
+        **dict(case.options),
+    )
+    rank = parallel_state.get_pipeline_model_parallel_rank()
+    chunks: list[Any] = []
+    count = adapter.chunks if adapter else 1
+    for vp_stage in range(count):
+        chunk = GPTModel(
+            config=config,
+            transformer_layer_spec=_specification(config, vp_stage if count > 1 else None),
+            vocab_size=VOCABULARY,
+            max_sequence_length=SEQUENCE,
+            pre_process=adapter.pre_process(rank, vp_stage) if adapter else rank == 0,
+            post_process=adapter.post_process(rank, vp_stage) if adapter else rank == p - 1,
+            share_embeddings_and_output_weights=case.tied,
+            vp_stage=vp_stage if count > 1 else None,
+        )
+        chunks.append(chunk)
+    initialise_by_global_name(chunks, config, seed=7)
+    if adapter is not None:
+        adapter.prepare_model(chunks)
+    if low_precision:
+        chunks = [Float16Module(config, chunk) for chunk in chunks]
+    if case.wrapped:
+        ddp = DistributedDataParallelConfig(
+            grad_reduce_in_fp32=True,
+            overlap_grad_reduce=case.overlap_grad_reduce,
+            use_distributed_optimizer=case.distributed_optimizer,
+        )
+        chunks = [DDP(config, ddp, chunk) for chunk in chunks]
+        config.finalize_model_grads_func = (
+            adapter.finalize_model_grads if adapter else finalize_model_grads
+        )
+        if case.overlap_grad_reduce:
+            functions = [chunk.no_sync for chunk in chunks]
+            config.no_sync_func = functions if len(functions) > 1 else functions[0]
+    return chunks, config
+
+
+class SequenceParallelNorm(torch.nn.LayerNorm):
+    """A norm for sequence parallelism; Megatron's own ones for that need apex or a GPU."""
+
+    def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5) -> None:
+        super().__init__(hidden_size, eps, dtype=config.params_dtype)
+        for parameter in self.parameters():
+            parameter.sequence_parallel = True
+
+
+def _specification(config: TransformerConfig, vp_stage: int | None) -> Any:
+    layer = get_gpt_layer_local_spec(num_experts=config.num_moe_experts)
+    if not config.sequence_parallel:
+        return layer
+    layer.submodules.input_layernorm = SequenceParallelNorm
+    layer.submodules.pre_mlp_layernorm = SequenceParallelNorm
+    layers = [layer] * get_num_layers_to_build(config, vp_stage)
+    return TransformerBlockSubmodules(layer_specs=layers, layer_norm=SequenceParallelNorm)
+
+
+def _forward_backward(
+    function: Any, chunks: list[Any], config: Any, num_microbatches: int, forward_only: bool
+) -> list[float]:
+    data = [_microbatches(num_microbatches) for _ in chunks]
+    records = function(
+        forward_step_func=_forward_step,
+        data_iterator=data if len(chunks) > 1 else data[0],
+        model=chunks if len(chunks) > 1 else chunks[0],
+        num_microbatches=num_microbatches,
+        seq_length=SEQUENCE,
+        micro_batch_size=2,
+        forward_only=forward_only,
+    )
+    return [float(record["lm loss"]) for record in records]
+
+
+def _microbatches(count: int) -> Iterator[dict[str, torch.Tensor]]:
+    """Tokens that depend on the microbatch and the data-parallel rank; some are masked out."""
+    for microbatch in range(count):
+        seed = 1000 * parallel_state.get_data_parallel_rank() + microbatch
+        generator = torch.Generator().manual_seed(seed)
+        tokens = torch.randint(VOCABULARY, (2, SEQUENCE + 1), generator=generator)
+        mask = torch.rand(2, SEQUENCE, generator=generator) > 0.2
+        yield {"tokens": tokens[:, :-1], "labels": tokens[:, 1:], "mask": mask.float()}
+
+
+def _forward_step(iterator: Iterator[dict[str, torch.Tensor]], model: Any) -> tuple[Any, Any]:
+    batch = next(iterator)
+    positions = torch.arange(SEQUENCE).expand(2, -1)
+    causal = torch.ones(1, 1, SEQUENCE, SEQUENCE, dtype=torch.bool).triu(1)
+    output = model(batch["tokens"], positions, causal, labels=batch["labels"])
+    return output, partial(_loss, batch["mask"])
+
+
+def _loss(mask: torch.Tensor, losses: torch.Tensor) -> tuple[Any, ...]:
+    total = (losses.float() * mask).sum()
+    tokens = mask.sum().to(torch.int)
+    return total, tokens, {"lm loss": total.detach().clone() / tokens}
+
+
+def _gradients(chunks: list[Any]) -> Iterator[tuple[str, torch.Tensor]]:
+    for chunk in chunks:
+        for name, parameter in global_parameters(chunk).items():
+            gradient = getattr(parameter, "main_grad", parameter.grad)
+            if gradient is not None:
+                yield name.replace("module.", ""), gradient.clone()
+
+
+_REFERENCES: dict[tuple[GPTCase, int, bool], Outcome] = {}
+
+
+def _references(case: GPTCase, num_microbatches: list[int], forward_only: bool) -> list[Outcome]:
+    """Megatron's own 1F1B, gathered from all ranks; kept for the other schedules."""
+    missing = [m for m in num_microbatches if (case, m, forward_only) not in _REFERENCES]
+    for m, outcome in (run(case, None, missing, forward_only) if missing else {}).items():
+        group = parallel_state.get_pipeline_model_parallel_group()
+        gathered = [outcome] * group.size()
+        torch.distributed.all_gather_object(gathered, outcome, group=group)
+        gradients = {name: g for o in gathered for name, g in o.gradients.items()}
+        _REFERENCES[case, m, forward_only] = Outcome(gathered[-1].losses, gradients)
+    return [_REFERENCES[case, m, forward_only] for m in num_microbatches]
+
+
+def differences(
+    case: GPTCase,
+    schedule: str,
+    num_microbatches: list[int],
+    forward_only: bool = False,
+    iterations: int = 1,
+) -> list[str]:
+    """Where a schedule's losses and gradients are not Megatron's to the last bit: [] is parity."""
+    references = _references(case, num_microbatches, forward_only)
+    ours = run(case, schedule, num_microbatches, forward_only, iterations)
+    found = []
+    for (m, outcome), expected in zip(ours.items(), references, strict=True):
+        found += [f"m={m}: {text}" for text in _compare(outcome, expected)]
+        if parallel_state.is_pipeline_last_stage(ignore_virtual=True) != bool(outcome.losses):
+            found.append(f"m={m}: losses are not on the last rank")
+        if not forward_only and not outcome.gradients:
+            found.append(f"m={m}: no gradients")
+    return found
+
+
+def _compare(ours: Outcome, expected: Outcome) -> list[str]:
+    found = []
+    if ours.losses and ours.losses != expected.losses:
+        found.append(f"losses {ours.losses} are not {expected.losses}")
+    for name, gradient in ours.gradients.items():
+        if not torch.equal(gradient, expected.gradients[name]):
+            worst = (gradient - expected.gradients[name]).abs().max().item()
+            found.append(f"gradient of {name} is off by {worst}")
+    return found

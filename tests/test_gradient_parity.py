@@ -1,0 +1,68 @@
+"""Every schedule of the catalog against Megatron's own 1F1B: losses and gradients, bit for bit."""
+
+from __future__ import annotations
+
+import pytest
+from gpt_cases import GPTCase, differences
+from ranks import RankPools
+
+from megatron_zb import schedules
+
+
+@pytest.mark.parametrize("name", schedules.names())
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_gradients_equal_megatrons(
+    ranks: RankPools, world_size: int, tied: bool, dtype: str, name: str
+) -> None:
+    microbatches = [1, 3, world_size, 2 * world_size + 1, 3 * world_size]
+    case = GPTCase(tied=tied, dtype=dtype)
+    found = ranks(world_size).run(
+        differences, case=case, schedule=name, num_microbatches=microbatches
+    )
+    assert found == [[]] * world_size
+
+
+@pytest.mark.parametrize("name", schedules.names())
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_evaluation_equals_megatrons(ranks: RankPools, world_size: int, name: str) -> None:
+    found = ranks(world_size).run(
+        differences,
+        case=GPTCase(tied=True),
+        schedule=name,
+        num_microbatches=[1, 3, 2 * world_size + 1],
+        forward_only=True,
+    )
+    assert found == [[]] * world_size
+
+
+@pytest.mark.parametrize("name", schedules.names())
+@pytest.mark.parametrize(
+    "case",
+    [
+        GPTCase(tied=True, per_token_loss=True),
+        GPTCase(wrapped=False),
+        GPTCase(options=(("gated_linear_unit", True), ("add_bias_linear", False))),
+        GPTCase(options=(("recompute_granularity", "full"), ("recompute_method", "uniform"),
+                         ("recompute_num_layers", 1))),
+    ],
+    ids=["per-token-loss", "no-ddp", "swiglu-no-bias", "full-recompute"],
+)
+def test_variants_equal_megatrons(ranks: RankPools, case: GPTCase, name: str) -> None:
+    found = ranks(2).run(differences, case=case, schedule=name, num_microbatches=[5], iterations=2)
+    assert found == [[]] * 2
+
+
+@pytest.mark.parametrize("name", schedules.names())
+@pytest.mark.parametrize(
+    "case",
+    [
+        GPTCase(tensor_parallel=2),
+        GPTCase(tensor_parallel=2, sequence_parallel=True),
+    ],
+    ids=["tp2", "tp2-sequence-parallel"],
+)
+def test_tensor_parallel_equals_megatrons(ranks: RankPools, case: GPTCase, name: str) -> None:
+    found = ranks(4).run(differences, case=case, schedule=name, num_microbatches=[5])
+    assert found == [[]] * 4
