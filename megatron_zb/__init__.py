@@ -1,4 +1,4 @@
-"""Drop-in pipeline schedules for Megatron-LM: less bubble or less activation memory, same losses."""
+"""Drop-in pipeline schedules for Megatron-LM: less bubble or less memory, same losses."""
 
 from __future__ import annotations
 

@@ -98,7 +98,12 @@ def _enter_parallel_groups(case: GPTCase, adapter: PipelineAdapter | None, p: in
 
     A gloo group costs threads and time, and every case would make twenty.
     """
-    key = (case.tensor_parallel, p, adapter and adapter.chunks, adapter and adapter.physical.mirrored)
+    key = (
+        case.tensor_parallel,
+        p,
+        adapter and adapter.chunks,
+        adapter and adapter.physical.mirrored,
+    )
     if key not in _PARALLEL_STATES:
         parallel_state.destroy_model_parallel()
         more = {}

@@ -44,8 +44,13 @@ def test_evaluation_equals_megatrons(ranks: RankPools, world_size: int, name: st
         GPTCase(tied=True, per_token_loss=True),
         GPTCase(wrapped=False),
         GPTCase(options=(("gated_linear_unit", True), ("add_bias_linear", False))),
-        GPTCase(options=(("recompute_granularity", "full"), ("recompute_method", "uniform"),
-                         ("recompute_num_layers", 1))),
+        GPTCase(
+            options=(
+                ("recompute_granularity", "full"),
+                ("recompute_method", "uniform"),
+                ("recompute_num_layers", 1),
+            )
+        ),
     ],
     ids=["per-token-loss", "no-ddp", "swiglu-no-bias", "full-recompute"],
 )

@@ -45,9 +45,7 @@ class PipelineAdapter:
         self.layer_layout = StageLayout(segments, self.physical)
         self._splits = [SplitBackward(WeightGradQueue()) for _ in range(self.chunks)]
         self.program_for = lru_cache(maxsize=16)(self._build_program)
-        self.forward_backward_func = ForwardBackward(
-            self.physical, self.program_for, self._splits
-        )
+        self.forward_backward_func = ForwardBackward(self.physical, self.program_for, self._splits)
 
     @classmethod
     def create(

@@ -1,7 +1,7 @@
 """Tied embedding and output weights that live in two chunks of one rank.
 
-Megatron keeps two copies on two ranks and sums their gradients over the embedding group. In a V both
-copies are on one rank, which no process group can serve, so the copies are kept equal here.
+Megatron keeps two copies on two ranks and sums their gradients over the embedding group. In a V
+both copies are on one rank, which no process group can serve, so the copies are kept equal here.
 """
 
 from __future__ import annotations
@@ -67,9 +67,15 @@ def _sum_tied_gradients(chunks: list[Any]) -> None:
     pair = tied_weights(chunks)
     if pair is None:
         return
-    embedding, output = (getattr(w, "main_grad", w.grad) for w in pair)
+    embedding, output = (gradient_of(weight) for weight in pair)
     embedding.add_(output)
     output.copy_(embedding)
+
+
+def gradient_of(weight: Any) -> torch.Tensor:
+    """Where data parallelism keeps a weight's gradient, or where torch does."""
+    gradient: torch.Tensor = getattr(weight, "main_grad", weight.grad)
+    return gradient
 
 
 def _divide_by_tokens(chunks: list[Any], num_tokens: torch.Tensor, pg_collection: Any) -> None:

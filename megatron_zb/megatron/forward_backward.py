@@ -162,9 +162,7 @@ class ForwardBackward:
             cp_group=groups.cp,
         )
         allocate = partial(torch.empty, shape, dtype=config.pipeline_dtype, device=_device())
-        with _timed(
-            config, "forward-backward", log_level=1, barrier=config.barrier_with_L1_time
-        ):
+        with _timed(config, "forward-backward", log_level=1, barrier=config.barrier_with_L1_time):
             with _no_grad_sync(config, chunks):
                 self._run(iteration, lambda message: allocate())
             if not forward_only:
@@ -172,7 +170,7 @@ class ForwardBackward:
         return iteration.forward_data_store
 
     def close(self) -> None:
-        """Give the channels back; collective over the pipeline group. The next call makes new ones."""
+        """Give the channels back, collectively; the next call makes new ones."""
         if self._channels is not None:
             self._channels.close()
             self._channels = None
@@ -212,8 +210,10 @@ class ForwardBackward:
         )
 
 
-def _device() -> torch.device | int | str:
-    return torch.cuda.current_device() if torch.cuda.is_available() else "cpu"
+def _device() -> torch.device:
+    if torch.cuda.is_available():
+        return torch.device("cuda", torch.cuda.current_device())
+    return torch.device("cpu")
 
 
 def _process_groups() -> Any:

@@ -1,8 +1,8 @@
 """Megatron's column- and row-parallel linear layers with their backward split.
 
 Each layer's own ``_forward_impl`` is replaced, on the instance, by one that runs Megatron's forward
-unchanged and, while its chunk's queue collects, leaves the weight gradient to W. Serves megatron-core
-0.16 to 0.19; the output layer and the local experts are such layers too.
+unchanged and, while its chunk's queue collects, leaves the weight gradient to W. Serves
+megatron-core 0.16 to 0.19; the output layer and the local experts are such layers too.
 """
 
 from __future__ import annotations
@@ -96,11 +96,11 @@ def _input_gradient(ctx: Any, grad_output: torch.Tensor, weight: torch.Tensor) -
     return grad_input
 
 
-def _placeholder(weight: torch.Tensor, split: SplitBackward) -> torch.Tensor | None:
+def _placeholder(weight: Any, split: SplitBackward) -> torch.Tensor | None:
     """What B returns for a weight whose gradient comes later.
 
-    Megatron's data-parallel hook fires even when there is no gradient; with overlapping reduction it
-    insists on one, and leaves ``main_grad`` alone where the weight says that it is already in it.
+    Megatron's data-parallel hook fires even when there is no gradient; with overlapping reduction
+    it insists on one, and leaves ``main_grad`` alone where the weight says that it is in it.
     """
     if not hasattr(weight, "main_grad"):
         return None

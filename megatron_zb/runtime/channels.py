@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections import defaultdict, deque
 from collections.abc import Iterable, Sequence
+from itertools import pairwise
 
 import torch
 import torch.distributed as dist
@@ -20,7 +21,7 @@ from megatron_zb.schedules.placement import Placement
 
 def channels_of(placement: Placement) -> list[Channel]:
     """Every channel that a placement needs, in the one order that all ranks agree on."""
-    hops = zip(placement.rank_of, placement.rank_of[1:], strict=False)
+    hops = pairwise(placement.rank_of)
     pairs = {c for a, b in hops if a != b for c in (Channel(a, b), Channel(b, a))}
     return sorted(pairs)
 
@@ -36,6 +37,11 @@ def _direction_groups(pipeline_ranks: list[int]) -> tuple[dist.ProcessGroup, dis
             if dist.get_rank() in members:
                 mine.append(group)
     return mine[0], mine[1]
+
+
+def _started(work: dist.Work | None) -> dist.Work:
+    assert work is not None  # None would mean that this rank is not in the group
+    return work
 
 
 class Channels:
@@ -69,10 +75,10 @@ class Channels:
         return self._upward if channel.source < channel.target else self._downward
 
     def _isend(self, channel: Channel, tensor: torch.Tensor) -> dist.Work:
-        return dist.isend(tensor, self._ranks[channel.target], group=self._group(channel))
+        return _started(dist.isend(tensor, self._ranks[channel.target], group=self._group(channel)))
 
     def _irecv(self, channel: Channel, tensor: torch.Tensor) -> dist.Work:
-        return dist.irecv(tensor, self._ranks[channel.source], group=self._group(channel))
+        return _started(dist.irecv(tensor, self._ranks[channel.source], group=self._group(channel)))
 
     def post_receive(self, channel: Channel, message: Message, buffer: torch.Tensor) -> None:
         """Receive the channel's next message into ``buffer``; :meth:`take` hands it out."""

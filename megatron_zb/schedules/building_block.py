@@ -1,4 +1,4 @@
-"""The paper's construction: a building block, repeated and squeezed (arXiv 2405.15362, section 3)."""
+"""The paper's construction: a building block, repeated (arXiv 2405.15362, section 3)."""
 
 from __future__ import annotations
 

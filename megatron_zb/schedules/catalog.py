@@ -104,7 +104,9 @@ def family(name: str) -> Family:
     if found is None:
         near = suggest(name)
         hint = f"did you mean {' or '.join(near)}? " if near else ""
-        raise UsageError(f"unknown pipeline schedule '{name}': {hint}known are {', '.join(names())}")
+        raise UsageError(
+            f"unknown pipeline schedule '{name}': {hint}known are {', '.join(names())}"
+        )
     return found
 
 

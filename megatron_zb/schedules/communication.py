@@ -1,10 +1,10 @@
 """Lowering: from pass lists to programs with sends and receives, proved free of deadlock.
 
 Messages between two ranks travel on a *channel*, one for each direction, first in first out. The
-order in which the source runs the producing passes is the order of the messages, so both sides know
-it without talking. A rank posts receives ahead, in that order, into a bounded number of buffers, and
-keeps a bounded number of sends that have not been taken yet; it waits only for a message that its
-next pass reads, or for the oldest untaken send when all of its send slots are in use.
+order in which the source runs the producing passes is the order of the messages, so both sides
+know it without talking. A rank posts receives ahead, in that order, into a bounded number of
+buffers, and keeps a bounded number of sends that have not been taken yet; it waits only for a
+message that its next pass reads, or for the oldest untaken send when all its send slots are in use.
 """
 
 from __future__ import annotations
@@ -191,8 +191,8 @@ def unfinished(program: Program) -> dict[int, Instruction]:
     sent: dict[Channel, int] = defaultdict(int)
     arrived: set[tuple[int, Message]] = set()
     orders: dict[Channel, list[Message]] = defaultdict(list)
-    for rank in program.ranks:
-        for instruction in rank:
+    for instructions in program.ranks:
+        for instruction in instructions:
             if isinstance(instruction, Send):
                 orders[instruction.channel].append(instruction.message)
 
@@ -233,6 +233,4 @@ def unfinished(program: Program) -> dict[int, Instruction]:
         touched = advance(rank)
         if position[rank] > before:
             runnable |= touched
-    return {
-        r: program.ranks[r][i] for r, i in enumerate(position) if i < len(program.ranks[r])
-    }
+    return {r: program.ranks[r][i] for r, i in enumerate(position) if i < len(program.ranks[r])}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
 
 from megatron_zb.errors import UsageError
 from megatron_zb.schedules.passes import Pass, PassKind
@@ -43,10 +44,10 @@ class Costs:
     """Costs of one microbatch, told without knowing how the model will be cut into stages.
 
     The model is described as equal numbers of layers in consecutive *slices* (any number of them,
-    often one per pipeline rank or per layer): ``forward``, ``backward`` (input gradient), ``weight``
-    are seconds per slice, ``activation`` what its F holds and ``held_for_weight`` what of that is
-    still held between B and W, in any unit of memory. A placement with more or fewer stages cuts or
-    merges the slices. ``slowdown[r]`` multiplies every time on logical rank r and
+    often one per pipeline rank or per layer): ``forward``, ``backward`` (input gradient) and
+    ``weight`` are seconds per slice, ``activation`` what its F holds and ``held_for_weight`` what
+    of that is still held between B and W, in any unit of memory. A placement with more or fewer
+    stages cuts or merges the slices. ``slowdown[r]`` multiplies every time on logical rank r and
     ``p2p[a][b]`` is the time of one transfer from rank a to rank b.
     """
 
@@ -110,18 +111,16 @@ class Costs:
             UsageError: lengths do not match, or a value is negative or not finite.
         """
         slices = len(forward)
-        links = (
-            [[0.0 if a == b else float(p2p) for b in range(pipeline_size)] for a in range(pipeline_size)]
-            if isinstance(p2p, int | float)
-            else [list(row) for row in p2p]
-        )
+        if isinstance(p2p, int | float):
+            ranks = range(pipeline_size)
+            p2p = [[0.0 if a == b else float(p2p) for b in ranks] for a in ranks]
         held = [pipeline_size / slices] * slices if activation is None else list(activation)
         costs = cls(
             pipeline_size=pipeline_size,
             forward=tuple(forward),
             backward=tuple(backward),
             weight=tuple(weight),
-            p2p=tuple(map(tuple, links)),
+            p2p=tuple(tuple(row) for row in p2p),
             slowdown=tuple([1.0] * pipeline_size if slowdown is None else slowdown),
             activation=tuple(held),
             held_for_weight=tuple(held if held_for_weight is None else held_for_weight),
@@ -143,9 +142,13 @@ class Costs:
             if len(values) != length:
                 raise UsageError(f"costs: {name} has {len(values)} entries, {length} are needed")
             if not all(0 <= v < float("inf") for v in values):
-                raise UsageError(f"costs: {name} is {list(values)}: give finite values of 0 or more")
+                raise UsageError(
+                    f"costs: {name} is {list(values)}: give finite values of 0 or more"
+                )
         if len(self.p2p) != self.pipeline_size:
-            raise UsageError(f"costs: p2p has {len(self.p2p)} rows, {self.pipeline_size} are needed")
+            raise UsageError(
+                f"costs: p2p has {len(self.p2p)} rows, {self.pipeline_size} are needed"
+            )
         for name, values in (("forward", self.forward), ("backward", self.backward)):
             if not values or sum(values) <= 0:
                 raise UsageError(f"costs: {name} is zero: give a positive time, such as 1.0")
@@ -177,8 +180,8 @@ class Costs:
             cut = _resample(values, stages)
             return tuple(v * self.slowdown[r] for v, r in zip(cut, rank_of, strict=True))
 
-        forward_hop = [self.p2p[a][b] for a, b in zip(rank_of, rank_of[1:], strict=False)]
-        backward_hop = [self.p2p[b][a] for a, b in zip(rank_of, rank_of[1:], strict=False)]
+        forward_hop = [self.p2p[a][b] for a, b in pairwise(rank_of)]
+        backward_hop = [self.p2p[b][a] for a, b in pairwise(rank_of)]
         return StageCosts(
             forward=seconds(self.forward),
             backward=seconds(self.backward),

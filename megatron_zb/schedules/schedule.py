@@ -111,9 +111,7 @@ def _validate_progress(schedule: Schedule) -> None:
         )
 
 
-def walk(
-    schedule: Schedule, visit: Callable[[int, int, Pass], object]
-) -> list[tuple[int, int]]:
+def walk(schedule: Schedule, visit: Callable[[int, int, Pass], object]) -> list[tuple[int, int]]:
     """Visit every pass after the passes it depends on, as ``visit(rank, position, pass)``.
 
     Each rank is walked in its own order. Returns the ``(rank, position)`` of the passes that

@@ -119,10 +119,14 @@ class _Filling:
         self.done[rank].append(p)
         if p.kind is PassKind.F:
             self.held[rank] += 1
-            self._deliver(Pass(p.kind, p.stage + 1, p.microbatch), end + self.costs.forward_hop[p.stage], now)
+            self._deliver(
+                Pass(p.kind, p.stage + 1, p.microbatch), end + self.costs.forward_hop[p.stage], now
+            )
         elif p.kind is PassKind.B:
             self.pending[rank].append(Pass(PassKind.W, p.stage, p.microbatch))
-            self._deliver(Pass(p.kind, p.stage - 1, p.microbatch), end + self.costs.backward_hop[p.stage], now)
+            self._deliver(
+                Pass(p.kind, p.stage - 1, p.microbatch), end + self.costs.backward_hop[p.stage], now
+            )
         else:
             self.held[rank] -= 1
         return end

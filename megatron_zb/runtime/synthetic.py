@@ -1,0 +1,36 @@
+"""A stage that sleeps for its costs: the runtime without a model."""
+
+from __future__ import annotations
+
+import time
+
+import torch
+
+from megatron_zb.schedules.costs import StageCosts
+
+
+class SyntheticStage:
+    """Takes T_F, T_B and T_W seconds on the clock and hands its input on."""
+
+    def __init__(self, stage: int, costs: StageCosts) -> None:
+        self._forward = costs.forward[stage]
+        self._backward = costs.backward[stage]
+        self._weight = costs.weight[stage]
+        self._is_last = stage == len(costs.forward) - 1
+        self._is_first = stage == 0
+        self._payload = torch.zeros(64)
+
+    def forward(self, microbatch: int, activation: torch.Tensor | None) -> torch.Tensor | None:
+        time.sleep(self._forward)
+        return None if self._is_last else self._payload
+
+    def backward_input(self, microbatch: int, gradient: torch.Tensor | None) -> torch.Tensor | None:
+        time.sleep(self._backward)
+        return None if self._is_first else self._payload
+
+    def backward_weight(self, microbatch: int) -> None:
+        time.sleep(self._weight)
+
+    def backward(self, microbatch: int, gradient: torch.Tensor | None) -> torch.Tensor | None:
+        time.sleep(self._backward + self._weight)
+        return None if self._is_first else self._payload
