@@ -163,6 +163,9 @@ class Costs:
             self, forward=even(self.forward), backward=even(self.backward), weight=even(self.weight)
         )
 
+    def _hop(self, source: int, target: int) -> float:
+        return 0.0 if source == target else self.p2p[source][target]
+
     def for_placement(self, placement: Placement) -> StageCosts:
         """Cut or merge the slices into the stages of a placement.
 
@@ -180,8 +183,8 @@ class Costs:
             cut = _resample(values, stages)
             return tuple(v * self.slowdown[r] for v, r in zip(cut, rank_of, strict=True))
 
-        forward_hop = [self.p2p[a][b] for a, b in pairwise(rank_of)]
-        backward_hop = [self.p2p[b][a] for a, b in pairwise(rank_of)]
+        forward_hop = [self._hop(a, b) for a, b in pairwise(rank_of)]
+        backward_hop = [self._hop(b, a) for a, b in pairwise(rank_of)]
         return StageCosts(
             forward=seconds(self.forward),
             backward=seconds(self.backward),

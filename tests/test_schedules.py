@@ -1,0 +1,313 @@
+"""Properties that every schedule of the catalog keeps, and the rules that the validator names."""
+
+from __future__ import annotations
+
+import random
+import subprocess
+import sys
+from dataclasses import replace
+from itertools import pairwise
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megatron_zb import schedules
+from megatron_zb.errors import UsageError
+from megatron_zb.schedules import communication
+from megatron_zb.schedules.catalog import family
+from megatron_zb.schedules.passes import Pass, PassKind
+from megatron_zb.schedules.placement import Placement, looped, v_shape, wave
+from megatron_zb.schedules.schedule import InvalidSchedule, Schedule
+
+_SECONDS = st.floats(0.1, 10)
+
+
+@st.composite
+def costs_of(draw: st.DrawFn, pipeline_size: int) -> schedules.Costs:
+    """Costs that differ between slices, ranks and links."""
+    slices = draw(st.sampled_from([1, pipeline_size, 2 * pipeline_size, pipeline_size + 1]))
+    times = st.lists(_SECONDS, min_size=slices, max_size=slices)
+    link = st.lists(st.floats(0, 2), min_size=pipeline_size, max_size=pipeline_size)
+    return schedules.Costs.of_slices(
+        pipeline_size=pipeline_size,
+        forward=draw(times),
+        backward=draw(times),
+        weight=draw(times),
+        p2p=draw(st.lists(link, min_size=pipeline_size, max_size=pipeline_size)),
+        slowdown=draw(st.lists(st.floats(0.5, 2), min_size=pipeline_size, max_size=pipeline_size)),
+    )
+
+
+@st.composite
+def problems(
+    draw: st.DrawFn, most_ranks: int = 16, most_microbatches: int = 64
+) -> tuple[int, int, schedules.Costs]:
+    pipeline_size = draw(st.integers(2, most_ranks))
+    return pipeline_size, draw(st.integers(1, most_microbatches)), draw(costs_of(pipeline_size))
+
+
+@pytest.mark.parametrize("name", schedules.names())
+@settings(max_examples=40, deadline=None)
+@given(problem=problems())
+def test_every_schedule_is_valid_and_within_its_memory(
+    name: str, problem: tuple[int, int, schedules.Costs]
+) -> None:
+    p, m, costs = problem
+    schedule = schedules.build(name, pipeline_size=p, num_microbatches=m, costs=costs)
+    schedule.validate()
+    timeline = schedules.simulate(schedule, costs)
+    assert max(timeline.peak_activation) <= family(name).peak_microbatches(p)
+    assert 0 <= timeline.bubble_rate < 1
+    program = schedules.lower(schedule)
+    assert communication.unfinished(program) == {}
+    assert schedules.lower(schedule.forwards()).schedule.forward_only
+    again = schedules.build(name, pipeline_size=p, num_microbatches=m, costs=costs)
+    assert again == schedule
+
+
+@pytest.mark.parametrize("name", schedules.names())
+@settings(max_examples=25, deadline=None)
+@given(problem=problems(most_ranks=6, most_microbatches=9))
+def test_the_simulator_agrees_with_brute_force(
+    name: str, problem: tuple[int, int, schedules.Costs]
+) -> None:
+    p, m, costs = problem
+    schedule = schedules.build(name, pipeline_size=p, num_microbatches=m, costs=costs)
+    timeline = schedules.simulate(schedule, costs)
+    ends = _longest_paths(schedule, costs)
+    for rank, passes in enumerate(schedule.ranks):
+        for position, p_ in enumerate(passes):
+            assert timeline.end[rank][position] == pytest.approx(ends[p_])
+
+
+def _longest_paths(schedule: Schedule, costs: schedules.Costs) -> dict[Pass, float]:
+    """Ends of all passes by relaxing every constraint until nothing moves: no shared code."""
+    table, placement = costs.for_placement(schedule.placement), schedule.placement
+    last = placement.num_stages - 1
+    seconds = {
+        "F": table.forward,
+        "B": table.backward,
+        "W": table.weight,
+        "BW": [b + w for b, w in zip(table.backward, table.weight, strict=True)],
+    }
+    edges: list[tuple[Pass, Pass, float]] = []
+    by_key = {}
+    for passes in schedule.ranks:
+        edges += [(a, b, 0.0) for a, b in pairwise(passes)]
+        for p in passes:
+            by_key[("B" if p.kind.value == "BW" else p.kind.value, p.stage, p.microbatch)] = p
+    for (kind, stage, microbatch), p in by_key.items():
+        if kind == "F" and stage < last:
+            hop = costs.p2p[placement.rank_of[stage]][placement.rank_of[stage + 1]]
+            edges.append((p, by_key["F", stage + 1, microbatch], hop))
+        if kind == "B" and stage > 0:
+            hop = costs.p2p[placement.rank_of[stage]][placement.rank_of[stage - 1]]
+            hop = 0.0 if placement.rank_of[stage] == placement.rank_of[stage - 1] else hop
+            edges.append((p, by_key["B", stage - 1, microbatch], hop))
+    same_rank = {
+        (a, b) for a, b, _ in edges if placement.rank_of[a.stage] == placement.rank_of[b.stage]
+    }
+    start = {p: 0.0 for passes in schedule.ranks for p in passes}
+    moved = True
+    while moved:
+        moved = False
+        for a, b, hop in edges:
+            delay = 0.0 if (a, b) in same_rank else hop
+            earliest = start[a] + seconds[a.kind.value][a.stage] + delay
+            if earliest > start[b] + 1e-12:
+                start[b], moved = earliest, True
+    return {p: t + seconds[p.kind.value][p.stage] for p, t in start.items()}
+
+
+def test_splitting_pays() -> None:
+    """The order of the bubbles that the papers promise, at the costs of a transformer layer."""
+    costs = schedules.Costs.uniform(
+        pipeline_size=8, forward=1.0, backward=1.2, weight=0.8, p2p=0.05
+    )
+    bubble = {}
+    for name in schedules.names():
+        schedule = schedules.build(name, pipeline_size=8, num_microbatches=32, costs=costs)
+        bubble[name] = schedules.simulate(schedule, costs).bubble_rate
+    assert bubble["v-zb"] < bubble["zb-h1"] < bubble["v-half"] < bubble["1f1b"]
+
+
+def test_one_f_one_b_is_the_textbook_one() -> None:
+    costs = schedules.Costs.uniform(pipeline_size=4, forward=1, backward=1, weight=1)
+    schedule = schedules.build("1f1b", pipeline_size=4, num_microbatches=8, costs=costs)
+    assert [str(p) for p in schedule.ranks[2][:5]] == ["2F0", "2F1", "2BW0", "2F2", "2BW1"]
+    timeline = schedules.simulate(schedule, costs)
+    assert timeline.makespan == (8 + 4 - 1) * 3
+    assert timeline.bubble_rate == pytest.approx(3 / 11)
+    assert timeline.peak_activation == (4, 3, 2, 1)
+
+
+def test_schedules_need_no_torch() -> None:
+    code = (
+        "import sys; sys.modules['torch'] = sys.modules['megatron'] = None\n"
+        "from megatron_zb import schedules\n"
+        "schedules.lower(schedules.build('v-half', pipeline_size=4, num_microbatches=8))"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def _example(name: str = "v-half") -> Schedule:
+    return schedules.build(name, pipeline_size=4, num_microbatches=6)
+
+
+def _with_rank(schedule: Schedule, rank: int, passes: list[Pass]) -> Schedule:
+    ranks = list(schedule.ranks)
+    ranks[rank] = tuple(passes)
+    return replace(schedule, ranks=tuple(ranks))
+
+
+def test_the_validator_names_a_missing_pass() -> None:
+    schedule = _example()
+    with pytest.raises(InvalidSchedule, match=r"rank 1, .*'completeness'"):
+        _with_rank(schedule, 1, list(schedule.ranks[1])[:-1]).validate()
+
+
+def test_the_validator_names_a_pass_on_the_wrong_rank() -> None:
+    schedule = _example()
+    stray = [*schedule.ranks[2], Pass(PassKind.F, 0, 0)]
+    with pytest.raises(InvalidSchedule, match=r"rank 2, .*'placement'"):
+        _with_rank(schedule, 2, stray).validate()
+
+
+def test_the_validator_names_a_backward_before_its_forward() -> None:
+    schedule = _example("1f1b")
+    passes = list(schedule.ranks[3])
+    passes[0], passes[1] = passes[1], passes[0]
+    with pytest.raises(InvalidSchedule, match=r"rank 3, position 0, pass 3BW0: rule 'order'"):
+        _with_rank(schedule, 3, passes).validate()
+
+
+def test_the_validator_names_microbatches_out_of_order() -> None:
+    schedule = _example("1f1b")
+    passes = list(schedule.ranks[0])
+    passes[0], passes[1] = passes[1], passes[0]
+    with pytest.raises(InvalidSchedule, match="'microbatch order'"):
+        _with_rank(schedule, 0, passes).validate()
+
+
+def test_the_validator_names_a_circular_wait() -> None:
+    placement = v_shape(2)
+    f, b = PassKind.F, PassKind.BW
+    ranks = (
+        (Pass(f, 0, 0), Pass(f, 3, 0), Pass(b, 3, 0), Pass(b, 0, 0)),
+        (Pass(f, 2, 0), Pass(f, 1, 0), Pass(b, 2, 0), Pass(b, 1, 0)),
+    )
+    with pytest.raises(InvalidSchedule, match=r"'progress'.*rank 1 at 2F0"):
+        Schedule("circle", placement, 1, ranks).validate()
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.integers(0, 10**6))
+def test_shuffled_schedules_are_valid_only_if_they_run(seed: int) -> None:
+    """Two neighbours swapped somewhere: either every rule still holds, or a rule is named."""
+    shuffle = random.Random(seed)
+    schedule = _example(shuffle.choice(schedules.names()))
+    rank = shuffle.randrange(4)
+    passes = list(schedule.ranks[rank])
+    at = shuffle.randrange(len(passes) - 1)
+    passes[at], passes[at + 1] = passes[at + 1], passes[at]
+    swapped = _with_rank(schedule, rank, passes)
+    try:
+        swapped.validate()
+    except InvalidSchedule as error:
+        assert "rule '" in str(error)
+    else:
+        costs = schedules.Costs.uniform(pipeline_size=4, forward=1, backward=1, weight=1)
+        assert schedules.simulate(swapped, costs).makespan > 0
+        assert communication.unfinished(schedules.lower(swapped)) == {}
+
+
+@pytest.mark.parametrize("name", schedules.names())
+def test_the_deadlock_check_sees_what_would_deadlock(name: str) -> None:
+    """Every message that is lost stops somebody, and the check says whom."""
+    program = schedules.lower(_example(name))
+    for rank, instructions in enumerate(program.ranks):
+        sends = [i for i in instructions if isinstance(i, communication.Send)]
+        ranks = list(program.ranks)
+        ranks[rank] = tuple(i for i in instructions if i is not sends[len(sends) // 2])
+        assert communication.unfinished(replace(program, ranks=tuple(ranks)))
+
+
+def test_the_deadlock_check_knows_of_bounded_buffers() -> None:
+    """Messages that cross need as many buffers as the reader is behind the sender."""
+    placement = Placement("looped", 2, (0, 1, 0, 1))
+    f = PassKind.F
+    sends = (Pass(f, 0, 0), Pass(f, 0, 1), Pass(f, 2, 0), Pass(f, 2, 1))
+    reads = (Pass(f, 1, 0), Pass(f, 1, 1), Pass(f, 3, 0), Pass(f, 3, 1))
+    schedule = Schedule("two", placement, 2, (sends, reads), forward_only=True)
+    program = schedules.lower(schedule.validate())
+    none_posted = tuple(
+        tuple(i for i in rank if not isinstance(i, communication.Receive)) for rank in program.ranks
+    )
+    stuck = communication.unfinished(replace(program, ranks=none_posted))
+    assert {type(instruction) for instruction in stuck.values()} == {communication.Run}
+
+
+@pytest.mark.parametrize("name", schedules.names())
+def test_receives_are_posted_within_their_bounds(name: str) -> None:
+    program = schedules.lower(schedules.build(name, pipeline_size=5, num_microbatches=13))
+    for instructions in program.ranks:
+        posted: dict[communication.Channel, int] = {}
+        channel_of = {}
+        for i in instructions:
+            if isinstance(i, communication.Receive):
+                channel_of[i.message] = i.channel
+                posted[i.channel] = posted.get(i.channel, 0) + 1
+                assert posted[i.channel] <= program.receive_buffers[i.channel]
+            elif isinstance(i, communication.Run) and i.reads in channel_of:
+                posted[channel_of[i.reads]] -= 1
+
+
+def test_an_unknown_name_gets_the_nearest() -> None:
+    with pytest.raises(UsageError, match="unknown pipeline schedule 'v-haf': did you mean v-half"):
+        schedules.build("v-haf", pipeline_size=4, num_microbatches=8)
+
+
+@pytest.mark.parametrize("name", schedules.names())
+def test_pipeline_size_one_is_refused(name: str) -> None:
+    with pytest.raises(UsageError, match="at least 2 pipeline ranks"):
+        schedules.build(name, pipeline_size=1, num_microbatches=8)
+
+
+def test_no_microbatches_are_refused() -> None:
+    with pytest.raises(UsageError, match="0 microbatches"):
+        schedules.build("v-half", pipeline_size=4, num_microbatches=0)
+
+
+def test_an_infeasible_memory_limit_names_the_smallest() -> None:
+    with pytest.raises(UsageError, match=r"memory limit 0.2 of 1F1B: rank \d needs 0.5"):
+        schedules.build("v-min", pipeline_size=4, num_microbatches=8, memory_limit=0.2)
+    fits = schedules.build("v-min", pipeline_size=4, num_microbatches=8, memory_limit=0.5)
+    assert fits.name == "v-min"
+
+
+@pytest.mark.parametrize(
+    ("argument", "value"), [("forward", -1.0), ("weight", float("nan")), ("forward", 0.0)]
+)
+def test_costs_that_cannot_be_are_refused(argument: str, value: float) -> None:
+    times = {"forward": 1.0, "backward": 1.0, "weight": 1.0, argument: value}
+    with pytest.raises(UsageError, match=argument):
+        schedules.Costs.uniform(pipeline_size=4, **times)
+
+
+@settings(max_examples=50, deadline=None)
+@given(st.data())
+def test_cutting_the_model_keeps_its_total(data: st.DataObject) -> None:
+    p = data.draw(st.integers(2, 8))
+    costs = data.draw(costs_of(p))
+    placement = wave(p, data.draw(st.sampled_from([2, 4]))) if p > 2 else looped(p, 3)
+    plain = replace(costs, slowdown=(1.0,) * p)
+    assert sum(plain.for_placement(placement).forward) == pytest.approx(sum(costs.forward))
+    assert sum(plain.for_placement(placement).activation) == pytest.approx(p)
+
+
+def test_a_v_goes_there_and_back() -> None:
+    placement = v_shape(3)
+    assert placement.rank_of == (0, 1, 2, 2, 1, 0)
+    assert placement.stages_of == ((0, 5), (1, 4), (2, 3))
+    assert [placement.chunk_of(s) for s in range(6)] == [0, 0, 0, 1, 1, 1]
