@@ -1,0 +1,151 @@
+"""The runtime without a model: queues, memory counting, messages, and the executor."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from ranks import RankPools
+
+from megatron_zb import schedules
+from megatron_zb.runtime.activation_memory import ActivationMemory
+from megatron_zb.runtime.autograd_stage import AutogradStage
+from megatron_zb.runtime.channels import Channels
+from megatron_zb.runtime.executor import run_program
+from megatron_zb.runtime.weight_grad import WeightGradQueue
+
+
+def test_weight_gradients_run_in_the_order_of_their_layers_and_microbatches() -> None:
+    queue, done = WeightGradQueue(), []
+    for microbatch in (0, 1):
+        with queue.collecting(microbatch):
+            assert queue.deferring
+            for layer in ("last", "first"):
+                queue.defer(lambda x, key=(microbatch, layer): done.append(key), torch.ones(1))
+    assert not queue.deferring
+    queue.run(0)
+    assert done == [(0, "last"), (0, "first")]
+    queue.run(1)
+    assert done[2:] == [(1, "last"), (1, "first")]
+    assert len(queue) == 0
+
+
+def test_a_weight_gradient_out_of_order_is_an_error() -> None:
+    queue = WeightGradQueue()
+    with queue.collecting(0):
+        pass
+    with pytest.raises(RuntimeError, match="W of microbatch 1 is due after that of 0"):
+        queue.run(1)
+
+
+def test_deferred_tensors_are_freed_by_w() -> None:
+    queue, memory = WeightGradQueue(), ActivationMemory()
+    queue.activation_memory = memory
+    with queue.collecting(0):
+        queue.defer(lambda a, b: None, torch.ones(100), torch.ones(50))
+    assert memory.live_bytes == 600
+    queue.run(0)
+    assert (memory.live_bytes, memory.peak_bytes) == (0, 600)
+
+
+def test_saved_tensors_are_counted_once_and_until_backward() -> None:
+    weight = torch.ones(10, 10, requires_grad=True)
+    x = torch.ones(10, 10)
+    memory = ActivationMemory(exclude=[weight])
+    with memory.watching():
+        y = (x @ weight).exp()  # matmul saves x and weight, exp its result
+        z = x[0] * y.sum()  # saves a view of x, which is no storage of its own
+    assert memory.live_bytes == 2 * 400  # x and exp's result
+    z.sum().backward()
+    del y, z
+    assert (memory.live_bytes, memory.peak_bytes) == (0, 800)
+    assert weight.grad is not None
+
+
+class Layer:
+    """y = tanh(x w) with its weight gradient left to the queue, in plain torch."""
+
+    def __init__(self, seed: int, queue: WeightGradQueue) -> None:
+        generator = torch.Generator().manual_seed(seed)
+        self.weight = torch.randn(4, 4, generator=generator, dtype=torch.float64)
+        self.gradient = torch.zeros_like(self.weight)
+        self.queue = queue
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.tanh(_Product.apply(x, self))
+
+
+class _Product(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, layer: Layer) -> torch.Tensor:
+        ctx.save_for_backward(x)
+        ctx.layer = layer
+        return x @ layer.weight
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
+        (x,), layer = ctx.saved_tensors, ctx.layer
+
+        def accumulate(x: torch.Tensor, grad: torch.Tensor) -> None:
+            layer.gradient += x.t() @ grad
+
+        if layer.queue.deferring:
+            layer.queue.defer(accumulate, x, grad)
+        else:
+            accumulate(x, grad)
+        return grad @ layer.weight.t(), None
+
+
+def _input(microbatch: int) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(100 + microbatch)
+    return torch.randn(3, 4, generator=generator, dtype=torch.float64)
+
+
+def gradients_of_a_pipeline(name: str, num_microbatches: int) -> dict[int, torch.Tensor]:
+    """One layer per stage, trained one step under a schedule: the gradient of each stage held."""
+    rank, world_size = torch.distributed.get_rank(), torch.distributed.get_world_size()
+    schedule = schedules.build(name, pipeline_size=world_size, num_microbatches=num_microbatches)
+    placement = schedule.placement
+    channels = Channels(list(range(world_size)), placement, "cpu")
+    layers: dict[int, Layer] = {}
+    stages = {}
+    for stage in placement.stages_of[rank]:
+        queue = WeightGradQueue()
+        layer = layers[stage] = Layer(stage, queue)
+        is_last = stage == placement.num_stages - 1
+
+        def compute(
+            microbatch: int, x: torch.Tensor | None, layer: Layer = layer, last: bool = is_last
+        ) -> torch.Tensor:
+            y = layer(_input(microbatch).requires_grad_() if x is None else x)
+            return y.square().sum() if last else y
+
+        stages[stage] = AutogradStage(compute, queue, is_last=is_last)
+    program = schedules.lower(schedule)
+    for _ in range(2):  # a second step finds nothing left over from the first
+        for layer in layers.values():
+            layer.gradient.zero_()
+        run_program(
+            program, rank, stages, channels, lambda message: torch.empty(3, 4, dtype=torch.float64)
+        )
+    channels.close()
+    return {stage: layer.gradient for stage, layer in layers.items()}
+
+
+@pytest.mark.parametrize("name", schedules.names())
+@pytest.mark.parametrize("num_microbatches", [1, 2, 7])
+def test_the_executor_trains_like_one_process(
+    ranks: RankPools, name: str, num_microbatches: int
+) -> None:
+    found = ranks(4).run(gradients_of_a_pipeline, name=name, num_microbatches=num_microbatches)
+    gradients = {stage: g for of_rank in found for stage, g in of_rank.items()}
+    queue = WeightGradQueue()
+    layers = [Layer(stage, queue) for stage in range(len(gradients))]
+    for microbatch in range(num_microbatches):
+        x = _input(microbatch).requires_grad_()
+        for layer in layers:
+            x = layer(x)
+        x.square().sum().backward()
+    for stage, layer in enumerate(layers):
+        assert torch.equal(gradients[stage], layer.gradient)
