@@ -208,7 +208,11 @@ def test_ranks_end_when_the_test_process_is_killed(tmp_path: Path) -> None:
         f"open({str(written)!r}, 'w').write(' '.join(map(str, pids)))\n"
         "pool.run(wait_for_ever_on, rank=0)\n"
     )
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    environment = {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
+        "TMPDIR": str(tmp_path),  # a killed process leaves its files behind
+    }
     with subprocess.Popen([sys.executable, "-c", program], env=environment) as parent:
         wait_until(lambda: written.exists() and written.read_text().count(" ") == 1)
         parent.kill()
