@@ -37,6 +37,11 @@ find_python() {
         "(Debian and Ubuntu: python$1 and python$1-venv)"
 }
 
+# environment_name VERSION: prints the folder of the virtual environment for that Python.
+environment_name() {
+    if [[ $1 == 3.11 ]]; then printf '.venv\n'; else printf '.venv-%s\n' "$1"; fi
+}
+
 # constraints_for VERSION: prints the file of pinned versions for that Python, or ends with one sentence.
 constraints_for() {
     local file="constraints/py${1//./}.txt"

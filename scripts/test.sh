@@ -45,8 +45,7 @@ while (($#)); do
 done
 
 [[ -n $version ]] || fail "--python needs a version, for example 3.12"
-venv=.venv
-[[ $version == 3.11 ]] || venv=.venv-$version
+venv=$(environment_name "$version")
 ensure_environment "$venv" "$version" test
 
 # Tests run on CPU ranks, several per core: no GPU, and one thread each.

@@ -1,0 +1,56 @@
+#!/usr/bin/env bash
+# Trains a small GPT with every schedule on CPU ranks and compares them; see --help.
+set -euo pipefail
+
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+# shellcheck source=scripts/_environment.sh
+source scripts/_environment.sh
+
+usage() {
+    cat <<'END'
+usage: scripts/quickstart.sh [--python VERSION] [ARGUMENT ...]
+
+Trains a small GPT over 4 pipeline ranks on the CPU, first with stock Megatron and then with every
+schedule of this package, and compares losses and activation memory. Needs no GPU.
+
+  1. makes a virtual environment (.venv) and installs the package with the pinned versions of
+     constraints/; skipped when that has been done and nothing has changed since
+  2. turns the source code of Python's standard library into a data set, runs/quickstart/text
+  3. trains 5 times, about a minute each
+
+Pictures of the schedules, logs and summary.json are written to runs/quickstart.
+
+options:
+  --python VERSION   3.11 (default) or 3.12
+  -h, --help         this text
+
+Everything else goes to python -m megatron_zb.quickstart, for example --train-iters 100.
+
+Ends with exit status 0 only when every schedule had the losses of stock Megatron, bit for bit.
+END
+}
+
+version=3.11
+arguments=()
+while (($#)); do
+    case $1 in
+        -h | --help) usage; exit ;;
+        --python) version=${2-}; shift $(($# > 1)) ;;
+        --python=*) version=${1#*=} ;;
+        *) arguments+=("$1") ;;
+    esac
+    shift
+done
+[[ -n $version ]] || fail "--python needs a version, for example 3.12"
+
+venv=$(environment_name "$version")
+ensure_environment "$venv" "$version" plots
+
+text=runs/quickstart/text
+if [[ ! -f $text.idx ]]; then
+    say "preparing the text to train on"
+    "$venv/bin/python" scripts/prepare_text.py --output-prefix "$text"
+fi
+
+say "training with stock Megatron, then with every schedule"
+exec "$venv/bin/python" -m megatron_zb.quickstart --data-path "$text" ${arguments[@]+"${arguments[@]}"}

@@ -1,0 +1,98 @@
+"""What the quickstart makes of runs. The runs themselves take minutes: scripts/quickstart.sh."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from megatron_zb import quickstart, schedules
+from megatron_zb.quickstart import STOCK, QuickstartFailure, Result, check, read_result
+from megatron_zb.training import arguments as training_arguments
+
+GOOD = Result(
+    losses=[5.5, 4.75, 3.25],
+    grad_norms=[2.0, 1.5, 1.0],
+    eval_loss=3.5,
+    peak_activation_bytes=[400, 300, 200, 100],
+    seconds_per_iteration=0.5,
+    predicted_bubble_rate=0.25,
+)
+# The next float32 after 4.75.
+ALMOST = 4.75 + 2**-21
+
+
+def test_equal_losses_that_fall_pass() -> None:
+    check({STOCK: GOOD, "v-half": replace(GOOD, peak_activation_bytes=[1, 1, 1, 1])})
+
+
+def test_one_bit_in_one_iteration_fails() -> None:
+    other = replace(GOOD, losses=[5.5, ALMOST, 3.25])
+    with pytest.raises(QuickstartFailure, match="v-half differs from stock first in iteration 2"):
+        check({STOCK: GOOD, "v-half": other})
+
+
+def test_another_evaluation_fails() -> None:
+    with pytest.raises(QuickstartFailure, match="v-half differs from stock in the evaluation"):
+        check({STOCK: GOOD, "v-half": replace(GOOD, eval_loss=3.75)})
+
+
+@pytest.mark.parametrize("last", [5.0, 6.0, float("nan")])
+def test_a_loss_that_does_not_fall_fails(last: float) -> None:
+    stock = replace(GOOD, losses=[5.5, 4.75, last])
+    with pytest.raises(QuickstartFailure):
+        check({STOCK: stock})
+
+
+def test_a_log_is_read() -> None:
+    records = [
+        *(
+            {"iteration": i, "lm_loss": loss, "grad_norm": norm}
+            for i, (loss, norm) in enumerate(zip(GOOD.losses, GOOD.grad_norms, strict=True))
+        ),
+        {"iteration": 3, "eval_loss": 3.5},
+        {
+            "peak_activation_bytes": [400, 300, 200, 100],
+            "seconds_per_iteration": 0.5,
+            "predicted_bubble_rate": None,
+        },
+    ]
+    assert read_result(records, predicted_bubble_rate=0.25) == GOOD
+    records[-1]["predicted_bubble_rate"] = 0.125
+    assert read_result(records, 0.25) == replace(GOOD, predicted_bubble_rate=0.125)
+
+
+@pytest.mark.parametrize("name", [STOCK, *quickstart.SCHEDULES])
+def test_the_training_command_is_one_that_the_trainer_takes(name: str, tmp_path: Path) -> None:
+    for suffix in (".bin", ".idx"):
+        (tmp_path / f"text{suffix}").touch()
+    command = quickstart.training_command(name, str(tmp_path / "text"), 48, tmp_path / "x.jsonl")
+    own = command[command.index("megatron_zb.pretrain_gpt") + 1 :]
+    args = training_arguments.parse(own, world_size=quickstart.PIPELINE_SIZE)
+    assert args.pipeline_schedule == (None if name == STOCK else name)
+    assert args.num_microbatches == quickstart.NUM_MICROBATCHES
+    assert args.train_iters == args.eval_interval == 48
+
+
+def test_all_split_schedules_are_compared() -> None:
+    assert set(quickstart.SCHEDULES) == set(schedules.names()) - {"1f1b"}
+
+
+def test_missing_data_is_one_sentence(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    prefix = tmp_path / "text"
+    assert quickstart.main(["--data-path", str(prefix), "--output", str(tmp_path)]) == 2
+    assert f"there is no {prefix}.idx: make it with" in capsys.readouterr().err
+
+
+def test_a_failed_run_ends_the_quickstart_with_its_words(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for suffix in (".bin", ".idx"):
+        (tmp_path / f"text{suffix}").write_bytes(b"no tokens")
+    arguments = ["--data-path", str(tmp_path / "text"), "--output", str(tmp_path / "out")]
+    assert quickstart.main(arguments) == 1
+    error = capsys.readouterr().err
+    assert error.startswith("quickstart: failed: stock: the run ended with exit status")
+    assert "is not a Megatron index" in error
+    assert not (tmp_path / "out" / "summary.json").exists()
