@@ -74,7 +74,7 @@ def _redirect_compilation() -> None:
     def identity(model: Any = None, **_options: Any) -> Any:
         return model if model is not None else lambda function: function
 
-    torch.compile = identity  # type: ignore[assignment]
+    torch.compile = identity
 
 
 def _redirect_devices() -> None:

@@ -588,6 +588,10 @@ def _check_files(args: argparse.Namespace, world_size: int) -> None:
                 )
     if args.load is not None:
         latest_checkpoint(Path(args.load))
+    if args.save is not None and find_spec("psutil") is None:
+        raise UsageError(
+            "--save needs the package psutil, which Megatron's checkpoints use: install it"
+        )
     for name in ("save", "log_file"):
         _check_can_be_made(name, getattr(args, name))
 

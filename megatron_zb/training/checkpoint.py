@@ -5,7 +5,9 @@ from __future__ import annotations
 import argparse
 import random
 import shutil
+from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +16,7 @@ import torch
 import torch.distributed as dist
 from megatron.core import dist_checkpointing, parallel_state, tensor_parallel
 from megatron.core.dist_checkpointing.mapping import ShardedObject
+from megatron.core.utils import unwrap_model
 
 from megatron_zb.errors import UsageError
 from megatron_zb.training.checkpoint_directory import (
@@ -97,6 +100,8 @@ def load(args: argparse.Namespace, trainee: Trainee) -> Progress:
     common = dist_checkpointing.load_common_state_dict(str(path))
     _check_fits(args, common["args"], path)
     metadata = _metadata(args.use_distributed_optimizer)
+    if args.use_distributed_optimizer:
+        _prepare_torch_adam(trainee.optimizer)
     request = _state(trainee, metadata, loading=True)
     same_ranks = all(
         common["args"][name] == getattr(args, name)
@@ -106,12 +111,52 @@ def load(args: argparse.Namespace, trainee: Trainee) -> Progress:
         request["rng_state"] = _random_states()
     state = dist_checkpointing.load(request, str(path))
     for chunk, key in zip(trainee.chunks, _model_keys(trainee), strict=True):
-        chunk.load_state_dict(state[key])
+        unwrap_model(chunk).load_state_dict(state[key])
     trainee.optimizer.load_state_dict(state["optimizer"])
+    if args.use_distributed_optimizer:
+        _separate_steps(trainee.optimizer)
     trainee.scheduler.load_state_dict(state["scheduler"])
     if same_ranks:
         _set_random_states(state["rng_state"])
     return Progress(**state["progress"])
+
+
+def _prepare_torch_adam(optimizer: Any) -> None:
+    """Let megatron-core's distributed optimizer load a checkpoint into torch's Adam.
+
+    Where neither Transformer Engine nor Apex is installed, megatron-core 0.16.1 uses torch's Adam,
+    but cannot load its state: it expects the state to exist, expects a `step` in it that the
+    checkpoint holds elsewhere, and lets all parameters share one `step`, which then counts too
+    fast (see _separate_steps).
+    """
+    for part, adam in _torch_adams(optimizer):
+        for group in adam.param_groups:
+            for parameter in group["params"]:
+                adam.state[parameter] = {
+                    "step": torch.tensor(0.0),
+                    "exp_avg": torch.zeros_like(parameter),
+                    "exp_avg_sq": torch.zeros_like(parameter),
+                }
+        part._set_main_param_and_optimizer_states = partial(_set_states, part)
+
+
+def _torch_adams(optimizer: Any) -> Iterator[tuple[Any, torch.optim.Optimizer]]:
+    for part in optimizer.chained_optimizers:
+        if isinstance(part.optimizer, (torch.optim.Adam, torch.optim.AdamW)):
+            yield part, part.optimizer
+
+
+def _separate_steps(optimizer: Any) -> None:
+    """Give every parameter a `step` of its own again after loading."""
+    for _, adam in _torch_adams(optimizer):
+        for state in adam.state.values():
+            state["step"] = state["step"].clone()
+
+
+def _set_states(part: Any, parameter: torch.Tensor, tensors: dict[str, torch.Tensor]) -> None:
+    """What the method of the same purpose does, with the `step` that is loaded already."""
+    step = part._get_main_param_and_optimizer_states(parameter)["step"]
+    type(part)._set_main_param_and_optimizer_states(part, parameter, {"step": step, **tensors})
 
 
 def _check_fits(args: argparse.Namespace, saved: dict[str, Any], path: Path) -> None:
@@ -129,7 +174,7 @@ def _state(trainee: Trainee, metadata: dict[str, Any], *, loading: bool) -> dict
     """Model and optimizer as megatron-core's sharded tensors, keyed by global layer numbers."""
     state: dict[str, Any] = {}
     for chunk, key in zip(trainee.chunks, _model_keys(trainee), strict=True):
-        state[key] = chunk.sharded_state_dict(metadata=metadata)
+        state[key] = unwrap_model(chunk).sharded_state_dict(metadata=metadata)
     state["optimizer"] = trainee.optimizer.sharded_state_dict(
         state, is_loading=loading, metadata=metadata
     )
