@@ -20,7 +20,7 @@ def version() -> str:
 
 PLOTS = ["matplotlib >= 3.8"]
 TRANSFORMER_ENGINE = ["transformer-engine[pytorch] >= 2.0"]
-TEST = [*PLOTS, "mypy >= 1.10", "pytest >= 8.0", "ruff >= 0.9"]
+TEST = [*PLOTS, "hypothesis >= 6.100", "mypy >= 1.10", "pytest >= 8.0", "ruff >= 0.9"]
 
 setup(
     name="megatron-zb",
