@@ -34,8 +34,6 @@ class Case:
     arguments: dict[str, Any]
     # Where modules are looked for: what the test can import, its ranks can import.
     path: list[str]
-    # Join a new group first, because the previous case may have left messages in the old one.
-    new_group: str | None
 
     def function(self) -> Callable[..., Any]:
         found: Any = importlib.import_module(self.module)
@@ -57,11 +55,9 @@ class Outcome:
 
 
 def join_group(rank: int, world_size: int, meeting_point: str) -> None:
-    """Initialise torch.distributed over the file `meeting_point`; leaves an earlier group first."""
+    """Initialise torch.distributed over the file `meeting_point`."""
     import torch.distributed as dist
 
-    if dist.is_initialized():
-        dist.destroy_process_group()
     dist.init_process_group(
         "gloo",
         init_method=f"file://{meeting_point}",
@@ -128,8 +124,6 @@ def main(file_descriptor: int, rank: int, world_size: int, meeting_point: str) -
     pool.send(Outcome(result=pickle.dumps("ready")))
     while (case := pool.recv()) is not None:
         sys.path[:] = case.path
-        if case.new_group is not None:
-            join_group(rank, world_size, case.new_group)
         outcome = run_case(case)
         leave_megatron()
         sys.stdout.flush()

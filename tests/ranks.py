@@ -9,8 +9,9 @@
         assert ranks(4).run(sum_of_ranks, scale=2) == [12, 12, 12, 12]
 
 Importing torch and Megatron takes seconds, so a pool of processes for each world size is started
-when first asked for and lives until the end of the test session. A case finds torch.distributed
-initialised (gloo), torch seeded, Megatron imported, and no parallel groups of earlier cases.
+when first asked for and lives until the test session ends or a case fails. A case finds
+torch.distributed initialised (gloo), torch seeded, Megatron imported, and no parallel groups of
+earlier cases.
 """
 
 from __future__ import annotations
@@ -37,7 +38,6 @@ GRACE_AFTER_FAILURE = 3.0
 # Until faulthandler has written the stacks of a rank; nothing tells when it is done.
 STACKS_TAKE = 0.5
 SHOWN_LINES = 60
-PROCESS_DIED = "ProcessDied"
 
 
 class RankFailure(AssertionError):
@@ -100,7 +100,7 @@ class RankProcess:
             answer: Outcome = self.pipe.recv()
         except (EOFError, ConnectionResetError):
             status = self.process.wait()
-            return Outcome(exception_type=PROCESS_DIED, message=f"exit status {status}")
+            return Outcome(exception_type="ProcessDied", message=f"exit status {status}")
         return answer
 
     def new_output(self) -> str:
@@ -120,14 +120,13 @@ class RankProcess:
 
 
 class RankPool:
-    """`world_size` rank processes, started with the first case and again after a hang."""
+    """`world_size` rank processes, started with the first case and again after a failed one."""
 
     def __init__(self, world_size: int) -> None:
         self.world_size = world_size
         self._ranks: list[RankProcess] = []
         self._folder = tempfile.TemporaryDirectory(prefix="ranks-")
-        self._groups = 0
-        self._needs_new_group = False
+        self._starts = 0
 
     @property
     def process_ids(self) -> list[int]:
@@ -152,9 +151,7 @@ class RankPool:
             qualified_name=function.__qualname__,
             arguments=arguments,
             path=sys.path,
-            new_group=str(self._meeting_point()) if self._needs_new_group else None,
         )
-        self._needs_new_group = False
         for rank in self._ranks:
             rank.new_output()
             rank.send(case)
@@ -175,19 +172,15 @@ class RankPool:
         self.stop()
         self._folder.cleanup()
 
-    def _meeting_point(self) -> Path:
-        self._groups += 1
-        return Path(self._folder.name) / f"group{self._groups}"
-
     def _start(self) -> None:
         if self._ranks:
             return
-        meeting_point = self._meeting_point()
+        self._starts += 1
+        meeting_point = Path(self._folder.name) / f"meeting_point{self._starts}"
         self._ranks = [
             RankProcess(rank, self.world_size, Path(self._folder.name), meeting_point)
             for rank in range(self.world_size)
         ]
-        self._needs_new_group = False
         self._collect(START_TIMEOUT)
 
     def _collect(self, timeout: float) -> dict[int, Outcome]:
@@ -233,10 +226,8 @@ class RankPool:
         details = [f"rank {r} too: {failed[r].exception_type}: {failed[r].message}" for r in others]
         details += [f"rank {rank.rank} did not end" for rank in unfinished]
         error = RankFailure(first, failed[first], "\n".join([*details, *self._output(unfinished)]))
-        if unfinished or any(outcome.exception_type == PROCESS_DIED for outcome in failed.values()):
-            self._kill()
-        else:
-            self._needs_new_group = True
+        # A failed case may leave anything behind: messages that nobody received, half a state.
+        self._kill()
         return error
 
     def _timeout(self, timeout: float, unfinished: list[RankProcess]) -> RankTimeout:
