@@ -6,7 +6,7 @@ redirects those calls, so that unmodified Megatron trains over gloo on CPU ranks
 debugging and tests; nothing here happens unless it is called, and nothing else in this package
 knows about it.
 
-Serves megatron-core 0.16.1 and, with the calls listed as `of the training loop`, the
+Serves megatron-core 0.16.1 and, with `training_loop=True`, the
 `pretrain_gpt.py` of Megatron-LM 0.16.1 and 0.19.0.
 """
 
@@ -48,11 +48,15 @@ _FACTORIES = (
 )
 
 
-def run_on_cpu() -> None:
+def run_on_cpu(*, training_loop: bool = False) -> None:
     """Redirect Megatron's CUDA calls to the CPU in this process; calling it again does nothing.
 
     Must be called before the first import of `megatron`, because Megatron's modules decide while
     they are imported whether to compile their fused functions.
+
+    Args:
+        training_loop: Megatron-LM's own training loop is to run too. It does not start unless
+            `torch.cuda` says that there is a GPU, so then it says so.
     """
     cuda: Any = torch.cuda
     if getattr(cuda, "redirected_to_cpu", False):
@@ -64,7 +68,8 @@ def run_on_cpu() -> None:
     _redirect_factories()
     _redirect_tensor_methods()
     _redirect_random_state()
-    _redirect_streams()
+    if training_loop:
+        _redirect_training_loop()
     cuda.redirected_to_cpu = True
 
 
@@ -81,11 +86,15 @@ def _redirect_devices() -> None:
     """There is one device, the CPU, and it is always ready."""
     cuda: Any = torch.cuda
     # megatron-core passes it on to the functions that create tensors
-    cuda.current_device = lambda: _CPU
-    # around evaluation, timers and checkpoints
+    cuda.current_device = lambda: 0
+    # after every exchange of activations, and around timers and checkpoints
     cuda.synchronize = _nothing()
-    cuda.empty_cache = _nothing()
-    # of the training loop: refuses to start without them
+
+
+def _redirect_training_loop() -> None:
+    """What `megatron.training` asks of the GPU before and between its iterations."""
+    cuda: Any = torch.cuda
+    # it refuses to start without them
     cuda.is_available = lambda: True
     cuda.device_count = lambda: 1
     cuda.set_device = _nothing()
@@ -93,12 +102,19 @@ def _redirect_devices() -> None:
     cuda.get_device_properties = lambda device=None: SimpleNamespace(
         name="cpu", major=0, minor=0, total_memory=0, multi_processor_count=os.cpu_count()
     )
-    # of the training loop: memory report after the first logged iteration
+    # memory report after the first logged iteration
     for name in ("allocated", "reserved"):
         setattr(cuda, f"memory_{name}", lambda device=None: 0)
         setattr(cuda, f"max_memory_{name}", lambda device=None: 0)
     cuda.memory_stats = lambda device=None: {}
     cuda.reset_peak_memory_stats = _nothing()
+    cuda.empty_cache = _nothing()
+    # the model is wrapped on a stream of its own; everything done there is done at once
+    cuda.Stream = _Stream
+    cuda.Event = _Stream
+    cuda.current_stream = lambda device=None: _Stream()
+    cuda.default_stream = lambda device=None: _Stream()
+    cuda.stream = _on_stream
 
 
 def _redirect_factories() -> None:
@@ -178,16 +194,6 @@ class _Stream:
         if name.startswith("__"):
             raise AttributeError(name)
         return _nothing()
-
-
-def _redirect_streams() -> None:
-    """Work on another stream is work done at once."""
-    cuda: Any = torch.cuda
-    cuda.Stream = _Stream
-    cuda.Event = _Stream
-    cuda.current_stream = lambda device=None: _Stream()
-    cuda.default_stream = lambda device=None: _Stream()
-    cuda.stream = _on_stream
 
 
 @contextlib.contextmanager

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import difflib
+import os
 import re
 from collections.abc import Sequence
 from importlib.util import find_spec
@@ -599,6 +600,7 @@ def _check_files(args: argparse.Namespace, world_size: int) -> None:
 def _check_can_be_made(name: str, path: Any) -> None:
     if path is None:
         return
-    place = Path(path) if name == "save" else Path(path).parent
-    if place.exists() and not place.is_dir():
-        raise UsageError(f"{flag(name)} {path}: {place} is not a directory")
+    place = Path(path).absolute() if name == "save" else Path(path).absolute().parent
+    place = next(parent for parent in (place, *place.parents) if parent.exists())
+    if not place.is_dir() or not os.access(place, os.W_OK):
+        raise UsageError(f"{flag(name)} {path}: {place} is not a directory that can be written to")

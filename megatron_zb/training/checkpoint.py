@@ -96,15 +96,13 @@ def load(args: argparse.Namespace, trainee: Trainee) -> Progress:
     Raises:
         UsageError: there is none, or it is of another model or kind of optimizer.
     """
-    _, path = latest_checkpoint(Path(args.load))
-    common = dist_checkpointing.load_common_state_dict(str(path))
-    _check_fits(args, common["args"], path)
+    path, saved = check_checkpoint(args)
     metadata = _metadata(args.use_distributed_optimizer)
     if args.use_distributed_optimizer:
         _prepare_torch_adam(trainee.optimizer)
     request = _state(trainee, metadata, loading=True)
     same_ranks = all(
-        common["args"][name] == getattr(args, name)
+        saved[name] == getattr(args, name)
         for name in ("pipeline_model_parallel_size", "tensor_model_parallel_size")
     )
     if same_ranks:
@@ -159,7 +157,14 @@ def _set_states(part: Any, parameter: torch.Tensor, tensors: dict[str, torch.Ten
     type(part)._set_main_param_and_optimizer_states(part, parameter, {"step": step, **tensors})
 
 
-def _check_fits(args: argparse.Namespace, saved: dict[str, Any], path: Path) -> None:
+def check_checkpoint(args: argparse.Namespace) -> tuple[Path, dict[str, Any]]:
+    """The latest checkpoint in --load and the arguments it was written with; needs no ranks.
+
+    Raises:
+        UsageError: there is none, or it is of another model or kind of optimizer.
+    """
+    _, path = latest_checkpoint(Path(args.load))
+    saved: dict[str, Any] = dist_checkpointing.load_common_state_dict(str(path))["args"]
     for name in (*_MODEL, "use_distributed_optimizer", "bf16", "fp16"):
         mine = getattr(args, name)
         if saved.get(name) != mine:
@@ -168,6 +173,7 @@ def _check_fits(args: argparse.Namespace, saved: dict[str, Any], path: Path) -> 
                 f"--load: {path} was written with {flag} {saved.get(name)}, this run has {mine}; "
                 "they must be the same"
             )
+    return path, saved
 
 
 def _state(trainee: Trainee, metadata: dict[str, Any], *, loading: bool) -> dict[str, Any]:

@@ -110,6 +110,10 @@ def _plan(args: argparse.Namespace) -> Any:
     from megatron_zb.training.data import check_data
 
     check_data(args)
+    if args.load is not None:
+        from megatron_zb.training.checkpoint import check_checkpoint
+
+        check_checkpoint(args)
     if args.pipeline_schedule is None:
         return None
     from megatron_zb.megatron.adapter import PipelineAdapter
