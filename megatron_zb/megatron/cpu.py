@@ -64,7 +64,7 @@ def _redirect_devices() -> None:
     """There is one device, the CPU, and it is always ready."""
     cuda: Any = torch.cuda
     # megatron-core passes it on to the functions that create tensors
-    cuda.current_device = lambda: 0
+    cuda.current_device = lambda: _CPU
     # after every exchange of activations, and around timers and checkpoints
     cuda.synchronize = _nothing()
 
