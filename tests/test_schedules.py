@@ -245,7 +245,7 @@ def test_the_deadlock_check_knows_of_bounded_buffers() -> None:
         tuple(i for i in rank if not isinstance(i, communication.Receive)) for rank in program.ranks
     )
     stuck = communication.unfinished(replace(program, ranks=none_posted))
-    assert {type(instruction) for instruction in stuck.values()} == {communication.Run}
+    assert {type(instruction) for instruction in stuck.values()} == {communication.Take}
 
 
 @pytest.mark.parametrize("name", schedules.names())
@@ -253,14 +253,12 @@ def test_receives_are_posted_within_their_bounds(name: str) -> None:
     program = schedules.lower(schedules.build(name, pipeline_size=5, num_microbatches=13))
     for instructions in program.ranks:
         posted: dict[communication.Channel, int] = {}
-        channel_of = {}
         for i in instructions:
             if isinstance(i, communication.Receive):
-                channel_of[i.message] = i.channel
                 posted[i.channel] = posted.get(i.channel, 0) + 1
                 assert posted[i.channel] <= program.receive_buffers[i.channel]
-            elif isinstance(i, communication.Run) and i.reads in channel_of:
-                posted[channel_of[i.reads]] -= 1
+            elif isinstance(i, communication.Take):
+                posted[i.channel] -= 1
 
 
 def test_an_unknown_name_gets_the_nearest() -> None:

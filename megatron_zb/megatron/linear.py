@@ -59,11 +59,13 @@ class SplitLinear(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, split: SplitBackward, *arguments: Any) -> torch.Tensor:
         ctx.split = split
+        # saved tensors may come back as other objects, without what Megatron hangs on a weight
+        ctx.parameter = arguments[1]
         return MegatronLinear.forward(ctx, *arguments)
 
     @staticmethod
     def backward(ctx: Any, grad_output: torch.Tensor) -> tuple[Any, ...]:
-        input_, weight = ctx.saved_tensors
+        input_, weight = ctx.saved_tensors[0], ctx.parameter
         if not ctx.split.queue.deferring:
             if not ctx.gradient_accumulation_fusion:
                 weight.grad_added_to_main_grad = False

@@ -53,7 +53,7 @@ class Channels:
     """
 
     def __init__(
-        self, pipeline_ranks: Sequence[int], placement: Placement, device: torch.device | str
+        self, pipeline_ranks: Sequence[int], placement: Placement, device: torch.device | str | int
     ) -> None:
         self._ranks = list(pipeline_ranks)
         self._upward, self._downward = _direction_groups(self._ranks)
@@ -62,7 +62,7 @@ class Channels:
         self.activation_memory: ActivationMemory | None = None
         self._connect(channels_of(placement), device)
 
-    def _connect(self, channels: Iterable[Channel], device: torch.device | str) -> None:
+    def _connect(self, channels: Iterable[Channel], device: torch.device | str | int) -> None:
         me = self._ranks.index(dist.get_rank())
         probe = torch.zeros(1, device=device)
         for channel in channels:
@@ -100,14 +100,18 @@ class Channels:
         At most ``slots`` sends of a channel are left untaken: past that, the oldest is waited for.
         """
         pending = self._sends[channel]
-        while pending and pending[0][0].is_completed():
-            self._forget(pending)
         while len(pending) >= slots:
             pending[0][0].wait()
             self._forget(pending)
         if self.activation_memory is not None:
             self.activation_memory.hold(tensor)
         pending.append((self._isend(channel, tensor), tensor))
+
+    def forget_taken(self) -> None:
+        """Let go of the sends that have been taken."""
+        for pending in self._sends.values():
+            while pending and pending[0][0].is_completed():
+                self._forget(pending)
 
     def _forget(self, pending: deque[tuple[dist.Work, torch.Tensor]]) -> None:
         _, tensor = pending.popleft()

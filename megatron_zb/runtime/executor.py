@@ -8,7 +8,7 @@ import torch
 
 from megatron_zb.runtime.autograd_stage import Stage
 from megatron_zb.runtime.channels import Channels
-from megatron_zb.schedules.communication import Message, Program, Receive, Run, Send
+from megatron_zb.schedules.communication import Message, Program, Receive, Run, Send, Take
 from megatron_zb.schedules.passes import PassKind
 
 Allocate = Callable[[Message], torch.Tensor]
@@ -37,12 +37,15 @@ def run_program(
             buffer = allocate(instruction.message)
             channels.post_receive(instruction.channel, instruction.message, buffer)
             del buffer
+        elif isinstance(instruction, Take):
+            here[instruction.message] = channels.take(instruction.message)
         elif isinstance(instruction, Send):
             assert outgoing is not None
             channels.send(instruction.channel, outgoing, program.send_slots)
             outgoing = None
         else:
-            result = _run_pass(instruction, stages, channels, here)
+            channels.forget_taken()
+            result = _run_pass(instruction, stages, here)
             if instruction.makes_local:
                 assert instruction.makes is not None
                 here[instruction.makes] = result
@@ -55,7 +58,6 @@ def run_program(
 def _run_pass(
     run: Run,
     stages: Mapping[int, Stage],
-    channels: Channels,
     here: dict[Message, torch.Tensor | None],
 ) -> torch.Tensor | None:
     kind, stage_index, microbatch = run.work
@@ -63,9 +65,7 @@ def _run_pass(
     if kind is PassKind.W:
         stage.backward_weight(microbatch)
         return None
-    received: torch.Tensor | None = None
-    if run.reads is not None:
-        received = here.pop(run.reads) if run.reads_local else channels.take(run.reads)
+    received = here.pop(run.reads) if run.reads is not None else None
     if kind is PassKind.F:
         return stage.forward(microbatch, received)
     if kind is PassKind.B:

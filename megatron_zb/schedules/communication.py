@@ -37,22 +37,27 @@ class Message(NamedTuple):
 
 
 class Receive(NamedTuple):
-    """Post a receive; the pass that reads the message waits for it."""
+    """Post a receive into a buffer of its own."""
+
+    channel: Channel
+    message: Message
+
+
+class Take(NamedTuple):
+    """Wait for a posted message; its buffer becomes the input of the next pass."""
 
     channel: Channel
     message: Message
 
 
 class Run(NamedTuple):
-    """Run a pass. ``reads`` and ``local_output`` say where its input and output go.
+    """Run a pass on the message it ``reads``, if any, to the message it ``makes``, if any.
 
-    ``reads`` is the message it waits for, None where there is none; ``reads_local`` says that the
-    message was made on this very rank.
+    ``makes_local`` says that a later pass of this very rank reads it; otherwise a Send follows.
     """
 
     work: Pass
     reads: Message | None
-    reads_local: bool
     makes: Message | None
     makes_local: bool
 
@@ -64,9 +69,8 @@ class Send(NamedTuple):
     message: Message
 
 
-Instruction: TypeAlias = Receive | Run | Send
+Instruction: TypeAlias = Receive | Take | Run | Send
 
-_PREFETCH = 1  # receive buffers of a channel beyond those its order of messages needs
 _SEND_SLOTS = (2, 4, 8, 16, 64, 256, 4096)
 
 
@@ -93,7 +97,7 @@ def lower(schedule: Schedule) -> Program:
     runs = [[_run(p, schedule.placement) for p in rank] for rank in schedule.ranks]
     sent = _message_order(runs, schedule.placement)
     buffers = {
-        channel: _buffers_needed(messages, runs[channel.target]) + _PREFETCH
+        channel: _buffers_needed(messages, runs[channel.target])
         for channel, messages in sent.items()
     }
     ranks = tuple(
@@ -112,21 +116,17 @@ def lower(schedule: Schedule) -> Program:
 
 
 def _run(p: Pass, placement: Placement) -> Run:
-    rank_of, rank, last = placement.rank_of, placement.rank_of[p.stage], placement.num_stages - 1
     if p.kind is PassKind.W:
-        return Run(p, None, False, None, False)
+        return Run(p, None, None, False)
+    last = placement.num_stages - 1
     is_gradient = p.kind is not PassKind.F
     step = -1 if is_gradient else 1
     source, target = p.stage - step, p.stage + step
     reads = Message(is_gradient, p.stage, p.microbatch) if 0 <= source <= last else None
-    makes = Message(is_gradient, target, p.microbatch) if 0 <= target <= last else None
-    return Run(
-        p,
-        reads,
-        reads is not None and rank_of[source] == rank,
-        makes,
-        makes is not None and rank_of[target] == rank,
-    )
+    if not 0 <= target <= last:
+        return Run(p, reads, None, False)
+    makes_local = placement.rank_of[target] == placement.rank_of[p.stage]
+    return Run(p, reads, Message(is_gradient, target, p.microbatch), makes_local)
 
 
 def _message_order(runs: list[list[Run]], placement: Placement) -> dict[Channel, list[Message]]:
@@ -157,8 +157,9 @@ def _instructions(
     placement: Placement,
 ) -> list[Instruction]:
     unposted = {c: deque(messages) for c, messages in sent.items() if c.target == rank}
-    instructions: list[Instruction] = []
+    channel_of = {message: c for c, messages in unposted.items() for message in messages}
     posted = dict.fromkeys(unposted, 0)
+    instructions: list[Instruction] = []
 
     def post(channel: Channel) -> None:
         while unposted[channel] and posted[channel] < buffers[channel]:
@@ -168,14 +169,14 @@ def _instructions(
     for channel in sorted(unposted):
         post(channel)
     for run in runs:
+        if run.reads is not None and run.reads in channel_of:
+            channel = channel_of[run.reads]
+            instructions.append(Take(channel, run.reads))
+            posted[channel] -= 1
+            post(channel)  # before the pass, so that the next message travels while it runs
         instructions.append(run)
         if run.makes is not None and not run.makes_local:
             instructions.append(Send(Channel(rank, placement.rank_of[run.makes.stage]), run.makes))
-        if run.reads is not None and not run.reads_local:
-            step = 1 if run.reads.is_gradient else -1
-            channel = Channel(placement.rank_of[run.reads.stage + step], rank)
-            posted[channel] -= 1
-            post(channel)
     return instructions
 
 
@@ -205,13 +206,11 @@ def unfinished(program: Program) -> dict[int, Instruction]:
         touched = set()
         for i in range(position[rank], len(program.ranks[rank])):
             instruction = program.ranks[rank][i]
-            if isinstance(instruction, Run):
-                message = instruction.reads
-                if message is not None and not instruction.reads_local:
-                    if (rank, message) not in arrived:
-                        break
-                    arrived.discard((rank, message))
-            else:
+            if isinstance(instruction, Take):
+                if (rank, instruction.message) not in arrived:
+                    break
+                arrived.discard((rank, instruction.message))
+            elif not isinstance(instruction, Run):
                 channel = instruction.channel
                 before = min(posted[channel], sent[channel])
                 if isinstance(instruction, Receive):
