@@ -36,6 +36,7 @@ setup(
     install_requires=[
         "megatron-core >= 0.16",
         "numpy >= 1.26",
+        "psutil >= 5.9",  # megatron-core writes checkpoints with it
         "rich >= 13.0",
         "torch >= 2.6",
     ],

@@ -178,6 +178,8 @@ def _update(
     rate = trainee.optimizer.param_groups[0]["lr"] if trainee.optimizer.param_groups else None
     scale = float(trainee.optimizer.get_loss_scale())
     updated, norm, _ = trainee.optimizer.step()
+    if not args.clip_grad:  # Megatron computes the norm only to clip by it
+        norm = trainee.optimizer.get_grad_norm()
     if updated:
         trainee.scheduler.step(increment=args.global_batch_size)
     return {
@@ -186,7 +188,7 @@ def _update(
         "learning_rate": rate,
         "global_batch_size": args.global_batch_size,
         "lm_loss": _mean_loss(losses),
-        "grad_norm": float(norm) if norm is not None and args.clip_grad else None,
+        "grad_norm": None if norm is None else float(norm),
         "loss_scale": scale,
         "skipped": not updated,
     }
