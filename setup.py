@@ -19,8 +19,17 @@ def version() -> str:
 
 
 PLOTS = ["matplotlib >= 3.8"]
+FAST = ["numba >= 0.60"]
 TRANSFORMER_ENGINE = ["transformer-engine[pytorch] >= 2.0"]
-TEST = [*PLOTS, "hypothesis >= 6.100", "mypy >= 1.10", "pytest >= 8.0", "ruff >= 0.9"]
+TEST = [
+    *PLOTS,
+    *FAST,
+    "hypothesis >= 6.100",
+    "mypy >= 1.10",
+    "ortools >= 9.10",
+    "pytest >= 8.0",
+    "ruff >= 0.9",
+]
 
 setup(
     name="megatron-zb",
@@ -40,7 +49,7 @@ setup(
         "rich >= 13.0",
         "torch >= 2.6",
     ],
-    extras_require={"plots": PLOTS, "te": TRANSFORMER_ENGINE, "test": TEST},
+    extras_require={"fast": FAST, "plots": PLOTS, "te": TRANSFORMER_ENGINE, "test": TEST},
     entry_points={"console_scripts": ["megatron-zb = megatron_zb.cli:main"]},
     classifiers=[
         "Intended Audience :: Science/Research",

@@ -11,7 +11,7 @@ usage() {
 usage: scripts/quickstart.sh [--python VERSION] [ARGUMENT ...]
 
 Trains a small GPT over 4 pipeline ranks on the CPU, first with stock Megatron and then with every
-schedule of this package, and compares losses and activation memory. Needs no GPU.
+schedule of this package, and compares losses, gradient norms and activation memory. Needs no GPU.
 
   1. makes a virtual environment (.venv) and installs the package with the pinned versions of
      constraints/; skipped when that has been done and nothing has changed since
@@ -26,7 +26,8 @@ options:
 
 Everything else goes to python -m megatron_zb.quickstart, for example --train-iters 100.
 
-Ends with exit status 0 only when every schedule had the losses of stock Megatron, bit for bit.
+Ends with exit status 0 only when every schedule had the losses of stock Megatron, bit for bit, and
+its gradient norms but for rounding, and the loss has fallen.
 END
 }
 
@@ -44,7 +45,7 @@ done
 [[ -n $version ]] || fail "--python needs a version, for example 3.12"
 
 venv=$(environment_name "$version")
-ensure_environment "$venv" "$version" plots
+ensure_environment "$venv" "$version" plots,fast
 
 text=runs/quickstart/text
 if [[ ! -f $text.idx ]]; then

@@ -54,6 +54,7 @@ export CUDA_VISIBLE_DEVICES='' OMP_NUM_THREADS=1
 if [[ $checks == yes ]]; then
     say "ruff"
     "$venv/bin/python" -m ruff check --quiet .
+    "$venv/bin/python" -m ruff format --check --quiet .
     say "mypy"
     "$venv/bin/python" -m mypy --no-error-summary
 fi

@@ -197,7 +197,7 @@ class SequenceParallelNorm(torch.nn.LayerNorm):
     def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5) -> None:
         super().__init__(hidden_size, eps, dtype=config.params_dtype)
         for parameter in self.parameters():
-            parameter.sequence_parallel = True
+            parameter.sequence_parallel = True  # type: ignore[attr-defined]
 
 
 def _specification(config: TransformerConfig, vp_stage: int | None) -> Any:

@@ -77,9 +77,9 @@ def test_a_silent_command_is_ended(tmp_path: Path) -> None:
 def test_the_command_sees_no_gpu_and_one_thread(tmp_path: Path) -> None:
     program = (
         "import os, json, sys; open(sys.argv[1], 'w').write(json.dumps("
-        "[os.environ[n] for n in ('CUDA_VISIBLE_DEVICES', 'OMP_NUM_THREADS')]) + '\\n')"
+        "{n: os.environ[n] for n in ('CUDA_VISIBLE_DEVICES', 'OMP_NUM_THREADS')}) + '\\n')"
     )
-    assert run_python(program, tmp_path) == [["", "1"]]
+    assert run_python(program, tmp_path) == [{"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}]
 
 
 def test_a_file_that_is_not_there_yet_has_no_records(tmp_path: Path) -> None:
