@@ -1,7 +1,7 @@
 """Train a small GPT on 4 CPU ranks with every schedule and compare them.
 
 Run as `python -m megatron_zb.quickstart`. Stock Megatron goes first; the others must have its
-losses, bit for bit, in every iteration.
+losses, bit for bit, and its gradient norms in every iteration.
 """
 
 from __future__ import annotations
@@ -41,14 +41,17 @@ TRAINING_ARGUMENTS = {
     "--micro-batch-size": MICRO_BATCH_SIZE,
     "--global-batch-size": NUM_MICROBATCHES * MICRO_BATCH_SIZE,
     "--lr": 3e-3,
-    # Norms are summed in the order of ranks, so they may differ in the last bit between placements,
-    # and a gradient clipped by one would differ, too.
+    # Norms are summed in the order of the layers on each rank, so the last bits may differ between
+    # placements, and a gradient clipped by a norm would differ, too.
     "--clip-grad": 0,
     "--eval-iters": 1,
     "--log-interval": 1,
 }
 
 SMALLEST_FALL_OF_LOSS = 1.0
+LARGEST_NORM_DIFFERENCE = 1e-6  # of stock's norm, see --clip-grad above
+# Of stock's peak: 3/4 and 1/2 of the microbatches, and what a chunk holds besides activations.
+LARGEST_PEAK = {"v-half": 0.80, "v-min": 0.55}
 
 
 class QuickstartFailure(Exception):
@@ -118,7 +121,7 @@ def _quickstart(arguments: argparse.Namespace, console: Console) -> None:
     for name in (STOCK, *SCHEDULES):
         _draw(name, arguments.output / f"{name}.png")
         results[name] = _train(name, arguments, console)
-    console.print(_table(results))
+    console.print(table(results))
     _write_summary(results, arguments.output / "summary.json")
     console.print(f"pictures, logs and summary.json are in {arguments.output}", highlight=False)
     check(results)
@@ -213,16 +216,21 @@ def read_result(records: Sequence[Record], predicted_bubble_rate: float) -> Resu
 
 
 def check(results: Mapping[str, Result]) -> None:
-    """Losses must be stock's, bit for bit, and must have fallen.
+    """Losses must be stock's and fall, norms stock's but for rounding, memory as promised.
 
     Raises:
         QuickstartFailure: they are not or have not.
     """
     stock = results[STOCK]
     for name, result in results.items():
-        different = first_difference(result, stock)
+        different = first_difference(result, stock) or first_other_norm(result, stock)
         if different is not None:
             raise QuickstartFailure(f"{name} differs from {STOCK} {different}")
+        if name in LARGEST_PEAK and not peak_of_stock(result, stock) <= LARGEST_PEAK[name]:
+            raise QuickstartFailure(
+                f"{name} held {peak_of_stock(result, stock):.3f} of the activation memory of "
+                f"{STOCK}, more than {LARGEST_PEAK[name]:g}"
+            )
     fall = stock.losses[0] - stock.losses[-1]
     # Written so that a loss that is not a number fails, too.
     if not fall >= SMALLEST_FALL_OF_LOSS:
@@ -243,31 +251,51 @@ def first_difference(result: Result, stock: Result) -> str | None:
     return None
 
 
-def _table(results: Mapping[str, Result]) -> Table:
+def first_other_norm(result: Result, stock: Result) -> str | None:
+    """Where a gradient norm of a run is not that of stock Megatron but for rounding, in words."""
+    pairs = zip(result.grad_norms, stock.grad_norms, strict=True)
+    for iteration, (mine, theirs) in enumerate(pairs, start=1):
+        # Written so that a norm that is not a number differs, too.
+        if not abs(mine - theirs) <= LARGEST_NORM_DIFFERENCE * theirs:
+            return f"first in iteration {iteration}: gradient norm {mine!r} instead of {theirs!r}"
+    return None
+
+
+def peak_of_stock(result: Result, stock: Result) -> float:
+    """The peak activation memory of the worst rank, as a fraction of stock's."""
+    return max(result.peak_activation_bytes) / max(stock.peak_activation_bytes)
+
+
+def table(results: Mapping[str, Result]) -> Table:
+    """What the runs came to, for 80 columns."""
     stock = results[STOCK]
-    table = Table(title=f"{PIPELINE_SIZE} pipeline ranks, {NUM_MICROBATCHES} microbatches")
-    table.add_column("schedule")
+    columns = Table(
+        title=f"{PIPELINE_SIZE} pipeline ranks, {NUM_MICROBATCHES} microbatches",
+        caption="peak: activation memory of the worst rank; bubble: predicted",
+    )
+    columns.add_column("schedule")
     for heading in (
-        "final loss",
+        "final\nloss",
         "losses\n= stock",
-        "peak activations\nof worst rank",
-        "of\nstock's",
-        "predicted\nbubble",
-        "seconds per\niteration",
+        "norms\n= stock",
+        "peak\nMiB",
+        "peak /\nstock",
+        "bubble",
+        "s per\niter.",
     ):
-        table.add_column(heading, justify="right")
+        columns.add_column(heading, justify="right", no_wrap=True)
     for name, result in results.items():
-        peak, stock_peak = (max(r.peak_activation_bytes) for r in (result, stock))
-        table.add_row(
+        columns.add_row(
             name,
             f"{result.losses[-1]:.6f}",
             "yes" if first_difference(result, stock) is None else "NO",
-            f"{peak / 2**20:.1f} MiB",
-            f"{peak / stock_peak:.2f}",
+            "yes" if first_other_norm(result, stock) is None else "NO",
+            f"{max(result.peak_activation_bytes) / 2**20:.1f}",
+            f"{peak_of_stock(result, stock):.2f}",
             f"{result.predicted_bubble_rate:.1%}",
             f"{result.seconds_per_iteration:.3f}",
         )
-    return table
+    return columns
 
 
 def _write_summary(results: Mapping[str, Result], path: Path) -> None:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
+from rich.console import Console
 
 from megatron_zb import quickstart, schedules
 from megatron_zb.quickstart import STOCK, QuickstartFailure, Result, check, read_result
@@ -24,18 +26,51 @@ ALMOST = 4.75 + 2**-21
 
 
 def test_equal_losses_that_fall_pass() -> None:
-    check({STOCK: GOOD, "v-half": replace(GOOD, peak_activation_bytes=[1, 1, 1, 1])})
+    check({STOCK: GOOD, "v-half": replace(GOOD, peak_activation_bytes=[1, 2, 3, 320])})
 
 
 def test_one_bit_in_one_iteration_fails() -> None:
     other = replace(GOOD, losses=[5.5, ALMOST, 3.25])
-    with pytest.raises(QuickstartFailure, match="v-half differs from stock first in iteration 2"):
-        check({STOCK: GOOD, "v-half": other})
+    with pytest.raises(QuickstartFailure, match="v-zb differs from stock first in iteration 2"):
+        check({STOCK: GOOD, "v-zb": other})
 
 
 def test_another_evaluation_fails() -> None:
-    with pytest.raises(QuickstartFailure, match="v-half differs from stock in the evaluation"):
-        check({STOCK: GOOD, "v-half": replace(GOOD, eval_loss=3.75)})
+    with pytest.raises(QuickstartFailure, match="v-zb differs from stock in the evaluation"):
+        check({STOCK: GOOD, "v-zb": replace(GOOD, eval_loss=3.75)})
+
+
+def test_a_norm_may_differ_by_rounding_alone() -> None:
+    check({STOCK: GOOD, "v-zb": replace(GOOD, grad_norms=[2.0, 1.5 * (1 + 5e-7), 1.0])})
+    for norm in (1.5 * (1 + 2e-6), float("nan")):
+        other = replace(GOOD, grad_norms=[2.0, norm, 1.0])
+        with pytest.raises(QuickstartFailure, match=r"v-zb .* in iteration 2: gradient norm"):
+            check({STOCK: GOOD, "v-zb": other})
+
+
+def test_more_memory_than_promised_fails() -> None:
+    other = replace(GOOD, peak_activation_bytes=[100, 400, 325, 200])
+    check({STOCK: GOOD, "v-zb": other})
+    with pytest.raises(QuickstartFailure, match=r"v-half held 1\.000 of .* more than 0\.8"):
+        check({STOCK: GOOD, "v-half": other})
+    with pytest.raises(QuickstartFailure, match=r"v-min held 0\.575"):
+        check({STOCK: GOOD, "v-min": replace(GOOD, peak_activation_bytes=[230, 1, 1, 1])})
+
+
+def test_the_table_is_readable_on_80_columns() -> None:
+    good = replace(GOOD, peak_activation_bytes=[2**30, 1, 1, 1], seconds_per_iteration=12.3456)
+    bad = replace(good, losses=[5.5, ALMOST, 3.25], grad_norms=[2.0, 1.5, 1.1])
+    console = Console(width=80, color_system=None)
+    with console.capture() as capture:
+        console.print(quickstart.table({STOCK: good, "v-half": bad}))
+    printed = capture.get()
+    assert max(map(len, printed.splitlines())) <= 80
+    assert "…" not in printed
+    for word in ("schedule", "final", "losses", "= stock", "norms", "MiB", "bubble", "iter."):
+        assert word in printed
+    (row,) = [line for line in printed.splitlines() if "v-half" in line]
+    cells = [cell.strip() for cell in row.strip("│").split("│")]
+    assert cells == ["v-half", "3.250000", "NO", "NO", "1024.0", "1.00", "25.0%", "12.346"]
 
 
 @pytest.mark.parametrize("last", [5.0, 6.0, float("nan")])
@@ -46,7 +81,7 @@ def test_a_loss_that_does_not_fall_fails(last: float) -> None:
 
 
 def test_a_log_is_read() -> None:
-    records = [
+    records: list[dict[str, Any]] = [
         *(
             {"iteration": i, "lm_loss": loss, "grad_norm": norm}
             for i, (loss, norm) in enumerate(zip(GOOD.losses, GOOD.grad_norms, strict=True))
