@@ -1,0 +1,297 @@
+"""Schedules as tables of torch.distributed.pipelining (CSV), and timelines as Chrome traces.
+
+The table is the *compute-only* one that torch's pipeline runtime loads and dumps: a row for each
+rank, a cell for each pass, ``<stage><letter><microbatch>``. Its letters are F, I for the input
+gradient (our B), W, and B for a full backward (our BW). Empty cells are idle steps.
+"""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+import re
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple, NoReturn
+
+from megatron_zb.errors import UsageError
+from megatron_zb.schedules.passes import Pass, PassKind
+from megatron_zb.schedules.placement import Placement, looped, wave
+from megatron_zb.schedules.schedule import InvalidSchedule, Schedule, walk
+from megatron_zb.schedules.simulator import Timeline
+
+_LETTER = {PassKind.F: "F", PassKind.B: "I", PassKind.W: "W", PassKind.BW: "B"}
+_KIND = {letter: kind for kind, letter in _LETTER.items()}
+_CELL = re.compile(r"([0-9]+)([FIWB])([0-9]+)")
+_COMMUNICATION = re.compile(r"[0-9]+(SEND|RECV)_[FB][0-9]+")
+
+# Far above what any cluster needs; a file beyond them is no schedule.
+_MOST_BYTES = 64 * 2**20
+_MOST_CELLS = 2_000_000
+_MOST_STAGES = 16_384
+_MOST_DIGITS = 7
+
+
+class _Cell(NamedTuple):
+    """A pass and its column in the table, counted from 1."""
+
+    work: Pass
+    column: int
+
+
+def to_csv(schedule: Schedule) -> str:
+    """The schedule as a compute-only table.
+
+    Raises:
+        UsageError: a forward-only schedule: a table is for training.
+    """
+    if schedule.forward_only:
+        raise UsageError(f"{schedule.name} has forward passes alone: a table is for training")
+    out = io.StringIO()
+    csv.writer(out, lineterminator="\n").writerows(map(_cell_text, rank) for rank in schedule.ranks)
+    return out.getvalue()
+
+
+def _cell_text(p: Pass) -> str:
+    return f"{p.stage}{_LETTER[p.kind]}{p.microbatch}"
+
+
+def write_csv(schedule: Schedule, path: Path) -> None:
+    """Write :func:`to_csv` into a file.
+
+    Raises:
+        UsageError: the file cannot be written, or see :func:`to_csv`.
+    """
+    write_text(path, to_csv(schedule))
+
+
+def write_text(path: Path, text: str) -> None:
+    """Write a file, in a new folder if need be.
+
+    Raises:
+        UsageError: it cannot be written.
+    """
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text, encoding="utf-8", newline="")
+    except OSError as error:
+        raise UsageError(f"cannot write '{path}': {error.strerror}") from error
+
+
+def from_csv(source: str | Path, *, name: str | None = None) -> Schedule:
+    """Read a compute-only table, from a text (str) or a file (Path), and validate it.
+
+    The rank of a stage is the row that runs it; every row must run equally many stages. The name
+    is that of the file when left out.
+
+    Raises:
+        UsageError: the file cannot be read, or the table breaks a rule (InvalidSchedule); the
+            message names the rule and, where one cell is to blame, its row and column.
+    """
+    if isinstance(source, Path):
+        text, name = _read(source), name or source.name
+    else:
+        text, name = source, name or "table"
+    rows = _cells(name, text)
+    placement = _infer_placement(name, rows)
+    num_microbatches = 1 + max(cell.work.microbatch for row in rows for cell in row)
+    ranks = tuple(tuple(cell.work for cell in row) for row in rows)
+    schedule = Schedule(name, placement, num_microbatches, ranks)
+    try:
+        return schedule.validate()
+    except InvalidSchedule as error:
+        _point_at_cell(schedule, rows, error)
+
+
+def _read(path: Path) -> str:
+    try:
+        if path.stat().st_size > _MOST_BYTES:
+            raise UsageError(
+                f"cannot read '{path}': it is larger than {_MOST_BYTES >> 20} MiB, "
+                "the most that a table may have"
+            )
+        return path.read_bytes().decode("utf-8-sig")
+    except OSError as error:
+        raise UsageError(f"cannot read '{path}': {error.strerror}") from error
+    except UnicodeDecodeError as error:
+        raise UsageError(f"cannot read '{path}': it is no text in UTF-8") from error
+
+
+def _cells(name: str, text: str) -> list[list[_Cell]]:
+    """The passes of every row; empty lines at the end of the text are no rows."""
+    rows: list[list[_Cell]] = []
+    left = _MOST_CELLS
+    for row, texts in _split(name, text):
+        left -= len(texts)
+        if left < 0:
+            raise UsageError(f"{name}: row {row}: a table may have {_MOST_CELLS:,} cells at most")
+        rows.append(
+            [
+                _Cell(_parse(name, row, column, cell.strip()), column)
+                for column, cell in enumerate(texts, start=1)
+                if cell.strip()
+            ]
+        )
+    while rows and not rows[-1]:
+        rows.pop()
+    if not rows:
+        raise InvalidSchedule(f"{name}: rule 'completeness': the table has no passes")
+    return rows
+
+
+def _split(name: str, text: str) -> Iterator[tuple[int, list[str]]]:
+    try:
+        yield from enumerate(csv.reader(io.StringIO(text, newline="")), start=1)
+    except csv.Error as error:
+        raise UsageError(f"{name}: the text is no CSV: {error}") from error
+
+
+def _parse(name: str, row: int, column: int, text: str) -> Pass:
+    shown = repr(text if len(text) <= 24 else text[:21] + "...")
+    where = f"{name}: row {row}, column {column}"
+    match = _CELL.fullmatch(text)
+    if match is None:
+        if _COMMUNICATION.fullmatch(text):
+            raise UsageError(f"{where}: {shown} is a message: give the compute-only table")
+        raise UsageError(
+            f"{where}: {shown} is no pass: write stage, F, I, W or B, and microbatch, such as 2F0"
+        )
+    stage, letter, microbatch = match.groups()
+    if max(len(stage), len(microbatch)) > _MOST_DIGITS:
+        raise UsageError(f"{where}: {shown} has a number of more than {_MOST_DIGITS} digits")
+    return Pass(_KIND[letter], int(stage), int(microbatch))
+
+
+def _infer_placement(name: str, rows: Sequence[Sequence[_Cell]]) -> Placement:
+    if len(rows) < 2:
+        raise InvalidSchedule(
+            f"{name}: rule 'placement': the table has one row: a pipeline has a row for each of "
+            "its 2 or more ranks"
+        )
+    rank_of: dict[int, int] = {}
+    for rank, row in enumerate(rows):
+        for work, column in row:
+            if rank_of.setdefault(work.stage, rank) != rank:
+                raise InvalidSchedule(
+                    f"{name}: row {rank + 1}, column {column}, pass {_cell_text(work)}: rule "
+                    f"'placement': stage {work.stage} lives on row {rank_of[work.stage] + 1}"
+                )
+    stages = len(rank_of)
+    missing = next(s for s in range(stages + 1) if s not in rank_of)
+    if missing < stages:
+        raise InvalidSchedule(
+            f"{name}: rule 'completeness': no row runs stage {missing}, but stage {max(rank_of)} "
+            "is there"
+        )
+    if stages > _MOST_STAGES:
+        raise UsageError(f"{name}: {stages} stages: a table may have {_MOST_STAGES} at most")
+    return _placement(name, len(rows), tuple(rank_of[stage] for stage in range(stages)))
+
+
+def _placement(name: str, pipeline_size: int, rank_of: tuple[int, ...]) -> Placement:
+    counts = Counter(rank_of)
+    fewest, *_, most = sorted(range(pipeline_size), key=lambda rank: counts[rank])
+    if counts[fewest] != counts[most]:
+        raise InvalidSchedule(
+            f"{name}: row {fewest + 1}: rule 'placement': it runs {counts[fewest]} stages and row "
+            f"{most + 1} runs {counts[most]}: every row must run equally many"
+        )
+    chunks = counts[most]
+    for known in (looped(pipeline_size, chunks), wave(pipeline_size, chunks)):
+        if known.rank_of == rank_of:
+            return known
+    return Placement("custom", pipeline_size, rank_of)
+
+
+def _point_at_cell(
+    schedule: Schedule, rows: Sequence[Sequence[_Cell]], error: InvalidSchedule
+) -> NoReturn:
+    """Tell the place in the words of the table, which counts from 1 and has idle cells."""
+    stuck = re.search(r"rank (\d+), position (\d+)", str(error))
+    if stuck is not None:
+        rank, position = map(int, stuck.groups())
+    elif blocked := _blocked(schedule, error):
+        rank, position = blocked
+    else:
+        raise error
+    work, column = rows[rank][position]
+    raise InvalidSchedule(
+        f"{schedule.name}: row {rank + 1}, column {column}, '{_cell_text(work)}': {error}"
+    ) from error
+
+
+def _blocked(schedule: Schedule, error: InvalidSchedule) -> tuple[int, int] | None:
+    if "rule 'progress'" not in str(error):
+        return None
+    return next(iter(walk(schedule, lambda rank, position, p: None)), None)
+
+
+# Names from the fixed palette of the trace viewers.
+_TRACE_COLOUR = {
+    PassKind.F: "rail_response",
+    PassKind.B: "bad",
+    PassKind.W: "good",
+    PassKind.BW: "terrible",
+}
+
+
+def to_chrome_trace(timeline: Timeline) -> str:
+    """A timeline in the Trace Event Format: open it in Perfetto or chrome://tracing.
+
+    One process, a thread and a memory counter for every rank; times are microseconds, memory is in
+    the unit of the costs.
+    """
+    events: list[dict[str, Any]] = [
+        {"ph": "M", "pid": 0, "name": "process_name", "args": {"name": timeline.schedule.name}}
+    ]
+    for rank in range(len(timeline.schedule.ranks)):
+        events += _thread_names(rank)
+        events += _pass_events(timeline, rank)
+        events += _memory_events(timeline, rank)
+    return json.dumps({"displayTimeUnit": "ms", "traceEvents": events}, allow_nan=False)
+
+
+def _thread_names(rank: int) -> list[dict[str, Any]]:
+    thread = {"ph": "M", "pid": 0, "tid": rank}
+    return [
+        {**thread, "name": "thread_name", "args": {"name": f"rank {rank}"}},
+        {**thread, "name": "thread_sort_index", "args": {"sort_index": rank}},
+    ]
+
+
+def _pass_events(timeline: Timeline, rank: int) -> Iterator[dict[str, Any]]:
+    placement = timeline.schedule.placement
+    times = zip(timeline.start[rank], timeline.end[rank], strict=True)
+    for p, (start, end) in zip(timeline.schedule.ranks[rank], times, strict=True):
+        yield {
+            "ph": "X",
+            "pid": 0,
+            "tid": rank,
+            "name": str(p),
+            "cat": p.kind.value,
+            "cname": _TRACE_COLOUR[p.kind],
+            "ts": start * 1e6,
+            "dur": (end - start) * 1e6,
+            "args": {
+                "stage": p.stage,
+                "chunk": placement.chunk_of(p.stage),
+                "microbatch": p.microbatch,
+            },
+        }
+
+
+def _memory_events(timeline: Timeline, rank: int) -> Iterator[dict[str, Any]]:
+    """What a rank holds, from the start of each pass and after its last one."""
+    if not timeline.start[rank]:
+        return
+    times = (*timeline.start[rank], timeline.end[rank][-1])
+    for time, held in zip(times, (*timeline.memory_curve(rank), 0.0), strict=True):
+        yield {
+            "ph": "C",
+            "pid": 0,
+            "name": f"activation memory, rank {rank}",
+            "ts": time * 1e6,
+            "args": {"held": held},
+        }
