@@ -9,6 +9,7 @@ from pathlib import Path
 
 from megatron_zb import __version__, schedules
 from megatron_zb.errors import UsageError
+from megatron_zb.schedules import interchange
 
 SHOW_HELP = """\
 Draw a schedule: a row for each pipeline rank, a bar for each pass, the number of its microbatch in
@@ -19,6 +20,19 @@ examples:
   megatron-zb show v-min --pipeline-size 8 --num-microbatches 16 --output v-min.png
   megatron-zb show v-half --pipeline-size 4 --num-microbatches 8 --forward 1 --backward 1.2 \\
       --weight 0.9 --p2p 0.05
+  megatron-zb show --csv table.csv
+
+schedules: """
+
+EXPORT_HELP = """\
+Write a schedule into a file: as csv, the compute-only table that the pipeline runtime of
+torch.distributed.pipelining loads (a row for each rank), or as chrome-trace, its timeline at the
+given costs, to be opened in Perfetto (ui.perfetto.dev) or chrome://tracing.
+
+examples:
+  megatron-zb export v-half --pipeline-size 4 --num-microbatches 8 --format csv --output v-half.csv
+  megatron-zb export v-min --pipeline-size 8 --num-microbatches 16 --forward 0.010 \\
+      --backward 0.012 --weight 0.009 --format chrome-trace --output v-min.json
 
 schedules: """
 
@@ -32,6 +46,7 @@ def parser() -> argparse.ArgumentParser:
     top.add_argument("--version", action="version", version=f"megatron-zb {__version__}")
     commands = top.add_subparsers(title="commands", metavar="COMMAND", required=True)
     _add_show(commands)
+    _add_export(commands)
     return top
 
 
@@ -43,19 +58,41 @@ def _add_show(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> 
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     show.set_defaults(command=_show)
-    show.add_argument("name", metavar="NAME", help="the schedule, such as v-half")
+    _add_schedule(show)
     show.add_argument(
-        "--pipeline-size", "-p", type=positive, required=True, metavar="P", help="pipeline ranks"
+        "--output", "-o", type=Path, metavar="FILE", help="write FILE.png or FILE.svg instead"
     )
-    show.add_argument(
-        "--num-microbatches",
-        "-m",
-        type=positive,
-        required=True,
-        metavar="M",
-        help="microbatches per iteration",
+
+
+def _add_export(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    export = commands.add_parser(
+        "export",
+        help="write a schedule for torch.distributed.pipelining or a trace viewer",
+        description=EXPORT_HELP + ", ".join(schedules.names()),
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    costs = show.add_argument_group("time of one microbatch on one rank, in any unit")
+    export.set_defaults(command=_export)
+    _add_schedule(export)
+    export.add_argument(
+        "--format", choices=("csv", "chrome-trace"), required=True, help="what to write"
+    )
+    export.add_argument("--output", "-o", type=Path, required=True, metavar="FILE")
+
+
+def _add_schedule(command: argparse.ArgumentParser) -> None:
+    """The arguments that say which schedule, at which costs."""
+    command.add_argument("name", metavar="NAME", nargs="?", help="the schedule, such as v-half")
+    command.add_argument("--pipeline-size", "-p", type=positive, metavar="P", help="pipeline ranks")
+    command.add_argument(
+        "--num-microbatches", "-m", type=positive, metavar="M", help="microbatches per iteration"
+    )
+    command.add_argument(
+        "--csv",
+        type=Path,
+        metavar="FILE",
+        help="a compute-only table of torch.distributed.pipelining, in place of NAME and its sizes",
+    )
+    costs = command.add_argument_group("time of one microbatch on one rank, in any unit")
     for name, what in (
         ("forward", "forward pass"),
         ("backward", "input gradient"),
@@ -66,9 +103,6 @@ def _add_show(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> 
         )
     costs.add_argument(
         "--p2p", type=float, default=0.0, metavar="T", help="a transfer between ranks (default 0)"
-    )
-    show.add_argument(
-        "--output", "-o", type=Path, metavar="FILE", help="write FILE.png or FILE.svg instead"
     )
 
 
@@ -94,14 +128,24 @@ def _show(arguments: argparse.Namespace) -> None:
     print_schedule(timeline, Console())
 
 
+def _export(arguments: argparse.Namespace) -> None:
+    timeline = _timeline(arguments)
+    if arguments.format == "csv":
+        interchange.write_csv(timeline.schedule, arguments.output)
+    else:
+        interchange.write_text(arguments.output, interchange.to_chrome_trace(timeline))
+    print(arguments.output)
+
+
 def _timeline(arguments: argparse.Namespace) -> schedules.Timeline:
-    costs = schedules.Costs.uniform(
-        pipeline_size=arguments.pipeline_size,
-        forward=arguments.forward,
-        backward=arguments.backward,
-        weight=arguments.weight,
-        p2p=arguments.p2p,
-    )
+    if arguments.csv is not None:
+        table = _table(arguments)
+        return schedules.simulate(table, _costs(arguments, table.placement.pipeline_size))
+    if arguments.name is None:
+        raise UsageError("no schedule was asked for: give NAME, such as v-half, or --csv FILE")
+    if arguments.pipeline_size is None or arguments.num_microbatches is None:
+        raise UsageError(f"{arguments.name} needs --pipeline-size P and --num-microbatches M")
+    costs = _costs(arguments, arguments.pipeline_size)
     schedule = schedules.build(
         arguments.name,
         pipeline_size=arguments.pipeline_size,
@@ -109,6 +153,24 @@ def _timeline(arguments: argparse.Namespace) -> schedules.Timeline:
         costs=costs,
     )
     return schedules.simulate(schedule, costs)
+
+
+def _table(arguments: argparse.Namespace) -> schedules.Schedule:
+    if arguments.name is not None:
+        raise UsageError(f"give either {arguments.name} or --csv FILE: two schedules were named")
+    if arguments.pipeline_size is not None or arguments.num_microbatches is not None:
+        raise UsageError("--csv FILE has its own sizes: leave the sizes out")
+    return interchange.from_csv(arguments.csv)
+
+
+def _costs(arguments: argparse.Namespace, pipeline_size: int) -> schedules.Costs:
+    return schedules.Costs.uniform(
+        pipeline_size=pipeline_size,
+        forward=arguments.forward,
+        backward=arguments.backward,
+        weight=arguments.weight,
+        p2p=arguments.p2p,
+    )
 
 
 def main(argv: Sequence[str] | None = None) -> int:
