@@ -1,0 +1,405 @@
+"""Training as a user runs it: torchrun, the command line, logs, checkpoints and mistakes."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megatron_zb.errors import UsageError
+from megatron_zb.training import arguments as training_arguments
+
+Flags = Mapping[str, Any]
+Record = dict[str, Any]
+
+ROOT = Path(__file__).resolve().parents[1]
+ENTRY = ("-m", "megatron_zb.pretrain_gpt")
+# A mistake must end the ranks long before a process group's timeout would.
+SECONDS_TO_REPORT = 30.0
+SECONDS_TO_TRAIN = 120.0
+
+ITERATIONS = 6
+SAVED = 3
+TRAINING: Flags = {
+    "--cpu": True,
+    "--pipeline-model-parallel-size": 2,
+    "--num-layers": 4,
+    "--hidden-size": 32,
+    "--num-attention-heads": 4,
+    "--seq-length": 32,
+    "--micro-batch-size": 1,
+    "--global-batch-size": 5,
+    "--train-iters": ITERATIONS,
+    "--lr": 1e-2,
+    "--clip-grad": 0,
+    "--eval-interval": 2,
+    "--eval-iters": 2,
+    "--split": "90,10,0",
+}
+
+# Every rank reports what of this package it has imported, and what in Megatron comes from it, but
+# for the functions that --cpu redirects.
+REPORT = """
+import json, os, sys
+from megatron_zb.training.launch import launch
+
+def ours(thing):
+    home = getattr(thing, "__module__", None) or ""
+    return home.startswith("megatron_zb") and home != "megatron_zb.megatron.cpu"
+
+def names_from_this_package():
+    for module_name, module in list(sys.modules.items()):
+        if module_name.startswith("megatron.core"):
+            for name, value in list(vars(module).items()):
+                if ours(value):
+                    yield f"{module_name}.{name}"
+                if isinstance(value, type):
+                    for attribute, member in list(vars(value).items()):
+                        if ours(member):
+                            yield f"{module_name}.{name}.{attribute}"
+
+try:
+    launch(sys.argv[2:])
+except SystemExit as end:
+    report = {
+        "imported": sorted(name for name in sys.modules if name.startswith("megatron_zb.")),
+        "in_megatron": sorted(names_from_this_package()),
+    }
+    with open(f"{sys.argv[1]}.{os.environ['RANK']}", "w") as file:
+        json.dump(report, file)
+    sys.exit(end.code)
+"""
+
+# Rank r gets the r-th of the lists of arguments that come first.
+DIFFERENT_ARGUMENTS = """
+import json, os, sys
+own = json.loads(sys.argv[1])[int(os.environ["RANK"])]
+sys.argv[1:] = [*sys.argv[2:], *own]
+from megatron_zb.pretrain_gpt import main
+main()
+"""
+
+
+@dataclass(frozen=True)
+class Ended:
+    """A process that has ended, and what it printed."""
+
+    code: int
+    stdout: str
+    stderr: str
+    seconds: float
+
+
+@dataclass(frozen=True)
+class Run:
+    """The log of a run that went well."""
+
+    records: list[Record]
+
+    def by_iteration(self, key: str, after: int = 0) -> dict[int, float]:
+        """Values of the iterations that have one, such as `lm_loss` or `eval_loss`."""
+        found = {record["iteration"]: record[key] for record in self.records if key in record}
+        return {iteration: value for iteration, value in found.items() if iteration > after}
+
+    @property
+    def peaks(self) -> list[int]:
+        peaks: list[int] = self.records[-1]["peak_activation_bytes"]
+        return peaks
+
+
+def written(flags: Flags) -> list[str]:
+    """A command line; a flag that is None is left out, one that is True has no value."""
+    words: list[str] = []
+    for flag, value in flags.items():
+        if value is not None:
+            words += [flag] if value is True else [flag, str(value)]
+    return words
+
+
+def end_of(command: Sequence[str], timeout: float) -> Ended:
+    """Run a command to its end; one that does not end is killed with all its ranks."""
+    start = time.monotonic()
+    process = subprocess.Popen(
+        command,
+        cwd=ROOT,
+        env={**os.environ, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"},
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+    try:
+        stdout, stderr = process.communicate(timeout=timeout)
+    except subprocess.TimeoutExpired:
+        _kill_group(process)
+        stdout, stderr = process.communicate()
+        pytest.fail(f"did not end in {timeout:g} s:\n{stdout}\n{stderr}")
+    return Ended(process.returncode, stdout, stderr, time.monotonic() - start)
+
+
+def _kill_group(process: subprocess.Popen[str]) -> None:
+    # torchrun gives every rank a session of its own, and ends them all when it is asked to end.
+    process.terminate()
+    with suppress(subprocess.TimeoutExpired):
+        process.wait(timeout=40)
+    with suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+
+
+def torchrun(ranks: int, *program: str) -> list[str]:
+    """The command that starts a program on that many ranks."""
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    return [*launcher, "--nproc-per-node", str(ranks), *program]
+
+
+def script(folder: Path, source: str) -> str:
+    path = folder / "script.py"
+    path.write_text(source, encoding="utf-8")
+    return str(path)
+
+
+def trained(folder: Path, flags: Flags, *, program: Sequence[str] = ENTRY) -> Run:
+    """Train on torchrun's ranks with `flags` in place of TRAINING's, and read the log."""
+    log = folder / f"{len(list(folder.iterdir()))}.jsonl"
+    flags = {**TRAINING, "--log-file": log, **flags}
+    ranks = flags["--pipeline-model-parallel-size"]
+    ended = end_of(torchrun(ranks, *program, *written(flags)), SECONDS_TO_TRAIN)
+    assert ended.code == 0, ended.stderr
+    return Run([json.loads(line) for line in log.read_text(encoding="utf-8").splitlines()])
+
+
+def checkpoint_of(run_folder: Path, iteration: int, folder: Path) -> Path:
+    """A directory to load from that ends with an earlier checkpoint of a run."""
+    name = f"iter_{iteration:07d}"
+    shutil.copytree(run_folder / name, folder / name)
+    (folder / "latest_checkpointed_iteration.txt").write_text(f"{iteration}\n")
+    return folder
+
+
+@pytest.fixture(scope="session")
+def corpus(tmp_path_factory: pytest.TempPathFactory) -> str:
+    prefix = tmp_path_factory.mktemp("corpus") / "text"
+    prepare = [sys.executable, str(ROOT / "scripts/prepare_text.py"), "--max-bytes", "400000"]
+    ended = end_of([*prepare, "--output-prefix", str(prefix)], SECONDS_TO_TRAIN)
+    assert ended.code == 0, ended.stderr
+    return str(prefix)
+
+
+Whole = Callable[[str | None], tuple[Run, Path]]
+
+
+@pytest.fixture(scope="module")
+def whole(corpus: str, tmp_path_factory: pytest.TempPathFactory) -> Whole:
+    """An uninterrupted run of a schedule, measured, and where its checkpoints are."""
+    done: dict[str | None, tuple[Run, Path]] = {}
+
+    def run(schedule: str | None) -> tuple[Run, Path]:
+        if schedule not in done:
+            folder = tmp_path_factory.mktemp(schedule or "stock")
+            flags = {
+                "--pipeline-schedule": schedule,
+                "--data-path": corpus,
+                "--measure-activation-memory": True,
+                "--save": folder / "checkpoints",
+                "--save-interval": SAVED,
+            }
+            done[schedule] = trained(folder, flags), folder / "checkpoints"
+        return done[schedule]
+
+    return run
+
+
+def test_losses_are_stocks_while_memory_is_measured(whole: Whole) -> None:
+    (stock, _), (ours, _) = whole(None), whole("v-half")
+    assert list(stock.by_iteration("lm_loss")) == list(range(1, ITERATIONS + 1))
+    assert list(stock.by_iteration("eval_loss")) == [2, 4, 6]
+    for key in ("lm_loss", "eval_loss"):
+        assert ours.by_iteration(key) == stock.by_iteration(key)
+    assert ours.by_iteration("grad_norm") == pytest.approx(
+        stock.by_iteration("grad_norm"), rel=1e-6, abs=0
+    )
+    losses = stock.by_iteration("lm_loss")
+    assert losses[ITERATIONS] < losses[1] - 0.3, "a model that does not learn proves little"
+    assert all(peak > 0 for peak in (*stock.peaks, *ours.peaks))
+
+
+@pytest.mark.parametrize(
+    ("before", "after"), [("v-half", "v-half"), (None, "v-half"), ("v-half", None)]
+)
+def test_training_continues_from_a_checkpoint(
+    before: str | None, after: str | None, whole: Whole, corpus: str, tmp_path: Path
+) -> None:
+    """Bit-identical under the same schedule; equal losses where the schedule changes."""
+    uninterrupted, checkpoints = whole(before)
+    load = checkpoint_of(checkpoints, SAVED, tmp_path / "load")
+    flags = {"--pipeline-schedule": after, "--data-path": corpus, "--load": load}
+    continued = trained(tmp_path, flags)
+    assert list(continued.by_iteration("lm_loss")) == list(range(SAVED + 1, ITERATIONS + 1))
+    for key in ("lm_loss", "eval_loss"):
+        assert continued.by_iteration(key) == uninterrupted.by_iteration(key, after=SAVED)
+    norms = uninterrupted.by_iteration("grad_norm", after=SAVED)
+    tolerance = 0 if before == after else 1e-6
+    assert continued.by_iteration("grad_norm") == pytest.approx(norms, rel=tolerance, abs=0)
+
+
+def test_without_the_flag_megatron_is_as_it_was(corpus: str, tmp_path: Path) -> None:
+    """Nothing that carries out schedules is imported, and nothing in Megatron is replaced."""
+    report = tmp_path / "report"
+    flags = {"--data-path": corpus, "--train-iters": 2}
+    trained(tmp_path, flags, program=(script(tmp_path, REPORT), str(report)))
+    for rank in range(2):
+        found = json.loads(report.with_name(f"report.{rank}").read_text())
+        assert "megatron_zb.training.loop" in found["imported"]
+        assert [
+            name
+            for name in found["imported"]
+            if re.match(r"megatron_zb\.(runtime|megatron)\.", name)
+        ] == ["megatron_zb.megatron.cpu", "megatron_zb.megatron.initialisation"]
+        assert found["in_megatron"] == []
+
+
+def test_v_schedules_hold_fewer_activations(corpus: str, tmp_path: Path) -> None:
+    """The shapes of the quickstart, a quarter of its width."""
+    flags = {
+        "--pipeline-model-parallel-size": 4,
+        "--num-layers": 8,
+        "--hidden-size": 64,
+        "--num-attention-heads": 8,
+        "--seq-length": 96,
+        "--micro-batch-size": 2,
+        "--global-batch-size": 16,
+        "--train-iters": 2,
+        "--eval-iters": 0,
+        "--data-path": corpus,
+        "--measure-activation-memory": True,
+    }
+    stock, half, least = (
+        trained(tmp_path, {**flags, "--pipeline-schedule": schedule})
+        for schedule in (None, "v-half", "v-min")
+    )
+    assert max(least.peaks) < max(half.peaks) < max(stock.peaks)
+    assert stock.by_iteration("lm_loss") == half.by_iteration("lm_loss")
+    assert stock.by_iteration("lm_loss") == least.by_iteration("lm_loss")
+
+
+def check_report(ended: Ended, *parts: str) -> None:
+    """One sentence on stderr that has all the parts, and no traceback through this package."""
+    said = [line for line in ended.stderr.splitlines() if line.startswith("megatron_zb: error: ")]
+    assert len(said) == 1, ended.stderr
+    for part in parts:
+        assert part in said[0]
+    assert ended.code != 0
+    # torchrun adds a traceback of its own when ranks have failed.
+    assert not re.search(r'File ".*/megatron(_zb)?/', ended.stderr), ended.stderr
+
+
+@pytest.mark.parametrize(
+    ("flags", "parts"),
+    [
+        (
+            {"--pipeline-schedule": "v-halv"},
+            ["unknown pipeline schedule 'v-halv'", "did you mean v-half"],
+        ),
+        (
+            {"--pipeline-schedule": "v-half"},
+            ["--pipeline-schedule v-half needs a pipeline", "of 2 or more"],
+        ),
+        ({"--pipeline-scheduel": "v-half"}, ["did you mean --pipeline-schedule?"]),
+        (
+            {"--data-path": "/no/text", "--pipeline-schedule": None},
+            ["there is no file /no/text.bin", "scripts/prepare_text.py"],
+        ),
+    ],
+)
+def test_a_mistake_is_one_sentence(flags: Flags, parts: list[str], corpus: str) -> None:
+    one_rank = {**TRAINING, "--pipeline-model-parallel-size": 1, "--data-path": corpus}
+    ended = end_of([sys.executable, *ENTRY, *written({**one_rank, **flags})], SECONDS_TO_REPORT)
+    check_report(ended, *parts)
+    assert ended.code == 2
+    assert ended.stderr.count("\n") == 1
+    assert ended.stdout == ""
+
+
+def test_layers_that_cannot_be_placed(corpus: str) -> None:
+    flags = {"--num-layers": 6, "--pipeline-schedule": "v-half", "--data-path": corpus}
+    command = torchrun(2, *ENTRY, *written({**TRAINING, **flags}))
+    check_report(
+        end_of(command, SECONDS_TO_REPORT),
+        "6 layers cannot be placed evenly on 4 stages",
+        "give 4 or 8 layers",
+    )
+
+
+@pytest.mark.parametrize(
+    ("own", "parts"),
+    [
+        (
+            [["--pipeline-schedule", "v-half"], ["--pipeline-schedule", "v-min"]],
+            [
+                "started with different arguments: --pipeline-schedule v-half on rank 0",
+                "but --pipeline-schedule v-min on rank 1; start every rank with the same",
+            ],
+        ),
+        (
+            [["--pipeline-schedule", "v-half"], []],
+            ["--pipeline-schedule v-half on rank 0, but no --pipeline-schedule on rank 1"],
+        ),
+        (
+            [["--pipeline-schedule", "v-half"], ["--pipeline-schedule", "v-halv"]],
+            ["on rank 1: unknown pipeline schedule 'v-halv'"],
+        ),
+    ],
+    ids=["another", "none", "unknown"],
+)
+def test_ranks_with_different_schedules_end(
+    own: list[list[str]], parts: list[str], corpus: str, tmp_path: Path
+) -> None:
+    flags = written({**TRAINING, "--data-path": corpus})
+    program = [script(tmp_path, DIFFERENT_ARGUMENTS), json.dumps(own), *flags]
+    check_report(end_of(torchrun(2, *program), SECONDS_TO_REPORT), *parts)
+
+
+@pytest.mark.parametrize(
+    ("flags", "sentence"),
+    [
+        ({"--pipeline-model-parallel-size": 3}, "2 ranks were started, .* multiple of 3 ranks"),
+        ({"--global-batch-size": 7, "--micro-batch-size": 2}, "7 is not a multiple .* 6 or 8"),
+        ({"--num-layers": 5}, "5 cannot be placed evenly on 2 pipeline ranks: 4 or 6 can"),
+        ({"--hidden-size": 30}, "--hidden-size 30 is not a multiple .* 4: 28 or 32 would be"),
+        ({"--num-layers": 0}, "--num-layers is 0: it must be greater than 0"),
+        ({"--lr": -1}, "--lr is -1.0: it must be 0 or greater"),
+        ({"--min-lr": 1}, "--min-lr 1.0 is above --lr 0.01"),
+        ({"--bf16": True, "--fp16": True}, "--bf16 and --fp16 exclude each other"),
+        ({"--loss-scale": 8}, "--loss-scale is for --fp16"),
+        ({"--pipeline-memory-limit": 0.5}, "--pipeline-memory-limit needs --pipeline-schedule"),
+        ({"--pipeline-layer-layout": "Et|ttt|L"}, "has 3 stages, but .* write 2 stages"),
+        ({"--split": "a,b"}, "--split 'a,b' is not understood"),
+        ({"--split": "1"}, "--eval-iters 2 needs documents to evaluate on"),
+        ({"--save-interval": 2}, "--save-interval needs --save"),
+        ({"--load": "/no/checkpoint"}, "--load /no/checkpoint: there is no checkpoint"),
+        ({"--log-file": "/dev/null/log"}, "--log-file /dev/null/log: /dev/null is not a directory"),
+        ({"--recompute-num-layers": 1}, "--recompute-num-layers needs --recompute-granularity"),
+        ({"--num-query-groups": 2}, "--group-query-attention and --num-query-groups"),
+        ({"--transformer-impl": "transformer_engine"}, "needs a GPU: leave out --cpu"),
+        ({"--train-iters": "many"}, "argument --train-iters: invalid int value: 'many'"),
+        ({"--num-layers": None}, "required: --num-layers"),
+        ({"--max-position-embeddings": 16}, "16 is too few for --seq-length 32"),
+    ],
+)
+def test_arguments_that_do_not_fit_are_refused(flags: Flags, sentence: str, corpus: str) -> None:
+    argv = written({**TRAINING, "--data-path": corpus, **flags})
+    with pytest.raises(UsageError, match=sentence):
+        training_arguments.parse(argv, world_size=2)
