@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
 import sys
 import sysconfig
@@ -142,7 +143,8 @@ def _write(prefix: Path, files: Sequence[Path], max_bytes: int) -> None:
         raise UsageError(f"--output-prefix {prefix} cannot be written: {error.strerror}") from error
     finally:
         for path in unfinished.values():
-            path.unlink(missing_ok=True)
+            with contextlib.suppress(OSError):  # it was never there
+                path.unlink()
     print(f"{prefix}.bin and {prefix}.idx: {documents} documents, {tokens} tokens, vocabulary 257")
 
 
