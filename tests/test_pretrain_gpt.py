@@ -380,6 +380,7 @@ def test_ranks_with_different_schedules_end(
         ({"--num-layers": 5}, "5 cannot be placed evenly on 2 pipeline ranks: 4 or 6 can"),
         ({"--hidden-size": 30}, "--hidden-size 30 is not a multiple .* 4: 28 or 32 would be"),
         ({"--num-layers": 0}, "--num-layers is 0: it must be greater than 0"),
+        ({"--ffn-hidden-size": 0}, "--ffn-hidden-size is 0: it must be greater than 0"),
         ({"--lr": -1}, "--lr is -1.0: it must be 0 or greater"),
         ({"--min-lr": 1}, "--min-lr 1.0 is above --lr 0.01"),
         ({"--bf16": True, "--fp16": True}, "--bf16 and --fp16 exclude each other"),

@@ -1,4 +1,4 @@
-"""The command line of `megatron_zb.pretrain_gpt`: Megatron's names, checked before anything starts.
+"""The arguments of `megatron_zb.pretrain_gpt`, checked before anything starts.
 
 Nothing here imports torch or Megatron, so that a mistake is reported at once.
 """
@@ -6,48 +6,16 @@ Nothing here imports torch or Megatron, so that a mistake is reported at once.
 from __future__ import annotations
 
 import argparse
-import difflib
 import os
-import re
 from collections.abc import Sequence
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 from megatron_zb.errors import UsageError
 from megatron_zb.schedules import catalog
 from megatron_zb.training.checkpoint_directory import latest_checkpoint
-
-_DESCRIPTION = """\
-Train a GPT model with megatron-core, with one of this package's pipeline schedules or with
-Megatron's own. The arguments have the names they have in Megatron-LM.
-
-  torchrun --nproc-per-node 4 -m megatron_zb.pretrain_gpt --cpu \\
-      --pipeline-model-parallel-size 4 --pipeline-schedule v-half \\
-      --num-layers 8 --hidden-size 128 --num-attention-heads 4 --seq-length 128 \\
-      --micro-batch-size 1 --global-batch-size 8 --train-iters 30 --lr 3e-3 \\
-      --data-path data/corpus_text
-
-scripts/prepare_text.py turns text files into what --data-path reads.
-"""
-
-
-class _Parser(argparse.ArgumentParser):
-    """Reports a mistake as the UsageError that every other mistake is."""
-
-    def error(self, message: str) -> NoReturn:
-        raise UsageError(_with_nearest_flag(message, sorted(self._option_string_actions)))
-
-
-def _with_nearest_flag(message: str, known: Sequence[str]) -> str:
-    """argparse's message as one sentence; an unknown flag gets the flag that was probably meant."""
-    unknown = re.match(r"unrecognized arguments: (\S+)", message)
-    if unknown is None:
-        return message
-    flag = unknown.group(1)
-    near = difflib.get_close_matches(flag, known, n=1)
-    hint = f"did you mean {near[0]}?" if near else "--help lists what there is"
-    return f"unknown argument '{flag}': {hint}"
+from megatron_zb.training.flags import parser
 
 
 def parse(argv: Sequence[str], world_size: int) -> argparse.Namespace:
@@ -60,7 +28,7 @@ def parse(argv: Sequence[str], world_size: int) -> argparse.Namespace:
     Raises:
         UsageError: something is missing, contradictory or does not fit the number of ranks.
     """
-    args = _parser().parse_args(argv)
+    args = parser().parse_args(argv)
     _fill_in(args)
     for check in (
         _check_positive,
@@ -76,277 +44,9 @@ def parse(argv: Sequence[str], world_size: int) -> argparse.Namespace:
     return args
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = _Parser(
-        prog="python -m megatron_zb.pretrain_gpt",
-        description=_DESCRIPTION,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
-    for add in (
-        _add_pipeline,
-        _add_model,
-        _add_training,
-        _add_precision,
-        _add_data,
-        _add_parallel,
-        _add_recompute,
-        _add_checkpoint,
-        _add_log,
-    ):
-        add(parser)
-    return parser
-
-
-def _add_pipeline(parser: argparse.ArgumentParser) -> None:
-    group = parser.add_argument_group("pipeline schedule")
-    group.add_argument(
-        "--pipeline-schedule",
-        metavar="NAME",
-        help=f"{', '.join(catalog.names())}; without it, Megatron's own 1F1B runs, untouched",
-    )
-    group.add_argument(
-        "--pipeline-memory-limit",
-        type=float,
-        metavar="X",
-        help="the most activation memory a rank may hold, as a fraction of 1F1B's",
-    )
-    group.add_argument(
-        "--pipeline-layer-layout",
-        metavar="LAYOUT",
-        help="which layers each stage holds, as in Megatron's --pipeline-model-parallel-layout: "
-        "'Ett|ttt|ttt|ttL' has four stages, embedding first, loss last; stages are written in "
-        "the order in which a microbatch passes them",
-    )
-
-
-def _add_model(parser: argparse.ArgumentParser) -> None:
-    group = parser.add_argument_group("model")
-    group.add_argument("--num-layers", type=int, required=True, metavar="N")
-    group.add_argument("--hidden-size", type=int, required=True, metavar="N")
-    group.add_argument("--num-attention-heads", type=int, required=True, metavar="N")
-    group.add_argument("--ffn-hidden-size", type=int, metavar="N", help="default: 4 * hidden-size")
-    group.add_argument("--seq-length", type=int, required=True, metavar="N", help="in tokens")
-    group.add_argument(
-        "--max-position-embeddings", type=int, metavar="N", help="default: seq-length"
-    )
-    group.add_argument(
-        "--position-embedding-type",
-        choices=("learned_absolute", "rope", "none"),
-        default="learned_absolute",
-    )
-    group.add_argument("--normalization", choices=("LayerNorm", "RMSNorm"), default="LayerNorm")
-    group.add_argument("--norm-epsilon", type=float, default=1e-5)
-    group.add_argument("--swiglu", action="store_true", help="gated MLP with SiLU instead of GELU")
-    group.add_argument("--disable-bias-linear", action="store_true")
-    group.add_argument("--group-query-attention", action="store_true")
-    group.add_argument(
-        "--num-query-groups", type=int, metavar="N", help="with --group-query-attention"
-    )
-    group.add_argument(
-        "--untie-embeddings-and-output-weights",
-        action="store_true",
-        help="give the output layer a weight of its own; by default it is the embedding's",
-    )
-    group.add_argument(
-        "--vocab-size",
-        type=int,
-        default=257,
-        metavar="N",
-        help="token ids are 0 to N-1, the last one ends a document; the default, 257, is what "
-        "scripts/prepare_text.py writes",
-    )
-    group.add_argument(
-        "--make-vocab-size-divisible-by",
-        type=int,
-        default=128,
-        metavar="N",
-        help="default: %(default)s",
-    )
-    group.add_argument("--init-method-std", type=float, default=0.02, help="default: %(default)s")
-    group.add_argument(
-        "--attention-dropout",
-        type=float,
-        default=0.0,
-        help="default: %(default)s, not Megatron's 0.1: masks depend on the placement of the "
-        "layers, and with them losses could not be compared between schedules",
-    )
-    group.add_argument(
-        "--hidden-dropout",
-        type=float,
-        default=0.0,
-        help="default: %(default)s, for the same reason",
-    )
-    group.add_argument(
-        "--transformer-impl",
-        choices=("local", "transformer_engine"),
-        default="local",
-        help="default: %(default)s",
-    )
-
-
-def _add_training(parser: argparse.ArgumentParser) -> None:
-    group = parser.add_argument_group("training")
-    group.add_argument("--micro-batch-size", type=int, required=True, metavar="N")
-    group.add_argument(
-        "--global-batch-size",
-        type=int,
-        required=True,
-        metavar="N",
-        help="sequences per iteration, over all microbatches and data-parallel ranks",
-    )
-    group.add_argument("--train-iters", type=int, required=True, metavar="N")
-    group.add_argument(
-        "--exit-interval",
-        type=int,
-        metavar="N",
-        help="stop after an iteration divisible by N, though the schedules of learning rate and "
-        "data go on to --train-iters",
-    )
-    group.add_argument("--lr", type=float, required=True)
-    group.add_argument("--min-lr", type=float, default=0.0)
-    group.add_argument(
-        "--lr-decay-style",
-        choices=("constant", "linear", "cosine", "inverse-square-root"),
-        default="linear",
-        help="default: %(default)s",
-    )
-    group.add_argument("--lr-decay-iters", type=int, metavar="N", help="default: train-iters")
-    group.add_argument("--lr-warmup-iters", type=int, default=0, metavar="N")
-    group.add_argument("--weight-decay", type=float, default=0.01, help="default: %(default)s")
-    group.add_argument(
-        "--clip-grad",
-        type=float,
-        default=1.0,
-        help="largest norm of the gradient, 0 to leave it alone; default: %(default)s",
-    )
-    group.add_argument("--adam-beta1", type=float, default=0.9, help="default: %(default)s")
-    group.add_argument("--adam-beta2", type=float, default=0.999, help="default: %(default)s")
-    group.add_argument("--adam-eps", type=float, default=1e-8, help="default: %(default)s")
-    group.add_argument("--seed", type=int, default=1234, help="default: %(default)s")
-    group.add_argument(
-        "--calculate-per-token-loss",
-        action="store_true",
-        help="average the gradient over all tokens of the batch instead of per microbatch",
-    )
-
-
-def _add_precision(parser: argparse.ArgumentParser) -> None:
-    group = parser.add_argument_group("precision", "float32 without --bf16 or --fp16")
-    group.add_argument("--bf16", action="store_true")
-    group.add_argument("--fp16", action="store_true")
-    group.add_argument(
-        "--loss-scale", type=float, help="a constant one; by default fp16 adapts it as it goes"
-    )
-    group.add_argument("--initial-loss-scale", type=float, default=2.0**32)
-    group.add_argument("--min-loss-scale", type=float, default=1.0)
-    group.add_argument("--loss-scale-window", type=float, default=1000)
-    group.add_argument("--hysteresis", type=int, default=2)
-    for fusion in (
-        "gradient-accumulation",
-        "masked-softmax",
-        "bias-gelu",
-        "bias-swiglu",
-        "bias-dropout",
-    ):
-        group.add_argument(
-            f"--no-{fusion}-fusion",
-            action="store_true",
-            help="fused kernels are used where they are installed, and never with --cpu",
-        )
-
-
-def _add_data(parser: argparse.ArgumentParser) -> None:
-    group = parser.add_argument_group("data and evaluation")
-    group.add_argument(
-        "--data-path",
-        nargs="+",
-        required=True,
-        metavar="PREFIX",
-        help="data set(s) in Megatron's format: PREFIX.bin and PREFIX.idx; several are mixed "
-        "by size, or by weight when each is written as WEIGHT PREFIX",
-    )
-    group.add_argument(
-        "--data-cache-path",
-        metavar="DIR",
-        help="where the order of the samples is kept; default: 'cache' beside the data",
-    )
-    group.add_argument(
-        "--split",
-        default="969,30,1",
-        help="shares of the documents for training, evaluation and test; default: %(default)s",
-    )
-    group.add_argument(
-        "--eval-interval",
-        type=int,
-        default=1000,
-        metavar="N",
-        help="evaluate every N iterations, always on the same sequences; default: %(default)s",
-    )
-    group.add_argument(
-        "--eval-iters",
-        type=int,
-        default=0,
-        metavar="N",
-        help="batches of --global-batch-size per evaluation; default: %(default)s, none",
-    )
-
-
-def _add_parallel(parser: argparse.ArgumentParser) -> None:
-    group = parser.add_argument_group("ranks")
-    group.add_argument(
-        "--cpu", action="store_true", help="run on CPU ranks over gloo, to try things out and debug"
-    )
-    group.add_argument("--pipeline-model-parallel-size", type=int, default=1, metavar="N")
-    group.add_argument("--tensor-model-parallel-size", type=int, default=1, metavar="N")
-    group.add_argument("--sequence-parallel", action="store_true")
-    group.add_argument("--use-distributed-optimizer", action="store_true")
-    group.add_argument("--overlap-grad-reduce", action="store_true")
-    group.add_argument(
-        "--distributed-timeout-minutes", type=float, default=10, metavar="N", help="default: 10"
-    )
-
-
-def _add_recompute(parser: argparse.ArgumentParser) -> None:
-    group = parser.add_argument_group("activation recomputation")
-    group.add_argument("--recompute-granularity", choices=("full", "selective"))
-    group.add_argument(
-        "--recompute-method", choices=("uniform", "block"), help="with granularity full"
-    )
-    group.add_argument(
-        "--recompute-num-layers", type=int, metavar="N", help="with granularity full"
-    )
-
-
-def _add_checkpoint(parser: argparse.ArgumentParser) -> None:
-    group = parser.add_argument_group("checkpoints")
-    group.add_argument("--save", metavar="DIR", help="write a checkpoint at the end of the run")
-    group.add_argument("--save-interval", type=int, metavar="N", help="and every N iterations")
-    group.add_argument(
-        "--load",
-        metavar="DIR",
-        help="continue from the latest checkpoint there, which may have been written under "
-        "another schedule or number of ranks",
-    )
-
-
-def _add_log(parser: argparse.ArgumentParser) -> None:
-    group = parser.add_argument_group("log")
-    group.add_argument(
-        "--log-interval", type=int, default=1, metavar="N", help="iterations per printed line"
-    )
-    group.add_argument(
-        "--log-file", metavar="PATH", help="also write every iteration as one line of JSON"
-    )
-    group.add_argument(
-        "--measure-activation-memory",
-        action="store_true",
-        help="measure the peak of each rank's activations in the second and third iteration",
-    )
-
-
 def _fill_in(args: argparse.Namespace) -> None:
-    args.ffn_hidden_size = args.ffn_hidden_size or 4 * args.hidden_size
+    if args.ffn_hidden_size is None:
+        args.ffn_hidden_size = 4 * args.hidden_size
     if args.max_position_embeddings is None:
         args.max_position_embeddings = args.seq_length
     if args.lr_decay_iters is None:
