@@ -1,4 +1,4 @@
-"""Train a small GPT on 4 CPU ranks with every schedule and compare them.
+"""Train a small GPT on 4 CPU ranks with stock Megatron and with four schedules and compare them.
 
 Run as `python -m megatron_zb.quickstart`. Stock Megatron goes first; the others must have its
 losses, bit for bit, and its gradient norms in every iteration.

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Trains a small GPT with every schedule on CPU ranks and compares them; see --help.
+# Trains a small GPT with several schedules on CPU ranks and compares them; see --help.
 set -euo pipefail
 
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
@@ -10,8 +10,8 @@ usage() {
     cat <<'END'
 usage: scripts/quickstart.sh [--python VERSION] [ARGUMENT ...]
 
-Trains a small GPT over 4 pipeline ranks on the CPU, first with stock Megatron and then with every
-schedule of this package, and compares losses, gradient norms and activation memory. Needs no GPU.
+Trains a small GPT over 4 pipeline ranks on the CPU, first with stock Megatron and then with v-half,
+v-min, v-zb and zb-h1, and compares losses, gradient norms and activation memory. Needs no GPU.
 
   1. makes a virtual environment (.venv) and installs the package with the pinned versions of
      constraints/; skipped when that has been done and nothing has changed since
@@ -26,7 +26,7 @@ options:
 
 Everything else goes to python -m megatron_zb.quickstart, for example --train-iters 100.
 
-Ends with exit status 0 only when every schedule had the losses of stock Megatron, bit for bit, and
+Ends with exit status 0 only when each schedule had the losses of stock Megatron, bit for bit, and
 its gradient norms but for rounding, and the loss has fallen.
 END
 }
@@ -53,5 +53,5 @@ if [[ ! -f $text.idx ]]; then
     "$venv/bin/python" scripts/prepare_text.py --output-prefix "$text"
 fi
 
-say "training with stock Megatron, then with every schedule"
+say "training with stock Megatron, then with four schedules"
 exec "$venv/bin/python" -m megatron_zb.quickstart --data-path "$text" ${arguments[@]+"${arguments[@]}"}

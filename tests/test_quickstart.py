@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ from megatron_zb import quickstart, schedules
 from megatron_zb.quickstart import STOCK, QuickstartFailure, Result, check, read_result
 from megatron_zb.training import arguments as training_arguments
 
+README = Path(__file__).resolve().parents[1] / "README.md"
 GOOD = Result(
     losses=[5.5, 4.75, 3.25],
     grad_norms=[2.0, 1.5, 1.0],
@@ -110,8 +112,10 @@ def test_the_training_command_is_one_that_the_trainer_takes(name: str, tmp_path:
     assert args.train_iters == args.eval_interval == 48
 
 
-def test_all_split_schedules_are_compared() -> None:
-    assert set(quickstart.SCHEDULES) == set(schedules.names()) - {"1f1b"}
+def test_the_compared_schedules_are_in_the_catalog_and_the_readme() -> None:
+    table = re.findall(r"^\| `([a-z0-9-]+)` \|", README.read_text(), flags=re.MULTILINE)
+    assert set(quickstart.SCHEDULES) <= set(table)
+    assert set(quickstart.SCHEDULES) <= set(schedules.names())
 
 
 def test_missing_data_is_one_sentence(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
