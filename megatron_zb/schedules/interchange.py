@@ -29,7 +29,7 @@ _COMMUNICATION = re.compile(r"[0-9]+(SEND|RECV)_[FB][0-9]+")
 
 # Far above what any cluster needs; a file beyond them is no schedule.
 _MOST_BYTES = 64 * 2**20
-_MOST_CELLS = 2_000_000
+_MOST_CELLS = 1_000_000
 _MOST_STAGES = 16_384
 _MOST_DIGITS = 7
 
@@ -124,7 +124,7 @@ def _cells(name: str, text: str) -> list[list[_Cell]]:
     rows: list[list[_Cell]] = []
     left = _MOST_CELLS
     for row, texts in _split(name, text):
-        left -= len(texts)
+        left -= max(len(texts), 1)
         if left < 0:
             raise UsageError(f"{name}: row {row}: a table may have {_MOST_CELLS:,} cells at most")
         rows.append(
@@ -217,9 +217,9 @@ def _point_at_cell(
     else:
         raise error
     work, column = rows[rank][position]
-    raise InvalidSchedule(
-        f"{schedule.name}: row {rank + 1}, column {column}, '{_cell_text(work)}': {error}"
-    ) from error
+    where = f"{schedule.name}: row {rank + 1}, column {column}, '{_cell_text(work)}'"
+    what = str(error).removeprefix(f"{schedule.name}: ")
+    raise InvalidSchedule(f"{where}: {what}") from error
 
 
 def _blocked(schedule: Schedule, error: InvalidSchedule) -> tuple[int, int] | None:
