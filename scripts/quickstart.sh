@@ -27,7 +27,8 @@ options:
 Everything else goes to python -m megatron_zb.quickstart, for example --train-iters 100.
 
 Ends with exit status 0 only when each schedule had the losses of stock Megatron, bit for bit, and
-its gradient norms but for rounding, and the loss has fallen.
+its gradient norms but for rounding, when v-half and v-min held the memory that they promise, and
+when the loss has fallen.
 END
 }
 
