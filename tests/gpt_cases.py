@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -21,10 +21,11 @@ from megatron.core.transformer.transformer_block import (
 )
 from megatron.core.transformer.transformer_config import TransformerConfig
 
+from megatron_zb import schedules
 from megatron_zb.megatron.adapter import PipelineAdapter
 from megatron_zb.megatron.initialisation import global_parameters, initialise_by_global_name
 
-SEQUENCE, VOCABULARY, LAYERS = 16, 64, 8
+SEQUENCE, VOCABULARY = 16, 64
 
 
 @dataclass(frozen=True)
@@ -39,6 +40,7 @@ class GPTCase:
     overlap_grad_reduce: bool = False
     distributed_optimizer: bool = False
     wrapped: bool = True
+    layers: int = 8
     options: tuple[tuple[str, Any], ...] = ()
 
     @property
@@ -65,9 +67,9 @@ def run(
 
     With several iterations each, gradients are zeroed between them and the last one's are returned.
     """
-    p = torch.distributed.get_world_size() // case.tensor_parallel
+    p = _pipeline_size(case)
     adapter = schedule and PipelineAdapter.create(
-        schedule, pipeline_size=p, num_microbatches=num_microbatches[0], num_layers=LAYERS
+        schedule, pipeline_size=p, num_microbatches=num_microbatches[0], num_layers=case.layers
     )
     _enter_parallel_groups(case, adapter or None, p)
     chunks, config = _build_chunks(case, adapter or None, p)
@@ -81,6 +83,10 @@ def run(
     if adapter:
         adapter.forward_backward_func.close()
     return outcomes
+
+
+def _pipeline_size(case: GPTCase) -> int:
+    return torch.distributed.get_world_size() // case.tensor_parallel
 
 
 def _zero_gradients(chunks: list[Any]) -> None:
@@ -133,7 +139,7 @@ def _build_chunks(
     model_parallel_cuda_manual_seed(1)
     low_precision = case.torch_dtype is not torch.float32
     config = TransformerConfig(
-        num_layers=LAYERS,
+        num_layers=case.layers,
         hidden_size=32,
         num_attention_heads=4,
         tensor_model_parallel_size=case.tensor_parallel,
@@ -281,6 +287,8 @@ def differences(
     iterations: int = 1,
 ) -> list[str]:
     """Where a schedule's losses and gradients are not Megatron's to the last bit: [] is parity."""
+    stages = schedules.build(schedule, pipeline_size=_pipeline_size(case), num_microbatches=1)
+    case = replace(case, layers=max(case.layers, stages.placement.num_stages))
     references = _references(case, num_microbatches, forward_only)
     ours = run(case, schedule, num_microbatches, forward_only, iterations)
     found = []

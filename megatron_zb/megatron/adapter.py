@@ -78,6 +78,7 @@ class PipelineAdapter:
             num_microbatches=num_microbatches,
             costs=costs,
             memory_limit=memory_limit,
+            num_layers=num_layers if layer_layout is None else None,
         )
         stages = schedule.placement.num_stages
         segments = (
@@ -138,6 +139,8 @@ class PipelineAdapter:
                 num_microbatches=num_microbatches,
                 costs=self._costs,
                 memory_limit=self._memory_limit,
+                chunks=self.chunks if catalog.family(schedule.name).takes_chunks else None,
+                placement=schedule.placement,
             )
         return lower(schedule.forwards() if forward_only else schedule)
 

@@ -5,7 +5,7 @@ from megatron_zb.schedules.communication import Program, lower
 from megatron_zb.schedules.costs import Costs
 from megatron_zb.schedules.passes import Pass, PassKind
 from megatron_zb.schedules.placement import Placement
-from megatron_zb.schedules.schedule import InvalidSchedule, Schedule
+from megatron_zb.schedules.schedule import InvalidSchedule, Report, Schedule
 from megatron_zb.schedules.simulator import Timeline, simulate
 
 __all__ = [
@@ -15,6 +15,7 @@ __all__ = [
     "PassKind",
     "Placement",
     "Program",
+    "Report",
     "Schedule",
     "Timeline",
     "build",

@@ -3,99 +3,171 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Callable
-from dataclasses import dataclass
-from fractions import Fraction
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 
 from megatron_zb.errors import UsageError
-from megatron_zb.schedules import one_f_one_b, v_shape, zero_bubble
+from megatron_zb.schedules import interleaved, one_f_one_b, v_shape, wave, zero_bubble
+from megatron_zb.schedules.auto import auto
+from megatron_zb.schedules.bounds import lower_bound
 from megatron_zb.schedules.costs import Costs
-from megatron_zb.schedules.schedule import Schedule
-from megatron_zb.schedules.simulator import peak_held_chunks
+from megatron_zb.schedules.placement import Placement
+from megatron_zb.schedules.request import MemoryLimit, Request
+from megatron_zb.schedules.schedule import Report, Schedule
+from megatron_zb.schedules.simulator import simulate
 
-Builder = Callable[[int, int, Costs, int], Schedule]
+_ZERO_BUBBLE = "Zero Bubble Pipeline Parallelism, arXiv 2401.10241"
+_CONTROLLABLE = "Pipeline Parallelism with Controllable Memory, arXiv 2405.15362"
 
 
 @dataclass(frozen=True)
 class Family:
     """One named schedule.
 
-    ``peak_microbatches(p)`` bounds the activations of the worst rank, in microbatches of a whole
-    rank; ``build(p, m, costs, slots)`` keeps ``slots = chunks * peak`` chunk activations.
+    ``peak(p, m)`` bounds the activations of the worst rank in microbatches of a whole rank, None
+    where the limit alone decides. ``takes_chunks`` and ``takes_group_size`` tell which choices it
+    leaves to the user; ``peak`` is for the default ones.
     """
 
     name: str
-    chunks: int
-    splits_backward: bool
-    peak_microbatches: Callable[[int], int]
-    build: Builder
+    build: Callable[[Request], Schedule]
+    peak: Callable[[int, int], float] | None
     summary: str
     source: str
+    splits_backward: bool = True
+    takes_chunks: bool = False
+    takes_group_size: bool = False
+    aliases: tuple[str, ...] = ()
+
+    def peak_microbatches(self, p: int, m: int) -> float:
+        """The bound with the default choices; 1F1B's p for ``auto``, its limit if none is given."""
+        return self.peak(p, m) if self.peak else p
 
 
 _FAMILIES = (
     Family(
-        "1f1b",
-        chunks=1,
+        "gpipe",
+        one_f_one_b.gpipe,
+        lambda p, m: m,
+        "all forwards, then all backwards; the reference for small models",
+        "GPipe, arXiv 1811.06965",
         splits_backward=False,
-        peak_microbatches=lambda p: p,
-        build=one_f_one_b.one_f_one_b,
-        summary="Megatron's own order, run by this package: fused backward, one chunk per rank",
-        source="PipeDream-Flush, arXiv 2006.09503",
+    ),
+    Family(
+        "1f1b",
+        one_f_one_b.one_f_one_b,
+        lambda p, m: min(p, m),
+        "Megatron's own order, run by this package",
+        "PipeDream-Flush, arXiv 2006.09503",
+        splits_backward=False,
+    ),
+    Family(
+        "interleaved",
+        interleaved.interleaved,
+        interleaved.peak_microbatches,
+        "smaller bubble than 1F1B for more memory and more messages",
+        "Narayanan et al., arXiv 2104.04473",
+        splits_backward=False,
+        takes_chunks=True,
+        takes_group_size=True,
+    ),
+    Family(
+        "1f1b-v",
+        v_shape.one_f_one_b_v,
+        lambda p, m: v_shape.one_f_one_b_v_peak(p),
+        "three quarters of 1F1B's memory without splitting the backward",
+        _CONTROLLABLE,
+        splits_backward=False,
     ),
     Family(
         "zb-h1",
-        chunks=1,
-        splits_backward=True,
-        peak_microbatches=lambda p: p,
-        build=zero_bubble.zb_h1,
-        summary="1F1B's placement and memory, a third of its bubble",
-        source="Zero Bubble Pipeline Parallelism, arXiv 2401.10241, section 2",
+        zero_bubble.zb_h1,
+        lambda p, m: p,
+        "1F1B's placement and memory, a third of its bubble",
+        _ZERO_BUBBLE,
     ),
     Family(
-        "v-min",
-        chunks=2,
-        splits_backward=True,
-        peak_microbatches=lambda p: (p + 4) // 3,
-        build=v_shape.v_min,
-        summary="a third of 1F1B's activation memory",
-        source="Pipeline Parallelism with Controllable Memory, arXiv 2405.15362, section 4",
+        "zb-h2",
+        zero_bubble.zb_h2,
+        lambda p, m: 2 * p - 1,
+        "almost no bubble for twice 1F1B's memory, in a fixed order",
+        _ZERO_BUBBLE,
     ),
     Family(
-        "v-half",
-        chunks=2,
-        splits_backward=True,
-        peak_microbatches=lambda p: (p + 2) // 2,
-        build=v_shape.v_half,
-        summary="half of 1F1B's activation memory, half its bubble",
-        source="Pipeline Parallelism with Controllable Memory, arXiv 2405.15362, section 4",
+        "zb-1p",
+        zero_bubble.zb_1p,
+        lambda p, m: p,
+        "the best order found with one chunk per rank in 1F1B's memory",
+        _ZERO_BUBBLE,
+    ),
+    Family(
+        "zb-2p",
+        zero_bubble.zb_2p,
+        lambda p, m: 2 * p,
+        "the best order found with one chunk per rank in twice 1F1B's memory",
+        _ZERO_BUBBLE,
     ),
     Family(
         "v-zb",
-        chunks=2,
-        splits_backward=True,
-        peak_microbatches=lambda p: p,
-        build=v_shape.v_zb,
-        summary="1F1B's activation memory, almost no bubble",
-        source="Pipeline Parallelism with Controllable Memory, arXiv 2405.15362, section 4",
+        v_shape.v_zb,
+        lambda p, m: p,
+        "1F1B's memory, almost no bubble",
+        _CONTROLLABLE,
+        aliases=("zbv",),
+    ),
+    Family(
+        "v-half",
+        v_shape.v_half,
+        lambda p, m: v_shape.v_half_peak(p),
+        "half of 1F1B's memory, half its bubble",
+        _CONTROLLABLE,
+    ),
+    Family(
+        "v-min",
+        v_shape.v_min,
+        lambda p, m: v_shape.v_min_peak(p),
+        "a third of 1F1B's memory",
+        _CONTROLLABLE,
+    ),
+    Family(
+        "wave",
+        wave.wave,
+        lambda p, m: p,
+        "more than two chunks in a zig-zag: a shorter fill for more messages",
+        "Hanayo, arXiv 2308.15762",
+        takes_chunks=True,
+    ),
+    Family(
+        "dualpipe-v",
+        v_shape.dualpipe_v,
+        lambda p, m: v_shape.dualpipe_v_peak(p),
+        "DualPipe's order on a V",
+        "DeepSeek-V3, arXiv 2412.19437",
+    ),
+    Family(
+        "auto",
+        auto,
+        None,
+        "the fastest of everything under the memory limit, by a longer search",
+        "this package",
     ),
 )
 
-_BY_NAME = {family.name: family for family in _FAMILIES}
+_BY_NAME = {name: f for f in _FAMILIES for name in (f.name, *f.aliases)}
 
 
 def names() -> list[str]:
-    """The names that :func:`build` takes."""
-    return list(_BY_NAME)
+    """The names that :func:`build` takes, without aliases."""
+    return [f.name for f in _FAMILIES]
 
 
 def suggest(name: str) -> list[str]:
     """The known names nearest to a misspelt one, best first."""
-    return difflib.get_close_matches(name.lower(), names(), n=3, cutoff=0.3)
+    return difflib.get_close_matches(name.lower(), _BY_NAME, n=3, cutoff=0.3)
 
 
 def family(name: str) -> Family:
-    """Look a name up.
+    """Look a name or an alias up.
 
     Raises:
         UsageError: there is no such schedule; the nearest names are given.
@@ -117,40 +189,73 @@ def build(
     num_microbatches: int,
     costs: Costs | None = None,
     memory_limit: float | None = None,
+    memory_limit_bytes: float | Sequence[float] | None = None,
+    chunks: int | None = None,
+    group_size: int | None = None,
+    num_layers: int | None = None,
+    placement: Placement | None = None,
 ) -> Schedule:
     """Build a named schedule for the given costs.
 
     Args:
-        name: one of :func:`names`.
+        name: one of :func:`names`, or ``zbv``.
         pipeline_size: pipeline ranks p, 2 or more.
         num_microbatches: microbatches m per iteration, 1 or more.
         costs: what passes cost; equal ones (1, 1, 1, no p2p) when left out.
         memory_limit: the most activation memory a rank may hold, as a fraction of 1F1B's peak,
             which is p microbatches of activations on the first rank; None leaves the schedule its
             own peak.
+        memory_limit_bytes: instead, the most of all memory, in the unit of ``costs.activation`` and
+            ``costs.fixed``, for every rank or for each.
+        chunks, group_size: model chunks per rank (interleaved, wave) and microbatches that pass a
+            chunk together (interleaved).
+        num_layers: lets ``auto`` leave out what cannot hold so many layers evenly.
+        placement: binds ``auto`` to a placement, such as that of a model that has been built.
+
+    Returns:
+        The schedule, validated, with its :class:`Report`.
 
     Raises:
         UsageError: unknown name, sizes out of range, or a limit below what the schedule needs.
     """
     chosen = family(name)
+    if pipeline_size < 2:
+        raise UsageError(
+            f"pipeline size {pipeline_size} has nothing to schedule: "
+            "pipeline schedules need at least 2 pipeline ranks"
+        )
     if num_microbatches < 1:
         raise UsageError(f"{num_microbatches} microbatches were asked for: give 1 or more")
+    _check_choice(chosen, "chunks", chunks, chosen.takes_chunks)
+    _check_choice(chosen, "group_size", group_size, chosen.takes_group_size)
     if costs is None:
-        costs = Costs.uniform(pipeline_size=max(pipeline_size, 1), forward=1, backward=1, weight=1)
-    peak = chosen.peak_microbatches(pipeline_size)
-    schedule = chosen.build(pipeline_size, num_microbatches, costs, chosen.chunks * peak)
-    if memory_limit is not None:
-        _check_limit(schedule, memory_limit)
-    return schedule.validate()
+        costs = Costs.uniform(pipeline_size=pipeline_size, forward=1, backward=1, weight=1)
+    limit = MemoryLimit.of(memory_limit, memory_limit_bytes, pipeline_size)
+    request = Request(
+        pipeline_size, num_microbatches, costs, limit, chunks, group_size, num_layers, placement
+    )
+    schedule = chosen.build(request)
+    return _reported(replace(schedule, name=chosen.name).validate(), request)
 
 
-def _check_limit(schedule: Schedule, memory_limit: float) -> None:
-    placement = schedule.placement
-    peaks = [Fraction(peak_held_chunks(rank), placement.chunks) for rank in schedule.ranks]
-    worst = max(range(len(peaks)), key=peaks.__getitem__)
-    needed = peaks[worst] / placement.pipeline_size
-    if needed > Fraction(memory_limit).limit_denominator(10**6):
-        raise UsageError(
-            f"{schedule.name} cannot keep the memory limit {memory_limit:g} of 1F1B: rank {worst} "
-            f"needs {float(needed):.4g}, the smallest limit that is possible here"
+def _check_choice(chosen: Family, choice: str, value: int | None, takes_it: bool) -> None:
+    if value is not None and not takes_it:
+        able = [f.name for f in _FAMILIES if getattr(f, f"takes_{choice}")]
+        raise UsageError(f"{chosen.name} has no choice of {choice}: {' and '.join(able)} have")
+
+
+def _reported(schedule: Schedule, request: Request) -> Schedule:
+    """Check the user's limit and compare with the lower bound at the memory that was allowed."""
+    timeline = simulate(schedule, request.costs)
+    users = request.limit.per_rank(request.costs)
+    if users is not None:
+        request.check_feasible(schedule.name, users, timeline.peak_memory)
+    peak = family(schedule.name).peak
+    allowed = users or timeline.peak_memory
+    if peak is not None:
+        promised = request.limits(
+            schedule.placement, peak(request.pipeline_size, request.num_microbatches)
         )
+        allowed = tuple(map(max, timeline.peak_memory, promised))
+    bound = lower_bound(schedule.placement, schedule.num_microbatches, timeline.costs, allowed)
+    return replace(schedule, report=Report(timeline.makespan, bound))

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import pairwise
+from statistics import median
 
 from megatron_zb.errors import UsageError
 from megatron_zb.schedules.passes import Pass, PassKind
@@ -59,6 +60,7 @@ class Costs:
     slowdown: tuple[float, ...]
     activation: tuple[float, ...]
     held_for_weight: tuple[float, ...]
+    fixed: tuple[float, ...]
 
     @classmethod
     def uniform(
@@ -101,6 +103,7 @@ class Costs:
         slowdown: Sequence[float] | None = None,
         activation: Sequence[float] | None = None,
         held_for_weight: Sequence[float] | None = None,
+        fixed: Sequence[float] | None = None,
     ) -> Costs:
         """Costs of consecutive slices of the model (see the class).
 
@@ -111,6 +114,10 @@ class Costs:
             UsageError: lengths do not match, or a value is negative or not finite.
         """
         slices = len(forward)
+        if pipeline_size < 1 or slices < 1:
+            raise UsageError(
+                f"costs for {pipeline_size} pipeline ranks and {slices} slices: give 1 or more"
+            )
         if isinstance(p2p, int | float):
             ranks = range(pipeline_size)
             p2p = [[0.0 if a == b else float(p2p) for b in ranks] for a in ranks]
@@ -124,6 +131,7 @@ class Costs:
             slowdown=tuple([1.0] * pipeline_size if slowdown is None else slowdown),
             activation=tuple(held),
             held_for_weight=tuple(held if held_for_weight is None else held_for_weight),
+            fixed=tuple([0.0] * pipeline_size if fixed is None else fixed),
         )
         costs._check()
         return costs
@@ -137,6 +145,7 @@ class Costs:
             ("activation", self.activation, slices),
             ("held_for_weight", self.held_for_weight, slices),
             ("slowdown", self.slowdown, self.pipeline_size),
+            ("fixed", self.fixed, self.pipeline_size),
             *(("p2p", row, self.pipeline_size) for row in self.p2p),
         ):
             if len(values) != length:
@@ -150,17 +159,34 @@ class Costs:
                 f"costs: p2p has {len(self.p2p)} rows, {self.pipeline_size} are needed"
             )
         for name, values in (("forward", self.forward), ("backward", self.backward)):
-            if not values or sum(values) <= 0:
+            if not sum(values) > 0:
                 raise UsageError(f"costs: {name} is zero: give a positive time, such as 1.0")
+        if any(
+            kept > held for kept, held in zip(self.held_for_weight, self.activation, strict=True)
+        ):
+            raise UsageError("costs: held_for_weight is more than activation: B only frees memory")
+        if not all(factor > 0 for factor in self.slowdown):
+            raise UsageError("costs: slowdown is zero: give a positive factor, such as 1.0")
 
-    def without_slices(self) -> Costs:
-        """The same totals spread evenly over the model: what a scheduler for equal costs sees."""
+    def one_f_one_b_peak(self) -> float:
+        """1F1B's peak: p microbatches of the activations of its first rank."""
+        return self.pipeline_size * _resample(self.activation, self.pipeline_size)[0]
 
-        def even(values: tuple[float, ...]) -> tuple[float, ...]:
-            return (sum(values) / len(values),) * len(values)
+    def averaged(self) -> Costs:
+        """The same model seen with one cost for all: what most published schedulers see.
 
-        return replace(
-            self, forward=even(self.forward), backward=even(self.backward), weight=even(self.weight)
+        Every slice, rank and link gets the median of its kind.
+        """
+        links = [self.p2p[a][a + 1] for a in range(self.pipeline_size - 1)]
+        return Costs.of_slices(
+            pipeline_size=self.pipeline_size,
+            forward=[median(self.forward)] * len(self.forward),
+            backward=[median(self.backward)] * len(self.backward),
+            weight=[median(self.weight)] * len(self.weight),
+            p2p=median(links or [0.0]),
+            activation=self.activation,
+            held_for_weight=self.held_for_weight,
+            fixed=self.fixed,
         )
 
     def _hop(self, source: int, target: int) -> float:

@@ -1,11 +1,12 @@
-"""1F1B: one chunk per rank, fused backward (PipeDream-Flush, arXiv 2006.09503)."""
+"""GPipe (arXiv 1811.06965) and 1F1B (PipeDream-Flush, arXiv 2006.09503): one chunk, BW alone."""
 
 from __future__ import annotations
 
 from megatron_zb.schedules.building_block import BuildingBlock
-from megatron_zb.schedules.costs import Costs
+from megatron_zb.schedules.fusing import fuse_all
 from megatron_zb.schedules.passes import Pass, PassKind
 from megatron_zb.schedules.placement import looped
+from megatron_zb.schedules.request import Request
 from megatron_zb.schedules.schedule import Schedule
 
 
@@ -20,11 +21,18 @@ def building_block(pipeline_size: int) -> BuildingBlock:
     )
 
 
-def one_f_one_b(pipeline_size: int, num_microbatches: int, costs: Costs, slots: int) -> Schedule:
-    """Every backward is a BW; rank i holds at most p-i microbatches, whatever the costs."""
-    block = building_block(pipeline_size)
+def one_f_one_b(request: Request) -> Schedule:
+    """Rank i holds at most p-i microbatches, whatever the costs."""
+    block = building_block(request.pipeline_size)
+    ranks = fuse_all(block.repeat(request.num_microbatches))
+    return Schedule("1f1b", block.placement, request.num_microbatches, ranks)
+
+
+def gpipe(request: Request) -> Schedule:
+    """All forwards, then all backwards: every rank holds every microbatch."""
+    m = request.num_microbatches
     ranks = tuple(
-        tuple(Pass(PassKind.BW, *p[1:]) if p.kind is PassKind.B else p for p in rank)
-        for rank in block.repeat(num_microbatches)
+        tuple(Pass(kind, stage, i) for kind in (PassKind.F, PassKind.BW) for i in range(m))
+        for stage in range(request.pipeline_size)
     )
-    return Schedule("1f1b", block.placement, num_microbatches, ranks)
+    return Schedule("gpipe", looped(request.pipeline_size), m, ranks)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from megatron_zb.errors import UsageError
 from megatron_zb.schedules.passes import Pass, PassKind
@@ -18,11 +18,25 @@ class InvalidSchedule(UsageError):
 
 
 @dataclass(frozen=True)
+class Report:
+    """How good a schedule is for the costs it was built for, in seconds."""
+
+    makespan: float
+    lower_bound: float
+
+    @property
+    def gap(self) -> float:
+        """The share of the lower bound that is, at most, left to gain."""
+        return self.makespan / self.lower_bound - 1.0
+
+
+@dataclass(frozen=True)
 class Schedule:
     """What to run in which order.
 
     ``ranks[r]`` lists the passes of logical rank r. ``forward_only`` marks a schedule of F passes
-    alone (evaluation).
+    alone (evaluation). ``report`` compares it with the lower bound of its placement at the memory
+    it was allowed; ``reason`` says why ``auto`` chose it.
     """
 
     name: str
@@ -30,6 +44,8 @@ class Schedule:
     num_microbatches: int
     ranks: tuple[tuple[Pass, ...], ...]
     forward_only: bool = False
+    report: Report | None = field(default=None, compare=False)
+    reason: str = field(default="", compare=False)
 
     def forwards(self) -> Schedule:
         """The same schedule with its F passes alone, in the same order."""
@@ -55,8 +71,18 @@ class Schedule:
             )
         for rank, passes in enumerate(self.ranks):
             self._validate_rank(rank, passes)
-        _validate_progress(self)
+        stuck = self.blocked()
+        if stuck is not None:
+            raise InvalidSchedule(
+                f"{self.name}: rule 'progress': the ranks wait for one another in a circle: {stuck}"
+            )
         return self
+
+    def blocked(self) -> str | None:
+        """Where the first ranks wait for one another in a circle; None if every pass can run."""
+        waiting = walk(self, lambda rank, position, p: None)
+        stuck = "; ".join(f"rank {r} at {self.ranks[r][i]}" for r, i in waiting[:4])
+        return stuck or None
 
     def _validate_rank(self, rank: int, passes: tuple[Pass, ...]) -> None:
         done: dict[int, list[int]] = {s: [0, 0, 0] for s in self.placement.stages_of[rank]}
@@ -100,15 +126,6 @@ class Schedule:
                         f"{self.name}: rank {rank}, stage {stage}: rule 'completeness': "
                         f"{counts[column]} of {expected[column]} {letter} passes are listed"
                     )
-
-
-def _validate_progress(schedule: Schedule) -> None:
-    blocked = walk(schedule, lambda rank, position, p: None)
-    if blocked:
-        stuck = "; ".join(f"rank {r} at {schedule.ranks[r][i]}" for r, i in blocked[:4])
-        raise InvalidSchedule(
-            f"{schedule.name}: rule 'progress': the ranks wait for one another in a circle: {stuck}"
-        )
 
 
 def walk(schedule: Schedule, visit: Callable[[int, int, Pass], object]) -> list[tuple[int, int]]:

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import heapq
 from collections import deque
+from collections.abc import Sequence
 
-from megatron_zb.schedules.costs import Costs, StageCosts
+from megatron_zb.schedules.costs import StageCosts
+from megatron_zb.schedules.fusing import fuse_for_free
 from megatron_zb.schedules.passes import Pass, PassKind
 from megatron_zb.schedules.placement import Placement
+from megatron_zb.schedules.request import Request
 from megatron_zb.schedules.schedule import Schedule
 from megatron_zb.schedules.simulator import simulate
 
@@ -18,34 +21,55 @@ def place_weight_gradients(
     name: str,
     placement: Placement,
     order: list[list[Pass]],
-    num_microbatches: int,
-    costs: Costs,
-    slots: int,
+    request: Request,
+    peak_microbatches: float,
 ) -> Schedule:
     """Start each F and B as early as its order and inputs allow, and fill the waits with W.
 
-    A rank never holds more than ``slots`` chunk activations: where an F would exceed that, the
-    oldest W runs first. Several rules for how large a wait must be to take a W are tried and the
-    shortest result is kept, so the costs decide where W goes.
+    No rank holds more than ``peak_microbatches`` of its own, or the user's limit: where an F would
+    exceed that, the oldest W runs first. Several rules for how large a wait must be to take a W are
+    tried and the shortest result is kept, so the costs decide where W goes.
     """
+    costs = request.costs.for_placement(placement)
+    limit = request.limits(placement, peak_microbatches)
+    request.check_feasible(name, limit, _needs(order, costs))
     candidates = []
     for eagerness in _EAGERNESS:
-        filled = _Filling(placement, order, costs.for_placement(placement), slots, eagerness).run()
-        ranks = tuple(tuple(_fuse_first_stage(rank)) for rank in filled)
-        candidates.append(Schedule(name, placement, num_microbatches, ranks))
-    return min(candidates, key=lambda s: simulate(s, costs).makespan)
+        filled = _Filling(placement, order, costs, limit, eagerness).run()
+        ranks = tuple(map(tuple, filled))
+        candidates.append(Schedule(name, placement, request.num_microbatches, ranks))
+    best = min(candidates, key=lambda s: simulate(s, request.costs).makespan)
+    return fuse_for_free(best, request.costs)
 
 
-def _fuse_first_stage(passes: list[Pass]) -> list[Pass]:
-    """BW for B and W of stage 0 that stand side by side: no rank waits for that B."""
-    fused: list[Pass] = []
-    for p in passes:
-        last = fused[-1] if fused else None
-        if p.kind is PassKind.W and p.stage == 0 and last == Pass(PassKind.B, 0, p.microbatch):
-            fused[-1] = Pass(PassKind.BW, 0, p.microbatch)
-        else:
-            fused.append(p)
-    return fused
+def squeezed_if_it_fits(
+    name: str,
+    placement: Placement,
+    order: list[list[Pass]],
+    request: Request,
+    peak_microbatches: float,
+) -> list[Schedule]:
+    """The squeezed order as the one known schedule of a search, or none if the limit is too low."""
+    costs = request.costs.for_placement(placement)
+    limit = request.limits(placement, peak_microbatches)
+    needs = _needs(order, costs)
+    if any(need > most * (1 + 1e-9) for need, most in zip(needs, limit, strict=True)):
+        return []
+    return [place_weight_gradients(name, placement, order, request, peak_microbatches)]
+
+
+def _needs(order: list[list[Pass]], costs: StageCosts) -> list[float]:
+    """What each rank holds at most if every W runs right behind its B."""
+    needs = []
+    for passes in order:
+        held = most = 0.0
+        for p in passes:
+            held += (
+                costs.activation[p.stage] if p.kind is PassKind.F else -costs.activation[p.stage]
+            )
+            most = max(most, held)
+        needs.append(most)
+    return needs
 
 
 class _Filling:
@@ -56,15 +80,15 @@ class _Filling:
         placement: Placement,
         order: list[list[Pass]],
         costs: StageCosts,
-        slots: int,
+        limit: Sequence[float],
         eagerness: float,
     ) -> None:
         self.placement, self.order, self.costs = placement, order, costs
-        self.slots, self.eagerness = slots, eagerness
+        self.limit, self.eagerness = limit, eagerness
         ranks = range(placement.pipeline_size)
         self.done: list[list[Pass]] = [[] for _ in ranks]
         self.next = [0 for _ in ranks]
-        self.held = [0 for _ in ranks]
+        self.held = [0.0 for _ in ranks]
         self.pending: list[deque[Pass]] = [deque() for _ in ranks]
         self.ready: dict[Pass, float] = {}
         self.idle: dict[Pass, int] = {}
@@ -85,7 +109,10 @@ class _Filling:
                 self._start(now, rank, pending.popleft())
             return
         ready = self._ready(upcoming)
-        full = upcoming.kind is PassKind.F and self.held[rank] >= self.slots
+        full = upcoming.kind is PassKind.F and (
+            self.held[rank] + self.costs.activation[upcoming.stage]
+            > self.limit[rank] + 1e-9 * (1 + self.limit[rank])
+        )
         wait = float("inf") if ready is None else ready - now
         if pending and (full or (wait > 0 and wait >= self._w_seconds(pending[0]))):
             self._finish_at(self._start(now, rank, pending.popleft()), rank)
@@ -118,17 +145,18 @@ class _Filling:
         end = now + self.costs.duration(p)
         self.done[rank].append(p)
         if p.kind is PassKind.F:
-            self.held[rank] += 1
+            self.held[rank] += self.costs.activation[p.stage]
             self._deliver(
                 Pass(p.kind, p.stage + 1, p.microbatch), end + self.costs.forward_hop[p.stage], now
             )
         elif p.kind is PassKind.B:
+            self.held[rank] -= self.costs.activation[p.stage] - self.costs.held_for_weight[p.stage]
             self.pending[rank].append(Pass(PassKind.W, p.stage, p.microbatch))
             self._deliver(
                 Pass(p.kind, p.stage - 1, p.microbatch), end + self.costs.backward_hop[p.stage], now
             )
         else:
-            self.held[rank] -= 1
+            self.held[rank] -= self.costs.held_for_weight[p.stage]
         return end
 
     def _deliver(self, consumer: Pass, ready: float, now: float) -> None:

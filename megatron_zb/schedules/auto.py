@@ -1,0 +1,137 @@
+"""The fastest schedule under a memory limit, of all placements and families."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+from megatron_zb.errors import UsageError
+from megatron_zb.schedules import interleaved, one_f_one_b, v_shape, zero_bubble
+from megatron_zb.schedules.bounds import lower_bound
+from megatron_zb.schedules.placement import Placement, looped, wave
+from megatron_zb.schedules.request import Request
+from megatron_zb.schedules.schedule import Schedule
+from megatron_zb.schedules.searched import searched
+from megatron_zb.schedules.simulator import simulate
+
+_SECONDS = {"v": 5.0, "wave": 2.5, "zb": 1.0}
+
+
+def auto(request: Request) -> Schedule:
+    """Search the V, a zig-zag of four chunks and one chunk per rank; compare with 1F1B's kin.
+
+    A limit of 1F1B's memory is kept where the user gives none. ``report.reason`` of the result says
+    what was chosen and what it was compared with.
+
+    Raises:
+        UsageError: no placement fits under the limit.
+    """
+    if request.limit.per_rank(request.costs) is None:
+        request = replace(request, limit=replace(request.limit, fraction=1.0))
+    found: list[tuple[float, Schedule]] = []
+    refused: list[UsageError] = []
+    for place, build in _CANDIDATES:
+        if not _possible(place(request.pipeline_size), request):
+            continue
+        fastest = min((makespan for makespan, _ in found), default=float("inf"))
+        try:
+            schedule = build(request, fastest)
+        except UsageError as error:
+            refused.append(error)
+            continue
+        if schedule is not None:
+            found.append((simulate(schedule, request.costs).makespan, schedule))
+    if not found:
+        raise (
+            refused[0]
+            if refused
+            else UsageError(
+                f"auto: {request.num_layers} layers cannot be spread evenly over "
+                f"{request.pipeline_size} pipeline ranks"
+            )
+        )
+    found.sort(key=lambda entry: (entry[0], entry[1].placement.chunks))
+    return replace(found[0][1], reason=_reason(found))
+
+
+_Build = Callable[[Request, float], Schedule | None]
+
+
+def _possible(placement: Placement, request: Request) -> bool:
+    if request.placement is not None and placement != request.placement:
+        return False
+    return request.num_layers is None or request.num_layers % placement.num_stages == 0
+
+
+def _v(request: Request, fastest: float) -> Schedule | None:
+    p = request.pipeline_size
+    known = v_shape.squeezed_blocks("auto", request)
+    return searched("auto", wave(p, 2), request, 2.0 * p, known=known, seconds=_SECONDS["v"])
+
+
+def _wave(request: Request, fastest: float) -> Schedule | None:
+    return _search_if_it_can_win(request, wave(request.pipeline_size, 4), fastest, _SECONDS["wave"])
+
+
+def _one_chunk(request: Request, fastest: float) -> Schedule | None:
+    return _search_if_it_can_win(request, looped(request.pipeline_size), fastest, _SECONDS["zb"])
+
+
+def _search_if_it_can_win(
+    request: Request, placement: Placement, fastest: float, seconds: float
+) -> Schedule | None:
+    limit = request.limits(placement, 2.0 * request.pipeline_size)
+    table = request.costs.for_placement(placement)
+    if lower_bound(placement, request.num_microbatches, table, limit) >= fastest:
+        return None
+    return searched("auto", placement, request, 2.0 * request.pipeline_size, seconds=seconds)
+
+
+def _fixed(build: Callable[[Request], Schedule]) -> _Build:
+    """A family whose order does not depend on the limit: it fits or it does not."""
+
+    def fitting(request: Request, fastest: float) -> Schedule | None:
+        schedule = build(request)
+        limit = request.limit.per_rank(request.costs)
+        assert limit is not None
+        peaks = simulate(schedule, request.costs).peak_memory
+        request.check_feasible(schedule.name, limit, peaks)
+        return schedule
+
+    return fitting
+
+
+def _interleaved(chunks: int) -> _Build:
+    return _fixed(lambda request: interleaved.interleaved(replace(request, chunks=chunks)))
+
+
+def _zigzag(chunks: int) -> Callable[[int], Placement]:
+    return lambda p: wave(p, chunks)
+
+
+def _loop(chunks: int) -> Callable[[int], Placement]:
+    return lambda p: looped(p, chunks)
+
+
+_CANDIDATES: tuple[tuple[Callable[[int], Placement], _Build], ...] = (
+    (_zigzag(2), _v),
+    (_loop(1), _one_chunk),
+    (_zigzag(4), _wave),
+    (_loop(1), _fixed(one_f_one_b.one_f_one_b)),
+    (_loop(1), _fixed(one_f_one_b.gpipe)),
+    (_loop(1), _fixed(zero_bubble.zb_h1)),
+    (_loop(2), _interleaved(2)),
+    (_loop(4), _interleaved(4)),
+)
+
+
+def _reason(found: list[tuple[float, Schedule]]) -> str:
+    def said(entry: tuple[float, Schedule]) -> str:
+        makespan, schedule = entry
+        placement = schedule.placement
+        name = schedule.name if schedule.name != "auto" else "searched"
+        return f"{name} on {placement.name} with {placement.chunks} chunks ({makespan:.6g} s)"
+
+    best, *others = found
+    text = f"{said(best)} is the fastest that fits"
+    return f"{text}; next is {said(others[0])}" if others else text

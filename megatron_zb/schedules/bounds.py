@@ -1,0 +1,116 @@
+"""Lower bounds on the time of any schedule of a placement within a memory limit.
+
+No order of passes can beat them, so the distance to them is the most that is left to gain. They
+generalise the bound of *Pipeline Parallelism with Controllable Memory* (arXiv 2405.15362) to
+unequal costs, links and memory.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+
+from megatron_zb.schedules.costs import StageCosts
+from megatron_zb.schedules.placement import Placement
+
+
+def lower_bound(
+    placement: Placement, num_microbatches: int, costs: StageCosts, limit: Sequence[float]
+) -> float:
+    """Seconds that no schedule of this placement goes below; ``limit[r]`` in units of activation.
+
+    For every rank: its work, the wait until its first F or B, and the wait after its last F, when
+    only what memory could hold is left to do; and Little's law, by which memory times time cannot
+    be less than what all activations take.
+    """
+    usable = [_usable(costs, limit[r], held) for r, held in enumerate(placement.stages_of)]
+    return max(
+        max(_waits(placement, num_microbatches, costs, usable[rank], rank), residency)
+        for rank, residency in enumerate(_residencies(placement, num_microbatches, costs, usable))
+    )
+
+
+def _usable(costs: StageCosts, limit: float, stages: Sequence[int]) -> float:
+    """What of a limit whole activations fill, where all of a rank's are equal and kept whole."""
+    sizes = {costs.activation[s] for s in stages} | {costs.held_for_weight[s] for s in stages}
+    if len(sizes) > 1 or not (size := sizes.pop()):
+        return limit
+    return size * math.floor(limit / size * (1 + 1e-9) + 1e-9)
+
+
+def _waits(placement: Placement, m: int, costs: StageCosts, limit: float, rank: int) -> float:
+    stages = placement.stages_of[rank]
+    first, last = stages[0], stages[-1]
+    work = m * sum(costs.forward[s] + costs.backward[s] + costs.weight[s] for s in stages)
+    arrival = _forward_time(costs, 0, first)
+    first_backward = _forward_time(costs, 0, placement.num_stages) + _backward_time(
+        costs, placement.num_stages - 1, last
+    )
+    forwards = _most(m, limit, ((costs.forward[s], costs.activation[s]) for s in stages))
+    before = max(arrival, first_backward - forwards)
+    back = (
+        _forward_time(costs, last + 1, placement.num_stages)
+        + (costs.forward_hop[last] if last + 1 < placement.num_stages else 0.0)
+        + _backward_time(costs, placement.num_stages - 1, -1)
+        + costs.weight[0]
+    )
+    backwards = _most(
+        m,
+        limit,
+        (
+            (costs.backward[s] + costs.weight[s], min(costs.activation[s], _least(costs, s)))
+            for s in stages
+        ),
+    )
+    after = max(0.0, back - backwards)
+    holds_all = m * sum(costs.activation[s] for s in stages) <= limit
+    return work + (max(before, after) if holds_all else before + after)
+
+
+def _least(costs: StageCosts, stage: int) -> float:
+    """Memory per (B+W) second at its densest: an activation, or what is kept when B is done."""
+    backward, weight = costs.backward[stage], costs.weight[stage]
+    if weight <= 0:
+        return costs.activation[stage]
+    return costs.held_for_weight[stage] * (backward + weight) / weight
+
+
+def _most(m: int, limit: float, items: Iterable[tuple[float, float]]) -> float:
+    """The most time whose memory fits: ``(seconds, memory)`` of m pieces of each item."""
+    total = 0.0
+    for seconds, memory in sorted(items, key=lambda item: item[1] / item[0] if item[0] else 0.0):
+        if memory * m <= limit:
+            total += seconds * m
+            limit -= memory * m
+        elif memory > 0:
+            total += seconds * limit / memory
+            break
+    return total
+
+
+def _forward_time(costs: StageCosts, start: int, stop: int) -> float:
+    """From the start of F on stage ``start`` to its arrival at stage ``stop``."""
+    return sum(costs.forward[s] + costs.forward_hop[s] for s in range(start, stop))
+
+
+def _backward_time(costs: StageCosts, start: int, stop: int) -> float:
+    """From the start of B on stage ``start`` down to its arrival at stage ``stop``."""
+    return sum(costs.backward[s] + costs.backward_hop[s] for s in range(start, stop, -1))
+
+
+def _residencies(
+    placement: Placement, m: int, costs: StageCosts, limit: Sequence[float]
+) -> Iterable[float]:
+    last = placement.num_stages - 1
+    taken = [0.0] * placement.pipeline_size
+    there = back = 0.0  # from the end of F on stage s to the start of B on stage s
+    for stage in range(last, -1, -1):
+        between = there + back
+        held = costs.forward[stage] + between + costs.backward[stage]
+        kept = costs.held_for_weight[stage] * costs.weight[stage]
+        taken[placement.rank_of[stage]] += m * (costs.activation[stage] * held + kept)
+        if stage > 0:
+            there += costs.forward[stage] + costs.forward_hop[stage - 1]
+            back += costs.backward[stage] + costs.backward_hop[stage]
+    for rank, memory_time in enumerate(taken):
+        yield memory_time / limit[rank] if limit[rank] > 0 else 0.0

@@ -1,0 +1,58 @@
+"""Join B and W where that costs nothing: a fused backward is one kernel call and frees memory."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from megatron_zb.schedules.costs import Costs
+from megatron_zb.schedules.passes import Pass, PassKind
+from megatron_zb.schedules.schedule import Schedule
+from megatron_zb.schedules.simulator import simulate
+
+
+def fuse_for_free(schedule: Schedule, costs: Costs) -> Schedule:
+    """BW for every B with its W right behind it, if no pass of any rank starts later for it.
+
+    A BW lets the previous stage wait until W has ended, too. Where that stage starts its B later
+    still, nothing moves; all such pairs can be joined at once, because no start changes.
+    """
+    timeline = simulate(schedule, costs)
+    table = timeline.costs
+    starts = {
+        (p.stage, p.microbatch): start
+        for passes, times in zip(schedule.ranks, timeline.start, strict=True)
+        for p, start in zip(passes, times, strict=True)
+        if p.kind in (PassKind.B, PassKind.BW)
+    }
+    tolerance = 1e-9 * max(timeline.makespan, 1e-30)
+
+    def costs_nothing(p: Pass, end_of_w: float) -> bool:
+        if p.stage == 0:
+            return True
+        needed = starts[p.stage - 1, p.microbatch]
+        return end_of_w + table.backward_hop[p.stage] <= needed + tolerance
+
+    ranks = []
+    for passes, ends in zip(schedule.ranks, timeline.end, strict=True):
+        joined: list[Pass] = []
+        for p, end in zip(passes, ends, strict=True):
+            before = joined[-1] if joined else None
+            if (
+                p.kind is PassKind.W
+                and before == Pass(PassKind.B, p.stage, p.microbatch)
+                and costs_nothing(p, end)
+            ):
+                joined[-1] = Pass(PassKind.BW, p.stage, p.microbatch)
+            else:
+                joined.append(p)
+        ranks.append(tuple(joined))
+    return replace(schedule, ranks=tuple(ranks))
+
+
+def fuse_all(ranks: Sequence[Sequence[Pass]]) -> tuple[tuple[Pass, ...], ...]:
+    """BW for every B, for orders of F and B whose backward is never split."""
+    return tuple(
+        tuple(Pass(PassKind.BW, *p[1:]) if p.kind is PassKind.B else p for p in rank)
+        for rank in ranks
+    )

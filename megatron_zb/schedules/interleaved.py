@@ -1,0 +1,74 @@
+"""Interleaved 1F1B (Narayanan et al., arXiv 2104.04473): several chunks per rank, looped."""
+
+from __future__ import annotations
+
+from megatron_zb.errors import UsageError
+from megatron_zb.schedules.passes import Pass, PassKind
+from megatron_zb.schedules.placement import looped
+from megatron_zb.schedules.request import Request
+from megatron_zb.schedules.schedule import Schedule
+from megatron_zb.schedules.simulator import peak_held_chunks
+
+DEFAULT_CHUNKS = 2
+
+
+def interleaved(request: Request) -> Schedule:
+    """Groups of microbatches pass through all chunks in turn; BW alone, whatever the costs.
+
+    ``request.group_size`` microbatches (default p) go through one chunk before the next chunk
+    starts; what is left at the end joins the last group, or makes one if it fills the pipeline.
+
+    Raises:
+        UsageError: fewer than two chunks, or a group of less than one microbatch.
+    """
+    p, m = request.pipeline_size, request.num_microbatches
+    chunks = DEFAULT_CHUNKS if request.chunks is None else request.chunks
+    group = p if request.group_size is None else request.group_size
+    if chunks < 2:
+        raise UsageError(f"interleaved with {chunks} chunk is 1f1b: give 2 or more chunks")
+    if group < 1:
+        raise UsageError(f"interleaved: a group of {group} microbatches is empty: give 1 or more")
+    return _interleaved(p, m, chunks, group)
+
+
+def _interleaved(p: int, m: int, chunks: int, group: int) -> Schedule:
+    """With the shortest warm-up at which no rank waits for ever.
+
+    That is the textbook's where groups are at least as large as the pipeline.
+    """
+    groups = _groups(p, m, group)
+    sequence = [(chunk, mb) for mbs in groups for chunk in range(chunks) for mb in mbs]
+    longest = max(map(len, groups))
+    for extra in range(len(sequence) + 1):
+        warm_up = (chunks - 1) * longest + extra
+        ranks = tuple(_rank(rank, p, chunks, warm_up, sequence) for rank in range(p))
+        schedule = Schedule("interleaved", looped(p, chunks), m, ranks)
+        if schedule.blocked() is None:
+            return schedule
+    raise AssertionError("all forwards before all backwards always runs")
+
+
+def _groups(p: int, m: int, group: int) -> list[range]:
+    """Consecutive microbatches; a last group that cannot fill the pipeline joins the one before."""
+    starts = list(range(0, m, group))
+    if len(starts) > 1 and m - starts[-1] < min(p, group):
+        starts.pop()
+    return [range(a, b) for a, b in zip(starts, [*starts[1:], m], strict=True)]
+
+
+def _rank(
+    rank: int, p: int, chunks: int, warm_up: int, sequence: list[tuple[int, int]]
+) -> tuple[Pass, ...]:
+    forwards = [Pass(PassKind.F, chunk * p + rank, mb) for chunk, mb in sequence]
+    backwards = [Pass(PassKind.BW, (chunks - 1 - chunk) * p + rank, mb) for chunk, mb in sequence]
+    first = min(len(forwards), 2 * (p - rank - 1) + warm_up)
+    passes = forwards[:first]
+    for forward, backward in zip(forwards[first:], backwards, strict=False):
+        passes += [forward, backward]
+    return tuple(passes + backwards[len(forwards) - first :])
+
+
+def peak_microbatches(p: int, m: int) -> float:
+    """Activations of the first rank with the default chunks and groups."""
+    schedule = _interleaved(p, m, DEFAULT_CHUNKS, p)
+    return peak_held_chunks(schedule.ranks[0]) / DEFAULT_CHUNKS

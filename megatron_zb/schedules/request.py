@@ -1,0 +1,108 @@
+"""What a schedule family is asked for."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from megatron_zb.errors import UsageError
+from megatron_zb.schedules.costs import Costs
+from megatron_zb.schedules.placement import Placement
+
+
+@dataclass(frozen=True)
+class MemoryLimit:
+    """The most activation memory each rank may hold.
+
+    Either ``fraction`` of 1F1B's peak, which is p microbatches of the first rank's activations, or
+    ``rank_bytes[r]`` in the unit of the costs' ``activation`` and ``fixed``, all of it included.
+    """
+
+    fraction: float | None = None
+    rank_bytes: tuple[float, ...] | None = None
+
+    @classmethod
+    def of(
+        cls, fraction: float | None, rank_bytes: float | Sequence[float] | None, pipeline_size: int
+    ) -> MemoryLimit:
+        """Check what the user gave.
+
+        Raises:
+            UsageError: both kinds of limit at once, or a limit that is not a positive number.
+        """
+        if fraction is not None and rank_bytes is not None:
+            raise UsageError(
+                "give the memory limit as a fraction of 1F1B or in bytes per rank, not both"
+            )
+        if fraction is not None and not 0 < fraction < float("inf"):
+            raise UsageError(
+                f"memory limit {fraction:g} is not a fraction of 1F1B's memory: give, for example, "
+                "0.5"
+            )
+        if isinstance(rank_bytes, int | float):
+            rank_bytes = [float(rank_bytes)] * pipeline_size
+        if rank_bytes is None:
+            return cls(fraction)
+        if len(rank_bytes) != pipeline_size or not all(0 < b < float("inf") for b in rank_bytes):
+            raise UsageError(
+                f"memory limit in bytes: give one positive number, or one for each of the "
+                f"{pipeline_size} ranks"
+            )
+        return cls(None, tuple(rank_bytes))
+
+    def per_rank(self, costs: Costs) -> tuple[float, ...] | None:
+        """What is left for activations on every rank; None where there is no limit."""
+        if self.rank_bytes is not None:
+            return tuple(b - f for b, f in zip(self.rank_bytes, costs.fixed, strict=True))
+        if self.fraction is not None:
+            return (self.fraction * costs.one_f_one_b_peak(),) * costs.pipeline_size
+        return None
+
+    def said(self, needed: float, rank: int, costs: Costs) -> tuple[str, str]:
+        """The limit, and the smallest that would do on a rank, in the user's terms."""
+        if self.rank_bytes is not None:
+            return f"{self.rank_bytes[rank]:g} bytes", f"{needed + costs.fixed[rank]:g} bytes"
+        return f"{self.fraction:g} of 1F1B", f"{needed / costs.one_f_one_b_peak():.4g} of 1F1B"
+
+
+@dataclass(frozen=True)
+class Request:
+    """Sizes, costs and limits; ``chunks`` and ``group_size`` only where a family has the choice.
+
+    ``auto`` leaves out placements whose stages ``num_layers`` layers cannot be spread over evenly,
+    and all but ``placement`` if that is given.
+    """
+
+    pipeline_size: int
+    num_microbatches: int
+    costs: Costs
+    limit: MemoryLimit
+    chunks: int | None = None
+    group_size: int | None = None
+    num_layers: int | None = None
+    placement: Placement | None = None
+
+    def limits(self, placement: Placement, peak_microbatches: float) -> tuple[float, ...]:
+        """What each rank may hold: so many of its own microbatches, or less if the user says so."""
+        table = self.costs.for_placement(placement)
+        own = [
+            peak_microbatches * sum(table.activation[s] for s in held)
+            for held in placement.stages_of
+        ]
+        users = self.limit.per_rank(self.costs)
+        return tuple(own) if users is None else tuple(map(min, own, users))
+
+    def check_feasible(self, name: str, limits: Sequence[float], needed: Sequence[float]) -> None:
+        """Refuse limits below what each rank needs.
+
+        Raises:
+            UsageError: names the rank that binds and the smallest limit that would do.
+        """
+        short = [n - limit for n, limit in zip(needed, limits, strict=True)]
+        rank = max(range(len(short)), key=short.__getitem__)
+        if short[rank] > 1e-9 * (1 + needed[rank]):
+            given, smallest = self.limit.said(needed[rank], rank, self.costs)
+            raise UsageError(
+                f"{name} cannot keep the memory limit of {given}: rank {rank} needs at least "
+                f"{smallest}"
+            )
