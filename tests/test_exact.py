@@ -10,6 +10,7 @@ import pytest
 from exact import Problem
 
 from megatron_zb import schedules
+from megatron_zb.schedules.bounds import lower_bound
 from megatron_zb.schedules.simulator import peak_held_chunks
 
 # Of one rank: when it is free, and how often it has run F and B of both its stages, and W.
@@ -142,6 +143,15 @@ def test_no_schedule_of_ours_beats_the_optimum(problem: Problem) -> None:
     for name, schedule in exact.ours(problem, V_NAMES).items():
         makespan = schedules.simulate(schedule, problem.costs).makespan
         assert makespan >= found.makespan - 1e-6, name
+
+
+@pytest.mark.parametrize("problem", PROBLEMS, ids=str)
+def test_the_lower_bound_is_one(problem: Problem) -> None:
+    costs = problem.costs.for_placement(problem.placement)
+    limit = [problem.slots / 2] * problem.pipeline_size
+    bound = lower_bound(problem.placement, problem.num_microbatches, costs, limit)
+    makespan = exact.optimum(problem).makespan
+    assert 0.7 * makespan < bound <= makespan + 1e-6
 
 
 @pytest.mark.parametrize("problem", [p for p in PROBLEMS if p.slots > 2], ids=str)
