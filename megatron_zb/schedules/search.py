@@ -223,7 +223,9 @@ class _Runner:
         """The order of the last run, coded."""
         return self.engine.integers(self.order)
 
-    def polish(self, order: Any, moves: int, good_enough: float, seed: int) -> tuple[float, Any]:
+    def polish(
+        self, order: Any, moves: int, threshold: float, good_enough: float, seed: int
+    ) -> tuple[float, Any]:
         """The best order that so many single moves lead to, with its makespan first."""
         problem, make = self.problem, self.engine
         placement, m = problem.placement, problem.num_microbatches
@@ -237,7 +239,7 @@ class _Runner:
             *self._fixed[1:],
             problem.split,
             moves,
-            _FIRST_THRESHOLD * self._unit,
+            threshold * self._unit,
             good_enough,
             seed,
             make.integers(order),
@@ -308,7 +310,9 @@ class Found:
 
 
 _POOL = 4
-_FIRST_THRESHOLD = 0.3  # of a mean pass: the loss that polishing accepts at first
+# The loss that polishing accepts at first, in mean passes: for every start, then for the best.
+_FIRST_THRESHOLD = 0.6
+_THRESHOLDS = (1.0, 0.6, 0.3, 0.15)
 
 
 def search(
@@ -330,15 +334,16 @@ def search(
     for steering in _climb(runner, effort.runs, good_enough, seed):
         runner.makespan(steering)
         starts.append(runner.order_copy())
+    moves = effort.moves // (2 * len(starts))
     for number, order in enumerate(starts):
         if best[0] > good_enough:
-            moves = effort.moves // (2 * len(starts))
-            best = min(
-                best, runner.polish(order, moves, good_enough, seed + number), key=lambda t: t[0]
-            )
-    if best[0] > good_enough and effort.moves:
-        again = runner.polish(best[1], effort.moves // 2, good_enough, seed + len(starts))
-        best = min(best, again, key=lambda t: t[0])
+            polished = runner.polish(order, moves, _FIRST_THRESHOLD, good_enough, seed + number)
+            best = min(best, polished, key=lambda t: t[0])
+    for round_, threshold in enumerate(_THRESHOLDS if effort.moves else ()):
+        if best[0] > good_enough:
+            moves = effort.moves // (2 * len(_THRESHOLDS))
+            again = runner.polish(best[1], moves, threshold, good_enough, seed + 100 + round_)
+            best = min(best, again, key=lambda t: t[0])
     return Found(runner.passes(best[1]), best[0])
 
 
