@@ -34,7 +34,7 @@ def _direction_groups(pipeline_ranks: list[int]) -> tuple[dist.ProcessGroup, dis
     for members in sorted(set(pipelines)):
         for _ in range(2):
             group = dist.new_group(list(members))
-            if dist.get_rank() in members:
+            if isinstance(group, dist.ProcessGroup):  # ranks outside get a number instead
                 mine.append(group)
     return mine[0], mine[1]
 
