@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import json
+import pickle
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -84,6 +85,24 @@ def test_a_placement_of_no_known_shape_is_custom() -> None:
 def test_a_broken_table_is_told_where_and_why(text: str, message: str) -> None:
     with pytest.raises(UsageError, match=message):
         from_csv(text)
+
+
+def test_a_broken_rule_has_its_place() -> None:
+    f, bw = PassKind.F, PassKind.BW
+    last = (Pass(f, 1, 0), Pass(bw, 1, 0))
+
+    def error_of(*ranks: tuple[Pass, ...]) -> InvalidSchedule:
+        with pytest.raises(InvalidSchedule) as raised:
+            Schedule("broken", looped(2), 1, ranks).validate()
+        return raised.value
+
+    early = error_of((Pass(f, 0, 0), Pass(bw, 0, 0)), last[::-1])
+    assert (early.rank, early.position) == (1, 0)
+    missing = error_of((Pass(f, 0, 0),), last)
+    assert (missing.rank, missing.position) == (0, None)
+    listed = error_of(last)
+    assert (listed.rank, listed.position) == (None, None)
+    assert (pickle.loads(pickle.dumps(early)).rank, str(early)) == (1, str(early))
 
 
 def test_a_table_of_a_million_microbatches_costs_nothing() -> None:

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple, NoReturn
 from megatron_zb.errors import UsageError
 from megatron_zb.schedules.passes import Pass, PassKind
 from megatron_zb.schedules.placement import Placement, looped, wave
-from megatron_zb.schedules.schedule import InvalidSchedule, Schedule, walk
+from megatron_zb.schedules.schedule import InvalidSchedule, Schedule
 from megatron_zb.schedules.simulator import Timeline
 
 _LETTER = {PassKind.F: "F", PassKind.B: "I", PassKind.W: "W", PassKind.BW: "B"}
@@ -209,23 +209,12 @@ def _point_at_cell(
     schedule: Schedule, rows: Sequence[Sequence[_Cell]], error: InvalidSchedule
 ) -> NoReturn:
     """Tell the place in the words of the table, which counts from 1 and has idle cells."""
-    stuck = re.search(r"rank (\d+), position (\d+)", str(error))
-    if stuck is not None:
-        rank, position = map(int, stuck.groups())
-    elif blocked := _blocked(schedule, error):
-        rank, position = blocked
-    else:
+    if error.rank is None or error.position is None:
         raise error
-    work, column = rows[rank][position]
-    where = f"{schedule.name}: row {rank + 1}, column {column}, '{_cell_text(work)}'"
+    work, column = rows[error.rank][error.position]
+    where = f"{schedule.name}: row {error.rank + 1}, column {column}, '{_cell_text(work)}'"
     what = str(error).removeprefix(f"{schedule.name}: ")
     raise InvalidSchedule(f"{where}: {what}") from error
-
-
-def _blocked(schedule: Schedule, error: InvalidSchedule) -> tuple[int, int] | None:
-    if "rule 'progress'" not in str(error):
-        return None
-    return next(iter(walk(schedule, lambda rank, position, p: None)), None)
 
 
 # Names from the fixed palette of the trace viewers.

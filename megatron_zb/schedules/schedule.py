@@ -14,7 +14,17 @@ _WEIGHT_KINDS = (PassKind.W, PassKind.BW)
 
 
 class InvalidSchedule(UsageError):
-    """A schedule breaks a rule; the message names the rule and the place."""
+    """A schedule breaks a rule; the message names the rule and the place.
+
+    ``rank`` and ``position`` are the place of the pass at fault in ``Schedule.ranks``, counted from
+    0: of the first that waits for ever if several do. None where no single pass is at fault.
+    """
+
+    def __init__(
+        self, message: str, *, rank: int | None = None, position: int | None = None
+    ) -> None:
+        super().__init__(message)
+        self.rank, self.position = rank, position
 
 
 @dataclass(frozen=True)
@@ -71,18 +81,23 @@ class Schedule:
             )
         for rank, passes in enumerate(self.ranks):
             self._validate_rank(rank, passes)
-        stuck = self.blocked()
-        if stuck is not None:
+        waiting = walk(self, lambda rank, position, p: None)
+        if waiting:
             raise InvalidSchedule(
-                f"{self.name}: rule 'progress': the ranks wait for one another in a circle: {stuck}"
+                f"{self.name}: rule 'progress': the ranks wait for one another in a circle: "
+                + self._said(waiting),
+                rank=waiting[0][0],
+                position=waiting[0][1],
             )
         return self
 
     def blocked(self) -> str | None:
         """Where the first ranks wait for one another in a circle; None if every pass can run."""
         waiting = walk(self, lambda rank, position, p: None)
-        stuck = "; ".join(f"rank {r} at {self.ranks[r][i]}" for r, i in waiting[:4])
-        return stuck or None
+        return self._said(waiting) or None
+
+    def _said(self, waiting: list[tuple[int, int]]) -> str:
+        return "; ".join(f"rank {r} at {self.ranks[r][i]}" for r, i in waiting[:4])
 
     def _validate_rank(self, rank: int, passes: tuple[Pass, ...]) -> None:
         done: dict[int, list[int]] = {s: [0, 0, 0] for s in self.placement.stages_of[rank]}
@@ -90,7 +105,9 @@ class Schedule:
 
             def broken(rule: str, why: str, at: int = position, p: Pass = p) -> InvalidSchedule:
                 return InvalidSchedule(
-                    f"{self.name}: rank {rank}, position {at}, pass {p}: rule '{rule}': {why}"
+                    f"{self.name}: rank {rank}, position {at}, pass {p}: rule '{rule}': {why}",
+                    rank=rank,
+                    position=at,
                 )
 
             if p.stage not in done:
@@ -124,7 +141,8 @@ class Schedule:
                 if counts[column] != expected[column]:
                     raise InvalidSchedule(
                         f"{self.name}: rank {rank}, stage {stage}: rule 'completeness': "
-                        f"{counts[column]} of {expected[column]} {letter} passes are listed"
+                        f"{counts[column]} of {expected[column]} {letter} passes are listed",
+                        rank=rank,
                     )
 
 

@@ -117,6 +117,8 @@ def simulate(schedule: Schedule, costs: Costs) -> Timeline:
         rank, position = blocked[0]
         raise InvalidSchedule(
             f"{schedule.name}: rule 'progress': rank {rank} can never run "
-            f"{schedule.ranks[rank][position]}"
+            f"{schedule.ranks[rank][position]}",
+            rank=rank,
+            position=position,
         )
     return Timeline(schedule, table, tuple(map(tuple, start)), tuple(map(tuple, end)))
