@@ -10,16 +10,22 @@ from pathlib import Path
 from megatron_zb import __version__, schedules
 from megatron_zb.errors import UsageError
 from megatron_zb.schedules import interchange
+from megatron_zb.schedules.bounds import lower_bound
+
+# The choices that a schedule may have, as build() and the command line name them.
+_CHOICES = ("memory_limit", "chunks", "group_size")
 
 SHOW_HELP = """\
 Draw a schedule: a row for each pipeline rank, a bar for each pass, the number of its microbatch in
-the bar. The title has the bubble rate and the activation memory that its costs lead to.
+the bar. The title has the bubble rate and the activation memory that its costs lead to; the next
+line tells how far the time is from the lower bound, which no order of passes can beat.
 
 examples:
   megatron-zb show v-half --pipeline-size 4 --num-microbatches 8
   megatron-zb show v-min --pipeline-size 8 --num-microbatches 16 --output v-min.png
   megatron-zb show v-half --pipeline-size 4 --num-microbatches 8 --forward 1 --backward 1.2 \\
       --weight 0.9 --p2p 0.05
+  megatron-zb show auto --pipeline-size 8 --num-microbatches 16 --memory-limit 0.5
   megatron-zb show --csv table.csv
 
 schedules: """
@@ -92,6 +98,22 @@ def _add_schedule(command: argparse.ArgumentParser) -> None:
         metavar="FILE",
         help="a compute-only table of torch.distributed.pipelining, in place of NAME and its sizes",
     )
+    choices = command.add_argument_group("what the schedule may use")
+    choices.add_argument(
+        "--memory-limit",
+        type=float,
+        metavar="X",
+        help="activation memory of a rank, as a fraction of 1F1B's, such as 0.5",
+    )
+    choices.add_argument(
+        "--chunks", type=positive, metavar="V", help="model chunks per rank (interleaved, wave)"
+    )
+    choices.add_argument(
+        "--group-size",
+        type=positive,
+        metavar="G",
+        help="microbatches that pass a chunk together (interleaved; default P)",
+    )
     costs = command.add_argument_group("time of one microbatch on one rank, in any unit")
     for name, what in (
         ("forward", "forward pass"),
@@ -125,7 +147,16 @@ def _show(arguments: argparse.Namespace) -> None:
 
     from megatron_zb.terminal import print_schedule
 
-    print_schedule(timeline, Console())
+    print_schedule(timeline, timeline.schedule.report or _report(timeline), Console())
+
+
+def _report(timeline: schedules.Timeline) -> schedules.Report:
+    """For a table: the bound within the memory that it takes itself."""
+    schedule = timeline.schedule
+    bound = lower_bound(
+        schedule.placement, schedule.num_microbatches, timeline.costs, timeline.peak_memory
+    )
+    return schedules.Report(timeline.makespan, bound)
 
 
 def _export(arguments: argparse.Namespace) -> None:
@@ -151,6 +182,7 @@ def _timeline(arguments: argparse.Namespace) -> schedules.Timeline:
         pipeline_size=arguments.pipeline_size,
         num_microbatches=arguments.num_microbatches,
         costs=costs,
+        **{name: getattr(arguments, name) for name in _CHOICES},
     )
     return schedules.simulate(schedule, costs)
 
@@ -160,6 +192,10 @@ def _table(arguments: argparse.Namespace) -> schedules.Schedule:
         raise UsageError(f"give either {arguments.name} or --csv FILE: two schedules were named")
     if arguments.pipeline_size is not None or arguments.num_microbatches is not None:
         raise UsageError("--csv FILE has its own sizes: leave the sizes out")
+    for choice in _CHOICES:
+        if getattr(arguments, choice) is not None:
+            flag = f"--{choice.replace('_', '-')}"
+            raise UsageError(f"--csv FILE is a finished schedule: leave {flag} out")
     return interchange.from_csv(arguments.csv)
 
 

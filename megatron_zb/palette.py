@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from megatron_zb.schedules import PassKind, Timeline
+from megatron_zb.schedules import PassKind, Report, Timeline
 
 KIND_NAMES = {
     PassKind.F: "forward",
@@ -14,13 +14,20 @@ KIND_NAMES = {
     PassKind.BW: "backward, fused",
 }
 
-# Okabe and Ito's colours, told apart by colour-blind people too: one pair for each kind, the
-# first for even and the second for odd model chunks. Grey stands for their black.
+# Okabe and Ito's colours, told apart by colour-blind people too: one pair for each kind, for the
+# two model chunks of a V. Grey stands for their black.
 _COLOURS = {
     PassKind.F: ("#0072B2", "#56B4E9"),
     PassKind.B: ("#D55E00", "#E69F00"),
     PassKind.W: ("#009E73", "#F0E442"),
     PassKind.BW: ("#CC79A7", "#999999"),
+}
+# More chunks get the shades between these two, the darkest first.
+_SHADES = {
+    PassKind.F: ("#00416A", "#A6DAF7"),
+    PassKind.B: ("#8F3500", "#FFC766"),
+    PassKind.W: ("#00563F", "#F0E442"),
+    PassKind.BW: ("#5E2448", "#EBC4DA"),
 }
 
 
@@ -34,15 +41,21 @@ class Bar:
     kind: PassKind
     chunk: int
     microbatch: int
-
-    @property
-    def colour(self) -> str:
-        return colour_of(self.kind, self.chunk)
+    colour: str
 
 
-def colour_of(kind: PassKind, chunk: int) -> str:
-    """The colour of a pass as #RRGGBB."""
-    return _COLOURS[kind][chunk % 2]
+def colour_of(kind: PassKind, chunk: int, chunks: int = 2) -> str:
+    """The colour of a pass as #RRGGBB, where a rank has so many model chunks."""
+    if chunks <= 2:
+        return _COLOURS[kind][chunk]
+    dark, light = (_channels(colour) for colour in _SHADES[kind])
+    share = chunk / (chunks - 1)
+    mixed = (round(a + (b - a) * share) for a, b in zip(dark, light, strict=True))
+    return "#" + "".join(f"{channel:02X}" for channel in mixed)
+
+
+def _channels(colour: str) -> list[int]:
+    return [int(colour[i : i + 2], 16) for i in (1, 3, 5)]
 
 
 def text_colour_on(colour: str) -> str:
@@ -53,7 +66,7 @@ def text_colour_on(colour: str) -> str:
 
 def luminance(colour: str) -> float:
     """Relative luminance of #RRGGBB, 0 for black and 1 for white."""
-    channels = (int(colour[i : i + 2], 16) / 255 for i in (1, 3, 5))
+    channels = (channel / 255 for channel in _channels(colour))
     red, green, blue = (
         c / 12.92 if c <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4 for c in channels
     )
@@ -65,7 +78,9 @@ def bars_of(timeline: Timeline) -> Iterator[Bar]:
     placement = timeline.schedule.placement
     for rank, passes in enumerate(timeline.schedule.ranks):
         for p, start, end in zip(passes, timeline.start[rank], timeline.end[rank], strict=True):
-            yield Bar(rank, start, end, p.kind, placement.chunk_of(p.stage), p.microbatch)
+            chunk = placement.chunk_of(p.stage)
+            colour = colour_of(p.kind, chunk, placement.chunks)
+            yield Bar(rank, start, end, p.kind, chunk, p.microbatch, colour)
 
 
 def legend_of(timeline: Timeline) -> list[tuple[PassKind, int, str]]:
@@ -79,6 +94,15 @@ def legend_of(timeline: Timeline) -> list[tuple[PassKind, int, str]]:
         (kind, chunk, KIND_NAMES[kind] if one_chunk else f"{KIND_NAMES[kind]}, chunk {chunk}")
         for kind, chunk in found
     ]
+
+
+def report_of(report: Report) -> str:
+    """How far a schedule is from the lower bound, in one sentence."""
+    gain = f"at most {report.gap:.1%}" if report.gap >= 5e-4 else "nothing"
+    return (
+        f"makespan {report.makespan:.6g}, lower bound {report.lower_bound:.6g} for this placement "
+        f"and memory: {gain} left to gain"
+    )
 
 
 def title_of(timeline: Timeline) -> str:

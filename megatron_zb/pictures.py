@@ -19,6 +19,7 @@ DOTS_PER_INCH = 100
 ROW_HEIGHT = 0.42
 WIDTH_OF_SHORTEST_PASS = 0.17
 MARGINS = (0.8, 1.5)
+LEGEND_ROW_HEIGHT = 0.2
 WIDTHS = (9.0, 19.0)
 NUMBER_SIZE = 8.0
 # The width of one digit, as a share of its size; a point is 1/72 inch.
@@ -55,7 +56,8 @@ def draw(timeline: Timeline) -> Figure:
         ) from error
     rows = timeline.schedule.placement.pipeline_size
     width = _width(timeline)
-    figure = Figure((width, rows * ROW_HEIGHT + MARGINS[1]), layout="constrained")
+    height = rows * ROW_HEIGHT + MARGINS[1] + (_legend_rows(timeline) - 1) * LEGEND_ROW_HEIGHT
+    figure = Figure((width, height), layout="constrained")
     axes = figure.add_subplot()
     _draw_bars(axes, timeline, inches_per_second=(width - MARGINS[0]) / timeline.makespan)
     _label(axes, timeline)
@@ -66,6 +68,12 @@ def _width(timeline: Timeline) -> float:
     shortest = min(bar.end - bar.start for bar in bars_of(timeline) if bar.end > bar.start)
     wanted = timeline.makespan / shortest * WIDTH_OF_SHORTEST_PASS + MARGINS[0]
     return min(max(wanted, WIDTHS[0]), WIDTHS[1])
+
+
+def _legend_rows(timeline: Timeline) -> int:
+    """One row for all, or a row for each chunk if there are many."""
+    chunks = timeline.schedule.placement.chunks
+    return chunks if chunks > 2 else 1
 
 
 def _draw_bars(axes: Axes, timeline: Timeline, inches_per_second: float) -> None:
@@ -108,11 +116,17 @@ def _label(axes: Axes, timeline: Timeline) -> None:
     axes.set_facecolor("#F2F2F2")
     axes.spines[["top", "right", "left"]].set_visible(False)
     axes.tick_params(axis="y", length=0)
-    legend = legend_of(timeline)
+    chunks, legend_rows = timeline.schedule.placement.chunks, _legend_rows(timeline)
+    handles: list[Patch] = []
+    for kind, chunk, text in legend_of(timeline):
+        if legend_rows > 1:  # a column is filled before the next: each kind has one of its own
+            while len(handles) % chunks != chunk:
+                handles.append(Patch(alpha=0, label=""))
+        handles.append(Patch(color=colour_of(kind, chunk, chunks), label=text))
     axes.figure.legend(
-        handles=[Patch(color=colour_of(kind, chunk), label=text) for kind, chunk, text in legend],
+        handles=handles,
         loc="outside lower center",
-        ncols=len(legend),
+        ncols=-(-len(handles) // legend_rows),
         frameon=False,
         fontsize=9,
     )

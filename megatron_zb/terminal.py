@@ -2,6 +2,7 @@
 
 A cell starts with the kind of its pass, F, B, W or, for a fused backward, D, as capital letter for
 even and small letter for odd model chunks, so that a drawing without colours can be read as well.
+The line below its title compares the schedule with the lower bound.
 """
 
 from __future__ import annotations
@@ -17,16 +18,17 @@ from megatron_zb.palette import (
     bars_of,
     colour_of,
     legend_of,
+    report_of,
     text_colour_on,
     title_of,
 )
-from megatron_zb.schedules import PassKind, Timeline
+from megatron_zb.schedules import PassKind, Report, Timeline
 
 LETTERS = {PassKind.F: "F", PassKind.B: "B", PassKind.W: "W", PassKind.BW: "D"}
 IDLE = "·"
 
 
-def print_schedule(timeline: Timeline, console: Console) -> None:
+def print_schedule(timeline: Timeline, report: Report, console: Console) -> None:
     """Draw a schedule as wide as the terminal, in as many bands one below the other as it takes."""
     label_width = len(f"rank {timeline.schedule.placement.pipeline_size - 1} ")
     cell_width = _cell_width(timeline)
@@ -34,6 +36,9 @@ def print_schedule(timeline: Timeline, console: Console) -> None:
     cells = max((console.width - label_width) // cell_width, 1)
     band = cells * cell_width
     _print_line(console, Text(title_of(timeline), style="bold"))
+    for sentence in (report_of(report), timeline.schedule.reason):
+        if sentence:
+            console.print(Text(sentence), highlight=False)
     for start in range(0, max(len(row) for row in rows), band):
         console.print()
         for rank, row in enumerate(rows):
@@ -72,32 +77,39 @@ def _cell(bar: Bar, width: int) -> Text:
     whole = f"{letter}{bar.microbatch}"
     # Part of a number would be a wrong number.
     text = whole if len(whole) <= width else letter[:width]
-    return Text(text.ljust(width), style=_style(bar.kind, bar.chunk))
+    return Text(text.ljust(width), style=_style(bar.colour))
 
 
 def _letter(kind: PassKind, chunk: int) -> str:
     return LETTERS[kind] if chunk % 2 == 0 else LETTERS[kind].lower()
 
 
-def _style(kind: PassKind, chunk: int) -> str:
-    colour = colour_of(kind, chunk)
+def _style(colour: str) -> str:
     return f"{text_colour_on(colour)} on {colour}"
 
 
 def _legend(timeline: Timeline) -> list[Text]:
     """A line for each kind that occurs, with its letters, and one for the rest."""
-    chunks: dict[PassKind, list[int]] = {}
+    chunks = timeline.schedule.placement.chunks
+    found: dict[PassKind, list[int]] = {}
     for kind, chunk, _ in legend_of(timeline):
-        chunks.setdefault(kind, []).append(chunk)
-    width = 4 * timeline.schedule.placement.chunks
+        found.setdefault(kind, []).append(chunk)
+    width = 4 * chunks
     lines = []
-    for kind, found in chunks.items():
+    for kind, its_chunks in found.items():
         line = Text()
-        for chunk in found:
-            line.append(f" {_letter(kind, chunk)} ", style=_style(kind, chunk)).append(" ")
+        for chunk in its_chunks:
+            style = _style(colour_of(kind, chunk, chunks))
+            line.append(f" {_letter(kind, chunk)} ", style=style).append(" ")
         line.append(" " * (width - len(line)) + KIND_NAMES[kind])
         lines.append(line)
-    letters = (
-        "" if timeline.schedule.placement.chunks == 1 else "capital letter: chunk 0, small: 1; "
-    )
-    return [*lines, Text(f"{letters}number: microbatch; {IDLE} idle", style="dim")]
+    return [*lines, Text(f"{_letters(chunks)}number: microbatch; {IDLE} idle", style="dim")]
+
+
+def _letters(chunks: int) -> str:
+    if chunks == 1:
+        return ""
+    if chunks == 2:
+        return "capital letter: chunk 0, small: 1; "
+    even, odd = (", ".join(map(str, range(start, chunks, 2))) for start in (0, 1))
+    return f"capital letter: chunks {even}, small: {odd}, darkest first; "

@@ -29,9 +29,58 @@ def test_show_draws_every_pass_in_order(
         expected = []
         for p in passes:
             letter = letters[p.kind.value]
-            is_first_chunk = schedule.placement.chunk_of(p.stage) == 0
-            expected.append(f"{letter if is_first_chunk else letter.lower()}{p.microbatch}")
+            is_even = schedule.placement.chunk_of(p.stage) % 2 == 0
+            expected.append(f"{letter if is_even else letter.lower()}{p.microbatch}")
         assert re.findall(r"[A-Za-z]\d*", "".join(bands)) == expected
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["1f1b"], "\nnumber: microbatch"),
+        (["v-half"], "\ncapital letter: chunk 0, small: 1; number"),
+        (["interleaved", "--chunks", "3"], "letter: chunks 0, 2, small: 1, darkest first"),
+        (["wave"], "letter: chunks 0, 2, small: 1, 3, darkest first"),
+    ],
+)
+def test_the_legend_tells_the_letters_of_all_chunks(
+    arguments: list[str], words: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main(["show", *arguments, *SIZES]) == 0
+    assert words in capsys.readouterr().out
+
+
+def test_show_tells_the_distance_to_the_bound(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["show", "1f1b", *SIZES]) == 0
+    printed = " ".join(capsys.readouterr().out.split())  # lines may be broken anywhere
+    report = schedules.build("1f1b", pipeline_size=4, num_microbatches=8).report
+    assert report is not None
+    assert f"makespan 33, lower bound {report.lower_bound:g} " in printed
+    assert f"at most {report.gap:.1%} left to gain" in printed
+    assert cli.main(["show", "v-half", *SIZES]) == 0
+    assert "nothing left to gain" in " ".join(capsys.readouterr().out.split())
+
+
+def test_auto_tells_why_and_keeps_the_limit(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["show", "auto", *SIZES, "--memory-limit", "0.5"]) == 0
+    printed = " ".join(capsys.readouterr().out.split())
+    assert "is the fastest that fits" in printed
+    share = re.search(r"\(([\d.]+) of 1F1B's\)", printed)
+    assert share is not None
+    assert float(share.group(1)) <= 0.5
+
+
+def test_chunks_and_groups_are_the_users_choice(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["show", "interleaved", *SIZES, "--chunks", "4"]) == 0
+    assert "bubble rate 8.6%" in capsys.readouterr().out  # 3 * 3 / 4 of 24 + 3 * 3 / 4
+    chosen = ["--chunks", "3", "--group-size", "8"]
+    assert cli.main(["show", "interleaved", *SIZES, *chosen]) == 0
+    built = schedules.build(
+        "interleaved", pipeline_size=4, num_microbatches=8, chunks=3, group_size=8
+    )
+    costs = schedules.Costs.uniform(pipeline_size=4, forward=1, backward=1, weight=1)
+    timeline = schedules.simulate(built, costs)
+    assert f"bubble rate {timeline.bubble_rate:.1%}" in capsys.readouterr().out
 
 
 def test_show_never_prints_part_of_a_number(capsys: pytest.CaptureFixture[str]) -> None:
@@ -71,6 +120,12 @@ def test_costs_change_the_bubble(capsys: pytest.CaptureFixture[str]) -> None:
         (["show", "v-half", "-p", "1", "-m", "8"], "pipeline size 1"),
         (["show", "v-half", *SIZES, "--forward", "-1"], "forward"),
         (["show", "v-half", *SIZES, "--output", "x.pdf"], "cannot draw into 'x.pdf'"),
+        (["show", "v-half", *SIZES, "--chunks", "4"], "v-half has no choice of chunks"),
+        (["show", "v-half", *SIZES, "--group-size", "4"], "v-half has no choice of group_size"),
+        (
+            ["show", "v-half", *SIZES, "--memory-limit", "0.1"],
+            "cannot keep the memory limit of 0.1",
+        ),
     ],
 )
 def test_what_the_user_can_mend_is_one_sentence(

