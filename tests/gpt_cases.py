@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import partial
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -35,6 +37,8 @@ class GPTCase:
     tied: bool = False
     dtype: str = "float32"
     tensor_parallel: int = 1
+    data_parallel: int = 1
+    fused_accumulation: bool = False
     sequence_parallel: bool = False
     per_token_loss: bool = False
     overlap_grad_reduce: bool = False
@@ -86,7 +90,7 @@ def run(
 
 
 def _pipeline_size(case: GPTCase) -> int:
-    return torch.distributed.get_world_size() // case.tensor_parallel
+    return torch.distributed.get_world_size() // (case.tensor_parallel * case.data_parallel)
 
 
 def _zero_gradients(chunks: list[Any]) -> None:
@@ -106,6 +110,7 @@ def _enter_parallel_groups(case: GPTCase, adapter: PipelineAdapter | None, p: in
     """
     key = (
         case.tensor_parallel,
+        case.data_parallel,
         p,
         adapter and adapter.chunks,
         adapter and adapter.physical.mirrored,
@@ -137,6 +142,8 @@ def _build_chunks(
     from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
 
     model_parallel_cuda_manual_seed(1)
+    if case.fused_accumulation:
+        install_stand_in_for_fused_accumulation()
     low_precision = case.torch_dtype is not torch.float32
     config = TransformerConfig(
         num_layers=case.layers,
@@ -153,7 +160,7 @@ def _build_chunks(
         use_cpu_initialization=True,
         attention_dropout=0.0,
         hidden_dropout=0.0,
-        gradient_accumulation_fusion=False,
+        gradient_accumulation_fusion=case.fused_accumulation,
         bias_dropout_fusion=False,
         masked_softmax_fusion=False,
         persist_layer_norm=False,
@@ -195,6 +202,22 @@ def _build_chunks(
             functions = [chunk.no_sync for chunk in chunks]
             config.no_sync_func = functions if len(functions) > 1 else functions[0]
     return chunks, config
+
+
+def install_stand_in_for_fused_accumulation() -> None:
+    """In place of apex's CUDA kernels, which no CPU can run: the same sums in plain torch."""
+    from megatron.core.tensor_parallel import layers
+
+    def accumulate(
+        inputs: torch.Tensor, grad_output: torch.Tensor, main_grad: torch.Tensor
+    ) -> None:
+        main_grad.add_(grad_output.t().matmul(inputs))
+
+    stand_in: Any = ModuleType("fused_weight_gradient_mlp_cuda")
+    stand_in.wgrad_gemm_accum_fp32 = stand_in.wgrad_gemm_accum_fp16 = accumulate
+    sys.modules[stand_in.__name__] = stand_in
+    layers.fused_weight_gradient_mlp_cuda = stand_in
+    layers._grad_accum_fusion_available = True
 
 
 class SequenceParallelNorm(torch.nn.LayerNorm):

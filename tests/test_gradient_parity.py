@@ -43,6 +43,8 @@ def test_evaluation_equals_megatrons(ranks: RankPools, world_size: int, name: st
     [
         GPTCase(tied=True, per_token_loss=True),
         GPTCase(wrapped=False),
+        GPTCase(fused_accumulation=True, tied=True),
+        GPTCase(fused_accumulation=True, dtype="bfloat16"),
         GPTCase(options=(("gated_linear_unit", True), ("add_bias_linear", False))),
         GPTCase(
             options=(
@@ -52,7 +54,7 @@ def test_evaluation_equals_megatrons(ranks: RankPools, world_size: int, name: st
             )
         ),
     ],
-    ids=["per-token-loss", "no-ddp", "swiglu-no-bias", "full-recompute"],
+    ids=["per-token-loss", "no-ddp", "fused", "fused-bf16", "swiglu-no-bias", "full-recompute"],
 )
 def test_variants_equal_megatrons(ranks: RankPools, case: GPTCase, name: str) -> None:
     found = ranks(2).run(differences, case=case, schedule=name, num_microbatches=[5], iterations=2)
@@ -65,9 +67,14 @@ def test_variants_equal_megatrons(ranks: RankPools, case: GPTCase, name: str) ->
     [
         GPTCase(tensor_parallel=2),
         GPTCase(tensor_parallel=2, sequence_parallel=True),
+        GPTCase(data_parallel=2, tied=True),
+        GPTCase(data_parallel=2, overlap_grad_reduce=True),
+        GPTCase(data_parallel=2, overlap_grad_reduce=True, fused_accumulation=True),
     ],
-    ids=["tp2", "tp2-sequence-parallel"],
+    ids=["tp2", "tp2-sequence-parallel", "dp2", "dp2-overlap", "dp2-overlap-fused"],
 )
-def test_tensor_parallel_equals_megatrons(ranks: RankPools, case: GPTCase, name: str) -> None:
+def test_tensor_and_data_parallel_equal_megatrons(
+    ranks: RankPools, case: GPTCase, name: str
+) -> None:
     found = ranks(4).run(differences, case=case, schedule=name, num_microbatches=[5])
     assert found == [[]] * 4

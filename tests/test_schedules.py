@@ -326,3 +326,24 @@ def test_a_v_goes_there_and_back() -> None:
     assert placement.rank_of == (0, 1, 2, 2, 1, 0)
     assert placement.stages_of == ((0, 5), (1, 4), (2, 3))
     assert [placement.chunk_of(s) for s in range(6)] == [0, 0, 0, 1, 1, 1]
+
+
+@settings(max_examples=40, deadline=None)
+@given(problem=problems(most_ranks=6, most_microbatches=9), data=st.data())
+def test_cheaper_passes_never_take_longer(
+    problem: tuple[int, int, schedules.Costs], data: st.DataObject
+) -> None:
+    """The simulator is monotone: less of any cost never ends a schedule later."""
+    p, m, costs = problem
+    name = data.draw(st.sampled_from(["1f1b", "zb-h1", "zb-h2", "interleaved"]))
+    schedule = schedules.build(name, pipeline_size=p, num_microbatches=m, costs=costs)
+    share = st.floats(0, 1)
+    cheaper = replace(
+        costs,
+        forward=tuple(x * data.draw(share) + 1e-3 for x in costs.forward),
+        weight=tuple(x * data.draw(share) for x in costs.weight),
+        p2p=tuple(tuple(x * data.draw(share) for x in row) for row in costs.p2p),
+    )
+    cheaper = replace(cheaper, forward=tuple(map(min, cheaper.forward, costs.forward)))
+    before = schedules.simulate(schedule, costs).makespan
+    assert schedules.simulate(schedule, cheaper).makespan <= before * (1 + 1e-12)
