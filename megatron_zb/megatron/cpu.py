@@ -6,7 +6,7 @@ redirects those calls, so that unmodified Megatron trains over gloo on CPU ranks
 debugging and tests; nothing here happens unless it is called, and nothing else in this package
 knows about it.
 
-Serves megatron-core 0.16.1; `training_loop=True` adds what the training loop of Megatron-LM asks.
+Serves megatron-core 0.16 to 0.19; `training_loop=True` adds what the training loop of Megatron-LM asks.
 """
 
 from __future__ import annotations
@@ -67,6 +67,12 @@ def _redirect_devices() -> None:
     cuda.current_device = lambda: _CPU
     # after every exchange of activations, and around timers and checkpoints
     cuda.synchronize = _nothing()
+    # around the reduction of gradients; everything done on a stream is done at once
+    cuda.Stream = _Stream
+    cuda.Event = _Stream
+    cuda.current_stream = lambda device=None: _Stream()
+    cuda.default_stream = lambda device=None: _Stream()
+    cuda.stream = _on_stream
 
 
 def _redirect_training_loop() -> None:
@@ -87,12 +93,6 @@ def _redirect_training_loop() -> None:
     cuda.memory_stats = lambda device=None: {}
     cuda.reset_peak_memory_stats = _nothing()
     cuda.empty_cache = _nothing()
-    # the model is wrapped on a stream of its own; everything done there is done at once
-    cuda.Stream = _Stream
-    cuda.Event = _Stream
-    cuda.current_stream = lambda device=None: _Stream()
-    cuda.default_stream = lambda device=None: _Stream()
-    cuda.stream = _on_stream
 
 
 def _redirect_factories() -> None:
