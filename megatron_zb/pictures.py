@@ -56,7 +56,8 @@ def draw(timeline: Timeline) -> Figure:
         ) from error
     rows = timeline.schedule.placement.pipeline_size
     width = _width(timeline)
-    height = rows * ROW_HEIGHT + MARGINS[1] + (_legend_rows(timeline) - 1) * LEGEND_ROW_HEIGHT
+    legend_rows = timeline.schedule.placement.chunks
+    height = rows * ROW_HEIGHT + MARGINS[1] + (legend_rows - 1) * LEGEND_ROW_HEIGHT
     figure = Figure((width, height), layout="constrained")
     axes = figure.add_subplot()
     _draw_bars(axes, timeline, inches_per_second=(width - MARGINS[0]) / timeline.makespan)
@@ -68,12 +69,6 @@ def _width(timeline: Timeline) -> float:
     shortest = min(bar.end - bar.start for bar in bars_of(timeline) if bar.end > bar.start)
     wanted = timeline.makespan / shortest * WIDTH_OF_SHORTEST_PASS + MARGINS[0]
     return min(max(wanted, WIDTHS[0]), WIDTHS[1])
-
-
-def _legend_rows(timeline: Timeline) -> int:
-    """One row for all, or a row for each chunk if there are many."""
-    chunks = timeline.schedule.placement.chunks
-    return chunks if chunks > 2 else 1
 
 
 def _draw_bars(axes: Axes, timeline: Timeline, inches_per_second: float) -> None:
@@ -116,17 +111,21 @@ def _label(axes: Axes, timeline: Timeline) -> None:
     axes.set_facecolor("#F2F2F2")
     axes.spines[["top", "right", "left"]].set_visible(False)
     axes.tick_params(axis="y", length=0)
-    chunks, legend_rows = timeline.schedule.placement.chunks, _legend_rows(timeline)
-    handles: list[Patch] = []
-    for kind, chunk, text in legend_of(timeline):
-        if legend_rows > 1:  # a column is filled before the next: each kind has one of its own
-            while len(handles) % chunks != chunk:
-                handles.append(Patch(alpha=0, label=""))
-        handles.append(Patch(color=colour_of(kind, chunk, chunks), label=text))
+    # A column for each kind and a row for each chunk, whether it occurs or not.
+    chunks = timeline.schedule.placement.chunks
+    words = {(kind, chunk): text for kind, chunk, text in legend_of(timeline)}
+    kinds = list(dict.fromkeys(kind for kind, _ in words))
+    handles = [
+        Patch(color=colour_of(kind, chunk, chunks), label=words[kind, chunk])
+        if (kind, chunk) in words
+        else Patch(alpha=0, label="")
+        for kind in kinds
+        for chunk in range(chunks)
+    ]
     axes.figure.legend(
         handles=handles,
         loc="outside lower center",
-        ncols=-(-len(handles) // legend_rows),
+        ncols=len(kinds),
         frameon=False,
         fontsize=9,
     )
