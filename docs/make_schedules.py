@@ -1,0 +1,274 @@
+#!/usr/bin/env python3
+"""Make what is generated in docs/schedules.md: pictures, and tables between the markers.
+
+Pictures and the table of sizes come from the catalog. The measured tables come from the files in
+docs/results; what they lack is said to be missing, with the command that makes it:
+
+  python benchmarks/schedule_quality.py --output quality.json
+  python benchmarks/exact_gap.py | tail -n 1 > exact.json
+  python docs/make_schedules.py --results quality.json --exact exact.json
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import statistics
+import tempfile
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+from PIL import Image
+
+from megatron_zb import schedules
+from megatron_zb.pictures import save_picture
+from megatron_zb.schedules import Costs, Timeline, catalog
+
+DOCS = Path(__file__).resolve().parent
+PAGE = DOCS / "schedules.md"
+QUALITY = Path("results") / "schedule_quality.json"
+EXACT = Path("results") / "exact_gap.json"
+QUALITY_COMMAND = "python benchmarks/schedule_quality.py --output FILE"
+EXACT_COMMAND = "python benchmarks/exact_gap.py"
+
+# The table of sizes: p, m, and F, B, W and a transfer of one microbatch on one rank.
+SIZES = (8, 32)
+COSTS = (1.0, 1.2, 0.8, 0.05)
+# The pictures: small enough to read every number in a page.
+PICTURE_SIZES = (4, 8)
+PICTURE_LIMITS = {"auto": 0.5}
+COLOURS = 96
+
+
+def main() -> None:
+    args = _arguments()
+    for given, kept in ((args.results, QUALITY), (args.exact, EXACT)):
+        if given is not None:
+            _keep(given, args.docs / kept)
+    if not args.tables_only:
+        for name in schedules.names():
+            _draw(name, args.docs / "pictures" / f"{name}.png")
+    quality = _read(args.docs / QUALITY)
+    page = args.docs / PAGE.name
+    text = page.read_text(encoding="utf-8")
+    for name, lines in {
+        "catalog": catalog_table(),
+        "grid": grid_table(quality),
+        "unequal": unequal_table(quality),
+        "parts": parts_table(quality),
+        "time": time_table(quality),
+        "exact": exact_table(_read(args.docs / EXACT)),
+    }.items():
+        text = replaced(text, name, lines)
+    page.write_text(text, encoding="utf-8")
+    print(page)
+
+
+def _arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--results", type=Path, help="output of schedule_quality.py to keep")
+    parser.add_argument("--exact", type=Path, help="last line of exact_gap.py to keep")
+    parser.add_argument("--tables-only", action="store_true", help="leave the pictures as they are")
+    parser.add_argument("--docs", type=Path, default=DOCS, help="another folder than this one")
+    return parser.parse_args()
+
+
+def _keep(given: Path, kept: Path) -> None:
+    """Copy a result, checked to be JSON; parts that it lacks stay as they were."""
+    kept.parent.mkdir(parents=True, exist_ok=True)
+    merged = {**_read(kept), **json.loads(given.read_text(encoding="utf-8"))}
+    kept.write_text(json.dumps(merged, indent=1) + "\n", encoding="utf-8")
+
+
+def _read(path: Path) -> dict[str, Any]:
+    return json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+
+
+def replaced(text: str, name: str, lines: Iterable[str]) -> str:
+    """The page with other lines between the markers of a name."""
+    start, end = f"<!-- generated: {name} -->", f"<!-- end: {name} -->"
+    pattern = re.compile(f"{re.escape(start)}.*?{re.escape(end)}", re.DOTALL)
+    if len(pattern.findall(text)) != 1:
+        raise SystemExit(f"{PAGE.name} must have '{start}' and '{end}' once, in this order")
+    body = "\n".join([start, "", *lines, "", end])
+    return pattern.sub(lambda match: body, text)
+
+
+def table(headings: Sequence[str], rows: Iterable[Sequence[object]]) -> list[str]:
+    """Lines of a Markdown table: the first column to the left, the others to the right."""
+    lines = [headings, ["---", *["---:"] * (len(headings) - 1)], *rows]
+    return [f"| {' | '.join(map(str, line))} |" for line in lines]
+
+
+def missing(what: str, command: str) -> list[str]:
+    return [f"*{what} not been measured for this page yet; this makes it: `{command}`*"]
+
+
+# --- from the catalog ---------------------------------------------------------------------------
+
+
+def _timeline(
+    name: str,
+    sizes: tuple[int, int],
+    costs: tuple[float, float, float, float],
+    memory_limit: float | None = None,
+) -> Timeline:
+    p, m = sizes
+    forward, backward, weight, p2p = costs
+    uniform = Costs.uniform(
+        pipeline_size=p, forward=forward, backward=backward, weight=weight, p2p=p2p
+    )
+    built = schedules.build(
+        name, pipeline_size=p, num_microbatches=m, costs=uniform, memory_limit=memory_limit
+    )
+    return schedules.simulate(built, uniform)
+
+
+def _draw(name: str, path: Path) -> None:
+    """A picture with few colours and no metadata: small, and the same bytes for the same bars."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    timeline = _timeline(name, PICTURE_SIZES, (1.0, 1.0, 1.0, 0.0), PICTURE_LIMITS.get(name))
+    with tempfile.TemporaryDirectory() as folder:
+        drawn = Path(folder) / path.name
+        save_picture(timeline, drawn)
+        with Image.open(drawn) as image:
+            few = image.convert("RGB").quantize(COLOURS, dither=Image.Dither.NONE)
+    few.save(path, optimize=True)
+
+
+def catalog_table() -> list[str]:
+    stock = _timeline("1f1b", SIZES, COSTS)
+    rows = []
+    for name in schedules.names():
+        family = catalog.family(name)
+        timeline = _timeline(name, SIZES, COSTS)
+        report = timeline.schedule.report
+        assert report is not None
+        rows.append(
+            [
+                f"[`{name}`](#{name})",
+                f"{timeline.bubble_rate:.1%}",
+                f"{100 * (stock.makespan / timeline.makespan - 1):+.1f} %",
+                f"{max(timeline.peak_activation):g}",
+                f"{max(timeline.peak_activation) / max(stock.peak_activation):.2f}",
+                f"{100 * abs(report.gap):.1f} %",
+                timeline.schedule.placement.chunks,
+                "yes" if family.splits_backward else "no",
+            ]
+        )
+    headings = (
+        "schedule",
+        "bubble rate",
+        "throughput against 1F1B",
+        "peak, in microbatches",
+        "of 1F1B's",
+        "at most left to gain",
+        "chunks per rank",
+        "splits the backward",
+    )
+    return table(headings, rows)
+
+
+# --- from the results -----------------------------------------------------------------------------
+
+
+def grid_table(quality: dict[str, Any]) -> list[str]:
+    if "grid" not in quality:
+        return missing("The grid has", f"{QUALITY_COMMAND} --parts grid")
+    cells, summary = quality["grid"]["cells"], quality["grid"]["summary"]
+    rows = []
+    for limit in sorted({cell["memory_limit"] for cell in cells}):
+        own = [cell for cell in cells if cell["memory_limit"] == limit]
+        served = [cell for cell in own if cell["makespan"] is not None]
+        known = [cell for cell in served if cell["best_known"] is not None]
+        rows.append(
+            [
+                f"{limit:g}",
+                len(own),
+                len(served),
+                len(known),
+                _median([cell["best_known"] / cell["makespan"] for cell in known]),
+                sum(cell["makespan"] > cell["best_known"] * (1 + 1e-9) for cell in known),
+                _median([cell["makespan"] / cell["bound_of_v"] for cell in served]),
+                sum(cell["chunks"] == 4 for cell in served),
+            ]
+        )
+    headings = (
+        "memory limit, of 1F1B's",
+        "cells",
+        "served by `auto`",
+        "by a published schedule",
+        "median gain on the best of these",
+        "cells lost to it",
+        "median distance to the V's bound",
+        "on 4 chunks",
+    )
+    facts = [f"- {name}: {value}" for name, value in summary.items()]
+    return [*table(headings, rows), "", *facts]
+
+
+def unequal_table(quality: dict[str, Any]) -> list[str]:
+    if "unequal" not in quality:
+        return missing("Unequal costs have", f"{QUALITY_COMMAND} --parts unequal")
+    gains: dict[str, list[float]] = {}
+    for kind, *_, percent in quality["unequal"]["cells"]:
+        gains.setdefault(kind, []).append(percent)
+    rows = [
+        [kind, len(found), *(_percent(f(found)) for f in (statistics.median, min, max))]
+        for kind, found in gains.items()
+    ]
+    return table(("costs", "cells", "median gain", "least", "most"), rows)
+
+
+def parts_table(quality: dict[str, Any]) -> list[str]:
+    if "parts" not in quality:
+        return missing("The parts have", f"{QUALITY_COMMAND} --parts parts")
+    rows = quality["parts"]
+    names = list(next(iter(rows.values())))
+    headings = ["cell", *(name if "BW" in name else f"{name}: bubble %" for name in names)]
+    return table(headings, ([cell, *values.values()] for cell, values in rows.items()))
+
+
+def time_table(quality: dict[str, Any]) -> list[str]:
+    if "time" not in quality:
+        return missing("The times have", f"{QUALITY_COMMAND} --parts time")
+    return table(("schedule", "seconds"), quality["time"].items())
+
+
+def exact_table(exact: dict[str, Any]) -> list[str]:
+    if not exact:
+        return missing("The distance to exact optima has", EXACT_COMMAND)
+    rows = [
+        [
+            f"`{name}`",
+            gap["problems"],
+            gap["optimal"],
+            _percent(100 * gap["median"]),
+            _percent(100 * gap["largest"]),
+        ]
+        for name, gap in exact["gap"].items()
+    ]
+    headings = ("schedule", "problems on the V", "of these optimal", "median gap", "largest gap")
+    return [
+        f"{exact['proven']} of {exact['problems']} optima were proven; the lower bound is the "
+        f"optimum itself in {exact['bound_is_optimum']} of them, and above it in "
+        f"{exact['bounds_above_a_schedule']}.",
+        "",
+        *table(headings, rows),
+    ]
+
+
+def _median(ratios: Sequence[float]) -> str:
+    return _percent(100 * (statistics.median(ratios) - 1)) if ratios else "-"
+
+
+def _percent(value: float) -> str:
+    return f"{value:.2f} %"
+
+
+if __name__ == "__main__":
+    main()
