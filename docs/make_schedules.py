@@ -184,15 +184,17 @@ def grid_table(quality: dict[str, Any]) -> list[str]:
     for limit in sorted({cell["memory_limit"] for cell in cells}):
         own = [cell for cell in cells if cell["memory_limit"] == limit]
         served = [cell for cell in own if cell["makespan"] is not None]
-        known = [cell for cell in served if cell["best_known"] is not None]
+        known = [cell for cell in own if cell["best_known"] is not None]
+        both = [cell for cell in known if cell["makespan"] is not None]
+        won = [cell for cell in both if cell["makespan"] <= cell["best_known"] * (1 + 1e-9)]
         rows.append(
             [
                 f"{limit:g}",
                 len(own),
                 len(served),
                 len(known),
-                _median([cell["best_known"] / cell["makespan"] for cell in known]),
-                sum(cell["makespan"] > cell["best_known"] * (1 + 1e-9) for cell in known),
+                _median([cell["best_known"] / cell["makespan"] for cell in both]),
+                len(known) - len(won),
                 _median([cell["makespan"] / cell["bound_of_v"] for cell in served]),
                 sum(cell["chunks"] == 4 for cell in served),
             ]

@@ -115,10 +115,10 @@ def test_tables_are_made_from_the_results() -> None:
     cells = [
         {**cell, "makespan": 110.0, "best_known": 121.0},
         {**cell, "makespan": 120.0, "best_known": None},
-        {**cell, "makespan": None, "best_known": None},
+        {**cell, "makespan": None, "best_known": 100.0},
     ]
     lines = script.grid_table({"grid": {"cells": cells, "summary": {"cells": 3}}})
-    assert "| 0.5 | 3 | 2 | 1 | 10.00 % | 0 | 15.00 % | 0 |" in lines
+    assert "| 0.5 | 3 | 2 | 2 | 10.00 % | 1 | 15.00 % | 0 |" in lines
     assert "- cells: 3" in lines
     unequal = {"cells": [["slow rank", 4, 8, 1.0, 2.0], ["slow rank", 8, 16, 1.0, 4.0]]}
     lines = script.unequal_table({"unequal": unequal})
