@@ -190,8 +190,8 @@ def _grid_summary(cells: list[Cell]) -> dict[str, Any]:
         "worse than best known": len(worse),
         "strictly better, where there is anything to gain": f"{len(better)} of {len(open_cells)}",
         "worse than installed torch": sum(_ratio(c, c.best_torch) > 1 + SAME for c in by_torch),
-        "median gap to torch's best (%)": _percent(
-            statistics.median(_ratio_of(c.best_torch, c.makespan) for c in by_torch)
+        "median gain on torch's best (%)": _middle(
+            _ratio_of(c.best_torch, c.makespan) for c in by_torch
         ),
         **_single_cells(served),
     }

@@ -90,7 +90,7 @@ _FAMILIES = (
         "zb-h2",
         zero_bubble.zb_h2,
         lambda p, m: 2 * p - 1,
-        "almost no bubble for twice 1F1B's memory, in a fixed order",
+        "a smaller bubble than zb-h1 for twice the memory, in a fixed order",
         _ZERO_BUBBLE,
     ),
     Family(

@@ -1,6 +1,7 @@
 """The search's inner loops, compiled if numba is installed, plain Python otherwise.
 
-Both give the same numbers to the last bit, so that ranks agree whatever they have installed.
+Both give the same numbers to the last bit; but plain Python has time for less (see ``searched``),
+so numba belongs on all ranks of a job or on none.
 """
 
 from __future__ import annotations
