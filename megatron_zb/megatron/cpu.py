@@ -6,7 +6,8 @@ redirects those calls, so that unmodified Megatron trains over gloo on CPU ranks
 debugging and tests; nothing here happens unless it is called, and nothing else in this package
 knows about it.
 
-Serves megatron-core 0.16 to 0.19; `training_loop=True` adds what the training loop of Megatron-LM asks.
+Serves megatron-core 0.16 to 0.19; `training_loop=True` adds what the training loop of
+Megatron-LM asks.
 """
 
 from __future__ import annotations
