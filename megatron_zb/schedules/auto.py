@@ -14,7 +14,7 @@ from megatron_zb.schedules.schedule import Schedule
 from megatron_zb.schedules.searched import searched
 from megatron_zb.schedules.simulator import simulate
 
-_SECONDS = {"v": 5.0, "wave": 2.5, "zb": 1.0}
+_SECONDS = {"v": 12.0, "wave": 3.0, "zb": 0.5}
 
 
 def auto(request: Request) -> Schedule:

@@ -309,7 +309,9 @@ class Found:
     makespan: float
 
 
+_CLIMBS = 3  # from the same presets with other dice; each takes its share of the runs
 _POOL = 4
+_KEPT = 2  # of the pool, to be polished
 # The loss that polishing accepts at first, in mean passes: for every start, then for the best.
 _FIRST_THRESHOLD = 0.6
 _THRESHOLDS = (1.0, 0.6, 0.3, 0.15)
@@ -331,9 +333,11 @@ def search(
     good_enough = lower_bound * (1 + 1e-9)
     best: tuple[float, Any] = (INFINITY, None)
     starts = [runner.coded(order) for order in known]
-    for steering in _climb(runner, effort.runs, good_enough, seed):
-        runner.makespan(steering)
-        starts.append(runner.order_copy())
+    for climb in range(_CLIMBS):
+        runs = effort.runs * (climb + 1) // _CLIMBS
+        for steering in _climb(runner, runs, good_enough, seed + climb):
+            runner.makespan(steering)
+            starts.append(runner.order_copy())
     moves = effort.moves // (2 * len(starts))
     for number, order in enumerate(starts):
         if best[0] > good_enough:
@@ -364,4 +368,4 @@ def _climb(runner: _Runner, runs: int, good_enough: float, seed: int) -> list[St
             pool.sort(key=lambda entry: entry[0])
     if pool[0][0] >= INFINITY:
         raise RuntimeError("the list scheduler got stuck; its quotas are wrong")
-    return [steering for makespan, steering in pool if makespan < INFINITY]
+    return [steering for makespan, steering in pool[:_KEPT] if makespan < INFINITY]

@@ -64,5 +64,5 @@ def _effort(problem: Problem, seconds: float) -> Effort:
     if not available():
         return Effort(runs=min(100, int(seconds / (40 * run))), moves=0)
     return Effort(
-        runs=min(3000, int(seconds / 2 / run)), moves=min(100_000, int(seconds / 2 / move))
+        runs=min(4000, int(seconds / 2 / run)), moves=min(120_000, int(seconds / 2 / move))
     )
