@@ -30,8 +30,8 @@ NUM_MICROBATCHES = 8
 MICRO_BATCH_SIZE = 2
 TRAIN_ITERATIONS = 36
 
-# About 0.4 s an iteration on 2 CPU cores, and the same with every schedule, because there are fewer
-# cores than ranks: what differs here is memory. On 4 GPUs the bubble would show in the time, too.
+# An iteration takes about as long with every schedule, because there are fewer cores than ranks:
+# what differs here is memory. On 4 GPUs the bubble would show in the time, too.
 TRAINING_ARGUMENTS = {
     "--pipeline-model-parallel-size": PIPELINE_SIZE,
     "--num-layers": 8,
