@@ -47,9 +47,10 @@ def _arguments() -> argparse.Namespace:
         "--milliseconds",
         type=float,
         nargs=3,
-        default=[24.0, 28.0, 20.0],
+        default=[48.0, 56.0, 40.0],
         metavar=("F", "B", "W"),
-        help="times of one microbatch on one rank; a chunk of two takes half (default 24 28 20)",
+        help="times of one microbatch on one rank; one of four chunks takes a quarter "
+        "(default 48 56 40)",
     )
     parser.add_argument("--schedules", nargs="*", default=schedules.names(), metavar="NAME")
     return parser.parse_args()
