@@ -71,7 +71,7 @@ def decode(
     first = True
     while done < p * per_rank:
         for r in range(p):
-            if not (first or r == dirty_a or r == dirty_b):  # noqa: SIM109 (compiles better)
+            if not (first or r in (dirty_a, dirty_b)):
                 continue
             base = r * width
             now = clock[r]
