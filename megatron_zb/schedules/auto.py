@@ -46,8 +46,8 @@ def auto(request: Request) -> Schedule:
             refused[0]
             if refused
             else UsageError(
-                f"auto: {request.num_layers} layers cannot be spread evenly over "
-                f"{request.pipeline_size} pipeline ranks"
+                f"auto: {request.num_layers} layers are too few for {request.pipeline_size} "
+                "pipeline ranks: give at least one for each"
             )
         )
     found.sort(key=lambda entry: (entry[0], entry[1].placement.chunks))
@@ -60,13 +60,18 @@ _Build = Callable[[Request, float], Schedule | None]
 def _possible(placement: Placement, request: Request) -> bool:
     if request.placement is not None and placement != request.placement:
         return False
-    return request.num_layers is None or request.num_layers % placement.num_stages == 0
+    layers, stages = request.num_layers, placement.num_stages
+    if layers is None or layers % stages == 0:
+        return True
+    return layers % request.pipeline_size != 0 and layers >= stages
 
 
 def _v(request: Request, fastest: float) -> Schedule | None:
     p = request.pipeline_size
     known = v_shape.squeezed_blocks("auto", request)
-    return searched("auto", wave(p, 2), request, 2.0 * p, known=known, seconds=_SECONDS["v"])
+    return searched(
+        "auto", wave(p, 2), request, 2.0 * p, known=known, seconds=_SECONDS["v"], thorough=True
+    )
 
 
 def _wave(request: Request, fastest: float) -> Schedule | None:
@@ -84,7 +89,8 @@ def _search_if_it_can_win(
     table = request.costs.for_placement(placement)
     if lower_bound(placement, request.num_microbatches, table, limit) >= fastest:
         return None
-    return searched("auto", placement, request, 2.0 * request.pipeline_size, seconds=seconds)
+    peak = 2.0 * request.pipeline_size
+    return searched("auto", placement, request, peak, seconds=seconds, thorough=True)
 
 
 def _fixed(build: Callable[[Request], Schedule]) -> _Build:

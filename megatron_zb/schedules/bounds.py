@@ -23,10 +23,23 @@ def lower_bound(
     only what memory could hold is left to do; and Little's law, by which memory times time cannot
     be less than what all activations take.
     """
-    usable = [_usable(costs, limit[r], held) for r, held in enumerate(placement.stages_of)]
+    usable = usable_limit(placement, num_microbatches, costs, limit)
     return max(
         max(_waits(placement, num_microbatches, costs, usable[rank], rank), residency)
         for rank, residency in enumerate(_residencies(placement, num_microbatches, costs, usable))
+    )
+
+
+def usable_limit(
+    placement: Placement, num_microbatches: int, costs: StageCosts, limit: Sequence[float]
+) -> tuple[float, ...]:
+    """What of each rank's limit can be filled: whole activations, and no more than there are.
+
+    Limits that differ only in what no schedule could use are the same problem.
+    """
+    return tuple(
+        _usable(costs, min(most, num_microbatches * sum(costs.activation[s] for s in held)), held)
+        for most, held in zip(limit, placement.stages_of, strict=True)
     )
 
 

@@ -69,8 +69,9 @@ class MemoryLimit:
 class Request:
     """Sizes, costs and limits; ``chunks`` and ``group_size`` only where a family has the choice.
 
-    ``auto`` leaves out placements whose stages ``num_layers`` layers cannot be spread over evenly,
-    and all but ``placement`` if that is given.
+    ``auto`` leaves out placements whose stages ``num_layers`` layers cannot be spread over evenly
+    (with fewer than one layer to a stage, if they divide nowhere), and all but ``placement`` if
+    that is given.
     """
 
     pipeline_size: int

@@ -312,9 +312,10 @@ class Found:
 _CLIMBS = 3  # from the same presets with other dice; each takes its share of the runs
 _POOL = 4
 _KEPT = 2  # of the pool, to be polished
-# The loss that polishing accepts at first, in mean passes: for every start, then for the best.
-_FIRST_THRESHOLD = 0.6
-_THRESHOLDS = (1.0, 0.6, 0.3, 0.15)
+# The loss that polishing accepts at first, in mean passes: for the starts in turn, then for the
+# best. Small problems gain most from large losses, large ones from small.
+_START_THRESHOLDS = (0.6, 0.15)
+_THRESHOLDS = (1.0, 0.6, 0.15, 0.15)
 
 
 def search(
@@ -341,7 +342,8 @@ def search(
     moves = effort.moves // (2 * len(starts))
     for number, order in enumerate(starts):
         if best[0] > good_enough:
-            polished = runner.polish(order, moves, _FIRST_THRESHOLD, good_enough, seed + number)
+            threshold = _START_THRESHOLDS[number % len(_START_THRESHOLDS)]
+            polished = runner.polish(order, moves, threshold, good_enough, seed + number)
             best = min(best, polished, key=lambda t: t[0])
     for round_, threshold in enumerate(_THRESHOLDS if effort.moves else ()):
         if best[0] > good_enough:

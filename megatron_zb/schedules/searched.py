@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
-from megatron_zb.schedules.bounds import lower_bound
+from megatron_zb.schedules.bounds import lower_bound, usable_limit
 from megatron_zb.schedules.compiled import available
 from megatron_zb.schedules.fusing import fuse_for_free
 from megatron_zb.schedules.placement import Placement
 from megatron_zb.schedules.request import Request
 from megatron_zb.schedules.schedule import Schedule
-from megatron_zb.schedules.search import Effort, Problem, search
+from megatron_zb.schedules.search import Effort, Found, Problem, search
 from megatron_zb.schedules.simulator import Timeline, simulate
 
 NAMED_SECONDS = 0.25
 """About how long the search for a named schedule takes, if it is compiled."""
+
+_SMALL = 1600  # passes of a problem that can be searched several times
+_STEPS_BELOW = 2
+_MOST = Effort(runs=4000, moves=120_000)  # longer finds next to nothing
 
 
 def searched(
@@ -26,24 +30,55 @@ def searched(
     split: bool = True,
     known: Sequence[Schedule] = (),
     seconds: float = NAMED_SECONDS,
+    thorough: bool = False,
 ) -> Schedule:
     """The fastest order found in which no rank holds more than ``peak_microbatches``.
 
-    ``known`` schedules of the same placement take part if they keep the limit.
+    ``known`` schedules of the same placement take part if they keep the limit. A ``thorough``
+    search of a small problem looks below the limit, too: see :func:`_or_below`.
 
     Raises:
         UsageError: the limit is below one microbatch in each chunk.
     """
     table = request.costs.for_placement(placement)
-    limit = request.limits(placement, peak_microbatches)
-    problem = Problem(placement, request.num_microbatches, table, limit, split)
+    m = request.num_microbatches
+    limit = usable_limit(placement, m, table, request.limits(placement, peak_microbatches))
+    problem = Problem(placement, m, table, limit, split)
     ranks = range(placement.pipeline_size)
     request.check_feasible(name, limit, [problem.smallest_limit(r) for r in ranks])
-    bound = lower_bound(placement, request.num_microbatches, table, limit)
-    fitting = [s.ranks for s in known if _fits(simulate(s, request.costs), limit)]
-    found = search(problem, _effort(problem, seconds), bound, fitting)
-    schedule = Schedule(name, placement, request.num_microbatches, found.ranks)
+    timed = [(s.ranks, simulate(s, request.costs)) for s in known]
+
+    def at(limit: tuple[float, ...]) -> Found:
+        problem = Problem(placement, m, table, limit, split)
+        fitting = [ranks for ranks, timeline in timed if _fits(timeline, limit)]
+        bound = lower_bound(placement, m, table, limit)
+        return search(problem, _effort(problem, seconds), bound, fitting)
+
+    found = at(limit)
+    if thorough and problem.num_passes <= _SMALL:
+        found = _or_below(found, problem, at)
+    schedule = Schedule(name, placement, m, found.ranks)
     return fuse_for_free(schedule, request.costs) if split else schedule
+
+
+def _or_below(found: Found, problem: Problem, at: Callable[[tuple[float, ...]], Found]) -> Found:
+    """The best of a search and those at the next smaller limits.
+
+    A search is luck in part, and with less memory it may be luckier; without these, more memory
+    would now and then give a slower schedule.
+    """
+    costs, placement = problem.costs, problem.placement
+    limit = problem.limit
+    for _ in range(_STEPS_BELOW):
+        limit = tuple(
+            most - min(costs.activation[s] for s in held)
+            for most, held in zip(limit, placement.stages_of, strict=True)
+        )
+        if any(most < problem.smallest_limit(r) for r, most in enumerate(limit)):
+            break
+        if lower_bound(placement, problem.num_microbatches, costs, limit) < found.makespan:
+            found = min(found, at(limit), key=lambda f: f.makespan)
+    return found
 
 
 def _fits(timeline: Timeline, limit: Sequence[float]) -> bool:
@@ -56,13 +91,14 @@ def _fits(timeline: Timeline, limit: Sequence[float]) -> bool:
 def _effort(problem: Problem, seconds: float) -> Effort:
     """Runs and moves that take about so long, from counts alone so that every rank agrees.
 
-    A compiled run takes about 20 + 3p nanoseconds a pass and a move 20; plain Python is some forty
+    A compiled run takes about 20 + 3p nanoseconds a pass and a move 14; plain Python is some forty
     times slower, so there it looks at less.
     """
     run = problem.num_passes * (20 + 3 * problem.placement.pipeline_size) * 1e-9
-    move = problem.num_passes * 20e-9
+    move = problem.num_passes * 14e-9
     if not available():
         return Effort(runs=min(100, int(seconds / (40 * run))), moves=0)
     return Effort(
-        runs=min(4000, int(seconds / 2 / run)), moves=min(120_000, int(seconds / 2 / move))
+        runs=min(_MOST.runs, int(seconds / 2 / run)),
+        moves=min(_MOST.moves, int(seconds / 2 / move)),
     )
