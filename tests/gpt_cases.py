@@ -26,6 +26,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron_zb import schedules
 from megatron_zb.megatron.adapter import PipelineAdapter
 from megatron_zb.megatron.initialisation import global_parameters, initialise_by_global_name
+from megatron_zb.megatron.placement import Layers
 
 SEQUENCE, VOCABULARY = 16, 64
 
@@ -73,7 +74,7 @@ def run(
     """
     p = _pipeline_size(case)
     adapter = schedule and PipelineAdapter.create(
-        schedule, pipeline_size=p, num_microbatches=num_microbatches[0], num_layers=case.layers
+        schedule, pipeline_size=p, num_microbatches=num_microbatches[0], layers=Layers(case.layers)
     )
     _enter_parallel_groups(case, adapter or None, p)
     chunks, config = _build_chunks(case, adapter or None, p)

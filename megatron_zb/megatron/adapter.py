@@ -9,14 +9,16 @@ from typing import Any
 from megatron.core.distributed import finalize_model_grads as _finalize
 from megatron.core.transformer.enums import LayerType
 
+from megatron_zb.errors import UsageError
 from megatron_zb.megatron import embedding
 from megatron_zb.megatron.forward_backward import ForwardBackward
 from megatron_zb.megatron.linear import SplitBackward, split_linear_layers
 from megatron_zb.megatron.placement import (
+    Layers,
     PhysicalPlacement,
     StageLayout,
-    even_segments,
     segments_from_layout,
+    spread,
 )
 from megatron_zb.runtime.activation_memory import ActivationMemory
 from megatron_zb.runtime.weight_grad import WeightGradQueue
@@ -25,6 +27,9 @@ from megatron_zb.schedules.communication import Program, lower
 from megatron_zb.schedules.costs import Costs
 from megatron_zb.schedules.schedule import Schedule
 from megatron_zb.schedules.simulator import simulate
+
+# For another number of microbatches than a table's: evaluation, or a batch that is ramped up.
+_SUBSTITUTE = "auto"
 
 
 class PipelineAdapter:
@@ -54,39 +59,61 @@ class PipelineAdapter:
         *,
         pipeline_size: int,
         num_microbatches: int,
-        num_layers: int,
+        layers: Layers,
         layer_layout: str | None = None,
         memory_limit: float | None = None,
+        chunks: int | None = None,
+        group_size: int | None = None,
     ) -> PipelineAdapter:
         """Build the schedule and place the layers.
 
         Args:
             name: one of ``schedules.names()``.
+            layers: what to place, spread evenly unless there is a ``layer_layout``.
             layer_layout: the layers of every stage in model order, such as ``Ett|tt|tt|ttL``.
             memory_limit: fraction of 1F1B's activation memory, see ``schedules.build``.
+            chunks, group_size: see ``schedules.build``.
 
         Raises:
             UsageError: unknown name, sizes that cannot be scheduled, layers that cannot be placed.
         """
         catalog.family(name)
-        costs = Costs.uniform(
-            pipeline_size=max(pipeline_size, 1), forward=1.0, backward=1.0, weight=1.0
-        )
+        costs = _equal_costs(pipeline_size)
         schedule = catalog.build(
             name,
             pipeline_size=pipeline_size,
             num_microbatches=num_microbatches,
             costs=costs,
             memory_limit=memory_limit,
-            num_layers=num_layers if layer_layout is None else None,
+            chunks=chunks,
+            group_size=group_size,
+            num_layers=layers.decoder if layer_layout is None else None,
         )
-        stages = schedule.placement.num_stages
-        segments = (
-            even_segments(num_layers, stages)
-            if layer_layout is None
-            else segments_from_layout(layer_layout, num_layers, stages)
-        )
-        return cls(schedule, costs, memory_limit, segments)
+        return cls(schedule, costs, memory_limit, _segments(layers, layer_layout, schedule))
+
+    @classmethod
+    def of_table(
+        cls,
+        schedule: Schedule,
+        *,
+        pipeline_size: int,
+        num_microbatches: int,
+        layers: Layers,
+        layer_layout: str | None = None,
+    ) -> PipelineAdapter:
+        """Run a schedule that was made elsewhere, such as one read from a file.
+
+        Raises:
+            UsageError: it is for other sizes, or the layers cannot be placed on it.
+        """
+        sizes = (schedule.placement.pipeline_size, schedule.num_microbatches)
+        if sizes != (pipeline_size, num_microbatches):
+            raise UsageError(
+                f"the schedule {schedule.name} is for {sizes[0]} pipeline ranks and {sizes[1]} "
+                f"microbatches, but the job has {pipeline_size} and {num_microbatches}"
+            )
+        segments = _segments(layers, layer_layout, schedule)
+        return cls(schedule, _equal_costs(pipeline_size), None, segments)
 
     @property
     def chunks(self) -> int:
@@ -133,13 +160,14 @@ class PipelineAdapter:
     def _build_program(self, num_microbatches: int, forward_only: bool) -> Program:
         schedule = self.schedule
         if num_microbatches != schedule.num_microbatches:
+            name = schedule.name if schedule.name in catalog.names() else _SUBSTITUTE
             schedule = catalog.build(
-                schedule.name,
+                name,
                 pipeline_size=schedule.placement.pipeline_size,
                 num_microbatches=num_microbatches,
                 costs=self._costs,
                 memory_limit=self._memory_limit,
-                chunks=self.chunks if catalog.family(schedule.name).takes_chunks else None,
+                chunks=self.chunks if catalog.family(name).takes_chunks else None,
                 placement=schedule.placement,
             )
         return lower(schedule.forwards() if forward_only else schedule)
@@ -172,3 +200,15 @@ class PipelineAdapter:
         if LayerType.loss in self._segments[stage]:
             parts.append("output layer")
         return f"stage {stage} ({', '.join(parts) or 'empty'})"
+
+
+def _equal_costs(pipeline_size: int) -> Costs:
+    return Costs.uniform(pipeline_size=max(pipeline_size, 1), forward=1.0, backward=1.0, weight=1.0)
+
+
+def _segments(
+    layers: Layers, layer_layout: str | None, schedule: Schedule
+) -> list[list[LayerType]]:
+    if layer_layout is None:
+        return spread(layers, schedule.placement)
+    return segments_from_layout(layer_layout, layers, schedule.placement.num_stages)

@@ -15,7 +15,11 @@ from __future__ import annotations
 import contextlib
 import functools
 import os
+import sys
+import sysconfig
 from collections.abc import Callable, Iterator
+from importlib.metadata import PackageNotFoundError, distribution
+from importlib.util import module_from_spec, spec_from_file_location
 from types import SimpleNamespace
 from typing import Any
 
@@ -50,6 +54,31 @@ def run_on_cpu(*, training_loop: bool = False) -> None:
     if training_loop:
         _redirect_training_loop()
     cuda.redirected_to_cpu = True
+
+
+def prepare_arguments(args: Any) -> None:
+    """Set the arguments of Megatron-LM without which it does not run on a CPU."""
+    for name, value in _CPU_ARGUMENTS.items():
+        if hasattr(args, name):
+            setattr(args, name, value)
+
+
+# Communication over gloo, and no fused kernel.
+_CPU_ARGUMENTS = {
+    "distributed_backend": "gloo",
+    "transformer_impl": "local",
+    "use_cpu_initialization": True,
+    "gradient_accumulation_fusion": False,
+    "persist_layer_norm": False,
+    "no_persist_layer_norm": True,
+    "bias_gelu_fusion": False,
+    "bias_swiglu_fusion": False,
+    "bias_dropout_fusion": False,
+    "masked_softmax_fusion": False,
+    "apply_rope_fusion": False,
+    "cross_entropy_loss_fusion": False,
+    "create_attention_mask_in_dataloader": True,
+}
 
 
 def _redirect_compilation() -> None:
@@ -94,6 +123,34 @@ def _redirect_training_loop() -> None:
     cuda.memory_stats = lambda device=None: {}
     cuda.reset_peak_memory_stats = _nothing()
     cuda.empty_cache = _nothing()
+    # data loaders would pin their memory for it
+    accelerator: Any = torch.accelerator
+    accelerator.is_available = lambda: False
+    _use_compiled_dataset_helpers()
+    # 0.16 compiles CUDA kernels before anything else
+    with contextlib.suppress(ModuleNotFoundError):
+        from megatron.legacy import fused_kernels
+
+        fused_kernels.load = _nothing()
+
+
+def _use_compiled_dataset_helpers() -> None:
+    """Take the data set helpers of an installed megatron-core, so that no compiler is needed."""
+    try:
+        files = distribution("megatron-core").files or []
+    except PackageNotFoundError:
+        return
+    name = "megatron.core.datasets.helpers_cpp"
+    compiled = f"helpers_cpp{sysconfig.get_config_var('EXT_SUFFIX')}"
+    for file in files:
+        if file.name == compiled and (spec := spec_from_file_location(name, file.locate())):
+            from megatron.core.datasets import utils
+
+            module = module_from_spec(spec)
+            assert spec.loader is not None
+            spec.loader.exec_module(module)
+            sys.modules[name] = module
+            utils.compile_helpers = _nothing()
 
 
 def _redirect_factories() -> None:

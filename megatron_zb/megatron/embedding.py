@@ -1,7 +1,8 @@
-"""Tied embedding and output weights that live in two chunks of one rank.
+"""Copies of the word embedding that live in two chunks of one rank.
 
-Megatron keeps two copies on two ranks and sums their gradients over the embedding group. In a V
-both copies are on one rank, which no process group can serve, so the copies are kept equal here.
+Where the output layer is tied to the embedding, and for multi-token prediction, Megatron keeps a
+copy on the last stage and sums the gradients over the embedding group. In a V both copies are on
+one rank, which no process group can serve, so they are kept equal here.
 """
 
 from __future__ import annotations
@@ -12,19 +13,32 @@ import torch
 from megatron.core.distributed import finalize_model_grads
 from megatron.core.utils import get_attr_wrapped_model
 
+from megatron_zb.megatron.versions import data_parallel_group
+
 
 def tied_weights(chunks: list[Any]) -> tuple[torch.Tensor, torch.Tensor] | None:
-    """The embedding and the output weight if this rank holds both, in two chunks, tied."""
-    embedding = output = None
+    """The embedding and its copy on the last stage if this rank holds both, in two chunks."""
+    embedding = copy = None
     for chunk in chunks:
         model = get_attr_wrapped_model(chunk, "pre_process", return_model_obj=True)
-        if not model.share_embeddings_and_output_weights or model.pre_process == model.post_process:
+        predicts = getattr(model, "mtp_process", False)
+        if not model.share_embeddings_and_output_weights and not _predicts_tokens(model):
             continue
-        if model.pre_process:
-            embedding = model.shared_embedding_or_output_weight()
-        else:
-            output = model.shared_embedding_or_output_weight()
-    return None if embedding is None or output is None else (embedding, output)
+        if model.pre_process and not model.post_process:
+            embedding = _word_embedding(model)
+        elif model.post_process and not model.pre_process:
+            copy = _word_embedding(model) if predicts else model.shared_embedding_or_output_weight()
+    return None if embedding is None or copy is None else (embedding, copy)
+
+
+def _predicts_tokens(model: Any) -> bool:
+    """Whether the last stage embeds tokens once more, for multi-token prediction."""
+    return bool(getattr(model.config, "mtp_num_layers", None))
+
+
+def _word_embedding(model: Any) -> torch.Tensor:
+    weight: torch.Tensor = model.embedding.word_embeddings.weight
+    return weight
 
 
 def tie(chunks: list[Any]) -> None:
@@ -83,8 +97,7 @@ def _divide_by_tokens(chunks: list[Any], num_tokens: torch.Tensor, pg_collection
     pp_group = pg_collection.pp
     last_rank = torch.distributed.get_process_group_ranks(pp_group)[-1]
     torch.distributed.broadcast(num_tokens, src=last_rank, group=pp_group)
-    reduce_group = getattr(pg_collection, "dp_cp_gtp_remat", None) or pg_collection.dp_cp
-    torch.distributed.all_reduce(num_tokens, group=reduce_group)
+    torch.distributed.all_reduce(num_tokens, group=data_parallel_group(pg_collection))
     scaling = 1.0 / torch.clamp(num_tokens, min=1)
     for chunk in chunks:
         chunk.scale_gradients(scaling)

@@ -83,27 +83,77 @@ _LETTERS = {
 }
 
 
-def even_segments(num_layers: int, num_stages: int) -> list[list[LayerType]]:
-    """The same number of layers on every stage.
+@dataclass(frozen=True)
+class Layers:
+    """What has to be placed on the stages of a pipeline.
+
+    ``embedding`` and ``output`` say for how many decoder layers the embedding and the output layer
+    count when layers are shared out; ``first`` and ``last`` fix the layers of the first and the
+    last stage. ``multi_token`` prediction layers stand before the output layer.
+    """
+
+    decoder: int
+    multi_token: int = 0
+    embedding: int = 0
+    output: int = 0
+    first: int | None = None
+    last: int | None = None
+
+
+def spread(layers: Layers, placement: Placement) -> list[list[LayerType]]:
+    """The layers of every stage, in model order, as evenly as they go.
+
+    Where they do not divide, the ranks that hold the embedding and the output layer have less.
 
     Raises:
-        UsageError: the layers do not divide; the nearest counts that do are named.
+        UsageError: there are fewer layers than stages, or ``first`` and ``last`` leave a stage
+            without any.
     """
-    per_stage, rest = divmod(num_layers, num_stages)
-    if rest or not per_stage:
-        counts = [c * num_stages for c in (per_stage, per_stage + 1) if c]
-        raise UsageError(
-            f"{num_layers} layers cannot be placed evenly on {num_stages} stages: give "
-            f"{' or '.join(map(str, counts))} layers, or say the layers of each stage with a "
-            "pipeline layer layout"
+    counts = [0] * placement.num_stages
+    fixed = {0: layers.first, placement.num_stages - 1: layers.last}
+    for stage, count in fixed.items():
+        counts[stage] = count or 0
+    open_stages = [s for s in range(placement.num_stages) if fixed.get(s) is None]
+    load = dict.fromkeys(open_stages, 0)
+    load.update(
+        {
+            s: n
+            for s, n in ((0, layers.embedding), (placement.num_stages - 1, layers.output))
+            if s in load
+        }
+    )
+    ends = {placement.rank_of[0], placement.rank_of[-1]}
+    on_rank = [0] * placement.pipeline_size
+    for _ in range(layers.decoder - sum(counts)):
+        stage = min(
+            load,
+            key=lambda s: (load[s], placement.rank_of[s] in ends, on_rank[placement.rank_of[s]], s),
+            default=None,
         )
-    segments = [[LayerType.decoder] * per_stage for _ in range(num_stages)]
+        if stage is None:
+            break
+        load[stage] += 1
+        counts[stage] += 1
+        on_rank[placement.rank_of[stage]] += 1
+    if min(counts) < 1 or sum(counts) != layers.decoder:
+        raise UsageError(
+            f"{layers.decoder} layers cannot be placed on {placement.num_stages} stages with at "
+            f"least one on each{_said_ends(layers)}: give more layers, or say the layers of each "
+            "stage with a pipeline layer layout"
+        )
+    segments = [[LayerType.decoder] * count for count in counts]
     segments[0].insert(0, LayerType.embedding)
-    segments[-1].append(LayerType.loss)
+    segments[-1] += [LayerType.mtp] * layers.multi_token + [LayerType.loss]
     return segments
 
 
-def segments_from_layout(layout: str, num_layers: int, num_stages: int) -> list[list[LayerType]]:
+def _said_ends(layers: Layers) -> str:
+    ends = (("first", layers.first), ("last", layers.last))
+    said = [f"{count} on the {name}" for name, count in ends if count is not None]
+    return f" and {' and '.join(said)}" if said else ""
+
+
+def segments_from_layout(layout: str, layers: Layers, num_stages: int) -> list[list[LayerType]]:
     """Read a layout such as ``Ett|tt|tt|ttL``: one segment for each stage, in model order.
 
     Raises:
@@ -119,8 +169,17 @@ def segments_from_layout(layout: str, num_layers: int, num_stages: int) -> list[
     problem = None
     if len(segments) != num_stages:
         problem = f"it names {len(segments)} stages and the schedule has {num_stages}"
-    elif flat.count(LayerType.decoder) != num_layers:
-        problem = f"it names {flat.count(LayerType.decoder)} layers and the model has {num_layers}"
+    elif flat.count(LayerType.decoder) != layers.decoder:
+        problem = (
+            f"it names {flat.count(LayerType.decoder)} layers and the model has {layers.decoder}"
+        )
+    elif flat.count(LayerType.mtp) != layers.multi_token:
+        problem = (
+            f"it names {flat.count(LayerType.mtp)} multi-token prediction layers (m) and the model "
+            f"has {layers.multi_token}"
+        )
+    elif layers.multi_token and LayerType.mtp not in segments[-1]:
+        problem = "multi-token prediction layers (m) must be on the last stage, before L"
     elif not flat or flat[0] is not LayerType.embedding or flat[-1] is not LayerType.loss:
         problem = "it must begin with E and end with L"
     elif flat.count(LayerType.embedding) != 1 or flat.count(LayerType.loss) != 1:

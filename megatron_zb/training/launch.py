@@ -117,12 +117,13 @@ def _plan(args: argparse.Namespace) -> Any:
     if args.pipeline_schedule is None:
         return None
     from megatron_zb.megatron.adapter import PipelineAdapter
+    from megatron_zb.megatron.placement import Layers
 
     return PipelineAdapter.create(
         args.pipeline_schedule,
         pipeline_size=args.pipeline_model_parallel_size,
         num_microbatches=args.num_microbatches,
-        num_layers=args.num_layers,
+        layers=Layers(args.num_layers),
         layer_layout=args.pipeline_layer_layout,
         memory_limit=args.pipeline_memory_limit,
     )

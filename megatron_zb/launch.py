@@ -1,0 +1,76 @@
+"""Run a pretrain script of an unmodified Megatron-LM checkout with these schedules.
+
+    torchrun ... -m megatron_zb.launch [--cpu] Megatron-LM/pretrain_gpt.py <Megatron arguments>
+
+The script runs as it would by itself, as ``__main__`` and from its own folder's modules; what it
+imports from Megatron has been hooked before.
+"""
+
+from __future__ import annotations
+
+import os
+import runpy
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from megatron_zb.errors import UsageError
+
+USAGE = """\
+usage: torchrun [torchrun arguments] -m megatron_zb.launch [--cpu] SCRIPT [arguments of the script]
+
+Runs a pretrain script of an unmodified Megatron-LM checkout; with --pipeline-schedule among its
+arguments, under a schedule of megatron_zb.
+
+  SCRIPT   a pretrain script in a Megatron-LM checkout, such as Megatron-LM/pretrain_gpt.py
+  --cpu    run on CPU ranks over gloo, to debug a pipeline where there is no GPU; may stand
+           anywhere among the arguments
+
+  megatron-zb doctor Megatron-LM                         says what is installed and what is missing
+  python -m megatron_zb.launch SCRIPT --help             lists the arguments of the script
+"""
+
+
+def main(argv: Sequence[str]) -> None:
+    """Run the script; what the user can mend is told in one sentence, with exit code 2."""
+    on_cpu = "--cpu" in argv
+    rest = [argument for argument in argv if argument != "--cpu"]
+    if not rest or rest[0] in ("-h", "--help"):
+        print(USAGE, end="")
+        sys.exit(0 if rest else 2)
+    try:
+        script = _prepare(rest[0], on_cpu)
+    except UsageError as error:
+        if os.environ.get("RANK", "0") == "0":
+            print(f"megatron_zb: error: {error}", file=sys.stderr, flush=True)
+        sys.exit(2)
+    sys.argv = [str(script), *rest[1:]]
+    runpy.run_path(str(script), run_name="__main__")
+
+
+def _prepare(path: str, on_cpu: bool) -> Path:
+    """Put the checkout first on the path, and hook its training loop.
+
+    Raises:
+        UsageError: there is no such script, or it is not one of a known Megatron-LM.
+    """
+    from megatron_zb.megatron_lm.checkout import checkout_of
+
+    script = Path(path)
+    checkout = checkout_of(script)
+    folders = dict.fromkeys([str(script.resolve().parent), str(checkout.root)])
+    sys.path[:0] = folders
+    prepare = None
+    if on_cpu:
+        from megatron_zb.megatron.cpu import prepare_arguments, run_on_cpu
+
+        run_on_cpu(training_loop=True)
+        prepare = prepare_arguments
+    from megatron_zb.megatron_lm.hooks import install
+
+    install(prepare)
+    return script
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

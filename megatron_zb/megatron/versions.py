@@ -1,0 +1,51 @@
+"""What differs between the versions of Megatron that are served; the only file that asks.
+
+Served are megatron-core and Megatron-LM 0.16 and 0.19. Importing this file imports no Megatron.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import suppress
+from importlib import import_module
+from types import ModuleType
+from typing import Any
+
+_SERIES = ((0, 16), (0, 19))
+SUPPORTED = "0.16 and 0.19"
+
+
+def is_supported(version: Sequence[int]) -> bool:
+    """Whether a (major, minor, ...) version is one of those served."""
+    return tuple(version[:2]) in _SERIES
+
+
+def chunk_builders() -> list[tuple[ModuleType, str]]:
+    """The functions of Megatron-LM whose first argument builds one model chunk.
+
+    It is called with the keywords ``pre_process``, ``post_process`` and, if there are several
+    chunks, ``vp_stage``. From 0.17 on, models described by a configuration have a way of their own.
+    """
+    from megatron.training import training
+
+    places = [(training, "get_model")]
+    with suppress(ModuleNotFoundError):
+        places.append((import_module("megatron.training.models.dist_utils"), _STAGES))
+    return places
+
+
+_STAGES = "build_virtual_pipeline_stages"
+
+
+def batch_broadcast() -> tuple[ModuleType, str]:
+    """The function that hands a batch to the tensor-parallel ranks; moved to core after 0.16."""
+    from megatron.core import utils as core_utils
+    from megatron.training import utils as training_utils
+
+    name = "get_batch_on_this_tp_rank"
+    return (core_utils if hasattr(core_utils, name) else training_utils), name
+
+
+def data_parallel_group(pg_collection: Any) -> Any:
+    """The group over which tokens are counted; 0.19 widens it where weights are sharded, too."""
+    return getattr(pg_collection, "dp_cp_gtp_remat", None) or pg_collection.dp_cp

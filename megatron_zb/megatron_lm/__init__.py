@@ -1,0 +1,1 @@
+"""Where the schedules meet Megatron-LM's own training loop: arguments, scripts, checkouts."""

@@ -1,0 +1,116 @@
+"""A Megatron-LM checkout on disk: where its root is and which version it has.
+
+Nothing here imports Megatron or runs anything of the checkout.
+"""
+
+from __future__ import annotations
+
+import ast
+from dataclasses import dataclass
+from pathlib import Path
+
+from megatron_zb.errors import UsageError
+from megatron_zb.megatron.versions import SUPPORTED, is_supported
+
+_VERSION_FILE = Path("megatron/core/package_info.py")
+_TRAINING = Path("megatron/training/training.py")
+
+
+@dataclass(frozen=True)
+class Checkout:
+    """The folder that holds `megatron/`, and the version of its megatron-core."""
+
+    root: Path
+    version: tuple[int, int, int]
+
+    @property
+    def version_text(self) -> str:
+        return ".".join(map(str, self.version))
+
+
+def checkout_at(root: Path) -> Checkout:
+    """The checkout in a folder.
+
+    Raises:
+        UsageError: there is none, or it has a version that is not known.
+    """
+    if not root.is_dir():
+        raise UsageError(f"there is no folder '{root}': give the path of a Megatron-LM checkout")
+    if not (root / _VERSION_FILE).is_file() or not (root / _TRAINING).is_file():
+        raise UsageError(
+            f"'{root}' is not a Megatron-LM checkout: it has no {_VERSION_FILE} or no {_TRAINING}"
+        )
+    return _supported(Checkout(root, _version(root / _VERSION_FILE)))
+
+
+def checkout_of(script: Path) -> Checkout:
+    """The checkout that a pretrain script lies in, at any depth.
+
+    Raises:
+        UsageError: the file is missing, is no pretrain script, or lies in no known checkout.
+    """
+    if not script.is_file():
+        raise UsageError(
+            f"there is no file '{script}': give the path of a pretrain script, such as "
+            "Megatron-LM/pretrain_gpt.py"
+        )
+    check_pretrain_script(script)
+    for folder in script.resolve().parents:
+        if (folder / _VERSION_FILE).is_file() and (folder / _TRAINING).is_file():
+            return checkout_at(folder)
+    raise UsageError(
+        f"'{script}' does not lie in a Megatron-LM checkout: no folder above it has {_TRAINING}"
+    )
+
+
+def check_pretrain_script(script: Path) -> None:
+    """See that a file calls Megatron's `pretrain`; it is read, not run.
+
+    Raises:
+        UsageError: it does not, or is not Python.
+    """
+    try:
+        tree = ast.parse(script.read_text(encoding="utf-8"))
+    except (OSError, SyntaxError, ValueError) as error:
+        raise UsageError(f"'{script}' cannot be read as Python: {error}") from error
+    imports_it = any(
+        isinstance(node, ast.ImportFrom)
+        and (node.module or "").startswith("megatron.training")
+        and any(name.name == "pretrain" for name in node.names)
+        for node in ast.walk(tree)
+    )
+    if not imports_it:
+        raise UsageError(
+            f"'{script}' is not a pretrain script: it does not import pretrain from "
+            "megatron.training, as Megatron-LM's pretrain_gpt.py does"
+        )
+
+
+def _supported(checkout: Checkout) -> Checkout:
+    if not is_supported(checkout.version):
+        raise UsageError(
+            f"the Megatron-LM in '{checkout.root}' has version {checkout.version_text}, which is "
+            f"not known here: known are {SUPPORTED}"
+        )
+    return checkout
+
+
+def _version(file: Path) -> tuple[int, int, int]:
+    """MAJOR, MINOR and PATCH, read without running the file."""
+    numbers: dict[str, int] = {}
+    try:
+        tree = ast.parse(file.read_text(encoding="utf-8"))
+    except (OSError, SyntaxError, ValueError):
+        tree = ast.Module(body=[], type_ignores=[])
+    for node in tree.body:
+        if (
+            isinstance(node, ast.Assign)
+            and isinstance(target := node.targets[0], ast.Name)
+            and isinstance(node.value, ast.Constant)
+            and isinstance(node.value.value, int)
+        ):
+            numbers[target.id] = node.value.value
+    try:
+        return numbers["MAJOR"], numbers["MINOR"], numbers["PATCH"]
+    except KeyError:
+        raise UsageError(f"'{file}' does not say which version of megatron-core it is") from None

@@ -1,0 +1,137 @@
+"""Arguments of Megatron-LM that no schedule here, or no V, can be combined with.
+
+Each is refused at start-up, with the two flags and what to do: none is silently wrong.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from megatron_zb.errors import UsageError
+
+
+@dataclass(frozen=True)
+class Conflict:
+    """``applies`` to the value of an argument; absent arguments do not conflict."""
+
+    argument: str
+    flag: str
+    why: str
+    applies: Callable[[Any], bool] = bool
+    only_v: bool = False
+
+
+CONFLICTS = (
+    Conflict(
+        "overlap_moe_expert_parallel_comm",
+        "--overlap-moe-expert-parallel-comm",
+        "it runs a forward and a backward of Megatron's own schedule at once",
+    ),
+    Conflict(
+        "delay_wgrad_compute",
+        "--delay-wgrad-compute",
+        "the schedule itself says where weight gradients go",
+    ),
+    Conflict(
+        "defer_embedding_wgrad_compute",
+        "--defer-embedding-wgrad-compute",
+        "the schedule itself says where weight gradients go",
+    ),
+    Conflict(
+        "use_torch_fsdp2", "--use-torch-fsdp2", "it shards weights that the pipeline needs whole"
+    ),
+    Conflict(
+        "use_megatron_fsdp",
+        "--use-megatron-fsdp",
+        "its gradients are reduced in backward hooks, before the weight gradients are there",
+    ),
+    Conflict(
+        "use_legacy_models", "--use-legacy-models", "models of megatron-core are what it places"
+    ),
+    Conflict(
+        "overlap_param_gather_with_optimizer_step",
+        "--overlap-param-gather-with-optimizer-step",
+        "it assumes the order of Megatron's interleaved schedule",
+    ),
+    Conflict(
+        "cuda_graph_impl",
+        "--cuda-graph-impl",
+        "graphs are captured in the order of Megatron's own schedule",
+        lambda value: value != "none",
+    ),
+    Conflict(
+        "enable_cuda_graph",
+        "--enable-cuda-graph",
+        "graphs are captured in the order of Megatron's own schedule",
+    ),
+    Conflict(
+        "external_cuda_graph",
+        "--external-cuda-graph",
+        "graphs are captured in the order of Megatron's own schedule",
+    ),
+    Conflict(
+        "fine_grained_activation_offloading",
+        "--fine-grained-activation-offloading",
+        "it assumes the order of Megatron's interleaved schedule",
+    ),
+    Conflict(
+        "moe_use_upcycling", "--moe-use-upcycling", "it builds two models on each pipeline rank"
+    ),
+    Conflict("perform_rl_step", "--perform-rl-step", "it builds two models on each pipeline rank"),
+    Conflict("yaml_cfg", "--yaml-cfg", "its arguments are not checked as the command line's are"),
+    Conflict(
+        "ckpt_format",
+        "--ckpt-format",
+        "checkpoints of other formats are written by pipeline rank, and Megatron would load them "
+        "with the layers in another order; use torch_dist",
+        lambda value: value != "torch_dist",
+        only_v=True,
+    ),
+    Conflict(
+        "init_model_with_meta_device",
+        "--init-model-with-meta-device",
+        "both copies of the embedding must be made equal when they are built",
+        only_v=True,
+    ),
+    Conflict(
+        "hybrid_layer_pattern",
+        "--hybrid-layer-pattern",
+        "hybrid models are placed by their own pattern; use a schedule with one chunk per rank, "
+        "such as zb-h1",
+        only_v=True,
+    ),
+    Conflict(
+        "hybrid_override_pattern",
+        "--hybrid-override-pattern",
+        "hybrid models are placed by their own pattern; use a schedule with one chunk per rank, "
+        "such as zb-h1",
+        only_v=True,
+    ),
+    Conflict(
+        "heterogeneous_layers_config_path",
+        "--heterogeneous-layers-config-path",
+        "its layers are numbered by pipeline rank; use a schedule with one chunk per rank, such as "
+        "zb-h1",
+        only_v=True,
+    ),
+)
+
+
+def check(args: argparse.Namespace, schedule: str, in_a_v: bool) -> None:
+    """Refuse what cannot be combined with the schedule.
+
+    Raises:
+        UsageError: names both flags and the reason.
+    """
+    for conflict in CONFLICTS:
+        value = getattr(args, conflict.argument, None)
+        if conflict.only_v and not in_a_v:
+            continue
+        if value is not None and conflict.applies(value):
+            said = conflict.flag if value is True else f"{conflict.flag} {value}"
+            raise UsageError(
+                f"{said} cannot be combined with --pipeline-schedule {schedule}: {conflict.why}"
+            )

@@ -1,0 +1,134 @@
+"""The command-line arguments that a pretrain script of Megatron-LM gains."""
+
+from __future__ import annotations
+
+import argparse
+
+from megatron_zb import schedules
+from megatron_zb.errors import UsageError
+
+_OLDER = "older zero-bubble arguments"
+
+_IGNORED_NUMBERS = (
+    "zero_bubble_pipeline_timers_start_iter",
+    "zero_bubble_pipeline_timers_end_iter",
+    "zero_bubble_adaptive_memory_limit_percentile",
+)
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
+    """Add both groups; Megatron-LM's own arguments stay as they are."""
+    _add_schedule(parser)
+    _add_older(parser)
+    return parser
+
+
+def _add_schedule(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group(
+        "pipeline schedule (megatron_zb)",
+        "Without --pipeline-schedule and --pipeline-schedule-file, Megatron's own schedule runs, "
+        "untouched.",
+    )
+    group.add_argument(
+        "--pipeline-schedule",
+        metavar="NAME",
+        help=f"the schedule: {', '.join(schedules.names())}. Chunks are placed in a V where the "
+        "schedule asks for it; --pipeline-model-parallel-layout then names the layers of every "
+        "stage in model order, and --num-virtual-stages-per-pipeline-rank the chunks of a rank "
+        "where the schedule has the choice",
+    )
+    group.add_argument(
+        "--pipeline-memory-limit",
+        type=float,
+        metavar="X",
+        help="the most activation memory of any rank, as a fraction of 1F1B's, such as 0.5",
+    )
+    group.add_argument(
+        "--pipeline-schedule-file",
+        metavar="CSV",
+        help="run this table instead of a named schedule: compute-only, in the format of "
+        "torch.distributed.pipelining, as `megatron-zb export` writes it",
+    )
+    group.add_argument(
+        "--enable-optimizer-post-validation",
+        action="store_true",
+        help="accepted, so that older launch scripts run; it changes nothing in this version",
+    )
+
+
+def _add_older(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group(
+        _OLDER, "Those of an older zero-bubble code; they are translated into the ones above."
+    )
+    group.add_argument("--enable-zero-bubble", action="store_true")
+    group.add_argument("--zero-bubble-v-schedule", action="store_true")
+    group.add_argument(
+        "--zero-bubble-v-schedule-mem-setup", choices=("min", "half", "zb"), default=None
+    )
+    group.add_argument("--zero-bubble-max-pending-backward", metavar="N")
+    group.add_argument("--allow-padding-num-layers", action="store_true")
+    for name in _IGNORED_NUMBERS:
+        group.add_argument(f"--{name.replace('_', '-')}", type=int, help="accepted and ignored")
+
+
+def translate_older(args: argparse.Namespace) -> list[str]:
+    """Set the new arguments that older ones ask for; one line for each says into what.
+
+    Raises:
+        UsageError: an older argument contradicts ``--pipeline-schedule``, or is no number.
+    """
+    lines = [f"{_flag(name)} is ignored" for name in _IGNORED_NUMBERS if getattr(args, name)]
+    if args.allow_padding_num_layers:
+        lines.append(
+            "--allow-padding-num-layers is ignored: layers that do not divide are always spread, "
+            "with fewer on the ranks of the embedding and the output layer"
+        )
+    if args.enable_optimizer_post_validation:
+        lines.append(
+            "--enable-optimizer-post-validation changes nothing in this version: the optimizer "
+            "steps after Megatron's own reductions"
+        )
+    older = [name for name in _CHOOSING if getattr(args, name)]
+    if older:
+        lines.append(_translate_schedule(args, older))
+    return lines
+
+
+_CHOOSING = (
+    "enable_zero_bubble",
+    "zero_bubble_v_schedule",
+    "zero_bubble_v_schedule_mem_setup",
+)
+
+
+def _translate_schedule(args: argparse.Namespace, older: list[str]) -> str:
+    said = " ".join(map(_flag, older))
+    if args.pipeline_schedule is not None or args.pipeline_schedule_file is not None:
+        new = "--pipeline-schedule" if args.pipeline_schedule else "--pipeline-schedule-file"
+        raise UsageError(f"{said} and {new} both choose a schedule: leave {said} out")
+    if args.zero_bubble_v_schedule or args.zero_bubble_v_schedule_mem_setup:
+        names = {"min": "v-min", "half": "v-half", "zb": "v-zb", None: "v-zb"}
+        args.pipeline_schedule = names[args.zero_bubble_v_schedule_mem_setup]
+    else:
+        _translate_pending(args)
+    limit = args.pipeline_memory_limit
+    limited = "" if limit is None else f" --pipeline-memory-limit {limit:g}"
+    return f"{said} is taken as --pipeline-schedule {args.pipeline_schedule}{limited}"
+
+
+def _translate_pending(args: argparse.Namespace) -> None:
+    """So many microbatches may wait for their weight gradient: p is ZB-1p, 2p and more ZB-2p."""
+    p = args.pipeline_model_parallel_size
+    given = args.zero_bubble_max_pending_backward or "auto"
+    if given != "auto" and not given.isdecimal():
+        raise UsageError(
+            f"--zero-bubble-max-pending-backward {given}: give a number of microbatches or 'auto'"
+        )
+    pending = p if given == "auto" else int(given)
+    args.pipeline_schedule = "zb-2p" if pending > p else "zb-1p"
+    if args.pipeline_memory_limit is None and pending not in (p, 2 * p) and pending < 2 * p:
+        args.pipeline_memory_limit = pending / p
+
+
+def _flag(name: str) -> str:
+    return "--" + name.replace("_", "-")

@@ -1,0 +1,232 @@
+"""Megatron-LM's training loop with a schedule: the functions of it that ask this package.
+
+Every hook calls what it replaces until the arguments choose a schedule; so a job without
+``--pipeline-schedule`` runs as if nothing had been installed. A replaced function is replaced
+wherever Megatron's modules hold it, whatever they call it, and before a pretrain script copies it.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable
+from functools import wraps
+from typing import Any, NoReturn
+
+from megatron_zb.errors import UsageError
+from megatron_zb.megatron_lm import flags, stored_placement
+from megatron_zb.megatron_lm.plan import make_plan
+
+_MARK = "_installed_by_megatron_zb"
+
+
+def install(prepare: Callable[[Any], None] | None = None) -> None:
+    """Hook this process's Megatron-LM; a second call does nothing.
+
+    Args:
+        prepare: is given the parsed arguments first, before they are checked.
+
+    Raises:
+        UsageError: Megatron-LM's training loop cannot be imported.
+    """
+    try:
+        from megatron.training import arguments
+    except ModuleNotFoundError as error:
+        raise UsageError(
+            f"Megatron-LM's training loop cannot be imported ({error}): put the checkout first on "
+            "PYTHONPATH, or start with python -m megatron_zb.launch"
+        ) from error
+    if hasattr(arguments, _MARK):
+        return
+    setattr(arguments, _MARK, True)
+    _Hooks(prepare).install()
+
+
+class _Hooks:
+    """What is installed, and the plan of this process once there is one."""
+
+    def __init__(self, prepare: Callable[[Any], None] | None) -> None:
+        self._prepare = prepare
+        self._plan: Any = None
+        self._chunks: list[Any] = []
+        self._placement = stored_placement.STOCK
+
+    def install(self) -> None:
+        from megatron.core import parallel_state
+        from megatron.core.datasets.blended_megatron_dataset_builder import (
+            BlendedMegatronDatasetBuilder,
+        )
+        from megatron.core.transformer.pipeline_parallel_layer_layout import (
+            PipelineParallelLayerLayout,
+        )
+        from megatron.training import arguments, checkpointing, initialize, training, utils
+
+        from megatron_zb.megatron import versions
+
+        del initialize  # imported so that what it holds is replaced, too
+        _replace(arguments, "add_megatron_arguments", self._add_arguments)
+        _replace(arguments, "validate_args", self._validate_args)
+        _replace(parallel_state, "initialize_model_parallel", self._initialize_model_parallel)
+        for module, name in versions.chunk_builders():
+            _replace(module, name, self._build_chunks)
+        _replace(training, "get_forward_backward_func", self._get_forward_backward_func)
+        _replace(training, "finalize_model_grads", self._finalize_model_grads)
+        _replace(utils, "is_first_or_last_pipeline_stage", self._is_first_or_last_stage)
+        _replace(*versions.batch_broadcast(), self._get_batch_on_this_tp_rank)
+        _replace(checkpointing, "_load_base_checkpoint", self._load_base_checkpoint)
+        _replace_method(BlendedMegatronDatasetBuilder, "__init__", self._dataset_builder)
+        _replace_static(PipelineParallelLayerLayout, "from_str", self._layout_from_str)
+
+    # --- arguments
+
+    def _add_arguments(self, original: Any, parser: Any) -> Any:
+        return flags.add_arguments(original(parser))
+
+    def _validate_args(self, original: Any, args: Any, *rest: Any, **defaults: Any) -> Any:
+        try:
+            if self._prepare is not None:
+                self._prepare(args)
+            lines = flags.translate_older(args)
+            self._plan = make_plan(args)
+        except UsageError as error:
+            _end(f"megatron_zb: error: {error}", args.rank)
+        for line in lines:
+            _say(f"megatron_zb: {line}", args.rank)
+        result = original(args, *rest, **defaults)
+        self._placement = stored_placement.of_run(args, self._plan)
+        args.pipeline_placement = self._placement
+        if self._plan is not None:
+            _say(self._plan.describe(), args.rank)
+        return result
+
+    # --- processes, layers and chunks
+
+    def _initialize_model_parallel(self, original: Any, *args: Any, **keywords: Any) -> Any:
+        if self._plan is not None and self._plan.embedding_ranks is not None:
+            keywords["get_embedding_ranks"] = self._plan.embedding_ranks
+        return original(*args, **keywords)
+
+    def _layout_from_str(self, original: Any, layout: str, *rest: Any, **sizes: Any) -> Any:
+        if self._plan is not None and layout == str(self._plan.layer_layout):
+            return self._plan.layer_layout
+        return original(layout, *rest, **sizes)
+
+    def _build_chunks(self, original: Any, build: Any, *rest: Any, **keywords: Any) -> Any:
+        if self._plan is None:
+            return original(build, *rest, **keywords)
+        self._chunks = []
+        return original(self._placed(build), *rest, **keywords)
+
+    def _placed(self, build: Any) -> Any:
+        """A builder of one chunk that gives embedding and output layer to the right chunks."""
+        from megatron.core import parallel_state
+
+        plan = self._plan
+
+        def build_placed(*args: Any, **keywords: Any) -> Any:
+            pp_rank = parallel_state.get_pipeline_model_parallel_rank()
+            vp_stage = keywords.get("vp_stage")
+            keywords["pre_process"] = plan.pre_process(pp_rank, vp_stage)
+            keywords["post_process"] = plan.post_process(pp_rank, vp_stage)
+            chunk = build(*args, **keywords)
+            self._chunks.append(chunk)
+            if len(self._chunks) == plan.chunks:
+                plan.prepare_model(self._chunks)
+            return chunk
+
+        return build_placed
+
+    # --- data
+
+    def _is_first_or_last_stage(self, original: Any, vp_stage: int | None) -> Any:
+        if self._plan is None or not self._plan.physical.mirrored:
+            return original(vp_stage)
+        from megatron.core import parallel_state
+
+        pp_rank = parallel_state.get_pipeline_model_parallel_rank()
+        chunks = range(self._plan.chunks) if vp_stage is None else (vp_stage,)
+        return any(
+            self._plan.pre_process(pp_rank, c) or self._plan.post_process(pp_rank, c)
+            for c in chunks
+        )
+
+    def _get_batch_on_this_tp_rank(self, original: Any, *args: Any, **keywords: Any) -> Any:
+        """In a V, one rank needs tokens and labels: so Megatron broadcasts a batch for MTP."""
+        if self._plan is not None and self._plan.physical.mirrored:
+            keywords["mtp_on_this_rank"] = True
+        return original(*args, **keywords)
+
+    def _dataset_builder(
+        self, original: Any, builder: Any, cls: Any, sizes: Any, is_built_on_rank: Any, config: Any
+    ) -> None:
+        """The first rank of the job tells all others whether there is data: it must have some."""
+        if self._plan is not None and self._plan.physical.mirrored:
+            inner = is_built_on_rank
+
+            def is_built_on_rank() -> bool:
+                import torch
+
+                return inner() or torch.distributed.get_rank() == 0
+
+        original(builder, cls, sizes, is_built_on_rank, config)
+
+    # --- the step
+
+    def _get_forward_backward_func(self, original: Any, *args: Any, **keywords: Any) -> Any:
+        if self._plan is None:
+            return original(*args, **keywords)
+        return self._plan.forward_backward_func
+
+    def _finalize_model_grads(self, original: Any, *args: Any, **keywords: Any) -> Any:
+        if self._plan is None or not self._plan.physical.mirrored:
+            return original(*args, **keywords)
+        return self._plan.finalize_model_grads(*args, **keywords)
+
+    # --- checkpoints
+
+    def _load_base_checkpoint(self, original: Any, load_dir: Any, args: Any, *rest: Any, **k: Any):  # type: ignore[no-untyped-def]
+        loaded = original(load_dir, args, *rest, **k)
+        try:
+            stored_placement.check(loaded, args, self._placement)
+        except UsageError as error:
+            _end(f"megatron_zb: error: {error}", args.rank)
+        return loaded
+
+
+def _hooked(original: Any, hook: Any) -> Any:
+    @wraps(original)
+    def call(*args: Any, **keywords: Any) -> Any:
+        return hook(original, *args, **keywords)
+
+    return call
+
+
+def _replace(module: Any, name: str, hook: Any) -> None:
+    """Replace a function in its module and in every module of Megatron's that imported it."""
+    original = getattr(module, name)
+    replacement = _hooked(original, hook)
+    for other in [m for key, m in sys.modules.items() if key.split(".")[0] == "megatron"]:
+        for attribute, value in list(vars(other).items()):
+            if value is original:
+                setattr(other, attribute, replacement)
+
+
+def _replace_method(cls: Any, name: str, hook: Any) -> None:
+    setattr(cls, name, _hooked(getattr(cls, name), hook))
+
+
+def _replace_static(cls: Any, name: str, hook: Any) -> None:
+    setattr(cls, name, staticmethod(_hooked(getattr(cls, name), hook)))
+
+
+def _say(text: str, rank: int) -> None:
+    if rank == 0:
+        print(text, flush=True)
+
+
+def _end(text: str, rank: int) -> NoReturn:
+    """End this process; every rank has the same arguments and ends the same way."""
+    if rank == 0:
+        print(text, file=sys.stderr, flush=True)
+    sys.stdout.flush()
+    os._exit(2)

@@ -1,0 +1,170 @@
+"""From the arguments of Megatron-LM to a schedule and the placement of its model."""
+
+from __future__ import annotations
+
+import argparse
+from dataclasses import dataclass
+from pathlib import Path
+
+from megatron_zb.errors import UsageError
+from megatron_zb.megatron.adapter import PipelineAdapter
+from megatron_zb.megatron.placement import Layers
+from megatron_zb.megatron_lm import conflicts
+from megatron_zb.schedules import catalog, interchange
+
+# How Megatron-LM divides layers over ranks where no layout is given; a layout takes their place.
+_DIVISION = (
+    "account_for_embedding_in_pipeline_split",
+    "account_for_loss_in_pipeline_split",
+    "decoder_first_pipeline_num_layers",
+    "decoder_last_pipeline_num_layers",
+    "num_layers_per_virtual_pipeline_stage",
+    "num_virtual_stages_per_pipeline_rank",
+)
+
+
+def make_plan(args: argparse.Namespace) -> PipelineAdapter | None:
+    """The adapter that the parsed arguments ask for, None for Megatron's own schedule.
+
+    Changes the arguments so that Megatron's own checks and its own placement of layers follow it.
+
+    Raises:
+        UsageError: the arguments cannot be had together, or the schedule cannot be built.
+    """
+    if args.pipeline_schedule is None and args.pipeline_schedule_file is None:
+        if args.pipeline_memory_limit is not None:
+            raise UsageError("--pipeline-memory-limit needs --pipeline-schedule, such as auto")
+        return None
+    adapter = _adapter(args)
+    conflicts.check(args, adapter.schedule.name, adapter.physical.mirrored)
+    if not _is_hybrid(args):
+        for name in _DIVISION:
+            setattr(args, name, False if isinstance(getattr(args, name, None), bool) else None)
+        args.pipeline_model_parallel_layout = str(adapter.layer_layout)
+    return adapter
+
+
+def _adapter(args: argparse.Namespace) -> PipelineAdapter:
+    sizes = {
+        "pipeline_size": args.pipeline_model_parallel_size,
+        "num_microbatches": _num_microbatches(args),
+    }
+    if args.pipeline_schedule_file is not None:
+        if args.pipeline_schedule is not None:
+            raise UsageError(
+                "--pipeline-schedule and --pipeline-schedule-file both choose a schedule: leave "
+                "one out"
+            )
+        table = interchange.from_csv(Path(args.pipeline_schedule_file))
+        chunks = table.placement.chunks
+        return PipelineAdapter.of_table(
+            table, **sizes, layers=_layers(args, chunks), layer_layout=_layout(args)
+        )
+    family = catalog.family(args.pipeline_schedule)
+    asked = _chunks(args)
+    adapter = PipelineAdapter.create(
+        args.pipeline_schedule,
+        **sizes,
+        layers=_layers(args, asked.number or 1),
+        layer_layout=_layout(args),
+        memory_limit=args.pipeline_memory_limit,
+        chunks=asked.number if family.takes_chunks else None,
+        group_size=_group_size(args) if family.takes_group_size else None,
+    )
+    if asked.number not in (None, adapter.chunks):
+        raise UsageError(
+            f"{asked.flag} asks for {asked.number} chunks per pipeline rank, but "
+            f"--pipeline-schedule {family.name} has {adapter.chunks}: leave {asked.flag} out"
+        )
+    return adapter
+
+
+@dataclass(frozen=True)
+class _Chunks:
+    """How many model chunks per rank a flag of Megatron's asks for."""
+
+    number: int | None = None
+    flag: str = ""
+
+
+def _chunks(args: argparse.Namespace) -> _Chunks:
+    p = args.pipeline_model_parallel_size
+    if args.num_virtual_stages_per_pipeline_rank is not None:
+        flag = "--num-virtual-stages-per-pipeline-rank"
+        return _Chunks(args.num_virtual_stages_per_pipeline_rank, flag)
+    if args.num_layers_per_virtual_pipeline_stage is not None:
+        per_rank, rest = divmod(_num_layers(args), p)
+        chunks, uneven = divmod(per_rank, args.num_layers_per_virtual_pipeline_stage)
+        flag = "--num-layers-per-virtual-pipeline-stage"
+        if rest or uneven:
+            raise UsageError(
+                f"{flag} {args.num_layers_per_virtual_pipeline_stage} does not divide the "
+                f"{_num_layers(args)} layers of {p} pipeline ranks: give "
+                "--num-virtual-stages-per-pipeline-rank instead"
+            )
+        return _Chunks(chunks, flag)
+    return _Chunks()
+
+
+def _layers(args: argparse.Namespace, chunks: int) -> Layers:
+    first, last = args.decoder_first_pipeline_num_layers, args.decoder_last_pipeline_num_layers
+    if chunks > 1 and (first is not None or last is not None):
+        raise UsageError(
+            "--decoder-first-pipeline-num-layers and --decoder-last-pipeline-num-layers count the "
+            "layers of a rank, which holds several chunks here: say the layers of every chunk "
+            "with --pipeline-model-parallel-layout"
+        )
+    return Layers(
+        decoder=_num_layers(args),
+        multi_token=args.mtp_num_layers or 0,
+        embedding=int(args.account_for_embedding_in_pipeline_split),
+        output=int(args.account_for_loss_in_pipeline_split),
+        first=first,
+        last=last,
+    )
+
+
+def _layout(args: argparse.Namespace) -> str | None:
+    layout = args.pipeline_model_parallel_layout
+    return None if layout is None else str(layout)
+
+
+def _num_layers(args: argparse.Namespace) -> int:
+    pattern = getattr(args, "hybrid_layer_pattern", None) or getattr(
+        args, "hybrid_override_pattern", None
+    )
+    if pattern and args.num_layers is None:
+        return sum(letter not in "/|" for letter in pattern)
+    number = args.num_layers if args.num_layers is not None else args.encoder_num_layers
+    if number is None:
+        raise UsageError("--num-layers is missing: a schedule places layers on stages")
+    return int(number)
+
+
+def _is_hybrid(args: argparse.Namespace) -> bool:
+    return bool(
+        getattr(args, "hybrid_layer_pattern", None)
+        or getattr(args, "hybrid_override_pattern", None)
+        or getattr(args, "heterogeneous_layers_config_path", None)
+    )
+
+
+def _group_size(args: argparse.Namespace) -> int | None:
+    size: int | None = getattr(args, "microbatch_group_size_per_vp_stage", None)
+    return size
+
+
+def _num_microbatches(args: argparse.Namespace) -> int:
+    """Microbatches per iteration and data-parallel rank, once the batch is at its full size."""
+    model_parallel = (
+        args.tensor_model_parallel_size
+        * args.pipeline_model_parallel_size
+        * args.context_parallel_size
+    )
+    if args.micro_batch_size is None:
+        raise UsageError("--micro-batch-size is missing: a schedule is built for microbatches")
+    replicas = max(args.world_size // model_parallel, 1)
+    batch = args.micro_batch_size * replicas
+    if args.global_batch_size is None:
+        return 1
+    return max(args.global_batch_size // batch, 1)
