@@ -14,7 +14,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from megatron_zb.errors import UsageError
+from megatron_zb.errors import UsageError, end_with
 
 USAGE = """\
 usage: torchrun [torchrun arguments] -m megatron_zb.launch [--cpu] SCRIPT [arguments of the script]
@@ -41,9 +41,7 @@ def main(argv: Sequence[str]) -> None:
     try:
         script = _prepare(rest[0], on_cpu)
     except UsageError as error:
-        if os.environ.get("RANK", "0") == "0":
-            print(f"megatron_zb: error: {error}", file=sys.stderr, flush=True)
-        sys.exit(2)
+        end_with(error, int(os.environ.get("RANK", "0")))
     sys.argv = [str(script), *rest[1:]]
     runpy.run_path(str(script), run_name="__main__")
 

@@ -109,32 +109,7 @@ def spread(layers: Layers, placement: Placement) -> list[list[LayerType]]:
         UsageError: there are fewer layers than stages, or ``first`` and ``last`` leave a stage
             without any.
     """
-    counts = [0] * placement.num_stages
-    fixed = {0: layers.first, placement.num_stages - 1: layers.last}
-    for stage, count in fixed.items():
-        counts[stage] = count or 0
-    open_stages = [s for s in range(placement.num_stages) if fixed.get(s) is None]
-    load = dict.fromkeys(open_stages, 0)
-    load.update(
-        {
-            s: n
-            for s, n in ((0, layers.embedding), (placement.num_stages - 1, layers.output))
-            if s in load
-        }
-    )
-    ends = {placement.rank_of[0], placement.rank_of[-1]}
-    on_rank = [0] * placement.pipeline_size
-    for _ in range(layers.decoder - sum(counts)):
-        stage = min(
-            load,
-            key=lambda s: (load[s], placement.rank_of[s] in ends, on_rank[placement.rank_of[s]], s),
-            default=None,
-        )
-        if stage is None:
-            break
-        load[stage] += 1
-        counts[stage] += 1
-        on_rank[placement.rank_of[stage]] += 1
+    counts = _share_out(layers, placement)
     if min(counts) < 1 or sum(counts) != layers.decoder:
         raise UsageError(
             f"{layers.decoder} layers cannot be placed on {placement.num_stages} stages with at "
@@ -145,6 +120,30 @@ def spread(layers: Layers, placement: Placement) -> list[list[LayerType]]:
     segments[0].insert(0, LayerType.embedding)
     segments[-1] += [LayerType.mtp] * layers.multi_token + [LayerType.loss]
     return segments
+
+
+def _share_out(layers: Layers, placement: Placement) -> list[int]:
+    """Decoder layers of each stage: one at a time, to the stage that counts for the least."""
+    last = placement.num_stages - 1
+    fixed = {s: n for s, n in ((0, layers.first), (last, layers.last)) if n is not None}
+    counts = [fixed.get(stage, 0) for stage in range(placement.num_stages)]
+    load = [0] * placement.num_stages
+    load[0] += layers.embedding
+    load[last] += layers.output
+    open_stages = [s for s in range(placement.num_stages) if s not in fixed]
+    ends = {placement.rank_of[0], placement.rank_of[last]}
+    on_rank = [0] * placement.pipeline_size
+
+    def preference(stage: int) -> tuple[int, bool, int, int]:
+        rank = placement.rank_of[stage]
+        return load[stage], rank in ends, on_rank[rank], stage
+
+    for _ in range(layers.decoder - sum(counts) if open_stages else 0):
+        stage = min(open_stages, key=preference)
+        load[stage] += 1
+        counts[stage] += 1
+        on_rank[placement.rank_of[stage]] += 1
+    return counts
 
 
 def _said_ends(layers: Layers) -> str:

@@ -7,13 +7,12 @@ wherever Megatron's modules hold it, whatever they call it, and before a pretrai
 
 from __future__ import annotations
 
-import os
 import sys
 from collections.abc import Callable
 from functools import wraps
-from typing import Any, NoReturn
+from typing import Any
 
-from megatron_zb.errors import UsageError
+from megatron_zb.errors import UsageError, end_with
 from megatron_zb.megatron_lm import flags, stored_placement
 from megatron_zb.megatron_lm.plan import make_plan
 
@@ -21,7 +20,7 @@ _MARK = "_installed_by_megatron_zb"
 
 
 def install(prepare: Callable[[Any], None] | None = None) -> None:
-    """Hook this process's Megatron-LM; a second call does nothing.
+    """Hook this process's Megatron-LM; a second call hooks nothing more.
 
     Args:
         prepare: is given the parsed arguments first, before they are checked.
@@ -36,17 +35,20 @@ def install(prepare: Callable[[Any], None] | None = None) -> None:
             f"Megatron-LM's training loop cannot be imported ({error}): put the checkout first on "
             "PYTHONPATH, or start with python -m megatron_zb.launch"
         ) from error
-    if hasattr(arguments, _MARK):
-        return
-    setattr(arguments, _MARK, True)
-    _Hooks(prepare).install()
+    hooks = getattr(arguments, _MARK, None)
+    if hooks is None:
+        hooks = _Hooks()
+        setattr(arguments, _MARK, hooks)
+        hooks.install()
+    if prepare is not None:  # a patched checkout has been there before
+        hooks.prepare = prepare
 
 
 class _Hooks:
     """What is installed, and the plan of this process once there is one."""
 
-    def __init__(self, prepare: Callable[[Any], None] | None) -> None:
-        self._prepare = prepare
+    def __init__(self) -> None:
+        self.prepare: Callable[[Any], None] | None = None
         self._plan: Any = None
         self._chunks: list[Any] = []
         self._placement = stored_placement.STOCK
@@ -84,12 +86,12 @@ class _Hooks:
 
     def _validate_args(self, original: Any, args: Any, *rest: Any, **defaults: Any) -> Any:
         try:
-            if self._prepare is not None:
-                self._prepare(args)
+            if self.prepare is not None:
+                self.prepare(args)
             lines = flags.translate_older(args)
             self._plan = make_plan(args)
         except UsageError as error:
-            _end(f"megatron_zb: error: {error}", args.rank)
+            end_with(error, args.rank)
         for line in lines:
             _say(f"megatron_zb: {line}", args.rank)
         result = original(args, *rest, **defaults)
@@ -189,7 +191,7 @@ class _Hooks:
         try:
             stored_placement.check(loaded, args, self._placement)
         except UsageError as error:
-            _end(f"megatron_zb: error: {error}", args.rank)
+            end_with(error, args.rank)
         return loaded
 
 
@@ -202,13 +204,16 @@ def _hooked(original: Any, hook: Any) -> Any:
 
 
 def _replace(module: Any, name: str, hook: Any) -> None:
-    """Replace a function in its module and in every module of Megatron's that imported it."""
+    """Replace a function in its module, in Megatron's that imported it, and in the script's."""
     original = getattr(module, name)
     replacement = _hooked(original, hook)
-    for other in [m for key, m in sys.modules.items() if key.split(".")[0] == "megatron"]:
+    for other in [m for key, m in sys.modules.items() if key.split(".")[0] in _HOLDERS]:
         for attribute, value in list(vars(other).items()):
             if value is original:
                 setattr(other, attribute, replacement)
+
+
+_HOLDERS = ("megatron", "__main__")
 
 
 def _replace_method(cls: Any, name: str, hook: Any) -> None:
@@ -222,11 +227,3 @@ def _replace_static(cls: Any, name: str, hook: Any) -> None:
 def _say(text: str, rank: int) -> None:
     if rank == 0:
         print(text, flush=True)
-
-
-def _end(text: str, rank: int) -> NoReturn:
-    """End this process; every rank has the same arguments and ends the same way."""
-    if rank == 0:
-        print(text, file=sys.stderr, flush=True)
-    sys.stdout.flush()
-    os._exit(2)
