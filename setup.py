@@ -21,6 +21,8 @@ def version() -> str:
 PLOTS = ["matplotlib >= 3.8"]
 FAST = ["numba >= 0.60"]
 TRANSFORMER_ENGINE = ["transformer-engine[pytorch] >= 2.0"]
+# What Megatron-LM's own training loop imports besides megatron-core.
+MEGATRON_LM = ["einops", "pybind11", "six", "tensorboard", "transformers", "triton"]
 TEST = [
     *PLOTS,
     *FAST,
@@ -49,7 +51,13 @@ setup(
         "rich >= 13.0",
         "torch >= 2.6",
     ],
-    extras_require={"fast": FAST, "plots": PLOTS, "te": TRANSFORMER_ENGINE, "test": TEST},
+    extras_require={
+        "fast": FAST,
+        "megatron-lm": MEGATRON_LM,
+        "plots": PLOTS,
+        "te": TRANSFORMER_ENGINE,
+        "test": TEST,
+    },
     entry_points={"console_scripts": ["megatron-zb = megatron_zb.cli:main"]},
     classifiers=[
         "Intended Audience :: Science/Research",

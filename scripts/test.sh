@@ -18,6 +18,10 @@ options:
   --tests-only       no ruff and no mypy
   -h, --help         this text
 
+environment:
+  MEGATRON_LM_PATH   a Megatron-LM checkout, core_v0.16.1 for Python 3.11 or core_v0.19.0 for 3.12, which
+                     tests/megatron_lm then trains with; without it those tests are skipped
+
 Everything else goes to pytest:
   scripts/test.sh -k validate                 the tests whose names contain "validate"
   scripts/test.sh -x tests/test_ranks.py      one file, stop at the first failure
@@ -46,7 +50,9 @@ done
 
 [[ -n $version ]] || fail "--python needs a version, for example 3.12"
 venv=$(environment_name "$version")
-ensure_environment "$venv" "$version" test
+extras=test
+[[ -z ${MEGATRON_LM_PATH-} ]] || extras=test,megatron-lm
+ensure_environment "$venv" "$version" "$extras"
 
 # Tests run on CPU ranks, several per core: no GPU, and one thread each.
 export CUDA_VISIBLE_DEVICES='' OMP_NUM_THREADS=1

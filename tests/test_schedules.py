@@ -6,6 +6,7 @@ import random
 import subprocess
 import sys
 from dataclasses import replace
+from functools import partial
 from itertools import pairwise
 
 import pytest
@@ -347,3 +348,26 @@ def test_cheaper_passes_never_take_longer(
     cheaper = replace(cheaper, forward=tuple(map(min, cheaper.forward, costs.forward)))
     before = schedules.simulate(schedule, costs).makespan
     assert schedules.simulate(schedule, cheaper).makespan <= before * (1 + 1e-12)
+
+
+@pytest.mark.parametrize(
+    ("p", "m", "times"),
+    [
+        (2, 5, (1.0, 1.2, 0.8, 0.05)),
+        (3, 6, (1.0, 1.33, 0.5, 0.05)),
+        (4, 8, (1.0, 1.0, 1.0, 0.0)),
+    ],
+)
+def test_more_memory_never_makes_auto_slower(
+    p: int, m: int, times: tuple[float, float, float, float]
+) -> None:
+    costs = schedules.Costs.uniform(
+        pipeline_size=p,
+        **dict(zip(("forward", "backward", "weight", "p2p"), times, strict=True)),
+    )
+    build = partial(schedules.build, "auto", pipeline_size=p, num_microbatches=m, costs=costs)
+    limits = (0.5, 0.55, 0.625, 0.75, 1.0, 1.5)
+    reports = [build(memory_limit=limit).report for limit in limits]
+    spans = [report.makespan for report in reports if report is not None]
+    assert len(spans) == len(limits)
+    assert all(more <= less * (1 + 1e-9) for less, more in pairwise(spans))

@@ -24,17 +24,9 @@ def install(prepare: Callable[[Any], None] | None = None) -> None:
 
     Args:
         prepare: is given the parsed arguments first, before they are checked.
-
-    Raises:
-        UsageError: Megatron-LM's training loop cannot be imported.
     """
-    try:
-        from megatron.training import arguments
-    except ModuleNotFoundError as error:
-        raise UsageError(
-            f"Megatron-LM's training loop cannot be imported ({error}): put the checkout first on "
-            "PYTHONPATH, or start with python -m megatron_zb.launch"
-        ) from error
+    from megatron.training import arguments
+
     hooks = getattr(arguments, _MARK, None)
     if hooks is None:
         hooks = _Hooks()

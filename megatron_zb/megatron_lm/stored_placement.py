@@ -9,11 +9,13 @@ from __future__ import annotations
 
 from typing import Any
 
+from megatron.core.dist_checkpointing import load_content_metadata
+from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+
 from megatron_zb.errors import UsageError
 
 STOCK = "Megatron's own"
 _ATTRIBUTE = "pipeline_placement"
-_FREE_SHARDING = ("fully_sharded_model_space", "fully_reshardable")
 
 
 def of_run(args: Any, plan: Any) -> str:
@@ -43,7 +45,7 @@ def check(loaded: Any, args: Any, placement: str) -> None:
     if saved_args is None:
         return
     saved = getattr(saved_args, _ATTRIBUTE, None) or of_run(_with_sizes(saved_args), None)
-    if saved == placement:
+    if saved == placement or (saved.startswith(STOCK) and placement.startswith(STOCK)):
         return
     if getattr(kind, "name", "") == "LEGACY":
         raise UsageError(
@@ -53,9 +55,9 @@ def check(loaded: Any, args: Any, placement: str) -> None:
         )
     if not args.use_distributed_optimizer or args.finetune or args.no_load_optim:
         return
-    metadata = state.get("content_metadata") or {}
+    metadata = load_content_metadata(preloaded_state_dict=state) or {}
     sharding = metadata.get("distrib_optim_sharding_type")
-    if sharding is not None and sharding not in _FREE_SHARDING:
+    if sharding not in (None, *DistributedOptimizer.checkpoint_fully_reshardable_formats):
         raise UsageError(
             f"the optimizer state of the checkpoint {name} is in the format {sharding} and was "
             f"written with {saved}, but this run has {placement}: save it with "
