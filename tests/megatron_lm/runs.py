@@ -1,0 +1,122 @@
+"""Runs of a real pretrain script of Megatron-LM on CPU ranks, and what they log."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+from dataclasses import dataclass, field
+from pathlib import Path
+
+SECONDS = 400
+RANKS = 4
+
+# A small GPT on random data that Megatron-LM makes up itself; clipping is never active.
+MODEL = """
+--mock-data --tokenizer-type NullTokenizer --vocab-size 128 --split 90,5,5
+--num-layers 8 --hidden-size 64 --num-attention-heads 4 --seq-length 32
+--max-position-embeddings 32 --micro-batch-size 1 --global-batch-size 8
+--attention-dropout 0 --hidden-dropout 0 --clip-grad 100
+--lr 1e-3 --lr-decay-iters 10 --train-iters 7
+--eval-iters 1 --eval-interval 1000 --log-interval 1 --ckpt-format torch_dist
+"""
+PIPELINE = "--pipeline-model-parallel-size 4"
+
+# What the launcher's --cpu sets by itself.
+CPU = """
+--distributed-backend gloo --transformer-impl local --use-cpu-initialization
+--no-gradient-accumulation-fusion --no-persist-layer-norm --no-bias-gelu-fusion
+--no-bias-dropout-fusion --no-masked-softmax-fusion
+"""
+
+_PLAIN = Path(__file__).with_name("run_on_cpu.py")
+_ITERATION = re.compile(r"iteration +(\d+)/ +\d+ .* lm loss: (\S+) ")
+_NORM = re.compile(r"grad norm: (\S+)")
+_EVALUATION = re.compile(r"validation loss at iteration (\d+) on (\w+) set \| lm loss value: (\S+)")
+
+
+@dataclass
+class Logged:
+    """What one run printed: texts, so that every digit counts."""
+
+    code: int
+    output: str
+    losses: dict[int, str] = field(default_factory=dict)
+    norms: dict[int, str] = field(default_factory=dict)
+    evaluations: dict[str, str] = field(default_factory=dict)
+
+    @property
+    def error(self) -> str:
+        """The sentences of this package, one line each."""
+        lines = self.output.splitlines()
+        return "\n".join(line for line in lines if line.startswith("megatron_zb: error: "))
+
+    @property
+    def said(self) -> list[str]:
+        return [line for line in self.output.splitlines() if line.startswith("megatron_zb: ")]
+
+
+def pretrain(
+    checkout: Path,
+    *flags: str,
+    ranks: int = RANKS,
+    launcher: bool = True,
+    script: str = "pretrain_gpt.py",
+) -> Logged:
+    """Train on CPU ranks; without the launcher, as the script of a patched checkout."""
+    arguments = " ".join(flags).split()
+    if launcher:
+        command = ["-m", "megatron_zb.launch", str(checkout / script), "--cpu", *arguments]
+    else:
+        command = [str(_PLAIN), str(checkout / script), *CPU.split(), *arguments]
+    with tempfile.TemporaryFile("w+") as output:
+        process = subprocess.Popen(
+            [
+                *(sys.executable, "-m", "torch.distributed.run", f"--nproc-per-node={ranks}"),
+                *("--rdzv-backend=c10d", f"--rdzv-endpoint=localhost:{_free_port()}"),
+                *command,
+            ],
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            env={**os.environ, "CUDA_DEVICE_MAX_CONNECTIONS": "1", "OMP_NUM_THREADS": "1"},
+            start_new_session=True,
+            cwd=tempfile.gettempdir(),
+        )
+        try:
+            process.wait(SECONDS)
+        finally:
+            _end(process)
+        output.seek(0)
+        return _read(process.returncode, output.read())
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    """Leave none of the processes behind, whatever happened."""
+    try:
+        os.killpg(process.pid, signal.SIGKILL)
+    except ProcessLookupError:
+        return
+    finally:
+        process.wait()
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("localhost", 0))
+        return int(probe.getsockname()[1])
+
+
+def _read(code: int, output: str) -> Logged:
+    logged = Logged(code, output)
+    for line in output.splitlines():
+        if found := _ITERATION.search(line):
+            logged.losses[int(found[1])] = found[2]
+            if norm := _NORM.search(line):
+                logged.norms[int(found[1])] = norm[1]
+        elif found := _EVALUATION.search(line):
+            logged.evaluations[f"{found[2]} after {found[1]}"] = found[3]
+    return logged

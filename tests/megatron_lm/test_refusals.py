@@ -1,0 +1,40 @@
+"""Mistakes on the command line of the real script: one sentence, and an end."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from megatron_lm.runs import MODEL, PIPELINE, pretrain
+
+
+@pytest.mark.parametrize(
+    ("flags", "parts"),
+    [
+        ("--pipeline-schedule v-haf", ["unknown pipeline schedule 'v-haf'", "v-half"]),
+        ("--pipeline-memory-limit 0.5", ["needs --pipeline-schedule"]),
+        (
+            "--pipeline-schedule v-half --overlap-moe-expert-parallel-comm",
+            ["--overlap-moe-expert-parallel-comm", "--pipeline-schedule v-half"],
+        ),
+        (
+            "--pipeline-schedule v-half --num-virtual-stages-per-pipeline-rank 4",
+            ["--num-virtual-stages-per-pipeline-rank", "v-half has 2"],
+        ),
+        ("--pipeline-schedule v-half --num-layers 7", ["7 layers", "8 stages"]),
+        (
+            "--pipeline-schedule v-half --pipeline-model-parallel-layout Ett|tt|tt|ttL",
+            ["it names 4 stages and the schedule has 8"],
+        ),
+        ("--pipeline-schedule v-half --pipeline-memory-limit 0.1", ["0.1 of 1F1B", "at least"]),
+        ("--pipeline-schedule-file nowhere.csv", ["nowhere.csv"]),
+    ],
+)
+def test_one_sentence_says_what_is_wrong(checkout: Path, flags: str, parts: list[str]) -> None:
+    run = pretrain(checkout, MODEL, PIPELINE, flags)
+    assert run.code != 0
+    assert run.error.count("\n") == 0
+    for part in parts:
+        assert part in run.error
+    assert "megatron_zb/" not in run.output.split("torch.distributed.elastic")[0]

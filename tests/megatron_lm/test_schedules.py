@@ -1,0 +1,134 @@
+"""The real pretrain_gpt.py under every schedule: it logs what stock logs, digit for digit."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from megatron_lm.runs import MODEL, PIPELINE, Logged, pretrain
+from megatron_zb import schedules
+from megatron_zb.schedules import interchange
+
+# 8 layers are 8 stages of a zig-zag with two chunks; its default, four chunks, would need 16.
+_MORE = {"wave": "--num-virtual-stages-per-pipeline-rank 2"}
+
+
+def check_equal(run: Logged, stock: Logged) -> None:
+    """Losses, gradient norms and evaluation as texts."""
+    assert run.code == 0, run.output
+    assert run.losses == stock.losses
+    assert run.norms == stock.norms
+    assert run.evaluations == stock.evaluations
+
+
+@pytest.mark.parametrize("name", schedules.names())
+def test_a_resumed_run_logs_what_stock_logs(
+    checkout: Path, stock_checkpoint: Path, stock: Logged, name: str
+) -> None:
+    run = pretrain(
+        checkout,
+        MODEL,
+        PIPELINE,
+        f"--load {stock_checkpoint} --pipeline-schedule {name}",
+        _MORE.get(name, ""),
+    )
+    check_equal(run, stock)
+    assert f"pipeline schedule {name}: 4 ranks" in run.output
+    assert run.output.count("embedding, layers 1") == 1
+
+
+@pytest.mark.parametrize("name", ["v-half", "zb-h1", "interleaved", ""])
+def test_a_patched_checkout_logs_the_same(
+    patched: Path, stock_checkpoint: Path, stock: Logged, name: str
+) -> None:
+    schedule = f"--pipeline-schedule {name}" if name else ""
+    flags = (MODEL, PIPELINE, f"--load {stock_checkpoint}", schedule)
+    run = pretrain(patched, *flags, launcher=False)
+    check_equal(run, stock)
+    assert ("pipeline schedule" in run.output) == bool(name)
+
+
+def test_a_table_from_a_file(
+    checkout: Path, stock_checkpoint: Path, stock: Logged, tmp_path: Path
+) -> None:
+    table = tmp_path / "table.csv"
+    built = schedules.build("v-zb", pipeline_size=4, num_microbatches=8)
+    table.write_text(interchange.to_csv(built))
+    flags = f"--load {stock_checkpoint} --pipeline-schedule-file {table}"
+    check_equal(pretrain(checkout, MODEL, PIPELINE, flags), stock)
+
+
+def test_older_flags_choose_a_schedule(
+    checkout: Path, stock_checkpoint: Path, stock: Logged
+) -> None:
+    run = pretrain(
+        checkout,
+        MODEL,
+        PIPELINE,
+        f"--load {stock_checkpoint} --enable-zero-bubble --zero-bubble-v-schedule",
+        "--zero-bubble-v-schedule-mem-setup half --zero-bubble-pipeline-timers-start-iter 10",
+    )
+    check_equal(run, stock)
+    assert any("is taken as --pipeline-schedule v-half" in line for line in run.said)
+
+
+def test_active_clipping_changes_the_last_digit_at_most(
+    checkout: Path, stock_checkpoint: Path
+) -> None:
+    flags = (MODEL, PIPELINE, f"--load {stock_checkpoint} --clip-grad 1")
+    stock = pretrain(checkout, *flags)
+    run = pretrain(checkout, *flags, "--pipeline-schedule v-half")
+    assert run.code == stock.code == 0
+    for ours, theirs in ((run.losses, stock.losses), (run.norms, stock.norms)):
+        assert ours.keys() == theirs.keys()
+        for iteration, text in ours.items():
+            assert _last_digits_apart(text, theirs[iteration]) <= 1
+
+
+def _last_digits_apart(ours: str, theirs: str) -> int:
+    def digits(text: str) -> int:
+        return int(text.split("E")[0].replace(".", ""))
+
+    assert ours.partition("E")[2] == theirs.partition("E")[2]
+    return abs(digits(ours) - digits(theirs))
+
+
+def test_tensorboard_has_the_losses(
+    checkout: Path, stock_checkpoint: Path, stock: Logged, tmp_path: Path
+) -> None:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    flags = f"--load {stock_checkpoint} --pipeline-schedule v-half --tensorboard-dir {tmp_path}"
+    run = pretrain(
+        checkout, MODEL, PIPELINE, flags, "--log-interval 1 --tensorboard-log-interval 1"
+    )
+    check_equal(run, stock)
+    events = EventAccumulator(str(tmp_path)).Reload()
+    assert len(events.Scalars("lm loss")) == 5
+    assert any("validation" in tag for tag in events.Tags()["scalars"])
+
+
+@pytest.mark.parametrize(
+    ("ranks", "flags"),
+    [
+        (4, "--pipeline-model-parallel-size 2 --tensor-model-parallel-size 2"),
+        (
+            4,
+            "--pipeline-model-parallel-size 2 --use-distributed-optimizer --overlap-grad-reduce "
+            "--overlap-param-gather --bf16 --no-load-optim --no-load-rng",
+        ),
+        (
+            2,
+            "--pipeline-model-parallel-size 2 --recompute-granularity full "
+            "--recompute-method uniform --recompute-num-layers 1",
+        ),
+    ],
+    ids=["tp2", "dp2-distributed-optimizer-overlap-bf16", "recompute"],
+)
+def test_parallel_settings(checkout: Path, stock_checkpoint: Path, ranks: int, flags: str) -> None:
+    common = (MODEL, flags, f"--load {stock_checkpoint}")
+    stock = pretrain(checkout, *common, ranks=ranks)
+    run = pretrain(checkout, *common, "--pipeline-schedule v-half", ranks=ranks)
+    assert stock.code == 0, stock.output
+    check_equal(run, stock)
