@@ -9,12 +9,17 @@ imports from Megatron has been hooked before.
 from __future__ import annotations
 
 import os
+import platform
 import runpy
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from megatron_zb.errors import UsageError, end_with
+
+if TYPE_CHECKING:
+    from megatron_zb.megatron_lm.checkout import Checkout
 
 USAGE = """\
 usage: torchrun [torchrun arguments] -m megatron_zb.launch [--cpu] SCRIPT [arguments of the script]
@@ -35,18 +40,18 @@ def main(argv: Sequence[str]) -> None:
     """Run the script; what the user can mend is told in one sentence, with exit code 2."""
     on_cpu = "--cpu" in argv
     rest = [argument for argument in argv if argument != "--cpu"]
-    if not rest or rest[0] in ("-h", "--help"):
+    if rest[:1] in (["-h"], ["--help"]):
         print(USAGE, end="")
-        sys.exit(0 if rest else 2)
+        sys.exit(0)
     try:
-        script = _prepare(rest[0], on_cpu)
+        script = _prepare(rest, on_cpu)
     except UsageError as error:
         end_with(error, int(os.environ.get("RANK", "0")))
     sys.argv = [str(script), *rest[1:]]
     runpy.run_path(str(script), run_name="__main__")
 
 
-def _prepare(path: str, on_cpu: bool) -> Path:
+def _prepare(arguments: Sequence[str], on_cpu: bool) -> Path:
     """Put the checkout first on the path, and hook its training loop.
 
     Raises:
@@ -54,8 +59,14 @@ def _prepare(path: str, on_cpu: bool) -> Path:
     """
     from megatron_zb.megatron_lm.checkout import checkout_of
 
-    script = Path(path)
+    if not arguments:
+        raise UsageError(
+            "no script was named: give a pretrain script of a Megatron-LM checkout, such as "
+            "Megatron-LM/pretrain_gpt.py, after the launcher's own arguments"
+        )
+    script = Path(arguments[0])
     checkout = checkout_of(script)
+    _check_python(checkout)
     folders = dict.fromkeys([str(script.resolve().parent), str(checkout.root)])
     sys.path[:0] = folders
     prepare = None
@@ -68,6 +79,18 @@ def _prepare(path: str, on_cpu: bool) -> Path:
 
     install(prepare)
     return script
+
+
+def _check_python(checkout: Checkout) -> None:
+    """A Python that is too old would fail anywhere among Megatron's imports."""
+    from megatron_zb.megatron.versions import training_loop_needs
+
+    least = training_loop_needs(checkout.version).python
+    if sys.version_info < least:
+        raise UsageError(
+            f"Megatron-LM {checkout.version_text} in '{checkout.root}' needs Python "
+            f"{'.'.join(map(str, least))} or newer, but this is {platform.python_version()}"
+        )
 
 
 if __name__ == "__main__":

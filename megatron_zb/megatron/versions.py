@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from importlib import import_module
 from types import ModuleType
 from typing import Any
@@ -18,6 +19,37 @@ SUPPORTED = "0.16 and 0.19"
 def is_supported(version: Sequence[int]) -> bool:
     """Whether a (major, minor, ...) version is one of those served."""
     return tuple(version[:2]) in _SERIES
+
+
+@dataclass(frozen=True)
+class Needs:
+    """What Megatron-LM's training loop cannot be imported without, besides megatron-core's own."""
+
+    python: tuple[int, int]
+    packages: tuple[tuple[str, str], ...]
+    """Name of the module, and of the package that holds it."""
+
+
+_COMMON = (("packaging", "packaging"), ("setuptools", "setuptools"), ("triton", "triton"))
+_NEEDS = {
+    (0, 16): Needs(
+        (3, 10),
+        (
+            *_COMMON,
+            ("pydantic", "pydantic"),
+            ("regex", "regex"),
+            ("six", "six"),
+            ("yaml", "pyyaml"),
+        ),
+    ),
+    (0, 19): Needs((3, 12), _COMMON),
+}
+
+
+def training_loop_needs(version: Sequence[int]) -> Needs:
+    """What Megatron-LM of a served version imports unconditionally."""
+    major, minor = version[:2]
+    return _NEEDS[major, minor]
 
 
 def chunk_builders() -> list[tuple[ModuleType, str]]:
