@@ -42,6 +42,25 @@ examples:
 
 schedules: """
 
+DOCTOR_HELP = """\
+Say what is installed here, which versions fit, which optional parts are live, and what to do about
+each thing that is missing. Given a Megatron-LM checkout, say also whether it is served, what its
+training loop lacks, and how to start it. Nothing is changed, and nothing but torch is imported.
+
+A part is
+  ok        there, in a version that fits
+  optional  not there, or not needed by every job; the advice says what to do without it
+  missing   required and not there
+  wrong     there, but in a version or a state that does not work
+
+exit code: 0 if all that is required is there, 1 if anything is missing or wrong, 2 if the path is
+no Megatron-LM checkout.
+
+examples:
+  megatron-zb doctor
+  megatron-zb doctor ~/Megatron-LM
+"""
+
 
 def parser() -> argparse.ArgumentParser:
     """The command line."""
@@ -53,6 +72,7 @@ def parser() -> argparse.ArgumentParser:
     commands = top.add_subparsers(title="commands", metavar="COMMAND", required=True)
     _add_show(commands)
     _add_export(commands)
+    _add_doctor(commands)
     return top
 
 
@@ -83,6 +103,19 @@ def _add_export(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
         "--format", choices=("csv", "chrome-trace"), required=True, help="what to write"
     )
     export.add_argument("--output", "-o", type=Path, required=True, metavar="FILE")
+
+
+def _add_doctor(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    doctor = commands.add_parser(
+        "doctor",
+        help="say what is installed, what fits, and what to do about what is missing",
+        description=DOCTOR_HELP,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    doctor.set_defaults(command=_doctor)
+    doctor.add_argument(
+        "checkout", type=Path, nargs="?", metavar="MEGATRON_LM", help="a Megatron-LM checkout"
+    )
 
 
 def _add_schedule(command: argparse.ArgumentParser) -> None:
@@ -168,6 +201,14 @@ def _export(arguments: argparse.Namespace) -> None:
     print(arguments.output)
 
 
+def _doctor(arguments: argparse.Namespace) -> int:
+    from megatron_zb import doctor
+
+    findings = doctor.examine(arguments.checkout)
+    doctor.print_findings(findings)
+    return doctor.exit_code(findings)
+
+
 def _timeline(arguments: argparse.Namespace) -> schedules.Timeline:
     if arguments.csv is not None:
         table = _table(arguments)
@@ -213,11 +254,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the command; what the user can mend is told in one sentence, with exit code 2."""
     arguments = parser().parse_args(argv)
     try:
-        arguments.command(arguments)
+        return arguments.command(arguments) or 0
     except UsageError as error:
         print(f"megatron-zb: error: {error}", file=sys.stderr)
         return 2
-    return 0
 
 
 if __name__ == "__main__":
