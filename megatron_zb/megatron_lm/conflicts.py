@@ -135,3 +135,26 @@ def check(args: argparse.Namespace, schedule: str, in_a_v: bool) -> None:
             raise UsageError(
                 f"{said} cannot be combined with --pipeline-schedule {schedule}: {conflict.why}"
             )
+
+
+_PLACED_IN_A_V = ("GPTModel",)
+_PLACED = (*_PLACED_IN_A_V, "BertModel", "MambaModel", "HybridModel")
+
+
+def check_model(chunk: Any, schedule: str, in_a_v: bool) -> None:
+    """Refuse models whose chunks exchange more than one tensor, or that no V has been shown for.
+
+    Raises:
+        UsageError: names the model and those that can be had.
+    """
+    classes = {cls.__name__ for cls in type(chunk).__mro__}
+    able = _PLACED_IN_A_V if in_a_v else _PLACED
+    if not classes & set(able):
+        advice = (
+            "use one with one chunk per rank, such as zb-h1"
+            if classes & set(_PLACED)
+            else f"it runs {', '.join(_PLACED)}"
+        )
+        raise UsageError(
+            f"--pipeline-schedule {schedule} cannot run a {type(chunk).__name__}: {advice}"
+        )

@@ -13,7 +13,7 @@ from functools import wraps
 from typing import Any
 
 from megatron_zb.errors import UsageError, end_with
-from megatron_zb.megatron_lm import flags, stored_placement
+from megatron_zb.megatron_lm import conflicts, flags, stored_placement
 from megatron_zb.megatron_lm.plan import make_plan
 
 _MARK = "_installed_by_megatron_zb"
@@ -123,12 +123,21 @@ class _Hooks:
             keywords["pre_process"] = plan.pre_process(pp_rank, vp_stage)
             keywords["post_process"] = plan.post_process(pp_rank, vp_stage)
             chunk = build(*args, **keywords)
+            self._check_model(chunk)
             self._chunks.append(chunk)
             if len(self._chunks) == plan.chunks:
                 plan.prepare_model(self._chunks)
             return chunk
 
         return build_placed
+
+    def _check_model(self, chunk: Any) -> None:
+        import torch
+
+        try:
+            conflicts.check_model(chunk, self._plan.schedule.name, self._plan.physical.mirrored)
+        except UsageError as error:
+            end_with(error, torch.distributed.get_rank())
 
     # --- data
 
