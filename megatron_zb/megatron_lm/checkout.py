@@ -75,7 +75,7 @@ def check_pretrain_script(script: Path) -> None:
         raise UsageError(f"'{script}' cannot be read as Python: {error}") from error
     imports_it = any(
         isinstance(node, ast.ImportFrom)
-        and (node.module or "").startswith("megatron.training")
+        and f"{node.module}.".startswith("megatron.training.")
         and any(name.name == "pretrain" for name in node.names)
         for node in ast.walk(tree)
     )
