@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Sequence
 
 from megatron_zb import schedules
 from megatron_zb.errors import UsageError
@@ -71,13 +72,22 @@ def _add_older(parser: argparse.ArgumentParser) -> None:
         group.add_argument(f"--{name.replace('_', '-')}", type=int, help="accepted and ignored")
 
 
+def schedule_in(arguments: Sequence[str]) -> str | None:
+    """What a command line chooses as schedule, for where Megatron-LM does not parse it."""
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    args, _ = add_arguments(parser).parse_known_args(arguments)
+    older = [_flag(name) for name in _CHOOSING if getattr(args, name)]
+    return args.pipeline_schedule or args.pipeline_schedule_file or next(iter(older), None)
+
+
 def translate_older(args: argparse.Namespace) -> list[str]:
     """Set the new arguments that older ones ask for; one line for each says into what.
 
     Raises:
         UsageError: an older argument contradicts ``--pipeline-schedule``, or is no number.
     """
-    lines = [f"{_flag(name)} is ignored" for name in _IGNORED_NUMBERS if getattr(args, name)]
+    given = [name for name in _IGNORED_NUMBERS if getattr(args, name) is not None]
+    lines = [f"{_flag(name)} is ignored" for name in given]
     if args.allow_padding_num_layers:
         lines.append(
             "--allow-padding-num-layers is ignored: layers that do not divide are always spread, "
@@ -89,6 +99,11 @@ def translate_older(args: argparse.Namespace) -> list[str]:
             "steps after Megatron's own reductions"
         )
     older = [name for name in _CHOOSING if getattr(args, name)]
+    if args.zero_bubble_max_pending_backward is not None and older != ["enable_zero_bubble"]:
+        lines.append(
+            "--zero-bubble-max-pending-backward is ignored: it counts for --enable-zero-bubble "
+            "without a V alone"
+        )
     if older:
         lines.append(_translate_schedule(args, older))
     return lines
@@ -120,13 +135,14 @@ def _translate_pending(args: argparse.Namespace) -> None:
     """So many microbatches may wait for their weight gradient: p is ZB-1p, 2p and more ZB-2p."""
     p = args.pipeline_model_parallel_size
     given = args.zero_bubble_max_pending_backward or "auto"
-    if given != "auto" and not given.isdecimal():
+    if given != "auto" and (not given.isdecimal() or int(given) < 1):
         raise UsageError(
-            f"--zero-bubble-max-pending-backward {given}: give a number of microbatches or 'auto'"
+            f"--zero-bubble-max-pending-backward {given}: give a number of microbatches of 1 or "
+            "more, or 'auto'"
         )
     pending = p if given == "auto" else int(given)
     args.pipeline_schedule = "zb-2p" if pending > p else "zb-1p"
-    if args.pipeline_memory_limit is None and pending not in (p, 2 * p) and pending < 2 * p:
+    if args.pipeline_memory_limit is None and pending != p and pending < 2 * p:
         args.pipeline_memory_limit = pending / p
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import argparse
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from megatron_zb.errors import UsageError
@@ -45,38 +45,56 @@ def make_plan(args: argparse.Namespace) -> PipelineAdapter | None:
 
 
 def _adapter(args: argparse.Namespace) -> PipelineAdapter:
+    _check_sizes(args)
     sizes = {
         "pipeline_size": args.pipeline_model_parallel_size,
         "num_microbatches": _num_microbatches(args),
     }
-    if args.pipeline_schedule_file is not None:
-        if args.pipeline_schedule is not None:
-            raise UsageError(
-                "--pipeline-schedule and --pipeline-schedule-file both choose a schedule: leave "
-                "one out"
-            )
-        table = interchange.from_csv(Path(args.pipeline_schedule_file))
-        chunks = table.placement.chunks
-        return PipelineAdapter.of_table(
-            table, **sizes, layers=_layers(args, chunks), layer_layout=_layout(args)
+    return (_named if args.pipeline_schedule_file is None else _of_file)(args, sizes)
+
+
+def _of_file(args: argparse.Namespace, sizes: dict[str, int]) -> PipelineAdapter:
+    if args.pipeline_schedule is not None:
+        raise UsageError(
+            "--pipeline-schedule and --pipeline-schedule-file both choose a schedule: leave one out"
         )
+    if args.pipeline_memory_limit is not None:
+        raise UsageError(
+            "--pipeline-schedule-file is a finished schedule: leave --pipeline-memory-limit out"
+        )
+    file = Path(args.pipeline_schedule_file)
+    table = interchange.from_csv(file)
+    chunks = table.placement.chunks
+    _chunks(args).check(chunks, f"--pipeline-schedule-file {file}")
+    layers = _layers(args)
+    _check_ends(layers, chunks)
+    return PipelineAdapter.of_table(table, **sizes, layers=layers, layer_layout=_layout(args))
+
+
+def _named(args: argparse.Namespace, sizes: dict[str, int]) -> PipelineAdapter:
     family = catalog.family(args.pipeline_schedule)
     asked = _chunks(args)
-    adapter = PipelineAdapter.create(
-        args.pipeline_schedule,
-        **sizes,
-        layers=_layers(args, asked.number or 1),
-        layer_layout=_layout(args),
-        memory_limit=args.pipeline_memory_limit,
-        chunks=asked.number if family.takes_chunks else None,
-        group_size=_group_size(args) if family.takes_group_size else None,
-    )
-    if asked.number not in (None, adapter.chunks):
-        raise UsageError(
-            f"{asked.flag} asks for {asked.number} chunks per pipeline rank, but "
-            f"--pipeline-schedule {family.name} has {adapter.chunks}: leave {asked.flag} out"
+    layers = _layers(args)
+    _check_ends(layers, asked.number or 1)
+
+    def create(layers: Layers) -> PipelineAdapter:
+        return PipelineAdapter.create(
+            args.pipeline_schedule,
+            **sizes,
+            layers=layers,
+            layer_layout=_layout(args),
+            memory_limit=args.pipeline_memory_limit,
+            chunks=asked.number if family.takes_chunks else None,
+            group_size=_group_size(args) if family.takes_group_size else None,
         )
-    return adapter
+
+    # Only the schedule knows its chunks; with several, its first stage is not the first rank.
+    adapter = create(replace(layers, first=None, last=None))
+    asked.check(adapter.chunks, f"--pipeline-schedule {family.name}")
+    if layers.first is None and layers.last is None:
+        return adapter
+    _check_ends(layers, adapter.chunks)
+    return create(layers)
 
 
 @dataclass(frozen=True)
@@ -86,6 +104,14 @@ class _Chunks:
     number: int | None = None
     flag: str = ""
 
+    def check(self, chunks: int, schedule: str) -> None:
+        """Refuse another number than that of the schedule."""
+        if self.number not in (None, chunks):
+            raise UsageError(
+                f"{self.flag} asks for {self.number} chunks per pipeline rank, but {schedule} has "
+                f"{chunks}: leave {self.flag} out"
+            )
+
 
 def _chunks(args: argparse.Namespace) -> _Chunks:
     p = args.pipeline_model_parallel_size
@@ -93,9 +119,10 @@ def _chunks(args: argparse.Namespace) -> _Chunks:
         flag = "--num-virtual-stages-per-pipeline-rank"
         return _Chunks(args.num_virtual_stages_per_pipeline_rank, flag)
     if args.num_layers_per_virtual_pipeline_stage is not None:
+        flag = "--num-layers-per-virtual-pipeline-stage"
+        _check_positive(flag, args.num_layers_per_virtual_pipeline_stage)
         per_rank, rest = divmod(_num_layers(args), p)
         chunks, uneven = divmod(per_rank, args.num_layers_per_virtual_pipeline_stage)
-        flag = "--num-layers-per-virtual-pipeline-stage"
         if rest or uneven:
             raise UsageError(
                 f"{flag} {args.num_layers_per_virtual_pipeline_stage} does not divide the "
@@ -106,21 +133,39 @@ def _chunks(args: argparse.Namespace) -> _Chunks:
     return _Chunks()
 
 
-def _layers(args: argparse.Namespace, chunks: int) -> Layers:
-    first, last = args.decoder_first_pipeline_num_layers, args.decoder_last_pipeline_num_layers
-    if chunks > 1 and (first is not None or last is not None):
+def _check_sizes(args: argparse.Namespace) -> None:
+    """What is divided by below; Megatron-LM's own checks come later."""
+    for name in (
+        "pipeline_model_parallel_size",
+        "tensor_model_parallel_size",
+        "context_parallel_size",
+        "micro_batch_size",
+    ):
+        _check_positive(f"--{name.replace('_', '-')}", getattr(args, name))
+
+
+def _check_positive(flag: str, value: int | None) -> None:
+    if value is not None and value < 1:
+        raise UsageError(f"{flag} is {value}: it must be 1 or greater")
+
+
+def _check_ends(layers: Layers, chunks: int) -> None:
+    if chunks > 1 and (layers.first is not None or layers.last is not None):
         raise UsageError(
             "--decoder-first-pipeline-num-layers and --decoder-last-pipeline-num-layers count the "
             "layers of a rank, which holds several chunks here: say the layers of every chunk "
             "with --pipeline-model-parallel-layout"
         )
+
+
+def _layers(args: argparse.Namespace) -> Layers:
     return Layers(
         decoder=_num_layers(args),
         multi_token=args.mtp_num_layers or 0,
         embedding=int(args.account_for_embedding_in_pipeline_split),
         output=int(args.account_for_loss_in_pipeline_split),
-        first=first,
-        last=last,
+        first=args.decoder_first_pipeline_num_layers,
+        last=args.decoder_last_pipeline_num_layers,
     )
 
 
