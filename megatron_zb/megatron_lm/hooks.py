@@ -7,9 +7,13 @@ wherever Megatron's modules hold it, whatever they call it, and before a pretrai
 
 from __future__ import annotations
 
+import argparse
+import os
 import sys
 from collections.abc import Callable
+from contextlib import suppress
 from functools import wraps
+from importlib import import_module
 from typing import Any
 
 from megatron_zb.errors import UsageError, end_with
@@ -60,6 +64,8 @@ class _Hooks:
         del initialize  # imported so that what it holds is replaced, too
         _replace(arguments, "add_megatron_arguments", self._add_arguments)
         _replace(arguments, "validate_args", self._validate_args)
+        with suppress(ModuleNotFoundError):  # it needs a package that not every checkout needs
+            _replace(import_module("megatron.training.yaml_arguments"), "load_yaml", _load_yaml)
         _replace(parallel_state, "initialize_model_parallel", self._initialize_model_parallel)
         for module, name in versions.chunk_builders():
             _replace(module, name, self._build_chunks)
@@ -194,6 +200,18 @@ class _Hooks:
         except UsageError as error:
             end_with(error, args.rank)
         return loaded
+
+
+def _load_yaml(original: Any, path: str) -> Any:
+    """It replaces the command line, and is not checked as that is: a schedule would be lost."""
+    loaded = original(path)
+    schedule = getattr(loaded, "pipeline_schedule", None) or flags.schedule_in(sys.argv[1:])
+    if schedule:
+        try:
+            conflicts.check(argparse.Namespace(yaml_cfg=path), schedule, in_a_v=False)
+        except UsageError as error:
+            end_with(error, int(os.environ.get("RANK", "0")))
+    return loaded
 
 
 def _hooked(original: Any, hook: Any) -> Any:
