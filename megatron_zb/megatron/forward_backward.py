@@ -7,7 +7,7 @@ Serves megatron-core 0.16 to 0.19. The contract is that of
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -18,13 +18,21 @@ from megatron.core.pipeline_parallel import schedules as megatron_schedules
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.utils import get_model_config
 
+from megatron_zb.errors import UsageError
+from megatron_zb.megatron.data_parallel import (
+    DataParallelSync,
+    no_grad_sync,
+    overlaps_grad_reduce,
+)
 from megatron_zb.megatron.linear import SplitBackward
 from megatron_zb.megatron.placement import PhysicalPlacement
 from megatron_zb.runtime.activation_memory import ActivationMemory
 from megatron_zb.runtime.autograd_stage import AutogradStage, Stage
 from megatron_zb.runtime.channels import Channels
-from megatron_zb.runtime.executor import run_program
-from megatron_zb.schedules.communication import Program
+from megatron_zb.runtime.executor import Transport, run_program
+from megatron_zb.runtime.shaped_channels import ShapedChannels
+from megatron_zb.schedules.communication import Program, Run
+from megatron_zb.schedules.passes import PassKind
 
 
 class MegatronStage(AutogradStage):
@@ -34,6 +42,7 @@ class MegatronStage(AutogradStage):
         self._iteration = iteration
         self._vp_stage = vp_stage
         self._is_output = iteration.physical.holds_output(iteration.pp_rank, vp_stage)
+        self._queue = split.queue
         super().__init__(
             self._forward_step,
             split.queue,
@@ -43,6 +52,8 @@ class MegatronStage(AutogradStage):
 
     def _forward_step(self, microbatch: int, activation: torch.Tensor | None) -> torch.Tensor:
         it = self._iteration
+        if it.sync is not None:
+            it.sync.before_forward(self._vp_stage)
         output, num_tokens = megatron_schedules.forward_step(
             it.forward_step_func,
             it.data_iterators[self._vp_stage],
@@ -70,12 +81,26 @@ class MegatronStage(AutogradStage):
 
     def backward(self, microbatch: int, gradient: torch.Tensor | None) -> torch.Tensor | None:
         with _timed(self._iteration.config, "backward-compute", log_level=2):
-            return super().backward(microbatch, gradient)
+            result = super().backward(microbatch, gradient)
+        if not self._queue.deferring:
+            self._weights_done()
+        return result
+
+    def backward_weight(self, microbatch: int) -> None:
+        super().backward_weight(microbatch)
+        self._weights_done()
+
+    def _weights_done(self) -> None:
+        if self._iteration.sync is not None:
+            self._iteration.sync.after_weight_gradient(self._vp_stage)
 
 
 @dataclass
 class Iteration:
-    """The arguments of one call of ``forward_backward_func``, and what it gathers."""
+    """The arguments of one call of ``forward_backward_func``, and what it gathers.
+
+    ``sync`` is None where nothing is trained: an evaluation gathers and reduces nothing.
+    """
 
     physical: PhysicalPlacement
     pp_rank: int
@@ -89,6 +114,7 @@ class Iteration:
     collect_non_loss_data: bool
     first_val_step: bool | None
     total_num_tokens: torch.Tensor
+    sync: DataParallelSync | None = None
     forward_data_store: list[Any] = field(default_factory=list)
 
 
@@ -134,10 +160,12 @@ class ForwardBackward:
         Returns:
             One entry for each microbatch on the rank that computes the loss, else an empty list.
         """
-        del p2p_communicator, adjust_tensor_shapes_fn  # channels of our own, equal shapes
+        del p2p_communicator  # channels of our own
         chunks = model if isinstance(model, list) else [model]
         iterators = data_iterator if isinstance(data_iterator, list) else [data_iterator]
         config = get_model_config(chunks[0])
+        program = self._program_for(num_microbatches, forward_only)
+        refuse_what_is_not_served(config, adjust_tensor_shapes_fn, program.schedule.name)
         groups = pg_collection or _process_groups()
         iteration = Iteration(
             physical=self._physical,
@@ -163,8 +191,8 @@ class ForwardBackward:
         )
         allocate = partial(torch.empty, shape, dtype=config.pipeline_dtype, device=_device())
         with _timed(config, "forward-backward", log_level=1, barrier=config.barrier_with_L1_time):
-            with _no_grad_sync(config, chunks):
-                self._run(iteration, lambda message: allocate())
+            with no_grad_sync(config, chunks):
+                self._run(iteration, program, lambda message: allocate())
             if not forward_only:
                 self._reduce_gradients(iteration, force_all_reduce)
         return iteration.forward_data_store
@@ -175,18 +203,35 @@ class ForwardBackward:
             self._channels.close()
             self._channels = None
 
-    def _run(self, iteration: Iteration, allocate: Callable[[Any], torch.Tensor]) -> None:
+    def _run(
+        self, iteration: Iteration, program: Program, allocate: Callable[[Any], torch.Tensor]
+    ) -> None:
+        channels = self._connected(iteration.pg_collection.pp)
+        channels.activation_memory = self.activation_memory
+        logical = self._physical.logical(iteration.pp_rank)
+        if not iteration.forward_only:
+            iteration.sync = self._sync(iteration, program, logical)
+        variable = iteration.config.variable_seq_lengths
+        transport: Transport = ShapedChannels(channels) if variable else channels
+        run_program(program, logical, self._stages(iteration), transport, allocate)
+
+    def _stages(self, iteration: Iteration) -> dict[int, Stage]:
         stages: dict[int, Stage] = {}
         for vp_stage, split in enumerate(self._splits):
-            split.hooks_need_gradients = _overlaps_grad_reduce(iteration.model[vp_stage])
+            split.hooks_need_gradients = overlaps_grad_reduce(iteration.model[vp_stage])
             stage = MegatronStage(iteration, vp_stage, split)
             stage.activation_memory = split.queue.activation_memory = self.activation_memory
             stages[self._physical.stage(iteration.pp_rank, vp_stage)] = stage
-        channels = self._connected(iteration.pg_collection.pp)
-        channels.activation_memory = self.activation_memory
-        program = self._program_for(iteration.num_microbatches, iteration.forward_only)
-        logical = self._physical.logical(iteration.pp_rank)
-        run_program(program, logical, stages, channels, allocate)
+        return stages
+
+    def _sync(self, iteration: Iteration, program: Program, logical: int) -> DataParallelSync:
+        held = self._physical.placement.stages_of[logical]
+        order: list[int] = []
+        if iteration.config.param_sync_func is not None:
+            order = [held.index(stage) for stage in _by_first_forward(program, logical)]
+        return DataParallelSync(
+            iteration.config, iteration.model, order, passes=iteration.num_microbatches
+        )
 
     def _connected(self, pp_group: torch.distributed.ProcessGroup) -> Channels:
         if self._channels is None:
@@ -197,8 +242,6 @@ class ForwardBackward:
 
     def _reduce_gradients(self, iteration: Iteration, force_all_reduce: bool | None) -> None:
         config = iteration.config
-        for vp_stage, chunk in enumerate(iteration.model):
-            _start_grad_sync(config, chunk, vp_stage)
         if config.finalize_model_grads_func is None:
             return
         tokens = iteration.total_num_tokens if config.calculate_per_token_loss else None
@@ -208,6 +251,39 @@ class ForwardBackward:
             pg_collection=iteration.pg_collection,
             force_all_reduce=force_all_reduce,
         )
+
+
+def _by_first_forward(program: Program, logical: int) -> list[int]:
+    """The stages of a rank in the order in which they first run forward."""
+    passes = (i.work for i in program.ranks[logical] if isinstance(i, Run))
+    return list(dict.fromkeys(p.stage for p in passes if p.kind is PassKind.F))
+
+
+# Settings of Megatron's config that its own schedules serve and that these do not, with the reason.
+NOT_SERVED = {
+    "num_microbatches_with_partial_activation_checkpoints": "it counts the microbatches in flight "
+    "of Megatron's own schedules",
+    "overlap_moe_expert_parallel_comm": "it runs a forward and a backward of Megatron's own "
+    "schedule at once",
+    "delay_wgrad_compute": "the schedule itself says where weight gradients go",
+    "defer_embedding_wgrad_compute": "the schedule itself says where weight gradients go",
+    "fine_grained_activation_offloading": "it assumes the order of Megatron's interleaved schedule",
+    "moe_paged_stash": "it assumes the order of Megatron's own schedules",
+}
+
+
+def refuse_what_is_not_served(config: Any, adjust_tensor_shapes_fn: Any, schedule: str) -> None:
+    """Raise a UsageError where going on would be silently wrong."""
+    if adjust_tensor_shapes_fn is not None and not config.variable_seq_lengths:
+        raise UsageError(
+            f"adjust_tensor_shapes_fn cannot be combined with the pipeline schedule {schedule}: "
+            "set variable_seq_lengths, with which every message tells its shape"
+        )
+    for setting, why in NOT_SERVED.items():
+        if getattr(config, setting, None):
+            raise UsageError(
+                f"{setting} cannot be combined with the pipeline schedule {schedule}: {why}"
+            )
 
 
 def _device() -> Any:
@@ -238,31 +314,3 @@ def _timed(config: Any, name: str, *, log_level: int, barrier: bool = False) -> 
     timer.start(barrier=barrier)
     yield
     timer.stop()
-
-
-@contextmanager
-def _no_grad_sync(config: Any, chunks: list[Any]) -> Iterator[None]:
-    """Keep data parallelism from reducing while any B or W is still to come."""
-    functions = config.no_sync_func or []
-    with ExitStack() as stack:
-        for enter in functions if isinstance(functions, list) else [functions]:
-            stack.enter_context(enter())
-        for chunk in chunks:
-            if _overlaps_grad_reduce(chunk) and not functions:
-                stack.enter_context(chunk.no_sync())
-        yield
-
-
-def _overlaps_grad_reduce(chunk: Any) -> bool:
-    ddp_config = getattr(chunk, "ddp_config", None)
-    return ddp_config is not None and bool(ddp_config.overlap_grad_reduce)
-
-
-def _start_grad_sync(config: Any, chunk: Any, vp_stage: int) -> None:
-    """Start reducing a chunk's gradients; without overlap, finalising does all of it."""
-    if config.grad_sync_func is not None:
-        functions = config.grad_sync_func
-        start = functions[vp_stage] if isinstance(functions, list) else functions
-        start(chunk.parameters())
-    elif _overlaps_grad_reduce(chunk):
-        chunk.start_grad_sync()

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections import defaultdict, deque
 from collections.abc import Iterable, Sequence
 from itertools import pairwise
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -17,6 +18,12 @@ import torch.distributed as dist
 from megatron_zb.runtime.activation_memory import ActivationMemory
 from megatron_zb.schedules.communication import Channel, Message
 from megatron_zb.schedules.placement import Placement
+
+
+class Header(NamedTuple):
+    """What goes ahead of a message whose shape its reader does not know."""
+
+    message: Message
 
 
 def channels_of(placement: Placement) -> list[Channel]:
@@ -57,7 +64,7 @@ class Channels:
     ) -> None:
         self._ranks = list(pipeline_ranks)
         self._upward, self._downward = _direction_groups(self._ranks)
-        self._received: dict[Message, tuple[dist.Work, torch.Tensor]] = {}
+        self._received: dict[Message | Header, tuple[dist.Work, torch.Tensor]] = {}
         self._sends: dict[Channel, deque[tuple[dist.Work, torch.Tensor]]] = defaultdict(deque)
         self.activation_memory: ActivationMemory | None = None
         self._connect(channels_of(placement), device)
@@ -80,13 +87,19 @@ class Channels:
     def _irecv(self, channel: Channel, tensor: torch.Tensor) -> dist.Work:
         return _started(dist.irecv(tensor, self._ranks[channel.source], group=self._group(channel)))
 
-    def post_receive(self, channel: Channel, message: Message, buffer: torch.Tensor) -> None:
+    def post_receive(
+        self, channel: Channel, message: Message | Header, buffer: torch.Tensor
+    ) -> None:
         """Receive the channel's next message into ``buffer``; :meth:`take` hands it out."""
         if self.activation_memory is not None:
             self.activation_memory.hold(buffer)
         self._received[message] = (self._irecv(channel, buffer), buffer)
 
-    def take(self, message: Message) -> torch.Tensor:
+    def has_arrived(self, message: Message | Header) -> bool:
+        """Whether :meth:`take` would not wait, as far as the backend can tell."""
+        return self._received[message][0].is_completed()
+
+    def take(self, message: Message | Header) -> torch.Tensor:
         """Wait for a posted message and give its buffer away."""
         work, buffer = self._received.pop(message)
         work.wait()

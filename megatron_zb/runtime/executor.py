@@ -3,22 +3,44 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from typing import Protocol
 
 import torch
 
 from megatron_zb.runtime.autograd_stage import Stage
-from megatron_zb.runtime.channels import Channels
-from megatron_zb.schedules.communication import Message, Program, Receive, Run, Send, Take
+from megatron_zb.schedules.communication import (
+    Channel,
+    Message,
+    Program,
+    Receive,
+    Run,
+    Send,
+    Take,
+)
 from megatron_zb.schedules.passes import PassKind
 
 Allocate = Callable[[Message], torch.Tensor]
+
+
+class Transport(Protocol):
+    """What the executor asks of channels; see :class:`megatron_zb.runtime.channels.Channels`."""
+
+    def post_receive(self, channel: Channel, message: Message, buffer: torch.Tensor) -> None: ...
+
+    def take(self, message: Message) -> torch.Tensor: ...
+
+    def send(self, channel: Channel, tensor: torch.Tensor, slots: int) -> None: ...
+
+    def forget_taken(self) -> None: ...
+
+    def finish(self) -> None: ...
 
 
 def run_program(
     program: Program,
     rank: int,
     stages: Mapping[int, Stage],
-    channels: Channels,
+    channels: Transport,
     allocate: Allocate,
 ) -> None:
     """Run the instructions of one logical rank, once.
@@ -27,7 +49,7 @@ def run_program(
         program: what :func:`megatron_zb.schedules.lower` made.
         rank: the logical rank.
         stages: the stages this rank holds.
-        channels: its channels to other ranks.
+        channels: its channels to other ranks, for messages of known shapes or of any shape.
         allocate: an empty tensor of the right shape, type and device for a message.
     """
     here: dict[Message, torch.Tensor | None] = {}
