@@ -8,13 +8,17 @@ megatron-core 0.16 to 0.19; the output layer and the local experts are such laye
 from __future__ import annotations
 
 import inspect
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 from megatron.core import parallel_state
-from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
+from megatron.core.tensor_parallel import (
+    ColumnParallelLinear,
+    RowParallelLinear,
+    VocabParallelEmbedding,
+)
 from megatron.core.tensor_parallel.layers import (
     LinearWithGradAccumulationAndAsyncCommunication as MegatronLinear,
 )
@@ -28,24 +32,38 @@ _ARGUMENTS = list(inspect.signature(MegatronLinear.forward).parameters)[1:]
 class SplitBackward:
     """How the layers of one chunk split their backward.
 
-    ``hooks_need_gradients``: see :func:`_placeholder`.
+    ``hooks_need_gradients``: see :func:`_placeholder`. ``whole``: weights whose gradient stays in
+    B, see :func:`split_linear_layers`.
     """
 
     queue: WeightGradQueue
     hooks_need_gradients: bool = False
+    whole: list[torch.Tensor] = field(default_factory=list)
+
+    def splits(self, weight: torch.Tensor) -> bool:
+        return weight.requires_grad and not any(weight is w for w in self.whole)
 
 
 def split_linear_layers(chunk: torch.nn.Module, split: SplitBackward) -> None:
-    """Let every trainable column- and row-parallel layer of a chunk use the queue."""
+    """Let every trainable column- and row-parallel layer of a chunk use the queue.
+
+    An output layer may have its weight from an embedding of the same chunk: tied weights and
+    multi-token prediction together. The lookup leaves its part of the gradient in B, and the sum
+    must be formed there, too. ``zero_out_wgrad`` is Megatron's word for such a weight: without it,
+    fused accumulation loses the part of the lookup.
+    """
     for module in chunk.modules():
         if isinstance(module, ColumnParallelLinear | RowParallelLinear):
             whole = module._forward_impl
             module._forward_impl = partial(_forward, whole, split)
+        elif isinstance(module, VocabParallelEmbedding):
+            split.whole.append(module.weight)
+            module.weight.zero_out_wgrad = True
 
 
 def _forward(whole: Any, split: SplitBackward, **arguments: Any) -> torch.Tensor:
     """``whole`` is Megatron's own forward, which serves where there is nothing to split."""
-    if not arguments["weight"].requires_grad or arguments.get("grad_output_buffer") is not None:
+    if not split.splits(arguments["weight"]) or arguments.get("grad_output_buffer") is not None:
         return whole(**arguments)
     values = {name: arguments.get(name) for name in _ARGUMENTS}
     if values["tp_group"] is None:
@@ -73,10 +91,30 @@ class SplitLinear(torch.autograd.Function):
         grad_input = _input_gradient(ctx, grad_output, weight)
         grad_bias = grad_output.flatten(0, -2).sum(dim=0) if ctx.use_bias else None
         gather_group = ctx.tp_group if ctx.sequence_parallel else None
-        call = _Call(ctx.gradient_accumulation_fusion, gather_group, ctx.main_grad)
+        uses = ctx.split.queue.scratch.setdefault(id(weight), _Uses())
+        uses.left += 1
+        call = _Call(ctx.gradient_accumulation_fusion, gather_group, ctx.main_grad, uses)
         ctx.split.queue.defer(partial(_add_weight_gradient, call, weight), input_, grad_output)
         rest = [None] * (len(_ARGUMENTS) - 3)
         return (None, grad_input, _placeholder(weight, ctx.split), grad_bias, *rest)
+
+
+@dataclass
+class _Uses:
+    """The uses of one weight in one microbatch: multi-token prediction runs the output layer again.
+
+    Autograd sums the gradients of a microbatch before it adds them to the weight's: so does W.
+    """
+
+    left: int = 0
+    gradient: torch.Tensor | None = None
+
+    def add(self, weight: torch.Tensor, gradient: torch.Tensor) -> None:
+        self.left -= 1
+        self.gradient = gradient if self.gradient is None else self.gradient + gradient
+        if not self.left:
+            accumulate(weight, self.gradient)
+            self.gradient = None
 
 
 class _Call(NamedTuple):
@@ -85,6 +123,7 @@ class _Call(NamedTuple):
     fused: bool
     gather_group: torch.distributed.ProcessGroup | None
     main_grad: torch.Tensor | None
+    uses: _Uses
 
 
 def _input_gradient(ctx: Any, grad_output: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
@@ -124,7 +163,7 @@ def _add_weight_gradient(
     if call.fused:
         _accumulate_fused(input_, grad_output, call.main_grad)
     else:
-        accumulate(weight, grad_output.t().matmul(input_))
+        call.uses.add(weight, grad_output.t().matmul(input_))
 
 
 def _accumulate_fused(

@@ -6,6 +6,7 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -28,11 +29,13 @@ class WeightGradQueue:
 
     Layers ask :attr:`deferring` in their backward and hand over a task if it is true. Tasks are
     carried out one microbatch at a time, oldest first, in the order their layers ran backward, so
-    that sums are formed in the order of an unsplit backward.
+    that sums are formed in the order of an unsplit backward. ``scratch`` is what the layers want to
+    remember of one another within the B that runs.
     """
 
     def __init__(self) -> None:
         self.deferring = False
+        self.scratch: dict[Any, Any] = {}
         self.activation_memory: ActivationMemory | None = None
         self._microbatches: deque[tuple[int, deque[WeightGradTask]]] = deque()
 
@@ -45,6 +48,7 @@ class WeightGradQueue:
             yield
         finally:
             self.deferring = False
+            self.scratch = {}
 
     def defer(self, compute: Callable[..., None], *operands: torch.Tensor) -> None:
         """Leave ``compute(*operands)`` to the W of the current microbatch."""
