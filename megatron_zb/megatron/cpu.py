@@ -226,6 +226,9 @@ class _Stream:
     def __init__(self, *_args: Any, **_kwargs: Any) -> None:
         pass
 
+    def record_event(self, _event: Any = None) -> _Stream:
+        return self
+
     def __getattr__(self, name: str) -> Callable[..., None]:
         if name.startswith("__"):
             raise AttributeError(name)
