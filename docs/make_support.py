@@ -1,0 +1,107 @@
+#!/usr/bin/env python3
+"""Write docs/support.md: what works together with a pipeline schedule, and what is refused.
+
+The rows are those of tests/feature_matrix.py, which the tests run; the refusals are those that
+the launcher and the schedules make.
+
+  python docs/make_support.py
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+DOCS = Path(__file__).resolve().parent
+sys.path.insert(0, str(DOCS.parent / "tests"))
+
+from feature_matrix import ROWS, Row, Verdict  # noqa: E402
+
+from megatron_zb.megatron.forward_backward import NOT_SERVED  # noqa: E402
+from megatron_zb.megatron_lm.conflicts import CONFLICTS  # noqa: E402
+
+ESCAPED = r"\|"
+PAGE = DOCS / "support.md"
+
+INTRODUCTION = """\
+# What works with a pipeline schedule
+
+Every line of the first table is a test: the same small GPT, with the same weights and batches,
+under Megatron-LM's own 1F1B and under our schedules, on CPU ranks over gloo. *Equal* means equal in
+every bit. The tests run with megatron-core 0.16; "every schedule" means all of
+[schedules.md](schedules.md).
+"""
+
+NOT_ON_CPU = """\
+No test shows these, because no CPU can run them. They are not refused either.
+"""
+
+REFUSED = """\
+Refused with one sentence before the first step: with any schedule, or only where every rank holds
+two chunks in a V, such as v-half, v-min, v-zb and 1f1b-v.
+"""
+
+SETTINGS = """\
+Refused at the first step, for programs that set Megatron's config themselves:
+"""
+
+
+def page() -> str:
+    """The whole page."""
+    return "\n".join(
+        [
+            INTRODUCTION,
+            "## Tested\n",
+            *table(("Feature", "Settings", "Ranks", "Schedules", "Result"), tested()),
+            "\n## Not runnable on a CPU\n",
+            NOT_ON_CPU,
+            *table(("Feature", "Settings", "Reason"), not_on_cpu()),
+            "\n## Refused\n",
+            REFUSED,
+            *table(("Flag", "With", "Reason"), refused_flags()),
+            "",
+            SETTINGS,
+            *table(("Setting", "Reason"), refused_settings()),
+            "",
+        ]
+    )
+
+
+def table(head: Iterable[str], rows: Iterable[Iterable[str]]) -> Iterator[str]:
+    """The lines of a Markdown table."""
+    head = list(head)
+    for cells in (head, ["---"] * len(head), *rows):
+        yield f"| {' | '.join(cell.replace('|', ESCAPED) for cell in cells)} |"
+
+
+def tested() -> Iterator[tuple[str, ...]]:
+    for row in ROWS:
+        if row.verdict is not Verdict.NOT_ON_CPU:
+            yield row.feature, row.settings, row.parallel, _schedules(row), row.verdict.value
+
+
+def _schedules(row: Row) -> str:
+    return "every schedule" if row.every_schedule else ", ".join(row.schedules)
+
+
+def not_on_cpu() -> Iterator[tuple[str, ...]]:
+    for row in ROWS:
+        if row.verdict is Verdict.NOT_ON_CPU:
+            yield row.feature, row.settings, row.reason
+
+
+def refused_flags() -> Iterator[tuple[str, ...]]:
+    for conflict in CONFLICTS:
+        yield f"`{conflict.flag}`", "a V" if conflict.only_v else "any schedule", conflict.why
+
+
+def refused_settings() -> Iterator[tuple[str, ...]]:
+    for setting, why in NOT_SERVED.items():
+        yield f"`{setting}`", why
+    yield "`adjust_tensor_shapes_fn`", "unless `variable_seq_lengths` is set"
+
+
+if __name__ == "__main__":
+    PAGE.write_text(page(), encoding="utf-8")
+    print(PAGE)

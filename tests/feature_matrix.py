@@ -1,0 +1,394 @@
+"""What has been tried together with a pipeline schedule, and what became of it.
+
+The one source of the table in docs/support.md and of the cases in test_feature_matrix.py.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum
+from typing import Any
+
+from gpt_cases import GPTCase
+
+REPRESENTATIVE = ("v-half", "zb-h1", "interleaved")
+EVERY = "every schedule"
+
+
+class Verdict(Enum):
+    """What became of it; ``differences`` shows the first two."""
+
+    PARITY = "losses and gradients equal"
+    STEPS = "losses and weights equal after 3 optimizer steps"
+    LOSSES = "losses equal"
+    DATA = "data equal"
+    AGAIN = "equal again, and nothing left over"
+    NOT_ON_CPU = "not runnable on a CPU"
+
+
+@dataclass(frozen=True)
+class Row:
+    """One line of the table.
+
+    ``settings`` are what a Megatron engineer looks for; ``test`` names the test that shows it where
+    it is not the one that runs ``case`` under ``schedules`` on so many ``ranks``.
+    """
+
+    feature: str
+    settings: str
+    case: GPTCase | None
+    verdict: Verdict = Verdict.PARITY
+    schedules: tuple[str, ...] = REPRESENTATIVE
+    ranks: int = 2
+    test: str | None = None
+    every_schedule: bool = False
+    reason: str = ""
+
+    @property
+    def parallel(self) -> str:
+        """The parallel sizes, such as PP=2 DP=2."""
+        case = self.case or GPTCase()
+        pipeline = self.ranks // (case.tensor_parallel * case.data_parallel)
+        sizes = {
+            "PP": pipeline,
+            "TP": case.tensor_parallel,
+            "DP": case.data_parallel,
+            "EP": case.expert_parallel,
+        }
+        return " ".join(f"{name}={n}" for name, n in sizes.items() if n > 1)
+
+
+def _shown(feature: str, settings: str, test: str, case: GPTCase, ranks: int = 2) -> Row:
+    """A row that another test shows, with every schedule."""
+    return Row(feature, settings, case, ranks=ranks, test=test, every_schedule=True)
+
+
+def _options(**settings: Any) -> tuple[tuple[str, Any], ...]:
+    return tuple(settings.items())
+
+
+_GRADIENTS = "test_gradients_equal_megatrons"
+_VARIANTS = "test_variants_equal_megatrons"
+_PARALLEL = "test_tensor_and_data_parallel_equal_megatrons"
+
+_MOE = {
+    "num_moe_experts": 4,
+    "moe_router_topk": 2,
+    "moe_router_load_balancing_type": "aux_loss",
+    "moe_aux_loss_coeff": 0.02,
+    "moe_ffn_hidden_size": 32,
+    "add_bias_linear": False,
+}
+_LATENT = _options(
+    multi_latent_attention=True,
+    q_lora_rank=16,
+    kv_lora_rank=16,
+    qk_head_dim=8,
+    qk_pos_emb_head_dim=8,
+    v_head_dim=16,
+    kv_channels=16,
+    rope_type="rope",
+    qk_layernorm=True,
+    add_bias_linear=False,
+)
+_OVERLAPS = GPTCase(
+    data_parallel=2,
+    distributed_optimizer=True,
+    overlap_grad_reduce=True,
+    overlap_param_gather=True,
+    optimizer_steps=3,
+)
+
+ROWS = (
+    # precision
+    _shown("float32", "no `--bf16`", _GRADIENTS, GPTCase()),
+    _shown("bfloat16", "`--bf16`", _GRADIENTS, GPTCase(dtype="bfloat16")),
+    Row(
+        "float16 with a loss scale",
+        "`--fp16`, `grad_scale_func`",
+        GPTCase(dtype="float16", grad_scale=1024.0),
+    ),
+    Row(
+        "fp8",
+        "`--fp8-format`",
+        None,
+        Verdict.NOT_ON_CPU,
+        reason="needs Transformer Engine and a GPU",
+    ),
+    Row(
+        "layers of Transformer Engine",
+        "`--transformer-impl transformer_engine`",
+        None,
+        Verdict.NOT_ON_CPU,
+        reason="needs Transformer Engine and a GPU",
+    ),
+    # model
+    _shown("untied embeddings", "`--untie-embeddings-and-output-weights`", _GRADIENTS, GPTCase()),
+    _shown("tied embeddings", "the default", _GRADIENTS, GPTCase(tied=True), ranks=4),
+    Row(
+        "GQA, RoPE, SwiGLU and RMSNorm together",
+        "`--group-query-attention`, `--position-embedding-type rope`, `--swiglu`, "
+        "`--normalization RMSNorm`, `--disable-bias-linear`",
+        GPTCase(
+            rotary=True,
+            options=_options(
+                num_query_groups=2,
+                normalization="RMSNorm",
+                gated_linear_unit=True,
+                add_bias_linear=False,
+            ),
+        ),
+        schedules=(*REPRESENTATIVE, "wave"),
+    ),
+    Row(
+        "multi-latent attention",
+        "`--multi-latent-attention` with equal head sizes of keys and values",
+        GPTCase(rotary=True, options=_LATENT),
+    ),
+    Row(
+        "multi-token prediction, untied",
+        "`--mtp-num-layers 1`",
+        GPTCase(multi_token=1, rotary=True),
+        schedules=(*REPRESENTATIVE, "v-zb"),
+    ),
+    Row(
+        "multi-token prediction, tied",
+        "`--mtp-num-layers 1`",
+        GPTCase(multi_token=1, rotary=True, tied=True),
+        schedules=(*REPRESENTATIVE, "v-zb"),
+    ),
+    Row("frozen weights", "`requires_grad = False`", GPTCase(frozen="linear_fc1.weight")),
+    # mixture of experts
+    Row(
+        "experts spread over ranks, aux loss, shared expert, all-to-all dispatcher",
+        "`--expert-model-parallel-size 2`, `--moe-router-load-balancing-type aux_loss`, "
+        "`--moe-shared-expert-intermediate-size`, `--moe-token-dispatcher-type alltoall`",
+        GPTCase(
+            data_parallel=2,
+            expert_parallel=2,
+            options=_options(
+                **_MOE,
+                moe_token_dispatcher_type="alltoall",
+                moe_shared_expert_intermediate_size=32,
+            ),
+        ),
+        ranks=4,
+        schedules=(*REPRESENTATIVE, "wave"),
+    ),
+    Row(
+        "experts spread over ranks, all-gather dispatcher",
+        "`--expert-model-parallel-size 2`, `--moe-token-dispatcher-type allgather`",
+        GPTCase(
+            data_parallel=2,
+            expert_parallel=2,
+            options=_options(**_MOE, moe_token_dispatcher_type="allgather"),
+        ),
+        ranks=4,
+        schedules=("v-half", "zb-h1"),
+    ),
+    Row(
+        "experts that receive no tokens",
+        "32 experts, 64 choices in a microbatch",
+        GPTCase(
+            layers=4,
+            options=_options(
+                **{**_MOE, "num_moe_experts": 32},
+                moe_token_dispatcher_type="alltoall",
+            ),
+        ),
+        schedules=("v-half", "zb-h1"),
+    ),
+    Row(
+        "frozen experts",
+        "`requires_grad = False`",
+        GPTCase(
+            layers=4,
+            frozen="local_experts.1",
+            options=_options(**_MOE, moe_token_dispatcher_type="alltoall"),
+        ),
+        schedules=("v-half", "zb-h1"),
+    ),
+    Row(
+        "grouped GEMM experts, DeepEP dispatcher",
+        "`--moe-grouped-gemm`, `--moe-token-dispatcher-type flex`",
+        None,
+        Verdict.NOT_ON_CPU,
+        reason="needs Transformer Engine or CUDA kernels",
+    ),
+    # parallel sizes
+    _shown("tensor parallelism", "TP=2", _PARALLEL, GPTCase(tensor_parallel=2), 4),
+    _shown(
+        "sequence parallelism",
+        "`--sequence-parallel`",
+        _PARALLEL,
+        GPTCase(tensor_parallel=2, sequence_parallel=True),
+        4,
+    ),
+    _shown("data parallelism", "DP=2", _PARALLEL, GPTCase(data_parallel=2, tied=True), 4),
+    Row(
+        "context parallelism",
+        "`--context-parallel-size`",
+        None,
+        Verdict.NOT_ON_CPU,
+        reason="Megatron's attention without Transformer Engine refuses it",
+    ),
+    # gradients and optimizer
+    _shown(
+        "overlapped gradient reduction",
+        "`--overlap-grad-reduce`",
+        _PARALLEL,
+        GPTCase(data_parallel=2, overlap_grad_reduce=True),
+        4,
+    ),
+    _shown(
+        "fused gradient accumulation",
+        "`gradient_accumulation_fusion` (the kernels replaced by the same sums in torch)",
+        _VARIANTS,
+        GPTCase(fused_accumulation=True, dtype="bfloat16"),
+    ),
+    _shown(
+        "loss per token",
+        "`--calculate-per-token-loss`",
+        _VARIANTS,
+        GPTCase(tied=True, per_token_loss=True),
+    ),
+    _shown("no data-parallel wrapper", "plain chunks", _VARIANTS, GPTCase(wrapped=False)),
+    Row(
+        "optimizer steps, tied",
+        "Adam",
+        GPTCase(data_parallel=2, tied=True, optimizer_steps=3),
+        Verdict.STEPS,
+        ranks=4,
+        schedules=("v-half",),
+    ),
+    Row(
+        "distributed optimizer",
+        "`--use-distributed-optimizer`",
+        GPTCase(data_parallel=2, distributed_optimizer=True, optimizer_steps=3),
+        Verdict.STEPS,
+        ranks=4,
+    ),
+    Row(
+        "distributed optimizer, tied, bfloat16",
+        "`--use-distributed-optimizer`, `--bf16`",
+        GPTCase(
+            data_parallel=2,
+            tied=True,
+            dtype="bfloat16",
+            distributed_optimizer=True,
+            optimizer_steps=3,
+        ),
+        Verdict.STEPS,
+        ranks=4,
+    ),
+    Row(
+        "distributed optimizer with overlapped gradient reduction",
+        "`--use-distributed-optimizer`, `--overlap-grad-reduce`",
+        GPTCase(
+            data_parallel=2,
+            distributed_optimizer=True,
+            overlap_grad_reduce=True,
+            optimizer_steps=3,
+        ),
+        Verdict.STEPS,
+        ranks=4,
+        schedules=("v-half", "interleaved"),
+    ),
+    Row(
+        "both overlaps, gathers aligned over the pipeline",
+        "`--use-distributed-optimizer`, `--overlap-grad-reduce`, `--overlap-param-gather`",
+        GPTCase(**{**vars(_OVERLAPS), "align_param_gather": True, "tied": True}),
+        Verdict.STEPS,
+        ranks=4,
+        schedules=(*REPRESENTATIVE, "v-zb"),
+    ),
+    Row(
+        "both overlaps, every gather on its own",
+        "`--use-distributed-optimizer`, `--overlap-grad-reduce`, `--overlap-param-gather`, "
+        "`--no-align-param-gather`",
+        _OVERLAPS,
+        Verdict.STEPS,
+        ranks=4,
+        schedules=("v-half", "zb-h1"),
+    ),
+    # activations
+    _shown(
+        "full recomputation",
+        "`--recompute-granularity full`",
+        _VARIANTS,
+        GPTCase(
+            options=_options(
+                recompute_granularity="full", recompute_method="uniform", recompute_num_layers=1
+            )
+        ),
+    ),
+    Row(
+        "selective recomputation of attention",
+        "`--recompute-granularity selective`",
+        GPTCase(options=_options(recompute_granularity="selective")),
+    ),
+    Row(
+        "selective recomputation of norms, activations and the MLP",
+        "`--recompute-modules layernorm moe_act mlp`",
+        None,
+        Verdict.NOT_ON_CPU,
+        reason="Megatron's own schedule does not get through it without Transformer Engine",
+    ),
+    # layers and shapes
+    Row(
+        "layers that do not divide by the stages",
+        "`--num-layers 7`",
+        GPTCase(layers=7),
+        schedules=(*REPRESENTATIVE, "wave"),
+    ),
+    Row(
+        "a layout with an empty stage in the middle",
+        "`--pipeline-model-parallel-layout Ettt||t|ttL`",
+        GPTCase(layers=6, layout="Ettt||t|ttL"),
+        schedules=("v-half", "v-zb", "interleaved"),
+    ),
+    Row(
+        "a layout with neither layers beside the embedding nor beside the loss",
+        "`--pipeline-model-parallel-layout E|tttt|tt|L`",
+        GPTCase(layers=6, tied=True, layout="E|tttt|tt|L"),
+        schedules=("v-half", "interleaved"),
+    ),
+    Row(
+        "microbatches of different lengths",
+        "`variable_seq_lengths`",
+        GPTCase(lengths=(16, 5, 9), options=_options(moe_token_dispatcher_type="alltoall")),
+        schedules=(*REPRESENTATIVE, "v-zb", "wave"),
+    ),
+    # calls
+    Row(
+        "evaluation",
+        "`forward_only`",
+        GPTCase(tied=True),
+        Verdict.LOSSES,
+        ranks=4,
+        test="test_evaluation_equals_megatrons",
+        every_schedule=True,
+    ),
+    Row(
+        "other data than losses from an evaluation",
+        "`collect_non_loss_data`",
+        GPTCase(),
+        Verdict.DATA,
+        test="test_an_evaluation_collects_other_data",
+    ),
+    Row(
+        "a step run again",
+        "`--rerun-mode`",
+        GPTCase(tied=True),
+        Verdict.AGAIN,
+        schedules=(*REPRESENTATIVE, "v-zb"),
+        test="test_a_step_can_be_run_again",
+    ),
+)
+
+TRIED_HERE = [
+    (row, schedule)
+    for row in ROWS
+    if row.case is not None and row.test is None
+    for schedule in row.schedules
+]
