@@ -34,7 +34,7 @@ every bit. The tests run with megatron-core 0.16; "every schedule" means all of
 """
 
 NOT_ON_CPU = """\
-No test shows these, because no CPU can run them. They are not refused either.
+No test shows that these give the same numbers, because no CPU can run them.
 """
 
 REFUSED = """\

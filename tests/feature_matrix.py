@@ -157,6 +157,13 @@ ROWS = (
         GPTCase(multi_token=1, rotary=True, tied=True),
         schedules=(*REPRESENTATIVE, "v-zb"),
     ),
+    Row(
+        "multi-token prediction, tied, overlapped gradient reduction",
+        "`--mtp-num-layers 1`, `--overlap-grad-reduce`",
+        GPTCase(multi_token=1, rotary=True, tied=True, data_parallel=2, overlap_grad_reduce=True),
+        ranks=4,
+        schedules=("v-half", "zb-h1"),
+    ),
     Row("frozen weights", "`requires_grad = False`", GPTCase(frozen="linear_fc1.weight")),
     # mixture of experts
     Row(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import re
 from collections.abc import Iterator
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -13,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 from feature_matrix import ROWS, TRIED_HERE, Row, Verdict
-from gpt_cases import GPTCase, built, differences, forward_backward, gradients, microbatches
+from gpt_cases import GPTCase, built, differences, forward_backward, gradients, microbatches, run
 from megatron.core.pipeline_parallel.schedules import get_forward_backward_func
 from megatron.core.utils import get_model_config
 from ranks import RankPools
@@ -199,3 +200,19 @@ def test_an_evaluation_collects_other_data(ranks: RankPools, schedule: str) -> N
     ours, expected = [ranks(2).run(collected, schedule=s) for s in (schedule, None)]
     assert ours == expected
     assert [len(of_rank) for of_rank in ours] == [0, 3]
+
+
+def error_of_fused_sums(schedule: str) -> float:
+    """How far fused accumulation is off where a weight is looked up and multiplied with."""
+    case = GPTCase(multi_token=1, rotary=True, tied=True)
+    plain, fused = (
+        run(replace(case, fused_accumulation=fuses), schedule, [3])[3].gradients
+        for fuses in (False, True)
+    )
+    return max((plain[name] - fused[name]).abs().max().item() for name in plain)
+
+
+@pytest.mark.parametrize("schedule", ["v-half", "zb-h1"])
+def test_fused_accumulation_keeps_what_the_lookup_adds(ranks: RankPools, schedule: str) -> None:
+    """Compared with our own sums: Megatron's schedules leave the lookup's part out."""
+    assert max(ranks(2).run(error_of_fused_sums, schedule=schedule)) < 1e-6

@@ -13,6 +13,7 @@ from megatron_zb.runtime.activation_memory import ActivationMemory
 from megatron_zb.runtime.autograd_stage import AutogradStage
 from megatron_zb.runtime.channels import Channels
 from megatron_zb.runtime.executor import run_program
+from megatron_zb.runtime.shaped_channels import ShapedChannels
 from megatron_zb.runtime.weight_grad import WeightGradQueue
 
 
@@ -149,3 +150,63 @@ def test_the_executor_trains_like_one_process(
         x.square().sum().backward()
     for stage, layer in enumerate(layers):
         assert torch.equal(gradients[stage], layer.gradient)
+
+
+class Grower:
+    """A stage that makes its message one longer, and another shape for every microbatch."""
+
+    def __init__(self, is_last: bool, seen: list[tuple[int, ...]]) -> None:
+        self.is_last, self.seen = is_last, seen
+
+    def _next(self, microbatch: int, x: torch.Tensor | None) -> torch.Tensor | None:
+        if x is None:
+            return torch.zeros([microbatch] * (microbatch % 3 + 1))
+        self.seen.append(tuple(x.shape))
+        return torch.cat([x, torch.zeros_like(x[:1])]) if x.dim() > 1 else x
+
+    def forward(self, microbatch: int, activation: torch.Tensor | None) -> torch.Tensor | None:
+        result = self._next(microbatch, activation)
+        return None if self.is_last else result
+
+    backward = backward_input = _next
+
+    def backward_weight(self, microbatch: int) -> None:
+        pass
+
+
+def shapes_seen(name: str, num_microbatches: int) -> list[list[tuple[int, ...]]]:
+    """The shapes that each stage of this rank has read, over channels that are told none."""
+    rank, world_size = torch.distributed.get_rank(), torch.distributed.get_world_size()
+    schedule = schedules.build(name, pipeline_size=world_size, num_microbatches=num_microbatches)
+    held = schedule.placement.stages_of[rank]
+    last = schedule.placement.num_stages - 1
+    seen: dict[int, list[tuple[int, ...]]] = {stage: [] for stage in held}
+    stages = {stage: Grower(stage == last, seen[stage]) for stage in held}
+    channels = Channels(list(range(world_size)), schedule.placement, "cpu")
+    program = schedules.lower(schedule)
+    for _ in range(2):
+        shaped = ShapedChannels(channels)
+        run_program(program, rank, stages, shaped, lambda message: torch.empty(()))
+    channels.close()
+    return [sorted(seen[stage]) for stage in held]
+
+
+@pytest.mark.parametrize("name", ["1f1b", "interleaved", "zb-h1", "v-half", "v-zb"])
+def test_messages_of_any_shape_arrive(ranks: RankPools, name: str) -> None:
+    microbatches = 6
+    placement = schedules.build(name, pipeline_size=4, num_microbatches=microbatches).placement
+    found = ranks(4).run(shapes_seen, name=name, num_microbatches=microbatches)
+
+    def read(hops: int, microbatch: int) -> tuple[int, ...]:
+        """The shape of a message after so many stages: those of several dimensions grow."""
+        dimensions = microbatch % 3 + 1
+        grown = hops - 1 if dimensions > 1 and microbatch > 0 else 0
+        return (microbatch + grown, *[microbatch] * (dimensions - 1))
+
+    for rank, held in enumerate(placement.stages_of):
+        for stage, seen in zip(held, found[rank], strict=True):
+            forward, backward = stage, placement.num_stages - 1 - stage
+            expected = [
+                read(hops, m) for hops in (forward, backward) if hops for m in range(microbatches)
+            ]
+            assert seen == sorted(2 * expected), (rank, stage)

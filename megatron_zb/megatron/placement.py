@@ -177,7 +177,7 @@ def segments_from_layout(layout: str, layers: Layers, num_stages: int) -> list[l
             f"it names {flat.count(LayerType.mtp)} multi-token prediction layers (m) and the model "
             f"has {layers.multi_token}"
         )
-    elif layers.multi_token and LayerType.mtp not in segments[-1]:
+    elif segments[-1].count(LayerType.mtp) != layers.multi_token:
         problem = "multi-token prediction layers (m) must be on the last stage, before L"
     elif not flat or flat[0] is not LayerType.embedding or flat[-1] is not LayerType.loss:
         problem = "it must begin with E and end with L"
