@@ -127,6 +127,7 @@ def _redirect_training_loop() -> None:
     accelerator: Any = torch.accelerator
     accelerator.is_available = lambda: False
     _use_compiled_dataset_helpers()
+    _redirect_adam()
     # 0.16 compiles CUDA kernels before anything else
     with contextlib.suppress(ModuleNotFoundError):
         from megatron.legacy import fused_kernels
@@ -151,6 +152,30 @@ def _use_compiled_dataset_helpers() -> None:
             spec.loader.exec_module(module)
             sys.modules[name] = module
             utils.compile_helpers = _nothing()
+
+
+def _redirect_adam() -> None:
+    """Give torch's Adam what Megatron's distributed optimizer expects of the fused one on a GPU.
+
+    Megatron asks a fresh optimizer for its state before it loads a checkpoint into it, and finds
+    none in torch's, which makes it at the first step.
+    """
+    optim: Any = torch.optim
+
+    class AdamW(torch.optim.AdamW):
+        def state_dict(self) -> dict[str, Any]:
+            for group in self.param_groups:
+                for parameter in group["params"]:
+                    if not self.state[parameter]:
+                        self.state[parameter] = {
+                            "step": torch.tensor(0.0),
+                            "exp_avg": torch.zeros_like(parameter),
+                            "exp_avg_sq": torch.zeros_like(parameter),
+                        }
+            state: dict[str, Any] = super().state_dict()
+            return state
+
+    optim.AdamW = AdamW
 
 
 def _redirect_factories() -> None:

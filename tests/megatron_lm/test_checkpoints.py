@@ -57,7 +57,10 @@ def test_a_stock_checkpoint_goes_on_at_another_size(
     check_equal(pretrain(checkout, MODEL, flags, ranks=2), stock)
 
 
-DISTRIBUTED = "--pipeline-model-parallel-size 2 --use-distributed-optimizer"
+DISTRIBUTED = (
+    "--pipeline-model-parallel-size 2 --bf16 --use-distributed-optimizer --overlap-grad-reduce "
+    "--overlap-param-gather"
+)
 
 
 @pytest.mark.parametrize("format_", ["", "--dist-ckpt-optim-fully-reshardable"])

@@ -114,17 +114,12 @@ def test_tensorboard_has_the_losses(
     [
         (4, "--pipeline-model-parallel-size 2 --tensor-model-parallel-size 2"),
         (
-            4,
-            "--pipeline-model-parallel-size 2 --use-distributed-optimizer --overlap-grad-reduce "
-            "--overlap-param-gather --bf16 --no-load-optim --no-load-rng",
-        ),
-        (
             2,
             "--pipeline-model-parallel-size 2 --recompute-granularity full "
             "--recompute-method uniform --recompute-num-layers 1",
         ),
     ],
-    ids=["tp2", "dp2-distributed-optimizer-overlap-bf16", "recompute"],
+    ids=["tp2", "recompute"],
 )
 def test_parallel_settings(checkout: Path, stock_checkpoint: Path, ranks: int, flags: str) -> None:
     common = (MODEL, flags, f"--load {stock_checkpoint}")
