@@ -86,3 +86,16 @@ ensure_environment() {
     install_package "$venv" "$extra" "$constraints"
     printf '%s\n' "$wanted" >"$stamp"
 }
+
+# ensure_transformer_engine VENV: afterwards VENV/transformer-engine has its Python modules, which only
+# the tests look for there: megatron-core would take one that it can import for a whole one.
+ensure_transformer_engine() {
+    local folder=$1/transformer-engine versions=constraints/transformer-engine.txt
+    if cmp --silent "$versions" "$folder/.installed"; then
+        return
+    fi
+    say "installing the Python modules of Transformer-Engine for its tests"
+    rm -rf "$folder"
+    pinned_pip "$1" "$versions" --no-deps --target "$folder" --requirement "$versions"
+    cp "$versions" "$folder/.installed"
+}

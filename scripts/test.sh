@@ -9,7 +9,8 @@ usage: scripts/test.sh [--python VERSION] [--tests-only] [PYTEST-ARGUMENT ...]
 Checks and tests megatron-zb on the CPU; needs no GPU and nothing but a Python and a network.
 
   1. makes a virtual environment (.venv) and installs the package with the pinned versions of
-     constraints/; skipped when that has been done and nothing has changed since
+     constraints/; skipped when that has been done and nothing has changed since. A folder of its own
+     in there gets the Python modules of Transformer-Engine, for its tests
   2. ruff and mypy
   3. pytest; the distributed tests run over gloo on CPU ranks
 
@@ -53,6 +54,7 @@ venv=$(environment_name "$version")
 extras=test
 [[ -z ${MEGATRON_LM_PATH-} ]] || extras=test,megatron-lm
 ensure_environment "$venv" "$version" "$extras"
+ensure_transformer_engine "$venv"
 
 # Tests run on CPU ranks, several per core: no GPU, and one thread each.
 export CUDA_VISIBLE_DEVICES='' OMP_NUM_THREADS=1

@@ -19,10 +19,17 @@ from dataclasses import dataclass
 from datetime import timedelta
 from functools import reduce
 from multiprocessing.connection import Connection
+from pathlib import Path
 from typing import Any, cast
 
 # Longer than any case may run: a case that hangs is ended by the pool, which shows where it hangs.
 COLLECTIVE_TIMEOUT = timedelta(minutes=30)
+
+# Where Transformer-Engine is installed, out of the sight of the tests that are not about it:
+# megatron-core takes any that it can import for a whole one.
+TRANSFORMER_ENGINE = Path(sys.prefix) / "transformer-engine"
+# In the environment of a rank process that is to have it.
+TRANSFORMER_ENGINE_WANTED = "TESTS_WITH_TRANSFORMER_ENGINE"
 
 
 @dataclass(frozen=True)
@@ -74,7 +81,13 @@ def import_megatron() -> None:
     from megatron_zb.megatron.cpu import run_on_cpu
 
     torch.set_num_threads(1)
-    run_on_cpu()
+    with_transformer_engine = TRANSFORMER_ENGINE_WANTED in os.environ
+    if with_transformer_engine:
+        import te_stand_in
+
+        te_stand_in.install()
+    # Transformer-Engine asks as much of a GPU as the training loop does
+    run_on_cpu(training_loop=with_transformer_engine)
     import megatron.core.models.gpt  # noqa: F401
 
 

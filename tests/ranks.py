@@ -24,13 +24,13 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
-from rank_process import Case, Outcome
+from rank_process import TRANSFORMER_ENGINE, TRANSFORMER_ENGINE_WANTED, Case, Outcome
 
 START_TIMEOUT = 120.0
 # When one rank has failed, the others are likely to wait for it for ever: how long they get.
@@ -60,13 +60,21 @@ class RankTimeout(AssertionError):
 class RankProcess:
     """The test's side of one rank: its process, the pipe to it and the file it prints into."""
 
-    def __init__(self, rank: int, world_size: int, folder: Path, meeting_point: Path) -> None:
+    def __init__(
+        self,
+        rank: int,
+        world_size: int,
+        folder: Path,
+        meeting_point: Path,
+        environment: Mapping[str, str],
+    ) -> None:
         self.rank = rank
         self._log = folder / f"rank{rank}.log"
         self._shown = 0
         self.pipe, theirs = multiprocessing.Pipe()
-        environment: dict[str, str] = {
+        environment = {
             **os.environ,
+            **environment,
             "CUDA_VISIBLE_DEVICES": "",
             "OMP_NUM_THREADS": "1",
             "RANK": str(rank),
@@ -120,10 +128,15 @@ class RankProcess:
 
 
 class RankPool:
-    """`world_size` rank processes, started with the first case and again after a failed one."""
+    """`world_size` rank processes, started with the first case and again after a failed one.
 
-    def __init__(self, world_size: int) -> None:
+    With `transformer_engine` they have it, over stand-ins for its kernels: see te_stand_in.py.
+    """
+
+    def __init__(self, world_size: int, *, transformer_engine: bool = False) -> None:
         self.world_size = world_size
+        self._environment = {TRANSFORMER_ENGINE_WANTED: "yes"} if transformer_engine else {}
+        self._path = [str(TRANSFORMER_ENGINE)] if transformer_engine else []
         self._ranks: list[RankProcess] = []
         self._folder = tempfile.TemporaryDirectory(prefix="ranks-")
         self._starts = 0
@@ -150,7 +163,7 @@ class RankPool:
             module=function.__module__,
             qualified_name=function.__qualname__,
             arguments=arguments,
-            path=sys.path,
+            path=[*sys.path, *self._path],
         )
         for rank in self._ranks:
             rank.new_output()
@@ -178,7 +191,9 @@ class RankPool:
         self._starts += 1
         meeting_point = Path(self._folder.name) / f"meeting_point{self._starts}"
         self._ranks = [
-            RankProcess(rank, self.world_size, Path(self._folder.name), meeting_point)
+            RankProcess(
+                rank, self.world_size, Path(self._folder.name), meeting_point, self._environment
+            )
             for rank in range(self.world_size)
         ]
         self._collect(START_TIMEOUT)
@@ -254,15 +269,16 @@ class RankPool:
 
 
 class RankPools:
-    """One pool for each world size, made when first asked for."""
+    """One pool for each world size, with and without Transformer-Engine, made when asked for."""
 
     def __init__(self) -> None:
-        self._pools: dict[int, RankPool] = {}
+        self._pools: dict[tuple[int, bool], RankPool] = {}
 
-    def __call__(self, world_size: int) -> RankPool:
-        if world_size not in self._pools:
-            self._pools[world_size] = RankPool(world_size)
-        return self._pools[world_size]
+    def __call__(self, world_size: int, *, transformer_engine: bool = False) -> RankPool:
+        key = world_size, transformer_engine
+        if key not in self._pools:
+            self._pools[key] = RankPool(world_size, transformer_engine=transformer_engine)
+        return self._pools[key]
 
     def close(self) -> None:
         for pool in self._pools.values():

@@ -20,11 +20,13 @@ from megatron_zb.megatron.placement import (
     segments_from_layout,
     spread,
 )
+from megatron_zb.megatron.transformer_engine import split_transformer_engine
 from megatron_zb.runtime.activation_memory import ActivationMemory
 from megatron_zb.runtime.weight_grad import WeightGradQueue
 from megatron_zb.schedules import catalog
 from megatron_zb.schedules.communication import Program, lower
 from megatron_zb.schedules.costs import Costs
+from megatron_zb.schedules.passes import PassKind
 from megatron_zb.schedules.schedule import Schedule
 from megatron_zb.schedules.simulator import simulate
 
@@ -139,6 +141,12 @@ class PipelineAdapter:
         embedding.tie(model_chunks)
         for chunk, split in zip(model_chunks, self._splits, strict=True):
             split_linear_layers(chunk, split)
+            if self._splits_backward:
+                split_transformer_engine(chunk, split, self.schedule.name)
+
+    @property
+    def _splits_backward(self) -> bool:
+        return any(p.kind is PassKind.W for rank in self.schedule.ranks for p in rank)
 
     @property
     def finalize_model_grads(self) -> Callable[..., None]:

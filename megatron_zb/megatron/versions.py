@@ -1,10 +1,12 @@
 """What differs between the versions of Megatron that are served; the only file that asks.
 
 Served are megatron-core and Megatron-LM 0.16 and 0.19. Importing this file imports no Megatron.
+What Transformer-Engine must bring is here, too.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -14,6 +16,10 @@ from typing import Any
 
 _SERIES = ((0, 16), (0, 19))
 SUPPORTED = "0.16 and 0.19"
+
+# The first whose linear layers ask a store whether, and with what, to compute a weight gradient
+# later; what they ask and hand over was the same in all versions up to 2.20.
+OLDEST_TRANSFORMER_ENGINE = (2, 3)
 
 
 def is_supported(version: Sequence[int]) -> bool:
@@ -50,6 +56,12 @@ def training_loop_needs(version: Sequence[int]) -> Needs:
     """What Megatron-LM of a served version imports unconditionally."""
     major, minor = version[:2]
     return _NEEDS[major, minor]
+
+
+def transformer_engine_is_supported(version: str) -> bool:
+    """Whether the linear layers of a Transformer-Engine, such as ``2.9.0+70f53666``, can split."""
+    found = re.match(r"(\d+)\.(\d+)", version)
+    return found is not None and tuple(map(int, found.groups())) >= OLDEST_TRANSFORMER_ENGINE
 
 
 def chunk_builders() -> list[tuple[ModuleType, str]]:

@@ -1,0 +1,280 @@
+"""Transformer-Engine's Python modules on the CPU, over stand-ins for its CUDA kernels.
+
+The modules, with their backwards and their stores for weight gradients, are Transformer-Engine's
+own. What stands in, because no CPU can run it, is its extension ``transformer_engine_torch``: the
+matrix products and norms below do the same sums in plain torch, and whatever else the extension has
+can be named but not called. So nothing here tells how fast a kernel is, or whether it is right.
+
+Rank processes install it when asked to: ``ranks(2, transformer_engine=True)``.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from enum import IntEnum
+from types import ModuleType
+from typing import Any
+
+import torch
+from rank_process import TRANSFORMER_ENGINE
+
+
+def install() -> None:
+    """Import Transformer-Engine over the stand-ins, before anything imports megatron."""
+    sys.path.append(str(TRANSFORMER_ENGINE))
+    os.environ["NVTE_PROJECT_BUILDING"] = "1"  # its libraries are not loaded
+    os.environ["NVTE_TORCH_COMPILE"] = "0"
+    sys.modules["transformer_engine_torch"] = extension = _extension()
+    sys.modules["transformer_engine.pytorch.onnx_extensions"] = _Stub("onnx_extensions")
+    with warnings.catch_warnings():  # that its extension is not installed
+        warnings.simplefilter("ignore", RuntimeWarning)
+        import transformer_engine.common as common
+
+    common.load_framework_extension = lambda framework: None
+    with _without_triton():
+        from transformer_engine.pytorch import cpp_extensions
+    cpp_extensions.__getattr__ = extension.__getattr__  # import * takes what is there only
+    cpp_extensions.gemm.get_cublas_workspace_size_bytes = lambda: 1
+    torch.cuda.is_current_stream_capturing = lambda: False
+    _accept_tensors_on_the_cpu()
+
+
+def _extension() -> ModuleType:
+    extension: Any = _Stub("transformer_engine_torch")
+    extension.DType = _DType
+    extension.NVTE_Fused_Attn_Backend = _AttentionBackend
+    for kernel in _KERNELS:
+        setattr(extension, kernel.__name__, torch.no_grad()(kernel))
+    extension.get_num_cublas_streams = lambda: 1
+    return extension
+
+
+class _DType(IntEnum):
+    kByte = 0
+    kInt32 = 2
+    kFloat32 = 4
+    kFloat16 = 5
+    kBFloat16 = 6
+    kFloat8E4M3 = 7
+    kFloat8E5M2 = 8
+    kFloat4E2M1 = 10
+
+
+class _AttentionBackend(IntEnum):
+    NVTE_No_Backend = -1
+    NVTE_F16_arbitrary_seqlen = 1
+    NVTE_FP8 = 2
+
+
+_TORCH_TYPES = {
+    _DType.kFloat32: torch.float32,
+    _DType.kFloat16: torch.float16,
+    _DType.kBFloat16: torch.bfloat16,
+}
+
+
+class _Name:
+    """Something that is not there: it can be named, and asked for its number."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return type(self)(f"{self._name}.{name}")
+
+    def __call__(self, *_args: Any, **_options: Any) -> Any:
+        raise NotImplementedError(f"{self._name} has no stand-in")
+
+    def __int__(self) -> int:
+        return 0
+
+
+class _Decorator(_Name):
+    """What turns Triton's kernels into something that is never called."""
+
+    def __call__(self, *_args: Any, **_options: Any) -> Any:
+        return self
+
+
+class _Stub(ModuleType):
+    def __init__(self, name: str, kind: type[_Name] = _Name) -> None:
+        super().__init__(name)
+        self._kind = kind
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return self._kind(f"{self.__name__}.{name}")
+
+
+@contextmanager
+def _without_triton() -> Iterator[None]:
+    """Triton is a gigabyte, and its kernels are for GPUs: they are defined, and never called."""
+    import torch._dynamo  # noqa: F401  # asks for triton, and must not find the stub
+
+    names = ["triton", "triton.language", "triton.language.core", "triton.language.standard"]
+    before = {name: sys.modules.pop(name, None) for name in names}
+    sys.modules.update({name: _Stub(name, _Decorator) for name in names})
+    sys.modules["triton"].__version__ = "3.5.0"  # type: ignore[attr-defined]
+    try:
+        yield
+    finally:
+        for name, module in before.items():
+            del sys.modules[name]
+            if module is not None:
+                sys.modules[name] = module
+
+
+def _accept_tensors_on_the_cpu() -> None:
+    """Modules ask whether their input is on a GPU."""
+    from transformer_engine.pytorch.module.base import TransformerEngineBaseModule as Base
+
+    prepare = Base.prepare_forward
+    tensor: Any = torch.Tensor
+
+    def prepare_forward(self: Any, *args: Any, **options: Any) -> Any:
+        tensor.is_cuda = True
+        try:
+            return prepare(self, *args, **options)
+        finally:
+            del tensor.is_cuda
+
+    Base.prepare_forward = prepare_forward
+
+
+def _product(a: torch.Tensor, transposed_a: bool, b: torch.Tensor, transposed_b: bool) -> Any:
+    """What the GEMM kernels compute, in their order of operands."""
+    a, b = a.flatten(0, -2), b.flatten(0, -2)
+    return (b.t() if transposed_b else b) @ (a.t() if transposed_a else a)
+
+
+def _write(out: torch.Tensor, product: torch.Tensor, add: bool) -> None:
+    out.add_(product) if add else out.copy_(product)
+
+
+def generic_gemm(
+    a: torch.Tensor,
+    transposed_a: bool,
+    b: torch.Tensor,
+    transposed_b: bool,
+    out: torch.Tensor | None,
+    _quantizer: Any,
+    out_type: Any,
+    bias: torch.Tensor | None,
+    _bias_type: Any,
+    gelu: bool,
+    _gelu_input: Any,
+    grad: bool,
+    _workspace: Any,
+    _workspace_size: int,
+    add: bool,
+    _split_accumulator: bool,
+    **_overlap: Any,
+) -> tuple[torch.Tensor, torch.Tensor | None, None, None]:
+    """One matrix product; in a weight gradient (``grad``) it brings the bias's gradient, too."""
+    if gelu:
+        raise NotImplementedError("a matrix product with a fused gelu has no stand-in")
+    product = _product(a, transposed_a, b, transposed_b)
+    bias_gradient = None
+    if bias is not None and grad:
+        bias_gradient = b.flatten(0, -2).sum(0).to(bias.dtype)
+    elif bias is not None:
+        product = product + bias
+    if out is not None:
+        _write(out, product, add)
+        return out, bias_gradient, None, None
+    leading = () if transposed_b else b.shape[:-1]
+    shape = (*leading, product.size(-1)) if leading else product.shape
+    dtype = product.dtype if out_type is None else _TORCH_TYPES[_DType(int(out_type))]
+    return product.to(dtype).view(shape), bias_gradient, None, None
+
+
+def te_general_grouped_gemm(
+    a: list[torch.Tensor],
+    transposed_a: bool,
+    b: list[torch.Tensor],
+    transposed_b: bool,
+    out: list[torch.Tensor],
+    _out_type: Any,
+    splits: list[int],
+    biases: list[torch.Tensor],
+    _bias_type: Any,
+    single_output: bool,
+    _gelu_input: Any,
+    grad: bool,
+    _workspaces: Any,
+    _workspace_size: int,
+    add: bool,
+    *_options: Any,
+) -> list[torch.Tensor]:
+    """A matrix product for each expert."""
+    outputs = list(out[0].split(list(splits))) if single_output else out
+    for one_a, one_b, one_out, bias in zip(a, b, outputs, biases, strict=True):
+        product = _product(one_a, transposed_a, one_b, transposed_b)
+        if bias.numel() and grad:
+            bias.copy_(one_b.sum(0))
+        elif bias.numel():
+            product = product + bias
+        _write(one_out, product, add)
+    return biases
+
+
+def layernorm_fwd(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor,
+    eps: float,
+    _out: Any,
+    _quantizer: Any,
+    _out_type: Any,
+    _margin: int,
+    zero_centered: bool,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    scale = (weight + 1 if zero_centered else weight).float()
+    mean = x.float().mean(-1)
+    deviation = (x.float().var(-1, correction=0) + eps).rsqrt()
+    normal = (x.float() - mean[..., None]) * deviation[..., None]
+    return (normal * scale + bias.float()).to(x.dtype), mean, deviation
+
+
+def layernorm_bwd(
+    gradient: torch.Tensor,
+    x: torch.Tensor,
+    mean: torch.Tensor,
+    deviation: torch.Tensor,
+    weight: torch.Tensor,
+    _margin: int,
+    zero_centered: bool,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    gradient, scale = gradient.float(), (weight + 1 if zero_centered else weight).float()
+    normal = (x.float() - mean[..., None]) * deviation[..., None]
+    scaled = gradient * scale
+    centred = scaled - scaled.mean(-1, keepdim=True)
+    d_x = deviation[..., None] * (centred - normal * (scaled * normal).mean(-1, keepdim=True))
+    d_weight = (gradient * normal).flatten(0, -2).sum(0)
+    d_bias = gradient.flatten(0, -2).sum(0)
+    return d_x.to(x.dtype), d_weight.to(weight.dtype), d_bias.to(weight.dtype)
+
+
+def relu(x: torch.Tensor, _quantizer: Any) -> torch.Tensor:
+    return x.relu()
+
+
+def drelu(gradient: torch.Tensor, x: torch.Tensor, _quantizer: Any) -> torch.Tensor:
+    return gradient * (x > 0)
+
+
+_KERNELS: list[Callable[..., Any]] = [
+    generic_gemm,
+    te_general_grouped_gemm,
+    layernorm_fwd,
+    layernorm_bwd,
+    relu,
+    drelu,
+]

@@ -1,0 +1,502 @@
+"""Transformer-Engine's own modules with their backward split, over stand-ins for its kernels."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import dataclass, replace
+from types import SimpleNamespace
+from typing import Any
+
+import gpt_cases
+import pytest
+import torch
+from gpt_cases import GPTCase
+from rank_process import TRANSFORMER_ENGINE
+from ranks import RankPool, RankPools
+from torch.nn import functional
+
+from megatron_zb.errors import UsageError
+from megatron_zb.megatron.linear import SplitBackward
+from megatron_zb.megatron.transformer_engine import split_transformer_engine
+from megatron_zb.megatron.versions import transformer_engine_is_supported
+from megatron_zb.runtime.activation_memory import ActivationMemory
+from megatron_zb.runtime.weight_grad import WeightGradQueue
+
+WIDTH, WIDER, TOKENS = 8, 12, 6
+SPLITS = [4, 2]  # of the tokens among the experts of GroupedLinear
+
+DEFERRED = "F0 F1 F2 B0 B1 B2 W0 W1 W2"
+WHOLE = "F0 F1 F2 BW0 BW1 BW2"
+MIXED = "F0 F1 F2 B0 BW1 W0 B2 W2"
+NO_W_YET = "F0 F1 F2 B0 B1 B2"
+
+
+@pytest.fixture(scope="session")
+def pool(ranks: RankPools) -> RankPool:
+    if not (TRANSFORMER_ENGINE / "transformer_engine").is_dir():
+        pytest.skip(f"TRANSFORMER-ENGINE IS NOT TESTED: it is not in {TRANSFORMER_ENGINE}")
+    return ranks(2, transformer_engine=True)
+
+
+@dataclass(frozen=True)
+class Case:
+    """One module, and who takes its gradients: autograd, a main_grad, or Megatron's DDP."""
+
+    kind: str
+    dtype: torch.dtype = torch.float32
+    fused: bool = False
+    takes: str = "autograd"  # or main_grad, ddp, overlapping-ddp
+    options: tuple[tuple[str, Any], ...] = ()
+    frozen: tuple[str, ...] = ()
+
+
+def build(case: Case) -> Any:
+    from transformer_engine import pytorch as te
+
+    options = {"params_dtype": case.dtype, "device": "cpu", **dict(case.options)}
+    options["fuse_wgrad_accumulation"] = case.fused
+    torch.manual_seed(1)
+    if case.kind == "TEColumnParallelLinear":
+        return build_megatrons(case)
+    if case.kind == "GroupedLinear":
+        return te.GroupedLinear(len(SPLITS), WIDTH, WIDER, **options)
+    name, _, activation = case.kind.partition("-")
+    if activation:
+        options["activation"] = activation
+    return getattr(te, name)(WIDTH, WIDER, **options)
+
+
+def build_megatrons(case: Case, tensor_parallel: int = 1, **options: Any) -> Any:
+    """Megatron's layer over te.Linear."""
+    from megatron.core.extensions.transformer_engine import TEColumnParallelLinear
+    from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
+    from megatron.core.transformer import TransformerConfig
+
+    enter_groups(tensor_parallel)
+    model_parallel_cuda_manual_seed(1)
+    config = TransformerConfig(
+        num_layers=1,
+        hidden_size=WIDTH,
+        num_attention_heads=tensor_parallel,
+        tensor_model_parallel_size=tensor_parallel,
+        gradient_accumulation_fusion=case.fused,
+        use_cpu_initialization=True,
+        params_dtype=case.dtype,
+        **options,
+    )
+    return TEColumnParallelLinear(
+        WIDTH,
+        WIDER,
+        config=config,
+        init_method=torch.nn.init.normal_,
+        gather_output=False,
+        bias=True,
+        skip_bias_add=False,
+        is_expert=False,
+    )
+
+
+def enter_groups(tensor_parallel: int = 1) -> None:
+    from megatron.core import parallel_state
+
+    if not parallel_state.is_initialized():
+        parallel_state.initialize_model_parallel(
+            tensor_model_parallel_size=tensor_parallel, create_gloo_process_groups=False
+        )
+
+
+def in_torch(case: Case, p: dict[str, torch.Tensor], x: torch.Tensor) -> torch.Tensor:
+    """What the module computes, in plain torch."""
+    if case.kind == "GroupedLinear":
+        parts = enumerate(x.split(SPLITS))
+        return torch.cat([functional.linear(t, p[f"weight{i}"], p[f"bias{i}"]) for i, t in parts])
+    if case.kind.startswith("LayerNorm"):
+        x = functional.layer_norm(x, (WIDTH,), p["layer_norm_weight"], p["layer_norm_bias"])
+    if case.kind.startswith("LayerNormMLP"):
+        x = functional.linear(x, p["fc1_weight"], p["fc1_bias"])
+        x = x.relu() if case.kind.endswith("relu") else functional.gelu(x, approximate="tanh")
+        return functional.linear(x, p["fc2_weight"], p["fc2_bias"])
+    if "a_weight" in p:  # parameters_split
+        p = {name: torch.cat([p[f"a_{name}"], p[f"b_{name}"]]) for name in ("weight", "bias")}
+    return functional.linear(x, p["weight"], p.get("bias"))
+
+
+class Run:
+    """One module with its queue, run as the runtime would."""
+
+    def __init__(self, case: Case) -> None:
+        self.case = case
+        self.module = build(case)
+        self.queue = WeightGradQueue()
+        self.queue.activation_memory = self.memory = ActivationMemory()
+        split = SplitBackward(self.queue, hooks_need_gradients=case.takes == "overlapping-ddp")
+        for name, parameter in self.module.named_parameters():
+            parameter.requires_grad = name not in case.frozen
+        chunk = torch.nn.ModuleDict({"layer": self.module})
+        split_transformer_engine(chunk, split, "v-half")
+        self.no_sync = take_gradients(case, chunk)
+        self.inputs: dict[int, torch.Tensor] = {}
+        self.outputs: dict[int, torch.Tensor] = {}
+
+    def run(self, passes: str) -> Run:
+        with self.no_sync():
+            for one in passes.split():
+                getattr(self, one[:-1])(int(one[-1]))
+        return self
+
+    def F(self, microbatch: int) -> None:
+        self.inputs[microbatch] = x = microbatch_of(self.case, microbatch)
+        more = [SPLITS] if self.case.kind == "GroupedLinear" else []
+        self.outputs[microbatch] = self.module(x, *more)
+
+    def BW(self, microbatch: int) -> None:
+        loss(self.outputs.pop(microbatch)).backward()
+        if self.case.takes == "main_grad":
+            self.take_what_autograd_has()
+
+    def take_what_autograd_has(self) -> None:
+        """What Megatron's DDP does for every parameter."""
+        for parameter in self.module.parameters():
+            if parameter.grad is not None:
+                parameter.main_grad.add_(parameter.grad)
+                parameter.grad = None
+
+    def B(self, microbatch: int) -> None:
+        with self.queue.collecting(microbatch):
+            self.BW(microbatch)
+
+    def W(self, microbatch: int) -> None:
+        self.queue.run(microbatch)
+
+    def gradients(self) -> dict[str, torch.Tensor]:
+        """Of the parameters, where the optimizer looks for them, and of the inputs."""
+        found = {}
+        for name, parameter in self.module.named_parameters():
+            gradient = getattr(parameter, "main_grad", parameter.grad)
+            found[name] = torch.zeros_like(parameter) if gradient is None else gradient.clone()
+        return found | {f"input {m}": x.grad for m, x in self.inputs.items() if x.grad is not None}
+
+
+def microbatch_of(case: Case, microbatch: int) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(microbatch)
+    return torch.randn(TOKENS, WIDTH, generator=generator).to(case.dtype).requires_grad_()
+
+
+def loss(output: Any) -> torch.Tensor:
+    """``return_bias`` gives the bias apart, to be added by somebody else."""
+    y, bias = output if isinstance(output, tuple) else (output, None)
+    result: torch.Tensor = (y if bias is None else y + bias).float().square().sum()
+    return result
+
+
+def take_gradients(case: Case, chunk: torch.nn.Module) -> Callable[[], Any]:
+    """Let the gradients be taken as the case says; what passes must run in comes back."""
+    if case.takes == "main_grad":
+        for parameter in chunk.parameters():
+            parameter.main_grad = torch.zeros_like(parameter, dtype=torch.float32)  # type: ignore[attr-defined]
+    if not case.takes.endswith("ddp"):
+        return nullcontext
+    from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+    from megatron.core.transformer import TransformerConfig
+
+    enter_groups()
+    overlaps = case.takes.startswith("overlapping")
+    config = TransformerConfig(num_layers=1, hidden_size=WIDTH, num_attention_heads=1)
+    ddp = DistributedDataParallelConfig(grad_reduce_in_fp32=True, overlap_grad_reduce=overlaps)
+    no_sync: Callable[[], Any] = DistributedDataParallel(config, ddp, chunk).no_sync
+    return no_sync
+
+
+def gradients(case: Case, passes: str) -> dict[str, torch.Tensor]:
+    """Run passes of a new module."""
+    run = Run(case).run(passes)
+    assert len(run.queue) == 0 or "W" not in passes
+    return run.gradients()
+
+
+def gradients_in_torch(case: Case, microbatches: int) -> dict[str, torch.Tensor]:
+    p = {n: t.detach().clone().requires_grad_() for n, t in build(case).named_parameters()}
+    inputs = {f"input {m}": microbatch_of(case, m) for m in range(microbatches)}
+    for x in inputs.values():
+        loss(in_torch(case, p, x)).backward()
+    return {name: t.grad for name, t in (p | inputs).items() if t.grad is not None}
+
+
+def unlike(
+    ours: dict[str, torch.Tensor], expected: dict[str, torch.Tensor], tolerance: float = 0.0
+) -> list[str]:
+    """What is not equal, relative to the largest gradient; bit for bit without a tolerance."""
+    found = [f"{name} is missing" for name in expected.keys() - ours.keys()]
+    for name in expected.keys() & ours.keys():
+        off = (ours[name].float() - expected[name].float()).abs().max().item()
+        if not off <= tolerance * expected[name].abs().max().item():
+            found.append(f"{name} is off by {off}")
+    return sorted(found)
+
+
+TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 0.03}
+# TE makes the gradient of fc1's bias in B for its fused gelu, and in W for other activations.
+KINDS = ["Linear", "LayerNormLinear", "LayerNormMLP-gelu", "LayerNormMLP-relu", "GroupedLinear"]
+TAKES = [
+    (False, "autograd"),
+    (False, "main_grad"),
+    (False, "ddp"),
+    (False, "overlapping-ddp"),
+    (True, "main_grad"),
+    (True, "ddp"),
+    (True, "overlapping-ddp"),
+]
+
+
+def compare_everywhere(kind: str) -> list[str]:
+    """A module in every type, for every taker of gradients: deferred, whole and mixed passes."""
+    found = []
+    for dtype, tolerance in TOLERANCE.items():
+        expected = gradients_in_torch(Case(kind, dtype), 3)
+        for fused, takes in TAKES:
+            case = Case(kind, dtype, fused, takes)
+            whole = gradients(case, WHOLE)
+            problems = unlike(whole, expected, tolerance)
+            problems += unlike(gradients(case, MIXED), expected, tolerance)
+            problems += unlike(gradients(case, DEFERRED), whole)
+            found += [f"{case}: {problem}" for problem in problems]
+    return found
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_gradients_equal_torchs(pool: RankPool, kind: str) -> None:
+    """And those of deferred W equal those of BW, bit for bit."""
+    assert pool.run(compare_everywhere, kind=kind) == [[], []]
+
+
+def compare_options(case: Case) -> list[str]:
+    expected = gradients_in_torch(case, 3)
+    return unlike(gradients(case, DEFERRED), expected, 1e-5)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"bias": False},
+        {"return_bias": True},
+        {"parameters_split": ("a_", "b_")},
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("takes", ["autograd", "main_grad"])
+def test_options_of_linear(pool: RankPool, options: dict[str, Any], takes: str) -> None:
+    """A weight that is split into parameters would lose its gradient in TE's W: it stays in B."""
+    case = Case("Linear", takes=takes, options=tuple(options.items()))
+    assert pool.run(compare_options, case=case) == [[], []]
+
+
+def compare_frozen(case: Case) -> list[str]:
+    expected = gradients_in_torch(case, 3)
+    run = Run(case).run(DEFERRED)
+    found = unlike(run.gradients(), zeroed(expected, case.frozen), 1e-5)
+    return found if not run.memory.peak_bytes else [*found, "weight gradients were queued"]
+
+
+def zeroed(gradients: dict[str, torch.Tensor], names: tuple[str, ...]) -> dict[str, torch.Tensor]:
+    return {n: torch.zeros_like(g) if n in names else g for n, g in gradients.items()}
+
+
+@pytest.mark.parametrize(
+    ("kind", "frozen"),
+    [
+        ("Linear", ("weight", "bias")),
+        ("LayerNormMLP-relu", ("fc1_weight", "fc1_bias")),
+        ("GroupedLinear", ("weight0", "weight1", "bias0", "bias1")),
+    ],
+)
+def test_frozen_weights_stay_out(pool: RankPool, kind: str, frozen: tuple[str, ...]) -> None:
+    """A module of which only a part is frozen does all in B."""
+    assert pool.run(compare_frozen, case=Case(kind, frozen=frozen)) == [[], []]
+
+
+def names_without_gradient(kind: str) -> set[str]:
+    run = Run(Case(kind, takes="main_grad")).run(NO_W_YET)
+    return {name for name, gradient in run.gradients().items() if not gradient.any()}
+
+
+@pytest.mark.parametrize(
+    ("kind", "names"),
+    [
+        ("Linear", "weight bias"),
+        ("LayerNormLinear", "weight bias"),
+        ("LayerNormMLP-gelu", "fc1_weight fc2_weight fc2_bias"),
+        ("LayerNormMLP-relu", "fc1_weight fc1_bias fc2_weight fc2_bias"),
+        ("GroupedLinear", "weight0 weight1 bias0 bias1"),
+    ],
+)
+def test_b_leaves_weights_and_their_biases_to_w(pool: RankPool, kind: str, names: str) -> None:
+    """TE's weight-gradient kernel makes the bias's gradient, too."""
+    assert pool.run(names_without_gradient, kind=kind) == [set(names.split())] * 2
+
+
+def bytes_held(kind: str, passes: str) -> tuple[int, int, int]:
+    memory = (run := Run(Case(kind)).run(passes)).memory
+    live = memory.live_bytes
+    for microbatch in range(len(run.queue)):
+        run.W(microbatch)
+    return live, memory.live_bytes, memory.peak_bytes
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_whole_backward_queues_nothing(pool: RankPool, kind: str) -> None:
+    assert pool.run(bytes_held, kind=kind, passes=WHOLE) == [(0, 0, 0)] * 2
+
+
+@pytest.mark.parametrize("kind", ["Linear", "GroupedLinear"])
+def test_what_is_held_until_w_is_counted(pool: RankPool, kind: str) -> None:
+    held = 3 * TOKENS * (WIDTH + WIDER) * 4
+    assert pool.run(bytes_held, kind=kind, passes=NO_W_YET) == [(held, 0, held)] * 2
+
+
+def bytes_held_by_sequence_parallel() -> int:
+    options = {"sequence_parallel": True}
+    module = build_megatrons(Case("TEColumnParallelLinear"), tensor_parallel=2, **options)
+    queue = WeightGradQueue()
+    queue.activation_memory = memory = ActivationMemory()
+    chunk = torch.nn.ModuleDict({"layer": module})
+    split_transformer_engine(chunk, SplitBackward(queue), "v-half")
+    x = torch.randn(TOKENS, 1, WIDTH, requires_grad=True)
+    with queue.collecting(0):
+        module(x)[0].sum().backward()
+    return memory.live_bytes
+
+
+def test_the_input_that_sequence_parallelism_gathers_is_counted(pool: RankPool) -> None:
+    """TE keeps it gathered until W: the tokens of both ranks."""
+    held = 2 * TOKENS * (WIDTH + WIDER // 2) * 4
+    assert pool.run(bytes_held_by_sequence_parallel) == [held] * 2
+
+
+def first_microbatch_last() -> list[str]:
+    """Megatron tells TE which microbatch is the first; fused, TE lets it overwrite main_grad."""
+    case = Case("TEColumnParallelLinear", fused=True, takes="main_grad")
+    return unlike(gradients(case, "F0 F1 B0 BW1 W0"), gradients_in_torch(case, 2), 1e-5)
+
+
+def test_the_first_microbatch_adds_to_main_grad(pool: RankPool) -> None:
+    assert pool.run(first_microbatch_last) == [[], []]
+
+
+def gradients_around_b() -> list[str]:
+    run = Run(Case("GroupedLinear")).run("F0 BW0")
+    before = {name: g for name, g in run.gradients().items() if name.startswith("weight")}
+    return unlike(run.run("F1 B1").gradients(), before)
+
+
+def test_b_of_experts_leaves_the_gradients_there_are(pool: RankPool) -> None:
+    """TE's B returns memory that W is to fill as the gradient; autograd would add it."""
+    assert pool.run(gradients_around_b) == [[], []]
+
+
+def refusal(setting: str) -> str:
+    import transformer_engine
+
+    run = Run(Case("Linear"))
+    chunk: Any = torch.nn.ModuleDict({"layer": build(run.case)})
+    if setting == "bulk":
+        chunk["layer"].ub_bulk_wgrad = True
+    if setting in ("fp8", "fp4"):
+        chunk.config = SimpleNamespace(**{setting: "hybrid"})
+    version = transformer_engine.__version__
+    if setting == "version":
+        transformer_engine.__version__ = "2.2.1"
+    try:
+        split_transformer_engine(chunk, SplitBackward(WeightGradQueue()), "v-half")
+    except UsageError as error:
+        return str(error)
+    finally:
+        transformer_engine.__version__ = version
+    return "not refused"
+
+
+@pytest.mark.parametrize(
+    ("setting", "text"),
+    [
+        (
+            "fp8",
+            "--fp8-format (fp8) cannot be combined with --pipeline-schedule v-half: weight "
+            "gradients that are computed later have not been shown right in fp8",
+        ),
+        (
+            "fp4",
+            "--fp4-format (fp4) cannot be combined with --pipeline-schedule v-half: weight "
+            "gradients that are computed later have not been shown right in fp4",
+        ),
+        (
+            "bulk",
+            "--tp-comm-overlap cannot be combined with --pipeline-schedule v-half while it "
+            "overlaps communication of B with the weight gradient: add "
+            "--disable-tp-comm-bulk-wgrad",
+        ),
+        (
+            "version",
+            "--pipeline-schedule v-half needs Transformer-Engine 2.3 or newer, which can defer "
+            "weight gradients, but 2.2.1 is installed",
+        ),
+    ],
+)
+def test_refused(pool: RankPool, setting: str, text: str) -> None:
+    assert pool.run(refusal, setting=setting) == [text] * 2
+
+
+def test_versions() -> None:
+    served = {"2.3.0": True, "2.20.2": True, "2.9.0+70f5366": True, "2.2.1": False, "1.13": False}
+    assert {v: transformer_engine_is_supported(v) for v in served} == served
+
+
+def specification(config: Any, vp_stage: int | None) -> Any:
+    """Megatron's layer of TE modules; attention itself has no weights, and TE's needs a GPU."""
+    from megatron.core.models.gpt.gpt_layer_specs import (
+        get_gpt_layer_with_transformer_engine_spec,
+    )
+    from megatron.core.transformer.dot_product_attention import DotProductAttention
+
+    layer = get_gpt_layer_with_transformer_engine_spec(
+        num_experts=config.num_moe_experts, moe_grouped_gemm=config.moe_grouped_gemm
+    )
+    layer.submodules.self_attention.submodules.core_attention = DotProductAttention
+    return layer
+
+
+def differences(case: GPTCase, schedule: str, microbatches: list[int]) -> list[str]:
+    """From Megatron's own schedule over the same modules, which then know nothing of a split."""
+    gpt_cases._specification = specification
+    return gpt_cases.differences(case, schedule, microbatches, iterations=2)
+
+
+EXPERTS = GPTCase(
+    options=(("num_moe_experts", 2), ("moe_grouped_gemm", True), ("add_bias_linear", False))
+)
+
+
+@pytest.mark.parametrize("schedule", ["v-half", "zb-h1"])
+@pytest.mark.parametrize(
+    "case",
+    [
+        GPTCase(),
+        GPTCase(dtype="bfloat16", fused_accumulation=True, tied=True),
+        GPTCase(wrapped=False),
+        GPTCase(overlap_grad_reduce=True),
+        GPTCase(overlap_grad_reduce=True, fused_accumulation=True),
+        EXPERTS,
+        replace(EXPERTS, fused_accumulation=True, overlap_grad_reduce=True),
+    ],
+    ids=[
+        "plain",
+        "bf16-fused-tied",
+        "no-ddp",
+        "overlap",
+        "overlap-fused",
+        "experts",
+        "experts-overlap-fused",
+    ],
+)
+def test_models_equal_megatrons(pool: RankPool, case: GPTCase, schedule: str) -> None:
+    found = pool.run(differences, case=case, schedule=schedule, microbatches=[5])
+    assert found == [[], []]
