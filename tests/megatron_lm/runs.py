@@ -9,6 +9,7 @@ import socket
 import subprocess
 import sys
 import tempfile
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -95,13 +96,14 @@ def pretrain(
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
-    """Leave none of the processes behind, whatever happened."""
-    try:
+    """Leave none of the processes behind: torchrun gives each rank a session, and ends them all."""
+    if process.poll() is None:
+        process.terminate()
+        with suppress(subprocess.TimeoutExpired):
+            process.wait(40)
+    with suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
-    except ProcessLookupError:
-        return
-    finally:
-        process.wait()
+    process.wait()
 
 
 def _free_port() -> int:
