@@ -32,7 +32,7 @@ MIXED = "F0 F1 F2 B0 BW1 W0 B2 W2"
 NO_W_YET = "F0 F1 F2 B0 B1 B2"
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def pool(ranks: RankPools) -> RankPool:
     if not (TRANSFORMER_ENGINE / "transformer_engine").is_dir():
         pytest.skip(f"TRANSFORMER-ENGINE IS NOT TESTED: it is not in {TRANSFORMER_ENGINE}")
