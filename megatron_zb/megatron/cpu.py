@@ -157,23 +157,46 @@ def _use_compiled_dataset_helpers() -> None:
 def _redirect_adam() -> None:
     """Give torch's Adam what Megatron's distributed optimizer expects of the fused one on a GPU.
 
-    Megatron asks a fresh optimizer for its state before it loads a checkpoint into it, and finds
-    none in torch's, which makes it at the first step.
+    Megatron asks a fresh optimizer for its state before it loads a checkpoint into it, but torch's
+    makes it at the first step; and it takes every entry of a parameter's state for a tensor of the
+    parameter's shape, so the number of steps has to be kept with the group.
     """
     optim: Any = torch.optim
 
     class AdamW(torch.optim.AdamW):
+        def _steps_to_parameters(self) -> None:
+            for group in self.param_groups:
+                for parameter in group["params"]:
+                    if self.state[parameter]:
+                        self.state[parameter]["step"] = torch.tensor(float(group.get("step", 0)))
+
+        def _steps_to_groups(self) -> None:
+            for group in self.param_groups:
+                for parameter in group["params"]:
+                    step = self.state[parameter].pop("step", None)
+                    if step is not None:
+                        group["step"] = int(step)
+
+        def step(self, closure: Any = None) -> Any:
+            self._steps_to_parameters()
+            loss = super().step(closure)
+            self._steps_to_groups()
+            return loss
+
         def state_dict(self) -> dict[str, Any]:
             for group in self.param_groups:
                 for parameter in group["params"]:
-                    if not self.state[parameter]:
-                        self.state[parameter] = {
-                            "step": torch.tensor(0.0),
-                            "exp_avg": torch.zeros_like(parameter),
-                            "exp_avg_sq": torch.zeros_like(parameter),
-                        }
+                    for name in ("exp_avg", "exp_avg_sq"):
+                        self.state[parameter].setdefault(name, torch.zeros_like(parameter))
+            self._steps_to_parameters()
             state: dict[str, Any] = super().state_dict()
+            state["state"] = {key: dict(value) for key, value in state["state"].items()}
+            self._steps_to_groups()
             return state
+
+        def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+            super().load_state_dict(state_dict)
+            self._steps_to_groups()
 
     optim.AdamW = AdamW
 
