@@ -20,7 +20,7 @@ def version() -> str:
 
 PLOTS = ["matplotlib >= 3.8"]
 FAST = ["numba >= 0.60"]
-TRANSFORMER_ENGINE = ["transformer-engine[pytorch] >= 2.0"]
+TRANSFORMER_ENGINE = ["transformer-engine[pytorch] >= 2.3"]
 # What Megatron-LM's own training loop imports besides megatron-core.
 MEGATRON_LM = ["einops", "pybind11", "six", "tensorboard", "transformers", "triton"]
 TEST = [

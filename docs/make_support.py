@@ -19,7 +19,7 @@ sys.path.insert(0, str(DOCS.parent / "tests"))
 from feature_matrix import ROWS, Row, Verdict  # noqa: E402
 
 from megatron_zb.megatron.forward_backward import NOT_SERVED  # noqa: E402
-from megatron_zb.megatron_lm.conflicts import CONFLICTS  # noqa: E402
+from megatron_zb.megatron_lm.conflicts import CONFLICTS, WHY_NOT_YAML, Concerned  # noqa: E402
 
 ESCAPED = r"\|"
 PAGE = DOCS / "support.md"
@@ -34,12 +34,13 @@ every bit. The tests run with megatron-core 0.16; "every schedule" means all of
 """
 
 NOT_ON_CPU = """\
-No test shows that these give the same numbers, because no CPU can run them.
+No test shows that these give the same numbers: no CPU can run them.
 """
 
 REFUSED = """\
-Refused with one sentence before the first step: with any schedule, or only where every rank holds
-two chunks in a V, such as v-half, v-min, v-zb and 1f1b-v.
+Refused with one sentence before the first step: with any schedule, only where ranks hold several
+chunks, or only in a V, where the model ends on the rank where it begins (v-half, v-min, v-zb, 1f1b-v,
+dualpipe-v and wave).
 """
 
 SETTINGS = """\
@@ -93,7 +94,8 @@ def not_on_cpu() -> Iterator[tuple[str, ...]]:
 
 def refused_flags() -> Iterator[tuple[str, ...]]:
     for conflict in CONFLICTS:
-        yield f"`{conflict.flag}`", "a V" if conflict.only_v else "any schedule", conflict.why
+        yield f"`{conflict.flag}`", conflict.concerned.value, conflict.why
+    yield "`--yaml-cfg`", Concerned.ALL.value, WHY_NOT_YAML
 
 
 def refused_settings() -> Iterator[tuple[str, ...]]:

@@ -97,6 +97,8 @@ class Installed:
     """Whether its module can be found."""
 
 
+_OLDEST_TE = ".".join(map(str, versions.OLDEST_TRANSFORMER_ENGINE))
+
 _REQUIREMENTS = (
     Requirement("numpy", "numpy", "Megatron's data sets are read with it", "1.26"),
     Requirement("psutil", "psutil", "Megatron writes checkpoints with it", "5.9"),
@@ -107,9 +109,9 @@ _REQUIREMENTS = (
         "transformer-engine",
         "transformer_engine",
         "it has the fused layers of --transformer-impl transformer_engine, Megatron-LM's default",
-        "2.0",
+        _OLDEST_TE,
         "give --transformer-impl local",
-        "transformer-engine[pytorch]>=2.0",
+        f"transformer-engine[pytorch]>={_OLDEST_TE}",
     ),
     Requirement(
         "numba",

@@ -16,7 +16,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from megatron_zb.errors import UsageError, end_with
+from megatron_zb.errors import UsageError
+from megatron_zb.megatron_lm.ending import end_with
 
 if TYPE_CHECKING:
     from megatron_zb.megatron_lm.checkout import Checkout

@@ -13,6 +13,7 @@ from megatron_zb.errors import UsageError
 from megatron_zb.megatron_lm import conflicts, flags
 from megatron_zb.megatron_lm.plan import make_plan
 from megatron_zb.schedules import interchange
+from megatron_zb.schedules.placement import looped, v_shape
 
 # Megatron-LM's own arguments, as its parser leaves them, for 16 layers on 4 pipeline ranks.
 STOCK: dict[str, Any] = {
@@ -157,14 +158,14 @@ def test_contradictions_are_refused(line: str, words: str) -> None:
     ("line", "schedule"),
     [
         ("--num-layers 8 --lr 1e-3", None),
-        ("--num-layers 8 --pipeline-schedule v-half", "v-half"),
-        ("--pipeline-schedule=zb-h1 --unknown", "zb-h1"),
-        ("--pipeline-schedule-file x.csv", "x.csv"),
+        ("--num-layers 8 --pipeline-schedule v-half", "--pipeline-schedule v-half"),
+        ("--pipeline-schedule=zb-h1 --unknown", "--pipeline-schedule zb-h1"),
+        ("--pipeline-schedule-file x.csv", "--pipeline-schedule-file x.csv"),
         ("--enable-zero-bubble", "--enable-zero-bubble"),
     ],
 )
 def test_the_schedule_in_a_command_line(line: str, schedule: str | None) -> None:
-    assert flags.schedule_in(line.split()) == schedule
+    assert flags.choice_in(line.split()) == schedule
 
 
 # --- conflicts
@@ -174,21 +175,23 @@ def test_the_schedule_in_a_command_line(line: str, schedule: str | None) -> None
 def test_every_conflict_names_both_flags_and_the_reason(conflict: conflicts.Conflict) -> None:
     args = argparse.Namespace(**{conflict.argument: True})
     with pytest.raises(UsageError) as refused:
-        conflicts.check(args, "v-half", in_a_v=True)
+        conflicts.check(args, "--pipeline-schedule v-half", v_shape(4))
     assert str(refused.value) == (
         f"{conflict.flag} cannot be combined with --pipeline-schedule v-half: {conflict.why}"
     )
     assert conflict.flag == "--" + conflict.argument.replace("_", "-")
-    if conflict.only_v:
-        conflicts.check(args, "zb-h1", in_a_v=False)
+    if conflict.concerned is not conflicts.Concerned.ALL:
+        conflicts.check(args, "zb-h1", looped(4))
+    if conflict.concerned is conflicts.Concerned.V:
+        conflicts.check(args, "interleaved", looped(4, 2))
 
 
 @pytest.mark.parametrize("value", [None, False])
 def test_arguments_that_are_not_given_do_not_conflict(value: object) -> None:
     names = [c.argument for c in conflicts.CONFLICTS if c.applies is bool]
-    conflicts.check(argparse.Namespace(**dict.fromkeys(names, value)), "v-half", in_a_v=True)
-    conflicts.check(argparse.Namespace(), "v-half", in_a_v=True)
-    conflicts.check(parsed(), "v-half", in_a_v=True)
+    conflicts.check(argparse.Namespace(**dict.fromkeys(names, value)), "any", v_shape(4))
+    conflicts.check(argparse.Namespace(), "any", v_shape(4))
+    conflicts.check(parsed(), "any", v_shape(4))
 
 
 def test_the_value_of_a_conflict_is_told() -> None:
@@ -426,5 +429,6 @@ def test_hybrid_models_keep_their_own_placement() -> None:
     args = parsed("--pipeline-schedule zb-h1", **stock)
     assert make_plan(args) is not None
     assert args.pipeline_model_parallel_layout is None
-    with pytest.raises(UsageError, match=r"--hybrid-override-pattern .* cannot be combined"):
-        make_plan(parsed("--pipeline-schedule v-half", **stock))
+    for schedule in ("v-half", "interleaved"):
+        with pytest.raises(UsageError, match=r"--hybrid-override-pattern .* cannot be combined"):
+            make_plan(parsed(f"--pipeline-schedule {schedule}", **stock))

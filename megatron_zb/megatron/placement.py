@@ -58,7 +58,7 @@ class StageLayout(PipelineParallelLayerLayout):
         self.flatten_layout = [layer for segment in segments for layer in segment]
 
     def __repr__(self) -> str:
-        return "|".join("".join(_LETTERS[layer] for layer in s) for s in self._segments)
+        return layout_text(self._segments)
 
     def get_layer_offset(
         self,
@@ -81,6 +81,11 @@ _LETTERS = {
     LayerType.mtp: "m",
     LayerType.loss: "L",
 }
+
+
+def layout_text(segments: list[list[LayerType]]) -> str:
+    """The layers of every stage in model order, such as ``Ett|tt|tt|ttL``."""
+    return "|".join("".join(_LETTERS[layer] for layer in segment) for segment in segments)
 
 
 @dataclass(frozen=True)

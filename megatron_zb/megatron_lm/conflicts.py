@@ -8,9 +8,26 @@ from __future__ import annotations
 import argparse
 from collections.abc import Callable
 from dataclasses import dataclass
+from enum import Enum
 from typing import Any
 
 from megatron_zb.errors import UsageError
+from megatron_zb.megatron.forward_backward import NOT_SERVED
+from megatron_zb.megatron.placement import PhysicalPlacement
+from megatron_zb.schedules.placement import Placement
+
+
+class Concerned(Enum):
+    """The schedules that something cannot be combined with, by their placement."""
+
+    ALL = "any schedule"
+    CHUNKS = "several chunks per rank"
+    V = "a V"
+
+    def holds(self, placement: Placement) -> bool:
+        if self is Concerned.V:
+            return PhysicalPlacement(placement).mirrored
+        return self is Concerned.ALL or placement.chunks > 1
 
 
 @dataclass(frozen=True)
@@ -21,25 +38,24 @@ class Conflict:
     flag: str
     why: str
     applies: Callable[[Any], bool] = bool
-    only_v: bool = False
+    concerned: Concerned = Concerned.ALL
+
+
+# Those settings of Megatron's config that its command line knows.
+_NOT_SERVED_FLAGS = (
+    "overlap_moe_expert_parallel_comm",
+    "delay_wgrad_compute",
+    "defer_embedding_wgrad_compute",
+    "fine_grained_activation_offloading",
+)
+
+
+def _not_served(setting: str) -> Conflict:
+    return Conflict(setting, "--" + setting.replace("_", "-"), NOT_SERVED[setting])
 
 
 CONFLICTS = (
-    Conflict(
-        "overlap_moe_expert_parallel_comm",
-        "--overlap-moe-expert-parallel-comm",
-        "it runs a forward and a backward of Megatron's own schedule at once",
-    ),
-    Conflict(
-        "delay_wgrad_compute",
-        "--delay-wgrad-compute",
-        "the schedule itself says where weight gradients go",
-    ),
-    Conflict(
-        "defer_embedding_wgrad_compute",
-        "--defer-embedding-wgrad-compute",
-        "the schedule itself says where weight gradients go",
-    ),
+    *map(_not_served, _NOT_SERVED_FLAGS),
     Conflict(
         "use_torch_fsdp2", "--use-torch-fsdp2", "it shards weights that the pipeline needs whole"
     ),
@@ -73,68 +89,73 @@ CONFLICTS = (
         "graphs are captured in the order of Megatron's own schedule",
     ),
     Conflict(
-        "fine_grained_activation_offloading",
-        "--fine-grained-activation-offloading",
-        "it assumes the order of Megatron's interleaved schedule",
-    ),
-    Conflict(
         "moe_use_upcycling", "--moe-use-upcycling", "it builds two models on each pipeline rank"
     ),
     Conflict("perform_rl_step", "--perform-rl-step", "it builds two models on each pipeline rank"),
-    Conflict("yaml_cfg", "--yaml-cfg", "its arguments are not checked as the command line's are"),
     Conflict(
         "ckpt_format",
         "--ckpt-format",
         "checkpoints of other formats are written by pipeline rank, and Megatron would load them "
         "with the layers in another order; use torch_dist",
         lambda value: value != "torch_dist",
-        only_v=True,
+        concerned=Concerned.V,
     ),
     Conflict(
         "init_model_with_meta_device",
         "--init-model-with-meta-device",
         "both copies of the embedding must be made equal when they are built",
-        only_v=True,
+        concerned=Concerned.V,
     ),
     Conflict(
         "hybrid_layer_pattern",
         "--hybrid-layer-pattern",
         "hybrid models are placed by their own pattern; use a schedule with one chunk per rank, "
         "such as zb-h1",
-        only_v=True,
+        concerned=Concerned.CHUNKS,
     ),
     Conflict(
         "hybrid_override_pattern",
         "--hybrid-override-pattern",
         "hybrid models are placed by their own pattern; use a schedule with one chunk per rank, "
         "such as zb-h1",
-        only_v=True,
+        concerned=Concerned.CHUNKS,
     ),
     Conflict(
         "heterogeneous_layers_config_path",
         "--heterogeneous-layers-config-path",
         "its layers are numbered by pipeline rank; use a schedule with one chunk per rank, such as "
         "zb-h1",
-        only_v=True,
+        concerned=Concerned.CHUNKS,
     ),
 )
 
 
-def check(args: argparse.Namespace, schedule: str, in_a_v: bool) -> None:
-    """Refuse what cannot be combined with the schedule.
+def check(args: argparse.Namespace, choice: str, placement: Placement) -> None:
+    """Refuse what cannot be combined with a schedule.
+
+    Args:
+        choice: the flag that chose the schedule, with its value.
 
     Raises:
         UsageError: names both flags and the reason.
     """
     for conflict in CONFLICTS:
         value = getattr(args, conflict.argument, None)
-        if conflict.only_v and not in_a_v:
+        if not conflict.concerned.holds(placement):
             continue
         if value is not None and conflict.applies(value):
             said = conflict.flag if value is True else f"{conflict.flag} {value}"
-            raise UsageError(
-                f"{said} cannot be combined with --pipeline-schedule {schedule}: {conflict.why}"
-            )
+            raise UsageError(f"{said} cannot be combined with {choice}: {conflict.why}")
+
+
+WHY_NOT_YAML = (
+    "its arguments are not checked as the command line's are; give them all on the command line"
+)
+
+
+def of_yaml(path: str, choice: str) -> UsageError:
+    """Megatron's --yaml-cfg replaces all arguments, so no schedule can be chosen beside it."""
+    return UsageError(f"--yaml-cfg {path} cannot be combined with {choice}: {WHY_NOT_YAML}")
 
 
 _PLACED_IN_A_V = ("GPTModel",)

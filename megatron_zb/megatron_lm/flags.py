@@ -72,12 +72,19 @@ def _add_older(parser: argparse.ArgumentParser) -> None:
         group.add_argument(f"--{name.replace('_', '-')}", type=int, help="accepted and ignored")
 
 
-def schedule_in(arguments: Sequence[str]) -> str | None:
-    """What a command line chooses as schedule, for where Megatron-LM does not parse it."""
+def choice(args: argparse.Namespace) -> str | None:
+    """The flag that chooses a schedule, with its value; None for Megatron's own."""
+    if args.pipeline_schedule is not None:
+        return f"--pipeline-schedule {args.pipeline_schedule}"
+    if args.pipeline_schedule_file is not None:
+        return f"--pipeline-schedule-file {args.pipeline_schedule_file}"
+    return next((_flag(name) for name in _CHOOSING if getattr(args, name)), None)
+
+
+def choice_in(arguments: Sequence[str]) -> str | None:
+    """The same of a command line, for where Megatron-LM does not parse it."""
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    args, _ = add_arguments(parser).parse_known_args(arguments)
-    older = [_flag(name) for name in _CHOOSING if getattr(args, name)]
-    return args.pipeline_schedule or args.pipeline_schedule_file or next(iter(older), None)
+    return choice(add_arguments(parser).parse_known_args(arguments)[0])
 
 
 def translate_older(args: argparse.Namespace) -> list[str]:

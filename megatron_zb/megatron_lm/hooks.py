@@ -7,7 +7,6 @@ wherever Megatron's modules hold it, whatever they call it, and before a pretrai
 
 from __future__ import annotations
 
-import argparse
 import os
 import sys
 from collections.abc import Callable
@@ -16,8 +15,9 @@ from functools import wraps
 from importlib import import_module
 from typing import Any
 
-from megatron_zb.errors import UsageError, end_with
+from megatron_zb.errors import UsageError
 from megatron_zb.megatron_lm import conflicts, flags, stored_placement
+from megatron_zb.megatron_lm.ending import end_with
 from megatron_zb.megatron_lm.plan import make_plan
 
 _MARK = "_installed_by_megatron_zb"
@@ -47,7 +47,6 @@ class _Hooks:
         self.prepare: Callable[[Any], None] | None = None
         self._plan: Any = None
         self._chunks: list[Any] = []
-        self._placement = stored_placement.STOCK
 
     def install(self) -> None:
         from megatron.core import parallel_state
@@ -93,9 +92,8 @@ class _Hooks:
         for line in lines:
             _say(f"megatron_zb: {line}", args.rank)
         result = original(args, *rest, **defaults)
-        self._placement = stored_placement.of_run(args, self._plan)
-        args.pipeline_placement = self._placement
         if self._plan is not None:
+            stored_placement.mark(args, self._plan)
             _say(self._plan.describe(), args.rank)
         return result
 
@@ -193,10 +191,12 @@ class _Hooks:
 
     # --- checkpoints
 
-    def _load_base_checkpoint(self, original: Any, load_dir: Any, args: Any, *rest: Any, **k: Any):  # type: ignore[no-untyped-def]
-        loaded = original(load_dir, args, *rest, **k)
+    def _load_base_checkpoint(
+        self, original: Any, load_dir: Any, args: Any, *rest: Any, **keywords: Any
+    ) -> Any:
+        loaded = original(load_dir, args, *rest, **keywords)
         try:
-            stored_placement.check(loaded, args, self._placement)
+            stored_placement.check(loaded, args, self._plan)
         except UsageError as error:
             end_with(error, args.rank)
         return loaded
@@ -205,12 +205,11 @@ class _Hooks:
 def _load_yaml(original: Any, path: str) -> Any:
     """It replaces the command line, and is not checked as that is: a schedule would be lost."""
     loaded = original(path)
-    schedule = getattr(loaded, "pipeline_schedule", None) or flags.schedule_in(sys.argv[1:])
-    if schedule:
-        try:
-            conflicts.check(argparse.Namespace(yaml_cfg=path), schedule, in_a_v=False)
-        except UsageError as error:
-            end_with(error, int(os.environ.get("RANK", "0")))
+    chosen = flags.choice_in(sys.argv[1:])
+    if chosen is None and getattr(loaded, "pipeline_schedule", None):
+        chosen = f"pipeline_schedule: {loaded.pipeline_schedule} in it"
+    if chosen is not None:
+        end_with(conflicts.of_yaml(path, chosen), int(os.environ.get("RANK", "0")))
     return loaded
 
 

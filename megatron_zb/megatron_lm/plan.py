@@ -9,7 +9,7 @@ from pathlib import Path
 from megatron_zb.errors import UsageError
 from megatron_zb.megatron.adapter import PipelineAdapter
 from megatron_zb.megatron.placement import Layers
-from megatron_zb.megatron_lm import conflicts
+from megatron_zb.megatron_lm import conflicts, flags
 from megatron_zb.schedules import catalog, interchange
 
 # How Megatron-LM divides layers over ranks where no layout is given; a layout takes their place.
@@ -36,7 +36,7 @@ def make_plan(args: argparse.Namespace) -> PipelineAdapter | None:
             raise UsageError("--pipeline-memory-limit needs --pipeline-schedule, such as auto")
         return None
     adapter = _adapter(args)
-    conflicts.check(args, adapter.schedule.name, adapter.physical.mirrored)
+    conflicts.check(args, str(flags.choice(args)), adapter.schedule.placement)
     if not _is_hybrid(args):
         for name in _DIVISION:
             setattr(args, name, False if isinstance(getattr(args, name, None), bool) else None)
@@ -66,7 +66,7 @@ def _of_file(args: argparse.Namespace, sizes: dict[str, int]) -> PipelineAdapter
     table = interchange.from_csv(file)
     chunks = table.placement.chunks
     _chunks(args).check(chunks, f"--pipeline-schedule-file {file}")
-    layers = _layers(args)
+    layers = layers_of(args)
     _check_ends(layers, chunks)
     return PipelineAdapter.of_table(table, **sizes, layers=layers, layer_layout=_layout(args))
 
@@ -74,7 +74,7 @@ def _of_file(args: argparse.Namespace, sizes: dict[str, int]) -> PipelineAdapter
 def _named(args: argparse.Namespace, sizes: dict[str, int]) -> PipelineAdapter:
     family = catalog.family(args.pipeline_schedule)
     asked = _chunks(args)
-    layers = _layers(args)
+    layers = layers_of(args)
     _check_ends(layers, asked.number or 1)
 
     def create(layers: Layers) -> PipelineAdapter:
@@ -158,7 +158,8 @@ def _check_ends(layers: Layers, chunks: int) -> None:
         )
 
 
-def _layers(args: argparse.Namespace) -> Layers:
+def layers_of(args: argparse.Namespace) -> Layers:
+    """What Megatron-LM's arguments ask to be placed."""
     return Layers(
         decoder=_num_layers(args),
         multi_token=args.mtp_num_layers or 0,

@@ -7,35 +7,80 @@ the buffers of each rank, and the legacy format, which follows the pipeline rank
 
 from __future__ import annotations
 
+import argparse
 from typing import Any
 
 from megatron.core.dist_checkpointing import load_content_metadata
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
 from megatron_zb.errors import UsageError
+from megatron_zb.megatron.adapter import PipelineAdapter
+from megatron_zb.megatron.placement import layout_text, segments_from_layout, spread
+from megatron_zb.megatron_lm.plan import layers_of
+from megatron_zb.schedules.placement import looped
 
-STOCK = "Megatron's own"
+_STOCK = "Megatron's own placement"
 _ATTRIBUTE = "pipeline_placement"
 
+# Arguments that a checkpoint of another version may lack.
+_ABSENT = {
+    "pipeline_model_parallel_size": 1,
+    "virtual_pipeline_model_parallel_size": None,
+    "pipeline_model_parallel_layout": None,
+    "num_layers": None,
+    "encoder_num_layers": None,
+    "mtp_num_layers": None,
+    "account_for_embedding_in_pipeline_split": False,
+    "account_for_loss_in_pipeline_split": False,
+    "decoder_first_pipeline_num_layers": None,
+    "decoder_last_pipeline_num_layers": None,
+}
 
-def of_run(args: Any, plan: Any) -> str:
-    """A name for the placement of a run; equal names mean equal layers on every rank."""
-    if plan is None or not plan.physical.mirrored:
-        chunks = args.virtual_pipeline_model_parallel_size or 1
-        return f"{STOCK}, {_ranks(args)} x {chunks} chunks"
-    return f"{plan.schedule.placement.name}, {_ranks(args)} x {plan.chunks} chunks"
+
+def mark(args: argparse.Namespace, plan: PipelineAdapter) -> None:
+    """Note the placement in the arguments, which every checkpoint of the run holds."""
+    setattr(args, _ATTRIBUTE, of_plan(plan))
 
 
-def _ranks(args: Any) -> str:
-    return f"{args.pipeline_model_parallel_size} ranks"
+def of_plan(plan: PipelineAdapter) -> str:
+    """A name for the placement; equal names mean equal layers on every rank."""
+    placement = plan.schedule.placement
+    kind = placement.name if plan.physical.mirrored else _STOCK
+    return _name(kind, placement.pipeline_size, plan.chunks, str(plan.layer_layout))
 
 
-def check(loaded: Any, args: Any, placement: str) -> None:
+def of_stock(args: argparse.Namespace) -> str:
+    """The same for a run of Megatron's own schedules."""
+    full = argparse.Namespace(**{**_ABSENT, **vars(args)})
+    ranks = full.pipeline_model_parallel_size
+    chunks = full.virtual_pipeline_model_parallel_size or 1
+    return _name(_STOCK, ranks, chunks, _stock_layout(full, ranks, chunks))
+
+
+def _name(kind: str, ranks: int, chunks: int, layout: str) -> str:
+    return f"{kind}, {ranks} ranks x {chunks} chunks, {layout}"
+
+
+def _stock_layout(args: argparse.Namespace, ranks: int, chunks: int) -> str:
+    layout = args.pipeline_model_parallel_layout
+    try:
+        layers = layers_of(args)
+        if layout is None:
+            return layout_text(spread(layers, looped(ranks, chunks)))
+        return layout_text(segments_from_layout(str(layout), layers, ranks * chunks))
+    except UsageError:
+        return "other layers"
+
+
+def check(loaded: Any, args: argparse.Namespace, plan: PipelineAdapter | None) -> None:
     """Refuse a checkpoint that would be loaded into the wrong layers.
+
+    What Megatron's own schedules do with checkpoints of their own is Megatron's affair.
 
     Args:
         loaded: what Megatron-LM's ``_load_base_checkpoint`` returned: state, name, whether it is a
             release, and the format.
+        plan: None for a run of Megatron's own schedule.
 
     Raises:
         UsageError: says which flag makes it possible.
@@ -44,8 +89,12 @@ def check(loaded: Any, args: Any, placement: str) -> None:
     saved_args = state.get("args") if isinstance(state, dict) else None
     if saved_args is None:
         return
-    saved = getattr(saved_args, _ATTRIBUTE, None) or of_run(_with_sizes(saved_args), None)
-    if saved == placement or (saved.startswith(STOCK) and placement.startswith(STOCK)):
+    marked = getattr(saved_args, _ATTRIBUTE, None)
+    if plan is None and marked is None:
+        return
+    saved = marked or of_stock(saved_args)
+    placement = of_stock(args) if plan is None else of_plan(plan)
+    if saved == placement:
         return
     if getattr(kind, "name", "") == "LEGACY":
         raise UsageError(
@@ -63,11 +112,3 @@ def check(loaded: Any, args: Any, placement: str) -> None:
             f"written with {saved}, but this run has {placement}: save it with "
             "--dist-ckpt-optim-fully-reshardable, or load the weights alone with --no-load-optim"
         )
-
-
-def _with_sizes(saved: Any) -> Any:
-    """A checkpoint of stock Megatron says its sizes, but older ones may lack some."""
-    for name in ("virtual_pipeline_model_parallel_size", "pipeline_model_parallel_size"):
-        if not hasattr(saved, name):
-            setattr(saved, name, 1)
-    return saved
