@@ -39,8 +39,8 @@ No test shows that these give the same numbers: no CPU can run them.
 
 REFUSED = """\
 Refused with one sentence before the first step: with any schedule, only where ranks hold several
-chunks, or only in a V, where the model ends on the rank where it begins (v-half, v-min, v-zb, 1f1b-v,
-dualpipe-v and wave).
+chunks, or only in a V, where the model ends on the rank where it begins (v-half, v-min, v-zb,
+1f1b-v, dualpipe-v and wave).
 """
 
 SETTINGS = """\
