@@ -166,6 +166,20 @@ ROWS = (
         schedules=("v-half", "zb-h1"),
     ),
     Row("frozen weights", "`requires_grad = False`", GPTCase(frozen="linear_fc1.weight")),
+    Row(
+        "Mamba and hybrid models",
+        "`pretrain_mamba.py`, `pretrain_hybrid.py`, schedules with one chunk per rank",
+        None,
+        Verdict.NOT_ON_CPU,
+        reason="their layers are CUDA kernels and layers of Transformer Engine",
+    ),
+    Row(
+        "BERT",
+        "`pretrain_bert.py`, schedules with one chunk per rank",
+        None,
+        Verdict.NOT_ON_CPU,
+        reason="its script cannot be imported without Transformer Engine",
+    ),
     # mixture of experts
     Row(
         "experts spread over ranks, aux loss, shared expert, all-to-all dispatcher",

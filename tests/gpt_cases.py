@@ -57,6 +57,7 @@ class GPTCase:
     sequence_parallel: bool = False
     per_token_loss: bool = False
     overlap_grad_reduce: bool = False
+    bucket_size: int | None = None
     distributed_optimizer: bool = False
     wrapped: bool = True
     layers: int = 8
@@ -278,6 +279,7 @@ def _build_chunks(case: GPTCase, adapter: PipelineAdapter | None, p: int) -> lis
         ddp = DistributedDataParallelConfig(
             grad_reduce_in_fp32=True,
             overlap_grad_reduce=case.overlap_grad_reduce,
+            bucket_size=case.bucket_size,
             use_distributed_optimizer=case.distributed_optimizer,
             overlap_param_gather=case.overlap_param_gather,
             align_param_gather=case.align_param_gather,

@@ -59,20 +59,16 @@ def test_shapes_of_a_function_are_refused_unless_they_travel() -> None:
 
 
 class Chunk:
-    """A model chunk that says when its weights are gathered and its gradients are reduced."""
+    """A model chunk that says its name in the place of its parameters."""
 
-    def __init__(self, name: int, said: list[str], overlaps: bool = False) -> None:
-        self.name, self.said = name, said
-        self.ddp_config = SimpleNamespace(overlap_grad_reduce=overlaps)
+    def __init__(self, name: int) -> None:
+        self.name = name
 
     def parameters(self) -> int:
         return self.name
 
-    def start_grad_sync(self) -> None:
-        self.said.append(f"reduce {self.name}")
 
-
-def _syncs(overlaps: bool, **functions: Any) -> list[str]:
+def _syncs(**functions: Any) -> list[str]:
     """What is said in a step of two microbatches of four chunks, the last two in other order."""
     said: list[str] = []
     config = SimpleNamespace(
@@ -81,26 +77,24 @@ def _syncs(overlaps: bool, **functions: Any) -> list[str]:
     for name, kind in functions.items():
         calls = [lambda chunk, name=name: said.append(f"{name} {chunk}") for _ in range(4)]
         setattr(config, f"{name}_sync_func", calls if kind is list else calls[0])
-    sync = DataParallelSync(config, [Chunk(c, said, overlaps) for c in range(4)], [0, 1, 3, 2], 2)
+    chunks = [Chunk(c) for c in range(4)]
+    sync = DataParallelSync(config, chunks, [0, 1, 3, 2], 2, buckets=[None] * 4)
     for chunk in (0, 0, 1, 0, 1, 3, 2, 3):
         said.append(f"F{chunk}")
         sync.before_forward(chunk)
     for chunk in (3, 2, 3, 0, 2):
         said.append(f"W{chunk}")
-        sync.after_weight_gradient(chunk)
+        sync.before_weight_gradients(chunk, None)
+        sync.after_weight_gradients(chunk)
     return said
 
 
 @pytest.mark.parametrize("kind", [list, "one"])
 def test_gathers_run_one_chunk_ahead_and_reductions_at_once(kind: Any) -> None:
-    said = _syncs(False, param=kind, grad=kind)
+    said = _syncs(param=kind, grad=kind)
     assert " ".join(said) == (
         "param 0 param 1 F0 F0 F1 param 3 F0 F1 F3 param 2 F2 F3 W3 W2 W3 grad 3 W0 W2 grad 2"
     )
-
-
-def test_reductions_that_overlap_start_when_a_chunk_is_done() -> None:
-    assert " ".join(_syncs(True)) == ("F0 F0 F1 F0 F1 F3 F2 F3 W3 W2 W3 reduce 3 W0 W2 reduce 2")
 
 
 def gathers_of_an_evaluation(schedule: str) -> list[int]:

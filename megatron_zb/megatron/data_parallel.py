@@ -7,9 +7,13 @@ Megatron's own schedules dispatch both: ``config.param_sync_func`` ahead of a ch
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
+
+import torch
+
+from megatron_zb.megatron.buckets import BucketReductions, overlaps_grad_reduce
 
 # Chunks whose weights are gathered before the first forward; the others go one chunk ahead.
 _GATHERED_UP_FRONT = 2
@@ -18,27 +22,52 @@ _GATHERED_UP_FRONT = 2
 class DataParallelSync:
     """The parameter gathers and gradient reductions of one training step.
 
-    Both are started as early as may be, so that they overlap with the passes of other chunks: the
-    gather one chunk ahead, the reduction when a chunk has no B, BW or W left.
+    Both are started as early as may be, so that they overlap with passes: the gather one chunk
+    ahead; the reduction of a bucket when its last gradient is there; the reduction of a chunk by a
+    function of the user's when it has no B, BW or W left.
 
     Args:
         chunks: the model chunks of this rank, as data parallelism wraps them.
         order: their indices, in the order of their first forwards.
         passes: weight gradients that each chunk computes in the step.
+        buckets: for each chunk, None where data parallelism does not overlap its reductions.
     """
 
     def __init__(
-        self, config: Any, chunks: Sequence[Any], order: Sequence[int], passes: int
+        self,
+        config: Any,
+        chunks: Sequence[Any],
+        order: Sequence[int],
+        passes: int,
+        buckets: Sequence[BucketReductions | None],
     ) -> None:
-        self._config = config
         self._chunks = chunks
         self._left = [passes] * len(chunks)
         self._gathers = one_for_each_chunk(config.param_sync_func, chunks)
         self._reductions = one_for_each_chunk(config.grad_sync_func, chunks)
+        self._buckets = [
+            None if bucket is not None and self._has_reduction_of_its_own(i) else bucket
+            for i, bucket in enumerate(buckets)
+        ]
         self._ungathered = deque(order if self._gathers else ())
         self._reached: set[int] = set()
         for _ in range(_GATHERED_UP_FRONT):
             self._gather_next()
+
+    def _has_reduction_of_its_own(self, chunk: int) -> bool:
+        """Megatron-LM names data parallelism's own function, which would start all buckets."""
+        if not self._reductions:
+            return False
+        return self._reductions[chunk] != self._chunks[chunk].start_grad_sync
+
+    @contextmanager
+    def listening(self) -> Iterator[None]:
+        """While the step runs."""
+        with ExitStack() as stack:
+            for buckets in self._buckets:
+                if buckets is not None:
+                    stack.enter_context(buckets.listening())
+            yield
 
     def before_forward(self, chunk: int) -> None:
         """Called before every F: the first one of a chunk dispatches the next chunk's gather."""
@@ -47,15 +76,24 @@ class DataParallelSync:
             if len(self._reached) > 1:
                 self._gather_next()
 
-    def after_weight_gradient(self, chunk: int) -> None:
-        """Called after every BW and W: the last one of a chunk starts the reduction."""
+    def before_weight_gradients(self, chunk: int, brings: Mapping[int, int] | None) -> None:
+        """Called before every W and BW; see :meth:`BucketReductions.before_pass`."""
+        if (buckets := self._buckets[chunk]) is not None:
+            buckets.before_pass(brings, final=self._left[chunk] == 1)
+
+    def gradient_came(self, chunk: int, weight: torch.Tensor) -> None:
+        """Called for every gradient that a W has computed."""
+        if (buckets := self._buckets[chunk]) is not None:
+            buckets.gradient_came(weight)
+
+    def after_weight_gradients(self, chunk: int) -> None:
+        """Called after every W and BW: the last one of a chunk starts what has not started."""
         self._left[chunk] -= 1
-        if self._left[chunk]:
-            return
-        if self._reductions:
+        final = not self._left[chunk]
+        if (buckets := self._buckets[chunk]) is not None:
+            buckets.after_pass(final)
+        elif final and self._reductions:
             self._reductions[chunk](self._chunks[chunk].parameters())
-        elif overlaps_grad_reduce(self._chunks[chunk]):
-            self._chunks[chunk].start_grad_sync()
 
     def _gather_next(self) -> None:
         if self._ungathered:
@@ -70,11 +108,6 @@ def one_for_each_chunk(
     if functions is None:
         return []
     return functions if isinstance(functions, list) else [functions for _ in chunks]
-
-
-def overlaps_grad_reduce(chunk: Any) -> bool:
-    ddp_config = getattr(chunk, "ddp_config", None)
-    return ddp_config is not None and bool(ddp_config.overlap_grad_reduce)
 
 
 @contextmanager

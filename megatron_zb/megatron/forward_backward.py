@@ -6,8 +6,8 @@ Serves megatron-core 0.16 to 0.19. The contract is that of
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -19,11 +19,8 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.utils import get_model_config
 
 from megatron_zb.errors import UsageError
-from megatron_zb.megatron.data_parallel import (
-    DataParallelSync,
-    no_grad_sync,
-    overlaps_grad_reduce,
-)
+from megatron_zb.megatron.buckets import BucketReductions, overlaps_grad_reduce
+from megatron_zb.megatron.data_parallel import DataParallelSync, no_grad_sync
 from megatron_zb.megatron.linear import SplitBackward
 from megatron_zb.megatron.placement import PhysicalPlacement
 from megatron_zb.runtime.activation_memory import ActivationMemory
@@ -81,18 +78,23 @@ class MegatronStage(AutogradStage):
 
     def backward(self, microbatch: int, gradient: torch.Tensor | None) -> torch.Tensor | None:
         with _timed(self._iteration.config, "backward-compute", log_level=2):
-            result = super().backward(microbatch, gradient)
-        if not self._queue.deferring:
-            self._weights_done()
-        return result
+            if self._queue.deferring:
+                return super().backward(microbatch, gradient)
+            with self._weight_gradients(None):
+                return super().backward(microbatch, gradient)
 
     def backward_weight(self, microbatch: int) -> None:
-        super().backward_weight(microbatch)
-        self._weights_done()
+        with self._weight_gradients(self._queue.weights(microbatch)):
+            super().backward_weight(microbatch)
 
-    def _weights_done(self) -> None:
-        if self._iteration.sync is not None:
-            self._iteration.sync.after_weight_gradient(self._vp_stage)
+    @contextmanager
+    def _weight_gradients(self, brings: Mapping[int, int] | None) -> Iterator[None]:
+        """Around a W, with how many gradients it brings for each weight, or a BW."""
+        sync = self._iteration.sync
+        assert sync is not None, "an evaluation has no backward"
+        sync.before_weight_gradients(self._vp_stage, brings)
+        yield
+        sync.after_weight_gradients(self._vp_stage)
 
 
 @dataclass
@@ -135,6 +137,7 @@ class ForwardBackward:
         self._program_for = program_for
         self._splits = splits
         self._channels: Channels | None = None
+        self._buckets: list[BucketReductions | None] = []
         self.activation_memory: ActivationMemory | None = None
 
     def __call__(
@@ -213,7 +216,8 @@ class ForwardBackward:
             iteration.sync = self._sync(iteration, program, logical)
         variable = iteration.config.variable_seq_lengths
         transport: Transport = ShapedChannels(channels) if variable else channels
-        run_program(program, logical, self._stages(iteration), transport, allocate)
+        with iteration.sync.listening() if iteration.sync else nullcontext():
+            run_program(program, logical, self._stages(iteration), transport, allocate)
 
     def _stages(self, iteration: Iteration) -> dict[int, Stage]:
         stages: dict[int, Stage] = {}
@@ -221,6 +225,8 @@ class ForwardBackward:
             split.hooks_need_gradients = overlaps_grad_reduce(iteration.model[vp_stage])
             stage = MegatronStage(iteration, vp_stage, split)
             stage.activation_memory = split.queue.activation_memory = self.activation_memory
+            if iteration.sync is not None:
+                split.queue.on_gradient = partial(iteration.sync.gradient_came, vp_stage)
             stages[self._physical.stage(iteration.pp_rank, vp_stage)] = stage
         return stages
 
@@ -230,8 +236,21 @@ class ForwardBackward:
         if iteration.config.param_sync_func is not None:
             order = [held.index(stage) for stage in _by_first_forward(program, logical)]
         return DataParallelSync(
-            iteration.config, iteration.model, order, passes=iteration.num_microbatches
+            iteration.config,
+            iteration.model,
+            order,
+            passes=iteration.num_microbatches,
+            buckets=self._bucket_reductions(iteration.model),
         )
+
+    def _bucket_reductions(self, chunks: list[Any]) -> list[BucketReductions | None]:
+        """They remember what a backward brings from one step to the next."""
+        known = {id(b.chunk): b for b in self._buckets if b is not None}
+        self._buckets = [
+            known.get(id(c)) or BucketReductions(c) if overlaps_grad_reduce(c) else None
+            for c in chunks
+        ]
+        return self._buckets
 
     def _connected(self, pp_group: torch.distributed.ProcessGroup) -> Channels:
         if self._channels is None:

@@ -94,7 +94,8 @@ class SplitLinear(torch.autograd.Function):
         uses = ctx.split.queue.scratch.setdefault(id(weight), _Uses())
         uses.left += 1
         call = _Call(ctx.gradient_accumulation_fusion, gather_group, ctx.main_grad, uses)
-        ctx.split.queue.defer(partial(_add_weight_gradient, call, weight), input_, grad_output)
+        add = partial(_add_weight_gradient, call, weight)
+        ctx.split.queue.defer(add, input_, grad_output, weights=[weight])
         rest = [None] * (len(_ARGUMENTS) - 3)
         return (None, grad_input, _placeholder(weight, ctx.split), grad_bias, *rest)
 

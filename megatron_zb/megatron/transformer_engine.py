@@ -139,7 +139,8 @@ class _Store:
         if results.grouped and not self._module.fuse_wgrad_accumulation:
             compute = _with_buffers_of_its_own(operands, compute)
         add = partial(self._add, results, operands, compute)
-        self._split.queue.defer(add, *_tensors(operands[:2]))
+        parameters = [p for p in (*results.weights, *results.biases) if p is not None]
+        self._split.queue.defer(add, *_tensors(operands[:2]), weights=parameters)
 
     def _is_trainable(self) -> bool:
         return all(weight.requires_grad for results in self.results for weight in results.weights)

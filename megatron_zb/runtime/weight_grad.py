@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Callable, Iterator
+from collections import Counter, deque
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -15,10 +15,11 @@ from megatron_zb.runtime.activation_memory import ActivationMemory
 
 @dataclass(frozen=True)
 class WeightGradTask:
-    """One weight gradient left to do, and the tensors it keeps alive until then."""
+    """Weight gradients left to do in one go, and the tensors they keep alive until then."""
 
     compute: Callable[..., None]
     operands: tuple[torch.Tensor, ...]
+    weights: tuple[torch.Tensor, ...]
 
     def run(self) -> None:
         self.compute(*self.operands)
@@ -30,13 +31,15 @@ class WeightGradQueue:
     Layers ask :attr:`deferring` in their backward and hand over a task if it is true. Tasks are
     carried out one microbatch at a time, oldest first, in the order their layers ran backward, so
     that sums are formed in the order of an unsplit backward. ``scratch`` is what the layers want to
-    remember of one another within the B that runs.
+    remember of one another within the B that runs. ``on_gradient`` is called with every weight
+    whose gradient W has computed.
     """
 
     def __init__(self) -> None:
         self.deferring = False
         self.scratch: dict[Any, Any] = {}
         self.activation_memory: ActivationMemory | None = None
+        self.on_gradient: Callable[[torch.Tensor], None] | None = None
         self._microbatches: deque[tuple[int, deque[WeightGradTask]]] = deque()
 
     @contextmanager
@@ -50,12 +53,24 @@ class WeightGradQueue:
             self.deferring = False
             self.scratch = {}
 
-    def defer(self, compute: Callable[..., None], *operands: torch.Tensor) -> None:
-        """Leave ``compute(*operands)`` to the W of the current microbatch."""
+    def defer(
+        self,
+        compute: Callable[..., None],
+        *operands: torch.Tensor,
+        weights: Iterable[torch.Tensor] = (),
+    ) -> None:
+        """Leave ``compute(*operands)``, the gradients of ``weights``, to this microbatch's W."""
         if self.activation_memory is not None:
             for tensor in operands:
                 self.activation_memory.hold(tensor)
-        self._microbatches[-1][1].append(WeightGradTask(compute, operands))
+        self._microbatches[-1][1].append(WeightGradTask(compute, operands, tuple(weights)))
+
+    def weights(self, microbatch: int) -> Counter[int]:
+        """How many gradients the W of a microbatch brings for each weight, by its ``id``."""
+        tasks = (
+            task for number, held in self._microbatches for task in held if number == microbatch
+        )
+        return Counter(id(weight) for task in tasks for weight in task.weights)
 
     def run(self, microbatch: int) -> None:
         """Carry out the weight gradients of a microbatch, which must be the oldest collected.
@@ -74,6 +89,9 @@ class WeightGradQueue:
                 if self.activation_memory is not None:
                     for tensor in task.operands:
                         self.activation_memory.release(tensor)
+                if self.on_gradient is not None:
+                    for weight in task.weights:
+                        self.on_gradient(weight)
 
     def __len__(self) -> int:
         return len(self._microbatches)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import re
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -77,9 +76,8 @@ def pretrain(
     with tempfile.TemporaryFile("w+") as output:
         process = subprocess.Popen(
             [
-                *(sys.executable, "-m", "torch.distributed.run", f"--nproc-per-node={ranks}"),
-                *("--rdzv-backend=c10d", f"--rdzv-endpoint=localhost:{_free_port()}"),
-                *command,
+                *(sys.executable, "-m", "torch.distributed.run", "--standalone"),
+                *(f"--nproc-per-node={ranks}", *command),
             ],
             stdout=output,
             stderr=subprocess.STDOUT,
@@ -104,12 +102,6 @@ def _end(process: subprocess.Popen[bytes]) -> None:
     with suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
     process.wait()
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("localhost", 0))
-        return int(probe.getsockname()[1])
 
 
 def _read(code: int, output: str) -> Logged:
