@@ -1,0 +1,173 @@
+"""Real layers of a GPT on one device, for the benchmarks. Import it after ``one_device.start``."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from layer_sizes import LOCAL_FLASH, TRANSFORMER_ENGINE, LayerSizes
+from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+from megatron.core.models.gpt import GPTModel
+from megatron.core.models.gpt.gpt_layer_specs import (
+    get_gpt_layer_local_spec,
+    get_gpt_layer_with_transformer_engine_spec,
+)
+from megatron.core.transformer.module import MegatronModule
+from megatron.core.transformer.transformer_config import TransformerConfig
+from one_device import Meter
+from torch.nn import functional
+
+from megatron_zb.megatron.linear import SplitBackward, split_linear_layers
+from megatron_zb.megatron.transformer_engine import split_transformer_engine
+from megatron_zb.runtime.autograd_stage import AutogradStage
+from megatron_zb.runtime.weight_grad import WeightGradQueue
+
+
+class FlashAttention(MegatronModule):
+    """Causal attention by torch's fused kernel, in the place of Megatron's local one.
+
+    Megatron's keeps a matrix of sequence length squared for every head, which no training at a
+    realistic length would; its fused one needs Transformer-Engine.
+    """
+
+    def __init__(self, config: TransformerConfig, **_options: Any) -> None:
+        super().__init__(config=config)
+        self._width = config.kv_channels * config.num_attention_heads
+
+    def forward(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        attention_mask: torch.Tensor | None,
+        **_options: Any,
+    ) -> torch.Tensor:
+        """From [sequence, batch, heads, width] each to [sequence, batch, all heads' width]."""
+        q, k, v = (t.permute(1, 2, 0, 3) for t in (query, key, value))
+        out = functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+        return out.permute(2, 0, 1, 3).reshape(query.size(0), query.size(1), self._width)
+
+
+def configuration(
+    sizes: LayerSizes, layers: int, dtype: torch.dtype, device: torch.device, implementation: str
+) -> TransformerConfig:
+    """A gated MLP, rotary positions, no biases and no dropout, nothing fused by a compiler."""
+    return TransformerConfig(
+        num_layers=layers,
+        hidden_size=sizes.hidden,
+        num_attention_heads=sizes.heads,
+        ffn_hidden_size=sizes.ffn_hidden,
+        gated_linear_unit=True,
+        activation_func=functional.silu,
+        add_bias_linear=False,
+        attention_dropout=0.0,
+        hidden_dropout=0.0,
+        bf16=dtype is torch.bfloat16,
+        params_dtype=dtype,
+        pipeline_dtype=dtype,
+        transformer_impl=(
+            TRANSFORMER_ENGINE.replace("-", "_")
+            if implementation == TRANSFORMER_ENGINE
+            else "local"
+        ),
+        use_cpu_initialization=device.type == "cpu",
+        gradient_accumulation_fusion=implementation == TRANSFORMER_ENGINE,
+        bias_activation_fusion=False,
+        bias_dropout_fusion=False,
+        masked_softmax_fusion=False,
+        apply_rope_fusion=False,
+        persist_layer_norm=False,
+    )
+
+
+def _specification(implementation: str) -> Any:
+    if implementation == TRANSFORMER_ENGINE:
+        return get_gpt_layer_with_transformer_engine_spec()
+    layer = get_gpt_layer_local_spec()
+    if implementation == LOCAL_FLASH:
+        layer.submodules.self_attention.submodules.core_attention = FlashAttention
+    return layer
+
+
+def build(
+    config: TransformerConfig,
+    sizes: LayerSizes,
+    implementation: str,
+    device: torch.device,
+    *,
+    embedding: bool = False,
+    output_layer: bool = False,
+) -> GPTModel:
+    """One model chunk with all layers of its config, as ``prepare_model`` takes it."""
+    chunk = GPTModel(
+        config=config,
+        transformer_layer_spec=_specification(implementation),
+        vocab_size=max(sizes.vocabulary, 1),
+        max_sequence_length=sizes.seq_length,
+        pre_process=embedding,
+        post_process=output_layer,
+        share_embeddings_and_output_weights=False,
+        position_embedding_type="rope",
+    )
+    return chunk.to(device=device, dtype=config.params_dtype)
+
+
+def with_main_grads(chunk: GPTModel) -> DistributedDataParallel:
+    """Wrapped as for training: gradients are summed in fp32."""
+    settings = DistributedDataParallelConfig(grad_reduce_in_fp32=True)
+    return DistributedDataParallel(chunk.config, settings, chunk)
+
+
+def message(sizes: LayerSizes, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """What travels between two stages."""
+    shape = (sizes.seq_length, sizes.micro_batch_size, sizes.hidden)
+    return torch.randn(shape, device=device).to(dtype)
+
+
+class Layers:
+    """Layers without embedding and output layer, whose passes can be run one by one."""
+
+    def __init__(
+        self,
+        config: TransformerConfig,
+        sizes: LayerSizes,
+        implementation: str,
+        device: torch.device,
+    ) -> None:
+        chunk = build(config, sizes, implementation, device)
+        self._queue = WeightGradQueue()
+        split = SplitBackward(self._queue)
+        split_linear_layers(chunk, split)
+        split_transformer_engine(chunk, split, "split_backward")
+        self.model = with_main_grads(chunk)
+        self._stage = AutogradStage(self._compute, self._queue, is_last=False)
+        self._activation = message(sizes, config.params_dtype, device)
+        self._gradient = message(sizes, config.params_dtype, device)
+
+    def _compute(self, _microbatch: int, activation: torch.Tensor | None) -> torch.Tensor:
+        self.model.module.set_input_tensor([activation])
+        output: torch.Tensor = self.model(None, None, None)
+        self.model.module.set_input_tensor([None])
+        return output
+
+    def run(self, name: str) -> None:
+        """F, B, W or BW of one microbatch."""
+        if name == "F":
+            self._stage.forward(0, self._activation.detach())
+        elif name == "B":
+            self._stage.backward_input(0, self._gradient)
+        elif name == "W":
+            self._stage.backward_weight(0)
+        else:
+            self._stage.backward(0, self._gradient)
+
+    def held_after(self, meter: Meter) -> dict[str, int]:
+        """The bytes held after F, after B and after W of one microbatch."""
+        self._stage.activation_memory = meter.activation_memory
+        self._queue.activation_memory = meter.activation_memory
+        held = {}
+        with meter.watching():
+            for name in ("F", "B", "W"):
+                self.run(name)
+                held[name] = meter.held_bytes
+        return held
