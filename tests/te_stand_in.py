@@ -262,6 +262,36 @@ def layernorm_bwd(
     return d_x.to(x.dtype), d_weight.to(weight.dtype), d_bias.to(weight.dtype)
 
 
+def rmsnorm_fwd(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    eps: float,
+    _out: Any,
+    _quantizer: Any,
+    _out_type: Any,
+    _margin: int,
+    zero_centered: bool,
+) -> tuple[torch.Tensor, None, torch.Tensor]:
+    scale = (weight + 1 if zero_centered else weight).float()
+    deviation = (x.float().square().mean(-1) + eps).rsqrt()
+    return (x.float() * deviation[..., None] * scale).to(x.dtype), None, deviation
+
+
+def rmsnorm_bwd(
+    gradient: torch.Tensor,
+    x: torch.Tensor,
+    deviation: torch.Tensor,
+    weight: torch.Tensor,
+    _margin: int,
+    zero_centered: bool,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    gradient, scale = gradient.float(), (weight + 1 if zero_centered else weight).float()
+    normal = x.float() * deviation[..., None]
+    scaled = gradient * scale
+    d_x = deviation[..., None] * (scaled - normal * (scaled * normal).mean(-1, keepdim=True))
+    return d_x.to(x.dtype), (gradient * normal).flatten(0, -2).sum(0).to(weight.dtype)
+
+
 def relu(x: torch.Tensor, _quantizer: Any) -> torch.Tensor:
     return x.relu()
 
@@ -275,6 +305,8 @@ _KERNELS: list[Callable[..., Any]] = [
     te_general_grouped_gemm,
     layernorm_fwd,
     layernorm_bwd,
+    rmsnorm_fwd,
+    rmsnorm_bwd,
     relu,
     drelu,
 ]
