@@ -64,6 +64,31 @@ def test_saved_tensors_are_counted_once_and_until_backward() -> None:
     assert weight.grad is not None
 
 
+class _Emptying(torch.autograd.Function):
+    """Empties what it has used, as some of Transformer-Engine's backwards do."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(x.exp())
+        return x.exp()
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
+        (saved,) = ctx.saved_tensors
+        result = grad * saved
+        saved.data = torch.empty(0)
+        return result
+
+
+def test_a_saved_tensor_that_is_emptied_is_no_longer_counted() -> None:
+    memory = ActivationMemory()
+    with memory.watching():
+        y = _Emptying.apply(torch.ones(10, 10, requires_grad=True))
+    assert memory.live_bytes == 400
+    y.sum().backward()
+    assert memory.live_bytes == 0
+
+
 class Layer:
     """y = tanh(x w) with its weight gradient left to the queue, in plain torch."""
 

@@ -46,7 +46,10 @@ class ActivationMemory:
 
     def release(self, tensor: torch.Tensor) -> None:
         """Undo one :meth:`hold`."""
-        key = _key(tensor)
+        self.release_storage(_key(tensor))
+
+    def release_storage(self, key: int) -> None:
+        """Undo one :meth:`hold` of a tensor that had this storage then."""
         holders = self._holders.get(key)
         if holders is None:
             return
@@ -62,16 +65,19 @@ def _key(tensor: torch.Tensor) -> int:
 
 
 class _Saved:
-    """What autograd keeps in place of a saved tensor; counted for as long as it lives."""
+    """What autograd keeps in place of a saved tensor; counted for as long as it lives.
 
-    __slots__ = ("memory", "tensor")
+    It may have another storage by then: Transformer-Engine empties tensors that it has used.
+    """
+
+    __slots__ = ("key", "memory", "tensor")
 
     def __init__(self, tensor: torch.Tensor, memory: ActivationMemory) -> None:
-        self.tensor, self.memory = tensor, memory
+        self.tensor, self.memory, self.key = tensor, memory, _key(tensor)
         memory.hold(tensor)
 
     def __del__(self) -> None:
-        self.memory.release(self.tensor)
+        self.memory.release_storage(self.key)
 
 
 def _unpack(saved: _Saved) -> torch.Tensor:
