@@ -1,0 +1,248 @@
+"""The benchmarks of one device, at tiny sizes on the CPU: that they count, compare and say it."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from argparse import Namespace
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import one_device
+import pytest
+import rank_memory
+import split_backward
+import torch
+from layer_sizes import LayerSizes, chosen
+from rank_process import TRANSFORMER_ENGINE
+from ranks import RankPools
+
+from megatron_zb.errors import UsageError
+from megatron_zb.runtime.activation_memory import ActivationMemory
+from megatron_zb.schedules.communication import Channel, Message
+
+ROOT = Path(__file__).resolve().parents[1]
+BENCHMARKS = ROOT / "benchmarks"
+RUN_ALL = BENCHMARKS / "gpu" / "run_all.sh"
+sys.path.append(str(BENCHMARKS / "gpu"))
+import measurements  # noqa: E402
+
+TINY = "--device cpu --hidden 32 --heads 4 --ffn-hidden 48 --seq-length 16".split()
+SIZES = LayerSizes(hidden=32, heads=4, ffn_hidden=48, seq_length=16, micro_batch_size=1)
+
+
+def call(*command: str | Path) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [str(part) for part in command], capture_output=True, text=True, timeout=60, check=False
+    )
+
+
+def benchmark(name: str, *arguments: str) -> subprocess.CompletedProcess[str]:
+    return call(sys.executable, "-W", "ignore", BENCHMARKS / name, *arguments)
+
+
+def line_of(name: str, *arguments: str) -> dict[str, Any]:
+    done = benchmark(name, *TINY, *arguments)
+    assert done.returncode == 0, done.stderr
+    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return found
+
+
+def test_a_split_backward_is_timed_and_its_memory_counted() -> None:
+    line = line_of("split_backward.py", "--repetitions", "3")
+    assert line["sizes"]["hidden"] == 32
+    assert "there is no GPU" in line["not_measured"]["transformer-engine"]
+    assert [r["implementation"] for r in line["results"]] == ["local", "local-flash"]
+    for result in line["results"]:
+        seconds, held = result["seconds"], result["held_bytes"]
+        assert min(seconds.values()) > 0
+        assert result["ratio"] == pytest.approx(seconds["F+B+W"] / seconds["F+BW"])
+        assert held["F"] > held["B"] > held["W"] == 0
+
+
+def test_ranks_are_replayed_and_compared_with_the_simulator() -> None:
+    sizes = "--ranks 4 --microbatches 8 --layers-per-rank 2 --schedules v-half v-min"
+    line = line_of("rank_memory.py", *sizes.split())
+    results = line["results"]
+    assert list(results) == ["1f1b", "v-half", "v-min"]
+    one_f_one_b = results["1f1b"]["peak_bytes_of_ranks"]
+    assert one_f_one_b == sorted(one_f_one_b, reverse=True)
+    assert line["targets_on_a_gpu"] == {}  # they are for 8 ranks
+    for name, ratio in (("1f1b", 1.0), ("v-half", 0.75), ("v-min", 0.5)):
+        result = results[name]
+        assert len(result["peak_bytes_of_ranks"]) == 4
+        assert result["peak_bytes"] == max(result["peak_bytes_of_ranks"])
+        assert result["promised_microbatches_ratio"] == ratio
+        assert result["simulated_bytes_ratio"] == pytest.approx(ratio)
+        # the messages are what the simulator leaves out
+        message = 2 * SIZES.hidden * SIZES.seq_length
+        assert 0 <= result["peak_bytes"] - result["simulated_bytes"] <= 8 * message
+
+
+@pytest.mark.parametrize("script", ["split_backward.py", "rank_memory.py", "gpu/measurements.py"])
+def test_help(script: str) -> None:
+    done = benchmark(script, "--help")
+    assert done.returncode == 0
+    assert "--device" in done.stdout
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_without_a_gpu_cuda_is_refused_in_one_sentence() -> None:
+    done = benchmark("split_backward.py", "--device", "cuda")
+    assert done.returncode == 2
+    assert done.stderr.splitlines()[-1] == (
+        "split_backward.py: error: --device cuda needs a GPU and torch sees none: give --device cpu"
+    )
+
+
+def test_layers_that_the_chunks_cannot_share_are_refused() -> None:
+    job = rank_memory.Job(4, 8, 3, SIZES, "local", "bf16", torch.device("cpu"))
+    with pytest.raises(UsageError, match=r"v-half has 2 chunks .* give a multiple of 2"):
+        rank_memory._build("v-half", job)
+    assert rank_memory._build("v-half", replace(job, layers_per_rank=4)).name == "v-half"
+
+
+def test_heads_that_do_not_divide_are_refused() -> None:
+    with pytest.raises(UsageError, match="--hidden 100 cannot be split among --heads 8"):
+        chosen(Namespace(hidden=100, heads=8), torch.device("cpu"))
+
+
+def test_a_message_leaves_after_the_next_pass() -> None:
+    peers = rank_memory.StandInPeers()
+    peers.activation_memory = memory = ActivationMemory()
+    peers.send(Channel(0, 1), torch.zeros(5), slots=2)
+    held = []
+    for _ in range(3):
+        peers.forget_taken()  # the executor does before every pass
+        held.append(memory.live_bytes)
+    assert held == [20, 0, 0]
+
+
+def test_a_message_is_made_up_where_it_is_received() -> None:
+    peers = rank_memory.StandInPeers()
+    message = Message(False, 1, 0)
+    peers.post_receive(Channel(0, 1), message, torch.zeros(50))
+    assert peers.take(message).std() > 0
+    peers.finish()
+
+
+def test_gpu_memory_is_what_is_allocated_since(monkeypatch: pytest.MonkeyPatch) -> None:
+    allocated = iter([100, 130, 110])
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda: None)
+    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda: next(allocated))
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda: 145)
+    meter = one_device.meter_of(torch.device("cuda"), [])
+    with meter.watching():
+        assert [meter.held_bytes, meter.held_bytes, meter.peak_bytes] == [30, 10, 45]
+
+
+def test_medians_are_of_repetitions_and_ratios_of_pairs() -> None:
+    split = [[0.0, 1.0, 2.0, 4.0], [0.0, 1.0, 3.0, 5.0], [0.0, 2.0, 4.0, 9.0]]
+    whole = [[0.0, 1.0, 4.0], [0.0, 1.0, 4.0], [0.0, 1.0, 5.0]]
+    found = split_backward._summary(one_device.CpuClock(), split, whole)
+    assert found["seconds"] == {"F": 1, "BW": 3, "B": 2, "W": 2, "F+BW": 4, "F+B+W": 5}
+    assert found["ratio"] == 1.25
+    assert found["middle_half_of_ratios"] == [1.0, 1.8]
+
+
+def transformer_engine_layers() -> tuple[int, int, int]:
+    """Run on a rank over stand-ins, where attention itself needs a GPU."""
+    import gpt_layers
+    from layer_sizes import TRANSFORMER_ENGINE as NAME
+    from megatron.core import parallel_state
+    from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
+
+    parallel_state.initialize_model_parallel(create_gloo_process_groups=False)
+    model_parallel_cuda_manual_seed(1)
+    layer = gpt_layers._specification(NAME)
+    layer.submodules.self_attention.submodules.core_attention = gpt_layers.FlashAttention
+    gpt_layers._specification = lambda implementation: layer
+    device = torch.device("cpu")
+    config = gpt_layers.configuration(SIZES, 1, torch.bfloat16, device, NAME)
+    layers = gpt_layers.Layers(config, SIZES, NAME, device)
+    for name in ("F", "BW", "F", "B", "W"):
+        layers.run(name)
+    held = layers.held_after(one_device.SavedMeter(layers.model.parameters()))
+    return held["F"], held["B"], held["W"]
+
+
+def test_layers_of_transformer_engine_are_measured_alike(ranks: RankPools) -> None:
+    if not (TRANSFORMER_ENGINE / "transformer_engine").is_dir():
+        pytest.skip(f"TRANSFORMER-ENGINE IS NOT TESTED: it is not in {TRANSFORMER_ENGINE}")
+    pool = ranks(1, transformer_engine=True)
+    ((after_forward, after_backward, after_weights),) = pool.run(transformer_engine_layers)
+    assert after_forward > after_backward > after_weights == 0
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        ("", "give --pack FOLDER where there is a network, or --output FILE on the GPU machine"),
+        ("--output", "--output needs a value, see --help"),
+        ("--fast", "--fast is not an option of this script, see --help"),
+        (
+            "--pack f --output o",
+            "--pack goes alone: give --carried and --output on the GPU machine",
+        ),
+        ("--pack f --for 3", "--for 3 is not a version of Python such as 3.12"),
+        ("--pack /", "/ is not empty: give --pack a new folder"),
+        ("--output o --device tpu", "--device tpu is neither cuda nor cpu"),
+        ("--output o --python no-python", "no-python is not a Python: give --python COMMAND"),
+    ],
+)
+def test_run_all_refuses_in_one_sentence(arguments: str, sentence: str) -> None:
+    done = call(RUN_ALL, "--python", sys.executable, *arguments.split())
+    assert (done.returncode, done.stderr) == (2, f"run_all.sh: error: {sentence}\n")
+
+
+def test_run_all_has_help_and_wants_what_was_packed(tmp_path: Path) -> None:
+    assert "usage: benchmarks/gpu/run_all.sh" in call(RUN_ALL, "--help").stdout
+    done = call(RUN_ALL, "--output", "o", "--carried", tmp_path)
+    assert done.returncode == 2
+    assert "was not made by --pack: there is no megatron in it" in done.stderr
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_run_all_needs_a_gpu(tmp_path: Path) -> None:
+    done = call(RUN_ALL, "--python", sys.executable, "--output", tmp_path / "results.json")
+    assert done.returncode == 2
+    assert "sees no GPU here: --device cpu tries it out without one" in done.stderr
+
+
+def test_run_all_keeps_what_was_measured_and_says_what_failed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    programs = {
+        "good": """print("a table"); print('{"ratio": 1.0}')""",
+        "broken": "raise RuntimeError('out of memory')",
+        "silent": "print('no figures')",
+        "slow": "import time; print('working', flush=True); time.sleep(30)",
+    }
+    runs = []
+    for name, program in programs.items():
+        (tmp_path / f"{name}.py").write_text(program)
+        runs.append(measurements.Measurement(name, f"{name}.py", "", 3, ""))
+    output = tmp_path / "results.json"
+    monkeypatch.setattr(measurements, "MEASUREMENTS", runs)
+    monkeypatch.setattr(measurements, "BENCHMARKS", tmp_path)
+    monkeypatch.setattr(sys, "argv", ["m", "--device", "cpu", "--output", str(output)])
+    assert measurements.main() == 1
+    found = json.loads(output.read_text())["measurements"]
+    assert found["good"].pop("wall_seconds") >= 0
+    assert found == {
+        "good": {"ratio": 1.0},
+        "broken": {
+            "failed": "with exit status 1",
+            "last_line": "RuntimeError: out of memory",
+        },
+        "silent": {"failed": "its last line is not JSON", "last_line": "no figures"},
+        "slow": {"failed": "it took more than 3 s", "last_line": "working"},
+    }
+    assert "==> slow failed, it took more than 3 s: working" in capsys.readouterr().err
+
+
+def test_all_measurements_together_take_less_than_eight_minutes() -> None:
+    assert sum(m.limit_seconds for m in measurements.MEASUREMENTS) < 8 * 60
