@@ -2,10 +2,10 @@
 """What splitting the backward costs: time of F, B and W against F and BW, for a real GPT layer.
 
 The layer is Megatron's, its backward is split as in training, and its gradients are summed in
-fp32. Both ways take turns, and medians are compared; on a CPU it is the processor time of one
-thread. Also counts the bytes held after F, after B and after W of one microbatch: what is allocated
-on a GPU; on a CPU what is saved for backward and for W, without what an operation needs only while
-it runs.
+fp32. Both ways take turns; the ratio is the median of the ratios of neighbours, which leaves out a
+machine that gets slower or faster. Times on a CPU are the processor time of one thread. Also counts
+the bytes held after F, after B and after W of one microbatch: what is allocated on a GPU; on a CPU
+what is saved for backward and for W, without what an operation needs only while it runs.
 
 Measures on a GPU if there is one, else on the CPU. Prints a table and, last, one JSON line.
 """
@@ -115,7 +115,7 @@ def _times(layers: Any, clock: Clock, passes: tuple[str, ...]) -> list[Any]:
 
 
 def _summary(clock: Clock, split: list[list[Any]], whole: list[list[Any]]) -> dict[str, Any]:
-    """Medians in seconds, their ratio, and how far the ratios of single repetitions spread."""
+    """Medians in seconds; the median ratio of neighbours in time, and how far those spread."""
     seconds = {}
     for passes, repetitions in ((WHOLE, whole), (SPLIT, split)):
         for i, name in enumerate(passes):
@@ -130,7 +130,7 @@ def _summary(clock: Clock, split: list[list[Any]], whole: list[list[Any]]) -> di
     quarter = len(ratios) // 4
     return {
         "seconds": seconds,
-        "ratio": seconds["F+B+W"] / seconds["F+BW"],
+        "ratio": statistics.median(ratios),
         "middle_half_of_ratios": [ratios[quarter], ratios[-1 - quarter]],
     }
 
