@@ -8,9 +8,9 @@ compares them and leaves a verdict, which every rank obeys.
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import sys
+import time
 import traceback
 import warnings
 from collections.abc import Mapping, Sequence
@@ -23,6 +23,10 @@ from megatron_zb.training.arguments import flag, parse
 
 if TYPE_CHECKING:
     from torch.distributed import Store
+
+
+_LONGEST_START = 300.0  # seconds: imports from a slow disk differ between ranks
+_TIME_FOR_RANK_0 = 2.0
 
 
 @dataclass(frozen=True)
@@ -149,45 +153,30 @@ def _store(environment: Environment) -> Store:
 def _agree(
     store: Store, environment: Environment, arguments: Mapping[str, Any], problem: str | None
 ) -> None:
-    """Go on if every rank has the same valid arguments; otherwise raise on every rank.
+    """Go on if every rank has the same valid arguments.
 
     Raises:
-        UsageError: on rank 0, with the rank, the argument and both values, or the problem.
+        UsageError: on rank 0; the others raise what says nothing.
     """
-    mine = {"problem": problem, "arguments": {**arguments, "megatron_zb version": __version__}}
-    store.set(f"arguments/{environment.rank}", json.dumps(mine, default=str))
-    if environment.rank == 0:
-        ranks = (
-            json.loads(store.get(f"arguments/{rank}")) for rank in range(environment.world_size)
+    from megatron_zb.runtime.agreement import Disagreement, agree
+
+    values = {_said(name): value for name, value in arguments.items()}
+    values["megatron_zb version"] = __version__
+    try:
+        agree(
+            store,
+            environment.rank,
+            environment.world_size,
+            values,
+            problem,
+            seconds=_LONGEST_START,
         )
-        verdict = _verdict(list(ranks))
-        if verdict:
-            # say it before the others end: the launcher then ends this process too
-            print(f"megatron_zb: error: {verdict}", file=sys.stderr, flush=True)
-        store.set("verdict", verdict)
-    if store.get("verdict"):
-        raise _SaidByRankZero
+    except Disagreement:
+        if environment.rank == 0:
+            raise
+        time.sleep(_TIME_FOR_RANK_0)  # the launcher ends every process when one has ended
+        raise _SaidByRankZero from None
 
 
-def _verdict(ranks: Sequence[Mapping[str, Any]]) -> str:
-    """What keeps these ranks from starting, or an empty string."""
-    problems = {rank: given["problem"] for rank, given in enumerate(ranks) if given["problem"]}
-    if problems:
-        rank, problem = next(iter(problems.items()))
-        return problem if len(problems) == len(ranks) else f"on rank {rank}: {problem}"
-    first = ranks[0]["arguments"]
-    for rank, given in enumerate(ranks):
-        for name, value in given["arguments"].items():
-            if value != first.get(name):
-                return (
-                    f"the ranks were started with different arguments: {_said(name, first)} on "
-                    f"rank 0, but {_said(name, given['arguments'])} on rank {rank}; start every "
-                    "rank with the same"
-                )
-    return ""
-
-
-def _said(name: str, arguments: Mapping[str, Any]) -> str:
-    value = arguments.get(name)
-    name = name if " " in name else flag(name)
-    return f"no {name}" if value in (None, False) else f"{name} {value}"
+def _said(name: str) -> str:
+    return name if " " in name else flag(name)
