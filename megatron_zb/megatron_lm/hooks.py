@@ -16,10 +16,12 @@ from importlib import import_module
 from typing import Any
 
 from megatron_zb.errors import UsageError
-from megatron_zb.megatron_lm import conflicts, flags, stored_placement
+from megatron_zb.megatron_lm import conflicts, fingerprint, flags, stored_placement
 from megatron_zb.megatron_lm.ending import end_with
 from megatron_zb.megatron_lm.plan import make_plan
+from megatron_zb.runtime.agreement import agree
 
+_LONGEST_START = 30.0  # seconds that a rank may let the others wait, once all are connected
 _MARK = "_installed_by_megatron_zb"
 
 
@@ -47,6 +49,7 @@ class _Hooks:
         self.prepare: Callable[[Any], None] | None = None
         self._plan: Any = None
         self._chunks: list[Any] = []
+        self._fingerprint: dict[str, Any] = {}
 
     def install(self) -> None:
         from megatron.core import parallel_state
@@ -94,15 +97,30 @@ class _Hooks:
         result = original(args, *rest, **defaults)
         if self._plan is not None:
             stored_placement.mark(args, self._plan)
+            self._fingerprint = fingerprint.of_run(args, self._plan)
             _say(self._plan.describe(), args.rank)
         return result
 
     # --- processes, layers and chunks
 
     def _initialize_model_parallel(self, original: Any, *args: Any, **keywords: Any) -> Any:
+        """The first thing that would hang where ranks disagree."""
+        if self._plan is not None:
+            self._agree()
         if self._plan is not None and self._plan.embedding_ranks is not None:
             keywords["get_embedding_ranks"] = self._plan.embedding_ranks
         return original(*args, **keywords)
+
+    def _agree(self) -> None:
+        import torch.distributed as dist
+        from torch.distributed.distributed_c10d import _get_default_store
+
+        rank = dist.get_rank()
+        store = dist.PrefixStore("megatron_zb/start", _get_default_store())
+        try:
+            agree(store, rank, dist.get_world_size(), self._fingerprint, seconds=_LONGEST_START)
+        except UsageError as error:
+            end_with(error, rank)
 
     def _layout_from_str(self, original: Any, layout: str, *rest: Any, **sizes: Any) -> Any:
         if self._plan is not None and layout == str(self._plan.layer_layout):

@@ -65,11 +65,17 @@ def pretrain(
     *flags: str,
     ranks: int = RANKS,
     launcher: bool = True,
+    program: Path | None = None,
     script: str = "pretrain_gpt.py",
 ) -> Logged:
-    """Train on CPU ranks; without the launcher, as the script of a patched checkout."""
+    """Train on CPU ranks; without the launcher, as the script of a patched checkout.
+
+    ``program`` stands in the launcher's place, and calls it.
+    """
     arguments = " ".join(flags).split()
-    if launcher:
+    if program is not None:
+        command = [str(program), str(checkout / script), "--cpu", *arguments]
+    elif launcher:
         command = ["-m", "megatron_zb.launch", str(checkout / script), "--cpu", *arguments]
     else:
         command = [str(_PLAIN), str(checkout / script), *CPU.split(), *arguments]

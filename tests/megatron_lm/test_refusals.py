@@ -42,3 +42,21 @@ def test_one_sentence_says_what_is_wrong(checkout: Path, flags: str, parts: list
     for part in parts:
         assert part in run.error
     assert "Traceback" not in run.output.split("torch/distributed/elastic")[0]
+
+
+def test_ranks_that_differ_end_with_what_differs(checkout: Path, tmp_path: Path) -> None:
+    """Each rank has another environment, as hosts of a cluster may."""
+    program = tmp_path / "another_environment.py"
+    program.write_text(
+        "import os, sys\n"
+        "os.environ['CUDA_DEVICE_MAX_CONNECTIONS'] = str(1 + int(os.environ['RANK']) // 2)\n"
+        "from megatron_zb.launch import main\n"
+        "main(sys.argv[1:])\n"
+    )
+    flags = f"{PIPELINE} --pipeline-schedule zb-h1"
+    run = pretrain(checkout, MODEL, flags, program=program)
+    assert run.code != 0
+    assert (
+        "CUDA_DEVICE_MAX_CONNECTIONS 1 on rank 0, but CUDA_DEVICE_MAX_CONNECTIONS 2 on rank 2"
+        in run.error
+    )
