@@ -30,13 +30,16 @@ from megatron_lm.runs import MODEL, PIPELINE, pretrain
         ("--pipeline-schedule v-half --pipeline-memory-limit 0.1", ["0.1 of 1F1B", "at least"]),
         ("--pipeline-schedule-file nowhere.csv", ["nowhere.csv"]),
         (
-            "--yaml-cfg {checkout}/examples/gpt3/gpt_config.yaml --enable-zero-bubble",
+            "--yaml-cfg {folder}/all.yaml --enable-zero-bubble",
             ["--yaml-cfg", "--enable-zero-bubble", "on the command line"],
         ),
     ],
 )
-def test_one_sentence_says_what_is_wrong(checkout: Path, flags: str, parts: list[str]) -> None:
-    run = pretrain(checkout, MODEL, PIPELINE, flags.format(checkout=checkout))
+def test_one_sentence_says_what_is_wrong(
+    checkout: Path, flags: str, parts: list[str], tmp_path: Path
+) -> None:
+    (tmp_path / "all.yaml").write_text("language_model: {num_layers: 8}\n")
+    run = pretrain(checkout, MODEL, PIPELINE, flags.format(folder=tmp_path))
     assert run.code != 0
     assert run.error.count("\n") == 0
     for part in parts:
