@@ -15,6 +15,8 @@ from megatron_zb.runtime.channels import Channels
 from megatron_zb.runtime.executor import run_program
 from megatron_zb.runtime.shaped_channels import ShapedChannels
 from megatron_zb.runtime.weight_grad import WeightGradQueue
+from megatron_zb.schedules.communication import Message
+from megatron_zb.schedules.placement import Placement
 
 
 def test_weight_gradients_run_in_the_order_of_their_layers_and_microbatches() -> None:
@@ -128,15 +130,11 @@ def _input(microbatch: int) -> torch.Tensor:
     return torch.randn(3, 4, generator=generator, dtype=torch.float64)
 
 
-def gradients_of_a_pipeline(name: str, num_microbatches: int) -> dict[int, torch.Tensor]:
-    """One layer per stage, trained one step under a schedule: the gradient of each stage held."""
-    rank, world_size = torch.distributed.get_rank(), torch.distributed.get_world_size()
-    schedule = schedules.build(name, pipeline_size=world_size, num_microbatches=num_microbatches)
-    placement = schedule.placement
-    channels = Channels(list(range(world_size)), placement, "cpu")
+def layers_of_a_rank(placement: Placement) -> tuple[dict[int, Layer], dict[int, AutogradStage]]:
+    """One layer for every stage of this rank, the last one with a loss."""
     layers: dict[int, Layer] = {}
     stages = {}
-    for stage in placement.stages_of[rank]:
+    for stage in placement.stages_of[torch.distributed.get_rank()]:
         queue = WeightGradQueue()
         layer = layers[stage] = Layer(stage, queue)
         is_last = stage == placement.num_stages - 1
@@ -148,13 +146,24 @@ def gradients_of_a_pipeline(name: str, num_microbatches: int) -> dict[int, torch
             return y.square().sum() if last else y
 
         stages[stage] = AutogradStage(compute, queue, is_last=is_last)
+    return layers, stages
+
+
+def empty_message(message: Message) -> torch.Tensor:
+    return torch.empty(3, 4, dtype=torch.float64)
+
+
+def gradients_of_a_pipeline(name: str, num_microbatches: int) -> dict[int, torch.Tensor]:
+    """One layer per stage, trained one step under a schedule: the gradient of each stage held."""
+    rank, world_size = torch.distributed.get_rank(), torch.distributed.get_world_size()
+    schedule = schedules.build(name, pipeline_size=world_size, num_microbatches=num_microbatches)
+    channels = Channels(list(range(world_size)), schedule.placement, "cpu")
+    layers, stages = layers_of_a_rank(schedule.placement)
     program = schedules.lower(schedule)
     for _ in range(2):  # a second step finds nothing left over from the first
         for layer in layers.values():
             layer.gradient.zero_()
-        run_program(
-            program, rank, stages, channels, lambda message: torch.empty(3, 4, dtype=torch.float64)
-        )
+        run_program(program, rank, stages, channels, empty_message)
     channels.close()
     return {stage: layer.gradient for stage, layer in layers.items()}
 

@@ -77,6 +77,13 @@ class AutogradStage:
     def backward_weight(self, microbatch: int) -> None:
         self._weight_grads.run(microbatch)
 
+    def reset(self) -> None:
+        """Forget the forwards that have run; their backward will not come."""
+        for activation, _ in self._live.values():
+            if activation is not None:
+                self._release(activation)
+        self._live.clear()
+
     def _hold(self, activation: torch.Tensor | None) -> None:
         if self.activation_memory is not None and activation is not None:
             self.activation_memory.hold(activation)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Protocol
 
 import torch
@@ -10,6 +10,7 @@ import torch
 from megatron_zb.runtime.autograd_stage import Stage
 from megatron_zb.schedules.communication import (
     Channel,
+    Instruction,
     Message,
     Program,
     Receive,
@@ -52,29 +53,48 @@ def run_program(
         channels: its channels to other ranks, for messages of known shapes or of any shape.
         allocate: an empty tensor of the right shape, type and device for a message.
     """
-    here: dict[Message, torch.Tensor | None] = {}
-    outgoing: torch.Tensor | None = None
-    for instruction in program.ranks[rank]:
-        if isinstance(instruction, Receive):
-            buffer = allocate(instruction.message)
-            channels.post_receive(instruction.channel, instruction.message, buffer)
-            del buffer
-        elif isinstance(instruction, Take):
-            here[instruction.message] = channels.take(instruction.message)
-        elif isinstance(instruction, Send):
-            assert outgoing is not None
-            channels.send(instruction.channel, outgoing, program.send_slots)
-            outgoing = None
-        else:
-            channels.forget_taken()
-            result = _run_pass(instruction, stages, here)
-            if instruction.makes_local:
-                assert instruction.makes is not None
-                here[instruction.makes] = result
-            else:
-                outgoing = result
-            del result
+    Execution(program.send_slots, stages, channels, allocate).run(program.ranks[rank])
     channels.finish()
+
+
+class Execution:
+    """Carries instructions out; what one leaves for a later one may cross from run to run."""
+
+    def __init__(
+        self, send_slots: int, stages: Mapping[int, Stage], channels: Transport, allocate: Allocate
+    ) -> None:
+        self._send_slots = send_slots
+        self._stages = stages
+        self._channels = channels
+        self._allocate = allocate
+        self._here: dict[Message, torch.Tensor | None] = {}
+        self._outgoing: torch.Tensor | None = None
+
+    def run(self, instructions: Iterable[Instruction]) -> None:
+        channels = self._channels
+        for instruction in instructions:
+            if isinstance(instruction, Receive):
+                buffer = self._allocate(instruction.message)
+                channels.post_receive(instruction.channel, instruction.message, buffer)
+                del buffer
+            elif isinstance(instruction, Take):
+                self._here[instruction.message] = channels.take(instruction.message)
+            elif isinstance(instruction, Send):
+                outgoing, self._outgoing = self._outgoing, None
+                assert outgoing is not None
+                channels.send(instruction.channel, outgoing, self._send_slots)
+                del outgoing
+            else:
+                self._run_pass(instruction)
+
+    def _run_pass(self, run: Run) -> None:
+        self._channels.forget_taken()
+        result = _run_pass(run, self._stages, self._here)
+        if run.makes_local:
+            assert run.makes is not None
+            self._here[run.makes] = result
+        else:
+            self._outgoing = result
 
 
 def _run_pass(

@@ -34,3 +34,6 @@ class SyntheticStage:
     def backward(self, microbatch: int, gradient: torch.Tensor | None) -> torch.Tensor | None:
         time.sleep(self._backward + self._weight)
         return None if self._is_first else self._payload
+
+    def reset(self) -> None:
+        """There is nothing to forget."""
