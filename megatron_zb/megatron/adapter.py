@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import lru_cache
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+from megatron.core import parallel_state
 from megatron.core.distributed import finalize_model_grads as _finalize
 from megatron.core.transformer.enums import LayerType
 
@@ -29,6 +30,9 @@ from megatron_zb.schedules.costs import Costs
 from megatron_zb.schedules.passes import PassKind
 from megatron_zb.schedules.schedule import Schedule
 from megatron_zb.schedules.simulator import simulate
+
+if TYPE_CHECKING:
+    from megatron_zb.megatron.post_validation import PostValidation
 
 # For another number of microbatches than a table's: evaluation, or a batch that is ramped up.
 _SUBSTITUTE = "auto"
@@ -152,6 +156,22 @@ class PipelineAdapter:
     def finalize_model_grads(self) -> Callable[..., None]:
         """For ``config.finalize_model_grads_func``."""
         return embedding.finalize_with_tied_weights if self.physical.mirrored else _finalize
+
+    def post_validate(
+        self, optimizer: Any, scheduler: Any, chunks: list[Any], *, on_host: bool = False
+    ) -> PostValidation:
+        """Let the optimizer step without waiting for the whole pipeline; collective over the job.
+
+        Every step has to be followed by one of the scheduler, and ``settle`` has to be called
+        before anything else reads weights, gradients or states: see :class:`PostValidation`.
+        """
+        from megatron_zb.megatron.post_validation import PostValidation
+
+        function = self.forward_backward_func
+        ranks = function.pipeline_ranks(parallel_state.get_pipeline_model_parallel_group())
+        validation = PostValidation(optimizer, scheduler, chunks, ranks, on_host=on_host)
+        function.post_validation = validation
+        return validation
 
     @property
     def activation_memory(self) -> ActivationMemory | None:

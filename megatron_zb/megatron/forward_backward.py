@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from megatron.core import parallel_state
@@ -23,13 +23,19 @@ from megatron_zb.megatron.buckets import BucketReductions, overlaps_grad_reduce
 from megatron_zb.megatron.data_parallel import DataParallelSync, no_grad_sync
 from megatron_zb.megatron.linear import SplitBackward
 from megatron_zb.megatron.placement import PhysicalPlacement
+from megatron_zb.megatron.redo import RandomState, Replayed
 from megatron_zb.runtime.activation_memory import ActivationMemory
-from megatron_zb.runtime.autograd_stage import AutogradStage, Stage
+from megatron_zb.runtime.autograd_stage import AutogradStage
 from megatron_zb.runtime.channels import Channels
 from megatron_zb.runtime.executor import Transport, run_program
+from megatron_zb.runtime.post_validation import run_from_cut
 from megatron_zb.runtime.shaped_channels import ShapedChannels
 from megatron_zb.schedules.communication import Program, Run
+from megatron_zb.schedules.cut import Cut, cut
 from megatron_zb.schedules.passes import PassKind
+
+if TYPE_CHECKING:
+    from megatron_zb.megatron.post_validation import PostValidation
 
 
 class MegatronStage(AutogradStage):
@@ -120,11 +126,34 @@ class Iteration:
     forward_data_store: list[Any] = field(default_factory=list)
 
 
+class _Start:
+    """Where an iteration begins, to begin it once more."""
+
+    def __init__(self, iteration: Iteration) -> None:
+        self._iteration = iteration
+        self._random = RandomState()
+        wrapped = [it if it is None else Replayed(it) for it in iteration.data_iterators]
+        self._data = [it for it in wrapped if it is not None]
+        iteration.data_iterators = wrapped
+
+    def go_back(self) -> None:
+        self._random.restore()
+        for data in self._data:
+            data.go_back()
+        self._iteration.forward_data_store.clear()
+        self._iteration.total_num_tokens.zero_()
+
+    def forget(self) -> None:
+        for data in self._data:
+            data.go_on()
+
+
 class ForwardBackward:
     """A pipeline schedule with the calling contract of Megatron's ``forward_backward_func``.
 
     ``program_for(num_microbatches, forward_only)`` gives the program to run. The channels to other
-    ranks are made at the first call, which is collective over the pipeline group.
+    ranks are made at the first call, which is collective over the pipeline group. With
+    ``post_validation``, a step that finds the optimizer's last one not validated sees to that.
     """
 
     def __init__(
@@ -138,7 +167,9 @@ class ForwardBackward:
         self._splits = splits
         self._channels: Channels | None = None
         self._buckets: list[BucketReductions | None] = []
+        self._cuts: dict[int, Cut] = {}
         self.activation_memory: ActivationMemory | None = None
+        self.post_validation: PostValidation | None = None
 
     def __call__(
         self,
@@ -216,11 +247,61 @@ class ForwardBackward:
             iteration.sync = self._sync(iteration, program, logical)
         variable = iteration.config.variable_seq_lengths
         transport: Transport = ShapedChannels(channels) if variable else channels
+        stages = self._stages(iteration)
         with iteration.sync.listening() if iteration.sync else nullcontext():
-            run_program(program, logical, self._stages(iteration), transport, allocate)
+            if not self._awaits_validation(iteration):
+                run_program(program, logical, stages, transport, allocate)
+            else:
+                self._run_from_cut(iteration, program, logical, stages, transport, allocate)
 
-    def _stages(self, iteration: Iteration) -> dict[int, Stage]:
-        stages: dict[int, Stage] = {}
+    def _awaits_validation(self, iteration: Iteration) -> bool:
+        validation = self.post_validation
+        if validation is not None and iteration.forward_only:
+            validation.settle()
+        return validation is not None and validation.is_open
+
+    def _run_from_cut(
+        self,
+        iteration: Iteration,
+        program: Program,
+        logical: int,
+        stages: dict[int, MegatronStage],
+        transport: Transport,
+        allocate: Callable[[Any], torch.Tensor],
+    ) -> None:
+        validation = self.post_validation
+        assert validation is not None
+        start = _Start(iteration)
+
+        def was_right() -> bool:
+            right = validation.was_right()
+            if right:
+                start.forget()
+            return right
+
+        def start_anew() -> None:
+            validation.mend()
+            start.go_back()
+
+        run_from_cut(
+            program,
+            self._cut(program),
+            logical,
+            stages,
+            transport,
+            allocate,
+            is_right=was_right,
+            start_anew=start_anew,
+        )
+
+    def _cut(self, program: Program) -> Cut:
+        count = program.schedule.num_microbatches
+        if count not in self._cuts:
+            self._cuts[count] = cut(program)
+        return self._cuts[count]
+
+    def _stages(self, iteration: Iteration) -> dict[int, MegatronStage]:
+        stages: dict[int, MegatronStage] = {}
         for vp_stage, split in enumerate(self._splits):
             split.hooks_need_gradients = overlaps_grad_reduce(iteration.model[vp_stage])
             stage = MegatronStage(iteration, vp_stage, split)
@@ -254,10 +335,14 @@ class ForwardBackward:
 
     def _connected(self, pp_group: torch.distributed.ProcessGroup) -> Channels:
         if self._channels is None:
-            ranks = torch.distributed.get_process_group_ranks(pp_group)
-            logical_order = ranks[::-1] if self._physical.mirrored else ranks
-            self._channels = Channels(logical_order, self._physical.placement, _device())
+            ranks = self.pipeline_ranks(pp_group)
+            self._channels = Channels(ranks, self._physical.placement, _device())
         return self._channels
+
+    def pipeline_ranks(self, pp_group: torch.distributed.ProcessGroup) -> list[int]:
+        """The global ranks of a pipeline in logical order."""
+        ranks = torch.distributed.get_process_group_ranks(pp_group)
+        return ranks[::-1] if self._physical.mirrored else ranks
 
     def _reduce_gradients(self, iteration: Iteration, force_all_reduce: bool | None) -> None:
         config = iteration.config

@@ -1,0 +1,142 @@
+"""What one step of Megatron's optimizer changes on this rank, kept so that it can be undone.
+
+Serves Megatron's optimizers over torch's or Transformer-Engine's Adam and SGD: what they change are
+the parameters they were given, the state of each, and what they count with a group of parameters.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+
+class OptimizerSnapshot:
+    """A copy of the parameters and states of optimizers; its memory is used again every step.
+
+    Args:
+        optimizers: Megatron's, each around one of torch's; those around none are left out.
+        on_host: keep the copies in the memory of the host.
+    """
+
+    def __init__(self, optimizers: list[Any], *, on_host: bool = False) -> None:
+        self._optimizers = [o for o in optimizers if not is_stub(o)]
+        self._on_host = on_host
+        self._copies: dict[tuple[int, str], torch.Tensor] = {}
+        self._states: list[dict[str, Any] | None] = []
+
+    def take(self) -> None:
+        """Copy everything; what the step before has left behind is overwritten."""
+        self._states = []
+        for parameter, states in self._parameters():
+            self._copy(parameter, "", parameter.data)
+            state = states.get(parameter)  # it has none before its first step
+            self._states.append(
+                None
+                if state is None
+                else {
+                    name: self._copy(parameter, name, value) if torch.is_tensor(value) else value
+                    for name, value in state.items()
+                }
+            )
+
+    @torch.no_grad()
+    def restore(self) -> None:
+        """Give parameters and states the values they had; model copies of them do not follow."""
+        for (parameter, states), values in zip(self._parameters(), self._states, strict=True):
+            parameter.data.copy_(self._copies[id(parameter), ""])
+            if values is None:
+                states.pop(parameter, None)
+            else:
+                _restore_state(states[parameter], values)
+
+    @property
+    def nbytes(self) -> int:
+        """What a copy of the present parameters and states takes."""
+        return sum(
+            tensor.numel() * tensor.element_size()
+            for parameter, states in self._parameters()
+            for tensor in (parameter, *states.get(parameter, {}).values())
+            if torch.is_tensor(tensor)
+        )
+
+    def _parameters(self) -> Iterator[tuple[torch.Tensor, dict[torch.Tensor, dict[str, Any]]]]:
+        """Every parameter, and the states in which its own may be found."""
+        for optimizer in self._optimizers:
+            for group in optimizer.optimizer.param_groups:
+                for parameter in group["params"]:
+                    yield parameter, optimizer.optimizer.state
+
+    def _copy(self, parameter: torch.Tensor, name: str, value: torch.Tensor) -> torch.Tensor:
+        copy = self._copies.get((id(parameter), name))
+        if copy is None:
+            device = torch.device("cpu") if self._on_host else value.device
+            pinned = self._on_host and value.device.type == "cuda"
+            copy = torch.empty_like(value, device=device, pin_memory=pinned)
+            self._copies[id(parameter), name] = copy
+        copy.copy_(value)
+        return copy
+
+
+def _restore_state(state: dict[str, Any], values: dict[str, Any]) -> None:
+    for name in state.keys() - values.keys():
+        del state[name]
+    for name, value in values.items():
+        if torch.is_tensor(value):
+            state[name].copy_(value)
+        else:
+            state[name] = value
+
+
+class GroupOptions:
+    """What the groups of parameters say besides their parameters: learning rate, steps, ..."""
+
+    def __init__(self, optimizers: list[Any]) -> None:
+        self._groups = [g for o in optimizers if not is_stub(o) for g in o.optimizer.param_groups]
+        self._values = [
+            {name: _own(value) for name, value in group.items() if name != "params"}
+            for group in self._groups
+        ]
+
+    def restore(self, *names: str) -> None:
+        """Give the groups these values, or all of them."""
+        for group, values in zip(self._groups, self._values, strict=True):
+            for name in names or values:
+                if torch.is_tensor(group.get(name)) and torch.is_tensor(values[name]):
+                    group[name].copy_(values[name])
+                else:
+                    group[name] = _own(values[name])
+            for name in [] if names else [n for n in group if n not in values and n != "params"]:
+                del group[name]
+
+
+def is_stub(optimizer: Any) -> bool:
+    """Whether there is nothing to optimize, as on a rank where everything is frozen."""
+    return bool(getattr(optimizer, "is_stub_optimizer", False))
+
+
+def bring_to_model(optimizers: list[Any]) -> None:
+    """Copy the optimizers' parameters to the model, and gather them, as after a step."""
+    for optimizer in optimizers:
+        if not is_stub(optimizer):
+            with _idle(optimizer.optimizer):
+                optimizer.step_with_ready_grads()
+
+
+@contextmanager
+def _idle(optimizer: Any) -> Iterator[None]:
+    """Let Megatron do all of a step but the step itself."""
+    own = vars(optimizer).get("step")
+    optimizer.step = lambda: None
+    try:
+        yield
+    finally:
+        del optimizer.step
+        if own is not None:
+            optimizer.step = own
+
+
+def _own(value: Any) -> Any:
+    return value.clone() if torch.is_tensor(value) else value

@@ -1,0 +1,54 @@
+"""What forwards change besides what they compute, so that they can run once more."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from megatron.core.tensor_parallel import get_cuda_rng_tracker
+
+
+class RandomState:
+    """The states of all random generators that a model draws from."""
+
+    def __init__(self) -> None:
+        self._host = torch.get_rng_state()
+        self._device = torch.cuda.get_rng_state()
+        self._tracked = get_cuda_rng_tracker().get_states()
+
+    def restore(self) -> None:
+        torch.set_rng_state(self._host)
+        torch.cuda.set_rng_state(self._device)
+        get_cuda_rng_tracker().set_states(dict(self._tracked))
+
+
+class Replayed:
+    """An iterator over data that can go back once to where it was."""
+
+    def __init__(self, iterator: Iterator[Any]) -> None:
+        self._iterator = iterator
+        self._seen: list[Any] | None = []
+        self._again: deque[Any] = deque()
+
+    def __iter__(self) -> Replayed:
+        return self
+
+    def __next__(self) -> Any:
+        if self._again:
+            return self._again.popleft()
+        item = next(self._iterator)
+        if self._seen is not None:
+            self._seen.append(item)
+        return item
+
+    def go_back(self) -> None:
+        """Give once more what has been given."""
+        assert self._seen is not None, "what has been given was not kept"
+        self._again.extend(self._seen)
+        self._seen = None
+
+    def go_on(self) -> None:
+        """Keep nothing any longer."""
+        self._seen = None
