@@ -6,7 +6,8 @@ Each is refused at start-up, with the two flags and what to do: none is silently
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from typing import Any
@@ -130,6 +131,66 @@ CONFLICTS = (
 )
 
 
+POST_VALIDATION = "--enable-optimizer-post-validation"
+
+
+def _not_taken_back(argument: str, why: str, flag: str | None = None) -> Conflict:
+    return Conflict(argument, flag or "--" + argument.replace("_", "-"), why)
+
+
+_READS_WEIGHTS = "it reads the weights of a step that has not been validated"
+_SUMMED = "it is summed over the pipeline after every iteration"
+_FORWARDS = "it takes note of forwards, and those of a step that is made again run twice"
+
+POST_VALIDATION_CONFLICTS = (
+    _not_taken_back(
+        "overlap_param_gather", "weights are gathered while it is not known whether they are right"
+    ),
+    _not_taken_back("optimizer_cpu_offload", "the offloaded part of a step cannot be taken back"),
+    _not_taken_back(
+        "use_precision_aware_optimizer", "its states are kept where no copy is taken of them"
+    ),
+    Conflict(
+        "optimizer",
+        "--optimizer",
+        "only steps of adam and sgd can be taken back",
+        lambda value: value not in ("adam", "sgd"),
+    ),
+    _not_taken_back(
+        "use_layer_wise_distributed_optimizer", "only steps of adam and sgd can be taken back"
+    ),
+    _not_taken_back("calculate_per_token_loss", "the number of tokens is told to all ranks first"),
+    Conflict(
+        "grad_norm_skip_threshold",
+        "--grad-norm-skip-threshold",
+        "only infinite gradients make a step be skipped",
+        math.isfinite,
+    ),
+    _not_taken_back("num_experts", f"the loss of its router {_SUMMED.removeprefix('it ')}"),
+    _not_taken_back("mtp_num_layers", f"its loss {_SUMMED.removeprefix('it ')}"),
+    _not_taken_back("dsa_indexer_loss_coeff", f"its loss {_SUMMED.removeprefix('it ')}"),
+    _not_taken_back("fp8", "its scales follow forwards that may run twice", "--fp8-format"),
+    _not_taken_back("fp4", "its scales follow forwards that may run twice", "--fp4-format"),
+    _not_taken_back("te_rng_tracker", "its random states cannot be set back"),
+    _not_taken_back("log_params_norm", _READS_WEIGHTS),
+    _not_taken_back("save_params_interval", _READS_WEIGHTS),
+    _not_taken_back("qk_clip", "it changes weights after a step that may be taken back"),
+    _not_taken_back("log_max_attention_logit", _FORWARDS),
+    _not_taken_back("save_activations_interval", _FORWARDS),
+    _not_taken_back("save_tokens_per_expert_interval", _FORWARDS),
+    _not_taken_back("check_for_spiky_loss", _FORWARDS),
+    _not_taken_back("error_injection_rate", _FORWARDS),
+    _not_taken_back("sft", _FORWARDS),
+    _not_taken_back("vision_pretraining", "it updates a teacher after every step"),
+    Conflict(
+        "rerun_mode",
+        "--rerun-mode",
+        "all ranks wait for one another to decide whether an iteration runs again",
+        lambda value: value not in ("disabled", "validate_results"),
+    ),
+)
+
+
 def check(args: argparse.Namespace, choice: str, placement: Placement) -> None:
     """Refuse what cannot be combined with a schedule.
 
@@ -139,10 +200,21 @@ def check(args: argparse.Namespace, choice: str, placement: Placement) -> None:
     Raises:
         UsageError: names both flags and the reason.
     """
-    for conflict in CONFLICTS:
+    _refuse([c for c in CONFLICTS if c.concerned.holds(placement)], args, choice)
+
+
+def check_post_validation(args: argparse.Namespace) -> None:
+    """Refuse what no step can be taken back with.
+
+    Raises:
+        UsageError: names both flags and the reason.
+    """
+    _refuse(POST_VALIDATION_CONFLICTS, args, POST_VALIDATION)
+
+
+def _refuse(conflicts: Sequence[Conflict], args: argparse.Namespace, choice: str) -> None:
+    for conflict in conflicts:
         value = getattr(args, conflict.argument, None)
-        if not conflict.concerned.holds(placement):
-            continue
         if value is not None and conflict.applies(value):
             said = conflict.flag if value is True else f"{conflict.flag} {value}"
             raise UsageError(f"{said} cannot be combined with {choice}: {conflict.why}")

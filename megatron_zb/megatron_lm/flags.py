@@ -53,7 +53,15 @@ def _add_schedule(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--enable-optimizer-post-validation",
         action="store_true",
-        help="accepted, so that older launch scripts run; it changes nothing in this version",
+        help="step the optimizer without waiting for the gradient norm of the whole pipeline; it "
+        "is validated in the next iteration's warm-up, and a step that was wrong is taken back "
+        "and made again. Losses stay the same; each line of the log comes one iteration later",
+    )
+    group.add_argument(
+        "--post-validation-snapshot",
+        choices=("device", "host"),
+        default="device",
+        help="where what is needed to take a step back is kept (default: device)",
     )
 
 
@@ -99,11 +107,6 @@ def translate_older(args: argparse.Namespace) -> list[str]:
         lines.append(
             "--allow-padding-num-layers is ignored: layers that do not divide are always spread, "
             "with fewer on the ranks of the embedding and the output layer"
-        )
-    if args.enable_optimizer_post_validation:
-        lines.append(
-            "--enable-optimizer-post-validation changes nothing in this version: the optimizer "
-            "steps after Megatron's own reductions"
         )
     older = [name for name in _CHOOSING if getattr(args, name)]
     if args.zero_bubble_max_pending_backward is not None and older != ["enable_zero_bubble"]:

@@ -11,14 +11,21 @@ import os
 import sys
 from collections.abc import Callable
 from contextlib import suppress
-from functools import wraps
 from importlib import import_module
 from typing import Any
 
 from megatron_zb.errors import UsageError
-from megatron_zb.megatron_lm import conflicts, fingerprint, flags, stored_placement
+from megatron_zb.megatron_lm import (
+    conflicts,
+    fingerprint,
+    flags,
+    post_validation_hooks,
+    stored_placement,
+)
 from megatron_zb.megatron_lm.ending import end_with
 from megatron_zb.megatron_lm.plan import make_plan
+from megatron_zb.megatron_lm.post_validation_hooks import PostValidationHooks
+from megatron_zb.megatron_lm.replacing import replace, replace_method, replace_static
 from megatron_zb.runtime.agreement import agree
 
 _LONGEST_START = 30.0  # seconds that a rank may let the others wait, once all are connected
@@ -50,6 +57,7 @@ class _Hooks:
         self._plan: Any = None
         self._chunks: list[Any] = []
         self._fingerprint: dict[str, Any] = {}
+        self._post_validation = PostValidationHooks()
 
     def install(self) -> None:
         from megatron.core import parallel_state
@@ -64,20 +72,21 @@ class _Hooks:
         from megatron_zb.megatron import versions
 
         del initialize  # imported so that what it holds is replaced, too
-        _replace(arguments, "add_megatron_arguments", self._add_arguments)
-        _replace(arguments, "validate_args", self._validate_args)
+        replace(arguments, "add_megatron_arguments", self._add_arguments)
+        replace(arguments, "validate_args", self._validate_args)
         with suppress(ModuleNotFoundError):  # it needs a package that not every checkout needs
-            _replace(import_module("megatron.training.yaml_arguments"), "load_yaml", _load_yaml)
-        _replace(parallel_state, "initialize_model_parallel", self._initialize_model_parallel)
+            replace(import_module("megatron.training.yaml_arguments"), "load_yaml", _load_yaml)
+        replace(parallel_state, "initialize_model_parallel", self._initialize_model_parallel)
         for module, name in versions.chunk_builders():
-            _replace(module, name, self._build_chunks)
-        _replace(training, "get_forward_backward_func", self._get_forward_backward_func)
-        _replace(training, "finalize_model_grads", self._finalize_model_grads)
-        _replace(utils, "is_first_or_last_pipeline_stage", self._is_first_or_last_stage)
-        _replace(*versions.batch_broadcast(), self._get_batch_on_this_tp_rank)
-        _replace(checkpointing, "_load_base_checkpoint", self._load_base_checkpoint)
-        _replace_method(BlendedMegatronDatasetBuilder, "__init__", self._dataset_builder)
-        _replace_static(PipelineParallelLayerLayout, "from_str", self._layout_from_str)
+            replace(module, name, self._build_chunks)
+        replace(training, "get_forward_backward_func", self._get_forward_backward_func)
+        replace(training, "finalize_model_grads", self._finalize_model_grads)
+        replace(utils, "is_first_or_last_pipeline_stage", self._is_first_or_last_stage)
+        replace(*versions.batch_broadcast(), self._get_batch_on_this_tp_rank)
+        replace(checkpointing, "_load_base_checkpoint", self._load_base_checkpoint)
+        replace_method(BlendedMegatronDatasetBuilder, "__init__", self._dataset_builder)
+        replace_static(PipelineParallelLayerLayout, "from_str", self._layout_from_str)
+        self._post_validation.install()
 
     # --- arguments
 
@@ -92,6 +101,9 @@ class _Hooks:
             self._plan = make_plan(args)
         except UsageError as error:
             end_with(error, args.rank)
+        if args.enable_optimizer_post_validation:
+            self._post_validation.enable(self._plan, args)
+            lines += post_validation_hooks.prepare(args)
         for line in lines:
             _say(f"megatron_zb: {line}", args.rank)
         result = original(args, *rest, **defaults)
@@ -229,35 +241,6 @@ def _load_yaml(original: Any, path: str) -> Any:
     if chosen is not None:
         end_with(conflicts.of_yaml(path, chosen), int(os.environ.get("RANK", "0")))
     return loaded
-
-
-def _hooked(original: Any, hook: Any) -> Any:
-    @wraps(original)
-    def call(*args: Any, **keywords: Any) -> Any:
-        return hook(original, *args, **keywords)
-
-    return call
-
-
-def _replace(module: Any, name: str, hook: Any) -> None:
-    """Replace a function in its module, in Megatron's that imported it, and in the script's."""
-    original = getattr(module, name)
-    replacement = _hooked(original, hook)
-    for other in [m for key, m in sys.modules.items() if key.split(".")[0] in _HOLDERS]:
-        for attribute, value in list(vars(other).items()):
-            if value is original:
-                setattr(other, attribute, replacement)
-
-
-_HOLDERS = ("megatron", "__main__")
-
-
-def _replace_method(cls: Any, name: str, hook: Any) -> None:
-    setattr(cls, name, _hooked(getattr(cls, name), hook))
-
-
-def _replace_static(cls: Any, name: str, hook: Any) -> None:
-    setattr(cls, name, staticmethod(_hooked(getattr(cls, name), hook)))
 
 
 def _say(text: str, rank: int) -> None:

@@ -34,9 +34,15 @@ def make_plan(args: argparse.Namespace) -> PipelineAdapter | None:
     if args.pipeline_schedule is None and args.pipeline_schedule_file is None:
         if args.pipeline_memory_limit is not None:
             raise UsageError("--pipeline-memory-limit needs --pipeline-schedule, such as auto")
+        if args.enable_optimizer_post_validation:
+            raise UsageError(
+                "--enable-optimizer-post-validation needs --pipeline-schedule, such as v-zb"
+            )
         return None
     adapter = _adapter(args)
     conflicts.check(args, str(flags.choice(args)), adapter.schedule.placement)
+    if args.enable_optimizer_post_validation:
+        conflicts.check_post_validation(args)
     if not _is_hybrid(args):
         for name in _DIVISION:
             setattr(args, name, False if isinstance(getattr(args, name, None), bool) else None)
