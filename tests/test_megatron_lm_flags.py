@@ -26,6 +26,7 @@ STOCK: dict[str, Any] = {
     "tensor_model_parallel_size": 1,
     "pipeline_model_parallel_size": 4,
     "context_parallel_size": 1,
+    "distributed_timeout_minutes": 10,
     "pipeline_model_parallel_layout": None,
     "num_layers_per_virtual_pipeline_stage": None,
     "num_virtual_stages_per_pipeline_rank": None,
@@ -330,6 +331,7 @@ ENDS = "count the layers of a rank, which holds several chunks here"
         ("--pipeline-schedule v-haf", {}, "unknown pipeline schedule 'v-haf': did you mean v-half"),
         ("--pipeline-schedule v-half --pipeline-memory-limit 0.1", {}, "0.1 of 1F1B"),
         ("--pipeline-schedule v-half --pipeline-memory-limit -1", {}, "memory limit -1"),
+        ("--pipeline-schedule v-half --pipeline-timeout -1", {}, "--pipeline-timeout is -1"),
         (
             "--pipeline-schedule v-half",
             {"num_virtual_stages_per_pipeline_rank": 4},

@@ -92,6 +92,29 @@ main()
 """
 
 
+# Rank 1 stops, or sleeps, when it comes to the pass of that number.
+STOPS = """
+import os, signal, sys, time
+from megatron_zb.runtime import executor
+how, number = sys.argv[1], int(sys.argv[2])
+sys.argv[1:] = sys.argv[3:]
+run, passes = executor._run_pass, []
+
+def stop_at_last(*arguments):
+    passes.append(1)
+    if os.environ["RANK"] == "1" and len(passes) == number:
+        if how == "stops":
+            os.kill(os.getpid(), signal.SIGSTOP)
+        else:
+            time.sleep(1000)
+    return run(*arguments)
+
+executor._run_pass = stop_at_last
+from megatron_zb.pretrain_gpt import main
+main()
+"""
+
+
 @dataclass(frozen=True)
 class Ended:
     """A process that has ended, and what it printed."""
@@ -370,6 +393,28 @@ def test_ranks_with_different_schedules_end(
     flags = written({**TRAINING, "--data-path": corpus})
     program = [script(tmp_path, DIFFERENT_ARGUMENTS), json.dumps(own), *flags]
     check_report(end_of(torchrun(2, *program), SECONDS_TO_REPORT), *parts)
+
+
+@pytest.mark.parametrize(
+    ("how", "number", "says"),
+    [
+        ("stops", 1, "rank 1 holds up all others: it does not answer"),
+        ("sleeps", 7, "rank 1 holds up all others: it is in "),
+    ],
+    ids=["stopped-in-warm-up", "asleep-in-steady-state"],
+)
+def test_a_rank_that_holds_up_all_others_is_named(
+    how: str, number: int, says: str, corpus: str, tmp_path: Path
+) -> None:
+    timeout = {"--pipeline-timeout": 5, "--pipeline-schedule": "v-half"}
+    flags = written({**TRAINING, "--data-path": corpus, **timeout})
+    program = [script(tmp_path, STOPS), how, str(number), *flags]
+    ended = end_of(torchrun(2, *program), SECONDS_TO_TRAIN)
+    assert ended.code != 0
+    assert says in ended.stderr
+    assert "rank 0 (pipeline rank " in ended.stderr
+    assert "waits for the " in ended.stderr
+    assert "its last passes: " in ended.stderr
 
 
 @pytest.mark.parametrize(

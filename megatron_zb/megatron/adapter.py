@@ -157,6 +157,20 @@ class PipelineAdapter:
         """For ``config.finalize_model_grads_func``."""
         return embedding.finalize_with_tied_weights if self.physical.mirrored else _finalize
 
+    def watch(self, seconds: float | None, distributed_timeout_minutes: float) -> None:
+        """Let a watchdog end the job when a step makes no progress for so long; 0 is never.
+
+        Without a number it is a little sooner than torch's own timeout, whose message names a
+        collective and no rank. To be called before the first step.
+
+        Raises:
+            UsageError: the number is negative.
+        """
+        if seconds is not None and seconds < 0:
+            raise UsageError(f"--pipeline-timeout is {seconds:g}: it must be 0 or greater")
+        default = 0.9 * 60 * distributed_timeout_minutes
+        self.forward_backward_func.timeout = (default if seconds is None else seconds) or None
+
     def post_validate(
         self, optimizer: Any, scheduler: Any, chunks: list[Any], *, on_host: bool = False
     ) -> PostValidation:

@@ -17,6 +17,7 @@ from megatron.core import parallel_state
 from megatron.core.pipeline_parallel import schedules as megatron_schedules
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.utils import get_model_config
+from torch.distributed.distributed_c10d import _get_default_store
 
 from megatron_zb.errors import UsageError
 from megatron_zb.megatron.buckets import BucketReductions, overlaps_grad_reduce
@@ -29,7 +30,9 @@ from megatron_zb.runtime.autograd_stage import AutogradStage
 from megatron_zb.runtime.channels import Channels
 from megatron_zb.runtime.executor import Transport, run_program
 from megatron_zb.runtime.post_validation import run_from_cut
+from megatron_zb.runtime.progress import Progress
 from megatron_zb.runtime.shaped_channels import ShapedChannels
+from megatron_zb.runtime.watchdog import Place, Watchdog
 from megatron_zb.schedules.communication import Program, Run
 from megatron_zb.schedules.cut import Cut, cut
 from megatron_zb.schedules.passes import PassKind
@@ -170,6 +173,11 @@ class ForwardBackward:
         self._cuts: dict[int, Cut] = {}
         self.activation_memory: ActivationMemory | None = None
         self.post_validation: PostValidation | None = None
+        self.timeout: float | None = None
+        """Seconds without progress in a step after which a watchdog ends the job; set it before
+        the first step."""
+        self._progress = Progress()
+        self._watchdog: Watchdog | None = None
 
     def __call__(
         self,
@@ -233,6 +241,9 @@ class ForwardBackward:
 
     def close(self) -> None:
         """Give the channels back, collectively; the next call makes new ones."""
+        if self._watchdog is not None:
+            self._watchdog.stop()
+            self._watchdog = None
         if self._channels is not None:
             self._channels.close()
             self._channels = None
@@ -248,9 +259,10 @@ class ForwardBackward:
         variable = iteration.config.variable_seq_lengths
         transport: Transport = ShapedChannels(channels) if variable else channels
         stages = self._stages(iteration)
-        with iteration.sync.listening() if iteration.sync else nullcontext():
+        listening = iteration.sync.listening() if iteration.sync else nullcontext()
+        with listening, self._progress.step():
             if not self._awaits_validation(iteration):
-                run_program(program, logical, stages, transport, allocate)
+                run_program(program, logical, stages, transport, allocate, self._progress)
             else:
                 self._run_from_cut(iteration, program, logical, stages, transport, allocate)
 
@@ -292,6 +304,7 @@ class ForwardBackward:
             allocate,
             is_right=was_right,
             start_anew=start_anew,
+            progress=self._progress,
         )
 
     def _cut(self, program: Program) -> Cut:
@@ -337,7 +350,16 @@ class ForwardBackward:
         if self._channels is None:
             ranks = self.pipeline_ranks(pp_group)
             self._channels = Channels(ranks, self._physical.placement, _device())
+            self._watch(ranks)
         return self._channels
+
+    def _watch(self, ranks: list[int]) -> None:
+        self._progress = Progress(on_gpu=torch.device(_device()).type == "cuda")
+        if self.timeout is not None:
+            me = torch.distributed.get_rank()
+            place = Place(ranks.index(me), tuple(ranks))
+            store = torch.distributed.PrefixStore("megatron_zb/watchdog", _get_default_store())
+            self._watchdog = Watchdog(self._progress, place, store, self.timeout)
 
     def pipeline_ranks(self, pp_group: torch.distributed.ProcessGroup) -> list[int]:
         """The global ranks of a pipeline in logical order."""

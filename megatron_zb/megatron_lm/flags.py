@@ -51,6 +51,13 @@ def _add_schedule(parser: argparse.ArgumentParser) -> None:
         "torch.distributed.pipelining, as `megatron-zb export` writes it",
     )
     group.add_argument(
+        "--pipeline-timeout",
+        type=float,
+        metavar="SECONDS",
+        help="end the job when a step makes no progress for so long, and say which rank holds up "
+        "all others; 0 is never (default: nine tenths of --distributed-timeout-minutes)",
+    )
+    group.add_argument(
         "--enable-optimizer-post-validation",
         action="store_true",
         help="step the optimizer without waiting for the gradient norm of the whole pipeline; it "

@@ -40,6 +40,7 @@ def make_plan(args: argparse.Namespace) -> PipelineAdapter | None:
             )
         return None
     adapter = _adapter(args)
+    adapter.watch(args.pipeline_timeout, args.distributed_timeout_minutes)
     conflicts.check(args, str(flags.choice(args)), adapter.schedule.placement)
     if args.enable_optimizer_post_validation:
         conflicts.check_post_validation(args)

@@ -8,6 +8,7 @@ from typing import Protocol
 import torch
 
 from megatron_zb.runtime.autograd_stage import Stage
+from megatron_zb.runtime.progress import Progress
 from megatron_zb.schedules.communication import (
     Channel,
     Instruction,
@@ -43,6 +44,7 @@ def run_program(
     stages: Mapping[int, Stage],
     channels: Transport,
     allocate: Allocate,
+    progress: Progress | None = None,
 ) -> None:
     """Run the instructions of one logical rank, once.
 
@@ -52,8 +54,10 @@ def run_program(
         stages: the stages this rank holds.
         channels: its channels to other ranks, for messages of known shapes or of any shape.
         allocate: an empty tensor of the right shape, type and device for a message.
+        progress: is told what the rank does.
     """
-    Execution(program.send_slots, stages, channels, allocate).run(program.ranks[rank])
+    execution = Execution(program.send_slots, stages, channels, allocate, progress)
+    execution.run(program.ranks[rank])
     channels.finish()
 
 
@@ -61,12 +65,18 @@ class Execution:
     """Carries instructions out; what one leaves for a later one may cross from run to run."""
 
     def __init__(
-        self, send_slots: int, stages: Mapping[int, Stage], channels: Transport, allocate: Allocate
+        self,
+        send_slots: int,
+        stages: Mapping[int, Stage],
+        channels: Transport,
+        allocate: Allocate,
+        progress: Progress | None = None,
     ) -> None:
         self._send_slots = send_slots
         self._stages = stages
         self._channels = channels
         self._allocate = allocate
+        self._progress = progress or Progress()
         self._here: dict[Message, torch.Tensor | None] = {}
         self._outgoing: torch.Tensor | None = None
 
@@ -78,7 +88,8 @@ class Execution:
                 channels.post_receive(instruction.channel, instruction.message, buffer)
                 del buffer
             elif isinstance(instruction, Take):
-                self._here[instruction.message] = channels.take(instruction.message)
+                with self._progress.waiting(instruction.channel, instruction.message):
+                    self._here[instruction.message] = channels.take(instruction.message)
             elif isinstance(instruction, Send):
                 outgoing, self._outgoing = self._outgoing, None
                 assert outgoing is not None
@@ -89,7 +100,8 @@ class Execution:
 
     def _run_pass(self, run: Run) -> None:
         self._channels.forget_taken()
-        result = _run_pass(run, self._stages, self._here)
+        with self._progress.running(run.work):
+            result = _run_pass(run, self._stages, self._here)
         if run.makes_local:
             assert run.makes is not None
             self._here[run.makes] = result

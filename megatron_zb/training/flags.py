@@ -83,6 +83,13 @@ def _add_pipeline(parser: argparse.ArgumentParser) -> None:
         help="the most activation memory a rank may hold, as a fraction of 1F1B's",
     )
     group.add_argument(
+        "--pipeline-timeout",
+        type=float,
+        metavar="SECONDS",
+        help="end the job when a step makes no progress for so long, and say which rank holds up "
+        "all others; 0 is never (default: nine tenths of --distributed-timeout-minutes)",
+    )
+    group.add_argument(
         "--pipeline-layer-layout",
         metavar="LAYOUT",
         help="which layers each stage holds, as in Megatron's --pipeline-model-parallel-layout: "

@@ -123,7 +123,7 @@ def _plan(args: argparse.Namespace) -> Any:
     from megatron_zb.megatron.adapter import PipelineAdapter
     from megatron_zb.megatron.placement import Layers
 
-    return PipelineAdapter.create(
+    adapter = PipelineAdapter.create(
         args.pipeline_schedule,
         pipeline_size=args.pipeline_model_parallel_size,
         num_microbatches=args.num_microbatches,
@@ -131,6 +131,8 @@ def _plan(args: argparse.Namespace) -> Any:
         layer_layout=args.pipeline_layer_layout,
         memory_limit=args.pipeline_memory_limit,
     )
+    adapter.watch(args.pipeline_timeout, args.distributed_timeout_minutes)
+    return adapter
 
 
 def _check_gpu() -> None:
