@@ -15,6 +15,8 @@ from megatron_zb.megatron_lm.plan import make_plan
 from megatron_zb.schedules import interchange
 from megatron_zb.schedules.placement import looped, v_shape
 
+DOCS = Path(__file__).parents[1] / "docs"
+
 # Megatron-LM's own arguments, as its parser leaves them, for 16 layers on 4 pipeline ranks.
 STOCK: dict[str, Any] = {
     "num_layers": 16,
@@ -201,6 +203,7 @@ def test_what_no_step_can_be_taken_back_with_is_refused(conflict: conflicts.Conf
         f"{conflict.why}"
     )
     assert make_plan(parsed(line, **{conflict.argument: value})) is not None
+    assert f"`{conflict.flag}" in (DOCS / "post_validation.md").read_text()
 
 
 def test_post_validation_needs_a_schedule() -> None:

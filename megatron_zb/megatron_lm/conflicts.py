@@ -156,9 +156,6 @@ POST_VALIDATION_CONFLICTS = (
         "only steps of adam and sgd can be taken back",
         lambda value: value not in ("adam", "sgd"),
     ),
-    _not_taken_back(
-        "use_layer_wise_distributed_optimizer", "only steps of adam and sgd can be taken back"
-    ),
     _not_taken_back("calculate_per_token_loss", "the number of tokens is told to all ranks first"),
     Conflict(
         "grad_norm_skip_threshold",
