@@ -48,6 +48,8 @@ setup(
         "megatron-core >= 0.16",
         "numpy >= 1.26",
         "psutil >= 5.9",  # megatron-core writes checkpoints with it
+        "pydantic >= 2.7, < 3",
+        "pyyaml >= 6.0, < 7",
         "rich >= 13.0",
         "torch >= 2.6",
     ],

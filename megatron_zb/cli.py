@@ -9,6 +9,7 @@ from pathlib import Path
 
 from megatron_zb import __version__, schedules
 from megatron_zb.errors import UsageError
+from megatron_zb.planner import command as planning
 from megatron_zb.schedules import interchange
 from megatron_zb.schedules.bounds import lower_bound
 
@@ -72,6 +73,7 @@ def parser() -> argparse.ArgumentParser:
     commands = top.add_subparsers(title="commands", metavar="COMMAND", required=True)
     _add_show(commands)
     _add_export(commands)
+    _add_plan(commands)
     _add_doctor(commands)
     return top
 
@@ -103,6 +105,17 @@ def _add_export(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
         "--format", choices=("csv", "chrome-trace"), required=True, help="what to write"
     )
     export.add_argument("--output", "-o", type=Path, required=True, metavar="FILE")
+
+
+def _add_plan(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    plan = commands.add_parser(
+        "plan",
+        help="find the fastest schedule for a model and a cluster, and what it costs in memory",
+        description=planning.HELP,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    plan.set_defaults(command=planning.run)
+    planning.add_arguments(plan)
 
 
 def _add_doctor(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:

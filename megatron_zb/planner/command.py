@@ -1,0 +1,153 @@
+"""The command ``megatron-zb plan``."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from pathlib import Path
+
+HELP = """\
+Find out, before a GPU is rented, which schedule is the fastest on a model and a cluster, and what
+it costs in memory. Every schedule gets its best tensor, pipeline and data parallelism, microbatch,
+recomputation, number of chunks and layer layout; so do Megatron's own 1F1B and its interleaved
+schedule, which always stand in the table. Costs come from counted operations and bytes and from the
+description of the device: no GPU is needed, and none is used.
+
+examples:
+  megatron-zb plan --config configs/models/gpt_28b.yaml --gpus 64 --gpu-memory 80GiB
+  megatron-zb plan --config configs/models/llama3_70b.yaml --gpus 128 \\
+      --device configs/devices/h100_sxm.yaml --global-batch-size 512 --schedules v-zb,v-half
+  megatron-zb plan --config configs/models/llama3_8b.yaml --gpus 16 --tensor 2 --pipeline 8 \\
+      --device configs/devices/h100_sxm.yaml --format json
+
+the table:
+  tok/s/GPU      tokens of the whole iteration, with the optimizer's step and its reductions
+  MFU            FLOPs that training needs over the data sheet's; recomputation does not count
+  bubble         share of the pipeline's time in which ranks do not compute
+  GiB            memory of the rank that needs the most, at its fullest moment
+  uneven         the layers are not spread evenly; the flags tell the layout
+
+What is not known is not guessed: kernels that slow one another down, jitter, data loading.
+docs/validation.md compares predictions with published measurements.
+
+exit code: 0, or 2 with one sentence if a file, a field or a size is wrong or nothing fits."""
+
+
+def add_arguments(command: argparse.ArgumentParser) -> None:
+    """The arguments of ``plan``."""
+    command.add_argument(
+        "--config", type=Path, required=True, metavar="FILE", help="the model, as configs/models/*"
+    )
+    command.add_argument("--gpus", type=int, required=True, metavar="N", help="GPUs of the job")
+    command.add_argument(
+        "--device",
+        type=Path,
+        metavar="FILE",
+        help="the GPU and its links, as configs/devices/* (default: A100 80GB of this package)",
+    )
+    command.add_argument(
+        "--gpu-memory",
+        metavar="SIZE",
+        help="memory of a GPU, such as 80GiB (default: the device's)",
+    )
+    command.add_argument(
+        "--global-batch-size", type=int, metavar="N", help="samples of an iteration"
+    )
+    command.add_argument("--seq-length", type=int, metavar="N", help="tokens of a sample")
+    _add_choices(command)
+    command.add_argument(
+        "--format", choices=("table", "json"), default="table", help="how to print it"
+    )
+    command.add_argument(
+        "--top", type=int, default=8, metavar="N", help="rows of the table (default 8)"
+    )
+
+
+def _add_choices(command: argparse.ArgumentParser) -> None:
+    group = command.add_argument_group("what may be chosen (everything, if left out)")
+    group.add_argument("--schedules", metavar="NAMES", help="such as v-zb,v-half,auto")
+    for name, what in (
+        ("tensor", "tensor-parallel sizes"),
+        ("pipeline", "pipeline sizes"),
+        ("micro-batch-size", "microbatch sizes"),
+    ):
+        group.add_argument(f"--{name}", metavar="N,N", help=f"{what}, such as 2,4")
+    group.add_argument(
+        "--recompute", metavar="NAMES", help="of none, selective, full; such as none,full"
+    )
+    group.add_argument(
+        "--no-overlap-p2p",
+        action="store_true",
+        help="Megatron's interleaved schedule with --no-overlap-p2p-communication",
+    )
+    group.add_argument(
+        "--post-validation",
+        action="store_true",
+        help="ranks step one by one and check afterwards (schedules that split the backward)",
+    )
+    group.add_argument(
+        "--snapshot",
+        action="store_true",
+        help="count a copy of the optimizer's state, to take such a step back",
+    )
+    group.add_argument(
+        "--tries",
+        type=int,
+        default=3,
+        metavar="N",
+        help="settings of each schedule to simulate (default 3)",
+    )
+
+
+def run(arguments: argparse.Namespace) -> None:
+    """Search and print.
+
+    Raises:
+        UsageError: what the user can mend.
+    """
+    from rich.console import Console
+
+    from megatron_zb.planner import request, table
+    from megatron_zb.planner.search import search
+
+    job, contenders = request.read(arguments)
+    with _Progress(quiet=arguments.format == "json") as progress:
+        plan = search(job, contenders, tries=arguments.tries, watch=progress.show)
+    if arguments.format == "json":
+        print(json.dumps(table.as_json(plan), indent=2))
+    else:
+        table.print_plan(plan, Console(), arguments.top)
+
+
+class _Progress:
+    """A bar on the error output, from the third second on."""
+
+    AFTER = 2.0  # seconds
+
+    def __init__(self, *, quiet: bool) -> None:
+        from rich.console import Console
+        from rich.progress import Progress
+
+        console = Console(stderr=True)
+        self._bar = Progress(
+            console=console, transient=True, disable=quiet or not sys.stderr.isatty()
+        )
+        self._task = self._bar.add_task("", total=1)
+        self._begin = time.monotonic()
+        self._started = False
+
+    def __enter__(self) -> _Progress:
+        return self
+
+    def __exit__(self, *reason: object) -> None:
+        if self._started:
+            self._bar.stop()
+
+    def show(self, text: str, done: int, of: int) -> None:
+        """Called before each schedule, and once at the end."""
+        if not self._started and time.monotonic() - self._begin > self.AFTER:
+            self._bar.start()
+            self._started = True
+        self._bar.update(self._task, description=text, completed=done, total=of)

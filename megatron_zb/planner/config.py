@@ -1,0 +1,162 @@
+"""The YAML files of the planner: what a field must be, and what to say when it is not.
+
+Files are read with ``yaml.safe_load`` and checked field by field; nothing in them is executed.
+Every field has an example, so that a mistake can be answered with a right value.
+"""
+
+from __future__ import annotations
+
+import difflib
+from pathlib import Path
+from typing import Any, TypeVar
+
+import yaml
+from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic.fields import FieldInfo
+
+from megatron_zb.errors import UsageError
+
+_LARGEST = 1 << 20  # bytes of a file: a description has a few hundred
+
+
+class Section(BaseModel):
+    """A part of a file: its fields and no others, each of exactly its type."""
+
+    model_config = ConfigDict(extra="forbid", strict=True, frozen=True, allow_inf_nan=False)
+
+
+_Section = TypeVar("_Section", bound=Section)
+
+
+def read(path: Path, kind: type[_Section]) -> _Section:
+    """Read and check a file.
+
+    Raises:
+        UsageError: it cannot be read, is no YAML, or a field is missing, unknown or wrong.
+    """
+    try:
+        with path.open("rb") as file:
+            raw = file.read(_LARGEST + 1)
+    except (OSError, ValueError) as error:
+        reason = getattr(error, "strerror", None) or "it is no path"
+        raise UsageError(f"{path} cannot be read: {reason}") from error
+    if len(raw) > _LARGEST:
+        raise UsageError(f"{path} is larger than {_LARGEST} bytes: give a file of a few lines")
+    return parse(raw, str(path), kind)
+
+
+def parse(raw: bytes, name: str, kind: type[_Section]) -> _Section:
+    """Check the text of a file; ``name`` is how errors call it.
+
+    Raises:
+        UsageError: as :func:`read`.
+    """
+    try:
+        # Aliases of aliases grow without bound; a description needs none.
+        has_alias = any(isinstance(token, yaml.AliasToken) for token in yaml.scan(raw))
+        values = None if has_alias else yaml.safe_load(raw)
+    except Exception as error:  # what an ill-formed tag raises depends on the tag
+        raise UsageError(f"{name} is not YAML{_place(error)}: write {_first_line(kind)}") from error
+    if has_alias:
+        raise UsageError(f"{name} has an alias (*name): write the value out")
+    if not isinstance(values, dict):
+        raise UsageError(f"{name} has no fields: write lines such as {_first_line(kind)}")
+    if stray := [key for key in values if not isinstance(key, str)]:
+        said = _said(stray[0])
+        raise UsageError(f"{name}: {said} is no field's name: write {_first_line(kind)}")
+    try:
+        return kind.model_validate(values)
+    except ValidationError as error:
+        first = error.errors(include_url=False, include_input=True, include_context=True)[0]
+        raise UsageError(f"{name}: {_sentence(first, kind)}") from error
+
+
+def _place(error: Exception) -> str:
+    mark = getattr(error, "problem_mark", None)
+    return "" if mark is None else f" at line {mark.line + 1}"
+
+
+def _first_line(kind: type[Section]) -> str:
+    name, field = next(iter(kind.model_fields.items()))
+    return f"'{name}: {_example(field)}'"
+
+
+def _sentence(error: Any, kind: type[Section]) -> str:
+    location = tuple(error["loc"])
+    path = ".".join(str(part)[:80] for part in location)
+    field = _field(kind, location)
+    if error["type"] == "extra_forbidden":
+        return f"'{path}' is no field here: {_nearest(kind, location)}"
+    if error["type"] == "missing":
+        return f"'{path}' is missing: give, for example, {_line(location, field)}"
+    reason = str(error["ctx"]["error"]) if error["type"] == "value_error" else error["msg"]
+    reason = reason[0].lower() + reason[1:]
+    if error["type"] == "value_error":  # a rule about a whole section or file tells all itself
+        return f"{f'{path!r}: ' if path else ''}{reason}"
+    return (
+        f"'{path}' is {_said(error['input'])}: {reason}; give, for example, "
+        f"{_line(location, field)}"
+    )
+
+
+def _line(location: tuple[Any, ...], field: FieldInfo | None) -> str:
+    return f"{location[-1]}: {_example(field)}" if field else str(location[-1])
+
+
+def _nearest(kind: type[Section], location: tuple[Any, ...]) -> str:
+    holder = _holder(kind, location) or kind
+    known = list(holder.model_fields)
+    near = difflib.get_close_matches(str(location[-1]), known, n=1, cutoff=0.5)
+    if near:
+        return (
+            f"did you mean {near[0]}, such as {near[0]}: {_example(holder.model_fields[near[0]])}"
+        )
+    return f"the fields are {', '.join(known)}, such as {_first_line(holder)}"
+
+
+def _holder(kind: type[Section], location: tuple[Any, ...]) -> type[Section] | None:
+    """The section in which the last part of a location stands."""
+    for part in location[:-1]:
+        field = kind.model_fields.get(str(part))
+        inner = section_of(field) if field else None
+        if inner is None:
+            return None
+        kind = inner
+    return kind
+
+
+def _field(kind: type[Section], location: tuple[Any, ...]) -> FieldInfo | None:
+    holder = _holder(kind, location) if location else None
+    return holder.model_fields.get(str(location[-1])) if holder else None
+
+
+def section_of(field: FieldInfo) -> type[Section] | None:
+    """The section that a field holds, also where it may be left out."""
+    kinds = [field.annotation, *getattr(field.annotation, "__args__", ())]
+    return next((k for k in kinds if isinstance(k, type) and issubclass(k, Section)), None)
+
+
+def _example(field: FieldInfo | None) -> str:
+    if field is None:
+        return "a value"
+    if field.examples:
+        value = field.examples[0]
+        return str(value).lower() if isinstance(value, bool) else str(value)
+    inner = section_of(field)
+    if inner is None:
+        return "a value"
+    needed = [(n, f) for n, f in inner.model_fields.items() if f.is_required()]
+    return "{" + ", ".join(f"{name}: {_example(f)}" for name, f in needed) + "}"
+
+
+def _said(value: Any) -> str:
+    """A value in an error: short, on one line, and never walked into."""
+    if value is None:
+        return "empty"
+    if isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, int):
+        return str(value) if abs(value) < 10**18 else "a huge number"
+    if isinstance(value, float | str):
+        return repr(value if isinstance(value, float) else value[:40])
+    return f"a {type(value).__name__}"

@@ -1,0 +1,92 @@
+"""The schedules that stand in the table: Megatron's own as the ones to beat, and the catalog's."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+
+from megatron_zb import schedules
+from megatron_zb.errors import UsageError
+from megatron_zb.schedules import catalog
+from megatron_zb.schedules.placement import Placement, looped, v_shape, wave
+
+MEGATRON_1F1B = "Megatron 1F1B"
+MEGATRON_INTERLEAVED = "Megatron interleaved"
+NO_PIPELINE = "no pipeline"
+
+# Left out unless they are asked for: no user's choice at the sizes of a real job.
+_SELDOM = ("gpipe", "zb-h2", "1f1b", "interleaved")
+
+
+@dataclass(frozen=True)
+class Contender:
+    """A schedule as it competes; ``name`` is what the table calls it.
+
+    ``blocking`` tells that a rank cannot compute while its messages travel: Megatron's 1F1B always,
+    its interleaved schedule with ``--no-overlap-p2p-communication``.
+    """
+
+    name: str
+    family: str
+    takes_chunks: bool = False
+    blocking: bool = False
+    megatron: bool = False
+
+    def chunk_counts(self, layers: int, pipeline: int) -> Iterator[int | None]:
+        """Every number of chunks per rank that the layers suffice for; None if it has no choice."""
+        if not self.takes_chunks:
+            yield None
+            return
+        step = 2 if self.family == "wave" else 1
+        yield from range(2 * step, layers // pipeline + 1, step)
+
+    def placement(self, pipeline: int, chunks: int | None) -> Placement:
+        """Where its stages stand."""
+        if self.family == "auto":
+            return v_shape(pipeline)
+        return _placement(self.family, pipeline, chunks)
+
+    @property
+    def splits(self) -> bool:
+        return catalog.family(self.family).splits_backward
+
+
+@lru_cache(maxsize=1024)
+def _placement(family: str, pipeline: int, chunks: int | None) -> Placement:
+    """As the smallest schedule of the family has it, for any number of ranks."""
+    found = schedules.build(family, pipeline_size=2, num_microbatches=1, chunks=chunks).placement
+    return (looped if found.name == "looped" else wave)(pipeline, found.chunks)
+
+
+def contenders(names: Sequence[str] | None, *, overlap: bool = True) -> list[Contender]:
+    """Megatron's own, always, and those that are named or usual.
+
+    Raises:
+        UsageError: a name is unknown.
+    """
+    own = [
+        Contender(MEGATRON_1F1B, "1f1b", blocking=True, megatron=True),
+        Contender(
+            MEGATRON_INTERLEAVED,
+            "interleaved",
+            takes_chunks=True,
+            blocking=not overlap,
+            megatron=True,
+        ),
+    ]
+    usual = [name for name in schedules.names() if name not in _SELDOM]
+    chosen = dict.fromkeys(catalog.family(name).name for name in names or usual)
+    return own + [Contender(n, n, catalog.family(n).takes_chunks) for n in chosen]
+
+
+def names_in(text: str) -> tuple[str, ...]:
+    """Names separated by commas.
+
+    Raises:
+        UsageError: there is none.
+    """
+    names = tuple(part.strip() for part in text.split(",") if part.strip())
+    if not names:
+        raise UsageError(f"--schedules '{text}' names no schedule: give, for example, v-zb,v-half")
+    return names

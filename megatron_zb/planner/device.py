@@ -1,0 +1,99 @@
+"""What the planner must know about a GPU and its links: ``configs/devices/*.yaml``."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from pydantic import Field
+
+from megatron_zb.planner import config
+from megatron_zb.planner.config import Section
+from megatron_zb.planner.units import GIB
+
+_SOURCE = Field(
+    min_length=1, max_length=500, description="where it comes from", examples=["data sheet"]
+)
+
+
+class Rate(Section):
+    """A speed as the data sheet has it, and the share of it that real kernels reach."""
+
+    peak: float = Field(
+        gt=0, lt=1e24, description="FLOP/s or bytes/s of the data sheet", examples=["3.12e+14"]
+    )
+    efficiency: float = Field(
+        gt=0, le=1, description="share of the peak that is reached", examples=[0.75]
+    )
+    source: str = _SOURCE
+
+    @property
+    def reached(self) -> float:
+        return self.peak * self.efficiency
+
+
+class Memory(Section):
+    """Memory of a GPU in GiB."""
+
+    size_gib: float = Field(gt=0, lt=1e6, description="all of it", examples=[80.0])
+    reserved_gib: float = Field(
+        ge=0, lt=1e6, description="CUDA context, communicators, fragments", examples=[4.0]
+    )
+    source: str = _SOURCE
+
+
+class Link(Section):
+    """What one GPU sends over a link."""
+
+    bandwidth: float = Field(
+        gt=0, lt=1e18, description="bytes/s in one direction, as reached", examples=["2.0e+11"]
+    )
+    latency: float = Field(ge=0, lt=10, description="seconds of a message", examples=["2.0e-05"])
+    source: str = _SOURCE
+
+    def seconds(self, size: float) -> float:
+        """Time of one message of so many bytes."""
+        return self.latency + size / self.bandwidth
+
+
+class Places(Section):
+    """The same inside a node and between nodes."""
+
+    in_node: Link = Field(description="between GPUs of one node")
+    between_nodes: Link = Field(description="between nodes, for each GPU")
+
+
+class Node(Section):
+    """How many GPUs share the fast link."""
+
+    gpus: int = Field(gt=0, le=100_000, description="GPUs of a node", examples=[8])
+    source: str = _SOURCE
+
+
+class DeviceConfig(Section):
+    """One GPU of a cluster, for training in bf16 or fp16."""
+
+    name: str = Field(min_length=1, max_length=80, description="as shown", examples=["H100 SXM"])
+    memory: Memory = Field(description="memory of a GPU")
+    node: Node = Field(description="a node")
+    matrix_products: Rate = Field(description="FLOP/s of dense 16-bit matrix products")
+    attention: Rate = Field(description="FLOP/s of the products with attention scores")
+    memory_bandwidth: Rate = Field(description="bytes/s of kernels that compute little")
+    collectives: Places = Field(description="links under all-reduce, all-gather and all-to-all")
+    messages: Places = Field(description="links under the messages between pipeline ranks")
+
+    @property
+    def memory_bytes(self) -> float:
+        return self.memory.size_gib * GIB
+
+    @property
+    def reserved_bytes(self) -> float:
+        return self.memory.reserved_gib * GIB
+
+
+def read_device(path: Path) -> DeviceConfig:
+    """Read a file of ``configs/devices``.
+
+    Raises:
+        UsageError: the file or a field of it is wrong.
+    """
+    return config.read(path, DeviceConfig)

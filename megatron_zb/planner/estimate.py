@@ -1,0 +1,111 @@
+"""The first stage of the search: seconds and bytes of a choice from formulas, to order all of them.
+
+The bubbles are those of ``docs/schedules.md``, the memory is the peak that the catalog promises;
+simulation decides afterwards.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cached_property
+
+from megatron_zb.planner import footprint
+from megatron_zb.planner.contender import Contender
+from megatron_zb.planner.footprint import Held, States
+from megatron_zb.planner.prediction import seconds_of_step
+from megatron_zb.planner.work import Work, Workload
+from megatron_zb.schedules import catalog
+
+# Seconds of the bubble from p and the F, B and W of a rank; ``v`` are the chunks of a rank.
+_Bubble = Callable[[int, Work, int], float]
+_BUBBLES: dict[str, _Bubble] = {
+    "interleaved": lambda p, w, v: (p - 1) * w.total / v,
+    "zb-h1": lambda p, w, v: (p - 1) * (w.forward + w.backward - w.weight),
+    "zb-1p": lambda p, w, v: (p - 1) * (w.forward + w.backward - w.weight),
+    "zb-h2": lambda p, w, v: (p - 1) * max(w.forward, w.forward + w.backward - 2 * w.weight),
+    "zb-2p": lambda p, w, v: (p - 1) * max(w.forward, w.forward + w.backward - 2 * w.weight),
+    "v-zb": lambda p, w, v: (p - 1) * w.forward / 2,
+    "dualpipe-v": lambda p, w, v: (p - 1) * w.forward / 2,
+    "auto": lambda p, w, v: (p - 1) * w.forward / 2,
+    "wave": lambda p, w, v: (p - 1) * w.forward / v,
+    "v-half": lambda p, w, v: max(p - 1, 6 * p - 1 - 6 * ((p + 2) // 2)) * w.forward / 2,
+    "v-min": lambda p, w, v: max(p - 1, 6 * p - 1 - 6 * ((p + 4) // 3)) * w.forward / 2,
+}
+
+
+@dataclass(frozen=True)
+class Cut:
+    """A workload cut evenly, ends included: what a rank does and holds on average."""
+
+    load: Workload
+
+    @cached_property
+    def _middle(self) -> int:
+        return self.load.model.layers - 1
+
+    @cached_property
+    def rank(self) -> Work:
+        """Seconds of a microbatch on the slowest rank of the best layout."""
+        pipeline, layers = self.load.strategy.pipeline, self.load.model.layers
+        layer, output = self.load.layer(self._middle), self.load.output()
+        whole = layer * layers + output + self.load.embedding()
+        equal = whole * (1 / pipeline)
+        in_layers = math.ceil((layers + output.total / layer.total) / pipeline - 0.5)
+        slowest = max(equal, layer * in_layers, key=lambda w: w.total)
+        return max(slowest, output, key=lambda w: w.total)
+
+    @cached_property
+    def held(self) -> Held:
+        """Bytes of a microbatch on one rank."""
+        layer = footprint.layer_held(self.load, self._middle)
+        count = self.load.model.layers / self.load.strategy.pipeline
+        return Held(layer.activation * count, layer.for_weight * count, layer.in_backward)
+
+    @cached_property
+    def states(self) -> States:
+        """What a rank keeps that has its share of the layers, the last ones, and the embedding."""
+        layers = self.load.model.layers
+        count = math.ceil(layers / self.load.strategy.pipeline)
+        return footprint.rank_states(
+            self.load, range(layers - count, layers), embedding=True, output=False
+        )
+
+
+def seconds(cut: Cut, contender: Contender, m: int, chunks: int | None) -> float:
+    """Seconds of an iteration, by formula."""
+    p = cut.load.strategy.pipeline
+    if p == 1:
+        return m * cut.rank.total + seconds_of_step(cut.load, cut.states, post_validation=False)
+    work, hop = cut.rank, cut.load.hop(False)
+    v = chunks or contender.placement(p, chunks).chunks
+    if contender.blocking:
+        work = work + Work(v * hop, v * hop)
+    bubble = _BUBBLES.get(contender.family, lambda p, w, v: (p - 1) * w.total)
+    steady = m * max(work.total, _interval(contender.family, work))
+    step = seconds_of_step(cut.load, cut.states, post_validation=False)
+    return steady + bubble(p, work, v) + 2 * (p - 1) * hop + step
+
+
+def _interval(family: str, work: Work) -> float:
+    """The V schedules with little memory lose in each microbatch where F, B and W are unequal."""
+    if family == "v-min":
+        return 3 * max(work.forward, work.backward)
+    if family == "v-half":
+        return max(2 * work.backward + work.weight / 2, 2 * work.forward + work.weight / 2)
+    return 0.0
+
+
+def memory(cut: Cut, contender: Contender, m: int, chunks: int | None) -> float:
+    """Bytes of the first rank, by the peak that the catalog promises."""
+    p = cut.load.strategy.pipeline
+    peak = min(m, _peak(contender, p, m, chunks))
+    fixed = cut.states.total + cut.load.device.reserved_bytes
+    return fixed + peak * cut.held.activation
+
+
+def _peak(contender: Contender, p: int, m: int, chunks: int | None) -> float:
+    if contender.family == "interleaved" and chunks:
+        return p + (p - 1) / chunks
+    return catalog.family(contender.family).peak_microbatches(p, m) if m > 1 else 1

@@ -1,0 +1,76 @@
+"""The arguments of Megatron-LM that a prediction stands for."""
+
+from __future__ import annotations
+
+from megatron_zb.planner import layout
+from megatron_zb.planner.contender import MEGATRON_1F1B, MEGATRON_INTERLEAVED, NO_PIPELINE
+from megatron_zb.planner.prediction import Prediction
+
+_MEGATRON = (MEGATRON_1F1B, MEGATRON_INTERLEAVED, NO_PIPELINE)
+_RECOMPUTE = {
+    "none": [],
+    "selective": ["--recompute-granularity selective"],
+    "full": [
+        "--recompute-granularity full",
+        "--recompute-method uniform",
+        "--recompute-num-layers 1",
+    ],
+}
+
+
+def flags(prediction: Prediction, global_batch: int, memory: float) -> list[str]:
+    """Flags to paste, each with its value.
+
+    Args:
+        prediction: the choice.
+        global_batch: samples of an iteration.
+        memory: bytes of a GPU, from which the limit of ``auto`` follows.
+    """
+    strategy = prediction.load.strategy
+    out = [
+        f"--tensor-model-parallel-size {strategy.tensor}",
+        f"--pipeline-model-parallel-size {strategy.pipeline}",
+        f"--micro-batch-size {strategy.microbatch}",
+        f"--global-batch-size {global_batch}",
+        f"--seq-length {prediction.load.sequence}",
+        "--use-distributed-optimizer",
+    ]
+    if strategy.tensor > 1:
+        out.append("--sequence-parallel")
+    if strategy.expert > 1:
+        out.append(f"--expert-model-parallel-size {strategy.expert}")
+    return out + _RECOMPUTE[strategy.recompute] + _schedule(prediction, memory)
+
+
+def _schedule(prediction: Prediction, memory: float) -> list[str]:
+    out = []
+    if prediction.contender not in _MEGATRON:
+        out.append(f"--pipeline-schedule {prediction.family}")
+    if prediction.family == "auto":
+        out.append(f"--pipeline-memory-limit {_fraction(prediction, memory):.2f}")
+    if not prediction.is_even:
+        out.append(f"--pipeline-model-parallel-layout '{layout.text(prediction.layout)}'")
+    elif prediction.chunks is not None:
+        out.append(f"--num-virtual-stages-per-pipeline-rank {prediction.chunks}")
+    return out
+
+
+def _fraction(prediction: Prediction, memory: float) -> float:
+    """What ``auto`` may hold, as a fraction of 1F1B's peak."""
+    worst = prediction.memory
+    left = memory - worst.total + worst.activations + worst.weight_queue
+    schedule = prediction.schedule
+    if schedule is None or not schedule.report:
+        return 1.0
+    held = worst.activations + worst.weight_queue
+    peak = max(_peaks(prediction))
+    one = held / peak * schedule.placement.pipeline_size if peak else left
+    return max(0.05, int(100 * min(left / one, 2.0)) / 100)
+
+
+def _peaks(prediction: Prediction) -> list[float]:
+    from megatron_zb.schedules.simulator import peak_held_chunks
+
+    schedule = prediction.schedule
+    assert schedule is not None
+    return [peak_held_chunks(rank) / schedule.placement.chunks for rank in schedule.ranks]

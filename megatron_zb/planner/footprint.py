@@ -1,0 +1,161 @@
+"""Bytes: what a rank keeps all the time, and what a microbatch keeps after F and after B.
+
+Activations are counted tensor by tensor as in *Reducing Activation Recomputation* (arXiv
+2205.05198), with 16 bits for each and one byte for each dropout mask; with sequence parallelism all
+of them are divided by the tensor ranks. W needs the input of each weight and the gradient of its
+output.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from megatron_zb.planner.model import ModelConfig
+from megatron_zb.planner.parameters import attention_weights, expert_weights, mlp_weights
+from megatron_zb.planner.work import Workload
+
+# Bytes of each weight: 16-bit weight, 32-bit gradient, and Adam's 32-bit weight and two moments.
+WEIGHT, GRADIENT, OPTIMIZER = 2, 4, 12
+
+
+@dataclass(frozen=True)
+class Held:
+    """Bytes of one microbatch: after its F, after its B, and at most while its B runs."""
+
+    activation: float = 0.0
+    for_weight: float = 0.0
+    in_backward: float = 0.0
+
+    def __add__(self, other: Held) -> Held:
+        return Held(
+            self.activation + other.activation,
+            self.for_weight + other.for_weight,
+            max(self.in_backward, other.in_backward),
+        )
+
+
+@dataclass(frozen=True)
+class States:
+    """Bytes that a rank keeps from step to step."""
+
+    weights: float = 0.0
+    gradients: float = 0.0
+    optimizer: float = 0.0
+    parameters: float = 0.0
+
+    @property
+    def total(self) -> float:
+        return self.weights + self.gradients + self.optimizer
+
+
+def layer_held(load: Workload, index: int) -> Held:
+    """One layer, with what is recomputed."""
+    share = load.tokens / load.strategy.tensor
+    everything = _stored(load.model, index, load.sequence)
+    scores = _scores(load.model, load.sequence)
+    for_weight = _needed_by_weight(load.model, index) * share
+    if load.strategy.recompute == "full":
+        return Held(2 * load.model.hidden_size * share, for_weight, everything * share)
+    if load.strategy.recompute == "selective":
+        return Held((everything - scores) * share, for_weight, scores * share)
+    return Held(everything * share, min(for_weight, everything * share))
+
+
+def output_held(load: Workload) -> Held:
+    """The input of the last norm and of the output layer; logits are counted apart."""
+    size = 4 * load.tokens * load.model.hidden_size / load.strategy.tensor
+    return Held(size, size)
+
+
+def embedding_held(load: Workload) -> Held:
+    """A dropout mask, if there is dropout."""
+    size = load.tokens * load.model.hidden_size / load.strategy.tensor
+    return Held(size) if load.model.dropout else Held()
+
+
+def logits(load: Workload) -> float:
+    """16-bit logits, 32-bit softmax and 32-bit gradient of one microbatch."""
+    return (2 + 4 + 4) * load.tokens * load.model.vocabulary / load.strategy.tensor
+
+
+def message_buffers(load: Workload, chunks: int) -> float:
+    """One message in and one out, in both directions, for each chunk."""
+    return 4 * chunks * load.message() if load.strategy.pipeline > 1 else 0.0
+
+
+def rank_states(load: Workload, layers: Sequence[int], embedding: bool, output: bool) -> States:
+    """What a rank keeps that holds these layers; the optimizer is distributed over data ranks."""
+    model, strategy = load.model, load.strategy
+    experts = model.experts.experts if model.experts else 0
+    dense = sum(attention_weights(model) + mlp_weights(model, i) for i in layers)
+    ends = [embedding, output]
+    if model.tied_embeddings and all(ends):
+        ends = [True]
+    dense += sum(ends) * model.hidden_size * model.vocabulary
+    dense_here = dense / strategy.tensor
+    routed_here = sum(expert_weights(model, i, experts) for i in layers) / (
+        strategy.tensor * strategy.expert
+    )
+    here = dense_here + routed_here
+    sharded = dense_here / strategy.data + routed_here * strategy.expert / strategy.data
+    return States(WEIGHT * here, GRADIENT * here, OPTIMIZER * sharded, here)
+
+
+def _scores(model: ModelConfig, sequence: int) -> float:
+    """Stored attention scores of a token: softmax, and with dropout its mask and its output."""
+    if model.flash_attention:
+        return 0.0
+    return (5 if model.dropout else 2) * model.attention_heads * float(sequence)
+
+
+def _stored(model: ModelConfig, index: int, sequence: int) -> float:
+    """Bytes that F keeps of a token."""
+    hidden = model.hidden_size
+    norms = 4 * hidden
+    dropout = 2 * hidden if model.dropout else 0
+    attention = 2 * hidden + _heads(model) + 2 * _attended(model)
+    statistics = 4 * model.attention_heads if model.flash_attention else 0
+    gates = 2 if model.gated_mlp else 1
+    mlp = 2 * hidden + 2 * (gates + 1) * _dense_inner(model, index)
+    routed = 0
+    if model.experts and index >= model.experts.dense_layers:
+        each = 4 * hidden + 2 * (gates + 1) * model.experts.ffn_hidden_size
+        routed = model.experts.top_k * each
+    return norms + dropout + attention + statistics + mlp + routed + _scores(model, sequence)
+
+
+def _needed_by_weight(model: ModelConfig, index: int) -> float:
+    """Bytes that W needs of a token: inputs of weights and gradients of their outputs."""
+    hidden = model.hidden_size
+    gates = 2 if model.gated_mlp else 1
+    attention = 2 * hidden + _heads(model) + 2 * _attended(model) + 2 * hidden
+    mlp = 4 * hidden + 2 * (gates + 1) * _dense_inner(model, index)
+    routed = 0
+    if model.experts and index >= model.experts.dense_layers:
+        each = 4 * hidden + 2 * (gates + 1) * model.experts.ffn_hidden_size
+        routed = model.experts.top_k * each
+    return attention + mlp + routed
+
+
+def _heads(model: ModelConfig) -> int:
+    """Bytes of queries, keys and values of a token, with what they are projected from."""
+    latent = model.latent_attention
+    if latent is None:
+        return 2 * (model.attention_heads + 2 * model.groups) * model.head
+    query = latent.nope_head_dim + latent.rope_head_dim
+    heads = model.attention_heads * (2 * query + latent.value_head_dim)
+    return 2 * (heads + (latent.query_rank or 0) + latent.kv_rank + latent.rope_head_dim)
+
+
+def _attended(model: ModelConfig) -> int:
+    """Elements of a token's attention output."""
+    latent = model.latent_attention
+    return model.attention_heads * (latent.value_head_dim if latent else model.head)
+
+
+def _dense_inner(model: ModelConfig, index: int) -> int:
+    experts = model.experts
+    if experts is None or index < experts.dense_layers:
+        return model.ffn
+    return experts.shared_ffn_hidden_size

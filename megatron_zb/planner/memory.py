@@ -1,0 +1,96 @@
+"""The memory of the worst rank, part by part, from the passes that it runs."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+
+from megatron_zb.planner import footprint
+from megatron_zb.planner.footprint import Held
+from megatron_zb.planner.stages import Staged
+from megatron_zb.schedules import Pass, PassKind, Schedule
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Bytes of one rank at its fullest; ``weight_queue`` is what W still needs after B."""
+
+    rank: int
+    weights: float
+    gradients: float
+    optimizer: float
+    activations: float
+    weight_queue: float
+    logits: float
+    messages: float
+    snapshot: float
+    reserved: float
+
+    @property
+    def total(self) -> float:
+        return sum(self.parts().values())
+
+    def parts(self) -> dict[str, float]:
+        """Bytes of each part by name."""
+        return {name: size for name, size in asdict(self).items() if name != "rank"}
+
+
+def worst_rank(staged: Staged, schedule: Schedule, *, snapshot: bool) -> Memory:
+    """The rank that needs the most.
+
+    ``snapshot`` keeps a copy of the optimizer's state, with which a step can be taken back.
+    """
+    ranks = range(staged.placement.pipeline_size)
+    peaks = [peak_of(schedule.ranks[r], staged.held) for r in ranks]
+    return max(
+        (_of_rank(staged, r, *peaks[r], snapshot=snapshot) for r in ranks), key=lambda m: m.total
+    )
+
+
+def without_pipeline(staged: Staged) -> Memory:
+    """One rank that runs F and the whole backward of each microbatch in turn."""
+    passes = (
+        *(Pass(PassKind.F, s, 0) for s in range(len(staged.held))),
+        *(Pass(PassKind.BW, s, 0) for s in reversed(range(len(staged.held)))),
+    )
+    return _of_rank(staged, 0, *peak_of(passes, staged.held), snapshot=False)
+
+
+def _of_rank(
+    staged: Staged, rank: int, activations: float, queue: float, *, snapshot: bool
+) -> Memory:
+    states = staged.states[rank]
+    return Memory(
+        rank=rank,
+        weights=states.weights,
+        gradients=states.gradients,
+        optimizer=states.optimizer,
+        activations=activations,
+        weight_queue=queue,
+        logits=staged.logits(rank),
+        messages=footprint.message_buffers(staged.load, staged.placement.chunks),
+        snapshot=states.optimizer if snapshot else 0.0,
+        reserved=staged.load.device.reserved_bytes,
+    )
+
+
+def peak_of(passes: Sequence[Pass], held: Sequence[Held]) -> tuple[float, float]:
+    """What microbatches hold at the fullest moment, and what waits for its W at that moment.
+
+    A backward that recomputes holds its layer's activations while it runs.
+    """
+    live = queue = 0.0
+    best = (0.0, 0.0)
+    for kind, stage, _ in passes:
+        here = held[stage]
+        if kind is PassKind.F:
+            live += here.activation
+        elif kind is PassKind.W:
+            queue -= here.for_weight
+        else:
+            best = max(best, (live + here.in_backward, queue), key=sum)
+            live -= here.activation
+            if kind is PassKind.B:
+                queue += here.for_weight
+        best = max(best, (live, queue), key=sum)
+    return best

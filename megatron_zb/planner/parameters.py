@@ -1,0 +1,50 @@
+"""Weights of a model's parts; biases and norms are too few to count."""
+
+from __future__ import annotations
+
+from megatron_zb.planner.model import ModelConfig
+
+
+def attention_weights(model: ModelConfig) -> int:
+    """Weights of the attention of one layer."""
+    hidden, heads = model.hidden_size, model.attention_heads
+    latent = model.latent_attention
+    if latent is None:
+        queries_and_out = 2 * hidden * heads * model.head
+        return queries_and_out + 2 * hidden * model.groups * model.head
+    wide = heads * (latent.nope_head_dim + latent.rope_head_dim)
+    rank = latent.query_rank
+    queries = hidden * wide if rank is None else rank * (hidden + wide)
+    down = hidden * (latent.kv_rank + latent.rope_head_dim)
+    up = latent.kv_rank * heads * (latent.nope_head_dim + latent.value_head_dim)
+    return queries + down + up + heads * latent.value_head_dim * hidden
+
+
+def mlp_weights(model: ModelConfig, index: int) -> int:
+    """Weights that every token visits: a dense MLP, or the shared experts and the router."""
+    experts = model.experts
+    matrices = 3 if model.gated_mlp else 2
+    if experts is None or index < experts.dense_layers:
+        return matrices * model.hidden_size * model.ffn
+    shared = matrices * model.hidden_size * experts.shared_ffn_hidden_size
+    return shared + model.hidden_size * experts.experts
+
+
+def expert_weights(model: ModelConfig, index: int, experts: int) -> int:
+    """Weights of so many experts of a layer; 0 in a dense one."""
+    if model.experts is None or index < model.experts.dense_layers:
+        return 0
+    matrices = 3 if model.gated_mlp else 2
+    return experts * matrices * model.hidden_size * model.experts.ffn_hidden_size
+
+
+def all_weights(model: ModelConfig) -> int:
+    """Weights of the whole model."""
+    layers = sum(
+        attention_weights(model)
+        + mlp_weights(model, index)
+        + expert_weights(model, index, model.experts.experts if model.experts else 0)
+        for index in range(model.layers)
+    )
+    ends = model.hidden_size * model.vocabulary
+    return layers + ends * (1 if model.tied_embeddings else 2)

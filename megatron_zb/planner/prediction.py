@@ -1,0 +1,229 @@
+"""One strategy with one schedule: seconds of an iteration, tokens per second, memory."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from megatron_zb import schedules
+from megatron_zb.errors import UsageError
+from megatron_zb.planner.contender import Contender
+from megatron_zb.planner.footprint import GRADIENT, OPTIMIZER, WEIGHT, States
+from megatron_zb.planner.layout import Layout
+from megatron_zb.planner.memory import Memory, without_pipeline, worst_rank
+from megatron_zb.planner.stages import Staged
+from megatron_zb.planner.work import Workload, model_flops
+from megatron_zb.schedules import Costs, PassKind, Schedule, Timeline
+from megatron_zb.schedules.placement import Placement
+
+# Above so many passes the steady state is simulated on fewer microbatches and continued.
+_MOST_PASSES = 8_000
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """What one choice comes to."""
+
+    contender: str
+    family: str
+    load: Workload
+    num_microbatches: int
+    chunks: int | None
+    layout: Layout
+    is_even: bool
+    pipeline_seconds: float
+    bubble: float
+    step_seconds: float
+    memory: Memory
+    schedule: Schedule | None = None
+
+    @property
+    def seconds(self) -> float:
+        """Seconds of an iteration."""
+        return self.pipeline_seconds + self.step_seconds
+
+    @property
+    def gpus(self) -> int:
+        strategy = self.load.strategy
+        return strategy.tensor * strategy.pipeline * strategy.data
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of an iteration on all GPUs."""
+        return self.num_microbatches * self.load.tokens * self.load.strategy.data
+
+    @property
+    def tokens_per_gpu(self) -> float:
+        """Tokens per second and GPU."""
+        return self.tokens / self.seconds / self.gpus
+
+    @property
+    def mfu(self) -> float:
+        """Share of the data sheet's FLOP/s that training needs."""
+        flops = model_flops(self.load.model, self.tokens, self.load.sequence)
+        return flops / self.seconds / self.gpus / self.load.device.matrix_products.peak
+
+
+def predict(
+    staged: Staged,
+    contender: Contender,
+    num_microbatches: int,
+    chunks: int | None,
+    *,
+    is_even: bool,
+    post_validation: bool = False,
+    snapshot: bool = False,
+    memory_bytes: float | None = None,
+) -> Prediction:
+    """Simulate a schedule.
+
+    Args:
+        staged: the workload on the placement of the schedule.
+        contender: the schedule.
+        num_microbatches: of each pipeline in an iteration.
+        chunks: chunks per rank where the schedule has the choice.
+        is_even: whether the layout is the one that needs no flag.
+        post_validation: ranks start the next iteration one by one instead of together.
+        snapshot: keep a copy of the optimizer's state to take a step back with.
+        memory_bytes: what ``auto`` may use of each rank.
+
+    Raises:
+        UsageError: the schedule cannot be had within the memory.
+    """
+    if staged.placement.pipeline_size == 1:
+        return _without_pipeline(staged, contender, num_microbatches)
+    costs = staged.costs(blocking=contender.blocking)
+    seconds, schedule = _seconds(
+        contender, costs, num_microbatches, chunks, staged.placement, post_validation, memory_bytes
+    )
+    work = [staged.rank_work(r).total for r in range(staged.placement.pipeline_size)]
+    bubble = 1 - num_microbatches * sum(work) / (len(work) * seconds)
+    return Prediction(
+        contender=contender.name,
+        family=contender.family,
+        load=staged.load,
+        num_microbatches=num_microbatches,
+        chunks=chunks,
+        layout=staged.layout,
+        is_even=is_even,
+        pipeline_seconds=seconds,
+        bubble=bubble,
+        step_seconds=step_seconds(staged, post_validation=post_validation),
+        memory=worst_rank(staged, schedule, snapshot=snapshot),
+        schedule=schedule,
+    )
+
+
+def _without_pipeline(staged: Staged, contender: Contender, m: int) -> Prediction:
+    return Prediction(
+        contender=contender.name,
+        family=contender.family,
+        load=staged.load,
+        num_microbatches=m,
+        chunks=None,
+        layout=staged.layout,
+        is_even=True,
+        pipeline_seconds=m * staged.busiest.total,
+        bubble=0.0,
+        step_seconds=step_seconds(staged, post_validation=False),
+        memory=without_pipeline(staged),
+    )
+
+
+def _seconds(
+    contender: Contender,
+    costs: Costs,
+    m: int,
+    chunks: int | None,
+    placement: Placement,
+    post_validation: bool,
+    memory_bytes: float | None,
+) -> tuple[float, Schedule]:
+    def simulated(microbatches: int) -> tuple[Schedule, Timeline]:
+        schedule = _build(contender, costs, microbatches, chunks, placement, memory_bytes)
+        return schedule, schedules.simulate(schedule, costs)
+
+    p = placement.pipeline_size
+    if 3 * m * placement.num_stages <= _MOST_PASSES or m <= 3 * p:
+        schedule, timeline = simulated(m)
+        return interval(timeline, post_validation), schedule
+    schedule, timeline = simulated(3 * p)
+    known = interval(timeline, post_validation)
+    return known + (m - 3 * p) * _steady(timeline), schedule
+
+
+def _build(
+    contender: Contender,
+    costs: Costs,
+    m: int,
+    chunks: int | None,
+    placement: Placement,
+    memory_bytes: float | None,
+) -> Schedule:
+    is_auto = contender.family == "auto"
+    if is_auto and memory_bytes is not None and memory_bytes <= max(costs.fixed):
+        raise UsageError("auto: the model's states alone need more than the memory of a GPU")
+    return schedules.build(
+        contender.family,
+        pipeline_size=placement.pipeline_size,
+        num_microbatches=m,
+        costs=costs,
+        chunks=chunks,
+        placement=placement if is_auto else None,
+        memory_limit_bytes=memory_bytes if is_auto else None,
+    )
+
+
+def interval(timeline: Timeline, post_validation: bool) -> float:
+    """Seconds from one iteration to the next, without the optimizer's step.
+
+    All ranks wait for the last one, unless each may step on its own: then an iteration takes as
+    long as the rank that is busy for the longest time from its own first pass to its own last.
+    """
+    if not post_validation:
+        return timeline.makespan
+    return max(
+        ends[-1] - starts[0] for starts, ends in zip(timeline.start, timeline.end, strict=True)
+    )
+
+
+def _steady(timeline: Timeline) -> float:
+    """Seconds of one more microbatch, seen where the last stage ends p of them in the middle."""
+    placement = timeline.schedule.placement
+    p, last = placement.pipeline_size, placement.num_stages - 1
+    rank = placement.rank_of[last]
+    ends = [
+        end
+        for done, end in zip(timeline.schedule.ranks[rank], timeline.end[rank], strict=True)
+        if done.stage == last and done.kind in (PassKind.B, PassKind.BW)
+    ]
+    table = timeline.costs
+    work = (
+        sum(table.forward[s] + table.backward[s] + table.weight[s] for s in stages)
+        for stages in placement.stages_of
+    )
+    return max((ends[2 * p - 1] - ends[p - 1]) / p, *work)
+
+
+def step_seconds(staged: Staged, *, post_validation: bool) -> float:
+    """:func:`seconds_of_step` of the rank with the most parameters."""
+    states = max(staged.states, key=lambda s: s.parameters)
+    return seconds_of_step(staged.load, states, post_validation=post_validation)
+
+
+def seconds_of_step(load: Workload, states: States, *, post_validation: bool) -> float:
+    """Reduction of gradients, optimizer's step and gathering of weights, none of it overlapped.
+
+    The step reads and writes the gradient, the state and the weight; without post-validation two
+    small reductions over the pipeline come before it (norm and overflow).
+    """
+    strategy, device = load.strategy, load.device
+    traffic = (GRADIENT + 2 * OPTIMIZER + WEIGHT) / OPTIMIZER * states.optimizer
+    seconds = traffic / device.memory_bandwidth.reached
+    if strategy.data > 1:
+        near = strategy.data * strategy.tensor <= device.node.gpus
+        link = device.collectives.in_node if near else device.collectives.between_nodes
+        share = (strategy.data - 1) / strategy.data
+        seconds += link.seconds(states.gradients * share) + link.seconds(states.weights * share)
+    if strategy.pipeline > 1 and not post_validation:
+        seconds += 4 * strategy.pipeline * device.messages.between_nodes.latency
+    return seconds

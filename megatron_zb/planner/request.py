@@ -1,0 +1,100 @@
+"""From the command line to a job: files, sizes and what may be chosen."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from megatron_zb.errors import UsageError
+from megatron_zb.planner.contender import Contender, contenders, names_in
+from megatron_zb.planner.device import DeviceConfig, read_device
+from megatron_zb.planner.model import read_model
+from megatron_zb.planner.search import Job
+from megatron_zb.planner.strategy import RECOMPUTE, Choices
+from megatron_zb.planner.units import size_in_bytes
+
+_MOST_GPUS = 65_536
+_DEVICES = Path(__file__).resolve().parents[2] / "configs" / "devices"
+
+
+def read(arguments: argparse.Namespace) -> tuple[Job, list[Contender]]:
+    """Read the files and check the sizes.
+
+    Raises:
+        UsageError: a file, a field or an argument is wrong.
+    """
+    model = read_model(arguments.config)
+    device = _device(arguments.device)
+    memory = device.memory_bytes
+    if arguments.gpu_memory is not None:
+        memory = size_in_bytes(arguments.gpu_memory, "--gpu-memory")
+    job = Job(
+        model=model,
+        device=device,
+        gpus=_whole("--gpus", arguments.gpus, 64, _MOST_GPUS),
+        memory=memory,
+        global_batch=_whole(
+            "--global-batch-size",
+            model.global_batch_size
+            if arguments.global_batch_size is None
+            else arguments.global_batch_size,
+            512,
+        ),
+        sequence=_whole(
+            "--seq-length",
+            model.sequence_length if arguments.seq_length is None else arguments.seq_length,
+            4096,
+        ),
+        choices=_choices(arguments),
+        post_validation=arguments.post_validation,
+        snapshot=arguments.snapshot,
+    )
+    _whole("--tries", arguments.tries, 3)
+    _whole("--top", arguments.top, 8)
+    names = None if arguments.schedules is None else names_in(arguments.schedules)
+    return job, contenders(names, overlap=not arguments.no_overlap_p2p)
+
+
+def _device(path: Path | None) -> DeviceConfig:
+    if path is not None:
+        return read_device(path)
+    default = _DEVICES / "a100_80gb_sxm.yaml"
+    if not default.is_file():
+        raise UsageError(
+            "the descriptions of devices are not installed here: give --device FILE, such as "
+            "configs/devices/h100_sxm.yaml of the source"
+        )
+    return read_device(default)
+
+
+def _whole(flag: str, value: int, example: int, most: int = 10_000_000) -> int:
+    if not 1 <= value <= most:
+        raise UsageError(
+            f"{flag} {value} is not between 1 and {most}: give, for example, {flag} {example}"
+        )
+    return value
+
+
+def _choices(arguments: argparse.Namespace) -> Choices:
+    recompute = None
+    if arguments.recompute is not None:
+        recompute = tuple(part.strip() for part in arguments.recompute.split(","))
+        if unknown := [name for name in recompute if name not in RECOMPUTE]:
+            raise UsageError(
+                f"--recompute '{unknown[0]}' is unknown: give one or more of {','.join(RECOMPUTE)}"
+            )
+    return Choices(
+        tensor=_numbers("--tensor", arguments.tensor),
+        pipeline=_numbers("--pipeline", arguments.pipeline),
+        microbatch=_numbers("--micro-batch-size", arguments.micro_batch_size),
+        recompute=recompute,
+    )
+
+
+def _numbers(flag: str, text: str | None) -> tuple[int, ...] | None:
+    if text is None:
+        return None
+    parts = [part.strip() for part in text.split(",")]
+    if not all(p.isascii() and p.isdecimal() and 0 < len(p) < 8 and int(p) > 0 for p in parts):
+        raise UsageError(f"{flag} '{text}' is no list of sizes: give, for example, {flag} 2,4")
+    return tuple(sorted({int(part) for part in parts}))

@@ -1,0 +1,270 @@
+"""The best setting of every schedule: formulas order all settings, simulation decides the first.
+
+Each schedule gets the same care, Megatron's own included: its best sharing of the GPUs, microbatch,
+recomputation, number of chunks and layout.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from megatron_zb.errors import UsageError
+from megatron_zb.planner import estimate, layout
+from megatron_zb.planner.contender import NO_PIPELINE, Contender
+from megatron_zb.planner.device import DeviceConfig
+from megatron_zb.planner.estimate import Cut
+from megatron_zb.planner.model import ModelConfig
+from megatron_zb.planner.prediction import Prediction, predict
+from megatron_zb.planner.stages import Staged
+from megatron_zb.planner.strategy import Choices, Strategy, strategies
+from megatron_zb.planner.units import gib
+from megatron_zb.planner.work import Workload
+from megatron_zb.schedules.placement import Placement
+
+# The formula leaves out what a schedule can save; what is above by more is not simulated.
+_SLACK = 1.25
+# A setting whose rate by formula is below this share of the best simulated one is left out.
+_HOPELESS = 0.97
+
+
+@dataclass(frozen=True)
+class Job:
+    """What the user wants to train, and on what."""
+
+    model: ModelConfig
+    device: DeviceConfig
+    gpus: int
+    memory: float
+    global_batch: int
+    sequence: int
+    choices: Choices = field(default_factory=Choices)
+    post_validation: bool = False
+    snapshot: bool = False
+
+
+@dataclass(frozen=True)
+class TooLarge:
+    """A setting that was promising and does not fit."""
+
+    strategy: Strategy
+    needed: float
+
+    def __str__(self) -> str:
+        return f"{self.strategy} needs {gib(self.needed)}"
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The best setting of each schedule, fastest first.
+
+    ``too_large`` has, for each schedule, the most promising setting that does not fit;
+    ``nothing_for`` tells why a schedule is not in the table.
+    """
+
+    job: Job
+    ranked: tuple[Prediction, ...]
+    too_large: dict[str, TooLarge]
+    nothing_for: dict[str, str]
+    settings: int
+    simulated: int
+
+
+@dataclass(frozen=True)
+class _Setting:
+    load: Workload
+    contender: Contender
+    chunks: int | None
+    m: int
+    seconds: float
+    memory: float
+
+    @property
+    def rate(self) -> float:
+        """Tokens per second on all GPUs, by formula."""
+        strategy = self.load.strategy
+        return self.m * self.load.tokens * strategy.data / self.seconds
+
+
+Watch = Callable[[str, int, int], None]
+
+
+def search(
+    job: Job,
+    contenders: Sequence[Contender],
+    *,
+    tries: int = 3,
+    watch: Watch = lambda text, done, of: None,
+) -> Plan:
+    """Find the best setting of each schedule.
+
+    Args:
+        job: what to train on what.
+        contenders: the schedules.
+        tries: settings of each schedule to simulate, the most promising ones by formula.
+        watch: is told what is being looked at, how many schedules are done, and of how many.
+
+    Raises:
+        UsageError: the sizes cannot be divided, or nothing fits into the memory.
+    """
+    cuts = _cuts(job)
+    best: list[Prediction] = []
+    too_large: dict[str, TooLarge] = {}
+    nothing: dict[str, str] = {}
+    smallest: list[tuple[float, str]] = []
+    settings = simulated = 0
+    alone = Contender(NO_PIPELINE, "1f1b", megatron=True)
+    everyone = [alone, *contenders]
+    for done, contender in enumerate(everyone):
+        watch(contender.name, done, len(everyone))
+        ordered = sorted(_settings(cuts, contender, job), key=lambda s: -s.rate)
+        settings += len(ordered)
+        fastest = max((row.tokens_per_gpu * job.gpus for row in best), default=0.0)
+        found = _best(job, ordered, _tries(ordered, fastest, tries))
+        simulated += found.simulated
+        smallest += [(s.memory, f"{contender.name} with {s.load.strategy}") for s in ordered]
+        if found.prediction is not None:
+            best.append(found.prediction)
+        elif ordered:
+            nothing[contender.name] = f"nothing fits: {found.too_large or 'see the others'}"
+        elif contender is not alone:
+            nothing[contender.name] = "no setting has layers and microbatches that divide"
+        if found.too_large is not None:
+            too_large[contender.name] = found.too_large
+    watch("", len(everyone), len(everyone))
+    if not best:
+        raise UsageError(_said_too_small(job, smallest, too_large))
+    best.sort(key=lambda p: -p.tokens_per_gpu)
+    return Plan(job, tuple(best), too_large, nothing, settings, simulated)
+
+
+def _cuts(job: Job) -> list[Cut]:
+    found = [
+        Cut(Workload(job.model, job.device, strategy, job.sequence))
+        for strategy in strategies(job.model, job.device, job.gpus, job.global_batch, job.choices)
+    ]
+    if not found:
+        raise UsageError(
+            f"{job.gpus} GPUs, a global batch of {job.global_batch} and the heads "
+            f"({job.model.attention_heads}, groups {job.model.groups}) of {job.model.name} "
+            "cannot be divided by any allowed TP, PP, DP and microbatch: give a batch that is a "
+            f"multiple of the GPUs, such as --global-batch-size {job.gpus}"
+        )
+    return found
+
+
+def _settings(cuts: Sequence[Cut], contender: Contender, job: Job) -> list[_Setting]:
+    out = []
+    for cut in cuts:
+        strategy = cut.load.strategy
+        m = strategy.num_microbatches(job.global_batch)
+        if (strategy.pipeline == 1) != (contender.name == NO_PIPELINE):
+            continue
+        if strategy.pipeline == 1:
+            seconds = estimate.seconds(cut, contender, m, None)
+            needed = cut.states.total + job.device.reserved_bytes + cut.held.activation
+            out.append(_Setting(cut.load, contender, None, m, seconds, needed))
+            continue
+        if contender.megatron and contender.takes_chunks and m % strategy.pipeline:
+            continue  # Megatron's interleaved schedule takes whole groups of p alone
+        for chunks in contender.chunk_counts(job.model.layers, strategy.pipeline):
+            seconds = estimate.seconds(cut, contender, m, chunks)
+            needed = estimate.memory(cut, contender, m, chunks)
+            out.append(_Setting(cut.load, contender, chunks, m, seconds, needed))
+    return out
+
+
+@dataclass
+class _Found:
+    prediction: Prediction | None = None
+    too_large: TooLarge | None = None
+    simulated: int = 0
+
+
+def _best(job: Job, ordered: Sequence[_Setting], tries: int) -> _Found:
+    """Simulate the most promising settings that may fit, until ``tries`` of them do."""
+    found = _Found()
+    fitting = 0
+    for setting in ordered:
+        reached = found.prediction.tokens_per_gpu * job.gpus if found.prediction else 0.0
+        if fitting >= tries or setting.rate < _HOPELESS * reached:
+            break
+        if setting.memory > _SLACK * job.memory:
+            _note(found, setting, setting.memory)
+            continue
+        staged = cut_into_stages(setting.load, setting.contender, setting.chunks)
+        if staged is None:
+            continue
+        try:
+            prediction = _predicted(job, setting, staged)
+        except UsageError:
+            _note(found, setting, setting.memory)
+            continue
+        found.simulated += 1
+        if prediction.memory.total > job.memory:
+            _note(found, setting, prediction.memory.total)
+            continue
+        fitting += 1
+        before = found.prediction
+        if before is None or prediction.tokens_per_gpu > before.tokens_per_gpu:
+            found.prediction = prediction
+    return found
+
+
+def _tries(ordered: Sequence[_Setting], fastest: float, tries: int) -> int:
+    """One for what is behind by formula, and for ``auto``, whose search is long."""
+    if not ordered or ordered[0].contender.megatron:
+        return tries
+    behind = ordered[0].rate < _HOPELESS * fastest
+    return 1 if behind or ordered[0].contender.family == "auto" else tries
+
+
+def _note(found: _Found, setting: _Setting, needed: float) -> None:
+    """Only what would have come before the best that fits is worth telling."""
+    if found.too_large is None and found.prediction is None:
+        found.too_large = TooLarge(setting.load.strategy, needed)
+
+
+def _predicted(job: Job, setting: _Setting, staged: Staged) -> Prediction:
+    return predict(
+        staged,
+        setting.contender,
+        setting.m,
+        setting.chunks,
+        is_even=is_default(staged),
+        post_validation=job.post_validation and setting.contender.splits,
+        snapshot=job.snapshot and setting.contender.splits,
+        memory_bytes=job.memory,
+    )
+
+
+def cut_into_stages(load: Workload, contender: Contender, chunks: int | None) -> Staged | None:
+    """The layout with the shorter longest rank: the even one, or one that counts the ends."""
+    pipeline, layers = load.strategy.pipeline, load.model.layers
+    if pipeline == 1:
+        return Staged(load, Placement("whole", 1, (0,)), (layers,))
+    placement = contender.placement(pipeline, chunks)
+    layer = load.layer(layers - 1).total
+    ends = (load.embedding().total / layer, load.output().total / layer)
+    layouts = (
+        layout.even(layers, placement),
+        layout.balanced(layers, placement, *ends),
+    )
+    cuts = [Staged(load, placement, found) for found in layouts if found is not None]
+    return min(cuts, key=lambda staged: staged.busiest.total, default=None)
+
+
+def is_default(staged: Staged) -> bool:
+    """Whether the layout is what is run without a flag for it."""
+    return len(set(staged.layout)) == 1
+
+
+def _said_too_small(
+    job: Job, smallest: Sequence[tuple[float, str]], too_large: dict[str, TooLarge]
+) -> str:
+    counted = [(large.needed, f"{name} with {large.strategy}") for name, large in too_large.items()]
+    needed, what = min([*smallest, *counted])
+    return (
+        f"nothing fits into {gib(job.memory)} on {job.gpus} GPUs: the least that would do is about "
+        f"{gib(needed)}, for {what}; give more GPUs or --gpu-memory"
+    )

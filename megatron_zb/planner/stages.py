@@ -1,0 +1,143 @@
+"""From a workload and a layout to what the simulator takes: seconds and bytes of every stage."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+from megatron_zb.planner import footprint
+from megatron_zb.planner.footprint import Held, States
+from megatron_zb.planner.layout import Layout
+from megatron_zb.planner.work import Work, Workload
+from megatron_zb.schedules import Costs
+from megatron_zb.schedules.placement import Placement
+
+
+@dataclass(frozen=True)
+class Staged:
+    """A workload cut into the stages of a placement."""
+
+    load: Workload
+    placement: Placement
+    layout: Layout
+
+    @cached_property
+    def layers_of(self) -> tuple[range, ...]:
+        """The layers of each stage."""
+        out, first = [], 0
+        for count in self.layout:
+            out.append(range(first, first + count))
+            first += count
+        return tuple(out)
+
+    @cached_property
+    def work(self) -> tuple[Work, ...]:
+        """Seconds of each stage."""
+        out = [_sum_of_works(self.load, layers) for layers in self.layers_of]
+        out[0] += self.load.embedding()
+        out[-1] += self.load.output()
+        return tuple(out)
+
+    @cached_property
+    def held(self) -> tuple[Held, ...]:
+        """Bytes of a microbatch on each stage."""
+        out = [
+            sum((footprint.layer_held(self.load, i) for i in layers), Held())
+            for layers in self.layers_of
+        ]
+        out[0] += footprint.embedding_held(self.load)
+        out[-1] += footprint.output_held(self.load)
+        return tuple(out)
+
+    @cached_property
+    def states(self) -> tuple[States, ...]:
+        """What each pipeline rank keeps."""
+        last = self.placement.num_stages - 1
+        return tuple(
+            footprint.rank_states(
+                self.load,
+                [i for s in stages for i in self.layers_of[s]],
+                embedding=0 in stages,
+                output=last in stages,
+            )
+            for stages in self.placement.stages_of
+        )
+
+    def rank_work(self, rank: int) -> Work:
+        """Seconds of a microbatch on a pipeline rank."""
+        return sum((self.work[s] for s in self.placement.stages_of[rank]), Work())
+
+    @cached_property
+    def busiest(self) -> Work:
+        """The rank with the most to do for a microbatch."""
+        ranks = range(self.placement.pipeline_size)
+        return max((self.rank_work(r) for r in ranks), key=lambda work: work.total)
+
+    def hops(self) -> list[list[float]]:
+        """Seconds of a message between pipeline ranks; neighbours may share a node."""
+        strategy = self.load.strategy
+        in_node = max(1, self.load.device.node.gpus // (strategy.tensor * strategy.data))
+        ranks = range(strategy.pipeline)
+        near, far = self.load.hop(True), self.load.hop(False)
+        return [
+            [0.0 if a == b else near if a // in_node == b // in_node else far for b in ranks]
+            for a in ranks
+        ]
+
+    def costs(self, *, blocking: bool) -> Costs:
+        """Costs of each stage; with ``blocking`` messages a pass lasts until its message is there.
+
+        What W needs is told as no more than F holds, as :class:`Costs` wants it; memory is counted
+        with the true figures afterwards.
+        """
+        hops = self.hops()
+        extra = self._exchange(hops) if blocking else [(0.0, 0.0)] * len(self.work)
+        return Costs.of_slices(
+            pipeline_size=self.placement.pipeline_size,
+            forward=[w.forward + e[0] for w, e in zip(self.work, extra, strict=True)],
+            backward=[w.backward + e[1] for w, e in zip(self.work, extra, strict=True)],
+            weight=[w.weight for w in self.work],
+            p2p=0.0 if blocking else hops,
+            activation=[h.activation for h in self.held],
+            held_for_weight=[min(h.for_weight, h.activation) for h in self.held],
+            fixed=[self.fixed(rank) for rank in range(self.placement.pipeline_size)],
+        )
+
+    def _exchange(self, hops: Sequence[Sequence[float]]) -> list[tuple[float, float]]:
+        """Seconds for which a stage's messages, forwards and backwards, keep its rank."""
+        rank_of = self.placement.rank_of
+        last = len(rank_of) - 1
+        return [
+            (
+                hops[rank_of[s]][rank_of[s + 1]] if s < last else 0.0,
+                hops[rank_of[s]][rank_of[s - 1]] if s > 0 else 0.0,
+            )
+            for s in range(len(rank_of))
+        ]
+
+    def fixed(self, rank: int) -> float:
+        """Bytes that a rank needs besides activations."""
+        return (
+            self.states[rank].total
+            + self.logits(rank)
+            + footprint.message_buffers(self.load, self.placement.chunks)
+            + self.load.device.reserved_bytes
+        )
+
+    def logits(self, rank: int) -> float:
+        """Bytes of the logits, on the rank with the output layer."""
+        holds = self.placement.rank_of[-1] == rank
+        return footprint.logits(self.load) if holds else 0.0
+
+
+def _sum_of_works(load: Workload, layers: range) -> Work:
+    """Layers of one kind cost the same, so that only the first of each is counted."""
+    if not layers:
+        return Work()
+    experts = load.model.experts
+    border = min(experts.dense_layers if experts else layers.stop, layers.stop)
+    dense = max(0, border - layers.start)
+    total = load.layer(layers.start) * dense if dense else Work()
+    routed = len(layers) - dense
+    return total + load.layer(layers.stop - 1) * routed if routed else total

@@ -1,0 +1,156 @@
+"""A plan as a table for people and as JSON for programs."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from megatron_zb.planner import layout
+from megatron_zb.planner.flags import flags
+from megatron_zb.planner.memory import Memory
+from megatron_zb.planner.prediction import Prediction
+from megatron_zb.planner.reasons import reason
+from megatron_zb.planner.search import Plan
+from megatron_zb.planner.units import GIB, gib
+
+_SHORT = {
+    "weights": "weights",
+    "gradients": "grads",
+    "optimizer": "optim",
+    "activations": "activ",
+    "weight_queue": "W queue",
+    "logits": "logits",
+    "messages": "p2p",
+    "snapshot": "snapshot",
+    "reserved": "other",
+}
+
+
+def print_plan(plan: Plan, console: Console, top: int) -> None:
+    """The ranked table, the memory of each row, why each lost, and the flags of the first."""
+    job = plan.job
+    console.print(
+        Text(
+            f"{job.model.name} on {job.gpus} {job.device.name}, {gib(job.memory)} each; "
+            f"{job.global_batch} samples of {job.sequence} tokens in an iteration",
+            style="bold",
+        )
+    )
+    shown = _shown(plan, top)
+    console.print(_speed(plan, shown))
+    console.print(_memory(plan, shown))
+    for index in shown:
+        console.print(Text(f"{index + 1:>2}  {reason(plan, index)}"), highlight=False)
+    for name, why in plan.nothing_for.items():
+        console.print(Text(f" -  {name}: {why}"), highlight=False)
+    console.print(Text("\nflags of the first:", style="bold"))
+    for flag in flags(plan.ranked[0], job.global_batch, job.memory):
+        console.print(Text(f"  {flag} \\"), highlight=False, soft_wrap=True)
+    console.print(
+        Text(
+            f"\n{plan.settings} settings by formula, {plan.simulated} simulated. Costs are "
+            "counted, not measured: docs/validation.md tells how far they were off.",
+            style="dim",
+        )
+    )
+
+
+def _shown(plan: Plan, top: int) -> list[int]:
+    """The first rows, and Megatron's own wherever they stand."""
+    return [
+        index
+        for index, row in enumerate(plan.ranked)
+        if index < top or row.contender.startswith("Megatron")
+    ]
+
+
+def _speed(plan: Plan, shown: list[int]) -> Table:
+    table = Table(box=None, pad_edge=False, header_style="bold", padding=(0, 1, 0, 0))
+    table.add_column("#", justify="right")
+    table.add_column("schedule", no_wrap=True)
+    table.add_column("setting")
+    for title in ("tok/s/GPU", "MFU", "bubble", "GiB"):
+        table.add_column(title, justify="right", no_wrap=True)
+    for index in shown:
+        row = plan.ranked[index]
+        table.add_row(
+            str(index + 1),
+            _name(row),
+            _setting(row),
+            f"{row.tokens_per_gpu:.0f}",
+            f"{row.mfu:.1%}",
+            f"{row.bubble:.1%}",
+            f"{row.memory.total / GIB:.1f}",
+            style="bold" if index == 0 else None,
+        )
+    return table
+
+
+def _memory(plan: Plan, shown: list[int]) -> Table:
+    """GiB of the worst rank, part by part; parts that no row has are left out."""
+    parts = [p for p in _SHORT if any(plan.ranked[i].memory.parts()[p] for i in shown)]
+    table = Table(box=None, pad_edge=False, header_style="bold", title_justify="left")
+    table.title = Text("\nGiB of the worst rank", style="bold")
+    table.add_column("#", justify="right")
+    table.add_column("rank", justify="right")
+    for part in parts:
+        table.add_column(_SHORT[part], justify="right", no_wrap=True)
+    for index in shown:
+        memory: Memory = plan.ranked[index].memory
+        sizes = memory.parts()
+        table.add_row(
+            str(index + 1), str(memory.rank), *(f"{sizes[part] / GIB:.1f}" for part in parts)
+        )
+    return table
+
+
+def _name(row: Prediction) -> str:
+    return row.contender if row.chunks is None else f"{row.contender} ×{row.chunks}"
+
+
+def _setting(row: Prediction) -> str:
+    return f"{row.load.strategy}{'' if row.is_even else ' uneven'}"
+
+
+def as_json(plan: Plan) -> dict[str, Any]:
+    """The same for programs; seconds and bytes."""
+    job = plan.job
+    return {
+        "model": job.model.name,
+        "device": job.device.name,
+        "gpus": job.gpus,
+        "gpu_memory": job.memory,
+        "global_batch_size": job.global_batch,
+        "sequence_length": job.sequence,
+        "ranked": [_row(plan, index) for index in range(len(plan.ranked))],
+        "not_possible": plan.nothing_for,
+        "settings": plan.settings,
+        "simulated": plan.simulated,
+    }
+
+
+def _row(plan: Plan, index: int) -> dict[str, Any]:
+    row = plan.ranked[index]
+    strategy = row.load.strategy
+    return {
+        "schedule": row.contender,
+        "chunks": row.chunks,
+        "tensor": strategy.tensor,
+        "pipeline": strategy.pipeline,
+        "data": strategy.data,
+        "expert": strategy.expert,
+        "microbatch": strategy.microbatch,
+        "num_microbatches": row.num_microbatches,
+        "recompute": strategy.recompute,
+        "layout": layout.text(row.layout),
+        "seconds": row.seconds,
+        "tokens_per_second_per_gpu": row.tokens_per_gpu,
+        "mfu": row.mfu,
+        "bubble": row.bubble,
+        "memory": {"rank": row.memory.rank, "total": row.memory.total, **row.memory.parts()},
+        "flags": flags(row, plan.job.global_batch, plan.job.memory),
+        "reason": reason(plan, index),
+    }
