@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import pytest
@@ -13,6 +14,7 @@ from gpt_cases import GPTCase, built, forward_backward, microbatches
 from megatron.core import parallel_state
 from ranks import RankPools
 
+from megatron_zb.errors import UsageError
 from megatron_zb.megatron.initialisation import global_parameters
 
 MICROBATCHES = 6
@@ -268,3 +270,49 @@ def test_wrong_steps_are_mended_in_parallel(ranks: RankPools, case: GPTCase, sch
     found = ranks(4).run(both, training=clipped_and_infinite(case, schedule))
     check(found)
     check_mended(found)
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        {"dropout": 0.2},
+        {"optimizer": "sgd"},
+        {"on_host": True},
+        {"settled": (0, 2, 3, 5)},
+        {"settled": tuple(range(8))},
+    ],
+    ids=["dropout", "sgd", "on-host", "settled", "always-settled"],
+)
+def test_wrong_steps_are_mended_whatever_else(ranks: RankPools, more: dict[str, Any]) -> None:
+    found = ranks(4).run(both, training=clipped_and_infinite(FP16, "v-half", **more))
+    check(found)
+    check_mended(found)
+
+
+def test_a_run_that_clips_every_step(ranks: RankPools) -> None:
+    training = Training(FP32, "v-zb", clip=0.1)
+    found = ranks(4).run(both, training=training)
+    check(found)
+    for _, validated in found:
+        assert validated.mended == list(range(training.iterations))
+
+
+def test_the_size_of_what_is_kept(ranks: RankPools) -> None:
+    """Adam in single precision: a parameter, two averages, and the count of its steps."""
+    found = ranks(4).run(train, training=Training(FP32, clip=1e6, iterations=1), validated=True)
+    for run in found:
+        parameters = run.parameters.values()
+        expected = sum(12 * p.numel() + 4 for p in parameters)
+        assert run.snapshot_nbytes == expected
+
+
+class Heavy:
+    """An optimizer that nobody knows."""
+
+
+def test_an_optimizer_that_cannot_be_taken_back_is_refused() -> None:
+    from megatron_zb.megatron.post_validation import check_optimizer
+
+    for optimizer in (Heavy(), SimpleNamespace(optimizer=Heavy())):
+        with pytest.raises(UsageError, match="cannot take back a step of"):
+            check_optimizer(optimizer)

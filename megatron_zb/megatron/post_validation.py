@@ -284,7 +284,8 @@ def check_optimizer(optimizer: Any) -> None:
     """
     if is_stub(optimizer):
         return
-    for found, served in ((optimizer, _SERVED), (optimizer.optimizer, _SERVED_INNER)):
+    inner = getattr(optimizer, "optimizer", None)
+    for found, served in ((optimizer, _SERVED), (inner, _SERVED_INNER)):
         name = type(found).__name__
         if name not in served:
             raise UsageError(
