@@ -93,7 +93,7 @@ def test_every_device_is_whole_and_has_its_sources(path: Path) -> None:
     device = read_device(path)
     assert device.memory_bytes > device.reserved_bytes
     links = [*device.collectives, *device.messages]
-    parts = [device.memory, device.node, device.matrix_products, device.attention]
+    parts: list[Any] = [device.memory, device.node, device.matrix_products, device.attention]
     assert all(part.source for part in (*parts, device.memory_bandwidth))
     assert all(link.source for _, link in links)
 

@@ -17,6 +17,7 @@ from megatron_zb.planner.footprint import Held, States
 from megatron_zb.planner.prediction import seconds_of_step
 from megatron_zb.planner.work import Work, Workload
 from megatron_zb.schedules import catalog
+from megatron_zb.schedules.placement import Placement
 
 # Seconds of the bubble from p and the F, B and W of a rank; ``v`` are the chunks of a rank.
 _Bubble = Callable[[int, Work, int], float]
@@ -46,15 +47,26 @@ class Cut:
         return self.load.model.layers - 1
 
     @cached_property
+    def _parts(self) -> tuple[Work, Work]:
+        return self.load.layer(self._middle), self.load.output()
+
+    @cached_property
     def rank(self) -> Work:
         """Seconds of a microbatch on the slowest rank of the best layout."""
         pipeline, layers = self.load.strategy.pipeline, self.load.model.layers
-        layer, output = self.load.layer(self._middle), self.load.output()
+        layer, output = self._parts
         whole = layer * layers + output + self.load.embedding()
         equal = whole * (1 / pipeline)
         in_layers = math.ceil((layers + output.total / layer.total) / pipeline - 0.5)
         slowest = max(equal, layer * in_layers, key=lambda w: w.total)
         return max(slowest, output, key=lambda w: w.total)
+
+    def rank_with(self, placement: Placement) -> Work:
+        """The same where every stage but the first and the last has one layer at least."""
+        layer, output = self._parts
+        others = [s for s in placement.stages_of[placement.rank_of[-1]] if s]
+        fullest = output + layer * (len(others) - 1)
+        return max(self.rank, fullest, key=lambda w: w.total)
 
     @cached_property
     def held(self) -> Held:
@@ -78,8 +90,8 @@ def seconds(cut: Cut, contender: Contender, m: int, chunks: int | None) -> float
     p = cut.load.strategy.pipeline
     if p == 1:
         return m * cut.rank.total + seconds_of_step(cut.load, cut.states, post_validation=False)
-    work, hop = cut.rank, cut.load.hop(False)
-    v = chunks or contender.placement(p, chunks).chunks
+    placement = contender.placement(p, chunks)
+    work, hop, v = cut.rank_with(placement), cut.load.hop(False), placement.chunks
     if contender.blocking:
         work = work + Work(v * hop, v * hop)
     bubble = _BUBBLES.get(contender.family, lambda p, w, v: (p - 1) * w.total)

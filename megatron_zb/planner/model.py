@@ -85,6 +85,7 @@ class ModelConfig(Section):
     query_groups: int | None = _optional("heads of keys and values; the heads if left out", 8)
     head_dim: int | None = _optional("size of a head; hidden_size / heads if left out", 128)
     ffn_hidden_size: int | None = _optional("inner size of the MLP; 4 hidden if left out", 14336)
+    qk_layernorm: bool = Field(False, description="normed queries and keys", examples=[True])
     gated_mlp: bool = Field(False, description="SwiGLU and its kin", examples=[True])
     vocabulary: int = _size("rows of the embedding, padded", 128256)
     tied_embeddings: bool = Field(False, description="output layer is embedding", examples=[False])

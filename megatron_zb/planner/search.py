@@ -7,7 +7,7 @@ recomputation, number of chunks and layout.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from megatron_zb.errors import UsageError
 from megatron_zb.planner import estimate, layout
@@ -26,6 +26,8 @@ from megatron_zb.schedules.placement import Placement
 _SLACK = 1.25
 # A setting whose rate by formula is below this share of the best simulated one is left out.
 _HOPELESS = 0.97
+# So many settings of each schedule are looked at with their layouts before some are simulated.
+_REFINED = 40
 
 
 @dataclass(frozen=True)
@@ -78,6 +80,7 @@ class _Setting:
     m: int
     seconds: float
     memory: float
+    counted: float  # seconds of a microbatch on a rank that the formula counts with
 
     @property
     def rate(self) -> float:
@@ -119,8 +122,8 @@ def search(
         watch(contender.name, done, len(everyone))
         ordered = sorted(_settings(cuts, contender, job), key=lambda s: -s.rate)
         settings += len(ordered)
-        fastest = max((row.tokens_per_gpu * job.gpus for row in best), default=0.0)
-        found = _best(job, ordered, _tries(ordered, fastest, tries))
+        # The search of auto is long, and it starts where the V's are good.
+        found = _best(job, ordered, 1 if contender.family == "auto" else tries)
         simulated += found.simulated
         smallest += [(s.memory, f"{contender.name} with {s.load.strategy}") for s in ordered]
         if found.prediction is not None:
@@ -163,14 +166,15 @@ def _settings(cuts: Sequence[Cut], contender: Contender, job: Job) -> list[_Sett
         if strategy.pipeline == 1:
             seconds = estimate.seconds(cut, contender, m, None)
             needed = cut.states.total + job.device.reserved_bytes + cut.held.activation
-            out.append(_Setting(cut.load, contender, None, m, seconds, needed))
+            out.append(_Setting(cut.load, contender, None, m, seconds, needed, cut.rank.total))
             continue
         if contender.megatron and contender.takes_chunks and m % strategy.pipeline:
             continue  # Megatron's interleaved schedule takes whole groups of p alone
         for chunks in contender.chunk_counts(job.model.layers, strategy.pipeline):
             seconds = estimate.seconds(cut, contender, m, chunks)
             needed = estimate.memory(cut, contender, m, chunks)
-            out.append(_Setting(cut.load, contender, chunks, m, seconds, needed))
+            counted = cut.rank_with(contender.placement(strategy.pipeline, chunks)).total
+            out.append(_Setting(cut.load, contender, chunks, m, seconds, needed, counted))
     return out
 
 
@@ -185,7 +189,7 @@ def _best(job: Job, ordered: Sequence[_Setting], tries: int) -> _Found:
     """Simulate the most promising settings that may fit, until ``tries`` of them do."""
     found = _Found()
     fitting = 0
-    for setting in ordered:
+    for setting in _refined(job, ordered):
         reached = found.prediction.tokens_per_gpu * job.gpus if found.prediction else 0.0
         if fitting >= tries or setting.rate < _HOPELESS * reached:
             break
@@ -211,12 +215,24 @@ def _best(job: Job, ordered: Sequence[_Setting], tries: int) -> _Found:
     return found
 
 
-def _tries(ordered: Sequence[_Setting], fastest: float, tries: int) -> int:
-    """One for what is behind by formula, and for ``auto``, whose search is long."""
-    if not ordered or ordered[0].contender.megatron:
-        return tries
-    behind = ordered[0].rate < _HOPELESS * fastest
-    return 1 if behind or ordered[0].contender.family == "auto" else tries
+def _refined(job: Job, ordered: Sequence[_Setting]) -> list[_Setting]:
+    """The first settings that may fit, ordered anew with the steady state of their layouts."""
+    out: list[_Setting] = []
+    fitting = 0
+    for setting in ordered:
+        if fitting >= _REFINED:
+            break
+        if setting.memory > _SLACK * job.memory:
+            out.append(setting)
+            continue
+        staged = cut_into_stages(setting.load, setting.contender, setting.chunks)
+        if staged is None:
+            continue
+        fitting += 1
+        steady = staged.interval(in_groups=setting.contender.family == "interleaved")
+        longer = max(0.0, steady - setting.counted)
+        out.append(replace(setting, seconds=setting.seconds + setting.m * longer))
+    return sorted(out, key=lambda s: -s.rate)
 
 
 def _note(found: _Found, setting: _Setting, needed: float) -> None:
@@ -239,7 +255,7 @@ def _predicted(job: Job, setting: _Setting, staged: Staged) -> Prediction:
 
 
 def cut_into_stages(load: Workload, contender: Contender, chunks: int | None) -> Staged | None:
-    """The layout with the shorter longest rank: the even one, or one that counts the ends."""
+    """The even layout or one that counts the ends, whichever has the shorter steady state."""
     pipeline, layers = load.strategy.pipeline, load.model.layers
     if pipeline == 1:
         return Staged(load, Placement("whole", 1, (0,)), (layers,))
@@ -251,7 +267,8 @@ def cut_into_stages(load: Workload, contender: Contender, chunks: int | None) ->
         layout.balanced(layers, placement, *ends),
     )
     cuts = [Staged(load, placement, found) for found in layouts if found is not None]
-    return min(cuts, key=lambda staged: staged.busiest.total, default=None)
+    in_groups = contender.family == "interleaved"
+    return min(cuts, key=lambda staged: staged.interval(in_groups=in_groups), default=None)
 
 
 def is_default(staged: Staged) -> bool:

@@ -74,6 +74,17 @@ class Staged:
         ranks = range(self.placement.pipeline_size)
         return max((self.rank_work(r) for r in ranks), key=lambda work: work.total)
 
+    def interval(self, *, in_groups: bool) -> float:
+        """Seconds that each microbatch takes at least in the steady state.
+
+        ``in_groups`` is for the interleaved schedule: its ranks go through the chunks in step, so
+        that the slowest stage of each chunk counts.
+        """
+        if not in_groups:
+            return self.busiest.total
+        stages = [[self.work[s].total for s in held] for held in self.placement.stages_of]
+        return sum(max(chunk) for chunk in zip(*stages, strict=True))
+
     def hops(self) -> list[list[float]]:
         """Seconds of a message between pipeline ranks; neighbours may share a node."""
         strategy = self.load.strategy
