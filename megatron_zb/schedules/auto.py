@@ -15,6 +15,7 @@ from megatron_zb.schedules.searched import searched
 from megatron_zb.schedules.simulator import simulate
 
 _SECONDS = {"v": 12.0, "wave": 3.0, "zb": 0.5}
+_SECONDS_OF_WALKS = 16.0  # estimated with caution: measured, about half
 
 
 def auto(request: Request) -> Schedule:
@@ -70,7 +71,14 @@ def _v(request: Request, fastest: float) -> Schedule | None:
     p = request.pipeline_size
     known = v_shape.squeezed_blocks("auto", request)
     return searched(
-        "auto", wave(p, 2), request, 2.0 * p, known=known, seconds=_SECONDS["v"], thorough=True
+        "auto",
+        wave(p, 2),
+        request,
+        2.0 * p,
+        known=known,
+        seconds=_SECONDS["v"],
+        thorough=True,
+        walking=_SECONDS_OF_WALKS,
     )
 
 

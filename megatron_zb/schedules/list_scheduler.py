@@ -29,6 +29,7 @@ def decode(
     limit: Any,
     quota: Any,
     score: Any,
+    own: Any,
     split: bool,
     order: Any,
     ready_forward: Any,
@@ -45,8 +46,9 @@ def decode(
     ``stage_at[r * chunks + c]`` is the stage of chunk c on rank r. Passes are coded
     ``(kind * S + stage) * m + microbatch`` with kind 0 F, 1 B, 2 W. ``score`` holds, for the kinds
     F0.., B0.., W: bias, slope along the ranks, bias once all F of chunk 0 are out; then the weight
-    of waiting inputs, of pending W, and the number of pending W that forces one. ``quota[r * chunks
-    + c]`` bounds the microbatches in flight of chunk c. The other sequences are working space.
+    of waiting inputs, of pending W, and the number of pending W that forces one. ``own[r * kinds +
+    k]`` is added to the score of the k-th of these kinds on rank r alone. ``quota[r * chunks + c]``
+    bounds the microbatches in flight of chunk c. The other sequences are working space.
     """
     p, m = pipeline_size, num_microbatches
     stages = p * chunks
@@ -108,6 +110,7 @@ def decode(
                             if possible:
                                 lead = ready - now
                                 value = start + score[c] + score[kinds + c] * position
+                                value += own[r * kinds + c]
                                 if lead < 0.0:
                                     value += early * lead
                                 if late:
@@ -123,6 +126,7 @@ def decode(
                             lead = ready - now
                             k = chunks + c
                             value = start + score[k] + score[kinds + k] * position
+                            value += own[r * kinds + k]
                             if lead < 0.0:
                                 value += early * lead
                             if late:
@@ -132,6 +136,7 @@ def decode(
                 if waiting > 0:
                     k = 2 * chunks
                     value = now - gamma * (waiting - 1) + score[k] + score[kinds + k] * position
+                    value += own[r * kinds + k]
                     if late:
                         value += score[2 * kinds + k]
                     if value < best:

@@ -2,15 +2,17 @@
 
 One run of the list scheduler (:mod:`list_scheduler`) is steered by a vector of numbers; presets
 that are good for many shapes come first, then small random changes are kept where they do not lose;
-at last, the orders themselves are polished (:mod:`polishing`). All randomness is seeded and the
-effort is counted in runs, not in seconds, so that every rank of a job finds the same order.
+then the orders themselves are polished (:mod:`polishing`). Where that ends far from the lower
+bound, walks follow, which also bias single ranks and are polished with an eye on all passes. All
+randomness is seeded and the effort is counted in runs, not in seconds, so that every rank of a job
+finds the same order.
 """
 
 from __future__ import annotations
 
 import random
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 from megatron_zb.schedules.compiled import Engine, engine
@@ -19,6 +21,7 @@ from megatron_zb.schedules.list_scheduler import INFINITY
 from megatron_zb.schedules.passes import Pass, PassKind
 from megatron_zb.schedules.placement import Placement
 from megatron_zb.schedules.presets import PRESETS
+from megatron_zb.schedules.steering import Steering
 
 _TOLERANCE = 1e-9
 _KINDS = (PassKind.F, PassKind.B, PassKind.W)
@@ -42,83 +45,6 @@ class Problem:
     def smallest_limit(self, rank: int) -> float:
         """What a rank needs to run at all: one microbatch in each of its chunks."""
         return sum(self.costs.activation[s] for s in self.placement.stages_of[rank])
-
-
-@dataclass(frozen=True)
-class Steering:
-    """The numbers that steer one run.
-
-    ``bias``, ``slope`` and ``late`` have one entry for F of each chunk, B of each chunk, and W.
-    ``shift[r * chunks + c]`` is added to the quota of chunk c on rank r.
-    """
-
-    bias: tuple[float, ...]
-    slope: tuple[float, ...]
-    late: tuple[float, ...]
-    quota: float
-    quota_slope: float
-    early: float
-    pending: float
-    pending_share: float
-    shift: tuple[int, ...]
-
-    @classmethod
-    def from_preset(cls, numbers: Sequence[float], chunks: int, ranks: int) -> Steering:
-        """A preset is for two chunks: others lie between its first and its second, or in both."""
-
-        def spread(five: Sequence[float]) -> tuple[float, ...]:
-            first_f, last_f, first_b, last_b, w = five
-            shares = [c / (chunks - 1) if chunks > 1 else 0.5 for c in range(chunks)]
-            forward = [first_f + (last_f - first_f) * x for x in shares]
-            backward = [first_b + (last_b - first_b) * x for x in shares]
-            return (*forward, *backward, w)
-
-        return cls(
-            spread(numbers[:5]),
-            spread(numbers[5:10]),
-            spread(numbers[10:15]),
-            quota=numbers[15],
-            quota_slope=numbers[16],
-            early=numbers[17],
-            pending=numbers[18],
-            pending_share=numbers[19],
-            shift=(0,) * (ranks * chunks),
-        )
-
-    def changed(self, dice: random.Random, chunks: int, ranks: int) -> Steering:
-        """A neighbour: the quota of a range of ranks moved, or one to three numbers changed."""
-        if chunks > 1 and dice.random() < 0.35:
-            return self._with_other_quotas(dice, chunks, ranks)
-        rows = [list(self.bias), list(self.slope), list(self.late)]
-        scalars = {
-            "quota": self.quota,
-            "quota_slope": self.quota_slope,
-            "early": self.early,
-            "pending": self.pending,
-            "pending_share": self.pending_share,
-        }
-        width = len(self.bias)
-        for _ in range(dice.choice((1, 1, 2, 3))):
-            at = dice.randrange(3 * width + len(scalars))
-            size = 0.2 if dice.random() < 0.3 else 1.0
-            if at < 3 * width:
-                rows[at // width][at % width] += dice.gauss(0, size)
-            else:
-                name = list(scalars)[at - 3 * width]
-                reach = 0.08 if name.startswith("quota") else 0.4
-                scalars[name] += dice.gauss(0, reach * size)
-        bias, slope, late = map(tuple, rows)
-        return Steering(bias, slope, late, **scalars, shift=self.shift)
-
-    def _with_other_quotas(self, dice: random.Random, chunks: int, ranks: int) -> Steering:
-        first = dice.randrange(ranks)
-        last = dice.randrange(first, ranks)
-        chunk = dice.randrange(chunks - 1)
-        step = dice.choice((-2, -1, 1, 2))
-        shift = list(self.shift)
-        for rank in range(first, last + 1):
-            shift[rank * chunks + chunk] += step
-        return replace(self, shift=tuple(shift))
 
 
 @dataclass
@@ -163,7 +89,7 @@ class _Runner:
             make.integers([0] * p),
             make.floats([0.0] * p),
         )
-        self._unit = sum(costs.forward + costs.backward + costs.weight) / (3 * stages)
+        self.mean_pass = sum(costs.forward + costs.backward + costs.weight) / (3 * stages)
 
     def makespan(self, steering: Steering) -> float:
         """Seconds of the order that the steering leads to; INFINITY if it gets stuck."""
@@ -177,13 +103,14 @@ class _Runner:
             *self._fixed,
             self.engine.integers(self._quotas(steering)),
             self.engine.floats(self._scores(steering)),
+            self.engine.floats([x * self.mean_pass for x in steering.own]),
             problem.split,
             self.order,
             *self._space,
         )
 
     def _scores(self, steering: Steering) -> list[float]:
-        unit, slots = self._unit, self._slots(0)
+        unit, slots = self.mean_pass, self._slots(0)
         forced = steering.pending_share * slots if steering.pending_share > 0 else 1e18
         rows = (*steering.bias, *steering.slope, *steering.late)
         return [x * unit for x in rows] + [steering.early, steering.pending * unit, forced]
@@ -224,7 +151,13 @@ class _Runner:
         return self.engine.integers(self.order)
 
     def polish(
-        self, order: Any, moves: int, threshold: float, good_enough: float, seed: int
+        self,
+        order: Any,
+        moves: int,
+        threshold: float,
+        good_enough: float,
+        seed: int,
+        mean_weight: float = 0.0,
     ) -> tuple[float, Any]:
         """The best order that so many single moves lead to, with its makespan first."""
         problem, make = self.problem, self.engine
@@ -239,7 +172,8 @@ class _Runner:
             *self._fixed[1:],
             problem.split,
             moves,
-            threshold * self._unit,
+            threshold * self.mean_pass,
+            mean_weight,
             good_enough,
             seed,
             make.integers(order),
@@ -317,6 +251,17 @@ _KEPT = 2  # of the pool, to be polished
 _START_THRESHOLDS = (0.6, 0.15)
 _THRESHOLDS = (1.0, 0.6, 0.15, 0.15)
 
+_NO_EFFORT = Effort(0, 0)
+_GAP_WORTH_A_WALK = 1.01  # of the lower bound
+_WALKS = 2  # from the best preset, with other dice; each takes its share of the effort
+_BIASING = 0.5  # share of the steps of a walk that change biases of single ranks
+_WALK_LOSS = 0.06  # the mean loss that a walk accepts at first, in mean passes
+# Polishing after a walk: how much the mean end counts, the loss of both together that it accepts at
+# first, and that of the makespan alone at last.
+_MEAN_WEIGHT = 1000.0
+_SMOOTH_THRESHOLD = 30.0
+_LAST_THRESHOLD = 0.15
+
 
 def search(
     problem: Problem,
@@ -324,11 +269,13 @@ def search(
     lower_bound: float,
     known: Sequence[Sequence[Sequence[Pass]]] = (),
     seed: int = 0,
+    further: Effort = _NO_EFFORT,
 ) -> Found:
     """Climb from the presets, polish the best few orders, and the best of them once more.
 
-    ``known`` are orders within the limit that compete from the start. Stops early when the lower
-    bound is met. Every limit must be at least :meth:`Problem.smallest_limit`.
+    ``known`` are orders within the limit that compete from the start. ``further`` effort, if any,
+    goes into :func:`_walk_and_polish`. Stops early when the lower bound is met. Every limit must be
+    at least :meth:`Problem.smallest_limit`.
     """
     runner = _Runner(problem, engine(float(effort.runs + effort.moves) * problem.num_passes))
     good_enough = lower_bound * (1 + 1e-9)
@@ -350,6 +297,9 @@ def search(
             moves = effort.moves // (2 * len(_THRESHOLDS))
             again = runner.polish(best[1], moves, threshold, good_enough, seed + 100 + round_)
             best = min(best, again, key=lambda t: t[0])
+    if further.runs and best[0] > lower_bound * _GAP_WORTH_A_WALK:
+        walked = _walk_and_polish(runner, further, good_enough, seed)
+        best = min(best, walked, key=lambda t: t[0])
     return Found(runner.passes(best[1]), best[0])
 
 
@@ -357,9 +307,7 @@ def _climb(runner: _Runner, runs: int, good_enough: float, seed: int) -> list[St
     """The best few steerings: presets first, then neighbours that do not lose."""
     p = runner.problem.placement.pipeline_size
     chunks = runner.problem.placement.chunks
-    starts = [Steering.from_preset(numbers, chunks, p) for numbers in PRESETS]
-    ranked = sorted((runner.makespan(s), i) for i, s in enumerate(starts))
-    pool = [(makespan, starts[i]) for makespan, i in ranked[:_POOL]]
+    pool = _best_presets(runner)[:_POOL]
     dice = random.Random(seed)
     while runner.runs < runs and pool[0][0] > good_enough:
         at = 0 if dice.random() < 0.7 else dice.randrange(len(pool))
@@ -371,3 +319,55 @@ def _climb(runner: _Runner, runs: int, good_enough: float, seed: int) -> list[St
     if pool[0][0] >= INFINITY:
         raise RuntimeError("the list scheduler got stuck; its quotas are wrong")
     return [steering for makespan, steering in pool[:_KEPT] if makespan < INFINITY]
+
+
+def _best_presets(runner: _Runner) -> list[tuple[float, Steering]]:
+    """All presets with their makespans, the fastest first."""
+    placement = runner.problem.placement
+    p, chunks = placement.pipeline_size, placement.chunks
+    starts = [Steering.from_preset(numbers, chunks, p) for numbers in PRESETS]
+    ranked = sorted((runner.makespan(s), i) for i, s in enumerate(starts))
+    return [(makespan, starts[i]) for makespan, i in ranked]
+
+
+def _walk_and_polish(
+    runner: _Runner, effort: Effort, good_enough: float, seed: int
+) -> tuple[float, Any]:
+    """The best order of a few walks, polished with an eye on the ends of all passes.
+
+    Where memory is tight, the polished orders of :func:`search` lie in basins that single moves do
+    not leave. Here, biases of single ranks lead to other orders, and the mean of all ends tells
+    which of the moves that leave the makespan as it is are on a way out.
+    """
+    best: tuple[float, Any] = (INFINITY, None)
+    runs = effort.runs // _WALKS
+    moves = effort.moves // (2 * _WALKS + 1)  # two shares for each walk, one for the best of them
+    for walk in range(_WALKS):
+        dice = seed + 200 + walk
+        runner.makespan(_walk(runner, runs, good_enough, dice))
+        order = runner.order_copy()
+        threshold, weight = _SMOOTH_THRESHOLD, _MEAN_WEIGHT
+        polished = runner.polish(order, 2 * moves, threshold, good_enough, dice, weight)
+        best = min(best, polished, key=lambda t: t[0])
+    again = runner.polish(best[1], moves, _LAST_THRESHOLD, good_enough, seed + 300)
+    return min(best, again, key=lambda t: t[0])
+
+
+def _walk(runner: _Runner, runs: int, good_enough: float, seed: int) -> Steering:
+    """The best steering of a walk from the best preset, which may lose a little at first."""
+    placement = runner.problem.placement
+    p, chunks = placement.pipeline_size, placement.chunks
+    dice = random.Random(seed)
+    here, current = lowest, best = _best_presets(runner)[0]
+    for step in range(runs):
+        change = current.with_other_biases if dice.random() < _BIASING else current.changed
+        candidate = change(dice, chunks, p)
+        makespan = runner.makespan(candidate)
+        loss = _WALK_LOSS * runner.mean_pass * (1 - step / runs) * dice.expovariate(1.0)
+        if makespan <= here + loss:
+            here, current = makespan, candidate
+        if here < lowest:
+            lowest, best = here, current
+        if lowest <= good_enough:
+            break
+    return best

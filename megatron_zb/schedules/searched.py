@@ -19,6 +19,8 @@ NAMED_SECONDS = 0.25
 _SMALL = 1600  # passes of a problem that can be searched several times
 _STEPS_BELOW = 2
 _MOST = Effort(runs=4000, moves=120_000)  # longer finds next to nothing
+_LARGE = 8000  # passes of a problem whose walks would take too long
+_MOST_WALKED = Effort(runs=6000, moves=90_000)
 
 
 def searched(
@@ -31,11 +33,13 @@ def searched(
     known: Sequence[Schedule] = (),
     seconds: float = NAMED_SECONDS,
     thorough: bool = False,
+    walking: float = 0.0,
 ) -> Schedule:
     """The fastest order found in which no rank holds more than ``peak_microbatches``.
 
     ``known`` schedules of the same placement take part if they keep the limit. A ``thorough``
-    search of a small problem looks below the limit, too: see :func:`_or_below`.
+    search of a small problem looks below the limit, too: see :func:`_or_below`. ``walking`` seconds
+    more, estimated like the others, go into walks where the result is far from the lower bound.
 
     Raises:
         UsageError: the limit is below one microbatch in each chunk.
@@ -52,7 +56,8 @@ def searched(
         problem = Problem(placement, m, table, limit, split)
         fitting = [ranks for ranks, timeline in timed if _fits(timeline, limit)]
         bound = lower_bound(placement, m, table, limit)
-        return search(problem, _effort(problem, seconds), bound, fitting)
+        effort, further = _effort(problem, seconds), _walks(problem, walking)
+        return search(problem, effort, bound, fitting, further=further)
 
     found = at(limit)
     if thorough and problem.num_passes <= _SMALL:
@@ -88,7 +93,7 @@ def _fits(timeline: Timeline, limit: Sequence[float]) -> bool:
     )
 
 
-def _effort(problem: Problem, seconds: float) -> Effort:
+def _effort(problem: Problem, seconds: float, most: Effort = _MOST) -> Effort:
     """Runs and moves that take about so long, from counts alone so that every rank agrees.
 
     A compiled run takes about 20 + 3p nanoseconds a pass and a move 14; plain Python is some forty
@@ -99,6 +104,13 @@ def _effort(problem: Problem, seconds: float) -> Effort:
     if not available():
         return Effort(runs=min(100, int(seconds / (40 * run))), moves=0)
     return Effort(
-        runs=min(_MOST.runs, int(seconds / 2 / run)),
-        moves=min(_MOST.moves, int(seconds / 2 / move)),
+        runs=min(most.runs, int(seconds / 2 / run)),
+        moves=min(most.moves, int(seconds / 2 / move)),
     )
+
+
+def _walks(problem: Problem, seconds: float) -> Effort:
+    """Runs and moves of the walks: none in plain Python, which has no time to polish."""
+    if not available() or problem.num_passes > _LARGE:
+        return Effort(0, 0)
+    return _effort(problem, seconds, _MOST_WALKED)

@@ -1,0 +1,100 @@
+"""The numbers that steer one run of the list scheduler, and their neighbours."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+
+@dataclass(frozen=True)
+class Steering:
+    """The numbers that steer one run.
+
+    ``bias``, ``slope`` and ``late`` have one entry for F of each chunk, B of each chunk, and W.
+    ``shift[r * chunks + c]`` is added to the quota of chunk c on rank r, ``own[r * kinds + k]`` to
+    the score of the k-th of these entries on rank r alone, in mean passes.
+    """
+
+    bias: tuple[float, ...]
+    slope: tuple[float, ...]
+    late: tuple[float, ...]
+    quota: float
+    quota_slope: float
+    early: float
+    pending: float
+    pending_share: float
+    shift: tuple[int, ...]
+    own: tuple[float, ...]
+
+    @classmethod
+    def from_preset(cls, numbers: Sequence[float], chunks: int, ranks: int) -> Steering:
+        """A preset is for two chunks: others lie between its first and its second, or in both."""
+
+        def spread(five: Sequence[float]) -> tuple[float, ...]:
+            first_f, last_f, first_b, last_b, w = five
+            shares = [c / (chunks - 1) if chunks > 1 else 0.5 for c in range(chunks)]
+            forward = [first_f + (last_f - first_f) * x for x in shares]
+            backward = [first_b + (last_b - first_b) * x for x in shares]
+            return (*forward, *backward, w)
+
+        return cls(
+            spread(numbers[:5]),
+            spread(numbers[5:10]),
+            spread(numbers[10:15]),
+            quota=numbers[15],
+            quota_slope=numbers[16],
+            early=numbers[17],
+            pending=numbers[18],
+            pending_share=numbers[19],
+            shift=(0,) * (ranks * chunks),
+            own=(0.0,) * (ranks * (2 * chunks + 1)),
+        )
+
+    def changed(self, dice: random.Random, chunks: int, ranks: int) -> Steering:
+        """A neighbour: the quota of a range of ranks moved, or one to three numbers changed."""
+        if chunks > 1 and dice.random() < 0.35:
+            return self._with_other_quotas(dice, chunks, ranks)
+        rows = [list(self.bias), list(self.slope), list(self.late)]
+        scalars = {
+            "quota": self.quota,
+            "quota_slope": self.quota_slope,
+            "early": self.early,
+            "pending": self.pending,
+            "pending_share": self.pending_share,
+        }
+        width = len(self.bias)
+        for _ in range(dice.choice((1, 1, 2, 3))):
+            at = dice.randrange(3 * width + len(scalars))
+            size = 0.2 if dice.random() < 0.3 else 1.0
+            if at < 3 * width:
+                rows[at // width][at % width] += dice.gauss(0, size)
+            else:
+                name = list(scalars)[at - 3 * width]
+                reach = 0.08 if name.startswith("quota") else 0.4
+                scalars[name] += dice.gauss(0, reach * size)
+        bias, slope, late = map(tuple, rows)
+        return Steering(bias, slope, late, **scalars, shift=self.shift, own=self.own)
+
+    def _with_other_quotas(self, dice: random.Random, chunks: int, ranks: int) -> Steering:
+        first = dice.randrange(ranks)
+        last = dice.randrange(first, ranks)
+        chunk = dice.randrange(chunks - 1)
+        step = dice.choice((-2, -1, 1, 2))
+        shift = list(self.shift)
+        for rank in range(first, last + 1):
+            shift[rank * chunks + chunk] += step
+        return replace(self, shift=tuple(shift))
+
+    def with_other_biases(self, dice: random.Random, chunks: int, ranks: int) -> Steering:
+        """A neighbour: one kind of pass is favoured, or not, on some ranks; or two kinds are."""
+        kinds = 2 * chunks + 1
+        own = list(self.own)
+        for _ in range(dice.choice((1, 2))):
+            first = dice.randrange(ranks)
+            last = dice.randrange(first, ranks) if dice.random() < 0.6 else first
+            kind = dice.randrange(kinds)
+            change = dice.gauss(0, 0.5) * dice.choice((0.2, 1.0))
+            for rank in range(first, last + 1, dice.choice((1, 1, 2, 3))):
+                own[rank * kinds + kind] += change
+        return replace(self, own=tuple(own))
