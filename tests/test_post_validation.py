@@ -316,3 +316,12 @@ def test_an_optimizer_that_cannot_be_taken_back_is_refused() -> None:
     for optimizer in (Heavy(), SimpleNamespace(optimizer=Heavy())):
         with pytest.raises(UsageError, match="cannot take back a step of"):
             check_optimizer(optimizer)
+
+
+def test_a_setting_that_cannot_be_taken_back_is_refused() -> None:
+    from megatron_zb.megatron.post_validation import NOT_TAKEN_BACK, check_settings
+
+    for setting, why in NOT_TAKEN_BACK.items():
+        with pytest.raises(UsageError, match=f"^{setting} cannot be combined .*{why}$"):
+            check_settings(SimpleNamespace(), SimpleNamespace(**{setting: 1}))
+    check_settings(SimpleNamespace(**dict.fromkeys(NOT_TAKEN_BACK)))

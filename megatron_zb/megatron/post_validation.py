@@ -19,6 +19,7 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
 from megatron.core.optimizer_param_scheduler import get_canonical_lr_for_logging
+from megatron.core.utils import get_model_config
 
 from megatron_zb.errors import UsageError
 from megatron_zb.megatron.optimizer_snapshot import (
@@ -36,6 +37,20 @@ _HELD_BACK, _SQUARES, _ZEROS, _INFINITE = range(4)
 _SERVED = ("FP32Optimizer", "Float16OptimizerWithFloat16Params", "DistributedOptimizer")
 # Of torch, and Transformer-Engine's or apex's fused one.
 _SERVED_INNER = ("Adam", "AdamW", "SGD", "FusedAdam", "FusedSGD")
+
+
+# Settings of Megatron's configs with which no step can be taken back, with the reason.
+NOT_TAKEN_BACK = {
+    "variable_seq_lengths": "messages under way are dropped by their known shape",
+    "calculate_per_token_loss": "the number of tokens is told to all ranks first",
+    "num_moe_experts": "the loss of its router is summed over the pipeline after every iteration",
+    "mtp_num_layers": "its loss is summed over the pipeline after every iteration",
+    "fp8": "its scales follow forwards that may run twice",
+    "fp4": "its scales follow forwards that may run twice",
+    "overlap_param_gather": "weights are gathered while it is not known whether they are right",
+    "optimizer_cpu_offload": "the offloaded part of a step cannot be taken back",
+    "use_precision_aware_optimizer": "its states are kept where no copy is taken of them",
+}
 
 
 @dataclass(frozen=True)
@@ -64,7 +79,7 @@ class PostValidation:
         on_host: keep what is needed to take a step back in the memory of the host.
 
     Raises:
-        UsageError: an optimizer that cannot be taken back.
+        UsageError: an optimizer, or a setting, whose steps cannot be taken back.
     """
 
     def __init__(
@@ -79,6 +94,7 @@ class PostValidation:
         self.optimizer = optimizer
         self._scheduler = scheduler
         self._optimizers: list[Any] = getattr(optimizer, "chained_optimizers", [optimizer])
+        check_settings(optimizer.config, get_model_config(chunks[0]))
         for each in self._optimizers:
             check_optimizer(each)
         self._clip: float = optimizer.config.clip_grad
@@ -274,6 +290,20 @@ class _Judgement:
     def is_plain(self) -> bool:
         """Gradients as they are go into the step."""
         return not self.skips and not self.clips
+
+
+def check_settings(*configs: Any) -> None:
+    """Refuse settings with which no step can be taken back.
+
+    Raises:
+        UsageError: names the setting and the reason.
+    """
+    for config in configs:
+        for setting, why in NOT_TAKEN_BACK.items():
+            if getattr(config, setting, None):
+                raise UsageError(
+                    f"{setting} cannot be combined with optimizer post-validation: {why}"
+                )
 
 
 def check_optimizer(optimizer: Any) -> None:

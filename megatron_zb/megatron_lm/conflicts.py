@@ -15,6 +15,7 @@ from typing import Any
 from megatron_zb.errors import UsageError
 from megatron_zb.megatron.forward_backward import NOT_SERVED
 from megatron_zb.megatron.placement import PhysicalPlacement
+from megatron_zb.megatron.post_validation import NOT_TAKEN_BACK
 from megatron_zb.schedules.placement import Placement
 
 
@@ -138,36 +139,43 @@ def _not_taken_back(argument: str, why: str, flag: str | None = None) -> Conflic
     return Conflict(argument, flag or "--" + argument.replace("_", "-"), why)
 
 
+def _setting_not_taken_back(
+    setting: str, argument: str | None = None, flag: str | None = None
+) -> Conflict:
+    return _not_taken_back(argument or setting, NOT_TAKEN_BACK[setting], flag)
+
+
+# Those of Megatron's settings that its command line calls by their names.
+_SETTINGS_NOT_TAKEN_BACK = (
+    "overlap_param_gather",
+    "optimizer_cpu_offload",
+    "use_precision_aware_optimizer",
+    "calculate_per_token_loss",
+    "mtp_num_layers",
+)
 _READS_WEIGHTS = "it reads the weights of a step that has not been validated"
-_SUMMED = "it is summed over the pipeline after every iteration"
 _FORWARDS = "it takes note of forwards, and those of a step that is made again run twice"
 
 POST_VALIDATION_CONFLICTS = (
-    _not_taken_back(
-        "overlap_param_gather", "weights are gathered while it is not known whether they are right"
-    ),
-    _not_taken_back("optimizer_cpu_offload", "the offloaded part of a step cannot be taken back"),
-    _not_taken_back(
-        "use_precision_aware_optimizer", "its states are kept where no copy is taken of them"
-    ),
+    *map(_setting_not_taken_back, _SETTINGS_NOT_TAKEN_BACK),
+    _setting_not_taken_back("num_moe_experts", "num_experts"),
+    _setting_not_taken_back("fp8", flag="--fp8-format"),
+    _setting_not_taken_back("fp4", flag="--fp4-format"),
     Conflict(
         "optimizer",
         "--optimizer",
         "only steps of adam and sgd can be taken back",
         lambda value: value not in ("adam", "sgd"),
     ),
-    _not_taken_back("calculate_per_token_loss", "the number of tokens is told to all ranks first"),
     Conflict(
         "grad_norm_skip_threshold",
         "--grad-norm-skip-threshold",
         "only infinite gradients make a step be skipped",
         math.isfinite,
     ),
-    _not_taken_back("num_experts", f"the loss of its router {_SUMMED.removeprefix('it ')}"),
-    _not_taken_back("mtp_num_layers", f"its loss {_SUMMED.removeprefix('it ')}"),
-    _not_taken_back("dsa_indexer_loss_coeff", f"its loss {_SUMMED.removeprefix('it ')}"),
-    _not_taken_back("fp8", "its scales follow forwards that may run twice", "--fp8-format"),
-    _not_taken_back("fp4", "its scales follow forwards that may run twice", "--fp4-format"),
+    _not_taken_back(
+        "dsa_indexer_loss_coeff", "its loss is summed over the pipeline after every iteration"
+    ),
     _not_taken_back("te_rng_tracker", "its random states cannot be set back"),
     _not_taken_back("log_params_norm", _READS_WEIGHTS),
     _not_taken_back("save_params_interval", _READS_WEIGHTS),
