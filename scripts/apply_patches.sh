@@ -49,7 +49,7 @@ patch_for() {
         fi
     done
     fail "the Megatron-LM in '$checkout' has version $1, which no patch here is for:" \
-        "there are patches for core_v$(sed 's/ / and core_v/g' <<<"${known[*]}")"
+        "there are patches for core_v$(joined="${known[*]}"; printf '%s' "${joined// / and core_v}")"
 }
 
 # fits ARGUMENT...: whether git could apply the patch with these arguments.

@@ -51,7 +51,7 @@ done
 
 [[ -n $version ]] || fail "--python needs a version, for example 3.12"
 venv=$(environment_name "$version")
-extras=test
+extras='test'
 [[ -z ${MEGATRON_LM_PATH-} ]] || extras=test,megatron-lm
 ensure_environment "$venv" "$version" "$extras"
 ensure_transformer_engine "$venv"
