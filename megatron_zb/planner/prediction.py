@@ -12,11 +12,11 @@ from megatron_zb.planner.layout import Layout
 from megatron_zb.planner.memory import Memory, without_pipeline, worst_rank
 from megatron_zb.planner.stages import Staged
 from megatron_zb.planner.work import Workload, model_flops
-from megatron_zb.schedules import Costs, PassKind, Schedule, Timeline
+from megatron_zb.schedules import Costs, Schedule, Timeline
 from megatron_zb.schedules.placement import Placement
 
-# Above so many passes the steady state is simulated on fewer microbatches and continued.
-_MOST_PASSES = 8_000
+# Above so many passes 3p and 4p microbatches are simulated, and the others continued from them.
+_MOST_PASSES = 16_000
 
 
 @dataclass(frozen=True)
@@ -138,17 +138,15 @@ def _seconds(
     post_validation: bool,
     memory_bytes: float | None,
 ) -> tuple[float, Schedule]:
-    def simulated(microbatches: int) -> tuple[Schedule, Timeline]:
+    def simulated(microbatches: int) -> tuple[float, Schedule]:
         schedule = _build(contender, costs, microbatches, chunks, placement, memory_bytes)
-        return schedule, schedules.simulate(schedule, costs)
+        return interval(schedules.simulate(schedule, costs), post_validation), schedule
 
     p = placement.pipeline_size
-    if 3 * m * placement.num_stages <= _MOST_PASSES or m <= 3 * p:
-        schedule, timeline = simulated(m)
-        return interval(timeline, post_validation), schedule
-    schedule, timeline = simulated(3 * p)
-    known = interval(timeline, post_validation)
-    return known + (m - 3 * p) * _steady(timeline), schedule
+    if 3 * m * placement.num_stages <= _MOST_PASSES or m <= 4 * p:
+        return simulated(m)
+    (some, _), (more, schedule) = simulated(3 * p), simulated(4 * p)
+    return more + (m - 4 * p) * (more - some) / p, schedule
 
 
 def _build(
@@ -184,24 +182,6 @@ def interval(timeline: Timeline, post_validation: bool) -> float:
     return max(
         ends[-1] - starts[0] for starts, ends in zip(timeline.start, timeline.end, strict=True)
     )
-
-
-def _steady(timeline: Timeline) -> float:
-    """Seconds of one more microbatch, seen where the last stage ends p of them in the middle."""
-    placement = timeline.schedule.placement
-    p, last = placement.pipeline_size, placement.num_stages - 1
-    rank = placement.rank_of[last]
-    ends = [
-        end
-        for done, end in zip(timeline.schedule.ranks[rank], timeline.end[rank], strict=True)
-        if done.stage == last and done.kind in (PassKind.B, PassKind.BW)
-    ]
-    table = timeline.costs
-    work = (
-        sum(table.forward[s] + table.backward[s] + table.weight[s] for s in stages)
-        for stages in placement.stages_of
-    )
-    return max((ends[2 * p - 1] - ends[p - 1]) / p, *work)
 
 
 def step_seconds(staged: Staged, *, post_validation: bool) -> float:
