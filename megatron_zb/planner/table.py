@@ -47,8 +47,8 @@ def print_plan(plan: Plan, console: Console, top: int) -> None:
     for name, why in plan.nothing_for.items():
         console.print(Text(f" -  {name}: {why}"), highlight=False)
     console.print(Text("\nflags of the first:", style="bold"))
-    for flag in flags(plan.ranked[0], job.global_batch, job.memory):
-        console.print(Text(f"  {flag} \\"), highlight=False, soft_wrap=True)
+    to_paste = " \\\n  ".join(flags(plan.ranked[0], job.global_batch, job.memory))
+    console.print(Text(f"  {to_paste}"), highlight=False, soft_wrap=True)
     console.print(
         Text(
             f"\n{plan.settings} settings by formula, {plan.simulated} simulated. Costs are "
