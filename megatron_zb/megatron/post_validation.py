@@ -168,8 +168,10 @@ class PostValidation:
 
     def settle(self) -> None:
         """Validate the step at once, if that has not been done, and mend it if it was wrong."""
-        if self.is_open and not self.was_right():
-            self.mend()
+        if self.is_open:
+            if not self.was_right():
+                self.mend()
+            self._exchange.finish()
 
     def was_right(self) -> bool:
         """Wait for the full state: whether the step was right. If not, it has to be mended."""

@@ -63,7 +63,7 @@ class StateExchange:
 
     def pass_on(self, partial: torch.Tensor) -> None:
         """Tell the next rank; the last one tells all others. Waits for none of them."""
-        self._forget_sends()
+        self.finish()
         if self._is_last:
             self._full = partial
             for rank in self._ranks[:-1]:
@@ -81,9 +81,16 @@ class StateExchange:
             self._full_work = None
         return self._full
 
+    def finish(self) -> None:
+        """Wait until others have taken what was sent: they have, once they know the full state."""
+        for work, _ in self._sends:
+            assert work is not None  # None would mean that this rank is not in the group
+            work.wait()
+        self._sends.clear()
+
     def close(self) -> None:
         """Give the group back; collective over the pipeline."""
-        self._forget_sends()
+        self.finish()
         dist.destroy_process_group(self._group)
 
     def _empty(self) -> torch.Tensor:
@@ -91,13 +98,6 @@ class StateExchange:
 
     def _send(self, state: torch.Tensor, rank: int) -> None:
         self._sends.append((dist.isend(state, rank, group=self._group), state))
-
-    def _forget_sends(self) -> None:
-        """Those of the step before; they have been taken when its full state has been read."""
-        for work, _ in self._sends:
-            assert work is not None  # None would mean that this rank is not in the group
-            work.wait()
-        self._sends.clear()
 
 
 class Restartable(Stage, Protocol):
