@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from torch.distributed import HashStore
 
-from megatron_zb.runtime.agreement import Disagreement, agree
+from megatron_zb.agreement import Disagreement, agree
 
 
 def outcomes(ranks: list[dict[str, Any] | None], seconds: float = 20.0) -> list[str]:

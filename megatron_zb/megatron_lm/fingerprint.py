@@ -44,7 +44,7 @@ _VARIABLE_PREFIXES = ("NVTE_",)
 def of_run(
     args: argparse.Namespace, plan: PipelineAdapter, environment: Mapping[str, str] = os.environ
 ) -> dict[str, Any]:
-    """The named values of a run with a schedule; they go to ``runtime.agreement.agree``."""
+    """The named values of a run with a schedule; they go to ``agreement.agree``."""
     values: dict[str, Any] = {
         "the schedule": plan.schedule.name,
         "a table with the digest": _digest(plan),

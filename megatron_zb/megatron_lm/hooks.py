@@ -14,6 +14,7 @@ from contextlib import suppress
 from importlib import import_module
 from typing import Any
 
+from megatron_zb.agreement import agree
 from megatron_zb.errors import UsageError
 from megatron_zb.megatron_lm import (
     conflicts,
@@ -26,7 +27,6 @@ from megatron_zb.megatron_lm.ending import end_with
 from megatron_zb.megatron_lm.plan import make_plan
 from megatron_zb.megatron_lm.post_validation_hooks import PostValidationHooks
 from megatron_zb.megatron_lm.replacing import replace, replace_method, replace_static
-from megatron_zb.runtime.agreement import agree
 
 _LONGEST_START = 30.0  # seconds that a rank may let the others wait, once all are connected
 _MARK = "_installed_by_megatron_zb"

@@ -160,7 +160,7 @@ def _agree(
     Raises:
         UsageError: on rank 0; the others raise what says nothing.
     """
-    from megatron_zb.runtime.agreement import Disagreement, agree
+    from megatron_zb.agreement import Disagreement, agree
 
     values = {_said(name): value for name, value in arguments.items()}
     values["megatron_zb version"] = __version__
