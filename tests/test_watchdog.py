@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -170,3 +172,35 @@ def test_a_gpu_is_where_its_first_open_event_is() -> None:
 def test_who_holds_up(waits: dict[int, int | None], rank: int, held_up_by: int) -> None:
     states = {r: State("", w, 0.0) for r, w in waits.items()}
     assert who_holds_up(states, rank) == held_up_by
+
+
+ENDS_WHILE_WATCHED = """
+import sys, threading
+from torch.distributed import HashStore
+from megatron_zb.runtime.progress import Progress
+from megatron_zb.runtime.watchdog import Place, Watchdog
+
+class SlowStore(HashStore):
+    def check(self, keys):
+        asked.set()
+        return self.wait_a_while()
+
+    def wait_a_while(self):
+        from datetime import timedelta
+        try:
+            self.wait(["never"], timedelta(seconds=0.5))
+        except Exception:
+            return False
+
+asked = threading.Event()
+Watchdog(Progress(), Place(0, (0,)), SlowStore(), 0.2)
+asked.wait()
+"""
+
+
+def test_a_process_that_ends_takes_its_watchdog_along() -> None:
+    """In the store's own code, a thread that outlives the interpreter aborts the process."""
+    done = subprocess.run(
+        [sys.executable, "-c", ENDS_WHILE_WATCHED], capture_output=True, text=True
+    )
+    assert (done.returncode, done.stderr) == (0, "")

@@ -7,6 +7,7 @@ ranks of its pipeline, through a store, what they are doing, writes it down, and
 
 from __future__ import annotations
 
+import atexit
 import json
 import os
 import sys
@@ -61,10 +62,13 @@ class Watchdog:
         self._end = end
         self._stopped = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="pipeline watchdog", daemon=True)
+        # a thread that is in the store when the interpreter ends would abort the process
+        atexit.register(self.stop)
         self._thread.start()
 
     def stop(self) -> None:
         """Watch no longer."""
+        atexit.unregister(self.stop)
         self._stopped.set()
         self._thread.join()
 
