@@ -165,11 +165,11 @@ def _optimizer(training: Training, chunks: list[Any]) -> tuple[Any, Any]:
         max_lr=0.01,
         min_lr=0.0,
         lr_warmup_steps=2,
-        lr_decay_steps=20,
+        lr_decay_steps=2 * training.iterations,
         lr_decay_style="linear",
         start_wd=0.1,
         end_wd=0.1,
-        wd_incr_steps=20,
+        wd_incr_steps=2 * training.iterations,
         wd_incr_style="constant",
     )
     return optimizer, scheduler
@@ -297,12 +297,49 @@ def test_wrong_steps_are_mended_whatever_else(ranks: RankPools, more: dict[str, 
     check_mended(found)
 
 
-def test_a_run_that_clips_every_step(ranks: RankPools) -> None:
-    training = Training(FP32, "v-zb", clip=0.1)
+SIXTY = 60
+# Alone, two and three in a row, on each rank, and on two ranks in one iteration.
+INFINITE = ((2, 1), (3, 3), (17, 0), (30, 2), (30, 0), (31, 1), (32, 2), (47, 3), (59, 1))
+# What a run does before an evaluation, a checkpoint and its end: after right and wrong steps.
+SETTLED = (9, 17, 19, 29, 31, 39, 49, 59)
+
+
+@pytest.mark.parametrize(
+    ("training", "mended"),
+    [
+        (Training(FP32, "v-zb", clip=1e6, iterations=SIXTY), "none"),
+        (Training(FP32, "v-half", clip=0.01, iterations=SIXTY), "all"),
+        (Training(BF16, "v-half", clip=CLIP_SOME, iterations=SIXTY), "some"),
+        (Training(FP16, "v-zb", iterations=SIXTY, infinite=INFINITE), "some"),
+        (
+            Training(
+                FP16,
+                "v-half",
+                clip=CLIP_SOME,
+                iterations=SIXTY,
+                infinite=INFINITE,
+                settled=SETTLED,
+            ),
+            "some",
+        ),
+    ],
+    ids=["not-clipped", "always-clipped", "some-clipped", "infinite", "infinite-and-clipped"],
+)
+def test_sixty_iterations(ranks: RankPools, training: Training, mended: str) -> None:
     found = ranks(4).run(both, training=training)
     check(found)
-    for _, validated in found:
-        assert validated.mended == list(range(training.iterations))
+    for synchronous, validated in found:
+        skipped = {i for i, step in enumerate(validated.steps) if step.skipped}
+        assert skipped == {i for i, _ in training.infinite}
+        clipped = {
+            i
+            for i, step in enumerate(synchronous.steps)
+            if training.clip and step.norm is not None and step.norm > training.clip
+        }
+        assert set(validated.mended) == skipped | clipped
+        counted = {"none": 0, "all": SIXTY}.get(mended, len(skipped | clipped))
+        assert len(validated.mended) == counted
+        assert mended != "some" or 0 < counted < SIXTY
 
 
 def test_the_size_of_what_is_kept(ranks: RankPools) -> None:

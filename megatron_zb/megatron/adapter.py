@@ -47,11 +47,13 @@ class PipelineAdapter:
         costs: Costs,
         memory_limit: float | None,
         segments: list[list[LayerType]],
+        in_a_row: bool = False,
     ) -> None:
         self.schedule = schedule
         self._costs = costs
         self._memory_limit = memory_limit
         self._segments = segments
+        self._in_a_row = in_a_row
         self.physical = PhysicalPlacement(schedule.placement)
         self.layer_layout = StageLayout(segments, self.physical)
         self._splits = [SplitBackward(WeightGradQueue()) for _ in range(self.chunks)]
@@ -70,6 +72,7 @@ class PipelineAdapter:
         memory_limit: float | None = None,
         chunks: int | None = None,
         group_size: int | None = None,
+        in_a_row: bool = False,
     ) -> PipelineAdapter:
         """Build the schedule and place the layers.
 
@@ -78,7 +81,7 @@ class PipelineAdapter:
             layers: what to place, spread evenly unless there is a ``layer_layout``.
             layer_layout: the layers of every stage in model order, such as ``Ett|tt|tt|ttL``.
             memory_limit: fraction of 1F1B's activation memory, see ``schedules.build``.
-            chunks, group_size: see ``schedules.build``.
+            chunks, group_size, in_a_row: see ``schedules.build``.
 
         Raises:
             UsageError: unknown name, sizes that cannot be scheduled, layers that cannot be placed.
@@ -93,9 +96,11 @@ class PipelineAdapter:
             memory_limit=memory_limit,
             chunks=chunks,
             group_size=group_size,
+            in_a_row=in_a_row,
             num_layers=layers.decoder if layer_layout is None else None,
         )
-        return cls(schedule, costs, memory_limit, _segments(layers, layer_layout, schedule))
+        segments = _segments(layers, layer_layout, schedule)
+        return cls(schedule, costs, memory_limit, segments, in_a_row)
 
     @classmethod
     def of_table(
@@ -197,7 +202,8 @@ class PipelineAdapter:
 
     @property
     def predicted_bubble_rate(self) -> float:
-        return simulate(self.schedule, self._costs).bubble_rate
+        timeline = simulate(self.schedule, self._costs)
+        return timeline.bubble_rate_in_a_row if self._in_a_row else timeline.bubble_rate
 
     def _build_program(self, num_microbatches: int, forward_only: bool) -> Program:
         schedule = self.schedule
@@ -211,6 +217,7 @@ class PipelineAdapter:
                 memory_limit=self._memory_limit,
                 chunks=self.chunks if catalog.family(name).takes_chunks else None,
                 placement=schedule.placement,
+                in_a_row=self._in_a_row,
             )
         return lower(schedule.forwards() if forward_only else schedule)
 
@@ -221,7 +228,7 @@ class PipelineAdapter:
         lines = [
             f"pipeline schedule {self.schedule.name}: {p} ranks x {self.chunks} chunks, "
             f"{self.schedule.num_microbatches} microbatches, expected bubble "
-            f"{100 * timeline.bubble_rate:.1f} % at equal costs"
+            f"{100 * self.predicted_bubble_rate:.1f} % at equal costs"
         ]
         for pp_rank in range(p):
             held = " + ".join(self._describe_chunk(pp_rank, c) for c in range(self.chunks))

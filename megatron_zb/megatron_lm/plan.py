@@ -93,6 +93,7 @@ def _named(args: argparse.Namespace, sizes: dict[str, int]) -> PipelineAdapter:
             memory_limit=args.pipeline_memory_limit,
             chunks=asked.number if family.takes_chunks else None,
             group_size=_group_size(args) if family.takes_group_size else None,
+            in_a_row=args.enable_optimizer_post_validation,
         )
 
     # Only the schedule knows its chunks; with several, its first stage is not the first rank.

@@ -139,7 +139,9 @@ def _seconds(
     memory_bytes: float | None,
 ) -> tuple[float, Schedule]:
     def simulated(microbatches: int) -> tuple[float, Schedule]:
-        schedule = _build(contender, costs, microbatches, chunks, placement, memory_bytes)
+        schedule = _build(
+            contender, costs, microbatches, chunks, placement, memory_bytes, post_validation
+        )
         return interval(schedules.simulate(schedule, costs), post_validation), schedule
 
     p = placement.pipeline_size
@@ -156,6 +158,7 @@ def _build(
     chunks: int | None,
     placement: Placement,
     memory_bytes: float | None,
+    in_a_row: bool,
 ) -> Schedule:
     is_auto = contender.family == "auto"
     if is_auto and memory_bytes is not None and memory_bytes <= max(costs.fixed):
@@ -168,20 +171,16 @@ def _build(
         chunks=chunks,
         placement=placement if is_auto else None,
         memory_limit_bytes=memory_bytes if is_auto else None,
+        in_a_row=in_a_row,
     )
 
 
 def interval(timeline: Timeline, post_validation: bool) -> float:
     """Seconds from one iteration to the next, without the optimizer's step.
 
-    All ranks wait for the last one, unless each may step on its own: then an iteration takes as
-    long as the rank that is busy for the longest time from its own first pass to its own last.
+    All ranks wait for the last one, unless each may step on its own.
     """
-    if not post_validation:
-        return timeline.makespan
-    return max(
-        ends[-1] - starts[0] for starts, ends in zip(timeline.start, timeline.end, strict=True)
-    )
+    return timeline.period if post_validation else timeline.makespan
 
 
 def step_seconds(staged: Staged, *, post_validation: bool) -> float:

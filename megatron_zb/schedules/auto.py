@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from megatron_zb.errors import UsageError
 from megatron_zb.schedules import interleaved, one_f_one_b, v_shape, zero_bubble
-from megatron_zb.schedules.bounds import lower_bound
+from megatron_zb.schedules.bounds import lower_bound, period_bound
 from megatron_zb.schedules.placement import Placement, looped, wave
 from megatron_zb.schedules.request import Request
 from megatron_zb.schedules.schedule import Schedule
@@ -34,14 +34,14 @@ def auto(request: Request) -> Schedule:
     for place, build in _CANDIDATES:
         if not _possible(place(request.pipeline_size), request):
             continue
-        fastest = min((makespan for makespan, _ in found), default=float("inf"))
+        fastest = min((seconds for seconds, _ in found), default=float("inf"))
         try:
             schedule = build(request, fastest)
         except UsageError as error:
             refused.append(error)
             continue
         if schedule is not None:
-            found.append((simulate(schedule, request.costs).makespan, schedule))
+            found.append((request.seconds(simulate(schedule, request.costs)), schedule))
     if not found:
         raise (
             refused[0]
@@ -95,7 +95,8 @@ def _search_if_it_can_win(
 ) -> Schedule | None:
     limit = request.limits(placement, 2.0 * request.pipeline_size)
     table = request.costs.for_placement(placement)
-    if lower_bound(placement, request.num_microbatches, table, limit) >= fastest:
+    bound = period_bound if request.in_a_row else lower_bound
+    if bound(placement, request.num_microbatches, table, limit) >= fastest:
         return None
     peak = 2.0 * request.pipeline_size
     return searched("auto", placement, request, peak, seconds=seconds, thorough=True)
@@ -141,10 +142,10 @@ _CANDIDATES: tuple[tuple[Callable[[int], Placement], _Build], ...] = (
 
 def _reason(found: list[tuple[float, Schedule]]) -> str:
     def said(entry: tuple[float, Schedule]) -> str:
-        makespan, schedule = entry
+        seconds, schedule = entry
         placement = schedule.placement
         name = schedule.name if schedule.name != "auto" else "searched"
-        return f"{name} on {placement.name} with {placement.chunks} chunks ({makespan:.6g} s)"
+        return f"{name} on {placement.name} with {placement.chunks} chunks ({seconds:.6g} s)"
 
     best, *others = found
     text = f"{said(best)} is the fastest that fits"

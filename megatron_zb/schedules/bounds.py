@@ -30,6 +30,24 @@ def lower_bound(
     )
 
 
+def period_bound(
+    placement: Placement, num_microbatches: int, costs: StageCosts, limit: Sequence[float]
+) -> float:
+    """Seconds that each of many iterations in a row takes at least, with no barrier between them.
+
+    The work of the busiest rank, and Little's law: waits at the ends of an iteration do not count,
+    because the next one fills them.
+    """
+    usable = usable_limit(placement, num_microbatches, costs, limit)
+    work = (_work(num_microbatches, costs, held) for held in placement.stages_of)
+    return max(*work, *_residencies(placement, num_microbatches, costs, usable))
+
+
+def earliest_starts(placement: Placement, costs: StageCosts) -> tuple[float, ...]:
+    """Seconds until the first microbatch can have come to each rank."""
+    return tuple(_forward_time(costs, 0, held[0]) for held in placement.stages_of)
+
+
 def usable_limit(
     placement: Placement, num_microbatches: int, costs: StageCosts, limit: Sequence[float]
 ) -> tuple[float, ...]:
@@ -54,7 +72,7 @@ def _usable(costs: StageCosts, limit: float, stages: Sequence[int]) -> float:
 def _waits(placement: Placement, m: int, costs: StageCosts, limit: float, rank: int) -> float:
     stages = placement.stages_of[rank]
     first, last = stages[0], stages[-1]
-    work = m * sum(costs.forward[s] + costs.backward[s] + costs.weight[s] for s in stages)
+    work = _work(m, costs, stages)
     arrival = _forward_time(costs, 0, first)
     first_backward = _forward_time(costs, 0, placement.num_stages) + _backward_time(
         costs, placement.num_stages - 1, last
@@ -78,6 +96,10 @@ def _waits(placement: Placement, m: int, costs: StageCosts, limit: float, rank: 
     after = max(0.0, back - backwards)
     holds_all = m * sum(costs.activation[s] for s in stages) <= limit
     return work + (max(before, after) if holds_all else before + after)
+
+
+def _work(m: int, costs: StageCosts, stages: Sequence[int]) -> float:
+    return m * sum(costs.forward[s] + costs.backward[s] + costs.weight[s] for s in stages)
 
 
 def _least(costs: StageCosts, stage: int) -> float:

@@ -194,6 +194,7 @@ def build(
     group_size: int | None = None,
     num_layers: int | None = None,
     placement: Placement | None = None,
+    in_a_row: bool = False,
 ) -> Schedule:
     """Build a named schedule for the given costs.
 
@@ -211,6 +212,8 @@ def build(
             chunk together (interleaved).
         num_layers: lets ``auto`` leave out what cannot hold so many layers evenly.
         placement: binds ``auto`` to a placement, such as that of a model that has been built.
+        in_a_row: make iterations short that follow one another with no barrier between them, as
+            with optimizer post-validation: the next one fills the waits at the ends of this one.
 
     Returns:
         The schedule, validated, with its :class:`Report`.
@@ -232,7 +235,15 @@ def build(
         costs = Costs.uniform(pipeline_size=pipeline_size, forward=1, backward=1, weight=1)
     limit = MemoryLimit.of(memory_limit, memory_limit_bytes, pipeline_size)
     request = Request(
-        pipeline_size, num_microbatches, costs, limit, chunks, group_size, num_layers, placement
+        pipeline_size,
+        num_microbatches,
+        costs,
+        limit,
+        chunks,
+        group_size,
+        num_layers,
+        placement,
+        in_a_row,
     )
     schedule = chosen.build(request)
     return _reported(replace(schedule, name=chosen.name).validate(), request)
@@ -258,4 +269,5 @@ def _reported(schedule: Schedule, request: Request) -> Schedule:
         )
         allowed = tuple(map(max, timeline.peak_memory, promised))
     bound = lower_bound(schedule.placement, schedule.num_microbatches, timeline.costs, allowed)
-    return replace(schedule, report=Report(timeline.makespan, bound))
+    period = timeline.period if request.in_a_row else None
+    return replace(schedule, report=Report(timeline.makespan, bound, period))

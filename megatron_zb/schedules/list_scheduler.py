@@ -27,6 +27,7 @@ def decode(
     activation: Any,
     kept: Any,
     limit: Any,
+    behind: Any,
     quota: Any,
     score: Any,
     own: Any,
@@ -48,7 +49,8 @@ def decode(
     F0.., B0.., W: bias, slope along the ranks, bias once all F of chunk 0 are out; then the weight
     of waiting inputs, of pending W, and the number of pending W that forces one. ``own[r * kinds +
     k]`` is added to the score of the k-th of these kinds on rank r alone. ``quota[r * chunks + c]``
-    bounds the microbatches in flight of chunk c. The other sequences are working space.
+    bounds the microbatches in flight of chunk c. ``behind[r]`` seconds follow the last pass of rank
+    r before it counts as done. The other sequences are working space.
     """
     p, m = pipeline_size, num_microbatches
     stages = p * chunks
@@ -199,6 +201,6 @@ def decode(
                 dirty_b = s - 1
         if dirty_b >= 0:
             dirty_b = rank_of[dirty_b]
-        if clock[r] > makespan:
-            makespan = clock[r]
+        if clock[r] + behind[r] > makespan:
+            makespan = clock[r] + behind[r]
     return makespan

@@ -29,6 +29,7 @@ def polish(
     activation: Any,
     kept: Any,
     limit: Any,
+    behind: Any,
     split: bool,
     steps: int,
     threshold: float,
@@ -47,9 +48,10 @@ def polish(
 ) -> float:
     """Improve ``order`` (coded as in ``list_scheduler``); ``best`` gets the best order found.
 
-    Returns its makespan. ``threshold`` is the first loss accepted, in seconds. What may not be lost
-    is the makespan plus ``mean_weight`` times the mean end of all passes: this tells apart the many
-    orders of one makespan. The sequences after ``order`` are working space.
+    Returns its makespan, with ``behind[r]`` seconds behind the last pass of rank r. ``threshold``
+    is the first loss accepted, in seconds. What may not be lost is the makespan plus
+    ``mean_weight`` times the mean end of all passes: this tells apart the many orders of one
+    makespan. The sequences after ``order`` are working space.
     """
     p, m, stages = pipeline_size, num_microbatches, num_stages
     block = stages * m
@@ -110,8 +112,8 @@ def polish(
                 clock[r] = finish
                 done += 1
                 i += 1
-                if finish > makespan:
-                    makespan = finish
+                if finish + behind[r] > makespan:
+                    makespan = finish + behind[r]
                     final = code
                 if kind < 2:
                     t = s + 1 if kind == 0 else s - 1

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from megatron_zb.errors import UsageError
 from megatron_zb.schedules.costs import Costs
 from megatron_zb.schedules.placement import Placement
+from megatron_zb.schedules.simulator import Timeline
 
 
 @dataclass(frozen=True)
@@ -71,7 +72,7 @@ class Request:
 
     ``auto`` leaves out placements whose stages ``num_layers`` layers cannot be spread over evenly
     (with fewer than one layer to a stage, if they divide nowhere), and all but ``placement`` if
-    that is given.
+    that is given. ``in_a_row`` asks for a short :attr:`Timeline.period`, not a short makespan.
     """
 
     pipeline_size: int
@@ -82,6 +83,11 @@ class Request:
     group_size: int | None = None
     num_layers: int | None = None
     placement: Placement | None = None
+    in_a_row: bool = False
+
+    def seconds(self, timeline: Timeline) -> float:
+        """What is to be short: one iteration, or each of many in a row."""
+        return timeline.period if self.in_a_row else timeline.makespan
 
     def limits(self, placement: Placement, peak_microbatches: float) -> tuple[float, ...]:
         """What each rank may hold: so many of its own microbatches, or less if the user says so."""

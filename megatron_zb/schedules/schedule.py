@@ -29,10 +29,14 @@ class InvalidSchedule(UsageError):
 
 @dataclass(frozen=True)
 class Report:
-    """How good a schedule is for the costs it was built for, in seconds."""
+    """How good a schedule is for the costs it was built for, in seconds.
+
+    ``period`` is that of iterations in a row, None where the schedule was not built for them.
+    """
 
     makespan: float
     lower_bound: float
+    period: float | None = None
 
     @property
     def gap(self) -> float:

@@ -29,13 +29,17 @@ _KINDS = (PassKind.F, PassKind.B, PassKind.W)
 
 @dataclass(frozen=True)
 class Problem:
-    """A placement to fill: ``limit[r]`` in units of ``costs.activation``; BW only unless split."""
+    """A placement to fill: ``limit[r]`` in units of ``costs.activation``; BW only unless split.
+
+    ``behind[r]`` seconds count behind the last pass of rank r, none if left out.
+    """
 
     placement: Placement
     num_microbatches: int
     costs: StageCosts
     limit: tuple[float, ...]
     split: bool = True
+    behind: tuple[float, ...] = ()
 
     @property
     def num_passes(self) -> int:
@@ -75,6 +79,7 @@ class _Runner:
                     costs.activation,
                     costs.held_for_weight,
                     [limit + _TOLERANCE * (1 + limit) for limit in problem.limit],
+                    problem.behind or (0.0,) * p,
                 ),
             ),
         )
@@ -237,7 +242,7 @@ class Effort:
 
 @dataclass(frozen=True)
 class Found:
-    """The best order of a search and its makespan in seconds."""
+    """The best order of a search and its makespan , in seconds, with what counts behind it."""
 
     ranks: tuple[tuple[Pass, ...], ...]
     makespan: float

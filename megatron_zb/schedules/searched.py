@@ -3,9 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
-from megatron_zb.schedules.bounds import lower_bound, usable_limit
+from megatron_zb.schedules.bounds import (
+    earliest_starts,
+    lower_bound,
+    period_bound,
+    usable_limit,
+)
 from megatron_zb.schedules.compiled import available
+from megatron_zb.schedules.costs import StageCosts
 from megatron_zb.schedules.fusing import fuse_for_free
 from megatron_zb.schedules.placement import Placement
 from megatron_zb.schedules.request import Request
@@ -47,23 +54,36 @@ def searched(
     table = request.costs.for_placement(placement)
     m = request.num_microbatches
     limit = usable_limit(placement, m, table, request.limits(placement, peak_microbatches))
-    problem = Problem(placement, m, table, limit, split)
+    behind = _behind(placement, table) if request.in_a_row else ()
+    problem = Problem(placement, m, table, limit, split, behind)
     ranks = range(placement.pipeline_size)
     request.check_feasible(name, limit, [problem.smallest_limit(r) for r in ranks])
     timed = [(s.ranks, simulate(s, request.costs)) for s in known]
 
     def at(limit: tuple[float, ...]) -> Found:
-        problem = Problem(placement, m, table, limit, split)
+        problem = Problem(placement, m, table, limit, split, behind)
         fitting = [ranks for ranks, timeline in timed if _fits(timeline, limit)]
-        bound = lower_bound(placement, m, table, limit)
         effort, further = _effort(problem, seconds), _walks(problem, walking)
-        return search(problem, effort, bound, fitting, further=further)
+        return search(problem, effort, _bound(problem), fitting, further=further)
 
     found = at(limit)
     if thorough and problem.num_passes <= _SMALL:
         found = _or_below(found, problem, at)
     schedule = Schedule(name, placement, m, found.ranks)
     return fuse_for_free(schedule, request.costs) if split else schedule
+
+
+def _behind(placement: Placement, costs: StageCosts) -> tuple[float, ...]:
+    """For iterations in a row: a rank that starts late may end as late without holding up any."""
+    starts = earliest_starts(placement, costs)
+    return tuple(max(starts) - start for start in starts)
+
+
+def _bound(problem: Problem) -> float:
+    sizes = (problem.placement, problem.num_microbatches, problem.costs, problem.limit)
+    if not problem.behind:
+        return lower_bound(*sizes)
+    return max(lower_bound(*sizes), max(problem.behind) + period_bound(*sizes))
 
 
 def _or_below(found: Found, problem: Problem, at: Callable[[tuple[float, ...]], Found]) -> Found:
@@ -81,7 +101,7 @@ def _or_below(found: Found, problem: Problem, at: Callable[[tuple[float, ...]], 
         )
         if any(most < problem.smallest_limit(r) for r, most in enumerate(limit)):
             break
-        if lower_bound(placement, problem.num_microbatches, costs, limit) < found.makespan:
+        if _bound(replace(problem, limit=limit)) < found.makespan:
             found = min(found, at(limit), key=lambda f: f.makespan)
     return found
 

@@ -32,9 +32,27 @@ class Timeline:
         return max(times[-1] for times in self.end if times) - first
 
     @cached_property
+    def period(self) -> float:
+        """Seconds that each of many iterations in a row takes, with no barrier between them.
+
+        A rank begins the next one when its own last pass has ended, so the rank that takes longest
+        from its first start to its last end sets the pace.
+        """
+        ranks = zip(self.start, self.end, strict=True)
+        return max(ends[-1] - starts[0] for starts, ends in ranks if starts)
+
+    @cached_property
     def bubble_rate(self) -> float:
+        return self._idle_share(self.makespan)
+
+    @cached_property
+    def bubble_rate_in_a_row(self) -> float:
+        """The bubble rate within :attr:`period`."""
+        return self._idle_share(self.period)
+
+    def _idle_share(self, seconds: float) -> float:
         busy = sum(self.costs.duration(p) for rank in self.schedule.ranks for p in rank)
-        return 1.0 - busy / (len(self.schedule.ranks) * self.makespan)
+        return 1.0 - busy / (len(self.schedule.ranks) * seconds)
 
     @cached_property
     def peak_activation(self) -> tuple[float, ...]:

@@ -38,7 +38,7 @@ def place_weight_gradients(
         filled = _Filling(placement, order, costs, limit, eagerness).run()
         ranks = tuple(map(tuple, filled))
         candidates.append(Schedule(name, placement, request.num_microbatches, ranks))
-    best = min(candidates, key=lambda s: simulate(s, request.costs).makespan)
+    best = min(candidates, key=lambda s: request.seconds(simulate(s, request.costs)))
     return fuse_for_free(best, request.costs)
 
 
