@@ -52,14 +52,14 @@ def _arguments() -> argparse.Namespace:
     )
     parser.add_argument("--schedule", default="v-zb", choices=schedules.names(), metavar="NAME")
     parser.add_argument("--ranks", type=int, default=8, help="pipeline ranks (default 8)")
-    parser.add_argument("--microbatches", type=int, default=32, help="per step (default 32)")
+    parser.add_argument("--microbatches", type=int, default=16, help="per step (default 16)")
     parser.add_argument("--iterations", type=int, default=10, help="in a row (default 10)")
     parser.add_argument("--repetitions", type=int, default=3, help="of all that (default 3)")
     parser.add_argument(
         "--milliseconds",
         type=float,
-        default=40.0,
-        help="of F, B and W each, of one microbatch on one rank (default 40)",
+        default=100.0,
+        help="of F, B and W each, of one microbatch on one rank (default 100)",
     )
     return parser.parse_args()
 

@@ -127,6 +127,7 @@ def _prediction(table: dict[str, Any], column: dict[str, Any], name: str) -> Pre
         chunks,
         is_even=is_default(staged),
         post_validation=contender.splits,
+        in_a_row=False,  # nobody has published such schedules
     )
 
 
@@ -142,6 +143,7 @@ def _best_of_grid(
         of.sequence_length,
         Choices(recompute=("none",)),
         post_validation=True,
+        in_a_row=False,
     )
     plan = search(job, [contender], tries=4)
     return next(row for row in plan.ranked if row.contender == contender.name)

@@ -330,7 +330,8 @@ def test_sixty_iterations(ranks: RankPools, training: Training, mended: str) -> 
     check(found)
     for synchronous, validated in found:
         skipped = {i for i, step in enumerate(validated.steps) if step.skipped}
-        assert skipped == {i for i, _ in training.infinite}
+        assert skipped >= {i for i, _ in training.infinite}  # a loss scale may grow too large
+        assert bool(skipped) == bool(training.infinite)
         clipped = {
             i
             for i, step in enumerate(synchronous.steps)

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import lru_cache
+from functools import lru_cache, partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import torch
 from megatron.core import parallel_state
 from megatron.core.distributed import finalize_model_grads as _finalize
 from megatron.core.transformer.enums import LayerType
@@ -18,6 +20,7 @@ from megatron_zb.megatron.placement import (
     Layers,
     PhysicalPlacement,
     StageLayout,
+    layout_text,
     segments_from_layout,
     spread,
 )
@@ -47,12 +50,15 @@ class PipelineAdapter:
         costs: Costs,
         memory_limit: float | None,
         segments: list[list[LayerType]],
+        *,
+        group_size: int | None = None,
         in_a_row: bool = False,
     ) -> None:
         self.schedule = schedule
-        self._costs = costs
+        self.costs = costs
         self._memory_limit = memory_limit
         self._segments = segments
+        self._group_size = group_size
         self._in_a_row = in_a_row
         self.physical = PhysicalPlacement(schedule.placement)
         self.layer_layout = StageLayout(segments, self.physical)
@@ -100,7 +106,9 @@ class PipelineAdapter:
             num_layers=layers.decoder if layer_layout is None else None,
         )
         segments = _segments(layers, layer_layout, schedule)
-        return cls(schedule, costs, memory_limit, segments, in_a_row)
+        return cls(
+            schedule, costs, memory_limit, segments, group_size=group_size, in_a_row=in_a_row
+        )
 
     @classmethod
     def of_table(
@@ -150,11 +158,12 @@ class PipelineAdapter:
         embedding.tie(model_chunks)
         for chunk, split in zip(model_chunks, self._splits, strict=True):
             split_linear_layers(chunk, split)
-            if self._splits_backward:
+            if self.splits_backward:
                 split_transformer_engine(chunk, split, self.schedule.name)
 
     @property
-    def _splits_backward(self) -> bool:
+    def splits_backward(self) -> bool:
+        """Whether any weight gradient runs by itself."""
         return any(p.kind is PassKind.W for rank in self.schedule.ranks for p in rank)
 
     @property
@@ -192,6 +201,73 @@ class PipelineAdapter:
         function.post_validation = validation
         return validation
 
+    def profile(self, path: Path | None, every: int | None, *, is_named: bool = True) -> None:
+        """Measure the job's passes and links in its first iterations, and use what was found.
+
+        ``auto`` builds its schedule anew for the costs that were measured, on the placement of the
+        model, and goes on with it if it is faster; so does every schedule with ``every``. The first
+        rank of the job tells what came of it. To be called before the first step.
+
+        Args:
+            path: the file for ``megatron-zb plan --profile``; None for none.
+            every: iterations from one profile to the next; None for one alone.
+            is_named: the schedule is no finished table, which nothing can build anew.
+
+        Raises:
+            UsageError: ``every`` is less than a profile takes, or there is nothing to tell apart.
+        """
+        from megatron_zb.megatron.profiling import ITERATIONS
+        from megatron_zb.megatron.replanning import Replanning
+
+        if every is not None and every <= ITERATIONS:
+            raise UsageError(
+                f"--pipeline-replan-every is {every}: a profile takes {ITERATIONS} iterations, so "
+                f"give {ITERATIONS + 1} or more"
+            )
+        if every is not None and not is_named:
+            raise UsageError(
+                "--pipeline-replan-every cannot be combined with --pipeline-schedule-file: a "
+                "finished schedule is not built anew"
+            )
+        replan = is_named and (self.schedule.name == "auto" or every is not None)
+        if path is None and not replan:
+            return
+        if not self.splits_backward:
+            if path is None and every is None:
+                return
+            raise UsageError(
+                f"{'--pipeline-profile' if path else '--pipeline-replan-every'} needs a schedule "
+                f"that splits the backward, such as zb-h1 or v-half: {self.schedule.name} does not"
+            )
+        replanning = Replanning(self, path=path, replan=replan, say=_say_on_first_rank)
+        function = self.forward_backward_func
+        function.start_profiling = partial(replanning.start, every)
+        function.on_measured = replanning.use
+
+    def use(self, schedule: Schedule, costs: Costs | None = None) -> None:
+        """Run another order of the same placement from the next step on."""
+        assert schedule.placement == self.schedule.placement, "the model is placed already"
+        self.schedule = schedule
+        self.costs = costs or self.costs
+        self.program_for.cache_clear()
+
+    def rebuilt(self, costs: Costs) -> Schedule:
+        """The same kind of schedule on the same placement, for other costs.
+
+        Raises:
+            UsageError: the memory limit cannot be kept with these costs.
+        """
+        return self._built(self.schedule.name, self.schedule.num_microbatches, costs)
+
+    def layers_of(self, stage: int) -> str:
+        """The layers of a stage as letters, such as ``Ett``."""
+        return layout_text([self._segments[stage]])
+
+    def seconds(self, schedule: Schedule, costs: Costs) -> float:
+        """Predicted seconds of an iteration."""
+        timeline = simulate(schedule, costs)
+        return timeline.period if self._in_a_row else timeline.makespan
+
     @property
     def activation_memory(self) -> ActivationMemory | None:
         return self.forward_backward_func.activation_memory
@@ -202,28 +278,34 @@ class PipelineAdapter:
 
     @property
     def predicted_bubble_rate(self) -> float:
-        timeline = simulate(self.schedule, self._costs)
+        timeline = simulate(self.schedule, self.costs)
         return timeline.bubble_rate_in_a_row if self._in_a_row else timeline.bubble_rate
 
     def _build_program(self, num_microbatches: int, forward_only: bool) -> Program:
         schedule = self.schedule
         if num_microbatches != schedule.num_microbatches:
             name = schedule.name if schedule.name in catalog.names() else _SUBSTITUTE
-            schedule = catalog.build(
-                name,
-                pipeline_size=schedule.placement.pipeline_size,
-                num_microbatches=num_microbatches,
-                costs=self._costs,
-                memory_limit=self._memory_limit,
-                chunks=self.chunks if catalog.family(name).takes_chunks else None,
-                placement=schedule.placement,
-                in_a_row=self._in_a_row,
-            )
+            schedule = self._built(name, num_microbatches, self.costs)
         return lower(schedule.forwards() if forward_only else schedule)
+
+    def _built(self, name: str, num_microbatches: int, costs: Costs) -> Schedule:
+        placement = self.schedule.placement
+        family = catalog.family(name)
+        return catalog.build(
+            name,
+            pipeline_size=placement.pipeline_size,
+            num_microbatches=num_microbatches,
+            costs=costs,
+            memory_limit=self._memory_limit,
+            chunks=self.chunks if family.takes_chunks else None,
+            group_size=self._group_size if family.takes_group_size else None,
+            placement=placement,
+            in_a_row=self._in_a_row,
+        )
 
     def describe(self) -> str:
         """The start-up block: schedule, layers on ranks, expected bubble and memory."""
-        timeline = simulate(self.schedule, self._costs)
+        timeline = simulate(self.schedule, self.costs)
         p = self.schedule.placement.pipeline_size
         lines = [
             f"pipeline schedule {self.schedule.name}: {p} ranks x {self.chunks} chunks, "
@@ -249,6 +331,11 @@ class PipelineAdapter:
         if LayerType.loss in self._segments[stage]:
             parts.append("output layer")
         return f"stage {stage} ({', '.join(parts) or 'empty'})"
+
+
+def _say_on_first_rank(line: str) -> None:
+    if torch.distributed.get_rank() == 0:
+        print(f"megatron_zb: {line}", flush=True)
 
 
 def _equal_costs(pipeline_size: int) -> Costs:

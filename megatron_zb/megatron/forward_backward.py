@@ -29,6 +29,8 @@ from megatron_zb.runtime.activation_memory import ActivationMemory
 from megatron_zb.runtime.autograd_stage import AutogradStage
 from megatron_zb.runtime.channels import Channels
 from megatron_zb.runtime.executor import Transport, run_program
+from megatron_zb.runtime.link_times import link_times
+from megatron_zb.runtime.observer import Observer, Observers
 from megatron_zb.runtime.post_validation import run_from_cut
 from megatron_zb.runtime.progress import Progress
 from megatron_zb.runtime.shaped_channels import ShapedChannels
@@ -39,6 +41,7 @@ from megatron_zb.schedules.passes import PassKind
 
 if TYPE_CHECKING:
     from megatron_zb.megatron.post_validation import PostValidation
+    from megatron_zb.megatron.profiling import Measured, Profiling
 
 
 class MegatronStage(AutogradStage):
@@ -121,6 +124,8 @@ class Iteration:
     data_iterators: list[Any]
     model: list[Any]
     num_microbatches: int
+    seq_length: int
+    micro_batch_size: int
     forward_only: bool
     collect_non_loss_data: bool
     first_val_step: bool | None
@@ -170,9 +175,13 @@ class ForwardBackward:
         self._splits = splits
         self._channels: Channels | None = None
         self._buckets: list[BucketReductions | None] = []
-        self._cuts: dict[int, Cut] = {}
+        self._cuts: dict[int, tuple[Program, Cut]] = {}
         self.activation_memory: ActivationMemory | None = None
         self.post_validation: PostValidation | None = None
+        self.start_profiling: Callable[[], Profiling] | None = None
+        """Is called at the first step of training, when the process groups exist."""
+        self.profiling: Profiling | None = None
+        self.on_measured: Callable[[Measured, Iteration], None] | None = None
         self.timeout: float | None = None
         """Seconds without progress in a step after which a watchdog ends the job; set it before
         the first step."""
@@ -206,6 +215,8 @@ class ForwardBackward:
         chunks = model if isinstance(model, list) else [model]
         iterators = data_iterator if isinstance(data_iterator, list) else [data_iterator]
         config = get_model_config(chunks[0])
+        if not forward_only:
+            self._before_training_step(num_microbatches)
         program = self._program_for(num_microbatches, forward_only)
         refuse_what_is_not_served(config, adjust_tensor_shapes_fn, program.schedule.name)
         groups = pg_collection or _process_groups()
@@ -218,6 +229,8 @@ class ForwardBackward:
             data_iterators=iterators,
             model=chunks,
             num_microbatches=num_microbatches,
+            seq_length=seq_length,
+            micro_batch_size=micro_batch_size,
             forward_only=forward_only,
             collect_non_loss_data=collect_non_loss_data,
             first_val_step=first_val_step,
@@ -233,10 +246,11 @@ class ForwardBackward:
         )
         allocate = partial(torch.empty, shape, dtype=config.pipeline_dtype, device=_device())
         with _timed(config, "forward-backward", log_level=1, barrier=config.barrier_with_L1_time):
-            with no_grad_sync(config, chunks):
+            with no_grad_sync(config, chunks), self._measuring(iteration):
                 self._run(iteration, program, lambda message: allocate())
             if not forward_only:
                 self._reduce_gradients(iteration, force_all_reduce)
+        self._tell_what_was_measured(iteration, allocate)
         return iteration.forward_data_store
 
     def close(self) -> None:
@@ -262,9 +276,43 @@ class ForwardBackward:
         listening = iteration.sync.listening() if iteration.sync else nullcontext()
         with listening, self._progress.step():
             if not self._awaits_validation(iteration):
-                run_program(program, logical, stages, transport, allocate, self._progress)
+                run_program(program, logical, stages, transport, allocate, self._observer())
             else:
                 self._run_from_cut(iteration, program, logical, stages, transport, allocate)
+
+    def _before_training_step(self, num_microbatches: int) -> None:
+        if self.start_profiling is not None:
+            self.profiling, self.start_profiling = self.start_profiling(), None
+        if self.profiling is not None:
+            self.profiling.before_step(num_microbatches)
+
+    def _observer(self) -> Observer:
+        others = self.profiling.observers if self.profiling is not None else ()
+        return Observers([self._progress, *others]) if others else self._progress
+
+    @contextmanager
+    def _measuring(self, iteration: Iteration) -> Iterator[None]:
+        if self.profiling is None or iteration.forward_only:
+            yield
+            return
+        usual = self.activation_memory
+        parameters = (p for chunk in iteration.model for p in chunk.parameters())
+        on_gpu = torch.device(_device()).type == "cuda"
+        with self.profiling.step(usual, parameters, on_gpu) as self.activation_memory:
+            yield
+        self.activation_memory = usual
+
+    def _tell_what_was_measured(
+        self, iteration: Iteration, allocate: Callable[[], torch.Tensor]
+    ) -> None:
+        profiling = self.profiling
+        if profiling is None or iteration.forward_only or not profiling.is_complete:
+            return
+        assert self._channels is not None
+        assert self.on_measured is not None
+        logical = self._physical.logical(iteration.pp_rank)
+        links = link_times(self._channels, self._physical.placement, logical, allocate)
+        self.on_measured(profiling.measured(links, allocate().nbytes), iteration)
 
     def _awaits_validation(self, iteration: Iteration) -> bool:
         validation = self.post_validation
@@ -304,14 +352,14 @@ class ForwardBackward:
             allocate,
             is_right=was_right,
             start_anew=start_anew,
-            progress=self._progress,
+            observer=self._observer(),
         )
 
     def _cut(self, program: Program) -> Cut:
         count = program.schedule.num_microbatches
-        if count not in self._cuts:
-            self._cuts[count] = cut(program)
-        return self._cuts[count]
+        if count not in self._cuts or self._cuts[count][0] is not program:
+            self._cuts[count] = (program, cut(program))
+        return self._cuts[count][1]
 
     def _stages(self, iteration: Iteration) -> dict[int, MegatronStage]:
         stages: dict[int, MegatronStage] = {}

@@ -51,6 +51,19 @@ def _add_schedule(parser: argparse.ArgumentParser) -> None:
         "torch.distributed.pipelining, as `megatron-zb export` writes it",
     )
     group.add_argument(
+        "--pipeline-profile",
+        metavar="FILE",
+        help="measure passes, messages and activations in the first iterations and write this "
+        "file for `megatron-zb plan --profile`",
+    )
+    group.add_argument(
+        "--pipeline-replan-every",
+        type=int,
+        metavar="N",
+        help="build the schedule anew for measured costs after the first iterations and every N "
+        "(default: auto once, after the first ones; others never)",
+    )
+    group.add_argument(
         "--pipeline-timeout",
         type=float,
         metavar="SECONDS",

@@ -23,6 +23,14 @@ _DIVISION = (
 )
 
 
+_NEED_A_SCHEDULE = {
+    "pipeline_memory_limit": "auto",
+    "enable_optimizer_post_validation": "v-zb",
+    "pipeline_profile": "v-half",
+    "pipeline_replan_every": "auto",
+}
+
+
 def make_plan(args: argparse.Namespace) -> PipelineAdapter | None:
     """The adapter that the parsed arguments ask for, None for Megatron's own schedule.
 
@@ -32,15 +40,16 @@ def make_plan(args: argparse.Namespace) -> PipelineAdapter | None:
         UsageError: the arguments cannot be had together, or the schedule cannot be built.
     """
     if args.pipeline_schedule is None and args.pipeline_schedule_file is None:
-        if args.pipeline_memory_limit is not None:
-            raise UsageError("--pipeline-memory-limit needs --pipeline-schedule, such as auto")
-        if args.enable_optimizer_post_validation:
-            raise UsageError(
-                "--enable-optimizer-post-validation needs --pipeline-schedule, such as v-zb"
-            )
+        for flag, example in _NEED_A_SCHEDULE.items():
+            if not any(getattr(args, flag) is nothing for nothing in (None, False)):
+                said = f"--{flag.replace('_', '-')}"
+                raise UsageError(f"{said} needs --pipeline-schedule, such as {example}")
         return None
     adapter = _adapter(args)
     adapter.watch(args.pipeline_timeout, args.distributed_timeout_minutes)
+    profile = None if args.pipeline_profile is None else Path(args.pipeline_profile)
+    named = args.pipeline_schedule_file is None
+    adapter.profile(profile, args.pipeline_replan_every, is_named=named)
     conflicts.check(args, str(flags.choice(args)), adapter.schedule.placement)
     if args.enable_optimizer_post_validation:
         conflicts.check_post_validation(args)

@@ -115,8 +115,10 @@ def _nearest(kind: type[Section], location: tuple[Any, ...]) -> str:
 
 
 def _holder(kind: type[Section], location: tuple[Any, ...]) -> type[Section] | None:
-    """The section in which the last part of a location stands."""
+    """The section in which the last part of a location stands; a number is a place in a list."""
     for part in location[:-1]:
+        if isinstance(part, int):
+            continue
         field = kind.model_fields.get(str(part))
         inner = section_of(field) if field else None
         if inner is None:
@@ -131,7 +133,7 @@ def _field(kind: type[Section], location: tuple[Any, ...]) -> FieldInfo | None:
 
 
 def section_of(field: FieldInfo) -> type[Section] | None:
-    """The section that a field holds, also where it may be left out."""
+    """The section that a field holds, also where it may be left out or there is a list of them."""
     kinds = [field.annotation, *getattr(field.annotation, "__args__", ())]
     return next((k for k in kinds if isinstance(k, type) and issubclass(k, Section)), None)
 

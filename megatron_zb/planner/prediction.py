@@ -71,6 +71,7 @@ def predict(
     *,
     is_even: bool,
     post_validation: bool = False,
+    in_a_row: bool = True,
     snapshot: bool = False,
     memory_bytes: float | None = None,
 ) -> Prediction:
@@ -83,6 +84,7 @@ def predict(
         chunks: chunks per rank where the schedule has the choice.
         is_even: whether the layout is the one that needs no flag.
         post_validation: ranks start the next iteration one by one instead of together.
+        in_a_row: build the schedule for that, where there is post-validation.
         snapshot: keep a copy of the optimizer's state to take a step back with.
         memory_bytes: what ``auto`` may use of each rank.
 
@@ -92,9 +94,9 @@ def predict(
     if staged.placement.pipeline_size == 1:
         return _without_pipeline(staged, contender, num_microbatches)
     costs = staged.costs(blocking=contender.blocking)
-    seconds, schedule = _seconds(
-        contender, costs, num_microbatches, chunks, staged.placement, post_validation, memory_bytes
-    )
+    in_a_row = in_a_row and post_validation
+    builder = _Builder(contender, costs, chunks, staged.placement, memory_bytes, in_a_row)
+    seconds, schedule = builder.seconds(num_microbatches, post_validation)
     work = [staged.rank_work(r).total for r in range(staged.placement.pipeline_size)]
     bubble = 1 - num_microbatches * sum(work) / (len(work) * seconds)
     return Prediction(
@@ -129,50 +131,45 @@ def _without_pipeline(staged: Staged, contender: Contender, m: int) -> Predictio
     )
 
 
-def _seconds(
-    contender: Contender,
-    costs: Costs,
-    m: int,
-    chunks: int | None,
-    placement: Placement,
-    post_validation: bool,
-    memory_bytes: float | None,
-) -> tuple[float, Schedule]:
-    def simulated(microbatches: int) -> tuple[float, Schedule]:
-        schedule = _build(
-            contender, costs, microbatches, chunks, placement, memory_bytes, post_validation
+@dataclass(frozen=True)
+class _Builder:
+    """Builds one schedule for any number of microbatches."""
+
+    contender: Contender
+    costs: Costs
+    chunks: int | None
+    placement: Placement
+    memory_bytes: float | None
+    in_a_row: bool
+
+    def build(self, m: int) -> Schedule:
+        is_auto = self.contender.family == "auto"
+        memory = self.memory_bytes if is_auto else None
+        if memory is not None and memory <= max(self.costs.fixed):
+            raise UsageError("auto: the model's states alone need more than the memory of a GPU")
+        return schedules.build(
+            self.contender.family,
+            pipeline_size=self.placement.pipeline_size,
+            num_microbatches=m,
+            costs=self.costs,
+            chunks=self.chunks,
+            placement=self.placement if is_auto else None,
+            memory_limit_bytes=memory,
+            in_a_row=self.in_a_row,
         )
-        return interval(schedules.simulate(schedule, costs), post_validation), schedule
 
-    p = placement.pipeline_size
-    if 3 * m * placement.num_stages <= _MOST_PASSES or m <= 4 * p:
-        return simulated(m)
-    (some, _), (more, schedule) = simulated(3 * p), simulated(4 * p)
-    return more + (m - 4 * p) * (more - some) / p, schedule
+    def seconds(self, m: int, post_validation: bool) -> tuple[float, Schedule]:
+        """Of an iteration; of many microbatches, from two schedules of fewer."""
 
+        def simulated(microbatches: int) -> tuple[float, Schedule]:
+            schedule = self.build(microbatches)
+            return interval(schedules.simulate(schedule, self.costs), post_validation), schedule
 
-def _build(
-    contender: Contender,
-    costs: Costs,
-    m: int,
-    chunks: int | None,
-    placement: Placement,
-    memory_bytes: float | None,
-    in_a_row: bool,
-) -> Schedule:
-    is_auto = contender.family == "auto"
-    if is_auto and memory_bytes is not None and memory_bytes <= max(costs.fixed):
-        raise UsageError("auto: the model's states alone need more than the memory of a GPU")
-    return schedules.build(
-        contender.family,
-        pipeline_size=placement.pipeline_size,
-        num_microbatches=m,
-        costs=costs,
-        chunks=chunks,
-        placement=placement if is_auto else None,
-        memory_limit_bytes=memory_bytes if is_auto else None,
-        in_a_row=in_a_row,
-    )
+        p = self.placement.pipeline_size
+        if 3 * m * self.placement.num_stages <= _MOST_PASSES or m <= 4 * p:
+            return simulated(m)
+        (some, _), (more, schedule) = simulated(3 * p), simulated(4 * p)
+        return more + (m - 4 * p) * (more - some) / p, schedule
 
 
 def interval(timeline: Timeline, post_validation: bool) -> float:

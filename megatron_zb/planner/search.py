@@ -32,7 +32,10 @@ _REFINED = 40
 
 @dataclass(frozen=True)
 class Job:
-    """What the user wants to train, and on what."""
+    """What the user wants to train, and on what.
+
+    With ``post_validation``, schedules are built for iterations ``in_a_row`` unless it is False.
+    """
 
     model: ModelConfig
     device: DeviceConfig
@@ -42,6 +45,7 @@ class Job:
     sequence: int
     choices: Choices = field(default_factory=Choices)
     post_validation: bool = False
+    in_a_row: bool = True
     snapshot: bool = False
 
 
@@ -249,6 +253,7 @@ def _predicted(job: Job, setting: _Setting, staged: Staged) -> Prediction:
         setting.chunks,
         is_even=is_default(staged),
         post_validation=job.post_validation and setting.contender.splits,
+        in_a_row=job.in_a_row,
         snapshot=job.snapshot and setting.contender.splits,
         memory_bytes=job.memory,
     )

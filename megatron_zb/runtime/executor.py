@@ -8,7 +8,7 @@ from typing import Protocol
 import torch
 
 from megatron_zb.runtime.autograd_stage import Stage
-from megatron_zb.runtime.progress import Progress
+from megatron_zb.runtime.observer import NOBODY, Observer
 from megatron_zb.schedules.communication import (
     Channel,
     Instruction,
@@ -44,7 +44,7 @@ def run_program(
     stages: Mapping[int, Stage],
     channels: Transport,
     allocate: Allocate,
-    progress: Progress | None = None,
+    observer: Observer | None = None,
 ) -> None:
     """Run the instructions of one logical rank, once.
 
@@ -54,9 +54,9 @@ def run_program(
         stages: the stages this rank holds.
         channels: its channels to other ranks, for messages of known shapes or of any shape.
         allocate: an empty tensor of the right shape, type and device for a message.
-        progress: is told what the rank does.
+        observer: is told what the rank does.
     """
-    execution = Execution(program.send_slots, stages, channels, allocate, progress)
+    execution = Execution(program.send_slots, stages, channels, allocate, observer)
     execution.run(program.ranks[rank])
     channels.finish()
 
@@ -70,13 +70,13 @@ class Execution:
         stages: Mapping[int, Stage],
         channels: Transport,
         allocate: Allocate,
-        progress: Progress | None = None,
+        observer: Observer | None = None,
     ) -> None:
         self._send_slots = send_slots
         self._stages = stages
         self._channels = channels
         self._allocate = allocate
-        self._progress = progress or Progress()
+        self._observer = observer or NOBODY
         self._here: dict[Message, torch.Tensor | None] = {}
         self._outgoing: torch.Tensor | None = None
 
@@ -88,7 +88,7 @@ class Execution:
                 channels.post_receive(instruction.channel, instruction.message, buffer)
                 del buffer
             elif isinstance(instruction, Take):
-                with self._progress.waiting(instruction.channel, instruction.message):
+                with self._observer.waiting(instruction.channel, instruction.message):
                     self._here[instruction.message] = channels.take(instruction.message)
             elif isinstance(instruction, Send):
                 outgoing, self._outgoing = self._outgoing, None
@@ -100,7 +100,7 @@ class Execution:
 
     def _run_pass(self, run: Run) -> None:
         self._channels.forget_taken()
-        with self._progress.running(run.work):
+        with self._observer.running(run.work):
             result = _run_pass(run, self._stages, self._here)
         if run.makes_local:
             assert run.makes is not None

@@ -20,7 +20,7 @@ import torch.distributed as dist
 from megatron_zb.runtime.autograd_stage import Stage
 from megatron_zb.runtime.executor import Allocate, Execution, Transport
 from megatron_zb.runtime.groups import new_groups
-from megatron_zb.runtime.progress import Progress
+from megatron_zb.runtime.observer import Observer
 from megatron_zb.schedules.communication import Instruction, Program, Receive, Send, Take
 from megatron_zb.schedules.cut import Cut
 
@@ -117,7 +117,7 @@ def run_from_cut(
     *,
     is_right: Callable[[], bool],
     start_anew: Callable[[], None],
-    progress: Progress | None = None,
+    observer: Observer | None = None,
 ) -> None:
     """Run a program whose forwards up to the cut may have to run twice.
 
@@ -125,10 +125,10 @@ def run_from_cut(
         is_right: waits until it is known whether the weights are right.
         start_anew: makes them right, and takes back what forwards have done outside the stages. No
             message is under way then, so it may wait for any rank.
-        progress: is told what the rank does.
+        observer: is told what the rank does.
     """
     instructions, end = program.ranks[rank], cut.ends[rank]
-    execution = Execution(program.send_slots, stages, channels, allocate, progress)
+    execution = Execution(program.send_slots, stages, channels, allocate, observer)
     execution.run(instructions[:end])
     if is_right():
         execution.run(instructions[end:])
@@ -138,7 +138,7 @@ def run_from_cut(
         for stage in stages.values():
             stage.reset()
         start_anew()
-        Execution(program.send_slots, stages, channels, allocate, progress).run(instructions)
+        Execution(program.send_slots, stages, channels, allocate, observer).run(instructions)
     channels.finish()
 
 

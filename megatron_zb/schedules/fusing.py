@@ -1,4 +1,7 @@
-"""Join B and W where that costs nothing: a fused backward is one kernel call and frees memory."""
+"""Join B and W where that costs nothing: a fused backward is one kernel call and frees memory.
+
+And the way back, to measure each by itself.
+"""
 
 from __future__ import annotations
 
@@ -55,4 +58,26 @@ def fuse_all(ranks: Sequence[Sequence[Pass]]) -> tuple[tuple[Pass, ...], ...]:
     return tuple(
         tuple(Pass(PassKind.BW, *p[1:]) if p.kind is PassKind.B else p for p in rank)
         for rank in ranks
+    )
+
+
+def split_all(schedule: Schedule) -> Schedule:
+    """B and W right behind it for every BW: the same order, each pass by itself."""
+    return replace(
+        schedule,
+        ranks=tuple(
+            tuple(
+                part
+                for p in rank
+                for part in (
+                    (
+                        Pass(PassKind.B, p.stage, p.microbatch),
+                        Pass(PassKind.W, p.stage, p.microbatch),
+                    )
+                    if p.kind is PassKind.BW
+                    else (p,)
+                )
+            )
+            for rank in schedule.ranks
+        ),
     )

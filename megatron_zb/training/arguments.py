@@ -194,8 +194,9 @@ def _neighbours(number: int, step: int) -> str:
 def _check_schedule(args: argparse.Namespace, world_size: int) -> None:
     size = args.pipeline_model_parallel_size
     if args.pipeline_schedule is None:
-        if args.pipeline_memory_limit is not None:
-            raise UsageError("--pipeline-memory-limit needs --pipeline-schedule")
+        for name in ("pipeline_memory_limit", "pipeline_profile", "pipeline_replan_every"):
+            if getattr(args, name) is not None:
+                raise UsageError(f"{flag(name)} needs --pipeline-schedule")
         _check_stock_layers(args, size)
         return
     catalog.family(args.pipeline_schedule)

@@ -15,6 +15,7 @@ import traceback
 import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from megatron_zb import __version__
@@ -132,6 +133,8 @@ def _plan(args: argparse.Namespace) -> Any:
         memory_limit=args.pipeline_memory_limit,
     )
     adapter.watch(args.pipeline_timeout, args.distributed_timeout_minutes)
+    profile = None if args.pipeline_profile is None else Path(args.pipeline_profile)
+    adapter.profile(profile, args.pipeline_replan_every)
     return adapter
 
 

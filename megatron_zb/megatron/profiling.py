@@ -1,0 +1,169 @@
+"""Measure a job in a few of its own iterations: seconds and bytes of its passes, and its links."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from statistics import median
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+
+from megatron_zb.planner.profile import LinkProfile, StageProfile, merged
+from megatron_zb.runtime.activation_memory import ActivationMemory
+from megatron_zb.runtime.observer import Observer
+from megatron_zb.runtime.recorder import MemoryRecorder, Recorder
+from megatron_zb.schedules.communication import Channel
+from megatron_zb.schedules.passes import Pass, PassKind
+
+WARM_UP = 2
+TIMED = 4
+ITERATIONS = WARM_UP + TIMED + 1
+"""What a profile takes; in the last one, bytes are counted and nothing is timed."""
+
+
+class Measured(NamedTuple):
+    """What all ranks together have measured; the same on every rank."""
+
+    stages: list[StageProfile]
+    links: list[LinkProfile]
+    message: int
+
+
+@dataclass(frozen=True)
+class Held:
+    """A stage that this rank holds: its number, its logical rank, its layers as letters."""
+
+    stage: int
+    rank: int
+    layers: str
+
+
+class Profiling:
+    """Takes measures in the first iterations of a job, and again every so many.
+
+    Args:
+        begin: is called before the first iteration that counts. From then on every backward has to
+            be split, so that B and W can be told apart.
+        held: the stages of this rank.
+        num_microbatches: of an iteration that counts; others are left out.
+        every: iterations from one profile to the next; None for one profile alone.
+    """
+
+    def __init__(
+        self,
+        begin: Callable[[], None],
+        held: Sequence[Held],
+        num_microbatches: int,
+        every: int | None = None,
+    ) -> None:
+        self._begin, self._held, self._every = begin, held, every
+        self._num_microbatches = num_microbatches
+        self._done = 0
+        self._counts = False
+        self._recorders: list[Recorder] = []
+        self._memory: MemoryRecorder | None = None
+        self.observers: tuple[Observer, ...] = ()
+        """Who looks on during a step."""
+
+    def before_step(self, num_microbatches: int) -> None:
+        """Before a step of training begins."""
+        self._counts = num_microbatches == self._num_microbatches
+        if not self._counts:
+            return
+        if self._done == self._every:
+            self._done = 0
+        if self._done == 0:
+            self._begin()
+
+    @contextmanager
+    def step(
+        self, memory: ActivationMemory | None, parameters: Iterable[torch.Tensor], on_gpu: bool
+    ) -> Iterator[ActivationMemory | None]:
+        """Around a step; what it gives counts the step's activations.
+
+        Args:
+            memory: what counts them anyway, if anything does.
+            parameters: no activations, also where autograd saves them.
+        """
+        with ExitStack() as stack:
+            if not self._counts:
+                yield memory
+                return
+            if WARM_UP <= self._done < WARM_UP + TIMED:
+                self._recorders.append(Recorder(on_gpu))
+                self.observers = (self._recorders[-1],)
+            elif self._done == ITERATIONS - 1:
+                if memory is None:
+                    memory = stack.enter_context(ActivationMemory(parameters).watching())
+                self._memory = MemoryRecorder(memory)
+                self.observers = (self._memory,)
+            stack.callback(self._after_step)
+            yield memory
+
+    def _after_step(self) -> None:
+        self.observers = ()
+        self._done += 1
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether the last step has ended a profile."""
+        return self._counts and self._done == ITERATIONS
+
+    def measured(self, links: dict[Channel, float], message: int) -> Measured:
+        """What all ranks have measured; collective over the job.
+
+        Args:
+            links: the seconds that this rank has measured.
+            message: bytes of one.
+        """
+        mine = (self._stages(), links)
+        everyone: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(everyone, mine)
+        self._recorders.clear()
+        self._memory = None
+        stages: dict[int, list[StageProfile]] = defaultdict(list)
+        slowest: dict[Channel, float] = defaultdict(float)
+        for of_stages, of_links in everyone:
+            for number, stage in of_stages.items():
+                stages[number].append(stage)
+            for channel, seconds in of_links.items():
+                slowest[channel] = max(slowest[channel], seconds)
+        return Measured(
+            merged([seen for _, seen in sorted(stages.items())]),
+            [
+                LinkProfile(source=c.source, target=c.target, seconds=seconds)
+                for c, seconds in sorted(slowest.items())
+            ],
+            message,
+        )
+
+    def _stages(self) -> dict[int, StageProfile]:
+        seconds = self._seconds()
+        return {held.stage: self._stage(held, seconds) for held in self._held}
+
+    def _seconds(self) -> dict[tuple[PassKind, int], float]:
+        taken: dict[tuple[PassKind, int], list[float]] = defaultdict(list)
+        for recorder in self._recorders:
+            for of, start, end in recorder.spans():
+                if isinstance(of, Pass):
+                    taken[of.kind, of.stage].append(end - start)
+        return {key: median(found) for key, found in taken.items()}
+
+    def _stage(self, held: Held, seconds: dict[tuple[PassKind, int], float]) -> StageProfile:
+        assert self._memory is not None, "no step has been counted"
+        changes = self._memory.changes
+        activation = round(median(changes[PassKind.F, held.stage]))
+        freed = -round(median(changes[PassKind.B, held.stage]))
+        return StageProfile(
+            rank=held.rank,
+            layers=held.layers,
+            forward=seconds[PassKind.F, held.stage],
+            backward=seconds[PassKind.B, held.stage],
+            weight=seconds[PassKind.W, held.stage],
+            activation=max(activation, 0),
+            held_for_weight=min(max(activation - freed, 0), max(activation, 0)),
+        )

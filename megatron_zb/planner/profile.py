@@ -1,0 +1,196 @@
+"""What a run has measured of itself: seconds and bytes of every stage, seconds of every link.
+
+``--pipeline-profile`` writes the file, ``megatron-zb plan --profile`` reads it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from statistics import median
+from typing import Any, Literal
+
+import yaml
+from pydantic import Field, model_validator
+
+from megatron_zb.errors import UsageError
+from megatron_zb.planner import config
+from megatron_zb.planner.config import Section
+from megatron_zb.schedules import Costs
+from megatron_zb.schedules.placement import Placement
+
+_MOST = 10_000_000
+
+
+def _seconds(description: str) -> Any:
+    return Field(gt=0, lt=1e5, description=description, examples=[0.0125])
+
+
+def _bytes(description: str) -> Any:
+    return Field(ge=0, lt=1e15, description=description, examples=[4194304])
+
+
+class StageProfile(Section):
+    """One stage: medians of its passes over microbatches, of its slowest replica."""
+
+    rank: int = Field(ge=0, le=_MOST, description="its logical pipeline rank", examples=[0])
+    layers: str = Field(
+        min_length=1,
+        max_length=2000,
+        pattern="^E?t*m*L?$",
+        description="E embedding, t layer, m multi-token prediction, L output layer",
+        examples=["Ett"],
+    )
+    forward: float = _seconds("seconds of F")
+    backward: float = _seconds("seconds of B, the input gradient")
+    weight: float = Field(
+        ge=0, lt=1e5, description="seconds of W, the weight gradient", examples=[0.0125]
+    )
+    activation: int = _bytes("bytes that F holds")
+    held_for_weight: int = _bytes("bytes of them that are still held after B")
+
+    @model_validator(mode="after")
+    def _b_only_frees(self) -> StageProfile:
+        if self.held_for_weight > self.activation:
+            raise ValueError(
+                f"held_for_weight is {self.held_for_weight}, more than activation "
+                f"{self.activation}; give, for example, held_for_weight: {self.activation}"
+            )
+        return self
+
+
+class LinkProfile(Section):
+    """One direction between two logical ranks."""
+
+    source: int = Field(ge=0, le=_MOST, description="logical rank that sends", examples=[0])
+    target: int = Field(ge=0, le=_MOST, description="logical rank that receives", examples=[1])
+    seconds: float = Field(ge=0, lt=1e5, description="seconds of a message", examples=[0.0002])
+
+
+class ProfiledModel(Section):
+    """What must be the same for the figures to hold."""
+
+    layers: int = Field(gt=0, le=_MOST, description="layers of the model", examples=[32])
+    hidden_size: int = Field(gt=0, le=_MOST, description="hidden size", examples=[4096])
+    sequence_length: int = Field(gt=0, le=_MOST, description="tokens of a sample", examples=[8192])
+    microbatch: int = Field(gt=0, le=_MOST, description="samples of a microbatch", examples=[1])
+    tensor: int = Field(gt=0, le=_MOST, description="tensor-parallel ranks", examples=[8])
+    context: int = Field(gt=0, le=_MOST, description="context-parallel ranks", examples=[1])
+
+
+class Profile(Section):
+    """The file as a whole; stages in model order."""
+
+    version: Literal[1] = Field(description="of this format", examples=[1])
+    device: str = Field(max_length=200, description="what it ran on", examples=["NVIDIA H200"])
+    schedule: str = Field(max_length=80, description="that ran", examples=["v-half"])
+    pipeline_size: int = Field(ge=2, le=100_000, description="pipeline ranks", examples=[8])
+    num_microbatches: int = Field(gt=0, le=_MOST, description="of a step", examples=[64])
+    message: int = _bytes("bytes of a message between stages")
+    model: ProfiledModel = Field(description="what was trained")
+    stages: list[StageProfile] = Field(
+        min_length=2, max_length=10_000, description="every stage, in model order"
+    )
+    links: list[LinkProfile] = Field(max_length=100_000, description="every link that is used")
+
+    @model_validator(mode="after")
+    def _consistent(self) -> Profile:
+        p = self.pipeline_size
+        counts = [sum(s.rank == r for s in self.stages) for r in range(p)]
+        if len(set(counts)) != 1 or sum(counts) != len(self.stages):
+            raise ValueError(
+                f"stages: their ranks must be 0 to {p - 1}, each as often as the others; they are "
+                f"{[s.rank for s in self.stages]}"
+            )
+        for number, link in enumerate(self.links):
+            if max(link.source, link.target) >= p or link.source == link.target:
+                raise ValueError(
+                    f"links.{number}: it goes from rank {link.source} to {link.target}; give two "
+                    f"different ranks of 0 to {p - 1}, for example source: 0, target: 1"
+                )
+        layers = sum(s.layers.count("t") for s in self.stages)
+        if layers != self.model.layers:
+            raise ValueError(
+                f"stages: they have {layers} layers and the model has {self.model.layers}; every "
+                "stage says its own, for example layers: Ett"
+            )
+        return self
+
+    @property
+    def rank_of(self) -> tuple[int, ...]:
+        """The logical rank of each stage."""
+        return tuple(stage.rank for stage in self.stages)
+
+    def costs(self, placement: Placement) -> Costs:
+        """Of the placement that ran, as measured; seconds and bytes.
+
+        Raises:
+            UsageError: it is another placement.
+        """
+        if placement.rank_of != self.rank_of:
+            raise UsageError(
+                f"the profile has stages on ranks {list(self.rank_of)}, the schedule on "
+                f"{list(placement.rank_of)}: profile a run of this placement"
+            )
+        stages = self.stages
+        return Costs.of_slices(
+            pipeline_size=self.pipeline_size,
+            forward=[s.forward for s in stages],
+            backward=[s.backward for s in stages],
+            weight=[s.weight for s in stages],
+            p2p=self.hops(),
+            activation=[s.activation for s in stages],
+            held_for_weight=[s.held_for_weight for s in stages],
+        )
+
+    def hops(self) -> list[list[float]]:
+        """Seconds of a message from rank to rank; the median where none was measured."""
+        ranks = range(self.pipeline_size)
+        usual = median([link.seconds for link in self.links] or [0.0])
+        hops = [[0.0 if a == b else usual for b in ranks] for a in ranks]
+        for link in self.links:
+            hops[link.source][link.target] = link.seconds
+        return hops
+
+
+def read_profile(path: Path) -> Profile:
+    """Read a file that ``--pipeline-profile`` has written.
+
+    Raises:
+        UsageError: the file or a field of it is wrong.
+    """
+    return config.read(path, Profile)
+
+
+def write_profile(profile: Profile, path: Path) -> None:
+    """Write a file that :func:`read_profile` reads.
+
+    Raises:
+        UsageError: it cannot be written.
+    """
+    text = yaml.safe_dump(profile.model_dump(), sort_keys=False, width=120)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise UsageError(f"cannot write the profile '{path}': {error.strerror}") from error
+
+
+def merged(replicas: Sequence[Sequence[StageProfile]]) -> list[StageProfile]:
+    """The stages that several ranks have measured, in model order: the slowest of each.
+
+    Args:
+        replicas: for each stage, what every rank that holds it has measured.
+    """
+    return [
+        StageProfile(
+            rank=seen[0].rank,
+            layers=seen[0].layers,
+            forward=max(s.forward for s in seen),
+            backward=max(s.backward for s in seen),
+            weight=max(s.weight for s in seen),
+            activation=max(s.activation for s in seen),
+            held_for_weight=max(s.held_for_weight for s in seen),
+        )
+        for seen in replicas
+    ]

@@ -1,0 +1,105 @@
+"""When a rank ran each pass, and what each pass did to its memory."""
+
+from __future__ import annotations
+
+import time
+from collections import defaultdict
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from typing import Any, NamedTuple, Protocol
+
+import torch
+
+from megatron_zb.runtime.activation_memory import ActivationMemory
+from megatron_zb.schedules.communication import Channel, Message
+from megatron_zb.schedules.passes import Pass, PassKind
+
+
+class Span(NamedTuple):
+    """A pass that ran, or a message that was waited for; seconds since the recorder's beginning."""
+
+    of: Pass | Message
+    start: float
+    end: float
+
+
+class TimedEvent(Protocol):
+    """A mark in what a GPU has been given to do, with the time at which the GPU came to it."""
+
+    def record(self) -> None: ...
+
+    def synchronize(self) -> None: ...
+
+    def elapsed_time(self, later: Any) -> float: ...
+
+
+def _gpu_event() -> TimedEvent:
+    return torch.cuda.Event(enable_timing=True)
+
+
+class Recorder:
+    """An observer that takes times: the host's, or the GPU's where passes run on one.
+
+    On a GPU the host never waits for it; only :meth:`spans` does.
+    """
+
+    def __init__(self, on_gpu: bool = False) -> None:
+        self._on_gpu = on_gpu
+        self._beginning = self._now()
+        self._marks: list[tuple[Pass | Message, Any, Any]] = []
+
+    @contextmanager
+    def running(self, work: Pass) -> Iterator[None]:
+        """Around a pass."""
+        with self._marked(work):
+            yield
+
+    @contextmanager
+    def waiting(self, channel: Channel, message: Message) -> Iterator[None]:
+        """Around the wait for a message."""
+        with self._marked(message):
+            yield
+
+    @contextmanager
+    def _marked(self, what: Pass | Message) -> Iterator[None]:
+        start = self._now()
+        yield
+        self._marks.append((what, start, self._now()))
+
+    def _now(self) -> Any:
+        if not self._on_gpu:
+            return time.perf_counter()
+        event = _gpu_event()
+        event.record()
+        return event
+
+    def _seconds(self, mark: Any) -> float:
+        if not self._on_gpu:
+            return float(mark - self._beginning)
+        return float(self._beginning.elapsed_time(mark)) / 1000
+
+    def spans(self) -> list[Span]:
+        """Everything since the beginning, in the order in which it ended."""
+        if self._on_gpu and self._marks:
+            self._marks[-1][2].synchronize()
+        return [Span(of, self._seconds(a), self._seconds(b)) for of, a, b in self._marks]
+
+
+class MemoryRecorder:
+    """An observer that takes down by how many bytes each pass changes the live activations."""
+
+    def __init__(self, memory: ActivationMemory) -> None:
+        self._memory = memory
+        self.changes: dict[tuple[PassKind, int], list[int]] = defaultdict(list)
+        """Bytes for each kind and stage, in the order of the passes."""
+
+    @contextmanager
+    def running(self, work: Pass) -> Iterator[None]:
+        """Around a pass."""
+        before = self._memory.live_bytes
+        yield
+        self.changes[work.kind, work.stage].append(self._memory.live_bytes - before)
+
+    def waiting(self, channel: Channel, message: Message) -> nullcontext[None]:
+        """A wait changes nothing that a pass holds."""
+        return nullcontext()

@@ -1,0 +1,265 @@
+"""A job that measures itself: what it finds, and that training does not change by it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from gpt_cases import GPTCase, built, forward_backward, gradients, microbatches
+from megatron.core import parallel_state
+from ranks import RankPools
+
+from megatron_zb import schedules
+from megatron_zb.errors import UsageError
+from megatron_zb.megatron.adapter import PipelineAdapter
+from megatron_zb.megatron.placement import Layers
+from megatron_zb.megatron.profiling import ITERATIONS
+from megatron_zb.planner.profile import Profile, StageProfile, read_profile, write_profile
+from megatron_zb.runtime.activation_memory import ActivationMemory
+from megatron_zb.schedules.passes import PassKind
+from megatron_zb.schedules.program_memory import peak_with_messages
+
+M = 6
+
+
+@dataclass
+class Seen:
+    """What one rank saw in each iteration; ``data`` and ``tensor`` are its parallel ranks."""
+
+    data: int
+    tensor: int
+    losses: list[list[float]] = field(default_factory=list)
+    gradients: list[dict[str, torch.Tensor]] = field(default_factory=list)
+    orders: list[schedules.Schedule] = field(default_factory=list)
+    costs: list[schedules.Costs] = field(default_factory=list)
+
+
+def train(
+    case: GPTCase,
+    schedule: str | None,
+    iterations: int,
+    path: Path | None = None,
+    every: int | None = None,
+) -> Seen:
+    """Iterations of the same batches; ``schedule=None`` is Megatron's own 1F1B."""
+    from megatron.core.pipeline_parallel import get_forward_backward_func
+
+    with built(case, schedule, M) as (adapter, chunks):
+        seen = Seen(
+            parallel_state.get_data_parallel_rank(), parallel_state.get_tensor_model_parallel_rank()
+        )
+        function = adapter.forward_backward_func if adapter else get_forward_backward_func()
+        if adapter is not None:
+            adapter.profile(path, every)
+        for _ in range(iterations):
+            for chunk in chunks:
+                chunk.zero_grad_buffer()
+            data = [microbatches(case, M) for _ in chunks]
+            records = forward_backward(function, chunks, data, M)
+            seen.losses.append([float(record["lm loss"]) for record in records])
+            seen.gradients.append({name: g.clone() for name, g in gradients(chunks)})
+            if adapter is not None:
+                seen.orders.append(adapter.schedule)
+                seen.costs.append(adapter.costs)
+    return seen
+
+
+def check_same(found: list[Seen], stock: list[Seen]) -> None:
+    """Every iteration has the losses and the gradients of Megatron's own."""
+    expected = {(rank.tensor, name): g for rank in stock for name, g in rank.gradients[0].items()}
+    losses = {rank.data: rank.losses[0] for rank in stock if rank.losses[0]}
+    for rank in found:
+        for of_iteration in rank.losses:
+            assert of_iteration in ([], losses[rank.data])
+        for of_step in rank.gradients:
+            for name, gradient in of_step.items():
+                assert torch.equal(gradient, expected[rank.tensor, name]), name
+    assert all(any(rank.losses[i] for rank in found) for i in range(len(found[0].losses)))
+
+
+def fused(schedule: schedules.Schedule) -> int:
+    return sum(p.kind is PassKind.BW for rank in schedule.ranks for p in rank)
+
+
+def test_the_profile_of_a_run(ranks: RankPools, tmp_path: Path) -> None:
+    case, path = GPTCase(), tmp_path / "profile.yaml"
+    pool = ranks(4)
+    found = pool.run(train, case=case, schedule="v-half", iterations=ITERATIONS + 2, path=path)
+    check_same(found, pool.run(train, case=case, schedule=None, iterations=1))
+    orders = found[0].orders
+    assert [fused(order) == 0 for order in orders] == [True] * (ITERATIONS - 1) + [False] * 3
+    assert orders[-1] == orders[-2]
+    profile = read_profile(path)
+    assert profile.schedule == "v-half"
+    assert profile.num_microbatches == M
+    assert "".join(stage.layers for stage in profile.stages) == "E" + "t" * case.layers + "L"
+    assert profile.rank_of == (0, 1, 2, 3, 3, 2, 1, 0)
+    assert len(profile.links) == 6
+    for stage in profile.stages:
+        assert 0 < stage.held_for_weight < stage.activation
+    middle = profile.stages[1:-1]
+    assert len({(stage.activation, stage.held_for_weight) for stage in middle}) == 1
+
+
+@pytest.mark.parametrize(
+    "case",
+    [GPTCase(), GPTCase(data_parallel=2, overlap_grad_reduce=True), GPTCase(tensor_parallel=2)],
+    ids=["pipeline", "data-parallel", "tensor-parallel"],
+)
+def test_auto_goes_on_with_a_schedule_for_what_it_has_measured(
+    ranks: RankPools, case: GPTCase
+) -> None:
+    pool = ranks(4)
+    found = pool.run(train, case=case, schedule="auto", iterations=ITERATIONS + 2)
+    check_same(found, pool.run(train, case=case, schedule=None, iterations=1))
+    first, *others = found
+    assert all(rank.orders == first.orders and rank.costs == first.costs for rank in others)
+    assert first.costs[0] != first.costs[-1] == first.costs[-2]
+    at_first = schedules.simulate(first.orders[0], first.costs[-1]).makespan
+    assert schedules.simulate(first.orders[-1], first.costs[-1]).makespan <= at_first
+
+
+def test_a_named_schedule_is_built_anew_every_so_often(ranks: RankPools) -> None:
+    case, every = GPTCase(), ITERATIONS + 1
+    pool = ranks(4)
+    iterations = ITERATIONS + every
+    found = pool.run(train, case=case, schedule="zb-h1", iterations=iterations, every=every)
+    check_same(found, pool.run(train, case=case, schedule=None, iterations=1))
+    costs = found[0].costs
+    assert len({id(c) if c is None else c.forward for c in costs}) == 3  # equal, and two profiles
+    assert all(rank.costs == costs and rank.orders == found[0].orders for rank in found)
+
+
+def counted(case: GPTCase, schedule: str, path: Path) -> tuple[int, int]:
+    """The peak of activations on this rank: predicted from a profile, and counted."""
+    with built(case, schedule, M) as (adapter, chunks):
+        assert adapter is not None
+        adapter.profile(path, None)
+        function = adapter.forward_backward_func
+
+        def step() -> None:
+            data = [microbatches(case, M) for _ in chunks]
+            forward_backward(function, chunks, data, M)
+
+        for _ in range(ITERATIONS):
+            step()
+        memory = ActivationMemory(p for chunk in chunks for p in chunk.parameters())
+        adapter.activation_memory = memory
+        with memory.watching():
+            step()
+        rank = adapter.physical.logical(parallel_state.get_pipeline_model_parallel_rank())
+        torch.distributed.barrier()
+        profile = read_profile(path)
+        placement = adapter.schedule.placement
+        program = schedules.lower(adapter.schedule)
+        costs = profile.costs(placement).for_placement(placement)
+        predicted = peak_with_messages(program, rank, costs, profile.message)
+        return round(predicted), memory.peak_bytes
+
+
+SPLIT = ["zb-h1", "zb-h2", "zb-1p", "zb-2p", "v-zb", "v-half", "v-min", "dualpipe-v", "wave"]
+
+
+@pytest.mark.parametrize("schedule", SPLIT)
+def test_predicted_activations_are_those_that_are_counted(
+    ranks: RankPools, tmp_path: Path, schedule: str
+) -> None:
+    path = tmp_path / "profile.yaml"
+    for predicted, peak in ranks(2).run(counted, case=GPTCase(), schedule=schedule, path=path):
+        assert predicted == pytest.approx(peak, rel=0.03)
+
+
+def adapter_of(schedule: str) -> PipelineAdapter:
+    return PipelineAdapter.create(schedule, pipeline_size=4, num_microbatches=8, layers=Layers(8))
+
+
+def test_what_cannot_be_measured_is_refused() -> None:
+    with pytest.raises(UsageError, match="--pipeline-profile needs a schedule that splits"):
+        adapter_of("1f1b").profile(Path("profile.yaml"), None)
+    with pytest.raises(UsageError, match=r"--pipeline-replan-every is 7: .*give 8 or more"):
+        adapter_of("v-half").profile(None, ITERATIONS)
+    with pytest.raises(UsageError, match="--pipeline-schedule-file: a finished schedule"):
+        adapter_of("v-half").profile(None, 100, is_named=False)
+
+
+def profile(**changes: Any) -> dict[str, Any]:
+    stage = {
+        "rank": 0,
+        "layers": "Et",
+        "forward": 0.1,
+        "backward": 0.2,
+        "weight": 0.1,
+        "activation": 100,
+        "held_for_weight": 50,
+    }
+    return {
+        "version": 1,
+        "device": "CPU",
+        "schedule": "zb-h1",
+        "pipeline_size": 2,
+        "num_microbatches": 4,
+        "message": 8,
+        "model": {
+            "layers": 2,
+            "hidden_size": 32,
+            "sequence_length": 16,
+            "microbatch": 1,
+            "tensor": 1,
+            "context": 1,
+        },
+        "stages": [stage, {**stage, "rank": 1, "layers": "tL"}],
+        "links": [{"source": 0, "target": 1, "seconds": 0.01}],
+        **changes,
+    }
+
+
+def test_a_profile_survives_its_file(tmp_path: Path) -> None:
+    written = Profile.model_validate(profile())
+    write_profile(written, tmp_path / "new" / "profile.yaml")
+    assert read_profile(tmp_path / "new" / "profile.yaml") == written
+    costs = written.costs(schedules.build("zb-h1", pipeline_size=2, num_microbatches=4).placement)
+    assert costs.forward == (0.1, 0.1)
+    assert costs.p2p == ((0.0, 0.01), (0.01, 0.0))
+    with pytest.raises(UsageError, match="profile a run of this placement"):
+        written.costs(schedules.build("v-half", pipeline_size=2, num_microbatches=4).placement)
+
+
+def stage(**changes: Any) -> list[dict[str, Any]]:
+    first, second = profile()["stages"]
+    return [{**first, **changes}, second]
+
+
+@pytest.mark.parametrize(
+    ("broken", "said"),
+    [
+        (profile(version=2), "'version' is 2"),
+        (profile(stages=stage(forward=0.0)), "'stages.0.forward' is 0.0: .*forward: 0.0125"),
+        (profile(stages=stage(backward=-1.0)), "'stages.0.backward' is -1.0"),
+        (profile(stages=stage(forwards=1.0)), "did you mean forward, such as forward: 0.0125"),
+        (profile(stages=stage(layers="tE")), "'stages.0.layers' is 'tE'.*layers: Ett"),
+        (profile(stages=stage(held_for_weight=101)), "more than activation 100"),
+        (profile(stages=stage(rank=1)), "stages: their ranks must be 0 to 1"),
+        (profile(stages=stage(layers="Ett")), "they have 3 layers and the model has 2"),
+        (profile(links=[{"source": 0, "target": 2, "seconds": 1.0}]), "from rank 0 to 2"),
+        (profile(links=[{"source": 0, "target": 1}]), "'links.0.seconds' is missing"),
+        ({k: v for k, v in profile().items() if k != "model"}, "'model' is missing.*layers: 32"),
+    ],
+)
+def test_a_broken_profile_is_refused(tmp_path: Path, broken: dict[str, Any], said: str) -> None:
+    import yaml
+
+    path = tmp_path / "profile.yaml"
+    path.write_text(yaml.safe_dump(broken), encoding="utf-8")
+    with pytest.raises(UsageError, match=said):
+        read_profile(path)
+
+
+def test_replicas_count_as_their_slowest() -> None:
+    from megatron_zb.planner.profile import merged
+
+    values = profile()["stages"][0]
+    fast, slow = (StageProfile(**{**values, "forward": t}) for t in (0.1, 0.3))
+    assert merged([[fast, slow], [fast]]) == [slow, fast]
