@@ -21,6 +21,8 @@ examples:
       --device configs/devices/h100_sxm.yaml --global-batch-size 512 --schedules v-zb,v-half
   megatron-zb plan --config configs/models/llama3_8b.yaml --gpus 16 --tensor 2 --pipeline 8 \\
       --device configs/devices/h100_sxm.yaml --format json
+  megatron-zb plan --profile run.yaml     what --pipeline-profile run.yaml of a run has measured:
+                                          other schedules and layer layouts on the same ranks
 
 the table:
   tok/s/GPU      tokens of the whole iteration, with the optimizer's step and its reductions
@@ -38,9 +40,10 @@ exit code: 0, or 2 with one sentence if a file, a field or a size is wrong or no
 def add_arguments(command: argparse.ArgumentParser) -> None:
     """The arguments of ``plan``."""
     command.add_argument(
-        "--config", type=Path, required=True, metavar="FILE", help="the model, as configs/models/*"
+        "--config", type=Path, metavar="FILE", help="the model, as configs/models/*"
     )
-    command.add_argument("--gpus", type=int, required=True, metavar="N", help="GPUs of the job")
+    command.add_argument("--gpus", type=int, metavar="N", help="GPUs of the job")
+    _add_measured(command)
     command.add_argument(
         "--device",
         type=Path,
@@ -62,6 +65,22 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
     )
     command.add_argument(
         "--top", type=int, default=8, metavar="N", help="rows of the table (default 8)"
+    )
+
+
+def _add_measured(command: argparse.ArgumentParser) -> None:
+    group = command.add_argument_group("from a measured run, in place of --config and --gpus")
+    group.add_argument(
+        "--profile", type=Path, metavar="FILE", help="what --pipeline-profile has written"
+    )
+    group.add_argument(
+        "--microbatches", type=int, metavar="M", help="of an iteration (default: the run's)"
+    )
+    group.add_argument(
+        "--memory-limit",
+        type=float,
+        metavar="X",
+        help="activations of any rank, as a fraction of 1F1B's (default: each schedule's own)",
     )
 
 
@@ -109,9 +128,16 @@ def run(arguments: argparse.Namespace) -> None:
     """
     from rich.console import Console
 
-    from megatron_zb.planner import request, table
+    from megatron_zb.planner import measured, request, table
     from megatron_zb.planner.search import search
 
+    if arguments.profile is not None:
+        request.check_only_measured(arguments)
+        asked, candidates = measured.read(arguments)
+        with _Progress(quiet=arguments.format == "json") as progress:
+            found, missing = measured.rows(asked, candidates, progress.show)
+        measured.show(asked, found, missing, arguments)
+        return
     job, contenders = request.read(arguments)
     with _Progress(quiet=arguments.format == "json") as progress:
         plan = search(job, contenders, tries=arguments.tries, watch=progress.show)

@@ -23,6 +23,7 @@ def read(arguments: argparse.Namespace) -> tuple[Job, list[Contender]]:
     Raises:
         UsageError: a file, a field or an argument is wrong.
     """
+    _check_given(arguments)
     model = read_model(arguments.config)
     device = _device(arguments.device)
     memory = device.memory_bytes
@@ -53,6 +54,44 @@ def read(arguments: argparse.Namespace) -> tuple[Job, list[Contender]]:
     _whole("--top", arguments.top, 8)
     names = None if arguments.schedules is None else names_in(arguments.schedules)
     return job, contenders(names, overlap=not arguments.no_overlap_p2p)
+
+
+_OF_CONFIG = (
+    "config",
+    "gpus",
+    "device",
+    "gpu_memory",
+    "global_batch_size",
+    "seq_length",
+    "tensor",
+    "pipeline",
+    "micro_batch_size",
+    "recompute",
+)
+
+
+def check_only_measured(arguments: argparse.Namespace) -> None:
+    """Refuse beside ``--profile`` what a measured run has decided already.
+
+    Raises:
+        UsageError: names the flag.
+    """
+    for name in _OF_CONFIG:
+        if getattr(arguments, name) is not None:
+            raise UsageError(
+                f"--{name.replace('_', '-')} cannot be combined with --profile: the run that was "
+                "measured has decided it"
+            )
+    _whole("--top", arguments.top, 8)
+
+
+def _check_given(arguments: argparse.Namespace) -> None:
+    for name, example in (("config", "configs/models/gpt_28b.yaml"), ("gpus", "64")):
+        if getattr(arguments, name) is None:
+            raise UsageError(f"--{name} is missing: give, for example, --{name} {example}")
+    for name in ("microbatches", "memory_limit"):
+        if getattr(arguments, name) is not None:
+            raise UsageError(f"--{name.replace('_', '-')} needs --profile")
 
 
 def _device(path: Path | None) -> DeviceConfig:

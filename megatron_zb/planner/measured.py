@@ -1,0 +1,349 @@
+"""``megatron-zb plan --profile``: schedules and layer layouts for costs that a run has measured.
+
+What a layer, the embedding and the output layer cost is read off the stages that ran, so that other
+placements and layouts can be predicted; what is left is the speed of each rank.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from statistics import median
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from megatron_zb import schedules
+from megatron_zb.errors import UsageError
+from megatron_zb.planner import layout
+from megatron_zb.planner.contender import Contender, contenders, names_in
+from megatron_zb.planner.layout import Layout
+from megatron_zb.planner.profile import Profile, read_profile
+from megatron_zb.planner.units import GIB
+from megatron_zb.schedules import Costs
+from megatron_zb.schedules.placement import Placement
+from megatron_zb.schedules.program_memory import peak_with_messages
+
+_QUANTITIES = ("forward", "backward", "weight", "activation", "held_for_weight")
+_NEITHER_SEARCHED_NOR_LARGE = 20_000  # passes: more are not lowered for their messages
+
+
+@dataclass(frozen=True)
+class Part:
+    """One quantity of a layer and of the two ends of the model."""
+
+    layer: float
+    embedding: float
+    output: float
+
+    @classmethod
+    def fitted(cls, values: Sequence[float], layers: Sequence[str]) -> Part:
+        """From the sums of some stages, each with its layers as letters.
+
+        A layer is the median of the stages without ends; where every stage has an end, the
+        embedding counts for nothing.
+        """
+        counts = [text.count("t") for text in layers]
+        whole = [
+            v / n for v, n, text in zip(values, counts, layers, strict=True) if text == "t" * n
+        ]
+        layer = median(whole) if whole else values[0] / max(counts[0], 1)
+        return cls(
+            layer,
+            max(0.0, values[0] - counts[0] * layer),
+            max(0.0, values[-1] - counts[-1] * layer),
+        )
+
+    def stages(self, counts: Layout) -> list[float]:
+        """The sums of stages with so many layers."""
+        sums = [count * self.layer for count in counts]
+        sums[0] += self.embedding
+        sums[-1] += self.output
+        return sums
+
+
+@dataclass(frozen=True)
+class Fit:
+    """What the parts of a model cost, and how much slower than the median each rank is."""
+
+    profile: Profile
+    parts: dict[str, Part]
+    slowdown: tuple[float, ...]
+
+    @classmethod
+    def of(cls, profile: Profile) -> Fit:
+        """Read the costs off a profile."""
+        layers = [stage.layers for stage in profile.stages]
+        parts = {
+            name: Part.fitted([getattr(stage, name) for stage in profile.stages], layers)
+            for name in _QUANTITIES
+        }
+        return cls(profile, parts, _slowdowns(profile, parts))
+
+    def costs(self, placement: Placement, counts: Layout) -> Costs:
+        """Of a placement with so many layers on each stage."""
+        of = {name: part.stages(counts) for name, part in self.parts.items()}
+        return Costs.of_slices(
+            pipeline_size=placement.pipeline_size,
+            forward=of["forward"],
+            backward=of["backward"],
+            weight=of["weight"],
+            p2p=self.profile.hops(),
+            slowdown=self.slowdown,
+            activation=of["activation"],
+            held_for_weight=[
+                min(pair) for pair in zip(of["held_for_weight"], of["activation"], strict=True)
+            ],
+        )
+
+    def in_layers(self) -> tuple[float, float]:
+        """For how many layers embedding and output layer count, by their seconds."""
+        seconds = [self.parts[name] for name in ("forward", "backward", "weight")]
+        layer = sum(part.layer for part in seconds)
+        return (
+            sum(part.embedding for part in seconds) / layer,
+            sum(part.output for part in seconds) / layer,
+        )
+
+
+def _slowdowns(profile: Profile, parts: dict[str, Part]) -> tuple[float, ...]:
+    counts = tuple(stage.layers.count("t") for stage in profile.stages)
+    seconds = ("forward", "backward", "weight")
+    fitted = [0.0] * profile.pipeline_size
+    found = [0.0] * profile.pipeline_size
+    for name in seconds:
+        for stage, expected in zip(profile.stages, parts[name].stages(counts), strict=True):
+            found[stage.rank] += getattr(stage, name)
+            fitted[stage.rank] += expected
+    return tuple(a / b for a, b in zip(found, fitted, strict=True))
+
+
+@dataclass(frozen=True)
+class Row:
+    """A schedule with its best layout; seconds of the pipeline's part of an iteration."""
+
+    schedule: str
+    chunks: int | None
+    layout: str
+    is_even: bool
+    seconds: float
+    seconds_even: float
+    bubble: float
+    activation_bytes: float
+    rank: int
+
+
+@dataclass(frozen=True)
+class Asked:
+    """What the command line asks for."""
+
+    profile: Profile
+    num_microbatches: int
+    memory_limit: float | None
+    post_validation: bool
+
+
+Watch = Callable[[str, int, int], None]
+
+
+def rows(
+    asked: Asked,
+    candidates: Sequence[Contender],
+    watch: Watch = lambda text, done, of: None,
+) -> tuple[list[Row], dict[str, str]]:
+    """Every schedule, the fastest first, and why others are missing."""
+    fit = Fit.of(asked.profile)
+    found: list[Row] = []
+    missing: dict[str, str] = {}
+    settings = list(_settings(candidates, asked.profile))
+    for number, (contender, chunks) in enumerate(settings):
+        name = contender.name if chunks is None else f"{contender.name} ×{chunks}"
+        watch(name, number, len(settings))
+        try:
+            found.append(_row(asked, fit, contender, chunks))
+        except UsageError as error:
+            missing[name] = str(error)
+    watch("", len(settings), len(settings))
+    if not found:
+        raise UsageError(next(iter(missing.values()), "no schedule can be had"))
+    return sorted(found, key=lambda row: row.seconds), missing
+
+
+def _settings(
+    candidates: Sequence[Contender], profile: Profile
+) -> Iterator[tuple[Contender, int | None]]:
+    for contender in candidates:
+        for chunks in contender.chunk_counts(profile.model.layers, profile.pipeline_size):
+            if chunks is None or chunks in (2, 4, 8):
+                yield contender, chunks
+
+
+def _row(asked: Asked, fit: Fit, contender: Contender, chunks: int | None) -> Row:
+    profile = asked.profile
+    placement = contender.placement(profile.pipeline_size, chunks)
+    layers = profile.model.layers
+    even = layout.even(layers, placement)
+    if even is None:
+        raise UsageError(f"{layers} layers are too few for {placement.num_stages} stages")
+    embedding, output = fit.in_layers()
+    balanced = layout.balanced(layers, placement, embedding, output)
+    found = {
+        counts: _simulated(asked, fit, contender, chunks, placement, counts)
+        for counts in dict.fromkeys([even, balanced or even])
+    }
+    counts, timeline = min(found.items(), key=lambda entry: _seconds(asked, entry[1]))
+    seconds = _seconds(asked, timeline)
+    peaks = _peaks(timeline, profile.message)
+    worst = max(range(len(peaks)), key=peaks.__getitem__)
+    bubble = timeline.bubble_rate_in_a_row if asked.post_validation else timeline.bubble_rate
+    return Row(
+        contender.name,
+        chunks,
+        _layout_text(counts, profile),
+        counts == even,
+        seconds,
+        _seconds(asked, found[even]),
+        bubble,
+        peaks[worst],
+        worst,
+    )
+
+
+def _simulated(
+    asked: Asked,
+    fit: Fit,
+    contender: Contender,
+    chunks: int | None,
+    placement: Placement,
+    counts: Layout,
+) -> schedules.Timeline:
+    costs = fit.costs(placement, counts)
+    schedule = schedules.build(
+        contender.family,
+        pipeline_size=placement.pipeline_size,
+        num_microbatches=asked.num_microbatches,
+        costs=costs,
+        memory_limit=asked.memory_limit,
+        chunks=chunks,
+        placement=placement if contender.family == "auto" else None,
+        in_a_row=asked.post_validation,
+    )
+    return schedules.simulate(schedule, costs)
+
+
+def _seconds(asked: Asked, timeline: schedules.Timeline) -> float:
+    return timeline.period if asked.post_validation else timeline.makespan
+
+
+def _peaks(timeline: schedules.Timeline, message: float) -> Sequence[float]:
+    schedule = timeline.schedule
+    if sum(map(len, schedule.ranks)) > _NEITHER_SEARCHED_NOR_LARGE:
+        return timeline.peak_memory
+    program = schedules.lower(schedule)
+    ranks = range(schedule.placement.pipeline_size)
+    return [peak_with_messages(program, rank, timeline.costs, message) for rank in ranks]
+
+
+def _layout_text(counts: Layout, profile: Profile) -> str:
+    multi_token = profile.stages[-1].layers.count("m")
+    return layout.text(counts).removesuffix("L") + "m" * multi_token + "L"
+
+
+def read(arguments: argparse.Namespace) -> tuple[Asked, list[Contender]]:
+    """Read the profile and check the sizes.
+
+    Raises:
+        UsageError: a field or an argument is wrong.
+    """
+    profile = read_profile(arguments.profile)
+    m = arguments.microbatches
+    if m is not None and m < 1:
+        raise UsageError(f"--microbatches is {m}: give 1 or more")
+    names = None if arguments.schedules is None else names_in(arguments.schedules)
+    candidates = contenders(names)
+    if names is None:
+        candidates += contenders(["1f1b", "interleaved"])
+    unique = {c.name: c for c in candidates if not c.megatron}
+    return (
+        Asked(
+            profile,
+            profile.num_microbatches if m is None else m,
+            arguments.memory_limit,
+            arguments.post_validation,
+        ),
+        list(unique.values()),
+    )
+
+
+def show(
+    asked: Asked, found: Sequence[Row], missing: dict[str, str], arguments: argparse.Namespace
+) -> None:
+    """Print the table, or the same as JSON."""
+    if arguments.format == "json":
+        print(json.dumps(_as_json(asked, found, missing), indent=2))
+    else:
+        _print(asked, found, missing, Console(), arguments.top)
+
+
+def _as_json(asked: Asked, found: Sequence[Row], missing: dict[str, str]) -> dict[str, Any]:
+    return {
+        "schedule_of_the_profile": asked.profile.schedule,
+        "num_microbatches": asked.num_microbatches,
+        "ranked": [asdict(row) for row in found],
+        "not_possible": missing,
+    }
+
+
+def _print(
+    asked: Asked, found: Sequence[Row], missing: dict[str, str], console: Console, top: int
+) -> None:
+    profile = asked.profile
+    embedding, output = Fit.of(profile).in_layers()
+    console.print(
+        Text(
+            f"{profile.pipeline_size} pipeline ranks of {profile.device}, "
+            f"{asked.num_microbatches} microbatches, measured under {profile.schedule}; the "
+            f"embedding counts for {embedding:.2f} layers, the output layer for {output:.2f}",
+            style="bold",
+        )
+    )
+    console.print(_table(found[:top]))
+    for name, why in missing.items():
+        console.print(Text(f" -  {name}: {why}"), highlight=False)
+    best = found[0]
+    console.print(Text("\nflags of the first:", style="bold"))
+    flags = [f"--pipeline-schedule {best.schedule}"]
+    if best.chunks is not None:
+        flags.append(f"--num-virtual-stages-per-pipeline-rank {best.chunks}")
+    if asked.memory_limit is not None:
+        flags.append(f"--pipeline-memory-limit {asked.memory_limit:g}")
+    if asked.post_validation:
+        flags.append("--enable-optimizer-post-validation")
+    if not best.is_even:
+        flags.append(f"--pipeline-model-parallel-layout '{best.layout}'")
+    console.print(Text("  " + " \\\n  ".join(flags)), highlight=False, soft_wrap=True)
+
+
+def _table(found: Sequence[Row]) -> Table:
+    table = Table(box=None, pad_edge=False, header_style="bold", padding=(0, 1, 0, 0))
+    table.add_column("#", justify="right")
+    table.add_column("schedule", no_wrap=True)
+    for title in ("ms", "even layers", "bubble", "activations GiB", "on rank"):
+        table.add_column(title, justify="right")
+    table.add_column("layers of the stages")
+    for number, row in enumerate(found, 1):
+        table.add_row(
+            str(number),
+            row.schedule if row.chunks is None else f"{row.schedule} ×{row.chunks}",
+            f"{1000 * row.seconds:.4g}",
+            f"{1000 * row.seconds_even:.4g}",
+            f"{row.bubble:.1%}",
+            f"{row.activation_bytes / GIB:.3g}",
+            str(row.rank),
+            "even" if row.is_even else row.layout,
+        )
+    return table
