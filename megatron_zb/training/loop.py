@@ -52,7 +52,9 @@ def train(args: argparse.Namespace, plan: Any) -> None:
         start = time.perf_counter()
         with memory.watching(count):
             losses = _forward_backward(args, trainee, sources)
+        pipeline_seconds = time.perf_counter() - start
         record = _update(args, trainee, progress, losses)
+        record["pipeline_seconds"] = pipeline_seconds
         record["seconds"] = time.perf_counter() - start
         if count > 1 and not memory.watches(count):
             seconds.append(record["seconds"])
