@@ -101,7 +101,9 @@ def test_a_heavy_output_layer_asks_for_an_uneven_layout() -> None:
 
 def test_iterations_in_a_row_are_shorter() -> None:
     settings = (contenders(["v-zb"])[2:],)
-    alone, in_a_row = (rows(Asked(profile(), 8, None, flag), *settings)[0] for flag in (0, 1))
+    alone, in_a_row = (
+        rows(Asked(profile(), 8, None, flag), *settings)[0] for flag in (False, True)
+    )
     assert in_a_row[0].seconds < alone[0].seconds
     assert in_a_row[0].bubble < alone[0].bubble
 

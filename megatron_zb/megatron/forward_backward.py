@@ -29,7 +29,7 @@ from megatron_zb.runtime.activation_memory import ActivationMemory
 from megatron_zb.runtime.autograd_stage import AutogradStage
 from megatron_zb.runtime.channels import Channels
 from megatron_zb.runtime.executor import Transport, run_program
-from megatron_zb.runtime.link_times import link_times
+from megatron_zb.runtime.link_times import clock_ahead, link_times
 from megatron_zb.runtime.observer import Observer, Observers
 from megatron_zb.runtime.post_validation import run_from_cut
 from megatron_zb.runtime.progress import Progress
@@ -311,8 +311,10 @@ class ForwardBackward:
         assert self._channels is not None
         assert self.on_measured is not None
         logical = self._physical.logical(iteration.pp_rank)
-        links = link_times(self._channels, self._physical.placement, logical, allocate)
-        self.on_measured(profiling.measured(links, allocate().nbytes), iteration)
+        channels, placement = self._channels, self._physical.placement
+        links = link_times(channels, placement, logical, lambda: allocate().zero_())
+        ahead = clock_ahead(channels, placement, logical, _device())
+        self.on_measured(profiling.measured(links, allocate().nbytes, ahead), iteration)
 
     def _awaits_validation(self, iteration: Iteration) -> bool:
         validation = self.post_validation

@@ -25,12 +25,20 @@ ITERATIONS = WARM_UP + TIMED + 1
 """What a profile takes; in the last one, bytes are counted and nothing is timed."""
 
 
+Spans = list[tuple[Pass | None, float, float]]
+"""What a rank did, None for a wait, from when to when."""
+
+
 class Measured(NamedTuple):
-    """What all ranks together have measured; the same on every rank."""
+    """What all ranks together have measured; the same on every rank.
+
+    ``spans`` has the last timed step of every logical rank of one pipeline, by one clock.
+    """
 
     stages: list[StageProfile]
     links: list[LinkProfile]
     message: int
+    spans: list[Spans]
 
 
 @dataclass(frozen=True)
@@ -113,21 +121,25 @@ class Profiling:
         """Whether the last step has ended a profile."""
         return self._counts and self._done == ITERATIONS
 
-    def measured(self, links: dict[Channel, float], message: int) -> Measured:
+    def measured(self, links: dict[Channel, float], message: int, ahead: float) -> Measured:
         """What all ranks have measured; collective over the job.
 
         Args:
             links: the seconds that this rank has measured.
             message: bytes of one.
+            ahead: by how much the next rank's clock is ahead of this one's.
         """
-        mine = (self._stages(), links)
+        rank = self._held[0].rank
+        mine = (self._stages(), links, rank, ahead, self._last_spans())
         everyone: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(everyone, mine)
         self._recorders.clear()
         self._memory = None
         stages: dict[int, list[StageProfile]] = defaultdict(list)
         slowest: dict[Channel, float] = defaultdict(float)
-        for of_stages, of_links in everyone:
+        pipeline: dict[int, tuple[float, Spans]] = {}
+        for of_stages, of_links, rank, ahead, spans in everyone:
+            pipeline.setdefault(rank, (ahead, spans))  # of the first replica
             for number, stage in of_stages.items():
                 stages[number].append(stage)
             for channel, seconds in of_links.items():
@@ -139,7 +151,16 @@ class Profiling:
                 for c, seconds in sorted(slowest.items())
             ],
             message,
+            _by_one_clock([of_rank for _, of_rank in sorted(pipeline.items())]),
         )
+
+    def _last_spans(self) -> Spans:
+        recorder = self._recorders[-1]
+        began = recorder.began
+        return [
+            (of if isinstance(of, Pass) else None, began + start, began + end)
+            for of, start, end in recorder.spans()
+        ]
 
     def _stages(self) -> dict[int, StageProfile]:
         seconds = self._seconds()
@@ -167,3 +188,12 @@ class Profiling:
             activation=max(activation, 0),
             held_for_weight=min(max(activation - freed, 0), max(activation, 0)),
         )
+
+
+def _by_one_clock(ranks: Sequence[tuple[float, Spans]]) -> list[Spans]:
+    """The spans of all ranks by the clock of the first; each knows how far the next is ahead."""
+    offset, found = 0.0, []
+    for ahead, spans in ranks:
+        found.append([(of, start - offset, end - offset) for of, start, end in spans])
+        offset += ahead
+    return found

@@ -14,6 +14,7 @@ from megatron_zb.errors import UsageError
 from megatron_zb.megatron.forward_backward import Iteration
 from megatron_zb.megatron.profiling import Held, Measured, Profiling
 from megatron_zb.planner.profile import Profile, ProfiledModel, write_profile
+from megatron_zb.planner.trace import Trace, of_spans, write_trace
 from megatron_zb.schedules.fusing import split_all
 from megatron_zb.schedules.schedule import Schedule
 
@@ -58,14 +59,15 @@ class Replanning:
         profile = self._profile(measured, iteration)
         self._adapter.use(self._usual)
         if self._path is not None and dist.get_rank() == 0:
-            self._write(profile, self._path)
+            self._write(profile, of_spans(measured.spans), self._path)
         if self._replan:
             self._choose(profile)
 
-    def _write(self, profile: Profile, path: Path) -> None:
+    def _write(self, profile: Profile, trace: Trace, path: Path) -> None:
         """A job that trains does not end because a file cannot be written."""
         try:
             write_profile(profile, path)
+            write_trace(trace, path)
         except UsageError as error:
             self._say(str(error))
         else:

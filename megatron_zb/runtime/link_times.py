@@ -29,10 +29,33 @@ def link_times(
     found: dict[Channel, float] = {}
     for channel in channels_of(placement):
         if channel.source < channel.target and rank in channel:
-            seconds = _fastest_round(channels, channel, rank == channel.source, allocate) / 2
-            if rank == channel.source:  # the other one's rounds begin before the message is sent
+            begins = rank == channel.source
+            seconds, _ = _fastest_round(channels, channel, begins, allocate)
+            seconds /= 2
+            if begins:  # the other one's rounds begin before the message is sent
                 found[channel] = found[_back(channel)] = seconds
     return found
+
+
+def clock_ahead(
+    channels: Channels, placement: Placement, rank: int, device: torch.device | str | int
+) -> float:
+    """Seconds by which the next rank's ``perf_counter`` is ahead of this one's; collective.
+
+    As :func:`link_times`, between two steps. 0 on the last rank, which has none behind it.
+    """
+
+    def allocate() -> torch.Tensor:
+        return torch.tensor([time.perf_counter()], dtype=torch.float64, device=device)
+
+    ahead = 0.0
+    for channel in channels_of(placement):
+        if channel.target == channel.source + 1 and rank in channel:
+            begins = rank == channel.source
+            _, found = _fastest_round(channels, channel, begins, allocate)
+            if begins:
+                ahead = found
+    return ahead
 
 
 def _back(channel: Channel) -> Channel:
@@ -41,26 +64,30 @@ def _back(channel: Channel) -> Channel:
 
 def _fastest_round(
     channels: Channels, channel: Channel, begins: bool, allocate: Callable[[], torch.Tensor]
-) -> float:
+) -> tuple[float, float]:
+    """Seconds of the fastest round, and by how much the answer in it is past the round's middle."""
     there, home = (channel, _back(channel)) if begins else (_back(channel), channel)
-    fastest = float("inf")
+    fastest = (float("inf"), 0.0)
     for number in range(_ROUNDS):
         message = Message(False, -1, number)
         channels.post_receive(home, message, allocate())
-        _finished(outgoing := allocate().zero_())
+        outgoing = _finished(allocate())
         start = time.perf_counter()
         if begins:
             channels.send(there, outgoing, 1)
-            _finished(channels.take(message))
+            answer = _finished(channels.take(message))
         else:
-            _finished(channels.take(message))
-            channels.send(there, outgoing, 1)
+            answer = _finished(channels.take(message))
+            channels.send(there, _finished(allocate()), 1)
+        end = time.perf_counter()
         channels.finish()
-        fastest = min(fastest, time.perf_counter() - start)
+        past = answer.flatten()[0].item() - (start + end) / 2
+        fastest = min(fastest, (end - start, past))
     return fastest
 
 
-def _finished(tensor: torch.Tensor) -> None:
-    """Wait until what makes a tensor has run."""
+def _finished(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor, once what makes it has run."""
     if tensor.is_cuda:
         torch.cuda.synchronize(tensor.device)
+    return tensor

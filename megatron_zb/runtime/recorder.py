@@ -40,12 +40,16 @@ def _gpu_event() -> TimedEvent:
 class Recorder:
     """An observer that takes times: the host's, or the GPU's where passes run on one.
 
-    On a GPU the host never waits for it; only :meth:`spans` does.
+    On a GPU the host waits for it at the beginning and in :meth:`spans`, never between.
     """
 
     def __init__(self, on_gpu: bool = False) -> None:
         self._on_gpu = on_gpu
         self._beginning = self._now()
+        if on_gpu:
+            self._beginning.synchronize()
+        self.began = time.perf_counter()
+        """The host's clock at the beginning."""
         self._marks: list[tuple[Pass | Message, Any, Any]] = []
 
     @contextmanager

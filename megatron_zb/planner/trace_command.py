@@ -1,0 +1,114 @@
+"""The command ``megatron-zb trace``."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable
+from pathlib import Path
+
+from megatron_zb.errors import UsageError
+from megatron_zb.planner.trace import Compared, Difference
+
+HELP = """\
+Show one step of a run as it ran, beside what its own profile predicts for the same order of passes,
+and where the difference is: passes that took longer than their median, waiting for messages, and
+the host between the two. `--pipeline-profile run.yaml` of a run writes run.yaml and, next to it,
+run.trace.json; in that step every B and W ran by itself, as they were timed.
+
+examples:
+  megatron-zb trace run.yaml                        the table
+  megatron-zb trace run.yaml --output step.png      a picture: measured above, predicted below
+  megatron-zb trace run.yaml --output step.json     for Perfetto or chrome://tracing
+
+exit code: 0, or 2 with one sentence if a file is missing or broken."""
+
+
+def add_arguments(command: argparse.ArgumentParser) -> None:
+    """The arguments of ``trace``."""
+    command.add_argument("profile", type=Path, metavar="PROFILE", help="of --pipeline-profile")
+    command.add_argument(
+        "--output", "-o", type=Path, metavar="FILE", help="write FILE.png, FILE.svg or FILE.json"
+    )
+
+
+def run(arguments: argparse.Namespace) -> None:
+    """Compare, and print or write.
+
+    Raises:
+        UsageError: what the user can mend.
+    """
+    from megatron_zb.planner.trace import compare
+
+    found = compare(arguments.profile)
+    if arguments.output is None:
+        _print(found)
+        return
+    writer = _WRITERS.get(arguments.output.suffix.lower())
+    if writer is None:
+        raise UsageError(
+            f"cannot write a trace into '{arguments.output}': give a name that ends in "
+            f"{', '.join(_WRITERS)}"
+        )
+    writer(found, arguments.output)
+    print(arguments.output)
+
+
+def _write_picture(found: Compared, path: Path) -> None:
+    from megatron_zb.pictures import save_pictures
+
+    save_pictures({"measured": found.measured, "predicted": found.predicted}, path)
+
+
+def _write_json(found: Compared, path: Path) -> None:
+    from megatron_zb.schedules import interchange
+
+    both = {"measured": found.measured, "predicted": found.predicted}
+    interchange.write_text(path, interchange.to_chrome_trace(both))
+
+
+_WRITERS: dict[str, Callable[[Compared, Path], None]] = {
+    ".png": _write_picture,
+    ".svg": _write_picture,
+    ".json": _write_json,
+}
+
+
+def _print(found: Compared) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    differences = found.differences()
+    worst = max(differences, key=lambda d: d.measured)
+    table = Table(box=None, pad_edge=False, header_style="bold", padding=(0, 1, 0, 0))
+    for title in ("rank", "ms measured", "predicted", "compute", "waiting", "host"):
+        table.add_column(title, justify="right")
+    for difference in differences:
+        table.add_row(*_cells(difference), style="bold" if difference is worst else None)
+    console = Console()
+    schedule = found.measured.schedule
+    console.print(
+        f"{schedule.name}: {len(differences)} ranks, {schedule.num_microbatches} microbatches; from "
+        "a rank's first pass to its last",
+        highlight=False,
+    )
+    console.print(table)
+    console.print(
+        "compute, waiting and host: milliseconds more (+) or less (-) than predicted; together "
+        "the difference. Waiting that is predicted is the bubble.",
+        style="dim",
+        highlight=False,
+    )
+
+
+def _cells(d: Difference) -> list[str]:
+    more = (
+        d.compute_measured - d.compute_predicted,
+        d.waiting_measured - d.waiting_predicted,
+        d.host,
+    )
+    return [
+        str(d.rank),
+        f"{1000 * d.measured:.2f}",
+        f"{1000 * d.predicted:.2f}",
+        *(f"{1000 * seconds:+.2f}" for seconds in more),
+    ]
