@@ -19,7 +19,8 @@ _CHOICES = ("memory_limit", "chunks", "group_size")
 SHOW_HELP = """\
 Draw a schedule: a row for each pipeline rank, a bar for each pass, the number of its microbatch in
 the bar. The title has the bubble rate and the activation memory that its costs lead to; the next
-line tells how far the time is from the lower bound, which no order of passes can beat.
+line tells how far the time is from the lower bound, which no order of passes can beat. Below is the
+activation memory that each rank holds over time, beside 1F1B's peak.
 
 examples:
   megatron-zb show v-half --pipeline-size 4 --num-microbatches 8

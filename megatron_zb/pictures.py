@@ -1,4 +1,7 @@
-"""Draw a schedule as a PNG or SVG picture: a row for each rank, a bar for each pass."""
+"""Draw a schedule as a PNG or SVG picture: a row for each rank, a bar for each pass.
+
+Below the bars, on the same axis of time, is the activation memory that each rank holds.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +9,17 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from megatron_zb.errors import UsageError
-from megatron_zb.palette import bars_of, colour_of, legend_of, text_colour_on, title_of
+from megatron_zb.memory_lines import MemoryLine, memory_lines, one_f_one_b_peak, worst_of
+from megatron_zb.palette import (
+    REFERENCE_COLOUR,
+    WORST_RANK_COLOUR,
+    bars_of,
+    colour_of,
+    legend_of,
+    rank_colour,
+    text_colour_on,
+    title_of,
+)
 from megatron_zb.schedules import Timeline
 
 if TYPE_CHECKING:
@@ -20,6 +33,8 @@ ROW_HEIGHT = 0.42
 WIDTH_OF_SHORTEST_PASS = 0.17
 MARGINS = (0.8, 1.5)
 LEGEND_ROW_HEIGHT = 0.2
+MEMORY_HEIGHT = 1.5
+WIDTH_OF_RANK_NAME = 1.1
 WIDTHS = (9.0, 19.0)
 NUMBER_SIZE = 8.0
 # The width of one digit, as a share of its size; a point is 1/72 inch.
@@ -54,14 +69,18 @@ def draw(timeline: Timeline) -> Figure:
         raise UsageError(
             "pictures need matplotlib: install it with pip install 'megatron-zb[plots]'"
         ) from error
-    rows = timeline.schedule.placement.pipeline_size
+    placement = timeline.schedule.placement
     width = _width(timeline)
-    legend_rows = timeline.schedule.placement.chunks
-    height = rows * ROW_HEIGHT + MARGINS[1] + (legend_rows - 1) * LEGEND_ROW_HEIGHT
+    rows = placement.pipeline_size * ROW_HEIGHT
+    names_in_a_row = int((width - MARGINS[0]) / WIDTH_OF_RANK_NAME)
+    rows_of_names = -(-placement.pipeline_size // names_in_a_row)
+    below = MEMORY_HEIGHT + rows_of_names * LEGEND_ROW_HEIGHT
+    height = rows + below + MARGINS[1] + (placement.chunks - 1) * LEGEND_ROW_HEIGHT
     figure = Figure((width, height), layout="constrained")
-    axes = figure.add_subplot()
-    _draw_bars(axes, timeline, inches_per_second=(width - MARGINS[0]) / timeline.makespan)
-    _label(axes, timeline)
+    bars, memory = figure.subplots(2, 1, sharex=True, height_ratios=(rows, MEMORY_HEIGHT))
+    _draw_bars(bars, timeline, inches_per_second=(width - MARGINS[0]) / timeline.makespan)
+    _label(bars, timeline)
+    _draw_memory(memory, timeline, names_in_a_row)
     return figure
 
 
@@ -99,18 +118,22 @@ def _draw_bars(axes: Axes, timeline: Timeline, inches_per_second: float) -> None
 
 
 def _label(axes: Axes, timeline: Timeline) -> None:
-    from matplotlib.patches import Patch
-
     rows = timeline.schedule.placement.pipeline_size
     axes.set_title(title_of(timeline), size=11, loc="left")
     axes.set_yticks(range(rows), [f"rank {rank}" for rank in range(rows)])
     axes.set_ylim(rows - 0.5, -0.5)
     first = min(times[0] for times in timeline.start if times)
     axes.set_xlim(first, first + timeline.makespan)
-    axes.set_xlabel("time")
     axes.set_facecolor("#F2F2F2")
     axes.spines[["top", "right", "left"]].set_visible(False)
     axes.tick_params(axis="y", length=0)
+    axes.tick_params(axis="x", length=0, labelbottom=False)
+    _draw_legend(axes, timeline)
+
+
+def _draw_legend(axes: Axes, timeline: Timeline) -> None:
+    from matplotlib.patches import Patch
+
     # A column for each kind and a row for each chunk, whether it occurs or not.
     chunks = timeline.schedule.placement.chunks
     words = {(kind, chunk): text for kind, chunk, text in legend_of(timeline)}
@@ -129,3 +152,59 @@ def _label(axes: Axes, timeline: Timeline) -> None:
         frameon=False,
         fontsize=9,
     )
+
+
+def _draw_memory(axes: Axes, timeline: Timeline, names_in_a_row: int) -> None:
+    """One line for each rank, the one with the most memory on top, and 1F1B's peak."""
+    lines = memory_lines(timeline)
+    worst, stock = worst_of(lines), one_f_one_b_peak(timeline)
+    for line in lines:
+        _draw_line(axes, line, len(lines), is_worst=line is worst)
+    axes.axhline(stock, color=REFERENCE_COLOUR, linewidth=1.0, linestyle=(0, (6, 3)), zorder=1)
+    axes.annotate(
+        f"1F1B's peak: {stock:g}",
+        (1, stock),
+        xytext=(-3, -3),
+        xycoords=("axes fraction", "data"),
+        textcoords="offset points",
+        size=NUMBER_SIZE,
+        ha="right",
+        va="top",
+    )
+    axes.set_ylim(0, 1.06 * max(stock, worst.peak))
+    axes.set_ylabel("microbatches held", size=9)
+    axes.locator_params(axis="y", integer=True, nbins=5)
+    axes.set_xlabel("time")
+    axes.set_facecolor("#F2F2F2")
+    axes.spines[["top", "right"]].set_visible(False)
+    _name_ranks(axes, worst.rank, names_in_a_row)
+
+
+def _draw_line(axes: Axes, line: MemoryLine, ranks: int, *, is_worst: bool) -> None:
+    axes.step(
+        line.times,
+        line.held,
+        where="post",
+        color=WORST_RANK_COLOUR if is_worst else rank_colour(line.rank, ranks),
+        linewidth=2.4 if is_worst else 1.1,
+        zorder=3 if is_worst else 2,
+        label=f"rank {line.rank}: {line.peak:.4g}",
+    )
+
+
+def _name_ranks(axes: Axes, worst: int, columns: int) -> None:
+    """The names of the lines with their peaks, above the panel."""
+    legend = axes.legend(
+        loc="lower left",
+        bbox_to_anchor=(0, 1),
+        ncols=columns,
+        frameon=False,
+        fontsize=NUMBER_SIZE,
+        handlelength=1.2,
+        columnspacing=1.2,
+        borderaxespad=0.2,
+        title="activation memory of each rank over time, and its peak, in microbatches of a rank",
+        title_fontproperties={"size": 9},
+        alignment="left",
+    )
+    legend.get_texts()[worst].set_fontweight("bold")
