@@ -7,6 +7,10 @@ import json
 import sys
 import time
 from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from megatron_zb.planner.search import Plan
 
 HELP = """\
 Find out, before a GPU is rented, which schedule is the fastest on a model and a cluster, and what
@@ -21,6 +25,7 @@ examples:
       --device configs/devices/h100_sxm.yaml --global-batch-size 512 --schedules v-zb,v-half
   megatron-zb plan --config configs/models/llama3_8b.yaml --gpus 16 --tensor 2 --pipeline 8 \\
       --device configs/devices/h100_sxm.yaml --format json
+  megatron-zb plan --config configs/models/gpt_28b.yaml --gpus 64 --html plan.html
 
 the table:
   tok/s/GPU      tokens of the whole iteration, with the optimizer's step and its reductions
@@ -28,6 +33,10 @@ the table:
   bubble         share of the pipeline's time in which ranks do not compute
   GiB            memory of the rank that needs the most, at its fullest moment
   uneven         the layers are not spread evenly; the flags tell the layout
+
+--html writes all of it into one file for a browser, which needs no network: the table with the
+memory of each row, the flags of every row, pictures of the best schedules, and an explorer, in
+which sizes, costs, the memory limit and the schedule can be changed.
 
 What is not known is not guessed: kernels that slow one another down, jitter, data loading.
 docs/validation.md compares predictions with published measurements.
@@ -62,6 +71,9 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
     )
     command.add_argument(
         "--top", type=int, default=8, metavar="N", help="rows of the table (default 8)"
+    )
+    command.add_argument(
+        "--html", type=Path, metavar="FILE", help="write a page with pictures into FILE.html, too"
     )
 
 
@@ -101,8 +113,8 @@ def _add_choices(command: argparse.ArgumentParser) -> None:
     )
 
 
-def run(arguments: argparse.Namespace) -> None:
-    """Search and print.
+def run(arguments: argparse.Namespace) -> Plan:
+    """Search and print; what was found.
 
     Raises:
         UsageError: what the user can mend.
@@ -119,6 +131,7 @@ def run(arguments: argparse.Namespace) -> None:
         print(json.dumps(table.as_json(plan), indent=2))
     else:
         table.print_plan(plan, Console(), arguments.top)
+    return plan
 
 
 class _Progress:
