@@ -87,7 +87,7 @@ def parser() -> argparse.ArgumentParser:
 def _add_show(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     show = commands.add_parser(
         "show",
-        help="draw a schedule in the terminal or as a picture",
+        help="draw a schedule and its memory in the terminal, as a picture or as a page",
         description=SHOW_HELP + ", ".join(schedules.names()),
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )

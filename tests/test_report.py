@@ -368,7 +368,8 @@ def test_a_page_that_cannot_be_written_is_one_sentence(
 def test_a_page_without_jinja2_tells_what_to_install(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setitem(sys.modules, "jinja2", None)
+    for name in ("jinja2", "markupsafe"):
+        monkeypatch.setitem(sys.modules, name, None)
     assert cli.main(["show", "v-half", *SIZES, "--output", str(tmp_path / "x.html")]) == 2
     assert "pip install 'megatron-zb[plots]'" in capsys.readouterr().err
 

@@ -13,8 +13,9 @@ EXACT = "The package's own order, exactly"
 SQUEEZED = "Building blocks, squeezed"
 GREEDY = "Greedy, within the memory limit"
 
-# The most passes, at six to a rank and microbatch, that the explorer starts with.
+# What the explorer starts with at most; a rank has six passes for each microbatch in a V.
 _MOST_PASSES = 12_000
+_MOST_RANKS = 128
 
 
 @dataclass(frozen=True)
@@ -64,7 +65,7 @@ class Setting:
 def setting_of(
     timeline: Timeline, costs: Costs, limit: float | None = None, scale: float = 1.0, unit: str = ""
 ) -> Setting:
-    """The nearest setting with equal ranks; a large one gets fewer microbatches.
+    """The nearest setting with equal ranks; a large one gets fewer microbatches and ranks.
 
     Args:
         timeline: the schedule that the page is about.
@@ -75,6 +76,7 @@ def setting_of(
     """
     schedule = timeline.schedule
     p = schedule.placement.pipeline_size
+    ranks = min(p, _MOST_RANKS)
     links = [costs.p2p[a][a + 1] for a in range(p - 1)]
     forward, backward, weight = (
         _rounded(sum(slices) / p * scale)
@@ -82,8 +84,8 @@ def setting_of(
     )
     return Setting(
         schedule=_most_alike(schedule.name),
-        p=p,
-        m=min(schedule.num_microbatches, max(1, _MOST_PASSES // (6 * p))),
+        p=ranks,
+        m=min(schedule.num_microbatches, _MOST_PASSES // (6 * ranks)),
         forward=forward,
         backward=backward,
         weight=weight,
@@ -101,7 +103,7 @@ def context(setting: Setting, found: Timeline | None = None) -> dict[str, Any]:
     groups: dict[str, list[Choice]] = {}
     for choice in CHOICES:
         groups.setdefault(choice.group, []).append(choice)
-    if found is not None and found.schedule.num_microbatches != setting.m:
+    if found is not None and _sizes(found) != (setting.p, setting.m):
         found = None
     data = {
         "initial": asdict(setting),
@@ -114,6 +116,10 @@ def context(setting: Setting, found: Timeline | None = None) -> dict[str, Any]:
         "colours": drawing.colours(),
     }
     return {"setting": setting, "groups": groups, "data": data}
+
+
+def _sizes(timeline: Timeline) -> tuple[int, int]:
+    return timeline.schedule.placement.pipeline_size, timeline.schedule.num_microbatches
 
 
 def _most_alike(name: str) -> str:

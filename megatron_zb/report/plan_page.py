@@ -54,6 +54,7 @@ def save_plan(path: Path, plan: Plan) -> None:
     Raises:
         UsageError: the file cannot be written, or jinja2 is missing.
     """
+    page.check(path)
     job = plan.job
     page.write(
         path,

@@ -26,6 +26,7 @@ def save_schedule(
     Raises:
         UsageError: the file cannot be written, or jinja2 is missing.
     """
+    page.check(path)
     setting = explorer.setting_of(timeline, costs, limit)
     page.write(
         path,
