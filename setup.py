@@ -18,7 +18,8 @@ def version() -> str:
     return found.group(1)
 
 
-PLOTS = ["matplotlib >= 3.8"]
+# Pictures, and pages in HTML.
+PLOTS = ["jinja2 >= 3.1", "matplotlib >= 3.8"]
 FAST = ["numba >= 0.60"]
 TRANSFORMER_ENGINE = ["transformer-engine[pytorch] >= 2.3"]
 # What Megatron-LM's own training loop imports besides megatron-core.
@@ -44,7 +45,7 @@ setup(
     license="Apache-2.0",
     python_requires=">=3.10",
     packages=find_packages(include=["megatron_zb", "megatron_zb.*"]),
-    package_data={"megatron_zb": ["py.typed"]},
+    package_data={"megatron_zb": ["py.typed", "report/parts/*"]},
     install_requires=[
         "megatron-core >= 0.16",
         "numpy >= 1.26",

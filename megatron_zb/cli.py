@@ -10,6 +10,7 @@ from pathlib import Path
 from megatron_zb import __version__, schedules
 from megatron_zb.errors import UsageError
 from megatron_zb.planner import command as planning
+from megatron_zb.planner import trace_command as tracing
 from megatron_zb.schedules import interchange
 from megatron_zb.schedules.bounds import lower_bound
 
@@ -19,7 +20,11 @@ _CHOICES = ("memory_limit", "chunks", "group_size")
 SHOW_HELP = """\
 Draw a schedule: a row for each pipeline rank, a bar for each pass, the number of its microbatch in
 the bar. The title has the bubble rate and the activation memory that its costs lead to; the next
-line tells how far the time is from the lower bound, which no order of passes can beat.
+line tells how far the time is from the lower bound, which no order of passes can beat. Below is the
+activation memory that each rank holds over time, beside 1F1B's peak.
+
+--output FILE.html writes all of it into one page for a browser, which needs no network, with an
+explorer: in it, sizes, costs, the memory limit and the schedule can be changed.
 
 examples:
   megatron-zb show v-half --pipeline-size 4 --num-microbatches 8
@@ -27,6 +32,7 @@ examples:
   megatron-zb show v-half --pipeline-size 4 --num-microbatches 8 --forward 1 --backward 1.2 \\
       --weight 0.9 --p2p 0.05
   megatron-zb show auto --pipeline-size 8 --num-microbatches 16 --memory-limit 0.5
+  megatron-zb show v-half --pipeline-size 8 --num-microbatches 16 --output v-half.html
   megatron-zb show --csv table.csv
 
 schedules: """
@@ -74,6 +80,7 @@ def parser() -> argparse.ArgumentParser:
     _add_show(commands)
     _add_export(commands)
     _add_plan(commands)
+    _add_trace(commands)
     _add_flags(commands)
     _add_doctor(commands)
     return top
@@ -82,14 +89,18 @@ def parser() -> argparse.ArgumentParser:
 def _add_show(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     show = commands.add_parser(
         "show",
-        help="draw a schedule in the terminal or as a picture",
+        help="draw a schedule and its memory in the terminal, as a picture or as a page",
         description=SHOW_HELP + ", ".join(schedules.names()),
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     show.set_defaults(command=_show)
     _add_schedule(show)
     show.add_argument(
-        "--output", "-o", type=Path, metavar="FILE", help="write FILE.png or FILE.svg instead"
+        "--output",
+        "-o",
+        type=Path,
+        metavar="FILE",
+        help="write FILE.png, FILE.svg or FILE.html instead",
     )
 
 
@@ -115,8 +126,35 @@ def _add_plan(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> 
         description=planning.HELP,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    plan.set_defaults(command=planning.run)
+    plan.set_defaults(command=_plan)
     planning.add_arguments(plan)
+
+
+def _plan(arguments: argparse.Namespace) -> None:
+    if arguments.profile is not None:
+        planning.run_measured(arguments)
+        return
+    if arguments.html is None:
+        planning.run(arguments)
+        return
+    from megatron_zb.report import page
+    from megatron_zb.report.plan_page import save_plan
+
+    page.check(arguments.html)
+    save_plan(arguments.html, planning.run(arguments))
+    if arguments.format != "json":
+        print(arguments.html)
+
+
+def _add_trace(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    trace = commands.add_parser(
+        "trace",
+        help="compare a step of a run with what its profile predicts",
+        description=tracing.HELP,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    trace.set_defaults(command=tracing.run)
+    tracing.add_arguments(trace)
 
 
 def _add_flags(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -210,18 +248,34 @@ def positive(text: str) -> int:
 
 
 def _show(arguments: argparse.Namespace) -> None:
-    timeline = _timeline(arguments)
     if arguments.output is not None:
-        from megatron_zb.pictures import save_picture
-
-        save_picture(timeline, arguments.output)
+        _save(arguments)
         print(arguments.output)
         return
+    timeline = _timeline(arguments)
     from rich.console import Console
 
     from megatron_zb.terminal import print_schedule
 
     print_schedule(timeline, timeline.schedule.report or _report(timeline), Console())
+
+
+def _save(arguments: argparse.Namespace) -> None:
+    """Write the file that --output names, in the format of its ending."""
+    path, timeline = arguments.output, _timeline(arguments)
+    ending = path.suffix.lower()
+    if ending == ".html":
+        from megatron_zb.report.schedule_page import save_schedule
+
+        costs = _costs(arguments, timeline.schedule.placement.pipeline_size)
+        report = timeline.schedule.report or _report(timeline)
+        save_schedule(path, timeline, report, costs, arguments.memory_limit)
+        return
+    from megatron_zb.pictures import FORMATS, save_picture
+
+    if ending not in FORMATS:
+        raise UsageError(f"cannot draw into '{path}': give a name that ends in .png, .svg or .html")
+    save_picture(timeline, path)
 
 
 def _report(timeline: schedules.Timeline) -> schedules.Report:

@@ -127,6 +127,13 @@ _REQUIREMENTS = (
         "3.8",
         "megatron-zb show draws in the terminal alone",
     ),
+    Requirement(
+        "jinja2",
+        "jinja2",
+        "megatron-zb plan --html and megatron-zb show --output FILE.html write pages with it",
+        "3.1",
+        "megatron-zb plan and megatron-zb show print in the terminal alone",
+    ),
 )
 
 _APEX = Requirement("apex", "apex", "")

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from megatron_zb.memory_lines import one_f_one_b_peak
 from megatron_zb.schedules import PassKind, Report, Timeline
 
 KIND_NAMES = {
@@ -29,6 +30,11 @@ _SHADES = {
     PassKind.W: ("#00563F", "#F0E442"),
     PassKind.BW: ("#5E2448", "#EBC4DA"),
 }
+# Lines of ranks, first to last: one hue, told apart by their lightness. What stands out is the rank
+# that holds the most, and the level of 1F1B.
+_RANK_SHADES = ("#00416A", "#8FBBD9")
+WORST_RANK_COLOUR = "#D55E00"
+REFERENCE_COLOUR = "#000000"
 
 
 @dataclass(frozen=True)
@@ -48,9 +54,17 @@ def colour_of(kind: PassKind, chunk: int, chunks: int = 2) -> str:
     """The colour of a pass as #RRGGBB, where a rank has so many model chunks."""
     if chunks <= 2:
         return _COLOURS[kind][chunk]
-    dark, light = (_channels(colour) for colour in _SHADES[kind])
-    share = chunk / (chunks - 1)
-    mixed = (round(a + (b - a) * share) for a, b in zip(dark, light, strict=True))
+    return _mixed(*_SHADES[kind], chunk / (chunks - 1))
+
+
+def rank_colour(rank: int, ranks: int) -> str:
+    """The colour of the line of a rank as #RRGGBB, the first rank the darkest."""
+    return _mixed(*_RANK_SHADES, rank / max(ranks - 1, 1))
+
+
+def _mixed(dark: str, light: str, share: float) -> str:
+    channels = zip(_channels(dark), _channels(light), strict=True)
+    mixed = (round(a + (b - a) * share) for a, b in channels)
     return "#" + "".join(f"{channel:02X}" for channel in mixed)
 
 
@@ -110,8 +124,7 @@ def title_of(timeline: Timeline) -> str:
     """The name, the sizes and what the schedule costs, in one line."""
     schedule = timeline.schedule
     ranks, microbatches = schedule.placement.pipeline_size, schedule.num_microbatches
-    # 1F1B's first rank holds a microbatch for every rank, or all when there are fewer.
-    peak, stock = max(timeline.peak_activation), min(ranks, microbatches)
+    peak, stock = max(timeline.peak_activation), one_f_one_b_peak(timeline)
     return (
         f"{schedule.name}: {ranks} ranks, {microbatches} microbatches; "
         f"bubble rate {timeline.bubble_rate:.1%}; "

@@ -2,18 +2,22 @@
 
 A cell starts with the kind of its pass, F, B, W or, for a fused backward, D, as capital letter for
 even and small letter for odd model chunks, so that a drawing without colours can be read as well.
-The line below its title compares the schedule with the lower bound.
+The line below its title compares the schedule with the lower bound; at the end is the activation
+memory of each rank over time, in as many columns as the schedule, or as fit.
 """
 
 from __future__ import annotations
 
+import math
 from statistics import median
 
 from rich.console import Console
 from rich.text import Text
 
+from megatron_zb.memory_lines import MemoryLine, memory_lines, one_f_one_b_peak, worst_of
 from megatron_zb.palette import (
     KIND_NAMES,
+    WORST_RANK_COLOUR,
     Bar,
     bars_of,
     colour_of,
@@ -26,6 +30,8 @@ from megatron_zb.schedules import PassKind, Report, Timeline
 
 LETTERS = {PassKind.F: "F", PassKind.B: "B", PassKind.W: "W", PassKind.BW: "D"}
 IDLE = "·"
+LEVELS = " ▁▂▃▄▅▆▇█"
+MOST = "◀"
 
 
 def print_schedule(timeline: Timeline, report: Report, console: Console) -> None:
@@ -47,6 +53,41 @@ def print_schedule(timeline: Timeline, report: Report, console: Console) -> None
     console.print()
     for line in _legend(timeline):
         _print_line(console, line)
+    console.print()
+    _print_memory(timeline, console, min(band, len(rows[0])), label_width)
+
+
+def _print_memory(timeline: Timeline, console: Console, columns: int, label_width: int) -> None:
+    """A row for each rank, as high as what it holds, with its peak behind it."""
+    lines = memory_lines(timeline)
+    worst, stock = worst_of(lines), one_f_one_b_peak(timeline)
+    top = max(worst.peak, stock)
+    said = "1F1B's peak" if top == stock else f"1F1B's peak is {stock:g}"
+    console.print(
+        Text(f"activation memory over time, in microbatches; {LEVELS[-1]} is {top:.4g}, {said}"),
+        highlight=False,
+    )
+    columns = max(columns - len(f" {top:.4g} {MOST}"), 1)
+    for line in lines:
+        row = Text(f"rank {line.rank} ".ljust(label_width))
+        style = WORST_RANK_COLOUR if line is worst else ""
+        row.append(_sparkline(line, timeline, columns, top), style=style)
+        row.append(f" {line.peak:.4g}", style="bold" if line is worst else "")
+        _print_line(console, row.append(f" {MOST}" if line is worst else ""))
+
+
+def _sparkline(line: MemoryLine, timeline: Timeline, columns: int, top: float) -> str:
+    """One character for each of equally long times: the most that the rank holds within it."""
+    seconds = timeline.makespan / columns
+    begin = min(times[0] for times in timeline.start if times)
+    most = [0.0] * columns
+    for i, (start, held) in enumerate(zip(line.times, line.held, strict=True)):
+        end = line.times[i + 1] if i + 1 < len(line.times) else start
+        first = int((start - begin) / seconds + 1e-9)
+        after_last = math.ceil((end - begin) / seconds - 1e-9)
+        for column in range(first, min(after_last, columns)):
+            most[column] = max(most[column], held)
+    return "".join(LEVELS[math.ceil(held / top * (len(LEVELS) - 1) - 1e-9)] for held in most)
 
 
 def _print_line(console: Console, line: Text) -> None:

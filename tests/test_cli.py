@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 import subprocess
 import sys
@@ -32,6 +33,26 @@ def test_show_draws_every_pass_in_order(
             is_even = schedule.placement.chunk_of(p.stage) % 2 == 0
             expected.append(f"{letter if is_even else letter.lower()}{p.microbatch}")
         assert re.findall(r"[A-Za-z]\d*", "".join(bands)) == expected
+
+
+@pytest.mark.parametrize("name", ["1f1b", "v-half", "gpipe"])
+def test_show_draws_the_memory_of_each_rank(
+    name: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "60")
+    assert cli.main(["show", name, *SIZES]) == 0
+    printed = capsys.readouterr().out
+    built = schedules.build(name, pipeline_size=4, num_microbatches=8)
+    costs = schedules.Costs.uniform(pipeline_size=4, forward=1, backward=1, weight=1)
+    peaks = schedules.simulate(built, costs).peak_memory
+    rows = re.findall(r"^rank (\d) ([ ▁▂▃▄▅▆▇█]+) ([\d.]+)( ◀)?$", printed, flags=re.MULTILINE)
+    assert [int(row[0]) for row in rows] == [0, 1, 2, 3]
+    assert [float(row[2]) for row in rows] == pytest.approx(peaks)
+    assert [bool(row[3]) for row in rows].index(True) == peaks.index(max(peaks))
+    assert len({len(row[1]) for row in rows}) == 1
+    top = max(4, *peaks)
+    levels = [max(" ▁▂▃▄▅▆▇█".index(mark) for mark in row[1]) for row in rows]
+    assert levels == [math.ceil(peak / top * 8) for peak in peaks]
 
 
 @pytest.mark.parametrize(

@@ -7,6 +7,10 @@ import json
 import sys
 import time
 from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from megatron_zb.planner.search import Plan
 
 HELP = """\
 Find out, before a GPU is rented, which schedule is the fastest on a model and a cluster, and what
@@ -23,6 +27,7 @@ examples:
       --device configs/devices/h100_sxm.yaml --format json
   megatron-zb plan --profile run.yaml     what --pipeline-profile run.yaml of a run has measured:
                                           other schedules and layer layouts on the same ranks
+  megatron-zb plan --config configs/models/gpt_28b.yaml --gpus 64 --html plan.html
 
 the table:
   tok/s/GPU      tokens of the whole iteration, with the optimizer's step and its reductions
@@ -30,6 +35,10 @@ the table:
   bubble         share of the pipeline's time in which ranks do not compute
   GiB            memory of the rank that needs the most, at its fullest moment
   uneven         the layers are not spread evenly; the flags tell the layout
+
+--html writes all of it into one file for a browser, which needs no network: the table with the
+memory of each row, the flags of every row, pictures of the best schedules, and an explorer, in
+which sizes, costs, the memory limit and the schedule can be changed.
 
 What is not known is not guessed: kernels that slow one another down, jitter, data loading.
 docs/validation.md compares predictions with published measurements.
@@ -65,6 +74,9 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
     )
     command.add_argument(
         "--top", type=int, default=8, metavar="N", help="rows of the table (default 8)"
+    )
+    command.add_argument(
+        "--html", type=Path, metavar="FILE", help="write a page with pictures into FILE.html, too"
     )
 
 
@@ -120,24 +132,17 @@ def _add_choices(command: argparse.ArgumentParser) -> None:
     )
 
 
-def run(arguments: argparse.Namespace) -> None:
-    """Search and print.
+def run(arguments: argparse.Namespace) -> Plan:
+    """Search and print; what was found.
 
     Raises:
         UsageError: what the user can mend.
     """
     from rich.console import Console
 
-    from megatron_zb.planner import measured, request, table
+    from megatron_zb.planner import request, table
     from megatron_zb.planner.search import search
 
-    if arguments.profile is not None:
-        request.check_only_measured(arguments)
-        asked, candidates = measured.read(arguments)
-        with _Progress(quiet=arguments.format == "json") as progress:
-            found, missing = measured.rows(asked, candidates, progress.show)
-        measured.show(asked, found, missing, arguments)
-        return
     job, contenders = request.read(arguments)
     with _Progress(quiet=arguments.format == "json") as progress:
         plan = search(job, contenders, tries=arguments.tries, watch=progress.show)
@@ -145,6 +150,22 @@ def run(arguments: argparse.Namespace) -> None:
         print(json.dumps(table.as_json(plan), indent=2))
     else:
         table.print_plan(plan, Console(), arguments.top)
+    return plan
+
+
+def run_measured(arguments: argparse.Namespace) -> None:
+    """The same for ``--profile``.
+
+    Raises:
+        UsageError: what the user can mend.
+    """
+    from megatron_zb.planner import measured, request
+
+    request.check_only_measured(arguments)
+    asked, candidates = measured.read(arguments)
+    with _Progress(quiet=arguments.format == "json") as progress:
+        found, missing = measured.rows(asked, candidates, progress.show)
+    measured.show(asked, found, missing, arguments)
 
 
 class _Progress:

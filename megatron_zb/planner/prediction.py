@@ -21,7 +21,11 @@ _MOST_PASSES = 16_000
 
 @dataclass(frozen=True)
 class Prediction:
-    """What one choice comes to."""
+    """What one choice comes to.
+
+    ``schedule`` and the ``costs`` it was built for are None where there is no pipeline; where there
+    are many microbatches, it is that of the first ones, from which the rest was continued.
+    """
 
     contender: str
     family: str
@@ -35,6 +39,7 @@ class Prediction:
     step_seconds: float
     memory: Memory
     schedule: Schedule | None = None
+    costs: Costs | None = None
 
     @property
     def seconds(self) -> float:
@@ -112,6 +117,7 @@ def predict(
         step_seconds=step_seconds(staged, post_validation=post_validation),
         memory=worst_rank(staged, schedule, snapshot=snapshot),
         schedule=schedule,
+        costs=costs,
     )
 
 

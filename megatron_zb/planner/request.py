@@ -82,6 +82,8 @@ def check_only_measured(arguments: argparse.Namespace) -> None:
                 f"--{name.replace('_', '-')} cannot be combined with --profile: the run that was "
                 "measured has decided it"
             )
+    if arguments.html is not None:
+        raise UsageError("--html cannot be combined with --profile: it shows a plan of --config")
     _whole("--top", arguments.top, 8)
 
 

@@ -78,8 +78,8 @@ def _speed(plan: Plan, shown: list[int]) -> Table:
         row = plan.ranked[index]
         table.add_row(
             str(index + 1),
-            _name(row),
-            _setting(row),
+            name_of(row),
+            setting_of(row),
             f"{row.tokens_per_gpu:.0f}",
             f"{row.mfu:.1%}",
             f"{row.bubble:.1%}",
@@ -107,11 +107,13 @@ def _memory(plan: Plan, shown: list[int]) -> Table:
     return table
 
 
-def _name(row: Prediction) -> str:
+def name_of(row: Prediction) -> str:
+    """What the table calls it."""
     return row.contender if row.chunks is None else f"{row.contender} ×{row.chunks}"
 
 
-def _setting(row: Prediction) -> str:
+def setting_of(row: Prediction) -> str:
+    """How the GPUs are shared out, and what of that is not the default."""
     return f"{row.load.strategy}{'' if row.is_even else ' uneven'}"
 
 

@@ -87,8 +87,8 @@ def _print(found: Compared) -> None:
     console = Console()
     schedule = found.measured.schedule
     console.print(
-        f"{schedule.name}: {len(differences)} ranks, {schedule.num_microbatches} microbatches; from "
-        "a rank's first pass to its last",
+        f"{schedule.name}: {len(differences)} ranks, {schedule.num_microbatches} microbatches; "
+        "from a rank's first pass to its last",
         highlight=False,
     )
     console.print(table)

@@ -12,7 +12,7 @@ import io
 import json
 import re
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
 
@@ -226,24 +226,27 @@ _TRACE_COLOUR = {
 }
 
 
-def to_chrome_trace(timeline: Timeline) -> str:
-    """A timeline in the Trace Event Format: open it in Perfetto or chrome://tracing.
+def to_chrome_trace(timelines: Timeline | Mapping[str, Timeline]) -> str:
+    """Timelines in the Trace Event Format: open it in Perfetto or chrome://tracing.
 
-    One process, a thread and a memory counter for every rank; times are microseconds, memory is in
-    the unit of the costs.
+    A process for each timeline, named if there are several, with a thread and a memory counter for
+    every rank; times are microseconds, memory is in the unit of the costs.
     """
-    events: list[dict[str, Any]] = [
-        {"ph": "M", "pid": 0, "name": "process_name", "args": {"name": timeline.schedule.name}}
-    ]
-    for rank in range(len(timeline.schedule.ranks)):
-        events += _thread_names(rank)
-        events += _pass_events(timeline, rank)
-        events += _memory_events(timeline, rank)
+    if isinstance(timelines, Timeline):
+        timelines = {timelines.schedule.name: timelines}
+    events: list[dict[str, Any]] = []
+    for pid, (name, timeline) in enumerate(timelines.items()):
+        own: list[dict[str, Any]] = [{"ph": "M", "name": "process_name", "args": {"name": name}}]
+        for rank in range(len(timeline.schedule.ranks)):
+            own += _thread_names(rank)
+            own += _pass_events(timeline, rank)
+            own += _memory_events(timeline, rank)
+        events += [{"pid": pid, **event} for event in own]
     return json.dumps({"displayTimeUnit": "ms", "traceEvents": events}, allow_nan=False)
 
 
 def _thread_names(rank: int) -> list[dict[str, Any]]:
-    thread = {"ph": "M", "pid": 0, "tid": rank}
+    thread = {"ph": "M", "tid": rank}
     return [
         {**thread, "name": "thread_name", "args": {"name": f"rank {rank}"}},
         {**thread, "name": "thread_sort_index", "args": {"sort_index": rank}},
@@ -256,7 +259,6 @@ def _pass_events(timeline: Timeline, rank: int) -> Iterator[dict[str, Any]]:
     for p, (start, end) in zip(timeline.schedule.ranks[rank], times, strict=True):
         yield {
             "ph": "X",
-            "pid": 0,
             "tid": rank,
             "name": str(p),
             "cat": p.kind.value,
@@ -279,7 +281,6 @@ def _memory_events(timeline: Timeline, rank: int) -> Iterator[dict[str, Any]]:
     for time, held in zip(times, (*timeline.memory_curve(rank), 0.0), strict=True):
         yield {
             "ph": "C",
-            "pid": 0,
             "name": f"activation memory, rank {rank}",
             "ts": time * 1e6,
             "args": {"held": held},

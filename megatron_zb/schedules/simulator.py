@@ -65,20 +65,25 @@ class Timeline:
 
     def memory_curve(self, rank: int) -> tuple[float, ...]:
         """Memory held while each pass of a rank runs, in the unit of ``costs.activation``."""
-        held, curve = 0.0, []
+        return tuple(held for held, _ in self.memory_steps(rank))
+
+    def memory_steps(self, rank: int) -> tuple[tuple[float, float], ...]:
+        """Memory held while each pass of a rank runs and when it has ended, in the same unit."""
+        held, steps = 0.0, []
         for p in self.schedule.ranks[rank]:
             activation = self.costs.activation[p.stage]
             kept = self.costs.held_for_weight[p.stage]
             if p.kind is PassKind.F:
                 held += activation
-            curve.append(held)
+            within = held
             if p.kind is PassKind.B:
                 held -= activation - kept
             elif p.kind is PassKind.W:
                 held -= kept
             elif p.kind is PassKind.BW:
                 held -= activation
-        return tuple(curve)
+            steps.append((within, held))
+        return tuple(steps)
 
 
 def peak_held_chunks(passes: tuple[Pass, ...]) -> int:

@@ -1,0 +1,387 @@
+"""Pages in HTML: what is in them, and that nothing is loaded into them or run in them."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import json
+import re
+import subprocess
+import sys
+from dataclasses import dataclass, field
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megatron_zb import cli, schedules
+from megatron_zb.memory_lines import memory_lines
+from megatron_zb.palette import report_of, title_of
+from megatron_zb.report import explorer
+
+SIZES = ["--pipeline-size", "4", "--num-microbatches", "8"]
+EVIL = "</title></script><script>alert(1)</script><img src=x onerror=alert(2)> & \"'"
+MODEL = """\
+name: {name}
+source: test
+layers: 8
+hidden_size: 1024
+attention_heads: 16
+vocabulary: 32000
+sequence_length: 1024
+global_batch_size: 32
+"""
+_VOID = {"meta", "input", "br", "img", "link", "hr"}
+
+
+@dataclass
+class Element:
+    """One element of a page, with what is within it."""
+
+    tag: str
+    attributes: dict[str, str]
+    children: list[Element] = field(default_factory=list)
+    texts: list[str] = field(default_factory=list)
+
+    def all(self, tag: str, **attributes: str) -> list[Element]:
+        """The elements of a tag at any depth; ``of`` stands for class, and - for _."""
+        wanted = {"class" if k == "of" else k.replace("_", "-"): v for k, v in attributes.items()}
+        found = []
+        for child in self.children:
+            if child.tag == tag and all(child.attributes.get(k) == v for k, v in wanted.items()):
+                found.append(child)
+            found += child.all(tag, **attributes)
+        return found
+
+    def one(self, tag: str, **attributes: str) -> Element:
+        (found,) = self.all(tag, **attributes)
+        return found
+
+    @property
+    def text(self) -> str:
+        return "".join(self.texts)
+
+
+class Page(HTMLParser):
+    """The elements of a page; every one that is opened must be closed in turn."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.root = Element("", {})
+        self._open = [self.root]
+        self.feed(text)
+        self.close()
+        assert self._open == [self.root], [e.tag for e in self._open]
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        element = Element(tag, {name: value or "" for name, value in attrs})
+        self._open[-1].children.append(element)
+        if tag not in _VOID:
+            self._open.append(element)
+
+    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self._open[-1].children.append(Element(tag, {n: v or "" for n, v in attrs}))
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self._open.pop().tag == tag
+
+    def handle_data(self, data: str) -> None:
+        for element in self._open:
+            element.texts.append(data)
+
+
+def page_of(path: Path) -> Element:
+    return Page(path.read_text(encoding="utf-8")).root
+
+
+@pytest.fixture(scope="module")
+def v_half(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("pages") / "new" / "v-half.html"
+    costs = ["--forward", "1", "--backward", "1.2", "--weight", "0.9", "--p2p", "0.05"]
+    assert cli.main(["show", "v-half", *SIZES, *costs, "--output", str(path)]) == 0
+    return path
+
+
+@pytest.fixture(scope="module")
+def plan(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Of a model whose name would do harm if it were taken as HTML."""
+    folder = tmp_path_factory.mktemp("pages")
+    (folder / "model.yaml").write_text(MODEL.format(name=json.dumps(EVIL)), encoding="utf-8")
+    arguments = ["--gpus", "4", "--pipeline", "1,4", "--schedules", "v-half,zb-2p,wave"]
+    arguments += ["--micro-batch-size", "1", "--recompute", "none", "--tries", "1"]
+    path = folder / "plan.html"
+    asked = ["plan", "--config", str(folder / "model.yaml"), *arguments, "--html", str(path)]
+    assert cli.main(asked) == 0
+    return path
+
+
+@pytest.fixture(params=["v_half", "plan"])
+def either(request: pytest.FixtureRequest) -> Path:
+    found: Path = request.getfixturevalue(request.param)
+    return found
+
+
+def v_half_timeline() -> schedules.Timeline:
+    costs = schedules.Costs.uniform(pipeline_size=4, forward=1, backward=1.2, weight=0.9, p2p=0.05)
+    built = schedules.build("v-half", pipeline_size=4, num_microbatches=8, costs=costs)
+    return schedules.simulate(built, costs)
+
+
+# --- nothing comes from elsewhere, and nothing but its own scripts runs ---------------------------
+
+
+def test_no_address_is_in_a_page(either: Path) -> None:
+    text = either.read_text(encoding="utf-8")
+    assert not re.search(r"(https?|ftp|wss?):", text, flags=re.IGNORECASE)
+    assert not re.search(r"@import|url\(|srcset|fetch\(|XMLHttpRequest|import\(", text)
+    for tag in ("link", "img", "iframe", "object", "embed", "base", "audio", "video", "image"):
+        assert page_of(either).all(tag) == [], tag
+
+
+def test_every_attribute_is_harmless(either: Path) -> None:
+    def check(element: Element) -> None:
+        for name in element.attributes:
+            assert not name.startswith("on"), element
+            assert name not in ("src", "href", "xlink:href", "action", "style"), element
+        for child in element.children:
+            check(child)
+
+    check(page_of(either))
+
+
+def test_the_policy_allows_the_pages_own_scripts_and_no_others(either: Path) -> None:
+    def digest(element: Element) -> str:
+        raw = hashlib.sha256(element.text.encode()).digest()
+        return f"'sha256-{base64.b64encode(raw).decode()}'"
+
+    page = page_of(either)
+    (policy,) = (
+        meta.attributes["content"]
+        for meta in page.all("meta")
+        if meta.attributes.get("http-equiv") == "Content-Security-Policy"
+    )
+    rules = dict(part.strip().split(" ", 1) for part in policy.split(";"))
+    run = [s for s in page.all("script") if s.attributes.get("type") != "application/json"]
+    assert len(run) == 2
+    assert rules["default-src"] == "'none'"
+    assert rules["script-src"].split() == [digest(script) for script in run]
+    assert rules["style-src"].split() == [digest(style) for style in page.all("style")]
+
+
+def test_a_models_name_is_text(plan: Path) -> None:
+    page = page_of(plan)
+    assert EVIL in page.one("h1").text
+    assert EVIL in page.one("title").text if len(page.all("title")) == 1 else True
+    assert "alert(1)</script>" not in plan.read_text(encoding="utf-8")
+    assert all("alert" not in script.text for script in page.all("script"))
+
+
+# --- a schedule -----------------------------------------------------------------------------------
+
+
+def test_the_page_of_a_schedule_has_its_sentences_and_sizes(v_half: Path) -> None:
+    page, timeline = page_of(v_half), v_half_timeline()
+    assert page.one("h1").text == "v-half"
+    said = [p.text for p in page.one("header").all("p")]
+    report = timeline.schedule.report
+    assert report is not None
+    assert said == [title_of(timeline), report_of(report)]
+    facts = {tr.one("th").text: tr.one("td").text for tr in page.one("table", of="facts").all("tr")}
+    assert facts["pipeline ranks"] == "4"
+    assert facts["F, B, W of a microbatch on a rank"] == "1, 1.2, 0.9"
+    assert facts["makespan"] == f"{timeline.makespan:.6g}"
+    assert facts["bubble rate"] == f"{timeline.bubble_rate:.1%}"
+
+
+def test_the_picture_has_a_bar_for_each_pass_and_a_line_for_each_rank(v_half: Path) -> None:
+    timeline = v_half_timeline()
+    svg = page_of(v_half).one("section", id="picture").one("svg", of="schedule")
+    chunk_of = timeline.schedule.placement.chunk_of
+    for path in svg.all("path", of="bars"):
+        kind, chunk = path.attributes["data-kind"], path.attributes["data-chunk"]
+        passes = [
+            p
+            for rank in timeline.schedule.ranks
+            for p in rank
+            if (p.kind.value, str(chunk_of(p.stage))) == (kind, chunk)
+        ]
+        assert path.attributes["d"].count("M") == len(passes) > 0
+    bars = sum(path.attributes["d"].count("M") for path in svg.all("path", of="bars"))
+    assert bars == sum(map(len, timeline.schedule.ranks))
+    numbers = [text.text for group in svg.all("g", of="numbers") for text in group.all("text")]
+    assert len(numbers) == bars
+    names = [text.text for text in svg.all("text", of="name")]
+    assert names[:4] == [f"rank {rank}" for rank in range(4)]
+    lines = svg.all("path", of="line") + svg.all("path", of="line worst")
+    peaks = {int(line.attributes["data-rank"]): line.attributes["data-peak"] for line in lines}
+    assert peaks == {rank: f"{peak:.6g}" for rank, peak in enumerate(timeline.peak_memory)}
+    assert len(svg.all("path", of="line worst")) == 1
+    assert svg.one("text", of="level").text == "1F1B's peak: 4"
+
+
+def test_bars_and_lines_of_the_picture_are_in_their_places(v_half: Path) -> None:
+    """Pixels of the bars and of the steps, taken back to times and microbatches."""
+    timeline = v_half_timeline()
+    svg = page_of(v_half).one("section", id="picture").one("svg", of="schedule")
+    ground = svg.one("rect", of="ground").attributes
+    left, width = float(ground["x"]), float(ground["width"])
+    drawn = sorted(
+        (round(float(y) // 24), (float(x) - left) / width * timeline.makespan)
+        for path in svg.all("path", of="bars")
+        for x, y in re.findall(r"M([\d.]+),([\d.]+)", path.attributes["d"])
+    )
+    expected = sorted(
+        (rank, start) for rank, starts in enumerate(timeline.start) for start in starts
+    )
+    assert [rank for rank, _ in drawn] == [rank for rank, _ in expected]
+    assert [x for _, x in drawn] == pytest.approx([x for _, x in expected], abs=0.01)
+    reference = svg.one("path", of="reference").attributes["d"]
+    found = re.fullmatch(r"M[\d.]+,([\d.]+)h.*", reference)
+    assert found is not None
+    for line in memory_lines(timeline):
+        (path,) = (p for p in svg.all("path") if p.attributes.get("data-rank") == str(line.rank))
+        start = re.match(r"M[\d.]+,([\d.]+)", path.attributes["d"])
+        assert start is not None
+        bottom, stock = float(start.group(1)), float(found.group(1))
+        steps = re.findall(r"H([\d.]+)V([\d.]+)", path.attributes["d"])
+        times = [(float(x) - left) / width * timeline.makespan for x, _ in steps]
+        held = [(bottom - float(y)) / (bottom - stock) * 4 for _, y in steps]
+        assert times == pytest.approx(line.times, abs=0.01)
+        assert held == pytest.approx(line.held, abs=0.01)
+
+
+@pytest.mark.parametrize("name", schedules.names())
+def test_every_schedule_has_a_page(name: str, tmp_path: Path) -> None:
+    path = tmp_path / "page.html"
+    assert cli.main(["show", name, "-p", "3", "-m", "5", "--output", str(path)]) == 0
+    page = page_of(path)
+    assert page.one("h1").text == name
+    data = json.loads(page.one("script", id="explorer-data").text)
+    assert data["initial"]["p"] == 3
+    assert data["initial"]["m"] == 5
+    options = page.one("select", id="schedule").all("option")
+    names = [option.attributes["value"] for option in options]
+    assert names == data["order"] == [choice.name for choice in explorer.CHOICES]
+    chosen = [option for option in options if "selected" in option.attributes]
+    assert [option.attributes["value"] for option in chosen] == [data["initial"]["schedule"]]
+
+
+def test_a_table_has_a_page_too(tmp_path: Path) -> None:
+    table, path = tmp_path / "table.csv", tmp_path / "table.html"
+    assert cli.main(["export", "zb-h1", *SIZES, "--format", "csv", "--output", str(table)]) == 0
+    assert cli.main(["show", "--csv", str(table), "--output", str(path)]) == 0
+    assert "left to gain" in page_of(path).one("header").text
+
+
+def test_a_large_schedule_starts_the_explorer_with_fewer_microbatches(tmp_path: Path) -> None:
+    path = tmp_path / "page.html"
+    assert cli.main(["show", "1f1b", "-p", "16", "-m", "500", "--output", str(path)]) == 0
+    data = json.loads(page_of(path).one("script", id="explorer-data").text)
+    assert data["initial"]["m"] == 125
+    assert data["found"] is None
+
+
+# --- a plan ---------------------------------------------------------------------------------------
+
+
+def planned(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> dict[str, Any]:
+    assert cli.main([*arguments, "--format", "json"]) == 0
+    found: dict[str, Any] = json.loads(capsys.readouterr().out)
+    return found
+
+
+def test_the_page_of_a_plan_has_what_the_table_has(
+    plan: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    other = tmp_path / "again.html"
+    arguments = ["plan", "--config", str(plan.with_name("model.yaml")), "--gpus", "4"]
+    arguments += ["--pipeline", "1,4", "--schedules", "v-half,zb-2p,wave", "--tries", "1"]
+    arguments += ["--micro-batch-size", "1", "--recompute", "none", "--html", str(other)]
+    told = planned(arguments, capsys)
+    assert other.read_text(encoding="utf-8") == plan.read_text(encoding="utf-8")
+    page = page_of(plan)
+    body = page.one("table", of="ranking").one("tbody").all("tr")
+    assert len(body) == len(told["ranked"]) >= 4
+    for tr, row in zip(body, told["ranked"], strict=True):
+        cells = [td.text for td in tr.all("td")]
+        assert cells[1].startswith(row["schedule"])
+        assert cells[3] == f"{row['tokens_per_second_per_gpu']:.0f}"
+        assert cells[5] == f"{row['bubble']:.1%}"
+        assert cells[6] == f"{row['memory']['total'] / 2**30:.1f}"
+        assert cells[8] == row["reason"]
+        widths = [float(r.attributes["width"]) for r in tr.one("svg").all("rect")[1:]]
+        assert sum(widths) == pytest.approx(
+            100 * row["memory"]["total"] / told["gpu_memory"], abs=0.02
+        )
+    pasted = [pre.text for pre in page.one("section", id="flags").all("pre")]
+    assert [re.sub(r" \\\n *", " ", text) for text in pasted] == [
+        " ".join(row["flags"]) for row in told["ranked"]
+    ]
+    missing = page.one("section", id="ranking").all("li")
+    for name, why in told["not_possible"].items():
+        assert f"{name}: {why}" in [li.text for li in missing]
+    parts = page.one("section", id="memory").one("tbody").all("tr")
+    for tr, row in zip(parts, told["ranked"], strict=True):
+        assert tr.all("td")[-1].text == f"{row['memory']['total'] / 2**30:.1f}"
+
+
+def test_the_page_of_a_plan_draws_the_best_and_megatrons_own(plan: Path) -> None:
+    section = page_of(plan).one("section", id="pictures")
+    names = [h3.text for h3 in section.all("h3")]
+    pictures = section.all("svg", of="schedule")
+    assert len(names) == len(pictures)
+    assert 3 <= len(names) <= 4
+    assert sum("Megatron 1F1B" in name for name in names) == 1
+    for picture in pictures:
+        bars = sum(p.attributes["d"].count("M") for p in picture.all("path", of="bars"))
+        assert bars >= 4 * 2 * 8
+        lines = picture.all("path", of="line") + picture.all("path", of="line worst")
+        assert len(lines) == 4
+
+
+# --- what the user can mend -----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["show", "v-half", *SIZES, "--output", "FOLDER.html"], "is a folder"),
+        (["plan", "--config", "none.yaml", "--gpus", "4", "--html", "x.txt"], "ends in .html"),
+        (["plan", "--config", "none.yaml", "--gpus", "4", "--html", "FOLDER.html"], "is a folder"),
+        (["show", "v-half", *SIZES, "--output", "file/x.html"], "cannot write 'TMP/file/x.html'"),
+    ],
+)
+def test_a_page_that_cannot_be_written_is_one_sentence(
+    arguments: list[str], words: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "FOLDER.html").mkdir()
+    (tmp_path / "file").write_text("not a folder")
+    *most, name = arguments
+    assert cli.main([*most, str(tmp_path / name)]) == 2
+    printed = capsys.readouterr()
+    assert printed.out == ""
+    assert words.replace("TMP", str(tmp_path)) in printed.err
+    assert printed.err.count("\n") == 1
+
+
+def test_a_page_without_jinja2_tells_what_to_install(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name in ("jinja2", "markupsafe"):
+        monkeypatch.setitem(sys.modules, name, None)
+    assert cli.main(["show", "v-half", *SIZES, "--output", str(tmp_path / "x.html")]) == 2
+    assert "pip install 'megatron-zb[plots]'" in capsys.readouterr().err
+
+
+def test_a_page_needs_neither_torch_nor_megatron_nor_matplotlib(tmp_path: Path) -> None:
+    path = tmp_path / "page.html"
+    program = (
+        "import sys\n"
+        "for name in ('torch', 'megatron', 'matplotlib'): sys.modules[name] = None\n"
+        "from megatron_zb.cli import main\n"
+        f"sys.exit(main({['show', 'v-half', *SIZES, '--output', str(path)]!r}))\n"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert page_of(path).one("h1").text == "v-half"
