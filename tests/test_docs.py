@@ -50,7 +50,9 @@ def test_no_section_is_about_a_schedule_that_is_gone() -> None:
     assert re.findall(r"^### `(.*)`$", PAGE, flags=re.MULTILINE) == schedules.names()
 
 
-@pytest.mark.parametrize("page", ["README.md", "CONTRIBUTING.md", "docs/schedules.md"])
+@pytest.mark.parametrize(
+    "page", ["README.md", "CONTRIBUTING.md", "docs/schedules.md", "docs/planner.md"]
+)
 def test_links_to_files_lead_somewhere(page: str) -> None:
     path = ROOT / page
     for target in re.findall(r"\]\(([^)#:]+)(?:#[^)]*)?\)", path.read_text(encoding="utf-8")):
