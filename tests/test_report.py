@@ -340,6 +340,39 @@ def test_the_page_of_a_plan_draws_the_best_and_megatrons_own(plan: Path) -> None
         assert len(lines) == 4
 
 
+def write_plan(folder: Path, *choices: str) -> Element:
+    (folder / "model.yaml").write_text(MODEL.format(name="small"), encoding="utf-8")
+    path = folder / "plan.html"
+    model = ["--config", str(folder / "model.yaml"), "--gpus", "4", "--tries", "1"]
+    assert cli.main(["plan", *model, *choices, "--html", str(path)]) == 0
+    return page_of(path)
+
+
+def test_a_plan_without_a_pipeline_has_a_page(tmp_path: Path) -> None:
+    page = write_plan(tmp_path, "--pipeline", "1", "--schedules", "v-half")
+    assert len(page.one("table", of="ranking").one("tbody").all("tr")) == 1
+    pictures = page.one("section", id="pictures")
+    assert pictures.all("svg", of="schedule") == []
+    assert "nothing to draw" in pictures.text
+    not_possible = [li.text for li in page.one("section", id="ranking").all("li")]
+    assert any(text.startswith("v-half: ") for text in not_possible)
+    data = json.loads(page.one("script", id="explorer-data").text)
+    assert (data["initial"]["p"], data["initial"]["m"]) == (4, 8)
+
+
+def test_a_long_schedule_is_drawn_in_part_and_says_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("megatron_zb.planner.prediction._MOST_PASSES", 1)
+    sizes = ["--pipeline", "4", "--micro-batch-size", "1", "--recompute", "none"]
+    page = write_plan(tmp_path, *sizes, "--schedules", "zb-h1")
+    section = page.one("section", id="pictures")
+    assert section.text.count("Drawn with 16 of 32 microbatches") == 3
+    for picture in section.all("svg", of="schedule"):
+        forwards = [p for p in picture.all("path", of="bars") if p.attributes["data-kind"] == "F"]
+        assert sum(p.attributes["d"].count("M") for p in forwards) % (4 * 16) == 0
+
+
 # --- what the user can mend -----------------------------------------------------------------------
 
 

@@ -13,6 +13,7 @@ from browser import MISSING, Browser, find_browser
 
 from megatron_zb import cli, schedules
 from megatron_zb.errors import UsageError
+from megatron_zb.memory_lines import memory_lines
 from megatron_zb.report import explorer
 from megatron_zb.schedules import Costs, Pass, PassKind, Schedule, Timeline, v_shape
 from megatron_zb.schedules import placement as placements
@@ -137,8 +138,6 @@ def test_fixed_orders_agree_to_the_last_bit(name: str, page: Browser) -> None:
 
 @pytest.mark.parametrize("name", ["v-half", "zb-h1", "interleaved"])
 def test_the_memory_of_the_ranks_agrees(name: str, page: Browser) -> None:
-    from megatron_zb.memory_lines import memory_lines
-
     for now, found in zip(SETTINGS, in_browser(page, name, SETTINGS), strict=True):
         for mine, line in zip(found["lines"], memory_lines(in_python(name, now)), strict=True):
             assert mine["times"] == list(line.times), now
