@@ -11,14 +11,15 @@ import pytest
 from megatron_lm.runs import MODEL, PIPELINE, Logged, pretrain
 
 # Infinite gradients until the loss scale has come down, and some gradients that are clipped.
-# Iteration 6 is skipped or clipped, before an evaluation.
+# Iteration 30 is skipped or clipped, before an evaluation.
 TRAINING = """
---fp16 --initial-loss-scale 1048576 --hysteresis 1 --loss-scale-window 4 --clip-grad 2.6
+--fp16 --initial-loss-scale 1048576 --hysteresis 1 --loss-scale-window 4 --clip-grad 1.4
 --log-num-zeros-in-grad
---train-iters 12 --lr-decay-iters 16 --eval-interval 3 --tensorboard-log-interval 1
+--train-iters 60 --lr-decay-iters 80 --eval-interval 15 --tensorboard-log-interval 1
 --pipeline-schedule v-half
 """
-CLIP = 2.6
+CLIP = 1.4
+MIDDLE = 30
 FLAGS = (MODEL, PIPELINE, TRAINING)
 VALIDATED = "--enable-optimizer-post-validation"
 
@@ -77,14 +78,15 @@ def synchronous(checkout: Path, folder: Path) -> Logged:
 
 def test_the_log_is_the_same(checkout: Path, folder: Path, synchronous: Logged) -> None:
     """With a wrong step before an evaluation, a checkpoint and the end; resumed from there."""
-    save = f"--save {folder / 'checkpoint'} --save-interval 6"
+    save = f"--save {folder / 'checkpoint'} --save-interval {MIDDLE}"
     tensorboard = f"--tensorboard-dir {folder / 'validated'}"
-    first = pretrain(checkout, *FLAGS, VALIDATED, save, tensorboard, "--exit-interval 6")
+    end = f"--exit-interval {MIDDLE}"
+    first = pretrain(checkout, *FLAGS, VALIDATED, save, tensorboard, end)
     assert first.code == 0, first.output
     expected = lines_of(synchronous)
-    rest = since(7, expected)
+    rest = since(MIDDLE + 1, expected)
     assert lines_of(first) == expected[: -len(rest)]
-    norm = re.search(r"grad norm: (\S+)", since(6, expected)[0])
+    norm = re.search(r"grad norm: (\S+)", since(MIDDLE, expected)[0])
     assert norm is None or float(norm[1]) > CLIP
     assert "rank 0 keeps" in first.output
     load = f"--load {folder / 'checkpoint'}"
