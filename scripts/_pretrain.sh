@@ -120,8 +120,9 @@ training_command() {
         command+=(--data-path "$DATA_PATH" --tokenizer-type "$TOKENIZER_TYPE")
         [[ -z ${TOKENIZER_MODEL-} ]] || command+=(--tokenizer-model "$TOKENIZER_MODEL")
     fi
-    [[ -n $on_cpu ]] || command+=(--bf16)
-    command+=(--use-distributed-optimizer --overlap-grad-reduce --split "99,1,0" --ckpt-format torch_dist)
+    # In single precision, Megatron's distributed optimizer cannot resume from its own checkpoint.
+    [[ -n $on_cpu ]] || command+=(--bf16 --use-distributed-optimizer)
+    command+=(--overlap-grad-reduce --split "99,1,0" --ckpt-format torch_dist)
     command+=(--train-iters "$TRAIN_ITERS" --lr "$LR" --lr-decay-style cosine --clip-grad 1.0)
     command+=(--log-interval 1 --eval-interval 100 --eval-iters 10)
     for save_or_load in save load; do
