@@ -54,13 +54,19 @@ class OptimizerSnapshot:
 
     @property
     def nbytes(self) -> int:
-        """What a copy of the present parameters and states takes."""
-        return sum(
-            tensor.numel() * tensor.element_size()
-            for parameter, states in self._parameters()
-            for tensor in (parameter, *states.get(parameter, {}).values())
-            if torch.is_tensor(tensor)
-        )
+        """What a copy takes, with the states that the first step will make."""
+        total = 0
+        for optimizer in self._optimizers:
+            for group in optimizer.optimizer.param_groups:
+                for parameter in group["params"]:
+                    states = optimizer.optimizer.state.get(parameter)
+                    own = _nbytes(parameter)
+                    total += own + (
+                        _averages(group) * own
+                        if states is None
+                        else sum(map(_nbytes, states.values()))
+                    )
+        return total
 
     def _parameters(self) -> Iterator[tuple[torch.Tensor, dict[torch.Tensor, dict[str, Any]]]]:
         """Every parameter, and the states in which its own may be found."""
@@ -78,6 +84,15 @@ class OptimizerSnapshot:
             self._copies[id(parameter), name] = copy
         copy.copy_(value)
         return copy
+
+
+def _averages(group: dict[str, Any]) -> int:
+    """Tensors of a parameter's size that an optimizer will keep for it: Adam's two, SGD's one."""
+    return 2 if "betas" in group else int(bool(group.get("momentum")))
+
+
+def _nbytes(value: Any) -> int:
+    return value.numel() * value.element_size() if torch.is_tensor(value) else 0
 
 
 def _restore_state(state: dict[str, Any], values: dict[str, Any]) -> None:

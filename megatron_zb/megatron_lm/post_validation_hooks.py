@@ -67,7 +67,6 @@ class PostValidationHooks:
         self._held: _HeldLog | None = None
         self._writing: _HeldLog | None = None
         self._report_memory: bool | None = None
-        self._told_size = False
 
     def enable(self, plan: Any, args: Any) -> None:
         self.plan = plan
@@ -106,6 +105,7 @@ class PostValidationHooks:
             )
         except UsageError as error:
             end_with(error, torch.distributed.get_rank())
+        self._tell_size()
 
     def _from_this_rank(self, original: Any, value: Any, *args: Any, **keywords: Any) -> Any:
         """A flag or number that is the same on all ranks, or not known yet on any."""
@@ -173,7 +173,6 @@ class PostValidationHooks:
             learning_rate=outcome.learning_rate,
             report_memory_flag=self._report_memory,
         )
-        self._tell_size(outcome)
         with self._as_it_was(held):
             self._report_memory = held.write(*held.call.args, **held.call.kwargs)
 
@@ -198,13 +197,9 @@ class PostValidationHooks:
     def _get_num_microbatches(self, original: Any) -> Any:
         return original() if self._writing is None else self._writing.num_microbatches
 
-    def _tell_size(self, outcome: Any) -> None:
-        """Once, after the first step: an optimizer makes its states then."""
-        if self._told_size or outcome.skipped:
-            return
+    def _tell_size(self) -> None:
         import torch
 
-        self._told_size = True
         if torch.distributed.get_rank() == 0:
             mebibytes = self._validation.snapshot_nbytes / 2**20
             where = "host" if self._on_host else "device"
