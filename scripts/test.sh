@@ -4,7 +4,7 @@ set -euo pipefail
 
 usage() {
     cat <<'END'
-usage: scripts/test.sh [--python VERSION] [--tests-only] [PYTEST-ARGUMENT ...]
+usage: scripts/test.sh [--python VERSION] [--tests-only] [--faults] [PYTEST-ARGUMENT ...]
 
 Checks and tests megatron-zb on the CPU; needs no GPU and nothing but a Python and a network.
 
@@ -17,6 +17,8 @@ Checks and tests megatron-zb on the CPU; needs no GPU and nothing but a Python a
 options:
   --python VERSION   3.11 (default, megatron-core 0.16) or 3.12 (megatron-core 0.19, in .venv-3.12)
   --tests-only       no ruff and no mypy
+  --faults           all faults that a job may suffer (about 20 minutes), and nothing else; what was seen is
+                     written to faults.jsonl
   -h, --help         this text
 
 environment:
@@ -37,6 +39,7 @@ source scripts/_environment.sh
 
 version=3.11
 checks=yes
+faults=
 arguments=()
 while (($#)); do
     case $1 in
@@ -44,6 +47,7 @@ while (($#)); do
         --python) version=${2-}; shift $(($# > 1)) ;;
         --python=*) version=${1#*=} ;;
         --tests-only) checks=no ;;
+        --faults) faults=yes ;;
         *) arguments+=("$1") ;;
     esac
     shift
@@ -65,6 +69,11 @@ if [[ $checks == yes ]]; then
     "$venv/bin/python" -m ruff format --check --quiet .
     say "mypy"
     "$venv/bin/python" -m mypy --no-error-summary
+fi
+if [[ -n $faults ]]; then
+    export MEGATRON_ZB_FAULTS=$PWD/faults.jsonl
+    rm -f "$MEGATRON_ZB_FAULTS"
+    arguments+=(tests/faults)
 fi
 say "pytest"
 exec "$venv/bin/python" -m pytest ${arguments[@]+"${arguments[@]}"} </dev/null

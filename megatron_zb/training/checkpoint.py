@@ -19,6 +19,7 @@ from megatron.core.dist_checkpointing.mapping import ShardedObject
 from megatron.core.utils import unwrap_model
 
 from megatron_zb.errors import UsageError
+from megatron_zb.megatron.versions import end_checkpoint_helper
 from megatron_zb.training.checkpoint_directory import (
     checkpoint_path,
     latest_checkpoint,
@@ -72,6 +73,7 @@ def save(args: argparse.Namespace, trainee: Trainee, progress: Progress) -> None
     dist_checkpointing.save(
         state, str(unfinished), content_metadata=_storable(metadata), async_sharded_save=False
     )
+    end_checkpoint_helper()
     dist.barrier()
     if dist.get_rank() == 0:
         shutil.rmtree(final, ignore_errors=True)

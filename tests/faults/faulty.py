@@ -1,0 +1,100 @@
+"""Trains as megatron_zb.pretrain_gpt does, until a fault strikes: faulty.py FAULT STARTED ...
+
+FAULT is JSON: what, phase, rank, iteration. The file STARTED gets the time at which it struck.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+SIGNALS = {"SIGKILL": signal.SIGKILL, "SIGSTOP": signal.SIGSTOP}
+
+
+class Struck:
+    """Counts steps, and the passes of this rank in one, and strikes when its time has come."""
+
+    def __init__(self, fault: dict[str, Any], started: Path) -> None:
+        self.fault, self._started = fault, started
+        self._is_mine = int(os.environ["RANK"]) == fault["rank"]
+        self.step = 0
+        self.passes = 0
+
+    def before_pass(self, kind: str, of: int) -> None:
+        """``of`` is how many passes the rank has in a step."""
+        self.passes += 1
+        phase = self.fault["phase"]
+        at = {"warm-up": 1, "steady state": of // 2, "cool-down": of}.get(phase)
+        if self.passes == at or (phase == kind and self.passes > 1):
+            self.strike_in_time()
+
+    def strike_in_time(self) -> None:
+        """Let it happen, if it is time."""
+        if not self._is_mine or self.step != self.fault["iteration"]:
+            return
+        self._started.write_text(repr(time.time()), encoding="utf-8")
+        what = self.fault["what"]
+        if what in SIGNALS:
+            os.kill(os.getpid(), SIGNALS[what])
+        elif what == "full disk":
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        else:
+            raise RuntimeError(f"broken on purpose: {self.fault['phase']}")
+
+
+def install(struck: Struck) -> None:
+    """Hook the places at which a fault may strike."""
+    from megatron_zb.megatron.forward_backward import ForwardBackward
+    from megatron_zb.runtime import executor
+    from megatron_zb.schedules.communication import Run
+    from megatron_zb.training import checkpoint, data, loop
+
+    run = ForwardBackward._run
+    run_pass = executor._run_pass
+    count = [0]
+
+    def counted_run(self: Any, iteration: Any, program: Any, allocate: Any) -> None:
+        if not iteration.forward_only:
+            struck.step += 1
+            struck.passes = 0
+            rank = self._physical.logical(iteration.pp_rank)
+            count[0] = sum(isinstance(at, Run) for at in program.ranks[rank])
+        run(self, iteration, program, allocate)
+
+    def counted_pass(at: Run, *rest: Any) -> Any:
+        struck.before_pass(at.work.kind.value[0], count[0])
+        return run_pass(at, *rest)
+
+    def before(original: Callable[..., Any], phase: str) -> Callable[..., Any]:
+        def called(*args: Any, **keywords: Any) -> Any:
+            if struck.fault["phase"] == phase:
+                struck.strike_in_time()
+            return original(*args, **keywords)
+
+        return called
+
+    ForwardBackward._run = counted_run  # type: ignore[method-assign]
+    executor._run_pass = counted_pass  # type: ignore[assignment]
+    loop._update = before(loop._update, "optimizer step")
+    data._collate = before(data._collate, "data")
+    save = checkpoint.dist_checkpointing.save
+    checkpoint.dist_checkpointing.save = before(save, "checkpoint")
+
+
+def main() -> None:
+    install(Struck(json.loads(sys.argv[1]), Path(sys.argv[2])))
+    sys.argv[1:] = sys.argv[3:]
+    from megatron_zb.pretrain_gpt import main as train
+
+    train()
+
+
+if __name__ == "__main__":  # writing a checkpoint starts processes that import this again
+    main()
