@@ -119,7 +119,8 @@ def test_auto_goes_on_with_a_schedule_for_what_it_has_measured(
     assert all(rank.orders == first.orders and rank.costs == first.costs for rank in others)
     assert first.costs[0] != first.costs[-1] == first.costs[-2]
     at_first = schedules.simulate(first.orders[0], first.costs[-1]).makespan
-    assert schedules.simulate(first.orders[-1], first.costs[-1]).makespan <= at_first
+    at_last = schedules.simulate(first.orders[-1], first.costs[-1]).makespan
+    assert at_last <= at_first * (1 + 1e-9)
 
 
 def test_a_named_schedule_is_built_anew_every_so_often(ranks: RankPools) -> None:

@@ -15,7 +15,7 @@ from megatron_zb.megatron.forward_backward import Iteration
 from megatron_zb.megatron.profiling import Held, Measured, Profiling
 from megatron_zb.planner.profile import Profile, ProfiledModel, write_profile
 from megatron_zb.planner.trace import Trace, of_spans, write_trace
-from megatron_zb.schedules.fusing import split_all
+from megatron_zb.schedules.fusing import fuse_for_free, split_all
 from megatron_zb.schedules.schedule import Schedule
 
 if TYPE_CHECKING:
@@ -96,8 +96,9 @@ class Replanning:
 
     def _choose(self, profile: Profile) -> None:
         """One rank builds for all: it takes seconds of all cores, and must come out the same."""
-        adapter, usual = self._adapter, self._usual
-        costs = profile.costs(usual.placement)
+        adapter = self._adapter
+        costs = profile.costs(self._usual.placement)
+        usual = fuse_for_free(split_all(self._usual), costs)
         now = adapter.seconds(usual, costs)
         built: list[Any] = [None]
         if dist.get_rank() == 0:
