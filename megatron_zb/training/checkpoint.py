@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import random
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -17,10 +17,12 @@ import torch.distributed as dist
 from megatron.core import dist_checkpointing, parallel_state, tensor_parallel
 from megatron.core.dist_checkpointing.mapping import ShardedObject
 from megatron.core.utils import unwrap_model
+from torch.distributed.checkpoint.api import CheckpointException
 
 from megatron_zb.errors import UsageError
 from megatron_zb.megatron.versions import end_checkpoint_helper
 from megatron_zb.training.checkpoint_directory import (
+    TRACKER,
     checkpoint_path,
     latest_checkpoint,
     set_latest,
@@ -96,7 +98,7 @@ def load(args: argparse.Namespace, trainee: Trainee) -> Progress:
     """Put the latest checkpoint in --load into model, optimizer, scheduler and random generators.
 
     Raises:
-        UsageError: there is none, or it is of another model or kind of optimizer.
+        UsageError: there is none, it is damaged, or it is of another model or kind of optimizer.
     """
     path, saved = check_checkpoint(args)
     metadata = _metadata(args.use_distributed_optimizer)
@@ -109,7 +111,7 @@ def load(args: argparse.Namespace, trainee: Trainee) -> Progress:
     )
     if same_ranks:
         request["rng_state"] = _random_states()
-    state = dist_checkpointing.load(request, str(path))
+    state = _read(path, lambda: dist_checkpointing.load(request, str(path)))
     for chunk, key in zip(trainee.chunks, _model_keys(trainee), strict=True):
         unwrap_model(chunk).load_state_dict(state[key])
     trainee.optimizer.load_state_dict(state["optimizer"])
@@ -119,6 +121,20 @@ def load(args: argparse.Namespace, trainee: Trainee) -> Progress:
     if same_ranks:
         _set_random_states(state["rng_state"])
     return Progress(**state["progress"])
+
+
+def _read(path: Path, read: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+    """What is read, or one sentence about what is wrong with the files."""
+    try:
+        return read()
+    except (CheckpointException, Exception) as error:  # the former is no Exception
+        failures = getattr(error, "failures", None)
+        cause = next(iter(failures.values()))[0] if failures else error
+        said = str(cause).strip().splitlines() or [type(cause).__name__]
+        raise UsageError(
+            f"--load: {path} cannot be read ({said[0]}): a file of it is missing or damaged; to "
+            f"load an earlier checkpoint, write its iteration into {path.parent / TRACKER}"
+        ) from error
 
 
 def _prepare_torch_adam(optimizer: Any) -> None:
@@ -166,7 +182,8 @@ def check_checkpoint(args: argparse.Namespace) -> tuple[Path, dict[str, Any]]:
         UsageError: there is none, or it is of another model or kind of optimizer.
     """
     _, path = latest_checkpoint(Path(args.load))
-    saved: dict[str, Any] = dist_checkpointing.load_common_state_dict(str(path))["args"]
+    common = _read(path, lambda: dist_checkpointing.load_common_state_dict(str(path)))
+    saved: dict[str, Any] = common["args"]
     for name in (*_MODEL, "use_distributed_optimizer", "bf16", "fp16"):
         mine = getattr(args, name)
         if saved.get(name) != mine:

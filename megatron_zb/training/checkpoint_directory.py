@@ -10,7 +10,7 @@ from pathlib import Path
 
 from megatron_zb.errors import UsageError
 
-_TRACKER = "latest_checkpointed_iteration.txt"
+TRACKER = "latest_checkpointed_iteration.txt"
 
 
 def checkpoint_path(directory: Path, iteration: int) -> Path:
@@ -24,7 +24,7 @@ def latest_checkpoint(directory: Path) -> tuple[int, Path]:
     Raises:
         UsageError: there is none.
     """
-    tracker = directory / _TRACKER
+    tracker = directory / TRACKER
     if not tracker.is_file():
         raise UsageError(
             f"--load {directory}: there is no checkpoint, {tracker} is missing; give the "
@@ -41,6 +41,6 @@ def latest_checkpoint(directory: Path) -> tuple[int, Path]:
 
 def set_latest(directory: Path, iteration: int) -> None:
     """Name the newest checkpoint; readers see the old name or the new one, never half of it."""
-    temporary = directory / f".{_TRACKER}.{os.getpid()}"
+    temporary = directory / f".{TRACKER}.{os.getpid()}"
     temporary.write_text(f"{iteration}\n", encoding="utf-8")
-    temporary.replace(directory / _TRACKER)
+    temporary.replace(directory / TRACKER)

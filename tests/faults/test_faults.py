@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -109,7 +110,8 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 @pytest.fixture(scope="module")
-def undisturbed(corpus: str, tmp_path_factory: pytest.TempPathFactory) -> dict[int, Any]:
+def undisturbed_run(corpus: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a run without any fault: its log, and its checkpoints."""
     folder = tmp_path_factory.mktemp("undisturbed")
     ended = run(
         ["-m", "megatron_zb.pretrain_gpt"],
@@ -117,7 +119,12 @@ def undisturbed(corpus: str, tmp_path_factory: pytest.TempPathFactory) -> dict[i
         *("--data-path", corpus, "--save", str(folder / "checkpoints")),
     )
     assert ended.code == 0, ended.output
-    return losses(folder / "log.jsonl")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def undisturbed(undisturbed_run: Path) -> dict[int, Any]:
+    return losses(undisturbed_run / "log.jsonl")
 
 
 def parameters() -> Iterator[Any]:
@@ -162,3 +169,29 @@ def _note(fault: Fault, seconds: float) -> None:
         }
         with Path(path).open("a", encoding="utf-8") as file:
             file.write(json.dumps(line) + "\n")
+
+
+@pytest.mark.parametrize("damaged", ["__0_0.distcp", "common.pt"])
+def test_a_damaged_checkpoint(
+    damaged: str, undisturbed_run: Path, undisturbed: dict[int, Any], corpus: str, tmp_path: Path
+) -> None:
+    """It is refused in a sentence, which says how to load the one before it."""
+    checkpoints = tmp_path / "checkpoints"
+    shutil.copytree(undisturbed_run / "checkpoints", checkpoints)
+    latest = checkpoints / f"iter_{ITERATIONS:07d}"
+    os.truncate(latest / damaged, (latest / damaged).stat().st_size // 2)
+    load = ("--data-path", corpus, "--load", str(checkpoints), "--save", str(tmp_path / "new"))
+    program = ["-m", "megatron_zb.pretrain_gpt"]
+    refused = run(program, tmp_path / "refused.jsonl", *load)
+    assert refused.code != 0
+    assert refused.left == []
+    sentence = f"--load: {latest} cannot be read"
+    assert sentence in refused.output
+    assert "a file of it is missing or damaged; to load an earlier checkpoint" in refused.output
+    if damaged == "common.pt":
+        return
+    good = ITERATIONS - SAVED
+    (checkpoints / "latest_checkpointed_iteration.txt").write_text(f"{good}\n", encoding="utf-8")
+    resumed = run(program, tmp_path / "resumed.jsonl", *load)
+    assert resumed.code == 0, resumed.output
+    assert losses(tmp_path / "resumed.jsonl") == {i: v for i, v in undisturbed.items() if i > good}
