@@ -5,9 +5,12 @@ from __future__ import annotations
 import argparse
 from collections.abc import Callable
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from megatron_zb.errors import UsageError
-from megatron_zb.planner.trace import Compared, Difference
+
+if TYPE_CHECKING:
+    from megatron_zb.planner.trace import Compared, Difference
 
 HELP = """\
 Show one step of a run as it ran, beside what its own profile predicts for the same order of passes,
