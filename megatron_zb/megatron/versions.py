@@ -90,16 +90,6 @@ def batch_broadcast() -> tuple[ModuleType, str]:
     return (core_utils if hasattr(core_utils, name) else training_utils), name
 
 
-def end_checkpoint_helper() -> None:
-    """End the process through which megatron-core learns what a checkpoint's writers have written.
-
-    It keeps one for the next checkpoint, which outlives a rank that is killed.
-    """
-    from megatron.core.dist_checkpointing.strategies import filesystem_async
-
-    filesystem_async._results_queue = None
-
-
 def data_parallel_group(pg_collection: Any) -> Any:
     """The group over which tokens are counted; 0.19 widens it where weights are sharded, too."""
     return getattr(pg_collection, "dp_cp_gtp_remat", None) or pg_collection.dp_cp

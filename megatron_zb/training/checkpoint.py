@@ -16,11 +16,11 @@ import torch
 import torch.distributed as dist
 from megatron.core import dist_checkpointing, parallel_state, tensor_parallel
 from megatron.core.dist_checkpointing.mapping import ShardedObject
+from megatron.core.dist_checkpointing.strategies import filesystem_async
 from megatron.core.utils import unwrap_model
 from torch.distributed.checkpoint.api import CheckpointException
 
 from megatron_zb.errors import UsageError
-from megatron_zb.megatron.versions import end_checkpoint_helper
 from megatron_zb.training.checkpoint_directory import (
     TRACKER,
     checkpoint_path,
@@ -75,13 +75,21 @@ def save(args: argparse.Namespace, trainee: Trainee, progress: Progress) -> None
     dist_checkpointing.save(
         state, str(unfinished), content_metadata=_storable(metadata), async_sharded_save=False
     )
-    end_checkpoint_helper()
+    _end_helper()
     dist.barrier()
     if dist.get_rank() == 0:
         shutil.rmtree(final, ignore_errors=True)
         unfinished.rename(final)
         set_latest(directory, progress.iteration)
     dist.barrier()
+
+
+def _end_helper() -> None:
+    """End the process through which megatron-core learns what a checkpoint's writers have written.
+
+    It keeps one for the next checkpoint, which outlives a rank that is killed.
+    """
+    filesystem_async._results_queue = None
 
 
 def _make_empty(directory: Path) -> None:
