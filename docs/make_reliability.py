@@ -25,7 +25,7 @@ def main() -> None:
     )
     parser.add_argument("results", type=Path, help="faults.jsonl")
     lines = parser.parse_args().results.read_text(encoding="utf-8").splitlines()
-    seen = [json.loads(line) for line in lines]
+    seen = sorted((json.loads(line) for line in lines), key=lambda s: (s["fault"], s["rank"]))
     KEPT.write_text(json.dumps(seen, indent=1) + "\n", encoding="utf-8")
     text = PAGE.read_text(encoding="utf-8")
     PAGE.write_text(with_table(text, seen), encoding="utf-8")
