@@ -55,9 +55,16 @@ def small(**changes: Any) -> ModelConfig:
     return ModelConfig.model_validate({**yaml.safe_load(SMALL), **changes})
 
 
-def load(model: ModelConfig, **changes: Any) -> Workload:
+def load(model: ModelConfig, device: DeviceConfig | None = None, **changes: Any) -> Workload:
     strategy = replace(Strategy(1, 4, 1, 1, 1, "none"), **changes)
-    return Workload(model, a100(), strategy, model.sequence_length)
+    return Workload(model, device or a100(), strategy, model.sequence_length)
+
+
+def gapless() -> DeviceConfig:
+    """An A100 that loses nothing between kernels."""
+    device = a100()
+    kernels = device.kernels.model_copy(update={"seconds": 0.0})
+    return device.model_copy(update={"kernels": kernels})
 
 
 # --- the files -----------------------------------------------------------------------------------
@@ -94,7 +101,7 @@ def test_every_device_is_whole_and_has_its_sources(path: Path) -> None:
     assert device.memory_bytes > device.reserved_bytes
     links = [*device.collectives, *device.messages]
     parts: list[Any] = [device.memory, device.node, device.matrix_products, device.attention]
-    assert all(part.source for part in (*parts, device.memory_bandwidth))
+    assert all(part.source for part in (*parts, device.memory_bandwidth, device.kernels))
     assert all(link.source for _, link in links)
 
 
@@ -238,11 +245,18 @@ def test_sizes_of_memory() -> None:
 
 def test_products_with_weights_take_as_long_in_f_b_and_w() -> None:
     """Beside the scores and the traffic, which have no W."""
-    work = load(small()).layer(0)
+    work = load(small(), gapless()).layer(0)
     weights = 12 * 1024**2
     assert work.weight == pytest.approx(2 * 1024 * weights / a100().matrix_products.reached)
     assert work.forward > work.weight
     assert work.backward > work.forward
+
+
+def test_a_small_microbatch_is_less_efficient() -> None:
+    one, two = (load(small(), microbatch=b).layer(0) for b in (1, 2))
+    assert two.forward < 2 * one.forward
+    assert two.backward < 2 * one.backward
+    assert two.weight < 2 * one.weight
 
 
 def test_recomputation_adds_f_to_b_and_nothing_to_w() -> None:
@@ -284,8 +298,8 @@ def test_experts_are_counted_where_tokens_visit_them() -> None:
     )
     assert load(sparse).layer(0) == load(dense).layer(0)
     router = 1024 * 8
-    assert load(sparse).layer(1).weight == pytest.approx(
-        load(dense).layer(1).weight * (1 + router / (4 * 1024**2 + 3 * 1024**2))
+    assert load(sparse, gapless()).layer(1).weight == pytest.approx(
+        load(dense, gapless()).layer(1).weight * (1 + router / (4 * 1024**2 + 3 * 1024**2))
     )
     assert all_weights(sparse) > all_weights(dense)
 
@@ -298,7 +312,7 @@ def test_training_takes_six_flops_for_each_weight_and_token() -> None:
 
 def test_tensor_parallelism_costs_messages_and_saves_the_rest() -> None:
     model = small(hidden_size=4096)
-    one, eight = (load(model, tensor=t).layer(0) for t in (1, 8))
+    one, eight = (load(model, gapless(), tensor=t).layer(0) for t in (1, 8))
     assert one.total / 8 < eight.total < one.total
     assert eight.weight == pytest.approx(one.weight / 8)
 
@@ -452,7 +466,9 @@ VALIDATION = validation()
 
 # Setups that are quick to simulate; docs/validation.md has all of them, and those that miss.
 IN_ORDER = [
+    ("Zero Bubble, table 4", 2),
     ("Zero Bubble, table 4", 3),
+    ("Zero Bubble, table 4", 4),
     ("Zero Bubble, table 4", 5),
     ("Zero Bubble, table 4", 6),
 ]

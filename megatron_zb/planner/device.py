@@ -41,6 +41,18 @@ class Memory(Section):
     source: str = _SOURCE
 
 
+class Kernels(Section):
+    """What a kernel costs besides its work: its start, its first and last tiles, the gap after it.
+
+    It is why a small microbatch is less efficient than a large one.
+    """
+
+    seconds: float = Field(
+        ge=0, lt=1, description="seconds lost at every kernel", examples=["8.0e-06"]
+    )
+    source: str = _SOURCE
+
+
 class Link(Section):
     """What one GPU sends over a link."""
 
@@ -78,6 +90,7 @@ class DeviceConfig(Section):
     matrix_products: Rate = Field(description="FLOP/s of dense 16-bit matrix products")
     attention: Rate = Field(description="FLOP/s of the products with attention scores")
     memory_bandwidth: Rate = Field(description="bytes/s of kernels that compute little")
+    kernels: Kernels = Field(description="what is lost at every kernel")
     collectives: Places = Field(description="links under all-reduce, all-gather and all-to-all")
     messages: Places = Field(description="links under the messages between pipeline ranks")
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from megatron_zb import schedules
@@ -12,8 +13,11 @@ from megatron_zb.planner.layout import Layout
 from megatron_zb.planner.memory import Memory, without_pipeline, worst_rank
 from megatron_zb.planner.stages import Staged
 from megatron_zb.planner.work import Workload, model_flops
-from megatron_zb.schedules import Costs, Schedule, Timeline
+from megatron_zb.schedules import Costs, Schedule
 from megatron_zb.schedules.placement import Placement
+
+Build = Callable[[Costs, int], Schedule]
+"""From costs and the number of microbatches."""
 
 # Above so many passes 3p and 4p microbatches are simulated, and the others continued from them.
 _MOST_PASSES = 16_000
@@ -79,6 +83,7 @@ def predict(
     in_a_row: bool = True,
     snapshot: bool = False,
     memory_bytes: float | None = None,
+    build: Build | None = None,
 ) -> Prediction:
     """Simulate a schedule.
 
@@ -92,6 +97,7 @@ def predict(
         in_a_row: build the schedule for that, where there is post-validation.
         snapshot: keep a copy of the optimizer's state to take a step back with.
         memory_bytes: what ``auto`` may use of each rank.
+        build: makes the schedule in another way than the catalog.
 
     Raises:
         UsageError: the schedule cannot be had within the memory.
@@ -100,7 +106,7 @@ def predict(
         return _without_pipeline(staged, contender, num_microbatches)
     costs = staged.costs(blocking=contender.blocking)
     in_a_row = in_a_row and post_validation
-    builder = _Builder(contender, costs, chunks, staged.placement, memory_bytes, in_a_row)
+    builder = _Builder(contender, costs, chunks, staged.placement, memory_bytes, in_a_row, build)
     seconds, schedule = builder.seconds(num_microbatches, post_validation)
     work = [staged.rank_work(r).total for r in range(staged.placement.pipeline_size)]
     bubble = 1 - num_microbatches * sum(work) / (len(work) * seconds)
@@ -147,8 +153,11 @@ class _Builder:
     placement: Placement
     memory_bytes: float | None
     in_a_row: bool
+    other: Build | None = None
 
     def build(self, m: int) -> Schedule:
+        if self.other is not None:
+            return self.other(self.costs, m)
         is_auto = self.contender.family == "auto"
         memory = self.memory_bytes if is_auto else None
         if memory is not None and memory <= max(self.costs.fixed):
@@ -169,21 +178,14 @@ class _Builder:
 
         def simulated(microbatches: int) -> tuple[float, Schedule]:
             schedule = self.build(microbatches)
-            return interval(schedules.simulate(schedule, self.costs), post_validation), schedule
+            timeline = schedules.simulate(schedule, self.costs)
+            return timeline.seconds(in_a_row=post_validation), schedule
 
         p = self.placement.pipeline_size
         if 3 * m * self.placement.num_stages <= _MOST_PASSES or m <= 4 * p:
             return simulated(m)
         (some, _), (more, schedule) = simulated(3 * p), simulated(4 * p)
         return more + (m - 4 * p) * (more - some) / p, schedule
-
-
-def interval(timeline: Timeline, post_validation: bool) -> float:
-    """Seconds from one iteration to the next, without the optimizer's step.
-
-    All ranks wait for the last one, unless each may step on its own.
-    """
-    return timeline.period if post_validation else timeline.makespan
 
 
 def step_seconds(staged: Staged, *, post_validation: bool) -> float:

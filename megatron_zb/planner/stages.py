@@ -85,12 +85,12 @@ class Staged:
         stages = [[self.work[s].total for s in held] for held in self.placement.stages_of]
         return sum(max(chunk) for chunk in zip(*stages, strict=True))
 
-    def hops(self) -> list[list[float]]:
+    def hops(self, *, together: int = 1) -> list[list[float]]:
         """Seconds of a message between pipeline ranks; neighbours may share a node."""
         strategy = self.load.strategy
         in_node = max(1, self.load.device.node.gpus // (strategy.tensor * strategy.data))
         ranks = range(strategy.pipeline)
-        near, far = self.load.hop(True), self.load.hop(False)
+        near, far = (self.load.hop(in_node, together=together) for in_node in (True, False))
         return [
             [0.0 if a == b else near if a // in_node == b // in_node else far for b in ranks]
             for a in ranks
@@ -99,10 +99,13 @@ class Staged:
     def costs(self, *, blocking: bool) -> Costs:
         """Costs of each stage; with ``blocking`` messages a pass lasts until its message is there.
 
+        Where such a rank has several chunks, one exchange takes the message of an F and that of a
+        B, as in Megatron's ``send_forward_backward_recv_forward_backward``.
+
         What W needs is told as no more than F holds, as :class:`Costs` wants it; memory is counted
         with the true figures afterwards.
         """
-        hops = self.hops()
+        hops = self.hops(together=2 if blocking and self.placement.chunks > 1 else 1)
         extra = self._exchange(hops) if blocking else [(0.0, 0.0)] * len(self.work)
         return Costs.of_slices(
             pipeline_size=self.placement.pipeline_size,

@@ -7,6 +7,7 @@ Counted from floating-point operations and bytes, on one tensor-parallel rank:
   scores are computed again (FlashAttention-2, arXiv 2307.08691); half of them are masked there.
 - Norms, residuals, dropout, activation functions and softmax are limited by the memory: each tensor
   that a kernel reads or writes is counted with 2 bytes, 4 in the loss.
+- Every kernel loses a fixed time, so that small microbatches are less efficient.
 - Recomputation adds its part of F to B.
 - Tensor parallelism with sequence parallelism gathers and scatters twice in F and in B (arXiv
   2205.05198); experts exchange tokens twice in each.
@@ -23,6 +24,15 @@ from megatron_zb.planner.strategy import Strategy
 
 # A random number of dropout costs as much time as this many bytes of traffic. An assumption.
 _RANDOM = 6
+
+# Kernels in F and in B of Megatron's layers with fused softmax, bias-dropout-add and bias-GELU; a
+# product with weights is one more in F, B and W.
+_NORMS_AND_THE_LIKE = (8, 14)
+_SCORES_STORED = (4, 6)  # two products and four, softmax, dropout
+_SCORES_AGAIN = (1, 1)
+_ROUTING = (6, 6)
+_PRODUCTS = 4  # queries with keys and values, their projection, up, down
+_LOSS = (7, 4)
 
 
 @dataclass(frozen=True)
@@ -75,7 +85,8 @@ class Workload:
         """A look-up, and the sum of its gradients in 32 bits."""
         random = 2 * _RANDOM if self.model.dropout else 0
         elements = self.tokens * self.model.hidden_size
-        return Work(self._moved(elements * (4 + random)), 0.0, self._moved(elements * (2 + 2 * 4)))
+        forward, weight = elements * (4 + random), elements * (2 + 2 * 4)
+        return Work(self._moved(forward), 0.0, self._moved(weight)) + self._begun(2, 0, 1)
 
     def output(self) -> Work:
         """The last norm, the product with the vocabulary and the loss in 32 bits."""
@@ -85,19 +96,24 @@ class Workload:
         # F: to 32 bits, maximum, difference, exponential, sum, quotient. B: scaled, to 16 bits.
         forward = self._moved(38 * logits + 4 * normed)
         backward = self._moved(14 * logits + 6 * normed)
-        return Work(product + forward, product + backward, product)
+        return Work(product + forward, product + backward, product) + self._begun(*_LOSS, 1)
 
     def message(self) -> float:
         """Bytes of one message between pipeline ranks, for each tensor rank."""
         return 2 * self.tokens * self.model.hidden_size / self.strategy.tensor
 
-    def hop(self, in_node: bool) -> float:
-        """Seconds of one message between pipeline ranks."""
+    def hop(self, in_node: bool, *, together: int = 1) -> float:
+        """Seconds of one message between pipeline ranks; so many ``together`` wait but once."""
         links = self.device.messages
-        return (links.in_node if in_node else links.between_nodes).seconds(self.message())
+        link = links.in_node if in_node else links.between_nodes
+        return link.seconds(together * self.message()) / together
 
     def _moved(self, size: float) -> float:
         return size / self.device.memory_bandwidth.reached
+
+    def _begun(self, forward: int, backward: int, weight: int = 0) -> Work:
+        """What so many kernels lose."""
+        return Work(forward, backward, weight) * self.device.kernels.seconds
 
     def _products(self, index: int) -> Work:
         model = self.model
@@ -105,7 +121,7 @@ class Workload:
         weights = attention_weights(model) + mlp_weights(model, index) + experts
         flops = 2 * self.tokens * weights / self.strategy.tensor
         seconds = flops / self.device.matrix_products.reached
-        return Work(seconds, seconds, seconds)
+        return Work(seconds, seconds, seconds) + self._begun(*[_PRODUCTS] * 3)
 
     def _scores(self) -> Work:
         """Products with the scores, and what is done to the scores where they are stored."""
@@ -113,13 +129,12 @@ class Workload:
         flops = attention_flops(model, self.tokens, self.sequence) / self.strategy.tensor
         seconds = flops / self.device.attention.reached
         if model.flash_attention:
-            return Work(seconds / 2, 2.5 * seconds / 2)
+            return Work(seconds / 2, 2.5 * seconds / 2) + self._begun(*_SCORES_AGAIN)
         scores = self.tokens * self.sequence * model.attention_heads / self.strategy.tensor
         # F: written, softmax, dropout with its mask, read. B: the same backwards, four products.
         forward, backward = (13 + _RANDOM, 19) if model.dropout else (8, 14)
-        return Work(
-            seconds + self._moved(forward * scores), 2 * seconds + self._moved(backward * scores)
-        )
+        moved = Work(self._moved(forward * scores), self._moved(backward * scores))
+        return Work(seconds, 2 * seconds) + moved + self._begun(*_SCORES_STORED)
 
     def _traffic(self, index: int) -> Work:
         """Norms, residuals, dropout, activation function, layout of heads, tokens for experts."""
@@ -132,11 +147,13 @@ class Workload:
         if model.dropout:
             forward += 2 * (1 + _RANDOM) * hidden
             backward += 2 * 5 * hidden
+        begun = self._begun(*_NORMS_AND_THE_LIKE)
         if model.experts and index >= model.experts.dense_layers:
             forward += 8 * model.experts.top_k * hidden
             backward += 8 * model.experts.top_k * hidden
+            begun += self._begun(*_ROUTING)
         share = self.tokens / self.strategy.tensor
-        return Work(self._moved(forward * share), self._moved(backward * share))
+        return Work(self._moved(forward * share), self._moved(backward * share)) + begun
 
     def _inner(self, index: int) -> int:
         """Elements of an MLP's activation function for each token."""

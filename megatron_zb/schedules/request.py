@@ -87,7 +87,7 @@ class Request:
 
     def seconds(self, timeline: Timeline) -> float:
         """What is to be short: one iteration, or each of many in a row."""
-        return timeline.period if self.in_a_row else timeline.makespan
+        return timeline.seconds(in_a_row=self.in_a_row)
 
     def limits(self, placement: Placement, peak_microbatches: float) -> tuple[float, ...]:
         """What each rank may hold: so many of its own microbatches, or less if the user says so."""

@@ -41,6 +41,10 @@ class Timeline:
         ranks = zip(self.start, self.end, strict=True)
         return max(ends[-1] - starts[0] for starts, ends in ranks if starts)
 
+    def seconds(self, *, in_a_row: bool) -> float:
+        """What an iteration takes: by itself, or as one of many in a row."""
+        return self.period if in_a_row else self.makespan
+
     @cached_property
     def bubble_rate(self) -> float:
         return self._idle_share(self.makespan)

@@ -55,24 +55,29 @@ def building_block(pipeline_size: int, offsets: Callable[[int, int], Offsets]) -
     )
 
 
+def of_block(
+    name: str, offsets: Callable[[int, int], Offsets], request: Request, peak: float
+) -> list[Schedule]:
+    """A block's own order under these costs, if it keeps the peak and the request's limit."""
+    block = building_block(request.pipeline_size, offsets)
+    order = block.repeat(request.num_microbatches)
+    return squeezed_if_it_fits(name, block.placement, order, request, peak)
+
+
 def _v(
     name: str, offsets: Callable[[int, int], Offsets], request: Request, peak: float
 ) -> Schedule:
     """The block's own order under these costs, and the best that a search finds from it."""
-    block = building_block(request.pipeline_size, offsets)
-    order = block.repeat(request.num_microbatches)
-    known = squeezed_if_it_fits(name, block.placement, order, request, peak)
-    return searched(name, block.placement, request, peak, known=known)
+    known = of_block(name, offsets, request, peak)
+    return searched(name, v_shape(request.pipeline_size), request, peak, known=known)
 
 
 def squeezed_blocks(name: str, request: Request) -> list[Schedule]:
     """Every block of this file that keeps the request's limit, in its own order."""
-    p, m = request.pipeline_size, request.num_microbatches
     return [
         schedule
         for offsets in (v_min_offsets, v_half_offsets, v_zb_offsets)
-        for block in (building_block(p, offsets),)
-        for schedule in squeezed_if_it_fits(name, block.placement, block.repeat(m), request, 2 * p)
+        for schedule in of_block(name, offsets, request, 2 * request.pipeline_size)
     ]
 
 
