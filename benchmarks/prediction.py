@@ -28,8 +28,8 @@ from rich.table import Table
 
 from megatron_zb import schedules
 from megatron_zb.planner.contender import Contender
+from megatron_zb.planner.fit import Fit
 from megatron_zb.planner.layout import even
-from megatron_zb.planner.measured import Fit
 from megatron_zb.planner.profile import read_profile
 from megatron_zb.schedules import catalog
 
@@ -40,6 +40,7 @@ _SKIPPED = 9  # iterations: the first, and those in which auto measures itself
 def main() -> None:
     args = _arguments()
     with tempfile.TemporaryDirectory() as folder:
+        _prepare_text(Path(folder))
         path = Path(folder) / "profile.yaml"
         _train(args, _PROFILED, Path(folder), ["--pipeline-profile", str(path)])
         fit = Fit.of(read_profile(path))
@@ -67,6 +68,12 @@ def _arguments() -> argparse.Namespace:
     return parser.parse_args()
 
 
+def _prepare_text(folder: Path) -> None:
+    script = Path(__file__).parents[1] / "scripts/prepare_text.py"
+    command = [sys.executable, str(script), "--output-prefix", str(folder / "text")]
+    subprocess.run([*command, "--max-bytes", "1000000"], check=True, capture_output=True)
+
+
 def _train(
     args: argparse.Namespace, schedule: str, folder: Path, more: Sequence[str]
 ) -> list[dict[str, Any]]:
@@ -81,6 +88,7 @@ def _train(
         "--micro-batch-size": 1,
         "--global-batch-size": args.microbatches,
         "--train-iters": args.iterations,
+        "--data-path": folder / "text",
         "--lr": 1e-4,
         "--eval-interval": 10 * args.iterations,
         "--pipeline-schedule": schedule,

@@ -11,7 +11,8 @@ import pytest
 from megatron_zb import cli, schedules
 from megatron_zb.errors import UsageError
 from megatron_zb.planner.contender import contenders
-from megatron_zb.planner.measured import Asked, Fit, Part, rows
+from megatron_zb.planner.fit import Fit, Part
+from megatron_zb.planner.measured import Asked, rows
 from megatron_zb.planner.profile import Profile, write_profile
 from megatron_zb.schedules.placement import looped, v_shape
 
@@ -66,6 +67,9 @@ def test_parts_are_read_off_the_stages() -> None:
     part = Part.fitted([2 * 3 + 1, 3 * 3, 2 * 3, 3 + 5], letters)
     assert part == Part(layer=3, embedding=1, output=5)
     assert part.stages((1, 4, 3, 0)) == [4, 12, 9, 5]
+    empty = Part.fitted([0.0, 3.0, 2 * 3.0], ["E", "t", "tt" + "L"])
+    assert empty == Part(layer=3, embedding=0, output=0)
+    assert Part.fitted([1.0, 0.5, 4.0], ["Et", "", "tL"]).layer == 1.0  # no stage of layers alone
     no_middle = Part.fitted([6.0, 6.0 + 4.0], ["Ett", "ttL"])
     assert no_middle == Part(layer=3, embedding=0, output=4)
 

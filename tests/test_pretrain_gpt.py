@@ -130,6 +130,7 @@ class Run:
     """The log of a run that went well."""
 
     records: list[Record]
+    printed: str
 
     def by_iteration(self, key: str, after: int = 0) -> dict[int, float]:
         """Values of the iterations that have one, such as `lm_loss` or `eval_loss`."""
@@ -201,7 +202,8 @@ def trained(folder: Path, flags: Flags, *, program: Sequence[str] = ENTRY) -> Ru
     ranks = flags["--pipeline-model-parallel-size"]
     ended = end_of(torchrun(ranks, *program, *written(flags)), SECONDS_TO_TRAIN)
     assert ended.code == 0, ended.stderr
-    return Run([json.loads(line) for line in log.read_text(encoding="utf-8").splitlines()])
+    records = [json.loads(line) for line in log.read_text(encoding="utf-8").splitlines()]
+    return Run(records, ended.stdout)
 
 
 def checkpoint_of(run_folder: Path, iteration: int, folder: Path) -> Path:
@@ -318,6 +320,16 @@ def test_v_schedules_hold_fewer_activations(corpus: str, tmp_path: Path) -> None
     assert stock.by_iteration("lm_loss") == least.by_iteration("lm_loss")
 
 
+def test_losses_are_stocks_with_balanced_layers(corpus: str, tmp_path: Path) -> None:
+    """The output layer counts for two and a half layers and stands alone on its stage."""
+    flags = {"--data-path": corpus, "--vocab-size": 1024, "--train-iters": 3}
+    asked = {"--pipeline-schedule": "v-half", "--pipeline-layer-layout": "auto"}
+    stock, balanced = trained(tmp_path, flags), trained(tmp_path, {**flags, **asked})
+    assert stock.by_iteration("lm_loss") == balanced.by_iteration("lm_loss")
+    assert "stage 3 (output layer)" in balanced.printed
+    assert "layers are balanced for an embedding that counts for 0.00 layers" in balanced.printed
+
+
 def check_report(ended: Ended, *parts: str) -> None:
     """One sentence on stderr that has all the parts, and no traceback through this package."""
     said = [line for line in ended.stderr.splitlines() if line.startswith("megatron_zb: error: ")]
@@ -432,6 +444,11 @@ def test_a_rank_that_holds_up_all_others_is_named(
         ({"--loss-scale": 8}, "--loss-scale is for --fp16"),
         ({"--pipeline-memory-limit": 0.5}, "--pipeline-memory-limit needs --pipeline-schedule"),
         ({"--pipeline-layer-layout": "Et|ttt|L"}, "has 3 stages, but .* write 2 stages"),
+        ({"--pipeline-layer-layout": "auto"}, "--pipeline-layer-layout auto needs --pipeline-sch"),
+        (
+            {"--pipeline-layer-layout": "no.yaml", "--pipeline-schedule": "v-half"},
+            "no.yaml",
+        ),
         ({"--split": "a,b"}, "--split 'a,b' is not understood"),
         ({"--split": "1"}, "--eval-iters 2 needs documents to evaluate on"),
         ({"--save-interval": 2}, "--save-interval needs --save"),

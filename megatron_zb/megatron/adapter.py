@@ -22,9 +22,11 @@ from megatron_zb.megatron.placement import (
     StageLayout,
     layout_text,
     segments_from_layout,
+    segments_of,
     spread,
 )
 from megatron_zb.megatron.transformer_engine import split_transformer_engine
+from megatron_zb.planner.balance import Balance, Ends, balanced
 from megatron_zb.runtime.activation_memory import ActivationMemory
 from megatron_zb.runtime.weight_grad import WeightGradQueue
 from megatron_zb.schedules import catalog
@@ -53,6 +55,7 @@ class PipelineAdapter:
         *,
         group_size: int | None = None,
         in_a_row: bool = False,
+        balance: Balance | None = None,
     ) -> None:
         self.schedule = schedule
         self.costs = costs
@@ -62,6 +65,7 @@ class PipelineAdapter:
         self._in_a_row = in_a_row
         self.physical = PhysicalPlacement(schedule.placement)
         self.layer_layout = StageLayout(segments, self.physical)
+        self._balance = balance
         self._splits = [SplitBackward(WeightGradQueue()) for _ in range(self.chunks)]
         self.program_for = lru_cache(maxsize=16)(self._build_program)
         self.forward_backward_func = ForwardBackward(self.physical, self.program_for, self._splits)
@@ -74,7 +78,7 @@ class PipelineAdapter:
         pipeline_size: int,
         num_microbatches: int,
         layers: Layers,
-        layer_layout: str | None = None,
+        layer_layout: str | Ends | None = None,
         memory_limit: float | None = None,
         chunks: int | None = None,
         group_size: int | None = None,
@@ -85,7 +89,8 @@ class PipelineAdapter:
         Args:
             name: one of ``schedules.names()``.
             layers: what to place, spread evenly unless there is a ``layer_layout``.
-            layer_layout: the layers of every stage in model order, such as ``Ett|tt|tt|ttL``.
+            layer_layout: the layers of every stage in model order, such as ``Ett|tt|tt|ttL``, or
+                what the ends of the model count for, to balance them.
             memory_limit: fraction of 1F1B's activation memory, see ``schedules.build``.
             chunks, group_size, in_a_row: see ``schedules.build``.
 
@@ -103,11 +108,17 @@ class PipelineAdapter:
             chunks=chunks,
             group_size=group_size,
             in_a_row=in_a_row,
-            num_layers=layers.decoder if layer_layout is None else None,
+            num_layers=None if isinstance(layer_layout, str) else layers.decoder,
         )
-        segments = _segments(layers, layer_layout, schedule)
+        balance, segments = _placed(layers, layer_layout, schedule)
         return cls(
-            schedule, costs, memory_limit, segments, group_size=group_size, in_a_row=in_a_row
+            schedule,
+            costs,
+            memory_limit,
+            segments,
+            group_size=group_size,
+            in_a_row=in_a_row,
+            balance=balance,
         )
 
     @classmethod
@@ -118,7 +129,7 @@ class PipelineAdapter:
         pipeline_size: int,
         num_microbatches: int,
         layers: Layers,
-        layer_layout: str | None = None,
+        layer_layout: str | Ends | None = None,
     ) -> PipelineAdapter:
         """Run a schedule that was made elsewhere, such as one read from a file.
 
@@ -131,8 +142,8 @@ class PipelineAdapter:
                 f"the schedule {schedule.name} is for {sizes[0]} pipeline ranks and {sizes[1]} "
                 f"microbatches, but the job has {pipeline_size} and {num_microbatches}"
             )
-        segments = _segments(layers, layer_layout, schedule)
-        return cls(schedule, _equal_costs(pipeline_size), None, segments)
+        balance, segments = _placed(layers, layer_layout, schedule)
+        return cls(schedule, _equal_costs(pipeline_size), None, segments, balance=balance)
 
     @property
     def chunks(self) -> int:
@@ -265,8 +276,7 @@ class PipelineAdapter:
 
     def seconds(self, schedule: Schedule, costs: Costs) -> float:
         """Predicted seconds of an iteration."""
-        timeline = simulate(schedule, costs)
-        return timeline.period if self._in_a_row else timeline.makespan
+        return simulate(schedule, costs).seconds(in_a_row=self._in_a_row)
 
     @property
     def activation_memory(self) -> ActivationMemory | None:
@@ -319,6 +329,8 @@ class PipelineAdapter:
                 f"  pipeline rank {pp_rank}: {held}; activations of at most {peak:g} microbatches "
                 f"({peak / p:.2f} of 1F1B's first rank)"
             )
+        if self._balance is not None:
+            lines.append(f"  {self._balance}")
         return "\n".join(lines)
 
     def _describe_chunk(self, pp_rank: int, vp_stage: int) -> str:
@@ -342,9 +354,14 @@ def _equal_costs(pipeline_size: int) -> Costs:
     return Costs.uniform(pipeline_size=max(pipeline_size, 1), forward=1.0, backward=1.0, weight=1.0)
 
 
-def _segments(
-    layers: Layers, layer_layout: str | None, schedule: Schedule
-) -> list[list[LayerType]]:
+def _placed(
+    layers: Layers, layer_layout: str | Ends | None, schedule: Schedule
+) -> tuple[Balance | None, list[list[LayerType]]]:
+    """The layers of every stage, and how they were balanced, if so."""
     if layer_layout is None:
-        return spread(layers, schedule.placement)
-    return segments_from_layout(layer_layout, layers, schedule.placement.num_stages)
+        return None, spread(layers, schedule.placement)
+    if isinstance(layer_layout, str):
+        num_stages = schedule.placement.num_stages
+        return None, segments_from_layout(layer_layout, layers, num_stages)
+    found = balanced(layers.decoder, schedule, layer_layout)
+    return found, segments_of(found.layers, layers)

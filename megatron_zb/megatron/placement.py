@@ -8,6 +8,7 @@ Megatron's own mapping.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from megatron.core.transformer.enums import LayerType
@@ -121,6 +122,11 @@ def spread(layers: Layers, placement: Placement) -> list[list[LayerType]]:
             f"least one on each{_said_ends(layers)}: give more layers, or say the layers of each "
             "stage with a pipeline layer layout"
         )
+    return segments_of(counts, layers)
+
+
+def segments_of(counts: Sequence[int], layers: Layers) -> list[list[LayerType]]:
+    """The layers of every stage, of which each has so many decoder layers."""
     segments = [[LayerType.decoder] * count for count in counts]
     segments[0].insert(0, LayerType.embedding)
     segments[-1] += [LayerType.mtp] * layers.multi_token + [LayerType.loss]

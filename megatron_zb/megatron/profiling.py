@@ -25,6 +25,8 @@ ITERATIONS = WARM_UP + TIMED + 1
 """What a profile takes; in the last one, bytes are counted and nothing is timed."""
 
 
+_SHORTEST = 1e-9  # seconds: what a clock cannot tell from nothing, as on a stage without layers
+
 Spans = list[tuple[Pass | None, float, float]]
 """What a rank did, None for a wait, from when to when."""
 
@@ -172,7 +174,7 @@ class Profiling:
             for of, start, end in recorder.spans():
                 if isinstance(of, Pass):
                     taken[of.kind, of.stage].append(end - start)
-        return {key: median(found) for key, found in taken.items()}
+        return {key: max(median(found), _SHORTEST) for key, found in taken.items()}
 
     def _stage(self, held: Held, seconds: dict[tuple[PassKind, int], float]) -> StageProfile:
         assert self._memory is not None, "no step has been counted"

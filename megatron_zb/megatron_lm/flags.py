@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 from megatron_zb import schedules
 from megatron_zb.errors import UsageError
+from megatron_zb.run_flags import add_run_arguments
 
 _OLDER = "older zero-bubble arguments"
 
@@ -51,25 +52,13 @@ def _add_schedule(parser: argparse.ArgumentParser) -> None:
         "torch.distributed.pipelining, as `megatron-zb export` writes it",
     )
     group.add_argument(
-        "--pipeline-profile",
-        metavar="FILE",
-        help="measure passes, messages and activations in the first iterations and write this "
-        "file for `megatron-zb plan --profile`",
+        "--pipeline-layer-layout",
+        metavar="auto|FILE",
+        help="balance the layers of the stages: fewer where embedding and output layer are, "
+        "counted from the sizes of the model (auto), or by the seconds in a file of "
+        "--pipeline-profile; --pipeline-model-parallel-layout writes them out",
     )
-    group.add_argument(
-        "--pipeline-replan-every",
-        type=int,
-        metavar="N",
-        help="build the schedule anew for measured costs after the first iterations and every N "
-        "(default: auto once, after the first ones; others never)",
-    )
-    group.add_argument(
-        "--pipeline-timeout",
-        type=float,
-        metavar="SECONDS",
-        help="end the job when a step makes no progress for so long, and say which rank holds up "
-        "all others; 0 is never (default: nine tenths of --distributed-timeout-minutes)",
-    )
+    add_run_arguments(group)
     group.add_argument(
         "--enable-optimizer-post-validation",
         action="store_true",

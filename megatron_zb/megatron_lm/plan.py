@@ -10,6 +10,8 @@ from megatron_zb.errors import UsageError
 from megatron_zb.megatron.adapter import PipelineAdapter
 from megatron_zb.megatron.placement import Layers
 from megatron_zb.megatron_lm import conflicts, flags
+from megatron_zb.planner import balance
+from megatron_zb.run_flags import AUTO_LAYOUT, LAYOUT_FLAG, asks_for_balance
 from megatron_zb.schedules import catalog, interchange
 
 # How Megatron-LM divides layers over ranks where no layout is given; a layout takes their place.
@@ -26,6 +28,7 @@ _DIVISION = (
 _NEED_A_SCHEDULE = {
     "pipeline_memory_limit": "auto",
     "enable_optimizer_post_validation": "v-zb",
+    "pipeline_layer_layout": "v-half",
     "pipeline_profile": "v-half",
     "pipeline_replan_every": "auto",
 }
@@ -187,9 +190,30 @@ def layers_of(args: argparse.Namespace) -> Layers:
     )
 
 
-def _layout(args: argparse.Namespace) -> str | None:
-    layout = args.pipeline_model_parallel_layout
-    return None if layout is None else str(layout)
+def _layout(args: argparse.Namespace) -> str | balance.Ends | None:
+    layout, asked = args.pipeline_model_parallel_layout, args.pipeline_layer_layout
+    if asked is None:
+        return None if layout is None else str(layout)
+    _check_balance(args, asked)
+    return balance.of_arguments(asked, args)
+
+
+def _check_balance(args: argparse.Namespace, asked: str) -> None:
+    if not asks_for_balance(asked):
+        raise UsageError(
+            f"{LAYOUT_FLAG} is '{asked}': give {AUTO_LAYOUT} or a .yaml file of "
+            "--pipeline-profile, or write the layers with --pipeline-model-parallel-layout"
+        )
+    if _is_hybrid(args):
+        raise UsageError(
+            f"{LAYOUT_FLAG} {asked} cannot tell the layers of a hybrid model apart: leave it out"
+        )
+    for name in ("pipeline_model_parallel_layout", *_DIVISION[:4]):
+        if getattr(args, name):
+            raise UsageError(
+                f"{LAYOUT_FLAG} {asked} and --{name.replace('_', '-')} both say which layers a "
+                "stage has: leave one out"
+            )
 
 
 def _num_layers(args: argparse.Namespace) -> int:

@@ -35,10 +35,9 @@ class StageProfile(Section):
 
     rank: int = Field(ge=0, le=_MOST, description="its logical pipeline rank", examples=[0])
     layers: str = Field(
-        min_length=1,
         max_length=2000,
         pattern="^E?t*m*L?$",
-        description="E embedding, t layer, m multi-token prediction, L output layer",
+        description="none, or E embedding, t layer, m multi-token prediction, L output layer",
         examples=["Ett"],
     )
     forward: float = _seconds("seconds of F")

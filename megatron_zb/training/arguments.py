@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_zb.errors import UsageError
+from megatron_zb.run_flags import asks_for_balance
 from megatron_zb.schedules import catalog
 from megatron_zb.training.checkpoint_directory import latest_checkpoint
 from megatron_zb.training.flags import parser
@@ -209,6 +210,11 @@ def _check_schedule(args: argparse.Namespace, world_size: int) -> None:
 
 def _check_stock_layers(args: argparse.Namespace, size: int) -> None:
     """Megatron's own placement: the same number of layers on every rank, or one written out."""
+    if asks_for_balance(args.pipeline_layer_layout):
+        raise UsageError(
+            f"--pipeline-layer-layout {args.pipeline_layer_layout} needs --pipeline-schedule, such "
+            "as v-half"
+        )
     if args.pipeline_layer_layout is not None:
         stages = args.pipeline_layer_layout.count("|") + 1
         if "(" not in args.pipeline_layer_layout and stages != size:

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from typing import NoReturn
 
 from megatron_zb.errors import UsageError
+from megatron_zb.run_flags import add_run_arguments
 from megatron_zb.schedules import catalog
 
 _DESCRIPTION = """\
@@ -82,32 +83,15 @@ def _add_pipeline(parser: argparse.ArgumentParser) -> None:
         metavar="X",
         help="the most activation memory a rank may hold, as a fraction of 1F1B's",
     )
-    group.add_argument(
-        "--pipeline-profile",
-        metavar="FILE",
-        help="measure passes, messages and activations in the first iterations and write this "
-        "file for `megatron-zb plan --profile`",
-    )
-    group.add_argument(
-        "--pipeline-replan-every",
-        type=int,
-        metavar="N",
-        help="build the schedule anew for measured costs after the first iterations and every N "
-        "(default: auto once, after the first ones; others never)",
-    )
-    group.add_argument(
-        "--pipeline-timeout",
-        type=float,
-        metavar="SECONDS",
-        help="end the job when a step makes no progress for so long, and say which rank holds up "
-        "all others; 0 is never (default: nine tenths of --distributed-timeout-minutes)",
-    )
+    add_run_arguments(group)
     group.add_argument(
         "--pipeline-layer-layout",
         metavar="LAYOUT",
         help="which layers each stage holds, as in Megatron's --pipeline-model-parallel-layout: "
         "'Ett|ttt|ttt|ttL' has four stages, embedding first, loss last; stages are written in "
-        "the order in which a microbatch passes them",
+        "the order in which a microbatch passes them. With a schedule also 'auto': fewer where "
+        "embedding and output layer are, counted from the sizes of the model; or a file of "
+        "--pipeline-profile: by the seconds measured there",
     )
 
 

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from megatron_zb import __version__
 from megatron_zb.errors import UsageError
+from megatron_zb.run_flags import asks_for_balance
 from megatron_zb.training.arguments import flag, parse
 
 if TYPE_CHECKING:
@@ -129,13 +130,23 @@ def _plan(args: argparse.Namespace) -> Any:
         pipeline_size=args.pipeline_model_parallel_size,
         num_microbatches=args.num_microbatches,
         layers=Layers(args.num_layers),
-        layer_layout=args.pipeline_layer_layout,
+        layer_layout=_layer_layout(args),
         memory_limit=args.pipeline_memory_limit,
     )
     adapter.watch(args.pipeline_timeout, args.distributed_timeout_minutes)
     profile = None if args.pipeline_profile is None else Path(args.pipeline_profile)
     adapter.profile(profile, args.pipeline_replan_every)
     return adapter
+
+
+def _layer_layout(args: argparse.Namespace) -> Any:
+    """As text, or what the ends of the model count for."""
+    asked = args.pipeline_layer_layout
+    if not asks_for_balance(asked):
+        return asked
+    from megatron_zb.planner import balance
+
+    return balance.of_arguments(asked, args)
 
 
 def _check_gpu() -> None:

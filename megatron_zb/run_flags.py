@@ -1,0 +1,38 @@
+"""Arguments about a run with a schedule, the same for Megatron-LM's scripts and for our own."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+LAYOUT_FLAG = "--pipeline-layer-layout"
+AUTO_LAYOUT = "auto"
+
+
+def asks_for_balance(layout: str | None) -> bool:
+    """Whether the value of ``--pipeline-layer-layout`` asks for a layout and does not write one."""
+    return layout is not None and (layout == AUTO_LAYOUT or Path(layout).suffix == ".yaml")
+
+
+def add_run_arguments(group: argparse._ArgumentGroup) -> None:
+    """How a run measures itself, and what ends it when it stands still."""
+    group.add_argument(
+        "--pipeline-profile",
+        metavar="FILE",
+        help="measure passes, messages and activations in the first iterations and write this "
+        "file for `megatron-zb plan --profile`",
+    )
+    group.add_argument(
+        "--pipeline-replan-every",
+        type=int,
+        metavar="N",
+        help="build the schedule anew for measured costs after the first iterations and every N "
+        "(default: auto once, after the first ones; others never)",
+    )
+    group.add_argument(
+        "--pipeline-timeout",
+        type=float,
+        metavar="SECONDS",
+        help="end the job when a step makes no progress for so long, and say which rank holds up "
+        "all others; 0 is never (default: nine tenths of --distributed-timeout-minutes)",
+    )
