@@ -447,7 +447,7 @@ def test_a_rank_that_holds_up_all_others_is_named(
         ({"--pipeline-layer-layout": "auto"}, "--pipeline-layer-layout auto needs --pipeline-sch"),
         (
             {"--pipeline-layer-layout": "no.yaml", "--pipeline-schedule": "v-half"},
-            "no.yaml",
+            "--pipeline-layer-layout no.yaml: there is no such file",
         ),
         ({"--split": "a,b"}, "--split 'a,b' is not understood"),
         ({"--split": "1"}, "--eval-iters 2 needs documents to evaluate on"),

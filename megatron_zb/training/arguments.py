@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_zb.errors import UsageError
-from megatron_zb.run_flags import asks_for_balance
+from megatron_zb.run_flags import AUTO_LAYOUT, LAYOUT_FLAG, asks_for_balance
 from megatron_zb.schedules import catalog
 from megatron_zb.training.checkpoint_directory import latest_checkpoint
 from megatron_zb.training.flags import parser
@@ -212,8 +212,7 @@ def _check_stock_layers(args: argparse.Namespace, size: int) -> None:
     """Megatron's own placement: the same number of layers on every rank, or one written out."""
     if asks_for_balance(args.pipeline_layer_layout):
         raise UsageError(
-            f"--pipeline-layer-layout {args.pipeline_layer_layout} needs --pipeline-schedule, such "
-            "as v-half"
+            f"{LAYOUT_FLAG} {args.pipeline_layer_layout} needs --pipeline-schedule, such as v-half"
         )
     if args.pipeline_layer_layout is not None:
         stages = args.pipeline_layer_layout.count("|") + 1
@@ -287,6 +286,11 @@ def _number(word: str) -> float | None:
 
 
 def _check_files(args: argparse.Namespace, world_size: int) -> None:
+    layout = args.pipeline_layer_layout
+    if asks_for_balance(layout) and layout != AUTO_LAYOUT and not Path(layout).is_file():
+        raise UsageError(
+            f"{LAYOUT_FLAG} {layout}: there is no such file: give one that --pipeline-profile wrote"
+        )
     for prefix in data_prefixes(args)[0]:
         for suffix in (".bin", ".idx"):
             if not Path(prefix + suffix).is_file():
