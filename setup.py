@@ -44,8 +44,12 @@ setup(
     author="the megatron_zb authors",
     license="Apache-2.0",
     python_requires=">=3.10",
-    packages=find_packages(include=["megatron_zb", "megatron_zb.*"]),
-    package_data={"megatron_zb": ["py.typed", "report/parts/*"]},
+    packages=[*find_packages(include=["megatron_zb", "megatron_zb.*"]), "megatron_zb.configs"],
+    package_dir={"megatron_zb.configs": "configs"},
+    package_data={
+        "megatron_zb": ["py.typed", "report/parts/*"],
+        "megatron_zb.configs": ["*/*.yaml"],
+    },
     install_requires=[
         "megatron-core >= 0.16",
         "numpy >= 1.26",

@@ -131,17 +131,24 @@ def _add_plan(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> 
 
 
 def _plan(arguments: argparse.Namespace) -> None:
-    if arguments.profile is not None:
-        planning.run_measured(arguments)
-        return
+    run = planning.run if arguments.profile is None else planning.run_measured
     if arguments.html is None:
-        planning.run(arguments)
+        run(arguments)
         return
     from megatron_zb.report import page
-    from megatron_zb.report.plan_page import save_plan
 
     page.check(arguments.html)
-    save_plan(arguments.html, planning.run(arguments))
+    if arguments.profile is None:
+        from megatron_zb.report import plan_page
+
+        plan_page.save_plan(arguments.html, planning.run(arguments))
+    else:
+        from megatron_zb.planner import trace
+        from megatron_zb.report import run_page
+
+        path = trace.trace_path(arguments.profile)
+        step = trace.compare(arguments.profile) if path.is_file() else None
+        run_page.save_plan(arguments.html, *planning.run_measured(arguments), step)
     if arguments.format != "json":
         print(arguments.html)
 
@@ -166,7 +173,11 @@ def _add_flags(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     )
     flags.set_defaults(command=_flags)
     flags.add_argument(
-        "--config", type=Path, required=True, metavar="FILE", help="the model, as configs/models/*"
+        "--config",
+        type=Path,
+        required=True,
+        metavar="NAME|FILE",
+        help="the model: a name of configs/models, or a file like those",
     )
     flags.add_argument(
         "--schedule", action="store_true", help="print the model's recommended schedule instead"
@@ -176,8 +187,9 @@ def _add_flags(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
 def _flags(arguments: argparse.Namespace) -> None:
     from megatron_zb.planner.model import read_model
     from megatron_zb.planner.model_flags import model_flags
+    from megatron_zb.planner.shipped import path_of
 
-    model = read_model(arguments.config)
+    model = read_model(path_of("--config", "models", arguments.config))
     if arguments.schedule:
         print(model.recommended.schedule if model.recommended else "none")
     else:

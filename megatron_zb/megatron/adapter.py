@@ -26,7 +26,7 @@ from megatron_zb.megatron.placement import (
     spread,
 )
 from megatron_zb.megatron.transformer_engine import split_transformer_engine
-from megatron_zb.planner.balance import Balance, Ends, balanced
+from megatron_zb.planner.balance import Balance, Ends, balanced, costs_of
 from megatron_zb.runtime.activation_memory import ActivationMemory
 from megatron_zb.runtime.weight_grad import WeightGradQueue
 from megatron_zb.schedules import catalog
@@ -83,6 +83,7 @@ class PipelineAdapter:
         chunks: int | None = None,
         group_size: int | None = None,
         in_a_row: bool = False,
+        ends: Ends | None = None,
     ) -> PipelineAdapter:
         """Build the schedule and place the layers.
 
@@ -93,12 +94,15 @@ class PipelineAdapter:
                 what the ends of the model count for, to balance them.
             memory_limit: fraction of 1F1B's activation memory, see ``schedules.build``.
             chunks, group_size, in_a_row: see ``schedules.build``.
+            ends: what the ends of the model count for, if that is known: ``auto`` chooses its
+                placement by it, which stays when costs have been measured.
 
         Raises:
             UsageError: unknown name, sizes that cannot be scheduled, layers that cannot be placed.
         """
-        catalog.family(name)
         costs = _equal_costs(pipeline_size)
+        if catalog.family(name).name == "auto" and ends is not None and layers.decoder > 0:
+            costs = costs_of(layers.decoder, pipeline_size, ends)
         schedule = catalog.build(
             name,
             pipeline_size=pipeline_size,
@@ -320,7 +324,7 @@ class PipelineAdapter:
         lines = [
             f"pipeline schedule {self.schedule.name}: {p} ranks x {self.chunks} chunks, "
             f"{self.schedule.num_microbatches} microbatches, expected bubble "
-            f"{100 * self.predicted_bubble_rate:.1f} % at equal costs"
+            f"{100 * self.predicted_bubble_rate:.1f} % at {self._known_costs()}"
         ]
         for pp_rank in range(p):
             held = " + ".join(self._describe_chunk(pp_rank, c) for c in range(self.chunks))
@@ -332,6 +336,9 @@ class PipelineAdapter:
         if self._balance is not None:
             lines.append(f"  {self._balance}")
         return "\n".join(lines)
+
+    def _known_costs(self) -> str:
+        return "equal costs" if len(set(self.costs.forward)) == 1 else "costs counted from sizes"
 
     def _describe_chunk(self, pp_rank: int, vp_stage: int) -> str:
         stage = self.physical.stage(pp_rank, vp_stage)

@@ -106,6 +106,7 @@ def _named(args: argparse.Namespace, sizes: dict[str, int]) -> PipelineAdapter:
             chunks=asked.number if family.takes_chunks else None,
             group_size=_group_size(args) if family.takes_group_size else None,
             in_a_row=args.enable_optimizer_post_validation,
+            ends=None if _is_hybrid(args) else balance.ends_of(args),
         )
 
     # Only the schedule knows its chunks; with several, its first stage is not the first rank.

@@ -75,6 +75,14 @@ def measured(path: Path, sizes: Mapping[str, int]) -> Ends:
     return Ends(*Fit.of(profile).in_layers(), f"measured, {path}", profile)
 
 
+def costs_of(layers: int, pipeline_size: int, ends: Ends) -> Costs:
+    """Of layers that cost the same and the ends; F, B and W of a layer take p / layers each."""
+    work = [pipeline_size / layers] * layers
+    work[0] *= 1 + ends.embedding
+    work[-1] *= 1 + ends.output
+    return Costs.of_slices(pipeline_size=pipeline_size, forward=work, backward=work, weight=work)
+
+
 def counted(layer_flops: float, output_flops: float, multi_token: int = 0) -> Ends:
     """From floating-point operations; each multi-token prediction is a layer and an output."""
     output = output_flops / layer_flops
@@ -133,16 +141,24 @@ def of_arguments(value: str, args: Any) -> Ends:
         }
         return measured(Path(value), sizes)
     instead = f"give a file of --pipeline-profile instead of {AUTO_LAYOUT}"
-    vocabulary = getattr(args, "padded_vocab_size", None) or args.vocab_size
-    if vocabulary is None:
-        raise UsageError(
-            f"{LAYOUT_FLAG} {AUTO_LAYOUT} has to know how large the output layer is: give "
-            f"--vocab-size, or {instead}"
-        )
     if getattr(args, "multi_latent_attention", False):
         raise UsageError(
             f"{LAYOUT_FLAG} {AUTO_LAYOUT} cannot count multi-latent attention: {instead}"
         )
+    ends = ends_of(args)
+    if ends is None:
+        raise UsageError(
+            f"{LAYOUT_FLAG} {AUTO_LAYOUT} has to know how large the output layer is: give "
+            f"--vocab-size, or {instead}"
+        )
+    return ends
+
+
+def ends_of(args: Any) -> Ends | None:
+    """Counted from the sizes of a model; None where they do not tell."""
+    vocabulary = getattr(args, "padded_vocab_size", None) or getattr(args, "vocab_size", None)
+    if vocabulary is None or getattr(args, "multi_latent_attention", False):
+        return None
     return counted(
         _layer_flops(args),
         2.0 * args.hidden_size * vocabulary,

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from megatron_zb.planner.measured import Asked, Row
     from megatron_zb.planner.search import Plan
 
 HELP = """\
@@ -20,14 +21,14 @@ schedule, which always stand in the table. Costs come from counted operations an
 description of the device: no GPU is needed, and none is used.
 
 examples:
-  megatron-zb plan --config configs/models/gpt_28b.yaml --gpus 64 --gpu-memory 80GiB
-  megatron-zb plan --config configs/models/llama3_70b.yaml --gpus 128 \\
-      --device configs/devices/h100_sxm.yaml --global-batch-size 512 --schedules v-zb,v-half
-  megatron-zb plan --config configs/models/llama3_8b.yaml --gpus 16 --tensor 2 --pipeline 8 \\
-      --device configs/devices/h100_sxm.yaml --format json
+  megatron-zb plan --config gpt_28b --gpus 64 --gpu-memory 80GiB
+  megatron-zb plan --config llama3_70b --gpus 128 --device h100_sxm \\
+      --global-batch-size 512 --schedules v-zb,v-half
+  megatron-zb plan --config llama3_8b --gpus 16 --tensor 2 --pipeline 8 \\
+      --device h100_sxm --format json
   megatron-zb plan --profile run.yaml     what --pipeline-profile run.yaml of a run has measured:
                                           other schedules and layer layouts on the same ranks
-  megatron-zb plan --config configs/models/gpt_28b.yaml --gpus 64 --html plan.html
+  megatron-zb plan --config gpt_28b --gpus 64 --html plan.html
 
 the table:
   tok/s/GPU      tokens of the whole iteration, with the optimizer's step and its reductions
@@ -49,7 +50,10 @@ exit code: 0, or 2 with one sentence if a file, a field or a size is wrong or no
 def add_arguments(command: argparse.ArgumentParser) -> None:
     """The arguments of ``plan``."""
     command.add_argument(
-        "--config", type=Path, metavar="FILE", help="the model, as configs/models/*"
+        "--config",
+        type=Path,
+        metavar="NAME|FILE",
+        help="the model: a name of configs/models, or a file like those",
     )
     command.add_argument("--gpus", type=int, metavar="N", help="GPUs of the job")
     _add_measured(command)
@@ -57,7 +61,8 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
         "--device",
         type=Path,
         metavar="FILE",
-        help="the GPU and its links, as configs/devices/* (default: A100 80GB of this package)",
+        help="the GPU and its links: a name of configs/devices, or a file like those "
+        "(default: a100_80gb_sxm)",
     )
     command.add_argument(
         "--gpu-memory",
@@ -153,8 +158,8 @@ def run(arguments: argparse.Namespace) -> Plan:
     return plan
 
 
-def run_measured(arguments: argparse.Namespace) -> None:
-    """The same for ``--profile``.
+def run_measured(arguments: argparse.Namespace) -> tuple[Asked, list[Row], dict[str, str]]:
+    """The same for ``--profile``; what was asked, what was found, and why others are missing.
 
     Raises:
         UsageError: what the user can mend.
@@ -166,6 +171,7 @@ def run_measured(arguments: argparse.Namespace) -> None:
     with _Progress(quiet=arguments.format == "json") as progress:
         found, missing = measured.rows(asked, candidates, progress.show)
     measured.show(asked, found, missing, arguments)
+    return asked, found, missing
 
 
 class _Progress:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import argparse
 import json
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -44,6 +44,7 @@ class Row:
     bubble: float
     activation_bytes: float
     rank: int
+    timeline: schedules.Timeline
 
 
 @dataclass(frozen=True)
@@ -119,6 +120,7 @@ def _row(asked: Asked, fit: Fit, contender: Contender, chunks: int | None) -> Ro
         bubble,
         peaks[worst],
         worst,
+        timeline,
     )
 
 
@@ -198,7 +200,10 @@ def _as_json(asked: Asked, found: Sequence[Row], missing: dict[str, str]) -> dic
     return {
         "schedule_of_the_profile": asked.profile.schedule,
         "num_microbatches": asked.num_microbatches,
-        "ranked": [asdict(row) for row in found],
+        "ranked": [
+            {name: value for name, value in vars(row).items() if name != "timeline"}
+            for row in found
+        ],
         "not_possible": missing,
     }
 
@@ -219,18 +224,28 @@ def _print(
     console.print(_table(found[:top]))
     for name, why in missing.items():
         console.print(Text(f" -  {name}: {why}"), highlight=False)
-    best = found[0]
     console.print(Text("\nflags of the first:", style="bold"))
-    flags = [f"--pipeline-schedule {best.schedule}"]
-    if best.chunks is not None:
-        flags.append(f"--num-virtual-stages-per-pipeline-rank {best.chunks}")
+    flags = flags_of(asked, found[0])
+    console.print(Text("  " + " \\\n  ".join(flags)), highlight=False, soft_wrap=True)
+
+
+def flags_of(asked: Asked, row: Row) -> list[str]:
+    """What a pretrain script of Megatron-LM is to be given."""
+    flags = [f"--pipeline-schedule {row.schedule}"]
+    if row.chunks is not None:
+        flags.append(f"--num-virtual-stages-per-pipeline-rank {row.chunks}")
     if asked.memory_limit is not None:
         flags.append(f"--pipeline-memory-limit {asked.memory_limit:g}")
     if asked.post_validation:
         flags.append("--enable-optimizer-post-validation")
-    if not best.is_even:
-        flags.append(f"--pipeline-model-parallel-layout '{best.layout}'")
-    console.print(Text("  " + " \\\n  ".join(flags)), highlight=False, soft_wrap=True)
+    if not row.is_even:
+        flags.append(f"--pipeline-model-parallel-layout '{row.layout}'")
+    return flags
+
+
+def name_of(row: Row) -> str:
+    """As the table calls it."""
+    return row.schedule if row.chunks is None else f"{row.schedule} ×{row.chunks}"
 
 
 def _table(found: Sequence[Row]) -> Table:
@@ -243,7 +258,7 @@ def _table(found: Sequence[Row]) -> Table:
     for number, row in enumerate(found, 1):
         table.add_row(
             str(number),
-            row.schedule if row.chunks is None else f"{row.schedule} ×{row.chunks}",
+            name_of(row),
             f"{1000 * row.seconds:.4g}",
             f"{1000 * row.seconds_even:.4g}",
             f"{row.bubble:.1%}",

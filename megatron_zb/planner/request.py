@@ -7,14 +7,15 @@ from pathlib import Path
 
 from megatron_zb.errors import UsageError
 from megatron_zb.planner.contender import Contender, contenders, names_in
-from megatron_zb.planner.device import DeviceConfig, read_device
+from megatron_zb.planner.device import read_device
 from megatron_zb.planner.model import read_model
 from megatron_zb.planner.search import Job
+from megatron_zb.planner.shipped import path_of
 from megatron_zb.planner.strategy import RECOMPUTE, Choices
 from megatron_zb.planner.units import size_in_bytes
 
 _MOST_GPUS = 65_536
-_DEVICES = Path(__file__).resolve().parents[2] / "configs" / "devices"
+_USUAL_DEVICE = Path("a100_80gb_sxm")
 
 
 def read(arguments: argparse.Namespace) -> tuple[Job, list[Contender]]:
@@ -24,8 +25,9 @@ def read(arguments: argparse.Namespace) -> tuple[Job, list[Contender]]:
         UsageError: a file, a field or an argument is wrong.
     """
     _check_given(arguments)
-    model = read_model(arguments.config)
-    device = _device(arguments.device)
+    model = read_model(path_of("--config", "models", arguments.config))
+    asked = _USUAL_DEVICE if arguments.device is None else arguments.device
+    device = read_device(path_of("--device", "devices", asked))
     memory = device.memory_bytes
     if arguments.gpu_memory is not None:
         memory = size_in_bytes(arguments.gpu_memory, "--gpu-memory")
@@ -82,30 +84,16 @@ def check_only_measured(arguments: argparse.Namespace) -> None:
                 f"--{name.replace('_', '-')} cannot be combined with --profile: the run that was "
                 "measured has decided it"
             )
-    if arguments.html is not None:
-        raise UsageError("--html cannot be combined with --profile: it shows a plan of --config")
     _whole("--top", arguments.top, 8)
 
 
 def _check_given(arguments: argparse.Namespace) -> None:
-    for name, example in (("config", "configs/models/gpt_28b.yaml"), ("gpus", "64")):
+    for name, example in (("config", "gpt_28b"), ("gpus", "64")):
         if getattr(arguments, name) is None:
             raise UsageError(f"--{name} is missing: give, for example, --{name} {example}")
     for name in ("microbatches", "memory_limit"):
         if getattr(arguments, name) is not None:
             raise UsageError(f"--{name.replace('_', '-')} needs --profile")
-
-
-def _device(path: Path | None) -> DeviceConfig:
-    if path is not None:
-        return read_device(path)
-    default = _DEVICES / "a100_80gb_sxm.yaml"
-    if not default.is_file():
-        raise UsageError(
-            "the descriptions of devices are not installed here: give --device FILE, such as "
-            "configs/devices/h100_sxm.yaml of the source"
-        )
-    return read_device(default)
 
 
 def _whole(flag: str, value: int, example: int, most: int = 10_000_000) -> int:

@@ -21,6 +21,7 @@ run.trace.json; in that step every B and W ran by itself, as they were timed.
 examples:
   megatron-zb trace run.yaml                        the table
   megatron-zb trace run.yaml --output step.png      a picture: measured above, predicted below
+  megatron-zb trace run.yaml --output step.html     all of it as one page without network
   megatron-zb trace run.yaml --output step.json     for Perfetto or chrome://tracing
 
 exit code: 0, or 2 with one sentence if a file is missing or broken."""
@@ -30,7 +31,7 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
     """The arguments of ``trace``."""
     command.add_argument("profile", type=Path, metavar="PROFILE", help="of --pipeline-profile")
     command.add_argument(
-        "--output", "-o", type=Path, metavar="FILE", help="write FILE.png, FILE.svg or FILE.json"
+        "--output", "-o", type=Path, metavar="FILE", help="write FILE.png, .svg, .html or .json"
     )
 
 
@@ -52,26 +53,34 @@ def run(arguments: argparse.Namespace) -> None:
             f"cannot write a trace into '{arguments.output}': give a name that ends in "
             f"{', '.join(_WRITERS)}"
         )
-    writer(found, arguments.output)
+    writer(found, arguments.output, arguments.profile)
     print(arguments.output)
 
 
-def _write_picture(found: Compared, path: Path) -> None:
+def _write_picture(found: Compared, path: Path, profile: Path) -> None:
     from megatron_zb.pictures import save_pictures
 
     save_pictures({"measured": found.measured, "predicted": found.predicted}, path)
 
 
-def _write_json(found: Compared, path: Path) -> None:
+def _write_page(found: Compared, path: Path, profile: Path) -> None:
+    from megatron_zb.planner.profile import read_profile
+    from megatron_zb.report.run_page import save_step
+
+    save_step(path, read_profile(profile), found)
+
+
+def _write_json(found: Compared, path: Path, profile: Path) -> None:
     from megatron_zb.schedules import interchange
 
     both = {"measured": found.measured, "predicted": found.predicted}
     interchange.write_text(path, interchange.to_chrome_trace(both))
 
 
-_WRITERS: dict[str, Callable[[Compared, Path], None]] = {
+_WRITERS: dict[str, Callable[[Compared, Path, Path], None]] = {
     ".png": _write_picture,
     ".svg": _write_picture,
+    ".html": _write_page,
     ".json": _write_json,
 }
 

@@ -124,6 +124,7 @@ def _plan(args: argparse.Namespace) -> Any:
         return None
     from megatron_zb.megatron.adapter import PipelineAdapter
     from megatron_zb.megatron.placement import Layers
+    from megatron_zb.planner.balance import ends_of
 
     adapter = PipelineAdapter.create(
         args.pipeline_schedule,
@@ -132,6 +133,7 @@ def _plan(args: argparse.Namespace) -> Any:
         layers=Layers(args.num_layers),
         layer_layout=_layer_layout(args),
         memory_limit=args.pipeline_memory_limit,
+        ends=ends_of(args),
     )
     adapter.watch(args.pipeline_timeout, args.distributed_timeout_minutes)
     profile = None if args.pipeline_profile is None else Path(args.pipeline_profile)

@@ -1,0 +1,33 @@
+"""The descriptions of models and devices that come with the package, by their names."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Literal
+
+from megatron_zb.errors import UsageError
+
+_PACKAGE = Path(__file__).resolve().parents[1]
+
+Kind = Literal["models", "devices"]
+
+
+def folder(kind: Kind) -> Path:
+    """Where they are: in the package once it is installed, beside it in its source."""
+    installed = _PACKAGE / "configs" / kind
+    return installed if installed.is_dir() else _PACKAGE.parent / "configs" / kind
+
+
+def path_of(flag: str, kind: Kind, value: Path) -> Path:
+    """A path as it is, or the path of what a name such as ``gpt_28b`` stands for.
+
+    Raises:
+        UsageError: it is a name, and nothing has it.
+    """
+    if value.suffix or value.name != str(value) or value.exists():
+        return value
+    found = folder(kind) / f"{value}.yaml"
+    if not found.is_file():
+        known = ", ".join(sorted(path.stem for path in folder(kind).glob("*.yaml")))
+        raise UsageError(f"{flag} '{value}' is unknown: give a file, or one of {known}")
+    return found
