@@ -185,7 +185,15 @@ class _Builder:
         if 3 * m * self.placement.num_stages <= _MOST_PASSES or m <= 4 * p:
             return simulated(m)
         (some, _), (more, schedule) = simulated(3 * p), simulated(4 * p)
-        return more + (m - 4 * p) * (more - some) / p, schedule
+        return more + (m - 4 * p) * max((more - some) / p, self._least), schedule
+
+    @property
+    def _least(self) -> float:
+        """Seconds of a microbatch on the busiest rank: no schedule takes less for one more."""
+        stages = self.costs.for_placement(self.placement)
+        times = zip(stages.forward, stages.backward, stages.weight, strict=True)
+        work = [sum(of) for of in times]
+        return max(sum(work[s] for s in held) for held in self.placement.stages_of)
 
 
 def step_seconds(staged: Staged, *, post_validation: bool) -> float:
