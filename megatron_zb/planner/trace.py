@@ -123,7 +123,7 @@ class Compared:
         spans = [_span(timeline, rank) for timeline in (self.measured, self.predicted)]
         computes = [_compute(timeline, rank) for timeline in (self.measured, self.predicted)]
         begin = self.measured.start[rank][0]
-        waiting = sum(end - max(start, begin) for start, end in self.waits[rank] if end > begin)
+        waiting = sum(end - start for start, end in self.waits[rank] if start >= begin)
         return Difference(
             rank,
             spans[0],
