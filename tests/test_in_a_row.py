@@ -70,7 +70,8 @@ def test_v_zb_has_no_bubble_between_iterations() -> None:
     )
     assert alone.makespan == in_a_row.makespan == WORK + (P - 1) / 2
     assert alone.period > WORK
-    assert in_a_row.period == WORK
+    assert in_a_row.period == in_a_row.seconds(in_a_row=True) == WORK
+    assert in_a_row.seconds(in_a_row=False) == in_a_row.makespan
     assert in_a_row.bubble_rate_in_a_row == pytest.approx(0)
     assert max(in_a_row.peak_activation) <= P
     many = schedules.simulate(repeated(in_a_row.schedule, 5), EQUAL)
@@ -95,3 +96,5 @@ def test_an_adapter_for_iterations_in_a_row() -> None:
     assert adapter(True).predicted_bubble_rate == pytest.approx(0)
     assert adapter(False).predicted_bubble_rate == pytest.approx(3.5 / 51.5)
     assert "expected bubble 0.0 % at equal costs" in adapter(True).describe()
+    seconds = {flag: adapter(flag).seconds(adapter(flag).schedule, EQUAL) for flag in (True, False)}
+    assert seconds[True] == WORK < seconds[False] == WORK + (P - 1) / 2

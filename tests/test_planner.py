@@ -366,6 +366,21 @@ def test_many_microbatches_are_continued_from_the_steady_state(
         assert continued.pipeline_seconds == pytest.approx(whole.pipeline_seconds, rel=0.01)
 
 
+def test_with_post_validation_an_iteration_does_not_wait_for_the_last_rank() -> None:
+    (contender,) = contenders(["zb-h1"])[2:]
+    staged = cut_into_stages(load(small()), contender, None)
+    assert staged is not None
+    alone, in_a_row = (
+        predict(staged, contender, 8, None, is_even=True, post_validation=flag)
+        for flag in (False, True)
+    )
+    assert in_a_row.pipeline_seconds < alone.pipeline_seconds
+    assert in_a_row.schedule is not None
+    assert in_a_row.costs is not None
+    timeline = schedules.simulate(in_a_row.schedule, in_a_row.costs)
+    assert in_a_row.pipeline_seconds == timeline.period
+
+
 # --- the search ----------------------------------------------------------------------------------
 
 
