@@ -367,8 +367,8 @@ def test_many_microbatches_are_continued_from_the_steady_state(
 
 
 def test_with_post_validation_an_iteration_does_not_wait_for_the_last_rank() -> None:
-    (contender,) = contenders(["zb-h1"])[2:]
-    staged = cut_into_stages(load(small()), contender, None)
+    (contender,) = contenders(["v-zb"])[2:]
+    staged = cut_into_stages(load(small(vocabulary=1000)), contender, None)
     assert staged is not None
     alone, in_a_row = (
         predict(staged, contender, 8, None, is_even=True, post_validation=flag)
