@@ -114,9 +114,18 @@ def test_many_in_a_row_are_never_slower_than_with_the_schedule_for_one(
         backward=[backward * seconds for seconds in forward],
         weight=[0.7 * seconds for seconds in forward],
     )
-    sizes = {"pipeline_size": 4, "num_microbatches": m, "chunks": chunks}
     alone, in_a_row = (
-        schedules.simulate(schedules.build(name, **sizes, costs=costs, in_a_row=flag), costs).period
+        schedules.simulate(
+            schedules.build(
+                name,
+                pipeline_size=4,
+                num_microbatches=m,
+                costs=costs,
+                chunks=chunks,
+                in_a_row=flag,
+            ),
+            costs,
+        ).period
         for flag in (False, True)
     )
     assert in_a_row <= alone * (1 + 1e-9)
