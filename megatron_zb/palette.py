@@ -13,6 +13,9 @@ KIND_NAMES = {
     PassKind.B: "input gradient",
     PassKind.W: "weight gradient",
     PassKind.BW: "backward, fused",
+    PassKind.T: "teacher",
+    PassKind.S: "students",
+    PassKind.U: "update",
 }
 
 # Okabe and Ito's colours, told apart by colour-blind people too: one pair for each kind, for the
@@ -22,6 +25,10 @@ _COLOURS = {
     PassKind.B: ("#D55E00", "#E69F00"),
     PassKind.W: ("#009E73", "#F0E442"),
     PassKind.BW: ("#CC79A7", "#999999"),
+    # Paul Tol's muted colours, for a dark and a light step in turn.
+    PassKind.T: ("#332288", "#88CCEE"),
+    PassKind.S: ("#882255", "#DDCC77"),
+    PassKind.U: ("#117733", "#44AA99"),
 }
 # More chunks get the shades between these two, the darkest first.
 _SHADES = {
@@ -29,6 +36,9 @@ _SHADES = {
     PassKind.B: ("#8F3500", "#FFC766"),
     PassKind.W: ("#00563F", "#F0E442"),
     PassKind.BW: ("#5E2448", "#EBC4DA"),
+    PassKind.T: ("#221566", "#BFE3F5"),
+    PassKind.S: ("#5C163A", "#EADFA8"),
+    PassKind.U: ("#0B4A22", "#9AD6CB"),
 }
 # Lines of ranks, first to last: one hue, told apart by their lightness. What stands out is the rank
 # that holds the most, and the level of 1F1B.

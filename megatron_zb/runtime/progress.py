@@ -117,6 +117,12 @@ class Progress:
         if isinstance(situation, Pass):
             return State(f"is in {said(situation)}", None, seconds, passes)
         channel, message = situation
+        if message.is_credit:
+            doing = (
+                f"waits for pipeline rank {channel.source} in schedule order to update its "
+                f"students in step {message.microbatch}"
+            )
+            return State(doing, channel.source, seconds, passes)
         kind = "the gradient" if message.is_gradient else "the activation"
         doing = (
             f"waits for {kind} for stage {message.stage}, microbatch {message.microbatch}, "
