@@ -16,7 +16,7 @@ from typing import Any, Protocol
 import torch
 
 from megatron_zb.schedules.communication import Channel, Message
-from megatron_zb.schedules.passes import Pass
+from megatron_zb.schedules.passes import Pass, PassKind
 
 REMEMBERED = 50
 
@@ -133,7 +133,8 @@ class Progress:
 
 def said(work: Pass) -> str:
     """A pass in words."""
-    return f"{work.kind.name} of stage {work.stage}, microbatch {work.microbatch}"
+    counted = "step" if work.kind is PassKind.U else "microbatch"
+    return f"{work.kind.name} of stage {work.stage}, {counted} {work.microbatch}"
 
 
 def who_holds_up(states: dict[int, State], rank: int) -> int:
