@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Iterator
 
@@ -20,7 +21,7 @@ def block_costs(draw: st.DrawFn, most: int = 8) -> BlockCosts:
     blocks = draw(st.integers(1, most))
     times = st.lists(SECONDS, min_size=blocks, max_size=blocks)
     teacher = draw(st.lists(st.floats(0.01, 10), min_size=blocks, max_size=blocks))
-    names = ("student", "update", "relay", "reduce")
+    names = ("student", "update", "relay", "reduce", "memory")
     return BlockCosts.of(teacher=teacher, **{name: draw(times) for name in names})
 
 
@@ -35,11 +36,17 @@ def divisions(blocks: int, ranks: int, microbatches: int) -> Iterator[list[tuple
                     yield [(first, degree), *rest]
 
 
-def best_of_all(costs: BlockCosts, ranks: int, microbatches: int) -> tuple[float, int, int]:
-    """Seconds of the slowest stage, ranks and stages of the best of all divisions."""
+def best_of_all(
+    costs: BlockCosts, ranks: int, microbatches: int, limit: float
+) -> tuple[float, int, int] | None:
+    """Seconds of the slowest stage, ranks and stages of the best of all divisions that fit."""
     return min(
-        (costs.slowest(found, microbatches), found.num_ranks, len(found.ranges))
-        for found in map(Distribution.of, divisions(costs.num_blocks, ranks, microbatches))
+        (
+            (costs.slowest(found, microbatches), found.num_ranks, len(found.ranges))
+            for found in map(Distribution.of, divisions(costs.num_blocks, ranks, microbatches))
+            if all(sum(costs.memory[b] for b in blocks) <= limit for blocks, _ in found.ranges)
+        ),
+        default=None,
     )
 
 
@@ -48,12 +55,25 @@ UNEVEN = BlockCosts.of(teacher=[1, 1, 3, 1], student=[2, 2, 6, 2], update=0.5)
 
 
 @settings(max_examples=150, deadline=None)
-@given(block_costs(), st.integers(1, 8), st.sampled_from([1, 2, 4, 6, 8, 24]))
-@example(UNEVEN, 6, 12)
-def test_no_distribution_is_better(costs: BlockCosts, ranks: int, microbatches: int) -> None:
-    found = distribute(costs, ranks, microbatches)
+@given(
+    block_costs(),
+    st.integers(1, 8),
+    st.sampled_from([1, 2, 4, 6, 8, 24]),
+    st.sampled_from([10.0, 25.0, math.inf]),
+)
+@example(UNEVEN, 6, 12, math.inf)
+def test_no_distribution_is_better(
+    costs: BlockCosts, ranks: int, microbatches: int, limit: float
+) -> None:
+    best = best_of_all(costs, ranks, microbatches, limit)
+    if best is None:
+        with pytest.raises(UsageError, match="give more ranks, or more memory"):
+            distribute(costs, ranks, microbatches, limit)
+        return
+    found = distribute(costs, ranks, microbatches, limit)
     slowest = costs.slowest(found, microbatches)
-    assert (slowest, found.num_ranks, len(found.ranges)) == best_of_all(costs, ranks, microbatches)
+    assert (slowest, found.num_ranks, len(found.ranges)) == best
+    assert all(sum(costs.memory[b] for b in blocks) <= limit for blocks, _ in found.ranges)
 
 
 @settings(max_examples=60, deadline=None)
@@ -75,7 +95,7 @@ def test_blocks_and_ranks_follow_one_another(
 def test_a_heavy_block_gets_more_ranks() -> None:
     found = distribute(UNEVEN, 6, 12)
     assert str(found) == (
-        "blocks 0-0 on rank 0, blocks 1-1 on rank 1, blocks 2-2 on ranks 2-4, blocks 3-3 on rank 5"
+        "block 0 on rank 0, block 1 on rank 1, block 2 on ranks 2-4, block 3 on rank 5"
     )
     assert UNEVEN.slowest(found, 12) == 12 * 3 + 0.5
 
@@ -110,6 +130,23 @@ def test_ninety_six_blocks_on_sixty_four_ranks_take_less_than_a_second() -> None
     assert ideal < costs.slowest(found, 64) < 1.15 * ideal
 
 
+def test_a_rank_may_be_too_small_for_all_blocks() -> None:
+    costs = BlockCosts.of(teacher=[1] * 4, student=[3] * 4, memory=10)
+    assert str(distribute(costs, 4, 8)) == "blocks 0-3 on ranks 0-3"
+    assert distribute(costs, 4, 8, memory_limit=20).spec == "0-1:2,2-3:2"
+    assert distribute(costs, 4, 8, memory_limit=19).spec == "0-0:1,1-1:1,2-2:1,3-3:1"
+
+
+@pytest.mark.parametrize(
+    ("text", "stages"),
+    [("0-3:1,4-7:2", [(4, 1), (4, 2)]), ("0:2, 1-2", [(1, 2), (2, 1)]), ("0-0:4", [(1, 4)])],
+)
+def test_a_distribution_is_read_as_it_is_written(text: str, stages: list[tuple[int, int]]) -> None:
+    found = Distribution.parse(text)
+    assert found == Distribution.of(stages)
+    assert Distribution.parse(found.spec) == found
+
+
 def test_evenly() -> None:
     sizes = [(len(blocks), len(ranks)) for blocks, ranks in evenly(7, 3).ranges]
     assert sorted(sizes) == [(2, 1), (2, 1), (3, 1)]
@@ -123,6 +160,14 @@ def test_evenly() -> None:
         (lambda: Distribution.of([(2, 1), (0, 1)]), "stage 1 has 0 blocks and 1 ranks"),
         (lambda: Distribution.of([]), "without a stage"),
         (lambda: evenly(0, 2), "0 blocks on 2 ranks"),
+        (lambda: Distribution.parse("0-3:1,5:1"), "stage 1 .* give blocks from 4 on"),
+        (lambda: Distribution.parse("1-3"), "stage 0 .* give blocks from 0 on"),
+        (lambda: Distribution.parse("0-3:1,all"), "'all' in the distribution .* is no stage"),
+        (lambda: Distribution.parse("0-3:0"), "stage 0 has 4 blocks and 0 ranks"),
+        (
+            lambda: distribute(BlockCosts.of(teacher=[1], student=[1], memory=3), 2, 2, 2.5),
+            "2 ranks of 2.5 cannot hold 1 blocks of 3 in all",
+        ),
         (lambda: BlockCosts.of(teacher=[1, 2], student=[1]), "student has 1 entries"),
         (lambda: BlockCosts.of(teacher=[1], student=[-1]), "give finite values of 0 or more"),
         (lambda: BlockCosts.of(teacher=[0], student=[0]), "no block takes any time"),

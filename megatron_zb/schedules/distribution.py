@@ -5,6 +5,7 @@ Source: Pipe-BD, arXiv 2301.12443 (automatic hybrid distribution).
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -14,6 +15,8 @@ from typing import NamedTuple
 from megatron_zb.errors import UsageError
 from megatron_zb.schedules.costs import StageCosts
 from megatron_zb.schedules.placement import GroupPlacement, Placement, grouped
+
+_STAGE = re.compile(r"(\d+)(?:-(\d+))?(?::(\d+))?")
 
 
 @dataclass(frozen=True)
@@ -46,6 +49,39 @@ class Distribution:
             raise UsageError("a distribution without a stage was asked for: give 1 or more")
         return cls(tuple(ranges))
 
+    @classmethod
+    def parse(cls, text: str) -> Distribution:
+        """The stages as a user writes them: ``0-3:1,4-7:2`` or ``0-3,4-7:2``, ``5:1`` for a block.
+
+        Raises:
+            UsageError: the text is something else, or a block is left out or in two stages.
+        """
+        stages: list[tuple[int, int]] = []
+        block = 0
+        for part in text.split(","):
+            found = _STAGE.fullmatch(part.strip())
+            if found is None:
+                raise UsageError(
+                    f"'{part}' in the distribution '{text}' is no stage: "
+                    "write BLOCKS:RANKS, such as 0-3:1 or 4:2"
+                )
+            first, last = int(found[1]), int(found[2] or found[1])
+            if first != block or last < first:
+                raise UsageError(
+                    f"stage {len(stages)} of the distribution '{text}' has blocks {first} to "
+                    f"{last}: give blocks from {block} on, in order and without a gap"
+                )
+            stages.append((last + 1 - first, int(found[3] or 1)))
+            block = last + 1
+        return cls.of(stages)
+
+    @property
+    def spec(self) -> str:
+        """What :meth:`parse` reads, such as ``0-3:1,4-7:2``."""
+        return ",".join(
+            f"{blocks.start}-{blocks.stop - 1}:{len(ranks)}" for blocks, ranks in self.ranges
+        )
+
     @property
     def num_blocks(self) -> int:
         return self.ranges[-1][0].stop
@@ -65,10 +101,13 @@ class Distribution:
 
     def __str__(self) -> str:
         return ", ".join(
-            f"blocks {blocks.start}-{blocks.stop - 1} on "
-            + (f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {ranks[0]}-{ranks[-1]}")
-            for blocks, ranks in self.ranges
+            f"{_said('block', blocks)} on {_said('rank', ranks)}" for blocks, ranks in self.ranges
         )
+
+
+def _said(what: str, numbers: Sequence[int]) -> str:
+    first, last = numbers[0], numbers[-1]
+    return f"{what} {first}" if first == last else f"{what}s {first}-{last}"
 
 
 def evenly(blocks: int, ranks: int) -> Distribution:
@@ -93,7 +132,8 @@ class BlockCosts:
     the block's students on one microbatch. ``update``: of the students, once a step. ``relay``: for
     how long handing the block's output of one microbatch to the next rank keeps a rank from
     computing. ``reduce``: for the students' gradients to pass a link once; a ring over k ranks
-    takes 2(k-1)/k of it.
+    takes 2(k-1)/k of it. ``memory``: what the block and its students hold on each of their ranks,
+    in any unit.
     """
 
     teacher: tuple[float, ...]
@@ -101,6 +141,7 @@ class BlockCosts:
     update: tuple[float, ...]
     relay: tuple[float, ...]
     reduce: tuple[float, ...]
+    memory: tuple[float, ...]
 
     @classmethod
     def of(
@@ -111,11 +152,12 @@ class BlockCosts:
         update: float | Sequence[float] = 0.0,
         relay: float | Sequence[float] = 0.0,
         reduce: float | Sequence[float] = 0.0,
+        memory: float | Sequence[float] = 0.0,
     ) -> BlockCosts:
         """Costs of ``len(teacher)`` blocks; one number stands for every block.
 
         Raises:
-            UsageError: lengths do not match, a time is negative or not finite, or no block takes
+            UsageError: lengths do not match, a value is negative or not finite, or no block takes
                 any time.
         """
         blocks = len(teacher)
@@ -125,13 +167,15 @@ class BlockCosts:
                 return (float(values),) * blocks
             return tuple(values)
 
-        costs = cls(tuple(teacher), tuple(student), each(update), each(relay), each(reduce))
+        costs = cls(
+            tuple(teacher), tuple(student), each(update), each(relay), each(reduce), each(memory)
+        )
         costs._check()
         return costs
 
     def _check(self) -> None:
         blocks = self.num_blocks
-        for name in ("teacher", "student", "update", "relay", "reduce"):
+        for name in ("teacher", "student", "update", "relay", "reduce", "memory"):
             values: tuple[float, ...] = getattr(self, name)
             if len(values) != blocks:
                 raise UsageError(
@@ -195,6 +239,18 @@ class BlockCosts:
         each = self._teacher(blocks) + sum(self.student[b] for b in blocks)
         return microbatches // degree * each + self._update(blocks, degree)
 
+    def lower_bound(self, distribution: Distribution, microbatches: int, steps: int) -> float:
+        """Seconds that no order of passes beats: to each stage's first microbatch, and its steps.
+
+        Raises:
+            UsageError: the distribution is of another number of blocks.
+        """
+        teacher = self.stage_costs(distribution).teacher
+        return max(
+            sum(teacher[:stage]) + steps * self.stage_seconds(blocks, len(ranks), microbatches)
+            for stage, (blocks, ranks) in enumerate(distribution.ranges)
+        )
+
     def slowest(self, distribution: Distribution, microbatches: int) -> float:
         """Seconds of a step of the slowest stage: what each of many steps in a row takes."""
         return max(
@@ -223,7 +279,9 @@ class RelayCosts:
         return self.blocks.stage_costs(self.distribution)
 
 
-def distribute(costs: BlockCosts, ranks: int, microbatches: int) -> Distribution:
+def distribute(
+    costs: BlockCosts, ranks: int, microbatches: int, memory_limit: float = inf
+) -> Distribution:
     """The distribution whose slowest stage is the fastest, of all there are; exact.
 
     Every contiguous division of the blocks into stages and every number of ranks per stage that
@@ -235,17 +293,24 @@ def distribute(costs: BlockCosts, ranks: int, microbatches: int) -> Distribution
         costs: of the blocks.
         ranks: there are; some are left idle where they gain nothing.
         microbatches: per step.
+        memory_limit: of a rank, in the unit of ``costs.memory``.
 
     Raises:
-        UsageError: there is no rank or no microbatch.
+        UsageError: there is no rank or no microbatch, or the ranks cannot hold the blocks.
     """
     if ranks < 1 or microbatches < 1:
         raise UsageError(
             f"{ranks} ranks and {microbatches} microbatches per step: give 1 or more of each"
         )
     degrees = [k for k in range(1, min(ranks, microbatches) + 1) if microbatches % k == 0]
-    seconds = _all_stage_seconds(costs, degrees, microbatches)
-    candidates = sorted({s for of_end in seconds for of_start in of_end for s in of_start})
+    seconds = _all_stage_seconds(costs, degrees, microbatches, memory_limit)
+    candidates = sorted({s for of_end in seconds for of_start in of_end for s in of_start} - {inf})
+    if not candidates or _cheapest(seconds, degrees, candidates[-1])[-1].ranks > ranks:
+        raise UsageError(
+            f"{ranks} ranks of {memory_limit:g} cannot hold {costs.num_blocks} blocks of "
+            f"{sum(costs.memory):g} in all, of which the largest has {max(costs.memory):g}: "
+            "give more ranks, or more memory"
+        )
     low, high = 0, len(candidates) - 1
     while low < high:  # the smallest limit that few enough ranks can keep
         middle = (low + high) // 2
@@ -269,16 +334,19 @@ class _Prefix(NamedTuple):
 
 
 def _all_stage_seconds(
-    costs: BlockCosts, degrees: Sequence[int], microbatches: int
+    costs: BlockCosts, degrees: Sequence[int], microbatches: int, memory_limit: float
 ) -> list[list[list[float]]]:
-    """``[end][start][i]``: seconds of the stage of blocks start to end - 1 on degrees[i] ranks."""
-    return [
-        [
-            [costs.stage_seconds(range(start, end), k, microbatches) for k in degrees]
-            for start in range(end)
-        ]
-        for end in range(costs.num_blocks + 1)
-    ]
+    """``[end][start][i]``: seconds of the stage of blocks start to end - 1 on degrees[i] ranks.
+
+    Infinite where a rank cannot hold the stage.
+    """
+
+    def of(blocks: range) -> list[float]:
+        if sum(costs.memory[b] for b in blocks) > memory_limit:
+            return [inf] * len(degrees)
+        return [costs.stage_seconds(blocks, k, microbatches) for k in degrees]
+
+    return [[of(range(start, end)) for start in range(end)] for end in range(costs.num_blocks + 1)]
 
 
 def _cheapest(
