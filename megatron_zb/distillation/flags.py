@@ -14,13 +14,15 @@ LOSSES = ("mse", "normalised-mse", "cosine")
 FIRST, BEST = "first", "best"
 
 _DESCRIPTION = """\
-Distil a GPT block by block: every block of a student learns from the block of its teacher in the same
-place, on the activations that the teacher's blocks relay from rank to rank (Pipe-BD, arXiv 2301.12443).
+Distil a GPT block by block: every block of a student learns from the block of its teacher in the
+same place, on the activations that the teacher's blocks relay from rank to rank (Pipe-BD,
+arXiv 2301.12443).
 
   torchrun --nproc-per-node 2 -m megatron_zb.distill_gpt --cpu \\
       --teacher-load checkpoints/teacher --student-config configs/students/half_mlp.yaml \\
       --micro-batch-size 2 --global-batch-size 16 --train-iters 300 --lr 1e-3 \\
-      --data-path data/corpus_text --save checkpoints/distillation --save-student checkpoints/student
+      --data-path data/corpus_text --save checkpoints/distillation \\
+      --save-student checkpoints/student
 
 The sizes of the model are those of the teacher's checkpoint.
 """
@@ -80,8 +82,8 @@ def _add_ranks(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--distribution",
         metavar="SPEC",
-        help="which blocks run on how many ranks: 0-3:1,4-7:2 is blocks 0 to 3 on one rank and 4 to "
-        "7 on two; by default blocks are timed, and what should be fastest is chosen",
+        help="which blocks run on how many ranks: 0-3:1,4-7:2 is blocks 0 to 3 on one rank and 4 "
+        "to 7 on two; by default blocks are timed, and what should be fastest is chosen",
     )
     group.add_argument(
         "--run-ahead",
@@ -89,6 +91,13 @@ def _add_ranks(parser: argparse.ArgumentParser) -> None:
         default=2,
         metavar="N",
         help="steps that the first rank may be ahead of the slowest; default: %(default)s",
+    )
+    group.add_argument(
+        "--pipeline-timeout",
+        type=float,
+        metavar="SECONDS",
+        help="end the job when a rank makes no progress for so long, and say which rank holds up "
+        "all others; 0 is never (default: nine tenths of --distributed-timeout-minutes)",
     )
     group.add_argument(
         "--distributed-timeout-minutes", type=float, default=10, metavar="N", help="default: 10"

@@ -127,5 +127,3 @@ def _master(parameter: torch.nn.Parameter) -> torch.nn.Parameter:
 def _nothing() -> torch.nn.Parameter:
     """For a block without parameters: Adam refuses an empty list."""
     return torch.nn.Parameter(torch.zeros(0))
-
-

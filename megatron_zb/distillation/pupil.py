@@ -39,9 +39,7 @@ class Pupil:
         self._total: torch.Tensor | None = None
         self._count = 0
 
-    def study(
-        self, given: torch.Tensor, wanted: torch.Tensor, rotary: torch.Tensor | None
-    ) -> None:
+    def study(self, given: torch.Tensor, wanted: torch.Tensor, rotary: torch.Tensor | None) -> None:
         """Forward, loss and backward on one microbatch; tensors are (sequence, batch, hidden)."""
         said = self.say(given, rotary)
         loss = self._loss(said, wanted)

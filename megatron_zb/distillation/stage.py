@@ -42,7 +42,8 @@ class Teaching:
 class BlockwiseStage:
     """Teacher forward, student training and update of a stage (Pipe-BD, arXiv 2301.12443, 4).
 
-    With a data-parallel degree k the stage lives on k ranks: microbatches go to them in turn, and :meth:`update` sums the gradients over them.
+    With a data-parallel degree k the stage lives on k ranks: microbatches go to them in turn, and
+    :meth:`update` sums the gradients over them.
     """
 
     def __init__(
@@ -50,7 +51,6 @@ class BlockwiseStage:
         teaching: Teaching,
         pupils: Sequence[Sequence[Pupil]],
         group: dist.ProcessGroup | None,
-        after_update: Callable[[int], None],
     ) -> None:
         """A stage that begins a run of steps.
 
@@ -58,12 +58,10 @@ class BlockwiseStage:
             teaching: the teacher's blocks.
             pupils: the candidates of each block.
             group: the ranks of the stage; None for one rank alone.
-            after_update: is told the number of the step, within the run, when its update is done.
         """
         self._teaching = teaching
         self._pupils = pupils
         self._group = group
-        self._after_update = after_update
         self._lessons: deque[tuple[int, list[Lesson]]] = deque()
 
     def teach(self, microbatch: int, activation: torch.Tensor | None) -> torch.Tensor | None:
@@ -101,4 +99,3 @@ class BlockwiseStage:
         for candidates in self._pupils:
             for pupil in candidates:
                 pupil.update(self._group)
-        self._after_update(step)

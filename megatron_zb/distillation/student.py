@@ -49,7 +49,9 @@ class Mlp(Section):
     def _has_one_size(self) -> Mlp:
         given = [n for n in ("ffn_hidden_size", "ffn_fraction") if getattr(self, n) is not None]
         if given and self.kind != "mlp":
-            raise ValueError(f"{given[0]} is for kind: mlp, not for kind: {self.kind}; leave it out")
+            raise ValueError(
+                f"{given[0]} is for kind: mlp, not for kind: {self.kind}; leave it out"
+            )
         if len(given) > 1:
             raise ValueError("ffn_hidden_size and ffn_fraction say the same: leave one of them out")
         return self
@@ -61,8 +63,12 @@ class Candidate(Section):
     name: str = Field(
         pattern=r"^[A-Za-z0-9_-]{1,40}$", description="letters, digits, _ and -", examples=["half"]
     )
-    attention: Attention = Field(Attention(), description="in place of the attention")
-    mlp: Mlp = Field(Mlp(), description="in place of the MLP")
+    attention: Attention = Field(
+        Attention(kind="attention", query_groups=None), description="in place of the attention"
+    )
+    mlp: Mlp = Field(
+        Mlp(kind="mlp", ffn_hidden_size=None, ffn_fraction=None), description="in place of the MLP"
+    )
     learning_rate: float | None = Field(
         None, gt=0, le=1e3, description="highest one, if not the run's", examples=[0.001]
     )
@@ -125,7 +131,7 @@ def library(student: StudentConfig, teacher: TeacherShape) -> tuple[tuple[BlockS
     Raises:
         UsageError: a block does not fit the teacher.
     """
-    candidates = {block: student.candidates for block in range(teacher.num_layers)}
+    candidates = dict.fromkeys(range(teacher.num_layers), student.candidates)
     for exception in student.exceptions:
         for block in exception.blocks:
             if block not in candidates:

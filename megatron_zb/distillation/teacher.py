@@ -12,6 +12,7 @@ from megatron.core import dist_checkpointing
 from megatron_zb.distillation.shapes import TeacherShape
 from megatron_zb.errors import UsageError
 from megatron_zb.training.checkpoint import read
+from megatron_zb.training.checkpoint_contents import check_contents
 from megatron_zb.training.checkpoint_directory import latest_checkpoint
 
 FLAG = "--teacher-load"
@@ -88,6 +89,7 @@ def read_teacher(directory: Path) -> Teacher:
         _, path = latest_checkpoint(directory)
     except UsageError as error:
         raise UsageError(str(error).replace("--load", FLAG)) from error
+    check_contents(path, FLAG)
     common = read(path, lambda: dist_checkpointing.load_common_state_dict(str(path)), FLAG)
     saved = common.get("args")
     if isinstance(saved, argparse.Namespace):  # Megatron-LM's
@@ -114,7 +116,9 @@ def _model_arguments(saved: dict[str, Any], path: Path) -> dict[str, Any]:
     arguments["group_query_attention"] = bool(grouped)
     arguments["num_query_groups"] = saved.get("num_query_groups") if grouped else None
     bias = not saved["disable_bias_linear"] if "disable_bias_linear" in saved else None
-    arguments["disable_bias_linear"] = not (saved.get("add_bias_linear", True) if bias is None else bias)
+    arguments["disable_bias_linear"] = not (
+        saved.get("add_bias_linear", True) if bias is None else bias
+    )
     return arguments
 
 

@@ -21,12 +21,14 @@ from megatron.core.utils import unwrap_model
 from torch.distributed.checkpoint.api import CheckpointException
 
 from megatron_zb.errors import UsageError
+from megatron_zb.training.checkpoint_contents import check_contents
 from megatron_zb.training.checkpoint_directory import (
     TRACKER,
     checkpoint_path,
     latest_checkpoint,
     set_latest,
 )
+from megatron_zb.training.connections import is_lost_connection
 from megatron_zb.training.model import Trainee
 
 # Arguments that make a model what it is: a checkpoint fits only a model that agrees on them.
@@ -69,9 +71,7 @@ def save(args: argparse.Namespace, trainee: Trainee, progress: Progress) -> None
     write(Path(args.save), progress.iteration, state, _storable(metadata))
 
 
-def write(
-    directory: Path, iteration: int, state: dict[str, Any], metadata: dict[str, Any]
-) -> None:
+def write(directory: Path, iteration: int, state: dict[str, Any], metadata: dict[str, Any]) -> None:
     """Write a state as the checkpoint of an iteration; collective over all ranks.
 
     Args:
@@ -160,9 +160,7 @@ def _load_weights(path: Path, trainee: Trainee) -> None:
     trainee.optimizer.reload_model_params()
 
 
-def read(
-    path: Path, attempt: Callable[[], dict[str, Any]], flag: str = "--load"
-) -> dict[str, Any]:
+def read(path: Path, attempt: Callable[[], dict[str, Any]], flag: str = "--load") -> dict[str, Any]:
     """What `attempt` reads from the checkpoint `path`.
 
     Raises:
@@ -171,6 +169,8 @@ def read(
     try:
         return attempt()
     except (CheckpointException, Exception) as error:  # the former is no Exception
+        if is_lost_connection(error):
+            raise
         failures = getattr(error, "failures", None)
         cause = next(iter(failures.values()))[0] if failures else error
         said = str(cause).strip().splitlines() or [type(cause).__name__]
@@ -225,8 +225,10 @@ def check_checkpoint(args: argparse.Namespace) -> tuple[Path, dict[str, Any]]:
         UsageError: there is none, or it is of another model or kind of optimizer.
     """
     _, path = latest_checkpoint(Path(args.load))
+    check_contents(path, "--load")
     common = read(path, lambda: dist_checkpointing.load_common_state_dict(str(path)))
-    saved: dict[str, Any] = common["args"]
+    stored = common["args"]
+    saved: dict[str, Any] = vars(stored) if isinstance(stored, argparse.Namespace) else stored
     optimizer = () if args.finetune else ("use_distributed_optimizer", "bf16", "fp16")
     for name in (*_MODEL, *optimizer):
         mine = getattr(args, name)

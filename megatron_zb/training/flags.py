@@ -50,7 +50,7 @@ def _with_nearest_flag(message: str, known: Sequence[str]) -> str:
     return f"unknown argument '{flag}': {hint}"
 
 
-def parser() -> argparse.ArgumentParser:
+def parser() -> Parser:
     """The parser of the command line; its mistakes are UsageErrors."""
     command_line = Parser(
         prog="python -m megatron_zb.pretrain_gpt",

@@ -63,11 +63,11 @@ def launch(
     try:
         (run or _run)(argv, environment)
     except UsageError as error:
-        _end(2, f"megatron_zb: error: {error}")
+        end(2, f"megatron_zb: error: {error}")
     except _SaidByRankZero:
-        _end(2, "")
+        end(2, "")
     except Exception:
-        _end(1, traceback.format_exc())
+        end(1, traceback.format_exc())
     sys.exit(0)
 
 
@@ -75,7 +75,7 @@ class _SaidByRankZero(Exception):
     """A UsageError of the whole job, which rank 0 reports."""
 
 
-def _end(code: int, message: str) -> NoReturn:
+def end(code: int, message: str) -> NoReturn:
     """End at once: an orderly end could wait for ranks that wait for this one."""
     if message:
         print(message, file=sys.stderr)
