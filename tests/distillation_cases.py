@@ -239,7 +239,7 @@ def _train(job: Job, block: int, shape: BlockShape, recorded: Lessons, share: in
     parameters = list(layer.parameters())
     decaying = [p for p in parameters if p.dim() > 1]
     others = [p for p in parameters if p.dim() <= 1]
-    groups = [{"params": decaying}, {"params": others, "weight_decay": 0.0}]
+    groups: list[dict[str, Any]] = [{"params": decaying}, {"params": others, "weight_decay": 0.0}]
     peak = RATE if shape.learning_rate is None else shape.learning_rate
     adam = torch.optim.AdamW([g for g in groups if g["params"]], lr=peak, weight_decay=0.01)
     rotary = _rotary(job)

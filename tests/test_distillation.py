@@ -108,7 +108,7 @@ def first_outputs(corpus: str, teacher: str, model: Mapping[str, Any]) -> dict[s
     from distillation_cases import _recorded_lessons, _rotary
 
     enter(model, teacher)
-    candidates = [{"name": "same"}, HALF, SLOW, LINEAR, EMPTY]
+    candidates: list[Mapping[str, Any]] = [{"name": "same"}, HALF, SLOW, LINEAR, EMPTY]
     job = job_of(corpus, teacher, candidates)
     given, wanted = _recorded_lessons(job)[0][1]
     found = {}
@@ -123,7 +123,11 @@ def first_outputs(corpus: str, teacher: str, model: Mapping[str, Any]) -> dict[s
 def test_candidates_begin_as_what_is_left_of_the_teacher(
     model: str, ranks: RankPools, text: str, teachers: Path
 ) -> None:
-    case = {"corpus": text, "teacher": str(teachers / model), "model": MODELS[model]}
+    case: dict[str, Any] = {
+        "corpus": text,
+        "teacher": str(teachers / model),
+        "model": MODELS[model],
+    }
     (distances,) = ranks(1).run(first_outputs, **case)
     assert distances["same"] == 0.0
     assert all(0 < distances[name] < 1 for name in ("half", "slow", "linear", "empty"))
@@ -170,7 +174,11 @@ def test_what_the_teacher_does_not_use_is_not_missed(
     model: str, ranks: RankPools, text: str, teachers: Path
 ) -> None:
     """Pruned channels, merged heads and a linear layer, each where it can be exact."""
-    case = {"corpus": text, "teacher": str(teachers / model), "model": MODELS[model]}
+    case: dict[str, Any] = {
+        "corpus": text,
+        "teacher": str(teachers / model),
+        "model": MODELS[model],
+    }
     (errors,) = ranks(1).run(inherited_exactly, **case)
     assert len(errors) == 3
     assert max(errors) < 1e-5
@@ -261,7 +269,11 @@ def test_the_stitched_student_is_megatrons(
     mixed: bool, ranks: RankPools, text: str, teachers: Path, tmp_path: Path
 ) -> None:
     """A GPTModel, heterogeneous where it must be, loads it and has the loss of the pipeline."""
-    case = {"corpus": text, "teacher": str(teachers / "llama"), "folder": str(tmp_path / "s")}
+    case: dict[str, Any] = {
+        "corpus": text,
+        "teacher": str(teachers / "llama"),
+        "folder": str(tmp_path / "s"),
+    }
     for in_pipeline, in_one_piece in ranks(2).run(stitched, **case, mixed=mixed):
         assert in_pipeline == pytest.approx(in_one_piece, rel=1e-6)
         assert in_pipeline > 1

@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -22,20 +21,16 @@ from megatron_zb.distillation.stitching import choose, save_student
 from megatron_zb.distillation.teacher import Teacher
 from megatron_zb.errors import UsageError
 from megatron_zb.runtime.channels import Channels
-from megatron_zb.runtime.executor import run_program
 from megatron_zb.runtime.observer import Observers
 from megatron_zb.runtime.progress import Progress
+from megatron_zb.runtime.relay import relay_steps
 from megatron_zb.runtime.watchdog import Place as WatchedPlace
 from megatron_zb.runtime.watchdog import Watchdog
-from megatron_zb.schedules.communication import Message, Program, lower
+from megatron_zb.schedules.communication import Message
 from megatron_zb.schedules.distribution import Distribution, distribute
-from megatron_zb.schedules.pipe_bd import pipe_bd
+from megatron_zb.schedules.step_by_step import step_by_step
 from megatron_zb.training import data
 from megatron_zb.training.log import open_records
-
-# Ranks meet after so many steps, when they have written a checkpoint, and at the end: a program is
-# proven free of deadlocks as a whole.
-STEPS_IN_A_ROW = 100
 
 Library = Sequence[Sequence[BlockShape]]
 
@@ -112,8 +107,8 @@ def _is_end(args: argparse.Namespace, step: int) -> bool:
 
 
 def _end_of_run(args: argparse.Namespace, step: int) -> int:
-    """The step with which the ranks next meet."""
-    intervals = [i for i in (args.save_interval, args.exit_interval, STEPS_IN_A_ROW) if i]
+    """The step with which the ranks next meet, to write a checkpoint or to end."""
+    intervals = [i for i in (args.save_interval, args.exit_interval) if i]
     return min(args.train_iters, *(step - step % interval + interval for interval in intervals))
 
 
@@ -153,8 +148,8 @@ class Run:
             busy,
             file,
         )
-        self._observer = Observers([self.report, self._progress, busy])
-        self._program = cache(self._lowered)
+        self._observer = Observers([self._progress, busy])
+        self._steps = step_by_step(distribution, args.num_microbatches, args.run_ahead)
 
     def announce(self, job: Job) -> None:
         """What is about to be done."""
@@ -175,30 +170,24 @@ class Run:
         if self._rank >= self.distribution.num_ranks:
             return
         self.report.begin(first, _last_step(self._args, end))
-        number = first * self._args.num_microbatches
-
-        def read(microbatch: int) -> torch.Tensor:
-            return self._embedded(number + microbatch)
-
-        stage = self.classroom.stage(read)
         with self._progress.step():
-            run_program(
-                self._program(end - first),
+            done = relay_steps(
+                self._steps,
                 self._rank,
-                {self.classroom.place.stage: stage},
+                self.classroom.stage(self._embedded),
                 self._channels,
                 self._buffer,
-                self._observer,
+                first=first,
+                until=end,
+                observer=self._observer,
             )
+            for step in done:
+                self.report.after(step + 1)
 
     def close(self) -> None:
         """Watch no longer."""
         if self._watchdog is not None:
             self._watchdog.stop()
-
-    def _lowered(self, steps: int) -> Program:
-        args = self._args
-        return lower(pipe_bd(self.distribution, args.num_microbatches, steps, args.run_ahead))
 
     def _embedded(self, number: int) -> torch.Tensor:
         """The embedding of a microbatch of the whole training."""

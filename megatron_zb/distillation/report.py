@@ -20,7 +20,7 @@ from megatron_zb.distillation.pupil import Pupil
 from megatron_zb.errors import UsageError
 from megatron_zb.runtime.recorder import Recorder
 from megatron_zb.schedules.communication import Channel, Message
-from megatron_zb.schedules.passes import Pass, PassKind
+from megatron_zb.schedules.passes import Pass
 
 _POLL = 0.02  # seconds
 
@@ -69,7 +69,7 @@ class Steps:
 
 
 class Report:
-    """An observer that tells after updates what has been learnt."""
+    """What rank 0 tells, and what the others leave for it."""
 
     def __init__(
         self,
@@ -89,31 +89,23 @@ class Report:
         self._pupils = pupils
         self._busy = busy
         self._file = file
-        self._first = self._told = self._end = 0
+        self._told = self._end = 0
         self._expected: list[int] = []
         self.last: Losses = {}
         """Of the last line; on rank 0 alone."""
 
     def begin(self, first: int, end: int) -> None:
-        """The next update is of the step after `first` steps; the run ends with step `end`."""
-        self._first, self._end = first, end
+        """The next steps come after `first` steps; that with the number `end` gets a line."""
+        self._end = end
         self._told = max(self._told, first)
 
-    @contextmanager
-    def running(self, work: Pass) -> Iterator[None]:
-        """Around a pass; those that look on inside have seen its end."""
-        yield
-        step = self._first + work.microbatch + 1
-        if work.kind is PassKind.U and self._steps.is_told(step, self._end):
+    def after(self, step: int) -> None:
+        """This rank has updated its students in the step of that number, from 1."""
+        if self._steps.is_told(step, self._end):
             self._leave(step)
             if self._rank == 0:
                 self._expected.append(step)
                 self._pick_up()
-
-    @contextmanager
-    def waiting(self, channel: Channel, message: Message) -> Iterator[None]:
-        """Around the wait for a message."""
-        yield
 
     def finish(self) -> None:
         """On rank 0, wait until all others have told of the last step."""

@@ -68,7 +68,7 @@ class BlockwiseStage:
         """T: the relayed activation through the teacher's blocks.
 
         Args:
-            microbatch: its number in the run of steps.
+            microbatch: its number, counted through all steps.
             activation: of the stage before, (sequence, batch, hidden); None for the first stage,
                 which reads the data.
 
