@@ -39,10 +39,10 @@ def divisions(blocks: int, ranks: int, microbatches: int) -> Iterator[list[tuple
 def best_of_all(
     costs: BlockCosts, ranks: int, microbatches: int, limit: float
 ) -> tuple[float, int, int] | None:
-    """Seconds of the slowest stage, ranks and stages of the best of all divisions that fit."""
+    """Seconds of the slowest stage, ranks and minus stages of the best division that fits."""
     return min(
         (
-            (costs.slowest(found, microbatches), found.num_ranks, len(found.ranges))
+            (costs.slowest(found, microbatches), found.num_ranks, -len(found.ranges))
             for found in map(Distribution.of, divisions(costs.num_blocks, ranks, microbatches))
             if all(sum(costs.memory[b] for b in blocks) <= limit for blocks, _ in found.ranges)
         ),
@@ -72,7 +72,7 @@ def test_no_distribution_is_better(
         return
     found = distribute(costs, ranks, microbatches, limit)
     slowest = costs.slowest(found, microbatches)
-    assert (slowest, found.num_ranks, len(found.ranges)) == best
+    assert (slowest, found.num_ranks, -len(found.ranges)) == best
     assert all(sum(costs.memory[b] for b in blocks) <= limit for blocks, _ in found.ranges)
 
 
@@ -131,10 +131,15 @@ def test_ninety_six_blocks_on_sixty_four_ranks_take_less_than_a_second() -> None
 
 
 def test_a_rank_may_be_too_small_for_all_blocks() -> None:
-    costs = BlockCosts.of(teacher=[1] * 4, student=[3] * 4, memory=10)
-    assert str(distribute(costs, 4, 8)) == "blocks 0-3 on ranks 0-3"
-    assert distribute(costs, 4, 8, memory_limit=20).spec == "0-1:2,2-3:2"
-    assert distribute(costs, 4, 8, memory_limit=19).spec == "0-0:1,1-1:1,2-2:1,3-3:1"
+    costs = BlockCosts.of(teacher=[1] * 5, student=[3] * 5, memory=10)
+    assert distribute(costs, 4, 8).spec == "0-4:4"
+    assert distribute(costs, 4, 8, memory_limit=30).spec == "0-0:1,1-1:1,2-4:2"
+    assert distribute(costs, 4, 8, memory_limit=29).spec == "0-0:1,1-2:1,3-4:1"
+
+
+def test_among_equals_a_rank_holds_the_least() -> None:
+    costs = BlockCosts.of(teacher=[1] * 4, student=[3] * 4)
+    assert distribute(costs, 4, 8).spec == "0-0:1,1-1:1,2-2:1,3-3:1"
 
 
 @pytest.mark.parametrize(

@@ -286,8 +286,9 @@ def distribute(
 
     Every contiguous division of the blocks into stages and every number of ranks per stage that
     divides ``microbatches`` is considered, on at most ``ranks`` ranks. Among equals it is one with
-    the fewest ranks, and then with the fewest stages. The time of a stage is
-    :meth:`BlockCosts.stage_seconds`.
+    the fewest ranks, and then with the most stages, of which each rank holds the least. The time
+    of a stage is :meth:`BlockCosts.stage_seconds`. Where summing gradients is free and there is no
+    memory limit, dealing all blocks out to all ranks is hard to beat: give both.
 
     Args:
         costs: of the blocks.
@@ -322,13 +323,13 @@ def distribute(
 
 
 class _Prefix(NamedTuple):
-    """The fewest ranks, and then stages, that run the first blocks within a limit of time.
+    """The fewest ranks, and then the most stages, that run the first blocks within a limit of time.
 
-    ``start`` and ``degree`` are of the last stage. Ordered as tuples.
+    ``start`` and ``degree`` are of the last stage. The least, as a tuple, is the best.
     """
 
     ranks: float
-    stages: int
+    minus_stages: int
     start: int
     degree: int
 
@@ -362,7 +363,7 @@ def _cheapest(
                 continue
             for degree, taken in zip(degrees, of_start, strict=True):
                 if taken <= limit:
-                    found = _Prefix(before.ranks + degree, before.stages + 1, start, degree)
+                    found = _Prefix(before.ranks + degree, before.minus_stages - 1, start, degree)
                     least = min(least, found)
                     break  # degrees rise
         best.append(least)
