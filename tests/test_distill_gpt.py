@@ -212,8 +212,10 @@ def test_a_killed_rank_ends_the_job_and_it_continues(
 ) -> None:
     flags: Flags = {
         **DISTILLATION,
-        "--teacher-load": teacher, "--data-path": corpus,
-        "--save": tmp_path / "run", "--save-interval": SAVED,
+        "--teacher-load": teacher,
+        "--data-path": corpus,
+        "--save": tmp_path / "run",
+        "--save-interval": SAVED,
     }
     program = [script(tmp_path, DIES), str(SAVED + 1), *written(flags)]
     ended = end_of(torchrun(2, *program), SECONDS_TO_TRAIN)
@@ -232,7 +234,9 @@ def test_a_killed_rank_ends_the_job_and_it_continues(
 def test_a_rank_that_stands_still_is_named(teacher: Path, corpus: str, tmp_path: Path) -> None:
     flags: Flags = {
         **DISTILLATION,
-        "--teacher-load": teacher, "--data-path": corpus, "--pipeline-timeout": 5,
+        "--teacher-load": teacher,
+        "--data-path": corpus,
+        "--pipeline-timeout": 5,
     }
     program = [script(tmp_path, STOPS), "1", *written(flags)]
     ended = end_of(torchrun(2, *program), SECONDS_TO_TRAIN)

@@ -166,6 +166,15 @@ def inherited_exactly(corpus: str, teacher: str, model: Mapping[str, Any]) -> li
                 expected, _ = taught(given, attention_mask=None)
                 said, _ = layer(given, attention_mask=None)
         errors.append(float((said - expected).abs().max() / expected.abs().max()))
+        if shape.name == "linear" and not job.args.swiglu:
+            small = 1e-5 * given  # where GELU is half its input
+            with torch.no_grad():
+                for parameter in (taught.mlp.linear_fc1.bias, layer.mlp.bias):
+                    parameter.zero_()
+                taught.mlp.linear_fc2.bias.zero_()
+                expected, _ = taught.mlp(small)
+                said, _ = layer.mlp(small)
+            errors[-1] += float((said - expected).abs().max() / expected.abs().max()) / 100
     return errors
 
 
