@@ -159,9 +159,10 @@ def test_steps_may_be_run_in_parts(ranks: RankPools) -> None:
 
 
 def test_messages_may_have_any_shape(ranks: RankPools) -> None:
-    arguments = {"stages": [(1, 1), (1, 2), (1, 1)], "runs": [(0, 4)]}
+    stages, runs = [(1, 1), (1, 2), (1, 1)], [(0, 4)]
     plain, shaped = (
-        ranks(4).run(distilled_on_ranks, any_shape=flag, **arguments) for flag in (False, True)
+        ranks(4).run(distilled_on_ranks, stages=stages, runs=runs, any_shape=flag)
+        for flag in (False, True)
     )
     assert all(torch.equal(a[n], b[n]) for a, b in zip(plain, shaped, strict=True) for n in a)
 
