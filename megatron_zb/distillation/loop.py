@@ -109,7 +109,7 @@ def _is_end(args: argparse.Namespace, step: int) -> bool:
 def _end_of_run(args: argparse.Namespace, step: int) -> int:
     """The step with which the ranks next meet, to write a checkpoint or to end."""
     intervals = [i for i in (args.save_interval, args.exit_interval) if i]
-    return min(args.train_iters, *(step - step % interval + interval for interval in intervals))
+    return min([args.train_iters, *(step - step % i + i for i in intervals)])
 
 
 class Run:
