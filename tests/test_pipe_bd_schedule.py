@@ -231,6 +231,17 @@ def test_a_program_with_too_few_buffers_is_found_on_paper() -> None:
     assert list(unfinished(replace(program, ranks=no_last))) == [2]  # waits in U for its peer
 
 
+@pytest.mark.parametrize("run_ahead", [0, 1, 3])
+def test_there_is_room_for_what_may_be_under_way(run_ahead: int) -> None:
+    """A rank can send all of the steps that it may be ahead by before another takes any."""
+    program = lower(pipe_bd(Distribution.of([(1, 2), (1, 1), (1, 4)]), 8, 12, run_ahead))
+    room = {(c.source, c.target): n for c, n in program.receive_buffers.items()}
+    ahead = run_ahead + 1
+    assert {room[source, 2] for source in (0, 1)} == {4 * ahead}
+    assert {room[2, target] for target in (3, 4, 5, 6)} == {2 * ahead}
+    assert {room[rank, 0] for rank in range(1, 7)} == {ahead}  # credits
+
+
 def test_passes_of_a_relay_have_no_place_elsewhere() -> None:
     schedule = Schedule("by hand", grouped([[0], [1]]), 1, ((P(T, 0, 0),), (P(T, 1, 0),)))
     with pytest.raises(InvalidSchedule, match="only a relay has T, S and U passes"):

@@ -173,8 +173,7 @@ def _simulate_relay(schedule: Schedule, relay: Relay, table: StageCosts) -> Time
         end[rank].append(finish)
         made = relay.makes(placement, rank, p)
         if made is not None:
-            hop = table.forward_hop[p.stage] if p.kind is PassKind.T else 0.0
-            ready[made] = finish + hop
+            ready[made] = finish
 
     _check_all_ran(schedule, walk(schedule, run))
     return Timeline(schedule, table, tuple(map(tuple, start)), tuple(map(tuple, end)))
