@@ -103,8 +103,9 @@ def test_a_heavy_block_gets_more_ranks() -> None:
 def test_summing_gradients_can_cost_more_than_it_gains() -> None:
     times = {"teacher": [1.0], "student": [3.0]}
     assert distribute(BlockCosts.of(**times), 4, 4).num_ranks == 4
-    # two ranks save 8 of 16 seconds and take 2 * 1/2 * 20 of their own
-    assert distribute(BlockCosts.of(**times, reduce=20), 4, 4).num_ranks == 1
+    costs = BlockCosts.of(**times, reduce=20)
+    assert [costs.stage_seconds(range(1), k, 4) for k in (1, 2, 4)] == [16, 8 + 20, 4 + 30]
+    assert distribute(costs, 4, 4).num_ranks == 1
 
 
 def test_relaying_is_charged_to_all_stages_but_the_last() -> None:

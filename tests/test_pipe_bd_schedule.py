@@ -16,7 +16,7 @@ from megatron_zb.schedules.distribution import BlockCosts, Distribution, RelayCo
 from megatron_zb.schedules.passes import Pass as P
 from megatron_zb.schedules.pipe_bd import pipe_bd
 from megatron_zb.schedules.placement import grouped
-from megatron_zb.schedules.simulator import Timeline
+from megatron_zb.schedules.simulator import Timeline, peak_held_chunks
 from megatron_zb.schedules.step_by_step import step_by_step
 
 T, S, U = PassKind.T, PassKind.S, PassKind.U
@@ -168,6 +168,48 @@ def test_an_update_waits_for_the_ranks_of_its_stage() -> None:
     timeline = timeline_of(Distribution.of([(1, 1), (1, 2)]), 2, 1, 0, costs)
     # microbatch 1 leaves the first stage at 2, so that its rank comes to U at 5, the other at 4
     assert [times[-1] for times in timeline.start] == [2.0, 5.0, 5.0]
+
+
+@settings(max_examples=30, deadline=None)
+@given(distributions, st.data())
+def test_ranks_of_a_stage_update_together(distribution: Distribution, data: st.DataObject) -> None:
+    blocks = distribution.num_blocks
+    each = st.lists(times, min_size=blocks, max_size=blocks)
+    costs = BlockCosts.of(teacher=data.draw(each), student=data.draw(each), update=1.0)
+    timeline = timeline_of(distribution, 8, 3, 1, costs)
+    for _, group in distribution.ranges:
+        for step in range(3):
+            last_studies, updates = set(), set()
+            for rank in group:
+                passes = timeline.schedule.ranks[rank]
+                at = [i for i, p in enumerate(passes) if p.kind is U][step]
+                last_studies.add(timeline.end[rank][at - 1])
+                updates.add(timeline.start[rank][at])
+            assert updates == {max(last_studies)}
+
+
+def test_others_wait_for_the_last_study_of_a_step_alone() -> None:
+    schedule = pipe_bd(Distribution.of([(1, 2)]), 4, steps=2)
+    relay = schedule.relay
+    assert relay is not None
+    awaited = {
+        str(p): relay.makes(schedule.placement, rank, p)
+        for rank, passes in enumerate(schedule.ranks)
+        for p in passes
+        if p.kind is S
+    }
+    assert {p: made for p, made in awaited.items() if made is not None} == {
+        "0S2": (S, 0, 0),
+        "0S3": (S, 1, 0),
+        "0S6": (S, 0, 1),
+        "0S7": (S, 1, 1),
+    }
+
+
+def test_what_is_taught_is_held_until_it_is_studied() -> None:
+    order = [P(T, 0, 0), P(S, 0, 0), P(T, 0, 1), P(U, 0, 0), P(T, 0, 2), P(S, 0, 1), P(S, 0, 2)]
+    assert peak_held_chunks(tuple(order)) == 2
+    assert peak_held_chunks(tuple(order[:4])) == 1
 
 
 def swapped(passes: tuple[Pass, ...], a: int, b: int) -> tuple[Pass, ...]:
