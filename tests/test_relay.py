@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+import weakref
 from collections.abc import Sequence
 
 import pytest
@@ -60,6 +61,7 @@ class BlockStage:
     def __init__(self, blocks: Sequence[Block], group: dist.ProcessGroup, is_last: bool) -> None:
         self.blocks, self.group, self.is_last = blocks, group, is_last
         self.lessons: list[tuple[Block, torch.Tensor, torch.Tensor]] = []
+        self.updates: list[int] = []
 
     def teach(self, microbatch: int, activation: torch.Tensor | None) -> torch.Tensor | None:
         given = data(microbatch) if activation is None else activation
@@ -75,6 +77,7 @@ class BlockStage:
         self.lessons.clear()
 
     def update(self, step: int) -> None:
+        self.updates.append(step)
         for block in self.blocks:
             dist.all_reduce(block.student.grad, group=self.group)
             block.update()
@@ -97,6 +100,7 @@ def distilled_on_ranks(
         transport: Transport = ShapedChannels(channels) if any_shape else channels
         steps = relay_steps(program, rank, held, transport, empty, first=first, until=until)
         assert list(steps) == list(range(first, until))
+    assert held.updates == [step for first, until in runs for step in range(first, until)]
     channels.close()
     return {number: block.student.detach() for number, block in blocks.items()}
 
@@ -235,6 +239,43 @@ def test_a_whole_program_runs_and_is_observed(ranks: RankPools) -> None:
     assert [" ".join(map(str, rank)) for rank in found] == [
         f"{r}T0 {r}S0 {r}T1 {r}S1 {r}U0 {r}T2 {r}S2 {r}T3 {r}S3 {r}U1" for r in (0, 1)
     ]
+
+
+class StandIn:
+    """A transport that makes up what it receives, and notes what is asked of it."""
+
+    def __init__(self) -> None:
+        self.taken: list[weakref.ref[torch.Tensor]] = []
+        self.finished = 0
+
+    def post_receive(self, channel: Channel, message: Message, buffer: torch.Tensor) -> None:
+        """Nothing will come."""
+
+    def take(self, message: Message) -> torch.Tensor:
+        tensor = torch.zeros(1)
+        self.taken.append(weakref.ref(tensor))
+        return tensor
+
+    def send(self, channel: Channel, tensor: torch.Tensor, slots: int) -> None:
+        """Nobody reads it."""
+
+    def forget_taken(self) -> None:
+        """There is nothing to forget."""
+
+    def finish(self) -> None:
+        self.finished += 1
+
+
+def test_credits_are_dropped_and_sends_are_waited_for_at_the_end() -> None:
+    transport = StandIn()
+    program = step_by_step(Distribution.of([(1, 1), (1, 1)]), M, run_ahead=0)
+    steps = relay_steps(program, 0, Sleeper(0), transport, empty, first=0, until=4)
+    assert [next(steps) for _ in range(4)] == [0, 1, 2, 3]
+    assert len(transport.taken) == 3  # before each step but the first
+    assert all(tensor() is None for tensor in transport.taken)
+    assert transport.finished == 0
+    assert next(steps, None) is None
+    assert transport.finished == 1
 
 
 def test_a_rank_that_waits_for_updates_says_so() -> None:
