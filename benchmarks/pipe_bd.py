@@ -26,8 +26,11 @@ differ is printed, as a share of how far they have come.
 
 The time of a step is that of many in a row, fill and drain included: from a barrier before the
 first to the end of the last rank in the last, and the median over the repetitions. "predicted" is
-the simulator's, or the sum of the times for data-parallel ways. Prints tables and, last, one JSON
-line; --output writes that into a file as well.
+the simulator's, or on paper for data-parallel ways. "processor s" is the processor time of the
+busiest rank: what a step takes at least, however many others share the cores. Where they do, that
+compares the ways better than the clock; it means nothing for blocks that sleep.
+
+Prints tables and, last, one JSON line; --output writes that into a file as well.
 
 examples:
   benchmarks/pipe_bd.py
@@ -47,7 +50,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -217,6 +220,13 @@ class _Way:
     distribution: Distribution | None
 
 
+class _Taken(NamedTuple):
+    """A step: seconds on the clock of the slowest rank, and of processor of the busiest."""
+
+    seconds: float
+    busiest: float
+
+
 class _Case:
     """Blocks of certain costs, distilled in all ways. Collective over all ranks."""
 
@@ -229,13 +239,13 @@ class _Case:
 
     def measure(self) -> dict[str, Any]:
         ways = self._ways()
-        seconds: dict[str, list[float]] = {name: [] for name in ways}
+        taken: dict[str, list[_Taken]] = {name: [] for name in ways}
         for _ in range(self._repetitions):
             for name, way in ways.items():
-                seconds[name].append(self._seconds(way.run))
+                taken[name].append(self._taken(way.run))
         return {
             "difference": self._difference(ways),
-            "ways": {name: self._summary(way, seconds[name]) for name, way in ways.items()},
+            "ways": {name: self._summary(way, taken[name]) for name, way in ways.items()},
         }
 
     def _ways(self) -> dict[str, _Way]:
@@ -275,14 +285,15 @@ class _Case:
         run = pipelined(blocks, distribution, self._m, run_ahead)
         return _Way(blocks, run, timeline.makespan / self._steps, distribution)
 
-    def _seconds(self, run: Run) -> float:
-        """Per step, of the slowest rank."""
+    def _taken(self, run: Run) -> _Taken:
+        """Per step, of the slowest rank and of the busiest."""
         dist.barrier()
-        began = time.perf_counter()
+        began, busy = time.perf_counter(), time.process_time()
         run(self._steps)
-        elapsed = torch.tensor(time.perf_counter() - began, dtype=torch.float64)
-        dist.all_reduce(elapsed, op=dist.ReduceOp.MAX)
-        return elapsed.item() / self._steps
+        taken = [time.perf_counter() - began, time.process_time() - busy]
+        most = torch.tensor(taken, dtype=torch.float64)
+        dist.all_reduce(most, op=dist.ReduceOp.MAX)
+        return _Taken(*(most / self._steps).tolist())
 
     def _difference(self, ways: dict[str, _Way]) -> float:
         """By how much weights of students differ between any way and the first, as a norm.
@@ -309,10 +320,11 @@ class _Case:
             whole.append(weights)
         return torch.cat(whole)
 
-    def _summary(self, way: _Way, seconds: list[float]) -> dict[str, Any]:
+    def _summary(self, way: _Way, taken: list[_Taken]) -> dict[str, Any]:
         summary: dict[str, Any] = {
-            "seconds": round(statistics.median(seconds), 5),
-            "all": [round(one, 5) for one in seconds],
+            "seconds": round(statistics.median(one.seconds for one in taken), 5),
+            "all": [round(one.seconds, 5) for one in taken],
+            "busiest": round(statistics.median(one.busiest for one in taken), 5),
             "predicted": round(way.predicted, 5),
         }
         if way.distribution is not None:
@@ -321,7 +333,7 @@ class _Case:
 
 
 def _report(result: dict[str, Any], args: argparse.Namespace) -> None:
-    console = Console(width=110)
+    console = Console(width=120)
     low, high = PUBLISHED
     for case in result.get("sleeping", []):
         title = (
@@ -347,18 +359,29 @@ def _report(result: dict[str, Any], args: argparse.Namespace) -> None:
 
 def _table(title: str, case: dict[str, Any]) -> Table:
     table = Table(title=title, title_justify="left")
-    headings = ("way", "s per step", "predicted", "slowest run", "times faster", "blocks:ranks")
+    headings = (
+        "way",
+        "s per step",
+        "predicted",
+        "slowest run",
+        "times faster",
+        "processor s",
+        "times less",
+        "blocks:ranks",
+    )
     for heading in headings:
         justify = "left" if heading in (headings[0], headings[-1]) else "right"
         table.add_column(heading, justify=justify)  # type: ignore[arg-type]
-    baseline = case["ways"][BASELINE]["seconds"]
+    baseline = case["ways"][BASELINE]
     for name, way in case["ways"].items():
         table.add_row(
             name,
             f"{way['seconds']:.4f}",
             f"{way['predicted']:.4f}",
             f"{max(way['all']):.4f}",
-            f"{baseline / way['seconds']:.2f}",
+            f"{baseline['seconds'] / way['seconds']:.2f}",
+            f"{way['busiest']:.4f}",
+            f"{baseline['busiest'] / way['busiest']:.2f}",
             way.get("distribution", "all on each"),
         )
     return table
