@@ -41,7 +41,6 @@ GPT: Mapping[str, Any] = {
     "padded_vocab_size": 384,
     "max_position_embeddings": SEQUENCE,
     "seq_length": SEQUENCE,
-    "vocab_size": 257,
     "position_embedding_type": "learned_absolute",
     "normalization": "LayerNorm",
     "swiglu": False,

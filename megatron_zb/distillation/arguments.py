@@ -56,7 +56,8 @@ def complete(args: argparse.Namespace, model: Mapping[str, Any]) -> argparse.Nam
             "positions of the teacher: give fewer"
         )
     known = {name: value for name, value in model.items() if value is not None}
-    known["vocab_size"] = model["vocab_size"] or model["padded_vocab_size"]
+    # how many of its tokens a tokenizer uses is not always stored with a model
+    known["vocab_size"] = model["padded_vocab_size"]
     given = vars(args) | {"seq_length": seq_length}
     whole = argparse.Namespace(**(flags.parser().defaults() | known | given))
     arguments.complete(whole, world_size=1)

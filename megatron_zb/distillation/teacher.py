@@ -30,7 +30,7 @@ _NEEDED = (
     "swiglu",
     "untie_embeddings_and_output_weights",
 )
-_OPTIONAL = {"norm_epsilon": 1e-5, "init_method_std": 0.02, "seq_length": None, "vocab_size": None}
+_OPTIONAL = {"norm_epsilon": 1e-5, "init_method_std": 0.02, "seq_length": None}
 
 # What is not built here, and what it is in a model that has none of it.
 _PLAIN: dict[str, tuple[Any, ...]] = {
@@ -44,7 +44,6 @@ _PLAIN: dict[str, tuple[Any, ...]] = {
     "apply_layernorm_1p": (None, False),
     "fp32_residual_connection": (None, False),
     "apply_residual_connection_post_layernorm": (None, False),
-    "add_qkv_bias": (None, False),
     "heterogeneous_layers_config_path": (None, ""),
     "heterogeneous_layers_config_encoded_json": (None, ""),
     "use_rope_scaling": (None, False),
@@ -133,6 +132,11 @@ def _check_plain(saved: dict[str, Any], path: Path) -> None:
         raise UsageError(
             f"{FLAG}: {path} has position_embedding_type {saved['position_embedding_type']}: "
             f"known are {', '.join(_POSITIONS)}"
+        )
+    if saved.get("add_qkv_bias") and not saved.get("add_bias_linear", True):
+        raise UsageError(
+            f"{FLAG}: {path} has biases in queries, keys and values alone, which blockwise "
+            "distillation does not know: give a GPT with all biases or none"
         )
     channels, heads = saved.get("kv_channels"), saved["num_attention_heads"]
     if channels is not None and channels * heads != saved["hidden_size"]:
