@@ -154,7 +154,7 @@ class Report:
             "utilisation": utilisation,
         }
         self.write(record)
-        lowest = " ".join(f"{min(self.last[block].values()):.4f}" for block in sorted(self.last))
+        lowest = " ".join(f"{min(self.last[block].values()):.2e}" for block in sorted(self.last))
         width = len(str(self._steps.last))
         self.say(
             f" [{time.strftime('%Y-%m-%d %H:%M:%S')}] step {step:{width}d}/{self._steps.last} | "
