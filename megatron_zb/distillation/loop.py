@@ -143,7 +143,7 @@ class Run:
             dist.PrefixStore("report", store),
             self._rank,
             distribution.num_ranks,
-            Steps(args.train_iters, args.log_interval, args.global_batch_size),
+            Steps(first_step, args.train_iters, args.log_interval, args.global_batch_size),
             list(classroom.all_pupils()),
             busy,
             file,
@@ -169,7 +169,7 @@ class Run:
         """Train from the state after `first` steps to that after `end`."""
         if self._rank >= self.distribution.num_ranks:
             return
-        self.report.begin(first, _last_step(self._args, end))
+        self.report.ends_with(_last_step(self._args, end))
         with self._progress.step():
             done = relay_steps(
                 self._steps,

@@ -57,6 +57,8 @@ class BusyTime:
 class Steps:
     """Which steps of a run get a line, and how they are counted."""
 
+    done: int
+    """Before this run."""
     last: int
     """Of the whole training, for `step 3/ 30`."""
     interval: int
@@ -89,15 +91,15 @@ class Report:
         self._pupils = pupils
         self._busy = busy
         self._file = file
-        self._told = self._end = 0
+        self._told = steps.done
+        self._end = steps.last
         self._expected: list[int] = []
         self.last: Losses = {}
         """Of the last line; on rank 0 alone."""
 
-    def begin(self, first: int, end: int) -> None:
-        """The next steps come after `first` steps; that with the number `end` gets a line."""
-        self._end = end
-        self._told = max(self._told, first)
+    def ends_with(self, step: int) -> None:
+        """The run ends with the step of that number, which gets a line in any case."""
+        self._end = step
 
     def after(self, step: int) -> None:
         """This rank has updated its students in the step of that number, from 1."""
