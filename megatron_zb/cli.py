@@ -7,12 +7,13 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from megatron_zb import __version__, schedules
+from megatron_zb import __version__, pipe_bd_flags, schedules
 from megatron_zb.errors import UsageError
 from megatron_zb.planner import command as planning
 from megatron_zb.planner import trace_command as tracing
 from megatron_zb.schedules import interchange
 from megatron_zb.schedules.bounds import lower_bound
+from megatron_zb.schedules.pipe_bd import NAME
 
 # The choices that a schedule may have, as build() and the command line name them.
 _CHOICES = ("memory_limit", "chunks", "group_size")
@@ -34,6 +35,10 @@ examples:
   megatron-zb show auto --pipeline-size 8 --num-microbatches 16 --memory-limit 0.5
   megatron-zb show v-half --pipeline-size 8 --num-microbatches 16 --output v-half.html
   megatron-zb show --csv table.csv
+
+pipe-bd draws blockwise distillation, for blocks with times of their own:
+  megatron-zb show pipe-bd --pipeline-size 4 --num-microbatches 8 --steps 3 \\
+      --teacher 1 1 2 1 1 1 --student 3 3 5 3 3 2 --update 1
 
 schedules: """
 
@@ -90,11 +95,12 @@ def _add_show(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> 
     show = commands.add_parser(
         "show",
         help="draw a schedule and its memory in the terminal, as a picture or as a page",
-        description=SHOW_HELP + ", ".join(schedules.names()),
+        description=SHOW_HELP + ", ".join([*schedules.names(), NAME]),
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     show.set_defaults(command=_show)
     _add_schedule(show)
+    pipe_bd_flags.add_arguments(show)
     show.add_argument(
         "--output",
         "-o",
@@ -113,6 +119,7 @@ def _add_export(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
     )
     export.set_defaults(command=_export)
     _add_schedule(export)
+    pipe_bd_flags.add_arguments(export)
     export.add_argument(
         "--format", choices=("csv", "chrome-trace"), required=True, help="what to write"
     )
@@ -277,6 +284,8 @@ def _save(arguments: argparse.Namespace) -> None:
     path, timeline = arguments.output, _timeline(arguments)
     ending = path.suffix.lower()
     if ending == ".html":
+        if timeline.schedule.relay is not None:
+            raise UsageError(f"there is no page for {NAME}: give a name that ends in .png or .svg")
         from megatron_zb.report.schedule_page import save_schedule
 
         costs = _costs(arguments, timeline.schedule.placement.pipeline_size)
@@ -302,6 +311,8 @@ def _report(timeline: schedules.Timeline) -> schedules.Report:
 def _export(arguments: argparse.Namespace) -> None:
     timeline = _timeline(arguments)
     if arguments.format == "csv":
+        if timeline.schedule.relay is not None:
+            raise UsageError(f"a csv table has no passes of {NAME}: give --format chrome-trace")
         interchange.write_csv(timeline.schedule, arguments.output)
     else:
         interchange.write_text(arguments.output, interchange.to_chrome_trace(timeline))
@@ -324,6 +335,9 @@ def _timeline(arguments: argparse.Namespace) -> schedules.Timeline:
         raise UsageError("no schedule was asked for: give NAME, such as v-half, or --csv FILE")
     if arguments.pipeline_size is None or arguments.num_microbatches is None:
         raise UsageError(f"{arguments.name} needs --pipeline-size P and --num-microbatches M")
+    pipe_bd_flags.check(arguments)
+    if arguments.name == NAME:
+        return pipe_bd_flags.timeline(arguments)
     costs = _costs(arguments, arguments.pipeline_size)
     schedule = schedules.build(
         arguments.name,

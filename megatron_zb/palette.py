@@ -6,13 +6,17 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from megatron_zb.memory_lines import one_f_one_b_peak
-from megatron_zb.schedules import PassKind, Report, Timeline
+from megatron_zb.schedules import Pass, PassKind, Report, Schedule, Timeline
+from megatron_zb.schedules.relay import Relay
 
 KIND_NAMES = {
     PassKind.F: "forward",
     PassKind.B: "input gradient",
     PassKind.W: "weight gradient",
     PassKind.BW: "backward, fused",
+    PassKind.T: "teacher",
+    PassKind.S: "students",
+    PassKind.U: "update",
 }
 
 # Okabe and Ito's colours, told apart by colour-blind people too: one pair for each kind, for the
@@ -22,6 +26,10 @@ _COLOURS = {
     PassKind.B: ("#D55E00", "#E69F00"),
     PassKind.W: ("#009E73", "#F0E442"),
     PassKind.BW: ("#CC79A7", "#999999"),
+    # Paul Tol's muted colours, for a dark and a light step in turn.
+    PassKind.T: ("#332288", "#88CCEE"),
+    PassKind.S: ("#882255", "#DDCC77"),
+    PassKind.U: ("#117733", "#44AA99"),
 }
 # More chunks get the shades between these two, the darkest first.
 _SHADES = {
@@ -29,6 +37,9 @@ _SHADES = {
     PassKind.B: ("#8F3500", "#FFC766"),
     PassKind.W: ("#00563F", "#F0E442"),
     PassKind.BW: ("#5E2448", "#EBC4DA"),
+    PassKind.T: ("#221566", "#BFE3F5"),
+    PassKind.S: ("#5C163A", "#EADFA8"),
+    PassKind.U: ("#0B4A22", "#9AD6CB"),
 }
 # Lines of ranks, first to last: one hue, told apart by their lightness. What stands out is the rank
 # that holds the most, and the level of 1F1B.
@@ -39,7 +50,7 @@ REFERENCE_COLOUR = "#000000"
 
 @dataclass(frozen=True)
 class Bar:
-    """One pass on the row of its rank."""
+    """One pass on the row of its rank; ``chunk`` is 0 and 1 for the steps of a relay in turn."""
 
     rank: int
     start: float
@@ -87,27 +98,40 @@ def luminance(colour: str) -> float:
     return 0.2126 * red + 0.7152 * green + 0.0722 * blue
 
 
+def variants_of(schedule: Schedule) -> int:
+    """How many colours a kind has: one for each model chunk of a rank, two for steps in turn."""
+    return schedule.placement.chunks if schedule.relay is None else 2
+
+
+def variant_of(schedule: Schedule, p: Pass) -> int:
+    """Which of them a pass has."""
+    if schedule.relay is None:
+        return schedule.placement.chunk_of(p.stage)
+    return schedule.relay.step_of(p) % 2
+
+
 def bars_of(timeline: Timeline) -> Iterator[Bar]:
     """The bars of all ranks, rank by rank in the order they run."""
-    placement = timeline.schedule.placement
-    for rank, passes in enumerate(timeline.schedule.ranks):
+    schedule = timeline.schedule
+    for rank, passes in enumerate(schedule.ranks):
         for p, start, end in zip(passes, timeline.start[rank], timeline.end[rank], strict=True):
-            chunk = placement.chunk_of(p.stage)
-            colour = colour_of(p.kind, chunk, placement.chunks)
+            chunk = variant_of(schedule, p)
+            colour = colour_of(p.kind, chunk, variants_of(schedule))
             yield Bar(rank, start, end, p.kind, chunk, p.microbatch, colour)
 
 
 def legend_of(timeline: Timeline) -> list[tuple[PassKind, int, str]]:
-    """The kinds and chunks that occur, each with its words."""
+    """The kinds and chunks, or even and odd steps, that occur, each with its words."""
     found = sorted(
         {(bar.kind, bar.chunk) for bar in bars_of(timeline)},
         key=lambda pair: (list(KIND_NAMES).index(pair[0]), pair[1]),
     )
-    one_chunk = timeline.schedule.placement.chunks == 1
-    return [
-        (kind, chunk, KIND_NAMES[kind] if one_chunk else f"{KIND_NAMES[kind]}, chunk {chunk}")
-        for kind, chunk in found
-    ]
+    if timeline.schedule.relay is not None:
+        said = [", even steps", ", odd steps"]
+    else:
+        chunks = timeline.schedule.placement.chunks
+        said = [""] if chunks == 1 else [f", chunk {chunk}" for chunk in range(chunks)]
+    return [(kind, chunk, KIND_NAMES[kind] + said[chunk]) for kind, chunk in found]
 
 
 def report_of(report: Report) -> str:
@@ -123,10 +147,22 @@ def report_of(report: Report) -> str:
 def title_of(timeline: Timeline) -> str:
     """The name, the sizes and what the schedule costs, in one line."""
     schedule = timeline.schedule
+    if schedule.relay is not None:
+        return _relay_title(timeline, schedule.relay)
     ranks, microbatches = schedule.placement.pipeline_size, schedule.num_microbatches
     peak, stock = max(timeline.peak_activation), one_f_one_b_peak(timeline)
     return (
         f"{schedule.name}: {ranks} ranks, {microbatches} microbatches; "
         f"bubble rate {timeline.bubble_rate:.1%}; "
         f"peak activation memory {peak:g} microbatches ({peak / stock:.2f} of 1F1B's)"
+    )
+
+
+def _relay_title(timeline: Timeline, relay: Relay) -> str:
+    ranks, ahead = timeline.schedule.placement.pipeline_size, relay.run_ahead
+    return (
+        f"{timeline.schedule.name}: {ranks} {'rank' if ranks == 1 else 'ranks'}, "
+        f"{relay.num_microbatches} microbatches, {relay.steps} "
+        f"{'step' if relay.steps == 1 else 'steps'}; bubble rate {timeline.bubble_rate:.1%}; "
+        f"ranks run ahead by {ahead} {'step' if ahead == 1 else 'steps'} at most"
     )

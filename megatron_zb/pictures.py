@@ -20,6 +20,7 @@ from megatron_zb.palette import (
     rank_colour,
     text_colour_on,
     title_of,
+    variants_of,
 )
 from megatron_zb.schedules import Timeline
 
@@ -77,6 +78,8 @@ def draw(timeline: Timeline) -> Figure:
     Raises:
         UsageError: matplotlib is missing.
     """
+    if timeline.schedule.relay is not None:
+        return _draw_relay(timeline)
     placement = timeline.schedule.placement
     width = _width(timeline)
     rows = placement.pipeline_size * ROW_HEIGHT
@@ -89,6 +92,21 @@ def draw(timeline: Timeline) -> Figure:
     _draw_bars(bars, timeline, inches_per_second=(width - MARGINS[0]) / timeline.makespan)
     _label(bars, timeline)
     _draw_memory(memory, timeline, names_in_a_row)
+    return figure
+
+
+def _draw_relay(timeline: Timeline) -> Figure:
+    """Bars alone; the share of the time in which a rank computes is beside its name."""
+    width = _width(timeline)
+    rows = timeline.schedule.placement.pipeline_size
+    figure = _figure(width, rows * ROW_HEIGHT + MARGINS[1] + LEGEND_ROW_HEIGHT)
+    axes = figure.subplots()
+    _draw_bars(axes, timeline, inches_per_second=(width - MARGINS[0]) / timeline.makespan)
+    _label(axes, timeline)
+    named = [f"rank {rank}: {share:.1%}" for rank, share in enumerate(timeline.utilisation)]
+    axes.set_yticks(range(rows), named)
+    axes.tick_params(axis="x", length=3, labelbottom=True)
+    axes.set_xlabel("time")
     return figure
 
 
@@ -175,7 +193,7 @@ def _draw_legend(axes: Axes, timeline: Timeline) -> None:
     from matplotlib.patches import Patch
 
     # A column for each kind and a row for each chunk, whether it occurs or not.
-    chunks = timeline.schedule.placement.chunks
+    chunks = variants_of(timeline.schedule)
     words = {(kind, chunk): text for kind, chunk, text in legend_of(timeline)}
     kinds = list(dict.fromkeys(kind for kind, _ in words))
     handles = [

@@ -3,7 +3,8 @@
 A cell starts with the kind of its pass, F, B, W or, for a fused backward, D, as capital letter for
 even and small letter for odd model chunks, so that a drawing without colours can be read as well.
 The line below its title compares the schedule with the lower bound; at the end is the activation
-memory of each rank over time, in as many columns as the schedule, or as fit.
+memory of each rank over time, in as many columns as the schedule, or as fit. A relay of blockwise
+distillation has T, S and U, as small letters in odd steps, and how busy each rank is at the end.
 """
 
 from __future__ import annotations
@@ -22,13 +23,15 @@ from megatron_zb.palette import (
     bars_of,
     colour_of,
     legend_of,
+    rank_colour,
     report_of,
     text_colour_on,
     title_of,
+    variants_of,
 )
 from megatron_zb.schedules import PassKind, Report, Timeline
 
-LETTERS = {PassKind.F: "F", PassKind.B: "B", PassKind.W: "W", PassKind.BW: "D"}
+LETTERS = {kind: kind.value for kind in PassKind} | {PassKind.BW: "D"}
 IDLE = "·"
 LEVELS = " ▁▂▃▄▅▆▇█"
 MOST = "◀"
@@ -54,7 +57,20 @@ def print_schedule(timeline: Timeline, report: Report, console: Console) -> None
     for line in _legend(timeline):
         _print_line(console, line)
     console.print()
+    if timeline.schedule.relay is not None:
+        _print_utilisation(timeline, console, label_width)
+        return
     _print_memory(timeline, console, min(band, len(rows[0])), label_width)
+
+
+def _print_utilisation(timeline: Timeline, console: Console, label_width: int) -> None:
+    """A row for each rank, as long as the share of the time in which it computes."""
+    console.print(Text("share of the time in which each rank computes"), highlight=False)
+    columns = max(console.width - label_width - len(" 100.0 %"), 1)
+    for rank, share in enumerate(timeline.utilisation):
+        row = Text(f"rank {rank} ".ljust(label_width))
+        row.append(LEVELS[-1] * round(share * columns), style=rank_colour(0, 1))
+        _print_line(console, row.append(f" {share:.1%}"))
 
 
 def _print_memory(timeline: Timeline, console: Console, columns: int, label_width: int) -> None:
@@ -131,7 +147,7 @@ def _style(colour: str) -> str:
 
 def _legend(timeline: Timeline) -> list[Text]:
     """A line for each kind that occurs, with its letters, and one for the rest."""
-    chunks = timeline.schedule.placement.chunks
+    chunks = variants_of(timeline.schedule)
     found: dict[PassKind, list[int]] = {}
     for kind, chunk, _ in legend_of(timeline):
         found.setdefault(kind, []).append(chunk)
@@ -144,6 +160,11 @@ def _legend(timeline: Timeline) -> list[Text]:
             line.append(f" {_letter(kind, chunk)} ", style=style).append(" ")
         line.append(" " * (width - len(line)) + KIND_NAMES[kind])
         lines.append(line)
+    if timeline.schedule.relay is not None:
+        numbers = (
+            "capital letter: even steps, small: odd; number: microbatch, of an update its step"
+        )
+        return [*lines, Text(f"{numbers}; {IDLE} idle", style="dim")]
     return [*lines, Text(f"{_letters(chunks)}number: microbatch; {IDLE} idle", style="dim")]
 
 

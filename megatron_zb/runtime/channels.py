@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections import defaultdict, deque
 from collections.abc import Iterable, Sequence
-from itertools import pairwise
 from typing import NamedTuple
 
 import torch
@@ -28,8 +27,7 @@ class Header(NamedTuple):
 
 def channels_of(placement: Placement) -> list[Channel]:
     """Every channel that a placement needs, in the one order that all ranks agree on."""
-    hops = pairwise(placement.rank_of)
-    pairs = {c for a, b in hops if a != b for c in (Channel(a, b), Channel(b, a))}
+    pairs = {c for a, b in placement.links for c in (Channel(a, b), Channel(b, a))}
     return sorted(pairs)
 
 

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from typing import Protocol
+from typing import Protocol, TypeAlias, cast
 
 import torch
 
 from megatron_zb.runtime.autograd_stage import Stage
+from megatron_zb.runtime.distillation_stage import DistillationStage
 from megatron_zb.runtime.observer import NOBODY, Observer
 from megatron_zb.schedules.communication import (
     Channel,
@@ -20,7 +21,9 @@ from megatron_zb.schedules.communication import (
     Take,
 )
 from megatron_zb.schedules.passes import PassKind
+from megatron_zb.schedules.relay import RELAY_KINDS
 
+AnyStage: TypeAlias = Stage | DistillationStage
 Allocate = Callable[[Message], torch.Tensor]
 
 
@@ -41,7 +44,7 @@ class Transport(Protocol):
 def run_program(
     program: Program,
     rank: int,
-    stages: Mapping[int, Stage],
+    stages: Mapping[int, AnyStage],
     channels: Transport,
     allocate: Allocate,
     observer: Observer | None = None,
@@ -53,7 +56,8 @@ def run_program(
         rank: the logical rank.
         stages: the stages this rank holds.
         channels: its channels to other ranks, for messages of known shapes or of any shape.
-        allocate: an empty tensor of the right shape, type and device for a message.
+        allocate: an empty tensor of the right shape, type and device for a message; for a credit
+            (``message.is_credit``) too, which any tensor serves, as long as all ranks agree.
         observer: is told what the rank does.
     """
     execution = Execution(program.send_slots, stages, channels, allocate, observer)
@@ -67,7 +71,7 @@ class Execution:
     def __init__(
         self,
         send_slots: int,
-        stages: Mapping[int, Stage],
+        stages: Mapping[int, AnyStage],
         channels: Transport,
         allocate: Allocate,
         observer: Observer | None = None,
@@ -89,8 +93,13 @@ class Execution:
                 del buffer
             elif isinstance(instruction, Take):
                 with self._observer.waiting(instruction.channel, instruction.message):
-                    self._here[instruction.message] = channels.take(instruction.message)
+                    taken = channels.take(instruction.message)
+                if not instruction.message.is_credit:
+                    self._here[instruction.message] = taken
+                del taken
             elif isinstance(instruction, Send):
+                if instruction.message.is_credit:
+                    self._outgoing = self._allocate(instruction.message).zero_()
                 outgoing, self._outgoing = self._outgoing, None
                 assert outgoing is not None
                 channels.send(instruction.channel, outgoing, self._send_slots)
@@ -106,16 +115,18 @@ class Execution:
             assert run.makes is not None
             self._here[run.makes] = result
         else:
-            self._outgoing = result
+            self._outgoing = result if run.makes is not None else None
 
 
 def _run_pass(
     run: Run,
-    stages: Mapping[int, Stage],
+    stages: Mapping[int, AnyStage],
     here: dict[Message, torch.Tensor | None],
 ) -> torch.Tensor | None:
     kind, stage_index, microbatch = run.work
-    stage = stages[stage_index]
+    if kind in RELAY_KINDS:
+        return _run_relay_pass(run, cast(DistillationStage, stages[stage_index]), here)
+    stage = cast(Stage, stages[stage_index])
     if kind is PassKind.W:
         stage.backward_weight(microbatch)
         return None
@@ -125,3 +136,16 @@ def _run_pass(
     if kind is PassKind.B:
         return stage.backward_input(microbatch, received)
     return stage.backward(microbatch, received)
+
+
+def _run_relay_pass(
+    run: Run, stage: DistillationStage, here: dict[Message, torch.Tensor | None]
+) -> torch.Tensor | None:
+    kind, _, number = run.work
+    if kind is PassKind.T:
+        return stage.teach(number, here.pop(run.reads) if run.reads is not None else None)
+    if kind is PassKind.S:
+        stage.study(number)
+    else:
+        stage.update(number)
+    return None

@@ -16,7 +16,7 @@ from typing import Any, Protocol
 import torch
 
 from megatron_zb.schedules.communication import Channel, Message
-from megatron_zb.schedules.passes import Pass
+from megatron_zb.schedules.passes import Pass, PassKind
 
 REMEMBERED = 50
 
@@ -117,6 +117,12 @@ class Progress:
         if isinstance(situation, Pass):
             return State(f"is in {said(situation)}", None, seconds, passes)
         channel, message = situation
+        if message.is_credit:
+            doing = (
+                f"waits for pipeline rank {channel.source} in schedule order to update its "
+                f"students in step {message.microbatch}"
+            )
+            return State(doing, channel.source, seconds, passes)
         kind = "the gradient" if message.is_gradient else "the activation"
         doing = (
             f"waits for {kind} for stage {message.stage}, microbatch {message.microbatch}, "
@@ -127,7 +133,8 @@ class Progress:
 
 def said(work: Pass) -> str:
     """A pass in words."""
-    return f"{work.kind.name} of stage {work.stage}, microbatch {work.microbatch}"
+    counted = "step" if work.kind is PassKind.U else "microbatch"
+    return f"{work.kind.name} of stage {work.stage}, {counted} {work.microbatch}"
 
 
 def who_holds_up(states: dict[int, State], rank: int) -> int:

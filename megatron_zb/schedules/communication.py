@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import NamedTuple, TypeAlias
 
 from megatron_zb.schedules.passes import Pass, PassKind
-from megatron_zb.schedules.placement import Placement
+from megatron_zb.schedules.relay import Product, Relay
 from megatron_zb.schedules.schedule import InvalidSchedule, Schedule
 
 
@@ -29,11 +29,18 @@ class Message(NamedTuple):
     """The output of one pass on its way to the rank that reads it.
 
     ``is_gradient`` tells an output gradient from an activation; ``stage`` is the *reading* stage.
+    A *credit* carries no tensor of the model: it tells the first stage that rank ``credit_of`` has
+    updated its students in step ``microbatch``, so that the first stage may begin a later one.
     """
 
     is_gradient: bool
     stage: int
     microbatch: int
+    credit_of: int | None = None
+
+    @property
+    def is_credit(self) -> bool:
+        return self.credit_of is not None
 
 
 class Receive(NamedTuple):
@@ -63,7 +70,7 @@ class Run(NamedTuple):
 
 
 class Send(NamedTuple):
-    """Send what the pass just run has made."""
+    """Send what the pass just run has made, or a credit for it."""
 
     channel: Channel
     message: Message
@@ -71,6 +78,7 @@ class Send(NamedTuple):
 
 Instruction: TypeAlias = Receive | Take | Run | Send
 
+_WITHOUT_MESSAGES = (PassKind.W, PassKind.S, PassKind.U)
 _SEND_SLOTS = (2, 4, 8, 16, 64, 256, 4096)
 
 
@@ -94,15 +102,14 @@ def lower(schedule: Schedule) -> Program:
     Raises:
         InvalidSchedule: the ranks would wait for one another in a circle.
     """
-    runs = [[_run(p, schedule.placement) for p in rank] for rank in schedule.ranks]
-    sent = _message_order(runs, schedule.placement)
+    runs = [[_run(p, rank, schedule) for p in passes] for rank, passes in enumerate(schedule.ranks)]
+    sent = _message_order(runs, schedule)
     buffers = {
-        channel: _buffers_needed(messages, runs[channel.target])
+        channel: _buffers_needed(channel, messages, runs[channel.target], schedule)
         for channel, messages in sent.items()
     }
     ranks = tuple(
-        tuple(_instructions(rank, runs[rank], sent, buffers, schedule.placement))
-        for rank in range(len(runs))
+        tuple(_instructions(rank, runs[rank], sent, buffers, schedule)) for rank in range(len(runs))
     )
     for slots in _SEND_SLOTS:
         program = Program(schedule, ranks, buffers, slots)
@@ -115,38 +122,89 @@ def lower(schedule: Schedule) -> Program:
     )
 
 
-def _run(p: Pass, placement: Placement) -> Run:
-    if p.kind is PassKind.W:
+def _run(p: Pass, rank: int, schedule: Schedule) -> Run:
+    if p.kind in _WITHOUT_MESSAGES:
         return Run(p, None, None, False)
+    placement = schedule.placement
     last = placement.num_stages - 1
-    is_gradient = p.kind is not PassKind.F
+    is_gradient = p.kind not in (PassKind.F, PassKind.T)
     step = -1 if is_gradient else 1
     source, target = p.stage - step, p.stage + step
     reads = Message(is_gradient, p.stage, p.microbatch) if 0 <= source <= last else None
     if not 0 <= target <= last:
         return Run(p, reads, None, False)
-    makes_local = placement.rank_of[target] == placement.rank_of[p.stage]
+    makes_local = placement.rank_at(target, p.microbatch) == rank
     return Run(p, reads, Message(is_gradient, target, p.microbatch), makes_local)
 
 
-def _message_order(runs: list[list[Run]], placement: Placement) -> dict[Channel, list[Message]]:
+def _sends(rank: int, run: Run, schedule: Schedule) -> list[Send]:
+    """What a rank sends when it has run a pass."""
+    if run.work.kind is PassKind.U:
+        return _credits(rank, run.work, schedule)
+    if run.makes is None or run.makes_local:
+        return []
+    target = schedule.placement.rank_at(run.makes.stage, run.makes.microbatch)
+    return [Send(Channel(rank, target), run.makes)]
+
+
+def _credits(rank: int, update: Pass, schedule: Schedule) -> list[Send]:
+    """A credit to each rank of the first stage, if that waits for this step's updates at all."""
+    relay = schedule.relay
+    if relay is None or not relay.is_awaited(update.microbatch):
+        return []
+    credit = Message(False, 0, update.microbatch, rank)
+    waiting = schedule.placement.ranks_of[0]
+    return [Send(Channel(rank, first), credit) for first in waiting if first != rank]
+
+
+def _takes(rank: int, run: Run, schedule: Schedule) -> list[Message]:
+    """What must be there before a rank runs a pass, whether sent by another rank or made here."""
+    taken = [] if run.reads is None else [run.reads]
+    relay = schedule.relay
+    if relay is not None:
+        step = relay.awaited_step(schedule.placement, run.work)
+        if step is not None:
+            others = (r for r in range(len(schedule.ranks)) if r != rank)
+            taken += [Message(False, 0, step, other) for other in others]
+    return taken
+
+
+def _message_order(runs: list[list[Run]], schedule: Schedule) -> dict[Channel, list[Message]]:
     sent: dict[Channel, list[Message]] = defaultdict(list)
     for rank, passes in enumerate(runs):
         for run in passes:
-            if run.makes is not None and not run.makes_local:
-                sent[Channel(rank, placement.rank_of[run.makes.stage])].append(run.makes)
+            for channel, message in _sends(rank, run, schedule):
+                sent[channel].append(message)
     return dict(sent)
 
 
-def _buffers_needed(messages: list[Message], target_runs: list[Run]) -> int:
-    """Buffers so that every message can arrive, in order, before the pass that reads it."""
+def _buffers_needed(
+    channel: Channel, messages: list[Message], target_runs: list[Run], schedule: Schedule
+) -> int:
+    """Buffers so that every message can arrive, in order, before the pass that reads it.
+
+    In a relay also so many that no rank is held up before ``run_ahead`` holds it up: room for all
+    that a channel carries in the step at hand and in those ahead.
+    """
     index = {message: i for i, message in enumerate(messages)}
     needed, read = 1, 0
     for run in target_runs:
-        if run.reads is not None and (i := index.get(run.reads)) is not None:
-            needed = max(needed, i + 1 - read)
-            read += 1
-    return needed
+        for message in _takes(channel.target, run, schedule):
+            if (i := index.get(message)) is not None:
+                needed = max(needed, i + 1 - read)
+                read += 1
+    if schedule.relay is None:
+        return needed
+    return max(needed, _most_under_way(messages, schedule.relay))
+
+
+def _most_under_way(messages: list[Message], relay: Relay) -> int:
+    """The most messages of a channel in ``run_ahead + 1`` steps in a row; all steps are alike."""
+    steps = [
+        message.microbatch // (1 if message.is_credit else relay.num_microbatches)
+        for message in messages
+    ]
+    return sum(step - steps[0] <= relay.run_ahead for step in steps)
 
 
 def _instructions(
@@ -154,7 +212,7 @@ def _instructions(
     runs: list[Run],
     sent: dict[Channel, list[Message]],
     buffers: dict[Channel, int],
-    placement: Placement,
+    schedule: Schedule,
 ) -> list[Instruction]:
     unposted = {c: deque(messages) for c, messages in sent.items() if c.target == rank}
     channel_of = {message: c for c, messages in unposted.items() for message in messages}
@@ -169,29 +227,30 @@ def _instructions(
     for channel in sorted(unposted):
         post(channel)
     for run in runs:
-        if run.reads is not None and run.reads in channel_of:
-            channel = channel_of[run.reads]
-            instructions.append(Take(channel, run.reads))
-            posted[channel] -= 1
-            post(channel)  # before the pass, so that the next message travels while it runs
+        for message in _takes(rank, run, schedule):
+            if message in channel_of:
+                channel = channel_of[message]
+                instructions.append(Take(channel, message))
+                posted[channel] -= 1
+                post(channel)  # before the pass, so that the next message travels while it runs
         instructions.append(run)
-        if run.makes is not None and not run.makes_local:
-            instructions.append(Send(Channel(rank, placement.rank_of[run.makes.stage]), run.makes))
+        instructions += _sends(rank, run, schedule)
     return instructions
 
 
 def unfinished(program: Program) -> dict[int, Instruction]:
     """Run the program on paper with its bounded buffers; the instructions no rank gets past.
 
-    A rank waits only for a message it reads, or for a send slot, and no choice depends on when a
-    message arrives. Such a network has one outcome: if one order of arrivals finishes, all do, so
-    this single run is the proof (Kahn 1974).
+    A rank waits only for a message it reads, for a send slot, or in U for the other ranks of its
+    stage to come to theirs, and no choice depends on when a message arrives. Such a network has one
+    outcome: if one order of arrivals finishes, all do, so this single run is the proof (Kahn 1974).
     """
     position = [0] * len(program.ranks)
     posted: dict[Channel, int] = defaultdict(int)
     sent: dict[Channel, int] = defaultdict(int)
     arrived: set[tuple[int, Message]] = set()
     orders: dict[Channel, list[Message]] = defaultdict(list)
+    meetings = _Meetings(program.schedule)
     for instructions in program.ranks:
         for instruction in instructions:
             if isinstance(instruction, Send):
@@ -210,7 +269,11 @@ def unfinished(program: Program) -> dict[int, Instruction]:
                 if (rank, instruction.message) not in arrived:
                     break
                 arrived.discard((rank, instruction.message))
-            elif not isinstance(instruction, Run):
+            elif isinstance(instruction, Run):
+                if not meetings.can_run(rank, instruction.work):
+                    break
+                touched |= meetings.ran(rank, instruction.work)
+            else:
                 channel = instruction.channel
                 before = min(posted[channel], sent[channel])
                 if isinstance(instruction, Receive):
@@ -233,3 +296,27 @@ def unfinished(program: Program) -> dict[int, Instruction]:
         if position[rank] > before:
             runnable |= touched
     return {r: program.ranks[r][i] for r, i in enumerate(position) if i < len(program.ranks[r])}
+
+
+class _Meetings:
+    """Where the ranks of a stage wait for one another without a message: to sum gradients in U."""
+
+    def __init__(self, schedule: Schedule) -> None:
+        self._relay, self._placement = schedule.relay, schedule.placement
+        self._made: set[Product] = set()
+
+    def can_run(self, rank: int, work: Pass) -> bool:
+        """Whether all other ranks of the stage have come as far as ``rank`` needs them to."""
+        if self._relay is None or work.kind is not PassKind.U:
+            return True
+        return self._made.issuperset(self._relay.needs(self._placement, rank, work))
+
+    def ran(self, rank: int, work: Pass) -> set[int]:
+        """Note a pass; the ranks whose wait that may have ended."""
+        if self._relay is None or work.kind is not PassKind.S:
+            return set()
+        made = self._relay.makes(self._placement, rank, work)
+        if made is None:
+            return set()
+        self._made.add(made)
+        return {peer for peer in self._placement.ranks_of[work.stage] if peer != rank}

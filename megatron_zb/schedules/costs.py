@@ -18,7 +18,8 @@ class StageCosts:
 
     ``forward_hop[s]`` is the time of the message from stage s to s+1 and ``backward_hop[s]`` from
     stage s to s-1, 0 on the same rank. ``activation[s]`` is what F(s) holds and
-    ``held_for_weight[s]`` what is still held between B(s) and W(s).
+    ``held_for_weight[s]`` what is still held between B(s) and W(s). ``teacher``, ``student`` and
+    ``update`` are the seconds of T, S and U, and empty where there are none.
     """
 
     forward: tuple[float, ...]
@@ -28,6 +29,9 @@ class StageCosts:
     backward_hop: tuple[float, ...]
     activation: tuple[float, ...]
     held_for_weight: tuple[float, ...]
+    teacher: tuple[float, ...] = ()
+    student: tuple[float, ...] = ()
+    update: tuple[float, ...] = ()
 
     def duration(self, p: Pass) -> float:
         """Seconds of one pass; BW takes as long as B and W."""
@@ -37,6 +41,12 @@ class StageCosts:
             return self.backward[p.stage]
         if p.kind is PassKind.W:
             return self.weight[p.stage]
+        if p.kind is PassKind.T:
+            return self.teacher[p.stage]
+        if p.kind is PassKind.S:
+            return self.student[p.stage]
+        if p.kind is PassKind.U:
+            return self.update[p.stage]
         return self.backward[p.stage] + self.weight[p.stage]
 
 

@@ -223,6 +223,9 @@ _TRACE_COLOUR = {
     PassKind.B: "bad",
     PassKind.W: "good",
     PassKind.BW: "terrible",
+    PassKind.T: "rail_response",
+    PassKind.S: "rail_animation",
+    PassKind.U: "good",
 }
 
 

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import pairwise
+from math import lcm
 
 from megatron_zb.errors import UsageError
 
@@ -28,6 +31,20 @@ class Placement:
     def chunks(self) -> int:
         return self.num_stages // self.pipeline_size
 
+    @property
+    def ranks_of(self) -> tuple[tuple[int, ...], ...]:
+        """The ranks of each stage: one, but for :class:`GroupPlacement`."""
+        return tuple((rank,) for rank in self.rank_of)
+
+    def rank_at(self, stage: int, microbatch: int) -> int:
+        """The rank on which a microbatch passes a stage."""
+        return self.rank_of[stage]
+
+    @property
+    def links(self) -> set[tuple[int, int]]:
+        """Pairs of ranks that messages travel between, in either direction."""
+        return {(a, b) for a, b in pairwise(self.rank_of) if a != b}
+
     @cached_property
     def stages_of(self) -> tuple[tuple[int, ...], ...]:
         """The stages of each rank, in model order."""
@@ -43,6 +60,70 @@ class Placement:
     def chunk_of(self, stage: int) -> int:
         """The chunk index of a stage on its rank."""
         return self._chunk_of[stage]
+
+
+@dataclass(frozen=True)
+class GroupPlacement(Placement):
+    """Stage s on the ranks ``groups[s]``, each of which takes whole microbatches in turn.
+
+    Microbatch j passes stage s on rank ``groups[s][j % len(groups[s])]``, so that every activation
+    goes from one rank to one rank whatever the sizes of the groups. A rank has one stage;
+    ``rank_of`` names the first rank of each.
+    """
+
+    groups: tuple[tuple[int, ...], ...]
+
+    @property
+    def chunks(self) -> int:
+        return 1
+
+    @property
+    def ranks_of(self) -> tuple[tuple[int, ...], ...]:
+        return self.groups
+
+    def rank_at(self, stage: int, microbatch: int) -> int:
+        """The rank on which a microbatch passes a stage."""
+        group = self.groups[stage]
+        return group[microbatch % len(group)]
+
+    @property
+    def links(self) -> set[tuple[int, int]]:
+        """Relays between neighbouring stages, and from every rank to those of the first stage."""
+        relays = {
+            (a[j % len(a)], b[j % len(b)])
+            for a, b in pairwise(self.groups)
+            for j in range(lcm(len(a), len(b)))
+        }
+        ranks = range(self.pipeline_size)
+        return relays | {(first, rank) for first in self.groups[0] for rank in ranks} - {
+            (first, first) for first in ranks
+        }
+
+    @cached_property
+    def stages_of(self) -> tuple[tuple[int, ...], ...]:
+        """The one stage of each rank."""
+        stage_of = {rank: stage for stage, group in enumerate(self.groups) for rank in group}
+        return tuple((stage_of[rank],) for rank in range(self.pipeline_size))
+
+    def chunk_of(self, stage: int) -> int:
+        """Always 0."""
+        return 0
+
+
+def grouped(groups: Sequence[Sequence[int]]) -> GroupPlacement:
+    """Stage s on the ranks ``groups[s]``; together the groups are ranks 0 to p-1, in any order.
+
+    Raises:
+        UsageError: a group is empty, or a rank is in two groups or in none.
+    """
+    ranks = sorted(rank for group in groups for rank in group)
+    if not groups or not all(groups) or ranks != list(range(len(ranks))):
+        raise UsageError(
+            f"the groups of ranks {[list(group) for group in groups]} are no placement: "
+            "give every stage one rank or more, and each of the ranks 0 to p-1 to one stage"
+        )
+    held = tuple(tuple(group) for group in groups)
+    return GroupPlacement("grouped", len(ranks), tuple(group[0] for group in held), held)
 
 
 def looped(pipeline_size: int, chunks: int = 1) -> Placement:

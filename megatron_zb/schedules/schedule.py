@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
 from megatron_zb.errors import UsageError
 from megatron_zb.schedules.passes import Pass, PassKind
 from megatron_zb.schedules.placement import Placement
+from megatron_zb.schedules.relay import RELAY_KINDS, Product, Relay
 
 _BACKWARD_KINDS = (PassKind.B, PassKind.BW)
 _WEIGHT_KINDS = (PassKind.W, PassKind.BW)
@@ -50,7 +52,9 @@ class Schedule:
 
     ``ranks[r]`` lists the passes of logical rank r. ``forward_only`` marks a schedule of F passes
     alone (evaluation). ``report`` compares it with the lower bound of its placement at the memory
-    it was allowed; ``reason`` says why ``auto`` chose it.
+    it was allowed; ``reason`` says why ``auto`` chose it. ``relay`` marks a schedule of T, S and U
+    passes (blockwise distillation), which may go through several steps of ``num_microbatches``
+    each.
     """
 
     name: str
@@ -60,6 +64,7 @@ class Schedule:
     forward_only: bool = False
     report: Report | None = field(default=None, compare=False)
     reason: str = field(default="", compare=False)
+    relay: Relay | None = None
 
     def forwards(self) -> Schedule:
         """The same schedule with its F passes alone, in the same order."""
@@ -73,7 +78,8 @@ class Schedule:
         microbatch has one F and either one BW or one B and one W), *order* (F before B before W),
         *microbatch order* (F, input gradients and weight gradients of a stage each rise with the
         microbatch, so that sums are formed in 1F1B's order) and *progress* (the ranks' orders and
-        the data dependencies contain no cycle).
+        the data dependencies contain no cycle). With T, S and U the rules of a rank are those of
+        :meth:`Relay.broken_rule`.
 
         Raises:
             InvalidSchedule: names the first broken rule, the rank and the pass.
@@ -103,7 +109,20 @@ class Schedule:
     def _said(self, waiting: list[tuple[int, int]]) -> str:
         return "; ".join(f"rank {r} at {self.ranks[r][i]}" for r, i in waiting[:4])
 
+    def _validate_relay(self, rank: int, passes: tuple[Pass, ...], relay: Relay) -> None:
+        broken = relay.broken_rule(self.placement, rank, passes)
+        if broken is None:
+            return
+        position, rule, why = broken
+        at = "" if position is None else f", position {position}, pass {passes[position]}"
+        raise InvalidSchedule(
+            f"{self.name}: rank {rank}{at}: rule '{rule}': {why}", rank=rank, position=position
+        )
+
     def _validate_rank(self, rank: int, passes: tuple[Pass, ...]) -> None:
+        if self.relay is not None:
+            self._validate_relay(rank, passes, self.relay)
+            return
         done: dict[int, list[int]] = {s: [0, 0, 0] for s in self.placement.stages_of[rank]}
         for position, p in enumerate(passes):
 
@@ -121,6 +140,8 @@ class Schedule:
             if self.forward_only and p.kind is not PassKind.F:
                 raise broken("completeness", "a forward-only schedule has F passes alone")
             counts = done[p.stage]
+            if p.kind in RELAY_KINDS:
+                raise broken("completeness", "only a relay has T, S and U passes")
             needs = {
                 PassKind.F: ((0, "F", p.microbatch),),
                 PassKind.B: ((1, "B", p.microbatch),),
@@ -157,6 +178,8 @@ def walk(schedule: Schedule, visit: Callable[[int, int, Pass], object]) -> list[
     could never run: empty for a schedule without circular waits.
     """
     ranks, num_stages = schedule.ranks, schedule.placement.num_stages
+    if schedule.relay is not None:
+        return _walk_relay(schedule, schedule.relay, visit)
     position = [0] * len(ranks)
     produced: set[tuple[bool, int, int]] = set()
     waiting: dict[tuple[bool, int, int], int] = {}
@@ -186,4 +209,31 @@ def walk(schedule: Schedule, visit: Callable[[int, int, Pass], object]) -> list[
                 if waiter is not None:
                     runnable.append(waiter)
         position[rank] = i
+    return [(r, i) for r, i in enumerate(position) if i < len(ranks[r])]
+
+
+def _walk_relay(
+    schedule: Schedule, relay: Relay, visit: Callable[[int, int, Pass], object]
+) -> list[tuple[int, int]]:
+    """:func:`walk` where a pass may need what several ranks make, and several may need one."""
+    ranks, placement = schedule.ranks, schedule.placement
+    position = [0] * len(ranks)
+    produced: set[Product] = set()
+    waiting: dict[Product, list[int]] = defaultdict(list)
+    runnable = list(range(len(ranks) - 1, -1, -1))
+    while runnable:
+        rank = runnable.pop()
+        while position[rank] < len(ranks[rank]):
+            p = ranks[rank][position[rank]]
+            needs = relay.needs(placement, rank, p)
+            missing = next((need for need in needs if need not in produced), None)
+            if missing is not None:
+                waiting[missing].append(rank)
+                break
+            visit(rank, position[rank], p)
+            position[rank] += 1
+            made = relay.makes(placement, rank, p)
+            if made is not None:
+                produced.add(made)
+                runnable += waiting.pop(made, [])
     return [(r, i) for r, i in enumerate(position) if i < len(ranks[r])]

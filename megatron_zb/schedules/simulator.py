@@ -4,10 +4,19 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Protocol
 
-from megatron_zb.schedules.costs import Costs, StageCosts
+from megatron_zb.schedules.costs import StageCosts
 from megatron_zb.schedules.passes import Pass, PassKind
+from megatron_zb.schedules.placement import Placement
+from megatron_zb.schedules.relay import Product, Relay
 from megatron_zb.schedules.schedule import InvalidSchedule, Schedule, walk
+
+
+class Priced(Protocol):
+    """What passes cost on any placement: :class:`megatron_zb.schedules.Costs`, or block costs."""
+
+    def for_placement(self, placement: Placement) -> StageCosts: ...
 
 
 @dataclass(frozen=True)
@@ -17,8 +26,8 @@ class Timeline:
     Times in seconds from the first start. ``bubble_rate`` is the share of the ranks' time, from
     the first start to the last end anywhere, in which they do not compute.
     ``peak_activation[r]`` counts microbatches of a whole rank (every F holds 1/chunks of one until
-    its W or BW ends); ``peak_memory[r]`` is in the unit of ``costs.activation`` and lets B free its
-    share.
+    its W or BW ends, every T one until its S ends); ``peak_memory[r]`` is in the unit of
+    ``costs.activation`` and lets B free its share.
     """
 
     schedule: Schedule
@@ -59,6 +68,12 @@ class Timeline:
         return 1.0 - busy / (len(self.schedule.ranks) * seconds)
 
     @cached_property
+    def utilisation(self) -> tuple[float, ...]:
+        """The share of the makespan in which each rank computes."""
+        busy = (sum(map(self.costs.duration, rank)) for rank in self.schedule.ranks)
+        return tuple(seconds / self.makespan for seconds in busy)
+
+    @cached_property
     def peak_activation(self) -> tuple[float, ...]:
         chunks = self.schedule.placement.chunks
         return tuple(peak_held_chunks(rank) / chunks for rank in self.schedule.ranks)
@@ -77,42 +92,46 @@ class Timeline:
         for p in self.schedule.ranks[rank]:
             activation = self.costs.activation[p.stage]
             kept = self.costs.held_for_weight[p.stage]
-            if p.kind is PassKind.F:
+            if p.kind in (PassKind.F, PassKind.T):
                 held += activation
             within = held
             if p.kind is PassKind.B:
                 held -= activation - kept
             elif p.kind is PassKind.W:
                 held -= kept
-            elif p.kind is PassKind.BW:
+            elif p.kind in (PassKind.BW, PassKind.S):
                 held -= activation
             steps.append((within, held))
         return tuple(steps)
 
 
 def peak_held_chunks(passes: tuple[Pass, ...]) -> int:
-    """The most chunk activations a rank holds at once: every F until its W or BW."""
+    """The most chunk activations a rank holds at once: F until its W or BW, T until its S."""
     held = peak = 0
     for kind, _, _ in passes:
-        if kind is PassKind.F:
+        if kind in (PassKind.F, PassKind.T):
             held += 1
             peak = max(peak, held)
-        elif kind is not PassKind.B:
+        elif kind not in (PassKind.B, PassKind.U):
             held -= 1
     return peak
 
 
-def simulate(schedule: Schedule, costs: Costs) -> Timeline:
+def simulate(schedule: Schedule, costs: Priced) -> Timeline:
     """Run every rank's passes in order, each as early as its inputs allow.
 
     Sends never block. B(stage) waits for B(stage+1) and, from another rank, one transfer more; a
-    fused BW keeps the previous stage waiting until all of it has ended.
+    fused BW keeps the previous stage waiting until all of it has ended. T waits for the relayed
+    activation, U until every rank of its stage has come to it, and the first T of a step for
+    the updates that ``run_ahead`` asks for.
 
     Raises:
         InvalidSchedule: the ranks wait for one another in a circle.
         UsageError: the costs are for another pipeline size.
     """
     table = costs.for_placement(schedule.placement)
+    if schedule.relay is not None:
+        return _simulate_relay(schedule, schedule.relay, table)
     clock = [0.0] * len(schedule.ranks)
     ready: dict[tuple[bool, int, int], float] = {}
     start: list[list[float]] = [[] for _ in schedule.ranks]
@@ -139,7 +158,32 @@ def simulate(schedule: Schedule, costs: Costs) -> Timeline:
         elif kind is not PassKind.W:
             ready[(True, stage - 1, microbatch)] = finish + table.backward_hop[stage]
 
-    blocked = walk(schedule, run)
+    _check_all_ran(schedule, walk(schedule, run))
+    return Timeline(schedule, table, tuple(map(tuple, start)), tuple(map(tuple, end)))
+
+
+def _simulate_relay(schedule: Schedule, relay: Relay, table: StageCosts) -> Timeline:
+    """A pass starts when its rank is free and all that it needs from other ranks is there."""
+    placement = schedule.placement
+    start: list[list[float]] = [[] for _ in schedule.ranks]
+    end: list[list[float]] = [[] for _ in schedule.ranks]
+    ready: dict[Product, float] = {}
+
+    def run(rank: int, position: int, p: Pass) -> None:
+        free = end[rank][-1] if end[rank] else 0.0
+        begin = max([free, *(ready[need] for need in relay.needs(placement, rank, p))])
+        finish = begin + table.duration(p)
+        start[rank].append(begin)
+        end[rank].append(finish)
+        made = relay.makes(placement, rank, p)
+        if made is not None:
+            ready[made] = finish
+
+    _check_all_ran(schedule, walk(schedule, run))
+    return Timeline(schedule, table, tuple(map(tuple, start)), tuple(map(tuple, end)))
+
+
+def _check_all_ran(schedule: Schedule, blocked: list[tuple[int, int]]) -> None:
     if blocked:
         rank, position = blocked[0]
         raise InvalidSchedule(
@@ -148,4 +192,3 @@ def simulate(schedule: Schedule, costs: Costs) -> Timeline:
             rank=rank,
             position=position,
         )
-    return Timeline(schedule, table, tuple(map(tuple, start)), tuple(map(tuple, end)))

@@ -30,6 +30,16 @@ def parse(argv: Sequence[str], world_size: int) -> argparse.Namespace:
         UsageError: something is missing, contradictory or does not fit the number of ranks.
     """
     args = parser().parse_args(argv)
+    complete(args, world_size)
+    return args
+
+
+def complete(args: argparse.Namespace, world_size: int) -> None:
+    """Check a namespace with all of the flags, and fill in what :func:`parse` does.
+
+    Raises:
+        UsageError: as :func:`parse`.
+    """
     _fill_in(args)
     for check in (
         _check_positive,
@@ -42,7 +52,6 @@ def parse(argv: Sequence[str], world_size: int) -> argparse.Namespace:
         _check_files,
     ):
         check(args, world_size)
-    return args
 
 
 def _fill_in(args: argparse.Namespace) -> None:
@@ -238,6 +247,10 @@ def _check_training(args: argparse.Namespace, world_size: int) -> None:
         )
     if args.save_interval is not None and args.save is None:
         raise UsageError("--save-interval needs --save")
+    if args.finetune and args.load is None:
+        raise UsageError("--finetune needs --load")
+    if args.skip_train and not args.eval_iters:
+        raise UsageError("--skip-train leaves nothing to do without --eval-iters")
     _check_split(args)
 
 

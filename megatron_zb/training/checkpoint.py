@@ -21,12 +21,14 @@ from megatron.core.utils import unwrap_model
 from torch.distributed.checkpoint.api import CheckpointException
 
 from megatron_zb.errors import UsageError
+from megatron_zb.training.checkpoint_contents import check_contents
 from megatron_zb.training.checkpoint_directory import (
     TRACKER,
     checkpoint_path,
     latest_checkpoint,
     set_latest,
 )
+from megatron_zb.training.connections import is_lost_connection
 from megatron_zb.training.model import Trainee
 
 # Arguments that make a model what it is: a checkpoint fits only a model that agrees on them.
@@ -60,27 +62,41 @@ def save(args: argparse.Namespace, trainee: Trainee, progress: Progress) -> None
     Raises:
         UsageError: the directory cannot be written.
     """
-    directory = Path(args.save)
-    final = checkpoint_path(directory, progress.iteration)
-    unfinished = final.with_name(f"{final.name}.unfinished")
-    if dist.get_rank() == 0:
-        _make_empty(unfinished)
-    dist.barrier()
     metadata = _metadata(args.use_distributed_optimizer)
     state = _state(trainee, metadata, loading=False)
     state["rng_state"] = _random_states()
     state["scheduler"] = trainee.scheduler.state_dict()
     state["progress"] = vars(progress)
     state["args"] = vars(args)
+    write(Path(args.save), progress.iteration, state, _storable(metadata))
+
+
+def write(directory: Path, iteration: int, state: dict[str, Any], metadata: dict[str, Any]) -> None:
+    """Write a state as the checkpoint of an iteration; collective over all ranks.
+
+    Args:
+        directory: what `--save` names.
+        iteration: of the checkpoint's name.
+        state: megatron-core's sharded tensors, and plain values, which rank 0 writes.
+        metadata: how the state is laid out, for whoever reads it.
+
+    Raises:
+        UsageError: the directory cannot be written.
+    """
+    final = checkpoint_path(directory, iteration)
+    unfinished = final.with_name(f"{final.name}.unfinished")
+    if dist.get_rank() == 0:
+        _make_empty(unfinished)
+    dist.barrier()
     dist_checkpointing.save(
-        state, str(unfinished), content_metadata=_storable(metadata), async_sharded_save=False
+        state, str(unfinished), content_metadata=metadata, async_sharded_save=False
     )
     _end_helper()
     dist.barrier()
     if dist.get_rank() == 0:
         shutil.rmtree(final, ignore_errors=True)
         unfinished.rename(final)
-        set_latest(directory, progress.iteration)
+        set_latest(directory, iteration)
     dist.barrier()
 
 
@@ -109,6 +125,9 @@ def load(args: argparse.Namespace, trainee: Trainee) -> Progress:
         UsageError: there is none, it is damaged, or it is of another model or kind of optimizer.
     """
     path, saved = check_checkpoint(args)
+    if args.finetune:
+        _load_weights(path, trainee)
+        return Progress(0, 0)
     metadata = _metadata(args.use_distributed_optimizer)
     if args.use_distributed_optimizer:
         _prepare_torch_adam(trainee.optimizer)
@@ -119,7 +138,7 @@ def load(args: argparse.Namespace, trainee: Trainee) -> Progress:
     )
     if same_ranks:
         request["rng_state"] = _random_states()
-    state = _read(path, lambda: dist_checkpointing.load(request, str(path)))
+    state = read(path, lambda: dist_checkpointing.load(request, str(path)))
     for chunk, key in zip(trainee.chunks, _model_keys(trainee), strict=True):
         unwrap_model(chunk).load_state_dict(state[key])
     trainee.optimizer.load_state_dict(state["optimizer"])
@@ -131,16 +150,32 @@ def load(args: argparse.Namespace, trainee: Trainee) -> Progress:
     return Progress(**state["progress"])
 
 
-def _read(path: Path, read: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-    """What is read, or one sentence about what is wrong with the files."""
+def _load_weights(path: Path, trainee: Trainee) -> None:
+    """The weights alone, as a checkpoint of a finished model has them."""
+    metadata = _metadata(distributed_optimizer=False)
+    request = _model_state(trainee, metadata)
+    state = read(path, lambda: dist_checkpointing.load(request, str(path)))
+    for chunk, key in zip(trainee.chunks, _model_keys(trainee), strict=True):
+        unwrap_model(chunk).load_state_dict(state[key])
+    trainee.optimizer.reload_model_params()
+
+
+def read(path: Path, attempt: Callable[[], dict[str, Any]], flag: str = "--load") -> dict[str, Any]:
+    """What `attempt` reads from the checkpoint `path`.
+
+    Raises:
+        UsageError: one sentence about what is wrong with the files; `flag` named the checkpoint.
+    """
     try:
-        return read()
+        return attempt()
     except (CheckpointException, Exception) as error:  # the former is no Exception
+        if is_lost_connection(error):
+            raise
         failures = getattr(error, "failures", None)
         cause = next(iter(failures.values()))[0] if failures else error
         said = str(cause).strip().splitlines() or [type(cause).__name__]
         raise UsageError(
-            f"--load: {path} cannot be read ({said[0]}): a file of it is missing or damaged; to "
+            f"{flag}: {path} cannot be read ({said[0]}): a file of it is missing or damaged; to "
             f"load an earlier checkpoint, write its iteration into {path.parent / TRACKER}"
         ) from error
 
@@ -190,9 +225,12 @@ def check_checkpoint(args: argparse.Namespace) -> tuple[Path, dict[str, Any]]:
         UsageError: there is none, or it is of another model or kind of optimizer.
     """
     _, path = latest_checkpoint(Path(args.load))
-    common = _read(path, lambda: dist_checkpointing.load_common_state_dict(str(path)))
-    saved: dict[str, Any] = common["args"]
-    for name in (*_MODEL, "use_distributed_optimizer", "bf16", "fp16"):
+    check_contents(path, "--load")
+    common = read(path, lambda: dist_checkpointing.load_common_state_dict(str(path)))
+    stored = common["args"]
+    saved: dict[str, Any] = vars(stored) if isinstance(stored, argparse.Namespace) else stored
+    optimizer = () if args.finetune else ("use_distributed_optimizer", "bf16", "fp16")
+    for name in (*_MODEL, *optimizer):
         mine = getattr(args, name)
         if saved.get(name) != mine:
             flag = "--" + name.replace("_", "-")
@@ -205,13 +243,18 @@ def check_checkpoint(args: argparse.Namespace) -> tuple[Path, dict[str, Any]]:
 
 def _state(trainee: Trainee, metadata: dict[str, Any], *, loading: bool) -> dict[str, Any]:
     """Model and optimizer as megatron-core's sharded tensors, keyed by global layer numbers."""
-    state: dict[str, Any] = {}
-    for chunk, key in zip(trainee.chunks, _model_keys(trainee), strict=True):
-        state[key] = unwrap_model(chunk).sharded_state_dict(metadata=metadata)
+    state = _model_state(trainee, metadata)
     state["optimizer"] = trainee.optimizer.sharded_state_dict(
         state, is_loading=loading, metadata=metadata
     )
     return state
+
+
+def _model_state(trainee: Trainee, metadata: dict[str, Any]) -> dict[str, Any]:
+    return {
+        key: unwrap_model(chunk).sharded_state_dict(metadata=metadata)
+        for chunk, key in zip(trainee.chunks, _model_keys(trainee), strict=True)
+    }
 
 
 def _model_keys(trainee: Trainee) -> list[str]:

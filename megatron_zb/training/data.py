@@ -115,9 +115,18 @@ def batches(dataset: Any, args: argparse.Namespace, first_sample: int) -> Iterat
     stride = size * args.data_parallel_size
     sample = first_sample + size * parallel_state.get_data_parallel_rank()
     while True:
-        rows = [dataset[index % len(dataset)] for index in range(sample, sample + size)]
-        yield _collate(rows, args)
+        yield microbatch(dataset, args, sample)
         sample += stride
+
+
+def microbatch(dataset: Any, args: argparse.Namespace, sample: int) -> Batch:
+    """The microbatch that begins with a sample of the whole job; see :func:`batches`.
+
+    Raises:
+        UsageError: a token is outside the vocabulary.
+    """
+    samples = range(sample, sample + args.micro_batch_size)
+    return _collate([dataset[index % len(dataset)] for index in samples], args)
 
 
 def _collate(rows: Sequence[Batch], args: argparse.Namespace) -> Batch:

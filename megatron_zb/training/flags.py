@@ -9,7 +9,7 @@ import argparse
 import difflib
 import re
 from collections.abc import Sequence
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from megatron_zb.errors import UsageError
 from megatron_zb.run_flags import add_run_arguments
@@ -29,8 +29,12 @@ scripts/prepare_text.py turns text files into what --data-path reads.
 """
 
 
-class _Parser(argparse.ArgumentParser):
+class Parser(argparse.ArgumentParser):
     """Reports a mistake as the UsageError that every other mistake is."""
+
+    def defaults(self) -> dict[str, Any]:
+        """What every argument is where it is not given, required ones included."""
+        return {action.dest: action.default for action in self._actions if action.dest != "help"}
 
     def error(self, message: str) -> NoReturn:
         raise UsageError(_with_nearest_flag(message, sorted(self._option_string_actions)))
@@ -47,9 +51,9 @@ def _with_nearest_flag(message: str, known: Sequence[str]) -> str:
     return f"unknown argument '{flag}': {hint}"
 
 
-def parser() -> argparse.ArgumentParser:
+def parser() -> Parser:
     """The parser of the command line; its mistakes are UsageErrors."""
-    command_line = _Parser(
+    command_line = Parser(
         prog="python -m megatron_zb.pretrain_gpt",
         description=_DESCRIPTION,
         formatter_class=argparse.RawDescriptionHelpFormatter,
@@ -178,6 +182,16 @@ def _add_training(parser: argparse.ArgumentParser) -> None:
         help="stop after an iteration divisible by N, though the schedules of learning rate and "
         "data go on to --train-iters",
     )
+    add_optimizer(group)
+    group.add_argument(
+        "--calculate-per-token-loss",
+        action="store_true",
+        help="average the gradient over all tokens of the batch instead of per microbatch",
+    )
+
+
+def add_optimizer(group: argparse._ArgumentGroup) -> None:
+    """Learning rate, Adam and the seed."""
     group.add_argument("--lr", type=float, required=True)
     group.add_argument("--min-lr", type=float, default=0.0)
     group.add_argument(
@@ -199,11 +213,6 @@ def _add_training(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--adam-beta2", type=float, default=0.999, help="default: %(default)s")
     group.add_argument("--adam-eps", type=float, default=1e-8, help="default: %(default)s")
     group.add_argument("--seed", type=int, default=1234, help="default: %(default)s")
-    group.add_argument(
-        "--calculate-per-token-loss",
-        action="store_true",
-        help="average the gradient over all tokens of the batch instead of per microbatch",
-    )
 
 
 def _add_precision(parser: argparse.ArgumentParser) -> None:
@@ -233,6 +242,28 @@ def _add_precision(parser: argparse.ArgumentParser) -> None:
 
 def _add_data(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("data and evaluation")
+    add_sources(group)
+    group.add_argument(
+        "--eval-interval",
+        type=int,
+        default=1000,
+        metavar="N",
+        help="evaluate every N iterations, always on the same sequences; default: %(default)s",
+    )
+    group.add_argument(
+        "--eval-iters",
+        type=int,
+        default=0,
+        metavar="N",
+        help="batches of --global-batch-size per evaluation; default: %(default)s, none",
+    )
+    group.add_argument(
+        "--skip-train", action="store_true", help="evaluate once and end, without training"
+    )
+
+
+def add_sources(group: argparse._ArgumentGroup) -> None:
+    """Data sets and their splits."""
     group.add_argument(
         "--data-path",
         nargs="+",
@@ -250,20 +281,6 @@ def _add_data(parser: argparse.ArgumentParser) -> None:
         "--split",
         default="969,30,1",
         help="shares of the documents for training, evaluation and test; default: %(default)s",
-    )
-    group.add_argument(
-        "--eval-interval",
-        type=int,
-        default=1000,
-        metavar="N",
-        help="evaluate every N iterations, always on the same sequences; default: %(default)s",
-    )
-    group.add_argument(
-        "--eval-iters",
-        type=int,
-        default=0,
-        metavar="N",
-        help="batches of --global-batch-size per evaluation; default: %(default)s, none",
     )
 
 
@@ -302,6 +319,11 @@ def _add_checkpoint(parser: argparse.ArgumentParser) -> None:
         metavar="DIR",
         help="continue from the latest checkpoint there, which may have been written under "
         "another schedule or number of ranks",
+    )
+    group.add_argument(
+        "--finetune",
+        action="store_true",
+        help="take the weights alone from --load and begin at the first iteration",
     )
 
 

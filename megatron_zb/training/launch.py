@@ -13,7 +13,7 @@ import sys
 import time
 import traceback
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -51,19 +51,24 @@ class Environment:
         )
 
 
-def launch(argv: Sequence[str]) -> NoReturn:
-    """Train as `argv` says and end the process: 0 done, 2 the user's to mend, 1 anything else."""
+def launch(
+    argv: Sequence[str], run: Callable[[Sequence[str], Environment], None] | None = None
+) -> NoReturn:
+    """Train as `argv` says and end the process: 0 done, 2 the user's to mend, 1 anything else.
+
+    `run` is what to do, where it is not the training of `megatron_zb.pretrain_gpt`.
+    """
     environment = Environment.read()
     if environment.rank and {"-h", "--help"} & set(argv):
         sys.exit(0)  # rank 0 prints it
     try:
-        _run(argv, environment)
+        (run or _run)(argv, environment)
     except UsageError as error:
-        _end(2, f"megatron_zb: error: {error}")
+        end(2, f"megatron_zb: error: {error}")
     except _SaidByRankZero:
-        _end(2, "")
+        end(2, "")
     except Exception:
-        _end(1, traceback.format_exc())
+        end(1, traceback.format_exc())
     sys.exit(0)
 
 
@@ -71,7 +76,7 @@ class _SaidByRankZero(Exception):
     """A UsageError of the whole job, which rank 0 reports."""
 
 
-def _end(code: int, message: str) -> NoReturn:
+def end(code: int, message: str) -> NoReturn:
     """End at once: an orderly end could wait for ranks that wait for this one."""
     if message:
         print(message, file=sys.stderr)
@@ -88,8 +93,8 @@ def _run(argv: Sequence[str], environment: Environment) -> None:
         plan = _plan(args)
     except UsageError as error:
         problem, plan = str(error), None
-    store = _store(environment)
-    _agree(store, environment, vars(args), problem)
+    store = shared_store(environment)
+    agree_on(store, environment, vars(args), problem)
 
     from megatron_zb.training.loop import train
     from megatron_zb.training.ranks import start_ranks, stop_ranks
@@ -112,7 +117,7 @@ def _plan(args: argparse.Namespace) -> Any:
 
         run_on_cpu()
     else:
-        _check_gpu()
+        check_gpu()
     from megatron_zb.training.data import check_data
 
     check_data(args)
@@ -151,14 +156,14 @@ def _layer_layout(args: argparse.Namespace) -> Any:
     return balance.of_arguments(asked, args)
 
 
-def _check_gpu() -> None:
+def check_gpu() -> None:
     import torch
 
     if not torch.cuda.is_available():
         raise UsageError("no GPU can be used here: give --cpu to run on the CPU")
 
 
-def _store(environment: Environment) -> Store:
+def shared_store(environment: Environment) -> Store:
     """The store that the ranks share."""
     import torch.distributed as dist
 
@@ -168,7 +173,7 @@ def _store(environment: Environment) -> Store:
     return dist.PrefixStore(f"megatron_zb/{environment.attempt}", store)
 
 
-def _agree(
+def agree_on(
     store: Store, environment: Environment, arguments: Mapping[str, Any], problem: str | None
 ) -> None:
     """Go on if every rank has the same valid arguments.

@@ -31,7 +31,7 @@ class RunLog:
         self._enabled = enabled
         self._interval = interval
         self._last_iteration = last_iteration
-        self._file = _open(path, append) if enabled and path else None
+        self._file = open_records(path, append) if enabled and path else None
 
     def say(self, text: str) -> None:
         """Print text as it is."""
@@ -77,7 +77,12 @@ class RunLog:
         return " | ".join(parts) + " |"
 
 
-def _open(path: str, append: bool) -> TextIO:
+def open_records(path: str, append: bool) -> TextIO:
+    """A file for lines of JSON, with its folder.
+
+    Raises:
+        UsageError: it cannot be written.
+    """
     try:
         Path(path).parent.mkdir(parents=True, exist_ok=True)
         return open(path, "a" if append else "w", encoding="utf-8")

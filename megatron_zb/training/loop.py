@@ -42,6 +42,9 @@ def train(args: argparse.Namespace, plan: Any) -> None:
         last_iteration=args.train_iters,
     )
     _announce(args, plan, trainee, progress, log)
+    if args.skip_train:
+        log.evaluation(progress.iteration, _evaluate(args, trainee, valid_data))
+        return
     sources = _sources(args, trainee, train_data, progress.consumed_samples)
     memory = _ActivationPeak(args, plan, trainee)
     seconds = []

@@ -46,7 +46,7 @@ class Trainee:
 
 def build(args: argparse.Namespace, plan: Any) -> Trainee:
     """Build and initialise everything; `plan` is the schedule's adapter, or None for Megatron's."""
-    config = _transformer_config(args, plan)
+    config = transformer_config(args, plan)
     models = [_model(args, config, *place) for place in _places(plan)]
     initialise_by_global_name(models, config, args.seed)
     if plan is not None:
@@ -62,7 +62,7 @@ def build(args: argparse.Namespace, plan: Any) -> Trainee:
         config=config,
         chunks=chunks,
         optimizer=optimizer,
-        scheduler=_scheduler(args, optimizer),
+        scheduler=scheduler(args, optimizer, args.lr),
         forward_backward=plan.forward_backward_func if plan else get_forward_backward_func(),
     )
 
@@ -79,7 +79,7 @@ def parameter_dtype(args: argparse.Namespace) -> torch.dtype:
     return torch.float16 if args.fp16 else torch.float32
 
 
-def _transformer_config(args: argparse.Namespace, plan: Any) -> TransformerConfig:
+def transformer_config(args: argparse.Namespace, plan: Any = None) -> TransformerConfig:
     """Megatron's configuration of the model; attributes not named here keep its defaults."""
     apex_softmax = find_spec("scaled_upper_triang_masked_softmax_cuda") is not None
     apex_gradients = find_spec("fused_weight_gradient_mlp_cuda") is not None
@@ -226,14 +226,17 @@ def _optimizer(args: argparse.Namespace, chunks: list[DistributedDataParallel]) 
     )
 
 
-def _scheduler(args: argparse.Namespace, optimizer: Any) -> OptimizerParamScheduler:
-    """Learning rate by samples consumed, as in Megatron; the command line rules after a resume."""
+def scheduler(args: argparse.Namespace, optimizer: Any, peak: float) -> OptimizerParamScheduler:
+    """Learning rate by samples consumed, as in Megatron, `peak` at most.
+
+    The command line rules after a resume.
+    """
     batch = args.global_batch_size
     return OptimizerParamScheduler(
         optimizer,
         init_lr=0.0,
-        max_lr=args.lr,
-        min_lr=args.min_lr,
+        max_lr=peak,
+        min_lr=min(args.min_lr, peak),
         lr_warmup_steps=args.lr_warmup_iters * batch,
         lr_decay_steps=args.lr_decay_iters * batch,
         lr_decay_style=args.lr_decay_style,

@@ -1,0 +1,17 @@
+"""Distil a GPT block by block: `torchrun --nproc-per-node 2 -m megatron_zb.distill_gpt --help`."""
+
+from __future__ import annotations
+
+import sys
+
+
+def main() -> None:
+    """Run the distillation that the command line describes; ends the process."""
+    # Imported here because writing a checkpoint starts a helper process that imports this module.
+    from megatron_zb.distillation.launch import launch
+
+    launch(sys.argv[1:])
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,103 @@
+"""How long each block takes, measured before the first step on activations of the right shape.
+
+Nothing that is trained is touched: blocks are built for the measurement and thrown away, so that a
+run that chooses its distribution is the run that was given the same one by hand.
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import astuple, dataclass
+
+import torch
+import torch.distributed as dist
+
+from megatron_zb.distillation.blocks import rotary, teacher_layer
+from megatron_zb.distillation.pupil import Pupil
+from megatron_zb.distillation.shapes import BlockShape, TeacherShape
+from megatron_zb.schedules.distribution import BlockCosts
+
+_REPEATS = 4  # after one that allocates what then stays
+
+
+@dataclass(frozen=True)
+class BlockTime:
+    """Seconds of one block."""
+
+    teacher: float
+    """Forward of a microbatch."""
+    student: float
+    """Forward, loss and backward of all candidates on a microbatch."""
+    update: float
+    """Of all candidates, once a step."""
+
+
+def measure(
+    args: argparse.Namespace, library: Sequence[Sequence[BlockShape]], sizes: TeacherShape
+) -> list[BlockTime]:
+    """The times of all blocks, the same on every rank; each rank measures some. Collective."""
+    size, rank = dist.get_world_size(), dist.get_rank()
+    mine = {
+        block: _measure_block(args, block, candidates, sizes)
+        for block, candidates in enumerate(library)
+        if block % size == rank
+    }
+    everywhere: list[dict[int, BlockTime]] = [{}] * size
+    dist.all_gather_object(everywhere, mine)
+    times = {block: seconds for on_rank in everywhere for block, seconds in on_rank.items()}
+    return [times[block] for block in sorted(times)]
+
+
+def costs(times: Sequence[BlockTime]) -> BlockCosts:
+    """As :func:`megatron_zb.schedules.distribution.distribute` takes them."""
+    teacher, student, update = zip(*(astuple(time) for time in times), strict=True)
+    return BlockCosts.of(teacher=teacher, student=student, update=update)
+
+
+def _measure_block(
+    args: argparse.Namespace, block: int, candidates: Sequence[BlockShape], sizes: TeacherShape
+) -> BlockTime:
+    layer = teacher_layer(args, block)
+    for parameter in layer.parameters():
+        torch.nn.init.normal_(parameter, std=0.02)
+    pupils = [Pupil(args, block, shape, layer, sizes) for shape in candidates]
+    table = rotary(args)
+    given = _activation(args)
+
+    def teach() -> torch.Tensor:
+        with torch.no_grad():
+            made, _ = layer(given, attention_mask=None, rotary_pos_emb=table)
+        output: torch.Tensor = made
+        return output
+
+    wanted = teach()
+
+    def study() -> None:
+        for pupil in pupils:
+            pupil.study(given, wanted, table)
+
+    def update() -> None:
+        for pupil in pupils:
+            pupil.update(None)
+
+    return BlockTime(*(_seconds(work, not args.cpu) for work in (teach, study, update)))
+
+
+def _activation(args: argparse.Namespace) -> torch.Tensor:
+    shape = (args.seq_length, args.micro_batch_size, args.hidden_size)
+    dtype = torch.bfloat16 if args.bf16 else torch.float32
+    return torch.randn(shape, dtype=dtype, device="cpu" if args.cpu else "cuda")
+
+
+def _seconds(work: Callable[[], object], on_gpu: bool) -> float:
+    """The shortest of some runs: others on the machine only ever make one longer."""
+    shortest = float("inf")
+    for _ in range(1 + _REPEATS):
+        start = time.perf_counter()
+        work()
+        if on_gpu:
+            torch.cuda.synchronize()
+        shortest = min(shortest, time.perf_counter() - start)
+    return shortest

@@ -1,0 +1,121 @@
+"""Checkpoints of a distillation: all candidates with their optimizers, whatever rank has them."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+from megatron.core import dist_checkpointing
+
+from megatron_zb.distillation import weights
+from megatron_zb.distillation.classroom import Classroom
+from megatron_zb.distillation.place import written
+from megatron_zb.distillation.pupil import Pupil
+from megatron_zb.distillation.shapes import BlockShape
+from megatron_zb.errors import UsageError
+from megatron_zb.schedules.distribution import Distribution
+from megatron_zb.training.checkpoint import read, write
+from megatron_zb.training.checkpoint_contents import check_contents
+from megatron_zb.training.checkpoint_directory import latest_checkpoint
+
+Library = Sequence[Sequence[BlockShape]]
+
+# A resumed run with another of these would be another run.
+_SAME = ("num_layers", "hidden_size", "seq_length", "global_batch_size", "loss", "bf16", "seed")
+
+
+def save(
+    args: argparse.Namespace,
+    library: Library,
+    distribution: Distribution,
+    classroom: Classroom,
+    step: int,
+) -> None:
+    """Write a checkpoint after `step` steps; collective over all ranks.
+
+    Raises:
+        UsageError: the directory cannot be written.
+    """
+    state: dict[str, Any] = _request(classroom)
+    state["step"] = step
+    state["distribution"] = written(distribution)
+    state["library"] = _described(library)
+    state["settings"] = {name: getattr(args, name) for name in _SAME}
+    write(Path(args.save), step, state, {})
+
+
+def stored_distribution(args: argparse.Namespace, library: Library) -> tuple[Path, str]:
+    """The latest checkpoint in --load, and the distribution it was written under; needs no ranks.
+
+    Raises:
+        UsageError: there is none, it is damaged, or of another run.
+    """
+    _, path = latest_checkpoint(Path(args.load))
+    check_contents(path, "--load")
+    common = read(path, lambda: dist_checkpointing.load_common_state_dict(str(path)))
+    if "library" not in common or "settings" not in common:
+        raise UsageError(
+            f"--load: {path} is no checkpoint of a distillation: give the directory that was given "
+            "to --save of megatron_zb.distill_gpt"
+        )
+    if common["library"] != _described(library):
+        raise UsageError(
+            f"--load: {path} was written with student blocks of other shapes: give the "
+            "--student-config that it was begun with"
+        )
+    for name, value in common["settings"].items():
+        if getattr(args, name) != value:
+            flag = "--" + name.replace("_", "-")
+            raise UsageError(
+                f"--load: {path} was written with {flag} {value}, this run has "
+                f"{getattr(args, name)}; they must be the same"
+            )
+    return path, common["distribution"]
+
+
+def load(path: Path, classroom: Classroom) -> int:
+    """Fill this rank's candidates; the number of steps done. Collective over all ranks.
+
+    Raises:
+        UsageError: a file is missing or damaged.
+    """
+    request = _request(classroom)
+    state = read(path, lambda: dist_checkpointing.load(request, str(path)))
+    step: int = state["step"]
+    for pupil in classroom.all_pupils():
+        name = _name(pupil)
+        weights.fill(pupil.layer, state[name]["layer"], f"{name}.")
+        pupil.optimizer.resume(state[name]["optimizer"], step)
+    return step
+
+
+def _request(classroom: Classroom) -> dict[str, Any]:
+    group = classroom.place.group
+    return {_name(pupil): _state(pupil, group) for pupil in classroom.all_pupils()}
+
+
+def _state(pupil: Pupil, group: dist.ProcessGroup) -> dict[str, Any]:
+    name = _name(pupil)
+    return {
+        "layer": weights.module_state(pupil.layer, f"{name}.", group),
+        "optimizer": {
+            key: weights.tensor_state(f"{name}.optimizer.{key}", tensor, group)
+            for key, tensor in pupil.optimizer.state().items()
+        },
+    }
+
+
+def _name(pupil: Pupil) -> str:
+    return f"students.{pupil.block}.{pupil.shape.name}"
+
+
+def _described(library: Library) -> list[list[dict[str, Any]]]:
+    """Shapes, without the learning rates, which the command line and the file may change."""
+    return [
+        [{k: v for k, v in asdict(shape).items() if k != "learning_rate"} for shape in candidates]
+        for candidates in library
+    ]

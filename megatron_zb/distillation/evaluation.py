@@ -1,0 +1,96 @@
+"""Teacher and stitched student on held-out text, side by side."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from megatron_zb.distillation.classroom import Classroom
+from megatron_zb.distillation.pupil import Pupil
+from megatron_zb.schedules.distribution import Distribution
+from megatron_zb.training import data
+
+
+@dataclass(frozen=True)
+class Compared:
+    """Losses per token, in nats."""
+
+    teacher: float
+    student: float
+
+
+def compare(
+    args: argparse.Namespace,
+    distribution: Distribution,
+    classroom: Classroom,
+    chosen: Sequence[Pupil],
+    dataset: Any,
+) -> Compared:
+    """Both on the first --eval-iters batches of the evaluation split; collective over all ranks.
+
+    The first ranks of the stages relay what teacher and student make of a microbatch, as a tensor
+    of shape (2, sequence, batch, hidden).
+    """
+    totals = torch.zeros(3, dtype=torch.float64, device=_device(args))
+    if classroom.place.blocks and classroom.place.is_leader:
+        with torch.no_grad():
+            for number in range(args.eval_iters * args.num_microbatches):
+                batch = _batch(args, classroom, dataset, number)
+                totals += _microbatch(args, distribution, classroom, chosen, batch)
+    dist.all_reduce(totals)
+    teacher, student, tokens = totals.tolist()
+    return Compared(teacher / tokens, student / tokens)
+
+
+def _batch(
+    args: argparse.Namespace, classroom: Classroom, dataset: Any, number: int
+) -> dict[str, torch.Tensor]:
+    """Tokens on the first stage, labels on the last, nothing between."""
+    if not (classroom.place.is_first or classroom.place.is_last):
+        return {}
+    return data.microbatch(dataset, args, number * args.micro_batch_size)
+
+
+def _microbatch(
+    args: argparse.Namespace,
+    distribution: Distribution,
+    classroom: Classroom,
+    chosen: Sequence[Pupil],
+    batch: dict[str, torch.Tensor],
+) -> torch.Tensor:
+    """Sums of both losses and the number of tokens, on the last stage; zeros on others."""
+    place = classroom.place
+    if classroom.embedding is not None:
+        embedded = classroom.embedding(batch["tokens"], batch["position_ids"])
+        both = torch.stack([embedded, embedded])
+    else:
+        both = _buffer(args)
+        dist.recv(both, distribution.ranges[place.stage - 1][1][0])
+    taught, learnt = both[0], both[1]
+    for layer, pupil in zip(classroom.layers, chosen, strict=True):
+        taught, _ = layer(taught, attention_mask=None, rotary_pos_emb=classroom.rotary)
+        learnt = pupil.say(learnt, classroom.rotary)
+    if classroom.head is None:
+        dist.send(torch.stack([taught, learnt]), distribution.ranges[place.stage + 1][1][0])
+        return torch.zeros(3, dtype=torch.float64, device=_device(args))
+    mask = batch["loss_mask"].double()
+    sums = [
+        (classroom.head.losses(hidden, batch["labels"]).double() * mask).sum()
+        for hidden in (taught, learnt)
+    ]
+    return torch.stack([*sums, mask.sum()])
+
+
+def _buffer(args: argparse.Namespace) -> torch.Tensor:
+    shape = (2, args.seq_length, args.micro_batch_size, args.hidden_size)
+    dtype = torch.bfloat16 if args.bf16 else torch.float32
+    return torch.empty(shape, dtype=dtype, device=_device(args))
+
+
+def _device(args: argparse.Namespace) -> str:
+    return "cpu" if args.cpu else "cuda"

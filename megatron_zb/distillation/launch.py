@@ -1,0 +1,94 @@
+"""From the command line to a running distillation: ranks agree first, and errors are sentences."""
+
+from __future__ import annotations
+
+import argparse
+import warnings
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, NoReturn
+
+from megatron_zb.distillation.arguments import check_candidate, complete, parse
+from megatron_zb.errors import UsageError
+from megatron_zb.training import launch as training_launch
+from megatron_zb.training.connections import is_lost_connection
+from megatron_zb.training.launch import Environment
+
+if TYPE_CHECKING:
+    from megatron_zb.distillation.loop import Job
+
+
+def launch(argv: Sequence[str]) -> NoReturn:
+    """Distil as `argv` says and end the process: 0 done, 2 the user's to mend, 1 anything else."""
+    training_launch.launch(argv, _run)
+
+
+def _run(argv: Sequence[str], environment: Environment) -> None:
+    problem, job = None, None
+    args = argparse.Namespace()
+    try:
+        args = parse(argv)
+        job = _job(args, environment.world_size)
+    except UsageError as error:
+        problem = str(error)
+    store = training_launch.shared_store(environment)
+    training_launch.agree_on(store, environment, vars(args), problem)
+    assert job is not None, "ranks do not agree on what one cannot do"
+
+    from megatron_zb.distillation.loop import distil
+    from megatron_zb.training.ranks import start_ranks, stop_ranks
+
+    start_ranks(job.args, None, store, environment)
+    try:
+        distil(job, store)
+    except RuntimeError as error:
+        if not is_lost_connection(error):
+            raise
+        training_launch.end(1, _lost(job.args, environment.rank))
+    stop_ranks()
+
+
+def _lost(args: argparse.Namespace, rank: int) -> str:
+    again = f"--load {args.save}" if args.save else "--load, where --save has left a checkpoint"
+    return (
+        f"megatron_zb: error: rank {rank} has lost the connection to another rank, which has "
+        f"ended: see what that one or the launcher says of it, and continue with {again}"
+    )
+
+
+def _job(args: argparse.Namespace, world_size: int) -> Job:
+    """What the arguments mean, with everything checked that needs no other rank; imports Megatron.
+
+    Raises:
+        UsageError: teacher, student, data and checkpoint do not fit together.
+    """
+    from megatron_zb.distillation.student import library, read_student
+
+    student = read_student(Path(args.student_config))
+    # about fused kernels that are not installed, and old names inside Megatron
+    warnings.filterwarnings("ignore", category=UserWarning, module=r"megatron\.core")
+    warnings.filterwarnings("ignore", category=FutureWarning, module=r"torch\.|megatron\.core")
+    if args.cpu:
+        from megatron_zb.megatron.cpu import run_on_cpu
+
+        run_on_cpu()
+    else:
+        training_launch.check_gpu()
+    from megatron_zb.distillation.checkpoint import stored_distribution
+    from megatron_zb.distillation.loop import Job
+    from megatron_zb.distillation.place import check_distribution, parse_distribution
+    from megatron_zb.distillation.stitching import check_stitchable
+    from megatron_zb.distillation.teacher import read_teacher
+    from megatron_zb.training.data import check_data
+
+    teacher = read_teacher(Path(args.teacher_load))
+    args = complete(args, teacher.arguments)
+    shapes = library(student, teacher.shape)
+    check_candidate(args, shapes)
+    check_stitchable(args, shapes)
+    check_data(args)
+    if args.distribution is not None:
+        distribution = parse_distribution(args.distribution, len(shapes), world_size)
+        check_distribution(distribution, args.num_microbatches)
+    resume = None if args.load is None else stored_distribution(args, shapes)
+    return Job(args, teacher, shapes, resume)

@@ -1,0 +1,31 @@
+"""How far a student block's output is from its teacher's."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+Loss = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+
+
+def mse(student: torch.Tensor, teacher: torch.Tensor) -> torch.Tensor:
+    """The mean squared difference of two tensors of one shape; a scalar in float32."""
+    return (student.float() - teacher.float()).square().mean()
+
+
+def normalised_mse(student: torch.Tensor, teacher: torch.Tensor) -> torch.Tensor:
+    """The mean squared difference over the teacher's mean square: 1 for a student that says 0.
+
+    Puzzle, arXiv 2411.19146, section 3.
+    """
+    return mse(student, teacher) / teacher.float().square().mean()
+
+
+def cosine(student: torch.Tensor, teacher: torch.Tensor) -> torch.Tensor:
+    """One minus the cosine of the two vectors of a token, averaged over (sequence, batch)."""
+    similar = torch.nn.functional.cosine_similarity(student.float(), teacher.float(), dim=-1)
+    return 1 - similar.mean()
+
+
+LOSSES: dict[str, Loss] = {"mse": mse, "normalised-mse": normalised_mse, "cosine": cosine}

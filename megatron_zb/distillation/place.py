@@ -1,0 +1,120 @@
+"""Where this rank stands in a distribution of blocks."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+import torch.distributed as dist
+
+from megatron_zb.errors import UsageError
+from megatron_zb.runtime.groups import new_groups
+from megatron_zb.schedules.distribution import Distribution
+
+
+@dataclass(frozen=True)
+class Place:
+    """The stage of one rank."""
+
+    blocks: range
+    ranks: tuple[int, ...]
+    stage: int
+    is_first: bool
+    is_last: bool
+    group: dist.ProcessGroup
+    """Of the ranks of the stage."""
+
+    @classmethod
+    def of_this_rank(cls, distribution: Distribution) -> Place:
+        """Find it, and connect the ranks of every stage; collective over all ranks.
+
+        A rank beyond those of the distribution has no blocks, and idles.
+        """
+        rank = dist.get_rank()
+        if rank >= distribution.num_ranks:
+            (group,) = new_groups([(rank,)])
+            return cls(range(0), (rank,), -1, False, False, group)
+        stage = distribution.stage_on(rank)
+        blocks, ranks = distribution.ranges[stage]
+        (group,) = new_groups([ranks])
+        is_last = stage == len(distribution.ranges) - 1
+        return cls(blocks, tuple(ranks), stage, stage == 0, is_last, group)
+
+    @property
+    def is_leader(self) -> bool:
+        """Whether this is the first rank of its stage."""
+        return dist.get_rank() == self.ranks[0]
+
+    @property
+    def partners(self) -> dist.ProcessGroup | None:
+        """The group to sum gradients over, if there is more than one rank."""
+        return self.group if len(self.ranks) > 1 else None
+
+
+def parse_distribution(text: str, num_blocks: int, world_size: int | None) -> Distribution:
+    """What `--distribution 0-3:1,4-7:2` means: ranges of blocks, and on how many ranks each runs.
+
+    `world_size` is how many ranks there are, where it matters.
+
+    Raises:
+        UsageError: it means nothing, or does not fit the blocks or the ranks.
+    """
+    stages: list[tuple[int, int]] = []
+    next_block = 0
+    example = _example(num_blocks, world_size or 2)
+    for part in text.split(","):
+        found = re.fullmatch(r"(\d{1,6})(?:-(\d{1,6}))?:(\d{1,6})", part.strip())
+        if found is None:
+            raise UsageError(
+                f"--distribution '{text}': '{part}' is not understood; write blocks and on how "
+                f"many ranks they run, such as {example}"
+            )
+        first, last = int(found[1]), int(found[2] or found[1])
+        if first != next_block or last < first:
+            raise UsageError(
+                f"--distribution '{text}': '{part}' should begin with block {next_block}, the next "
+                f"one; give every block once and in order, such as {example}"
+            )
+        stages.append((last - first + 1, int(found[3])))
+        next_block = last + 1
+    if next_block != num_blocks:
+        raise UsageError(
+            f"--distribution '{text}' ends with block {next_block - 1}, but the last block of the "
+            f"teacher is {num_blocks - 1}: give all of them, such as {example}"
+        )
+    distribution = Distribution.of(stages)
+    if world_size is not None and distribution.num_ranks != world_size:
+        raise UsageError(
+            f"--distribution '{text}' is for {distribution.num_ranks} ranks, but {world_size} were "
+            f"started: start torchrun with --nproc-per-node {distribution.num_ranks}"
+        )
+    return distribution
+
+
+def written(distribution: Distribution) -> str:
+    """A distribution as :func:`parse_distribution` reads it."""
+    return ",".join(
+        f"{blocks.start}-{blocks.stop - 1}:{len(ranks)}" for blocks, ranks in distribution.ranges
+    )
+
+
+def _example(num_blocks: int, world_size: int) -> str:
+    half = num_blocks // 2
+    if half == 0 or world_size == 1:
+        return f"0-{num_blocks - 1}:{world_size}"
+    return f"0-{half - 1}:1,{half}-{num_blocks - 1}:{world_size - 1}"
+
+
+def check_distribution(distribution: Distribution, num_microbatches: int) -> None:
+    """Whether the microbatches of a step can be dealt out to the ranks of every stage.
+
+    Raises:
+        UsageError: they cannot.
+    """
+    for blocks, ranks in distribution.ranges:
+        if num_microbatches % len(ranks):
+            raise UsageError(
+                f"blocks {blocks.start} to {blocks.stop - 1} run on {len(ranks)} ranks, to which "
+                f"the {num_microbatches} microbatches of a step cannot be dealt out evenly: change "
+                "--global-batch-size, --micro-batch-size or --distribution"
+            )

@@ -1,0 +1,67 @@
+"""One candidate for one block, as it learns."""
+
+from __future__ import annotations
+
+import argparse
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from megatron_zb.distillation.blocks import student_layer
+from megatron_zb.distillation.initialisation import inherit
+from megatron_zb.distillation.losses import LOSSES
+from megatron_zb.distillation.optimizer import BlockOptimizer
+from megatron_zb.distillation.shapes import BlockShape, TeacherShape
+
+
+class Pupil:
+    """A student layer with its own loss and optimizer."""
+
+    def __init__(
+        self,
+        args: argparse.Namespace,
+        block: int,
+        shape: BlockShape,
+        teacher_layer: Any,
+        sizes: TeacherShape,
+    ) -> None:
+        """Build the layer and let it inherit from the teacher's layer of the same block."""
+        self.block = block
+        self.shape = shape
+        self.layer = student_layer(args, shape, block)
+        inherit(self.layer, teacher_layer, shape, sizes)
+        self.optimizer = BlockOptimizer(
+            args, dict(self.layer.named_parameters()), shape.learning_rate
+        )
+        self._loss = LOSSES[args.loss]
+        self._per_microbatch = 1 / args.num_microbatches
+        self._total: torch.Tensor | None = None
+        self._count = 0
+
+    def study(self, given: torch.Tensor, wanted: torch.Tensor, rotary: torch.Tensor | None) -> None:
+        """Forward, loss and backward on one microbatch; tensors are (sequence, batch, hidden)."""
+        said = self.say(given, rotary)
+        loss = self._loss(said, wanted)
+        if loss.requires_grad:  # a block of no-ops has nothing to learn
+            (loss * self._per_microbatch).backward()
+        self.optimizer.collect()
+        loss = loss.detach()
+        self._total = loss if self._total is None else self._total + loss
+        self._count += 1
+
+    def say(self, given: torch.Tensor, rotary: torch.Tensor | None) -> torch.Tensor:
+        """The layer's output for an input, both (sequence, batch, hidden)."""
+        said, _ = self.layer(given, attention_mask=None, rotary_pos_emb=rotary)
+        output: torch.Tensor = said
+        return output
+
+    def update(self, group: dist.ProcessGroup | None) -> None:
+        """Step the optimizer; see :meth:`BlockOptimizer.step`."""
+        self.optimizer.step(group)
+
+    def take_losses(self) -> tuple[float, int]:
+        """Sum and number of the losses of this rank's microbatches since the last call."""
+        total = 0.0 if self._total is None else float(self._total)
+        count, self._total, self._count = self._count, None, 0
+        return total, count

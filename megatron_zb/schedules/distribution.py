@@ -1,0 +1,379 @@
+"""Automatic hybrid distribution: which blocks share a stage, and how many ranks a stage has.
+
+Source: Pipe-BD, arXiv 2301.12443 (automatic hybrid distribution).
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from math import inf
+from typing import NamedTuple
+
+from megatron_zb.errors import UsageError
+from megatron_zb.schedules.costs import StageCosts
+from megatron_zb.schedules.placement import GroupPlacement, Placement, grouped
+
+_STAGE = re.compile(r"(\d+)(?:-(\d+))?(?::(\d+))?")
+
+
+@dataclass(frozen=True)
+class Distribution:
+    """Stage s is ``ranges[s] = (blocks, ranks)``: a contiguous range of blocks, and its ranks.
+
+    The blocks of the stages follow one another from block 0, and so do the ranks from rank 0.
+    """
+
+    ranges: tuple[tuple[range, tuple[int, ...]], ...]
+
+    @classmethod
+    def of(cls, stages: Iterable[tuple[int, int]]) -> Distribution:
+        """Stages in order, each told by its number of blocks and its number of ranks.
+
+        Raises:
+            UsageError: there is no stage, or one without a block or without a rank.
+        """
+        ranges: list[tuple[range, tuple[int, ...]]] = []
+        block = rank = 0
+        for blocks, ranks in stages:
+            if blocks < 1 or ranks < 1:
+                raise UsageError(
+                    f"stage {len(ranges)} has {blocks} blocks and {ranks} ranks: "
+                    "give every stage 1 or more of each"
+                )
+            ranges.append((range(block, block + blocks), tuple(range(rank, rank + ranks))))
+            block, rank = block + blocks, rank + ranks
+        if not ranges:
+            raise UsageError("a distribution without a stage was asked for: give 1 or more")
+        return cls(tuple(ranges))
+
+    @classmethod
+    def parse(cls, text: str) -> Distribution:
+        """The stages as a user writes them: ``0-3:1,4-7:2`` or ``0-3,4-7:2``, ``5:1`` for a block.
+
+        Raises:
+            UsageError: the text is something else, or a block is left out or in two stages.
+        """
+        stages: list[tuple[int, int]] = []
+        block = 0
+        for part in text.split(","):
+            found = _STAGE.fullmatch(part.strip())
+            if found is None:
+                raise UsageError(
+                    f"'{part}' in the distribution '{text}' is no stage: "
+                    "write BLOCKS:RANKS, such as 0-3:1 or 4:2"
+                )
+            first, last = int(found[1]), int(found[2] or found[1])
+            if first != block or last < first:
+                raise UsageError(
+                    f"stage {len(stages)} of the distribution '{text}' has blocks {first} to "
+                    f"{last}: give blocks from {block} on, in order and without a gap"
+                )
+            stages.append((last + 1 - first, int(found[3] or 1)))
+            block = last + 1
+        return cls.of(stages)
+
+    @property
+    def spec(self) -> str:
+        """What :meth:`parse` reads, such as ``0-3:1,4-7:2``."""
+        return ",".join(
+            f"{blocks.start}-{blocks.stop - 1}:{len(ranks)}" for blocks, ranks in self.ranges
+        )
+
+    @property
+    def num_blocks(self) -> int:
+        return self.ranges[-1][0].stop
+
+    @property
+    def num_ranks(self) -> int:
+        return sum(len(ranks) for _, ranks in self.ranges)
+
+    @cached_property
+    def placement(self) -> GroupPlacement:
+        """Where each microbatch passes each stage."""
+        return grouped([ranks for _, ranks in self.ranges])
+
+    def stage_on(self, rank: int) -> int:
+        """The stage of a rank."""
+        return self.placement.stages_of[rank][0]
+
+    def __str__(self) -> str:
+        return ", ".join(
+            f"{_said('block', blocks)} on {_said('rank', ranks)}" for blocks, ranks in self.ranges
+        )
+
+
+def _said(what: str, numbers: Sequence[int]) -> str:
+    first, last = numbers[0], numbers[-1]
+    return f"{what} {first}" if first == last else f"{what}s {first}-{last}"
+
+
+def evenly(blocks: int, ranks: int) -> Distribution:
+    """As many blocks on each rank as on any other, or one more; ranks beyond the blocks idle.
+
+    Raises:
+        UsageError: there is no block or no rank.
+    """
+    stages = min(blocks, ranks)
+    if stages < 1:
+        raise UsageError(f"{blocks} blocks on {ranks} ranks: give 1 or more of each")
+    return Distribution.of(
+        ((s + 1) * blocks // stages - s * blocks // stages, 1) for s in range(stages)
+    )
+
+
+@dataclass(frozen=True)
+class BlockCosts:
+    """Seconds per block, each a value for every block of the teacher.
+
+    ``teacher``: the teacher's forward of one microbatch. ``student``: forward, loss and backward of
+    the block's students on one microbatch. ``update``: of the students, once a step. ``relay``: for
+    how long handing the block's output of one microbatch to the next rank keeps a rank from
+    computing. ``reduce``: for the students' gradients to pass a link once; a ring over k ranks
+    takes 2(k-1)/k of it. ``memory``: what the block and its students hold on each of their ranks,
+    in any unit.
+    """
+
+    teacher: tuple[float, ...]
+    student: tuple[float, ...]
+    update: tuple[float, ...]
+    relay: tuple[float, ...]
+    reduce: tuple[float, ...]
+    memory: tuple[float, ...]
+
+    @classmethod
+    def of(
+        cls,
+        *,
+        teacher: Sequence[float],
+        student: Sequence[float],
+        update: float | Sequence[float] = 0.0,
+        relay: float | Sequence[float] = 0.0,
+        reduce: float | Sequence[float] = 0.0,
+        memory: float | Sequence[float] = 0.0,
+    ) -> BlockCosts:
+        """Costs of ``len(teacher)`` blocks; one number stands for every block.
+
+        Raises:
+            UsageError: lengths do not match, a value is negative or not finite, or no block takes
+                any time.
+        """
+        blocks = len(teacher)
+
+        def each(values: float | Sequence[float]) -> tuple[float, ...]:
+            if isinstance(values, int | float):
+                return (float(values),) * blocks
+            return tuple(values)
+
+        costs = cls(
+            tuple(teacher), tuple(student), each(update), each(relay), each(reduce), each(memory)
+        )
+        costs._check()
+        return costs
+
+    def _check(self) -> None:
+        blocks = self.num_blocks
+        for name in ("teacher", "student", "update", "relay", "reduce", "memory"):
+            values: tuple[float, ...] = getattr(self, name)
+            if len(values) != blocks:
+                raise UsageError(
+                    f"block costs: {name} has {len(values)} entries, there are {blocks} blocks"
+                )
+            if not all(0 <= value < float("inf") for value in values):
+                raise UsageError(
+                    f"block costs: {name} is {list(values)}: give finite values of 0 or more"
+                )
+        if not sum(self.teacher) + sum(self.student) > 0:
+            raise UsageError("block costs: no block takes any time: give a positive one, as 1.0")
+
+    @property
+    def num_blocks(self) -> int:
+        return len(self.teacher)
+
+    def stage_costs(self, distribution: Distribution) -> StageCosts:
+        """Seconds of T (with its relay), S and U (with its all-reduce) of each stage.
+
+        Raises:
+            UsageError: the distribution is of another number of blocks.
+        """
+        if distribution.num_blocks != self.num_blocks:
+            raise UsageError(
+                f"block costs are for {self.num_blocks} blocks, "
+                f"the distribution has {distribution.num_blocks}"
+            )
+        ranges = distribution.ranges
+        zeros, ones = (0.0,) * len(ranges), (1.0,) * len(ranges)
+        return StageCosts(
+            forward=zeros,
+            backward=zeros,
+            weight=zeros,
+            forward_hop=zeros,
+            backward_hop=zeros,
+            activation=ones,
+            held_for_weight=zeros,
+            teacher=tuple(self._teacher(blocks) for blocks, _ in ranges),
+            student=tuple(sum(self.student[b] for b in blocks) for blocks, _ in ranges),
+            update=tuple(self._update(blocks, len(ranks)) for blocks, ranks in ranges),
+        )
+
+    def _teacher(self, blocks: range) -> float:
+        is_last = blocks.stop == self.num_blocks
+        return sum(self.teacher[b] for b in blocks) + (
+            0.0 if is_last else self.relay[blocks.stop - 1]
+        )
+
+    def _update(self, blocks: range, degree: int) -> float:
+        seconds = sum(self.reduce[b] for b in blocks) * 2 * (degree - 1) / degree
+        return seconds + sum(self.update[b] for b in blocks)
+
+    def stage_seconds(self, blocks: range, degree: int, microbatches: int) -> float:
+        """Seconds of a step of one stage with so many ranks: what it adds to none, if alone.
+
+        Args:
+            blocks: of the stage.
+            degree: its ranks, of which each takes ``microbatches / degree`` microbatches.
+            microbatches: per step.
+        """
+        each = self._teacher(blocks) + sum(self.student[b] for b in blocks)
+        return microbatches // degree * each + self._update(blocks, degree)
+
+    def lower_bound(self, distribution: Distribution, microbatches: int, steps: int) -> float:
+        """Seconds that no order of passes beats: to each stage's first microbatch, and its steps.
+
+        Raises:
+            UsageError: the distribution is of another number of blocks.
+        """
+        teacher = self.stage_costs(distribution).teacher
+        return max(
+            sum(teacher[:stage]) + steps * self.stage_seconds(blocks, len(ranks), microbatches)
+            for stage, (blocks, ranks) in enumerate(distribution.ranges)
+        )
+
+    def slowest(self, distribution: Distribution, microbatches: int) -> float:
+        """Seconds of a step of the slowest stage: what each of many steps in a row takes."""
+        return max(
+            self.stage_seconds(blocks, len(ranks), microbatches)
+            for blocks, ranks in distribution.ranges
+        )
+
+
+@dataclass(frozen=True)
+class RelayCosts:
+    """Block costs laid out by a distribution, for :func:`megatron_zb.schedules.simulate`."""
+
+    blocks: BlockCosts
+    distribution: Distribution
+
+    def for_placement(self, placement: Placement) -> StageCosts:
+        """Costs of the stages.
+
+        Raises:
+            UsageError: the placement is not the distribution's.
+        """
+        if placement != self.distribution.placement:
+            raise UsageError(
+                f"costs are for {self.distribution}, the placement has stages on other ranks"
+            )
+        return self.blocks.stage_costs(self.distribution)
+
+
+def distribute(
+    costs: BlockCosts, ranks: int, microbatches: int, memory_limit: float = inf
+) -> Distribution:
+    """The distribution whose slowest stage is the fastest, of all there are; exact.
+
+    Every contiguous division of the blocks into stages and every number of ranks per stage that
+    divides ``microbatches`` is considered, on at most ``ranks`` ranks. Among equals it is one with
+    the fewest ranks, and then with the most stages, of which each rank holds the least. The time
+    of a stage is :meth:`BlockCosts.stage_seconds`. Where summing gradients is free and there is no
+    memory limit, dealing all blocks out to all ranks is hard to beat: give both.
+
+    Args:
+        costs: of the blocks.
+        ranks: there are; some are left idle where they gain nothing.
+        microbatches: per step.
+        memory_limit: of a rank, in the unit of ``costs.memory``.
+
+    Raises:
+        UsageError: there is no rank or no microbatch, or the ranks cannot hold the blocks.
+    """
+    if ranks < 1 or microbatches < 1:
+        raise UsageError(
+            f"{ranks} ranks and {microbatches} microbatches per step: give 1 or more of each"
+        )
+    degrees = [k for k in range(1, min(ranks, microbatches) + 1) if microbatches % k == 0]
+    seconds = _all_stage_seconds(costs, degrees, microbatches, memory_limit)
+    candidates = sorted({s for of_end in seconds for of_start in of_end for s in of_start} - {inf})
+    if not candidates or _cheapest(seconds, degrees, candidates[-1])[-1].ranks > ranks:
+        raise UsageError(
+            f"{ranks} ranks of {memory_limit:g} cannot hold {costs.num_blocks} blocks of "
+            f"{sum(costs.memory):g} in all, of which the largest has {max(costs.memory):g}: "
+            "give more ranks, or more memory"
+        )
+    low, high = 0, len(candidates) - 1
+    while low < high:  # the smallest limit that few enough ranks can keep
+        middle = (low + high) // 2
+        if _cheapest(seconds, degrees, candidates[middle])[-1].ranks <= ranks:
+            high = middle
+        else:
+            low = middle + 1
+    return Distribution.of(_stages(_cheapest(seconds, degrees, candidates[low])))
+
+
+class _Prefix(NamedTuple):
+    """The fewest ranks, and then the most stages, that run the first blocks within a limit of time.
+
+    ``start`` and ``degree`` are of the last stage. The least, as a tuple, is the best.
+    """
+
+    ranks: float
+    minus_stages: int
+    start: int
+    degree: int
+
+
+def _all_stage_seconds(
+    costs: BlockCosts, degrees: Sequence[int], microbatches: int, memory_limit: float
+) -> list[list[list[float]]]:
+    """``[end][start][i]``: seconds of the stage of blocks start to end - 1 on degrees[i] ranks.
+
+    Infinite where a rank cannot hold the stage.
+    """
+
+    def of(blocks: range) -> list[float]:
+        if sum(costs.memory[b] for b in blocks) > memory_limit:
+            return [inf] * len(degrees)
+        return [costs.stage_seconds(blocks, k, microbatches) for k in degrees]
+
+    return [[of(range(start, end)) for start in range(end)] for end in range(costs.num_blocks + 1)]
+
+
+def _cheapest(
+    seconds: list[list[list[float]]], degrees: Sequence[int], limit: float
+) -> list[_Prefix]:
+    """For each number of first blocks, the cheapest stages of which none is over the limit."""
+    best = [_Prefix(0, 0, 0, 0)]
+    for of_end in seconds[1:]:
+        least = _Prefix(inf, 0, 0, 0)
+        for start, of_start in enumerate(of_end):
+            before = best[start]
+            if before.ranks + 1 > least.ranks:
+                continue
+            for degree, taken in zip(degrees, of_start, strict=True):
+                if taken <= limit:
+                    found = _Prefix(before.ranks + degree, before.minus_stages - 1, start, degree)
+                    least = min(least, found)
+                    break  # degrees rise
+        best.append(least)
+    return best
+
+
+def _stages(best: list[_Prefix]) -> list[tuple[int, int]]:
+    """Blocks and ranks of each stage, first to last."""
+    stages, end = [], len(best) - 1
+    while end:
+        stages.append((end - best[end].start, best[end].degree))
+        end = best[end].start
+    return stages[::-1]
