@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import signal
 import subprocess
 import sys
@@ -79,7 +80,7 @@ class Job:
             if tell is None:
                 continue
             if tell is stopped:
-                Inquiry(self.store, everyone[number], everyone).come()
+                Inquiry(self.store, everyone[number], everyone, patience=5.0).come()
                 continue
             start = number // size * size
             self.progress[number] = progress = Progress()
@@ -92,6 +93,7 @@ class Job:
                     self.store,
                     seconds,
                     tell=self.lines[number].append,
+                    patience=1.0,
                     end=lambda code, number=number: self.codes.update({number: code}),  # type: ignore[misc]
                 )
             )
@@ -151,10 +153,12 @@ def test_a_rank_between_steps_may_take_its_time(
     """It loads data, or writes a checkpoint: the others wait, and one of them says so, once."""
     job = Job([other, between], seconds=0.4)
     job.until(lambda: bool(job.said()))
-    job.until(lambda: bool(job.codes), seconds=2.5)
+    job.until(lambda: bool(job.codes), seconds=1.5)
     job.wait(set())
     (line,) = job.said()
-    assert "all ranks answer, so the job goes on: rank 11 is between two steps" in line
+    found = re.search("answer, so the job goes on: rank (1.) is between two steps", line)
+    assert found is not None
+    assert other is between or found[1] == "11"
 
 
 def test_a_rank_that_has_left_is_not_missed() -> None:
@@ -175,18 +179,19 @@ def test_a_rank_that_has_not_come_yet_is_not_missed() -> None:
 def test_questions_leave_nothing_behind() -> None:
     """A checkpoint may take hours, with a question every few minutes."""
     store = HashStore()
-    ranks = [Inquiry(store, rank, (0, 1)) for rank in range(2)]
+    ranks = [Inquiry(store, rank, (0, 1), patience=0.1) for rank in range(2)]
     state = State("is between two steps", None, 9.0, ("F",) * REMEMBERED)
     for number in range(20):
         asking, asked = ranks[number % 2], ranks[1 - number % 2]
-        thread = threading.Thread(target=asking.ask, args=(state, 5.0))
+        thread = threading.Thread(target=asking.ask, args=(state,))
         thread.start()
         while not asked.is_asked():
             time.sleep(0.001)
         asked.answer(state)
         thread.join()
+        time.sleep(0.05)
     answers = [f"answer/{number}/{rank}" for number in range(20) for rank in range(2)]
-    assert sum(store.check([key]) for key in answers) == 4
+    assert sum(store.check([key]) for key in answers) <= 10  # of 40
 
 
 class HeldStore(HashStore):
@@ -368,7 +373,7 @@ from megatron_zb.schedules.passes import Pass, PassKind
 
 progress = Progress()
 with progress.step(), progress.running(Pass(PassKind.F, 0, 0)):
-    Watchdog(progress, Place(0, (0,)), HashStore(), 2.0)
+    Watchdog(progress, Place(0, (0,)), HashStore(), 1.0)
     print("runs", flush=True)
     sys.stdin.readline()
 """
@@ -386,8 +391,8 @@ def test_a_job_that_was_suspended_goes_on() -> None:
     assert process.stdout is not None
     assert process.stdout.readline() == "runs\n"
     process.send_signal(signal.SIGSTOP)
-    time.sleep(3)
+    time.sleep(2)
     process.send_signal(signal.SIGCONT)
-    time.sleep(1)
+    time.sleep(0.5)
     _, said = process.communicate("\n")
     assert (process.returncode, said) == (0, "")

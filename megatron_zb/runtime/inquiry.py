@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Collection
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -18,7 +19,6 @@ from torch.distributed import Store
 from megatron_zb.runtime.progress import State
 
 _PAUSE = 0.1  # seconds between two looks for answers
-_KEPT = 2  # answers of each rank: that to the last question may be being read
 _WATCHED, _LEFT = "watched", "left"
 
 
@@ -35,6 +35,7 @@ class Inquiry:
 
     Args:
         job: all ranks that may be asked.
+        patience: seconds that all ranks together have to answer a question.
         stopped: is set when nobody waits for answers any more.
     """
 
@@ -43,12 +44,15 @@ class Inquiry:
         store: Store,
         rank: int,
         job: Collection[int],
+        patience: float,
         stopped: threading.Event | None = None,
     ) -> None:
         self._store = store
         self._rank = rank
         self._job = tuple(job)
         self._stopped = stopped or threading.Event()
+        self._patience = patience
+        self._given: deque[tuple[float, int]] = deque()  # answers: when, and to which question
         self._number = 0  # of the next question
         self.heard = time.monotonic()
 
@@ -70,26 +74,30 @@ class Inquiry:
         return bool(self._call(self._store.check, [f"question/{self._number}"]))
 
     def answer(self, state: State) -> None:
-        """Say where this rank stands; takes older answers away, which nobody reads any more."""
+        """Say where this rank stands; takes older answers away, which nobody waits for any more."""
         told = {**asdict(state), "passes": ()}
         self._call(self._store.set, self._key(self._number, self._rank), json.dumps(told))
-        if self._number >= _KEPT:
-            self._call(self._store.delete_key, self._key(self._number - _KEPT, self._rank))
+        now = time.monotonic()
+        self._given.append((now, self._number))
+        while now - self._given[0][0] > 2 * self._patience:
+            self._call(self._store.delete_key, self._key(self._given.popleft()[1], self._rank))
         self._number += 1
 
-    def ask(self, state: State, seconds: float) -> dict[int, State]:
-        """Ask all ranks, and give the answers that come in so many seconds, the own one too."""
+    def ask(self, state: State) -> dict[int, State]:
+        """Ask all ranks, and give the answers that come in time, the own one among them."""
         while self.is_asked():
             self.answer(state)
         number = self._number
         self._call(self._store.set, f"question/{number}", "")
         self.answer(state)
         keys = {rank: self._key(number, rank) for rank in self._job}
-        deadline = time.monotonic() + seconds
+        deadline = time.monotonic() + self._patience
         while not self._call(self._store.check, list(keys.values())):
             if time.monotonic() > deadline or self._stopped.wait(_PAUSE):
                 keys = {r: k for r, k in keys.items() if self._call(self._store.check, [k])}
                 break
+            if self.is_asked():  # by another one, who waits for this rank
+                self.answer(state)
         return {rank: self._state(key) for rank, key in keys.items()}
 
     def not_there(self, answered: Collection[int]) -> tuple[list[int], list[int]]:
@@ -133,6 +141,7 @@ class Inquiry:
         return f"answer/{number}/{rank}"
 
     def _call(self, method: Callable[..., Any], *arguments: Any) -> Any:
-        result = method(*arguments)
-        self.heard = time.monotonic()
-        return result
+        try:
+            return method(*arguments)
+        finally:  # an error is heard, too: the store is gone
+            self.heard = time.monotonic()

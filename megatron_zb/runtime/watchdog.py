@@ -57,6 +57,8 @@ class Watchdog:
         seconds: without progress, after which the other ranks are asked.
         store: that all ranks of the job can reach.
         tell: what to do with each line of the report.
+        patience: seconds that all ranks together have to answer; by default a tenth of the others,
+            though not less than 5 and not more than 30.
     """
 
     def __init__(
@@ -68,6 +70,7 @@ class Watchdog:
         *,
         tell: Callable[[str], None] | None = None,
         end: Callable[[int], Any] = os._exit,
+        patience: float | None = None,
     ) -> None:
         self._progress = progress
         self._place = place
@@ -77,9 +80,10 @@ class Watchdog:
         job = place.job or place.pipeline
         self._interval = max(min(_INTERVAL, seconds / 4), len(job) / _LOOKS)
         least, most = _TIME_TO_ANSWER
-        self._patience = max(least, min(most, seconds / 10), 3 * self._interval)
+        usual = max(least, min(most, seconds / 10), 3 * self._interval)
+        self._patience = usual if patience is None else patience
         self._stopped = threading.Event()
-        self._inquiry = Inquiry(_connection(store), place.rank, job, self._stopped)
+        self._inquiry = Inquiry(_connection(store), place.rank, job, self._patience, self._stopped)
         self._holder = _holder(store)
         self._last_question = -math.inf
         self._knows_that_it_is_slow = False
@@ -129,7 +133,7 @@ class Watchdog:
             self._end_with(verdict)
         elif not self._is_still():
             self._knows_that_it_is_slow = False
-        elif now - self._last_question > self._patience + self._seconds / 2:
+        elif now - self._last_question > min(self._patience, self._seconds / 2):
             self._ask()
             self._last_question = time.monotonic()
 
@@ -140,7 +144,7 @@ class Watchdog:
         return self._progress.state(dict(enumerate(self._place.pipeline)))
 
     def _ask(self) -> None:
-        states = self._inquiry.ask(self._state(), self._patience)
+        states = self._inquiry.ask(self._state())
         if self._stopped.is_set():
             return
         silent, left = self._inquiry.not_there(states)
@@ -150,15 +154,18 @@ class Watchdog:
             self._inquiry.end(Verdict(said, tuple(states)))
             self._end_with(self._inquiry.verdict() or Verdict(said, ()))
         elif not self._knows_that_it_is_slow:
-            self._knows_that_it_is_slow = True
-            self._tell(self._why_it_goes_on(states))
+            self._tell_that_it_is_slow(states)
 
-    def _why_it_goes_on(self, states: dict[int, State]) -> str:
+    def _tell_that_it_is_slow(self, states: dict[int, State]) -> None:
+        """Once for every wait, and by the rank alone that has asked first."""
         me = self._place.rank
         rank = slowest(states, me)
-        return (
+        if states[rank].in_step:  # it will move, or soon be found to be stuck
+            return
+        self._knows_that_it_is_slow = True
+        self._tell(
             f"megatron_zb: rank {me} has made no progress for {states[me].seconds:.0f} s, but all "
-            f"ranks answer, so the job goes on: rank {rank} {states[rank].doing} for "
+            f"ranks in training answer, so the job goes on: rank {rank} {states[rank].doing} for "
             f"{states[rank].seconds:.0f} s, in {states[rank].place}"
         )
 
