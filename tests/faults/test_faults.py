@@ -266,8 +266,12 @@ def test_a_stopped_rank_that_holds_the_store(corpus: str, tmp_path: Path) -> Non
         port = str(free.getsockname()[1])
     environment = {
         **{n: v for n, v in os.environ.items() if not n.startswith(("TORCHELASTIC", "OMP"))},
-        **{"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1", "WORLD_SIZE": str(RANKS)},
-        **{"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "LOCAL_RANK": "0"},
+        "CUDA_VISIBLE_DEVICES": "",
+        "OMP_NUM_THREADS": "1",
+        "WORLD_SIZE": str(RANKS),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": port,
+        "LOCAL_RANK": "0",
     }
     ranks = [
         subprocess.Popen(
