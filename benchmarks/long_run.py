@@ -141,8 +141,8 @@ def _tensor_bytes(objects: Iterable[Any]) -> int:
 
     storages = {}
     for thing in objects:
-        with suppress(Exception):  # a proxy may raise anything when it is asked for its type
-            if isinstance(thing, torch.Tensor):
+        if issubclass(type(thing), torch.Tensor):  # a proxy may claim to be one
+            with suppress(RuntimeError, NotImplementedError):  # one without a storage
                 storage = thing.untyped_storage()
                 storages[storage.data_ptr()] = storage.nbytes()
     return sum(storages.values())
