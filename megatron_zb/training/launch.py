@@ -8,6 +8,7 @@ compares them and leaves a verdict, which every rank obeys.
 from __future__ import annotations
 
 import argparse
+import logging
 import os
 import sys
 import time
@@ -118,6 +119,8 @@ def _plan(args: argparse.Namespace) -> PipelineAdapter | None:
     """
     # about fused kernels that are not installed, and old names inside Megatron
     warnings.filterwarnings("ignore", category=UserWarning, module=r"megatron\.core")
+    # that it has been made, by the first check of a number
+    logging.getLogger("megatron.core.rerun_state_machine").setLevel(logging.ERROR)
     if args.cpu:
         from megatron_zb.megatron.cpu import run_on_cpu
 
