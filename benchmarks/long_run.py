@@ -53,7 +53,7 @@ COUNTED = ("handles", "threads")
 AS_RANK = "--as-rank"
 MODEL = """
 --cpu --hidden-size 32 --num-attention-heads 4 --seq-length 32 --micro-batch-size 1
---lr 0.001 --clip-grad 0 --eval-iters 1
+--lr 0.001 --clip-grad 0 --eval-iters 1 --split 80,20,0
 """.split()
 
 

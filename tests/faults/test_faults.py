@@ -247,7 +247,8 @@ def test_a_slow_rank_is_waited_for(
 def test_infinite_gradients_make_a_loss_scale_shrink(corpus: str, tmp_path: Path) -> None:
     """They are no fault there: the iteration is skipped, as in Megatron."""
     log = tmp_path / "log.jsonl"
-    ended = run(["-m", "megatron_zb.pretrain_gpt"], log, "--data-path", corpus, "--fp16")
+    save = ("--data-path", corpus, "--save", str(tmp_path / "checkpoints"))
+    ended = run(["-m", "megatron_zb.pretrain_gpt"], log, *save, "--fp16")
     assert ended.code == 0, ended.output
     records = [json.loads(line) for line in log.read_text(encoding="utf-8").splitlines()]
     skipped = [record["skipped"] for record in records if "skipped" in record]
@@ -259,9 +260,10 @@ def test_infinite_gradients_make_a_loss_scale_shrink(corpus: str, tmp_path: Path
 def test_a_stopped_rank_of_another_pipeline_is_named(corpus: str, tmp_path: Path) -> None:
     """Two pipelines of two ranks: those of one wait for the other with the gradients."""
     fault = Fault("SIGSTOP", "optimizer step", 3, "rank 3 holds up all others: it does not answer")
-    two = ("--data-path", corpus, "--global-batch-size", str(2 * MICROBATCHES))
+    save = ("--data-path", corpus, "--save", str(tmp_path / "checkpoints"))
+    two = ("--global-batch-size", str(2 * MICROBATCHES))
     log = tmp_path / "log.jsonl"
-    ended = run(faulty(fault, tmp_path / "struck"), log, *two, ranks=2 * RANKS)
+    ended = run(faulty(fault, tmp_path / "struck"), log, *save, *two, ranks=2 * RANKS)
     assert ended.code != 0, ended.output
     assert ended.output.count(fault.says) == 3, ended.output  # by all that are there
     assert ended.left == []
@@ -272,7 +274,7 @@ def test_a_stopped_rank_that_holds_the_store(corpus: str, tmp_path: Path) -> Non
     """Without torchrun, the store of the job is in rank 0: nothing can be asked without it."""
     fault = Fault("SIGSTOP", "optimizer step", 0, "the store of the job at ")
     program = [sys.executable, *faulty(fault, tmp_path / "struck"), *TRAINING, *SCHEDULE]
-    program += ["--data-path", corpus, "--global-batch-size", str(MICROBATCHES)]
+    program += ["--data-path", corpus, "--save", str(tmp_path / "checkpoints")]
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = str(free.getsockname()[1])
