@@ -178,7 +178,7 @@ def _train(args: argparse.Namespace, folder: Path, schedule: str | None) -> list
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
     command += ["--nproc-per-node", str(args.ranks), __file__, AS_RANK, str(folder), every, *MODEL]
     command += ["--pipeline-model-parallel-size", str(args.ranks)]
-    command += ["--num-layers", str(2 * args.ranks), "--global-batch-size", str(2 * args.ranks)]
+    command += ["--num-layers", str(2 * args.ranks), "--global-batch-size", str(args.ranks)]
     command += ["--train-iters", str(args.steps), "--eval-interval", str(args.eval_interval)]
     command += ["--data-path", _corpus(folder), "--log-file", str(log)]
     if schedule is not None:
