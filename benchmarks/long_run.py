@@ -252,7 +252,9 @@ def _report(
     differing: list[str],
     missed: list[str],
 ) -> None:
-    title = f"{args.schedule}: {args.steps} steps on {args.ranks} ranks, second quarter and last"
+    title = (
+        f"{args.schedule}, {args.steps} steps: the last quarter (and how it differs), sizes in MiB"
+    )
     table = Table(title=title)
     for heading in ("rank", *GROWING, *COUNTED):
         table.add_column(heading, justify="right")
@@ -279,11 +281,11 @@ def _report(
 
 
 def _cell(name: str, second: float, last: float) -> str:
+    """The last quarter, and how it differs from the second."""
     if name in COUNTED:
-        return f"{second:.0f}, {last:.0f}"
-    if name == "objects":
-        return f"{second:.0f}, {last:.0f} ({100 * (last / second - 1):+.2f} %)"
-    return f"{second / 2**20:.1f}, {last / 2**20:.1f} MiB ({100 * (last / second - 1):+.2f} %)"
+        return f"{last:.0f} ({last - second:+.0f})"
+    shown = f"{last:.0f}" if name == "objects" else f"{last / 2**20:.2f}"
+    return f"{shown} ({100 * (last / second - 1):+.2f} %)"
 
 
 if __name__ == "__main__":
