@@ -16,6 +16,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+WRITING = "checkpoint's files"
 SIGNALS = {"SIGKILL": signal.SIGKILL, "SIGSTOP": signal.SIGSTOP}
 NUMBERS = {"NaN": math.nan, "infinity": math.inf}
 SLOW = 14.0
@@ -137,6 +138,8 @@ def install(struck: Struck) -> None:
     data._collate = before(data._collate, "data")
     save = checkpoint.dist_checkpointing.save
     checkpoint.dist_checkpointing.save = before(save, "checkpoint")
+    writer = checkpoint.filesystem_async.FileSystemWriterAsync
+    writer.get_save_function_and_args = before(writer.get_save_function_and_args, WRITING)
     load = checkpoint.dist_checkpointing.load
     checkpoint.dist_checkpointing.load = before(load, "loading")
     interchange.from_csv = before(table, "start")

@@ -14,6 +14,8 @@ TIMEOUT = 6
 """Seconds without progress after which the watchdog ends the job."""
 
 
+WRITING = "checkpoint's files"
+"""While a checkpoint is written, with the processes that help."""
 LOADING, START = "loading", "start"
 """Phases of faults that strike a run which resumes, before its first step."""
 
@@ -31,7 +33,7 @@ class Fault:
     @property
     def iteration(self) -> int:
         """When it strikes; a checkpoint is written after the last one."""
-        at = {"checkpoint": ITERATIONS, LOADING: 0, START: 0}
+        at = {"checkpoint": ITERATIONS, WRITING: ITERATIONS, LOADING: 0, START: 0}
         return at.get(self.phase, STRUCK)
 
     @property
@@ -47,8 +49,8 @@ _HELD_UP = "holds up all others"
 def _signals() -> list[Fault]:
     faults = []
     for rank in range(RANKS):
-        for phase in (*_STEP, "optimizer step", "checkpoint"):
-            ordinary = (phase, rank) == ("steady state", 1)
+        for phase in (*_STEP, "optimizer step", "checkpoint", WRITING):
+            ordinary = (phase, rank) in (("steady state", 1), (WRITING, 0))
             faults.append(Fault("SIGKILL", phase, rank, _KILLED, ordinary))
         for phase in (*_STEP, "optimizer step", "checkpoint"):
             ordinary = (phase, rank) == ("optimizer step", 0)

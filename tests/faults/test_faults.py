@@ -153,7 +153,9 @@ def undisturbed(undisturbed_run: Path) -> dict[int, Any]:
 def parameters(faults: Sequence[Fault]) -> Iterator[Any]:
     for fault in faults:
         marks = [] if fault.ordinary else [pytest.mark.all_faults]
-        yield pytest.param(fault, id=fault.name.replace(", ", "-").replace(" ", "-"), marks=marks)
+        yield pytest.param(
+            fault, id=fault.name.replace(", ", "-").replace(" ", "-").replace("'", ""), marks=marks
+        )
 
 
 @pytest.mark.parametrize("fault", list(parameters(FAULTS)))
