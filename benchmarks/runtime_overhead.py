@@ -4,6 +4,12 @@
 Every stage sleeps for its T_F, T_B and T_W and passes a small tensor on, through the same executor
 and channels that train. Runs on any machine: sleeping ranks need no cores. Prints a table and,
 last, one JSON line {"ratio": {NAME: median over the repetitions}}.
+
+With --watchdog it compares something else: steps that a watchdog and its progress observer look at
+with steps that nobody looks at, in pairs, one after the other. The ratio of a pair is what they
+cost; the JSON line has the median, the quartiles around it, and what a look into the store and a
+pass that is told cost by themselves:
+{"watchdog": {NAME: {...}}}. Ends with 1 where the median costs more than 0.5 % of the step.
 """
 
 from __future__ import annotations
@@ -15,7 +21,9 @@ import statistics
 import sys
 import tempfile
 import time
+from contextlib import nullcontext
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -26,14 +34,26 @@ from rich.table import Table
 from megatron_zb import schedules
 from megatron_zb.runtime.channels import Channels
 from megatron_zb.runtime.executor import run_program
+from megatron_zb.runtime.inquiry import Inquiry
+from megatron_zb.runtime.progress import Progress
 from megatron_zb.runtime.synthetic import SyntheticStage
+from megatron_zb.runtime.watchdog import Place, Watchdog
+from megatron_zb.schedules.passes import Pass, PassKind
+
+MOST = 1.005
+"""What a step with a watchdog may take, of one without."""
+_TIMEOUT = 540.0  # seconds: the default of --pipeline-timeout
+_CALLS = 20_000  # to time one by itself
 
 
-def main() -> None:
+def main() -> int:
     args = _arguments()
     with tempfile.TemporaryDirectory() as folder:
-        meeting_point = Path(folder) / "rendezvous"
-        mp.spawn(_rank, args=(args, str(meeting_point)), nprocs=args.ranks)
+        meeting_point, result = Path(folder) / "rendezvous", Path(folder) / "result"
+        store = dist.TCPStore("127.0.0.1", 0, is_master=True)  # as torchrun has one for its ranks
+        arguments = (args, str(meeting_point), store.port, str(result))
+        mp.spawn(_rank, args=arguments, nprocs=args.ranks)
+        return int(result.read_text(encoding="utf-8"))
 
 
 def _arguments() -> argparse.Namespace:
@@ -53,10 +73,13 @@ def _arguments() -> argparse.Namespace:
         "(default 48 56 40)",
     )
     parser.add_argument("--schedules", nargs="*", default=schedules.names(), metavar="NAME")
+    parser.add_argument(
+        "--watchdog", action="store_true", help="what watching costs; repetitions are pairs then"
+    )
     return parser.parse_args()
 
 
-def _rank(rank: int, args: argparse.Namespace, meeting_point: str) -> None:
+def _rank(rank: int, args: argparse.Namespace, meeting_point: str, port: int, result: str) -> None:
     os.environ["OMP_NUM_THREADS"] = "1"
     torch.set_num_threads(1)
     dist.init_process_group(
@@ -66,40 +89,92 @@ def _rank(rank: int, args: argparse.Namespace, meeting_point: str) -> None:
     costs = schedules.Costs.uniform(
         pipeline_size=args.ranks, forward=forward, backward=backward, weight=weight
     )
-    results = {}
+    results: dict[str, Any] = {}
     for name in args.schedules:
         schedule = schedules.build(
             name, pipeline_size=args.ranks, num_microbatches=args.microbatches, costs=costs
         )
-        predicted = schedules.simulate(schedule, costs).makespan
-        results[name] = (predicted, _measure(rank, schedule, costs, args.repetitions))
+        steps = _Steps(rank, schedule, costs)
+        if args.watchdog:
+            results[name] = _watched(steps, port, args.repetitions)
+        else:
+            predicted = schedules.simulate(schedule, costs).makespan
+            results[name] = (predicted, [steps.seconds() for _ in range(args.repetitions)])
+        steps.channels.close()
     if rank == 0:
-        _report(results, args)
+        code = _report_watched(results, args) if args.watchdog else _report(results, args)
+        Path(result).write_text(str(code), encoding="utf-8")
     dist.destroy_process_group()
 
 
-def _measure(
-    rank: int, schedule: schedules.Schedule, costs: schedules.Costs, repetitions: int
-) -> list[float]:
-    """Seconds of each step, from a barrier to the end of the last rank; one warm-up step first."""
-    placement = schedule.placement
-    table = costs.for_placement(placement)
-    program = schedules.lower(schedule)
-    channels = Channels(list(range(placement.pipeline_size)), placement, "cpu")
-    stages = {s: SyntheticStage(s, table) for s in placement.stages_of[rank]}
-    seconds = []
-    for _ in range(repetitions + 1):
+class _Steps:
+    """Steps of one rank under a schedule; one to warm up has run."""
+
+    def __init__(self, rank: int, schedule: schedules.Schedule, costs: schedules.Costs) -> None:
+        placement = schedule.placement
+        table = costs.for_placement(placement)
+        self.rank, self.size = rank, placement.pipeline_size
+        self.program = schedules.lower(schedule)
+        self.channels = Channels(list(range(self.size)), placement, "cpu")
+        self.stages = {s: SyntheticStage(s, table) for s in placement.stages_of[rank]}
+        self.seconds()
+
+    def seconds(self, progress: Progress | None = None) -> float:
+        """From a barrier to the end of the last rank."""
         dist.barrier()
         start = time.perf_counter()
-        run_program(program, rank, stages, channels, lambda message: torch.empty(64))
+        with progress.step() if progress else nullcontext():
+            run_program(
+                self.program,
+                self.rank,
+                self.stages,
+                self.channels,
+                lambda message: torch.empty(64),
+                progress,
+            )
         elapsed = torch.tensor(time.perf_counter() - start)
         dist.all_reduce(elapsed, op=dist.ReduceOp.MAX)
-        seconds.append(elapsed.item())
-    channels.close()
-    return seconds[1:]
+        return elapsed.item()
 
 
-def _report(results: dict[str, tuple[float, list[float]]], args: argparse.Namespace) -> None:
+def _watched(steps: _Steps, port: int, pairs: int) -> dict[str, Any]:
+    """Ratios of steps with a watchdog to steps without; which comes first changes."""
+    store = dist.TCPStore("127.0.0.1", port, is_master=False)
+    ranks = tuple(range(steps.size))
+    ratios, alone = [], []
+    for pair in range(pairs):
+        taken = {}
+        for is_watched in (pair % 2 == 0, pair % 2 == 1):
+            if not is_watched:
+                taken[False] = steps.seconds()
+                continue
+            progress = Progress()
+            watchdog = Watchdog(progress, Place(steps.rank, ranks), store, _TIMEOUT)
+            taken[True] = steps.seconds(progress)
+            watchdog.stop()
+        ratios.append(taken[True] / taken[False])
+        alone.append(taken[False])
+    told = len(steps.program.ranks[steps.rank])
+    return {"ratios": ratios, "seconds": statistics.median(alone), **_by_itself(store, told)}
+
+
+def _by_itself(store: dist.Store, told: int) -> dict[str, float]:
+    """Microseconds of a pass that is told, and of a look into the store; passes told in a step."""
+    progress, work = Progress(), Pass(PassKind.F, 0, 0)
+    start = time.perf_counter()
+    for _ in range(_CALLS):
+        with progress.running(work):
+            pass
+    observed = (time.perf_counter() - start) / _CALLS
+    inquiry = Inquiry(store, 0, (0,), patience=5.0)
+    start = time.perf_counter()
+    for _ in range(_CALLS // 100):
+        inquiry.is_asked()
+    look = (time.perf_counter() - start) / (_CALLS // 100)
+    return {"pass_us": 1e6 * observed, "look_us": 1e6 * look, "instructions": told}
+
+
+def _report(results: dict[str, tuple[float, list[float]]], args: argparse.Namespace) -> int:
     table = Table(title=f"{args.ranks} ranks, {args.microbatches} microbatches, synthetic stages")
     for heading in ("schedule", "simulated s", "measured s (median)", "ratio", "worst ratio"):
         table.add_column(heading, justify="left" if heading == "schedule" else "right")
@@ -112,7 +187,29 @@ def _report(results: dict[str, tuple[float, list[float]]], args: argparse.Namesp
     Console().print(table)
     print(json.dumps({"ratio": ratios}))
     sys.stdout.flush()
+    return 0
+
+
+def _report_watched(results: dict[str, dict[str, Any]], args: argparse.Namespace) -> int:
+    table = Table(title=f"{args.ranks} ranks, {args.repetitions} pairs of steps, synthetic stages")
+    for heading in ("schedule", "step s", "with / without", "quartiles", "a pass µs", "a look µs"):
+        table.add_column(heading, justify="left" if heading == "schedule" else "right")
+    summary = {}
+    for name, found in results.items():
+        low, median, high = statistics.quantiles(found["ratios"], n=4, method="inclusive")
+        summary[name] = {
+            "ratio": round(median, 5),
+            "quartiles": [round(low, 5), round(high, 5)],
+            "step_seconds": round(found["seconds"], 3),
+            **{key: round(found[key], 1) for key in ("pass_us", "look_us", "instructions")},
+        }
+        cells = f"{found['seconds']:.3f}", f"{median:.5f}", f"{low:.5f} to {high:.5f}"
+        table.add_row(name, *cells, f"{found['pass_us']:.1f}", f"{found['look_us']:.0f}")
+    Console().print(table)
+    print(json.dumps({"watchdog": summary}))
+    sys.stdout.flush()
+    return int(any(found["ratio"] > MOST for found in summary.values()))
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

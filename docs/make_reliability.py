@@ -1,8 +1,11 @@
 #!/usr/bin/env python3
-"""Make the table of docs/reliability.md from what `scripts/test.sh --faults` has seen.
+"""Make the tables of docs/reliability.md from what has been seen, and keep that in docs/results.
 
 scripts/test.sh --faults
-python docs/make_reliability.py faults.jsonl
+python benchmarks/long_run.py | tail -n 1 > long_run.json
+python docs/make_reliability.py faults.jsonl --long-run long_run.json
+
+Both are optional: a table is made of what is kept of the last run where there is no newer one.
 """
 
 from __future__ import annotations
@@ -15,36 +18,77 @@ from pathlib import Path
 from typing import Any
 
 PAGE = Path(__file__).resolve().parent / "reliability.md"
-KEPT = Path(__file__).resolve().parent / "results" / "faults.json"
-START, END = "<!-- generated: faults -->", "<!-- end: faults -->"
+RESULTS = PAGE.parent / "results"
+FAULTS, LONG_RUN = RESULTS / "faults.json", RESULTS / "long_run.json"
+_MIB = ("resident", "malloc", "tensors")
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("results", type=Path, help="faults.jsonl")
-    lines = parser.parse_args().results.read_text(encoding="utf-8").splitlines()
-    seen = sorted((json.loads(line) for line in lines), key=lambda s: (s["fault"], s["rank"]))
-    KEPT.write_text(json.dumps(seen, indent=1) + "\n", encoding="utf-8")
-    text = PAGE.read_text(encoding="utf-8")
-    PAGE.write_text(with_table(text, seen), encoding="utf-8")
+    parser.add_argument("results", type=Path, nargs="?", help="faults.jsonl")
+    parser.add_argument("--long-run", type=Path, metavar="JSON", help="the benchmark's last line")
+    args = parser.parse_args()
+    if args.results is not None:
+        lines = args.results.read_text(encoding="utf-8").splitlines()
+        seen = sorted((json.loads(line) for line in lines), key=lambda s: (s["fault"], s["rank"]))
+        _keep(FAULTS, seen)
+    if args.long_run is not None:
+        _keep(LONG_RUN, json.loads(args.long_run.read_text(encoding="utf-8")))
+    text = with_table(PAGE.read_text(encoding="utf-8"), "faults", fault_rows(_kept(FAULTS)))
+    text = with_table(text, "long run", long_run_rows(_kept(LONG_RUN)))
+    PAGE.write_text(text, encoding="utf-8")
     print(PAGE)
 
 
-def with_table(text: str, seen: Iterable[dict[str, Any]]) -> str:
-    """The page with the table between its markers."""
-    rows = [
-        "| fault | phase | rank | what is printed | seconds to the end | losses after resuming |"
+def _keep(path: Path, what: Any) -> None:
+    path.write_text(json.dumps(what, indent=1) + "\n", encoding="utf-8")
+
+
+def _kept(path: Path) -> Any:
+    return json.loads(path.read_text(encoding="utf-8"))
+
+
+def fault_rows(seen: Iterable[dict[str, Any]]) -> list[str]:
+    """A line for every fault that a run has suffered."""
+    return [
+        "| fault | phase | rank | what is printed | seconds to the end | losses after resuming |",
+        "| --- | --- | ---: | --- | ---: | --- |",
+        *(
+            f"| {s['fault']} | {s['phase']} | {s['rank']} | `{s['seen']}` | {s['seconds']} | "
+            f"{s['resume']} |"
+            for s in seen
+        ),
     ]
-    rows.append("| --- | --- | ---: | --- | ---: | --- |")
-    rows += [
-        f"| {s['fault']} | {s['phase']} | {s['rank']} | `{s['seen']}` | {s['seconds']} | "
-        f"{s['resume']} |"
-        for s in seen
+
+
+def long_run_rows(run: dict[str, Any]) -> list[str]:
+    """A line for every rank: the last quarter of the steps, and how it differs from the second."""
+    names = list(run["second_and_last_quarter"][0])
+    heads = [f"{name}, MiB" if name in _MIB else name for name in names]
+    return [
+        f"| rank | {' | '.join(heads)} |",
+        "| ---: |" + " ---: |" * len(names),
+        *(
+            f"| {rank} | {' | '.join(_cell(name, *found[name]) for name in names)} |"
+            for rank, found in enumerate(run["second_and_last_quarter"])
+        ),
     ]
-    body = "\n".join([START, "", *rows, "", END])
-    pattern = re.compile(f"{re.escape(START)}.*?{re.escape(END)}", re.DOTALL)
+
+
+def _cell(name: str, second: float, last: float) -> str:
+    if name in ("handles", "threads"):
+        return f"{last} ({last - second:+d})"
+    shown = f"{last / 2**20:.1f}" if name in _MIB else f"{last:.0f}"
+    return f"{shown} ({100 * (last / second - 1):+.2f} %)"
+
+
+def with_table(text: str, name: str, rows: list[str]) -> str:
+    """The page with a table between its markers."""
+    start, end = f"<!-- generated: {name} -->", f"<!-- end: {name} -->"
+    body = "\n".join([start, "", *rows, "", end])
+    pattern = re.compile(f"{re.escape(start)}.*?{re.escape(end)}", re.DOTALL)
     return pattern.sub(lambda match: body, text)
 
 

@@ -33,6 +33,7 @@ def add_run_arguments(group: argparse._ArgumentGroup) -> None:
         "--pipeline-timeout",
         type=float,
         metavar="SECONDS",
-        help="end the job when a step makes no progress for so long, and say which rank holds up "
-        "all others; 0 is never (default: nine tenths of --distributed-timeout-minutes)",
+        help="after so long without progress, ask all ranks, end a job that has stopped, and say "
+        "which rank holds up all others; 0 is never (default: nine tenths of "
+        "--distributed-timeout-minutes)",
     )

@@ -17,7 +17,7 @@ Checks and tests megatron-zb on the CPU; needs no GPU and nothing but a Python a
 options:
   --python VERSION   3.11 (default, megatron-core 0.16) or 3.12 (megatron-core 0.19, in .venv-3.12)
   --tests-only       no ruff and no mypy
-  --faults           all faults that a job may suffer (about 20 minutes), and nothing else; what was seen is
+  --faults           all faults that a job may suffer (about 30 minutes), and nothing else; what was seen is
                      written to faults.jsonl
   -h, --help         this text
 

@@ -11,6 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import long_run
 import one_device
 import pytest
 import rank_memory
@@ -287,3 +288,42 @@ def test_the_page_has_the_figures_of_the_results_and_links_that_lead_somewhere()
         assert set(rows) <= set(text.splitlines())
     for target in re.findall(r"\]\(([^)#]+)(?:#[^)]*)?\)", text):
         assert (page.parent / target).exists(), target
+
+
+def looks(**more: int) -> list[dict[str, int]]:
+    """Of a run of 80 steps; what is given in ``more`` grows by so much in every look."""
+    names = (*long_run.GROWING, *long_run.COUNTED)
+    return [
+        {"step": 2 * look, **{name: 1000 + look * more.get(name, 0) for name in names}}
+        for look in range(1, 41)
+    ]
+
+
+def test_what_grows_in_a_long_run_is_told() -> None:
+    assert long_run.missing(long_run.compare(looks(), 80)) == []
+    assert long_run.missing(long_run.compare(looks(resident=-5), 80)) == []
+    for name in (*long_run.GROWING, *long_run.COUNTED):
+        (line,) = long_run.missing(long_run.compare(looks(**{name: 1}), 80))
+        assert line.startswith(f"{name} grew from 10")
+
+
+def test_one_bit_of_a_loss_is_a_difference() -> None:
+    stock: list[dict[str, Any]] = [
+        {"iteration": 1, "lm_loss": 0.1 + 0.2},
+        {"iteration": 1, "eval_loss": 0.5},
+        {"pipeline_schedule": None},
+    ]
+    assert long_run.differences(stock, [dict(record) for record in stock]) == []
+    assert long_run.differences(stock, [{"iteration": 1, "lm_loss": 0.3}]) == [
+        "step 1",
+        "the evaluation after step 1",
+    ]
+
+
+def test_a_rank_finds_its_own_tensors() -> None:
+    before = long_run.what_there_is()
+    kept = torch.zeros(2**20, dtype=torch.uint8)
+    after = long_run.what_there_is()
+    assert after["tensors"] - before["tensors"] == kept.nbytes
+    assert after["malloc"] - before["malloc"] >= kept.nbytes
+    assert after["threads"] >= 1

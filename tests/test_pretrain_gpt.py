@@ -443,6 +443,22 @@ def test_a_rank_that_holds_up_all_others_is_named(
         ({"--bf16": True, "--fp16": True}, "--bf16 and --fp16 exclude each other"),
         ({"--loss-scale": 8}, "--loss-scale is for --fp16"),
         ({"--pipeline-memory-limit": 0.5}, "--pipeline-memory-limit needs --pipeline-schedule"),
+        (
+            {"--pipeline-schedule": "v-half", "--pipeline-schedule-file": "v-half.csv"},
+            "--pipeline-schedule and --pipeline-schedule-file both choose a schedule",
+        ),
+        (
+            {"--pipeline-schedule-file": "v-half.csv", "--pipeline-memory-limit": 0.5},
+            "--pipeline-schedule-file is a finished schedule: leave --pipeline-memory-limit out",
+        ),
+        (
+            {
+                "--pipeline-schedule-file": "v-half.csv",
+                "--pipeline-model-parallel-size": 1,
+                "--global-batch-size": 4,
+            },
+            "--pipeline-schedule-file v-half.csv needs a pipeline",
+        ),
         ({"--pipeline-layer-layout": "Et|ttt|L"}, "has 3 stages, but .* write 2 stages"),
         ({"--pipeline-layer-layout": "auto"}, "--pipeline-layer-layout auto needs --pipeline-sch"),
         (
@@ -466,3 +482,18 @@ def test_arguments_that_do_not_fit_are_refused(flags: Flags, sentence: str, corp
     argv = written({**TRAINING, "--data-path": corpus, **flags})
     with pytest.raises(UsageError, match=sentence):
         training_arguments.parse(argv, world_size=2)
+
+
+@pytest.mark.parametrize(
+    ("flags", "checked"),
+    [
+        ({}, True),
+        ({"--no-check-for-nan-in-loss-and-grad": True}, False),
+        ({"--bf16": True}, True),
+        ({"--fp16": True}, False),  # infinite gradients tell its scale to shrink
+        ({"--fp16": True, "--loss-scale": 8}, True),
+    ],
+)
+def test_numbers_are_checked_as_in_megatron_lm(flags: Flags, checked: bool, corpus: str) -> None:
+    args = training_arguments.parse(written({**TRAINING, "--data-path": corpus, **flags}), 2)
+    assert args.check_for_nan_in_loss_and_grad is checked

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+import signal
 import subprocess
 import sys
 import threading
@@ -11,9 +13,11 @@ from contextlib import ExitStack
 from typing import ClassVar
 
 import pytest
-from torch.distributed import HashStore
+from torch.distributed import HashStore, Store
 
-from megatron_zb.runtime.progress import REMEMBERED, Progress, State, who_holds_up
+from megatron_zb.runtime.inquiry import Inquiry
+from megatron_zb.runtime.progress import REMEMBERED, Progress, State
+from megatron_zb.runtime.verdict import judged, who_holds_up
 from megatron_zb.runtime.watchdog import EXIT_CODE, Place, Watchdog
 from megatron_zb.schedules.communication import Channel, Message
 from megatron_zb.schedules.passes import Pass, PassKind
@@ -43,66 +47,194 @@ def between(progress: Progress, stack: ExitStack) -> None:
         pass
 
 
+def stopped(progress: Progress, stack: ExitStack) -> None:
+    """It has come, and answers no more; see Job."""
+
+
+FIRST = 10
+"""The global number of the first rank of a job."""
+
+
 class Job:
-    """Ranks of one pipeline, each with its watchdog; None is a rank that is gone."""
+    """Ranks, each with its watchdog, in pipelines of equal size, by default in one.
+
+    None is a rank that has never come to a step, `stopped` one whose process is.
+    """
 
     def __init__(
-        self, ranks: list[Callable[[Progress, ExitStack], None] | None], seconds: float
+        self,
+        ranks: list[Callable[[Progress, ExitStack], None] | None],
+        seconds: float,
+        *,
+        pipelines: int = 1,
+        store: Store | None = None,
     ) -> None:
         self.lines: dict[int, list[str]] = {}
         self.codes: dict[int, int] = {}
         self.progress: dict[int, Progress] = {}
         self.dogs: list[Watchdog] = []
-        store, self.stack = HashStore(), ExitStack()
-        for logical, tell in enumerate(ranks):
+        self.store, self.stack = store or HashStore(), ExitStack()
+        everyone = tuple(range(FIRST, FIRST + len(ranks)))
+        size = len(ranks) // pipelines
+        for number, tell in enumerate(ranks):
             if tell is None:
                 continue
-            self.progress[logical] = progress = Progress()
+            if tell is stopped:
+                Inquiry(self.store, everyone[number], everyone, patience=5.0).come()
+                continue
+            start = number // size * size
+            self.progress[number] = progress = Progress()
             tell(progress, self.stack)
-            self.lines[logical] = []
+            self.lines[number] = []
             self.dogs.append(
                 Watchdog(
                     progress,
-                    Place(logical, tuple(range(10, 10 + len(ranks)))),
-                    store,
+                    Place(number - start, everyone[start : start + size], everyone),
+                    self.store,
                     seconds,
-                    tell=self.lines[logical].append,
-                    end=lambda code, logical=logical: self.codes.update({logical: code}),  # type: ignore[misc]
+                    tell=self.lines[number].append,
+                    patience=1.0,
+                    end=lambda code, number=number: self.codes.update({number: code}),  # type: ignore[misc]
                 )
             )
 
     def wait(self, ranks: set[int], seconds: float = 60.0) -> None:
-        deadline = time.monotonic() + seconds
-        while self.codes.keys() < ranks and time.monotonic() < deadline:
-            time.sleep(0.05)
+        """Until these have ended, and no others."""
+        self.until(lambda: self.codes.keys() >= ranks, seconds)
         for dog in self.dogs:
             dog.stop()
+        self.stack.close()
         assert self.codes == dict.fromkeys(ranks, EXIT_CODE)
+
+    def said(self) -> list[str]:
+        return [line for lines in self.lines.values() for line in lines]
+
+    def until(self, happens: Callable[[], bool], seconds: float = 60.0) -> None:
+        """Wait until something happens, or for so long."""
+        deadline = time.monotonic() + seconds
+        while not happens() and time.monotonic() < deadline:
+            time.sleep(0.05)
 
 
 def test_a_rank_that_is_gone_is_named_by_all_others() -> None:
     job = Job([waiting(1, 0), waiting(2, 1), None], seconds=0.4)
     job.wait({0, 1})
     for logical, lines in job.lines.items():
-        assert f"rank {10 + logical} (pipeline rank {logical} in schedule order)" in lines[0]
+        assert f"rank {FIRST + logical} (pipeline rank {logical} in schedule order)" in lines[0]
         assert f"waits for the activation for stage {logical}, microbatch 1" in lines[0]
         assert f"F of stage {logical}, microbatch 0" in lines[1]
-        assert lines[2].startswith("megatron_zb: error: rank 12 holds up all others: it does not")
+        assert lines[3].startswith("megatron_zb: error: rank 12 holds up all others: it does not")
 
 
 def test_a_rank_in_a_long_pass_is_named_with_the_pass() -> None:
     job = Job([waiting(1, 0), running], seconds=0.4)
     job.wait({0, 1})
-    assert "rank 11 holds up all others: it is in F of stage 1, microbatch 7 for" in job.lines[0][2]
-    assert job.lines[0][2].split(" for ")[0] == job.lines[1][2].split(" for ")[0]
+    assert "rank 11 holds up all others: it is in F of stage 1, microbatch 7 for" in job.lines[0][3]
+    assert job.lines[0][3] == job.lines[1][3]
 
 
-def test_a_rank_between_steps_answers_and_goes_on() -> None:
-    """It may be saving a checkpoint: it is not ended by its own watchdog."""
-    job = Job([waiting(1, 0), between], seconds=0.4)
-    job.wait({0})
-    assert "rank 11 holds up all others: it is between two steps" in job.lines[0][2]
-    assert job.lines[1] == []
+@pytest.mark.parametrize("others", [waiting(1, 0), between])
+def test_a_rank_that_is_stopped_is_named_wherever_the_others_are(
+    others: Callable[[Progress, ExitStack], None],
+) -> None:
+    """Here in the other of two pipelines, which waits for it between two steps."""
+    job = Job([others, between, between, stopped], seconds=0.4, pipelines=2)
+    job.wait({0, 1, 2})
+    for lines in job.lines.values():
+        assert "rank 13 holds up all others: it does not answer" in lines[3]
+    assert "is between two steps" in job.lines[2][0]
+    assert "it stands in sleep" in job.lines[2][2] or ", called by " in job.lines[2][2]
+
+
+@pytest.mark.parametrize("other", [waiting(1, 0), between])
+def test_a_rank_between_steps_may_take_its_time(
+    other: Callable[[Progress, ExitStack], None],
+) -> None:
+    """It loads data, or writes a checkpoint: the others wait, and one of them says so, once."""
+    job = Job([other, between], seconds=0.4)
+    job.until(lambda: bool(job.said()))
+    job.until(lambda: bool(job.codes), seconds=1.5)
+    job.wait(set())
+    (line,) = job.said()
+    found = re.search("answer, so the job goes on: rank (1.) is between two steps", line)
+    assert found is not None
+    assert other is between or found[1] == "11"
+
+
+def test_a_rank_that_has_left_is_not_missed() -> None:
+    job = Job([between, between], seconds=0.4)
+    job.dogs[1].stop()
+    job.until(lambda: bool(job.said()))
+    job.wait(set())
+    assert "so the job goes on" in job.said()[0]
+
+
+def test_a_rank_that_has_not_come_yet_is_not_missed() -> None:
+    job = Job([between, None], seconds=0.4)
+    job.until(lambda: bool(job.said()))
+    job.until(lambda: len(job.said()) > 1, seconds=2.5)
+    job.wait(set())
+    (line,) = job.said()  # once, though there is a question every second
+    assert "so the job goes on" in line
+
+
+def test_questions_leave_nothing_behind() -> None:
+    """A checkpoint may take hours, with a question every few minutes."""
+    store = HashStore()
+    ranks = [Inquiry(store, rank, (0, 1), patience=0.1) for rank in range(2)]
+    state = State("is between two steps", None, 9.0, ("F",) * REMEMBERED)
+    for number in range(20):
+        asking, asked = ranks[number % 2], ranks[1 - number % 2]
+        thread = threading.Thread(target=asking.ask, args=(state,))
+        thread.start()
+        while not asked.is_asked():
+            time.sleep(0.001)
+        asked.answer(state)
+        thread.join()
+        time.sleep(0.05)
+    answers = [f"answer/{number}/{rank}" for number in range(20) for rank in range(2)]
+    assert sum(store.check([key]) for key in answers) <= 10  # of 40
+
+
+class HeldStore(HashStore):
+    """Its holder is stopped when the test says so: no call returns then."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.is_held, self.is_free = threading.Event(), threading.Event()
+
+    def clone(self) -> Store:
+        return self
+
+    def check(self, keys: list[str]) -> bool:
+        if self.is_held.is_set():
+            self.is_free.wait()
+        return bool(super().check(keys))
+
+
+def test_a_store_that_does_not_answer_is_named() -> None:
+    store = HeldStore()
+    job = Job([between, between], seconds=0.4, store=store)
+    store.is_held.set()
+    job.until(lambda: len(job.codes) == 2)
+    store.is_free.set()
+    job.wait({0, 1})
+    for lines in job.lines.values():
+        assert "the store of the job does not answer for" in lines[3]
+
+
+def test_a_rank_that_is_stuck_in_a_step_is_named_by_one_that_is_not() -> None:
+    states = {
+        0: State("", None, 9.0, in_step=False, waits_for_all=True),
+        1: State("", 2, 9.0, in_step=True),
+        2: State("", None, 9.0, in_step=True),
+    }
+    assert judged(states, [], 6.0) == 2
+    states[2] = State("", None, 1.0, in_step=True)  # it makes progress
+    assert judged(states, [], 6.0) is None
+    assert judged(states, [3], 6.0) == 3
+    del states[2]
+    assert judged(states, [2, 3], 6.0) == 2
 
 
 def test_progress_keeps_a_job_alive() -> None:
@@ -160,6 +292,30 @@ def test_a_gpu_is_where_its_first_open_event_is() -> None:
     assert not progress.in_step
 
 
+def optimizer_step(entered: threading.Event, leave: threading.Event) -> None:
+    entered.set()
+    leave.wait()
+
+
+def test_between_two_steps_the_stack_says_where() -> None:
+    entered, leave = threading.Event(), threading.Event()
+    progress = Progress(phases={(__name__, "optimizer_step"): "in the optimizer step"})
+
+    def train() -> None:
+        with progress.step():
+            pass
+        optimizer_step(entered, leave)
+
+    thread = threading.Thread(target=train)
+    thread.start()
+    entered.wait()
+    state = progress.state()
+    leave.set()
+    thread.join()
+    assert state.doing == "is between two steps, in the optimizer step"
+    assert "called by optimizer_step (test_watchdog.py:" in state.place
+
+
 @pytest.mark.parametrize(
     ("waits", "rank", "held_up_by"),
     [
@@ -181,6 +337,9 @@ from megatron_zb.runtime.progress import Progress
 from megatron_zb.runtime.watchdog import Place, Watchdog
 
 class SlowStore(HashStore):
+    def clone(self):
+        return self
+
     def check(self, keys):
         asked.set()
         return self.wait_a_while()
@@ -204,3 +363,38 @@ def test_a_process_that_ends_takes_its_watchdog_along() -> None:
         [sys.executable, "-c", ENDS_WHILE_WATCHED], capture_output=True, text=True
     )
     assert (done.returncode, done.stderr) == (0, "")
+
+
+STOPPED_FOR_A_WHILE = """
+import os, signal, subprocess, sys, time
+from contextlib import ExitStack
+from torch.distributed import HashStore
+from megatron_zb.runtime.progress import Progress
+from megatron_zb.runtime.watchdog import Place, Watchdog
+from megatron_zb.schedules.passes import Pass, PassKind
+
+progress = Progress()
+with progress.step(), progress.running(Pass(PassKind.F, 0, 0)):
+    Watchdog(progress, Place(0, (0,)), HashStore(), 1.0)
+    print("runs", flush=True)
+    sys.stdin.readline()
+"""
+
+
+def test_a_job_that_was_suspended_goes_on() -> None:
+    """All of its processes stopped and went on: no rank holds up the others."""
+    process = subprocess.Popen(
+        [sys.executable, "-c", STOPPED_FOR_A_WHILE],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    assert process.stdout is not None
+    assert process.stdout.readline() == "runs\n"
+    process.send_signal(signal.SIGSTOP)
+    time.sleep(2)
+    process.send_signal(signal.SIGCONT)
+    time.sleep(0.5)
+    _, said = process.communicate("\n")
+    assert (process.returncode, said) == (0, "")

@@ -32,7 +32,8 @@ def _run(argv: Sequence[str], environment: Environment) -> None:
     except UsageError as error:
         problem = str(error)
     store = training_launch.shared_store(environment)
-    training_launch.agree_on(store, environment, vars(args), problem)
+    values = training_launch.to_agree_on(args, None)
+    training_launch.agree_on(store, environment, values, problem)
     assert job is not None, "ranks do not agree on what one cannot do"
 
     from megatron_zb.distillation.loop import distil

@@ -183,8 +183,8 @@ class ForwardBackward:
         self.profiling: Profiling | None = None
         self.on_measured: Callable[[Measured, Iteration], None] | None = None
         self.timeout: float | None = None
-        """Seconds without progress in a step after which a watchdog ends the job; set it before
-        the first step."""
+        """Seconds without progress after which a watchdog asks all ranks, and ends a job that has
+        stopped; set it before the first step."""
         self._progress = Progress()
         self._watchdog: Watchdog | None = None
 
@@ -404,10 +404,10 @@ class ForwardBackward:
         return self._channels
 
     def _watch(self, ranks: list[int]) -> None:
-        self._progress = Progress(on_gpu=torch.device(_device()).type == "cuda")
+        self._progress = Progress(on_gpu=torch.device(_device()).type == "cuda", phases=PHASES)
         if self.timeout is not None:
-            me = torch.distributed.get_rank()
-            place = Place(ranks.index(me), tuple(ranks))
+            me, job = torch.distributed.get_rank(), range(torch.distributed.get_world_size())
+            place = Place(ranks.index(me), tuple(ranks), tuple(job))
             store = torch.distributed.PrefixStore("megatron_zb/watchdog", _get_default_store())
             self._watchdog = Watchdog(self._progress, place, store, self.timeout)
 
@@ -433,6 +433,18 @@ def _by_first_forward(program: Program, logical: int) -> list[int]:
     """The stages of a rank in the order in which they first run forward."""
     passes = (i.work for i in program.ranks[logical] if isinstance(i, Run))
     return list(dict.fromkeys(p.stage for p in passes if p.kind is PassKind.F))
+
+
+# What Megatron does between two steps, by its functions: for the watchdog's report.
+PHASES = {
+    ("megatron.core.dist_checkpointing.", "save"): "writing a checkpoint",
+    ("megatron.training.checkpointing", "save_checkpoint"): "writing a checkpoint",
+    ("megatron.core.dist_checkpointing.", "load"): "reading a checkpoint",
+    ("megatron.core.optimizer.", "step"): "in the optimizer step",
+    ("megatron.core.distributed.finalize_model_grads", "finalize_model_grads"): "reducing "
+    "gradients",
+    ("megatron.training.training", "evaluate"): "in an evaluation",
+}
 
 
 # Settings of Megatron's config that its own schedules serve and that these do not, with the reason.

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import hashlib
 import os
 from collections.abc import Mapping
 from importlib import metadata
@@ -47,7 +46,7 @@ def of_run(
     """The named values of a run with a schedule; they go to ``agreement.agree``."""
     values: dict[str, Any] = {
         "the schedule": plan.schedule.name,
-        "a table with the digest": _digest(plan),
+        "a table with the digest": interchange.digest(plan.schedule),
         "layers placed as": str(plan.layer_layout),
         "microbatches": plan.schedule.num_microbatches,
     }
@@ -60,10 +59,6 @@ def of_run(
         if name in _VARIABLES or name.startswith(_VARIABLE_PREFIXES):
             values[name] = environment[name]
     return values
-
-
-def _digest(plan: PipelineAdapter) -> str:
-    return hashlib.sha256(interchange.to_csv(plan.schedule).encode()).hexdigest()[:12]
 
 
 def _version(package: str) -> str | None:

@@ -1,20 +1,29 @@
 """What a rank is doing, kept for when it stops: the pass it runs, the message it waits for.
 
 On a GPU the host runs ahead: what it has launched is marked by events, and what the GPU is doing is
-what the first event that has not happened yet was to end.
+what the first event that has not happened yet was to end. Outside of a step, what the rank does is
+read from the stack of the thread that trains.
 """
 
 from __future__ import annotations
 
+import threading
 import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
 
+from megatron_zb.runtime.whereabouts import (
+    Phases,
+    collective_of,
+    frames_of,
+    phase_of,
+    place_of,
+)
 from megatron_zb.schedules.communication import Channel, Message
 from megatron_zb.schedules.passes import Pass, PassKind
 
@@ -25,14 +34,17 @@ REMEMBERED = 50
 class State:
     """A moment of a rank: what it does, and for which rank's message it waits, if for one.
 
-    ``doing`` is a phrase, ``waits_for`` a logical rank of the same pipeline, ``seconds`` how long
-    it has been so, ``passes`` the last ones that it began.
+    ``doing`` is a phrase, ``waits_for`` a rank of the same pipeline, ``seconds`` how long it has
+    been so, ``passes`` the last ones that it began, ``place`` where its code stands.
     """
 
     doing: str
     waits_for: int | None
     seconds: float
     passes: tuple[str, ...] = ()
+    in_step: bool = False
+    waits_for_all: bool = False
+    place: str = ""
 
 
 class Event(Protocol):
@@ -51,10 +63,19 @@ class Progress:
 
     Args:
         on_gpu: the host does not wait for what it launches; ``event`` makes the marks.
+        phases: what functions do that are called between two steps.
     """
 
-    def __init__(self, on_gpu: bool = False, event: type[Event] = torch.cuda.Event) -> None:
+    def __init__(
+        self,
+        on_gpu: bool = False,
+        event: type[Event] = torch.cuda.Event,
+        phases: Phases | None = None,
+    ) -> None:
         self._event = event if on_gpu else None
+        self._phases: Phases = phases or {}
+        self._thread = threading.get_ident()
+        self._looking = threading.Lock()
         self._marks: deque[tuple[_Situation, Event]] = deque()
         self._passes: deque[Pass] = deque(maxlen=REMEMBERED)
         self._situation: _Situation = None
@@ -64,6 +85,7 @@ class Progress:
     @contextmanager
     def step(self) -> Iterator[None]:
         """Around a step."""
+        self._thread = threading.get_ident()
         self._situation = None
         self._moved = time.monotonic()
         self._host_in_step = True
@@ -101,53 +123,67 @@ class Progress:
 
     def seconds(self) -> float:
         """Since something last happened."""
-        while self._marks and self._marks[0][1].query():
-            self._marks.popleft()
-            self._moved = time.monotonic()
+        with self._looking:
+            while self._marks and self._marks[0][1].query():
+                self._marks.popleft()
+                self._moved = time.monotonic()
         return time.monotonic() - self._moved
 
-    def state(self) -> State:
-        """What the rank does now."""
+    def begin_anew(self) -> None:
+        """Count from now on: the whole process has been stopped, and goes on."""
+        self._moved = time.monotonic()
+
+    def state(self, ranks: Mapping[int, int] | None = None) -> State:
+        """What the rank does now.
+
+        Args:
+            ranks: what to call the pipeline's logical ranks in ``waits_for``.
+        """
         seconds, passes = self.seconds(), tuple(map(said, self._passes))
-        situation = self._marks[0][0] if self._marks else self._situation
+        frames = frames_of(self._thread)
+        doing, waits_for = self._situation_in_words()
+        collective = collective_of(frames)
+        in_step = self.in_step
+        if not in_step:
+            phase = phase_of(frames, self._phases)
+            parts = ("is between two steps", phase, collective and f"waiting in {collective}")
+            doing = ", ".join(filter(None, parts))
+        return State(
+            doing,
+            waits_for if ranks is None or waits_for is None else ranks[waits_for],
+            seconds,
+            passes,
+            in_step,
+            collective is not None,
+            place_of(frames),
+        )
+
+    def _situation_in_words(self) -> tuple[str, int | None]:
+        """In a step: a phrase, and the logical rank whose message the rank waits for."""
+        marks = list(self._marks)
+        situation = marks[0][0] if marks else self._situation
         if not self.in_step:
-            return State("is between two steps", None, seconds, passes)
+            return "", None
         if situation is None:
-            return State("is before its first pass", None, seconds, passes)
+            return "is before its first pass", None
         if isinstance(situation, Pass):
-            return State(f"is in {said(situation)}", None, seconds, passes)
+            return f"is in {said(situation)}", None
         channel, message = situation
         if message.is_credit:
             doing = (
                 f"waits for pipeline rank {channel.source} in schedule order to update its "
                 f"students in step {message.microbatch}"
             )
-            return State(doing, channel.source, seconds, passes)
+            return doing, channel.source
         kind = "the gradient" if message.is_gradient else "the activation"
         doing = (
             f"waits for {kind} for stage {message.stage}, microbatch {message.microbatch}, "
             f"from pipeline rank {channel.source} in schedule order"
         )
-        return State(doing, channel.source, seconds, passes)
+        return doing, channel.source
 
 
 def said(work: Pass) -> str:
     """A pass in words."""
     counted = "step" if work.kind is PassKind.U else "microbatch"
     return f"{work.kind.name} of stage {work.stage}, {counted} {work.microbatch}"
-
-
-def who_holds_up(states: dict[int, State], rank: int) -> int:
-    """The rank that a rank waits for in the end: the first on the way that waits for no message.
-
-    Args:
-        states: of the ranks of one pipeline that have told theirs; one that has not holds up.
-    """
-    seen = set()
-    while rank in states and rank not in seen:
-        seen.add(rank)
-        after = states[rank].waits_for
-        if after is None:
-            break
-        rank = after
-    return rank

@@ -8,6 +8,7 @@ gradient (our B), W, and B for a full backward (our BW). Empty cells are idle st
 from __future__ import annotations
 
 import csv
+import hashlib
 import io
 import json
 import re
@@ -56,6 +57,11 @@ def to_csv(schedule: Schedule) -> str:
 
 def _cell_text(p: Pass) -> str:
     return f"{p.stage}{_LETTER[p.kind]}{p.microbatch}"
+
+
+def digest(schedule: Schedule) -> str:
+    """A short text that differs where the tables of two schedules do."""
+    return hashlib.sha256(to_csv(schedule).encode()).hexdigest()[:12]
 
 
 def write_csv(schedule: Schedule, path: Path) -> None:

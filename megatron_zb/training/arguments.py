@@ -146,6 +146,8 @@ def _check_precision(args: argparse.Namespace, world_size: int) -> None:
         raise UsageError("--bf16 and --fp16 exclude each other: give one of them")
     if args.loss_scale is not None and not args.fp16:
         raise UsageError("--loss-scale is for --fp16: add --fp16 or leave it out")
+    if args.fp16 and args.loss_scale is None:  # they tell the scale to shrink
+        args.check_for_nan_in_loss_and_grad = False
 
 
 def _check_parallel(args: argparse.Namespace, world_size: int) -> None:
@@ -203,18 +205,34 @@ def _neighbours(number: int, step: int) -> str:
 
 def _check_schedule(args: argparse.Namespace, world_size: int) -> None:
     size = args.pipeline_model_parallel_size
-    if args.pipeline_schedule is None:
+    if args.pipeline_schedule is None and args.pipeline_schedule_file is None:
         for name in ("pipeline_memory_limit", "pipeline_profile", "pipeline_replan_every"):
             if getattr(args, name) is not None:
                 raise UsageError(f"{flag(name)} needs --pipeline-schedule")
         _check_stock_layers(args, size)
         return
-    catalog.family(args.pipeline_schedule)
+    chosen = _chosen_schedule(args)
     if size == 1:
         raise UsageError(
-            f"--pipeline-schedule {args.pipeline_schedule} needs a pipeline: give "
+            f"{chosen} needs a pipeline: give "
             "--pipeline-model-parallel-size of 2 or more, or leave the schedule out"
         )
+
+
+def _chosen_schedule(args: argparse.Namespace) -> str:
+    """The flag that chooses one, as it was written."""
+    if args.pipeline_schedule_file is None:
+        catalog.family(args.pipeline_schedule)
+        return f"--pipeline-schedule {args.pipeline_schedule}"
+    if args.pipeline_schedule is not None:
+        raise UsageError(
+            "--pipeline-schedule and --pipeline-schedule-file both choose a schedule: leave one out"
+        )
+    if args.pipeline_memory_limit is not None:
+        raise UsageError(
+            "--pipeline-schedule-file is a finished schedule: leave --pipeline-memory-limit out"
+        )
+    return f"--pipeline-schedule-file {args.pipeline_schedule_file}"
 
 
 def _check_stock_layers(args: argparse.Namespace, size: int) -> None:

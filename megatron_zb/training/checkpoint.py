@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import argparse
+import multiprocessing
+import os
 import random
 import shutil
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
+from multiprocessing.managers import SyncManager
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +33,7 @@ from megatron_zb.training.checkpoint_directory import (
     set_latest,
 )
 from megatron_zb.training.connections import is_lost_connection
+from megatron_zb.training.helper_process import end_with
 from megatron_zb.training.model import Trainee
 
 # Arguments that make a model what it is: a checkpoint fits only a model that agrees on them.
@@ -88,10 +93,10 @@ def write(directory: Path, iteration: int, state: dict[str, Any], metadata: dict
     if dist.get_rank() == 0:
         _make_empty(unfinished)
     dist.barrier()
-    dist_checkpointing.save(
-        state, str(unfinished), content_metadata=metadata, async_sharded_save=False
-    )
-    _end_helper()
+    with _helper():
+        dist_checkpointing.save(
+            state, str(unfinished), content_metadata=metadata, async_sharded_save=False
+        )
     dist.barrier()
     if dist.get_rank() == 0:
         shutil.rmtree(final, ignore_errors=True)
@@ -100,12 +105,20 @@ def write(directory: Path, iteration: int, state: dict[str, Any], metadata: dict
     dist.barrier()
 
 
-def _end_helper() -> None:
-    """End the process through which megatron-core learns what a checkpoint's writers have written.
+@contextmanager
+def _helper() -> Iterator[None]:
+    """The process through which megatron-core learns what a checkpoint's writers have written.
 
-    It keeps one for the next checkpoint, which outlives a rank that is killed.
+    It would start one by itself and keep it, and that would outlive a rank that is killed.
     """
-    filesystem_async._results_queue = None
+    manager = SyncManager(ctx=multiprocessing.get_context("spawn"))
+    manager.start(end_with, (os.getpid(),))
+    filesystem_async._results_queue = manager.Queue()
+    try:
+        yield
+    finally:
+        filesystem_async._results_queue = None
+        manager.shutdown()
 
 
 def _make_empty(directory: Path) -> None:

@@ -82,6 +82,12 @@ def _add_pipeline(parser: argparse.ArgumentParser) -> None:
         help=f"{', '.join(catalog.names())}; without it, Megatron's own 1F1B runs, untouched",
     )
     group.add_argument(
+        "--pipeline-schedule-file",
+        metavar="CSV",
+        help="run this table instead of a named schedule: compute-only, in the format of "
+        "torch.distributed.pipelining, as `megatron-zb export` writes it",
+    )
+    group.add_argument(
         "--pipeline-memory-limit",
         type=float,
         metavar="X",
@@ -226,6 +232,13 @@ def _add_precision(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--min-loss-scale", type=float, default=1.0)
     group.add_argument("--loss-scale-window", type=float, default=1000)
     group.add_argument("--hysteresis", type=int, default=2)
+    group.add_argument(
+        "--no-check-for-nan-in-loss-and-grad",
+        dest="check_for_nan_in_loss_and_grad",
+        action="store_false",
+        help="train on with losses and gradients that are NaN or infinite, which otherwise end the "
+        "job; where fp16 adapts its loss scale, such an iteration is skipped instead",
+    )
     for fusion in (
         "gradient-accumulation",
         "masked-softmax",

@@ -8,6 +8,7 @@ compares them and leaves a verdict, which every rank obeys.
 from __future__ import annotations
 
 import argparse
+import logging
 import os
 import sys
 import time
@@ -25,6 +26,8 @@ from megatron_zb.training.arguments import flag, parse
 
 if TYPE_CHECKING:
     from torch.distributed import Store
+
+    from megatron_zb.megatron.adapter import PipelineAdapter
 
 
 _LONGEST_START = 300.0  # seconds: imports from a slow disk differ between ranks
@@ -67,9 +70,18 @@ def launch(
         end(2, f"megatron_zb: error: {error}")
     except _SaidByRankZero:
         end(2, "")
-    except Exception:
-        end(1, traceback.format_exc())
+    except Exception as error:
+        end(1, _said_of(error))
     sys.exit(0)
+
+
+def _said_of(error: Exception) -> str:
+    """A sentence where there is one, what Python has otherwise."""
+    from megatron_zb.training.finite import NotFinite
+
+    if isinstance(error, NotFinite):
+        return f"megatron_zb: error: {error}"
+    return traceback.format_exc()
 
 
 class _SaidByRankZero(Exception):
@@ -94,7 +106,7 @@ def _run(argv: Sequence[str], environment: Environment) -> None:
     except UsageError as error:
         problem, plan = str(error), None
     store = shared_store(environment)
-    agree_on(store, environment, vars(args), problem)
+    agree_on(store, environment, to_agree_on(args, plan), problem)
 
     from megatron_zb.training.loop import train
     from megatron_zb.training.ranks import start_ranks, stop_ranks
@@ -104,7 +116,7 @@ def _run(argv: Sequence[str], environment: Environment) -> None:
     stop_ranks()
 
 
-def _plan(args: argparse.Namespace) -> Any:
+def _plan(args: argparse.Namespace) -> PipelineAdapter | None:
     """The adapter of the chosen schedule, None for Megatron's own; imports Megatron.
 
     Raises:
@@ -112,6 +124,8 @@ def _plan(args: argparse.Namespace) -> Any:
     """
     # about fused kernels that are not installed, and old names inside Megatron
     warnings.filterwarnings("ignore", category=UserWarning, module=r"megatron\.core")
+    # that it has been made, by the first check of a number
+    logging.getLogger("megatron.core.rerun_state_machine").setLevel(logging.ERROR)
     if args.cpu:
         from megatron_zb.megatron.cpu import run_on_cpu
 
@@ -125,25 +139,38 @@ def _plan(args: argparse.Namespace) -> Any:
         from megatron_zb.training.checkpoint import check_checkpoint
 
         check_checkpoint(args)
-    if args.pipeline_schedule is None:
+    if args.pipeline_schedule is None and args.pipeline_schedule_file is None:
         return None
+    adapter = _adapter(args)
+    adapter.watch(args.pipeline_timeout, args.distributed_timeout_minutes)
+    profile = None if args.pipeline_profile is None else Path(args.pipeline_profile)
+    named = args.pipeline_schedule_file is None
+    adapter.profile(profile, args.pipeline_replan_every, is_named=named)
+    return adapter
+
+
+def _adapter(args: argparse.Namespace) -> PipelineAdapter:
     from megatron_zb.megatron.adapter import PipelineAdapter
     from megatron_zb.megatron.placement import Layers
     from megatron_zb.planner.balance import ends_of
+    from megatron_zb.schedules import interchange
 
-    adapter = PipelineAdapter.create(
+    sizes = {
+        "pipeline_size": args.pipeline_model_parallel_size,
+        "num_microbatches": args.num_microbatches,
+    }
+    layers, layout = Layers(args.num_layers), _layer_layout(args)
+    if args.pipeline_schedule_file is not None:
+        table = interchange.from_csv(Path(args.pipeline_schedule_file))
+        return PipelineAdapter.of_table(table, **sizes, layers=layers, layer_layout=layout)
+    return PipelineAdapter.create(
         args.pipeline_schedule,
-        pipeline_size=args.pipeline_model_parallel_size,
-        num_microbatches=args.num_microbatches,
-        layers=Layers(args.num_layers),
-        layer_layout=_layer_layout(args),
+        **sizes,
+        layers=layers,
+        layer_layout=layout,
         memory_limit=args.pipeline_memory_limit,
         ends=ends_of(args),
     )
-    adapter.watch(args.pipeline_timeout, args.distributed_timeout_minutes)
-    profile = None if args.pipeline_profile is None else Path(args.pipeline_profile)
-    adapter.profile(profile, args.pipeline_replan_every)
-    return adapter
 
 
 def _layer_layout(args: argparse.Namespace) -> Any:
@@ -174,17 +201,15 @@ def shared_store(environment: Environment) -> Store:
 
 
 def agree_on(
-    store: Store, environment: Environment, arguments: Mapping[str, Any], problem: str | None
+    store: Store, environment: Environment, values: Mapping[str, Any], problem: str | None
 ) -> None:
-    """Go on if every rank has the same valid arguments.
+    """Go on if every rank has the same values and no problem.
 
     Raises:
         UsageError: on rank 0; the others raise what says nothing.
     """
     from megatron_zb.agreement import Disagreement, agree
 
-    values = {_said(name): value for name, value in arguments.items()}
-    values["megatron_zb version"] = __version__
     try:
         agree(
             store,
@@ -201,5 +226,12 @@ def agree_on(
         raise _SaidByRankZero from None
 
 
-def _said(name: str) -> str:
-    return name if " " in name else flag(name)
+def to_agree_on(args: argparse.Namespace, plan: PipelineAdapter | None) -> dict[str, Any]:
+    """Every argument, and what a file holds that each rank reads by itself."""
+    values = {flag(name): value for name, value in vars(args).items()}
+    values["megatron_zb version"] = __version__
+    if plan is not None:
+        from megatron_zb.schedules.interchange import digest
+
+        values["a table with the digest"] = digest(plan.schedule)
+    return values

@@ -18,6 +18,7 @@ from megatron.core.utils import get_attr_wrapped_model
 
 from megatron_zb.training import checkpoint, data
 from megatron_zb.training.checkpoint import Progress
+from megatron_zb.training.finite import check_loss, said_in_a_sentence
 from megatron_zb.training.log import RunLog
 from megatron_zb.training.model import Trainee, build
 from megatron_zb.training.ranks import is_log_rank
@@ -43,7 +44,8 @@ def train(args: argparse.Namespace, plan: Any) -> None:
     )
     _announce(args, plan, trainee, progress, log)
     if args.skip_train:
-        log.evaluation(progress.iteration, _evaluate(args, trainee, valid_data))
+        done = progress.iteration
+        log.evaluation(done, _evaluate(args, trainee, valid_data, done))
         return
     sources = _sources(args, trainee, train_data, progress.consumed_samples)
     memory = _ActivationPeak(args, plan, trainee)
@@ -54,7 +56,7 @@ def train(args: argparse.Namespace, plan: Any) -> None:
             break
         start = time.perf_counter()
         with memory.watching(count):
-            losses = _forward_backward(args, trainee, sources)
+            losses = _forward_backward(args, trainee, sources, progress.iteration + 1)
         pipeline_seconds = time.perf_counter() - start
         record = _update(args, trainee, progress, losses)
         record["pipeline_seconds"] = pipeline_seconds
@@ -64,7 +66,9 @@ def train(args: argparse.Namespace, plan: Any) -> None:
         progress = Progress(record["iteration"], record["consumed_samples"])
         log.iteration(record)
         if valid_data is not None and progress.iteration % args.eval_interval == 0:
-            log.evaluation(progress.iteration, _evaluate(args, trainee, valid_data))
+            log.evaluation(
+                progress.iteration, _evaluate(args, trainee, valid_data, progress.iteration)
+            )
         if args.save_interval and progress.iteration % args.save_interval == 0:
             checkpoint.save(args, trainee, progress)
             saved = progress.iteration
@@ -123,34 +127,42 @@ def _forward_backward(
     args: argparse.Namespace,
     trainee: Trainee,
     sources: list[Iterator[data.Batch | None]],
+    iteration: int,
     forward_only: bool = False,
 ) -> list[dict[str, torch.Tensor]]:
-    """All microbatches of one iteration; the losses are on the last pipeline rank."""
+    """All microbatches of one iteration; the losses are on the last pipeline rank.
+
+    Raises:
+        NotFinite: a loss or a gradient is NaN or infinite, and that is looked for.
+    """
     if not forward_only:
         for chunk in trainee.chunks:
             chunk.zero_grad_buffer()
         trainee.optimizer.zero_grad()
     single = len(trainee.chunks) == 1
-    return trainee.forward_backward(
-        forward_step_func=_forward_step,
-        data_iterator=sources[0] if single else sources,
-        model=trainee.chunks[0] if single else trainee.chunks,
-        num_microbatches=args.num_microbatches,
-        seq_length=args.seq_length,
-        micro_batch_size=args.micro_batch_size,
-        forward_only=forward_only,
-    )
+    with said_in_a_sentence(iteration):
+        return trainee.forward_backward(
+            forward_step_func=partial(_forward_step, args.check_for_nan_in_loss_and_grad),
+            data_iterator=sources[0] if single else sources,
+            model=trainee.chunks[0] if single else trainee.chunks,
+            num_microbatches=args.num_microbatches,
+            seq_length=args.seq_length,
+            micro_batch_size=args.micro_batch_size,
+            forward_only=forward_only,
+        )
 
 
-def _forward_step(source: Iterator[data.Batch | None], model: Any) -> tuple[torch.Tensor, Any]:
+def _forward_step(
+    checked: bool, source: Iterator[data.Batch | None], model: Any
+) -> tuple[torch.Tensor, Any]:
     """One microbatch through one chunk: its output, and the function that makes a loss of it."""
     batch = next(source) or {}
     output = model(batch.get("tokens"), batch.get("position_ids"), None, labels=batch.get("labels"))
-    return output, partial(_loss, batch.get("loss_mask"))
+    return output, partial(_loss, batch.get("loss_mask"), checked)
 
 
 def _loss(
-    mask: torch.Tensor | None, losses: torch.Tensor
+    mask: torch.Tensor | None, checked: bool, losses: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:
     """Sum of the loss over the tokens that count, their number, and both for the report.
 
@@ -160,6 +172,8 @@ def _loss(
     counts = mask.reshape(-1).float()
     total = (losses.reshape(-1).float() * counts).sum()
     tokens = counts.sum()
+    if checked:
+        check_loss(total)
     report = torch.stack([total.detach().clone(), tokens])
     return total, tokens.to(torch.int), {"lm loss": report}
 
@@ -199,15 +213,15 @@ def _update(
     }
 
 
-def _evaluate(args: argparse.Namespace, trainee: Trainee, dataset: Any) -> float:
-    """The loss on the first --eval-iters batches of the evaluation split."""
+def _evaluate(args: argparse.Namespace, trainee: Trainee, dataset: Any, iteration: int) -> float:
+    """The loss on the first --eval-iters batches of the evaluation split, after an iteration."""
     sources = _sources(args, trainee, dataset, first_sample=0)
     for chunk in trainee.chunks:
         chunk.eval()
     losses = []
     with torch.no_grad():
         for _ in range(args.eval_iters):
-            losses += _forward_backward(args, trainee, sources, forward_only=True)
+            losses += _forward_backward(args, trainee, sources, iteration, forward_only=True)
     for chunk in trainee.chunks:
         chunk.train()
     return _mean_loss(losses)

@@ -180,6 +180,7 @@ def _wrap(
         grad_reduce_in_fp32=True,
         overlap_grad_reduce=args.overlap_grad_reduce,
         use_distributed_optimizer=args.use_distributed_optimizer,
+        check_for_nan_in_grad=args.check_for_nan_in_loss_and_grad,
         # one bucket per chunk where nothing overlaps; Megatron's size for small jobs otherwise
         bucket_size=40_000_000 if args.overlap_grad_reduce else None,
     )

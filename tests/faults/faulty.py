@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import errno
 import json
+import math
 import os
 import signal
 import sys
@@ -15,7 +16,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+WRITING = "checkpoint's files"
 SIGNALS = {"SIGKILL": signal.SIGKILL, "SIGSTOP": signal.SIGSTOP}
+NUMBERS = {"NaN": math.nan, "infinity": math.inf}
+SLOW = 14.0
+"""Seconds that a rank takes longer than usual: more than the watchdog has and gives others."""
 
 
 class Struck:
@@ -26,12 +31,16 @@ class Struck:
         self._is_mine = int(os.environ["RANK"]) == fault["rank"]
         self.step = 0
         self.passes = 0
+        self.number: float | None = None
+        """What is to come into a gradient or an activation, once."""
+        self.altered = False
+        """Whether the table of this rank is another one."""
 
     def before_pass(self, kind: str, of: int) -> None:
         """``of`` is how many passes the rank has in a step."""
         self.passes += 1
         phase = self.fault["phase"]
-        at = {"warm-up": 1, "steady state": of // 2, "cool-down": of}.get(phase)
+        at = {"warm-up": 1, "activation": 1, "steady state": of // 2, "cool-down": of}.get(phase)
         if self.passes == at or (phase == kind and self.passes > 1):
             self.strike_in_time()
 
@@ -45,14 +54,46 @@ class Struck:
             os.kill(os.getpid(), SIGNALS[what])
         elif what == "full disk":
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        elif what in NUMBERS:
+            self.number = NUMBERS[what]
+        elif what == "truncated file":
+            truncate(self.fault["rank"])
+        elif what == "altered table":
+            self.altered = True
+        elif what == "slow":
+            time.sleep(SLOW)
         else:
             raise RuntimeError(f"broken on purpose: {self.fault['phase']}")
+
+
+def truncate(rank: int) -> None:
+    """Halve the file that a rank has written of the checkpoint which is about to be loaded."""
+    folder = Path(sys.argv[sys.argv.index("--load") + 1])
+    iteration = int((folder / "latest_checkpointed_iteration.txt").read_text(encoding="utf-8"))
+    file = folder / f"iter_{iteration:07d}" / f"__{rank}_0.distcp"
+    os.truncate(file, file.stat().st_size // 2)
+
+
+def poison_activations(struck: Struck, model: list[Any]) -> None:
+    """Let the outputs of the layers of a rank take up the number, if there is one."""
+
+    def add(layer: Any, inputs: Any, output: Any) -> Any:
+        if struck.number is None:
+            return output
+        number, struck.number = struck.number, None
+        return (output[0] + number, *output[1:])
+
+    for chunk in model:
+        for module in chunk.modules():
+            if type(module).__name__ == "TransformerLayer":
+                module.register_forward_hook(add)
 
 
 def install(struck: Struck) -> None:
     """Hook the places at which a fault may strike."""
     from megatron_zb.megatron.forward_backward import ForwardBackward
     from megatron_zb.runtime import executor
+    from megatron_zb.schedules import interchange
     from megatron_zb.schedules.communication import Run
     from megatron_zb.training import checkpoint, data, loop
 
@@ -66,7 +107,13 @@ def install(struck: Struck) -> None:
             struck.passes = 0
             rank = self._physical.logical(iteration.pp_rank)
             count[0] = sum(isinstance(at, Run) for at in program.ranks[rank])
+            if struck.step == 1 and struck.fault["phase"] == "activation":
+                poison_activations(struck, iteration.model)
         run(self, iteration, program, allocate)
+        if struck.fault["phase"] == "gradient" and not iteration.forward_only:
+            struck.strike_in_time()
+            if struck.number is not None:
+                iteration.model[0].buffers[0].grad_data[0] = struck.number
 
     def counted_pass(at: Run, *rest: Any) -> Any:
         struck.before_pass(at.work.kind.value[0], count[0])
@@ -80,12 +127,22 @@ def install(struck: Struck) -> None:
 
         return called
 
+    from_csv = interchange.from_csv
+
+    def table(path: Path) -> Any:
+        return from_csv(path.with_suffix(".altered") if struck.altered else path, name=path.name)
+
     ForwardBackward._run = counted_run  # type: ignore[method-assign]
     executor._run_pass = counted_pass  # type: ignore[assignment]
     loop._update = before(loop._update, "optimizer step")
     data._collate = before(data._collate, "data")
     save = checkpoint.dist_checkpointing.save
     checkpoint.dist_checkpointing.save = before(save, "checkpoint")
+    writer = checkpoint.filesystem_async.FileSystemWriterAsync
+    writer.get_save_function_and_args = before(writer.get_save_function_and_args, WRITING)
+    load = checkpoint.dist_checkpointing.load
+    checkpoint.dist_checkpointing.load = before(load, "loading")
+    interchange.from_csv = before(table, "start")
 
 
 def main() -> None:

@@ -6,11 +6,12 @@ import json
 import os
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -19,18 +20,33 @@ from typing import Any
 import pytest
 
 from faults.conftest import VARIABLE
-from faults.matrix import FAULTS, ITERATIONS, RANKS, SAVED, TIMEOUT, Fault
+from faults.matrix import (
+    AT_THE_START,
+    FAULTS,
+    ITERATIONS,
+    LOADING,
+    RANKS,
+    SAVED,
+    START,
+    TIMEOUT,
+    Fault,
+)
+from megatron_zb import schedules
+from megatron_zb.runtime.watchdog import EXIT_CODE
+from megatron_zb.schedules import interchange
 
 ROOT = Path(__file__).resolve().parents[2]
 FAULTY = Path(__file__).with_name("faulty.py")
 SECONDS = 150.0
-"""No fault takes longer than this to be noticed; a process group waits half a minute."""
+"""No fault takes longer than this to be noticed; torchrun waits half a minute for its ranks."""
+MICROBATCHES = 5
+SCHEDULE = ("--pipeline-schedule", "v-half")
 GRACE = 20
 """Seconds in which the helpers of a rank that was killed may end."""
 TRAINING = f"""
 --cpu --pipeline-model-parallel-size {RANKS} --num-layers 4 --hidden-size 32
---num-attention-heads 4 --seq-length 32 --micro-batch-size 1 --global-batch-size 5
---train-iters {ITERATIONS} --lr 0.01 --eval-interval 100 --pipeline-schedule v-half
+--num-attention-heads 4 --seq-length 32 --micro-batch-size 1 --global-batch-size {MICROBATCHES}
+--train-iters {ITERATIONS} --lr 0.01 --eval-interval 100
 --save-interval {SAVED} --pipeline-timeout {TIMEOUT} --distributed-timeout-minutes 0.5
 """.split()
 
@@ -45,10 +61,17 @@ class Ended:
     left: list[int]
 
 
-def run(program: list[str], log: Path, *more: str) -> Ended:
-    """Start torchrun's ranks and wait for the end."""
+def run(
+    program: list[str],
+    log: Path,
+    *more: str,
+    schedule: Sequence[str] = SCHEDULE,
+    ranks: int = RANKS,
+) -> Ended:
+    """Start torchrun's ranks and wait for the end; what is given in ``more`` counts."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-    command += ["--nproc-per-node", str(RANKS), *program, *TRAINING, "--log-file", str(log), *more]
+    command += ["--nproc-per-node", str(ranks), *program, *TRAINING, *schedule]
+    command += ["--log-file", str(log), *more]
     mark = f"{os.getpid()}-{time.monotonic_ns()}"
     with tempfile.TemporaryFile("w+") as output:
         process = subprocess.Popen(
@@ -127,18 +150,19 @@ def undisturbed(undisturbed_run: Path) -> dict[int, Any]:
     return losses(undisturbed_run / "log.jsonl")
 
 
-def parameters() -> Iterator[Any]:
-    for fault in FAULTS:
+def parameters(faults: Sequence[Fault]) -> Iterator[Any]:
+    for fault in faults:
         marks = [] if fault.ordinary else [pytest.mark.all_faults]
-        yield pytest.param(fault, id=fault.name.replace(", ", "-").replace(" ", "-"), marks=marks)
+        yield pytest.param(
+            fault, id=fault.name.replace(", ", "-").replace(" ", "-").replace("'", ""), marks=marks
+        )
 
 
-@pytest.mark.parametrize("fault", list(parameters()))
+@pytest.mark.parametrize("fault", list(parameters(FAULTS)))
 def test_a_fault(fault: Fault, undisturbed: dict[int, Any], corpus: str, tmp_path: Path) -> None:
     struck = tmp_path / "struck"
-    told = json.dumps({**asdict(fault), "iteration": fault.iteration})
     save = ("--data-path", corpus, "--save", str(tmp_path / "checkpoints"))
-    ended = run([str(FAULTY), told, str(struck)], tmp_path / "faulty.jsonl", *save)
+    ended = run(faulty(fault, struck), tmp_path / "faulty.jsonl", *save)
     assert ended.code != 0, ended.output
     assert fault.says in ended.output, ended.output
     assert ended.left == []
@@ -153,6 +177,136 @@ def test_a_fault(fault: Fault, undisturbed: dict[int, Any], corpus: str, tmp_pat
     found = losses(tmp_path / "resumed.jsonl")
     assert found == {i: v for i, v in undisturbed.items() if i > good}
     _note(fault, seconds)
+
+
+def faulty(fault: Fault, struck: Path) -> list[str]:
+    """The program that suffers a fault."""
+    return [str(FAULTY), json.dumps({**asdict(fault), "iteration": fault.iteration}), str(struck)]
+
+
+@pytest.mark.parametrize("fault", list(parameters(AT_THE_START)))
+def test_a_fault_at_the_start(
+    fault: Fault, undisturbed_run: Path, undisturbed: dict[int, Any], corpus: str, tmp_path: Path
+) -> None:
+    """A run that would resume is refused, and resumes once that has been mended."""
+    checkpoints, struck = tmp_path / "checkpoints", tmp_path / "struck"
+    shutil.copytree(undisturbed_run / "checkpoints", checkpoints)
+    good = ITERATIONS - SAVED
+    latest = checkpoints / "latest_checkpointed_iteration.txt"
+    schedule: Sequence[str] = SCHEDULE
+    if fault.phase == START:
+        latest.write_text(f"{good}\n", encoding="utf-8")
+        schedule = ("--pipeline-schedule-file", str(tables(tmp_path)))
+    load = ("--data-path", corpus, "--load", str(checkpoints), "--save", str(tmp_path / "new"))
+    log = tmp_path / "faulty.jsonl"
+    ended = run(faulty(fault, struck), log, *load, schedule=schedule)
+    assert ended.code != 0, ended.output
+    assert fault.says in ended.output, ended.output
+    assert ended.left == []
+    seconds = ended.at - float(struck.read_text(encoding="utf-8"))
+    if fault.phase == LOADING:
+        sentence = f"write its iteration into {latest}"
+        assert sentence in ended.output
+        latest.write_text(f"{good}\n", encoding="utf-8")
+    else:
+        assert f"on rank 0, but {TABLE} " in ended.output
+        assert " on rank 1; start every rank with the same" in ended.output
+
+    program = ["-m", "megatron_zb.pretrain_gpt"]
+    resumed = run(program, tmp_path / "resumed.jsonl", *load, schedule=schedule)
+    assert resumed.code == 0, resumed.output
+    assert losses(tmp_path / "resumed.jsonl") == {i: v for i, v in undisturbed.items() if i > good}
+    _note(fault, seconds)
+
+
+TABLE = "a table with the digest"
+
+
+def tables(folder: Path) -> Path:
+    """The schedule of the other runs as a table, and beside it one of another schedule."""
+    table = folder / "table.csv"
+    for name, suffix in ((SCHEDULE[1], ".csv"), ("v-min", ".altered")):
+        schedule = schedules.build(name, pipeline_size=RANKS, num_microbatches=MICROBATCHES)
+        interchange.write_csv(schedule, table.with_suffix(suffix))
+    return table
+
+
+@pytest.mark.all_faults
+def test_a_slow_rank_is_waited_for(
+    undisturbed: dict[int, Any], corpus: str, tmp_path: Path
+) -> None:
+    """It takes longer for its checkpoint than the watchdog has: that is nobody's fault."""
+    slow = Fault("slow", "checkpoint", 0, "so the job goes on: rank 0 is between two steps")
+    save = ("--data-path", corpus, "--save", str(tmp_path / "checkpoints"))
+    log = tmp_path / "log.jsonl"
+    ended = run(faulty(slow, tmp_path / "struck"), log, *save)
+    assert ended.code == 0, ended.output
+    assert slow.says in ended.output, ended.output
+    assert losses(log) == undisturbed
+
+
+@pytest.mark.all_faults
+def test_infinite_gradients_make_a_loss_scale_shrink(corpus: str, tmp_path: Path) -> None:
+    """They are no fault there: the iteration is skipped, as in Megatron."""
+    log = tmp_path / "log.jsonl"
+    save = ("--data-path", corpus, "--save", str(tmp_path / "checkpoints"))
+    ended = run(["-m", "megatron_zb.pretrain_gpt"], log, *save, "--fp16")
+    assert ended.code == 0, ended.output
+    records = [json.loads(line) for line in log.read_text(encoding="utf-8").splitlines()]
+    skipped = [record["skipped"] for record in records if "skipped" in record]
+    assert len(skipped) == ITERATIONS
+    assert all(skipped)  # the scale begins far too large
+
+
+@pytest.mark.all_faults
+def test_a_stopped_rank_of_another_pipeline_is_named(corpus: str, tmp_path: Path) -> None:
+    """Two pipelines of two ranks: those of one wait for the other with the gradients."""
+    fault = Fault("SIGSTOP", "optimizer step", 3, "rank 3 holds up all others: it does not answer")
+    save = ("--data-path", corpus, "--save", str(tmp_path / "checkpoints"))
+    two = ("--global-batch-size", str(2 * MICROBATCHES))
+    log = tmp_path / "log.jsonl"
+    ended = run(faulty(fault, tmp_path / "struck"), log, *save, *two, ranks=2 * RANKS)
+    assert ended.code != 0, ended.output
+    assert ended.output.count(fault.says) == 3, ended.output  # by all that are there
+    assert ended.left == []
+
+
+@pytest.mark.all_faults
+def test_a_stopped_rank_that_holds_the_store(corpus: str, tmp_path: Path) -> None:
+    """Without torchrun, the store of the job is in rank 0: nothing can be asked without it."""
+    fault = Fault("SIGSTOP", "optimizer step", 0, "the store of the job at ")
+    program = [sys.executable, *faulty(fault, tmp_path / "struck"), *TRAINING, *SCHEDULE]
+    program += ["--data-path", corpus, "--save", str(tmp_path / "checkpoints")]
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = str(free.getsockname()[1])
+    environment = {
+        **{n: v for n, v in os.environ.items() if not n.startswith(("TORCHELASTIC", "OMP"))},
+        "CUDA_VISIBLE_DEVICES": "",
+        "OMP_NUM_THREADS": "1",
+        "WORLD_SIZE": str(RANKS),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": port,
+        "LOCAL_RANK": "0",
+    }
+    ranks = [
+        subprocess.Popen(
+            program,
+            env={**environment, "RANK": str(rank)},
+            cwd=ROOT,
+            stderr=subprocess.PIPE,
+            stdout=subprocess.DEVNULL,
+            text=True,
+        )
+        for rank in range(RANKS)
+    ]
+    try:
+        _, said = ranks[1].communicate(timeout=SECONDS)
+    finally:
+        for process in ranks:
+            process.kill()
+    assert ranks[1].returncode == EXIT_CODE, said
+    assert f"{fault.says}127.0.0.1:{port}, rank 0's, does not answer for" in said
 
 
 def _note(fault: Fault, seconds: float) -> None:
@@ -171,27 +325,15 @@ def _note(fault: Fault, seconds: float) -> None:
             file.write(json.dumps(line) + "\n")
 
 
-@pytest.mark.parametrize("damaged", ["__0_0.distcp", "common.pt"])
-def test_a_damaged_checkpoint(
-    damaged: str, undisturbed_run: Path, undisturbed: dict[int, Any], corpus: str, tmp_path: Path
-) -> None:
-    """It is refused in a sentence, which says how to load the one before it."""
+def test_a_damaged_checkpoint(undisturbed_run: Path, corpus: str, tmp_path: Path) -> None:
+    """Its common part, which every rank reads before it meets the others."""
     checkpoints = tmp_path / "checkpoints"
     shutil.copytree(undisturbed_run / "checkpoints", checkpoints)
     latest = checkpoints / f"iter_{ITERATIONS:07d}"
-    os.truncate(latest / damaged, (latest / damaged).stat().st_size // 2)
+    os.truncate(latest / "common.pt", (latest / "common.pt").stat().st_size // 2)
     load = ("--data-path", corpus, "--load", str(checkpoints), "--save", str(tmp_path / "new"))
-    program = ["-m", "megatron_zb.pretrain_gpt"]
-    refused = run(program, tmp_path / "refused.jsonl", *load)
+    refused = run(["-m", "megatron_zb.pretrain_gpt"], tmp_path / "refused.jsonl", *load)
     assert refused.code != 0
     assert refused.left == []
-    sentence = f"--load: {latest} cannot be read"
-    assert sentence in refused.output
+    assert f"--load: {latest} cannot be read" in refused.output
     assert "a file of it is missing or damaged; to load an earlier checkpoint" in refused.output
-    if damaged == "common.pt":
-        return
-    good = ITERATIONS - SAVED
-    (checkpoints / "latest_checkpointed_iteration.txt").write_text(f"{good}\n", encoding="utf-8")
-    resumed = run(program, tmp_path / "resumed.jsonl", *load)
-    assert resumed.code == 0, resumed.output
-    assert losses(tmp_path / "resumed.jsonl") == {i: v for i, v in undisturbed.items() if i > good}

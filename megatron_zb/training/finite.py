@@ -1,0 +1,52 @@
+"""Ends a run whose loss or gradients are NaN or infinite, as Megatron-LM does by default.
+
+megatron-core looks at the gradients of every bucket before they are reduced, and at what else it is
+given; what it raises becomes one sentence here.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+import torch.distributed as dist
+from megatron.core.rerun_state_machine import get_rerun_state_machine
+
+_REJECTED = re.compile(r"Unexpected result \S+ \(message='(found (?:NaN|Inf) in [^']+)'\)")
+
+
+class NotFinite(Exception):
+    """Training on would spoil the weights; the message is one sentence."""
+
+
+def check_loss(loss: torch.Tensor) -> None:
+    """What Megatron-LM's pretrain_gpt.py looks for in every microbatch's loss."""
+    for what, is_it in (("NaN", torch.isnan), ("Inf", torch.isinf)):
+        get_rerun_state_machine().validate_result(
+            result=loss,
+            rejection_func=is_it,
+            message=f"found {what} in local forward loss calculation",
+            fatal=True,
+        )
+
+
+@contextmanager
+def said_in_a_sentence(iteration: int) -> Iterator[None]:
+    """Around forward and backward of an iteration.
+
+    Raises:
+        NotFinite: a check has found something.
+    """
+    try:
+        yield
+    except RuntimeError as error:
+        rejected = _REJECTED.search(str(error))
+        if rejected is None:
+            raise
+        raise NotFinite(
+            f"rank {dist.get_rank()} {rejected[1]}, in iteration {iteration}: resume from a "
+            "checkpoint before it with a lower --lr or other data, or give "
+            "--no-check-for-nan-in-loss-and-grad to train on with it"
+        ) from error
