@@ -55,22 +55,28 @@ DISTILLATION: Flags = {
     "--distribution": "0-1:1,2-3:1",
 }
 
-# Rank 1 kills itself when it comes to the update of that step.
+# Rank 1 kills itself when it comes to the update of that step. Writing a checkpoint starts a helper
+# process, which imports this, too.
 DIES = """
 import os, signal, sys
-from megatron_zb.distillation.stage import BlockwiseStage
-step = int(sys.argv[1])
-sys.argv[1:] = sys.argv[2:]
-update = BlockwiseStage.update
 
-def killed(stage, number):
-    if os.environ["RANK"] == "1" and number == step:
-        os.kill(os.getpid(), signal.SIGKILL)
-    update(stage, number)
+def main():
+    from megatron_zb.distillation.stage import BlockwiseStage
+    step = int(sys.argv[1])
+    sys.argv[1:] = sys.argv[2:]
+    update = BlockwiseStage.update
 
-BlockwiseStage.update = killed
-from megatron_zb.distill_gpt import main
-main()
+    def killed(stage, number):
+        if os.environ["RANK"] == "1" and number == step:
+            os.kill(os.getpid(), signal.SIGKILL)
+        update(stage, number)
+
+    BlockwiseStage.update = killed
+    from megatron_zb.distill_gpt import main
+    main()
+
+if __name__ == "__main__":
+    main()
 """
 
 # Rank 1 is stopped instead.
