@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -232,7 +233,7 @@ def test_a_killed_rank_ends_the_job_and_it_continues(
     for line in said:  # torchrun may have been faster than rank 0
         assert "rank 0 has lost the connection to another rank" in line
         assert f"continue with --load {tmp_path / 'run'}" in line
-    assert 'File "/' not in ended.stderr.replace('File "/usr', "").split("torch/distributed")[0]
+    assert not re.search(r'File ".*/megatron(_zb)?/', ended.stderr), ended.stderr
     flags = {"--load": tmp_path / "run", "--save": tmp_path / "run"}
     distilled(tmp_path, teacher, corpus, flags)
     check_same_end(tmp_path / "run", whole.folder / "run", ranks)
