@@ -56,6 +56,8 @@ DISTILLATION: Flags = {
     "--distribution": "0-1:1,2-3:1",
 }
 
+HELD_OUT: Flags = {"--eval-iters": 2, "--split": "90,10,0"}
+
 # Rank 1 kills itself when it comes to the update of that step. Writing a checkpoint starts a helper
 # process, which imports this, too.
 DIES = """
@@ -125,8 +127,7 @@ def distilled(folder: Path, teacher: Path, corpus: str, flags: Flags) -> Distill
     """Distil on two ranks, with `flags` in place of DISTILLATION's."""
     log = folder / "log.jsonl"
     given = {"--teacher-load": teacher, "--data-path": corpus, "--log-file": log}
-    held_out = {"--eval-iters": 2, "--split": "90,10,0"}
-    words = written({**DISTILLATION, **given, **held_out, **flags})
+    words = written({**DISTILLATION, **given, **HELD_OUT, **flags})
     ended = end_of(torchrun(2, *DISTIL, *words), SECONDS_TO_TRAIN)
     assert ended.code == 0, ended.stderr
     return Distilled([json.loads(line) for line in log.read_text().splitlines()], folder)
@@ -224,6 +225,7 @@ def test_a_killed_rank_ends_the_job_and_it_continues(
         "--data-path": corpus,
         "--save": tmp_path / "run",
         "--save-interval": SAVED,
+        **HELD_OUT,
     }
     program = [script(tmp_path, DIES), str(SAVED + 1), *written(flags)]
     ended = end_of(torchrun(2, *program), SECONDS_TO_TRAIN)
@@ -360,6 +362,6 @@ def test_the_script_writes_a_command_that_is_understood(teacher: Path, corpus: s
 def test_the_script_refuses_in_a_sentence(variables: dict[str, str], sentence: str) -> None:
     said = _script("--dry-run", **variables)
     assert said.returncode == 2
-    assert said.stderr.startswith(f"distill_gpt.sh: error: {sentence.split(':')[0]}")
+    assert said.stderr.startswith("distill_gpt.sh: error: ")
     assert sentence in said.stderr
     assert said.stderr.count("\n") == 1
