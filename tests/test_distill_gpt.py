@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -55,22 +56,30 @@ DISTILLATION: Flags = {
     "--distribution": "0-1:1,2-3:1",
 }
 
-# Rank 1 kills itself when it comes to the update of that step.
+HELD_OUT: Flags = {"--eval-iters": 2, "--split": "90,10,0"}
+
+# Rank 1 kills itself when it comes to the update of that step. Writing a checkpoint starts a helper
+# process, which imports this, too.
 DIES = """
 import os, signal, sys
-from megatron_zb.distillation.stage import BlockwiseStage
-step = int(sys.argv[1])
-sys.argv[1:] = sys.argv[2:]
-update = BlockwiseStage.update
 
-def killed(stage, number):
-    if os.environ["RANK"] == "1" and number == step:
-        os.kill(os.getpid(), signal.SIGKILL)
-    update(stage, number)
+def main():
+    from megatron_zb.distillation.stage import BlockwiseStage
+    step = int(sys.argv[1])
+    sys.argv[1:] = sys.argv[2:]
+    update = BlockwiseStage.update
 
-BlockwiseStage.update = killed
-from megatron_zb.distill_gpt import main
-main()
+    def killed(stage, number):
+        if os.environ["RANK"] == "1" and number == step:
+            os.kill(os.getpid(), signal.SIGKILL)
+        update(stage, number)
+
+    BlockwiseStage.update = killed
+    from megatron_zb.distill_gpt import main
+    main()
+
+if __name__ == "__main__":
+    main()
 """
 
 # Rank 1 is stopped instead.
@@ -118,8 +127,7 @@ def distilled(folder: Path, teacher: Path, corpus: str, flags: Flags) -> Distill
     """Distil on two ranks, with `flags` in place of DISTILLATION's."""
     log = folder / "log.jsonl"
     given = {"--teacher-load": teacher, "--data-path": corpus, "--log-file": log}
-    held_out = {"--eval-iters": 2, "--split": "90,10,0"}
-    words = written({**DISTILLATION, **given, **held_out, **flags})
+    words = written({**DISTILLATION, **given, **HELD_OUT, **flags})
     ended = end_of(torchrun(2, *DISTIL, *words), SECONDS_TO_TRAIN)
     assert ended.code == 0, ended.stderr
     return Distilled([json.loads(line) for line in log.read_text().splitlines()], folder)
@@ -217,6 +225,7 @@ def test_a_killed_rank_ends_the_job_and_it_continues(
         "--data-path": corpus,
         "--save": tmp_path / "run",
         "--save-interval": SAVED,
+        **HELD_OUT,
     }
     program = [script(tmp_path, DIES), str(SAVED + 1), *written(flags)]
     ended = end_of(torchrun(2, *program), SECONDS_TO_TRAIN)
@@ -226,7 +235,7 @@ def test_a_killed_rank_ends_the_job_and_it_continues(
     for line in said:  # torchrun may have been faster than rank 0
         assert "rank 0 has lost the connection to another rank" in line
         assert f"continue with --load {tmp_path / 'run'}" in line
-    assert 'File "/' not in ended.stderr.replace('File "/usr', "").split("torch/distributed")[0]
+    assert not re.search(r'File ".*/megatron(_zb)?/', ended.stderr), ended.stderr
     flags = {"--load": tmp_path / "run", "--save": tmp_path / "run"}
     distilled(tmp_path, teacher, corpus, flags)
     check_same_end(tmp_path / "run", whole.folder / "run", ranks)
@@ -353,6 +362,6 @@ def test_the_script_writes_a_command_that_is_understood(teacher: Path, corpus: s
 def test_the_script_refuses_in_a_sentence(variables: dict[str, str], sentence: str) -> None:
     said = _script("--dry-run", **variables)
     assert said.returncode == 2
-    assert said.stderr.startswith(f"distill_gpt.sh: error: {sentence.split(':')[0]}")
+    assert said.stderr.startswith("distill_gpt.sh: error: ")
     assert sentence in said.stderr
     assert said.stderr.count("\n") == 1

@@ -9,7 +9,7 @@ from __future__ import annotations
 import argparse
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import astuple, dataclass
+from dataclasses import astuple, dataclass, replace
 
 import torch
 import torch.distributed as dist
@@ -17,6 +17,7 @@ import torch.distributed as dist
 from megatron_zb.distillation.blocks import rotary, teacher_layer
 from megatron_zb.distillation.pupil import Pupil
 from megatron_zb.distillation.shapes import BlockShape, TeacherShape
+from megatron_zb.runtime.reduce_times import seconds_over_a_link
 from megatron_zb.schedules.distribution import BlockCosts
 
 _REPEATS = 4  # after one that allocates what then stays
@@ -32,6 +33,8 @@ class BlockTime:
     """Forward, loss and backward of all candidates on a microbatch."""
     update: float
     """Of all candidates, once a step."""
+    reduce: float = 0.0
+    """For the gradients of all candidates to pass a link between two ranks once."""
 
 
 def measure(
@@ -44,21 +47,31 @@ def measure(
         for block, candidates in enumerate(library)
         if block % size == rank
     }
-    everywhere: list[dict[int, BlockTime]] = [{}] * size
+    everywhere: list[dict[int, tuple[BlockTime, int]]] = [{}] * size
     dist.all_gather_object(everywhere, mine)
-    times = {block: seconds for on_rank in everywhere for block, seconds in on_rank.items()}
-    return [times[block] for block in sorted(times)]
+    found = {block: measured for on_rank in everywhere for block, measured in on_rank.items()}
+    return _with_sums(args, [found[block] for block in sorted(found)])
+
+
+def _with_sums(
+    args: argparse.Namespace, measured: Sequence[tuple[BlockTime, int]]
+) -> list[BlockTime]:
+    """Add how long the gradients of each block take, from their numbers; collective."""
+    largest = max(numbers for _, numbers in measured)
+    seconds = seconds_over_a_link(largest, "cpu" if args.cpu else "cuda")
+    return [replace(time, reduce=seconds * numbers / max(largest, 1)) for time, numbers in measured]
 
 
 def costs(times: Sequence[BlockTime]) -> BlockCosts:
     """As :func:`megatron_zb.schedules.distribution.distribute` takes them."""
-    teacher, student, update = zip(*(astuple(time) for time in times), strict=True)
-    return BlockCosts.of(teacher=teacher, student=student, update=update)
+    teacher, student, update, reduce = zip(*(astuple(time) for time in times), strict=True)
+    return BlockCosts.of(teacher=teacher, student=student, update=update, reduce=reduce)
 
 
 def _measure_block(
     args: argparse.Namespace, block: int, candidates: Sequence[BlockShape], sizes: TeacherShape
-) -> BlockTime:
+) -> tuple[BlockTime, int]:
+    """Its times, and how many numbers its gradients have."""
     layer = teacher_layer(args, block)
     for parameter in layer.parameters():
         torch.nn.init.normal_(parameter, std=0.02)
@@ -82,7 +95,9 @@ def _measure_block(
         for pupil in pupils:
             pupil.update(None)
 
-    return BlockTime(*(_seconds(work, not args.cpu) for work in (teach, study, update)))
+    times = BlockTime(*(_seconds(work, not args.cpu) for work in (teach, study, update)))
+    gradients = (g for pupil in pupils for g in pupil.optimizer.gradients().values())
+    return times, sum(gradient.numel() for gradient in gradients)
 
 
 def _activation(args: argparse.Namespace) -> torch.Tensor:

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_zb.errors import UsageError
+from megatron_zb.training.checkpoint_directory import TRACKER
 
 _INDEX = ".metadata"
 _MODULES = (
@@ -47,7 +48,10 @@ def check_contents(path: Path, flag: str) -> None:
             "format torch_dist"
         ) from error
     except Exception as error:
-        raise UsageError(f"{flag}: {path / _INDEX} is damaged: give another checkpoint") from error
+        raise UsageError(
+            f"{flag}: {path / _INDEX} is damaged: to load an earlier checkpoint, write its "
+            f"iteration into {path.parent / TRACKER}"
+        ) from error
 
 
 class _Forbidden(Exception):
