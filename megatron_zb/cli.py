@@ -138,6 +138,11 @@ def _add_plan(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> 
 
 
 def _plan(arguments: argparse.Namespace) -> None:
+    if arguments.student_config is not None:
+        from megatron_zb.distillation import plan_command
+
+        plan_command.run(arguments)
+        return
     run = planning.run if arguments.profile is None else planning.run_measured
     if arguments.html is None:
         run(arguments)

@@ -29,6 +29,8 @@ examples:
   megatron-zb plan --profile run.yaml     what --pipeline-profile run.yaml of a run has measured:
                                           other schedules and layer layouts on the same ranks
   megatron-zb plan --config gpt_28b --gpus 64 --html plan.html
+  megatron-zb plan --config llama3_8b --gpus 8 --device h100_sxm --student-config half_mlp
+                                          where the blocks of a distillation go
 
 the table:
   tok/s/GPU      tokens of the whole iteration, with the optimizer's step and its reductions
@@ -57,6 +59,12 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
     )
     command.add_argument("--gpus", type=int, metavar="N", help="GPUs of the job")
     _add_measured(command)
+    command.add_argument_group("blockwise distillation").add_argument(
+        "--student-config",
+        type=Path,
+        metavar="NAME|FILE",
+        help="distil the model into this student: a name of configs/students, or a file like those",
+    )
     command.add_argument(
         "--device",
         type=Path,

@@ -9,7 +9,7 @@ from megatron_zb.errors import UsageError
 
 _PACKAGE = Path(__file__).resolve().parents[1]
 
-Kind = Literal["models", "devices"]
+Kind = Literal["models", "devices", "students"]
 
 
 def folder(kind: Kind) -> Path:

@@ -81,6 +81,11 @@ class Workload:
         )
         return scores + rest + Work(backward=again)
 
+    def block(self, weights: int, *, attends: bool) -> Work:
+        """A dense layer with so many weights in its place; ``attends``: with scores."""
+        work = self._weights(weights) + self._traffic(0)
+        return work + self._scores() if attends else work
+
     def embedding(self) -> Work:
         """A look-up, and the sum of its gradients in 32 bits."""
         random = 2 * _RANDOM if self.model.dropout else 0
@@ -118,7 +123,9 @@ class Workload:
     def _products(self, index: int) -> Work:
         model = self.model
         experts = expert_weights(model, index, model.experts.top_k) if model.experts else 0
-        weights = attention_weights(model) + mlp_weights(model, index) + experts
+        return self._weights(attention_weights(model) + mlp_weights(model, index) + experts)
+
+    def _weights(self, weights: int) -> Work:
         flops = 2 * self.tokens * weights / self.strategy.tensor
         seconds = flops / self.device.matrix_products.reached
         return Work(seconds, seconds, seconds) + self._begun(*[_PRODUCTS] * 3)
