@@ -69,6 +69,8 @@ def test_less_of_a_student_takes_less() -> None:
     linear = student_seconds({"mlp": {"kind": "linear"}})
     nothing = student_seconds({"mlp": {"kind": "no_op"}, "attention": {"kind": "no_op"}})
     assert nothing < linear < half < groups < whole
+    instead = student_seconds({"mlp": {"kind": "no_op"}, "attention": {"kind": "linear"}})
+    assert nothing < instead < student_seconds({"mlp": {"kind": "no_op"}})
     both = student_seconds({}, {"mlp": {"ffn_fraction": 0.5}})
     assert both == pytest.approx(whole + half)
 
