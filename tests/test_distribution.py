@@ -170,6 +170,7 @@ def test_evenly() -> None:
         (lambda: Distribution.parse("1-3"), "stage 0 .* give blocks from 0 on"),
         (lambda: Distribution.parse("0-3:1,all"), "'all' in the distribution .* is no stage"),
         (lambda: Distribution.parse("0-3:0"), "stage 0 has 4 blocks and 0 ranks"),
+        (lambda: Distribution.parse("0:99999999999"), "is no stage"),
         (
             lambda: distribute(BlockCosts.of(teacher=[1], student=[1], memory=3), 2, 2, 2.5),
             "2 ranks of 2.5 cannot hold 1 blocks of 3 in all",

@@ -13,7 +13,6 @@ from megatron.core import dist_checkpointing
 
 from megatron_zb.distillation import weights
 from megatron_zb.distillation.classroom import Classroom
-from megatron_zb.distillation.place import written
 from megatron_zb.distillation.pupil import Pupil
 from megatron_zb.distillation.shapes import BlockShape
 from megatron_zb.errors import UsageError
@@ -42,7 +41,7 @@ def save(
     """
     state: dict[str, Any] = _request(classroom)
     state["step"] = step
-    state["distribution"] = written(distribution)
+    state["distribution"] = distribution.spec
     state["library"] = _described(library)
     state["settings"] = {name: getattr(args, name) for name in _SAME}
     write(Path(args.save), step, state, {})

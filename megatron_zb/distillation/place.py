@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from dataclasses import dataclass
 
 import torch.distributed as dist
@@ -59,43 +58,23 @@ def parse_distribution(text: str, num_blocks: int, world_size: int | None) -> Di
     Raises:
         UsageError: it means nothing, or does not fit the blocks or the ranks.
     """
-    stages: list[tuple[int, int]] = []
-    next_block = 0
-    example = _example(num_blocks, world_size or 2)
-    for part in text.split(","):
-        found = re.fullmatch(r"(\d{1,6})(?:-(\d{1,6}))?:(\d{1,6})", part.strip())
-        if found is None:
-            raise UsageError(
-                f"--distribution '{text}': '{part}' is not understood; write blocks and on how "
-                f"many ranks they run, such as {example}"
-            )
-        first, last = int(found[1]), int(found[2] or found[1])
-        if first != next_block or last < first:
-            raise UsageError(
-                f"--distribution '{text}': '{part}' should begin with block {next_block}, the next "
-                f"one; give every block once and in order, such as {example}"
-            )
-        stages.append((last - first + 1, int(found[3])))
-        next_block = last + 1
-    if next_block != num_blocks:
+    try:
+        distribution = Distribution.parse(text)
+    except UsageError as error:
+        example = _example(num_blocks, world_size or 2)
+        raise UsageError(f"--distribution: {error}; here, for example, {example}") from None
+    if distribution.num_blocks != num_blocks:
         raise UsageError(
-            f"--distribution '{text}' ends with block {next_block - 1}, but the last block of the "
-            f"teacher is {num_blocks - 1}: give all of them, such as {example}"
+            f"--distribution '{text}' ends with block {distribution.num_blocks - 1}, but the last "
+            f"block of the teacher is {num_blocks - 1}: give all of them, such as "
+            f"{_example(num_blocks, world_size or 2)}"
         )
-    distribution = Distribution.of(stages)
     if world_size is not None and distribution.num_ranks != world_size:
         raise UsageError(
             f"--distribution '{text}' is for {distribution.num_ranks} ranks, but {world_size} were "
             f"started: start torchrun with --nproc-per-node {distribution.num_ranks}"
         )
     return distribution
-
-
-def written(distribution: Distribution) -> str:
-    """A distribution as :func:`parse_distribution` reads it."""
-    return ",".join(
-        f"{blocks.start}-{blocks.stop - 1}:{len(ranks)}" for blocks, ranks in distribution.ranges
-    )
 
 
 def _example(num_blocks: int, world_size: int) -> str:

@@ -16,7 +16,7 @@ from megatron_zb.errors import UsageError
 from megatron_zb.schedules.costs import StageCosts
 from megatron_zb.schedules.placement import GroupPlacement, Placement, grouped
 
-_STAGE = re.compile(r"(\d+)(?:-(\d+))?(?::(\d+))?")
+_STAGE = re.compile(r"(\d{1,6})(?:-(\d{1,6}))?(?::(\d{1,6}))?")
 
 
 @dataclass(frozen=True)
