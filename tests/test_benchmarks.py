@@ -321,7 +321,8 @@ def test_one_bit_of_a_loss_is_a_difference() -> None:
 
 
 def test_a_rank_finds_its_own_tensors() -> None:
-    before = long_run.what_there_is()
+    for _ in range(3):  # what other tests have left is gone with the first ones
+        before = long_run.what_there_is()
     kept = torch.zeros(2**20, dtype=torch.uint8)
     after = long_run.what_there_is()
     assert after["tensors"] - before["tensors"] == kept.nbytes
