@@ -22,15 +22,14 @@ import statistics
 import subprocess
 import sys
 import tempfile
-import time
 from dataclasses import replace
 from pathlib import Path
 
-import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 from rich.console import Console
 from rich.table import Table
+from synthetic_steps import Steps, join
 
 from megatron_zb import schedules
 from megatron_zb.errors import UsageError
@@ -38,9 +37,6 @@ from megatron_zb.planner.balance import costs_of, counted
 from megatron_zb.planner.fit import Fit
 from megatron_zb.planner.layout import even
 from megatron_zb.planner.profile import read_profile
-from megatron_zb.runtime.channels import Channels
-from megatron_zb.runtime.executor import run_program
-from megatron_zb.runtime.synthetic import SyntheticStage
 from megatron_zb.schedules.placement import Placement
 
 _HIDDEN = 64
@@ -168,41 +164,15 @@ def _costs(args: argparse.Namespace, fit: Fit, placement: Placement) -> schedule
 
 
 def _rank(rank: int, args: argparse.Namespace, built: Built, results: str) -> None:
-    os.environ["OMP_NUM_THREADS"] = "1"
-    torch.set_num_threads(1)
-    dist.init_process_group(
-        "gloo", init_method=f"file://{results}.meeting", rank=rank, world_size=args.ranks
-    )
-    steps = {name: _Steps(rank, *pair) for name, pair in built.items()}
+    join(rank, args.ranks, f"{results}.meeting")
+    steps = {name: Steps(rank, *pair) for name, pair in built.items()}
     seconds: dict[str, list[float]] = {name: [] for name in steps}
-    for repetition in range(args.repetitions + 1):  # in turn, so that a load meets all alike
+    for _ in range(args.repetitions):  # in turn, so that a load meets all alike
         for name, step in steps.items():
-            elapsed = step.run()
-            if repetition:
-                seconds[name].append(elapsed)
+            seconds[name].append(step.seconds())
     if rank == 0:
         Path(results).write_text(json.dumps(seconds), encoding="utf-8")
     dist.destroy_process_group()
-
-
-class _Steps:
-    """One schedule on this rank, from a barrier to the end of the last rank."""
-
-    def __init__(self, rank: int, schedule: schedules.Schedule, costs: schedules.Costs) -> None:
-        placement = schedule.placement
-        table = costs.for_placement(placement)
-        self._rank, self._program = rank, schedules.lower(schedule)
-        self._channels = Channels(list(range(placement.pipeline_size)), placement, "cpu")
-        self._stages = {s: SyntheticStage(s, table) for s in placement.stages_of[rank]}
-
-    def run(self) -> float:
-        dist.barrier()
-        start = time.perf_counter()
-        stages, channels = self._stages, self._channels
-        run_program(self._program, self._rank, stages, channels, lambda message: torch.empty(64))
-        elapsed = torch.tensor(time.perf_counter() - start)
-        dist.all_reduce(elapsed, op=dist.ReduceOp.MAX)
-        return elapsed.item()
 
 
 def _slower(

@@ -370,8 +370,9 @@ def _table(title: str, case: dict[str, Any]) -> Table:
         "blocks:ranks",
     )
     for heading in headings:
-        justify = "left" if heading in (headings[0], headings[-1]) else "right"
-        table.add_column(heading, justify=justify)  # type: ignore[arg-type]
+        table.add_column(
+            heading, justify="left" if heading in (headings[0], headings[-1]) else "right"
+        )
     baseline = case["ways"][BASELINE]
     for name, way in case["ways"].items():
         table.add_row(

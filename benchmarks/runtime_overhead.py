@@ -16,27 +16,22 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import statistics
 import sys
 import tempfile
 import time
-from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
-import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 from rich.console import Console
 from rich.table import Table
+from synthetic_steps import Steps, join
 
 from megatron_zb import schedules
-from megatron_zb.runtime.channels import Channels
-from megatron_zb.runtime.executor import run_program
 from megatron_zb.runtime.inquiry import Inquiry
 from megatron_zb.runtime.progress import Progress
-from megatron_zb.runtime.synthetic import SyntheticStage
 from megatron_zb.runtime.watchdog import Place, Watchdog
 from megatron_zb.schedules.passes import Pass, PassKind
 
@@ -80,11 +75,7 @@ def _arguments() -> argparse.Namespace:
 
 
 def _rank(rank: int, args: argparse.Namespace, meeting_point: str, port: int, result: str) -> None:
-    os.environ["OMP_NUM_THREADS"] = "1"
-    torch.set_num_threads(1)
-    dist.init_process_group(
-        "gloo", init_method=f"file://{meeting_point}", rank=rank, world_size=args.ranks
-    )
+    join(rank, args.ranks, meeting_point)
     forward, backward, weight = (ms / 1000 for ms in args.milliseconds)
     costs = schedules.Costs.uniform(
         pipeline_size=args.ranks, forward=forward, backward=backward, weight=weight
@@ -94,7 +85,7 @@ def _rank(rank: int, args: argparse.Namespace, meeting_point: str, port: int, re
         schedule = schedules.build(
             name, pipeline_size=args.ranks, num_microbatches=args.microbatches, costs=costs
         )
-        steps = _Steps(rank, schedule, costs)
+        steps = Steps(rank, schedule, costs)
         if args.watchdog:
             results[name] = _watched(steps, port, args.repetitions)
         else:
@@ -107,37 +98,7 @@ def _rank(rank: int, args: argparse.Namespace, meeting_point: str, port: int, re
     dist.destroy_process_group()
 
 
-class _Steps:
-    """Steps of one rank under a schedule; one to warm up has run."""
-
-    def __init__(self, rank: int, schedule: schedules.Schedule, costs: schedules.Costs) -> None:
-        placement = schedule.placement
-        table = costs.for_placement(placement)
-        self.rank, self.size = rank, placement.pipeline_size
-        self.program = schedules.lower(schedule)
-        self.channels = Channels(list(range(self.size)), placement, "cpu")
-        self.stages = {s: SyntheticStage(s, table) for s in placement.stages_of[rank]}
-        self.seconds()
-
-    def seconds(self, progress: Progress | None = None) -> float:
-        """From a barrier to the end of the last rank."""
-        dist.barrier()
-        start = time.perf_counter()
-        with progress.step() if progress else nullcontext():
-            run_program(
-                self.program,
-                self.rank,
-                self.stages,
-                self.channels,
-                lambda message: torch.empty(64),
-                progress,
-            )
-        elapsed = torch.tensor(time.perf_counter() - start)
-        dist.all_reduce(elapsed, op=dist.ReduceOp.MAX)
-        return elapsed.item()
-
-
-def _watched(steps: _Steps, port: int, pairs: int) -> dict[str, Any]:
+def _watched(steps: Steps, port: int, pairs: int) -> dict[str, Any]:
     """Ratios of steps with a watchdog to steps without; which comes first changes."""
     store = dist.TCPStore("127.0.0.1", port, is_master=False)
     ranks = tuple(range(steps.size))

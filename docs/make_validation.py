@@ -287,8 +287,8 @@ synchronisation; and, with them, what a random number of dropout costs (6 bytes 
 **What is compared.** *Predicted* is the published schedule: `v-min`, `v-half` and `v-zb` as their
 building block, made once for equal costs, `zb-1p` and `zb-2p` as a solver finds them that sees one
 cost for all stages. *Ours* is what this package builds under the same name, from the costs of every
-stage, on the same layers and ranks; its memory is the same but for `v-min`, where it may use what
-its name promises. Bubble and memory (predicted / published) are those of *predicted*.
+stage, on the same layers and ranks, within the microbatches that the name promises. Bubble and
+memory (predicted / published) are those of *predicted*.
 
 **What was assumed.** The papers do not tell their vocabulary: 32,000 is taken, as the published
 scripts use a SentencePiece model. For the models of *Controllable Memory* the sequence length

@@ -5,6 +5,8 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
+from megatron_zb.errors import UsageError
+
 LAYOUT_FLAG = "--pipeline-layer-layout"
 AUTO_LAYOUT = "auto"
 
@@ -12,6 +14,22 @@ AUTO_LAYOUT = "auto"
 def asks_for_balance(layout: str | None) -> bool:
     """Whether the value of ``--pipeline-layer-layout`` asks for a layout and does not write one."""
     return layout is not None and (layout == AUTO_LAYOUT or Path(layout).suffix == ".yaml")
+
+
+def check_table_alone(args: argparse.Namespace) -> None:
+    """Refuse what a ``--pipeline-schedule-file`` leaves nothing to say about.
+
+    Raises:
+        UsageError: names the flag.
+    """
+    if args.pipeline_schedule is not None:
+        raise UsageError(
+            "--pipeline-schedule and --pipeline-schedule-file both choose a schedule: leave one out"
+        )
+    if args.pipeline_memory_limit is not None:
+        raise UsageError(
+            "--pipeline-schedule-file is a finished schedule: leave --pipeline-memory-limit out"
+        )
 
 
 def add_run_arguments(group: argparse._ArgumentGroup) -> None:
@@ -29,6 +47,11 @@ def add_run_arguments(group: argparse._ArgumentGroup) -> None:
         help="build the schedule anew for measured costs after the first iterations and every N "
         "(default: auto once, after the first ones; others never)",
     )
+    add_timeout(group)
+
+
+def add_timeout(group: argparse._ArgumentGroup) -> None:
+    """What ends a run that stands still."""
     group.add_argument(
         "--pipeline-timeout",
         type=float,

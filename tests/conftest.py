@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 from ranks import RankPools
+from texts import prepared
 
 
 @pytest.fixture(scope="module")
@@ -18,3 +19,9 @@ def ranks() -> Iterator[RankPools]:
     pools = RankPools()
     yield pools
     pools.close()
+
+
+@pytest.fixture(scope="session")
+def corpus(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """The prefix of a data set in Megatron's format: 400 kB of real text, a byte a token."""
+    return prepared(tmp_path_factory.mktemp("corpus"), most_bytes=400_000)

@@ -105,15 +105,6 @@ class Distilled:
 
 
 @pytest.fixture(scope="module")
-def corpus(tmp_path_factory: pytest.TempPathFactory) -> str:
-    prefix = tmp_path_factory.mktemp("corpus") / "text"
-    prepare = [sys.executable, str(ROOT / "scripts/prepare_text.py"), "--max-bytes", "400000"]
-    ended = end_of([*prepare, "--output-prefix", str(prefix)], SECONDS_TO_TRAIN)
-    assert ended.code == 0, ended.stderr
-    return str(prefix)
-
-
-@pytest.fixture(scope="module")
 def teacher(corpus: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A GPT that has learnt a little."""
     folder = tmp_path_factory.mktemp("teacher")

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import pickle
-import subprocess
-import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -31,6 +29,7 @@ from distillation_cases import (
     whole_model,
 )
 from ranks import RankPools
+from texts import prepared
 
 from megatron_zb.distillation.losses import cosine, mse, normalised_mse
 from megatron_zb.distillation.place import parse_distribution
@@ -46,16 +45,18 @@ MODELS = {"gpt": GPT, "llama": LLAMA}
 
 @pytest.fixture(scope="module")
 def text(tmp_path_factory: pytest.TempPathFactory) -> str:
-    prefix = tmp_path_factory.mktemp("text") / "text"
-    prepare = [sys.executable, str(ROOT / "scripts/prepare_text.py"), "--max-bytes", "100000"]
-    subprocess.run([*prepare, "--output-prefix", str(prefix)], check=True, capture_output=True)
-    return str(prefix)
+    return prepared(tmp_path_factory.mktemp("text"), most_bytes=100_000)
 
 
 @pytest.fixture(scope="module")
 def teachers(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Where the ranks write their teachers, and find those of earlier cases."""
     return tmp_path_factory.mktemp("teachers")
+
+
+def case_of(model: str, text: str, teachers: Path) -> dict[str, Any]:
+    """What the functions that ranks run are given."""
+    return {"corpus": text, "teacher": str(teachers / model), "model": MODELS[model]}
 
 
 @pytest.mark.parametrize(
@@ -123,12 +124,7 @@ def first_outputs(corpus: str, teacher: str, model: Mapping[str, Any]) -> dict[s
 def test_candidates_begin_as_what_is_left_of_the_teacher(
     model: str, ranks: RankPools, text: str, teachers: Path
 ) -> None:
-    case: dict[str, Any] = {
-        "corpus": text,
-        "teacher": str(teachers / model),
-        "model": MODELS[model],
-    }
-    (distances,) = ranks(1).run(first_outputs, **case)
+    (distances,) = ranks(1).run(first_outputs, **case_of(model, text, teachers))
     assert distances["same"] == 0.0
     assert all(0 < distances[name] < 1 for name in ("half", "slow", "linear", "empty"))
 
@@ -183,12 +179,7 @@ def test_what_the_teacher_does_not_use_is_not_missed(
     model: str, ranks: RankPools, text: str, teachers: Path
 ) -> None:
     """Pruned channels, merged heads and a linear layer, each where it can be exact."""
-    case: dict[str, Any] = {
-        "corpus": text,
-        "teacher": str(teachers / model),
-        "model": MODELS[model],
-    }
-    (errors,) = ranks(1).run(inherited_exactly, **case)
+    (errors,) = ranks(1).run(inherited_exactly, **case_of(model, text, teachers))
     assert len(errors) == 3
     assert max(errors) < 1e-5
 

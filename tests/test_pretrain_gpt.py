@@ -214,15 +214,6 @@ def checkpoint_of(run_folder: Path, iteration: int, folder: Path) -> Path:
     return folder
 
 
-@pytest.fixture(scope="session")
-def corpus(tmp_path_factory: pytest.TempPathFactory) -> str:
-    prefix = tmp_path_factory.mktemp("corpus") / "text"
-    prepare = [sys.executable, str(ROOT / "scripts/prepare_text.py"), "--max-bytes", "400000"]
-    ended = end_of([*prepare, "--output-prefix", str(prefix)], SECONDS_TO_TRAIN)
-    assert ended.code == 0, ended.stderr
-    return str(prefix)
-
-
 Whole = Callable[[str | None], tuple[Run, Path]]
 
 

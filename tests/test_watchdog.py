@@ -10,6 +10,7 @@ import threading
 import time
 from collections.abc import Callable
 from contextlib import ExitStack
+from functools import partial
 from typing import ClassVar
 
 import pytest
@@ -94,7 +95,7 @@ class Job:
                     seconds,
                     tell=self.lines[number].append,
                     patience=1.0,
-                    end=lambda code, number=number: self.codes.update({number: code}),  # type: ignore[misc]
+                    end=partial(self.codes.__setitem__, number),
                 )
             )
 

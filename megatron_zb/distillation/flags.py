@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 
+from megatron_zb.run_flags import add_timeout
 from megatron_zb.training import flags
 from megatron_zb.training.flags import Parser
 
@@ -76,9 +77,7 @@ def _add_distillation(parser: argparse.ArgumentParser) -> None:
 
 def _add_ranks(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("ranks")
-    group.add_argument(
-        "--cpu", action="store_true", help="run on CPU ranks over gloo, to try things out and debug"
-    )
+    flags.add_processes(group)
     group.add_argument(
         "--distribution",
         metavar="SPEC",
@@ -92,16 +91,7 @@ def _add_ranks(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         help="steps that the first rank may be ahead of the slowest; default: %(default)s",
     )
-    group.add_argument(
-        "--pipeline-timeout",
-        type=float,
-        metavar="SECONDS",
-        help="end the job when a rank makes no progress for so long, and say which rank holds up "
-        "all others; 0 is never (default: nine tenths of --distributed-timeout-minutes)",
-    )
-    group.add_argument(
-        "--distributed-timeout-minutes", type=float, default=10, metavar="N", help="default: 10"
-    )
+    add_timeout(group)
 
 
 def _add_training(parser: argparse.ArgumentParser) -> None:

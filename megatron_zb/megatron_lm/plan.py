@@ -11,7 +11,7 @@ from megatron_zb.megatron.adapter import PipelineAdapter
 from megatron_zb.megatron.placement import Layers
 from megatron_zb.megatron_lm import conflicts, flags
 from megatron_zb.planner import balance
-from megatron_zb.run_flags import AUTO_LAYOUT, LAYOUT_FLAG, asks_for_balance
+from megatron_zb.run_flags import AUTO_LAYOUT, LAYOUT_FLAG, asks_for_balance, check_table_alone
 from megatron_zb.schedules import catalog, interchange
 
 # How Megatron-LM divides layers over ranks where no layout is given; a layout takes their place.
@@ -73,14 +73,7 @@ def _adapter(args: argparse.Namespace) -> PipelineAdapter:
 
 
 def _of_file(args: argparse.Namespace, sizes: dict[str, int]) -> PipelineAdapter:
-    if args.pipeline_schedule is not None:
-        raise UsageError(
-            "--pipeline-schedule and --pipeline-schedule-file both choose a schedule: leave one out"
-        )
-    if args.pipeline_memory_limit is not None:
-        raise UsageError(
-            "--pipeline-schedule-file is a finished schedule: leave --pipeline-memory-limit out"
-        )
+    check_table_alone(args)
     file = Path(args.pipeline_schedule_file)
     table = interchange.from_csv(file)
     chunks = table.placement.chunks

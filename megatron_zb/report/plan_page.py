@@ -65,7 +65,7 @@ def save_plan(path: Path, plan: Plan) -> None:
             "memory": gib(job.memory),
             "rows": [_row(plan, index) for index in range(len(plan.ranked))],
             "parts": _parts(plan),
-            "not_possible": plan.nothing_for,
+            "missing": plan.nothing_for,
             "plan": plan,
             "pictures": _pictures(plan),
             "explorer": explorer.context(_setting(plan)),
@@ -78,6 +78,7 @@ def _row(plan: Plan, index: int) -> dict[str, Any]:
     return {
         "place": index + 1,
         "name": table.name_of(row),
+        "title": f"{table.name_of(row)}, {table.setting_of(row)}",
         "setting": table.setting_of(row),
         "tokens": f"{row.tokens_per_gpu:.0f}",
         "mfu": f"{row.mfu:.1%}",

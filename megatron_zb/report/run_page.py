@@ -41,7 +41,7 @@ def save_plan(
         {
             "microbatches": asked.num_microbatches,
             "rows": [_row(asked, row, place) for place, row in enumerate(found, 1)],
-            "not_possible": missing,
+            "missing": missing,
             "pictures": pictures,
             **_step(compared),
         },
@@ -55,7 +55,7 @@ def save_step(path: Path, profile: Profile, compared: Compared) -> None:
     Raises:
         UsageError: the file cannot be written, or jinja2 is missing.
     """
-    nothing: dict[str, Any] = {"rows": [], "not_possible": {}, "pictures": []}
+    nothing: dict[str, Any] = {"rows": [], "missing": {}, "pictures": []}
     context = {"microbatches": profile.num_microbatches, **nothing, **_step(compared)}
     _write(path, profile, context, compared.predicted)
 
@@ -97,6 +97,7 @@ def _row(asked: Asked, row: Row, place: int) -> dict[str, str]:
     return {
         "place": str(place),
         "name": name_of(row),
+        "title": name_of(row),
         "ms": f"{1000 * row.seconds:.4g}",
         "even": f"{1000 * row.seconds_even:.4g}",
         "bubble": f"{row.bubble:.1%}",

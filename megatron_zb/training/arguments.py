@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_zb.errors import UsageError
-from megatron_zb.run_flags import AUTO_LAYOUT, LAYOUT_FLAG, asks_for_balance
+from megatron_zb.run_flags import AUTO_LAYOUT, LAYOUT_FLAG, asks_for_balance, check_table_alone
 from megatron_zb.schedules import catalog
 from megatron_zb.training.checkpoint_directory import latest_checkpoint
 from megatron_zb.training.flags import parser
@@ -224,14 +224,7 @@ def _chosen_schedule(args: argparse.Namespace) -> str:
     if args.pipeline_schedule_file is None:
         catalog.family(args.pipeline_schedule)
         return f"--pipeline-schedule {args.pipeline_schedule}"
-    if args.pipeline_schedule is not None:
-        raise UsageError(
-            "--pipeline-schedule and --pipeline-schedule-file both choose a schedule: leave one out"
-        )
-    if args.pipeline_memory_limit is not None:
-        raise UsageError(
-            "--pipeline-schedule-file is a finished schedule: leave --pipeline-memory-limit out"
-        )
+    check_table_alone(args)
     return f"--pipeline-schedule-file {args.pipeline_schedule_file}"
 
 

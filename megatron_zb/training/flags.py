@@ -299,14 +299,19 @@ def add_sources(group: argparse._ArgumentGroup) -> None:
 
 def _add_parallel(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("ranks")
-    group.add_argument(
-        "--cpu", action="store_true", help="run on CPU ranks over gloo, to try things out and debug"
-    )
+    add_processes(group)
     group.add_argument("--pipeline-model-parallel-size", type=int, default=1, metavar="N")
     group.add_argument("--tensor-model-parallel-size", type=int, default=1, metavar="N")
     group.add_argument("--sequence-parallel", action="store_true")
     group.add_argument("--use-distributed-optimizer", action="store_true")
     group.add_argument("--overlap-grad-reduce", action="store_true")
+
+
+def add_processes(group: argparse._ArgumentGroup) -> None:
+    """What the ranks run on, and how long torch lets them wait for one another."""
+    group.add_argument(
+        "--cpu", action="store_true", help="run on CPU ranks over gloo, to try things out and debug"
+    )
     group.add_argument(
         "--distributed-timeout-minutes", type=float, default=10, metavar="N", help="default: 10"
     )

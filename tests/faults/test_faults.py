@@ -125,14 +125,6 @@ def losses(log: Path) -> dict[int, Any]:
 
 
 @pytest.fixture(scope="module")
-def corpus(tmp_path_factory: pytest.TempPathFactory) -> str:
-    prefix = tmp_path_factory.mktemp("corpus") / "text"
-    prepare = [sys.executable, str(ROOT / "scripts/prepare_text.py"), "--max-bytes", "400000"]
-    subprocess.run([*prepare, "--output-prefix", str(prefix)], check=True, capture_output=True)
-    return str(prefix)
-
-
-@pytest.fixture(scope="module")
 def undisturbed_run(corpus: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder of a run without any fault: its log, and its checkpoints."""
     folder = tmp_path_factory.mktemp("undisturbed")

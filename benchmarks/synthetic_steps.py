@@ -1,0 +1,55 @@
+"""Steps of stages that sleep, on ranks of this machine; what several benchmarks time."""
+
+from __future__ import annotations
+
+import os
+import time
+from contextlib import nullcontext
+
+import torch
+import torch.distributed as dist
+
+from megatron_zb import schedules
+from megatron_zb.runtime.channels import Channels
+from megatron_zb.runtime.executor import run_program
+from megatron_zb.runtime.progress import Progress
+from megatron_zb.runtime.synthetic import SyntheticStage
+
+
+def join(rank: int, ranks: int, meeting_point: str) -> None:
+    """Make this process a rank of a gloo group that meets at a path which is not there yet."""
+    os.environ["OMP_NUM_THREADS"] = "1"
+    torch.set_num_threads(1)
+    dist.init_process_group(
+        "gloo", init_method=f"file://{meeting_point}", rank=rank, world_size=ranks
+    )
+
+
+class Steps:
+    """Steps of one rank under a schedule; one to warm up has run."""
+
+    def __init__(self, rank: int, schedule: schedules.Schedule, costs: schedules.Costs) -> None:
+        placement = schedule.placement
+        table = costs.for_placement(placement)
+        self.rank, self.size = rank, placement.pipeline_size
+        self.program = schedules.lower(schedule)
+        self.channels = Channels(list(range(self.size)), placement, "cpu")
+        self.stages = {s: SyntheticStage(s, table) for s in placement.stages_of[rank]}
+        self.seconds()
+
+    def seconds(self, progress: Progress | None = None) -> float:
+        """From a barrier to the end of the last rank."""
+        dist.barrier()
+        start = time.perf_counter()
+        with progress.step() if progress else nullcontext():
+            run_program(
+                self.program,
+                self.rank,
+                self.stages,
+                self.channels,
+                lambda message: torch.empty(64),
+                progress,
+            )
+        elapsed = torch.tensor(time.perf_counter() - start)
+        dist.all_reduce(elapsed, op=dist.ReduceOp.MAX)
+        return elapsed.item()
