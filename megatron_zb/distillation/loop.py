@@ -14,6 +14,7 @@ import torch.distributed as dist
 from megatron_zb.distillation import block_times, checkpoint
 from megatron_zb.distillation.classroom import Classroom, open_classroom
 from megatron_zb.distillation.evaluation import compare
+from megatron_zb.distillation.flags import BEST
 from megatron_zb.distillation.place import Place, check_distribution, parse_distribution
 from megatron_zb.distillation.report import BusyTime, Report, Steps
 from megatron_zb.distillation.shapes import BlockShape
@@ -226,7 +227,7 @@ def _finish(args: argparse.Namespace, run: Run, step: int) -> None:
     losses = {
         (block, name): loss for block, named in told[0].items() for name, loss in named.items()
     }
-    if args.candidate == "best" and not losses:
+    if args.candidate == BEST and not losses:
         raise UsageError("--candidate best needs a step to compare by, and this run had none")
     chosen = choose(args.candidate, run.classroom, losses)
     if run.held_out is not None:
