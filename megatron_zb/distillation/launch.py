@@ -12,7 +12,7 @@ from megatron_zb.distillation.arguments import check_candidate, complete, parse
 from megatron_zb.errors import UsageError
 from megatron_zb.training import launch as training_launch
 from megatron_zb.training.connections import is_lost_connection
-from megatron_zb.training.launch import Environment
+from megatron_zb.training.environment import Environment
 
 if TYPE_CHECKING:
     from megatron_zb.distillation.loop import Job

@@ -15,7 +15,6 @@ import time
 import traceback
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -23,6 +22,7 @@ from megatron_zb import __version__
 from megatron_zb.errors import UsageError
 from megatron_zb.run_flags import asks_for_balance
 from megatron_zb.training.arguments import flag, parse
+from megatron_zb.training.environment import Environment
 
 if TYPE_CHECKING:
     from torch.distributed import Store
@@ -32,26 +32,6 @@ if TYPE_CHECKING:
 
 _LONGEST_START = 300.0  # seconds: imports from a slow disk differ between ranks
 _TIME_FOR_RANK_0 = 2.0
-
-
-@dataclass(frozen=True)
-class Environment:
-    """This process among those that the launcher started."""
-
-    rank: int
-    world_size: int
-    local_rank: int
-    attempt: str
-
-    @staticmethod
-    def read() -> Environment:
-        """From torchrun's variables; a process started without it is alone."""
-        return Environment(
-            rank=int(os.environ.get("RANK", "0")),
-            world_size=int(os.environ.get("WORLD_SIZE", "1")),
-            local_rank=int(os.environ.get("LOCAL_RANK", "0")),
-            attempt=os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"),
-        )
 
 
 def launch(

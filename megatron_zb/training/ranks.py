@@ -5,15 +5,14 @@ from __future__ import annotations
 import argparse
 import random
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state, tensor_parallel
 
-if TYPE_CHECKING:
-    from megatron_zb.training.launch import Environment
+from megatron_zb.training.environment import Environment
 
 
 def start_ranks(
