@@ -16,6 +16,7 @@ from megatron_zb.schedules.bounds import lower_bound
 from megatron_zb.schedules.pipe_bd import NAME
 
 # The choices that a schedule may have, as build() and the command line name them.
+_MOST = 1_000_000  # ranks, microbatches, chunks
 _CHOICES = ("memory_limit", "chunks", "group_size")
 
 SHOW_HELP = """\
@@ -265,9 +266,11 @@ def _add_schedule(command: argparse.ArgumentParser) -> None:
 
 
 def positive(text: str) -> int:
-    """A whole number of 1 or more."""
+    """A whole number of 1 or more, and not absurd."""
     if not text.isdecimal() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"'{text}' is not a whole number of 1 or more")
+    if int(text) > _MOST:
+        raise argparse.ArgumentTypeError(f"{text} is more than {_MOST}")
     return int(text)
 
 

@@ -23,6 +23,7 @@ _TIMES = {
     "relay": (0.0, "handing its output of one microbatch to the next rank"),
     "reduce": (4.0, "its students' gradients over a link; k ranks take 2(k-1)/k of it"),
 }
+_MOST_BLOCKS = 512  # the solver takes seconds for them
 _OWN = (*_TIMES, "blocks", "steps", "run_ahead", "distribution")
 _OF_OTHERS = {"memory_limit": None, "chunks": None, "group_size": None}
 _COSTS_OF_OTHERS = {"forward": 1.0, "backward": 1.0, "weight": 1.0, "p2p": 0.0}
@@ -122,6 +123,8 @@ def _block_costs(arguments: argparse.Namespace) -> BlockCosts:
     blocks = arguments.blocks
     if blocks is None:
         blocks = max(lengths, default=arguments.pipeline_size)
+    if blocks > _MOST_BLOCKS:
+        raise UsageError(f"{blocks} blocks are too many: give at most {_MOST_BLOCKS}")
     if blocks < 1 or lengths - {blocks}:
         raise UsageError(
             f"times of {sorted(lengths)} blocks are given for {blocks} blocks: "

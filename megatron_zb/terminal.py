@@ -48,11 +48,11 @@ def print_schedule(timeline: Timeline, report: Report, console: Console) -> None
     for sentence in (report_of(report), timeline.schedule.reason):
         if sentence:
             console.print(Text(sentence), highlight=False)
-    for start in range(0, max(len(row) for row in rows), band):
+    for bands in zip(*(row.divide(range(band, len(row), band)) for row in rows), strict=True):
         console.print()
-        for rank, row in enumerate(rows):
+        for rank, part in enumerate(bands):
             label = Text(f"rank {rank} ".ljust(label_width))
-            _print_line(console, label + row[start : start + band])
+            _print_line(console, label + part)
     console.print()
     for line in _legend(timeline):
         _print_line(console, line)

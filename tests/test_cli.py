@@ -147,6 +147,10 @@ def test_costs_change_the_bubble(capsys: pytest.CaptureFixture[str]) -> None:
             ["show", "v-half", *SIZES, "--memory-limit", "0.1"],
             "cannot keep the memory limit of 0.1",
         ),
+        (["show", "v-half", "-p", "4", "-m", "300000"], "their product can be at most 1048576"),
+        (["show", "v-half", "-p", "30000", "-m", "2"], "30000 ranks was asked for: give at most"),
+        (["show", "wave", *SIZES, "--chunks", "900000"], "on 3600000 stages are too many"),
+        (["show", "v-half\n\x1b[31m", *SIZES], r"schedule 'v-half\n\x1b[31m'"),
     ],
 )
 def test_what_the_user_can_mend_is_one_sentence(
@@ -160,12 +164,19 @@ def test_what_the_user_can_mend_is_one_sentence(
     assert printed.err.count("\n") == 1
 
 
-@pytest.mark.parametrize("size", ["0", "-2", "many", "1.5"])
-def test_sizes_are_whole_numbers(size: str, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize(
+    ("size", "said"),
+    [
+        *((wrong, f"'{wrong}' is not a whole number of 1 or more") for wrong in ("0", "-2", "1.5")),
+        ("many", "'many' is not a whole number"),
+        ("1000001", "1000001 is more than 1000000"),
+    ],
+)
+def test_sizes_are_whole_numbers(size: str, said: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as ended:
         cli.main(["show", "v-half", f"--pipeline-size={size}", "--num-microbatches", "8"])
     assert ended.value.code == 2
-    assert f"'{size}' is not a whole number of 1 or more" in capsys.readouterr().err
+    assert said in capsys.readouterr().err
 
 
 def test_a_picture_without_matplotlib_tells_what_to_install(

@@ -14,11 +14,18 @@ from hypothesis import strategies as st
 from test_trace import profile, ran
 
 from megatron_zb import cli
+from megatron_zb.distillation.arguments import parse as parse_distillation
+from megatron_zb.distillation.place import parse_distribution
+from megatron_zb.distillation.shapes import TeacherShape
+from megatron_zb.distillation.student import library, read_student
 from megatron_zb.errors import UsageError
 from megatron_zb.planner.profile import Profile, read_profile, write_profile
+from megatron_zb.planner.request import read as read_job
 from megatron_zb.planner.trace import compare, trace_path, write_trace
 from megatron_zb.training.arguments import parse
 
+STUDENTS = Path(__file__).resolve().parents[1] / "configs" / "students"
+_SHIPPED = sorted(path.name for path in STUDENTS.glob("*.yaml"))
 _FUZZ = settings(
     max_examples=150,
     deadline=None,
@@ -162,19 +169,100 @@ def test_command_lines_of_training(
     capsys.readouterr()
 
 
+_OF_DISTILLATION = st.sampled_from(
+    "--teacher-load --student-config --candidate --loss --distribution --run-ahead --lr --bf16 "
+    "--micro-batch-size --global-batch-size --train-iters --save-interval --eval-iters "
+    "--pipeline-timeout --seq-length --split".split()
+)
+
+
+@_FUZZ
+@given(more=st.lists(st.tuples(_OF_DISTILLATION, _WORDS), max_size=4))
+def test_command_lines_of_distillation(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, more: list[tuple[str, str]]
+) -> None:
+    valid = f"--cpu --teacher-load {tmp_path} --student-config half_mlp --micro-batch-size 1"
+    rest = "--global-batch-size 4 --train-iters 2 --lr 0.01 --data-path corpus"
+    argv = [*valid.split(), *rest.split(), *(word for pair in more for word in pair)]
+    try:
+        parse_distillation(argv)
+    except UsageError as error:
+        one_sentence(error)
+    except SystemExit as end:
+        assert end.code in (0, 2)
+    capsys.readouterr()
+
+
+@_FUZZ
+@given(data=st.data())
+def test_students(tmp_path: Path, data: st.DataObject) -> None:
+    path = tmp_path / "student.yaml"
+    valid = yaml.safe_load((STUDENTS / data.draw(st.sampled_from(_SHIPPED))).read_text())
+    path.write_text(yaml.safe_dump(changed(data, valid)), encoding="utf-8", errors="replace")
+    teacher = TeacherShape(
+        num_layers=8,
+        hidden_size=64,
+        num_attention_heads=8,
+        num_query_groups=4,
+        ffn_hidden_size=256,
+    )
+    try:
+        assert len(library(read_student(path), teacher)) == 8
+    except UsageError as error:
+        one_sentence(error)
+
+
+@_FUZZ
+@given(text=st.text(max_size=12) | st.text("0123456789-,:", max_size=16))
+def test_distributions(text: str) -> None:
+    try:
+        found = parse_distribution(text, num_blocks=8, world_size=None)
+    except UsageError as error:
+        one_sentence(error)
+    else:
+        assert found.num_blocks == 8
+
+
+_OF_PLAN = (
+    "--gpus --device --gpu-memory --global-batch-size --seq-length --tensor --pipeline "
+    "--micro-batch-size --recompute --schedules --tries --top --microbatches --memory-limit"
+).split()
+
+
+@_FUZZ
+@given(more=st.lists(st.tuples(st.sampled_from(_OF_PLAN), _WORDS), max_size=4))
+def test_command_lines_of_plan(
+    capsys: pytest.CaptureFixture[str], more: list[tuple[str, str]]
+) -> None:
+    argv = ["plan", "--config", "gpt_1_5b", "--gpus", "8", *(w for pair in more for w in pair)]
+    try:
+        job, contenders = read_job(cli.parser().parse_args(argv))
+    except UsageError as error:
+        one_sentence(error)
+    except SystemExit as end:
+        assert end.code in (0, 2)
+    else:
+        assert job.gpus > 0
+        assert contenders
+    capsys.readouterr()
+
+
 _OF_SHOW = (
     "--ranks -p -m --microbatches --chunks --group-size --memory-limit --forward --backward "
-    "--weight --p2p"
+    "--weight --p2p --blocks --steps --run-ahead --teacher --student --distribution"
 ).split()
 
 
 @_FUZZ
 @given(
-    name=st.sampled_from(["v-half", "zb-h1", "interleaved", "wave"]) | st.text(max_size=8),
+    name=st.sampled_from(["v-half", "zb-h1", "interleaved", "wave", "pipe-bd"])
+    | st.text(max_size=8),
     more=st.lists(
         st.tuples(
             st.sampled_from(_OF_SHOW),
-            st.sampled_from(["0", "1", "2", "3", "4", "-1", "0.3", "nan", "inf", "1e999", "x", ""]),
+            st.sampled_from(
+                [*"0 1 2 3 4 -1 0.3 nan inf 1e999 x 0-1:1 99999999 10000000000000".split(), ""]
+            ),
         ),
         max_size=4,
     ),
@@ -182,7 +270,7 @@ _OF_SHOW = (
 def test_command_lines_of_show(
     capsys: pytest.CaptureFixture[str], name: str, more: list[tuple[str, str]]
 ) -> None:
-    argv = ["show", name, *(word for pair in more for word in pair)]
+    argv = ["show", name, "-p", "2", "-m", "4", *(word for pair in more for word in pair)]
     try:
         code = cli.main(argv)
     except SystemExit as end:

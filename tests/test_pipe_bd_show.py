@@ -110,6 +110,8 @@ def test_a_trace_has_every_pass(tmp_path: Path) -> None:
         ([*SIZES, "--distribution", "0-3:5"], "has 4 blocks on 5 ranks: there are 4 blocks and 4"),
         ([*SIZES, "--distribution", "0:3,1-3:1"], "4 microbatches per step cannot be dealt out"),
         ([*SIZES, "--steps", "0"], "0 steps were asked for"),
+        ([*SIZES, "--steps", "9999999"], "microbatches on 4 stages are too many"),
+        ([*SIZES, "--blocks", "513"], "513 blocks are too many: give at most 512"),
         ([*SIZES, "--output", "x.html"], "there is no page for pipe-bd"),
     ],
 )

@@ -12,7 +12,7 @@ from megatron_zb.schedules.auto import auto
 from megatron_zb.schedules.bounds import lower_bound
 from megatron_zb.schedules.costs import Costs
 from megatron_zb.schedules.placement import Placement
-from megatron_zb.schedules.request import MemoryLimit, Request
+from megatron_zb.schedules.request import MemoryLimit, Request, check_size
 from megatron_zb.schedules.schedule import Report, Schedule
 from megatron_zb.schedules.simulator import simulate
 
@@ -229,6 +229,7 @@ def build(
         )
     if num_microbatches < 1:
         raise UsageError(f"{num_microbatches} microbatches were asked for: give 1 or more")
+    check_size(chosen.name, pipeline_size * max(chunks or 1, 1), num_microbatches)
     _check_choice(chosen, "chunks", chunks, chosen.takes_chunks)
     _check_choice(chosen, "group_size", group_size, chosen.takes_group_size)
     if costs is None:

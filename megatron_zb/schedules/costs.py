@@ -11,6 +11,9 @@ from megatron_zb.errors import UsageError
 from megatron_zb.schedules.passes import Pass, PassKind
 from megatron_zb.schedules.placement import Placement
 
+MOST_RANKS = 1024
+"""Of a pipeline; there is a time for every link between two of them."""
+
 
 @dataclass(frozen=True)
 class StageCosts:
@@ -121,12 +124,17 @@ class Costs:
         microbatches of a whole rank; ``held_for_weight`` defaults to all of it.
 
         Raises:
-            UsageError: lengths do not match, or a value is negative or not finite.
+            UsageError: lengths do not match, a value is negative or not finite, or there are more
+                than :data:`MOST_RANKS` ranks.
         """
         slices = len(forward)
         if pipeline_size < 1 or slices < 1:
             raise UsageError(
                 f"costs for {pipeline_size} pipeline ranks and {slices} slices: give 1 or more"
+            )
+        if pipeline_size > MOST_RANKS:
+            raise UsageError(
+                f"a pipeline of {pipeline_size} ranks was asked for: give at most {MOST_RANKS}"
             )
         if isinstance(p2p, int | float):
             ranks = range(pipeline_size)

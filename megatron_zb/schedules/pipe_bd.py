@@ -7,6 +7,7 @@ from megatron_zb.schedules.distribution import Distribution
 from megatron_zb.schedules.passes import Pass, PassKind
 from megatron_zb.schedules.placement import GroupPlacement
 from megatron_zb.schedules.relay import Relay
+from megatron_zb.schedules.request import check_size
 from megatron_zb.schedules.schedule import Schedule
 
 NAME = "pipe-bd"
@@ -60,6 +61,7 @@ def _check(distribution: Distribution, microbatches: int, steps: int, run_ahead:
     ):
         if number < least:
             raise UsageError(f"{NAME}: {number} {what} were asked for: give {least} or more")
+    check_size(NAME, len(distribution.ranges), steps * microbatches)
     for stage, ranks in enumerate(distribution.placement.groups):
         if microbatches % len(ranks):
             raise UsageError(

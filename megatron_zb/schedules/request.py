@@ -10,6 +10,22 @@ from megatron_zb.schedules.costs import Costs
 from megatron_zb.schedules.placement import Placement
 from megatron_zb.schedules.simulator import Timeline
 
+MOST_FORWARDS = 2**20
+"""Of all stages together; what is larger takes minutes to build, and is a slip of the hand."""
+
+
+def check_size(name: str, stages: int, microbatches: int) -> None:
+    """Refuse what nobody could wait for.
+
+    Raises:
+        UsageError: names both numbers, and how many passes can be had.
+    """
+    if stages * microbatches > MOST_FORWARDS:
+        raise UsageError(
+            f"{name}: {microbatches} microbatches on {stages} stages are too many to be put in "
+            f"order: their product can be at most {MOST_FORWARDS}"
+        )
+
 
 @dataclass(frozen=True)
 class MemoryLimit:
