@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import os
 import re
 import sys
 from pathlib import Path
@@ -143,3 +144,15 @@ def test_results_are_kept_and_merged(tmp_path: Path) -> None:
     assert script._read(kept) == {"time": {"v-zb": 1}, "parts": {}}
     with pytest.raises(SystemExit, match="must have"):
         script.replaced("no markers", "grid", [])
+
+
+@pytest.mark.parametrize("folder", ["benchmarks", "docs", "scripts"])
+def test_what_can_be_started_can_be_started(folder: str) -> None:
+    """A file that names its interpreter is executable, and no other one is."""
+    found = {
+        path: path.read_bytes().startswith(b"#!")
+        for path in (ROOT / folder).rglob("*")
+        if path.suffix in (".py", ".sh")
+    }
+    assert any(found.values())
+    assert {path for path in found if os.access(path, os.X_OK)} == {p for p in found if found[p]}
