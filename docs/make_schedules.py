@@ -6,7 +6,8 @@ docs/results; what they lack is said to be missing, with the command that makes 
 
   python benchmarks/schedule_quality.py --output quality.json
   python benchmarks/exact_gap.py | tail -n 1 > exact.json
-  python docs/make_schedules.py --results quality.json --exact exact.json
+  python benchmarks/beside_others.py --output others.json
+  python docs/make_schedules.py --results quality.json --exact exact.json --others others.json
 """
 
 from __future__ import annotations
@@ -30,8 +31,10 @@ DOCS = Path(__file__).resolve().parent
 PAGE = DOCS / "schedules.md"
 QUALITY = Path("results") / "schedule_quality.json"
 EXACT = Path("results") / "exact_gap.json"
+OTHERS = Path("results") / "beside_others.json"
 QUALITY_COMMAND = "python benchmarks/schedule_quality.py --output FILE"
 EXACT_COMMAND = "python benchmarks/exact_gap.py"
+OTHERS_COMMAND = "python benchmarks/beside_others.py --output FILE"
 
 # The table of sizes: p, m, and F, B, W and a transfer of one microbatch on one rank.
 SIZES = (8, 32)
@@ -44,7 +47,7 @@ COLOURS = 96
 
 def main() -> None:
     args = _arguments()
-    for given, kept in ((args.results, QUALITY), (args.exact, EXACT)):
+    for given, kept in ((args.results, QUALITY), (args.exact, EXACT), (args.others, OTHERS)):
         if given is not None:
             _keep(given, args.docs / kept)
     if not args.tables_only:
@@ -60,6 +63,7 @@ def main() -> None:
         "parts": parts_table(quality),
         "time": time_table(quality),
         "exact": exact_table(_read(args.docs / EXACT)),
+        "others": others_table(_read(args.docs / OTHERS)),
     }.items():
         text = replaced(text, name, lines)
     page.write_text(text, encoding="utf-8")
@@ -72,6 +76,7 @@ def _arguments() -> argparse.Namespace:
     )
     parser.add_argument("--results", type=Path, help="output of schedule_quality.py to keep")
     parser.add_argument("--exact", type=Path, help="last line of exact_gap.py to keep")
+    parser.add_argument("--others", type=Path, help="output of beside_others.py to keep")
     parser.add_argument("--tables-only", action="store_true", help="leave the pictures as they are")
     parser.add_argument("--docs", type=Path, default=DOCS, help="another folder than this one")
     return parser.parse_args()
@@ -262,6 +267,31 @@ def exact_table(exact: dict[str, Any]) -> list[str]:
         "",
         *table(headings, rows),
     ]
+
+
+def others_table(others: dict[str, Any]) -> list[str]:
+    if not others:
+        return missing("What others ship has", OTHERS_COMMAND)
+    headings = (
+        "schedule",
+        "bubble rate",
+        "memory, of 1F1B's",
+        "`auto` within it: bubble rate",
+        "its memory",
+        "it is faster by",
+    )
+    rows = [
+        [
+            row["schedule"],
+            f"{row['bubble']:.1%}",
+            f"{row['peak_of_1f1b']:.2f}",
+            f"{row['auto_bubble']:.1%}",
+            f"{row['auto_peak_of_1f1b']:.2f}",
+            f"{100 * row['auto_faster']:.1f} %",
+        ]
+        for row in others["rows"]
+    ]
+    return table(headings, rows)
 
 
 def _median(ratios: Sequence[float]) -> str:

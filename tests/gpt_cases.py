@@ -35,6 +35,7 @@ from megatron_zb import schedules
 from megatron_zb.megatron.adapter import PipelineAdapter
 from megatron_zb.megatron.initialisation import global_parameters, initialise_by_global_name
 from megatron_zb.megatron.placement import Layers
+from megatron_zb.schedules import Schedule
 
 SEQUENCE, VOCABULARY = 16, 64
 
@@ -91,7 +92,7 @@ class Outcome:
 
 def run(
     case: GPTCase,
-    schedule: str | None,
+    schedule: str | Schedule | None,
     num_microbatches: list[int],
     forward_only: bool = False,
     iterations: int = 1,
@@ -118,13 +119,16 @@ def run(
 
 @contextmanager
 def built(
-    case: GPTCase, schedule: str | None, num_microbatches: int
+    case: GPTCase, schedule: str | Schedule | None, num_microbatches: int
 ) -> Iterator[tuple[PipelineAdapter | None, list[Any]]]:
     """The adapter, or None for Megatron's own 1F1B, and the model chunks of this rank."""
     p = _pipeline_size(case)
     adapter = None
     if schedule is not None:
-        adapter = PipelineAdapter.create(
+        create: Any = PipelineAdapter.create
+        if isinstance(schedule, Schedule):
+            create = PipelineAdapter.of_table
+        adapter = create(
             schedule,
             pipeline_size=p,
             num_microbatches=num_microbatches,
@@ -471,15 +475,18 @@ def _references(case: GPTCase, num_microbatches: list[int], forward_only: bool) 
 
 def differences(
     case: GPTCase,
-    schedule: str,
+    schedule: str | Schedule,
     num_microbatches: list[int],
     forward_only: bool = False,
     iterations: int = 1,
 ) -> list[str]:
     """Where a schedule's losses and gradients are not Megatron's to the last bit: [] is parity."""
     if case.layout is None:
-        stages = schedules.build(schedule, pipeline_size=_pipeline_size(case), num_microbatches=1)
-        case = replace(case, layers=max(case.layers, stages.placement.num_stages))
+        placed = schedule
+        if isinstance(placed, str):
+            p = _pipeline_size(case)
+            placed = schedules.build(placed, pipeline_size=p, num_microbatches=1)
+        case = replace(case, layers=max(case.layers, placed.placement.num_stages))
     stock = replace(case, layout=None)
     references = _references(stock, num_microbatches, forward_only)
     ours = run(case, schedule, num_microbatches, forward_only, iterations)

@@ -115,6 +115,8 @@ def test_what_has_not_been_measured_is_said_to_be_missing() -> None:
         assert f"schedule_quality.py --output FILE --parts {table}`" in line
     (line,) = script.exact_table({})
     assert "benchmarks/exact_gap.py" in line
+    (line,) = script.others_table({})
+    assert "benchmarks/beside_others.py" in line
 
 
 def test_tables_are_made_from_the_results() -> None:

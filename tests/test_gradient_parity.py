@@ -7,6 +7,7 @@ from gpt_cases import GPTCase, differences
 from ranks import RankPools
 
 from megatron_zb import schedules
+from megatron_zb.schedules.interleaved import split_interleaved
 
 
 @pytest.mark.parametrize("name", schedules.names())
@@ -22,6 +23,22 @@ def test_gradients_equal_megatrons(
         differences, case=case, schedule=name, num_microbatches=microbatches
     )
     assert found == [[]] * world_size
+
+
+@pytest.mark.parametrize("chunks", [2, 4])
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_a_loop_with_a_split_backward_equals_megatrons(
+    ranks: RankPools, world_size: int, chunks: int
+) -> None:
+    """What `auto` may choose and no name stands for."""
+    for schedule in split_interleaved(world_size, 2 * world_size, chunks):
+        found = ranks(world_size).run(
+            differences,
+            case=GPTCase(tied=True),
+            schedule=schedule,
+            num_microbatches=[2 * world_size],
+        )
+        assert found == [[]] * world_size
 
 
 @pytest.mark.parametrize("name", schedules.names())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 import subprocess
 import sys
@@ -17,6 +18,7 @@ from megatron_zb import schedules
 from megatron_zb.errors import UsageError
 from megatron_zb.schedules import communication
 from megatron_zb.schedules.catalog import family
+from megatron_zb.schedules.interleaved import split_interleaved
 from megatron_zb.schedules.passes import Pass, PassKind
 from megatron_zb.schedules.placement import Placement, looped, v_shape, wave
 from megatron_zb.schedules.schedule import InvalidSchedule, Schedule
@@ -371,3 +373,36 @@ def test_more_memory_never_makes_auto_slower(
     spans = [report.makespan for report in reports if report is not None]
     assert len(spans) == len(limits)
     assert all(more <= less * (1 + 1e-9) for less, more in pairwise(spans))
+
+
+@pytest.mark.parametrize("chunks", [2, 4])
+def test_split_loops_are_valid_and_hold_what_they_say(chunks: int) -> None:
+    for p, m in itertools.product((2, 3, 5), (1, 2, 5, 6, 11)):
+        costs = schedules.Costs.uniform(pipeline_size=p, forward=1, backward=1, weight=1)
+        found = split_interleaved(p, m, chunks)
+        assert len(found) == 2
+        for schedule in found:
+            schedule.validate()
+            schedules.lower(schedule)
+        if m % p == 0:
+            assert schedules.simulate(found[0], costs).peak_activation == (p,) * p
+
+
+def test_auto_takes_a_loop_where_it_is_the_fastest() -> None:
+    costs = schedules.Costs.uniform(pipeline_size=8, forward=1, backward=1.2, weight=0.8, p2p=0.05)
+    found = schedules.build("auto", pipeline_size=8, num_microbatches=32, costs=costs)
+    assert found.placement == looped(8, 4)
+    assert "looped with 4 chunks" in found.reason
+    v_zb = schedules.build("v-zb", pipeline_size=8, num_microbatches=32, costs=costs)
+    timelines = [schedules.simulate(schedule, costs) for schedule in (found, v_zb)]
+    assert timelines[0].makespan < timelines[1].makespan
+    assert max(timelines[0].peak_activation) <= 8
+
+
+def test_auto_on_a_loop_serves_any_number_of_microbatches() -> None:
+    """A model that has been placed evaluates on other numbers than it trains on."""
+    for chunks, m in itertools.product((2, 4), (1, 3, 7)):
+        found = schedules.build(
+            "auto", pipeline_size=2, num_microbatches=m, placement=looped(2, chunks)
+        )
+        assert found.placement == looped(2, chunks)

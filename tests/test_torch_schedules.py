@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
+import beside_others
 import pytest
 import torch_schedules
 
 from megatron_zb import schedules
 from megatron_zb.schedules.interchange import from_csv, to_csv
+from megatron_zb.schedules.interleaved import split_interleaved
 
 SIZES = [(2, 4), (4, 8), (8, 16)]
 
@@ -63,6 +65,45 @@ def test_a_table_that_lacks_a_pass_is_refused(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(torch_schedules, "get_schedule_ops", without_the_last)
     with pytest.raises(torch_schedules.Refused, match="does not have every pass once"):
         torch_schedules.torch_schedule("ZBVZeroBubble", 2, 4)
+
+
+@pytest.mark.parametrize(("p", "m"), SIZES)
+@pytest.mark.parametrize("chunks", [2, 4])
+def test_a_split_loop_is_torchs_interleaved_zero_bubble(p: int, m: int, chunks: int) -> None:
+    theirs = torch_schedules.torch_schedule("InterleavedZeroBubble", p, m, chunks=chunks)
+    assert split_interleaved(p, m, chunks)[0].ranks == theirs.ranks
+
+
+@pytest.mark.parametrize(("p", "m"), SIZES)
+def test_auto_is_never_slower_than_what_torch_has_in_its_memory(p: int, m: int) -> None:
+    costs = schedules.Costs.uniform(pipeline_size=p, forward=1, backward=1.2, weight=0.8, p2p=0.05)
+    auto = schedules.build("auto", pipeline_size=p, num_microbatches=m, costs=costs)
+    ours = schedules.simulate(auto, costs).makespan
+    found = torch_schedules.torch_schedules(p, m, chunks=(2, 4, 8)).schedules
+    for name, theirs in found.items():
+        timeline = schedules.simulate(theirs, costs)
+        if max(timeline.peak_activation) <= p:
+            assert ours <= timeline.makespan * (1 + 1e-9), name
+
+
+def test_auto_has_the_memory_of_what_it_stands_beside() -> None:
+    costs = schedules.Costs.uniform(pipeline_size=4, forward=1, backward=1.2, weight=0.8)
+    shipped = dict(beside_others._shipped(4, 8, costs))
+    assert len(shipped) == 4 + 2 * 3 + 2
+    names = ["Megatron-LM 1F1B", "torch DualPipeV", "torch InterleavedZeroBubble, 4 chunks"]
+    for row in (beside_others._row(name, shipped[name], costs) for name in names):
+        assert row["auto_peak_of_1f1b"] <= row["peak_of_1f1b"] * (1 + 1e-6)
+        assert (row["auto_faster"] >= 0) == (row["auto_bubble"] <= row["bubble"])
+
+
+def test_interleaved_has_its_fastest_group_size() -> None:
+    costs = schedules.Costs.uniform(pipeline_size=4, forward=1, backward=1, weight=1, p2p=0.5)
+    tuned = schedules.simulate(beside_others._interleaved(4, 16, 2, costs), costs)
+    for group in (4, 8, 16):
+        other = schedules.build(
+            "interleaved", pipeline_size=4, num_microbatches=16, chunks=2, group_size=group
+        )
+        assert tuned.makespan <= schedules.simulate(other, costs).makespan
 
 
 @pytest.mark.parametrize("name", ["InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV"])

@@ -9,17 +9,17 @@ from megatron_zb.errors import UsageError
 from megatron_zb.schedules import interleaved, one_f_one_b, v_shape, zero_bubble
 from megatron_zb.schedules.bounds import lower_bound, period_bound
 from megatron_zb.schedules.placement import Placement, looped, wave
-from megatron_zb.schedules.request import Request
+from megatron_zb.schedules.request import Request, keeps
 from megatron_zb.schedules.schedule import Schedule
 from megatron_zb.schedules.searched import searched
 from megatron_zb.schedules.simulator import simulate
 
-_SECONDS = {"v": 12.0, "wave": 3.0, "zb": 0.5}
+_SECONDS = {"v": 12.0, "wave": 3.0, "zb": 0.5, "loop": 1.0}
 _SECONDS_OF_WALKS = 16.0  # estimated with caution: measured, about half
 
 
 def auto(request: Request) -> Schedule:
-    """Search the V, a zig-zag of four chunks and one chunk per rank; compare with 1F1B's kin.
+    """Search the V, a zig-zag, one chunk per rank and loops; compare with 1F1B's kin.
 
     A limit of 1F1B's memory is kept where the user gives none. ``report.reason`` of the result says
     what was chosen and what it was compared with.
@@ -90,16 +90,48 @@ def _one_chunk(request: Request, fastest: float) -> Schedule | None:
     return _search_if_it_can_win(request, looped(request.pipeline_size), fastest, _SECONDS["zb"])
 
 
+def _split_interleaved(chunks: int) -> _Build:
+    """A loop of several chunks, from the interleaved order: searches alone are far from it.
+
+    Where the order does not fit, only a model that has been placed on the loop is searched for.
+    """
+
+    def build(request: Request, fastest: float) -> Schedule | None:
+        p, m = request.pipeline_size, request.num_microbatches
+        placement = looped(p, chunks)
+        if not _can_win(request, placement, fastest):
+            return None
+        limits = request.limits(placement, 2.0 * p)
+        known = [
+            schedule
+            for schedule in interleaved.split_interleaved(p, m, chunks)
+            if keeps(simulate(schedule, request.costs).peak_memory, limits)
+        ]
+        if not known and request.placement is None:
+            return None
+        seconds = _SECONDS["loop"]
+        return searched(
+            "auto", placement, request, 2.0 * p, known=known, seconds=seconds, thorough=True
+        )
+
+    return build
+
+
 def _search_if_it_can_win(
     request: Request, placement: Placement, fastest: float, seconds: float
 ) -> Schedule | None:
-    limit = request.limits(placement, 2.0 * request.pipeline_size)
-    table = request.costs.for_placement(placement)
-    bound = period_bound if request.in_a_row else lower_bound
-    if bound(placement, request.num_microbatches, table, limit) >= fastest:
+    if not _can_win(request, placement, fastest):
         return None
     peak = 2.0 * request.pipeline_size
     return searched("auto", placement, request, peak, seconds=seconds, thorough=True)
+
+
+def _can_win(request: Request, placement: Placement, fastest: float) -> bool:
+    """Whether the bound of a placement leaves room below what has been found."""
+    limit = request.limits(placement, 2.0 * request.pipeline_size)
+    table = request.costs.for_placement(placement)
+    bound = period_bound if request.in_a_row else lower_bound
+    return bound(placement, request.num_microbatches, table, limit) < fastest
 
 
 def _fixed(build: Callable[[Request], Schedule]) -> _Build:
@@ -135,6 +167,8 @@ _CANDIDATES: tuple[tuple[Callable[[int], Placement], _Build], ...] = (
     (_loop(1), _fixed(one_f_one_b.one_f_one_b)),
     (_loop(1), _fixed(one_f_one_b.gpipe)),
     (_loop(1), _fixed(zero_bubble.zb_h1)),
+    (_loop(4), _split_interleaved(4)),
+    (_loop(2), _split_interleaved(2)),
     (_loop(2), _interleaved(2)),
     (_loop(4), _interleaved(4)),
 )

@@ -1,4 +1,8 @@
-"""Interleaved 1F1B (Narayanan et al., arXiv 2104.04473): several chunks per rank, looped."""
+"""Interleaved 1F1B (Narayanan et al., arXiv 2104.04473): several chunks per rank, looped.
+
+With a split backward, half the warm-up is enough: a gradient moves on after a B, not after a whole
+backward, as in ZB-H1 (Zero Bubble, arXiv 2401.10241).
+"""
 
 from __future__ import annotations
 
@@ -37,7 +41,7 @@ def _interleaved(p: int, m: int, chunks: int, group: int) -> Schedule:
     That is the textbook's where groups are at least as large as the pipeline.
     """
     groups = _groups(p, m, group)
-    sequence = [(chunk, mb) for mbs in groups for chunk in range(chunks) for mb in mbs]
+    sequence = _sequence(groups, chunks)
     longest = max(map(len, groups))
     for extra in range(len(sequence) + 1):
         warm_up = (chunks - 1) * longest + extra
@@ -46,6 +50,55 @@ def _interleaved(p: int, m: int, chunks: int, group: int) -> Schedule:
         if schedule.blocked() is None:
             return schedule
     raise AssertionError("all forwards before all backwards always runs")
+
+
+def split_interleaved(p: int, m: int, chunks: int) -> list[Schedule]:
+    """Orders with a split backward: of the same memory on every rank, p microbatches, and of more.
+
+    A rank's warm-up is shorter by one forward, or two, for each rank before it; its W stay behind
+    its B by as much, so that all ranks hold equally much and those that wait the longest for their
+    first B have W to fill the end with.
+    """
+    groups = _groups(p, m, p)
+    sequence = _sequence(groups, chunks)
+    loop = (chunks - 1) * max(map(len, groups))
+    found = []
+    for hops in (1, 2):
+        ranks = tuple(
+            _split_rank(rank, p, chunks, loop + hops * (p - 1 - rank), hops * rank, sequence)
+            for rank in range(p)
+        )
+        schedule = Schedule("interleaved", looped(p, chunks), m, ranks)
+        if schedule.blocked() is None:
+            found.append(schedule)
+    return found
+
+
+def _split_rank(
+    rank: int, p: int, chunks: int, warm_up: int, behind: int, sequence: list[tuple[int, int]]
+) -> tuple[Pass, ...]:
+    """Forwards of the warm-up, then F, B and the W of ``behind`` microbatches before, in turn."""
+    forwards, backwards = _both(rank, p, chunks, sequence, PassKind.B)
+    weights = [b._replace(kind=PassKind.W) for b in backwards]
+    passes = forwards[:warm_up]
+    for i, backward in enumerate(backwards):
+        passes += [*forwards[warm_up + i : warm_up + i + 1], backward]
+        passes += weights[i - behind : i - behind + 1] if i >= behind else []
+    return tuple(passes + weights[max(len(weights) - behind, 0) :])
+
+
+def _sequence(groups: list[range], chunks: int) -> list[tuple[int, int]]:
+    """Chunks and microbatches in the order in which a rank runs them forwards."""
+    return [(chunk, mb) for mbs in groups for chunk in range(chunks) for mb in mbs]
+
+
+def _both(
+    rank: int, p: int, chunks: int, sequence: list[tuple[int, int]], backward: PassKind
+) -> tuple[list[Pass], list[Pass]]:
+    """A rank's forwards, and its backwards, which run through the chunks the other way."""
+    forwards = [Pass(PassKind.F, chunk * p + rank, mb) for chunk, mb in sequence]
+    backwards = [Pass(backward, (chunks - 1 - chunk) * p + rank, mb) for chunk, mb in sequence]
+    return forwards, backwards
 
 
 def _groups(p: int, m: int, group: int) -> list[range]:
@@ -59,8 +112,7 @@ def _groups(p: int, m: int, group: int) -> list[range]:
 def _rank(
     rank: int, p: int, chunks: int, warm_up: int, sequence: list[tuple[int, int]]
 ) -> tuple[Pass, ...]:
-    forwards = [Pass(PassKind.F, chunk * p + rank, mb) for chunk, mb in sequence]
-    backwards = [Pass(PassKind.BW, (chunks - 1 - chunk) * p + rank, mb) for chunk, mb in sequence]
+    forwards, backwards = _both(rank, p, chunks, sequence, PassKind.BW)
     first = min(len(forwards), 2 * (p - rank - 1) + warm_up)
     passes = forwards[:first]
     for forward, backward in zip(forwards[first:], backwards, strict=False):

@@ -27,6 +27,11 @@ def check_size(name: str, stages: int, microbatches: int) -> None:
         )
 
 
+def keeps(peaks: Sequence[float], limits: Sequence[float]) -> bool:
+    """Whether no rank holds more than it may, but for rounding."""
+    return all(peak <= most * (1 + 1e-9) + 1e-9 for peak, most in zip(peaks, limits, strict=True))
+
+
 @dataclass(frozen=True)
 class MemoryLimit:
     """The most activation memory each rank may hold.

@@ -15,10 +15,10 @@ from megatron_zb.schedules.compiled import available
 from megatron_zb.schedules.costs import StageCosts
 from megatron_zb.schedules.fusing import fuse_for_free
 from megatron_zb.schedules.placement import Placement
-from megatron_zb.schedules.request import Request
+from megatron_zb.schedules.request import Request, keeps
 from megatron_zb.schedules.schedule import Schedule
 from megatron_zb.schedules.search import Effort, Found, Problem, search
-from megatron_zb.schedules.simulator import Timeline, simulate
+from megatron_zb.schedules.simulator import simulate
 
 NAMED_SECONDS = 0.25
 """About how long the search for a named schedule takes, if it is compiled."""
@@ -62,7 +62,7 @@ def searched(
 
     def at(limit: tuple[float, ...], behind: tuple[float, ...] = behind) -> Found:
         problem = Problem(placement, m, table, limit, split, behind)
-        fitting = [ranks for ranks, timeline in timed if _fits(timeline, limit)]
+        fitting = [ranks for ranks, timeline in timed if keeps(timeline.peak_memory, limit)]
         effort, further = _effort(problem, seconds), _walks(problem, walking)
         return search(problem, effort, _bound(problem), fitting, further=further)
 
@@ -109,13 +109,6 @@ def _or_below(found: Found, problem: Problem, at: Callable[[tuple[float, ...]], 
         if _bound(replace(problem, limit=limit)) < found.makespan:
             found = min(found, at(limit), key=lambda f: f.makespan)
     return found
-
-
-def _fits(timeline: Timeline, limit: Sequence[float]) -> bool:
-    return all(
-        peak <= most * (1 + 1e-9) + 1e-9
-        for peak, most in zip(timeline.peak_memory, limit, strict=True)
-    )
 
 
 def _effort(problem: Problem, seconds: float, most: Effort = _MOST) -> Effort:
