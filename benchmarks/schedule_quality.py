@@ -170,7 +170,8 @@ def _solve(cell: Cell) -> Cell:
 def _best_torch(cell: Cell, costs: schedules.Costs) -> float | None:
     """The fastest schedule of the installed torch that keeps the cell's limit."""
     limit = cell.memory_limit * cell.pipeline_size * (1 + 1e-9)
-    offered = torch_schedules(cell.pipeline_size, cell.num_microbatches).schedules.values()
+    sizes = (cell.pipeline_size, cell.num_microbatches)
+    offered = torch_schedules(*sizes, chunks=(2, 4, 8)).schedules.values()
     timelines = [schedules.simulate(schedule, costs) for schedule in offered]
     fitting = [t.makespan for t in timelines if max(t.peak_activation) <= limit]
     return min(fitting, default=None)

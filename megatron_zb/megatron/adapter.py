@@ -26,7 +26,7 @@ from megatron_zb.megatron.placement import (
     spread,
 )
 from megatron_zb.megatron.transformer_engine import split_transformer_engine
-from megatron_zb.planner.balance import Balance, Ends, balanced, costs_of
+from megatron_zb.planner.balance import TRANSFER, Balance, Ends, balanced, costs_of
 from megatron_zb.runtime.activation_memory import ActivationMemory
 from megatron_zb.runtime.weight_grad import WeightGradQueue
 from megatron_zb.schedules import catalog
@@ -101,8 +101,8 @@ class PipelineAdapter:
             UsageError: unknown name, sizes that cannot be scheduled, layers that cannot be placed.
         """
         costs = _equal_costs(pipeline_size)
-        if catalog.family(name).name == "auto" and ends is not None and layers.decoder > 0:
-            costs = costs_of(layers.decoder, pipeline_size, ends)
+        if catalog.family(name).name == "auto":
+            costs = _assumed_costs(pipeline_size, layers.decoder, ends)
         schedule = catalog.build(
             name,
             pipeline_size=pipeline_size,
@@ -338,7 +338,9 @@ class PipelineAdapter:
         return "\n".join(lines)
 
     def _known_costs(self) -> str:
-        return "equal costs" if len(set(self.costs.forward)) == 1 else "costs counted from sizes"
+        known = "equal costs" if len(set(self.costs.forward)) == 1 else "costs counted from sizes"
+        messages = f" and transfers of {TRANSFER:.0%} of a forward"
+        return known + (messages if self.schedule.name == "auto" else "")
 
     def _describe_chunk(self, pp_rank: int, vp_stage: int) -> str:
         stage = self.physical.stage(pp_rank, vp_stage)
@@ -357,8 +359,16 @@ def _say_on_first_rank(line: str) -> None:
         print(f"megatron_zb: {line}", flush=True)
 
 
-def _equal_costs(pipeline_size: int) -> Costs:
-    return Costs.uniform(pipeline_size=max(pipeline_size, 1), forward=1.0, backward=1.0, weight=1.0)
+def _assumed_costs(pipeline_size: int, layers: int, ends: Ends | None) -> Costs:
+    """What a placement is chosen by before anything has been measured."""
+    if ends is None or layers == 0:
+        return _equal_costs(pipeline_size, p2p=TRANSFER)
+    return costs_of(layers, pipeline_size, ends)
+
+
+def _equal_costs(pipeline_size: int, p2p: float = 0.0) -> Costs:
+    p = max(pipeline_size, 1)
+    return Costs.uniform(pipeline_size=p, forward=1.0, backward=1.0, weight=1.0, p2p=p2p)
 
 
 def _placed(

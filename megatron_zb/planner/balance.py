@@ -27,6 +27,10 @@ _SIZES = {
 }
 
 
+TRANSFER = 0.05
+"""Of a rank's forward of one microbatch, until it is measured: messages are not free."""
+
+
 @dataclass(frozen=True)
 class Ends:
     """For how many layers the embedding and the output layer count, and how that is known."""
@@ -76,11 +80,16 @@ def measured(path: Path, sizes: Mapping[str, int]) -> Ends:
 
 
 def costs_of(layers: int, pipeline_size: int, ends: Ends) -> Costs:
-    """Of layers that cost the same and the ends; F, B and W of a layer take p / layers each."""
+    """Of layers that cost the same and the ends; F, B and W of a layer take p / layers each.
+
+    A transfer takes :data:`TRANSFER`.
+    """
     work = [pipeline_size / layers] * layers
     work[0] *= 1 + ends.embedding
     work[-1] *= 1 + ends.output
-    return Costs.of_slices(pipeline_size=pipeline_size, forward=work, backward=work, weight=work)
+    return Costs.of_slices(
+        pipeline_size=pipeline_size, forward=work, backward=work, weight=work, p2p=TRANSFER
+    )
 
 
 def counted(layer_flops: float, output_flops: float, multi_token: int = 0) -> Ends:

@@ -14,7 +14,7 @@ from megatron_zb.schedules.schedule import Schedule
 from megatron_zb.schedules.searched import searched
 from megatron_zb.schedules.simulator import simulate
 
-_SECONDS = {"v": 12.0, "wave": 3.0, "zb": 0.5, "loop": 1.0}
+_SECONDS = {"v": 12.0, "wave": 3.0, "zb": 0.5, "loop": 0.4}
 _SECONDS_OF_WALKS = 16.0  # estimated with caution: measured, about half
 
 
@@ -42,6 +42,10 @@ def auto(request: Request) -> Schedule:
             continue
         if schedule is not None:
             found.append((request.seconds(simulate(schedule, request.costs)), schedule))
+    if not found and request.placement is not None:
+        placed = _search_if_it_can_win(request, request.placement, float("inf"), _SECONDS["wave"])
+        assert placed is not None, "anything is faster than never"
+        return placed
     if not found:
         raise (
             refused[0]
@@ -91,10 +95,7 @@ def _one_chunk(request: Request, fastest: float) -> Schedule | None:
 
 
 def _split_interleaved(chunks: int) -> _Build:
-    """A loop of several chunks, from the interleaved order: searches alone are far from it.
-
-    Where the order does not fit, only a model that has been placed on the loop is searched for.
-    """
+    """A loop of several chunks, from the interleaved order: searches alone are far from it."""
 
     def build(request: Request, fastest: float) -> Schedule | None:
         p, m = request.pipeline_size, request.num_microbatches
@@ -107,7 +108,7 @@ def _split_interleaved(chunks: int) -> _Build:
             for schedule in interleaved.split_interleaved(p, m, chunks)
             if keeps(simulate(schedule, request.costs).peak_memory, limits)
         ]
-        if not known and request.placement is None:
+        if not known:
             return None
         seconds = _SECONDS["loop"]
         return searched(
@@ -168,6 +169,7 @@ _CANDIDATES: tuple[tuple[Callable[[int], Placement], _Build], ...] = (
     (_loop(1), _fixed(one_f_one_b.gpipe)),
     (_loop(1), _fixed(zero_bubble.zb_h1)),
     (_loop(4), _split_interleaved(4)),
+    (_loop(8), _split_interleaved(8)),
     (_loop(2), _split_interleaved(2)),
     (_loop(2), _interleaved(2)),
     (_loop(4), _interleaved(4)),
