@@ -232,7 +232,7 @@ def _print_limits(cells: list[Cell]) -> None:
         "largest %",
         "median gain on best known %",
         "largest loss to best found %",
-        "on 4 chunks",
+        "on more than 2 chunks",
     ):
         table.add_column(heading, justify="right")
     for limit in sorted({c.memory_limit for c in cells}):
@@ -249,7 +249,7 @@ def _print_limits(cells: list[Cell]) -> None:
             _highest(gaps),
             _middle(gains),
             _highest(found),
-            str(sum(c.chunks == 4 for c in served)),
+            str(sum((c.chunks or 0) > 2 for c in served)),
         )
     Console().print(table)
 

@@ -201,7 +201,7 @@ def grid_table(quality: dict[str, Any]) -> list[str]:
                 _median([cell["best_known"] / cell["makespan"] for cell in both]),
                 len(known) - len(won),
                 _median([cell["makespan"] / cell["bound_of_v"] for cell in served]),
-                sum(cell["chunks"] == 4 for cell in served),
+                sum(cell["chunks"] > 2 for cell in served),
             ]
         )
     headings = (
@@ -212,7 +212,7 @@ def grid_table(quality: dict[str, Any]) -> list[str]:
         "median gain on the best of these",
         "cells lost to it",
         "median distance to the V's bound",
-        "on 4 chunks",
+        "on more than 2 chunks",
     )
     facts = [f"- {name}: {value}" for name, value in summary.items()]
     return [*table(headings, rows), "", *facts]
