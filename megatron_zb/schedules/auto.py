@@ -8,6 +8,7 @@ from dataclasses import replace
 from megatron_zb.errors import UsageError
 from megatron_zb.schedules import interleaved, one_f_one_b, v_shape, zero_bubble
 from megatron_zb.schedules.bounds import lower_bound, period_bound
+from megatron_zb.schedules.fusing import fuse_for_free
 from megatron_zb.schedules.placement import Placement, looped, wave
 from megatron_zb.schedules.request import Request, keeps
 from megatron_zb.schedules.schedule import Schedule
@@ -15,6 +16,7 @@ from megatron_zb.schedules.searched import searched
 from megatron_zb.schedules.simulator import simulate
 
 _SECONDS = {"v": 12.0, "wave": 3.0, "zb": 0.5, "loop": 0.4}
+_LARGE_LOOP = 24_000  # passes: its order is good as it is, and a search takes long
 _SECONDS_OF_WALKS = 16.0  # estimated with caution: measured, about half
 
 
@@ -103,13 +105,16 @@ def _split_interleaved(chunks: int) -> _Build:
         if not _can_win(request, placement, fastest):
             return None
         limits = request.limits(placement, 2.0 * p)
-        known = [
-            schedule
+        timelines = [
+            simulate(schedule, request.costs)
             for schedule in interleaved.split_interleaved(p, m, chunks)
-            if keeps(simulate(schedule, request.costs).peak_memory, limits)
         ]
-        if not known:
+        fitting = [timeline for timeline in timelines if keeps(timeline.peak_memory, limits)]
+        if not fitting:
             return None
+        if 3 * m * placement.num_stages > _LARGE_LOOP:
+            return fuse_for_free(min(fitting, key=request.seconds).schedule, request.costs)
+        known = [timeline.schedule for timeline in fitting]
         seconds = _SECONDS["loop"]
         return searched(
             "auto", placement, request, 2.0 * p, known=known, seconds=seconds, thorough=True
