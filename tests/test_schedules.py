@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 
 from megatron_zb import schedules
 from megatron_zb.errors import UsageError
+from megatron_zb.schedules import auto as auto_module
 from megatron_zb.schedules import communication
 from megatron_zb.schedules.catalog import family
 from megatron_zb.schedules.interleaved import split_interleaved
@@ -401,8 +402,18 @@ def test_auto_takes_a_loop_where_it_is_the_fastest() -> None:
 
 def test_auto_on_a_loop_serves_any_number_of_microbatches() -> None:
     """A model that has been placed evaluates on other numbers than it trains on."""
-    for chunks, m in itertools.product((2, 4), (1, 3, 7)):
+    for chunks, m in itertools.product((2, 3, 4), (1, 3, 7)):
         found = schedules.build(
             "auto", pipeline_size=2, num_microbatches=m, placement=looped(2, chunks)
         )
         assert found.placement == looped(2, chunks)
+
+
+def test_a_large_loop_is_taken_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    searched = schedules.build("auto", pipeline_size=4, num_microbatches=8, placement=looped(4, 8))
+    monkeypatch.setattr(auto_module, "_LARGE_LOOP", 0)
+    found = schedules.build("auto", pipeline_size=4, num_microbatches=8, placement=looped(4, 8))
+    costs = schedules.Costs.uniform(pipeline_size=4, forward=1, backward=1, weight=1)
+    known, _ = split_interleaved(4, 8, 8)
+    seconds = [schedules.simulate(s, costs).makespan for s in (searched, found, known)]
+    assert seconds[0] <= seconds[1] == seconds[2]
