@@ -55,7 +55,7 @@ def print_schedule(timeline: Timeline, report: Report, console: Console) -> None
             _print_line(console, label + part)
     console.print()
     for line in _legend(timeline):
-        _print_line(console, line)
+        console.print(line, highlight=False)
     console.print()
     if timeline.schedule.relay is not None:
         _print_utilisation(timeline, console, label_width)

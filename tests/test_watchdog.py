@@ -16,7 +16,7 @@ from typing import ClassVar
 import pytest
 from torch.distributed import HashStore, Store
 
-from megatron_zb.runtime.inquiry import Inquiry
+from megatron_zb.runtime.inquiry import Inquiry, Verdict
 from megatron_zb.runtime.progress import REMEMBERED, Progress, State
 from megatron_zb.runtime.verdict import judged, who_holds_up
 from megatron_zb.runtime.watchdog import EXIT_CODE, Place, Watchdog
@@ -177,6 +177,30 @@ def test_a_rank_that_has_not_come_yet_is_not_missed() -> None:
     job.wait(set())
     (line,) = job.said()  # once, though there is a question every second
     assert "so the job goes on" in line
+
+
+def test_a_verdict_ends_the_wait_for_answers() -> None:
+    """Two ranks may ask at once; one that has its answers says the verdict, and answers no more."""
+    store, state = HashStore(), State("is between two steps", None, 9.0, ())
+    one, other = (Inquiry(store, rank, (0, 1), patience=60.0) for rank in range(2))
+    answers: list[dict[int, State]] = []
+    thread = threading.Thread(target=lambda: answers.append(one.ask(state)))
+    thread.start()
+    other.end(Verdict("rank 1 holds up all others", (0, 1)))
+    thread.join(20.0)
+    assert [list(found) for found in answers] == [[0]]
+    assert one.verdict() == Verdict("rank 1 holds up all others", (0, 1))
+
+
+def test_of_two_that_ask_at_once_one_is_the_first() -> None:
+    store, state = HashStore(), State("is between two steps", None, 9.0, ())
+    ranks = [Inquiry(store, rank, (0, 1), patience=20.0) for rank in range(2)]
+    threads = [threading.Thread(target=inquiry.ask, args=(state,)) for inquiry in ranks]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(20.0)
+    assert sorted(inquiry.asked_first for inquiry in ranks) == [False, True]
 
 
 def test_questions_leave_nothing_behind() -> None:

@@ -33,6 +33,8 @@ class Verdict:
 class Inquiry:
     """One rank's part. ``heard`` is when the store last answered, of ``time.monotonic``.
 
+    ``asked_first`` is whether no other rank was asking already when this one last did.
+
     Args:
         job: all ranks that may be asked.
         patience: seconds that all ranks together have to answer a question.
@@ -54,6 +56,7 @@ class Inquiry:
         self._patience = patience
         self._given: deque[tuple[float, int]] = deque()  # answers: when, and to which question
         self._number = 0  # of the next question
+        self.asked_first = False
         self.heard = time.monotonic()
 
     def come(self) -> None:
@@ -84,16 +87,22 @@ class Inquiry:
         self._number += 1
 
     def ask(self, state: State) -> dict[int, State]:
-        """Ask all ranks, and give the answers that come in time, the own one among them."""
+        """Ask all ranks, and give the answers that come in time, the own one among them.
+
+        A verdict ends the waiting: ranks that say one answer no more.
+        """
+        self.asked_first = not self.is_asked()
         while self.is_asked():
             self.answer(state)
-        number = self._number
-        self._call(self._store.set, f"question/{number}", "")
+        number, me = self._number, str(self._rank)
+        asking = self._call(self._store.compare_set, f"question/{number}", "", me)
+        self.asked_first = self.asked_first and asking == me.encode()
         self.answer(state)
         keys = {rank: self._key(number, rank) for rank in self._job}
         deadline = time.monotonic() + self._patience
         while not self._call(self._store.check, list(keys.values())):
-            if time.monotonic() > deadline or self._stopped.wait(_PAUSE):
+            is_over = time.monotonic() > deadline or self._has_verdict()
+            if is_over or self._stopped.wait(_PAUSE):
                 keys = {r: k for r, k in keys.items() if self._call(self._store.check, [k])}
                 break
             if self.is_asked():  # by another one, who waits for this rank
@@ -120,10 +129,13 @@ class Inquiry:
 
     def verdict(self) -> Verdict | None:
         """The verdict, if there is one."""
-        if not self._call(self._store.check, ["verdict"]):
+        if not self._has_verdict():
             return None
         found = json.loads(self._call(self._store.get, "verdict"))
         return Verdict(found["sentence"], tuple(found["ranks"]))
+
+    def _has_verdict(self) -> bool:
+        return bool(self._call(self._store.check, ["verdict"]))
 
     def told(self, verdict: Verdict, seconds: float) -> None:
         """This rank has said the verdict; wait for the others, whom its end would end, too."""

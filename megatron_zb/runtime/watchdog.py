@@ -147,13 +147,16 @@ class Watchdog:
         states = self._inquiry.ask(self._state())
         if self._stopped.is_set():
             return
+        if verdict := self._inquiry.verdict():
+            self._end_with(verdict)
+            return
         silent, left = self._inquiry.not_there(states)
         rank = judged(states, silent, self._seconds)
         if rank is not None:
             said = sentence(rank, states, rank in left, self._patience)
             self._inquiry.end(Verdict(said, tuple(states)))
             self._end_with(self._inquiry.verdict() or Verdict(said, ()))
-        elif not self._knows_that_it_is_slow:
+        elif not self._knows_that_it_is_slow and self._inquiry.asked_first:
             self._tell_that_it_is_slow(states)
 
     def _tell_that_it_is_slow(self, states: dict[int, State]) -> None:
