@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable
 from contextlib import ExitStack
 from functools import partial
-from typing import ClassVar
+from typing import Any, ClassVar, cast
 
 import pytest
 from torch.distributed import HashStore, Store
@@ -162,6 +162,27 @@ def test_a_rank_between_steps_may_take_its_time(
     assert other is between or found[1] == "11"
 
 
+def test_a_wait_is_said_once_though_the_count_begins_anew() -> None:
+    """As it does where the whole machine stood for a while."""
+    job = Job([between, between], seconds=0.4)
+    job.until(lambda: bool(job.said()))
+    for progress in job.progress.values():
+        progress.begin_anew()
+    job.until(lambda: bool(job.codes), seconds=1.5)
+    job.wait(set())
+    assert len(job.said()) == 1
+
+
+def test_a_new_wait_is_said_again() -> None:
+    job = Job([between, between], seconds=0.4)
+    job.until(lambda: bool(job.said()))
+    for progress in job.progress.values():
+        between(progress, job.stack)
+    job.until(lambda: len(job.said()) > 1)
+    job.wait(set())
+    assert len(job.said()) == 2
+
+
 def test_a_rank_that_has_left_is_not_missed() -> None:
     job = Job([between, between], seconds=0.4)
     job.dogs[1].stop()
@@ -201,6 +222,32 @@ def test_of_two_that_ask_at_once_one_is_the_first() -> None:
     for thread in threads:
         thread.join(20.0)
     assert sorted(inquiry.asked_first for inquiry in ranks) == [False, True]
+
+
+class Questioned:
+    """A store to which another rank's question comes after so many looks of this one."""
+
+    def __init__(self, looks: int) -> None:
+        self._store, self._looks = HashStore(), looks
+
+    def check(self, keys: list[str]) -> bool:
+        found = self._store.check(keys)
+        self._looks -= 1
+        if self._looks == 0:
+            self._store.compare_set("question/0", "", "1")
+        return found
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._store, name)
+
+
+@pytest.mark.parametrize("looks", [1, 2])
+def test_a_rank_whose_question_comes_second_has_not_asked_first(looks: int) -> None:
+    """Whether it comes while this one looks for it, or while this one asks."""
+    state = State("is between two steps", None, 9.0, ())
+    inquiry = Inquiry(cast(Store, Questioned(looks)), 0, (0, 1), patience=0.1)
+    inquiry.ask(state)
+    assert inquiry.asked_first == (looks == 2)
 
 
 def test_questions_leave_nothing_behind() -> None:

@@ -91,8 +91,9 @@ class Inquiry:
 
         A verdict ends the waiting: ranks that say one answer no more.
         """
-        self.asked_first = not self.is_asked()
+        self.asked_first = True
         while self.is_asked():
+            self.asked_first = False
             self.answer(state)
         number, me = self._number, str(self._rank)
         asking = self._call(self._store.compare_set, f"question/{number}", "", me)

@@ -80,7 +80,7 @@ class Progress:
         self._passes: deque[Pass] = deque(maxlen=REMEMBERED)
         self._situation: _Situation = None
         self._host_in_step = False
-        self._moved = time.monotonic()
+        self._moved = self._counted_from = time.monotonic()
 
     @contextmanager
     def step(self) -> Iterator[None]:
@@ -121,17 +121,21 @@ class Progress:
         """Whether something of a step is still to be done, by the host or by the GPU."""
         return self._host_in_step or bool(self._marks)
 
-    def seconds(self) -> float:
-        """Since something last happened."""
+    def moved(self) -> float:
+        """When something last happened, of ``time.monotonic``: one wait has one such moment."""
         with self._looking:
             while self._marks and self._marks[0][1].query():
                 self._marks.popleft()
                 self._moved = time.monotonic()
-        return time.monotonic() - self._moved
+        return self._moved
+
+    def seconds(self) -> float:
+        """Since something last happened, or since the count began anew."""
+        return time.monotonic() - max(self.moved(), self._counted_from)
 
     def begin_anew(self) -> None:
         """Count from now on: the whole process has been stopped, and goes on."""
-        self._moved = time.monotonic()
+        self._counted_from = time.monotonic()
 
     def state(self, ranks: Mapping[int, int] | None = None) -> State:
         """What the rank does now.

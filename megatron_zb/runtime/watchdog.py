@@ -86,7 +86,7 @@ class Watchdog:
         self._inquiry = Inquiry(_connection(store), place.rank, job, self._patience, self._stopped)
         self._holder = _holder(store)
         self._last_question = -math.inf
-        self._knows_that_it_is_slow = False
+        self._known_wait = -math.inf  # is slow, and said to be: when it began
         self._ending = threading.Lock()
         self._threads = [
             threading.Thread(target=work, name=f"pipeline watchdog {number}", daemon=True)
@@ -128,12 +128,12 @@ class Watchdog:
         if self._inquiry.is_asked():
             self._inquiry.answer(self._state())
             self._last_question = now
-            self._knows_that_it_is_slow = self._is_still()
+            self._known_wait = self._progress.moved()
         elif self._inquiry.was_asked and (verdict := self._inquiry.verdict()):
             self._end_with(verdict)
-        elif not self._is_still():
-            self._knows_that_it_is_slow = False
-        elif now - self._last_question > min(self._patience, self._seconds / 2):
+        elif self._is_still() and now - self._last_question > min(
+            self._patience, self._seconds / 2
+        ):
             self._ask()
             self._last_question = time.monotonic()
 
@@ -156,7 +156,9 @@ class Watchdog:
             said = sentence(rank, states, rank in left, self._patience)
             self._inquiry.end(Verdict(said, tuple(states)))
             self._end_with(self._inquiry.verdict() or Verdict(said, ()))
-        elif not self._knows_that_it_is_slow and self._inquiry.asked_first:
+        elif not self._inquiry.asked_first:
+            self._known_wait = self._progress.moved()
+        elif self._progress.moved() != self._known_wait:
             self._tell_that_it_is_slow(states)
 
     def _tell_that_it_is_slow(self, states: dict[int, State]) -> None:
@@ -165,7 +167,7 @@ class Watchdog:
         rank = slowest(states, me)
         if states[rank].in_step:  # it will move, or soon be found to be stuck
             return
-        self._knows_that_it_is_slow = True
+        self._known_wait = self._progress.moved()
         self._tell(
             f"megatron_zb: rank {me} has made no progress for {states[me].seconds:.0f} s, but all "
             f"ranks in training answer, so the job goes on: rank {rank} {states[rank].doing} for "
