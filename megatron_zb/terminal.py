@@ -35,6 +35,7 @@ LETTERS = {kind: kind.value for kind in PassKind} | {PassKind.BW: "D"}
 IDLE = "·"
 LEVELS = " ▁▂▃▄▅▆▇█"
 MOST = "◀"
+_MOST_CELLS = 10  # for each pass of a rank and each of the first and last microbatch's way
 
 
 def print_schedule(timeline: Timeline, report: Report, console: Console) -> None:
@@ -115,8 +116,16 @@ def _cell_width(timeline: Timeline) -> int:
     return len(str(timeline.schedule.num_microbatches - 1)) + 2
 
 
-def _rows(timeline: Timeline, cell_width: int) -> list[Text]:
+def _usual_seconds(timeline: Timeline) -> float:
+    """What a cell stands for: the median pass, or more where others take far longer."""
     usual = median(bar.end - bar.start for bar in bars_of(timeline) if bar.end > bar.start)
+    placement, busiest = timeline.schedule.placement, max(map(len, timeline.schedule.ranks))
+    cells = _MOST_CELLS * (busiest + len(PassKind) * placement.num_stages)
+    return max(usual, timeline.makespan / cells)
+
+
+def _rows(timeline: Timeline, cell_width: int) -> list[Text]:
+    usual = _usual_seconds(timeline)
     rows = [Text() for _ in timeline.schedule.ranks]
     for bar in bars_of(timeline):
         row = rows[bar.rank]

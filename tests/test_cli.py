@@ -112,6 +112,15 @@ def test_show_never_prints_part_of_a_number(capsys: pytest.CaptureFixture[str]) 
     assert "F11" in printed
 
 
+@pytest.mark.parametrize("cost", ["--backward", "--p2p"])
+def test_show_draws_no_wider_where_few_passes_take_nearly_all_the_time(
+    cost: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As many columns as seconds would be gigabytes of them."""
+    assert cli.main(["show", "zb-h1", "-p", "2", "-m", "4", cost, "99999999"]) == 0
+    assert len(capsys.readouterr().out) < 10_000
+
+
 @pytest.mark.parametrize("ending", ["png", "svg"])
 def test_show_writes_a_picture(
     ending: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
