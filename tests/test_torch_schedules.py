@@ -74,7 +74,7 @@ def test_a_split_loop_is_torchs_interleaved_zero_bubble(p: int, m: int, chunks: 
     assert split_interleaved(p, m, chunks)[0].ranks == theirs.ranks
 
 
-@pytest.mark.parametrize(("p", "m"), [(2, 4), (4, 8)])
+@pytest.mark.parametrize(("p", "m"), SIZES)
 def test_auto_is_never_slower_than_what_torch_has_in_its_memory(p: int, m: int) -> None:
     costs = schedules.Costs.uniform(pipeline_size=p, forward=1, backward=1.2, weight=0.8, p2p=0.05)
     auto = schedules.build("auto", pipeline_size=p, num_microbatches=m, costs=costs)
@@ -90,7 +90,7 @@ def test_auto_has_the_memory_of_what_it_stands_beside() -> None:
     costs = schedules.Costs.uniform(pipeline_size=4, forward=1, backward=1.2, weight=0.8)
     shipped = dict(beside_others._shipped(4, 8, costs))
     assert len(shipped) == 4 + 2 * 3 + 2
-    names = ["torch DualPipeV", "torch InterleavedZeroBubble, 4 chunks"]
+    names = ["Megatron-LM 1F1B", "torch DualPipeV", "torch InterleavedZeroBubble, 4 chunks"]
     for row in (beside_others._row(name, shipped[name], costs) for name in names):
         assert row["auto_peak_of_1f1b"] <= row["peak_of_1f1b"] * (1 + 1e-6)
         assert (row["auto_faster"] >= 0) == (row["auto_bubble"] <= row["bubble"])
