@@ -20,7 +20,6 @@ import argparse
 import gc
 import json
 import time
-from collections import defaultdict, deque
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from types import SimpleNamespace
@@ -149,9 +148,7 @@ class StandInPeers(Channels):
     """The channels of a rank whose peers are made up."""
 
     def __init__(self) -> None:
-        self._received = {}
-        self._sends = defaultdict(deque)
-        self.activation_memory = None
+        self._prepare(torch.device("cpu"))
 
     def _isend(self, channel: Channel, tensor: torch.Tensor) -> Any:
         return Finished()

@@ -32,7 +32,7 @@ class Steps:
         placement = schedule.placement
         table = costs.for_placement(placement)
         self.rank, self.size = rank, placement.pipeline_size
-        self.program = schedules.lower(schedule)
+        self.program = schedules.lower(schedule, schedules.simulate(schedule, costs))
         self.channels = Channels(list(range(self.size)), placement, "cpu")
         self.stages = {s: SyntheticStage(s, table) for s in placement.stages_of[rank]}
         self.seconds()

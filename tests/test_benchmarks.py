@@ -118,7 +118,7 @@ def test_a_message_leaves_after_the_next_pass() -> None:
     peers.send(Channel(0, 1), torch.zeros(5), slots=2)
     held = []
     for _ in range(3):
-        peers.forget_taken()  # the executor does before every pass
+        peers.between_passes()  # the executor does before every pass
         held.append(memory.live_bytes)
     assert held == [20, 0, 0]
 
@@ -126,7 +126,7 @@ def test_a_message_leaves_after_the_next_pass() -> None:
 def test_a_message_is_made_up_where_it_is_received() -> None:
     peers = rank_memory.StandInPeers()
     message = Message(False, 1, 0)
-    peers.post_receive(Channel(0, 1), message, torch.zeros(50))
+    peers.post_receive(Channel(0, 1), message, lambda: torch.zeros(50))
     assert peers.take(message).std() > 0
     peers.finish()
 

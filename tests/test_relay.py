@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import pytest
 import torch
@@ -95,14 +95,17 @@ def distilled_on_ranks(
     [group] = new_groups([placement.ranks_of[stage]])
     blocks = {number: Block(number) for number in distribution.ranges[stage][0]}
     is_last = stage == placement.num_stages - 1
-    channels = Channels(range(placement.pipeline_size), placement, "cpu")
+    channels, headers = (
+        Channels(range(placement.pipeline_size), placement, "cpu") for _ in range(2)
+    )
     held = BlockStage(list(blocks.values()), group, is_last)
     for first, until in runs:
-        transport: Transport = ShapedChannels(channels) if any_shape else channels
+        transport: Transport = ShapedChannels(channels, headers) if any_shape else channels
         steps = relay_steps(program, rank, held, transport, empty, first=first, until=until)
         assert list(steps) == list(range(first, until))
     assert held.updates == [step for first, until in runs for step in range(first, until)]
     channels.close()
+    headers.close()
     return {number: block.student.detach() for number, block in blocks.items()}
 
 
@@ -250,7 +253,11 @@ class StandIn:
         self.taken: list[weakref.ref[torch.Tensor]] = []
         self.finished = 0
 
-    def post_receive(self, channel: Channel, message: Message, buffer: torch.Tensor) -> None:
+    waits_to_receive = False
+
+    def post_receive(
+        self, channel: Channel, message: Message, allocate: Callable[[], torch.Tensor]
+    ) -> None:
         """Nothing will come."""
 
     def take(self, message: Message) -> torch.Tensor:
@@ -261,7 +268,7 @@ class StandIn:
     def send(self, channel: Channel, tensor: torch.Tensor, slots: int) -> None:
         """Nobody reads it."""
 
-    def forget_taken(self) -> None:
+    def between_passes(self) -> None:
         """There is nothing to forget."""
 
     def finish(self) -> None:

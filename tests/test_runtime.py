@@ -216,12 +216,15 @@ def shapes_seen(name: str, num_microbatches: int) -> list[list[tuple[int, ...]]]
     last = schedule.placement.num_stages - 1
     seen: dict[int, list[tuple[int, ...]]] = {stage: [] for stage in held}
     stages = {stage: Grower(stage == last, seen[stage]) for stage in held}
-    channels = Channels(list(range(world_size)), schedule.placement, "cpu")
+    channels, headers = (
+        Channels(list(range(world_size)), schedule.placement, "cpu") for _ in range(2)
+    )
     program = schedules.lower(schedule)
     for _ in range(2):
-        shaped = ShapedChannels(channels)
+        shaped = ShapedChannels(channels, headers)
         run_program(program, rank, stages, shaped, lambda message: torch.empty(()))
     channels.close()
+    headers.close()
     return [sorted(seen[stage]) for stage in held]
 
 

@@ -300,7 +300,9 @@ class PipelineAdapter:
         if num_microbatches != schedule.num_microbatches:
             name = schedule.name if schedule.name in catalog.names() else _SUBSTITUTE
             schedule = self._built(name, num_microbatches, self.costs)
-        return lower(schedule.forwards() if forward_only else schedule)
+        if forward_only:
+            schedule = schedule.forwards()
+        return lower(schedule, simulate(schedule, self.costs))
 
     def _built(self, name: str, num_microbatches: int, costs: Costs) -> Schedule:
         placement = self.schedule.placement

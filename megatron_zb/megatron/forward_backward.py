@@ -29,6 +29,7 @@ from megatron_zb.runtime.activation_memory import ActivationMemory
 from megatron_zb.runtime.autograd_stage import AutogradStage
 from megatron_zb.runtime.channels import Channels
 from megatron_zb.runtime.executor import Transport, run_program
+from megatron_zb.runtime.groups import GroupOptions
 from megatron_zb.runtime.link_times import clock_ahead, link_times
 from megatron_zb.runtime.observer import Observer, Observers
 from megatron_zb.runtime.post_validation import run_from_cut
@@ -174,6 +175,9 @@ class ForwardBackward:
         self._program_for = program_for
         self._splits = splits
         self._channels: Channels | None = None
+        self._headers: Channels | None = None
+        self.group_options = GroupOptions()
+        """How the groups of the channels are made; set it before the first step."""
         self._buckets: list[BucketReductions | None] = []
         self._cuts: dict[int, tuple[Program, Cut]] = {}
         self.activation_memory: ActivationMemory | None = None
@@ -258,20 +262,17 @@ class ForwardBackward:
         if self._watchdog is not None:
             self._watchdog.stop()
             self._watchdog = None
-        if self._channels is not None:
-            self._channels.close()
-            self._channels = None
+        for channels in filter(None, (self._channels, self._headers)):
+            channels.close()
+        self._channels = self._headers = None
 
     def _run(
         self, iteration: Iteration, program: Program, allocate: Callable[[Any], torch.Tensor]
     ) -> None:
-        channels = self._connected(iteration.pg_collection.pp)
-        channels.activation_memory = self.activation_memory
+        transport = self._transport(iteration)
         logical = self._physical.logical(iteration.pp_rank)
         if not iteration.forward_only:
             iteration.sync = self._sync(iteration, program, logical)
-        variable = iteration.config.variable_seq_lengths
-        transport: Transport = ShapedChannels(channels) if variable else channels
         stages = self._stages(iteration)
         listening = iteration.sync.listening() if iteration.sync else nullcontext()
         with listening, self._progress.step():
@@ -399,9 +400,24 @@ class ForwardBackward:
     def _connected(self, pp_group: torch.distributed.ProcessGroup) -> Channels:
         if self._channels is None:
             ranks = self.pipeline_ranks(pp_group)
-            self._channels = Channels(ranks, self._physical.placement, _device())
+            self._channels = Channels(
+                ranks, self._physical.placement, _device(), options=self.group_options
+            )
             self._watch(ranks)
         return self._channels
+
+    def _transport(self, iteration: Iteration) -> Transport:
+        pp_group = iteration.pg_collection.pp
+        channels = self._connected(pp_group)
+        channels.activation_memory = self.activation_memory
+        if not iteration.config.variable_seq_lengths:
+            return channels
+        if self._headers is None:
+            ranks, options = self.pipeline_ranks(pp_group), self.group_options
+            self._headers = Channels(
+                ranks, self._physical.placement, "cpu", backend="gloo", options=options
+            )
+        return ShapedChannels(channels, self._headers)
 
     def _watch(self, ranks: list[int]) -> None:
         self._progress = Progress(on_gpu=torch.device(_device()).type == "cuda", phases=PHASES)

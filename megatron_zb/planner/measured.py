@@ -150,7 +150,7 @@ def _peaks(timeline: schedules.Timeline, message: float) -> Sequence[float]:
     schedule = timeline.schedule
     if sum(map(len, schedule.ranks)) > _LARGE:
         return timeline.peak_memory
-    program = schedules.lower(schedule)
+    program = schedules.lower(schedule, timeline)
     ranks = range(schedule.placement.pipeline_size)
     return [peak_with_messages(program, rank, timeline.costs, message) for rank in ranks]
 

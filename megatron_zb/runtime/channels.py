@@ -1,22 +1,29 @@
 """Messages between pipeline ranks: one first-in-first-out queue for each direction of a link.
 
-Messages to higher ranks and messages to lower ranks use two process groups, so that opposite
-messages never wait for each other. Nothing here blocks the host on a GPU: ``wait`` makes the
-current stream wait, and finished sends are found by asking.
+Each direction of a link has a process group of its own, and so, with NCCL, a communicator and a
+stream in which nothing else can stand in front of a message. On a GPU nothing here blocks the host:
+receives are enqueued from a stream of their own, so that they wait for no computation, ``take``
+makes the current stream wait, and finished sends are found by asking. Only how far the host runs
+ahead is bounded, which bounds what messages hold.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict, deque
-from collections.abc import Iterable, Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 
 from megatron_zb.runtime.activation_memory import ActivationMemory
+from megatron_zb.runtime.groups import GroupOptions, new_groups
 from megatron_zb.schedules.communication import Channel, Message
 from megatron_zb.schedules.placement import Placement
+
+RUN_AHEAD = 3
+"""Passes that the host may have enqueued and the GPU not ended."""
 
 
 class Header(NamedTuple):
@@ -26,22 +33,9 @@ class Header(NamedTuple):
 
 
 def channels_of(placement: Placement) -> list[Channel]:
-    """Every channel that a placement needs, in the one order that all ranks agree on."""
+    """List every channel that a placement needs, in the one order that all ranks agree on."""
     pairs = {c for a, b in placement.links for c in (Channel(a, b), Channel(b, a))}
     return sorted(pairs)
-
-
-def _direction_groups(pipeline_ranks: list[int]) -> tuple[dist.ProcessGroup, dist.ProcessGroup]:
-    """Two new groups over these ranks; each rank of the job makes those of every pipeline."""
-    pipelines: list[tuple[int, ...]] = [()] * dist.get_world_size()
-    dist.all_gather_object(pipelines, tuple(sorted(pipeline_ranks)))
-    mine: list[dist.ProcessGroup] = []
-    for members in sorted(set(pipelines)):
-        for _ in range(2):
-            group = dist.new_group(list(members))
-            if isinstance(group, dist.ProcessGroup):  # ranks outside get a number instead
-                mine.append(group)
-    return mine[0], mine[1]
 
 
 def _started(work: dist.Work | None) -> dist.Work:
@@ -52,55 +46,90 @@ def _started(work: dist.Work | None) -> dist.Work:
 class Channels:
     """The channels of one rank over ``pipeline_ranks`` (global ranks in logical order).
 
-    Creating it is collective over all ranks of the job: every pipeline gets two communicators, and
-    one element is sent over every link, because a backend such as NCCL connects a pair at its first
-    message and would hold up the host in the middle of a step.
+    Creating it is collective over all ranks of the job: every channel gets a group of its two
+    ranks, and one element is sent over it, because a backend such as NCCL connects a pair at its
+    first message and would hold up the host in the middle of a step.
+
+    Args:
+        backend: of the groups; None for that of the job.
+        options: how the groups are made.
     """
 
+    waits_to_receive = False
+
     def __init__(
-        self, pipeline_ranks: Sequence[int], placement: Placement, device: torch.device | str | int
+        self,
+        pipeline_ranks: Sequence[int],
+        placement: Placement,
+        device: torch.device | str | int,
+        *,
+        backend: str | None = None,
+        options: GroupOptions | None = None,
     ) -> None:
         self._ranks = list(pipeline_ranks)
-        self._upward, self._downward = _direction_groups(self._ranks)
+        me = self._ranks.index(dist.get_rank())
+        mine = [channel for channel in channels_of(placement) if me in channel]
+        self._groups = self._new_groups(mine, backend, options or GroupOptions())
+        self._prepare(torch.empty(0, device=device).device)
+        self._connect(mine, me, device)
+
+    def _prepare(self, device: torch.device) -> None:
+        """Begin with nothing under way."""
+        self.activation_memory: ActivationMemory | None = None
         self._received: dict[Message | Header, tuple[dist.Work, torch.Tensor]] = {}
         self._sends: dict[Channel, deque[tuple[dist.Work, torch.Tensor]]] = defaultdict(deque)
-        self.activation_memory: ActivationMemory | None = None
-        self._connect(channels_of(placement), device)
+        on_gpu = device.type == "cuda"
+        self._receiving: Any = torch.cuda.Stream(device) if on_gpu else None
+        self._enqueued: deque[torch.cuda.Event] = deque()
 
-    def _connect(self, channels: Iterable[Channel], device: torch.device | str | int) -> None:
-        me = self._ranks.index(dist.get_rank())
+    def _new_groups(
+        self, mine: Iterable[Channel], backend: str | None, options: GroupOptions
+    ) -> dict[Channel, dist.ProcessGroup]:
+        """Make the groups of the channels to higher ranks, then of those to lower ranks."""
+        groups: dict[Channel, dist.ProcessGroup] = {}
+        for is_upward in (True, False):
+            channels = [c for c in mine if (c.source < c.target) == is_upward]
+            members = [sorted((self._ranks[a], self._ranks[b])) for a, b in channels]
+            groups.update(zip(channels, new_groups(members, backend, options), strict=True))
+        return groups
+
+    def _connect(
+        self, channels: Iterable[Channel], me: int, device: torch.device | str | int
+    ) -> None:
         probe = torch.zeros(1, device=device)
         for channel in channels:
-            if channel.source == me:
-                self._isend(channel, probe).wait()
-            elif channel.target == me:
-                self._irecv(channel, probe).wait()
-
-    def _group(self, channel: Channel) -> dist.ProcessGroup:
-        return self._upward if channel.source < channel.target else self._downward
+            start = self._isend if channel.source == me else self._irecv
+            start(channel, probe).wait()
 
     def _isend(self, channel: Channel, tensor: torch.Tensor) -> dist.Work:
-        return _started(dist.isend(tensor, self._ranks[channel.target], group=self._group(channel)))
+        group = self._groups[channel]
+        return _started(dist.isend(tensor, self._ranks[channel.target], group=group))
 
     def _irecv(self, channel: Channel, tensor: torch.Tensor) -> dist.Work:
-        return _started(dist.irecv(tensor, self._ranks[channel.source], group=self._group(channel)))
+        group = self._groups[channel]
+        return _started(dist.irecv(tensor, self._ranks[channel.source], group=group))
+
+    def _apart(self) -> AbstractContextManager[Any]:
+        """Enqueue what is inside on the stream of the receives."""
+        return nullcontext() if self._receiving is None else torch.cuda.stream(self._receiving)
 
     def post_receive(
-        self, channel: Channel, message: Message | Header, buffer: torch.Tensor
+        self, channel: Channel, message: Message | Header, allocate: Callable[[], torch.Tensor]
     ) -> None:
-        """Receive the channel's next message into ``buffer``; :meth:`take` hands it out."""
+        """Receive the channel's next message into a new buffer; :meth:`take` hands it out."""
+        with self._apart():  # a buffer from elsewhere could still be in use by the computation
+            buffer = allocate()
+            work = self._irecv(channel, buffer)
         if self.activation_memory is not None:
             self.activation_memory.hold(buffer)
-        self._received[message] = (self._irecv(channel, buffer), buffer)
-
-    def has_arrived(self, message: Message | Header) -> bool:
-        """Whether :meth:`take` would not wait, as far as the backend can tell."""
-        return self._received[message][0].is_completed()
+        self._received[message] = (work, buffer)
 
     def take(self, message: Message | Header) -> torch.Tensor:
         """Wait for a posted message and give its buffer away."""
         work, buffer = self._received.pop(message)
         work.wait()
+        if self._receiving is not None:  # freed only when the computation has used it
+            buffer.record_stream(torch.cuda.current_stream())
         if self.activation_memory is not None:
             self.activation_memory.release(buffer)
         return buffer
@@ -118,11 +147,21 @@ class Channels:
             self.activation_memory.hold(tensor)
         pending.append((self._isend(channel, tensor), tensor))
 
-    def forget_taken(self) -> None:
-        """Let go of the sends that have been taken."""
+    def between_passes(self) -> None:
+        """Let go of the sends that have been taken; do not let the host run too far ahead."""
         for pending in self._sends.values():
             while pending and pending[0][0].is_completed():
                 self._forget(pending)
+        if self._receiving is not None:
+            self._hold_back()
+
+    def _hold_back(self) -> None:
+        """Wait for an earlier pass: it needs nothing that comes after it in the program."""
+        event = torch.cuda.Event(blocking=True)
+        event.record()
+        self._enqueued.append(event)
+        if len(self._enqueued) > RUN_AHEAD:
+            self._enqueued.popleft().synchronize()
 
     def _forget(self, pending: deque[tuple[dist.Work, torch.Tensor]]) -> None:
         _, tensor = pending.popleft()
@@ -130,8 +169,8 @@ class Channels:
             self.activation_memory.release(tensor)
 
     def close(self) -> None:
-        """Give the two communicators back; collective over the pipeline."""
-        for group in (self._upward, self._downward):
+        """Give the groups back; collective over the pipeline."""
+        for _, group in sorted(self._groups.items()):
             dist.destroy_process_group(group)
 
     def finish(self) -> None:
@@ -140,5 +179,6 @@ class Channels:
             while pending:
                 pending[0][0].wait()
                 self._forget(pending)
+        self._enqueued.clear()
         if self._received:
             raise RuntimeError(f"messages were received and never read: {list(self._received)}")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
+from functools import partial
 from typing import Protocol, TypeAlias, cast
 
 import torch
@@ -30,13 +31,18 @@ Allocate = Callable[[Message], torch.Tensor]
 class Transport(Protocol):
     """What the executor asks of channels; see :class:`megatron_zb.runtime.channels.Channels`."""
 
-    def post_receive(self, channel: Channel, message: Message, buffer: torch.Tensor) -> None: ...
+    waits_to_receive: bool
+    """Whether the host waits for the sender where a receive is posted."""
+
+    def post_receive(
+        self, channel: Channel, message: Message, allocate: Callable[[], torch.Tensor]
+    ) -> None: ...
 
     def take(self, message: Message) -> torch.Tensor: ...
 
     def send(self, channel: Channel, tensor: torch.Tensor, slots: int) -> None: ...
 
-    def forget_taken(self) -> None: ...
+    def between_passes(self) -> None: ...
 
     def finish(self) -> None: ...
 
@@ -88,9 +94,7 @@ class Execution:
         channels = self._channels
         for instruction in instructions:
             if isinstance(instruction, Receive):
-                buffer = self._allocate(instruction.message)
-                channels.post_receive(instruction.channel, instruction.message, buffer)
-                del buffer
+                self._post_receive(*instruction)
             elif isinstance(instruction, Take):
                 with self._observer.waiting(instruction.channel, instruction.message):
                     taken = channels.take(instruction.message)
@@ -107,8 +111,16 @@ class Execution:
             else:
                 self._run_pass(instruction)
 
+    def _post_receive(self, channel: Channel, message: Message) -> None:
+        allocate = partial(self._allocate, message)
+        if not self._channels.waits_to_receive:
+            self._channels.post_receive(channel, message, allocate)
+            return
+        with self._observer.waiting(channel, message):
+            self._channels.post_receive(channel, message, allocate)
+
     def _run_pass(self, run: Run) -> None:
-        self._channels.forget_taken()
+        self._channels.between_passes()
         with self._observer.running(run.work):
             result = _run_pass(run, self._stages, self._here)
         if run.makes_local:

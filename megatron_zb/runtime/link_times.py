@@ -65,20 +65,23 @@ def _back(channel: Channel) -> Channel:
 def _fastest_round(
     channels: Channels, channel: Channel, begins: bool, allocate: Callable[[], torch.Tensor]
 ) -> tuple[float, float]:
-    """Seconds of the fastest round, and by how much the answer in it is past the round's middle."""
-    there, home = (channel, _back(channel)) if begins else (_back(channel), channel)
+    """Seconds of the fastest round, and by how much the answer in it is past the round's middle.
+
+    Each message is received where it stands in the round, after the one before it: a host that
+    waits for its GPU waits for nothing that the other end cannot do yet.
+    """
+    back = _back(channel)
     fastest = (float("inf"), 0.0)
     for number in range(_ROUNDS):
-        message = Message(False, -1, number)
-        channels.post_receive(home, message, allocate())
+        there, home = (Message(is_gradient, -1, number) for is_gradient in (False, True))
         outgoing = _finished(allocate())
         start = time.perf_counter()
         if begins:
-            channels.send(there, outgoing, 1)
-            answer = _finished(channels.take(message))
+            channels.send(channel, outgoing, 1)
+            answer = _received(channels, back, home, allocate)
         else:
-            answer = _finished(channels.take(message))
-            channels.send(there, _finished(allocate()), 1)
+            answer = _received(channels, channel, there, allocate)
+            channels.send(back, _finished(allocate()), 1)
         end = time.perf_counter()
         channels.finish()
         past = answer.flatten()[0].item() - (start + end) / 2
@@ -86,8 +89,15 @@ def _fastest_round(
     return fastest
 
 
+def _received(
+    channels: Channels, channel: Channel, message: Message, allocate: Callable[[], torch.Tensor]
+) -> torch.Tensor:
+    channels.post_receive(channel, message, allocate)
+    return _finished(channels.take(message))
+
+
 def _finished(tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor, once what makes it has run."""
+    """The tensor, once what makes it has run; nothing else of the GPU is waited for."""
     if tensor.is_cuda:
-        torch.cuda.synchronize(tensor.device)
+        torch.cuda.current_stream(tensor.device).synchronize()
     return tensor

@@ -21,11 +21,8 @@ from megatron_zb.runtime.autograd_stage import Stage
 from megatron_zb.runtime.executor import Allocate, Execution, Transport
 from megatron_zb.runtime.groups import new_groups
 from megatron_zb.runtime.observer import Observer
-from megatron_zb.schedules.communication import Instruction, Program, Receive, Send, Take
+from megatron_zb.schedules.communication import Program
 from megatron_zb.schedules.cut import Cut
-
-# More than any channel holds: a dummy is sent only where a receive is posted for it.
-_ANY_NUMBER = 1 << 30
 
 
 class StateExchange:
@@ -134,21 +131,11 @@ def run_from_cut(
         execution.run(instructions[end:])
     else:
         del execution
-        _drain(cut.drains[rank], channels, allocate)
+        for message in cut.drops[rank]:
+            channels.take(message)
+        channels.finish()
         for stage in stages.values():
             stage.reset()
         start_anew()
         Execution(program.send_slots, stages, channels, allocate, observer).run(instructions)
-    channels.finish()
-
-
-def _drain(instructions: Sequence[Instruction], channels: Transport, allocate: Allocate) -> None:
-    """Deliver what is under way, and drop it."""
-    for at in instructions:
-        if isinstance(at, Receive):
-            channels.post_receive(at.channel, at.message, allocate(at.message))
-        elif isinstance(at, Send):
-            channels.send(at.channel, allocate(at.message).zero_(), _ANY_NUMBER)
-        elif isinstance(at, Take):
-            channels.take(at.message)
     channels.finish()

@@ -1,21 +1,25 @@
-"""Lowering: from pass lists to programs with sends and receives, proved free of deadlock.
+"""Lowering: from pass lists to programs of passes and messages that no device can deadlock.
 
-Messages between two ranks travel on a *channel*, one for each direction, first in first out. The
-order in which the source runs the producing passes is the order of the messages, so both sides
-know it without talking. A rank posts receives ahead, in that order, into a bounded number of
-buffers, and keeps a bounded number of sends that have not been taken yet; it waits only for a
-message that its next pass reads, or for the oldest untaken send when all its send slots are in use.
+A GPU may make the host wait for everything that it has enqueued, at any moment, and may hold up all
+kernels behind one that waits. A program is safe there if it finishes when every send and every
+receive is a blocking rendezvous at its place. So the programs of all ranks are projections of one
+total order: a message comes after the pass that makes it and before everything that starts later,
+and stands in the programs of its sender and of its reader at that place. The first event of the
+order that has not happened can always happen. :func:`lower` replays what it made, to prove it.
 """
 
 from __future__ import annotations
 
-from collections import defaultdict, deque
+import heapq
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import NamedTuple, TypeAlias
 
+from megatron_zb.schedules.costs import Costs
 from megatron_zb.schedules.passes import Pass, PassKind
-from megatron_zb.schedules.relay import Product, Relay
+from megatron_zb.schedules.relay import Relay
 from megatron_zb.schedules.schedule import InvalidSchedule, Schedule
+from megatron_zb.schedules.simulator import Timeline, simulate
 
 
 class Channel(NamedTuple):
@@ -79,47 +83,62 @@ class Send(NamedTuple):
 Instruction: TypeAlias = Receive | Take | Run | Send
 
 _WITHOUT_MESSAGES = (PassKind.W, PassKind.S, PassKind.U)
-_SEND_SLOTS = (2, 4, 8, 16, 64, 256, 4096)
+_SEND_SLOTS = 2
 
 
 @dataclass(frozen=True)
 class Program:
-    """Instructions for every logical rank, and the buffers with which they were proved to finish.
+    """Instructions for every logical rank.
 
-    ``receive_buffers[channel]`` is the most receives of a channel that are posted and not yet read;
-    ``send_slots`` the most sends of a channel that may wait to be taken.
+    ``send_slots`` is the most sends of a channel that are left untaken; past that the oldest is
+    waited for. Any number is safe, since even a rank that waits for each finishes.
     """
 
     schedule: Schedule
     ranks: tuple[tuple[Instruction, ...], ...]
-    receive_buffers: dict[Channel, int]
-    send_slots: int
+    send_slots: int = _SEND_SLOTS
 
 
-def lower(schedule: Schedule) -> Program:
+def lower(schedule: Schedule, timeline: Timeline | None = None) -> Program:
     """Add the sends and receives to a schedule and prove that they cannot deadlock.
+
+    Args:
+        timeline: of this schedule; it says what comes first in the order of all passes. Without
+            one, passes of equal time. All ranks of a job must be given the same.
 
     Raises:
         InvalidSchedule: the ranks would wait for one another in a circle.
     """
-    runs = [[_run(p, rank, schedule) for p in passes] for rank, passes in enumerate(schedule.ranks)]
-    sent = _message_order(runs, schedule)
-    buffers = {
-        channel: _buffers_needed(channel, messages, runs[channel.target], schedule)
-        for channel, messages in sent.items()
-    }
-    ranks = tuple(
-        tuple(_instructions(rank, runs[rank], sent, buffers, schedule)) for rank in range(len(runs))
-    )
-    for slots in _SEND_SLOTS:
-        program = Program(schedule, ranks, buffers, slots)
-        stuck = unfinished(program)
-        if not stuck:
-            return program
-    rank, instruction = next(iter(stuck.items()))
-    raise InvalidSchedule(
-        f"{schedule.name}: rule 'progress': rank {rank} would wait for ever at {instruction}"
-    )
+    program = Program(schedule, _projections(schedule, timeline), _send_slots(schedule))
+    check_progress(program)
+    return program
+
+
+def check_progress(program: Program) -> None:
+    """Check that a program finishes when every send and receive is a blocking rendezvous.
+
+    Raises:
+        InvalidSchedule: names the ranks that wait for one another, and the messages.
+    """
+    stuck = unfinished(program)
+    if stuck:
+        waits = "; ".join(f"rank {rank} {_wait_in_words(at)}" for rank, at in stuck.items())
+        raise InvalidSchedule(
+            f"{program.schedule.name}: rule 'progress': with sends and receives that wait for each "
+            f"other, the ranks wait in a circle: {waits}"
+        )
+
+
+def _wait_in_words(at: Instruction) -> str:
+    if isinstance(at, Run):
+        return f"to run {at.work} with the other ranks of its stage"
+    message, (source, target) = at.message, at.channel
+    kind = "credit" if message.is_credit else "gradient" if message.is_gradient else "activation"
+    what = f"the {kind} for stage {message.stage}, microbatch {message.microbatch},"
+    if isinstance(at, Send):
+        return f"to send {what} to rank {target}"
+    verb = "receive" if isinstance(at, Receive) else "take"
+    return f"to {verb} {what} from rank {source}"
 
 
 def _run(p: Pass, rank: int, schedule: Schedule) -> Run:
@@ -138,7 +157,7 @@ def _run(p: Pass, rank: int, schedule: Schedule) -> Run:
 
 
 def _sends(rank: int, run: Run, schedule: Schedule) -> list[Send]:
-    """What a rank sends when it has run a pass."""
+    """List what a rank sends when it has run a pass."""
     if run.work.kind is PassKind.U:
         return _credits(rank, run.work, schedule)
     if run.makes is None or run.makes_local:
@@ -157,166 +176,210 @@ def _credits(rank: int, update: Pass, schedule: Schedule) -> list[Send]:
     return [Send(Channel(rank, first), credit) for first in waiting if first != rank]
 
 
-def _takes(rank: int, run: Run, schedule: Schedule) -> list[Message]:
-    """What must be there before a rank runs a pass, whether sent by another rank or made here."""
-    taken = [] if run.reads is None else [run.reads]
-    relay = schedule.relay
-    if relay is not None:
-        step = relay.awaited_step(schedule.placement, run.work)
-        if step is not None:
-            others = (r for r in range(len(schedule.ranks)) if r != rank)
-            taken += [Message(False, 0, step, other) for other in others]
+def _takes(rank: int, run: Run, schedule: Schedule) -> list[Take]:
+    """List the messages of other ranks that must be there before a rank runs a pass."""
+    placement, relay = schedule.placement, schedule.relay
+    taken = []
+    if run.reads is not None:
+        step = 1 if run.reads.is_gradient else -1
+        source = placement.rank_at(run.reads.stage + step, run.reads.microbatch)
+        if source != rank:
+            taken.append(Take(Channel(source, rank), run.reads))
+    awaited = None if relay is None else relay.awaited_step(placement, run.work)
+    if awaited is not None:
+        others = (r for r in range(len(schedule.ranks)) if r != rank)
+        taken += [Take(Channel(r, rank), Message(False, 0, awaited, r)) for r in others]
     return taken
 
 
-def _message_order(runs: list[list[Run]], schedule: Schedule) -> dict[Channel, list[Message]]:
-    sent: dict[Channel, list[Message]] = defaultdict(list)
-    for rank, passes in enumerate(runs):
-        for run in passes:
-            for channel, message in _sends(rank, run, schedule):
-                sent[channel].append(message)
-    return dict(sent)
+def _send_slots(schedule: Schedule) -> int:
+    """So many that no rank of a relay is held up before ``run_ahead`` holds it up."""
+    relay = schedule.relay
+    if relay is None:
+        return _SEND_SLOTS
+    return (relay.run_ahead + 1) * relay.num_microbatches
 
 
-def _buffers_needed(
-    channel: Channel, messages: list[Message], target_runs: list[Run], schedule: Schedule
-) -> int:
-    """Buffers so that every message can arrive, in order, before the pass that reads it.
+# --- the total order
 
-    In a relay also so many that no rank is held up before ``run_ahead`` holds it up: room for all
-    that a channel carries in the step at hand and in those ahead.
+_Moment: TypeAlias = tuple[float, ...]
+
+
+def _projections(
+    schedule: Schedule, timeline: Timeline | None
+) -> tuple[tuple[Instruction, ...], ...]:
+    """Write down what one total order of all passes and messages says of each rank."""
+    programs: list[list[Instruction]] = [[] for _ in schedule.ranks]
+    for rank, instruction in _TotalOrder(schedule, timeline).instructions():
+        programs[rank].append(instruction)
+    return tuple(map(tuple, programs))
+
+
+class _TotalOrder:
+    """All passes and messages by time: passes where they start, messages where they are made.
+
+    A message stands before the passes that start at that moment, so that no reader is late for it.
+    The U of a stage's ranks, which meet there to sum their gradients, are one event.
     """
-    index = {message: i for i, message in enumerate(messages)}
-    needed, read = 1, 0
-    for run in target_runs:
-        for message in _takes(channel.target, run, schedule):
-            if (i := index.get(message)) is not None:
-                needed = max(needed, i + 1 - read)
-                read += 1
-    if schedule.relay is None:
-        return needed
-    return max(needed, _most_under_way(messages, schedule.relay))
+
+    def __init__(self, schedule: Schedule, timeline: Timeline | None) -> None:
+        self._schedule = schedule
+        self._runs = [[_run(p, r, schedule) for p in rank] for r, rank in enumerate(schedule.ranks)]
+        self._moments = _moments(schedule, timeline)
+        self._position = [0] * len(self._runs)
+        self._there: set[tuple[int, Message]] = set()
+        self._events: list[tuple[_Moment, bool, int, int]] = []
+
+    def instructions(self) -> Iterator[tuple[int, Instruction]]:
+        """Yield each with the rank whose program it stands in.
+
+        Raises:
+            InvalidSchedule: some pass can never run.
+        """
+        for rank in range(len(self._runs)):
+            self._offer(rank)
+        while self._events:
+            _, is_pass, rank, position = heapq.heappop(self._events)
+            if not is_pass:
+                yield from self._messages(rank, position)
+            elif position == self._position[rank]:  # else it was offered twice
+                for met in self._meeting(rank):
+                    yield from self._pass(met)
+        self._check_all_ran()
+
+    def _next(self, rank: int) -> Run | None:
+        runs, position = self._runs[rank], self._position[rank]
+        return runs[position] if position < len(runs) else None
+
+    def _offer(self, rank: int) -> None:
+        """Put a rank's next pass among the events, if all that it needs is there."""
+        run = self._next(rank)
+        if run is None or not self._is_ready(rank, run):
+            return
+        begin, _ = self._moments[rank][self._position[rank]]
+        heapq.heappush(self._events, (begin, True, rank, self._position[rank]))
+
+    def _is_ready(self, rank: int, run: Run) -> bool:
+        needed = [take.message for take in _takes(rank, run, self._schedule)]
+        if run.reads is not None:
+            needed.append(run.reads)
+        return self._there.issuperset((rank, message) for message in needed) and all(
+            (other := self._next(met)) is not None and other.work == run.work
+            for met in self._meeting(rank)
+        )
+
+    def _meeting(self, rank: int) -> tuple[int, ...]:
+        """Return the ranks that run the next pass of this one together with it."""
+        run = self._next(rank)
+        return _meeting(self._schedule, rank, run.work) if run is not None else ()
+
+    def _pass(self, rank: int) -> Iterator[tuple[int, Instruction]]:
+        position = self._position[rank]
+        run = self._runs[rank][position]
+        for take in _takes(rank, run, self._schedule):
+            yield rank, take
+        yield rank, run
+        self._position[rank] += 1
+        if run.makes_local and run.makes is not None:
+            self._there.add((rank, run.makes))
+        if _sends(rank, run, self._schedule):
+            _, end = self._moments[rank][position]
+            heapq.heappush(self._events, (end, False, rank, position))
+        else:
+            self._offer(rank)
+
+    def _messages(self, rank: int, position: int) -> Iterator[tuple[int, Instruction]]:
+        """Send what a pass has made; only then the rank's next pass may come."""
+        sends = _sends(rank, self._runs[rank][position], self._schedule)
+        for send in sends:
+            yield rank, send
+            yield send.channel.target, Receive(*send)
+            self._there.add((send.channel.target, send.message))
+        self._offer(rank)
+        for send in sends:
+            self._offer(send.channel.target)
+
+    def _check_all_ran(self) -> None:
+        waiting = {rank: run for rank in range(len(self._runs)) if (run := self._next(rank))}
+        if waiting:
+            said = "; ".join(f"rank {rank} at {run.work}" for rank, run in waiting.items())
+            raise InvalidSchedule(
+                f"{self._schedule.name}: rule 'progress': the ranks wait for one another in a "
+                f"circle: {said}"
+            )
 
 
-def _most_under_way(messages: list[Message], relay: Relay) -> int:
-    """The most messages of a channel in ``run_ahead + 1`` steps in a row; all steps are alike."""
-    steps = [
-        message.microbatch // (1 if message.is_credit else relay.num_microbatches)
-        for message in messages
+def _meeting(schedule: Schedule, rank: int, work: Pass) -> tuple[int, ...]:
+    """Return the ranks that run a pass together: in U all of the stage, else this one."""
+    return schedule.placement.ranks_of[work.stage] if work.kind is PassKind.U else (rank,)
+
+
+def _moments(schedule: Schedule, timeline: Timeline | None) -> list[list[tuple[_Moment, _Moment]]]:
+    """Return when each pass begins and ends, for the total order."""
+    if schedule.relay is not None:
+        relay = schedule.relay
+        return [[(_wave(relay, p),) * 2 for p in passes] for passes in schedule.ranks]
+    if timeline is None:
+        p = len(schedule.ranks)
+        costs = Costs.uniform(pipeline_size=p, forward=1.0, backward=1.0, weight=1.0)
+        timeline = simulate(schedule, costs)
+    return [
+        [((start,), (end,)) for start, end in zip(starts, ends, strict=True)]
+        for starts, ends in zip(timeline.start, timeline.end, strict=True)
     ]
-    return sum(step - steps[0] <= relay.run_ahead for step in steps)
 
 
-def _instructions(
-    rank: int,
-    runs: list[Run],
-    sent: dict[Channel, list[Message]],
-    buffers: dict[Channel, int],
-    schedule: Schedule,
-) -> list[Instruction]:
-    unposted = {c: deque(messages) for c, messages in sent.items() if c.target == rank}
-    channel_of = {message: c for c, messages in unposted.items() for message in messages}
-    posted = dict.fromkeys(unposted, 0)
-    instructions: list[Instruction] = []
+def _wave(relay: Relay, p: Pass) -> _Moment:
+    """Order a relay by steps, so that all steps are alike, and a step by the way of its data."""
+    step = relay.step_of(p)
+    if p.kind is PassKind.U:
+        return (step, 1, 0, p.stage)
+    return (step, 0, p.microbatch % relay.num_microbatches + p.stage, p.stage)
 
-    def post(channel: Channel) -> None:
-        while unposted[channel] and posted[channel] < buffers[channel]:
-            instructions.append(Receive(channel, unposted[channel].popleft()))
-            posted[channel] += 1
 
-    for channel in sorted(unposted):
-        post(channel)
-    for run in runs:
-        for message in _takes(rank, run, schedule):
-            if message in channel_of:
-                channel = channel_of[message]
-                instructions.append(Take(channel, message))
-                posted[channel] -= 1
-                post(channel)  # before the pass, so that the next message travels while it runs
-        instructions.append(run)
-        instructions += _sends(rank, run, schedule)
-    return instructions
+# --- the proof
 
 
 def unfinished(program: Program) -> dict[int, Instruction]:
-    """Run the program on paper with its bounded buffers; the instructions no rank gets past.
+    """Replay a program under blocking rendezvous; return the instructions no rank gets past.
 
-    A rank waits only for a message it reads, for a send slot, or in U for the other ranks of its
-    stage to come to theirs, and no choice depends on when a message arrives. Such a network has one
-    outcome: if one order of arrivals finishes, all do, so this single run is the proof (Kahn 1974).
+    A send waits for its receive and a receive for its send, each at its place; a U waits for those
+    of the other ranks of its stage. No choice depends on time, so this one replay is the proof.
     """
     position = [0] * len(program.ranks)
-    posted: dict[Channel, int] = defaultdict(int)
-    sent: dict[Channel, int] = defaultdict(int)
-    arrived: set[tuple[int, Message]] = set()
-    orders: dict[Channel, list[Message]] = defaultdict(list)
-    meetings = _Meetings(program.schedule)
-    for instructions in program.ranks:
-        for instruction in instructions:
-            if isinstance(instruction, Send):
-                orders[instruction.channel].append(instruction.message)
+    received: set[tuple[int, Message]] = set()
 
-    def deliver(channel: Channel, before: int) -> None:
-        for i in range(before, min(posted[channel], sent[channel])):
-            arrived.add((channel.target, orders[channel][i]))
+    def at(rank: int) -> Instruction | None:
+        instructions = program.ranks[rank]
+        return instructions[position[rank]] if position[rank] < len(instructions) else None
 
-    def advance(rank: int) -> set[int]:
-        """Run a rank until it waits; the ranks whose wait that may have ended."""
-        touched = set()
-        for i in range(position[rank], len(program.ranks[rank])):
-            instruction = program.ranks[rank][i]
-            if isinstance(instruction, Take):
-                if (rank, instruction.message) not in arrived:
-                    break
-                arrived.discard((rank, instruction.message))
-            elif isinstance(instruction, Run):
-                if not meetings.can_run(rank, instruction.work):
-                    break
-                touched |= meetings.ran(rank, instruction.work)
-            else:
-                channel = instruction.channel
-                before = min(posted[channel], sent[channel])
-                if isinstance(instruction, Receive):
-                    posted[channel] += 1
-                    touched.add(channel.source)
-                elif sent[channel] - posted[channel] >= program.send_slots:
-                    break
-                else:
-                    sent[channel] += 1
-                    touched.add(channel.target)
-                deliver(channel, before)
-            position[rank] = i + 1
-        return touched
+    def step(rank: int) -> tuple[int, ...]:
+        """Get past a rank's next instruction; the ranks that have moved, none if it waits."""
+        here = at(rank)
+        if isinstance(here, Take):
+            moves: tuple[int, ...] = (rank,) if (rank, here.message) in received else ()
+        elif isinstance(here, Run):
+            met = _meeting(program.schedule, rank, here.work)
+            moves = met if all(_is_run_of(at(r), here.work) for r in met) else ()
+        elif here is not None:
+            source, target = here.channel
+            matches = at(source) == Send(*here) and at(target) == Receive(*here)
+            matches = matches and isinstance(at(source), Send) and isinstance(at(target), Receive)
+            moves = (source, target) if matches else ()
+            received.update((target, here.message) for _ in moves[:1])
+        else:
+            moves = ()
+        for moved in moves:
+            position[moved] += 1
+        return moves
 
     runnable = set(range(len(program.ranks)))
     while runnable:
         rank = runnable.pop()
-        before = position[rank]
-        touched = advance(rank)
-        if position[rank] > before:
-            runnable |= touched
-    return {r: program.ranks[r][i] for r, i in enumerate(position) if i < len(program.ranks[r])}
+        while moved := step(rank):
+            runnable.update(moved)
+    return {rank: here for rank in range(len(position)) if (here := at(rank)) is not None}
 
 
-class _Meetings:
-    """Where the ranks of a stage wait for one another without a message: to sum gradients in U."""
-
-    def __init__(self, schedule: Schedule) -> None:
-        self._relay, self._placement = schedule.relay, schedule.placement
-        self._made: set[Product] = set()
-
-    def can_run(self, rank: int, work: Pass) -> bool:
-        """Whether all other ranks of the stage have come as far as ``rank`` needs them to."""
-        if self._relay is None or work.kind is not PassKind.U:
-            return True
-        return self._made.issuperset(self._relay.needs(self._placement, rank, work))
-
-    def ran(self, rank: int, work: Pass) -> set[int]:
-        """Note a pass; the ranks whose wait that may have ended."""
-        if self._relay is None or work.kind is not PassKind.S:
-            return set()
-        made = self._relay.makes(self._placement, rank, work)
-        if made is None:
-            return set()
-        self._made.add(made)
-        return {peer for peer in self._placement.ranks_of[work.stage] if peer != rank}
+def _is_run_of(at: Instruction | None, work: Pass) -> bool:
+    return isinstance(at, Run) and at.work == work

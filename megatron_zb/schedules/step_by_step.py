@@ -1,8 +1,8 @@
 """A relay's program one step at a time, for any number of steps.
 
 All steps of a relay are alike but for the numbers in them, so the instructions of a long training
-are those of a few steps, shifted. Receives that are posted ahead cross from one step into the next:
-joined, the steps are exactly what :func:`megatron_zb.schedules.lower` makes of all of them at once.
+are those of a few steps, shifted. Joined, the steps are exactly what
+:func:`megatron_zb.schedules.lower` makes of all of them at once.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from megatron_zb.schedules.communication import (
     Receive,
     Run,
     Send,
+    Take,
     lower,
 )
 from megatron_zb.schedules.distribution import Distribution
@@ -65,15 +66,10 @@ class StepByStep:
         return [
             _shifted(at, step - pattern, self._relay.num_microbatches)
             for at in self._patterns[rank][pattern]
-            if not isinstance(at, Receive | Send)
-            or self._is_wanted(at.message, step - pattern, until)
+            if isinstance(at, Run | Take)
+            or not at.message.is_credit
+            or at.message.microbatch + step - pattern + 1 + self._relay.run_ahead < until
         ]
-
-    def _is_wanted(self, message: Message, shift: int, until: int) -> bool:
-        """Whether the message of the pattern, so many steps later, is for a step before the end."""
-        if message.is_credit:
-            return message.microbatch + shift + 1 + self._relay.run_ahead < until
-        return message.microbatch // self._relay.num_microbatches + shift < until
 
 
 def step_by_step(distribution: Distribution, microbatches: int, run_ahead: int = 1) -> StepByStep:
@@ -83,18 +79,19 @@ def step_by_step(distribution: Distribution, microbatches: int, run_ahead: int =
         UsageError: as ``pipe_bd``.
         InvalidSchedule: the ranks would wait for one another in a circle.
     """
-    # Steps up to run_ahead wait for no update; the next one posts for as many steps beyond itself.
+    # Steps up to run_ahead wait for no update; the next one does, and is awaited by a later one.
     schedule = pipe_bd(distribution, microbatches, 2 * max(run_ahead, 0) + 3, run_ahead)
     assert schedule.relay is not None
     return StepByStep(lower(schedule), schedule.relay)
 
 
 def _cut_into_steps(instructions: tuple[Instruction, ...]) -> list[tuple[Instruction, ...]]:
-    """A step ends with its update and the credits for it."""
+    """A step ends with its update and with the credits for that, sent and received."""
     steps: list[list[Instruction]] = [[]]
     has_updated = False
     for at in instructions:
-        if has_updated and not isinstance(at, Send):
+        is_credit = isinstance(at, Send | Receive) and at.message.is_credit
+        if has_updated and not is_credit:
             steps.append([])
             has_updated = False
         steps[-1].append(at)
