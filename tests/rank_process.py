@@ -30,6 +30,8 @@ COLLECTIVE_TIMEOUT = timedelta(minutes=30)
 TRANSFORMER_ENGINE = Path(sys.prefix) / "transformer-engine"
 # In the environment of a rank process that is to have it.
 TRANSFORMER_ENGINE_WANTED = "TESTS_WITH_TRANSFORMER_ENGINE"
+# In the environment of a rank process whose messages obey no more than gloo's rules; see hostile.py.
+PLAIN_WANTED = "TESTS_WITH_PLAIN_MESSAGES"
 
 
 @dataclass(frozen=True)
@@ -74,8 +76,8 @@ def join_group(rank: int, world_size: int, meeting_point: str) -> None:
     )
 
 
-def import_megatron() -> None:
-    """Import torch and Megatron, so that cases start at once."""
+def import_megatron(folder: Path) -> None:
+    """Import torch and Megatron, so that cases start at once; ranks share a new folder."""
     import torch
 
     from megatron_zb.megatron.cpu import run_on_cpu
@@ -88,6 +90,10 @@ def import_megatron() -> None:
         te_stand_in.install()
     # Transformer-Engine asks as much of a GPU as the training loop does
     run_on_cpu(training_loop=with_transformer_engine)
+    if PLAIN_WANTED not in os.environ:
+        import hostile
+
+        hostile.install(folder)
     import megatron.core.models.gpt  # noqa: F401
 
 
@@ -132,7 +138,7 @@ def main(file_descriptor: int, rank: int, world_size: int, meeting_point: str) -
     faulthandler.register(signal.SIGUSR1)
     end_with_parent()
     pool = Connection(file_descriptor)
-    import_megatron()
+    import_megatron(Path(f"{meeting_point}-sent"))
     join_group(rank, world_size, meeting_point)
     pool.send(Outcome(result=pickle.dumps("ready")))
     while (case := pool.recv()) is not None:

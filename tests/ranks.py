@@ -30,7 +30,13 @@ from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
-from rank_process import TRANSFORMER_ENGINE, TRANSFORMER_ENGINE_WANTED, Case, Outcome
+from rank_process import (
+    PLAIN_WANTED,
+    TRANSFORMER_ENGINE,
+    TRANSFORMER_ENGINE_WANTED,
+    Case,
+    Outcome,
+)
 
 START_TIMEOUT = 120.0
 # When one rank has failed, the others are likely to wait for it for ever: how long they get.
@@ -130,12 +136,16 @@ class RankProcess:
 class RankPool:
     """`world_size` rank processes, started with the first case and again after a failed one.
 
-    With `transformer_engine` they have it, over stand-ins for its kernels: see te_stand_in.py.
+    With `transformer_engine` they have it, over stand-ins for its kernels: see te_stand_in.py. Their
+    messages obey the rules of a GPU, see hostile.py, unless they are `plain`.
     """
 
-    def __init__(self, world_size: int, *, transformer_engine: bool = False) -> None:
+    def __init__(
+        self, world_size: int, *, transformer_engine: bool = False, plain: bool = False
+    ) -> None:
         self.world_size = world_size
-        self._environment = {TRANSFORMER_ENGINE_WANTED: "yes"} if transformer_engine else {}
+        wanted = {TRANSFORMER_ENGINE_WANTED: transformer_engine, PLAIN_WANTED: plain}
+        self._environment = {name: "yes" for name, is_wanted in wanted.items() if is_wanted}
         self._path = [str(TRANSFORMER_ENGINE)] if transformer_engine else []
         self._ranks: list[RankProcess] = []
         self._folder = tempfile.TemporaryDirectory(prefix="ranks-")
@@ -269,15 +279,19 @@ class RankPool:
 
 
 class RankPools:
-    """One pool for each world size, with and without Transformer-Engine, made when asked for."""
+    """One pool for each world size and kind of ranks, made when asked for."""
 
     def __init__(self) -> None:
-        self._pools: dict[tuple[int, bool], RankPool] = {}
+        self._pools: dict[tuple[int, bool, bool], RankPool] = {}
 
-    def __call__(self, world_size: int, *, transformer_engine: bool = False) -> RankPool:
-        key = world_size, transformer_engine
+    def __call__(
+        self, world_size: int, *, transformer_engine: bool = False, plain: bool = False
+    ) -> RankPool:
+        key = world_size, transformer_engine, plain
         if key not in self._pools:
-            self._pools[key] = RankPool(world_size, transformer_engine=transformer_engine)
+            self._pools[key] = RankPool(
+                world_size, transformer_engine=transformer_engine, plain=plain
+            )
         return self._pools[key]
 
     def close(self) -> None:

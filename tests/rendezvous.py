@@ -27,8 +27,7 @@ def finishes(program: Program) -> bool:
                     mine.pop(0)
             elif isinstance(first, Send):
                 theirs = left[first.channel.target]
-                if theirs and theirs[0] == (first.channel, first.message):
-                    assert isinstance(theirs[0], Receive)
+                if theirs and isinstance(theirs[0], Receive) and theirs[0] == (*first,):
                     arrived[first.channel.target].append(first.message)
                     theirs.pop(0)
                     mine.pop(0)
