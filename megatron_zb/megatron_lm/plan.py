@@ -8,6 +8,7 @@ from pathlib import Path
 
 from megatron_zb.errors import UsageError
 from megatron_zb.megatron.adapter import PipelineAdapter
+from megatron_zb.megatron.group_options import group_options
 from megatron_zb.megatron.placement import Layers
 from megatron_zb.megatron_lm import conflicts, flags
 from megatron_zb.planner import balance
@@ -50,6 +51,9 @@ def make_plan(args: argparse.Namespace) -> PipelineAdapter | None:
         return None
     adapter = _adapter(args)
     adapter.watch(args.pipeline_timeout, args.distributed_timeout_minutes)
+    adapter.forward_backward_func.group_options = group_options(
+        args.nccl_communicator_config_path, args.high_priority_stream_groups or ()
+    )
     profile = None if args.pipeline_profile is None else Path(args.pipeline_profile)
     named = args.pipeline_schedule_file is None
     adapter.profile(profile, args.pipeline_replan_every, is_named=named)

@@ -19,8 +19,6 @@ class GroupOptions:
     few are asked for; their kernels start ahead of others. Other backends ignore ``nccl``.
     """
 
-    timeout: timedelta | None = None
-    """Of an operation; None for torch's default."""
     nccl: Mapping[str, Any] = field(
         default_factory=lambda: {"max_ctas": 4, "is_high_priority_stream": True}
     )
@@ -43,7 +41,7 @@ def new_groups(
     """Make a group for each of the rank lists that this rank names, and belongs to.
 
     Collective over all ranks of the job: each makes the groups of all, in one order. Ranks that
-    name the same list share its group.
+    name the same list share its group. The groups have the timeout of the job.
     """
     options = options or GroupOptions(nccl={})
     wanted = [tuple(members) for members in mine]
@@ -53,10 +51,21 @@ def new_groups(
     for members in sorted({m for named in everyone for m in named}):
         group = dist.new_group(
             list(members),
-            timeout=options.timeout,
+            timeout=_timeout_of_job(),
             backend=backend,
             pg_options=options.for_backend(backend or dist.get_backend()),
         )
         if isinstance(group, dist.ProcessGroup):  # ranks outside get a number instead
             groups[members] = group
     return [groups[members] for members in wanted]
+
+
+def _timeout_of_job() -> timedelta | None:
+    """Return what ``init_process_group`` was told; None, for torch's default, if it does not say."""
+    world: Any = dist.group.WORLD
+    for device in world._device_types:
+        options = getattr(world._get_backend(device), "options", None)
+        timeout: timedelta | None = getattr(options, "_timeout", None)
+        if timeout is not None:
+            return timeout
+    return None
