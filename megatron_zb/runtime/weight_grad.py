@@ -36,6 +36,7 @@ class WeightGradQueue:
         self.activation_memory: ActivationMemory | None = None
         self.on_gradient: Callable[[torch.Tensor], None] | None = None
         self._microbatches: deque[tuple[int, deque[WeightGradTask]]] = deque()
+        self._without_graph = torch.no_grad()  # one for all W, as none runs inside another
 
     @contextmanager
     def collecting(self, microbatch: int) -> Iterator[None]:
@@ -86,7 +87,7 @@ class WeightGradQueue:
             raise RuntimeError(f"W of microbatch {microbatch} is due after that of {oldest}")
         _, tasks = self._microbatches.popleft()
         memory, on_gradient = self.activation_memory, self.on_gradient
-        with torch.no_grad():
+        with self._without_graph:
             while tasks:
                 compute, operands, weights = tasks.popleft()
                 compute(*operands)
