@@ -11,6 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import host_overhead
 import long_run
 import one_device
 import pytest
@@ -37,7 +38,7 @@ SIZES = LayerSizes(hidden=32, heads=4, ffn_hidden=48, seq_length=16, micro_batch
 
 def call(*command: str | Path) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [str(part) for part in command], capture_output=True, text=True, timeout=60, check=False
+        [str(part) for part in command], capture_output=True, text=True, timeout=120, check=False
     )
 
 
@@ -328,3 +329,56 @@ def test_a_rank_finds_its_own_tensors() -> None:
     assert after["tensors"] - before["tensors"] == kept.nbytes
     assert after["malloc"] - before["malloc"] >= kept.nbytes
     assert after["threads"] >= 1
+
+
+def test_the_hosts_time_is_counted_alike_for_every_runtime() -> None:
+    names = "1f1b megatron-1f1b zbv-table torch-zbv".split()
+    sizes = "--ranks 2 --microbatches 4 --turns 2 --schedules".split()
+    done = benchmark("host_overhead.py", *sizes, *names)
+    assert done.returncode in (0, 1), done.stderr  # 1: slower than it may be
+    line = json.loads(done.stdout.splitlines()[-1])
+    layers = ["layers of 1", "layers of 2 in a V"]
+    assert list(line["us_per_pass"]) == [*names, *layers]
+    assert (line["ranks"], line["turns"], line["microbatches"]) == (2, 2, 4)
+    for key, name in (("over_megatron", "1f1b"), ("over_torch", "zbv-table")):
+        assert list(line[key]) == list(line[f"outside_{key}"]) == [name]
+        assert line[key][name] > 0
+    found = line["by_ranks"]["2"]["contenders"]
+    passes = {name: figures["passes_of_ranks"] for name, figures in found.items()}
+    assert passes["1f1b"] == passes["megatron-1f1b"] == [{"F": 4, "BW": 4}] * 2
+    assert passes["zbv-table"] == passes["torch-zbv"]
+    for name, figures in found.items():
+        assert figures["whole"]["us_per_pass"] > figures["outside"]["us_per_pass"] > 0
+        assert (figures["added"]["us_per_pass"] == 0) == (name in layers)
+
+
+def test_the_hosts_time_is_that_of_steps_of_equal_work() -> None:
+    of_rank = {
+        name: {"layers": "alone", "passes": {"F": 2, "BW": 2}, "seconds": s, "outside": o}
+        for name, s, o in (
+            ("1f1b", [4e-6, 8e-6, 8e-6], [2e-6, 2e-6, 3e-6]),
+            ("megatron-1f1b", [8e-6, 8e-6, 32e-6], [2e-6, 4e-6, 4e-6]),
+            ("alone", [2e-6, 4e-6, 6e-6], [1e-6, 1e-6, 1e-6]),
+        )
+    }
+    found = host_overhead.summary([of_rank, of_rank])
+    ours = found["contenders"]["1f1b"]
+    assert ours["whole"] == {"us_per_pass": 2, "quartiles": [1.5, 2]}
+    assert ours["added"] == {"us_per_pass": 0.5, "quartiles": [0.5, 0.75]}
+    assert ours["us_per_microbatch"] == 4
+    assert found["over_megatron"] == {"1f1b": 0.5}
+    assert found["outside_over_megatron"] == {"1f1b": 0.75}
+    assert found["over_torch"] == {}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        ("--schedules v-zero", "v-zero is none of "),
+        ("--ranks 1", "--ranks 1 is no pipeline: give 2 or more"),
+    ],
+)
+def test_the_hosts_time_is_refused_in_one_sentence(arguments: str, sentence: str) -> None:
+    done = benchmark("host_overhead.py", *arguments.split())
+    assert done.returncode == 2
+    assert sentence in done.stderr.splitlines()[-1]

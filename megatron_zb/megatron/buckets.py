@@ -55,7 +55,8 @@ class BucketReductions:
         """Called before a W or a BW.
 
         Args:
-            brings: how many gradients the W brings for a weight, by its ``id``; None for a BW.
+            brings: how many gradients the W brings for a weight, by its ``id``; None for a BW. Is
+                looked at where the pass is final.
             final: no other such pass of the chunk follows in this step.
         """
         self._listens = brings is None

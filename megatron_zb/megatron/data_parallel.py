@@ -76,15 +76,25 @@ class DataParallelSync:
             if len(self._reached) > 1:
                 self._gather_next()
 
-    def before_weight_gradients(self, chunk: int, brings: Mapping[int, int] | None) -> None:
-        """Called before every W and BW; see :meth:`BucketReductions.before_pass`."""
-        if (buckets := self._buckets[chunk]) is not None:
-            buckets.before_pass(brings, final=self._left[chunk] == 1)
+    def before_weight_gradients(
+        self, chunk: int, brings: Callable[[], Mapping[int, int]] | None
+    ) -> None:
+        """Called before every W and BW; see :meth:`BucketReductions.before_pass`.
 
-    def gradient_came(self, chunk: int, weight: torch.Tensor) -> None:
-        """Called for every gradient that a W has computed."""
+        Args:
+            brings: tells how many gradients the W brings for each weight; None for a BW.
+        """
         if (buckets := self._buckets[chunk]) is not None:
-            buckets.gradient_came(weight)
+            final = self._left[chunk] == 1
+            if brings is None:
+                buckets.before_pass(None, final)
+            else:  # counting takes time, and only the last pass is asked
+                buckets.before_pass(brings() if final else {}, final)
+
+    def listener(self, chunk: int) -> Callable[[torch.Tensor], None] | None:
+        """What is to be called for every gradient that a W has computed, if anything."""
+        buckets = self._buckets[chunk]
+        return None if buckets is None else buckets.gradient_came
 
     def after_weight_gradients(self, chunk: int) -> None:
         """Called after every W and BW: the last one of a chunk starts what has not started."""

@@ -6,8 +6,8 @@ Serves megatron-core 0.16 to 0.19. The contract is that of
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -31,7 +31,7 @@ from megatron_zb.runtime.channels import Channels
 from megatron_zb.runtime.executor import Transport, run_program
 from megatron_zb.runtime.groups import GroupOptions
 from megatron_zb.runtime.link_times import clock_ahead, link_times
-from megatron_zb.runtime.observer import Observer, Observers
+from megatron_zb.runtime.observer import NOTHING, Observer, Observers
 from megatron_zb.runtime.post_validation import run_from_cut
 from megatron_zb.runtime.progress import Progress
 from megatron_zb.runtime.shaped_channels import ShapedChannels
@@ -53,6 +53,7 @@ class MegatronStage(AutogradStage):
         self._vp_stage = vp_stage
         self._is_output = iteration.physical.holds_output(iteration.pp_rank, vp_stage)
         self._queue = split.queue
+        self._context_parallel = iteration.pg_collection.cp.size()
         super().__init__(
             self._forward_step,
             split.queue,
@@ -72,7 +73,7 @@ class MegatronStage(AutogradStage):
             activation,
             it.forward_data_store,
             it.config,
-            it.pg_collection.cp.size(),
+            self._context_parallel,
             collect_non_loss_data=it.collect_non_loss_data,
             is_first_microbatch=megatron_schedules.check_first_val_step(
                 it.first_val_step, it.forward_only, microbatch == 0
@@ -93,21 +94,23 @@ class MegatronStage(AutogradStage):
         with _timed(self._iteration.config, "backward-compute", log_level=2):
             if self._queue.deferring:
                 return super().backward(microbatch, gradient)
-            with self._weight_gradients(None):
-                return super().backward(microbatch, gradient)
+            sync = self._sync
+            sync.before_weight_gradients(self._vp_stage, None)
+            result = super().backward(microbatch, gradient)
+            sync.after_weight_gradients(self._vp_stage)
+            return result
 
     def backward_weight(self, microbatch: int) -> None:
-        with self._weight_gradients(self._queue.weights(microbatch)):
-            super().backward_weight(microbatch)
+        sync = self._sync
+        sync.before_weight_gradients(self._vp_stage, partial(self._queue.weights, microbatch))
+        super().backward_weight(microbatch)
+        sync.after_weight_gradients(self._vp_stage)
 
-    @contextmanager
-    def _weight_gradients(self, brings: Mapping[int, int] | None) -> Iterator[None]:
-        """Around a W, with how many gradients it brings for each weight, or a BW."""
+    @property
+    def _sync(self) -> DataParallelSync:
         sync = self._iteration.sync
         assert sync is not None, "an evaluation has no backward"
-        sync.before_weight_gradients(self._vp_stage, brings)
-        yield
-        sync.after_weight_gradients(self._vp_stage)
+        return sync
 
 
 @dataclass
@@ -371,7 +374,7 @@ class ForwardBackward:
             stage = MegatronStage(iteration, vp_stage, split)
             stage.activation_memory = split.queue.activation_memory = self.activation_memory
             if iteration.sync is not None:
-                split.queue.on_gradient = partial(iteration.sync.gradient_came, vp_stage)
+                split.queue.on_gradient = iteration.sync.listener(vp_stage)
             stages[self._physical.stage(iteration.pp_rank, vp_stage)] = stage
         return stages
 
@@ -509,11 +512,15 @@ def _process_groups() -> Any:
     return groups
 
 
+def _timed(
+    config: Any, name: str, *, log_level: int, barrier: bool = False
+) -> AbstractContextManager[None]:
+    """One of Megatron's timers, where the user has asked for them."""
+    return NOTHING if config.timers is None else _timer(config, name, log_level, barrier)
+
+
 @contextmanager
-def _timed(config: Any, name: str, *, log_level: int, barrier: bool = False) -> Iterator[None]:
-    if config.timers is None:
-        yield
-        return
+def _timer(config: Any, name: str, log_level: int, barrier: bool) -> Iterator[None]:
     timer = config.timers(name, log_level=log_level)
     timer.start(barrier=barrier)
     yield

@@ -26,6 +26,8 @@ from megatron.core.tensor_parallel.layers import (
 from megatron_zb.runtime.weight_grad import WeightGradQueue
 
 _ARGUMENTS = list(inspect.signature(MegatronLinear.forward).parameters)[1:]
+# Of all arguments after the input, the weight and the bias.
+_NO_GRADIENTS = (None,) * (len(_ARGUMENTS) - 3)
 
 
 @dataclass
@@ -41,7 +43,9 @@ class SplitBackward:
     whole: list[torch.Tensor] = field(default_factory=list)
 
     def splits(self, weight: torch.Tensor) -> bool:
-        return weight.requires_grad and not any(weight is w for w in self.whole)
+        if self.whole and any(weight is w for w in self.whole):
+            return False
+        return weight.requires_grad
 
 
 def split_linear_layers(chunk: torch.nn.Module, split: SplitBackward) -> None:
@@ -65,10 +69,9 @@ def _forward(whole: Any, split: SplitBackward, **arguments: Any) -> torch.Tensor
     """``whole`` is Megatron's own forward, which serves where there is nothing to split."""
     if not split.splits(arguments["weight"]) or arguments.get("grad_output_buffer") is not None:
         return whole(**arguments)
-    values = {name: arguments.get(name) for name in _ARGUMENTS}
-    if values["tp_group"] is None:
-        values["tp_group"] = parallel_state.get_tensor_model_parallel_group()
-    return SplitLinear.apply(split, *values.values())
+    if arguments.get("tp_group") is None:
+        arguments["tp_group"] = parallel_state.get_tensor_model_parallel_group()
+    return SplitLinear.apply(split, *map(arguments.get, _ARGUMENTS))
 
 
 class SplitLinear(torch.autograd.Function):
@@ -91,16 +94,18 @@ class SplitLinear(torch.autograd.Function):
         grad_input = _input_gradient(ctx, grad_output, weight)
         grad_bias = grad_output.flatten(0, -2).sum(dim=0) if ctx.use_bias else None
         gather_group = ctx.tp_group if ctx.sequence_parallel else None
-        uses = ctx.split.queue.scratch.setdefault(id(weight), _Uses())
+        scratch = ctx.split.queue.scratch
+        uses = scratch.get(id(weight))
+        if uses is None:
+            uses = scratch[id(weight)] = _Uses()
         uses.left += 1
         call = _Call(ctx.gradient_accumulation_fusion, gather_group, ctx.main_grad, uses)
         add = partial(_add_weight_gradient, call, weight)
-        ctx.split.queue.defer(add, input_, grad_output, weights=[weight])
-        rest = [None] * (len(_ARGUMENTS) - 3)
-        return (None, grad_input, _placeholder(weight, ctx.split), grad_bias, *rest)
+        ctx.split.queue.defer(add, input_, grad_output, weights=(weight,))
+        return (None, grad_input, _placeholder(weight, ctx.split), grad_bias, *_NO_GRADIENTS)
 
 
-@dataclass
+@dataclass(slots=True)
 class _Uses:
     """The uses of one weight in one microbatch: multi-token prediction runs the output layer again.
 

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Protocol
 
 import torch
+from torch.autograd import Variable
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from megatron_zb.runtime.activation_memory import ActivationMemory
@@ -26,6 +27,26 @@ class Stage(Protocol):
 
     def backward_weight(self, microbatch: int) -> None:
         """W: what B has left."""
+
+
+def _backward(edge: GradientEdge, gradient: torch.Tensor | None) -> None:
+    """Run autograd from where an output was made.
+
+    ``torch.autograd.backward`` first looks at the gradient's shape in Python, in every pass. The
+    engine looks at it once more. Megatron calls the engine, too.
+    """
+    if gradient is None:
+        torch.autograd.backward(edge)  # makes the gradient of a loss
+        return
+    Variable._execution_engine.run_backward(
+        (edge,),
+        (gradient,),
+        False,  # keep_graph
+        False,  # create_graph
+        (),
+        allow_unreachable=True,
+        accumulate_grad=True,
+    )
 
 
 class AutogradStage:
@@ -64,15 +85,18 @@ class AutogradStage:
     def backward(self, microbatch: int, gradient: torch.Tensor | None) -> torch.Tensor | None:
         activation, edge = self._live.pop(microbatch)
         if edge is not None:
-            torch.autograd.backward(edge, gradient)
+            _backward(edge, gradient)
         if activation is None:
             return None
         self._release(activation)
         return activation.grad
 
     def backward_input(self, microbatch: int, gradient: torch.Tensor | None) -> torch.Tensor | None:
-        with self._weight_grads.collecting(microbatch):
+        self._weight_grads.begin(microbatch)
+        try:
             return self.backward(microbatch, gradient)
+        finally:
+            self._weight_grads.end()
 
     def backward_weight(self, microbatch: int) -> None:
         self._weight_grads.run(microbatch)

@@ -2,16 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
-from typing import Protocol
+from collections.abc import Iterable, Sequence
+from contextlib import AbstractContextManager, ExitStack, nullcontext
+from typing import Any, Protocol
 
 from megatron_zb.schedules.communication import Channel, Message
 from megatron_zb.schedules.passes import Pass
 
+NOTHING = nullcontext()
+"""For an observer that has nothing to do after a pass or a wait."""
+
 
 class Observer(Protocol):
-    """Is told around every pass and every wait for a message."""
+    """Is told around every pass and every wait for a message.
+
+    A context is entered as soon as it is made, so an observer may do in the call what comes before.
+    A generator under ``contextmanager`` takes the host microseconds in every pass: what looks on in
+    every training returns an object instead.
+    """
 
     def running(self, work: Pass) -> AbstractContextManager[None]:
         """Around a pass."""
@@ -26,21 +34,25 @@ class Observers:
     def __init__(self, observers: Sequence[Observer]) -> None:
         self._observers = tuple(observers)
 
-    @contextmanager
-    def running(self, work: Pass) -> Iterator[None]:
+    def running(self, work: Pass) -> AbstractContextManager[Any]:
         """Around a pass."""
-        with ExitStack() as stack:
-            for observer in self._observers:
-                stack.enter_context(observer.running(work))
-            yield
+        if not self._observers:
+            return NOTHING
+        return _entered(observer.running(work) for observer in self._observers)
 
-    @contextmanager
-    def waiting(self, channel: Channel, message: Message) -> Iterator[None]:
+    def waiting(self, channel: Channel, message: Message) -> AbstractContextManager[Any]:
         """Around the wait for a message."""
-        with ExitStack() as stack:
-            for observer in self._observers:
-                stack.enter_context(observer.waiting(channel, message))
-            yield
+        if not self._observers:
+            return NOTHING
+        return _entered(observer.waiting(channel, message) for observer in self._observers)
+
+
+def _entered(contexts: Iterable[AbstractContextManager[None]]) -> ExitStack:
+    """All of them, entered in this order and left in the other one."""
+    with ExitStack() as stack:
+        for context in contexts:
+            stack.enter_context(context)
+        return stack.pop_all()
 
 
 NOBODY = Observers(())

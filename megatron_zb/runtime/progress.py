@@ -11,12 +11,13 @@ import threading
 import time
 from collections import deque
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 
+from megatron_zb.runtime.observer import NOTHING
 from megatron_zb.runtime.whereabouts import (
     Phases,
     collective_of,
@@ -58,6 +59,31 @@ class Event(Protocol):
 _Situation = Pass | tuple[Channel, Message] | None
 
 
+class _Marked:
+    """A pass or a wait on a GPU: where it ends without an exception, it leaves a mark."""
+
+    __slots__ = ("_event", "_marks", "_situation")
+
+    def __init__(
+        self,
+        marks: deque[tuple[_Situation, Event]],
+        situation: _Situation,
+        event: type[Event],
+    ) -> None:
+        self._marks = marks
+        self._situation = situation
+        self._event = event
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        if kind is None:
+            event = self._event()
+            event.record()
+            self._marks.append((self._situation, event))
+
+
 class Progress:
     """Told by the executor, read by the watchdog's thread.
 
@@ -95,26 +121,19 @@ class Progress:
             self._host_in_step = False
             self._moved = time.monotonic()
 
-    @contextmanager
-    def running(self, work: Pass) -> Iterator[None]:
+    def running(self, work: Pass) -> AbstractContextManager[None]:
         """Around a pass."""
         self._passes.append(work)
-        with self._in(work):
-            yield
+        return self._in(work)
 
-    def waiting(self, channel: Channel, message: Message) -> Any:
+    def waiting(self, channel: Channel, message: Message) -> AbstractContextManager[None]:
         """Around the wait for a message."""
         return self._in((channel, message))
 
-    @contextmanager
-    def _in(self, situation: _Situation) -> Iterator[None]:
+    def _in(self, situation: _Situation) -> AbstractContextManager[None]:
         self._situation = situation
         self._moved = time.monotonic()
-        yield
-        if self._event is not None:
-            event = self._event()
-            event.record()
-            self._marks.append((situation, event))
+        return NOTHING if self._event is None else _Marked(self._marks, situation, self._event)
 
     @property
     def in_step(self) -> bool:

@@ -5,24 +5,19 @@ from __future__ import annotations
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from megatron_zb.runtime.activation_memory import ActivationMemory
 
 
-@dataclass(frozen=True)
-class WeightGradTask:
+class WeightGradTask(NamedTuple):
     """Weight gradients left to do in one go, and the tensors they keep alive until then."""
 
     compute: Callable[..., None]
     operands: tuple[torch.Tensor, ...]
     weights: tuple[torch.Tensor, ...]
-
-    def run(self) -> None:
-        self.compute(*self.operands)
 
 
 class WeightGradQueue:
@@ -41,17 +36,26 @@ class WeightGradQueue:
         self.activation_memory: ActivationMemory | None = None
         self.on_gradient: Callable[[torch.Tensor], None] | None = None
         self._microbatches: deque[tuple[int, deque[WeightGradTask]]] = deque()
+        self._without_graph = torch.no_grad()  # one for all W, as none runs inside another
 
     @contextmanager
     def collecting(self, microbatch: int) -> Iterator[None]:
         """Collect the weight gradients of the B that runs inside."""
-        self._microbatches.append((microbatch, deque()))
-        self.deferring = True
+        self.begin(microbatch)
         try:
             yield
         finally:
-            self.deferring = False
-            self.scratch = {}
+            self.end()
+
+    def begin(self, microbatch: int) -> None:
+        """Collect from here on, until :meth:`end`: a B begins."""
+        self._microbatches.append((microbatch, deque()))
+        self.deferring = True
+
+    def end(self) -> None:
+        """The B has ended, or failed."""
+        self.deferring = False
+        self.scratch = {}
 
     def defer(
         self,
@@ -82,16 +86,18 @@ class WeightGradQueue:
             oldest = self._microbatches[0][0] if self._microbatches else "none"
             raise RuntimeError(f"W of microbatch {microbatch} is due after that of {oldest}")
         _, tasks = self._microbatches.popleft()
-        with torch.no_grad():
+        memory, on_gradient = self.activation_memory, self.on_gradient
+        with self._without_graph:
             while tasks:
-                task = tasks.popleft()
-                task.run()
-                if self.activation_memory is not None:
-                    for tensor in task.operands:
-                        self.activation_memory.release(tensor)
-                if self.on_gradient is not None:
-                    for weight in task.weights:
-                        self.on_gradient(weight)
+                compute, operands, weights = tasks.popleft()
+                compute(*operands)
+                if memory is not None:
+                    for tensor in operands:
+                        memory.release(tensor)
+                del operands  # freed before the next task makes something as large
+                if on_gradient is not None:
+                    for weight in weights:
+                        on_gradient(weight)
 
     def __len__(self) -> int:
         return len(self._microbatches)
