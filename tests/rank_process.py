@@ -30,7 +30,7 @@ COLLECTIVE_TIMEOUT = timedelta(minutes=30)
 TRANSFORMER_ENGINE = Path(sys.prefix) / "transformer-engine"
 # In the environment of a rank process that is to have it.
 TRANSFORMER_ENGINE_WANTED = "TESTS_WITH_TRANSFORMER_ENGINE"
-# In the environment of a rank process whose messages obey no more than gloo's rules; see hostile.py.
+# In the environment of a rank process whose messages obey gloo's rules alone; see hostile.py.
 PLAIN_WANTED = "TESTS_WITH_PLAIN_MESSAGES"
 
 

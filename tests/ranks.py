@@ -136,8 +136,8 @@ class RankProcess:
 class RankPool:
     """`world_size` rank processes, started with the first case and again after a failed one.
 
-    With `transformer_engine` they have it, over stand-ins for its kernels: see te_stand_in.py. Their
-    messages obey the rules of a GPU, see hostile.py, unless they are `plain`.
+    With `transformer_engine` they have it, over stand-ins for its kernels: see te_stand_in.py.
+    Their messages obey the rules of a GPU, see hostile.py, unless they are `plain`.
     """
 
     def __init__(

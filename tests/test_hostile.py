@@ -89,7 +89,7 @@ def test_to_wait_for_the_device_with_a_receive_open_is_told_with_its_place(
     ranks: RankPools,
 ) -> None:
     ranks(2).run(synchronises, once_sent=True)
-    with pytest.raises(RankFailure, match="(?s)synchronize was called while .*in post_receive"):
+    with pytest.raises(RankFailure, match=r"(?s)synchronize was called while .*in post_receive"):
         ranks(2).run(synchronises, once_sent=False)
 
 

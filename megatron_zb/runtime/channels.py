@@ -38,9 +38,11 @@ def channels_of(placement: Placement) -> list[Channel]:
     return sorted(pairs)
 
 
-def _started(work: dist.Work | None) -> dist.Work:
-    assert work is not None  # None would mean that this rank is not in the group
-    return work
+class _Link(NamedTuple):
+    """The group of a channel, and the other rank in it."""
+
+    group: dist.ProcessGroup
+    peer: int
 
 
 class Channels:
@@ -69,7 +71,7 @@ class Channels:
         self._ranks = list(pipeline_ranks)
         me = self._ranks.index(dist.get_rank())
         mine = [channel for channel in channels_of(placement) if me in channel]
-        self._groups = self._new_groups(mine, backend, options or GroupOptions())
+        self._links = self._new_links(mine, me, backend, options or GroupOptions())
         self._prepare(torch.empty(0, device=device).device)
         self._connect(mine, me, device)
 
@@ -82,16 +84,18 @@ class Channels:
         self._receiving: Any = torch.cuda.Stream(device) if on_gpu else None
         self._enqueued: deque[torch.cuda.Event] = deque()
 
-    def _new_groups(
-        self, mine: Iterable[Channel], backend: str | None, options: GroupOptions
-    ) -> dict[Channel, dist.ProcessGroup]:
+    def _new_links(
+        self, mine: Iterable[Channel], me: int, backend: str | None, options: GroupOptions
+    ) -> dict[Channel, _Link]:
         """Make the groups of the channels to higher ranks, then of those to lower ranks."""
-        groups: dict[Channel, dist.ProcessGroup] = {}
+        links: dict[Channel, _Link] = {}
         for is_upward in (True, False):
             channels = [c for c in mine if (c.source < c.target) == is_upward]
-            members = [sorted((self._ranks[a], self._ranks[b])) for a, b in channels]
-            groups.update(zip(channels, new_groups(members, backend, options), strict=True))
-        return groups
+            pairs = [sorted((self._ranks[a], self._ranks[b])) for a, b in channels]
+            groups = new_groups(pairs, backend, options)
+            for channel, pair, group in zip(channels, pairs, groups, strict=True):
+                links[channel] = _Link(group, 1 - pair.index(self._ranks[me]))
+        return links
 
     def _connect(
         self, channels: Iterable[Channel], me: int, device: torch.device | str | int
@@ -101,13 +105,15 @@ class Channels:
             start = self._isend if channel.source == me else self._irecv
             start(channel, probe).wait()
 
-    def _isend(self, channel: Channel, tensor: torch.Tensor) -> dist.Work:
-        group = self._groups[channel]
-        return _started(dist.isend(tensor, self._ranks[channel.target], group=group))
+    # Straight to the group: what dist.isend does besides takes the host longer than the call.
 
-    def _irecv(self, channel: Channel, tensor: torch.Tensor) -> dist.Work:
-        group = self._groups[channel]
-        return _started(dist.irecv(tensor, self._ranks[channel.source], group=group))
+    def _isend(self, channel: Channel, tensor: torch.Tensor) -> dist.Work:
+        group, peer = self._links[channel]
+        return group.send([tensor], peer, 0)
+
+    def _irecv(self, channel: Channel, buffer: torch.Tensor) -> dist.Work:
+        group, peer = self._links[channel]
+        return group.recv([buffer], peer, 0)
 
     def _apart(self) -> AbstractContextManager[Any]:
         """Enqueue what is inside on the stream of the receives."""
@@ -143,6 +149,7 @@ class Channels:
         while len(pending) >= slots:
             pending[0][0].wait()
             self._forget(pending)
+        tensor = tensor.contiguous()
         if self.activation_memory is not None:
             self.activation_memory.hold(tensor)
         pending.append((self._isend(channel, tensor), tensor))
@@ -170,8 +177,8 @@ class Channels:
 
     def close(self) -> None:
         """Give the groups back; collective over the pipeline."""
-        for _, group in sorted(self._groups.items()):
-            dist.destroy_process_group(group)
+        for _, link in sorted(self._links.items()):
+            dist.destroy_process_group(link.group)
 
     def finish(self) -> None:
         """Wait for every send of this step; a step leaves no message behind."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
-from typing import Protocol, TypeAlias, cast
+from typing import Any, Protocol, TypeAlias, cast
 
 import torch
 
@@ -22,7 +22,6 @@ from megatron_zb.schedules.communication import (
     Take,
 )
 from megatron_zb.schedules.passes import PassKind
-from megatron_zb.schedules.relay import RELAY_KINDS
 
 AnyStage: TypeAlias = Stage | DistillationStage
 Allocate = Callable[[Message], torch.Tensor]
@@ -91,25 +90,24 @@ class Execution:
         self._outgoing: torch.Tensor | None = None
 
     def run(self, instructions: Iterable[Instruction]) -> None:
-        channels = self._channels
+        """Carry out instructions in their order."""
+        channels, waiting, here = self._channels, self._observer.waiting, self._here
         for instruction in instructions:
-            if isinstance(instruction, Receive):
-                self._post_receive(*instruction)
-            elif isinstance(instruction, Take):
-                with self._observer.waiting(instruction.channel, instruction.message):
-                    taken = channels.take(instruction.message)
-                if not instruction.message.is_credit:
-                    self._here[instruction.message] = taken
+            kind = type(instruction)
+            if kind is Run:
+                self._run_pass(cast(Run, instruction))
+                continue
+            channel, message = cast(Receive | Take | Send, instruction)
+            if kind is Take:
+                with waiting(channel, message):
+                    taken = channels.take(message)
+                if not message.is_credit:
+                    here[message] = taken
                 del taken
-            elif isinstance(instruction, Send):
-                if instruction.message.is_credit:
-                    self._outgoing = self._allocate(instruction.message).zero_()
-                outgoing, self._outgoing = self._outgoing, None
-                assert outgoing is not None
-                channels.send(instruction.channel, outgoing, self._send_slots)
-                del outgoing
+            elif kind is Send:
+                channels.send(channel, self._next_outgoing(message), self._send_slots)
             else:
-                self._run_pass(instruction)
+                self._post_receive(channel, message)
 
     def _post_receive(self, channel: Channel, message: Message) -> None:
         allocate = partial(self._allocate, message)
@@ -119,45 +117,35 @@ class Execution:
         with self._observer.waiting(channel, message):
             self._channels.post_receive(channel, message, allocate)
 
+    def _next_outgoing(self, message: Message) -> torch.Tensor:
+        if message.is_credit:
+            return self._allocate(message).zero_()
+        outgoing, self._outgoing = self._outgoing, None
+        assert outgoing is not None, f"nothing has been made to send as {message}"
+        return outgoing
+
     def _run_pass(self, run: Run) -> None:
         self._channels.between_passes()
-        with self._observer.running(run.work):
-            result = _run_pass(run, self._stages, self._here)
-        if run.makes_local:
-            assert run.makes is not None
-            self._here[run.makes] = result
-        else:
-            self._outgoing = result if run.makes is not None else None
+        work, reads, makes, makes_local = run
+        kind, stage, microbatch = work
+        with self._observer.running(work):
+            received = self._here.pop(reads) if reads is not None else None
+            result = _COMPUTE[kind](self._stages[stage], microbatch, received)
+        if makes_local:
+            self._here[cast(Message, makes)] = result
+        elif makes is not None:
+            self._outgoing = result
 
 
-def _run_pass(
-    run: Run,
-    stages: Mapping[int, AnyStage],
-    here: dict[Message, torch.Tensor | None],
-) -> torch.Tensor | None:
-    kind, stage_index, microbatch = run.work
-    if kind in RELAY_KINDS:
-        return _run_relay_pass(run, cast(DistillationStage, stages[stage_index]), here)
-    stage = cast(Stage, stages[stage_index])
-    if kind is PassKind.W:
-        stage.backward_weight(microbatch)
-        return None
-    received = here.pop(run.reads) if run.reads is not None else None
-    if kind is PassKind.F:
-        return stage.forward(microbatch, received)
-    if kind is PassKind.B:
-        return stage.backward_input(microbatch, received)
-    return stage.backward(microbatch, received)
+_Compute: TypeAlias = Callable[[Any, int, torch.Tensor | None], torch.Tensor | None]
 
-
-def _run_relay_pass(
-    run: Run, stage: DistillationStage, here: dict[Message, torch.Tensor | None]
-) -> torch.Tensor | None:
-    kind, _, number = run.work
-    if kind is PassKind.T:
-        return stage.teach(number, here.pop(run.reads) if run.reads is not None else None)
-    if kind is PassKind.S:
-        stage.study(number)
-    else:
-        stage.update(number)
-    return None
+# What a stage does for each kind of pass; W, S and U read no message and make none.
+_COMPUTE: dict[PassKind, _Compute] = {
+    PassKind.F: lambda stage, microbatch, received: stage.forward(microbatch, received),
+    PassKind.B: lambda stage, microbatch, received: stage.backward_input(microbatch, received),
+    PassKind.BW: lambda stage, microbatch, received: stage.backward(microbatch, received),
+    PassKind.W: lambda stage, microbatch, _: stage.backward_weight(microbatch),
+    PassKind.T: lambda stage, microbatch, received: stage.teach(microbatch, received),
+    PassKind.S: lambda stage, microbatch, _: stage.study(microbatch),
+    PassKind.U: lambda stage, step, _: stage.update(step),
+}

@@ -61,7 +61,7 @@ def new_groups(
 
 
 def _timeout_of_job() -> timedelta | None:
-    """Return what ``init_process_group`` was told; None, for torch's default, if it does not say."""
+    """Return what ``init_process_group`` was told, None for torch's default."""
     world: Any = dist.group.WORLD
     for device in world._device_types:
         options = getattr(world._get_backend(device), "options", None)

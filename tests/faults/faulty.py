@@ -95,10 +95,11 @@ def install(struck: Struck) -> None:
     from megatron_zb.runtime import executor
     from megatron_zb.schedules import interchange
     from megatron_zb.schedules.communication import Run
+    from megatron_zb.schedules.passes import PassKind
     from megatron_zb.training import checkpoint, data, loop
 
     run = ForwardBackward._run
-    run_pass = executor._run_pass
+    compute = dict(executor._COMPUTE)
     count = [0]
 
     def counted_run(self: Any, iteration: Any, program: Any, allocate: Any) -> None:
@@ -115,9 +116,12 @@ def install(struck: Struck) -> None:
             if struck.number is not None:
                 iteration.model[0].buffers[0].grad_data[0] = struck.number
 
-    def counted_pass(at: Run, *rest: Any) -> Any:
-        struck.before_pass(at.work.kind.value[0], count[0])
-        return run_pass(at, *rest)
+    def counted(kind: PassKind) -> Callable[..., Any]:
+        def counted_pass(*arguments: Any) -> Any:
+            struck.before_pass(kind.value[0], count[0])
+            return compute[kind](*arguments)
+
+        return counted_pass
 
     def before(original: Callable[..., Any], phase: str) -> Callable[..., Any]:
         def called(*args: Any, **keywords: Any) -> Any:
@@ -133,7 +137,7 @@ def install(struck: Struck) -> None:
         return from_csv(path.with_suffix(".altered") if struck.altered else path, name=path.name)
 
     ForwardBackward._run = counted_run  # type: ignore[method-assign]
-    executor._run_pass = counted_pass  # type: ignore[assignment]
+    executor._COMPUTE.update({kind: counted(kind) for kind in compute})
     loop._update = before(loop._update, "optimizer step")
     data._collate = before(data._collate, "data")
     save = checkpoint.dist_checkpointing.save
