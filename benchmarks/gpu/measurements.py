@@ -229,7 +229,7 @@ def _run(measurement: Measurement, device: str, left: float) -> dict[str, Any]:
     found = _last_json(output)
     reason = None
     if status is None:
-        reason = f"it took more than {limit:.3g} s"
+        reason = f"it took more than {limit:.0f} s"
     elif status:
         reason = f"with exit status {status}"
     elif found is None:
