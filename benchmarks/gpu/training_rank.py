@@ -1,4 +1,3 @@
-#!/usr/bin/env python3
 """One rank of the small GPT that one_gpu_training.py trains; that script starts it.
 
 Every rank uses the first GPU, or the CPU. Writes what it found to a file, as JSON.
