@@ -146,6 +146,25 @@ def test_what_hangs_is_killed_with_its_processes_and_the_next_one_runs(
     assert ends(found["hangs"]["found"]["child"])
 
 
+def test_who_is_terminated_leaves_nothing_behind(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / "process"
+    program = f"""
+import os, signal, time
+open({str(file)!r}, "w").write(str(os.getpid()))
+os.kill(os.getppid(), signal.SIGTERM)
+time.sleep(60)
+"""
+    usual = signal.getsignal(signal.SIGTERM)
+    try:
+        with pytest.raises(SystemExit):
+            measured(tmp_path, {"terminates": program}, monkeypatch)
+    finally:
+        signal.signal(signal.SIGTERM, usual)
+    assert ends(int(file.read_text()))
+
+
 def ends(process: int) -> bool:
     """Whether a process that is no child of this one is gone, or a zombie, within a moment."""
     for _ in range(100):

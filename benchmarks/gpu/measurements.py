@@ -111,6 +111,7 @@ def main() -> int:
     if problem is not None:
         print(f"run_all.sh: error: {problem}", file=sys.stderr)
         return 2
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # kills what runs
     begin = time.monotonic()
     results: dict[str, Any] = {"machine": _machine(args.device), "commit": _commit()}
     results["measurements"] = {}
