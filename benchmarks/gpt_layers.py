@@ -49,9 +49,17 @@ class FlashAttention(MegatronModule):
 
 
 def configuration(
-    sizes: LayerSizes, layers: int, dtype: torch.dtype, device: torch.device, implementation: str
+    sizes: LayerSizes,
+    layers: int,
+    dtype: torch.dtype,
+    device: torch.device,
+    implementation: str,
+    **more: Any,
 ) -> TransformerConfig:
-    """A gated MLP, rotary positions, no biases and no dropout, nothing fused by a compiler."""
+    """A gated MLP, rotary positions, no biases and no dropout, nothing fused by a compiler.
+
+    ``more`` goes to Megatron's config as it is, such as the pipeline's sizes.
+    """
     return TransformerConfig(
         num_layers=layers,
         hidden_size=sizes.hidden,
@@ -77,6 +85,7 @@ def configuration(
         masked_softmax_fusion=False,
         apply_rope_fusion=False,
         persist_layer_norm=False,
+        **more,
     )
 
 
@@ -97,8 +106,9 @@ def build(
     *,
     embedding: bool = False,
     output_layer: bool = False,
+    vp_stage: int | None = None,
 ) -> GPTModel:
-    """One model chunk with all layers of its config, as ``prepare_model`` takes it."""
+    """One model chunk as ``prepare_model`` takes it, with the layers that its config gives it."""
     chunk = GPTModel(
         config=config,
         transformer_layer_spec=_specification(implementation),
@@ -108,6 +118,7 @@ def build(
         post_process=output_layer,
         share_embeddings_and_output_weights=False,
         position_embedding_type="rope",
+        vp_stage=vp_stage,
     )
     return chunk.to(device=device, dtype=config.params_dtype)
 

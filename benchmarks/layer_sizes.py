@@ -38,7 +38,9 @@ ON_GPU = LayerSizes(hidden=4096, heads=32, ffn_hidden=11008, seq_length=4096, mi
 ON_CPU = LayerSizes(hidden=512, heads=8, ffn_hidden=1376, seq_length=512, micro_batch_size=1)
 
 
-def add_options(parser: argparse.ArgumentParser, on_cpu: LayerSizes = ON_CPU) -> None:
+def add_options(
+    parser: argparse.ArgumentParser, on_cpu: LayerSizes = ON_CPU, on_gpu: LayerSizes = ON_GPU
+) -> None:
     """``--hidden`` and its like; :func:`chosen` reads them."""
     meanings = {
         "hidden": "hidden size",
@@ -52,20 +54,23 @@ def add_options(parser: argparse.ArgumentParser, on_cpu: LayerSizes = ON_CPU) ->
             f"--{name.replace('_', '-')}",
             type=at_least_one,
             metavar="N",
-            help=f"{meaning} (default {getattr(ON_GPU, name)} on a GPU, "
+            help=f"{meaning} (default {getattr(on_gpu, name)} on a GPU, "
             f"{getattr(on_cpu, name)} on a CPU)",
         )
 
 
 def chosen(
-    args: argparse.Namespace, device: torch.device, on_cpu: LayerSizes = ON_CPU
+    args: argparse.Namespace,
+    device: torch.device,
+    on_cpu: LayerSizes = ON_CPU,
+    on_gpu: LayerSizes = ON_GPU,
 ) -> LayerSizes:
     """The sizes of these options, with the device's defaults for those not given.
 
     Raises:
         UsageError: the heads do not divide the hidden size.
     """
-    defaults = ON_GPU if device.type == "cuda" else on_cpu
+    defaults = on_gpu if device.type == "cuda" else on_cpu
     values = {}
     for field in fields(LayerSizes):
         given = getattr(args, field.name, None)

@@ -28,9 +28,6 @@ from megatron_zb.schedules.communication import Channel, Message
 
 ROOT = Path(__file__).resolve().parents[1]
 BENCHMARKS = ROOT / "benchmarks"
-RUN_ALL = BENCHMARKS / "gpu" / "run_all.sh"
-sys.path.append(str(BENCHMARKS / "gpu"))
-import measurements  # noqa: E402
 
 TINY = "--device cpu --hidden 32 --heads 4 --ffn-hidden 48 --seq-length 16".split()
 SIZES = LayerSizes(hidden=32, heads=4, ffn_hidden=48, seq_length=16, micro_batch_size=1)
@@ -85,7 +82,7 @@ def test_ranks_are_replayed_and_compared_with_the_simulator() -> None:
         assert 0 <= result["peak_bytes"] - result["simulated_bytes"] <= 8 * message
 
 
-@pytest.mark.parametrize("script", ["split_backward.py", "rank_memory.py", "gpu/measurements.py"])
+@pytest.mark.parametrize("script", ["split_backward.py", "rank_memory.py"])
 def test_help(script: str) -> None:
     done = benchmark(script, "--help")
     assert done.returncode == 0
@@ -179,77 +176,6 @@ def test_layers_of_transformer_engine_are_measured_alike(ranks: RankPools) -> No
     pool = ranks(1, transformer_engine=True)
     ((after_forward, after_backward, after_weights),) = pool.run(transformer_engine_layers)
     assert after_forward > after_backward > after_weights == 0
-
-
-@pytest.mark.parametrize(
-    ("arguments", "sentence"),
-    [
-        ("", "give --pack FOLDER where there is a network, or --output FILE on the GPU machine"),
-        ("--output", "--output needs a value, see --help"),
-        ("--fast", "--fast is not an option of this script, see --help"),
-        (
-            "--pack f --output o",
-            "--pack goes alone: give --carried and --output on the GPU machine",
-        ),
-        ("--pack f --for 3", "--for 3 is not a version of Python such as 3.12"),
-        ("--pack /", "/ is not empty: give --pack a new folder"),
-        ("--output o --device tpu", "--device tpu is neither cuda nor cpu"),
-        ("--output o --python no-python", "no-python is not a Python: give --python COMMAND"),
-    ],
-)
-def test_run_all_refuses_in_one_sentence(arguments: str, sentence: str) -> None:
-    done = call(RUN_ALL, "--python", sys.executable, *arguments.split())
-    assert (done.returncode, done.stderr) == (2, f"run_all.sh: error: {sentence}\n")
-
-
-def test_run_all_has_help_and_wants_what_was_packed(tmp_path: Path) -> None:
-    assert "usage: benchmarks/gpu/run_all.sh" in call(RUN_ALL, "--help").stdout
-    done = call(RUN_ALL, "--output", "o", "--carried", tmp_path)
-    assert done.returncode == 2
-    assert "was not made by --pack: there is no megatron in it" in done.stderr
-
-
-@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
-def test_run_all_needs_a_gpu(tmp_path: Path) -> None:
-    done = call(RUN_ALL, "--python", sys.executable, "--output", tmp_path / "results.json")
-    assert done.returncode == 2
-    assert "sees no GPU here: --device cpu tries it out without one" in done.stderr
-
-
-def test_run_all_keeps_what_was_measured_and_says_what_failed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    programs = {
-        "good": """print("a table"); print('{"ratio": 1.0}')""",
-        "broken": "raise RuntimeError('out of memory')",
-        "silent": "print('no figures')",
-        "slow": "import time; print('working', flush=True); time.sleep(30)",
-    }
-    runs = []
-    for name, program in programs.items():
-        (tmp_path / f"{name}.py").write_text(program)
-        runs.append(measurements.Measurement(name, f"{name}.py", "", 3, ""))
-    output = tmp_path / "results.json"
-    monkeypatch.setattr(measurements, "MEASUREMENTS", runs)
-    monkeypatch.setattr(measurements, "BENCHMARKS", tmp_path)
-    monkeypatch.setattr(sys, "argv", ["m", "--device", "cpu", "--output", str(output)])
-    assert measurements.main() == 1
-    found = json.loads(output.read_text())["measurements"]
-    assert found["good"].pop("wall_seconds") >= 0
-    assert found == {
-        "good": {"ratio": 1.0},
-        "broken": {
-            "failed": "with exit status 1",
-            "last_line": "RuntimeError: out of memory",
-        },
-        "silent": {"failed": "its last line is not JSON", "last_line": "no figures"},
-        "slow": {"failed": "it took more than 3 s", "last_line": "working"},
-    }
-    assert "==> slow failed, it took more than 3 s: working" in capsys.readouterr().err
-
-
-def test_all_measurements_together_take_less_than_eight_minutes() -> None:
-    assert sum(m.limit_seconds for m in measurements.MEASUREMENTS) < 8 * 60
 
 
 def tables_of_results() -> dict[str, list[str]]:

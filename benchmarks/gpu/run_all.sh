@@ -7,26 +7,34 @@ usage() {
 usage: benchmarks/gpu/run_all.sh --pack FOLDER [--for VERSION] [--with-numpy] [--python COMMAND]
        benchmarks/gpu/run_all.sh --output FILE.json [--carried FOLDER] [--device cpu] [--python COMMAND]
 
-Runs benchmarks/split_backward.py and benchmarks/rank_memory.py on a machine with one GPU, in less than
-8 minutes, and writes one JSON file. That machine needs a torch that sees its GPU and this repository,
-but no network and no installation: what else is needed is packed before, where there is a network, and
-carried there. Transformer-Engine is measured too where it is installed.
+Asks a machine with one GPU what CI cannot answer, in less than 8 minutes, and writes one JSON file:
+
+  1. benchmarks/gpu/queues.py, with 1 and 8 hardware queues, with lazy and eager loading of kernels:
+     what stands still while a kernel spins, as a receive does until its message comes?
+  2. benchmarks/gpu/one_gpu_training.py, with lazy and eager loading: do two and four ranks that share
+     the GPU train to the losses of Megatron's own schedule, and to the end?
+  3. benchmarks/split_backward.py and benchmarks/rank_memory.py: time and allocated memory of the split
+     backward and of every rank. Transformer-Engine is measured, too, where it can be imported.
+
+Each has a time limit; one that hangs is killed with all its processes, and the next one begins. That
+machine needs a torch that sees its GPU and this repository, but no network and no installation: what
+else is needed is packed before, where there is a network, and carried there.
 
   1. with a network:   benchmarks/gpu/run_all.sh --pack FOLDER --for 3.12
   2. on the GPU:       benchmarks/gpu/run_all.sh --carried FOLDER --output results.json
 
 options:
-  --pack FOLDER      put megatron-core and what it imports into a new FOLDER (some 30 MiB)
+  --pack FOLDER      put megatron-core and what is imported with it into a new FOLDER (some 10 MiB)
   --for VERSION      the GPU machine's Python, such as 3.12 (default: the version of --python)
-  --with-numpy       pack numpy, too, for a machine whose torch has none
-  --carried FOLDER   what was packed; not needed where megatron-core and rich are installed
+  --with-numpy       pack numpy, too, for a machine whose torch has none (some 20 MiB more)
+  --carried FOLDER   what was packed; not needed where this repository and megatron-core are installed
   --output FILE      where the results go; what has been measured is in it if the rest fails
   --device cpu       tiny sizes on a CPU instead: says whether all this works, and nothing about a GPU
   --python COMMAND   the Python to use, the one that has torch on the GPU machine (default python3)
   -h, --help         this text
 
-Ends with exit status 0 only when every benchmark has been measured, 1 when one has failed, and 2 when
-nothing could be started.
+Ends with exit status 0 only when every benchmark has been measured and every training was right, 1 when
+one was not, and 2 when nothing could be started.
 END
 }
 
@@ -35,8 +43,13 @@ root=$(cd "$(dirname "${BASH_SOURCE[0]}")/../.." && pwd)
 source "$root/scripts/_environment.sh"
 
 # Only what is imported, without what it asks for besides: torch is on the machine.
-packages=(megatron-core einops packaging psutil rich markdown-it-py mdurl pygments)
+packages=(megatron-core einops packaging psutil rich markdown-it-py mdurl pygments
+    pydantic pydantic-core annotated-types typing-extensions typing-inspection pyyaml)
+archive=packages.tar.gz
 largest=60 # MiB
+
+scratch=$(mktemp -d)
+trap 'rm -rf "$scratch"' EXIT
 
 # version_of COMMAND: prints the version of a Python, such as 3.12.
 version_of() {
@@ -65,17 +78,20 @@ platforms() {
 
 # pack PYTHON FOLDER VERSION: fills FOLDER.
 pack() {
-    local python=$1 folder=$2 version=$3 options size
+    local python=$1 folder=$2 version=$3 options size tree
     [[ $version =~ ^3\.[0-9]+$ ]] || fail "--for $version is not a version of Python such as 3.12"
     [[ ! -e $folder || -z $(ls -A "$folder") ]] || fail "$folder is not empty: give --pack a new folder"
     mapfile -t options < <(platforms)
+    tree=$scratch/packages
     say "packing ${packages[*]} for Python $version into $folder"
     "$python" -m pip install --quiet --disable-pip-version-check --no-input --no-deps --no-compile \
         --only-binary=:all: --implementation cp --python-version "$version" "${options[@]}" \
         --ignore-requires-python \
-        --constraint "$(pins_for "$version")" --target "$folder" "${packages[@]}" </dev/null \
+        --constraint "$(pins_for "$version")" --target "$tree" "${packages[@]}" </dev/null \
         || fail "pip could not get the packages for Python $version: its own message says why"
-    rm -rf "${folder:?}/bin"
+    rm -rf "${tree:?}/bin"
+    mkdir -p "$folder"
+    tar --create --gzip --file "$folder/$archive" --directory "$tree" .
     size=$(du -sm "$folder" | cut -f 1)
     ((size <= largest)) || fail "$folder has $size MiB, more than the $largest that are meant to be carried"
     say "$folder has $size MiB"
@@ -115,10 +131,14 @@ fi
 version_of "$python" >/dev/null
 path=$root
 if [[ -n $carried ]]; then
-    [[ -d $carried/megatron ]] || fail "$carried was not made by --pack: there is no megatron in it"
-    path=$(cd "$carried" && pwd):$root
+    [[ -f $carried/$archive ]] || fail "$carried was not made by --pack: there is no $archive in it"
+    mkdir "$scratch/packages"
+    tar --extract --gzip --file "$carried/$archive" --directory "$scratch/packages" \
+        || fail "$carried/$archive is damaged: pack it again"
+    "$python" -m compileall -q -j 0 "$scratch/packages" || true # saves every process that time
+    path=$scratch/packages:$root
 fi
 
 # No fusing by a compiler, for there may be none on the machine.
 export PYTHONPATH=$path${PYTHONPATH:+:$PYTHONPATH} PYTHONDONTWRITEBYTECODE=1 TORCHDYNAMO_DISABLE=1
-exec "$python" "$root/benchmarks/gpu/measurements.py" --device "$device" --output "$output"
+"$python" "$root/benchmarks/gpu/measurements.py" --device "$device" --output "$output"

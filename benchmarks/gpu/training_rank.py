@@ -1,0 +1,240 @@
+"""One rank of the small GPT that one_gpu_training.py trains; that script starts it.
+
+Every rank uses the first GPU, or the CPU. Writes what it found to a file, as JSON.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import hashlib
+import json
+import os
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from datetime import timedelta
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+sys.path.append(str(Path(__file__).resolve().parents[1]))
+
+import torch
+import torch.distributed as dist
+from layer_sizes import LOCAL, LayerSizes
+from one_device import DTYPES
+
+SEED = 7
+LEARNING_RATE = 0.1
+
+Batch = tuple[torch.Tensor, torch.Tensor]
+
+
+@dataclass(frozen=True)
+class Job:
+    """One training, the same on all its ranks.
+
+    Without a ``schedule`` it is Megatron's own, on one rank. ``host_memory`` sends messages as
+    ranks of one GPU must. After ``stacks_after_seconds`` a rank prints where its threads are.
+    """
+
+    ranks: int
+    schedule: str | None
+    layers: int
+    microbatches: int
+    steps: int
+    dtype: str
+    device: str
+    host_memory: bool
+    stacks_after_seconds: float
+    sizes: LayerSizes
+
+    @classmethod
+    def of_text(cls, text: str) -> Job:
+        values = json.loads(text)
+        return cls(**{**values, "sizes": LayerSizes(**values["sizes"])})
+
+
+def main() -> None:
+    job, rank, folder = Job.of_text(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3])
+    faulthandler.dump_traceback_later(job.stacks_after_seconds)
+    _start(job, rank, folder)
+    found = train(job, rank)
+    dist.barrier()  # a rank that leaves takes its connections along
+    (folder / f"rank{rank}.json").write_text(json.dumps(found), encoding="utf-8")
+    faulthandler.cancel_dump_traceback_later()
+
+
+def _start(job: Job, rank: int, folder: Path) -> None:
+    """Join the other ranks over gloo, which does not mind that they share a device."""
+    if job.device == "cpu":
+        from megatron_zb.megatron.cpu import run_on_cpu
+
+        run_on_cpu()
+        torch.set_num_threads(1)
+    else:
+        torch.cuda.set_device(0)
+    dist.init_process_group(
+        "gloo",
+        init_method=f"file://{folder / 'meeting_point'}",
+        rank=rank,
+        world_size=job.ranks,
+        timeout=timedelta(minutes=8),
+    )
+
+
+def train(job: Job, rank: int) -> dict[str, Any]:
+    """The losses of all microbatches of every step, and the weights after the last one."""
+    import gpt_layers
+    from megatron.core.pipeline_parallel.schedules import get_forward_backward_func
+
+    adapter = _adapter(job)
+    _make_parallel_groups(job, adapter)
+    chunks = _build_chunks(job, adapter, rank)
+    models = [gpt_layers.with_main_grads(chunk) for chunk in chunks]
+    function = adapter.forward_backward_func if adapter else get_forward_backward_func()
+    losses, seconds = [], []
+    for step in range(job.steps):
+        begin = time.perf_counter()
+        data = [_batches(job, step) for _ in models]
+        records = function(
+            forward_step_func=partial(_forward_step, job),
+            data_iterator=data if len(models) > 1 else data[0],
+            model=models if len(models) > 1 else models[0],
+            num_microbatches=job.microbatches,
+            seq_length=job.sizes.seq_length,
+            micro_batch_size=job.sizes.micro_batch_size,
+        )
+        _update(models)
+        losses.append([float(record["loss"]) for record in records])
+        torch.cuda.synchronize()
+        seconds.append(time.perf_counter() - begin)
+    if adapter is not None:
+        adapter.forward_backward_func.close()
+    return {"losses": losses, "step_seconds": seconds, "weights": _digests(chunks)}
+
+
+def _adapter(job: Job) -> Any:
+    """The schedule as a training script has it; None for Megatron's own."""
+    if job.schedule is None:
+        return None
+    from megatron_zb.megatron import forward_backward
+    from megatron_zb.megatron.adapter import PipelineAdapter
+    from megatron_zb.megatron.placement import Layers
+
+    if job.host_memory:
+        from host_memory_channels import HostMemoryChannels
+
+        forward_backward.Channels = HostMemoryChannels  # type: ignore[misc]
+    return PipelineAdapter.create(
+        job.schedule,
+        pipeline_size=job.ranks,
+        num_microbatches=job.microbatches,
+        layers=Layers(job.layers),
+    )
+
+
+def _make_parallel_groups(job: Job, adapter: Any) -> None:
+    from megatron.core import parallel_state
+    from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
+
+    more: dict[str, Any] = {}
+    if adapter is not None and adapter.embedding_ranks is not None:
+        choose = adapter.embedding_ranks
+        more["get_embedding_ranks"] = lambda ranks, _=None: choose(ranks)
+    parallel_state.initialize_model_parallel(
+        pipeline_model_parallel_size=job.ranks,
+        virtual_pipeline_model_parallel_size=adapter.virtual_pipeline_size if adapter else None,
+        create_gloo_process_groups=False,
+        **more,
+    )
+    model_parallel_cuda_manual_seed(SEED)
+
+
+def _build_chunks(job: Job, adapter: Any, rank: int) -> list[Any]:
+    """The model chunks of a rank, whose weights depend on their place in the model alone."""
+    import gpt_layers
+
+    from megatron_zb.megatron.initialisation import initialise_by_global_name
+
+    device = torch.device(job.device)
+    config = gpt_layers.configuration(
+        job.sizes,
+        job.layers,
+        DTYPES[job.dtype],
+        device,
+        LOCAL,
+        pipeline_model_parallel_size=job.ranks,
+        virtual_pipeline_model_parallel_size=adapter.virtual_pipeline_size if adapter else None,
+        pipeline_model_parallel_layout=adapter.layer_layout if adapter else None,
+        deallocate_pipeline_outputs=True,
+    )
+    count = adapter.chunks if adapter else 1
+    chunks = [
+        gpt_layers.build(
+            config,
+            job.sizes,
+            LOCAL,
+            device,
+            embedding=adapter.pre_process(rank, chunk) if adapter else True,
+            output_layer=adapter.post_process(rank, chunk) if adapter else True,
+            vp_stage=chunk if count > 1 else None,
+        )
+        for chunk in range(count)
+    ]
+    initialise_by_global_name(chunks, config, SEED)
+    if adapter is not None:
+        adapter.prepare_model(chunks)
+    return chunks
+
+
+def _batches(job: Job, step: int) -> Iterator[Batch]:
+    """Tokens and labels that depend on step and microbatch alone."""
+    shape = (job.sizes.micro_batch_size, job.sizes.seq_length + 1)
+    for microbatch in range(job.microbatches):
+        generator = torch.Generator().manual_seed(1000 * step + microbatch)
+        tokens = torch.randint(job.sizes.vocabulary, shape, generator=generator).to(job.device)
+        yield tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
+
+
+def _forward_step(job: Job, batches: Iterator[Batch], model: Any) -> tuple[torch.Tensor, Any]:
+    """One microbatch through a chunk; Megatron's own loss would ask a group of one rank."""
+    tokens, labels = next(batches)
+    return model(tokens, None, None), partial(_loss, labels)
+
+
+def _loss(labels: torch.Tensor, logits: torch.Tensor) -> tuple[torch.Tensor, dict[str, Any]]:
+    flat = logits.float().view(-1, logits.size(-1))
+    loss = torch.nn.functional.cross_entropy(flat, labels.view(-1))
+    return loss, {"loss": loss.detach().clone()}
+
+
+def _update(models: list[Any]) -> None:
+    """A step against the gradients, which is enough for the next losses to depend on them."""
+    with torch.no_grad():
+        for model in models:
+            for weight in model.parameters():
+                weight.copy_(weight.float() - LEARNING_RATE * weight.main_grad)
+            model.zero_grad_buffer()
+
+
+def _digests(chunks: list[Any]) -> dict[str, str]:
+    """A hash of every weight's bytes, by its name in the whole model."""
+    from megatron_zb.megatron.initialisation import global_parameters
+
+    found = {}
+    for chunk in chunks:
+        for name, weight in global_parameters(chunk).items():
+            content = weight.detach().cpu().contiguous().view(-1).view(torch.uint8)
+            found[name] = hashlib.sha256(content.numpy().data).hexdigest()
+    return found
+
+
+if __name__ == "__main__":
+    try:
+        main()
+    except BaseException:  # a thread that receives would keep the process for ever
+        sys.excepthook(*sys.exc_info())
+        sys.stderr.flush()
+        os._exit(1)
