@@ -295,14 +295,17 @@ class PipelineAdapter:
         timeline = simulate(self.schedule, self.costs)
         return timeline.bubble_rate_in_a_row if self._in_a_row else timeline.bubble_rate
 
-    def _build_program(self, num_microbatches: int, forward_only: bool) -> Program:
+    def _build_program(
+        self, num_microbatches: int, forward_only: bool, waits_to_receive: bool
+    ) -> Program:
         schedule = self.schedule
         if num_microbatches != schedule.num_microbatches:
             name = schedule.name if schedule.name in catalog.names() else _SUBSTITUTE
             schedule = self._built(name, num_microbatches, self.costs)
         if forward_only:
             schedule = schedule.forwards()
-        return lower(schedule, simulate(schedule, self.costs))
+        timeline = simulate(schedule, self.costs)
+        return lower(schedule, timeline, waits_to_receive=waits_to_receive)
 
     def _built(self, name: str, num_microbatches: int, costs: Costs) -> Schedule:
         placement = self.schedule.placement

@@ -163,15 +163,15 @@ class _Start:
 class ForwardBackward:
     """A pipeline schedule with the calling contract of Megatron's ``forward_backward_func``.
 
-    ``program_for(num_microbatches, forward_only)`` gives the program to run. The channels to other
-    ranks are made at the first call, which is collective over the pipeline group. With
+    ``program_for(num_microbatches, forward_only, variable_shapes)`` gives the program. The channels
+    to other ranks are made at the first call, which is collective over the job. With
     ``post_validation``, a step that finds the optimizer's last one not validated sees to that.
     """
 
     def __init__(
         self,
         physical: PhysicalPlacement,
-        program_for: Callable[[int, bool], Program],
+        program_for: Callable[[int, bool, bool], Program],
         splits: list[SplitBackward],
     ) -> None:
         self._physical = physical
@@ -224,7 +224,8 @@ class ForwardBackward:
         config = get_model_config(chunks[0])
         if not forward_only:
             self._before_training_step(num_microbatches)
-        program = self._program_for(num_microbatches, forward_only)
+        variable = bool(config.variable_seq_lengths)
+        program = self._program_for(num_microbatches, forward_only, variable)
         refuse_what_is_not_served(config, adjust_tensor_shapes_fn, program.schedule.name)
         groups = pg_collection or _process_groups()
         iteration = Iteration(

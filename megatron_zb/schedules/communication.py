@@ -3,9 +3,9 @@
 A GPU may make the host wait for everything that it has enqueued, at any moment, and may hold up all
 kernels behind one that waits. A program is safe there if it finishes when every send and every
 receive is a blocking rendezvous at its place. So the programs of all ranks are projections of one
-total order: a message comes after the pass that makes it and before everything that starts later,
-and stands in the programs of its sender and of its reader at that place. The first event of the
-order that has not happened can always happen. :func:`lower` replays what it made, to prove it.
+total order, in which a message comes right after the pass that makes it and stands in the programs
+of its sender and of its reader at that place. The first event of the order that has not happened
+can always happen. :func:`lower` replays what it made, to prove it.
 """
 
 from __future__ import annotations
@@ -99,17 +99,23 @@ class Program:
     send_slots: int = _SEND_SLOTS
 
 
-def lower(schedule: Schedule, timeline: Timeline | None = None) -> Program:
+def lower(
+    schedule: Schedule, timeline: Timeline | None = None, *, waits_to_receive: bool = False
+) -> Program:
     """Add the sends and receives to a schedule and prove that they cannot deadlock.
 
     Args:
         timeline: of this schedule; it says what comes first in the order of all passes. Without
             one, passes of equal time. All ranks of a job must be given the same.
+        waits_to_receive: a rank waits where it posts a receive. Then a message stands where the
+            pass that makes it ends, so that its reader has nothing else to do meanwhile; otherwise
+            where that pass begins, so that the receive is posted by the time that it ends.
 
     Raises:
         InvalidSchedule: the ranks would wait for one another in a circle.
     """
-    program = Program(schedule, _projections(schedule, timeline), _send_slots(schedule))
+    moments = _moments(schedule, timeline, late=waits_to_receive)
+    program = Program(schedule, _projections(schedule, moments), _send_slots(schedule))
     check_progress(program)
     return program
 
@@ -203,29 +209,28 @@ def _send_slots(schedule: Schedule) -> int:
 # --- the total order
 
 _Moment: TypeAlias = tuple[float, ...]
+_Moments: TypeAlias = list[list[tuple[_Moment, _Moment]]]
+"""For every pass of every rank: where it stands in the order, and where what it makes does."""
 
 
-def _projections(
-    schedule: Schedule, timeline: Timeline | None
-) -> tuple[tuple[Instruction, ...], ...]:
+def _projections(schedule: Schedule, moments: _Moments) -> tuple[tuple[Instruction, ...], ...]:
     """Write down what one total order of all passes and messages says of each rank."""
     programs: list[list[Instruction]] = [[] for _ in schedule.ranks]
-    for rank, instruction in _TotalOrder(schedule, timeline).instructions():
+    for rank, instruction in _TotalOrder(schedule, moments).instructions():
         programs[rank].append(instruction)
     return tuple(map(tuple, programs))
 
 
 class _TotalOrder:
-    """All passes and messages by time: passes where they start, messages where they are made.
+    """All passes and messages by their moments; of one moment, messages come first.
 
-    A message stands before the passes that start at that moment, so that no reader is late for it.
     The U of a stage's ranks, which meet there to sum their gradients, are one event.
     """
 
-    def __init__(self, schedule: Schedule, timeline: Timeline | None) -> None:
+    def __init__(self, schedule: Schedule, moments: _Moments) -> None:
         self._schedule = schedule
         self._runs = [[_run(p, r, schedule) for p in rank] for r, rank in enumerate(schedule.ranks)]
-        self._moments = _moments(schedule, timeline)
+        self._moments = moments
         self._position = [0] * len(self._runs)
         self._there: set[tuple[int, Message]] = set()
         self._events: list[tuple[_Moment, bool, int, int]] = []
@@ -256,8 +261,8 @@ class _TotalOrder:
         run = self._next(rank)
         if run is None or not self._is_ready(rank, run):
             return
-        begin, _ = self._moments[rank][self._position[rank]]
-        heapq.heappush(self._events, (begin, True, rank, self._position[rank]))
+        moment, _ = self._moments[rank][self._position[rank]]
+        heapq.heappush(self._events, (moment, True, rank, self._position[rank]))
 
     def _is_ready(self, rank: int, run: Run) -> bool:
         needed = [take.message for take in _takes(rank, run, self._schedule)]
@@ -283,8 +288,8 @@ class _TotalOrder:
         if run.makes_local and run.makes is not None:
             self._there.add((rank, run.makes))
         if _sends(rank, run, self._schedule):
-            _, end = self._moments[rank][position]
-            heapq.heappush(self._events, (end, False, rank, position))
+            _, moment = self._moments[rank][position]
+            heapq.heappush(self._events, (moment, False, rank, position))
         else:
             self._offer(rank)
 
@@ -314,8 +319,7 @@ def _meeting(schedule: Schedule, rank: int, work: Pass) -> tuple[int, ...]:
     return schedule.placement.ranks_of[work.stage] if work.kind is PassKind.U else (rank,)
 
 
-def _moments(schedule: Schedule, timeline: Timeline | None) -> list[list[tuple[_Moment, _Moment]]]:
-    """Return when each pass begins and ends, for the total order."""
+def _moments(schedule: Schedule, timeline: Timeline | None, *, late: bool) -> _Moments:
     if schedule.relay is not None:
         relay = schedule.relay
         return [[(_wave(relay, p),) * 2 for p in passes] for passes in schedule.ranks]
@@ -323,9 +327,10 @@ def _moments(schedule: Schedule, timeline: Timeline | None) -> list[list[tuple[_
         p = len(schedule.ranks)
         costs = Costs.uniform(pipeline_size=p, forward=1.0, backward=1.0, weight=1.0)
         timeline = simulate(schedule, costs)
+    made = timeline.end if late else timeline.start
     return [
         [((start,), (end,)) for start, end in zip(starts, ends, strict=True)]
-        for starts, ends in zip(timeline.start, timeline.end, strict=True)
+        for starts, ends in zip(timeline.start, made, strict=True)
     ]
 
 
