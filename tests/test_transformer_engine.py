@@ -455,6 +455,61 @@ def test_what_sequence_parallelism_gathers_is_held_as_a_shard(
     assert found == [(numbers * 4, 0)] * 2
 
 
+class UserBuffer:
+    """One of TE's communication buffers, shared by all layers of a name; it gathers at once."""
+
+    def __init__(self) -> None:
+        self._memory = torch.full((1000,), torch.nan)
+        self.uses = 0
+
+    def with_cublasmp(self) -> bool:
+        return False
+
+    def is_fp8_ubuf(self) -> bool:
+        return False
+
+    def copy_into_buffer(self, local: torch.Tensor, local_chunk: bool) -> None:
+        assert local_chunk
+        self.uses += 1
+        gathered = self._memory[: 2 * local.numel()].view(-1, *local.shape[1:])
+        dist.all_gather_into_tensor(gathered, local.detach().contiguous())
+
+    def get_buffer(self, shape: list[int]) -> torch.Tensor:
+        return self._memory[: torch.Size(shape).numel()].view(shape)
+
+
+def compare_user_buffers(kind: str, options: dict[str, Any], overlap: str) -> tuple[list[str], int]:
+    from transformer_engine.pytorch.module import base
+
+    expected = gradients(Case(kind, options=tuple(options.items())), WHOLE)
+    buffer, key = UserBuffer(), ("layer_dgrad", base.UserBufferQuantizationMode.NONE)
+    base._ub_initialized, base._ub_communicators = True, {key: buffer}
+    try:
+        more = {overlap: True, "ub_name": "layer"}
+        case = Case(kind, options=tuple({**options, **more}.items()))
+        return unlike(gradients(case, DEFERRED), expected), buffer.uses
+    finally:
+        base._ub_initialized, base._ub_communicators = False, None
+
+
+@pytest.mark.parametrize(
+    ("kind", "options", "overlap"),
+    [
+        ("Linear", COLUMN, "ub_bulk_dgrad"),
+        ("LayerNormLinear", COLUMN, "ub_bulk_dgrad"),
+        ("Linear", ROW, "ub_overlap_ag"),
+    ],
+    ids=["column", "column-with-norm", "row"],
+)
+def test_w_does_not_read_buffers_that_the_next_b_fills_anew(
+    pool: RankPool, kind: str, options: dict[str, Any], overlap: str
+) -> None:
+    """TE hands W what it has gathered as a view of a buffer that layers share."""
+    found = pool.run(compare_user_buffers, kind=kind, options=options, overlap=overlap)
+    assert [problems for problems, _ in found] == [[], []]
+    assert [uses for _, uses in found] == [3, 3]
+
+
 def first_microbatch_last() -> list[str]:
     """Megatron tells TE which microbatch is the first; fused, TE lets it overwrite main_grad."""
     case = Case("TEColumnParallelLinear", fused=True, takes="main_grad")
