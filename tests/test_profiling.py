@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -16,10 +16,11 @@ from megatron_zb import schedules
 from megatron_zb.errors import UsageError
 from megatron_zb.megatron.adapter import PipelineAdapter
 from megatron_zb.megatron.placement import Layers
-from megatron_zb.megatron.profiling import ITERATIONS
+from megatron_zb.megatron.profiling import ITERATIONS, Held, Profiling
 from megatron_zb.planner.profile import Profile, StageProfile, read_profile, write_profile
 from megatron_zb.runtime.activation_memory import ActivationMemory
-from megatron_zb.schedules.passes import PassKind
+from megatron_zb.runtime.recorder import MemoryRecorder, Recorder, Span
+from megatron_zb.schedules.passes import Pass, PassKind
 from megatron_zb.schedules.program_memory import peak_with_messages
 
 M = 6
@@ -226,6 +227,36 @@ def test_a_profile_survives_its_file(tmp_path: Path) -> None:
     assert costs.p2p == ((0.0, 0.01), (0.01, 0.0))
     with pytest.raises(UsageError, match="profile a run of this placement"):
         written.costs(schedules.build("v-half", pipeline_size=2, num_microbatches=4).placement)
+
+
+class Clock:
+    """Recorders whose times are of no interest here."""
+
+    def __init__(self, passes: list[Pass]) -> None:
+        self._passes = passes
+
+    def spans(self) -> list[Span]:
+        return [Span(p, 0.0, 1.0) for p in self._passes]
+
+
+@pytest.mark.parametrize(
+    ("after_f", "of_b", "activation", "held_for_weight"),
+    [(100, -40, 100, 60), (100, 30, 130, 130), (100, -120, 100, 0), (-10, 0, 0, 0)],
+    ids=["less", "more", "nothing", "negative"],
+)
+def test_what_w_holds_beyond_the_activations_is_counted_from_f_on(
+    after_f: int, of_b: int, activation: int, held_for_weight: int
+) -> None:
+    """A schedule takes B to free memory alone; a limit must hold all the same."""
+    profiling = Profiling(lambda: None, [Held(0, 0, "tL")], M)
+    memory = MemoryRecorder(ActivationMemory())
+    memory.changes[PassKind.F, 0] = [after_f] * 3
+    memory.changes[PassKind.B, 0] = [of_b] * 3
+    profiling._memory = memory
+    passes = [Pass(kind, 0, 0) for kind in (PassKind.F, PassKind.B, PassKind.W)]
+    profiling._recorders = [cast("Recorder", Clock(passes))]
+    found = profiling._stages()[0]
+    assert (found.activation, found.held_for_weight) == (activation, held_for_weight)
 
 
 def stage(**changes: Any) -> list[dict[str, Any]]:

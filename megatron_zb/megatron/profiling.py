@@ -179,16 +179,18 @@ class Profiling:
     def _stage(self, held: Held, seconds: dict[tuple[PassKind, int], float]) -> StageProfile:
         assert self._memory is not None, "no step has been counted"
         changes = self._memory.changes
-        activation = round(median(changes[PassKind.F, held.stage]))
-        freed = -round(median(changes[PassKind.B, held.stage]))
+        after_f = round(median(changes[PassKind.F, held.stage]))
+        after_b = after_f + round(median(changes[PassKind.B, held.stage]))
         return StageProfile(
             rank=held.rank,
             layers=held.layers,
             forward=seconds[PassKind.F, held.stage],
             backward=seconds[PassKind.B, held.stage],
             weight=seconds[PassKind.W, held.stage],
-            activation=max(activation, 0),
-            held_for_weight=min(max(activation - freed, 0), max(activation, 0)),
+            # W may hold more than F did, such as the logits' gradient. Schedules keep to a limit of
+            # memory where an F begins, so it is counted from then on: nothing is understated.
+            activation=max(after_f, after_b, 0),
+            held_for_weight=max(after_b, 0),
         )
 
 
