@@ -349,6 +349,7 @@ class StandInEvent:
 def test_a_gpu_is_where_its_first_open_event_is() -> None:
     StandInEvent.made.clear()
     progress = Progress(on_gpu=True, event=StandInEvent)
+    progress.keep_marks()
     with progress.step():
         with progress.waiting(Channel(0, 1), Message(False, 1, 0)):
             pass
@@ -361,6 +362,16 @@ def test_a_gpu_is_where_its_first_open_event_is() -> None:
     assert progress.state().doing == "is in F of stage 1, microbatch 0"
     ran.happened = True
     assert progress.state().doing == "is between two steps"
+    assert not progress.in_step
+
+
+def test_without_a_watchdog_no_marks_are_kept() -> None:
+    """Nobody would look at them, and let go of them: a job of weeks would drown in them."""
+    StandInEvent.made.clear()
+    progress = Progress(on_gpu=True, event=StandInEvent)
+    with progress.step(), progress.running(forward(1, 0)):
+        pass
+    assert not StandInEvent.made
     assert not progress.in_step
 
 

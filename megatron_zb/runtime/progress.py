@@ -59,7 +59,10 @@ _Situation = Pass | tuple[Channel, Message] | None
 
 
 class Progress:
-    """Told by the executor, read by the watchdog's thread.
+    """Told by the executor, read by the watchdog's threads.
+
+    On a GPU, marks are kept only once somebody looks: who looks also lets go of those that are
+    behind, see :meth:`moved`.
 
     Args:
         on_gpu: the host does not wait for what it launches; ``event`` makes the marks.
@@ -72,7 +75,8 @@ class Progress:
         event: type[Event] = torch.cuda.Event,
         phases: Phases | None = None,
     ) -> None:
-        self._event = event if on_gpu else None
+        self._marks_with = event if on_gpu else None
+        self._event: type[Event] | None = None
         self._phases: Phases = phases or {}
         self._thread = threading.get_ident()
         self._looking = threading.Lock()
@@ -81,6 +85,10 @@ class Progress:
         self._situation: _Situation = None
         self._host_in_step = False
         self._moved = self._counted_from = time.monotonic()
+
+    def keep_marks(self) -> None:
+        """From now on, because somebody will look; call it on the thread that trains."""
+        self._event = self._marks_with
 
     @contextmanager
     def step(self) -> Iterator[None]:

@@ -73,6 +73,7 @@ class Watchdog:
         patience: float | None = None,
     ) -> None:
         self._progress = progress
+        progress.keep_marks()
         self._place = place
         self._seconds = seconds
         self._tell = tell or _to_stderr
