@@ -77,6 +77,7 @@ class Progress:
     ) -> None:
         self._marks_with = event if on_gpu else None
         self._event: type[Event] | None = None
+        self._device: int | None = None
         self._phases: Phases = phases or {}
         self._thread = threading.get_ident()
         self._looking = threading.Lock()
@@ -89,6 +90,13 @@ class Progress:
     def keep_marks(self) -> None:
         """From now on, because somebody will look; call it on the thread that trains."""
         self._event = self._marks_with
+        if self._event is not None:
+            self._device = torch.cuda.current_device()
+
+    def enter_thread(self) -> None:
+        """Before another thread looks: it begins on GPU 0, and would take memory there."""
+        if self._device is not None:
+            torch.cuda.set_device(self._device)
 
     @contextmanager
     def step(self) -> Iterator[None]:
