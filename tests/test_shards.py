@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from typing import Any
 
 import pytest
@@ -125,3 +126,22 @@ def test_a_shard_is_held_of_what_is_gathered(
         expert=expert,
     )
     assert found == [(3 * numbers * 4, 0, False)] * 2
+
+
+def stage_input_is_gone_after_b(kind: str) -> bool:
+    run = Run(kind, sequence_parallel=True, fused=False, expert=False)
+    x = run.input_(0)
+    y = run.layer(x * 2)[0].square().sum()
+    with run.queue.collecting(0):
+        y.backward()
+    assert x.grad is not None
+    seen = weakref.ref(x)
+    del x, y
+    assert len(run.queue) == 1
+    return seen() is None
+
+
+@pytest.mark.parametrize("kind", ["column", "row"])
+def test_what_waits_for_w_does_not_keep_the_input_of_the_stage(ranks: RankPools, kind: str) -> None:
+    """Its graph leads there: one more message would be held for each W that is left."""
+    assert ranks(2).run(stage_input_is_gone_after_b, kind=kind) == [True] * 2

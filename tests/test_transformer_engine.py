@@ -373,6 +373,26 @@ def test_what_is_held_until_w_is_counted(pool: RankPool, kind: str) -> None:
     assert pool.run(bytes_held, kind=kind, passes=NO_W_YET) == [(held, 0, held)] * 2
 
 
+def stage_input_is_gone_after_b(kind: str) -> bool:
+    run = Run(Case(kind))
+    x = microbatch_of(run.case, 0)
+    more = [SPLITS] if kind == "GroupedLinear" else []
+    y = loss(run.module(x * 2, *more))
+    with run.queue.collecting(0):
+        y.backward()
+    assert x.grad is not None
+    seen = weakref.ref(x)
+    del x, y
+    assert len(run.queue) == 1
+    return seen() is None
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_waits_for_w_does_not_keep_the_input_of_the_stage(pool: RankPool, kind: str) -> None:
+    """Its graph leads there: one more message would be held for each W that is left."""
+    assert pool.run(stage_input_is_gone_after_b, kind=kind) == [True] * 2
+
+
 SHARED = {"sequence_parallel": True}
 COLUMN, ROW = {"parallel_mode": "column", **SHARED}, {"parallel_mode": "row", **SHARED}
 SEQUENCE_PARALLEL = [

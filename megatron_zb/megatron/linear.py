@@ -148,6 +148,7 @@ def _operands(
 ) -> tuple[torch.Tensor | Shard, torch.Tensor | Shard]:
     """What W computes with; of what is gathered along the sequence, a shard is kept until then."""
     group = ctx.gathers_gradient
+    input_ = input_.detach()  # with its graph, it would keep the input of the whole stage
     return (
         Shard(input_, ctx.tp_group) if ctx.sequence_parallel else input_,
         grad_output if group is None else Shard.of(grad_output, group),

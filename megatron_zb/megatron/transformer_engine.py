@@ -157,6 +157,7 @@ class _Store:
                 "splits the backward: weight gradients from fp8 operands have not been shown right"
             )
         results = next(self._next)
+        operands = [*map(_detached, operands[:2]), *operands[2:]]
         if results.grouped and not self._module.fuse_wgrad_accumulation:
             compute = _with_buffers_of_its_own(operands, compute)
         if results.gathered is not None:
@@ -215,6 +216,13 @@ def _with_shard(operands: list[Any], gathered: int, group: Any) -> list[Any]:
     kept = list(operands)
     kept[gathered] = Shard.of(operands[gathered], group)
     return kept
+
+
+def _detached(operand: Any) -> Any:
+    """Without its graph, which would keep the input of the whole stage until W."""
+    if isinstance(operand, list | tuple):
+        return [_detached(one) for one in operand]
+    return operand.detach() if isinstance(operand, torch.Tensor) else operand
 
 
 def _tensors(operands: list[Any]) -> Iterator[torch.Tensor]:
