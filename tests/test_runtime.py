@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -9,6 +10,7 @@ import torch
 from ranks import RankPools
 
 from megatron_zb import schedules
+from megatron_zb.runtime import reduce_times
 from megatron_zb.runtime.activation_memory import ActivationMemory
 from megatron_zb.runtime.autograd_stage import AutogradStage
 from megatron_zb.runtime.channels import Channels
@@ -244,3 +246,18 @@ def test_messages_of_any_shape_arrive(ranks: RankPools, name: str) -> None:
                 read(hops, m) for hops in (forward, backward) if hops for m in range(microbatches)
             ]
             assert seen == sorted(2 * expected), (rank, stage)
+
+
+def test_a_sum_of_gradients_is_waited_for_on_its_stream_alone(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Waiting for the whole device would also wait for what others have left open there."""
+    did: list[str] = []
+    stream = SimpleNamespace(synchronize=lambda: did.append("stream"))
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: stream)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda *_: did.append("device"))
+    monkeypatch.setattr(torch.distributed, "barrier", lambda: did.append("barrier"))
+    monkeypatch.setattr(torch.distributed, "all_reduce", lambda tensor: did.append("sum"))
+    tensor: Any = SimpleNamespace(is_cuda=True, device="cuda:0")
+    assert reduce_times._seconds_to_sum(tensor) >= 0
+    assert did == ["barrier", "sum", "stream"]
