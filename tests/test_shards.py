@@ -7,10 +7,12 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from gpt_cases import GPTCase, _enter_parallel_groups, install_stand_in_for_fused_accumulation
 from ranks import RankPools
 
 from megatron_zb.megatron.linear import SplitBackward, split_linear_layers
+from megatron_zb.megatron.shards import Shard
 from megatron_zb.runtime.activation_memory import ActivationMemory
 from megatron_zb.runtime.weight_grad import WeightGradQueue
 
@@ -145,3 +147,33 @@ def stage_input_is_gone_after_b(kind: str) -> bool:
 def test_what_waits_for_w_does_not_keep_the_input_of_the_stage(ranks: RankPools, kind: str) -> None:
     """Its graph leads there: one more message would be held for each W that is left."""
     assert ranks(2).run(stage_input_is_gone_after_b, kind=kind) == [True] * 2
+
+
+def gathers_and_uses() -> list[str]:
+    """What a W of two column-parallel layers does, in order."""
+    run = Run("column", sequence_parallel=True, fused=False, expert=False)
+    with run.queue.collecting(0):
+        for microbatch in range(2):  # as two layers, in one B
+            run.backward(microbatch)
+    said: list[str] = []
+    gather, whole = dist.all_gather_into_tensor, Shard.whole
+
+    def gathers(*args: Any, **more: Any) -> Any:
+        said.append("gather")
+        return gather(*args, **more)
+
+    def uses(self: Shard) -> torch.Tensor:
+        said.append("use")
+        return whole(self)
+
+    change: Any = Shard
+    dist.all_gather_into_tensor, change.whole = gathers, uses
+    try:
+        run.queue.run(0)
+    finally:
+        dist.all_gather_into_tensor, change.whole = gather, whole
+    return said
+
+
+def test_shards_are_gathered_beside_the_weight_gradient_before(ranks: RankPools) -> None:
+    assert ranks(2).run(gathers_and_uses) == [["gather", "gather", "use", "use"]] * 2

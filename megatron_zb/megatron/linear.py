@@ -23,7 +23,7 @@ from megatron.core.tensor_parallel.layers import (
     LinearWithGradAccumulationAndAsyncCommunication as MegatronLinear,
 )
 
-from megatron_zb.megatron.shards import Shard, held, whole
+from megatron_zb.megatron.shards import Shard, gathering, held, whole
 from megatron_zb.runtime.weight_grad import WeightGradQueue
 
 _ARGUMENTS = list(inspect.signature(MegatronLinear.forward).parameters)[1:]
@@ -112,7 +112,8 @@ class SplitLinear(torch.autograd.Function):
         call = _Call(ctx.gradient_accumulation_fusion, ctx.main_grad, uses)
         operands = _operands(ctx, input_, grad_output)
         add = partial(_add_weight_gradient, call, weight, *operands)
-        ctx.split.queue.defer(add, *map(held, operands), weights=[weight])
+        prepare = gathering(operands)
+        ctx.split.queue.defer(add, *map(held, operands), weights=[weight], prepare=prepare)
         rest = [None] * (len(_ARGUMENTS) - 3)
         return (None, None, grad_input, _placeholder(weight, ctx.split), grad_bias, *rest)
 

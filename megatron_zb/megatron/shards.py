@@ -2,11 +2,14 @@
 
 Sequence parallelism gathers the input of a column-parallel layer and the output gradient of a
 row-parallel one along their first dimension, over the tensor-parallel group. A weight gradient
-needs them gathered, but from B to W a rank keeps its own shard alone, and gathers again in W.
+needs them gathered, but from B to W a rank keeps its own shard alone, and gathers again in W,
+beside the weight gradient before it.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Any
 
 import torch
@@ -56,3 +59,14 @@ def held(operand: Any) -> Any:
 def whole(operand: Any) -> Any:
     """What a weight gradient is computed from; what is no shard stays as it is."""
     return operand.whole() if isinstance(operand, Shard) else operand
+
+
+def gathering(operands: Iterable[Any]) -> Callable[[], None] | None:
+    """What begins to gather the shards among operands; None if there are none."""
+    shards = [operand for operand in operands if isinstance(operand, Shard)]
+    return partial(_start, shards) if shards else None
+
+
+def _start(shards: list[Shard]) -> None:
+    for shard in shards:
+        shard.start()

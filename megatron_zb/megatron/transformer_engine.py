@@ -29,7 +29,7 @@ import torch
 from megatron_zb.errors import UsageError
 from megatron_zb.megatron import versions
 from megatron_zb.megatron.linear import SplitBackward, accumulate
-from megatron_zb.megatron.shards import Shard, held, whole
+from megatron_zb.megatron.shards import Shard, gathering, held, whole
 
 
 def split_transformer_engine(chunk: torch.nn.Module, split: SplitBackward, schedule: str) -> None:
@@ -164,7 +164,8 @@ class _Store:
             operands = _with_shard(operands, results.gathered, self._module.tp_group)
         add = partial(self._add, results, operands, compute)
         parameters = [p for p in (*results.weights, *results.biases) if p is not None]
-        self._split.queue.defer(add, *_tensors(operands[:2]), weights=parameters)
+        prepare = gathering(operands)
+        self._split.queue.defer(add, *_tensors(operands[:2]), weights=parameters, prepare=prepare)
 
     def _is_trainable(self) -> bool:
         return all(weight.requires_grad for results in self.results for weight in results.weights)

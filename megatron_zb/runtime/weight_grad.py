@@ -15,11 +15,15 @@ from megatron_zb.runtime.activation_memory import ActivationMemory
 
 @dataclass(frozen=True)
 class WeightGradTask:
-    """Weight gradients left to do in one go, and the tensors they keep alive until then."""
+    """Weight gradients left to do in one go, and the tensors they keep alive until then.
+
+    ``prepare`` begins to communicate what they need, beside the task before.
+    """
 
     compute: Callable[..., None]
     operands: tuple[torch.Tensor, ...]
     weights: tuple[torch.Tensor, ...]
+    prepare: Callable[[], None] | None = None
 
     def run(self) -> None:
         self.compute(*self.operands)
@@ -58,12 +62,16 @@ class WeightGradQueue:
         compute: Callable[..., None],
         *operands: torch.Tensor,
         weights: Iterable[torch.Tensor] = (),
+        prepare: Callable[[], None] | None = None,
     ) -> None:
-        """Leave ``compute(*operands)``, the gradients of ``weights``, to this microbatch's W."""
+        """Leave ``compute(*operands)``, the gradients of ``weights``, to this microbatch's W.
+
+        ``prepare`` is called before the task ahead of it is computed.
+        """
         if self.activation_memory is not None:
             for tensor in operands:
                 self.activation_memory.hold(tensor)
-        self._microbatches[-1][1].append(WeightGradTask(compute, operands, tuple(weights)))
+        self._microbatches[-1][1].append(WeightGradTask(compute, operands, tuple(weights), prepare))
 
     def weights(self, microbatch: int) -> Counter[int]:
         """How many gradients the W of a microbatch brings for each weight, by its ``id``."""
@@ -83,8 +91,10 @@ class WeightGradQueue:
             raise RuntimeError(f"W of microbatch {microbatch} is due after that of {oldest}")
         _, tasks = self._microbatches.popleft()
         with torch.no_grad():
+            _prepare_first(tasks)
             while tasks:
                 task = tasks.popleft()
+                _prepare_first(tasks)
                 task.run()
                 if self.activation_memory is not None:
                     for tensor in task.operands:
@@ -95,3 +105,8 @@ class WeightGradQueue:
 
     def __len__(self) -> int:
         return len(self._microbatches)
+
+
+def _prepare_first(tasks: deque[WeightGradTask]) -> None:
+    if tasks and (prepare := tasks[0].prepare) is not None:
+        prepare()
