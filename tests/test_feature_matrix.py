@@ -16,6 +16,7 @@ import torch
 from feature_matrix import ROWS, TRIED_HERE, Row, Verdict
 from gpt_cases import GPTCase, built, differences, forward_backward, gradients, microbatches, run
 from megatron.core.pipeline_parallel.schedules import get_forward_backward_func
+from megatron.core.transformer import TransformerConfig
 from megatron.core.utils import get_model_config
 from ranks import RankPools
 
@@ -47,6 +48,29 @@ def test_rows_name_tests_that_exist() -> None:
 def test_settings_that_cannot_be_served_are_refused(setting: str) -> None:
     config = SimpleNamespace(**{setting: 1})
     with pytest.raises(UsageError, match=rf"^{setting} cannot be combined with .* v-half: "):
+        refuse_what_is_not_served(config, None, "v-half")
+
+
+@pytest.mark.parametrize(
+    ("setting", "value"),
+    [
+        ("cuda_graph_impl", "local"),
+        ("cuda_graph_impl", "transformer_engine"),
+        ("cuda_graph_impl", "full_iteration"),
+        ("enable_cuda_graph", True),
+        ("external_cuda_graph", True),
+    ],
+)
+def test_cuda_graphs_are_refused_where_megatrons_config_has_them(setting: str, value: Any) -> None:
+    """Its own "none", and the scope that it has without graphs, are served."""
+    config: Any = TransformerConfig(num_layers=2, hidden_size=8, num_attention_heads=1)
+    assert config.cuda_graph_impl == "none"
+    refuse_what_is_not_served(config, None, "v-half")
+    assert hasattr(config, setting)
+    setattr(config, setting, value)
+    why = "graphs are captured in the order of Megatron's own schedule"
+    said = f"{setting} cannot be combined with the pipeline schedule v-half: {why}"
+    with pytest.raises(UsageError, match=f"^{said}$"):
         refuse_what_is_not_served(config, None, "v-half")
 
 

@@ -291,6 +291,43 @@ def test_states_are_18_bytes_of_a_weight_and_fewer_with_data_parallelism() -> No
     assert shared.total == (6 + 12 / 4) * alone.parameters
 
 
+def test_what_w_needs_of_tensor_parallel_ranks_is_counted_as_shards() -> None:
+    held = [footprint.layer_held(load(small(), tensor=t), 0).for_weight for t in (1, 2, 8)]
+    assert held == [32 * 1024 * 1024 / t for t in (1, 2, 8)]
+
+
+@pytest.mark.parametrize("tensor", [1, 4])
+def test_w_of_the_output_layer_holds_its_input_and_the_gradient_of_the_logits(tensor: int) -> None:
+    model = small(vocabulary=50_000)
+    held = footprint.output_held(load(model, tensor=tensor, microbatch=2))
+    tokens = 2 * 1024
+    assert held.activation == (2 + 2) * tokens * 1024 / tensor
+    assert held.for_weight == 2 * tokens * (1024 + 50_000) / tensor
+    assert held.in_backward == 0
+
+
+@pytest.mark.parametrize("tensor", [1, 4])
+def test_logits_take_ten_bytes_each_while_their_microbatch_runs(tensor: int) -> None:
+    """In 16 bits, their softmax and its gradient in 32; on the rank of the output layer alone."""
+    model = small(vocabulary=50_000)
+    expected = 10 * 1024 * 50_000 / tensor
+    assert footprint.logits(load(model, tensor=tensor)) == expected
+    staged = cut_into_stages(load(model, tensor=tensor), contenders(["zb-h1"])[-1], None)
+    assert staged is not None
+    assert [staged.logits(rank) for rank in range(4)] == [0, 0, 0, expected]
+
+
+@pytest.mark.parametrize(("tied", "copies"), [(True, 1), (False, 2)])
+def test_a_tied_embedding_is_kept_once_where_both_ends_are_on_one_rank(
+    tied: bool, copies: int
+) -> None:
+    model = small(tied_embeddings=tied, vocabulary=50_000)
+    none, both = (footprint.rank_states(load(model), [0], ends, ends) for ends in (False, True))
+    assert both.parameters - none.parameters == copies * 1024 * 50_000
+    first = footprint.rank_states(load(model), [0], True, False)
+    assert first.parameters - none.parameters == 1024 * 50_000
+
+
 def test_experts_are_counted_where_tokens_visit_them() -> None:
     dense = small(gated_mlp=True, ffn_hidden_size=1024)
     sparse = small(

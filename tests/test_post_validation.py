@@ -13,9 +13,11 @@ import torch
 from gpt_cases import GPTCase, built, forward_backward, microbatches
 from megatron.core import parallel_state
 from ranks import RankPools
+from torch.overrides import TorchFunctionMode
 
 from megatron_zb.errors import UsageError
 from megatron_zb.megatron.initialisation import global_parameters
+from megatron_zb.megatron.optimizer_snapshot import OptimizerSnapshot
 
 MICROBATCHES = 6
 
@@ -350,6 +352,48 @@ def test_the_size_of_what_is_kept(ranks: RankPools) -> None:
         for run in ranks(4).run(train, training=training, validated=True):
             expected = sum(12 * p.numel() + count for p in run.parameters.values())
             assert run.snapshot_nbytes == expected
+
+
+class Copies(TorchFunctionMode):
+    """Which copies from tensor to tensor the host may go on without, and which it waits for."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.waits: list[bool] = []
+
+    def __torch_function__(
+        self, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        if function is torch.Tensor.copy_:
+            self.waits.append(not (kwargs or {}).get("non_blocking", False))
+        return function(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("on_host", [False, True])
+def test_the_host_waits_for_no_copy_of_a_snapshot(on_host: bool) -> None:
+    """On a GPU they follow the optimizer's step on its stream; here, that none asks the host."""
+    parameters = [torch.nn.Parameter(torch.randn(3)) for _ in range(2)]
+    inner = torch.optim.Adam(parameters, lr=0.1)
+    snapshot = OptimizerSnapshot([SimpleNamespace(optimizer=inner)], on_host=on_host)
+
+    def step() -> None:
+        for parameter in parameters:
+            parameter.grad = torch.ones_like(parameter)
+        inner.step()
+
+    step()
+    before = [p.detach().clone() for p in parameters]
+    average = inner.state[parameters[0]]["exp_avg"].clone()
+    with Copies() as copies:
+        snapshot.take()
+    assert copies.waits == [False] * 2 * (1 + 3)  # of each, itself, two averages and a count
+    step()
+    assert not torch.equal(parameters[0], before[0])
+    with Copies() as copies:
+        snapshot.restore()
+    assert copies.waits == [False] * 2 * (1 + 3)
+    assert all(torch.equal(p, b) for p, b in zip(parameters, before, strict=True))
+    assert torch.equal(inner.state[parameters[0]]["exp_avg"], average)
 
 
 class Heavy:

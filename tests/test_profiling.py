@@ -2,24 +2,28 @@
 
 from __future__ import annotations
 
+import weakref
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
 from gpt_cases import GPTCase, built, forward_backward, gradients, microbatches
 from megatron.core import parallel_state
 from ranks import RankPools
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron_zb import schedules
 from megatron_zb.errors import UsageError
+from megatron_zb.megatron import profiling
 from megatron_zb.megatron.adapter import PipelineAdapter
 from megatron_zb.megatron.placement import Layers
-from megatron_zb.megatron.profiling import ITERATIONS
+from megatron_zb.megatron.profiling import ITERATIONS, Held, Profiling
 from megatron_zb.planner.profile import Profile, StageProfile, read_profile, write_profile
 from megatron_zb.runtime.activation_memory import ActivationMemory
-from megatron_zb.schedules.passes import PassKind
+from megatron_zb.runtime.recorder import MemoryRecorder, Recorder, Span
+from megatron_zb.schedules.passes import Pass, PassKind
 from megatron_zb.schedules.program_memory import peak_with_messages
 
 M = 6
@@ -226,6 +230,101 @@ def test_a_profile_survives_its_file(tmp_path: Path) -> None:
     assert costs.p2p == ((0.0, 0.01), (0.01, 0.0))
     with pytest.raises(UsageError, match="profile a run of this placement"):
         written.costs(schedules.build("v-half", pipeline_size=2, num_microbatches=4).placement)
+
+
+class StandInAllocator(TorchDispatchMode):
+    """In place of a GPU's allocator: the bytes of all storages that operations have made."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.live, self._seen = 0, set[int]()
+
+    def memory_allocated(self) -> int:
+        return self.live
+
+    def __torch_dispatch__(
+        self, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        result = function(*args, **(kwargs or {}))
+        for value in result if isinstance(result, list | tuple) else [result]:
+            if isinstance(value, torch.Tensor):
+                self._count(value.untyped_storage())
+        return result
+
+    def _count(self, storage: torch.UntypedStorage) -> None:
+        if storage._cdata not in self._seen:
+            self._seen.add(storage._cdata)
+            self.live += storage.nbytes()
+            weakref.finalize(storage, self._free, storage._cdata, storage.nbytes())
+
+    def _free(self, key: int, nbytes: int) -> None:
+        self._seen.discard(key)
+        self.live -= nbytes
+
+
+def profiled_by_allocator(case: GPTCase, path: Path) -> None:
+    """As on a GPU, but for the clock."""
+    step, recorder, allocator = Profiling.step, profiling.Recorder, StandInAllocator()
+    stock = torch.cuda.memory_allocated
+
+    def as_on_gpu(self: Profiling, memory: Any, parameters: Any, on_gpu: bool) -> Any:
+        return step(self, memory, parameters, True)
+
+    change: Any = Profiling
+    change.step = as_on_gpu
+    patched: Any = profiling
+    patched.Recorder = lambda on_gpu: recorder(False)
+    torch.cuda.memory_allocated = lambda *_: allocator.memory_allocated()
+    try:
+        with allocator:
+            train(case, "v-half", ITERATIONS, path=path)
+    finally:
+        change.step, patched.Recorder, torch.cuda.memory_allocated = step, recorder, stock
+
+
+def test_on_a_gpu_the_allocator_says_what_passes_hold(ranks: RankPools, tmp_path: Path) -> None:
+    """What autograd says that it saves, and what W is said to need.
+
+    But for the input of a chunk's latest F, which Megatron's chunk keeps until its next one.
+    """
+    case, pool = GPTCase(), ranks(4)
+    pool.run(train, case=case, schedule="v-half", iterations=ITERATIONS, path=tmp_path / "hooks")
+    pool.run(profiled_by_allocator, case=case, path=tmp_path / "allocator")
+    hooks, allocator = (read_profile(tmp_path / name) for name in ("hooks", "allocator"))
+    little = 64  # bytes, such as a loss
+    for one, other in zip(allocator.stages, hooks.stages, strict=True):
+        assert -hooks.message - little <= one.activation - other.activation <= little
+        assert abs(one.held_for_weight - other.held_for_weight) <= little
+
+
+class Clock:
+    """Recorders whose times are of no interest here."""
+
+    def __init__(self, passes: list[Pass]) -> None:
+        self._passes = passes
+
+    def spans(self) -> list[Span]:
+        return [Span(p, 0.0, 1.0) for p in self._passes]
+
+
+@pytest.mark.parametrize(
+    ("after_f", "of_b", "activation", "held_for_weight"),
+    [(100, -40, 100, 60), (100, 30, 130, 130), (100, -120, 100, 0), (-10, 0, 0, 0)],
+    ids=["less", "more", "nothing", "negative"],
+)
+def test_what_w_holds_beyond_the_activations_is_counted_from_f_on(
+    after_f: int, of_b: int, activation: int, held_for_weight: int
+) -> None:
+    """A schedule takes B to free memory alone; a limit must hold all the same."""
+    one = Profiling(lambda: None, [Held(0, 0, "tL")], M)
+    memory = MemoryRecorder(ActivationMemory())
+    memory.changes[PassKind.F, 0] = [after_f] * 3
+    memory.changes[PassKind.B, 0] = [of_b] * 3
+    one._memory = memory
+    passes = [Pass(kind, 0, 0) for kind in (PassKind.F, PassKind.B, PassKind.W)]
+    one._recorders = [cast("Recorder", Clock(passes))]
+    found = one._stages(message=7)[0]
+    assert (found.activation, found.held_for_weight) == (activation, held_for_weight)
 
 
 def stage(**changes: Any) -> list[dict[str, Any]]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -9,6 +11,7 @@ import torch
 from ranks import RankPools
 
 from megatron_zb import schedules
+from megatron_zb.runtime import reduce_times
 from megatron_zb.runtime.activation_memory import ActivationMemory
 from megatron_zb.runtime.autograd_stage import AutogradStage
 from megatron_zb.runtime.channels import Channels
@@ -247,3 +250,33 @@ def test_messages_of_any_shape_arrive(ranks: RankPools, name: str) -> None:
                 read(hops, m) for hops in (forward, backward) if hops for m in range(microbatches)
             ]
             assert seen == sorted(2 * expected), (rank, stage)
+
+
+def test_what_a_weight_gradient_needs_is_prepared_beside_the_one_before() -> None:
+    """In their order, so that the first does not wait for what the second needs."""
+    queue, said = WeightGradQueue(), list[str]()
+    with queue.collecting(0):
+        for number in range(3):
+            queue.defer(
+                partial(said.append, f"compute {number}"),
+                prepare=partial(said.append, f"prepare {number}"),
+            )
+    assert not said
+    queue.run(0)
+    prepared, computed = [f"prepare {i}" for i in range(3)], [f"compute {i}" for i in range(3)]
+    assert said == [*prepared[:2], computed[0], prepared[2], *computed[1:]]
+
+
+def test_a_sum_of_gradients_is_waited_for_on_its_stream_alone(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Waiting for the whole device would also wait for what others have left open there."""
+    did: list[str] = []
+    stream = SimpleNamespace(synchronize=lambda: did.append("stream"))
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: stream)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda *_: did.append("device"))
+    monkeypatch.setattr(torch.distributed, "barrier", lambda: did.append("barrier"))
+    monkeypatch.setattr(torch.distributed, "all_reduce", lambda tensor: did.append("sum"))
+    tensor: Any = SimpleNamespace(is_cuda=True, device="cuda:0")
+    assert reduce_times._seconds_to_sum(tensor) >= 0
+    assert did == ["barrier", "sum", "stream"]

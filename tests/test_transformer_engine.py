@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+import weakref
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
@@ -11,6 +13,7 @@ from typing import Any
 import gpt_cases
 import pytest
 import torch
+import torch.distributed as dist
 from gpt_cases import GPTCase
 from rank_process import TRANSFORMER_ENGINE
 from ranks import RankPool, RankPools
@@ -50,6 +53,11 @@ class Case:
     options: tuple[tuple[str, Any], ...] = ()
     frozen: tuple[str, ...] = ()
 
+    @property
+    def ranks(self) -> int:
+        """Over which the module is tensor- and sequence-parallel."""
+        return 2 if dict(self.options).get("sequence_parallel") else 1
+
 
 def build(case: Case) -> Any:
     from transformer_engine import pytorch as te
@@ -57,6 +65,9 @@ def build(case: Case) -> Any:
     options = {"params_dtype": case.dtype, "device": "cpu", **dict(case.options)}
     options["fuse_wgrad_accumulation"] = case.fused
     torch.manual_seed(1)
+    if case.ranks > 1:
+        torch.manual_seed(1 + dist.get_rank())
+        options |= {"tp_group": dist.group.WORLD, "tp_size": case.ranks}
     if case.kind == "TEColumnParallelLinear":
         return build_megatrons(case)
     if case.kind == "GroupedLinear":
@@ -179,8 +190,12 @@ class Run:
 
 
 def microbatch_of(case: Case, microbatch: int) -> torch.Tensor:
-    generator = torch.Generator().manual_seed(microbatch)
-    return torch.randn(TOKENS, WIDTH, generator=generator).to(case.dtype).requires_grad_()
+    seed = microbatch + 100 * (dist.get_rank() if case.ranks > 1 else 0)
+    generator = torch.Generator().manual_seed(seed)
+    tokens, width = TOKENS, WIDTH
+    if ("parallel_mode", "row") in case.options:  # whole sequences of a part of the input
+        tokens, width = TOKENS * case.ranks, WIDTH // case.ranks
+    return torch.randn(tokens, width, generator=generator).to(case.dtype).requires_grad_()
 
 
 def loss(output: Any) -> torch.Tensor:
@@ -358,23 +373,161 @@ def test_what_is_held_until_w_is_counted(pool: RankPool, kind: str) -> None:
     assert pool.run(bytes_held, kind=kind, passes=NO_W_YET) == [(held, 0, held)] * 2
 
 
-def bytes_held_by_sequence_parallel() -> int:
-    options = {"sequence_parallel": True}
-    module = build_megatrons(Case("TEColumnParallelLinear"), tensor_parallel=2, **options)
-    queue = WeightGradQueue()
-    queue.activation_memory = memory = ActivationMemory()
-    chunk = torch.nn.ModuleDict({"layer": module})
-    split_transformer_engine(chunk, SplitBackward(queue), "v-half")
-    x = torch.randn(TOKENS, 1, WIDTH, requires_grad=True)
-    with queue.collecting(0):
-        module(x)[0].sum().backward()
-    return memory.live_bytes
+def stage_input_is_gone_after_b(kind: str) -> bool:
+    run = Run(Case(kind))
+    x = microbatch_of(run.case, 0)
+    more = [SPLITS] if kind == "GroupedLinear" else []
+    y = loss(run.module(x * 2, *more))
+    with run.queue.collecting(0):
+        y.backward()
+    assert x.grad is not None
+    seen = weakref.ref(x)
+    del x, y
+    assert len(run.queue) == 1
+    return seen() is None
 
 
-def test_the_input_that_sequence_parallelism_gathers_is_counted(pool: RankPool) -> None:
-    """TE keeps it gathered until W: the tokens of both ranks."""
-    held = 2 * TOKENS * (WIDTH + WIDER // 2) * 4
-    assert pool.run(bytes_held_by_sequence_parallel) == [held] * 2
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_waits_for_w_does_not_keep_the_input_of_the_stage(pool: RankPool, kind: str) -> None:
+    """Its graph leads there: one more message would be held for each W that is left."""
+    assert pool.run(stage_input_is_gone_after_b, kind=kind) == [True] * 2
+
+
+SHARED = {"sequence_parallel": True}
+COLUMN, ROW = {"parallel_mode": "column", **SHARED}, {"parallel_mode": "row", **SHARED}
+SEQUENCE_PARALLEL = [
+    ("Linear", COLUMN),
+    ("LayerNormLinear", COLUMN),
+    ("Linear", ROW),
+    ("LayerNormMLP-relu", {"set_parallel_mode": True, **SHARED}),
+]
+NAMES_OF_SEQUENCE_PARALLEL = ["column", "column-with-norm", "row", "mlp"]
+
+
+def compare_with_whole(kind: str, options: dict[str, Any]) -> list[str]:
+    found = []
+    for dtype in TOLERANCE:
+        for fused, takes in TAKES[:2] + TAKES[4:5]:
+            case = Case(kind, dtype, fused, takes, tuple(options.items()))
+            whole = gradients(case, WHOLE)
+            for passes in (DEFERRED, MIXED):
+                problems = unlike(gradients(case, passes), whole)
+                found += [f"{case} {passes}: {problem}" for problem in problems]
+    return found
+
+
+@pytest.mark.parametrize(("kind", "options"), SEQUENCE_PARALLEL, ids=NAMES_OF_SEQUENCE_PARALLEL)
+def test_sequence_parallel_gradients_equal_those_of_a_whole_backward(
+    pool: RankPool, kind: str, options: dict[str, Any]
+) -> None:
+    assert pool.run(compare_with_whole, kind=kind, options=options) == [[], []]
+
+
+def after_b_of_sequence_parallel(kind: str, options: dict[str, Any]) -> tuple[int, int]:
+    """Bytes that are held, and how many of the gathered tensors there still are."""
+    from transformer_engine.pytorch.module import base, layernorm_linear, layernorm_mlp, linear
+
+    modules: list[Any] = [base, layernorm_linear, layernorm_mlp, linear]
+    gather = linear.gather_along_first_dim
+    gathered: list[weakref.ref[torch.Tensor]] = []
+
+    def recorded(*args: Any, **more: Any) -> Any:
+        result = gather(*args, **more)
+        gathered.append(weakref.ref(result[0]))
+        return result
+
+    for module in modules:
+        module.gather_along_first_dim = recorded
+    try:
+        run = Run(Case(kind, options=tuple(options.items()))).run("F0 B0")
+        assert gathered
+        until = time.monotonic() + 5  # gloo's thread lets go of a tensor a moment later
+        while any(one() is not None for one in gathered) and time.monotonic() < until:
+            time.sleep(0.01)
+        return run.memory.live_bytes, sum(one() is not None for one in gathered)
+    finally:
+        for module in modules:
+            module.gather_along_first_dim = gather
+
+
+@pytest.mark.parametrize(
+    ("kind", "options", "numbers"),
+    [
+        (*case, TOKENS * numbers)
+        for case, numbers in zip(
+            SEQUENCE_PARALLEL,
+            [
+                WIDTH + 2 * WIDER // 2,
+                WIDTH + 2 * WIDER // 2,
+                2 * WIDTH // 2 + WIDER,
+                (WIDTH + 2 * WIDER // 2) + (2 * WIDER // 2 + WIDTH),
+            ],
+            strict=True,
+        )
+    ],
+    ids=NAMES_OF_SEQUENCE_PARALLEL,
+)
+def test_what_sequence_parallelism_gathers_is_held_as_a_shard(
+    pool: RankPool, kind: str, options: dict[str, Any], numbers: int
+) -> None:
+    """Of each token that a rank has: the input of a column, the output gradient of a row."""
+    found = pool.run(after_b_of_sequence_parallel, kind=kind, options=options)
+    assert found == [(numbers * 4, 0)] * 2
+
+
+class UserBuffer:
+    """One of TE's communication buffers, shared by all layers of a name; it gathers at once."""
+
+    def __init__(self) -> None:
+        self._memory = torch.full((1000,), torch.nan)
+        self.uses = 0
+
+    def with_cublasmp(self) -> bool:
+        return False
+
+    def is_fp8_ubuf(self) -> bool:
+        return False
+
+    def copy_into_buffer(self, local: torch.Tensor, local_chunk: bool) -> None:
+        assert local_chunk
+        self.uses += 1
+        gathered = self._memory[: 2 * local.numel()].view(-1, *local.shape[1:])
+        dist.all_gather_into_tensor(gathered, local.detach().contiguous())
+
+    def get_buffer(self, shape: list[int]) -> torch.Tensor:
+        return self._memory[: torch.Size(shape).numel()].view(shape)
+
+
+def compare_user_buffers(kind: str, options: dict[str, Any], overlap: str) -> tuple[list[str], int]:
+    from transformer_engine.pytorch.module import base
+
+    expected = gradients(Case(kind, options=tuple(options.items())), WHOLE)
+    buffer, key = UserBuffer(), ("layer_dgrad", base.UserBufferQuantizationMode.NONE)
+    base._ub_initialized, base._ub_communicators = True, {key: buffer}
+    try:
+        more = {overlap: True, "ub_name": "layer"}
+        case = Case(kind, options=tuple({**options, **more}.items()))
+        return unlike(gradients(case, DEFERRED), expected), buffer.uses
+    finally:
+        base._ub_initialized, base._ub_communicators = False, None
+
+
+@pytest.mark.parametrize(
+    ("kind", "options", "overlap"),
+    [
+        ("Linear", COLUMN, "ub_bulk_dgrad"),
+        ("LayerNormLinear", COLUMN, "ub_bulk_dgrad"),
+        ("Linear", ROW, "ub_overlap_ag"),
+    ],
+    ids=["column", "column-with-norm", "row"],
+)
+def test_w_does_not_read_buffers_that_the_next_b_fills_anew(
+    pool: RankPool, kind: str, options: dict[str, Any], overlap: str
+) -> None:
+    """TE hands W what it has gathered as a view of a buffer that layers share."""
+    found = pool.run(compare_user_buffers, kind=kind, options=options, overlap=overlap)
+    assert [problems for problems, _ in found] == [[], []]
+    assert [uses for _, uses in found] == [3, 3]
 
 
 def first_microbatch_last() -> list[str]:
@@ -534,8 +687,9 @@ LATENT = GPTCase(
         replace(EXPERTS, overlap_grad_reduce=True),
         GPTCase(data_parallel=2, overlap_grad_reduce=True, bucket_size=5000),
         GPTCase(tensor_parallel=2, fused_accumulation=True),
+        GPTCase(tensor_parallel=2, sequence_parallel=True),
     ],
-    ids=["latent-attention", "experts", "small-buckets", "tp2"],
+    ids=["latent-attention", "experts", "small-buckets", "tp2", "sequence-parallel"],
 )
 def test_models_on_four_ranks_equal_megatrons(
     ranks: RankPools, pool: RankPool, case: GPTCase, schedule: str

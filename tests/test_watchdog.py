@@ -14,6 +14,7 @@ from functools import partial
 from typing import Any, ClassVar, cast
 
 import pytest
+import torch
 from torch.distributed import HashStore, Store
 
 from megatron_zb.runtime.inquiry import Inquiry, Verdict
@@ -346,9 +347,11 @@ class StandInEvent:
         return self.happened
 
 
-def test_a_gpu_is_where_its_first_open_event_is() -> None:
+def test_a_gpu_is_where_its_first_open_event_is(monkeypatch: pytest.MonkeyPatch) -> None:
     StandInEvent.made.clear()
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     progress = Progress(on_gpu=True, event=StandInEvent)
+    progress.keep_marks()
     with progress.step():
         with progress.waiting(Channel(0, 1), Message(False, 1, 0)):
             pass
@@ -362,6 +365,72 @@ def test_a_gpu_is_where_its_first_open_event_is() -> None:
     ran.happened = True
     assert progress.state().doing == "is between two steps"
     assert not progress.in_step
+
+
+def test_without_a_watchdog_no_marks_are_kept() -> None:
+    """Nobody would look at them, and let go of them: a job of weeks would drown in them."""
+    StandInEvent.made.clear()
+    progress = Progress(on_gpu=True, event=StandInEvent)
+    with progress.step(), progress.running(forward(1, 0)):
+        pass
+    assert not StandInEvent.made
+    assert not progress.in_step
+
+
+class Devices:
+    """In place of torch.cuda's: every thread begins on device 0, and has its own from then on."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self._of_thread: dict[int, int] = {}
+        monkeypatch.setattr(torch.cuda, "current_device", self.current)
+        monkeypatch.setattr(torch.cuda, "set_device", self.set)
+
+    def current(self) -> int:
+        return self._of_thread.get(threading.get_ident(), 0)
+
+    def set(self, device: int) -> None:
+        self._of_thread[threading.get_ident()] = device
+
+
+class EventOfDevice(StandInEvent):
+    """Knows on which devices it was asked, and by how many threads."""
+
+    asked: ClassVar[list[tuple[str, int]]] = []
+
+    def query(self) -> bool:
+        self.asked.append((threading.current_thread().name, torch.cuda.current_device()))
+        return False
+
+
+def test_watchdogs_ask_a_gpu_from_the_device_of_the_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A thread that asks from GPU 0 takes half a GiB there, for every rank of a host."""
+    EventOfDevice.asked.clear()
+    Devices(monkeypatch).set(3)
+    held = HeldStore()
+    held.is_held.set()  # its second thread looks where the first one does not come back
+    progress = Progress(on_gpu=True, event=EventOfDevice)
+    dogs = [
+        Watchdog(
+            progress,
+            Place(0, (0,)),
+            store,
+            0.2,
+            tell=lambda line: None,
+            end=lambda code: None,
+            patience=0.2,
+        )
+        for store in (HashStore(), held)
+    ]
+    with progress.step(), progress.running(forward(0, 0)):
+        pass
+    deadline = time.monotonic() + 60
+    while len({name for name, _ in EventOfDevice.asked}) < 2 and time.monotonic() < deadline:
+        time.sleep(0.02)
+    held.is_free.set()
+    for dog in dogs:
+        dog.stop()
+    assert len({name for name, _ in EventOfDevice.asked}) == 2
+    assert {device for _, device in EventOfDevice.asked} == {3}
 
 
 def optimizer_step(entered: threading.Event, leave: threading.Event) -> None:

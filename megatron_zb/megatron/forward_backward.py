@@ -477,6 +477,9 @@ NOT_SERVED = {
     "defer_embedding_wgrad_compute": "the schedule itself says where weight gradients go",
     "fine_grained_activation_offloading": "it assumes the order of Megatron's interleaved schedule",
     "moe_paged_stash": "it assumes the order of Megatron's own schedules",
+    "cuda_graph_impl": "graphs are captured in the order of Megatron's own schedule",
+    "enable_cuda_graph": "graphs are captured in the order of Megatron's own schedule",
+    "external_cuda_graph": "graphs are captured in the order of Megatron's own schedule",
 }
 
 
@@ -488,10 +491,15 @@ def refuse_what_is_not_served(config: Any, adjust_tensor_shapes_fn: Any, schedul
             "set variable_seq_lengths, with which every message tells its shape"
         )
     for setting, why in NOT_SERVED.items():
-        if getattr(config, setting, None):
+        if is_chosen(getattr(config, setting, None)):
             raise UsageError(
                 f"{setting} cannot be combined with the pipeline schedule {schedule}: {why}"
             )
+
+
+def is_chosen(value: Any) -> bool:
+    """Whether a setting of :data:`NOT_SERVED` asks for anything: ``cuda_graph_impl`` has "none"."""
+    return bool(value) and value != "none"
 
 
 def _device() -> Any:

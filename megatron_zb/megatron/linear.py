@@ -23,6 +23,7 @@ from megatron.core.tensor_parallel.layers import (
     LinearWithGradAccumulationAndAsyncCommunication as MegatronLinear,
 )
 
+from megatron_zb.megatron.shards import Shard, gathering, held, whole
 from megatron_zb.runtime.weight_grad import WeightGradQueue
 
 _ARGUMENTS = list(inspect.signature(MegatronLinear.forward).parameters)[1:]
@@ -58,28 +59,44 @@ def split_linear_layers(chunk: torch.nn.Module, split: SplitBackward) -> None:
     """
     for module in chunk.modules():
         if isinstance(module, ColumnParallelLinear | RowParallelLinear):
-            whole = module._forward_impl
-            module._forward_impl = partial(_forward, whole, split)
+            module._forward_impl = partial(_forward, module._forward_impl, split, module)
         elif isinstance(module, VocabParallelEmbedding):
             split.whole.append(module.weight)
             module.weight.zero_out_wgrad = True
 
 
-def _forward(whole: Any, split: SplitBackward, **arguments: Any) -> torch.Tensor:
-    """``whole`` is Megatron's own forward, which serves where there is nothing to split."""
+def _forward(stock: Any, split: SplitBackward, module: Any, **arguments: Any) -> torch.Tensor:
+    """``stock`` is Megatron's own forward, which serves where there is nothing to split."""
     if not split.splits(arguments["weight"]) or arguments.get("grad_output_buffer") is not None:
-        return whole(**arguments)
+        result: torch.Tensor = stock(**arguments)
+        return result
     if arguments.get("tp_group") is None:
         arguments["tp_group"] = parallel_state.get_tensor_model_parallel_group()
-    return SplitLinear.apply(split, *map(arguments.get, _ARGUMENTS))
+    return SplitLinear.apply(split, _gathers_gradient(module), *map(arguments.get, _ARGUMENTS))
+
+
+def _gathers_gradient(module: Any) -> torch.distributed.ProcessGroup | None:
+    """The group over which a layer's output gradient comes gathered along the sequence."""
+    scatters_output = (
+        isinstance(module, RowParallelLinear)
+        and module.sequence_parallel
+        and not module.explicit_expert_comm
+        and module.tp_group.size() > 1
+    )
+    return module.tp_group if scatters_output else None
 
 
 class SplitLinear(torch.autograd.Function):
     """Megatron's linear function with a backward that asks the queue."""
 
     @staticmethod
-    def forward(ctx: Any, split: SplitBackward, *arguments: Any) -> torch.Tensor:
-        ctx.split = split
+    def forward(
+        ctx: Any,
+        split: SplitBackward,
+        gathers_gradient: torch.distributed.ProcessGroup | None,
+        *arguments: Any,
+    ) -> torch.Tensor:
+        ctx.split, ctx.gathers_gradient = split, gathers_gradient
         # saved tensors may come back as other objects, without what Megatron hangs on a weight
         ctx.parameter = arguments[1]
         return MegatronLinear.forward(ctx, *arguments)
@@ -90,19 +107,21 @@ class SplitLinear(torch.autograd.Function):
         if not ctx.split.queue.deferring:
             if not ctx.gradient_accumulation_fusion:
                 weight.grad_added_to_main_grad = False
-            return (None, *MegatronLinear.backward(ctx, grad_output))
+            return (None, None, *MegatronLinear.backward(ctx, grad_output))
         grad_input = _input_gradient(ctx, grad_output, weight)
         grad_bias = grad_output.flatten(0, -2).sum(dim=0) if ctx.use_bias else None
-        gather_group = ctx.tp_group if ctx.sequence_parallel else None
         scratch = ctx.split.queue.scratch
         uses = scratch.get(id(weight))
         if uses is None:
             uses = scratch[id(weight)] = _Uses()
         uses.left += 1
-        call = _Call(ctx.gradient_accumulation_fusion, gather_group, ctx.main_grad, uses)
-        add = partial(_add_weight_gradient, call, weight)
-        ctx.split.queue.defer(add, input_, grad_output, weights=(weight,))
-        return (None, grad_input, _placeholder(weight, ctx.split), grad_bias, *_NO_GRADIENTS)
+        call = _Call(ctx.gradient_accumulation_fusion, ctx.main_grad, uses)
+        operands = _operands(ctx, input_, grad_output)
+        add = partial(_add_weight_gradient, call, weight, *operands)
+        prepare = gathering(operands)
+        ctx.split.queue.defer(add, *map(held, operands), weights=(weight,), prepare=prepare)
+        gradients = grad_input, _placeholder(weight, ctx.split), grad_bias
+        return (None, None, *gradients, *_NO_GRADIENTS)
 
 
 @dataclass(slots=True)
@@ -127,9 +146,20 @@ class _Call(NamedTuple):
     """What a deferred weight gradient needs to know of its forward, without its graph."""
 
     fused: bool
-    gather_group: torch.distributed.ProcessGroup | None
     main_grad: torch.Tensor | None
     uses: _Uses
+
+
+def _operands(
+    ctx: Any, input_: torch.Tensor, grad_output: torch.Tensor
+) -> tuple[torch.Tensor | Shard, torch.Tensor | Shard]:
+    """What W computes with; of what is gathered along the sequence, a shard is kept until then."""
+    group = ctx.gathers_gradient
+    input_ = input_.detach()  # with its graph, it would keep the input of the whole stage
+    return (
+        Shard(input_, ctx.tp_group) if ctx.sequence_parallel else input_,
+        grad_output if group is None else Shard.of(grad_output, group),
+    )
 
 
 def _input_gradient(ctx: Any, grad_output: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
@@ -156,14 +186,13 @@ def _placeholder(weight: Any, split: SplitBackward) -> torch.Tensor | None:
 
 
 def _add_weight_gradient(
-    call: _Call, weight: torch.Tensor, input_: torch.Tensor, grad_output: torch.Tensor
+    call: _Call,
+    weight: torch.Tensor,
+    kept_input: torch.Tensor | Shard,
+    kept_gradient: torch.Tensor | Shard,
+    *_held: torch.Tensor,
 ) -> None:
-    if call.gather_group is not None:
-        size = list(input_.size())
-        size[0] *= call.gather_group.size()
-        gathered = input_.new_empty(size)
-        torch.distributed.all_gather_into_tensor(gathered, input_, group=call.gather_group)
-        input_ = gathered
+    input_, grad_output = whole(kept_input), whole(kept_gradient)
     input_ = input_.reshape(-1, input_.size(-1))
     grad_output = grad_output.reshape(-1, grad_output.size(-1))
     if call.fused:

@@ -16,6 +16,10 @@ import torch
 class OptimizerSnapshot:
     """A copy of the parameters and states of optimizers; its memory is used again every step.
 
+    On a GPU the host waits for no copy: taking, the optimizer's step and restoring follow one
+    another on the current stream, and nothing but a later copy on it reads the host's memory, which
+    is pinned.
+
     Args:
         optimizers: Megatron's, each around one of torch's; those around none are left out.
         on_host: keep the copies in the memory of the host.
@@ -46,7 +50,7 @@ class OptimizerSnapshot:
     def restore(self) -> None:
         """Give parameters and states the values they had; model copies of them do not follow."""
         for (parameter, states), values in zip(self._parameters(), self._states, strict=True):
-            parameter.data.copy_(self._copies[id(parameter), ""])
+            parameter.data.copy_(self._copies[id(parameter), ""], non_blocking=True)
             if values is None:
                 states.pop(parameter, None)
             else:
@@ -82,7 +86,7 @@ class OptimizerSnapshot:
             pinned = self._on_host and value.device.type == "cuda"
             copy = torch.empty_like(value, device=device, pin_memory=pinned)
             self._copies[id(parameter), name] = copy
-        copy.copy_(value)
+        copy.copy_(value, non_blocking=True)
         return copy
 
 
@@ -100,7 +104,7 @@ def _restore_state(state: dict[str, Any], values: dict[str, Any]) -> None:
         del state[name]
     for name, value in values.items():
         if torch.is_tensor(value):
-            state[name].copy_(value)
+            state[name].copy_(value, non_blocking=True)
         else:
             state[name] = value
 

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from megatron_zb.planner.profile import LinkProfile, StageProfile, merged
 from megatron_zb.runtime.activation_memory import ActivationMemory
 from megatron_zb.runtime.observer import Observer
-from megatron_zb.runtime.recorder import MemoryRecorder, Recorder
+from megatron_zb.runtime.recorder import AllocatedMemory, MemoryRecorder, Recorder
 from megatron_zb.schedules.communication import Channel
 from megatron_zb.schedules.passes import Pass, PassKind
 
@@ -76,6 +76,7 @@ class Profiling:
         self._counts = False
         self._recorders: list[Recorder] = []
         self._memory: MemoryRecorder | None = None
+        self._of_allocator = False
         self.observers: tuple[Observer, ...] = ()
         """Who looks on during a step."""
 
@@ -98,6 +99,7 @@ class Profiling:
         Args:
             memory: what counts them anyway, if anything does.
             parameters: no activations, also where autograd saves them.
+            on_gpu: its allocator knows all bytes; elsewhere, those that autograd saves are counted.
         """
         with ExitStack() as stack:
             if not self._counts:
@@ -107,9 +109,13 @@ class Profiling:
                 self._recorders.append(Recorder(on_gpu))
                 self.observers = (self._recorders[-1],)
             elif self._done == ITERATIONS - 1:
-                if memory is None:
-                    memory = stack.enter_context(ActivationMemory(parameters).watching())
-                self._memory = MemoryRecorder(memory)
+                self._of_allocator = on_gpu
+                if on_gpu:
+                    self._memory = MemoryRecorder(AllocatedMemory())
+                else:
+                    if memory is None:
+                        memory = stack.enter_context(ActivationMemory(parameters).watching())
+                    self._memory = MemoryRecorder(memory)
                 self.observers = (self._memory,)
             stack.callback(self._after_step)
             yield memory
@@ -132,7 +138,7 @@ class Profiling:
             ahead: by how much the next rank's clock is ahead of this one's.
         """
         rank = self._held[0].rank
-        mine = (self._stages(), links, rank, ahead, self._last_spans())
+        mine = (self._stages(message), links, rank, ahead, self._last_spans())
         everyone: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(everyone, mine)
         self._recorders.clear()
@@ -164,9 +170,9 @@ class Profiling:
             for of, start, end in recorder.spans()
         ]
 
-    def _stages(self) -> dict[int, StageProfile]:
+    def _stages(self, message: int) -> dict[int, StageProfile]:
         seconds = self._seconds()
-        return {held.stage: self._stage(held, seconds) for held in self._held}
+        return {held.stage: self._stage(held, seconds, message) for held in self._held}
 
     def _seconds(self) -> dict[tuple[PassKind, int], float]:
         taken: dict[tuple[PassKind, int], list[float]] = defaultdict(list)
@@ -176,20 +182,35 @@ class Profiling:
                     taken[of.kind, of.stage].append(end - start)
         return {key: max(median(found), _SHORTEST) for key, found in taken.items()}
 
-    def _stage(self, held: Held, seconds: dict[tuple[PassKind, int], float]) -> StageProfile:
+    def _stage(
+        self, held: Held, seconds: dict[tuple[PassKind, int], float], message: int
+    ) -> StageProfile:
         assert self._memory is not None, "no step has been counted"
         changes = self._memory.changes
-        activation = round(median(changes[PassKind.F, held.stage]))
-        freed = -round(median(changes[PassKind.B, held.stage]))
+        after_f = round(median(changes[PassKind.F, held.stage]))
+        after_b = after_f + round(median(changes[PassKind.B, held.stage]))
+        if self._of_allocator:
+            after_f += _messages_of_f(held) * message
         return StageProfile(
             rank=held.rank,
             layers=held.layers,
             forward=seconds[PassKind.F, held.stage],
             backward=seconds[PassKind.B, held.stage],
             weight=seconds[PassKind.W, held.stage],
-            activation=max(activation, 0),
-            held_for_weight=min(max(activation - freed, 0), max(activation, 0)),
+            # W may hold more than F did, such as the logits' gradient. Schedules keep to a limit of
+            # memory where an F begins, so it is counted from then on: nothing is understated.
+            activation=max(after_f, after_b, 0),
+            held_for_weight=max(after_b, 0),
         )
+
+
+def _messages_of_f(held: Held) -> int:
+    """How many more messages F holds than it allocates: it takes one over and leaves one behind.
+
+    The input was there before F, and counts as held from F to B; the output is allocated in F, and
+    goes with its message. What B adds and takes away is the opposite.
+    """
+    return (held.stage > 0) - (not held.layers.endswith("L"))
 
 
 def _by_one_clock(ranks: Sequence[tuple[float, Spans]]) -> list[Spans]:

@@ -29,6 +29,7 @@ import torch
 from megatron_zb.errors import UsageError
 from megatron_zb.megatron import versions
 from megatron_zb.megatron.linear import SplitBackward, accumulate
+from megatron_zb.megatron.shards import Shard, gathering, held, whole
 
 
 def split_transformer_engine(chunk: torch.nn.Module, split: SplitBackward, schedule: str) -> None:
@@ -72,24 +73,44 @@ def _can_split(module: Any) -> bool:
 
 @dataclass(frozen=True)
 class _Results:
-    """The parameters whose gradients one deferred function returns; ``biases`` may be missing."""
+    """The parameters whose gradients one deferred function returns; ``biases`` may be missing.
+
+    ``gathered`` is the operand, 0 the input and 1 the output gradient, that B has gathered.
+    """
 
     weights: list[Any]
     biases: list[Any]
     grouped: bool = False
+    gathered: int | None = None
 
 
 def _results(module: Any) -> list[_Results]:
     """What a module's backward hands to its store, in that order."""
     if hasattr(module, "fc1_weight"):
-        names = [("fc2_weight", "fc2_bias"), ("fc1_weight", "fc1_bias")]
+        names = [("fc2_weight", "fc2_bias", "row"), ("fc1_weight", "fc1_bias", "column")]
     elif hasattr(module, "num_gemms"):
         experts = range(module.num_gemms)
         weights = [getattr(module, f"weight{i}") for i in experts]
         return [_Results(weights, [getattr(module, f"bias{i}") for i in experts], grouped=True)]
     else:
-        names = list(zip(module.weight_names, module.bias_names, strict=True))
-    return [_Results([getattr(module, w)], [getattr(module, b, None)]) for w, b in names]
+        mode = module.parallel_mode
+        names = [(w, b, mode) for w, b in zip(module.weight_names, module.bias_names, strict=True)]
+    return [
+        _Results(
+            [getattr(module, weight)],
+            [getattr(module, bias, None)],
+            gathered=_GATHERED.get(mode) if _gathers_sequence(module) else None,
+        )
+        for weight, bias, mode in names
+    ]
+
+
+# By how a layer is parallel: the operand of its W that sequence parallelism gathers in B.
+_GATHERED = {"column": 0, "row": 1}
+
+
+def _gathers_sequence(module: Any) -> bool:
+    return module.sequence_parallel and module.tp_size > 1 and module.tp_group is not None
 
 
 def _split(module: Any, split: SplitBackward) -> None:
@@ -136,11 +157,15 @@ class _Store:
                 "splits the backward: weight gradients from fp8 operands have not been shown right"
             )
         results = next(self._next)
+        operands = [*map(_detached, operands[:2]), *operands[2:]]
         if results.grouped and not self._module.fuse_wgrad_accumulation:
             compute = _with_buffers_of_its_own(operands, compute)
+        if results.gathered is not None:
+            operands = _with_shard(operands, results.gathered, self._module.tp_group)
         add = partial(self._add, results, operands, compute)
         parameters = [p for p in (*results.weights, *results.biases) if p is not None]
-        self._split.queue.defer(add, *_tensors(operands[:2]), weights=parameters)
+        prepare = gathering(operands)
+        self._split.queue.defer(add, *_tensors(operands[:2]), weights=parameters, prepare=prepare)
 
     def _is_trainable(self) -> bool:
         return all(weight.requires_grad for results in self.results for weight in results.weights)
@@ -152,7 +177,7 @@ class _Store:
         compute: Callable[..., Any],
         *_held: torch.Tensor,
     ) -> None:
-        gradients, bias_gradients, *_ = compute(*operands)
+        gradients, bias_gradients, *_ = compute(*map(whole, operands))
         if results.grouped:
             gradients = operands[2]
         else:
@@ -183,9 +208,27 @@ def _with_buffers_of_its_own(
     return compute_into_new
 
 
+def _with_shard(operands: list[Any], gathered: int, group: Any) -> list[Any]:
+    """Keep a shard of what B has gathered, in memory of its own.
+
+    What is gathered may lie in a communication buffer of TE's (``tp_comm_bulk_dgrad`` and
+    ``tp_comm_overlap_ag``), which the next layer's B fills anew.
+    """
+    kept = list(operands)
+    kept[gathered] = Shard.of(operands[gathered], group)
+    return kept
+
+
+def _detached(operand: Any) -> Any:
+    """Without its graph, which would keep the input of the whole stage until W."""
+    if isinstance(operand, list | tuple):
+        return [_detached(one) for one in operand]
+    return operand.detach() if isinstance(operand, torch.Tensor) else operand
+
+
 def _tensors(operands: list[Any]) -> Iterator[torch.Tensor]:
     """What is held until W: a tensor for each GEMM, or a list of those of the experts."""
-    for operand in operands:
+    for operand in map(held, operands):
         if isinstance(operand, torch.Tensor):
             yield operand
         elif isinstance(operand, list | tuple):

@@ -13,7 +13,7 @@ from enum import Enum
 from typing import Any
 
 from megatron_zb.errors import UsageError
-from megatron_zb.megatron.forward_backward import NOT_SERVED
+from megatron_zb.megatron.forward_backward import NOT_SERVED, is_chosen
 from megatron_zb.megatron.placement import PhysicalPlacement
 from megatron_zb.megatron.post_validation import NOT_TAKEN_BACK
 from megatron_zb.schedules.placement import Placement
@@ -49,11 +49,14 @@ _NOT_SERVED_FLAGS = (
     "delay_wgrad_compute",
     "defer_embedding_wgrad_compute",
     "fine_grained_activation_offloading",
+    "cuda_graph_impl",
+    "enable_cuda_graph",
+    "external_cuda_graph",
 )
 
 
 def _not_served(setting: str) -> Conflict:
-    return Conflict(setting, "--" + setting.replace("_", "-"), NOT_SERVED[setting])
+    return Conflict(setting, "--" + setting.replace("_", "-"), NOT_SERVED[setting], is_chosen)
 
 
 CONFLICTS = (
@@ -73,22 +76,6 @@ CONFLICTS = (
         "overlap_param_gather_with_optimizer_step",
         "--overlap-param-gather-with-optimizer-step",
         "it assumes the order of Megatron's interleaved schedule",
-    ),
-    Conflict(
-        "cuda_graph_impl",
-        "--cuda-graph-impl",
-        "graphs are captured in the order of Megatron's own schedule",
-        lambda value: value != "none",
-    ),
-    Conflict(
-        "enable_cuda_graph",
-        "--enable-cuda-graph",
-        "graphs are captured in the order of Megatron's own schedule",
-    ),
-    Conflict(
-        "external_cuda_graph",
-        "--external-cuda-graph",
-        "graphs are captured in the order of Megatron's own schedule",
     ),
     Conflict(
         "moe_use_upcycling", "--moe-use-upcycling", "it builds two models on each pipeline rank"

@@ -3,7 +3,7 @@
 Activations are counted tensor by tensor as in *Reducing Activation Recomputation* (arXiv
 2205.05198), with 16 bits for each and one byte for each dropout mask; with sequence parallelism all
 of them are divided by the tensor ranks. W needs the input of each weight and the gradient of its
-output.
+output; what of them sequence parallelism gathers is held until W as each rank's own shard.
 """
 
 from __future__ import annotations
@@ -63,9 +63,13 @@ def layer_held(load: Workload, index: int) -> Held:
 
 
 def output_held(load: Workload) -> Held:
-    """The input of the last norm and of the output layer; logits are counted apart."""
-    size = 4 * load.tokens * load.model.hidden_size / load.strategy.tensor
-    return Held(size, size)
+    """The inputs of the last norm and of the output layer; its W needs the logits' gradient, too.
+
+    That gradient has 16 bits. Whatever else there is of the logits is counted apart.
+    """
+    size = 2 * load.tokens * load.model.hidden_size / load.strategy.tensor
+    gradient = 2 * load.tokens * load.model.vocabulary / load.strategy.tensor
+    return Held(2 * size, size + gradient)
 
 
 def embedding_held(load: Workload) -> Held:

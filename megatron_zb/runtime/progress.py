@@ -85,7 +85,10 @@ class _Marked:
 
 
 class Progress:
-    """Told by the executor, read by the watchdog's thread.
+    """Told by the executor, read by the watchdog's threads.
+
+    On a GPU, marks are kept only once somebody looks: who looks also lets go of those that are
+    behind, see :meth:`moved`.
 
     Args:
         on_gpu: the host does not wait for what it launches; ``event`` makes the marks.
@@ -98,7 +101,9 @@ class Progress:
         event: type[Event] = torch.cuda.Event,
         phases: Phases | None = None,
     ) -> None:
-        self._event = event if on_gpu else None
+        self._marks_with = event if on_gpu else None
+        self._event: type[Event] | None = None
+        self._device: int | None = None
         self._phases: Phases = phases or {}
         self._thread = threading.get_ident()
         self._looking = threading.Lock()
@@ -107,6 +112,17 @@ class Progress:
         self._situation: _Situation = None
         self._host_in_step = False
         self._moved = self._counted_from = time.monotonic()
+
+    def keep_marks(self) -> None:
+        """From now on, because somebody will look; call it on the thread that trains."""
+        self._event = self._marks_with
+        if self._event is not None:
+            self._device = torch.cuda.current_device()
+
+    def enter_thread(self) -> None:
+        """Before another thread looks: it begins on GPU 0, and would take memory there."""
+        if self._device is not None:
+            torch.cuda.set_device(self._device)
 
     @contextmanager
     def step(self) -> Iterator[None]:

@@ -10,7 +10,6 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 
-from megatron_zb.runtime.activation_memory import ActivationMemory
 from megatron_zb.schedules.communication import Channel, Message
 from megatron_zb.schedules.passes import Pass, PassKind
 
@@ -89,10 +88,29 @@ class Recorder:
         return [Span(of, self._seconds(a), self._seconds(b)) for of, a, b in self._marks]
 
 
-class MemoryRecorder:
-    """An observer that takes down by how many bytes each pass changes the live activations."""
+class Memory(Protocol):
+    """What counts bytes: an allocator, or hooks of autograd."""
 
-    def __init__(self, memory: ActivationMemory) -> None:
+    @property
+    def live_bytes(self) -> int: ...
+
+
+class AllocatedMemory:
+    """All that tensors take on this rank's GPU, by its allocator; the host need not wait for it.
+
+    Between two passes messages come and go, so that what a pass itself allocates and frees differs
+    from what it leaves held by the messages that it reads and makes.
+    """
+
+    @property
+    def live_bytes(self) -> int:
+        return torch.cuda.memory_allocated()
+
+
+class MemoryRecorder:
+    """An observer that takes down by how many bytes each pass changes what is live."""
+
+    def __init__(self, memory: Memory) -> None:
         self._memory = memory
         self.changes: dict[tuple[PassKind, int], list[int]] = defaultdict(list)
         """Bytes for each kind and stage, in the order of the passes."""

@@ -73,6 +73,7 @@ class Watchdog:
         patience: float | None = None,
     ) -> None:
         self._progress = progress
+        progress.keep_marks()
         self._place = place
         self._seconds = seconds
         self._tell = tell or _to_stderr
@@ -105,6 +106,7 @@ class Watchdog:
             thread.join(self._patience)  # longer only where the store does not answer
 
     def _watch(self) -> None:
+        self._progress.enter_thread()
         with suppress(Exception):
             self._inquiry.come()
         while self._goes_on():
@@ -192,6 +194,7 @@ class Watchdog:
             self._finish()
 
     def _watch_the_store(self) -> None:
+        self._progress.enter_thread()
         while self._goes_on():
             unheard = time.monotonic() - self._inquiry.heard
             if unheard < self._patience + self._interval or not self._is_still():

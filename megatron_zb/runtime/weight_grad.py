@@ -13,11 +13,15 @@ from megatron_zb.runtime.activation_memory import ActivationMemory
 
 
 class WeightGradTask(NamedTuple):
-    """Weight gradients left to do in one go, and the tensors they keep alive until then."""
+    """Weight gradients left to do in one go, and the tensors they keep alive until then.
+
+    ``prepare`` begins to communicate what they need, beside the task before.
+    """
 
     compute: Callable[..., None]
     operands: tuple[torch.Tensor, ...]
     weights: tuple[torch.Tensor, ...]
+    prepare: Callable[[], None] | None = None
 
 
 class WeightGradQueue:
@@ -62,12 +66,16 @@ class WeightGradQueue:
         compute: Callable[..., None],
         *operands: torch.Tensor,
         weights: Iterable[torch.Tensor] = (),
+        prepare: Callable[[], None] | None = None,
     ) -> None:
-        """Leave ``compute(*operands)``, the gradients of ``weights``, to this microbatch's W."""
+        """Leave ``compute(*operands)``, the gradients of ``weights``, to this microbatch's W.
+
+        ``prepare`` is called before the task ahead of it is computed.
+        """
         if self.activation_memory is not None:
             for tensor in operands:
                 self.activation_memory.hold(tensor)
-        self._microbatches[-1][1].append(WeightGradTask(compute, operands, tuple(weights)))
+        self._microbatches[-1][1].append(WeightGradTask(compute, operands, tuple(weights), prepare))
 
     def weights(self, microbatch: int) -> Counter[int]:
         """How many gradients the W of a microbatch brings for each weight, by its ``id``."""
@@ -88,16 +96,23 @@ class WeightGradQueue:
         _, tasks = self._microbatches.popleft()
         memory, on_gradient = self.activation_memory, self.on_gradient
         with self._without_graph:
+            _prepare_first(tasks)
             while tasks:
-                compute, operands, weights = tasks.popleft()
+                compute, operands, weights, _ = tasks.popleft()
+                _prepare_first(tasks)
                 compute(*operands)
                 if memory is not None:
                     for tensor in operands:
                         memory.release(tensor)
-                del operands  # freed before the next task makes something as large
+                del compute, operands  # freed before the next task makes something as large
                 if on_gradient is not None:
                     for weight in weights:
                         on_gradient(weight)
 
     def __len__(self) -> int:
         return len(self._microbatches)
+
+
+def _prepare_first(tasks: deque[WeightGradTask]) -> None:
+    if tasks and (prepare := tasks[0].prepare) is not None:
+        prepare()
