@@ -23,7 +23,8 @@ from pathlib import Path
 from typing import Any, cast
 
 # Longer than any case may run: a case that hangs is ended by the pool, which shows where it hangs.
-COLLECTIVE_TIMEOUT = timedelta(minutes=30)
+# Not torch's default, so that a test can tell whether a group has it.
+COLLECTIVE_TIMEOUT = timedelta(minutes=31)
 
 # Where Transformer-Engine is installed, out of the sight of the tests that are not about it:
 # megatron-core takes any that it can import for a whole one.

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from megatron_zb import schedules
-from megatron_zb.schedules import catalog
+from megatron_zb.schedules import catalog, communication
 from megatron_zb.schedules.catalog import Family
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -105,6 +105,33 @@ def test_the_example_of_a_new_schedule_works(monkeypatch: pytest.MonkeyPatch) ->
         peak = max(schedules.simulate(built, costs).peak_activation)
         assert peak == family.peak_microbatches(p, m)
         schedules.lower(built)
+
+
+def total_order(name: str, p: int, m: int) -> list[str]:
+    """The events of a lowering from first to last, each in the columns of its ranks."""
+    schedule = schedules.build(name, pipeline_size=p, num_microbatches=m)
+    moments = communication._moments(schedule, None, late=False)
+    lines = []
+    for rank, at in communication._TotalOrder(schedule, moments).instructions():
+        if isinstance(at, communication.Receive):
+            continue  # it stands in the line of its send
+        if isinstance(at, communication.Run):
+            cells = {rank: str(at.work)}
+        else:
+            _, stage, microbatch, _ = at.message
+            read_by = f"{stage}{'B' if at.message.is_gradient else 'F'}{microbatch}"
+            cells = {rank: f"take {read_by}"}
+            if isinstance(at, communication.Send):
+                source, target = at.channel
+                cells = {source: f"send {read_by}", target: f"receive {read_by}"}
+        lines.append("".join(f"{cells.get(r, ''):16}" for r in range(p)).rstrip())
+    return lines
+
+
+def test_the_order_on_the_page_is_the_one_that_is_made() -> None:
+    page = (ROOT / "docs" / "internals.md").read_text(encoding="utf-8")
+    [shown] = re.findall(r"```\n(0F0\n.*?)\n```", page, flags=re.DOTALL)
+    assert shown.splitlines() == total_order("zb-h1", 2, 3)
 
 
 def test_what_has_not_been_measured_is_said_to_be_missing() -> None:

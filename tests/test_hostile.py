@@ -3,22 +3,22 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
+from rank_process import COLLECTIVE_TIMEOUT
 from ranks import RankFailure, RankPools, RankTimeout
 
 from megatron_zb import schedules
 from megatron_zb.runtime.channels import Channels
 from megatron_zb.runtime.executor import run_program
+from megatron_zb.runtime.groups import new_groups
 from megatron_zb.runtime.link_times import clock_ahead, link_times
 from megatron_zb.runtime.synthetic import SyntheticStage
 from megatron_zb.schedules.communication import Channel, Message, Program, Receive, Send
 from megatron_zb.schedules.placement import looped
 
-PACKAGE = Path(__file__).resolve().parents[1] / "megatron_zb"
 MESSAGE = Message(False, 1, 0)
 THERE = Channel(0, 1)
 
@@ -146,3 +146,15 @@ def test_links_are_measured_by_blocking_messages(ranks: RankPools, size: int) ->
     found = ranks(size).run(measured_links)
     assert sum(links for links, _ in found) == 2 * (size if size > 2 else 1)
     assert all(abs(ahead) < 1 for _, ahead in found)  # one clock, in truth
+
+
+def timeout_of_a_new_group() -> float:
+    [group] = new_groups([range(dist.get_world_size())])
+    seconds: float = group._get_backend(torch.device("cpu")).options._timeout.total_seconds()
+    dist.destroy_process_group(group)
+    return seconds
+
+
+def test_groups_have_the_timeout_of_the_job(ranks: RankPools) -> None:
+    expected = COLLECTIVE_TIMEOUT.total_seconds()
+    assert ranks(2).run(timeout_of_a_new_group) == [expected, expected]
