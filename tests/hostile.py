@@ -141,7 +141,7 @@ def _checked(function: Any, name: str) -> Callable[..., Any]:
 
 
 def _key(channels: Channels, channel: Channel) -> str:
-    group: Any = channels._links[channel].group
+    group: Any = channels._links[channel][0]
     return f"{group.group_name}-{channel.source}-{channel.target}"
 
 

@@ -112,7 +112,7 @@ def total_order(name: str, p: int, m: int) -> list[str]:
     schedule = schedules.build(name, pipeline_size=p, num_microbatches=m)
     moments = communication._moments(schedule, None, late=False)
     lines = []
-    for rank, at in communication._TotalOrder(schedule, moments).instructions():
+    for rank, at in communication._total_order(schedule, moments):
         if isinstance(at, communication.Receive):
             continue  # it stands in the line of its send
         if isinstance(at, communication.Run):

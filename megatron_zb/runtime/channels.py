@@ -38,13 +38,6 @@ def channels_of(placement: Placement) -> list[Channel]:
     return sorted(pairs)
 
 
-class _Link(NamedTuple):
-    """The group of a channel, and the other rank in it."""
-
-    group: dist.ProcessGroup
-    peer: int
-
-
 class Channels:
     """The channels of one rank over ``pipeline_ranks`` (global ranks in logical order).
 
@@ -71,7 +64,11 @@ class Channels:
         self._ranks = list(pipeline_ranks)
         me = self._ranks.index(dist.get_rank())
         mine = [channel for channel in channels_of(placement) if me in channel]
-        self._links = self._new_links(mine, me, backend, options or GroupOptions())
+        pairs = [(self._ranks[a], self._ranks[b]) for a, b in mine]
+        groups = new_groups(pairs, backend, options or GroupOptions())
+        rank = dist.get_rank()  # in a group of two, the peer is the first or the second
+        peers = [int(max(pair) != rank) for pair in pairs]
+        self._links = dict(zip(mine, zip(groups, peers, strict=True), strict=True))
         self._prepare(torch.empty(0, device=device).device)
         self._connect(mine, me, device)
 
@@ -83,19 +80,6 @@ class Channels:
         on_gpu = device.type == "cuda"
         self._receiving: Any = torch.cuda.Stream(device) if on_gpu else None
         self._enqueued: deque[torch.cuda.Event] = deque()
-
-    def _new_links(
-        self, mine: Iterable[Channel], me: int, backend: str | None, options: GroupOptions
-    ) -> dict[Channel, _Link]:
-        """Make the groups of the channels to higher ranks, then of those to lower ranks."""
-        links: dict[Channel, _Link] = {}
-        for is_upward in (True, False):
-            channels = [c for c in mine if (c.source < c.target) == is_upward]
-            pairs = [sorted((self._ranks[a], self._ranks[b])) for a, b in channels]
-            groups = new_groups(pairs, backend, options)
-            for channel, pair, group in zip(channels, pairs, groups, strict=True):
-                links[channel] = _Link(group, 1 - pair.index(self._ranks[me]))
-        return links
 
     def _connect(
         self, channels: Iterable[Channel], me: int, device: torch.device | str | int
@@ -177,8 +161,8 @@ class Channels:
 
     def close(self) -> None:
         """Give the groups back; collective over the pipeline."""
-        for _, link in sorted(self._links.items()):
-            dist.destroy_process_group(link.group)
+        for group, _ in self._links.values():
+            dist.destroy_process_group(group)
 
     def finish(self) -> None:
         """Wait for every send of this step; a step leaves no message behind."""

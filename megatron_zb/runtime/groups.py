@@ -41,7 +41,8 @@ def new_groups(
     """Make a group for each of the rank lists that this rank names, and belongs to.
 
     Collective over all ranks of the job: each makes the groups of all, in one order. Ranks that
-    name the same list share its group. The groups have the timeout of the job.
+    name the same list share its group; the same ranks in another order have another one. The groups
+    have the timeout of the job.
     """
     options = options or GroupOptions(nccl={})
     wanted = [tuple(members) for members in mine]

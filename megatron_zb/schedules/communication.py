@@ -18,7 +18,7 @@ from typing import NamedTuple, TypeAlias
 from megatron_zb.schedules.costs import Costs
 from megatron_zb.schedules.passes import Pass, PassKind
 from megatron_zb.schedules.relay import Relay
-from megatron_zb.schedules.schedule import InvalidSchedule, Schedule
+from megatron_zb.schedules.schedule import InvalidSchedule, Schedule, walk
 from megatron_zb.schedules.simulator import Timeline, simulate
 
 
@@ -114,8 +114,11 @@ def lower(
     Raises:
         InvalidSchedule: the ranks would wait for one another in a circle.
     """
+    ranks: list[list[Instruction]] = [[] for _ in schedule.ranks]
     moments = _moments(schedule, timeline, late=waits_to_receive)
-    program = Program(schedule, _projections(schedule, moments), _send_slots(schedule))
+    for rank, instruction in _total_order(schedule, moments):
+        ranks[rank].append(instruction)
+    program = Program(schedule, tuple(map(tuple, ranks)), _send_slots(schedule))
     check_progress(program)
     return program
 
@@ -213,116 +216,43 @@ _Moments: TypeAlias = list[list[tuple[_Moment, _Moment]]]
 """For every pass of every rank: where it stands in the order, and where what it makes does."""
 
 
-def _projections(schedule: Schedule, moments: _Moments) -> tuple[tuple[Instruction, ...], ...]:
-    """Write down what one total order of all passes and messages says of each rank."""
-    programs: list[list[Instruction]] = [[] for _ in schedule.ranks]
-    for rank, instruction in _TotalOrder(schedule, moments).instructions():
-        programs[rank].append(instruction)
-    return tuple(map(tuple, programs))
+def _total_order(schedule: Schedule, moments: _Moments) -> Iterator[tuple[int, Instruction]]:
+    """Yield all passes and messages by their moments, each with the rank it concerns.
 
+    A message stands before the passes of its moment.
 
-class _TotalOrder:
-    """All passes and messages by their moments; of one moment, messages come first.
-
-    The U of a stage's ranks, which meet there to sum their gradients, are one event.
+    Raises:
+        InvalidSchedule: some pass can never run.
     """
-
-    def __init__(self, schedule: Schedule, moments: _Moments) -> None:
-        self._schedule = schedule
-        self._runs = [[_run(p, r, schedule) for p in rank] for r, rank in enumerate(schedule.ranks)]
-        self._moments = moments
-        self._position = [0] * len(self._runs)
-        self._there: set[tuple[int, Message]] = set()
-        self._events: list[tuple[_Moment, bool, int, int]] = []
-
-    def instructions(self) -> Iterator[tuple[int, Instruction]]:
-        """Yield each with the rank whose program it stands in.
-
-        Raises:
-            InvalidSchedule: some pass can never run.
-        """
-        for rank in range(len(self._runs)):
-            self._offer(rank)
-        while self._events:
-            _, is_pass, rank, position = heapq.heappop(self._events)
-            if not is_pass:
-                yield from self._messages(rank, position)
-            elif position == self._position[rank]:  # else it was offered twice
-                for met in self._meeting(rank):
-                    yield from self._pass(met)
-        self._check_all_ran()
-
-    def _next(self, rank: int) -> Run | None:
-        runs, position = self._runs[rank], self._position[rank]
-        return runs[position] if position < len(runs) else None
-
-    def _offer(self, rank: int) -> None:
-        """Put a rank's next pass among the events, if all that it needs is there."""
-        run = self._next(rank)
-        if run is None or not self._is_ready(rank, run):
-            return
-        moment, _ = self._moments[rank][self._position[rank]]
-        heapq.heappush(self._events, (moment, True, rank, self._position[rank]))
-
-    def _is_ready(self, rank: int, run: Run) -> bool:
-        needed = [take.message for take in _takes(rank, run, self._schedule)]
-        if run.reads is not None:
-            needed.append(run.reads)
-        return self._there.issuperset((rank, message) for message in needed) and all(
-            (other := self._next(met)) is not None and other.work == run.work
-            for met in self._meeting(rank)
+    places: list[tuple[int, int]] = []  # each after what it depends on, and so within a moment
+    if walk(schedule, lambda rank, position, p: places.append((rank, position))):
+        raise InvalidSchedule(
+            f"{schedule.name}: rule 'progress': the ranks wait for one another in a circle: "
+            f"{schedule.blocked()}"
         )
-
-    def _meeting(self, rank: int) -> tuple[int, ...]:
-        """Return the ranks that run the next pass of this one together with it."""
-        run = self._next(rank)
-        return _meeting(self._schedule, rank, run.work) if run is not None else ()
-
-    def _pass(self, rank: int) -> Iterator[tuple[int, Instruction]]:
-        position = self._position[rank]
-        run = self._runs[rank][position]
-        for take in _takes(rank, run, self._schedule):
-            yield rank, take
+    places.sort(key=lambda place: moments[place[0]][place[1]][0])
+    made: list[tuple[_Moment, int, list[Send]]] = []
+    for number, (rank, position) in enumerate(places):
+        stands, makes = moments[rank][position]
+        while made and made[0][0] <= stands:
+            yield from _messages(heapq.heappop(made)[-1])
+        run = _run(schedule.ranks[rank][position], rank, schedule)
+        yield from ((rank, take) for take in _takes(rank, run, schedule))
         yield rank, run
-        self._position[rank] += 1
-        if run.makes_local and run.makes is not None:
-            self._there.add((rank, run.makes))
-        if _sends(rank, run, self._schedule):
-            _, moment = self._moments[rank][position]
-            heapq.heappush(self._events, (moment, False, rank, position))
-        else:
-            self._offer(rank)
-
-    def _messages(self, rank: int, position: int) -> Iterator[tuple[int, Instruction]]:
-        """Send what a pass has made; only then the rank's next pass may come."""
-        sends = _sends(rank, self._runs[rank][position], self._schedule)
-        for send in sends:
-            yield rank, send
-            yield send.channel.target, Receive(*send)
-            self._there.add((send.channel.target, send.message))
-        self._offer(rank)
-        for send in sends:
-            self._offer(send.channel.target)
-
-    def _check_all_ran(self) -> None:
-        waiting = {rank: run for rank in range(len(self._runs)) if (run := self._next(rank))}
-        if waiting:
-            said = "; ".join(f"rank {rank} at {run.work}" for rank, run in waiting.items())
-            raise InvalidSchedule(
-                f"{self._schedule.name}: rule 'progress': the ranks wait for one another in a "
-                f"circle: {said}"
-            )
+        heapq.heappush(made, (makes, number, _sends(rank, run, schedule)))
+    for _, _, sends in sorted(made):
+        yield from _messages(sends)
 
 
-def _meeting(schedule: Schedule, rank: int, work: Pass) -> tuple[int, ...]:
-    """Return the ranks that run a pass together: in U all of the stage, else this one."""
-    return schedule.placement.ranks_of[work.stage] if work.kind is PassKind.U else (rank,)
+def _messages(sends: list[Send]) -> Iterator[tuple[int, Instruction]]:
+    for send in sends:
+        yield send.channel.source, send
+        yield send.channel.target, Receive(*send)
 
 
 def _moments(schedule: Schedule, timeline: Timeline | None, *, late: bool) -> _Moments:
     if schedule.relay is not None:
-        relay = schedule.relay
-        return [[(_wave(relay, p),) * 2 for p in passes] for passes in schedule.ranks]
+        return _relay_moments(schedule, schedule.relay)
     if timeline is None:
         p = len(schedule.ranks)
         costs = Costs.uniform(pipeline_size=p, forward=1.0, backward=1.0, weight=1.0)
@@ -334,12 +264,26 @@ def _moments(schedule: Schedule, timeline: Timeline | None, *, late: bool) -> _M
     ]
 
 
-def _wave(relay: Relay, p: Pass) -> _Moment:
-    """Order a relay by steps, so that all steps are alike, and a step by the way of its data."""
-    step = relay.step_of(p)
-    if p.kind is PassKind.U:
-        return (step, 1, 0, p.stage)
-    return (step, 0, p.microbatch % relay.num_microbatches + p.stage, p.stage)
+def _relay_moments(schedule: Schedule, relay: Relay) -> _Moments:
+    """Order a relay by steps, so that all steps are alike, and a step by the way of its data.
+
+    The U of a stage's ranks, which meet there to sum their gradients, stand side by side.
+    """
+    m, many = relay.num_microbatches, len(schedule.ranks)
+    found: _Moments = []
+    for rank, passes in enumerate(schedule.ranks):
+        stands: _Moment = ()
+        found.append([])
+        for p in passes:
+            step = relay.step_of(p)
+            if p.kind is PassKind.U:
+                stands = max(stands, (step, 1, 0, p.stage, rank))
+                found[-1].append((stands, (*stands[:-1], many, rank)))
+            else:
+                wave = p.microbatch % m + p.stage
+                stands = max(stands, (step, 0, wave, p.stage, p.kind is PassKind.S))
+                found[-1].append((stands, stands))
+    return found
 
 
 # --- the proof
@@ -358,33 +302,32 @@ def unfinished(program: Program) -> dict[int, Instruction]:
         instructions = program.ranks[rank]
         return instructions[position[rank]] if position[rank] < len(instructions) else None
 
-    def step(rank: int) -> tuple[int, ...]:
-        """Get past a rank's next instruction; the ranks that have moved, none if it waits."""
+    def moves(rank: int) -> tuple[int, ...]:
+        """Return the ranks that get past their instruction together with this one, if it does."""
         here = at(rank)
-        if isinstance(here, Take):
-            moves: tuple[int, ...] = (rank,) if (rank, here.message) in received else ()
-        elif isinstance(here, Run):
+        if isinstance(here, Run):
             met = _meeting(program.schedule, rank, here.work)
-            moves = met if all(_is_run_of(at(r), here.work) for r in met) else ()
-        elif here is not None:
-            source, target = here.channel
-            matches = at(source) == Send(*here) and at(target) == Receive(*here)
-            matches = matches and isinstance(at(source), Send) and isinstance(at(target), Receive)
-            moves = (source, target) if matches else ()
-            received.update((target, here.message) for _ in moves[:1])
-        else:
-            moves = ()
-        for moved in moves:
-            position[moved] += 1
-        return moves
+            return met if all(at(other) == here for other in met) else ()
+        if isinstance(here, Take):
+            return (rank,) if (rank, here.message) in received else ()
+        if here is None:
+            return ()
+        send, receive = (at(other) for other in here.channel)
+        if not (isinstance(send, Send) and isinstance(receive, Receive) and receive == (*send,)):
+            return ()
+        received.add((here.channel.target, here.message))
+        return here.channel
 
     runnable = set(range(len(program.ranks)))
     while runnable:
         rank = runnable.pop()
-        while moved := step(rank):
+        while moved := moves(rank):
             runnable.update(moved)
+            for other in moved:
+                position[other] += 1
     return {rank: here for rank in range(len(position)) if (here := at(rank)) is not None}
 
 
-def _is_run_of(at: Instruction | None, work: Pass) -> bool:
-    return isinstance(at, Run) and at.work == work
+def _meeting(schedule: Schedule, rank: int, work: Pass) -> tuple[int, ...]:
+    """Return the ranks that run a pass together: in U all of the stage, else this one."""
+    return schedule.placement.ranks_of[work.stage] if work.kind is PassKind.U else (rank,)
