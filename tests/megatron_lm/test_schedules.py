@@ -38,6 +38,23 @@ def test_a_resumed_run_logs_what_stock_logs(
     assert run.output.count("embedding, layers 1") == 1
 
 
+@pytest.mark.parametrize("name", ["1f1b", "v-half", "auto"])
+def test_where_sends_wait_and_hosts_drain_it_logs_the_same(
+    checkout: Path,
+    stock_checkpoint: Path,
+    stock: Logged,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    name: str,
+) -> None:
+    """The rules of a GPU; see hostile.py."""
+    monkeypatch.setenv("SENT", str(tmp_path / "sent"))
+    flags = f"--load {stock_checkpoint} --pipeline-schedule {name}"
+    hostile = Path(__file__).with_name("run_hostile.py")
+    check_equal(pretrain(checkout, MODEL, PIPELINE, flags, program=hostile), stock)
+    assert any((tmp_path / "sent").iterdir())
+
+
 @pytest.mark.parametrize("name", ["v-half", "zb-h1", "interleaved", ""])
 def test_a_patched_checkout_logs_the_same(
     patched: Path, stock_checkpoint: Path, stock: Logged, name: str
