@@ -4,9 +4,9 @@
 waits, at its place, until its receive has been posted. A receive's buffer holds NaN, or garbage,
 until it has been waited for. A tensor that was sent must not change before the runtime lets go of
 it, and when it may is told at random. Before passes taken at random, the host waits for every
-receive that is open, as a first launch of a kernel makes it wait. Asking the device to synchronise
-while a receive is open that nobody has sent to yet raises: outside of a program nothing says that
-such a wait ends.
+receive that is open, as a first launch of a kernel makes it wait; so it does where a pass asks the
+device to synchronise. Outside of a program, nothing says that such a wait ends: there, to ask for
+it while a receive is open that nobody has sent to yet raises.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from typing import Any
 import torch
 
 from megatron_zb.runtime.channels import Channels
+from megatron_zb.runtime.executor import Execution
 from megatron_zb.schedules.communication import Channel
 
 DRAINS = 0.3
@@ -80,6 +81,7 @@ class _Open:
 
 
 _OPEN: list[_Open] = []
+_PROGRAMS: list[Any] = []  # that this rank is carrying out
 
 
 def install(folder: Path) -> None:
@@ -112,12 +114,13 @@ def install(folder: Path) -> None:
     def hostile_between_passes(self: Channels) -> None:
         between_passes(self)
         if dice.random() < DRAINS:
-            for opened in _OPEN:
-                opened.arrive()
+            _drain()
 
     patched: Any = Channels
     patched._isend, patched._irecv = hostile_isend, hostile_irecv
     patched.between_passes = hostile_between_passes
+    patched = Execution
+    patched.run = _in_program(Execution.run)
     for owner, name in (
         (torch.cuda, "synchronize"),
         (torch.cuda, "empty_cache"),
@@ -127,8 +130,26 @@ def install(folder: Path) -> None:
         setattr(owner, name, _checked(getattr(owner, name, None), name))
 
 
+def _drain() -> None:
+    for opened in _OPEN:
+        opened.arrive()
+
+
+def _in_program(run: Callable[..., None]) -> Callable[..., None]:
+    def counted(*arguments: Any) -> None:
+        _PROGRAMS.append(run)
+        try:
+            run(*arguments)
+        finally:
+            _PROGRAMS.pop()
+
+    return counted
+
+
 def _checked(function: Any, name: str) -> Callable[..., Any]:
     def synchronise(*arguments: Any, **keywords: Any) -> Any:
+        if _PROGRAMS:
+            _drain()
         for opened in _OPEN:
             if not opened.has_arrived and not opened.is_sent():
                 raise Violation(

@@ -1,4 +1,4 @@
-"""One rank of a pool: a process that joins a gloo group once and runs cases until told to stop.
+"""One rank of a pool: a process that joins a gloo group once and runs cases until it is killed.
 
 Started by ``ranks.py``, which sends `Case` objects over a pipe and gets one `Outcome` for each.
 """
@@ -134,7 +134,7 @@ def end_with_parent() -> None:
 
 
 def main(file_descriptor: int, rank: int, world_size: int, meeting_point: str) -> None:
-    """Serve cases from the pipe until it is closed or a None arrives."""
+    """Serve cases from the pipe until the process is killed."""
     faulthandler.enable()
     faulthandler.register(signal.SIGUSR1)
     end_with_parent()
@@ -142,7 +142,8 @@ def main(file_descriptor: int, rank: int, world_size: int, meeting_point: str) -
     import_megatron(Path(f"{meeting_point}-sent"))
     join_group(rank, world_size, meeting_point)
     pool.send(Outcome(result=pickle.dumps("ready")))
-    while (case := pool.recv()) is not None:
+    while True:
+        case = pool.recv()
         sys.path[:] = case.path
         outcome = run_case(case)
         leave_megatron()

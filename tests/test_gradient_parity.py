@@ -11,13 +11,20 @@ from megatron_zb.schedules.interleaved import split_interleaved
 
 
 @pytest.mark.parametrize("name", schedules.names())
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
-@pytest.mark.parametrize("world_size", [2, 4])
+@pytest.mark.parametrize(
+    ("world_size", "tied", "dtype"),
+    [
+        (2, False, "bfloat16"),
+        (2, True, "float32"),
+        (4, False, "float32"),
+        (4, True, "bfloat16"),
+    ],
+    ids=["2 ranks", "2 ranks, tied", "4 ranks", "4 ranks, tied"],
+)
 def test_gradients_equal_megatrons(
     ranks: RankPools, world_size: int, tied: bool, dtype: str, name: str
 ) -> None:
-    microbatches = [1, 3, world_size, 2 * world_size + 1, 3 * world_size]
+    microbatches = [1, 3, 2 * world_size + 1, 3 * world_size]
     case = GPTCase(tied=tied, dtype=dtype)
     found = ranks(world_size).run(
         differences, case=case, schedule=name, num_microbatches=microbatches
