@@ -16,8 +16,17 @@ from megatron_zb.runtime.executor import run_program
 from megatron_zb.runtime.groups import new_groups
 from megatron_zb.runtime.link_times import clock_ahead, link_times
 from megatron_zb.runtime.synthetic import SyntheticStage
-from megatron_zb.schedules.communication import Channel, Message, Program, Receive, Send
+from megatron_zb.schedules.communication import (
+    Channel,
+    Instruction,
+    Message,
+    Program,
+    Receive,
+    Take,
+    check_progress,
+)
 from megatron_zb.schedules.placement import looped
+from megatron_zb.schedules.schedule import InvalidSchedule
 
 MESSAGE = Message(False, 1, 0)
 THERE = Channel(0, 1)
@@ -112,19 +121,23 @@ def test_a_program_that_buffers_would_forgive_hangs_here_and_not_on_plain_ranks(
     """Both ranks send before they receive: one from the other's buffer."""
     schedule = schedules.build("1f1b", pipeline_size=2, num_microbatches=4)
     program = crossed(schedules.lower(schedule))
+    with pytest.raises(InvalidSchedule, match="rank 0 to send .*; rank 1 to send"):
+        check_progress(program)
     assert ranks(2, plain=True).run(runs, program=program) == ["done", "done"]
     with pytest.raises(RankTimeout, match="_isend"):
         ranks(2).run(runs, program=program, timeout=5)
 
 
 def crossed(program: Program) -> Program:
-    """Let each rank send, and only then receive, where its program has both in a row."""
+    """Let every rank receive a message only where it takes it."""
     ranks = []
     for rank in program.ranks:
-        order = list(rank)
-        for i in range(len(order) - 1):
-            if isinstance(order[i], Receive) and isinstance(order[i + 1], Send):
-                order[i], order[i + 1] = order[i + 1], order[i]
+        order: list[Instruction] = []
+        for at in rank:
+            if isinstance(at, Take):
+                order.append(Receive(*at))
+            if not isinstance(at, Receive):
+                order.append(at)
         ranks.append(tuple(order))
     return replace(program, ranks=tuple(ranks))
 
