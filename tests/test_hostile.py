@@ -121,7 +121,7 @@ def test_a_program_that_buffers_would_forgive_hangs_here_and_not_on_plain_ranks(
     """Both ranks send before they receive: one from the other's buffer."""
     schedule = schedules.build("1f1b", pipeline_size=2, num_microbatches=4)
     program = crossed(schedules.lower(schedule))
-    with pytest.raises(InvalidSchedule, match="rank 0 to send .*; rank 1 to send"):
+    with pytest.raises(InvalidSchedule, match=r"rank 0 to send .*; rank 1 to send"):
         check_progress(program)
     assert ranks(2, plain=True).run(runs, program=program) == ["done", "done"]
     with pytest.raises(RankTimeout, match="_isend"):
