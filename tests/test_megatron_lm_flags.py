@@ -36,6 +36,8 @@ STOCK: dict[str, Any] = {
     "pipeline_model_parallel_size": 4,
     "context_parallel_size": 1,
     "distributed_timeout_minutes": 10,
+    "nccl_communicator_config_path": None,
+    "high_priority_stream_groups": [],
     "pipeline_model_parallel_layout": None,
     "num_layers_per_virtual_pipeline_stage": None,
     "num_virtual_stages_per_pipeline_rank": None,

@@ -98,18 +98,21 @@ import os, signal, sys, time
 from megatron_zb.runtime import executor
 how, number = sys.argv[1], int(sys.argv[2])
 sys.argv[1:] = sys.argv[3:]
-run, passes = executor._run_pass, []
+passes = []
 
-def stop_at_last(*arguments):
-    passes.append(1)
-    if os.environ["RANK"] == "1" and len(passes) == number:
-        if how == "stops":
-            os.kill(os.getpid(), signal.SIGSTOP)
-        else:
-            time.sleep(1000)
-    return run(*arguments)
+def stopping(compute):
+    def stop_at_last(*arguments):
+        passes.append(1)
+        if os.environ["RANK"] == "1" and len(passes) == number:
+            if how == "stops":
+                os.kill(os.getpid(), signal.SIGSTOP)
+            else:
+                time.sleep(1000)
+        return compute(*arguments)
 
-executor._run_pass = stop_at_last
+    return stop_at_last
+
+executor._COMPUTE.update({kind: stopping(compute) for kind, compute in executor._COMPUTE.items()})
 from megatron_zb.pretrain_gpt import main
 main()
 """

@@ -287,7 +287,7 @@ def test_on_a_gpu_the_allocator_says_what_passes_hold(ranks: RankPools, tmp_path
 
     But for the input of a chunk's latest F, which Megatron's chunk keeps until its next one.
     """
-    case, pool = GPTCase(), ranks(4)
+    case, pool = GPTCase(), ranks(4, plain=True)  # whose memory is that of the passes alone
     pool.run(train, case=case, schedule="v-half", iterations=ITERATIONS, path=tmp_path / "hooks")
     pool.run(profiled_by_allocator, case=case, path=tmp_path / "allocator")
     hooks, allocator = (read_profile(tmp_path / name) for name in ("hooks", "allocator"))
