@@ -46,11 +46,9 @@ top is of the last number of ranks, "by_ranks" has all, every step of every rank
 from __future__ import annotations
 
 import argparse
-import datetime
 import gc
 import json
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
@@ -58,7 +56,7 @@ from pathlib import Path
 from typing import Any
 
 import one_device
-import torch
+import provenance
 import torch.distributed as dist
 import torch.multiprocessing as mp
 from rich.console import Console
@@ -295,22 +293,13 @@ def _report(by_ranks: dict[int, dict[str, Any]], args: argparse.Namespace) -> in
                 "microbatches": args.microbatches,
                 "turns": args.turns,
                 "wrapped": args.wrapped,
-                "machine": one_device.describe(torch.device("cpu")),
-                "commit": _commit(),
-                "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
+                **provenance.of_this_run(),
                 "by_ranks": by_ranks,
             }
         ),
         flush=True,
     )
     return int(bool(missed))
-
-
-def _commit() -> str | None:
-    """The commit of this checkout, and whether it has been changed since."""
-    command = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty"]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    return done.stdout.strip() or None
 
 
 if __name__ == "__main__":

@@ -14,8 +14,10 @@ import torch.distributed as dist
 from megatron_zb import schedules
 from megatron_zb.runtime.channels import Channels
 from megatron_zb.runtime.executor import run_program
+from megatron_zb.runtime.link_times import link_times
 from megatron_zb.runtime.progress import Progress
 from megatron_zb.runtime.synthetic import SyntheticStage
+from megatron_zb.schedules.placement import v_shape
 
 
 def join(rank: int, ranks: int, meeting_point: str) -> None:
@@ -33,6 +35,17 @@ def _sleep_exactly() -> None:
     set_timer_slack = 29
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(set_timer_slack, ctypes.c_ulong(1))
+
+
+def seconds_of_link(rank: int, ranks: int) -> float:
+    """Measure a message between neighbours of a V, the mean of all links; collective."""
+    placement = v_shape(ranks)
+    channels = Channels(list(range(ranks)), placement, "cpu")
+    links = link_times(channels, placement, rank, lambda: torch.zeros(64))
+    channels.close()
+    total = torch.tensor([sum(links.values()), float(len(links))], dtype=torch.float64)
+    dist.all_reduce(total)
+    return float(total[0] / total[1])
 
 
 class Steps:
