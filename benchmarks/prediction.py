@@ -29,9 +29,9 @@ from rich.table import Table
 from megatron_zb import schedules
 from megatron_zb.planner.contender import Contender
 from megatron_zb.planner.fit import Fit
-from megatron_zb.planner.layout import even
 from megatron_zb.planner.profile import read_profile
 from megatron_zb.schedules import catalog
+from megatron_zb.schedules.layout import Layers, spread
 
 _PROFILED = "zb-h1"
 _SKIPPED = 9  # iterations: the first, and those in which auto measures itself
@@ -114,8 +114,7 @@ def _predicted(args: argparse.Namespace, fit: Fit, name: str) -> float:
     family = catalog.family(name)
     chunks = {"interleaved": 2, "wave": 4}.get(name)
     placement = Contender(name, family.name, family.takes_chunks).placement(args.ranks, chunks)
-    counts = even(args.layers, placement)
-    assert counts is not None, "too few layers"
+    counts = spread(Layers(args.layers), placement)
     costs = fit.costs(placement, counts)
     schedule = schedules.build(
         name, pipeline_size=args.ranks, num_microbatches=args.microbatches, chunks=chunks

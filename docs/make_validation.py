@@ -143,7 +143,7 @@ def _prediction(table: dict[str, Any], column: dict[str, Any], name: str) -> Pre
         contender,
         column["m"] * halves,
         chunks,
-        is_even=is_default(staged),
+        is_even=is_default(staged, contender),
         post_validation=contender.splits,
     )
 

@@ -34,7 +34,7 @@ from megatron.core.transformer.transformer_config import (
 from megatron_zb import schedules
 from megatron_zb.megatron.adapter import PipelineAdapter
 from megatron_zb.megatron.initialisation import global_parameters, initialise_by_global_name
-from megatron_zb.megatron.placement import Layers
+from megatron_zb.schedules.layout import Layers
 from megatron_zb.schedules import Schedule
 
 SEQUENCE, VOCABULARY = 16, 64

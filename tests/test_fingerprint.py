@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from megatron_zb.megatron.adapter import PipelineAdapter
-from megatron_zb.megatron.placement import Layers
+from megatron_zb.schedules.layout import Layers
 from megatron_zb.megatron_lm import fingerprint
 
 

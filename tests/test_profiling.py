@@ -18,7 +18,7 @@ from megatron_zb import schedules
 from megatron_zb.errors import UsageError
 from megatron_zb.megatron import profiling
 from megatron_zb.megatron.adapter import PipelineAdapter
-from megatron_zb.megatron.placement import Layers
+from megatron_zb.schedules.layout import Layers
 from megatron_zb.megatron.profiling import ITERATIONS, Held, Profiling
 from megatron_zb.planner.profile import Profile, StageProfile, read_profile, write_profile
 from megatron_zb.runtime.activation_memory import ActivationMemory

@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import median
 
-from megatron_zb.planner.layout import Layout
 from megatron_zb.planner.profile import Profile
 from megatron_zb.schedules import Costs
+from megatron_zb.schedules.layout import Layout
 from megatron_zb.schedules.placement import Placement
 
 _QUANTITIES = ("forward", "backward", "weight", "activation", "held_for_weight")

@@ -19,12 +19,12 @@ from rich.text import Text
 
 from megatron_zb import schedules
 from megatron_zb.errors import UsageError
-from megatron_zb.planner import layout
 from megatron_zb.planner.contender import Contender, contenders, names_in
 from megatron_zb.planner.fit import Fit
-from megatron_zb.planner.layout import Layout
 from megatron_zb.planner.profile import Profile, read_profile
 from megatron_zb.planner.units import GIB
+from megatron_zb.schedules import layout
+from megatron_zb.schedules.layout import Layout
 from megatron_zb.schedules.placement import Placement
 from megatron_zb.schedules.program_memory import peak_with_messages
 

@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
 from megatron_zb.errors import UsageError
-from megatron_zb.planner import estimate, layout
+from megatron_zb.planner import estimate
 from megatron_zb.planner.contender import NO_PIPELINE, Contender
 from megatron_zb.planner.device import DeviceConfig
 from megatron_zb.planner.estimate import Cut
@@ -20,6 +20,8 @@ from megatron_zb.planner.stages import Staged
 from megatron_zb.planner.strategy import Choices, Strategy, strategies
 from megatron_zb.planner.units import gib
 from megatron_zb.planner.work import Workload
+from megatron_zb.schedules import layout
+from megatron_zb.schedules.layout import Layers
 from megatron_zb.schedules.placement import Placement
 
 # The formula leaves out what a schedule can save; what is above by more is not simulated.
@@ -251,7 +253,7 @@ def _predicted(job: Job, setting: _Setting, staged: Staged) -> Prediction:
         setting.contender,
         setting.m,
         setting.chunks,
-        is_even=is_default(staged),
+        is_even=is_default(staged, setting.contender),
         post_validation=job.post_validation and setting.contender.splits,
         in_a_row=job.in_a_row,
         snapshot=job.snapshot and setting.contender.splits,
@@ -267,18 +269,24 @@ def cut_into_stages(load: Workload, contender: Contender, chunks: int | None) ->
     placement = contender.placement(pipeline, chunks)
     layer = load.layer(layers - 1).total
     ends = (load.embedding().total / layer, load.output().total / layer)
-    layouts = (
-        layout.even(layers, placement),
-        layout.balanced(layers, placement, *ends),
-    )
-    cuts = [Staged(load, placement, found) for found in layouts if found is not None]
+    cuts = [
+        Staged(load, placement, found) for found in layout.choices(layers, placement, *ends)
+    ]
     in_groups = contender.family == "interleaved"
     return min(cuts, key=lambda staged: staged.interval(in_groups=in_groups), default=None)
 
 
-def is_default(staged: Staged) -> bool:
-    """Whether the layout is what is run without a flag for it."""
-    return len(set(staged.layout)) == 1
+def is_default(staged: Staged, contender: Contender) -> bool:
+    """Whether the layout is what is run without a flag for it.
+
+    Megatron's own schedules run without one where the layers divide. ``auto`` chooses its placement
+    by itself, so that its stages have to be told.
+    """
+    divided = len(set(staged.layout)) == 1
+    if contender.megatron or divided:
+        return divided
+    layers = Layers(sum(staged.layout))
+    return contender.family != "auto" and staged.layout == layout.spread(layers, staged.placement)
 
 
 def _said_too_small(

@@ -131,7 +131,7 @@ def _plan(args: argparse.Namespace) -> PipelineAdapter | None:
 
 def _adapter(args: argparse.Namespace) -> PipelineAdapter:
     from megatron_zb.megatron.adapter import PipelineAdapter
-    from megatron_zb.megatron.placement import Layers
+    from megatron_zb.schedules.layout import Layers
     from megatron_zb.planner.balance import ends_of
     from megatron_zb.schedules import interchange
 
