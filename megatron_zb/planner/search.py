@@ -21,7 +21,6 @@ from megatron_zb.planner.strategy import Choices, Strategy, strategies
 from megatron_zb.planner.units import gib
 from megatron_zb.planner.work import Workload
 from megatron_zb.schedules import layout
-from megatron_zb.schedules.layout import Layers
 from megatron_zb.schedules.placement import Placement
 
 # The formula leaves out what a schedule can save; what is above by more is not simulated.
@@ -253,7 +252,7 @@ def _predicted(job: Job, setting: _Setting, staged: Staged) -> Prediction:
         setting.contender,
         setting.m,
         setting.chunks,
-        is_even=is_default(staged, setting.contender),
+        is_even=setting.contender.has_by_default(staged.layout, staged.placement),
         post_validation=job.post_validation and setting.contender.splits,
         in_a_row=job.in_a_row,
         snapshot=job.snapshot and setting.contender.splits,
@@ -269,24 +268,9 @@ def cut_into_stages(load: Workload, contender: Contender, chunks: int | None) ->
     placement = contender.placement(pipeline, chunks)
     layer = load.layer(layers - 1).total
     ends = (load.embedding().total / layer, load.output().total / layer)
-    cuts = [
-        Staged(load, placement, found) for found in layout.choices(layers, placement, *ends)
-    ]
+    cuts = [Staged(load, placement, found) for found in layout.choices(layers, placement, *ends)]
     in_groups = contender.family == "interleaved"
     return min(cuts, key=lambda staged: staged.interval(in_groups=in_groups), default=None)
-
-
-def is_default(staged: Staged, contender: Contender) -> bool:
-    """Whether the layout is what is run without a flag for it.
-
-    Megatron's own schedules run without one where the layers divide. ``auto`` chooses its placement
-    by itself, so that its stages have to be told.
-    """
-    divided = len(set(staged.layout)) == 1
-    if contender.megatron or divided:
-        return divided
-    layers = Layers(sum(staged.layout))
-    return contender.family != "auto" and staged.layout == layout.spread(layers, staged.placement)
 
 
 def _said_too_small(
