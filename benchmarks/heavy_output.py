@@ -35,8 +35,8 @@ from megatron_zb import schedules
 from megatron_zb.errors import UsageError
 from megatron_zb.planner.balance import costs_of, counted
 from megatron_zb.planner.fit import Fit
-from megatron_zb.planner.layout import even
 from megatron_zb.planner.profile import read_profile
+from megatron_zb.schedules.layout import Layers, spread
 from megatron_zb.schedules.placement import Placement
 
 _HIDDEN = 64
@@ -146,9 +146,7 @@ def _at_start(args: argparse.Namespace) -> schedules.Costs:
 
 
 def _costs(args: argparse.Namespace, fit: Fit, placement: Placement) -> schedules.Costs:
-    counts = even(args.layers, placement)
-    if counts is None:
-        raise UsageError(f"{args.layers} layers are too few for {placement.num_stages} stages")
+    counts = spread(Layers(args.layers), placement)
     costs = fit.costs(placement, counts)
     work = [sum(times) for times in zip(costs.forward, costs.backward, costs.weight, strict=True)]
     busiest = max(sum(work[s] for s in held) for held in placement.stages_of)

@@ -30,8 +30,8 @@ from torch_schedules import torch_schedule
 
 from megatron_zb import schedules
 from megatron_zb.megatron.adapter import PipelineAdapter
-from megatron_zb.megatron.placement import Layers
 from megatron_zb.runtime.weight_grad import WeightGradQueue
+from megatron_zb.schedules.layout import Layers
 from megatron_zb.schedules.placement import Placement, looped, v_shape
 
 VOCABULARY = 32

@@ -1,141 +1,426 @@
 #!/usr/bin/env python3
-"""How well one profile predicts every schedule: real compute of a small GPT on CPU ranks.
+"""How well one profile predicts every schedule, stock Megatron's included: real compute on the CPU.
 
-Trains with zb-h1 and --pipeline-profile, predicts the time of every schedule from that one file as
-`megatron-zb plan --profile` does, then trains with each schedule and compares with the median time
-of the pipeline's part of an iteration. The layers are spread evenly in all of them. Every rank
-computes with one thread, so that a core for each rank is needed: this is for as many ranks as the
-machine has idle cores.
+For each of three shapes, two ranks (one thread each, so that a core for each is needed) train a GPT
+of Megatron's layers over gloo:
 
-Prints a table and, last, one JSON line.
+1. zb-h1 measures itself, as with --pipeline-profile.
+2. From that one profile every schedule is predicted and ranked, as `megatron-zb plan --profile`
+   does, each with the layers that its flags would run; Megatron's own 1F1B and interleaved, too.
+3. Each is trained with, the same layers on the same stages. All take turns, in rounds, so that a
+   machine that gets slower is slower for all; in a turn, the first step is not timed. A step's
+   seconds are those from a barrier to the end of the last rank.
+
+The bars: every prediction is within 5 % of the measured median, and the schedule that is predicted
+to be the fastest within 2 % of the fastest measured. Prints tables and, last, one JSON line with
+commit, date, versions and every step; --output writes it into a file, too. Ends with 1 where a bar
+is missed.
 """
 
 from __future__ import annotations
 
 import argparse
+import datetime
 import json
-import os
+import platform
 import statistics
 import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
+import time
+import warnings
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from importlib.metadata import version
+from itertools import repeat
 from pathlib import Path
 from typing import Any
 
+import one_device
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
 from rich.console import Console
 from rich.table import Table
+from synthetic_steps import join
 
-from megatron_zb import schedules
-from megatron_zb.planner.contender import Contender
-from megatron_zb.planner.fit import Fit
-from megatron_zb.planner.layout import even
-from megatron_zb.planner.profile import read_profile
-from megatron_zb.schedules import catalog
+PROFILED = "zb-h1"
+RANKS = 2
+MOST_OFF, MOST_BEHIND = 0.05, 0.02
+"""How far a prediction may be off, and the first one behind the fastest measured."""
 
-_PROFILED = "zb-h1"
-_SKIPPED = 9  # iterations: the first, and those in which auto measures itself
+
+@dataclass(frozen=True)
+class Shape:
+    """Of a model and a step; the vocabulary is counted in hidden sizes."""
+
+    name: str
+    layers: int
+    hidden: int
+    seq_length: int
+    vocabulary: int
+    microbatches: int
+
+
+SHAPES = (
+    Shape("small vocabulary", 8, 256, 256, 4, 8),
+    Shape("large vocabulary", 8, 256, 256, 32, 8),
+    Shape("many layers", 16, 128, 256, 16, 12),
+)
+_SHORT = {shape.name.split()[0]: shape for shape in SHAPES}
 
 
 def main() -> None:
     args = _arguments()
-    with tempfile.TemporaryDirectory() as folder:
-        _prepare_text(Path(folder))
-        path = Path(folder) / "profile.yaml"
-        _train(args, _PROFILED, Path(folder), ["--pipeline-profile", str(path)])
-        fit = Fit.of(read_profile(path))
-        rows = {}
-        for name in args.schedules:
-            measured, worst = _measured(_train(args, name, Path(folder), []))
-            predicted = _predicted(args, fit, name)
-            rows[name] = {"predicted": predicted, "measured": measured, "slowest": worst}
-            print(f"{name}: {rows[name]}", file=sys.stderr)
-    _report(args, rows)
+    found = {}
+    for name in args.shapes:
+        shape = _SHORT[name]
+        with tempfile.TemporaryDirectory() as folder:
+            mp.spawn(_rank, args=(args, shape, folder), nprocs=RANKS)
+            found[shape.name] = json.loads((Path(folder) / "found.json").read_text("utf-8"))
+        _show(shape, found[shape.name])
+    sys.exit(_report(args, found))
 
 
 def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--ranks", type=int, default=2, help="pipeline ranks (default 2)")
-    parser.add_argument("--microbatches", type=int, default=8, help="of an iteration (default 8)")
-    parser.add_argument("--layers", type=int, default=8, help="of the model (default 8)")
-    parser.add_argument("--hidden-size", type=int, default=256, help="default 256")
-    parser.add_argument("--seq-length", type=int, default=256, help="default 256")
-    parser.add_argument("--iterations", type=int, default=20, help="of each run (default 20)")
-    known = [name for name in schedules.names() if name != "auto"]
-    parser.add_argument("--schedules", nargs="*", default=known, metavar="NAME")
+    number = one_device.at_least_one
+    parser.add_argument(
+        "--shapes", nargs="+", choices=_SHORT, default=list(_SHORT), help="(default: all)"
+    )
+    parser.add_argument("--rounds", type=number, default=5, help="turns of each (default 5)")
+    parser.add_argument("--steps", type=number, default=2, help="timed in a turn (default 2)")
+    parser.add_argument(
+        "--schedules", nargs="+", metavar="NAME", help="beside Megatron's own (default: all)"
+    )
+    parser.add_argument("--output", type=Path, metavar="FILE.json")
     return parser.parse_args()
 
 
-def _prepare_text(folder: Path) -> None:
-    script = Path(__file__).parents[1] / "scripts/prepare_text.py"
-    command = [sys.executable, str(script), "--output-prefix", str(folder / "text")]
-    subprocess.run([*command, "--max-bytes", "1000000"], check=True, capture_output=True)
+def _rank(rank: int, args: argparse.Namespace, shape: Shape, folder: str) -> None:
+    warnings.filterwarnings("ignore", category=UserWarning, module="megatron")
+    from megatron_zb.megatron.cpu import run_on_cpu
+
+    run_on_cpu()
+    join(rank, RANKS, f"{folder}/meeting")
+    _make_groups()
+    path = Path(folder) / "profile.yaml"
+    _profile(shape, path)
+    planned = _planned(args, path)
+    contenders = {row.name: _contender(shape, row) for row in planned}
+    seconds: dict[str, list[float]] = {name: [] for name in contenders}
+    for _ in range(args.rounds):
+        for name, contender in contenders.items():
+            contender.step()
+            seconds[name] += [_timed(contender.step) for _ in range(args.steps)]
+    everyone: list[Any] = [None] * RANKS
+    dist.all_gather_object(everyone, seconds)
+    if rank == 0:
+        rows = [
+            {
+                "schedule": row.name,
+                "layers": row.layout,
+                "predicted": row.seconds,
+                "steps": [max(step) for step in zip(*(s[row.name] for s in everyone), strict=True)],
+            }
+            for row in planned
+        ]
+        (Path(folder) / "found.json").write_text(
+            json.dumps({"rows": rows, "profile": path.read_text("utf-8")}), encoding="utf-8"
+        )
+    dist.barrier()
+    dist.destroy_process_group()
 
 
-def _train(
-    args: argparse.Namespace, schedule: str, folder: Path, more: Sequence[str]
-) -> list[dict[str, Any]]:
-    """The log of a run."""
-    log = folder / f"{schedule}.jsonl"
-    flags = {
-        "--pipeline-model-parallel-size": args.ranks,
-        "--num-layers": args.layers,
-        "--hidden-size": args.hidden_size,
-        "--num-attention-heads": 4,
-        "--seq-length": args.seq_length,
-        "--micro-batch-size": 1,
-        "--global-batch-size": args.microbatches,
-        "--train-iters": args.iterations,
-        "--data-path": folder / "text",
-        "--lr": 1e-4,
-        "--eval-interval": 10 * args.iterations,
-        "--pipeline-schedule": schedule,
-        "--log-file": log,
-    }
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(args.ranks)]
-    command += ["-m", "megatron_zb.pretrain_gpt", "--cpu", *more]
-    command += [str(part) for pair in flags.items() for part in pair]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True)
-    if done.returncode:
-        sys.exit(f"{schedule} failed:\n{done.stderr[-2000:]}")
-    return [json.loads(line) for line in log.read_text(encoding="utf-8").splitlines()]
+def _make_groups() -> None:
+    from megatron.core import parallel_state
+    from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
 
-
-def _measured(records: Sequence[dict[str, Any]]) -> tuple[float, float]:
-    """Median and largest seconds of the pipeline's part."""
-    seconds = [r["pipeline_seconds"] for r in records if "pipeline_seconds" in r][_SKIPPED:]
-    return statistics.median(seconds), max(seconds)
-
-
-def _predicted(args: argparse.Namespace, fit: Fit, name: str) -> float:
-    family = catalog.family(name)
-    chunks = {"interleaved": 2, "wave": 4}.get(name)
-    placement = Contender(name, family.name, family.takes_chunks).placement(args.ranks, chunks)
-    counts = even(args.layers, placement)
-    assert counts is not None, "too few layers"
-    costs = fit.costs(placement, counts)
-    schedule = schedules.build(
-        name, pipeline_size=args.ranks, num_microbatches=args.microbatches, chunks=chunks
-    )  # for equal costs, as it trains
-    return schedules.simulate(schedule, costs).makespan
-
-
-def _report(args: argparse.Namespace, rows: dict[str, dict[str, float]]) -> None:
-    table = Table(
-        title=f"{args.ranks} ranks, {args.microbatches} microbatches, {args.layers} layers, hidden "
-        f"size {args.hidden_size}: predicted from one profile of {_PROFILED}"
+    parallel_state.initialize_model_parallel(
+        pipeline_model_parallel_size=RANKS, create_gloo_process_groups=False
     )
-    for heading in ("schedule", "predicted ms", "measured ms (median)", "slowest", "off by"):
+    model_parallel_cuda_manual_seed(1)
+
+
+@dataclass(frozen=True)
+class Planned:
+    """A row of the plan; ``schedule`` is None for Megatron's own."""
+
+    name: str
+    layout: str
+    seconds: float
+    chunks: int
+    schedule: Any
+
+
+def _planned(args: argparse.Namespace, profile: Path) -> list[Planned]:
+    """What ``plan --profile`` ranks, the fastest first; the same on all ranks."""
+    from megatron_zb.planner import measured
+    from megatron_zb.planner.contender import contenders
+    from megatron_zb.planner.profile import read_profile
+
+    found: list[Any] = [None]
+    if dist.get_rank() == 0:
+        read = read_profile(profile)
+        names = args.schedules
+        candidates = contenders(names)
+        if names is None:
+            candidates += contenders(["1f1b", "interleaved", "zb-h2"])[2:]
+        asked = measured.Asked(read, read.num_microbatches, None, post_validation=False)
+        rows, _ = measured.rows(asked, candidates)
+        found[0] = [
+            Planned(
+                measured.name_of(row),
+                row.layout,
+                row.seconds,
+                row.timeline.schedule.placement.chunks,
+                None if row.megatron else row.timeline.schedule,
+            )
+            for row in rows
+        ]
+    dist.broadcast_object_list(found, src=0)
+    planned: list[Planned] = found[0]
+    return planned
+
+
+class Trained:
+    """A model on this rank, and a step of it."""
+
+    def __init__(
+        self, shape: Shape, stages: Sequence[int], last: int, layout: Any, prepare: Any = None
+    ) -> None:
+        from megatron.core import parallel_state
+
+        self._shape = shape
+        chunks = len(stages)
+        self._virtual = chunks if chunks > 1 else None
+        parallel_state.set_virtual_pipeline_model_parallel_world_size(self._virtual)
+        config = self._config(layout, chunks)
+        models = [self._model(config, s, last, vp_stage) for vp_stage, s in enumerate(stages)]
+        if prepare is not None:
+            prepare(models)
+        self.chunks = [_in_data_parallelism(model) for model in models]
+        draw = torch.Generator().manual_seed(1)
+        size = (1, shape.seq_length)
+        self._tokens = torch.randint(shape.vocabulary * shape.hidden, size, generator=draw)
+        self._positions = torch.arange(shape.seq_length)[None]
+        self._mask = torch.ones((1, 1, *2 * (shape.seq_length,)), dtype=torch.bool).triu(1)
+        self.function: Callable[..., Any] | None = None
+
+    def _config(self, layout: Any, chunks: int) -> Any:
+        from megatron.core.distributed import finalize_model_grads
+        from megatron.core.transformer.transformer_config import TransformerConfig
+
+        return TransformerConfig(
+            num_layers=self._shape.layers,
+            hidden_size=self._shape.hidden,
+            num_attention_heads=4,
+            pipeline_model_parallel_size=RANKS,
+            virtual_pipeline_model_parallel_size=self._virtual,
+            pipeline_model_parallel_layout=layout,
+            pipeline_dtype=torch.float32,
+            params_dtype=torch.float32,
+            use_cpu_initialization=True,
+            attention_dropout=0.0,
+            hidden_dropout=0.0,
+            gradient_accumulation_fusion=False,
+            bias_dropout_fusion=False,
+            masked_softmax_fusion=False,
+            persist_layer_norm=False,
+            deallocate_pipeline_outputs=True,
+            finalize_model_grads_func=finalize_model_grads,
+            # as Megatron-LM sets them: messages overlap with passes where there are chunks
+            overlap_p2p_comm=chunks > 1,
+            batch_p2p_comm=chunks == 1,
+        )
+
+    def _model(self, config: Any, stage: int, last: int, vp_stage: int) -> Any:
+        from megatron.core.models.gpt import GPTModel
+        from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+
+        return GPTModel(
+            config=config,
+            transformer_layer_spec=get_gpt_layer_local_spec(),
+            vocab_size=self._shape.vocabulary * self._shape.hidden,
+            max_sequence_length=self._shape.seq_length,
+            pre_process=stage == 0,
+            post_process=stage == last,
+            share_embeddings_and_output_weights=False,
+            vp_stage=None if self._virtual is None else vp_stage,
+        )
+
+    def _forward_step(self, iterator: Any, model: Any) -> tuple[Any, Any]:
+        tokens = next(iterator)
+        return model(tokens, self._positions, self._mask, labels=tokens), _loss
+
+    def step(self) -> None:
+        """All microbatches forward and backward, and the reduction of gradients."""
+        from megatron.core import parallel_state
+
+        assert self.function is not None
+        parallel_state.set_virtual_pipeline_model_parallel_world_size(self._virtual)
+        for chunk in self.chunks:
+            chunk.zero_grad_buffer()
+        shape, chunks = self._shape, self.chunks
+        data = [repeat(self._tokens, shape.microbatches) for _ in chunks]
+        self.function(
+            forward_step_func=self._forward_step,
+            data_iterator=data if len(chunks) > 1 else data[0],
+            model=chunks if len(chunks) > 1 else chunks[0],
+            num_microbatches=shape.microbatches,
+            seq_length=shape.seq_length,
+            micro_batch_size=1,
+        )
+
+
+def _in_data_parallelism(model: Any) -> Any:
+    from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+
+    settings = DistributedDataParallelConfig(grad_reduce_in_fp32=True)
+    return DistributedDataParallel(model.config, settings, model)
+
+
+def _loss(losses: torch.Tensor) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    loss = losses.mean()
+    return loss, {"lm loss": loss.detach()}
+
+
+def _ours(shape: Shape, schedule: Any, layout: str | None) -> tuple[Trained, Any]:
+    from megatron_zb.megatron.adapter import PipelineAdapter
+    from megatron_zb.schedules.layout import Layers
+
+    adapter = PipelineAdapter.of_table(
+        schedule,
+        pipeline_size=RANKS,
+        num_microbatches=shape.microbatches,
+        layers=Layers(shape.layers),
+        layer_layout=layout,
+    )
+    placement = schedule.placement
+    stages = placement.stages_of[adapter.physical.logical(dist.get_rank())]
+    last = placement.num_stages - 1
+    trained = Trained(shape, stages, last, adapter.layer_layout, adapter.prepare_model)
+    trained.function = adapter.forward_backward_func
+    return trained, adapter
+
+
+def _megatrons(shape: Shape, chunks: int, layout: str) -> Trained:
+    from megatron.core.pipeline_parallel import schedules as megatron_schedules
+    from megatron.core.transformer.pipeline_parallel_layer_layout import (
+        PipelineParallelLayerLayout,
+    )
+
+    stages = range(dist.get_rank(), RANKS * chunks, RANKS)
+    theirs = PipelineParallelLayerLayout(layout, RANKS)
+    trained = Trained(shape, list(stages), RANKS * chunks - 1, theirs)
+    trained.function = (
+        megatron_schedules.forward_backward_pipelining_without_interleaving
+        if chunks == 1
+        else megatron_schedules.forward_backward_pipelining_with_interleaving
+    )
+    return trained
+
+
+def _contender(shape: Shape, row: Planned) -> Trained:
+    if row.schedule is None:
+        return _megatrons(shape, row.chunks, row.layout)
+    return _ours(shape, row.schedule, row.layout)[0]
+
+
+def _profile(shape: Shape, path: Path) -> None:
+    from megatron_zb import schedules
+    from megatron_zb.megatron.profiling import ITERATIONS
+
+    schedule = schedules.build(PROFILED, pipeline_size=RANKS, num_microbatches=shape.microbatches)
+    trained, adapter = _ours(shape, schedule, None)
+    adapter.profile(path, None)
+    for _ in range(ITERATIONS):
+        trained.step()
+    adapter.forward_backward_func.close()
+    dist.barrier()
+
+
+def _timed(step: Callable[[], None]) -> float:
+    dist.barrier()
+    start = time.perf_counter()
+    step()
+    return time.perf_counter() - start
+
+
+def _medians(found: dict[str, Any]) -> dict[str, float]:
+    return {row["schedule"]: statistics.median(row["steps"]) for row in found["rows"]}
+
+
+def _off(found: dict[str, Any]) -> dict[str, float]:
+    medians = _medians(found)
+    return {
+        row["schedule"]: row["predicted"] / medians[row["schedule"]] - 1 for row in found["rows"]
+    }
+
+
+def _behind(found: dict[str, Any]) -> float:
+    """By how much the first prediction is slower than the fastest schedule."""
+    medians = _medians(found)
+    return medians[found["rows"][0]["schedule"]] / min(medians.values()) - 1
+
+
+def _show(shape: Shape, found: dict[str, Any]) -> None:
+    table = Table(
+        title=f"{shape.name}: {RANKS} ranks, {shape.microbatches} microbatches, {shape.layers} "
+        f"layers, hidden size {shape.hidden}, vocabulary of {shape.vocabulary} hidden sizes; "
+        f"predicted from one profile of {PROFILED}"
+    )
+    for heading in ("schedule", "predicted ms", "measured ms", "fastest to slowest", "off by"):
         table.add_column(heading, justify="left" if heading == "schedule" else "right")
-    off = {name: row["predicted"] / row["measured"] - 1 for name, row in rows.items()}
-    for name, row in rows.items():
-        milliseconds = (f"{1000 * row[key]:.1f}" for key in ("predicted", "measured", "slowest"))
-        table.add_row(name, *milliseconds, f"{off[name]:+.1%}")
-    Console(width=100).print(table)
-    print(json.dumps({"off_by": {name: round(value, 4) for name, value in off.items()}}))
+    table.add_column("layers")
+    off, medians = _off(found), _medians(found)
+    for row in found["rows"]:
+        name, steps = row["schedule"], [1000 * seconds for seconds in row["steps"]]
+        table.add_row(
+            name,
+            f"{1000 * row['predicted']:.1f}",
+            f"{1000 * medians[name]:.1f}",
+            f"{min(steps):.1f} to {max(steps):.1f}",
+            f"{off[name]:+.1%}",
+            row["layers"],
+        )
+    console = Console(width=120)
+    console.print(table)
+    worst = max(off.values(), key=abs)
+    console.print(f"worst {worst:+.1%}; the first is {_behind(found):.1%} behind the fastest\n")
+
+
+def _report(args: argparse.Namespace, found: dict[str, Any]) -> int:
+    commit = subprocess.run(
+        ["git", "-C", str(Path(__file__).parent), "rev-parse", "HEAD"],
+        capture_output=True,
+        text=True,
+    ).stdout.strip()
+    report = {
+        "commit": commit,
+        "date": datetime.date.today().isoformat(),
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "megatron-core": version("megatron-core"),
+        "rounds": args.rounds,
+        "off_by": {
+            name: {k: round(v, 4) for k, v in _off(shape).items()} for name, shape in found.items()
+        },
+        "first_behind_fastest": {name: round(_behind(s), 4) for name, s in found.items()},
+        "sizes": {shape.name: asdict(shape) for shape in SHAPES if shape.name in found},
+        "shapes": found,
+    }
+    line = json.dumps(report)
+    print(line)
+    if args.output is not None:
+        args.output.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+    kept = all(
+        max(map(abs, _off(shape).values())) <= MOST_OFF and _behind(shape) <= MOST_BEHIND
+        for shape in found.values()
+    )
+    return 0 if kept else 1
 
 
 if __name__ == "__main__":

@@ -222,7 +222,7 @@ def _warm_up(schedule: schedules.Schedule, job: Job) -> None:
 def _replay(schedule: schedules.Schedule, rank: int, job: Job) -> tuple[int, str]:
     """The peak of one physical rank in one training step, and what was counted."""
     from megatron_zb.megatron.adapter import PipelineAdapter
-    from megatron_zb.megatron.placement import Layers
+    from megatron_zb.schedules.layout import Layers
 
     gc.collect()  # the models of the rank before
     adapter = PipelineAdapter.of_table(

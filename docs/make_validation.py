@@ -20,7 +20,7 @@ from megatron_zb.planner.contender import Contender, contenders
 from megatron_zb.planner.device import DeviceConfig, read_device
 from megatron_zb.planner.model import ModelConfig, read_model
 from megatron_zb.planner.prediction import Build, Prediction, predict
-from megatron_zb.planner.search import Job, cut_into_stages, is_default, search
+from megatron_zb.planner.search import Job, cut_into_stages, search
 from megatron_zb.planner.stages import Staged
 from megatron_zb.planner.strategy import Choices, Strategy
 from megatron_zb.planner.units import GIB
@@ -143,7 +143,7 @@ def _prediction(table: dict[str, Any], column: dict[str, Any], name: str) -> Pre
         contender,
         column["m"] * halves,
         chunks,
-        is_even=is_default(staged),
+        is_even=contender.has_by_default(staged.layout, staged.placement),
         post_validation=contender.splits,
     )
 

@@ -34,8 +34,8 @@ from megatron.core.transformer.transformer_config import (
 from megatron_zb import schedules
 from megatron_zb.megatron.adapter import PipelineAdapter
 from megatron_zb.megatron.initialisation import global_parameters, initialise_by_global_name
-from megatron_zb.megatron.placement import Layers
 from megatron_zb.schedules import Schedule
+from megatron_zb.schedules.layout import Layers
 
 SEQUENCE, VOCABULARY = 16, 64
 

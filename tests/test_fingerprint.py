@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from megatron_zb.megatron.adapter import PipelineAdapter
-from megatron_zb.megatron.placement import Layers
 from megatron_zb.megatron_lm import fingerprint
+from megatron_zb.schedules.layout import Layers
 
 
 def plan(name: str = "v-half", microbatches: int = 8, layout: str | None = None) -> PipelineAdapter:

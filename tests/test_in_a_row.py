@@ -8,8 +8,8 @@ from hypothesis import strategies as st
 
 from megatron_zb import schedules
 from megatron_zb.megatron.adapter import PipelineAdapter
-from megatron_zb.megatron.placement import Layers
 from megatron_zb.schedules.bounds import period_bound
+from megatron_zb.schedules.layout import Layers
 from megatron_zb.schedules.passes import Pass
 from megatron_zb.schedules.schedule import Schedule
 

@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 
 from megatron_zb import cli, schedules
 from megatron_zb.errors import UsageError
-from megatron_zb.planner import config, footprint, layout
+from megatron_zb.planner import config, footprint
 from megatron_zb.planner.contender import MEGATRON_1F1B, MEGATRON_INTERLEAVED, contenders
 from megatron_zb.planner.device import DeviceConfig, read_device
 from megatron_zb.planner.flags import flags
@@ -32,6 +32,8 @@ from megatron_zb.planner.shipped import path_of
 from megatron_zb.planner.strategy import Choices, Strategy
 from megatron_zb.planner.units import GIB, size_in_bytes
 from megatron_zb.planner.work import Workload, model_flops
+from megatron_zb.schedules import layout
+from megatron_zb.schedules.layout import Layers
 from megatron_zb.schedules.placement import looped, v_shape
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -362,20 +364,19 @@ def test_tensor_parallelism_costs_messages_and_saves_the_rest() -> None:
 @pytest.mark.parametrize("placement", [looped(4), looped(4, 2), v_shape(4)])
 @pytest.mark.parametrize("layers", [6, 8, 13, 32])
 def test_a_layout_has_every_layer_once(layers: int, placement: Any) -> None:
-    for found in (
-        layout.even(layers, placement),
-        layout.balanced(layers, placement, 0.1, 3.0),
-    ):
-        if found is not None:
-            assert sum(found) == layers
-            assert len(found) == placement.num_stages
-            assert layout.text(found).count("t") == layers
+    found = layout.choices(layers, placement, 0.1, 3.0)
+    assert len(found) == (1 if layers < placement.num_stages else 2)
+    for counts in found:
+        assert sum(counts) == layers
+        assert len(counts) == placement.num_stages
+        assert layout.text(layout.lettered(counts)).count("t") == layers
 
 
 def test_a_heavy_output_layer_takes_layers_from_its_rank() -> None:
-    assert layout.balanced(16, looped(4), 0.0, 2.0) == (4, 5, 5, 2)
-    assert layout.balanced(6, looped(4, 2), 0.0, 1.0) == (0, 1, 1, 1, 1, 1, 1, 0)
-    assert layout.text((0, 1, 1, 0)) == "E|t|t|L"
+    heavy, light = Layers(16, output=2.0), Layers(6, output=1.0)
+    assert layout.balanced(heavy, looped(4)) == (4, 5, 5, 2)
+    assert layout.balanced(light, looped(4, 2)) == (0, 1, 1, 1, 1, 1, 1, 0)
+    assert layout.text(layout.lettered((0, 1, 1, 0))) == "E|t|t|L"
 
 
 def test_the_peak_counts_what_waits_for_w() -> None:

@@ -18,11 +18,11 @@ from megatron_zb import schedules
 from megatron_zb.errors import UsageError
 from megatron_zb.megatron import profiling
 from megatron_zb.megatron.adapter import PipelineAdapter
-from megatron_zb.megatron.placement import Layers
 from megatron_zb.megatron.profiling import ITERATIONS, Held, Profiling
 from megatron_zb.planner.profile import Profile, StageProfile, read_profile, write_profile
 from megatron_zb.runtime.activation_memory import ActivationMemory
 from megatron_zb.runtime.recorder import MemoryRecorder, Recorder, Span
+from megatron_zb.schedules.layout import Layers
 from megatron_zb.schedules.passes import Pass, PassKind
 from megatron_zb.schedules.program_memory import peak_with_messages
 
@@ -104,6 +104,16 @@ def test_the_profile_of_a_run(ranks: RankPools, tmp_path: Path) -> None:
     assert len(profile.links) == 6
     for stage in profile.stages:
         assert 0 < stage.held_for_weight < stage.activation
+    parts = profile.parts
+    assert parts is not None
+    assert min(parts.layer.forward, parts.layer.backward, parts.layer.weight) > 0
+    assert min(parts.output.forward, parts.output.backward, parts.output.weight) > 0
+    assert parts.embedding.forward > 0
+    assert parts.embedding.weight == 0
+    assert parts.multi_token.total == 0
+    assert min(parts.empty_pass.forward, parts.empty_pass.backward, parts.empty_pass.weight) > 0
+    assert min(profile.host.forward, profile.host.backward, profile.host.weight) > 0
+    assert profile.outside > 0
     middle = profile.stages[1:-1]
     assert len({(stage.activation, stage.held_for_weight) for stage in middle}) == 1
 
@@ -267,8 +277,8 @@ def profiled_by_allocator(case: GPTCase, path: Path) -> None:
     step, recorder, allocator = Profiling.step, profiling.Recorder, StandInAllocator()
     stock = torch.cuda.memory_allocated
 
-    def as_on_gpu(self: Profiling, memory: Any, parameters: Any, on_gpu: bool) -> Any:
-        return step(self, memory, parameters, True)
+    def as_on_gpu(self: Profiling, memory: Any, parameters: Any, on_gpu: bool, mark: Any) -> Any:
+        return step(self, memory, parameters, True, mark)
 
     change: Any = Profiling
     change.step = as_on_gpu
@@ -323,7 +333,7 @@ def test_what_w_holds_beyond_the_activations_is_counted_from_f_on(
     one._memory = memory
     passes = [Pass(kind, 0, 0) for kind in (PassKind.F, PassKind.B, PassKind.W)]
     one._recorders = [cast("Recorder", Clock(passes))]
-    found = one._stages(message=7)[0]
+    found = one._stages(7, [recorder.spans() for recorder in one._recorders])[0]
     assert (found.activation, found.held_for_weight) == (activation, held_for_weight)
 
 
@@ -335,7 +345,7 @@ def stage(**changes: Any) -> list[dict[str, Any]]:
 @pytest.mark.parametrize(
     ("broken", "said"),
     [
-        (profile(version=2), "'version' is 2"),
+        (profile(version=3), "'version' is 3"),
         (profile(stages=stage(forward=0.0)), "'stages.0.forward' is 0.0: .*forward: 0.0125"),
         (profile(stages=stage(backward=-1.0)), "'stages.0.backward' is -1.0"),
         (profile(stages=stage(forwards=1.0)), "did you mean forward, such as forward: 0.0125"),

@@ -9,8 +9,8 @@ import pytest
 
 from megatron_zb.errors import UsageError
 from megatron_zb.megatron.adapter import PipelineAdapter
-from megatron_zb.megatron.placement import Layers
 from megatron_zb.megatron_lm import stored_placement
+from megatron_zb.schedules.layout import Layers
 
 
 class Kind(argparse.Namespace):

@@ -121,7 +121,7 @@ def _adapter(job: Job) -> Any:
         return None
     from megatron_zb.megatron import forward_backward
     from megatron_zb.megatron.adapter import PipelineAdapter
-    from megatron_zb.megatron.placement import Layers
+    from megatron_zb.schedules.layout import Layers
 
     if job.host_memory:
         from host_memory_channels import HostMemoryChannels

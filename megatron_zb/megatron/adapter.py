@@ -10,28 +10,20 @@ from typing import TYPE_CHECKING, Any
 import torch
 from megatron.core import parallel_state
 from megatron.core.distributed import finalize_model_grads as _finalize
-from megatron.core.transformer.enums import LayerType
 
 from megatron_zb.errors import UsageError
 from megatron_zb.megatron import embedding
 from megatron_zb.megatron.forward_backward import ForwardBackward
 from megatron_zb.megatron.linear import SplitBackward, split_linear_layers
-from megatron_zb.megatron.placement import (
-    Layers,
-    PhysicalPlacement,
-    StageLayout,
-    layout_text,
-    segments_from_layout,
-    segments_of,
-    spread,
-)
+from megatron_zb.megatron.placement import PhysicalPlacement, StageLayout
 from megatron_zb.megatron.transformer_engine import split_transformer_engine
 from megatron_zb.planner.balance import TRANSFER, Balance, Ends, balanced, costs_of
 from megatron_zb.runtime.activation_memory import ActivationMemory
 from megatron_zb.runtime.weight_grad import WeightGradQueue
-from megatron_zb.schedules import catalog
+from megatron_zb.schedules import catalog, layout
 from megatron_zb.schedules.communication import Program, lower
 from megatron_zb.schedules.costs import Costs
+from megatron_zb.schedules.layout import Layers, Letters
 from megatron_zb.schedules.passes import PassKind
 from megatron_zb.schedules.schedule import Schedule
 from megatron_zb.schedules.simulator import simulate
@@ -51,7 +43,7 @@ class PipelineAdapter:
         schedule: Schedule,
         costs: Costs,
         memory_limit: float | None,
-        segments: list[list[LayerType]],
+        letters: Letters,
         *,
         group_size: int | None = None,
         in_a_row: bool = False,
@@ -60,11 +52,10 @@ class PipelineAdapter:
         self.schedule = schedule
         self.costs = costs
         self._memory_limit = memory_limit
-        self._segments = segments
         self._group_size = group_size
         self._in_a_row = in_a_row
         self.physical = PhysicalPlacement(schedule.placement)
-        self.layer_layout = StageLayout(segments, self.physical)
+        self.layer_layout = StageLayout(letters, self.physical)
         self._balance = balance
         self._splits = [SplitBackward(WeightGradQueue()) for _ in range(self.chunks)]
         self.program_for = lru_cache(maxsize=16)(self._build_program)
@@ -114,12 +105,12 @@ class PipelineAdapter:
             in_a_row=in_a_row,
             num_layers=None if isinstance(layer_layout, str) else layers.decoder,
         )
-        balance, segments = _placed(layers, layer_layout, schedule)
+        balance, letters = _placed(layers, layer_layout, schedule)
         return cls(
             schedule,
             costs,
             memory_limit,
-            segments,
+            letters,
             group_size=group_size,
             in_a_row=in_a_row,
             balance=balance,
@@ -146,8 +137,8 @@ class PipelineAdapter:
                 f"the schedule {schedule.name} is for {sizes[0]} pipeline ranks and {sizes[1]} "
                 f"microbatches, but the job has {pipeline_size} and {num_microbatches}"
             )
-        balance, segments = _placed(layers, layer_layout, schedule)
-        return cls(schedule, _equal_costs(pipeline_size), None, segments, balance=balance)
+        balance, letters = _placed(layers, layer_layout, schedule)
+        return cls(schedule, _equal_costs(pipeline_size), None, letters, balance=balance)
 
     @property
     def chunks(self) -> int:
@@ -276,7 +267,7 @@ class PipelineAdapter:
 
     def layers_of(self, stage: int) -> str:
         """The layers of a stage as letters, such as ``Ett``."""
-        return layout_text([self._segments[stage]])
+        return self.layer_layout.letters[stage]
 
     def seconds(self, schedule: Schedule, costs: Costs) -> float:
         """Predicted seconds of an iteration."""
@@ -349,12 +340,13 @@ class PipelineAdapter:
 
     def _describe_chunk(self, pp_rank: int, vp_stage: int) -> str:
         stage = self.physical.stage(pp_rank, vp_stage)
-        first = sum(s.count(LayerType.decoder) for s in self._segments[:stage]) + 1
-        count = self._segments[stage].count(LayerType.decoder)
+        letters = self.layer_layout.letters
+        first = "".join(letters[:stage]).count("t") + 1
+        count = letters[stage].count("t")
         parts = [f"layers {first}-{first + count - 1}"] if count else []
-        if LayerType.embedding in self._segments[stage]:
+        if "E" in letters[stage]:
             parts.insert(0, "embedding")
-        if LayerType.loss in self._segments[stage]:
+        if "L" in letters[stage]:
             parts.append("output layer")
         return f"stage {stage} ({', '.join(parts) or 'empty'})"
 
@@ -378,12 +370,12 @@ def _equal_costs(pipeline_size: int, p2p: float = 0.0) -> Costs:
 
 def _placed(
     layers: Layers, layer_layout: str | Ends | None, schedule: Schedule
-) -> tuple[Balance | None, list[list[LayerType]]]:
+) -> tuple[Balance | None, Letters]:
     """The layers of every stage, and how they were balanced, if so."""
+    placement, multi_token = schedule.placement, layers.multi_token
     if layer_layout is None:
-        return None, spread(layers, schedule.placement)
+        return None, layout.lettered(layout.spread(layers, placement), multi_token)
     if isinstance(layer_layout, str):
-        num_stages = schedule.placement.num_stages
-        return None, segments_from_layout(layer_layout, layers, num_stages)
+        return None, layout.read(layer_layout, layers, placement.num_stages)
     found = balanced(layers.decoder, schedule, layer_layout)
-    return found, segments_of(found.layers, layers)
+    return found, layout.lettered(found.layers, multi_token)

@@ -23,6 +23,7 @@ from megatron_zb.errors import UsageError
 from megatron_zb.megatron.buckets import BucketReductions, overlaps_grad_reduce
 from megatron_zb.megatron.data_parallel import DataParallelSync, no_grad_sync
 from megatron_zb.megatron.linear import SplitBackward
+from megatron_zb.megatron.part_marks import marking, reading
 from megatron_zb.megatron.placement import PhysicalPlacement
 from megatron_zb.megatron.redo import RandomState, Replayed
 from megatron_zb.runtime.activation_memory import ActivationMemory
@@ -258,6 +259,8 @@ class ForwardBackward:
                 self._run(iteration, program, lambda message: allocate())
             if not forward_only:
                 self._reduce_gradients(iteration, force_all_reduce)
+                if self.profiling is not None:
+                    self.profiling.end_step()
         self._tell_what_was_measured(iteration, allocate)
         return iteration.forward_data_store
 
@@ -303,9 +306,18 @@ class ForwardBackward:
         usual = self.activation_memory
         parameters = (p for chunk in iteration.model for p in chunk.parameters())
         on_gpu = torch.device(_device()).type == "cuda"
-        with self.profiling.step(usual, parameters, on_gpu) as self.activation_memory:
+        marking = partial(self._marking, iteration)
+        with self.profiling.step(usual, parameters, on_gpu, marking) as self.activation_memory:
             yield
         self.activation_memory = usual
+
+    @contextmanager
+    def _marking(self, iteration: Iteration, mark: Callable[[str], None]) -> Iterator[None]:
+        usual = iteration.forward_step_func
+        iteration.forward_step_func = reading(mark, usual)
+        with marking(mark, iteration.model, [split.queue for split in self._splits]):
+            yield
+        iteration.forward_step_func = usual
 
     def _tell_what_was_measured(
         self, iteration: Iteration, allocate: Callable[[], torch.Tensor]

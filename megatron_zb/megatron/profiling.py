@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
-from statistics import median
+from itertools import pairwise
+from statistics import fmean, median
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 
-from megatron_zb.planner.profile import LinkProfile, StageProfile, merged
+from megatron_zb.planner import parts
+from megatron_zb.planner.parts import StageTimes
+from megatron_zb.planner.profile import LinkProfile, Parts, PartSeconds, StageProfile, merged
 from megatron_zb.runtime.activation_memory import ActivationMemory
 from megatron_zb.runtime.observer import Observer
-from megatron_zb.runtime.recorder import AllocatedMemory, MemoryRecorder, Recorder
+from megatron_zb.runtime.recorder import AllocatedMemory, MemoryRecorder, Recorder, Span
 from megatron_zb.schedules.communication import Channel
 from megatron_zb.schedules.passes import Pass, PassKind
 
@@ -34,13 +37,18 @@ Spans = list[tuple[Pass | None, float, float]]
 class Measured(NamedTuple):
     """What all ranks together have measured; the same on every rank.
 
-    ``spans`` has the last timed step of every logical rank of one pipeline, by one clock.
+    ``spans`` has the last timed step of every logical rank of one pipeline, by one clock. ``parts``
+    are None where the layers could not be told apart, ``host`` is what a rank takes before each
+    pass, and ``outside`` the seconds of a step outside of its passes.
     """
 
     stages: list[StageProfile]
     links: list[LinkProfile]
     message: int
     spans: list[Spans]
+    parts: Parts | None
+    host: PartSeconds
+    outside: float
 
 
 @dataclass(frozen=True)
@@ -92,7 +100,11 @@ class Profiling:
 
     @contextmanager
     def step(
-        self, memory: ActivationMemory | None, parameters: Iterable[torch.Tensor], on_gpu: bool
+        self,
+        memory: ActivationMemory | None,
+        parameters: Iterable[torch.Tensor],
+        on_gpu: bool,
+        marking: Callable[[Callable[[str], None]], AbstractContextManager[None]],
     ) -> Iterator[ActivationMemory | None]:
         """Around a step; what it gives counts the step's activations.
 
@@ -100,6 +112,7 @@ class Profiling:
             memory: what counts them anyway, if anything does.
             parameters: no activations, also where autograd saves them.
             on_gpu: its allocator knows all bytes; elsewhere, those that autograd saves are counted.
+            marking: lets the model tell where in a pass it is.
         """
         with ExitStack() as stack:
             if not self._counts:
@@ -108,6 +121,7 @@ class Profiling:
             if WARM_UP <= self._done < WARM_UP + TIMED:
                 self._recorders.append(Recorder(on_gpu))
                 self.observers = (self._recorders[-1],)
+                stack.enter_context(marking(self._recorders[-1].mark))
             elif self._done == ITERATIONS - 1:
                 self._of_allocator = on_gpu
                 if on_gpu:
@@ -124,6 +138,11 @@ class Profiling:
         self.observers = ()
         self._done += 1
 
+    def end_step(self) -> None:
+        """After a step and all that belongs to it, such as the reduction of gradients."""
+        if self._counts and WARM_UP < self._done <= WARM_UP + TIMED:
+            self._recorders[-1].finish()
+
     @property
     def is_complete(self) -> bool:
         """Whether the last step has ended a profile."""
@@ -138,7 +157,21 @@ class Profiling:
             ahead: by how much the next rank's clock is ahead of this one's.
         """
         rank = self._held[0].rank
-        mine = (self._stages(message), links, rank, ahead, self._last_spans())
+        steps = [recorder.spans() for recorder in self._recorders]
+        outside = [
+            recorder.seconds - (spans[-1].end - spans[0].start)
+            for recorder, spans in zip(self._recorders, steps, strict=True)
+        ]
+        mine = (
+            self._stages(message, steps),
+            self._times(steps),
+            _before_passes(steps),
+            outside,
+            links,
+            rank,
+            ahead,
+            self._last_spans(steps[-1]),
+        )
         everyone: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(everyone, mine)
         self._recorders.clear()
@@ -146,7 +179,7 @@ class Profiling:
         stages: dict[int, list[StageProfile]] = defaultdict(list)
         slowest: dict[Channel, float] = defaultdict(float)
         pipeline: dict[int, tuple[float, Spans]] = {}
-        for of_stages, of_links, rank, ahead, spans in everyone:
+        for of_stages, *_, of_links, rank, ahead, spans in everyone:
             pipeline.setdefault(rank, (ahead, spans))  # of the first replica
             for number, stage in of_stages.items():
                 stages[number].append(stage)
@@ -160,27 +193,35 @@ class Profiling:
             ],
             message,
             _by_one_clock([of_rank for _, of_rank in sorted(pipeline.items())]),
+            parts.of_stages([times for _, of_rank, *_ in everyone for times in of_rank]),
+            _usual([host for _, _, host, *_ in everyone]),
+            # who ends last waits for nobody
+            median(map(min, zip(*(seconds for *_, seconds, _, _, _, _ in everyone), strict=True))),
         )
 
-    def _last_spans(self) -> Spans:
-        recorder = self._recorders[-1]
-        began = recorder.began
+    def _last_spans(self, spans: Sequence[Span]) -> Spans:
+        began = self._recorders[-1].began
         return [
             (of if isinstance(of, Pass) else None, began + start, began + end)
-            for of, start, end in recorder.spans()
+            for of, start, end, _ in spans
         ]
 
-    def _stages(self, message: int) -> dict[int, StageProfile]:
-        seconds = self._seconds()
+    def _stages(self, message: int, steps: Sequence[Sequence[Span]]) -> dict[int, StageProfile]:
+        seconds = {
+            key: max(sum(within.values()), _SHORTEST) for key, within in _mean_within(steps).items()
+        }
         return {held.stage: self._stage(held, seconds, message) for held in self._held}
 
-    def _seconds(self) -> dict[tuple[PassKind, int], float]:
-        taken: dict[tuple[PassKind, int], list[float]] = defaultdict(list)
-        for recorder in self._recorders:
-            for of, start, end in recorder.spans():
-                if isinstance(of, Pass):
-                    taken[of.kind, of.stage].append(end - start)
-        return {key: max(median(found), _SHORTEST) for key, found in taken.items()}
+    def _times(self, steps: Sequence[Sequence[Span]]) -> list[StageTimes]:
+        """What the stages of this rank do within their passes."""
+        found = _mean_within(steps)
+        return [
+            StageTimes(
+                held.layers,
+                *(found[kind, held.stage] for kind in (PassKind.F, PassKind.B, PassKind.W)),
+            )
+            for held in self._held
+        ]
 
     def _stage(
         self, held: Held, seconds: dict[tuple[PassKind, int], float], message: int
@@ -202,6 +243,52 @@ class Profiling:
             activation=max(after_f, after_b, 0),
             held_for_weight=max(after_b, 0),
         )
+
+
+def _mean_within(
+    steps: Sequence[Sequence[Span]],
+) -> dict[tuple[PassKind, int], dict[str, float]]:
+    """Seconds of a pass by what it does: the mean over a step, as a step takes their sum.
+
+    The median over the steps, as one may be disturbed.
+    """
+    taken: dict[tuple[PassKind, int], dict[str, list[float]]] = defaultdict(
+        lambda: defaultdict(lambda: [0.0] * len(steps))
+    )
+    for number, step in enumerate(steps):
+        passes = Counter((s.of.kind, s.of.stage) for s in step if isinstance(s.of, Pass))
+        for of, start, end, marks in step:
+            if isinstance(of, Pass):
+                key = of.kind, of.stage
+                for name, seconds in parts.segments(start, end, marks).items():
+                    taken[key][name][number] += seconds / passes[key]
+    return {
+        key: {name: median(means) for name, means in names.items()} for key, names in taken.items()
+    }
+
+
+def _before_passes(steps: Sequence[Sequence[Span]]) -> PartSeconds:
+    """Seconds of the host before a pass, where it waits for nothing: sends, and bookkeeping."""
+    means: dict[PassKind, list[float]] = defaultdict(list)
+    for step in steps:
+        gaps: dict[PassKind, list[float]] = defaultdict(list)
+        for before, span in pairwise(step):
+            if isinstance(span.of, Pass):
+                gaps[span.of.kind].append(max(0.0, span.start - before.end))
+        for kind, found in gaps.items():
+            means[kind].append(fmean(found))
+    forward, backward, weight = (
+        median(means[kind] or [0.0]) for kind in (PassKind.F, PassKind.B, PassKind.W)
+    )
+    return PartSeconds(forward=forward, backward=backward, weight=weight)
+
+
+def _usual(ranks: Sequence[PartSeconds]) -> PartSeconds:
+    return PartSeconds(
+        forward=median(rank.forward for rank in ranks),
+        backward=median(rank.backward for rank in ranks),
+        weight=median(rank.weight for rank in ranks),
+    )
 
 
 def _messages_of_f(held: Held) -> int:

@@ -76,7 +76,7 @@ class Replanning:
     def _profile(self, measured: Measured, iteration: Iteration) -> Profile:
         config, schedule = iteration.config, self._usual
         return Profile(
-            version=1,
+            version=2,
             device=torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU",
             schedule=schedule.name,
             pipeline_size=schedule.placement.pipeline_size,
@@ -92,6 +92,9 @@ class Replanning:
             ),
             stages=measured.stages,
             links=measured.links,
+            parts=measured.parts,
+            host=measured.host,
+            outside=measured.outside,
         )
 
     def _choose(self, profile: Profile) -> None:

@@ -9,11 +9,11 @@ from pathlib import Path
 from megatron_zb.errors import UsageError
 from megatron_zb.megatron.adapter import PipelineAdapter
 from megatron_zb.megatron.group_options import group_options
-from megatron_zb.megatron.placement import Layers
 from megatron_zb.megatron_lm import conflicts, flags
 from megatron_zb.planner import balance
 from megatron_zb.run_flags import AUTO_LAYOUT, LAYOUT_FLAG, asks_for_balance, check_table_alone
 from megatron_zb.schedules import catalog, interchange
+from megatron_zb.schedules.layout import Layers
 
 # How Megatron-LM divides layers over ranks where no layout is given; a layout takes their place.
 _DIVISION = (

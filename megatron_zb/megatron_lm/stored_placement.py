@@ -15,8 +15,8 @@ from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
 from megatron_zb.errors import UsageError
 from megatron_zb.megatron.adapter import PipelineAdapter
-from megatron_zb.megatron.placement import layout_text, segments_from_layout, spread
 from megatron_zb.megatron_lm.plan import layers_of
+from megatron_zb.schedules import layout
 from megatron_zb.schedules.placement import looped
 
 _STOCK = "Megatron's own placement"
@@ -62,12 +62,13 @@ def _name(kind: str, ranks: int, chunks: int, layout: str) -> str:
 
 
 def _stock_layout(args: argparse.Namespace, ranks: int, chunks: int) -> str:
-    layout = args.pipeline_model_parallel_layout
+    written = args.pipeline_model_parallel_layout
     try:
         layers = layers_of(args)
-        if layout is None:
-            return layout_text(spread(layers, looped(ranks, chunks)))
-        return layout_text(segments_from_layout(str(layout), layers, ranks * chunks))
+        if written is None:
+            counts = layout.spread(layers, looped(ranks, chunks))
+            return layout.text(layout.lettered(counts, layers.multi_token))
+        return layout.text(layout.read(str(written), layers, ranks * chunks))
     except UsageError:
         return "other layers"
 

@@ -12,12 +12,11 @@ from pathlib import Path
 from typing import Any
 
 from megatron_zb.errors import UsageError
-from megatron_zb.planner import layout
 from megatron_zb.planner.fit import Fit
-from megatron_zb.planner.layout import Layout
 from megatron_zb.planner.profile import Profile, read_profile
 from megatron_zb.run_flags import AUTO_LAYOUT, LAYOUT_FLAG
-from megatron_zb.schedules import Costs, Schedule, simulate
+from megatron_zb.schedules import Costs, Schedule, layout, simulate
+from megatron_zb.schedules.layout import Layers, Layout
 
 _SIZES = {
     "layers": "--num-layers",
@@ -105,15 +104,9 @@ def balanced(layers: int, schedule: Schedule, ends: Ends) -> Balance:
         UsageError: there are too few.
     """
     placement = schedule.placement
-    even = layout.even(layers, placement)
-    found = layout.balanced(layers, placement, ends.embedding, ends.output)
-    if found is None:
-        raise UsageError(
-            f"{layers} layers cannot be balanced over {placement.num_stages} stages: give more "
-            f"layers, or write the layers of each stage with {LAYOUT_FLAG}"
-        )
-    if even is None:
-        return Balance(found, 0.0, ends)
+    asked = Layers(layers, embedding=ends.embedding, output=ends.output)
+    found = layout.balanced(asked, placement)
+    even, *_ = layout.choices(layers, placement, ends.embedding, ends.output)
     seconds = {
         counts: simulate(schedule, _costs(schedule, counts, ends)).makespan
         for counts in (even, found)

@@ -9,6 +9,7 @@ from functools import lru_cache
 from megatron_zb import schedules
 from megatron_zb.errors import UsageError
 from megatron_zb.schedules import catalog
+from megatron_zb.schedules.layout import Layers, Layout, spread
 from megatron_zb.schedules.placement import Placement, looped, v_shape, wave
 
 MEGATRON_1F1B = "Megatron 1F1B"
@@ -46,6 +47,17 @@ class Contender:
         if self.family == "auto":
             return v_shape(pipeline)
         return _placement(self.family, pipeline, chunks)
+
+    def has_by_default(self, counts: Layout, placement: Placement) -> bool:
+        """Whether a run has this layout without a flag for it.
+
+        Megatron's own schedules have it where the layers divide. ``auto`` chooses its placement by
+        itself, so that its stages have to be told.
+        """
+        divided = len(set(counts)) == 1
+        if self.megatron or self.family == "auto":
+            return divided and self.megatron
+        return divided or counts == spread(Layers(sum(counts)), placement)
 
     @property
     def splits(self) -> bool:

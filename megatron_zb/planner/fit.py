@@ -4,23 +4,41 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from statistics import median
 
-from megatron_zb.planner.layout import Layout
-from megatron_zb.planner.profile import Profile
+from megatron_zb.planner.profile import Parts, Profile
 from megatron_zb.schedules import Costs
+from megatron_zb.schedules.layout import Layout
 from megatron_zb.schedules.placement import Placement
 
-_QUANTITIES = ("forward", "backward", "weight", "activation", "held_for_weight")
+_SECONDS = ("forward", "backward", "weight")
+_QUANTITIES = (*_SECONDS, "activation", "held_for_weight")
 
 
 @dataclass(frozen=True)
 class Part:
-    """One quantity of a layer and of the two ends of the model."""
+    """One quantity of a layer, of the two ends of the model, and of a stage by itself."""
 
     layer: float
     embedding: float
     output: float
+    stage: float = 0.0
+
+    @classmethod
+    def measured(cls, parts: Parts, name: str) -> Part:
+        """The seconds of a kind of pass, as they were timed apart."""
+        layer, embedding, output, multi_token, stage = (
+            getattr(part, name)
+            for part in (
+                parts.layer,
+                parts.embedding,
+                parts.output,
+                parts.multi_token,
+                parts.empty_pass,
+            )
+        )
+        return cls(layer, embedding, output + multi_token, stage)
 
     @classmethod
     def fitted(cls, values: Sequence[float], layers: Sequence[str]) -> Part:
@@ -44,7 +62,7 @@ class Part:
 
     def stages(self, counts: Layout) -> list[float]:
         """The sums of stages with so many layers."""
-        sums = [count * self.layer for count in counts]
+        sums = [count * self.layer + self.stage for count in counts]
         sums[0] += self.embedding
         sums[-1] += self.output
         return sums
@@ -66,17 +84,30 @@ class Fit:
             name: Part.fitted([getattr(stage, name) for stage in profile.stages], layers)
             for name in _QUANTITIES
         }
+        if profile.parts is not None:
+            parts |= {name: Part.measured(profile.parts, name) for name in _SECONDS}
         return cls(profile, parts, _slowdowns(profile, parts))
 
-    def costs(self, placement: Placement, counts: Layout) -> Costs:
-        """Of a placement with so many layers on each stage."""
+    def costs(self, placement: Placement, counts: Layout, *, blocking: bool = False) -> Costs:
+        """Of a placement with so many layers on each stage.
+
+        With ``blocking`` messages, a pass lasts until its message is there.
+        """
+        hops = self.profile.hops()
         of = {name: part.stages(counts) for name, part in self.parts.items()}
+        for name in _SECONDS:
+            of[name] = [seconds + getattr(self.profile.host, name) for seconds in of[name]]
+        if blocking:
+            ranks = placement.rank_of
+            for stage, (a, b) in enumerate(pairwise(ranks)):
+                of["forward"][stage] += hops[a][b]
+                of["backward"][stage + 1] += hops[b][a]
         return Costs.of_slices(
             pipeline_size=placement.pipeline_size,
             forward=of["forward"],
             backward=of["backward"],
             weight=of["weight"],
-            p2p=self.profile.hops(),
+            p2p=0.0 if blocking else hops,
             slowdown=self.slowdown,
             activation=of["activation"],
             held_for_weight=[
@@ -86,7 +117,7 @@ class Fit:
 
     def in_layers(self) -> tuple[float, float]:
         """For how many layers embedding and output layer count, by their seconds."""
-        seconds = [self.parts[name] for name in ("forward", "backward", "weight")]
+        seconds = [self.parts[name] for name in _SECONDS]
         layer = sum(part.layer for part in seconds)
         return (
             sum(part.embedding for part in seconds) / layer,
@@ -96,10 +127,9 @@ class Fit:
 
 def _slowdowns(profile: Profile, parts: dict[str, Part]) -> tuple[float, ...]:
     counts = tuple(stage.layers.count("t") for stage in profile.stages)
-    seconds = ("forward", "backward", "weight")
     fitted = [0.0] * profile.pipeline_size
     found = [0.0] * profile.pipeline_size
-    for name in seconds:
+    for name in _SECONDS:
         for stage, expected in zip(profile.stages, parts[name].stages(counts), strict=True):
             found[stage.rank] += getattr(stage, name)
             fitted[stage.rank] += expected

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from megatron_zb.planner import layout
 from megatron_zb.planner.contender import MEGATRON_1F1B, MEGATRON_INTERLEAVED, NO_PIPELINE
 from megatron_zb.planner.prediction import Prediction
+from megatron_zb.schedules import layout
 
 _MEGATRON = (MEGATRON_1F1B, MEGATRON_INTERLEAVED, NO_PIPELINE)
 _RECOMPUTE = {
@@ -48,10 +48,26 @@ def _schedule(prediction: Prediction, memory: float) -> list[str]:
         out.append(f"--pipeline-schedule {prediction.family}")
     if prediction.family == "auto":
         out.append(f"--pipeline-memory-limit {_fraction(prediction, memory):.2f}")
-    if not prediction.is_even:
-        out.append(f"--pipeline-model-parallel-layout '{layout.text(prediction.layout)}'")
-    elif prediction.chunks is not None:
-        out.append(f"--num-virtual-stages-per-pipeline-rank {prediction.chunks}")
+    written = layout.text(layout.lettered(prediction.layout))
+    megatron = prediction.contender in _MEGATRON
+    return out + flags_of_layout(
+        prediction.chunks, None if prediction.is_even else written, megatron=megatron
+    )
+
+
+def flags_of_layout(chunks: int | None, written: str | None, *, megatron: bool) -> list[str]:
+    """The flags of chunks and layers of a schedule.
+
+    Args:
+        chunks: of each rank; None where the schedule leaves no choice.
+        written: the layers of the stages; None for those that stand there without a flag.
+        megatron: it is a schedule of Megatron's own, for which a layout tells the chunks, too.
+    """
+    out = []
+    if chunks is not None and not (megatron and written):
+        out.append(f"--num-virtual-stages-per-pipeline-rank {chunks}")
+    if written is not None:
+        out.append(f"--pipeline-model-parallel-layout '{written}'")
     return out
 
 

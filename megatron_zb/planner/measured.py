@@ -10,7 +10,6 @@ import argparse
 import json
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 from rich.console import Console
@@ -19,12 +18,13 @@ from rich.text import Text
 
 from megatron_zb import schedules
 from megatron_zb.errors import UsageError
-from megatron_zb.planner import layout
 from megatron_zb.planner.contender import Contender, contenders, names_in
 from megatron_zb.planner.fit import Fit
-from megatron_zb.planner.layout import Layout
+from megatron_zb.planner.flags import flags_of_layout
 from megatron_zb.planner.profile import Profile, read_profile
 from megatron_zb.planner.units import GIB
+from megatron_zb.schedules import catalog, layout
+from megatron_zb.schedules.layout import Layers, Layout
 from megatron_zb.schedules.placement import Placement
 from megatron_zb.schedules.program_memory import peak_with_messages
 
@@ -33,7 +33,11 @@ _LARGE = 20_000  # passes: more are not lowered for their messages
 
 @dataclass(frozen=True)
 class Row:
-    """A schedule with its best layout; seconds of the pipeline's part of an iteration."""
+    """A schedule with its best layout; seconds of the pipeline's part of an iteration.
+
+    ``megatron`` tells a schedule of Megatron's own, ``has_by_default`` that no flag is needed for
+    the layout.
+    """
 
     schedule: str
     chunks: int | None
@@ -44,6 +48,8 @@ class Row:
     bubble: float
     activation_bytes: float
     rank: int
+    megatron: bool
+    has_by_default: bool
     timeline: schedules.Timeline
 
 
@@ -92,24 +98,31 @@ def _settings(
                 yield contender, chunks
 
 
+def _check_groups(asked: Asked, contender: Contender) -> None:
+    p, m = asked.profile.pipeline_size, asked.num_microbatches
+    if contender.megatron and contender.takes_chunks and m % p:
+        raise UsageError(f"it needs whole groups of {p} microbatches, and there are {m}")
+
+
 def _row(asked: Asked, fit: Fit, contender: Contender, chunks: int | None) -> Row:
     profile = asked.profile
+    _check_groups(asked, contender)
     placement = contender.placement(profile.pipeline_size, chunks)
     layers = profile.model.layers
-    even = layout.even(layers, placement)
-    if even is None:
-        raise UsageError(f"{layers} layers are too few for {placement.num_stages} stages")
-    embedding, output = fit.in_layers()
-    balanced = layout.balanced(layers, placement, embedding, output)
+    even = layout.spread(Layers(layers), placement)
     found = {
         counts: _simulated(asked, fit, contender, chunks, placement, counts)
-        for counts in dict.fromkeys([even, balanced or even])
+        for counts in layout.choices(layers, placement, *fit.in_layers())
     }
-    seconds = partial(schedules.Timeline.seconds, in_a_row=asked.post_validation)
+    in_a_row = asked.post_validation and contender.splits
+
+    def seconds(timeline: schedules.Timeline) -> float:
+        return timeline.seconds(in_a_row=in_a_row) + profile.outside
+
     counts, timeline = min(found.items(), key=lambda entry: seconds(entry[1]))
     peaks = _peaks(timeline, profile.message)
     worst = max(range(len(peaks)), key=peaks.__getitem__)
-    bubble = timeline.bubble_rate_in_a_row if asked.post_validation else timeline.bubble_rate
+    bubble = timeline.bubble_rate_in_a_row if in_a_row else timeline.bubble_rate
     return Row(
         contender.name,
         chunks,
@@ -120,6 +133,8 @@ def _row(asked: Asked, fit: Fit, contender: Contender, chunks: int | None) -> Ro
         bubble,
         peaks[worst],
         worst,
+        contender.megatron,
+        contender.has_by_default(counts, placement),
         timeline,
     )
 
@@ -132,16 +147,17 @@ def _simulated(
     placement: Placement,
     counts: Layout,
 ) -> schedules.Timeline:
-    costs = fit.costs(placement, counts)
+    costs = fit.costs(placement, counts, blocking=contender.blocking)
     schedule = schedules.build(
         contender.family,
         pipeline_size=placement.pipeline_size,
         num_microbatches=asked.num_microbatches,
-        costs=costs,
+        # a run builds auto alone for what it measures, and every other one for equal costs
+        costs=costs if contender.family == "auto" else None,
         memory_limit=asked.memory_limit,
         chunks=chunks,
         placement=placement if contender.family == "auto" else None,
-        in_a_row=asked.post_validation,
+        in_a_row=asked.post_validation and contender.splits,
     )
     return schedules.simulate(schedule, costs)
 
@@ -157,7 +173,7 @@ def _peaks(timeline: schedules.Timeline, message: float) -> Sequence[float]:
 
 def _layout_text(counts: Layout, profile: Profile) -> str:
     multi_token = profile.stages[-1].layers.count("m")
-    return layout.text(counts).removesuffix("L") + "m" * multi_token + "L"
+    return layout.text(layout.lettered(counts, multi_token))
 
 
 def read(arguments: argparse.Namespace) -> tuple[Asked, list[Contender]]:
@@ -174,7 +190,7 @@ def read(arguments: argparse.Namespace) -> tuple[Asked, list[Contender]]:
     candidates = contenders(names)
     if names is None:
         candidates += contenders(["1f1b", "interleaved"])
-    unique = {c.name: c for c in candidates if not c.megatron}
+    unique = {c.name: c for c in candidates}
     return (
         Asked(
             profile,
@@ -231,16 +247,15 @@ def _print(
 
 def flags_of(asked: Asked, row: Row) -> list[str]:
     """What a pretrain script of Megatron-LM is to be given."""
-    flags = [f"--pipeline-schedule {row.schedule}"]
-    if row.chunks is not None:
-        flags.append(f"--num-virtual-stages-per-pipeline-rank {row.chunks}")
-    if asked.memory_limit is not None:
-        flags.append(f"--pipeline-memory-limit {asked.memory_limit:g}")
-    if asked.post_validation:
-        flags.append("--enable-optimizer-post-validation")
-    if not row.is_even:
-        flags.append(f"--pipeline-model-parallel-layout '{row.layout}'")
-    return flags
+    flags = [f"--pipeline-model-parallel-size {asked.profile.pipeline_size}"]
+    if not row.megatron:
+        flags.append(f"--pipeline-schedule {row.schedule}")
+        if asked.memory_limit is not None:
+            flags.append(f"--pipeline-memory-limit {asked.memory_limit:g}")
+        if asked.post_validation and catalog.family(row.schedule).splits_backward:
+            flags.append("--enable-optimizer-post-validation")
+    written = None if row.has_by_default else row.layout
+    return flags + flags_of_layout(row.chunks, written, megatron=row.megatron)
 
 
 def name_of(row: Row) -> str:

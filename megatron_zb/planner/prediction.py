@@ -9,11 +9,11 @@ from megatron_zb import schedules
 from megatron_zb.errors import UsageError
 from megatron_zb.planner.contender import Contender
 from megatron_zb.planner.footprint import GRADIENT, OPTIMIZER, WEIGHT, States
-from megatron_zb.planner.layout import Layout
 from megatron_zb.planner.memory import Memory, without_pipeline, worst_rank
 from megatron_zb.planner.stages import Staged
 from megatron_zb.planner.work import Workload, model_flops
 from megatron_zb.schedules import Costs, Schedule
+from megatron_zb.schedules.layout import Layout
 from megatron_zb.schedules.placement import Placement
 
 Build = Callable[[Costs, int], Schedule]

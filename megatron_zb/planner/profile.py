@@ -31,7 +31,7 @@ def _bytes(description: str) -> Any:
 
 
 class StageProfile(Section):
-    """One stage: medians of its passes over microbatches, of its slowest replica."""
+    """One stage: what its passes take in the mean of a step, of its slowest replica."""
 
     rank: int = Field(ge=0, le=_MOST, description="its logical pipeline rank", examples=[0])
     layers: str = Field(
@@ -66,6 +66,45 @@ class LinkProfile(Section):
     seconds: float = Field(ge=0, lt=1e5, description="seconds of a message", examples=[0.0002])
 
 
+def _part(what: str) -> Any:
+    return Field(ge=0, lt=1e5, description=f"seconds of {what}", examples=[0.0125])
+
+
+class PartSeconds(Section):
+    """What a part takes of each kind of pass."""
+
+    forward: float = _part("F")
+    backward: float = _part("B")
+    weight: float = _part("W")
+
+    @property
+    def total(self) -> float:
+        return self.forward + self.backward + self.weight
+
+
+_NOTHING = PartSeconds(forward=0.0, backward=0.0, weight=0.0)
+_SAID = [{"forward": 0.01, "backward": 0.02, "weight": 0.01}]
+
+
+class Parts(Section):
+    """What the parts of the model take of a microbatch; ``empty_pass`` is a pass by itself."""
+
+    layer: PartSeconds = Field(description="one transformer layer", examples=_SAID)
+    embedding: PartSeconds = Field(description="the embedding, with its data", examples=_SAID)
+    output: PartSeconds = Field(description="the output layer, with its loss", examples=_SAID)
+    multi_token: PartSeconds = Field(description="multi-token prediction", examples=_SAID)
+    empty_pass: PartSeconds = Field(description="a pass without any of these", examples=_SAID)
+
+    @model_validator(mode="after")
+    def _a_layer_takes_time(self) -> Parts:
+        if not (self.layer.forward > 0 and self.layer.backward > 0):
+            raise ValueError(
+                "parts.layer: its forward and backward must be greater than 0, for example "
+                "forward: 0.0125"
+            )
+        return self
+
+
 class ProfiledModel(Section):
     """What must be the same for the figures to hold."""
 
@@ -80,7 +119,7 @@ class ProfiledModel(Section):
 class Profile(Section):
     """The file as a whole; stages in model order."""
 
-    version: Literal[1] = Field(description="of this format", examples=[1])
+    version: Literal[1, 2] = Field(description="of this format", examples=[2])
     device: str = Field(max_length=200, description="what it ran on", examples=["NVIDIA H200"])
     schedule: str = Field(max_length=80, description="that ran", examples=["v-half"])
     pipeline_size: int = Field(ge=2, le=100_000, description="pipeline ranks", examples=[8])
@@ -91,6 +130,15 @@ class Profile(Section):
         min_length=2, max_length=10_000, description="every stage, in model order"
     )
     links: list[LinkProfile] = Field(max_length=100_000, description="every link that is used")
+    parts: Parts | None = Field(
+        default=None, description="of the model; left out where they could not be told apart"
+    )
+    host: PartSeconds = Field(
+        default=_NOTHING, description="seconds of the rank's host before each pass"
+    )
+    outside: float = Field(
+        default=0.0, ge=0, lt=1e5, description="seconds of a step outside of its passes"
+    )
 
     @model_validator(mode="after")
     def _consistent(self) -> Profile:
@@ -120,8 +168,12 @@ class Profile(Section):
         """The logical rank of each stage."""
         return tuple(stage.rank for stage in self.stages)
 
-    def costs(self, placement: Placement) -> Costs:
+    def costs(self, placement: Placement, *, host: bool = True) -> Costs:
         """Of the placement that ran, as measured; seconds and bytes.
+
+        Args:
+            placement: of the schedule.
+            host: a pass takes the host's time before it, too.
 
         Raises:
             UsageError: it is another placement.
@@ -132,11 +184,12 @@ class Profile(Section):
                 f"{list(placement.rank_of)}: profile a run of this placement"
             )
         stages = self.stages
+        more = self.host if host else _NOTHING
         return Costs.of_slices(
             pipeline_size=self.pipeline_size,
-            forward=[s.forward for s in stages],
-            backward=[s.backward for s in stages],
-            weight=[s.weight for s in stages],
+            forward=[s.forward + more.forward for s in stages],
+            backward=[s.backward + more.backward for s in stages],
+            weight=[s.weight + more.weight for s in stages],
             p2p=self.hops(),
             activation=[s.activation for s in stages],
             held_for_weight=[s.held_for_weight for s in stages],

@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
 from megatron_zb.errors import UsageError
-from megatron_zb.planner import estimate, layout
+from megatron_zb.planner import estimate
 from megatron_zb.planner.contender import NO_PIPELINE, Contender
 from megatron_zb.planner.device import DeviceConfig
 from megatron_zb.planner.estimate import Cut
@@ -20,6 +20,7 @@ from megatron_zb.planner.stages import Staged
 from megatron_zb.planner.strategy import Choices, Strategy, strategies
 from megatron_zb.planner.units import gib
 from megatron_zb.planner.work import Workload
+from megatron_zb.schedules import layout
 from megatron_zb.schedules.placement import Placement
 
 # The formula leaves out what a schedule can save; what is above by more is not simulated.
@@ -251,7 +252,7 @@ def _predicted(job: Job, setting: _Setting, staged: Staged) -> Prediction:
         setting.contender,
         setting.m,
         setting.chunks,
-        is_even=is_default(staged),
+        is_even=setting.contender.has_by_default(staged.layout, staged.placement),
         post_validation=job.post_validation and setting.contender.splits,
         in_a_row=job.in_a_row,
         snapshot=job.snapshot and setting.contender.splits,
@@ -267,18 +268,9 @@ def cut_into_stages(load: Workload, contender: Contender, chunks: int | None) ->
     placement = contender.placement(pipeline, chunks)
     layer = load.layer(layers - 1).total
     ends = (load.embedding().total / layer, load.output().total / layer)
-    layouts = (
-        layout.even(layers, placement),
-        layout.balanced(layers, placement, *ends),
-    )
-    cuts = [Staged(load, placement, found) for found in layouts if found is not None]
+    cuts = [Staged(load, placement, found) for found in layout.choices(layers, placement, *ends)]
     in_groups = contender.family == "interleaved"
     return min(cuts, key=lambda staged: staged.interval(in_groups=in_groups), default=None)
-
-
-def is_default(staged: Staged) -> bool:
-    """Whether the layout is what is run without a flag for it."""
-    return len(set(staged.layout)) == 1
 
 
 def _said_too_small(

@@ -8,9 +8,9 @@ from functools import cached_property
 
 from megatron_zb.planner import footprint
 from megatron_zb.planner.footprint import Held, States
-from megatron_zb.planner.layout import Layout
 from megatron_zb.planner.work import Work, Workload
 from megatron_zb.schedules import Costs
+from megatron_zb.schedules.layout import Layout
 from megatron_zb.schedules.placement import Placement
 
 

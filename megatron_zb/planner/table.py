@@ -8,13 +8,13 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from megatron_zb.planner import layout
 from megatron_zb.planner.flags import flags
 from megatron_zb.planner.memory import Memory
 from megatron_zb.planner.prediction import Prediction
 from megatron_zb.planner.reasons import reason
 from megatron_zb.planner.search import Plan
 from megatron_zb.planner.units import GIB, gib
+from megatron_zb.schedules import layout
 
 _SHORT = {
     "weights": "weights",
@@ -147,7 +147,7 @@ def _row(plan: Plan, index: int) -> dict[str, Any]:
         "microbatch": strategy.microbatch,
         "num_microbatches": row.num_microbatches,
         "recompute": strategy.recompute,
-        "layout": layout.text(row.layout),
+        "layout": layout.text(layout.lettered(row.layout)),
         "seconds": row.seconds,
         "tokens_per_second_per_gpu": row.tokens_per_gpu,
         "mfu": row.mfu,

@@ -175,7 +175,7 @@ def compared(profile: Profile, trace: Trace, name: str) -> Compared:
         schedule.validate()
     except UsageError as error:
         raise UsageError(f"{name} is not of the run of the profile: {error}") from error
-    predicted = simulate(schedule, profile.costs(placement))
+    predicted = simulate(schedule, profile.costs(placement, host=False))
     measured = Timeline(schedule, predicted.costs, _times(trace, 3), _times(trace, 4))
     waits = tuple(tuple(rank.waits) for rank in trace.ranks)
     return Compared(measured, predicted, waits)

@@ -15,11 +15,15 @@ from megatron_zb.schedules.passes import Pass, PassKind
 
 
 class Span(NamedTuple):
-    """A pass that ran, or a message that was waited for; seconds since the recorder's beginning."""
+    """A pass that ran, or a message that was waited for; seconds since the recorder's beginning.
+
+    ``marks`` are what was begun within a pass, and when, in this order.
+    """
 
     of: Pass | Message
     start: float
     end: float
+    marks: tuple[tuple[str, float], ...] = ()
 
 
 class TimedEvent(Protocol):
@@ -49,13 +53,24 @@ class Recorder:
             self._beginning.synchronize()
         self.began = time.perf_counter()
         """The host's clock at the beginning."""
-        self._marks: list[tuple[Pass | Message, Any, Any]] = []
+        self._marks: list[tuple[Pass | Message, Any, Any, list[tuple[str, Any]]]] = []
+        self._within: list[tuple[str, Any]] = []
+        self._finished: Any = None
 
     @contextmanager
     def running(self, work: Pass) -> Iterator[None]:
         """Around a pass."""
+        self._within = []
         with self._marked(work):
             yield
+
+    def mark(self, name: str) -> None:
+        """Within a pass: from here on, this is what is done."""
+        self._within.append((name, self._now()))
+
+    def finish(self) -> None:
+        """The step has ended, with all that comes after its passes."""
+        self._finished = self._now()
 
     @contextmanager
     def waiting(self, channel: Channel, message: Message) -> Iterator[None]:
@@ -67,7 +82,8 @@ class Recorder:
     def _marked(self, what: Pass | Message) -> Iterator[None]:
         start = self._now()
         yield
-        self._marks.append((what, start, self._now()))
+        within, self._within = self._within, []
+        self._marks.append((what, start, self._now(), within))
 
     def _now(self) -> Any:
         if not self._on_gpu:
@@ -85,7 +101,22 @@ class Recorder:
         """Everything since the beginning, in the order in which it ended."""
         if self._on_gpu and self._marks:
             self._marks[-1][2].synchronize()
-        return [Span(of, self._seconds(a), self._seconds(b)) for of, a, b in self._marks]
+        return [
+            Span(
+                of,
+                self._seconds(start),
+                self._seconds(end),
+                tuple((name, self._seconds(mark)) for name, mark in within),
+            )
+            for of, start, end, within in self._marks
+        ]
+
+    @property
+    def seconds(self) -> float:
+        """From the beginning to :meth:`finish`."""
+        if self._on_gpu:
+            self._finished.synchronize()
+        return self._seconds(self._finished)
 
 
 class Memory(Protocol):

@@ -31,7 +31,8 @@ class WeightGradQueue:
     carried out one microbatch at a time, oldest first, in the order their layers ran backward, so
     that sums are formed in the order of an unsplit backward. ``scratch`` is what the layers want to
     remember of one another within the B that runs. ``on_gradient`` is called with every weight
-    whose gradient W has computed.
+    whose gradient W has computed, ``on_task`` with the weights of each task before it is carried
+    out, and with none after the last.
     """
 
     def __init__(self) -> None:
@@ -39,6 +40,7 @@ class WeightGradQueue:
         self.scratch: dict[Any, Any] = {}
         self.activation_memory: ActivationMemory | None = None
         self.on_gradient: Callable[[torch.Tensor], None] | None = None
+        self.on_task: Callable[[tuple[torch.Tensor, ...]], None] | None = None
         self._microbatches: deque[tuple[int, deque[WeightGradTask]]] = deque()
         self._without_graph = torch.no_grad()  # one for all W, as none runs inside another
 
@@ -94,11 +96,13 @@ class WeightGradQueue:
             oldest = self._microbatches[0][0] if self._microbatches else "none"
             raise RuntimeError(f"W of microbatch {microbatch} is due after that of {oldest}")
         _, tasks = self._microbatches.popleft()
-        memory, on_gradient = self.activation_memory, self.on_gradient
+        memory, on_gradient, on_task = self.activation_memory, self.on_gradient, self.on_task
         with self._without_graph:
             _prepare_first(tasks)
             while tasks:
                 compute, operands, weights, _ = tasks.popleft()
+                if on_task is not None:
+                    on_task(weights)
                 _prepare_first(tasks)
                 compute(*operands)
                 if memory is not None:
@@ -108,6 +112,8 @@ class WeightGradQueue:
                 if on_gradient is not None:
                     for weight in weights:
                         on_gradient(weight)
+            if on_task is not None:
+                on_task(())
 
     def __len__(self) -> int:
         return len(self._microbatches)

@@ -131,9 +131,9 @@ def _plan(args: argparse.Namespace) -> PipelineAdapter | None:
 
 def _adapter(args: argparse.Namespace) -> PipelineAdapter:
     from megatron_zb.megatron.adapter import PipelineAdapter
-    from megatron_zb.megatron.placement import Layers
     from megatron_zb.planner.balance import ends_of
     from megatron_zb.schedules import interchange
+    from megatron_zb.schedules.layout import Layers
 
     sizes = {
         "pipeline_size": args.pipeline_model_parallel_size,

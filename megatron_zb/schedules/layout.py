@@ -1,0 +1,173 @@
+"""Which layers stand on which stage: spread evenly, balanced, or told by a text."""
+
+from __future__ import annotations
+
+import re
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import lru_cache
+
+from megatron_zb.errors import UsageError
+from megatron_zb.schedules.placement import Placement
+
+Layout = tuple[int, ...]
+"""Decoder layers of each stage, in model order."""
+
+Letters = tuple[str, ...]
+"""All layers of each stage, in model order: E embedding, t layer, m multi-token prediction, L."""
+
+
+@dataclass(frozen=True)
+class Layers:
+    """What has to be placed on the stages of a pipeline.
+
+    ``embedding`` and ``output`` say for how many decoder layers the embedding and the output layer
+    count when layers are shared out; ``first`` and ``last`` fix the layers of the first and the
+    last stage. ``multi_token`` prediction layers stand before the output layer.
+    """
+
+    decoder: int
+    multi_token: int = 0
+    embedding: float = 0.0
+    output: float = 0.0
+    first: int | None = None
+    last: int | None = None
+
+
+def spread(layers: Layers, placement: Placement) -> Layout:
+    """As evenly as they go: what runs where nothing else is asked for.
+
+    Where they do not divide, the ranks that hold the embedding and the output layer have less.
+
+    Raises:
+        UsageError: there are fewer layers than stages, or ``first`` and ``last`` leave a stage
+            without any.
+    """
+    counts = _shared_out(layers, placement, least_at_ends=1)
+    if min(counts) < 1 or sum(counts) != layers.decoder:
+        raise UsageError(
+            f"{layers.decoder} layers cannot be placed on {placement.num_stages} stages with at "
+            f"least one on each{_said_ends(layers)}: give more layers, or say the layers of each "
+            "stage with a pipeline layer layout"
+        )
+    return counts
+
+
+def balanced(layers: Layers, placement: Placement) -> Layout:
+    """As evenly as what the ends count for allows; an end may stand alone on its stage.
+
+    Raises:
+        UsageError: there are too few layers.
+    """
+    counts = _shared_out(layers, placement, least_at_ends=0)
+    if sum(counts) != layers.decoder:
+        raise UsageError(
+            f"{layers.decoder} layers cannot be balanced over {placement.num_stages} stages: give "
+            "more layers, or say the layers of each stage with a pipeline layer layout"
+        )
+    return counts
+
+
+def choices(layers: int, placement: Placement, embedding: float, output: float) -> list[Layout]:
+    """Spread evenly, and balanced for ends that count for so many layers; where there are enough.
+
+    The even one comes first, if it can be had.
+    """
+    found = []
+    ends = Layers(layers, embedding=embedding, output=output)
+    for share, asked in ((spread, Layers(layers)), (balanced, ends)):
+        with suppress(UsageError):
+            found.append(share(asked, placement))
+    return list(dict.fromkeys(found))
+
+
+@lru_cache(maxsize=4096)
+def _shared_out(layers: Layers, placement: Placement, least_at_ends: int) -> Layout:
+    """One layer at a time to the rank with the least to do, on its smallest stage.
+
+    Every stage has one from the beginning, but for the ends, which have ``least_at_ends``. Ranks
+    and stages with an end come last among equals: the simulator says that steps are shorter so.
+    """
+    last = placement.num_stages - 1
+    fixed = {s: n for s, n in ((0, layers.first), (last, layers.last)) if n is not None}
+    counts = [fixed.get(s, least_at_ends if s in (0, last) else 1) for s in range(last + 1)]
+    weight = [float(count) for count in counts]
+    weight[0] += layers.embedding
+    weight[last] += layers.output
+    load = [sum(weight[s] for s in held) for held in placement.stages_of]
+    ends = {placement.rank_of[0], placement.rank_of[last]}
+    open_on = [[s for s in held if s not in fixed] for held in placement.stages_of]
+    ranks = [rank for rank, held in enumerate(open_on) if held]
+    for _ in range(layers.decoder - sum(counts) if ranks else 0):
+        rank = min(ranks, key=lambda r: (load[r], r in ends, r))
+        stage = min(open_on[rank], key=lambda s: (weight[s], s in (0, last), s))
+        counts[stage] += 1
+        weight[stage] += 1
+        load[rank] += 1
+    return tuple(counts)
+
+
+def _said_ends(layers: Layers) -> str:
+    ends = (("first", layers.first), ("last", layers.last))
+    said = [f"{count} on the {name}" for name, count in ends if count is not None]
+    return f" and {' and '.join(said)}" if said else ""
+
+
+def lettered(layout: Layout, multi_token: int = 0) -> Letters:
+    """All layers of stages that have so many decoder layers."""
+    first, *others = ["t" * count for count in layout]
+    *before, last = ["E" + first, *others]
+    return (*before, last + "m" * multi_token + "L")
+
+
+def text(letters: Letters) -> str:
+    """As ``--pipeline-model-parallel-layout`` takes it, such as ``Et|tt|tt|tL``."""
+    return "|".join(letters)
+
+
+def read(layout: str, layers: Layers, num_stages: int) -> Letters:
+    """Read a layout such as ``Ett|tt|tt|ttL`` or ``Et*2|(tt|)*2,ttL``, as Megatron does.
+
+    Raises:
+        UsageError: a letter is unknown, or stages, layers, embedding or loss do not add up.
+    """
+    letters = tuple(_unrolled(layout).split("|"))
+    flat = "".join(letters)
+    problem = None
+    if set(flat) - set("EtmL"):
+        problem = "use E, t, m, L and |, such as 'Ett|tt|tt|ttL'"
+    elif len(letters) != num_stages:
+        problem = f"it names {len(letters)} stages and the schedule has {num_stages}"
+    elif flat.count("t") != layers.decoder:
+        problem = f"it names {flat.count('t')} layers and the model has {layers.decoder}"
+    elif flat.count("m") != layers.multi_token:
+        problem = (
+            f"it names {flat.count('m')} multi-token prediction layers (m) and the model has "
+            f"{layers.multi_token}"
+        )
+    elif letters[-1].count("m") != layers.multi_token:
+        problem = "multi-token prediction layers (m) must be on the last stage, before L"
+    elif not (flat.startswith("E") and flat.endswith("L")):
+        problem = "it must begin with E and end with L"
+    elif flat.count("E") != 1 or flat.count("L") != 1:
+        problem = "E and L must each stand in it once"
+    if problem:
+        raise UsageError(f"pipeline layer layout '{layout}': {problem}")
+    return letters
+
+
+_LONGEST = 1_000_000  # letters
+_REPEATED = (re.compile(r"\(([^()]+)\)\*(\d{1,9})"), re.compile(r"([^*])\*(\d{1,9})"))
+
+
+def _unrolled(layout: str) -> str:
+    """Without commas, and with every group and every letter as often as it is said to be there."""
+    found = layout.replace(",", "")
+    for pattern in _REPEATED:
+        parts = [len(one) * int(times) for one, times in pattern.findall(found)]
+        if sum(parts) > _LONGEST:
+            raise UsageError(
+                f"pipeline layer layout '{layout}': it has more than {_LONGEST} letters"
+            )
+        found = pattern.sub(lambda match: match[1] * int(match[2]), found)
+    return found
