@@ -21,12 +21,12 @@ def comparable(value: Any) -> Any:
     Numbers, texts and truth values stay what they are. A class or a function becomes its name, and
     any other object its type with its attributes, or its ``repr`` without an address in memory.
     """
+    if isinstance(value, Enum):
+        return f"{type(value).__name__}.{value.name}"
     if value is None or isinstance(value, bool | int | str):
         return value
     if isinstance(value, float):
         return value if math.isfinite(value) else str(value)  # NaN is not equal to itself
-    if isinstance(value, Enum):
-        return f"{type(value).__name__}.{value.name}"
     if isinstance(value, Mapping):
         return {str(comparable(k)): comparable(v) for k, v in sorted(value.items(), key=_text)}
     if isinstance(value, set | frozenset):
