@@ -275,7 +275,7 @@ def _check_segments(args: argparse.Namespace, choice: str, placement: Placement)
     """Several segments for a rank are chunks to Megatron-LM, which the schedule does not have."""
     for name in HYBRID_PATTERNS:
         pattern = getattr(args, name, None)
-        segments = pattern.split("/")[0].count("|") + 1 if pattern else 1
+        segments = str(pattern or "").split("/")[0].count("|") + 1
         if segments not in (1, placement.pipeline_size):
             raise UsageError(
                 f"--{name.replace('_', '-')} {pattern} cannot be combined with {choice}: it has "
