@@ -18,8 +18,17 @@ sys.path.insert(0, str(DOCS.parent / "tests"))
 
 from feature_matrix import ROWS, Row, Verdict  # noqa: E402
 
-from megatron_zb.megatron.forward_backward import NOT_SERVED  # noqa: E402
-from megatron_zb.megatron_lm.conflicts import CONFLICTS, WHY_NOT_YAML, Concerned  # noqa: E402
+from megatron_zb.megatron.forward_backward import NOT_SERVED, NOT_SERVED_ABOVE_1  # noqa: E402
+from megatron_zb.megatron.transformer_engine import (  # noqa: E402
+    OP_FUSER_FLAG,
+    WHY_NOT_OPERATIONS,
+)
+from megatron_zb.megatron_lm.conflicts import (  # noqa: E402
+    CONFLICTS,
+    SEGMENTS,
+    WHY_NOT_YAML,
+    Concerned,
+)
 
 ESCAPED = r"\|"
 PAGE = DOCS / "support.md"
@@ -39,8 +48,10 @@ No test shows that these give the same numbers: no CPU can run them.
 
 REFUSED = """\
 Refused with one sentence before the first step: with any schedule, only where ranks hold several
-chunks, or only in a V, where the model ends on the rank where it begins (v-half, v-min, v-zb,
-1f1b-v, dualpipe-v and wave).
+chunks, only where there are stages between the first and the last, only with schedules that split
+the backward, or only in a V, where the model ends on the rank where it begins (v-half, v-min, v-zb,
+1f1b-v, dualpipe-v and wave). What is found on one rank alone, such as a layer that only it has, ends
+all ranks with one sentence, too.
 """
 
 SETTINGS = """\
@@ -94,13 +105,18 @@ def not_on_cpu() -> Iterator[tuple[str, ...]]:
 
 def refused_flags() -> Iterator[tuple[str, ...]]:
     for conflict in CONFLICTS:
-        yield f"`{conflict.flag}`", conflict.concerned.value, conflict.why
+        only = f" (Megatron-LM {conflict.versions})" if conflict.versions else ""
+        yield f"`{conflict.flag}`{only}", conflict.concerned.value, conflict.why
+    yield "`--hybrid-layer-pattern` with other segments", "one chunk per rank", SEGMENTS
+    yield f"`{OP_FUSER_FLAG}`", "a split backward", WHY_NOT_OPERATIONS
     yield "`--yaml-cfg`", Concerned.ALL.value, WHY_NOT_YAML
 
 
 def refused_settings() -> Iterator[tuple[str, ...]]:
     for setting, why in NOT_SERVED.items():
         yield f"`{setting}`", why
+    for setting, why in NOT_SERVED_ABOVE_1.items():
+        yield f"`{setting}` above 1", why
     yield "`adjust_tensor_shapes_fn`", "unless `variable_seq_lengths` is set"
 
 

@@ -4,23 +4,35 @@ Ranks that disagree would wait for each other for ever, or train something else.
 it is about to do, as named values, in a store that all can reach; rank 0 compares and leaves a
 verdict, which every rank obeys. Nothing collective is called, so nothing hangs where a rank is
 missing.
+
+A rank that another has to wait for, but that itself waits for none, leaves its values alone: see
+:func:`leave`.
 """
 
 from __future__ import annotations
 
 import json
+import os
 import time
 from collections.abc import Mapping
 from datetime import timedelta
 from typing import Any
 
-from torch.distributed import DistStoreError, Store
+from torch.distributed import DistStoreError, HashStore, PrefixStore, Store, TCPStore
+from torch.distributed.rendezvous import rendezvous
 
 from megatron_zb.errors import UsageError
 
 
 class Disagreement(UsageError):
-    """The ranks cannot run together; the message is the same on every rank."""
+    """The ranks cannot run together; the message is the same on every rank.
+
+    ``speaks`` is true on the one rank that is to tell the user.
+    """
+
+    def __init__(self, message: str, *, speaks: bool) -> None:
+        super().__init__(message)
+        self.speaks = speaks
 
 
 def agree(
@@ -43,25 +55,76 @@ def agree(
     Raises:
         Disagreement: names the first rank that differs, the value, and what it is on both.
     """
-    mine = {"problem": problem, "values": dict(values)}
-    store.set(f"values/{rank}", json.dumps(mine, default=str))
+    _set(store, rank, values, problem, waits=True)
     if rank == 0:
         store.set("verdict", _verdict(store, world_size, seconds))
-    verdict = _get(store, "verdict", time.monotonic() + 1.5 * seconds)
+    deadline = time.monotonic() + 1.5 * seconds
+    first = _given(store, 0, deadline)
+    if first is not None and not first["waits"]:  # it gives no verdict
+        mine = _given(store, rank, deadline)
+        assert mine is not None, "this rank has just left it"
+        different = compare({0: first, rank: mine}) or _missing(0, seconds)
+        raise Disagreement(different, speaks=store.add("speaks", 1) == 1)
+    verdict = None if first is None else _get(store, "verdict", deadline)
     if verdict is None:
-        raise Disagreement(f"rank 0 has not come to the start of the job within {seconds:g} s")
+        raise Disagreement(_missing(0, seconds), speaks=store.add("speaks", 1) == 1)
     if verdict:
-        raise Disagreement(verdict)
+        raise Disagreement(verdict, speaks=rank == 0)
+
+
+def store_of_job(world_size: int, attempt: str) -> Store:
+    """Connect to the store that the launcher of the job provides; waits until all ranks do.
+
+    Args:
+        attempt: tells the starts of a job that is started again apart.
+    """
+    if world_size == 1:
+        return HashStore()
+    store, _, _ = next(iter(rendezvous("env://")))
+    return PrefixStore(f"megatron_zb/{attempt}", store)
+
+
+def store_of_launcher(attempt: str) -> Store | None:
+    """Connect to the same store and wait for no rank; None where no launcher like torchrun has one.
+
+    With others, a rank of the job has the store, which it makes when it begins to wait.
+    """
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
+        return None
+    address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    store = TCPStore(address, port, is_master=False, wait_for_workers=False)
+    return PrefixStore(f"megatron_zb/{attempt}", store)
+
+
+def leave(store: Store, rank: int, values: Mapping[str, Any], problem: str | None = None) -> None:
+    """Leave what the other ranks of :func:`agree` compare with, and wait for nobody."""
+    _set(store, rank, values, problem, waits=False)
+
+
+def _set(
+    store: Store, rank: int, values: Mapping[str, Any], problem: str | None, *, waits: bool
+) -> None:
+    mine = {"problem": problem, "values": dict(values), "waits": waits}
+    store.set(f"values/{rank}", json.dumps(mine, default=str))
+
+
+def _given(store: Store, rank: int, deadline: float) -> dict[str, Any] | None:
+    found = _get(store, f"values/{rank}", deadline)
+    return None if found is None else json.loads(found)
+
+
+def _missing(rank: int, seconds: float) -> str:
+    return f"rank {rank} has not come to the start of the job within {seconds:g} s"
 
 
 def _verdict(store: Store, world_size: int, seconds: float) -> str:
     deadline = time.monotonic() + seconds
-    ranks = []
+    ranks = {}
     for rank in range(world_size):
-        found = _get(store, f"values/{rank}", deadline)
-        if found is None:
-            return f"rank {rank} has not come to the start of the job within {seconds:g} s"
-        ranks.append(json.loads(found))
+        given = _given(store, rank, deadline)
+        if given is None:
+            return _missing(rank, seconds)
+        ranks[rank] = given
     return compare(ranks)
 
 
@@ -75,25 +138,46 @@ def _get(store: Store, key: str, deadline: float) -> str | None:
     return store.get(key).decode()
 
 
-def compare(ranks: list[dict[str, Any]]) -> str:
-    """What keeps these ranks from starting, or an empty string."""
-    problems = {rank: given["problem"] for rank, given in enumerate(ranks) if given["problem"]}
-    if problems:
-        rank, problem = next(iter(problems.items()))
-        return problem if len(problems) == len(ranks) else f"on rank {rank}: {problem}"
-    first = ranks[0]["values"]
-    for rank, given in enumerate(ranks):
-        own = given["values"]
-        for name in {**first, **own}:
-            if own.get(name) != first.get(name):
-                return (
-                    f"the ranks were started with different arguments: {_said(name, first)} on "
-                    f"rank 0, but {_said(name, own)} on rank {rank}; start every rank with the "
-                    "same"
-                )
-    return ""
+def compare(ranks: Mapping[int, Mapping[str, Any]]) -> str:
+    """What keeps these ranks from starting, or an empty string.
+
+    What differs is told first: a problem of one rank alone may come from it. A rank with a problem
+    may not have got as far as to know all values.
+    """
+    (first_rank, first), *others = ranks.items()
+    for rank, given in others:
+        differing = _first_difference(first, given)
+        if differing is not None:
+            here, there = (_said(differing, g["values"]) for g in (first, given))
+            if here == there:  # nothing, and not nothing of another kind
+                here, there = (f"{differing} {g['values'].get(differing)}" for g in (first, given))
+            what = "with different arguments" if differing.startswith("-") else "differently"
+            return (
+                f"the ranks were started {what}: {here} on rank {first_rank}, but {there} on rank "
+                f"{rank}; start every rank with the same"
+            )
+    problems = {rank: given["problem"] for rank, given in ranks.items() if given["problem"]}
+    if not problems:
+        return ""
+    rank, problem = next(iter(problems.items()))
+    is_everyones = len(problems) == len(ranks) and len(set(problems.values())) == 1
+    return problem if is_everyones else f"on rank {rank}: {problem}"
+
+
+def _first_difference(one: Mapping[str, Any], other: Mapping[str, Any]) -> str | None:
+    """The name of the first value that is not the same."""
+    a, b = one["values"], other["values"]
+    names = {**a, **b}
+    if one["problem"] or other["problem"]:
+        names = {name: None for name in names if name in a and name in b}
+    for name in names:
+        if (type(a.get(name)), a.get(name)) != (type(b.get(name)), b.get(name)):
+            return name
+    return None
 
 
 def _said(name: str, values: Mapping[str, Any]) -> str:
     value = values.get(name)
-    return f"no {name}" if value in (None, False) else f"{name} {value}"
+    if value is None or value is False:
+        return f"no {name}"
+    return name if value is True else f"{name} {value}"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
+from megatron_zb.data_contents import ALLOW_OTHER_FLAG
 from megatron_zb.errors import UsageError
 
 LAYOUT_FLAG = "--pipeline-layer-layout"
@@ -48,6 +49,17 @@ def add_run_arguments(group: argparse._ArgumentGroup) -> None:
         "(default: auto once, after the first ones; others never)",
     )
     add_timeout(group)
+    add_other_data(group)
+
+
+def add_other_data(group: argparse._ArgumentGroup) -> None:
+    """What lets a run go on from a checkpoint with other data than it was trained on."""
+    group.add_argument(
+        ALLOW_OTHER_FLAG,
+        action="store_true",
+        help="go on from a checkpoint that was trained on other data, which is refused otherwise: "
+        "a checkpoint keeps the sizes of its data sets and a digest of their contents",
+    )
 
 
 def add_timeout(group: argparse._ArgumentGroup) -> None:

@@ -209,6 +209,24 @@ ROWS = (
         schedules=("v-half", "zb-h1"),
     ),
     Row(
+        "experts balanced by a bias",
+        "`--moe-router-enable-expert-bias`, `--moe-router-score-function sigmoid`",
+        GPTCase(
+            data_parallel=2,
+            optimizer_steps=3,
+            options=_options(
+                **{**_MOE, "moe_router_load_balancing_type": "none", "moe_aux_loss_coeff": 0.0},
+                moe_token_dispatcher_type="alltoall",
+                moe_router_score_function="sigmoid",
+                moe_router_enable_expert_bias=True,
+                moe_router_bias_update_rate=0.1,
+            ),
+        ),
+        Verdict.STEPS,
+        ranks=4,
+        schedules=("v-half", "zb-h1"),
+    ),
+    Row(
         "experts that receive no tokens",
         "32 experts, 64 choices in a microbatch",
         GPTCase(

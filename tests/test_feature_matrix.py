@@ -22,7 +22,12 @@ from ranks import RankPools
 
 from megatron_zb.errors import UsageError
 from megatron_zb.megatron.data_parallel import DataParallelSync
-from megatron_zb.megatron.forward_backward import NOT_SERVED, refuse_what_is_not_served
+from megatron_zb.megatron import versions
+from megatron_zb.megatron.forward_backward import (
+    NOT_SERVED,
+    NOT_SERVED_ABOVE_1,
+    refuse_what_is_not_served,
+)
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -44,11 +49,30 @@ def test_rows_name_tests_that_exist() -> None:
         assert (row.verdict is Verdict.NOT_ON_CPU) == bool(row.reason), row.feature
 
 
-@pytest.mark.parametrize("setting", NOT_SERVED)
+@pytest.mark.parametrize("setting", [*NOT_SERVED, *NOT_SERVED_ABOVE_1])
 def test_settings_that_cannot_be_served_are_refused(setting: str) -> None:
-    config = SimpleNamespace(**{setting: 1})
+    config = SimpleNamespace(**{setting: 2})
     with pytest.raises(UsageError, match=rf"^{setting} cannot be combined with .* v-half: "):
         refuse_what_is_not_served(config, None, "v-half")
+
+
+def test_weights_of_which_a_rank_has_all_are_served() -> None:
+    config = SimpleNamespace(**dict.fromkeys(NOT_SERVED_ABOVE_1, 1))
+    refuse_what_is_not_served(config, None, "v-half")
+
+
+def sizes_of_groups() -> dict[str, int]:
+    """Those that Megatron's reduction of gradients asks for, 2 pipelines of 2 ranks."""
+    with built(GPTCase(data_parallel=2), "zb-h1", num_microbatches=2):
+        groups = versions.process_groups()
+        names = ("tp", "pp", "cp", "dp_cp", "tp_dp_cp")
+        return {name: getattr(groups, name).size() for name in names}
+
+
+def test_all_groups_are_handed_to_the_reduction_of_gradients(ranks: RankPools) -> None:
+    """From 0.18 on it needs tp_dp_cp where experts have a bias."""
+    expected = {"tp": 1, "pp": 2, "cp": 1, "dp_cp": 2, "tp_dp_cp": 2}
+    assert ranks(4).run(sizes_of_groups) == [expected] * 4
 
 
 @pytest.mark.parametrize(

@@ -10,6 +10,7 @@ import pytest
 
 from megatron_zb import schedules
 from megatron_zb.errors import UsageError
+from megatron_zb.megatron import versions
 from megatron_zb.megatron_lm import conflicts, flags
 from megatron_zb.megatron_lm.plan import make_plan
 from megatron_zb.schedules import interchange
@@ -184,17 +185,57 @@ def test_the_schedule_in_a_command_line(line: str, schedule: str | None) -> None
 
 @pytest.mark.parametrize("conflict", conflicts.CONFLICTS, ids=lambda conflict: conflict.argument)
 def test_every_conflict_names_both_flags_and_the_reason(conflict: conflicts.Conflict) -> None:
-    args = argparse.Namespace(**{conflict.argument: True})
+    value = True if conflict.above is None else 2
+    args = argparse.Namespace(tensor_model_parallel_size=1, **{conflict.argument: value})
     with pytest.raises(UsageError) as refused:
         conflicts.check(args, "--pipeline-schedule v-half", v_shape(4))
+    said = conflict.flag if value is True else f"{conflict.flag} {value}"
     assert str(refused.value) == (
-        f"{conflict.flag} cannot be combined with --pipeline-schedule v-half: {conflict.why}"
+        f"{said} cannot be combined with --pipeline-schedule v-half: {conflict.why}"
     )
     assert conflict.flag == "--" + conflict.argument.replace("_", "-")
-    if conflict.concerned is not conflicts.Concerned.ALL:
+    if conflict.concerned is conflicts.Concerned.INNER_STAGES:
+        conflicts.check(args, "zb-h1", looped(2))
+    elif conflict.concerned is not conflicts.Concerned.ALL:
         conflicts.check(args, "zb-h1", looped(4))
     if conflict.concerned is conflicts.Concerned.V:
         conflicts.check(args, "interleaved", looped(4, 2))
+
+
+def test_packed_samples_are_served_where_every_stage_hears_of_them(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    line, stock = "--pipeline-schedule zb-h1", {"sft": True}
+    with pytest.raises(UsageError, match=r"^--sft cannot be combined with .* zb-h1: Megatron-LM"):
+        make_plan(parsed(line, **stock))
+    monkeypatch.setattr(versions, "packed_samples_reach_every_stage", lambda: True)
+    assert make_plan(parsed(line, **stock)) is not None
+
+
+@pytest.mark.parametrize(
+    ("argument", "value"),
+    [
+        ("pipeline_model_parallel_comm_backend", "ucc"),
+        ("tensor_parallel_num_weight_shards", 4),
+        ("expert_tensor_parallel_num_weight_shards", 4),
+    ],
+)
+def test_values_that_are_not_served_are_told_from_those_that_are(argument: str, value: Any) -> None:
+    line, sizes = "--pipeline-schedule zb-h1", {"tensor_model_parallel_size": 2, "world_size": 8}
+    with pytest.raises(UsageError, match=f"^--{argument.replace('_', '-')} {value} cannot be"):
+        make_plan(parsed(line, **sizes, **{argument: value}))
+    harmless = 2 if isinstance(value, int) else "nccl"
+    assert make_plan(parsed(line, **sizes, **{argument: harmless})) is not None
+
+
+@pytest.mark.parametrize("name", conflicts.HYBRID_PATTERNS)
+def test_segments_of_a_hybrid_pattern_are_those_of_the_stages(name: str) -> None:
+    line = "--pipeline-schedule zb-h1"
+    for served in ("M*-M" * 4, "M*-M|M*-M|M*-M|M*-M", "M*-M|M*-M|M*-M|M*-M/M*|"):
+        assert make_plan(parsed(line, num_layers=None, **{name: served})) is not None
+    for pattern, segments in (("M*-M|" * 7 + "M*-M", 8), ("M*-M|M*-M", 2)):
+        with pytest.raises(UsageError, match=rf"has {segments} segments for 4 pipeline ranks"):
+            make_plan(parsed(line, num_layers=None, **{name: pattern}))
 
 
 @pytest.mark.parametrize(

@@ -26,6 +26,16 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
         UsageError: something is missing or contradictory.
     """
     args = parser().parse_args(argv)
+    check(args)
+    return args
+
+
+def check(args: argparse.Namespace) -> None:
+    """What :func:`parse` checks of parsed arguments.
+
+    Raises:
+        UsageError: something is missing or contradictory.
+    """
     for name in _POSITIVE:
         if getattr(args, name) <= 0:
             raise UsageError(f"{flag(name)} is {getattr(args, name)}: it must be greater than 0")
@@ -36,7 +46,6 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
             f"--teacher-load {args.teacher_load}: there is no such directory; give the one that "
             "was given to --save when the teacher was trained"
         )
-    return args
 
 
 def complete(args: argparse.Namespace, model: Mapping[str, Any]) -> argparse.Namespace:

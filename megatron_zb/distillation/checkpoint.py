@@ -11,6 +11,7 @@ from typing import Any
 import torch.distributed as dist
 from megatron.core import dist_checkpointing
 
+from megatron_zb import data_contents
 from megatron_zb.distillation import weights
 from megatron_zb.distillation.classroom import Classroom
 from megatron_zb.distillation.pupil import Pupil
@@ -43,6 +44,7 @@ def save(
     state["step"] = step
     state["distribution"] = distribution.spec
     state["library"] = _described(library)
+    state[data_contents.RECORD] = getattr(args, data_contents.RECORD)
     state["settings"] = {name: getattr(args, name) for name in _SAME}
     write(Path(args.save), step, state, {})
 
@@ -73,6 +75,9 @@ def stored_distribution(args: argparse.Namespace, library: Library) -> tuple[Pat
                 f"--load: {path} was written with {flag} {value}, this run has "
                 f"{getattr(args, name)}; they must be the same"
             )
+    if not args.pipeline_allow_other_data:
+        mine = getattr(args, data_contents.RECORD)
+        data_contents.check_resume(common.get(data_contents.RECORD), mine, str(path))
     return path, common["distribution"]
 
 

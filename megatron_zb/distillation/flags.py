@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import argparse
 
-from megatron_zb.run_flags import add_timeout
+from megatron_zb.run_flags import add_other_data, add_timeout
 from megatron_zb.training import flags
 from megatron_zb.training.flags import Parser
 
@@ -142,6 +142,7 @@ def _add_checkpoint(parser: argparse.ArgumentParser) -> None:
     )
     group.add_argument("--save-interval", type=int, metavar="N", help="and every N steps")
     group.add_argument("--load", metavar="DIR", help="continue from the latest checkpoint there")
+    add_other_data(group)
     group.add_argument(
         "--save-student",
         metavar="DIR",

@@ -6,9 +6,11 @@ import argparse
 import warnings
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
-from megatron_zb.distillation.arguments import check_candidate, complete, parse
+from megatron_zb import data_contents
+from megatron_zb.distillation.arguments import check, check_candidate, complete
+from megatron_zb.distillation.flags import parser
 from megatron_zb.errors import UsageError
 from megatron_zb.training import launch as training_launch
 from megatron_zb.training.connections import is_lost_connection
@@ -24,15 +26,19 @@ def launch(argv: Sequence[str]) -> NoReturn:
 
 
 def _run(argv: Sequence[str], environment: Environment) -> None:
+    from megatron_zb.agreement import store_of_job
+
     problem, job = None, None
-    args = argparse.Namespace()
+    values: dict[str, Any] = {}
     try:
-        args = parse(argv)
+        args = parser().parse_args(argv)
+        values = training_launch.given_arguments(args)
+        check(args)
         job = _job(args, environment.world_size)
+        values |= _made_of_files(job)
     except UsageError as error:
         problem = str(error)
-    store = training_launch.shared_store(environment)
-    values = training_launch.to_agree_on(args, None)
+    store = store_of_job(environment.world_size, environment.attempt)
     training_launch.agree_on(store, environment, values, problem)
     assert job is not None, "ranks do not agree on what one cannot do"
 
@@ -47,6 +53,16 @@ def _run(argv: Sequence[str], environment: Environment) -> None:
             raise
         training_launch.end(1, _lost(job.args, environment.rank))
     stop_ranks()
+
+
+def _made_of_files(job: Job) -> dict[str, Any]:
+    """What each rank has read by itself: data, teacher and student."""
+    files = {
+        "--teacher-load": str(job.teacher.path),
+        "--student-config": str(job.args.student_config),
+    }
+    read = data_contents.record({}, files, {}) | getattr(job.args, data_contents.RECORD)
+    return dict(data_contents.to_agree_on(read))
 
 
 def _lost(args: argparse.Namespace, rank: int) -> str:

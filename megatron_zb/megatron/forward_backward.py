@@ -13,13 +13,12 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
-from megatron.core import parallel_state
 from megatron.core.pipeline_parallel import schedules as megatron_schedules
-from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.utils import get_model_config
 from torch.distributed.distributed_c10d import _get_default_store
 
 from megatron_zb.errors import UsageError
+from megatron_zb.megatron import versions
 from megatron_zb.megatron.buckets import BucketReductions, overlaps_grad_reduce
 from megatron_zb.megatron.data_parallel import DataParallelSync, no_grad_sync
 from megatron_zb.megatron.linear import SplitBackward
@@ -228,7 +227,7 @@ class ForwardBackward:
         variable = bool(config.variable_seq_lengths)
         program = self._program_for(num_microbatches, forward_only, variable)
         refuse_what_is_not_served(config, adjust_tensor_shapes_fn, program.schedule.name)
-        groups = pg_collection or _process_groups()
+        groups = pg_collection or versions.process_groups()
         iteration = Iteration(
             physical=self._physical,
             pp_rank=groups.pp.rank(),
@@ -487,11 +486,21 @@ NOT_SERVED = {
     "schedule at once",
     "delay_wgrad_compute": "the schedule itself says where weight gradients go",
     "defer_embedding_wgrad_compute": "the schedule itself says where weight gradients go",
+    "overlap_dispatch_backward_with_experts_wgrad": "the schedule itself says where weight "
+    "gradients go",
     "fine_grained_activation_offloading": "it assumes the order of Megatron's interleaved schedule",
     "moe_paged_stash": "it assumes the order of Megatron's own schedules",
     "cuda_graph_impl": "graphs are captured in the order of Megatron's own schedule",
     "enable_cuda_graph": "graphs are captured in the order of Megatron's own schedule",
     "external_cuda_graph": "graphs are captured in the order of Megatron's own schedule",
+}
+
+
+# The same for numbers that are 1 where nothing is chosen.
+WHY_NOT_SHARDED = "a rank holds shards of weights that passes need whole"
+NOT_SERVED_ABOVE_1 = {
+    "gtp_weight_remat_size": WHY_NOT_SHARDED,
+    "expert_gtp_weight_remat_size": WHY_NOT_SHARDED,
 }
 
 
@@ -502,11 +511,13 @@ def refuse_what_is_not_served(config: Any, adjust_tensor_shapes_fn: Any, schedul
             f"adjust_tensor_shapes_fn cannot be combined with the pipeline schedule {schedule}: "
             "set variable_seq_lengths, with which every message tells its shape"
         )
-    for setting, why in NOT_SERVED.items():
-        if is_chosen(getattr(config, setting, None)):
-            raise UsageError(
-                f"{setting} cannot be combined with the pipeline schedule {schedule}: {why}"
-            )
+    chosen = [name for name in NOT_SERVED if is_chosen(getattr(config, name, None))]
+    chosen += [name for name in NOT_SERVED_ABOVE_1 if (getattr(config, name, None) or 1) > 1]
+    for setting in chosen:
+        why = NOT_SERVED.get(setting) or NOT_SERVED_ABOVE_1[setting]
+        raise UsageError(
+            f"{setting} cannot be combined with the pipeline schedule {schedule}: {why}"
+        )
 
 
 def is_chosen(value: Any) -> bool:
@@ -517,20 +528,6 @@ def is_chosen(value: Any) -> bool:
 def _device() -> Any:
     """Where Megatron makes its tensors."""
     return torch.cuda.current_device()
-
-
-def _process_groups() -> Any:
-    """The groups that Megatron's schedules collect from ``parallel_state``."""
-    groups = ProcessGroupCollection()
-    groups.tp = parallel_state.get_tensor_model_parallel_group()
-    groups.pp = parallel_state.get_pipeline_model_parallel_group()
-    groups.cp = parallel_state.get_context_parallel_group()
-    groups.embd = parallel_state.get_embedding_group(check_initialized=False)
-    groups.pos_embd = parallel_state.get_position_embedding_group(check_initialized=False)
-    groups.dp_cp = parallel_state.get_data_parallel_group(
-        with_context_parallel=True, partial_data_parallel=False
-    )
-    return groups
 
 
 def _timed(

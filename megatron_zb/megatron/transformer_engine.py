@@ -38,6 +38,7 @@ def split_transformer_engine(chunk: torch.nn.Module, split: SplitBackward, sched
     Raises:
         UsageError: this TE, or a setting of the model, cannot have its weight gradients deferred.
     """
+    _refuse_fused_operations(chunk, schedule)
     modules = [module for module in chunk.modules() if _is_linear(module)]
     if not modules:
         return
@@ -283,6 +284,30 @@ def _refuse_fp8(config: Any, schedule: str) -> None:
                 f"{flag} ({setting}) cannot be combined with --pipeline-schedule {schedule}: "
                 f"weight gradients that are computed later have not been shown right in {setting}"
             )
+
+
+OP_FUSER_FLAG = "--use-transformer-engine-op-fuser"
+WHY_NOT_OPERATIONS = (
+    "operations of transformer_engine.pytorch.ops compute weight gradients in B alone, so nothing "
+    "would be left for W"
+)
+
+
+def _refuse_fused_operations(chunk: Any, schedule: str) -> None:
+    """Megatron hides TE's operations from the modules of a layer: its setting tells of them."""
+    fuses = getattr(getattr(chunk, "config", None), "use_transformer_engine_op_fuser", False)
+    operations = [m for m in chunk.modules() if _is_operation(type(m))]
+    if fuses or operations:
+        said = OP_FUSER_FLAG if fuses else f"a {type(operations[0]).__name__}"
+        raise UsageError(
+            f"{said} cannot be combined with --pipeline-schedule {schedule}: {WHY_NOT_OPERATIONS}"
+        )
+
+
+def _is_operation(kind: type) -> bool:
+    return kind.__module__.startswith("transformer_engine.pytorch.ops.") or (
+        kind.__name__ == "TEFusedMLP"
+    )
 
 
 def _refuse_bulk_overlap(module: Any, schedule: str) -> None:

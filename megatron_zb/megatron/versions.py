@@ -90,6 +90,29 @@ def batch_broadcast() -> tuple[ModuleType, str]:
     return (core_utils if hasattr(core_utils, name) else training_utils), name
 
 
+def process_groups() -> Any:
+    """The groups that Megatron's schedules and its reduction of gradients ask for.
+
+    From 0.18 on the latter needs more than before where experts have a bias, and from 0.19 on
+    Megatron's schedules have a builder of their own, which knows all that they need.
+    """
+    from megatron.core.pipeline_parallel import schedules
+    from megatron.core.process_groups_config import ProcessGroupCollection
+
+    build = getattr(schedules, "_build_default_pg_collection", None)
+    if build is not None:
+        return build()
+    names = ("tp", "pp", "cp", "embd", "pos_embd", "dp", "dp_cp", "tp_dp_cp")
+    return ProcessGroupCollection.use_mpu_process_groups(list(names))
+
+
+def packed_samples_reach_every_stage() -> bool:
+    """Whether ``--sft`` tells each stage where samples end; in 0.16 the outer ones alone know."""
+    from megatron.core.package_info import MAJOR, MINOR
+
+    return (MAJOR, MINOR) >= (0, 17)
+
+
 def data_parallel_group(pg_collection: Any) -> Any:
     """The group over which tokens are counted; 0.19 widens it where weights are sharded, too."""
     return getattr(pg_collection, "dp_cp_gtp_remat", None) or pg_collection.dp_cp

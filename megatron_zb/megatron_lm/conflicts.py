@@ -13,7 +13,8 @@ from enum import Enum
 from typing import Any
 
 from megatron_zb.errors import UsageError
-from megatron_zb.megatron.forward_backward import NOT_SERVED, is_chosen
+from megatron_zb.megatron import versions
+from megatron_zb.megatron.forward_backward import NOT_SERVED, WHY_NOT_SHARDED, is_chosen
 from megatron_zb.megatron.placement import PhysicalPlacement
 from megatron_zb.megatron.post_validation import NOT_TAKEN_BACK
 from megatron_zb.schedules.placement import Placement
@@ -23,29 +24,40 @@ class Concerned(Enum):
     """The schedules that something cannot be combined with, by their placement."""
 
     ALL = "any schedule"
+    INNER_STAGES = "more than two stages"
     CHUNKS = "several chunks per rank"
     V = "a V"
 
     def holds(self, placement: Placement) -> bool:
         if self is Concerned.V:
             return PhysicalPlacement(placement).mirrored
+        if self is Concerned.INNER_STAGES:
+            return placement.num_stages > 2
         return self is Concerned.ALL or placement.chunks > 1
 
 
 @dataclass(frozen=True)
 class Conflict:
-    """``applies`` to the value of an argument; absent arguments do not conflict."""
+    """``applies`` to the value of an argument; absent arguments do not conflict.
+
+    Nor does a value that is not above that of the argument ``above``, where there is one. In some
+    versions of Megatron-LM alone is what ``in_this_version`` says.
+    """
 
     argument: str
     flag: str
     why: str
     applies: Callable[[Any], bool] = bool
     concerned: Concerned = Concerned.ALL
+    above: str | None = None
+    in_this_version: Callable[[], bool] = lambda: True
+    versions: str = ""
 
 
 # Those settings of Megatron's config that its command line knows.
 _NOT_SERVED_FLAGS = (
     "overlap_moe_expert_parallel_comm",
+    "overlap_dispatch_backward_with_experts_wgrad",
     "delay_wgrad_compute",
     "defer_embedding_wgrad_compute",
     "fine_grained_activation_offloading",
@@ -76,6 +88,39 @@ CONFLICTS = (
         "overlap_param_gather_with_optimizer_step",
         "--overlap-param-gather-with-optimizer-step",
         "it assumes the order of Megatron's interleaved schedule",
+    ),
+    Conflict(
+        "tensor_parallel_num_weight_shards",
+        "--tensor-parallel-num-weight-shards",
+        WHY_NOT_SHARDED,
+        above="tensor_model_parallel_size",
+    ),
+    Conflict(
+        "expert_tensor_parallel_num_weight_shards",
+        "--expert-tensor-parallel-num-weight-shards",
+        WHY_NOT_SHARDED,
+        above="expert_tensor_parallel_size",
+    ),
+    Conflict(
+        "inprocess_restart",
+        "--inprocess-restart",
+        "schedule and channels are made once, and a restart would go on with process groups that "
+        "are no more",
+    ),
+    Conflict(
+        "pipeline_model_parallel_comm_backend",
+        "--pipeline-model-parallel-comm-backend",
+        "messages between stages go over the backend of the job",
+        lambda value: value != "nccl",
+    ),
+    Conflict(
+        "sft",
+        "--sft",
+        "Megatron-LM 0.16 does not tell stages between the first and the last where samples end, "
+        "and their attention would go across; use 0.19",
+        concerned=Concerned.INNER_STAGES,
+        in_this_version=lambda: not versions.packed_samples_reach_every_stage(),
+        versions="0.16",
     ),
     Conflict(
         "moe_use_upcycling", "--moe-use-upcycling", "it builds two models on each pipeline rank"
@@ -192,7 +237,9 @@ def check(args: argparse.Namespace, choice: str, placement: Placement) -> None:
     Raises:
         UsageError: names both flags and the reason.
     """
-    _refuse([c for c in CONFLICTS if c.concerned.holds(placement)], args, choice)
+    found = [c for c in CONFLICTS if c.concerned.holds(placement) and c.in_this_version()]
+    _refuse(found, args, choice)
+    _check_segments(args, choice, placement)
 
 
 def check_post_validation(args: argparse.Namespace) -> None:
@@ -207,10 +254,36 @@ def check_post_validation(args: argparse.Namespace) -> None:
 def _refuse(conflicts: Sequence[Conflict], args: argparse.Namespace, choice: str) -> None:
     for conflict in conflicts:
         value = getattr(args, conflict.argument, None)
-        if value is not None and conflict.applies(value):
+        if value is not None and conflict.applies(value) and _is_above(conflict, args, value):
             said = conflict.flag if value is True else f"{conflict.flag} {value}"
             raise UsageError(f"{said} cannot be combined with {choice}: {conflict.why}")
 
+
+def _is_above(conflict: Conflict, args: argparse.Namespace, value: Any) -> bool:
+    if conflict.above is None:
+        return True
+    size = getattr(args, conflict.above, None) or args.tensor_model_parallel_size
+    return bool(value > size)
+
+
+SEGMENTS = (
+    "its segments ('|') are those of the stages: write as many as there are pipeline ranks, or none"
+)
+
+
+def _check_segments(args: argparse.Namespace, choice: str, placement: Placement) -> None:
+    """Several segments for a rank are chunks to Megatron-LM, which the schedule does not have."""
+    for name in HYBRID_PATTERNS:
+        pattern = getattr(args, name, None)
+        segments = str(pattern or "").split("/")[0].count("|") + 1
+        if segments not in (1, placement.pipeline_size):
+            raise UsageError(
+                f"--{name.replace('_', '-')} {pattern} cannot be combined with {choice}: it has "
+                f"{segments} segments for {placement.pipeline_size} pipeline ranks; {SEGMENTS}"
+            )
+
+
+HYBRID_PATTERNS = ("hybrid_layer_pattern", "hybrid_override_pattern")
 
 WHY_NOT_YAML = (
     "its arguments are not checked as the command line's are; give them all on the command line"

@@ -15,18 +15,20 @@ _TIME_FOR_OTHERS = 4.0  # seconds: to get as far as this rank has
 _TIME_FOR_RANK_0 = 20.0
 
 
-def end_with(error: UsageError, rank: int) -> NoReturn:
-    """End this process of a job with code 2, for a mistake that every rank makes.
+def end_with(error: UsageError, rank: int, *, speaks: bool | None = None) -> NoReturn:
+    """End this process of a job with code 2, for a mistake that ends every rank.
 
-    Rank 0 says what is wrong, at once. The launcher ends all processes as soon as one has failed,
-    and Megatron has them print their stacks then: so rank 0 waits until the others have come here,
-    where they wait quietly and speak only if they are left alone.
+    One rank says what is wrong, at once: rank 0 where ``speaks`` does not tell. The launcher ends
+    all processes as soon as one has failed, and Megatron has them print their stacks then: so that
+    rank waits until the others have come here, where they wait quietly and speak only if they are
+    left alone.
     """
-    if rank != 0:
+    speaks = rank == 0 if speaks is None else speaks
+    if not speaks:
         faulthandler.unregister(signal.SIGTERM)
         time.sleep(_TIME_FOR_RANK_0)
     sys.stdout.flush()
     print(f"megatron_zb: error: {error}", file=sys.stderr, flush=True)
-    if rank == 0 and int(os.environ.get("WORLD_SIZE", "1")) > 1:
+    if speaks and int(os.environ.get("WORLD_SIZE", "1")) > 1:
         time.sleep(_TIME_FOR_OTHERS)
     os._exit(2)

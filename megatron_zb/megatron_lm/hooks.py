@@ -9,12 +9,12 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from importlib import import_module
 from typing import Any
 
-from megatron_zb.agreement import agree
+from megatron_zb import data_contents
 from megatron_zb.errors import UsageError
 from megatron_zb.megatron_lm import (
     conflicts,
@@ -24,11 +24,12 @@ from megatron_zb.megatron_lm import (
     stored_placement,
 )
 from megatron_zb.megatron_lm.ending import end_with
+from megatron_zb.megatron_lm.meeting import Meeting
 from megatron_zb.megatron_lm.plan import make_plan
 from megatron_zb.megatron_lm.post_validation_hooks import PostValidationHooks
 from megatron_zb.megatron_lm.replacing import replace, replace_method, replace_static
 
-_LONGEST_START = 30.0  # seconds that a rank may let the others wait, once all are connected
+_START = "start"
 _MARK = "_installed_by_megatron_zb"
 
 
@@ -56,7 +57,13 @@ class _Hooks:
         self.prepare: Callable[[Any], None] | None = None
         self._plan: Any = None
         self._chunks: list[Any] = []
-        self._fingerprint: dict[str, Any] = {}
+        self._builds = 0
+        self._failure: Exception | None = None
+        self._flags: frozenset[str] | None = None
+        self._values: dict[str, Any] | None = None
+        """What the ranks have not agreed on yet."""
+        self._data: data_contents.Record = {}
+        self._meeting: Meeting | None = None
         self._post_validation = PostValidationHooks()
 
     def install(self) -> None:
@@ -81,6 +88,7 @@ class _Hooks:
             replace(module, name, self._build_chunks)
         replace(training, "get_forward_backward_func", self._get_forward_backward_func)
         replace(training, "finalize_model_grads", self._finalize_model_grads)
+        replace(parallel_state, "is_pipeline_first_stage", self._is_first_stage)
         replace(utils, "is_first_or_last_pipeline_stage", self._is_first_or_last_stage)
         replace(*versions.batch_broadcast(), self._get_batch_on_this_tp_rank)
         replace(checkpointing, "_load_base_checkpoint", self._load_base_checkpoint)
@@ -91,48 +99,59 @@ class _Hooks:
     # --- arguments
 
     def _add_arguments(self, original: Any, parser: Any) -> Any:
-        return flags.add_arguments(original(parser))
+        parser = flags.add_arguments(original(parser))
+        self._flags = frozenset(parser._option_string_actions)
+        return parser
 
     def _validate_args(self, original: Any, args: Any, *rest: Any, **defaults: Any) -> Any:
+        """The ranks meet here, before the first thing that would hang where they disagree."""
+        self._meeting = Meeting(args.rank, args.world_size, 60 * args.distributed_timeout_minutes)
+        values = fingerprint.of_arguments(args, self._flags)
+        if flags.choice(args) is None:
+            self._meeting.stay_away(_START, values)
+            self._make_plan_or_end(args)
+            return original(args, *rest, **defaults)
+        result, failure = None, None
         try:
-            if self.prepare is not None:
-                self.prepare(args)
-            lines = flags.translate_older(args)
-            self._plan = make_plan(args)
+            self._make_plan(args)
+            result = original(args, *rest, **defaults)
+            self._data = fingerprint.data_of(args)
+            values |= fingerprint.of_run(args, self._plan, self._data)
+        except Exception as error:
+            failure = error
+        has_met = self._meeting.agree(_START, values, failure)
+        self._values = None if has_met else values
+        stored_placement.mark(args, self._plan)
+        setattr(args, data_contents.RECORD, self._data)
+        _say(self._plan.describe(), args.rank)
+        return result
+
+    def _make_plan_or_end(self, args: Any) -> None:
+        try:
+            self._make_plan(args)
         except UsageError as error:
             end_with(error, args.rank)
+
+    def _make_plan(self, args: Any) -> None:
+        if self.prepare is not None:
+            self.prepare(args)
+        lines = flags.translate_older(args)
+        self._plan = make_plan(args)
         if args.enable_optimizer_post_validation:
             self._post_validation.enable(self._plan, args)
             lines += post_validation_hooks.prepare(args)
         for line in lines:
             _say(f"megatron_zb: {line}", args.rank)
-        result = original(args, *rest, **defaults)
-        if self._plan is not None:
-            stored_placement.mark(args, self._plan)
-            self._fingerprint = fingerprint.of_run(args, self._plan)
-            _say(self._plan.describe(), args.rank)
-        return result
 
     # --- processes, layers and chunks
 
     def _initialize_model_parallel(self, original: Any, *args: Any, **keywords: Any) -> Any:
-        """The first thing that would hang where ranks disagree."""
-        if self._plan is not None:
-            self._agree()
+        """By now the ranks can meet, where they could not before."""
+        if self._values is not None and self._meeting is not None:
+            self._meeting.agree(_START, self._values, None)
         if self._plan is not None and self._plan.embedding_ranks is not None:
             keywords["get_embedding_ranks"] = self._plan.embedding_ranks
         return original(*args, **keywords)
-
-    def _agree(self) -> None:
-        import torch.distributed as dist
-        from torch.distributed.distributed_c10d import _get_default_store
-
-        rank = dist.get_rank()
-        store = dist.PrefixStore("megatron_zb/start", _get_default_store())
-        try:
-            agree(store, rank, dist.get_world_size(), self._fingerprint, seconds=_LONGEST_START)
-        except UsageError as error:
-            end_with(error, rank)
 
     def _layout_from_str(self, original: Any, layout: str, *rest: Any, **sizes: Any) -> Any:
         if self._plan is not None and layout == str(self._plan.layer_layout):
@@ -142,7 +161,8 @@ class _Hooks:
     def _build_chunks(self, original: Any, build: Any, *rest: Any, **keywords: Any) -> Any:
         if self._plan is None:
             return original(build, *rest, **keywords)
-        self._chunks = []
+        self._chunks, self._failure = [], None
+        self._builds += 1
         return original(self._placed(build), *rest, **keywords)
 
     def _placed(self, build: Any) -> Any:
@@ -156,36 +176,72 @@ class _Hooks:
             vp_stage = keywords.get("vp_stage")
             keywords["pre_process"] = plan.pre_process(pp_rank, vp_stage)
             keywords["post_process"] = plan.post_process(pp_rank, vp_stage)
-            chunk = build(*args, **keywords)
+            with self._failing():
+                chunk = build(*args, **keywords)
             self._check_model(chunk)
             self._chunks.append(chunk)
             if len(self._chunks) == plan.chunks:
-                plan.prepare_model(self._chunks)
+                self._prepare_model()
             return chunk
 
         return build_placed
 
-    def _check_model(self, chunk: Any) -> None:
-        import torch
+    @contextmanager
+    def _failing(self) -> Iterator[None]:
+        """Building fails, perhaps on this rank alone: nobody may wait for it, nor it for others."""
+        assert self._meeting is not None, "arguments come before models"
+        try:
+            yield
+        except UsageError as error:
+            self._meeting.leave(self._building, error)
+            end_with(error, int(os.environ.get("RANK", "0")))
+        except Exception as error:
+            self._meeting.leave(self._building, error)
+            raise
 
+    def _check_model(self, chunk: Any) -> None:
+        """A refusal waits until all is built: other ranks build along with this one."""
         try:
             conflicts.check_model(chunk, self._plan.schedule.name, self._plan.physical.mirrored)
         except UsageError as error:
-            end_with(error, torch.distributed.get_rank())
+            self._failure = self._failure or error
+
+    def _prepare_model(self) -> None:
+        try:
+            if self._failure is None:
+                self._plan.prepare_model(self._chunks)
+        except Exception as error:
+            self._failure = error
+        assert self._meeting is not None, "arguments come before models"
+        self._meeting.agree(self._building, {}, self._failure)
+
+    @property
+    def _building(self) -> str:
+        return f"build {self._builds}"
 
     # --- data
+
+    def _is_first_stage(
+        self, original: Any, ignore_virtual: bool = True, vp_stage: int | None = None
+    ) -> Any:
+        """A script that asks wants to know where the embedding is: in a V, on the last rank."""
+        if self._plan is None or not self._plan.physical.mirrored:
+            return original(ignore_virtual=ignore_virtual, vp_stage=vp_stage)
+        return self._holds(self._plan.pre_process, None if ignore_virtual else vp_stage)
 
     def _is_first_or_last_stage(self, original: Any, vp_stage: int | None) -> Any:
         if self._plan is None or not self._plan.physical.mirrored:
             return original(vp_stage)
+        plan = self._plan
+        return self._holds(plan.pre_process, vp_stage) or self._holds(plan.post_process, vp_stage)
+
+    def _holds(self, part: Callable[[int, int], bool], vp_stage: int | None) -> bool:
+        """Whether a chunk, or with None any chunk, of this rank has a part of the model."""
         from megatron.core import parallel_state
 
         pp_rank = parallel_state.get_pipeline_model_parallel_rank()
         chunks = range(self._plan.chunks) if vp_stage is None else (vp_stage,)
-        return any(
-            self._plan.pre_process(pp_rank, c) or self._plan.post_process(pp_rank, c)
-            for c in chunks
-        )
+        return any(part(pp_rank, chunk) for chunk in chunks)
 
     def _get_batch_on_this_tp_rank(self, original: Any, *args: Any, **keywords: Any) -> Any:
         """In a V, one rank needs tokens and labels: so Megatron broadcasts a batch for MTP."""
@@ -212,7 +268,13 @@ class _Hooks:
     def _get_forward_backward_func(self, original: Any, *args: Any, **keywords: Any) -> Any:
         if self._plan is None:
             return original(*args, **keywords)
-        return self._plan.forward_backward_func
+        return self._forward_backward
+
+    def _forward_backward(self, **arguments: Any) -> Any:
+        try:
+            return self._plan.forward_backward_func(**arguments)
+        except UsageError as error:
+            end_with(error, int(os.environ.get("RANK", "0")))
 
     def _finalize_model_grads(self, original: Any, *args: Any, **keywords: Any) -> Any:
         if self._plan is None or not self._plan.physical.mirrored:
@@ -227,9 +289,18 @@ class _Hooks:
         loaded = original(load_dir, args, *rest, **keywords)
         try:
             stored_placement.check(loaded, args, self._plan)
+            self._check_data(loaded, args)
         except UsageError as error:
             end_with(error, args.rank)
         return loaded
+
+    def _check_data(self, loaded: Any, args: Any) -> None:
+        """Weights alone may go on to other data, unless more is asked for."""
+        goes_on = not (args.finetune or args.skip_train or args.pipeline_allow_other_data)
+        state, name = loaded[:2]
+        if self._plan is not None and goes_on and isinstance(state, dict):
+            stored = getattr(state.get("args"), data_contents.RECORD, None)
+            data_contents.check_resume(stored, self._data, str(name))
 
 
 def _load_yaml(original: Any, path: str) -> Any:

@@ -12,6 +12,8 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+from megatron_zb import data_contents
+from megatron_zb.data_contents import Record
 from megatron_zb.errors import UsageError
 from megatron_zb.run_flags import AUTO_LAYOUT, LAYOUT_FLAG, asks_for_balance, check_table_alone
 from megatron_zb.schedules import catalog
@@ -37,6 +39,8 @@ def parse(argv: Sequence[str], world_size: int) -> argparse.Namespace:
 def complete(args: argparse.Namespace, world_size: int) -> None:
     """Check a namespace with all of the flags, and fill in what :func:`parse` does.
 
+    What the data sets hold is noted, too, by which a resumed run knows them again.
+
     Raises:
         UsageError: as :func:`parse`.
     """
@@ -52,6 +56,11 @@ def complete(args: argparse.Namespace, world_size: int) -> None:
         _check_files,
     ):
         check(args, world_size)
+    setattr(args, data_contents.RECORD, _contents_of_data(args))
+
+
+def _contents_of_data(args: argparse.Namespace) -> Record:
+    return data_contents.record({"--data-path": args.data_path}, {}, {"--split": args.split})
 
 
 def _fill_in(args: argparse.Namespace) -> None:
@@ -295,18 +304,9 @@ def _check_recompute(args: argparse.Namespace, world_size: int) -> None:
 
 def data_prefixes(args: argparse.Namespace) -> tuple[list[str], list[float] | None]:
     """The prefixes in --data-path and their weights, or None where they are mixed by size."""
-    words: list[str] = args.data_path
-    weights = [_number(word) for word in words[::2]]
-    if len(words) > 1 and len(words) % 2 == 0 and None not in weights:
-        return words[1::2], [weight for weight in weights if weight is not None]
-    return words, None
-
-
-def _number(word: str) -> float | None:
-    try:
-        return float(word)
-    except ValueError:
-        return None
+    entries = list(data_contents.blend_entries(args.data_path))
+    weights = [float(weight) for weight, _ in entries if weight]
+    return [prefix for _, prefix in entries], weights or None
 
 
 def _check_files(args: argparse.Namespace, world_size: int) -> None:

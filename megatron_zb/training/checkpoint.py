@@ -24,6 +24,7 @@ from megatron.core.dist_checkpointing.strategies import filesystem_async
 from megatron.core.utils import unwrap_model
 from torch.distributed.checkpoint.api import CheckpointException
 
+from megatron_zb import data_contents
 from megatron_zb.errors import UsageError
 from megatron_zb.training.checkpoint_contents import check_contents
 from megatron_zb.training.checkpoint_directory import (
@@ -235,7 +236,7 @@ def check_checkpoint(args: argparse.Namespace) -> tuple[Path, dict[str, Any]]:
     """The latest checkpoint in --load and the arguments it was written with; needs no ranks.
 
     Raises:
-        UsageError: there is none, or it is of another model or kind of optimizer.
+        UsageError: there is none, or it is of another model, kind of optimizer or data.
     """
     _, path = latest_checkpoint(Path(args.load))
     check_contents(path, "--load")
@@ -251,6 +252,9 @@ def check_checkpoint(args: argparse.Namespace) -> tuple[Path, dict[str, Any]]:
                 f"--load: {path} was written with {flag} {saved.get(name)}, this run has {mine}; "
                 "they must be the same"
             )
+    if not (args.finetune or args.skip_train or args.pipeline_allow_other_data):
+        mine = getattr(args, data_contents.RECORD)
+        data_contents.check_resume(saved.get(data_contents.RECORD), mine, str(path))
     return path, saved
 
 

@@ -15,14 +15,18 @@ import time
 import traceback
 import warnings
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from megatron_zb import __version__
+from megatron_zb import __version__, data_contents
+from megatron_zb.comparable import named_arguments
+from megatron_zb.data_contents import RECORD
 from megatron_zb.errors import UsageError
 from megatron_zb.run_flags import asks_for_balance
-from megatron_zb.training.arguments import flag, parse
+from megatron_zb.training.arguments import complete
 from megatron_zb.training.environment import Environment
+from megatron_zb.training.flags import parser
 
 if TYPE_CHECKING:
     from torch.distributed import Store
@@ -78,21 +82,29 @@ def end(code: int, message: str) -> NoReturn:
 
 
 def _run(argv: Sequence[str], environment: Environment) -> None:
-    problem = None
+    from megatron_zb.agreement import store_of_job
+
+    problem, plan = None, None
+    values: dict[str, Any] = {}
     args = argparse.Namespace()
     try:
-        args = parse(argv, environment.world_size)
+        args = parser().parse_args(argv)
+        values = given_arguments(args)
+        complete(args, environment.world_size)
         plan = _plan(args)
+        values |= _made_of_files(args, plan)
     except UsageError as error:
-        problem, plan = str(error), None
-    store = shared_store(environment)
-    agree_on(store, environment, to_agree_on(args, plan), problem)
+        problem = str(error)
+    store = store_of_job(environment.world_size, environment.attempt)
+    agree_on(store, environment, values, problem)
+
+    from torch.distributed import PrefixStore
 
     from megatron_zb.training.loop import train
     from megatron_zb.training.ranks import start_ranks, stop_ranks
 
     start_ranks(args, plan, store, environment)
-    train(args, plan)
+    train(args, plan, partial(agree_on, PrefixStore("model", store), environment, {}))
     stop_ranks()
 
 
@@ -170,16 +182,6 @@ def check_gpu() -> None:
         raise UsageError("no GPU can be used here: give --cpu to run on the CPU")
 
 
-def shared_store(environment: Environment) -> Store:
-    """The store that the ranks share."""
-    import torch.distributed as dist
-
-    if environment.world_size == 1:
-        return dist.HashStore()
-    store, _, _ = next(iter(dist.rendezvous("env://")))
-    return dist.PrefixStore(f"megatron_zb/{environment.attempt}", store)
-
-
 def agree_on(
     store: Store, environment: Environment, values: Mapping[str, Any], problem: str | None
 ) -> None:
@@ -199,19 +201,28 @@ def agree_on(
             problem,
             seconds=_LONGEST_START,
         )
-    except Disagreement:
-        if environment.rank == 0:
+    except Disagreement as error:
+        if error.speaks:
             raise
         time.sleep(_TIME_FOR_RANK_0)  # the launcher ends every process when one has ended
         raise _SaidByRankZero from None
 
 
-def to_agree_on(args: argparse.Namespace, plan: PipelineAdapter | None) -> dict[str, Any]:
-    """Every argument, and what a file holds that each rank reads by itself."""
-    values = {flag(name): value for name, value in vars(args).items()}
-    values["megatron_zb version"] = __version__
+# Arguments that a host may have its own value of, see named_arguments.
+_LOCAL = ("data_cache_path", "log_file", "pipeline_profile")
+
+
+def given_arguments(args: argparse.Namespace) -> dict[str, Any]:
+    """Every argument of a command line, to agree on: before anything is filled in."""
+    return {**named_arguments(args, local=_LOCAL), "megatron_zb version": __version__}
+
+
+def _made_of_files(args: argparse.Namespace, plan: PipelineAdapter | None) -> dict[str, Any]:
+    """What each rank has read from files by itself."""
+    values: dict[str, Any] = dict(data_contents.to_agree_on(getattr(args, RECORD)))
     if plan is not None:
         from megatron_zb.schedules.interchange import digest
 
         values["a table with the digest"] = digest(plan.schedule)
+        values["layers placed as"] = str(plan.layer_layout)
     return values

@@ -7,7 +7,7 @@ import contextlib
 import itertools
 import statistics
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
@@ -26,13 +26,17 @@ from megatron_zb.training.ranks import is_log_rank
 _MEASURED_ITERATIONS = (2, 3)  # of this run: the first allocates what then stays
 
 
-def train(args: argparse.Namespace, plan: Any) -> None:
-    """Train from the start or the loaded checkpoint to the end; `plan` is the adapter or None.
+def train(args: argparse.Namespace, plan: Any, agree: Callable[[str | None], None]) -> None:
+    """Train from the start or the loaded checkpoint to the end.
+
+    Args:
+        plan: the adapter, or None.
+        agree: goes on where every rank has been able to build its part of the model.
 
     Raises:
         UsageError: data, log or checkpoint cannot be used.
     """
-    trainee = build(args, plan)
+    trainee = build(args, plan, agree)
     train_data, valid_data = data.build_datasets(args)
     progress = checkpoint.load(args, trainee) if args.load else Progress(0, 0)
     log = RunLog(

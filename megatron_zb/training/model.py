@@ -30,6 +30,7 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.module import Float16Module
 
+from megatron_zb.errors import UsageError
 from megatron_zb.megatron.initialisation import initialise_by_global_name
 
 
@@ -44,13 +45,17 @@ class Trainee:
     forward_backward: Callable[..., list[dict[str, torch.Tensor]]]
 
 
-def build(args: argparse.Namespace, plan: Any) -> Trainee:
-    """Build and initialise everything; `plan` is the schedule's adapter, or None for Megatron's."""
+def build(args: argparse.Namespace, plan: Any, agree: Callable[[str | None], None]) -> Trainee:
+    """Build and initialise everything.
+
+    Args:
+        plan: the schedule's adapter, or None for Megatron's.
+        agree: is told what keeps this rank from going on, if anything, when the chunks are built.
+    """
     config = transformer_config(args, plan)
     models = [_model(args, config, *place) for place in _places(plan)]
     initialise_by_global_name(models, config, args.seed)
-    if plan is not None:
-        plan.prepare_model(models)
+    agree(None if plan is None else _prepared(plan, models))
     chunks = _wrap(args, config, models)
     optimizer = _optimizer(args, chunks)
     config.grad_scale_func = optimizer.scale_loss
@@ -65,6 +70,15 @@ def build(args: argparse.Namespace, plan: Any) -> Trainee:
         scheduler=scheduler(args, optimizer, args.lr),
         forward_backward=plan.forward_backward_func if plan else get_forward_backward_func(),
     )
+
+
+def _prepared(plan: Any, models: list[GPTModel]) -> str | None:
+    """Let the schedule have the chunks; why it cannot, if so."""
+    try:
+        plan.prepare_model(models)
+    except UsageError as error:
+        return str(error)
+    return None
 
 
 def _one_or_list(functions: list[Any]) -> Any:

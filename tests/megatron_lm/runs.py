@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -66,7 +67,8 @@ def pretrain(
     ranks: int = RANKS,
     launcher: bool = True,
     program: Path | None = None,
-    script: str = "pretrain_gpt.py",
+    script: str | Path = "pretrain_gpt.py",
+    environment: Mapping[str, str] | None = None,
 ) -> Logged:
     """Train on CPU ranks; without the launcher, as the script of a patched checkout.
 
@@ -87,7 +89,12 @@ def pretrain(
             ],
             stdout=output,
             stderr=subprocess.STDOUT,
-            env={**os.environ, "CUDA_DEVICE_MAX_CONNECTIONS": "1", "OMP_NUM_THREADS": "1"},
+            env={
+                **os.environ,
+                "CUDA_DEVICE_MAX_CONNECTIONS": "1",
+                "OMP_NUM_THREADS": "1",
+                **(environment or {}),
+            },
             start_new_session=True,
             cwd=tempfile.gettempdir(),
         )

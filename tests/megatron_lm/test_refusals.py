@@ -47,6 +47,32 @@ def test_one_sentence_says_what_is_wrong(
     assert "Traceback" not in run.output.split("torch/distributed/elastic")[0]
 
 
+@pytest.mark.parametrize("schedule", ["v-half", "zb-h1"])
+def test_what_one_rank_alone_has_ends_all_with_one_sentence(checkout: Path, schedule: str) -> None:
+    program = Path(__file__).with_name("run_and_refuse.py")
+    flags = f"--pipeline-model-parallel-size 2 --pipeline-schedule {schedule}"
+    variables = {"BUILDS": "operation"}
+    run = pretrain(checkout, MODEL, flags, ranks=2, program=program, environment=variables)
+    assert run.code != 0
+    assert run.error.startswith(
+        "megatron_zb: error: on rank 1: a BasicLinear cannot be combined with --pipeline-schedule "
+        f"{schedule}: "
+    )
+    assert run.error.count("\n") == 0
+    assert "Traceback" not in run.output.split("torch/distributed/elastic")[0]
+
+
+def test_a_rank_that_cannot_build_leaves_none_waiting(checkout: Path) -> None:
+    """The others may wait for it in a collective of Megatron's, or where the ranks meet."""
+    program = Path(__file__).with_name("run_and_refuse.py")
+    flags = "--pipeline-model-parallel-size 2 --pipeline-schedule zb-h1"
+    variables = {"BUILDS": "nothing"}
+    run = pretrain(checkout, MODEL, flags, ranks=2, program=program, environment=variables)
+    assert run.code != 0
+    assert "RuntimeError: no memory is left for the model" in run.output
+    assert not run.losses
+
+
 def test_ranks_that_differ_end_with_what_differs(checkout: Path, tmp_path: Path) -> None:
     """Each rank has another environment, as hosts of a cluster may."""
     program = tmp_path / "another_environment.py"

@@ -1,0 +1,96 @@
+"""Where the ranks of a job meet before, and while, they build: one cannot go on, then none does.
+
+Nothing collective is called: a rank that cannot go on, or goes another way, leaves none waiting.
+"""
+
+from __future__ import annotations
+
+import os
+import traceback
+from collections.abc import Mapping
+from contextlib import suppress
+from typing import Any
+
+import torch.distributed as dist
+from torch.distributed.distributed_c10d import _get_default_store
+
+from megatron_zb.agreement import Disagreement, agree, leave, store_of_job, store_of_launcher
+from megatron_zb.errors import UsageError
+from megatron_zb.megatron_lm.ending import end_with
+
+
+class Meeting:
+    """This rank's part; ``seconds`` is how long a rank may let the others wait."""
+
+    def __init__(self, rank: int, world_size: int, seconds: float) -> None:
+        self._rank = rank
+        self._world_size = world_size
+        self._seconds = seconds
+        self._store: dist.Store | None = None
+
+    def agree(self, where: str, values: Mapping[str, Any], failure: Exception | None) -> bool:
+        """Go on if every rank comes here with the same values and without a failure.
+
+        Ends the process with one sentence otherwise, or raises ``failure`` where that is what ends
+        the job and nothing that the user can mend.
+
+        Returns:
+            Whether the ranks have met: not where the job has not said yet where its ranks are.
+        """
+        can_meet = self._world_size == 1 or dist.is_initialized() or "MASTER_ADDR" in os.environ
+        try:
+            if can_meet:
+                self._agree(where, values, failure)
+            elif failure is not None:
+                raise failure
+        except Disagreement as error:
+            is_traceback = failure is not None and not isinstance(failure, UsageError)
+            if is_traceback and _said(failure) in str(error):
+                raise failure from None
+            end_with(error, self._rank, speaks=error.speaks)
+        except UsageError as error:
+            end_with(error, self._rank)
+        return can_meet
+
+    def _agree(self, where: str, values: Mapping[str, Any], failure: Exception | None) -> None:
+        if self._store is None:
+            self._store = self._connect()
+        agree(
+            dist.PrefixStore(where, self._store),
+            self._rank,
+            self._world_size,
+            values,
+            None if failure is None else _said(failure),
+            seconds=self._seconds,
+        )
+
+    def leave(self, where: str, failure: Exception) -> None:
+        """Let ranks that come here know that this one does not, and why; waits for nothing."""
+        if self._store is not None:
+            with suppress(RuntimeError):
+                leave(dist.PrefixStore(where, self._store), self._rank, {}, _said(failure))
+
+    def stay_away(self, where: str, values: Mapping[str, Any]) -> None:
+        """Let ranks that meet know that this one does not; waits for nothing."""
+        if self._world_size == 1:
+            return
+        with suppress(RuntimeError, OSError):  # then the others find that nobody comes
+            store = store_of_launcher(_attempt())
+            if store is not None:
+                leave(dist.PrefixStore(where, store), self._rank, values)
+
+    def _connect(self) -> dist.Store:
+        if dist.is_initialized():
+            return dist.PrefixStore("megatron_zb", _get_default_store())
+        return store_of_job(self._world_size, _attempt())
+
+
+def _attempt() -> str:
+    return os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+
+
+def _said(failure: Exception | None) -> str:
+    """In one line."""
+    if isinstance(failure, UsageError):
+        return str(failure)
+    return " ".join("".join(traceback.format_exception_only(failure)).split())
