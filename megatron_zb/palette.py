@@ -19,33 +19,44 @@ KIND_NAMES = {
     PassKind.U: "update",
 }
 
-# Okabe and Ito's colours, told apart by colour-blind people too: one pair for each kind, for the
-# two model chunks of a V. Grey stands for their black.
-_COLOURS = {
-    PassKind.F: ("#0072B2", "#56B4E9"),
-    PassKind.B: ("#D55E00", "#E69F00"),
-    PassKind.W: ("#009E73", "#F0E442"),
-    PassKind.BW: ("#CC79A7", "#999999"),
-    # Paul Tol's muted colours, for a dark and a light step in turn.
-    PassKind.T: ("#332288", "#88CCEE"),
-    PassKind.S: ("#882255", "#DDCC77"),
-    PassKind.U: ("#117733", "#44AA99"),
-}
-# More chunks get the shades between these two, the darkest first.
+# One hue for each kind, from the shade of the first chunk of a rank to that of the last. Chosen by a
+# search for colours that stay apart in the eyes of colour-blind people, too: tests/test_palette.py
+# simulates these eyes and measures. Grey stands for idle alone, violet for memory.
 _SHADES = {
-    PassKind.F: ("#00416A", "#A6DAF7"),
-    PassKind.B: ("#8F3500", "#FFC766"),
-    PassKind.W: ("#00563F", "#F0E442"),
-    PassKind.BW: ("#5E2448", "#EBC4DA"),
-    PassKind.T: ("#221566", "#BFE3F5"),
-    PassKind.S: ("#5C163A", "#EADFA8"),
-    PassKind.U: ("#0B4A22", "#9AD6CB"),
+    PassKind.F: ("#0545C3", "#88AFFC"),  # blue
+    PassKind.B: ("#7A4C0F", "#F49417"),  # orange
+    PassKind.W: ("#0A472B", "#3FC98A"),  # green
+    PassKind.BW: ("#4F0A44", "#C556AC"),  # magenta
+    PassKind.T: ("#3320C7", "#958DE3"),  # indigo
+    PassKind.S: ("#970810", "#F3838A"),  # red
+    PassKind.U: ("#9F7B02", "#F9C722"),  # yellow
 }
-# Lines of ranks, first to last: one hue, told apart by their lightness. What stands out is the rank
-# that holds the most, and the level of 1F1B.
-_RANK_SHADES = ("#00416A", "#8FBBD9")
-WORST_RANK_COLOUR = "#D55E00"
-REFERENCE_COLOUR = "#000000"
+# A kind whose ranks have one chunk alone has the shade between the two.
+_ONE_CHUNK = 0.5
+IDLE_COLOUR = "#E9ECF0"
+DARK_IDLE_COLOUR = "#6E757F"
+MEMORY_SHADES = ("#4B2470", "#8F4FC4", "#CBA9E8")
+MEMORY_COLOUR = MEMORY_SHADES[1]
+INK = "#000000"
+
+
+@dataclass(frozen=True)
+class TimeUnit:
+    """What times are drawn in: ``scale`` makes a timeline's times this unit, whose sign follows
+    each figure; ``words`` stand at the axis."""
+
+    words: str
+    symbol: str = ""
+    scale: float = 1.0
+
+    def of(self, time: float, digits: int = 6) -> str:
+        """A time of the timeline as text, such as ``12.5 ms``."""
+        return f"{time * self.scale:.{digits}g} {self.symbol}".rstrip()
+
+
+COST_UNIT = TimeUnit("time, in the unit of the costs")
+SECONDS = TimeUnit("time, s", "s")
+MILLISECONDS = TimeUnit("time, ms", "ms", 1000.0)
 
 
 @dataclass(frozen=True)
@@ -62,15 +73,8 @@ class Bar:
 
 
 def colour_of(kind: PassKind, chunk: int, chunks: int = 2) -> str:
-    """The colour of a pass as #RRGGBB, where a rank has so many model chunks."""
-    if chunks <= 2:
-        return _COLOURS[kind][chunk]
-    return _mixed(*_SHADES[kind], chunk / (chunks - 1))
-
-
-def rank_colour(rank: int, ranks: int) -> str:
-    """The colour of the line of a rank as #RRGGBB, the first rank the darkest."""
-    return _mixed(*_RANK_SHADES, rank / max(ranks - 1, 1))
+    """The colour of a pass as #RRGGBB, where a rank has so many model chunks, the first darkest."""
+    return _mixed(*_SHADES[kind], chunk / (chunks - 1) if chunks > 1 else _ONE_CHUNK)
 
 
 def _mixed(dark: str, light: str, share: float) -> str:

@@ -18,12 +18,11 @@ from rich.text import Text
 from megatron_zb.memory_lines import MemoryLine, memory_lines, one_f_one_b_peak, worst_of
 from megatron_zb.palette import (
     KIND_NAMES,
-    WORST_RANK_COLOUR,
+    MEMORY_COLOUR,
     Bar,
     bars_of,
     colour_of,
     legend_of,
-    rank_colour,
     report_of,
     text_colour_on,
     title_of,
@@ -70,7 +69,7 @@ def _print_utilisation(timeline: Timeline, console: Console, label_width: int) -
     columns = max(console.width - label_width - len(" 100.0 %"), 1)
     for rank, share in enumerate(timeline.utilisation):
         row = Text(f"rank {rank} ".ljust(label_width))
-        row.append(LEVELS[-1] * round(share * columns), style=rank_colour(0, 1))
+        row.append(LEVELS[-1] * round(share * columns))
         _print_line(console, row.append(f" {share:.1%}"))
 
 
@@ -87,8 +86,7 @@ def _print_memory(timeline: Timeline, console: Console, columns: int, label_widt
     columns = max(columns - len(f" {top:.4g} {MOST}"), 1)
     for line in lines:
         row = Text(f"rank {line.rank} ".ljust(label_width))
-        style = WORST_RANK_COLOUR if line is worst else ""
-        row.append(_sparkline(line, timeline, columns, top), style=style)
+        row.append(_sparkline(line, timeline, columns, top), style=MEMORY_COLOUR)
         row.append(f" {line.peak:.4g}", style="bold" if line is worst else "")
         _print_line(console, row.append(f" {MOST}" if line is worst else ""))
 

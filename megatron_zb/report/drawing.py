@@ -1,6 +1,7 @@
 """A schedule and the memory of its ranks as SVG, to stand in a page as it is.
 
-The explorer draws with the same sizes and colours (``parts/explorer.js``), which it gets from here.
+``parts/drawing.js`` takes the place of this still picture where scripts run, with the same colours
+and rows of the same height: it draws from :func:`data`.
 """
 
 from __future__ import annotations
@@ -14,16 +15,18 @@ from typing import TYPE_CHECKING, Any
 from megatron_zb.memory_lines import MemoryLine, memory_lines, one_f_one_b_peak, worst_of
 from megatron_zb.palette import (
     KIND_NAMES,
-    REFERENCE_COLOUR,
-    WORST_RANK_COLOUR,
+    MEMORY_COLOUR,
     Bar,
+    TimeUnit,
     bars_of,
     colour_of,
     legend_of,
-    rank_colour,
     text_colour_on,
 )
-from megatron_zb.schedules import Timeline
+from megatron_zb.report import orders
+from megatron_zb.schedules import Timeline, simulate
+from megatron_zb.schedules.costs import StageCosts
+from megatron_zb.schedules.placement import Placement
 
 if TYPE_CHECKING:
     from markupsafe import Markup
@@ -31,46 +34,81 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Sizes:
-    """Pixels; times are drawn so that nine passes of ten are at least ``shortest`` wide, or as wide
-    as the limits of the whole, ``least`` and ``most``, allow.
+    """Pixels.
 
     ``labels`` is left of the drawing and ``right`` right of it; a bar is ``bar`` high in its
-    ``row``; ``memory`` is the height of the lower panel and ``gap`` what is between the two.
+    ``row``, and the memory of a rank at most ``most`` in its row of ``memory``; ``gap`` is between
+    the two panels and ``axis`` below them. A still picture is ``width`` wide, the other as wide as
+    the window, but no less than ``least``.
     """
 
     labels: int = 58
-    right: int = 12
+    right: int = 70
     row: int = 24
     bar: int = 21
-    gap: int = 30
-    memory: int = 120
-    axis: int = 34
-    shortest: float = 11.5
-    least: int = 640
-    most: int = 4000
+    gap: int = 34
+    memory: int = 20
+    most: int = 17
+    axis: int = 36
     digit: float = 5.2
+    width: int = 1180
+    least: int = 560
 
 
 SIZES = Sizes()
+MOST_STILL = 6500
+"""Passes; what has more is drawn by script alone, since nobody could read a still picture of it."""
 _STEPS = (1.0, 2.0, 5.0, 10.0)
 
 
-def colours() -> dict[str, Any]:
-    """The colours of passes by kind and chunk (two), those of their numbers, and of memory."""
-    bars = {kind.value: [colour_of(kind, chunk) for chunk in range(2)] for kind in KIND_NAMES}
+def constants() -> dict[str, Any]:
+    """What the scripts draw with: sizes, and the names and colours of each kind's chunks."""
+    chunks = range(1, orders.MOST_CHUNKS + 1)
+    shades = {
+        kind.value: [[colour_of(kind, c, n) for c in range(n)] for n in chunks]
+        for kind in orders.KINDS
+    }
     return {
-        "bars": bars,
-        "numbers": {kind: [text_colour_on(c) for c in pair] for kind, pair in bars.items()},
-        "ranks": [rank_colour(0, 2), rank_colour(1, 2)],
-        "worst": WORST_RANK_COLOUR,
-        "reference": REFERENCE_COLOUR,
-        "kinds": {kind.value: name for kind, name in KIND_NAMES.items()},
+        "sizes": asdict(SIZES),
+        "kinds": {kind.value: KIND_NAMES[kind] for kind in orders.KINDS},
+        "shades": shades,
+        "texts": {k: [list(map(text_colour_on, row)) for row in rows] for k, rows in shades.items()},
+        "memory": MEMORY_COLOUR,
     }
 
 
-def sizes() -> dict[str, float]:
-    """The sizes by name, for the explorer."""
-    return asdict(SIZES)
+@dataclass(frozen=True)
+class _Table:
+    """Costs of stages that are known for one placement alone."""
+
+    costs: StageCosts
+
+    def for_placement(self, placement: Placement) -> StageCosts:
+        return self.costs
+
+
+def data(timeline: Timeline, title: str, unit: TimeUnit) -> dict[str, Any]:
+    """What the scripts draw a timeline from; its times are given where no simulation has them."""
+    simulated = simulate(timeline.schedule, _Table(timeline.costs))
+    is_simulated = (simulated.start, simulated.end) == (timeline.start, timeline.end)
+    return {
+        "title": title,
+        "unit": asdict(unit),
+        "order": orders.encode(timeline.schedule),
+        "costs": costs(timeline.costs),
+        "times": None if is_simulated else [timeline.start, timeline.end],
+    }
+
+
+def costs(table: StageCosts) -> dict[str, list[float]]:
+    """The costs of the stages by name, with one entry where all stages cost the same."""
+    named = asdict(table)
+    return {
+        name: list(values[:1] if len(set(values)) == 1 else values)
+        for name, values in named.items()
+        if name in ("forward", "backward", "weight", "activation", "held_for_weight")
+        or name.endswith("_hop")
+    }
 
 
 def legend(timeline: Timeline) -> list[tuple[str, str]]:
@@ -79,31 +117,18 @@ def legend(timeline: Timeline) -> list[tuple[str, str]]:
     return [(colour_of(kind, chunk, chunks), words) for kind, chunk, words in legend_of(timeline)]
 
 
-def rank_legend(timeline: Timeline) -> list[dict[str, Any]]:
-    """Colour and peak of the line of each rank, in microbatches; the worst is marked."""
-    lines = memory_lines(timeline)
-    worst = worst_of(lines)
-    return [
-        {
-            "rank": line.rank,
-            "colour": _line_colour(line, len(lines), line is worst),
-            "peak": line.peak,
-            "is_worst": line is worst,
-        }
-        for line in lines
-    ]
-
-
-def draw(timeline: Timeline, title: str) -> Markup:
+def draw(timeline: Timeline, title: str, unit: TimeUnit) -> Markup | None:
     """The picture: bars above, memory below, one axis of time; ``title`` is what it is called."""
     from markupsafe import Markup, escape
 
+    if sum(map(len, timeline.schedule.ranks)) > MOST_STILL:
+        return None
     scale = _Scale(timeline)
     height = scale.bottom + SIZES.axis
-    body = "".join((*_bars(timeline, scale), *_axis(scale), *_memory(timeline, scale)))
+    body = "".join((*_bars(timeline, scale), *_axis(scale, unit), *_memory(timeline, scale)))
     return Markup(
-        f'<svg class="schedule" role="img" width="{scale.width}" height="{height}" '
-        f'viewBox="0 0 {scale.width} {height}"><title>{escape(title)}</title>{body}</svg>'
+        f'<svg class="schedule" role="img" width="{SIZES.width}" height="{height}" '
+        f'viewBox="0 0 {SIZES.width} {height}"><title>{escape(title)}</title>{body}</svg>'
     )
 
 
@@ -111,22 +136,20 @@ class _Scale:
     """From seconds, ranks and microbatches to pixels."""
 
     def __init__(self, timeline: Timeline) -> None:
-        spans = sorted(bar.end - bar.start for bar in bars_of(timeline) if bar.end > bar.start)
-        wanted = timeline.makespan / spans[len(spans) // 10] * SIZES.shortest
-        self.inner = round(min(max(wanted, SIZES.least), SIZES.most))
-        self.width = SIZES.labels + self.inner + SIZES.right
+        ranks = timeline.schedule.placement.pipeline_size
+        self.inner = SIZES.width - SIZES.labels - SIZES.right
         self.makespan = timeline.makespan
         self.per_second = self.inner / timeline.makespan
         self.first = min(times[0] for times in timeline.start if times)
-        self.top = timeline.schedule.placement.pipeline_size * SIZES.row + SIZES.gap
-        self.bottom = self.top + SIZES.memory
+        self.top = ranks * SIZES.row + SIZES.gap
+        self.bottom = self.top + ranks * SIZES.memory
         self.most = max(one_f_one_b_peak(timeline), *(m.peak for m in memory_lines(timeline)))
 
     def x(self, time: float) -> float:
         return SIZES.labels + (time - self.first) * self.per_second
 
-    def y(self, held: float) -> float:
-        return self.bottom - held / self.most * (SIZES.memory - 8)
+    def y(self, rank: int, held: float) -> float:
+        return self.top + (rank + 1) * SIZES.memory - 1 - held / self.most * SIZES.most
 
 
 def _number(value: float) -> str:
@@ -170,19 +193,15 @@ def _top(bar: Bar) -> float:
     return bar.rank * SIZES.row + (SIZES.row - SIZES.bar) / 2
 
 
-def _axis(scale: _Scale) -> Iterator[str]:
+def _axis(scale: _Scale, unit: TimeUnit) -> Iterator[str]:
     y = scale.bottom
-    yield f'<path class="axis" d="M{SIZES.labels},{scale.top}V{y}h{scale.inner}"/>'
-    for time in ticks(scale.makespan, scale.inner / 90):
-        x = _number(scale.x(scale.first + time))
+    yield f'<path class="axis" d="M{SIZES.labels},{y}h{scale.inner}"/>'
+    for time in ticks(scale.makespan * unit.scale, scale.inner / 90):
+        x = _number(scale.x(scale.first + time / unit.scale))
         yield f'<path class="axis" d="M{x},{y}v4"/>'
         yield f'<text class="tick" x="{x}" y="{y + 15}">{time:.6g}</text>'
-    for held in ticks(scale.most, 4):
-        level = _number(scale.y(held))
-        yield f'<text class="name" x="{SIZES.labels - 8}" y="{level}">{held:g}</text>'
-    yield f'<text class="tick" x="{SIZES.labels + scale.inner / 2:g}" y="{y + 29}">time</text>'
-    above = f'x="{SIZES.labels}" y="{scale.top - 8}"'
-    yield f'<text class="caption" {above}>activation memory held, in microbatches of a rank</text>'
+    middle = SIZES.labels + scale.inner / 2
+    yield f'<text class="tick" x="{middle:g}" y="{y + 31}">{unit.words}</text>'
 
 
 def ticks(most: float, about: float) -> list[float]:
@@ -194,32 +213,29 @@ def ticks(most: float, about: float) -> list[float]:
 
 
 def _memory(timeline: Timeline, scale: _Scale) -> Iterator[str]:
-    """The line of each rank, that of the worst on top, and the level of 1F1B."""
+    """A row for each rank: what it holds, 1F1B's peak as a dashed line, and its peak behind it."""
     lines = memory_lines(timeline)
     worst, stock = worst_of(lines), one_f_one_b_peak(timeline)
-    y = _number(scale.y(stock))
     yield (
-        f'<path class="reference" stroke="{REFERENCE_COLOUR}" '
-        f'd="M{SIZES.labels},{y}h{scale.inner}"/>'
+        f'<text class="caption" x="{SIZES.labels}" y="{scale.top - 9}">activation memory held, in '
+        f"microbatches of a rank; dashed: 1F1B's peak, {stock:g}</text>"
     )
-    for line in sorted(lines, key=lambda line: line is worst):
-        yield _line(line, len(lines), line is worst, scale)
-    yield (
-        f'<text class="level" x="{SIZES.labels + 4}" y="{_number(scale.y(stock) + 12)}">'
-        f"1F1B's peak: {stock}</text>"
-    )
+    for line in lines:
+        level = _number(scale.y(line.rank, stock))
+        name = "name worst" if line is worst else "name"
+        middle = scale.top + line.rank * SIZES.memory + SIZES.memory / 2
+        yield f'<text class="{name}" x="{SIZES.labels - 8}" y="{middle:g}">rank {line.rank}</text>'
+        yield _line(line, scale)
+        yield f'<path class="reference" d="M{SIZES.labels},{level}h{scale.inner}"/>'
+        words = f"{line.peak:.4g}{' most' if line is worst else ''}"
+        x = SIZES.labels + scale.inner + 6
+        yield f'<text class="peak{name[4:]}" x="{x}" y="{middle:g}">{words}</text>'
 
 
-def _line(line: MemoryLine, ranks: int, is_worst: bool, scale: _Scale) -> str:
+def _line(line: MemoryLine, scale: _Scale) -> str:
     steps = zip(line.times, line.held, strict=True)
-    path = "".join(f"H{_number(scale.x(t))}V{_number(scale.y(held))}" for t, held in steps)
-    name = "line worst" if is_worst else "line"
+    path = "".join(f"H{_number(scale.x(t))}V{_number(scale.y(line.rank, h))}" for t, h in steps)
     return (
-        f'<path class="{name}" data-rank="{line.rank}" data-peak="{line.peak:.6g}" '
-        f'stroke="{_line_colour(line, ranks, is_worst)}" '
-        f'd="M{SIZES.labels},{_number(scale.y(0))}{path}"/>'
+        f'<path class="held" data-rank="{line.rank}" data-peak="{line.peak:.6g}" '
+        f'fill="{MEMORY_COLOUR}" d="M{SIZES.labels},{_number(scale.y(line.rank, 0))}{path}"/>'
     )
-
-
-def _line_colour(line: MemoryLine, ranks: int, is_worst: bool) -> str:
-    return WORST_RANK_COLOUR if is_worst else rank_colour(line.rank, ranks)

@@ -1,134 +1,156 @@
-"""What the schedule explorer of a page starts from: a setting, its schedules, sizes and colours."""
+"""What the explorer of a page is given: orders that this package has built, and a setting.
+
+The explorer carries orders out with the reader's costs and makes none. It has the page's own
+schedules with the page's costs; those of :data:`QUICK` built for the same costs; and, where all
+ranks are alike, the orders that come with the package (see :mod:`megatron_zb.report.orders`).
+"""
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
-from statistics import fmean
+from collections.abc import Sequence
+from dataclasses import asdict
 from typing import Any
 
-from megatron_zb.report import drawing
-from megatron_zb.schedules import Costs, Timeline
+from megatron_zb.errors import UsageError
+from megatron_zb.palette import COST_UNIT, TimeUnit
+from megatron_zb.report import drawing, orders
+from megatron_zb.schedules import Costs, Schedule, Timeline, catalog, simulate
 
-EXACT = "The package's own order, exactly"
-SQUEEZED = "Building blocks, squeezed"
-GREEDY = "Greedy, within the memory limit"
-
-# What the explorer starts with at most; a rank has six passes for each microbatch in a V.
-_MOST_PASSES = 12_000
-_MOST_RANKS = 128
-
-
-@dataclass(frozen=True)
-class Choice:
-    """A schedule of the explorer, and the one of the package that is the most like it."""
-
-    name: str
-    label: str
-    group: str
-    package: str
-    more: tuple[str, ...] = ()
+FIXED = ("gpipe", "1f1b", "interleaved")
+"""Schedules whose order does not depend on costs."""
+QUICK = (*FIXED, "zb-h1", "zb-h2")
+"""Schedules whose order is built at once, without a search."""
+MOST_PASSES = 60_000
+"""Of a page's schedule; more would take minutes to draw, and a file of many megabytes."""
+_TIMES = ("forward", "backward", "weight", "p2p")
+_EQUAL = {**dict(zip(_TIMES, (1.0, 1.0, 1.0, 0.0), strict=True)), "limit": None}
 
 
-CHOICES = (
-    Choice("1f1b", "1F1B", EXACT, "1f1b", ("1f1b-v",)),
-    Choice("gpipe", "GPipe", EXACT, "gpipe"),
-    Choice("interleaved", "interleaved 1F1B, two chunks", EXACT, "interleaved"),
-    Choice("zb-h1", "ZB-H1", EXACT, "zb-h1", ("zb-1p",)),
-    Choice("zb-h2", "ZB-H2", EXACT, "zb-h2", ("zb-2p",)),
-    Choice("v-min", "V-Min", SQUEEZED, "v-min"),
-    Choice("v-half", "V-Half", SQUEEZED, "v-half"),
-    Choice("v-zb", "V-ZB", SQUEEZED, "v-zb", ("wave", "dualpipe-v")),
-    Choice("greedy-v", "greedy, two chunks in a V", GREEDY, "auto", ("auto",)),
-    Choice("greedy-1", "greedy, one chunk", GREEDY, "zb-1p"),
-)
+def check_size(schedule: Schedule) -> None:
+    """Refuse what no page can hold.
 
-
-@dataclass(frozen=True)
-class Setting:
-    """What the explorer draws first.
-
-    Times of one microbatch on one rank and of a transfer in any unit, called ``unit``; ``limit`` is
-    the most memory as a share of 1F1B's peak, None for the schedule's own.
+    Raises:
+        UsageError: the schedule has more than :data:`MOST_PASSES` passes.
     """
-
-    schedule: str
-    p: int
-    m: int
-    forward: float = 1.0
-    backward: float = 1.0
-    weight: float = 1.0
-    p2p: float = 0.0
-    limit: float | None = None
-    unit: str = ""
+    passes = sum(map(len, schedule.ranks))
+    if passes > MOST_PASSES:
+        raise UsageError(
+            f"{schedule.name}: {passes} passes are too many for a page: give fewer ranks or "
+            f"microbatches, for at most {MOST_PASSES}"
+        )
 
 
-def setting_of(
-    timeline: Timeline, costs: Costs, limit: float | None = None, scale: float = 1.0, unit: str = ""
-) -> Setting:
-    """The nearest setting with equal ranks; a large one gets fewer microbatches and ranks.
-
-    Args:
-        timeline: the schedule that the page is about.
-        costs: what it was built for.
-        limit: the user's memory limit as a share of 1F1B's peak.
-        scale: times this make seconds the ``unit``.
-        unit: what the page calls it.
-    """
-    schedule = timeline.schedule
-    p = schedule.placement.pipeline_size
-    ranks = min(p, _MOST_RANKS)
-    links = [costs.p2p[a][a + 1] for a in range(p - 1)]
-    forward, backward, weight = (
-        _rounded(sum(slices) / p * scale)
-        for slices in (costs.forward, costs.backward, costs.weight)
-    )
-    return Setting(
-        schedule=_most_alike(schedule.name),
-        p=ranks,
-        m=min(schedule.num_microbatches, _MOST_PASSES // (6 * ranks)),
-        forward=forward,
-        backward=backward,
-        weight=weight,
-        p2p=_rounded(fmean(links) * scale),
-        limit=limit,
-        unit=unit,
-    )
-
-
-def context(setting: Setting, found: Timeline | None = None) -> dict[str, Any]:
+def context(
+    own: Sequence[Timeline],
+    costs: Costs | None = None,
+    limit: float | None = None,
+    unit: TimeUnit = COST_UNIT,
+) -> dict[str, Any]:
     """What the template of the explorer calls by name.
 
-    ``found`` is the schedule of the package at just this setting, if the page is about that.
+    Args:
+        own: the schedules of the page, of one pipeline size and number of microbatches; the first
+            is drawn first.
+        costs: what all of them were built for; None where their stages differ, as layers spread
+            in several ways do.
+        limit: the memory limit they were built for, as a share of 1F1B's peak.
+        unit: of times on the page.
     """
-    groups: dict[str, list[Choice]] = {}
-    for choice in CHOICES:
-        groups.setdefault(choice.group, []).append(choice)
-    if found is not None and _sizes(found) != (setting.p, setting.m):
-        found = None
+    first = own[0]
+    p, m = first.schedule.placement.pipeline_size, first.schedule.num_microbatches
+    alike = costs is not None and _is_alike(costs)
+    times = _means(first, costs, unit)
+    built: dict[str, float | None] = {**times, "limit": limit}
+    entries: dict[tuple[str, int, int], dict[str, Any]] = {}
+    for timeline in own:
+        _add(entries, timeline, built, alike)
+    for name in QUICK if costs is not None and p * m <= MOST_PASSES // 6 else ():
+        schedule = catalog.build(name, pipeline_size=p, num_microbatches=m, costs=costs)
+        is_fixed = name in FIXED
+        _add(entries, simulate(schedule, costs), None if is_fixed else {**built, "limit": None}, alike)
+    for order in orders.packaged() if alike else ():
+        entries.setdefault(
+            (order["name"], order["p"], order["m"]),
+            {
+                "order": order,
+                "costs": None,
+                "built": None if order["name"] in FIXED else _EQUAL,
+                "choices": "",
+            },
+        )
+    known = {name: "" for name in catalog.names()} if alike else {}
+    names: dict[str, str | None] = {entry["order"]["name"]: entry["choices"] for entry in entries.values()}
     data = {
-        "initial": asdict(setting),
-        "found": found and {"name": found.schedule.name, "makespan": found.makespan},
-        "order": [choice.name for choice in CHOICES],
-        "commands": {choice.name: choice.package for choice in CHOICES},
-        "labels": {choice.name: choice.label for choice in CHOICES},
-        "exact": [choice.name for choice in CHOICES if choice.group == EXACT],
-        "sizes": drawing.sizes(),
-        "colours": drawing.colours(),
+        "initial": {"schedule": first.schedule.name, "p": p, "m": m, **built},
+        "names": {**names, **{name: "" for name in known if name not in names}},
+        "orders": list(entries.values()),
+        "alike": alike,
+        "unit": asdict(unit),
     }
-    return {"setting": setting, "groups": groups, "data": data}
+    sizes = [(p, m) for _, p, m in entries]
+    return {
+        "data": data,
+        "ranks": sorted({p for p, _ in sizes}),
+        "microbatches": sorted({m for _, m in sizes}),
+    }
 
 
-def _sizes(timeline: Timeline) -> tuple[int, int]:
-    return timeline.schedule.placement.pipeline_size, timeline.schedule.num_microbatches
+def _add(
+    entries: dict[tuple[str, int, int], dict[str, Any]],
+    timeline: Timeline,
+    built: dict[str, float | None] | None,
+    alike: bool,
+) -> None:
+    schedule = timeline.schedule
+    sizes = schedule.placement.pipeline_size, schedule.num_microbatches
+    entries.setdefault(
+        (schedule.name, *sizes),
+        {
+            "order": orders.encode(schedule),
+            "costs": None if alike else drawing.costs(timeline.costs),
+            "built": built,
+            "choices": _choices(schedule),
+        },
+    )
 
 
-def _most_alike(name: str) -> str:
-    for choice in CHOICES:
-        if name in (choice.package, *choice.more):
-            return choice.name
-    return CHOICES[0].name
+def _is_alike(costs: Costs) -> bool:
+    """Whether all ranks and links cost the same, as in :meth:`Costs.uniform`."""
+    p = costs.pipeline_size
+    return costs == Costs.uniform(
+        pipeline_size=p,
+        forward=costs.forward[0],
+        backward=costs.backward[0],
+        weight=costs.weight[0],
+        p2p=costs.p2p[0][1],
+    )
 
 
-def _rounded(value: float) -> float:
-    """With four digits: the reader is to change it."""
-    return float(f"{value:.4g}")
+def _means(timeline: Timeline, costs: Costs | None, unit: TimeUnit) -> dict[str, float]:
+    """Times of a microbatch on a rank and of a transfer; rounded means where stages differ."""
+    if costs is not None and _is_alike(costs):
+        times = (costs.forward[0], costs.backward[0], costs.weight[0], costs.p2p[0][1])
+        return dict(zip(_TIMES, (time * unit.scale for time in times), strict=True))
+    table, p = timeline.costs, timeline.schedule.placement.pipeline_size
+    hops = [hop for hop in (*table.forward_hop, *table.backward_hop) if hop > 0]
+    means = [sum(times) / p for times in (table.forward, table.backward, table.weight)]
+    means.append(sum(hops) / len(hops) if hops else 0.0)
+    return {
+        name: float(f"{mean * unit.scale:.4g}") for name, mean in zip(_TIMES, means, strict=True)
+    }
+
+
+def _choices(schedule: Schedule) -> str | None:
+    """What the command needs to build a schedule besides its name; None where it has no name."""
+    if schedule.name not in catalog.names():
+        return None
+    family, chunks = catalog.family(schedule.name), schedule.placement.chunks
+    choices = [f"--chunks {chunks}"] if family.takes_chunks else []
+    if family.takes_group_size:
+        stage = schedule.placement.stages_of[0][0]
+        group = next(
+            (i for i, p in enumerate(schedule.ranks[0]) if p.stage != stage),
+            schedule.num_microbatches,
+        )
+        choices.append(f"--group-size {group}")
+    return " ".join(choices)

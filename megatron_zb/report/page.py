@@ -10,12 +10,13 @@ from typing import TYPE_CHECKING, Any
 
 from megatron_zb import __version__
 from megatron_zb.errors import UsageError
+from megatron_zb.report import drawing
 
 if TYPE_CHECKING:
     from jinja2 import Environment
 
 ENDING = ".html"
-SCRIPTS = ("simulator.js", "explorer.js")
+SCRIPTS = ("simulator.js", "drawing.js", "explorer.js")
 STYLE = "style.css"
 _PARTS = Path(__file__).resolve().parent / "parts"
 
@@ -51,6 +52,7 @@ def write(path: Path, template: str, context: dict[str, Any]) -> None:
         .get_template(template)
         .render(
             **context,
+            constants=drawing.constants(),
             scripts=scripts,
             style=style,
             policy=_policy(scripts.values(), style),

@@ -7,6 +7,7 @@ from typing import Any
 
 from megatron_zb import schedules
 from megatron_zb.memory_lines import memory_lines, one_f_one_b_peak, worst_of
+from megatron_zb.palette import MEMORY_SHADES, MILLISECONDS
 from megatron_zb.planner import table
 from megatron_zb.planner.contender import MEGATRON_1F1B
 from megatron_zb.planner.flags import flags
@@ -30,18 +31,8 @@ _NAMES = {
     "snapshot": "snapshot",
     "reserved": "reserved",
 }
-# Okabe and Ito's colours once more, in an order in which neighbours differ in lightness, too.
-_COLOURS = (
-    "#0072B2",
-    "#56B4E9",
-    "#004D40",
-    "#E69F00",
-    "#D55E00",
-    "#F0E442",
-    "#000000",
-    "#CC79A7",
-    "#999999",
-)
+# Memory's hue in three shades, each plain, hatched and dotted.
+_FILLS = [(shade, pattern) for pattern in ("", "hatched", "dotted") for shade in MEMORY_SHADES]
 
 
 def save_plan(path: Path, plan: Plan) -> None:
@@ -68,7 +59,7 @@ def save_plan(path: Path, plan: Plan) -> None:
             "missing": plan.nothing_for,
             "plan": plan,
             "pictures": _pictures(plan),
-            "explorer": explorer.context(_setting(plan)),
+            "explorer": _explorer(plan),
         },
     )
 
@@ -95,7 +86,7 @@ def _row(plan: Plan, index: int) -> dict[str, Any]:
 def _sizes(row: Prediction, memory: float) -> list[dict[str, Any]]:
     """Each part of the worst rank's memory: GiB, and where it lies in a bar of all its memory."""
     begin, out = 0.0, []
-    for (part, size), colour in zip(row.memory.parts().items(), _COLOURS, strict=True):
+    for (part, size), (shade, pattern) in zip(row.memory.parts().items(), _FILLS, strict=True):
         share = size / memory
         out.append(
             {
@@ -104,18 +95,19 @@ def _sizes(row: Prediction, memory: float) -> list[dict[str, Any]]:
                 "gib": f"{size / GIB:.1f}",
                 "begin": f"{100 * begin:.3f}",
                 "share": f"{100 * share:.3f}",
-                "colour": colour,
+                "shade": shade,
+                "pattern": pattern,
             }
         )
         begin += share
     return out
 
 
-def _parts(plan: Plan) -> list[tuple[str, str, str]]:
-    """Name, words and colour of the parts that any row has."""
+def _parts(plan: Plan) -> list[tuple[str, str, str, str]]:
+    """Name, words, shade and pattern of the parts that any row has."""
     return [
-        (part, _NAMES[part], colour)
-        for part, colour in zip(_NAMES, _COLOURS, strict=True)
+        (part, _NAMES[part], *fill)
+        for part, fill in zip(_NAMES, _FILLS, strict=True)
         if any(row.memory.parts()[part] for row in plan.ranked)
     ]
 
@@ -141,7 +133,7 @@ def _picture(row: Prediction, index: int) -> dict[str, Any]:
         "drawn": timeline.schedule.num_microbatches,
         "sentence": f"bubble {row.bubble:.1%}; at most {peak:.4g} microbatches on a rank "
         f"({peak / stock:.2f} of 1F1B's); {1000 * row.pipeline_seconds:.1f} ms",
-        **picture(timeline, name),
+        **picture(timeline, name, MILLISECONDS),
     }
 
 
@@ -151,9 +143,15 @@ def _timeline(row: Prediction) -> Timeline:
     return schedules.simulate(row.schedule, row.costs)
 
 
-def _setting(plan: Plan) -> explorer.Setting:
-    """Of the fastest row that has a pipeline, in milliseconds."""
-    row = next((row for row in plan.ranked if row.costs is not None), None)
-    if row is None or row.costs is None:
-        return explorer.Setting("v-half", 4, 8)
-    return explorer.setting_of(_timeline(row), row.costs, scale=1000.0, unit="ms")
+def _explorer(plan: Plan) -> dict[str, Any]:
+    """Of the fastest row that has a pipeline, and of the others of its sizes and costs."""
+    with_pipeline = [row for row in plan.ranked if row.costs is not None]
+    if not with_pipeline:
+        shown = schedules.build("1f1b", pipeline_size=4, num_microbatches=8)
+        equal = schedules.Costs.uniform(pipeline_size=4, forward=1, backward=1, weight=1)
+        return explorer.context([schedules.simulate(shown, equal)], equal)
+    costs = with_pipeline[0].costs
+    own = [_timeline(row) for row in with_pipeline if row.costs == costs]
+    m = own[0].schedule.num_microbatches
+    alike = [timeline for timeline in own if timeline.schedule.num_microbatches == m]
+    return explorer.context(alike, costs, unit=MILLISECONDS)

@@ -11,10 +11,11 @@ from megatron_zb.planner.fit import Fit
 from megatron_zb.planner.measured import Asked, Row, flags_of, name_of
 from megatron_zb.planner.profile import Profile
 from megatron_zb.planner.trace import Compared, Difference
+from megatron_zb.palette import MILLISECONDS
 from megatron_zb.planner.units import GIB
 from megatron_zb.report import explorer, page
 from megatron_zb.report.schedule_page import picture
-from megatron_zb.schedules import Costs, Timeline
+from megatron_zb.schedules import Timeline
 
 _DRAWN = 3
 
@@ -45,7 +46,7 @@ def save_plan(
             "pictures": pictures,
             **_step(compared),
         },
-        found[0].timeline,
+        [row.timeline for row in found],
     )
 
 
@@ -57,21 +58,12 @@ def save_step(path: Path, profile: Profile, compared: Compared) -> None:
     """
     nothing: dict[str, Any] = {"rows": [], "missing": {}, "pictures": []}
     context = {"microbatches": profile.num_microbatches, **nothing, **_step(compared)}
-    _write(path, profile, context, compared.predicted)
+    _write(path, profile, context, [compared.predicted])
 
 
-def _write(path: Path, profile: Profile, context: dict[str, Any], first: Timeline) -> None:
+def _write(path: Path, profile: Profile, context: dict[str, Any], own: list[Timeline]) -> None:
     embedding, output = Fit.of(profile).in_layers()
-    costs = first.costs
-    sums = [sum(values) for values in (costs.forward, costs.backward, costs.weight)]
     p = profile.pipeline_size
-    shown = Costs.uniform(  # the explorer's ranks are alike
-        pipeline_size=p,
-        forward=sums[0] / p,
-        backward=sums[1] / p,
-        weight=sums[2] / p,
-        p2p=max(map(max, profile.hops())),
-    )
     page.write(
         path,
         "run.html",
@@ -85,9 +77,7 @@ def _write(path: Path, profile: Profile, context: dict[str, Any], first: Timelin
                 {"from": link.source, "to": link.target, "ms": f"{1000 * link.seconds:.4g}"}
                 for link in profile.links
             ],
-            "explorer": explorer.context(
-                explorer.setting_of(first, shown, scale=1000.0, unit="ms")
-            ),
+            "explorer": explorer.context(own, unit=MILLISECONDS),
             **context,
         },
     )
@@ -154,5 +144,5 @@ def _picture(timeline: Timeline, name: str) -> dict[str, Any]:
         "name": name,
         "sentence": f"bubble {timeline.bubble_rate:.1%}; at most {peak:.4g} microbatches on a rank "
         f"({peak / stock:.2f} of 1F1B's); {1000 * timeline.makespan:.4g} ms",
-        **picture(timeline, name),
+        **picture(timeline, name, MILLISECONDS),
     }

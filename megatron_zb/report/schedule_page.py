@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_zb.memory_lines import memory_lines, one_f_one_b_peak
-from megatron_zb.palette import report_of, title_of
+from megatron_zb.palette import COST_UNIT, TimeUnit, report_of, title_of
 from megatron_zb.report import drawing, explorer, page
 from megatron_zb.schedules import Costs, Report, Timeline
 
@@ -24,10 +24,10 @@ def save_schedule(
         limit: the user's memory limit as a share of 1F1B's peak, if any.
 
     Raises:
-        UsageError: the file cannot be written, or jinja2 is missing.
+        UsageError: the file cannot be written, jinja2 is missing, or the schedule is too large.
     """
     page.check(path)
-    setting = explorer.setting_of(timeline, costs, limit)
+    explorer.check_size(timeline.schedule)
     page.write(
         path,
         "schedule.html",
@@ -42,18 +42,17 @@ def save_schedule(
             "facts": _facts(timeline, report, costs),
             "picture": picture(timeline, title_of(timeline)),
             "ranks": _ranks(timeline),
-            "explorer": explorer.context(setting, found=timeline),
+            "explorer": explorer.context([timeline], costs, limit),
         },
     )
 
 
-def picture(timeline: Timeline, title: str) -> dict[str, Any]:
+def picture(timeline: Timeline, title: str, unit: TimeUnit = COST_UNIT) -> dict[str, Any]:
     """What the template of a picture calls by name."""
     return {
-        "svg": drawing.draw(timeline, title),
+        "svg": drawing.draw(timeline, title, unit),
+        "data": drawing.data(timeline, title, unit),
         "legend": drawing.legend(timeline),
-        "ranks": drawing.rank_legend(timeline),
-        "stock": one_f_one_b_peak(timeline),
     }
 
 

@@ -1,0 +1,32 @@
+#!/usr/bin/env python3
+"""Make megatron_zb/report/parts/orders.json: the orders that the explorer of a page starts from.
+
+Run it when the search of a named schedule has changed; tests/test_report.py says when that is. It
+takes some minutes, and numba.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+
+from megatron_zb.report.orders import FILE, SIZES, build, names
+from megatron_zb.schedules import compiled
+
+
+def main() -> int:
+    if not compiled.available():
+        print("make_orders.py: without numba the search finds less: install it", file=sys.stderr)
+        return 2
+    orders = []
+    for p, m in SIZES:
+        for name in names():
+            orders.append(json.dumps(build(name, p, m), separators=(",", ":")))
+            print(f"{name}: {p} ranks, {m} microbatches", flush=True)
+    FILE.write_text("[\n" + ",\n".join(orders) + "\n]\n", encoding="utf-8")
+    print(FILE)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
