@@ -8,13 +8,16 @@ import json
 import os
 import re
 import statistics
+import subprocess
 import sys
+import types
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import pytest
 import yaml
+from packaging.requirements import Requirement
 
 from megatron_zb import schedules
 from megatron_zb.schedules import catalog, communication
@@ -334,7 +337,9 @@ def test_a_searched_order_is_never_slower_than_the_fixed_one() -> None:
         assert makespans[1] <= makespans[0] * (1 + 1e-12)
 
 
-def test_the_gains_of_blockwise_distillation_are_those_of_the_results() -> None:
+def test_the_gains_of_blockwise_distillation_are_those_of_the_results(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     found = results("pipe_bd.json")
 
     def gains(cells: list[dict[str, Any]], way: str, base: str, key: str) -> list[float]:
@@ -352,6 +357,7 @@ def test_the_gains_of_blockwise_distillation_are_those_of_the_results() -> None:
     every = gains([*found["sleeping"], *found["real"]], "pipe-bd", "all blocks at once", "seconds")
     assert f"{min(every):.2f} to {max(every):.1f} times" in text
     page = (ROOT / "docs" / "pipe_bd_appendix.md").read_text(encoding="utf-8")
+    monkeypatch.syspath_prepend(ROOT / "docs")
     script = load_script("make_pipe_bd")
     for line in script.sleeping_table(found["sleeping"]) + script.computing_table(found["real"]):
         assert line in page.splitlines(), "run docs/make_pipe_bd.py"
@@ -403,3 +409,57 @@ def test_the_package_prints_what_the_page_quotes() -> None:
     known = templates()
     for line in quoted:
         assert any(line in text for text in known), f"nothing in the package prints: {line}"
+
+
+# --- the site, which scripts/docs.sh builds
+
+
+def test_the_site_has_every_page_and_needs_no_network() -> None:
+    site = yaml.safe_load((ROOT / "mkdocs.yml").read_text(encoding="utf-8"))
+
+    def pages(entry: Any) -> list[str]:
+        if isinstance(entry, str):
+            return [entry]
+        inner = entry.values() if isinstance(entry, dict) else entry
+        return [page for one in inner for page in pages(one)]
+
+    of_root = {"index.md", "CONTRIBUTING.md", "CHANGELOG.md"}
+    assert set(pages(site["nav"])) == of_root | {p.name for p in (ROOT / "docs").glob("*.md")}
+    assert site["strict"]
+    assert set(site["validation"]["links"].values()) == {"warn"}  # errors, as it is strict
+    assert site["theme"]["font"] is False  # others would be asked for fonts
+
+
+def test_links_out_of_the_pages_are_published(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(ROOT / "scripts")
+    hooks = importlib.import_module("docs_hooks")
+
+    def rewritten(text: str, source: str) -> str:
+        page = types.SimpleNamespace(file=types.SimpleNamespace(src_uri=source))
+        return str(hooks.on_page_markdown(text, page, None, None))
+
+    assert rewritten("[a](docs/api.md#b) ![c](docs/pictures/d.png)", "index.md") == (
+        "[a](api.md#b) ![c](pictures/d.png)"
+    )
+    assert rewritten("[a](../README.md) [b](#c) [d](https://e)", "api.md") == (
+        "[a](index.md) [b](#c) [d](https://e)"
+    )
+    assert rewritten("[a](../setup.py) [b](../examples)", "api.md") == "[a](files/setup.py.txt) b"
+    assert hooks.linked("[a](b.md#c) [d](#e) [f](https://g)") == ["b.md"]
+
+
+def test_the_site_is_built_with_versions_that_the_packaging_allows() -> None:
+    source = (ROOT / "setup.py").read_text(encoding="utf-8")
+    [listed] = re.findall(r"^DOCS = \[(.*?)\]$", source, re.M)
+    lines = (ROOT / "constraints" / "docs.txt").read_text(encoding="utf-8").splitlines()
+    pinned = dict(line.split("==") for line in lines if not line.startswith("#"))
+    for text in re.findall(r'"(.*?)"', listed):
+        requirement = Requirement(text)
+        assert requirement.specifier.contains(pinned[requirement.name])
+
+
+def test_the_script_that_builds_the_site_explains_itself() -> None:
+    script = ROOT / "scripts" / "docs.sh"
+    subprocess.run(["bash", "-n", script], check=True)
+    said = subprocess.run([script, "--help"], check=True, capture_output=True, text=True).stdout
+    assert "build/site" in said
