@@ -54,6 +54,12 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
     return _LINK.sub(lambda link: _rewritten(link, "" if of_root else "docs"), markdown)
 
 
+def on_page_content(html: str, page: Page, config: MkDocsConfig, files: Files) -> str:
+    """Show names in docstrings without the roles of another tool, such as :meth:."""
+    del page, config, files
+    return re.sub(r":(?:attr|class|data|func|meth):(?=<code>)", "", html)
+
+
 def linked(markdown: str) -> list[str]:
     """The targets of links to files, without their anchors."""
     targets = [link.group(3) for link in _LINK.finditer(markdown)]

@@ -190,7 +190,7 @@ def test_results_are_kept_and_merged(tmp_path: Path) -> None:
         script.replaced("no markers", "grid", [])
 
 
-@pytest.mark.parametrize("folder", ["benchmarks", "docs", "scripts"])
+@pytest.mark.parametrize("folder", ["benchmarks", "docs", "examples", "scripts"])
 def test_what_can_be_started_can_be_started(folder: str) -> None:
     """A file that names its interpreter is executable, and no other one is."""
     found = {
