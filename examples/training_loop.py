@@ -57,7 +57,8 @@ initialise_by_global_name(models, config, seed=1)  # the same weights under ever
 zb.prepare_model(models)  # splits the backward; before data parallelism wraps the chunks
 chunks = [DistributedDataParallel(config, DistributedDataParallelConfig(), m) for m in models]
 config.finalize_model_grads_func = zb.finalize_model_grads
-optimizer = get_megatron_optimizer(OptimizerConfig(lr=3e-3), chunks)
+# without clipping: a V sums the norm of the gradients in another order
+optimizer = get_megatron_optimizer(OptimizerConfig(lr=3e-3, clip_grad=0.0), chunks)
 train: Any = zb.forward_backward_func
 step = {"num_microbatches": MICROBATCHES, "seq_length": LENGTH, "micro_batch_size": BATCH}
 for number in range(30):
