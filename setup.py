@@ -24,6 +24,8 @@ FAST = ["numba >= 0.60"]
 TRANSFORMER_ENGINE = ["transformer-engine[pytorch] >= 2.3"]
 # What Megatron-LM's own training loop imports besides megatron-core.
 MEGATRON_LM = ["einops", "pybind11", "six", "tensorboard", "transformers", "triton"]
+# scripts/docs.sh
+DOCS = ["mkdocs >= 1.6, < 2", "mkdocs-material >= 9.5, < 10", "mkdocstrings[python] >= 0.26, < 2"]
 TEST = [
     *PLOTS,
     *FAST,
@@ -60,6 +62,7 @@ setup(
         "torch >= 2.6",
     ],
     extras_require={
+        "docs": DOCS,
         "fast": FAST,
         "megatron-lm": MEGATRON_LM,
         "plots": PLOTS,

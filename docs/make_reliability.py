@@ -13,7 +13,7 @@ from __future__ import annotations
 import argparse
 import json
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -51,16 +51,37 @@ def _kept(path: Path) -> Any:
 
 
 def fault_rows(seen: Iterable[dict[str, Any]]) -> list[str]:
-    """A line for every fault that a run has suffered."""
+    """Lines of a table: what became of each kind of fault, wherever it has struck."""
+    kinds: dict[str, list[dict[str, Any]]] = {}
+    for one in seen:
+        kinds.setdefault(one["fault"], []).append(one)
     return [
-        "| fault | phase | rank | what is printed | seconds to the end | losses after resuming |",
+        "| fault | strikes in | faults | what is printed | seconds to the end | losses after "
+        "resuming |",
         "| --- | --- | ---: | --- | ---: | --- |",
-        *(
-            f"| {s['fault']} | {s['phase']} | {s['rank']} | `{s['seen']}` | {s['seconds']} | "
-            f"{s['resume']} |"
-            for s in seen
-        ),
+        *(_fault_row(fault, found) for fault, found in kinds.items()),
     ]
+
+
+def _fault_row(fault: str, found: list[dict[str, Any]]) -> str:
+    def each(name: str) -> list[str]:
+        return list(dict.fromkeys(one[name] for one in found))
+
+    seconds = [one["seconds"] for one in found]
+    range_ = f"{min(seconds)} to {max(seconds)}" if len(set(seconds)) > 1 else f"{seconds[0]}"
+    equal = sum(one["resume"] == "equal" for one in found)
+    printed = "<br>".join(f"`{line}`" for line in dict.fromkeys(_of_any_rank(found)))
+    return (
+        f"| {fault} | {', '.join(each('phase'))} | {len(found)} | {printed} | {range_} | "
+        f"{'equal' if equal == len(found) else f'equal in {equal} of {len(found)}'} |"
+    )
+
+
+def _of_any_rank(found: list[dict[str, Any]]) -> Iterator[str]:
+    """What was printed, with N for the number of a rank and PHASE for the phase's name."""
+    for one in found:
+        line = re.sub(r"\brank \d+", "rank N", one["seen"])
+        yield re.sub(rf"\b{re.escape(one['phase'])}$", "PHASE", line)
 
 
 def long_run_rows(run: dict[str, Any]) -> list[str]:

@@ -1,0 +1,79 @@
+#!/usr/bin/env python3
+"""Make the tables of docs/pipe_bd_appendix.md from docs/results/pipe_bd.json.
+
+python benchmarks/pipe_bd.py --output docs/results/pipe_bd.json
+python docs/make_pipe_bd.py
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from make_schedules import replaced, table
+
+PAGE = Path(__file__).resolve().parent / "pipe_bd_appendix.md"
+RESULTS = PAGE.parent / "results" / "pipe_bd.json"
+BASE = "block by block"
+
+
+def main() -> None:
+    results = json.loads(RESULTS.read_text(encoding="utf-8"))
+    text = PAGE.read_text(encoding="utf-8")
+    text = replaced(text, "sleeping", sleeping_table(results["sleeping"]))
+    text = replaced(text, "computing", computing_table(results["real"]))
+    PAGE.write_text(text, encoding="utf-8")
+    print(PAGE)
+
+
+def sleeping_table(cells: Iterable[dict[str, Any]]) -> list[str]:
+    """How many times as fast as block by block a way is, from the fewest blocks to the most."""
+    groups: dict[tuple[float, str], list[dict[str, Any]]] = {}
+    for cell in cells:
+        groups.setdefault((cell["student_ms"], cell["times"]), []).append(cell)
+    first = next(iter(groups.values()))
+    counts = sorted(cell["blocks"] for cell in first)
+    ways = _ways(first[0])
+    rows = []
+    for (student_ms, times), found in groups.items():
+        gains = [[_gain(cell, way, "seconds") for cell in found] for way in ways]
+        rows.append(
+            [f"{student_ms:g}", times, *(f"{min(each):.2f} to {max(each):.2f}" for each in gains)]
+        )
+    blocks = f"{counts[0]} to {counts[-1]} blocks"
+    return table(["students, ms", f"times of {blocks}", *map(_named, ways)], rows)
+
+
+def computing_table(cells: Iterable[dict[str, Any]]) -> list[str]:
+    """The same for blocks that compute, by the clock and by the processor time of a rank."""
+    cells = list(cells)
+    ways = _ways(cells[0])
+    rows = [
+        [
+            cell["blocks"],
+            name,
+            f"{cell['ways'][BASE][key]:.3f}",
+            *(f"{_gain(cell, way, key):.2f}" for way in ways),
+        ]
+        for cell in cells
+        for name, key in (("clock", "seconds"), ("processor", "busiest"))
+    ]
+    return table(["blocks", "seconds of", f"{BASE}, s", *map(_named, ways)], rows)
+
+
+def _ways(cell: dict[str, Any]) -> list[str]:
+    return [way for way in cell["ways"] if way != BASE]
+
+
+def _named(way: str) -> str:
+    return way.replace("- ", "without ", 1) if way.startswith("- ") else way
+
+
+def _gain(cell: dict[str, Any], way: str, key: str) -> float:
+    return float(cell["ways"][BASE][key] / cell["ways"][way][key])
+
+
+if __name__ == "__main__":
+    main()
