@@ -50,8 +50,8 @@ REFUSED = """\
 Refused with one sentence before the first step: with any schedule, only where ranks hold several
 chunks, only where there are stages between the first and the last, only with schedules that split
 the backward, or only in a V, where the model ends on the rank where it begins (v-half, v-min, v-zb,
-1f1b-v, dualpipe-v and wave). What is found on one rank alone, such as a layer that only it has, ends
-all ranks with one sentence, too.
+1f1b-v, dualpipe-v and wave). What one rank alone finds, such as a layer that no other has, ends all
+of them, with one sentence of one rank.
 """
 
 SETTINGS = """\

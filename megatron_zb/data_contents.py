@@ -18,6 +18,7 @@ RECORD = "pipeline_data_contents"
 """The attribute of the arguments, which every checkpoint holds, that has a record."""
 
 _WHOLE = 64 * 2**20  # bytes: an index of three million documents
+_WHOLE_IN_FOLDER = 2**20
 _BLOCK = 2**16
 _BLOCKS = 16
 _MOST_FILES = 100  # of a tokenizer's folder
@@ -43,17 +44,17 @@ def of_file(path: Path) -> str | None:
     try:
         if path.is_dir():
             files = sorted(file for file in path.iterdir() if file.is_file())[:_MOST_FILES]
-            each = "".join(f"{file.name} {_digest(file)} " for file in files)
+            each = "".join(f"{file.name} {_digest(file, _WHOLE_IN_FOLDER)} " for file in files)
             return f"{len(files)} files ({_short(each.encode())})"
         return f"{path.stat().st_size} bytes ({_digest(path)})" if path.is_file() else None
     except OSError:
         return None
 
 
-def _digest(path: Path) -> str:
-    """Of the whole file up to 64 MiB, above that of its size and sixteen blocks."""
+def _digest(path: Path, whole: int = _WHOLE) -> str:
+    """Of the whole file up to so many bytes, above that of its size and sixteen blocks."""
     size = path.stat().st_size
-    return _short(path.read_bytes()) if size <= _WHOLE else _sampled(path, size)
+    return _short(path.read_bytes()) if size <= whole else _sampled(path, size)
 
 
 def _sampled(path: Path, size: int) -> str:

@@ -15,7 +15,7 @@ from torch.distributed import HashStore
 
 from megatron_zb.agreement import Disagreement, agree
 
-_WORDS = ("7", "0.25", "other", "attn", "some=2", "true", "[1,2]", "{\"a\": 1}", "{\"b\": 2}", "")
+_WORDS = ("7", "0.25", "other", "attn", "some=2", "true", "[1,2]", '{"a": 1}', '{"b": 2}', "")
 
 
 @dataclass(frozen=True)

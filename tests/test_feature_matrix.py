@@ -21,8 +21,8 @@ from megatron.core.utils import get_model_config
 from ranks import RankPools
 
 from megatron_zb.errors import UsageError
-from megatron_zb.megatron.data_parallel import DataParallelSync
 from megatron_zb.megatron import versions
+from megatron_zb.megatron.data_parallel import DataParallelSync
 from megatron_zb.megatron.forward_backward import (
     NOT_SERVED,
     NOT_SERVED_ABOVE_1,

@@ -274,6 +274,34 @@ def test_training_continues_from_a_checkpoint(
     assert continued.by_iteration("grad_norm") == pytest.approx(norms, rel=tolerance, abs=0)
 
 
+def test_a_checkpoint_of_other_data_is_refused_or_allowed(
+    whole: Whole, corpus: str, tmp_path: Path
+) -> None:
+    """Where the data lies does not count, what it holds does."""
+    _, checkpoints = whole("v-half")
+    moved, other = tmp_path / "moved", tmp_path / "other"
+    for suffix in (".bin", ".idx"):
+        content = Path(corpus + suffix).read_bytes()
+        moved.with_suffix(suffix).write_bytes(content)
+        other.with_suffix(suffix).write_bytes(content if suffix == ".idx" else content[::-1])
+    load = checkpoint_of(checkpoints, SAVED, tmp_path / "load")
+    flags = {"--pipeline-schedule": "v-half", "--load": load, "--data-path": other}
+    command = torchrun(2, *ENTRY, *written({**TRAINING, **flags}))
+    check_report(
+        end_of(command, SECONDS_TO_REPORT),
+        f"was trained with --data-path {corpus} (",
+        f"but this run has --data-path {other} (",
+        "or --pipeline-allow-other-data to go on with other data",
+    )
+    first = None
+    for more in ({"--data-path": moved}, {"--pipeline-allow-other-data": True}):
+        (tmp_path / "log").mkdir(exist_ok=True)
+        losses = trained(tmp_path / "log", {**flags, **more}).by_iteration("lm_loss")
+        assert list(losses) == list(range(SAVED + 1, ITERATIONS + 1))
+        assert losses != first
+        first = losses
+
+
 def test_without_the_flag_megatron_is_as_it_was(corpus: str, tmp_path: Path) -> None:
     """Nothing that carries out schedules is imported, and nothing in Megatron is replaced."""
     report = tmp_path / "report"
@@ -388,7 +416,7 @@ def test_layers_that_cannot_be_placed(corpus: str) -> None:
         ),
         (
             [["--pipeline-schedule", "v-half"], ["--pipeline-schedule", "v-halv"]],
-            ["on rank 1: unknown pipeline schedule 'v-halv'"],
+            ["--pipeline-schedule v-half on rank 0, but --pipeline-schedule v-halv on rank 1"],
         ),
     ],
     ids=["another", "none", "unknown"],

@@ -21,7 +21,10 @@ from torch.nn import functional
 
 from megatron_zb.errors import UsageError
 from megatron_zb.megatron.linear import SplitBackward
-from megatron_zb.megatron.transformer_engine import split_transformer_engine
+from megatron_zb.megatron.transformer_engine import (
+    WHY_NOT_OPERATIONS,
+    split_transformer_engine,
+)
 from megatron_zb.megatron.versions import transformer_engine_is_supported
 from megatron_zb.runtime.activation_memory import ActivationMemory
 from megatron_zb.runtime.weight_grad import WeightGradQueue
@@ -560,6 +563,12 @@ def refusal(setting: str) -> str:
         chunk["layer"].ub_bulk_wgrad = True
     if setting in ("fp8", "fp4"):
         chunk.config = SimpleNamespace(**{setting: "hybrid"})
+    if setting == "fuser":
+        chunk.config = SimpleNamespace(use_transformer_engine_op_fuser=True)
+    if setting == "operation":
+        from transformer_engine.pytorch import ops
+
+        chunk["operation"] = ops.BasicLinear(WIDTH, WIDER, device="cpu", dtype=torch.float32)
     version = transformer_engine.__version__
     if setting == "version":
         transformer_engine.__version__ = "2.2.1"
@@ -590,6 +599,16 @@ def refusal(setting: str) -> str:
             "--tp-comm-overlap cannot be combined with --pipeline-schedule v-half while it "
             "overlaps communication of B with the weight gradient: add "
             "--disable-tp-comm-bulk-wgrad",
+        ),
+        *(
+            (
+                setting,
+                f"{said} cannot be combined with --pipeline-schedule v-half: {WHY_NOT_OPERATIONS}",
+            )
+            for setting, said in (
+                ("fuser", "--use-transformer-engine-op-fuser"),
+                ("operation", "a BasicLinear"),
+            )
         ),
         (
             "version",

@@ -305,9 +305,10 @@ def _refuse_fused_operations(chunk: Any, schedule: str) -> None:
 
 
 def _is_operation(kind: type) -> bool:
-    return kind.__module__.startswith("transformer_engine.pytorch.ops.") or (
-        kind.__name__ == "TEFusedMLP"
+    is_linear = kind.__module__.startswith("transformer_engine.pytorch.ops.") and (
+        "Linear" in kind.__name__
     )
+    return is_linear or kind.__name__ == "TEFusedMLP"
 
 
 def _refuse_bulk_overlap(module: Any, schedule: str) -> None:

@@ -209,12 +209,12 @@ def agree_on(
 
 
 # Arguments that a host may have its own value of, see named_arguments.
-_LOCAL = ("data_cache_path", "log_file", "pipeline_profile")
+LOCAL = ("data_cache_path", "log_file", "pipeline_profile")
 
 
 def given_arguments(args: argparse.Namespace) -> dict[str, Any]:
     """Every argument of a command line, to agree on: before anything is filled in."""
-    return {**named_arguments(args, local=_LOCAL), "megatron_zb version": __version__}
+    return {**named_arguments(args, local=LOCAL), "megatron_zb version": __version__}
 
 
 def _made_of_files(args: argparse.Namespace, plan: PipelineAdapter | None) -> dict[str, Any]:

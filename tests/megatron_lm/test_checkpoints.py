@@ -85,3 +85,17 @@ def test_the_legacy_format_is_refused_in_a_v(checkout: Path, tmp_path: Path) -> 
     run = pretrain(checkout, MODEL.replace("torch_dist", "torch"), PIPELINE, V_HALF)
     assert run.code != 0
     assert "--ckpt-format torch cannot be combined with --pipeline-schedule v-half" in run.error
+
+
+def test_a_checkpoint_of_other_data_is_refused_or_allowed(
+    checkout: Path, v_half_checkpoint: Path, v_half: Logged
+) -> None:
+    """Another split is another training set, though nothing else differs."""
+    flags = f"{PIPELINE} {V_HALF} --load {v_half_checkpoint} --split 80,10,10"
+    run = pretrain(checkout, MODEL, flags)
+    assert run.code != 0
+    assert "was trained with --split 90,5,5, but this run has --split 80,10,10" in run.error
+    assert run.error.count("\n") == 0
+    allowed = pretrain(checkout, MODEL, flags, "--pipeline-allow-other-data")
+    assert list(allowed.losses) == [3, 4, 5, 6, 7]
+    assert allowed.losses != v_half.losses
