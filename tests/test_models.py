@@ -1,4 +1,4 @@
-"""The shipped models are the published ones: their descriptions beside the figures of config.json."""
+"""The shipped models are the published ones: each beside the figures of its config.json."""
 
 from __future__ import annotations
 

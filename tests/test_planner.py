@@ -85,7 +85,10 @@ PUBLISHED_SIZES = {
     "llama3_8b": 8.03,
     "llama3_70b": 70.6,
     "qwen3_30b_a3b": 30.5,
-    "deepseek_v3_like": 671,
+    "llama3_405b": 405.9,
+    "qwen3_8b": 8.19,
+    "qwen3_235b_a22b": 235.1,
+    "deepseek_v3_like": 685,  # 671 and its layer of multi-token prediction
 }
 
 
@@ -569,7 +572,7 @@ def test_names_stand_for_the_files_of_the_package(capsys: pytest.CaptureFixture[
     for path in ("nowhere.yaml", "a/gpt_28b", str(ROOT)):
         assert path_of("--config", "models", Path(path)) == Path(path)
     assert cli.main(["plan", "--config", "gpt_28b", "--gpus", "8", "--device", "h1"]) == 2
-    words = "--device 'h1' is unknown: give a file, or one of a100_80gb_sxm, h100_sxm, h200_sxm"
+    words = "--device 'h1' is unknown: give a file, or one of a100_80gb_sxm, b200_sxm, gb200_nvl72, "
     assert words in capsys.readouterr().err
 
 

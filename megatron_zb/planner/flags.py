@@ -5,6 +5,7 @@ from __future__ import annotations
 from megatron_zb.planner import layout
 from megatron_zb.planner.contender import MEGATRON_1F1B, MEGATRON_INTERLEAVED, NO_PIPELINE
 from megatron_zb.planner.prediction import Prediction
+from megatron_zb.planner.strategy import Strategy
 
 _MEGATRON = (MEGATRON_1F1B, MEGATRON_INTERLEAVED, NO_PIPELINE)
 _RECOMPUTE = {
@@ -34,12 +35,30 @@ def flags(prediction: Prediction, global_batch: int, memory: float) -> list[str]
         f"--global-batch-size {global_batch}",
         f"--seq-length {prediction.load.sequence}",
         "--use-distributed-optimizer",
+        *_precision(strategy),
+        *_overlap(prediction),
     ]
-    if strategy.tensor > 1:
+    if strategy.tensor > 1 and strategy.sequence_parallel:
         out.append("--sequence-parallel")
+    if strategy.context > 1:
+        out.append(f"--context-parallel-size {strategy.context}")
     if strategy.expert > 1:
         out.append(f"--expert-model-parallel-size {strategy.expert}")
+    if prediction.load.model.experts and strategy.expert_tensor != strategy.tensor:
+        out.append(f"--expert-tensor-parallel-size {strategy.expert_tensor}")
     return out + _RECOMPUTE[strategy.recompute] + _schedule(prediction, memory)
+
+
+def _precision(strategy: Strategy) -> list[str]:
+    return ["--bf16"] if strategy.precision == "bf16" else ["--bf16", "--fp8-format hybrid"]
+
+
+def _overlap(prediction: Prediction) -> list[str]:
+    strategy = prediction.load.strategy
+    if not strategy.overlap or strategy.replicas == 1:
+        return []
+    gathering = [] if prediction.post_validation else ["--overlap-param-gather"]
+    return ["--overlap-grad-reduce", *gathering]
 
 
 def _schedule(prediction: Prediction, memory: float) -> list[str]:
@@ -49,7 +68,9 @@ def _schedule(prediction: Prediction, memory: float) -> list[str]:
     if prediction.family == "auto":
         out.append(f"--pipeline-memory-limit {_fraction(prediction, memory):.2f}")
     if not prediction.is_even:
-        out.append(f"--pipeline-model-parallel-layout '{layout.text(prediction.layout)}'")
+        predicted = "m" * prediction.load.model.prediction_layers
+        text = layout.text(prediction.layout).removesuffix("L") + predicted + "L"
+        out.append(f"--pipeline-model-parallel-layout '{text}'")
     elif prediction.chunks is not None:
         out.append(f"--num-virtual-stages-per-pipeline-rank {prediction.chunks}")
     return out

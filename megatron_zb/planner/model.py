@@ -44,7 +44,7 @@ class RopeScaling(Section):
 
 
 class Yarn(Section):
-    """YaRN (arXiv 2309.00071), as multi-latent attention uses it; 1.0 as factor is no stretching."""
+    """YaRN (arXiv 2309.00071), as multi-latent attention uses it."""
 
     factor: float = Field(gt=0, lt=1e6, description="how far they are stretched", examples=[40.0])
     mscale: float = Field(1.0, ge=0, lt=1e6, description="scale of magnitudes", examples=[1.0])
@@ -96,12 +96,11 @@ class Router(Section):
     def _grouped(self) -> Router:
         if (self.groups is None) != (self.top_k_groups is None):
             raise ValueError("groups and top_k_groups go together; give both or none")
-        if self.groups is not None and self.top_k_groups is not None:
-            if self.top_k_groups > self.groups:
-                raise ValueError(
-                    f"top_k_groups is {self.top_k_groups}, more than the {self.groups} groups; "
-                    f"give, for example, top_k_groups: {self.groups}"
-                )
+        if (self.top_k_groups or 0) > (self.groups or 0):
+            raise ValueError(
+                f"top_k_groups is {self.top_k_groups}, more than the {self.groups} groups; "
+                f"give, for example, top_k_groups: {self.groups}"
+            )
         if self.bias_update_rate is not None and self.score_function != "sigmoid":
             raise ValueError("bias_update_rate needs score_function: sigmoid")
         return self
