@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -11,10 +12,32 @@ from typing import Any
 
 import pytest
 
+from megatron_zb.planner.contender import contenders
+from megatron_zb.planner.device import read_device
+from megatron_zb.planner.flags import flags
 from megatron_zb.planner.model import ModelConfig, read_model
 from megatron_zb.planner.model_flags import mock_data_flags, model_flags
+from megatron_zb.planner.prediction import predict
+from megatron_zb.planner.search import cut_into_stages, is_default
+from megatron_zb.planner.strategy import RECOMPUTE, Strategy
+from megatron_zb.planner.work import Workload
 
 CONFIGS = sorted((Path(__file__).resolve().parents[2] / "configs" / "models").glob("*.yaml"))
+
+DEVICE = Path(__file__).resolve().parents[2] / "configs" / "devices" / "h100_sxm.yaml"
+SPARSE = {
+    "name": "sparse",
+    "source": "test",
+    "layers": 16,
+    "hidden_size": 1024,
+    "attention_heads": 16,
+    "vocabulary": 32000,
+    "sequence_length": 1024,
+    "global_batch_size": 16,
+    "rotary": {"base": 10000},
+    "experts": {"experts": 8, "top_k": 2, "ffn_hidden_size": 512},
+    "prediction_layers": 1,
+}
 
 # Prints what Megatron-LM's own parser makes of each of several command lines.
 PARSE = """
@@ -83,6 +106,37 @@ def test_every_model_is_understood(checkout: Path) -> None:
         name = "norm_epsilon" if "norm_epsilon" in arguments else "layernorm_epsilon"
         expected[name] = expected.pop("norm_epsilon")
         assert {key: arguments[key] for key in expected} == expected, model.name
+
+
+def planned_words() -> list[list[str]]:
+    """What a plan prints, for every kind of setting; our own flags are left out."""
+    model = ModelConfig.model_validate(SPARSE)
+    out = []
+    for recompute in RECOMPUTE:
+        for contender in contenders(["zb-h1"]):
+            strategy = Strategy(
+                2, 4, 2, 4, 1, recompute, context=2, expert_tensor=1, precision="fp8"
+            )
+            load = Workload(model, read_device(DEVICE), strategy, model.sequence_length)
+            staged = cut_into_stages(load, contender, 2 if contender.takes_chunks else None)
+            assert staged is not None
+            chunks = staged.placement.chunks if contender.takes_chunks else None
+            found = predict(staged, contender, 8, chunks, is_even=is_default(staged))
+            words = [shlex.split(flag) for flag in flags(found, 16, 1e11)]
+            out.append([word for of in words if of[0] != "--pipeline-schedule" for word in of])
+    return out
+
+
+def test_every_flag_of_a_plan_is_understood(checkout: Path) -> None:
+    lines = planned_words()
+    assert any("--num-virtual-stages-per-pipeline-rank" in words for words in lines)
+    assert any("--pipeline-model-parallel-layout" in words for words in lines)
+    for arguments in parsed(checkout, lines):
+        assert arguments["context_parallel_size"] == 2
+        assert arguments["expert_model_parallel_size"] == 4
+        assert arguments["expert_tensor_parallel_size"] == 1
+        assert arguments["overlap_grad_reduce"]
+        assert arguments["fp8"] == "hybrid"
 
 
 def test_a_word_that_megatron_lm_does_not_know_is_found(checkout: Path) -> None:
