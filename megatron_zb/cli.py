@@ -182,7 +182,7 @@ def _add_flags(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         "flags",
         help="print the arguments of Megatron-LM that describe a model of configs/models",
         description="Print the arguments of Megatron-LM that describe a model, one word on a line, "
-        "for scripts. Tokenizer, data and parallel sizes are not among them.",
+        "for scripts. Data and parallel sizes are not among them.",
     )
     flags.set_defaults(command=_flags)
     flags.add_argument(
@@ -192,21 +192,28 @@ def _add_flags(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         metavar="NAME|FILE",
         help="the model: a name of configs/models, or a file like those",
     )
-    flags.add_argument(
+    what = flags.add_mutually_exclusive_group()
+    what.add_argument(
         "--schedule", action="store_true", help="print the model's recommended schedule instead"
+    )
+    what.add_argument(
+        "--mock-data",
+        action="store_true",
+        help="add those for made-up data with the model's vocabulary",
     )
 
 
 def _flags(arguments: argparse.Namespace) -> None:
     from megatron_zb.planner.model import read_model
-    from megatron_zb.planner.model_flags import model_flags
+    from megatron_zb.planner.model_flags import mock_data_flags, model_flags
     from megatron_zb.planner.shipped import path_of
 
     model = read_model(path_of("--config", "models", arguments.config))
     if arguments.schedule:
         print(model.recommended.schedule if model.recommended else "none")
     else:
-        print("\n".join(model_flags(model)))
+        words = mock_data_flags(model) if arguments.mock_data else []
+        print("\n".join([*model_flags(model), *words]))
 
 
 def _add_doctor(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:

@@ -23,7 +23,8 @@ what is trained:
   SCHEDULE            a pipeline schedule, or none for Megatron's own (default: the model's own)
   DATA_PATH           a data set that Megatron-LM's tools/preprocess_data.py has made, or mock (needed)
   TOKENIZER_TYPE      such as HuggingFaceTokenizer (needed with a data set)
-  TOKENIZER_MODEL     such as meta-llama/Meta-Llama-3-8B
+  TOKENIZER_MODEL     such as meta-llama/Meta-Llama-3-8B; a model with a published tokenizer gets its
+                      vocabulary: with another tokenizer, add --padded-vocab-size N
   TRAIN_ITERS, LR     iterations and learning rate (default 1000 and 1.5e-4)
   SAVE, LOAD          folders of checkpoints
 
@@ -93,8 +94,9 @@ check_variables() {
 
 # training_command: sets command.
 training_command() {
-    local model schedule save_or_load
-    model=$("$PYTHON" -m megatron_zb.cli flags --config "$CONFIG") || exit 2
+    local model schedule save_or_load data=()
+    [[ $DATA_PATH != mock ]] || data=(--mock-data)
+    model=$("$PYTHON" -m megatron_zb.cli flags --config "$CONFIG" ${data[@]+"${data[@]}"}) || exit 2
     mapfile -t model <<<"$model"
     schedule=${SCHEDULE-$("$PYTHON" -m megatron_zb.cli flags --config "$CONFIG" --schedule)} || exit 2
     command=("$PYTHON" -m torch.distributed.run --nproc-per-node "$GPUS_PER_NODE" --nnodes "$NNODES")
@@ -114,9 +116,7 @@ training_command() {
     ((TP == 1)) || command+=(--sequence-parallel)
     ((EP == 1)) || command+=(--expert-model-parallel-size "$EP")
     ((PP == 1)) || [[ -z $schedule || $schedule == none ]] || command+=(--pipeline-schedule "$schedule")
-    if [[ $DATA_PATH == mock ]]; then
-        command+=(--mock-data --tokenizer-type NullTokenizer --vocab-size 32000)
-    else
+    if [[ $DATA_PATH != mock ]]; then
         command+=(--data-path "$DATA_PATH" --tokenizer-type "$TOKENIZER_TYPE")
         [[ -z ${TOKENIZER_MODEL-} ]] || command+=(--tokenizer-model "$TOKENIZER_MODEL")
     fi

@@ -29,6 +29,7 @@ examples:
   megatron-zb plan --profile run.yaml     what --pipeline-profile run.yaml of a run has measured:
                                           other schedules and layer layouts on the same ranks
   megatron-zb plan --config gpt_28b --gpus 64 --html plan.html
+  megatron-zb plan --config llama3_70b --gpus 64 --device b200_sxm --precision fp8 --context 2
   megatron-zb plan --config llama3_8b --gpus 8 --device h100_sxm --student-config half_mlp
                                           where the blocks of a distillation go
 
@@ -116,10 +117,23 @@ def _add_choices(command: argparse.ArgumentParser) -> None:
         ("tensor", "tensor-parallel sizes"),
         ("pipeline", "pipeline sizes"),
         ("micro-batch-size", "microbatch sizes"),
+        ("context", "context-parallel sizes"),
+        ("expert", "expert-parallel sizes, over all ranks of a pipeline rank"),
+        ("expert-tensor", "tensor-parallel sizes of experts"),
     ):
         group.add_argument(f"--{name}", metavar="N,N", help=f"{what}, such as 2,4")
     group.add_argument(
         "--recompute", metavar="NAMES", help="of none, selective, full; such as none,full"
+    )
+    group.add_argument(
+        "--precision",
+        choices=("bf16", "fp8"),
+        help="of the products with the weights of layers (default bf16)",
+    )
+    group.add_argument(
+        "--no-overlap-data-parallel",
+        action="store_true",
+        help="without --overlap-grad-reduce and --overlap-param-gather",
     )
     group.add_argument(
         "--no-overlap-p2p",

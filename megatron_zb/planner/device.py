@@ -82,12 +82,13 @@ class Node(Section):
 
 
 class DeviceConfig(Section):
-    """One GPU of a cluster, for training in bf16 or fp16."""
+    """One GPU of a cluster, for training in bf16 or fp16, or with fp8 in the layers."""
 
     name: str = Field(min_length=1, max_length=80, description="as shown", examples=["H100 SXM"])
     memory: Memory = Field(description="memory of a GPU")
     node: Node = Field(description="a node")
     matrix_products: Rate = Field(description="FLOP/s of dense 16-bit matrix products")
+    fp8_products: Rate | None = Field(None, description="the same in fp8, if the GPU has it")
     attention: Rate = Field(description="FLOP/s of the products with attention scores")
     memory_bandwidth: Rate = Field(description="bytes/s of kernels that compute little")
     kernels: Kernels = Field(description="what is lost at every kernel")

@@ -14,7 +14,7 @@ from functools import cached_property
 from megatron_zb.planner import footprint
 from megatron_zb.planner.contender import Contender
 from megatron_zb.planner.footprint import Held, States
-from megatron_zb.planner.prediction import seconds_of_step
+from megatron_zb.planner.step import by_formula
 from megatron_zb.planner.work import Work, Workload
 from megatron_zb.schedules import catalog
 from megatron_zb.schedules.placement import Placement
@@ -89,14 +89,14 @@ def seconds(cut: Cut, contender: Contender, m: int, chunks: int | None) -> float
     """Seconds of an iteration, by formula."""
     p = cut.load.strategy.pipeline
     if p == 1:
-        return m * cut.rank.total + seconds_of_step(cut.load, cut.states, post_validation=False)
+        return m * cut.rank.total + by_formula(cut.load, cut.states, cut.rank)
     placement = contender.placement(p, chunks)
     work, hop, v = cut.rank_with(placement), cut.load.hop(False), placement.chunks
     if contender.blocking:
         work = work + Work(v * hop, v * hop)
     bubble = _BUBBLES.get(contender.family, lambda p, w, v: (p - 1) * w.total)
     steady = m * max(work.total, _interval(contender.family, work))
-    step = seconds_of_step(cut.load, cut.states, post_validation=False)
+    step = by_formula(cut.load, cut.states, work)
     return steady + bubble(p, work, v) + 2 * (p - 1) * hop + step
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from megatron_zb.planner.contender import MEGATRON_1F1B, MEGATRON_INTERLEAVED, NO_PIPELINE
 from megatron_zb.planner.prediction import Prediction
+from megatron_zb.planner.strategy import Strategy
 from megatron_zb.schedules import layout
 
 _MEGATRON = (MEGATRON_1F1B, MEGATRON_INTERLEAVED, NO_PIPELINE)
@@ -34,12 +35,30 @@ def flags(prediction: Prediction, global_batch: int, memory: float) -> list[str]
         f"--global-batch-size {global_batch}",
         f"--seq-length {prediction.load.sequence}",
         "--use-distributed-optimizer",
+        *_precision(strategy),
+        *_overlap(prediction),
     ]
-    if strategy.tensor > 1:
+    if strategy.tensor > 1 and strategy.sequence_parallel:
         out.append("--sequence-parallel")
+    if strategy.context > 1:
+        out.append(f"--context-parallel-size {strategy.context}")
     if strategy.expert > 1:
         out.append(f"--expert-model-parallel-size {strategy.expert}")
+    if prediction.load.model.experts and strategy.expert_tensor != strategy.tensor:
+        out.append(f"--expert-tensor-parallel-size {strategy.expert_tensor}")
     return out + _RECOMPUTE[strategy.recompute] + _schedule(prediction, memory)
+
+
+def _precision(strategy: Strategy) -> list[str]:
+    return ["--bf16"] if strategy.precision == "bf16" else ["--bf16", "--fp8-format hybrid"]
+
+
+def _overlap(prediction: Prediction) -> list[str]:
+    strategy = prediction.load.strategy
+    if not strategy.overlap or strategy.replicas == 1:
+        return []
+    gathering = [] if prediction.post_validation else ["--overlap-param-gather"]
+    return ["--overlap-grad-reduce", *gathering]
 
 
 def _schedule(prediction: Prediction, memory: float) -> list[str]:
@@ -48,7 +67,9 @@ def _schedule(prediction: Prediction, memory: float) -> list[str]:
         out.append(f"--pipeline-schedule {prediction.family}")
     if prediction.family == "auto":
         out.append(f"--pipeline-memory-limit {_fraction(prediction, memory):.2f}")
-    written = layout.text(layout.lettered(prediction.layout))
+    written = layout.text(
+        layout.lettered(prediction.layout, prediction.load.model.prediction_layers)
+    )
     megatron = prediction.contender in _MEGATRON
     return out + flags_of_layout(
         prediction.chunks, None if prediction.is_even else written, megatron=megatron

@@ -12,11 +12,18 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from megatron_zb.planner.model import ModelConfig
-from megatron_zb.planner.parameters import attention_weights, expert_weights, mlp_weights
+from megatron_zb.planner.parameters import (
+    attention_weights,
+    expert_weights,
+    joining_weights,
+    mlp_weights,
+    predicted_layers,
+)
 from megatron_zb.planner.work import Workload
 
 # Bytes of each weight: 16-bit weight, 32-bit gradient, and Adam's 32-bit weight and two moments.
 WEIGHT, GRADIENT, OPTIMIZER = 2, 4, 12
+FP8_COPIES = 2  # of a layer's weight: in 8 bits, and transposed in 8 bits
 
 
 @dataclass(frozen=True)
@@ -43,6 +50,7 @@ class States:
     gradients: float = 0.0
     optimizer: float = 0.0
     parameters: float = 0.0
+    routed: float = 0.0  # of the parameters, those of experts
 
     @property
     def total(self) -> float:
@@ -52,17 +60,32 @@ class States:
 def layer_held(load: Workload, index: int) -> Held:
     """One layer, with what is recomputed."""
     share = load.tokens / load.strategy.tensor
-    everything = _stored(load.model, index, load.sequence)
+    # What sequence parallelism would share out weighs more without it.
+    kept = load.kept_tokens / share
+    everything = _stored(load.model, index, load.sequence) + (kept - 1) * _kept(load.model)
     scores = _scores(load.model, load.sequence)
-    for_weight = _needed_by_weight(load.model, index) * share
+    needed = _needed_by_weight(load.model, index)
+    if load.strategy.precision != "bf16":
+        everything -= _inputs(load.model, index) / 2
+        needed /= 2
+    for_weight = needed * share
     if load.strategy.recompute == "full":
-        return Held(2 * load.model.hidden_size * share, for_weight, everything * share)
+        return Held(2 * load.model.hidden_size * load.kept_tokens, for_weight, everything * share)
     if load.strategy.recompute == "selective":
         return Held((everything - scores) * share, for_weight, scores * share)
     return Held(everything * share, min(for_weight, everything * share))
 
 
 def output_held(load: Workload) -> Held:
+    """What follows the layers: the output layer, and once more for each layer of prediction."""
+    held = one = _output_held(load)
+    for index in predicted_layers(load.model):
+        joined = 4 * load.tokens * load.model.hidden_size / load.strategy.tensor
+        held = held + layer_held(load, index) + Held(joined, joined) + one
+    return held
+
+
+def _output_held(load: Workload) -> Held:
     """The inputs of the last norm and of the output layer; its W needs the logits' gradient, too.
 
     That gradient has 16 bits. Whatever else there is of the logits is counted apart.
@@ -89,21 +112,27 @@ def message_buffers(load: Workload, chunks: int) -> float:
 
 
 def rank_states(load: Workload, layers: Sequence[int], embedding: bool, output: bool) -> States:
-    """What a rank keeps that holds these layers; the optimizer is distributed over data ranks."""
+    """What a rank keeps that holds these layers; the optimizer is distributed over data ranks.
+
+    In fp8, a layer's weights keep two more bytes: themselves and their transpose in 8 bits.
+    """
     model, strategy = load.model, load.strategy
     experts = model.experts.experts if model.experts else 0
-    dense = sum(attention_weights(model) + mlp_weights(model, i) for i in layers)
-    ends = [embedding, output]
-    if model.tied_embeddings and all(ends):
-        ends = [True]
-    dense += sum(ends) * model.hidden_size * model.vocabulary
-    dense_here = dense / strategy.tensor
-    routed_here = sum(expert_weights(model, i, experts) for i in layers) / (
-        strategy.tensor * strategy.expert
-    )
-    here = dense_here + routed_here
-    sharded = dense_here / strategy.data + routed_here * strategy.expert / strategy.data
-    return States(WEIGHT * here, GRADIENT * here, OPTIMIZER * sharded, here)
+    held = [*layers, *(predicted_layers(model) if output else [])]
+    dense = sum(attention_weights(model) + mlp_weights(model, i) for i in held)
+    dense += joining_weights(model) if output else 0
+    routed = sum(expert_weights(model, i, experts) for i in held)
+    routed_here = routed / (strategy.expert_tensor * strategy.expert)
+    in_layers = dense / strategy.tensor + routed_here
+    # A tied output layer and a layer of prediction need a copy of the embedding on their rank.
+    ends = 1 if embedding and output and model.tied_embeddings else embedding + output
+    if output and model.prediction_layers and not model.tied_embeddings and not embedding:
+        ends += 1
+    ends_here = ends * model.hidden_size * model.vocabulary / strategy.tensor
+    here = in_layers + ends_here
+    sharded = (here - routed_here) / strategy.replicas + routed_here / strategy.expert_replicas
+    weights = WEIGHT * here + (0 if strategy.precision == "bf16" else FP8_COPIES * in_layers)
+    return States(weights, GRADIENT * here, OPTIMIZER * sharded, here, routed_here)
 
 
 def _scores(model: ModelConfig, sequence: int) -> float:
@@ -116,17 +145,20 @@ def _scores(model: ModelConfig, sequence: int) -> float:
 def _stored(model: ModelConfig, index: int, sequence: int) -> float:
     """Bytes that F keeps of a token."""
     hidden = model.hidden_size
-    norms = 4 * hidden
-    dropout = 2 * hidden if model.dropout else 0
-    attention = 2 * hidden + _heads(model) + 2 * _attended(model)
+    attention = _heads(model) + 2 * _attended(model)
     statistics = 4 * model.attention_heads if model.flash_attention else 0
     gates = 2 if model.gated_mlp else 1
-    mlp = 2 * hidden + 2 * (gates + 1) * _dense_inner(model, index)
+    mlp = 2 * (gates + 1) * _dense_inner(model, index)
     routed = 0
     if model.experts and index >= model.experts.dense_layers:
         each = 4 * hidden + 2 * (gates + 1) * model.experts.ffn_hidden_size
         routed = model.experts.top_k * each
-    return norms + dropout + attention + statistics + mlp + routed + _scores(model, sequence)
+    return _kept(model) + attention + statistics + mlp + routed + _scores(model, sequence)
+
+
+def _kept(model: ModelConfig) -> float:
+    """Of them, those between the products: norms, inputs of attention and MLP, dropout's masks."""
+    return (4 + 2 + 2 + (2 if model.dropout else 0)) * model.hidden_size
 
 
 def _needed_by_weight(model: ModelConfig, index: int) -> float:
@@ -140,6 +172,15 @@ def _needed_by_weight(model: ModelConfig, index: int) -> float:
         each = 4 * hidden + 2 * (gates + 1) * model.experts.ffn_hidden_size
         routed = model.experts.top_k * each
     return attention + mlp + routed
+
+
+def _inputs(model: ModelConfig, index: int) -> float:
+    """Bytes of the inputs of a token's products with weights, as 16-bit tensors."""
+    experts = model.experts
+    here = 2 * (2 * model.hidden_size + _attended(model) + _dense_inner(model, index))
+    if experts is None or index < experts.dense_layers:
+        return here
+    return here + 2 * experts.top_k * (model.hidden_size + experts.ffn_hidden_size)
 
 
 def _heads(model: ModelConfig) -> int:

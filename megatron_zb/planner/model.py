@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from pydantic import Field, model_validator
 
@@ -37,6 +37,75 @@ class Published(Section):
     sequence_length: int | None = _optional("tokens of a sample, where it differs", 1024)
 
 
+class RopeScaling(Section):
+    """Rotary embeddings stretched to longer samples, as in Llama 3.1."""
+
+    factor: float = Field(gt=0, lt=1e6, description="how far they are stretched", examples=[8.0])
+
+
+class Yarn(Section):
+    """YaRN (arXiv 2309.00071), as multi-latent attention uses it."""
+
+    factor: float = Field(gt=0, lt=1e6, description="how far they are stretched", examples=[40.0])
+    mscale: float = Field(1.0, ge=0, lt=1e6, description="scale of magnitudes", examples=[1.0])
+    mscale_all_dim: float = Field(
+        0.0, ge=0, lt=1e6, description="the same for all of a head", examples=[1.0]
+    )
+
+
+class Rotary(Section):
+    """Rotary position embeddings; without this section, positions are learned."""
+
+    base: int = _size("base of the frequencies", 500000)
+    scaling: RopeScaling | None = Field(None, description="stretched as in Llama 3.1")
+    yarn: Yarn | None = Field(None, description="stretched by YaRN, with latent attention")
+
+    @model_validator(mode="after")
+    def _one_way(self) -> Rotary:
+        if self.scaling is not None and self.yarn is not None:
+            raise ValueError("scaling and yarn exclude each other; give one of them")
+        return self
+
+
+class Router(Section):
+    """How a token's experts are chosen, and how their load is kept even."""
+
+    score_function: Literal["softmax", "sigmoid"] = Field(
+        "softmax", description="from logits to scores", examples=["sigmoid"]
+    )
+    groups: int | None = _optional("groups of experts, of which a token visits some", 8)
+    top_k_groups: int | None = _optional("groups that a token visits", 4)
+    scaling_factor: float | None = Field(
+        None, gt=0, lt=1e6, description="the experts' share is multiplied by it", examples=[2.5]
+    )
+    bias_update_rate: float | None = Field(
+        None,
+        gt=0,
+        lt=1,
+        description="step of each expert's bias, if loads are evened by biases",
+        examples=[0.001],
+    )
+    balancing: Literal["aux_loss", "seq_aux_loss", "global_aux_loss", "none"] = Field(
+        "aux_loss", description="loss that evens the loads", examples=["seq_aux_loss"]
+    )
+    aux_loss_coefficient: float = Field(
+        0.001, ge=0, lt=1e6, description="weight of that loss", examples=[0.001]
+    )
+
+    @model_validator(mode="after")
+    def _grouped(self) -> Router:
+        if (self.groups is None) != (self.top_k_groups is None):
+            raise ValueError("groups and top_k_groups go together; give both or none")
+        if (self.top_k_groups or 0) > (self.groups or 0):
+            raise ValueError(
+                f"top_k_groups is {self.top_k_groups}, more than the {self.groups} groups; "
+                f"give, for example, top_k_groups: {self.groups}"
+            )
+        if self.bias_update_rate is not None and self.score_function != "sigmoid":
+            raise ValueError("bias_update_rate needs score_function: sigmoid")
+        return self
+
+
 class Experts(Section):
     """Mixture of experts: so many of them for each token, on top of a shared one."""
 
@@ -49,6 +118,7 @@ class Experts(Section):
     dense_layers: int = Field(
         0, ge=0, le=_MOST, description="first layers with a dense MLP", examples=[3]
     )
+    router: Router = Field(Router(), description="how a token's experts are chosen")
 
     @model_validator(mode="after")
     def _reachable(self) -> Experts:
@@ -56,6 +126,11 @@ class Experts(Section):
             raise ValueError(
                 f"top_k is {self.top_k}, more than its {self.experts} experts; give, for example, "
                 f"top_k: {min(8, self.experts)}"
+            )
+        if self.experts % (self.router.groups or 1):
+            raise ValueError(
+                f"experts {self.experts} cannot be divided by router.groups {self.router.groups}; "
+                f"give, for example, groups: {_divisor(self.experts, self.router.groups or 1)}"
             )
         return self
 
@@ -86,8 +161,21 @@ class ModelConfig(Section):
     head_dim: int | None = _optional("size of a head; hidden_size / heads if left out", 128)
     ffn_hidden_size: int | None = _optional("inner size of the MLP; 4 hidden if left out", 14336)
     qk_layernorm: bool = Field(False, description="normed queries and keys", examples=[True])
-    gated_mlp: bool = Field(False, description="SwiGLU and its kin", examples=[True])
+    gated_mlp: bool = Field(
+        False, description="SwiGLU, with RMSNorm and without biases", examples=[True]
+    )
+    norm_epsilon: float = Field(
+        1e-5, gt=0, lt=1, description="added to the variance in a norm", examples=["1.0e-06"]
+    )
+    rotary: Rotary | None = Field(None, description="rotary position embeddings")
     vocabulary: int = _size("rows of the embedding, padded", 128256)
+    tokenizer: str | None = Field(
+        None,
+        min_length=1,
+        max_length=120,
+        description="the tokenizer of that vocabulary, if it is published",
+        examples=["meta-llama/Meta-Llama-3-8B"],
+    )
     tied_embeddings: bool = Field(False, description="output layer is embedding", examples=[False])
     sequence_length: int = _size("tokens of a sample", 8192)
     global_batch_size: int = _size("samples of an iteration", 512)
@@ -95,6 +183,12 @@ class ModelConfig(Section):
     flash_attention: bool = Field(True, description="scores are not stored", examples=[True])
     experts: Experts | None = Field(None, description="mixture of experts")
     latent_attention: LatentAttention | None = Field(None, description="multi-latent attention")
+    prediction_layers: int = Field(
+        0, ge=0, le=16, description="layers of multi-token prediction", examples=[1]
+    )
+    prediction_loss_scale: float = Field(
+        0.1, ge=0, lt=1e6, description="weight of their loss", examples=[0.3]
+    )
 
     @model_validator(mode="after")
     def _divisible(self) -> ModelConfig:
@@ -109,6 +203,14 @@ class ModelConfig(Section):
                 f"attention_heads {self.attention_heads} cannot be divided by query_groups "
                 f"{self.query_groups}; give, for example, query_groups: "
                 f"{_divisor(self.attention_heads, self.groups)}"
+            )
+        if self.rotary and self.rotary.yarn and self.latent_attention is None:
+            raise ValueError(
+                "rotary.yarn needs latent_attention: leave it out, or give rotary.scaling"
+            )
+        if self.prediction_layers and self.rotary is None:
+            raise ValueError(
+                "prediction_layers need rotary positions; give, for example, rotary: {base: 10000}"
             )
         if self.experts is not None and self.experts.dense_layers > self.layers:
             raise ValueError(

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from megatron_zb.planner.model import Experts, LatentAttention, ModelConfig
+from megatron_zb.planner.model import Experts, LatentAttention, ModelConfig, Rotary, Router
 
 
 def model_flags(model: ModelConfig) -> list[str]:
     """One word of the command line each: the model, its sequence length and its batch.
 
-    The vocabulary is left to the tokenizer, and parallel sizes to the job.
+    A vocabulary without a published tokenizer is left to the tokenizer, and parallel sizes to the
+    job.
     """
     words = [
         *("--num-layers", str(model.layers)),
@@ -18,6 +19,7 @@ def model_flags(model: ModelConfig) -> list[str]:
         *("--seq-length", str(model.sequence_length)),
         *("--max-position-embeddings", str(model.sequence_length)),
         *("--global-batch-size", str(model.global_batch_size)),
+        *("--norm-epsilon", _number(model.norm_epsilon)),
     ]
     if model.groups != model.attention_heads:
         words += ["--group-query-attention", "--num-query-groups", str(model.groups)]
@@ -25,17 +27,55 @@ def model_flags(model: ModelConfig) -> list[str]:
         words += ["--kv-channels", str(model.head_dim)]
     if model.gated_mlp:
         words += ["--swiglu", "--normalization", "RMSNorm", "--disable-bias-linear"]
-        words += ["--position-embedding-type", "rope"]
+    if model.rotary is not None:
+        words += _of_rotary(model.rotary, latent=model.latent_attention is not None)
     if model.qk_layernorm:
         words.append("--qk-layernorm")
     if not model.tied_embeddings:
         words.append("--untie-embeddings-and-output-weights")
     if not model.dropout:
         words += ["--attention-dropout", "0", "--hidden-dropout", "0"]
+    if model.tokenizer is not None:
+        words += _of_vocabulary(model)
     if model.experts is not None:
         words += _of_experts(model.experts, model.layers)
     if model.latent_attention is not None:
         words += _of_latent_attention(model.latent_attention)
+    if model.prediction_layers:
+        words += ["--mtp-num-layers", str(model.prediction_layers)]
+        words += ["--mtp-loss-scaling-factor", _number(model.prediction_loss_scale)]
+    return words
+
+
+def mock_data_flags(model: ModelConfig) -> list[str]:
+    """Words for made-up data, with as large a vocabulary as the model has.
+
+    Megatron-LM 0.16 counts the end of a document on top of ``--vocab-size``, 0.19 within it.
+    """
+    vocabulary = [] if model.tokenizer is not None else _of_vocabulary(model)
+    tokens = ["--vocab-size", str(max(1, model.vocabulary - 1))]
+    return ["--mock-data", "--tokenizer-type", "NullTokenizer", *tokens, *vocabulary]
+
+
+def _number(value: float) -> str:
+    return f"{value:g}"
+
+
+def _of_vocabulary(model: ModelConfig) -> list[str]:
+    return ["--padded-vocab-size", str(model.vocabulary)]
+
+
+def _of_rotary(rotary: Rotary, *, latent: bool) -> list[str]:
+    words = ["--position-embedding-type", "rope", "--rotary-base", str(rotary.base)]
+    if rotary.scaling is not None:
+        words += ["--use-rope-scaling", "--rope-scaling-factor", _number(rotary.scaling.factor)]
+    if rotary.yarn is not None:
+        words += ["--rope-type", "yarn"]
+        words += ["--rotary-scaling-factor", _number(rotary.yarn.factor)]
+        words += ["--mscale", _number(rotary.yarn.mscale)]
+        words += ["--mscale-all-dim", _number(rotary.yarn.mscale_all_dim)]
+    elif latent:
+        words += ["--rope-type", "rope", "--no-rope-fusion"]  # it is for YaRN alone
     return words
 
 
@@ -44,8 +84,7 @@ def _of_experts(experts: Experts, layers: int) -> list[str]:
         *("--num-experts", str(experts.experts)),
         *("--moe-router-topk", str(experts.top_k)),
         *("--moe-ffn-hidden-size", str(experts.ffn_hidden_size)),
-        *("--moe-router-load-balancing-type", "aux_loss"),
-        *("--moe-aux-loss-coeff", "0.001"),
+        *_of_router(experts.router),
         *("--moe-token-dispatcher-type", "alltoall"),
         "--moe-grouped-gemm",
     ]
@@ -54,6 +93,24 @@ def _of_experts(experts: Experts, layers: int) -> list[str]:
     if experts.dense_layers:
         sparse = layers - experts.dense_layers
         words += ["--moe-layer-freq", f"([0]*{experts.dense_layers}+[1]*{sparse})"]
+    return words
+
+
+def _of_router(router: Router) -> list[str]:
+    words = [
+        *("--moe-router-score-function", router.score_function),
+        *("--moe-router-load-balancing-type", router.balancing),
+        *("--moe-aux-loss-coeff", _number(router.aux_loss_coefficient)),
+        *("--moe-router-dtype", "fp32"),
+    ]
+    if router.groups is not None:
+        words += ["--moe-router-num-groups", str(router.groups)]
+        words += ["--moe-router-group-topk", str(router.top_k_groups)]
+    if router.scaling_factor is not None:
+        words += ["--moe-router-topk-scaling-factor", _number(router.scaling_factor)]
+    if router.bias_update_rate is not None:
+        words.append("--moe-router-enable-expert-bias")
+        words += ["--moe-router-bias-update-rate", _number(router.bias_update_rate)]
     return words
 
 

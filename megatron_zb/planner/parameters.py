@@ -38,13 +38,23 @@ def expert_weights(model: ModelConfig, index: int, experts: int) -> int:
     return experts * matrices * model.hidden_size * model.experts.ffn_hidden_size
 
 
+def predicted_layers(model: ModelConfig) -> list[int]:
+    """The layers of multi-token prediction, each as the index of a layer like it."""
+    return [model.layers - 1] * model.prediction_layers
+
+
+def joining_weights(model: ModelConfig) -> int:
+    """Weights that join a token's state with the next token before a layer of prediction."""
+    return model.prediction_layers * 2 * model.hidden_size**2
+
+
 def all_weights(model: ModelConfig) -> int:
     """Weights of the whole model."""
+    experts = model.experts.experts if model.experts else 0
     layers = sum(
-        attention_weights(model)
-        + mlp_weights(model, index)
-        + expert_weights(model, index, model.experts.experts if model.experts else 0)
-        for index in range(model.layers)
+        attention_weights(model) + mlp_weights(model, index) + expert_weights(model, index, experts)
+        for index in [*range(model.layers), *predicted_layers(model)]
     )
+    layers += joining_weights(model)
     ends = model.hidden_size * model.vocabulary
     return layers + ends * (1 if model.tied_embeddings else 2)

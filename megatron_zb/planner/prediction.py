@@ -8,13 +8,14 @@ from dataclasses import dataclass
 from megatron_zb import schedules
 from megatron_zb.errors import UsageError
 from megatron_zb.planner.contender import Contender
-from megatron_zb.planner.footprint import GRADIENT, OPTIMIZER, WEIGHT, States
 from megatron_zb.planner.memory import Memory, without_pipeline, worst_rank
 from megatron_zb.planner.stages import Staged
+from megatron_zb.planner.step import by_timeline
 from megatron_zb.planner.work import Workload, model_flops
 from megatron_zb.schedules import Costs, Schedule
 from megatron_zb.schedules.layout import Layout
 from megatron_zb.schedules.placement import Placement
+from megatron_zb.schedules.simulator import Timeline
 
 Build = Callable[[Costs, int], Schedule]
 """From costs and the number of microbatches."""
@@ -44,6 +45,7 @@ class Prediction:
     memory: Memory
     schedule: Schedule | None = None
     costs: Costs | None = None
+    post_validation: bool = False
 
     @property
     def seconds(self) -> float:
@@ -53,12 +55,14 @@ class Prediction:
     @property
     def gpus(self) -> int:
         strategy = self.load.strategy
-        return strategy.tensor * strategy.pipeline * strategy.data
+        return strategy.model_ranks * strategy.pipeline
 
     @property
     def tokens(self) -> int:
         """Tokens of an iteration on all GPUs."""
-        return self.num_microbatches * self.load.tokens * self.load.strategy.data
+        strategy = self.load.strategy
+        samples = self.num_microbatches * strategy.microbatch * strategy.data
+        return samples * self.load.sequence
 
     @property
     def tokens_per_gpu(self) -> float:
@@ -69,7 +73,7 @@ class Prediction:
     def mfu(self) -> float:
         """Share of the data sheet's FLOP/s that training needs."""
         flops = model_flops(self.load.model, self.tokens, self.load.sequence)
-        return flops / self.seconds / self.gpus / self.load.device.matrix_products.peak
+        return flops / self.seconds / self.gpus / self.load.rate.peak
 
 
 def predict(
@@ -107,7 +111,8 @@ def predict(
     costs = staged.costs(blocking=contender.blocking)
     in_a_row = in_a_row and post_validation
     builder = _Builder(contender, costs, chunks, staged.placement, memory_bytes, in_a_row, build)
-    seconds, schedule = builder.seconds(num_microbatches, post_validation)
+    seconds, timeline = builder.seconds(num_microbatches, post_validation)
+    schedule = timeline.schedule
     work = [staged.rank_work(r).total for r in range(staged.placement.pipeline_size)]
     bubble = 1 - num_microbatches * sum(work) / (len(work) * seconds)
     return Prediction(
@@ -120,10 +125,11 @@ def predict(
         is_even=is_even,
         pipeline_seconds=seconds,
         bubble=bubble,
-        step_seconds=step_seconds(staged, post_validation=post_validation),
+        step_seconds=by_timeline(staged, timeline, post_validation=post_validation),
         memory=worst_rank(staged, schedule, snapshot=snapshot),
         schedule=schedule,
         costs=costs,
+        post_validation=post_validation,
     )
 
 
@@ -138,7 +144,7 @@ def _without_pipeline(staged: Staged, contender: Contender, m: int) -> Predictio
         is_even=True,
         pipeline_seconds=m * staged.busiest.total,
         bubble=0.0,
-        step_seconds=step_seconds(staged, post_validation=False),
+        step_seconds=by_timeline(staged, None, post_validation=False),
         memory=without_pipeline(staged),
     )
 
@@ -173,19 +179,18 @@ class _Builder:
             in_a_row=self.in_a_row,
         )
 
-    def seconds(self, m: int, post_validation: bool) -> tuple[float, Schedule]:
+    def seconds(self, m: int, post_validation: bool) -> tuple[float, Timeline]:
         """Of an iteration; of many microbatches, from two schedules of fewer."""
 
-        def simulated(microbatches: int) -> tuple[float, Schedule]:
-            schedule = self.build(microbatches)
-            timeline = schedules.simulate(schedule, self.costs)
-            return timeline.seconds(in_a_row=post_validation), schedule
+        def simulated(microbatches: int) -> tuple[float, Timeline]:
+            timeline = schedules.simulate(self.build(microbatches), self.costs)
+            return timeline.seconds(in_a_row=post_validation), timeline
 
         p = self.placement.pipeline_size
         if 3 * m * self.placement.num_stages <= _MOST_PASSES or m <= 4 * p:
             return simulated(m)
-        (some, _), (more, schedule) = simulated(3 * p), simulated(4 * p)
-        return more + (m - 4 * p) * max((more - some) / p, self._least), schedule
+        (some, _), (more, timeline) = simulated(3 * p), simulated(4 * p)
+        return more + (m - 4 * p) * max((more - some) / p, self._least), timeline
 
     @property
     def _least(self) -> float:
@@ -194,28 +199,3 @@ class _Builder:
         times = zip(stages.forward, stages.backward, stages.weight, strict=True)
         work = [sum(of) for of in times]
         return max(sum(work[s] for s in held) for held in self.placement.stages_of)
-
-
-def step_seconds(staged: Staged, *, post_validation: bool) -> float:
-    """:func:`seconds_of_step` of the rank with the most parameters."""
-    states = max(staged.states, key=lambda s: s.parameters)
-    return seconds_of_step(staged.load, states, post_validation=post_validation)
-
-
-def seconds_of_step(load: Workload, states: States, *, post_validation: bool) -> float:
-    """Reduction of gradients, optimizer's step and gathering of weights, none of it overlapped.
-
-    The step reads and writes the gradient, the state and the weight; without post-validation two
-    small reductions over the pipeline come before it (norm and overflow).
-    """
-    strategy, device = load.strategy, load.device
-    traffic = (GRADIENT + 2 * OPTIMIZER + WEIGHT) / OPTIMIZER * states.optimizer
-    seconds = traffic / device.memory_bandwidth.reached
-    if strategy.data > 1:
-        near = strategy.data * strategy.tensor <= device.node.gpus
-        link = device.collectives.in_node if near else device.collectives.between_nodes
-        share = (strategy.data - 1) / strategy.data
-        seconds += link.seconds(states.gradients * share) + link.seconds(states.weights * share)
-    if strategy.pipeline > 1 and not post_validation:
-        seconds += 4 * strategy.pipeline * device.messages.between_nodes.latency
-    return seconds

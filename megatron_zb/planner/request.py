@@ -7,8 +7,8 @@ from pathlib import Path
 
 from megatron_zb.errors import UsageError
 from megatron_zb.planner.contender import Contender, contenders, names_in
-from megatron_zb.planner.device import read_device
-from megatron_zb.planner.model import read_model
+from megatron_zb.planner.device import DeviceConfig, read_device
+from megatron_zb.planner.model import ModelConfig, read_model
 from megatron_zb.planner.search import Job
 from megatron_zb.planner.shipped import path_of
 from megatron_zb.planner.strategy import RECOMPUTE, Choices
@@ -48,7 +48,7 @@ def read(arguments: argparse.Namespace) -> tuple[Job, list[Contender]]:
             model.sequence_length if arguments.seq_length is None else arguments.seq_length,
             4096,
         ),
-        choices=_choices(arguments),
+        choices=_choices(arguments, model, device),
         post_validation=arguments.post_validation,
         snapshot=arguments.snapshot,
     )
@@ -69,6 +69,10 @@ _OF_CONFIG = (
     "pipeline",
     "micro_batch_size",
     "recompute",
+    "context",
+    "expert",
+    "expert_tensor",
+    "precision",
 )
 
 
@@ -104,7 +108,26 @@ def _whole(flag: str, value: int, example: int, most: int = 10_000_000) -> int:
     return value
 
 
-def _choices(arguments: argparse.Namespace) -> Choices:
+def _check_precision(precision: str, device: DeviceConfig) -> str:
+    if precision == "fp8" and device.fp8_products is None:
+        raise UsageError(
+            f"--precision fp8: the description of {device.name} has no fp8_products: give "
+            "--precision bf16, or a device that has them, such as --device h100_sxm"
+        )
+    return precision
+
+
+def _check_experts(arguments: argparse.Namespace, model: ModelConfig) -> None:
+    for name in ("expert", "expert_tensor"):
+        if getattr(arguments, name) is not None and model.experts is None:
+            raise UsageError(
+                f"--{name.replace('_', '-')} is for a mixture of experts, and {model.name} has no "
+                "experts: leave it out"
+            )
+
+
+def _choices(arguments: argparse.Namespace, model: ModelConfig, device: DeviceConfig) -> Choices:
+    _check_experts(arguments, model)
     recompute = None
     if arguments.recompute is not None:
         recompute = tuple(part.strip() for part in arguments.recompute.split(","))
@@ -117,6 +140,11 @@ def _choices(arguments: argparse.Namespace) -> Choices:
         pipeline=_numbers("--pipeline", arguments.pipeline),
         microbatch=_numbers("--micro-batch-size", arguments.micro_batch_size),
         recompute=recompute,
+        context=_numbers("--context", arguments.context),
+        expert=_numbers("--expert", arguments.expert),
+        expert_tensor=_numbers("--expert-tensor", arguments.expert_tensor),
+        precision=_check_precision(arguments.precision or "bf16", device),
+        overlap=not arguments.no_overlap_data_parallel,
     )
 
 

@@ -149,7 +149,9 @@ def search(
 def _cuts(job: Job) -> list[Cut]:
     found = [
         Cut(Workload(job.model, job.device, strategy, job.sequence))
-        for strategy in strategies(job.model, job.device, job.gpus, job.global_batch, job.choices)
+        for strategy in strategies(
+            job.model, job.device, job.gpus, job.global_batch, job.choices, job.sequence
+        )
     ]
     if not found:
         raise UsageError(

@@ -64,6 +64,15 @@ class Staged:
             for stages in self.placement.stages_of
         )
 
+    @cached_property
+    def stage_states(self) -> tuple[States, ...]:
+        """What each stage keeps."""
+        last = self.placement.num_stages - 1
+        return tuple(
+            footprint.rank_states(self.load, layers, embedding=s == 0, output=s == last)
+            for s, layers in enumerate(self.layers_of)
+        )
+
     def rank_work(self, rank: int) -> Work:
         """Seconds of a microbatch on a pipeline rank."""
         return sum((self.work[s] for s in self.placement.stages_of[rank]), Work())
@@ -88,7 +97,7 @@ class Staged:
     def hops(self, *, together: int = 1) -> list[list[float]]:
         """Seconds of a message between pipeline ranks; neighbours may share a node."""
         strategy = self.load.strategy
-        in_node = max(1, self.load.device.node.gpus // (strategy.tensor * strategy.data))
+        in_node = max(1, self.load.device.node.gpus // strategy.model_ranks)
         ranks = range(strategy.pipeline)
         near, far = (self.load.hop(in_node, together=together) for in_node in (True, False))
         return [

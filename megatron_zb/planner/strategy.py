@@ -3,18 +3,26 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from megatron_zb.planner.device import DeviceConfig
 from megatron_zb.planner.model import ModelConfig
 
 _MICROBATCHES = (1, 2, 3, 4, 6, 8)
+_CONTEXTS = (2, 4, 8, 16, 32)
+_LONG = 8192  # tokens of a sample above which it is cut without being asked
 RECOMPUTE = ("none", "selective", "full")
 
 
 @dataclass(frozen=True)
 class Strategy:
-    """One way to share out the GPUs; ``expert`` ranks lie within the ``data`` ranks."""
+    """One way to share out the GPUs.
+
+    ``expert`` times ``expert_tensor`` ranks share the experts; they lie within the ``tensor`` times
+    ``context`` times ``data`` ranks of a pipeline rank, as in Megatron's parallel folding.
+    ``overlap`` is for the reduction of gradients and the gathering of weights. Without
+    ``sequence_parallel``, every tensor-parallel rank works on norms and residuals of all tokens.
+    """
 
     tensor: int
     pipeline: int
@@ -22,15 +30,40 @@ class Strategy:
     expert: int
     microbatch: int
     recompute: str
+    context: int = 1
+    expert_tensor: int = 1
+    precision: str = "bf16"
+    overlap: bool = True
+    sequence_parallel: bool = True
+
+    @property
+    def model_ranks(self) -> int:
+        """GPUs of a pipeline rank, all of which work on its layers."""
+        return self.tensor * self.context * self.data
+
+    @property
+    def replicas(self) -> int:
+        """Ranks that hold the same shard of a dense weight."""
+        return self.context * self.data
+
+    @property
+    def expert_replicas(self) -> int:
+        """Ranks that hold the same shard of an expert's weight."""
+        return self.model_ranks // (self.expert * self.expert_tensor)
 
     def num_microbatches(self, global_batch: int) -> int:
         """Microbatches of each pipeline in an iteration."""
         return global_batch // (self.data * self.microbatch)
 
     def __str__(self) -> str:
+        context = f" CP{self.context}" if self.context > 1 else ""
         expert = f" EP{self.expert}" if self.expert > 1 else ""
-        size = f"TP{self.tensor} PP{self.pipeline} DP{self.data}{expert} b={self.microbatch}"
-        return size if self.recompute == "none" else f"{size} recompute {self.recompute}"
+        split = f" ETP{self.expert_tensor}" if self.expert_tensor > 1 else ""
+        size = f"TP{self.tensor}{context} PP{self.pipeline} DP{self.data}{expert}{split}"
+        said = f"{size} b={self.microbatch}"
+        if self.precision != "bf16":
+            said += f" {self.precision}"
+        return said if self.recompute == "none" else f"{said} recompute {self.recompute}"
 
 
 @dataclass(frozen=True)
@@ -41,24 +74,65 @@ class Choices:
     pipeline: tuple[int, ...] | None = None
     microbatch: tuple[int, ...] | None = None
     recompute: tuple[str, ...] | None = None
+    context: tuple[int, ...] | None = None
+    expert: tuple[int, ...] | None = None
+    expert_tensor: tuple[int, ...] | None = None
+    precision: str = "bf16"
+    overlap: bool = True
+    sequence_parallel: bool = True
 
 
 def strategies(
-    model: ModelConfig, device: DeviceConfig, gpus: int, global_batch: int, choices: Choices
+    model: ModelConfig,
+    device: DeviceConfig,
+    gpus: int,
+    global_batch: int,
+    choices: Choices,
+    sequence: int | None = None,
 ) -> Iterator[Strategy]:
-    """Everything that divides: heads by TP, layers over PP, the batch by DP and microbatch."""
+    """Everything that divides: heads by TP, samples by CP, layers over PP, the batch by DP."""
+    sequence = model.sequence_length if sequence is None else sequence
     for tensor in _tensor(model, device, gpus, choices.tensor):
-        for pipeline in choices.pipeline or _divisors(gpus // tensor):
-            if gpus // tensor % pipeline:
+        for context in _context(sequence, tensor, choices.context):
+            inner = tensor * context
+            if gpus % inner:
                 continue
-            data = gpus // tensor // pipeline
-            if pipeline > model.layers or global_batch % data:
-                continue
-            expert = _expert(model, device, tensor, data)
-            for microbatch in choices.microbatch or _MICROBATCHES:
-                if global_batch // data % microbatch == 0:
-                    for recompute in _recompute(model, choices.recompute):
-                        yield Strategy(tensor, pipeline, data, expert, microbatch, recompute)
+            for pipeline in choices.pipeline or _divisors(gpus // inner):
+                if gpus // inner % pipeline or pipeline > model.layers:
+                    continue
+                data = gpus // inner // pipeline
+                if global_batch % data:
+                    continue
+                shape = Strategy(
+                    tensor,
+                    pipeline,
+                    data,
+                    1,
+                    1,
+                    "none",
+                    context=context,
+                    precision=choices.precision,
+                    overlap=choices.overlap,
+                    sequence_parallel=choices.sequence_parallel,
+                )
+                yield from _with_experts(model, device, shape, global_batch, choices)
+
+
+def _with_experts(
+    model: ModelConfig, device: DeviceConfig, shape: Strategy, batch: int, choices: Choices
+) -> Iterator[Strategy]:
+    """Every way to share out the experts, every microbatch and every recomputation."""
+    for expert, expert_tensor in _experts(model, device, shape.model_ranks, choices):
+        for microbatch in choices.microbatch or _MICROBATCHES:
+            if batch // shape.data % microbatch == 0:
+                for recompute in _recompute(model, choices.recompute):
+                    yield replace(
+                        shape,
+                        expert=expert,
+                        expert_tensor=expert_tensor,
+                        microbatch=microbatch,
+                        recompute=recompute,
+                    )
 
 
 def _divisors(whole: int) -> tuple[int, ...]:
@@ -79,15 +153,35 @@ def _tensor(
     )
 
 
-def _expert(model: ModelConfig, device: DeviceConfig, tensor: int, data: int) -> int:
-    """As many expert ranks as stay in a node, or as there must be to give each some experts."""
+def _context(sequence: int, tensor: int, asked: tuple[int, ...] | None) -> tuple[int, ...]:
+    """Of each sample two equal parts for a rank; without being asked, parts of 8192 and more."""
+    usual = [1, *(c for c in _CONTEXTS if sequence // c >= _LONG)]
+    return tuple(c for c in (asked or usual) if c == 1 or sequence % (2 * c * tensor) == 0)
+
+
+def _experts(
+    model: ModelConfig, device: DeviceConfig, ranks: int, choices: Choices
+) -> Iterator[tuple[int, int]]:
+    """Sizes of expert and expert tensor parallelism within so many ranks.
+
+    Without being asked, experts are whole, and spread over as many ranks as stay in a node, or as
+    there must be to give each some of them.
+    """
     if model.experts is None:
-        return 1
-    most = [d for d in _divisors(data) if model.experts.experts % d == 0]
-    near = [d for d in most if d * tensor <= device.node.gpus]
-    # Where a node cannot hold the experts' states, only more ranks help: eight nodes at most.
-    large = model.experts.experts > 8 * device.node.gpus
-    return max([d for d in most if d * tensor <= 8 * device.node.gpus] if large else near)
+        yield 1, 1
+        return
+    for split in choices.expert_tensor or (1,):
+        if ranks % split or model.experts.ffn_hidden_size % split:
+            continue
+        most = [d for d in _divisors(ranks // split) if model.experts.experts % d == 0]
+        if choices.expert is not None:
+            yield from ((d, split) for d in most if d in choices.expert)
+            continue
+        near = [d for d in most if d * split <= device.node.gpus]
+        # Where a node cannot hold the experts' states, only more ranks help: eight nodes at most.
+        large = model.experts.experts > 8 * device.node.gpus
+        far = [d for d in most if d * split <= 8 * device.node.gpus]
+        yield max(far if large else near or [1]), split
 
 
 def _recompute(model: ModelConfig, asked: tuple[str, ...] | None) -> tuple[str, ...]:

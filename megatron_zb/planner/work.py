@@ -10,16 +10,30 @@ Counted from floating-point operations and bytes, on one tensor-parallel rank:
 - Every kernel loses a fixed time, so that small microbatches are less efficient.
 - Recomputation adds its part of F to B.
 - Tensor parallelism with sequence parallelism gathers and scatters twice in F and in B (arXiv
-  2205.05198); experts exchange tokens twice in each.
+  2205.05198); experts exchange tokens twice in each, and take no part in tensor parallelism but
+  with expert tensor parallelism and in shared experts.
+- Context parallelism shares out the tokens of a sample; keys and values travel around its ranks
+  while the scores are computed, and their gradients back.
+- In fp8, products with the weights of layers are as fast as the device has it; each tensor that
+  enters one is read and written once more, in 8 bits and once transposed. Scores, router, embedding
+  and output layer stay in 16 bits.
+- A layer of multi-token prediction is a layer, a product of twice the width, and one more output
+  layer (arXiv 2412.19437, section 2.2).
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-from megatron_zb.planner.device import DeviceConfig
+from megatron_zb.planner.device import DeviceConfig, Rate
 from megatron_zb.planner.model import ModelConfig
-from megatron_zb.planner.parameters import attention_weights, expert_weights, mlp_weights
+from megatron_zb.planner.parameters import (
+    attention_weights,
+    expert_weights,
+    joining_weights,
+    mlp_weights,
+    predicted_layers,
+)
 from megatron_zb.planner.strategy import Strategy
 
 # A random number of dropout costs as much time as this many bytes of traffic. An assumption.
@@ -69,12 +83,25 @@ class Workload:
 
     @property
     def tokens(self) -> int:
-        """Tokens of a microbatch."""
-        return self.strategy.microbatch * self.sequence
+        """Tokens of a microbatch on one of its context-parallel ranks."""
+        return self.strategy.microbatch * self.sequence // self.strategy.context
+
+    @property
+    def kept_tokens(self) -> float:
+        """Tokens of a microbatch between the products, on one tensor-parallel rank."""
+        return self.tokens / (self.strategy.tensor if self.strategy.sequence_parallel else 1)
+
+    @property
+    def rate(self) -> Rate:
+        """FLOP/s of products with the weights of layers."""
+        if self.strategy.precision == "bf16":
+            return self.device.matrix_products
+        assert self.device.fp8_products is not None  # checked where the precision is read
+        return self.device.fp8_products
 
     def layer(self, index: int) -> Work:
         """One layer, with what it recomputes."""
-        scores = self._scores()
+        scores = self._scores() + self._context_parallel()
         rest = self._products(index) + self._traffic(index) + self._messages(index)
         again = {"none": 0.0, "selective": scores.forward}.get(
             self.strategy.recompute, scores.forward + rest.forward
@@ -94,10 +121,19 @@ class Workload:
         return Work(self._moved(forward), 0.0, self._moved(weight)) + self._begun(2, 0, 1)
 
     def output(self) -> Work:
+        """What follows the layers: the output layer, once more for each layer of prediction."""
+        one = self._output()
+        predicted = self.model.prediction_layers
+        if not predicted:
+            return one
+        joined = self._weights(2 * self.model.hidden_size**2)
+        return one + (self.layer(self.model.layers - 1) + joined + one) * predicted
+
+    def _output(self) -> Work:
         """The last norm, the product with the vocabulary and the loss in 32 bits."""
         logits = self.tokens * self.model.vocabulary / self.strategy.tensor
         product = 2 * logits * self.model.hidden_size / self.device.matrix_products.reached
-        normed = self.tokens * self.model.hidden_size / self.strategy.tensor
+        normed = self.kept_tokens * self.model.hidden_size
         # F: to 32 bits, maximum, difference, exponential, sum, quotient. B: scaled, to 16 bits.
         forward = self._moved(38 * logits + 4 * normed)
         backward = self._moved(14 * logits + 6 * normed)
@@ -123,12 +159,26 @@ class Workload:
     def _products(self, index: int) -> Work:
         model = self.model
         experts = expert_weights(model, index, model.experts.top_k) if model.experts else 0
-        return self._weights(attention_weights(model) + mlp_weights(model, index) + experts)
+        found = self._weights(attention_weights(model) + mlp_weights(model, index) + experts)
+        return found + self._casts(index)
 
     def _weights(self, weights: int) -> Work:
         flops = 2 * self.tokens * weights / self.strategy.tensor
-        seconds = flops / self.device.matrix_products.reached
+        seconds = flops / self.rate.reached
         return Work(seconds, seconds, seconds) + self._begun(*[_PRODUCTS] * 3)
+
+    def _casts(self, index: int) -> Work:
+        """To fp8: inputs in F, gradients of outputs in B; 2 bytes read, 2 of 1 byte written."""
+        if self.strategy.precision == "bf16":
+            return Work()
+        model, inner = self.model, self._inner(index)
+        heads = (model.attention_heads + 2 * model.groups) * model.head
+        gates = 2 if model.gated_mlp else 1
+        inputs = 2 * model.hidden_size + model.attention_heads * model.head + inner
+        outputs = heads + 2 * model.hidden_size + gates * inner
+        share = 4 * self.tokens / self.strategy.tensor
+        moved = Work(self._moved(inputs * share), self._moved(outputs * share))
+        return moved + self._begun(_PRODUCTS, _PRODUCTS)
 
     def _scores(self) -> Work:
         """Products with the scores, and what is done to the scores where they are stored."""
@@ -149,18 +199,22 @@ class Workload:
         hidden, inner = model.hidden_size, self._inner(index)
         heads = (model.attention_heads + 2 * model.groups) * model.head
         gates = 2 if model.gated_mlp else 1
-        forward = (8 + 12) * hidden + 2 * (gates + 1) * inner + 4 * heads
-        backward = (12 + 12) * hidden + 2 * (2 * gates + 1) * inner + 4 * heads
+        kept_forward, kept_backward = (8 + 12) * hidden, (12 + 12) * hidden
+        forward = 2 * (gates + 1) * inner + 4 * heads
+        backward = 2 * (2 * gates + 1) * inner + 4 * heads
         if model.dropout:
-            forward += 2 * (1 + _RANDOM) * hidden
-            backward += 2 * 5 * hidden
+            kept_forward += 2 * (1 + _RANDOM) * hidden
+            kept_backward += 2 * 5 * hidden
         begun = self._begun(*_NORMS_AND_THE_LIKE)
         if model.experts and index >= model.experts.dense_layers:
             forward += 8 * model.experts.top_k * hidden
             backward += 8 * model.experts.top_k * hidden
             begun += self._begun(*_ROUTING)
-        share = self.tokens / self.strategy.tensor
-        return Work(self._moved(forward * share), self._moved(backward * share)) + begun
+        share, kept = self.tokens / self.strategy.tensor, self.kept_tokens
+        return begun + Work(
+            self._moved(forward * share + kept_forward * kept),
+            self._moved(backward * share + kept_backward * kept),
+        )
 
     def _inner(self, index: int) -> int:
         """Elements of an MLP's activation function for each token."""
@@ -170,28 +224,66 @@ class Workload:
         return experts.top_k * experts.ffn_hidden_size + experts.shared_ffn_hidden_size
 
     def _messages(self, index: int) -> Work:
-        seconds = self._tensor_parallel()
-        if self.model.experts and index >= self.model.experts.dense_layers:
-            seconds += self._expert_parallel(self.model.experts.top_k)
+        experts = self.model.experts
+        if experts is None or index < experts.dense_layers:
+            seconds = 2 * self._tensor_parallel()
+        else:
+            parts = 2 if experts.shared_ffn_hidden_size else 1
+            seconds = parts * self._tensor_parallel() + self._expert_parallel(experts.top_k)
         return Work(seconds, seconds)
 
     def _tensor_parallel(self) -> float:
-        """Two all-gathers and two reduce-scatters."""
+        """An all-gather and a reduce-scatter, around the attention or around the MLP."""
         ranks = self.strategy.tensor
         if ranks == 1:
             return 0.0
         each = 2 * self.tokens * self.model.hidden_size * (ranks - 1) / ranks
-        return 4 * self.device.collectives.in_node.seconds(each)
+        return 2 * self.device.collectives.in_node.seconds(each)
 
     def _expert_parallel(self, top_k: int) -> float:
-        """Tokens go to their experts and come back."""
-        ranks, tensor = self.strategy.expert, self.strategy.tensor
+        """Tokens go to their experts and come back; the shards of an expert gather and scatter.
+
+        Shards of an expert lie next to one another, and ranks with other experts next to those.
+        """
+        strategy, links = self.strategy, self.device.collectives
+        ranks, split = strategy.expert, strategy.expert_tensor
+        sent = 2 * self.tokens / strategy.tensor * top_k * self.model.hidden_size
+        seconds = 0.0
+        if ranks > 1:
+            near = max(1, min(ranks, self.device.node.gpus // split))
+            inside = links.in_node.seconds(sent * (near - 1) / ranks)
+            outside = links.between_nodes.seconds(sent * (ranks - near) / ranks)
+            seconds += 2 * (inside if near == ranks else max(inside, outside))
+        if split > 1:
+            seconds += 2 * links.in_node.seconds(sent * (split - 1))
+        return seconds
+
+    def _context_parallel(self) -> Work:
+        """What keys and values, and their gradients, need longer than the scores they hide behind.
+
+        They travel step by step around the ring: all but the first step is hidden by the scores.
+        """
+        strategy, model = self.strategy, self.model
+        ranks = strategy.context
         if ranks == 1:
-            return 0.0
+            return Work()
+        near = strategy.tensor * ranks <= self.device.node.gpus
         links = self.device.collectives
-        link = links.in_node if ranks * tensor <= self.device.node.gpus else links.between_nodes
-        each = 2 * self.tokens / tensor * top_k * self.model.hidden_size * (ranks - 1) / ranks
-        return 2 * link.seconds(each)
+        link = links.in_node if near else links.between_nodes
+        step = link.seconds(2 * self.tokens * kept_heads(model) / strategy.tensor)
+        scores = self._scores()
+        forward = (ranks - 1) * max(0.0, step - scores.forward / ranks)
+        backward = (ranks - 1) * max(0.0, 2 * step - scores.backward / ranks)
+        return Work(forward, backward)
+
+
+def kept_heads(model: ModelConfig) -> int:
+    """Elements of the keys and the values of one token."""
+    latent = model.latent_attention
+    if latent is None:
+        return 2 * model.groups * model.head
+    wide = latent.nope_head_dim + latent.rope_head_dim + latent.value_head_dim
+    return model.attention_heads * wide
 
 
 def attention_flops(model: ModelConfig, tokens: int, sequence: int) -> float:
@@ -203,12 +295,20 @@ def attention_flops(model: ModelConfig, tokens: int, sequence: int) -> float:
     return 2.0 * tokens * sequence * model.attention_heads * wide
 
 
-def model_flops(model: ModelConfig, tokens: int, sequence: int) -> float:
-    """FLOPs that training on so many tokens needs: three times F, masked scores not counted."""
+def model_flops(
+    model: ModelConfig, tokens: int, sequence: int, *, all_scores: bool = False
+) -> float:
+    """FLOPs that training on so many tokens needs: three times F.
+
+    Masked scores are not counted unless ``all_scores`` asks for them, as Megatron-LM and many
+    papers count.
+    """
     per_token = 0.0
-    for index in range(model.layers):
+    predicted = predicted_layers(model)
+    for index in [*range(model.layers), *predicted]:
         experts = expert_weights(model, index, model.experts.top_k) if model.experts else 0
         per_token += 2 * (attention_weights(model) + mlp_weights(model, index) + experts)
-    per_token += 2 * model.hidden_size * model.vocabulary
-    scores = model.layers * attention_flops(model, tokens, sequence) / 2
-    return 3 * (per_token * tokens + scores)
+    per_token += 2 * joining_weights(model)
+    per_token += 2 * model.hidden_size * model.vocabulary * (1 + len(predicted))
+    scores = (model.layers + len(predicted)) * attention_flops(model, tokens, sequence)
+    return 3 * (per_token * tokens + (scores if all_scores else scores / 2))
