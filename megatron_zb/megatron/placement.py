@@ -133,6 +133,20 @@ def segments_of(counts: Sequence[int], layers: Layers) -> list[list[LayerType]]:
     return segments
 
 
+def is_stock(segments: list[list[LayerType]], layers: Layers, placement: Placement) -> bool:
+    """Whether Megatron by itself has these layers on these ranks.
+
+    It has one chunk on a rank, and as many layers on one as on another, where the ends of the model
+    count as ``layers`` says; if those of the first or last rank are fixed, the others are alike.
+    """
+    load = [segment.count(LayerType.decoder) for segment in segments]
+    load[0] += layers.embedding
+    load[-1] += layers.output
+    fixed = {0: layers.first, len(load) - 1: layers.last}
+    alike = {n for stage, n in enumerate(load) if fixed.get(stage) is None}
+    return placement.chunks == 1 and len(alike) <= 1
+
+
 def _share_out(layers: Layers, placement: Placement) -> list[int]:
     """Decoder layers of each stage: one at a time, to the stage that counts for the least."""
     last = placement.num_stages - 1

@@ -156,7 +156,8 @@ class _Hooks:
             vp_stage = keywords.get("vp_stage")
             keywords["pre_process"] = plan.pre_process(pp_rank, vp_stage)
             keywords["post_process"] = plan.post_process(pp_rank, vp_stage)
-            chunk = build(*args, **keywords)
+            with plan.drawing_weights():
+                chunk = build(*args, **keywords)
             self._check_model(chunk)
             self._chunks.append(chunk)
             if len(self._chunks) == plan.chunks:
@@ -169,7 +170,12 @@ class _Hooks:
         import torch
 
         try:
-            conflicts.check_model(chunk, self._plan.schedule.name, self._plan.physical.mirrored)
+            conflicts.check_model(
+                chunk,
+                self._plan.schedule.name,
+                self._plan.physical.mirrored,
+                self._plan.draws_by_layer,
+            )
         except UsageError as error:
             end_with(error, torch.distributed.get_rank())
 
