@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import itertools
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -15,8 +13,10 @@ import torch
 from gpt_cases import GPTCase, built, forward_backward, microbatches
 from megatron.core import parallel_state
 from megatron.core.pipeline_parallel.schedules import get_forward_backward_func
+from megatron.core.tensor_parallel import get_cuda_rng_tracker, model_parallel_cuda_manual_seed
 from ranks import RankPools
 
+from megatron_zb.megatron.adapter import PipelineAdapter
 from megatron_zb.megatron.initialisation import global_parameters
 from megatron_zb.megatron.placement import Layers, is_stock, segments_from_layout, spread
 from megatron_zb.megatron.random_streams import LayerStreams, RandomState
@@ -35,10 +35,10 @@ EXPERTS = replace(
         ("add_bias_linear", False),
     ),
 )
-RECOMPUTED = (
+RECOMPUTED: tuple[tuple[str, Any], ...] = (
     ("recompute_granularity", "full"),
     ("recompute_method", "uniform"),
-    ("recompute_num_layers", 2),
+    ("recompute_num_layers", 1),
 )
 
 
@@ -67,12 +67,12 @@ def train(
     evaluates: bool = False,
 ) -> Run:
     """Steps without an optimizer: losses follow from weights, data and masks."""
-    now = 0
-    steps_done = (lambda: now) if by_layer else None
+    now = [0]
+    steps_done = (lambda: now[0]) if by_layer else None
     with built(case, schedule, count, steps_done) as (adapter, chunks):
         function = adapter.forward_backward_func if adapter else get_forward_backward_func()
         found = Run(weights=_digests(chunks, lambda weight: weight))
-        for now in steps:
+        for now[0] in steps:
             gpt_cases._zero_gradients(chunks)
             if evaluates:
                 _step(function, case, chunks, count, forward_only=True)
@@ -130,3 +130,157 @@ def test_all_schedules_and_sizes_draw_the_same(ranks: RankPools, tied: bool) -> 
     assert first != second, "every step draws masks of its own"
     for size, name in [(2, "v-half"), (2, "zb-h1"), (4, "1f1b"), (4, "v-half"), (4, "v-zb")]:
         check_equal(gathered(ranks, size, case, name), reference)
+
+
+def test_a_resumed_run_draws_what_it_would_have_drawn(ranks: RankPools) -> None:
+    whole = gathered(ranks, 2, DROPOUT, "v-half", steps=(0, 1, 2))
+    resumed = gathered(ranks, 2, DROPOUT, "v-half", steps=(2,))
+    assert resumed.losses == whole.losses[2:]
+    assert resumed.gradients == whole.gradients
+
+
+def test_an_evaluation_changes_nothing(ranks: RankPools) -> None:
+    plain = gathered(ranks, 2, DROPOUT, "v-half")
+    check_equal(gathered(ranks, 2, DROPOUT, "v-half", evaluates=True), plain)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        RECOMPUTED,
+        (("recompute_granularity", "selective"), ("recompute_modules", ("core_attn",))),
+    ],
+    ids=["full", "selective"],
+)
+def test_what_is_recomputed_is_drawn_once_more(ranks: RankPools, options: Any) -> None:
+    """The backwards come after forwards of other microbatches, and in another order in a V."""
+    reference = gathered(ranks, 2, DROPOUT, "zb-h1")
+    for name in ("zb-h1", "v-half"):
+        check_equal(gathered(ranks, 2, replace(DROPOUT, options=options), name), reference)
+
+
+@pytest.mark.parametrize("sequence", [False, True], ids=["tensor", "sequence"])
+def test_tensor_parallel_ranks_draw_the_same_under_every_schedule(
+    ranks: RankPools, sequence: bool
+) -> None:
+    case = replace(DROPOUT, tensor_parallel=2, sequence_parallel=sequence, rotary=sequence)
+    reference = gathered(ranks, 2, case, "1f1b")
+    check_equal(gathered(ranks, 2, case, "v-half"), reference)
+    name = "decoder.layers.3.mlp.linear_fc1.weight of TP"
+    assert reference.weights[f"{name} 0"] != reference.weights[f"{name} 1"]
+
+
+def test_experts_draw_the_same_under_every_schedule(ranks: RankPools) -> None:
+    reference = gathered(ranks, 2, EXPERTS, "1f1b")
+    check_equal(gathered(ranks, 2, EXPERTS, "v-half"), reference)
+    name = "decoder.layers.3.mlp.experts.local_experts.0.linear_fc1.weight of EP"
+    assert reference.weights[f"{name} 0"] != reference.weights[f"{name} 1"]
+
+
+@pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
+def test_multi_token_prediction_draws_the_same(ranks: RankPools, tied: bool) -> None:
+    case = replace(DROPOUT, multi_token=2, rotary=True, tied=tied)
+    reference = gathered(ranks, 2, case, "1f1b")
+    check_equal(gathered(ranks, 2, case, "v-half"), reference)
+    recomputed = replace(case, options=RECOMPUTED)
+    check_equal(gathered(ranks, 2, recomputed, "zb-h1"), reference)
+
+
+# --- one stream of each rank
+
+
+@pytest.mark.parametrize("name", ["zb-h1", "1f1b"])
+def test_streams_of_ranks_are_stocks(ranks: RankPools, name: str) -> None:
+    """Weights as drawn, losses and gradients with dropout."""
+    stock = gathered(ranks, 2, DROPOUT, None)
+    check_equal(gathered(ranks, 2, DROPOUT, name, by_layer=False), stock)
+
+
+def test_streams_of_ranks_differ_where_layers_move(ranks: RankPools) -> None:
+    """Why layers have streams of their own."""
+    stock = gathered(ranks, 2, DROPOUT, None)
+    moved = gathered(ranks, 2, DROPOUT, "v-half", by_layer=False)
+    name = "decoder.layers.3.mlp.linear_fc1.weight of TP 0"
+    assert moved.weights[name] != stock.weights[name]
+    assert moved.losses != stock.losses
+
+
+@pytest.mark.parametrize(
+    ("name", "layers", "layout", "expected"),
+    [
+        ("zb-h1", Layers(8), None, True),
+        ("1f1b", Layers(9), None, False),
+        ("1f1b", Layers(9), "Etttt|tttttL", True),
+        ("zb-h1", Layers(7, embedding=1), None, True),
+        ("zb-h1", Layers(6, embedding=1, output=1), None, True),
+        ("zb-h1", Layers(7, first=3), None, True),
+        ("zb-h1", Layers(8), "Ettttt|tttL", True),
+        ("interleaved", Layers(8), None, False),
+        ("v-half", Layers(8), None, False),
+    ],
+)
+def test_where_layers_are_as_in_stock(
+    name: str, layers: Layers, layout: str | None, expected: bool
+) -> None:
+    adapter = PipelineAdapter.create(
+        name, pipeline_size=2, num_microbatches=4, layers=layers, layer_layout=layout
+    )
+    assert adapter.keeps_places is expected
+    assert asks_for_layer_streams(None, expected) is not expected
+    assert asks_for_layer_streams("auto", expected) is not expected
+    assert asks_for_layer_streams("layer", expected)
+    assert not asks_for_layer_streams("rank", expected)
+
+
+def test_a_balanced_layout_that_is_not_even_moves_layers() -> None:
+    layers = Layers(8)
+    placement = build("1f1b", pipeline_size=2, num_microbatches=4).placement
+    assert is_stock(spread(layers, placement), layers, placement)
+    assert not is_stock(segments_from_layout("Ettttt|tttL", layers, 2), layers, placement)
+
+
+# --- the streams themselves
+
+
+def draws() -> dict[str, list[float]]:
+    """Numbers from each of Megatron's random states, inside and outside of layers."""
+    parallel_state.initialize_model_parallel(tensor_model_parallel_size=2)
+    model_parallel_cuda_manual_seed(1)
+    streams, tracker = LayerStreams(1), get_cuda_rng_tracker()
+    before = RandomState()
+
+    def drawn() -> list[float]:
+        found = [torch.rand(1).item()]
+        for name in sorted(tracker.get_states()):
+            with tracker.fork(name):
+                found.append(torch.rand(1).item())
+        return found
+
+    found = {}
+    for layer, step, microbatch in [(0, 0, 0), (1, 0, 0), (0, 1, 0), (0, 0, 1), (0, 0, 0)]:
+        place = f"{layer}:{step}:{microbatch}"
+        with streams.of_layer(place):
+            numbers = drawn()
+        assert found.setdefault(place, numbers) == numbers
+    with tracker.fork(), streams.of_layer("0:0:0"):  # as in sequence parallelism
+        found["sequence"] = [torch.rand(1).item()]
+    with streams.of_layer("0:0:0"), streams.of_layer("inner"):
+        assert drawn() == found["0:0:0"]
+    after = drawn()
+    before.restore()
+    assert drawn() == after, "what is drawn outside of layers does not move"
+    return found
+
+
+def test_every_random_state_has_a_stream_in_every_layer(ranks: RankPools) -> None:
+    """On the ranks that Megatron gives equal states, equal numbers."""
+    first, second = ranks(2).run(draws)
+    for place in ("0:0:0", "1:0:0", "0:1:0", "0:0:1"):
+        default, data, expert, tensor = zip(first[place], second[place], strict=True)
+        assert default[0] == default[1]
+        assert data[0] == data[1]
+        assert expert[0] != expert[1]
+        assert tensor[0] != tensor[1]
+    assert len(set(itertools.chain(*(first[p] for p in first if p != "sequence")))) == 4 * 4
+    assert first["sequence"] == first["0:0:0"][3:]
+    assert first["sequence"] != second["sequence"]

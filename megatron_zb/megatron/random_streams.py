@@ -131,9 +131,7 @@ class LayerStreams:
             self._origins = self._seeded_states()
         tracker = get_cuda_rng_tracker()
         states = {
-            name: self._state(name, place)
-            for name in self._origins
-            if name not in (_HOST, _DEVICE)
+            name: self._state(name, place) for name in self._origins if name not in (_HOST, _DEVICE)
         }
         tracker.set_states(states)
         torch.set_rng_state(_state_of(seed_of(self._origins[_HOST], place), "cpu"))
