@@ -10,11 +10,23 @@ from megatron_zb.errors import UsageError
 
 LAYOUT_FLAG = "--pipeline-layer-layout"
 AUTO_LAYOUT = "auto"
+STREAMS_FLAG = "--pipeline-random-streams"
 
 
 def asks_for_balance(layout: str | None) -> bool:
     """Whether the value of ``--pipeline-layer-layout`` asks for a layout and does not write one."""
     return layout is not None and (layout == AUTO_LAYOUT or Path(layout).suffix == ".yaml")
+
+
+def asks_for_layer_streams(streams: str | None, keeps_places: bool) -> bool:
+    """Whether every layer draws from random streams of its own.
+
+    Args:
+        streams: the value of ``--pipeline-random-streams``, None where it was not given.
+        keeps_places: every rank holds the layers that it has in Megatron without a schedule, and
+            so draws what it draws there.
+    """
+    return streams == "layer" or (streams != "rank" and not keeps_places)
 
 
 def check_table_alone(args: argparse.Namespace) -> None:
@@ -47,6 +59,15 @@ def add_run_arguments(group: argparse._ArgumentGroup) -> None:
         metavar="N",
         help="build the schedule anew for measured costs after the first iterations and every N "
         "(default: auto once, after the first ones; others never)",
+    )
+    group.add_argument(
+        STREAMS_FLAG,
+        choices=("auto", "layer", "rank"),
+        help="where layers draw random numbers from. layer: each from streams of its own, so that "
+        "dropout masks, and initial weights, are those of every other schedule and pipeline size "
+        "with the same seed; rank: from one stream of each pipeline rank, as in Megatron without "
+        "a schedule; auto (default): rank where every rank holds the layers it has there, else "
+        "layer",
     )
     add_timeout(group)
     add_other_data(group)

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from copy import copy
 from dataclasses import dataclass, replace
 from functools import partial
@@ -48,6 +48,7 @@ class GPTCase:
     ``lengths`` are the sequence lengths of the microbatches, in turns. With ``optimizer_steps``
     the parameters after so many steps are compared, not gradients: the distributed optimizer
     leaves every rank with a part of them. ``frozen`` is a part of the names of frozen weights.
+    With ``drawn``, Megatron's builders draw the weights, as on a GPU.
     """
 
     tied: bool = False
@@ -73,6 +74,8 @@ class GPTCase:
     align_param_gather: bool = False
     grad_scale: float | None = None
     frozen: str | None = None
+    dropout: float = 0.0
+    drawn: bool = False
 
     @property
     def torch_dtype(self) -> torch.dtype:
@@ -119,9 +122,15 @@ def run(
 
 @contextmanager
 def built(
-    case: GPTCase, schedule: str | Schedule | None, num_microbatches: int
+    case: GPTCase,
+    schedule: str | Schedule | None,
+    num_microbatches: int,
+    steps_done: Callable[[], int] | None = None,
 ) -> Iterator[tuple[PipelineAdapter | None, list[Any]]]:
-    """The adapter, or None for Megatron's own 1F1B, and the model chunks of this rank."""
+    """The adapter, or None for Megatron's own 1F1B, and the model chunks of this rank.
+
+    With ``steps_done``, the layers of a schedule draw from random streams of their own.
+    """
     p = _pipeline_size(case)
     adapter = None
     if schedule is not None:
@@ -135,6 +144,8 @@ def built(
             layers=Layers(case.layers, multi_token=case.multi_token),
             layer_layout=case.layout,
         )
+        if steps_done is not None:
+            adapter.draw_by_layer(1, steps_done)
     _enter_parallel_groups(case, adapter, p)
     yield adapter, _build_chunks(case, adapter, p)
     if adapter is not None:
@@ -220,7 +231,8 @@ def _is_state(name: str, value: Any) -> bool:
 def _build_chunks(case: GPTCase, adapter: PipelineAdapter | None, p: int) -> list[Any]:
     from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
 
-    model_parallel_cuda_manual_seed(1)
+    # as Megatron-LM does: another stream on every pipeline rank
+    model_parallel_cuda_manual_seed(1 + 100 * parallel_state.get_pipeline_model_parallel_rank())
     let_experts_run_on_cpu()
     if case.fused_accumulation:
         install_stand_in_for_fused_accumulation()
@@ -245,9 +257,9 @@ def _build_chunks(case: GPTCase, adapter: PipelineAdapter | None, p: int) -> lis
         expert_model_parallel_size=case.expert_parallel,
         mtp_num_layers=case.multi_token or None,
         variable_seq_lengths=bool(case.lengths),
-        use_cpu_initialization=True,
-        attention_dropout=0.0,
-        hidden_dropout=0.0,
+        use_cpu_initialization=not case.drawn,
+        attention_dropout=case.dropout,
+        hidden_dropout=case.dropout,
         gradient_accumulation_fusion=case.fused_accumulation,
         bias_dropout_fusion=False,
         masked_softmax_fusion=False,
@@ -261,20 +273,22 @@ def _build_chunks(case: GPTCase, adapter: PipelineAdapter | None, p: int) -> lis
     count = adapter.chunks if adapter else 1
     for vp_stage in range(count):
         layer = _specification(config, vp_stage if count > 1 else None)
-        chunk = GPTModel(
-            config=config,
-            transformer_layer_spec=layer,
-            vocab_size=VOCABULARY,
-            max_sequence_length=SEQUENCE,
-            pre_process=adapter.pre_process(rank, vp_stage) if adapter else rank == 0,
-            post_process=adapter.post_process(rank, vp_stage) if adapter else rank == p - 1,
-            share_embeddings_and_output_weights=case.tied,
-            position_embedding_type="rope" if case.rotary else "learned_absolute",
-            mtp_block_spec=_multi_token(case, layer, config, vp_stage if count > 1 else None),
-            vp_stage=vp_stage if count > 1 else None,
-        )
+        with adapter.drawing_weights() if adapter else nullcontext():
+            chunk = GPTModel(
+                config=config,
+                transformer_layer_spec=layer,
+                vocab_size=VOCABULARY,
+                max_sequence_length=SEQUENCE,
+                pre_process=adapter.pre_process(rank, vp_stage) if adapter else rank == 0,
+                post_process=adapter.post_process(rank, vp_stage) if adapter else rank == p - 1,
+                share_embeddings_and_output_weights=case.tied,
+                position_embedding_type="rope" if case.rotary else "learned_absolute",
+                mtp_block_spec=_multi_token(case, layer, config, vp_stage if count > 1 else None),
+                vp_stage=vp_stage if count > 1 else None,
+            )
         chunks.append(chunk)
-    _initialise(case, chunks, config)
+    if not case.drawn:
+        _initialise(case, chunks, config)
     if adapter is not None:
         adapter.prepare_model(chunks)
     if low_precision:

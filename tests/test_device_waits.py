@@ -55,6 +55,7 @@ PLACES = {
     "megatron/post_validation.py:PostValidation.was_right": HOST,
     "megatron/post_validation.py:_StatisticsGroups.__init__": BETWEEN_STEPS,
     "megatron/post_validation.py:_in_single_precision": HOST,
+    "megatron/random_streams.py:_digest": HOST,
     "megatron/profiling.py:Profiling.measured": BETWEEN_STEPS,
     "megatron/shards.py:Shard.whole": STREAM,
     "distillation/block_times.py:_seconds": BETWEEN_STEPS,

@@ -52,6 +52,8 @@ STOCK: dict[str, Any] = {
     "overlap_moe_expert_parallel_comm": False,
     "hybrid_override_pattern": None,
     "heterogeneous_layers_config_path": None,
+    "seed": 1234,
+    "data_parallel_random_init": False,
 }
 
 
@@ -541,3 +543,63 @@ def test_hybrid_models_keep_their_own_placement() -> None:
     for schedule in ("v-half", "interleaved"):
         with pytest.raises(UsageError, match=r"--hybrid-override-pattern .* cannot be combined"):
             make_plan(parsed(f"--pipeline-schedule {schedule}", **stock))
+
+
+# --- random streams
+
+
+@pytest.mark.parametrize(
+    ("line", "stock", "by_layer"),
+    [
+        ("--pipeline-schedule v-half", {}, True),
+        ("--pipeline-schedule v-half --pipeline-random-streams rank", {}, False),
+        ("--pipeline-schedule interleaved", {}, True),
+        ("--pipeline-schedule zb-h1", {}, False),
+        ("--pipeline-schedule zb-h1 --pipeline-random-streams auto", {}, False),
+        ("--pipeline-schedule zb-h1 --pipeline-random-streams layer", {}, True),
+        ("--pipeline-schedule zb-h1", {"num_layers": 15}, True),
+        (
+            "--pipeline-schedule zb-h1",
+            {"num_layers": 14, "decoder_first_pipeline_num_layers": 2},
+            False,
+        ),
+        (
+            "--pipeline-schedule zb-h1",
+            {"pipeline_model_parallel_layout": "Ettttt|ttttt|tttt|ttL"},
+            False,
+        ),
+        ("--pipeline-schedule zb-h1", {"hybrid_override_pattern": "MMM*" * 3}, False),
+    ],
+)
+def test_layers_that_move_draw_from_streams_of_their_own(
+    line: str, stock: dict[str, Any], by_layer: bool
+) -> None:
+    adapter = make_plan(parsed(line, **stock))
+    assert adapter is not None
+    assert adapter.draws_by_layer is by_layer
+    assert ("random streams of its own" in adapter.describe()) is by_layer
+
+
+@pytest.mark.parametrize("conflict", conflicts.LAYER_STREAMS_CONFLICTS, ids=lambda c: c.argument)
+@pytest.mark.parametrize(
+    ("line", "chosen"),
+    [
+        ("zb-h1 --pipeline-random-streams layer", "--pipeline-random-streams layer"),
+        ("v-half", "--pipeline-random-streams layer, which --pipeline-schedule v-half brings"),
+    ],
+)
+def test_what_streams_of_layers_cannot_be_had_with(
+    conflict: conflicts.Conflict, line: str, chosen: str
+) -> None:
+    args = parsed(f"--pipeline-schedule {line}", **{conflict.argument: True})
+    with pytest.raises(UsageError) as error:
+        conflicts.check_layer_streams(args)
+    for part in (conflict.flag, chosen, "add --pipeline-random-streams rank"):
+        assert part in str(error.value)
+    by_rank = "--pipeline-schedule zb-h1 --pipeline-random-streams rank"
+    assert make_plan(parsed(by_rank, **{conflict.argument: True})) is not None
+
+
+def test_random_streams_need_a_schedule() -> None:
+    with pytest.raises(UsageError, match="--pipeline-random-streams needs --pipeline-schedule"):
+        make_plan(parsed("--pipeline-random-streams layer"))

@@ -302,6 +302,24 @@ def test_a_checkpoint_of_other_data_is_refused_or_allowed(
         first = losses
 
 
+def test_dropout_is_that_of_every_other_schedule(corpus: str, tmp_path: Path) -> None:
+    """Also after a resume; Megatron's own draws are those of one stream for each rank."""
+    flags: Flags = {"--data-path": corpus, "--hidden-dropout": 0.1, "--attention-dropout": 0.1}
+    checkpoints = tmp_path / "checkpoints"
+    saves = {"--save": checkpoints, "--save-interval": SAVED}
+    whole = trained(tmp_path, {**flags, **saves, "--pipeline-schedule": "v-half"})
+    load = checkpoint_of(checkpoints, SAVED, tmp_path / "load")
+    resumed = trained(tmp_path, {**flags, "--load": load, "--pipeline-schedule": "v-zb"})
+    by_rank = {**flags, "--pipeline-schedule": "zb-h1"}
+    by_layer = trained(tmp_path, {**by_rank, "--pipeline-random-streams": "layer"})
+    stock, ours = trained(tmp_path, flags), trained(tmp_path, by_rank)
+    for key in ("lm_loss", "eval_loss"):
+        assert resumed.by_iteration(key) == whole.by_iteration(key, after=SAVED)
+        assert by_layer.by_iteration(key) == whole.by_iteration(key)
+        assert ours.by_iteration(key) == stock.by_iteration(key)
+        assert stock.by_iteration(key) != whole.by_iteration(key)
+
+
 def test_without_the_flag_megatron_is_as_it_was(corpus: str, tmp_path: Path) -> None:
     """Nothing that carries out schedules is imported, and nothing in Megatron is replaced."""
     report = tmp_path / "report"
@@ -314,7 +332,11 @@ def test_without_the_flag_megatron_is_as_it_was(corpus: str, tmp_path: Path) -> 
             name
             for name in found["imported"]
             if re.match(r"megatron_zb\.(runtime|megatron)\.", name)
-        ] == ["megatron_zb.megatron.cpu", "megatron_zb.megatron.initialisation"]
+        ] == [
+            "megatron_zb.megatron.cpu",
+            "megatron_zb.megatron.initialisation",
+            "megatron_zb.megatron.random_streams",
+        ]
         assert found["in_megatron"] == []
 
 
@@ -465,6 +487,7 @@ def test_a_rank_that_holds_up_all_others_is_named(
         ({"--bf16": True, "--fp16": True}, "--bf16 and --fp16 exclude each other"),
         ({"--loss-scale": 8}, "--loss-scale is for --fp16"),
         ({"--pipeline-memory-limit": 0.5}, "--pipeline-memory-limit needs --pipeline-schedule"),
+        ({"--pipeline-random-streams": "rank"}, "-random-streams needs --pipeline-schedule"),
         (
             {"--pipeline-schedule": "v-half", "--pipeline-schedule-file": "v-half.csv"},
             "--pipeline-schedule and --pipeline-schedule-file both choose a schedule",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from functools import lru_cache, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -14,8 +15,10 @@ from megatron.core.distributed import finalize_model_grads as _finalize
 from megatron_zb.errors import UsageError
 from megatron_zb.megatron import embedding
 from megatron_zb.megatron.forward_backward import ForwardBackward
+from megatron_zb.megatron.initialisation import layers_draw_weights
 from megatron_zb.megatron.linear import SplitBackward, split_linear_layers
 from megatron_zb.megatron.placement import PhysicalPlacement, StageLayout
+from megatron_zb.megatron.random_streams import LayerStreams
 from megatron_zb.megatron.transformer_engine import split_transformer_engine
 from megatron_zb.planner.balance import TRANSFER, Balance, Ends, balanced, costs_of
 from megatron_zb.runtime.activation_memory import ActivationMemory
@@ -48,6 +51,7 @@ class PipelineAdapter:
         group_size: int | None = None,
         in_a_row: bool = False,
         balance: Balance | None = None,
+        keeps_places: bool = False,
     ) -> None:
         self.schedule = schedule
         self.costs = costs
@@ -57,6 +61,8 @@ class PipelineAdapter:
         self.physical = PhysicalPlacement(schedule.placement)
         self.layer_layout = StageLayout(letters, self.physical)
         self._balance = balance
+        self.keeps_places = keeps_places
+        """Whether every rank holds the layers that it has in Megatron without a schedule."""
         self._splits = [SplitBackward(WeightGradQueue()) for _ in range(self.chunks)]
         self.program_for = lru_cache(maxsize=16)(self._build_program)
         self.forward_backward_func = ForwardBackward(self.physical, self.program_for, self._splits)
@@ -114,6 +120,7 @@ class PipelineAdapter:
             group_size=group_size,
             in_a_row=in_a_row,
             balance=balance,
+            keeps_places=_keeps_places(letters, layers, layer_layout, schedule),
         )
 
     @classmethod
@@ -138,7 +145,14 @@ class PipelineAdapter:
                 f"microbatches, but the job has {pipeline_size} and {num_microbatches}"
             )
         balance, letters = _placed(layers, layer_layout, schedule)
-        return cls(schedule, _equal_costs(pipeline_size), None, letters, balance=balance)
+        return cls(
+            schedule,
+            _equal_costs(pipeline_size),
+            None,
+            letters,
+            balance=balance,
+            keeps_places=_keeps_places(letters, layers, layer_layout, schedule),
+        )
 
     @property
     def chunks(self) -> int:
@@ -159,10 +173,44 @@ class PipelineAdapter:
     def post_process(self, pp_rank: int, vp_stage: int | None) -> bool:
         return self.physical.holds_output(pp_rank, vp_stage)
 
+    def draw_by_layer(
+        self, seed: int, steps_done: Callable[[], int], *, replicas_differ: bool = False
+    ) -> None:
+        """Let every layer draw weights and dropout masks from random streams of its own.
+
+        A layer's weights then follow from the seed, its dropout masks from seed, step and
+        microbatch, so neither depends on the schedule, nor on the pipeline size, nor on whether
+        training was resumed. To be called before the model is built. Weights are those of a model
+        that is built under :meth:`drawing_weights`.
+
+        Args:
+            seed: the user's.
+            steps_done: tells the number of steps since the start of training, resumed or not.
+            replicas_differ: data-parallel ranks draw differently (``data_parallel_random_init``).
+        """
+        streams = LayerStreams(seed, replicas_differ=replicas_differ)
+        self.forward_backward_func.streams = streams
+        self.forward_backward_func.steps_done = steps_done
+
+    @property
+    def draws_by_layer(self) -> bool:
+        return self.forward_backward_func.streams is not None
+
+    def drawing_weights(self) -> AbstractContextManager[None]:
+        """Around the building of a chunk by Megatron: its layers draw as they are to draw."""
+        streams = self.forward_backward_func.streams
+        return nullcontext() if streams is None else layers_draw_weights(streams)
+
     def prepare_model(self, model_chunks: list[Any]) -> None:
-        """Tie the embeddings and split the linear layers; before data parallelism wraps them."""
+        """Tie the embeddings and split the linear layers; before data parallelism wraps them.
+
+        Where layers draw from streams of their own, their forwards choose them from here on.
+        """
         embedding.tie(model_chunks)
+        streams = self.forward_backward_func.streams
         for chunk, split in zip(model_chunks, self._splits, strict=True):
+            if streams is not None:
+                streams.seed_forwards(chunk)
             split_linear_layers(chunk, split)
             if self.splits_backward:
                 split_transformer_engine(chunk, split, self.schedule.name)
@@ -331,6 +379,8 @@ class PipelineAdapter:
             )
         if self._balance is not None:
             lines.append(f"  {self._balance}")
+        if self.draws_by_layer:
+            lines.append("  every layer draws from random streams of its own")
         return "\n".join(lines)
 
     def _known_costs(self) -> str:
@@ -366,6 +416,18 @@ def _assumed_costs(pipeline_size: int, layers: int, ends: Ends | None) -> Costs:
 def _equal_costs(pipeline_size: int, p2p: float = 0.0) -> Costs:
     p = max(pipeline_size, 1)
     return Costs.uniform(pipeline_size=p, forward=1.0, backward=1.0, weight=1.0, p2p=p2p)
+
+
+def _keeps_places(
+    letters: Letters,
+    layers: Layers,
+    layer_layout: str | Ends | None,
+    schedule: Schedule,
+) -> bool:
+    """A layout that is written out is Megatron's, too, which then has it without a schedule."""
+    if isinstance(layer_layout, str):
+        return schedule.placement.chunks == 1
+    return layout.is_megatrons(letters, layers, schedule.placement)
 
 
 def _placed(

@@ -24,7 +24,8 @@ from megatron_zb.megatron.data_parallel import DataParallelSync, no_grad_sync
 from megatron_zb.megatron.linear import SplitBackward
 from megatron_zb.megatron.part_marks import marking, reading
 from megatron_zb.megatron.placement import PhysicalPlacement
-from megatron_zb.megatron.redo import RandomState, Replayed
+from megatron_zb.megatron.random_streams import LayerStreams, RandomState
+from megatron_zb.megatron.redo import Replayed
 from megatron_zb.runtime.activation_memory import ActivationMemory
 from megatron_zb.runtime.autograd_stage import AutogradStage
 from megatron_zb.runtime.channels import Channels
@@ -63,6 +64,7 @@ class MegatronStage(AutogradStage):
 
     def _forward_step(self, microbatch: int, activation: torch.Tensor | None) -> torch.Tensor:
         it = self._iteration
+        self._choose_streams(microbatch)
         if it.sync is not None:
             it.sync.before_forward(self._vp_stage)
         output, num_tokens = megatron_schedules.forward_step(
@@ -90,7 +92,13 @@ class MegatronStage(AutogradStage):
                 output = it.config.grad_scale_func(output)
         return output
 
+    def _choose_streams(self, microbatch: int) -> None:
+        """For what draws random numbers: a forward, and in a backward what is recomputed."""
+        if self._iteration.streams is not None:
+            self._iteration.streams.start_pass(microbatch)
+
     def backward(self, microbatch: int, gradient: torch.Tensor | None) -> torch.Tensor | None:
+        self._choose_streams(microbatch)
         with _timed(self._iteration.config, "backward-compute", log_level=2):
             if self._queue.deferring:
                 return super().backward(microbatch, gradient)
@@ -134,6 +142,7 @@ class Iteration:
     collect_non_loss_data: bool
     first_val_step: bool | None
     total_num_tokens: torch.Tensor
+    streams: LayerStreams | None = None
     sync: DataParallelSync | None = None
     forward_data_store: list[Any] = field(default_factory=list)
 
@@ -184,6 +193,10 @@ class ForwardBackward:
         self._buckets: list[BucketReductions | None] = []
         self._cuts: dict[int, tuple[Program, Cut]] = {}
         self.activation_memory: ActivationMemory | None = None
+        self.streams: LayerStreams | None = None
+        """What the layers draw random numbers from; None for one stream of each rank."""
+        self.steps_done: Callable[[], int] | None = None
+        """Is asked for the steps since the start of training, with ``streams``."""
         self.post_validation: PostValidation | None = None
         self.start_profiling: Callable[[], Profiling] | None = None
         """Is called at the first step of training, when the process groups exist."""
@@ -224,6 +237,8 @@ class ForwardBackward:
         config = get_model_config(chunks[0])
         if not forward_only:
             self._before_training_step(num_microbatches)
+        if self.streams is not None:
+            self.streams.start_step(None if forward_only else self._steps_done())
         variable = bool(config.variable_seq_lengths)
         program = self._program_for(num_microbatches, forward_only, variable)
         refuse_what_is_not_served(config, adjust_tensor_shapes_fn, program.schedule.name)
@@ -243,6 +258,7 @@ class ForwardBackward:
             collect_non_loss_data=collect_non_loss_data,
             first_val_step=first_val_step,
             total_num_tokens=torch.zeros([], dtype=torch.int, device=_device()),
+            streams=self.streams,
         )
         (shape,) = megatron_schedules.get_tensor_shapes(
             seq_length=seq_length,
@@ -286,6 +302,10 @@ class ForwardBackward:
                 run_program(program, logical, stages, transport, allocate, self._observer())
             else:
                 self._run_from_cut(iteration, program, logical, stages, transport, allocate)
+
+    def _steps_done(self) -> int:
+        assert self.steps_done is not None, "streams of layers need the number of the step"
+        return self.steps_done()
 
     def _before_training_step(self, num_microbatches: int) -> None:
         if self.start_profiling is not None:

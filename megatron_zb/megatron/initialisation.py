@@ -1,27 +1,87 @@
-"""Weights that depend on the seed and the parameter's name alone.
+"""Weights that do not depend on the pipeline rank that draws them.
 
 Megatron draws weights from one random stream per rank, so the same seed gives another model under
-another pipeline or tensor-parallel size. Drawing each weight from a generator of its own, seeded
-by the seed and the parameter's global name, gives the same model everywhere, and losses can be
-compared between schedules. Serves megatron-core 0.16.1 and 0.19.0.
+another placement of layers, or another pipeline size. There are two ways to the same model:
+
+- :func:`layers_draw_weights` lets Megatron's own builders draw, from streams of every layer. It
+  serves whatever they build; tensor-parallel and expert-parallel ranks draw as Megatron's do.
+- :func:`initialise_by_global_name` draws each weight by itself, seeded by its global name. The
+  model is then the same for every tensor-parallel size, too.
+
+Both serve megatron-core 0.16.1 and 0.19.0.
 """
 
 from __future__ import annotations
 
 import contextlib
-import hashlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
 from megatron.core import parallel_state
+from megatron.core.models.common.embeddings.language_model_embedding import LanguageModelEmbedding
+from megatron.core.transformer import multi_token_prediction, transformer_block
+from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 
 from megatron_zb.errors import UsageError
+from megatron_zb.megatron.random_streams import LayerStreams, global_name, seed_of
 
 _EMBEDDING = "embedding.word_embeddings.weight"
 _OUTPUT_LAYER = "output_layer.weight"
 # Layers that write to the residual stream: Megatron scales their weights down with the depth.
 _RESIDUAL_LAYERS = ("linear_proj", "linear_fc2", "out_proj")
+
+
+@contextlib.contextmanager
+def layers_draw_weights(streams: LayerStreams) -> Iterator[None]:
+    """Let the embedding and each layer of a chunk that is built inside draw from its own streams.
+
+    What a chunk has besides is its output layer, whose streams serve the rest. Megatron's blocks
+    (TransformerBlock, MultiTokenPredictionBlock) build their layers by ``build_module``, which is
+    watched for as long as this lasts.
+    """
+    build_decoder = _seeded_builder(streams, transformer_block.build_module, "decoder.layers")
+    build_prediction = _seeded_builder(streams, multi_token_prediction.build_module, "mtp.layers")
+    init = LanguageModelEmbedding.__init__
+
+    def seeded_init(*arguments: Any, **keywords: Any) -> None:
+        with streams.of_layer("embedding"):
+            init(*arguments, **keywords)
+
+    with (
+        streams.of("output_layer"),
+        _replaced(LanguageModelEmbedding, "__init__", seeded_init),
+        _replaced(transformer_block, "build_module", build_decoder),
+        _replaced(multi_token_prediction, "build_module", build_prediction),
+    ):
+        yield
+
+
+def _seeded_builder(
+    streams: LayerStreams, build: Callable[..., Any], layers: str
+) -> Callable[..., Any]:
+    """A ``build_module`` that knows a layer by its number, which counts within its block."""
+
+    def build_seeded(*arguments: Any, **keywords: Any) -> Any:
+        number = keywords.get("layer_number")
+        if number is None:
+            return build(*arguments, **keywords)
+        if layers == "decoder.layers":
+            number += get_transformer_layer_offset(keywords["config"], keywords.get("vp_stage"))
+        with streams.of_layer(f"{layers}.{number - 1}"):
+            return build(*arguments, **keywords)
+
+    return build_seeded
+
+
+@contextlib.contextmanager
+def _replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
+    original = getattr(owner, name)
+    setattr(owner, name, value)
+    try:
+        yield
+    finally:
+        setattr(owner, name, original)
 
 
 def initialise_by_global_name(
@@ -55,7 +115,7 @@ def global_parameters(chunk: torch.nn.Module) -> Mapping[str, torch.nn.Parameter
     `decoder.layers.5.mlp.linear_fc1.weight` is in the sixth layer.
     """
     prefixes = {
-        name: f"{name.rpartition('.')[0]}.{module.layer_number - 1}"
+        name: global_name(name, module)
         for name, module in chunk.named_modules()
         if name.rpartition(".")[2].isdigit() and hasattr(module, "layer_number")
     }
@@ -82,7 +142,7 @@ def _initialise(
     if size > 1:
         shape[parameter.partition_dim] *= size  # type: ignore[attr-defined]
     whole = torch.empty(shape, dtype=torch.float32)
-    with _seeded(f"{seed}:{name}"):
+    with _seeded(seed_of(seed, name)):
         method(whole)
     if size > 1:
         whole = _slice(whole, parameter, parallel_state.get_tensor_model_parallel_rank(), size)
@@ -120,15 +180,14 @@ def _method(
 
 
 @contextlib.contextmanager
-def _seeded(text: str) -> Iterator[None]:
-    """Let torch's CPU generator start from a hash of `text`, and put its state back afterwards.
+def _seeded(seed: int) -> Iterator[None]:
+    """Seed torch's CPU generator, and put its state back afterwards.
 
     The default generator is used because initialisation methods do not take another one.
     """
     generator = torch.default_generator
     state = generator.get_state()
-    digest = hashlib.sha256(text.encode()).digest()
-    generator.manual_seed(int.from_bytes(digest[:8], "big") >> 1)
+    generator.manual_seed(seed)
     try:
         yield
     finally:

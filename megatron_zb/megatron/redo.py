@@ -1,27 +1,10 @@
-"""What forwards change besides what they compute, so that they can run once more."""
+"""Data that a forward has taken, given to it once more."""
 
 from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterator
 from typing import Any
-
-import torch
-from megatron.core.tensor_parallel import get_cuda_rng_tracker
-
-
-class RandomState:
-    """The states of all random generators that a model draws from."""
-
-    def __init__(self) -> None:
-        self._host = torch.get_rng_state()
-        self._device = torch.cuda.get_rng_state()
-        self._tracked = get_cuda_rng_tracker().get_states()
-
-    def restore(self) -> None:
-        torch.set_rng_state(self._host)
-        torch.cuda.set_rng_state(self._device)
-        get_cuda_rng_tracker().set_states(dict(self._tracked))
 
 
 class Replayed:

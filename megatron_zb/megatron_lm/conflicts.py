@@ -17,6 +17,8 @@ from megatron_zb.megatron import versions
 from megatron_zb.megatron.forward_backward import NOT_SERVED, WHY_NOT_SHARDED, is_chosen
 from megatron_zb.megatron.placement import PhysicalPlacement
 from megatron_zb.megatron.post_validation import NOT_TAKEN_BACK
+from megatron_zb.megatron_lm import flags
+from megatron_zb.run_flags import STREAMS_FLAG
 from megatron_zb.schedules.placement import Placement
 
 
@@ -228,6 +230,21 @@ POST_VALIDATION_CONFLICTS = (
 )
 
 
+_RANK_STREAMS = f"add {STREAMS_FLAG} rank"
+LAYER_STREAMS_CONFLICTS = (
+    Conflict(
+        "te_rng_tracker",
+        "--te-rng-tracker",
+        f"its random states cannot be exchanged for those of a layer; {_RANK_STREAMS}",
+    ),
+    Conflict(
+        "init_model_with_meta_device",
+        "--init-model-with-meta-device",
+        f"weights are not drawn where a layer is built; {_RANK_STREAMS}",
+    ),
+)
+
+
 def check(args: argparse.Namespace, choice: str, placement: Placement) -> None:
     """Refuse what cannot be combined with a schedule.
 
@@ -249,6 +266,19 @@ def check_post_validation(args: argparse.Namespace) -> None:
         UsageError: names both flags and the reason.
     """
     _refuse(POST_VALIDATION_CONFLICTS, args, POST_VALIDATION)
+
+
+def check_layer_streams(args: argparse.Namespace) -> None:
+    """Refuse where layers cannot draw from random streams of their own.
+
+    Raises:
+        UsageError: names both flags and the reason.
+    """
+    asked = args.pipeline_random_streams
+    chosen = f"{STREAMS_FLAG} layer"
+    if asked != "layer":
+        chosen += f", which {flags.choice(args)} brings,"
+    _refuse(LAYER_STREAMS_CONFLICTS, args, chosen)
 
 
 def _refuse(conflicts: Sequence[Conflict], args: argparse.Namespace, choice: str) -> None:
@@ -296,10 +326,11 @@ def of_yaml(path: str, choice: str) -> UsageError:
 
 
 _PLACED_IN_A_V = ("GPTModel",)
-_PLACED = (*_PLACED_IN_A_V, "BertModel", "MambaModel", "HybridModel")
+_DRAWN_BY_LAYER = (*_PLACED_IN_A_V, "BertModel")
+_PLACED = (*_DRAWN_BY_LAYER, "MambaModel", "HybridModel")
 
 
-def check_model(chunk: Any, schedule: str, in_a_v: bool) -> None:
+def check_model(chunk: Any, schedule: str, in_a_v: bool, draws_by_layer: bool) -> None:
     """Refuse models whose chunks exchange more than one tensor, or that no V has been shown for.
 
     Raises:
@@ -315,4 +346,9 @@ def check_model(chunk: Any, schedule: str, in_a_v: bool) -> None:
         )
         raise UsageError(
             f"--pipeline-schedule {schedule} cannot run a {type(chunk).__name__}: {advice}"
+        )
+    if draws_by_layer and not classes & set(_DRAWN_BY_LAYER):
+        raise UsageError(
+            f"the layers of a {type(chunk).__name__} cannot draw their weights from random streams "
+            f"of their own: {_RANK_STREAMS}"
         )

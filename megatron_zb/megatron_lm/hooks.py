@@ -176,7 +176,7 @@ class _Hooks:
             vp_stage = keywords.get("vp_stage")
             keywords["pre_process"] = plan.pre_process(pp_rank, vp_stage)
             keywords["post_process"] = plan.post_process(pp_rank, vp_stage)
-            with self._failing():
+            with self._failing(), plan.drawing_weights():
                 chunk = build(*args, **keywords)
             self._check_model(chunk)
             self._chunks.append(chunk)
@@ -202,7 +202,12 @@ class _Hooks:
     def _check_model(self, chunk: Any) -> None:
         """A refusal waits until all is built: other ranks build along with this one."""
         try:
-            conflicts.check_model(chunk, self._plan.schedule.name, self._plan.physical.mirrored)
+            conflicts.check_model(
+                chunk,
+                self._plan.schedule.name,
+                self._plan.physical.mirrored,
+                self._plan.draws_by_layer,
+            )
         except UsageError as error:
             self._failure = self._failure or error
 

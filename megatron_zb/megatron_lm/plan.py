@@ -11,7 +11,13 @@ from megatron_zb.megatron.adapter import PipelineAdapter
 from megatron_zb.megatron.group_options import group_options
 from megatron_zb.megatron_lm import conflicts, flags
 from megatron_zb.planner import balance
-from megatron_zb.run_flags import AUTO_LAYOUT, LAYOUT_FLAG, asks_for_balance, check_table_alone
+from megatron_zb.run_flags import (
+    AUTO_LAYOUT,
+    LAYOUT_FLAG,
+    asks_for_balance,
+    asks_for_layer_streams,
+    check_table_alone,
+)
 from megatron_zb.schedules import catalog, interchange
 from megatron_zb.schedules.layout import Layers
 
@@ -32,6 +38,7 @@ _NEED_A_SCHEDULE = {
     "pipeline_layer_layout": "v-half",
     "pipeline_profile": "v-half",
     "pipeline_replan_every": "auto",
+    "pipeline_random_streams": "v-half",
 }
 
 
@@ -58,6 +65,7 @@ def make_plan(args: argparse.Namespace) -> PipelineAdapter | None:
     named = args.pipeline_schedule_file is None
     adapter.profile(profile, args.pipeline_replan_every, is_named=named)
     conflicts.check(args, str(flags.choice(args)), adapter.schedule.placement)
+    _choose_random_streams(args, adapter)
     if args.enable_optimizer_post_validation:
         conflicts.check_post_validation(args)
     if not _is_hybrid(args):
@@ -65,6 +73,24 @@ def make_plan(args: argparse.Namespace) -> PipelineAdapter | None:
             setattr(args, name, False if isinstance(getattr(args, name, None), bool) else None)
         args.pipeline_model_parallel_layout = str(adapter.layer_layout)
     return adapter
+
+
+def _choose_random_streams(args: argparse.Namespace, adapter: PipelineAdapter) -> None:
+    asked = args.pipeline_random_streams
+    keeps_places = adapter.keeps_places or _is_hybrid(args)
+    if not asks_for_layer_streams(asked, keeps_places):
+        return
+    conflicts.check_layer_streams(args)
+    replicas_differ = args.data_parallel_random_init
+    adapter.draw_by_layer(args.seed, _steps_done, replicas_differ=replicas_differ)
+
+
+def _steps_done() -> int:
+    """What Megatron-LM's training loop has made when it makes the next step."""
+    from megatron.training import get_args
+
+    steps: int = get_args().curr_iteration
+    return steps
 
 
 def _adapter(args: argparse.Namespace) -> PipelineAdapter:

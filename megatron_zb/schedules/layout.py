@@ -113,6 +113,20 @@ def _said_ends(layers: Layers) -> str:
     return f" and {' and '.join(said)}" if said else ""
 
 
+def is_megatrons(letters: Letters, layers: Layers, placement: Placement) -> bool:
+    """Whether Megatron by itself has these layers on these ranks.
+
+    It has one chunk on a rank, and as many layers on one as on another, where the ends of the model
+    count as ``layers`` says; if those of the first or last rank are fixed, the others are alike.
+    """
+    load = [float(stage.count("t")) for stage in letters]
+    load[0] += layers.embedding
+    load[-1] += layers.output
+    fixed = {0: layers.first, len(load) - 1: layers.last}
+    alike = {n for stage, n in enumerate(load) if fixed.get(stage) is None}
+    return placement.chunks == 1 and len(alike) <= 1
+
+
 def lettered(layout: Layout, multi_token: int = 0) -> Letters:
     """All layers of stages that have so many decoder layers."""
     first, *others = ["t" * count for count in layout]

@@ -16,6 +16,7 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.utils import get_attr_wrapped_model
 
+from megatron_zb.run_flags import asks_for_layer_streams
 from megatron_zb.training import checkpoint, data
 from megatron_zb.training.checkpoint import Progress
 from megatron_zb.training.finite import check_loss, said_in_a_sentence
@@ -36,9 +37,13 @@ def train(args: argparse.Namespace, plan: Any, agree: Callable[[str | None], Non
     Raises:
         UsageError: data, log or checkpoint cannot be used.
     """
+    progress = Progress(0, 0)
+    if plan is not None and asks_for_layer_streams(args.pipeline_random_streams, plan.keeps_places):
+        plan.draw_by_layer(args.seed, lambda: progress.iteration)
     trainee = build(args, plan, agree)
     train_data, valid_data = data.build_datasets(args)
-    progress = checkpoint.load(args, trainee) if args.load else Progress(0, 0)
+    if args.load:
+        progress = checkpoint.load(args, trainee)
     log = RunLog(
         is_log_rank(),
         args.log_file,

@@ -1,0 +1,191 @@
+"""The random states that a model draws from, and those of one layer alone.
+
+Megatron gives every pipeline rank one stream: what a layer draws depends on the rank that holds it
+and on what that rank has drawn before. A :class:`LayerStreams` gives every layer streams of its
+own, whichever rank holds it. Megatron has several random states (the host's, the device's, and
+those of its tracker, of which some differ between tensor-parallel, expert-parallel or
+data-parallel ranks); each has its own stream in every layer, equal on two ranks where Megatron's
+are. Seeds and states are made on the host; no device is waited for.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+from collections import Counter
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
+
+import torch
+from megatron.core import parallel_state
+from megatron.core.models.common.embeddings.language_model_embedding import LanguageModelEmbedding
+from megatron.core.tensor_parallel import get_cuda_rng_tracker, model_parallel_cuda_manual_seed
+
+_HOST, _DEVICE = "host", "device"
+# What makes a model draw random numbers in training, by the names of Megatron's config.
+_DRAWING = (
+    "hidden_dropout",
+    "attention_dropout",
+    "moe_input_jitter_eps",
+    "moe_router_force_load_balancing",
+    "moe_router_force_biased",
+)
+
+
+class RandomState:
+    """The states of all random generators that a model draws from."""
+
+    def __init__(self) -> None:
+        self._host = torch.get_rng_state()
+        self._device = torch.cuda.get_rng_state()
+        self._tracked = get_cuda_rng_tracker().get_states()
+
+    def restore(self) -> None:
+        torch.set_rng_state(self._host)
+        torch.cuda.set_rng_state(self._device)
+        get_cuda_rng_tracker().set_states(dict(self._tracked))
+
+
+def seed_of(*words: object) -> int:
+    """Hash words to a seed of 63 bits."""
+    digest = hashlib.sha256(":".join(map(str, words)).encode()).digest()
+    return int.from_bytes(digest[:8], "big") >> 1
+
+
+class LayerStreams:
+    """Random streams of every layer: of a seed and the layer, and in a step of its microbatch, too.
+
+    Args:
+        seed: the user's seed.
+        replicas_differ: data-parallel ranks draw other numbers (``data_parallel_random_init``).
+    """
+
+    def __init__(self, seed: int, *, replicas_differ: bool = False) -> None:
+        self._seed = seed
+        self._replicas_differ = replicas_differ
+        self._origins: dict[str, str] = {}
+        self._step: int | None = None
+        self._microbatch = 0
+        self._calls: Counter[str] = Counter()
+        self._is_inside = False
+
+    def start_step(self, step: int | None) -> None:
+        """Draw what follows from the streams of a step, counted from the start of training.
+
+        None is an evaluation, which draws nothing.
+        """
+        self._step = step
+
+    def start_pass(self, microbatch: int) -> None:
+        """Draw what follows from the streams of a microbatch, in a forward or a recomputation."""
+        self._microbatch = microbatch
+        self._calls.clear()
+
+    @contextlib.contextmanager
+    def of(self, place: str) -> Iterator[None]:
+        """Draw from the streams of a place in the model, then go on where the usual ones were."""
+        usual = RandomState()
+        self._enter(place)
+        try:
+            yield
+        finally:
+            usual.restore()
+
+    @contextlib.contextmanager
+    def of_layer(self, place: str) -> Iterator[None]:
+        """Do so for a layer; what is inside another layer draws from that one's streams."""
+        if self._is_inside:
+            yield
+            return
+        self._is_inside = True
+        try:
+            with self.of(place):
+                yield
+        finally:
+            self._is_inside = False
+
+    def seed_forwards(self, chunk: torch.nn.Module) -> None:
+        """Let the forwards of a chunk's embedding and layers draw from their own streams.
+
+        Does nothing where the config of the chunk draws nothing.
+        """
+        config: Any = chunk.config
+        if not any(getattr(config, name, None) for name in _DRAWING):
+            return
+        for name, module in _layers(chunk):
+            module.forward = partial(self._forward, name, module.forward)
+
+    def _forward(
+        self, name: str, forward: Callable[..., Any], *arguments: Any, **keywords: Any
+    ) -> Any:
+        if self._step is None:
+            return forward(*arguments, **keywords)
+        call = self._calls[name]  # a layer may run several times in multi-token prediction
+        self._calls[name] += 1
+        with self.of_layer(f"{name}:{self._step}:{self._microbatch}:{call}"):
+            return forward(*arguments, **keywords)
+
+    def _enter(self, place: str) -> None:
+        if not self._origins:
+            self._origins = self._seeded_states()
+        tracker = get_cuda_rng_tracker()
+        states = {
+            name: self._state(name, place) for name in self._origins if name not in (_HOST, _DEVICE)
+        }
+        tracker.set_states(states)
+        torch.set_rng_state(_state_of(seed_of(self._origins[_HOST], place), "cpu"))
+        # in sequence parallelism, Megatron draws from one of its tracked states all along
+        current = states.get(getattr(tracker, "_current_state_name", _DEVICE))
+        torch.cuda.set_rng_state(self._state(_DEVICE, place) if current is None else current)
+
+    def _state(self, name: str, place: str) -> torch.Tensor:
+        return _state_of(seed_of(self._origins[name], place), torch.cuda.current_device())
+
+    def _seeded_states(self) -> dict[str, str]:
+        """A digest of each state as Megatron seeds it: equal on ranks that draw the same."""
+        seed = self._seed
+        if self._replicas_differ:
+            seed += 10 * parallel_state.get_data_parallel_rank()
+        usual = RandomState()
+        try:
+            model_parallel_cuda_manual_seed(seed)
+            states = {
+                _HOST: _state_of(seed, "cpu"),
+                _DEVICE: torch.cuda.get_rng_state(),
+                **get_cuda_rng_tracker().get_states(),
+            }
+            return {name: _digest(name, state) for name, state in states.items()}
+        finally:
+            usual.restore()
+
+
+def global_name(name: str, module: Any) -> str:
+    """The name of a layer, numbered from 0 in the whole model, whichever chunk holds it."""
+    return f"{name.rpartition('.')[0]}.{module.layer_number - 1}"
+
+
+def _layers(chunk: torch.nn.Module) -> Iterator[tuple[str, Any]]:
+    """The embedding and the outermost layers of a chunk by their global names."""
+    found: list[str] = []
+    for name, module in chunk.named_modules():
+        if any(name.startswith(f"{outer}.") for outer in found):
+            continue
+        if isinstance(module, LanguageModelEmbedding):
+            found.append(name)
+            yield name, module
+        elif name.rpartition(".")[2].isdigit() and hasattr(module, "layer_number"):
+            found.append(name)
+            yield global_name(name, module), module
+
+
+def _digest(name: str, state: torch.Tensor) -> str:
+    return hashlib.sha256(name.encode() + bytes(state.tolist())).hexdigest()
+
+
+def _state_of(seed: int, device: Any) -> torch.Tensor:
+    """The state of a generator that has just been seeded; made on the host."""
+    if isinstance(device, int):
+        device = torch.device("cuda", device)
+    state: torch.Tensor = torch.Generator(device=device).manual_seed(seed).get_state()
+    return state
