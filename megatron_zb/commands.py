@@ -9,6 +9,7 @@ from contextlib import contextmanager, suppress
 from threading import Timer
 
 from megatron_zb.errors import UsageError
+from megatron_zb.missing import told_if_missing
 
 WRONG = 2
 INTERRUPTED = 130  # what shells say of a program that Ctrl-C has ended
@@ -28,7 +29,8 @@ def ended(program: str, command: Callable[[], int | None]) -> int:
     """
     try:
         try:
-            return command() or 0
+            with told_if_missing():
+                return command() or 0
         except UsageError as error:
             print(f"{program}: error: {error}", file=sys.stderr)
             return WRONG

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, NoReturn
 
 from megatron_zb.distillation.arguments import check_candidate, complete, parse
 from megatron_zb.errors import UsageError
+from megatron_zb.missing import told_if_missing
 from megatron_zb.training import launch as training_launch
 from megatron_zb.training.connections import is_lost_connection
 from megatron_zb.training.environment import Environment
@@ -27,8 +28,9 @@ def _run(argv: Sequence[str], environment: Environment) -> None:
     problem, job = None, None
     args = argparse.Namespace()
     try:
-        args = parse(argv)
-        job = _job(args, environment.world_size)
+        with told_if_missing():
+            args = parse(argv)
+            job = _job(args, environment.world_size)
     except UsageError as error:
         problem = str(error)
     store = training_launch.shared_store(environment)

@@ -56,6 +56,10 @@ def parse(raw: bytes, name: str, kind: type[_Section]) -> _Section:
         has_alias = any(isinstance(token, yaml.AliasToken) for token in yaml.scan(raw))
         values = None if has_alias else yaml.safe_load(raw)
     except Exception as error:  # what an ill-formed tag raises depends on the tag
+        if _is_at_the_end(error, raw):
+            raise UsageError(
+                f"{name} breaks off{_place(error)}: the rest of the file is missing; copy it again"
+            ) from error
         raise UsageError(f"{name} is not YAML{_place(error)}: write {_first_line(kind)}") from error
     if has_alias:
         raise UsageError(f"{name} has an alias (*name): write the value out")
@@ -68,7 +72,31 @@ def parse(raw: bytes, name: str, kind: type[_Section]) -> _Section:
         return kind.model_validate(values)
     except ValidationError as error:
         first = error.errors(include_url=False, include_input=True, include_context=True)[0]
-        raise UsageError(f"{name}: {_sentence(first, kind)}") from error
+        line = _line_of(raw, tuple(first["loc"]))
+        raise UsageError(f"{name}: {_sentence(first, kind)} (line {line})") from error
+
+
+def _line_of(raw: bytes, location: tuple[Any, ...]) -> int:
+    """The line of a value; of one that is missing, the line in which its section ends."""
+    node = yaml.compose(raw, Loader=yaml.SafeLoader)
+    for part in location:
+        if isinstance(node, yaml.MappingNode):
+            inner = next((value for key, value in node.value if key.value == str(part)), None)
+        elif isinstance(node, yaml.SequenceNode) and isinstance(part, int):
+            inner = node.value[part] if part < len(node.value) else None
+        else:
+            inner = None
+        if inner is None:
+            before = raw.splitlines()[: node.end_mark.line + (node.end_mark.column > 0)]
+            return len(before)
+        node = inner
+    return int(node.start_mark.line) + 1
+
+
+def _is_at_the_end(error: Exception, raw: bytes) -> bool:
+    """Whether all of the text had been read when the mistake was found: it is cut off there."""
+    mark = getattr(error, "problem_mark", None)
+    return mark is not None and mark.index >= len(raw.decode(errors="replace").rstrip())
 
 
 def _place(error: Exception) -> str:

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from megatron_zb import __version__
 from megatron_zb.errors import UsageError
+from megatron_zb.missing import told_if_missing
 from megatron_zb.run_flags import asks_for_balance
 from megatron_zb.training.arguments import flag, parse
 from megatron_zb.training.environment import Environment
@@ -45,7 +46,8 @@ def launch(
     if environment.rank and {"-h", "--help"} & set(argv):
         sys.exit(0)  # rank 0 prints it
     try:
-        (run or _run)(argv, environment)
+        with told_if_missing():
+            (run or _run)(argv, environment)
     except UsageError as error:
         end(2, f"megatron_zb: error: {error}")
     except _SaidByRankZero:
@@ -81,8 +83,9 @@ def _run(argv: Sequence[str], environment: Environment) -> None:
     problem = None
     args = argparse.Namespace()
     try:
-        args = parse(argv, environment.world_size)
-        plan = _plan(args)
+        with told_if_missing():
+            args = parse(argv, environment.world_size)
+            plan = _plan(args)
     except UsageError as error:
         problem, plan = str(error), None
     store = shared_store(environment)
