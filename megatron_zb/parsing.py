@@ -134,7 +134,7 @@ def seconds(text: str) -> float:
 
 def positive(text: str) -> int:
     """A whole number of 1 or more, and not absurd."""
-    if not text.isdecimal() or int(text) < 1:
+    if not (text.isascii() and text.isdecimal() and int(text)):
         raise argparse.ArgumentTypeError(f"'{text}' is not a whole number of 1 or more")
     if int(text) > _MOST:
         raise argparse.ArgumentTypeError(f"{text} is more than {_MOST}")

@@ -7,6 +7,8 @@ Every field has an example, so that a mistake can be answered with a right value
 from __future__ import annotations
 
 import difflib
+import re
+from itertools import accumulate
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -17,6 +19,7 @@ from pydantic.fields import FieldInfo
 from megatron_zb.errors import UsageError
 
 _LARGEST = 1 << 20  # bytes of a file: a description has a few hundred
+_DEEPEST = 50  # brackets within brackets: a description has three
 
 
 class Section(BaseModel):
@@ -51,6 +54,11 @@ def parse(raw: bytes, name: str, kind: type[_Section]) -> _Section:
     Raises:
         UsageError: as :func:`read`.
     """
+    if (depth := _depth(raw)) > _DEEPEST:
+        raise UsageError(
+            f"{name} has brackets within brackets {depth} deep: write lines such as "
+            f"{_first_line(kind)}"
+        )
     try:
         # Aliases of aliases grow without bound; a description needs none.
         has_alias = any(isinstance(token, yaml.AliasToken) for token in yaml.scan(raw))
@@ -74,6 +82,12 @@ def parse(raw: bytes, name: str, kind: type[_Section]) -> _Section:
         first = error.errors(include_url=False, include_input=True, include_context=True)[0]
         line = _line_of(raw, tuple(first["loc"]))
         raise UsageError(f"{name}: {_sentence(first, kind)} (line {line})") from error
+
+
+def _depth(raw: bytes) -> int:
+    """How deep brackets lie in one another: the time to read them grows with its square."""
+    steps = (1 if bracket in b"[{" else -1 for bracket in re.findall(rb"[\[\]{}]", raw))
+    return max(accumulate(steps), default=0)
 
 
 def _line_of(raw: bytes, location: tuple[Any, ...]) -> int:
