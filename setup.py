@@ -22,8 +22,17 @@ def version() -> str:
 PLOTS = ["jinja2 >= 3.1", "matplotlib >= 3.8"]
 FAST = ["numba >= 0.60"]
 TRANSFORMER_ENGINE = ["transformer-engine[pytorch] >= 2.3"]
-# What Megatron-LM's own training loop imports besides megatron-core.
-MEGATRON_LM = ["einops", "pybind11", "six", "tensorboard", "transformers", "triton"]
+# What Megatron-LM's own training loop imports besides megatron-core and what is required below.
+MEGATRON_LM = [
+    "einops",
+    "pybind11",
+    "regex",
+    "setuptools",
+    "six",
+    "tensorboard",
+    "transformers",
+    "triton",
+]
 # scripts/docs.sh
 DOCS = ["mkdocs >= 1.6, < 2", "mkdocs-material >= 9.5, < 10", "mkdocstrings[python] >= 0.26, < 2"]
 TEST = [
@@ -55,6 +64,7 @@ setup(
     install_requires=[
         "megatron-core >= 0.16",
         "numpy >= 1.26",
+        "packaging >= 24.0",
         "psutil >= 5.9",  # megatron-core writes checkpoints with it
         "pydantic >= 2.7, < 3",
         "pyyaml >= 6.0, < 7",

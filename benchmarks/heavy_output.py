@@ -29,13 +29,13 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 from rich.console import Console
 from rich.table import Table
-from synthetic_steps import Steps, join
 
 from megatron_zb import schedules
 from megatron_zb.errors import UsageError
 from megatron_zb.planner.balance import costs_of, counted
 from megatron_zb.planner.fit import Fit
 from megatron_zb.planner.profile import read_profile
+from megatron_zb.runtime.synthetic_steps import Steps, join
 from megatron_zb.schedules.layout import Layers, spread
 from megatron_zb.schedules.placement import Placement
 

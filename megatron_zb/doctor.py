@@ -14,8 +14,8 @@ import shutil
 import sys
 import sysconfig
 import warnings
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from importlib import metadata
 from importlib.util import find_spec
 from pathlib import Path
@@ -36,6 +36,12 @@ class Finding:
     found: str
     state: State
     advice: str
+    install: str = ""
+    """What pip is to be given to mend it; empty where pip cannot."""
+    again: bool = False
+    """Whether pip has to install it although it is there."""
+    commands: tuple[str, ...] = ()
+    """What to run, ready to paste."""
 
     @property
     def stops(self) -> bool:
@@ -50,42 +56,44 @@ def examine(root: Path | None = None) -> list[Finding]:
         UsageError: the folder is no Megatron-LM checkout.
     """
     checkout = None if root is None else _checkout(root)
-    torch = look_at_torch()
-    found = [about_python(sys.version_info[:2], checkout), *about_torch(torch)]
+    torch, texts = look_at_torch(), own_requirements()
+    found = [about_python(sys.version_info[:2], checkout), *about_torch(torch, _torch(texts))]
     found += about_connections(torch, os.environ)
     found.append(about_core(core_version(), checkout))
-    found += [about_package(requirement, look_at(requirement)) for requirement in _REQUIREMENTS]
+    found += about_packages(texts, on_gpus=bool(torch.gpus))
     found += about_apex(look_at(_APEX).there, look_at(_FUSED).there)
     if isinstance(checkout, Finding):
         return [*found, checkout]
     if checkout is None:
         return [*found, _NO_CHECKOUT]
-    return [*found, *about_checkout(checkout), *about_training_loop(checkout, torch)]
+    known = {finding.part for finding in found}
+    loop = [one for one in about_training_loop(checkout, torch) if one.part not in known]
+    return [*found, *about_checkout(checkout), *loop]
 
 
 # --- packages
 
+_OWN = "megatron-zb"
+
 
 @dataclass(frozen=True)
 class Requirement:
-    """A package: its name, its module, the least version, and what it is for."""
+    """A package: its name, its module, what it is for, and which versions do."""
 
     name: str
     module: str
     purpose: str
-    least: str = ""
+    versions: str = ""
+    """Such as ``>=2.7,<3``; empty where any does."""
     without: str = ""
     """What to do without it; empty where it is required."""
-    install: str = ""
-    """What pip is to be given, if it is not the name."""
+    extras: str = ""
+    """What pip is to be given between the name and the versions, such as ``[pytorch]``."""
 
     @property
-    def command(self) -> str:
-        return f"pip install {shlex.quote(self.install or self._at_least)}"
-
-    @property
-    def _at_least(self) -> str:
-        return f"{self.name}>={self.least}" if self.least else self.name
+    def install(self) -> str:
+        """What pip is to be given."""
+        return f"{self.name}{self.extras}{self.versions}"
 
 
 @dataclass(frozen=True)
@@ -97,69 +105,132 @@ class Installed:
     """Whether its module can be found."""
 
 
-_OLDEST_TE = ".".join(map(str, versions.OLDEST_TRANSFORMER_ENGINE))
+# What is required is known from the package's own metadata; what for is told here.
+_USES = {
+    use.name: use
+    for use in (
+        Requirement("numpy", "numpy", "Megatron's data sets are read with it"),
+        Requirement("packaging", "packaging", "versions are compared with it"),
+        Requirement("psutil", "psutil", "Megatron writes checkpoints with it"),
+        Requirement("pydantic", "pydantic", "configurations and profiles are checked with it"),
+        Requirement("pyyaml", "yaml", "configurations and profiles are read with it"),
+        Requirement("rich", "rich", "this table and the pictures in the terminal are made with it"),
+        Requirement("torch", "torch", "everything is computed with it"),
+        Requirement(
+            "transformer-engine",
+            "transformer_engine",
+            "it has the fused layers of --transformer-impl transformer_engine, Megatron-LM's "
+            "default",
+            without="give --transformer-impl local",
+        ),
+        Requirement(
+            "numba",
+            "numba",
+            "the search for schedules is compiled with it; have it on all ranks of a job or on "
+            "none",
+            without="the search for schedules looks at less; have it on all ranks of a job or on "
+            "none",
+        ),
+        Requirement(
+            "matplotlib",
+            "matplotlib",
+            "megatron-zb show --output writes pictures with it",
+            without="megatron-zb show draws in the terminal alone",
+        ),
+        Requirement(
+            "jinja2",
+            "jinja2",
+            "megatron-zb plan --html and megatron-zb show --output FILE.html write pages with it",
+            without="megatron-zb plan and megatron-zb show print in the terminal alone",
+        ),
+        # What Megatron-LM's training loop imports only for what some arguments ask for.
+        Requirement(
+            "einops",
+            "einops",
+            "--hierarchical-context-parallel-sizes uses it",
+            without="leave out --hierarchical-context-parallel-sizes",
+        ),
+        Requirement(
+            "tensorboard",
+            "tensorboard",
+            "--tensorboard-dir writes its log with it",
+            without="leave out --tensorboard-dir",
+        ),
+        Requirement(
+            "transformers",
+            "transformers",
+            "--tokenizer-type HuggingFaceTokenizer reads tokenizers with it",
+            without="use another tokenizer than --tokenizer-type HuggingFaceTokenizer",
+        ),
+    )
+}
+_SEPARATE = ("megatron-core", "torch")  # there is more to say about them
+_OPTIONAL = ("fast", "plots", "te")  # extras
+_ON_DEMAND = ("einops", "tensorboard", "transformers")
 
-_REQUIREMENTS = (
-    Requirement("numpy", "numpy", "Megatron's data sets are read with it", "1.26"),
-    Requirement("psutil", "psutil", "Megatron writes checkpoints with it", "5.9"),
-    Requirement(
-        "rich", "rich", "this table and the pictures in the terminal are made with it", "13.0"
-    ),
-    Requirement(
-        "transformer-engine",
-        "transformer_engine",
-        "it has the fused layers of --transformer-impl transformer_engine, Megatron-LM's default",
-        _OLDEST_TE,
-        "give --transformer-impl local",
-        f"transformer-engine[pytorch]>={_OLDEST_TE}",
-    ),
-    Requirement(
-        "numba",
-        "numba",
-        "the search for schedules is compiled with it; have it on all ranks of a job or on none",
-        "0.60",
-        "the search for schedules looks at less; have it on all ranks of a job or on none",
-    ),
-    Requirement(
-        "matplotlib",
-        "matplotlib",
-        "megatron-zb show --output writes pictures with it",
-        "3.8",
-        "megatron-zb show draws in the terminal alone",
-    ),
-    Requirement(
-        "jinja2",
-        "jinja2",
-        "megatron-zb plan --html and megatron-zb show --output FILE.html write pages with it",
-        "3.1",
-        "megatron-zb plan and megatron-zb show print in the terminal alone",
-    ),
-)
+
+def required(texts: Iterable[str], extra: str = "") -> list[Requirement]:
+    """What a package's metadata asks for, without an extra or for that one.
+
+    Args:
+        texts: as ``importlib.metadata.requires`` has them: ``numba>=0.60; extra == "fast"``.
+        extra: its name; empty for what is always needed.
+    """
+    from packaging.requirements import Requirement as Parsed
+
+    found = []
+    for parsed in map(Parsed, texts):
+        marker = parsed.marker
+        if extra and (marker is None or marker.evaluate({"extra": ""})):
+            continue
+        if marker is None or marker.evaluate({"extra": extra}):
+            extras = f"[{','.join(sorted(parsed.extras))}]" if parsed.extras else ""
+            found.append(_with(parsed.name, str(parsed.specifier), extras))
+    return found
+
+
+def _with(name: str, versions: str, extras: str) -> Requirement:
+    """What it is for, with the versions that metadata asks for."""
+    use = _USES.get(name) or Requirement(name, name.replace("-", "_"), "megatron_zb needs it")
+    return replace(use, versions=versions, extras=extras)
+
+
+def own_requirements() -> Sequence[str]:
+    """What the metadata of this package asks for; nothing where it is not installed or damaged."""
+    try:
+        return metadata.requires(_OWN) or ()
+    except Exception:
+        return ()
+
+
+def _torch(texts: Sequence[str]) -> Requirement:
+    """The versions of torch that are asked for, where that is known."""
+    try:
+        return next(r for r in required(texts) if r.name == "torch")
+    except (ImportError, StopIteration):
+        return _USES["torch"]
+
+
+def about_packages(texts: Sequence[str], *, on_gpus: bool) -> list[Finding]:
+    """A finding for each package that this one names, and for what else is optional."""
+    if not look_at(_USES["packaging"]).there:
+        return [about_package(_USES["packaging"], Installed(None, False))]
+    if not texts:
+        advice = "install it, so that it is known what it needs: run pip install . in its folder."
+        return [Finding(_OWN, "not installed", "optional", advice)]
+    wanted = [*required(texts), *(r for extra in _OPTIONAL for r in required(texts, extra))]
+    found = []
+    for requirement in wanted:
+        if requirement.name in _SEPARATE:
+            continue
+        finding = about_package(requirement, look_at(requirement))
+        needs_gpus = requirement.module == "transformer_engine"
+        found.append(replace(finding, install="") if needs_gpus and not on_gpus else finding)
+    return found
+
 
 _APEX = Requirement("apex", "apex", "")
 _FUSED = Requirement("apex", "fused_weight_gradient_mlp_cuda", "")
-
-# What Megatron-LM's training loop imports only for what some arguments ask for.
-_ON_DEMAND = (
-    Requirement(
-        "einops",
-        "einops",
-        "--hierarchical-context-parallel-sizes uses it",
-        without="leave out --hierarchical-context-parallel-sizes",
-    ),
-    Requirement(
-        "tensorboard",
-        "tensorboard",
-        "--tensorboard-dir writes its log with it",
-        without="leave out --tensorboard-dir",
-    ),
-    Requirement(
-        "transformers",
-        "transformers",
-        "--tokenizer-type HuggingFaceTokenizer reads tokenizers with it",
-        without="use another tokenizer than --tokenizer-type HuggingFaceTokenizer",
-    ),
-)
 
 
 def look_at(requirement: Requirement) -> Installed:
@@ -177,36 +248,43 @@ def look_at(requirement: Requirement) -> Installed:
 
 def about_package(requirement: Requirement, installed: Installed) -> Finding:
     """Whether a package is there in a version that fits."""
-    problem, action = _problem_with(requirement, installed)
+    problem, again = _problem_with(requirement, installed)
     if not problem:
         return Finding(
             requirement.name, installed.version or "yes", "ok", f"{requirement.purpose}."
         )
-    if requirement.without:
-        advice = f"{action}; without it, {requirement.without}."
-        return Finding(requirement.name, problem, "optional", advice)
+    action = f"run pip install {_FORCED if again else ''}{shlex.quote(requirement.install)}"
     state: State = "missing" if problem == _NOTHING else "wrong"
-    return Finding(requirement.name, problem, state, f"{action}: {requirement.purpose}.")
+    advice = f"{action}: {requirement.purpose}."
+    if requirement.without:
+        state, advice = "optional", f"{action}; without it, {requirement.without}."
+    return Finding(requirement.name, problem, state, advice, requirement.install, again)
 
 
 _NOTHING = "not installed"
+_FORCED = "--force-reinstall "
 
 
-def _problem_with(requirement: Requirement, installed: Installed) -> tuple[str, str]:
-    """What is wrong with an installed package, and the remedy; empty where nothing is."""
-    if installed.there and _is_least(installed.version, requirement.least):
-        return "", ""
+def _problem_with(requirement: Requirement, installed: Installed) -> tuple[str, bool]:
+    """What is wrong with a package, empty where nothing is; whether to install it anew."""
     if installed.there:
-        return f"{installed.version}, too old", f"run {requirement.command}"
+        fits = _fits(installed.version, requirement.versions)
+        return ("" if fits else f"{installed.version}, but {requirement.versions} is needed"), False
     if installed.version is None:
-        return _NOTHING, f"run {requirement.command}"
-    reinstall = f"run pip install --force-reinstall {requirement.name}"
-    return f"{installed.version}, but broken: it has no module {requirement.module}", reinstall
+        return _NOTHING, False
+    return f"{installed.version}, but broken: it has no module {requirement.module}", True
 
 
-def _is_least(version: str | None, least: str) -> bool:
-    """Whether a version is as new as asked; an unknown version gets the benefit of the doubt."""
-    return version is None or not least or _numbers(version) >= _numbers(least)
+def _fits(version: str | None, versions: str) -> bool:
+    """Whether a version is one of those asked for; an unknown one gets the benefit of the doubt."""
+    try:
+        from packaging.specifiers import SpecifierSet
+        from packaging.version import Version
+
+        release = Version(version or "").base_version
+        return SpecifierSet(versions).contains(release)
+    except (ImportError, ValueError):
+        return True
 
 
 def _numbers(version: str) -> tuple[int, ...]:
@@ -288,7 +366,7 @@ def look_at_torch() -> Torch:
         has_nccl = distributed.is_available() and distributed.is_nccl_available()
         has_gloo = distributed.is_available() and distributed.is_gloo_available()
     except Exception as error:
-        installed = look_at(_TORCH).version
+        installed = look_at(_USES["torch"]).version
         return Torch(installed or "unknown version", broken=_first_line(error))
     gpus, capability, driver = _gpus()
     return Torch(version, "", driver, cuda, gpus, capability, has_nccl, has_gloo)
@@ -313,17 +391,14 @@ def _first_line(error: object) -> str:
     return next(iter(str(error).strip().splitlines()), type(error).__name__)
 
 
-_TORCH = Requirement("torch", "torch", "everything is computed with it", "2.6")
 _ONLY_CPU = "only CPU ranks can be used, with --cpu"
 
 
-def about_torch(torch: Torch) -> Iterator[Finding]:
+def about_torch(torch: Torch, requirement: Requirement = _USES["torch"]) -> Iterator[Finding]:
     """torch itself, the GPUs it sees, and the libraries that its ranks talk with."""
-    installed = Installed(torch.version, torch.version is not None)
-    problem, action = _problem_with(_TORCH, installed)
-    if problem:
-        state: State = "missing" if problem == _NOTHING else "wrong"
-        yield Finding("torch", problem, state, f"{action}: {_TORCH.purpose}.")
+    finding = about_package(requirement, Installed(torch.version, torch.version is not None))
+    if finding.stops:
+        yield finding
         return
     if torch.broken:
         found, advice = f"{torch.version}, but broken", "install it anew from https://pytorch.org"
@@ -412,7 +487,8 @@ def core_version() -> str | None:
 
 def about_core(version: str | None, checkout: Checkout | Finding | None) -> Finding:
     """Whether megatron-core is one of those served; a checkout brings its own."""
-    part, remedy = "megatron-core", "run pip install 'megatron-core>=0.16,<0.17'"
+    part, install = "megatron-core", "megatron-core>=0.16,<0.17"
+    remedy = f"run pip install {shlex.quote(install)}"
     if version and versions.is_supported(_numbers(version)):
         return Finding(part, version, "ok", f"{versions.SUPPORTED} are served.")
     found = version or _NOTHING
@@ -420,7 +496,7 @@ def about_core(version: str | None, checkout: Checkout | Finding | None) -> Find
         advice = f"{remedy} to train without the checkout, which has its own."
         return Finding(part, found, "optional", advice)
     state: State = "wrong" if version else "missing"
-    return Finding(part, found, state, f"{remedy}: {versions.SUPPORTED} are served.")
+    return Finding(part, found, state, f"{remedy}: {versions.SUPPORTED} are served.", install)
 
 
 _PART = "Megatron-LM"
@@ -453,13 +529,13 @@ def about_checkout(checkout: Checkout) -> Iterator[Finding]:
         text = ""
     script = shlex.quote(str(checkout.root / "pretrain_gpt.py"))
     if _MARK in text:
-        advice = f"start it as ever: torchrun ... {script} ... --pipeline-schedule v-half."
-        yield Finding("how to start", "patched", "ok", advice)
+        command = f"torchrun ... {script} ... --pipeline-schedule v-half"
+        yield Finding("how to start", "patched", "ok", "start it as ever.", commands=(command,))
     else:
-        start = f"torchrun ... -m megatron_zb.launch {script} ... --pipeline-schedule v-half"
-        root = shlex.quote(str(checkout.root))
-        advice = f"start it with {start}, or patch it once: scripts/apply_patches.sh {root}."
-        yield Finding("how to start", "not patched", "ok", advice)
+        command = f"torchrun ... -m megatron_zb.launch {script} ... --pipeline-schedule v-half"
+        patch = f"scripts/apply_patches.sh {shlex.quote(str(checkout.root))}"
+        advice = "start it with the launcher (the first command), or patch it once (the second)."
+        yield Finding("how to start", "not patched", "ok", advice, commands=(command, patch))
 
 
 def about_training_loop(checkout: Checkout, torch: Torch) -> Iterator[Finding]:
@@ -468,8 +544,8 @@ def about_training_loop(checkout: Checkout, torch: Torch) -> Iterator[Finding]:
         purpose = f"the training loop of Megatron-LM {checkout.version_text} imports it"
         requirement = Requirement(name, module, purpose)
         yield about_package(requirement, look_at(requirement))
-    for requirement in _ON_DEMAND:
-        yield about_package(requirement, look_at(requirement))
+    for name in _ON_DEMAND:
+        yield about_package(_USES[name], look_at(_USES[name]))
     yield about_helpers(is_compiled(checkout), missing_to_compile(), bool(torch.gpus))
 
 
@@ -497,10 +573,11 @@ def about_helpers(compiled: bool, missing: list[str], on_gpus: bool) -> Finding:
             part, "not compiled", "ok", "Megatron-LM compiles them when it first starts."
         )
     advice = f"install {' and '.join(missing)}: Megatron-LM compiles them when it first starts"
+    install = "pybind11" if "pybind11" in missing else ""
     if on_gpus:
-        return Finding(part, "cannot be compiled", "missing", f"{advice}.")
+        return Finding(part, "cannot be compiled", "missing", f"{advice}.", install)
     advice += "; with --cpu, those of an installed megatron-core are taken."
-    return Finding(part, "cannot be compiled", "optional", advice)
+    return Finding(part, "cannot be compiled", "optional", advice, install)
 
 
 # --- printing
@@ -508,8 +585,8 @@ def about_helpers(compiled: bool, missing: list[str], on_gpus: bool) -> Finding:
 _COLOURS = {"ok": "green", "optional": "yellow", "missing": "red", "wrong": "red"}
 
 
-def print_findings(findings: list[Finding]) -> None:
-    """A row for each finding, and one line that sums them up."""
+def print_findings(findings: Sequence[Finding]) -> None:
+    """A row for each finding, what to do below, one line that sums them up, and one command."""
     try:
         from rich.console import Console
         from rich.table import Table
@@ -517,19 +594,39 @@ def print_findings(findings: list[Finding]) -> None:
     except Exception:  # it is a finding itself
         for finding in findings:
             print(f"{finding.part}: {finding.found} ({finding.state}): {finding.advice}")
-        print(summary(findings))
-        return
-    table = Table("part", "found", "state", "what to know or do", box=None, pad_edge=False)
+    else:
+        table = Table(box=None, pad_edge=False)
+        for title in ("part", "found", "state", "what it is for"):
+            table.add_column(title, no_wrap=title in ("part", "state"))
+        for finding in findings:
+            state = Text(finding.state, style=_COLOURS[finding.state])
+            words = finding.advice if finding.state == "ok" else "see below"
+            table.add_row(Text(finding.part), Text(finding.found), state, Text(words))
+        Console().print(table)
+        for finding in findings:
+            if finding.state != "ok":
+                print(f"\n{finding.part}: {finding.advice}", end="")
+        print()
     for finding in findings:
-        state = Text(finding.state, style=_COLOURS[finding.state])
-        table.add_row(Text(finding.part), Text(finding.found), state, Text(finding.advice))
-    console = Console()
-    console.print(table)
-    console.print()
-    console.print(Text(summary(findings), style="bold"))
+        if finding.commands:
+            print("\n".join([f"\n{finding.part}:", *(f"  {line}" for line in finding.commands)]))
+    print(f"\n{summary(findings)}")
+    if command := mending_command(findings):
+        print(f"What pip can mend, all of it:\n  {command}")
 
 
-def summary(findings: list[Finding]) -> str:
+def mending_command(findings: Sequence[Finding]) -> str:
+    """One line for a shell that installs all that pip can mend; empty where there is nothing."""
+    pip = f"{shlex.quote(sys.executable)} -m pip install "
+    parts = []
+    for again in (False, True):
+        wanted = dict.fromkeys(f.install for f in findings if f.install and f.again is again)
+        if wanted:
+            parts.append(pip + (_FORCED if again else "") + shlex.join(wanted))
+    return " && ".join(parts)
+
+
+def summary(findings: Sequence[Finding]) -> str:
     """The last line: whether training can start."""
     stopping = [finding.part for finding in findings if finding.stops]
     if not stopping:
@@ -537,6 +634,6 @@ def summary(findings: list[Finding]) -> str:
     return f"To be mended before training can start: {', '.join(stopping)}."
 
 
-def exit_code(findings: list[Finding]) -> int:
+def exit_code(findings: Sequence[Finding]) -> int:
     """1 if anything required is missing or wrong."""
     return int(any(finding.stops for finding in findings))

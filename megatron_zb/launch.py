@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING
 
 from megatron_zb.errors import UsageError
 from megatron_zb.megatron_lm.ending import end_with
+from megatron_zb.missing import told_if_missing
 
 if TYPE_CHECKING:
     from megatron_zb.megatron_lm.checkout import Checkout
@@ -45,11 +46,12 @@ def main(argv: Sequence[str]) -> None:
         print(USAGE, end="")
         sys.exit(0)
     try:
-        script = _prepare(rest, on_cpu)
+        with told_if_missing():
+            script = _prepare(rest, on_cpu)
+            sys.argv = [str(script), *rest[1:]]
+            runpy.run_path(str(script), run_name="__main__")
     except UsageError as error:
         end_with(error, int(os.environ.get("RANK", "0")))
-    sys.argv = [str(script), *rest[1:]]
-    runpy.run_path(str(script), run_name="__main__")
 
 
 def _prepare(arguments: Sequence[str], on_cpu: bool) -> Path:

@@ -6,6 +6,7 @@ import argparse
 from dataclasses import replace
 
 from megatron_zb.errors import UsageError
+from megatron_zb.parsing import seconds
 from megatron_zb.schedules import Report, Timeline, simulate
 from megatron_zb.schedules.distribution import (
     BlockCosts,
@@ -53,7 +54,7 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
     )
     for name, (default, what) in _TIMES.items():
         group.add_argument(
-            f"--{name}", type=float, nargs="+", metavar="T", help=f"{what} (default {default:g})"
+            f"--{name}", type=seconds, nargs="+", metavar="T", help=f"{what} (default {default:g})"
         )
 
 

@@ -1,13 +1,15 @@
 """Train a small GPT on 4 CPU ranks with stock Megatron and with four schedules and compare them.
 
 Run as `python -m megatron_zb.quickstart`. Stock Megatron goes first; the others must have its
-losses, bit for bit, and its gradient norms in every iteration.
+losses, bit for bit, and its gradient norms in every iteration. Bubbles are shown by steps of the
+same programs whose stages sleep, since ranks that share cores fill one another's bubbles.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -19,7 +21,9 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 from megatron_zb import schedules
+from megatron_zb.commands import ended
 from megatron_zb.errors import UsageError
+from megatron_zb.parsing import Parser, positive
 from megatron_zb.pictures import save_picture
 from megatron_zb.watched_run import NewRecords, Record, RunFailed, run
 
@@ -30,8 +34,6 @@ NUM_MICROBATCHES = 8
 MICRO_BATCH_SIZE = 2
 TRAIN_ITERATIONS = 36
 
-# An iteration takes about as long with every schedule, because there are fewer cores than ranks:
-# what differs here is memory. On 4 GPUs the bubble would show in the time, too.
 TRAINING_ARGUMENTS = {
     "--pipeline-model-parallel-size": PIPELINE_SIZE,
     "--num-layers": 8,
@@ -47,6 +49,11 @@ TRAINING_ARGUMENTS = {
     "--eval-iters": 1,
     "--log-interval": 1,
 }
+
+# Of a step whose stages sleep: F, B and W of one microbatch on one rank. Long beside a message, and
+# all of it takes less than half a minute.
+MILLISECONDS = (16.0, 16.0, 16.0)
+REPETITIONS = 3
 
 SMALLEST_FALL_OF_LOSS = 1.0
 LARGEST_NORM_DIFFERENCE = 1e-6  # of stock's norm, see --clip-grad above
@@ -70,23 +77,38 @@ class Result:
     predicted_bubble_rate: float
 
 
+@dataclass(frozen=True)
+class SleepingStep:
+    """A step of all ranks whose stages sleep, in seconds."""
+
+    predicted_seconds: float
+    measured_seconds: float
+    predicted_bubble_rate: float
+
+    @property
+    def measured_bubble_rate(self) -> float:
+        """The share of the measured step in which ranks do not sleep for a pass."""
+        busy = self.predicted_seconds * (1 - self.predicted_bubble_rate)
+        return 1 - busy / self.measured_seconds
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Run everything; 0 when all is as it has to be, 1 when not, 2 for the user's to mend."""
+    return ended("quickstart", lambda: _run(argv))
+
+
+def _run(argv: Sequence[str] | None) -> int:
     arguments = _parser().parse_args(argv)
-    console = Console()
     try:
-        _quickstart(arguments, console)
+        _quickstart(arguments, Console())
     except (QuickstartFailure, RunFailed) as error:
         print(f"quickstart: failed: {error}", file=sys.stderr)
         return 1
-    except UsageError as error:
-        print(f"quickstart: error: {error}", file=sys.stderr)
-        return 2
     return 0
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="python -m megatron_zb.quickstart", description=__doc__)
+def _parser() -> Parser:
+    parser = Parser(prog="python -m megatron_zb.quickstart", description=__doc__)
     parser.add_argument(
         "--data-path",
         required=True,
@@ -102,7 +124,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument(
         "--train-iters",
-        type=int,
+        type=positive,
         default=TRAIN_ITERATIONS,
         metavar="N",
         help="iterations of each run (default: %(default)s)",
@@ -116,13 +138,19 @@ def _quickstart(arguments: argparse.Namespace, console: Console) -> None:
             f"there is no {arguments.data_path}.idx: make it with scripts/prepare_text.py "
             f"--output-prefix {arguments.data_path}"
         )
-    arguments.output.mkdir(parents=True, exist_ok=True)
+    try:
+        arguments.output.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UsageError(f"--output {arguments.output} cannot be made: {error.strerror}") from error
     results = {}
     for name in (STOCK, *SCHEDULES):
         _draw(name, arguments.output / f"{name}.png")
         results[name] = _train(name, arguments, console)
     console.print(table(results))
-    _write_summary(results, arguments.output / "summary.json")
+    console.print(why_times_tell_little(_cores()), highlight=False)
+    steps = _sleep(arguments.output, console)
+    console.print(table_of_steps(steps))
+    _write_summary(results, steps, arguments.output / "summary.json")
     console.print(f"pictures, logs and summary.json are in {arguments.output}", highlight=False)
     check(results)
 
@@ -298,11 +326,99 @@ def table(results: Mapping[str, Result]) -> Table:
     return columns
 
 
-def _write_summary(results: Mapping[str, Result], path: Path) -> None:
+def _cores() -> int:
+    """Cores that this process may use."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
+def why_times_tell_little(cores: int) -> str:
+    """What the times of the table have to do with bubbles, on so many cores."""
+    if cores < PIPELINE_SIZE:
+        why = (
+            f"{PIPELINE_SIZE} ranks share {cores} {'core' if cores == 1 else 'cores'}, so that "
+            "where one rank waits another computes, and no time is lost in a bubble"
+        )
+    else:
+        why = (
+            "the passes of so small a model are short, and ranks on the cores of one machine slow "
+            "one another down"
+        )
+    return (
+        f"\nThe times above say nothing about bubbles: {why}. A rank that sleeps needs no core: "
+        f"below, each pass sleeps for {MILLISECONDS[0]:g} ms, in the same programs."
+    )
+
+
+def sleeping_command(records: Path, scheduled: Sequence[str]) -> list[str]:
+    """The command that times steps whose stages sleep."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    command += ["--nproc-per-node", str(PIPELINE_SIZE), "-m", "megatron_zb.sleeping_steps"]
+    command += ["--schedules", *scheduled, "--num-microbatches", str(NUM_MICROBATCHES)]
+    command += ["--milliseconds", *map(str, MILLISECONDS), "--repetitions", str(REPETITIONS)]
+    return [*command, "--log-file", str(records)]
+
+
+def _sleep(output: Path, console: Console) -> dict[str, SleepingStep]:
+    """Steps of 1F1B, which is stock Megatron's schedule, and of ours."""
+    records = output / "sleeping_steps.jsonl"
+    records.unlink(missing_ok=True)
+    command = sleeping_command(records, ["1f1b", *SCHEDULES])
+    with console.status("timing steps whose stages sleep, about 20 s"):
+        run(command, printed=output / "sleeping_steps.log", records=records, show=_ignore)
+    return read_steps(NewRecords(records)())
+
+
+def _ignore(record: Record) -> None:
+    """There is nothing to show before the last record."""
+
+
+def read_steps(records: Sequence[Record]) -> dict[str, SleepingStep]:
+    """What the steps have logged, by schedule."""
+    steps = {}
+    for record in records:
+        times = {name: value for name, value in record.items() if name != "schedule"}
+        steps[record["schedule"]] = SleepingStep(**times)
+    return steps
+
+
+def table_of_steps(steps: Mapping[str, SleepingStep]) -> Table:
+    """Steps whose stages sleep, beside what was predicted for them, for 80 columns."""
+    stock = steps["1f1b"]
+    columns = Table(
+        title="the same programs, with stages that sleep",
+        caption="step: milliseconds, the median measured; 1f1b is stock Megatron's schedule",
+    )
+    columns.add_column("schedule")
+    for heading in (
+        "step\npredicted",
+        "step\nmeasured",
+        "measured /\n1f1b",
+        "bubble\npredicted",
+        "bubble\nmeasured",
+    ):
+        columns.add_column(heading, justify="right", no_wrap=True)
+    for name, step in steps.items():
+        columns.add_row(
+            name,
+            f"{1000 * step.predicted_seconds:.0f}",
+            f"{1000 * step.measured_seconds:.0f}",
+            f"{step.measured_seconds / stock.measured_seconds:.2f}",
+            f"{step.predicted_bubble_rate:.1%}",
+            f"{step.measured_bubble_rate:.1%}",
+        )
+    return columns
+
+
+def _write_summary(
+    results: Mapping[str, Result], steps: Mapping[str, SleepingStep], path: Path
+) -> None:
     summary = {
         "pipeline_size": PIPELINE_SIZE,
         "num_microbatches": NUM_MICROBATCHES,
         "schedules": {name: asdict(result) for name, result in results.items()},
+        "sleeping_steps": {name: asdict(step) for name, step in steps.items()},
     }
     path.write_text(json.dumps(summary, indent=1) + "\n", encoding="utf-8")
 

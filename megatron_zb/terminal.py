@@ -5,11 +5,14 @@ even and small letter for odd model chunks, so that a drawing without colours ca
 The line below its title compares the schedule with the lower bound; at the end is the activation
 memory of each rank over time, in as many columns as the schedule, or as fit. A relay of blockwise
 distillation has T, S and U, as small letters in odd steps, and how busy each rank is at the end.
+Of a drawing that would fill many screens, the beginning and the end are shown, and in between a
+line that tells what is left out: a schedule repeats itself there.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from statistics import median
 
 from rich.console import Console
@@ -34,6 +37,7 @@ LETTERS = {kind: kind.value for kind in PassKind} | {PassKind.BW: "D"}
 IDLE = "·"
 LEVELS = " ▁▂▃▄▅▆▇█"
 MOST = "◀"
+_MOST_LINES = 240  # of bars; what is above is left out in the middle
 _MOST_CELLS = 10  # for each pass of a rank and each of the first and last microbatch's way
 
 
@@ -41,18 +45,22 @@ def print_schedule(timeline: Timeline, report: Report, console: Console) -> None
     """Draw a schedule as wide as the terminal, in as many bands one below the other as it takes."""
     label_width = len(f"rank {timeline.schedule.placement.pipeline_size - 1} ")
     cell_width = _cell_width(timeline)
-    rows = _rows(timeline, cell_width)
+    bars = list(bars_of(timeline))
+    scale = cell_width / _usual_seconds(timeline, bars)
+    length = max(round(bar.end * scale) for bar in bars)
     cells = max((console.width - label_width) // cell_width, 1)
-    band = cells * cell_width
+    band = min(cells * cell_width, length)
     _print_line(console, Text(title_of(timeline), style="bold"))
     for sentence in (report_of(report), timeline.schedule.reason):
         if sentence:
             console.print(Text(sentence), highlight=False)
-    for bands in zip(*(row.divide(range(band, len(row), band)) for row in rows), strict=True):
-        console.print()
-        for rank, part in enumerate(bands):
-            label = Text(f"rank {rank} ".ljust(label_width))
-            _print_line(console, label + part)
+    left_out = _left_out(timeline, length, band)
+    for first, last in ((0, left_out.start), (left_out.stop, length)):
+        if first:
+            console.print()
+            console.print(Text(_said_of(left_out, bars, scale, timeline)), highlight=False)
+        if first < last:
+            _print_bands(console, _rows(timeline, bars, scale, range(first, last)), band)
     console.print()
     for line in _legend(timeline):
         console.print(line, highlight=False)
@@ -60,7 +68,41 @@ def print_schedule(timeline: Timeline, report: Report, console: Console) -> None
     if timeline.schedule.relay is not None:
         _print_utilisation(timeline, console, label_width)
         return
-    _print_memory(timeline, console, min(band, len(rows[0])), label_width)
+    _print_memory(timeline, console, band, label_width)
+
+
+def _left_out(timeline: Timeline, length: int, band: int) -> range:
+    """The columns in the middle that are not drawn: none of a drawing that has room."""
+    bands = -(-length // band)
+    kept = max(_MOST_LINES // (2 * (len(timeline.schedule.ranks) + 1)), 1)
+    if bands <= 2 * kept + 1:
+        return range(length, length)
+    return range(kept * band, (bands - kept) * band)
+
+
+def _said_of(left_out: range, bars: Sequence[Bar], scale: float, timeline: Timeline) -> str:
+    """What the columns that are not drawn hold."""
+    drawn = {
+        bar.microbatch
+        for bar in bars
+        if round(bar.start * scale) < left_out.start or round(bar.end * scale) > left_out.stop
+    }
+    absent = sorted({bar.microbatch for bar in bars} - drawn)
+    if timeline.schedule.relay is not None or not absent:
+        what = f"{len(left_out)} columns"
+    else:
+        what = f"{len(absent)} microbatches, {absent[0]} to {absent[-1]},"
+    return f"... {what} are left out here, where the schedule repeats itself; export writes all ..."
+
+
+def _print_bands(console: Console, rows: Sequence[Text], band: int) -> None:
+    """Rows of bars, cut into bands one below the other."""
+    label_width = len(f"rank {len(rows) - 1} ")
+    for bands in zip(*(row.divide(range(band, len(row), band)) for row in rows), strict=True):
+        console.print()
+        for rank, part in enumerate(bands):
+            label = Text(f"rank {rank} ".ljust(label_width))
+            _print_line(console, label + part)
 
 
 def _print_utilisation(timeline: Timeline, console: Console, label_width: int) -> None:
@@ -114,25 +156,28 @@ def _cell_width(timeline: Timeline) -> int:
     return len(str(timeline.schedule.num_microbatches - 1)) + 2
 
 
-def _usual_seconds(timeline: Timeline) -> float:
+def _usual_seconds(timeline: Timeline, bars: Sequence[Bar]) -> float:
     """What a cell stands for: the median pass, or more where others take far longer."""
-    usual = median(bar.end - bar.start for bar in bars_of(timeline) if bar.end > bar.start)
+    usual = median(bar.end - bar.start for bar in bars if bar.end > bar.start)
     placement, busiest = timeline.schedule.placement, max(map(len, timeline.schedule.ranks))
     cells = _MOST_CELLS * (busiest + len(PassKind) * placement.num_stages)
     return max(usual, timeline.makespan / cells)
 
 
-def _rows(timeline: Timeline, cell_width: int) -> list[Text]:
-    usual = _usual_seconds(timeline)
+def _rows(timeline: Timeline, bars: Sequence[Bar], scale: float, columns: range) -> list[Text]:
+    """What these columns of the drawing show of every rank."""
     rows = [Text() for _ in timeline.schedule.ranks]
-    for bar in bars_of(timeline):
-        row = rows[bar.rank]
-        start, end = (round(time / usual * cell_width) for time in (bar.start, bar.end))
-        row.append(IDLE * (start - len(row)), style="dim")
-        row.append(_cell(bar, end - start))
-    length = max(len(row) for row in rows)
+    for bar in bars:
+        start, end = (round(time * scale) for time in (bar.start, bar.end))
+        if end <= columns.start or start >= columns.stop:
+            continue
+        row, cell = rows[bar.rank], _cell(bar, end - start)
+        row.append(IDLE * (start - columns.start - len(row)), style="dim")
+        if start < columns.start or end > columns.stop:
+            cell = cell[max(columns.start - start, 0) : columns.stop - start]
+        row.append(cell)
     for row in rows:
-        row.append(IDLE * (length - len(row)), style="dim")
+        row.append(IDLE * (len(columns) - len(row)), style="dim")
     return rows
 
 

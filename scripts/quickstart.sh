@@ -17,6 +17,8 @@ v-min, v-zb and zb-h1, and compares losses, gradient norms and activation memory
      constraints/; skipped when that has been done and nothing has changed since
   2. turns the source code of Python's standard library into a data set, runs/quickstart/text
   3. trains 5 times, about a minute each
+  4. times steps of the same schedules whose stages sleep, half a minute: ranks that share cores fill
+     one another's bubbles, ranks that sleep do not
 
 Pictures of the schedules, logs and summary.json are written to runs/quickstart.
 
@@ -46,7 +48,7 @@ done
 [[ -n $version ]] || fail "--python needs a version, for example 3.12"
 
 venv=$(environment_name "$version")
-ensure_environment "$venv" "$version" plots,fast
+ensure_environment "$venv" "$version" plots,fast,megatron-lm
 
 text=runs/quickstart/text
 if [[ ! -f $text.idx ]]; then

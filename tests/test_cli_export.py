@@ -60,6 +60,17 @@ def test_costs_hold_for_a_table_too(tmp_path: Path) -> None:
     assert max(ends) == pytest.approx((8 + 4 - 1) * 5e6)
 
 
+def test_an_export_goes_to_stdout(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    path = export(tmp_path, "zb-h1", *SIZES, "--format", "csv")
+    capsys.readouterr()
+    assert cli.main(["export", "zb-h1", *SIZES, "--format", "csv", "-o", "-"]) == 0
+    assert capsys.readouterr().out == path.read_text()
+    assert not (tmp_path / "-").exists()
+
+
 @pytest.mark.parametrize(
     ("arguments", "sentence"),
     [
@@ -73,7 +84,7 @@ def test_costs_hold_for_a_table_too(tmp_path: Path) -> None:
         (["show", "--csv", "broken.csv"], "broken.csv: row 2, column 2: '1X0' is no pass"),
         (
             ["export", "v-half", *SIZES, "--format", "csv", "--output", "broken.csv/x"],
-            "cannot write 'broken.csv/x'",
+            "broken.csv' is a file and no folder",
         ),
     ],
 )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shlex
 import subprocess
 import sys
 from importlib import metadata
@@ -11,10 +12,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from packaging.requirements import Requirement as Parsed
 from small_trees import checkout_tree
 
 from megatron_zb import cli, doctor
 from megatron_zb.doctor import Finding, Installed, Requirement, Torch
+from megatron_zb.megatron import versions
 from megatron_zb.megatron_lm.checkout import Checkout, checkout_at
 
 ON_GPUS = Torch(
@@ -44,8 +47,8 @@ def core_016(monkeypatch: pytest.MonkeyPatch) -> None:
 
 # --- packages
 
-TOOL = Requirement("tool", "tool_module", "everything needs it", "1.10")
-EXTRA = Requirement("extra", "extra", "pictures", "2.0", "draw by hand", "extra[more]>=2.0")
+TOOL = Requirement("tool", "tool_module", "everything needs it", "<3,>=1.10")
+EXTRA = Requirement("extra", "extra", "pictures", ">=2.0", "draw by hand", "[more]")
 
 
 @pytest.mark.parametrize(
@@ -60,18 +63,23 @@ EXTRA = Requirement("extra", "extra", "pictures", "2.0", "draw by hand", "extra[
                 "tool",
                 "not installed",
                 "missing",
-                "run pip install 'tool>=1.10': everything needs it.",
+                "run pip install 'tool<3,>=1.10': everything needs it.",
+                "tool<3,>=1.10",
             ),
         ),
-        (
-            TOOL,
-            Installed("1.9.4", True),
-            Finding(
-                "tool",
-                "1.9.4, too old",
-                "wrong",
-                "run pip install 'tool>=1.10': everything needs it.",
-            ),
+        *(
+            (
+                TOOL,
+                Installed(version, True),
+                Finding(
+                    "tool",
+                    f"{version}, but <3,>=1.10 is needed",
+                    "wrong",
+                    "run pip install 'tool<3,>=1.10': everything needs it.",
+                    "tool<3,>=1.10",
+                ),
+            )
+            for version in ("1.9.4", "3.0")
         ),
         (
             TOOL,
@@ -80,7 +88,9 @@ EXTRA = Requirement("extra", "extra", "pictures", "2.0", "draw by hand", "extra[
                 "tool",
                 "1.11, but broken: it has no module tool_module",
                 "wrong",
-                "run pip install --force-reinstall tool: everything needs it.",
+                "run pip install --force-reinstall 'tool<3,>=1.10': everything needs it.",
+                "tool<3,>=1.10",
+                again=True,
             ),
         ),
         (
@@ -91,6 +101,7 @@ EXTRA = Requirement("extra", "extra", "pictures", "2.0", "draw by hand", "extra[
                 "not installed",
                 "optional",
                 "run pip install 'extra[more]>=2.0'; without it, draw by hand.",
+                "extra[more]>=2.0",
             ),
         ),
         (EXTRA, Installed("2.0.0rc1", True), Finding("extra", "2.0.0rc1", "ok", "pictures.")),
@@ -100,11 +111,59 @@ def test_a_package(requirement: Requirement, installed: Installed, finding: Find
     assert doctor.about_package(requirement, installed) == finding
 
 
-def test_least_versions_are_those_of_the_packaging() -> None:
+METADATA = [
+    "torch>=2.6",
+    "pydantic<3,>=2.7",
+    "newcomer>=1",
+    'numba>=0.60; extra == "fast"',
+    'transformer-engine[pytorch]>=2.3; extra == "te"',
+    'pytest>=8.0; extra == "test"',
+]
+
+
+def test_what_is_required_is_read_from_metadata(monkeypatch: pytest.MonkeyPatch) -> None:
+    names = [r.name for r in doctor.required(METADATA)]
+    assert names == ["torch", "pydantic", "newcomer"]
+    assert doctor.required(METADATA)[1].versions == "<3,>=2.7"
+    [engine] = doctor.required(METADATA, "te")
+    assert engine.install == "transformer-engine[pytorch]>=2.3"
+    assert engine.without
+    monkeypatch.setattr(doctor, "look_at", lambda r: Installed(None, r.name == "packaging"))
+    states = {f.part: f.state for f in doctor.about_packages(METADATA, on_gpus=False)}
+    assert states == {
+        "pydantic": "missing",
+        "newcomer": "missing",
+        "numba": "optional",
+        "transformer-engine": "optional",
+    }
+
+
+def test_what_nothing_here_runs_on_is_not_installed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(doctor, "look_at", lambda r: Installed(None, r.name == "packaging"))
+    for on_gpus, said in ((False, ""), (True, "transformer-engine[pytorch]>=2.3")):
+        found = doctor.about_packages(METADATA, on_gpus=on_gpus)
+        assert only(found, "transformer-engine").install == said
+
+
+def test_without_metadata_the_package_itself_is_a_finding() -> None:
+    [finding] = doctor.about_packages([], on_gpus=False)
+    assert (finding.part, finding.state) == ("megatron-zb", "optional")
+
+
+def test_every_requirement_of_the_packaging_has_its_purpose() -> None:
+    """Of a new one it would be said that megatron_zb needs it, which helps nobody."""
+    texts = doctor.own_requirements()
+    assert texts
+    for extra in ("", *doctor._OPTIONAL):
+        for requirement in doctor.required(texts, extra):
+            assert requirement.name in (*doctor._USES, "megatron-core")
+
+
+def test_the_packaging_has_all_that_a_training_loop_imports() -> None:
     setup = (Path(__file__).parents[1] / "setup.py").read_text(encoding="utf-8")
-    for requirement in (*doctor._REQUIREMENTS, doctor._TORCH):
-        name = re.escape(requirement.name)
-        assert re.search(rf'"{name}(\[\w+\])? >= {re.escape(requirement.least)}"', setup), name
+    for series in ((0, 16), (0, 19)):
+        for _, package in versions.training_loop_needs(series).packages:
+            assert re.search(rf'"{package}( >=[^"]*)?"', setup), package
 
 
 @pytest.mark.parametrize(
@@ -124,8 +183,7 @@ def test_looking_imports_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     (tmp_path / "numba.py").write_text("raise SystemExit('imported')\n", encoding="utf-8")
     monkeypatch.syspath_prepend(str(tmp_path))
     monkeypatch.delitem(sys.modules, "numba", raising=False)
-    numba = next(r for r in doctor._REQUIREMENTS if r.name == "numba")
-    assert doctor.look_at(numba).there
+    assert doctor.look_at(doctor._USES["numba"]).there
 
 
 def test_apex_and_its_kernel() -> None:
@@ -176,7 +234,6 @@ def test_python() -> None:
             {"torch": "optional", "GPUs": "optional", "NCCL": "optional", "gloo": "wrong"},
         ),
         (Torch(), {"torch": "missing"}),
-        (Torch("2.5.1", gloo=True), {"torch": "wrong"}),
         (Torch("2.13.0", broken="libcudart.so.13: cannot open"), {"torch": "wrong"}),
     ],
 )
@@ -184,6 +241,12 @@ def test_torch_and_what_it_sees(torch: Torch, states: dict[str, str]) -> None:
     findings = list(doctor.about_torch(torch))
     assert {finding.part: finding.state for finding in findings} == states
     assert_sentences(findings)
+
+
+def test_a_torch_that_is_too_old() -> None:
+    [needed] = doctor.required(["torch>=2.6"])
+    [finding] = doctor.about_torch(Torch("2.5.1", gloo=True), needed)
+    assert (finding.state, finding.install) == ("wrong", "torch>=2.6")
 
 
 def test_what_torch_complains_about_is_told() -> None:
@@ -292,13 +355,15 @@ def test_a_checkout_is_started_by_the_launcher_or_as_ever(tmp_path: Path) -> Non
     version, start = doctor.about_checkout(checkout)
     assert (version.found, version.state) == ("0.16.1", "ok")
     assert (start.found, start.state) == ("not patched", "ok")
-    assert f"-m megatron_zb.launch '{checkout.root}/pretrain_gpt.py'" in start.advice
-    assert f"scripts/apply_patches.sh '{checkout.root}'" in start.advice
+    launch, patch = start.commands
+    assert f"-m megatron_zb.launch '{checkout.root}/pretrain_gpt.py'" in launch
+    assert patch == f"scripts/apply_patches.sh '{checkout.root}'"
     with (checkout.root / "megatron/training/__init__.py").open("a", encoding="utf-8") as file:
         file.write("import megatron_zb\n\nmegatron_zb.install()  # --pipeline-schedule\n")
     start = list(doctor.about_checkout(checkout))[1]
     assert start.found == "patched"
-    assert "megatron_zb.launch" not in start.advice
+    [command] = start.commands
+    assert "megatron_zb.launch" not in command
 
 
 def test_the_patches_have_the_mark_that_tells_a_patched_checkout() -> None:
@@ -380,29 +445,66 @@ def test_the_command_prints_every_finding(
     monkeypatch.setenv("COLUMNS", "100")
     assert cli.main(["doctor"]) == 0
     printed = capsys.readouterr().out
-    assert max(map(len, printed.splitlines())) <= 100
+    table = printed.split("\n\n")[0]
+    assert max(map(len, table.splitlines())) <= 100
     words = " ".join(printed.split())
     for part in ("Python", "torch", "GPUs", "NCCL", "gloo", "megatron-core", "numba", "apex"):
         assert f"{part} " in words
-    assert printed.endswith("All that is required is here.\n")
+    assert "\nAll that is required is here.\n" in printed
 
 
-def test_brackets_are_printed_as_they_are(capsys: pytest.CaptureFixture[str]) -> None:
-    te = Finding("part", "[red]", "optional", "run pip install 'name[extra]>=2'.")
-    doctor.print_findings([te])
-    printed = capsys.readouterr().out
-    assert "[red]" in printed
-    assert "'name[extra]>=2'" in printed
+FINDINGS = [
+    Finding("part", "[red]", "optional", "run pip install 'name[extra]>=2'.", "name[extra]>=2"),
+    Finding("tool", "1.0, but broken", "wrong", "mend it.", "tool<3,>=1", again=True),
+    Finding("start", "yes", "ok", "start it.", commands=("torchrun" + " --flag value" * 20,)),
+]
+
+
+def test_what_to_do_is_below_the_table_and_never_cut(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    doctor.print_findings(FINDINGS)
+    table, *below = capsys.readouterr().out.split("\n\n")
+    assert "[red]" in table
+    assert max(map(len, table.splitlines())) <= 80
+    lines = "\n".join(below).splitlines()
+    assert "part: run pip install 'name[extra]>=2'." in lines
+    assert f"  {FINDINGS[2].commands[0]}" in lines
+    assert "To be mended before training can start: tool." in lines
+    assert lines[-1] == f"  {doctor.mending_command(FINDINGS)}"
+
+
+def test_one_command_mends_all_that_pip_can() -> None:
+    pip = f"{sys.executable} -m pip install"
+    assert doctor.mending_command(FINDINGS) == (
+        f"{pip} 'name[extra]>=2' && {pip} --force-reinstall 'tool<3,>=1'"
+    )
+    assert doctor.mending_command(FINDINGS[2:]) == ""
+
+
+def test_pip_could_read_the_command(
+    core_016: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By the library that pip reads requirements with; nothing is installed."""
+    monkeypatch.setattr(doctor, "look_at", lambda r: Installed(None, r.name == "packaging"))
+    findings = doctor.examine(checkout_tree(tmp_path, "0.16.1"))
+    words = shlex.split(doctor.mending_command(findings))
+    assert words[:4] == [sys.executable, "-m", "pip", "install"]
+    names = [Parsed(word).name for word in words[4:]]
+    assert {"numpy", "six", "matplotlib"} <= set(names)
 
 
 def test_without_rich_the_findings_are_plain_lines(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sys.modules, "rich.console", None)
-    doctor.print_findings([Finding("rich", "not installed", "missing", "run pip install rich.")])
+    finding = Finding("rich", "not installed", "missing", "run pip install rich.", "rich")
+    doctor.print_findings([finding])
     assert capsys.readouterr().out == (
         "rich: not installed (missing): run pip install rich.\n"
-        "To be mended before training can start: rich.\n"
+        "\nTo be mended before training can start: rich.\n"
+        f"What pip can mend, all of it:\n  {sys.executable} -m pip install rich\n"
     )
 
 
@@ -415,7 +517,7 @@ def test_a_checkout_that_is_not_served_is_wrong(
     assert cli.main(["doctor", str(root)]) == 1
     printed = capsys.readouterr().out
     assert "has version 0.12.0, which is not known here: known are 0.16 and 0.19." in printed
-    assert printed.endswith("To be mended before training can start: Megatron-LM.\n")
+    assert "\nTo be mended before training can start: Megatron-LM.\n" in printed
 
 
 @pytest.mark.usefixtures("core_016")

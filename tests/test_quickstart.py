@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import subprocess
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -11,8 +12,17 @@ import pytest
 from rich.console import Console
 
 from megatron_zb import quickstart, schedules
-from megatron_zb.quickstart import STOCK, QuickstartFailure, Result, check, read_result
+from megatron_zb.quickstart import (
+    NUM_MICROBATCHES,
+    STOCK,
+    QuickstartFailure,
+    Result,
+    SleepingStep,
+    check,
+    read_result,
+)
 from megatron_zb.training import arguments as training_arguments
+from megatron_zb.watched_run import NewRecords
 
 README = Path(__file__).resolve().parents[1] / "README.md"
 GOOD = Result(
@@ -116,6 +126,63 @@ def test_the_compared_schedules_are_in_the_catalog_and_the_readme() -> None:
     cells = re.findall(r"^\| (`[^|]*) \|", README.read_text(), flags=re.MULTILINE)
     assert set(quickstart.SCHEDULES) <= set(re.findall(r"`([^`]+)`", "".join(cells)))
     assert set(quickstart.SCHEDULES) <= set(schedules.names())
+
+
+def test_steps_that_sleep_are_measured_beside_what_was_predicted(tmp_path: Path) -> None:
+    """Real ranks, real messages; a sleep is never too short, so neither is a step."""
+    records = tmp_path / "steps.jsonl"
+    command = quickstart.sleeping_command(records, ["1f1b", "zb-h1"])
+    command[command.index("--nproc-per-node") + 1] = "2"
+    command[command.index("--repetitions") + 1] = "1"
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    steps = quickstart.read_steps(NewRecords(records)())
+    assert list(steps) == ["1f1b", "zb-h1"]
+    passes = sum(quickstart.MILLISECONDS) / 1000
+    assert steps["1f1b"].predicted_seconds == pytest.approx((NUM_MICROBATCHES + 1) * passes)
+    assert steps["1f1b"].predicted_bubble_rate == pytest.approx(1 / (NUM_MICROBATCHES + 1))
+    for step in steps.values():
+        assert step.measured_seconds >= 0.999 * step.predicted_seconds
+        assert step.measured_bubble_rate >= step.predicted_bubble_rate - 0.001
+    assert steps["zb-h1"].predicted_bubble_rate < steps["1f1b"].predicted_bubble_rate
+
+
+def test_the_table_of_steps_is_readable_on_80_columns() -> None:
+    stock = SleepingStep(2.0, 2.5, 0.25)
+    ours = SleepingStep(1.6, 1.75, 0.0625)
+    assert stock.measured_bubble_rate == pytest.approx(1 - 1.5 / 2.5)
+    console = Console(width=80, color_system=None)
+    with console.capture() as capture:
+        console.print(quickstart.table_of_steps({"1f1b": stock, "v-half": ours}))
+    printed = capture.get()
+    assert max(map(len, printed.splitlines())) <= 80
+    assert "…" not in printed
+    (row,) = [line for line in printed.splitlines() if "v-half" in line]
+    cells = [cell.strip() for cell in row.strip("│").split("│")]
+    assert cells == ["v-half", "1600", "1750", "0.70", "6.2%", "14.3%"]
+
+
+def test_why_times_say_nothing_about_bubbles() -> None:
+    assert "4 ranks share 2 cores" in quickstart.why_times_tell_little(2)
+    assert "4 ranks share 1 core," in quickstart.why_times_tell_little(1)
+    assert "share" not in quickstart.why_times_tell_little(8)
+
+
+def test_a_measured_step_takes_less_than_half_a_minute() -> None:
+    """What is slept for in all, with one step of each schedule to warm up."""
+    names = ["1f1b", *quickstart.SCHEDULES]
+    costs = dict(zip(("forward", "backward", "weight"), quickstart.MILLISECONDS, strict=True))
+    total = 0.0
+    for name in names:
+        given = schedules.Costs.uniform(pipeline_size=quickstart.PIPELINE_SIZE, **costs)
+        schedule = schedules.build(
+            name,
+            pipeline_size=quickstart.PIPELINE_SIZE,
+            num_microbatches=NUM_MICROBATCHES,
+            costs=given,
+        )
+        total += schedules.simulate(schedule, given).makespan / 1000
+    assert total * (quickstart.REPETITIONS + 1) < 15
 
 
 def test_missing_data_is_one_sentence(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

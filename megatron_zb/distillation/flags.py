@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import argparse
 
+from megatron_zb.parsing import Parser
 from megatron_zb.run_flags import add_other_data, add_timeout
 from megatron_zb.training import flags
-from megatron_zb.training.flags import Parser
 
 LOSSES = ("mse", "normalised-mse", "cosine")
 FIRST, BEST = "first", "best"

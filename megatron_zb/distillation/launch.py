@@ -12,6 +12,7 @@ from megatron_zb import data_contents
 from megatron_zb.distillation.arguments import check, check_candidate, complete
 from megatron_zb.distillation.flags import parser
 from megatron_zb.errors import UsageError
+from megatron_zb.missing import told_if_missing
 from megatron_zb.training import launch as training_launch
 from megatron_zb.training.connections import is_lost_connection
 from megatron_zb.training.environment import Environment
@@ -31,11 +32,12 @@ def _run(argv: Sequence[str], environment: Environment) -> None:
     problem, job = None, None
     values: dict[str, Any] = {}
     try:
-        args = parser().parse_args(argv)
-        values = training_launch.given_arguments(args)
-        check(args)
-        job = _job(args, environment.world_size)
-        values |= _made_of_files(job)
+        with told_if_missing():
+            args = parser().parse_args(argv)
+            values = training_launch.given_arguments(args)
+            check(args)
+            job = _job(args, environment.world_size)
+            values |= _made_of_files(job)
     except UsageError as error:
         problem = str(error)
     store = store_of_job(environment.world_size, environment.attempt)

@@ -7,6 +7,8 @@ Every field has an example, so that a mistake can be answered with a right value
 from __future__ import annotations
 
 import difflib
+import re
+from itertools import accumulate
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -17,6 +19,7 @@ from pydantic.fields import FieldInfo
 from megatron_zb.errors import UsageError
 
 _LARGEST = 1 << 20  # bytes of a file: a description has a few hundred
+_DEEPEST = 50  # brackets within brackets: a description has three
 
 
 class Section(BaseModel):
@@ -51,11 +54,20 @@ def parse(raw: bytes, name: str, kind: type[_Section]) -> _Section:
     Raises:
         UsageError: as :func:`read`.
     """
+    if (depth := _depth(raw)) > _DEEPEST:
+        raise UsageError(
+            f"{name} has brackets within brackets {depth} deep: write lines such as "
+            f"{_first_line(kind)}"
+        )
     try:
         # Aliases of aliases grow without bound; a description needs none.
         has_alias = any(isinstance(token, yaml.AliasToken) for token in yaml.scan(raw))
         values = None if has_alias else yaml.safe_load(raw)
     except Exception as error:  # what an ill-formed tag raises depends on the tag
+        if _is_at_the_end(error, raw):
+            raise UsageError(
+                f"{name} breaks off{_place(error)}: the rest of the file is missing; copy it again"
+            ) from error
         raise UsageError(f"{name} is not YAML{_place(error)}: write {_first_line(kind)}") from error
     if has_alias:
         raise UsageError(f"{name} has an alias (*name): write the value out")
@@ -68,7 +80,37 @@ def parse(raw: bytes, name: str, kind: type[_Section]) -> _Section:
         return kind.model_validate(values)
     except ValidationError as error:
         first = error.errors(include_url=False, include_input=True, include_context=True)[0]
-        raise UsageError(f"{name}: {_sentence(first, kind)}") from error
+        line = _line_of(raw, tuple(first["loc"]))
+        raise UsageError(f"{name}: {_sentence(first, kind)} (line {line})") from error
+
+
+def _depth(raw: bytes) -> int:
+    """How deep brackets lie in one another: the time to read them grows with its square."""
+    steps = (1 if bracket in b"[{" else -1 for bracket in re.findall(rb"[\[\]{}]", raw))
+    return max(accumulate(steps), default=0)
+
+
+def _line_of(raw: bytes, location: tuple[Any, ...]) -> int:
+    """The line of a value; of one that is missing, the line in which its section ends."""
+    node = yaml.compose(raw, Loader=yaml.SafeLoader)
+    for part in location:
+        if isinstance(node, yaml.MappingNode):
+            inner = next((value for key, value in node.value if key.value == str(part)), None)
+        elif isinstance(node, yaml.SequenceNode) and isinstance(part, int):
+            inner = node.value[part] if part < len(node.value) else None
+        else:
+            inner = None
+        if inner is None:
+            before = raw.splitlines()[: node.end_mark.line + (node.end_mark.column > 0)]
+            return len(before)
+        node = inner
+    return int(node.start_mark.line) + 1
+
+
+def _is_at_the_end(error: Exception, raw: bytes) -> bool:
+    """Whether all of the text had been read when the mistake was found: it is cut off there."""
+    mark = getattr(error, "problem_mark", None)
+    return mark is not None and mark.index >= len(raw.decode(errors="replace").rstrip())
 
 
 def _place(error: Exception) -> str:

@@ -27,6 +27,7 @@ from megatron_zb.schedules import catalog, layout
 from megatron_zb.schedules.layout import Layers, Layout
 from megatron_zb.schedules.placement import Placement
 from megatron_zb.schedules.program_memory import peak_with_messages
+from megatron_zb.schedules.request import MemoryLimit
 
 _LARGE = 20_000  # passes: more are not lowered for their messages
 
@@ -186,6 +187,7 @@ def read(arguments: argparse.Namespace) -> tuple[Asked, list[Contender]]:
     m = arguments.microbatches
     if m is not None and m < 1:
         raise UsageError(f"--microbatches is {m}: give 1 or more")
+    MemoryLimit.of(arguments.memory_limit, None, profile.pipeline_size)  # refuses what is none
     names = None if arguments.schedules is None else names_in(arguments.schedules)
     candidates = contenders(names)
     if names is None:

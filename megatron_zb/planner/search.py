@@ -13,6 +13,7 @@ from megatron_zb.errors import UsageError
 from megatron_zb.planner import estimate
 from megatron_zb.planner.contender import NO_PIPELINE, Contender
 from megatron_zb.planner.device import DeviceConfig
+from megatron_zb.planner.division import said_of_none
 from megatron_zb.planner.estimate import Cut
 from megatron_zb.planner.model import ModelConfig
 from megatron_zb.planner.prediction import Prediction, predict
@@ -155,10 +156,7 @@ def _cuts(job: Job) -> list[Cut]:
     ]
     if not found:
         raise UsageError(
-            f"{job.gpus} GPUs, a global batch of {job.global_batch} and the heads "
-            f"({job.model.attention_heads}, groups {job.model.groups}) of {job.model.name} "
-            "cannot be divided by any allowed TP, PP, DP and microbatch: give a batch that is a "
-            f"multiple of the GPUs, such as --global-batch-size {job.gpus}"
+            said_of_none(job.model, job.device, job.gpus, job.global_batch, job.choices)
         )
     return found
 

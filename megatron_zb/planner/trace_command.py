@@ -7,6 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from megatron_zb import output_file
 from megatron_zb.errors import UsageError
 
 if TYPE_CHECKING:
@@ -53,6 +54,7 @@ def run(arguments: argparse.Namespace) -> None:
             f"cannot write a trace into '{arguments.output}': give a name that ends in "
             f"{', '.join(_WRITERS)}"
         )
+    output_file.check(arguments.output)
     writer(found, arguments.output, arguments.profile)
     print(arguments.output)
 

@@ -9,7 +9,6 @@ from megatron_zb.errors import UsageError
 GIB = 2**30
 
 _FACTORS = {
-    "": 1,
     "b": 1,
     "kb": 10**3,
     "mb": 10**6,
@@ -24,12 +23,15 @@ _SIZE = re.compile(r"\s*(\d{1,15}(?:\.\d{1,15})?)\s*([A-Za-z]*)\s*", flags=re.AS
 
 
 def size_in_bytes(text: str, what: str) -> float:
-    """Read a size such as ``80GiB``, ``80GB`` or a plain number of bytes.
+    """Read a size such as ``80GiB``, ``80GB`` or ``85899345920B``.
 
     Raises:
-        UsageError: the text is no size, or the size is zero.
+        UsageError: the text is no size, it has no unit, or the size is zero.
     """
     found = _SIZE.fullmatch(text)
+    if found and not found.group(2):
+        number = found.group(1)
+        raise UsageError(f"{what} '{text}' has no unit: give {number}GiB, or {number}B for bytes")
     factor = _FACTORS.get(found.group(2).lower()) if found else None
     if found is None or factor is None or not float(found.group(1)) > 0:
         raise UsageError(f"{what} '{text}' is not a size of memory: give, for example, 80GiB")

@@ -6,12 +6,8 @@ Nothing here imports torch or Megatron, so that `--help` answers at once.
 from __future__ import annotations
 
 import argparse
-import difflib
-import re
-from collections.abc import Sequence
-from typing import Any, NoReturn
 
-from megatron_zb.errors import UsageError
+from megatron_zb.parsing import Parser
 from megatron_zb.run_flags import add_run_arguments
 from megatron_zb.schedules import catalog
 
@@ -27,28 +23,6 @@ Megatron's own. The arguments have the names they have in Megatron-LM.
 
 scripts/prepare_text.py turns text files into what --data-path reads.
 """
-
-
-class Parser(argparse.ArgumentParser):
-    """Reports a mistake as the UsageError that every other mistake is."""
-
-    def defaults(self) -> dict[str, Any]:
-        """What every argument is where it is not given, required ones included."""
-        return {action.dest: action.default for action in self._actions if action.dest != "help"}
-
-    def error(self, message: str) -> NoReturn:
-        raise UsageError(_with_nearest_flag(message, sorted(self._option_string_actions)))
-
-
-def _with_nearest_flag(message: str, known: Sequence[str]) -> str:
-    """argparse's message as one sentence; an unknown flag gets the flag that was probably meant."""
-    unknown = re.match(r"unrecognized arguments: (\S+)", message)
-    if unknown is None:
-        return message
-    flag = unknown.group(1)
-    near = difflib.get_close_matches(flag, known, n=1)
-    hint = f"did you mean {near[0]}?" if near else "--help lists what there is"
-    return f"unknown argument '{flag}': {hint}"
 
 
 def parser() -> Parser:

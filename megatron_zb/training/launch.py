@@ -23,6 +23,7 @@ from megatron_zb import __version__, data_contents
 from megatron_zb.comparable import named_arguments
 from megatron_zb.data_contents import RECORD
 from megatron_zb.errors import UsageError
+from megatron_zb.missing import told_if_missing
 from megatron_zb.run_flags import asks_for_balance
 from megatron_zb.training.arguments import complete
 from megatron_zb.training.environment import Environment
@@ -49,7 +50,8 @@ def launch(
     if environment.rank and {"-h", "--help"} & set(argv):
         sys.exit(0)  # rank 0 prints it
     try:
-        (run or _run)(argv, environment)
+        with told_if_missing():
+            (run or _run)(argv, environment)
     except UsageError as error:
         end(2, f"megatron_zb: error: {error}")
     except _SaidByRankZero:
@@ -88,11 +90,12 @@ def _run(argv: Sequence[str], environment: Environment) -> None:
     values: dict[str, Any] = {}
     args = argparse.Namespace()
     try:
-        args = parser().parse_args(argv)
-        values = given_arguments(args)
-        complete(args, environment.world_size)
-        plan = _plan(args)
-        values |= _made_of_files(args, plan)
+        with told_if_missing():
+            args = parser().parse_args(argv)
+            values = given_arguments(args)
+            complete(args, environment.world_size)
+            plan = _plan(args)
+            values |= _made_of_files(args, plan)
     except UsageError as error:
         problem = str(error)
     store = store_of_job(environment.world_size, environment.attempt)

@@ -1,4 +1,4 @@
-"""Steps of stages that sleep, on ranks of this machine; what several benchmarks time."""
+"""Steps of stages that sleep, on ranks of this machine; what shows a bubble without a GPU."""
 
 from __future__ import annotations
 
@@ -20,14 +20,19 @@ from megatron_zb.runtime.synthetic import SyntheticStage
 from megatron_zb.schedules.placement import v_shape
 
 
-def join(rank: int, ranks: int, meeting_point: str) -> None:
-    """Make this process a rank of a gloo group that meets at a path which is not there yet."""
+def join(rank: int, ranks: int, meeting_point: str | None = None) -> None:
+    """Make this process a rank of a gloo group.
+
+    Args:
+        rank: which one.
+        ranks: how many there are.
+        meeting_point: a path which is not there yet; where torchrun says, if there is none.
+    """
     os.environ["OMP_NUM_THREADS"] = "1"
     _sleep_exactly()
     torch.set_num_threads(1)
-    dist.init_process_group(
-        "gloo", init_method=f"file://{meeting_point}", rank=rank, world_size=ranks
-    )
+    place = "env://" if meeting_point is None else f"file://{meeting_point}"
+    dist.init_process_group("gloo", init_method=place, rank=rank, world_size=ranks)
 
 
 def _sleep_exactly() -> None:

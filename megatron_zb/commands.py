@@ -1,0 +1,77 @@
+"""How a command ends: with an exit code, and with at most one line about what went wrong."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from threading import Timer
+
+from megatron_zb.errors import UsageError
+from megatron_zb.missing import told_if_missing
+
+WRONG = 2
+INTERRUPTED = 130  # what shells say of a program that Ctrl-C has ended
+_NOBODY_READS = 1  # what Python's documentation and rich end with
+_PATIENCE = 2.0  # seconds
+
+
+def ended(program: str, command: Callable[[], int | None]) -> int:
+    """Run a command and return its exit code.
+
+    The code is the command's own (0 for None), 2 after a UsageError, 130 after Ctrl-C and 1,
+    without a word, where nobody reads the output any more.
+
+    Args:
+        program: the name that errors begin with.
+        command: what to run.
+    """
+    try:
+        try:
+            with told_if_missing():
+                return command() or 0
+        except UsageError as error:
+            print(f"{program}: error: {error}", file=sys.stderr)
+            return WRONG
+        except KeyboardInterrupt:
+            print(f"{program}: interrupted", file=sys.stderr)
+            return INTERRUPTED
+        finally:
+            sys.stdout.flush()
+    except BrokenPipeError:
+        _write_no_more()
+        return _NOBODY_READS
+    except OSError as error:
+        _write_no_more()
+        print(f"{program}: error: {_said(error)}", file=sys.stderr)
+        return WRONG
+
+
+def _said(error: OSError) -> str:
+    """A full disk under the output, or a file that no command has expected to fail."""
+    reason = error.strerror or str(error)
+    if error.filename is None:
+        return f"the output cannot be written: {reason}"
+    return f"'{error.filename}' cannot be used: {reason}"
+
+
+def _write_no_more() -> None:
+    """Let the interpreter flush into nothing when it ends."""
+    with suppress(OSError, ValueError):  # a stream that stands for the output has no number
+        number = sys.stdout.fileno()
+        nothing = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(nothing, number)
+        os.close(nothing)
+
+
+@contextmanager
+def told_if_slow(what: str, after: float = _PATIENCE) -> Iterator[None]:
+    """Say on the error output what is being done, once it has taken so many seconds."""
+    timer = Timer(after, print, [f"{what} ..."], {"file": sys.stderr, "flush": True})
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()

@@ -1,0 +1,141 @@
+"""The parser of every command: a mistake is a UsageError that says what would be right."""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+import re
+from collections.abc import Sequence
+from typing import Any, NoReturn
+
+from megatron_zb.errors import UsageError
+
+_MOST = 1_000_000  # ranks, microbatches, chunks
+LONGEST_TIME = 1e12
+"""Of a pass, in any unit; sums of longer ones would lose their digits."""
+
+
+class Parser(argparse.ArgumentParser):
+    """Reports a mistake as the UsageError that every other mistake is."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.register("type", int, _whole_number)
+        self.register("type", float, _number)
+
+    def defaults(self) -> dict[str, Any]:
+        """What every argument is where it is not given, required ones included."""
+        return {action.dest: action.default for action in self._actions if action.dest != "help"}
+
+    def parse_known_args(self, *args: Any, **kwargs: Any) -> Any:
+        """Leave nothing over: a command's own parser knows best which flag was meant."""
+        found, left = super().parse_known_args(*args, **kwargs)
+        if left:
+            self.error(_said_of_unknown(left[0], sorted(self._option_string_actions)))
+        return found, left
+
+    def error(self, message: str) -> NoReturn:
+        raise UsageError(self._said(message))
+
+    def _said(self, message: str) -> str:
+        """argparse's message as one sentence that says what would be right."""
+        if missing := re.fullmatch(r"the following arguments are required: (.*)", message):
+            return self._said_of_missing(missing.group(1).split(", "))
+        if ambiguous := re.fullmatch(r"ambiguous option: (\S+) could match (.*)", message):
+            return f"{ambiguous.group(1)} is short for several: write out {ambiguous.group(2)}"
+        found = re.fullmatch(r"argument (.+?): (.*)", message, flags=re.DOTALL)
+        action = self._named(found.group(1)) if found else None
+        if found is None or action is None:
+            return message
+        name, what = _written(action), found.group(2)
+        if what.startswith("expected"):
+            return f"{name} is given without a value: write {_example(action)}"
+        if wrong := re.match(r"invalid choice: (.*) \(choose from", what):
+            return _said_of_choice(name, wrong.group(1), list(action.choices or ()))
+        if what.startswith("ignored explicit argument"):
+            return f"{name} takes no value: leave out what stands after the ="
+        return f"{name}: {what}"
+
+    def _named(self, name: str) -> argparse.Action | None:
+        """The argument that argparse calls so in a message."""
+        return next((a for a in self._actions if name in _names(a)), None)
+
+    def _said_of_missing(self, names: Sequence[str]) -> str:
+        action = self._named(names[0])
+        if action is None:
+            return f"{names[0]} is missing"
+        if action.choices is not None:
+            return f"{_written(action)} is missing: give one of {_listed(action.choices)}"
+        return f"{_written(action)} is missing: give {_example(action)}"
+
+
+def _names(action: argparse.Action) -> tuple[str, ...]:
+    metavar = (action.metavar,) if isinstance(action.metavar, str) else ()
+    return ("/".join(action.option_strings), *action.option_strings, *metavar, action.dest)
+
+
+def _written(action: argparse.Action) -> str:
+    """As a user writes it: the long flag, or the place of a value without one."""
+    if action.option_strings:
+        return max(action.option_strings, key=len)
+    return action.metavar if isinstance(action.metavar, str) else action.dest
+
+
+def _example(action: argparse.Action) -> str:
+    if not action.option_strings:
+        return _written(action)
+    if action.choices is not None:
+        return f"{_written(action)} {next(iter(action.choices))}"
+    metavar = action.metavar if isinstance(action.metavar, str) else action.dest.upper()
+    return f"{_written(action)} {metavar}"
+
+
+def _listed(choices: Any) -> str:
+    return ", ".join(map(str, choices))
+
+
+def _said_of_choice(name: str, wrong: str, choices: Sequence[Any]) -> str:
+    near = difflib.get_close_matches(wrong.strip("'"), [str(c) for c in choices], n=1)
+    meant = f" (did you mean {near[0]}?)" if near else ""
+    return f"{name} {wrong} is unknown: give one of {_listed(choices)}{meant}"
+
+
+def _said_of_unknown(word: str, known: Sequence[str]) -> str:
+    if not word.startswith("-"):
+        return f"unknown argument '{word}': leave it out, or write the flag that it belongs to"
+    near = difflib.get_close_matches(word.partition("=")[0], known, n=1)
+    hint = f"did you mean {near[0]}?" if near else "--help lists what there is"
+    return f"unknown argument '{word}': {hint}"
+
+
+def _whole_number(text: str) -> int:
+    try:
+        return int(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"'{text}' is not a whole number, such as 8") from None
+
+
+def _number(text: str) -> float:
+    try:
+        return float(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"'{text}' is not a number, such as 0.5") from None
+
+
+def seconds(text: str) -> float:
+    """A time that can be added up: 0 or more, and not absurd."""
+    time = _number(text)
+    if not 0 <= time <= LONGEST_TIME:
+        raise argparse.ArgumentTypeError(
+            f"'{text}' is not a time: give a number from 0 to {LONGEST_TIME:g}, such as 1.5"
+        )
+    return time
+
+
+def positive(text: str) -> int:
+    """A whole number of 1 or more, and not absurd."""
+    if not (text.isascii() and text.isdecimal() and int(text)):
+        raise argparse.ArgumentTypeError(f"'{text}' is not a whole number of 1 or more")
+    if int(text) > _MOST:
+        raise argparse.ArgumentTypeError(f"{text} is more than {_MOST}")
+    return int(text)

@@ -1,0 +1,72 @@
+"""Why the GPUs cannot be shared out as the user asks, and the nearest way in which they can."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import fields, replace
+
+from megatron_zb.planner.device import DeviceConfig
+from megatron_zb.planner.model import ModelConfig
+from megatron_zb.planner.strategy import Choices, strategies
+
+_FLAGS = {"microbatch": "--micro-batch-size"}
+_FARTHEST = 64  # numbers of GPUs that are looked at on either side
+
+
+def said_of_none(
+    model: ModelConfig, device: DeviceConfig, gpus: int, global_batch: int, choices: Choices
+) -> str:
+    """Of sizes that cannot be divided: the flag to change, and the values that would do."""
+    asked = [f.name for f in fields(choices) if getattr(choices, f.name) is not None]
+    for name in asked:
+        others = replace(choices, **{name: None})
+        possible = {getattr(s, name) for s in strategies(model, device, gpus, global_batch, others)}
+        if possible:
+            return (
+                f"{_flag(name)} {_listed(getattr(choices, name))} cannot be had for {model.name} "
+                f"on {gpus} GPUs{_rest(asked, name)}: {_flag(name)} can be {_said(possible)}"
+            )
+    problem = (
+        f"{gpus} GPUs, a global batch of {global_batch} and the {model.attention_heads} heads and "
+        f"{model.layers} layers of {model.name} cannot be divided among one another"
+    )
+    if asked and next(strategies(model, device, gpus, global_batch, Choices()), None):
+        flags = " and ".join(map(_flag, asked))
+        return f"{problem} with {flags} as given: leave one of them out"
+    for batch in _batches(gpus, global_batch):
+        if next(strategies(model, device, gpus, batch, choices), None):
+            return f"{problem}: --global-batch-size {batch} can be"
+    for number in _neighbours(gpus):
+        if next(strategies(model, device, number, global_batch, choices), None):
+            return f"{problem}: --gpus {number} can be"
+    return f"{problem}: give another number of GPUs, such as --gpus {device.node.gpus}"
+
+
+def _flag(name: str) -> str:
+    return _FLAGS.get(name, "--" + name.replace("_", "-"))
+
+
+def _rest(asked: list[str], name: str) -> str:
+    others = [_flag(other) for other in asked if other != name]
+    return f" with {' and '.join(others)} as given" if others else ""
+
+
+def _listed(values: tuple[object, ...]) -> str:
+    return ",".join(map(str, values))
+
+
+def _said(values: set[object]) -> str:
+    """In order, with `or` before the last."""
+    *first, last = map(str, sorted(values, key=lambda v: (isinstance(v, str), v)))
+    return f"{', '.join(first)} or {last}" if first else last
+
+
+def _batches(gpus: int, global_batch: int) -> Iterator[int]:
+    """Batches that every number of data-parallel ranks divides, the nearest first."""
+    below = global_batch - global_batch % gpus
+    yield from (batch for batch in (below, below + gpus) if batch)
+
+
+def _neighbours(gpus: int) -> Iterator[int]:
+    for step in range(1, _FARTHEST + 1):
+        yield from (number for number in (gpus - step, gpus + step) if number > 0)
