@@ -27,9 +27,9 @@ _SHADES = {
     PassKind.B: ("#7A4C0F", "#F49417"),  # orange
     PassKind.W: ("#0A472B", "#3FC98A"),  # green
     PassKind.BW: ("#4F0A44", "#C556AC"),  # magenta
-    PassKind.T: ("#3320C7", "#958DE3"),  # indigo
+    PassKind.T: ("#2A18A8", "#978FE6"),  # indigo
     PassKind.S: ("#970810", "#F3838A"),  # red
-    PassKind.U: ("#9F7B02", "#F9C722"),  # yellow
+    PassKind.U: ("#8C7A00", "#F2DC2A"),  # yellow
 }
 # A kind whose ranks have one chunk alone has the shade between the two.
 _ONE_CHUNK = 0.5
