@@ -72,7 +72,9 @@ def constants() -> dict[str, Any]:
         "sizes": asdict(SIZES),
         "kinds": {kind.value: KIND_NAMES[kind] for kind in orders.KINDS},
         "shades": shades,
-        "texts": {k: [list(map(text_colour_on, row)) for row in rows] for k, rows in shades.items()},
+        "texts": {
+            k: [list(map(text_colour_on, row)) for row in rows] for k, rows in shades.items()
+        },
         "memory": MEMORY_COLOUR,
     }
 

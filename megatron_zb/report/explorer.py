@@ -67,7 +67,12 @@ def context(
     for name in QUICK if costs is not None and p * m <= MOST_PASSES // 6 else ():
         schedule = catalog.build(name, pipeline_size=p, num_microbatches=m, costs=costs)
         is_fixed = name in FIXED
-        _add(entries, simulate(schedule, costs), None if is_fixed else {**built, "limit": None}, alike)
+        _add(
+            entries,
+            simulate(schedule, costs),
+            None if is_fixed else {**built, "limit": None},
+            alike,
+        )
     for order in orders.packaged() if alike else ():
         entries.setdefault(
             (order["name"], order["p"], order["m"]),
@@ -78,8 +83,10 @@ def context(
                 "choices": "",
             },
         )
-    known = {name: "" for name in catalog.names()} if alike else {}
-    names: dict[str, str | None] = {entry["order"]["name"]: entry["choices"] for entry in entries.values()}
+    known = dict.fromkeys(catalog.names(), "") if alike else {}
+    names: dict[str, str | None] = {
+        entry["order"]["name"]: entry["choices"] for entry in entries.values()
+    }
     data = {
         "initial": {"schedule": first.schedule.name, "p": p, "m": m, **built},
         "names": {**names, **{name: "" for name in known if name not in names}},
