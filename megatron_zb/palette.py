@@ -19,9 +19,9 @@ KIND_NAMES = {
     PassKind.U: "update",
 }
 
-# One hue for each kind, from the shade of the first chunk of a rank to that of the last. Chosen by a
-# search for colours that stay apart in the eyes of colour-blind people, too: tests/test_palette.py
-# simulates these eyes and measures. Grey stands for idle alone, violet for memory.
+# One hue for each kind, from the shade of the first chunk of a rank to that of the last. Chosen by
+# a search for colours that stay apart in the eyes of colour-blind people, too: a test simulates
+# these eyes and measures. Grey stands for idle alone, violet for memory.
 _SHADES = {
     PassKind.F: ("#0545C3", "#88AFFC"),  # blue
     PassKind.B: ("#7A4C0F", "#F49417"),  # orange

@@ -551,7 +551,8 @@ def test_nothing_is_clipped_in_a_window(width: int, page: Browser, path: Path) -
     page.open(path, width=width)
     assert page.evaluate("document.documentElement.scrollWidth") <= width
     outside = page.evaluate(
-        "[...document.querySelectorAll('main *')].filter((e) => !e.closest('.scroll, .tip, datalist')"
+        "[...document.querySelectorAll('main *')]"
+        ".filter((e) => !e.closest('.scroll, .tip, datalist')"
         f" && e.getBoundingClientRect().right > {width} + 0.5).map((e) => e.outerHTML.slice(0, 80))"
     )
     assert outside == []
