@@ -19,17 +19,17 @@ KIND_NAMES = {
     PassKind.U: "update",
 }
 
-# One hue for each kind, from the shade of the first chunk of a rank to that of the last. Chosen by a
-# search for colours that stay apart in the eyes of colour-blind people, too: tests/test_palette.py
-# simulates these eyes and measures. Grey stands for idle alone, violet for memory.
+# One hue for each kind, from the shade of the first chunk of a rank to that of the last. Chosen by
+# a search for colours that stay apart in the eyes of colour-blind people, too: a test simulates
+# these eyes and measures. Grey stands for idle alone, violet for memory.
 _SHADES = {
     PassKind.F: ("#0545C3", "#88AFFC"),  # blue
     PassKind.B: ("#7A4C0F", "#F49417"),  # orange
     PassKind.W: ("#0A472B", "#3FC98A"),  # green
     PassKind.BW: ("#4F0A44", "#C556AC"),  # magenta
-    PassKind.T: ("#3320C7", "#958DE3"),  # indigo
+    PassKind.T: ("#2A18A8", "#978FE6"),  # indigo
     PassKind.S: ("#970810", "#F3838A"),  # red
-    PassKind.U: ("#9F7B02", "#F9C722"),  # yellow
+    PassKind.U: ("#8C7A00", "#F2DC2A"),  # yellow
 }
 # A kind whose ranks have one chunk alone has the shade between the two.
 _ONE_CHUNK = 0.5

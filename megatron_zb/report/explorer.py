@@ -83,7 +83,7 @@ def context(
                 "choices": "",
             },
         )
-    known = {name: "" for name in catalog.names()} if alike else {}
+    known = dict.fromkeys(catalog.names(), "") if alike else {}
     names: dict[str, str | None] = {
         entry["order"]["name"]: entry["choices"] for entry in entries.values()
     }

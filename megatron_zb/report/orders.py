@@ -1,9 +1,9 @@
 """Orders of passes as short text: those that a page embeds, and those that come with the package.
 
-``parts/orders.json`` has every named schedule but ``auto`` at the sizes of :data:`SIZES`, built for equal
-costs (F = B = W = 1, no transfer); ``scripts/make_orders.py`` makes it. The explorer of a page
-carries them out with the reader's costs, which is exact; building them while a page is written would
-take a minute.
+``parts/orders.json`` has every named schedule but ``auto`` at the sizes of :data:`SIZES`, built for
+equal costs (F = B = W = 1, no transfer); ``scripts/make_orders.py`` makes it. The explorer of a
+page carries them out with the reader's costs, which is exact; building them while a page is written
+would take too long.
 """
 
 from __future__ import annotations

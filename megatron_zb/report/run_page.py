@@ -7,11 +7,11 @@ from pathlib import Path
 from typing import Any
 
 from megatron_zb.memory_lines import memory_lines, one_f_one_b_peak, worst_of
+from megatron_zb.palette import MILLISECONDS
 from megatron_zb.planner.fit import Fit
 from megatron_zb.planner.measured import Asked, Row, flags_of, name_of
 from megatron_zb.planner.profile import Profile
 from megatron_zb.planner.trace import Compared, Difference
-from megatron_zb.palette import MILLISECONDS
 from megatron_zb.planner.units import GIB
 from megatron_zb.report import explorer, page
 from megatron_zb.report.schedule_page import picture

@@ -48,12 +48,10 @@ const pictures = (() => {
       this.frame.setAttribute("role", "group");
       this.frame.setAttribute("aria-label",
         "picture: plus and minus zoom, arrows move, 0 shows all of it");
-      this.svg = document.createElementNS("http://www.w3.org/2000/svg", "svg");
-      this.svg.setAttribute("class", "schedule");
-      this.svg.setAttribute("role", "img");
+      this.frame.innerHTML = '<svg class="schedule" role="img"></svg>';
+      this.svg = this.frame.firstChild;
       this.tip = make("div", { className: "tip", hidden: true });
       this.shown = make("span", { className: "shown" });
-      this.frame.append(this.svg);
       box.replaceChildren(this.buttons(), this.frame, this.tip);
       this.box = box;
       this.drag = null;

@@ -78,7 +78,11 @@
 
   // --- text -------------------------------------------------------------------------------------------
 
-  const percent = (share, places = 1) => `${(100 * share).toFixed(places)}%`;
+  /** With one digit, and a quarter to the even one as in Python: the page's tables say the same. */
+  function percent(share) {
+    const value = 100 * share;
+    return `${(Math.abs((4 * value) % 4) === 1 ? value - 0.01 * Math.sign(value) : value).toFixed(1)}%`;
+  }
   const signed = (share) => (share < 0 ? "" : "+") + percent(share);
   const stockOf = ({ p, m }) => Math.min(p, m);
   const peakOf = ({ peaks }) => Math.max(...peaks);
