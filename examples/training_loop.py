@@ -16,9 +16,8 @@ from megatron.core.models.gpt import GPTModel, gpt_layer_specs
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from megatron.core.transformer import TransformerConfig
 
-from megatron_zb.megatron.adapter import PipelineAdapter
+from megatron_zb.megatron.adapter import Layers, PipelineAdapter
 from megatron_zb.megatron.initialisation import initialise_by_global_name
-from megatron_zb.megatron.placement import Layers
 
 MICROBATCHES, BATCH, LENGTH, VOCABULARY = 8, 4, 16, 32
 
@@ -64,6 +63,7 @@ step = {"num_microbatches": MICROBATCHES, "seq_length": LENGTH, "micro_batch_siz
 for number in range(30):
     for chunk in chunks:
         chunk.zero_grad_buffer()
+    optimizer.zero_grad()
     data = [batches(number) for _ in chunks]
     losses = train(forward_step_func=forward_step, data_iterator=data, model=chunks, **step)
     optimizer.step()
