@@ -337,6 +337,12 @@ def test_what_w_holds_beyond_the_activations_is_counted_from_f_on(
     assert (found.activation, found.held_for_weight) == (activation, held_for_weight)
 
 
+def parts(**changes: float) -> dict[str, Any]:
+    seconds = {"forward": 0.1, "backward": 0.1, "weight": 0.1}
+    names = ("embedding", "output", "multi_token", "empty_pass")
+    return {"layer": {**seconds, **changes}, **{name: dict(seconds) for name in names}}
+
+
 def stage(**changes: Any) -> list[dict[str, Any]]:
     first, second = profile()["stages"]
     return [{**first, **changes}, second]
@@ -355,6 +361,9 @@ def stage(**changes: Any) -> list[dict[str, Any]]:
         (profile(stages=stage(layers="Ett")), "they have 3 layers and the model has 2"),
         (profile(links=[{"source": 0, "target": 2, "seconds": 1.0}]), "from rank 0 to 2"),
         (profile(links=[{"source": 0, "target": 1}]), "'links.0.seconds' is missing"),
+        (profile(parts=parts(forward=-1.0)), "'parts.layer.forward' is -1.0"),
+        (profile(parts=parts(forward=0.0)), "parts.layer: its forward and backward must be"),
+        (profile(host={"forward": 0.1, "backward": 0.1}), "'host.weight' is missing"),
         ({k: v for k, v in profile().items() if k != "model"}, "'model' is missing.*layers: 32"),
     ],
 )

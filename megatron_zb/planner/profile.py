@@ -83,17 +83,16 @@ class PartSeconds(Section):
 
 
 _NOTHING = PartSeconds(forward=0.0, backward=0.0, weight=0.0)
-_SAID = [{"forward": 0.01, "backward": 0.02, "weight": 0.01}]
 
 
 class Parts(Section):
     """What the parts of the model take of a microbatch; ``empty_pass`` is a pass by itself."""
 
-    layer: PartSeconds = Field(description="one transformer layer", examples=_SAID)
-    embedding: PartSeconds = Field(description="the embedding, with its data", examples=_SAID)
-    output: PartSeconds = Field(description="the output layer, with its loss", examples=_SAID)
-    multi_token: PartSeconds = Field(description="multi-token prediction", examples=_SAID)
-    empty_pass: PartSeconds = Field(description="a pass without any of these", examples=_SAID)
+    layer: PartSeconds = Field(description="one transformer layer")
+    embedding: PartSeconds = Field(description="the embedding, with its data")
+    output: PartSeconds = Field(description="the output layer, with its loss")
+    multi_token: PartSeconds = Field(description="multi-token prediction")
+    empty_pass: PartSeconds = Field(description="a pass without any of these")
 
     @model_validator(mode="after")
     def _a_layer_takes_time(self) -> Parts:
