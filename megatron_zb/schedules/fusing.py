@@ -61,6 +61,12 @@ def fuse_all(ranks: Sequence[Sequence[Pass]]) -> tuple[tuple[Pass, ...], ...]:
     )
 
 
+def join_all(schedule: Schedule) -> Schedule:
+    """BW in the place of every B, and no W: the same order, each backward whole."""
+    kept = [[p for p in rank if p.kind is not PassKind.W] for rank in schedule.ranks]
+    return replace(schedule, ranks=fuse_all(kept))
+
+
 def split_all(schedule: Schedule) -> Schedule:
     """B and W right behind it for every BW: the same order, each pass by itself."""
     return replace(
