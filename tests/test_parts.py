@@ -182,6 +182,24 @@ def test_every_schedule_takes_as_long_as_the_truth_says(profiled: str, name: str
     assert predicted == pytest.approx(known, rel=2e-3)
 
 
+@pytest.mark.parametrize("more", [-0.002, 0.002])
+def test_a_whole_backward_has_its_own_seconds(more: float) -> None:
+    """A step of whole backwards takes them; where they take longer, none is joined."""
+    split = {"forward": [0.01, 0.01], "backward": [0.012, 0.012], "weight": [0.008, 0.008]}
+    costs = schedules.Costs.of_slices(pipeline_size=2, **split, whole=[0.02 + more] * 2)
+    assert costs.whole == (0.02 + more,) * 2
+    timeline = schedules.simulate(
+        schedules.build("1f1b", pipeline_size=2, num_microbatches=4), costs
+    )
+    # four of both on the busier rank, and what the other one does before and after
+    assert timeline.makespan == pytest.approx(5 * (0.01 + 0.02 + more))
+    built = schedules.build("zb-h1", pipeline_size=2, num_microbatches=4, costs=costs)
+    joined = sum(p.kind is PassKind.BW for rank in built.ranks for p in rank)
+    assert bool(joined) == (more < 0)
+    assert built.report is not None
+    assert built.report.lower_bound <= built.report.makespan * (1 + 1e-9)
+
+
 def test_an_embedding_without_a_stage_of_its_own_is_not_nothing() -> None:
     embedding, output = Fit.of(profile_of(Truth(), "zb-h1")).in_layers()
     assert embedding == pytest.approx((0.0025 + 0.0007) / 0.03, rel=1e-3)

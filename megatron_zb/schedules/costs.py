@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from statistics import median
 
@@ -43,6 +43,15 @@ class StageCosts:
         """Seconds of BW on each stage."""
         split = zip(self.backward, self.weight, strict=True)
         return self.whole or tuple(b + w for b, w in split)
+
+    def shortest(self) -> StageCosts:
+        """With W as short as a whole backward makes it, where that takes less than its halves."""
+        if not self.whole:
+            return self
+        fused = zip(self.weight, self.whole, self.backward, strict=True)
+        return replace(
+            self, weight=tuple(max(0.0, min(w, both - b)) for w, both, b in fused), whole=()
+        )
 
     def duration(self, p: Pass) -> float:
         """Seconds of one pass."""
