@@ -235,3 +235,16 @@ def test_a_written_layout_is_read_as_megatron_reads_it(
 def test_a_layout_that_cannot_be_is_refused(written: str, said: str) -> None:
     with pytest.raises(UsageError, match=said.replace("|", r"\|")):
         layout.read(written, Layers(8), 4)
+
+
+@pytest.mark.parametrize(
+    ("written", "name"), [("Ett|tttt|ttttt|tL", "v"), ("Et" + "|tL", "looped")]
+)
+def test_a_written_layout_binds_the_placement_of_auto(written: str, name: str) -> None:
+    """A plan predicts auto on a V; the stages that it prints have to be those of the run."""
+    layers = Layers(written.count("t"))
+    adapter = PipelineAdapter.create(
+        "auto", pipeline_size=2, num_microbatches=2, layers=layers, layer_layout=written
+    )
+    assert adapter.schedule.placement.name == name
+    assert "|".join(told(adapter)) == written
