@@ -76,10 +76,8 @@ class Truth:
     def costs(self, placement: Placement, letters: Letters) -> schedules.Costs:
         """Of a placement, host included."""
         of = [[self.seconds(k, text) + self.host[k] for text in letters] for k in range(4)]
-        return schedules.Costs.of_slices(
-            pipeline_size=placement.pipeline_size,
-            **dict(zip(KINDS, of, strict=True)),
-        )
+        named: Any = dict(zip(KINDS, of, strict=True))
+        return schedules.Costs.of_slices(pipeline_size=placement.pipeline_size, **named)
 
 
 def letters_of(placement: Placement, multi_token: int = 0) -> Letters:
@@ -185,7 +183,7 @@ def test_every_schedule_takes_as_long_as_the_truth_says(profiled: str, name: str
 @pytest.mark.parametrize("more", [-0.002, 0.002])
 def test_a_whole_backward_has_its_own_seconds(more: float) -> None:
     """A step of whole backwards takes them; where they take longer, none is joined."""
-    split = {"forward": [0.01, 0.01], "backward": [0.012, 0.012], "weight": [0.008, 0.008]}
+    split: Any = {"forward": [0.01, 0.01], "backward": [0.012, 0.012], "weight": [0.008, 0.008]}
     costs = schedules.Costs.of_slices(pipeline_size=2, **split, whole=[0.02 + more] * 2)
     assert costs.whole == (0.02 + more,) * 2
     timeline = schedules.simulate(

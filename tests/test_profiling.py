@@ -331,7 +331,7 @@ def test_what_w_holds_beyond_the_activations_is_counted_from_f_on(
     after_f: int, of_b: int, activation: int, held_for_weight: int
 ) -> None:
     """A schedule takes B to free memory alone; a limit must hold all the same."""
-    one = Profiling(*[lambda: None] * 3, [Held(0, 0, "tL")], M)
+    one = Profiling(lambda: None, lambda: None, lambda: None, [Held(0, 0, "tL")], M)
     memory = MemoryRecorder(ActivationMemory())
     memory.changes[PassKind.F, 0] = [after_f] * 3
     memory.changes[PassKind.B, 0] = [of_b] * 3
