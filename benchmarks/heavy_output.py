@@ -106,7 +106,7 @@ def _profiled(args: argparse.Namespace, folder: Path) -> Path:
         "--seq-length": _SEQUENCE,
         "--micro-batch-size": 2,
         "--global-batch-size": 2 * args.microbatches,
-        "--train-iters": 8,
+        "--train-iters": 10,
         "--lr": 1e-3,
         "--pipeline-schedule": "v-half",
         "--pipeline-profile": profile,
@@ -156,6 +156,7 @@ def _costs(args: argparse.Namespace, fit: Fit, placement: Placement) -> schedule
         forward=tuple(scale * t for t in costs.forward),
         backward=tuple(scale * t for t in costs.backward),
         weight=tuple(scale * t for t in costs.weight),
+        whole=tuple(scale * t for t in costs.whole),
         p2p=tuple(tuple(0.0 for _ in row) for row in costs.p2p),
         slowdown=(1.0,) * args.ranks,  # of a machine with fewer cores than ranks
     )

@@ -110,7 +110,7 @@ def _rank(rank: int, args: argparse.Namespace, shape: Shape, folder: str) -> Non
     _profile(shape, path)
     planned = _planned(args, path)
     contenders = {row.name: _contender(shape, row) for row in planned}
-    seconds: dict[str, list[float]] = {name: [] for name in contenders}
+    seconds: dict[str, list[Step]] = {name: [] for name in contenders}
     for _ in range(args.rounds):
         for name, contender in contenders.items():
             contender.step()
@@ -118,20 +118,28 @@ def _rank(rank: int, args: argparse.Namespace, shape: Shape, folder: str) -> Non
     everyone: list[Any] = [None] * RANKS
     dist.all_gather_object(everyone, seconds)
     if rank == 0:
-        rows = [
-            {
-                "schedule": row.name,
-                "layers": row.layout,
-                "predicted": row.seconds,
-                "steps": [max(step) for step in zip(*(s[row.name] for s in everyone), strict=True)],
-            }
-            for row in planned
-        ]
+        rows = [_row(row, [of_rank[row.name] for of_rank in everyone]) for row in planned]
         (Path(folder) / "found.json").write_text(
             json.dumps({"rows": rows, "profile": path.read_text("utf-8")}), encoding="utf-8"
         )
     dist.barrier()
     dist.destroy_process_group()
+
+
+Step = tuple[float, float]
+"""Seconds of a step of one rank: on the clock, and of the processor in the thread that trains."""
+
+
+def _row(row: Planned, ranks: Sequence[Sequence[Step]]) -> dict[str, Any]:
+    """What is written of a schedule; ``busy`` tells errors of passes from those of waits."""
+    return {
+        "schedule": row.name,
+        "layers": row.layout,
+        "predicted": row.seconds,
+        "steps": [max(seconds for seconds, _ in step) for step in zip(*ranks, strict=True)],
+        "busy_predicted": row.busy,
+        "busy": [statistics.median(busy for _, busy in steps) for steps in ranks],
+    }
 
 
 def _make_groups() -> None:
@@ -146,11 +154,15 @@ def _make_groups() -> None:
 
 @dataclass(frozen=True)
 class Planned:
-    """A row of the plan; ``schedule`` is None for Megatron's own."""
+    """A row of the plan; ``schedule`` is None for Megatron's own.
+
+    ``busy`` is how long each physical rank computes.
+    """
 
     name: str
     layout: str
     seconds: float
+    busy: list[float]
     chunks: int
     schedule: Any
 
@@ -175,6 +187,7 @@ def _planned(args: argparse.Namespace, profile: Path) -> list[Planned]:
                 measured.name_of(row),
                 row.layout,
                 row.seconds,
+                _busy(row.timeline),
                 row.timeline.schedule.placement.chunks,
                 None if row.megatron else row.timeline.schedule,
             )
@@ -183,6 +196,14 @@ def _planned(args: argparse.Namespace, profile: Path) -> list[Planned]:
     dist.broadcast_object_list(found, src=0)
     planned: list[Planned] = found[0]
     return planned
+
+
+def _busy(timeline: Any) -> list[float]:
+    ranks = [
+        sum(timeline.costs.duration(work) for work in rank) for rank in timeline.schedule.ranks
+    ]
+    in_mirror_image = timeline.schedule.placement.rank_of[-1] == 0  # a V's first rank is the last
+    return ranks[::-1] if in_mirror_image else ranks
 
 
 class Trained:
@@ -342,11 +363,11 @@ def _profile(shape: Shape, path: Path) -> None:
     dist.barrier()
 
 
-def _timed(step: Callable[[], None]) -> float:
+def _timed(step: Callable[[], None]) -> Step:
     dist.barrier()
-    start = time.perf_counter()
+    start, busy = time.perf_counter(), time.thread_time()
     step()
-    return time.perf_counter() - start
+    return time.perf_counter() - start, time.thread_time() - busy
 
 
 def _medians(found: dict[str, Any]) -> dict[str, float]:

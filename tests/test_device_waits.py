@@ -46,6 +46,7 @@ PLACES = {
     "runtime/progress.py:Progress.moved": "polls, from the watchdog's thread",
     "runtime/recorder.py:Recorder.__init__": BETWEEN_STEPS,
     "runtime/recorder.py:Recorder._seconds": BETWEEN_STEPS,
+    "runtime/recorder.py:Recorder.seconds": BETWEEN_STEPS,
     "runtime/recorder.py:Recorder.spans": BETWEEN_STEPS,
     "runtime/reduce_times.py:_seconds_to_sum": BETWEEN_STEPS,
     "runtime/shaped_channels.py:ShapedChannels.post_receive": ORDERED + "; a tensor of the host",

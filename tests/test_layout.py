@@ -81,7 +81,7 @@ def test_the_predicted_layout_is_the_adapters_in_a_thousand_cases() -> None:
     for seed in range(CASES):
         schedule, layers = drawn(seed)
         placement = schedule.placement
-        sizes = {
+        sizes: Any = {
             "pipeline_size": placement.pipeline_size,
             "num_microbatches": schedule.num_microbatches,
         }
@@ -186,7 +186,7 @@ def test_no_rank_has_two_layers_more_than_another(placement: Placement) -> None:
 
 
 def test_twelve_layers_on_a_v_of_four_ranks_are_three_on_each() -> None:
-    assert layout.spread(Layers(12), v_shape(4)) == (1, 2, 2, 2, 1, 1, 1, 2)
+    assert layout.spread(Layers(12), v_shape(4)) == (2, 2, 2, 2, 1, 1, 1, 1)
 
 
 @pytest.mark.parametrize("ranks", [2, 4, 8])
@@ -194,8 +194,8 @@ def test_twelve_layers_on_a_v_of_four_ranks_are_three_on_each() -> None:
 def test_what_stock_divides_stays_what_it_is(layers: int, ranks: int) -> None:
     even = (layers // ranks,) * ranks
     assert layout.spread(Layers(layers), looped(ranks)) == even
-    accounted = layout.spread(Layers(layers - 2, embedding=1, output=1), looped(ranks))
-    if layers > 2 * ranks:
+    if layers >= 2 * ranks:
+        accounted = layout.spread(Layers(layers - 2, embedding=1, output=1), looped(ranks))
         assert accounted == (even[0] - 1, *even[1:-1], even[-1] - 1)
     fixed = layout.spread(Layers(layers + 1, first=even[0] + 1), looped(ranks))
     assert fixed == (even[0] + 1, *even[1:])
@@ -235,3 +235,16 @@ def test_a_written_layout_is_read_as_megatron_reads_it(
 def test_a_layout_that_cannot_be_is_refused(written: str, said: str) -> None:
     with pytest.raises(UsageError, match=said.replace("|", r"\|")):
         layout.read(written, Layers(8), 4)
+
+
+@pytest.mark.parametrize(
+    ("written", "name"), [("Ett|tttt|ttttt|tL", "v"), ("Et" + "|tL", "looped")]
+)
+def test_a_written_layout_binds_the_placement_of_auto(written: str, name: str) -> None:
+    """A plan predicts auto on a V; the stages that it prints have to be those of the run."""
+    layers = Layers(written.count("t"))
+    adapter = PipelineAdapter.create(
+        "auto", pipeline_size=2, num_microbatches=2, layers=layers, layer_layout=written
+    )
+    assert adapter.schedule.placement.name == name
+    assert "|".join(told(adapter)) == written

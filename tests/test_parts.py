@@ -18,27 +18,29 @@ from megatron_zb.planner.parts import AFTER, BEFORE, DATA, LAYERS, MULTI_TOKEN, 
 from megatron_zb.planner.profile import Profile
 from megatron_zb.runtime.recorder import Span
 from megatron_zb.schedules import layout
-from megatron_zb.schedules.fusing import split_all
+from megatron_zb.schedules.fusing import join_all, split_all
 from megatron_zb.schedules.layout import Layers, Letters
 from megatron_zb.schedules.passes import PassKind
 from megatron_zb.schedules.placement import Placement, v_shape
 
 M, P, LAYERS_IN_ALL = 6, 2, 8
-KINDS = ("forward", "backward", "weight")
+KINDS = ("forward", "backward", "weight", "whole")
+PASSES = (PassKind.F, PassKind.B, PassKind.W, PassKind.BW)
+Four = tuple[float, float, float, float]
 
 
 @dataclass(frozen=True)
 class Truth:
-    """Seconds of each part in F, B and W, and of the host before each pass."""
+    """Seconds of each part in F, B, W and BW, and of the host before each pass."""
 
-    layer: tuple[float, float, float] = (0.010, 0.012, 0.008)
-    embedding: tuple[float, float, float] = (0.001, 0.0015, 0.0)
+    layer: Four = (0.010, 0.012, 0.008, 0.022)
+    embedding: Four = (0.001, 0.0015, 0.0, 0.0016)
     data: float = 0.0007
-    output: tuple[float, float, float] = (0.004, 0.0045, 0.004)
-    multi_token: tuple[float, float, float] = (0.013, 0.014, 0.009)
-    before: tuple[float, float, float] = (0.0003, 0.0004, 0.0001)
-    after: tuple[float, float, float] = (0.0002, 0.0001, 0.0002)
-    host: tuple[float, float, float] = (0.0005, 0.0006, 0.0001)
+    output: Four = (0.004, 0.0045, 0.004, 0.0085)
+    multi_token: Four = (0.013, 0.014, 0.009, 0.024)
+    before: Four = (0.0003, 0.0004, 0.0001, 0.0005)
+    after: Four = (0.0002, 0.0001, 0.0002, 0.0002)
+    host: Four = (0.0005, 0.0006, 0.0001, 0.0004)
     outside: float = 0.005
 
     def segments(self, kind: int, letters: str) -> list[tuple[str, float]]:
@@ -59,7 +61,7 @@ class Truth:
                 (MULTI_TOKEN, prediction),
                 (AFTER, after / 2 + last),
             ]
-        if kind == 1:
+        if kind in (1, 3):
             return [
                 (BEFORE, before + last),
                 (MULTI_TOKEN, prediction),
@@ -73,10 +75,9 @@ class Truth:
 
     def costs(self, placement: Placement, letters: Letters) -> schedules.Costs:
         """Of a placement, host included."""
-        of = [[self.seconds(k, text) + self.host[k] for text in letters] for k in range(3)]
-        return schedules.Costs.of_slices(
-            pipeline_size=placement.pipeline_size, forward=of[0], backward=of[1], weight=of[2]
-        )
+        of = [[self.seconds(k, text) + self.host[k] for text in letters] for k in range(4)]
+        named: Any = dict(zip(KINDS, of, strict=True))
+        return schedules.Costs.of_slices(pipeline_size=placement.pipeline_size, **named)
 
 
 def letters_of(placement: Placement, multi_token: int = 0) -> Letters:
@@ -86,10 +87,10 @@ def letters_of(placement: Placement, multi_token: int = 0) -> Letters:
 
 def step(truth: Truth, schedule: schedules.Schedule, letters: Letters, rank: int) -> list[Span]:
     """What a recorder of a rank that never waits would say of a step."""
-    clock, spans = 0.1, []
-    kinds = (PassKind.F, PassKind.B, PassKind.W)
+    clock = 0.1
+    spans: list[Span] = []
     for work in schedule.ranks[rank]:
-        kind = kinds.index(work.kind)
+        kind = PASSES.index(work.kind)
         clock += truth.host[kind] if spans else 0.0
         start, marks = clock, []
         for name, seconds in truth.segments(kind, letters[work.stage]):
@@ -101,22 +102,26 @@ def step(truth: Truth, schedule: schedules.Schedule, letters: Letters, rank: int
 
 def profile_of(truth: Truth, name: str, multi_token: int = 0) -> Profile:
     """Of a run of a schedule, as :mod:`megatron_zb.megatron.profiling` puts it together."""
-    schedule = split_all(schedules.build(name, pipeline_size=P, num_microbatches=M))
-    placement = schedule.placement
+    usual = schedules.build(name, pipeline_size=P, num_microbatches=M)
+    split, whole = split_all(usual), join_all(usual)
+    placement = usual.placement
     letters = letters_of(placement, multi_token)
     times, stages = [], []
     for rank, held in enumerate(placement.stages_of):
-        within = _mean_within([step(truth, schedule, letters, rank)] * 3)
+        within = {
+            **_mean_within([step(truth, whole, letters, rank)] * 2),
+            **_mean_within([step(truth, split, letters, rank)] * 3),
+        }
         for stage in held:
-            of = [within[kind, stage] for kind in (PassKind.F, PassKind.B, PassKind.W)]
+            of = [within[kind, stage] for kind in PASSES]
             times.append(StageTimes(letters[stage], *of))
     for stage, rank in enumerate(placement.rank_of):
         seconds = {k: truth.seconds(i, letters[stage]) for i, k in enumerate(KINDS)}
-        held = {"activation": 100 * letters[stage].count("t"), "held_for_weight": 10}
-        stages.append({"rank": rank, "layers": letters[stage], **seconds, **held})
+        memory = {"activation": 100 * letters[stage].count("t"), "held_for_weight": 10}
+        stages.append({"rank": rank, "layers": letters[stage], **seconds, **memory})
     found = parts.of_stages(times)
     assert found is not None
-    host = _before_passes([step(truth, schedule, letters, 0)])
+    host = _before_passes(*([step(truth, order, letters, 0)] for order in (split, whole)))
     model = {"layers": LAYERS_IN_ALL, "hidden_size": 64, "sequence_length": 32, "microbatch": 1}
     return Profile.model_validate(
         {
@@ -145,7 +150,7 @@ def test_the_parts_are_those_that_were_put_in(name: str, multi_token: int) -> No
     found = profile.parts
     assert found is not None
     empty = [a + b for a, b in zip(truth.before, truth.after, strict=True)]
-    data = (truth.data, 0.0, 0.0)
+    data = (truth.data, 0.0, 0.0, 0.0)
     known: dict[str, Any] = {
         "layer": truth.layer,
         "embedding": [a + b for a, b in zip(truth.embedding, data, strict=True)],
@@ -175,6 +180,24 @@ def test_every_schedule_takes_as_long_as_the_truth_says(profiled: str, name: str
     assert predicted == pytest.approx(known, rel=2e-3)
 
 
+@pytest.mark.parametrize("more", [-0.002, 0.002])
+def test_a_whole_backward_has_its_own_seconds(more: float) -> None:
+    """A step of whole backwards takes them; where they take longer, none is joined."""
+    split: Any = {"forward": [0.01, 0.01], "backward": [0.012, 0.012], "weight": [0.008, 0.008]}
+    costs = schedules.Costs.of_slices(pipeline_size=2, **split, whole=[0.02 + more] * 2)
+    assert costs.whole == (0.02 + more,) * 2
+    timeline = schedules.simulate(
+        schedules.build("1f1b", pipeline_size=2, num_microbatches=4), costs
+    )
+    # four of both on the busier rank, and what the other one does before and after
+    assert timeline.makespan == pytest.approx(5 * (0.01 + 0.02 + more))
+    built = schedules.build("zb-h1", pipeline_size=2, num_microbatches=4, costs=costs)
+    joined = sum(p.kind is PassKind.BW for rank in built.ranks for p in rank)
+    assert bool(joined) == (more < 0)
+    assert built.report is not None
+    assert built.report.lower_bound <= built.report.makespan * (1 + 1e-9)
+
+
 def test_an_embedding_without_a_stage_of_its_own_is_not_nothing() -> None:
     embedding, output = Fit.of(profile_of(Truth(), "zb-h1")).in_layers()
     assert embedding == pytest.approx((0.0025 + 0.0007) / 0.03, rel=1e-3)
@@ -187,8 +210,8 @@ def test_a_part_that_takes_longer_makes_no_other_longer() -> None:
     usual = profile_of(Truth(), "zb-h1").parts
     assert usual is not None
     for part in ("layer", "embedding", "output"):
-        more = tuple(draw.uniform(1, 2) * s for s in getattr(Truth(), part))
-        found = profile_of(Truth(**{part: more}), "zb-h1").parts
+        more: Any = {part: tuple(draw.uniform(1, 2) * s for s in getattr(Truth(), part))}
+        found = profile_of(Truth(**more), "zb-h1").parts
         assert found is not None
         for other in ("layer", "embedding", "output", "empty_pass"):
             same = getattr(found, other).total == pytest.approx(getattr(usual, other).total)
@@ -196,7 +219,7 @@ def test_a_part_that_takes_longer_makes_no_other_longer() -> None:
 
 
 def test_layers_that_have_no_marks_are_not_guessed() -> None:
-    times = StageTimes("EttL", {BEFORE: 1.0}, {BEFORE: 1.0}, {BEFORE: 1.0})
+    times = StageTimes("EttL", *[{BEFORE: 1.0}] * 4)
     assert parts.of_stages([times]) is None
 
 
@@ -226,7 +249,8 @@ def test_stock_stands_in_the_ranking() -> None:
 
 def test_a_first_version_is_still_read() -> None:
     profile = profile_of(Truth(), "v-half")
-    old = profile.model_dump(exclude={"parts", "host", "outside"})
+    old = profile.model_dump(exclude={"parts": True, "host": True, "outside": True})
+    old["stages"] = [{k: v for k, v in s.items() if k != "whole"} for s in old["stages"]]
     fit = Fit.of(Profile.model_validate({**old, "version": 1}))
     placement = v_shape(P)
     assert fit.parts["forward"].layer == pytest.approx((0.020 + 0.0005) / 2)

@@ -18,7 +18,7 @@ from megatron_zb import schedules
 from megatron_zb.errors import UsageError
 from megatron_zb.megatron import profiling
 from megatron_zb.megatron.adapter import PipelineAdapter
-from megatron_zb.megatron.profiling import ITERATIONS, Held, Profiling
+from megatron_zb.megatron.profiling import ITERATIONS, TIMED, WARM_UP, WHOLE, Held, Profiling
 from megatron_zb.planner.profile import Profile, StageProfile, read_profile, write_profile
 from megatron_zb.runtime.activation_memory import ActivationMemory
 from megatron_zb.runtime.recorder import MemoryRecorder, Recorder, Span
@@ -94,7 +94,11 @@ def test_the_profile_of_a_run(ranks: RankPools, tmp_path: Path) -> None:
     found = pool.run(train, case=case, schedule="v-half", iterations=ITERATIONS + 2, path=path)
     check_same(found, pool.run(train, case=case, schedule=None, iterations=1))
     orders = found[0].orders
-    assert [fused(order) == 0 for order in orders] == [True] * (ITERATIONS - 1) + [False] * 3
+    whole = [fused(order) == 8 * M for order in orders]
+    split = [fused(order) == 0 for order in orders]
+    assert (WARM_UP, TIMED, WHOLE) == (2, 4, 2)
+    assert split == [True] * 6 + [False] * 2 + [False] * 3
+    assert whole == [False] * 6 + [True] * 2 + [False] * 3
     assert orders[-1] == orders[-2]
     profile = read_profile(path)
     assert profile.schedule == "v-half"
@@ -112,6 +116,7 @@ def test_the_profile_of_a_run(ranks: RankPools, tmp_path: Path) -> None:
     assert parts.embedding.weight == 0
     assert parts.multi_token.total == 0
     assert min(parts.empty_pass.forward, parts.empty_pass.backward, parts.empty_pass.weight) > 0
+    assert min(parts.layer.whole, parts.output.whole, profile.host.whole) > 0
     assert min(profile.host.forward, profile.host.backward, profile.host.weight) > 0
     assert profile.outside > 0
     middle = profile.stages[1:-1]
@@ -194,7 +199,7 @@ def adapter_of(schedule: str) -> PipelineAdapter:
 def test_what_cannot_be_measured_is_refused() -> None:
     with pytest.raises(UsageError, match="--pipeline-profile needs a schedule that splits"):
         adapter_of("1f1b").profile(Path("profile.yaml"), None)
-    with pytest.raises(UsageError, match=r"--pipeline-replan-every is 7: .*give 8 or more"):
+    with pytest.raises(UsageError, match=r"--pipeline-replan-every is 9: .*give 10 or more"):
         adapter_of("v-half").profile(None, ITERATIONS)
     with pytest.raises(UsageError, match="--pipeline-schedule-file: a finished schedule"):
         adapter_of("v-half").profile(None, 100, is_named=False)
@@ -326,15 +331,22 @@ def test_what_w_holds_beyond_the_activations_is_counted_from_f_on(
     after_f: int, of_b: int, activation: int, held_for_weight: int
 ) -> None:
     """A schedule takes B to free memory alone; a limit must hold all the same."""
-    one = Profiling(lambda: None, [Held(0, 0, "tL")], M)
+    one = Profiling(lambda: None, lambda: None, lambda: None, [Held(0, 0, "tL")], M)
     memory = MemoryRecorder(ActivationMemory())
     memory.changes[PassKind.F, 0] = [after_f] * 3
     memory.changes[PassKind.B, 0] = [of_b] * 3
     one._memory = memory
-    passes = [Pass(kind, 0, 0) for kind in (PassKind.F, PassKind.B, PassKind.W)]
+    passes = [Pass(kind, 0, 0) for kind in (PassKind.F, PassKind.B, PassKind.W, PassKind.BW)]
     one._recorders = [cast("Recorder", Clock(passes))]
-    found = one._stages(7, [recorder.spans() for recorder in one._recorders])[0]
+    steps = [recorder.spans() for recorder in one._recorders]
+    found = one._stages(7, steps, steps)[0]
     assert (found.activation, found.held_for_weight) == (activation, held_for_weight)
+
+
+def parts(**changes: float) -> dict[str, Any]:
+    seconds = {"forward": 0.1, "backward": 0.1, "weight": 0.1, "whole": 0.2}
+    names = ("embedding", "output", "multi_token", "empty_pass")
+    return {"layer": {**seconds, **changes}, **{name: dict(seconds) for name in names}}
 
 
 def stage(**changes: Any) -> list[dict[str, Any]]:
@@ -355,6 +367,10 @@ def stage(**changes: Any) -> list[dict[str, Any]]:
         (profile(stages=stage(layers="Ett")), "they have 3 layers and the model has 2"),
         (profile(links=[{"source": 0, "target": 2, "seconds": 1.0}]), "from rank 0 to 2"),
         (profile(links=[{"source": 0, "target": 1}]), "'links.0.seconds' is missing"),
+        (profile(parts=parts(forward=-1.0)), "'parts.layer.forward' is -1.0"),
+        (profile(parts=parts(forward=0.0)), "parts.layer: its forward and backward must be"),
+        (profile(host={"forward": 0.1, "backward": 0.1}), "'host.weight' is missing"),
+        (profile(stages=stage(whole=0.3)), "stages: some tell their whole backward and some do"),
         ({k: v for k, v in profile().items() if k != "model"}, "'model' is missing.*layers: 32"),
     ],
 )

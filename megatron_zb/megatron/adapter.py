@@ -28,6 +28,7 @@ from megatron_zb.schedules.communication import Program, lower
 from megatron_zb.schedules.costs import Costs
 from megatron_zb.schedules.layout import Layers, Letters
 from megatron_zb.schedules.passes import PassKind
+from megatron_zb.schedules.placement import Placement, looped, wave
 from megatron_zb.schedules.schedule import Schedule
 from megatron_zb.schedules.simulator import simulate
 
@@ -88,7 +89,8 @@ class PipelineAdapter:
             name: one of ``schedules.names()``.
             layers: what to place, spread evenly unless there is a ``layer_layout``.
             layer_layout: the layers of every stage in model order, such as ``Ett|tt|tt|ttL``, or
-                what the ends of the model count for, to balance them.
+                what the ends of the model count for, to balance them. ``auto`` takes the V for a
+                text with two stages for each rank, as ``plan`` does, a zig-zag for four.
             memory_limit: fraction of 1F1B's activation memory, see ``schedules.build``.
             chunks, group_size, in_a_row: see ``schedules.build``.
             ends: what the ends of the model count for, if that is known: ``auto`` chooses its
@@ -98,8 +100,11 @@ class PipelineAdapter:
             UsageError: unknown name, sizes that cannot be scheduled, layers that cannot be placed.
         """
         costs = _equal_costs(pipeline_size)
+        placement = None
         if catalog.family(name).name == "auto":
             costs = _assumed_costs(pipeline_size, layers.decoder, ends)
+            if isinstance(layer_layout, str):
+                placement = _placement_of(layer_layout, pipeline_size)
         schedule = catalog.build(
             name,
             pipeline_size=pipeline_size,
@@ -110,6 +115,7 @@ class PipelineAdapter:
             group_size=group_size,
             in_a_row=in_a_row,
             num_layers=None if isinstance(layer_layout, str) else layers.decoder,
+            placement=placement,
         )
         balance, letters = _placed(layers, layer_layout, schedule)
         return cls(
@@ -404,6 +410,14 @@ class PipelineAdapter:
 def _say_on_first_rank(line: str) -> None:
     if torch.distributed.get_rank() == 0:
         print(f"megatron_zb: {line}", flush=True)
+
+
+def _placement_of(written: str, pipeline_size: int) -> Placement | None:
+    """What ``auto`` is bound to by the number of stages that a layout names."""
+    chunks, rest = divmod(written.count("|") + 1, max(pipeline_size, 1))
+    if rest or "*" in written or pipeline_size < 2:
+        return None
+    return looped(pipeline_size) if chunks == 1 else wave(pipeline_size, chunks)
 
 
 def _assumed_costs(pipeline_size: int, layers: int, ends: Ends | None) -> Costs:

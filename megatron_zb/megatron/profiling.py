@@ -24,11 +24,18 @@ from megatron_zb.schedules.passes import Pass, PassKind
 
 WARM_UP = 2
 TIMED = 4
-ITERATIONS = WARM_UP + TIMED + 1
-"""What a profile takes; in the last one, bytes are counted and nothing is timed."""
+WHOLE = 2
+ITERATIONS = WARM_UP + TIMED + WHOLE + 1
+"""What a profile takes: B and W are timed apart, then each backward whole, and last, bytes are
+counted and nothing is timed."""
 
 
 _SHORTEST = 1e-9  # seconds: what a clock cannot tell from nothing, as on a stage without layers
+
+_TIMED_KINDS = (PassKind.F, PassKind.B, PassKind.W, PassKind.BW)
+
+Steps = Sequence[Sequence[Span]]
+"""Timed steps of a rank."""
 
 Spans = list[tuple[Pass | None, float, float]]
 """What a rank did, None for a wait, from when to when."""
@@ -64,8 +71,10 @@ class Profiling:
     """Takes measures in the first iterations of a job, and again every so many.
 
     Args:
-        begin: is called before the first iteration that counts. From then on every backward has to
-            be split, so that B and W can be told apart.
+        begin: is called before the first iteration that counts.
+        split: is called where every backward has to be split from then on, so that B and W can be
+            told apart.
+        join: is called where every backward has to be whole from then on.
         held: the stages of this rank.
         num_microbatches: of an iteration that counts; others are left out.
         every: iterations from one profile to the next; None for one profile alone.
@@ -74,11 +83,14 @@ class Profiling:
     def __init__(
         self,
         begin: Callable[[], None],
+        split: Callable[[], None],
+        join: Callable[[], None],
         held: Sequence[Held],
         num_microbatches: int,
         every: int | None = None,
     ) -> None:
-        self._begin, self._held, self._every = begin, held, every
+        self._begin, self._split, self._join = begin, split, join
+        self._held, self._every = held, every
         self._num_microbatches = num_microbatches
         self._done = 0
         self._counts = False
@@ -97,6 +109,10 @@ class Profiling:
             self._done = 0
         if self._done == 0:
             self._begin()
+        if self._done in (0, WARM_UP + TIMED + WHOLE):
+            self._split()
+        elif self._done == WARM_UP + TIMED:
+            self._join()
 
     @contextmanager
     def step(
@@ -118,7 +134,7 @@ class Profiling:
             if not self._counts:
                 yield memory
                 return
-            if WARM_UP <= self._done < WARM_UP + TIMED:
+            if WARM_UP <= self._done < WARM_UP + TIMED + WHOLE:
                 self._recorders.append(Recorder(on_gpu))
                 self.observers = (self._recorders[-1],)
                 stack.enter_context(marking(self._recorders[-1].mark))
@@ -140,7 +156,7 @@ class Profiling:
 
     def end_step(self) -> None:
         """After a step and all that belongs to it, such as the reduction of gradients."""
-        if self._counts and WARM_UP < self._done <= WARM_UP + TIMED:
+        if self._counts and WARM_UP < self._done <= WARM_UP + TIMED + WHOLE:
             self._recorders[-1].finish()
 
     @property
@@ -158,19 +174,20 @@ class Profiling:
         """
         rank = self._held[0].rank
         steps = [recorder.spans() for recorder in self._recorders]
+        split, whole = steps[:TIMED], steps[TIMED:]
         outside = [
             recorder.seconds - (spans[-1].end - spans[0].start)
             for recorder, spans in zip(self._recorders, steps, strict=True)
         ]
         mine = (
-            self._stages(message, steps),
-            self._times(steps),
-            _before_passes(steps),
+            self._stages(message, split, whole),
+            self._times(split, whole),
+            _before_passes(split, whole),
             outside,
             links,
             rank,
             ahead,
-            self._last_spans(steps[-1]),
+            self._last_spans(split[-1]),
         )
         everyone: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(everyone, mine)
@@ -200,25 +217,24 @@ class Profiling:
         )
 
     def _last_spans(self, spans: Sequence[Span]) -> Spans:
-        began = self._recorders[-1].began
+        began = self._recorders[TIMED - 1].began
         return [
             (of if isinstance(of, Pass) else None, began + start, began + end)
             for of, start, end, _ in spans
         ]
 
-    def _stages(self, message: int, steps: Sequence[Sequence[Span]]) -> dict[int, StageProfile]:
-        seconds = {
-            key: max(sum(within.values()), _SHORTEST) for key, within in _mean_within(steps).items()
-        }
+    def _stages(self, message: int, split: Steps, whole: Steps) -> dict[int, StageProfile]:
+        within = {**_mean_within(whole), **_mean_within(split)}
+        seconds = {key: max(sum(of.values()), _SHORTEST) for key, of in within.items()}
         return {held.stage: self._stage(held, seconds, message) for held in self._held}
 
-    def _times(self, steps: Sequence[Sequence[Span]]) -> list[StageTimes]:
+    def _times(self, split: Steps, whole: Steps) -> list[StageTimes]:
         """What the stages of this rank do within their passes."""
-        found = _mean_within(steps)
+        found = {**_mean_within(whole), **_mean_within(split)}
         return [
             StageTimes(
                 held.layers,
-                *(found[kind, held.stage] for kind in (PassKind.F, PassKind.B, PassKind.W)),
+                *(found[kind, held.stage] for kind in _TIMED_KINDS),
             )
             for held in self._held
         ]
@@ -238,6 +254,7 @@ class Profiling:
             forward=seconds[PassKind.F, held.stage],
             backward=seconds[PassKind.B, held.stage],
             weight=seconds[PassKind.W, held.stage],
+            whole=seconds[PassKind.BW, held.stage],
             # W may hold more than F did, such as the logits' gradient. Schedules keep to a limit of
             # memory where an F begins, so it is counted from then on: nothing is understated.
             activation=max(after_f, after_b, 0),
@@ -245,9 +262,7 @@ class Profiling:
         )
 
 
-def _mean_within(
-    steps: Sequence[Sequence[Span]],
-) -> dict[tuple[PassKind, int], dict[str, float]]:
+def _mean_within(steps: Steps) -> dict[tuple[PassKind, int], dict[str, float]]:
     """Seconds of a pass by what it does: the mean over a step, as a step takes their sum.
 
     The median over the steps, as one may be disturbed.
@@ -267,20 +282,18 @@ def _mean_within(
     }
 
 
-def _before_passes(steps: Sequence[Sequence[Span]]) -> PartSeconds:
+def _before_passes(split: Steps, whole: Steps) -> PartSeconds:
     """Seconds of the host before a pass, where it waits for nothing: sends, and bookkeeping."""
     means: dict[PassKind, list[float]] = defaultdict(list)
-    for step in steps:
+    for step in [*split, *whole]:
         gaps: dict[PassKind, list[float]] = defaultdict(list)
         for before, span in pairwise(step):
             if isinstance(span.of, Pass):
                 gaps[span.of.kind].append(max(0.0, span.start - before.end))
         for kind, found in gaps.items():
             means[kind].append(fmean(found))
-    forward, backward, weight = (
-        median(means[kind] or [0.0]) for kind in (PassKind.F, PassKind.B, PassKind.W)
-    )
-    return PartSeconds(forward=forward, backward=backward, weight=weight)
+    forward, backward, weight, together = (median(means[kind] or [0.0]) for kind in _TIMED_KINDS)
+    return PartSeconds(forward=forward, backward=backward, weight=weight, whole=together)
 
 
 def _usual(ranks: Sequence[PartSeconds]) -> PartSeconds:
@@ -288,6 +301,7 @@ def _usual(ranks: Sequence[PartSeconds]) -> PartSeconds:
         forward=median(rank.forward for rank in ranks),
         backward=median(rank.backward for rank in ranks),
         weight=median(rank.weight for rank in ranks),
+        whole=median(rank.whole for rank in ranks),
     )
 
 

@@ -15,7 +15,7 @@ from megatron_zb.megatron.forward_backward import Iteration
 from megatron_zb.megatron.profiling import Held, Measured, Profiling
 from megatron_zb.planner.profile import Profile, ProfiledModel, write_profile
 from megatron_zb.planner.trace import Trace, of_spans, write_trace
-from megatron_zb.schedules.fusing import fuse_for_free, split_all
+from megatron_zb.schedules.fusing import fuse_for_free, join_all, split_all
 from megatron_zb.schedules.schedule import Schedule
 
 if TYPE_CHECKING:
@@ -47,12 +47,20 @@ class Replanning:
             Held(stage, rank, adapter.layers_of(stage))
             for stage in adapter.schedule.placement.stages_of[rank]
         ]
-        return Profiling(self._split, held, adapter.schedule.num_microbatches, every)
+        return Profiling(
+            self._begin, self._split, self._join, held, adapter.schedule.num_microbatches, every
+        )
+
+    def _begin(self) -> None:
+        self._usual = self._adapter.schedule
 
     def _split(self) -> None:
         """B and W can only be told apart where each runs by itself."""
-        self._usual = self._adapter.schedule
         self._adapter.use(split_all(self._usual))
+
+    def _join(self) -> None:
+        """Many schedules leave a backward whole, which takes other seconds than its halves."""
+        self._adapter.use(join_all(self._usual))
 
     def use(self, measured: Measured, iteration: Iteration) -> None:
         """What follows from it, on every rank between two iterations."""

@@ -13,7 +13,8 @@ from megatron_zb.schedules.layout import Layout
 from megatron_zb.schedules.placement import Placement
 
 _SECONDS = ("forward", "backward", "weight")
-_QUANTITIES = (*_SECONDS, "activation", "held_for_weight")
+_BYTES = ("activation", "held_for_weight")
+_QUANTITIES = (*_SECONDS, *_BYTES)
 
 
 @dataclass(frozen=True)
@@ -85,7 +86,8 @@ class Fit:
             for name in _QUANTITIES
         }
         if profile.parts is not None:
-            parts |= {name: Part.measured(profile.parts, name) for name in _SECONDS}
+            measured = (*_SECONDS, "whole")
+            parts |= {name: Part.measured(profile.parts, name) for name in measured}
         return cls(profile, parts, _slowdowns(profile, parts))
 
     def costs(self, placement: Placement, counts: Layout, *, blocking: bool = False) -> Costs:
@@ -95,18 +97,19 @@ class Fit:
         """
         hops = self.profile.hops()
         of = {name: part.stages(counts) for name, part in self.parts.items()}
-        for name in _SECONDS:
+        for name in of.keys() - set(_BYTES):
             of[name] = [seconds + getattr(self.profile.host, name) for seconds in of[name]]
         if blocking:
-            ranks = placement.rank_of
-            for stage, (a, b) in enumerate(pairwise(ranks)):
+            for stage, (a, b) in enumerate(pairwise(placement.rank_of)):
                 of["forward"][stage] += hops[a][b]
-                of["backward"][stage + 1] += hops[b][a]
+                for name in of.keys() & {"backward", "whole"}:
+                    of[name][stage + 1] += hops[b][a]
         return Costs.of_slices(
             pipeline_size=placement.pipeline_size,
             forward=of["forward"],
             backward=of["backward"],
             weight=of["weight"],
+            whole=of.get("whole", ()),
             p2p=0.0 if blocking else hops,
             slowdown=self.slowdown,
             activation=of["activation"],

@@ -1,8 +1,8 @@
 """What the parts of a model take of its passes, from marks that a run has set within them.
 
-A pass of a stage is ``BEFORE``, ``LAYERS`` and ``AFTER`` what surrounds the layers: in F, the
-embedding is before the layers and the output layer after them, in B it is the other way round. What
-a stage without an end spends there is what a pass costs by itself.
+A pass of a stage is what comes before its layers, the layers, and what comes after them: in F, the
+embedding stands before the layers and the output layer after them, in B and BW it is the other way
+round. What a stage without that end spends there is what a pass costs by itself.
 """
 
 from __future__ import annotations
@@ -45,6 +45,7 @@ class StageTimes:
     forward: Segments
     backward: Segments
     weight: Segments
+    whole: Segments
 
 
 def of_stages(stages: Sequence[StageTimes]) -> Parts | None:
@@ -57,6 +58,7 @@ def of_stages(stages: Sequence[StageTimes]) -> Parts | None:
         _around(stages, lambda s: s.forward, first="E", last="L"),
         _around(stages, lambda s: s.backward, first="L", last="E"),
         _weights(stages),
+        _around(stages, lambda s: s.whole, first="L", last="E"),
     ]
     names = ("layer", "E", "L", "multi_token", "empty")
     of = {
@@ -72,7 +74,7 @@ def of_stages(stages: Sequence[StageTimes]) -> Parts | None:
     )
 
 
-_KINDS = ("forward", "backward", "weight")
+_KINDS = ("forward", "backward", "weight", "whole")
 _Of = Callable[[StageTimes], Segments]
 
 

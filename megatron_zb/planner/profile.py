@@ -45,6 +45,9 @@ class StageProfile(Section):
     weight: float = Field(
         ge=0, lt=1e5, description="seconds of W, the weight gradient", examples=[0.0125]
     )
+    whole: float | None = Field(
+        default=None, gt=0, lt=1e5, description="seconds of BW, a backward in one pass"
+    )
     activation: int = _bytes("bytes that F holds")
     held_for_weight: int = _bytes("bytes of them that are still held after B")
 
@@ -76,24 +79,25 @@ class PartSeconds(Section):
     forward: float = _part("F")
     backward: float = _part("B")
     weight: float = _part("W")
+    whole: float = _part("BW, a backward in one pass")
 
     @property
     def total(self) -> float:
+        """Of a microbatch, with a split backward."""
         return self.forward + self.backward + self.weight
 
 
-_NOTHING = PartSeconds(forward=0.0, backward=0.0, weight=0.0)
-_SAID = [{"forward": 0.01, "backward": 0.02, "weight": 0.01}]
+_NOTHING = PartSeconds(forward=0.0, backward=0.0, weight=0.0, whole=0.0)
 
 
 class Parts(Section):
     """What the parts of the model take of a microbatch; ``empty_pass`` is a pass by itself."""
 
-    layer: PartSeconds = Field(description="one transformer layer", examples=_SAID)
-    embedding: PartSeconds = Field(description="the embedding, with its data", examples=_SAID)
-    output: PartSeconds = Field(description="the output layer, with its loss", examples=_SAID)
-    multi_token: PartSeconds = Field(description="multi-token prediction", examples=_SAID)
-    empty_pass: PartSeconds = Field(description="a pass without any of these", examples=_SAID)
+    layer: PartSeconds = Field(description="one transformer layer")
+    embedding: PartSeconds = Field(description="the embedding, with its data")
+    output: PartSeconds = Field(description="the output layer, with its loss")
+    multi_token: PartSeconds = Field(description="multi-token prediction")
+    empty_pass: PartSeconds = Field(description="a pass without any of these")
 
     @model_validator(mode="after")
     def _a_layer_takes_time(self) -> Parts:
@@ -155,6 +159,11 @@ class Profile(Section):
                     f"links.{number}: it goes from rank {link.source} to {link.target}; give two "
                     f"different ranks of 0 to {p - 1}, for example source: 0, target: 1"
                 )
+        if len({s.whole is None for s in self.stages}) > 1:
+            raise ValueError(
+                "stages: some tell their whole backward and some do not; every stage says it, for "
+                "example whole: 0.0125, or none"
+            )
         layers = sum(s.layers.count("t") for s in self.stages)
         if layers != self.model.layers:
             raise ValueError(
@@ -190,6 +199,7 @@ class Profile(Section):
             forward=[s.forward + more.forward for s in stages],
             backward=[s.backward + more.backward for s in stages],
             weight=[s.weight + more.weight for s in stages],
+            whole=[s.whole + more.whole for s in stages if s.whole is not None],
             p2p=self.hops(),
             activation=[s.activation for s in stages],
             held_for_weight=[s.held_for_weight for s in stages],
@@ -241,6 +251,7 @@ def merged(replicas: Sequence[Sequence[StageProfile]]) -> list[StageProfile]:
             forward=max(s.forward for s in seen),
             backward=max(s.backward for s in seen),
             weight=max(s.weight for s in seen),
+            whole=max((s.whole for s in seen if s.whole is not None), default=None),
             activation=max(s.activation for s in seen),
             held_for_weight=max(s.held_for_weight for s in seen),
         )

@@ -10,12 +10,13 @@ from megatron_zb.schedules.costs import StageCosts
 
 
 class SyntheticStage:
-    """Takes T_F, T_B and T_W seconds on the clock and hands its input on."""
+    """Takes the seconds of F, B, W and BW on the clock and hands its input on."""
 
     def __init__(self, stage: int, costs: StageCosts) -> None:
         self._forward = costs.forward[stage]
         self._backward = costs.backward[stage]
         self._weight = costs.weight[stage]
+        self._whole = costs.fused[stage]
         self._is_last = stage == len(costs.forward) - 1
         self._is_first = stage == 0
         self._payload = torch.zeros(64)
@@ -32,7 +33,7 @@ class SyntheticStage:
         time.sleep(self._weight)
 
     def backward(self, microbatch: int, gradient: torch.Tensor | None) -> torch.Tensor | None:
-        time.sleep(self._backward + self._weight)
+        time.sleep(self._whole)
         return None if self._is_first else self._payload
 
     def reset(self) -> None:

@@ -23,6 +23,7 @@ def lower_bound(
     only what memory could hold is left to do; and Little's law, by which memory times time cannot
     be less than what all activations take.
     """
+    costs = costs.shortest()
     usable = usable_limit(placement, num_microbatches, costs, limit)
     return max(
         max(_waits(placement, num_microbatches, costs, usable[rank], rank), residency)
@@ -38,6 +39,7 @@ def period_bound(
     The work of the busiest rank, and Little's law: waits at the ends of an iteration do not count,
     because the next one fills them.
     """
+    costs = costs.shortest()
     usable = usable_limit(placement, num_microbatches, costs, limit)
     work = (_work(num_microbatches, costs, held) for held in placement.stages_of)
     return max(*work, *_residencies(placement, num_microbatches, costs, usable))

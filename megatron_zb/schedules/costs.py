@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from statistics import median
 
@@ -22,7 +22,8 @@ class StageCosts:
     ``forward_hop[s]`` is the time of the message from stage s to s+1 and ``backward_hop[s]`` from
     stage s to s-1, 0 on the same rank. ``activation[s]`` is what F(s) holds and
     ``held_for_weight[s]`` what is still held between B(s) and W(s). ``teacher``, ``student`` and
-    ``update`` are the seconds of T, S and U, and empty where there are none.
+    ``update`` are the seconds of T, S and U, and empty where there are none. ``whole`` are those of
+    BW; where it is empty, BW takes as long as B and W.
     """
 
     forward: tuple[float, ...]
@@ -35,9 +36,25 @@ class StageCosts:
     teacher: tuple[float, ...] = ()
     student: tuple[float, ...] = ()
     update: tuple[float, ...] = ()
+    whole: tuple[float, ...] = ()
+
+    @property
+    def fused(self) -> tuple[float, ...]:
+        """Seconds of BW on each stage."""
+        split = zip(self.backward, self.weight, strict=True)
+        return self.whole or tuple(b + w for b, w in split)
+
+    def shortest(self) -> StageCosts:
+        """With W as short as a whole backward makes it, where that takes less than its halves."""
+        if not self.whole:
+            return self
+        fused = zip(self.weight, self.whole, self.backward, strict=True)
+        return replace(
+            self, weight=tuple(max(0.0, min(w, both - b)) for w, both, b in fused), whole=()
+        )
 
     def duration(self, p: Pass) -> float:
-        """Seconds of one pass; BW takes as long as B and W."""
+        """Seconds of one pass."""
         if p.kind is PassKind.F:
             return self.forward[p.stage]
         if p.kind is PassKind.B:
@@ -50,7 +67,7 @@ class StageCosts:
             return self.student[p.stage]
         if p.kind is PassKind.U:
             return self.update[p.stage]
-        return self.backward[p.stage] + self.weight[p.stage]
+        return self.whole[p.stage] if self.whole else self.backward[p.stage] + self.weight[p.stage]
 
 
 @dataclass(frozen=True)
@@ -62,7 +79,8 @@ class Costs:
     ``weight`` are seconds per slice, ``activation`` what its F holds and ``held_for_weight`` what
     of that is still held between B and W, in any unit of memory. A placement with more or fewer
     stages cuts or merges the slices. ``slowdown[r]`` multiplies every time on logical rank r and
-    ``p2p[a][b]`` is the time of one transfer from rank a to rank b.
+    ``p2p[a][b]`` is the time of one transfer from rank a to rank b. ``whole`` is what a fused
+    backward takes where that is known; else, or if it is empty, as long as both of its halves.
     """
 
     pipeline_size: int
@@ -74,6 +92,7 @@ class Costs:
     activation: tuple[float, ...]
     held_for_weight: tuple[float, ...]
     fixed: tuple[float, ...]
+    whole: tuple[float, ...] = ()
 
     @classmethod
     def uniform(
@@ -117,6 +136,7 @@ class Costs:
         activation: Sequence[float] | None = None,
         held_for_weight: Sequence[float] | None = None,
         fixed: Sequence[float] | None = None,
+        whole: Sequence[float] = (),
     ) -> Costs:
         """Costs of consecutive slices of the model (see the class).
 
@@ -150,6 +170,7 @@ class Costs:
             activation=tuple(held),
             held_for_weight=tuple(held if held_for_weight is None else held_for_weight),
             fixed=tuple([0.0] * pipeline_size if fixed is None else fixed),
+            whole=tuple(whole),
         )
         costs._check()
         return costs
@@ -164,6 +185,7 @@ class Costs:
             ("held_for_weight", self.held_for_weight, slices),
             ("slowdown", self.slowdown, self.pipeline_size),
             ("fixed", self.fixed, self.pipeline_size),
+            ("whole", self.whole, slices if self.whole else 0),
             *(("p2p", row, self.pipeline_size) for row in self.p2p),
         ):
             if len(values) != length:
@@ -205,6 +227,7 @@ class Costs:
             activation=self.activation,
             held_for_weight=self.held_for_weight,
             fixed=self.fixed,
+            whole=[median(self.whole)] * len(self.whole) if self.whole else (),
         )
 
     def _hop(self, source: int, target: int) -> float:
@@ -237,6 +260,7 @@ class Costs:
             backward_hop=(0.0, *backward_hop),
             activation=_resample(self.activation, stages),
             held_for_weight=_resample(self.held_for_weight, stages),
+            whole=seconds(self.whole) if self.whole else (),
         )
 
 

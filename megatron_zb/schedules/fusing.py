@@ -18,7 +18,8 @@ def fuse_for_free(schedule: Schedule, costs: Costs) -> Schedule:
     """BW for every B with its W right behind it, if no pass of any rank starts later for it.
 
     A BW lets the previous stage wait until W has ended, too. Where that stage starts its B later
-    still, nothing moves; all such pairs can be joined at once, because no start changes.
+    still, and the whole backward takes no longer than its halves, nothing is late; all such pairs
+    can be joined at once.
     """
     timeline = simulate(schedule, costs)
     table = timeline.costs
@@ -31,6 +32,8 @@ def fuse_for_free(schedule: Schedule, costs: Costs) -> Schedule:
     tolerance = 1e-9 * max(timeline.makespan, 1e-30)
 
     def costs_nothing(p: Pass, end_of_w: float) -> bool:
+        if table.fused[p.stage] > table.backward[p.stage] + table.weight[p.stage] + tolerance:
+            return False
         if p.stage == 0:
             return True
         needed = starts[p.stage - 1, p.microbatch]
@@ -59,6 +62,12 @@ def fuse_all(ranks: Sequence[Sequence[Pass]]) -> tuple[tuple[Pass, ...], ...]:
         tuple(Pass(PassKind.BW, *p[1:]) if p.kind is PassKind.B else p for p in rank)
         for rank in ranks
     )
+
+
+def join_all(schedule: Schedule) -> Schedule:
+    """BW in the place of every B, and no W: the same order, each backward whole."""
+    kept = [[p for p in rank if p.kind is not PassKind.W] for rank in schedule.ranks]
+    return replace(schedule, ranks=fuse_all(kept))
 
 
 def split_all(schedule: Schedule) -> Schedule:

@@ -140,7 +140,7 @@ def simulate(schedule: Schedule, costs: Priced) -> Timeline:
         PassKind.F: table.forward,
         PassKind.B: table.backward,
         PassKind.W: table.weight,
-        PassKind.BW: tuple(b + w for b, w in zip(table.backward, table.weight, strict=True)),
+        PassKind.BW: table.fused,
     }
 
     def run(rank: int, position: int, p: Pass) -> None:
