@@ -217,7 +217,7 @@ def test_the_picture_has_a_bar_for_each_pass_and_a_line_for_each_rank(v_half: Pa
     lines = svg.all("path", of="held")
     peaks = {int(line.attributes["data-rank"]): line.attributes["data-peak"] for line in lines}
     assert peaks == {rank: f"{peak:.6g}" for rank, peak in enumerate(timeline.peak_memory)}
-    said = [text.text for text in svg.all("text") if "peak" in text.attributes["class"]]
+    said = [text.text for text in svg.all("text") if "peak" in text.attributes.get("class", "")]
     worst = timeline.peak_memory.index(max(timeline.peak_memory))
     assert said == [
         f"{peak:.4g}" + (" most" if rank == worst else "")
