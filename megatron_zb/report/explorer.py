@@ -77,13 +77,14 @@ def context(
                 "choices": "",
             },
         )
-    known = dict.fromkeys(catalog.names(), "") if alike else {}
-    names: dict[str, str | None] = {
+    choices: dict[str, str | None] = {
         entry["order"]["name"]: entry["choices"] for entry in entries.values()
     }
+    if alike:
+        choices |= {name: "" for name in catalog.names() if name not in choices}
     data = {
         "initial": {"schedule": first.schedule.name, "p": p, "m": m, **built},
-        "names": {**names, **{name: "" for name in known if name not in names}},
+        "names": [{"name": name, "choices": found} for name, found in choices.items()],
         "orders": list(entries.values()),
         "alike": alike,
         "unit": asdict(unit),
