@@ -233,7 +233,7 @@ def test_a_row_of_the_comparison_can_be_chosen(page: Browser) -> None:
         ("m", "", "microbatches, m: give a whole number from 1 to 1048576"),
         ("forward", "0", "forward, F: give a number above 0, such as 1.0"),
         ("weight", "-1", "weight gradient, W: give a number of 0 or more, such as 1.0"),
-        ("m", "9", "This page has no order of 1f1b for 4 ranks and 9 microbatches. It has 4 × 8,"),
+        ("m", "9", "This page has no order of 1f1b for 4 ranks and 9 microbatches. It has 2 × 2,"),
         ("p", "128", "This page has no order of 1f1b for 128 ranks and 8 microbatches. It has"),
     ],
 )
@@ -353,6 +353,19 @@ def test_the_explorer_of_a_plan_agrees_with_its_table(browser: Browser, tmp_path
     assert shown(browser, "bubble") == found.group(1)
     assert float(shown(browser, "makespan")) == pytest.approx(float(found.group(2)), abs=0.051)
     assert "This is the order of the page's table" in shown(browser, "kind")
+    browser.open(path, width=1280)
+    wider = browser.evaluate(
+        "[...document.querySelectorAll('.scroll')].filter((e) => e.scrollWidth > e.clientWidth)"
+        ".map((e) => e.outerHTML.slice(0, 80))"
+    )
+    assert wider == []
+    clipped = browser.evaluate(
+        "[...document.querySelectorAll('svg.schedule text')].filter((e) =>"
+        " e.getBoundingClientRect().right > e.ownerSVGElement.getBoundingClientRect().right"
+        " || e.getBoundingClientRect().left < e.ownerSVGElement.getBoundingClientRect().left)"
+        ".map((e) => e.textContent)"
+    )
+    assert clipped == []
 
 
 # --- the pictures ---------------------------------------------------------------------------------

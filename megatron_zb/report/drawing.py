@@ -43,7 +43,7 @@ class Sizes:
     """
 
     labels: int = 58
-    right: int = 70
+    right: int = 88
     row: int = 24
     bar: int = 21
     gap: int = 34

@@ -66,13 +66,7 @@ def context(
         _add(entries, timeline, built, alike)
     for name in QUICK if costs is not None and p * m <= MOST_PASSES // 6 else ():
         schedule = catalog.build(name, pipeline_size=p, num_microbatches=m, costs=costs)
-        is_fixed = name in FIXED
-        _add(
-            entries,
-            simulate(schedule, costs),
-            None if is_fixed else {**built, "limit": None},
-            alike,
-        )
+        _add(entries, simulate(schedule, costs), {**built, "limit": None}, alike)
     for order in orders.packaged() if alike else ():
         entries.setdefault(
             (order["name"], order["p"], order["m"]),
@@ -83,13 +77,14 @@ def context(
                 "choices": "",
             },
         )
-    known = dict.fromkeys(catalog.names(), "") if alike else {}
-    names: dict[str, str | None] = {
+    choices: dict[str, str | None] = {
         entry["order"]["name"]: entry["choices"] for entry in entries.values()
     }
+    if alike:
+        choices |= {name: "" for name in catalog.names() if name not in choices}
     data = {
         "initial": {"schedule": first.schedule.name, "p": p, "m": m, **built},
-        "names": {**names, **{name: "" for name in known if name not in names}},
+        "names": [{"name": name, "choices": found} for name, found in choices.items()],
         "orders": list(entries.values()),
         "alike": alike,
         "unit": asdict(unit),
@@ -105,7 +100,7 @@ def context(
 def _add(
     entries: dict[tuple[str, int, int], dict[str, Any]],
     timeline: Timeline,
-    built: dict[str, float | None] | None,
+    built: dict[str, float | None],
     alike: bool,
 ) -> None:
     schedule = timeline.schedule
@@ -115,7 +110,7 @@ def _add(
         {
             "order": orders.encode(schedule),
             "costs": None if alike else drawing.costs(timeline.costs),
-            "built": built,
+            "built": None if schedule.name in FIXED else built,
             "choices": _choices(schedule),
         },
     )

@@ -81,7 +81,7 @@ const pictures = (() => {
       frame.addEventListener("wheel", (event) => this.wheel(event), { passive: false });
       frame.addEventListener("keydown", (event) => this.press(event));
       frame.addEventListener("pointerdown", (event) => {
-        if (event.button === 0) this.drag = { x: event.clientX, from: this.from };
+        if (event.button === 0 && event.pointerType === "mouse") this.drag = { x: event.clientX, from: this.from };
       });
       frame.addEventListener("pointermove", (event) => this.point(event));
       addEventListener("pointerup", () => { this.drag = null; });

@@ -67,11 +67,12 @@
       isAsBefore ? table : pipelines.scaledCosts(order.place, table, before, times));
   }
 
-  const sizesOf = (name) => data.orders.filter(({ order }) => order.name === name)
-    .map(({ order: { p, m } }) => `${p} × ${m}`);
+  const sizesOf = (name) => data.orders.map(({ order }) => order)
+    .filter((order) => order.name === name).sort((a, b) => a.p - b.p || a.m - b.m)
+    .map(({ p, m }) => `${p} × ${m}`);
 
   function missing(name, now) {
-    const sizes = [...new Set(sizesOf(name))];
+    const sizes = sizesOf(name);
     return `This page has no order of ${name} for ${now.p} ranks and ${now.m} microbatches. It has `
       + `${sizes.length ? `${sizes.join(", ")} (ranks × microbatches)` : "none at all"}.`;
   }
@@ -100,7 +101,7 @@
   }
 
   function showCommand(name, now, found) {
-    const choices = found?.choices ?? data.names[name];
+    const choices = (found ?? data.names.find((choice) => choice.name === name)).choices;
     at("command").parentElement.hidden = choices === null;
     const words = [
       "megatron-zb show", name,
@@ -146,7 +147,7 @@
 
   function compare(now, stock) {
     at("comparison").tBodies[0].replaceChildren(
-      ...Object.keys(data.names).map((name) => row(name, now, stock)));
+      ...data.names.map(({ name }) => row(name, now, stock)));
   }
 
   function row(name, now, stock) {
