@@ -19,6 +19,7 @@ from megatron_zb.planner import trace_command
 
 COMMAND = [sys.executable, "-m", "megatron_zb.cli"]
 SIZES = ["-p", "4", "-m", "8"]
+STUDENT = Path(__file__).resolve().parents[1] / "configs/students/half_mlp.yaml"
 
 
 # --- Ctrl-C
@@ -102,9 +103,9 @@ def test_a_closed_pipe_is_no_error(words: list[str]) -> None:
     assert process.stdout is not None
     assert process.stderr is not None
     process.stdout.close()
-    said = process.stderr.read()
+    said = process.stderr.read().decode().splitlines()
     process.wait(120)
-    assert said == b""
+    assert [line for line in said if not line.startswith("putting the passes of")] == []
     assert process.returncode in (0, 1)
 
 
@@ -187,7 +188,7 @@ def test_training_without_megatron_core(module: str, tmp_path: Path) -> None:
     words = f"--cpu --data-path {tmp_path / 'text'} --micro-batch-size 1 --global-batch-size 4 "
     words += "--train-iters 2 --lr 0.01 "
     if module.endswith("distill_gpt"):
-        words += f"--teacher-load {tmp_path} --student-config half_mlp"
+        words += f"--teacher-load {tmp_path} --student-config {STUDENT}"
     else:
         words += "--num-layers 4 --hidden-size 32 --num-attention-heads 4 --seq-length 32"
     program = (
@@ -215,8 +216,8 @@ def test_the_launcher_names_what_a_script_imports_in_vain(tmp_path: Path) -> Non
         text=True,
     )
     assert done.returncode == 2
-    assert done.stderr.count("\n") == 1
-    assert done.stderr.startswith(
+    assert "Traceback" not in done.stderr
+    assert done.stderr.splitlines()[-1].startswith(  # after warnings of Megatron's own imports
         "megatron_zb: error: the package a_package_that_nobody_has is not installed, which "
         f"{root / 'megatron/training/arguments.py'} imports in line 1: run "
     )
