@@ -258,7 +258,7 @@ def draws() -> dict[str, list[float]]:
                 found.append(torch.rand(1).item())
         return found
 
-    found = {}
+    found: dict[str, list[float]] = {}
     for layer, step, microbatch in [(0, 0, 0), (1, 0, 0), (0, 1, 0), (0, 0, 1), (0, 0, 0)]:
         place = f"{layer}:{step}:{microbatch}"
         with streams.of_layer(place):
