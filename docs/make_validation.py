@@ -207,7 +207,7 @@ def _best_of_grid(
         gpu.memory_bytes,
         column["batch"],
         of.sequence_length,
-        Choices(recompute=("none",)),
+        Choices(recompute=("none",), overlap=False),
         post_validation=True,
     )
     plan = search(job, [contender], tries=4)
@@ -260,16 +260,22 @@ def profile_lines() -> list[str]:
     return out
 
 
+DIGITS = {"published": 5, "predicted": 3, "ours": 3, "bubble": 3, "memory": 0}
+
+
 def write(path: Path, found: Sequence[Row] | Sequence[Throughput]) -> None:
     """Rows as CSV, rounded to what can be told apart."""
-    rounded = [
-        {name: round(v, 4) if isinstance(v, float) else v for name, v in asdict(row).items()}
-        for row in found
-    ]
     with path.open("w", encoding="utf-8", newline="") as file:
-        out = csv.DictWriter(file, fieldnames=list(rounded[0]), lineterminator="\n")
+        names = list(asdict(found[0]))
+        out = csv.DictWriter(file, fieldnames=names, lineterminator="\n")
         out.writeheader()
-        out.writerows(rounded)
+        for row in found:
+            out.writerow(
+                {
+                    name: f"{value:.{DIGITS[name]}f}" if name in DIGITS else value
+                    for name, value in asdict(row).items()
+                }
+            )
 
 
 def read_ratios() -> list[Row]:
@@ -399,7 +405,7 @@ correction for single tables or rows: one `configs/devices/a100_80gb_sxm.yaml` a
 FITTED = """\
 ## What was fitted
 
-- **A100**, to the times of a rank that one paper profiled (below): the efficiency of matrix
+- **A100**, to the times of a rank that one paper profiled (above): the efficiency of matrix
   products, the efficiency of the memory bandwidth, what is lost at every kernel, and bandwidth and
   latency of a message, which there include launch and synchronisation; and, with them, what a
   random number of dropout costs (6 bytes of traffic, in `planner/work.py`). No throughput was

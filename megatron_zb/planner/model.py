@@ -118,7 +118,9 @@ class Experts(Section):
     dense_layers: int = Field(
         0, ge=0, le=_MOST, description="first layers with a dense MLP", examples=[3]
     )
-    router: Router = Field(Router(), description="how a token's experts are chosen")
+    router: Router = Field(
+        Router.model_validate({}), description="how a token's experts are chosen"
+    )
 
     @model_validator(mode="after")
     def _reachable(self) -> Experts:

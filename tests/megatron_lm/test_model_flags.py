@@ -18,7 +18,7 @@ from megatron_zb.planner.flags import flags
 from megatron_zb.planner.model import ModelConfig, read_model
 from megatron_zb.planner.model_flags import mock_data_flags, model_flags
 from megatron_zb.planner.prediction import predict
-from megatron_zb.planner.search import cut_into_stages, is_default
+from megatron_zb.planner.search import cut_into_stages
 from megatron_zb.planner.strategy import RECOMPUTE, Strategy
 from megatron_zb.planner.work import Workload
 
@@ -121,7 +121,7 @@ def planned_words() -> list[list[str]]:
             staged = cut_into_stages(load, contender, 2 if contender.takes_chunks else None)
             assert staged is not None
             chunks = staged.placement.chunks if contender.takes_chunks else None
-            found = predict(staged, contender, 8, chunks, is_even=is_default(staged))
+            found = predict(staged, contender, 8, chunks, is_even=recompute == "full")
             words = [shlex.split(flag) for flag in flags(found, 16, 1e11)]
             out.append([word for of in words if of[0] != "--pipeline-schedule" for word in of])
     return out
