@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
 
 from megatron_zb import schedules
 from megatron_zb.errors import UsageError
 from megatron_zb.schedules import catalog
-from megatron_zb.schedules.placement import Placement, looped, v_shape, wave
+from megatron_zb.schedules.placement import Placement
 
 MEGATRON_1F1B = "Megatron 1F1B"
 MEGATRON_INTERLEAVED = "Megatron interleaved"
@@ -42,21 +41,14 @@ class Contender:
         yield from range(2 * step, layers // pipeline + 1, step)
 
     def placement(self, pipeline: int, chunks: int | None) -> Placement:
-        """Where its stages stand."""
-        if self.family == "auto":
-            return v_shape(pipeline)
-        return _placement(self.family, pipeline, chunks)
+        """Where its stages stand; ``auto`` has no placement of its own."""
+        place = catalog.family(self.family).placement
+        assert place is not None, "auto takes the placements of the others"
+        return place(pipeline, chunks)
 
     @property
     def splits(self) -> bool:
         return catalog.family(self.family).splits_backward
-
-
-@lru_cache(maxsize=1024)
-def _placement(family: str, pipeline: int, chunks: int | None) -> Placement:
-    """As the smallest schedule of the family has it, for any number of ranks."""
-    found = schedules.build(family, pipeline_size=2, num_microbatches=1, chunks=chunks).placement
-    return (looped if found.name == "looped" else wave)(pipeline, found.chunks)
 
 
 def contenders(names: Sequence[str] | None, *, overlap: bool = True) -> list[Contender]:
