@@ -33,11 +33,15 @@ from megatron_zb.schedules import catalog
 from megatron_zb.schedules.communication import Program, lower
 from megatron_zb.schedules.costs import Costs
 from megatron_zb.schedules.passes import PassKind
+from megatron_zb.schedules.placement import Placement
 from megatron_zb.schedules.schedule import Schedule
 from megatron_zb.schedules.simulator import simulate
 
 if TYPE_CHECKING:
     from megatron_zb.megatron.post_validation import PostValidation
+
+Build = Callable[..., Schedule]
+"""``schedules.build``, or something that is called like it."""
 
 # For another number of microbatches than a table's: evaluation, or a batch that is ramped up.
 _SUBSTITUTE = "auto"
@@ -56,8 +60,10 @@ class PipelineAdapter:
         group_size: int | None = None,
         in_a_row: bool = False,
         balance: Balance | None = None,
+        build: Build = catalog.build,
     ) -> None:
         self.schedule = schedule
+        self._build = build
         self.costs = costs
         self._memory_limit = memory_limit
         self._segments = segments
@@ -84,6 +90,8 @@ class PipelineAdapter:
         group_size: int | None = None,
         in_a_row: bool = False,
         ends: Ends | None = None,
+        placement: Placement | None = None,
+        build: Build = catalog.build,
     ) -> PipelineAdapter:
         """Build the schedule and place the layers.
 
@@ -96,6 +104,8 @@ class PipelineAdapter:
             chunks, group_size, in_a_row: see ``schedules.build``.
             ends: what the ends of the model count for, if that is known: ``auto`` chooses its
                 placement by it, which stays when costs have been measured.
+            placement: binds ``auto`` to one.
+            build: what builds schedules, such as one rank for all.
 
         Raises:
             UsageError: unknown name, sizes that cannot be scheduled, layers that cannot be placed.
@@ -103,7 +113,7 @@ class PipelineAdapter:
         costs = _equal_costs(pipeline_size)
         if catalog.family(name).name == "auto":
             costs = _assumed_costs(pipeline_size, layers.decoder, ends)
-        schedule = catalog.build(
+        schedule = build(
             name,
             pipeline_size=pipeline_size,
             num_microbatches=num_microbatches,
@@ -111,6 +121,7 @@ class PipelineAdapter:
             memory_limit=memory_limit,
             chunks=chunks,
             group_size=group_size,
+            placement=placement,
             in_a_row=in_a_row,
             num_layers=None if isinstance(layer_layout, str) else layers.decoder,
         )
@@ -123,6 +134,7 @@ class PipelineAdapter:
             group_size=group_size,
             in_a_row=in_a_row,
             balance=balance,
+            build=build,
         )
 
     @classmethod
@@ -134,6 +146,7 @@ class PipelineAdapter:
         num_microbatches: int,
         layers: Layers,
         layer_layout: str | Ends | None = None,
+        build: Build = catalog.build,
     ) -> PipelineAdapter:
         """Run a schedule that was made elsewhere, such as one read from a file.
 
@@ -147,7 +160,8 @@ class PipelineAdapter:
                 f"microbatches, but the job has {pipeline_size} and {num_microbatches}"
             )
         balance, segments = _placed(layers, layer_layout, schedule)
-        return cls(schedule, _equal_costs(pipeline_size), None, segments, balance=balance)
+        costs = _equal_costs(pipeline_size)
+        return cls(schedule, costs, None, segments, balance=balance, build=build)
 
     @property
     def chunks(self) -> int:
@@ -267,12 +281,13 @@ class PipelineAdapter:
         self.program_for.cache_clear()
 
     def rebuilt(self, costs: Costs) -> Schedule:
-        """The same kind of schedule on the same placement, for other costs.
+        """The same kind of schedule on the same placement, for other costs, built by this rank.
 
         Raises:
             UsageError: the memory limit cannot be kept with these costs.
         """
-        return self._built(self.schedule.name, self.schedule.num_microbatches, costs)
+        name, m = self.schedule.name, self.schedule.num_microbatches
+        return self._built(name, m, costs, catalog.build)
 
     def layers_of(self, stage: int) -> str:
         """The layers of a stage as letters, such as ``Ett``."""
@@ -301,16 +316,16 @@ class PipelineAdapter:
         schedule = self.schedule
         if num_microbatches != schedule.num_microbatches:
             name = schedule.name if schedule.name in catalog.names() else _SUBSTITUTE
-            schedule = self._built(name, num_microbatches, self.costs)
+            schedule = self._built(name, num_microbatches, self.costs, self._build)
         if forward_only:
             schedule = schedule.forwards()
         timeline = simulate(schedule, self.costs)
         return lower(schedule, timeline, waits_to_receive=waits_to_receive)
 
-    def _built(self, name: str, num_microbatches: int, costs: Costs) -> Schedule:
+    def _built(self, name: str, num_microbatches: int, costs: Costs, build: Build) -> Schedule:
         placement = self.schedule.placement
         family = catalog.family(name)
-        return catalog.build(
+        return build(
             name,
             pipeline_size=placement.pipeline_size,
             num_microbatches=num_microbatches,

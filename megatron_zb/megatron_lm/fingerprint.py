@@ -34,7 +34,7 @@ _ARGUMENTS = (
     "recompute_granularity",
     "enable_optimizer_post_validation",
 )
-_PACKAGES = ("torch", "megatron-core", "transformer-engine", "numba")
+_PACKAGES = ("torch", "megatron-core", "transformer-engine")
 # Variables that change numbers or the order of kernels; addresses of a host may differ.
 _VARIABLES = ("CUDA_DEVICE_MAX_CONNECTIONS", "CUBLAS_WORKSPACE_CONFIG", "NCCL_ALGO", "NCCL_PROTO")
 _VARIABLE_PREFIXES = ("NVTE_",)

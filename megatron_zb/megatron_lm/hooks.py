@@ -11,7 +11,10 @@ import os
 import sys
 from collections.abc import Callable
 from contextlib import suppress
+from datetime import timedelta
+from functools import partial
 from importlib import import_module
+from pathlib import Path
 from typing import Any
 
 from megatron_zb.agreement import agree
@@ -27,6 +30,8 @@ from megatron_zb.megatron_lm.ending import end_with
 from megatron_zb.megatron_lm.plan import make_plan
 from megatron_zb.megatron_lm.post_validation_hooks import PostValidationHooks
 from megatron_zb.megatron_lm.replacing import replace, replace_method, replace_static
+from megatron_zb.schedules import catalog
+from megatron_zb.shared_build import Build, SharedBuild, is_in_a_job, job_store, kept
 
 _LONGEST_START = 30.0  # seconds that a rank may let the others wait, once all are connected
 _MARK = "_installed_by_megatron_zb"
@@ -98,7 +103,7 @@ class _Hooks:
             if self.prepare is not None:
                 self.prepare(args)
             lines = flags.translate_older(args)
-            self._plan = make_plan(args)
+            self._plan = make_plan(args, _build_for_all(args))
         except UsageError as error:
             end_with(error, args.rank)
         if args.enable_optimizer_post_validation:
@@ -230,6 +235,24 @@ class _Hooks:
         except UsageError as error:
             end_with(error, args.rank)
         return loaded
+
+
+def _build_for_all(args: Any) -> Build:
+    """What builds schedules: one rank for all, where they were started together.
+
+    Megatron-LM has no process groups yet when it checks its arguments, so the ranks meet at the
+    store that these will use.
+    """
+    build: Build = catalog.build
+    if args.pipeline_schedule_cache is not None:
+        say = partial(_say, rank=args.rank)
+        folder = Path(args.pipeline_schedule_cache)
+        build = kept(folder, lambda line: say(f"megatron_zb: {line}"), build)
+    if not is_in_a_job():
+        return build
+    timeout = timedelta(minutes=args.distributed_timeout_minutes)
+    connect = partial(job_store, args.rank, args.world_size, timeout)
+    return SharedBuild(connect, args.rank, args.world_size, build)
 
 
 def _load_yaml(original: Any, path: str) -> Any:

@@ -47,6 +47,11 @@ class Contender:
         return place(pipeline, chunks)
 
     @property
+    def takes_the_best(self) -> bool:
+        """Whether it is ``auto``, which runs whatever is the fastest of all."""
+        return catalog.family(self.family).placement is None
+
+    @property
     def splits(self) -> bool:
         return catalog.family(self.family).splits_backward
 
@@ -69,7 +74,18 @@ def contenders(names: Sequence[str] | None, *, overlap: bool = True) -> list[Con
     ]
     usual = [name for name in schedules.names() if name not in _SELDOM]
     chosen = dict.fromkeys(catalog.family(name).name for name in names or usual)
-    return own + [Contender(n, n, catalog.family(n).takes_chunks) for n in chosen]
+    families = [catalog.family(name) for name in chosen]
+    return own + [
+        Contender(family.name, family.name, family.takes_chunks and family.placement is not None)
+        for family in families
+    ]
+
+
+def with_those_of_auto(chosen: Sequence[Contender]) -> list[Contender]:
+    """The chosen ones, and where ``auto`` is one of them, the usual ones that it takes the best of."""
+    if not any(contender.takes_the_best for contender in chosen):
+        return list(chosen)
+    return list(dict.fromkeys([*chosen, *contenders(None)]))
 
 
 def names_in(text: str) -> tuple[str, ...]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import argparse
 import json
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -20,8 +20,14 @@ from rich.text import Text
 from megatron_zb import schedules
 from megatron_zb.errors import UsageError
 from megatron_zb.planner import layout
-from megatron_zb.planner.contender import Contender, contenders, names_in
+from megatron_zb.planner.contender import (
+    Contender,
+    contenders,
+    names_in,
+    with_those_of_auto,
+)
 from megatron_zb.planner.fit import Fit
+from megatron_zb.planner.flags import named, placement_flags
 from megatron_zb.planner.layout import Layout
 from megatron_zb.planner.profile import Profile, read_profile
 from megatron_zb.planner.units import GIB
@@ -33,9 +39,13 @@ _LARGE = 20_000  # passes: more are not lowered for their messages
 
 @dataclass(frozen=True)
 class Row:
-    """A schedule with its best layout; seconds of the pipeline's part of an iteration."""
+    """A schedule with its best layout; seconds of the pipeline's part of an iteration.
+
+    ``runs`` is the schedule that its flags name: for ``auto``, what is the fastest of all.
+    """
 
     schedule: str
+    runs: str
     chunks: int | None
     layout: str
     is_even: bool
@@ -45,6 +55,7 @@ class Row:
     activation_bytes: float
     rank: int
     timeline: schedules.Timeline
+    layers: Layout
 
 
 @dataclass(frozen=True)
@@ -69,15 +80,23 @@ def rows(
     fit = Fit.of(asked.profile)
     found: list[Row] = []
     missing: dict[str, str] = {}
-    settings = list(_settings(candidates, asked.profile))
+    wanted = {contender.name for contender in candidates}
+    everyone = [c for c in with_those_of_auto(candidates) if c.name in wanted or not c.megatron]
+    settings = list(_settings(everyone, asked.profile))
     for number, (contender, chunks) in enumerate(settings):
         name = contender.name if chunks is None else f"{contender.name} ×{chunks}"
         watch(name, number, len(settings))
         try:
             found.append(_row(asked, fit, contender, chunks))
         except UsageError as error:
-            missing[name] = str(error)
+            if contender.name in wanted:
+                missing[name] = str(error)
+    for contender in candidates:
+        if contender.takes_the_best and found:
+            watch(contender.name, len(settings), len(settings) + 1)
+            found.append(_best_of_all(asked, fit, contender, found))
     watch("", len(settings), len(settings))
+    found = [row for row in found if row.schedule in wanted]
     if not found:
         raise UsageError(next(iter(missing.values()), "no schedule can be had"))
     return sorted(found, key=lambda row: row.seconds), missing
@@ -87,6 +106,8 @@ def _settings(
     candidates: Sequence[Contender], profile: Profile
 ) -> Iterator[tuple[Contender, int | None]]:
     for contender in candidates:
+        if contender.takes_the_best:
+            continue
         for chunks in contender.chunk_counts(profile.model.layers, profile.pipeline_size):
             if chunks is None or chunks in (2, 4, 8):
                 yield contender, chunks
@@ -112,6 +133,7 @@ def _row(asked: Asked, fit: Fit, contender: Contender, chunks: int | None) -> Ro
     bubble = timeline.bubble_rate_in_a_row if asked.post_validation else timeline.bubble_rate
     return Row(
         contender.name,
+        contender.family,
         chunks,
         _layout_text(counts, profile),
         counts == even,
@@ -121,6 +143,35 @@ def _row(asked: Asked, fit: Fit, contender: Contender, chunks: int | None) -> Ro
         peaks[worst],
         worst,
         timeline,
+        counts,
+    )
+
+
+def _best_of_all(asked: Asked, fit: Fit, contender: Contender, found: Sequence[Row]) -> Row:
+    """The fastest row, or what ``auto`` makes of its placement and layout."""
+    best = min(found, key=lambda row: row.seconds)
+    placement, counts = best.timeline.schedule.placement, best.layers
+    try:
+        timeline = _simulated(
+            asked, fit, contender, placement.chunks, placement, counts, quick=True
+        )
+    except UsageError:
+        return replace(best, schedule=contender.name)
+    seconds = timeline.seconds(in_a_row=asked.post_validation)
+    if seconds >= best.seconds:
+        return replace(best, schedule=contender.name)
+    peaks = _peaks(timeline, asked.profile.message)
+    bubble = timeline.bubble_rate_in_a_row if asked.post_validation else timeline.bubble_rate
+    return replace(
+        best,
+        schedule=contender.name,
+        runs=contender.family,
+        chunks=placement.chunks,
+        seconds=seconds,
+        bubble=bubble,
+        activation_bytes=max(peaks),
+        rank=max(range(len(peaks)), key=peaks.__getitem__),
+        timeline=timeline,
     )
 
 
@@ -131,6 +182,8 @@ def _simulated(
     chunks: int | None,
     placement: Placement,
     counts: Layout,
+    *,
+    quick: bool = False,
 ) -> schedules.Timeline:
     costs = fit.costs(placement, counts)
     schedule = schedules.build(
@@ -140,8 +193,9 @@ def _simulated(
         costs=costs,
         memory_limit=asked.memory_limit,
         chunks=chunks,
-        placement=placement if contender.family == "auto" else None,
+        placement=placement if quick else None,
         in_a_row=asked.post_validation,
+        quick=quick,
     )
     return schedules.simulate(schedule, costs)
 
@@ -201,7 +255,7 @@ def _as_json(asked: Asked, found: Sequence[Row], missing: dict[str, str]) -> dic
         "schedule_of_the_profile": asked.profile.schedule,
         "num_microbatches": asked.num_microbatches,
         "ranked": [
-            {name: value for name, value in vars(row).items() if name != "timeline"}
+            {name: value for name, value in vars(row).items() if name not in ("timeline", "layers")}
             for row in found
         ],
         "not_possible": missing,
@@ -231,8 +285,11 @@ def _print(
 
 def flags_of(asked: Asked, row: Row) -> list[str]:
     """What a pretrain script of Megatron-LM is to be given."""
-    flags = [f"--pipeline-schedule {row.schedule}"]
-    if row.chunks is not None:
+    flags = [f"--pipeline-schedule {row.runs}"]
+    if row.runs == row.schedule == "auto":
+        placement = row.timeline.schedule.placement
+        flags += placement_flags(placement)
+    elif row.chunks is not None:
         flags.append(f"--num-virtual-stages-per-pipeline-rank {row.chunks}")
     if asked.memory_limit is not None:
         flags.append(f"--pipeline-memory-limit {asked.memory_limit:g}")
@@ -244,8 +301,9 @@ def flags_of(asked: Asked, row: Row) -> list[str]:
 
 
 def name_of(row: Row) -> str:
-    """As the table calls it."""
-    return row.schedule if row.chunks is None else f"{row.schedule} ×{row.chunks}"
+    """As the table calls it; of ``auto``, what it runs."""
+    chunks = "" if row.chunks is None else f" ×{row.chunks}"
+    return named(row.schedule, row.runs) + chunks
 
 
 def _table(found: Sequence[Row]) -> Table:

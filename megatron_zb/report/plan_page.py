@@ -88,7 +88,7 @@ def _row(plan: Plan, index: int) -> dict[str, Any]:
         "rank": row.memory.rank,
         "sizes": _sizes(row, job.memory),
         "reason": reason(plan, index),
-        "flags": " \\\n  ".join(flags(row, job.global_batch, job.memory)),
+        "flags": " \\\n  ".join(flags(row, job.global_batch)),
     }
 
 

@@ -206,7 +206,14 @@ def _neighbours(number: int, step: int) -> str:
 def _check_schedule(args: argparse.Namespace, world_size: int) -> None:
     size = args.pipeline_model_parallel_size
     if args.pipeline_schedule is None and args.pipeline_schedule_file is None:
-        for name in ("pipeline_memory_limit", "pipeline_profile", "pipeline_replan_every"):
+        for name in (
+            "pipeline_memory_limit",
+            "pipeline_profile",
+            "pipeline_replan_every",
+            "pipeline_placement",
+            "pipeline_schedule_cache",
+            "num_virtual_stages_per_pipeline_rank",
+        ):
             if getattr(args, name) is not None:
                 raise UsageError(f"{flag(name)} needs --pipeline-schedule")
         _check_stock_layers(args, size)

@@ -20,14 +20,14 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from megatron_zb import __version__
 from megatron_zb.errors import UsageError
-from megatron_zb.run_flags import asks_for_balance
+from megatron_zb.run_flags import asks_for_balance, placement_of
 from megatron_zb.training.arguments import flag, parse
 from megatron_zb.training.environment import Environment
 
 if TYPE_CHECKING:
     from torch.distributed import Store
 
-    from megatron_zb.megatron.adapter import PipelineAdapter
+    from megatron_zb.megatron.adapter import Build, PipelineAdapter
 
 
 _LONGEST_START = 300.0  # seconds: imports from a slow disk differ between ranks
@@ -82,10 +82,16 @@ def _run(argv: Sequence[str], environment: Environment) -> None:
     args = argparse.Namespace()
     try:
         args = parse(argv, environment.world_size)
-        plan = _plan(args)
+        _check_surroundings(args)
     except UsageError as error:
-        problem, plan = str(error), None
+        problem = str(error)
     store = shared_store(environment)
+    plan = None
+    agree_on(dist_prefix("arguments", store), environment, to_agree_on(args, None), problem)
+    try:
+        plan = _plan(args, store, environment)
+    except UsageError as error:
+        problem = str(error)
     agree_on(store, environment, to_agree_on(args, plan), problem)
 
     from megatron_zb.training.loop import train
@@ -96,11 +102,11 @@ def _run(argv: Sequence[str], environment: Environment) -> None:
     stop_ranks()
 
 
-def _plan(args: argparse.Namespace) -> PipelineAdapter | None:
-    """The adapter of the chosen schedule, None for Megatron's own; imports Megatron.
+def _check_surroundings(args: argparse.Namespace) -> None:
+    """Look for a GPU, the data and the checkpoint; imports Megatron.
 
     Raises:
-        UsageError: the schedule cannot be had with these arguments, or the data cannot be read.
+        UsageError: one of them is not there, or cannot be read.
     """
     # about fused kernels that are not installed, and old names inside Megatron
     warnings.filterwarnings("ignore", category=UserWarning, module=r"megatron\.core")
@@ -119,9 +125,19 @@ def _plan(args: argparse.Namespace) -> PipelineAdapter | None:
         from megatron_zb.training.checkpoint import check_checkpoint
 
         check_checkpoint(args)
+
+
+def _plan(
+    args: argparse.Namespace, store: Store, environment: Environment
+) -> PipelineAdapter | None:
+    """The adapter of the chosen schedule, None for Megatron's own.
+
+    Raises:
+        UsageError: the schedule cannot be had with these arguments.
+    """
     if args.pipeline_schedule is None and args.pipeline_schedule_file is None:
         return None
-    adapter = _adapter(args)
+    adapter = _adapter(args, _build_for_all(args, store, environment))
     adapter.watch(args.pipeline_timeout, args.distributed_timeout_minutes)
     profile = None if args.pipeline_profile is None else Path(args.pipeline_profile)
     named = args.pipeline_schedule_file is None
@@ -129,7 +145,23 @@ def _plan(args: argparse.Namespace) -> PipelineAdapter | None:
     return adapter
 
 
-def _adapter(args: argparse.Namespace) -> PipelineAdapter:
+def _build_for_all(args: argparse.Namespace, store: Store, environment: Environment) -> Build:
+    """One rank searches for all, and looks into the folder of schedules, if there is one."""
+    from megatron_zb.schedules import catalog
+    from megatron_zb.shared_build import SharedBuild, kept
+
+    build: Build = catalog.build
+    if args.pipeline_schedule_cache is not None:
+
+        def say(line: str) -> None:
+            if environment.rank == 0:
+                print(f"megatron_zb: {line}", flush=True)
+
+        build = kept(Path(args.pipeline_schedule_cache), say, build)
+    return SharedBuild(lambda: store, environment.rank, environment.world_size, build)
+
+
+def _adapter(args: argparse.Namespace, build: Build) -> PipelineAdapter:
     from megatron_zb.megatron.adapter import PipelineAdapter
     from megatron_zb.megatron.placement import Layers
     from megatron_zb.planner.balance import ends_of
@@ -142,14 +174,19 @@ def _adapter(args: argparse.Namespace) -> PipelineAdapter:
     layers, layout = Layers(args.num_layers), _layer_layout(args)
     if args.pipeline_schedule_file is not None:
         table = interchange.from_csv(Path(args.pipeline_schedule_file))
-        return PipelineAdapter.of_table(table, **sizes, layers=layers, layer_layout=layout)
+        return PipelineAdapter.of_table(
+            table, **sizes, layers=layers, layer_layout=layout, build=build
+        )
     return PipelineAdapter.create(
         args.pipeline_schedule,
         **sizes,
         layers=layers,
         layer_layout=layout,
         memory_limit=args.pipeline_memory_limit,
+        chunks=args.num_virtual_stages_per_pipeline_rank,
         ends=ends_of(args),
+        placement=placement_of(args),
+        build=build,
     )
 
 
@@ -178,6 +215,13 @@ def shared_store(environment: Environment) -> Store:
         return dist.HashStore()
     store, _, _ = next(iter(dist.rendezvous("env://")))
     return dist.PrefixStore(f"megatron_zb/{environment.attempt}", store)
+
+
+def dist_prefix(prefix: str, store: Store) -> Store:
+    """A part of a store with keys of its own."""
+    import torch.distributed as dist
+
+    return dist.PrefixStore(prefix, store)
 
 
 def agree_on(
