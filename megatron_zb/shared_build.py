@@ -28,6 +28,7 @@ Build = Callable[..., Schedule]
 
 _LONGEST_START = 300.0  # seconds: imports from a slow disk differ between ranks
 _LONGEST_SEARCH = 900.0  # seconds; a search of the largest sizes takes minutes without numba
+_TIME_TO_READ = 10.0  # seconds
 _PART = 4 * 2**20  # bytes of a value: stores take no more than 8 MiB
 _MOST_BYTES = 2**30
 _BETWEEN_LOOKS = 0.05  # seconds
@@ -117,13 +118,21 @@ class SharedBuild:
         try:
             schedule = self._build(name, **request)
         except UsageError as error:
-            _put(store, key, {"problem": str(error)})
+            self._tell(store, key, str(error))
             raise
         except BaseException as error:
-            _put(store, key, {"problem": f"rank 0 failed to build {name}: {error!r}"})
+            self._tell(store, key, f"rank 0 failed to build {name}: {error!r}")
             raise
         _put(store, key, cache.pack(schedule))
         return schedule
+
+    def _tell(self, store: Store, key: str, problem: str) -> None:
+        """Let all ranks read a problem before this one ends, which may serve the store."""
+        _put(store, key, {"problem": problem})
+        told = [_told(key, rank) for rank in range(1, self._world_size)]
+        deadline = time.monotonic() + _TIME_TO_READ
+        while told and not store.check(told) and time.monotonic() < deadline:
+            time.sleep(_BETWEEN_LOOKS)
 
     def _take(self, store: Store, key: str, name: str, request: dict[str, Any]) -> Schedule:
         given = _get(store, key, self._seconds)
@@ -133,6 +142,7 @@ class SharedBuild:
                 "says itself"
             )
         if isinstance(given, dict) and "problem" in given:
+            store.set(_told(key, self._rank), "")
             raise UsageError(str(given["problem"]))
         try:
             return cache.unpack(given, name, request)
@@ -173,6 +183,10 @@ def _as_flags(values: dict[str, Any]) -> dict[str, Any]:
     """By the names that a message about a difference uses."""
     said = {"schedule": "--pipeline-schedule", "memory_limit": "--pipeline-memory-limit"}
     return {said.get(name, name.replace("_", " ")): value for name, value in values.items()}
+
+
+def _told(key: str, rank: int) -> str:
+    return f"schedule/{key}/told/{rank}"
 
 
 def _put(store: Store, key: str, value: dict[str, str]) -> None:
