@@ -1,6 +1,6 @@
 """One rank of a job that builds a schedule before it has process groups, and makes them then.
 
-    python shared_build_rank.py OUT [fail]      under torchrun, or with its variables by hand
+python shared_build_rank.py OUT [fail]      under torchrun, or with its variables by hand
 """
 
 from __future__ import annotations

@@ -43,12 +43,11 @@ _NEED_A_SCHEDULE = {
 }
 
 
-def make_plan(
-    args: argparse.Namespace, build: Build = catalog.build
-) -> PipelineAdapter | None:
+def make_plan(args: argparse.Namespace, build: Build = catalog.build) -> PipelineAdapter | None:
     """The adapter that the parsed arguments ask for, None for Megatron's own schedule.
 
-    ``build`` builds schedules, such as one rank for all. Changes the arguments so that Megatron's own checks and its own placement of layers follow it.
+    ``build`` builds schedules, such as one rank for all. Changes the arguments so that Megatron's
+    own checks and its own placement of layers follow it.
 
     Raises:
         UsageError: the arguments cannot be had together, or the schedule cannot be built.
@@ -95,9 +94,7 @@ def _of_file(args: argparse.Namespace, sizes: dict[str, int], build: Build) -> P
     layers = layers_of(args)
     _check_ends(layers, chunks)
     layout = _layout(args)
-    return PipelineAdapter.of_table(
-        table, **sizes, layers=layers, layer_layout=layout, build=build
-    )
+    return PipelineAdapter.of_table(table, **sizes, layers=layers, layer_layout=layout, build=build)
 
 
 def _named(args: argparse.Namespace, sizes: dict[str, int], build: Build) -> PipelineAdapter:

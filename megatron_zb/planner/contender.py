@@ -82,7 +82,7 @@ def contenders(names: Sequence[str] | None, *, overlap: bool = True) -> list[Con
 
 
 def with_those_of_auto(chosen: Sequence[Contender]) -> list[Contender]:
-    """The chosen ones, and where ``auto`` is one of them, the usual ones that it takes the best of."""
+    """The chosen ones; with ``auto`` also the usual ones, of which it takes the best."""
     if not any(contender.takes_the_best for contender in chosen):
         return list(chosen)
     return list(dict.fromkeys([*chosen, *contenders(None)]))

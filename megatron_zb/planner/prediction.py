@@ -6,7 +6,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from megatron_zb import schedules
-from megatron_zb.errors import UsageError
 from megatron_zb.planner.contender import Contender
 from megatron_zb.planner.footprint import GRADIENT, OPTIMIZER, WEIGHT, States
 from megatron_zb.planner.layout import Layout

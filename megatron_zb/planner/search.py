@@ -214,7 +214,7 @@ class _Everything:
                 break
             progress.setting(staged.load.strategy)
             searches += 1
-            found = _searched(self.job, contender, staged, m)
+            found = searched_by_auto(self.job, contender, staged, m)
             if found is not None and found.tokens_per_gpu > reached:
                 best = found
         self.simulated += searches
@@ -263,7 +263,7 @@ class _Everything:
             self.too_large[name] = too_large
 
 
-def _searched(job: Job, contender: Contender, staged: Staged, m: int) -> Prediction | None:
+def searched_by_auto(job: Job, contender: Contender, staged: Staged, m: int) -> Prediction | None:
     """What ``auto`` finds in a setting within the memory that it is told of; None for nothing."""
     costs = staged.costs(blocking=False)
     limit = memory_fraction(job, staged, costs)

@@ -26,6 +26,7 @@ _SHORT = {
     "messages": "p2p",
     "snapshot": "snapshot",
     "reserved": "other",
+    "fragmentation": "fragm",
 }
 
 
@@ -37,6 +38,14 @@ def print_plan(plan: Plan, console: Console, top: int) -> None:
             f"{job.model.name} on {job.gpus} {job.device.name}, {gib(job.memory)} each; "
             f"{job.global_batch} samples of {job.sequence} tokens in an iteration",
             style="bold",
+        )
+    )
+    device = job.device
+    console.print(
+        Text(
+            f"of each, {gib(device.reserved_bytes - device.fragmentation_bytes)} are left to CUDA "
+            f"and communicators and {gib(device.fragmentation_bytes)} "
+            f"({device.memory.fragmentation:.0%}) to fragments"
         )
     )
     shown = _shown(plan, top)
@@ -127,6 +136,7 @@ def as_json(plan: Plan) -> dict[str, Any]:
         "device": job.device.name,
         "gpus": job.gpus,
         "gpu_memory": job.memory,
+        "fragmentation": job.device.fragmentation_bytes,
         "global_batch_size": job.global_batch,
         "sequence_length": job.sequence,
         "ranked": [_row(plan, index) for index in range(len(plan.ranked))],

@@ -29,6 +29,7 @@ _NAMES = {
     "messages": "messages",
     "snapshot": "snapshot",
     "reserved": "reserved",
+    "fragmentation": "fragments",
 }
 # Okabe and Ito's colours once more, in an order in which neighbours differ in lightness, too.
 _COLOURS = (
@@ -41,6 +42,7 @@ _COLOURS = (
     "#000000",
     "#CC79A7",
     "#999999",
+    "#CCCCCC",
 )
 
 

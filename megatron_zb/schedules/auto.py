@@ -71,7 +71,7 @@ def auto(request: Request) -> Schedule:
         except UsageError as error:
             refused.append(error)
             continue
-        best += [(request.seconds(simulate(schedule, request.costs)), schedule) for schedule in found]
+        best += found
     if not best:
         raise refused[0] if refused else _nothing_possible(request)
     best.sort(key=lambda entry: (entry[0], entry[1].placement.chunks))
@@ -112,8 +112,8 @@ def _can_hold(placement: Placement, request: Request) -> bool:
     return layers % request.pipeline_size != 0 and layers >= stages
 
 
-def _on(placement: Placement, request: Request, fastest: float) -> list[Schedule]:
-    """The named schedules of a placement that fit, and what a search makes of them.
+def _on(placement: Placement, request: Request, fastest: float) -> list[tuple[float, Schedule]]:
+    """The named schedules of a placement that fit, and what a search makes of them; with seconds.
 
     Nothing where no schedule of the placement can be faster than ``fastest``.
 
@@ -151,7 +151,7 @@ def _on(placement: Placement, request: Request, fastest: float) -> list[Schedule
             refused = error
     if not found and refused is not None:
         raise refused
-    return [schedule for _, schedule in found]
+    return found
 
 
 def _bound(placement: Placement, request: Request, limits: Sequence[float]) -> float:

@@ -26,9 +26,9 @@ class Family:
     """One named schedule.
 
     ``placement(p, chunks)`` is where its stages stand, with its own number of chunks for None; None
-    where the costs decide. ``peak(p, m)`` bounds the activations of the worst rank in microbatches of a whole rank, None
-    where the limit alone decides. ``takes_chunks`` and ``takes_group_size`` tell which choices it
-    leaves to the user; ``peak`` is for the default ones.
+    where the costs decide. ``peak(p, m)`` bounds the activations of the worst rank in microbatches
+    of a whole rank, None where the limit alone decides. ``takes_chunks`` and ``takes_group_size``
+    tell which choices it leaves to the user; ``peak`` is for the default ones.
     """
 
     name: str

@@ -98,7 +98,7 @@ class _Runner:
         self._prepare_quotas()
 
     def _prepare_quotas(self) -> None:
-        """What the quotas of every run are made of: of each rank, and of each chunk but the last."""
+        """Compute what the quotas of every run need of each rank and each chunk but the last."""
         problem, activation = self.problem, self.problem.costs.activation
         chunks, stages_of = problem.placement.chunks, problem.placement.stages_of
         self._slots = [
