@@ -7,6 +7,8 @@ from pathlib import Path
 
 from megatron_zb.data_contents import ALLOW_OTHER_FLAG
 from megatron_zb.errors import UsageError
+from megatron_zb.schedules import catalog
+from megatron_zb.schedules.placement import Placement, looped, wave
 
 LAYOUT_FLAG = "--pipeline-layer-layout"
 AUTO_LAYOUT = "auto"
@@ -43,6 +45,35 @@ def check_table_alone(args: argparse.Namespace) -> None:
         raise UsageError(
             "--pipeline-schedule-file is a finished schedule: leave --pipeline-memory-limit out"
         )
+    for name in ("pipeline_placement", "pipeline_schedule_cache"):
+        if getattr(args, name) is not None:
+            raise UsageError(
+                f"--pipeline-schedule-file is a finished schedule: leave "
+                f"--{name.replace('_', '-')} out"
+            )
+
+
+def placement_of(args: argparse.Namespace) -> Placement | None:
+    """The placement that ``auto`` is bound to, if it is.
+
+    Raises:
+        UsageError: the schedule has its own, or the number of chunks is missing or wrong.
+    """
+    kind = args.pipeline_placement
+    if kind is None:
+        return None
+    family = catalog.family(args.pipeline_schedule)
+    if family.placement is not None:
+        raise UsageError(
+            f"--pipeline-placement is for --pipeline-schedule auto: {family.name} has its own, so "
+            "leave it out"
+        )
+    chunks = args.num_virtual_stages_per_pipeline_rank
+    if chunks is None:
+        raise UsageError(
+            f"--pipeline-placement {kind} needs --num-virtual-stages-per-pipeline-rank, such as 2"
+        )
+    return (looped if kind == "loop" else wave)(args.pipeline_model_parallel_size, chunks)
 
 
 def add_run_arguments(group: argparse._ArgumentGroup) -> None:
@@ -52,6 +83,18 @@ def add_run_arguments(group: argparse._ArgumentGroup) -> None:
         metavar="FILE",
         help="measure passes, messages and activations in the first iterations and write this "
         "file for `megatron-zb plan --profile`",
+    )
+    group.add_argument(
+        "--pipeline-placement",
+        choices=("loop", "zigzag"),
+        help="where auto places the chunks of a rank: in turn (loop), or there and back (zigzag, a "
+        "V with two); with --num-virtual-stages-per-pipeline-rank (default: what is faster)",
+    )
+    group.add_argument(
+        "--pipeline-schedule-cache",
+        metavar="DIR",
+        help="keep schedules that were searched in this folder of the first rank, and find them "
+        "there again",
     )
     group.add_argument(
         "--pipeline-replan-every",

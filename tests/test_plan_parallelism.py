@@ -1,4 +1,4 @@
-"""What megatron-zb plan knows of context and expert parallelism, fp8, overlap, prediction layers."""
+"""What `plan` knows of context and expert parallelism, folding, fp8 and the devices."""
 
 from __future__ import annotations
 

@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 
 from megatron_zb import cli, schedules
 from megatron_zb.errors import UsageError
-from megatron_zb.planner import config, footprint
+from megatron_zb.planner import command, config, footprint
 from megatron_zb.planner.contender import MEGATRON_1F1B, MEGATRON_INTERLEAVED, contenders
 from megatron_zb.planner.device import DeviceConfig, read_device
 from megatron_zb.planner.flags import flags
@@ -27,14 +27,22 @@ from megatron_zb.planner.memory import peak_of
 from megatron_zb.planner.model import ModelConfig, read_model
 from megatron_zb.planner.parameters import all_weights
 from megatron_zb.planner.prediction import predict
-from megatron_zb.planner.search import Job, cut_into_stages, search
+from megatron_zb.planner.reasons import reason, recommendation, recommended
+from megatron_zb.planner.search import (
+    Job,
+    Plan,
+    cut_into_stages,
+    memory_fraction,
+    search,
+    searched_by_auto,
+)
 from megatron_zb.planner.shipped import path_of
 from megatron_zb.planner.strategy import Choices, Strategy
 from megatron_zb.planner.units import GIB, size_in_bytes
 from megatron_zb.planner.work import Workload, model_flops
 from megatron_zb.schedules import layout
 from megatron_zb.schedules.layout import Layers
-from megatron_zb.schedules.placement import looped, v_shape
+from megatron_zb.schedules.placement import looped, v_shape, wave
 
 ROOT = Path(__file__).resolve().parents[1]
 MODELS = sorted((ROOT / "configs" / "models").glob("*.yaml"))
@@ -169,7 +177,7 @@ def test_nested_aliases_are_not_walked_into() -> None:
     [
         ("peak: 3.12e+14", "peak: 0.0", "'matrix_products.peak' is 0.0: .*peak: 3.12e\\+14"),
         ("efficiency: 0.78", "efficiency: 1.5", "'matrix_products.efficiency' is 1.5: "),
-        ("size_gib: 80", "size_gib: .nan", "'memory.size_gib' is nan: .*size_gib: 80.0"),
+        ("size_gib: 79.14", "size_gib: .nan", "'memory.size_gib' is nan: .*size_gib: 79.1"),
         ("latency: 4.0e-05", "latency: -1", "'collectives.between_nodes.latency' is -1: "),
         ("gpus: 8", "", "'node.gpus' is missing: give, for example, gpus: 8"),
     ],
@@ -238,7 +246,8 @@ def test_a_wrong_argument_is_one_sentence(
     printed = capsys.readouterr()
     assert printed.out == ""
     assert words in printed.err
-    assert printed.err.count("\n") == 1
+    lines = [line for line in printed.err.splitlines() if not line.startswith("plan: looking at")]
+    assert len(lines) == 1
 
 
 def test_sizes_of_memory() -> None:
@@ -454,10 +463,119 @@ def test_interleaved_is_tuned_over_all_its_chunks() -> None:
         assert other.tokens_per_gpu <= found.tokens_per_gpu * (1 + 1e-9)
 
 
+def rates(plan: Plan) -> dict[str, float]:
+    return {row.contender: row.tokens_per_gpu for row in plan.ranked}
+
+
+def test_auto_is_never_behind_a_schedule_that_it_could_run() -> None:
+    """Also where only it was asked for, and where there are too few layers for a V."""
+    choices = Choices(tensor=(1,), pipeline=(4,), microbatch=(1,), recompute=("none",))
+    everything = rates(search(job(choices=choices, gpus=4), contenders(None)))
+    assert len(everything) > 8
+    assert everything["auto"] >= max(everything.values())
+    alone = search(job(choices=choices, gpus=4), contenders(["auto"]))
+    assert rates(alone)["auto"] == everything["auto"]
+    assert {row.contender for row in alone.ranked} <= {
+        "auto",
+        MEGATRON_1F1B,
+        MEGATRON_INTERLEAVED,
+    }
+    five = job(choices=choices, gpus=4, model=small(layers=5))  # too few for a V of 8 stages
+    found = rates(search(five, contenders(["auto", "zb-h1"])))
+    assert found["auto"] >= found["zb-h1"] > 0
+
+
+def test_the_memory_limit_of_auto_keeps_every_rank_within_its_gpu() -> None:
+    choices = Choices(tensor=(1,), pipeline=(4,), microbatch=(2,), recompute=("none",))
+    for size in (9, 12, 16):
+        asked = job(choices=choices, gpus=4, memory=size * GIB)
+        setting = contenders(["v-half"])[-1]
+        staged = cut_into_stages(load(small(), microbatch=2), setting, None)
+        assert staged is not None
+        costs = staged.costs(blocking=False)
+        limit = memory_fraction(asked, staged, costs)
+        if limit is None:
+            continue
+        most = limit * costs.one_f_one_b_peak()
+        assert all(fixed + most <= asked.memory for fixed in costs.fixed)
+        tightest = min(asked.memory - fixed for fixed in costs.fixed)
+        assert limit == 2.0 or most > tightest - 0.011 * costs.one_f_one_b_peak()
+
+
+def test_what_is_predicted_for_auto_is_what_its_flags_build() -> None:
+    """The same placement, layout and limit; for the same costs a run's longer search is as fast."""
+    choices = Choices(tensor=(1,), pipeline=(4,), microbatch=(1,), recompute=("none",))
+    asked = job(choices=choices, gpus=4, global_batch=8)
+    staged = cut_into_stages(load(small()), contenders(["v-zb"])[-1], None)
+    assert staged is not None
+    (auto,) = contenders(["auto"])[2:]
+    found = searched_by_auto(asked, auto, staged, 8)
+    assert found is not None
+    assert found.schedule is not None
+    assert found.memory_limit is not None
+    said = flags(found, 8)
+    assert "--pipeline-schedule auto" in said
+    assert "--num-virtual-stages-per-pipeline-rank 2" in said
+    assert "--pipeline-placement zigzag" in said
+    assert f"--pipeline-memory-limit {found.memory_limit:.2f}" in said
+    run = schedules.build(
+        "auto",
+        pipeline_size=4,
+        num_microbatches=8,
+        costs=found.costs,
+        placement=wave(4, 2),
+        memory_limit=float(f"{found.memory_limit:.2f}"),
+        chunks=2,
+    )
+    assert run.placement == found.schedule.placement
+    assert found.costs is not None
+    seconds = [schedules.simulate(s, found.costs).makespan for s in (run, found.schedule)]
+    assert seconds[0] <= seconds[1] == found.pipeline_seconds
+
+
+def test_reasons_compare_with_rows_that_are_shown() -> None:
+    plan = search(job(gpus=4), contenders(["zb-h1", "v-zb", "v-min"]))
+    first = plan.ranked[0].contender
+    for index in range(1, len(plan.ranked)):
+        text = reason(plan, index)
+        assert "than the first: " in text or f"level with the first, {first}" in text
+        if not plan.ranked[index].contender.startswith(("Megatron", "no pipeline")):
+            assert "than " in text.split("; ")[-1] or "level with" in text
+    assert first == "no pipeline"
+    assert recommended(plan) is None
+    assert recommendation(plan).startswith("no schedule of this package is worth a change here")
+
+
+def test_it_says_what_it_looks_at_when_it_is_piped(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(command._Progress, "AFTER", 0.0)
+    monkeypatch.setattr(command._Progress, "EVERY", 0.0)
+    path = tmp_path / "small.yaml"
+    path.write_text(SMALL, encoding="utf-8")
+    asked = ["plan", "--config", str(path), "--gpus", "4", "--pipeline", "4", "--tries", "1"]
+    assert cli.main([*asked, "--schedules", "zb-h1", "--format", "json"]) == 0
+    printed = capsys.readouterr()
+    json.loads(printed.out)
+    lines = printed.err.splitlines()
+    assert any(line.startswith("plan: looking at zb-h1, TP1 PP4") for line in lines)
+    assert all(line.startswith("plan: looking at ") for line in lines)
+
+
+def test_fragments_take_their_share_of_the_memory_that_is_given() -> None:
+    device = a100()
+    assert device.memory_bytes / GIB == pytest.approx(79.14)
+    half = device.with_memory(40 * GIB)
+    assert half.fragmentation_bytes == pytest.approx(0.03 * 40 * GIB)
+    assert half.reserved_bytes == pytest.approx((0.03 * 40 + 1.5) * GIB)
+    plan = search(job(device=half, memory=40 * GIB), contenders(["zb-h1"]))
+    assert all(row.memory.fragmentation == half.fragmentation_bytes for row in plan.ranked)
+
+
 def test_flags_can_be_pasted() -> None:
     choices = Choices(tensor=(2,), pipeline=(4,), microbatch=(1,), recompute=("full",))
     plan = search(job(choices=choices), contenders(["zb-h1"]))
-    by_name = {row.contender: flags(row, 32, 20 * GIB) for row in plan.ranked}
+    by_name = {row.contender: flags(row, 32) for row in plan.ranked}
     ours = by_name["zb-h1"]
     assert "--pipeline-schedule zb-h1" in ours
     assert {"--tensor-model-parallel-size 2", "--sequence-parallel"} <= set(ours)
@@ -484,8 +602,10 @@ def test_json_has_all_of_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
     assert cli.main(asked) == 0
     printed = capsys.readouterr().out
     assert "--pipeline-schedule" in printed
-    assert "the fastest, by" in printed
-    assert "slower: " in printed
+    assert " 1  the fastest" in printed
+    assert "slower than the first: " in printed
+    assert "recommendation: " in printed
+    assert "to fragments" in printed
 
 
 def test_help_and_a_plan_need_neither_torch_nor_megatron(tmp_path: Path) -> None:

@@ -35,6 +35,9 @@ from megatron_zb.schedules.simulator import simulate
 if TYPE_CHECKING:
     from megatron_zb.megatron.post_validation import PostValidation
 
+Build = Callable[..., Schedule]
+"""``schedules.build``, or something that is called like it."""
+
 # For another number of microbatches than a table's: evaluation, or a batch that is ramped up.
 _SUBSTITUTE = "auto"
 
@@ -53,8 +56,10 @@ class PipelineAdapter:
         in_a_row: bool = False,
         balance: Balance | None = None,
         keeps_places: bool = False,
+        build: Build = catalog.build,
     ) -> None:
         self.schedule = schedule
+        self._build = build
         self.costs = costs
         self._memory_limit = memory_limit
         self._group_size = group_size
@@ -82,6 +87,8 @@ class PipelineAdapter:
         group_size: int | None = None,
         in_a_row: bool = False,
         ends: Ends | None = None,
+        placement: Placement | None = None,
+        build: Build = catalog.build,
     ) -> PipelineAdapter:
         """Build the schedule and place the layers.
 
@@ -95,17 +102,18 @@ class PipelineAdapter:
             chunks, group_size, in_a_row: see ``schedules.build``.
             ends: what the ends of the model count for, if that is known: ``auto`` chooses its
                 placement by it, which stays when costs have been measured.
+            placement: binds ``auto`` to one.
+            build: what builds schedules, such as one rank for all.
 
         Raises:
             UsageError: unknown name, sizes that cannot be scheduled, layers that cannot be placed.
         """
         costs = _equal_costs(pipeline_size)
-        placement = None
         if catalog.family(name).name == "auto":
             costs = _assumed_costs(pipeline_size, layers.decoder, ends)
-            if isinstance(layer_layout, str):
+            if placement is None and isinstance(layer_layout, str):
                 placement = _placement_of(layer_layout, pipeline_size)
-        schedule = catalog.build(
+        schedule = build(
             name,
             pipeline_size=pipeline_size,
             num_microbatches=num_microbatches,
@@ -113,9 +121,9 @@ class PipelineAdapter:
             memory_limit=memory_limit,
             chunks=chunks,
             group_size=group_size,
+            placement=placement,
             in_a_row=in_a_row,
             num_layers=None if isinstance(layer_layout, str) else layers.decoder,
-            placement=placement,
         )
         balance, letters = _placed(layers, layer_layout, schedule)
         return cls(
@@ -127,6 +135,7 @@ class PipelineAdapter:
             in_a_row=in_a_row,
             balance=balance,
             keeps_places=_keeps_places(letters, layers, layer_layout, schedule),
+            build=build,
         )
 
     @classmethod
@@ -138,6 +147,7 @@ class PipelineAdapter:
         num_microbatches: int,
         layers: Layers,
         layer_layout: str | Ends | None = None,
+        build: Build = catalog.build,
     ) -> PipelineAdapter:
         """Run a schedule that was made elsewhere, such as one read from a file.
 
@@ -158,6 +168,7 @@ class PipelineAdapter:
             letters,
             balance=balance,
             keeps_places=_keeps_places(letters, layers, layer_layout, schedule),
+            build=build,
         )
 
     @property
@@ -312,12 +323,13 @@ class PipelineAdapter:
         self.program_for.cache_clear()
 
     def rebuilt(self, costs: Costs) -> Schedule:
-        """The same kind of schedule on the same placement, for other costs.
+        """The same kind of schedule on the same placement, for other costs, built by this rank.
 
         Raises:
             UsageError: the memory limit cannot be kept with these costs.
         """
-        return self._built(self.schedule.name, self.schedule.num_microbatches, costs)
+        name, m = self.schedule.name, self.schedule.num_microbatches
+        return self._built(name, m, costs, catalog.build)
 
     def layers_of(self, stage: int) -> str:
         """The layers of a stage as letters, such as ``Ett``."""
@@ -346,16 +358,16 @@ class PipelineAdapter:
         schedule = self.schedule
         if num_microbatches != schedule.num_microbatches:
             name = schedule.name if schedule.name in catalog.names() else _SUBSTITUTE
-            schedule = self._built(name, num_microbatches, self.costs)
+            schedule = self._built(name, num_microbatches, self.costs, self._build)
         if forward_only:
             schedule = schedule.forwards()
         timeline = simulate(schedule, self.costs)
         return lower(schedule, timeline, waits_to_receive=waits_to_receive)
 
-    def _built(self, name: str, num_microbatches: int, costs: Costs) -> Schedule:
+    def _built(self, name: str, num_microbatches: int, costs: Costs, build: Build) -> Schedule:
         placement = self.schedule.placement
         family = catalog.family(name)
-        return catalog.build(
+        return build(
             name,
             pipeline_size=placement.pipeline_size,
             num_microbatches=num_microbatches,

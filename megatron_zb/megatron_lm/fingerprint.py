@@ -36,7 +36,7 @@ LOCAL = (
     "tensorboard_dir",
     "wandb_save_dir",
 )
-_PACKAGES = ("torch", "megatron-core", "transformer-engine", "numba")
+_PACKAGES = ("torch", "megatron-core", "transformer-engine")
 # Variables that change numbers or the order of kernels; addresses of a host may differ.
 _VARIABLES = ("CUDA_DEVICE_MAX_CONNECTIONS", "CUBLAS_WORKSPACE_CONFIG", "NCCL_ALGO", "NCCL_PROTO")
 _VARIABLE_PREFIXES = ("NVTE_",)

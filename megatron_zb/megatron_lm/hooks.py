@@ -11,7 +11,9 @@ import os
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from functools import partial
 from importlib import import_module
+from pathlib import Path
 from typing import Any
 
 from megatron_zb import data_contents
@@ -28,8 +30,10 @@ from megatron_zb.megatron_lm.meeting import Meeting
 from megatron_zb.megatron_lm.plan import make_plan
 from megatron_zb.megatron_lm.post_validation_hooks import PostValidationHooks
 from megatron_zb.megatron_lm.replacing import replace, replace_method, replace_static
+from megatron_zb.schedules import catalog
+from megatron_zb.shared_build import Build, SharedBuild, kept
 
-_START = "start"
+_ARGUMENTS, _START = "arguments", "start"
 _MARK = "_installed_by_megatron_zb"
 
 
@@ -56,6 +60,7 @@ class _Hooks:
     def __init__(self) -> None:
         self.prepare: Callable[[Any], None] | None = None
         self._plan: Any = None
+        self._shared_build: SharedBuild | None = None
         self._chunks: list[Any] = []
         self._builds = 0
         self._failure: Exception | None = None
@@ -108,9 +113,10 @@ class _Hooks:
         self._meeting = Meeting(args.rank, args.world_size, 60 * args.distributed_timeout_minutes)
         values = fingerprint.of_arguments(args, self._flags)
         if flags.choice(args) is None:
-            self._meeting.stay_away(_START, values)
+            self._meeting.stay_away(_ARGUMENTS, values)
             self._make_plan_or_end(args)
             return original(args, *rest, **defaults)
+        self._meeting.agree(_ARGUMENTS, values, None)
         result, failure = None, None
         try:
             self._make_plan(args)
@@ -119,6 +125,8 @@ class _Hooks:
             values |= fingerprint.of_run(args, self._plan, self._data)
         except Exception as error:
             failure = error
+            if self._shared_build is not None:
+                self._shared_build.abandon(error)
         has_met = self._meeting.agree(_START, values, failure)
         self._values = None if has_met else values
         stored_placement.mark(args, self._plan)
@@ -136,12 +144,25 @@ class _Hooks:
         if self.prepare is not None:
             self.prepare(args)
         lines = flags.translate_older(args)
-        self._plan = make_plan(args)
+        self._plan = make_plan(args, self._build_for_all(args))
         if args.enable_optimizer_post_validation:
             self._post_validation.enable(self._plan, args)
             lines += post_validation_hooks.prepare(args)
         for line in lines:
             _say(f"megatron_zb: {line}", args.rank)
+
+    def _build_for_all(self, args: Any) -> Build:
+        """What builds schedules: one rank for all, where they can meet before there are groups."""
+        build: Build = catalog.build
+        if args.pipeline_schedule_cache is not None:
+            say = partial(_say, rank=args.rank)
+            folder = Path(args.pipeline_schedule_cache)
+            build = kept(folder, lambda line: say(f"megatron_zb: {line}"), build)
+        assert self._meeting is not None, "ranks meet before they plan"
+        if args.world_size == 1 or not self._meeting.is_possible:
+            return build
+        self._shared_build = SharedBuild(self._meeting.store, args.rank, args.world_size, build)
+        return self._shared_build
 
     # --- processes, layers and chunks
 

@@ -28,6 +28,17 @@ class Meeting:
         self._seconds = seconds
         self._store: dist.Store | None = None
 
+    @property
+    def is_possible(self) -> bool:
+        """Whether the job has said where its ranks are."""
+        return self._world_size == 1 or dist.is_initialized() or "MASTER_ADDR" in os.environ
+
+    def store(self) -> dist.Store:
+        """Connect to the store of the job, once."""
+        if self._store is None:
+            self._store = self._connect()
+        return self._store
+
     def agree(self, where: str, values: Mapping[str, Any], failure: Exception | None) -> bool:
         """Go on if every rank comes here with the same values and without a failure.
 
@@ -37,7 +48,7 @@ class Meeting:
         Returns:
             Whether the ranks have met: not where the job has not said yet where its ranks are.
         """
-        can_meet = self._world_size == 1 or dist.is_initialized() or "MASTER_ADDR" in os.environ
+        can_meet = self.is_possible
         try:
             if can_meet:
                 self._agree(where, values, failure)
@@ -53,10 +64,8 @@ class Meeting:
         return can_meet
 
     def _agree(self, where: str, values: Mapping[str, Any], failure: Exception | None) -> None:
-        if self._store is None:
-            self._store = self._connect()
         agree(
-            dist.PrefixStore(where, self._store),
+            dist.PrefixStore(where, self.store()),
             self._rank,
             self._world_size,
             values,

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from megatron_zb.errors import UsageError
-from megatron_zb.megatron.adapter import PipelineAdapter
+from megatron_zb.megatron.adapter import Build, PipelineAdapter
 from megatron_zb.megatron.group_options import group_options
 from megatron_zb.megatron_lm import conflicts, flags
 from megatron_zb.planner import balance
@@ -17,6 +17,7 @@ from megatron_zb.run_flags import (
     asks_for_balance,
     asks_for_layer_streams,
     check_table_alone,
+    placement_of,
 )
 from megatron_zb.schedules import catalog, interchange
 from megatron_zb.schedules.layout import Layers
@@ -39,13 +40,16 @@ _NEED_A_SCHEDULE = {
     "pipeline_profile": "v-half",
     "pipeline_replan_every": "auto",
     "pipeline_random_streams": "v-half",
+    "pipeline_placement": "auto",
+    "pipeline_schedule_cache": "auto",
 }
 
 
-def make_plan(args: argparse.Namespace) -> PipelineAdapter | None:
+def make_plan(args: argparse.Namespace, build: Build = catalog.build) -> PipelineAdapter | None:
     """The adapter that the parsed arguments ask for, None for Megatron's own schedule.
 
-    Changes the arguments so that Megatron's own checks and its own placement of layers follow it.
+    ``build`` builds schedules, such as one rank for all. Changes the arguments so that Megatron's
+    own checks and its own placement of layers follow it.
 
     Raises:
         UsageError: the arguments cannot be had together, or the schedule cannot be built.
@@ -56,7 +60,7 @@ def make_plan(args: argparse.Namespace) -> PipelineAdapter | None:
                 said = f"--{flag.replace('_', '-')}"
                 raise UsageError(f"{said} needs --pipeline-schedule, such as {example}")
         return None
-    adapter = _adapter(args)
+    adapter = _adapter(args, build)
     adapter.watch(args.pipeline_timeout, args.distributed_timeout_minutes)
     adapter.forward_backward_func.group_options = group_options(
         args.nccl_communicator_config_path, args.high_priority_stream_groups or ()
@@ -93,16 +97,16 @@ def _steps_done() -> int:
     return steps
 
 
-def _adapter(args: argparse.Namespace) -> PipelineAdapter:
+def _adapter(args: argparse.Namespace, build: Build) -> PipelineAdapter:
     _check_sizes(args)
     sizes = {
         "pipeline_size": args.pipeline_model_parallel_size,
         "num_microbatches": _num_microbatches(args),
     }
-    return (_named if args.pipeline_schedule_file is None else _of_file)(args, sizes)
+    return (_named if args.pipeline_schedule_file is None else _of_file)(args, sizes, build)
 
 
-def _of_file(args: argparse.Namespace, sizes: dict[str, int]) -> PipelineAdapter:
+def _of_file(args: argparse.Namespace, sizes: dict[str, int], build: Build) -> PipelineAdapter:
     check_table_alone(args)
     file = Path(args.pipeline_schedule_file)
     table = interchange.from_csv(file)
@@ -110,13 +114,14 @@ def _of_file(args: argparse.Namespace, sizes: dict[str, int]) -> PipelineAdapter
     _chunks(args).check(chunks, f"--pipeline-schedule-file {file}")
     layers = layers_of(args)
     _check_ends(layers, chunks)
-    return PipelineAdapter.of_table(table, **sizes, layers=layers, layer_layout=_layout(args))
+    layout = _layout(args)
+    return PipelineAdapter.of_table(table, **sizes, layers=layers, layer_layout=layout, build=build)
 
 
-def _named(args: argparse.Namespace, sizes: dict[str, int]) -> PipelineAdapter:
+def _named(args: argparse.Namespace, sizes: dict[str, int], build: Build) -> PipelineAdapter:
     family = catalog.family(args.pipeline_schedule)
     asked = _chunks(args)
-    layers = layers_of(args)
+    layers, placement = layers_of(args), placement_of(args)
     _check_ends(layers, asked.number or 1)
 
     def create(layers: Layers) -> PipelineAdapter:
@@ -130,6 +135,8 @@ def _named(args: argparse.Namespace, sizes: dict[str, int]) -> PipelineAdapter:
             group_size=_group_size(args) if family.takes_group_size else None,
             in_a_row=args.enable_optimizer_post_validation,
             ends=None if _is_hybrid(args) else balance.ends_of(args),
+            placement=placement,
+            build=build,
         )
 
     # Only the schedule knows its chunks; with several, its first stage is not the first rank.

@@ -171,7 +171,7 @@ def run(arguments: argparse.Namespace) -> Plan:
     from megatron_zb.planner.search import search
 
     job, contenders = request.read(arguments)
-    with _Progress(quiet=arguments.format == "json") as progress:
+    with _Progress() as progress:
         plan = search(job, contenders, tries=arguments.tries, watch=progress.show)
     if arguments.format == "json":
         print(json.dumps(table.as_json(plan), indent=2))
@@ -190,27 +190,28 @@ def run_measured(arguments: argparse.Namespace) -> tuple[Asked, list[Row], dict[
 
     request.check_only_measured(arguments)
     asked, candidates = measured.read(arguments)
-    with _Progress(quiet=arguments.format == "json") as progress:
+    with _Progress() as progress:
         found, missing = measured.rows(asked, candidates, progress.show)
     measured.show(asked, found, missing, arguments)
     return asked, found, missing
 
 
 class _Progress:
-    """A bar on the error output, from the third second on."""
+    """What is being looked at, on the error output: a bar on a terminal, else a line at times."""
 
-    AFTER = 2.0  # seconds
+    AFTER = 2.0  # seconds until something is said
+    EVERY = 3.0  # seconds between two lines
 
-    def __init__(self, *, quiet: bool) -> None:
+    def __init__(self) -> None:
         from rich.console import Console
         from rich.progress import Progress
 
-        console = Console(stderr=True)
+        self._is_terminal = sys.stderr.isatty()
         self._bar = Progress(
-            console=console, transient=True, disable=quiet or not sys.stderr.isatty()
+            console=Console(stderr=True), transient=True, disable=not self._is_terminal
         )
         self._task = self._bar.add_task("", total=1)
-        self._begin = time.monotonic()
+        self._next = time.monotonic() + self.AFTER
         self._started = False
 
     def __enter__(self) -> _Progress:
@@ -221,8 +222,13 @@ class _Progress:
             self._bar.stop()
 
     def show(self, text: str, done: int, of: int) -> None:
-        """Called before each schedule, and once at the end."""
-        if not self._started and time.monotonic() - self._begin > self.AFTER:
-            self._bar.start()
-            self._started = True
-        self._bar.update(self._task, description=text, completed=done, total=of)
+        """Called before each schedule and setting, and once at the end."""
+        is_due = time.monotonic() >= self._next
+        if self._is_terminal:
+            if is_due and not self._started:
+                self._bar.start()
+                self._started = True
+            self._bar.update(self._task, description=text, completed=done, total=of)
+        elif is_due and text:
+            self._next = time.monotonic() + self.EVERY
+            print(f"plan: looking at {text} ({done + 1} of {of})", file=sys.stderr, flush=True)

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
 
 from megatron_zb import schedules
 from megatron_zb.errors import UsageError
 from megatron_zb.schedules import catalog
 from megatron_zb.schedules.layout import Layers, Layout, spread
-from megatron_zb.schedules.placement import Placement, looped, v_shape, wave
+from megatron_zb.schedules.placement import Placement
 
 MEGATRON_1F1B = "Megatron 1F1B"
 MEGATRON_INTERLEAVED = "Megatron interleaved"
@@ -43,32 +42,28 @@ class Contender:
         yield from range(2 * step, layers // pipeline + 1, step)
 
     def placement(self, pipeline: int, chunks: int | None) -> Placement:
-        """Where its stages stand."""
-        if self.family == "auto":
-            return v_shape(pipeline)
-        return _placement(self.family, pipeline, chunks)
+        """Where its stages stand; ``auto`` has no placement of its own."""
+        place = catalog.family(self.family).placement
+        assert place is not None, "auto takes the placements of the others"
+        return place(pipeline, chunks)
+
+    @property
+    def takes_the_best(self) -> bool:
+        """Whether it is ``auto``, which runs whatever is the fastest of all."""
+        return catalog.family(self.family).placement is None
 
     def has_by_default(self, counts: Layout, placement: Placement) -> bool:
         """Whether a run has this layout without a flag for it.
 
-        Megatron's own schedules have it where the layers divide. ``auto`` chooses its placement by
-        itself, so that its stages have to be told.
+        Megatron's own schedules have it where the layers divide.
         """
-        divided = len(set(counts)) == 1
-        if self.megatron or self.family == "auto":
-            return divided and self.megatron
-        return divided or counts == spread(Layers(sum(counts)), placement)
+        if self.megatron:
+            return len(set(counts)) == 1
+        return counts == spread(Layers(sum(counts)), placement)
 
     @property
     def splits(self) -> bool:
         return catalog.family(self.family).splits_backward
-
-
-@lru_cache(maxsize=1024)
-def _placement(family: str, pipeline: int, chunks: int | None) -> Placement:
-    """As the smallest schedule of the family has it, for any number of ranks."""
-    found = schedules.build(family, pipeline_size=2, num_microbatches=1, chunks=chunks).placement
-    return (looped if found.name == "looped" else wave)(pipeline, found.chunks)
 
 
 def contenders(names: Sequence[str] | None, *, overlap: bool = True) -> list[Contender]:
@@ -89,7 +84,18 @@ def contenders(names: Sequence[str] | None, *, overlap: bool = True) -> list[Con
     ]
     usual = [name for name in schedules.names() if name not in _SELDOM]
     chosen = dict.fromkeys(catalog.family(name).name for name in names or usual)
-    return own + [Contender(n, n, catalog.family(n).takes_chunks) for n in chosen]
+    families = [catalog.family(name) for name in chosen]
+    return own + [
+        Contender(family.name, family.name, family.takes_chunks and family.placement is not None)
+        for family in families
+    ]
+
+
+def with_those_of_auto(chosen: Sequence[Contender]) -> list[Contender]:
+    """The chosen ones; with ``auto`` also the usual ones, of which it takes the best."""
+    if not any(contender.takes_the_best for contender in chosen):
+        return list(chosen)
+    return list(dict.fromkeys([*chosen, *contenders(None)]))
 
 
 def names_in(text: str) -> tuple[str, ...]:

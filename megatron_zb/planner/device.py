@@ -34,9 +34,14 @@ class Rate(Section):
 class Memory(Section):
     """Memory of a GPU in GiB."""
 
-    size_gib: float = Field(gt=0, lt=1e6, description="all of it", examples=[80.0])
+    size_gib: float = Field(
+        gt=0, lt=1e6, description="all of it, as the driver gives it", examples=[79.1]
+    )
     reserved_gib: float = Field(
-        ge=0, lt=1e6, description="CUDA context, communicators, fragments", examples=[4.0]
+        ge=0, lt=1e6, description="CUDA context and communicators", examples=[2.0]
+    )
+    fragmentation: float = Field(
+        0.03, ge=0, lt=0.5, description="share that the allocator cannot use", examples=[0.03]
     )
     source: str = _SOURCE
 
@@ -101,7 +106,17 @@ class DeviceConfig(Section):
 
     @property
     def reserved_bytes(self) -> float:
-        return self.memory.reserved_gib * GIB
+        """What a model cannot have: CUDA context, communicators and fragments."""
+        return self.memory.reserved_gib * GIB + self.fragmentation_bytes
+
+    @property
+    def fragmentation_bytes(self) -> float:
+        return self.memory.fragmentation * self.memory_bytes
+
+    def with_memory(self, size: float) -> DeviceConfig:
+        """The same GPU with another size of memory, in bytes."""
+        memory = self.memory.model_copy(update={"size_gib": size / GIB})
+        return self.model_copy(update={"memory": memory})
 
 
 def read_device(path: Path) -> DeviceConfig:

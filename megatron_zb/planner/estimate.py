@@ -29,7 +29,6 @@ _BUBBLES: dict[str, _Bubble] = {
     "zb-2p": lambda p, w, v: (p - 1) * max(w.forward, w.forward + w.backward - 2 * w.weight),
     "v-zb": lambda p, w, v: (p - 1) * w.forward / 2,
     "dualpipe-v": lambda p, w, v: (p - 1) * w.forward / 2,
-    "auto": lambda p, w, v: (p - 1) * w.forward / 2,
     "wave": lambda p, w, v: (p - 1) * w.forward / v,
     "v-half": lambda p, w, v: max(p - 1, 6 * p - 1 - 6 * ((p + 2) // 2)) * w.forward / 2,
     "v-min": lambda p, w, v: max(p - 1, 6 * p - 1 - 6 * ((p + 4) // 3)) * w.forward / 2,

@@ -6,6 +6,7 @@ from megatron_zb.planner.contender import MEGATRON_1F1B, MEGATRON_INTERLEAVED, N
 from megatron_zb.planner.prediction import Prediction
 from megatron_zb.planner.strategy import Strategy
 from megatron_zb.schedules import layout
+from megatron_zb.schedules.placement import Placement
 
 _MEGATRON = (MEGATRON_1F1B, MEGATRON_INTERLEAVED, NO_PIPELINE)
 _RECOMPUTE = {
@@ -19,13 +20,12 @@ _RECOMPUTE = {
 }
 
 
-def flags(prediction: Prediction, global_batch: int, memory: float) -> list[str]:
+def flags(prediction: Prediction, global_batch: int) -> list[str]:
     """Flags to paste, each with its value.
 
     Args:
         prediction: the choice.
         global_batch: samples of an iteration.
-        memory: bytes of a GPU, from which the limit of ``auto`` follows.
     """
     strategy = prediction.load.strategy
     out = [
@@ -46,7 +46,7 @@ def flags(prediction: Prediction, global_batch: int, memory: float) -> list[str]
         out.append(f"--expert-model-parallel-size {strategy.expert}")
     if prediction.load.model.experts and strategy.expert_tensor != strategy.tensor:
         out.append(f"--expert-tensor-parallel-size {strategy.expert_tensor}")
-    return out + _RECOMPUTE[strategy.recompute] + _schedule(prediction, memory)
+    return out + _RECOMPUTE[strategy.recompute] + _schedule(prediction)
 
 
 def _precision(strategy: Strategy) -> list[str]:
@@ -61,18 +61,21 @@ def _overlap(prediction: Prediction) -> list[str]:
     return ["--overlap-grad-reduce", *gathering]
 
 
-def _schedule(prediction: Prediction, memory: float) -> list[str]:
+def _schedule(prediction: Prediction) -> list[str]:
     out = []
-    if prediction.contender not in _MEGATRON:
+    is_ours = prediction.contender not in _MEGATRON
+    if is_ours:
         out.append(f"--pipeline-schedule {prediction.family}")
-    if prediction.family == "auto":
-        out.append(f"--pipeline-memory-limit {_fraction(prediction, memory):.2f}")
+    chunks = prediction.chunks
+    if prediction.memory_limit is not None and prediction.schedule is not None:
+        out += placement_flags(prediction.schedule.placement)
+        out.append(f"--pipeline-memory-limit {prediction.memory_limit:.2f}")
+        chunks = None
     written = layout.text(
         layout.lettered(prediction.layout, prediction.load.model.prediction_layers)
     )
-    megatron = prediction.contender in _MEGATRON
     return out + flags_of_layout(
-        prediction.chunks, None if prediction.is_even else written, megatron=megatron
+        chunks, None if prediction.is_even else written, megatron=not is_ours
     )
 
 
@@ -92,22 +95,16 @@ def flags_of_layout(chunks: int | None, written: str | None, *, megatron: bool) 
     return out
 
 
-def _fraction(prediction: Prediction, memory: float) -> float:
-    """What ``auto`` may hold, as a fraction of 1F1B's peak."""
-    worst = prediction.memory
-    left = memory - worst.total + worst.activations + worst.weight_queue
-    schedule = prediction.schedule
-    if schedule is None or not schedule.report:
-        return 1.0
-    held = worst.activations + worst.weight_queue
-    peak = max(_peaks(prediction))
-    one = held / peak * schedule.placement.pipeline_size if peak else left
-    return max(0.05, int(100 * min(left / one, 2.0)) / 100)
+def placement_flags(placement: Placement) -> list[str]:
+    """Bind ``auto`` to a placement, so that a run has that of its prediction."""
+    out = [f"--num-virtual-stages-per-pipeline-rank {placement.chunks}"]
+    if placement.chunks > 1:
+        out.append(f"--pipeline-placement {'loop' if placement.name == 'looped' else 'zigzag'}")
+    return out
 
 
-def _peaks(prediction: Prediction) -> list[float]:
-    from megatron_zb.schedules.simulator import peak_held_chunks
-
-    schedule = prediction.schedule
-    assert schedule is not None
-    return [peak_held_chunks(rank) / schedule.placement.chunks for rank in schedule.ranks]
+def named(schedule: str, runs: str) -> str:
+    """What tables call a schedule; of ``auto``, also what it runs: a search's order, or another."""
+    if schedule != "auto":
+        return schedule
+    return "auto: searched" if runs == "auto" else f"auto: {runs}"

@@ -9,7 +9,7 @@ from __future__ import annotations
 import argparse
 import json
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from rich.console import Console
@@ -18,9 +18,14 @@ from rich.text import Text
 
 from megatron_zb import schedules
 from megatron_zb.errors import UsageError
-from megatron_zb.planner.contender import Contender, contenders, names_in
+from megatron_zb.planner.contender import (
+    Contender,
+    contenders,
+    names_in,
+    with_those_of_auto,
+)
 from megatron_zb.planner.fit import Fit
-from megatron_zb.planner.flags import flags_of_layout
+from megatron_zb.planner.flags import flags_of_layout, named, placement_flags
 from megatron_zb.planner.profile import Profile, read_profile
 from megatron_zb.planner.units import GIB
 from megatron_zb.schedules import catalog, layout
@@ -36,11 +41,13 @@ _LARGE = 20_000  # passes: more are not lowered for their messages
 class Row:
     """A schedule with its best layout; seconds of the pipeline's part of an iteration.
 
+    ``runs`` is the schedule that its flags name: for ``auto``, what is the fastest of all.
     ``megatron`` tells a schedule of Megatron's own, ``has_by_default`` that no flag is needed for
     the layout.
     """
 
     schedule: str
+    runs: str
     chunks: int | None
     layout: str
     is_even: bool
@@ -52,6 +59,7 @@ class Row:
     megatron: bool
     has_by_default: bool
     timeline: schedules.Timeline
+    layers: Layout
 
 
 @dataclass(frozen=True)
@@ -76,15 +84,23 @@ def rows(
     fit = Fit.of(asked.profile)
     found: list[Row] = []
     missing: dict[str, str] = {}
-    settings = list(_settings(candidates, asked.profile))
+    wanted = {contender.name for contender in candidates}
+    everyone = [c for c in with_those_of_auto(candidates) if c.name in wanted or not c.megatron]
+    settings = list(_settings(everyone, asked.profile))
     for number, (contender, chunks) in enumerate(settings):
         name = contender.name if chunks is None else f"{contender.name} ×{chunks}"
         watch(name, number, len(settings))
         try:
             found.append(_row(asked, fit, contender, chunks))
         except UsageError as error:
-            missing[name] = str(error)
+            if contender.name in wanted:
+                missing[name] = str(error)
+    for contender in candidates:
+        if contender.takes_the_best and any(not row.megatron for row in found):
+            watch(contender.name, len(settings), len(settings) + 1)
+            found.append(_best_of_all(asked, fit, contender, found))
     watch("", len(settings), len(settings))
+    found = [row for row in found if row.schedule in wanted]
     if not found:
         raise UsageError(next(iter(missing.values()), "no schedule can be had"))
     return sorted(found, key=lambda row: row.seconds), missing
@@ -94,6 +110,8 @@ def _settings(
     candidates: Sequence[Contender], profile: Profile
 ) -> Iterator[tuple[Contender, int | None]]:
     for contender in candidates:
+        if contender.takes_the_best:
+            continue
         for chunks in contender.chunk_counts(profile.model.layers, profile.pipeline_size):
             if chunks is None or chunks in (2, 4, 8):
                 yield contender, chunks
@@ -126,6 +144,7 @@ def _row(asked: Asked, fit: Fit, contender: Contender, chunks: int | None) -> Ro
     bubble = timeline.bubble_rate_in_a_row if in_a_row else timeline.bubble_rate
     return Row(
         contender.name,
+        contender.family,
         chunks,
         _layout_text(counts, profile),
         counts == even,
@@ -137,6 +156,35 @@ def _row(asked: Asked, fit: Fit, contender: Contender, chunks: int | None) -> Ro
         contender.megatron,
         contender.has_by_default(counts, placement),
         timeline,
+        counts,
+    )
+
+
+def _best_of_all(asked: Asked, fit: Fit, contender: Contender, found: Sequence[Row]) -> Row:
+    """The fastest row, or what ``auto`` makes of its placement and layout."""
+    best = min((row for row in found if not row.megatron), key=lambda row: row.seconds)
+    placement, counts = best.timeline.schedule.placement, best.layers
+    try:
+        timeline = _simulated(
+            asked, fit, contender, placement.chunks, placement, counts, quick=True
+        )
+    except UsageError:
+        return replace(best, schedule=contender.name)
+    seconds = timeline.seconds(in_a_row=asked.post_validation) + asked.profile.outside
+    if seconds >= best.seconds:
+        return replace(best, schedule=contender.name)
+    peaks = _peaks(timeline, asked.profile.message)
+    bubble = timeline.bubble_rate_in_a_row if asked.post_validation else timeline.bubble_rate
+    return replace(
+        best,
+        schedule=contender.name,
+        runs=contender.family,
+        chunks=placement.chunks,
+        seconds=seconds,
+        bubble=bubble,
+        activation_bytes=max(peaks),
+        rank=max(range(len(peaks)), key=peaks.__getitem__),
+        timeline=timeline,
     )
 
 
@@ -147,6 +195,8 @@ def _simulated(
     chunks: int | None,
     placement: Placement,
     counts: Layout,
+    *,
+    quick: bool = False,
 ) -> schedules.Timeline:
     costs = fit.costs(placement, counts, blocking=contender.blocking)
     schedule = schedules.build(
@@ -157,8 +207,9 @@ def _simulated(
         costs=costs if contender.family == "auto" else None,
         memory_limit=asked.memory_limit,
         chunks=chunks,
-        placement=placement if contender.family == "auto" else None,
+        placement=placement if quick else None,
         in_a_row=asked.post_validation and contender.splits,
+        quick=quick,
     )
     return schedules.simulate(schedule, costs)
 
@@ -219,7 +270,7 @@ def _as_json(asked: Asked, found: Sequence[Row], missing: dict[str, str]) -> dic
         "schedule_of_the_profile": asked.profile.schedule,
         "num_microbatches": asked.num_microbatches,
         "ranked": [
-            {name: value for name, value in vars(row).items() if name != "timeline"}
+            {name: value for name, value in vars(row).items() if name not in ("timeline", "layers")}
             for row in found
         ],
         "not_possible": missing,
@@ -250,19 +301,24 @@ def _print(
 def flags_of(asked: Asked, row: Row) -> list[str]:
     """What a pretrain script of Megatron-LM is to be given."""
     flags = [f"--pipeline-model-parallel-size {asked.profile.pipeline_size}"]
+    chunks = row.chunks
     if not row.megatron:
-        flags.append(f"--pipeline-schedule {row.schedule}")
+        flags.append(f"--pipeline-schedule {row.runs}")
+        if row.runs == "auto":
+            flags += placement_flags(row.timeline.schedule.placement)
+            chunks = None
         if asked.memory_limit is not None:
             flags.append(f"--pipeline-memory-limit {asked.memory_limit:g}")
-        if asked.post_validation and catalog.family(row.schedule).splits_backward:
+        if asked.post_validation and catalog.family(row.runs).splits_backward:
             flags.append("--enable-optimizer-post-validation")
     written = None if row.has_by_default else row.layout
-    return flags + flags_of_layout(row.chunks, written, megatron=row.megatron)
+    return flags + flags_of_layout(chunks, written, megatron=row.megatron)
 
 
 def name_of(row: Row) -> str:
-    """As the table calls it."""
-    return row.schedule if row.chunks is None else f"{row.schedule} ×{row.chunks}"
+    """As the table calls it; of ``auto``, what it runs."""
+    chunks = "" if row.chunks is None else f" ×{row.chunks}"
+    return named(row.schedule, row.runs) + chunks
 
 
 def _table(found: Sequence[Row]) -> Table:

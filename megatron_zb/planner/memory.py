@@ -25,6 +25,7 @@ class Memory:
     messages: float
     snapshot: float
     reserved: float
+    fragmentation: float
 
     @property
     def total(self) -> float:
@@ -59,7 +60,7 @@ def without_pipeline(staged: Staged) -> Memory:
 def _of_rank(
     staged: Staged, rank: int, activations: float, queue: float, *, snapshot: bool
 ) -> Memory:
-    states = staged.states[rank]
+    states, device = staged.states[rank], staged.load.device
     return Memory(
         rank=rank,
         weights=states.weights,
@@ -70,7 +71,8 @@ def _of_rank(
         logits=staged.logits(rank),
         messages=footprint.message_buffers(staged.load, staged.placement.chunks),
         snapshot=states.optimizer if snapshot else 0.0,
-        reserved=staged.load.device.reserved_bytes,
+        reserved=device.reserved_bytes - device.fragmentation_bytes,
+        fragmentation=device.fragmentation_bytes,
     )
 
 

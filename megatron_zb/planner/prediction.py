@@ -6,7 +6,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from megatron_zb import schedules
-from megatron_zb.errors import UsageError
 from megatron_zb.planner.contender import Contender
 from megatron_zb.planner.memory import Memory, without_pipeline, worst_rank
 from megatron_zb.planner.stages import Staged
@@ -30,6 +29,7 @@ class Prediction:
 
     ``schedule`` and the ``costs`` it was built for are None where there is no pipeline; where there
     are many microbatches, it is that of the first ones, from which the rest was continued.
+    ``memory_limit`` is what ``auto`` is to be told: the fraction of 1F1B's activations.
     """
 
     contender: str
@@ -46,6 +46,7 @@ class Prediction:
     schedule: Schedule | None = None
     costs: Costs | None = None
     post_validation: bool = False
+    memory_limit: float | None = None
 
     @property
     def seconds(self) -> float:
@@ -86,7 +87,6 @@ def predict(
     post_validation: bool = False,
     in_a_row: bool = True,
     snapshot: bool = False,
-    memory_bytes: float | None = None,
     build: Build | None = None,
 ) -> Prediction:
     """Simulate a schedule.
@@ -100,7 +100,6 @@ def predict(
         post_validation: ranks start the next iteration one by one instead of together.
         in_a_row: build the schedule for that, where there is post-validation.
         snapshot: keep a copy of the optimizer's state to take a step back with.
-        memory_bytes: what ``auto`` may use of each rank.
         build: makes the schedule in another way than the catalog.
 
     Raises:
@@ -110,7 +109,7 @@ def predict(
         return _without_pipeline(staged, contender, num_microbatches)
     costs = staged.costs(blocking=contender.blocking)
     in_a_row = in_a_row and post_validation
-    builder = _Builder(contender, costs, chunks, staged.placement, memory_bytes, in_a_row, build)
+    builder = _Builder(contender, costs, chunks, staged.placement, in_a_row, build)
     seconds, timeline = builder.seconds(num_microbatches, post_validation)
     schedule = timeline.schedule
     work = [staged.rank_work(r).total for r in range(staged.placement.pipeline_size)]
@@ -157,25 +156,18 @@ class _Builder:
     costs: Costs
     chunks: int | None
     placement: Placement
-    memory_bytes: float | None
     in_a_row: bool
     other: Build | None = None
 
     def build(self, m: int) -> Schedule:
         if self.other is not None:
             return self.other(self.costs, m)
-        is_auto = self.contender.family == "auto"
-        memory = self.memory_bytes if is_auto else None
-        if memory is not None and memory <= max(self.costs.fixed):
-            raise UsageError("auto: the model's states alone need more than the memory of a GPU")
         return schedules.build(
             self.contender.family,
             pipeline_size=self.placement.pipeline_size,
             num_microbatches=m,
             costs=self.costs,
             chunks=self.chunks,
-            placement=self.placement if is_auto else None,
-            memory_limit_bytes=memory,
             in_a_row=self.in_a_row,
         )
 

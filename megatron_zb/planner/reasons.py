@@ -1,32 +1,71 @@
-"""Why a schedule lost to the one above it, in one line."""
+"""Why a schedule is behind the best one, in one line, and what the table comes to."""
 
 from __future__ import annotations
 
+from megatron_zb.planner.contender import NO_PIPELINE
 from megatron_zb.planner.prediction import Prediction
 from megatron_zb.planner.search import Plan
 
 _LEVEL = 0.0005
+_WORTH_A_CHANGE = 0.01  # of the tokens per second; predictions are not better than that
 
 
 def reason(plan: Plan, index: int) -> str:
-    """What the row of an index lacks against the row before it; of the first, how far it leads."""
-    row = plan.ranked[index]
-    if index == 0:
-        return _lead(plan)
-    above = plan.ranked[index - 1]
-    slower = above.tokens_per_gpu / row.tokens_per_gpu - 1
-    if slower < _LEVEL:
-        return f"level with {above.contender}"
-    said = f"{slower:.1%} slower: {_largest(above, row)}"
-    large = plan.too_large.get(row.contender)
-    return f"{said}; {large}" if large else said
-
-
-def _lead(plan: Plan) -> str:
+    """What the row of an index lacks against the first, and where it stands to Megatron's best."""
+    row, first = plan.ranked[index], plan.ranked[0]
     if len(plan.ranked) == 1:
         return "the only one that fits"
-    lead = plan.ranked[0].tokens_per_gpu / plan.ranked[1].tokens_per_gpu - 1
-    return f"the fastest, by {lead:.1%}"
+    beside = _beside_megatron(plan, row)
+    if index == 0:
+        return f"the fastest; {beside}" if beside else "the fastest"
+    slower = first.tokens_per_gpu / row.tokens_per_gpu - 1
+    if slower < _LEVEL:
+        said = f"level with the first, {first.contender}"
+    else:
+        said = f"{slower:.1%} slower than the first: {_largest(first, row)}"
+    large = plan.too_large.get(row.contender)
+    return "; ".join(filter(None, (said, beside, str(large) if large else "")))
+
+
+def recommended(plan: Plan) -> str | None:
+    """The schedule that is worth a change from Megatron's own; None where none is."""
+    first, own = plan.ranked[0], _best_own(plan)
+    if own is not None and first.tokens_per_gpu < own.tokens_per_gpu * (1 + _WORTH_A_CHANGE):
+        return None
+    return first.family
+
+
+def recommendation(plan: Plan) -> str:
+    """What to run, in one sentence."""
+    first, own = plan.ranked[0], _best_own(plan)
+    if own is None:
+        return f"run {first.family}: nothing of Megatron-LM's own fits"
+    if _is_own(first):
+        return f"no schedule of this package is worth a change here: {first.contender} is faster"
+    lead = first.tokens_per_gpu / own.tokens_per_gpu - 1
+    if recommended(plan) is None:
+        return f"stay with {own.contender}: {first.family} is ahead of it by {lead:.1%} alone"
+    return f"run {first.family}: {lead:.1%} more tokens per second than {own.contender}"
+
+
+def _is_own(row: Prediction) -> bool:
+    """Whether Megatron-LM alone runs it."""
+    return row.contender.startswith("Megatron") or row.contender == NO_PIPELINE
+
+
+def _best_own(plan: Plan) -> Prediction | None:
+    """The fastest row that needs nothing of this package."""
+    return next((row for row in plan.ranked if _is_own(row)), None)
+
+
+def _beside_megatron(plan: Plan, row: Prediction) -> str:
+    best = _best_own(plan)
+    if best is None or _is_own(row):
+        return ""
+    ahead = row.tokens_per_gpu / best.tokens_per_gpu - 1
+    if abs(ahead) < _LEVEL:
+        return f"level with {best.contender}"
+    return f"{abs(ahead):.1%} {'faster' if ahead > 0 else 'slower'} than {best.contender}"
 
 
 def _largest(above: Prediction, row: Prediction) -> str:

@@ -28,14 +28,13 @@ def read(arguments: argparse.Namespace) -> tuple[Job, list[Contender]]:
     model = read_model(path_of("--config", "models", arguments.config))
     asked = _USUAL_DEVICE if arguments.device is None else arguments.device
     device = read_device(path_of("--device", "devices", asked))
-    memory = device.memory_bytes
     if arguments.gpu_memory is not None:
-        memory = size_in_bytes(arguments.gpu_memory, "--gpu-memory")
+        device = device.with_memory(size_in_bytes(arguments.gpu_memory, "--gpu-memory"))
     job = Job(
         model=model,
         device=device,
         gpus=_whole("--gpus", arguments.gpus, 64, _MOST_GPUS),
-        memory=memory,
+        memory=device.memory_bytes,
         global_batch=_whole(
             "--global-batch-size",
             model.global_batch_size

@@ -6,28 +6,36 @@ recomputation, number of chunks and layout.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
+from megatron_zb import schedules
 from megatron_zb.errors import UsageError
 from megatron_zb.planner import estimate
-from megatron_zb.planner.contender import NO_PIPELINE, Contender
+from megatron_zb.planner.contender import NO_PIPELINE, Contender, with_those_of_auto
 from megatron_zb.planner.device import DeviceConfig
 from megatron_zb.planner.division import said_of_none
 from megatron_zb.planner.estimate import Cut
 from megatron_zb.planner.model import ModelConfig
-from megatron_zb.planner.prediction import Prediction, predict
+from megatron_zb.planner.prediction import Prediction, predict, step_seconds
 from megatron_zb.planner.stages import Staged
 from megatron_zb.planner.strategy import Choices, Strategy, strategies
 from megatron_zb.planner.units import gib
 from megatron_zb.planner.work import Workload
-from megatron_zb.schedules import layout
+from megatron_zb.schedules import Costs, Schedule, layout
+from megatron_zb.schedules.bounds import lower_bound, period_bound
 from megatron_zb.schedules.placement import Placement
 
 # The formula leaves out what a schedule can save; what is above by more is not simulated.
 _SLACK = 1.25
 # A setting whose rate by formula is below this share of the best simulated one is left out.
 _HOPELESS = 0.97
+# Settings that auto searches, at most, and by how much one must be able to beat what is there.
+_SEARCHES = 3
+_WORTH_A_SEARCH = 1.001
+# Of 1F1B's memory: what auto holds at most, whatever is left.
+_MOST_FRACTION = 2.0
 # So many settings of each schedule are looked at with their layouts before some are simulated.
 _REFINED = 40
 
@@ -117,34 +125,208 @@ def search(
         UsageError: the sizes cannot be divided, or nothing fits into the memory.
     """
     cuts = _cuts(job)
-    best: list[Prediction] = []
-    too_large: dict[str, TooLarge] = {}
-    nothing: dict[str, str] = {}
-    smallest: list[tuple[float, str]] = []
-    settings = simulated = 0
     alone = Contender(NO_PIPELINE, "1f1b", megatron=True)
-    everyone = [alone, *contenders]
-    for done, contender in enumerate(everyone):
-        watch(contender.name, done, len(everyone))
-        ordered = sorted(_settings(cuts, contender, job), key=lambda s: -s.rate)
-        settings += len(ordered)
-        # The search of auto is long, and it starts where the V's are good.
-        found = _best(job, ordered, 1 if contender.family == "auto" else tries)
-        simulated += found.simulated
-        smallest += [(s.memory, f"{contender.name} with {s.load.strategy}") for s in ordered]
-        if found.prediction is not None:
-            best.append(found.prediction)
-        elif ordered:
-            nothing[contender.name] = f"nothing fits: {found.too_large or 'see the others'}"
-        elif contender is not alone:
-            nothing[contender.name] = "no setting has layers and microbatches that divide"
-        if found.too_large is not None:
-            too_large[contender.name] = found.too_large
-    watch("", len(everyone), len(everyone))
-    if not best:
-        raise UsageError(_said_too_small(job, smallest, too_large))
-    best.sort(key=lambda p: -p.tokens_per_gpu)
-    return Plan(job, tuple(best), too_large, nothing, settings, simulated)
+    everyone = [alone, *with_those_of_auto(contenders)]
+    asked = {contender.name for contender in (alone, *contenders)}
+    progress = _Progress(watch, len(everyone) + 1)
+    found = _Everything(job, {}, [], {}, {})
+    for contender in everyone:
+        if not contender.takes_the_best:
+            progress.next(contender.name)
+            found.look_at(contender, cuts, tries, progress)
+    for contender in everyone:
+        if contender.takes_the_best:
+            progress.next(contender.name)
+            found.take_the_best(contender, progress)
+    progress.next("")
+    shown = [row for name, row in found.best.items() if name in asked]
+    if not shown:
+        smallest = {name: small for name, small in found.smallest.items() if name in asked}
+        large = {name: large for name, large in found.too_large.items() if name in asked}
+        raise UsageError(_said_too_small(job, list(smallest.values()), large))
+    shown.sort(key=lambda row: -row.tokens_per_gpu)
+    nothing = {
+        name: why for name, why in found.nothing.items() if name in asked and name != alone.name
+    }
+    large = {name: large for name, large in found.too_large.items() if name in asked}
+    return Plan(job, tuple(shown), large, nothing, found.settings, found.simulated)
+
+
+class _Progress:
+    """Tells ``watch`` what is being looked at."""
+
+    def __init__(self, watch: Watch, of: int) -> None:
+        self._watch, self._of, self._done, self._name = watch, of, -1, ""
+
+    def next(self, name: str) -> None:
+        """Go on to the next schedule; empty when all are done."""
+        self._done, self._name = self._done + 1, name
+        self._watch(name, self._done, self._of)
+
+    def setting(self, strategy: Strategy) -> None:
+        """One setting of it is simulated next."""
+        self._watch(f"{self._name}, {strategy}", self._done, self._of)
+
+
+@dataclass(frozen=True)
+class _Tried:
+    """A setting that was simulated; ``prediction`` is None where it does not fit."""
+
+    setting: _Setting
+    staged: Staged
+    prediction: Prediction | None
+
+
+@dataclass
+class _Everything:
+    """What has been found of all schedules so far, by their names."""
+
+    job: Job
+    best: dict[str, Prediction]
+    tried: list[_Tried]
+    too_large: dict[str, TooLarge]
+    nothing: dict[str, str]
+    smallest: dict[str, tuple[float, str]] = field(default_factory=dict)
+    settings: int = 0
+    simulated: int = 0
+
+    def look_at(
+        self, contender: Contender, cuts: Sequence[Cut], tries: int, progress: _Progress
+    ) -> None:
+        """Find the best setting of a schedule."""
+        ordered = sorted(_settings(cuts, contender, self.job), key=lambda s: -s.rate)
+        self.settings += len(ordered)
+        found = _best(self.job, ordered, tries, progress)
+        self.simulated += found.simulated
+        self.tried += found.tried
+        if ordered:
+            least = min(ordered, key=lambda s: s.memory)
+            said = f"{contender.name} with {least.load.strategy}"
+            self.smallest[contender.name] = (least.memory, said)
+        self._enter(contender.name, found.prediction, found.too_large, bool(ordered))
+
+    def take_the_best(self, contender: Contender, progress: _Progress) -> None:
+        """``auto``: the best of all others, and what a search makes of their best settings."""
+        best = self._best_of_the_others(contender)
+        searches = 0
+        for optimistic, staged, m in self._promising():
+            reached = best.tokens_per_gpu if best else 0.0
+            if searches == _SEARCHES or optimistic < reached * _WORTH_A_SEARCH:
+                break
+            progress.setting(staged.load.strategy)
+            searches += 1
+            found = searched_by_auto(self.job, contender, staged, m)
+            if found is not None and found.tokens_per_gpu > reached:
+                best = found
+        self.simulated += searches
+        self._enter(contender.name, best, None, bool(self.tried))
+
+    def _best_of_the_others(self, contender: Contender) -> Prediction | None:
+        """As ``auto`` runs it: of Megatron's own schedules, this package's order of the same."""
+        found: list[Prediction] = []
+        blocking: dict[str, _Tried] = {}
+        for tried in self.tried:
+            if tried.prediction is None or tried.staged.placement.pipeline_size == 1:
+                continue
+            if not tried.setting.contender.blocking:
+                found.append(tried.prediction)
+            elif self.best[tried.setting.contender.name] is tried.prediction:
+                blocking[tried.setting.contender.name] = tried
+        for tried in blocking.values():
+            ours = replace(tried.setting.contender, blocking=False)
+            found.append(_predicted(self.job, replace(tried.setting, contender=ours), tried.staged))
+        if not found:
+            return None
+        best = max(found, key=lambda row: row.tokens_per_gpu)
+        return replace(best, contender=contender.name)
+
+    def _promising(self) -> list[tuple[float, Staged, int]]:
+        """Every setting once, with the most tokens that any order in it can reach, best first."""
+        seen: dict[tuple[Strategy, Placement, tuple[int, ...]], tuple[float, Staged, int]] = {}
+        for tried in self.tried:
+            staged = tried.staged
+            key = (staged.load.strategy, staged.placement, staged.layout)
+            if staged.placement.pipeline_size > 1 and key not in seen:
+                rate = _optimistic(self.job, staged, tried.setting.m)
+                seen[key] = (rate, staged, tried.setting.m)
+        return sorted(seen.values(), key=lambda entry: -entry[0])
+
+    def _enter(
+        self, name: str, best: Prediction | None, too_large: TooLarge | None, has_settings: bool
+    ) -> None:
+        if best is not None:
+            self.best[name] = best
+        elif has_settings:
+            self.nothing[name] = f"nothing fits: {too_large or 'see the others'}"
+        else:
+            self.nothing[name] = "no setting has layers and microbatches that divide"
+        if too_large is not None:
+            self.too_large[name] = too_large
+
+
+def searched_by_auto(job: Job, contender: Contender, staged: Staged, m: int) -> Prediction | None:
+    """What ``auto`` finds in a setting within the memory that it is told of; None for nothing."""
+    costs = staged.costs(blocking=False)
+    limit = memory_fraction(job, staged, costs)
+    if limit is None:
+        return None
+
+    def build(costs: Costs, microbatches: int) -> Schedule:
+        return schedules.build(
+            contender.family,
+            pipeline_size=staged.placement.pipeline_size,
+            num_microbatches=microbatches,
+            costs=costs,
+            memory_limit=limit,
+            placement=staged.placement,
+            in_a_row=job.in_a_row and job.post_validation,
+            quick=True,
+        )
+
+    chunks = staged.placement.chunks
+    try:
+        found = predict(
+            staged,
+            contender,
+            m,
+            chunks if chunks > 1 else None,
+            is_even=contender.has_by_default(staged.layout, staged.placement),
+            post_validation=job.post_validation,
+            in_a_row=job.in_a_row,
+            snapshot=job.snapshot,
+            build=build,
+        )
+    except UsageError:
+        return None
+    return replace(found, memory_limit=limit) if found.memory.total <= job.memory else None
+
+
+def memory_fraction(job: Job, staged: Staged, costs: Costs) -> float | None:
+    """What is left for activations on the fullest rank, as ``--pipeline-memory-limit`` says it.
+
+    In hundredths of 1F1B's peak, rounded down; None where nothing is left.
+    """
+    ranks = range(staged.placement.pipeline_size)
+    in_backward = max(held.in_backward for held in staged.held)
+    snapshots = [staged.states[r].optimizer if job.snapshot else 0.0 for r in ranks]
+    left = min(job.memory - costs.fixed[r] - snapshots[r] - in_backward for r in ranks)
+    limit = math.floor(100 * left / costs.one_f_one_b_peak()) / 100
+    return min(limit, _MOST_FRACTION) if limit > 0 else None
+
+
+def _optimistic(job: Job, staged: Staged, m: int) -> float:
+    """Tokens per second and GPU that no order of passes exceeds in a setting."""
+    costs = staged.costs(blocking=False)
+    table = costs.for_placement(staged.placement)
+    left = [job.memory - fixed for fixed in costs.fixed]
+    if min(left) <= 0:
+        return 0.0
+    bound = period_bound if job.post_validation else lower_bound
+    seconds = bound(staged.placement, m, table, left)
+    seconds += step_seconds(staged, post_validation=job.post_validation)
+    strategy = staged.load.strategy
+    gpus = strategy.tensor * strategy.pipeline * strategy.data
+    return m * staged.load.tokens * strategy.data / seconds / gpus
 
 
 def _cuts(job: Job) -> list[Cut]:
@@ -188,9 +370,10 @@ class _Found:
     prediction: Prediction | None = None
     too_large: TooLarge | None = None
     simulated: int = 0
+    tried: list[_Tried] = field(default_factory=list)
 
 
-def _best(job: Job, ordered: Sequence[_Setting], tries: int) -> _Found:
+def _best(job: Job, ordered: Sequence[_Setting], tries: int, progress: _Progress) -> _Found:
     """Simulate the most promising settings that may fit, until ``tries`` of them do."""
     found = _Found()
     fitting = 0
@@ -204,6 +387,7 @@ def _best(job: Job, ordered: Sequence[_Setting], tries: int) -> _Found:
         staged = cut_into_stages(setting.load, setting.contender, setting.chunks)
         if staged is None:
             continue
+        progress.setting(setting.load.strategy)
         try:
             prediction = _predicted(job, setting, staged)
         except UsageError:
@@ -211,8 +395,10 @@ def _best(job: Job, ordered: Sequence[_Setting], tries: int) -> _Found:
             continue
         found.simulated += 1
         if prediction.memory.total > job.memory:
+            found.tried.append(_Tried(setting, staged, None))
             _note(found, setting, prediction.memory.total)
             continue
+        found.tried.append(_Tried(setting, staged, prediction))
         fitting += 1
         before = found.prediction
         if before is None or prediction.tokens_per_gpu > before.tokens_per_gpu:
@@ -256,7 +442,6 @@ def _predicted(job: Job, setting: _Setting, staged: Staged) -> Prediction:
         post_validation=job.post_validation and setting.contender.splits,
         in_a_row=job.in_a_row,
         snapshot=job.snapshot and setting.contender.splits,
-        memory_bytes=job.memory,
     )
 
 

@@ -8,10 +8,10 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from megatron_zb.planner.flags import flags
+from megatron_zb.planner.flags import flags, named
 from megatron_zb.planner.memory import Memory
 from megatron_zb.planner.prediction import Prediction
-from megatron_zb.planner.reasons import reason
+from megatron_zb.planner.reasons import reason, recommendation, recommended
 from megatron_zb.planner.search import Plan
 from megatron_zb.planner.units import GIB, gib
 from megatron_zb.schedules import layout
@@ -26,6 +26,7 @@ _SHORT = {
     "messages": "p2p",
     "snapshot": "snapshot",
     "reserved": "other",
+    "fragmentation": "fragm",
 }
 
 
@@ -39,6 +40,14 @@ def print_plan(plan: Plan, console: Console, top: int) -> None:
             style="bold",
         )
     )
+    device = job.device
+    console.print(
+        Text(
+            f"of each, {gib(device.reserved_bytes - device.fragmentation_bytes)} are left to CUDA "
+            f"and communicators and {gib(device.fragmentation_bytes)} "
+            f"({device.memory.fragmentation:.0%}) to fragments"
+        )
+    )
     shown = _shown(plan, top)
     console.print(_speed(plan, shown))
     console.print(_memory(plan, shown))
@@ -46,8 +55,9 @@ def print_plan(plan: Plan, console: Console, top: int) -> None:
         console.print(Text(f"{index + 1:>2}  {reason(plan, index)}"), highlight=False)
     for name, why in plan.nothing_for.items():
         console.print(Text(f" -  {name}: {why}"), highlight=False)
+    console.print(Text(f"\nrecommendation: {recommendation(plan)}", style="bold"), soft_wrap=True)
     console.print(Text("\nflags of the first:", style="bold"))
-    to_paste = " \\\n  ".join(flags(plan.ranked[0], job.global_batch, job.memory))
+    to_paste = " \\\n  ".join(flags(plan.ranked[0], job.global_batch))
     console.print(Text(f"  {to_paste}"), highlight=False, soft_wrap=True)
     console.print(
         Text(
@@ -108,8 +118,9 @@ def _memory(plan: Plan, shown: list[int]) -> Table:
 
 
 def name_of(row: Prediction) -> str:
-    """What the table calls it."""
-    return row.contender if row.chunks is None else f"{row.contender} ×{row.chunks}"
+    """What the table calls it; of ``auto``, what it runs."""
+    chunks = "" if row.chunks is None else f" ×{row.chunks}"
+    return named(row.contender, row.family) + chunks
 
 
 def setting_of(row: Prediction) -> str:
@@ -125,10 +136,13 @@ def as_json(plan: Plan) -> dict[str, Any]:
         "device": job.device.name,
         "gpus": job.gpus,
         "gpu_memory": job.memory,
+        "fragmentation": job.device.fragmentation_bytes,
         "global_batch_size": job.global_batch,
         "sequence_length": job.sequence,
         "ranked": [_row(plan, index) for index in range(len(plan.ranked))],
         "not_possible": plan.nothing_for,
+        "recommended": recommended(plan),
+        "recommendation": recommendation(plan),
         "settings": plan.settings,
         "simulated": plan.simulated,
     }
@@ -139,6 +153,7 @@ def _row(plan: Plan, index: int) -> dict[str, Any]:
     strategy = row.load.strategy
     return {
         "schedule": row.contender,
+        "runs": row.family,
         "chunks": row.chunks,
         "tensor": strategy.tensor,
         "pipeline": strategy.pipeline,
@@ -156,6 +171,6 @@ def _row(plan: Plan, index: int) -> dict[str, Any]:
         "mfu": row.mfu,
         "bubble": row.bubble,
         "memory": {"rank": row.memory.rank, "total": row.memory.total, **row.memory.parts()},
-        "flags": flags(row, plan.job.global_batch, plan.job.memory),
+        "flags": flags(row, plan.job.global_batch),
         "reason": reason(plan, index),
     }

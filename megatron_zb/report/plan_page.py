@@ -30,6 +30,7 @@ _NAMES = {
     "messages": "messages",
     "snapshot": "snapshot",
     "reserved": "reserved",
+    "fragmentation": "fragments",
 }
 # Memory's hue in three shades, each plain, hatched and dotted.
 _FILLS = [(shade, pattern) for pattern in ("", "hatched", "dotted") for shade in MEMORY_SHADES]
@@ -79,7 +80,7 @@ def _row(plan: Plan, index: int) -> dict[str, Any]:
         "rank": row.memory.rank,
         "sizes": _sizes(row, job.memory),
         "reason": reason(plan, index),
-        "flags": " \\\n  ".join(flags(row, job.global_batch, job.memory)),
+        "flags": " \\\n  ".join(flags(row, job.global_batch)),
     }
 
 

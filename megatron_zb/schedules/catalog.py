@@ -8,10 +8,11 @@ from dataclasses import dataclass, replace
 
 from megatron_zb.errors import UsageError
 from megatron_zb.schedules import interleaved, one_f_one_b, v_shape, wave, zero_bubble
+from megatron_zb.schedules import placement as placements
 from megatron_zb.schedules.auto import auto
 from megatron_zb.schedules.bounds import lower_bound
 from megatron_zb.schedules.costs import Costs
-from megatron_zb.schedules.placement import Placement
+from megatron_zb.schedules.placement import Placement, looped
 from megatron_zb.schedules.request import MemoryLimit, Request, check_size
 from megatron_zb.schedules.schedule import Report, Schedule
 from megatron_zb.schedules.simulator import simulate
@@ -24,9 +25,10 @@ _CONTROLLABLE = "Pipeline Parallelism with Controllable Memory, arXiv 2405.15362
 class Family:
     """One named schedule.
 
-    ``peak(p, m)`` bounds the activations of the worst rank in microbatches of a whole rank, None
-    where the limit alone decides. ``takes_chunks`` and ``takes_group_size`` tell which choices it
-    leaves to the user; ``peak`` is for the default ones.
+    ``placement(p, chunks)`` is where its stages stand, with its own number of chunks for None; None
+    where the costs decide. ``peak(p, m)`` bounds the activations of the worst rank in microbatches
+    of a whole rank, None where the limit alone decides. ``takes_chunks`` and ``takes_group_size``
+    tell which choices it leaves to the user; ``peak`` is for the default ones.
     """
 
     name: str
@@ -34,6 +36,7 @@ class Family:
     peak: Callable[[int, int], float] | None
     summary: str
     source: str
+    placement: Callable[[int, int | None], Placement] | None = None
     splits_backward: bool = True
     takes_chunks: bool = False
     takes_group_size: bool = False
@@ -44,6 +47,22 @@ class Family:
         return self.peak(p, m) if self.peak else p
 
 
+def _one_chunk(p: int, chunks: int | None) -> Placement:
+    return looped(p)
+
+
+def _v(p: int, chunks: int | None) -> Placement:
+    return placements.v_shape(p)
+
+
+def _loop(p: int, chunks: int | None) -> Placement:
+    return looped(p, chunks or interleaved.DEFAULT_CHUNKS)
+
+
+def _zigzag(p: int, chunks: int | None) -> Placement:
+    return placements.wave(p, chunks or wave.DEFAULT_CHUNKS)
+
+
 _FAMILIES = (
     Family(
         "gpipe",
@@ -52,6 +71,7 @@ _FAMILIES = (
         "all forwards, then all backwards; the reference for small models",
         "GPipe, arXiv 1811.06965",
         splits_backward=False,
+        placement=_one_chunk,
     ),
     Family(
         "1f1b",
@@ -60,6 +80,7 @@ _FAMILIES = (
         "Megatron's own order, run by this package",
         "PipeDream-Flush, arXiv 2006.09503",
         splits_backward=False,
+        placement=_one_chunk,
     ),
     Family(
         "interleaved",
@@ -70,6 +91,7 @@ _FAMILIES = (
         splits_backward=False,
         takes_chunks=True,
         takes_group_size=True,
+        placement=_loop,
     ),
     Family(
         "1f1b-v",
@@ -78,6 +100,7 @@ _FAMILIES = (
         "three quarters of 1F1B's memory without splitting the backward",
         _CONTROLLABLE,
         splits_backward=False,
+        placement=_v,
     ),
     Family(
         "zb-h1",
@@ -85,6 +108,7 @@ _FAMILIES = (
         lambda p, m: p,
         "1F1B's placement and memory, a third of its bubble",
         _ZERO_BUBBLE,
+        placement=_one_chunk,
     ),
     Family(
         "zb-h2",
@@ -92,6 +116,7 @@ _FAMILIES = (
         lambda p, m: 2 * p - 1,
         "a smaller bubble than zb-h1 for twice the memory, in a fixed order",
         _ZERO_BUBBLE,
+        placement=_one_chunk,
     ),
     Family(
         "zb-1p",
@@ -99,6 +124,7 @@ _FAMILIES = (
         lambda p, m: p,
         "the best order found with one chunk per rank in 1F1B's memory",
         _ZERO_BUBBLE,
+        placement=_one_chunk,
     ),
     Family(
         "zb-2p",
@@ -106,6 +132,7 @@ _FAMILIES = (
         lambda p, m: 2 * p,
         "the best order found with one chunk per rank in twice 1F1B's memory",
         _ZERO_BUBBLE,
+        placement=_one_chunk,
     ),
     Family(
         "v-zb",
@@ -114,6 +141,7 @@ _FAMILIES = (
         "1F1B's memory, almost no bubble",
         _CONTROLLABLE,
         aliases=("zbv",),
+        placement=_v,
     ),
     Family(
         "v-half",
@@ -121,6 +149,7 @@ _FAMILIES = (
         lambda p, m: v_shape.v_half_peak(p),
         "half of 1F1B's memory, half its bubble",
         _CONTROLLABLE,
+        placement=_v,
     ),
     Family(
         "v-min",
@@ -128,6 +157,7 @@ _FAMILIES = (
         lambda p, m: v_shape.v_min_peak(p),
         "a third of 1F1B's memory",
         _CONTROLLABLE,
+        placement=_v,
     ),
     Family(
         "wave",
@@ -136,6 +166,7 @@ _FAMILIES = (
         "more than two chunks in a zig-zag: a shorter fill for more messages",
         "Hanayo, arXiv 2308.15762",
         takes_chunks=True,
+        placement=_zigzag,
     ),
     Family(
         "dualpipe-v",
@@ -143,6 +174,7 @@ _FAMILIES = (
         lambda p, m: v_shape.dualpipe_v_peak(p),
         "DualPipe's order on a V",
         "DeepSeek-V3, arXiv 2412.19437",
+        placement=_v,
     ),
     Family(
         "auto",
@@ -150,6 +182,7 @@ _FAMILIES = (
         None,
         "the fastest of everything under the memory limit, by a longer search",
         "this package",
+        takes_chunks=True,
     ),
 )
 
@@ -195,6 +228,7 @@ def build(
     num_layers: int | None = None,
     placement: Placement | None = None,
     in_a_row: bool = False,
+    quick: bool = False,
 ) -> Schedule:
     """Build a named schedule for the given costs.
 
@@ -208,12 +242,14 @@ def build(
             own peak.
         memory_limit_bytes: instead, the most of all memory, in the unit of ``costs.activation`` and
             ``costs.fixed``, for every rank or for each.
-        chunks, group_size: model chunks per rank (interleaved, wave) and microbatches that pass a
-            chunk together (interleaved).
+        chunks, group_size: model chunks per rank (interleaved, wave, auto) and microbatches that
+            pass a chunk together (interleaved).
         num_layers: lets ``auto`` leave out what cannot hold so many layers evenly.
         placement: binds ``auto`` to a placement, such as that of a model that has been built.
         in_a_row: make iterations short that follow one another with no barrier between them, as
             with optimizer post-validation: the next one fills the waits at the ends of this one.
+        quick: let ``auto`` look at its ``placement`` for half a second alone; without it the
+            result is as fast or faster.
 
     Returns:
         The schedule, validated, with its :class:`Report`.
@@ -245,6 +281,7 @@ def build(
         num_layers,
         placement,
         in_a_row,
+        quick,
     )
     schedule = chosen.build(request)
     return _reported(replace(schedule, name=chosen.name).validate(), request)

@@ -20,6 +20,7 @@ from typing import Any, NamedTuple, NoReturn
 from megatron_zb.errors import UsageError
 from megatron_zb.schedules.passes import Pass, PassKind
 from megatron_zb.schedules.placement import Placement, looped, wave
+from megatron_zb.schedules.request import MOST_FORWARDS
 from megatron_zb.schedules.schedule import InvalidSchedule, Schedule
 from megatron_zb.schedules.simulator import Timeline
 
@@ -30,7 +31,7 @@ _COMMUNICATION = re.compile(r"[0-9]+(SEND|RECV)_[FB][0-9]+")
 
 # Far above what any cluster needs; a file beyond them is no schedule.
 _MOST_BYTES = 64 * 2**20
-_MOST_CELLS = 1_000_000
+_MOST_CELLS = 3 * MOST_FORWARDS
 _MOST_STAGES = 16_384
 _MOST_DIGITS = 7
 

@@ -93,7 +93,8 @@ class Request:
 
     ``auto`` leaves out placements whose stages ``num_layers`` layers cannot be spread over evenly
     (with fewer than one layer to a stage, if they divide nowhere), and all but ``placement`` if
-    that is given. ``in_a_row`` asks for a short :attr:`Timeline.period`, not a short makespan.
+    that is given. ``in_a_row`` asks for a short :attr:`Timeline.period`, not a short makespan;
+    ``quick`` lets ``auto`` search briefly, where many settings are compared.
     """
 
     pipeline_size: int
@@ -105,6 +106,7 @@ class Request:
     num_layers: int | None = None
     placement: Placement | None = None
     in_a_row: bool = False
+    quick: bool = False
 
     def seconds(self, timeline: Timeline) -> float:
         """What is to be short: one iteration, or each of many in a row."""

@@ -13,6 +13,8 @@ from megatron_zb.schedules.relay import RELAY_KINDS, Product, Relay
 
 _BACKWARD_KINDS = (PassKind.B, PassKind.BW)
 _WEIGHT_KINDS = (PassKind.W, PassKind.BW)
+# Which of F, B and W of a microbatch a pass is, as columns of a count.
+_COLUMNS = {PassKind.F: (0,), PassKind.B: (1,), PassKind.W: (2,), PassKind.BW: (1, 2)}
 
 
 class InvalidSchedule(UsageError):
@@ -142,23 +144,19 @@ class Schedule:
             counts = done[p.stage]
             if p.kind in RELAY_KINDS:
                 raise broken("completeness", "only a relay has T, S and U passes")
-            needs = {
-                PassKind.F: ((0, "F", p.microbatch),),
-                PassKind.B: ((1, "B", p.microbatch),),
-                PassKind.W: ((2, "W", p.microbatch),),
-                PassKind.BW: ((1, "B", p.microbatch), (2, "W", p.microbatch)),
-            }[p.kind]
-            for column, letter, microbatch in needs:
-                if counts[column] != microbatch:
+            columns = _COLUMNS[p.kind]
+            for column in columns:
+                if counts[column] != p.microbatch:
                     raise broken(
                         "microbatch order",
-                        f"the next {letter} of stage {p.stage} is microbatch {counts[column]}",
+                        f"the next {'FBW'[column]} of stage {p.stage} is microbatch "
+                        f"{counts[column]}",
                     )
             if p.kind in _BACKWARD_KINDS and counts[0] <= p.microbatch:
                 raise broken("order", "its F has not run yet")
             if p.kind is PassKind.W and counts[1] <= p.microbatch:
                 raise broken("order", "its B has not run yet")
-            for column, _, _ in needs:
+            for column in columns:
                 counts[column] += 1
         expected = [self.num_microbatches] + [0 if self.forward_only else self.num_microbatches] * 2
         for stage, counts in done.items():

@@ -95,6 +95,27 @@ class _Runner:
             make.floats([0.0] * p),
         )
         self.mean_pass = sum(costs.forward + costs.backward + costs.weight) / (3 * stages)
+        self._prepare_quotas()
+
+    def _prepare_quotas(self) -> None:
+        """Compute what the quotas of every run need of each rank and each chunk but the last."""
+        problem, activation = self.problem, self.problem.costs.activation
+        chunks, stages_of = problem.placement.chunks, problem.placement.stages_of
+        self._slots = [
+            limit / (problem.smallest_limit(rank) / chunks)
+            for rank, limit in enumerate(problem.limit)
+        ]
+        self._sizes = [[activation[s] for s in held[:-1]] for held in stages_of]
+        rooms = [
+            limit - activation[held[-1]]
+            for limit, held in zip(problem.limit, stages_of, strict=True)
+        ]
+        self._rooms = [room + _TOLERANCE * (1 + room) for room in rooms]
+        self._most = [
+            1 + int(room / min(sizes)) if sizes and min(sizes) > 0 else problem.num_microbatches
+            for room, sizes in zip(self._rooms, self._sizes, strict=True)
+        ]
+        self._portions = [_portion(c, chunks) for c in range(chunks - 1)]
 
     def makespan(self, steering: Steering) -> float:
         """Seconds of the order that the steering leads to; INFINITY if it gets stuck."""
@@ -115,15 +136,10 @@ class _Runner:
         )
 
     def _scores(self, steering: Steering) -> list[float]:
-        unit, slots = self.mean_pass, self._slots(0)
+        unit, slots = self.mean_pass, self._slots[0]
         forced = steering.pending_share * slots if steering.pending_share > 0 else 1e18
         rows = (*steering.bias, *steering.slope, *steering.late)
         return [x * unit for x in rows] + [steering.early, steering.pending * unit, forced]
-
-    def _slots(self, rank: int) -> float:
-        problem = self.problem
-        chunks = problem.placement.chunks
-        return problem.limit[rank] / (problem.smallest_limit(rank) / chunks)
 
     def _quotas(self, steering: Steering) -> list[int]:
         """Microbatches in flight allowed in each chunk but the last.
@@ -131,24 +147,29 @@ class _Runner:
         Together they leave a slot for the last chunk, so that the oldest microbatch can always
         move on and no run gets stuck.
         """
-        placement, costs = self.problem.placement, self.problem.costs
+        placement = self.problem.placement
         p, chunks = placement.pipeline_size, placement.chunks
+        if chunks == 1:
+            return [0] * p
         quotas: list[int] = []
-        for rank, stages in enumerate(placement.stages_of):
+        for rank in range(p):
             share = steering.quota - steering.quota_slope * rank / (p - 1)
-            total = self._slots(rank) * share
+            total = self._slots[rank] * share
+            sizes, room, first = self._sizes[rank], self._rooms[rank], rank * chunks
+            most = self._most[rank]  # more than these would be taken back one by one
             own = [
-                max(1, round(total * _portion(c, chunks)) + steering.shift[rank * chunks + c])
-                for c in range(chunks - 1)
+                max(1, min(most, round(total * portion) + steering.shift[first + c]))
+                for c, portion in enumerate(self._portions)
             ]
-            room = self.problem.limit[rank] - costs.activation[stages[-1]]
-            room += _TOLERANCE * (1 + room)
-            while sum(q * costs.activation[s] for q, s in zip(own, stages, strict=False)) > room:
-                largest = max(range(chunks - 1), key=own.__getitem__)
+            used = sum([q * size for q, size in zip(own, sizes, strict=True)])
+            while used > room:
+                largest = own.index(max(own))
                 if own[largest] == 1:
                     break
                 own[largest] -= 1
-            quotas += [*own, 0]
+                used -= sizes[largest]
+            quotas += own
+            quotas.append(0)
         return quotas
 
     def order_copy(self) -> Any:

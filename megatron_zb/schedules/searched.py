@@ -26,6 +26,7 @@ NAMED_SECONDS = 0.25
 _SMALL = 1600  # passes of a problem that can be searched several times
 _STEPS_BELOW = 2
 _MOST = Effort(runs=4000, moves=120_000)  # longer finds next to nothing
+QUICK = Effort(runs=200, moves=20_000)
 _LARGE = 8000  # passes of a problem whose walks would take too long
 _MOST_WALKED = Effort(runs=6000, moves=90_000)
 
@@ -41,12 +42,14 @@ def searched(
     seconds: float = NAMED_SECONDS,
     thorough: bool = False,
     walking: float = 0.0,
+    most: Effort = _MOST,
 ) -> Schedule:
     """The fastest order found in which no rank holds more than ``peak_microbatches``.
 
     ``known`` schedules of the same placement take part if they keep the limit. A ``thorough``
     search of a small problem looks below the limit, too: see :func:`_or_below`. ``walking`` seconds
     more, estimated like the others, go into walks where the result is far from the lower bound.
+    ``most`` is the effort for a small problem, of which there is enough after less time.
 
     Raises:
         UsageError: the limit is below one microbatch in each chunk.
@@ -63,7 +66,7 @@ def searched(
     def at(limit: tuple[float, ...], behind: tuple[float, ...] = behind) -> Found:
         problem = Problem(placement, m, table, limit, split, behind)
         fitting = [ranks for ranks, timeline in timed if keeps(timeline.peak_memory, limit)]
-        effort, further = _effort(problem, seconds), _walks(problem, walking)
+        effort, further = _effort(problem, seconds, most), _walks(problem, walking)
         return search(problem, effort, _bound(problem), fitting, further=further)
 
     def period(found: Found) -> float:
@@ -111,7 +114,7 @@ def _or_below(found: Found, problem: Problem, at: Callable[[tuple[float, ...]], 
     return found
 
 
-def _effort(problem: Problem, seconds: float, most: Effort = _MOST) -> Effort:
+def _effort(problem: Problem, seconds: float, most: Effort) -> Effort:
     """Runs and moves that take about so long, from counts alone so that every rank agrees.
 
     A compiled run takes about 20 + 3p nanoseconds a pass and a move 14; plain Python is some forty

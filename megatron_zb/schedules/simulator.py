@@ -132,33 +132,57 @@ def simulate(schedule: Schedule, costs: Priced) -> Timeline:
     table = costs.for_placement(schedule.placement)
     if schedule.relay is not None:
         return _simulate_relay(schedule, schedule.relay, table)
-    clock = [0.0] * len(schedule.ranks)
-    ready: dict[tuple[bool, int, int], float] = {}
-    start: list[list[float]] = [[] for _ in schedule.ranks]
-    end: list[list[float]] = [[] for _ in schedule.ranks]
-    durations = {
-        PassKind.F: table.forward,
-        PassKind.B: table.backward,
-        PassKind.W: table.weight,
-        PassKind.BW: table.fused,
-    }
+    return _simulate_passes(schedule, table)
 
-    def run(rank: int, position: int, p: Pass) -> None:
-        kind, stage, microbatch = p
-        begin = clock[rank]
-        is_forward = kind is PassKind.F
-        if kind is not PassKind.W:
-            begin = max(begin, ready.pop((not is_forward, stage, microbatch), 0.0))
-        finish = begin + durations[kind][stage]
-        clock[rank] = finish
-        start[rank].append(begin)
-        end[rank].append(finish)
-        if is_forward:
-            ready[(False, stage + 1, microbatch)] = finish + table.forward_hop[stage]
-        elif kind is not PassKind.W:
-            ready[(True, stage - 1, microbatch)] = finish + table.backward_hop[stage]
 
-    _check_all_ran(schedule, walk(schedule, run))
+def _simulate_passes(schedule: Schedule, table: StageCosts) -> Timeline:
+    """F, B, W and BW: the loop of :func:`walk` with the clock of each rank, as it runs often."""
+    ranks, last = schedule.ranks, schedule.placement.num_stages - 1
+    fused = [b + w for b, w in zip(table.backward, table.weight, strict=True)]
+    forward_kind, backward_kind, weight_kind = PassKind.F, PassKind.B, PassKind.W
+    clock, position = [0.0] * len(ranks), [0] * len(ranks)
+    start: list[list[float]] = [[] for _ in ranks]
+    end: list[list[float]] = [[] for _ in ranks]
+    ready: dict[tuple[bool, int, int], float] = {}  # what F and B of a stage wait for
+    waiting: dict[tuple[bool, int, int], int] = {}
+    runnable = list(range(len(ranks) - 1, -1, -1))
+    while runnable:
+        rank = runnable.pop()
+        passes, now, i = ranks[rank], clock[rank], position[rank]
+        starts, ends = start[rank], end[rank]
+        while i < len(passes):
+            kind, stage, microbatch = passes[i]
+            if kind is weight_kind:
+                starts.append(now)
+                now += table.weight[stage]
+                ends.append(now)
+                i += 1
+                continue
+            is_backward = kind is not forward_kind
+            if stage != (last if is_backward else 0):
+                need = (is_backward, stage, microbatch)
+                arrival = ready.get(need)
+                if arrival is None:
+                    waiting[need] = rank
+                    break
+                if arrival > now:
+                    now = arrival
+            starts.append(now)
+            if not is_backward:
+                now += table.forward[stage]
+                made, hop = (False, stage + 1, microbatch), table.forward_hop[stage]
+            else:
+                now += table.backward[stage] if kind is backward_kind else fused[stage]
+                made, hop = (True, stage - 1, microbatch), table.backward_hop[stage]
+            ends.append(now)
+            ready[made] = now + hop
+            waiter = waiting.pop(made, None)
+            if waiter is not None:
+                runnable.append(waiter)
+            i += 1
+        clock[rank], position[rank] = now, i
+    blocked = [(r, i) for r, i in enumerate(position) if i < len(ranks[r])]
+    _check_all_ran(schedule, blocked)
     return Timeline(schedule, table, tuple(map(tuple, start)), tuple(map(tuple, end)))
 
 

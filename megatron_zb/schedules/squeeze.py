@@ -12,7 +12,6 @@ from megatron_zb.schedules.passes import Pass, PassKind
 from megatron_zb.schedules.placement import Placement
 from megatron_zb.schedules.request import Request
 from megatron_zb.schedules.schedule import Schedule
-from megatron_zb.schedules.simulator import simulate
 
 _EAGERNESS = (1.0, 0.75, 0.5, 0.25, 0.0)
 
@@ -33,13 +32,13 @@ def place_weight_gradients(
     costs = request.costs.for_placement(placement)
     limit = request.limits(placement, peak_microbatches)
     request.check_feasible(name, limit, _needs(order, costs))
-    candidates = []
-    for eagerness in _EAGERNESS:
-        filled = _Filling(placement, order, costs, limit, eagerness).run()
-        ranks = tuple(map(tuple, filled))
-        candidates.append(Schedule(name, placement, request.num_microbatches, ranks))
-    best = min(candidates, key=lambda s: request.seconds(simulate(s, request.costs)))
-    return fuse_for_free(best, request.costs)
+    filled = [_Filling(placement, order, costs, limit, eagerness) for eagerness in _EAGERNESS]
+    for filling in filled:
+        filling.run()
+    best = min(filled, key=lambda filling: filling.seconds(in_a_row=request.in_a_row))
+    ranks = tuple(map(tuple, best.done))
+    schedule = Schedule(name, placement, request.num_microbatches, ranks)
+    return fuse_for_free(schedule, request.costs)
 
 
 def squeezed_if_it_fits(
@@ -85,6 +84,11 @@ class _Filling:
     ) -> None:
         self.placement, self.order, self.costs = placement, order, costs
         self.limit, self.eagerness = limit, eagerness
+        self._durations = {
+            PassKind.F: costs.forward,
+            PassKind.B: costs.backward,
+            PassKind.W: costs.weight,
+        }
         ranks = range(placement.pipeline_size)
         self.done: list[list[Pass]] = [[] for _ in ranks]
         self.next = [0 for _ in ranks]
@@ -93,12 +97,21 @@ class _Filling:
         self.ready: dict[Pass, float] = {}
         self.idle: dict[Pass, int] = {}
         self.events = [(0.0, r) for r in ranks]
+        self.first: list[float | None] = [None for _ in ranks]
+        self.last = [0.0 for _ in ranks]
 
-    def run(self) -> list[list[Pass]]:
+    def run(self) -> None:
+        """Place every pass; then ``done[r]`` are those of rank r in their order."""
         while self.events:
             now, rank = heapq.heappop(self.events)
             self._step(now, rank)
-        return self.done
+
+    def seconds(self, *, in_a_row: bool) -> float:
+        """What :meth:`Timeline.seconds` is of the order that has been found."""
+        starts = [start or 0.0 for start in self.first]
+        if in_a_row:
+            return max(end - start for start, end in zip(starts, self.last, strict=True))
+        return max(self.last) - min(starts)
 
     def _step(self, now: float, rank: int) -> None:
         """Choose what a free rank does next: its next F or B, the oldest W, or wait."""
@@ -106,7 +119,7 @@ class _Filling:
         pending = self.pending[rank]
         if upcoming is None:
             while pending:
-                self._start(now, rank, pending.popleft())
+                now = self._start(now, rank, pending.popleft())
             return
         ready = self._ready(upcoming)
         full = upcoming.kind is PassKind.F and (
@@ -142,8 +155,11 @@ class _Filling:
         heapq.heappush(self.events, (time, rank))
 
     def _start(self, now: float, rank: int, p: Pass) -> float:
-        end = now + self.costs.duration(p)
+        end = now + self._durations[p.kind][p.stage]
         self.done[rank].append(p)
+        self.last[rank] = end
+        if self.first[rank] is None:
+            self.first[rank] = now
         if p.kind is PassKind.F:
             self.held[rank] += self.costs.activation[p.stage]
             self._deliver(

@@ -220,6 +220,9 @@ def _check_schedule(args: argparse.Namespace, world_size: int) -> None:
             "pipeline_profile",
             "pipeline_replan_every",
             "pipeline_random_streams",
+            "pipeline_placement",
+            "pipeline_schedule_cache",
+            "num_virtual_stages_per_pipeline_rank",
         ):
             if getattr(args, name) is not None:
                 raise UsageError(f"{flag(name)} needs --pipeline-schedule")

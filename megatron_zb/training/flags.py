@@ -67,6 +67,12 @@ def _add_pipeline(parser: argparse.ArgumentParser) -> None:
         metavar="X",
         help="the most activation memory a rank may hold, as a fraction of 1F1B's",
     )
+    group.add_argument(
+        "--num-virtual-stages-per-pipeline-rank",
+        type=int,
+        metavar="N",
+        help="model chunks of a rank, where the schedule has the choice: interleaved, wave, auto",
+    )
     add_run_arguments(group)
     group.add_argument(
         "--pipeline-layer-layout",

@@ -24,7 +24,7 @@ from megatron_zb.comparable import named_arguments
 from megatron_zb.data_contents import RECORD
 from megatron_zb.errors import UsageError
 from megatron_zb.missing import told_if_missing
-from megatron_zb.run_flags import asks_for_balance
+from megatron_zb.run_flags import asks_for_balance, placement_of
 from megatron_zb.training.arguments import complete
 from megatron_zb.training.environment import Environment
 from megatron_zb.training.flags import parser
@@ -32,7 +32,8 @@ from megatron_zb.training.flags import parser
 if TYPE_CHECKING:
     from torch.distributed import Store
 
-    from megatron_zb.megatron.adapter import PipelineAdapter
+    from megatron_zb.megatron.adapter import Build, PipelineAdapter
+    from megatron_zb.shared_build import SharedBuild
 
 
 _LONGEST_START = 300.0  # seconds: imports from a slow disk differ between ranks
@@ -94,14 +95,23 @@ def _run(argv: Sequence[str], environment: Environment) -> None:
             args = parser().parse_args(argv)
             values = given_arguments(args)
             complete(args, environment.world_size)
-            plan = _plan(args)
-            values |= _made_of_files(args, plan)
+            _check_surroundings(args)
     except UsageError as error:
         problem = str(error)
     store = store_of_job(environment.world_size, environment.attempt)
-    agree_on(store, environment, values, problem)
 
     from torch.distributed import PrefixStore
+
+    agree_on(PrefixStore("arguments", store), environment, values, problem)
+    build = _build_for_all(args, store, environment)
+    try:
+        with told_if_missing():
+            plan = _plan(args, build)
+            values |= _made_of_files(args, plan)
+    except UsageError as error:
+        problem = str(error)
+        build.abandon(error)
+    agree_on(store, environment, values, problem)
 
     from megatron_zb.training.loop import train
     from megatron_zb.training.ranks import start_ranks, stop_ranks
@@ -111,11 +121,11 @@ def _run(argv: Sequence[str], environment: Environment) -> None:
     stop_ranks()
 
 
-def _plan(args: argparse.Namespace) -> PipelineAdapter | None:
-    """The adapter of the chosen schedule, None for Megatron's own; imports Megatron.
+def _check_surroundings(args: argparse.Namespace) -> None:
+    """Look for a GPU, the data and the checkpoint; imports Megatron.
 
     Raises:
-        UsageError: the schedule cannot be had with these arguments, or the data cannot be read.
+        UsageError: one of them is not there, or cannot be read.
     """
     # about fused kernels that are not installed, and old names inside Megatron
     warnings.filterwarnings("ignore", category=UserWarning, module=r"megatron\.core")
@@ -134,9 +144,17 @@ def _plan(args: argparse.Namespace) -> PipelineAdapter | None:
         from megatron_zb.training.checkpoint import check_checkpoint
 
         check_checkpoint(args)
+
+
+def _plan(args: argparse.Namespace, build: Build) -> PipelineAdapter | None:
+    """The adapter of the chosen schedule, None for Megatron's own.
+
+    Raises:
+        UsageError: the schedule cannot be had with these arguments.
+    """
     if args.pipeline_schedule is None and args.pipeline_schedule_file is None:
         return None
-    adapter = _adapter(args)
+    adapter = _adapter(args, build)
     adapter.watch(args.pipeline_timeout, args.distributed_timeout_minutes)
     profile = None if args.pipeline_profile is None else Path(args.pipeline_profile)
     named = args.pipeline_schedule_file is None
@@ -144,7 +162,23 @@ def _plan(args: argparse.Namespace) -> PipelineAdapter | None:
     return adapter
 
 
-def _adapter(args: argparse.Namespace) -> PipelineAdapter:
+def _build_for_all(args: argparse.Namespace, store: Store, environment: Environment) -> SharedBuild:
+    """One rank searches for all, and looks into the folder of schedules, if there is one."""
+    from megatron_zb.schedules import catalog
+    from megatron_zb.shared_build import SharedBuild, kept
+
+    build: Build = catalog.build
+    if args.pipeline_schedule_cache is not None:
+
+        def say(line: str) -> None:
+            if environment.rank == 0:
+                print(f"megatron_zb: {line}", flush=True)
+
+        build = kept(Path(args.pipeline_schedule_cache), say, build)
+    return SharedBuild(lambda: store, environment.rank, environment.world_size, build)
+
+
+def _adapter(args: argparse.Namespace, build: Build) -> PipelineAdapter:
     from megatron_zb.megatron.adapter import PipelineAdapter
     from megatron_zb.planner.balance import ends_of
     from megatron_zb.schedules import interchange
@@ -157,14 +191,19 @@ def _adapter(args: argparse.Namespace) -> PipelineAdapter:
     layers, layout = Layers(args.num_layers), _layer_layout(args)
     if args.pipeline_schedule_file is not None:
         table = interchange.from_csv(Path(args.pipeline_schedule_file))
-        return PipelineAdapter.of_table(table, **sizes, layers=layers, layer_layout=layout)
+        return PipelineAdapter.of_table(
+            table, **sizes, layers=layers, layer_layout=layout, build=build
+        )
     return PipelineAdapter.create(
         args.pipeline_schedule,
         **sizes,
         layers=layers,
         layer_layout=layout,
         memory_limit=args.pipeline_memory_limit,
+        chunks=args.num_virtual_stages_per_pipeline_rank,
         ends=ends_of(args),
+        placement=placement_of(args),
+        build=build,
     )
 
 

@@ -144,3 +144,32 @@ def test_parallel_settings(checkout: Path, stock_checkpoint: Path, ranks: int, f
     run = pretrain(checkout, *common, "--pipeline-schedule v-half", ranks=ranks)
     assert stock.code == 0, stock.output
     check_equal(run, stock)
+
+
+def test_one_rank_searches_and_a_later_job_finds_the_schedule(
+    checkout: Path, stock_checkpoint: Path, stock: Logged, tmp_path: Path
+) -> None:
+    flags = (
+        f"--load {stock_checkpoint} --pipeline-schedule auto --pipeline-placement zigzag "
+        "--num-virtual-stages-per-pipeline-rank 2 "
+        f"--pipeline-schedule-cache {tmp_path / 'kept'}"
+    )
+    first = pretrain(checkout, MODEL, PIPELINE, flags)
+    check_equal(first, stock)
+    assert "the schedule is taken from" not in first.output
+    kept = list((tmp_path / "kept").iterdir())
+    assert kept
+    assert "4 ranks x 2 chunks" in first.output
+    second = pretrain(checkout, MODEL, PIPELINE, flags)
+    check_equal(second, stock)
+    assert second.output.count(f"the schedule is taken from {tmp_path / 'kept'}") == len(kept)
+
+
+def test_what_rank_0_cannot_search_is_one_sentence(checkout: Path) -> None:
+    run = pretrain(
+        checkout, MODEL, PIPELINE, "--pipeline-schedule auto --pipeline-memory-limit 0.01"
+    )
+    assert run.code != 0
+    assert run.error.count("\n") == 0
+    assert "cannot keep the memory limit of 0.01 of 1F1B" in run.error
+    assert "Traceback" not in run.output
