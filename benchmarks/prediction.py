@@ -42,7 +42,8 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 from rich.console import Console
 from rich.table import Table
-from synthetic_steps import join
+
+from megatron_zb.runtime.synthetic_steps import join
 
 PROFILED = "zb-h1"
 RANKS = 2

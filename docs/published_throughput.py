@@ -13,7 +13,7 @@ from megatron_zb.planner.contender import contenders
 from megatron_zb.planner.device import DeviceConfig, read_device
 from megatron_zb.planner.model import ModelConfig, read_model
 from megatron_zb.planner.prediction import Prediction, predict
-from megatron_zb.planner.search import Job, cut_into_stages, is_default, search
+from megatron_zb.planner.search import Job, cut_into_stages, search
 from megatron_zb.planner.strategy import Choices, Strategy
 from megatron_zb.planner.table import name_of
 from megatron_zb.planner.units import GIB
@@ -121,7 +121,7 @@ def _as_told(
     )
     assert staged is not None
     m = strategy.num_microbatches(row["batch"])
-    return predict(staged, contender, m, chunks, is_even=is_default(staged))
+    return predict(staged, contender, m, chunks, is_even=contender.has_by_default(staged.layout, staged.placement))
 
 
 def _model(table: dict[str, Any], row: dict[str, Any]) -> ModelConfig:

@@ -155,7 +155,7 @@ def test_the_flags_of_a_plan_for_a_config_run_the_layout_that_was_predicted(laye
                 assert staged is not None
                 default = contender.has_by_default(staged.layout, staged.placement)
                 found = predict(staged, contender, 8, chunks, is_even=default)
-                printed = [f for f in flags(found, 8, 1e12) if f.startswith(SCHEDULE_FLAGS)]
+                printed = [f for f in flags(found, 8) if f.startswith(SCHEDULE_FLAGS)]
                 run = as_run(contender, printed, layers, 4)
                 assert run == list(layout.lettered(staged.layout)), (contender.name, chunks)
                 tried += 1

@@ -18,8 +18,9 @@ from megatron_zb.planner.device import DeviceConfig
 from megatron_zb.planner.division import said_of_none
 from megatron_zb.planner.estimate import Cut
 from megatron_zb.planner.model import ModelConfig
-from megatron_zb.planner.prediction import Prediction, predict, step_seconds
+from megatron_zb.planner.prediction import Prediction, predict
 from megatron_zb.planner.stages import Staged
+from megatron_zb.planner.step import at_least
 from megatron_zb.planner.strategy import Choices, Strategy, strategies
 from megatron_zb.planner.units import gib
 from megatron_zb.planner.work import Workload
@@ -323,7 +324,7 @@ def _optimistic(job: Job, staged: Staged, m: int) -> float:
         return 0.0
     bound = period_bound if job.post_validation else lower_bound
     seconds = bound(staged.placement, m, table, left)
-    seconds += step_seconds(staged, post_validation=job.post_validation)
+    seconds += at_least(staged, post_validation=job.post_validation)
     strategy = staged.load.strategy
     gpus = strategy.tensor * strategy.pipeline * strategy.data
     return m * staged.load.tokens * strategy.data / seconds / gpus

@@ -92,6 +92,14 @@ def by_formula(load: Workload, states: States, rank: Work) -> float:
     return alone + travel.exposed(rank.forward, rank.backward + rank.weight, layers)
 
 
+def at_least(staged: Staged, *, post_validation: bool) -> float:
+    """Seconds that no order of passes can hide."""
+    states = max(staged.states, key=lambda s: s.parameters)
+    alone = seconds_apart(staged.load, states, post_validation=post_validation)
+    overlaps = staged.load.strategy.overlap
+    return alone if overlaps else alone + Travel.of(staged.load, states).total
+
+
 def by_timeline(staged: Staged, timeline: Timeline | None, *, post_validation: bool) -> float:
     """All of it, from when each stage begins and ends; ``timeline`` is None without a pipeline."""
     load = staged.load

@@ -122,7 +122,7 @@ def planned_words() -> list[list[str]]:
             assert staged is not None
             chunks = staged.placement.chunks if contender.takes_chunks else None
             found = predict(staged, contender, 8, chunks, is_even=recompute == "full")
-            words = [shlex.split(flag) for flag in flags(found, 16, 1e11)]
+            words = [shlex.split(flag) for flag in flags(found, 16)]
             out.append([word for of in words if of[0] != "--pipeline-schedule" for word in of])
     return out
 
