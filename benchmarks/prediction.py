@@ -20,23 +20,20 @@ is missed.
 from __future__ import annotations
 
 import argparse
-import datetime
 import json
-import platform
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
-from importlib.metadata import version
 from itertools import repeat
 from pathlib import Path
 from typing import Any
 
 import one_device
+import provenance
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
@@ -415,17 +412,8 @@ def _show(shape: Shape, found: dict[str, Any]) -> None:
 
 
 def _report(args: argparse.Namespace, found: dict[str, Any]) -> int:
-    commit = subprocess.run(
-        ["git", "-C", str(Path(__file__).parent), "rev-parse", "HEAD"],
-        capture_output=True,
-        text=True,
-    ).stdout.strip()
     report = {
-        "commit": commit,
-        "date": datetime.date.today().isoformat(),
-        "python": platform.python_version(),
-        "torch": torch.__version__,
-        "megatron-core": version("megatron-core"),
+        **provenance.of_this_run(),
         "rounds": args.rounds,
         "off_by": {
             name: {k: round(v, 4) for k, v in _off(shape).items()} for name, shape in found.items()

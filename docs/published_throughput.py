@@ -121,7 +121,13 @@ def _as_told(
     )
     assert staged is not None
     m = strategy.num_microbatches(row["batch"])
-    return predict(staged, contender, m, chunks, is_even=contender.has_by_default(staged.layout, staged.placement))
+    return predict(
+        staged,
+        contender,
+        m,
+        chunks,
+        is_even=contender.has_by_default(staged.layout, staged.placement),
+    )
 
 
 def _model(table: dict[str, Any], row: dict[str, Any]) -> ModelConfig:
