@@ -66,16 +66,17 @@ def test_contents_of_files_count_and_not_their_dates(tmp_path: Path) -> None:
         (tmp_path / f"text{suffix}").write_text("one")
     for name, file in files.items():
         file.write_text(f"1.0 {tmp_path / 'text'}" if name == "data_args_path" else "one")
-    before = values(**{name: str(file) for name, file in files.items()})
+    arguments: dict[str, Any] = {name: str(file) for name, file in files.items()}
+    before = values(**arguments)
     for file in (*files.values(), tmp_path / "text.bin"):
         kept = file.read_text()
         os.utime(file, (0, 0))
-        assert values(**{n: str(f) for n, f in files.items()}) == before
+        assert values(**arguments) == before
         file.write_text(kept.replace("one", "two") if "one" in kept else f"{kept}\n")
-        other = values(**{n: str(f) for n, f in files.items()})
+        other = values(**arguments)
         assert [n for n in before if other.get(n) != before[n]], file
         file.write_text(kept)
-    assert values(**{n: str(f) for n, f in files.items()}) == before
+    assert values(**arguments) == before
 
 
 def test_what_may_differ_between_hosts_does_not_count() -> None:
