@@ -55,10 +55,9 @@ class Meeting:
             elif failure is not None:
                 raise failure
         except Disagreement as error:
-            is_traceback = failure is not None and not isinstance(failure, UsageError)
-            if is_traceback and _said(failure) in str(error):
-                raise failure from None
-            end_with(error, self._rank, speaks=error.speaks)
+            if failure is None or isinstance(failure, UsageError) or not _tells(error, failure):
+                end_with(error, self._rank, speaks=error.speaks)
+            raise failure from None
         except UsageError as error:
             end_with(error, self._rank)
         return can_meet
@@ -69,7 +68,7 @@ class Meeting:
             self._rank,
             self._world_size,
             values,
-            None if failure is None else _said(failure),
+            _said(failure),
             seconds=self._seconds,
         )
 
@@ -98,8 +97,15 @@ def _attempt() -> str:
     return os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
 
 
-def _said(failure: Exception | None) -> str:
+def _tells(error: Disagreement, failure: Exception) -> bool:
+    """Whether what ends the job is the failure of this rank."""
+    return str(_said(failure)) in str(error)
+
+
+def _said(failure: Exception | None) -> str | None:
     """In one line."""
+    if failure is None:
+        return None
     if isinstance(failure, UsageError):
         return str(failure)
     return " ".join("".join(traceback.format_exception_only(failure)).split())
