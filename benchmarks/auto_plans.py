@@ -1,11 +1,11 @@
 #!/usr/bin/env python3
 """Whether ``auto`` is ever behind a named schedule, and how long ``plan`` takes.
 
-For every model of configs/models, every device of configs/devices and several numbers of GPUs, asks
-``plan`` for everything, and compares the row of ``auto`` with those of all other schedules that have
-a pipeline. Then the model's recommendation in its file is compared with what ``plan`` says for the
-GPUs that are written there. Prints a table and, last, one JSON line. Ends with exit status 1 if
-``auto`` is behind anywhere, or a recommendation is another.
+For every model of configs/models, every device of configs/devices and several numbers of GPUs,
+asks ``plan`` for everything, and compares the row of ``auto`` with those of all other schedules
+that have a pipeline. Then the model's recommendation in its file is compared with what ``plan``
+says for the GPUs that are written there. Prints a table and, last, one JSON line. Ends with exit
+status 1 if ``auto`` is behind anywhere, or a recommendation is another.
 """
 
 from __future__ import annotations

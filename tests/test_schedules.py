@@ -469,11 +469,15 @@ def test_split_loops_are_valid_and_hold_what_they_say(chunks: int) -> None:
 
 
 @pytest.mark.parametrize(
-    "placement",
-    [looped(3), v_shape(3), wave(3, 4), looped(3, 2)],
-    ids=lambda p: f"{p.name}{p.chunks}",
+    ("placement", "limit"),
+    [
+        (looped(3), 1.0),
+        (v_shape(3), 1.0),
+        (v_shape(3), 0.8),
+        (wave(3, 4), 1.0),
+        (looped(3, 2), 1.5),
+    ],
 )
-@pytest.mark.parametrize("limit", [0.7, 1.0])
 def test_auto_is_never_slower_than_a_named_schedule_of_its_placement(
     placement: Placement, limit: float
 ) -> None:
@@ -494,7 +498,9 @@ def test_auto_is_never_slower_than_a_named_schedule_of_its_placement(
     for name in schedules.names():
         family = catalog.family(name)
         chunks = placement.chunks if family.takes_chunks else None
-        if family.placement is None or family.placement(p, chunks) != placement:
+        if family.placement is None or (family.takes_chunks and placement.chunks == 1):
+            continue
+        if family.placement(p, chunks) != placement:
             continue
         try:
             named = build(name, chunks=chunks)
@@ -503,7 +509,7 @@ def test_auto_is_never_slower_than_a_named_schedule_of_its_placement(
             continue
         compared += 1
         assert found <= schedules.simulate(named, costs).makespan * (1 + 1e-12), name
-    assert compared or limit < 1
+    assert compared
 
 
 def test_every_family_of_the_catalog_takes_part_in_auto() -> None:
