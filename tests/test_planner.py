@@ -224,7 +224,7 @@ def test_no_text_is_answered_with_a_traceback(data: st.DataObject) -> None:
         (["--gpus", "0"], "--gpus 0 is not between 1 and"),
         (["--gpus", "8", "--gpu-memory", "lots"], "--gpu-memory 'lots' is not a size of memory"),
         (["--gpus", "8", "--gpu-memory", "0GiB"], "give, for example, 80GiB"),
-        (["--gpus", "8", "--gpu-memory", "3GiB"], "nothing fits into 3.0 GiB on 8 GPUs: the least"),
+        (["--gpus", "8", "--gpu-memory", "2GiB"], "nothing fits into 2.0 GiB on 8 GPUs: the least"),
         (["--gpus", "11"], "cannot be divided by any allowed TP, PP, DP and microbatch"),
         (["--gpus", "8", "--global-batch-size", "-1"], "--global-batch-size -1 is not between"),
         (["--gpus", "8", "--seq-length", "0"], "--seq-length 0 is not between"),

@@ -18,7 +18,8 @@ from rendezvous import finishes
 from megatron_zb import schedules
 from megatron_zb.errors import UsageError
 from megatron_zb.schedules import auto as auto_module
-from megatron_zb.schedules import communication
+from megatron_zb.schedules import catalog, communication, interleaved
+from megatron_zb.schedules import wave as wave_module
 from megatron_zb.schedules.catalog import family
 from megatron_zb.schedules.interleaved import split_interleaved
 from megatron_zb.schedules.passes import Pass, PassKind
@@ -465,6 +466,66 @@ def test_split_loops_are_valid_and_hold_what_they_say(chunks: int) -> None:
             schedules.lower(schedule)
         if m % p == 0:
             assert schedules.simulate(found[0], costs).peak_activation == (p,) * p
+
+
+@pytest.mark.parametrize(
+    ("placement", "limit"),
+    [
+        (looped(3), 1.0),
+        (v_shape(3), 1.0),
+        (v_shape(3), 0.8),
+        (wave(3, 4), 1.0),
+        (looped(3, 2), 1.5),
+    ],
+)
+def test_auto_is_never_slower_than_a_named_schedule_of_its_placement(
+    placement: Placement, limit: float
+) -> None:
+    """For unequal costs, every family of the catalog that has the placement and keeps the limit."""
+    p, m = 3, 5
+    costs = schedules.Costs.of_slices(
+        pipeline_size=p,
+        forward=[1.0, 1.1, 1.4],
+        backward=[1.1, 1.2, 1.9],
+        weight=[0.8, 0.9, 1.1],
+        p2p=0.07,
+    )
+    build = partial(
+        schedules.build, pipeline_size=p, num_microbatches=m, costs=costs, memory_limit=limit
+    )
+    found = schedules.simulate(build("auto", placement=placement), costs).makespan
+    compared = 0
+    for name in schedules.names():
+        family = catalog.family(name)
+        chunks = placement.chunks if family.takes_chunks else None
+        if family.placement is None or (family.takes_chunks and placement.chunks == 1):
+            continue
+        if family.placement(p, chunks) != placement:
+            continue
+        try:
+            named = build(name, chunks=chunks)
+        except UsageError as error:
+            assert "cannot keep the memory limit" in str(error)
+            continue
+        compared += 1
+        assert found <= schedules.simulate(named, costs).makespan * (1 + 1e-12), name
+    assert compared
+
+
+def test_every_family_of_the_catalog_takes_part_in_auto() -> None:
+    """A schedule that is added to the catalog has to be added to auto, too."""
+    taking_part = {*auto_module._ONE_CHUNK, *auto_module._V}
+    taking_part |= {interleaved.interleaved, wave_module.wave}
+    families = {catalog.family(name).build for name in schedules.names()}
+    assert families - taking_part == {auto_module.auto}
+
+
+def test_auto_with_chunks_takes_placements_with_so_many() -> None:
+    for chunks in (1, 2, 3):
+        found = schedules.build("auto", pipeline_size=2, num_microbatches=4, chunks=chunks)
+        assert found.placement.chunks == chunks
+    with pytest.raises(UsageError, match="0 model chunks per rank"):
+        schedules.build("auto", pipeline_size=2, num_microbatches=4, chunks=0)
 
 
 def test_auto_takes_a_loop_where_it_is_the_fastest() -> None:

@@ -24,10 +24,16 @@ def _optional(description: str, example: int) -> Any:
 
 
 class Recommended(Section):
-    """What to start with, for readers of the file."""
+    """What ``plan`` says for so many of a device; ``none`` where no schedule is worth a change."""
 
-    schedule: str = Field(max_length=40, description="name of a schedule", examples=["v-half"])
+    schedule: str = Field(
+        max_length=40, description="name of a schedule, or none", examples=["v-half"]
+    )
     why: str = Field(max_length=300, description="one line", examples=["half the memory of 1F1B"])
+    gpus: int | None = _optional("GPUs that it is recommended for", 64)
+    device: str | None = Field(
+        None, max_length=80, description="of configs/devices", examples=["h100_sxm"]
+    )
 
 
 class Published(Section):

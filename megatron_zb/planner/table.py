@@ -46,7 +46,8 @@ def print_plan(plan: Plan, console: Console, top: int) -> None:
             f"of each, {gib(device.reserved_bytes - device.fragmentation_bytes)} are left to CUDA "
             f"and communicators and {gib(device.fragmentation_bytes)} "
             f"({device.memory.fragmentation:.0%}) to fragments"
-        )
+        ),
+        soft_wrap=True,
     )
     shown = _shown(plan, top)
     console.print(_speed(plan, shown))

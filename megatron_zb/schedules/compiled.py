@@ -1,7 +1,7 @@
 """The search's inner loops, compiled if numba is installed, plain Python otherwise.
 
-Both give the same numbers to the last bit; but plain Python has time for less (see ``searched``),
-so numba belongs on all ranks of a job or on none.
+Both give the same numbers to the last bit; but plain Python has time for less (see ``searched``).
+In a job the first rank searches for all, so that it is enough to have numba there.
 """
 
 from __future__ import annotations

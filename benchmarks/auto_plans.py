@@ -1,0 +1,144 @@
+#!/usr/bin/env python3
+"""Whether ``auto`` is ever behind a named schedule, and how long ``plan`` takes.
+
+For every model of configs/models, every device of configs/devices and several numbers of GPUs,
+asks ``plan`` for everything, and compares the row of ``auto`` with those of all other schedules
+that have a pipeline. Then the model's recommendation in its file is compared with what ``plan``
+says for the GPUs that are written there. Prints a table and, last, one JSON line. Ends with exit
+status 1 if ``auto`` is behind anywhere, or a recommendation is another.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import platform
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+from rich.console import Console
+from rich.table import Table
+
+from megatron_zb.errors import UsageError
+from megatron_zb.planner.contender import contenders
+from megatron_zb.planner.device import read_device
+from megatron_zb.planner.model import ModelConfig, read_model
+from megatron_zb.planner.reasons import recommended
+from megatron_zb.planner.search import Job, Plan, search
+from megatron_zb.planner.shipped import folder
+
+_LEVEL = 1e-9  # rounding
+
+
+@dataclass(frozen=True)
+class Row:
+    """One plan: where ``auto`` stands to the best of the others, None where nothing fits."""
+
+    model: str
+    device: str
+    gpus: int
+    seconds: float
+    lead: float | None
+    best: str
+
+
+def plan_of(model: ModelConfig, device: Path, gpus: int) -> Plan:
+    """What ``megatron-zb plan`` finds with its defaults."""
+    gpu = read_device(device)
+    batch, sequence = model.global_batch_size, model.sequence_length
+    job = Job(model, gpu, gpus, gpu.memory_bytes, batch, sequence)
+    return search(job, contenders(None))
+
+
+def row_of(model: Path, device: Path, gpus: int) -> Row:
+    """Compare ``auto`` with all others that have a pipeline; seconds of the processor."""
+    begin = time.process_time()
+    try:
+        plan = plan_of(read_model(model), device, gpus)
+    except UsageError as error:
+        return Row(model.stem, device.stem, gpus, time.process_time() - begin, None, str(error))
+    seconds = time.process_time() - begin
+    rates = {row.contender: row.tokens_per_gpu for row in plan.ranked}
+    rates.pop("no pipeline", None)
+    auto = rates.pop("auto", 0.0)
+    if not rates:
+        return Row(model.stem, device.stem, gpus, seconds, None, "no pipeline fits")
+    best = max(rates, key=lambda name: rates[name])
+    return Row(model.stem, device.stem, gpus, seconds, auto / rates[best] - 1, best)
+
+
+def wrong_recommendation(path: Path) -> str | None:
+    """What is wrong with the recommendation of a model's file, None if it is what plan says."""
+    model = read_model(path)
+    written = model.recommended
+    if written is None or written.gpus is None or written.device is None:
+        return f"{path.stem} does not say for which GPUs it recommends a schedule"
+    plan = plan_of(model, folder("devices") / f"{written.device}.yaml", written.gpus)
+    found = recommended(plan) or "none"
+    if found == written.schedule:
+        return None
+    return f"{path.stem} recommends {written.schedule}, and plan says {found}"
+
+
+def parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--models", nargs="+", metavar="NAME", help="of configs/models")
+    parser.add_argument("--devices", nargs="+", metavar="NAME", help="of configs/devices")
+    parser.add_argument("--gpus", nargs="+", type=int, default=[16, 64, 256], metavar="N")
+    parser.add_argument(
+        "--only-recommendations", action="store_true", help="compare those of the files alone"
+    )
+    return parser
+
+
+def main() -> int:
+    arguments = parser().parse_args()
+    models = chosen(folder("models"), arguments.models)
+    devices = chosen(folder("devices"), arguments.devices)
+    rows: list[Row] = []
+    if not arguments.only_recommendations:
+        for model in models:
+            for device in devices:
+                for gpus in arguments.gpus:
+                    rows.append(row_of(model, device, gpus))
+                    print(f"{model.stem} {device.stem} {gpus}", file=sys.stderr, flush=True)
+    table = Table("model", "device", "GPUs", "s", "auto leads by", "the best of the others")
+    for row in rows:
+        lead = "-" if row.lead is None else f"{row.lead:.2%}"
+        table.add_row(
+            row.model, row.device, str(row.gpus), f"{row.seconds:.1f}", lead, row.best[:60]
+        )
+    console = Console()
+    console.print(table)
+    wrong = [said for model in models if (said := wrong_recommendation(model))]
+    for said in wrong:
+        console.print(said, highlight=False)
+    behind = [row for row in rows if row.lead is not None and row.lead < -_LEVEL]
+    compared = sum(row.lead is not None for row in rows)
+    print(
+        json.dumps(
+            {
+                "plans": len(rows),
+                "compared": compared,
+                "behind": len(behind),
+                "longest_seconds": max((row.seconds for row in rows), default=0.0),
+                "wrong_recommendations": wrong,
+                "python": platform.python_version(),
+                "machine": platform.processor() or platform.machine(),
+            }
+        )
+    )
+    return 1 if behind or wrong else 0
+
+
+def chosen(place: Path, names: list[str] | None) -> list[Path]:
+    """The files of a folder, or those that are named."""
+    if names is None:
+        return sorted(place.glob("*.yaml"))
+    return [place / f"{name}.yaml" for name in names]
+
+
+if __name__ == "__main__":
+    sys.exit(main())
