@@ -227,7 +227,7 @@ def _timeline(arguments: argparse.Namespace, most: int | None = None) -> schedul
         raise UsageError(f"{arguments.name} needs --pipeline-size P and --num-microbatches M")
     pipe_bd_flags.check(arguments)
     ranks, microbatches = arguments.pipeline_size, arguments.num_microbatches
-    _check_drawn(arguments.name, ranks, microbatches * (arguments.steps or 1), most)
+    _check_drawn(arguments.name, ranks, microbatches, most)
     with told_if_slow(
         f"putting the passes of {microbatches} microbatches on {ranks} ranks in order"
     ):

@@ -55,12 +55,11 @@ def print_schedule(timeline: Timeline, report: Report, console: Console) -> None
         if sentence:
             console.print(Text(sentence), highlight=False)
     left_out = _left_out(timeline, length, band)
-    for first, last in ((0, left_out.start), (left_out.stop, length)):
-        if first:
-            console.print()
-            console.print(Text(_said_of(left_out, bars, scale, timeline)), highlight=False)
-        if first < last:
-            _print_bands(console, _rows(timeline, bars, scale, range(first, last)), band)
+    _print_bands(console, _rows(timeline, bars, scale, range(left_out.start)), band)
+    if left_out:
+        console.print()
+        console.print(Text(_said_of(left_out, bars, scale, timeline)), highlight=False)
+        _print_bands(console, _rows(timeline, bars, scale, range(left_out.stop, length)), band)
     console.print()
     for line in _legend(timeline):
         console.print(line, highlight=False)

@@ -7,7 +7,7 @@ from dataclasses import fields, replace
 
 from megatron_zb.planner.device import DeviceConfig
 from megatron_zb.planner.model import ModelConfig
-from megatron_zb.planner.strategy import Choices, strategies
+from megatron_zb.planner.strategy import Choices, Strategy, strategies
 
 _FLAGS = {"microbatch": "--micro-batch-size"}
 _FARTHEST = 64  # numbers of GPUs that are looked at on either side
@@ -30,16 +30,20 @@ def said_of_none(
         f"{gpus} GPUs, a global batch of {global_batch} and the {model.attention_heads} heads and "
         f"{model.layers} layers of {model.name} cannot be divided among one another"
     )
-    if asked and next(strategies(model, device, gpus, global_batch, Choices()), None):
+    if asked and _is_possible(strategies(model, device, gpus, global_batch, Choices())):
         flags = " and ".join(map(_flag, asked))
         return f"{problem} with {flags} as given: leave one of them out"
     for batch in _batches(gpus, global_batch):
-        if next(strategies(model, device, gpus, batch, choices), None):
+        if _is_possible(strategies(model, device, gpus, batch, choices)):
             return f"{problem}: --global-batch-size {batch} can be"
     for number in _neighbours(gpus):
-        if next(strategies(model, device, number, global_batch, choices), None):
+        if _is_possible(strategies(model, device, number, global_batch, choices)):
             return f"{problem}: --gpus {number} can be"
     return f"{problem}: give another number of GPUs, such as --gpus {device.node.gpus}"
+
+
+def _is_possible(found: Iterator[Strategy]) -> bool:
+    return any(True for _ in found)
 
 
 def _flag(name: str) -> str:
