@@ -247,9 +247,9 @@ def _print(
 
 def flags_of(asked: Asked, row: Row) -> list[str]:
     """What a pretrain script of Megatron-LM is to be given."""
-    flags = [f"--pipeline-model-parallel-size {asked.profile.pipeline_size}"]
+    ranks = f"--pipeline-model-parallel-size {asked.profile.pipeline_size}"
+    flags = [ranks] if row.megatron else [f"--pipeline-schedule {row.schedule}", ranks]
     if not row.megatron:
-        flags.append(f"--pipeline-schedule {row.schedule}")
         if asked.memory_limit is not None:
             flags.append(f"--pipeline-memory-limit {asked.memory_limit:g}")
         if asked.post_validation and catalog.family(row.schedule).splits_backward:
