@@ -300,10 +300,10 @@ def _print(
 
 def flags_of(asked: Asked, row: Row) -> list[str]:
     """What a pretrain script of Megatron-LM is to be given."""
-    flags = [f"--pipeline-model-parallel-size {asked.profile.pipeline_size}"]
+    ranks = f"--pipeline-model-parallel-size {asked.profile.pipeline_size}"
+    flags = [ranks] if row.megatron else [f"--pipeline-schedule {row.runs}", ranks]
     chunks = row.chunks
     if not row.megatron:
-        flags.append(f"--pipeline-schedule {row.runs}")
         if row.runs == "auto":
             flags += placement_flags(row.timeline.schedule.placement)
             chunks = None
