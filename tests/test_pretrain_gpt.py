@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy
 import pytest
 
 from megatron_zb.errors import UsageError
@@ -283,7 +284,10 @@ def test_a_checkpoint_of_other_data_is_refused_or_allowed(
     for suffix in (".bin", ".idx"):
         content = Path(corpus + suffix).read_bytes()
         moved.with_suffix(suffix).write_bytes(content)
-        other.with_suffix(suffix).write_bytes(content if suffix == ".idx" else content[::-1])
+        backwards = (
+            numpy.frombuffer(content, "<u2")[::-1].tobytes() if suffix == ".bin" else content
+        )
+        other.with_suffix(suffix).write_bytes(backwards)
     load = checkpoint_of(checkpoints, SAVED, tmp_path / "load")
     flags = {"--pipeline-schedule": "v-half", "--load": load, "--data-path": other}
     command = torchrun(2, *ENTRY, *written({**TRAINING, **flags}))
