@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import base64
 import json
 import os
 import socket
 import subprocess
 import sys
+import zlib
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -92,12 +94,10 @@ def test_ranks_that_ask_for_different_schedules_are_told(other: dict[str, Any], 
 
 @pytest.mark.parametrize("given", [b"x", b"[]", b"{}", b'{"reason": "", "table": "0F0"}'])
 def test_what_is_received_is_checked(given: bytes) -> None:
-    import zlib
-
     store = HashStore()
     shared = SharedBuild(lambda: store, 1, 2, Counting(), seconds=5)
     key = cache.key_of(cache.described("v-zb", SIZES))
-    store.set(f"schedule/{key}/0", zlib.compress(given))
+    store.set(f"schedule/{key}/0", base64.b64encode(zlib.compress(given)).decode())
     store.set(f"schedule/{key}", "1")
     with ThreadPoolExecutor(1) as pool:  # rank 0 asks for the same, and gives nothing
         from megatron_zb.shared_build import agree, dist
@@ -192,7 +192,11 @@ def test_a_schedule_is_found_again(tmp_path: Path) -> None:
     assert counting.calls == 1
     assert (again, again.reason) == (first, first.reason)
     assert "the schedule is taken from" in said[0]
-    others = [{"memory_limit": 0.75}, {"placement": v_shape(2)}, {"num_microbatches": 5}]
+    others: list[dict[str, Any]] = [
+        {"memory_limit": 0.75},
+        {"placement": v_shape(2)},
+        {"num_microbatches": 5},
+    ]
     others.append(
         {"costs": schedules.Costs.uniform(pipeline_size=2, forward=1, backward=2, weight=1)}
     )
