@@ -70,16 +70,25 @@ def row_of(model: Path, device: Path, gpus: int) -> Row:
 
 
 def wrong_recommendation(path: Path) -> str | None:
-    """What is wrong with the recommendation of a model's file, None if it is what plan says."""
+    """What is wrong with the recommendation of a model's file.
+
+    None if it is what plan says, or the file does not say for which GPUs it is.
+    """
     model = read_model(path)
     written = model.recommended
     if written is None or written.gpus is None or written.device is None:
-        return f"{path.stem} does not say for which GPUs it recommends a schedule"
+        return None
     plan = plan_of(model, folder("devices") / f"{written.device}.yaml", written.gpus)
     found = recommended(plan) or "none"
     if found == written.schedule:
         return None
     return f"{path.stem} recommends {written.schedule}, and plan says {found}"
+
+
+def says_for_what(path: Path) -> bool:
+    """Whether a model's file names the GPUs that its recommendation is for."""
+    written = read_model(path).recommended
+    return written is not None and written.gpus is not None and written.device is not None
 
 
 def parser() -> argparse.ArgumentParser:
@@ -125,6 +134,9 @@ def main() -> int:
                 "behind": len(behind),
                 "longest_seconds": max((row.seconds for row in rows), default=0.0),
                 "wrong_recommendations": wrong,
+                "recommendations_without_gpus": sorted(
+                    model.stem for model in models if not says_for_what(model)
+                ),
                 "python": platform.python_version(),
                 "machine": platform.processor() or platform.machine(),
             }

@@ -6,6 +6,7 @@ rank receives is parsed and validated like a file; nothing of it is executed.
 
 from __future__ import annotations
 
+import base64
 import json
 import time
 import zlib
@@ -25,7 +26,7 @@ Build = Callable[..., Schedule]
 
 _LONGEST_SEARCH = 900.0  # seconds; a search of the largest sizes takes minutes without numba
 _TIME_TO_READ = 10.0  # seconds
-_PART = 4 * 2**20  # bytes of a value: stores take no more than 8 MiB
+_PART = 4 * 2**20  # letters of a value: stores take no more than 8 MiB
 _MOST_BYTES = 2**30
 _BETWEEN_LOOKS = 0.05  # seconds
 
@@ -192,7 +193,7 @@ def _said(error: Exception) -> str:
 
 def _put(store: Store, key: str, value: dict[str, Any]) -> None:
     """In parts, of which the number comes last."""
-    packed = zlib.compress(json.dumps(value).encode())
+    packed = base64.b64encode(zlib.compress(json.dumps(value).encode())).decode()
     parts = [packed[i : i + _PART] for i in range(0, len(packed), _PART)]
     for number, part in enumerate(parts):
         store.set(f"{key}/{number}", part)
@@ -217,7 +218,7 @@ def _get(store: Store, key: str, seconds: float) -> Any:
         raise UsageError(f"rank 0 ended before it has given a schedule: {error}") from error
     try:
         unpacked = zlib.decompressobj()
-        text = unpacked.decompress(packed, _MOST_BYTES)
+        text = unpacked.decompress(base64.b64decode(packed, validate=True), _MOST_BYTES)
         return json.loads(text)
     except (zlib.error, ValueError, RecursionError) as error:
         raise UsageError(f"what rank 0 has given is no schedule: {error}") from error

@@ -308,6 +308,31 @@ def test_auto_has_a_plan_within_its_limit() -> None:
     assert max(schedules.simulate(plan.schedule, costs).peak_memory) <= 0.75 * 4
 
 
+def test_auto_can_be_bound_to_a_placement() -> None:
+    for kind, expected in (("loop", looped(4, 2)), ("zigzag", v_shape(4))):
+        line = f"--pipeline-schedule auto --pipeline-placement {kind}"
+        plan = make_plan(parsed(line, num_virtual_stages_per_pipeline_rank=2))
+        assert plan is not None
+        assert plan.schedule.placement == expected
+    plan = make_plan(parsed("--pipeline-schedule auto", num_virtual_stages_per_pipeline_rank=1))
+    assert plan is not None
+    assert plan.schedule.placement == looped(4)
+
+
+def test_a_builder_is_asked_for_the_schedule_and_for_other_numbers_of_microbatches() -> None:
+    asked: list[tuple[str, int]] = []
+
+    def build(name: str, **request: Any) -> schedules.Schedule:
+        asked.append((name, request["num_microbatches"]))
+        return schedules.build(name, **request)
+
+    plan = make_plan(parsed("--pipeline-schedule zb-h1"), build)
+    assert plan is not None
+    plan.program_for(3, True, False)
+    plan.program_for(8, False, False)
+    assert asked == [("zb-h1", 8), ("zb-h1", 3)]
+
+
 def test_megatrons_own_division_of_layers_is_replaced() -> None:
     args = parsed(
         "--pipeline-schedule v-half",
@@ -480,6 +505,27 @@ ENDS = "count the layers of a rank, which holds several chunks here"
             "--pipeline-schedule v-half --pipeline-schedule-file x.csv",
             {},
             "--pipeline-schedule and --pipeline-schedule-file both choose a schedule",
+        ),
+        (
+            "--pipeline-schedule v-half --pipeline-placement loop",
+            {},
+            "--pipeline-placement is for --pipeline-schedule auto: v-half has its own",
+        ),
+        (
+            "--pipeline-schedule auto --pipeline-placement loop",
+            {},
+            "--pipeline-placement loop needs --num-virtual-stages-per-pipeline-rank, such as 2",
+        ),
+        (
+            "--pipeline-schedule auto --pipeline-placement zigzag",
+            {"num_virtual_stages_per_pipeline_rank": 0},
+            "0 model chunks per rank were asked for",
+        ),
+        ("--pipeline-schedule-cache x", {}, "--pipeline-schedule-cache needs --pipeline-schedule"),
+        (
+            "--pipeline-schedule-file x.csv --pipeline-schedule-cache x",
+            {},
+            "--pipeline-schedule-file is a finished schedule: leave --pipeline-schedule-cache out",
         ),
         (
             "--pipeline-schedule-file x.csv --pipeline-memory-limit 1",

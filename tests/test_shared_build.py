@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import json
 import os
 import socket
@@ -105,7 +106,7 @@ def test_what_is_received_is_checked(given: bytes) -> None:
     store = HashStore()
     first, other = (SharedBuild(lambda: store, rank, 2, Counting(), seconds=5) for rank in (0, 1))
     first("v-zb", **SIZES)
-    store.set("schedule/0/built/0", zlib.compress(given))
+    store.set("schedule/0/built/0", base64.b64encode(zlib.compress(given)).decode())
     with pytest.raises(UsageError, match="what rank 0 has given is no schedule"):
         other("v-zb", **SIZES)
 
@@ -189,7 +190,11 @@ def test_a_schedule_is_found_again(tmp_path: Path) -> None:
     assert counting.calls == 1
     assert (again, again.reason) == (first, first.reason)
     assert "the schedule is taken from" in said[0]
-    others = [{"memory_limit": 0.75}, {"placement": v_shape(2)}, {"num_microbatches": 5}]
+    others: list[dict[str, Any]] = [
+        {"memory_limit": 0.75},
+        {"placement": v_shape(2)},
+        {"num_microbatches": 5},
+    ]
     others.append(
         {"costs": schedules.Costs.uniform(pipeline_size=2, forward=1, backward=2, weight=1)}
     )

@@ -80,11 +80,12 @@ def unpack(texts: Any, name: str, request: dict[str, Any]) -> Schedule:
         raise UsageError("its stages stand elsewhere")
     if request.get("chunks") not in (None, found.placement.chunks):
         raise UsageError(f"it has {found.placement.chunks} chunks per rank")
-    costs = request.get("costs")
     limit = MemoryLimit.of(request.get("memory_limit"), request.get("memory_limit_bytes"), p)
-    most = None if costs is None else limit.per_rank(costs)
-    if most is not None and not keeps(simulate(found, costs).peak_memory, most):
-        raise UsageError("it does not keep the memory limit")
+    costs: Costs | None = request.get("costs")
+    if costs is not None:
+        most = limit.per_rank(costs)
+        if most is not None and not keeps(simulate(found, costs).peak_memory, most):
+            raise UsageError("it does not keep the memory limit")
     return replace(found, reason=texts["reason"])
 
 
