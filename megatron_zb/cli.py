@@ -37,7 +37,7 @@ def parser() -> argparse.ArgumentParser:
     """The command line; its mistakes are UsageErrors."""
     from megatron_zb.parsing import Parser
 
-    top = Parser(
+    top: argparse.ArgumentParser = Parser(
         prog="megatron-zb",
         description="Pipeline schedules for Megatron: less bubble or less memory, same losses.",
     )

@@ -374,9 +374,9 @@ def of_files(
     """The name and the text of each changed file, the words, and a piece of the answer."""
     found = []
     for number, (field, new, piece) in enumerate(changes):
-        line = re.compile(rf"^([ -]*){field}:.*$", flags=re.MULTILINE)
-        text, times = line.subn(lambda match, new=new: match.group(1) + new, valid, count=1)
-        assert times == 1, field
+        line = re.search(rf"^[ -]*({field}:.*)$", valid, flags=re.MULTILINE)
+        assert line is not None, field
+        text = valid[: line.start(1)] + new + valid[line.end(1) :]
         name = f"{prefix}-{number}.yaml"
         found.append((name, text, command.format(name), piece))
     return found
