@@ -165,10 +165,11 @@ def test_the_flags_of_a_plan_for_a_config_run_the_layout_that_was_predicted(laye
 @pytest.mark.parametrize("output", [0.0, 3.0])
 def test_the_flags_of_a_plan_for_a_profile_run_the_layout_that_was_predicted(output: float) -> None:
     asked = Asked(measured_profile(output=output), 8, None, post_validation=False)
-    found, missing = rows(asked, contenders(NAMES))
-    assert len(found) > len(NAMES)
+    candidates = contenders(["1f1b", "interleaved", "1f1b-v"])
+    found, missing = rows(asked, candidates)
+    assert len(found) > len(candidates)
     for row in found:
-        (contender,) = (c for c in contenders(NAMES) if c.name == row.schedule)
+        (contender,) = (c for c in candidates if c.name == row.schedule)
         printed = [f for f in flags_of(asked, row) if f.startswith(SCHEDULE_FLAGS)]
         run = as_run(contender, printed, asked.profile.model.layers, asked.profile.pipeline_size)
         assert "|".join(run) == row.layout, row.schedule
