@@ -143,7 +143,8 @@ def test_unequal_stages_agree_to_the_last_bit(page: Browser) -> None:
         if time == "p2p":
             other = replace(costs, p2p=tuple(tuple(2 * v for v in row) for row in costs.p2p))
         else:
-            other = replace(costs, **{time: tuple(2 * v for v in getattr(costs, time))})
+            twice: dict[str, Any] = {time: tuple(2 * v for v in getattr(costs, time))}
+            other = replace(costs, **twice)
         check_timeline(found, schedules.simulate(timeline.schedule, other))
 
 
