@@ -85,14 +85,12 @@ def test_8_ranks_and_16_microbatches_are_readable(name: str) -> None:
 def test_each_rank_has_a_row_of_memory_with_the_simulators_peak(name: str) -> None:
     timeline = timeline_of(name, 4, 8)
     bars, memory = draw(timeline).axes
-    heights = []
-    for rank, held in enumerate(memory.collections):
-        vertices = held.get_paths()[0].vertices
-        assert rank - 0.5 <= vertices[:, 1].min() < vertices[:, 1].max() <= rank + 0.5
-        heights.append(vertices[:, 1].max() - vertices[:, 1].min())
-    levels = [np.asarray(line.get_ydata(), dtype=float)[0] for line in memory.get_lines()]
-    bottoms = [held.get_paths()[0].vertices[:, 1].max() for held in memory.collections]
-    stock = [bottom - level for bottom, level in zip(bottoms, levels, strict=True)]
+    heights, stock = [], []
+    for rank, (held, line) in enumerate(zip(memory.collections, memory.get_lines(), strict=True)):
+        levels = np.asarray(held.get_paths()[0].vertices, dtype=float)[:, 1]
+        assert rank - 0.5 <= levels.min() < levels.max() <= rank + 0.5
+        heights.append(levels.max() - levels.min())
+        stock.append(levels.max() - np.asarray(line.get_ydata(), dtype=float)[0])
     found = [4 * height / level for height, level in zip(heights, stock, strict=True)]
     assert found == pytest.approx(timeline.peak_memory)
     worst = timeline.peak_memory.index(max(timeline.peak_memory))

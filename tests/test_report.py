@@ -349,7 +349,7 @@ def test_a_fixed_order_is_the_same_for_all_costs(name: str) -> None:
         costs = schedules.Costs.uniform(
             pipeline_size=p, forward=0.3, backward=2.5, weight=0.1, p2p=0.7
         )
-        sizes = {"pipeline_size": p, "num_microbatches": m}
+        sizes: dict[str, Any] = {"pipeline_size": p, "num_microbatches": m}
         assert (
             schedules.build(name, **sizes, costs=costs).ranks
             == schedules.build(name, **sizes).ranks

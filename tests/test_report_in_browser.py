@@ -143,7 +143,8 @@ def test_unequal_stages_agree_to_the_last_bit(page: Browser) -> None:
         if time == "p2p":
             other = replace(costs, p2p=tuple(tuple(2 * v for v in row) for row in costs.p2p))
         else:
-            other = replace(costs, **{time: tuple(2 * v for v in getattr(costs, time))})
+            twice: dict[str, Any] = {time: tuple(2 * v for v in getattr(costs, time))}
+            other = replace(costs, **twice)
         check_timeline(found, schedules.simulate(timeline.schedule, other))
 
 
@@ -431,9 +432,9 @@ def tip(page: Browser, box: str) -> str:
 def test_each_pass_has_a_tooltip(page: Browser) -> None:
     """With kind, stage, microbatch, start and end; and so has idle time, and memory."""
     timeline = in_python("1f1b", 4, 8, (1.0, 1.0, 1.0, 0.1))
-    left, top = corner(page, "#picture svg")
+    left, top = corner(page, "#picture svg.schedule")
     per_second = (
-        page.evaluate("document.querySelector('#picture .ground').width.baseVal.value")
+        page.evaluate("document.querySelector('#picture .schedule .ground').width.baseVal.value")
         / timeline.makespan
     )
     words = {PassKind.F: "F, forward", PassKind.BW: "BW, backward, fused"}
@@ -473,7 +474,7 @@ def test_buttons_keys_wheel_and_mouse_move_the_window(page: Browser) -> None:
     assert all(b[2] >= drawing.SIZES.labels - 0.01 for b in some)
     page.click("#picture button[title='show all of it']")
     assert len(bars(page, "#picture")) == 64
-    left, top = corner(page, "#picture svg")
+    left, top = corner(page, "#picture svg.schedule")
     wheel = {"x": left + 300, "y": top + 30, "deltaX": 0, "deltaY": -120}
     page.call("Input.dispatchMouseEvent", type="mouseWheel", **wheel, modifiers=2)  # Ctrl
     page.wait_for(
@@ -494,7 +495,7 @@ def test_buttons_keys_wheel_and_mouse_move_the_window(page: Browser) -> None:
 
 
 def test_a_page_scrolls_under_the_wheel_until_a_picture_is_asked(page: Browser) -> None:
-    left, top = corner(page, "#picture svg")
+    left, top = corner(page, "#picture svg.schedule")
     before = window(page)
     mouse(page, "mouseWheel", left + 300, top + 30, deltaX=0, deltaY=120)
     page.evaluate("1")
@@ -525,7 +526,7 @@ def test_dark_mode_changes_the_paper_and_keeps_the_bars(page: Browser, path: Pat
             "({paper: getComputedStyle(document.body).backgroundColor,"
             " ink: getComputedStyle(document.body).color,"
             " name: getComputedStyle(document.querySelector('#picture .name')).fill,"
-            " idle: getComputedStyle(document.querySelector('#picture .ground')).fill})"
+            " idle: getComputedStyle(document.querySelector('#picture .schedule .ground')).fill})"
         )
         return {name: [int(v) for v in re.findall(r"\d+", text)] for name, text in found.items()}
 

@@ -64,9 +64,10 @@ def context(
     entries: dict[tuple[str, int, int], dict[str, Any]] = {}
     for timeline in own:
         _add(entries, timeline, built, alike)
-    for name in QUICK if costs is not None and p * m <= MOST_PASSES // 6 else ():
-        schedule = catalog.build(name, pipeline_size=p, num_microbatches=m, costs=costs)
-        _add(entries, simulate(schedule, costs), {**built, "limit": None}, alike)
+    if costs is not None:
+        for name in QUICK if p * m <= MOST_PASSES // 6 else ():
+            schedule = catalog.build(name, pipeline_size=p, num_microbatches=m, costs=costs)
+            _add(entries, simulate(schedule, costs), {**built, "limit": None}, alike)
     for order in orders.packaged() if alike else ():
         entries.setdefault(
             (order["name"], order["p"], order["m"]),
