@@ -273,7 +273,7 @@ def _build_chunks(case: GPTCase, adapter: PipelineAdapter | None, p: int) -> lis
     count = adapter.chunks if adapter else 1
     for vp_stage in range(count):
         layer = _specification(config, vp_stage if count > 1 else None)
-        with adapter.drawing_weights() if adapter else nullcontext():
+        with adapter.drawing_weights() if adapter and case.drawn else nullcontext():
             chunk = GPTModel(
                 config=config,
                 transformer_layer_spec=layer,

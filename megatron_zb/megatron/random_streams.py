@@ -65,6 +65,7 @@ class LayerStreams:
         self._seed = seed
         self._replicas_differ = replicas_differ
         self._origins: dict[str, str] = {}
+        self._generators: dict[Any, torch.Generator] = {}
         self._step: int | None = None
         self._microbatch = 0
         self._calls: Counter[str] = Counter()
@@ -113,6 +114,7 @@ class LayerStreams:
         config: Any = chunk.config
         if not any(getattr(config, name, None) for name in _DRAWING):
             return
+        self._learn_origins()  # not in a forward, where one of the tracker's states may be in use
         for name, module in _layers(chunk):
             module.forward = partial(self._forward, name, module.forward)
 
@@ -127,23 +129,32 @@ class LayerStreams:
             return forward(*arguments, **keywords)
 
     def _enter(self, place: str) -> None:
-        if not self._origins:
-            self._origins = self._seeded_states()
+        self._learn_origins()
         tracker = get_cuda_rng_tracker()
         states = {
             name: self._state(name, place) for name in self._origins if name not in (_HOST, _DEVICE)
         }
         tracker.set_states(states)
-        torch.set_rng_state(_state_of(seed_of(self._origins[_HOST], place), "cpu"))
+        torch.set_rng_state(self._seeded(seed_of(self._origins[_HOST], place), "cpu"))
         # in sequence parallelism, Megatron draws from one of its tracked states all along
         current = states.get(getattr(tracker, "_current_state_name", _DEVICE))
         torch.cuda.set_rng_state(self._state(_DEVICE, place) if current is None else current)
 
     def _state(self, name: str, place: str) -> torch.Tensor:
-        return _state_of(seed_of(self._origins[name], place), torch.cuda.current_device())
+        return self._seeded(seed_of(self._origins[name], place), torch.cuda.current_device())
 
-    def _seeded_states(self) -> dict[str, str]:
-        """A digest of each state as Megatron seeds it: equal on ranks that draw the same."""
+    def _seeded(self, seed: int, device: Any) -> torch.Tensor:
+        """The state of a device's generator that has just been seeded; made on the host."""
+        if device not in self._generators:
+            found = torch.device("cuda", device) if isinstance(device, int) else device
+            self._generators[device] = torch.Generator(device=found)
+        state: torch.Tensor = self._generators[device].manual_seed(seed).get_state()
+        return state
+
+    def _learn_origins(self) -> None:
+        """Keep a digest of each state as Megatron seeds it: equal on ranks that draw the same."""
+        if self._origins:
+            return
         seed = self._seed
         if self._replicas_differ:
             seed += 10 * parallel_state.get_data_parallel_rank()
@@ -151,11 +162,11 @@ class LayerStreams:
         try:
             model_parallel_cuda_manual_seed(seed)
             states = {
-                _HOST: _state_of(seed, "cpu"),
+                _HOST: self._seeded(seed, "cpu"),
                 _DEVICE: torch.cuda.get_rng_state(),
                 **get_cuda_rng_tracker().get_states(),
             }
-            return {name: _digest(name, state) for name, state in states.items()}
+            self._origins = {name: _digest(name, state) for name, state in states.items()}
         finally:
             usual.restore()
 
@@ -181,11 +192,3 @@ def _layers(chunk: torch.nn.Module) -> Iterator[tuple[str, Any]]:
 
 def _digest(name: str, state: torch.Tensor) -> str:
     return hashlib.sha256(name.encode() + bytes(state.tolist())).hexdigest()
-
-
-def _state_of(seed: int, device: Any) -> torch.Tensor:
-    """The state of a generator that has just been seeded; made on the host."""
-    if isinstance(device, int):
-        device = torch.device("cuda", device)
-    state: torch.Tensor = torch.Generator(device=device).manual_seed(seed).get_state()
-    return state
