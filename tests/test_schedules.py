@@ -475,7 +475,7 @@ def test_split_loops_are_valid_and_hold_what_they_say(chunks: int) -> None:
         (v_shape(3), 1.0),
         (v_shape(3), 0.8),
         (wave(3, 4), 1.0),
-        (looped(3, 2), 1.5),
+        (looped(3, 2), 2.0),
     ],
 )
 def test_auto_is_never_slower_than_a_named_schedule_of_its_placement(
