@@ -347,8 +347,8 @@ def why_times_tell_little(cores: int) -> str:
         )
     return (
         f"\nThe times above say nothing about bubbles: {why}. A rank that sleeps needs no core: "
-        f"below, F, B and W of a microbatch on a rank sleep for {MILLISECONDS[0]:g} ms each, in the "
-        "same programs."
+        f"below, F, B and W of a microbatch on a rank sleep for {MILLISECONDS[0]:g} ms each, in "
+        "the same programs."
     )
 
 
