@@ -1,4 +1,4 @@
-"""What megatron-zb plan knows of context and expert parallelism, fp8, overlap, prediction layers."""
+"""What megatron-zb plan knows: context and expert parallelism, fp8, overlap, prediction layers."""
 
 from __future__ import annotations
 
