@@ -1,4 +1,4 @@
-"""What `plan` knows of context and expert parallelism, folding, fp8 and the devices."""
+"""What megatron-zb plan knows: context and expert parallelism, fp8, overlap, prediction layers."""
 
 from __future__ import annotations
 
@@ -194,7 +194,7 @@ def test_flags_tell_all_of_it() -> None:
     job = Job(model, device("b200_sxm"), 16, 1e12, 64, 4096, choices)
     plan = search(job, contenders(["zb-h1"]))
     for row in plan.ranked:
-        words = flags(row, 64)
+        words = flags(row, 64, 1e12)
         assert {"--context-parallel-size 2", "--expert-model-parallel-size 8"} <= set(words)
         assert "--expert-tensor-parallel-size 1" in words
         assert {"--bf16", "--fp8-format hybrid"} <= set(words)
