@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import fields, replace
+from typing import Any
 
 from megatron_zb.planner.device import DeviceConfig
 from megatron_zb.planner.model import ModelConfig
@@ -17,9 +18,11 @@ def said_of_none(
     model: ModelConfig, device: DeviceConfig, gpus: int, global_batch: int, choices: Choices
 ) -> str:
     """Of sizes that cannot be divided: the flag to change, and the values that would do."""
-    asked = [f.name for f in fields(choices) if getattr(choices, f.name) is not None]
+    free = [f.name for f in fields(choices) if f.default is None]
+    asked = [name for name in free if getattr(choices, name) is not None]
     for name in asked:
-        others = replace(choices, **{name: None})
+        any_value: dict[str, Any] = {name: None}
+        others = replace(choices, **any_value)
         possible = {getattr(s, name) for s in strategies(model, device, gpus, global_batch, others)}
         if possible:
             return (
