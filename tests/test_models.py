@@ -143,7 +143,7 @@ PUBLISHED: dict[str, dict[str, Any]] = {
 def fields(model: ModelConfig) -> dict[str, Any]:
     """A description in the terms of config.json; what it does not have is left out."""
     assert model.rotary is not None
-    out = {
+    out: dict[str, Any] = {
         "hidden_size": model.hidden_size,
         "intermediate_size": model.ffn,
         "num_hidden_layers": model.layers,

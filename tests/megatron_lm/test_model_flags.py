@@ -63,7 +63,7 @@ def parsed(checkout: Path, lines: list[list[str]]) -> list[dict[str, Any]]:
 
 def understood(model: ModelConfig) -> dict[str, Any]:
     """What Megatron-LM must have made of a model's words."""
-    out = {
+    out: dict[str, Any] = {
         "num_layers": model.layers,
         "hidden_size": model.hidden_size,
         "ffn_hidden_size": model.ffn,
