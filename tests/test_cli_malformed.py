@@ -105,7 +105,7 @@ STUDENTS = [
 ]
 _LINK = "links:\n- {source: 0, target: 1, seconds: 0.1}"
 PROFILES = [
-    ("version", "version: 2", "'version' is 2: input should be 1"),
+    ("version", "version: 3", "'version' is 3: input should be 1 or 2"),
     ("version", "", "'version' is missing"),
     ("version", "version: one", "'version' is 'one'"),
     ("pipeline_size", "pipeline_size: 3", "their ranks must be 0 to 2"),
@@ -195,8 +195,8 @@ show v-half -p 4 -m 8 --microbatches 8 | did you mean --num-microbatches?
 show v-half -p 4 -m 8 --pipelinesize 8 | did you mean --pipeline-size?
 show v-half -p 4 -m 8 --quux | --help lists what there is
 show v-half -p 4 -m 8 zb-h1 | unknown argument 'zb-h1'
-show v-half -p 4 -m 8 --chunks 2 | interleaved and wave have
-show v-half -p 4 -m 8 --group-size 2 | interleaved have
+show v-half -p 4 -m 8 --chunks 2 | interleaved, wave and auto have
+show v-half -p 4 -m 8 --group-size 2 | interleaved has
 show interleaved -p 4 -m 8 --chunks 0 | '0' is not a whole number of 1 or more
 show interleaved -p 4 -m 8 --chunks two | 'two' is not a whole number
 show interleaved -p 4 -m 8 --chunks 99999 | on 399996 stages are too many
@@ -331,7 +331,7 @@ plan --config gpt_1_5b --gpus 8 --student-config half_mlp --micro-batch-size x |
 plan --student-config half_mlp | --config is missing
 plan --profile none.yaml | none.yaml cannot be read: No such file or directory
 plan --profile folder.yaml | folder.yaml cannot be read: Is a directory
-plan --profile empty.yaml | empty.yaml has no fields: write lines such as 'version: 1'
+plan --profile empty.yaml | empty.yaml has no fields: write lines such as 'version: 2'
 plan --profile run.yaml --gpus 8 | the run that was measured has decided it
 plan --profile run.yaml --config gpt_1_5b | the run that was measured has decided it
 plan --profile run.yaml --tensor 2 | the run that was measured has decided it
@@ -389,7 +389,7 @@ FILES = [
         A_STUDENT, STUDENTS, "plan --config gpt_1_5b --gpus 8 --student-config {}", "student"
     ),
     *of_files(
-        yaml.safe_dump(profile().model_dump(), sort_keys=False),
+        yaml.safe_dump(profile().model_dump(exclude_defaults=True), sort_keys=False),
         PROFILES,
         "plan --profile {}",
         "profile",

@@ -290,7 +290,9 @@ def build(
 def _check_choice(chosen: Family, choice: str, value: int | None, takes_it: bool) -> None:
     if value is not None and not takes_it:
         able = [f.name for f in _FAMILIES if getattr(f, f"takes_{choice}")]
-        raise UsageError(f"{chosen.name} has no choice of {choice}: {' and '.join(able)} have")
+        *first, last = able
+        named = f"{', '.join(first)} and {last} have" if first else f"{last} has"
+        raise UsageError(f"{chosen.name} has no choice of {choice}: {named}")
 
 
 def _reported(schedule: Schedule, request: Request) -> Schedule:

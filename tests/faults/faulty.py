@@ -133,8 +133,11 @@ def install(struck: Struck) -> None:
 
     from_csv = interchange.from_csv
 
-    def table(path: Path) -> Any:
-        return from_csv(path.with_suffix(".altered") if struck.altered else path, name=path.name)
+    def table(source: str | Path, *, name: str | None = None) -> Any:
+        if not isinstance(source, Path):  # what another rank has built
+            return from_csv(source, name=name)
+        path = source.with_suffix(".altered") if struck.altered else source
+        return from_csv(path, name=source.name)
 
     ForwardBackward._run = counted_run  # type: ignore[method-assign]
     executor._COMPUTE.update({kind: counted(kind) for kind in compute})
