@@ -88,9 +88,7 @@ def _rank(rank: int, args: argparse.Namespace, meeting_point: str, port: int, re
     )
     results: dict[str, Any] = {}
     for name in args.schedules:
-        schedule = schedules.build(
-            name, pipeline_size=args.ranks, num_microbatches=args.microbatches, costs=costs
-        )
+        schedule = _built_once(rank, name, args, costs)
         steps = Steps(rank, schedule, costs)
         if args.watchdog:
             results[name] = _watched(steps, port, args.repetitions)
@@ -102,6 +100,20 @@ def _rank(rank: int, args: argparse.Namespace, meeting_point: str, port: int, re
         code = _report_watched(results, args) if args.watchdog else _report(results, args, link)
         Path(result).write_text(str(code), encoding="utf-8")
     dist.destroy_process_group()
+
+
+def _built_once(
+    rank: int, name: str, args: argparse.Namespace, costs: schedules.Costs
+) -> schedules.Schedule:
+    """Search on one rank for all, as a job does."""
+    found: list[Any] = [None]
+    if rank == 0:
+        found[0] = schedules.build(
+            name, pipeline_size=args.ranks, num_microbatches=args.microbatches, costs=costs
+        )
+    dist.broadcast_object_list(found)
+    schedule: schedules.Schedule = found[0]
+    return schedule
 
 
 def _watched(steps: Steps, port: int, pairs: int) -> dict[str, Any]:

@@ -247,14 +247,15 @@ def test_what_no_step_can_be_taken_back_with_is_refused(conflict: conflicts.Conf
     values = {"optimizer": "muon", "grad_norm_skip_threshold": 2.0, "rerun_mode": "report_stats"}
     value: Any = values.get(conflict.argument, 1)
     line = "--pipeline-schedule zb-h1"
-    args = parsed(f"{line} {conflicts.POST_VALIDATION}", **{conflict.argument: value})
+    sizes = {"pipeline_model_parallel_size": 2}  # where each stage is the first or the last
+    args = parsed(f"{line} {conflicts.POST_VALIDATION}", **sizes, **{conflict.argument: value})
     with pytest.raises(UsageError) as refused:
         make_plan(args)
     assert str(refused.value) == (
         f"{conflict.flag} {value} cannot be combined with {conflicts.POST_VALIDATION}: "
         f"{conflict.why}"
     )
-    assert make_plan(parsed(line, **{conflict.argument: value})) is not None
+    assert make_plan(parsed(line, **sizes, **{conflict.argument: value})) is not None
     assert f"`{conflict.flag}" in (DOCS / "post_validation.md").read_text()
 
 
