@@ -194,7 +194,7 @@ def test_flags_tell_all_of_it() -> None:
     job = Job(model, device("b200_sxm"), 16, 1e12, 64, 4096, choices)
     plan = search(job, contenders(["zb-h1"]))
     for row in plan.ranked:
-        words = flags(row, 64, 1e12)
+        words = flags(row, 64)
         assert {"--context-parallel-size 2", "--expert-model-parallel-size 8"} <= set(words)
         assert "--expert-tensor-parallel-size 1" in words
         assert {"--bf16", "--fp8-format hybrid"} <= set(words)
