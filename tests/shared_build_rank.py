@@ -8,7 +8,6 @@ from __future__ import annotations
 import json
 import os
 import sys
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -44,7 +43,8 @@ def main(out: Path, how: str) -> None:
         said = str(error)
         total, table = 0.0, ""
     else:
-        dist.init_process_group("gloo", timeout=timedelta(seconds=60))
+        groups = dist.PrefixStore("groups", store_of_job(world_size, attempt))
+        dist.init_process_group("gloo", store=groups, rank=rank, world_size=world_size)
         ones = torch.ones(1)
         dist.all_reduce(ones)
         total, table = ones.item(), digest(found)
