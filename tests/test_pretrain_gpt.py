@@ -523,7 +523,7 @@ def test_a_rank_that_holds_up_all_others_is_named(
         ({"--num-query-groups": 2}, "--group-query-attention and --num-query-groups"),
         ({"--transformer-impl": "transformer_engine"}, "needs a GPU: leave out --cpu"),
         ({"--train-iters": "many"}, "--train-iters: 'many' is not a whole number, such as 8"),
-        ({"--num-layers": None}, "required: --num-layers"),
+        ({"--num-layers": None}, "--num-layers is missing: give --num-layers N"),
         ({"--max-position-embeddings": 16}, "16 is too few for --seq-length 32"),
     ],
 )

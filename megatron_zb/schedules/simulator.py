@@ -138,7 +138,7 @@ def simulate(schedule: Schedule, costs: Priced) -> Timeline:
 def _simulate_passes(schedule: Schedule, table: StageCosts) -> Timeline:
     """F, B, W and BW: the loop of :func:`walk` with the clock of each rank, as it runs often."""
     ranks, last = schedule.ranks, schedule.placement.num_stages - 1
-    fused = [b + w for b, w in zip(table.backward, table.weight, strict=True)]
+    fused = table.fused
     forward_kind, backward_kind, weight_kind = PassKind.F, PassKind.B, PassKind.W
     clock, position = [0.0] * len(ranks), [0] * len(ranks)
     start: list[list[float]] = [[] for _ in ranks]
