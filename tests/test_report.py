@@ -289,7 +289,7 @@ def test_a_page_too_large_to_draw_is_refused_in_a_sentence(
 ) -> None:
     path = tmp_path / "page.html"
     assert cli.main(["show", "1f1b", "-p", "16", "-m", "2000", "--output", str(path)]) == 2
-    assert "64000 passes are too many for a page: give fewer" in capsys.readouterr().err
+    assert "too many to be drawn: their product can be at most 8192" in capsys.readouterr().err
     assert not path.exists()
 
 

@@ -32,8 +32,9 @@ _NAMES = {
     "reserved": "reserved",
     "fragmentation": "fragments",
 }
-# Memory's hue in three shades, each plain, hatched and dotted.
-_FILLS = [(shade, pattern) for pattern in ("", "hatched", "dotted") for shade in MEMORY_SHADES]
+# Memory's hue in three shades, each plain, hatched, dotted and lined.
+_PATTERNS = ("", "hatched", "dotted", "lined")
+_FILLS = dict(zip(_NAMES, ((s, p) for p in _PATTERNS for s in MEMORY_SHADES), strict=False))
 
 
 def save_plan(path: Path, plan: Plan) -> None:
@@ -87,7 +88,8 @@ def _row(plan: Plan, index: int) -> dict[str, Any]:
 def _sizes(row: Prediction, memory: float) -> list[dict[str, Any]]:
     """Each part of the worst rank's memory: GiB, and where it lies in a bar of all its memory."""
     begin, out = 0.0, []
-    for (part, size), (shade, pattern) in zip(row.memory.parts().items(), _FILLS, strict=True):
+    for part, size in row.memory.parts().items():
+        shade, pattern = _FILLS[part]
         share = size / memory
         out.append(
             {
@@ -108,7 +110,7 @@ def _parts(plan: Plan) -> list[tuple[str, str, str, str]]:
     """Name, words, shade and pattern of the parts that any row has."""
     return [
         (part, _NAMES[part], *fill)
-        for part, fill in zip(_NAMES, _FILLS, strict=True)
+        for part, fill in _FILLS.items()
         if any(row.memory.parts()[part] for row in plan.ranked)
     ]
 
