@@ -324,7 +324,12 @@ def test_damaged_files_are_named(
     iteration = int((copy / "latest_checkpointed_iteration.txt").read_text())
     _damaged(copy / f"iter_{iteration:07d}")
     flag = "--teacher-load" if which == "teacher" else "--load"
-    given = {"--teacher-load": teacher, "--data-path": corpus, "--split": HELD_OUT["--split"], flag: copy}
+    given = {
+        "--teacher-load": teacher,
+        "--data-path": corpus,
+        "--split": HELD_OUT["--split"],
+        flag: copy,
+    }
     words = written({**DISTILLATION, **given, "--train-iters": STEPS + 1})
     ended = end_of(torchrun(2, *DISTIL, *words), SECONDS_TO_REPORT)
     assert ended.code != 0
