@@ -73,7 +73,11 @@ def test_a_trace_and_a_quickstart_that_are_interrupted(
 def test_the_signal_ends_a_long_search(words: list[str]) -> None:
     """A real SIGINT, while a real search runs."""
     process = subprocess.Popen(
-        [*COMMAND, *words], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        [*COMMAND, *words],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # a job's may ignore it
     )
     deadline = time.monotonic() + 120
     while process.poll() is None and not is_busy(process.pid) and time.monotonic() < deadline:
