@@ -6,7 +6,7 @@ ARG BASE=nvcr.io/nvidia/pytorch:25.11-py3
 FROM ${BASE}
 
 ARG MEGATRON_LM=core_v0.16.1
-RUN pip install --no-cache-dir einops pybind11 six tensorboard transformers \
+RUN pip install --no-cache-dir einops pybind11 regex six tensorboard transformers \
     && git clone --depth 1 --branch ${MEGATRON_LM} https://github.com/NVIDIA/Megatron-LM.git /opt/Megatron-LM \
     && pip install --no-cache-dir --no-build-isolation --no-deps /opt/Megatron-LM
 
@@ -17,7 +17,7 @@ COPY configs configs
 COPY scripts scripts
 COPY patches patches
 RUN pip install --no-cache-dir --no-build-isolation --no-deps . \
-    && pip install --no-cache-dir jinja2 matplotlib numba numpy psutil "pydantic >= 2.7, < 3" "pyyaml >= 6, < 7" rich
+    && pip install --no-cache-dir jinja2 matplotlib numba numpy packaging psutil "pydantic >= 2.7, < 3" "pyyaml >= 6, < 7" rich
 
 ENV MEGATRON_LM_PATH=/opt/Megatron-LM \
     PYTHONUNBUFFERED=1
