@@ -4,12 +4,19 @@
 For each of three shapes, two ranks (one thread each, so that a core for each is needed) train a GPT
 of Megatron's layers over gloo:
 
-1. zb-h1 measures itself, as with --pipeline-profile.
+1. zb-h1 measures itself, as with --pipeline-profile, several times; the profile has the median of
+   every time.
 2. From that one profile every schedule is predicted and ranked, as `megatron-zb plan --profile`
    does, each with the layers that its flags would run; Megatron's own 1F1B and interleaved, too.
-3. Each is trained with, the same layers on the same stages. All take turns, in rounds, so that a
-   machine that gets slower is slower for all; in a turn, the first step is not timed. A step's
-   seconds are those from a barrier to the end of the last rank.
+3. Each is trained with, the same layers on the same stages. All take turns, in rounds; in a turn,
+   the first step is not timed. A step's seconds are those from a barrier to the end of the last
+   rank.
+
+The speed of a virtual machine changes by tens of per cent within seconds. So that a profile may be
+compared with a step that runs later, all ranks at once compute the same piece of work, some layers
+forward and backward, between the steps of a profile and before and after every timed step. All
+seconds are told at one speed, that of the median profile: divided by those of the pieces beside
+them and multiplied by the profile's. What the clock said and the pieces are in the JSON line, too.
 
 The bars: every prediction is within 5 % of the measured median, and the schedule that is predicted
 to be the fastest within 2 % of the fastest measured. Prints tables and, last, one JSON line with
@@ -37,6 +44,7 @@ import provenance
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
+import yaml
 from rich.console import Console
 from rich.table import Table
 
@@ -61,9 +69,9 @@ class Shape:
 
 
 SHAPES = (
-    Shape("small vocabulary", 8, 256, 256, 4, 8),
-    Shape("large vocabulary", 8, 256, 256, 32, 8),
-    Shape("many layers", 16, 128, 256, 16, 12),
+    Shape("small vocabulary", 8, 128, 128, 4, 8),
+    Shape("large vocabulary", 8, 128, 128, 32, 8),
+    Shape("many layers", 16, 128, 64, 16, 12),
 )
 _SHORT = {shape.name.split()[0]: shape for shape in SHAPES}
 
@@ -88,8 +96,9 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument(
         "--shapes", nargs="+", choices=_SHORT, default=list(_SHORT), help="(default: all)"
     )
-    parser.add_argument("--rounds", type=number, default=5, help="turns of each (default 5)")
-    parser.add_argument("--steps", type=number, default=2, help="timed in a turn (default 2)")
+    parser.add_argument("--profiles", type=number, default=9, help="(default 9)")
+    parser.add_argument("--rounds", type=number, default=10, help="turns of each (default 10)")
+    parser.add_argument("--steps", type=number, default=3, help="timed in a turn (default 3)")
     parser.add_argument(
         "--schedules", nargs="+", metavar="NAME", help="beside Megatron's own (default: all)"
     )
@@ -105,39 +114,89 @@ def _rank(rank: int, args: argparse.Namespace, shape: Shape, folder: str) -> Non
     join(rank, RANKS, f"{folder}/meeting")
     _make_groups()
     path = Path(folder) / "profile.yaml"
-    _profile(shape, path)
+    piece = Piece(shape)
+    piece_of_profile = _profile(shape, path, piece, args.profiles)
     planned = _planned(args, path)
     contenders = {row.name: _contender(shape, row) for row in planned}
     seconds: dict[str, list[Step]] = {name: [] for name in contenders}
     for _ in range(args.rounds):
         for name, contender in contenders.items():
             contender.step()
-            seconds[name] += [_timed(contender.step) for _ in range(args.steps)]
+            seconds[name] += [_timed(contender.step, piece) for _ in range(args.steps)]
     everyone: list[Any] = [None] * RANKS
     dist.all_gather_object(everyone, seconds)
     if rank == 0:
-        rows = [_row(row, [of_rank[row.name] for of_rank in everyone]) for row in planned]
-        (Path(folder) / "found.json").write_text(
-            json.dumps({"rows": rows, "profile": path.read_text("utf-8")}), encoding="utf-8"
-        )
+        rows = [
+            _row(row, [of_rank[row.name] for of_rank in everyone], piece_of_profile)
+            for row in planned
+        ]
+        found = {"rows": rows, "piece": piece_of_profile, "profile": path.read_text("utf-8")}
+        (Path(folder) / "found.json").write_text(json.dumps(found), encoding="utf-8")
     dist.barrier()
     dist.destroy_process_group()
 
 
-Step = tuple[float, float]
-"""Seconds of a step of one rank: on the clock, and of the processor in the thread that trains."""
+@dataclass(frozen=True)
+class Step:
+    """Seconds of a step of one rank, and of a piece of work beside it, the same on all ranks.
+
+    ``busy`` is the processor's time in the thread that trains.
+    """
+
+    seconds: float
+    busy: float
+    piece: float
 
 
-def _row(row: Planned, ranks: Sequence[Sequence[Step]]) -> dict[str, Any]:
-    """What is written of a schedule; ``busy`` tells errors of passes from those of waits."""
+def _row(row: Planned, ranks: Sequence[Sequence[Step]], piece: float) -> dict[str, Any]:
+    """What is written of a schedule; ``busy`` tells errors of passes from those of waits.
+
+    ``steps`` and ``busy`` are at the speed of the profile, ``clock`` is what the clock said.
+    """
+    pieces = [step.piece for step in ranks[0]]
+    clock = [max(step.seconds for step in together) for together in zip(*ranks, strict=True)]
     return {
         "schedule": row.name,
         "layers": row.layout,
         "predicted": row.seconds,
-        "steps": [max(seconds for seconds, _ in step) for step in zip(*ranks, strict=True)],
+        "steps": [piece / now * seconds for now, seconds in zip(pieces, clock, strict=True)],
+        "clock": clock,
+        "pieces": pieces,
         "busy_predicted": row.busy,
-        "busy": [statistics.median(busy for _, busy in steps) for steps in ranks],
+        "busy": [
+            statistics.median(piece / step.piece * step.busy for step in steps) for steps in ranks
+        ],
     }
+
+
+class Piece:
+    """A fixed piece of work, which all ranks compute at once."""
+
+    def __init__(self, shape: Shape) -> None:
+        draw = torch.Generator().manual_seed(1)
+        hidden = shape.hidden
+        self._input = torch.randn(shape.seq_length, hidden, generator=draw)
+        self._wide = torch.randn(hidden, 4 * hidden, generator=draw) / hidden
+        self._narrow = torch.randn(4 * hidden, hidden, generator=draw) / hidden
+        self._times = max(1, 2**23 // (shape.seq_length * hidden * hidden))
+
+    def seconds(self) -> float:
+        """From a barrier on, the mean of all ranks; collective."""
+        dist.barrier()
+        start = time.perf_counter()
+        for _ in range(self._times):
+            self._compute()
+        elapsed = torch.tensor(time.perf_counter() - start, dtype=torch.float64)
+        dist.all_reduce(elapsed)
+        return elapsed.item() / dist.get_world_size()
+
+    def _compute(self) -> None:
+        values = self._input.requires_grad_()
+        for _ in range(8):
+            inner = torch.nn.functional.gelu(values @ self._wide)
+            values = torch.nn.functional.layer_norm(values + inner @ self._narrow, values.shape[1:])
+        (values * values).mean().backward()
+        self._input.grad = None
 
 
 def _make_groups() -> None:
@@ -348,24 +407,61 @@ def _contender(shape: Shape, row: Planned) -> Trained:
     return _ours(shape, row.schedule, row.layout)[0]
 
 
-def _profile(shape: Shape, path: Path) -> None:
+def _profile(shape: Shape, path: Path, piece: Piece, times: int) -> float:
+    """Write the median of some profiles; the seconds of a piece of work beside it."""
     from megatron_zb import schedules
-    from megatron_zb.megatron.profiling import ITERATIONS
 
     schedule = schedules.build(PROFILED, pipeline_size=RANKS, num_microbatches=shape.microbatches)
     trained, adapter = _ours(shape, schedule, None)
+    found = [_profile_once(trained, adapter, path, piece) for _ in range(times)]
+    adapter.forward_backward_func.close()
+    usual = statistics.median(seconds for _, seconds in found)
+    if dist.get_rank() == 0:
+        at_one_speed = [_scaled(read, usual / seconds) for read, seconds in found]
+        path.write_text(yaml.safe_dump(_median(at_one_speed)), encoding="utf-8")
+    dist.barrier()
+    return usual
+
+
+def _profile_once(trained: Trained, adapter: Any, path: Path, piece: Piece) -> tuple[Any, float]:
+    from megatron_zb.megatron.profiling import ITERATIONS
+
     adapter.profile(path, None)
+    pieces = []
     for _ in range(ITERATIONS):
         trained.step()
-    adapter.forward_backward_func.close()
+        pieces.append(piece.seconds())
     dist.barrier()
+    return yaml.safe_load(path.read_text("utf-8")), statistics.median(pieces)
 
 
-def _timed(step: Callable[[], None]) -> Step:
+def _scaled(found: Any, factor: float) -> Any:
+    """A profile at another speed: its seconds are its floats."""
+    if isinstance(found, dict):
+        return {name: _scaled(value, factor) for name, value in found.items()}
+    if isinstance(found, list):
+        return [_scaled(value, factor) for value in found]
+    return factor * found if isinstance(found, float) else found
+
+
+def _median(profiles: Sequence[Any]) -> Any:
+    """The median of every time of profiles of one form."""
+    first = profiles[0]
+    if isinstance(first, dict):
+        return {name: _median([profile[name] for profile in profiles]) for name in first}
+    if isinstance(first, list):
+        return [_median(values) for values in zip(*profiles, strict=True)]
+    return statistics.median(profiles) if isinstance(first, float) else first
+
+
+def _timed(step: Callable[[], None], piece: Piece) -> Step:
+    before = piece.seconds()
     dist.barrier()
     start, busy = time.perf_counter(), time.thread_time()
     step()
-    return time.perf_counter() - start, time.thread_time() - busy
+    seconds, busy = time.perf_counter() - start, time.thread_time() - busy
+    dist.barrier()
+    return Step(seconds, busy, (before + piece.seconds()) / 2)
 
 
 def _medians(found: dict[str, Any]) -> dict[str, float]:
@@ -414,6 +510,7 @@ def _show(shape: Shape, found: dict[str, Any]) -> None:
 def _report(args: argparse.Namespace, found: dict[str, Any]) -> int:
     report = {
         **provenance.of_this_run(),
+        "profiles": args.profiles,
         "rounds": args.rounds,
         "off_by": {
             name: {k: round(v, 4) for k, v in _off(shape).items()} for name, shape in found.items()
@@ -425,7 +522,7 @@ def _report(args: argparse.Namespace, found: dict[str, Any]) -> int:
     line = json.dumps(report)
     print(line)
     if args.output is not None:
-        args.output.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+        args.output.write_text(line + "\n", encoding="utf-8")
     kept = all(
         max(map(abs, _off(shape).values())) <= MOST_OFF and _behind(shape) <= MOST_BEHIND
         for shape in found.values()

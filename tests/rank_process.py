@@ -1,22 +1,24 @@
 """One rank of a pool: a process that joins a gloo group once and runs cases until it is killed.
 
 Started by ``ranks.py``, which sends `Case` objects over a pipe and gets one `Outcome` for each.
+Nothing that takes time to import is imported here.
 """
 
 from __future__ import annotations
 
 import faulthandler
 import importlib
+import multiprocessing
 import os
 import pickle
 import signal
 import sys
 import threading
-import time
 import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
+from enum import Enum
 from functools import reduce
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -29,10 +31,31 @@ COLLECTIVE_TIMEOUT = timedelta(minutes=31)
 # Where Transformer-Engine is installed, out of the sight of the tests that are not about it:
 # megatron-core takes any that it can import for a whole one.
 TRANSFORMER_ENGINE = Path(sys.prefix) / "transformer-engine"
-# In the environment of a rank process that is to have it.
-TRANSFORMER_ENGINE_WANTED = "TESTS_WITH_TRANSFORMER_ENGINE"
-# In the environment of a rank process whose messages obey gloo's rules alone; see hostile.py.
-PLAIN_WANTED = "TESTS_WITH_PLAIN_MESSAGES"
+
+
+class Kind(Enum):
+    """What the ranks of a pool have, and which rules their messages obey."""
+
+    HOSTILE = "the rules of a GPU; see hostile.py"
+    PLAIN = "gloo's own rules"
+    TRANSFORMER_ENGINE = "Transformer-Engine, and the rules of a GPU"
+
+
+@dataclass(frozen=True)
+class Start:
+    """What the ranks of a pool are started with; the folder is new."""
+
+    world_size: int
+    folder: Path
+    kind: Kind
+
+    @property
+    def meeting_point(self) -> Path:
+        return self.folder / "meeting_point"
+
+    def log(self, rank: int) -> Path:
+        """What this rank prints."""
+        return self.folder / f"rank{rank}.log"
 
 
 @dataclass(frozen=True)
@@ -77,25 +100,22 @@ def join_group(rank: int, world_size: int, meeting_point: str) -> None:
     )
 
 
-def import_megatron(folder: Path) -> None:
-    """Import torch and Megatron, so that cases start at once; ranks share a new folder."""
-    import torch
-
-    from megatron_zb.megatron.cpu import run_on_cpu
-
-    torch.set_num_threads(1)
-    with_transformer_engine = TRANSFORMER_ENGINE_WANTED in os.environ
-    if with_transformer_engine:
+def import_megatron(start: Start) -> None:
+    """Import torch and Megatron, so that cases start at once."""
+    if start.kind is Kind.TRANSFORMER_ENGINE:
         import te_stand_in
 
+        from megatron_zb.megatron.cpu import run_on_cpu
+
         te_stand_in.install()
-    # Transformer-Engine asks as much of a GPU as the training loop does
-    run_on_cpu(training_loop=with_transformer_engine)
-    if PLAIN_WANTED not in os.environ:
+        # Transformer-Engine asks as much of a GPU as the training loop does
+        run_on_cpu(training_loop=True)
+    import rank_imports  # noqa: F401
+
+    if start.kind is not Kind.PLAIN:
         import hostile
 
-        hostile.install(folder)
-    import megatron.core.models.gpt  # noqa: F401
+        hostile.install(start.folder / "sent")
 
 
 def leave_megatron() -> None:
@@ -123,24 +143,43 @@ def run_case(case: Case) -> Outcome:
 
 def end_with_parent() -> None:
     """End this process when the test process is gone, also in the middle of a case."""
-    parent = os.getppid()
+    parent = multiprocessing.parent_process()
+    assert parent is not None
 
     def watch() -> None:
-        while os.getppid() == parent:
-            time.sleep(0.5)
+        parent.join()
         os._exit(1)
 
     threading.Thread(target=watch, daemon=True).start()
 
 
-def main(file_descriptor: int, rank: int, world_size: int, meeting_point: str) -> None:
+def leave_test_process(rank: int, start: Start) -> None:
+    """Print into a file, and be in no way a part of the terminal's job."""
+    os.setsid()  # Ctrl-C is for the test process alone
+    sys.stdout.flush()
+    sys.stderr.flush()
+    with start.log(rank).open("ab") as log:
+        os.dup2(log.fileno(), 1)
+        os.dup2(log.fileno(), 2)
+    sys.stdout = os.fdopen(1, "w", buffering=1, closefd=False)
+    sys.stderr = os.fdopen(2, "w", buffering=1, closefd=False)
+    os.environ |= {
+        "CUDA_VISIBLE_DEVICES": "",
+        "OMP_NUM_THREADS": "1",
+        "RANK": str(rank),
+        "LOCAL_RANK": str(rank),
+        "WORLD_SIZE": str(start.world_size),
+    }
+
+
+def main(pool: Connection, rank: int, start: Start) -> None:
     """Serve cases from the pipe until the process is killed."""
+    leave_test_process(rank, start)
     faulthandler.enable()
     faulthandler.register(signal.SIGUSR1)
     end_with_parent()
-    pool = Connection(file_descriptor)
-    import_megatron(Path(f"{meeting_point}-sent"))
-    join_group(rank, world_size, meeting_point)
+    import_megatron(start)
+    join_group(rank, start.world_size, str(start.meeting_point))
     pool.send(Outcome(result=pickle.dumps("ready")))
     while True:
         case = pool.recv()
@@ -149,10 +188,3 @@ def main(file_descriptor: int, rank: int, world_size: int, meeting_point: str) -
         leave_megatron()
         sys.stdout.flush()
         pool.send(outcome)
-
-
-if __name__ == "__main__":
-    # Under its importable name, so that both ends pickle the same classes.
-    import rank_process
-
-    rank_process.main(int(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]), sys.argv[4])

@@ -8,10 +8,10 @@
     def test_sum(ranks):
         assert ranks(4).run(sum_of_ranks, scale=2) == [12, 12, 12, 12]
 
-Importing torch and Megatron takes seconds, so a pool of processes for each world size is started
-when first asked for and lives until the test session ends or a case fails. A case finds
-torch.distributed initialised (gloo), torch seeded, Megatron imported, and no parallel groups of
-earlier cases.
+Importing torch and Megatron takes seconds: one process has imported them, and ranks are forked off
+it. A pool for each world size is started when first asked for and lives until its tests have run or
+a case fails. A case finds torch.distributed initialised (gloo), torch seeded, Megatron imported,
+and no parallel groups of earlier cases.
 """
 
 from __future__ import annotations
@@ -20,23 +20,18 @@ import multiprocessing
 import os
 import pickle
 import signal
-import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import suppress
+from functools import cache
+from multiprocessing import forkserver
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
-from rank_process import (
-    PLAIN_WANTED,
-    TRANSFORMER_ENGINE,
-    TRANSFORMER_ENGINE_WANTED,
-    Case,
-    Outcome,
-)
+from rank_process import TRANSFORMER_ENGINE, Case, Kind, Outcome, Start, main
 
 START_TIMEOUT = 120.0
 # When one rank has failed, the others are likely to wait for it for ever: how long they get.
@@ -66,41 +61,14 @@ class RankTimeout(AssertionError):
 class RankProcess:
     """The test's side of one rank: its process, the pipe to it and the file it prints into."""
 
-    def __init__(
-        self,
-        rank: int,
-        world_size: int,
-        folder: Path,
-        meeting_point: Path,
-        environment: Mapping[str, str],
-    ) -> None:
+    def __init__(self, rank: int, start: Start) -> None:
         self.rank = rank
-        self._log = folder / f"rank{rank}.log"
+        self._log = start.log(rank)
+        self._log.touch()
         self._shown = 0
         self.pipe, theirs = multiprocessing.Pipe()
-        environment = {
-            **os.environ,
-            **environment,
-            "CUDA_VISIBLE_DEVICES": "",
-            "OMP_NUM_THREADS": "1",
-            "RANK": str(rank),
-            "LOCAL_RANK": str(rank),
-            "WORLD_SIZE": str(world_size),
-            "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
-            "PYTHONUNBUFFERED": "1",
-        }
-        script = Path(__file__).with_name("rank_process.py")
-        call = [str(theirs.fileno()), str(rank), str(world_size), str(meeting_point)]
-        with self._log.open("wb") as log:
-            self.process = subprocess.Popen(
-                [sys.executable, str(script), *call],
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=subprocess.STDOUT,
-                env=environment,
-                pass_fds=[theirs.fileno()],
-                start_new_session=True,  # Ctrl-C is for the test process alone
-            )
+        self.process = _context(start.kind).Process(target=main, args=(theirs, rank, start))
+        self.process.start()
         theirs.close()
 
     def send(self, case: Case) -> None:
@@ -113,7 +81,8 @@ class RankProcess:
         try:
             answer: Outcome = self.pipe.recv()
         except (EOFError, ConnectionResetError):
-            status = self.process.wait()
+            self.process.join()
+            status = self.process.exitcode
             return Outcome(exception_type="ProcessDied", message=f"exit status {status}")
         return answer
 
@@ -125,35 +94,58 @@ class RankProcess:
 
     def ask_for_stacks(self) -> None:
         with suppress(ProcessLookupError):
-            self.process.send_signal(signal.SIGUSR1)
+            os.kill(self.process_id, signal.SIGUSR1)
 
     def kill(self) -> None:
         self.process.kill()
-        self.process.wait()
+        self.process.join()
         self.pipe.close()
+
+    @property
+    def process_id(self) -> int:
+        assert self.process.pid is not None
+        return self.process.pid
+
+
+def _context(kind: Kind) -> Any:
+    """How ranks of this kind are started: Transformer-Engine comes before Megatron."""
+    if kind is Kind.TRANSFORMER_ENGINE:
+        return multiprocessing.get_context("spawn")
+    _start_server()
+    return multiprocessing.get_context("forkserver")
+
+
+@cache
+def _start_server() -> None:
+    """Start the process that ranks are forked off; what it is to import, it finds by PYTHONPATH."""
+    multiprocessing.set_forkserver_preload(["rank_imports"])
+    before = os.environ.get("PYTHONPATH")
+    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, sys.path))
+    forkserver.ensure_running()
+    if before is None:
+        del os.environ["PYTHONPATH"]
+    else:
+        os.environ["PYTHONPATH"] = before
 
 
 class RankPool:
     """`world_size` rank processes, started with the first case and again after a failed one.
 
-    With `transformer_engine` they have it, over stand-ins for its kernels: see te_stand_in.py.
-    Their messages obey the rules of a GPU, see hostile.py, unless they are `plain`.
+    Of `Kind.TRANSFORMER_ENGINE` they have it, over stand-ins for its kernels: see te_stand_in.py.
+    Their messages obey the rules of a GPU, see hostile.py, unless they are of `Kind.PLAIN`.
     """
 
-    def __init__(
-        self, world_size: int, *, transformer_engine: bool = False, plain: bool = False
-    ) -> None:
+    def __init__(self, world_size: int, kind: Kind = Kind.HOSTILE) -> None:
         self.world_size = world_size
-        wanted = {TRANSFORMER_ENGINE_WANTED: transformer_engine, PLAIN_WANTED: plain}
-        self._environment = {name: "yes" for name, is_wanted in wanted.items() if is_wanted}
-        self._path = [str(TRANSFORMER_ENGINE)] if transformer_engine else []
+        self._kind = kind
+        self._path = [str(TRANSFORMER_ENGINE)] if kind is Kind.TRANSFORMER_ENGINE else []
         self._ranks: list[RankProcess] = []
         self._folder = tempfile.TemporaryDirectory(prefix="ranks-")
         self._starts = 0
 
     @property
     def process_ids(self) -> list[int]:
-        return [rank.process.pid for rank in self._ranks]
+        return [rank.process_id for rank in self._ranks]
 
     def run(
         self, function: Callable[..., Any], /, *, timeout: float = 120.0, **arguments: Any
@@ -193,13 +185,10 @@ class RankPool:
         if self._ranks:
             return
         self._starts += 1
-        meeting_point = Path(self._folder.name) / f"meeting_point{self._starts}"
-        self._ranks = [
-            RankProcess(
-                rank, self.world_size, Path(self._folder.name), meeting_point, self._environment
-            )
-            for rank in range(self.world_size)
-        ]
+        folder = Path(self._folder.name) / str(self._starts)
+        folder.mkdir()
+        start = Start(self.world_size, folder, self._kind)
+        self._ranks = [RankProcess(rank, start) for rank in range(self.world_size)]
         self._collect(START_TIMEOUT)
 
     def _collect(self, timeout: float) -> dict[int, Outcome]:
@@ -276,17 +265,12 @@ class RankPools:
     """One pool for each world size and kind of ranks, made when asked for."""
 
     def __init__(self) -> None:
-        self._pools: dict[tuple[int, bool, bool], RankPool] = {}
+        self._pools: dict[tuple[int, Kind], RankPool] = {}
 
-    def __call__(
-        self, world_size: int, *, transformer_engine: bool = False, plain: bool = False
-    ) -> RankPool:
-        key = world_size, transformer_engine, plain
-        if key not in self._pools:
-            self._pools[key] = RankPool(
-                world_size, transformer_engine=transformer_engine, plain=plain
-            )
-        return self._pools[key]
+    def __call__(self, world_size: int, kind: Kind = Kind.HOSTILE) -> RankPool:
+        if (world_size, kind) not in self._pools:
+            self._pools[world_size, kind] = RankPool(world_size, kind)
+        return self._pools[world_size, kind]
 
     def close(self) -> None:
         for pool in self._pools.values():

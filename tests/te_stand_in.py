@@ -5,7 +5,7 @@ own. What stands in, because no CPU can run it, is its extension ``transformer_e
 matrix products and norms below do the same sums in plain torch, and whatever else the extension has
 can be named but not called. So nothing here tells how fast a kernel is, or whether it is right.
 
-Rank processes install it when asked to: ``ranks(2, transformer_engine=True)``.
+Rank processes install it when asked to: ``ranks(2, Kind.TRANSFORMER_ENGINE)``.
 """
 
 from __future__ import annotations

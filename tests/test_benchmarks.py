@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 import subprocess
 import sys
 from argparse import Namespace
@@ -19,7 +18,7 @@ import rank_memory
 import split_backward
 import torch
 from layer_sizes import LayerSizes, chosen
-from rank_process import TRANSFORMER_ENGINE
+from rank_process import TRANSFORMER_ENGINE, Kind
 from ranks import RankPools
 
 from megatron_zb.errors import UsageError
@@ -173,48 +172,9 @@ def transformer_engine_layers() -> tuple[int, int, int]:
 def test_layers_of_transformer_engine_are_measured_alike(ranks: RankPools) -> None:
     if not (TRANSFORMER_ENGINE / "transformer_engine").is_dir():
         pytest.skip(f"TRANSFORMER-ENGINE IS NOT TESTED: it is not in {TRANSFORMER_ENGINE}")
-    pool = ranks(1, transformer_engine=True)
+    pool = ranks(1, Kind.TRANSFORMER_ENGINE)
     ((after_forward, after_backward, after_weights),) = pool.run(transformer_engine_layers)
     assert after_forward > after_backward > after_weights == 0
-
-
-def tables_of_results() -> dict[str, list[str]]:
-    """The rows of docs/performance.md, made from the results that are kept beside it."""
-    split, ranks = (
-        json.loads((ROOT / "docs" / "results" / f"{name}.cpu.json").read_text())
-        for name in ("split_backward", "rank_memory")
-    )
-    times, held = [], []
-    for result in split["results"]:
-        name = f"| `{result['implementation']}` | {result['dtype']} |"
-        seconds = (f"{1000 * result['seconds'][p]:.1f}" for p in ("F", "B", "W", "BW"))
-        low, high = result["middle_half_of_ratios"]
-        times.append(
-            f"{name} {' | '.join(seconds)} | {result['ratio']:.3f} | {low:.3f} to {high:.3f} |"
-        )
-        mebibytes = (f"{held_bytes / 2**20:.1f}" for held_bytes in result["held_bytes"].values())
-        held.append(f"{name} {' | '.join(mebibytes)} |")
-    rows = []
-    for name, result in ranks["results"].items():
-        target = ranks["targets_on_a_gpu"].get(name)
-        cells = [
-            f"`{name}`",
-            f"{result['peak_bytes'] / 2**20:.1f}",
-            f"{result['peak_bytes_ratio']:.3f}",
-            f"{result['promised_microbatches_ratio']:.3f}",
-            f"at most {target}" if target else "",
-        ]
-        rows.append(f"| {' | '.join(cells)} |")
-    return {"times": times, "held": held, "ranks": rows}
-
-
-def test_the_page_has_the_figures_of_the_results_and_links_that_lead_somewhere() -> None:
-    page = ROOT / "docs" / "performance.md"
-    text = page.read_text(encoding="utf-8")
-    for rows in tables_of_results().values():
-        assert set(rows) <= set(text.splitlines())
-    for target in re.findall(r"\]\(([^)#]+)(?:#[^)]*)?\)", text):
-        assert (page.parent / target).exists(), target
 
 
 def looks(**more: int) -> list[dict[str, int]]:

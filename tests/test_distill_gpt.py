@@ -34,6 +34,7 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 Flags = Mapping[str, Any]
 Record = dict[str, Any]
 
+TESTS = Path(__file__).parent
 DISTIL = ("-m", "megatron_zb.distill_gpt")
 STEPS, SAVED = 6, 3
 MODEL: Flags = {
@@ -86,7 +87,9 @@ if __name__ == "__main__":
 """
 
 # Rank 1 is stopped instead.
-STOPS = DIES.replace("SIGKILL", "SIGSTOP")
+STOPS = DIES.replace(
+    "os.kill(os.getpid(), signal.SIGKILL)", "from stopping import stop_this_rank; stop_this_rank()"
+).replace("import os, signal, sys", f"import os, sys; sys.path.append({str(TESTS)!r})")
 
 
 @dataclass(frozen=True)

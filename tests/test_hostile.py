@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 import torch.distributed as dist
-from rank_process import COLLECTIVE_TIMEOUT
+from rank_process import COLLECTIVE_TIMEOUT, Kind
 from ranks import RankFailure, RankPools, RankTimeout
 
 from megatron_zb import schedules
@@ -123,7 +123,7 @@ def test_a_program_that_buffers_would_forgive_hangs_here_and_not_on_plain_ranks(
     program = crossed(schedules.lower(schedule))
     with pytest.raises(InvalidSchedule, match=r"rank 0 to send .*; rank 1 to send"):
         check_progress(program)
-    assert ranks(2, plain=True).run(runs, program=program) == ["done", "done"]
+    assert ranks(2, Kind.PLAIN).run(runs, program=program) == ["done", "done"]
     with pytest.raises(RankTimeout, match="_isend"):
         ranks(2).run(runs, program=program, timeout=5)
 

@@ -95,7 +95,9 @@ main()
 
 # Rank 1 stops, or sleeps, when it comes to the pass of that number.
 STOPS = """
-import os, signal, sys, time
+import os, sys, time
+sys.path.append(TESTS)
+from stopping import stop_this_rank
 from megatron_zb.runtime import executor
 how, number = sys.argv[1], int(sys.argv[2])
 sys.argv[1:] = sys.argv[3:]
@@ -106,7 +108,7 @@ def stopping(compute):
         passes.append(1)
         if os.environ["RANK"] == "1" and len(passes) == number:
             if how == "stops":
-                os.kill(os.getpid(), signal.SIGSTOP)
+                stop_this_rank()
             else:
                 time.sleep(1000)
         return compute(*arguments)
@@ -116,7 +118,7 @@ def stopping(compute):
 executor._COMPUTE.update({kind: stopping(compute) for kind, compute in executor._COMPUTE.items()})
 from megatron_zb.pretrain_gpt import main
 main()
-"""
+""".replace("TESTS", repr(str(Path(__file__).parent)))
 
 
 @dataclass(frozen=True)

@@ -11,6 +11,7 @@ import pytest
 import torch
 from gpt_cases import GPTCase, built, forward_backward, gradients, microbatches
 from megatron.core import parallel_state
+from rank_process import Kind
 from ranks import RankPools
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -302,7 +303,7 @@ def test_on_a_gpu_the_allocator_says_what_passes_hold(ranks: RankPools, tmp_path
 
     But for the input of a chunk's latest F, which Megatron's chunk keeps until its next one.
     """
-    case, pool = GPTCase(), ranks(4, plain=True)  # whose memory is that of the passes alone
+    case, pool = GPTCase(), ranks(4, Kind.PLAIN)  # whose memory is that of the passes alone
     pool.run(train, case=case, schedule="v-half", iterations=ITERATIONS, path=tmp_path / "hooks")
     pool.run(profiled_by_allocator, case=case, path=tmp_path / "allocator")
     hooks, allocator = (read_profile(tmp_path / name) for name in ("hooks", "allocator"))

@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 import pytest
 import torch
 import torch.distributed as dist
+from rank_process import Kind
 from ranks import RankPools
 
 from megatron_zb.runtime.channels import Channels
@@ -214,7 +215,7 @@ def test_a_rank_runs_ahead_as_far_as_allowed_and_no_further(
     ranks: RankPools, run_ahead: int, sleeper: int
 ) -> None:
     steps = 5
-    found = ranks(4, plain=True).run(drift, sleeper=sleeper, run_ahead=run_ahead, steps=steps)
+    found = ranks(4, Kind.PLAIN).run(drift, sleeper=sleeper, run_ahead=run_ahead, steps=steps)
     for begins, _ in found:
         for _, ends in found:
             for step in range(run_ahead + 1, steps):

@@ -15,7 +15,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from gpt_cases import GPTCase
-from rank_process import TRANSFORMER_ENGINE
+from rank_process import TRANSFORMER_ENGINE, Kind
 from ranks import RankPool, RankPools
 from torch.nn import functional
 
@@ -42,7 +42,7 @@ NO_W_YET = "F0 F1 F2 B0 B1 B2"
 def pool(ranks: RankPools) -> RankPool:
     if not (TRANSFORMER_ENGINE / "transformer_engine").is_dir():
         pytest.skip(f"TRANSFORMER-ENGINE IS NOT TESTED: it is not in {TRANSFORMER_ENGINE}")
-    return ranks(2, transformer_engine=True)
+    return ranks(2, Kind.TRANSFORMER_ENGINE)
 
 
 @dataclass(frozen=True)
@@ -713,5 +713,5 @@ LATENT = GPTCase(
 def test_models_on_four_ranks_equal_megatrons(
     ranks: RankPools, pool: RankPool, case: GPTCase, schedule: str
 ) -> None:
-    four = ranks(4, transformer_engine=True)
+    four = ranks(4, Kind.TRANSFORMER_ENGINE)
     assert four.run(differences, case=case, schedule=schedule, microbatches=[5]) == [[]] * 4

@@ -17,7 +17,6 @@ from pathlib import Path
 from typing import Any
 
 WRITING = "checkpoint's files"
-SIGNALS = {"SIGKILL": signal.SIGKILL, "SIGSTOP": signal.SIGSTOP}
 NUMBERS = {"NaN": math.nan, "infinity": math.inf}
 SLOW = 14.0
 """Seconds that a rank takes longer than usual: more than the watchdog has and gives others."""
@@ -50,8 +49,15 @@ class Struck:
             return
         self._started.write_text(repr(time.time()), encoding="utf-8")
         what = self.fault["what"]
-        if what in SIGNALS:
-            os.kill(os.getpid(), SIGNALS[what])
+        if what == "SIGKILL":
+            os.kill(os.getpid(), signal.SIGKILL)
+        elif what == "SIGSTOP" and self.fault["ordinary"]:
+            sys.path.append(str(Path(__file__).resolve().parents[1]))
+            from stopping import stop_this_rank
+
+            stop_this_rank()
+        elif what == "SIGSTOP":
+            os.kill(os.getpid(), signal.SIGSTOP)
         elif what == "full disk":
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         elif what in NUMBERS:

@@ -1,0 +1,137 @@
+#!/usr/bin/env python3
+"""Make the tables of docs/performance.md from the results of the benchmarks in docs/results.
+
+python benchmarks/runtime_overhead.py | tail -n 1 > docs/results/runtime_overhead.cpu.json
+python benchmarks/prediction.py --output docs/results/prediction.cpu.json
+python docs/make_performance.py
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from make_reliability import with_table
+
+PAGE = Path(__file__).resolve().parent / "performance.md"
+RESULTS = PAGE.parent / "results"
+
+
+def main() -> None:
+    argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    ).parse_args()
+    PAGE.write_text(page(PAGE.read_text(encoding="utf-8")), encoding="utf-8")
+    print(PAGE)
+
+
+def page(text: str) -> str:
+    """The page with its tables made anew."""
+    split, ranks, runtime, prediction = (
+        json.loads((RESULTS / f"{name}.cpu.json").read_text(encoding="utf-8"))
+        for name in ("split_backward", "rank_memory", "runtime_overhead", "prediction")
+    )
+    text = with_table(text, "times", times(split["results"]))
+    text = with_table(text, "held bytes", held_bytes(split["results"]))
+    text = with_table(text, "memory of ranks", memory_of_ranks(ranks))
+    text = with_table(text, "sleeping stages", sleeping_stages(runtime))
+    for name in prediction["shapes"]:
+        text = with_table(text, name, predicted(prediction, name))
+    return with_table(text, "predictions", [summary(prediction)])
+
+
+def table(heads: str, numbers: int, rows: Iterable[str]) -> list[str]:
+    """Lines of a table; the last columns are numbers."""
+    texts = heads.count("|") - 1 - numbers
+    return [heads, "|" + "---|" * texts + "---:|" * numbers, *rows]
+
+
+def times(results: Iterable[dict[str, Any]]) -> list[str]:
+    """A line for each layer and type: milliseconds of its passes, and what splitting costs."""
+    rows = []
+    for result in results:
+        seconds = (f"{1000 * result['seconds'][p]:.1f}" for p in ("F", "B", "W", "BW"))
+        low, high = result["middle_half_of_ratios"]
+        rows.append(
+            f"| `{result['implementation']}` | {result['dtype']} | {' | '.join(seconds)} | "
+            f"{result['ratio']:.3f} | {low:.3f} to {high:.3f} |"
+        )
+    heads = "| layer | type | F | B | W | BW | (F+B+W) / (F+BW) | middle half |"
+    return table(heads, 6, rows)
+
+
+def held_bytes(results: Iterable[dict[str, Any]]) -> list[str]:
+    """A line for each layer and type: MiB that a microbatch holds after each pass."""
+    rows = []
+    for result in results:
+        held = (f"{number / 2**20:.1f}" for number in result["held_bytes"].values())
+        rows.append(f"| `{result['implementation']}` | {result['dtype']} | {' | '.join(held)} |")
+    return table("| layer | type | after F | after B | after W |", 3, rows)
+
+
+def memory_of_ranks(ranks: dict[str, Any]) -> list[str]:
+    """A line for each schedule: the peak of its worst rank."""
+    rows = []
+    for name, result in ranks["results"].items():
+        target = ranks["targets_on_a_gpu"].get(name)
+        cells = (
+            f"`{name}`",
+            f"{result['peak_bytes'] / 2**20:.1f}",
+            f"{result['peak_bytes_ratio']:.3f}",
+            f"{result['promised_microbatches_ratio']:.3f}",
+            f"at most {target}" if target else "",
+        )
+        rows.append(f"| {' | '.join(cells)} |")
+    return table("| schedule | peak, MiB | of 1F1B's | simulated | target on a GPU |", 4, rows)
+
+
+def sleeping_stages(runtime: dict[str, Any]) -> list[str]:
+    """A line for each schedule: seconds of a step, simulated and measured."""
+    rows = []
+    for name, ratio in runtime["ratio"].items():
+        simulated, steps = runtime["simulated_seconds"][name], runtime["measured_seconds"][name]
+        rows.append(
+            f"| `{name}` | {simulated:.3f} | {statistics.median(steps):.3f} | {ratio:.3f} | "
+            f"{max(steps) / simulated:.3f} |"
+        )
+    heads = f"| schedule | simulated s | measured s | ratio | worst of {len(steps)} |"
+    return table(heads, 4, rows)
+
+
+def predicted(prediction: dict[str, Any], shape: str) -> list[str]:
+    """A line for each schedule, the one that is predicted to be the fastest first."""
+    rows = []
+    for row in prediction["shapes"][shape]["rows"]:
+        name, steps = row["schedule"], [1000 * seconds for seconds in row["steps"]]
+        low, median, high = statistics.quantiles(steps, n=4)
+        shown = name if name.startswith("Megatron") else f"`{name}`"
+        rows.append(
+            f"| {shown} | `{row['layers'].replace('|', ' ')}` | {1000 * row['predicted']:.1f} | "
+            f"{median:.1f} | {low:.1f} to {high:.1f} | {prediction['off_by'][shape][name]:+.1%} |"
+        )
+    heads = "| schedule | layers | predicted ms | measured ms | middle half | off by |"
+    return table(heads, 4, rows)
+
+
+def summary(prediction: dict[str, Any]) -> str:
+    """How well the bars of the benchmark are kept."""
+    off = [abs(value) for shape in prediction["off_by"].values() for value in shape.values()]
+    within = sum(value <= 0.05 for value in off)
+    behind = (f"{100 * value:.1f} %" for value in prediction["first_behind_fastest"].values())
+    machine = prediction["machine"]
+    return (
+        f"{within} of {len(off)} predictions are within 5 % of the measured median, the worst is "
+        f"off by {100 * max(off):.1f} %, the median one by {100 * statistics.median(off):.1f} %. "
+        "The schedule that is predicted to be the fastest was "
+        f"{', '.join(behind)} behind the fastest measured. "
+        f"Measured on {machine['name']}, {machine['cores']} cores, {prediction['date'][:10]}, "
+        f"{prediction['rounds']} turns of each."
+    )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,19 @@
+"""What ranks find imported: torch and Megatron, with Megatron's calls redirected to the CPU.
+
+Imported once, by the process that ranks are forked off; nothing here starts a thread.
+"""
+
+from __future__ import annotations
+
+import os
+
+os.environ |= {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
+
+import torch
+
+from megatron_zb.megatron.cpu import run_on_cpu
+
+torch.set_num_threads(1)
+run_on_cpu()
+
+import megatron.core.models.gpt  # noqa: E402, F401
