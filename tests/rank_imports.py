@@ -1,4 +1,4 @@
-"""What ranks find imported: torch and Megatron, with Megatron's calls redirected to the CPU.
+"""What ranks find imported: torch, Megatron with its calls redirected to the CPU, the training.
 
 Imported once, by the process that ranks are forked off; nothing here starts a thread.
 """
@@ -17,3 +17,5 @@ torch.set_num_threads(1)
 run_on_cpu()
 
 import megatron.core.models.gpt  # noqa: E402, F401
+
+import megatron_zb.training.loop  # noqa: E402, F401

@@ -67,7 +67,7 @@ class RankProcess:
         self._log.touch()
         self._shown = 0
         self.pipe, theirs = multiprocessing.Pipe()
-        self.process = _context(start.kind).Process(target=main, args=(theirs, rank, start))
+        self.process = context_of(start.kind).Process(target=main, args=(theirs, rank, start))
         self.process.start()
         theirs.close()
 
@@ -107,7 +107,7 @@ class RankProcess:
         return self.process.pid
 
 
-def _context(kind: Kind) -> Any:
+def context_of(kind: Kind) -> Any:
     """How ranks of this kind are started: Transformer-Engine comes before Megatron."""
     if kind is Kind.TRANSFORMER_ENGINE:
         return multiprocessing.get_context("spawn")

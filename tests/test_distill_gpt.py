@@ -15,8 +15,9 @@ from typing import Any
 
 import pytest
 import torch
+from jobs import run_job
+from test_pretrain_gpt import MODULE as PRETRAIN
 from test_pretrain_gpt import (
-    ENTRY,
     ROOT,
     SECONDS_TO_REPORT,
     SECONDS_TO_TRAIN,
@@ -35,7 +36,8 @@ Flags = Mapping[str, Any]
 Record = dict[str, Any]
 
 TESTS = Path(__file__).parent
-DISTIL = ("-m", "megatron_zb.distill_gpt")
+MODULE = "megatron_zb.distill_gpt"
+DISTIL = ("-m", MODULE)
 STEPS, SAVED = 6, 3
 MODEL: Flags = {
     "--cpu": True,
@@ -115,17 +117,22 @@ def teacher(corpus: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A GPT that has learnt a little."""
     folder = tmp_path_factory.mktemp("teacher")
     flags = {**MODEL, "--train-iters": 30, "--data-path": corpus, "--save": folder}
-    ended = end_of([sys.executable, *ENTRY, *written(flags)], SECONDS_TO_TRAIN)
+    ended = run_job(None, PRETRAIN, written(flags), SECONDS_TO_TRAIN)
     assert ended.code == 0, ended.stderr
     return folder
 
 
-def distilled(folder: Path, teacher: Path, corpus: str, flags: Flags) -> Distilled:
+def distilled(
+    folder: Path, teacher: Path, corpus: str, flags: Flags, *, of_torchrun: bool = False
+) -> Distilled:
     """Distil on two ranks, with `flags` in place of DISTILLATION's."""
     log = folder / "log.jsonl"
     given = {"--teacher-load": teacher, "--data-path": corpus, "--log-file": log}
     words = written({**DISTILLATION, **given, **HELD_OUT, **flags})
-    ended = end_of(torchrun(2, *DISTIL, *words), SECONDS_TO_TRAIN)
+    if of_torchrun:
+        ended = end_of(torchrun(2, *DISTIL, *words), SECONDS_TO_TRAIN)
+    else:
+        ended = run_job(2, MODULE, words, SECONDS_TO_TRAIN)
     assert ended.code == 0, ended.stderr
     return Distilled([json.loads(line) for line in log.read_text().splitlines()], folder)
 
@@ -139,7 +146,7 @@ def whole(teacher: Path, corpus: str, tmp_path_factory: pytest.TempPathFactory) 
         "--save-interval": SAVED,
         "--save-student": folder / "student",
     }
-    return distilled(folder, teacher, corpus, flags)
+    return distilled(folder, teacher, corpus, flags, of_torchrun=True)
 
 
 def evaluated(corpus: str, load: Path, folder: Path, flags: Flags) -> float:
@@ -147,7 +154,7 @@ def evaluated(corpus: str, load: Path, folder: Path, flags: Flags) -> float:
     log = folder / f"{load.name}.jsonl"
     given = {"--data-path": corpus, "--load": load, "--log-file": log, "--train-iters": 1}
     words = written({**MODEL, **given, "--finetune": True, "--skip-train": True, **flags})
-    ended = end_of([sys.executable, *ENTRY, *words], SECONDS_TO_TRAIN)
+    ended = run_job(None, PRETRAIN, words, SECONDS_TO_TRAIN)
     assert ended.code == 0, ended.stderr
     (record,) = [json.loads(line) for line in log.read_text().splitlines()]
     loss: float = record["eval_loss"]
@@ -265,7 +272,7 @@ def refused(teacher: Path, corpus: str) -> Any:
     def run(flags: Flags, *parts: str) -> None:
         given = {"--teacher-load": teacher, "--data-path": corpus, "--distribution": "0-3:1"}
         words = written({**DISTILLATION, **given, **flags})
-        ended = end_of([sys.executable, *DISTIL, *words], SECONDS_TO_REPORT)
+        ended = run_job(None, MODULE, words, SECONDS_TO_REPORT)
         check_report(ended, *parts)
         assert ended.code == 2
         assert ended.stderr.count("megatron_zb:") == 1

@@ -18,6 +18,7 @@ from typing import Any
 
 import numpy
 import pytest
+from jobs import Ended, run_job
 
 from megatron_zb.errors import UsageError
 from megatron_zb.training import arguments as training_arguments
@@ -26,7 +27,8 @@ Flags = Mapping[str, Any]
 Record = dict[str, Any]
 
 ROOT = Path(__file__).resolve().parents[1]
-ENTRY = ("-m", "megatron_zb.pretrain_gpt")
+MODULE = "megatron_zb.pretrain_gpt"
+ENTRY = ("-m", MODULE)
 # A mistake must end the ranks long before a process group's timeout would.
 SECONDS_TO_REPORT = 30.0
 SECONDS_TO_TRAIN = 120.0
@@ -122,16 +124,6 @@ main()
 
 
 @dataclass(frozen=True)
-class Ended:
-    """A process that has ended, and what it printed."""
-
-    code: int
-    stdout: str
-    stderr: str
-    seconds: float
-
-
-@dataclass(frozen=True)
 class Run:
     """The log of a run that went well."""
 
@@ -201,12 +193,18 @@ def script(folder: Path, source: str) -> str:
     return str(path)
 
 
-def trained(folder: Path, flags: Flags, *, program: Sequence[str] = ENTRY) -> Run:
-    """Train on torchrun's ranks with `flags` in place of TRAINING's, and read the log."""
+def trained(folder: Path, flags: Flags, *, program: Sequence[str] | None = None) -> Run:
+    """Train with `flags` in place of TRAINING's, and read the log.
+
+    With a program, or ENTRY, on ranks of torchrun's.
+    """
     log = folder / f"{len(list(folder.iterdir()))}.jsonl"
     flags = {**TRAINING, "--log-file": log, **flags}
-    ranks = flags["--pipeline-model-parallel-size"]
-    ended = end_of(torchrun(ranks, *program, *written(flags)), SECONDS_TO_TRAIN)
+    ranks, words = flags["--pipeline-model-parallel-size"], written(flags)
+    if program is None:
+        ended = run_job(ranks, MODULE, words, SECONDS_TO_TRAIN)
+    else:
+        ended = end_of(torchrun(ranks, *program, *words), SECONDS_TO_TRAIN)
     assert ended.code == 0, ended.stderr
     records = [json.loads(line) for line in log.read_text(encoding="utf-8").splitlines()]
     return Run(records, ended.stdout)
@@ -238,7 +236,7 @@ def whole(corpus: str, tmp_path_factory: pytest.TempPathFactory) -> Whole:
                 "--save": folder / "checkpoints",
                 "--save-interval": SAVED,
             }
-            done[schedule] = trained(folder, flags), folder / "checkpoints"
+            done[schedule] = trained(folder, flags, program=ENTRY), folder / "checkpoints"
         return done[schedule]
 
     return run
@@ -292,9 +290,9 @@ def test_a_checkpoint_of_other_data_is_refused_or_allowed(
         other.with_suffix(suffix).write_bytes(backwards)
     load = checkpoint_of(checkpoints, SAVED, tmp_path / "load")
     flags = {"--pipeline-schedule": "v-half", "--load": load, "--data-path": other}
-    command = torchrun(2, *ENTRY, *written({**TRAINING, **flags}))
+    words = written({**TRAINING, **flags})
     check_report(
-        end_of(command, SECONDS_TO_REPORT),
+        run_job(2, MODULE, words, SECONDS_TO_REPORT),
         f"was trained with --data-path {corpus} (",
         f"but this run has --data-path {other} (",
         "or --pipeline-allow-other-data to go on with other data",
@@ -411,7 +409,7 @@ def check_report(ended: Ended, *parts: str) -> None:
 )
 def test_a_mistake_is_one_sentence(flags: Flags, parts: list[str], corpus: str) -> None:
     one_rank = {**TRAINING, "--pipeline-model-parallel-size": 1, "--data-path": corpus}
-    ended = end_of([sys.executable, *ENTRY, *written({**one_rank, **flags})], SECONDS_TO_REPORT)
+    ended = run_job(None, MODULE, written({**one_rank, **flags}), SECONDS_TO_REPORT)
     check_report(ended, *parts)
     assert ended.code == 2
     assert ended.stderr.count("\n") == 1

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from jobs import run_job
 
 from faults.conftest import VARIABLE
 from faults.matrix import (
@@ -36,6 +37,7 @@ from megatron_zb.runtime.watchdog import EXIT_CODE
 from megatron_zb.schedules import interchange
 
 ROOT = Path(__file__).resolve().parents[2]
+UNDISTURBED = ["-m", "megatron_zb.pretrain_gpt"]
 FAULTY = Path(__file__).with_name("faulty.py")
 SECONDS = 150.0
 """No fault takes longer than this to be noticed; torchrun waits half a minute for its ranks."""
@@ -68,7 +70,14 @@ def run(
     schedule: Sequence[str] = SCHEDULE,
     ranks: int = RANKS,
 ) -> Ended:
-    """Start torchrun's ranks and wait for the end; what is given in ``more`` counts."""
+    """Start ranks and wait for their end; what is given in ``more`` counts.
+
+    Those that suffer a fault are torchrun's.
+    """
+    if program == UNDISTURBED:
+        words = [*TRAINING, *schedule, "--log-file", str(log), *more]
+        job = run_job(ranks, program[1], words, SECONDS)
+        return Ended(job.code, job.stdout + job.stderr, time.time(), [])
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
     command += ["--nproc-per-node", str(ranks), *program, *TRAINING, *schedule]
     command += ["--log-file", str(log), *more]
@@ -129,7 +138,7 @@ def undisturbed_run(corpus: str, tmp_path_factory: pytest.TempPathFactory) -> Pa
     """The folder of a run without any fault: its log, and its checkpoints."""
     folder = tmp_path_factory.mktemp("undisturbed")
     ended = run(
-        ["-m", "megatron_zb.pretrain_gpt"],
+        UNDISTURBED,
         folder / "log.jsonl",
         *("--data-path", corpus, "--save", str(folder / "checkpoints")),
     )
@@ -164,7 +173,7 @@ def test_a_fault(fault: Fault, undisturbed: dict[int, Any], corpus: str, tmp_pat
     good = int(latest.read_text(encoding="utf-8"))
     assert good == ITERATIONS - SAVED
     load = ("--data-path", corpus, "--load", str(tmp_path / "checkpoints"), *save[2:])
-    resumed = run(["-m", "megatron_zb.pretrain_gpt"], tmp_path / "resumed.jsonl", *load)
+    resumed = run(UNDISTURBED, tmp_path / "resumed.jsonl", *load)
     assert resumed.code == 0, resumed.output
     found = losses(tmp_path / "resumed.jsonl")
     assert found == {i: v for i, v in undisturbed.items() if i > good}
@@ -204,8 +213,7 @@ def test_a_fault_at_the_start(
         assert f"on rank 0, but {TABLE} " in ended.output
         assert " on rank 1; start every rank with the same" in ended.output
 
-    program = ["-m", "megatron_zb.pretrain_gpt"]
-    resumed = run(program, tmp_path / "resumed.jsonl", *load, schedule=schedule)
+    resumed = run(UNDISTURBED, tmp_path / "resumed.jsonl", *load, schedule=schedule)
     assert resumed.code == 0, resumed.output
     assert losses(tmp_path / "resumed.jsonl") == {i: v for i, v in undisturbed.items() if i > good}
     _note(fault, seconds)
@@ -242,7 +250,7 @@ def test_infinite_gradients_make_a_loss_scale_shrink(corpus: str, tmp_path: Path
     """They are no fault there: the iteration is skipped, as in Megatron."""
     log = tmp_path / "log.jsonl"
     save = ("--data-path", corpus, "--save", str(tmp_path / "checkpoints"))
-    ended = run(["-m", "megatron_zb.pretrain_gpt"], log, *save, "--fp16")
+    ended = run(UNDISTURBED, log, *save, "--fp16")
     assert ended.code == 0, ended.output
     records = [json.loads(line) for line in log.read_text(encoding="utf-8").splitlines()]
     skipped = [record["skipped"] for record in records if "skipped" in record]
@@ -324,7 +332,7 @@ def test_a_damaged_checkpoint(undisturbed_run: Path, corpus: str, tmp_path: Path
     latest = checkpoints / f"iter_{ITERATIONS:07d}"
     os.truncate(latest / "common.pt", (latest / "common.pt").stat().st_size // 2)
     load = ("--data-path", corpus, "--load", str(checkpoints), "--save", str(tmp_path / "new"))
-    refused = run(["-m", "megatron_zb.pretrain_gpt"], tmp_path / "refused.jsonl", *load)
+    refused = run(UNDISTURBED, tmp_path / "refused.jsonl", *load)
     assert refused.code != 0
     assert refused.left == []
     assert f"--load: {latest} cannot be read" in refused.output

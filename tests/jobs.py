@@ -1,0 +1,140 @@
+"""Run a program of this package on ranks, as torchrun does, but without importing torch again.
+
+Ranks are forked off the process that has imported torch and Megatron (see ranks.py), so that a job
+takes a second and not ten. As under torchrun, the store of the job is not in a rank, and when a
+rank fails the others are ended. What torchrun itself does and says, jobs of torchrun's show.
+"""
+
+from __future__ import annotations
+
+import os
+import runpy
+import sys
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from multiprocessing.connection import wait
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+from rank_process import Kind
+from ranks import context_of
+
+PATIENCE = 5.0
+"""Seconds in which a rank that is asked to end may do so."""
+
+
+@dataclass(frozen=True)
+class Ended:
+    """A job that has ended, and what it printed."""
+
+    code: int
+    stdout: str
+    stderr: str
+    seconds: float
+
+
+@dataclass(frozen=True)
+class _Program:
+    """What a rank runs: a module, its words, where, and with which variables."""
+
+    module: str
+    words: list[str]
+    folder: str
+    environment: dict[str, str]
+    stdout: str
+    stderr: str
+
+
+def run_job(ranks: int | None, module: str, words: Sequence[str], timeout: float) -> Ended:
+    """Run a module as the main program of every rank, to its end.
+
+    Args:
+        ranks: how many; None for one process that nothing tells of ranks.
+        module: its name.
+        words: its command line.
+        timeout: in seconds; the test fails after it.
+    """
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    environments = [{}] if ranks is None else [_of_rank(r, ranks, store.port) for r in range(ranks)]
+    start = time.monotonic()
+    with tempfile.TemporaryDirectory(prefix="job-") as folder:
+        printed = [Path(folder) / name for name in ("stdout", "stderr")]
+        for path in printed:
+            path.touch()
+        processes = [_started(module, words, more, printed) for more in environments]
+        try:
+            in_time = _wait_for(processes, start + timeout)
+        finally:
+            _end(processes)
+        stdout, stderr = (path.read_text(encoding="utf-8", errors="replace") for path in printed)
+    if not in_time:
+        pytest.fail(f"did not end in {timeout:g} s:\n{stdout}\n{stderr}")
+    codes = [process.exitcode for process in processes]
+    code = codes[0] if ranks is None else int(any(codes))
+    return Ended(code, stdout, stderr, time.monotonic() - start)
+
+
+def _of_rank(rank: int, ranks: int, port: int) -> dict[str, str]:
+    """The variables that torchrun gives a rank."""
+    return {
+        "RANK": str(rank),
+        "LOCAL_RANK": str(rank),
+        "WORLD_SIZE": str(ranks),
+        "LOCAL_WORLD_SIZE": str(ranks),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
+        "TORCHELASTIC_RESTART_COUNT": "0",
+    }
+
+
+def _started(
+    module: str, words: Sequence[str], more: Mapping[str, str], printed: Sequence[Path]
+) -> Any:
+    environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1", **more}
+    stdout, stderr = map(str, printed)
+    program = _Program(module, list(words), os.getcwd(), environment, stdout, stderr)
+    process = context_of(Kind.PLAIN).Process(target=_run, args=(program,))
+    process.start()
+    return process
+
+
+def _run(program: _Program) -> None:
+    os.setsid()
+    os.chdir(program.folder)
+    os.environ.clear()
+    os.environ |= program.environment
+    for number, path in ((1, program.stdout), (2, program.stderr)):
+        with open(path, "ab") as file:
+            os.dup2(file.fileno(), number)
+    sys.stdout = os.fdopen(1, "w", buffering=1, closefd=False)
+    sys.stderr = os.fdopen(2, "w", buffering=1, closefd=False)
+    sys.argv[:] = [program.module, *program.words]
+    runpy.run_module(program.module, run_name="__main__", alter_sys=True)
+
+
+def _wait_for(processes: Sequence[Any], deadline: float) -> bool:
+    """Wait until all have ended or one has failed; whether that was before the deadline."""
+    left = list(processes)
+    while left:
+        if not wait([p.sentinel for p in left], timeout=max(0.0, deadline - time.monotonic())):
+            return False
+        left = [process for process in left if process.is_alive()]
+        if any(process.exitcode for process in processes):
+            break
+    return True
+
+
+def _end(processes: Sequence[Any]) -> None:
+    for process in processes:
+        if process.is_alive():
+            process.terminate()
+    deadline = time.monotonic() + PATIENCE
+    for process in processes:
+        process.join(max(0.0, deadline - time.monotonic()))
+        process.kill()
+        process.join()
