@@ -341,7 +341,7 @@ def test_damaged_files_are_named(
         flag: copy,
     }
     words = written({**DISTILLATION, **given, "--train-iters": STEPS + 1})
-    ended = end_of(torchrun(2, *DISTIL, *words), SECONDS_TO_REPORT)
+    ended = run_job(2, MODULE, words, SECONDS_TO_REPORT)
     assert ended.code != 0
     assert f"megatron_zb: error: {flag}: {copy}" in ended.stderr
     assert "a file of it is missing or damaged" in ended.stderr
