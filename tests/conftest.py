@@ -2,11 +2,51 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 
+import kept_searches
 import pytest
+import sizes
 from ranks import RankPools
 from texts import prepared
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--full", action="store_true", help="the tests marked full, too")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Tell modules which sizes to draw, before they are imported."""
+    if config.getoption("--full"):
+        os.environ[sizes.FULL] = "yes"
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leave out what is marked full: combinations beyond those that each thing is tried in."""
+    if config.getoption("--full"):
+        return
+    left_out = [item for item in items if item.get_closest_marker("full")]
+    if left_out:
+        config.hook.pytest_deselected(items=left_out)
+        items[:] = [item for item in items if item not in left_out]
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """Say what did not run, and how to run it."""
+    left_out = terminalreporter.stats.get("deselected", [])
+    count = sum(item.get_closest_marker("full") is not None for item in left_out)
+    if count:
+        terminalreporter.write_line(
+            f"NOT RUN: {count} further combinations; scripts/test.sh --full runs them", yellow=True
+        )
+
+
+@pytest.fixture(scope="session", autouse=True)
+def searches(tmp_path_factory: pytest.TempPathFactory) -> None:
+    """Searches are kept; see kept_searches.py."""
+    os.environ[kept_searches.FOLDER] = str(tmp_path_factory.mktemp("searches"))
+    kept_searches.install()
 
 
 @pytest.fixture(scope="module")

@@ -16,6 +16,9 @@ from megatron_zb.megatron.cpu import run_on_cpu
 torch.set_num_threads(1)
 run_on_cpu()
 
+import kept_searches  # noqa: E402
 import megatron.core.models.gpt  # noqa: E402, F401
 
 import megatron_zb.training.loop  # noqa: E402, F401
+
+kept_searches.install()

@@ -299,26 +299,26 @@ def test_wrong_steps_are_mended_whatever_else(ranks: RankPools, more: dict[str, 
     check_mended(found)
 
 
-SIXTY = 60
+MANY = 24
 # Alone, two and three in a row, on each rank, and on two ranks in one iteration.
-INFINITE = ((2, 1), (3, 3), (17, 0), (30, 2), (30, 0), (31, 1), (32, 2), (47, 3), (59, 1))
+INFINITE = ((2, 1), (3, 3), (8, 0), (12, 2), (12, 0), (13, 1), (14, 2), (19, 3), (23, 1))
 # What a run does before an evaluation, a checkpoint and its end: after right and wrong steps.
-SETTLED = (9, 17, 19, 29, 31, 39, 49, 59)
+SETTLED = (5, 8, 9, 11, 13, 16, 20, 23)
 
 
 @pytest.mark.parametrize(
     ("training", "mended"),
     [
-        (Training(FP32, "v-zb", clip=1e6, iterations=SIXTY), "none"),
-        (Training(FP32, "v-half", clip=0.01, iterations=SIXTY), "all"),
-        (Training(BF16, "v-half", clip=CLIP_SOME, iterations=SIXTY), "some"),
-        (Training(FP16, "v-zb", iterations=SIXTY, infinite=INFINITE), "some"),
+        (Training(FP32, "v-zb", clip=1e6, iterations=MANY), "none"),
+        (Training(FP32, "v-half", clip=0.01, iterations=MANY), "all"),
+        (Training(BF16, "v-half", clip=CLIP_SOME, iterations=MANY), "some"),
+        (Training(FP16, "v-zb", iterations=MANY, infinite=INFINITE), "some"),
         (
             Training(
                 FP16,
                 "v-half",
                 clip=CLIP_SOME,
-                iterations=SIXTY,
+                iterations=MANY,
                 infinite=INFINITE,
                 settled=SETTLED,
             ),
@@ -327,7 +327,7 @@ SETTLED = (9, 17, 19, 29, 31, 39, 49, 59)
     ],
     ids=["not-clipped", "always-clipped", "some-clipped", "infinite", "infinite-and-clipped"],
 )
-def test_sixty_iterations(ranks: RankPools, training: Training, mended: str) -> None:
+def test_many_iterations(ranks: RankPools, training: Training, mended: str) -> None:
     found = ranks(4).run(both, training=training)
     check(found)
     for synchronous, validated in found:
@@ -340,9 +340,9 @@ def test_sixty_iterations(ranks: RankPools, training: Training, mended: str) -> 
             if training.clip and step.norm is not None and step.norm > training.clip
         }
         assert set(validated.mended) == skipped | clipped
-        counted = {"none": 0, "all": SIXTY}.get(mended, len(skipped | clipped))
+        counted = {"none": 0, "all": MANY}.get(mended, len(skipped | clipped))
         assert len(validated.mended) == counted
-        assert mended != "some" or 0 < counted < SIXTY
+        assert mended != "some" or 0 < counted < MANY
 
 
 def test_the_size_of_what_is_kept(ranks: RankPools) -> None:

@@ -11,6 +11,7 @@ from functools import partial
 from itertools import pairwise
 
 import pytest
+import sizes
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from rendezvous import finishes
@@ -47,7 +48,7 @@ def costs_of(draw: st.DrawFn, pipeline_size: int) -> schedules.Costs:
 
 @st.composite
 def problems(
-    draw: st.DrawFn, most_ranks: int = 16, most_microbatches: int = 64
+    draw: st.DrawFn, most_ranks: int = sizes.RANKS, most_microbatches: int = sizes.MICROBATCHES
 ) -> tuple[int, int, schedules.Costs]:
     pipeline_size = draw(st.integers(2, most_ranks))
     return pipeline_size, draw(st.integers(1, most_microbatches)), draw(costs_of(pipeline_size))
@@ -58,7 +59,7 @@ _NAMED = [name for name in schedules.names() if name != "auto"]
 
 
 @pytest.mark.parametrize("name", _NAMED)
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=sizes.EXAMPLES, deadline=None)
 @given(problem=problems())
 def test_every_schedule_is_valid_and_within_its_memory(
     name: str, problem: tuple[int, int, schedules.Costs]
