@@ -9,10 +9,12 @@ from __future__ import annotations
 
 import os
 import runpy
+import signal
 import sys
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from multiprocessing.connection import wait
 from pathlib import Path
@@ -29,19 +31,20 @@ PATIENCE = 5.0
 
 @dataclass(frozen=True)
 class Ended:
-    """A job that has ended, and what it printed."""
+    """A job that has ended, and what it printed; ``left`` are processes that its ranks left."""
 
     code: int
     stdout: str
     stderr: str
     seconds: float
+    left: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
 class _Program:
-    """What a rank runs: a module, its words, where, and with which variables."""
+    """What a rank runs: a module or a script, its words, where, and with which variables."""
 
-    module: str
+    program: str
     words: list[str]
     folder: str
     environment: dict[str, str]
@@ -49,12 +52,12 @@ class _Program:
     stderr: str
 
 
-def run_job(ranks: int | None, module: str, words: Sequence[str], timeout: float) -> Ended:
-    """Run a module as the main program of every rank, to its end.
+def run_job(ranks: int | None, program: str, words: Sequence[str], timeout: float) -> Ended:
+    """Run a module or a script as the main program of every rank, to its end.
 
     Args:
         ranks: how many; None for one process that nothing tells of ranks.
-        module: its name.
+        program: the name of the module, or the path of the script.
         words: its command line.
         timeout: in seconds; the test fails after it.
     """
@@ -65,7 +68,7 @@ def run_job(ranks: int | None, module: str, words: Sequence[str], timeout: float
         printed = [Path(folder) / name for name in ("stdout", "stderr")]
         for path in printed:
             path.touch()
-        processes = [_started(module, words, more, printed) for more in environments]
+        processes = [_started(program, words, more, printed) for more in environments]
         try:
             in_time = _wait_for(processes, start + timeout)
         finally:
@@ -75,7 +78,8 @@ def run_job(ranks: int | None, module: str, words: Sequence[str], timeout: float
         pytest.fail(f"did not end in {timeout:g} s:\n{stdout}\n{stderr}")
     codes = [process.exitcode for process in processes]
     code = codes[0] if ranks is None else int(any(codes))
-    return Ended(code, stdout, stderr, time.monotonic() - start)
+    seconds = time.monotonic() - start
+    return Ended(code, stdout, stderr, seconds, _left_by([process.pid for process in processes]))
 
 
 def _of_rank(rank: int, ranks: int, port: int) -> dict[str, str]:
@@ -93,28 +97,31 @@ def _of_rank(rank: int, ranks: int, port: int) -> dict[str, str]:
 
 
 def _started(
-    module: str, words: Sequence[str], more: Mapping[str, str], printed: Sequence[Path]
+    program: str, words: Sequence[str], more: Mapping[str, str], printed: Sequence[Path]
 ) -> Any:
     environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1", **more}
     stdout, stderr = map(str, printed)
-    program = _Program(module, list(words), os.getcwd(), environment, stdout, stderr)
-    process = context_of(Kind.PLAIN).Process(target=_run, args=(program,))
+    given = _Program(program, list(words), os.getcwd(), environment, stdout, stderr)
+    process = context_of(Kind.PLAIN).Process(target=_run, args=(given,))
     process.start()
     return process
 
 
-def _run(program: _Program) -> None:
+def _run(given: _Program) -> None:
     os.setsid()
-    os.chdir(program.folder)
+    os.chdir(given.folder)
     os.environ.clear()
-    os.environ |= program.environment
-    for number, path in ((1, program.stdout), (2, program.stderr)):
+    os.environ |= given.environment
+    for number, path in ((1, given.stdout), (2, given.stderr)):
         with open(path, "ab") as file:
             os.dup2(file.fileno(), number)
     sys.stdout = os.fdopen(1, "w", buffering=1, closefd=False)
     sys.stderr = os.fdopen(2, "w", buffering=1, closefd=False)
-    sys.argv[:] = [program.module, *program.words]
-    runpy.run_module(program.module, run_name="__main__", alter_sys=True)
+    sys.argv[:] = [given.program, *given.words]
+    if given.program.endswith(".py"):
+        runpy.run_path(given.program, run_name="__main__")
+    else:
+        runpy.run_module(given.program, run_name="__main__", alter_sys=True)
 
 
 def _wait_for(processes: Sequence[Any], deadline: float) -> bool:
@@ -138,3 +145,22 @@ def _end(processes: Sequence[Any]) -> None:
         process.join(max(0.0, deadline - time.monotonic()))
         process.kill()
         process.join()
+
+
+def _left_by(ranks: Sequence[int]) -> tuple[int, ...]:
+    """Living processes that ranks have started, after a while in which they may end."""
+    deadline = time.monotonic() + PATIENCE
+    while (left := tuple(_in_sessions(ranks))) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    for number in left:
+        with suppress(ProcessLookupError):
+            os.kill(number, signal.SIGKILL)
+    return left
+
+
+def _in_sessions(leaders: Sequence[int]) -> Iterator[int]:
+    for folder in Path("/proc").glob("[0-9]*"):
+        with suppress(OSError):
+            state, _, _, session, *_ = (folder / "stat").read_text().rpartition(")")[2].split()
+            if state != "Z" and int(session) in leaders:
+                yield int(folder.name)

@@ -51,11 +51,6 @@ class Struck:
         what = self.fault["what"]
         if what == "SIGKILL":
             os.kill(os.getpid(), signal.SIGKILL)
-        elif what == "SIGSTOP" and self.fault["ordinary"]:
-            sys.path.append(str(Path(__file__).resolve().parents[1]))
-            from stopping import stop_this_rank
-
-            stop_this_rank()
         elif what == "SIGSTOP":
             os.kill(os.getpid(), signal.SIGSTOP)
         elif what == "full disk":

@@ -72,12 +72,13 @@ def run(
 ) -> Ended:
     """Start ranks and wait for their end; what is given in ``more`` counts.
 
-    Those that suffer a fault are torchrun's.
+    They are torchrun's where it is to say something, or all faults are tried.
     """
-    if program == UNDISTURBED:
-        words = [*TRAINING, *schedule, "--log-file", str(log), *more]
-        job = run_job(ranks, program[1], words, SECONDS)
-        return Ended(job.code, job.stdout + job.stderr, time.time(), [])
+    if not (os.environ.get(VARIABLE) or "SIGKILL" in " ".join(program)):
+        name, *words = program[program[0] == "-m" :]
+        words += [*TRAINING, *schedule, "--log-file", str(log), *more]
+        job = run_job(ranks, name, words, SECONDS)
+        return Ended(job.code, job.stdout + job.stderr, time.time(), list(job.left))
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
     command += ["--nproc-per-node", str(ranks), *program, *TRAINING, *schedule]
     command += ["--log-file", str(log), *more]
