@@ -112,13 +112,10 @@ def main() -> int:
             for device in devices:
                 for gpus in arguments.gpus:
                     rows.append(row_of(model, device, gpus))
-                    print(f"{model.stem} {device.stem} {gpus}", file=sys.stderr, flush=True)
+                    print(*cells_of(rows[-1]), sep="  ", file=sys.stderr, flush=True)
     table = Table("model", "device", "GPUs", "s", "auto leads by", "the best of the others")
     for row in rows:
-        lead = "-" if row.lead is None else f"{row.lead:.2%}"
-        table.add_row(
-            row.model, row.device, str(row.gpus), f"{row.seconds:.1f}", lead, row.best[:60]
-        )
+        table.add_row(*cells_of(row))
     console = Console()
     console.print(table)
     wrong = [said for model in models if (said := wrong_recommendation(model))]
@@ -143,6 +140,12 @@ def main() -> int:
         )
     )
     return 1 if behind or wrong else 0
+
+
+def cells_of(row: Row) -> list[str]:
+    """A row of the table."""
+    lead = "-" if row.lead is None else f"{row.lead:.2%}"
+    return [row.model, row.device, str(row.gpus), f"{row.seconds:.1f}", lead, row.best[:60]]
 
 
 def chosen(place: Path, names: list[str] | None) -> list[Path]:

@@ -20,7 +20,7 @@ variables_help() {
 what is trained:
   MEGATRON_LM_PATH    a Megatron-LM checkout, 0.16 or 0.19 (needed)
   CONFIG              a model of configs/models
-  SCHEDULE            a pipeline schedule, or none for Megatron's own (default: the model's own)
+  SCHEDULE            a pipeline schedule, or none for Megatron's own (default: what CONFIG recommends)
   DATA_PATH           a data set that Megatron-LM's tools/preprocess_data.py has made, or mock (needed)
   TOKENIZER_TYPE      such as HuggingFaceTokenizer (needed with a data set)
   TOKENIZER_MODEL     such as meta-llama/Meta-Llama-3-8B; a model with a published tokenizer gets its
@@ -99,6 +99,8 @@ training_command() {
     model=$("$PYTHON" -m megatron_zb.cli flags --config "$CONFIG" ${data[@]+"${data[@]}"}) || exit 2
     mapfile -t model <<<"$model"
     schedule=${SCHEDULE-$("$PYTHON" -m megatron_zb.cli flags --config "$CONFIG" --schedule)} || exit 2
+    [[ $schedule != none || -n ${SCHEDULE+given} ]] \
+        || say "$CONFIG recommends Megatron's own schedule; SCHEDULE=v-zb or another name runs one of this package" >&2
     command=("$PYTHON" -m torch.distributed.run --nproc-per-node "$GPUS_PER_NODE" --nnodes "$NNODES")
     if ((NNODES == 1)); then
         command+=(--standalone)

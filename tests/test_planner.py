@@ -12,6 +12,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+import auto_plans
 import pytest
 import yaml
 from hypothesis import HealthCheck, given, settings
@@ -107,7 +108,9 @@ def test_every_model_has_its_size_and_a_recommended_schedule(path: Path) -> None
     model = read_model(path)
     assert all_weights(model) / 1e9 == pytest.approx(PUBLISHED_SIZES[path.stem], rel=0.05)
     assert model.recommended is not None
-    assert model.recommended.schedule in schedules.names()
+    assert model.recommended.schedule in [*schedules.names(), "none"]
+    assert model.recommended.gpus is not None
+    assert model.recommended.device in [device.stem for device in DEVICES]
 
 
 @pytest.mark.parametrize("path", DEVICES, ids=lambda path: path.stem)
@@ -544,6 +547,11 @@ def test_reasons_compare_with_rows_that_are_shown() -> None:
     assert first == "no pipeline"
     assert recommended(plan) is None
     assert recommendation(plan).startswith("no schedule of this package is worth a change here")
+
+
+def test_a_recommendation_is_what_plan_says() -> None:
+    """Of one model here; benchmarks/auto_plans.py --only-recommendations compares all."""
+    assert auto_plans.wrong_recommendation(ROOT / "configs" / "models" / "llama2_7b.yaml") is None
 
 
 def test_it_says_what_it_looks_at_when_it_is_piped(

@@ -60,18 +60,31 @@ def test_every_model_has_a_command(config: Path, checkout: Path) -> None:
     assert value(words, "--hidden-size") == str(model.hidden_size)
     assert value(words, "--pipeline-model-parallel-size") == "4"
     assert model.recommended is not None
-    assert value(words, "--pipeline-schedule") == model.recommended.schedule
+    if model.recommended.schedule == "none":
+        assert "--pipeline-schedule" not in words
+    else:
+        assert value(words, "--pipeline-schedule") == model.recommended.schedule
     assert ("--num-experts" in words) == (model.experts is not None)
     assert ("--multi-latent-attention" in words) == (model.latent_attention is not None)
     assert words[words.index("-m") + 1] == "torch.distributed.run"
     assert str(checkout / "pretrain_gpt.py") == words[words.index("megatron_zb.launch") + 1]
 
 
+def test_a_model_that_gains_nothing_says_how_to_have_a_schedule(checkout: Path) -> None:
+    config = ROOT / "configs/models/llama2_7b.yaml"
+    given = {"MEGATRON_LM_PATH": str(checkout), "DATA_PATH": "mock", "CONFIG": str(config)}
+    done = start("pretrain_gpt", "--dry-run", variables=given)
+    assert "--pipeline-schedule" not in done.stdout
+    assert f"==> {config} recommends Megatron's own schedule; SCHEDULE=v-zb or" in done.stderr
+    assert start("pretrain_gpt", "--dry-run", variables={**given, "SCHEDULE": "none"}).stderr == ""
+
+
 @pytest.mark.parametrize("script", SCRIPTS)
 def test_every_script_prints_its_command(script: str, checkout: Path) -> None:
-    words = planned(script, checkout, "--log-interval", "7", MASTER_ADDR="first-host")
+    given = {"MASTER_ADDR": "first-host", "SCHEDULE": "v-half"}
+    words = planned(script, checkout, "--log-interval", "7", **given)
     assert words[-2:] == ["--log-interval", "7"]
-    assert "--pipeline-schedule" in words
+    assert value(words, "--pipeline-schedule") == "v-half"
     assert "--bf16" in words
 
 
