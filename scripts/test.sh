@@ -4,7 +4,7 @@ set -euo pipefail
 
 usage() {
     cat <<'END'
-usage: scripts/test.sh [--python VERSION] [--tests-only] [--faults] [PYTEST-ARGUMENT ...]
+usage: scripts/test.sh [--python VERSION] [--tests-only] [--full] [--faults] [PYTEST-ARGUMENT ...]
 
 Checks and tests megatron-zb on the CPU; needs no GPU and nothing but a Python and a network.
 
@@ -17,6 +17,8 @@ Checks and tests megatron-zb on the CPU; needs no GPU and nothing but a Python a
 options:
   --python VERSION   3.11 (default, megatron-core 0.16) or 3.12 (megatron-core 0.19, in .venv-3.12)
   --tests-only       no ruff and no mypy
+  --full             every combination of schedules, models and ranks, and larger sizes; without it each thing
+                     is tried in a few, and the end says how many were not
   --faults           all faults that a job may suffer (about 30 minutes), and nothing else; what was seen is
                      written to faults.jsonl
   -h, --help         this text
