@@ -60,6 +60,8 @@ class _Runner:
     runs: int = 0
     _space: tuple[object, ...] = field(init=False)
     _fixed: tuple[object, ...] = field(init=False)
+    _quotas_of: dict[tuple[float, float, tuple[int, ...]], Any] = field(default_factory=dict)
+    _own_of: dict[tuple[float, ...], Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         problem, make = self.problem, self.engine
@@ -127,13 +129,26 @@ class _Runner:
             placement.chunks,
             problem.num_microbatches,
             *self._fixed,
-            self.engine.integers(self._quotas(steering)),
+            self._kept_quotas(steering),
             self.engine.floats(self._scores(steering)),
-            self.engine.floats([x * self.mean_pass for x in steering.own]),
+            self._kept_own(steering.own),
             problem.split,
             self.order,
             *self._space,
         )
+
+    def _kept_quotas(self, steering: Steering) -> Any:
+        """The quotas as an array: most neighbours have those of an earlier run."""
+        key = steering.quota, steering.quota_slope, steering.shift
+        if key not in self._quotas_of:
+            self._quotas_of[key] = self.engine.integers(self._quotas(steering))
+        return self._quotas_of[key]
+
+    def _kept_own(self, own: tuple[float, ...]) -> Any:
+        """The scores of single ranks as an array, which most neighbours share, too."""
+        if own not in self._own_of:
+            self._own_of[own] = self.engine.floats([x * self.mean_pass for x in own])
+        return self._own_of[own]
 
     def _scores(self, steering: Steering) -> list[float]:
         unit, slots = self.mean_pass, self._slots[0]
