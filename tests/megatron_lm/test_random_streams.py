@@ -66,13 +66,13 @@ def test_a_resumed_run_agrees(checkout: Path, v_half: Logged, checkpoints: Path)
 def test_where_layers_stay_the_draws_are_stocks(
     checkout: Path, v_half: Logged, tmp_path: Path
 ) -> None:
-    """Also from the random states in a checkpoint."""
+    """Also from the random states in a checkpoint, whatever stock Megatron makes of them."""
     half = ITERATIONS // 2
     stock = run(checkout, 4, f"--save {tmp_path} --save-interval {half}")
     check_equal(run(checkout, 4, "--pipeline-schedule zb-h1"), stock)
-    load = f"--load {tmp_path} --ckpt-step {half} --pipeline-schedule zb-h1"
+    load = f"--load {tmp_path} --ckpt-step {half}"
     resumed = run(checkout, 4, load)
-    assert resumed.norms == {step: stock.norms[step] for step in range(half + 1, ITERATIONS + 1)}
-    assert resumed.evaluations == stock.evaluations
+    assert list(resumed.norms) == list(range(half + 1, ITERATIONS + 1))
+    check_equal(run(checkout, 4, load, "--pipeline-schedule zb-h1"), resumed)
     by_rank = run(checkout, 4, "--pipeline-schedule v-half --pipeline-random-streams rank")
     assert len({r.losses[1] for r in (stock, by_rank, v_half)}) == 3
