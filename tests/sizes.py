@@ -12,3 +12,5 @@ RANKS = 16 if IS_FULL else 8
 MICROBATCHES = 64 if IS_FULL else 24
 EXAMPLES = 15 if IS_FULL else 8
 """Of a search, which takes from tenths of a second to seconds."""
+SEARCHES = 5 if IS_FULL else 3
+"""Examples of a search of all placements."""

@@ -53,7 +53,7 @@ def test_bars_are_where_the_passes_are(name: str) -> None:
     assert colours == [bar.colour for bar in bars_of(timeline)]
 
 
-@pytest.mark.parametrize("name", schedules.names())
+@pytest.mark.parametrize("name", [name for name in schedules.names() if name != "auto"])
 def test_8_ranks_and_16_microbatches_are_readable(name: str) -> None:
     """Every bar has its number, and every number has room in its bar.
 
