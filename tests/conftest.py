@@ -7,7 +7,6 @@ from collections.abc import Iterator
 
 import kept_searches
 import pytest
-import sizes
 from ranks import RankPools
 from texts import prepared
 
@@ -19,7 +18,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_configure(config: pytest.Config) -> None:
     """Tell modules which sizes to draw, before they are imported."""
     if config.getoption("--full"):
-        os.environ[sizes.FULL] = "yes"
+        os.environ["TESTS_FULL"] = "yes"  # sizes.py reads it when it is imported
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

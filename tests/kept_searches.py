@@ -18,17 +18,19 @@ from megatron_zb.schedules import auto
 
 FOLDER = "TESTS_KEPT_SEARCHES"
 """In the environment: where searches are kept."""
+_KEPT = "searches_are_kept"
 
 
 def install() -> None:
     """Keep the searches of this process, if the environment says where."""
-    if FOLDER in os.environ and not hasattr(auto._on, "kept"):
+    if FOLDER in os.environ and not hasattr(auto._on, _KEPT):
         auto._on = _kept(auto._on, Path(os.environ[FOLDER]))
 
 
 def _kept(search: Callable[..., Any], folder: Path) -> Callable[..., Any]:
     def found(*arguments: Any) -> Any:
-        name = hashlib.sha256(repr(arguments).encode()).hexdigest()
+        asked = repr((arguments, _settings()))
+        name = hashlib.sha256(asked.encode()).hexdigest()
         with (folder / name).open("a+b") as file:
             fcntl.flock(file, fcntl.LOCK_EX)
             file.seek(0)
@@ -38,5 +40,11 @@ def _kept(search: Callable[..., Any], folder: Path) -> Callable[..., Any]:
             file.write(pickle.dumps(result))
             return result
 
-    found.kept = True  # type: ignore[attr-defined]
+    setattr(found, _KEPT, True)
     return found
+
+
+def _settings() -> list[tuple[str, object]]:
+    """The numbers of the module, which a test may change: another search, then."""
+    values = vars(auto).items()
+    return sorted((name, value) for name, value in values if isinstance(value, int | float))

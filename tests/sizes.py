@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import os
 
-FULL = "TESTS_FULL"
-"""In the environment: set where everything is asked for."""
-IS_FULL = bool(os.environ.get(FULL))
+import pytest
+
+from megatron_zb import schedules
+
+IS_FULL = "TESTS_FULL" in os.environ
+"""Set by conftest.py, which must not import this."""
 
 RANKS = 16 if IS_FULL else 8
 MICROBATCHES = 64 if IS_FULL else 24
@@ -14,3 +17,8 @@ EXAMPLES = 15 if IS_FULL else 8
 """Of a search, which takes from tenths of a second to seconds."""
 SEARCHES = 5 if IS_FULL else 3
 """Examples of a search of all placements."""
+AUTO_WITH_FULL = [
+    pytest.param(name, marks=pytest.mark.full) if name == "auto" else name
+    for name in schedules.names()
+]
+"""All schedules, where a search of ``auto`` would take most of the time."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+import sizes
 from gpt_cases import GPTCase, differences
 from ranks import RankPools
 
@@ -31,7 +32,7 @@ FEW_OR_FULL = [
 def test_gradients_equal_megatrons(
     ranks: RankPools, world_size: int, tied: bool, dtype: str, name: str
 ) -> None:
-    microbatches = [1, 2 * world_size + 1, 3 * world_size]
+    microbatches = [1, 2 * world_size + 1, 3 * world_size, *([3] if sizes.IS_FULL else [])]
     case = GPTCase(tied=tied, dtype=dtype)
     found = ranks(world_size).run(
         differences, case=case, schedule=name, num_microbatches=microbatches

@@ -6,6 +6,7 @@ from itertools import pairwise
 
 import numpy as np
 import pytest
+import sizes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.colors import to_hex
 from matplotlib.patches import Rectangle
@@ -53,7 +54,7 @@ def test_bars_are_where_the_passes_are(name: str) -> None:
     assert colours == [bar.colour for bar in bars_of(timeline)]
 
 
-@pytest.mark.parametrize("name", [name for name in schedules.names() if name != "auto"])
+@pytest.mark.parametrize("name", sizes.AUTO_WITH_FULL)
 def test_8_ranks_and_16_microbatches_are_readable(name: str) -> None:
     """Every bar has its number, and every number has room in its bar.
 

@@ -9,6 +9,7 @@ from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import pytest
+import sizes
 import torch
 from gpt_cases import GPTCase, built, forward_backward, microbatches
 from megatron.core import parallel_state
@@ -299,11 +300,11 @@ def test_wrong_steps_are_mended_whatever_else(ranks: RankPools, more: dict[str, 
     check_mended(found)
 
 
-MANY = 24
+MANY = 60 if sizes.IS_FULL else 24
 # Alone, two and three in a row, on each rank, and on two ranks in one iteration.
-INFINITE = ((2, 1), (3, 3), (8, 0), (12, 2), (12, 0), (13, 1), (14, 2), (19, 3), (23, 1))
+INFINITE = ((2, 1), (3, 3), (8, 0), (12, 2), (12, 0), (13, 1), (14, 2), (19, 3), (MANY - 1, 1))
 # What a run does before an evaluation, a checkpoint and its end: after right and wrong steps.
-SETTLED = (5, 8, 9, 11, 13, 16, 20, 23)
+SETTLED = (5, 8, 9, 11, 13, 16, 20, MANY - 1)
 
 
 @pytest.mark.parametrize(

@@ -350,7 +350,7 @@ def test_the_deadlock_check_knows_that_a_message_needs_a_receive() -> None:
     assert kinds == {communication.Send, communication.Take}
 
 
-@pytest.mark.parametrize("name", _NAMED)
+@pytest.mark.parametrize("name", sizes.AUTO_WITH_FULL)
 def test_few_receives_are_open_at_once(name: str) -> None:
     """As many buffers as that are held beside what the passes hold."""
     program = schedules.lower(schedules.build(name, pipeline_size=5, num_microbatches=13))
