@@ -4,20 +4,24 @@
 For every model of configs/models, every device of configs/devices and several numbers of GPUs,
 asks ``plan`` for everything, and compares the row of ``auto`` with those of all other schedules
 that have a pipeline. Then the model's recommendation in its file is compared with what ``plan``
-says for the GPUs that are written there. Prints a table and, last, one JSON line. Ends with exit
-status 1 if ``auto`` is behind anywhere, or a recommendation is another.
+says for the GPUs that are written there. Prints a table and, last, one JSON line; ``--out`` writes
+it with the rows and where they were measured. Ends with exit status 1 if ``auto`` is behind
+anywhere, or a recommendation is another.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import platform
 import sys
 import time
-from dataclasses import dataclass
+from collections.abc import Iterator
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from dataclasses import asdict, dataclass
+from itertools import product
 from pathlib import Path
 
+import provenance
 from rich.console import Console
 from rich.table import Table
 
@@ -96,9 +100,15 @@ def parser() -> argparse.ArgumentParser:
     parser.add_argument("--models", nargs="+", metavar="NAME", help="of configs/models")
     parser.add_argument("--devices", nargs="+", metavar="NAME", help="of configs/devices")
     parser.add_argument("--gpus", nargs="+", type=int, default=[16, 64, 256], metavar="N")
-    parser.add_argument(
+    what = parser.add_mutually_exclusive_group()
+    what.add_argument(
         "--only-recommendations", action="store_true", help="compare those of the files alone"
     )
+    what.add_argument(
+        "--only-auto", action="store_true", help="compare auto alone, and no recommendation"
+    )
+    parser.add_argument("--processes", type=int, default=1, metavar="N", help="side by side")
+    parser.add_argument("--out", type=Path, metavar="JSON", help="also write all rows here")
     return parser
 
 
@@ -108,38 +118,44 @@ def main() -> int:
     devices = chosen(folder("devices"), arguments.devices)
     rows: list[Row] = []
     if not arguments.only_recommendations:
-        for model in models:
-            for device in devices:
-                for gpus in arguments.gpus:
-                    rows.append(row_of(model, device, gpus))
-                    print(*cells_of(rows[-1]), sep="  ", file=sys.stderr, flush=True)
+        for row in compared(models, devices, arguments.gpus, arguments.processes):
+            rows.append(row)
+            print(*cells_of(row), sep="  ", file=sys.stderr, flush=True)
+    rows.sort(key=lambda row: (row.model, row.device, row.gpus))
     table = Table("model", "device", "GPUs", "s", "auto leads by", "the best of the others")
     for row in rows:
         table.add_row(*cells_of(row))
     console = Console()
     console.print(table)
-    wrong = [said for model in models if (said := wrong_recommendation(model))]
+    asked = [] if arguments.only_auto else models
+    wrong = [said for model in asked if (said := wrong_recommendation(model))]
     for said in wrong:
         console.print(said, highlight=False)
     behind = [row for row in rows if row.lead is not None and row.lead < -_LEVEL]
-    compared = sum(row.lead is not None for row in rows)
-    print(
-        json.dumps(
-            {
-                "plans": len(rows),
-                "compared": compared,
-                "behind": len(behind),
-                "longest_seconds": max((row.seconds for row in rows), default=0.0),
-                "wrong_recommendations": wrong,
-                "recommendations_without_gpus": sorted(
-                    model.stem for model in models if not says_for_what(model)
-                ),
-                "python": platform.python_version(),
-                "machine": platform.processor() or platform.machine(),
-            }
-        )
-    )
+    result = {
+        "plans": len(rows),
+        "compared": sum(row.lead is not None for row in rows),
+        "behind": len(behind),
+        "longest_seconds": max((row.seconds for row in rows), default=0.0),
+        "recommendations": sum(map(says_for_what, asked)),
+        "wrong_recommendations": wrong,
+        **provenance.of_this_run(),
+    }
+    if arguments.out is not None:
+        whole = {**result, "rows": [asdict(row) for row in rows]}
+        arguments.out.write_text(json.dumps(whole, indent=1) + "\n")
+    print(json.dumps(result))
     return 1 if behind or wrong else 0
+
+
+def compared(
+    models: list[Path], devices: list[Path], gpus: list[int], processes: int
+) -> Iterator[Row]:
+    """The row of every combination, as each is found."""
+    with ProcessPoolExecutor(processes) as pool:
+        asked = [pool.submit(row_of, *each) for each in product(models, devices, gpus)]
+        for found in as_completed(asked):
+            yield found.result()
 
 
 def cells_of(row: Row) -> list[str]:
