@@ -79,7 +79,7 @@ def run_job(ranks: int | None, program: str, words: Sequence[str], timeout: floa
     codes = [process.exitcode for process in processes]
     code = codes[0] if ranks is None else int(any(codes))
     seconds = time.monotonic() - start
-    return Ended(code, stdout, stderr, seconds, _left_by([process.pid for process in processes]))
+    return Ended(code, stdout, stderr, seconds, left_by([process.pid for process in processes]))
 
 
 def _of_rank(rank: int, ranks: int, port: int) -> dict[str, str]:
@@ -147,7 +147,7 @@ def _end(processes: Sequence[Any]) -> None:
         process.join()
 
 
-def _left_by(ranks: Sequence[int]) -> tuple[int, ...]:
+def left_by(ranks: Sequence[int]) -> tuple[int, ...]:
     """Living processes that ranks have started, after a while in which they may end."""
     deadline = time.monotonic() + PATIENCE
     while (left := tuple(_in_sessions(ranks))) and time.monotonic() < deadline:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import multiprocessing
 import os
 import subprocess
 import sys
@@ -20,7 +21,7 @@ from hypothesis import strategies as st
 
 from megatron_zb import cli, schedules
 from megatron_zb.errors import UsageError
-from megatron_zb.planner import command, config, footprint
+from megatron_zb.planner import command, config, footprint, table
 from megatron_zb.planner.contender import MEGATRON_1F1B, MEGATRON_INTERLEAVED, contenders
 from megatron_zb.planner.device import DeviceConfig, read_device
 from megatron_zb.planner.flags import flags
@@ -41,6 +42,7 @@ from megatron_zb.planner.shipped import path_of
 from megatron_zb.planner.strategy import Choices, Strategy
 from megatron_zb.planner.units import GIB, size_in_bytes
 from megatron_zb.planner.work import Workload, model_flops
+from megatron_zb.planner.workers import workers
 from megatron_zb.schedules import layout
 from megatron_zb.schedules.layout import Layers
 from megatron_zb.schedules.placement import looped, v_shape, wave
@@ -554,6 +556,19 @@ def test_a_recommendation_is_what_plan_says() -> None:
     assert auto_plans.wrong_recommendation(ROOT / "configs" / "models" / "llama2_7b.yaml") is None
 
 
+def test_the_plan_is_the_same_whoever_looks() -> None:
+    """Several processes, and this one alone."""
+    before = multiprocessing.active_children()
+    wanted = job(gpus=4, choices=Choices(pipeline=(2, 4)))
+    schedules = contenders(["zb-h1", "v-half", "auto"])
+    alone = search(wanted, schedules, tries=1)
+    with workers(2) as each:
+        assert each is not map
+        together = search(wanted, schedules, tries=1, each=each)
+    assert table.as_json(together) == table.as_json(alone)
+    assert multiprocessing.active_children() == before
+
+
 def test_it_says_what_it_looks_at_when_it_is_piped(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -566,7 +581,7 @@ def test_it_says_what_it_looks_at_when_it_is_piped(
     printed = capsys.readouterr()
     json.loads(printed.out)
     lines = printed.err.splitlines()
-    assert any(line.startswith("plan: looking at zb-h1, TP1 PP4") for line in lines)
+    assert any(line.startswith("plan: looking at zb-h1") for line in lines)
     assert all(line.startswith("plan: looking at ") for line in lines)
 
 

@@ -169,10 +169,11 @@ def run(arguments: argparse.Namespace) -> Plan:
 
     from megatron_zb.planner import request, table
     from megatron_zb.planner.search import search
+    from megatron_zb.planner.workers import workers
 
     job, contenders = request.read(arguments)
-    with _Progress() as progress:
-        plan = search(job, contenders, tries=arguments.tries, watch=progress.show)
+    with _Progress() as progress, workers() as each:
+        plan = search(job, contenders, tries=arguments.tries, watch=progress.show, each=each)
     if arguments.format == "json":
         print(json.dumps(table.as_json(plan), indent=2))
     else:

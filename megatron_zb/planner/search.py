@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 
 from megatron_zb import schedules
 from megatron_zb.errors import UsageError
@@ -24,6 +25,7 @@ from megatron_zb.planner.step import at_least
 from megatron_zb.planner.strategy import Choices, Strategy, strategies
 from megatron_zb.planner.units import gib
 from megatron_zb.planner.work import Workload
+from megatron_zb.planner.workers import Each
 from megatron_zb.schedules import Costs, Schedule, layout
 from megatron_zb.schedules.bounds import lower_bound, period_bound
 from megatron_zb.schedules.placement import Placement
@@ -113,6 +115,7 @@ def search(
     *,
     tries: int = 3,
     watch: Watch = lambda text, done, of: None,
+    each: Each = map,
 ) -> Plan:
     """Find the best setting of each schedule.
 
@@ -121,6 +124,8 @@ def search(
         contenders: the schedules.
         tries: settings of each schedule to simulate, the most promising ones by formula.
         watch: is told what is being looked at, how many schedules are done, and of how many.
+        each: how to look at several schedules: one after the other, or with ``workers`` side by
+            side. The plan is the same.
 
     Raises:
         UsageError: the sizes cannot be divided, or nothing fits into the memory.
@@ -129,17 +134,17 @@ def search(
     alone = Contender(NO_PIPELINE, "1f1b", megatron=True)
     everyone = [alone, *with_those_of_auto(contenders)]
     asked = {contender.name for contender in (alone, *contenders)}
-    progress = _Progress(watch, len(everyone) + 1)
+    named = [contender for contender in everyone if not contender.takes_the_best]
     found = _Everything(job, {}, [], {}, {})
-    for contender in everyone:
-        if not contender.takes_the_best:
-            progress.next(contender.name)
-            found.look_at(contender, cuts, tries, progress)
+    watch(named[0].name, 0, len(everyone))
+    for done, looked in enumerate(each(partial(_look_at, job, cuts, tries), named), start=1):
+        found.enter(looked)
+        watch(everyone[min(done, len(everyone) - 1)].name, done, len(everyone))
     for contender in everyone:
         if contender.takes_the_best:
-            progress.next(contender.name)
-            found.take_the_best(contender, progress)
-    progress.next("")
+            watch(contender.name, len(named), len(everyone))
+            found.take_the_best(contender, each)
+    watch("", len(everyone), len(everyone))
     shown = [row for name, row in found.best.items() if name in asked]
     if not shown:
         smallest = {name: small for name, small in found.smallest.items() if name in asked}
@@ -153,22 +158,6 @@ def search(
     return Plan(job, tuple(shown), large, nothing, found.settings, found.simulated)
 
 
-class _Progress:
-    """Tells ``watch`` what is being looked at."""
-
-    def __init__(self, watch: Watch, of: int) -> None:
-        self._watch, self._of, self._done, self._name = watch, of, -1, ""
-
-    def next(self, name: str) -> None:
-        """Go on to the next schedule; empty when all are done."""
-        self._done, self._name = self._done + 1, name
-        self._watch(name, self._done, self._of)
-
-    def setting(self, strategy: Strategy) -> None:
-        """One setting of it is simulated next."""
-        self._watch(f"{self._name}, {strategy}", self._done, self._of)
-
-
 @dataclass(frozen=True)
 class _Tried:
     """A setting that was simulated; ``prediction`` is None where it does not fit."""
@@ -176,6 +165,18 @@ class _Tried:
     setting: _Setting
     staged: Staged
     prediction: Prediction | None
+
+
+@dataclass
+class _Found:
+    """What was found of one schedule; ``smallest`` has the least memory that would do, and how."""
+
+    contender: Contender
+    settings: int
+    smallest: tuple[float, str] | None = None
+    prediction: Prediction | None = None
+    too_large: TooLarge | None = None
+    tried: list[_Tried] = field(default_factory=list)
 
 
 @dataclass
@@ -191,35 +192,32 @@ class _Everything:
     settings: int = 0
     simulated: int = 0
 
-    def look_at(
-        self, contender: Contender, cuts: Sequence[Cut], tries: int, progress: _Progress
-    ) -> None:
-        """Find the best setting of a schedule."""
-        ordered = sorted(_settings(cuts, contender, self.job), key=lambda s: -s.rate)
-        self.settings += len(ordered)
-        found = _best(self.job, ordered, tries, progress)
-        self.simulated += found.simulated
+    def enter(self, found: _Found) -> None:
+        """Add what was found of one schedule."""
+        name = found.contender.name
+        self.settings += found.settings
+        self.simulated += len(found.tried)
         self.tried += found.tried
-        if ordered:
-            least = min(ordered, key=lambda s: s.memory)
-            said = f"{contender.name} with {least.load.strategy}"
-            self.smallest[contender.name] = (least.memory, said)
-        self._enter(contender.name, found.prediction, found.too_large, bool(ordered))
+        if found.smallest is not None:
+            self.smallest[name] = found.smallest
+        self._enter(name, found.prediction, found.too_large, found.settings > 0)
 
-    def take_the_best(self, contender: Contender, progress: _Progress) -> None:
+    def take_the_best(self, contender: Contender, each: Each) -> None:
         """``auto``: the best of all others, and what a search makes of their best settings."""
         best = self._best_of_the_others(contender)
-        searches = 0
-        for optimistic, staged, m in self._promising():
+        promising = self._promising()[:_SEARCHES]
+        if best is not None:
+            enough = best.tokens_per_gpu * _WORTH_A_SEARCH
+            promising = [entry for entry in promising if entry[0] >= enough]
+        found = iter(each(partial(_searched, self.job, contender), promising))
+        for optimistic, _, _ in promising:
             reached = best.tokens_per_gpu if best else 0.0
-            if searches == _SEARCHES or optimistic < reached * _WORTH_A_SEARCH:
+            if optimistic < reached * _WORTH_A_SEARCH:
                 break
-            progress.setting(staged.load.strategy)
-            searches += 1
-            found = searched_by_auto(self.job, contender, staged, m)
-            if found is not None and found.tokens_per_gpu > reached:
-                best = found
-        self.simulated += searches
+            searched = next(found)
+            self.simulated += 1
+            if searched is not None and searched.tokens_per_gpu > reached:
+                best = searched
         self._enter(contender.name, best, None, bool(self.tried))
 
     def _best_of_the_others(self, contender: Contender) -> Prediction | None:
@@ -263,6 +261,13 @@ class _Everything:
             self.nothing[name] = "no setting has layers and microbatches that divide"
         if too_large is not None:
             self.too_large[name] = too_large
+
+
+def _searched(
+    job: Job, contender: Contender, setting: tuple[float, Staged, int]
+) -> Prediction | None:
+    _, staged, m = setting
+    return searched_by_auto(job, contender, staged, m)
 
 
 def searched_by_auto(job: Job, contender: Contender, staged: Staged, m: int) -> Prediction | None:
@@ -366,17 +371,19 @@ def _settings(cuts: Sequence[Cut], contender: Contender, job: Job) -> list[_Sett
     return out
 
 
-@dataclass
-class _Found:
-    prediction: Prediction | None = None
-    too_large: TooLarge | None = None
-    simulated: int = 0
-    tried: list[_Tried] = field(default_factory=list)
+def _look_at(job: Job, cuts: Sequence[Cut], tries: int, contender: Contender) -> _Found:
+    """Find the best setting of a schedule."""
+    ordered = sorted(_settings(cuts, contender, job), key=lambda s: -s.rate)
+    least = min(ordered, key=lambda s: s.memory, default=None)
+    found = _Found(contender, len(ordered))
+    if least is not None:
+        found.smallest = (least.memory, f"{contender.name} with {least.load.strategy}")
+    _simulate_first(job, ordered, tries, found)
+    return found
 
 
-def _best(job: Job, ordered: Sequence[_Setting], tries: int, progress: _Progress) -> _Found:
+def _simulate_first(job: Job, ordered: Sequence[_Setting], tries: int, found: _Found) -> None:
     """Simulate the most promising settings that may fit, until ``tries`` of them do."""
-    found = _Found()
     fitting = 0
     for setting in _refined(job, ordered):
         reached = found.prediction.tokens_per_gpu * job.gpus if found.prediction else 0.0
@@ -388,13 +395,11 @@ def _best(job: Job, ordered: Sequence[_Setting], tries: int, progress: _Progress
         staged = cut_into_stages(setting.load, setting.contender, setting.chunks)
         if staged is None:
             continue
-        progress.setting(setting.load.strategy)
         try:
             prediction = _predicted(job, setting, staged)
         except UsageError:
             _note(found, setting, setting.memory)
             continue
-        found.simulated += 1
         if prediction.memory.total > job.memory:
             found.tried.append(_Tried(setting, staged, None))
             _note(found, setting, prediction.memory.total)
@@ -404,7 +409,6 @@ def _best(job: Job, ordered: Sequence[_Setting], tries: int, progress: _Progress
         before = found.prediction
         if before is None or prediction.tokens_per_gpu > before.tokens_per_gpu:
             found.prediction = prediction
-    return found
 
 
 def _refined(job: Job, ordered: Sequence[_Setting]) -> list[_Setting]:
