@@ -1,5 +1,5 @@
 # Megatron-LM with the schedules of this package, for one GPU host or many: docker build -t megatron-zb .
-# It has been checked by parsing alone (tests/test_examples.py): no machine that builds images was there.
+# It has been checked by parsing alone (tests/docs/test_examples.py): no machine that builds images was there.
 # The base is the image that Megatron-LM 0.16.1 is tested with (its docker/.ngc_version.dev): torch, Transformer-Engine
 # and apex, built for each other: --no-deps leaves them as they are.
 ARG BASE=nvcr.io/nvidia/pytorch:25.11-py3

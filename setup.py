@@ -58,7 +58,7 @@ setup(
     packages=[*find_packages(include=["megatron_zb", "megatron_zb.*"]), "megatron_zb.configs"],
     package_dir={"megatron_zb.configs": "configs"},
     package_data={
-        "megatron_zb": ["py.typed", "report/parts/*"],
+        "megatron_zb": ["py.typed", "drawing/html/parts/*"],
         "megatron_zb.configs": ["*/*.yaml"],
     },
     install_requires=[
@@ -79,7 +79,7 @@ setup(
         "te": TRANSFORMER_ENGINE,
         "test": TEST,
     },
-    entry_points={"console_scripts": ["megatron-zb = megatron_zb.cli:main"]},
+    entry_points={"console_scripts": ["megatron-zb = megatron_zb.cli.main:main"]},
     classifiers=[
         "Intended Audience :: Science/Research",
         "Programming Language :: Python :: 3",

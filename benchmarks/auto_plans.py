@@ -26,12 +26,12 @@ from rich.console import Console
 from rich.table import Table
 
 from megatron_zb.errors import UsageError
-from megatron_zb.planner.contender import contenders
+from megatron_zb.planner.builtin_configs import folder
+from megatron_zb.planner.candidate import contenders
 from megatron_zb.planner.device import read_device
 from megatron_zb.planner.model import ModelConfig, read_model
 from megatron_zb.planner.reasons import recommended
 from megatron_zb.planner.search import Job, Plan, search
-from megatron_zb.planner.shipped import folder
 
 _LEVEL = 1e-9  # rounding
 

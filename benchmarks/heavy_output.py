@@ -32,9 +32,9 @@ from rich.table import Table
 
 from megatron_zb import schedules
 from megatron_zb.errors import UsageError
-from megatron_zb.planner.balance import costs_of, counted
-from megatron_zb.planner.fit import Fit
-from megatron_zb.planner.profile import read_profile
+from megatron_zb.measured.balance import costs_of, counted
+from megatron_zb.measured.fit import Fit
+from megatron_zb.measured.profile import read_profile
 from megatron_zb.runtime.synthetic_steps import Steps, join
 from megatron_zb.schedules.layout import Layers, spread
 from megatron_zb.schedules.placement import Placement

@@ -1,8 +1,8 @@
 """Steps of the same tiny GPT under several pipeline runtimes; what ``host_overhead.py`` times.
 
-Imports Megatron: call ``megatron_zb.megatron.cpu.run_on_cpu`` first. Every stage has one layer, the
-first one an embedding and the last one an output layer and the loss. Microbatches are all alike,
-so that nobody's time goes into data.
+Imports Megatron: call ``megatron_zb.megatron_core.cpu.run_on_cpu`` first. Every stage has one
+layer, the first one an embedding and the last one an output layer and the loss. Microbatches are
+all alike, so that nobody's time goes into data.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from torch.distributed.pipelining.schedules import ScheduleDualPipeV, ScheduleZB
 from torch_schedules import torch_schedule
 
 from megatron_zb import schedules
-from megatron_zb.megatron.adapter import PipelineAdapter
+from megatron_zb.megatron_core.adapter import PipelineAdapter
 from megatron_zb.runtime.weight_grad import WeightGradQueue
 from megatron_zb.schedules.layout import Layers
 from megatron_zb.schedules.placement import Placement, looped, v_shape

@@ -108,7 +108,7 @@ def _arguments() -> argparse.Namespace:
 
 def _rank(rank: int, args: argparse.Namespace, shape: Shape, folder: str) -> None:
     warnings.filterwarnings("ignore", category=UserWarning, module="megatron")
-    from megatron_zb.megatron.cpu import run_on_cpu
+    from megatron_zb.megatron_core.cpu import run_on_cpu
 
     run_on_cpu()
     join(rank, RANKS, f"{folder}/meeting")
@@ -226,9 +226,9 @@ class Planned:
 
 def _planned(args: argparse.Namespace, profile: Path) -> list[Planned]:
     """What ``plan --profile`` ranks, the fastest first; the same on all ranks."""
-    from megatron_zb.planner import measured
-    from megatron_zb.planner.contender import contenders
-    from megatron_zb.planner.profile import read_profile
+    from megatron_zb.measured.profile import read_profile
+    from megatron_zb.planner import from_profile
+    from megatron_zb.planner.candidate import contenders
 
     found: list[Any] = [None]
     if dist.get_rank() == 0:
@@ -237,11 +237,11 @@ def _planned(args: argparse.Namespace, profile: Path) -> list[Planned]:
         candidates = contenders(names)
         if names is None:
             candidates += contenders(["1f1b", "interleaved", "zb-h2"])[2:]
-        asked = measured.Asked(read, read.num_microbatches, None, post_validation=False)
-        rows, _ = measured.rows(asked, candidates)
+        asked = from_profile.Asked(read, read.num_microbatches, None, post_validation=False)
+        rows, _ = from_profile.rows(asked, candidates)
         found[0] = [
             Planned(
-                measured.name_of(row),
+                from_profile.name_of(row),
                 row.layout,
                 row.seconds,
                 _busy(row.timeline),
@@ -366,7 +366,7 @@ def _loss(losses: torch.Tensor) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
 
 
 def _ours(shape: Shape, schedule: Any, layout: str | None) -> tuple[Trained, Any]:
-    from megatron_zb.megatron.adapter import PipelineAdapter
+    from megatron_zb.megatron_core.adapter import PipelineAdapter
     from megatron_zb.schedules.layout import Layers
 
     adapter = PipelineAdapter.of_table(
@@ -424,7 +424,7 @@ def _profile(shape: Shape, path: Path, piece: Piece, times: int) -> float:
 
 
 def _profile_once(trained: Trained, adapter: Any, path: Path, piece: Piece) -> tuple[Any, float]:
-    from megatron_zb.megatron.profiling import ITERATIONS
+    from megatron_zb.megatron_core.profiling import ITERATIONS
 
     adapter.profile(path, None)
     pieces = []

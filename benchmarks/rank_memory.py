@@ -36,7 +36,7 @@ from rich.table import Table
 from megatron_zb import schedules
 from megatron_zb.errors import UsageError
 from megatron_zb.runtime.channels import Channels
-from megatron_zb.schedules.communication import Channel
+from megatron_zb.schedules.program.lowering import Channel
 
 BASE = "1f1b"
 TARGETS = {"v-zb": 1.03, "v-half": 0.66, "v-min": 0.54}  # on a GPU, 8 ranks, a 7B-like layer
@@ -221,7 +221,7 @@ def _warm_up(schedule: schedules.Schedule, job: Job) -> None:
 
 def _replay(schedule: schedules.Schedule, rank: int, job: Job) -> tuple[int, str]:
     """The peak of one physical rank in one training step, and what was counted."""
-    from megatron_zb.megatron.adapter import PipelineAdapter
+    from megatron_zb.megatron_core.adapter import PipelineAdapter
     from megatron_zb.schedules.layout import Layers
 
     gc.collect()  # the models of the rank before

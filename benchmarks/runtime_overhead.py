@@ -32,10 +32,10 @@ from rich.console import Console
 from rich.table import Table
 
 from megatron_zb import schedules
-from megatron_zb.runtime.inquiry import Inquiry
-from megatron_zb.runtime.progress import Progress
 from megatron_zb.runtime.synthetic_steps import Steps, join, seconds_of_link
-from megatron_zb.runtime.watchdog import Place, Watchdog
+from megatron_zb.runtime.watchdog.inquiry import Inquiry
+from megatron_zb.runtime.watchdog.progress import Progress
+from megatron_zb.runtime.watchdog.watchdog import Place, Watchdog
 from megatron_zb.schedules.passes import Pass, PassKind
 
 MOST = 1.005

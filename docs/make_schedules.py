@@ -24,7 +24,7 @@ from typing import Any
 from PIL import Image
 
 from megatron_zb import schedules
-from megatron_zb.pictures import save_picture
+from megatron_zb.drawing.pictures import save_picture
 from megatron_zb.schedules import Costs, Timeline, catalog
 
 DOCS = Path(__file__).resolve().parent

@@ -1,8 +1,8 @@
 #!/usr/bin/env python3
 """Write docs/support.md: what works together with a pipeline schedule, and what is refused.
 
-The rows are those of tests/feature_matrix.py, which the tests run; the refusals are those that
-the launcher and the schedules make.
+The rows are those of tests/support/feature_matrix.py, which the tests run; the refusals are those
+that the launcher and the schedules make.
 
   python docs/make_support.py
 """
@@ -14,12 +14,12 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 DOCS = Path(__file__).resolve().parent
-sys.path.insert(0, str(DOCS.parent / "tests"))
+sys.path.insert(0, str(DOCS.parent / "tests" / "support"))
 
 from feature_matrix import ROWS, Row, Verdict  # noqa: E402
 
-from megatron_zb.megatron.forward_backward import NOT_SERVED, NOT_SERVED_ABOVE_1  # noqa: E402
-from megatron_zb.megatron.transformer_engine import (  # noqa: E402
+from megatron_zb.megatron_core.forward_backward import NOT_SERVED, NOT_SERVED_ABOVE_1  # noqa: E402
+from megatron_zb.megatron_core.transformer_engine import (  # noqa: E402
     OP_FUSER_FLAG,
     WHY_NOT_OPERATIONS,
 )

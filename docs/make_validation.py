@@ -23,16 +23,17 @@ import yaml
 from published_throughput import Throughput, all_rows
 
 from megatron_zb import schedules
-from megatron_zb.planner.contender import Contender, contenders
+from megatron_zb.measured.units import GIB
+from megatron_zb.planner.candidate import Contender, contenders
 from megatron_zb.planner.device import DeviceConfig, read_device
 from megatron_zb.planner.model import ModelConfig, read_model
 from megatron_zb.planner.prediction import Build, Prediction, predict
 from megatron_zb.planner.search import Job, cut_into_stages, search
 from megatron_zb.planner.stages import Staged
 from megatron_zb.planner.strategy import Choices, Strategy
-from megatron_zb.planner.units import GIB
 from megatron_zb.planner.work import Workload
-from megatron_zb.schedules import Costs, Schedule, v_shape
+from megatron_zb.schedules import Costs, Schedule
+from megatron_zb.schedules.families import v_shape
 from megatron_zb.schedules.request import MemoryLimit, Request
 
 ROOT = Path(__file__).resolve().parents[1]

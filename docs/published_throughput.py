@@ -9,14 +9,14 @@ from typing import Any
 
 import yaml
 
-from megatron_zb.planner.contender import contenders
+from megatron_zb.measured.units import GIB
+from megatron_zb.planner.candidate import contenders
 from megatron_zb.planner.device import DeviceConfig, read_device
 from megatron_zb.planner.model import ModelConfig, read_model
 from megatron_zb.planner.prediction import Prediction, predict
 from megatron_zb.planner.search import Job, cut_into_stages, search
 from megatron_zb.planner.strategy import Choices, Strategy
 from megatron_zb.planner.table import name_of
-from megatron_zb.planner.units import GIB
 from megatron_zb.planner.work import Workload, model_flops
 
 ROOT = Path(__file__).resolve().parents[1]

@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 
-from megatron_zb.megatron.cpu import run_on_cpu
+from megatron_zb.megatron_core.cpu import run_on_cpu
 
 run_on_cpu()  # before Megatron is imported; on GPUs without it, with nccl and chunks on the device
 
@@ -16,8 +16,8 @@ from megatron.core.models.gpt import GPTModel, gpt_layer_specs
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from megatron.core.transformer import TransformerConfig
 
-from megatron_zb.megatron.adapter import Layers, PipelineAdapter
-from megatron_zb.megatron.initialisation import initialise_by_global_name
+from megatron_zb.megatron_core.adapter import Layers, PipelineAdapter
+from megatron_zb.megatron_core.initialisation import initialise_by_global_name
 
 MICROBATCHES, BATCH, LENGTH, VOCABULARY = 8, 4, 16, 32
 

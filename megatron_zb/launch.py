@@ -74,7 +74,7 @@ def _prepare(arguments: Sequence[str], on_cpu: bool) -> Path:
     sys.path[:0] = folders
     prepare = None
     if on_cpu:
-        from megatron_zb.megatron.cpu import prepare_arguments, run_on_cpu
+        from megatron_zb.megatron_core.cpu import prepare_arguments, run_on_cpu
 
         run_on_cpu(training_loop=True)
         prepare = prepare_arguments
@@ -86,7 +86,7 @@ def _prepare(arguments: Sequence[str], on_cpu: bool) -> Path:
 
 def _check_python(checkout: Checkout) -> None:
     """A Python that is too old would fail anywhere among Megatron's imports."""
-    from megatron_zb.megatron.versions import training_loop_needs
+    from megatron_zb.megatron_core.versions import training_loop_needs
 
     least = training_loop_needs(checkout.version).python
     if sys.version_info < least:

@@ -1,8 +1,8 @@
 #!/usr/bin/env python3
-"""Make megatron_zb/report/parts/orders.json: the orders that the explorer of a page starts from.
+"""Make drawing/html/parts/orders.json: the orders that the explorer of a page starts from.
 
-Run it when the search of a named schedule has changed; tests/test_report.py says when that is. It
-takes some minutes, and numba.
+Run it when the search of a named schedule has changed; tests/drawing/test_report.py says when that
+is. It takes some minutes, and numba.
 """
 
 from __future__ import annotations
@@ -10,12 +10,12 @@ from __future__ import annotations
 import json
 import sys
 
-from megatron_zb.report.orders import FILE, SIZES, build, names
-from megatron_zb.schedules import compiled
+from megatron_zb.drawing.html.orders import FILE, SIZES, build, names
+from megatron_zb.schedules.search import kernels
 
 
 def main() -> int:
-    if not compiled.available():
+    if not kernels.available():
         print("make_orders.py: without numba the search finds less: install it", file=sys.stderr)
         return 2
     orders = []

@@ -26,7 +26,7 @@ options:
   --python VERSION   3.11 (default) or 3.12
   -h, --help         this text
 
-Everything else goes to python -m megatron_zb.quickstart, for example --train-iters 100.
+Everything else goes to python -m megatron_zb.cli.quickstart, for example --train-iters 100.
 
 Ends with exit status 0 only when each schedule had the losses of stock Megatron, bit for bit, and
 its gradient norms but for rounding, when v-half and v-min held the memory that they promise, and
@@ -57,4 +57,4 @@ if [[ ! -f $text.idx ]]; then
 fi
 
 say "training with stock Megatron, then with four schedules"
-exec "$venv/bin/python" -m megatron_zb.quickstart --data-path "$text" ${arguments[@]+"${arguments[@]}"}
+exec "$venv/bin/python" -m megatron_zb.cli.quickstart --data-path "$text" ${arguments[@]+"${arguments[@]}"}

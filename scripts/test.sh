@@ -25,11 +25,11 @@ options:
 
 environment:
   MEGATRON_LM_PATH   a Megatron-LM checkout, core_v0.16.1 for Python 3.11 or core_v0.19.0 for 3.12, which
-                     tests/megatron_lm then trains with; without it those tests are skipped
+                     tests/real_megatron_lm then trains with; without it those tests are skipped
 
 Everything else goes to pytest:
   scripts/test.sh -k validate                 the tests whose names contain "validate"
-  scripts/test.sh -x tests/test_ranks.py      one file, stop at the first failure
+  scripts/test.sh -x tests/support/test_ranks.py      one file, stop at the first failure
 
 Ends with exit status 0 only when every step passed.
 END

@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_zb.runtime.channels import Channels
-from megatron_zb.schedules.communication import Channel
+from megatron_zb.schedules.program.lowering import Channel
 
 
 @dataclass(frozen=True)

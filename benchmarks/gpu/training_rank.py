@@ -69,7 +69,7 @@ def main() -> None:
 def _start(job: Job, rank: int, folder: Path) -> None:
     """Join the other ranks over gloo, which does not mind that they share a device."""
     if job.device == "cpu":
-        from megatron_zb.megatron.cpu import run_on_cpu
+        from megatron_zb.megatron_core.cpu import run_on_cpu
 
         run_on_cpu()
         torch.set_num_threads(1)
@@ -119,8 +119,8 @@ def _adapter(job: Job) -> Any:
     """The schedule as a training script has it; None for Megatron's own."""
     if job.schedule is None:
         return None
-    from megatron_zb.megatron import forward_backward
-    from megatron_zb.megatron.adapter import PipelineAdapter
+    from megatron_zb.megatron_core import forward_backward
+    from megatron_zb.megatron_core.adapter import PipelineAdapter
     from megatron_zb.schedules.layout import Layers
 
     if job.host_memory:
@@ -156,7 +156,7 @@ def _build_chunks(job: Job, adapter: Any, rank: int) -> list[Any]:
     """The model chunks of a rank, whose weights depend on their place in the model alone."""
     import gpt_layers
 
-    from megatron_zb.megatron.initialisation import initialise_by_global_name
+    from megatron_zb.megatron_core.initialisation import initialise_by_global_name
 
     device = torch.device(job.device)
     config = gpt_layers.configuration(
@@ -221,7 +221,7 @@ def _update(models: list[Any]) -> None:
 
 def _digests(chunks: list[Any]) -> dict[str, str]:
     """A hash of every weight's bytes, by its name in the whole model."""
-    from megatron_zb.megatron.initialisation import global_parameters
+    from megatron_zb.megatron_core.initialisation import global_parameters
 
     found = {}
     for chunk in chunks:

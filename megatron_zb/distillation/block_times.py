@@ -16,9 +16,9 @@ import torch.distributed as dist
 
 from megatron_zb.distillation.blocks import rotary, teacher_layer
 from megatron_zb.distillation.pupil import Pupil
+from megatron_zb.distillation.schedule.distribution import BlockCosts
 from megatron_zb.distillation.shapes import BlockShape, TeacherShape
 from megatron_zb.runtime.reduce_times import seconds_over_a_link
-from megatron_zb.schedules.distribution import BlockCosts
 
 _REPEATS = 4  # after one that allocates what then stays
 
@@ -63,7 +63,7 @@ def _with_sums(
 
 
 def costs(times: Sequence[BlockTime]) -> BlockCosts:
-    """As :func:`megatron_zb.schedules.distribution.distribute` takes them."""
+    """As :func:`megatron_zb.distillation.schedule.distribution.distribute` takes them."""
     teacher, student, update, reduce = zip(*(astuple(time) for time in times), strict=True)
     return BlockCosts.of(teacher=teacher, student=student, update=update, reduce=reduce)
 

@@ -11,13 +11,13 @@ from typing import Any
 import torch.distributed as dist
 from megatron.core import dist_checkpointing
 
-from megatron_zb import data_contents
 from megatron_zb.distillation import weights
 from megatron_zb.distillation.classroom import Classroom
 from megatron_zb.distillation.pupil import Pupil
+from megatron_zb.distillation.schedule.distribution import Distribution
 from megatron_zb.distillation.shapes import BlockShape
 from megatron_zb.errors import UsageError
-from megatron_zb.schedules.distribution import Distribution
+from megatron_zb.job import data_contents
 from megatron_zb.training.checkpoint import read, write
 from megatron_zb.training.checkpoint_contents import check_contents
 from megatron_zb.training.checkpoint_directory import latest_checkpoint

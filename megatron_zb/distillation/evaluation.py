@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from megatron_zb.distillation.classroom import Classroom
 from megatron_zb.distillation.pupil import Pupil
-from megatron_zb.schedules.distribution import Distribution
+from megatron_zb.distillation.schedule.distribution import Distribution
 from megatron_zb.training import data
 
 

@@ -8,10 +8,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from megatron_zb import data_contents
 from megatron_zb.distillation.arguments import check, check_candidate, complete
 from megatron_zb.distillation.flags import parser
 from megatron_zb.errors import UsageError
+from megatron_zb.job import data_contents
 from megatron_zb.missing import told_if_missing
 from megatron_zb.training import launch as training_launch
 from megatron_zb.training.connections import is_lost_connection
@@ -27,7 +27,7 @@ def launch(argv: Sequence[str]) -> NoReturn:
 
 
 def _run(argv: Sequence[str], environment: Environment) -> None:
-    from megatron_zb.agreement import store_of_job
+    from megatron_zb.job.agreement import store_of_job
 
     problem, job = None, None
     values: dict[str, Any] = {}
@@ -88,7 +88,7 @@ def _job(args: argparse.Namespace, world_size: int) -> Job:
     warnings.filterwarnings("ignore", category=UserWarning, module=r"megatron\.core")
     warnings.filterwarnings("ignore", category=FutureWarning, module=r"torch\.|megatron\.core")
     if args.cpu:
-        from megatron_zb.megatron.cpu import run_on_cpu
+        from megatron_zb.megatron_core.cpu import run_on_cpu
 
         run_on_cpu()
     else:

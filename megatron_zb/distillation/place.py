@@ -6,9 +6,9 @@ from dataclasses import dataclass
 
 import torch.distributed as dist
 
+from megatron_zb.distillation.schedule.distribution import Distribution
 from megatron_zb.errors import UsageError
 from megatron_zb.runtime.groups import new_groups
-from megatron_zb.schedules.distribution import Distribution
 
 
 @dataclass(frozen=True)

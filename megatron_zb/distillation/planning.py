@@ -9,18 +9,23 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from megatron_zb.distillation.schedule.distribution import (
+    BlockCosts,
+    Distribution,
+    distribute,
+    evenly,
+)
 from megatron_zb.distillation.shapes import BlockShape, TeacherShape
 from megatron_zb.distillation.student import StudentConfig, library
 from megatron_zb.errors import UsageError
-from megatron_zb.planner import footprint
+from megatron_zb.measured.units import gib
+from megatron_zb.planner import byte_counts
+from megatron_zb.planner.byte_counts import GRADIENT, OPTIMIZER, WEIGHT
 from megatron_zb.planner.device import DeviceConfig
-from megatron_zb.planner.footprint import GRADIENT, OPTIMIZER, WEIGHT
 from megatron_zb.planner.model import ModelConfig
 from megatron_zb.planner.parameters import attention_weights, mlp_weights
 from megatron_zb.planner.strategy import Strategy
-from megatron_zb.planner.units import gib
 from megatron_zb.planner.work import Workload
-from megatron_zb.schedules.distribution import BlockCosts, Distribution, distribute, evenly
 
 _LOSS = 12
 """Bytes of traffic for each element of a block's output in the loss and its gradient."""
@@ -143,7 +148,7 @@ def _weights(teacher: ModelConfig, shape: BlockShape) -> int:
 def _for_blocks(job: Job) -> float:
     """Bytes of a GPU that are left for blocks and their states."""
     load = _load(job)
-    held = max(footprint.layer_held(load, b).activation for b in range(job.teacher.layers))
+    held = max(byte_counts.layer_held(load, b).activation for b in range(job.teacher.layers))
     ends = 2 * WEIGHT * job.teacher.hidden_size * job.teacher.vocabulary
     return job.memory - job.device.reserved_bytes - held - ends
 

@@ -9,8 +9,8 @@ from pydantic import Field, model_validator
 
 from megatron_zb.distillation.shapes import AttentionKind, BlockShape, MlpKind, TeacherShape
 from megatron_zb.errors import UsageError
-from megatron_zb.planner import config
-from megatron_zb.planner.config import Section
+from megatron_zb.measured import config
+from megatron_zb.measured.config import Section
 
 _MOST = 10_000_000
 

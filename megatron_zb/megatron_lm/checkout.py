@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from megatron_zb.errors import UsageError
-from megatron_zb.megatron.versions import SUPPORTED, is_supported
+from megatron_zb.megatron_core.versions import SUPPORTED, is_supported
 
 _VERSION_FILE = Path("megatron/core/package_info.py")
 _TRAINING = Path("megatron/training/training.py")

@@ -13,12 +13,12 @@ from enum import Enum
 from typing import Any
 
 from megatron_zb.errors import UsageError
-from megatron_zb.megatron import versions
-from megatron_zb.megatron.forward_backward import NOT_SERVED, WHY_NOT_SHARDED, is_chosen
-from megatron_zb.megatron.placement import PhysicalPlacement
-from megatron_zb.megatron.post_validation import NOT_TAKEN_BACK
+from megatron_zb.job.run_flags import STREAMS_FLAG
+from megatron_zb.megatron_core import versions
+from megatron_zb.megatron_core.forward_backward import NOT_SERVED, WHY_NOT_SHARDED, is_chosen
+from megatron_zb.megatron_core.placement import PhysicalPlacement
+from megatron_zb.megatron_core.post_validation import NOT_TAKEN_BACK
 from megatron_zb.megatron_lm import flags
-from megatron_zb.run_flags import STREAMS_FLAG
 from megatron_zb.schedules.placement import Placement
 
 

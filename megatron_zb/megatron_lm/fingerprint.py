@@ -10,10 +10,11 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from megatron_zb import __version__, data_contents
-from megatron_zb.comparable import named_arguments
-from megatron_zb.data_contents import Record
-from megatron_zb.megatron.adapter import PipelineAdapter
+from megatron_zb import __version__
+from megatron_zb.job import data_contents
+from megatron_zb.job.comparable import named_arguments
+from megatron_zb.job.data_contents import Record
+from megatron_zb.megatron_core.adapter import PipelineAdapter
 from megatron_zb.schedules import interchange
 
 # The arguments that are not compared: the launcher gives each process its own.

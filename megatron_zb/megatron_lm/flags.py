@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from megatron_zb import schedules
 from megatron_zb.errors import UsageError
-from megatron_zb.run_flags import add_run_arguments
+from megatron_zb.job.run_flags import add_run_arguments
 
 _OLDER = "older zero-bubble arguments"
 

@@ -16,8 +16,9 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from megatron_zb import data_contents
 from megatron_zb.errors import UsageError
+from megatron_zb.job import data_contents
+from megatron_zb.job.shared_build import Build, SharedBuild, kept
 from megatron_zb.megatron_lm import (
     conflicts,
     fingerprint,
@@ -31,7 +32,6 @@ from megatron_zb.megatron_lm.plan import make_plan
 from megatron_zb.megatron_lm.post_validation_hooks import PostValidationHooks
 from megatron_zb.megatron_lm.replacing import replace, replace_method, replace_static
 from megatron_zb.schedules import catalog
-from megatron_zb.shared_build import Build, SharedBuild, kept
 
 _ARGUMENTS, _START = "arguments", "start"
 _MARK = "_installed_by_megatron_zb"
@@ -81,7 +81,7 @@ class _Hooks:
         )
         from megatron.training import arguments, checkpointing, initialize, training, utils
 
-        from megatron_zb.megatron import versions
+        from megatron_zb.megatron_core import versions
 
         del initialize  # imported so that what it holds is replaced, too
         replace(arguments, "add_megatron_arguments", self._add_arguments)

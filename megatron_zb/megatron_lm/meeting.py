@@ -14,8 +14,8 @@ from typing import Any
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import _get_default_store
 
-from megatron_zb.agreement import Disagreement, agree, leave, store_of_job, store_of_launcher
 from megatron_zb.errors import UsageError
+from megatron_zb.job.agreement import Disagreement, agree, leave, store_of_job, store_of_launcher
 from megatron_zb.megatron_lm.ending import end_with
 
 

@@ -7,11 +7,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from megatron_zb.errors import UsageError
-from megatron_zb.megatron.adapter import Build, PipelineAdapter
-from megatron_zb.megatron.group_options import group_options
-from megatron_zb.megatron_lm import conflicts, flags
-from megatron_zb.planner import balance
-from megatron_zb.run_flags import (
+from megatron_zb.job.run_flags import (
     AUTO_LAYOUT,
     LAYOUT_FLAG,
     asks_for_balance,
@@ -19,6 +15,10 @@ from megatron_zb.run_flags import (
     check_table_alone,
     placement_of,
 )
+from megatron_zb.measured import balance
+from megatron_zb.megatron_core.adapter import Build, PipelineAdapter
+from megatron_zb.megatron_core.group_options import group_options
+from megatron_zb.megatron_lm import conflicts, flags
 from megatron_zb.schedules import catalog, interchange
 from megatron_zb.schedules.layout import Layers
 

@@ -14,7 +14,7 @@ from megatron.core.dist_checkpointing import load_content_metadata
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
 from megatron_zb.errors import UsageError
-from megatron_zb.megatron.adapter import PipelineAdapter
+from megatron_zb.megatron_core.adapter import PipelineAdapter
 from megatron_zb.megatron_lm.plan import layers_of
 from megatron_zb.schedules import layout
 from megatron_zb.schedules.placement import looped

@@ -11,9 +11,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 
-from megatron_zb.planner import footprint
-from megatron_zb.planner.contender import Contender
-from megatron_zb.planner.footprint import Held, States
+from megatron_zb.planner import byte_counts
+from megatron_zb.planner.byte_counts import Held, States
+from megatron_zb.planner.candidate import Contender
 from megatron_zb.planner.step import by_formula
 from megatron_zb.planner.work import Work, Workload
 from megatron_zb.schedules import catalog
@@ -70,7 +70,7 @@ class Cut:
     @cached_property
     def held(self) -> Held:
         """Bytes of a microbatch on one rank."""
-        layer = footprint.layer_held(self.load, self._middle)
+        layer = byte_counts.layer_held(self.load, self._middle)
         count = self.load.model.layers / self.load.strategy.pipeline
         return Held(layer.activation * count, layer.for_weight * count, layer.in_backward)
 
@@ -79,7 +79,7 @@ class Cut:
         """What a rank keeps that has its share of the layers, the last ones, and the embedding."""
         layers = self.load.model.layers
         count = math.ceil(layers / self.load.strategy.pipeline)
-        return footprint.rank_states(
+        return byte_counts.rank_states(
             self.load, range(layers - count, layers), embedding=True, output=False
         )
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from megatron_zb.planner.contender import MEGATRON_1F1B, MEGATRON_INTERLEAVED, NO_PIPELINE
+from megatron_zb.planner.candidate import MEGATRON_1F1B, MEGATRON_INTERLEAVED, NO_PIPELINE
 from megatron_zb.planner.prediction import Prediction
 from megatron_zb.planner.strategy import Strategy
 from megatron_zb.schedules import layout

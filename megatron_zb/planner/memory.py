@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 
-from megatron_zb.planner import footprint
-from megatron_zb.planner.footprint import Held
+from megatron_zb.planner import byte_counts
+from megatron_zb.planner.byte_counts import Held
 from megatron_zb.planner.stages import Staged
 from megatron_zb.schedules import Pass, PassKind, Schedule
 
@@ -69,7 +69,7 @@ def _of_rank(
         activations=activations,
         weight_queue=queue,
         logits=staged.logits(rank),
-        messages=footprint.message_buffers(staged.load, staged.placement.chunks),
+        messages=byte_counts.message_buffers(staged.load, staged.placement.chunks),
         snapshot=states.optimizer if snapshot else 0.0,
         reserved=device.reserved_bytes - device.fragmentation_bytes,
         fragmentation=device.fragmentation_bytes,

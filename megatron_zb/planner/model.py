@@ -7,8 +7,8 @@ from typing import Any, Literal
 
 from pydantic import Field, model_validator
 
-from megatron_zb.planner import config
-from megatron_zb.planner.config import Section
+from megatron_zb.measured import config
+from megatron_zb.measured.config import Section
 
 _MOST = 10_000_000
 

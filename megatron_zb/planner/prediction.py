@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from megatron_zb import schedules
-from megatron_zb.planner.contender import Contender
+from megatron_zb.planner.candidate import Contender
 from megatron_zb.planner.memory import Memory, without_pipeline, worst_rank
 from megatron_zb.planner.stages import Staged
 from megatron_zb.planner.step import by_timeline

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from megatron_zb.planner.contender import NO_PIPELINE
+from megatron_zb.planner.candidate import NO_PIPELINE
 from megatron_zb.planner.prediction import Prediction
 from megatron_zb.planner.search import Plan
 

@@ -13,8 +13,9 @@ from functools import partial
 
 from megatron_zb import schedules
 from megatron_zb.errors import UsageError
+from megatron_zb.measured.units import gib
 from megatron_zb.planner import estimate
-from megatron_zb.planner.contender import NO_PIPELINE, Contender, with_those_of_auto
+from megatron_zb.planner.candidate import NO_PIPELINE, Contender, with_those_of_auto
 from megatron_zb.planner.device import DeviceConfig
 from megatron_zb.planner.division import said_of_none
 from megatron_zb.planner.estimate import Cut
@@ -23,7 +24,6 @@ from megatron_zb.planner.prediction import Prediction, predict
 from megatron_zb.planner.stages import Staged
 from megatron_zb.planner.step import at_least
 from megatron_zb.planner.strategy import Choices, Strategy, strategies
-from megatron_zb.planner.units import gib
 from megatron_zb.planner.work import Workload
 from megatron_zb.planner.workers import Each
 from megatron_zb.schedules import Costs, Schedule, layout

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-from megatron_zb.planner import footprint
-from megatron_zb.planner.footprint import Held, States
+from megatron_zb.planner import byte_counts
+from megatron_zb.planner.byte_counts import Held, States
 from megatron_zb.planner.work import Work, Workload
 from megatron_zb.schedules import Costs
 from megatron_zb.schedules.layout import Layout
@@ -43,11 +43,11 @@ class Staged:
     def held(self) -> tuple[Held, ...]:
         """Bytes of a microbatch on each stage."""
         out = [
-            sum((footprint.layer_held(self.load, i) for i in layers), Held())
+            sum((byte_counts.layer_held(self.load, i) for i in layers), Held())
             for layers in self.layers_of
         ]
-        out[0] += footprint.embedding_held(self.load)
-        out[-1] += footprint.output_held(self.load)
+        out[0] += byte_counts.embedding_held(self.load)
+        out[-1] += byte_counts.output_held(self.load)
         return tuple(out)
 
     @cached_property
@@ -55,7 +55,7 @@ class Staged:
         """What each pipeline rank keeps."""
         last = self.placement.num_stages - 1
         return tuple(
-            footprint.rank_states(
+            byte_counts.rank_states(
                 self.load,
                 [i for s in stages for i in self.layers_of[s]],
                 embedding=0 in stages,
@@ -69,7 +69,7 @@ class Staged:
         """What each stage keeps."""
         last = self.placement.num_stages - 1
         return tuple(
-            footprint.rank_states(self.load, layers, embedding=s == 0, output=s == last)
+            byte_counts.rank_states(self.load, layers, embedding=s == 0, output=s == last)
             for s, layers in enumerate(self.layers_of)
         )
 
@@ -144,14 +144,14 @@ class Staged:
         return (
             self.states[rank].total
             + self.logits(rank)
-            + footprint.message_buffers(self.load, self.placement.chunks)
+            + byte_counts.message_buffers(self.load, self.placement.chunks)
             + self.load.device.reserved_bytes
         )
 
     def logits(self, rank: int) -> float:
         """Bytes of the logits, on the rank with the output layer."""
         holds = self.placement.rank_of[-1] == rank
-        return footprint.logits(self.load) if holds else 0.0
+        return byte_counts.logits(self.load) if holds else 0.0
 
 
 def _sum_of_works(load: Workload, layers: range) -> Work:

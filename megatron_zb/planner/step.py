@@ -11,8 +11,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from megatron_zb.planner.byte_counts import GRADIENT, OPTIMIZER, WEIGHT, States
 from megatron_zb.planner.device import Link
-from megatron_zb.planner.footprint import GRADIENT, OPTIMIZER, WEIGHT, States
 from megatron_zb.planner.stages import Staged
 from megatron_zb.planner.work import Work, Workload
 from megatron_zb.schedules import Pass, PassKind

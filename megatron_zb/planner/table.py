@@ -8,12 +8,12 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from megatron_zb.measured.units import GIB, gib
 from megatron_zb.planner.flags import flags, named
 from megatron_zb.planner.memory import Memory
 from megatron_zb.planner.prediction import Prediction
 from megatron_zb.planner.reasons import reason, recommendation, recommended
 from megatron_zb.planner.search import Plan
-from megatron_zb.planner.units import GIB, gib
 from megatron_zb.schedules import layout
 
 _SHORT = {

@@ -11,7 +11,8 @@ import torch
 from megatron_zb.runtime.autograd_stage import Stage
 from megatron_zb.runtime.distillation_stage import DistillationStage
 from megatron_zb.runtime.observer import NOBODY, Observer
-from megatron_zb.schedules.communication import (
+from megatron_zb.schedules.passes import PassKind
+from megatron_zb.schedules.program.lowering import (
     Channel,
     Instruction,
     Message,
@@ -21,7 +22,6 @@ from megatron_zb.schedules.communication import (
     Send,
     Take,
 )
-from megatron_zb.schedules.passes import PassKind
 
 AnyStage: TypeAlias = Stage | DistillationStage
 Allocate = Callable[[Message], torch.Tensor]

@@ -21,8 +21,8 @@ from megatron_zb.runtime.autograd_stage import Stage
 from megatron_zb.runtime.executor import Allocate, Execution, Transport
 from megatron_zb.runtime.groups import new_groups
 from megatron_zb.runtime.observer import Observer
-from megatron_zb.schedules.communication import Program
-from megatron_zb.schedules.cut import Cut
+from megatron_zb.schedules.program.lowering import Program
+from megatron_zb.schedules.program.rollback import Cut
 
 
 class StateExchange:

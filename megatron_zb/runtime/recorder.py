@@ -10,8 +10,8 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 
-from megatron_zb.schedules.communication import Channel, Message
 from megatron_zb.schedules.passes import Pass, PassKind
+from megatron_zb.schedules.program.lowering import Channel, Message
 
 
 class Span(NamedTuple):

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 
+from megatron_zb.distillation.schedule.step_by_step import StepByStep
 from megatron_zb.runtime.distillation_stage import DistillationStage
 from megatron_zb.runtime.executor import Allocate, Execution, Transport
 from megatron_zb.runtime.observer import Observer
-from megatron_zb.schedules.step_by_step import StepByStep
 
 
 def relay_steps(
@@ -28,7 +28,7 @@ def relay_steps(
     a checkpoint, belongs there. To be exhausted: the end is where the last sends are waited for.
 
     Args:
-        program: what :func:`megatron_zb.schedules.step_by_step.step_by_step` made.
+        program: what :func:`megatron_zb.distillation.schedule.step_by_step.step_by_step` made.
         rank: the logical rank.
         stage: its stage.
         channels: its channels to other ranks.

@@ -15,8 +15,8 @@ from megatron_zb import schedules
 from megatron_zb.runtime.channels import Channels
 from megatron_zb.runtime.executor import run_program
 from megatron_zb.runtime.link_times import link_times
-from megatron_zb.runtime.progress import Progress
 from megatron_zb.runtime.synthetic import SyntheticStage
+from megatron_zb.runtime.watchdog.progress import Progress
 from megatron_zb.schedules.placement import v_shape
 
 

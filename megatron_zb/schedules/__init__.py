@@ -1,10 +1,10 @@
 """Pipeline schedules: what to run in which order. Pure Python, needs neither torch nor Megatron."""
 
 from megatron_zb.schedules.catalog import build, names
-from megatron_zb.schedules.communication import Program, lower
 from megatron_zb.schedules.costs import Costs
 from megatron_zb.schedules.passes import Pass, PassKind
 from megatron_zb.schedules.placement import Placement
+from megatron_zb.schedules.program.lowering import Program, lower
 from megatron_zb.schedules.schedule import InvalidSchedule, Report, Schedule
 from megatron_zb.schedules.simulator import Timeline, simulate
 

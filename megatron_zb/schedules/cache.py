@@ -17,11 +17,12 @@ from typing import Any
 
 from megatron_zb import __version__
 from megatron_zb.errors import UsageError
-from megatron_zb.schedules import catalog, compiled, interchange
+from megatron_zb.schedules import catalog, interchange
 from megatron_zb.schedules.costs import Costs
 from megatron_zb.schedules.placement import Placement
 from megatron_zb.schedules.request import MemoryLimit, keeps
 from megatron_zb.schedules.schedule import Schedule
+from megatron_zb.schedules.search import kernels
 from megatron_zb.schedules.simulator import simulate
 
 _FIELDS = ("reason", "table")
@@ -149,6 +150,6 @@ class Cache:
 
 def _asked(name: str, request: dict[str, Any]) -> dict[str, Any]:
     """What a kept schedule depends on, as JSON gives it back."""
-    mine = {"version": __version__, "compiled": compiled.available()}
+    mine = {"version": __version__, "compiled": kernels.available()}
     whole: dict[str, Any] = json.loads(json.dumps({**described(name, request), **mine}))
     return whole

@@ -7,11 +7,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from megatron_zb.errors import UsageError
-from megatron_zb.schedules import interleaved, one_f_one_b, v_shape, wave, zero_bubble
 from megatron_zb.schedules import placement as placements
-from megatron_zb.schedules.auto import auto
 from megatron_zb.schedules.bounds import lower_bound
 from megatron_zb.schedules.costs import Costs
+from megatron_zb.schedules.families import interleaved, one_f_one_b, v_shape, wave, zero_bubble
+from megatron_zb.schedules.families.auto import auto
 from megatron_zb.schedules.placement import Placement, looped
 from megatron_zb.schedules.request import MemoryLimit, Request, check_size
 from megatron_zb.schedules.schedule import Report, Schedule

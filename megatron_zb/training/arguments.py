@@ -12,10 +12,10 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from megatron_zb import data_contents
-from megatron_zb.data_contents import Record
 from megatron_zb.errors import UsageError
-from megatron_zb.run_flags import AUTO_LAYOUT, LAYOUT_FLAG, asks_for_balance, check_table_alone
+from megatron_zb.job import data_contents
+from megatron_zb.job.data_contents import Record
+from megatron_zb.job.run_flags import AUTO_LAYOUT, LAYOUT_FLAG, asks_for_balance, check_table_alone
 from megatron_zb.schedules import catalog
 from megatron_zb.training.checkpoint_directory import latest_checkpoint
 from megatron_zb.training.flags import parser

@@ -24,8 +24,8 @@ from megatron.core.dist_checkpointing.strategies import filesystem_async
 from megatron.core.utils import unwrap_model
 from torch.distributed.checkpoint.api import CheckpointException
 
-from megatron_zb import data_contents
 from megatron_zb.errors import UsageError
+from megatron_zb.job import data_contents
 from megatron_zb.training.checkpoint_contents import check_contents
 from megatron_zb.training.checkpoint_directory import (
     TRACKER,

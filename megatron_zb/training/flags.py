@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import argparse
 
+from megatron_zb.job.run_flags import add_run_arguments
 from megatron_zb.parsing import Parser
-from megatron_zb.run_flags import add_run_arguments
 from megatron_zb.schedules import catalog
 
 _DESCRIPTION = """\

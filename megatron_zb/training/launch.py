@@ -19,12 +19,13 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from megatron_zb import __version__, data_contents
-from megatron_zb.comparable import named_arguments
-from megatron_zb.data_contents import RECORD
+from megatron_zb import __version__
 from megatron_zb.errors import UsageError
+from megatron_zb.job import data_contents
+from megatron_zb.job.comparable import named_arguments
+from megatron_zb.job.data_contents import RECORD
+from megatron_zb.job.run_flags import asks_for_balance, placement_of
 from megatron_zb.missing import told_if_missing
-from megatron_zb.run_flags import asks_for_balance, placement_of
 from megatron_zb.training.arguments import complete
 from megatron_zb.training.environment import Environment
 from megatron_zb.training.flags import parser
@@ -32,8 +33,8 @@ from megatron_zb.training.flags import parser
 if TYPE_CHECKING:
     from torch.distributed import Store
 
-    from megatron_zb.megatron.adapter import Build, PipelineAdapter
-    from megatron_zb.shared_build import SharedBuild
+    from megatron_zb.job.shared_build import SharedBuild
+    from megatron_zb.megatron_core.adapter import Build, PipelineAdapter
 
 
 _LONGEST_START = 300.0  # seconds: imports from a slow disk differ between ranks
@@ -85,7 +86,7 @@ def end(code: int, message: str) -> NoReturn:
 
 
 def _run(argv: Sequence[str], environment: Environment) -> None:
-    from megatron_zb.agreement import store_of_job
+    from megatron_zb.job.agreement import store_of_job
 
     problem, plan = None, None
     values: dict[str, Any] = {}
@@ -132,7 +133,7 @@ def _check_surroundings(args: argparse.Namespace) -> None:
     # that it has been made, by the first check of a number
     logging.getLogger("megatron.core.rerun_state_machine").setLevel(logging.ERROR)
     if args.cpu:
-        from megatron_zb.megatron.cpu import run_on_cpu
+        from megatron_zb.megatron_core.cpu import run_on_cpu
 
         run_on_cpu()
     else:
@@ -164,8 +165,8 @@ def _plan(args: argparse.Namespace, build: Build) -> PipelineAdapter | None:
 
 def _build_for_all(args: argparse.Namespace, store: Store, environment: Environment) -> SharedBuild:
     """One rank searches for all, and looks into the folder of schedules, if there is one."""
+    from megatron_zb.job.shared_build import SharedBuild, kept
     from megatron_zb.schedules import catalog
-    from megatron_zb.shared_build import SharedBuild, kept
 
     build: Build = catalog.build
     if args.pipeline_schedule_cache is not None:
@@ -179,8 +180,8 @@ def _build_for_all(args: argparse.Namespace, store: Store, environment: Environm
 
 
 def _adapter(args: argparse.Namespace, build: Build) -> PipelineAdapter:
-    from megatron_zb.megatron.adapter import PipelineAdapter
-    from megatron_zb.planner.balance import ends_of
+    from megatron_zb.measured.balance import ends_of
+    from megatron_zb.megatron_core.adapter import PipelineAdapter
     from megatron_zb.schedules import interchange
     from megatron_zb.schedules.layout import Layers
 
@@ -212,7 +213,7 @@ def _layer_layout(args: argparse.Namespace) -> Any:
     asked = args.pipeline_layer_layout
     if not asks_for_balance(asked):
         return asked
-    from megatron_zb.planner import balance
+    from megatron_zb.measured import balance
 
     return balance.of_arguments(asked, args)
 
@@ -232,7 +233,7 @@ def agree_on(
     Raises:
         UsageError: on rank 0; the others raise what says nothing.
     """
-    from megatron_zb.agreement import Disagreement, agree
+    from megatron_zb.job.agreement import Disagreement, agree
 
     try:
         agree(

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.utils import get_attr_wrapped_model
 
-from megatron_zb.run_flags import asks_for_layer_streams
+from megatron_zb.job.run_flags import asks_for_layer_streams
 from megatron_zb.training import checkpoint, data
 from megatron_zb.training.checkpoint import Progress
 from megatron_zb.training.finite import check_loss, said_in_a_sentence

@@ -41,7 +41,7 @@ def start_ranks(
 
 
 def _seed(seed: int) -> None:
-    """Dropout draws from here; initial weights do not, see megatron_zb.megatron.initialisation."""
+    """Dropout draws from here; initial weights do not: see ``megatron_core/initialisation.py``."""
     seed += 100 * parallel_state.get_pipeline_model_parallel_rank()
     random.seed(seed)
     numpy.random.seed(seed)

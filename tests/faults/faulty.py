@@ -92,11 +92,11 @@ def poison_activations(struck: Struck, model: list[Any]) -> None:
 
 def install(struck: Struck) -> None:
     """Hook the places at which a fault may strike."""
-    from megatron_zb.megatron.forward_backward import ForwardBackward
+    from megatron_zb.megatron_core.forward_backward import ForwardBackward
     from megatron_zb.runtime import executor
     from megatron_zb.schedules import interchange
-    from megatron_zb.schedules.communication import Run
     from megatron_zb.schedules.passes import PassKind
+    from megatron_zb.schedules.program.lowering import Run
     from megatron_zb.training import checkpoint, data, loop
 
     run = ForwardBackward._run

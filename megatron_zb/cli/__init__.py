@@ -1,0 +1,1 @@
+"""The command `megatron-zb`, and the programs that it starts."""

@@ -1,0 +1,209 @@
+"""The command `megatron-zb`.
+
+What a command needs is imported when it is asked for, so that Ctrl-C is minded from the beginning.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from pathlib import Path
+
+from megatron_zb import __version__
+from megatron_zb.cli.ending import ended
+
+DOCTOR_HELP = """\
+Say what is installed here, which versions fit, which optional parts are live, and what to do about
+each thing that is missing. Given a Megatron-LM checkout, say also whether it is served, what its
+training loop lacks, and how to start it. Nothing is changed, and nothing but torch is imported.
+
+A part is
+  ok        there, in a version that fits
+  optional  not there, or not needed by every job; the advice says what to do without it
+  missing   required and not there
+  wrong     there, but in a version or a state that does not work
+
+exit code: 0 if all that is required is there, 1 if anything is missing or wrong, 2 if the path is
+no Megatron-LM checkout.
+
+examples:
+  megatron-zb doctor
+  megatron-zb doctor ~/Megatron-LM
+"""
+
+
+def parser() -> argparse.ArgumentParser:
+    """The command line; its mistakes are UsageErrors."""
+    from megatron_zb.parsing import Parser
+
+    top: argparse.ArgumentParser = Parser(
+        prog="megatron-zb",
+        description="Pipeline schedules for Megatron: less bubble or less memory, same losses.",
+    )
+    top.add_argument("--version", action="version", version=f"megatron-zb {__version__}")
+    commands = top.add_subparsers(title="commands", metavar="COMMAND", required=True)
+    _add_show(commands)
+    _add_export(commands)
+    _add_plan(commands)
+    _add_trace(commands)
+    _add_flags(commands)
+    _add_doctor(commands)
+    return top
+
+
+def _add_show(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    from megatron_zb import schedules
+    from megatron_zb.cli import show
+    from megatron_zb.distillation.schedule.pipe_bd import NAME
+
+    command = commands.add_parser(
+        "show",
+        help="draw a schedule and its memory in the terminal, as a picture or as a page",
+        description=show.SHOW_HELP + ", ".join([*schedules.names(), NAME]),
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    command.set_defaults(command=show.show)
+    show.add_show(command)
+
+
+def _add_export(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    from megatron_zb import schedules
+    from megatron_zb.cli import show
+
+    export = commands.add_parser(
+        "export",
+        help="write a schedule for torch.distributed.pipelining or a trace viewer",
+        description=show.EXPORT_HELP + ", ".join(schedules.names()),
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    export.set_defaults(command=show.export)
+    show.add_export(export)
+
+
+def _add_plan(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    from megatron_zb.cli import plan as planning
+
+    plan = commands.add_parser(
+        "plan",
+        help="find the fastest schedule for a model and a cluster, and what it costs in memory",
+        description=planning.HELP,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    plan.set_defaults(command=_plan)
+    planning.add_arguments(plan)
+
+
+def _plan(arguments: argparse.Namespace) -> None:
+    from megatron_zb.cli import plan as planning
+
+    if arguments.student_config is not None:
+        from megatron_zb.cli import plan_distillation
+
+        plan_distillation.run(arguments)
+        return
+    run = planning.run if arguments.profile is None else planning.run_measured
+    if arguments.html is None:
+        run(arguments)
+        return
+    from megatron_zb.cli import output_file
+    from megatron_zb.drawing.html import page
+
+    page.check(arguments.html)
+    output_file.check(arguments.html)
+    if arguments.profile is None:
+        from megatron_zb.drawing.html import plan_page
+
+        plan_page.save_plan(arguments.html, planning.run(arguments))
+    else:
+        from megatron_zb.drawing.html import run_page
+        from megatron_zb.measured import trace
+
+        path = trace.trace_path(arguments.profile)
+        step = trace.compare(arguments.profile) if path.is_file() else None
+        run_page.save_plan(arguments.html, *planning.run_measured(arguments), step)
+    if arguments.format != "json":
+        print(arguments.html)
+
+
+def _add_trace(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    from megatron_zb.cli import trace as tracing
+
+    trace = commands.add_parser(
+        "trace",
+        help="compare a step of a run with what its profile predicts",
+        description=tracing.HELP,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    trace.set_defaults(command=tracing.run)
+    tracing.add_arguments(trace)
+
+
+def _add_flags(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    flags = commands.add_parser(
+        "flags",
+        help="print the arguments of Megatron-LM that describe a model of configs/models",
+        description="Print the arguments of Megatron-LM that describe a model, one word on a line, "
+        "for scripts. Data and parallel sizes are not among them.",
+    )
+    flags.set_defaults(command=_flags)
+    flags.add_argument(
+        "--config",
+        type=Path,
+        required=True,
+        metavar="NAME|FILE",
+        help="the model: a name of configs/models, or a file like those",
+    )
+    what = flags.add_mutually_exclusive_group()
+    what.add_argument(
+        "--schedule", action="store_true", help="print the model's recommended schedule instead"
+    )
+    what.add_argument(
+        "--mock-data",
+        action="store_true",
+        help="add those for made-up data with the model's vocabulary",
+    )
+
+
+def _flags(arguments: argparse.Namespace) -> None:
+    from megatron_zb.planner.builtin_configs import path_of
+    from megatron_zb.planner.model import read_model
+    from megatron_zb.planner.model_flags import mock_data_flags, model_flags
+
+    model = read_model(path_of("--config", "models", arguments.config))
+    if arguments.schedule:
+        print(model.recommended.schedule if model.recommended else "none")
+    else:
+        words = mock_data_flags(model) if arguments.mock_data else []
+        print("\n".join([*model_flags(model), *words]))
+
+
+def _add_doctor(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    doctor = commands.add_parser(
+        "doctor",
+        help="say what is installed, what fits, and what to do about what is missing",
+        description=DOCTOR_HELP,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    doctor.set_defaults(command=_doctor)
+    doctor.add_argument(
+        "checkout", type=Path, nargs="?", metavar="MEGATRON_LM", help="a Megatron-LM checkout"
+    )
+
+
+def _doctor(arguments: argparse.Namespace) -> int:
+    from megatron_zb.cli import doctor
+
+    findings = doctor.examine(arguments.checkout)
+    doctor.print_findings(findings)
+    return doctor.exit_code(findings)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command; what the user can mend is told in one sentence, with exit code 2."""
+
+    def run() -> int | None:
+        arguments = parser().parse_args(argv)
+        code: int | None = arguments.command(arguments)
+        return code
+
+    return ended("megatron-zb", run)

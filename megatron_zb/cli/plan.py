@@ -1,0 +1,237 @@
+"""The command ``megatron-zb plan``."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from megatron_zb.planner.from_profile import Asked, Row
+    from megatron_zb.planner.search import Plan
+
+HELP = """\
+Find out, before a GPU is rented, which schedule is the fastest on a model and a cluster, and what
+it costs in memory. Every schedule gets its best tensor, pipeline and data parallelism, microbatch,
+recomputation, number of chunks and layer layout; so do Megatron's own 1F1B and its interleaved
+schedule, which always stand in the table. Costs come from counted operations and bytes and from the
+description of the device: no GPU is needed, and none is used.
+
+examples:
+  megatron-zb plan --config gpt_28b --gpus 64 --gpu-memory 80GiB
+  megatron-zb plan --config llama3_70b --gpus 128 --device h100_sxm \\
+      --global-batch-size 512 --schedules v-zb,v-half
+  megatron-zb plan --config llama3_8b --gpus 16 --tensor 2 --pipeline 8 \\
+      --device h100_sxm --format json
+  megatron-zb plan --profile run.yaml     what --pipeline-profile run.yaml of a run has measured:
+                                          other schedules and layer layouts on the same ranks
+  megatron-zb plan --config gpt_28b --gpus 64 --html plan.html
+  megatron-zb plan --config llama3_70b --gpus 64 --device b200_sxm --precision fp8 --context 2
+  megatron-zb plan --config llama3_8b --gpus 8 --device h100_sxm --student-config half_mlp
+                                          where the blocks of a distillation go
+
+the table:
+  tok/s/GPU      tokens of the whole iteration, with the optimizer's step and its reductions
+  MFU            FLOPs that training needs over the data sheet's; recomputation does not count
+  bubble         share of the pipeline's time in which ranks do not compute
+  GiB            memory of the rank that needs the most, at its fullest moment
+  uneven         the layers are not spread evenly; the flags tell the layout
+
+--html writes all of it into one file for a browser, which needs no network: the table with the
+memory of each row, the flags of every row, pictures of the best schedules, and an explorer, in
+which sizes, costs, the memory limit and the schedule can be changed.
+
+What is not known is not guessed: kernels that slow one another down, jitter, data loading.
+docs/validation.md compares predictions with published measurements.
+
+exit code: 0, or 2 with one sentence if a file, a field or a size is wrong or nothing fits."""
+
+
+def add_arguments(command: argparse.ArgumentParser) -> None:
+    """The arguments of ``plan``."""
+    command.add_argument(
+        "--config",
+        type=Path,
+        metavar="NAME|FILE",
+        help="the model: a name of configs/models, or a file like those",
+    )
+    command.add_argument("--gpus", type=int, metavar="N", help="GPUs of the job")
+    _add_measured(command)
+    command.add_argument_group("blockwise distillation").add_argument(
+        "--student-config",
+        type=Path,
+        metavar="NAME|FILE",
+        help="distil the model into this student: a name of configs/students, or a file like those",
+    )
+    command.add_argument(
+        "--device",
+        type=Path,
+        metavar="FILE",
+        help="the GPU and its links: a name of configs/devices, or a file like those "
+        "(default: a100_80gb_sxm)",
+    )
+    command.add_argument(
+        "--gpu-memory",
+        metavar="SIZE",
+        help="memory of a GPU, such as 80GiB (default: the device's)",
+    )
+    command.add_argument(
+        "--global-batch-size", type=int, metavar="N", help="samples of an iteration"
+    )
+    command.add_argument("--seq-length", type=int, metavar="N", help="tokens of a sample")
+    _add_choices(command)
+    command.add_argument(
+        "--format", choices=("table", "json"), default="table", help="how to print it"
+    )
+    command.add_argument(
+        "--top", type=int, default=8, metavar="N", help="rows of the table (default 8)"
+    )
+    command.add_argument(
+        "--html", type=Path, metavar="FILE", help="write a page with pictures into FILE.html, too"
+    )
+
+
+def _add_measured(command: argparse.ArgumentParser) -> None:
+    group = command.add_argument_group("from a measured run, in place of --config and --gpus")
+    group.add_argument(
+        "--profile", type=Path, metavar="FILE", help="what --pipeline-profile has written"
+    )
+    group.add_argument(
+        "--microbatches", type=int, metavar="M", help="of an iteration (default: the run's)"
+    )
+    group.add_argument(
+        "--memory-limit",
+        type=float,
+        metavar="X",
+        help="activations of any rank, as a fraction of 1F1B's (default: each schedule's own)",
+    )
+
+
+def _add_choices(command: argparse.ArgumentParser) -> None:
+    group = command.add_argument_group("what may be chosen (everything, if left out)")
+    group.add_argument("--schedules", metavar="NAMES", help="such as v-zb,v-half,auto")
+    for name, what in (
+        ("tensor", "tensor-parallel sizes"),
+        ("pipeline", "pipeline sizes"),
+        ("micro-batch-size", "microbatch sizes"),
+        ("context", "context-parallel sizes"),
+        ("expert", "expert-parallel sizes, over all ranks of a pipeline rank"),
+        ("expert-tensor", "tensor-parallel sizes of experts"),
+    ):
+        group.add_argument(f"--{name}", metavar="N,N", help=f"{what}, such as 2,4")
+    group.add_argument(
+        "--recompute", metavar="NAMES", help="of none, selective, full; such as none,full"
+    )
+    group.add_argument(
+        "--precision",
+        choices=("bf16", "fp8"),
+        help="of the products with the weights of layers (default bf16)",
+    )
+    group.add_argument(
+        "--no-overlap-data-parallel",
+        action="store_true",
+        help="without --overlap-grad-reduce and --overlap-param-gather",
+    )
+    group.add_argument(
+        "--no-overlap-p2p",
+        action="store_true",
+        help="Megatron's interleaved schedule with --no-overlap-p2p-communication",
+    )
+    group.add_argument(
+        "--post-validation",
+        action="store_true",
+        help="ranks step one by one and check afterwards (schedules that split the backward)",
+    )
+    group.add_argument(
+        "--snapshot",
+        action="store_true",
+        help="count a copy of the optimizer's state, to take such a step back",
+    )
+    group.add_argument(
+        "--tries",
+        type=int,
+        default=3,
+        metavar="N",
+        help="settings of each schedule to simulate (default 3)",
+    )
+
+
+def run(arguments: argparse.Namespace) -> Plan:
+    """Search and print; what was found.
+
+    Raises:
+        UsageError: what the user can mend.
+    """
+    from rich.console import Console
+
+    from megatron_zb.cli import plan_request
+    from megatron_zb.planner import table
+    from megatron_zb.planner.search import search
+    from megatron_zb.planner.workers import workers
+
+    job, contenders = plan_request.read(arguments)
+    with _Progress() as progress, workers() as each:
+        plan = search(job, contenders, tries=arguments.tries, watch=progress.show, each=each)
+    if arguments.format == "json":
+        print(json.dumps(table.as_json(plan), indent=2))
+    else:
+        table.print_plan(plan, Console(), arguments.top)
+    return plan
+
+
+def run_measured(arguments: argparse.Namespace) -> tuple[Asked, list[Row], dict[str, str]]:
+    """The same for ``--profile``; what was asked, what was found, and why others are missing.
+
+    Raises:
+        UsageError: what the user can mend.
+    """
+    from megatron_zb.cli import plan_request
+    from megatron_zb.planner import from_profile
+
+    plan_request.check_only_measured(arguments)
+    asked, candidates = from_profile.read(arguments)
+    with _Progress() as progress:
+        found, missing = from_profile.rows(asked, candidates, progress.show)
+    from_profile.show(asked, found, missing, arguments)
+    return asked, found, missing
+
+
+class _Progress:
+    """What is being looked at, on the error output: a bar on a terminal, else a line at times."""
+
+    AFTER = 2.0  # seconds until something is said
+    EVERY = 3.0  # seconds between two lines
+
+    def __init__(self) -> None:
+        from rich.console import Console
+        from rich.progress import Progress
+
+        self._is_terminal = sys.stderr.isatty()
+        self._bar = Progress(
+            console=Console(stderr=True), transient=True, disable=not self._is_terminal
+        )
+        self._task = self._bar.add_task("", total=1)
+        self._next = time.monotonic() + self.AFTER
+        self._started = False
+
+    def __enter__(self) -> _Progress:
+        return self
+
+    def __exit__(self, *reason: object) -> None:
+        if self._started:
+            self._bar.stop()
+
+    def show(self, text: str, done: int, of: int) -> None:
+        """Called before each schedule and setting, and once at the end."""
+        is_due = time.monotonic() >= self._next
+        if self._is_terminal:
+            if is_due and not self._started:
+                self._bar.start()
+                self._started = True
+            self._bar.update(self._task, description=text, completed=done, total=of)
+        elif is_due and text:
+            self._next = time.monotonic() + self.EVERY
+            print(f"plan: looking at {text} ({done + 1} of {of})", file=sys.stderr, flush=True)

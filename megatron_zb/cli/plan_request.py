@@ -1,0 +1,156 @@
+"""From the command line to a job: files, sizes and what may be chosen."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from megatron_zb.errors import UsageError
+from megatron_zb.measured.units import size_in_bytes
+from megatron_zb.planner.builtin_configs import path_of
+from megatron_zb.planner.candidate import Contender, contenders, names_in
+from megatron_zb.planner.device import DeviceConfig, read_device
+from megatron_zb.planner.model import ModelConfig, read_model
+from megatron_zb.planner.search import Job
+from megatron_zb.planner.strategy import RECOMPUTE, Choices
+
+_MOST_GPUS = 65_536
+_USUAL_DEVICE = Path("a100_80gb_sxm")
+
+
+def read(arguments: argparse.Namespace) -> tuple[Job, list[Contender]]:
+    """Read the files and check the sizes.
+
+    Raises:
+        UsageError: a file, a field or an argument is wrong.
+    """
+    _check_given(arguments)
+    model = read_model(path_of("--config", "models", arguments.config))
+    asked = _USUAL_DEVICE if arguments.device is None else arguments.device
+    device = read_device(path_of("--device", "devices", asked))
+    if arguments.gpu_memory is not None:
+        device = device.with_memory(size_in_bytes(arguments.gpu_memory, "--gpu-memory"))
+    job = Job(
+        model=model,
+        device=device,
+        gpus=_whole("--gpus", arguments.gpus, 64, _MOST_GPUS),
+        memory=device.memory_bytes,
+        global_batch=_whole(
+            "--global-batch-size",
+            model.global_batch_size
+            if arguments.global_batch_size is None
+            else arguments.global_batch_size,
+            512,
+        ),
+        sequence=_whole(
+            "--seq-length",
+            model.sequence_length if arguments.seq_length is None else arguments.seq_length,
+            4096,
+        ),
+        choices=_choices(arguments, model, device),
+        post_validation=arguments.post_validation,
+        snapshot=arguments.snapshot,
+    )
+    _whole("--tries", arguments.tries, 3)
+    _whole("--top", arguments.top, 8)
+    names = None if arguments.schedules is None else names_in(arguments.schedules)
+    return job, contenders(names, overlap=not arguments.no_overlap_p2p)
+
+
+_OF_CONFIG = (
+    "config",
+    "gpus",
+    "device",
+    "gpu_memory",
+    "global_batch_size",
+    "seq_length",
+    "tensor",
+    "pipeline",
+    "micro_batch_size",
+    "recompute",
+    "context",
+    "expert",
+    "expert_tensor",
+    "precision",
+)
+
+
+def check_only_measured(arguments: argparse.Namespace) -> None:
+    """Refuse beside ``--profile`` what a measured run has decided already.
+
+    Raises:
+        UsageError: names the flag.
+    """
+    for name in _OF_CONFIG:
+        if getattr(arguments, name) is not None:
+            raise UsageError(
+                f"--{name.replace('_', '-')} cannot be combined with --profile: the run that was "
+                "measured has decided it"
+            )
+    _whole("--top", arguments.top, 8)
+
+
+def _check_given(arguments: argparse.Namespace) -> None:
+    for name, example in (("config", "gpt_28b"), ("gpus", "64")):
+        if getattr(arguments, name) is None:
+            raise UsageError(f"--{name} is missing: give, for example, --{name} {example}")
+    for name in ("microbatches", "memory_limit"):
+        if getattr(arguments, name) is not None:
+            raise UsageError(f"--{name.replace('_', '-')} needs --profile")
+
+
+def _whole(flag: str, value: int, example: int, most: int = 10_000_000) -> int:
+    if not 1 <= value <= most:
+        raise UsageError(
+            f"{flag} {value} is not between 1 and {most}: give, for example, {flag} {example}"
+        )
+    return value
+
+
+def _check_precision(precision: str, device: DeviceConfig) -> str:
+    if precision == "fp8" and device.fp8_products is None:
+        raise UsageError(
+            f"--precision fp8: the description of {device.name} has no fp8_products: give "
+            "--precision bf16, or a device that has them, such as --device h100_sxm"
+        )
+    return precision
+
+
+def _check_experts(arguments: argparse.Namespace, model: ModelConfig) -> None:
+    for name in ("expert", "expert_tensor"):
+        if getattr(arguments, name) is not None and model.experts is None:
+            raise UsageError(
+                f"--{name.replace('_', '-')} is for a mixture of experts, and {model.name} has no "
+                "experts: leave it out"
+            )
+
+
+def _choices(arguments: argparse.Namespace, model: ModelConfig, device: DeviceConfig) -> Choices:
+    _check_experts(arguments, model)
+    recompute = None
+    if arguments.recompute is not None:
+        recompute = tuple(part.strip() for part in arguments.recompute.split(","))
+        if unknown := [name for name in recompute if name not in RECOMPUTE]:
+            raise UsageError(
+                f"--recompute '{unknown[0]}' is unknown: give one or more of {','.join(RECOMPUTE)}"
+            )
+    return Choices(
+        tensor=_numbers("--tensor", arguments.tensor),
+        pipeline=_numbers("--pipeline", arguments.pipeline),
+        microbatch=_numbers("--micro-batch-size", arguments.micro_batch_size),
+        recompute=recompute,
+        context=_numbers("--context", arguments.context),
+        expert=_numbers("--expert", arguments.expert),
+        expert_tensor=_numbers("--expert-tensor", arguments.expert_tensor),
+        precision=_check_precision(arguments.precision or "bf16", device),
+        overlap=not arguments.no_overlap_data_parallel,
+    )
+
+
+def _numbers(flag: str, text: str | None) -> tuple[int, ...] | None:
+    if text is None:
+        return None
+    parts = [part.strip() for part in text.split(",")]
+    if not all(p.isascii() and p.isdecimal() and 0 < len(p) < 8 and int(p) > 0 for p in parts):
+        raise UsageError(f"{flag} '{text}' is no list of sizes: give, for example, {flag} 2,4")
+    return tuple(sorted({int(part) for part in parts}))

@@ -1,0 +1,286 @@
+"""The commands ``megatron-zb show`` and ``megatron-zb export``."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+
+from megatron_zb import schedules
+from megatron_zb.cli import output_file, pipe_bd_flags
+from megatron_zb.cli.ending import told_if_slow
+from megatron_zb.distillation.schedule.pipe_bd import NAME
+from megatron_zb.errors import UsageError
+from megatron_zb.parsing import positive, seconds
+from megatron_zb.schedules import interchange
+from megatron_zb.schedules.bounds import lower_bound
+
+# The choices that a schedule may have, as build() and the command line name them.
+_CHOICES = ("memory_limit", "chunks", "group_size")
+_STDOUT = Path("-")
+
+# Ranks times microbatches of what is drawn; more takes minutes, and is too small to be seen.
+MOST_IN_TERMINAL = 2**15
+MOST_IN_PICTURE = 2**13
+
+SHOW_HELP = """\
+Draw a schedule: a row for each pipeline rank, a bar for each pass, the number of its microbatch in
+the bar. The title has the bubble rate and the activation memory that its costs lead to; the next
+line tells how far the time is from the lower bound, which no order of passes can beat. Below is the
+activation memory that each rank holds over time, beside 1F1B's peak.
+
+--output FILE.html writes all of it into one page for a browser, which needs no network, with an
+explorer: in it, sizes, costs, the memory limit and the schedule can be changed.
+
+examples:
+  megatron-zb show v-half --pipeline-size 4 --num-microbatches 8
+  megatron-zb show v-min --pipeline-size 8 --num-microbatches 16 --output v-min.png
+  megatron-zb show v-half --pipeline-size 4 --num-microbatches 8 --forward 1 --backward 1.2 \\
+      --weight 0.9 --p2p 0.05
+  megatron-zb show auto --pipeline-size 8 --num-microbatches 16 --memory-limit 0.5
+  megatron-zb show v-half --pipeline-size 8 --num-microbatches 16 --output v-half.html
+  megatron-zb show --csv table.csv
+
+pipe-bd draws blockwise distillation, for blocks with times of their own:
+  megatron-zb show pipe-bd --pipeline-size 4 --num-microbatches 8 --steps 3 \\
+      --teacher 1 1 2 1 1 1 --student 3 3 5 3 3 2 --update 1
+
+schedules: """
+
+EXPORT_HELP = """\
+Write a schedule into a file: as csv, the compute-only table that the pipeline runtime of
+torch.distributed.pipelining loads (a row for each rank), or as chrome-trace, its timeline at the
+given costs, to be opened in Perfetto (ui.perfetto.dev) or chrome://tracing.
+
+examples:
+  megatron-zb export v-half --pipeline-size 4 --num-microbatches 8 --format csv --output v-half.csv
+  megatron-zb export v-min --pipeline-size 8 --num-microbatches 16 --forward 0.010 \\
+      --backward 0.012 --weight 0.009 --format chrome-trace --output v-min.json
+
+schedules: """
+
+
+def add_show(command: argparse.ArgumentParser) -> None:
+    """The arguments of ``show``."""
+    _add_schedule(command)
+    pipe_bd_flags.add_arguments(command)
+    command.add_argument(
+        "--output",
+        "-o",
+        type=Path,
+        metavar="FILE",
+        help="write FILE.png, FILE.svg or FILE.html instead",
+    )
+
+
+def add_export(command: argparse.ArgumentParser) -> None:
+    """The arguments of ``export``."""
+    _add_schedule(command)
+    pipe_bd_flags.add_arguments(command)
+    command.add_argument(
+        "--format", choices=("csv", "chrome-trace"), required=True, help="what to write"
+    )
+    command.add_argument(
+        "--output", "-o", type=Path, required=True, metavar="FILE", help="the file; - is stdout"
+    )
+
+
+def _add_schedule(command: argparse.ArgumentParser) -> None:
+    """The arguments that say which schedule, at which costs."""
+    command.add_argument("name", metavar="NAME", nargs="?", help="the schedule, such as v-half")
+    command.add_argument("--pipeline-size", "-p", type=positive, metavar="P", help="pipeline ranks")
+    command.add_argument(
+        "--num-microbatches", "-m", type=positive, metavar="M", help="microbatches per iteration"
+    )
+    command.add_argument(
+        "--csv",
+        type=Path,
+        metavar="FILE",
+        help="a compute-only table of torch.distributed.pipelining, in place of NAME and its sizes",
+    )
+    choices = command.add_argument_group("what the schedule may use")
+    choices.add_argument(
+        "--memory-limit",
+        type=float,
+        metavar="X",
+        help="activation memory of a rank, as a fraction of 1F1B's, such as 0.5",
+    )
+    choices.add_argument(
+        "--chunks", type=positive, metavar="V", help="model chunks per rank (interleaved, wave)"
+    )
+    choices.add_argument(
+        "--group-size",
+        type=positive,
+        metavar="G",
+        help="microbatches that pass a chunk together (interleaved; default P)",
+    )
+    costs = command.add_argument_group("time of one microbatch on one rank, in any unit")
+    for name, what in (
+        ("forward", "forward pass"),
+        ("backward", "input gradient"),
+        ("weight", "weight gradient"),
+    ):
+        costs.add_argument(
+            f"--{name}", type=seconds, default=1.0, metavar="T", help=f"{what} (default 1)"
+        )
+    costs.add_argument(
+        "--p2p", type=seconds, default=0.0, metavar="T", help="a transfer between ranks (default 0)"
+    )
+
+
+def show(arguments: argparse.Namespace) -> None:
+    """Draw a schedule in the terminal or into a file.
+
+    Raises:
+        UsageError: what the user can mend.
+    """
+    if arguments.output is not None:
+        _save(arguments)
+        print(arguments.output)
+        return
+    timeline = _timeline(arguments, MOST_IN_TERMINAL)
+    from rich.console import Console
+
+    from megatron_zb.drawing.terminal import print_schedule
+
+    print_schedule(timeline, timeline.schedule.report or _report(timeline), Console())
+
+
+def _save(arguments: argparse.Namespace) -> None:
+    """Write the file that --output names, in the format of its ending."""
+    from megatron_zb.drawing.pictures import FORMATS, save_picture
+
+    path = arguments.output
+    ending = path.suffix.lower()
+    if ending not in (*FORMATS, ".html"):
+        raise UsageError(f"cannot draw into '{path}': give a name that ends in .png, .svg or .html")
+    output_file.check(path)
+    if ending == ".html":
+        _save_page(path, arguments)
+        return
+    timeline = _timeline(arguments, MOST_IN_PICTURE)
+    with told_if_slow(f"drawing {path}"):
+        save_picture(timeline, path)
+
+
+def _save_page(path: Path, arguments: argparse.Namespace) -> None:
+    if arguments.name == NAME:
+        raise UsageError(f"there is no page for {NAME}: give a name that ends in .png or .svg")
+    from megatron_zb.drawing.html import page
+    from megatron_zb.drawing.html.schedule_page import save_schedule
+
+    page.check(path)
+    timeline = _timeline(arguments, MOST_IN_PICTURE)
+    costs = _costs(arguments, timeline.schedule.placement.pipeline_size)
+    report = timeline.schedule.report or _report(timeline)
+    save_schedule(path, timeline, report, costs, arguments.memory_limit)
+
+
+def _report(timeline: schedules.Timeline) -> schedules.Report:
+    """For a table: the bound within the memory that it takes itself."""
+    schedule = timeline.schedule
+    bound = lower_bound(
+        schedule.placement, schedule.num_microbatches, timeline.costs, timeline.peak_memory
+    )
+    return schedules.Report(timeline.makespan, bound)
+
+
+def export(arguments: argparse.Namespace) -> None:
+    """Write a schedule as a table or as a trace.
+
+    Raises:
+        UsageError: what the user can mend.
+    """
+    path = arguments.output
+    if path != _STDOUT:
+        output_file.check(path)
+    if arguments.format == "csv" and arguments.name == NAME:
+        raise UsageError(f"a csv table has no passes of {NAME}: give --format chrome-trace")
+    timeline = _timeline(arguments)
+    if arguments.format == "csv":
+        text = interchange.to_csv(timeline.schedule)
+    else:
+        text = interchange.to_chrome_trace(timeline)
+    if path == _STDOUT:
+        sys.stdout.write(text)
+        return
+    interchange.write_text(path, text)
+    print(path)
+
+
+def _timeline(arguments: argparse.Namespace, most: int | None = None) -> schedules.Timeline:
+    """The schedule that the arguments describe, simulated.
+
+    Args:
+        arguments: of the command line.
+        most: of ranks times microbatches, where it is to be drawn.
+
+    Raises:
+        UsageError: what the user can mend.
+    """
+    if arguments.csv is not None:
+        table = _table(arguments)
+        _check_drawn(table.name, table.placement.pipeline_size, table.num_microbatches, most)
+        return schedules.simulate(table, _costs(arguments, table.placement.pipeline_size))
+    if arguments.name is None:
+        raise UsageError("no schedule was asked for: give NAME, such as v-half, or --csv FILE")
+    if arguments.pipeline_size is None or arguments.num_microbatches is None:
+        raise UsageError(f"{arguments.name} needs --pipeline-size P and --num-microbatches M")
+    pipe_bd_flags.check(arguments)
+    ranks, microbatches = arguments.pipeline_size, arguments.num_microbatches
+    _check_drawn(arguments.name, ranks, microbatches, most)
+    with told_if_slow(
+        f"putting the passes of {microbatches} microbatches on {ranks} ranks in order"
+    ):
+        return _built(arguments)
+
+
+def _check_drawn(name: str, ranks: int, microbatches: int, most: int | None) -> None:
+    """Refuse a drawing that nobody could wait for or look at."""
+    if most is not None and ranks * microbatches > most:
+        raise UsageError(
+            f"{name}: {microbatches} microbatches on {ranks} ranks are too many to be drawn: their "
+            f"product can be at most {most}; a schedule repeats itself between its beginning and "
+            f"its end, so that --num-microbatches {_enough(ranks, most)} shows as much"
+        )
+
+
+def _enough(ranks: int, most: int) -> int:
+    """Microbatches that fill a pipeline, keep it full, and empty it."""
+    return max(min(4 * ranks, most // ranks), 1)
+
+
+def _built(arguments: argparse.Namespace) -> schedules.Timeline:
+    if arguments.name == NAME:
+        return pipe_bd_flags.timeline(arguments)
+    costs = _costs(arguments, arguments.pipeline_size)
+    schedule = schedules.build(
+        arguments.name,
+        pipeline_size=arguments.pipeline_size,
+        num_microbatches=arguments.num_microbatches,
+        costs=costs,
+        **{name: getattr(arguments, name) for name in _CHOICES},
+    )
+    return schedules.simulate(schedule, costs)
+
+
+def _table(arguments: argparse.Namespace) -> schedules.Schedule:
+    if arguments.name is not None:
+        raise UsageError(f"give either {arguments.name} or --csv FILE: two schedules were named")
+    if arguments.pipeline_size is not None or arguments.num_microbatches is not None:
+        raise UsageError("--csv FILE has its own sizes: leave the sizes out")
+    for choice in _CHOICES:
+        if getattr(arguments, choice) is not None:
+            flag = f"--{choice.replace('_', '-')}"
+            raise UsageError(f"--csv FILE is a finished schedule: leave {flag} out")
+    return interchange.from_csv(arguments.csv)
+
+
+def _costs(arguments: argparse.Namespace, pipeline_size: int) -> schedules.Costs:
+    return schedules.Costs.uniform(
+        pipeline_size=pipeline_size,
+        forward=arguments.forward,
+        backward=arguments.backward,
+        weight=arguments.weight,
+        p2p=arguments.p2p,
+    )

@@ -1,0 +1,128 @@
+"""The command ``megatron-zb trace``."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from megatron_zb.cli import output_file
+from megatron_zb.errors import UsageError
+
+if TYPE_CHECKING:
+    from megatron_zb.measured.trace import Compared, Difference
+
+HELP = """\
+Show one step of a run as it ran, beside what its own profile predicts for the same order of passes,
+and where the difference is: passes that took longer than their median, waiting for messages, and
+the host between the two. `--pipeline-profile run.yaml` of a run writes run.yaml and, next to it,
+run.trace.json; in that step every B and W ran by itself, as they were timed.
+
+examples:
+  megatron-zb trace run.yaml                        the table
+  megatron-zb trace run.yaml --output step.png      a picture: measured above, predicted below
+  megatron-zb trace run.yaml --output step.html     all of it as one page without network
+  megatron-zb trace run.yaml --output step.json     for Perfetto or chrome://tracing
+
+exit code: 0, or 2 with one sentence if a file is missing or broken."""
+
+
+def add_arguments(command: argparse.ArgumentParser) -> None:
+    """The arguments of ``trace``."""
+    command.add_argument("profile", type=Path, metavar="PROFILE", help="of --pipeline-profile")
+    command.add_argument(
+        "--output", "-o", type=Path, metavar="FILE", help="write FILE.png, .svg, .html or .json"
+    )
+
+
+def run(arguments: argparse.Namespace) -> None:
+    """Compare, and print or write.
+
+    Raises:
+        UsageError: what the user can mend.
+    """
+    from megatron_zb.measured.trace import compare
+
+    found = compare(arguments.profile)
+    if arguments.output is None:
+        _print(found)
+        return
+    writer = _WRITERS.get(arguments.output.suffix.lower())
+    if writer is None:
+        raise UsageError(
+            f"cannot write a trace into '{arguments.output}': give a name that ends in "
+            f"{', '.join(_WRITERS)}"
+        )
+    output_file.check(arguments.output)
+    writer(found, arguments.output, arguments.profile)
+    print(arguments.output)
+
+
+def _write_picture(found: Compared, path: Path, profile: Path) -> None:
+    from megatron_zb.drawing.pictures import save_pictures
+
+    save_pictures({"measured": found.measured, "predicted": found.predicted}, path)
+
+
+def _write_page(found: Compared, path: Path, profile: Path) -> None:
+    from megatron_zb.drawing.html.run_page import save_step
+    from megatron_zb.measured.profile import read_profile
+
+    save_step(path, read_profile(profile), found)
+
+
+def _write_json(found: Compared, path: Path, profile: Path) -> None:
+    from megatron_zb.schedules import interchange
+
+    both = {"measured": found.measured, "predicted": found.predicted}
+    interchange.write_text(path, interchange.to_chrome_trace(both))
+
+
+_WRITERS: dict[str, Callable[[Compared, Path, Path], None]] = {
+    ".png": _write_picture,
+    ".svg": _write_picture,
+    ".html": _write_page,
+    ".json": _write_json,
+}
+
+
+def _print(found: Compared) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    differences = found.differences()
+    worst = max(differences, key=lambda d: d.measured)
+    table = Table(box=None, pad_edge=False, header_style="bold", padding=(0, 1, 0, 0))
+    for title in ("rank", "ms measured", "predicted", "compute", "waiting", "host"):
+        table.add_column(title, justify="right")
+    for difference in differences:
+        table.add_row(*_cells(difference), style="bold" if difference is worst else None)
+    console = Console()
+    schedule = found.measured.schedule
+    console.print(
+        f"{schedule.name}: {len(differences)} ranks, {schedule.num_microbatches} microbatches; "
+        "from a rank's first pass to its last",
+        highlight=False,
+    )
+    console.print(table)
+    console.print(
+        "compute, waiting and host: milliseconds more (+) or less (-) than predicted; together "
+        "the difference. Waiting that is predicted is the bubble.",
+        style="dim",
+        highlight=False,
+    )
+
+
+def _cells(d: Difference) -> list[str]:
+    more = (
+        d.compute_measured - d.compute_predicted,
+        d.waiting_measured - d.waiting_predicted,
+        d.host,
+    )
+    return [
+        str(d.rank),
+        f"{1000 * d.measured:.2f}",
+        f"{1000 * d.predicted:.2f}",
+        *(f"{1000 * seconds:+.2f}" for seconds in more),
+    ]

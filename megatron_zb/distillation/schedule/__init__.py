@@ -1,0 +1,1 @@
+"""Pipe-BD as a schedule: blocks on ranks, and the order of their passes. Imports no torch."""

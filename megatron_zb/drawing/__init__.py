@@ -1,0 +1,1 @@
+"""A schedule as text, as a picture, and as a page."""

@@ -1,0 +1,243 @@
+"""A schedule and the memory of its ranks as SVG, to stand in a page as it is.
+
+``parts/drawing.js`` takes the place of this still picture where scripts run, with the same colours
+and rows of the same height: it draws from :func:`data`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from itertools import groupby
+from typing import TYPE_CHECKING, Any
+
+from megatron_zb.drawing.html import orders
+from megatron_zb.drawing.memory_lines import MemoryLine, memory_lines, one_f_one_b_peak, worst_of
+from megatron_zb.drawing.palette import (
+    KIND_NAMES,
+    MEMORY_COLOUR,
+    Bar,
+    TimeUnit,
+    bars_of,
+    colour_of,
+    legend_of,
+    text_colour_on,
+)
+from megatron_zb.schedules import Timeline, simulate
+from megatron_zb.schedules.costs import StageCosts
+from megatron_zb.schedules.placement import Placement
+
+if TYPE_CHECKING:
+    from markupsafe import Markup
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """Pixels.
+
+    ``labels`` is left of the drawing and ``right`` right of it; a bar is ``bar`` high in its
+    ``row``, and the memory of a rank at most ``most`` in its row of ``memory``; ``gap`` is between
+    the two panels and ``axis`` below them. A still picture is ``width`` wide, the other as wide as
+    the window, but no less than ``least``.
+    """
+
+    labels: int = 58
+    right: int = 88
+    row: int = 24
+    bar: int = 21
+    gap: int = 34
+    memory: int = 20
+    most: int = 17
+    axis: int = 36
+    digit: float = 5.2
+    width: int = 1180
+    least: int = 560
+
+
+SIZES = Sizes()
+MOST_STILL = 6500
+"""Passes; what has more is drawn by script alone, since nobody could read a still picture of it."""
+_STEPS = (1.0, 2.0, 5.0, 10.0)
+
+
+def constants() -> dict[str, Any]:
+    """What the scripts draw with: sizes, and the names and colours of each kind's chunks."""
+    chunks = range(1, orders.MOST_CHUNKS + 1)
+    shades = {
+        kind.value: [[colour_of(kind, c, n) for c in range(n)] for n in chunks]
+        for kind in orders.KINDS
+    }
+    return {
+        "sizes": asdict(SIZES),
+        "kinds": {kind.value: KIND_NAMES[kind] for kind in orders.KINDS},
+        "shades": shades,
+        "texts": {
+            k: [list(map(text_colour_on, row)) for row in rows] for k, rows in shades.items()
+        },
+        "memory": MEMORY_COLOUR,
+    }
+
+
+@dataclass(frozen=True)
+class _Table:
+    """Costs of stages that are known for one placement alone."""
+
+    costs: StageCosts
+
+    def for_placement(self, placement: Placement) -> StageCosts:
+        return self.costs
+
+
+def data(timeline: Timeline, title: str, unit: TimeUnit) -> dict[str, Any]:
+    """What the scripts draw a timeline from; its times are given where no simulation has them."""
+    simulated = simulate(timeline.schedule, _Table(timeline.costs))
+    is_simulated = (simulated.start, simulated.end) == (timeline.start, timeline.end)
+    return {
+        "title": title,
+        "unit": asdict(unit),
+        "order": orders.encode(timeline.schedule),
+        "costs": costs(timeline.costs),
+        "times": None if is_simulated else [timeline.start, timeline.end],
+    }
+
+
+def costs(table: StageCosts) -> dict[str, list[float]]:
+    """The costs of the stages by name, with one entry where all stages cost the same."""
+    named = asdict(table)
+    return {
+        name: list(values[:1] if len(set(values)) == 1 else values)
+        for name, values in named.items()
+        if name in ("forward", "backward", "weight", "activation", "held_for_weight")
+        or name.endswith("_hop")
+    }
+
+
+def legend(timeline: Timeline) -> list[tuple[str, str]]:
+    """Colour and words of each kind of pass that occurs."""
+    chunks = timeline.schedule.placement.chunks
+    return [(colour_of(kind, chunk, chunks), words) for kind, chunk, words in legend_of(timeline)]
+
+
+def draw(timeline: Timeline, title: str, unit: TimeUnit) -> Markup | None:
+    """The picture: bars above, memory below, one axis of time; ``title`` is what it is called."""
+    from markupsafe import Markup, escape
+
+    if sum(map(len, timeline.schedule.ranks)) > MOST_STILL:
+        return None
+    scale = _Scale(timeline)
+    height = scale.bottom + SIZES.axis
+    body = "".join((*_bars(timeline, scale), *_axis(scale, unit), *_memory(timeline, scale)))
+    return Markup(
+        f'<svg class="schedule" role="img" width="{SIZES.width}" height="{height}" '
+        f'viewBox="0 0 {SIZES.width} {height}"><title>{escape(title)}</title>{body}</svg>'
+    )
+
+
+class _Scale:
+    """From seconds, ranks and microbatches to pixels."""
+
+    def __init__(self, timeline: Timeline) -> None:
+        ranks = timeline.schedule.placement.pipeline_size
+        self.inner = SIZES.width - SIZES.labels - SIZES.right
+        self.makespan = timeline.makespan
+        self.per_second = self.inner / timeline.makespan
+        self.first = min(times[0] for times in timeline.start if times)
+        self.top = ranks * SIZES.row + SIZES.gap
+        self.bottom = self.top + ranks * SIZES.memory
+        self.most = max(one_f_one_b_peak(timeline), *(m.peak for m in memory_lines(timeline)))
+
+    def x(self, time: float) -> float:
+        return SIZES.labels + (time - self.first) * self.per_second
+
+    def y(self, rank: int, held: float) -> float:
+        return self.top + (rank + 1) * SIZES.memory - 1 - held / self.most * SIZES.most
+
+
+def _number(value: float) -> str:
+    """With as many digits as can be seen."""
+    return f"{value:.2f}".rstrip("0").rstrip(".")
+
+
+def _bars(timeline: Timeline, scale: _Scale) -> Iterator[str]:
+    """Names of the ranks, one path for all bars of a colour, and numbers where there is room."""
+    ranks = timeline.schedule.placement.pipeline_size
+    ground = ranks * SIZES.row
+    yield f'<rect class="ground" x="{SIZES.labels}" y="0" width="{scale.inner}" height="{ground}"/>'
+    for rank in range(ranks):
+        y = rank * SIZES.row + SIZES.row / 2
+        yield f'<text class="name" x="{SIZES.labels - 8}" y="{_number(y)}">rank {rank}</text>'
+    bars = sorted(bars_of(timeline), key=lambda bar: (bar.kind.value, bar.chunk))
+    for _, group in groupby(bars, key=lambda bar: (bar.kind, bar.chunk)):
+        yield from _same_colour(list(group), scale)
+
+
+def _same_colour(bars: Sequence[Bar], scale: _Scale) -> Iterator[str]:
+    colour = bars[0].colour
+    path = "".join(
+        f"M{_number(scale.x(bar.start))},{_number(_top(bar))}"
+        f"h{_number(width := (bar.end - bar.start) * scale.per_second)}"
+        f"v{SIZES.bar}h-{_number(width)}z"
+        for bar in bars
+    )
+    kind, chunk = bars[0].kind.value, bars[0].chunk
+    yield f'<path class="bars" data-kind="{kind}" data-chunk="{chunk}" fill="{colour}" d="{path}"/>'
+    yield f'<g class="numbers" fill="{text_colour_on(colour)}">'
+    for bar in bars:
+        number = str(bar.microbatch)
+        if (bar.end - bar.start) * scale.per_second >= len(number) * SIZES.digit + 1:
+            x, y = scale.x((bar.start + bar.end) / 2), _top(bar) + SIZES.bar / 2
+            yield f'<text x="{_number(x)}" y="{_number(y)}">{number}</text>'
+    yield "</g>"
+
+
+def _top(bar: Bar) -> float:
+    return bar.rank * SIZES.row + (SIZES.row - SIZES.bar) / 2
+
+
+def _axis(scale: _Scale, unit: TimeUnit) -> Iterator[str]:
+    y = scale.bottom
+    yield f'<path class="axis" d="M{SIZES.labels},{y}h{scale.inner}"/>'
+    for time in ticks(scale.makespan * unit.scale, scale.inner / 90):
+        x = _number(scale.x(scale.first + time / unit.scale))
+        yield f'<path class="axis" d="M{x},{y}v4"/>'
+        yield f'<text class="tick" x="{x}" y="{y + 15}">{time:.6g}</text>'
+    middle = SIZES.labels + scale.inner / 2
+    yield f'<text class="tick" x="{middle:g}" y="{y + 31}">{unit.words}</text>'
+
+
+def ticks(most: float, about: float) -> list[float]:
+    """Round numbers from 0 to ``most``, about so many."""
+    rough = most / max(about, 1.0)
+    power = 10.0 ** math.floor(math.log10(rough))
+    step = next(s * power for s in _STEPS if s * power >= rough * (1 - 1e-9))
+    return [i * step for i in range(int(most / step + 1e-9) + 1)]
+
+
+def _memory(timeline: Timeline, scale: _Scale) -> Iterator[str]:
+    """A row for each rank: what it holds, 1F1B's peak as a dashed line, and its peak behind it."""
+    lines = memory_lines(timeline)
+    worst, stock = worst_of(lines), one_f_one_b_peak(timeline)
+    yield (
+        f'<text class="caption" x="{SIZES.labels}" y="{scale.top - 9}">activation memory held, in '
+        f"microbatches of a rank; dashed: 1F1B's peak, {stock:g}</text>"
+    )
+    for line in lines:
+        level = _number(scale.y(line.rank, stock))
+        name = "name worst" if line is worst else "name"
+        middle = scale.top + line.rank * SIZES.memory + SIZES.memory / 2
+        yield f'<text class="{name}" x="{SIZES.labels - 8}" y="{middle:g}">rank {line.rank}</text>'
+        yield _line(line, scale)
+        yield f'<path class="reference" d="M{SIZES.labels},{level}h{scale.inner}"/>'
+        words = f"{line.peak:.4g}{' most' if line is worst else ''}"
+        x = SIZES.labels + scale.inner + 6
+        yield f'<text class="peak{name[4:]}" x="{x}" y="{middle:g}">{words}</text>'
+
+
+def _line(line: MemoryLine, scale: _Scale) -> str:
+    steps = zip(line.times, line.held, strict=True)
+    path = "".join(f"H{_number(scale.x(t))}V{_number(scale.y(line.rank, h))}" for t, h in steps)
+    return (
+        f'<path class="held" data-rank="{line.rank}" data-peak="{line.peak:.6g}" '
+        f'fill="{MEMORY_COLOUR}" d="M{SIZES.labels},{_number(scale.y(line.rank, 0))}{path}"/>'
+    )

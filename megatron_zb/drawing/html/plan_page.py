@@ -1,0 +1,160 @@
+"""The page of a plan: ``megatron-zb plan ... --html FILE``."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from megatron_zb import schedules
+from megatron_zb.drawing.html import explorer, page
+from megatron_zb.drawing.html.schedule_page import picture
+from megatron_zb.drawing.memory_lines import memory_lines, one_f_one_b_peak, worst_of
+from megatron_zb.drawing.palette import MEMORY_SHADES, MILLISECONDS
+from megatron_zb.measured.units import GIB, gib
+from megatron_zb.planner import table
+from megatron_zb.planner.candidate import MEGATRON_1F1B
+from megatron_zb.planner.flags import flags
+from megatron_zb.planner.prediction import Prediction
+from megatron_zb.planner.reasons import reason
+from megatron_zb.planner.search import Plan
+from megatron_zb.schedules import Timeline
+
+_DRAWN = 3
+_NAMES = {
+    "weights": "weights",
+    "gradients": "gradients",
+    "optimizer": "optimizer",
+    "activations": "activations",
+    "weight_queue": "waiting for W",
+    "logits": "logits",
+    "messages": "messages",
+    "snapshot": "snapshot",
+    "reserved": "reserved",
+    "fragmentation": "fragments",
+}
+# Memory's hue in three shades, each plain, hatched, dotted and lined.
+_PATTERNS = ("", "hatched", "dotted", "lined")
+_FILLS = dict(zip(_NAMES, ((s, p) for p in _PATTERNS for s in MEMORY_SHADES), strict=False))
+
+
+def save_plan(path: Path, plan: Plan) -> None:
+    """Write the page of a plan.
+
+    Args:
+        path: a file that ends in .html.
+        plan: what the search found.
+
+    Raises:
+        UsageError: the file cannot be written, or jinja2 is missing.
+    """
+    page.check(path)
+    job = plan.job
+    page.write(
+        path,
+        "plan.html",
+        {
+            "title": f"{job.model.name} on {job.gpus} {job.device.name} - megatron_zb",
+            "job": job,
+            "memory": gib(job.memory),
+            "rows": [_row(plan, index) for index in range(len(plan.ranked))],
+            "parts": _parts(plan),
+            "missing": plan.nothing_for,
+            "plan": plan,
+            "pictures": _pictures(plan),
+            "explorer": _explorer(plan),
+        },
+    )
+
+
+def _row(plan: Plan, index: int) -> dict[str, Any]:
+    row, job = plan.ranked[index], plan.job
+    return {
+        "place": index + 1,
+        "name": table.name_of(row),
+        "title": f"{table.name_of(row)}, {table.setting_of(row)}",
+        "setting": table.setting_of(row),
+        "tokens": f"{row.tokens_per_gpu:.0f}",
+        "mfu": f"{row.mfu:.1%}",
+        "bubble": f"{row.bubble:.1%}",
+        "gib": f"{row.memory.total / GIB:.1f}",
+        "share": min(1.0, row.memory.total / job.memory),
+        "rank": row.memory.rank,
+        "sizes": _sizes(row, job.memory),
+        "reason": reason(plan, index),
+        "flags": " \\\n  ".join(flags(row, job.global_batch)),
+    }
+
+
+def _sizes(row: Prediction, memory: float) -> list[dict[str, Any]]:
+    """Each part of the worst rank's memory: GiB, and where it lies in a bar of all its memory."""
+    begin, out = 0.0, []
+    for part, size in row.memory.parts().items():
+        shade, pattern = _FILLS[part]
+        share = size / memory
+        out.append(
+            {
+                "part": part,
+                "name": _NAMES[part],
+                "gib": f"{size / GIB:.1f}",
+                "begin": f"{100 * begin:.3f}",
+                "share": f"{100 * share:.3f}",
+                "shade": shade,
+                "pattern": pattern,
+            }
+        )
+        begin += share
+    return out
+
+
+def _parts(plan: Plan) -> list[tuple[str, str, str, str]]:
+    """Name, words, shade and pattern of the parts that any row has."""
+    return [
+        (part, _NAMES[part], *fill)
+        for part, fill in _FILLS.items()
+        if any(row.memory.parts()[part] for row in plan.ranked)
+    ]
+
+
+def _pictures(plan: Plan) -> list[dict[str, Any]]:
+    """The first few rows that have a pipeline, and Megatron's 1F1B to compare them with."""
+    with_pipeline = [i for i, row in enumerate(plan.ranked) if row.schedule is not None]
+    drawn = [
+        i
+        for place, i in enumerate(with_pipeline)
+        if place < _DRAWN or plan.ranked[i].contender == MEGATRON_1F1B
+    ]
+    return [_picture(plan.ranked[index], index) for index in drawn]
+
+
+def _picture(row: Prediction, index: int) -> dict[str, Any]:
+    timeline = _timeline(row)
+    peak, stock = worst_of(memory_lines(timeline)).peak, one_f_one_b_peak(timeline)
+    name = f"{index + 1}. {table.name_of(row)}: {table.setting_of(row)}"
+    return {
+        "name": name,
+        "microbatches": row.num_microbatches,
+        "drawn": timeline.schedule.num_microbatches,
+        "sentence": f"bubble {row.bubble:.1%}; at most {peak:.4g} microbatches on a rank "
+        f"({peak / stock:.2f} of 1F1B's); {1000 * row.pipeline_seconds:.1f} ms",
+        **picture(timeline, name, MILLISECONDS),
+    }
+
+
+def _timeline(row: Prediction) -> Timeline:
+    assert row.schedule is not None
+    assert row.costs is not None
+    return schedules.simulate(row.schedule, row.costs)
+
+
+def _explorer(plan: Plan) -> dict[str, Any]:
+    """Of the fastest row that has a pipeline, and of the others of its sizes and costs."""
+    with_pipeline = [row for row in plan.ranked if row.costs is not None]
+    if not with_pipeline:
+        shown = schedules.build("1f1b", pipeline_size=4, num_microbatches=8)
+        equal = schedules.Costs.uniform(pipeline_size=4, forward=1, backward=1, weight=1)
+        return explorer.context([schedules.simulate(shown, equal)], equal)
+    costs = with_pipeline[0].costs
+    own = [_timeline(row) for row in with_pipeline if row.costs == costs]
+    m = own[0].schedule.num_microbatches
+    alike = [timeline for timeline in own if timeline.schedule.num_microbatches == m]
+    return explorer.context(alike, costs, unit=MILLISECONDS)

@@ -1,0 +1,148 @@
+"""The page of a measured run: ``plan --profile FILE --html`` and ``trace FILE --output``."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from megatron_zb.drawing.html import explorer, page
+from megatron_zb.drawing.html.schedule_page import picture
+from megatron_zb.drawing.memory_lines import memory_lines, one_f_one_b_peak, worst_of
+from megatron_zb.drawing.palette import MILLISECONDS
+from megatron_zb.measured.fit import Fit
+from megatron_zb.measured.profile import Profile
+from megatron_zb.measured.trace import Compared, Difference
+from megatron_zb.measured.units import GIB
+from megatron_zb.planner.from_profile import Asked, Row, flags_of, name_of
+from megatron_zb.schedules import Timeline
+
+_DRAWN = 3
+
+
+def save_plan(
+    path: Path,
+    asked: Asked,
+    found: Sequence[Row],
+    missing: dict[str, str],
+    compared: Compared | None,
+) -> None:
+    """Write the page of a plan for measured costs, with the step that was measured if there is one.
+
+    Raises:
+        UsageError: the file cannot be written, or jinja2 is missing.
+    """
+    pictures = [
+        _picture(row.timeline, f"{place}. {name_of(row)}")
+        for place, row in enumerate(found[:_DRAWN], 1)
+    ]
+    _write(
+        path,
+        asked.profile,
+        {
+            "microbatches": asked.num_microbatches,
+            "rows": [_row(asked, row, place) for place, row in enumerate(found, 1)],
+            "missing": missing,
+            "pictures": pictures,
+            **_step(compared),
+        },
+        [row.timeline for row in found],
+    )
+
+
+def save_step(path: Path, profile: Profile, compared: Compared) -> None:
+    """Write the page of one step, as it ran and as its profile predicts it.
+
+    Raises:
+        UsageError: the file cannot be written, or jinja2 is missing.
+    """
+    nothing: dict[str, Any] = {"rows": [], "missing": {}, "pictures": []}
+    context = {"microbatches": profile.num_microbatches, **nothing, **_step(compared)}
+    _write(path, profile, context, [compared.predicted])
+
+
+def _write(path: Path, profile: Profile, context: dict[str, Any], own: list[Timeline]) -> None:
+    embedding, output = Fit.of(profile).in_layers()
+    p = profile.pipeline_size
+    page.write(
+        path,
+        "run.html",
+        {
+            "title": f"{profile.schedule} on {p} ranks, measured - megatron_zb",
+            "profile": profile,
+            "ends": f"the embedding counts for {embedding:.2f} layers, the output layer for "
+            f"{output:.2f}",
+            "stages": _stages(profile),
+            "links": [
+                {"from": link.source, "to": link.target, "ms": f"{1000 * link.seconds:.4g}"}
+                for link in profile.links
+            ],
+            "explorer": explorer.context(own, unit=MILLISECONDS),
+            **context,
+        },
+    )
+
+
+def _row(asked: Asked, row: Row, place: int) -> dict[str, str]:
+    return {
+        "place": str(place),
+        "name": name_of(row),
+        "title": name_of(row),
+        "ms": f"{1000 * row.seconds:.4g}",
+        "even": f"{1000 * row.seconds_even:.4g}",
+        "bubble": f"{row.bubble:.1%}",
+        "gib": f"{row.activation_bytes / GIB:.3g}",
+        "rank": str(row.rank),
+        "layers": "even" if row.is_even else row.layout,
+        "flags": " \\\n  ".join(flags_of(asked, row)),
+    }
+
+
+def _stages(profile: Profile) -> list[dict[str, str]]:
+    return [
+        {
+            "stage": str(number),
+            "rank": str(stage.rank),
+            "layers": stage.layers,
+            "forward": f"{1000 * stage.forward:.4g}",
+            "backward": f"{1000 * stage.backward:.4g}",
+            "weight": f"{1000 * stage.weight:.4g}",
+            "activation": f"{stage.activation / 2**20:.4g}",
+            "held": f"{stage.held_for_weight / 2**20:.4g}",
+        }
+        for number, stage in enumerate(profile.stages)
+    ]
+
+
+def _step(compared: Compared | None) -> dict[str, Any]:
+    """Both pictures of a step, and the table of where they differ."""
+    if compared is None:
+        return {"step": [], "differences": []}
+    return {
+        "step": [
+            _picture(compared.measured, "measured"),
+            _picture(compared.predicted, "predicted from the medians of its passes"),
+        ],
+        "differences": [_difference(d) for d in compared.differences()],
+    }
+
+
+def _difference(d: Difference) -> dict[str, str]:
+    return {
+        "rank": str(d.rank),
+        "measured": f"{1000 * d.measured:.2f}",
+        "predicted": f"{1000 * d.predicted:.2f}",
+        "compute": f"{1000 * (d.compute_measured - d.compute_predicted):+.2f}",
+        "waiting": f"{1000 * (d.waiting_measured - d.waiting_predicted):+.2f}",
+        "host": f"{1000 * d.host:+.2f}",
+    }
+
+
+def _picture(timeline: Timeline, name: str) -> dict[str, Any]:
+    peak, stock = worst_of(memory_lines(timeline)).peak, one_f_one_b_peak(timeline)
+    return {
+        "name": name,
+        "sentence": f"bubble {timeline.bubble_rate:.1%}; at most {peak:.4g} microbatches on a rank "
+        f"({peak / stock:.2f} of 1F1B's); {1000 * timeline.makespan:.4g} ms",
+        **picture(timeline, name, MILLISECONDS),
+    }

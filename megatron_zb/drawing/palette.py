@@ -1,0 +1,172 @@
+"""What every drawing of a schedule has in common: bars, their colours, the words around them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from megatron_zb.drawing.memory_lines import one_f_one_b_peak
+from megatron_zb.schedules import Pass, PassKind, Report, Schedule, Timeline
+from megatron_zb.schedules.relay import Relay
+
+KIND_NAMES = {
+    PassKind.F: "forward",
+    PassKind.B: "input gradient",
+    PassKind.W: "weight gradient",
+    PassKind.BW: "backward, fused",
+    PassKind.T: "teacher",
+    PassKind.S: "students",
+    PassKind.U: "update",
+}
+
+# One hue for each kind, from the shade of the first chunk of a rank to that of the last. Chosen by
+# a search for colours that stay apart in the eyes of colour-blind people, too: a test simulates
+# these eyes and measures. Grey stands for idle alone, violet for memory.
+_SHADES = {
+    PassKind.F: ("#0545C3", "#88AFFC"),  # blue
+    PassKind.B: ("#7A4C0F", "#F49417"),  # orange
+    PassKind.W: ("#0A472B", "#3FC98A"),  # green
+    PassKind.BW: ("#4F0A44", "#C556AC"),  # magenta
+    PassKind.T: ("#2A18A8", "#978FE6"),  # indigo
+    PassKind.S: ("#970810", "#F3838A"),  # red
+    PassKind.U: ("#8C7A00", "#F2DC2A"),  # yellow
+}
+# A kind whose ranks have one chunk alone has the shade between the two.
+_ONE_CHUNK = 0.5
+IDLE_COLOUR = "#E9ECF0"
+DARK_IDLE_COLOUR = "#6E757F"
+MEMORY_SHADES = ("#4B2470", "#8F4FC4", "#CBA9E8")
+MEMORY_COLOUR = MEMORY_SHADES[1]
+INK = "#000000"
+
+
+@dataclass(frozen=True)
+class TimeUnit:
+    """What times are drawn in: ``scale`` makes a timeline's times this unit, whose sign follows
+    each figure; ``words`` stand at the axis."""
+
+    words: str
+    symbol: str = ""
+    scale: float = 1.0
+
+    def of(self, time: float, digits: int = 6) -> str:
+        """A time of the timeline as text, such as ``12.5 ms``."""
+        return f"{time * self.scale:.{digits}g} {self.symbol}".rstrip()
+
+
+COST_UNIT = TimeUnit("time, in the unit of the costs")
+SECONDS = TimeUnit("time, s", "s")
+MILLISECONDS = TimeUnit("time, ms", "ms", 1000.0)
+
+
+@dataclass(frozen=True)
+class Bar:
+    """One pass on the row of its rank; ``chunk`` is 0 and 1 for the steps of a relay in turn."""
+
+    rank: int
+    start: float
+    end: float
+    kind: PassKind
+    chunk: int
+    microbatch: int
+    colour: str
+
+
+def colour_of(kind: PassKind, chunk: int, chunks: int = 2) -> str:
+    """The colour of a pass as #RRGGBB, where a rank has so many model chunks, the first darkest."""
+    return _mixed(*_SHADES[kind], chunk / (chunks - 1) if chunks > 1 else _ONE_CHUNK)
+
+
+def _mixed(dark: str, light: str, share: float) -> str:
+    channels = zip(_channels(dark), _channels(light), strict=True)
+    mixed = (round(a + (b - a) * share) for a, b in channels)
+    return "#" + "".join(f"{channel:02X}" for channel in mixed)
+
+
+def _channels(colour: str) -> list[int]:
+    return [int(colour[i : i + 2], 16) for i in (1, 3, 5)]
+
+
+def text_colour_on(colour: str) -> str:
+    """Black or white, whichever has the higher contrast (as WCAG 2 defines it)."""
+    light = luminance(colour)
+    return "#000000" if (light + 0.05) / 0.05 > 1.05 / (light + 0.05) else "#FFFFFF"
+
+
+def luminance(colour: str) -> float:
+    """Relative luminance of #RRGGBB, 0 for black and 1 for white."""
+    channels = (channel / 255 for channel in _channels(colour))
+    red, green, blue = (
+        c / 12.92 if c <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4 for c in channels
+    )
+    return 0.2126 * red + 0.7152 * green + 0.0722 * blue
+
+
+def variants_of(schedule: Schedule) -> int:
+    """How many colours a kind has: one for each model chunk of a rank, two for steps in turn."""
+    return schedule.placement.chunks if schedule.relay is None else 2
+
+
+def variant_of(schedule: Schedule, p: Pass) -> int:
+    """Which of them a pass has."""
+    if schedule.relay is None:
+        return schedule.placement.chunk_of(p.stage)
+    return schedule.relay.step_of(p) % 2
+
+
+def bars_of(timeline: Timeline) -> Iterator[Bar]:
+    """The bars of all ranks, rank by rank in the order they run."""
+    schedule = timeline.schedule
+    for rank, passes in enumerate(schedule.ranks):
+        for p, start, end in zip(passes, timeline.start[rank], timeline.end[rank], strict=True):
+            chunk = variant_of(schedule, p)
+            colour = colour_of(p.kind, chunk, variants_of(schedule))
+            yield Bar(rank, start, end, p.kind, chunk, p.microbatch, colour)
+
+
+def legend_of(timeline: Timeline) -> list[tuple[PassKind, int, str]]:
+    """The kinds and chunks, or even and odd steps, that occur, each with its words."""
+    found = sorted(
+        {(bar.kind, bar.chunk) for bar in bars_of(timeline)},
+        key=lambda pair: (list(KIND_NAMES).index(pair[0]), pair[1]),
+    )
+    if timeline.schedule.relay is not None:
+        said = [", even steps", ", odd steps"]
+    else:
+        chunks = timeline.schedule.placement.chunks
+        said = [""] if chunks == 1 else [f", chunk {chunk}" for chunk in range(chunks)]
+    return [(kind, chunk, KIND_NAMES[kind] + said[chunk]) for kind, chunk in found]
+
+
+def report_of(report: Report) -> str:
+    """How far a schedule is from the lower bound, in one sentence."""
+    gain = f"at most {report.gap:.1%}" if report.gap >= 5e-4 else "nothing"
+    in_a_row = f"; {report.period:.6g} for each of many in a row" if report.period else ""
+    return (
+        f"makespan {report.makespan:.6g}, lower bound {report.lower_bound:.6g} for this placement "
+        f"and memory: {gain} left to gain{in_a_row}"
+    )
+
+
+def title_of(timeline: Timeline) -> str:
+    """The name, the sizes and what the schedule costs, in one line."""
+    schedule = timeline.schedule
+    if schedule.relay is not None:
+        return _relay_title(timeline, schedule.relay)
+    ranks, microbatches = schedule.placement.pipeline_size, schedule.num_microbatches
+    peak, stock = max(timeline.peak_activation), one_f_one_b_peak(timeline)
+    return (
+        f"{schedule.name}: {ranks} ranks, {microbatches} microbatches; "
+        f"bubble rate {timeline.bubble_rate:.1%}; "
+        f"peak activation memory {peak:g} microbatches ({peak / stock:.2f} of 1F1B's)"
+    )
+
+
+def _relay_title(timeline: Timeline, relay: Relay) -> str:
+    ranks, ahead = timeline.schedule.placement.pipeline_size, relay.run_ahead
+    return (
+        f"{timeline.schedule.name}: {ranks} {'rank' if ranks == 1 else 'ranks'}, "
+        f"{relay.num_microbatches} microbatches, {relay.steps} "
+        f"{'step' if relay.steps == 1 else 'steps'}; bubble rate {timeline.bubble_rate:.1%}; "
+        f"ranks run ahead by {ahead} {'step' if ahead == 1 else 'steps'} at most"
+    )

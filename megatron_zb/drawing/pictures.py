@@ -1,0 +1,296 @@
+"""Draw a schedule as a PNG or SVG picture: a row for each rank, a bar for each pass.
+
+Below the bars, on the same axis of time, is the activation memory that each rank holds, in a row of
+its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from megatron_zb.drawing.memory_lines import MemoryLine, memory_lines, one_f_one_b_peak, worst_of
+from megatron_zb.drawing.palette import (
+    COST_UNIT,
+    IDLE_COLOUR,
+    INK,
+    MEMORY_COLOUR,
+    SECONDS,
+    Bar,
+    TimeUnit,
+    bars_of,
+    colour_of,
+    legend_of,
+    text_colour_on,
+    title_of,
+    variants_of,
+)
+from megatron_zb.errors import UsageError
+from megatron_zb.schedules import PassKind, Timeline
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+FORMATS = (".png", ".svg")
+DOTS_PER_INCH = 100
+# Inches: a picture of 8 ranks and 16 microbatches fills a common screen without being scaled.
+ROW_HEIGHT = 0.42
+WIDTH_OF_SHORTEST_PASS = 0.17
+MARGINS = (0.8, 1.5)
+LEGEND_ROW_HEIGHT = 0.2
+MEMORY_ROW_HEIGHT = 0.25
+WIDTH_OF_PEAK = 0.6
+WIDTHS = (9.0, 19.0)
+NUMBER_SIZE = 8.0
+# Between bars; of short ones a tenth, so that it does not hide them.
+GAP_POINTS = 0.6
+GAP_SHARE = 0.1
+# The width of one digit, as a share of its size; a point is 1/72 inch.
+DIGIT_WIDTH = 0.64 / 72
+
+
+def save_picture(timeline: Timeline, path: Path) -> None:
+    """Write a picture of a schedule; the ending of the path, .png or .svg, is its format.
+
+    Raises:
+        UsageError: another ending, a folder that cannot be written, or matplotlib is missing.
+    """
+    _save(lambda: draw(timeline), path)
+
+
+def save_pictures(timelines: Mapping[str, Timeline], path: Path) -> None:
+    """Write the same schedule carried out in several ways, one below the other on one time axis.
+
+    Raises:
+        UsageError: as :func:`save_picture`.
+    """
+    _save(lambda: draw_below(timelines), path)
+
+
+def _save(make: Callable[[], Figure], path: Path) -> None:
+    if path.suffix.lower() not in FORMATS:
+        raise UsageError(f"cannot draw into '{path}': give a name that ends in .png or .svg")
+    figure = make()
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        figure.savefig(path, dpi=DOTS_PER_INCH)
+    except OSError as error:
+        raise UsageError(f"cannot write '{path}': {error.strerror}") from error
+
+
+def draw(timeline: Timeline, unit: TimeUnit = COST_UNIT) -> Figure:
+    """Draw a schedule, with its times in a unit.
+
+    Raises:
+        UsageError: matplotlib is missing.
+    """
+    if timeline.schedule.relay is not None:
+        return _draw_relay(timeline, unit)
+    placement = timeline.schedule.placement
+    width = _width(timeline)
+    heights = [placement.pipeline_size * row for row in (ROW_HEIGHT, MEMORY_ROW_HEIGHT)]
+    legend = (placement.chunks + 1) * LEGEND_ROW_HEIGHT
+    figure = _figure(width, sum(heights) + MARGINS[1] + legend)
+    bars, memory = figure.subplots(2, 1, sharex=True, height_ratios=heights)
+    inner = width - MARGINS[0] - WIDTH_OF_PEAK
+    _draw_bars(bars, timeline, inches_per_second=inner / timeline.makespan)
+    _label(bars, timeline)
+    _draw_memory(memory, timeline)
+    _label_time(memory, unit)
+    return figure
+
+
+def _draw_relay(timeline: Timeline, unit: TimeUnit) -> Figure:
+    """Bars alone; the share of the time in which a rank computes is beside its name."""
+    width = _width(timeline)
+    rows = timeline.schedule.placement.pipeline_size
+    figure = _figure(width, rows * ROW_HEIGHT + MARGINS[1] + LEGEND_ROW_HEIGHT)
+    axes = figure.subplots()
+    _draw_bars(axes, timeline, inches_per_second=(width - MARGINS[0]) / timeline.makespan)
+    _label(axes, timeline)
+    named = [f"rank {rank}: {share:.1%}" for rank, share in enumerate(timeline.utilisation)]
+    axes.set_yticks(range(rows), named)
+    _label_time(axes, unit)
+    return figure
+
+
+def draw_below(timelines: Mapping[str, Timeline]) -> Figure:
+    """Draw bars for each of some timelines of one schedule, each with its name and seconds.
+
+    Raises:
+        UsageError: matplotlib is missing.
+    """
+    longest = max(timelines.values(), key=lambda timeline: timeline.makespan)
+    width = _width(longest)
+    placement = longest.schedule.placement
+    rows = placement.pipeline_size * ROW_HEIGHT
+    figure = _figure(width, len(timelines) * (rows + 0.4) + MARGINS[1])
+    axes = figure.subplots(len(timelines), 1, sharex=True, squeeze=False)[:, 0]
+    for panel, (name, timeline) in zip(axes, timelines.items(), strict=True):
+        _draw_bars(panel, timeline, (width - MARGINS[0]) / longest.makespan)
+        _label(panel, timeline, f"{name}: {timeline.makespan:.4g} s", legend=panel is axes[-1])
+        panel.set_xlim(0, longest.makespan)
+    _label_time(axes[-1], SECONDS)
+    return figure
+
+
+def _label_time(axes: Axes, unit: TimeUnit) -> None:
+    axes.tick_params(axis="x", length=3, labelbottom=True)
+    axes.xaxis.set_major_formatter(lambda time, _: f"{time * unit.scale:.6g}")
+    axes.set_xlabel(unit.words, size=9)
+
+
+def _figure(width: float, height: float) -> Figure:
+    try:
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise UsageError(
+            "pictures need matplotlib: install it with pip install 'megatron-zb[plots]'"
+        ) from error
+    return Figure((width, height), layout="constrained")
+
+
+def _width(timeline: Timeline) -> float:
+    shortest = min(bar.end - bar.start for bar in bars_of(timeline) if bar.end > bar.start)
+    wanted = timeline.makespan / shortest * WIDTH_OF_SHORTEST_PASS + MARGINS[0]
+    return min(max(wanted, WIDTHS[0]), WIDTHS[1])
+
+
+def _draw_bars(axes: Axes, timeline: Timeline, inches_per_second: float) -> None:
+    bars = list(bars_of(timeline))
+    rooms = [(bar.end - bar.start) * inches_per_second for bar in bars]
+    axes.barh(
+        y=[bar.rank for bar in bars],
+        width=[bar.end - bar.start for bar in bars],
+        left=[bar.start for bar in bars],
+        height=0.86,
+        color=[bar.colour for bar in bars],
+        edgecolor="white",
+        linewidth=[min(GAP_POINTS, room * 72 * GAP_SHARE) for room in rooms],
+    )
+    numbered = 0
+    for bar, room in zip(bars, rooms, strict=True):
+        number = str(bar.microbatch)
+        size = min(NUMBER_SIZE, room / (DIGIT_WIDTH * len(number)))
+        if size >= NUMBER_SIZE * 0.7:
+            numbered += 1
+            axes.text(
+                (bar.start + bar.end) / 2,
+                bar.rank,
+                number,
+                size=size,
+                color=text_colour_on(bar.colour),
+                ha="center",
+                va="center_baseline",
+            )
+    if numbered < len(bars) / 2:
+        _number_some(axes, bars, inches_per_second)
+
+
+def _number_some(axes: Axes, bars: list[Bar], inches_per_second: float) -> None:
+    """Where bars have no room for numbers: a tick on top where every few microbatches begin."""
+    begins: dict[int, float] = {}
+    for bar in bars:
+        if bar.kind in (PassKind.F, PassKind.T):
+            begins[bar.microbatch] = min(bar.start, begins.get(bar.microbatch, bar.start))
+    room = NUMBER_SIZE * DIGIT_WIDTH * (len(str(max(begins))) + 2) / inches_per_second
+    top, last = axes.secondary_xaxis("top"), -room
+    ticks: dict[int, float] = {}
+    for microbatch, start in sorted(begins.items()):
+        if start - last >= room:
+            ticks[microbatch], last = start, start
+    top.set_xticks(list(ticks.values()), [str(microbatch) for microbatch in ticks])
+    top.tick_params(length=3, pad=1, labelsize=NUMBER_SIZE)
+    top.set_xlabel("first forward of microbatch", size=NUMBER_SIZE, loc="left", labelpad=1)
+    top.spines[:].set_visible(False)
+
+
+def _label(axes: Axes, timeline: Timeline, title: str = "", *, legend: bool = True) -> None:
+    rows = timeline.schedule.placement.pipeline_size
+    axes.set_title(title or title_of(timeline), size=11, loc="left")
+    axes.set_yticks(range(rows), [f"rank {rank}" for rank in range(rows)])
+    axes.set_ylim(rows - 0.5, -0.5)
+    first = min(times[0] for times in timeline.start if times)
+    axes.set_xlim(first, first + timeline.makespan)
+    axes.set_facecolor(IDLE_COLOUR)
+    axes.spines[["top", "right", "left"]].set_visible(False)
+    axes.tick_params(axis="y", length=0)
+    axes.tick_params(axis="x", length=0, labelbottom=False)
+    if legend:
+        _draw_legend(axes, timeline)
+
+
+def _draw_legend(axes: Axes, timeline: Timeline) -> None:
+    from matplotlib.patches import Patch
+
+    # A column for each kind and a row for each chunk, whether it occurs or not.
+    chunks = variants_of(timeline.schedule)
+    words = {(kind, chunk): text for kind, chunk, text in legend_of(timeline)}
+    kinds = list(dict.fromkeys(kind for kind, _ in words))
+    handles = [
+        Patch(color=colour_of(kind, chunk, chunks), label=words[kind, chunk])
+        if (kind, chunk) in words
+        else Patch(alpha=0, label="")
+        for kind in kinds
+        for chunk in range(chunks)
+    ]
+    handles += [Patch(color=IDLE_COLOUR, label="idle")]
+    handles += [Patch(alpha=0, label="")] * (chunks - 1)
+    axes.figure.legend(
+        handles=handles,
+        loc="outside lower center",
+        ncols=len(kinds) + 1,
+        frameon=False,
+        fontsize=9,
+    )
+
+
+def _draw_memory(axes: Axes, timeline: Timeline) -> None:
+    """A row for each rank: what it holds, 1F1B's peak as a dashed line, and its peak behind it."""
+    lines = memory_lines(timeline)
+    worst, stock = worst_of(lines), one_f_one_b_peak(timeline)
+    top = max(worst.peak, stock)
+    for line in lines:
+        _draw_line(axes, line, top, is_worst=line is worst)
+        level = _height(line.rank, stock, top)
+        axes.axhline(level, color=INK, linewidth=0.8, linestyle=(0, (5, 3)))
+    ranks = range(len(lines))
+    axes.set_yticks(ranks, [f"rank {rank}" for rank in ranks], size=NUMBER_SIZE)
+    axes.get_yticklabels()[worst.rank].set_fontweight("bold")
+    axes.set_ylim(len(lines) - 0.5, -0.5)
+    axes.set_title(
+        "activation memory of each rank over time, and its peak, in microbatches of a rank; "
+        f"dashed: 1F1B's peak, {stock:g}",
+        size=9,
+        loc="left",
+    )
+    axes.spines[["top", "right", "left"]].set_visible(False)
+    axes.tick_params(axis="y", length=0)
+
+
+def _height(rank: int, held: float, top: float) -> float:
+    """Where an amount of memory lies in the row of a rank, 0.9 of a row high at most."""
+    return rank + 0.46 - 0.9 * held / top
+
+
+def _draw_line(axes: Axes, line: MemoryLine, top: float, *, is_worst: bool) -> None:
+    axes.fill_between(
+        line.times,
+        [_height(line.rank, held, top) for held in line.held],
+        _height(line.rank, 0, top),
+        step="post",
+        color=MEMORY_COLOUR,
+        linewidth=0,
+    )
+    axes.annotate(
+        f"{line.peak:.4g}" + (" most" if is_worst else ""),
+        (1, line.rank),
+        xytext=(4, 0),
+        xycoords=("axes fraction", "data"),
+        textcoords="offset points",
+        size=NUMBER_SIZE,
+        va="center",
+        weight="bold" if is_worst else "normal",
+    )

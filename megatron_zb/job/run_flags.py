@@ -1,0 +1,138 @@
+"""Arguments about a run with a schedule, the same for Megatron-LM's scripts and for our own."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from megatron_zb.errors import UsageError
+from megatron_zb.job.data_contents import ALLOW_OTHER_FLAG
+from megatron_zb.schedules import catalog
+from megatron_zb.schedules.placement import Placement, looped, wave
+
+LAYOUT_FLAG = "--pipeline-layer-layout"
+AUTO_LAYOUT = "auto"
+STREAMS_FLAG = "--pipeline-random-streams"
+
+
+def asks_for_balance(layout: str | None) -> bool:
+    """Whether the value of ``--pipeline-layer-layout`` asks for a layout and does not write one."""
+    return layout is not None and (layout == AUTO_LAYOUT or Path(layout).suffix == ".yaml")
+
+
+def asks_for_layer_streams(streams: str | None, keeps_places: bool) -> bool:
+    """Whether every layer draws from random streams of its own.
+
+    Args:
+        streams: the value of ``--pipeline-random-streams``, None where it was not given.
+        keeps_places: every rank holds the layers that it has in Megatron without a schedule, and
+            so draws what it draws there.
+    """
+    return streams == "layer" or (streams != "rank" and not keeps_places)
+
+
+def check_table_alone(args: argparse.Namespace) -> None:
+    """Refuse what a ``--pipeline-schedule-file`` leaves nothing to say about.
+
+    Raises:
+        UsageError: names the flag.
+    """
+    if args.pipeline_schedule is not None:
+        raise UsageError(
+            "--pipeline-schedule and --pipeline-schedule-file both choose a schedule: leave one out"
+        )
+    if args.pipeline_memory_limit is not None:
+        raise UsageError(
+            "--pipeline-schedule-file is a finished schedule: leave --pipeline-memory-limit out"
+        )
+    for name in ("pipeline_placement", "pipeline_schedule_cache"):
+        if getattr(args, name) is not None:
+            raise UsageError(
+                f"--pipeline-schedule-file is a finished schedule: leave "
+                f"--{name.replace('_', '-')} out"
+            )
+
+
+def placement_of(args: argparse.Namespace) -> Placement | None:
+    """The placement that ``auto`` is bound to, if it is.
+
+    Raises:
+        UsageError: the schedule has its own, or the number of chunks is missing or wrong.
+    """
+    kind = args.pipeline_placement
+    if kind is None:
+        return None
+    family = catalog.family(args.pipeline_schedule)
+    if family.placement is not None:
+        raise UsageError(
+            f"--pipeline-placement is for --pipeline-schedule auto: {family.name} has its own, so "
+            "leave it out"
+        )
+    chunks = args.num_virtual_stages_per_pipeline_rank
+    if chunks is None:
+        raise UsageError(
+            f"--pipeline-placement {kind} needs --num-virtual-stages-per-pipeline-rank, such as 2"
+        )
+    return (looped if kind == "loop" else wave)(args.pipeline_model_parallel_size, chunks)
+
+
+def add_run_arguments(group: argparse._ArgumentGroup) -> None:
+    """How a run measures itself, and what ends it when it stands still."""
+    group.add_argument(
+        "--pipeline-profile",
+        metavar="FILE",
+        help="measure passes, messages and activations in the first iterations and write this "
+        "file for `megatron-zb plan --profile`",
+    )
+    group.add_argument(
+        "--pipeline-placement",
+        choices=("loop", "zigzag"),
+        help="where auto places the chunks of a rank: in turn (loop), or there and back (zigzag, a "
+        "V with two); with --num-virtual-stages-per-pipeline-rank (default: what is faster)",
+    )
+    group.add_argument(
+        "--pipeline-schedule-cache",
+        metavar="DIR",
+        help="keep schedules that were searched in this folder of the first rank, and find them "
+        "there again",
+    )
+    group.add_argument(
+        "--pipeline-replan-every",
+        type=int,
+        metavar="N",
+        help="build the schedule anew for measured costs after the first iterations and every N "
+        "(default: auto once, after the first ones; others never)",
+    )
+    group.add_argument(
+        STREAMS_FLAG,
+        choices=("auto", "layer", "rank"),
+        help="where layers draw random numbers from. layer: each from streams of its own, so that "
+        "dropout masks, and initial weights, are those of every other schedule and pipeline size "
+        "with the same seed; rank: from one stream of each pipeline rank, as in Megatron without "
+        "a schedule; auto (default): rank where every rank holds the layers it has there, else "
+        "layer",
+    )
+    add_timeout(group)
+    add_other_data(group)
+
+
+def add_other_data(group: argparse._ArgumentGroup) -> None:
+    """What lets a run go on from a checkpoint with other data than it was trained on."""
+    group.add_argument(
+        ALLOW_OTHER_FLAG,
+        action="store_true",
+        help="go on from a checkpoint that was trained on other data, which is refused otherwise: "
+        "a checkpoint keeps the sizes of its data sets and a digest of their contents",
+    )
+
+
+def add_timeout(group: argparse._ArgumentGroup) -> None:
+    """What ends a run that stands still."""
+    group.add_argument(
+        "--pipeline-timeout",
+        type=float,
+        metavar="SECONDS",
+        help="after so long without progress, ask all ranks, end a job that has stopped, and say "
+        "which rank holds up all others; 0 is never (default: nine tenths of "
+        "--distributed-timeout-minutes)",
+    )

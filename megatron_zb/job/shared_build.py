@@ -1,0 +1,224 @@
+"""One rank builds a schedule, and the others take its table from the store of the job.
+
+A search takes seconds of a core and depends on what is installed; so one does it for all. What a
+rank receives is parsed and validated like a file; nothing of it is executed.
+"""
+
+from __future__ import annotations
+
+import base64
+import json
+import time
+import zlib
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from torch.distributed import PrefixStore, Store
+
+from megatron_zb import __version__
+from megatron_zb.errors import UsageError
+from megatron_zb.job.agreement import compare
+from megatron_zb.schedules import cache, catalog
+from megatron_zb.schedules.schedule import Schedule
+
+Build = Callable[..., Schedule]
+
+_LONGEST_SEARCH = 900.0  # seconds; a search of the largest sizes takes minutes without numba
+_TIME_TO_READ = 10.0  # seconds
+_PART = 4 * 2**20  # letters of a value: stores take no more than 8 MiB
+_MOST_BYTES = 2**30
+_BETWEEN_LOOKS = 0.05  # seconds
+
+
+class SharedBuild:
+    """Builds schedules on rank 0 of a job for all of its ranks; called like ``schedules.build``.
+
+    All ranks ask for the same schedules in the same order. One that asks for another says so.
+    """
+
+    def __init__(
+        self,
+        connect: Callable[[], Store],
+        rank: int,
+        world_size: int,
+        build: Build = catalog.build,
+        *,
+        seconds: float = _LONGEST_SEARCH,
+    ) -> None:
+        """Connect at the first call.
+
+        Args:
+            connect: gives the store of the job.
+            rank, world_size: of this process in the job.
+            build: what rank 0 builds with.
+            seconds: how long rank 0 may take.
+        """
+        self._connect, self._rank, self._world_size = connect, rank, world_size
+        self._build, self._seconds = build, seconds
+        self._connected: Store | None = None
+        self._built: dict[str, Schedule] = {}
+        self._asked = 0
+        self._has_told = False
+
+    def __call__(self, name: str, **request: Any) -> Schedule:
+        """Build a schedule, or take over what rank 0 has built.
+
+        Raises:
+            UsageError: rank 0 cannot build it or asks for another.
+        """
+        values = cache.described(name, request)
+        key = cache.key_of(values)
+        if key not in self._built:
+            number, self._asked = self._asked, self._asked + 1
+            if self._rank == 0:
+                self._built[key] = self._give(number, values, name, request)
+            else:
+                self._built[key] = self._take(number, values, name, request)
+        return self._built[key]
+
+    def abandon(self, error: Exception) -> None:
+        """Let the ranks that wait for a schedule know that rank 0 asks for none, and why."""
+        if self._rank == 0 and self._world_size > 1 and not self._has_told:
+            _put(self._store, f"{self._asked}/asked", {"problem": _said(error)})
+            self._has_told = True
+
+    @property
+    def _store(self) -> Store:
+        if self._connected is None:
+            self._connected = PrefixStore("schedule", self._connect())
+        return self._connected
+
+    def _give(
+        self, number: int, values: dict[str, Any], name: str, request: dict[str, Any]
+    ) -> Schedule:
+        _put(self._store, f"{number}/asked", _as_flags(values))
+        try:
+            schedule = self._build(name, **request)
+        except BaseException as error:
+            self._tell(number, error, name)
+            raise
+        _put(self._store, f"{number}/built", cache.pack(schedule))
+        return schedule
+
+    def _tell(self, number: int, error: BaseException, name: str) -> None:
+        """Let all ranks read a problem before this one ends, which may serve the store."""
+        refused = isinstance(error, UsageError)
+        problem = str(error) if refused else f"rank 0 failed to build {name}: {error!r}"
+        self._has_told = True
+        _put(self._store, f"{number}/built", {"problem": problem})
+        told = [f"{number}/told/{rank}" for rank in range(1, self._world_size)]
+        deadline = time.monotonic() + _TIME_TO_READ
+        while told and not self._store.check(told) and time.monotonic() < deadline:
+            time.sleep(_BETWEEN_LOOKS)
+
+    def _take(
+        self, number: int, values: dict[str, Any], name: str, request: dict[str, Any]
+    ) -> Schedule:
+        asked = self._given(number, "asked", name)
+        different = compare(
+            {
+                r: {"problem": None, "values": v}
+                for r, v in ((0, asked), (self._rank, _as_flags(values)))
+            }
+        )
+        if different:
+            raise UsageError(different)
+        given = self._given(number, "built", name)
+        try:
+            return cache.unpack(given, name, request)
+        except UsageError as error:
+            raise UsageError(f"what rank 0 has given is no schedule: {error}") from error
+
+    def _given(self, number: int, what: str, name: str) -> dict[str, Any]:
+        """Wait for what rank 0 gives.
+
+        Raises:
+            UsageError: it gives a problem, nothing in time, or nothing that can be read.
+        """
+        given = _get(self._store, f"{number}/{what}", self._seconds)
+        if given is None:
+            raise UsageError(
+                f"rank 0 has not given the schedule {name} within {self._seconds:g} s: see what it "
+                "says itself"
+            )
+        if not isinstance(given, dict):
+            raise UsageError("what rank 0 has given is no schedule: it is no mapping")
+        if "problem" in given:
+            self._store.set(f"{number}/told/{self._rank}", "")
+            raise UsageError(str(given["problem"]))
+        return given
+
+
+def kept(folder: Path, say: Callable[[str], None], build: Build = catalog.build) -> Build:
+    """A build that looks into a folder first and keeps what it has built there.
+
+    Args:
+        folder: where the schedules are, made if it is not there.
+        say: is told in one line what of the folder cannot be used.
+        build: makes what is not there.
+    """
+    folder_of_schedules = cache.Cache(folder)
+
+    def build_or_find(name: str, **request: Any) -> Schedule:
+        try:
+            found = folder_of_schedules.read(name, request)
+        except UsageError as error:
+            say(f"searching anew: {error}")
+            found = None
+        if found is not None:
+            say(f"the schedule is taken from {folder_of_schedules.path(name, request)}")
+            return found
+        schedule = build(name, **request)
+        try:
+            folder_of_schedules.write(name, request, schedule)
+        except UsageError as error:
+            say(f"the schedule is not kept: {error}")
+        return schedule
+
+    return build_or_find
+
+
+def _as_flags(values: dict[str, Any]) -> dict[str, Any]:
+    """By the names that a message about a difference uses, as JSON gives them back."""
+    said = {"schedule": "--pipeline-schedule", "memory_limit": "--pipeline-memory-limit"}
+    named = {said.get(name, name.replace("_", " ")): value for name, value in values.items()}
+    found: dict[str, Any] = json.loads(json.dumps({**named, "megatron_zb version": __version__}))
+    return found
+
+
+def _said(error: Exception) -> str:
+    return str(error) if isinstance(error, UsageError) else f"rank 0 failed: {error!r}"
+
+
+def _put(store: Store, key: str, value: dict[str, Any]) -> None:
+    """In parts, of which the number comes last."""
+    packed = base64.b64encode(zlib.compress(json.dumps(value).encode())).decode()
+    parts = [packed[i : i + _PART] for i in range(0, len(packed), _PART)]
+    for number, part in enumerate(parts):
+        store.set(f"{key}/{number}", part)
+    store.set(key, str(len(parts)))
+
+
+def _get(store: Store, key: str, seconds: float) -> Any:
+    """What rank 0 has put, None if it has not before the time is over.
+
+    Raises:
+        UsageError: it is not what :func:`_put` puts, or the store is gone with rank 0.
+    """
+    deadline = time.monotonic() + seconds
+    try:
+        while not store.check([key]):
+            if time.monotonic() > deadline:
+                return None
+            time.sleep(_BETWEEN_LOOKS)
+        count = int(store.get(key))
+        packed = b"".join(store.get(f"{key}/{number}") for number in range(count))
+    except (RuntimeError, ValueError) as error:
+        raise UsageError(f"rank 0 ended before it has given a schedule: {error}") from error
+    try:
+        unpacked = zlib.decompressobj()
+        text = unpacked.decompress(base64.b64decode(packed, validate=True), _MOST_BYTES)
+        return json.loads(text)
+    except (zlib.error, ValueError, RecursionError) as error:
+        raise UsageError(f"what rank 0 has given is no schedule: {error}") from error

@@ -1,0 +1,183 @@
+"""How many layers each stage of a run gets, when the two ends of the model count for some, too.
+
+What the ends count for comes from a profile of the user's own run, or from the sizes of the model
+alone. The gain is what the simulator says of the schedule that will run, on either layout.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from megatron_zb.errors import UsageError
+from megatron_zb.job.run_flags import AUTO_LAYOUT, LAYOUT_FLAG
+from megatron_zb.measured.fit import Fit
+from megatron_zb.measured.profile import Profile, read_profile
+from megatron_zb.schedules import Costs, Schedule, layout, simulate
+from megatron_zb.schedules.layout import Layers, Layout
+
+_SIZES = {
+    "layers": "--num-layers",
+    "hidden_size": "--hidden-size",
+    "sequence_length": "--seq-length",
+    "tensor": "--tensor-model-parallel-size",
+}
+
+
+TRANSFER = 0.05
+"""Of a rank's forward of one microbatch, until it is measured: messages are not free."""
+
+
+@dataclass(frozen=True)
+class Ends:
+    """For how many layers the embedding and the output layer count, and how that is known."""
+
+    embedding: float
+    output: float
+    known: str
+    profile: Profile | None = None
+
+    def __str__(self) -> str:
+        return (
+            f"an embedding that counts for {self.embedding:.2f} layers and an output layer that "
+            f"counts for {self.output:.2f} ({self.known})"
+        )
+
+
+@dataclass(frozen=True)
+class Balance:
+    """Layers of each stage, and the share of the time with even layers that they save."""
+
+    layers: Layout
+    gain: float
+    ends: Ends
+
+    def __str__(self) -> str:
+        return f"layers are balanced for {self.ends}: {self.gain:.1%} less time than evenly spread"
+
+
+def measured(path: Path, sizes: Mapping[str, int]) -> Ends:
+    """From a file of ``--pipeline-profile``.
+
+    Args:
+        sizes: layers, hidden_size, sequence_length and tensor of the run.
+
+    Raises:
+        UsageError: the file is wrong, or of another model.
+    """
+    profile = read_profile(path)
+    for name, flag in _SIZES.items():
+        found = getattr(profile.model, name)
+        if found != sizes[name]:
+            raise UsageError(
+                f"{LAYOUT_FLAG} {path}: the profile is of a run with {flag} {found}, this one has "
+                f"{flag} {sizes[name]}: profile this model"
+            )
+    return Ends(*Fit.of(profile).in_layers(), f"measured, {path}", profile)
+
+
+def costs_of(layers: int, pipeline_size: int, ends: Ends) -> Costs:
+    """Of layers that cost the same and the ends; F, B and W of a layer take p / layers each.
+
+    A transfer takes :data:`TRANSFER`.
+    """
+    work = [pipeline_size / layers] * layers
+    work[0] *= 1 + ends.embedding
+    work[-1] *= 1 + ends.output
+    return Costs.of_slices(
+        pipeline_size=pipeline_size, forward=work, backward=work, weight=work, p2p=TRANSFER
+    )
+
+
+def counted(layer_flops: float, output_flops: float, multi_token: int = 0) -> Ends:
+    """From floating-point operations; each multi-token prediction is a layer and an output."""
+    output = output_flops / layer_flops
+    return Ends(0.0, output + multi_token * (1 + output), "counted from the sizes of the model")
+
+
+def balanced(layers: int, schedule: Schedule, ends: Ends) -> Balance:
+    """Share the layers of a model out over the stages of a schedule.
+
+    Raises:
+        UsageError: there are too few.
+    """
+    placement = schedule.placement
+    asked = Layers(layers, embedding=ends.embedding, output=ends.output)
+    found = layout.balanced(asked, placement)
+    even, *_ = layout.choices(layers, placement, ends.embedding, ends.output)
+    seconds = {
+        counts: simulate(schedule, _costs(schedule, counts, ends)).makespan
+        for counts in (even, found)
+    }
+    best = min((even, found), key=seconds.__getitem__)
+    return Balance(best, 1 - seconds[best] / seconds[even], ends)
+
+
+def _costs(schedule: Schedule, counts: Layout, ends: Ends) -> Costs:
+    placement = schedule.placement
+    profile = ends.profile
+    if profile is not None and profile.pipeline_size == placement.pipeline_size:
+        return Fit.of(profile).costs(placement, counts)
+    work = [float(count) for count in counts]
+    work[0] += ends.embedding
+    work[-1] += ends.output
+    return Costs.of_slices(
+        pipeline_size=placement.pipeline_size, forward=work, backward=work, weight=work
+    )
+
+
+def of_arguments(value: str, args: Any) -> Ends:
+    """What ``--pipeline-layer-layout`` asks for, of a run with Megatron's arguments.
+
+    Raises:
+        UsageError: the profile is wrong, or the sizes do not tell what the ends cost.
+    """
+    if value != AUTO_LAYOUT:
+        sizes = {
+            "layers": args.num_layers,
+            "hidden_size": args.hidden_size,
+            "sequence_length": args.seq_length,
+            "tensor": args.tensor_model_parallel_size,
+        }
+        return measured(Path(value), sizes)
+    instead = f"give a file of --pipeline-profile instead of {AUTO_LAYOUT}"
+    if getattr(args, "multi_latent_attention", False):
+        raise UsageError(
+            f"{LAYOUT_FLAG} {AUTO_LAYOUT} cannot count multi-latent attention: {instead}"
+        )
+    ends = ends_of(args)
+    if ends is None:
+        raise UsageError(
+            f"{LAYOUT_FLAG} {AUTO_LAYOUT} has to know how large the output layer is: give "
+            f"--vocab-size, or {instead}"
+        )
+    return ends
+
+
+def ends_of(args: Any) -> Ends | None:
+    """Counted from the sizes of a model; None where they do not tell."""
+    vocabulary = getattr(args, "padded_vocab_size", None) or getattr(args, "vocab_size", None)
+    if vocabulary is None or getattr(args, "multi_latent_attention", False):
+        return None
+    return counted(
+        _layer_flops(args),
+        2.0 * args.hidden_size * vocabulary,
+        getattr(args, "mtp_num_layers", None) or 0,
+    )
+
+
+def _layer_flops(args: Any) -> float:
+    """Of a layer, for each token in F: products with weights, and half of those with scores."""
+    hidden, heads = args.hidden_size, args.num_attention_heads
+    head = getattr(args, "kv_channels", None) or hidden // heads
+    groups = args.num_query_groups if args.group_query_attention else heads
+    attention = 2 * hidden * head * (heads + groups)
+    inner = args.ffn_hidden_size or 4 * hidden
+    matrices = 3 if args.swiglu else 2
+    if getattr(args, "num_experts", None):
+        inner = (args.moe_ffn_hidden_size or inner) * args.moe_router_topk
+        inner += getattr(args, "moe_shared_expert_intermediate_size", None) or 0
+    scores = args.seq_length * heads * head
+    return 2.0 * (attention + matrices * hidden * inner + scores)

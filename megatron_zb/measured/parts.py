@@ -1,0 +1,126 @@
+"""What the parts of a model take of its passes, from marks that a run has set within them.
+
+A pass of a stage is what comes before its layers, the layers, and what comes after them: in F, the
+embedding stands before the layers and the output layer after them, in B and BW it is the other way
+round. What a stage without that end spends there is what a pass costs by itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from statistics import median
+
+from megatron_zb.measured.profile import Parts, PartSeconds
+
+BEFORE, DATA, LAYERS, MULTI_TOKEN, OUTPUT, AFTER = (
+    "before",
+    "data",
+    "layers",
+    "multi_token",
+    "output",
+    "after",
+)
+"""What a mark says is done from there on; ``DATA`` is a batch being read, ``OUTPUT`` is in W."""
+
+Segments = Mapping[str, float]
+"""Seconds of a pass by mark."""
+
+
+def segments(start: float, end: float, marks: Sequence[tuple[str, float]]) -> dict[str, float]:
+    """The seconds of one pass, by what it did; before its first mark, that is ``BEFORE``."""
+    found: dict[str, float] = {}
+    begun = [(BEFORE, start), *marks]
+    ended = [when for _, when in marks]
+    for (name, since), until in zip(begun, [*ended, end], strict=True):
+        found[name] = found.get(name, 0.0) + until - since
+    return found
+
+
+@dataclass(frozen=True)
+class StageTimes:
+    """Mean seconds of the passes of a stage, by what they did; ``layers`` are its letters."""
+
+    layers: str
+    forward: Segments
+    backward: Segments
+    weight: Segments
+    whole: Segments
+
+
+def of_stages(stages: Sequence[StageTimes]) -> Parts | None:
+    """The parts; None where the layers of a stage could not be told apart."""
+    if not all(LAYERS in s.forward and LAYERS in s.backward for s in stages if "t" in s.layers):
+        return None
+    if not any("t" in s.layers for s in stages):
+        return None
+    kinds = [
+        _around(stages, lambda s: s.forward, first="E", last="L"),
+        _around(stages, lambda s: s.backward, first="L", last="E"),
+        _weights(stages),
+        _around(stages, lambda s: s.whole, first="L", last="E"),
+    ]
+    names = ("layer", "E", "L", "multi_token", "empty")
+    of = {
+        name: PartSeconds(**dict(zip(_KINDS, seconds, strict=True)))
+        for name, seconds in ((name, [kind[name] for kind in kinds]) for name in names)
+    }
+    return Parts(
+        layer=of["layer"],
+        embedding=of["E"],
+        output=of["L"],
+        multi_token=of["multi_token"],
+        empty_pass=of["empty"],
+    )
+
+
+_KINDS = ("forward", "backward", "weight", "whole")
+_Of = Callable[[StageTimes], Segments]
+
+
+def _around(stages: Sequence[StageTimes], of: _Of, first: str, last: str) -> dict[str, float]:
+    """Of a kind of pass in which the end ``first`` comes before the layers, ``last`` after them."""
+
+    def usual(name: str, end: str) -> float:
+        return _median(_of(s, of, name) for s in stages if end not in s.layers)
+
+    def end_of(name: str, end: str, empty: float) -> float:
+        return _median(
+            max(0.0, _of(s, of, name) + _of(s, of, DATA) - empty) for s in stages if end in s.layers
+        )
+
+    before, after = usual(BEFORE, first), usual(AFTER, last)
+    return {
+        "layer": _layer(stages, of),
+        first: end_of(BEFORE, first, before),
+        last: end_of(AFTER, last, after),
+        "multi_token": _median(_of(s, of, MULTI_TOKEN) for s in stages if "m" in s.layers),
+        "empty": before + after,
+    }
+
+
+def _weights(stages: Sequence[StageTimes]) -> dict[str, float]:
+    def of(stage: StageTimes) -> Segments:
+        return stage.weight
+
+    return {
+        "layer": _layer(stages, of),
+        "E": 0.0,  # autograd sums its gradient in B
+        "L": _median(_of(s, of, OUTPUT) for s in stages if "L" in s.layers),
+        "multi_token": _median(_of(s, of, MULTI_TOKEN) for s in stages if "m" in s.layers),
+        "empty": _median(_of(s, of, BEFORE) + _of(s, of, AFTER) for s in stages),
+    }
+
+
+def _layer(stages: Sequence[StageTimes], of: _Of) -> float:
+    counts = [(s, s.layers.count("t")) for s in stages]
+    return _median(_of(s, of, LAYERS) / count for s, count in counts if count)
+
+
+def _of(stage: StageTimes, of: _Of, name: str) -> float:
+    return of(stage).get(name, 0.0)
+
+
+def _median(values: Iterable[float]) -> float:
+    found = list(values)
+    return median(found) if found else 0.0

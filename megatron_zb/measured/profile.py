@@ -1,0 +1,259 @@
+"""What a run has measured of itself: seconds and bytes of every stage, seconds of every link.
+
+``--pipeline-profile`` writes the file, ``megatron-zb plan --profile`` reads it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from statistics import median
+from typing import Any, Literal
+
+import yaml
+from pydantic import Field, model_validator
+
+from megatron_zb.errors import UsageError
+from megatron_zb.measured import config
+from megatron_zb.measured.config import Section
+from megatron_zb.schedules import Costs
+from megatron_zb.schedules.placement import Placement
+
+_MOST = 10_000_000
+
+
+def _seconds(description: str) -> Any:
+    return Field(gt=0, lt=1e5, description=description, examples=[0.0125])
+
+
+def _bytes(description: str) -> Any:
+    return Field(ge=0, lt=1e15, description=description, examples=[4194304])
+
+
+class StageProfile(Section):
+    """One stage: what its passes take in the mean of a step, of its slowest replica."""
+
+    rank: int = Field(ge=0, le=_MOST, description="its logical pipeline rank", examples=[0])
+    layers: str = Field(
+        max_length=2000,
+        pattern="^E?t*m*L?$",
+        description="none, or E embedding, t layer, m multi-token prediction, L output layer",
+        examples=["Ett"],
+    )
+    forward: float = _seconds("seconds of F")
+    backward: float = _seconds("seconds of B, the input gradient")
+    weight: float = Field(
+        ge=0, lt=1e5, description="seconds of W, the weight gradient", examples=[0.0125]
+    )
+    whole: float | None = Field(
+        default=None, gt=0, lt=1e5, description="seconds of BW, a backward in one pass"
+    )
+    activation: int = _bytes("bytes that F holds")
+    held_for_weight: int = _bytes("bytes of them that are still held after B")
+
+    @model_validator(mode="after")
+    def _b_only_frees(self) -> StageProfile:
+        if self.held_for_weight > self.activation:
+            raise ValueError(
+                f"held_for_weight is {self.held_for_weight}, more than activation "
+                f"{self.activation}; give, for example, held_for_weight: {self.activation}"
+            )
+        return self
+
+
+class LinkProfile(Section):
+    """One direction between two logical ranks."""
+
+    source: int = Field(ge=0, le=_MOST, description="logical rank that sends", examples=[0])
+    target: int = Field(ge=0, le=_MOST, description="logical rank that receives", examples=[1])
+    seconds: float = Field(ge=0, lt=1e5, description="seconds of a message", examples=[0.0002])
+
+
+def _part(what: str) -> Any:
+    return Field(ge=0, lt=1e5, description=f"seconds of {what}", examples=[0.0125])
+
+
+class PartSeconds(Section):
+    """What a part takes of each kind of pass."""
+
+    forward: float = _part("F")
+    backward: float = _part("B")
+    weight: float = _part("W")
+    whole: float = _part("BW, a backward in one pass")
+
+    @property
+    def total(self) -> float:
+        """Of a microbatch, with a split backward."""
+        return self.forward + self.backward + self.weight
+
+
+_NOTHING = PartSeconds(forward=0.0, backward=0.0, weight=0.0, whole=0.0)
+
+
+class Parts(Section):
+    """What the parts of the model take of a microbatch; ``empty_pass`` is a pass by itself."""
+
+    layer: PartSeconds = Field(description="one transformer layer")
+    embedding: PartSeconds = Field(description="the embedding, with its data")
+    output: PartSeconds = Field(description="the output layer, with its loss")
+    multi_token: PartSeconds = Field(description="multi-token prediction")
+    empty_pass: PartSeconds = Field(description="a pass without any of these")
+
+    @model_validator(mode="after")
+    def _a_layer_takes_time(self) -> Parts:
+        if not (self.layer.forward > 0 and self.layer.backward > 0):
+            raise ValueError(
+                "parts.layer: its forward and backward must be greater than 0, for example "
+                "forward: 0.0125"
+            )
+        return self
+
+
+class ProfiledModel(Section):
+    """What must be the same for the figures to hold."""
+
+    layers: int = Field(gt=0, le=_MOST, description="layers of the model", examples=[32])
+    hidden_size: int = Field(gt=0, le=_MOST, description="hidden size", examples=[4096])
+    sequence_length: int = Field(gt=0, le=_MOST, description="tokens of a sample", examples=[8192])
+    microbatch: int = Field(gt=0, le=_MOST, description="samples of a microbatch", examples=[1])
+    tensor: int = Field(gt=0, le=_MOST, description="tensor-parallel ranks", examples=[8])
+    context: int = Field(gt=0, le=_MOST, description="context-parallel ranks", examples=[1])
+
+
+class Profile(Section):
+    """The file as a whole; stages in model order."""
+
+    version: Literal[1, 2] = Field(description="of this format", examples=[2])
+    device: str = Field(max_length=200, description="what it ran on", examples=["NVIDIA H200"])
+    schedule: str = Field(max_length=80, description="that ran", examples=["v-half"])
+    pipeline_size: int = Field(ge=2, le=100_000, description="pipeline ranks", examples=[8])
+    num_microbatches: int = Field(gt=0, le=_MOST, description="of a step", examples=[64])
+    message: int = _bytes("bytes of a message between stages")
+    model: ProfiledModel = Field(description="what was trained")
+    stages: list[StageProfile] = Field(
+        min_length=2, max_length=10_000, description="every stage, in model order"
+    )
+    links: list[LinkProfile] = Field(max_length=100_000, description="every link that is used")
+    parts: Parts | None = Field(
+        default=None, description="of the model; left out where they could not be told apart"
+    )
+    host: PartSeconds = Field(
+        default=_NOTHING, description="seconds of the rank's host before each pass"
+    )
+    outside: float = Field(
+        default=0.0, ge=0, lt=1e5, description="seconds of a step outside of its passes"
+    )
+
+    @model_validator(mode="after")
+    def _consistent(self) -> Profile:
+        p = self.pipeline_size
+        counts = [sum(s.rank == r for s in self.stages) for r in range(p)]
+        if len(set(counts)) != 1 or sum(counts) != len(self.stages):
+            raise ValueError(
+                f"stages: their ranks must be 0 to {p - 1}, each as often as the others; they are "
+                f"{[s.rank for s in self.stages]}"
+            )
+        for number, link in enumerate(self.links):
+            if max(link.source, link.target) >= p or link.source == link.target:
+                raise ValueError(
+                    f"links.{number}: it goes from rank {link.source} to {link.target}; give two "
+                    f"different ranks of 0 to {p - 1}, for example source: 0, target: 1"
+                )
+        if len({s.whole is None for s in self.stages}) > 1:
+            raise ValueError(
+                "stages: some tell their whole backward and some do not; every stage says it, for "
+                "example whole: 0.0125, or none"
+            )
+        layers = sum(s.layers.count("t") for s in self.stages)
+        if layers != self.model.layers:
+            raise ValueError(
+                f"stages: they have {layers} layers and the model has {self.model.layers}; every "
+                "stage says its own, for example layers: Ett"
+            )
+        return self
+
+    @property
+    def rank_of(self) -> tuple[int, ...]:
+        """The logical rank of each stage."""
+        return tuple(stage.rank for stage in self.stages)
+
+    def costs(self, placement: Placement, *, host: bool = True) -> Costs:
+        """Of the placement that ran, as measured; seconds and bytes.
+
+        Args:
+            placement: of the schedule.
+            host: a pass takes the host's time before it, too.
+
+        Raises:
+            UsageError: it is another placement.
+        """
+        if placement.rank_of != self.rank_of:
+            raise UsageError(
+                f"the profile has stages on ranks {list(self.rank_of)}, the schedule on "
+                f"{list(placement.rank_of)}: profile a run of this placement"
+            )
+        stages = self.stages
+        more = self.host if host else _NOTHING
+        return Costs.of_slices(
+            pipeline_size=self.pipeline_size,
+            forward=[s.forward + more.forward for s in stages],
+            backward=[s.backward + more.backward for s in stages],
+            weight=[s.weight + more.weight for s in stages],
+            whole=[s.whole + more.whole for s in stages if s.whole is not None],
+            p2p=self.hops(),
+            activation=[s.activation for s in stages],
+            held_for_weight=[s.held_for_weight for s in stages],
+        )
+
+    def hops(self) -> list[list[float]]:
+        """Seconds of a message from rank to rank; the median where none was measured."""
+        ranks = range(self.pipeline_size)
+        usual = median([link.seconds for link in self.links] or [0.0])
+        hops = [[0.0 if a == b else usual for b in ranks] for a in ranks]
+        for link in self.links:
+            hops[link.source][link.target] = link.seconds
+        return hops
+
+
+def read_profile(path: Path) -> Profile:
+    """Read a file that ``--pipeline-profile`` has written.
+
+    Raises:
+        UsageError: the file or a field of it is wrong.
+    """
+    return config.read(path, Profile)
+
+
+def write_profile(profile: Profile, path: Path) -> None:
+    """Write a file that :func:`read_profile` reads.
+
+    Raises:
+        UsageError: it cannot be written.
+    """
+    text = yaml.safe_dump(profile.model_dump(), sort_keys=False, width=120)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise UsageError(f"cannot write the profile '{path}': {error.strerror}") from error
+
+
+def merged(replicas: Sequence[Sequence[StageProfile]]) -> list[StageProfile]:
+    """The stages that several ranks have measured, in model order: the slowest of each.
+
+    Args:
+        replicas: for each stage, what every rank that holds it has measured.
+    """
+    return [
+        StageProfile(
+            rank=seen[0].rank,
+            layers=seen[0].layers,
+            forward=max(s.forward for s in seen),
+            backward=max(s.backward for s in seen),
+            weight=max(s.weight for s in seen),
+            whole=max((s.whole for s in seen if s.whole is not None), default=None),
+            activation=max(s.activation for s in seen),
+            held_for_weight=max(s.held_for_weight for s in seen),
+        )
+        for seen in replicas
+    ]

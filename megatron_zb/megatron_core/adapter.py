@@ -1,0 +1,469 @@
+"""All that a training script needs to run a pipeline schedule inside Megatron."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from functools import lru_cache, partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from megatron.core import parallel_state
+from megatron.core.distributed import finalize_model_grads as _finalize
+
+from megatron_zb.errors import UsageError
+from megatron_zb.measured.balance import TRANSFER, Balance, Ends, balanced, costs_of
+from megatron_zb.megatron_core import embedding
+from megatron_zb.megatron_core.forward_backward import ForwardBackward
+from megatron_zb.megatron_core.initialisation import layers_draw_weights
+from megatron_zb.megatron_core.linear import SplitBackward, split_linear_layers
+from megatron_zb.megatron_core.placement import PhysicalPlacement, StageLayout
+from megatron_zb.megatron_core.random_streams import LayerStreams
+from megatron_zb.megatron_core.transformer_engine import split_transformer_engine
+from megatron_zb.runtime.activation_memory import ActivationMemory
+from megatron_zb.runtime.weight_grad import WeightGradQueue
+from megatron_zb.schedules import catalog, layout
+from megatron_zb.schedules.costs import Costs
+from megatron_zb.schedules.layout import Layers, Letters
+from megatron_zb.schedules.passes import PassKind
+from megatron_zb.schedules.placement import Placement, looped, wave
+from megatron_zb.schedules.program.lowering import Program, lower
+from megatron_zb.schedules.schedule import Schedule
+from megatron_zb.schedules.simulator import simulate
+
+if TYPE_CHECKING:
+    from megatron_zb.megatron_core.post_validation import PostValidation
+
+Build = Callable[..., Schedule]
+"""``schedules.build``, or something that is called like it."""
+
+# For another number of microbatches than a table's: evaluation, or a batch that is ramped up.
+_SUBSTITUTE = "auto"
+
+
+class PipelineAdapter:
+    """One schedule on one job. Make it with :meth:`create`, before any process group exists."""
+
+    def __init__(
+        self,
+        schedule: Schedule,
+        costs: Costs,
+        memory_limit: float | None,
+        letters: Letters,
+        *,
+        group_size: int | None = None,
+        in_a_row: bool = False,
+        balance: Balance | None = None,
+        keeps_places: bool = False,
+        build: Build = catalog.build,
+    ) -> None:
+        self.schedule = schedule
+        self._build = build
+        self.costs = costs
+        self._memory_limit = memory_limit
+        self._group_size = group_size
+        self._in_a_row = in_a_row
+        self.physical = PhysicalPlacement(schedule.placement)
+        self.layer_layout = StageLayout(letters, self.physical)
+        self._balance = balance
+        self.keeps_places = keeps_places
+        """Whether every rank holds the layers that it has in Megatron without a schedule."""
+        self._splits = [SplitBackward(WeightGradQueue()) for _ in range(self.chunks)]
+        self.program_for = lru_cache(maxsize=16)(self._build_program)
+        self.forward_backward_func = ForwardBackward(self.physical, self.program_for, self._splits)
+
+    @classmethod
+    def create(
+        cls,
+        name: str,
+        *,
+        pipeline_size: int,
+        num_microbatches: int,
+        layers: Layers,
+        layer_layout: str | Ends | None = None,
+        memory_limit: float | None = None,
+        chunks: int | None = None,
+        group_size: int | None = None,
+        in_a_row: bool = False,
+        ends: Ends | None = None,
+        placement: Placement | None = None,
+        build: Build = catalog.build,
+    ) -> PipelineAdapter:
+        """Build the schedule and place the layers.
+
+        Args:
+            name: one of ``schedules.names()``.
+            layers: what to place, spread evenly unless there is a ``layer_layout``.
+            layer_layout: the layers of every stage in model order, such as ``Ett|tt|tt|ttL``, or
+                what the ends of the model count for, to balance them. ``auto`` takes the V for a
+                text with two stages for each rank, as ``plan`` does, a zig-zag for four.
+            memory_limit: fraction of 1F1B's activation memory, see ``schedules.build``.
+            chunks, group_size, in_a_row: see ``schedules.build``.
+            ends: what the ends of the model count for, if that is known: ``auto`` chooses its
+                placement by it, which stays when costs have been measured.
+            placement: binds ``auto`` to one.
+            build: what builds schedules, such as one rank for all.
+
+        Raises:
+            UsageError: unknown name, sizes that cannot be scheduled, layers that cannot be placed.
+        """
+        costs = _equal_costs(pipeline_size)
+        if catalog.family(name).name == "auto":
+            costs = _assumed_costs(pipeline_size, layers.decoder, ends)
+            if placement is None and isinstance(layer_layout, str):
+                placement = _placement_of(layer_layout, pipeline_size)
+        schedule = build(
+            name,
+            pipeline_size=pipeline_size,
+            num_microbatches=num_microbatches,
+            costs=costs,
+            memory_limit=memory_limit,
+            chunks=chunks,
+            group_size=group_size,
+            placement=placement,
+            in_a_row=in_a_row,
+            num_layers=None if isinstance(layer_layout, str) else layers.decoder,
+        )
+        balance, letters = _placed(layers, layer_layout, schedule)
+        return cls(
+            schedule,
+            costs,
+            memory_limit,
+            letters,
+            group_size=group_size,
+            in_a_row=in_a_row,
+            balance=balance,
+            keeps_places=_keeps_places(letters, layers, layer_layout, schedule),
+            build=build,
+        )
+
+    @classmethod
+    def of_table(
+        cls,
+        schedule: Schedule,
+        *,
+        pipeline_size: int,
+        num_microbatches: int,
+        layers: Layers,
+        layer_layout: str | Ends | None = None,
+        build: Build = catalog.build,
+    ) -> PipelineAdapter:
+        """Run a schedule that was made elsewhere, such as one read from a file.
+
+        Raises:
+            UsageError: it is for other sizes, or the layers cannot be placed on it.
+        """
+        sizes = (schedule.placement.pipeline_size, schedule.num_microbatches)
+        if sizes != (pipeline_size, num_microbatches):
+            raise UsageError(
+                f"the schedule {schedule.name} is for {sizes[0]} pipeline ranks and {sizes[1]} "
+                f"microbatches, but the job has {pipeline_size} and {num_microbatches}"
+            )
+        balance, letters = _placed(layers, layer_layout, schedule)
+        return cls(
+            schedule,
+            _equal_costs(pipeline_size),
+            None,
+            letters,
+            balance=balance,
+            keeps_places=_keeps_places(letters, layers, layer_layout, schedule),
+            build=build,
+        )
+
+    @property
+    def chunks(self) -> int:
+        return self.schedule.placement.chunks
+
+    @property
+    def virtual_pipeline_size(self) -> int | None:
+        return self.chunks if self.chunks > 1 else None
+
+    @property
+    def embedding_ranks(self) -> Callable[[list[int]], list[int]] | None:
+        """For ``initialize_model_parallel``: in a V, one rank holds embedding and output layer."""
+        return (lambda ranks: [ranks[-1]]) if self.physical.mirrored else None
+
+    def pre_process(self, pp_rank: int, vp_stage: int | None) -> bool:
+        return self.physical.holds_embedding(pp_rank, vp_stage)
+
+    def post_process(self, pp_rank: int, vp_stage: int | None) -> bool:
+        return self.physical.holds_output(pp_rank, vp_stage)
+
+    def draw_by_layer(
+        self, seed: int, steps_done: Callable[[], int], *, replicas_differ: bool = False
+    ) -> None:
+        """Let every layer draw weights and dropout masks from random streams of its own.
+
+        A layer's weights then follow from the seed, its dropout masks from seed, step and
+        microbatch, so neither depends on the schedule, nor on the pipeline size, nor on whether
+        training was resumed. To be called before the model is built. Weights are those of a model
+        that is built under :meth:`drawing_weights`.
+
+        Args:
+            seed: the user's.
+            steps_done: tells the number of steps since the start of training, resumed or not.
+            replicas_differ: data-parallel ranks draw differently (``data_parallel_random_init``).
+        """
+        streams = LayerStreams(seed, replicas_differ=replicas_differ)
+        self.forward_backward_func.streams = streams
+        self.forward_backward_func.steps_done = steps_done
+
+    @property
+    def draws_by_layer(self) -> bool:
+        return self.forward_backward_func.streams is not None
+
+    def drawing_weights(self) -> AbstractContextManager[None]:
+        """Around the building of a chunk by Megatron: its layers draw as they are to draw."""
+        streams = self.forward_backward_func.streams
+        return nullcontext() if streams is None else layers_draw_weights(streams)
+
+    def prepare_model(self, model_chunks: list[Any]) -> None:
+        """Tie the embeddings and split the linear layers; before data parallelism wraps them.
+
+        Where layers draw from streams of their own, their forwards choose them from here on.
+        """
+        embedding.tie(model_chunks)
+        streams = self.forward_backward_func.streams
+        for chunk, split in zip(model_chunks, self._splits, strict=True):
+            if streams is not None:
+                streams.seed_forwards(chunk)
+            split_linear_layers(chunk, split)
+            if self.splits_backward:
+                split_transformer_engine(chunk, split, self.schedule.name)
+
+    @property
+    def splits_backward(self) -> bool:
+        """Whether any weight gradient runs by itself."""
+        return any(p.kind is PassKind.W for rank in self.schedule.ranks for p in rank)
+
+    @property
+    def finalize_model_grads(self) -> Callable[..., None]:
+        """For ``config.finalize_model_grads_func``."""
+        return embedding.finalize_with_tied_weights if self.physical.mirrored else _finalize
+
+    def watch(self, seconds: float | None, distributed_timeout_minutes: float) -> None:
+        """Let a watchdog end the job when a step makes no progress for so long; 0 is never.
+
+        Without a number it is a little sooner than torch's own timeout, whose message names a
+        collective and no rank. To be called before the first step.
+
+        Raises:
+            UsageError: the number is negative.
+        """
+        if seconds is not None and seconds < 0:
+            raise UsageError(f"--pipeline-timeout is {seconds:g}: it must be 0 or greater")
+        default = 0.9 * 60 * distributed_timeout_minutes
+        self.forward_backward_func.timeout = (default if seconds is None else seconds) or None
+
+    def post_validate(
+        self, optimizer: Any, scheduler: Any, chunks: list[Any], *, on_host: bool = False
+    ) -> PostValidation:
+        """Let the optimizer step without waiting for the whole pipeline; collective over the job.
+
+        Every step has to be followed by one of the scheduler, and ``settle`` has to be called
+        before anything else reads weights, gradients or states: see :class:`PostValidation`.
+        """
+        from megatron_zb.megatron_core.post_validation import PostValidation
+
+        function = self.forward_backward_func
+        ranks = function.pipeline_ranks(parallel_state.get_pipeline_model_parallel_group())
+        validation = PostValidation(optimizer, scheduler, chunks, ranks, on_host=on_host)
+        function.post_validation = validation
+        return validation
+
+    def profile(self, path: Path | None, every: int | None, *, is_named: bool = True) -> None:
+        """Measure the job's passes and links in its first iterations, and use what was found.
+
+        ``auto`` builds its schedule anew for the costs that were measured, on the placement of the
+        model, and goes on with it if it is faster; so does every schedule with ``every``. The first
+        rank of the job tells what came of it. To be called before the first step.
+
+        Args:
+            path: the file for ``megatron-zb plan --profile``; None for none.
+            every: iterations from one profile to the next; None for one alone.
+            is_named: the schedule is no finished table, which nothing can build anew.
+
+        Raises:
+            UsageError: ``every`` is less than a profile takes, or there is nothing to tell apart.
+        """
+        from megatron_zb.megatron_core.profiling import ITERATIONS
+        from megatron_zb.megatron_core.replanning import Replanning
+
+        if every is not None and every <= ITERATIONS:
+            raise UsageError(
+                f"--pipeline-replan-every is {every}: a profile takes {ITERATIONS} iterations, so "
+                f"give {ITERATIONS + 1} or more"
+            )
+        if every is not None and not is_named:
+            raise UsageError(
+                "--pipeline-replan-every cannot be combined with --pipeline-schedule-file: a "
+                "finished schedule is not built anew"
+            )
+        replan = is_named and (self.schedule.name == "auto" or every is not None)
+        if path is None and not replan:
+            return
+        if not self.splits_backward:
+            if path is None and every is None:
+                return
+            raise UsageError(
+                f"{'--pipeline-profile' if path else '--pipeline-replan-every'} needs a schedule "
+                f"that splits the backward, such as zb-h1 or v-half: {self.schedule.name} does not"
+            )
+        replanning = Replanning(self, path=path, replan=replan, say=_say_on_first_rank)
+        function = self.forward_backward_func
+        function.start_profiling = partial(replanning.start, every)
+        function.on_measured = replanning.use
+
+    def use(self, schedule: Schedule, costs: Costs | None = None) -> None:
+        """Run another order of the same placement from the next step on."""
+        assert schedule.placement == self.schedule.placement, "the model is placed already"
+        self.schedule = schedule
+        self.costs = costs or self.costs
+        self.program_for.cache_clear()
+
+    def rebuilt(self, costs: Costs) -> Schedule:
+        """The same kind of schedule on the same placement, for other costs, built by this rank.
+
+        Raises:
+            UsageError: the memory limit cannot be kept with these costs.
+        """
+        name, m = self.schedule.name, self.schedule.num_microbatches
+        return self._built(name, m, costs, catalog.build)
+
+    def layers_of(self, stage: int) -> str:
+        """The layers of a stage as letters, such as ``Ett``."""
+        return self.layer_layout.letters[stage]
+
+    def seconds(self, schedule: Schedule, costs: Costs) -> float:
+        """Predicted seconds of an iteration."""
+        return simulate(schedule, costs).seconds(in_a_row=self._in_a_row)
+
+    @property
+    def activation_memory(self) -> ActivationMemory | None:
+        return self.forward_backward_func.activation_memory
+
+    @activation_memory.setter
+    def activation_memory(self, memory: ActivationMemory | None) -> None:
+        self.forward_backward_func.activation_memory = memory
+
+    @property
+    def predicted_bubble_rate(self) -> float:
+        timeline = simulate(self.schedule, self.costs)
+        return timeline.bubble_rate_in_a_row if self._in_a_row else timeline.bubble_rate
+
+    def _build_program(
+        self, num_microbatches: int, forward_only: bool, waits_to_receive: bool
+    ) -> Program:
+        schedule = self.schedule
+        if num_microbatches != schedule.num_microbatches:
+            name = schedule.name if schedule.name in catalog.names() else _SUBSTITUTE
+            schedule = self._built(name, num_microbatches, self.costs, self._build)
+        if forward_only:
+            schedule = schedule.forwards()
+        timeline = simulate(schedule, self.costs)
+        return lower(schedule, timeline, waits_to_receive=waits_to_receive)
+
+    def _built(self, name: str, num_microbatches: int, costs: Costs, build: Build) -> Schedule:
+        placement = self.schedule.placement
+        family = catalog.family(name)
+        return build(
+            name,
+            pipeline_size=placement.pipeline_size,
+            num_microbatches=num_microbatches,
+            costs=costs,
+            memory_limit=self._memory_limit,
+            chunks=self.chunks if family.takes_chunks else None,
+            group_size=self._group_size if family.takes_group_size else None,
+            placement=placement,
+            in_a_row=self._in_a_row,
+        )
+
+    def describe(self) -> str:
+        """The start-up block: schedule, layers on ranks, expected bubble and memory."""
+        timeline = simulate(self.schedule, self.costs)
+        p = self.schedule.placement.pipeline_size
+        lines = [
+            f"pipeline schedule {self.schedule.name}: {p} ranks x {self.chunks} chunks, "
+            f"{self.schedule.num_microbatches} microbatches, expected bubble "
+            f"{100 * self.predicted_bubble_rate:.1f} % at {self._known_costs()}"
+        ]
+        for pp_rank in range(p):
+            held = " + ".join(self._describe_chunk(pp_rank, c) for c in range(self.chunks))
+            peak = timeline.peak_activation[self.physical.logical(pp_rank)]
+            lines.append(
+                f"  pipeline rank {pp_rank}: {held}; activations of at most {peak:g} microbatches "
+                f"({peak / p:.2f} of 1F1B's first rank)"
+            )
+        if self._balance is not None:
+            lines.append(f"  {self._balance}")
+        if self.draws_by_layer:
+            lines.append("  every layer draws from random streams of its own")
+        return "\n".join(lines)
+
+    def _known_costs(self) -> str:
+        known = "equal costs" if len(set(self.costs.forward)) == 1 else "costs counted from sizes"
+        messages = f" and transfers of {TRANSFER:.0%} of a forward"
+        return known + (messages if self.schedule.name == "auto" else "")
+
+    def _describe_chunk(self, pp_rank: int, vp_stage: int) -> str:
+        stage = self.physical.stage(pp_rank, vp_stage)
+        letters = self.layer_layout.letters
+        first = "".join(letters[:stage]).count("t") + 1
+        count = letters[stage].count("t")
+        parts = [f"layers {first}-{first + count - 1}"] if count else []
+        if "E" in letters[stage]:
+            parts.insert(0, "embedding")
+        if "L" in letters[stage]:
+            parts.append("output layer")
+        return f"stage {stage} ({', '.join(parts) or 'empty'})"
+
+
+def _say_on_first_rank(line: str) -> None:
+    if torch.distributed.get_rank() == 0:
+        print(f"megatron_zb: {line}", flush=True)
+
+
+def _placement_of(written: str, pipeline_size: int) -> Placement | None:
+    """What ``auto`` is bound to by the number of stages that a layout names."""
+    chunks, rest = divmod(written.count("|") + 1, max(pipeline_size, 1))
+    if rest or "*" in written or pipeline_size < 2:
+        return None
+    return looped(pipeline_size) if chunks == 1 else wave(pipeline_size, chunks)
+
+
+def _assumed_costs(pipeline_size: int, layers: int, ends: Ends | None) -> Costs:
+    """What a placement is chosen by before anything has been measured."""
+    if ends is None or layers == 0:
+        return _equal_costs(pipeline_size, p2p=TRANSFER)
+    return costs_of(layers, pipeline_size, ends)
+
+
+def _equal_costs(pipeline_size: int, p2p: float = 0.0) -> Costs:
+    p = max(pipeline_size, 1)
+    return Costs.uniform(pipeline_size=p, forward=1.0, backward=1.0, weight=1.0, p2p=p2p)
+
+
+def _keeps_places(
+    letters: Letters,
+    layers: Layers,
+    layer_layout: str | Ends | None,
+    schedule: Schedule,
+) -> bool:
+    """A layout that is written out is Megatron's, too, which then has it without a schedule."""
+    if isinstance(layer_layout, str):
+        return schedule.placement.chunks == 1
+    return layout.is_megatrons(letters, layers, schedule.placement)
+
+
+def _placed(
+    layers: Layers, layer_layout: str | Ends | None, schedule: Schedule
+) -> tuple[Balance | None, Letters]:
+    """The layers of every stage, and how they were balanced, if so."""
+    placement, multi_token = schedule.placement, layers.multi_token
+    if layer_layout is None:
+        return None, layout.lettered(layout.spread(layers, placement), multi_token)
+    if isinstance(layer_layout, str):
+        return None, layout.read(layer_layout, layers, placement.num_stages)
+    found = balanced(layers.decoder, schedule, layer_layout)
+    return found, layout.lettered(found.layers, multi_token)

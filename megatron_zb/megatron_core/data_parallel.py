@@ -1,0 +1,133 @@
+"""When data parallelism gathers the weights of a chunk and reduces its gradients.
+
+Megatron's own schedules dispatch both: ``config.param_sync_func`` ahead of a chunk's first forward,
+``config.grad_sync_func`` after its last backward. Each may be None, a callable or one per chunk.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+
+from megatron_zb.megatron_core.buckets import BucketReductions, overlaps_grad_reduce
+
+# Chunks whose weights are gathered before the first forward; the others go one chunk ahead.
+_GATHERED_UP_FRONT = 2
+
+
+class DataParallelSync:
+    """The parameter gathers and gradient reductions of one training step.
+
+    Both are started as early as may be, so that they overlap with passes: the gather one chunk
+    ahead; the reduction of a bucket when its last gradient is there; the reduction of a chunk by a
+    function of the user's when it has no B, BW or W left.
+
+    Args:
+        chunks: the model chunks of this rank, as data parallelism wraps them.
+        order: their indices, in the order of their first forwards.
+        passes: weight gradients that each chunk computes in the step.
+        buckets: for each chunk, None where data parallelism does not overlap its reductions.
+    """
+
+    def __init__(
+        self,
+        config: Any,
+        chunks: Sequence[Any],
+        order: Sequence[int],
+        passes: int,
+        buckets: Sequence[BucketReductions | None],
+    ) -> None:
+        self._chunks = chunks
+        self._left = [passes] * len(chunks)
+        self._gathers = one_for_each_chunk(config.param_sync_func, chunks)
+        self._reductions = one_for_each_chunk(config.grad_sync_func, chunks)
+        self._buckets = [
+            None if bucket is not None and self._has_reduction_of_its_own(i) else bucket
+            for i, bucket in enumerate(buckets)
+        ]
+        self._ungathered = deque(order if self._gathers else ())
+        self._reached: set[int] = set()
+        for _ in range(_GATHERED_UP_FRONT):
+            self._gather_next()
+
+    def _has_reduction_of_its_own(self, chunk: int) -> bool:
+        """Megatron-LM names data parallelism's own function, which would start all buckets."""
+        if not self._reductions:
+            return False
+        return self._reductions[chunk] != self._chunks[chunk].start_grad_sync
+
+    @contextmanager
+    def listening(self) -> Iterator[None]:
+        """While the step runs."""
+        with ExitStack() as stack:
+            for buckets in self._buckets:
+                if buckets is not None:
+                    stack.enter_context(buckets.listening())
+            yield
+
+    def before_forward(self, chunk: int) -> None:
+        """Called before every F: the first one of a chunk dispatches the next chunk's gather."""
+        if self._ungathered and chunk not in self._reached:
+            self._reached.add(chunk)
+            if len(self._reached) > 1:
+                self._gather_next()
+
+    def before_weight_gradients(
+        self, chunk: int, brings: Callable[[], Mapping[int, int]] | None
+    ) -> None:
+        """Called before every W and BW; see :meth:`BucketReductions.before_pass`.
+
+        Args:
+            brings: tells how many gradients the W brings for each weight; None for a BW.
+        """
+        if (buckets := self._buckets[chunk]) is not None:
+            final = self._left[chunk] == 1
+            if brings is None:
+                buckets.before_pass(None, final)
+            else:  # counting takes time, and only the last pass is asked
+                buckets.before_pass(brings() if final else {}, final)
+
+    def listener(self, chunk: int) -> Callable[[torch.Tensor], None] | None:
+        """What is to be called for every gradient that a W has computed, if anything."""
+        buckets = self._buckets[chunk]
+        return None if buckets is None else buckets.gradient_came
+
+    def after_weight_gradients(self, chunk: int) -> None:
+        """Called after every W and BW: the last one of a chunk starts what has not started."""
+        self._left[chunk] -= 1
+        final = not self._left[chunk]
+        if (buckets := self._buckets[chunk]) is not None:
+            buckets.after_pass(final)
+        elif final and self._reductions:
+            self._reductions[chunk](self._chunks[chunk].parameters())
+
+    def _gather_next(self) -> None:
+        if self._ungathered:
+            chunk = self._ungathered.popleft()
+            self._gathers[chunk](self._chunks[chunk].parameters())
+
+
+def one_for_each_chunk(
+    functions: Callable[..., Any] | list[Callable[..., Any]] | None, chunks: Sequence[Any]
+) -> list[Callable[..., Any]]:
+    """Megatron's way to give None, one function for all chunks, or a list of them."""
+    if functions is None:
+        return []
+    return functions if isinstance(functions, list) else [functions for _ in chunks]
+
+
+@contextmanager
+def no_grad_sync(config: Any, chunks: list[Any]) -> Iterator[None]:
+    """Keep data parallelism from reducing by itself while any B or W is still to come."""
+    functions = config.no_sync_func or []
+    with ExitStack() as stack:
+        for enter in functions if isinstance(functions, list) else [functions]:
+            stack.enter_context(enter())
+        for chunk in chunks:
+            if overlaps_grad_reduce(chunk) and not functions:
+                stack.enter_context(chunk.no_sync())
+        yield

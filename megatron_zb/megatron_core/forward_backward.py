@@ -1,0 +1,565 @@
+"""The replacement of Megatron's ``forward_backward_func``.
+
+Serves megatron-core 0.16 to 0.19. The contract is that of
+``megatron.core.pipeline_parallel.schedules``: the same keywords, the same duties, the same result.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, field
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import torch
+from megatron.core.pipeline_parallel import schedules as megatron_schedules
+from megatron.core.utils import get_model_config
+from torch.distributed.distributed_c10d import _get_default_store
+
+from megatron_zb.errors import UsageError
+from megatron_zb.megatron_core import versions
+from megatron_zb.megatron_core.buckets import BucketReductions, overlaps_grad_reduce
+from megatron_zb.megatron_core.data_parallel import DataParallelSync, no_grad_sync
+from megatron_zb.megatron_core.linear import SplitBackward
+from megatron_zb.megatron_core.part_marks import marking, reading
+from megatron_zb.megatron_core.placement import PhysicalPlacement
+from megatron_zb.megatron_core.random_streams import LayerStreams, RandomState
+from megatron_zb.megatron_core.redo import Replayed
+from megatron_zb.runtime.activation_memory import ActivationMemory
+from megatron_zb.runtime.autograd_stage import AutogradStage
+from megatron_zb.runtime.channels import Channels
+from megatron_zb.runtime.executor import Transport, run_program
+from megatron_zb.runtime.groups import GroupOptions
+from megatron_zb.runtime.link_times import clock_ahead, link_times
+from megatron_zb.runtime.observer import NOTHING, Observer, Observers
+from megatron_zb.runtime.post_validation import run_from_cut
+from megatron_zb.runtime.shaped_channels import ShapedChannels
+from megatron_zb.runtime.watchdog.progress import Progress
+from megatron_zb.runtime.watchdog.watchdog import Place, Watchdog
+from megatron_zb.schedules.passes import PassKind
+from megatron_zb.schedules.program.lowering import Program, Run
+from megatron_zb.schedules.program.rollback import Cut, cut
+
+if TYPE_CHECKING:
+    from megatron_zb.megatron_core.post_validation import PostValidation
+    from megatron_zb.megatron_core.profiling import Measured, Profiling
+
+
+class MegatronStage(AutogradStage):
+    """One model chunk in one iteration, computed by Megatron's own ``forward_step``."""
+
+    def __init__(self, iteration: Iteration, vp_stage: int, split: SplitBackward) -> None:
+        self._iteration = iteration
+        self._vp_stage = vp_stage
+        self._is_output = iteration.physical.holds_output(iteration.pp_rank, vp_stage)
+        self._queue = split.queue
+        self._context_parallel = iteration.pg_collection.cp.size()
+        super().__init__(
+            self._forward_step,
+            split.queue,
+            is_last=self._is_output,
+            forward_only=iteration.forward_only,
+        )
+
+    def _forward_step(self, microbatch: int, activation: torch.Tensor | None) -> torch.Tensor:
+        it = self._iteration
+        self._choose_streams(microbatch)
+        if it.sync is not None:
+            it.sync.before_forward(self._vp_stage)
+        output, num_tokens = megatron_schedules.forward_step(
+            it.forward_step_func,
+            it.data_iterators[self._vp_stage],
+            it.model[self._vp_stage],
+            it.num_microbatches,
+            activation,
+            it.forward_data_store,
+            it.config,
+            self._context_parallel,
+            collect_non_loss_data=it.collect_non_loss_data,
+            is_first_microbatch=megatron_schedules.check_first_val_step(
+                it.first_val_step, it.forward_only, microbatch == 0
+            ),
+            current_microbatch=microbatch,
+            vp_stage=self._vp_stage if len(it.model) > 1 else None,
+            is_last_stage=self._is_output,
+        )
+        if self._is_output:
+            it.total_num_tokens += num_tokens
+            if it.forward_only:
+                return output
+            if it.config.grad_scale_func is not None:
+                output = it.config.grad_scale_func(output)
+        return output
+
+    def _choose_streams(self, microbatch: int) -> None:
+        """For what draws random numbers: a forward, and in a backward what is recomputed."""
+        if self._iteration.streams is not None:
+            self._iteration.streams.start_pass(microbatch)
+
+    def backward(self, microbatch: int, gradient: torch.Tensor | None) -> torch.Tensor | None:
+        self._choose_streams(microbatch)
+        with _timed(self._iteration.config, "backward-compute", log_level=2):
+            if self._queue.deferring:
+                return super().backward(microbatch, gradient)
+            sync = self._sync
+            sync.before_weight_gradients(self._vp_stage, None)
+            result = super().backward(microbatch, gradient)
+            sync.after_weight_gradients(self._vp_stage)
+            return result
+
+    def backward_weight(self, microbatch: int) -> None:
+        sync = self._sync
+        sync.before_weight_gradients(self._vp_stage, partial(self._queue.weights, microbatch))
+        super().backward_weight(microbatch)
+        sync.after_weight_gradients(self._vp_stage)
+
+    @property
+    def _sync(self) -> DataParallelSync:
+        sync = self._iteration.sync
+        assert sync is not None, "an evaluation has no backward"
+        return sync
+
+
+@dataclass
+class Iteration:
+    """The arguments of one call of ``forward_backward_func``, and what it gathers.
+
+    ``sync`` is None where nothing is trained: an evaluation gathers and reduces nothing.
+    """
+
+    physical: PhysicalPlacement
+    pp_rank: int
+    config: Any
+    pg_collection: Any
+    forward_step_func: Callable[..., Any]
+    data_iterators: list[Any]
+    model: list[Any]
+    num_microbatches: int
+    seq_length: int
+    micro_batch_size: int
+    forward_only: bool
+    collect_non_loss_data: bool
+    first_val_step: bool | None
+    total_num_tokens: torch.Tensor
+    streams: LayerStreams | None = None
+    sync: DataParallelSync | None = None
+    forward_data_store: list[Any] = field(default_factory=list)
+
+
+class _Start:
+    """Where an iteration begins, to begin it once more."""
+
+    def __init__(self, iteration: Iteration) -> None:
+        self._iteration = iteration
+        self._random = RandomState()
+        wrapped = [it if it is None else Replayed(it) for it in iteration.data_iterators]
+        self._data = [it for it in wrapped if it is not None]
+        iteration.data_iterators = wrapped
+
+    def go_back(self) -> None:
+        self._random.restore()
+        for data in self._data:
+            data.go_back()
+        self._iteration.forward_data_store.clear()
+        self._iteration.total_num_tokens.zero_()
+
+    def forget(self) -> None:
+        for data in self._data:
+            data.go_on()
+
+
+class ForwardBackward:
+    """A pipeline schedule with the calling contract of Megatron's ``forward_backward_func``.
+
+    ``program_for(num_microbatches, forward_only, variable_shapes)`` gives the program. The channels
+    to other ranks are made at the first call, which is collective over the job. With
+    ``post_validation``, a step that finds the optimizer's last one not validated sees to that.
+    """
+
+    def __init__(
+        self,
+        physical: PhysicalPlacement,
+        program_for: Callable[[int, bool, bool], Program],
+        splits: list[SplitBackward],
+    ) -> None:
+        self._physical = physical
+        self._program_for = program_for
+        self._splits = splits
+        self._channels: Channels | None = None
+        self._headers: Channels | None = None
+        self.group_options = GroupOptions()
+        """How the groups of the channels are made; set it before the first step."""
+        self._buckets: list[BucketReductions | None] = []
+        self._cuts: dict[int, tuple[Program, Cut]] = {}
+        self.activation_memory: ActivationMemory | None = None
+        self.streams: LayerStreams | None = None
+        """What the layers draw random numbers from; None for one stream of each rank."""
+        self.steps_done: Callable[[], int] | None = None
+        """Is asked for the steps since the start of training, with ``streams``."""
+        self.post_validation: PostValidation | None = None
+        self.start_profiling: Callable[[], Profiling] | None = None
+        """Is called at the first step of training, when the process groups exist."""
+        self.profiling: Profiling | None = None
+        self.on_measured: Callable[[Measured, Iteration], None] | None = None
+        self.timeout: float | None = None
+        """Seconds without progress after which a watchdog asks all ranks, and ends a job that has
+        stopped; set it before the first step."""
+        self._progress = Progress()
+        self._watchdog: Watchdog | None = None
+
+    def __call__(
+        self,
+        *,
+        forward_step_func: Callable[..., Any],
+        data_iterator: Any,
+        model: Any,
+        num_microbatches: int,
+        seq_length: int,
+        micro_batch_size: int,
+        decoder_seq_length: int | None = None,
+        forward_only: bool = False,
+        collect_non_loss_data: bool = False,
+        first_val_step: bool | None = None,
+        adjust_tensor_shapes_fn: Callable[..., Any] | None = None,
+        p2p_communicator: Any = None,
+        pg_collection: Any = None,
+        force_all_reduce: bool | None = False,
+    ) -> list[Any]:
+        """Run all microbatches; see Megatron's ``get_forward_backward_func`` for the arguments.
+
+        Returns:
+            One entry for each microbatch on the rank that computes the loss, else an empty list.
+        """
+        del p2p_communicator  # channels of our own
+        chunks = model if isinstance(model, list) else [model]
+        iterators = data_iterator if isinstance(data_iterator, list) else [data_iterator]
+        config = get_model_config(chunks[0])
+        if not forward_only:
+            self._before_training_step(num_microbatches)
+        if self.streams is not None:
+            self.streams.start_step(None if forward_only else self._steps_done())
+        variable = bool(config.variable_seq_lengths)
+        program = self._program_for(num_microbatches, forward_only, variable)
+        refuse_what_is_not_served(config, adjust_tensor_shapes_fn, program.schedule.name)
+        groups = pg_collection or versions.process_groups()
+        iteration = Iteration(
+            physical=self._physical,
+            pp_rank=groups.pp.rank(),
+            config=config,
+            pg_collection=groups,
+            forward_step_func=forward_step_func,
+            data_iterators=iterators,
+            model=chunks,
+            num_microbatches=num_microbatches,
+            seq_length=seq_length,
+            micro_batch_size=micro_batch_size,
+            forward_only=forward_only,
+            collect_non_loss_data=collect_non_loss_data,
+            first_val_step=first_val_step,
+            total_num_tokens=torch.zeros([], dtype=torch.int, device=_device()),
+            streams=self.streams,
+        )
+        (shape,) = megatron_schedules.get_tensor_shapes(
+            seq_length=seq_length,
+            micro_batch_size=micro_batch_size,
+            decoder_seq_length=decoder_seq_length,
+            config=config,
+            tp_group=groups.tp,
+            cp_group=groups.cp,
+        )
+        allocate = partial(torch.empty, shape, dtype=config.pipeline_dtype, device=_device())
+        with _timed(config, "forward-backward", log_level=1, barrier=config.barrier_with_L1_time):
+            with no_grad_sync(config, chunks), self._measuring(iteration):
+                self._run(iteration, program, lambda message: allocate())
+            if not forward_only:
+                self._reduce_gradients(iteration, force_all_reduce)
+                if self.profiling is not None:
+                    self.profiling.end_step()
+        self._tell_what_was_measured(iteration, allocate)
+        return iteration.forward_data_store
+
+    def close(self) -> None:
+        """Give the channels back, collectively; the next call makes new ones."""
+        if self._watchdog is not None:
+            self._watchdog.stop()
+            self._watchdog = None
+        for channels in filter(None, (self._channels, self._headers)):
+            channels.close()
+        self._channels = self._headers = None
+
+    def _run(
+        self, iteration: Iteration, program: Program, allocate: Callable[[Any], torch.Tensor]
+    ) -> None:
+        transport = self._transport(iteration)
+        logical = self._physical.logical(iteration.pp_rank)
+        if not iteration.forward_only:
+            iteration.sync = self._sync(iteration, program, logical)
+        stages = self._stages(iteration)
+        listening = iteration.sync.listening() if iteration.sync else nullcontext()
+        with listening, self._progress.step():
+            if not self._awaits_validation(iteration):
+                run_program(program, logical, stages, transport, allocate, self._observer())
+            else:
+                self._run_from_cut(iteration, program, logical, stages, transport, allocate)
+
+    def _steps_done(self) -> int:
+        assert self.steps_done is not None, "streams of layers need the number of the step"
+        return self.steps_done()
+
+    def _before_training_step(self, num_microbatches: int) -> None:
+        if self.start_profiling is not None:
+            self.profiling, self.start_profiling = self.start_profiling(), None
+        if self.profiling is not None:
+            self.profiling.before_step(num_microbatches)
+
+    def _observer(self) -> Observer:
+        others = self.profiling.observers if self.profiling is not None else ()
+        return Observers([self._progress, *others]) if others else self._progress
+
+    @contextmanager
+    def _measuring(self, iteration: Iteration) -> Iterator[None]:
+        if self.profiling is None or iteration.forward_only:
+            yield
+            return
+        usual = self.activation_memory
+        parameters = (p for chunk in iteration.model for p in chunk.parameters())
+        on_gpu = torch.device(_device()).type == "cuda"
+        marking = partial(self._marking, iteration)
+        with self.profiling.step(usual, parameters, on_gpu, marking) as self.activation_memory:
+            yield
+        self.activation_memory = usual
+
+    @contextmanager
+    def _marking(self, iteration: Iteration, mark: Callable[[str], None]) -> Iterator[None]:
+        usual = iteration.forward_step_func
+        iteration.forward_step_func = reading(mark, usual)
+        with marking(mark, iteration.model, [split.queue for split in self._splits]):
+            yield
+        iteration.forward_step_func = usual
+
+    def _tell_what_was_measured(
+        self, iteration: Iteration, allocate: Callable[[], torch.Tensor]
+    ) -> None:
+        profiling = self.profiling
+        if profiling is None or iteration.forward_only or not profiling.is_complete:
+            return
+        assert self._channels is not None
+        assert self.on_measured is not None
+        logical = self._physical.logical(iteration.pp_rank)
+        channels, placement = self._channels, self._physical.placement
+        links = link_times(channels, placement, logical, lambda: allocate().zero_())
+        ahead = clock_ahead(channels, placement, logical, _device())
+        self.on_measured(profiling.measured(links, allocate().nbytes, ahead), iteration)
+
+    def _awaits_validation(self, iteration: Iteration) -> bool:
+        validation = self.post_validation
+        if validation is not None and iteration.forward_only:
+            validation.settle()
+        return validation is not None and validation.is_open
+
+    def _run_from_cut(
+        self,
+        iteration: Iteration,
+        program: Program,
+        logical: int,
+        stages: dict[int, MegatronStage],
+        transport: Transport,
+        allocate: Callable[[Any], torch.Tensor],
+    ) -> None:
+        validation = self.post_validation
+        assert validation is not None
+        start = _Start(iteration)
+
+        def was_right() -> bool:
+            right = validation.was_right()
+            if right:
+                start.forget()
+            return right
+
+        def start_anew() -> None:
+            validation.mend()
+            start.go_back()
+
+        run_from_cut(
+            program,
+            self._cut(program),
+            logical,
+            stages,
+            transport,
+            allocate,
+            is_right=was_right,
+            start_anew=start_anew,
+            observer=self._observer(),
+        )
+
+    def _cut(self, program: Program) -> Cut:
+        count = program.schedule.num_microbatches
+        if count not in self._cuts or self._cuts[count][0] is not program:
+            self._cuts[count] = (program, cut(program))
+        return self._cuts[count][1]
+
+    def _stages(self, iteration: Iteration) -> dict[int, MegatronStage]:
+        stages: dict[int, MegatronStage] = {}
+        for vp_stage, split in enumerate(self._splits):
+            split.hooks_need_gradients = overlaps_grad_reduce(iteration.model[vp_stage])
+            stage = MegatronStage(iteration, vp_stage, split)
+            stage.activation_memory = split.queue.activation_memory = self.activation_memory
+            if iteration.sync is not None:
+                split.queue.on_gradient = iteration.sync.listener(vp_stage)
+            stages[self._physical.stage(iteration.pp_rank, vp_stage)] = stage
+        return stages
+
+    def _sync(self, iteration: Iteration, program: Program, logical: int) -> DataParallelSync:
+        held = self._physical.placement.stages_of[logical]
+        order: list[int] = []
+        if iteration.config.param_sync_func is not None:
+            order = [held.index(stage) for stage in _by_first_forward(program, logical)]
+        return DataParallelSync(
+            iteration.config,
+            iteration.model,
+            order,
+            passes=iteration.num_microbatches,
+            buckets=self._bucket_reductions(iteration.model),
+        )
+
+    def _bucket_reductions(self, chunks: list[Any]) -> list[BucketReductions | None]:
+        """They remember what a backward brings from one step to the next."""
+        known = {id(b.chunk): b for b in self._buckets if b is not None}
+        self._buckets = [
+            known.get(id(c)) or BucketReductions(c) if overlaps_grad_reduce(c) else None
+            for c in chunks
+        ]
+        return self._buckets
+
+    def _connected(self, pp_group: torch.distributed.ProcessGroup) -> Channels:
+        if self._channels is None:
+            ranks = self.pipeline_ranks(pp_group)
+            self._channels = Channels(
+                ranks, self._physical.placement, _device(), options=self.group_options
+            )
+            self._watch(ranks)
+        return self._channels
+
+    def _transport(self, iteration: Iteration) -> Transport:
+        pp_group = iteration.pg_collection.pp
+        channels = self._connected(pp_group)
+        channels.activation_memory = self.activation_memory
+        if not iteration.config.variable_seq_lengths:
+            return channels
+        if self._headers is None:
+            ranks, options = self.pipeline_ranks(pp_group), self.group_options
+            self._headers = Channels(
+                ranks, self._physical.placement, "cpu", backend="gloo", options=options
+            )
+        return ShapedChannels(channels, self._headers)
+
+    def _watch(self, ranks: list[int]) -> None:
+        self._progress = Progress(on_gpu=torch.device(_device()).type == "cuda", phases=PHASES)
+        if self.timeout is not None:
+            me, job = torch.distributed.get_rank(), range(torch.distributed.get_world_size())
+            place = Place(ranks.index(me), tuple(ranks), tuple(job))
+            store = torch.distributed.PrefixStore("megatron_zb/watchdog", _get_default_store())
+            self._watchdog = Watchdog(self._progress, place, store, self.timeout)
+
+    def pipeline_ranks(self, pp_group: torch.distributed.ProcessGroup) -> list[int]:
+        """The global ranks of a pipeline in logical order."""
+        ranks = torch.distributed.get_process_group_ranks(pp_group)
+        return ranks[::-1] if self._physical.mirrored else ranks
+
+    def _reduce_gradients(self, iteration: Iteration, force_all_reduce: bool | None) -> None:
+        config = iteration.config
+        if config.finalize_model_grads_func is None:
+            return
+        tokens = iteration.total_num_tokens if config.calculate_per_token_loss else None
+        config.finalize_model_grads_func(
+            iteration.model,
+            tokens,
+            pg_collection=iteration.pg_collection,
+            force_all_reduce=force_all_reduce,
+        )
+
+
+def _by_first_forward(program: Program, logical: int) -> list[int]:
+    """The stages of a rank in the order in which they first run forward."""
+    passes = (i.work for i in program.ranks[logical] if isinstance(i, Run))
+    return list(dict.fromkeys(p.stage for p in passes if p.kind is PassKind.F))
+
+
+# What Megatron does between two steps, by its functions: for the watchdog's report.
+PHASES = {
+    ("megatron.core.dist_checkpointing.", "save"): "writing a checkpoint",
+    ("megatron.training.checkpointing", "save_checkpoint"): "writing a checkpoint",
+    ("megatron.core.dist_checkpointing.", "load"): "reading a checkpoint",
+    ("megatron.core.optimizer.", "step"): "in the optimizer step",
+    ("megatron.core.distributed.finalize_model_grads", "finalize_model_grads"): "reducing "
+    "gradients",
+    ("megatron.training.training", "evaluate"): "in an evaluation",
+}
+
+
+# Settings of Megatron's config that its own schedules serve and that these do not, with the reason.
+NOT_SERVED = {
+    "num_microbatches_with_partial_activation_checkpoints": "it counts the microbatches in flight "
+    "of Megatron's own schedules",
+    "overlap_moe_expert_parallel_comm": "it runs a forward and a backward of Megatron's own "
+    "schedule at once",
+    "delay_wgrad_compute": "the schedule itself says where weight gradients go",
+    "defer_embedding_wgrad_compute": "the schedule itself says where weight gradients go",
+    "overlap_dispatch_backward_with_experts_wgrad": "the schedule itself says where weight "
+    "gradients go",
+    "fine_grained_activation_offloading": "it assumes the order of Megatron's interleaved schedule",
+    "moe_paged_stash": "it assumes the order of Megatron's own schedules",
+    "cuda_graph_impl": "graphs are captured in the order of Megatron's own schedule",
+    "enable_cuda_graph": "graphs are captured in the order of Megatron's own schedule",
+    "external_cuda_graph": "graphs are captured in the order of Megatron's own schedule",
+}
+
+
+# The same for numbers that are 1 where nothing is chosen.
+WHY_NOT_SHARDED = "a rank holds shards of weights that passes need whole"
+NOT_SERVED_ABOVE_1 = {
+    "gtp_weight_remat_size": WHY_NOT_SHARDED,
+    "expert_gtp_weight_remat_size": WHY_NOT_SHARDED,
+}
+
+
+def refuse_what_is_not_served(config: Any, adjust_tensor_shapes_fn: Any, schedule: str) -> None:
+    """Raise a UsageError where going on would be silently wrong."""
+    if adjust_tensor_shapes_fn is not None and not config.variable_seq_lengths:
+        raise UsageError(
+            f"adjust_tensor_shapes_fn cannot be combined with the pipeline schedule {schedule}: "
+            "set variable_seq_lengths, with which every message tells its shape"
+        )
+    chosen = [name for name in NOT_SERVED if is_chosen(getattr(config, name, None))]
+    chosen += [name for name in NOT_SERVED_ABOVE_1 if (getattr(config, name, None) or 1) > 1]
+    for setting in chosen:
+        why = NOT_SERVED.get(setting) or NOT_SERVED_ABOVE_1[setting]
+        raise UsageError(
+            f"{setting} cannot be combined with the pipeline schedule {schedule}: {why}"
+        )
+
+
+def is_chosen(value: Any) -> bool:
+    """Whether a setting of :data:`NOT_SERVED` asks for anything: ``cuda_graph_impl`` has "none"."""
+    return bool(value) and value != "none"
+
+
+def _device() -> Any:
+    """Where Megatron makes its tensors."""
+    return torch.cuda.current_device()
+
+
+def _timed(
+    config: Any, name: str, *, log_level: int, barrier: bool = False
+) -> AbstractContextManager[None]:
+    """One of Megatron's timers, where the user has asked for them."""
+    return NOTHING if config.timers is None else _timer(config, name, log_level, barrier)
+
+
+@contextmanager
+def _timer(config: Any, name: str, log_level: int, barrier: bool) -> Iterator[None]:
+    timer = config.timers(name, log_level=log_level)
+    timer.start(barrier=barrier)
+    yield
+    timer.stop()

@@ -1,0 +1,112 @@
+"""Marks within passes where Megatron's model begins with its layers, and where it has done them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+from megatron.core.utils import get_attr_wrapped_model
+
+from megatron_zb.measured.parts import AFTER, BEFORE, DATA, LAYERS, MULTI_TOKEN, OUTPUT
+from megatron_zb.runtime.weight_grad import WeightGradQueue
+
+Mark = Callable[[str], None]
+
+
+@contextmanager
+def marking(mark: Mark, chunks: Sequence[Any], queues: Sequence[WeightGradQueue]) -> Iterator[None]:
+    """Set marks while this context is active, by hooks on modules and on the tensors between them.
+
+    The hooks of tensors run when a gradient has come as far; nothing waits for a device.
+
+    Args:
+        mark: is told what is done from there on.
+        chunks: of the model, each with its queue of weight gradients.
+        queues: theirs.
+    """
+    with ExitStack() as stack:
+        for chunk, queue in zip(chunks, queues, strict=True):
+            model = get_attr_wrapped_model(chunk, "pre_process", return_model_obj=True)
+            for handle in _hooks(mark, model):
+                stack.callback(handle.remove)
+            queue.on_task = _of_tasks(mark, model)
+            stack.callback(setattr, queue, "on_task", None)
+        yield
+
+
+def reading(mark: Mark, forward_step: Callable[..., Any]) -> Callable[..., Any]:
+    """The function that reads a batch and runs the model, with a mark where it begins."""
+
+    def marked(*args: Any, **kwargs: Any) -> Any:
+        mark(DATA)
+        return forward_step(*args, **kwargs)
+
+    return marked
+
+
+def _hooks(mark: Mark, model: Any) -> Iterator[Any]:
+    decoder = getattr(model, "decoder", None)
+    if decoder is None:
+        return
+    yield model.register_forward_pre_hook(lambda *_: mark(BEFORE))
+
+    def begins(module: Any, args: Any, kwargs: Any) -> None:
+        mark(LAYERS)
+        _when_its_gradient_comes(_input_of(module, args, kwargs), mark, AFTER)
+
+    yield decoder.register_forward_pre_hook(begins, with_kwargs=True)
+
+    def ends(output: Any) -> None:
+        mark(AFTER)
+        _when_its_gradient_comes(output, mark, LAYERS)
+
+    norm = getattr(decoder, "final_layernorm", None)
+    if norm is not None:
+        yield norm.register_forward_pre_hook(lambda module, args: ends(args[0]))
+    else:
+        yield decoder.register_forward_hook(lambda module, args, output: ends(output))
+    yield from _hooks_of_prediction(mark, getattr(model, "mtp", None))
+
+
+def _hooks_of_prediction(mark: Mark, module: Any) -> Iterator[Any]:
+    if module is None:
+        return
+
+    def begins(module: Any, args: Any, kwargs: Any) -> None:
+        mark(MULTI_TOKEN)
+        _when_its_gradient_comes(_input_of(module, args, kwargs), mark, BEFORE)
+
+    def ends(module: Any, args: Any, output: Any) -> None:
+        mark(AFTER)
+        _when_its_gradient_comes(output, mark, MULTI_TOKEN)
+
+    yield module.register_forward_pre_hook(begins, with_kwargs=True)
+    yield module.register_forward_hook(ends)
+
+
+def _input_of(module: Any, args: Any, kwargs: Any) -> Any:
+    """What a block computes on: where it is not called with it, it was given it before."""
+    given = kwargs.get("hidden_states", args[0] if args else None)
+    return getattr(module, "input_tensor", None) if given is None else given
+
+
+def _when_its_gradient_comes(tensor: Any, mark: Mark, name: str) -> None:
+    if isinstance(tensor, list | tuple):
+        tensor = tensor[0]
+    if isinstance(tensor, torch.Tensor) and tensor.requires_grad:
+        tensor.register_hook(lambda gradient: mark(name))
+
+
+def _of_tasks(mark: Mark, model: Any) -> Callable[[tuple[torch.Tensor, ...]], None]:
+    names: dict[int, str] = {}
+    for name, path in ((MULTI_TOKEN, "mtp"), (LAYERS, "decoder")):
+        module = getattr(model, path, None)
+        if module is not None:
+            names |= {id(weight): name for weight in module.parameters()}
+
+    def before(weights: tuple[torch.Tensor, ...]) -> None:
+        mark(names.get(id(weights[0]), OUTPUT) if weights else AFTER)
+
+    return before

@@ -1,0 +1,370 @@
+"""Optimizer post-validation with Megatron's optimizers.
+
+Takes the place of ``optimizer.step`` and of what zeroes gradients: a step is made on the state of
+the pipeline so far, and validated in the next iteration's warm-up or by ``settle``. See
+:mod:`megatron_zb.runtime.post_validation` for the way of the state. Serves Megatron's
+FP32Optimizer, Float16OptimizerWithFloat16Params and DistributedOptimizer, chained or not.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
+from megatron.core.optimizer_param_scheduler import get_canonical_lr_for_logging
+from megatron.core.utils import get_model_config
+
+from megatron_zb.errors import UsageError
+from megatron_zb.megatron_core.optimizer_snapshot import (
+    GroupOptions,
+    OptimizerSnapshot,
+    bring_to_model,
+    is_stub,
+)
+from megatron_zb.runtime.groups import new_groups
+from megatron_zb.runtime.post_validation import StateExchange
+
+# Where the numbers of a state are; the rest of it counts infinite gradients, for each optimizer.
+_HELD_BACK, _SQUARES, _ZEROS, _INFINITE = range(4)
+
+_SERVED = ("FP32Optimizer", "Float16OptimizerWithFloat16Params", "DistributedOptimizer")
+# Of torch, and Transformer-Engine's or apex's fused one.
+_SERVED_INNER = ("Adam", "AdamW", "SGD", "FusedAdam", "FusedSGD")
+
+
+# Settings of Megatron's configs with which no step can be taken back, with the reason.
+NOT_TAKEN_BACK = {
+    "variable_seq_lengths": "messages under way are dropped by their known shape",
+    "calculate_per_token_loss": "the number of tokens is told to all ranks first",
+    "num_moe_experts": "the loss of its router is summed over the pipeline after every iteration",
+    "mtp_num_layers": "its loss is summed over the pipeline after every iteration",
+    "fp8": "its scales follow forwards that may run twice",
+    "fp4": "its scales follow forwards that may run twice",
+    "overlap_param_gather": "weights are gathered while it is not known whether they are right",
+    "optimizer_cpu_offload": "the offloaded part of a step cannot be taken back",
+    "use_precision_aware_optimizer": "its states are kept where no copy is taken of them",
+}
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What a step has come to, as Megatron's training loop reports it."""
+
+    skipped: bool
+    grad_norm: float | None
+    num_zeros: float | None
+    loss_scale: float
+    learning_rate: float
+
+
+class PostValidation:
+    """Steps an optimizer before the state of the whole pipeline is known, and mends wrong steps.
+
+    Creating it is collective over all ranks of the job. It replaces methods of the optimizer and
+    of the model chunks, for good.
+
+    Args:
+        optimizer: what ``get_megatron_optimizer`` returned.
+        scheduler: Megatron's OptimizerParamScheduler. It is stepped after every step, as if each
+            succeeded, and set back where one did not.
+        chunks: the model chunks of this rank, as data parallelism wraps them.
+        pipeline_ranks: the global ranks of the pipeline, in logical order.
+        on_host: keep what is needed to take a step back in the memory of the host.
+
+    Raises:
+        UsageError: an optimizer, or a setting, whose steps cannot be taken back.
+    """
+
+    def __init__(
+        self,
+        optimizer: Any,
+        scheduler: Any,
+        chunks: Sequence[Any],
+        pipeline_ranks: Sequence[int],
+        *,
+        on_host: bool = False,
+    ) -> None:
+        self.optimizer = optimizer
+        self._scheduler = scheduler
+        self._optimizers: list[Any] = getattr(optimizer, "chained_optimizers", [optimizer])
+        check_settings(optimizer.config, get_model_config(chunks[0]))
+        for each in self._optimizers:
+            check_optimizer(each)
+        self._clip: float = optimizer.config.clip_grad
+        self._counts_zeros = bool(optimizer.config.log_num_zeros_in_grad)
+        self._snapshot = OptimizerSnapshot(self._optimizers, on_host=on_host)
+        self._exchange = StateExchange(pipeline_ranks, _INFINITE + len(self._optimizers))
+        self._groups = _StatisticsGroups(self._optimizers)
+        self._before: _Before | None = None
+        self._put_off: list[Callable[[], None]] = []
+        self.outcome: Outcome | None = None
+        """Of the latest step that has been validated."""
+        self._take_over(chunks)
+
+    def _take_over(self, chunks: Sequence[Any]) -> None:
+        self.optimizer.step = self.step
+        self.optimizer.zero_grad = self._once_validated(self.optimizer.zero_grad)
+        for chunk in chunks:
+            chunk.zero_grad_buffer = self._once_validated(chunk.zero_grad_buffer)
+
+    @property
+    def is_open(self) -> bool:
+        """Whether there is a step that has not been validated yet."""
+        return self._before is not None
+
+    @property
+    def snapshot_nbytes(self) -> int:
+        """The memory that this rank needs to be able to take a step back."""
+        return self._snapshot.nbytes
+
+    # --- a step
+
+    def step(self) -> tuple[bool, None, None]:
+        """In place of ``optimizer.step``: success is assumed, norm and zeros are not known yet."""
+        self.settle()
+        before = _Before(
+            GroupOptions(self._optimizers),
+            [dict(vars(s)) if s else {} for s in map(_scaler, self._optimizers)],
+            None if self._scheduler is None else self._scheduler.num_steps,
+        )
+        state = self._exchange.partial(self._own_state())
+        before.stepped = self._judge(state).is_plain
+        state[_HELD_BACK] += not before.stepped
+        self._exchange.pass_on(state)
+        self._before = before
+        if before.stepped:
+            self._snapshot.take()
+            self.optimizer.step_with_ready_grads()
+        return True, None, None
+
+    def _own_state(self) -> torch.Tensor:
+        """This stage's, from Megatron's own functions, which leave copies of parameters out."""
+        infinite = [bool(optimizer.prepare_grads()) for optimizer in self._optimizers]
+        state = torch.zeros(_INFINITE + len(infinite), dtype=torch.float64, device="cpu")
+        state[_INFINITE:] = torch.tensor(infinite, device="cpu")
+        if not any(infinite):
+            state[_SQUARES] = float(self.optimizer.get_grad_norm()) ** 2
+            if self._counts_zeros:
+                state[_ZEROS] = float(self.optimizer.count_zeros())
+        return state
+
+    def _judge(self, state: torch.Tensor) -> _Judgement:
+        norm = state[_SQUARES].float().item() ** 0.5
+        return _Judgement(
+            infinite=[count > 0 for count in state[_INFINITE:].tolist()],
+            norm=norm,
+            clips=self._clip > 0.0 and self._clip / (norm + 1.0e-6) < 1.0,
+            zeros=state[_ZEROS].item(),
+        )
+
+    # --- its validation
+
+    def settle(self) -> None:
+        """Validate the step at once, if that has not been done, and mend it if it was wrong."""
+        if self.is_open:
+            if not self.was_right():
+                self.mend()
+            self._exchange.finish()
+
+    def was_right(self) -> bool:
+        """Wait for the full state: whether the step was right. If not, it has to be mended."""
+        full = self._exchange.full()
+        right = full[_HELD_BACK].item() == 0
+        if right:
+            self._close(self._judge(full))
+        return right
+
+    def mend(self) -> None:
+        """Take a wrong step back, and make the right one; collective over the job."""
+        before = self._before
+        assert before is not None
+        judgement = self._judge(self._exchange.full())
+        self._mend_scalers(before, judgement)
+        ahead = GroupOptions(self._optimizers)
+        before.options.restore()
+        if before.stepped:
+            self._snapshot.restore()
+        if judgement.skips:
+            if before.stepped:
+                bring_to_model(self._optimizers)
+            self._set_scheduler_back(before)
+        else:
+            judgement = replace(judgement, norm=self._clip_all())
+            self.optimizer.step_with_ready_grads()
+            ahead.restore("lr", "weight_decay")  # the scheduler has gone on meanwhile
+        self._close(judgement)
+
+    def _close(self, judgement: _Judgement) -> None:
+        known = not judgement.skips
+        self.outcome = Outcome(
+            skipped=judgement.skips,
+            grad_norm=_in_single_precision(judgement.norm) if known else None,
+            num_zeros=_in_single_precision(judgement.zeros)
+            if known and self._counts_zeros
+            else None,
+            loss_scale=self.optimizer.get_loss_scale().item(),
+            learning_rate=self._learning_rate(),
+        )
+        self._before = None
+        while self._put_off:
+            self._put_off.pop(0)()
+
+    def _clip_all(self) -> float:
+        """Clip as the synchronous step does, by a norm that is reduced over all ranks.
+
+        The sum of the stages' norms differs from it in the last digit, which may be enough to round
+        a weight the other way. A step is being mended, so another wait is no matter.
+        """
+        with self._groups.whole():
+            norm = float(self.optimizer.get_grad_norm())
+        for optimizer in self._optimizers:
+            if (
+                self._clip > 0.0
+                and not is_stub(optimizer)
+                and (all_of := optimizer.get_parameters())
+            ):
+                clip_grad_by_total_norm_fp32(all_of, max_norm=self._clip, total_norm=norm)
+        return norm
+
+    def _mend_scalers(self, before: _Before, judgement: _Judgement) -> None:
+        """They were updated with what this stage alone had found."""
+        for optimizer, values, infinite in zip(
+            self._optimizers, before.scalers, judgement.infinite, strict=True
+        ):
+            if (scaler := _scaler(optimizer)) is not None:
+                vars(scaler).update(values)
+                scaler.update(infinite)
+
+    def _set_scheduler_back(self, before: _Before) -> None:
+        if self._scheduler is not None:
+            self._scheduler.num_steps = before.num_steps
+            self._scheduler.step(increment=0)
+
+    def _learning_rate(self) -> float:
+        rate = get_canonical_lr_for_logging(self.optimizer.param_groups)
+        if rate is None:  # nothing is trained on this rank
+            rate = 0.0 if self._scheduler is None else self._scheduler.get_lr({})
+        return float(rate)
+
+    def _once_validated(self, function: Callable[..., None]) -> Callable[..., None]:
+        """A step that must be made again needs its gradients: they are zeroed after that."""
+
+        def call(*args: Any, **keywords: Any) -> None:
+            if self.is_open:
+                self._put_off.append(partial(function, *args, **keywords))
+            else:
+                function(*args, **keywords)
+
+        return call
+
+
+@dataclass
+class _Before:
+    """What a step has found, to take it back, and whether this rank has made it."""
+
+    options: GroupOptions
+    scalers: list[dict[str, Any]]
+    num_steps: int | None
+    stepped: bool = False
+
+
+@dataclass(frozen=True)
+class _Judgement:
+    """What a state asks the optimizer to do."""
+
+    infinite: list[bool]
+    norm: float
+    clips: bool
+    zeros: float
+
+    @property
+    def skips(self) -> bool:
+        return any(self.infinite)
+
+    @property
+    def is_plain(self) -> bool:
+        """Gradients as they are go into the step."""
+        return not self.skips and not self.clips
+
+
+def check_settings(*configs: Any) -> None:
+    """Refuse settings with which no step can be taken back.
+
+    Raises:
+        UsageError: names the setting and the reason.
+    """
+    for config in configs:
+        for setting, why in NOT_TAKEN_BACK.items():
+            if getattr(config, setting, None):
+                raise UsageError(
+                    f"{setting} cannot be combined with optimizer post-validation: {why}"
+                )
+
+
+def check_optimizer(optimizer: Any) -> None:
+    """Refuse what cannot be taken back.
+
+    Raises:
+        UsageError: names the class.
+    """
+    if is_stub(optimizer):
+        return
+    inner = getattr(optimizer, "optimizer", None)
+    for found, served in ((optimizer, _SERVED), (inner, _SERVED_INNER)):
+        name = type(found).__name__
+        if name not in served:
+            raise UsageError(
+                f"--enable-optimizer-post-validation cannot take back a step of {name}: leave it "
+                f"out, or use one of {', '.join(served)}"
+            )
+
+
+class _StatisticsGroups:
+    """Over which ranks Megatron's functions add up an optimizer's gradient statistics.
+
+    Those of one pipeline stage, but while :meth:`whole` those of all stages. Creating it is
+    collective over all ranks of the job.
+    """
+
+    def __init__(self, optimizers: list[Any]) -> None:
+        stages: list[int] = [0] * dist.get_world_size()
+        dist.all_gather_object(stages, parallel_state.get_pipeline_model_parallel_rank())
+        mine = stages[dist.get_rank()]
+        self._optimizers = optimizers
+        self._whole = [_group(optimizer) for optimizer in optimizers]
+        members = [dist.get_process_group_ranks(group) for group in self._whole]
+        self._stage = new_groups([[r for r in m if stages[r] == mine] for m in members])
+        self._set(self._stage)
+
+    @contextmanager
+    def whole(self) -> Iterator[None]:
+        self._set(self._whole)
+        yield
+        self._set(self._stage)
+
+    def _set(self, groups: list[dist.ProcessGroup]) -> None:
+        for optimizer, group in zip(self._optimizers, groups, strict=True):
+            optimizer.grad_stats_parallel_group = group
+
+
+def _group(optimizer: Any) -> dist.ProcessGroup:
+    group: dist.ProcessGroup | None = optimizer.get_grad_stats_parallel_group()
+    world = dist.group.WORLD
+    assert world is not None
+    return world if group is None else group
+
+
+def _scaler(optimizer: Any) -> Any:
+    return getattr(optimizer, "grad_scaler", None)
+
+
+def _in_single_precision(number: float) -> float:
+    """As Megatron's reduction over the ranks leaves it."""
+    return torch.tensor(number, dtype=torch.float32, device="cpu").item()

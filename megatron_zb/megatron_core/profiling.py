@@ -1,0 +1,323 @@
+"""Measure a job in a few of its own iterations: seconds and bytes of its passes, and its links."""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from dataclasses import dataclass
+from itertools import pairwise
+from statistics import fmean, median
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+
+from megatron_zb.measured import parts
+from megatron_zb.measured.parts import StageTimes
+from megatron_zb.measured.profile import LinkProfile, Parts, PartSeconds, StageProfile, merged
+from megatron_zb.runtime.activation_memory import ActivationMemory
+from megatron_zb.runtime.observer import Observer
+from megatron_zb.runtime.recorder import AllocatedMemory, MemoryRecorder, Recorder, Span
+from megatron_zb.schedules.passes import Pass, PassKind
+from megatron_zb.schedules.program.lowering import Channel
+
+WARM_UP = 2
+TIMED = 4
+WHOLE = 2
+ITERATIONS = WARM_UP + TIMED + WHOLE + 1
+"""What a profile takes: B and W are timed apart, then each backward whole, and last, bytes are
+counted and nothing is timed."""
+
+
+_SHORTEST = 1e-9  # seconds: what a clock cannot tell from nothing, as on a stage without layers
+
+_TIMED_KINDS = (PassKind.F, PassKind.B, PassKind.W, PassKind.BW)
+
+Steps = Sequence[Sequence[Span]]
+"""Timed steps of a rank."""
+
+Spans = list[tuple[Pass | None, float, float]]
+"""What a rank did, None for a wait, from when to when."""
+
+
+class Measured(NamedTuple):
+    """What all ranks together have measured; the same on every rank.
+
+    ``spans`` has the last timed step of every logical rank of one pipeline, by one clock. ``parts``
+    are None where the layers could not be told apart, ``host`` is what a rank takes before each
+    pass, and ``outside`` the seconds of a step outside of its passes.
+    """
+
+    stages: list[StageProfile]
+    links: list[LinkProfile]
+    message: int
+    spans: list[Spans]
+    parts: Parts | None
+    host: PartSeconds
+    outside: float
+
+
+@dataclass(frozen=True)
+class Held:
+    """A stage that this rank holds: its number, its logical rank, its layers as letters."""
+
+    stage: int
+    rank: int
+    layers: str
+
+
+class Profiling:
+    """Takes measures in the first iterations of a job, and again every so many.
+
+    Args:
+        begin: is called before the first iteration that counts.
+        split: is called where every backward has to be split from then on, so that B and W can be
+            told apart.
+        join: is called where every backward has to be whole from then on.
+        held: the stages of this rank.
+        num_microbatches: of an iteration that counts; others are left out.
+        every: iterations from one profile to the next; None for one profile alone.
+    """
+
+    def __init__(
+        self,
+        begin: Callable[[], None],
+        split: Callable[[], None],
+        join: Callable[[], None],
+        held: Sequence[Held],
+        num_microbatches: int,
+        every: int | None = None,
+    ) -> None:
+        self._begin, self._split, self._join = begin, split, join
+        self._held, self._every = held, every
+        self._num_microbatches = num_microbatches
+        self._done = 0
+        self._counts = False
+        self._recorders: list[Recorder] = []
+        self._memory: MemoryRecorder | None = None
+        self._of_allocator = False
+        self.observers: tuple[Observer, ...] = ()
+        """Who looks on during a step."""
+
+    def before_step(self, num_microbatches: int) -> None:
+        """Before a step of training begins."""
+        self._counts = num_microbatches == self._num_microbatches
+        if not self._counts:
+            return
+        if self._done == self._every:
+            self._done = 0
+        if self._done == 0:
+            self._begin()
+        if self._done in (0, WARM_UP + TIMED + WHOLE):
+            self._split()
+        elif self._done == WARM_UP + TIMED:
+            self._join()
+
+    @contextmanager
+    def step(
+        self,
+        memory: ActivationMemory | None,
+        parameters: Iterable[torch.Tensor],
+        on_gpu: bool,
+        marking: Callable[[Callable[[str], None]], AbstractContextManager[None]],
+    ) -> Iterator[ActivationMemory | None]:
+        """Around a step; what it gives counts the step's activations.
+
+        Args:
+            memory: what counts them anyway, if anything does.
+            parameters: no activations, also where autograd saves them.
+            on_gpu: its allocator knows all bytes; elsewhere, those that autograd saves are counted.
+            marking: lets the model tell where in a pass it is.
+        """
+        with ExitStack() as stack:
+            if not self._counts:
+                yield memory
+                return
+            if WARM_UP <= self._done < WARM_UP + TIMED + WHOLE:
+                self._recorders.append(Recorder(on_gpu))
+                self.observers = (self._recorders[-1],)
+                stack.enter_context(marking(self._recorders[-1].mark))
+            elif self._done == ITERATIONS - 1:
+                self._of_allocator = on_gpu
+                if on_gpu:
+                    self._memory = MemoryRecorder(AllocatedMemory())
+                else:
+                    if memory is None:
+                        memory = stack.enter_context(ActivationMemory(parameters).watching())
+                    self._memory = MemoryRecorder(memory)
+                self.observers = (self._memory,)
+            stack.callback(self._after_step)
+            yield memory
+
+    def _after_step(self) -> None:
+        self.observers = ()
+        self._done += 1
+
+    def end_step(self) -> None:
+        """After a step and all that belongs to it, such as the reduction of gradients."""
+        if self._counts and WARM_UP < self._done <= WARM_UP + TIMED + WHOLE:
+            self._recorders[-1].finish()
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether the last step has ended a profile."""
+        return self._counts and self._done == ITERATIONS
+
+    def measured(self, links: dict[Channel, float], message: int, ahead: float) -> Measured:
+        """What all ranks have measured; collective over the job.
+
+        Args:
+            links: the seconds that this rank has measured.
+            message: bytes of one.
+            ahead: by how much the next rank's clock is ahead of this one's.
+        """
+        rank = self._held[0].rank
+        steps = [recorder.spans() for recorder in self._recorders]
+        split, whole = steps[:TIMED], steps[TIMED:]
+        outside = [
+            recorder.seconds - (spans[-1].end - spans[0].start)
+            for recorder, spans in zip(self._recorders, steps, strict=True)
+        ]
+        mine = (
+            self._stages(message, split, whole),
+            self._times(split, whole),
+            _before_passes(split, whole),
+            outside,
+            links,
+            rank,
+            ahead,
+            self._last_spans(split[-1]),
+        )
+        everyone: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(everyone, mine)
+        self._recorders.clear()
+        self._memory = None
+        stages: dict[int, list[StageProfile]] = defaultdict(list)
+        slowest: dict[Channel, float] = defaultdict(float)
+        pipeline: dict[int, tuple[float, Spans]] = {}
+        for of_stages, *_, of_links, rank, ahead, spans in everyone:
+            pipeline.setdefault(rank, (ahead, spans))  # of the first replica
+            for number, stage in of_stages.items():
+                stages[number].append(stage)
+            for channel, seconds in of_links.items():
+                slowest[channel] = max(slowest[channel], seconds)
+        return Measured(
+            merged([seen for _, seen in sorted(stages.items())]),
+            [
+                LinkProfile(source=c.source, target=c.target, seconds=seconds)
+                for c, seconds in sorted(slowest.items())
+            ],
+            message,
+            _by_one_clock([of_rank for _, of_rank in sorted(pipeline.items())]),
+            parts.of_stages([times for _, of_rank, *_ in everyone for times in of_rank]),
+            _usual([host for _, _, host, *_ in everyone]),
+            # who ends last waits for nobody
+            median(map(min, zip(*(seconds for *_, seconds, _, _, _, _ in everyone), strict=True))),
+        )
+
+    def _last_spans(self, spans: Sequence[Span]) -> Spans:
+        began = self._recorders[TIMED - 1].began
+        return [
+            (of if isinstance(of, Pass) else None, began + start, began + end)
+            for of, start, end, _ in spans
+        ]
+
+    def _stages(self, message: int, split: Steps, whole: Steps) -> dict[int, StageProfile]:
+        within = {**_mean_within(whole), **_mean_within(split)}
+        seconds = {key: max(sum(of.values()), _SHORTEST) for key, of in within.items()}
+        return {held.stage: self._stage(held, seconds, message) for held in self._held}
+
+    def _times(self, split: Steps, whole: Steps) -> list[StageTimes]:
+        """What the stages of this rank do within their passes."""
+        found = {**_mean_within(whole), **_mean_within(split)}
+        return [
+            StageTimes(
+                held.layers,
+                *(found[kind, held.stage] for kind in _TIMED_KINDS),
+            )
+            for held in self._held
+        ]
+
+    def _stage(
+        self, held: Held, seconds: dict[tuple[PassKind, int], float], message: int
+    ) -> StageProfile:
+        assert self._memory is not None, "no step has been counted"
+        changes = self._memory.changes
+        after_f = round(median(changes[PassKind.F, held.stage]))
+        after_b = after_f + round(median(changes[PassKind.B, held.stage]))
+        if self._of_allocator:
+            after_f += _messages_of_f(held) * message
+        return StageProfile(
+            rank=held.rank,
+            layers=held.layers,
+            forward=seconds[PassKind.F, held.stage],
+            backward=seconds[PassKind.B, held.stage],
+            weight=seconds[PassKind.W, held.stage],
+            whole=seconds[PassKind.BW, held.stage],
+            # W may hold more than F did, such as the logits' gradient. Schedules keep to a limit of
+            # memory where an F begins, so it is counted from then on: nothing is understated.
+            activation=max(after_f, after_b, 0),
+            held_for_weight=max(after_b, 0),
+        )
+
+
+def _mean_within(steps: Steps) -> dict[tuple[PassKind, int], dict[str, float]]:
+    """Seconds of a pass by what it does: the mean over a step, as a step takes their sum.
+
+    The median over the steps, as one may be disturbed.
+    """
+    taken: dict[tuple[PassKind, int], dict[str, list[float]]] = defaultdict(
+        lambda: defaultdict(lambda: [0.0] * len(steps))
+    )
+    for number, step in enumerate(steps):
+        passes = Counter((s.of.kind, s.of.stage) for s in step if isinstance(s.of, Pass))
+        for of, start, end, marks in step:
+            if isinstance(of, Pass):
+                key = of.kind, of.stage
+                for name, seconds in parts.segments(start, end, marks).items():
+                    taken[key][name][number] += seconds / passes[key]
+    return {
+        key: {name: median(means) for name, means in names.items()} for key, names in taken.items()
+    }
+
+
+def _before_passes(split: Steps, whole: Steps) -> PartSeconds:
+    """Seconds of the host before a pass, where it waits for nothing: sends, and bookkeeping."""
+    means: dict[PassKind, list[float]] = defaultdict(list)
+    for step in [*split, *whole]:
+        gaps: dict[PassKind, list[float]] = defaultdict(list)
+        for before, span in pairwise(step):
+            if isinstance(span.of, Pass):
+                gaps[span.of.kind].append(max(0.0, span.start - before.end))
+        for kind, found in gaps.items():
+            means[kind].append(fmean(found))
+    forward, backward, weight, together = (median(means[kind] or [0.0]) for kind in _TIMED_KINDS)
+    return PartSeconds(forward=forward, backward=backward, weight=weight, whole=together)
+
+
+def _usual(ranks: Sequence[PartSeconds]) -> PartSeconds:
+    return PartSeconds(
+        forward=median(rank.forward for rank in ranks),
+        backward=median(rank.backward for rank in ranks),
+        weight=median(rank.weight for rank in ranks),
+        whole=median(rank.whole for rank in ranks),
+    )
+
+
+def _messages_of_f(held: Held) -> int:
+    """How many more messages F holds than it allocates: it takes one over and leaves one behind.
+
+    The input was there before F, and counts as held from F to B; the output is allocated in F, and
+    goes with its message. What B adds and takes away is the opposite.
+    """
+    return (held.stage > 0) - (not held.layers.endswith("L"))
+
+
+def _by_one_clock(ranks: Sequence[tuple[float, Spans]]) -> list[Spans]:
+    """The spans of all ranks by the clock of the first; each knows how far the next is ahead."""
+    offset, found = 0.0, []
+    for ahead, spans in ranks:
+        found.append([(of, start - offset, end - offset) for of, start, end in spans])
+        offset += ahead
+    return found

@@ -1,0 +1,143 @@
+"""From what a job has measured of itself to a file, and to a schedule for those costs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+
+from megatron_zb.errors import UsageError
+from megatron_zb.measured.profile import Profile, ProfiledModel, write_profile
+from megatron_zb.measured.trace import Trace, of_spans, write_trace
+from megatron_zb.megatron_core.forward_backward import Iteration
+from megatron_zb.megatron_core.profiling import Held, Measured, Profiling
+from megatron_zb.schedules.schedule import Schedule
+from megatron_zb.schedules.search.fusing import fuse_for_free, join_all, split_all
+
+if TYPE_CHECKING:
+    from megatron_zb.megatron_core.adapter import PipelineAdapter
+
+# A schedule that is predicted to save less than this share is not worth another order of passes.
+_WORTH_A_CHANGE = 0.001
+
+
+class Replanning:
+    """Profiles a job; see :meth:`PipelineAdapter.profile`."""
+
+    def __init__(
+        self,
+        adapter: PipelineAdapter,
+        *,
+        path: Path | None,
+        replan: bool,
+        say: Callable[[str], None],
+    ) -> None:
+        self._adapter, self._path, self._replan, self._say = adapter, path, replan, say
+        self._usual = adapter.schedule
+
+    def start(self, every: int | None) -> Profiling:
+        """What measures this rank's stages, once the process groups exist."""
+        adapter = self._adapter
+        rank = adapter.physical.logical(parallel_state.get_pipeline_model_parallel_rank())
+        held = [
+            Held(stage, rank, adapter.layers_of(stage))
+            for stage in adapter.schedule.placement.stages_of[rank]
+        ]
+        return Profiling(
+            self._begin, self._split, self._join, held, adapter.schedule.num_microbatches, every
+        )
+
+    def _begin(self) -> None:
+        self._usual = self._adapter.schedule
+
+    def _split(self) -> None:
+        """B and W can only be told apart where each runs by itself."""
+        self._adapter.use(split_all(self._usual))
+
+    def _join(self) -> None:
+        """Many schedules leave a backward whole, which takes other seconds than its halves."""
+        self._adapter.use(join_all(self._usual))
+
+    def use(self, measured: Measured, iteration: Iteration) -> None:
+        """What follows from it, on every rank between two iterations."""
+        profile = self._profile(measured, iteration)
+        self._adapter.use(self._usual)
+        if self._path is not None and dist.get_rank() == 0:
+            self._write(profile, of_spans(measured.spans), self._path)
+        if self._replan:
+            self._choose(profile)
+
+    def _write(self, profile: Profile, trace: Trace, path: Path) -> None:
+        """A job that trains does not end because a file cannot be written."""
+        try:
+            write_profile(profile, path)
+            write_trace(trace, path)
+        except UsageError as error:
+            self._say(str(error))
+        else:
+            self._say(f"the profile is in {path}")
+
+    def _profile(self, measured: Measured, iteration: Iteration) -> Profile:
+        config, schedule = iteration.config, self._usual
+        return Profile(
+            version=2,
+            device=torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU",
+            schedule=schedule.name,
+            pipeline_size=schedule.placement.pipeline_size,
+            num_microbatches=schedule.num_microbatches,
+            message=measured.message,
+            model=ProfiledModel(
+                layers=sum(stage.layers.count("t") for stage in measured.stages),
+                hidden_size=config.hidden_size,
+                sequence_length=iteration.seq_length,
+                microbatch=iteration.micro_batch_size,
+                tensor=iteration.pg_collection.tp.size(),
+                context=iteration.pg_collection.cp.size(),
+            ),
+            stages=measured.stages,
+            links=measured.links,
+            parts=measured.parts,
+            host=measured.host,
+            outside=measured.outside,
+        )
+
+    def _choose(self, profile: Profile) -> None:
+        """One rank builds for all: it takes seconds of all cores, and must come out the same."""
+        adapter = self._adapter
+        costs = profile.costs(self._usual.placement)
+        usual = fuse_for_free(split_all(self._usual), costs)
+        now = adapter.seconds(usual, costs)
+        built: list[Any] = [None]
+        if dist.get_rank() == 0:
+            built[0] = self._built(profile)
+        dist.broadcast_object_list(built, src=0)
+        found = built[0]
+        if not isinstance(found, Schedule):
+            adapter.use(usual, costs)
+            self._say(f"going on with the schedule as it is: {found}")
+            return
+        then = adapter.seconds(found, costs)
+        if then > now * (1 - _WORTH_A_CHANGE):
+            adapter.use(usual, costs)
+            self._say(
+                f"measured: going on with {usual.name} as it is, {now:.4g} s predicted for the "
+                "pipeline's part of an iteration"
+            )
+            return
+        adapter.use(found, costs)
+        self._say(
+            f"measured: going on with {found.name} built for these costs, {then:.4g} s predicted "
+            f"for the pipeline's part of an iteration instead of {now:.4g} s "
+            f"({100 * (1 - then / now):.1f} % less){'; ' if found.reason else ''}{found.reason}"
+        )
+
+    def _built(self, profile: Profile) -> Schedule | str:
+        costs = profile.costs(self._usual.placement)
+        try:
+            return self._adapter.rebuilt(costs)
+        except UsageError as error:
+            return str(error)

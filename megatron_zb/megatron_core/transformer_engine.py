@@ -1,0 +1,319 @@
+"""Transformer-Engine's linear layers with their backward split.
+
+Transformer-Engine (TE) delays weight gradients itself: in backward, a module whose
+``wgrad_store`` says so hands the store the operands of its weight gradient and the function that
+computes it. TE's own store keeps them until ``module.backward_dw()``. Here every module of a chunk
+gets a store that hands them to the chunk's queue instead, so that W runs them in B's order.
+
+The store is replaced on modules that exist, so models are built as always: no construction flag,
+which megatron-core accepts only together with other features, and which marks parameters
+so that data parallelism leaves them alone. ``backward_dw()`` stays unused because of what it does
+with the result: it overwrites ``weight.grad``, drops every bias gradient but the first, and knows
+nothing of ``main_grad``. What a store is asked has been the same in every version of TE that has
+one, see ``versions.OLDEST_TRANSFORMER_ENGINE``.
+
+Nothing here imports TE before a model has brought it in: it is optional.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from itertools import cycle
+from typing import Any
+
+import torch
+
+from megatron_zb.errors import UsageError
+from megatron_zb.megatron_core import versions
+from megatron_zb.megatron_core.linear import SplitBackward, accumulate
+from megatron_zb.megatron_core.shards import Shard, gathering, held, whole
+
+
+def split_transformer_engine(chunk: torch.nn.Module, split: SplitBackward, schedule: str) -> None:
+    """Let every linear layer of TE in a chunk use the queue.
+
+    Raises:
+        UsageError: this TE, or a setting of the model, cannot have its weight gradients deferred.
+    """
+    _refuse_fused_operations(chunk, schedule)
+    modules = [module for module in chunk.modules() if _is_linear(module)]
+    if not modules:
+        return
+    _refuse_old_version(schedule)
+    _refuse_fp8(getattr(chunk, "config", None), schedule)
+    for module in modules:
+        _refuse_bulk_overlap(module, schedule)
+        if _can_split(module):
+            _split(module, split)
+
+
+def _is_linear(module: Any) -> bool:
+    if "transformer_engine.pytorch" not in sys.modules:
+        return False  # then there is no such module
+    from transformer_engine import pytorch as te
+
+    return isinstance(module, te.Linear | te.LayerNormLinear | te.LayerNormMLP | te.GroupedLinear)
+
+
+def _can_split(module: Any) -> bool:
+    """Whether the module's W would do all that its B leaves out; else B stays whole.
+
+    It would not where parameters are parts of what TE computes with: a weight that was split into
+    several parameters, experts in one parameter, a weight that is sharded over other ranks.
+    """
+    if len(getattr(module, "weight_names", [])) > 1 or getattr(
+        module, "single_grouped_weight", False
+    ):
+        return False
+    weights = [weight for results in _results(module) for weight in results.weights]
+    return not any(getattr(weight, "is_distributed_weight", False) for weight in weights)
+
+
+@dataclass(frozen=True)
+class _Results:
+    """The parameters whose gradients one deferred function returns; ``biases`` may be missing.
+
+    ``gathered`` is the operand, 0 the input and 1 the output gradient, that B has gathered.
+    """
+
+    weights: list[Any]
+    biases: list[Any]
+    grouped: bool = False
+    gathered: int | None = None
+
+
+def _results(module: Any) -> list[_Results]:
+    """What a module's backward hands to its store, in that order."""
+    if hasattr(module, "fc1_weight"):
+        names = [("fc2_weight", "fc2_bias", "row"), ("fc1_weight", "fc1_bias", "column")]
+    elif hasattr(module, "num_gemms"):
+        experts = range(module.num_gemms)
+        weights = [getattr(module, f"weight{i}") for i in experts]
+        return [_Results(weights, [getattr(module, f"bias{i}") for i in experts], grouped=True)]
+    else:
+        mode = module.parallel_mode
+        names = [(w, b, mode) for w, b in zip(module.weight_names, module.bias_names, strict=True)]
+    return [
+        _Results(
+            [getattr(module, weight)],
+            [getattr(module, bias, None)],
+            gathered=_GATHERED.get(mode) if _gathers_sequence(module) else None,
+        )
+        for weight, bias, mode in names
+    ]
+
+
+# By how a layer is parallel: the operand of its W that sequence parallelism gathers in B.
+_GATHERED = {"column": 0, "row": 1}
+
+
+def _gathers_sequence(module: Any) -> bool:
+    return module.sequence_parallel and module.tp_size > 1 and module.tp_group is not None
+
+
+def _split(module: Any, split: SplitBackward) -> None:
+    store = _Store(module, split)
+    module.wgrad_store = store
+    module.forward = partial(_forward, store, module.forward)
+    # Otherwise TE lets the first microbatch overwrite main_grad, and a BW may come before its W.
+    module.disable_parameter_transpose_cache = True
+    for results in store.results:
+        for parameter in results.weights:
+            _watch(parameter, split, fused=module.fuse_wgrad_accumulation)
+        for parameter in results.biases:
+            _watch(parameter, split, fused=False)
+
+
+def _forward(store: _Store, whole: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """TE delays where its store says so in forward *and* in backward."""
+    store.in_forward = True
+    try:
+        return whole(*args, **kwargs)
+    finally:
+        store.in_forward = False
+
+
+class _Store:
+    """What a TE module asks in the place of its own ``WeightGradStore``."""
+
+    def __init__(self, module: Any, split: SplitBackward) -> None:
+        self.results = _results(module)
+        self.in_forward = False
+        self._module = module
+        self._split = split
+        self._next = cycle(self.results)
+
+    def delay_wgrad_compute(self) -> bool:
+        """Whether the weight gradient is W's; it is not in a BW, nor where a weight is frozen."""
+        return self.in_forward or (self._split.queue.deferring and self._is_trainable())
+
+    def put(self, operands: list[Any], compute: Callable[..., Any]) -> None:
+        """Leave ``compute(*operands)`` to W."""
+        if self._module.fp8:
+            raise UsageError(
+                "Transformer-Engine's fp8 cannot be combined with a --pipeline-schedule that "
+                "splits the backward: weight gradients from fp8 operands have not been shown right"
+            )
+        results = next(self._next)
+        operands = [*map(_detached, operands[:2]), *operands[2:]]
+        if results.grouped and not self._module.fuse_wgrad_accumulation:
+            compute = _with_buffers_of_its_own(operands, compute)
+        if results.gathered is not None:
+            operands = _with_shard(operands, results.gathered, self._module.tp_group)
+        add = partial(self._add, results, operands, compute)
+        parameters = [p for p in (*results.weights, *results.biases) if p is not None]
+        prepare = gathering(operands)
+        self._split.queue.defer(add, *_tensors(operands[:2]), weights=parameters, prepare=prepare)
+
+    def _is_trainable(self) -> bool:
+        return all(weight.requires_grad for results in self.results for weight in results.weights)
+
+    def _add(
+        self,
+        results: _Results,
+        operands: list[Any],
+        compute: Callable[..., Any],
+        *_held: torch.Tensor,
+    ) -> None:
+        gradients, bias_gradients, *_ = compute(*map(whole, operands))
+        if results.grouped:
+            gradients = operands[2]
+        else:
+            gradients, bias_gradients = [gradients], [bias_gradients]
+        if not self._module.fuse_wgrad_accumulation:
+            _add_gradients(results.weights, gradients)
+        _add_gradients(results.biases, bias_gradients)
+
+
+def _with_buffers_of_its_own(
+    operands: list[Any], compute: Callable[..., Any]
+) -> Callable[..., Any]:
+    """Experts' gradients are written into buffers that B makes: make them in W instead.
+
+    They would be held from B to W, as large as the weights, once for every microbatch; and B
+    returns them, with nothing in them yet, as the weights' gradients. Emptied, it returns none.
+    """
+    buffers = operands[2]
+    like = buffers[0]
+    count = len(buffers)
+    buffers[:] = [None] * count
+    shape, dtype, device = like.shape, like.dtype, like.device
+
+    def compute_into_new(inputs: Any, grad_outputs: Any, gradients: list[Any]) -> Any:
+        gradients[:] = torch.empty(count, *shape, dtype=dtype, device=device).unbind()
+        return compute(inputs, grad_outputs, gradients)
+
+    return compute_into_new
+
+
+def _with_shard(operands: list[Any], gathered: int, group: Any) -> list[Any]:
+    """Keep a shard of what B has gathered, in memory of its own.
+
+    What is gathered may lie in a communication buffer of TE's (``tp_comm_bulk_dgrad`` and
+    ``tp_comm_overlap_ag``), which the next layer's B fills anew.
+    """
+    kept = list(operands)
+    kept[gathered] = Shard.of(operands[gathered], group)
+    return kept
+
+
+def _detached(operand: Any) -> Any:
+    """Without its graph, which would keep the input of the whole stage until W."""
+    if isinstance(operand, list | tuple):
+        return [_detached(one) for one in operand]
+    return operand.detach() if isinstance(operand, torch.Tensor) else operand
+
+
+def _tensors(operands: list[Any]) -> Iterator[torch.Tensor]:
+    """What is held until W: a tensor for each GEMM, or a list of those of the experts."""
+    for operand in map(held, operands):
+        if isinstance(operand, torch.Tensor):
+            yield operand
+        elif isinstance(operand, list | tuple):
+            yield from _tensors(list(operand))
+
+
+def _add_gradients(parameters: list[Any], gradients: list[Any]) -> None:
+    """A gradient is missing or empty where B has brought it, such as a bias that is added later."""
+    for parameter, gradient in zip(parameters, gradients, strict=True):
+        if gradient is not None and gradient.numel() and parameter.requires_grad:
+            accumulate(parameter, gradient.to(parameter.dtype).view_as(parameter))
+
+
+def _watch(parameter: Any, split: SplitBackward, *, fused: bool) -> None:
+    """Meet Megatron's data-parallel hook where B brings nothing, see ``linear._placeholder``."""
+    if parameter is not None and parameter.requires_grad:
+        parameter.register_hook(partial(_before_hook, parameter, split, fused))
+
+
+def _before_hook(
+    parameter: Any, split: SplitBackward, fused: bool, gradient: torch.Tensor | None
+) -> None:
+    """Runs before the data-parallel hook; ``gradient`` is None if the backward returns none.
+
+    Where a gradient comes, it counts: an earlier B may have said that there is nothing to add. TE
+    says so itself for weights that it accumulates (``fused``), whose gradient is but a dummy.
+    """
+    if gradient is not None:
+        if not fused:
+            parameter.grad_added_to_main_grad = False
+    elif split.hooks_need_gradients and split.queue.deferring:
+        parameter.grad = torch.empty_like(parameter)
+        parameter.grad_added_to_main_grad = True
+
+
+def _refuse_old_version(schedule: str) -> None:
+    import transformer_engine
+
+    found = transformer_engine.__version__
+    if not versions.transformer_engine_is_supported(found):
+        oldest = ".".join(map(str, versions.OLDEST_TRANSFORMER_ENGINE))
+        raise UsageError(
+            f"--pipeline-schedule {schedule} needs Transformer-Engine {oldest} or newer, which can "
+            f"defer weight gradients, but {found} is installed"
+        )
+
+
+def _refuse_fp8(config: Any, schedule: str) -> None:
+    for setting, flag in (("fp8", "--fp8-format"), ("fp4", "--fp4-format")):
+        if getattr(config, setting, None):
+            raise UsageError(
+                f"{flag} ({setting}) cannot be combined with --pipeline-schedule {schedule}: "
+                f"weight gradients that are computed later have not been shown right in {setting}"
+            )
+
+
+OP_FUSER_FLAG = "--use-transformer-engine-op-fuser"
+WHY_NOT_OPERATIONS = (
+    "operations of transformer_engine.pytorch.ops compute weight gradients in B alone, so nothing "
+    "would be left for W"
+)
+
+
+def _refuse_fused_operations(chunk: Any, schedule: str) -> None:
+    """Megatron hides TE's operations from the modules of a layer: its setting tells of them."""
+    fuses = getattr(getattr(chunk, "config", None), "use_transformer_engine_op_fuser", False)
+    operations = [m for m in chunk.modules() if _is_operation(type(m))]
+    if fuses or operations:
+        said = OP_FUSER_FLAG if fuses else f"a {type(operations[0]).__name__}"
+        raise UsageError(
+            f"{said} cannot be combined with --pipeline-schedule {schedule}: {WHY_NOT_OPERATIONS}"
+        )
+
+
+def _is_operation(kind: type) -> bool:
+    is_linear = kind.__module__.startswith("transformer_engine.pytorch.ops.") and (
+        "Linear" in kind.__name__
+    )
+    return is_linear or kind.__name__ == "TEFusedMLP"
+
+
+def _refuse_bulk_overlap(module: Any, schedule: str) -> None:
+    if getattr(module, "ub_bulk_wgrad", False):
+        raise UsageError(
+            f"--tp-comm-overlap cannot be combined with --pipeline-schedule {schedule} while it "
+            "overlaps communication of B with the weight gradient: add --disable-tp-comm-bulk-wgrad"
+        )

@@ -1,0 +1,337 @@
+"""``megatron-zb plan --profile``: schedules and layer layouts for costs that a run has measured.
+
+What a layer, the embedding and the output layer cost is read off the stages that ran, so that other
+placements and layouts can be predicted; what is left is the speed of each rank.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from megatron_zb import schedules
+from megatron_zb.errors import UsageError
+from megatron_zb.measured.fit import Fit
+from megatron_zb.measured.profile import Profile, read_profile
+from megatron_zb.measured.units import GIB
+from megatron_zb.planner.candidate import Contender, contenders, names_in, with_those_of_auto
+from megatron_zb.planner.flags import flags_of_layout, named, placement_flags
+from megatron_zb.schedules import catalog, layout
+from megatron_zb.schedules.layout import Layers, Layout
+from megatron_zb.schedules.placement import Placement
+from megatron_zb.schedules.program.memory import peak_with_messages
+from megatron_zb.schedules.request import MemoryLimit
+
+_LARGE = 20_000  # passes: more are not lowered for their messages
+
+
+@dataclass(frozen=True)
+class Row:
+    """A schedule with its best layout; seconds of the pipeline's part of an iteration.
+
+    ``runs`` is the schedule that its flags name: for ``auto``, what is the fastest of all.
+    ``megatron`` tells a schedule of Megatron's own, ``has_by_default`` that no flag is needed for
+    the layout.
+    """
+
+    schedule: str
+    runs: str
+    chunks: int | None
+    layout: str
+    is_even: bool
+    seconds: float
+    seconds_even: float
+    bubble: float
+    activation_bytes: float
+    rank: int
+    megatron: bool
+    has_by_default: bool
+    timeline: schedules.Timeline
+    layers: Layout
+
+
+@dataclass(frozen=True)
+class Asked:
+    """What the command line asks for."""
+
+    profile: Profile
+    num_microbatches: int
+    memory_limit: float | None
+    post_validation: bool
+
+
+Watch = Callable[[str, int, int], None]
+
+
+def rows(
+    asked: Asked,
+    candidates: Sequence[Contender],
+    watch: Watch = lambda text, done, of: None,
+) -> tuple[list[Row], dict[str, str]]:
+    """Every schedule, the fastest first, and why others are missing."""
+    fit = Fit.of(asked.profile)
+    found: list[Row] = []
+    missing: dict[str, str] = {}
+    wanted = {contender.name for contender in candidates}
+    everyone = [c for c in with_those_of_auto(candidates) if c.name in wanted or not c.megatron]
+    settings = list(_settings(everyone, asked.profile))
+    for number, (contender, chunks) in enumerate(settings):
+        name = contender.name if chunks is None else f"{contender.name} ×{chunks}"
+        watch(name, number, len(settings))
+        try:
+            found.append(_row(asked, fit, contender, chunks))
+        except UsageError as error:
+            if contender.name in wanted:
+                missing[name] = str(error)
+    for contender in candidates:
+        if contender.takes_the_best and any(not row.megatron for row in found):
+            watch(contender.name, len(settings), len(settings) + 1)
+            found.append(_best_of_all(asked, fit, contender, found))
+    watch("", len(settings), len(settings))
+    found = [row for row in found if row.schedule in wanted]
+    if not found:
+        raise UsageError(next(iter(missing.values()), "no schedule can be had"))
+    return sorted(found, key=lambda row: row.seconds), missing
+
+
+def _settings(
+    candidates: Sequence[Contender], profile: Profile
+) -> Iterator[tuple[Contender, int | None]]:
+    for contender in candidates:
+        if contender.takes_the_best:
+            continue
+        for chunks in contender.chunk_counts(profile.model.layers, profile.pipeline_size):
+            if chunks is None or chunks in (2, 4, 8):
+                yield contender, chunks
+
+
+def _check_groups(asked: Asked, contender: Contender) -> None:
+    p, m = asked.profile.pipeline_size, asked.num_microbatches
+    if contender.megatron and contender.takes_chunks and m % p:
+        raise UsageError(f"it needs whole groups of {p} microbatches, and there are {m}")
+
+
+def _row(asked: Asked, fit: Fit, contender: Contender, chunks: int | None) -> Row:
+    profile = asked.profile
+    _check_groups(asked, contender)
+    placement = contender.placement(profile.pipeline_size, chunks)
+    layers = profile.model.layers
+    even = layout.spread(Layers(layers), placement)
+    found = {
+        counts: _simulated(asked, fit, contender, chunks, placement, counts)
+        for counts in layout.choices(layers, placement, *fit.in_layers())
+    }
+    in_a_row = asked.post_validation and contender.splits
+
+    def seconds(timeline: schedules.Timeline) -> float:
+        return timeline.seconds(in_a_row=in_a_row) + profile.outside
+
+    counts, timeline = min(found.items(), key=lambda entry: seconds(entry[1]))
+    peaks = _peaks(timeline, profile.message)
+    worst = max(range(len(peaks)), key=peaks.__getitem__)
+    bubble = timeline.bubble_rate_in_a_row if in_a_row else timeline.bubble_rate
+    return Row(
+        contender.name,
+        contender.family,
+        chunks,
+        _layout_text(counts, profile),
+        counts == even,
+        seconds(timeline),
+        seconds(found[even]),
+        bubble,
+        peaks[worst],
+        worst,
+        contender.megatron,
+        contender.has_by_default(counts, placement),
+        timeline,
+        counts,
+    )
+
+
+def _best_of_all(asked: Asked, fit: Fit, contender: Contender, found: Sequence[Row]) -> Row:
+    """The fastest row, or what ``auto`` makes of its placement and layout."""
+    best = min((row for row in found if not row.megatron), key=lambda row: row.seconds)
+    placement, counts = best.timeline.schedule.placement, best.layers
+    try:
+        timeline = _simulated(
+            asked, fit, contender, placement.chunks, placement, counts, quick=True
+        )
+    except UsageError:
+        return replace(best, schedule=contender.name)
+    seconds = timeline.seconds(in_a_row=asked.post_validation) + asked.profile.outside
+    if seconds >= best.seconds:
+        return replace(best, schedule=contender.name)
+    peaks = _peaks(timeline, asked.profile.message)
+    bubble = timeline.bubble_rate_in_a_row if asked.post_validation else timeline.bubble_rate
+    return replace(
+        best,
+        schedule=contender.name,
+        runs=contender.family,
+        chunks=placement.chunks,
+        seconds=seconds,
+        bubble=bubble,
+        activation_bytes=max(peaks),
+        rank=max(range(len(peaks)), key=peaks.__getitem__),
+        timeline=timeline,
+    )
+
+
+def _simulated(
+    asked: Asked,
+    fit: Fit,
+    contender: Contender,
+    chunks: int | None,
+    placement: Placement,
+    counts: Layout,
+    *,
+    quick: bool = False,
+) -> schedules.Timeline:
+    costs = fit.costs(placement, counts, blocking=contender.blocking)
+    schedule = schedules.build(
+        contender.family,
+        pipeline_size=placement.pipeline_size,
+        num_microbatches=asked.num_microbatches,
+        # a run builds auto alone for what it measures, and every other one for equal costs
+        costs=costs if contender.family == "auto" else None,
+        memory_limit=asked.memory_limit,
+        chunks=chunks,
+        placement=placement if quick else None,
+        in_a_row=asked.post_validation and contender.splits,
+        quick=quick,
+    )
+    return schedules.simulate(schedule, costs)
+
+
+def _peaks(timeline: schedules.Timeline, message: float) -> Sequence[float]:
+    schedule = timeline.schedule
+    if sum(map(len, schedule.ranks)) > _LARGE:
+        return timeline.peak_memory
+    program = schedules.lower(schedule, timeline)
+    ranks = range(schedule.placement.pipeline_size)
+    return [peak_with_messages(program, rank, timeline.costs, message) for rank in ranks]
+
+
+def _layout_text(counts: Layout, profile: Profile) -> str:
+    multi_token = profile.stages[-1].layers.count("m")
+    return layout.text(layout.lettered(counts, multi_token))
+
+
+def read(arguments: argparse.Namespace) -> tuple[Asked, list[Contender]]:
+    """Read the profile and check the sizes.
+
+    Raises:
+        UsageError: a field or an argument is wrong.
+    """
+    profile = read_profile(arguments.profile)
+    m = arguments.microbatches
+    if m is not None and m < 1:
+        raise UsageError(f"--microbatches is {m}: give 1 or more")
+    MemoryLimit.of(arguments.memory_limit, None, profile.pipeline_size)  # refuses what is none
+    names = None if arguments.schedules is None else names_in(arguments.schedules)
+    candidates = contenders(names)
+    if names is None:
+        candidates += contenders(["1f1b", "interleaved"])
+    unique = {c.name: c for c in candidates}
+    return (
+        Asked(
+            profile,
+            profile.num_microbatches if m is None else m,
+            arguments.memory_limit,
+            arguments.post_validation,
+        ),
+        list(unique.values()),
+    )
+
+
+def show(
+    asked: Asked, found: Sequence[Row], missing: dict[str, str], arguments: argparse.Namespace
+) -> None:
+    """Print the table, or the same as JSON."""
+    if arguments.format == "json":
+        print(json.dumps(_as_json(asked, found, missing), indent=2))
+    else:
+        _print(asked, found, missing, Console(), arguments.top)
+
+
+def _as_json(asked: Asked, found: Sequence[Row], missing: dict[str, str]) -> dict[str, Any]:
+    return {
+        "schedule_of_the_profile": asked.profile.schedule,
+        "num_microbatches": asked.num_microbatches,
+        "ranked": [
+            {name: value for name, value in vars(row).items() if name not in ("timeline", "layers")}
+            for row in found
+        ],
+        "not_possible": missing,
+    }
+
+
+def _print(
+    asked: Asked, found: Sequence[Row], missing: dict[str, str], console: Console, top: int
+) -> None:
+    profile = asked.profile
+    embedding, output = Fit.of(profile).in_layers()
+    console.print(
+        Text(
+            f"{profile.pipeline_size} pipeline ranks of {profile.device}, "
+            f"{asked.num_microbatches} microbatches, measured under {profile.schedule}; the "
+            f"embedding counts for {embedding:.2f} layers, the output layer for {output:.2f}",
+            style="bold",
+        )
+    )
+    console.print(_table(found[:top]))
+    for name, why in missing.items():
+        console.print(Text(f" -  {name}: {why}"), highlight=False)
+    console.print(Text("\nflags of the first:", style="bold"))
+    flags = flags_of(asked, found[0])
+    console.print(Text("  " + " \\\n  ".join(flags)), highlight=False, soft_wrap=True)
+
+
+def flags_of(asked: Asked, row: Row) -> list[str]:
+    """What a pretrain script of Megatron-LM is to be given."""
+    ranks = f"--pipeline-model-parallel-size {asked.profile.pipeline_size}"
+    flags = [ranks] if row.megatron else [f"--pipeline-schedule {row.runs}", ranks]
+    chunks = row.chunks
+    if not row.megatron:
+        if row.runs == "auto":
+            flags += placement_flags(row.timeline.schedule.placement)
+            chunks = None
+        if asked.memory_limit is not None:
+            flags.append(f"--pipeline-memory-limit {asked.memory_limit:g}")
+        if asked.post_validation and catalog.family(row.runs).splits_backward:
+            flags.append("--enable-optimizer-post-validation")
+    written = None if row.has_by_default else row.layout
+    return flags + flags_of_layout(chunks, written, megatron=row.megatron)
+
+
+def name_of(row: Row) -> str:
+    """As the table calls it; of ``auto``, what it runs."""
+    chunks = "" if row.chunks is None else f" ×{row.chunks}"
+    return named(row.schedule, row.runs) + chunks
+
+
+def _table(found: Sequence[Row]) -> Table:
+    table = Table(box=None, pad_edge=False, header_style="bold", padding=(0, 1, 0, 0))
+    table.add_column("#", justify="right")
+    table.add_column("schedule", no_wrap=True)
+    for title in ("ms", "even layers", "bubble", "activations GiB", "on rank"):
+        table.add_column(title, justify="right")
+    table.add_column("layers of the stages")
+    for number, row in enumerate(found, 1):
+        table.add_row(
+            str(number),
+            name_of(row),
+            f"{1000 * row.seconds:.4g}",
+            f"{1000 * row.seconds_even:.4g}",
+            f"{row.bubble:.1%}",
+            f"{row.activation_bytes / GIB:.3g}",
+            str(row.rank),
+            "even" if row.is_even else row.layout,
+        )
+    return table

@@ -1,0 +1,1 @@
+"""End a job that has stopped, and name the rank that holds it up."""

@@ -1,0 +1,228 @@
+"""What a rank is doing, kept for when it stops: the pass it runs, the message it waits for.
+
+On a GPU the host runs ahead: what it has launched is marked by events, and what the GPU is doing is
+what the first event that has not happened yet was to end. Outside of a step, what the rank does is
+read from the stack of the thread that trains.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+from megatron_zb.runtime.observer import NOTHING
+from megatron_zb.runtime.watchdog.whereabouts import (
+    Phases,
+    collective_of,
+    frames_of,
+    phase_of,
+    place_of,
+)
+from megatron_zb.schedules.passes import Pass, PassKind
+from megatron_zb.schedules.program.lowering import Channel, Message
+
+REMEMBERED = 50
+
+
+@dataclass(frozen=True)
+class State:
+    """A moment of a rank: what it does, and for which rank's message it waits, if for one.
+
+    ``doing`` is a phrase, ``waits_for`` a rank of the same pipeline, ``seconds`` how long it has
+    been so, ``passes`` the last ones that it began, ``place`` where its code stands.
+    """
+
+    doing: str
+    waits_for: int | None
+    seconds: float
+    passes: tuple[str, ...] = ()
+    in_step: bool = False
+    waits_for_all: bool = False
+    place: str = ""
+
+
+class Event(Protocol):
+    """A mark among what a GPU has been given to do."""
+
+    def record(self) -> None: ...
+
+    def query(self) -> bool: ...
+
+
+_Situation = Pass | tuple[Channel, Message] | None
+
+
+class _Marked:
+    """A pass or a wait on a GPU: where it ends without an exception, it leaves a mark."""
+
+    __slots__ = ("_event", "_marks", "_situation")
+
+    def __init__(
+        self,
+        marks: deque[tuple[_Situation, Event]],
+        situation: _Situation,
+        event: type[Event],
+    ) -> None:
+        self._marks = marks
+        self._situation = situation
+        self._event = event
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        if kind is None:
+            event = self._event()
+            event.record()
+            self._marks.append((self._situation, event))
+
+
+class Progress:
+    """Told by the executor, read by the watchdog's threads.
+
+    On a GPU, marks are kept only once somebody looks: who looks also lets go of those that are
+    behind, see :meth:`moved`.
+
+    Args:
+        on_gpu: the host does not wait for what it launches; ``event`` makes the marks.
+        phases: what functions do that are called between two steps.
+    """
+
+    def __init__(
+        self,
+        on_gpu: bool = False,
+        event: type[Event] = torch.cuda.Event,
+        phases: Phases | None = None,
+    ) -> None:
+        self._marks_with = event if on_gpu else None
+        self._event: type[Event] | None = None
+        self._device: int | None = None
+        self._phases: Phases = phases or {}
+        self._thread = threading.get_ident()
+        self._looking = threading.Lock()
+        self._marks: deque[tuple[_Situation, Event]] = deque()
+        self._passes: deque[Pass] = deque(maxlen=REMEMBERED)
+        self._situation: _Situation = None
+        self._host_in_step = False
+        self._moved = self._counted_from = time.monotonic()
+
+    def keep_marks(self) -> None:
+        """From now on, because somebody will look; call it on the thread that trains."""
+        self._event = self._marks_with
+        if self._event is not None:
+            self._device = torch.cuda.current_device()
+
+    def enter_thread(self) -> None:
+        """Before another thread looks: it begins on GPU 0, and would take memory there."""
+        if self._device is not None:
+            torch.cuda.set_device(self._device)
+
+    @contextmanager
+    def step(self) -> Iterator[None]:
+        """Around a step."""
+        self._thread = threading.get_ident()
+        self._situation = None
+        self._moved = time.monotonic()
+        self._host_in_step = True
+        try:
+            yield
+        finally:
+            self._host_in_step = False
+            self._moved = time.monotonic()
+
+    def running(self, work: Pass) -> AbstractContextManager[None]:
+        """Around a pass."""
+        self._passes.append(work)
+        return self._in(work)
+
+    def waiting(self, channel: Channel, message: Message) -> AbstractContextManager[None]:
+        """Around the wait for a message."""
+        return self._in((channel, message))
+
+    def _in(self, situation: _Situation) -> AbstractContextManager[None]:
+        self._situation = situation
+        self._moved = time.monotonic()
+        return NOTHING if self._event is None else _Marked(self._marks, situation, self._event)
+
+    @property
+    def in_step(self) -> bool:
+        """Whether something of a step is still to be done, by the host or by the GPU."""
+        return self._host_in_step or bool(self._marks)
+
+    def moved(self) -> float:
+        """When something last happened, of ``time.monotonic``: one wait has one such moment."""
+        with self._looking:
+            while self._marks and self._marks[0][1].query():
+                self._marks.popleft()
+                self._moved = time.monotonic()
+        return self._moved
+
+    def seconds(self) -> float:
+        """Since something last happened, or since the count began anew."""
+        return time.monotonic() - max(self.moved(), self._counted_from)
+
+    def begin_anew(self) -> None:
+        """Count from now on: the whole process has been stopped, and goes on."""
+        self._counted_from = time.monotonic()
+
+    def state(self, ranks: Mapping[int, int] | None = None) -> State:
+        """What the rank does now.
+
+        Args:
+            ranks: what to call the pipeline's logical ranks in ``waits_for``.
+        """
+        seconds, passes = self.seconds(), tuple(map(said, self._passes))
+        frames = frames_of(self._thread)
+        doing, waits_for = self._situation_in_words()
+        collective = collective_of(frames)
+        in_step = self.in_step
+        if not in_step:
+            phase = phase_of(frames, self._phases)
+            parts = ("is between two steps", phase, collective and f"waiting in {collective}")
+            doing = ", ".join(filter(None, parts))
+        return State(
+            doing,
+            waits_for if ranks is None or waits_for is None else ranks[waits_for],
+            seconds,
+            passes,
+            in_step,
+            collective is not None,
+            place_of(frames),
+        )
+
+    def _situation_in_words(self) -> tuple[str, int | None]:
+        """In a step: a phrase, and the logical rank whose message the rank waits for."""
+        marks = list(self._marks)
+        situation = marks[0][0] if marks else self._situation
+        if not self.in_step:
+            return "", None
+        if situation is None:
+            return "is before its first pass", None
+        if isinstance(situation, Pass):
+            return f"is in {said(situation)}", None
+        channel, message = situation
+        if message.is_credit:
+            doing = (
+                f"waits for pipeline rank {channel.source} in schedule order to update its "
+                f"students in step {message.microbatch}"
+            )
+            return doing, channel.source
+        kind = "the gradient" if message.is_gradient else "the activation"
+        doing = (
+            f"waits for {kind} for stage {message.stage}, microbatch {message.microbatch}, "
+            f"from pipeline rank {channel.source} in schedule order"
+        )
+        return doing, channel.source
+
+
+def said(work: Pass) -> str:
+    """A pass in words."""
+    counted = "step" if work.kind is PassKind.U else "microbatch"
+    return f"{work.kind.name} of stage {work.stage}, {counted} {work.microbatch}"

@@ -1,0 +1,243 @@
+"""Ends a job that has stopped, and says which rank holds it up.
+
+A rank that is killed, stopped or stuck leaves all others waiting for ever. On every rank a thread
+watches the rank's progress and answers questions; a rank that has made none for too long asks all
+ranks of the job, through a store, where they stand. What they tell, or that one does not answer,
+says whether the job is slow or has stopped: then every rank writes down where it stands and which
+rank holds up all others, and ends. A second thread sees to it that the first is answered at all:
+the store may be held by the very process that has been stopped.
+"""
+
+from __future__ import annotations
+
+import atexit
+import math
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any
+
+from torch.distributed import Store
+
+from megatron_zb.runtime.watchdog.inquiry import Inquiry, Verdict
+from megatron_zb.runtime.watchdog.progress import Progress, State
+from megatron_zb.runtime.watchdog.verdict import judged, sentence, slowest
+
+EXIT_CODE = 3
+_TIME_TO_ANSWER = 5.0, 30.0  # seconds, for all ranks together: at least and at most
+_TIME_TO_TELL = 3.0  # seconds, for all ranks to write what they have to say
+_INTERVAL = 1.0  # seconds, between two looks
+_LOOKS = 1000  # at the store in a second, of all ranks together
+
+
+@dataclass(frozen=True)
+class Place:
+    """A rank's place: ``logical`` in its ``pipeline``, the global ranks in logical order.
+
+    ``job`` are the global ranks of all pipelines; without any, there is this one alone.
+    """
+
+    logical: int
+    pipeline: tuple[int, ...]
+    job: tuple[int, ...] = ()
+
+    @property
+    def rank(self) -> int:
+        return self.pipeline[self.logical]
+
+
+class Watchdog:
+    """Watches one rank from threads of its own; ``end`` takes the place of the end, in tests.
+
+    Args:
+        seconds: without progress, after which the other ranks are asked.
+        store: that all ranks of the job can reach.
+        tell: what to do with each line of the report.
+        patience: seconds that all ranks together have to answer; by default a tenth of the others,
+            though not less than 5 and not more than 30.
+    """
+
+    def __init__(
+        self,
+        progress: Progress,
+        place: Place,
+        store: Store,
+        seconds: float,
+        *,
+        tell: Callable[[str], None] | None = None,
+        end: Callable[[int], Any] = os._exit,
+        patience: float | None = None,
+    ) -> None:
+        self._progress = progress
+        progress.keep_marks()
+        self._place = place
+        self._seconds = seconds
+        self._tell = tell or _to_stderr
+        self._end = end
+        job = place.job or place.pipeline
+        self._interval = max(min(_INTERVAL, seconds / 4), len(job) / _LOOKS)
+        least, most = _TIME_TO_ANSWER
+        usual = max(least, min(most, seconds / 10), 3 * self._interval)
+        self._patience = usual if patience is None else patience
+        self._stopped = threading.Event()
+        self._inquiry = Inquiry(_connection(store), place.rank, job, self._patience, self._stopped)
+        self._holder = _holder(store)
+        self._last_question = -math.inf
+        self._known_wait = -math.inf  # is slow, and said to be: when it began
+        self._ending = threading.Lock()
+        self._threads = [
+            threading.Thread(target=work, name=f"pipeline watchdog {number}", daemon=True)
+            for number, work in enumerate((self._watch, self._watch_the_store))
+        ]
+        # a thread that is in the store when the interpreter ends would abort the process
+        atexit.register(self.stop)
+        for thread in self._threads:
+            thread.start()
+
+    def stop(self) -> None:
+        """Watch no longer, and let the others know that this rank will not answer."""
+        atexit.unregister(self.stop)
+        self._stopped.set()
+        for thread in self._threads:
+            thread.join(self._patience)  # longer only where the store does not answer
+
+    def _watch(self) -> None:
+        self._progress.enter_thread()
+        with suppress(Exception):
+            self._inquiry.come()
+        while self._goes_on():
+            try:
+                self._look()
+            except Exception as error:  # the host of the store is gone, and the job with it
+                self._end_without_others(error)
+        with suppress(Exception):
+            self._inquiry.leave()
+
+    def _goes_on(self) -> bool:
+        """Wait until it is time to look again; a process that was stopped meanwhile begins anew."""
+        start = time.monotonic()
+        goes_on = not self._stopped.wait(self._interval)
+        if time.monotonic() - start > self._interval + min(self._seconds, self._patience) / 2:
+            self._progress.begin_anew()
+        return goes_on
+
+    def _look(self) -> None:
+        now = time.monotonic()
+        if self._inquiry.is_asked():
+            self._inquiry.answer(self._state())
+            self._last_question = now
+            self._known_wait = self._progress.moved()
+        elif self._inquiry.was_asked and (verdict := self._inquiry.verdict()):
+            self._end_with(verdict)
+        elif self._is_still() and now - self._last_question > min(
+            self._patience, self._seconds / 2
+        ):
+            self._ask()
+            self._last_question = time.monotonic()
+
+    def _is_still(self) -> bool:
+        return self._progress.seconds() > self._seconds
+
+    def _state(self) -> State:
+        return self._progress.state(dict(enumerate(self._place.pipeline)))
+
+    def _ask(self) -> None:
+        states = self._inquiry.ask(self._state())
+        if self._stopped.is_set():
+            return
+        if verdict := self._inquiry.verdict():
+            self._end_with(verdict)
+            return
+        silent, left = self._inquiry.not_there(states)
+        rank = judged(states, silent, self._seconds)
+        if rank is not None:
+            said = sentence(rank, states, rank in left, self._patience)
+            self._inquiry.end(Verdict(said, tuple(states)))
+            self._end_with(self._inquiry.verdict() or Verdict(said, ()))
+        elif not self._inquiry.asked_first:
+            self._known_wait = self._progress.moved()
+        elif self._progress.moved() != self._known_wait:
+            self._tell_that_it_is_slow(states)
+
+    def _tell_that_it_is_slow(self, states: dict[int, State]) -> None:
+        """Once for every wait, and by the rank alone that has asked first."""
+        me = self._place.rank
+        rank = slowest(states, me)
+        if states[rank].in_step:  # it will move, or soon be found to be stuck
+            return
+        self._known_wait = self._progress.moved()
+        self._tell(
+            f"megatron_zb: rank {me} has made no progress for {states[me].seconds:.0f} s, but all "
+            f"ranks in training answer, so the job goes on: rank {rank} {states[rank].doing} for "
+            f"{states[rank].seconds:.0f} s, in {states[rank].place}"
+        )
+
+    def _end_with(self, verdict: Verdict) -> None:
+        """Write all that is known, let the others do so, and end."""
+        if not self._ending.acquire(blocking=False):
+            return
+        self._report(verdict.sentence)
+        with suppress(Exception):
+            self._inquiry.told(verdict, _TIME_TO_TELL + self._interval)
+        self._finish()
+
+    def _end_without_others(self, error: Exception) -> None:
+        """A store that is gone takes the job along; in a step, this rank does not wait for that."""
+        if not self._progress.in_step or not self._is_still():
+            return
+        if self._ending.acquire(blocking=False):
+            self._report(f"nothing can be asked of the other ranks: {error}")
+            self._finish()
+
+    def _watch_the_store(self) -> None:
+        self._progress.enter_thread()
+        while self._goes_on():
+            unheard = time.monotonic() - self._inquiry.heard
+            if unheard < self._patience + self._interval or not self._is_still():
+                continue
+            if self._ending.acquire(blocking=False):
+                self._report(
+                    f"{self._holder} does not answer for {unheard:.0f} s, so the process that "
+                    "holds it has been killed or stopped, or its host is gone"
+                )
+                self._finish()
+
+    def _report(self, conclusion: str) -> None:
+        own = self._state()
+        self._tell(
+            f"megatron_zb: error: rank {self._place.rank} (pipeline rank {self._place.logical} in "
+            f"schedule order) has made no progress for {own.seconds:.0f} s: it {own.doing}"
+        )
+        self._tell(f"  its last passes: {'; '.join(own.passes) or 'none'}")
+        self._tell(f"  it stands in {own.place}")
+        self._tell(f"megatron_zb: error: {conclusion}")
+
+    def _finish(self) -> None:
+        self._stopped.set()
+        self._end(EXIT_CODE)
+
+
+def _connection(store: Any) -> Store:
+    """Of its own: another thread may wait in the store for long. Older stores have only one."""
+    try:
+        connection: Store = store.clone()
+    except Exception:  # it has no such method, or its kind has none
+        connection = store
+    return connection
+
+
+def _holder(store: Any) -> str:
+    """The store in words, with what is known of who holds it."""
+    inner = getattr(store, "_underlying_non_prefix_store", store)
+    if getattr(inner, "host", None) is None:
+        return "the store of the job"
+    whose = "torchrun's" if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True" else "rank 0's"
+    return f"the store of the job at {inner.host}:{inner.port}, {whose},"
+
+
+def _to_stderr(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)

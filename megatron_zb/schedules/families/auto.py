@@ -1,0 +1,249 @@
+"""The fastest schedule under a memory limit, of all placements and families.
+
+Every named schedule that keeps the limit takes part, on its own placement: so none of them is
+faster for the costs that are given, whatever a search finds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from functools import partial
+
+from megatron_zb.errors import UsageError
+from megatron_zb.schedules.bounds import lower_bound, period_bound
+from megatron_zb.schedules.families import interleaved, one_f_one_b, v_shape, zero_bubble
+from megatron_zb.schedules.families.wave import wave as wave_schedule
+from megatron_zb.schedules.placement import Placement, looped, wave
+from megatron_zb.schedules.request import Request, keeps
+from megatron_zb.schedules.schedule import Schedule
+from megatron_zb.schedules.search.fusing import fuse_for_free
+from megatron_zb.schedules.search.placement_search import QUICK, searched
+from megatron_zb.schedules.simulator import simulate
+
+_QUICK_SECONDS = 0.5
+_SECONDS = {"v": 12.0, "wave": 3.0, "custom": 3.0, "looped": 0.5, "loop": 0.4}
+_SECONDS_OF_WALKS = 16.0  # estimated with caution: measured, about half
+_LARGE_LOOP = 24_000  # passes: its order is good as it is, and a search takes long
+_STARTS = 3  # known orders that a search starts from, the fastest ones
+
+_Family = Callable[[Request], Schedule]
+
+_ONE_CHUNK: tuple[_Family, ...] = (
+    zero_bubble.zb_1p,
+    zero_bubble.zb_2p,
+    zero_bubble.zb_h1,
+    zero_bubble.zb_h2,
+    one_f_one_b.one_f_one_b,
+    one_f_one_b.gpipe,
+)
+_V: tuple[_Family, ...] = (
+    v_shape.v_zb,
+    v_shape.dualpipe_v,
+    v_shape.v_half,
+    v_shape.v_min,
+    v_shape.one_f_one_b_v,
+)
+
+
+def auto(request: Request) -> Schedule:
+    """Search the V, zig-zags, one chunk per rank and loops, with all named schedules beside them.
+
+    A limit of 1F1B's memory is kept where the user gives none. ``reason`` of the result says what
+    was chosen and what it was compared with. With ``request.quick``, one short search of the
+    placement that the request is bound to is all; the result is no slower without it.
+
+    Raises:
+        UsageError: no placement fits under the limit, or a quick search has no placement.
+    """
+    if request.limit.per_rank(request.costs) is None:
+        request = replace(request, limit=replace(request.limit, fraction=1.0))
+    if request.quick:
+        if request.placement is None:
+            raise UsageError("auto: a quick search needs the placement of the stages")
+        return _quick(request, request.placement)
+    best: list[tuple[float, Schedule]] = []  # of each placement
+    refused: list[UsageError] = []
+    for placement in _placements(request):
+        fastest = min((seconds for seconds, _ in best), default=float("inf"))
+        try:
+            found = _on(placement, request, fastest)
+        except UsageError as error:
+            refused.append(error)
+            continue
+        best += found
+    if not best:
+        raise refused[0] if refused else _nothing_possible(request)
+    best.sort(key=lambda entry: (entry[0], entry[1].placement.chunks))
+    return replace(best[0][1], reason=_reason(best))
+
+
+def _nothing_possible(request: Request) -> UsageError:
+    if request.chunks is not None:
+        return UsageError(
+            f"auto with {request.chunks} chunks: give 1 or more, and at least one layer for each "
+            "chunk of every rank"
+        )
+    return UsageError(
+        f"auto: {request.num_layers} layers are too few for {request.pipeline_size} pipeline "
+        "ranks: give at least one for each"
+    )
+
+
+def _placements(request: Request) -> Iterator[Placement]:
+    """Those to look at, the most promising first."""
+    p, chunks = request.pipeline_size, request.chunks
+    if request.placement is not None:
+        if chunks in (None, request.placement.chunks):
+            yield request.placement
+        return
+    usual = [wave(p, 2), looped(p), wave(p, 4), wave(p, 8), *(looped(p, c) for c in (4, 8, 2))]
+    if chunks is not None and chunks not in (1, 2, 4, 8):
+        usual = [looped(p, chunks), *([wave(p, chunks)] if chunks > 0 and chunks % 2 == 0 else [])]
+    for placement in usual:
+        if chunks in (None, placement.chunks) and _can_hold(placement, request):
+            yield placement
+
+
+def _can_hold(placement: Placement, request: Request) -> bool:
+    layers, stages = request.num_layers, placement.num_stages
+    if layers is None or layers % stages == 0:
+        return True
+    return layers % request.pipeline_size != 0 and layers >= stages
+
+
+def _on(placement: Placement, request: Request, fastest: float) -> list[tuple[float, Schedule]]:
+    """The named schedules of a placement that fit, and what a search makes of them; with seconds.
+
+    Nothing where no schedule of the placement can be faster than ``fastest``.
+
+    Raises:
+        UsageError: the limit is below what the placement needs.
+    """
+    limits = request.limit.per_rank(request.costs)
+    assert limits is not None, "auto always has a limit"
+    bound = _bound(placement, request, limits)
+    if bound >= fastest:
+        return []
+    found: list[tuple[float, Schedule]] = []
+
+    def enter(schedule: Schedule) -> None:
+        timeline = simulate(schedule, request.costs)
+        if keeps(timeline.peak_memory, limits):
+            found.append((request.seconds(timeline), schedule))
+
+    refused: UsageError | None = None
+    for build in _builders(placement):
+        if any(seconds <= bound * (1 + 1e-9) for seconds, _ in found):
+            break
+        try:
+            for schedule in build(request):
+                enter(schedule)
+        except UsageError as error:
+            refused = error
+    found.sort(key=lambda entry: entry[0])
+    is_searched = placement.chunks <= 4 or _is_loop(placement) or not found
+    if is_searched and (not found or found[0][0] > bound * (1 + 1e-9)):
+        known = [schedule for _, schedule in found[:_STARTS]]
+        try:
+            enter(_long(placement, request, known))
+        except UsageError as error:
+            refused = error
+    if not found and refused is not None:
+        raise refused
+    return found
+
+
+def _bound(placement: Placement, request: Request, limits: Sequence[float]) -> float:
+    """Seconds that no schedule of a placement goes below."""
+    bound = period_bound if request.in_a_row else lower_bound
+    table = request.costs.for_placement(placement)
+    return bound(placement, request.num_microbatches, table, limits)
+
+
+def _builders(placement: Placement) -> list[Callable[[Request], list[Schedule]]]:
+    """What makes the known orders of a placement: named schedules and a quick search."""
+    p, chunks = placement.pipeline_size, placement.chunks
+
+    def one(family: _Family) -> Callable[[Request], list[Schedule]]:
+        return lambda request: [family(replace(request, chunks=chunks, group_size=None))]
+
+    out: list[Callable[[Request], list[Schedule]]] = []
+    if placement == looped(p):
+        out += map(one, _ONE_CHUNK)
+    elif _is_loop(placement):
+        out.append(one(interleaved.interleaved))
+    elif chunks % 2 == 0 and placement == wave(p, chunks):
+        out += [*map(one, _V), partial(v_shape.squeezed_blocks, "auto")] if chunks == 2 else []
+        out.append(one(wave_schedule))
+    return [*out, one(partial(_quick, placement=placement))]
+
+
+def _quick(request: Request, placement: Placement) -> Schedule:
+    """What half a second finds.
+
+    Raises:
+        UsageError: the limit is below what the placement needs.
+    """
+    peak = 2.0 * request.pipeline_size
+    known = _split_loops(request, placement) if _is_loop(placement) else []
+    if known and _is_large(placement, request):
+        return known[0]
+    return searched(
+        "auto", placement, request, peak, known=known, seconds=_QUICK_SECONDS, most=QUICK
+    )
+
+
+def _split_loops(request: Request, placement: Placement) -> list[Schedule]:
+    """Interleaved orders with a split backward that fit, the fastest first.
+
+    Searches alone are far from them.
+    """
+    limits = request.limits(placement, 2.0 * request.pipeline_size)
+    orders = interleaved.split_interleaved(
+        request.pipeline_size, request.num_microbatches, placement.chunks
+    )
+    timelines = [simulate(fuse_for_free(order, request.costs), request.costs) for order in orders]
+    fitting = [timeline for timeline in timelines if keeps(timeline.peak_memory, limits)]
+    return [timeline.schedule for timeline in sorted(fitting, key=request.seconds)]
+
+
+def _is_loop(placement: Placement) -> bool:
+    return placement.chunks > 1 and placement == looped(placement.pipeline_size, placement.chunks)
+
+
+def _is_large(placement: Placement, request: Request) -> bool:
+    return 3 * request.num_microbatches * placement.num_stages > _LARGE_LOOP
+
+
+def _long(placement: Placement, request: Request, known: Sequence[Schedule]) -> Schedule:
+    """A search that takes its time where it has been seen to pay.
+
+    Raises:
+        UsageError: the limit is below what the placement needs.
+    """
+    if known and _is_loop(placement) and _is_large(placement, request):
+        return known[0]
+    kind = "v" if placement == wave(placement.pipeline_size, 2) else placement.name
+    return searched(
+        "auto",
+        placement,
+        request,
+        2.0 * request.pipeline_size,
+        known=known,
+        seconds=_SECONDS["loop" if _is_loop(placement) else kind],
+        thorough=True,
+        walking=_SECONDS_OF_WALKS if kind == "v" else 0.0,
+    )
+
+
+def _reason(found: list[tuple[float, Schedule]]) -> str:
+    def said(entry: tuple[float, Schedule]) -> str:
+        seconds, schedule = entry
+        placement = schedule.placement
+        name = schedule.name if schedule.name != "auto" else "searched"
+        return f"{name} on {placement.name} with {placement.chunks} chunks ({seconds:.6g} s)"
+
+    best, *others = found
+    text = f"{said(best)} is the fastest that fits"
+    return f"{text}; next is {said(others[0])}" if others else text

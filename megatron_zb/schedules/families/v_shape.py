@@ -1,0 +1,173 @@
+"""Schedules with two chunks per rank in a V.
+
+V-Min, V-Half and V-ZB come from building blocks (arXiv 2405.15362, section 4). A building block is
+told by four offsets per rank i, in unit passes: F of the descending chunk (stage i), F of the
+ascending chunk (stage 2p-1-i), and their two backwards in the order they run, ascending chunk
+first. The interval is six units: the work of one microbatch on one rank.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, deque
+from collections.abc import Callable
+
+from megatron_zb.schedules.families.building_block import BuildingBlock
+from megatron_zb.schedules.passes import Pass, PassKind
+from megatron_zb.schedules.placement import v_shape
+from megatron_zb.schedules.request import Request
+from megatron_zb.schedules.schedule import Schedule
+from megatron_zb.schedules.search.place_w import squeezed_if_it_fits
+from megatron_zb.schedules.search.placement_search import searched
+
+_INTERVAL = 6
+
+Offsets = tuple[int, int, int, int]
+
+
+def v_min_offsets(p: int, i: int) -> Offsets:
+    """Both chunks go from rank to rank in one unit: a third of 1F1B's activations."""
+    shift = 2 if p % 3 == 0 else 0
+    return i, 2 * p - i - 1, 2 * p + shift + i, 4 * p + shift - i - 1
+
+
+def v_half_offsets(p: int, i: int) -> Offsets:
+    """Two units down, one up: half of 1F1B's activations."""
+    shift = 3 if p % 2 == 0 else 0
+    return 2 * i, 3 * p - i - 2, 3 * p + shift + 2 * i - 1, 6 * p + shift - i - 2
+
+
+def v_zb_offsets(p: int, i: int) -> Offsets:
+    """Four units down, two up: 1F1B's activations and no bubble in the steady state.
+
+    4i and -2i are equal modulo 6, so the four passes keep their distance on every rank.
+    """
+    return 4 * i, 6 * p - 5 - 2 * i, 6 * p - 4 + 4 * i, 12 * p - 9 - 2 * i
+
+
+def building_block(pipeline_size: int, offsets: Callable[[int, int], Offsets]) -> BuildingBlock:
+    """The block of all 2p stages from the offsets of each rank."""
+    per_rank = [offsets(pipeline_size, i) for i in range(pipeline_size)]
+    return BuildingBlock(
+        v_shape(pipeline_size),
+        forward=tuple(o[0] for o in per_rank) + tuple(o[1] for o in reversed(per_rank)),
+        backward=tuple(o[3] for o in per_rank) + tuple(o[2] for o in reversed(per_rank)),
+        interval=_INTERVAL,
+    )
+
+
+def of_block(
+    name: str, offsets: Callable[[int, int], Offsets], request: Request, peak: float
+) -> list[Schedule]:
+    """A block's own order under these costs, if it keeps the peak and the request's limit."""
+    block = building_block(request.pipeline_size, offsets)
+    order = block.repeat(request.num_microbatches)
+    return squeezed_if_it_fits(name, block.placement, order, request, peak)
+
+
+def _v(
+    name: str, offsets: Callable[[int, int], Offsets], request: Request, peak: float
+) -> Schedule:
+    """The block's own order under these costs, and the best that a search finds from it."""
+    known = of_block(name, offsets, request, peak)
+    return searched(name, v_shape(request.pipeline_size), request, peak, known=known)
+
+
+def squeezed_blocks(name: str, request: Request) -> list[Schedule]:
+    """Every block of this file that keeps the request's limit, in its own order."""
+    return [
+        schedule
+        for offsets in (v_min_offsets, v_half_offsets, v_zb_offsets)
+        for schedule in of_block(name, offsets, request, 2 * request.pipeline_size)
+    ]
+
+
+def v_min(request: Request) -> Schedule:
+    """The least memory the V can have at the full interval."""
+    return _v("v-min", v_min_offsets, request, v_min_peak(request.pipeline_size))
+
+
+def v_half(request: Request) -> Schedule:
+    """Half the memory of 1F1B with half its bubble."""
+    return _v("v-half", v_half_offsets, request, v_half_peak(request.pipeline_size))
+
+
+def v_zb(request: Request) -> Schedule:
+    """The memory of 1F1B with almost no bubble."""
+    return _v("v-zb", v_zb_offsets, request, request.pipeline_size)
+
+
+def v_min_peak(p: int) -> float:
+    """Microbatches of a whole rank: p/3 and a little."""
+    return (p + 4) // 3
+
+
+def v_half_peak(p: int) -> float:
+    """Microbatches of a whole rank: p/2 and a little."""
+    return (p + 2) // 2
+
+
+def one_f_one_b_v(request: Request) -> Schedule:
+    """BW alone on a V: three quarters of 1F1B's memory without splitting anything."""
+    p = request.pipeline_size
+    return searched("1f1b-v", v_shape(p), request, one_f_one_b_v_peak(p), split=False)
+
+
+def one_f_one_b_v_peak(p: int) -> float:
+    return (3 * p + 3) // 4
+
+
+def dualpipe_v(request: Request) -> Schedule:
+    """DualPipe's pairs of F and B on a V (DeepSeek-V3, arXiv 2412.19437, and its V-shaped half)."""
+    p, m = request.pipeline_size, request.num_microbatches
+    known = [_dualpipe_v_order(p, m)] if m >= 2 * p else []
+    return searched("dualpipe-v", v_shape(p), request, dualpipe_v_peak(p), known=known)
+
+
+def dualpipe_v_peak(p: int) -> float:
+    return p + 0.5
+
+
+def _dualpipe_v_order(p: int, m: int) -> Schedule:
+    ranks = []
+    for r in range(p):
+        line = _Line(r, 2 * p - 1 - r)
+        line.run("F0", 2 * (p - r - 1))
+        line.run("F0 F1", r + 1)
+        line.run("B1 W1 F1", p - r - 1)
+        line.run("F0 BW1 F1 BW0", m - 2 * p + r + 1)
+        line.run("BW1 F1 BW0", p - r - 1)
+        for i in range(2 * (r + 1)):  # from the middle on, W waits for the bubble
+            line.run(f"{'BW' if i <= r else 'B'}{1 - i % 2}", 1)
+        line.run("W B0", p - r - 1)
+        line.drain()
+        ranks.append(tuple(line.passes))
+    return Schedule("dualpipe-v", v_shape(p), m, tuple(ranks))
+
+
+class _Line:
+    """The passes of one rank, written as kinds and chunks; microbatches count up by themselves."""
+
+    def __init__(self, *stages: int) -> None:
+        self._stages = stages
+        self._next: Counter[tuple[str, int]] = Counter()
+        self._pending: deque[Pass] = deque()
+        self.passes: list[Pass] = []
+
+    def run(self, steps: str, times: int) -> None:
+        for _ in range(times):
+            for step in steps.split():
+                if step.startswith("W"):
+                    self.passes.append(self._pending.popleft())
+                else:
+                    self._pass(step[:-1], self._stages[int(step[-1])])
+
+    def _pass(self, kind: str, stage: int) -> None:
+        count = ("F" if kind == "F" else "B", stage)
+        microbatch = self._next[count]
+        self._next[count] += 1
+        self.passes.append(Pass(PassKind(kind), stage, microbatch))
+        if kind == "B":
+            self._pending.append(Pass(PassKind.W, stage, microbatch))
+
+    def drain(self) -> None:
+        self.passes += self._pending

@@ -1,0 +1,41 @@
+"""What a rank holds while it carries its program out: activations, and messages on their way."""
+
+from __future__ import annotations
+
+from megatron_zb.schedules.costs import StageCosts
+from megatron_zb.schedules.passes import PassKind
+from megatron_zb.schedules.program.lowering import Program, Receive, Run, Send, Take
+
+
+def peak_with_messages(program: Program, rank: int, costs: StageCosts, message: float) -> float:
+    """The most that a rank holds, in the unit of ``costs.activation``.
+
+    A buffer is there from when its receive is posted until its pass takes it, as part of what the
+    pass holds; a message that was sent, until the next pass begins.
+
+    Args:
+        message: what one message takes.
+    """
+    held = peak = 0.0
+    posted = sent = 0
+    for at in program.ranks[rank]:
+        if isinstance(at, Receive):
+            posted += 1
+        elif isinstance(at, Take):
+            posted -= 1
+        elif isinstance(at, Send):
+            sent += 1
+        elif isinstance(at, Run):
+            sent = 0
+            kind, stage, _ = at.work
+            if kind is PassKind.F:
+                held += costs.activation[stage]
+            peak = max(peak, held + message * posted)
+            if kind is PassKind.B:
+                held -= costs.activation[stage] - costs.held_for_weight[stage]
+            elif kind is PassKind.W:
+                held -= costs.held_for_weight[stage]
+            elif kind is PassKind.BW:
+                held -= costs.activation[stage]
+        peak = max(peak, held + message * (posted + sent))
+    return peak

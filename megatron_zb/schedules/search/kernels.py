@@ -1,0 +1,69 @@
+"""The search's inner loops, compiled if numba is installed, plain Python otherwise.
+
+Both give the same numbers to the last bit; but plain Python has time for less (see ``searched``).
+In a job the first rank searches for all, so that it is enough to have numba there.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Callable, Sequence
+from functools import cache
+from typing import Any
+
+from megatron_zb.schedules.search.list_scheduler import decode
+from megatron_zb.schedules.search.local_search import polish
+
+
+def available() -> bool:
+    """Whether the inner loops can be compiled here."""
+    return importlib.util.find_spec("numba") is not None
+
+
+class Plain:
+    """The inner loops as plain Python on lists."""
+
+    decode: Callable[..., float] = staticmethod(decode)
+    polish: Callable[..., float] = staticmethod(polish)
+
+    @staticmethod
+    def floats(values: Sequence[float]) -> Any:
+        return list(values)
+
+    @staticmethod
+    def integers(values: Sequence[int]) -> Any:
+        return list(values)
+
+
+class Compiled:
+    """The inner loops compiled by numba, on numpy arrays; compiling takes seconds, once."""
+
+    def __init__(self) -> None:
+        import numba
+        import numpy
+
+        self._numpy = numpy
+        self.decode: Callable[..., float] = numba.njit(cache=True)(decode)
+        self.polish: Callable[..., float] = numba.njit(cache=True)(polish)
+
+    def floats(self, values: Sequence[float]) -> Any:
+        return self._numpy.array(values, dtype=self._numpy.float64)
+
+    def integers(self, values: Sequence[int]) -> Any:
+        return self._numpy.array(values, dtype=self._numpy.int64)
+
+
+Engine = Plain | Compiled
+
+
+@cache
+def _compiled() -> Compiled:
+    return Compiled()
+
+
+def engine(passes: float) -> Engine:
+    """The faster engine for this many passes to place: small jobs do not wait for a compiler."""
+    return _compiled() if passes > _WORTH_COMPILING and available() else Plain()
+
+
+_WORTH_COMPILING = 2e5  # about a second of plain Python

@@ -1,0 +1,132 @@
+"""Fill a placement by searching, within a number of microbatches per rank."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+from megatron_zb.schedules.bounds import earliest_starts, lower_bound, period_bound, usable_limit
+from megatron_zb.schedules.costs import StageCosts
+from megatron_zb.schedules.placement import Placement
+from megatron_zb.schedules.request import Request, keeps
+from megatron_zb.schedules.schedule import Schedule
+from megatron_zb.schedules.search.fusing import fuse_for_free
+from megatron_zb.schedules.search.hill_climbing import Effort, Found, Problem, search
+from megatron_zb.schedules.search.kernels import available
+from megatron_zb.schedules.simulator import simulate
+
+NAMED_SECONDS = 0.25
+"""About how long the search for a named schedule takes, if it is compiled."""
+
+_SMALL = 1600  # passes of a problem that can be searched several times
+_STEPS_BELOW = 2
+_MOST = Effort(runs=4000, moves=120_000)  # longer finds next to nothing
+QUICK = Effort(runs=200, moves=20_000)
+_LARGE = 8000  # passes of a problem whose walks would take too long
+_MOST_WALKED = Effort(runs=6000, moves=90_000)
+
+
+def searched(
+    name: str,
+    placement: Placement,
+    request: Request,
+    peak_microbatches: float,
+    *,
+    split: bool = True,
+    known: Sequence[Schedule] = (),
+    seconds: float = NAMED_SECONDS,
+    thorough: bool = False,
+    walking: float = 0.0,
+    most: Effort = _MOST,
+) -> Schedule:
+    """The fastest order found in which no rank holds more than ``peak_microbatches``.
+
+    ``known`` schedules of the same placement take part if they keep the limit. A ``thorough``
+    search of a small problem looks below the limit, too: see :func:`_or_below`. ``walking`` seconds
+    more, estimated like the others, go into walks where the result is far from the lower bound.
+    ``most`` is the effort for a small problem, of which there is enough after less time.
+
+    Raises:
+        UsageError: the limit is below one microbatch in each chunk.
+    """
+    table = request.costs.for_placement(placement)
+    m = request.num_microbatches
+    limit = usable_limit(placement, m, table, request.limits(placement, peak_microbatches))
+    behind = _behind(placement, table) if request.in_a_row else ()
+    problem = Problem(placement, m, table, limit, split, behind)
+    ranks = range(placement.pipeline_size)
+    request.check_feasible(name, limit, [problem.smallest_limit(r) for r in ranks])
+    timed = [(s.ranks, simulate(s, request.costs)) for s in known]
+
+    def at(limit: tuple[float, ...], behind: tuple[float, ...] = behind) -> Found:
+        problem = Problem(placement, m, table, limit, split, behind)
+        fitting = [ranks for ranks, timeline in timed if keeps(timeline.peak_memory, limit)]
+        effort, further = _effort(problem, seconds, most), _walks(problem, walking)
+        return search(problem, effort, _bound(problem), fitting, further=further)
+
+    def period(found: Found) -> float:
+        return simulate(Schedule(name, placement, m, found.ranks), request.costs).period
+
+    found = at(limit)
+    if thorough and problem.num_passes <= _SMALL:
+        found = _or_below(found, problem, at)
+    if request.in_a_row:  # the search is luck in part: never worse than what is found for one
+        found = min((found, at(limit, ())), key=period)
+    schedule = Schedule(name, placement, m, found.ranks)
+    return fuse_for_free(schedule, request.costs) if split else schedule
+
+
+def _behind(placement: Placement, costs: StageCosts) -> tuple[float, ...]:
+    """For iterations in a row: a rank that starts late may end as late without holding up any."""
+    starts = earliest_starts(placement, costs)
+    return tuple(max(starts) - start for start in starts)
+
+
+def _bound(problem: Problem) -> float:
+    sizes = (problem.placement, problem.num_microbatches, problem.costs, problem.limit)
+    if not problem.behind:
+        return lower_bound(*sizes)
+    return max(lower_bound(*sizes), max(problem.behind) + period_bound(*sizes))
+
+
+def _or_below(found: Found, problem: Problem, at: Callable[[tuple[float, ...]], Found]) -> Found:
+    """The best of a search and those at the next smaller limits.
+
+    A search is luck in part, and with less memory it may be luckier; without these, more memory
+    would now and then give a slower schedule.
+    """
+    costs, placement = problem.costs, problem.placement
+    limit = problem.limit
+    for _ in range(_STEPS_BELOW):
+        limit = tuple(
+            most - min(costs.activation[s] for s in held)
+            for most, held in zip(limit, placement.stages_of, strict=True)
+        )
+        if any(most < problem.smallest_limit(r) for r, most in enumerate(limit)):
+            break
+        if _bound(replace(problem, limit=limit)) < found.makespan:
+            found = min(found, at(limit), key=lambda f: f.makespan)
+    return found
+
+
+def _effort(problem: Problem, seconds: float, most: Effort) -> Effort:
+    """Runs and moves that take about so long, from counts alone so that every rank agrees.
+
+    A compiled run takes about 20 + 3p nanoseconds a pass and a move 14; plain Python is some forty
+    times slower, so there it looks at less.
+    """
+    run = problem.num_passes * (20 + 3 * problem.placement.pipeline_size) * 1e-9
+    move = problem.num_passes * 14e-9
+    if not available():
+        return Effort(runs=min(100, int(seconds / (40 * run))), moves=0)
+    return Effort(
+        runs=min(most.runs, int(seconds / 2 / run)),
+        moves=min(most.moves, int(seconds / 2 / move)),
+    )
+
+
+def _walks(problem: Problem, seconds: float) -> Effort:
+    """Runs and moves of the walks: none in plain Python, which has no time to polish."""
+    if not available() or problem.num_passes > _LARGE:
+        return Effort(0, 0)
+    return _effort(problem, seconds, _MOST_WALKED)

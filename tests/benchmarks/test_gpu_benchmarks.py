@@ -1,0 +1,395 @@
+"""What one lent GPU is asked, as far as a CPU can tell: order, limits and comparisons."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from layer_sizes import LayerSizes
+from ranks import RankPools
+
+BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
+RUN_ALL = BENCHMARKS / "gpu" / "run_all.sh"
+sys.path.append(str(BENCHMARKS / "gpu"))
+import measurements  # noqa: E402
+import one_gpu_training  # noqa: E402
+import queues  # noqa: E402
+from training_rank import Job  # noqa: E402
+
+SIZES = LayerSizes(
+    hidden=32, heads=4, ffn_hidden=48, seq_length=16, micro_batch_size=1, vocabulary=64
+)
+JOB = Job(1, None, 4, 4, 2, "fp32", "cpu", True, 90.0, SIZES)
+
+
+def call(*command: str | Path) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [str(part) for part in command], capture_output=True, text=True, timeout=300, check=False
+    )
+
+
+@pytest.mark.parametrize("script", ["measurements.py", "queues.py", "one_gpu_training.py"])
+def test_help(script: str) -> None:
+    done = call(sys.executable, "-W", "ignore", BENCHMARKS / "gpu" / script, "--help")
+    assert done.returncode == 0
+    assert "--device" in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        ("", "give --pack FOLDER where there is a network, or --output FILE on the GPU machine"),
+        ("--output", "--output needs a value, see --help"),
+        ("--fast", "--fast is not an option of this script, see --help"),
+        (
+            "--pack f --output o",
+            "--pack goes alone: give --carried and --output on the GPU machine",
+        ),
+        ("--pack f --for 3", "--for 3 is not a version of Python such as 3.12"),
+        ("--pack /", "/ is not empty: give --pack a new folder"),
+        ("--output o --device tpu", "--device tpu is neither cuda nor cpu"),
+        ("--output o --python no-python", "no-python is not a Python: give --python COMMAND"),
+    ],
+)
+def test_run_all_refuses_in_one_sentence(arguments: str, sentence: str) -> None:
+    done = call(RUN_ALL, "--python", sys.executable, *arguments.split())
+    assert (done.returncode, done.stderr) == (2, f"run_all.sh: error: {sentence}\n")
+
+
+def test_run_all_has_help_and_wants_what_was_packed(tmp_path: Path) -> None:
+    assert "usage: benchmarks/gpu/run_all.sh" in call(RUN_ALL, "--help").stdout
+    done = call(RUN_ALL, "--output", "o", "--carried", tmp_path)
+    assert done.returncode == 2
+    assert "was not made by --pack: there is no packages.tar.gz in it" in done.stderr
+    (tmp_path / "packages.tar.gz").write_text("torn")
+    done = call(RUN_ALL, "--output", "o", "--carried", tmp_path)
+    assert done.returncode == 2
+    assert "packages.tar.gz is damaged: pack it again" in done.stderr
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_run_all_needs_a_gpu(tmp_path: Path) -> None:
+    done = call(RUN_ALL, "--python", sys.executable, "--output", tmp_path / "results.json")
+    assert done.returncode == 2
+    assert "sees no GPU here: --device cpu tries it out without one" in done.stderr
+
+
+def measured(
+    folder: Path, programs: dict[str, str], monkeypatch: pytest.MonkeyPatch, **more: Any
+) -> dict[str, Any]:
+    """What is in the file after these programs, each with five seconds."""
+    runs = []
+    for name, program in programs.items():
+        (folder / f"{name}.py").write_text(program)
+        runs.append(measurements.Measurement(name, f"{name}.py", "", 5, "", **more))
+    output = folder / "results.json"
+    monkeypatch.setattr(measurements, "MEASUREMENTS", runs)
+    monkeypatch.setattr(measurements, "BENCHMARKS", folder)
+    monkeypatch.setattr(sys, "argv", ["m", "--device", "cpu", "--output", str(output)])
+    status = measurements.main()
+    found: dict[str, Any] = json.loads(output.read_text())["measurements"]
+    assert status == any("failed" in answer for answer in found.values())
+    for answer in found.values():
+        assert answer.pop("wall_seconds", 0) >= 0
+    return found
+
+
+def test_what_was_measured_is_kept_and_what_failed_is_said(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    programs = {
+        "broken": """print('{"first": 1}'); raise RuntimeError('out of memory')""",
+        "silent": "print('no figures')",
+        "slow": "import time; print('working', flush=True); time.sleep(30)",
+        "good": """print("a table"); print('{"ratio": 1.0}')""",
+    }
+    assert measured(tmp_path, programs, monkeypatch) == {
+        "broken": {
+            "failed": "with exit status 1",
+            "last_line": "RuntimeError: out of memory",
+            "found": {"first": 1},
+        },
+        "silent": {"failed": "its last line is not JSON", "last_line": "no figures"},
+        "slow": {"failed": "it took more than 5 s", "last_line": "working"},
+        "good": {"ratio": 1.0},
+    }
+    assert "==> slow failed, it took more than 5 s: working" in capsys.readouterr().err
+
+
+HANGS = """
+import json, subprocess, sys, time
+child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
+print(json.dumps({"answers": [1], "child": child.pid}), flush=True)
+child.wait()
+"""
+
+
+def test_what_hangs_is_killed_with_its_processes_and_the_next_one_runs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    programs = {"hangs": HANGS, "good": """print('{"ratio": 1.0}')"""}
+    found = measured(tmp_path, programs, monkeypatch)
+    assert found["good"] == {"ratio": 1.0}
+    assert found["hangs"]["failed"] == "it took more than 5 s"
+    assert found["hangs"]["found"]["answers"] == [1]
+    assert ends(found["hangs"]["found"]["child"])
+
+
+def test_who_is_terminated_leaves_nothing_behind(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / "process"
+    program = f"""
+import os, signal, time
+open({str(file)!r}, "w").write(str(os.getpid()))
+os.kill(os.getppid(), signal.SIGTERM)
+time.sleep(60)
+"""
+    usual = signal.getsignal(signal.SIGTERM)
+    try:
+        with pytest.raises(SystemExit):
+            measured(tmp_path, {"terminates": program}, monkeypatch)
+    finally:
+        signal.signal(signal.SIGTERM, usual)
+    assert ends(int(file.read_text()))
+
+
+def ends(process: int) -> bool:
+    """Whether a process that is no child of this one is gone, or a zombie, within a moment."""
+    for _ in range(100):
+        try:
+            state = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0]
+        except FileNotFoundError:
+            return True
+        if state == "Z":
+            return True
+        time.sleep(0.05)
+    os.kill(process, signal.SIGKILL)
+    return False
+
+
+def test_all_measurements_together_take_less_than_eight_minutes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert measurements.TOTAL_SECONDS + measurements.KILLED_WITHIN < 8 * 60
+    monkeypatch.setattr(measurements, "TOTAL_SECONDS", 1.0)
+    slow = "import time; time.sleep(30)"
+    found = measured(tmp_path, {"slow": slow, "late": slow}, monkeypatch)
+    assert found["slow"]["failed"] == "it took more than 1 s"
+    assert found["late"]["failed"] == "the 1 s of all were over"
+
+
+def test_a_measurement_has_its_environment_and_what_it_needs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asks = {"asks": "import json, os; print(json.dumps({'x': os.environ['LOADING']}))"}
+    assert measured(tmp_path, asks, monkeypatch, environment={"LOADING": "LAZY"}) == {
+        "asks": {"x": "LAZY"}
+    }
+    assert measured(tmp_path, asks, monkeypatch, needs="transformer_engine") == {
+        "asks": {"not_measured": "transformer_engine needs a GPU"}
+    }
+
+
+def test_what_decides_is_asked_before_what_is_only_slow() -> None:
+    scripts = list(dict.fromkeys(m.script for m in measurements.MEASUREMENTS))
+    assert scripts[:2] == ["gpu/queues.py", "gpu/one_gpu_training.py"]
+    assert all((BENCHMARKS / script).is_file() for script in scripts)
+    asked = [dict(m.environment) for m in measurements.MEASUREMENTS[:4]]
+    assert len({tuple(sorted(settings.items())) for settings in asked}) == 4
+
+
+class SimulatedGpu:
+    """Stands in for `torch.cuda` and the clock, as there is no GPU: streams that take turns.
+
+    With one connection, work that cannot start yet holds up all that was enqueued after it.
+    """
+
+    def __init__(self, connections: int) -> None:
+        self.now = 0.0
+        self._connections = connections
+        self._issued = 0.0
+        self.current = self.Stream()
+        self.time = self
+
+    class Stream:
+        free_at = 0.0
+
+        def wait_event(self, event: Any) -> None:
+            self.free_at = max(self.free_at, event.at)
+
+    def Event(self, enable_timing: bool = False) -> Any:
+        gpu = self
+
+        class Event:
+            at = 0.0
+
+            def record(self) -> None:
+                self.at = gpu.enqueue(0.0)
+
+            def query(self) -> bool:
+                return gpu.now >= self.at
+
+            def synchronize(self) -> None:
+                gpu.now = max(gpu.now, self.at)
+
+            def elapsed_time(self, end: Any) -> float:
+                return 1000 * float(end.at - self.at)
+
+        return Event()
+
+    def enqueue(self, seconds: float) -> float:
+        start = max(self.now, self.current.free_at)
+        if self._connections == 1:
+            start = self._issued = max(start, self._issued)
+        self.current.free_at = start + seconds
+        self.last = max(getattr(self, "last", 0.0), self.current.free_at)
+        return self.current.free_at
+
+    def _sleep(self, cycles: int) -> None:
+        self.enqueue(cycles / 1e9)
+
+    def synchronize(self) -> None:
+        self.now = max(self.now, self.last)
+
+    @contextmanager
+    def stream(self, stream: SimulatedGpu.Stream) -> Iterator[None]:
+        before, self.current = self.current, stream
+        yield
+        self.current = before
+
+    def perf_counter(self) -> float:
+        return self.now
+
+    def sleep(self, seconds: float) -> None:
+        self.now += seconds
+
+
+@pytest.mark.parametrize("connections", [1, 8])
+def test_queues_tells_what_is_held_up(connections: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    simulated = SimulatedGpu(connections)
+    monkeypatch.setattr(torch, "cuda", simulated)
+    monkeypatch.setattr(queues, "time", simulated)
+    calls = {"launch": lambda: None, "allocation": simulated.synchronize}
+    monkeypatch.setattr(queues.Gpu, "_calls", lambda self: calls)
+    gpu = queues.Gpu(torch.device("cpu"))
+    found = {name: ask() for name, ask in gpu.questions()}
+    one = connections == 1
+    held_up = {name: answer.get("held_up") for name, answer in found.items()}
+    assert held_up == {
+        "kernel elsewhere, nothing else queued": False,
+        "kernel elsewhere, an event queued": one,
+        "kernel elsewhere, a second receive queued": one,
+        "kernel elsewhere, a stream that waits queued": one,
+        "kernels on 16 other streams": 0,
+        "launch": False,
+        "allocation": True,
+        "first launch of copysign while nothing spins": None,
+    }
+    assert found["kernel elsewhere, an event queued"]["done_ms"] == (300 if one else 0)
+    assert found["launch"] == {"host_ms": 0, "held_up": False, "all_ms": 300}
+    assert found["allocation"]["host_ms"] == 300
+
+
+def test_a_cpu_has_no_queues() -> None:
+    done = call(sys.executable, "-W", "ignore", BENCHMARKS / "gpu" / "queues.py", "--device", "cpu")
+    assert json.loads(done.stdout)["not_measured"] == "a CPU has no queues of kernels"
+
+
+TINY = "--device cpu --hidden 32 --heads 4 --ffn-hidden 48 --seq-length 16 --vocabulary 64"
+
+
+def test_ranks_of_one_device_train_to_the_losses_of_one_rank() -> None:
+    """Messages take the way they take on a GPU, where streams and events are stand-ins."""
+    sizes = "--ranks 2 --schedules v-half --layers 4 --microbatches 4 --steps 2 --seconds 120"
+    script = BENCHMARKS / "gpu" / "one_gpu_training.py"
+    done = call(sys.executable, "-W", "ignore", script, "--host-memory", *f"{TINY} {sizes}".split())
+    assert done.returncode == 0, done.stderr
+    line = json.loads(done.stdout.splitlines()[-1])
+    (result,) = line["results"]
+    assert result["equal_losses"] is True
+    assert result["differing_weights"] == []
+    first, second = line["reference"]["losses"]
+    assert len(first) == len(second) == 4
+    assert first != second
+    assert line["problems"] == []
+
+
+@pytest.mark.parametrize(
+    ("program", "reason", "printed"),
+    [
+        ("raise SystemExit('no memory')", "rank 0 ended with exit status 1", "no memory"),
+        ("print('at work', flush=True); import time; time.sleep(60)", "not done after 3 s on rank 0"
+         ", 1", "at work"),
+    ],
+)  # fmt: skip
+def test_a_training_that_does_not_end_says_where_its_ranks_are(
+    program: str, reason: str, printed: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    script = tmp_path / "rank.py"
+    script.write_text(f"import sys\nif sys.argv[2] == '0' or 'work' in {printed!r}:\n    {program}")
+    monkeypatch.setattr(one_gpu_training, "RANK", script)
+    expected = one_gpu_training.Trained([[1.0]], {"w": "a"}, [0.1])
+    job = replace(JOB, ranks=2, schedule="v-half")
+    result = one_gpu_training._compare(job, expected, 3)
+    assert result["failed"] == reason
+    assert result["printed"]["rank 0"] == [printed]
+    assert one_gpu_training._problem(result) == f"v-half on 2 ranks: {reason}"
+
+
+def test_one_bit_of_a_loss_or_a_weight_is_a_problem(monkeypatch: pytest.MonkeyPatch) -> None:
+    expected = one_gpu_training.Trained([[1.0], [0.5]], {"w": "a", "v": "b"}, [0.1, 0.1])
+    job = replace(JOB, ranks=4, schedule="v-zb")
+    for found, problem in (
+        (expected, None),
+        (replace(expected, losses=[[1.0], [0.25]]), "losses differ by up to 0.25"),
+        (replace(expected, weights={"w": "a", "v": "c"}), "1 of 2 weights differ"),
+    ):
+        monkeypatch.setattr(one_gpu_training, "_train", lambda job, seconds, found=found: found)
+        said = one_gpu_training._problem(one_gpu_training._compare(job, expected, 3))
+        assert said == (problem and f"v-zb on 4 ranks: {problem}")
+
+
+def exchanged() -> tuple[list[float], int]:
+    """Run on a rank: messages both ways, and how often a stream waited for a receive's copy."""
+    from host_memory_channels import HostMemoryChannels
+
+    from megatron_zb.schedules.placement import v_shape
+    from megatron_zb.schedules.program.lowering import Channel
+
+    me = torch.distributed.get_rank()
+    channels = HostMemoryChannels([0, 1], v_shape(2), "cpu")
+    waited: list[Any] = []
+
+    class Current:
+        def wait_event(self, event: Any) -> None:
+            waited.append(event)
+
+    usual, torch.cuda.current_stream = torch.cuda.current_stream, Current  # type: ignore
+    there, back = Channel(me, 1 - me), Channel(1 - me, me)
+    sends = [channels._isend(there, torch.full((2,), 10.0 * me + i)) for i in range(3)]
+    buffers = [torch.zeros(2) for _ in range(3)]
+    for buffer in buffers:
+        channels._irecv(back, buffer).wait()
+    for send in sends:
+        send.wait()
+    torch.cuda.current_stream = usual
+    assert all(send.is_completed() for send in sends)
+    channels.close()
+    return [float(buffer.sum()) / 2 for buffer in buffers], len(waited)
+
+
+def test_messages_through_the_host_keep_their_order(ranks: RankPools) -> None:
+    """On a CPU, with the stand-ins for streams and events that Megatron runs with there."""
+    assert ranks(2).run(exchanged) == [([10.0, 11.0, 12.0], 3), ([0.0, 1.0, 2.0], 3)]

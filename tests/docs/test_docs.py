@@ -1,0 +1,478 @@
+"""The documentation keeps up with the code: every schedule has its section, and its claims hold."""
+
+from __future__ import annotations
+
+import ast
+import importlib.util
+import json
+import os
+import re
+import statistics
+import subprocess
+import sys
+import types
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import yaml
+from packaging.requirements import Requirement
+
+from megatron_zb import schedules
+from megatron_zb.schedules import catalog
+from megatron_zb.schedules.catalog import Family
+from megatron_zb.schedules.program import lowering
+
+ROOT = Path(__file__).resolve().parents[2]
+PAGE = (ROOT / "docs" / "schedules.md").read_text(encoding="utf-8")
+README = (ROOT / "README.md").read_text(encoding="utf-8")
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+CLAIMS = yaml.safe_load((ROOT / "tests" / "claims.yaml").read_text(encoding="utf-8"))
+
+
+def load_script(name: str = "make_schedules") -> ModuleType:
+    spec = importlib.util.spec_from_file_location(name, ROOT / "docs" / f"{name}.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def block(page: str, first_line: str) -> str:
+    """The fenced Python code that starts with a line."""
+    (found,) = re.findall(rf"```python\n({re.escape(first_line)}.*?)```", page, flags=re.DOTALL)
+    return str(found)
+
+
+@pytest.mark.parametrize("name", schedules.names())
+def test_every_schedule_has_its_section_its_picture_and_its_row(name: str) -> None:
+    make = "write its section, then run docs/make_schedules.py"
+    assert re.search(rf"^### `{re.escape(name)}`$", PAGE, flags=re.MULTILINE), make
+    assert f"](pictures/{name}.png)" in PAGE, make
+    assert (ROOT / "docs" / "pictures" / f"{name}.png").is_file(), make
+    assert f"| [`{name}`](#{name}) |" in PAGE, make
+
+
+def test_no_section_is_about_a_schedule_that_is_gone() -> None:
+    assert re.findall(r"^### `(.*)`$", PAGE, flags=re.MULTILINE) == schedules.names()
+
+
+def slug(heading: str) -> str:
+    """The anchor that GitHub gives a heading; the site's are the same where pages link to them."""
+    words = re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", heading).replace("`", "").strip().lower()
+    return re.sub(r"[^\w\- ]", "", words).replace(" ", "-")
+
+
+def anchors(page: Path) -> set[str]:
+    prose = re.sub(r"^```.*?^```", "", page.read_text(encoding="utf-8"), flags=re.M | re.S)
+    return {slug(heading) for heading in re.findall(r"^#+ (.*)$", prose, re.M)}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_links_to_files_and_sections_lead_somewhere(page: Path) -> None:
+    text = re.sub(r"^```.*?^```", "", page.read_text(encoding="utf-8"), flags=re.M | re.S)
+    for target, anchor in re.findall(r"\]\(([^)#:]*)(?:#([^)]*))?\)", text):
+        found = page.parent / target if target else page
+        assert found.exists(), target
+        assert not anchor or anchor in anchors(found), f"{target}#{anchor}"
+    names = set(re.findall(r"\]\[([\w-]+)\]", text))
+    assert names == set(re.findall(r"^\[([\w-]+)\]: https://\S+$", text, re.M))
+
+
+@pytest.mark.parametrize("times", [(1.0, 1.0, 1.0), (1.0, 1.2, 0.8), (1.0, 1.1, 0.5)])
+@pytest.mark.parametrize(("p", "m"), [(4, 12), (5, 15), (8, 16)])
+def test_the_formulas_of_the_page_hold(p: int, m: int, times: tuple[float, float, float]) -> None:
+    f, b, w = times
+    half, least = (p + 2) // 2, (p + 4) // 3
+    expected = {
+        "gpipe": ((p - 1) * (f + b + w), m),
+        "1f1b": ((p - 1) * (f + b + w), p),
+        "interleaved": ((p - 1) * (f + b + w) / 2, p + (p - 1) / 2),
+        "zb-h1": ((p - 1) * (f + b - w), p),
+        "zb-h2": ((p - 1) * max(f, f + b - 2 * w), 2 * p - 1),
+    }
+    if times == (1.0, 1.0, 1.0):
+        expected["v-zb"] = ((p - 1) / 2, p)
+        expected["v-half"] = ((6 * p - 1) / 2 - 3 * half, half)
+        expected["v-min"] = ((6 * p - 1) / 2 - 3 * least, least)
+    costs = schedules.Costs.uniform(pipeline_size=p, forward=f, backward=b, weight=w)
+    for name, (bubble, peak) in expected.items():
+        built = schedules.build(name, pipeline_size=p, num_microbatches=m, costs=costs)
+        timeline = schedules.simulate(built, costs)
+        assert timeline.makespan - m * (f + b + w) == pytest.approx(bubble), name
+        assert max(timeline.peak_activation) == pytest.approx(peak), name
+
+
+def test_the_example_of_a_new_schedule_works(monkeypatch: pytest.MonkeyPatch) -> None:
+    page = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
+    family_file = block(page, '"""Breadth-first')
+    assert family_file.count("\n") < 60
+    module = ModuleType("breadth_first")
+    monkeypatch.setitem(sys.modules, "breadth_first", module)
+    exec(family_file, module.__dict__)
+    entry = block(page, "    Family(").strip().removesuffix(",")
+    family = eval(entry, {"Family": Family, "breadth_first": module})
+    monkeypatch.setitem(catalog._BY_NAME, family.name, family)
+    for p, m in ((2, 1), (4, 3), (4, 8)):
+        built = schedules.build(family.name, pipeline_size=p, num_microbatches=m)
+        costs = schedules.Costs.uniform(pipeline_size=p, forward=1, backward=1, weight=1)
+        peak = max(schedules.simulate(built, costs).peak_activation)
+        assert peak == family.peak_microbatches(p, m)
+        schedules.lower(built)
+
+
+def total_order(name: str, p: int, m: int) -> list[str]:
+    """The events of a lowering from first to last, each in the columns of its ranks."""
+    schedule = schedules.build(name, pipeline_size=p, num_microbatches=m)
+    moments = lowering._moments(schedule, None, late=False)
+    lines = []
+    for rank, at in lowering._total_order(schedule, moments):
+        if isinstance(at, lowering.Receive):
+            continue  # it stands in the line of its send
+        if isinstance(at, lowering.Run):
+            cells = {rank: str(at.work)}
+        else:
+            _, stage, microbatch, _ = at.message
+            read_by = f"{stage}{'B' if at.message.is_gradient else 'F'}{microbatch}"
+            cells = {rank: f"take {read_by}"}
+            if isinstance(at, lowering.Send):
+                source, target = at.channel
+                cells = {source: f"send {read_by}", target: f"receive {read_by}"}
+        lines.append("".join(f"{cells.get(r, ''):16}" for r in range(p)).rstrip())
+    return lines
+
+
+def test_the_order_on_the_page_is_the_one_that_is_made() -> None:
+    page = (ROOT / "docs" / "internals.md").read_text(encoding="utf-8")
+    [shown] = re.findall(r"```\n(0F0\n.*?)\n```", page, flags=re.DOTALL)
+    assert shown.splitlines() == total_order("zb-h1", 2, 3)
+
+
+def test_what_has_not_been_measured_is_said_to_be_missing() -> None:
+    script = load_script()
+    for table in ("grid", "unequal", "parts", "time"):
+        (line,) = getattr(script, f"{table}_table")({})
+        assert "not been measured" in line
+        assert f"schedule_quality.py --output FILE --parts {table}`" in line
+    (line,) = script.exact_table({})
+    assert "benchmarks/exact_gap.py" in line
+    (line,) = script.others_table({})
+    assert "benchmarks/beside_others.py" in line
+
+
+def test_tables_are_made_from_the_results() -> None:
+    script = load_script()
+    cell: dict[str, Any] = {"memory_limit": 0.5, "bound_of_v": 100.0, "chunks": 2}
+    cells = [
+        {**cell, "makespan": 110.0, "best_known": 121.0},
+        {**cell, "makespan": 120.0, "best_known": None},
+        {**cell, "makespan": None, "best_known": 100.0},
+    ]
+    lines = script.grid_table({"grid": {"cells": cells, "summary": {"cells": 3}}})
+    assert "| 0.5 | 3 | 2 | 2 | 10.00 % | 1 | 15.00 % | 0 |" in lines
+    assert "- cells: 3" in lines
+    unequal = {"cells": [["slow rank", 4, 8, 1.0, 2.0], ["slow rank", 8, 16, 1.0, 4.0]]}
+    lines = script.unequal_table({"unequal": unequal})
+    assert "| slow rank | 2 | 3.00 % | 2.00 % | 4.00 % |" in lines
+
+
+def test_results_are_kept_and_merged(tmp_path: Path) -> None:
+    script = load_script()
+    kept = tmp_path / "results" / "kept.json"
+    parts: list[dict[str, Any]] = [{"time": {"v-zb": 1}}, {"parts": {}}]
+    for part in parts:
+        given = tmp_path / "given.json"
+        given.write_text(json.dumps(part))
+        script._keep(given, kept)
+    assert script._read(kept) == {"time": {"v-zb": 1}, "parts": {}}
+    with pytest.raises(SystemExit, match="must have"):
+        script.replaced("no markers", "grid", [])
+
+
+@pytest.mark.parametrize("folder", ["benchmarks", "docs", "examples", "scripts"])
+def test_what_can_be_started_can_be_started(folder: str) -> None:
+    """A file that names its interpreter is executable, and no other one is."""
+    found = {
+        path: path.read_bytes().startswith(b"#!")
+        for path in (ROOT / folder).rglob("*")
+        if path.suffix in (".py", ".sh")
+    }
+    assert any(found.values())
+    assert {path for path in found if os.access(path, os.X_OK)} == {p for p in found if found[p]}
+
+
+# --- what is claimed is shown
+
+
+def plain(text: str) -> str:
+    """Prose in one line, with the texts of links alone."""
+    return " ".join(re.sub(r"!?\[([^\]]*)\](?:\([^)]*\)|\[[^\]]*\])", r"\1", text).split())
+
+
+def blocks(page: str) -> list[str]:
+    """Paragraphs and bullets, without code, tables, headings, pictures and link definitions."""
+    for left_out in (r"<!--.*?-->", r"^```.*?^```$", r"^\[[\w-]+\]: \S+$"):
+        page = re.sub(left_out, "", page, flags=re.M | re.S)
+    found = (block.strip() for block in re.split(r"\n\s*\n|\n(?=- )", page))
+    return [plain(x.removeprefix("- ")) for x in found if x and not x.startswith(("#", "|", "!["))]
+
+
+def table_rows(page: str) -> list[list[str]]:
+    """The cells of all tables' rows, without their headings."""
+    lines = [line for line in page.splitlines() if line.startswith("|")]
+    rules = {i for i, line in enumerate(lines) if re.fullmatch(r"[|:\- ]+", line)}
+    rows = [line for i, line in enumerate(lines) if i not in rules and i + 1 not in rules]
+    return [[plain(cell) for cell in re.split(r"(?<!\\)\|", row)[1:-1]] for row in rows]
+
+
+def test_every_sentence_of_the_first_page_is_a_known_claim() -> None:
+    """Taken out of its paragraph, each claim leaves nothing; a new sentence needs what shows it."""
+    unused = set(CLAIMS["readme"])
+    for block_text in blocks(README):
+        rest = block_text
+        for claim in CLAIMS["readme"]:
+            if claim in rest:
+                rest = rest.replace(claim, "")
+                unused.discard(claim)
+        assert not rest.strip(), f"tests/claims.yaml does not have: {rest.strip()}"
+    assert not unused, "README no longer says this"
+
+
+def test_every_row_of_the_first_page_is_a_known_claim() -> None:
+    guide = {row[0] for row in table_rows(README.split("## Which schedule?")[0])}
+    rows = {row[0] for row in table_rows(README)} - guide
+    assert rows == set(CLAIMS["rows"])
+
+
+def test_a_feature_of_others_has_its_link() -> None:
+    """What is said of others has a link, but for what is missing and what their heading links."""
+    [table] = re.findall(r"^\| \| megatron_zb.*?(?=\n\n)", README, re.M | re.S)
+    said_by_the_heading = {"version", "in Megatron-LM", "overlapped gradient reduction"}
+    for line in table.splitlines()[2:]:
+        first, _, *others = [cell.strip() for cell in line.split("|")[1:-1]]
+        if first not in said_by_the_heading:
+            for cell in others:
+                plain_words = ("-", "?", "no V", "the user's", "1F1B, interleaved")
+                assert "](" in cell or "][" in cell or cell in plain_words, (first, cell)
+
+
+def test_every_page_says_what_shows_it() -> None:
+    assert set(CLAIMS["pages"]) == {page.name for page in (ROOT / "docs").glob("*.md")}
+    for name, page in CLAIMS["pages"].items():
+        assert page["shown_by"]
+        text = plain((ROOT / "docs" / name).read_text(encoding="utf-8")).replace("**", "")
+        for sentence in page.get("sentences", {}):
+            assert sentence in text, f"{name} no longer says: {sentence}"
+
+
+def evidence() -> list[str]:
+    lists = [*CLAIMS["readme"].values(), *CLAIMS["rows"].values()]
+    for page in CLAIMS["pages"].values():
+        lists += [page["shown_by"], *page.get("sentences", {}).values()]
+    return sorted({name for names in lists for name in names})
+
+
+@pytest.mark.parametrize("name", evidence())
+def test_what_shows_a_claim_exists(name: str) -> None:
+    path, _, test = name.partition("::")
+    assert (ROOT / path).is_file()
+    if path.startswith("tests/"):
+        source = (ROOT / path).read_text(encoding="utf-8")
+        assert re.search(rf"^def {re.escape(test)}\(", source, re.M), test
+
+
+def results(name: str) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads((ROOT / "docs" / "results" / name).read_text())
+    return found
+
+
+def test_the_figures_of_the_first_page() -> None:
+    text = plain(README)
+    costs = schedules.Costs.uniform(pipeline_size=8, forward=1, backward=1.2, weight=0.8, p2p=0.05)
+    bubble, peak = {}, {}
+    for name in ("1f1b", "v-zb", "v-half"):
+        built = schedules.build(name, pipeline_size=8, num_microbatches=32, costs=costs)
+        timeline = schedules.simulate(built, costs)
+        bubble[name] = f"{100 * timeline.bubble_rate:.1f} %"
+        peak[name] = max(timeline.peak_activation) / 8
+    assert f"1F1B idles {bubble['1f1b']} of the time" in text
+    assert peak["v-zb"] == 1
+    assert f"`v-zb` {bubble['v-zb']} in the same memory" in text
+    assert f"`v-half` {bubble['v-half']} in {peak['v-half']:.2f} of it" in text
+    assert len(schedules.names()) == 14
+    equal = schedules.Costs.uniform(pipeline_size=4, forward=1, backward=1, weight=1)
+    for name, microbatches in (("v-half", 3), ("1f1b", 4)):
+        built = schedules.build(name, pipeline_size=4, num_microbatches=8, costs=equal)
+        timeline = schedules.simulate(built, equal)
+        assert max(timeline.peak_activation) == microbatches
+        assert f"{100 * timeline.bubble_rate:.0f} %" in text
+    measured = results("runtime_overhead.cpu.json")["ratio"].values()
+    longer = 100 * (statistics.median(measured) - 1)
+    assert f"take {longer:.1f} % longer than predicted (median over {len(measured)}" in text
+    shapes = results("prediction.cpu.json")["off_by"].values()
+    off = [abs(value) for shape in shapes for value in shape.values()]
+    assert f"is predicted within {100 * max(off):.0f} %" in text
+    assert f"({100 * statistics.median(off):.0f} % in the median" in text
+    held = results("rank_memory.cpu.json")["results"]
+    half, least = (held[name]["peak_bytes_ratio"] for name in ("v-half", "v-min"))
+    assert f"`v-half` holds {half:.2f} of 1F1B's activations, `v-min` {least:.2f}" in text
+
+
+def test_the_extras_are_those_of_the_packaging() -> None:
+    source = (ROOT / "setup.py").read_text(encoding="utf-8")
+    [extras] = re.findall(r"extras_require=\{(.*?)\}", source, re.S)
+    said = plain(README).split("Extras:")[1]
+    for name in re.findall(r'"([\w-]+)":', extras):
+        assert f"`{name}`" in said or f"[{name}]" in README
+
+
+def test_a_searched_order_is_never_slower_than_the_fixed_one() -> None:
+    costs = schedules.Costs.uniform(pipeline_size=4, forward=1, backward=1.3, weight=0.6, p2p=0.1)
+    for fixed, searched in (("zb-h1", "zb-1p"), ("zb-h2", "zb-2p")):
+        makespans = [
+            schedules.simulate(
+                schedules.build(name, pipeline_size=4, num_microbatches=9, costs=costs), costs
+            ).makespan
+            for name in (fixed, searched)
+        ]
+        assert makespans[1] <= makespans[0] * (1 + 1e-12)
+
+
+def test_the_gains_of_blockwise_distillation_are_those_of_the_results(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    found = results("pipe_bd.json")
+
+    def gains(cells: list[dict[str, Any]], way: str, base: str, key: str) -> list[float]:
+        return [cell["ways"][base][key] / cell["ways"][way][key] for cell in cells]
+
+    def said(values: list[float]) -> str:
+        return f"{min(values):.1f} to {max(values):.1f}"
+
+    text = plain((ROOT / "docs" / "pipe_bd.md").read_text(encoding="utf-8"))
+    base = "block by block"
+    for student, after in ((12.0, " times as fast with"), (4.0, " times with")):
+        cells = [cell for cell in found["sleeping"] if cell["student_ms"] == student]
+        assert said(gains(cells, "pipe-bd", base, "seconds")) + after in text
+    assert f"were {said(gains(found['real'], 'pipe-bd', base, 'seconds'))} times as fast" in text
+    every = gains([*found["sleeping"], *found["real"]], "pipe-bd", "all blocks at once", "seconds")
+    assert f"{min(every):.2f} to {max(every):.1f} times" in text
+    page = (ROOT / "docs" / "pipe_bd_appendix.md").read_text(encoding="utf-8")
+    monkeypatch.syspath_prepend(ROOT / "docs")
+    script = load_script("make_pipe_bd")
+    for line in script.sleeping_table(found["sleeping"]) + script.computing_table(found["real"]):
+        assert line in page.splitlines(), "run docs/make_pipe_bd.py"
+
+
+def test_the_table_of_faults_is_made_from_the_results() -> None:
+    script = load_script("make_reliability")
+    seen = json.loads((ROOT / "docs" / "results" / "faults.json").read_text())
+    page = (ROOT / "docs" / "reliability.md").read_text(encoding="utf-8")
+    rows = script.fault_rows(seen)
+    assert all(line in page.splitlines() for line in rows), "run docs/make_reliability.py"
+    assert sum(int(row.split("|")[3]) for row in rows[2:]) == len(seen)
+    changed = [{**seen[0], "resume": "other losses"}, *seen[1:]]
+    assert "equal in 3 of 4" in script.fault_rows(changed)[2]
+
+
+def test_the_example_in_python_runs(capsys: pytest.CaptureFixture[str]) -> None:
+    page = (ROOT / "docs" / "api.md").read_text(encoding="utf-8")
+    exec(block(page, "from megatron_zb import schedules"), {})
+    reason, bound, bubble, passes = capsys.readouterr().out.splitlines()
+    assert "fits" in reason
+    assert bound.endswith("left to gain")
+    assert bubble.startswith("bubble rate")
+    assert passes.split()[0] == "0F0"
+
+
+def templates() -> set[str]:
+    """Every string of the package as it stands in its source, with … for what is put in."""
+    found = set()
+    for path in (ROOT / "megatron_zb").rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.JoinedStr):
+                parts = (v.value if isinstance(v, ast.Constant) else "…" for v in node.values)
+                found.add("".join(map(str, parts)))
+            elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+                found.add(node.value)
+    return found
+
+
+def test_the_package_prints_what_the_page_quotes() -> None:
+    page = (ROOT / "docs" / "troubleshooting.md").read_text(encoding="utf-8")
+    quoted = [
+        line.strip()
+        for fenced in re.findall(r"^ *```text\n(.*?)^ *```", page, re.M | re.S)
+        for line in fenced.splitlines()
+        if not line.strip().startswith(("torchrun", "megatron-zb "))
+    ]
+    assert len(quoted) > 10
+    known = templates()
+    for line in quoted:
+        assert any(line in text for text in known), f"nothing in the package prints: {line}"
+
+
+# --- the site, which scripts/docs.sh builds
+
+
+def test_the_site_has_every_page_and_needs_no_network() -> None:
+    site = yaml.safe_load((ROOT / "mkdocs.yml").read_text(encoding="utf-8"))
+
+    def pages(entry: Any) -> list[str]:
+        if isinstance(entry, str):
+            return [entry]
+        inner = entry.values() if isinstance(entry, dict) else entry
+        return [page for one in inner for page in pages(one)]
+
+    of_root = {"index.md", "CONTRIBUTING.md", "CHANGELOG.md"}
+    assert set(pages(site["nav"])) == of_root | {p.name for p in (ROOT / "docs").glob("*.md")}
+    assert site["strict"]
+    assert set(site["validation"]["links"].values()) == {"warn"}  # errors, as it is strict
+    assert site["theme"]["font"] is False  # others would be asked for fonts
+
+
+def test_links_out_of_the_pages_are_published(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(ROOT / "scripts")
+    hooks = importlib.import_module("docs_hooks")
+
+    def rewritten(text: str, source: str) -> str:
+        page = types.SimpleNamespace(file=types.SimpleNamespace(src_uri=source))
+        return str(hooks.on_page_markdown(text, page, None, None))
+
+    assert rewritten("[a](docs/api.md#b) ![c](docs/pictures/d.png)", "index.md") == (
+        "[a](api.md#b) ![c](pictures/d.png)"
+    )
+    assert rewritten("[a](../README.md) [b](#c) [d](https://e)", "api.md") == (
+        "[a](index.md) [b](#c) [d](https://e)"
+    )
+    assert rewritten("[a](../setup.py) [b](../examples)", "api.md") == "[a](files/setup.py.txt) b"
+    assert hooks.linked("[a](b.md#c) [d](#e) [f](https://g)") == ["b.md"]
+
+
+def test_the_site_is_built_with_versions_that_the_packaging_allows() -> None:
+    source = (ROOT / "setup.py").read_text(encoding="utf-8")
+    [listed] = re.findall(r"^DOCS = \[(.*?)\]$", source, re.M)
+    lines = (ROOT / "constraints" / "docs.txt").read_text(encoding="utf-8").splitlines()
+    pinned = dict(line.split("==") for line in lines if not line.startswith("#"))
+    for text in re.findall(r'"(.*?)"', listed):
+        requirement = Requirement(text)
+        assert requirement.specifier.contains(pinned[requirement.name])
+
+
+def test_the_script_that_builds_the_site_explains_itself() -> None:
+    script = ROOT / "scripts" / "docs.sh"
+    subprocess.run(["bash", "-n", script], check=True)
+    said = subprocess.run([script, "--help"], check=True, capture_output=True, text=True).stdout
+    assert "build/site" in said
+
+
+def test_the_tables_of_what_was_measured_are_made_from_the_results(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.syspath_prepend(ROOT / "docs")
+    page = (ROOT / "docs" / "performance.md").read_text(encoding="utf-8")
+    script = load_script("make_performance")
+    assert page == script.page(page), "run docs/make_performance.py"
+    assert page.count("<!-- generated: ") == page.count("<!-- end: ") == 8

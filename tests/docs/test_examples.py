@@ -1,0 +1,202 @@
+"""The examples: what runs here runs; what needs a cluster or an image is parsed and tried dry."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from jobs import run_job
+from small_trees import checkout_tree
+
+from megatron_zb import schedules
+
+ROOT = Path(__file__).resolve().parents[2]
+EXAMPLES = ROOT / "examples"
+LOOP = EXAMPLES / "training_loop.py"
+
+
+@pytest.fixture(scope="module")
+def checkout(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    root = checkout_tree(tmp_path_factory.mktemp("checkout"), "0.16.1")
+    (root / "pretrain_gpt.py").touch()
+    return root
+
+
+def losses_of(schedule: str) -> list[float]:
+    done = subprocess.run(
+        [
+            *(sys.executable, "-m", "torch.distributed.run", "--standalone"),
+            *("--nproc-per-node", "2", str(LOOP), schedule),
+        ],
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        cwd=ROOT,
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        timeout=500,
+    )
+    assert done.returncode == 0, done.stderr
+    return [float(line.split()[1]) for line in done.stdout.splitlines()]
+
+
+def test_a_loop_of_ones_own_trains_alike_under_every_schedule() -> None:
+    losses = losses_of("v-half")
+    assert len(losses) == 30
+    assert losses[-1] < losses[0] / 4  # counting is learnt
+    job = run_job(2, str(LOOP), ["1f1b"], 500)
+    assert job.code == 0, job.stderr
+    assert [float(line.split()[1]) for line in job.stdout.splitlines()] == losses
+
+
+def test_a_loop_of_ones_own_takes_60_lines() -> None:
+    lines = LOOP.read_text(encoding="utf-8").splitlines()
+    assert sum(bool(line.strip()) for line in lines) <= 60
+
+
+def cells() -> list[str]:
+    notebook = json.loads((EXAMPLES / "draw_schedules.ipynb").read_text(encoding="utf-8"))
+    assert notebook["nbformat"] == 4
+    kept = [cell for cell in notebook["cells"] if cell["cell_type"] == "code"]
+    assert not any(cell["outputs"] for cell in kept)  # what it prints belongs to who runs it
+    return ["".join(cell["source"]) for cell in kept]
+
+
+def test_the_notebook_runs_from_its_first_cell_to_its_last(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    pytest.importorskip("matplotlib")
+    from matplotlib.figure import Figure
+
+    namespace: dict[str, Any] = {}
+    drawn = 0
+    for cell in cells():
+        *lines, last = cell.splitlines()
+        if last.startswith("draw("):  # what a notebook shows below the cell
+            exec("\n".join(lines), namespace)
+            drawn += isinstance(eval(last, namespace), Figure)
+        else:
+            exec(cell, namespace)
+    assert drawn == 2
+    said = capsys.readouterr().out
+    assert all(re.search(rf"^{re.escape(name)} ", said, re.M) for name in schedules.names())
+
+
+def dry_run(command: str, checkout: Path, **variables: str) -> list[str]:
+    """The words of the command that a shell command would start at last."""
+    done = subprocess.run(
+        ["bash", "-c", command],
+        env={
+            **{name: os.environ[name] for name in ("PATH", "HOME") if name in os.environ},
+            "PYTHON": sys.executable,
+            "MEGATRON_LM_PATH": str(checkout),
+            **variables,
+        },
+        cwd=ROOT,
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
+    return shlex.split(done.stdout.splitlines()[-1])
+
+
+def value(words: list[str], flag: str) -> str:
+    return words[words.index(flag) + 1]
+
+
+def test_the_kubernetes_job_starts_each_host_with_its_rank(checkout: Path) -> None:
+    text = (EXAMPLES / "kubernetes_job.yaml").read_text(encoding="utf-8")
+    service, job = yaml.safe_load_all(text)
+    name, spec = job["metadata"]["name"], job["spec"]
+    pod = spec["template"]["spec"]
+    (container,) = pod["containers"]
+    variables = {each["name"]: each["value"] for each in container["env"]}
+    assert all(isinstance(given, str) for given in variables.values())  # numbers are refused
+    # the names of the pods come from the job, the subdomain and a service without an address
+    assert spec["completionMode"] == "Indexed"
+    assert pod["subdomain"] == service["metadata"]["name"]
+    assert service["spec"]["clusterIP"] == "None"
+    assert service["spec"]["selector"] == {"job-name": name}
+    assert variables["MASTER_ADDR"] == f"{name}-0.{pod['subdomain']}"
+    assert str(service["spec"]["ports"][0]["port"]) == variables["MASTER_PORT"]
+    assert spec["completions"] == spec["parallelism"] == int(variables["NNODES"])
+    limits = container["resources"]["limits"]
+    assert limits["nvidia.com/gpu"] == int(variables["GPUS_PER_NODE"])
+    assert {v["name"] for v in container["volumeMounts"]} == {v["name"] for v in pod["volumes"]}
+    # what it runs, in the folder in which the image leaves it
+    assert container["command"] == ["bash", "-c"]
+    (command,) = container["args"]
+    for index in range(spec["completions"]):
+        index_of = {"JOB_COMPLETION_INDEX": str(index)}
+        words = dry_run(f"{command} --dry-run", checkout, **variables, **index_of)
+        assert value(words, "--node-rank") == str(index)
+        assert value(words, "--nnodes") == variables["NNODES"]
+        assert value(words, "--pipeline-model-parallel-size") == variables["PP"]
+
+
+def test_the_slurm_job_prints_its_command(checkout: Path) -> None:
+    script = EXAMPLES / "slurm_job.sh"
+    subprocess.run(["bash", "-n", script], check=True)
+    options = dict(re.findall(r"^#SBATCH --([\w-]+)=(\S+)$", script.read_text(), re.M))
+    assert options["ntasks-per-node"] == "1"
+    hosts = {"NNODES": options["nodes"], "GPUS_PER_NODE": options["gpus-per-node"]}
+    words = dry_run("examples/slurm_job.sh --dry-run", checkout, **hosts)
+    assert value(words, "--nnodes") == options["nodes"]
+    assert value(words, "--nproc-per-node") == options["gpus-per-node"]
+    assert value(words, "--pipeline-timeout") == "300"
+    assert "--save" in words
+
+
+INSTRUCTIONS = {"ARG", "CMD", "COPY", "ENV", "FROM", "RUN", "WORKDIR"}
+
+
+def instructions() -> list[tuple[str, str]]:
+    """Every instruction of the Dockerfile, its lines joined."""
+    lines = (ROOT / "Dockerfile").read_text(encoding="utf-8").splitlines()
+    text = "\n".join(line for line in lines if not line.startswith("#"))
+    joined = re.sub(r"\\\n", " ", text)
+    return [
+        (n, rest.strip()) for n, _, rest in (x.partition(" ") for x in joined.splitlines()) if n
+    ]
+
+
+def requirements() -> set[str]:
+    """The names of what setup.py asks for, and of its extras for pictures and a fast search."""
+    source = (ROOT / "setup.py").read_text(encoding="utf-8")
+    lists = re.findall(r"(?:install_requires=|^PLOTS = |^FAST = )\[(.*?)\]", source, re.M | re.S)
+    return {name for each in lists for name in re.findall(r'"([\w-]+) >=', each)}
+
+
+def test_the_dockerfile_can_be_read_and_copies_what_is_there() -> None:
+    found = instructions()
+    assert {name for name, _ in found} <= INSTRUCTIONS
+    assert [name for name, _ in found][:2] == ["ARG", "FROM"]
+    copied = set()
+    for name, rest in found:
+        if name == "COPY":
+            *sources, target = rest.split()
+            assert all((ROOT / source).exists() for source in sources), rest
+            assert target == "./" or target == sources[0]  # a folder is copied as its contents
+            copied |= set(sources)
+        elif name == "RUN":
+            subprocess.run(["bash", "-n", "-c", rest], check=True)
+        elif name == "CMD":
+            assert json.loads(rest)[0] == "megatron-zb"
+    needed = {"setup.py", "pyproject.toml", "README.md", "megatron_zb", "configs", "scripts"}
+    assert needed <= copied
+    (install,) = [rest for name, rest in found if name == "RUN" and "--no-deps . " in rest]
+    of_the_base = {"torch", "megatron-core"}
+    for package in requirements() - of_the_base:
+        assert re.search(rf'[ "]{re.escape(package)}[ "]|{re.escape(package)}$', install), package
+    checkout_of = re.search(r"^ARG MEGATRON_LM=core_v(\S+)$", "\n".join(map(" ".join, found)), re.M)
+    assert checkout_of is not None
+    pinned = (ROOT / "constraints" / "py311.txt").read_text(encoding="utf-8")
+    assert f"megatron-core=={checkout_of.group(1)}\n" in pinned

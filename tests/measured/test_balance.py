@@ -1,0 +1,104 @@
+"""Layers balanced for what the ends of a model count for."""
+
+from __future__ import annotations
+
+from argparse import Namespace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from measured_runs import HEAVY, LAYERS, P, profile
+
+from megatron_zb import schedules
+from megatron_zb.errors import UsageError
+from megatron_zb.measured.balance import Ends, balanced, counted, measured, of_arguments
+from megatron_zb.measured.profile import write_profile
+
+SIZES = {"layers": LAYERS, "hidden_size": 64, "sequence_length": 32, "tensor": 1}
+
+
+def v_half() -> schedules.Schedule:
+    return schedules.build("v-half", pipeline_size=P, num_microbatches=16)
+
+
+def arguments(**changes: Any) -> Namespace:
+    sizes = {
+        "num_layers": 16,
+        "hidden_size": 1024,
+        "seq_length": 1,
+        "num_attention_heads": 16,
+        "group_query_attention": False,
+        "num_query_groups": None,
+        "ffn_hidden_size": None,
+        "swiglu": False,
+        "vocab_size": 32 * 1024,
+        "tensor_model_parallel_size": 1,
+    }
+    return Namespace(**{**sizes, **changes})
+
+
+def test_a_vocabulary_of_32_hidden_sizes_counts_for_eight_thirds_of_a_layer() -> None:
+    """A layer has 12 h squared weights, and attention to a single token adds next to nothing."""
+    ends = of_arguments("auto", arguments())
+    assert ends.output == pytest.approx(32 / 12, rel=1e-3)
+    assert ends.embedding == 0
+    small = of_arguments("auto", arguments(group_query_attention=True, num_query_groups=4))
+    assert small.output == pytest.approx(32 / 10.5, rel=1e-3)
+    gated = of_arguments("auto", arguments(swiglu=True))
+    assert gated.output == pytest.approx(32 / 16, rel=1e-3)
+    long = of_arguments("auto", arguments(seq_length=6 * 1024))
+    assert long.output == pytest.approx(32 / 18, rel=1e-3)
+    experts = {"num_experts": 8, "moe_router_topk": 2, "moe_ffn_hidden_size": 512}
+    routed = of_arguments("auto", arguments(**experts))
+    assert routed.output == pytest.approx(32 / 6, rel=1e-3)
+
+
+def test_a_multi_token_prediction_is_a_layer_and_an_output_layer() -> None:
+    assert counted(10.0, 20.0).output == 2
+    assert counted(10.0, 20.0, multi_token=2).output == 2 + 2 * 3
+
+
+@pytest.mark.parametrize("output", [0.0, 0.4, 1.0, 2.7, 6.0])
+def test_balance_is_never_slower_than_even(output: float) -> None:
+    found = balanced(LAYERS, v_half(), Ends(0.0, output, "for a test"))
+    assert sum(found.layers) == LAYERS
+    assert 0 <= found.gain < 1
+    if output >= 2:  # the ranks in the middle of the V have more
+        assert found.gain > 0.1
+        ends = found.layers[0] + found.layers[-1]
+        assert ends < LAYERS / P - 1
+
+
+def test_a_profile_says_what_the_ends_cost_and_what_is_gained(tmp_path: Path) -> None:
+    path = tmp_path / "run.yaml"
+    write_profile(profile(), path)
+    ends = measured(path, SIZES)
+    assert ends.output == pytest.approx(HEAVY)
+    found = balanced(LAYERS, v_half(), ends)
+    assert 0.05 < found.gain < 0.5
+    assert f"counts for 3.00 (measured, {path}): " in str(found)
+    slow = tmp_path / "slow.yaml"
+    write_profile(profile(slow={2: 3.0}), slow)
+    held_up = balanced(LAYERS, v_half(), measured(slow, SIZES))
+    assert held_up.gain != found.gain  # its ranks are not equally fast
+
+
+@pytest.mark.parametrize(
+    ("field", "words"),
+    [
+        ("layers", "of a run with --num-layers 16, this one has --num-layers 17"),
+        ("hidden_size", "--hidden-size 64, this one has --hidden-size 65"),
+        ("sequence_length", "--seq-length 32"),
+        ("tensor", "--tensor-model-parallel-size 1"),
+    ],
+)
+def test_a_profile_of_another_model_is_refused(tmp_path: Path, field: str, words: str) -> None:
+    path = tmp_path / "run.yaml"
+    write_profile(profile(), path)
+    with pytest.raises(UsageError, match=words):
+        measured(path, {**SIZES, field: SIZES[field] + 1})
+
+
+def test_too_few_layers_are_refused() -> None:
+    with pytest.raises(UsageError, match="5 layers cannot be balanced over 8 stages"):
+        balanced(5, v_half(), Ends(0.0, 1.0, "for a test"))

@@ -1,0 +1,260 @@
+"""What docs/support.md says: every row of the feature matrix, and every refusal."""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+from collections.abc import Iterator
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from feature_matrix import ROWS, TRIED_HERE, Row, Verdict
+from gpt_cases import GPTCase, built, differences, forward_backward, gradients, microbatches, run
+from megatron.core.pipeline_parallel.schedules import get_forward_backward_func
+from megatron.core.transformer import TransformerConfig
+from megatron.core.utils import get_model_config
+from ranks import RankPools
+
+from megatron_zb.errors import UsageError
+from megatron_zb.megatron_core import versions
+from megatron_zb.megatron_core.data_parallel import DataParallelSync
+from megatron_zb.megatron_core.forward_backward import (
+    NOT_SERVED,
+    NOT_SERVED_ABOVE_1,
+    refuse_what_is_not_served,
+)
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@pytest.mark.parametrize(
+    ("row", "schedule"), TRIED_HERE, ids=[f"{row.feature}-{name}" for row, name in TRIED_HERE]
+)
+def test_a_feature_gives_what_megatron_gives(ranks: RankPools, row: Row, schedule: str) -> None:
+    found = ranks(row.ranks).run(
+        differences, case=row.case, schedule=schedule, num_microbatches=[5]
+    )
+    assert found == [[]] * row.ranks
+
+
+def test_rows_name_tests_that_exist() -> None:
+    written = "".join(path.read_text(encoding="utf-8") for path in ROOT.glob("tests/test_*.py"))
+    for row in ROWS:
+        assert row.test is None or f"def {row.test}(" in written, row.test
+        assert (row.verdict is Verdict.NOT_ON_CPU) == bool(row.reason), row.feature
+
+
+@pytest.mark.parametrize("setting", [*NOT_SERVED, *NOT_SERVED_ABOVE_1])
+def test_settings_that_cannot_be_served_are_refused(setting: str) -> None:
+    config = SimpleNamespace(**{setting: 2})
+    with pytest.raises(UsageError, match=rf"^{setting} cannot be combined with .* v-half: "):
+        refuse_what_is_not_served(config, None, "v-half")
+
+
+def test_weights_of_which_a_rank_has_all_are_served() -> None:
+    config = SimpleNamespace(**dict.fromkeys(NOT_SERVED_ABOVE_1, 1))
+    refuse_what_is_not_served(config, None, "v-half")
+
+
+def sizes_of_groups() -> dict[str, int]:
+    """Those that Megatron's reduction of gradients asks for, 2 pipelines of 2 ranks."""
+    with built(GPTCase(data_parallel=2), "zb-h1", num_microbatches=2):
+        groups = versions.process_groups()
+        names = ("tp", "pp", "cp", "dp_cp", "tp_dp_cp")
+        return {name: getattr(groups, name).size() for name in names}
+
+
+def test_all_groups_are_handed_to_the_reduction_of_gradients(ranks: RankPools) -> None:
+    """From 0.18 on it needs tp_dp_cp where experts have a bias."""
+    expected = {"tp": 1, "pp": 2, "cp": 1, "dp_cp": 2, "tp_dp_cp": 2}
+    assert ranks(4).run(sizes_of_groups) == [expected] * 4
+
+
+@pytest.mark.parametrize(
+    ("setting", "value"),
+    [
+        ("cuda_graph_impl", "local"),
+        ("cuda_graph_impl", "transformer_engine"),
+        ("cuda_graph_impl", "full_iteration"),
+        ("enable_cuda_graph", True),
+        ("external_cuda_graph", True),
+    ],
+)
+def test_cuda_graphs_are_refused_where_megatrons_config_has_them(setting: str, value: Any) -> None:
+    """Its own "none", and the scope that it has without graphs, are served."""
+    config: Any = TransformerConfig(num_layers=2, hidden_size=8, num_attention_heads=1)
+    assert config.cuda_graph_impl == "none"
+    refuse_what_is_not_served(config, None, "v-half")
+    assert hasattr(config, setting)
+    setattr(config, setting, value)
+    why = "graphs are captured in the order of Megatron's own schedule"
+    said = f"{setting} cannot be combined with the pipeline schedule v-half: {why}"
+    with pytest.raises(UsageError, match=f"^{said}$"):
+        refuse_what_is_not_served(config, None, "v-half")
+
+
+def test_shapes_of_a_function_are_refused_unless_they_travel() -> None:
+    config = SimpleNamespace(variable_seq_lengths=False)
+    with pytest.raises(UsageError, match=r"adjust_tensor_shapes_fn .* set variable_seq_lengths"):
+        refuse_what_is_not_served(config, lambda *shapes: shapes, "zb-h1")
+    config.variable_seq_lengths = True
+    refuse_what_is_not_served(config, lambda *shapes: shapes, "zb-h1")
+
+
+class Chunk:
+    """A model chunk that says its name in the place of its parameters."""
+
+    def __init__(self, name: int) -> None:
+        self.name = name
+
+    def parameters(self) -> int:
+        return self.name
+
+
+def _syncs(**functions: Any) -> list[str]:
+    """What is said in a step of two microbatches of four chunks, the last two in other order."""
+    said: list[str] = []
+    config = SimpleNamespace(
+        **{f"{name}_sync_func": None for name in ("param", "grad")},
+    )
+    for name, kind in functions.items():
+        calls = [lambda chunk, name=name: said.append(f"{name} {chunk}") for _ in range(4)]
+        setattr(config, f"{name}_sync_func", calls if kind is list else calls[0])
+    chunks = [Chunk(c) for c in range(4)]
+    sync = DataParallelSync(config, chunks, [0, 1, 3, 2], 2, buckets=[None] * 4)
+    for chunk in (0, 0, 1, 0, 1, 3, 2, 3):
+        said.append(f"F{chunk}")
+        sync.before_forward(chunk)
+    for chunk in (3, 2, 3, 0, 2):
+        said.append(f"W{chunk}")
+        sync.before_weight_gradients(chunk, None)
+        sync.after_weight_gradients(chunk)
+    return said
+
+
+@pytest.mark.parametrize("kind", [list, "one"])
+def test_gathers_run_one_chunk_ahead_and_reductions_at_once(kind: Any) -> None:
+    said = _syncs(param=kind, grad=kind)
+    assert " ".join(said) == (
+        "param 0 param 1 F0 F0 F1 param 3 F0 F1 F3 param 2 F2 F3 W3 W2 W3 grad 3 W0 W2 grad 2"
+    )
+
+
+def gathers_of_an_evaluation(schedule: str) -> list[int]:
+    """How often weights were gathered: by an evaluation, and by a step that trains after it."""
+    case, calls = GPTCase(), list[Any]()
+    with built(case, schedule, num_microbatches=3) as (adapter, chunks):
+        config = get_model_config(chunks[0])
+        config.param_sync_func = [calls.append for _ in chunks]
+        given = config.param_sync_func
+        counts = []
+        assert adapter is not None
+        for forward_only in (True, False):
+            data = [microbatches(case, 3) for _ in chunks]
+            function = adapter.forward_backward_func
+            forward_backward(function, chunks, data, 3, forward_only=forward_only)
+            counts.append(len(calls))
+        assert config.param_sync_func is given
+    return counts
+
+
+@pytest.mark.parametrize(("schedule", "chunks"), [("v-half", 2), ("zb-h1", 1)])
+def test_an_evaluation_gathers_no_weights(ranks: RankPools, schedule: str, chunks: int) -> None:
+    found = ranks(2).run(gathers_of_an_evaluation, schedule=schedule)
+    assert found == [[0, chunks]] * 2
+
+
+def test_the_page_is_what_the_script_makes() -> None:
+    spec = importlib.util.spec_from_file_location("make_support", ROOT / "docs" / "make_support.py")
+    assert spec is not None
+    assert spec.loader is not None
+    script = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(script)
+    page = (ROOT / "docs" / "support.md").read_text(encoding="utf-8")
+    assert page == script.page(), "run docs/make_support.py"
+    for heading in re.findall(r"^## .*$", page, flags=re.MULTILINE):
+        assert page.count(heading) == 1
+
+
+def what_a_second_run_finds(schedule: str) -> list[str]:
+    """Run a step twice, as Megatron does to validate a result, and look for what was left."""
+    found = []
+    with built(GPTCase(tied=True), schedule, num_microbatches=5) as (adapter, chunks):
+        assert adapter is not None
+        function = adapter.forward_backward_func
+        outcomes = []
+        for _ in range(2):
+            for chunk in chunks:
+                chunk.zero_grad_buffer()
+            data = [microbatches(GPTCase(), 5) for _ in chunks]
+            losses = forward_backward(function, chunks, data, 5)
+            outcomes.append((losses, dict(gradients(chunks))))
+            found += [f"batches left: {len(list(rest))}" for rest in data if next(rest, None)]
+            found += [f"W left: {len(s.queue)}" for s in adapter._splits if len(s.queue)]
+            channels = function._channels
+            assert channels is not None
+            if channels._received or any(channels._sends.values()):
+                found.append("messages left")
+        (losses, first), (again, second) = outcomes
+        if losses != again:
+            found.append(f"losses {losses}, then {again}")
+        found += [name for name in first if not torch.equal(first[name], second[name])]
+    return found
+
+
+@pytest.mark.parametrize("schedule", ["v-half", "zb-h1", "interleaved", "v-zb"])
+def test_a_step_can_be_run_again(ranks: RankPools, schedule: str) -> None:
+    assert ranks(2).run(what_a_second_run_finds, schedule=schedule) == [[]] * 2
+
+
+def _logits(batch: dict[str, torch.Tensor], output: torch.Tensor, non_loss_data: bool) -> Any:
+    assert non_loss_data
+    return batch["tokens"].sum().item(), output.detach().clone()
+
+
+def _collecting_step(iterator: Iterator[dict[str, torch.Tensor]], model: Any) -> tuple[Any, Any]:
+    batch = next(iterator)
+    length = batch["tokens"].size(1)
+    causal = torch.ones(1, 1, length, length, dtype=torch.bool).triu(1)
+    output = model(batch["tokens"], torch.arange(length).expand(2, -1), causal)
+    return output, partial(_logits, batch)
+
+
+def collected(schedule: str | None) -> list[Any]:
+    """The logits of an evaluation of 3 microbatches, and then a step that trains."""
+    case = GPTCase()
+    with built(case, schedule, num_microbatches=3) as (adapter, chunks):
+        function = adapter.forward_backward_func if adapter else get_forward_backward_func()
+        evaluate = partial(forward_backward, function, chunks, num_microbatches=3)
+        data = [microbatches(case, 3) for _ in chunks]
+        found = evaluate(data, step=_collecting_step, forward_only=True, collect_non_loss_data=True)
+        evaluate([microbatches(case, 3) for _ in chunks])
+    return [(tokens, logits.numpy().tobytes()) for tokens, logits in found]
+
+
+@pytest.mark.parametrize("schedule", ["v-half", "zb-h1", "interleaved"])
+def test_an_evaluation_collects_other_data(ranks: RankPools, schedule: str) -> None:
+    ours, expected = [ranks(2).run(collected, schedule=s) for s in (schedule, None)]
+    assert ours == expected
+    assert [len(of_rank) for of_rank in ours] == [0, 3]
+
+
+def error_of_fused_sums(schedule: str) -> float:
+    """How far fused accumulation is off where a weight is looked up and multiplied with."""
+    case = GPTCase(multi_token=1, rotary=True, tied=True)
+    plain, fused = (
+        run(replace(case, fused_accumulation=fuses), schedule, [3])[3].gradients
+        for fuses in (False, True)
+    )
+    return max((plain[name] - fused[name]).abs().max().item() for name in plain)
+
+
+@pytest.mark.parametrize("schedule", ["v-half", "zb-h1"])
+def test_fused_accumulation_keeps_what_the_lookup_adds(ranks: RankPools, schedule: str) -> None:
+    """Compared with our own sums: Megatron's schedules leave the lookup's part out."""
+    assert max(ranks(2).run(error_of_fused_sums, schedule=schedule)) < 1e-6

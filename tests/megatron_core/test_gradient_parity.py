@@ -1,0 +1,112 @@
+"""Every schedule of the catalog against Megatron's own 1F1B: losses and gradients, bit for bit."""
+
+from __future__ import annotations
+
+import pytest
+import sizes
+from gpt_cases import GPTCase, differences
+from ranks import RankPools
+
+from megatron_zb import schedules
+from megatron_zb.schedules.families.interleaved import split_interleaved
+
+FEW = {"1f1b", "interleaved", "zb-h1", "v-half", "v-zb"}
+"""One of each way to run: whole and split backwards, one chunk, a loop and a V."""
+FEW_OR_FULL = [
+    name if name in FEW else pytest.param(name, marks=pytest.mark.full)
+    for name in schedules.names()
+]
+
+
+@pytest.mark.parametrize("name", schedules.names())
+@pytest.mark.parametrize(
+    ("world_size", "tied", "dtype"),
+    [
+        (2, True, "bfloat16"),
+        (4, False, "float32"),
+        pytest.param(2, False, "float32", marks=pytest.mark.full),
+        pytest.param(4, True, "bfloat16", marks=pytest.mark.full),
+    ],
+    ids=["2 ranks, tied", "4 ranks", "2 ranks", "4 ranks, tied"],
+)
+def test_gradients_equal_megatrons(
+    ranks: RankPools, world_size: int, tied: bool, dtype: str, name: str
+) -> None:
+    microbatches = [1, 2 * world_size + 1, 3 * world_size, *([3] if sizes.IS_FULL else [])]
+    case = GPTCase(tied=tied, dtype=dtype)
+    found = ranks(world_size).run(
+        differences, case=case, schedule=name, num_microbatches=microbatches
+    )
+    assert found == [[]] * world_size
+
+
+@pytest.mark.parametrize("chunks", [2, 4])
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_a_loop_with_a_split_backward_equals_megatrons(
+    ranks: RankPools, world_size: int, chunks: int
+) -> None:
+    """What `auto` may choose and no name stands for."""
+    for schedule in split_interleaved(world_size, 2 * world_size, chunks):
+        found = ranks(world_size).run(
+            differences,
+            case=GPTCase(tied=True),
+            schedule=schedule,
+            num_microbatches=[2 * world_size],
+        )
+        assert found == [[]] * world_size
+
+
+@pytest.mark.parametrize("name", schedules.names())
+@pytest.mark.parametrize("world_size", [pytest.param(2, marks=pytest.mark.full), 4])
+def test_evaluation_equals_megatrons(ranks: RankPools, world_size: int, name: str) -> None:
+    found = ranks(world_size).run(
+        differences,
+        case=GPTCase(tied=True),
+        schedule=name,
+        num_microbatches=[1, 3, 2 * world_size + 1],
+        forward_only=True,
+    )
+    assert found == [[]] * world_size
+
+
+@pytest.mark.parametrize("name", FEW_OR_FULL)
+@pytest.mark.parametrize(
+    "case",
+    [
+        GPTCase(tied=True, per_token_loss=True),
+        GPTCase(wrapped=False),
+        GPTCase(fused_accumulation=True, tied=True),
+        GPTCase(fused_accumulation=True, dtype="bfloat16"),
+        GPTCase(options=(("gated_linear_unit", True), ("add_bias_linear", False))),
+        GPTCase(
+            options=(
+                ("recompute_granularity", "full"),
+                ("recompute_method", "uniform"),
+                ("recompute_num_layers", 1),
+            )
+        ),
+    ],
+    ids=["per-token-loss", "no-ddp", "fused", "fused-bf16", "swiglu-no-bias", "full-recompute"],
+)
+def test_variants_equal_megatrons(ranks: RankPools, case: GPTCase, name: str) -> None:
+    found = ranks(2).run(differences, case=case, schedule=name, num_microbatches=[5], iterations=2)
+    assert found == [[]] * 2
+
+
+@pytest.mark.parametrize("name", FEW_OR_FULL)
+@pytest.mark.parametrize(
+    "case",
+    [
+        GPTCase(tensor_parallel=2),
+        GPTCase(tensor_parallel=2, sequence_parallel=True),
+        GPTCase(data_parallel=2, tied=True),
+        GPTCase(data_parallel=2, overlap_grad_reduce=True),
+        GPTCase(data_parallel=2, overlap_grad_reduce=True, fused_accumulation=True),
+    ],
+    ids=["tp2", "tp2-sequence-parallel", "dp2", "dp2-overlap", "dp2-overlap-fused"],
+)
+def test_tensor_and_data_parallel_equal_megatrons(
+    ranks: RankPools, case: GPTCase, name: str
+) -> None:
+    found = ranks(4).run(differences, case=case, schedule=name, num_microbatches=[5])
+    assert found == [[]] * 4

@@ -1,0 +1,418 @@
+"""Optimizer post-validation against Megatron's synchronous step, in runs that take every branch."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import Any, NamedTuple
+
+import pytest
+import sizes
+import torch
+from gpt_cases import GPTCase, built, forward_backward, microbatches
+from megatron.core import parallel_state
+from ranks import RankPools
+from torch.overrides import TorchFunctionMode
+
+from megatron_zb.errors import UsageError
+from megatron_zb.megatron_core.initialisation import global_parameters
+from megatron_zb.megatron_core.optimizer_snapshot import OptimizerSnapshot
+
+MICROBATCHES = 6
+
+
+@dataclass(frozen=True)
+class Training:
+    """One run: a model, a schedule, and what is to go wrong.
+
+    ``infinite`` says in which iterations which pipeline rank finds an infinite gradient;
+    ``settled`` after which iterations the run settles, as it does before a checkpoint.
+    """
+
+    case: GPTCase
+    schedule: str = "v-half"
+    clip: float = 0.0
+    iterations: int = 8
+    infinite: tuple[tuple[int, int], ...] = ()
+    settled: tuple[int, ...] = ()
+    dropout: float = 0.0
+    on_host: bool = False
+    optimizer: str = "adam"
+    loss_scale: float = 2.0**10
+
+
+class Step(NamedTuple):
+    """What the optimizer has done in one iteration."""
+
+    skipped: bool
+    norm: float | None
+    zeros: float | None
+    loss_scale: float
+    learning_rate: float
+
+
+@dataclass
+class Run:
+    """What one rank saw; ``mended`` are the iterations whose step was taken back or made late."""
+
+    losses: list[list[float]] = field(default_factory=list)
+    steps: list[Step] = field(default_factory=list)
+    mended: list[int] = field(default_factory=list)
+    parameters: dict[str, torch.Tensor] = field(default_factory=dict)
+    snapshot_nbytes: int = 0
+
+
+def train(training: Training, validated: bool) -> Run:
+    """Train in the way of Megatron-LM's loop."""
+    torch.manual_seed(7)
+    case, run = training.case, Run()
+    with built(case, training.schedule, MICROBATCHES) as (adapter, chunks):
+        assert adapter is not None
+        _set_dropout(chunks, training.dropout)
+        optimizer, scheduler = _optimizer(training, chunks)
+        chunks[0].config.grad_scale_func = optimizer.scale_loss
+        validation = None
+        if validated:
+            validation = adapter.post_validate(
+                optimizer, scheduler, chunks, on_host=training.on_host
+            )
+            _take_notes(validation, run)
+        for iteration in range(training.iterations):
+            for chunk in chunks:
+                chunk.zero_grad_buffer()
+            optimizer.zero_grad()
+            data = [_batches(case, iteration) for _ in chunks]
+            records = forward_backward(adapter.forward_backward_func, chunks, data, MICROBATCHES)
+            run.losses.append([float(record["lm loss"]) for record in records])
+            _make_infinite(training, chunks, iteration)
+            success, norm, zeros = optimizer.step()
+            if success:
+                scheduler.step(increment=1)
+            if validation is None:
+                run.steps.append(_step(optimizer, success, norm, zeros))
+            elif iteration in training.settled:
+                validation.settle()
+        if validation is not None:
+            validation.settle()
+            run.snapshot_nbytes = validation.snapshot_nbytes
+        for chunk in chunks:
+            for name, parameter in global_parameters(chunk).items():
+                run.parameters[name.replace("module.", "")] = parameter.detach().clone()
+    return run
+
+
+def _take_notes(validation: Any, run: Run) -> None:
+    """Take down every step when it is validated."""
+    was_right, mend = validation.was_right, validation.mend
+
+    def noted_right() -> bool:
+        right: bool = was_right()
+        if right:
+            run.steps.append(Step(*dataclasses.astuple(validation.outcome)))
+        return right
+
+    def noted_mend() -> None:
+        mend()
+        run.mended.append(len(run.steps))
+        run.steps.append(Step(*dataclasses.astuple(validation.outcome)))
+
+    validation.was_right, validation.mend = noted_right, noted_mend
+
+
+def _step(optimizer: Any, success: bool, norm: Any, zeros: Any) -> Step:
+    rate = optimizer.param_groups[0]["lr"]
+    return Step(not success, norm, zeros, optimizer.get_loss_scale().item(), rate)
+
+
+def _batches(case: GPTCase, iteration: int) -> Iterator[dict[str, torch.Tensor]]:
+    """Other tokens in every iteration."""
+    for batch in microbatches(case, MICROBATCHES):
+        yield {**batch, "tokens": (batch["tokens"] + iteration) % 64}
+
+
+def _set_dropout(chunks: list[Any], probability: float) -> None:
+    for module in (module for chunk in chunks for module in chunk.modules()):
+        if isinstance(module, torch.nn.Dropout):
+            module.p = probability
+        if hasattr(module, "hidden_dropout"):
+            module.hidden_dropout = probability
+
+
+def _optimizer(training: Training, chunks: list[Any]) -> tuple[Any, Any]:
+    from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+    from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+
+    case = training.case
+    config = OptimizerConfig(
+        optimizer=training.optimizer,
+        lr=0.01,
+        min_lr=0.0,
+        weight_decay=0.1,
+        bf16=case.dtype == "bfloat16",
+        fp16=case.dtype == "float16",
+        params_dtype=case.torch_dtype,
+        use_distributed_optimizer=case.distributed_optimizer,
+        clip_grad=training.clip,
+        log_num_zeros_in_grad=True,
+        initial_loss_scale=training.loss_scale,
+        min_loss_scale=1.0,
+        loss_scale_window=3,
+        hysteresis=1,
+    )
+    optimizer = get_megatron_optimizer(config, chunks, use_gloo_process_groups=False)
+    scheduler = OptimizerParamScheduler(
+        optimizer,
+        init_lr=0.0,
+        max_lr=0.01,
+        min_lr=0.0,
+        lr_warmup_steps=2,
+        lr_decay_steps=2 * training.iterations + 8,
+        lr_decay_style="linear",
+        start_wd=0.1,
+        end_wd=0.1,
+        wd_incr_steps=2 * training.iterations + 8,
+        wd_incr_style="constant",
+    )
+    return optimizer, scheduler
+
+
+def _make_infinite(training: Training, chunks: list[Any], iteration: int) -> None:
+    for at, number in training.infinite:
+        stage = number % parallel_state.get_pipeline_model_parallel_world_size()
+        if (at, stage) == (iteration, parallel_state.get_pipeline_model_parallel_rank()):
+            weight: Any = next(chunks[-1].parameters())
+            weight.main_grad.view(-1)[0] = torch.inf
+
+
+def both(training: Training) -> tuple[Run, Run]:
+    """The same training with Megatron's synchronous step, and with post-validation."""
+    return train(training, validated=False), train(training, validated=True)
+
+
+FP32 = GPTCase()
+BF16 = GPTCase(dtype="bfloat16")
+FP16 = GPTCase(dtype="float16")
+
+
+def check(found: list[tuple[Run, Run]]) -> None:
+    """Losses, skipped steps, learning rates and weights to the last bit, on every rank.
+
+    The norm of a step that was right at once is summed up in another order than Megatron's.
+    """
+    for synchronous, validated in found:
+        assert validated.losses == synchronous.losses
+        for step, expected in zip(validated.steps, synchronous.steps, strict=True):
+            assert step._replace(norm=None) == expected._replace(norm=None)
+            if expected.norm is None:
+                assert step.norm is None
+            else:
+                assert step.norm == pytest.approx(expected.norm, rel=1e-6)
+        for name, parameter in validated.parameters.items():
+            assert torch.equal(parameter, synchronous.parameters[name]), name
+
+
+@pytest.mark.parametrize(
+    ("case", "schedule"),
+    [(FP32, "v-half"), (BF16, "zb-h1"), (FP16, "1f1b"), (FP16, "interleaved")],
+    ids=["fp32-v-half", "bf16-zb-h1", "fp16-1f1b", "fp16-interleaved"],
+)
+def test_without_clipping_every_step_is_right_at_once(
+    ranks: RankPools, case: GPTCase, schedule: str
+) -> None:
+    found = ranks(4).run(both, training=Training(case, schedule, clip=1e6))
+    check(found)
+    assert all(validated.mended == [] for _, validated in found)
+
+
+def clipped_and_infinite(case: GPTCase, schedule: str, **more: Any) -> Training:
+    """Some steps are clipped; two in a row and another are skipped where there is a loss scale."""
+    infinite = ((2, 1), (3, 3), (6, 0)) if case.dtype == "float16" else ()
+    return Training(case, schedule, clip=CLIP_SOME, infinite=infinite, **more)
+
+
+# Between the norms of the iterations.
+CLIP_SOME = 1.2
+PARALLEL = {
+    "tensor-parallel": GPTCase(dtype="float16", tensor_parallel=2),
+    "data-parallel": GPTCase(dtype="float16", data_parallel=2, overlap_grad_reduce=True),
+    "distributed-optimizer": GPTCase(dtype="float16", data_parallel=2, distributed_optimizer=True),
+    "distributed-optimizer-overlapped": GPTCase(
+        dtype="bfloat16", data_parallel=2, distributed_optimizer=True, overlap_grad_reduce=True
+    ),
+    "distributed-optimizer-fp32": GPTCase(data_parallel=2, distributed_optimizer=True),
+    "tied": GPTCase(dtype="float16", tied=True),
+}
+
+
+@pytest.mark.parametrize(
+    ("case", "schedule"),
+    [(FP32, "1f1b"), (BF16, "v-half"), (BF16, "zb-h1"), (FP16, "v-half"), (FP16, "zb-h1")],
+    ids=["fp32-1f1b", "bf16-v-half", "bf16-zb-h1", "fp16-v-half", "fp16-zb-h1"],
+)
+def test_wrong_steps_are_mended(ranks: RankPools, case: GPTCase, schedule: str) -> None:
+    training = clipped_and_infinite(case, schedule)
+    found = ranks(4).run(both, training=training)
+    check(found)
+    check_mended(found)
+    if training.infinite:
+        skipped = [i for i, step in enumerate(found[0][1].steps) if step.skipped]
+        assert skipped == [2, 3, 6]
+
+
+def check_mended(found: list[tuple[Run, Run]]) -> None:
+    """The same steps on all ranks: those that Megatron has skipped or clipped, and no others."""
+    for _, validated in found:
+        wrong = [
+            i
+            for i, step in enumerate(found[0][0].steps)
+            if step.norm is None or step.norm > CLIP_SOME
+        ]
+        assert validated.mended == wrong
+        assert 0 < len(wrong) < len(validated.steps)
+
+
+@pytest.mark.parametrize(
+    ("name", "schedule"),
+    [*((name, "v-half") for name in PARALLEL), ("tied", "zb-h1"), ("tensor-parallel", "zb-h1")],
+)
+def test_wrong_steps_are_mended_in_parallel(ranks: RankPools, name: str, schedule: str) -> None:
+    found = ranks(4).run(both, training=clipped_and_infinite(PARALLEL[name], schedule))
+    check(found)
+    check_mended(found)
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        {"dropout": 0.2},
+        {"optimizer": "sgd"},
+        {"on_host": True},
+        {"settled": (0, 2, 3, 5)},
+        {"settled": tuple(range(8))},
+    ],
+    ids=["dropout", "sgd", "on-host", "settled", "always-settled"],
+)
+def test_wrong_steps_are_mended_whatever_else(ranks: RankPools, more: dict[str, Any]) -> None:
+    found = ranks(4).run(both, training=clipped_and_infinite(FP16, "v-half", **more))
+    check(found)
+    check_mended(found)
+
+
+MANY = 60 if sizes.IS_FULL else 24
+# Alone, two and three in a row, on each rank, and on two ranks in one iteration.
+INFINITE = ((2, 1), (3, 3), (8, 0), (12, 2), (12, 0), (13, 1), (14, 2), (19, 3), (MANY - 1, 1))
+# What a run does before an evaluation, a checkpoint and its end: after right and wrong steps.
+SETTLED = (5, 8, 9, 11, 13, 16, 20, MANY - 1)
+
+
+@pytest.mark.parametrize(
+    ("training", "mended"),
+    [
+        (Training(FP32, "v-zb", clip=1e6, iterations=MANY), "none"),
+        (Training(FP32, "v-half", clip=0.01, iterations=MANY), "all"),
+        (Training(BF16, "v-half", clip=CLIP_SOME, iterations=MANY), "some"),
+        (Training(FP16, "v-zb", iterations=MANY, infinite=INFINITE), "some"),
+        (
+            Training(
+                FP16,
+                "v-half",
+                clip=CLIP_SOME,
+                iterations=MANY,
+                infinite=INFINITE,
+                settled=SETTLED,
+            ),
+            "some",
+        ),
+    ],
+    ids=["not-clipped", "always-clipped", "some-clipped", "infinite", "infinite-and-clipped"],
+)
+def test_many_iterations(ranks: RankPools, training: Training, mended: str) -> None:
+    found = ranks(4).run(both, training=training)
+    check(found)
+    for synchronous, validated in found:
+        skipped = {i for i, step in enumerate(validated.steps) if step.skipped}
+        assert skipped >= {i for i, _ in training.infinite}  # a loss scale may grow too large
+        assert bool(skipped) == bool(training.infinite)
+        clipped = {
+            i
+            for i, step in enumerate(synchronous.steps)
+            if training.clip and step.norm is not None and step.norm > training.clip
+        }
+        assert set(validated.mended) == skipped | clipped
+        counted = {"none": 0, "all": MANY}.get(mended, len(skipped | clipped))
+        assert len(validated.mended) == counted
+        assert mended != "some" or 0 < counted < MANY
+
+
+def test_the_size_of_what_is_kept(ranks: RankPools) -> None:
+    """Adam in single precision: a parameter, two averages, and the count of its steps."""
+    for iterations, count in ((0, 0), (1, 4)):  # it is made in the first step
+        training = Training(FP32, clip=1e6, iterations=iterations)
+        for run in ranks(4).run(train, training=training, validated=True):
+            expected = sum(12 * p.numel() + count for p in run.parameters.values())
+            assert run.snapshot_nbytes == expected
+
+
+class Copies(TorchFunctionMode):
+    """Which copies from tensor to tensor the host may go on without, and which it waits for."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.waits: list[bool] = []
+
+    def __torch_function__(
+        self, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        if function is torch.Tensor.copy_:
+            self.waits.append(not (kwargs or {}).get("non_blocking", False))
+        return function(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("on_host", [False, True])
+def test_the_host_waits_for_no_copy_of_a_snapshot(on_host: bool) -> None:
+    """On a GPU they follow the optimizer's step on its stream; here, that none asks the host."""
+    parameters = [torch.nn.Parameter(torch.randn(3)) for _ in range(2)]
+    inner = torch.optim.Adam(parameters, lr=0.1)
+    snapshot = OptimizerSnapshot([SimpleNamespace(optimizer=inner)], on_host=on_host)
+
+    def step() -> None:
+        for parameter in parameters:
+            parameter.grad = torch.ones_like(parameter)
+        inner.step()
+
+    step()
+    before = [p.detach().clone() for p in parameters]
+    average = inner.state[parameters[0]]["exp_avg"].clone()
+    with Copies() as copies:
+        snapshot.take()
+    assert copies.waits == [False] * 2 * (1 + 3)  # of each, itself, two averages and a count
+    step()
+    assert not torch.equal(parameters[0], before[0])
+    with Copies() as copies:
+        snapshot.restore()
+    assert copies.waits == [False] * 2 * (1 + 3)
+    assert all(torch.equal(p, b) for p, b in zip(parameters, before, strict=True))
+    assert torch.equal(inner.state[parameters[0]]["exp_avg"], average)
+
+
+class Heavy:
+    """An optimizer that nobody knows."""
+
+
+def test_an_optimizer_that_cannot_be_taken_back_is_refused() -> None:
+    from megatron_zb.megatron_core.post_validation import check_optimizer
+
+    for optimizer in (Heavy(), SimpleNamespace(optimizer=Heavy())):
+        with pytest.raises(UsageError, match="cannot take back a step of"):
+            check_optimizer(optimizer)
+
+
+def test_a_setting_that_cannot_be_taken_back_is_refused() -> None:
+    from megatron_zb.megatron_core.post_validation import NOT_TAKEN_BACK, check_settings
+
+    for setting, why in NOT_TAKEN_BACK.items():
+        with pytest.raises(UsageError, match=f"^{setting} cannot be combined .*{why}$"):
+            check_settings(SimpleNamespace(), SimpleNamespace(**{setting: 1}))
+    check_settings(SimpleNamespace(**dict.fromkeys(NOT_TAKEN_BACK)))

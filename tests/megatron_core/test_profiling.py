@@ -1,0 +1,392 @@
+"""A job that measures itself: what it finds, and that training does not change by it."""
+
+from __future__ import annotations
+
+import weakref
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, cast
+
+import pytest
+import torch
+from gpt_cases import GPTCase, built, forward_backward, gradients, microbatches
+from megatron.core import parallel_state
+from rank_process import Kind
+from ranks import RankPools
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from megatron_zb import schedules
+from megatron_zb.errors import UsageError
+from megatron_zb.measured.profile import Profile, StageProfile, read_profile, write_profile
+from megatron_zb.megatron_core import profiling
+from megatron_zb.megatron_core.adapter import PipelineAdapter
+from megatron_zb.megatron_core.profiling import ITERATIONS, TIMED, WARM_UP, WHOLE, Held, Profiling
+from megatron_zb.runtime.activation_memory import ActivationMemory
+from megatron_zb.runtime.recorder import MemoryRecorder, Recorder, Span
+from megatron_zb.schedules.layout import Layers
+from megatron_zb.schedules.passes import Pass, PassKind
+from megatron_zb.schedules.program.memory import peak_with_messages
+
+M = 6
+
+
+@dataclass
+class Seen:
+    """What one rank saw in each iteration; ``data`` and ``tensor`` are its parallel ranks."""
+
+    data: int
+    tensor: int
+    losses: list[list[float]] = field(default_factory=list)
+    gradients: list[dict[str, torch.Tensor]] = field(default_factory=list)
+    orders: list[schedules.Schedule] = field(default_factory=list)
+    costs: list[schedules.Costs] = field(default_factory=list)
+
+
+def train(
+    case: GPTCase,
+    schedule: str | None,
+    iterations: int,
+    path: Path | None = None,
+    every: int | None = None,
+) -> Seen:
+    """Iterations of the same batches; ``schedule=None`` is Megatron's own 1F1B."""
+    from megatron.core.pipeline_parallel import get_forward_backward_func
+
+    with built(case, schedule, M) as (adapter, chunks):
+        seen = Seen(
+            parallel_state.get_data_parallel_rank(), parallel_state.get_tensor_model_parallel_rank()
+        )
+        function = adapter.forward_backward_func if adapter else get_forward_backward_func()
+        if adapter is not None:
+            adapter.profile(path, every)
+        for _ in range(iterations):
+            for chunk in chunks:
+                chunk.zero_grad_buffer()
+            data = [microbatches(case, M) for _ in chunks]
+            records = forward_backward(function, chunks, data, M)
+            seen.losses.append([float(record["lm loss"]) for record in records])
+            seen.gradients.append({name: g.clone() for name, g in gradients(chunks)})
+            if adapter is not None:
+                seen.orders.append(adapter.schedule)
+                seen.costs.append(adapter.costs)
+    return seen
+
+
+def check_same(found: list[Seen], stock: list[Seen]) -> None:
+    """Every iteration has the losses and the gradients of Megatron's own."""
+    expected = {(rank.tensor, name): g for rank in stock for name, g in rank.gradients[0].items()}
+    losses = {rank.data: rank.losses[0] for rank in stock if rank.losses[0]}
+    for rank in found:
+        for of_iteration in rank.losses:
+            assert of_iteration in ([], losses[rank.data])
+        for of_step in rank.gradients:
+            for name, gradient in of_step.items():
+                assert torch.equal(gradient, expected[rank.tensor, name]), name
+    assert all(any(rank.losses[i] for rank in found) for i in range(len(found[0].losses)))
+
+
+def fused(schedule: schedules.Schedule) -> int:
+    return sum(p.kind is PassKind.BW for rank in schedule.ranks for p in rank)
+
+
+def test_the_profile_of_a_run(ranks: RankPools, tmp_path: Path) -> None:
+    case, path = GPTCase(), tmp_path / "profile.yaml"
+    pool = ranks(4)
+    found = pool.run(train, case=case, schedule="v-half", iterations=ITERATIONS + 2, path=path)
+    check_same(found, pool.run(train, case=case, schedule=None, iterations=1))
+    orders = found[0].orders
+    whole = [fused(order) == 8 * M for order in orders]
+    split = [fused(order) == 0 for order in orders]
+    assert (WARM_UP, TIMED, WHOLE) == (2, 4, 2)
+    assert split == [True] * 6 + [False] * 2 + [False] * 3
+    assert whole == [False] * 6 + [True] * 2 + [False] * 3
+    assert orders[-1] == orders[-2]
+    profile = read_profile(path)
+    assert profile.schedule == "v-half"
+    assert profile.num_microbatches == M
+    assert "".join(stage.layers for stage in profile.stages) == "E" + "t" * case.layers + "L"
+    assert profile.rank_of == (0, 1, 2, 3, 3, 2, 1, 0)
+    assert len(profile.links) == 6
+    for stage in profile.stages:
+        assert 0 < stage.held_for_weight < stage.activation
+    parts = profile.parts
+    assert parts is not None
+    assert min(parts.layer.forward, parts.layer.backward, parts.layer.weight) > 0
+    assert min(parts.output.forward, parts.output.backward, parts.output.weight) > 0
+    assert parts.embedding.forward > 0
+    assert parts.embedding.weight == 0
+    assert parts.multi_token.total == 0
+    assert min(parts.empty_pass.forward, parts.empty_pass.backward, parts.empty_pass.weight) > 0
+    assert min(parts.layer.whole, parts.output.whole, profile.host.whole) > 0
+    assert min(profile.host.forward, profile.host.backward, profile.host.weight) > 0
+    assert profile.outside > 0
+    middle = profile.stages[1:-1]
+    assert len({(stage.activation, stage.held_for_weight) for stage in middle}) == 1
+
+
+@pytest.mark.parametrize(
+    "case",
+    [GPTCase(), GPTCase(data_parallel=2, overlap_grad_reduce=True), GPTCase(tensor_parallel=2)],
+    ids=["pipeline", "data-parallel", "tensor-parallel"],
+)
+def test_auto_goes_on_with_a_schedule_for_what_it_has_measured(
+    ranks: RankPools, case: GPTCase
+) -> None:
+    pool = ranks(4)
+    found = pool.run(train, case=case, schedule="auto", iterations=ITERATIONS + 2)
+    check_same(found, pool.run(train, case=case, schedule=None, iterations=1))
+    first, *others = found
+    assert all(rank.orders == first.orders and rank.costs == first.costs for rank in others)
+    assert first.costs[0] != first.costs[-1] == first.costs[-2]
+    at_first = schedules.simulate(first.orders[0], first.costs[-1]).makespan
+    at_last = schedules.simulate(first.orders[-1], first.costs[-1]).makespan
+    assert at_last <= at_first * (1 + 1e-9)
+
+
+def test_a_named_schedule_is_built_anew_every_so_often(ranks: RankPools) -> None:
+    case, every = GPTCase(), ITERATIONS + 1
+    pool = ranks(4)
+    iterations = ITERATIONS + every
+    found = pool.run(train, case=case, schedule="zb-h1", iterations=iterations, every=every)
+    check_same(found, pool.run(train, case=case, schedule=None, iterations=1))
+    costs = found[0].costs
+    assert len({id(c) if c is None else c.forward for c in costs}) == 3  # equal, and two profiles
+    assert all(rank.costs == costs and rank.orders == found[0].orders for rank in found)
+
+
+def counted(case: GPTCase, schedule: str, path: Path) -> tuple[int, int]:
+    """The peak of activations on this rank: predicted from a profile, and counted."""
+    with built(case, schedule, M) as (adapter, chunks):
+        assert adapter is not None
+        adapter.profile(path, None)
+        function = adapter.forward_backward_func
+
+        def step() -> None:
+            data = [microbatches(case, M) for _ in chunks]
+            forward_backward(function, chunks, data, M)
+
+        for _ in range(ITERATIONS):
+            step()
+        memory = ActivationMemory(p for chunk in chunks for p in chunk.parameters())
+        adapter.activation_memory = memory
+        with memory.watching():
+            step()
+        rank = adapter.physical.logical(parallel_state.get_pipeline_model_parallel_rank())
+        torch.distributed.barrier()
+        profile = read_profile(path)
+        placement = adapter.schedule.placement
+        program = schedules.lower(adapter.schedule)
+        costs = profile.costs(placement).for_placement(placement)
+        predicted = peak_with_messages(program, rank, costs, profile.message)
+        return round(predicted), memory.peak_bytes
+
+
+SPLIT = ["zb-h1", "zb-h2", "zb-1p", "zb-2p", "v-zb", "v-half", "v-min", "dualpipe-v", "wave"]
+
+
+@pytest.mark.parametrize("schedule", SPLIT)
+def test_predicted_activations_are_those_that_are_counted(
+    ranks: RankPools, tmp_path: Path, schedule: str
+) -> None:
+    path = tmp_path / "profile.yaml"
+    for predicted, peak in ranks(2).run(counted, case=GPTCase(), schedule=schedule, path=path):
+        assert predicted == pytest.approx(peak, rel=0.03)
+
+
+def adapter_of(schedule: str) -> PipelineAdapter:
+    return PipelineAdapter.create(schedule, pipeline_size=4, num_microbatches=8, layers=Layers(8))
+
+
+def test_what_cannot_be_measured_is_refused() -> None:
+    with pytest.raises(UsageError, match="--pipeline-profile needs a schedule that splits"):
+        adapter_of("1f1b").profile(Path("profile.yaml"), None)
+    with pytest.raises(UsageError, match=r"--pipeline-replan-every is 9: .*give 10 or more"):
+        adapter_of("v-half").profile(None, ITERATIONS)
+    with pytest.raises(UsageError, match="--pipeline-schedule-file: a finished schedule"):
+        adapter_of("v-half").profile(None, 100, is_named=False)
+
+
+def profile(**changes: Any) -> dict[str, Any]:
+    stage = {
+        "rank": 0,
+        "layers": "Et",
+        "forward": 0.1,
+        "backward": 0.2,
+        "weight": 0.1,
+        "activation": 100,
+        "held_for_weight": 50,
+    }
+    return {
+        "version": 1,
+        "device": "CPU",
+        "schedule": "zb-h1",
+        "pipeline_size": 2,
+        "num_microbatches": 4,
+        "message": 8,
+        "model": {
+            "layers": 2,
+            "hidden_size": 32,
+            "sequence_length": 16,
+            "microbatch": 1,
+            "tensor": 1,
+            "context": 1,
+        },
+        "stages": [stage, {**stage, "rank": 1, "layers": "tL"}],
+        "links": [{"source": 0, "target": 1, "seconds": 0.01}],
+        **changes,
+    }
+
+
+def test_a_profile_survives_its_file(tmp_path: Path) -> None:
+    written = Profile.model_validate(profile())
+    write_profile(written, tmp_path / "new" / "profile.yaml")
+    assert read_profile(tmp_path / "new" / "profile.yaml") == written
+    costs = written.costs(schedules.build("zb-h1", pipeline_size=2, num_microbatches=4).placement)
+    assert costs.forward == (0.1, 0.1)
+    assert costs.p2p == ((0.0, 0.01), (0.01, 0.0))
+    with pytest.raises(UsageError, match="profile a run of this placement"):
+        written.costs(schedules.build("v-half", pipeline_size=2, num_microbatches=4).placement)
+
+
+class StandInAllocator(TorchDispatchMode):
+    """In place of a GPU's allocator: the bytes of all storages that operations have made."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.live, self._seen = 0, set[int]()
+
+    def memory_allocated(self) -> int:
+        return self.live
+
+    def __torch_dispatch__(
+        self, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        result = function(*args, **(kwargs or {}))
+        for value in result if isinstance(result, list | tuple) else [result]:
+            if isinstance(value, torch.Tensor):
+                self._count(value.untyped_storage())
+        return result
+
+    def _count(self, storage: torch.UntypedStorage) -> None:
+        if storage._cdata not in self._seen:
+            self._seen.add(storage._cdata)
+            self.live += storage.nbytes()
+            weakref.finalize(storage, self._free, storage._cdata, storage.nbytes())
+
+    def _free(self, key: int, nbytes: int) -> None:
+        self._seen.discard(key)
+        self.live -= nbytes
+
+
+def profiled_by_allocator(case: GPTCase, path: Path) -> None:
+    """As on a GPU, but for the clock."""
+    step, recorder, allocator = Profiling.step, profiling.Recorder, StandInAllocator()
+    stock = torch.cuda.memory_allocated
+
+    def as_on_gpu(self: Profiling, memory: Any, parameters: Any, on_gpu: bool, mark: Any) -> Any:
+        return step(self, memory, parameters, True, mark)
+
+    change: Any = Profiling
+    change.step = as_on_gpu
+    patched: Any = profiling
+    patched.Recorder = lambda on_gpu: recorder(False)
+    torch.cuda.memory_allocated = lambda *_: allocator.memory_allocated()
+    try:
+        with allocator:
+            train(case, "v-half", ITERATIONS, path=path)
+    finally:
+        change.step, patched.Recorder, torch.cuda.memory_allocated = step, recorder, stock
+
+
+def test_on_a_gpu_the_allocator_says_what_passes_hold(ranks: RankPools, tmp_path: Path) -> None:
+    """What autograd says that it saves, and what W is said to need.
+
+    But for the input of a chunk's latest F, which Megatron's chunk keeps until its next one.
+    """
+    case, pool = GPTCase(), ranks(4, Kind.PLAIN)  # whose memory is that of the passes alone
+    pool.run(train, case=case, schedule="v-half", iterations=ITERATIONS, path=tmp_path / "hooks")
+    pool.run(profiled_by_allocator, case=case, path=tmp_path / "allocator")
+    hooks, allocator = (read_profile(tmp_path / name) for name in ("hooks", "allocator"))
+    little = 64  # bytes, such as a loss
+    for one, other in zip(allocator.stages, hooks.stages, strict=True):
+        assert -hooks.message - little <= one.activation - other.activation <= little
+        assert abs(one.held_for_weight - other.held_for_weight) <= little
+
+
+class Clock:
+    """Recorders whose times are of no interest here."""
+
+    def __init__(self, passes: list[Pass]) -> None:
+        self._passes = passes
+
+    def spans(self) -> list[Span]:
+        return [Span(p, 0.0, 1.0) for p in self._passes]
+
+
+@pytest.mark.parametrize(
+    ("after_f", "of_b", "activation", "held_for_weight"),
+    [(100, -40, 100, 60), (100, 30, 130, 130), (100, -120, 100, 0), (-10, 0, 0, 0)],
+    ids=["less", "more", "nothing", "negative"],
+)
+def test_what_w_holds_beyond_the_activations_is_counted_from_f_on(
+    after_f: int, of_b: int, activation: int, held_for_weight: int
+) -> None:
+    """A schedule takes B to free memory alone; a limit must hold all the same."""
+    one = Profiling(lambda: None, lambda: None, lambda: None, [Held(0, 0, "tL")], M)
+    memory = MemoryRecorder(ActivationMemory())
+    memory.changes[PassKind.F, 0] = [after_f] * 3
+    memory.changes[PassKind.B, 0] = [of_b] * 3
+    one._memory = memory
+    passes = [Pass(kind, 0, 0) for kind in (PassKind.F, PassKind.B, PassKind.W, PassKind.BW)]
+    one._recorders = [cast("Recorder", Clock(passes))]
+    steps = [recorder.spans() for recorder in one._recorders]
+    found = one._stages(7, steps, steps)[0]
+    assert (found.activation, found.held_for_weight) == (activation, held_for_weight)
+
+
+def parts(**changes: float) -> dict[str, Any]:
+    seconds = {"forward": 0.1, "backward": 0.1, "weight": 0.1, "whole": 0.2}
+    names = ("embedding", "output", "multi_token", "empty_pass")
+    return {"layer": {**seconds, **changes}, **{name: dict(seconds) for name in names}}
+
+
+def stage(**changes: Any) -> list[dict[str, Any]]:
+    first, second = profile()["stages"]
+    return [{**first, **changes}, second]
+
+
+@pytest.mark.parametrize(
+    ("broken", "said"),
+    [
+        (profile(version=3), "'version' is 3"),
+        (profile(stages=stage(forward=0.0)), "'stages.0.forward' is 0.0: .*forward: 0.0125"),
+        (profile(stages=stage(backward=-1.0)), "'stages.0.backward' is -1.0"),
+        (profile(stages=stage(forwards=1.0)), "did you mean forward, such as forward: 0.0125"),
+        (profile(stages=stage(layers="tE")), "'stages.0.layers' is 'tE'.*layers: Ett"),
+        (profile(stages=stage(held_for_weight=101)), "more than activation 100"),
+        (profile(stages=stage(rank=1)), "stages: their ranks must be 0 to 1"),
+        (profile(stages=stage(layers="Ett")), "they have 3 layers and the model has 2"),
+        (profile(links=[{"source": 0, "target": 2, "seconds": 1.0}]), "from rank 0 to 2"),
+        (profile(links=[{"source": 0, "target": 1}]), "'links.0.seconds' is missing"),
+        (profile(parts=parts(forward=-1.0)), "'parts.layer.forward' is -1.0"),
+        (profile(parts=parts(forward=0.0)), "parts.layer: its forward and backward must be"),
+        (profile(host={"forward": 0.1, "backward": 0.1}), "'host.weight' is missing"),
+        (profile(stages=stage(whole=0.3)), "stages: some tell their whole backward and some do"),
+        ({k: v for k, v in profile().items() if k != "model"}, "'model' is missing.*layers: 32"),
+    ],
+)
+def test_a_broken_profile_is_refused(tmp_path: Path, broken: dict[str, Any], said: str) -> None:
+    import yaml
+
+    path = tmp_path / "profile.yaml"
+    path.write_text(yaml.safe_dump(broken), encoding="utf-8")
+    with pytest.raises(UsageError, match=said):
+        read_profile(path)
+
+
+def test_replicas_count_as_their_slowest() -> None:
+    from megatron_zb.measured.profile import merged
+
+    values = profile()["stages"][0]
+    fast, slow = (StageProfile(**{**values, "forward": t}) for t in (0.1, 0.3))
+    assert merged([[fast, slow], [fast]]) == [slow, fast]

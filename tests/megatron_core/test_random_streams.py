@@ -1,0 +1,294 @@
+"""Streams of layers: with them, weights and dropout masks are the same under every schedule."""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import gpt_cases
+import pytest
+import torch
+from gpt_cases import GPTCase, built, forward_backward, microbatches
+from megatron.core import parallel_state
+from megatron.core.pipeline_parallel.schedules import get_forward_backward_func
+from megatron.core.tensor_parallel import get_cuda_rng_tracker, model_parallel_cuda_manual_seed
+from ranks import RankPools
+
+from megatron_zb.job.run_flags import asks_for_layer_streams
+from megatron_zb.megatron_core.adapter import PipelineAdapter
+from megatron_zb.megatron_core.initialisation import global_parameters
+from megatron_zb.megatron_core.random_streams import LayerStreams, RandomState
+from megatron_zb.schedules import build, layout
+from megatron_zb.schedules.layout import Layers
+
+DROPOUT = GPTCase(layers=8, dropout=0.1, drawn=True)
+EXPERTS = replace(
+    DROPOUT,
+    data_parallel=2,
+    expert_parallel=2,
+    options=(
+        ("num_moe_experts", 4),
+        ("moe_router_topk", 2),
+        ("moe_token_dispatcher_type", "alltoall"),
+        ("add_bias_linear", False),
+    ),
+)
+RECOMPUTED: tuple[tuple[str, Any], ...] = (
+    ("recompute_granularity", "full"),
+    ("recompute_method", "uniform"),
+    ("recompute_num_layers", 1),
+)
+
+
+@dataclass
+class Run:
+    """What the ranks of a job have drawn and computed, gathered; weights by global name."""
+
+    losses: list[list[float]] = field(default_factory=list)
+    weights: dict[str, str] = field(default_factory=dict)
+    gradients: dict[str, str] = field(default_factory=dict)
+
+    def add(self, other: Run) -> None:
+        self.losses = max(self.losses, other.losses)
+        for mine, theirs in ((self.weights, other.weights), (self.gradients, other.gradients)):
+            for name in mine.keys() & theirs.keys():  # a tied weight, or a replica's
+                assert mine[name] == theirs[name], name
+            mine.update(theirs)
+
+
+def train(
+    case: GPTCase,
+    schedule: str | None,
+    steps: tuple[int, ...] = (0, 1),
+    count: int = 4,
+    by_layer: bool = True,
+    evaluates: bool = False,
+) -> Run:
+    """Steps without an optimizer: losses follow from weights, data and masks."""
+    now = [0]
+    steps_done = (lambda: now[0]) if by_layer else None
+    with built(case, schedule, count, steps_done) as (adapter, chunks):
+        function = adapter.forward_backward_func if adapter else get_forward_backward_func()
+        found = Run(weights=_digests(chunks, lambda weight: weight))
+        for now[0] in steps:
+            gpt_cases._zero_gradients(chunks)
+            if evaluates:
+                _step(function, case, chunks, count, forward_only=True)
+            records = _step(function, case, chunks, count)
+            found.losses.append([float(record["lm loss"]) for record in records])
+        found.gradients = _digests(chunks, lambda weight: weight.main_grad)
+    return found
+
+
+def _step(function: Any, case: GPTCase, chunks: list[Any], count: int, **more: Any) -> list[Any]:
+    data = [microbatches(case, count) for _ in chunks]
+    return forward_backward(function, chunks, data, count, **more)
+
+
+def _digests(chunks: list[Any], value: Any) -> dict[str, str]:
+    """By global name, and by tensor-parallel and expert-parallel rank where those differ."""
+    found = {}
+    for chunk in chunks:
+        for name, weight in global_parameters(chunk).items():
+            key = f"{name.replace('module.', '')} of {_shard(name, weight)}"
+            bits = value(weight).detach().float().contiguous().numpy().tobytes()
+            found[key] = hashlib.sha256(bits).hexdigest()
+    return found
+
+
+def _shard(name: str, weight: Any) -> str:
+    if "experts" in name:
+        return f"EP {parallel_state.get_expert_model_parallel_rank()}"
+    tensor = parallel_state.get_tensor_model_parallel_rank()
+    return f"TP {tensor}" if getattr(weight, "tensor_model_parallel", False) else "all"
+
+
+def gathered(ranks: RankPools, size: int, case: GPTCase, schedule: str | None, **more: Any) -> Run:
+    whole = Run()
+    more_ranks = case.tensor_parallel * case.data_parallel
+    for found in ranks(size * more_ranks).run(train, case=case, schedule=schedule, **more):
+        whole.add(found)
+    assert whole.losses and whole.weights and whole.gradients
+    return whole
+
+
+def check_equal(ours: Run, reference: Run) -> None:
+    assert ours.losses == reference.losses
+    assert ours.gradients.keys() >= reference.gradients.keys()
+    for name in reference.weights:
+        assert ours.weights[name] == reference.weights[name], name
+        assert ours.gradients[name] == reference.gradients[name], name
+
+
+@pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
+def test_all_schedules_and_sizes_draw_the_same(ranks: RankPools, tied: bool) -> None:
+    case = replace(DROPOUT, tied=tied)
+    reference = gathered(ranks, 2, case, "1f1b")
+    first, second = reference.losses
+    assert first != second, "every step draws masks of its own"
+    for size, name in [(2, "v-half"), (2, "zb-h1"), (4, "1f1b"), (4, "v-half"), (4, "v-zb")]:
+        check_equal(gathered(ranks, size, case, name), reference)
+
+
+def test_a_resumed_run_draws_what_it_would_have_drawn(ranks: RankPools) -> None:
+    whole = gathered(ranks, 2, DROPOUT, "v-half", steps=(0, 1, 2))
+    resumed = gathered(ranks, 2, DROPOUT, "v-half", steps=(2,))
+    assert resumed.losses == whole.losses[2:]
+    assert resumed.gradients == whole.gradients
+
+
+def test_an_evaluation_changes_nothing(ranks: RankPools) -> None:
+    plain = gathered(ranks, 2, DROPOUT, "v-half")
+    check_equal(gathered(ranks, 2, DROPOUT, "v-half", evaluates=True), plain)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        RECOMPUTED,
+        (("recompute_granularity", "selective"), ("recompute_modules", ("core_attn",))),
+    ],
+    ids=["full", "selective"],
+)
+def test_what_is_recomputed_is_drawn_once_more(ranks: RankPools, options: Any) -> None:
+    """The backwards come after forwards of other microbatches, and in another order in a V."""
+    reference = gathered(ranks, 2, DROPOUT, "zb-h1")
+    for name in ("zb-h1", "v-half"):
+        check_equal(gathered(ranks, 2, replace(DROPOUT, options=options), name), reference)
+
+
+@pytest.mark.parametrize("sequence", [False, True], ids=["tensor", "sequence"])
+def test_tensor_parallel_ranks_draw_the_same_under_every_schedule(
+    ranks: RankPools, sequence: bool
+) -> None:
+    case = replace(
+        DROPOUT,
+        tensor_parallel=2,
+        sequence_parallel=sequence,
+        rotary=sequence,
+        drawn=not sequence,  # else the first draws of a rank are those of a forward
+    )
+    reference = gathered(ranks, 2, case, "1f1b")
+    check_equal(gathered(ranks, 2, case, "v-half"), reference)
+    name = "decoder.layers.3.mlp.linear_fc1.weight of TP"
+    assert reference.weights[f"{name} 0"] != reference.weights[f"{name} 1"]
+
+
+def test_experts_draw_the_same_under_every_schedule(ranks: RankPools) -> None:
+    reference = gathered(ranks, 2, EXPERTS, "1f1b")
+    check_equal(gathered(ranks, 2, EXPERTS, "v-half"), reference)
+    name = "decoder.layers.3.mlp.experts.local_experts.0.linear_fc1.weight of EP"
+    assert reference.weights[f"{name} 0"] != reference.weights[f"{name} 1"]
+
+
+@pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
+def test_multi_token_prediction_draws_the_same(ranks: RankPools, tied: bool) -> None:
+    case = replace(DROPOUT, multi_token=2, rotary=True, tied=tied)
+    reference = gathered(ranks, 2, case, "1f1b")
+    check_equal(gathered(ranks, 2, case, "v-half"), reference)
+    recomputed = replace(case, options=RECOMPUTED)
+    check_equal(gathered(ranks, 2, recomputed, "zb-h1"), reference)
+
+
+# --- one stream of each rank
+
+
+@pytest.mark.parametrize("name", ["zb-h1", "1f1b"])
+def test_streams_of_ranks_are_stocks(ranks: RankPools, name: str) -> None:
+    """Weights as drawn, losses and gradients with dropout."""
+    stock = gathered(ranks, 2, DROPOUT, None)
+    check_equal(gathered(ranks, 2, DROPOUT, name, by_layer=False), stock)
+
+
+def test_streams_of_ranks_differ_where_layers_move(ranks: RankPools) -> None:
+    """Why layers have streams of their own."""
+    stock = gathered(ranks, 2, DROPOUT, None)
+    moved = gathered(ranks, 2, DROPOUT, "v-half", by_layer=False)
+    name = "decoder.layers.3.mlp.linear_fc1.weight of TP 0"
+    assert moved.weights[name] != stock.weights[name]
+    assert moved.losses != stock.losses
+
+
+@pytest.mark.parametrize(
+    ("name", "layers", "layout", "expected"),
+    [
+        ("zb-h1", Layers(8), None, True),
+        ("1f1b", Layers(9), None, False),
+        ("1f1b", Layers(9), "Etttt|tttttL", True),
+        ("zb-h1", Layers(7, embedding=1), None, True),
+        ("zb-h1", Layers(6, embedding=1, output=1), None, True),
+        ("zb-h1", Layers(7, first=3), None, True),
+        ("zb-h1", Layers(8), "Ettttt|tttL", True),
+        ("interleaved", Layers(8), None, False),
+        ("v-half", Layers(8), None, False),
+    ],
+)
+def test_where_layers_are_as_in_stock(
+    name: str, layers: Layers, layout: str | None, expected: bool
+) -> None:
+    adapter = PipelineAdapter.create(
+        name, pipeline_size=2, num_microbatches=4, layers=layers, layer_layout=layout
+    )
+    assert adapter.keeps_places is expected
+    assert asks_for_layer_streams(None, expected) is not expected
+    assert asks_for_layer_streams("auto", expected) is not expected
+    assert asks_for_layer_streams("layer", expected)
+    assert not asks_for_layer_streams("rank", expected)
+
+
+def test_a_balanced_layout_that_is_not_even_moves_layers() -> None:
+    layers = Layers(8)
+    placement = build("1f1b", pipeline_size=2, num_microbatches=4).placement
+    even = layout.lettered(layout.spread(layers, placement))
+    assert layout.is_megatrons(even, layers, placement)
+    uneven = layout.read("Ettttt|tttL", layers, 2)
+    assert not layout.is_megatrons(uneven, layers, placement)
+
+
+# --- the streams themselves
+
+
+def draws() -> dict[str, list[float]]:
+    """Numbers from each of Megatron's random states, inside and outside of layers."""
+    parallel_state.initialize_model_parallel(tensor_model_parallel_size=2)
+    model_parallel_cuda_manual_seed(1)
+    streams, tracker = LayerStreams(1), get_cuda_rng_tracker()
+    before = RandomState()
+
+    def drawn() -> list[float]:
+        found = [torch.rand(1).item()]
+        for name in sorted(tracker.get_states()):
+            with tracker.fork(name):
+                found.append(torch.rand(1).item())
+        return found
+
+    found: dict[str, list[float]] = {}
+    for layer, step, microbatch in [(0, 0, 0), (1, 0, 0), (0, 1, 0), (0, 0, 1), (0, 0, 0)]:
+        place = f"{layer}:{step}:{microbatch}"
+        with streams.of_layer(place):
+            numbers = drawn()
+        assert found.setdefault(place, numbers) == numbers
+    with tracker.fork(), streams.of_layer("0:0:0"):  # as in sequence parallelism
+        found["sequence"] = [torch.rand(1).item()]
+    with streams.of_layer("0:0:0"), streams.of_layer("inner"):
+        assert drawn() == found["0:0:0"]
+    after = drawn()
+    before.restore()
+    assert drawn() == after, "what is drawn outside of layers does not move"
+    return found
+
+
+def test_every_random_state_has_a_stream_in_every_layer(ranks: RankPools) -> None:
+    """On the ranks that Megatron gives equal states, equal numbers."""
+    first, second = ranks(2).run(draws)
+    for place in ("0:0:0", "1:0:0", "0:1:0", "0:0:1"):
+        default, data, expert, tensor = zip(first[place], second[place], strict=True)
+        assert default[0] == default[1]
+        assert data[0] == data[1]
+        assert expert[0] != expert[1]
+        assert tensor[0] != tensor[1]
+    assert len(set(itertools.chain(*(first[p] for p in first if p != "sequence")))) == 4 * 4
+    assert first["sequence"] == first["0:0:0"][3:]
+    assert first["sequence"] != second["sequence"]

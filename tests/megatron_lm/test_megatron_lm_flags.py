@@ -1,0 +1,610 @@
+"""From Megatron-LM's arguments to a plan, or to one sentence that says why not."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+import pytest
+from megatron_arguments import parsed
+
+from megatron_zb import schedules
+from megatron_zb.errors import UsageError
+from megatron_zb.megatron_core import versions
+from megatron_zb.megatron_lm import conflicts, flags
+from megatron_zb.megatron_lm.plan import make_plan
+from megatron_zb.schedules import interchange
+from megatron_zb.schedules.placement import looped, v_shape
+
+DOCS = Path(__file__).parents[2] / "docs"
+
+
+def layout_of(line: str, **stock: Any) -> str:
+    args = parsed(line, **stock)
+    assert make_plan(args) is not None
+    layout = args.pipeline_model_parallel_layout
+    assert isinstance(layout, str)
+    return layout
+
+
+# --- older arguments
+
+
+@pytest.mark.parametrize(
+    ("older", "schedule", "limit"),
+    [
+        ("--enable-zero-bubble", "zb-1p", None),
+        ("--enable-zero-bubble --zero-bubble-max-pending-backward auto", "zb-1p", None),
+        ("--enable-zero-bubble --zero-bubble-max-pending-backward 4", "zb-1p", None),
+        ("--enable-zero-bubble --zero-bubble-max-pending-backward 2", "zb-1p", 0.5),
+        ("--enable-zero-bubble --zero-bubble-max-pending-backward 6", "zb-2p", 1.5),
+        ("--enable-zero-bubble --zero-bubble-max-pending-backward 8", "zb-2p", None),
+        ("--enable-zero-bubble --zero-bubble-max-pending-backward 9", "zb-2p", None),
+        ("--zero-bubble-v-schedule", "v-zb", None),
+        ("--zero-bubble-v-schedule-mem-setup min", "v-min", None),
+        ("--zero-bubble-v-schedule-mem-setup half", "v-half", None),
+        ("--zero-bubble-v-schedule-mem-setup zb", "v-zb", None),
+        (
+            "--enable-zero-bubble --zero-bubble-v-schedule --zero-bubble-v-schedule-mem-setup half",
+            "v-half",
+            None,
+        ),
+    ],
+)
+def test_older_arguments_choose_a_schedule(older: str, schedule: str, limit: float | None) -> None:
+    args = parsed(older)
+    [line] = flags.translate_older(args)
+    assert (args.pipeline_schedule, args.pipeline_memory_limit) == (schedule, limit)
+    limited = "" if limit is None else f" --pipeline-memory-limit {limit:g}"
+    assert line.endswith(f" is taken as --pipeline-schedule {schedule}{limited}")
+    for flag in older.split():
+        if flag.startswith("--") and "pending" not in flag:
+            assert flag in line.split(" is taken as ")[0]
+
+
+def test_a_memory_limit_of_ones_own_stays() -> None:
+    older = "--enable-zero-bubble --zero-bubble-max-pending-backward 2"
+    args = parsed(f"{older} --pipeline-memory-limit 0.75")
+    flags.translate_older(args)
+    assert (args.pipeline_schedule, args.pipeline_memory_limit) == ("zb-1p", 0.75)
+
+
+@pytest.mark.parametrize(
+    "flag",
+    [
+        "--zero-bubble-pipeline-timers-start-iter 0",
+        "--zero-bubble-pipeline-timers-end-iter 110",
+        "--zero-bubble-adaptive-memory-limit-percentile 85",
+        "--allow-padding-num-layers",
+        "--zero-bubble-max-pending-backward 4",
+        "--zero-bubble-max-pending-backward auto --zero-bubble-v-schedule",
+    ],
+)
+def test_what_is_ignored_is_told(flag: str) -> None:
+    args = parsed(flag)
+    first = flags.translate_older(args)[0]
+    assert first.startswith(flag.split()[0])
+    assert "is ignored" in first
+    assert args.pipeline_memory_limit is None
+
+
+def test_without_older_arguments_nothing_is_told() -> None:
+    args = parsed()
+    before = vars(args).copy()
+    assert flags.translate_older(args) == []
+    assert vars(args) == before
+
+
+@pytest.mark.parametrize(
+    ("line", "words"),
+    [
+        (
+            "--enable-zero-bubble --pipeline-schedule v-half",
+            "--enable-zero-bubble and --pipeline-schedule both choose a schedule",
+        ),
+        (
+            "--zero-bubble-v-schedule --pipeline-schedule-file x.csv",
+            "--zero-bubble-v-schedule and --pipeline-schedule-file both choose a schedule",
+        ),
+        (
+            "--zero-bubble-v-schedule-mem-setup min --pipeline-schedule v-min",
+            "leave --zero-bubble-v-schedule-mem-setup out",
+        ),
+        *(
+            (
+                f"--enable-zero-bubble --zero-bubble-max-pending-backward {number}",
+                f"--zero-bubble-max-pending-backward {number}: give a number of microbatches",
+            )
+            for number in ("many", "0", "-1", "1.5")
+        ),
+    ],
+)
+def test_contradictions_are_refused(line: str, words: str) -> None:
+    with pytest.raises(UsageError) as refused:
+        flags.translate_older(parsed(line))
+    assert words in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("line", "schedule"),
+    [
+        ("--num-layers 8 --lr 1e-3", None),
+        ("--num-layers 8 --pipeline-schedule v-half", "--pipeline-schedule v-half"),
+        ("--pipeline-schedule=zb-h1 --unknown", "--pipeline-schedule zb-h1"),
+        ("--pipeline-schedule-file x.csv", "--pipeline-schedule-file x.csv"),
+        ("--enable-zero-bubble", "--enable-zero-bubble"),
+    ],
+)
+def test_the_schedule_in_a_command_line(line: str, schedule: str | None) -> None:
+    assert flags.choice_in(line.split()) == schedule
+
+
+# --- conflicts
+
+
+@pytest.mark.parametrize("conflict", conflicts.CONFLICTS, ids=lambda conflict: conflict.argument)
+def test_every_conflict_names_both_flags_and_the_reason(conflict: conflicts.Conflict) -> None:
+    value = True if conflict.above is None else 2
+    args = argparse.Namespace(tensor_model_parallel_size=1, **{conflict.argument: value})
+    with pytest.raises(UsageError) as refused:
+        conflicts.check(args, "--pipeline-schedule v-half", v_shape(4))
+    said = conflict.flag if value is True else f"{conflict.flag} {value}"
+    assert str(refused.value) == (
+        f"{said} cannot be combined with --pipeline-schedule v-half: {conflict.why}"
+    )
+    assert conflict.flag == "--" + conflict.argument.replace("_", "-")
+    if conflict.concerned is conflicts.Concerned.INNER_STAGES:
+        conflicts.check(args, "zb-h1", looped(2))
+    elif conflict.concerned is not conflicts.Concerned.ALL:
+        conflicts.check(args, "zb-h1", looped(4))
+    if conflict.concerned is conflicts.Concerned.V:
+        conflicts.check(args, "interleaved", looped(4, 2))
+
+
+def test_packed_samples_are_served_where_every_stage_hears_of_them(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    line, stock = "--pipeline-schedule zb-h1", {"sft": True}
+    with pytest.raises(UsageError, match=r"^--sft cannot be combined with .* zb-h1: Megatron-LM"):
+        make_plan(parsed(line, **stock))
+    monkeypatch.setattr(versions, "packed_samples_reach_every_stage", lambda: True)
+    assert make_plan(parsed(line, **stock)) is not None
+
+
+@pytest.mark.parametrize(
+    ("argument", "value"),
+    [
+        ("pipeline_model_parallel_comm_backend", "ucc"),
+        ("tensor_parallel_num_weight_shards", 4),
+        ("expert_tensor_parallel_num_weight_shards", 4),
+    ],
+)
+def test_values_that_are_not_served_are_told_from_those_that_are(argument: str, value: Any) -> None:
+    line, sizes = "--pipeline-schedule zb-h1", {"tensor_model_parallel_size": 2, "world_size": 8}
+    with pytest.raises(UsageError, match=f"^--{argument.replace('_', '-')} {value} cannot be"):
+        make_plan(parsed(line, **sizes, **{argument: value}))
+    harmless = 2 if isinstance(value, int) else "nccl"
+    assert make_plan(parsed(line, **sizes, **{argument: harmless})) is not None
+
+
+@pytest.mark.parametrize("name", conflicts.HYBRID_PATTERNS)
+def test_segments_of_a_hybrid_pattern_are_those_of_the_stages(name: str) -> None:
+    line = "--pipeline-schedule zb-h1"
+    for served in ("M*-M" * 4, "M*-M|M*-M|M*-M|M*-M", "M*-M|M*-M|M*-M|M*-M/M*|"):
+        assert make_plan(parsed(line, num_layers=None, **{name: served})) is not None
+    for pattern, segments in (("M*-M|" * 7 + "M*-M", 8), ("M*-M|M*-M", 2)):
+        with pytest.raises(UsageError, match=rf"has {segments} segments for 4 pipeline ranks"):
+            make_plan(parsed(line, num_layers=None, **{name: pattern}))
+
+
+@pytest.mark.parametrize(
+    "conflict", conflicts.POST_VALIDATION_CONFLICTS, ids=lambda conflict: conflict.argument
+)
+def test_what_no_step_can_be_taken_back_with_is_refused(conflict: conflicts.Conflict) -> None:
+    values = {"optimizer": "muon", "grad_norm_skip_threshold": 2.0, "rerun_mode": "report_stats"}
+    value: Any = values.get(conflict.argument, 1)
+    line = "--pipeline-schedule zb-h1"
+    sizes = {"pipeline_model_parallel_size": 2}  # where each stage is the first or the last
+    args = parsed(f"{line} {conflicts.POST_VALIDATION}", **sizes, **{conflict.argument: value})
+    with pytest.raises(UsageError) as refused:
+        make_plan(args)
+    assert str(refused.value) == (
+        f"{conflict.flag} {value} cannot be combined with {conflicts.POST_VALIDATION}: "
+        f"{conflict.why}"
+    )
+    assert make_plan(parsed(line, **sizes, **{conflict.argument: value})) is not None
+    assert f"`{conflict.flag}" in (DOCS / "post_validation.md").read_text()
+
+
+def test_post_validation_needs_a_schedule() -> None:
+    with pytest.raises(UsageError, match="needs --pipeline-schedule"):
+        make_plan(parsed(conflicts.POST_VALIDATION))
+    stock = {"optimizer": "adam", "rerun_mode": "validate_results"}
+    line = f"{conflicts.POST_VALIDATION} --pipeline-schedule v-zb"
+    assert make_plan(parsed(line, **stock)) is not None
+
+
+@pytest.mark.parametrize("value", [None, False])
+def test_arguments_that_are_not_given_do_not_conflict(value: object) -> None:
+    names = [c.argument for c in conflicts.CONFLICTS if c.applies is bool]
+    conflicts.check(argparse.Namespace(**dict.fromkeys(names, value)), "any", v_shape(4))
+    conflicts.check(argparse.Namespace(), "any", v_shape(4))
+    conflicts.check(parsed(), "any", v_shape(4))
+
+
+def test_the_value_of_a_conflict_is_told() -> None:
+    with pytest.raises(UsageError, match=r"^--ckpt-format torch cannot be combined .*torch_dist$"):
+        make_plan(parsed("--pipeline-schedule v-half", ckpt_format="torch"))
+    assert make_plan(parsed("--pipeline-schedule zb-h1", ckpt_format="torch")) is not None
+
+
+# --- plans
+
+
+def test_without_a_schedule_nothing_changes() -> None:
+    args = parsed()
+    before = vars(args).copy()
+    assert make_plan(args) is None
+    assert vars(args) == before
+
+
+@pytest.mark.parametrize("name", [name for name in schedules.names() if name != "auto"])
+def test_every_schedule_has_a_plan(name: str) -> None:
+    args = parsed(f"--pipeline-schedule {name}")
+    plan = make_plan(args)
+    assert plan is not None
+    assert plan.schedule.name == name
+    assert args.pipeline_model_parallel_layout == str(plan.layer_layout)
+    assert str(plan.layer_layout).count("|") == 4 * plan.chunks - 1
+    assert str(plan.layer_layout).count("t") == 16
+
+
+def test_auto_has_a_plan_within_its_limit() -> None:
+    plan = make_plan(parsed("--pipeline-schedule auto --pipeline-memory-limit 0.75"))
+    assert plan is not None
+    costs = schedules.Costs.uniform(pipeline_size=4, forward=1, backward=1, weight=1)
+    assert max(schedules.simulate(plan.schedule, costs).peak_memory) <= 0.75 * 4
+
+
+def test_auto_can_be_bound_to_a_placement() -> None:
+    for kind, expected in (("loop", looped(4, 2)), ("zigzag", v_shape(4))):
+        line = f"--pipeline-schedule auto --pipeline-placement {kind}"
+        plan = make_plan(parsed(line, num_virtual_stages_per_pipeline_rank=2))
+        assert plan is not None
+        assert plan.schedule.placement == expected
+    plan = make_plan(parsed("--pipeline-schedule auto", num_virtual_stages_per_pipeline_rank=1))
+    assert plan is not None
+    assert plan.schedule.placement == looped(4)
+
+
+def test_a_builder_is_asked_for_the_schedule_and_for_other_numbers_of_microbatches() -> None:
+    asked: list[tuple[str, int]] = []
+
+    def build(name: str, **request: Any) -> schedules.Schedule:
+        asked.append((name, request["num_microbatches"]))
+        return schedules.build(name, **request)
+
+    plan = make_plan(parsed("--pipeline-schedule zb-h1"), build)
+    assert plan is not None
+    plan.program_for(3, True, False)
+    plan.program_for(8, False, False)
+    assert asked == [("zb-h1", 8), ("zb-h1", 3)]
+
+
+def test_megatrons_own_division_of_layers_is_replaced() -> None:
+    args = parsed(
+        "--pipeline-schedule v-half",
+        account_for_embedding_in_pipeline_split=True,
+        account_for_loss_in_pipeline_split=True,
+        num_virtual_stages_per_pipeline_rank=2,
+    )
+    make_plan(args)
+    assert args.account_for_embedding_in_pipeline_split is False
+    assert args.account_for_loss_in_pipeline_split is False
+    assert args.num_virtual_stages_per_pipeline_rank is None
+    assert args.pipeline_model_parallel_layout == "Et|ttt|ttt|tt|tt|tt|tt|tL"
+
+
+@pytest.mark.parametrize(
+    ("line", "stock", "layout"),
+    [
+        ("v-half", {}, "Ett|tt|tt|tt|tt|tt|tt|ttL"),
+        ("v-half", {"num_layers": 17}, "Ett|ttt|tt|tt|tt|tt|tt|ttL"),
+        ("zb-h1", {"num_layers": 10}, "Ett|ttt|ttt|ttL"),
+        ("zb-h1", {"num_layers": None, "encoder_num_layers": 4}, "Et|t|t|tL"),
+        ("zb-h1", {"mtp_num_layers": 1}, "Etttt|tttt|tttt|ttttmL"),
+        ("zb-h1", {"decoder_first_pipeline_num_layers": 1}, "Et|ttttt|ttttt|tttttL"),
+        (
+            "zb-h1",
+            {"decoder_first_pipeline_num_layers": 1, "decoder_last_pipeline_num_layers": 3},
+            "Et|tttttt|tttttt|tttL",
+        ),
+        (
+            "v-half",
+            {"pipeline_model_parallel_layout": "Ettt|(tt|)*6tL"},
+            "Ettt|tt|tt|tt|tt|tt|tt|tL",
+        ),
+        # a vocabulary of 128 hidden sizes counts for ten layers, one of 4 for a third
+        ("v-half --pipeline-layer-layout auto", {"vocab_size": 8192}, "E|ttt|ttt|ttt|tt|tt|ttt|L"),
+        ("zb-h1 --pipeline-layer-layout auto", {"vocab_size": 256}, "Etttt|tttt|tttt|ttttL"),
+        ("wave", {"num_virtual_stages_per_pipeline_rank": 2}, "Ett|tt|tt|tt|tt|tt|tt|ttL"),
+        ("interleaved", {"num_layers_per_virtual_pipeline_stage": 2}, "Ett|tt|tt|tt|tt|tt|tt|ttL"),
+    ],
+)
+def test_layers_go_where_they_are_asked_to_go(
+    line: str, stock: dict[str, Any], layout: str
+) -> None:
+    assert layout_of(f"--pipeline-schedule {line}", **stock) == layout
+
+
+@pytest.mark.parametrize(
+    ("world_size", "stock", "microbatches"),
+    [
+        (4, {}, 8),
+        (8, {}, 4),
+        (8, {"tensor_model_parallel_size": 2}, 8),
+        (8, {"context_parallel_size": 2}, 8),
+        (8, {"micro_batch_size": 2}, 2),
+        (4, {"global_batch_size": None}, 1),
+    ],
+)
+def test_microbatches_are_those_of_one_replica(
+    world_size: int, stock: dict[str, Any], microbatches: int
+) -> None:
+    plan = make_plan(parsed("--pipeline-schedule 1f1b", world_size=world_size, **stock))
+    assert plan is not None
+    assert plan.schedule.num_microbatches == microbatches
+
+
+def test_groups_are_for_schedules_that_have_the_choice() -> None:
+    for name in ("interleaved", "v-half"):
+        line = f"--pipeline-schedule {name}"
+        assert make_plan(parsed(line, microbatch_group_size_per_vp_stage=8)) is not None
+
+
+ENDS = "count the layers of a rank, which holds several chunks here"
+
+
+@pytest.mark.parametrize(
+    ("line", "stock", "words"),
+    [
+        ("--pipeline-memory-limit 0.5", {}, "--pipeline-memory-limit needs --pipeline-schedule"),
+        ("--pipeline-schedule v-haf", {}, "unknown pipeline schedule 'v-haf': did you mean v-half"),
+        ("--pipeline-schedule v-half --pipeline-memory-limit 0.1", {}, "0.1 of 1F1B"),
+        ("--pipeline-schedule v-half --pipeline-memory-limit -1", {}, "memory limit -1"),
+        ("--pipeline-schedule v-half --pipeline-timeout -1", {}, "--pipeline-timeout is -1"),
+        (
+            "--pipeline-schedule v-half",
+            {"num_virtual_stages_per_pipeline_rank": 4},
+            "--num-virtual-stages-per-pipeline-rank asks for 4 chunks per pipeline rank, but "
+            "--pipeline-schedule v-half has 2",
+        ),
+        (
+            "--pipeline-schedule zb-h1",
+            {"num_layers_per_virtual_pipeline_stage": 2},
+            "--num-layers-per-virtual-pipeline-stage asks for 2 chunks",
+        ),
+        (
+            "--pipeline-schedule interleaved",
+            {"num_layers_per_virtual_pipeline_stage": 3},
+            "--num-layers-per-virtual-pipeline-stage 3 does not divide the 16 layers of 4",
+        ),
+        (
+            "--pipeline-schedule interleaved",
+            {"num_layers_per_virtual_pipeline_stage": 0},
+            "--num-layers-per-virtual-pipeline-stage is 0: it must be 1 or greater",
+        ),
+        ("--pipeline-schedule v-half", {"num_layers": 7}, "7 layers cannot be placed on 8 stages"),
+        ("--pipeline-schedule v-half", {"num_layers": None}, "--num-layers is missing"),
+        ("--pipeline-layer-layout auto", {}, "--pipeline-layer-layout needs --pipeline-schedule"),
+        (
+            "--pipeline-schedule v-half --pipeline-layer-layout E|t",
+            {},
+            "--pipeline-layer-layout is 'E|t': give auto or a .yaml file of --pipeline-profile",
+        ),
+        ("--pipeline-schedule v-half --pipeline-layer-layout no.yaml", {}, "no.yaml"),
+        (
+            "--pipeline-schedule v-half --pipeline-layer-layout auto",
+            {},
+            "has to know how large the output layer is: give --vocab-size",
+        ),
+        (
+            "--pipeline-schedule v-half --pipeline-layer-layout auto",
+            {"vocab_size": 64, "multi_latent_attention": True},
+            "cannot count multi-latent attention",
+        ),
+        (
+            "--pipeline-schedule zb-h1 --pipeline-layer-layout auto",
+            {"vocab_size": 64, "account_for_loss_in_pipeline_split": True},
+            "and --account-for-loss-in-pipeline-split both say which layers a stage has",
+        ),
+        (
+            "--pipeline-schedule zb-h1 --pipeline-layer-layout auto",
+            {"vocab_size": 64, "pipeline_model_parallel_layout": "Et|t|t|tL"},
+            "and --pipeline-model-parallel-layout both say which layers a stage has",
+        ),
+        ("--pipeline-schedule v-half", {"micro_batch_size": None}, "--micro-batch-size is missing"),
+        ("--pipeline-schedule v-half", {"micro_batch_size": 0}, "--micro-batch-size is 0"),
+        (
+            "--pipeline-schedule v-half",
+            {"tensor_model_parallel_size": 0},
+            "--tensor-model-parallel-size is 0",
+        ),
+        ("--pipeline-schedule v-half", {"pipeline_model_parallel_size": 1}, "pipeline size 1"),
+        (
+            "--pipeline-schedule v-half",
+            {"pipeline_model_parallel_layout": "Ettt|tttt|tttt|ttttL"},
+            "it names 4 stages and the schedule has 8",
+        ),
+        (
+            "--pipeline-schedule zb-h1",
+            {"pipeline_model_parallel_layout": "Et|t|t|tL"},
+            "it names 4 layers and the model has 16",
+        ),
+        (
+            "--pipeline-schedule zb-h1",
+            {"pipeline_model_parallel_layout": "Ex|tL"},
+            "use E, t, m, L and |",
+        ),
+        ("--pipeline-schedule v-half", {"decoder_first_pipeline_num_layers": 2}, ENDS),
+        ("--pipeline-schedule v-min", {"decoder_last_pipeline_num_layers": 2}, ENDS),
+        (
+            "--pipeline-schedule wave",
+            {"decoder_last_pipeline_num_layers": 2, "num_virtual_stages_per_pipeline_rank": 2},
+            ENDS,
+        ),
+        (
+            "--pipeline-schedule zb-h1",
+            {"decoder_first_pipeline_num_layers": 15},
+            "16 layers cannot be placed on 4 stages with at least one on each and 15 on the first",
+        ),
+        ("--pipeline-schedule-file nowhere.csv", {}, "nowhere.csv"),
+        (
+            "--pipeline-schedule v-half --pipeline-schedule-file x.csv",
+            {},
+            "--pipeline-schedule and --pipeline-schedule-file both choose a schedule",
+        ),
+        (
+            "--pipeline-schedule v-half --pipeline-placement loop",
+            {},
+            "--pipeline-placement is for --pipeline-schedule auto: v-half has its own",
+        ),
+        (
+            "--pipeline-schedule auto --pipeline-placement loop",
+            {},
+            "--pipeline-placement loop needs --num-virtual-stages-per-pipeline-rank, such as 2",
+        ),
+        (
+            "--pipeline-schedule auto --pipeline-placement zigzag",
+            {"num_virtual_stages_per_pipeline_rank": 0},
+            "0 model chunks per rank were asked for",
+        ),
+        ("--pipeline-schedule-cache x", {}, "--pipeline-schedule-cache needs --pipeline-schedule"),
+        (
+            "--pipeline-schedule-file x.csv --pipeline-schedule-cache x",
+            {},
+            "--pipeline-schedule-file is a finished schedule: leave --pipeline-schedule-cache out",
+        ),
+        (
+            "--pipeline-schedule-file x.csv --pipeline-memory-limit 1",
+            {},
+            "--pipeline-schedule-file is a finished schedule: leave --pipeline-memory-limit out",
+        ),
+    ],
+)
+def test_what_cannot_be_had_is_one_sentence(line: str, stock: dict[str, Any], words: str) -> None:
+    with pytest.raises(UsageError) as refused:
+        make_plan(parsed(line, **stock))
+    assert words in str(refused.value)
+    assert "\n" not in str(refused.value)
+
+
+@pytest.fixture
+def table(tmp_path: Path) -> Path:
+    path = tmp_path / "v-half.csv"
+    schedule = schedules.build("v-half", pipeline_size=4, num_microbatches=8)
+    interchange.write_csv(schedule, path)
+    return path
+
+
+def test_a_schedule_from_a_file(table: Path) -> None:
+    args = parsed(f"--pipeline-schedule-file {table}", num_virtual_stages_per_pipeline_rank=2)
+    plan = make_plan(args)
+    assert plan is not None
+    assert plan.physical.mirrored
+    built = schedules.build("v-half", pipeline_size=4, num_microbatches=8)
+    assert plan.schedule.ranks == built.ranks
+    assert args.pipeline_model_parallel_layout == "Ett|tt|tt|tt|tt|tt|tt|ttL"
+
+
+@pytest.mark.parametrize(
+    ("stock", "words"),
+    [
+        ({"global_batch_size": 16}, "is for 4 pipeline ranks and 8 microbatches, but the job has"),
+        ({"pipeline_model_parallel_size": 2}, "the job has 2 and 4"),
+        ({"num_layers": 7}, "7 layers cannot be placed on 8 stages"),
+        (
+            {"num_virtual_stages_per_pipeline_rank": 3},
+            "--num-virtual-stages-per-pipeline-rank asks for 3 chunks per pipeline rank, but "
+            "--pipeline-schedule-file",
+        ),
+        ({"decoder_first_pipeline_num_layers": 2}, ENDS),
+        ({"ckpt_format": "torch"}, "--ckpt-format torch cannot be combined"),
+    ],
+)
+def test_a_file_that_does_not_fit_the_job(table: Path, stock: dict[str, Any], words: str) -> None:
+    with pytest.raises(UsageError) as refused:
+        make_plan(parsed(f"--pipeline-schedule-file {table}", **stock))
+    assert words in str(refused.value)
+
+
+def test_hybrid_models_keep_their_own_placement() -> None:
+    pattern = "M*-M" * 4
+    stock = {"hybrid_override_pattern": pattern, "num_layers": None}
+    args = parsed("--pipeline-schedule zb-h1", **stock)
+    assert make_plan(args) is not None
+    assert args.pipeline_model_parallel_layout is None
+    for schedule in ("v-half", "interleaved"):
+        with pytest.raises(UsageError, match=r"--hybrid-override-pattern .* cannot be combined"):
+            make_plan(parsed(f"--pipeline-schedule {schedule}", **stock))
+
+
+# --- random streams
+
+
+@pytest.mark.parametrize(
+    ("line", "stock", "by_layer"),
+    [
+        ("--pipeline-schedule v-half", {}, True),
+        ("--pipeline-schedule v-half --pipeline-random-streams rank", {}, False),
+        ("--pipeline-schedule interleaved", {}, True),
+        ("--pipeline-schedule zb-h1", {}, False),
+        ("--pipeline-schedule zb-h1 --pipeline-random-streams auto", {}, False),
+        ("--pipeline-schedule zb-h1 --pipeline-random-streams layer", {}, True),
+        ("--pipeline-schedule zb-h1", {"num_layers": 15}, True),
+        (
+            "--pipeline-schedule zb-h1",
+            {"num_layers": 14, "decoder_first_pipeline_num_layers": 2},
+            False,
+        ),
+        (
+            "--pipeline-schedule zb-h1",
+            {"pipeline_model_parallel_layout": "Ettttt|ttttt|tttt|ttL"},
+            False,
+        ),
+        ("--pipeline-schedule zb-h1", {"hybrid_override_pattern": "MMM*" * 3}, False),
+    ],
+)
+def test_layers_that_move_draw_from_streams_of_their_own(
+    line: str, stock: dict[str, Any], by_layer: bool
+) -> None:
+    adapter = make_plan(parsed(line, **stock))
+    assert adapter is not None
+    assert adapter.draws_by_layer is by_layer
+    assert ("random streams of its own" in adapter.describe()) is by_layer
+
+
+@pytest.mark.parametrize("conflict", conflicts.LAYER_STREAMS_CONFLICTS, ids=lambda c: c.argument)
+@pytest.mark.parametrize(
+    ("line", "chosen"),
+    [
+        ("zb-h1 --pipeline-random-streams layer", "--pipeline-random-streams layer"),
+        ("v-half", "--pipeline-random-streams layer, which --pipeline-schedule v-half brings"),
+    ],
+)
+def test_what_streams_of_layers_cannot_be_had_with(
+    conflict: conflicts.Conflict, line: str, chosen: str
+) -> None:
+    args = parsed(f"--pipeline-schedule {line}", **{conflict.argument: True})
+    with pytest.raises(UsageError) as error:
+        conflicts.check_layer_streams(args)
+    for part in (conflict.flag, chosen, "add --pipeline-random-streams rank"):
+        assert part in str(error.value)
+    by_rank = "--pipeline-schedule zb-h1 --pipeline-random-streams rank"
+    assert make_plan(parsed(by_rank, **{conflict.argument: True})) is not None
+
+
+def test_random_streams_need_a_schedule() -> None:
+    with pytest.raises(UsageError, match="--pipeline-random-streams needs --pipeline-schedule"):
+        make_plan(parsed("--pipeline-random-streams layer"))

@@ -1,0 +1,102 @@
+"""Which checkpoints hold the layers, or the optimizer's buffers, in another order than a run's."""
+
+from __future__ import annotations
+
+import argparse
+from typing import Any
+
+import pytest
+
+from megatron_zb.errors import UsageError
+from megatron_zb.megatron_core.adapter import PipelineAdapter
+from megatron_zb.megatron_lm import stored_placement
+from megatron_zb.schedules.layout import Layers
+
+
+class Kind(argparse.Namespace):
+    """The format that Megatron-LM found: only its name counts."""
+
+
+LEGACY, GLOBAL = Kind(name="LEGACY"), Kind(name="GLOBAL")
+BOUND = "dp_reshardable"  # the distributed optimizer's default format
+FREE = "fully_reshardable"
+
+
+def planned(name: str, **how: Any) -> PipelineAdapter:
+    return PipelineAdapter.create(
+        name, pipeline_size=2, num_microbatches=4, layers=Layers(8), **how
+    )
+
+
+def stock(**changed: Any) -> argparse.Namespace:
+    sizes = {"pipeline_model_parallel_size": 2, "num_layers": 8}
+    flags = {"use_distributed_optimizer": True, "finetune": False, "no_load_optim": False}
+    return argparse.Namespace(**{**sizes, **flags, **changed})
+
+
+def load(
+    saved: PipelineAdapter | argparse.Namespace,
+    run: PipelineAdapter | argparse.Namespace,
+    kind: Kind = GLOBAL,
+    sharding: str = BOUND,
+    **flags: Any,
+) -> None:
+    """Check a checkpoint of the first for a run of the second."""
+    saved_args = saved if isinstance(saved, argparse.Namespace) else stock()
+    if isinstance(saved, PipelineAdapter):
+        stored_placement.mark(saved_args, saved)
+    state = {"args": saved_args, "content_metadata": {"distrib_optim_sharding_type": sharding}}
+    args = run if isinstance(run, argparse.Namespace) else stock(**flags)
+    plan = run if isinstance(run, PipelineAdapter) else None
+    stored_placement.check((state, "iter_0000002", False, kind), args, plan)
+
+
+SAME = [
+    (stock(), planned("zb-h1")),
+    (planned("zb-h1"), stock()),
+    (planned("zb-h1"), planned("1f1b")),
+    (planned("v-half"), planned("v-zb")),
+    (stock(virtual_pipeline_model_parallel_size=2), planned("interleaved")),
+    (
+        stock(pipeline_model_parallel_layout="Et*5|t*3L"),
+        planned("zb-h1", layer_layout="Ettttt|tttL"),
+    ),
+    (stock(), stock(pipeline_model_parallel_size=4)),  # Megatron's own affair
+]
+OTHER = [
+    (stock(), planned("v-half")),
+    (planned("v-half"), stock()),
+    (stock(), planned("interleaved")),
+    (planned("interleaved"), stock()),
+    (planned("interleaved"), planned("zb-h1")),
+    (planned("v-half"), planned("wave")),
+    (planned("v-half"), planned("v-half", layer_layout="Ett|ttt|tt|tL")),
+    (stock(pipeline_model_parallel_layout="Et*5|t*3L"), planned("zb-h1")),
+    (stock(decoder_first_pipeline_num_layers=3), planned("zb-h1")),
+]
+
+
+@pytest.mark.parametrize(("saved", "run"), SAME)
+@pytest.mark.parametrize("kind", [LEGACY, GLOBAL], ids=["legacy", "torch_dist"])
+def test_equal_placements_load_each_other(saved: Any, run: Any, kind: Kind) -> None:
+    load(saved, run, kind)
+
+
+@pytest.mark.parametrize(("saved", "run"), OTHER)
+def test_other_placements_are_refused_where_buffers_follow_ranks(saved: Any, run: Any) -> None:
+    with pytest.raises(UsageError, match="--dist-ckpt-optim-fully-reshardable"):
+        load(saved, run)
+    with pytest.raises(UsageError, match="--ckpt-format torch_dist"):
+        load(saved, run, LEGACY)
+    load(saved, run, sharding=FREE)
+
+
+@pytest.mark.parametrize(
+    "flag", [{"finetune": True}, {"no_load_optim": True}, {"use_distributed_optimizer": False}]
+)
+def test_weights_alone_go_anywhere(flag: dict[str, Any]) -> None:
+    load(planned("v-half"), planned("zb-h1"), **flag)
+
+
+def test_what_says_nothing_of_itself_is_left_to_megatron() -> None:
+    stored_placement.check(({}, "release", True, GLOBAL), stock(), planned("v-half"))

@@ -1,0 +1,147 @@
+"""``megatron-zb plan --profile``: other schedules and layouts from what one run has measured."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from measured_runs import HEAVY, LAYERS, P, profile
+
+from megatron_zb import schedules
+from megatron_zb.cli import main as cli
+from megatron_zb.errors import UsageError
+from megatron_zb.measured.fit import Fit, Part
+from megatron_zb.measured.profile import write_profile
+from megatron_zb.planner.candidate import contenders
+from megatron_zb.planner.from_profile import Asked, rows
+from megatron_zb.schedules.placement import looped, v_shape
+
+
+def test_parts_are_read_off_the_stages() -> None:
+    letters = ["Ett", "ttt", "tt", "tL"]
+    part = Part.fitted([2 * 3 + 1, 3 * 3, 2 * 3, 3 + 5], letters)
+    assert part == Part(layer=3, embedding=1, output=5)
+    assert part.stages((1, 4, 3, 0)) == [4, 12, 9, 5]
+    empty = Part.fitted([0.0, 3.0, 2 * 3.0], ["E", "t", "tt" + "L"])
+    assert empty == Part(layer=3, embedding=0, output=0)
+    assert Part.fitted([1.0, 0.5, 4.0], ["Et", "", "tL"]).layer == 1.0  # no stage of layers alone
+    no_middle = Part.fitted([6.0, 6.0 + 4.0], ["Ett", "ttL"])
+    assert no_middle == Part(layer=3, embedding=0, output=4)
+
+
+def test_the_costs_of_the_placement_that_ran_are_those_it_has_measured() -> None:
+    measured = profile(slow={2: 1.5})
+    placement = v_shape(P)
+    fitted = Fit.of(measured).costs(placement, (2,) * 8).for_placement(placement)
+    own = measured.costs(placement).for_placement(placement)
+    for name in ("forward", "backward", "weight", "activation", "held_for_weight"):
+        assert getattr(fitted, name) == pytest.approx(getattr(own, name)), name
+    assert fitted.forward_hop == own.forward_hop
+
+
+def test_a_slow_rank_is_slow_in_every_placement() -> None:
+    costs = Fit.of(profile(slow={2: 1.5})).costs(looped(P), (4,) * 4).for_placement(looped(P))
+    assert costs.forward == pytest.approx((4.0, 4.0, 6.0, 4.0 + HEAVY))
+
+
+def test_a_heavy_output_layer_asks_for_an_uneven_layout() -> None:
+    asked = Asked(profile(), 8, None, post_validation=False)
+    found, missing = rows(asked, contenders(["v-zb", "1f1b"])[2:])
+    assert missing == {}
+    assert [row.schedule for row in found] == ["v-zb", "1f1b"]
+    for row in found:
+        assert not row.is_even
+        assert row.seconds < row.seconds_even
+        assert row.layout.replace("|", "") == "E" + "t" * LAYERS + "L"
+    even, _ = rows(Asked(profile(output=0.0), 8, None, False), contenders(["v-zb"])[2:])
+    assert even[0].is_even
+    assert even[0].seconds == even[0].seconds_even
+
+
+def test_iterations_in_a_row_are_shorter() -> None:
+    settings = (contenders(["v-zb"])[2:],)
+    alone, in_a_row = (
+        rows(Asked(profile(), 8, None, flag), *settings)[0] for flag in (False, True)
+    )
+    assert in_a_row[0].seconds < alone[0].seconds
+    assert in_a_row[0].bubble < alone[0].bubble
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    path = tmp_path / "profile.yaml"
+    write_profile(profile(), path)
+    return path
+
+
+def test_the_command(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    cli.main(["plan", "--profile", str(file), "--schedules", "v-half,v-zb,interleaved"])
+    text = capsys.readouterr().out
+    assert "the output layer for 3.00" in text
+    assert "--pipeline-schedule v-zb" in text
+    assert "--pipeline-model-parallel-layout 'E" in text
+
+
+def test_the_command_for_programs(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    flags = ["--memory-limit", "0.5", "--schedules", "v-half,zb-h1", "--format", "json"]
+    cli.main(["plan", "--profile", str(file), "--microbatches", "12", *flags])
+    plan = json.loads(capsys.readouterr().out)
+    assert plan["num_microbatches"] == 12
+    assert [row["schedule"] for row in plan["ranked"]] == ["v-half"]
+    assert "cannot keep the memory limit of 0.5 of 1F1B" in plan["not_possible"]["zb-h1"]
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        (["--gpus", "8"], "--gpus cannot be combined with --profile"),
+        (["--microbatches", "0"], "--microbatches is 0: give 1 or more"),
+        (["--schedules", "v-huge"], "unknown pipeline schedule 'v-huge'"),
+        (["--memory-limit", "-1"], "memory limit -1 is not a fraction"),
+        (["--memory-limit", "0.01"], "cannot keep the memory limit of 0.01"),
+    ],
+)
+def test_what_cannot_be_planned(
+    file: Path, capsys: pytest.CaptureFixture[str], flags: list[str], said: str
+) -> None:
+    assert cli.main(["plan", "--profile", str(file), *flags]) == 2
+    captured = capsys.readouterr()
+    assert said in captured.err
+    assert len(captured.err.strip().splitlines()) == 1
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        (["--gpus", "8"], "--config is missing"),
+        (["--config", "model.yaml"], "--gpus is missing"),
+        (["--config", "m.yaml", "--gpus", "8", "--microbatches", "4"], "needs --profile"),
+    ],
+)
+def test_what_is_missing(capsys: pytest.CaptureFixture[str], flags: list[str], said: str) -> None:
+    assert cli.main(["plan", *flags]) == 2
+    assert said in capsys.readouterr().err
+
+
+def test_auto_is_as_fast_as_every_named_schedule_with_a_heavy_output_layer() -> None:
+    """A vocabulary of 32 times the hidden size counts for about 2.7 layers."""
+    measured = profile(output=32 / 12)
+    costs = Fit.of(measured).costs(v_shape(P), (2,) * 8)
+
+    def seconds(name: str) -> float:
+        schedule = schedules.build(
+            name, pipeline_size=P, num_microbatches=8, costs=costs, memory_limit=1.0
+        )
+        return schedules.simulate(schedule, costs).makespan
+
+    fastest = seconds("auto")
+    compared = 0
+    for name in schedules.names():
+        try:
+            assert fastest <= seconds(name) * (1 + 1e-9), name
+        except UsageError as refused:
+            assert "cannot keep the memory limit" in str(refused)
+        else:
+            compared += 1
+    assert compared >= 9

@@ -1,0 +1,44 @@
+"""The real pretrain_gpt.py measures itself, and goes on to the losses of stock."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from megatron_zb.measured.profile import read_profile, write_profile
+from megatron_zb.measured.trace import compare
+from real_megatron_lm.runs import MODEL, PIPELINE, pretrain
+from real_megatron_lm.test_schedules import check_equal
+
+_LONGER = MODEL.replace("--train-iters 7", "--train-iters 14")
+
+
+def test_auto_measures_and_a_profile_balances(
+    checkout: Path, stock_checkpoint: Path, tmp_path: Path
+) -> None:
+    """Auto profiles nine iterations, and another run takes its layers from the file."""
+    file = tmp_path / "run.yaml"
+    load = f"--load {stock_checkpoint} --override-opt-param-scheduler"
+    flags = (_LONGER, PIPELINE, load)
+    stock = pretrain(checkout, *flags)
+    auto = pretrain(checkout, *flags, f"--pipeline-schedule auto --pipeline-profile {file}")
+    check_equal(auto, stock)
+    assert len(auto.losses) > 9
+    assert sum("measured: going on with auto" in line for line in auto.said) == 1, auto.said
+    profile = read_profile(file)
+    assert (profile.pipeline_size, profile.num_microbatches) == (4, 8)
+    assert (profile.model.layers, profile.model.hidden_size) == (8, 64)
+    assert len(compare(file).differences()) == 4
+
+    last = profile.stages[-1]
+    heavy = last.model_copy(
+        update={name: 9 * getattr(last, name) for name in ("forward", "weight")}
+    )
+    assert profile.parts is not None
+    changed = {"stages": [*profile.stages[:-1], heavy], "parts": None}  # solved from the stages
+    write_profile(profile.model_copy(update=changed), file)
+    balanced = pretrain(
+        checkout, *flags, f"--pipeline-schedule v-half --pipeline-layer-layout {file}"
+    )
+    check_equal(balanced, stock)
+    assert "stage 7 (output layer)" in balanced.output
+    assert "layers are balanced for " in balanced.output

@@ -1,0 +1,174 @@
+"""The real pretrain_gpt.py under every schedule: it logs what stock logs, digit for digit."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from megatron_zb import schedules
+from megatron_zb.schedules import interchange
+from real_megatron_lm.runs import MODEL, PIPELINE, Logged, pretrain
+
+# 8 layers are 8 stages of a zig-zag with two chunks; its default, four chunks, would need 16.
+_MORE = {"wave": "--num-virtual-stages-per-pipeline-rank 2"}
+
+
+def check_equal(run: Logged, stock: Logged) -> None:
+    """Losses, gradient norms and evaluation as texts."""
+    assert run.code == 0, run.output
+    assert run.losses == stock.losses
+    assert run.norms == stock.norms
+    assert run.evaluations == stock.evaluations
+
+
+@pytest.mark.parametrize("name", schedules.names())
+def test_a_resumed_run_logs_what_stock_logs(
+    checkout: Path, stock_checkpoint: Path, stock: Logged, name: str
+) -> None:
+    run = pretrain(
+        checkout,
+        MODEL,
+        PIPELINE,
+        f"--load {stock_checkpoint} --pipeline-schedule {name}",
+        _MORE.get(name, ""),
+    )
+    check_equal(run, stock)
+    assert f"pipeline schedule {name}: 4 ranks" in run.output
+    assert run.output.count("embedding, layers 1") == 1
+
+
+@pytest.mark.parametrize("name", ["1f1b", "v-half", "auto"])
+def test_where_sends_wait_and_hosts_drain_it_logs_the_same(
+    checkout: Path,
+    stock_checkpoint: Path,
+    stock: Logged,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    name: str,
+) -> None:
+    """The rules of a GPU; see hostile.py."""
+    monkeypatch.setenv("SENT", str(tmp_path / "sent"))
+    flags = f"--load {stock_checkpoint} --pipeline-schedule {name}"
+    hostile = Path(__file__).with_name("run_hostile.py")
+    check_equal(pretrain(checkout, MODEL, PIPELINE, flags, program=hostile), stock)
+    assert any((tmp_path / "sent").iterdir())
+
+
+@pytest.mark.parametrize("name", ["v-half", "zb-h1", "interleaved", ""])
+def test_a_patched_checkout_logs_the_same(
+    patched: Path, stock_checkpoint: Path, stock: Logged, name: str
+) -> None:
+    schedule = f"--pipeline-schedule {name}" if name else ""
+    flags = (MODEL, PIPELINE, f"--load {stock_checkpoint}", schedule)
+    run = pretrain(patched, *flags, launcher=False)
+    check_equal(run, stock)
+    assert ("pipeline schedule" in run.output) == bool(name)
+
+
+def test_a_table_from_a_file(
+    checkout: Path, stock_checkpoint: Path, stock: Logged, tmp_path: Path
+) -> None:
+    table = tmp_path / "table.csv"
+    built = schedules.build("v-zb", pipeline_size=4, num_microbatches=8)
+    table.write_text(interchange.to_csv(built))
+    flags = f"--load {stock_checkpoint} --pipeline-schedule-file {table}"
+    check_equal(pretrain(checkout, MODEL, PIPELINE, flags), stock)
+
+
+def test_older_flags_choose_a_schedule(
+    checkout: Path, stock_checkpoint: Path, stock: Logged
+) -> None:
+    run = pretrain(
+        checkout,
+        MODEL,
+        PIPELINE,
+        f"--load {stock_checkpoint} --enable-zero-bubble --zero-bubble-v-schedule",
+        "--zero-bubble-v-schedule-mem-setup half --zero-bubble-pipeline-timers-start-iter 10",
+    )
+    check_equal(run, stock)
+    assert any("is taken as --pipeline-schedule v-half" in line for line in run.said)
+
+
+def test_active_clipping_changes_the_last_digit_at_most(
+    checkout: Path, stock_checkpoint: Path
+) -> None:
+    flags = (MODEL, PIPELINE, f"--load {stock_checkpoint} --clip-grad 1")
+    stock = pretrain(checkout, *flags)
+    run = pretrain(checkout, *flags, "--pipeline-schedule v-half")
+    assert run.code == stock.code == 0
+    for ours, theirs in ((run.losses, stock.losses), (run.norms, stock.norms)):
+        assert ours.keys() == theirs.keys()
+        for iteration, text in ours.items():
+            assert _last_digits_apart(text, theirs[iteration]) <= 1
+
+
+def _last_digits_apart(ours: str, theirs: str) -> int:
+    def digits(text: str) -> int:
+        return int(text.split("E")[0].replace(".", ""))
+
+    assert ours.partition("E")[2] == theirs.partition("E")[2]
+    return abs(digits(ours) - digits(theirs))
+
+
+def test_tensorboard_has_the_losses(
+    checkout: Path, stock_checkpoint: Path, stock: Logged, tmp_path: Path
+) -> None:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    flags = f"--load {stock_checkpoint} --pipeline-schedule v-half --tensorboard-dir {tmp_path}"
+    run = pretrain(
+        checkout, MODEL, PIPELINE, flags, "--log-interval 1 --tensorboard-log-interval 1"
+    )
+    check_equal(run, stock)
+    events = EventAccumulator(str(tmp_path)).Reload()
+    assert len(events.Scalars("lm loss")) == 5
+    assert any("validation" in tag for tag in events.Tags()["scalars"])
+
+
+@pytest.mark.parametrize(
+    ("ranks", "flags"),
+    [
+        (4, "--pipeline-model-parallel-size 2 --tensor-model-parallel-size 2"),
+        (
+            2,
+            "--pipeline-model-parallel-size 2 --recompute-granularity full "
+            "--recompute-method uniform --recompute-num-layers 1",
+        ),
+    ],
+    ids=["tp2", "recompute"],
+)
+def test_parallel_settings(checkout: Path, stock_checkpoint: Path, ranks: int, flags: str) -> None:
+    common = (MODEL, flags, f"--load {stock_checkpoint}")
+    stock = pretrain(checkout, *common, ranks=ranks)
+    run = pretrain(checkout, *common, "--pipeline-schedule v-half", ranks=ranks)
+    assert stock.code == 0, stock.output
+    check_equal(run, stock)
+
+
+def test_one_rank_searches_and_a_later_job_finds_the_schedule(
+    checkout: Path, stock_checkpoint: Path, stock: Logged, tmp_path: Path
+) -> None:
+    flags = (
+        f"--load {stock_checkpoint} --pipeline-schedule auto --pipeline-placement zigzag "
+        "--num-virtual-stages-per-pipeline-rank 2 "
+        f"--pipeline-schedule-cache {tmp_path / 'kept'}"
+    )
+    first = pretrain(checkout, MODEL, PIPELINE, flags)
+    check_equal(first, stock)
+    assert "the schedule is taken from" not in first.output
+    kept = list((tmp_path / "kept").iterdir())
+    assert kept
+    assert "4 ranks x 2 chunks" in first.output
+    second = pretrain(checkout, MODEL, PIPELINE, flags)
+    check_equal(second, stock)
+    assert second.output.count(f"the schedule is taken from {tmp_path / 'kept'}") == len(kept)
+
+
+def test_what_rank_0_cannot_search_is_one_sentence(checkout: Path) -> None:
+    run = pretrain(
+        checkout, MODEL, PIPELINE, "--pipeline-schedule auto --pipeline-memory-limit 0.01"
+    )
+    assert run.code != 0
+    assert run.error.count("\n") == 0
+    assert "cannot keep the memory limit of 0.01 of 1F1B" in run.error

@@ -1,0 +1,157 @@
+"""What channels ask of CUDA's streams and of NCCL, with stand-ins that note it: no GPU is here."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from megatron_zb.errors import UsageError
+from megatron_zb.megatron_core.group_options import group_options
+from megatron_zb.runtime.channels import RUN_AHEAD, Channels
+from megatron_zb.runtime.groups import GroupOptions
+from megatron_zb.schedules.program.lowering import Channel, Message
+
+THERE, MESSAGE = Channel(0, 1), Message(False, 1, 0)
+
+
+class Cuda:
+    """One current stream, and a note of what happens on which."""
+
+    def __init__(self) -> None:
+        self.current = "compute"
+        self.notes: list[tuple[str, str]] = []
+
+    def note(self, what: str) -> None:
+        self.notes.append((what, self.current))
+
+    @contextmanager
+    def stream(self, name: str) -> Iterator[None]:
+        before, self.current = self.current, name
+        yield
+        self.current = before
+
+
+class Buffer:
+    def __init__(self, cuda: Cuda) -> None:
+        self._cuda = cuda
+        cuda.note("allocate")
+
+    def record_stream(self, stream: str) -> None:
+        self._cuda.note(f"keep until {stream} has used it")
+
+
+class OnGpu(Channels):
+    """Channels of a rank with a GPU, whose messages are noted and go nowhere."""
+
+    def __init__(self, cuda: Cuda) -> None:
+        self._cuda = cuda
+        self._prepare(torch.device("cuda"))
+
+    def _isend(self, channel: Channel, tensor: Any) -> Any:
+        self._cuda.note("send")
+        return SimpleNamespace(is_completed=lambda: True)
+
+    def _irecv(self, channel: Channel, tensor: Any) -> Any:
+        self._cuda.note("receive")
+        return SimpleNamespace(wait=lambda: self._cuda.note("wait"))
+
+
+@pytest.fixture
+def cuda(monkeypatch: pytest.MonkeyPatch) -> Cuda:
+    cuda = Cuda()
+    events = iter(range(10**6))
+
+    def event(blocking: bool) -> Any:
+        number = next(events)
+        assert blocking, "a host that waits should leave its core to others"
+        return SimpleNamespace(
+            record=lambda: cuda.note(f"mark {number}"),
+            synchronize=lambda: cuda.note(f"host waits for mark {number}"),
+        )
+
+    monkeypatch.setattr(torch.cuda, "Stream", lambda device: "receives")
+    monkeypatch.setattr(torch.cuda, "stream", cuda.stream)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda: cuda.current)
+    monkeypatch.setattr(torch.cuda, "Event", event)
+    return cuda
+
+
+def test_a_receive_waits_for_no_computation_and_its_memory_is_safe(cuda: Cuda) -> None:
+    channels = OnGpu(cuda)
+    buffer: Any = Buffer(cuda)
+    cuda.notes.clear()
+    channels.post_receive(THERE, MESSAGE, lambda: cuda.note("allocate") or buffer)  # type: ignore[func-returns-value]
+    channels.take(MESSAGE)
+    channels.send(THERE, torch.zeros(1), 2)
+    assert cuda.notes == [
+        ("allocate", "receives"),
+        ("receive", "receives"),
+        ("wait", "compute"),
+        ("keep until compute has used it", "compute"),
+        ("send", "compute"),
+    ]
+
+
+def test_the_host_runs_ahead_by_a_few_passes_and_no_more(cuda: Cuda) -> None:
+    channels = OnGpu(cuda)
+    for _ in range(RUN_AHEAD + 2):
+        channels.between_passes()
+    waited = [what for what, _ in cuda.notes if what.startswith("host")]
+    assert waited == ["host waits for mark 0", "host waits for mark 1"]
+    channels.finish()
+    cuda.notes.clear()
+    channels.between_passes()
+    assert not any(what.startswith("host") for what, _ in cuda.notes)
+
+
+class Options:
+    """In the place of ProcessGroupNCCL.Options, which a torch without CUDA lacks."""
+
+    def __init__(self) -> None:
+        self.is_high_priority_stream = False
+        self.config = SimpleNamespace()
+
+
+def applied(options: GroupOptions, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    monkeypatch.setattr(dist, "ProcessGroupNCCL", SimpleNamespace(Options=Options), raising=False)
+    made = options.for_backend("cpu:gloo,cuda:nccl")
+    return {"is_high_priority_stream": made.is_high_priority_stream, **vars(made.config)}
+
+
+def test_nccl_is_asked_for_few_thread_blocks_on_a_stream_of_high_priority(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    assert applied(GroupOptions(), monkeypatch) == {"is_high_priority_stream": True, "max_ctas": 4}
+    assert GroupOptions().for_backend("gloo") is None
+
+
+def test_megatrons_settings_of_the_pipeline_group_come_first(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    path = tmp_path / "nccl.yaml"
+    path.write_text("dp: {max_ctas: 9}\npp: {min_ctas: 6, is_high_priority_stream: false}\n")
+    expected = {"is_high_priority_stream": False, "min_ctas": 6, "max_ctas": 6}
+    assert applied(group_options(str(path)), monkeypatch) == expected
+    with_priority = applied(group_options(str(path), ["dp_cp", "pp"]), monkeypatch)
+    assert with_priority == {**expected, "is_high_priority_stream": True}
+    path.write_text("dp: {max_ctas: 9}\n")
+    assert group_options(str(path)) == GroupOptions()
+
+
+@pytest.mark.parametrize("text", ["pp: 4", "[1, 2]", "pp: ["])
+def test_settings_that_are_none_are_refused_in_a_sentence(tmp_path: Path, text: str) -> None:
+    path = tmp_path / "nccl.yaml"
+    path.write_text(text)
+    with pytest.raises(
+        UsageError, match=r"--nccl-communicator-config-path .*nccl.yaml (is no|can)"
+    ):
+        group_options(str(path))
+    with pytest.raises(UsageError, match="cannot be read"):
+        group_options(str(tmp_path / "none.yaml"))

@@ -1,0 +1,96 @@
+"""Every place of the package that may make the host wait for a device, by name, with its reason."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+PACKAGE = Path(__file__).resolve().parents[2] / "megatron_zb"
+ROOMS = ("runtime", "megatron", "distillation")
+"""Where tensors of a GPU are handled."""
+WAITS = {
+    "all_gather_object",
+    "barrier",
+    "cpu",
+    "elapsed_time",
+    "empty_cache",
+    "is_completed",
+    "item",
+    "nonzero",
+    "numpy",
+    "query",
+    "synchronize",
+    "tolist",
+    "wait",
+}
+"""Methods that read back, poll or wait; of tensors, of work, of events or of threads."""
+
+BETWEEN_STEPS = "between steps, or before the first, when no receive is open"
+HOST = "tensors, stores and threads of the host alone"
+STREAM = "a wait of the stream, not of the host"
+ORDERED = "for what comes earlier in the order of the program"
+PLACES = {
+    "runtime/channels.py:Channels._connect": BETWEEN_STEPS,
+    "runtime/channels.py:Channels._hold_back": ORDERED,
+    "runtime/channels.py:Channels.between_passes": "polls sends; waits for none",
+    "runtime/channels.py:Channels.finish": STREAM,
+    "runtime/channels.py:Channels.send": STREAM,
+    "runtime/channels.py:Channels.take": STREAM,
+    "runtime/groups.py:new_groups": BETWEEN_STEPS,
+    "runtime/watchdog/inquiry.py:Inquiry.ask": HOST,
+    "runtime/link_times.py:_fastest_round": "of a message that has been received",
+    "runtime/link_times.py:_finished": "the current stream; the message's peer waits for nothing",
+    "runtime/post_validation.py:StateExchange.finish": HOST,
+    "runtime/post_validation.py:StateExchange.full": HOST,
+    "runtime/watchdog/progress.py:Progress.moved": "polls, from the watchdog's thread",
+    "runtime/recorder.py:Recorder.__init__": BETWEEN_STEPS,
+    "runtime/recorder.py:Recorder._seconds": BETWEEN_STEPS,
+    "runtime/recorder.py:Recorder.seconds": BETWEEN_STEPS,
+    "runtime/recorder.py:Recorder.spans": BETWEEN_STEPS,
+    "runtime/reduce_times.py:_seconds_to_sum": BETWEEN_STEPS,
+    "runtime/shaped_channels.py:ShapedChannels.post_receive": ORDERED + "; a tensor of the host",
+    "runtime/synthetic_steps.py:Steps.seconds": HOST,
+    "runtime/watchdog/watchdog.py:Watchdog._goes_on": HOST,
+    "megatron_core/post_validation.py:PostValidation._close": HOST,
+    "megatron_core/post_validation.py:PostValidation._judge": HOST,
+    "megatron_core/post_validation.py:PostValidation.was_right": HOST,
+    "megatron_core/post_validation.py:_StatisticsGroups.__init__": BETWEEN_STEPS,
+    "megatron_core/post_validation.py:_in_single_precision": HOST,
+    "megatron_core/random_streams.py:_digest": HOST,
+    "megatron_core/profiling.py:Profiling.measured": BETWEEN_STEPS,
+    "megatron_core/shards.py:Shard.whole": STREAM,
+    "distillation/block_times.py:_seconds": BETWEEN_STEPS,
+    "distillation/block_times.py:measure": BETWEEN_STEPS,
+    "distillation/evaluation.py:compare": BETWEEN_STEPS,
+    "distillation/stitching.py:_all_shapes": BETWEEN_STEPS,
+}
+
+
+def waits(node: ast.AST, names: tuple[str, ...] = ()) -> Iterator[str]:
+    """The functions below a node that call one of these methods."""
+    if isinstance(node, ast.FunctionDef | ast.ClassDef):
+        names = (*names, node.name)
+    if (
+        isinstance(node, ast.Call)
+        and isinstance(node.func, ast.Attribute)
+        and node.func.attr in WAITS
+    ):
+        yield ".".join(names)
+    for child in ast.iter_child_nodes(node):
+        yield from waits(child, names)
+
+
+def test_every_place_that_may_wait_for_a_device_is_known() -> None:
+    found = {
+        f"{room}/{file.name}:{name}"
+        for room in ROOMS
+        for file in (PACKAGE / room).glob("*.py")
+        for name in waits(ast.parse(file.read_text(encoding="utf-8")))
+    }
+    assert found == set(PLACES)
+
+
+def test_a_place_is_found_wherever_it_stands() -> None:
+    code = "class A:\n def f(self, x):\n  return [y.item() for y in x]\ndef g():\n z.synchronize()"
+    assert list(waits(ast.parse(code))) == ["A.f", "g"]

@@ -1,0 +1,541 @@
+"""A pipeline that has stopped ends, and every rank says which one holds it up."""
+
+from __future__ import annotations
+
+import re
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from contextlib import ExitStack
+from functools import partial
+from typing import Any, ClassVar, cast
+
+import pytest
+import torch
+from torch.distributed import HashStore, Store
+
+from megatron_zb.runtime.watchdog.inquiry import Inquiry, Verdict
+from megatron_zb.runtime.watchdog.progress import REMEMBERED, Progress, State
+from megatron_zb.runtime.watchdog.verdict import judged, who_holds_up
+from megatron_zb.runtime.watchdog.watchdog import EXIT_CODE, Place, Watchdog
+from megatron_zb.schedules.passes import Pass, PassKind
+from megatron_zb.schedules.program.lowering import Channel, Message
+
+
+def forward(stage: int, microbatch: int) -> Pass:
+    return Pass(PassKind.F, stage, microbatch)
+
+
+def waiting(source: int, target: int) -> Callable[[Progress, ExitStack], None]:
+    def tell(progress: Progress, stack: ExitStack) -> None:
+        stack.enter_context(progress.step())
+        with progress.running(forward(target, 0)):
+            pass
+        stack.enter_context(progress.waiting(Channel(source, target), Message(False, target, 1)))
+
+    return tell
+
+
+def running(progress: Progress, stack: ExitStack) -> None:
+    stack.enter_context(progress.step())
+    stack.enter_context(progress.running(forward(1, 7)))
+
+
+def between(progress: Progress, stack: ExitStack) -> None:
+    with progress.step():
+        pass
+
+
+def stopped(progress: Progress, stack: ExitStack) -> None:
+    """It has come, and answers no more; see Job."""
+
+
+FIRST = 10
+"""The global number of the first rank of a job."""
+
+
+class Job:
+    """Ranks, each with its watchdog, in pipelines of equal size, by default in one.
+
+    None is a rank that has never come to a step, `stopped` one whose process is.
+    """
+
+    def __init__(
+        self,
+        ranks: list[Callable[[Progress, ExitStack], None] | None],
+        seconds: float,
+        *,
+        pipelines: int = 1,
+        store: Store | None = None,
+    ) -> None:
+        self.lines: dict[int, list[str]] = {}
+        self.codes: dict[int, int] = {}
+        self.progress: dict[int, Progress] = {}
+        self.dogs: list[Watchdog] = []
+        self.store, self.stack = store or HashStore(), ExitStack()
+        everyone = tuple(range(FIRST, FIRST + len(ranks)))
+        size = len(ranks) // pipelines
+        for number, tell in enumerate(ranks):
+            if tell is None:
+                continue
+            if tell is stopped:
+                Inquiry(self.store, everyone[number], everyone, patience=5.0).come()
+                continue
+            start = number // size * size
+            self.progress[number] = progress = Progress()
+            tell(progress, self.stack)
+            self.lines[number] = []
+            self.dogs.append(
+                Watchdog(
+                    progress,
+                    Place(number - start, everyone[start : start + size], everyone),
+                    self.store,
+                    seconds,
+                    tell=self.lines[number].append,
+                    patience=1.0,
+                    end=partial(self.codes.__setitem__, number),
+                )
+            )
+
+    def wait(self, ranks: set[int], seconds: float = 60.0) -> None:
+        """Until these have ended, and no others."""
+        self.until(lambda: self.codes.keys() >= ranks, seconds)
+        for dog in self.dogs:
+            dog.stop()
+        self.stack.close()
+        assert self.codes == dict.fromkeys(ranks, EXIT_CODE)
+
+    def said(self) -> list[str]:
+        return [line for lines in self.lines.values() for line in lines]
+
+    def until(self, happens: Callable[[], bool], seconds: float = 60.0) -> None:
+        """Wait until something happens, or for so long."""
+        deadline = time.monotonic() + seconds
+        while not happens() and time.monotonic() < deadline:
+            time.sleep(0.05)
+
+
+def test_a_rank_that_is_gone_is_named_by_all_others() -> None:
+    job = Job([waiting(1, 0), waiting(2, 1), None], seconds=0.4)
+    job.wait({0, 1})
+    for logical, lines in job.lines.items():
+        assert f"rank {FIRST + logical} (pipeline rank {logical} in schedule order)" in lines[0]
+        assert f"waits for the activation for stage {logical}, microbatch 1" in lines[0]
+        assert f"F of stage {logical}, microbatch 0" in lines[1]
+        assert lines[3].startswith("megatron_zb: error: rank 12 holds up all others: it does not")
+
+
+def test_a_rank_in_a_long_pass_is_named_with_the_pass() -> None:
+    job = Job([waiting(1, 0), running], seconds=0.4)
+    job.wait({0, 1})
+    assert "rank 11 holds up all others: it is in F of stage 1, microbatch 7 for" in job.lines[0][3]
+    assert job.lines[0][3] == job.lines[1][3]
+
+
+@pytest.mark.parametrize("others", [waiting(1, 0), between])
+def test_a_rank_that_is_stopped_is_named_wherever_the_others_are(
+    others: Callable[[Progress, ExitStack], None],
+) -> None:
+    """Here in the other of two pipelines, which waits for it between two steps."""
+    job = Job([others, between, between, stopped], seconds=0.4, pipelines=2)
+    job.wait({0, 1, 2})
+    for lines in job.lines.values():
+        assert "rank 13 holds up all others: it does not answer" in lines[3]
+    assert "is between two steps" in job.lines[2][0]
+    assert "it stands in sleep" in job.lines[2][2] or ", called by " in job.lines[2][2]
+
+
+@pytest.mark.parametrize("other", [waiting(1, 0), between])
+def test_a_rank_between_steps_may_take_its_time(
+    other: Callable[[Progress, ExitStack], None],
+) -> None:
+    """It loads data, or writes a checkpoint: the others wait, and one of them says so, once."""
+    job = Job([other, between], seconds=0.4)
+    job.until(lambda: bool(job.said()))
+    job.until(lambda: bool(job.codes), seconds=1.5)
+    job.wait(set())
+    (line,) = job.said()
+    found = re.search("answer, so the job goes on: rank (1.) is between two steps", line)
+    assert found is not None
+    assert other is between or found[1] == "11"
+
+
+def test_a_wait_is_said_once_though_the_count_begins_anew() -> None:
+    """As it does where the whole machine stood for a while."""
+    job = Job([between, between], seconds=0.4)
+    job.until(lambda: bool(job.said()))
+    for progress in job.progress.values():
+        progress.begin_anew()
+    job.until(lambda: bool(job.codes), seconds=1.5)
+    job.wait(set())
+    assert len(job.said()) == 1
+
+
+def test_a_new_wait_is_said_again() -> None:
+    job = Job([between, between], seconds=0.4)
+    job.until(lambda: bool(job.said()))
+    for progress in job.progress.values():
+        between(progress, job.stack)
+    job.until(lambda: len(job.said()) > 1)
+    job.wait(set())
+    assert len(job.said()) == 2
+
+
+def test_a_rank_that_has_left_is_not_missed() -> None:
+    job = Job([between, between], seconds=0.4)
+    job.dogs[1].stop()
+    job.until(lambda: bool(job.said()))
+    job.wait(set())
+    assert "so the job goes on" in job.said()[0]
+
+
+def test_a_rank_that_has_not_come_yet_is_not_missed() -> None:
+    job = Job([between, None], seconds=0.4)
+    job.until(lambda: bool(job.said()))
+    job.until(lambda: len(job.said()) > 1, seconds=2.5)
+    job.wait(set())
+    (line,) = job.said()  # once, though there is a question every second
+    assert "so the job goes on" in line
+
+
+def test_a_verdict_ends_the_wait_for_answers() -> None:
+    """Two ranks may ask at once; one that has its answers says the verdict, and answers no more."""
+    store, state = HashStore(), State("is between two steps", None, 9.0, ())
+    one, other = (Inquiry(store, rank, (0, 1), patience=60.0) for rank in range(2))
+    answers: list[dict[int, State]] = []
+    thread = threading.Thread(target=lambda: answers.append(one.ask(state)))
+    thread.start()
+    other.end(Verdict("rank 1 holds up all others", (0, 1)))
+    thread.join(20.0)
+    assert [list(found) for found in answers] == [[0]]
+    assert one.verdict() == Verdict("rank 1 holds up all others", (0, 1))
+
+
+def test_of_two_that_ask_at_once_one_is_the_first() -> None:
+    store, state = HashStore(), State("is between two steps", None, 9.0, ())
+    ranks = [Inquiry(store, rank, (0, 1), patience=20.0) for rank in range(2)]
+    threads = [threading.Thread(target=inquiry.ask, args=(state,)) for inquiry in ranks]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(20.0)
+    assert sorted(inquiry.asked_first for inquiry in ranks) == [False, True]
+
+
+class Questioned:
+    """A store to which another rank's question comes after so many looks of this one."""
+
+    def __init__(self, looks: int) -> None:
+        self._store, self._looks = HashStore(), looks
+
+    def check(self, keys: list[str]) -> bool:
+        found = self._store.check(keys)
+        self._looks -= 1
+        if self._looks == 0:
+            self._store.compare_set("question/0", "", "1")
+        return found
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._store, name)
+
+
+@pytest.mark.parametrize("looks", [1, 2])
+def test_a_rank_whose_question_comes_second_has_not_asked_first(looks: int) -> None:
+    """Whether it comes while this one looks for it, or while this one asks."""
+    state = State("is between two steps", None, 9.0, ())
+    inquiry = Inquiry(cast(Store, Questioned(looks)), 0, (0, 1), patience=0.1)
+    inquiry.ask(state)
+    assert inquiry.asked_first == (looks == 2)
+
+
+def test_questions_leave_nothing_behind() -> None:
+    """A checkpoint may take hours, with a question every few minutes."""
+    store = HashStore()
+    ranks = [Inquiry(store, rank, (0, 1), patience=0.1) for rank in range(2)]
+    state = State("is between two steps", None, 9.0, ("F",) * REMEMBERED)
+    for number in range(20):
+        asking, asked = ranks[number % 2], ranks[1 - number % 2]
+        thread = threading.Thread(target=asking.ask, args=(state,))
+        thread.start()
+        while not asked.is_asked():
+            time.sleep(0.001)
+        asked.answer(state)
+        thread.join()
+        time.sleep(0.05)
+    answers = [f"answer/{number}/{rank}" for number in range(20) for rank in range(2)]
+    assert sum(store.check([key]) for key in answers) <= 10  # of 40
+
+
+class HeldStore(HashStore):
+    """Its holder is stopped when the test says so: no call returns then."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.is_held, self.is_free = threading.Event(), threading.Event()
+
+    def clone(self) -> Store:
+        return self
+
+    def check(self, keys: list[str]) -> bool:
+        if self.is_held.is_set():
+            self.is_free.wait()
+        return bool(super().check(keys))
+
+
+def test_a_store_that_does_not_answer_is_named() -> None:
+    store = HeldStore()
+    job = Job([between, between], seconds=0.4, store=store)
+    store.is_held.set()
+    job.until(lambda: len(job.codes) == 2)
+    store.is_free.set()
+    job.wait({0, 1})
+    for lines in job.lines.values():
+        assert "the store of the job does not answer for" in lines[3]
+
+
+def test_a_rank_that_is_stuck_in_a_step_is_named_by_one_that_is_not() -> None:
+    states = {
+        0: State("", None, 9.0, in_step=False, waits_for_all=True),
+        1: State("", 2, 9.0, in_step=True),
+        2: State("", None, 9.0, in_step=True),
+    }
+    assert judged(states, [], 6.0) == 2
+    states[2] = State("", None, 1.0, in_step=True)  # it makes progress
+    assert judged(states, [], 6.0) is None
+    assert judged(states, [3], 6.0) == 3
+    del states[2]
+    assert judged(states, [2, 3], 6.0) == 2
+
+
+def test_progress_keeps_a_job_alive() -> None:
+    job = Job([running], seconds=0.6)
+    stop = threading.Event()
+    while not stop.wait(0.1) and len(job.progress[0].state().passes) < 20:
+        with job.progress[0].running(forward(1, 8)):
+            pass
+    for dog in job.dogs:
+        dog.stop()
+    assert job.codes == {}
+
+
+def test_the_last_passes_are_remembered() -> None:
+    progress = Progress()
+    for microbatch in range(2 * REMEMBERED):
+        with progress.running(forward(0, microbatch)):
+            pass
+    passes = progress.state().passes
+    assert len(passes) == REMEMBERED
+    assert passes[-1] == f"F of stage 0, microbatch {2 * REMEMBERED - 1}"
+
+
+class StandInEvent:
+    """In place of a CUDA event, which needs a GPU: happens when the test says so."""
+
+    made: ClassVar[list[StandInEvent]] = []
+
+    def __init__(self) -> None:
+        self.happened = False
+        self.made.append(self)
+
+    def record(self) -> None:
+        """Nothing is under way."""
+
+    def query(self) -> bool:
+        return self.happened
+
+
+def test_a_gpu_is_where_its_first_open_event_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    StandInEvent.made.clear()
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    progress = Progress(on_gpu=True, event=StandInEvent)
+    progress.keep_marks()
+    with progress.step():
+        with progress.waiting(Channel(0, 1), Message(False, 1, 0)):
+            pass
+        with progress.running(forward(1, 0)):
+            pass
+    took, ran = StandInEvent.made
+    assert progress.state().waits_for == 0
+    assert progress.in_step  # though the host has left it
+    took.happened = True
+    assert progress.state().doing == "is in F of stage 1, microbatch 0"
+    ran.happened = True
+    assert progress.state().doing == "is between two steps"
+    assert not progress.in_step
+
+
+def test_without_a_watchdog_no_marks_are_kept() -> None:
+    """Nobody would look at them, and let go of them: a job of weeks would drown in them."""
+    StandInEvent.made.clear()
+    progress = Progress(on_gpu=True, event=StandInEvent)
+    with progress.step(), progress.running(forward(1, 0)):
+        pass
+    assert not StandInEvent.made
+    assert not progress.in_step
+
+
+class Devices:
+    """In place of torch.cuda's: every thread begins on device 0, and has its own from then on."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self._of_thread: dict[int, int] = {}
+        monkeypatch.setattr(torch.cuda, "current_device", self.current)
+        monkeypatch.setattr(torch.cuda, "set_device", self.set)
+
+    def current(self) -> int:
+        return self._of_thread.get(threading.get_ident(), 0)
+
+    def set(self, device: int) -> None:
+        self._of_thread[threading.get_ident()] = device
+
+
+class EventOfDevice(StandInEvent):
+    """Knows on which devices it was asked, and by how many threads."""
+
+    asked: ClassVar[list[tuple[str, int]]] = []
+
+    def query(self) -> bool:
+        self.asked.append((threading.current_thread().name, torch.cuda.current_device()))
+        return False
+
+
+def test_watchdogs_ask_a_gpu_from_the_device_of_the_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A thread that asks from GPU 0 takes half a GiB there, for every rank of a host."""
+    EventOfDevice.asked.clear()
+    Devices(monkeypatch).set(3)
+    held = HeldStore()
+    held.is_held.set()  # its second thread looks where the first one does not come back
+    progress = Progress(on_gpu=True, event=EventOfDevice)
+    dogs = [
+        Watchdog(
+            progress,
+            Place(0, (0,)),
+            store,
+            0.2,
+            tell=lambda line: None,
+            end=lambda code: None,
+            patience=0.2,
+        )
+        for store in (HashStore(), held)
+    ]
+    with progress.step(), progress.running(forward(0, 0)):
+        pass
+    deadline = time.monotonic() + 60
+    while len({name for name, _ in EventOfDevice.asked}) < 2 and time.monotonic() < deadline:
+        time.sleep(0.02)
+    held.is_free.set()
+    for dog in dogs:
+        dog.stop()
+    assert len({name for name, _ in EventOfDevice.asked}) == 2
+    assert {device for _, device in EventOfDevice.asked} == {3}
+
+
+def optimizer_step(entered: threading.Event, leave: threading.Event) -> None:
+    entered.set()
+    leave.wait()
+
+
+def test_between_two_steps_the_stack_says_where() -> None:
+    entered, leave = threading.Event(), threading.Event()
+    progress = Progress(phases={(__name__, "optimizer_step"): "in the optimizer step"})
+
+    def train() -> None:
+        with progress.step():
+            pass
+        optimizer_step(entered, leave)
+
+    thread = threading.Thread(target=train)
+    thread.start()
+    entered.wait()
+    state = progress.state()
+    leave.set()
+    thread.join()
+    assert state.doing == "is between two steps, in the optimizer step"
+    assert "called by optimizer_step (test_watchdog.py:" in state.place
+
+
+@pytest.mark.parametrize(
+    ("waits", "rank", "held_up_by"),
+    [
+        ({0: 1, 1: 2, 2: None}, 0, 2),
+        ({0: 1, 1: 2}, 0, 2),  # 2 tells nothing
+        ({0: None, 1: 0}, 0, 0),
+        ({0: 1, 1: 0}, 0, 0),  # a circle, which no lowered program has
+    ],
+)
+def test_who_holds_up(waits: dict[int, int | None], rank: int, held_up_by: int) -> None:
+    states = {r: State("", w, 0.0) for r, w in waits.items()}
+    assert who_holds_up(states, rank) == held_up_by
+
+
+ENDS_WHILE_WATCHED = """
+import sys, threading
+from torch.distributed import HashStore
+from megatron_zb.runtime.progress import Progress
+from megatron_zb.runtime.watchdog import Place, Watchdog
+
+class SlowStore(HashStore):
+    def clone(self):
+        return self
+
+    def check(self, keys):
+        asked.set()
+        return self.wait_a_while()
+
+    def wait_a_while(self):
+        from datetime import timedelta
+        try:
+            self.wait(["never"], timedelta(seconds=0.5))
+        except Exception:
+            return False
+
+asked = threading.Event()
+Watchdog(Progress(), Place(0, (0,)), SlowStore(), 0.2)
+asked.wait()
+"""
+
+
+def test_a_process_that_ends_takes_its_watchdog_along() -> None:
+    """In the store's own code, a thread that outlives the interpreter aborts the process."""
+    done = subprocess.run(
+        [sys.executable, "-c", ENDS_WHILE_WATCHED], capture_output=True, text=True
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+STOPPED_FOR_A_WHILE = """
+import os, signal, subprocess, sys, time
+from contextlib import ExitStack
+from torch.distributed import HashStore
+from megatron_zb.runtime.progress import Progress
+from megatron_zb.runtime.watchdog import Place, Watchdog
+from megatron_zb.schedules.passes import Pass, PassKind
+
+progress = Progress()
+with progress.step(), progress.running(Pass(PassKind.F, 0, 0)):
+    Watchdog(progress, Place(0, (0,)), HashStore(), 1.0)
+    print("runs", flush=True)
+    sys.stdin.readline()
+"""
+
+
+def test_a_job_that_was_suspended_goes_on() -> None:
+    """All of its processes stopped and went on: no rank holds up the others."""
+    process = subprocess.Popen(
+        [sys.executable, "-c", STOPPED_FOR_A_WHILE],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    assert process.stdout is not None
+    assert process.stdout.readline() == "runs\n"
+    process.send_signal(signal.SIGSTOP)
+    time.sleep(2)
+    process.send_signal(signal.SIGCONT)
+    time.sleep(0.5)
+    _, said = process.communicate("\n")
+    assert (process.returncode, said) == (0, "")

@@ -1,0 +1,85 @@
+"""The search's inner loops: compiled and plain Python agree, and what they find keeps the rules."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+
+import pytest
+
+from megatron_zb import schedules
+from megatron_zb.schedules.bounds import lower_bound
+from megatron_zb.schedules.placement import v_shape
+from megatron_zb.schedules.search import hill_climbing
+from megatron_zb.schedules.search.hill_climbing import Effort, Problem
+from megatron_zb.schedules.search.kernels import Compiled, Engine, Plain, available
+from megatron_zb.schedules.search.presets import PRESETS
+from megatron_zb.schedules.search.priority_weights import Steering
+
+_P, _M = 4, 8
+_COSTS = schedules.Costs.uniform(pipeline_size=_P, forward=1.0, backward=1.21, weight=0.83, p2p=0.1)
+
+
+def _problem(microbatches: float = 2.5) -> Problem:
+    """The V under a limit in microbatches of a whole rank."""
+    placement = v_shape(_P)
+    table = _COSTS.for_placement(placement)
+    stages = placement.stages_of[0]
+    limit = microbatches * sum(table.activation[s] for s in stages)
+    return Problem(placement, _M, table, (limit,) * _P)
+
+
+def _biased(seed: int) -> Steering:
+    dice = random.Random(seed)
+    steering = Steering.from_preset(PRESETS[seed], 2, _P)
+    for _ in range(5):
+        steering = steering.with_other_biases(dice, 2, _P).changed(dice, 2, _P)
+    return steering
+
+
+@pytest.mark.skipif(not available(), reason="numba is not installed")
+@pytest.mark.parametrize("mean_weight", [0.0, 100.0])
+def test_compiled_and_plain_loops_agree_to_the_last_bit(mean_weight: float) -> None:
+    def results(engine: Engine) -> list[tuple[float, float, list[int]]]:
+        runner = hill_climbing._Runner(_problem(), engine)
+        found = []
+        for seed in range(3):
+            makespan = runner.makespan(_biased(seed))
+            order = runner.order_copy()
+            polished, best = runner.polish(order, 300, 1.0, 0.0, seed, mean_weight)
+            found.append((makespan, polished, [int(code) for code in best]))
+        return found
+
+    assert results(Plain()) == results(Compiled())
+
+
+def test_a_bias_for_w_runs_it_right_after_its_backward() -> None:
+    runner = hill_climbing._Runner(_problem(), Plain())
+    steering = Steering.from_preset(PRESETS[0], 2, _P)
+    plain = (runner.makespan(steering), runner.order_copy())
+    own = [0.0] * len(steering.own)
+    assert (runner.makespan(_with(steering, own)), runner.order_copy()) == plain
+    own[2 * 5 + 4] = -1000.0
+    runner.makespan(_with(steering, own))
+    ranks = runner.passes(runner.order_copy())
+    kinds = "".join(p.kind.value for p in ranks[2])
+    assert kinds.count("BW") == kinds.count("W") == 2 * _M
+
+
+def _with(steering: Steering, own: list[float]) -> Steering:
+    return replace(steering, own=tuple(own))
+
+
+def test_walks_keep_the_limit_and_never_lose() -> None:
+    problem = _problem()
+    bound = lower_bound(problem.placement, _M, problem.costs, problem.limit)
+    without = hill_climbing.search(problem, Effort(20, 200), bound)
+    walked = hill_climbing.search(problem, Effort(20, 200), bound, further=Effort(40, 400))
+    assert without.makespan > bound * 1.01  # or there would be no walk
+    assert walked.makespan <= without.makespan
+    assert walked == hill_climbing.search(problem, Effort(20, 200), bound, further=Effort(40, 400))
+    schedule = schedules.Schedule("walked", problem.placement, _M, walked.ranks)
+    schedule.validate()
+    timeline = schedules.simulate(schedule, _COSTS)
+    assert timeline.makespan == pytest.approx(walked.makespan)
+    assert max(timeline.peak_memory) <= problem.limit[0] * (1 + 1e-9)

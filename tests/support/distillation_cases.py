@@ -1,0 +1,291 @@
+"""A tiny teacher, and student blocks trained alone on what it was recorded to say."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core import dist_checkpointing, parallel_state, tensor_parallel
+from megatron.core.models.gpt import GPTModel
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+from megatron_zb.distillation import arguments
+from megatron_zb.distillation.blocks import student_layer, teacher_layer
+from megatron_zb.distillation.initialisation import inherit
+from megatron_zb.distillation.loop import Job, distribution_of, open_job
+from megatron_zb.distillation.shapes import BlockShape
+from megatron_zb.distillation.student import StudentConfig, library
+from megatron_zb.distillation.teacher import read_teacher
+from megatron_zb.megatron_core.initialisation import initialise_by_global_name
+from megatron_zb.training import data
+from megatron_zb.training.checkpoint import write
+from megatron_zb.training.model import transformer_config
+
+Key = tuple[int, str]
+"""A block and the name of a candidate."""
+
+LAYERS = 4
+SEQUENCE = 16
+GPT: Mapping[str, Any] = {
+    "num_layers": LAYERS,
+    "hidden_size": 32,
+    "ffn_hidden_size": 64,
+    "num_attention_heads": 4,
+    "padded_vocab_size": 384,
+    "max_position_embeddings": SEQUENCE,
+    "seq_length": SEQUENCE,
+    "position_embedding_type": "learned_absolute",
+    "normalization": "LayerNorm",
+    "swiglu": False,
+    "disable_bias_linear": False,
+    "untie_embeddings_and_output_weights": False,
+}
+LLAMA: Mapping[str, Any] = {
+    **GPT,
+    "position_embedding_type": "rope",
+    "normalization": "RMSNorm",
+    "swiglu": True,
+    "disable_bias_linear": True,
+    "untie_embeddings_and_output_weights": True,
+}
+MICROBATCHES, STEPS, RATE, CLIP = 4, 3, 1e-2, 0.05
+TRAINING = (
+    f"--cpu --micro-batch-size 2 --global-batch-size {2 * MICROBATCHES} --lr {RATE} "
+    f"--clip-grad {CLIP} --train-iters {STEPS} --loss mse --student-config none.yaml"
+)
+HALF = {"name": "half", "mlp": {"ffn_fraction": 0.5}}
+SLOW = {"name": "slow", "attention": {"query_groups": 2}, "learning_rate": 1e-3}
+LINEAR = {"name": "linear", "attention": {"kind": "linear"}, "mlp": {"kind": "linear"}}
+EMPTY = {"name": "empty", "attention": {"kind": "no_op"}}
+
+
+@dataclass(frozen=True)
+class Learnt:
+    """What became of one candidate."""
+
+    gradients: list[list[torch.Tensor]]
+    """Of each step, as the optimizer was given them."""
+    weights: dict[str, torch.Tensor]
+
+
+def enter(model: Mapping[str, Any], folder: str) -> None:
+    """Make Megatron's groups, and the teacher's checkpoint if it is not there yet; collective."""
+    if not parallel_state.is_initialized():
+        parallel_state.initialize_model_parallel(create_gloo_process_groups=False)
+        tensor_parallel.model_parallel_cuda_manual_seed(1)
+    if not Path(folder).exists():
+        dist.barrier()
+        whole = whole_model(argparse.Namespace(**(vars(_defaults()) | dict(model))))
+        write(Path(folder), 1, {"model": whole.sharded_state_dict(), "args": dict(model)}, {})
+    dist.barrier()
+
+
+def _defaults() -> argparse.Namespace:
+    from megatron_zb.training import flags
+
+    values = flags.parser().defaults()
+    return argparse.Namespace(**(values | {"cpu": True, "num_query_groups": 4}))
+
+
+def whole_model(args: argparse.Namespace, ffn_hidden_size: int | None = None) -> GPTModel:
+    """A model in one piece, as Megatron builds it, with random weights."""
+    if ffn_hidden_size is not None:
+        args = argparse.Namespace(**(vars(args) | {"ffn_hidden_size": ffn_hidden_size}))
+    config = transformer_config(args)
+    model = GPTModel(
+        config=config,
+        transformer_layer_spec=get_gpt_layer_local_spec(normalization=args.normalization),
+        vocab_size=args.padded_vocab_size,
+        max_sequence_length=args.max_position_embeddings,
+        share_embeddings_and_output_weights=not args.untie_embeddings_and_output_weights,
+        position_embedding_type=args.position_embedding_type,
+    )
+    initialise_by_global_name([model], config, seed=7)
+    with torch.no_grad():
+        for parameter in model.parameters():  # so that no two blocks say nearly the same
+            parameter.mul_(1 + 3 * (parameter.dim() > 1))
+    return model
+
+
+def job_of(corpus: str, teacher: str, candidates: Sequence[Mapping[str, Any]], *flags: str) -> Job:
+    """A job over that teacher; `flags` are added to those of the command line."""
+    words = [*TRAINING.split(), "--teacher-load", teacher, "--data-path", corpus, *flags]
+    found = read_teacher(Path(teacher))
+    args = arguments.complete(arguments.parse(words), found.arguments)
+    student = StudentConfig.model_validate({"name": "a student", "candidates": list(candidates)})
+    return Job(args, found, library(student, found.shape), None)
+
+
+def learnt_in_pipeline(
+    corpus: str,
+    teacher: str,
+    model: Mapping[str, Any],
+    candidates: Sequence[Mapping[str, Any]],
+    flags: Sequence[str],
+) -> dict[Key, Learnt]:
+    """Train on the ranks of the pool; what this rank's candidates have come to."""
+    enter(model, teacher)
+    job = job_of(corpus, teacher, candidates, *flags)
+    run = open_job(job, distribution_of(job), dist.HashStore() if alone() else _store())
+    pupils = {(p.block, p.shape.name): p for p in run.classroom.all_pupils()}
+    owner = {id(p): key for key, pupil in pupils.items() for p in pupil.layer.parameters()}
+    with _recorded(owner) as gradients:
+        run.steps(0, STEPS)
+    run.close()
+    return {
+        key: Learnt(
+            gradients.get(key, []),
+            {n: p.detach().clone() for n, p in pupil.layer.named_parameters()},
+        )
+        for key, pupil in pupils.items()
+    }
+
+
+def alone() -> bool:
+    return dist.get_world_size() == 1
+
+
+def _store() -> dist.Store:
+    from torch.distributed.distributed_c10d import _get_default_store
+
+    store: dist.Store = _get_default_store()
+    return store
+
+
+@contextmanager
+def _recorded(owner: Mapping[int, Key]) -> Iterator[dict[Key, list[list[torch.Tensor]]]]:
+    found: dict[Key, list[list[torch.Tensor]]] = {}
+
+    def record(optimizer: Any, _args: Any, _keywords: Any) -> None:
+        parameters = [p for group in optimizer.param_groups for p in group["params"]]
+        if key := owner.get(id(parameters[0])):
+            found.setdefault(key, []).append([p.grad.clone() for p in parameters])
+
+    handle = register_optimizer_step_pre_hook(record)
+    try:
+        yield found
+    finally:
+        handle.remove()
+
+
+def learnt_alone(
+    corpus: str,
+    teacher: str,
+    model: Mapping[str, Any],
+    candidates: Sequence[Mapping[str, Any]],
+    shares: Sequence[int],
+) -> dict[Key, Learnt]:
+    """Every block trained by itself, on activations recorded from the teacher in one piece.
+
+    `shares` says for each block over how many ranks gradients are summed: microbatches in turn.
+    """
+    enter(model, teacher)
+    job = job_of(corpus, teacher, candidates)
+    recorded = _recorded_lessons(job)
+    return {
+        (block, shape.name): _train(job, block, shape, recorded, shares[block])
+        for block, shapes in enumerate(job.library)
+        for shape in shapes
+    }
+
+
+Lessons = list[list[tuple[torch.Tensor, torch.Tensor]]]
+"""By microbatch and block: what a layer of the teacher was given, and what it made of it."""
+
+
+def _recorded_lessons(job: Job) -> Lessons:
+    whole = whole_model(job.args).eval()
+    state = {"model": whole.sharded_state_dict()}
+    whole.load_state_dict(dist_checkpointing.load(state, str(job.teacher.path))["model"])
+    dataset, _ = data.build_datasets(job.args)
+    lessons: Lessons = []
+
+    def record(_layer: Any, given: Any, keywords: Any, made: Any) -> None:
+        entered = keywords["hidden_states"] if "hidden_states" in keywords else given[0]
+        lessons[-1].append((entered.clone(), made[0].clone()))
+
+    for layer in whole.decoder.layers:
+        layer.register_forward_hook(record, with_kwargs=True)
+    with torch.no_grad():
+        for number in range(STEPS * MICROBATCHES):
+            batch = data.microbatch(dataset, job.args, 2 * number)
+            lessons.append([])
+            whole(batch["tokens"], batch["position_ids"], None)
+    return lessons
+
+
+def fresh(job: Job, block: int, shape: BlockShape) -> Any:
+    """A candidate before its first step."""
+    whole = whole_model(job.args)
+    state = {"model": whole.sharded_state_dict()}
+    whole.load_state_dict(dist_checkpointing.load(state, str(job.teacher.path))["model"])
+    taught = teacher_layer(job.args, block)
+    taught.load_state_dict(whole.decoder.layers[block].state_dict())
+    layer = student_layer(job.args, shape, block)
+    inherit(layer, taught, shape, job.teacher.shape)
+    return layer
+
+
+def _train(job: Job, block: int, shape: BlockShape, recorded: Lessons, share: int) -> Learnt:
+    layer = fresh(job, block, shape)
+    parameters = list(layer.parameters())
+    decaying = [p for p in parameters if p.dim() > 1]
+    others = [p for p in parameters if p.dim() <= 1]
+    groups: list[dict[str, Any]] = [{"params": decaying}, {"params": others, "weight_decay": 0.0}]
+    peak = RATE if shape.learning_rate is None else shape.learning_rate
+    adam = torch.optim.AdamW([g for g in groups if g["params"]], lr=peak, weight_decay=0.01)
+    rotary = _rotary(job)
+    gradients = []
+    for step in range(STEPS):
+        for group in adam.param_groups:
+            group["lr"] = (1.0 - step / STEPS) * peak
+        parts = []
+        for part in range(share):
+            adam.zero_grad()
+            for number in range(step * MICROBATCHES + part, (step + 1) * MICROBATCHES, share):
+                given, wanted = recorded[number][block]
+                said, _ = layer(given, attention_mask=None, rotary_pos_emb=rotary)
+                (((said - wanted) ** 2).mean() * (1 / MICROBATCHES)).backward()
+            parts.append([p.grad.clone() for p in decaying + others])
+        for parameter, *summands in zip(decaying + others, *parts, strict=True):
+            parameter.grad = sum(summands[1:], start=summands[0])
+        torch.nn.utils.clip_grad_norm_(parameters, CLIP)
+        gradients.append([p.grad.clone() for p in decaying + others])
+        adam.step()
+    weights = {n: p.detach().clone() for n, p in layer.named_parameters()}
+    return Learnt(gradients, weights)
+
+
+def _rotary(job: Job) -> torch.Tensor | None:
+    if job.args.position_embedding_type != "rope":
+        return None
+    table: torch.Tensor = whole_model(job.args).rotary_pos_emb(SEQUENCE)
+    return table
+
+
+def differences(ours: Mapping[Key, Learnt], alone: Mapping[Key, Learnt]) -> list[str]:
+    """Where candidates are not to the last bit what they are when trained alone: [] is parity."""
+    found = []
+    for key, learnt in ours.items():
+        expected = alone[key]
+        if len(learnt.gradients) != len(expected.gradients):
+            found.append(f"{key}: {len(learnt.gradients)} steps")
+        for step, (mine, theirs) in enumerate(
+            zip(learnt.gradients, expected.gradients, strict=False)
+        ):
+            equal = [torch.equal(a, b) for a, b in zip(mine, theirs, strict=True)]
+            if not all(equal):
+                found.append(f"{key}: gradients of step {step}, {equal.count(False)} tensors")
+        for name, weight in learnt.weights.items():
+            if not torch.equal(weight, expected.weights[name]):
+                found.append(
+                    f"{key}: {name} is off by {(weight - expected.weights[name]).abs().max()}"
+                )
+    return found

@@ -1,0 +1,525 @@
+"""A small GPT on every rank, run under Megatron's own schedule and under ours."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from copy import copy
+from dataclasses import dataclass, replace
+from functools import partial
+from types import ModuleType
+from typing import Any
+
+import torch
+from megatron.core import parallel_state
+from megatron.core.distributed import DistributedDataParallel as DDP
+from megatron.core.distributed import DistributedDataParallelConfig, finalize_model_grads
+from megatron.core.models.gpt import GPTModel
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+from megatron.core.pipeline_parallel.schedules import get_forward_backward_func
+from megatron.core.transformer import multi_latent_attention
+from megatron.core.transformer.dot_product_attention import DotProductAttention
+from megatron.core.transformer.module import Float16Module
+from megatron.core.transformer.moe import moe_utils, token_dispatcher
+from megatron.core.transformer.transformer_block import (
+    TransformerBlockSubmodules,
+    get_num_layers_to_build,
+)
+from megatron.core.transformer.transformer_config import (
+    MLATransformerConfig,
+    TransformerConfig,
+)
+
+from megatron_zb import schedules
+from megatron_zb.megatron_core.adapter import PipelineAdapter
+from megatron_zb.megatron_core.initialisation import global_parameters, initialise_by_global_name
+from megatron_zb.schedules import Schedule
+from megatron_zb.schedules.layout import Layers
+
+SEQUENCE, VOCABULARY = 16, 64
+
+
+@dataclass(frozen=True)
+class GPTCase:
+    """What distinguishes one small GPT from another; hashable, so that references are kept.
+
+    ``options`` go to Megatron's config. ``layout`` is for our schedule alone, as stages differ.
+    ``lengths`` are the sequence lengths of the microbatches, in turns. With ``optimizer_steps``
+    the parameters after so many steps are compared, not gradients: the distributed optimizer
+    leaves every rank with a part of them. ``frozen`` is a part of the names of frozen weights.
+    With ``drawn``, Megatron's builders draw the weights, as on a GPU.
+    """
+
+    tied: bool = False
+    dtype: str = "float32"
+    tensor_parallel: int = 1
+    data_parallel: int = 1
+    fused_accumulation: bool = False
+    sequence_parallel: bool = False
+    per_token_loss: bool = False
+    overlap_grad_reduce: bool = False
+    bucket_size: int | None = None
+    distributed_optimizer: bool = False
+    wrapped: bool = True
+    layers: int = 8
+    options: tuple[tuple[str, Any], ...] = ()
+    expert_parallel: int = 1
+    multi_token: int = 0
+    rotary: bool = False
+    layout: str | None = None
+    lengths: tuple[int, ...] = ()
+    optimizer_steps: int = 0
+    overlap_param_gather: bool = False
+    align_param_gather: bool = False
+    grad_scale: float | None = None
+    frozen: str | None = None
+    dropout: float = 0.0
+    drawn: bool = False
+
+    @property
+    def torch_dtype(self) -> torch.dtype:
+        return getattr(torch, self.dtype)
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """Losses and gradients of one iteration on one rank, gradients by global parameter name.
+
+    Where an optimizer has stepped, ``gradients`` are the parameters.
+    """
+
+    losses: list[float]
+    gradients: dict[str, torch.Tensor]
+
+
+def run(
+    case: GPTCase,
+    schedule: str | Schedule | None,
+    num_microbatches: list[int],
+    forward_only: bool = False,
+    iterations: int = 1,
+) -> dict[int, Outcome]:
+    """The outcome for each number of microbatches; ``schedule=None`` is Megatron's own 1F1B.
+
+    With several iterations each, gradients are zeroed between them and the last one's are returned.
+    """
+    with built(case, schedule, num_microbatches[0]) as (adapter, chunks):
+        function = adapter.forward_backward_func if adapter else get_forward_backward_func()
+        optimizer = _optimizer(case, chunks) if case.optimizer_steps else None
+        outcomes = {}
+        for m in num_microbatches:
+            for _ in range(case.optimizer_steps or iterations):
+                _zero_gradients(chunks)
+                data = [microbatches(case, m) for _ in chunks]
+                records = forward_backward(function, chunks, data, m, forward_only=forward_only)
+                if optimizer is not None:
+                    optimizer.step()
+            losses = [float(record["lm loss"]) for record in records]
+            outcomes[m] = Outcome(losses, dict(_parameters(case, chunks) or gradients(chunks)))
+    return outcomes
+
+
+@contextmanager
+def built(
+    case: GPTCase,
+    schedule: str | Schedule | None,
+    num_microbatches: int,
+    steps_done: Callable[[], int] | None = None,
+) -> Iterator[tuple[PipelineAdapter | None, list[Any]]]:
+    """The adapter, or None for Megatron's own 1F1B, and the model chunks of this rank.
+
+    With ``steps_done``, the layers of a schedule draw from random streams of their own.
+    """
+    p = _pipeline_size(case)
+    adapter = None
+    if schedule is not None:
+        create: Any = PipelineAdapter.create
+        if isinstance(schedule, Schedule):
+            create = PipelineAdapter.of_table
+        adapter = create(
+            schedule,
+            pipeline_size=p,
+            num_microbatches=num_microbatches,
+            layers=Layers(case.layers, multi_token=case.multi_token),
+            layer_layout=case.layout,
+        )
+        if steps_done is not None:
+            adapter.draw_by_layer(1, steps_done)
+    _enter_parallel_groups(case, adapter, p)
+    yield adapter, _build_chunks(case, adapter, p)
+    if adapter is not None:
+        adapter.forward_backward_func.close()
+
+
+def _optimizer(case: GPTCase, chunks: list[Any]) -> Any:
+    """Megatron's Adam, without gradient clipping: a norm is summed in another order in a V."""
+    from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+
+    config = OptimizerConfig(
+        optimizer="adam",
+        lr=0.01,
+        bf16=case.dtype == "bfloat16",
+        params_dtype=case.torch_dtype,
+        use_distributed_optimizer=case.distributed_optimizer,
+        overlap_param_gather=case.overlap_param_gather,
+        clip_grad=0.0,
+    )
+    return get_megatron_optimizer(config, chunks, use_gloo_process_groups=False)
+
+
+def _parameters(case: GPTCase, chunks: list[Any]) -> dict[str, torch.Tensor]:
+    """The parameters after the optimizer's steps, gathered if they are gathered lazily."""
+    found: dict[str, torch.Tensor] = {}
+    for chunk in chunks if case.optimizer_steps else []:
+        if case.overlap_param_gather:
+            chunk.disable_forward_pre_hook(param_sync=True)
+        for name, parameter in global_parameters(chunk).items():
+            found[name.replace("module.", "")] = parameter.detach().clone()
+    return found
+
+
+def _pipeline_size(case: GPTCase) -> int:
+    return torch.distributed.get_world_size() // (case.tensor_parallel * case.data_parallel)
+
+
+def _zero_gradients(chunks: list[Any]) -> None:
+    for chunk in chunks:
+        if hasattr(chunk, "zero_grad_buffer"):
+            chunk.zero_grad_buffer()
+        chunk.zero_grad(set_to_none=True)
+
+
+_PARALLEL_STATES: dict[tuple[Any, ...], dict[str, Any]] = {}
+
+
+def _enter_parallel_groups(case: GPTCase, adapter: PipelineAdapter | None, p: int) -> None:
+    """Make Megatron's parallel groups, or return to those of an earlier case.
+
+    A gloo group costs threads and time, and every case would make twenty.
+    """
+    key = (
+        case.tensor_parallel,
+        case.data_parallel,
+        case.expert_parallel,
+        p,
+        adapter and adapter.chunks,
+        adapter and adapter.physical.mirrored,
+    )
+    if key not in _PARALLEL_STATES:
+        parallel_state.destroy_model_parallel()
+        more = {}
+        if adapter is not None and adapter.embedding_ranks is not None:
+            choose = adapter.embedding_ranks
+            more["get_embedding_ranks"] = lambda ranks, _=None: choose(ranks)
+        parallel_state.initialize_model_parallel(
+            tensor_model_parallel_size=case.tensor_parallel,
+            pipeline_model_parallel_size=p,
+            virtual_pipeline_model_parallel_size=adapter.virtual_pipeline_size if adapter else None,
+            expert_model_parallel_size=case.expert_parallel,
+            create_gloo_process_groups=False,
+            **more,
+        )
+        _PARALLEL_STATES[key] = {k: v for k, v in vars(parallel_state).items() if _is_state(k, v)}
+    vars(parallel_state).update(_PARALLEL_STATES[key])
+
+
+def _is_state(name: str, value: Any) -> bool:
+    return name.startswith("_") and name.isupper()
+
+
+def _build_chunks(case: GPTCase, adapter: PipelineAdapter | None, p: int) -> list[Any]:
+    from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
+
+    # as Megatron-LM does: another stream on every pipeline rank
+    model_parallel_cuda_manual_seed(1 + 100 * parallel_state.get_pipeline_model_parallel_rank())
+    let_experts_run_on_cpu()
+    if case.fused_accumulation:
+        install_stand_in_for_fused_accumulation()
+    low_precision = case.torch_dtype is not torch.float32
+    options = dict(case.options)
+    mla = options.get("multi_latent_attention", False)
+    config = (MLATransformerConfig if mla else TransformerConfig)(
+        num_layers=case.layers,
+        hidden_size=32,
+        num_attention_heads=4,
+        tensor_model_parallel_size=case.tensor_parallel,
+        sequence_parallel=case.sequence_parallel,
+        pipeline_model_parallel_size=p,
+        virtual_pipeline_model_parallel_size=adapter.virtual_pipeline_size if adapter else None,
+        pipeline_model_parallel_layout=(
+            adapter.layer_layout if adapter else _layout_for_stock(case, p)
+        ),
+        pipeline_dtype=case.torch_dtype,
+        params_dtype=case.torch_dtype,
+        bf16=case.dtype == "bfloat16",
+        fp16=case.dtype == "float16",
+        expert_model_parallel_size=case.expert_parallel,
+        mtp_num_layers=case.multi_token or None,
+        variable_seq_lengths=bool(case.lengths),
+        use_cpu_initialization=not case.drawn,
+        attention_dropout=case.dropout,
+        hidden_dropout=case.dropout,
+        gradient_accumulation_fusion=case.fused_accumulation,
+        bias_dropout_fusion=False,
+        masked_softmax_fusion=False,
+        persist_layer_norm=False,
+        deallocate_pipeline_outputs=True,
+        calculate_per_token_loss=case.per_token_loss,
+        **options,
+    )
+    rank = parallel_state.get_pipeline_model_parallel_rank()
+    chunks: list[Any] = []
+    count = adapter.chunks if adapter else 1
+    for vp_stage in range(count):
+        layer = _specification(config, vp_stage if count > 1 else None)
+        with adapter.drawing_weights() if adapter and case.drawn else nullcontext():
+            chunk = GPTModel(
+                config=config,
+                transformer_layer_spec=layer,
+                vocab_size=VOCABULARY,
+                max_sequence_length=SEQUENCE,
+                pre_process=adapter.pre_process(rank, vp_stage) if adapter else rank == 0,
+                post_process=adapter.post_process(rank, vp_stage) if adapter else rank == p - 1,
+                share_embeddings_and_output_weights=case.tied,
+                position_embedding_type="rope" if case.rotary else "learned_absolute",
+                mtp_block_spec=_multi_token(case, layer, config, vp_stage if count > 1 else None),
+                vp_stage=vp_stage if count > 1 else None,
+            )
+        chunks.append(chunk)
+    if not case.drawn:
+        _initialise(case, chunks, config)
+    if adapter is not None:
+        adapter.prepare_model(chunks)
+    if low_precision:
+        chunks = [Float16Module(config, chunk) for chunk in chunks]
+    if case.wrapped:
+        ddp = DistributedDataParallelConfig(
+            grad_reduce_in_fp32=True,
+            overlap_grad_reduce=case.overlap_grad_reduce,
+            bucket_size=case.bucket_size,
+            use_distributed_optimizer=case.distributed_optimizer,
+            overlap_param_gather=case.overlap_param_gather,
+            align_param_gather=case.align_param_gather,
+        )
+        chunks = [DDP(config, ddp, chunk) for chunk in chunks]
+        config.finalize_model_grads_func = (
+            adapter.finalize_model_grads if adapter else finalize_model_grads
+        )
+        if case.overlap_grad_reduce:
+            functions = [chunk.no_sync for chunk in chunks]
+            config.no_sync_func = functions if len(functions) > 1 else functions[0]
+        if case.align_param_gather:
+            gathers = [chunk.start_param_sync for chunk in chunks]
+            config.param_sync_func = gathers if len(gathers) > 1 else gathers[0]
+    if case.grad_scale is not None:
+        scale = case.grad_scale
+        config.grad_scale_func = lambda loss: loss * scale
+    return chunks
+
+
+def _layout_for_stock(case: GPTCase, p: int) -> str | None:
+    """Megatron wants to be told the stages where layers do not divide."""
+    if case.layers % p == 0:
+        return None
+    counts = [case.layers // p + (stage < case.layers % p) for stage in range(p)]
+    return "E" + "|".join("t" * count for count in counts) + "L"
+
+
+def _multi_token(case: GPTCase, layer: Any, config: Any, vp_stage: int | None) -> Any:
+    if not case.multi_token:
+        return None
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_mtp_block_spec
+
+    return get_gpt_mtp_block_spec(config, layer, use_transformer_engine=False, vp_stage=vp_stage)
+
+
+def _initialise(case: GPTCase, chunks: list[Any], config: TransformerConfig) -> None:
+    """The same weights for every pipeline, other experts on every expert-parallel rank."""
+    one = copy(config)
+    one.expert_model_parallel_size = 1  # experts are named by their place on a rank
+    initialise_by_global_name(chunks, one, seed=7)
+    for chunk in chunks:
+        for name, parameter in chunk.named_parameters():
+            if "local_experts" in name:
+                parameter.data.mul_(1 + parallel_state.get_expert_model_parallel_rank())
+            if case.frozen is not None and case.frozen in name:
+                parameter.requires_grad = False
+
+
+def install_stand_in_for_fused_accumulation() -> None:
+    """In place of apex's CUDA kernels, which no CPU can run: the same sums in plain torch."""
+    from megatron.core.tensor_parallel import layers
+
+    def accumulate(
+        inputs: torch.Tensor, grad_output: torch.Tensor, main_grad: torch.Tensor
+    ) -> None:
+        main_grad.add_(grad_output.t().matmul(inputs))
+
+    stand_in: Any = ModuleType("fused_weight_gradient_mlp_cuda")
+    stand_in.wgrad_gemm_accum_fp32 = stand_in.wgrad_gemm_accum_fp16 = accumulate
+    sys.modules[stand_in.__name__] = stand_in
+    layers.fused_weight_gradient_mlp_cuda = stand_in
+    layers._grad_accum_fusion_available = True
+
+
+def let_experts_run_on_cpu() -> None:
+    """Mend what Megatron 0.16's experts take for granted on every machine."""
+    moe_utils.te_general_gemm = None  # defined only where there is Transformer Engine
+
+    def to_cpu(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
+        return tensor.numpy() if as_numpy and torch.is_tensor(tensor) else tensor
+
+    token_dispatcher.maybe_move_tensor_to_cpu = to_cpu  # leaves tensors that are no CUDA tensors
+
+
+class SequenceParallelNorm(torch.nn.LayerNorm):
+    """A norm for sequence parallelism; Megatron's own ones for that need apex or a GPU."""
+
+    def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5) -> None:
+        super().__init__(hidden_size, eps, dtype=config.params_dtype)
+        for parameter in self.parameters():
+            parameter.sequence_parallel = True  # type: ignore[attr-defined]
+
+
+class LatentAttention(DotProductAttention):
+    """Megatron's own attention, told the head sizes in the way of multi-latent attention.
+
+    Its local specification cannot be built otherwise; keys and values must have the same size.
+    """
+
+    def __init__(
+        self,
+        *args: Any,
+        k_channels: int | None = None,
+        v_channels: int | None = None,
+        **keywords: Any,
+    ) -> None:
+        super().__init__(*args, **keywords)
+        assert {k_channels, v_channels} <= {None, self.config.kv_channels}
+
+
+def _specification(config: TransformerConfig, vp_stage: int | None) -> Any:
+    layer = get_gpt_layer_local_spec(
+        num_experts=config.num_moe_experts,
+        qk_layernorm=config.qk_layernorm,
+        multi_latent_attention=config.multi_latent_attention,
+        normalization=config.normalization,
+    )
+    if config.multi_latent_attention:
+        multi_latent_attention.HAVE_TE = False  # 0.16 says that there is, everywhere
+        layer.submodules.self_attention.submodules.core_attention = LatentAttention
+    if not config.sequence_parallel:
+        return layer
+    layer.submodules.input_layernorm = SequenceParallelNorm
+    layer.submodules.pre_mlp_layernorm = SequenceParallelNorm
+    layers = [layer] * get_num_layers_to_build(config, vp_stage)
+    return TransformerBlockSubmodules(layer_specs=layers, layer_norm=SequenceParallelNorm)
+
+
+def forward_backward(
+    function: Any,
+    chunks: list[Any],
+    data: list[Any],
+    num_microbatches: int,
+    step: Any = None,
+    **more: Any,
+) -> list[Any]:
+    """Call a function in the way of Megatron; ``data`` has an iterator for each chunk."""
+    records: list[Any] = function(
+        forward_step_func=step or _forward_step,
+        data_iterator=data if len(chunks) > 1 else data[0],
+        model=chunks if len(chunks) > 1 else chunks[0],
+        num_microbatches=num_microbatches,
+        seq_length=SEQUENCE,
+        micro_batch_size=2,
+        **more,
+    )
+    return records
+
+
+def microbatches(case: GPTCase, count: int) -> Iterator[dict[str, torch.Tensor]]:
+    """Tokens that depend on the microbatch and the data-parallel rank; some are masked out."""
+    for microbatch in range(count):
+        seed = 1000 * parallel_state.get_data_parallel_rank() + microbatch
+        generator = torch.Generator().manual_seed(seed)
+        length = case.lengths[microbatch % len(case.lengths)] if case.lengths else SEQUENCE
+        tokens = torch.randint(VOCABULARY, (2, length + 1), generator=generator)
+        mask = torch.rand(2, length, generator=generator) > 0.2
+        yield {"tokens": tokens[:, :-1], "labels": tokens[:, 1:], "mask": mask.float()}
+
+
+def _forward_step(iterator: Iterator[dict[str, torch.Tensor]], model: Any) -> tuple[Any, Any]:
+    batch = next(iterator)
+    length = batch["tokens"].size(1)
+    positions = torch.arange(length).expand(2, -1)
+    causal = torch.ones(1, 1, length, length, dtype=torch.bool).triu(1)
+    output = model(batch["tokens"], positions, causal, labels=batch["labels"])
+    return output, partial(_loss, batch["mask"])
+
+
+def _loss(mask: torch.Tensor, losses: torch.Tensor) -> tuple[Any, ...]:
+    total = (losses.float() * mask).sum()
+    tokens = mask.sum().to(torch.int)
+    return total, tokens, {"lm loss": total.detach().clone() / tokens}
+
+
+def gradients(chunks: list[Any]) -> Iterator[tuple[str, torch.Tensor]]:
+    for chunk in chunks:
+        for name, parameter in global_parameters(chunk).items():
+            gradient = getattr(parameter, "main_grad", parameter.grad)
+            if gradient is not None:
+                yield name.replace("module.", ""), gradient.clone()
+
+
+_REFERENCES: dict[tuple[GPTCase, int, bool], Outcome] = {}
+
+
+def _references(case: GPTCase, num_microbatches: list[int], forward_only: bool) -> list[Outcome]:
+    """Megatron's own 1F1B, gathered from all ranks; kept for the other schedules."""
+    missing = [m for m in num_microbatches if (case, m, forward_only) not in _REFERENCES]
+    for m, outcome in (run(case, None, missing, forward_only) if missing else {}).items():
+        group = parallel_state.get_pipeline_model_parallel_group()
+        gathered = [outcome] * group.size()
+        torch.distributed.all_gather_object(gathered, outcome, group=group)
+        gradients = {name: g for o in gathered for name, g in o.gradients.items()}
+        _REFERENCES[case, m, forward_only] = Outcome(gathered[-1].losses, gradients)
+    return [_REFERENCES[case, m, forward_only] for m in num_microbatches]
+
+
+def differences(
+    case: GPTCase,
+    schedule: str | Schedule,
+    num_microbatches: list[int],
+    forward_only: bool = False,
+    iterations: int = 1,
+) -> list[str]:
+    """Where a schedule's losses and gradients are not Megatron's to the last bit: [] is parity."""
+    if case.layout is None:
+        placed = schedule
+        if isinstance(placed, str):
+            p = _pipeline_size(case)
+            placed = schedules.build(placed, pipeline_size=p, num_microbatches=1)
+        case = replace(case, layers=max(case.layers, placed.placement.num_stages))
+    stock = replace(case, layout=None)
+    references = _references(stock, num_microbatches, forward_only)
+    ours = run(case, schedule, num_microbatches, forward_only, iterations)
+    found = []
+    for (m, outcome), expected in zip(ours.items(), references, strict=True):
+        found += [f"m={m}: {text}" for text in _compare(outcome, expected)]
+        if parallel_state.is_pipeline_last_stage(ignore_virtual=True) != bool(outcome.losses):
+            found.append(f"m={m}: losses are not on the last rank")
+        if not forward_only and not outcome.gradients:
+            found.append(f"m={m}: no gradients")
+    return found
+
+
+def _compare(ours: Outcome, expected: Outcome) -> list[str]:
+    found = []
+    if ours.losses and ours.losses != expected.losses:
+        found.append(f"losses {ours.losses} are not {expected.losses}")
+    for name, gradient in ours.gradients.items():
+        if not torch.equal(gradient, expected.gradients[name]):
+            worst = (gradient - expected.gradients[name]).abs().max().item()
+            found.append(f"gradient of {name} is off by {worst}")
+    return found

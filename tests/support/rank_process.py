@@ -1,0 +1,190 @@
+"""One rank of a pool: a process that joins a gloo group once and runs cases until it is killed.
+
+Started by ``ranks.py``, which sends `Case` objects over a pipe and gets one `Outcome` for each.
+Nothing that takes time to import is imported here.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import importlib
+import multiprocessing
+import os
+import pickle
+import signal
+import sys
+import threading
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import timedelta
+from enum import Enum
+from functools import reduce
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any, cast
+
+# Longer than any case may run: a case that hangs is ended by the pool, which shows where it hangs.
+# Not torch's default, so that a test can tell whether a group has it.
+COLLECTIVE_TIMEOUT = timedelta(minutes=31)
+
+# Where Transformer-Engine is installed, out of the sight of the tests that are not about it:
+# megatron-core takes any that it can import for a whole one.
+TRANSFORMER_ENGINE = Path(sys.prefix) / "transformer-engine"
+
+
+class Kind(Enum):
+    """What the ranks of a pool have, and which rules their messages obey."""
+
+    HOSTILE = "the rules of a GPU; see hostile.py"
+    PLAIN = "gloo's own rules"
+    TRANSFORMER_ENGINE = "Transformer-Engine, and the rules of a GPU"
+
+
+@dataclass(frozen=True)
+class Start:
+    """What the ranks of a pool are started with; the folder is new."""
+
+    world_size: int
+    folder: Path
+    kind: Kind
+
+    @property
+    def meeting_point(self) -> Path:
+        return self.folder / "meeting_point"
+
+    def log(self, rank: int) -> Path:
+        """What this rank prints."""
+        return self.folder / f"rank{rank}.log"
+
+
+@dataclass(frozen=True)
+class Case:
+    """A call to make on every rank: a module-level function by name, and its arguments."""
+
+    module: str
+    qualified_name: str
+    arguments: dict[str, Any]
+    # Where modules are looked for: what the test can import, its ranks can import.
+    path: list[str]
+
+    def function(self) -> Callable[..., Any]:
+        found: Any = importlib.import_module(self.module)
+        return cast(Callable[..., Any], reduce(getattr, self.qualified_name.split("."), found))
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What became of a case on one rank: a pickled result, or an exception in words."""
+
+    result: bytes | None = None
+    exception_type: str = ""
+    message: str = ""
+    traceback: str = ""
+
+    @property
+    def failed(self) -> bool:
+        return self.result is None
+
+
+def join_group(rank: int, world_size: int, meeting_point: str) -> None:
+    """Initialise torch.distributed over the file `meeting_point`."""
+    import torch.distributed as dist
+
+    dist.init_process_group(
+        "gloo",
+        init_method=f"file://{meeting_point}",
+        rank=rank,
+        world_size=world_size,
+        timeout=COLLECTIVE_TIMEOUT,
+    )
+
+
+def import_megatron(start: Start) -> None:
+    """Import torch and Megatron, so that cases start at once."""
+    if start.kind is Kind.TRANSFORMER_ENGINE:
+        import te_stand_in
+
+        from megatron_zb.megatron_core.cpu import run_on_cpu
+
+        te_stand_in.install()
+        # Transformer-Engine asks as much of a GPU as the training loop does
+        run_on_cpu(training_loop=True)
+    import rank_imports  # noqa: F401
+
+    if start.kind is not Kind.PLAIN:
+        import hostile
+
+        hostile.install(start.folder / "sent")
+
+
+def leave_megatron() -> None:
+    """Forget the parallel groups that a case has made, so that the next one can make its own."""
+    from megatron.core import parallel_state
+
+    if parallel_state.is_initialized():
+        parallel_state.destroy_model_parallel()
+
+
+def run_case(case: Case) -> Outcome:
+    """Call the function; its result must be picklable."""
+    import torch
+
+    torch.manual_seed(1234)
+    try:
+        return Outcome(result=pickle.dumps(case.function()(**case.arguments)))
+    except BaseException as error:
+        return Outcome(
+            exception_type=type(error).__qualname__,
+            message=str(error),
+            traceback=traceback.format_exc(),
+        )
+
+
+def end_with_parent() -> None:
+    """End this process when the test process is gone, also in the middle of a case."""
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+
+    def watch() -> None:
+        parent.join()
+        os._exit(1)
+
+    threading.Thread(target=watch, daemon=True).start()
+
+
+def leave_test_process(rank: int, start: Start) -> None:
+    """Print into a file, and be in no way a part of the terminal's job."""
+    os.setsid()  # Ctrl-C is for the test process alone
+    sys.stdout.flush()
+    sys.stderr.flush()
+    with start.log(rank).open("ab") as log:
+        os.dup2(log.fileno(), 1)
+        os.dup2(log.fileno(), 2)
+    sys.stdout = os.fdopen(1, "w", buffering=1, closefd=False)
+    sys.stderr = os.fdopen(2, "w", buffering=1, closefd=False)
+    os.environ |= {
+        "CUDA_VISIBLE_DEVICES": "",
+        "OMP_NUM_THREADS": "1",
+        "RANK": str(rank),
+        "LOCAL_RANK": str(rank),
+        "WORLD_SIZE": str(start.world_size),
+    }
+
+
+def main(pool: Connection, rank: int, start: Start) -> None:
+    """Serve cases from the pipe until the process is killed."""
+    leave_test_process(rank, start)
+    faulthandler.enable()
+    faulthandler.register(signal.SIGUSR1)
+    end_with_parent()
+    import_megatron(start)
+    join_group(rank, start.world_size, str(start.meeting_point))
+    pool.send(Outcome(result=pickle.dumps("ready")))
+    while True:
+        case = pool.recv()
+        sys.path[:] = case.path
+        outcome = run_case(case)
+        leave_megatron()
+        sys.stdout.flush()
+        pool.send(outcome)

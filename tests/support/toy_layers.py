@@ -1,0 +1,74 @@
+"""A toy model of linear layers, one for each stage."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from megatron_zb.runtime.autograd_stage import AutogradStage
+from megatron_zb.runtime.weight_grad import WeightGradQueue
+from megatron_zb.schedules.placement import Placement
+from megatron_zb.schedules.program.lowering import Message
+
+
+class Layer:
+    """y = tanh(x w) with its weight gradient left to the queue, in plain torch."""
+
+    def __init__(self, seed: int, queue: WeightGradQueue) -> None:
+        generator = torch.Generator().manual_seed(seed)
+        self.weight = torch.randn(4, 4, generator=generator, dtype=torch.float64)
+        self.gradient = torch.zeros_like(self.weight)
+        self.queue = queue
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.tanh(_Product.apply(x, self))
+
+
+class _Product(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, layer: Layer) -> torch.Tensor:
+        ctx.save_for_backward(x)
+        ctx.layer = layer
+        return x @ layer.weight
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
+        (x,), layer = ctx.saved_tensors, ctx.layer
+
+        def accumulate(x: torch.Tensor, grad: torch.Tensor) -> None:
+            layer.gradient += x.t() @ grad
+
+        if layer.queue.deferring:
+            layer.queue.defer(accumulate, x, grad)
+        else:
+            accumulate(x, grad)
+        return grad @ layer.weight.t(), None
+
+
+def _input(microbatch: int) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(100 + microbatch)
+    return torch.randn(3, 4, generator=generator, dtype=torch.float64)
+
+
+def layers_of_a_rank(placement: Placement) -> tuple[dict[int, Layer], dict[int, AutogradStage]]:
+    """One layer for every stage of this rank, the last one with a loss."""
+    layers: dict[int, Layer] = {}
+    stages = {}
+    for stage in placement.stages_of[torch.distributed.get_rank()]:
+        queue = WeightGradQueue()
+        layer = layers[stage] = Layer(stage, queue)
+        is_last = stage == placement.num_stages - 1
+
+        def compute(
+            microbatch: int, x: torch.Tensor | None, layer: Layer = layer, last: bool = is_last
+        ) -> torch.Tensor:
+            y = layer(_input(microbatch).requires_grad_() if x is None else x)
+            return y.square().sum() if last else y
+
+        stages[stage] = AutogradStage(compute, queue, is_last=is_last)
+    return layers, stages
+
+
+def empty_message(message: Message) -> torch.Tensor:
+    return torch.empty(3, 4, dtype=torch.float64)

@@ -1,0 +1,142 @@
+"""Arrows between the rooms of the package run one way, and none runs in a circle."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+PACKAGE = ROOT / "megatron_zb"
+
+# What each room may import, beside itself and what every room may: CONTRIBUTING.md draws it.
+EVERY = {"errors", "missing", "parsing"}
+ROOMS: dict[str, set[str]] = {
+    "schedules": set(),
+    "job": {"schedules"},
+    "measured": {"schedules", "job"},
+    "runtime": {"schedules"},
+    "megatron_core": {"schedules", "measured", "runtime"},
+    "megatron_lm": {"schedules", "job", "measured", "runtime", "megatron_core"},
+    "planner": {"schedules", "measured"},
+    "training": {"schedules", "job", "measured", "runtime", "megatron_core"},
+    "distillation": {
+        "schedules",
+        "job",
+        "measured",
+        "runtime",
+        "megatron_core",
+        "planner",
+        "training",
+    },
+    "drawing": {"schedules", "measured", "planner"},
+    "cli": {
+        "schedules",
+        "measured",
+        "runtime",
+        "megatron_core",
+        "megatron_lm",
+        "planner",
+        "distillation",
+        "drawing",
+    },
+}
+ENTRANCES = {"__init__", "launch", "pretrain_gpt", "distill_gpt"}
+# Rooms that need no torch, and so must not reach it by any import at their top level.
+WITHOUT_TORCH = ("schedules", "measured", "planner", "drawing")
+
+
+def modules() -> dict[str, Path]:
+    """Every module of the package by its name without ``megatron_zb.``."""
+    found = {}
+    for path in PACKAGE.rglob("*.py"):
+        parts = path.relative_to(PACKAGE).with_suffix("").parts
+        found[".".join(parts[:-1] if parts[-1] == "__init__" else parts) or "__init__"] = path
+    return found
+
+
+MODULES = modules()
+
+
+def imports(name: str, *, at_top: bool = False) -> Iterator[str]:
+    """The modules of the package that one imports; ``at_top`` leaves out those in functions."""
+    tree = ast.parse(MODULES[name].read_text(encoding="utf-8"))
+    for node in _at_top(tree) if at_top else ast.walk(tree):
+        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("megatron_zb"):
+            assert node.module is not None
+            home = node.module.removeprefix("megatron_zb").removeprefix(".")
+            for alias in node.names:
+                inner = f"{home}.{alias.name}".removeprefix(".")
+                yield inner if inner in MODULES else home or "__init__"
+        elif isinstance(node, ast.Import):
+            for alias in node.names:
+                if alias.name.startswith("megatron_zb."):
+                    yield alias.name.removeprefix("megatron_zb.")
+
+
+def _at_top(tree: ast.Module) -> Iterator[ast.stmt]:
+    for node in tree.body:
+        is_for_types = isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test)
+        if isinstance(node, ast.If | ast.Try | ast.With) and not is_for_types:
+            yield from node.body
+        else:
+            yield node
+
+
+def room(name: str) -> str:
+    return name.split(".")[0]
+
+
+def test_every_module_is_in_a_room() -> None:
+    assert {room(name) for name in MODULES} == {*ROOMS, *EVERY, *ENTRANCES}
+
+
+@pytest.mark.parametrize("name", sorted(MODULES))
+def test_arrows_run_one_way(name: str) -> None:
+    home = room(name)
+    if home in ENTRANCES:
+        return
+    allowed = EVERY | ({home, *ROOMS[home]} if home in ROOMS else set())
+    wrong = [found for found in imports(name) if found != "__init__" and room(found) not in allowed]
+    assert wrong == [], f"{name} imports from a room that its own may not know"
+
+
+def test_rooms_have_an_order() -> None:
+    placed: list[str] = []
+    while len(placed) < len(ROOMS):
+        ready = [name for name in ROOMS if name not in placed and ROOMS[name] <= set(placed)]
+        assert ready, f"the rooms {sorted(set(ROOMS) - set(placed))} know one another in a circle"
+        placed += ready
+
+
+def test_no_module_is_in_a_circle() -> None:
+    arrows = {name: sorted({*imports(name, at_top=True)} - {name}) for name in MODULES}
+    done: set[str] = set()
+
+    def visit(name: str, way: tuple[str, ...]) -> None:
+        assert name not in way, "a circle of imports: " + " -> ".join(
+            (*way[way.index(name) :], name)
+        )
+        if name in done:
+            return
+        for found in arrows[name]:
+            if found not in ("__init__", *(name.rpartition(".")[0],)):
+                visit(found, (*way, name))
+        done.add(name)
+
+    for name in sorted(MODULES):
+        visit(name, ())
+
+
+@pytest.mark.parametrize("home", WITHOUT_TORCH)
+def test_what_needs_no_torch_imports_none(home: str) -> None:
+    for name, path in MODULES.items():
+        if room(name) != home:
+            continue
+        for node in _at_top(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.Import | ast.ImportFrom):
+                text = ast.unparse(node)
+                assert not text.startswith(("import torch", "from torch")), name
+                assert not text.startswith(("import megatron.", "from megatron.")), name
