@@ -36,7 +36,7 @@ from rich.table import Table
 from megatron_zb import schedules
 from megatron_zb.errors import UsageError
 from megatron_zb.runtime.channels import Channels
-from megatron_zb.schedules.program.lowering import Channel
+from megatron_zb.schedules.passes import Channel
 
 BASE = "1f1b"
 TARGETS = {"v-zb": 1.03, "v-half": 0.66, "v-min": 0.54}  # on a GPU, 8 ranks, a 7B-like layer

@@ -9,11 +9,11 @@ import torch
 import torch.distributed as dist
 from distilled_blocks import Blocks
 
+from megatron_zb.distillation.relay_steps import relay_steps
 from megatron_zb.distillation.schedule.distribution import BlockCosts, Distribution
 from megatron_zb.distillation.schedule.step_by_step import step_by_step
 from megatron_zb.runtime.channels import Channels
 from megatron_zb.runtime.groups import new_groups
-from megatron_zb.runtime.relay import relay_steps
 from megatron_zb.schedules.placement import Placement
 
 Run = Callable[[int], None]

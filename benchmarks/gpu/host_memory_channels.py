@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_zb.runtime.channels import Channels
-from megatron_zb.schedules.program.lowering import Channel
+from megatron_zb.schedules.passes import Channel
 
 
 @dataclass(frozen=True)

@@ -16,6 +16,7 @@ from megatron_zb.distillation.classroom import Classroom, open_classroom
 from megatron_zb.distillation.evaluation import compare
 from megatron_zb.distillation.flags import BEST
 from megatron_zb.distillation.place import Place, check_distribution, parse_distribution
+from megatron_zb.distillation.relay_steps import relay_steps
 from megatron_zb.distillation.report import BusyTime, Report, Steps
 from megatron_zb.distillation.schedule.distribution import Distribution, distribute
 from megatron_zb.distillation.schedule.step_by_step import step_by_step
@@ -25,11 +26,10 @@ from megatron_zb.distillation.teacher import Teacher
 from megatron_zb.errors import UsageError
 from megatron_zb.runtime.channels import Channels
 from megatron_zb.runtime.observer import Observers
-from megatron_zb.runtime.relay import relay_steps
 from megatron_zb.runtime.watchdog.progress import Progress
 from megatron_zb.runtime.watchdog.watchdog import Place as WatchedPlace
 from megatron_zb.runtime.watchdog.watchdog import Watchdog
-from megatron_zb.schedules.program.lowering import Message
+from megatron_zb.schedules.passes import Message
 from megatron_zb.training import data
 from megatron_zb.training.log import open_records
 

@@ -19,8 +19,7 @@ from torch.distributed import Store
 from megatron_zb.distillation.pupil import Pupil
 from megatron_zb.errors import UsageError
 from megatron_zb.runtime.recorder import Recorder
-from megatron_zb.schedules.passes import Pass
-from megatron_zb.schedules.program.lowering import Channel, Message
+from megatron_zb.schedules.passes import Channel, Message, Pass
 
 _POLL = 0.02  # seconds
 

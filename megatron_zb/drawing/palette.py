@@ -7,7 +7,6 @@ from dataclasses import dataclass
 
 from megatron_zb.drawing.memory_lines import one_f_one_b_peak
 from megatron_zb.schedules import Pass, PassKind, Report, Schedule, Timeline
-from megatron_zb.schedules.relay import Relay
 
 KIND_NAMES = {
     PassKind.F: "forward",
@@ -104,14 +103,14 @@ def luminance(colour: str) -> float:
 
 def variants_of(schedule: Schedule) -> int:
     """How many colours a kind has: one for each model chunk of a rank, two for steps in turn."""
-    return schedule.placement.chunks if schedule.relay is None else 2
+    return 2 if schedule.rules.has_steps else schedule.placement.chunks
 
 
 def variant_of(schedule: Schedule, p: Pass) -> int:
     """Which of them a pass has."""
-    if schedule.relay is None:
-        return schedule.placement.chunk_of(p.stage)
-    return schedule.relay.step_of(p) % 2
+    if schedule.rules.has_steps:
+        return schedule.rules.step_of(p) % 2
+    return schedule.placement.chunk_of(p.stage)
 
 
 def bars_of(timeline: Timeline) -> Iterator[Bar]:
@@ -130,7 +129,7 @@ def legend_of(timeline: Timeline) -> list[tuple[PassKind, int, str]]:
         {(bar.kind, bar.chunk) for bar in bars_of(timeline)},
         key=lambda pair: (list(KIND_NAMES).index(pair[0]), pair[1]),
     )
-    if timeline.schedule.relay is not None:
+    if timeline.schedule.rules.has_steps:
         said = [", even steps", ", odd steps"]
     else:
         chunks = timeline.schedule.placement.chunks
@@ -151,22 +150,12 @@ def report_of(report: Report) -> str:
 def title_of(timeline: Timeline) -> str:
     """The name, the sizes and what the schedule costs, in one line."""
     schedule = timeline.schedule
-    if schedule.relay is not None:
-        return _relay_title(timeline, schedule.relay)
-    ranks, microbatches = schedule.placement.pipeline_size, schedule.num_microbatches
+    ranks = schedule.placement.pipeline_size
+    sizes = (
+        f"{ranks} {'rank' if ranks == 1 else 'ranks'}, {schedule.rules.sizes_in_words(schedule)}"
+    )
+    bubble = f"{schedule.name}: {sizes}; bubble rate {timeline.bubble_rate:.1%}"
+    if schedule.rules.has_steps:
+        return bubble
     peak, stock = max(timeline.peak_activation), one_f_one_b_peak(timeline)
-    return (
-        f"{schedule.name}: {ranks} ranks, {microbatches} microbatches; "
-        f"bubble rate {timeline.bubble_rate:.1%}; "
-        f"peak activation memory {peak:g} microbatches ({peak / stock:.2f} of 1F1B's)"
-    )
-
-
-def _relay_title(timeline: Timeline, relay: Relay) -> str:
-    ranks, ahead = timeline.schedule.placement.pipeline_size, relay.run_ahead
-    return (
-        f"{timeline.schedule.name}: {ranks} {'rank' if ranks == 1 else 'ranks'}, "
-        f"{relay.num_microbatches} microbatches, {relay.steps} "
-        f"{'step' if relay.steps == 1 else 'steps'}; bubble rate {timeline.bubble_rate:.1%}; "
-        f"ranks run ahead by {ahead} {'step' if ahead == 1 else 'steps'} at most"
-    )
+    return f"{bubble}; peak activation memory {peak:g} microbatches ({peak / stock:.2f} of 1F1B's)"

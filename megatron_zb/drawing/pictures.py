@@ -86,8 +86,8 @@ def draw(timeline: Timeline, unit: TimeUnit = COST_UNIT) -> Figure:
     Raises:
         UsageError: matplotlib is missing.
     """
-    if timeline.schedule.relay is not None:
-        return _draw_relay(timeline, unit)
+    if timeline.schedule.rules.has_steps:
+        return _draw_steps(timeline, unit)
     placement = timeline.schedule.placement
     width = _width(timeline)
     heights = [placement.pipeline_size * row for row in (ROW_HEIGHT, MEMORY_ROW_HEIGHT)]
@@ -102,7 +102,7 @@ def draw(timeline: Timeline, unit: TimeUnit = COST_UNIT) -> Figure:
     return figure
 
 
-def _draw_relay(timeline: Timeline, unit: TimeUnit) -> Figure:
+def _draw_steps(timeline: Timeline, unit: TimeUnit) -> Figure:
     """Bars alone; the share of the time in which a rank computes is beside its name."""
     width = _width(timeline)
     rows = timeline.schedule.placement.pipeline_size

@@ -64,7 +64,7 @@ def print_schedule(timeline: Timeline, report: Report, console: Console) -> None
     for line in _legend(timeline):
         console.print(line, highlight=False)
     console.print()
-    if timeline.schedule.relay is not None:
+    if timeline.schedule.rules.has_steps:
         _print_utilisation(timeline, console, label_width)
         return
     _print_memory(timeline, console, band, label_width)
@@ -87,7 +87,7 @@ def _said_of(left_out: range, bars: Sequence[Bar], scale: float, timeline: Timel
         if round(bar.start * scale) < left_out.start or round(bar.end * scale) > left_out.stop
     }
     absent = sorted({bar.microbatch for bar in bars} - drawn)
-    if timeline.schedule.relay is not None or not absent:
+    if timeline.schedule.rules.has_steps or not absent:
         what = f"{len(left_out)} columns"
     else:
         what = f"{len(absent)} microbatches, {absent[0]} to {absent[-1]},"
@@ -211,7 +211,7 @@ def _legend(timeline: Timeline) -> list[Text]:
             line.append(f" {_letter(kind, chunk)} ", style=style).append(" ")
         line.append(" " * (width - len(line)) + KIND_NAMES[kind])
         lines.append(line)
-    if timeline.schedule.relay is not None:
+    if timeline.schedule.rules.has_steps:
         numbers = (
             "capital letter: even steps, small: odd; number: microbatch, of an update its step"
         )

@@ -19,8 +19,7 @@ from megatron_zb.measured.profile import LinkProfile, Parts, PartSeconds, StageP
 from megatron_zb.runtime.activation_memory import ActivationMemory
 from megatron_zb.runtime.observer import Observer
 from megatron_zb.runtime.recorder import AllocatedMemory, MemoryRecorder, Recorder, Span
-from megatron_zb.schedules.passes import Pass, PassKind
-from megatron_zb.schedules.program.lowering import Channel
+from megatron_zb.schedules.passes import Channel, Pass, PassKind
 
 WARM_UP = 2
 TIMED = 4

@@ -19,8 +19,8 @@ import torch.distributed as dist
 
 from megatron_zb.runtime.activation_memory import ActivationMemory
 from megatron_zb.runtime.groups import GroupOptions, new_groups
+from megatron_zb.schedules.passes import Channel, Message
 from megatron_zb.schedules.placement import Placement
-from megatron_zb.schedules.program.lowering import Channel, Message
 
 RUN_AHEAD = 3
 """Passes that the host may have enqueued and the GPU not ended."""

@@ -8,23 +8,23 @@ from typing import Any, Protocol, TypeAlias, cast
 
 import torch
 
-from megatron_zb.runtime.autograd_stage import Stage
-from megatron_zb.runtime.distillation_stage import DistillationStage
 from megatron_zb.runtime.observer import NOBODY, Observer
-from megatron_zb.schedules.passes import PassKind
-from megatron_zb.schedules.program.lowering import (
-    Channel,
-    Instruction,
-    Message,
-    Program,
-    Receive,
-    Run,
-    Send,
-    Take,
-)
+from megatron_zb.schedules.passes import Channel, Message, PassKind
+from megatron_zb.schedules.program.lowering import Instruction, Program, Receive, Run, Send, Take
 
-AnyStage: TypeAlias = Stage | DistillationStage
 Allocate = Callable[[Message], torch.Tensor]
+
+Handler: TypeAlias = Callable[[Any, int, torch.Tensor | None], torch.Tensor | None]
+"""What a rank does for a pass: from its stage, the microbatch and the message that it reads, if
+any, to the message that it makes, if any."""
+
+TRAINING: dict[PassKind, Handler] = {
+    PassKind.F: lambda stage, microbatch, received: stage.forward(microbatch, received),
+    PassKind.B: lambda stage, microbatch, received: stage.backward_input(microbatch, received),
+    PassKind.BW: lambda stage, microbatch, received: stage.backward(microbatch, received),
+    PassKind.W: lambda stage, microbatch, _: stage.backward_weight(microbatch),
+}
+"""Passes of a training step, on a :class:`megatron_zb.runtime.autograd_stage.Stage`."""
 
 
 class Transport(Protocol):
@@ -49,10 +49,12 @@ class Transport(Protocol):
 def run_program(
     program: Program,
     rank: int,
-    stages: Mapping[int, AnyStage],
+    stages: Mapping[int, Any],
     channels: Transport,
     allocate: Allocate,
     observer: Observer | None = None,
+    *,
+    handlers: Mapping[PassKind, Handler] = TRAINING,
 ) -> None:
     """Run the instructions of one logical rank, once.
 
@@ -64,8 +66,11 @@ def run_program(
         allocate: an empty tensor of the right shape, type and device for a message; for a credit
             (``message.is_credit``) too, which any tensor serves, as long as all ranks agree.
         observer: is told what the rank does.
+        handlers: what it does for each kind of pass.
     """
-    execution = Execution(program.send_slots, stages, channels, allocate, observer)
+    execution = Execution(
+        program.send_slots, stages, channels, allocate, observer, handlers=handlers
+    )
     execution.run(program.ranks[rank])
     channels.finish()
 
@@ -76,13 +81,16 @@ class Execution:
     def __init__(
         self,
         send_slots: int,
-        stages: Mapping[int, AnyStage],
+        stages: Mapping[int, Any],
         channels: Transport,
         allocate: Allocate,
         observer: Observer | None = None,
+        *,
+        handlers: Mapping[PassKind, Handler] = TRAINING,
     ) -> None:
         self._send_slots = send_slots
         self._stages = stages
+        self._handlers = handlers
         self._channels = channels
         self._allocate = allocate
         self._observer = observer or NOBODY
@@ -130,22 +138,8 @@ class Execution:
         kind, stage, microbatch = work
         with self._observer.running(work):
             received = self._here.pop(reads) if reads is not None else None
-            result = _COMPUTE[kind](self._stages[stage], microbatch, received)
+            result = self._handlers[kind](self._stages[stage], microbatch, received)
         if makes_local:
             self._here[cast(Message, makes)] = result
         elif makes is not None:
             self._outgoing = result
-
-
-_Compute: TypeAlias = Callable[[Any, int, torch.Tensor | None], torch.Tensor | None]
-
-# What a stage does for each kind of pass; W, S and U read no message and make none.
-_COMPUTE: dict[PassKind, _Compute] = {
-    PassKind.F: lambda stage, microbatch, received: stage.forward(microbatch, received),
-    PassKind.B: lambda stage, microbatch, received: stage.backward_input(microbatch, received),
-    PassKind.BW: lambda stage, microbatch, received: stage.backward(microbatch, received),
-    PassKind.W: lambda stage, microbatch, _: stage.backward_weight(microbatch),
-    PassKind.T: lambda stage, microbatch, received: stage.teach(microbatch, received),
-    PassKind.S: lambda stage, microbatch, _: stage.study(microbatch),
-    PassKind.U: lambda stage, step, _: stage.update(step),
-}

@@ -8,8 +8,8 @@ from collections.abc import Callable
 import torch
 
 from megatron_zb.runtime.channels import Channels, channels_of
+from megatron_zb.schedules.passes import Channel, Message
 from megatron_zb.schedules.placement import Placement
-from megatron_zb.schedules.program.lowering import Channel, Message
 
 _ROUNDS = 5
 

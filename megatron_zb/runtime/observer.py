@@ -6,8 +6,7 @@ from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from typing import Any, Protocol
 
-from megatron_zb.schedules.passes import Pass
-from megatron_zb.schedules.program.lowering import Channel, Message
+from megatron_zb.schedules.passes import Channel, Message, Pass
 
 NOTHING = nullcontext()
 """For an observer that has nothing to do after a pass or a wait."""

@@ -10,8 +10,7 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 
-from megatron_zb.schedules.passes import Pass, PassKind
-from megatron_zb.schedules.program.lowering import Channel, Message
+from megatron_zb.schedules.passes import Channel, Message, Pass, PassKind
 
 
 class Span(NamedTuple):

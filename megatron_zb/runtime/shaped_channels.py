@@ -7,7 +7,7 @@ from collections.abc import Callable
 import torch
 
 from megatron_zb.runtime.channels import Channels, Header
-from megatron_zb.schedules.program.lowering import Channel, Message
+from megatron_zb.schedules.passes import Channel, Message
 
 # A header is the number of dimensions and then their sizes, padded to this length.
 _HEADER_LENGTH = 8

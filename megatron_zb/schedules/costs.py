@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from itertools import pairwise
 from statistics import median
 
@@ -21,9 +22,8 @@ class StageCosts:
 
     ``forward_hop[s]`` is the time of the message from stage s to s+1 and ``backward_hop[s]`` from
     stage s to s-1, 0 on the same rank. ``activation[s]`` is what F(s) holds and
-    ``held_for_weight[s]`` what is still held between B(s) and W(s). ``teacher``, ``student`` and
-    ``update`` are the seconds of T, S and U, and empty where there are none. ``whole`` are those of
-    BW; where it is empty, BW takes as long as B and W.
+    ``held_for_weight[s]`` what is still held between B(s) and W(s). ``whole`` are the seconds of
+    BW; where it is empty, BW takes as long as B and W. ``others`` has those of other kinds.
     """
 
     forward: tuple[float, ...]
@@ -33,10 +33,42 @@ class StageCosts:
     backward_hop: tuple[float, ...]
     activation: tuple[float, ...]
     held_for_weight: tuple[float, ...]
-    teacher: tuple[float, ...] = ()
-    student: tuple[float, ...] = ()
-    update: tuple[float, ...] = ()
     whole: tuple[float, ...] = ()
+    others: tuple[tuple[PassKind, tuple[float, ...]], ...] = ()
+
+    @cached_property
+    def seconds(self) -> dict[PassKind, tuple[float, ...]]:
+        """Seconds of a pass of each kind on each stage."""
+        training = {
+            PassKind.F: self.forward,
+            PassKind.B: self.backward,
+            PassKind.W: self.weight,
+            PassKind.BW: self.fused,
+        }
+        return training | dict(self.others)
+
+    @cached_property
+    def hops(self) -> dict[PassKind, tuple[float, ...]]:
+        """Seconds on the way of what a pass of each kind and stage has made."""
+        none = (0.0,) * len(self.forward_hop)
+        hops = dict.fromkeys(PassKind, none)
+        backward = dict.fromkeys((PassKind.B, PassKind.BW), self.backward_hop)
+        return hops | {PassKind.F: self.forward_hop} | backward
+
+    @cached_property
+    def memory(self) -> dict[PassKind, tuple[tuple[float, ...], tuple[float, ...]]]:
+        """What a pass of each kind and stage takes when it begins, and frees when it has ended."""
+        none, held, kept = (0.0,) * len(self.activation), self.activation, self.held_for_weight
+        by_b = tuple(a - b for a, b in zip(held, kept, strict=True))
+        return {
+            PassKind.F: (held, none),
+            PassKind.B: (none, by_b),
+            PassKind.W: (none, kept),
+            PassKind.BW: (none, held),
+            PassKind.T: (held, none),
+            PassKind.S: (none, held),
+            PassKind.U: (none, none),
+        }
 
     @property
     def fused(self) -> tuple[float, ...]:
@@ -55,19 +87,7 @@ class StageCosts:
 
     def duration(self, p: Pass) -> float:
         """Seconds of one pass."""
-        if p.kind is PassKind.F:
-            return self.forward[p.stage]
-        if p.kind is PassKind.B:
-            return self.backward[p.stage]
-        if p.kind is PassKind.W:
-            return self.weight[p.stage]
-        if p.kind is PassKind.T:
-            return self.teacher[p.stage]
-        if p.kind is PassKind.S:
-            return self.student[p.stage]
-        if p.kind is PassKind.U:
-            return self.update[p.stage]
-        return self.whole[p.stage] if self.whole else self.backward[p.stage] + self.weight[p.stage]
+        return self.seconds[p.kind][p.stage]
 
 
 @dataclass(frozen=True)

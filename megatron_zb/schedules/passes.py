@@ -1,4 +1,4 @@
-"""The passes a pipeline is made of."""
+"""Passes, the units of work of a pipeline, and the messages between them."""
 
 from __future__ import annotations
 
@@ -17,6 +17,9 @@ class PassKind(str, Enum):
     ``S`` the student's forward, loss and backward, which reads and makes no message and runs after
     T of the same stage and microbatch, on the same rank; ``U`` the update of the stage's students,
     after the last S of a step.
+
+    What passes of a kind need, make and may not break is told by the rules of their schedule:
+    :class:`megatron_zb.schedules.rules.Rules`.
     """
 
     F = "F"
@@ -29,6 +32,18 @@ class PassKind(str, Enum):
 
     def __str__(self) -> str:
         return self.value
+
+
+# By how many a pass changes the activations of model chunks that its rank holds.
+HELD_CHUNKS: dict[PassKind, int] = {
+    PassKind.F: 1,
+    PassKind.B: 0,
+    PassKind.W: -1,
+    PassKind.BW: -1,
+    PassKind.T: 1,
+    PassKind.S: -1,
+    PassKind.U: 0,
+}
 
 
 class Pass(NamedTuple):
@@ -44,3 +59,28 @@ class Pass(NamedTuple):
 
     def __str__(self) -> str:
         return f"{self.stage}{self.kind.value}{self.microbatch}"
+
+
+class Channel(NamedTuple):
+    """One direction between two logical ranks."""
+
+    source: int
+    target: int
+
+
+class Message(NamedTuple):
+    """The output of one pass on its way to the rank that reads it.
+
+    ``is_gradient`` tells an output gradient from an activation; ``stage`` is the *reading* stage.
+    A *credit* carries no tensor of the model: it tells the first stage that rank ``credit_of`` has
+    updated its students in step ``microbatch``, so that the first stage may begin a later one.
+    """
+
+    is_gradient: bool
+    stage: int
+    microbatch: int
+    credit_of: int | None = None
+
+    @property
+    def is_credit(self) -> bool:
+        return self.credit_of is not None

@@ -7,10 +7,10 @@ from functools import cached_property
 from typing import Protocol
 
 from megatron_zb.schedules.costs import StageCosts
-from megatron_zb.schedules.passes import Pass, PassKind
+from megatron_zb.schedules.passes import HELD_CHUNKS, Pass
 from megatron_zb.schedules.placement import Placement
-from megatron_zb.schedules.relay import Product, Relay
-from megatron_zb.schedules.schedule import InvalidSchedule, Schedule, walk
+from megatron_zb.schedules.rules import Product
+from megatron_zb.schedules.schedule import InvalidSchedule, Schedule
 
 
 class Priced(Protocol):
@@ -89,18 +89,11 @@ class Timeline:
     def memory_steps(self, rank: int) -> tuple[tuple[float, float], ...]:
         """Memory held while each pass of a rank runs and when it has ended, in the same unit."""
         held, steps = 0.0, []
-        for p in self.schedule.ranks[rank]:
-            activation = self.costs.activation[p.stage]
-            kept = self.costs.held_for_weight[p.stage]
-            if p.kind in (PassKind.F, PassKind.T):
-                held += activation
+        for kind, stage, _ in self.schedule.ranks[rank]:
+            takes, frees = self.costs.memory[kind]
+            held += takes[stage]
             within = held
-            if p.kind is PassKind.B:
-                held -= activation - kept
-            elif p.kind is PassKind.W:
-                held -= kept
-            elif p.kind in (PassKind.BW, PassKind.S):
-                held -= activation
+            held -= frees[stage]
             steps.append((within, held))
         return tuple(steps)
 
@@ -109,11 +102,8 @@ def peak_held_chunks(passes: tuple[Pass, ...]) -> int:
     """The most chunk activations a rank holds at once: F until its W or BW, T until its S."""
     held = peak = 0
     for kind, _, _ in passes:
-        if kind in (PassKind.F, PassKind.T):
-            held += 1
-            peak = max(peak, held)
-        elif kind not in (PassKind.B, PassKind.U):
-            held -= 1
+        held += HELD_CHUNKS[kind]
+        peak = max(peak, held)
     return peak
 
 
@@ -121,89 +111,49 @@ def simulate(schedule: Schedule, costs: Priced) -> Timeline:
     """Run every rank's passes in order, each as early as its inputs allow.
 
     Sends never block. B(stage) waits for B(stage+1) and, from another rank, one transfer more; a
-    fused BW keeps the previous stage waiting until all of it has ended. T waits for the relayed
-    activation, U until every rank of its stage has come to it, and the first T of a step for
-    the updates that ``run_ahead`` asks for.
+    fused BW keeps the previous stage waiting until all of it has ended. What passes of other kinds
+    wait for, their rules say.
 
     Raises:
         InvalidSchedule: the ranks wait for one another in a circle.
         UsageError: the costs are for another pipeline size.
     """
-    table = costs.for_placement(schedule.placement)
-    if schedule.relay is not None:
-        return _simulate_relay(schedule, schedule.relay, table)
-    return _simulate_passes(schedule, table)
-
-
-def _simulate_passes(schedule: Schedule, table: StageCosts) -> Timeline:
-    """F, B, W and BW: the loop of :func:`walk` with the clock of each rank, as it runs often."""
-    ranks, last = schedule.ranks, schedule.placement.num_stages - 1
-    fused = table.fused
-    forward_kind, backward_kind, weight_kind = PassKind.F, PassKind.B, PassKind.W
+    table, ranks, rules = costs.for_placement(schedule.placement), schedule.ranks, schedule.rules
+    links = [rules.links(schedule.placement, rank, passes) for rank, passes in enumerate(ranks)]
+    seconds, hops = table.seconds, table.hops
     clock, position = [0.0] * len(ranks), [0] * len(ranks)
     start: list[list[float]] = [[] for _ in ranks]
     end: list[list[float]] = [[] for _ in ranks]
-    ready: dict[tuple[bool, int, int], float] = {}  # what F and B of a stage wait for
-    waiting: dict[tuple[bool, int, int], int] = {}
+    ready: dict[Product, float] = {}
+    waiting: dict[Product, list[int]] = {}
     runnable = list(range(len(ranks) - 1, -1, -1))
     while runnable:
         rank = runnable.pop()
-        passes, now, i = ranks[rank], clock[rank], position[rank]
+        now, passes, linked = clock[rank], ranks[rank], links[rank]
         starts, ends = start[rank], end[rank]
-        while i < len(passes):
-            kind, stage, microbatch = passes[i]
-            if kind is weight_kind:
-                starts.append(now)
-                now += table.weight[stage]
-                ends.append(now)
-                i += 1
-                continue
-            is_backward = kind is not forward_kind
-            if stage != (last if is_backward else 0):
-                need = (is_backward, stage, microbatch)
+        for i in range(position[rank], len(passes)):
+            needs, makes = linked[i]
+            begin, missing = now, None
+            for need in needs:
                 arrival = ready.get(need)
                 if arrival is None:
-                    waiting[need] = rank
+                    missing = need
                     break
-                if arrival > now:
-                    now = arrival
-            starts.append(now)
-            if not is_backward:
-                now += table.forward[stage]
-                made, hop = (False, stage + 1, microbatch), table.forward_hop[stage]
-            else:
-                now += table.backward[stage] if kind is backward_kind else fused[stage]
-                made, hop = (True, stage - 1, microbatch), table.backward_hop[stage]
+                if arrival > begin:
+                    begin = arrival
+            if missing is not None:
+                waiting.setdefault(missing, []).append(rank)
+                break
+            kind, stage, _ = passes[i]
+            starts.append(begin)
+            now = begin + seconds[kind][stage]
             ends.append(now)
-            ready[made] = now + hop
-            waiter = waiting.pop(made, None)
-            if waiter is not None:
-                runnable.append(waiter)
-            i += 1
-        clock[rank], position[rank] = now, i
-    blocked = [(r, i) for r, i in enumerate(position) if i < len(ranks[r])]
-    _check_all_ran(schedule, blocked)
-    return Timeline(schedule, table, tuple(map(tuple, start)), tuple(map(tuple, end)))
-
-
-def _simulate_relay(schedule: Schedule, relay: Relay, table: StageCosts) -> Timeline:
-    """A pass starts when its rank is free and all that it needs from other ranks is there."""
-    placement = schedule.placement
-    start: list[list[float]] = [[] for _ in schedule.ranks]
-    end: list[list[float]] = [[] for _ in schedule.ranks]
-    ready: dict[Product, float] = {}
-
-    def run(rank: int, position: int, p: Pass) -> None:
-        free = end[rank][-1] if end[rank] else 0.0
-        begin = max([free, *(ready[need] for need in relay.needs(placement, rank, p))])
-        finish = begin + table.duration(p)
-        start[rank].append(begin)
-        end[rank].append(finish)
-        made = relay.makes(placement, rank, p)
-        if made is not None:
-            ready[made] = finish
-
-    _check_all_ran(schedule, walk(schedule, run))
+            if makes is not None:
+                ready[makes] = now + hops[kind][stage]
+                if makes in waiting:
+                    runnable += waiting.pop(makes)
+        clock[rank], position[rank] = now, len(ends)
+    _check_all_ran(schedule, [(r, i) for r, i in enumerate(position) if i < len(ranks[r])])
     return Timeline(schedule, table, tuple(map(tuple, start)), tuple(map(tuple, end)))
 
 

@@ -23,7 +23,7 @@ from ranks import RankPools
 
 from megatron_zb.errors import UsageError
 from megatron_zb.runtime.activation_memory import ActivationMemory
-from megatron_zb.schedules.program.lowering import Channel, Message
+from megatron_zb.schedules.passes import Channel, Message
 
 ROOT = Path(__file__).resolve().parents[2]
 BENCHMARKS = ROOT / "benchmarks"

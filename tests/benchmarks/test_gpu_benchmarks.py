@@ -365,8 +365,8 @@ def exchanged() -> tuple[list[float], int]:
     """Run on a rank: messages both ways, and how often a stream waited for a receive's copy."""
     from host_memory_channels import HostMemoryChannels
 
+    from megatron_zb.schedules.passes import Channel
     from megatron_zb.schedules.placement import v_shape
-    from megatron_zb.schedules.program.lowering import Channel
 
     me = torch.distributed.get_rank()
     channels = HostMemoryChannels([0, 1], v_shape(2), "cpu")

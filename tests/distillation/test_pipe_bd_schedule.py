@@ -151,9 +151,9 @@ def test_the_slowest_stage_sets_the_pace(distribution: Distribution, data: st.Da
     run_ahead = steps  # nothing but the stages' own work
     timeline = timeline_of(distribution, m, steps, run_ahead, costs)
     slowest = costs.slowest(distribution, m)
-    fill = sum(timeline.costs.teacher) + sum(
-        m * (timeline.costs.teacher[s] + timeline.costs.student[s]) + timeline.costs.update[s]
-        for s in range(len(distribution.ranges))
+    seconds = timeline.costs.seconds
+    fill = sum(seconds[T]) + sum(
+        m * (seconds[T][s] + seconds[S][s]) + seconds[U][s] for s in range(len(distribution.ranges))
     )
     assert steps * slowest <= timeline.makespan * (1 + 1e-9)
     assert timeline.makespan <= (steps * slowest + fill) * (1 + 1e-9)
@@ -197,12 +197,12 @@ def test_ranks_of_a_stage_update_together(distribution: Distribution, data: st.D
 
 def test_others_wait_for_the_last_study_of_a_step_alone() -> None:
     schedule = pipe_bd(Distribution.of([(1, 2)]), 4, steps=2)
-    relay = schedule.relay
-    assert relay is not None
     awaited = {
-        str(p): relay.makes(schedule.placement, rank, p)
+        str(p): link.makes
         for rank, passes in enumerate(schedule.ranks)
-        for p in passes
+        for p, link in zip(
+            passes, schedule.rules.links(schedule.placement, rank, passes), strict=True
+        )
         if p.kind is S
     }
     assert {p: made for p, made in awaited.items() if made is not None} == {
@@ -300,7 +300,7 @@ def test_a_rank_may_send_all_of_the_steps_that_it_may_be_ahead_by(run_ahead: int
 
 def test_passes_of_a_relay_have_no_place_elsewhere() -> None:
     schedule = Schedule("by hand", grouped([[0], [1]]), 1, ((P(T, 0, 0),), (P(T, 1, 0),)))
-    with pytest.raises(InvalidSchedule, match="only a relay has T, S and U passes"):
+    with pytest.raises(InvalidSchedule, match="a training step has no T passes"):
         schedule.validate()
 
 

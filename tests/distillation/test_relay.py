@@ -12,6 +12,7 @@ import torch.distributed as dist
 from rank_process import Kind
 from ranks import RankPools
 
+from megatron_zb.distillation.relay_steps import relay_steps
 from megatron_zb.distillation.schedule.distribution import Distribution
 from megatron_zb.distillation.schedule.pipe_bd import pipe_bd
 from megatron_zb.distillation.schedule.step_by_step import step_by_step
@@ -20,12 +21,10 @@ from megatron_zb.runtime.executor import Transport, run_program
 from megatron_zb.runtime.groups import new_groups
 from megatron_zb.runtime.recorder import Recorder
 from megatron_zb.runtime.reduce_times import seconds_over_a_link
-from megatron_zb.runtime.relay import relay_steps
 from megatron_zb.runtime.shaped_channels import ShapedChannels
 from megatron_zb.runtime.watchdog.progress import Progress
 from megatron_zb.schedules import lower
-from megatron_zb.schedules.passes import Pass, PassKind
-from megatron_zb.schedules.program.lowering import Channel, Message
+from megatron_zb.schedules.passes import Channel, Message, Pass, PassKind
 
 M = 4  # microbatches of a step
 RATE = 0.05

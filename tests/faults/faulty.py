@@ -100,7 +100,7 @@ def install(struck: Struck) -> None:
     from megatron_zb.training import checkpoint, data, loop
 
     run = ForwardBackward._run
-    compute = dict(executor._COMPUTE)
+    compute = dict(executor.TRAINING)
     count = [0]
 
     def counted_run(self: Any, iteration: Any, program: Any, allocate: Any) -> None:
@@ -141,7 +141,7 @@ def install(struck: Struck) -> None:
         return from_csv(path, name=source.name)
 
     ForwardBackward._run = counted_run  # type: ignore[method-assign]
-    executor._COMPUTE.update({kind: counted(kind) for kind in compute})
+    executor.TRAINING.update({kind: counted(kind) for kind in compute})
     loop._update = before(loop._update, "optimizer step")
     data._collate = before(data._collate, "data")
     save = checkpoint.dist_checkpointing.save

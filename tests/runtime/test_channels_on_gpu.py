@@ -16,7 +16,7 @@ from megatron_zb.errors import UsageError
 from megatron_zb.megatron_core.group_options import group_options
 from megatron_zb.runtime.channels import RUN_AHEAD, Channels
 from megatron_zb.runtime.groups import GroupOptions
-from megatron_zb.schedules.program.lowering import Channel, Message
+from megatron_zb.schedules.passes import Channel, Message
 
 THERE, MESSAGE = Channel(0, 1), Message(False, 1, 0)
 

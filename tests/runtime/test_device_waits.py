@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 PACKAGE = Path(__file__).resolve().parents[2] / "megatron_zb"
-ROOMS = ("runtime", "megatron", "distillation")
+ROOMS = ("runtime", "megatron_core", "distillation")
 """Where tensors of a GPU are handled."""
 WAITS = {
     "all_gather_object",
@@ -83,9 +83,9 @@ def waits(node: ast.AST, names: tuple[str, ...] = ()) -> Iterator[str]:
 
 def test_every_place_that_may_wait_for_a_device_is_known() -> None:
     found = {
-        f"{room}/{file.name}:{name}"
+        f"{file.relative_to(PACKAGE)}:{name}"
         for room in ROOMS
-        for file in (PACKAGE / room).glob("*.py")
+        for file in (PACKAGE / room).rglob("*.py")
         for name in waits(ast.parse(file.read_text(encoding="utf-8")))
     }
     assert found == set(PLACES)

@@ -21,8 +21,7 @@ from megatron_zb.runtime.watchdog.inquiry import Inquiry, Verdict
 from megatron_zb.runtime.watchdog.progress import REMEMBERED, Progress, State
 from megatron_zb.runtime.watchdog.verdict import judged, who_holds_up
 from megatron_zb.runtime.watchdog.watchdog import EXIT_CODE, Place, Watchdog
-from megatron_zb.schedules.passes import Pass, PassKind
-from megatron_zb.schedules.program.lowering import Channel, Message
+from megatron_zb.schedules.passes import Channel, Message, Pass, PassKind
 
 
 def forward(stage: int, microbatch: int) -> Pass:
@@ -474,8 +473,8 @@ def test_who_holds_up(waits: dict[int, int | None], rank: int, held_up_by: int) 
 ENDS_WHILE_WATCHED = """
 import sys, threading
 from torch.distributed import HashStore
-from megatron_zb.runtime.progress import Progress
-from megatron_zb.runtime.watchdog import Place, Watchdog
+from megatron_zb.runtime.watchdog.progress import Progress
+from megatron_zb.runtime.watchdog.watchdog import Place, Watchdog
 
 class SlowStore(HashStore):
     def clone(self):
@@ -510,8 +509,8 @@ STOPPED_FOR_A_WHILE = """
 import os, signal, subprocess, sys, time
 from contextlib import ExitStack
 from torch.distributed import HashStore
-from megatron_zb.runtime.progress import Progress
-from megatron_zb.runtime.watchdog import Place, Watchdog
+from megatron_zb.runtime.watchdog.progress import Progress
+from megatron_zb.runtime.watchdog.watchdog import Place, Watchdog
 from megatron_zb.schedules.passes import Pass, PassKind
 
 progress = Progress()

@@ -23,7 +23,7 @@ import torch
 
 from megatron_zb.runtime.channels import Channels
 from megatron_zb.runtime.executor import Execution
-from megatron_zb.schedules.program.lowering import Channel
+from megatron_zb.schedules.passes import Channel
 
 DRAINS = 0.3
 """The share of passes before which the host waits for everything."""

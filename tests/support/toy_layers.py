@@ -8,8 +8,8 @@ import torch
 
 from megatron_zb.runtime.autograd_stage import AutogradStage
 from megatron_zb.runtime.weight_grad import WeightGradQueue
+from megatron_zb.schedules.passes import Message
 from megatron_zb.schedules.placement import Placement
-from megatron_zb.schedules.program.lowering import Message
 
 
 class Layer:

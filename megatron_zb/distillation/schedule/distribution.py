@@ -14,6 +14,7 @@ from typing import NamedTuple
 
 from megatron_zb.errors import UsageError
 from megatron_zb.schedules.costs import StageCosts
+from megatron_zb.schedules.passes import PassKind
 from megatron_zb.schedules.placement import GroupPlacement, Placement, grouped
 
 _STAGE = re.compile(r"(\d{1,6})(?:-(\d{1,6}))?(?::(\d{1,6}))?")
@@ -213,9 +214,11 @@ class BlockCosts:
             backward_hop=zeros,
             activation=ones,
             held_for_weight=zeros,
-            teacher=tuple(self._teacher(blocks) for blocks, _ in ranges),
-            student=tuple(sum(self.student[b] for b in blocks) for blocks, _ in ranges),
-            update=tuple(self._update(blocks, len(ranks)) for blocks, ranks in ranges),
+            others=(
+                (PassKind.T, tuple(self._teacher(blocks) for blocks, _ in ranges)),
+                (PassKind.S, tuple(sum(self.student[b] for b in blocks) for blocks, _ in ranges)),
+                (PassKind.U, tuple(self._update(blocks, len(ranks)) for blocks, ranks in ranges)),
+            ),
         )
 
     def _teacher(self, blocks: range) -> float:
@@ -245,7 +248,7 @@ class BlockCosts:
         Raises:
             UsageError: the distribution is of another number of blocks.
         """
-        teacher = self.stage_costs(distribution).teacher
+        teacher = self.stage_costs(distribution).seconds[PassKind.T]
         return max(
             sum(teacher[:stage]) + steps * self.stage_seconds(blocks, len(ranks), microbatches)
             for stage, (blocks, ranks) in enumerate(distribution.ranges)

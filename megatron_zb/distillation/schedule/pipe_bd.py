@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from megatron_zb.distillation.schedule.distribution import Distribution
+from megatron_zb.distillation.schedule.relay import Relay
 from megatron_zb.errors import UsageError
 from megatron_zb.schedules.passes import Pass, PassKind
 from megatron_zb.schedules.placement import GroupPlacement
-from megatron_zb.schedules.relay import Relay
 from megatron_zb.schedules.request import check_size
 from megatron_zb.schedules.schedule import Schedule
 
@@ -37,7 +37,7 @@ def pipe_bd(
         _passes(placement, rank, microbatches, steps) for rank in range(placement.pipeline_size)
     )
     relay = Relay(microbatches, steps, run_ahead)
-    return Schedule(NAME, placement, microbatches, ranks, relay=relay)
+    return Schedule(NAME, placement, microbatches, ranks, rules=relay)
 
 
 def _passes(

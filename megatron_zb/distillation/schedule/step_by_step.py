@@ -12,10 +12,10 @@ from functools import cached_property
 
 from megatron_zb.distillation.schedule.distribution import Distribution
 from megatron_zb.distillation.schedule.pipe_bd import pipe_bd
-from megatron_zb.schedules.passes import PassKind
+from megatron_zb.distillation.schedule.relay import Relay
+from megatron_zb.schedules.passes import Message, PassKind
 from megatron_zb.schedules.program.lowering import (
     Instruction,
-    Message,
     Program,
     Receive,
     Run,
@@ -23,7 +23,6 @@ from megatron_zb.schedules.program.lowering import (
     Take,
     lower,
 )
-from megatron_zb.schedules.relay import Relay
 from megatron_zb.schedules.schedule import Schedule
 
 
@@ -81,8 +80,8 @@ def step_by_step(distribution: Distribution, microbatches: int, run_ahead: int =
     """
     # Steps up to run_ahead wait for no update; the next one does, and is awaited by a later one.
     schedule = pipe_bd(distribution, microbatches, 2 * max(run_ahead, 0) + 3, run_ahead)
-    assert schedule.relay is not None
-    return StepByStep(lower(schedule), schedule.relay)
+    assert isinstance(schedule.rules, Relay)
+    return StepByStep(lower(schedule), schedule.rules)
 
 
 def _cut_into_steps(instructions: tuple[Instruction, ...]) -> list[tuple[Instruction, ...]]:

@@ -25,8 +25,7 @@ from megatron_zb.runtime.watchdog.whereabouts import (
     phase_of,
     place_of,
 )
-from megatron_zb.schedules.passes import Pass, PassKind
-from megatron_zb.schedules.program.lowering import Channel, Message
+from megatron_zb.schedules.passes import Channel, Message, Pass, PassKind
 
 REMEMBERED = 50
 

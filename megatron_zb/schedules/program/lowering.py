@@ -16,35 +16,10 @@ from dataclasses import dataclass
 from typing import NamedTuple, TypeAlias
 
 from megatron_zb.schedules.costs import Costs
-from megatron_zb.schedules.passes import Pass, PassKind
-from megatron_zb.schedules.relay import Relay
+from megatron_zb.schedules.passes import Channel, Message, Pass
+from megatron_zb.schedules.rules import Link, Moment, Product
 from megatron_zb.schedules.schedule import InvalidSchedule, Schedule, walk
 from megatron_zb.schedules.simulator import Timeline, simulate
-
-
-class Channel(NamedTuple):
-    """One direction between two logical ranks."""
-
-    source: int
-    target: int
-
-
-class Message(NamedTuple):
-    """The output of one pass on its way to the rank that reads it.
-
-    ``is_gradient`` tells an output gradient from an activation; ``stage`` is the *reading* stage.
-    A *credit* carries no tensor of the model: it tells the first stage that rank ``credit_of`` has
-    updated its students in step ``microbatch``, so that the first stage may begin a later one.
-    """
-
-    is_gradient: bool
-    stage: int
-    microbatch: int
-    credit_of: int | None = None
-
-    @property
-    def is_credit(self) -> bool:
-        return self.credit_of is not None
 
 
 class Receive(NamedTuple):
@@ -82,9 +57,6 @@ class Send(NamedTuple):
 
 Instruction: TypeAlias = Receive | Take | Run | Send
 
-_WITHOUT_MESSAGES = (PassKind.W, PassKind.S, PassKind.U)
-_SEND_SLOTS = 2
-
 
 @dataclass(frozen=True)
 class Program:
@@ -96,7 +68,7 @@ class Program:
 
     schedule: Schedule
     ranks: tuple[tuple[Instruction, ...], ...]
-    send_slots: int = _SEND_SLOTS
+    send_slots: int
 
 
 def lower(
@@ -118,7 +90,7 @@ def lower(
     moments = _moments(schedule, timeline, late=waits_to_receive)
     for rank, instruction in _total_order(schedule, moments):
         ranks[rank].append(instruction)
-    program = Program(schedule, tuple(map(tuple, ranks)), _send_slots(schedule))
+    program = Program(schedule, tuple(map(tuple, ranks)), schedule.rules.send_slots)
     check_progress(program)
     return program
 
@@ -150,69 +122,9 @@ def _wait_in_words(at: Instruction) -> str:
     return f"to {verb} {what} from rank {source}"
 
 
-def _run(p: Pass, rank: int, schedule: Schedule) -> Run:
-    if p.kind in _WITHOUT_MESSAGES:
-        return Run(p, None, None, False)
-    placement = schedule.placement
-    last = placement.num_stages - 1
-    is_gradient = p.kind not in (PassKind.F, PassKind.T)
-    step = -1 if is_gradient else 1
-    source, target = p.stage - step, p.stage + step
-    reads = Message(is_gradient, p.stage, p.microbatch) if 0 <= source <= last else None
-    if not 0 <= target <= last:
-        return Run(p, reads, None, False)
-    makes_local = placement.rank_at(target, p.microbatch) == rank
-    return Run(p, reads, Message(is_gradient, target, p.microbatch), makes_local)
-
-
-def _sends(rank: int, run: Run, schedule: Schedule) -> list[Send]:
-    """List what a rank sends when it has run a pass."""
-    if run.work.kind is PassKind.U:
-        return _credits(rank, run.work, schedule)
-    if run.makes is None or run.makes_local:
-        return []
-    target = schedule.placement.rank_at(run.makes.stage, run.makes.microbatch)
-    return [Send(Channel(rank, target), run.makes)]
-
-
-def _credits(rank: int, update: Pass, schedule: Schedule) -> list[Send]:
-    """A credit to each rank of the first stage, if that waits for this step's updates at all."""
-    relay = schedule.relay
-    if relay is None or not relay.is_awaited(update.microbatch):
-        return []
-    credit = Message(False, 0, update.microbatch, rank)
-    waiting = schedule.placement.ranks_of[0]
-    return [Send(Channel(rank, first), credit) for first in waiting if first != rank]
-
-
-def _takes(rank: int, run: Run, schedule: Schedule) -> list[Take]:
-    """List the messages of other ranks that must be there before a rank runs a pass."""
-    placement, relay = schedule.placement, schedule.relay
-    taken = []
-    if run.reads is not None:
-        step = 1 if run.reads.is_gradient else -1
-        source = placement.rank_at(run.reads.stage + step, run.reads.microbatch)
-        if source != rank:
-            taken.append(Take(Channel(source, rank), run.reads))
-    awaited = None if relay is None else relay.awaited_step(placement, run.work)
-    if awaited is not None:
-        others = (r for r in range(len(schedule.ranks)) if r != rank)
-        taken += [Take(Channel(r, rank), Message(False, 0, awaited, r)) for r in others]
-    return taken
-
-
-def _send_slots(schedule: Schedule) -> int:
-    """So many that no rank of a relay is held up before ``run_ahead`` holds it up."""
-    relay = schedule.relay
-    if relay is None:
-        return _SEND_SLOTS
-    return (relay.run_ahead + 1) * relay.num_microbatches
-
-
 # --- the total order
 
-_Moment: TypeAlias = tuple[float, ...]
-_Moments: TypeAlias = list[list[tuple[_Moment, _Moment]]]
+_Moments: TypeAlias = list[list[tuple[Moment, Moment]]]
 """For every pass of every rank: where it stands in the order, and where what it makes does."""
 
 
@@ -231,17 +143,48 @@ def _total_order(schedule: Schedule, moments: _Moments) -> Iterator[tuple[int, I
             f"{schedule.blocked()}"
         )
     places.sort(key=lambda place: moments[place[0]][place[1]][0])
-    made: list[tuple[_Moment, int, list[Send]]] = []
+    links = _links(schedule)
+    made: list[tuple[Moment, int, list[Send]]] = []
+    source: dict[Message, int] = {}
     for number, (rank, position) in enumerate(places):
         stands, makes = moments[rank][position]
         while made and made[0][0] <= stands:
             yield from _messages(heapq.heappop(made)[-1])
-        run = _run(schedule.ranks[rank][position], rank, schedule)
-        yield from ((rank, take) for take in _takes(rank, run, schedule))
+        link = links[rank][position]
+        for message in _travelling(*link.needs):
+            if source[message] != rank:
+                yield rank, Take(Channel(source[message], rank), message)
+        run, sends = _run(schedule, rank, schedule.ranks[rank][position], link)
+        source |= dict.fromkeys(_travelling(link.makes), rank)
         yield rank, run
-        heapq.heappush(made, (makes, number, _sends(rank, run, schedule)))
+        heapq.heappush(made, (makes, number, sends))
     for _, _, sends in sorted(made):
         yield from _messages(sends)
+
+
+def _links(schedule: Schedule) -> list[list[Link]]:
+    return [
+        schedule.rules.links(schedule.placement, rank, passes)
+        for rank, passes in enumerate(schedule.ranks)
+    ]
+
+
+def _travelling(*products: Product | None) -> list[Message]:
+    """Those products that messages can carry."""
+    width = len(Message._fields)
+    return [Message(*it) for it in products if isinstance(it, tuple) and len(it) == width]
+
+
+def _run(schedule: Schedule, rank: int, p: Pass, link: Link) -> tuple[Run, list[Send]]:
+    """A pass with what it reads and makes, and what its rank sends when it has run."""
+    reads = next((need for need in _travelling(*link.needs) if not need.is_credit), None)
+    sends, makes, makes_local = [], None, False
+    for message in _travelling(link.makes):
+        readers = schedule.rules.readers(schedule.placement, message)
+        sends = [Send(Channel(rank, reader), message) for reader in readers if reader != rank]
+        if not message.is_credit:
+            makes, makes_local = message, rank in readers
+    return Run(p, reads, makes, makes_local), sends
 
 
 def _messages(sends: list[Send]) -> Iterator[tuple[int, Instruction]]:
@@ -251,8 +194,9 @@ def _messages(sends: list[Send]) -> Iterator[tuple[int, Instruction]]:
 
 
 def _moments(schedule: Schedule, timeline: Timeline | None, *, late: bool) -> _Moments:
-    if schedule.relay is not None:
-        return _relay_moments(schedule, schedule.relay)
+    moments = schedule.rules.moments(schedule)
+    if moments is not None:
+        return moments
     if timeline is None:
         p = len(schedule.ranks)
         costs = Costs.uniform(pipeline_size=p, forward=1.0, backward=1.0, weight=1.0)
@@ -264,38 +208,16 @@ def _moments(schedule: Schedule, timeline: Timeline | None, *, late: bool) -> _M
     ]
 
 
-def _relay_moments(schedule: Schedule, relay: Relay) -> _Moments:
-    """Order a relay by steps, so that all steps are alike, and a step by the way of its data.
-
-    The U of a stage's ranks, which meet there to sum their gradients, stand side by side.
-    """
-    m, many = relay.num_microbatches, len(schedule.ranks)
-    found: _Moments = []
-    for rank, passes in enumerate(schedule.ranks):
-        stands: _Moment = ()
-        found.append([])
-        for p in passes:
-            step = relay.step_of(p)
-            if p.kind is PassKind.U:
-                stands = max(stands, (step, 1, 0, p.stage, rank))
-                found[-1].append((stands, (*stands[:-1], many, rank)))
-            else:
-                wave = p.microbatch % m + p.stage
-                stands = max(stands, (step, 0, wave, p.stage, p.kind is PassKind.S))
-                found[-1].append((stands, stands))
-    return found
-
-
 # --- the proof
 
 
 def unfinished(program: Program) -> dict[int, Instruction]:
     """Replay a program under blocking rendezvous; return the instructions no rank gets past.
 
-    A send waits for its receive and a receive for its send, each at its place; a U waits for those
-    of the other ranks of its stage. No choice depends on time, so this one replay is the proof.
+    A send waits for its receive and a receive for its send, each at its place; what ranks run
+    together waits for all of them. No choice depends on time, so this one replay is the proof.
     """
-    position = [0] * len(program.ranks)
+    schedule, position = program.schedule, [0] * len(program.ranks)
     received: set[tuple[int, Message]] = set()
 
     def at(rank: int) -> Instruction | None:
@@ -306,7 +228,7 @@ def unfinished(program: Program) -> dict[int, Instruction]:
         """Return the ranks that get past their instruction together with this one, if it does."""
         here = at(rank)
         if isinstance(here, Run):
-            met = _meeting(program.schedule, rank, here.work)
+            met = schedule.rules.together(schedule.placement, rank, here.work)
             return met if all(at(other) == here for other in met) else ()
         if isinstance(here, Take):
             return (rank,) if (rank, here.message) in received else ()
@@ -326,8 +248,3 @@ def unfinished(program: Program) -> dict[int, Instruction]:
             for other in moved:
                 position[other] += 1
     return {rank: here for rank in range(len(position)) if (here := at(rank)) is not None}
-
-
-def _meeting(schedule: Schedule, rank: int, work: Pass) -> tuple[int, ...]:
-    """Return the ranks that run a pass together: in U all of the stage, else this one."""
-    return schedule.placement.ranks_of[work.stage] if work.kind is PassKind.U else (rank,)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from megatron_zb.schedules.costs import StageCosts
-from megatron_zb.schedules.passes import PassKind
 from megatron_zb.schedules.program.lowering import Program, Receive, Run, Send, Take
 
 
@@ -28,14 +27,9 @@ def peak_with_messages(program: Program, rank: int, costs: StageCosts, message: 
         elif isinstance(at, Run):
             sent = 0
             kind, stage, _ = at.work
-            if kind is PassKind.F:
-                held += costs.activation[stage]
+            takes, frees = costs.memory[kind]
+            held += takes[stage]
             peak = max(peak, held + message * posted)
-            if kind is PassKind.B:
-                held -= costs.activation[stage] - costs.held_for_weight[stage]
-            elif kind is PassKind.W:
-                held -= costs.held_for_weight[stage]
-            elif kind is PassKind.BW:
-                held -= costs.activation[stage]
+            held -= frees[stage]
         peak = max(peak, held + message * (posted + sent))
     return peak

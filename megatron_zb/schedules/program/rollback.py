@@ -11,17 +11,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from megatron_zb.schedules.passes import PassKind
-from megatron_zb.schedules.program.lowering import (
-    Channel,
-    Instruction,
-    Message,
-    Program,
-    Receive,
-    Run,
-    Send,
-    Take,
-)
+from megatron_zb.schedules.passes import Channel, Message, PassKind
+from megatron_zb.schedules.program.lowering import Instruction, Program, Receive, Run, Send, Take
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,155 @@
+"""Rules of a kind of work: what its passes need and make, and which orders of a rank are valid.
+
+A schedule holds the rules of its passes. Whatever walks through a schedule (validation, simulation,
+lowering) asks them, and knows no kind of pass by itself; so another kind of work is another class
+of rules, and a handler for each of its kinds where a rank carries them out.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Hashable, Sequence
+from typing import TYPE_CHECKING, NamedTuple, TypeAlias
+
+from megatron_zb.schedules.passes import Message, Pass, PassKind
+from megatron_zb.schedules.placement import Placement
+
+if TYPE_CHECKING:
+    from megatron_zb.schedules.schedule import Schedule
+
+Product: TypeAlias = Hashable
+"""What a pass makes: the fields of the :class:`Message` that carries it, if it can travel."""
+
+
+class Link(NamedTuple):
+    """What a pass needs that others have made, and what it makes, if others may need it."""
+
+    needs: tuple[Product, ...]
+    makes: Product | None
+
+
+class Broken(NamedTuple):
+    """A broken rule: its name and why, and the position on the rank or else the stage at fault."""
+
+    rule: str
+    why: str
+    position: int | None = None
+    stage: int | None = None
+
+
+Moment: TypeAlias = tuple[float, ...]
+"""A place in an order: compared from the first number on."""
+
+
+class Rules(ABC):
+    """What a kind of work lays down about its passes."""
+
+    send_slots = 2
+    """The most sends of a channel that are left untaken in a program."""
+
+    has_steps = False
+    """Whether one schedule goes through several steps of the optimizer, one after the other."""
+
+    @abstractmethod
+    def links(self, placement: Placement, rank: int, passes: Sequence[Pass]) -> list[Link]:
+        """What each pass of a rank needs and makes, in the order of ``passes``."""
+
+    @abstractmethod
+    def broken_rule(self, schedule: Schedule, rank: int) -> Broken | None:
+        """The first rule that the order of a rank breaks, if any."""
+
+    def readers(self, placement: Placement, message: Message) -> Sequence[int]:
+        """The ranks that read a message, of which the one that makes it may be one."""
+        return (placement.rank_at(message.stage, message.microbatch),)
+
+    def together(self, placement: Placement, rank: int, p: Pass) -> tuple[int, ...]:
+        """The ranks that run a pass as one, so that none of them gets past it alone."""
+        return (rank,)
+
+    def step_of(self, p: Pass) -> int:
+        """The step that a pass belongs to."""
+        return 0
+
+    def moments(self, schedule: Schedule) -> list[list[tuple[Moment, Moment]]] | None:
+        """For every pass of every rank: where it and its messages stand in the order of all.
+
+        None for the order of a simulation.
+        """
+        return None
+
+    def sizes_in_words(self, schedule: Schedule) -> str:
+        """How much work a schedule has."""
+        return f"{schedule.num_microbatches} microbatches"
+
+
+class TrainingRules(Rules):
+    """F, B, W and BW of a training step (arXiv 2401.10241, section 2)."""
+
+    def links(self, placement: Placement, rank: int, passes: Sequence[Pass]) -> list[Link]:
+        last = placement.num_stages - 1
+        nothing = Link((), None)
+        found = []
+        for kind, stage, microbatch in passes:
+            if kind is PassKind.W:
+                found.append(nothing)
+                continue
+            is_gradient = kind is not PassKind.F
+            first, end, following = (last, 0, -1) if is_gradient else (0, last, 1)
+            found.append(
+                Link(
+                    () if stage == first else ((is_gradient, stage, microbatch, None),),
+                    None if stage == end else (is_gradient, stage + following, microbatch, None),
+                )
+            )
+        return found
+
+    def broken_rule(self, schedule: Schedule, rank: int) -> Broken | None:
+        """The first rule that the order of a rank breaks, if any.
+
+        Rules: *placement* (a pass runs on the rank of its stage), *completeness* (every stage and
+        microbatch has one F and either one BW or one B and one W), *order* (F before B before W)
+        and *microbatch order* (F, input gradients and weight gradients of a stage each rise with
+        the microbatch, so that sums are formed in 1F1B's order).
+        """
+        m = schedule.num_microbatches
+        done: dict[int, list[int]] = {s: [0, 0, 0] for s in schedule.placement.stages_of[rank]}
+        for position, p in enumerate(schedule.ranks[rank]):
+            if p.stage not in done:
+                why = f"stage {p.stage} does not live on rank {rank}"
+                return Broken("placement", why, position)
+            if not 0 <= p.microbatch < m:
+                return Broken("completeness", f"there are {m} microbatches", position)
+            if schedule.forward_only and p.kind is not PassKind.F:
+                why = "a forward-only schedule has F passes alone"
+                return Broken("completeness", why, position)
+            columns = _COLUMNS.get(p.kind)
+            if columns is None:
+                why = f"a training step has no {p.kind} passes"
+                return Broken("completeness", why, position)
+            counts = done[p.stage]
+            for column in columns:
+                if counts[column] != p.microbatch:
+                    why = (
+                        f"the next {'FBW'[column]} of stage {p.stage} is microbatch "
+                        f"{counts[column]}"
+                    )
+                    return Broken("microbatch order", why, position)
+            if p.kind in (PassKind.B, PassKind.BW) and counts[0] <= p.microbatch:
+                return Broken("order", "its F has not run yet", position)
+            if p.kind is PassKind.W and counts[1] <= p.microbatch:
+                return Broken("order", "its B has not run yet", position)
+            for column in columns:
+                counts[column] += 1
+        expected = [m] + [0 if schedule.forward_only else m] * 2
+        for stage, counts in done.items():
+            for count, wanted, letter in zip(counts, expected, "FBW", strict=True):
+                if count != wanted:
+                    why = f"{count} of {wanted} {letter} passes are listed"
+                    return Broken("completeness", why, stage=stage)
+        return None
+
+
+# Which of F, B and W of a microbatch a pass is, as columns of a count.
+_COLUMNS = {PassKind.F: (0,), PassKind.B: (1,), PassKind.W: (2,), PassKind.BW: (1, 2)}
+
+TRAINING = TrainingRules()
