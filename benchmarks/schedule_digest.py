@@ -1,9 +1,9 @@
 #!/usr/bin/env python3
 """One digest of many schedules, to see that a change of the code has not changed them.
 
-Draws requests (schedule, sizes, costs, memory limit, chunks; one iteration or many without a barrier)
-from a seed, builds each, and hashes its table of passes or the error it ends with. Prints one
-JSON line; equal digests of two commits mean equal schedules.
+Draws requests (schedule, sizes, costs, memory limit, chunks; one iteration or many without a
+barrier) from a seed, builds each, and hashes its table of passes or the error it ends with. Prints
+one JSON line; equal digests of two commits mean equal schedules.
 """
 
 from __future__ import annotations
