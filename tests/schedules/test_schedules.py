@@ -439,7 +439,7 @@ def test_cheaper_passes_never_take_longer(
     [
         (2, 5, (1.0, 1.2, 0.8, 0.05)),
         pytest.param(3, 6, (1.0, 1.33, 0.5, 0.05), marks=pytest.mark.full),
-        (4, 8, (1.0, 1.0, 1.0, 0.0)),
+        pytest.param(4, 8, (1.0, 1.0, 1.0, 0.0), marks=pytest.mark.full),
     ],
 )
 def test_more_memory_never_makes_auto_slower(

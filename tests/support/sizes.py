@@ -13,12 +13,17 @@ IS_FULL = "TESTS_FULL" in os.environ
 
 RANKS = 16 if IS_FULL else 8
 MICROBATCHES = 64 if IS_FULL else 24
-EXAMPLES = 15 if IS_FULL else 8
+EXAMPLES = 15 if IS_FULL else 5
 """Of a search, which takes from tenths of a second to seconds."""
-SEARCHES = 5 if IS_FULL else 3
+SEARCHES = 5 if IS_FULL else 2
 """Examples of a search of all placements."""
 AUTO_WITH_FULL = [
     pytest.param(name, marks=pytest.mark.full) if name == "auto" else name
     for name in schedules.names()
 ]
 """All schedules, where a search of ``auto`` would take most of the time."""
+ONE_OF_EACH_SHAPE = [
+    name if name in ("1f1b", "v-half", "wave") else pytest.param(name, marks=pytest.mark.full)
+    for name in schedules.names()
+]
+"""Schedules of one, two and four chunks, where others look alike; all with --full."""
