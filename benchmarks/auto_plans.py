@@ -27,7 +27,7 @@ from rich.table import Table
 
 from megatron_zb.errors import UsageError
 from megatron_zb.planner.builtin_configs import folder
-from megatron_zb.planner.candidate import contenders
+from megatron_zb.planner.candidate import candidates_of
 from megatron_zb.planner.device import read_device
 from megatron_zb.planner.model import ModelConfig, read_model
 from megatron_zb.planner.reasons import recommended
@@ -53,7 +53,7 @@ def plan_of(model: ModelConfig, device: Path, gpus: int) -> Plan:
     gpu = read_device(device)
     batch, sequence = model.global_batch_size, model.sequence_length
     job = Job(model, gpu, gpus, gpu.memory_bytes, batch, sequence)
-    return search(job, contenders(None))
+    return search(job, candidates_of(None))
 
 
 def row_of(model: Path, device: Path, gpus: int) -> Row:
@@ -64,7 +64,7 @@ def row_of(model: Path, device: Path, gpus: int) -> Row:
     except UsageError as error:
         return Row(model.stem, device.stem, gpus, time.process_time() - begin, None, str(error))
     seconds = time.process_time() - begin
-    rates = {row.contender: row.tokens_per_gpu for row in plan.ranked}
+    rates = {row.candidate: row.tokens_per_gpu for row in plan.ranked}
     rates.pop("no pipeline", None)
     auto = rates.pop("auto", 0.0)
     if not rates:

@@ -35,7 +35,7 @@ from megatron_zb.runtime.channels import Channels
 from megatron_zb.runtime.executor import run_program
 from megatron_zb.runtime.post_validation import StateExchange, run_from_cut
 from megatron_zb.runtime.synthetic import SyntheticStage
-from megatron_zb.schedules.program.rollback import cut
+from megatron_zb.schedules.program.rollback import rollback
 
 _STATE = 4  # numbers: held back, squares, zeros, infinite
 
@@ -94,7 +94,7 @@ class _Pipeline:
             pipeline_size=args.ranks,
             num_microbatches=args.microbatches,
             costs=costs,
-            in_a_row=True,
+            back_to_back=True,
         )
         timeline = schedules.simulate(schedule, costs)
         self.simulated = timeline.makespan
@@ -103,7 +103,7 @@ class _Pipeline:
         table = costs.for_placement(placement)
         self._rank = rank
         self._program = schedules.lower(schedule)
-        self._cut = cut(self._program)
+        self._cut = rollback(self._program)
         self._channels = Channels(list(range(args.ranks)), placement, "cpu")
         self._exchange = StateExchange(range(args.ranks), _STATE)
         self._stages = {s: SyntheticStage(s, table) for s in placement.stages_of[rank]}

@@ -117,12 +117,12 @@ def _rank(rank: int, args: argparse.Namespace, shape: Shape, folder: str) -> Non
     piece = Piece(shape)
     piece_of_profile = _profile(shape, path, piece, args.profiles)
     planned = _planned(args, path)
-    contenders = {row.name: _contender(shape, row) for row in planned}
-    seconds: dict[str, list[Step]] = {name: [] for name in contenders}
+    candidates = {row.name: _contender(shape, row) for row in planned}
+    seconds: dict[str, list[Step]] = {name: [] for name in candidates}
     for _ in range(args.rounds):
-        for name, contender in contenders.items():
-            contender.step()
-            seconds[name] += [_timed(contender.step, piece) for _ in range(args.steps)]
+        for name, candidate in candidates.items():
+            candidate.step()
+            seconds[name] += [_timed(candidate.step, piece) for _ in range(args.steps)]
     everyone: list[Any] = [None] * RANKS
     dist.all_gather_object(everyone, seconds)
     if rank == 0:
@@ -228,16 +228,18 @@ def _planned(args: argparse.Namespace, profile: Path) -> list[Planned]:
     """What ``plan --profile`` ranks, the fastest first; the same on all ranks."""
     from megatron_zb.measured.profile import read_profile
     from megatron_zb.planner import from_profile
-    from megatron_zb.planner.candidate import contenders
+    from megatron_zb.planner.candidate import candidates_of
 
     found: list[Any] = [None]
     if dist.get_rank() == 0:
         read = read_profile(profile)
         names = args.schedules
-        candidates = contenders(names)
+        candidates = candidates_of(names)
         if names is None:
-            candidates += contenders(["1f1b", "interleaved", "zb-h2"])[2:]
-        asked = from_profile.Asked(read, read.num_microbatches, None, post_validation=False)
+            candidates += candidates_of(["1f1b", "interleaved", "zb-h2"])[2:]
+        asked = from_profile.ProfileRequest(
+            read, read.num_microbatches, None, post_validation=False
+        )
         rows, _ = from_profile.rows(asked, candidates)
         found[0] = [
             Planned(

@@ -42,7 +42,7 @@ def draw(dice: random.Random, number: int) -> tuple[str, dict[str, Any]]:
     limit = dice.choice([None, None, dice.uniform(0.3, 2)])
     chunks = dice.choice([2, 3, 4]) if catalog.family(name).takes_chunks and not is_auto else None
     given = {"pipeline_size": p, "num_microbatches": m, "costs": costs, "memory_limit": limit}
-    return name, {**given, "chunks": chunks, "in_a_row": dice.random() < 0.2}
+    return name, {**given, "chunks": chunks, "back_to_back": dice.random() < 0.2}
 
 
 def built(name: str, given: dict[str, Any]) -> str:

@@ -24,12 +24,12 @@ from published_throughput import Throughput, all_rows
 
 from megatron_zb import schedules
 from megatron_zb.measured.units import GIB
-from megatron_zb.planner.candidate import Contender, contenders
+from megatron_zb.planner.candidate import Candidate, candidates_of
 from megatron_zb.planner.device import DeviceConfig, read_device
 from megatron_zb.planner.model import ModelConfig, read_model
 from megatron_zb.planner.prediction import Build, Prediction, predict
 from megatron_zb.planner.search import Job, cut_into_stages, search
-from megatron_zb.planner.stages import Staged
+from megatron_zb.planner.stages import StageWorkload
 from megatron_zb.planner.strategy import Choices, Strategy
 from megatron_zb.planner.work import Workload
 from megatron_zb.schedules import Costs, Schedule
@@ -134,48 +134,48 @@ def _setup(column: dict[str, Any]) -> str:
     return f"{name}, p={column['pipeline']}, m={column['m']}, b={column['microbatch']}"
 
 
-def _contender(name: str) -> Contender:
+def _contender(name: str) -> Candidate:
     """The papers' scripts run Megatron with --no-overlap-p2p-communication."""
     asked = None if name.startswith("Megatron") else [name]
-    return next(c for c in contenders(asked, overlap=False) if c.name == name)
+    return next(c for c in candidates_of(asked, overlap=False) if c.name == name)
 
 
 def _prediction(table: dict[str, Any], column: dict[str, Any], name: str) -> Prediction:
     gpu, of = device(table["device"]), model(column["model"])
-    contender = _contender(name)
+    candidate = _contender(name)
     if "batch" in column:
-        return _best_of_grid(gpu, of, column, contender)
+        return _best_of_grid(gpu, of, column, candidate)
     halves = 2 if name in table.get("halved", []) else 1
     strategy = Strategy(1, column["pipeline"], 1, 1, column["microbatch"] // halves, "none")
-    chunks = column["chunks"] if contender.takes_chunks else None
-    staged = cut_into_stages(Workload(of, gpu, strategy, of.sequence_length), contender, chunks)
+    chunks = column["chunks"] if candidate.takes_chunks else None
+    staged = cut_into_stages(Workload(of, gpu, strategy, of.sequence_length), candidate, chunks)
     assert staged is not None
     return predict(
         staged,
-        contender,
+        candidate,
         column["m"] * halves,
         chunks,
-        is_even=contender.has_by_default(staged.layout, staged.placement),
-        post_validation=contender.splits,
+        is_even=candidate.has_by_default(staged.layout, staged.placement),
+        post_validation=candidate.splits,
     )
 
 
 def _as_published(column: dict[str, Any], ours: Prediction) -> Prediction:
     """The same layers on the same ranks in the order that the authors' code runs."""
-    contender = _contender(ours.contender)
-    if contender.megatron:
+    candidate = _contender(ours.candidate)
+    if candidate.megatron:
         return ours
     pipeline = ours.load.strategy.pipeline
-    placement = contender.placement(pipeline, ours.chunks)
+    placement = candidate.placement(pipeline, ours.chunks)
     return predict(
-        Staged(ours.load, placement, ours.layout),
-        contender,
+        StageWorkload(ours.load, placement, ours.layout),
+        candidate,
         ours.num_microbatches,
         ours.chunks,
         is_even=ours.is_even,
-        post_validation=contender.splits,
-        in_a_row=False,
-        build=_published_build(contender.family),
+        post_validation=candidate.splits,
+        back_to_back=False,
+        build=_published_build(candidate.family),
     )
 
 
@@ -199,7 +199,7 @@ def _published_build(family: str) -> Build:
 
 
 def _best_of_grid(
-    gpu: DeviceConfig, of: ModelConfig, column: dict[str, Any], contender: Contender
+    gpu: DeviceConfig, of: ModelConfig, column: dict[str, Any], candidate: Candidate
 ) -> Prediction:
     job = Job(
         of,
@@ -211,8 +211,8 @@ def _best_of_grid(
         Choices(recompute=("none",), overlap=False),
         post_validation=True,
     )
-    plan = search(job, [contender], tries=4)
-    return next(row for row in plan.ranked if row.contender == contender.name)
+    plan = search(job, [candidate], tries=4)
+    return next(row for row in plan.ranked if row.candidate == candidate.name)
 
 
 def order_misses(found: list[Row]) -> list[tuple[Row, Row]]:
@@ -225,7 +225,7 @@ def order_misses(found: list[Row]) -> list[tuple[Row, Row]]:
     ]
 
 
-def _said_misses(found: list[Row]) -> Iterator[str]:
+def _describe_misses(found: list[Row]) -> Iterator[str]:
     for row in found:
         if not row.is_close:
             yield (
@@ -474,7 +474,7 @@ def page(ratios: Sequence[Row], throughput: Sequence[Throughput]) -> str:
     """The whole page for these rows."""
     compared = [row for row in ratios if row.published != 1]
     columns = setups(ratios)
-    misses = [said for column in columns for said in _said_misses(column)]
+    misses = [said for column in columns for said in _describe_misses(column)]
     in_order = sum(not order_misses(column) for column in columns)
     held_out = [row for row in throughput if not row.fitted]
     lines = [
@@ -526,7 +526,7 @@ def page(ratios: Sequence[Row], throughput: Sequence[Throughput]) -> str:
     return "\n".join(lines).rstrip() + "\n"
 
 
-def _said_row(row: Row | Throughput) -> str:
+def _describe_row(row: Row | Throughput) -> str:
     return (
         f"{row.table}: {row.setup}, {row.schedule}, {row.setting}: published {row.published:.3f}, "
         f"predicted {row.predicted:.3f} ({row.miss:+.1%})"
@@ -534,7 +534,7 @@ def _said_row(row: Row | Throughput) -> str:
 
 
 def _tell(row: Row | Throughput) -> None:
-    print(_said_row(row), flush=True)
+    print(_describe_row(row), flush=True)
 
 
 def _ratios(text: str) -> list[Row]:

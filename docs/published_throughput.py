@@ -10,7 +10,7 @@ from typing import Any
 import yaml
 
 from megatron_zb.measured.units import GIB
-from megatron_zb.planner.candidate import contenders
+from megatron_zb.planner.candidate import candidates_of
 from megatron_zb.planner.device import DeviceConfig, read_device
 from megatron_zb.planner.model import ModelConfig, read_model
 from megatron_zb.planner.prediction import Prediction, predict
@@ -99,7 +99,7 @@ def _prediction(table: dict[str, Any], row: dict[str, Any]) -> Prediction:
         model.sequence_length,
         choices,
     )
-    own = contenders(["zb-h1"], overlap=table.get("overlap_messages", True))[:2]
+    own = candidates_of(["zb-h1"], overlap=table.get("overlap_messages", True))[:2]
     return search(job, own, tries=4).ranked[0]
 
 
@@ -114,19 +114,19 @@ def _as_told(
         overlap=table.get("overlap", True),
         sequence_parallel=row.get("sequence_parallel", True),
     )
-    one, interleaved = contenders(["zb-h1"], overlap=table.get("overlap_messages", True))[:2]
-    contender, chunks = (interleaved, row["chunks"]) if "chunks" in row else (one, None)
+    one, interleaved = candidates_of(["zb-h1"], overlap=table.get("overlap_messages", True))[:2]
+    candidate, chunks = (interleaved, row["chunks"]) if "chunks" in row else (one, None)
     staged = cut_into_stages(
-        Workload(model, device, strategy, model.sequence_length), contender, chunks
+        Workload(model, device, strategy, model.sequence_length), candidate, chunks
     )
     assert staged is not None
     m = strategy.num_microbatches(row["batch"])
     return predict(
         staged,
-        contender,
+        candidate,
         m,
         chunks,
-        is_even=contender.has_by_default(staged.layout, staged.placement),
+        is_even=candidate.has_by_default(staged.layout, staged.placement),
     )
 
 

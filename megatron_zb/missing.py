@@ -35,7 +35,7 @@ def told_if_missing() -> Iterator[None]:
         module = (error.name or "").partition(".")[0]
         if not module or _is_there(module):
             raise
-        raise UsageError(_said(module, error)) from error
+        raise UsageError(_describe(module, error)) from error
 
 
 def _is_there(module: str) -> bool:
@@ -45,7 +45,7 @@ def _is_there(module: str) -> bool:
         return False
 
 
-def _said(module: str, error: ModuleNotFoundError) -> str:
+def _describe(module: str, error: ModuleNotFoundError) -> str:
     package = _PACKAGES.get(module, module)
     frames = traceback.extract_tb(error.__traceback__)
     own = [frame for frame in frames if not frame.filename.startswith("<")]

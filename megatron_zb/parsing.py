@@ -31,16 +31,16 @@ class Parser(argparse.ArgumentParser):
         """Leave nothing over: a command's own parser knows best which flag was meant."""
         found, left = super().parse_known_args(*args, **kwargs)
         if left:
-            self.error(_said_of_unknown(left[0], sorted(self._option_string_actions)))
+            self.error(_describe_of_unknown(left[0], sorted(self._option_string_actions)))
         return found, left
 
     def error(self, message: str) -> NoReturn:
-        raise UsageError(self._said(message))
+        raise UsageError(self._describe(message))
 
-    def _said(self, message: str) -> str:
+    def _describe(self, message: str) -> str:
         """argparse's message as one sentence that says what would be right."""
         if missing := re.fullmatch(r"the following arguments are required: (.*)", message):
-            return self._said_of_missing(missing.group(1).split(", "))
+            return self._describe_of_missing(missing.group(1).split(", "))
         if ambiguous := re.fullmatch(r"ambiguous option: (\S+) could match (.*)", message):
             return f"{ambiguous.group(1)} is short for several: write out {ambiguous.group(2)}"
         found = re.fullmatch(r"argument (.+?): (.*)", message, flags=re.DOTALL)
@@ -51,7 +51,7 @@ class Parser(argparse.ArgumentParser):
         if what.startswith("expected"):
             return f"{name} is given without a value: write {_example(action)}"
         if wrong := re.match(r"invalid choice: (.*) \(choose from", what):
-            return _said_of_choice(name, wrong.group(1), list(action.choices or ()))
+            return _describe_of_choice(name, wrong.group(1), list(action.choices or ()))
         if what.startswith("ignored explicit argument"):
             return f"{name} takes no value: leave out what stands after the ="
         return f"{name}: {what}"
@@ -60,7 +60,7 @@ class Parser(argparse.ArgumentParser):
         """The argument that argparse calls so in a message."""
         return next((a for a in self._actions if name in _names(a)), None)
 
-    def _said_of_missing(self, names: Sequence[str]) -> str:
+    def _describe_of_missing(self, names: Sequence[str]) -> str:
         action = self._named(names[0])
         if action is None:
             return f"{names[0]} is missing"
@@ -94,13 +94,13 @@ def _listed(choices: Any) -> str:
     return ", ".join(map(str, choices))
 
 
-def _said_of_choice(name: str, wrong: str, choices: Sequence[Any]) -> str:
+def _describe_of_choice(name: str, wrong: str, choices: Sequence[Any]) -> str:
     near = difflib.get_close_matches(wrong.strip("'"), [str(c) for c in choices], n=1)
     meant = f" (did you mean {near[0]}?)" if near else ""
     return f"{name} {wrong} is unknown: give one of {_listed(choices)}{meant}"
 
 
-def _said_of_unknown(word: str, known: Sequence[str]) -> str:
+def _describe_of_unknown(word: str, known: Sequence[str]) -> str:
     if not word.startswith("-"):
         return f"unknown argument '{word}': leave it out, or write the flag that it belongs to"
     near = difflib.get_close_matches(word.partition("=")[0], known, n=1)

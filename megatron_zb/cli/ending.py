@@ -44,11 +44,11 @@ def ended(program: str, command: Callable[[], int | None]) -> int:
         return _NOBODY_READS
     except OSError as error:
         _write_no_more()
-        print(f"{program}: error: {_said(error)}", file=sys.stderr)
+        print(f"{program}: error: {_describe(error)}", file=sys.stderr)
         return WRONG
 
 
-def _said(error: OSError) -> str:
+def _describe(error: OSError) -> str:
     """A full disk under the output, or a file that no command has expected to fail."""
     reason = error.strerror or str(error)
     if error.filename is None:

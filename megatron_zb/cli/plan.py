@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from megatron_zb.planner.from_profile import Asked, Row
+    from megatron_zb.planner.from_profile import ProfileRequest, Row
     from megatron_zb.planner.search import Plan
 
 HELP = """\
@@ -172,9 +172,9 @@ def run(arguments: argparse.Namespace) -> Plan:
     from megatron_zb.planner.search import search
     from megatron_zb.planner.workers import workers
 
-    job, contenders = plan_request.read(arguments)
+    job, candidates = plan_request.read(arguments)
     with _Progress() as progress, workers() as each:
-        plan = search(job, contenders, tries=arguments.tries, watch=progress.show, each=each)
+        plan = search(job, candidates, tries=arguments.tries, watch=progress.show, each=each)
     if arguments.format == "json":
         print(json.dumps(table.as_json(plan), indent=2))
     else:
@@ -182,7 +182,7 @@ def run(arguments: argparse.Namespace) -> Plan:
     return plan
 
 
-def run_measured(arguments: argparse.Namespace) -> tuple[Asked, list[Row], dict[str, str]]:
+def run_measured(arguments: argparse.Namespace) -> tuple[ProfileRequest, list[Row], dict[str, str]]:
     """The same for ``--profile``; what was asked, what was found, and why others are missing.
 
     Raises:

@@ -8,7 +8,7 @@ from pathlib import Path
 from megatron_zb.errors import UsageError
 from megatron_zb.measured.units import size_in_bytes
 from megatron_zb.planner.builtin_configs import path_of
-from megatron_zb.planner.candidate import Contender, contenders, names_in
+from megatron_zb.planner.candidate import Candidate, candidates_of, names_in
 from megatron_zb.planner.device import DeviceConfig, read_device
 from megatron_zb.planner.model import ModelConfig, read_model
 from megatron_zb.planner.search import Job
@@ -18,7 +18,7 @@ _MOST_GPUS = 65_536
 _USUAL_DEVICE = Path("a100_80gb_sxm")
 
 
-def read(arguments: argparse.Namespace) -> tuple[Job, list[Contender]]:
+def read(arguments: argparse.Namespace) -> tuple[Job, list[Candidate]]:
     """Read the files and check the sizes.
 
     Raises:
@@ -54,7 +54,7 @@ def read(arguments: argparse.Namespace) -> tuple[Job, list[Contender]]:
     _whole("--tries", arguments.tries, 3)
     _whole("--top", arguments.top, 8)
     names = None if arguments.schedules is None else names_in(arguments.schedules)
-    return job, contenders(names, overlap=not arguments.no_overlap_p2p)
+    return job, candidates_of(names, overlap=not arguments.no_overlap_p2p)
 
 
 _OF_CONFIG = (

@@ -78,7 +78,7 @@ def _watch(
     new_records = NewRecords(records)
     heard = time.monotonic()
     while True:
-        # Asked first, so that what it wrote before its end is still read.
+        # ProfileRequest first, so that what it wrote before its end is still read.
         has_ended = process.poll() is not None
         for record in new_records():
             heard = time.monotonic()

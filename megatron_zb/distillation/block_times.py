@@ -15,9 +15,9 @@ import torch
 import torch.distributed as dist
 
 from megatron_zb.distillation.blocks import rotary, teacher_layer
-from megatron_zb.distillation.pupil import Pupil
 from megatron_zb.distillation.schedule.distribution import BlockCosts
 from megatron_zb.distillation.shapes import BlockShape, TeacherShape
+from megatron_zb.distillation.student_block import StudentBlock
 from megatron_zb.runtime.reduce_times import seconds_over_a_link
 
 _REPEATS = 4  # after one that allocates what then stays
@@ -75,7 +75,7 @@ def _measure_block(
     layer = teacher_layer(args, block)
     for parameter in layer.parameters():
         torch.nn.init.normal_(parameter, std=0.02)
-    pupils = [Pupil(args, block, shape, layer, sizes) for shape in candidates]
+    student_blocks = [StudentBlock(args, block, shape, layer, sizes) for shape in candidates]
     table = rotary(args)
     given = _activation(args)
 
@@ -88,15 +88,17 @@ def _measure_block(
     wanted = teach()
 
     def study() -> None:
-        for pupil in pupils:
-            pupil.study(given, wanted, table)
+        for student_block in student_blocks:
+            student_block.study(given, wanted, table)
 
     def update() -> None:
-        for pupil in pupils:
-            pupil.update(None)
+        for student_block in student_blocks:
+            student_block.update(None)
 
     times = BlockTime(*(_seconds(work, not args.cpu) for work in (teach, study, update)))
-    gradients = (g for pupil in pupils for g in pupil.optimizer.gradients().values())
+    gradients = (
+        g for student_block in student_blocks for g in student_block.optimizer.gradients().values()
+    )
     return times, sum(gradient.numel() for gradient in gradients)
 
 

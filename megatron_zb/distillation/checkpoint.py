@@ -12,10 +12,10 @@ import torch.distributed as dist
 from megatron.core import dist_checkpointing
 
 from megatron_zb.distillation import weights
-from megatron_zb.distillation.classroom import Classroom
-from megatron_zb.distillation.pupil import Pupil
 from megatron_zb.distillation.schedule.distribution import Distribution
 from megatron_zb.distillation.shapes import BlockShape
+from megatron_zb.distillation.stage_blocks import StageBlocks
+from megatron_zb.distillation.student_block import StudentBlock
 from megatron_zb.errors import UsageError
 from megatron_zb.job import data_contents
 from megatron_zb.training.checkpoint import read, write
@@ -32,7 +32,7 @@ def save(
     args: argparse.Namespace,
     library: Library,
     distribution: Distribution,
-    classroom: Classroom,
+    stage_blocks: StageBlocks,
     step: int,
 ) -> None:
     """Write a checkpoint after `step` steps; collective over all ranks.
@@ -40,7 +40,7 @@ def save(
     Raises:
         UsageError: the directory cannot be written.
     """
-    state: dict[str, Any] = _request(classroom)
+    state: dict[str, Any] = _request(stage_blocks)
     state["step"] = step
     state["distribution"] = distribution.spec
     state["library"] = _described(library)
@@ -81,40 +81,43 @@ def stored_distribution(args: argparse.Namespace, library: Library) -> tuple[Pat
     return path, common["distribution"]
 
 
-def load(path: Path, classroom: Classroom) -> int:
+def load(path: Path, stage_blocks: StageBlocks) -> int:
     """Fill this rank's candidates; the number of steps done. Collective over all ranks.
 
     Raises:
         UsageError: a file is missing or damaged.
     """
-    request = _request(classroom)
+    request = _request(stage_blocks)
     state = read(path, lambda: dist_checkpointing.load(request, str(path)))
     step: int = state["step"]
-    for pupil in classroom.all_pupils():
-        name = _name(pupil)
-        weights.fill(pupil.layer, state[name]["layer"], f"{name}.")
-        pupil.optimizer.resume(state[name]["optimizer"], step)
+    for student_block in stage_blocks.all_student_blocks():
+        name = _name(student_block)
+        weights.fill(student_block.layer, state[name]["layer"], f"{name}.")
+        student_block.optimizer.resume(state[name]["optimizer"], step)
     return step
 
 
-def _request(classroom: Classroom) -> dict[str, Any]:
-    group = classroom.place.group
-    return {_name(pupil): _state(pupil, group) for pupil in classroom.all_pupils()}
-
-
-def _state(pupil: Pupil, group: dist.ProcessGroup) -> dict[str, Any]:
-    name = _name(pupil)
+def _request(stage_blocks: StageBlocks) -> dict[str, Any]:
+    group = stage_blocks.place.group
     return {
-        "layer": weights.module_state(pupil.layer, f"{name}.", group),
+        _name(student_block): _state(student_block, group)
+        for student_block in stage_blocks.all_student_blocks()
+    }
+
+
+def _state(student_block: StudentBlock, group: dist.ProcessGroup) -> dict[str, Any]:
+    name = _name(student_block)
+    return {
+        "layer": weights.module_state(student_block.layer, f"{name}.", group),
         "optimizer": {
             key: weights.tensor_state(f"{name}.optimizer.{key}", tensor, group)
-            for key, tensor in pupil.optimizer.state().items()
+            for key, tensor in student_block.optimizer.state().items()
         },
     }
 
 
-def _name(pupil: Pupil) -> str:
-    return f"students.{pupil.block}.{pupil.shape.name}"
+def _name(student_block: StudentBlock) -> str:
+    return f"students.{student_block.block}.{student_block.shape.name}"
 
 
 def _described(library: Library) -> list[list[dict[str, Any]]]:

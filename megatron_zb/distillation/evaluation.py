@@ -10,9 +10,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from megatron_zb.distillation.classroom import Classroom
-from megatron_zb.distillation.pupil import Pupil
 from megatron_zb.distillation.schedule.distribution import Distribution
+from megatron_zb.distillation.stage_blocks import StageBlocks
+from megatron_zb.distillation.student_block import StudentBlock
 from megatron_zb.training import data
 
 
@@ -27,8 +27,8 @@ class Compared:
 def compare(
     args: argparse.Namespace,
     distribution: Distribution,
-    classroom: Classroom,
-    chosen: Sequence[Pupil],
+    stage_blocks: StageBlocks,
+    chosen: Sequence[StudentBlock],
     dataset: Any,
 ) -> Compared:
     """Both on the first --eval-iters batches of the evaluation split; collective over all ranks.
@@ -37,21 +37,21 @@ def compare(
     of shape (2, sequence, batch, hidden).
     """
     totals = torch.zeros(3, dtype=torch.float64, device=_device(args))
-    if classroom.place.blocks and classroom.place.is_leader:
+    if stage_blocks.place.blocks and stage_blocks.place.is_leader:
         with torch.no_grad():
             for number in range(args.eval_iters * args.num_microbatches):
-                batch = _batch(args, classroom, dataset, number)
-                totals += _microbatch(args, distribution, classroom, chosen, batch)
+                batch = _batch(args, stage_blocks, dataset, number)
+                totals += _microbatch(args, distribution, stage_blocks, chosen, batch)
     dist.all_reduce(totals)
     teacher, student, tokens = totals.tolist()
     return Compared(teacher / tokens, student / tokens)
 
 
 def _batch(
-    args: argparse.Namespace, classroom: Classroom, dataset: Any, number: int
+    args: argparse.Namespace, stage_blocks: StageBlocks, dataset: Any, number: int
 ) -> dict[str, torch.Tensor]:
     """Tokens on the first stage, labels on the last, nothing between."""
-    if not (classroom.place.is_first or classroom.place.is_last):
+    if not (stage_blocks.place.is_first or stage_blocks.place.is_last):
         return {}
     return data.microbatch(dataset, args, number * args.micro_batch_size)
 
@@ -59,28 +59,28 @@ def _batch(
 def _microbatch(
     args: argparse.Namespace,
     distribution: Distribution,
-    classroom: Classroom,
-    chosen: Sequence[Pupil],
+    stage_blocks: StageBlocks,
+    chosen: Sequence[StudentBlock],
     batch: dict[str, torch.Tensor],
 ) -> torch.Tensor:
     """Sums of both losses and the number of tokens, on the last stage; zeros on others."""
-    place = classroom.place
-    if classroom.embedding is not None:
-        embedded = classroom.embedding(batch["tokens"], batch["position_ids"])
+    place = stage_blocks.place
+    if stage_blocks.embedding is not None:
+        embedded = stage_blocks.embedding(batch["tokens"], batch["position_ids"])
         both = torch.stack([embedded, embedded])
     else:
         both = _buffer(args)
         dist.recv(both, distribution.ranges[place.stage - 1][1][0])
     taught, learnt = both[0], both[1]
-    for layer, pupil in zip(classroom.layers, chosen, strict=True):
-        taught, _ = layer(taught, attention_mask=None, rotary_pos_emb=classroom.rotary)
-        learnt = pupil.say(learnt, classroom.rotary)
-    if classroom.head is None:
+    for layer, student_block in zip(stage_blocks.layers, chosen, strict=True):
+        taught, _ = layer(taught, attention_mask=None, rotary_pos_emb=stage_blocks.rotary)
+        learnt = student_block.forward(learnt, stage_blocks.rotary)
+    if stage_blocks.head is None:
         dist.send(torch.stack([taught, learnt]), distribution.ranges[place.stage + 1][1][0])
         return torch.zeros(3, dtype=torch.float64, device=_device(args))
     mask = batch["loss_mask"].double()
     sums = [
-        (classroom.head.losses(hidden, batch["labels"]).double() * mask).sum()
+        (stage_blocks.head.losses(hidden, batch["labels"]).double() * mask).sum()
         for hidden in (taught, learnt)
     ]
     return torch.stack([*sums, mask.sum()])

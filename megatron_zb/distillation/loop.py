@@ -12,7 +12,6 @@ import torch
 import torch.distributed as dist
 
 from megatron_zb.distillation import block_times, checkpoint
-from megatron_zb.distillation.classroom import Classroom, open_classroom
 from megatron_zb.distillation.evaluation import compare
 from megatron_zb.distillation.flags import BEST
 from megatron_zb.distillation.place import Place, check_distribution, parse_distribution
@@ -21,6 +20,7 @@ from megatron_zb.distillation.report import BusyTime, Report, Steps
 from megatron_zb.distillation.schedule.distribution import Distribution, distribute
 from megatron_zb.distillation.schedule.step_by_step import step_by_step
 from megatron_zb.distillation.shapes import BlockShape
+from megatron_zb.distillation.stage_blocks import StageBlocks, open_stage_blocks
 from megatron_zb.distillation.stitching import choose, save_student
 from megatron_zb.distillation.teacher import Teacher
 from megatron_zb.errors import UsageError
@@ -62,7 +62,7 @@ def distil(job: Job, store: dist.Store) -> None:
         run.steps(step, end)
         step = end
         if args.save and (_divides(args.save_interval, step) or _is_end(args, step)):
-            checkpoint.save(args, job.library, run.distribution, run.classroom, step)
+            checkpoint.save(args, job.library, run.distribution, run.stage_blocks, step)
     run.report.finish()
     _finish(args, run, step)
     run.close()
@@ -76,10 +76,10 @@ def open_job(job: Job, distribution: Distribution, store: dist.Store) -> Run:
     """
     check_distribution(distribution, job.args.num_microbatches)
     place = Place.of_this_rank(distribution)
-    classroom = open_classroom(job.args, job.teacher, job.library, place)
+    stage_blocks = open_stage_blocks(job.args, job.teacher, job.library, place)
     datasets = data.build_datasets(job.args)
-    step = 0 if job.resume is None else checkpoint.load(job.resume[0], classroom)
-    return Run(job.args, distribution, classroom, store, datasets, step)
+    step = 0 if job.resume is None else checkpoint.load(job.resume[0], stage_blocks)
+    return Run(job.args, distribution, stage_blocks, store, datasets, step)
 
 
 def distribution_of(job: Job) -> Distribution:
@@ -120,7 +120,7 @@ class Run:
         self,
         args: argparse.Namespace,
         distribution: Distribution,
-        classroom: Classroom,
+        stage_blocks: StageBlocks,
         store: dist.Store,
         datasets: tuple[Any, Any],
         first_step: int,
@@ -128,7 +128,7 @@ class Run:
         """Connect the ranks; the data sets are those for training and for evaluation."""
         self._args = args
         self.distribution = distribution
-        self.classroom = classroom
+        self.stage_blocks = stage_blocks
         self.first_step = first_step
         self._dataset, self.held_out = datasets
         self._device = "cpu" if args.cpu else "cuda"
@@ -145,7 +145,7 @@ class Run:
             self._rank,
             distribution.num_ranks,
             Steps(first_step, args.train_iters, args.log_interval, args.global_batch_size),
-            list(classroom.all_pupils()),
+            list(stage_blocks.all_student_blocks()),
             busy,
             file,
         )
@@ -175,7 +175,7 @@ class Run:
             done = relay_steps(
                 self._steps,
                 self._rank,
-                self.classroom.stage(self._embedded),
+                self.stage_blocks.stage(self._embedded),
                 self._channels,
                 self._buffer,
                 first=first,
@@ -193,13 +193,13 @@ class Run:
     def _embedded(self, number: int) -> torch.Tensor:
         """The embedding of a microbatch of the whole training."""
         batch = data.microbatch(self._dataset, self._args, number * self._args.micro_batch_size)
-        assert self.classroom.embedding is not None, "only the first stage reads data"
-        embedded: torch.Tensor = self.classroom.embedding(batch["tokens"], batch["position_ids"])
+        assert self.stage_blocks.embedding is not None, "only the first stage reads data"
+        embedded: torch.Tensor = self.stage_blocks.embedding(batch["tokens"], batch["position_ids"])
         return embedded
 
     def _buffer(self, message: Message) -> torch.Tensor:
         args = self._args
-        if message.is_credit:
+        if message.is_step_done:
             return torch.empty(1, device=self._device)
         shape = (args.seq_length, args.micro_batch_size, args.hidden_size)
         dtype = torch.bfloat16 if args.bf16 else torch.float32
@@ -229,9 +229,9 @@ def _finish(args: argparse.Namespace, run: Run, step: int) -> None:
     }
     if args.candidate == BEST and not losses:
         raise UsageError("--candidate best needs a step to compare by, and this run had none")
-    chosen = choose(args.candidate, run.classroom, losses)
+    chosen = choose(args.candidate, run.stage_blocks, losses)
     if run.held_out is not None:
-        compared = compare(args, run.distribution, run.classroom, chosen, run.held_out)
+        compared = compare(args, run.distribution, run.stage_blocks, chosen, run.held_out)
         run.report.say(
             f" held-out loss at step {step} | teacher: {compared.teacher:.6f} | stitched student: "
             f"{compared.student:.6f} |"
@@ -244,5 +244,5 @@ def _finish(args: argparse.Namespace, run: Run, step: int) -> None:
             }
         )
     if args.save_student:
-        save_student(args, run.classroom, chosen, step)
+        save_student(args, run.stage_blocks, chosen, step)
         run.report.say(f"the student is in {args.save_student}")

@@ -16,7 +16,7 @@ from typing import Any, TextIO
 
 from torch.distributed import Store
 
-from megatron_zb.distillation.pupil import Pupil
+from megatron_zb.distillation.student_block import StudentBlock
 from megatron_zb.errors import UsageError
 from megatron_zb.runtime.recorder import Recorder
 from megatron_zb.schedules.passes import Channel, Message, Pass
@@ -78,7 +78,7 @@ class Report:
         rank: int,
         ranks: int,
         steps: Steps,
-        pupils: Sequence[Pupil],
+        student_blocks: Sequence[StudentBlock],
         busy: BusyTime,
         file: TextIO | None,
     ) -> None:
@@ -87,7 +87,7 @@ class Report:
         self._rank = rank
         self._ranks = ranks
         self._steps = steps
-        self._pupils = pupils
+        self._student_blocks = student_blocks
         self._busy = busy
         self._file = file
         self._told = steps.done
@@ -127,7 +127,7 @@ class Report:
 
     def _leave(self, step: int) -> None:
         busy, passed = self._busy.take()
-        learnt = [[p.block, p.shape.name, *p.take_losses()] for p in self._pupils]
+        learnt = [[p.block, p.shape.name, *p.take_losses()] for p in self._student_blocks]
         part = {"busy": busy, "seconds": passed, "losses": learnt}
         self._store.set(f"step{step}/{self._rank}", json.dumps(part))
 

@@ -10,10 +10,10 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
-from megatron_zb.distillation.pupil import Pupil
+from megatron_zb.distillation.student_block import StudentBlock
 
 
-class Lesson(NamedTuple):
+class Target(NamedTuple):
     """What a teacher block was given and what it made of it, (sequence, batch, hidden) each."""
 
     given: torch.Tensor
@@ -49,20 +49,20 @@ class BlockwiseStage:
     def __init__(
         self,
         teaching: Teaching,
-        pupils: Sequence[Sequence[Pupil]],
+        student_blocks: Sequence[Sequence[StudentBlock]],
         group: dist.ProcessGroup | None,
     ) -> None:
         """A stage that begins a run of steps.
 
         Args:
             teaching: the teacher's blocks.
-            pupils: the candidates of each block.
+            student_blocks: the candidates of each block.
             group: the ranks of the stage; None for one rank alone.
         """
         self._teaching = teaching
-        self._pupils = pupils
+        self._student_blocks = student_blocks
         self._group = group
-        self._lessons: deque[tuple[int, list[Lesson]]] = deque()
+        self._targets: deque[tuple[int, list[Target]]] = deque()
 
     def teach(self, microbatch: int, activation: torch.Tensor | None) -> torch.Tensor | None:
         """T: the relayed activation through the teacher's blocks.
@@ -78,24 +78,24 @@ class BlockwiseStage:
         if activation is None:
             assert self._teaching.read is not None, "only the first stage reads data"
             activation = self._teaching.read(microbatch)
-        lessons = []
+        targets = []
         for layer in self._teaching.layers:
             made = self._teaching.forward(layer, activation)
-            lessons.append(Lesson(activation, made))
+            targets.append(Target(activation, made))
             activation = made
-        self._lessons.append((microbatch, lessons))
+        self._targets.append((microbatch, targets))
         return None if self._teaching.is_last else activation
 
     def study(self, microbatch: int) -> None:
         """S: forward, loss and backward of every student block on a microbatch that was taught."""
-        taught, lessons = self._lessons.popleft()
+        taught, targets = self._targets.popleft()
         assert taught == microbatch, f"microbatch {taught} was taught, {microbatch} is studied"
-        for lesson, candidates in zip(lessons, self._pupils, strict=True):
-            for pupil in candidates:
-                pupil.study(lesson.given, lesson.wanted, self._teaching.rotary)
+        for target, candidates in zip(targets, self._student_blocks, strict=True):
+            for student_block in candidates:
+                student_block.study(target.given, target.wanted, self._teaching.rotary)
 
     def update(self, step: int) -> None:
         """U: every student block steps its own optimizer; collective over the stage's ranks."""
-        for candidates in self._pupils:
-            for pupil in candidates:
-                pupil.update(self._group)
+        for candidates in self._student_blocks:
+            for student_block in candidates:
+                student_block.update(self._group)

@@ -11,10 +11,10 @@ from typing import Any
 import torch.distributed as dist
 
 from megatron_zb.distillation import weights
-from megatron_zb.distillation.classroom import Classroom
 from megatron_zb.distillation.flags import BEST, FIRST
-from megatron_zb.distillation.pupil import Pupil
 from megatron_zb.distillation.shapes import BlockShape
+from megatron_zb.distillation.stage_blocks import StageBlocks
+from megatron_zb.distillation.student_block import StudentBlock
 from megatron_zb.errors import UsageError
 from megatron_zb.training.checkpoint import write
 
@@ -64,19 +64,22 @@ def _named(candidates: Sequence[Any], name: str) -> Any:
 
 
 def choose(
-    candidate: str, classroom: Classroom, losses: dict[tuple[int, str], float]
-) -> list[Pupil]:
+    candidate: str, stage_blocks: StageBlocks, losses: dict[tuple[int, str], float]
+) -> list[StudentBlock]:
     """The candidates of this rank's blocks to stitch; `losses` by block and name, for the best."""
     if candidate != BEST:
-        return [_named(candidates, candidate) for candidates in classroom.pupils]
+        return [_named(candidates, candidate) for candidates in stage_blocks.student_blocks]
     return [
-        min(candidates, key=lambda pupil: losses[pupil.block, pupil.shape.name])
-        for candidates in classroom.pupils
+        min(
+            candidates,
+            key=lambda student_block: losses[student_block.block, student_block.shape.name],
+        )
+        for candidates in stage_blocks.student_blocks
     ]
 
 
 def save_student(
-    args: argparse.Namespace, classroom: Classroom, chosen: Sequence[Pupil], step: int
+    args: argparse.Namespace, stage_blocks: StageBlocks, chosen: Sequence[StudentBlock], step: int
 ) -> None:
     """Write the student: chosen blocks, and the teacher's embedding, last norm and output layer.
 
@@ -88,15 +91,15 @@ def save_student(
     """
     shapes = _all_shapes(chosen)
     uniform = is_uniform(shapes)
-    group = classroom.place.group
+    group = stage_blocks.place.group
     parts = [
         weights.layer_state(p.layer, p.block, args.num_layers, group, alike=uniform) for p in chosen
     ]
-    if classroom.embedding is not None:
-        parts.append(weights.embedding_state(classroom.embedding, group))
-    if classroom.head is not None:
+    if stage_blocks.embedding is not None:
+        parts.append(weights.embedding_state(stage_blocks.embedding, group))
+    if stage_blocks.head is not None:
         untied = args.untie_embeddings_and_output_weights
-        parts.append(weights.head_state(classroom.head, untied, group))
+        parts.append(weights.head_state(stage_blocks.head, untied, group))
     state = {
         "model": weights.merged(parts),
         "args": argparse.Namespace(**_model_arguments(args, shapes)),
@@ -106,10 +109,12 @@ def save_student(
     write(Path(args.save_student), step, state, _CONTENT)
 
 
-def _all_shapes(chosen: Sequence[Pupil]) -> list[BlockShape]:
+def _all_shapes(chosen: Sequence[StudentBlock]) -> list[BlockShape]:
     """The shapes of all blocks, in order; collective over all ranks."""
     everywhere: list[dict[int, BlockShape]] = [{}] * dist.get_world_size()
-    dist.all_gather_object(everywhere, {pupil.block: pupil.shape for pupil in chosen})
+    dist.all_gather_object(
+        everywhere, {student_block.block: student_block.shape for student_block in chosen}
+    )
     shapes = {block: shape for on_rank in everywhere for block, shape in on_rank.items()}
     return [shapes[block] for block in sorted(shapes)]
 

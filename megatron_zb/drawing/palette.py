@@ -140,10 +140,10 @@ def legend_of(timeline: Timeline) -> list[tuple[PassKind, int, str]]:
 def report_of(report: Report) -> str:
     """How far a schedule is from the lower bound, in one sentence."""
     gain = f"at most {report.gap:.1%}" if report.gap >= 5e-4 else "nothing"
-    in_a_row = f"; {report.period:.6g} for each of many in a row" if report.period else ""
+    back_to_back = f"; {report.period:.6g} for each of many in a row" if report.period else ""
     return (
         f"makespan {report.makespan:.6g}, lower bound {report.lower_bound:.6g} for this placement "
-        f"and memory: {gain} left to gain{in_a_row}"
+        f"and memory: {gain} left to gain{back_to_back}"
     )
 
 

@@ -58,7 +58,7 @@ def print_schedule(timeline: Timeline, report: Report, console: Console) -> None
     _print_bands(console, _rows(timeline, bars, scale, range(left_out.start)), band)
     if left_out:
         console.print()
-        console.print(Text(_said_of(left_out, bars, scale, timeline)), highlight=False)
+        console.print(Text(_describe(left_out, bars, scale, timeline)), highlight=False)
         _print_bands(console, _rows(timeline, bars, scale, range(left_out.stop, length)), band)
     console.print()
     for line in _legend(timeline):
@@ -79,7 +79,7 @@ def _left_out(timeline: Timeline, length: int, band: int) -> range:
     return range(kept * band, (bands - kept) * band)
 
 
-def _said_of(left_out: range, bars: Sequence[Bar], scale: float, timeline: Timeline) -> str:
+def _describe(left_out: range, bars: Sequence[Bar], scale: float, timeline: Timeline) -> str:
     """What the columns that are not drawn hold."""
     drawn = {
         bar.microbatch

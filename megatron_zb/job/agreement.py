@@ -148,7 +148,7 @@ def compare(ranks: Mapping[int, Mapping[str, Any]]) -> str:
     for rank, given in others:
         differing = _first_difference(first, given)
         if differing is not None:
-            here, there = (_said(differing, g["values"]) for g in (first, given))
+            here, there = (_describe(differing, g["values"]) for g in (first, given))
             if here == there:  # nothing, and not nothing of another kind
                 here, there = (f"{differing} {g['values'].get(differing)}" for g in (first, given))
             what = "with different arguments" if differing.startswith("-") else "differently"
@@ -176,7 +176,7 @@ def _first_difference(one: Mapping[str, Any], other: Mapping[str, Any]) -> str |
     return None
 
 
-def _said(name: str, values: Mapping[str, Any]) -> str:
+def _describe(name: str, values: Mapping[str, Any]) -> str:
     value = values.get(name)
     if value is None or value is False:
         return f"no {name}"

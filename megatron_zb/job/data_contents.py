@@ -143,9 +143,9 @@ def check_resume(stored: Any, mine: Record, checkpoint: str) -> None:
         pairs = [(b, n) for b, n in zip(before, now, strict=False) if _meant(b) != _meant(n)]
         theirs, ours = ([pairs[0][0]], [pairs[0][1]]) if pairs else (before, now)
         raise UsageError(
-            f"the checkpoint {checkpoint} was trained with {_said(flag, theirs)}, but this run has "
-            f"{_said(flag, ours)}: give what it was trained with, or {ALLOW_OTHER_FLAG} to go on "
-            "with other data"
+            f"the checkpoint {checkpoint} was trained with {_describe(flag, theirs)}, but this run "
+            f"has {_describe(flag, ours)}: give what it was trained with, or {ALLOW_OTHER_FLAG} to "
+            "go on with other data"
         )
 
 
@@ -155,7 +155,7 @@ def _meant(entry: Sequence[str]) -> tuple[str, str]:
     return weight, contents or path
 
 
-def _said(flag: str, entries: Sequence[Sequence[str]]) -> str:
+def _describe(flag: str, entries: Sequence[Sequence[str]]) -> str:
     if not entries:
         return f"no {flag}"
     each = (

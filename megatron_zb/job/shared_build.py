@@ -80,7 +80,7 @@ class SharedBuild:
     def abandon(self, error: Exception) -> None:
         """Let the ranks that wait for a schedule know that rank 0 asks for none, and why."""
         if self._rank == 0 and self._world_size > 1 and not self._has_told:
-            _put(self._store, f"{self._asked}/asked", {"problem": _said(error)})
+            _put(self._store, f"{self._asked}/asked", {"problem": _describe(error)})
             self._has_told = True
 
     @property
@@ -187,7 +187,7 @@ def _as_flags(values: dict[str, Any]) -> dict[str, Any]:
     return found
 
 
-def _said(error: Exception) -> str:
+def _describe(error: Exception) -> str:
     return str(error) if isinstance(error, UsageError) else f"rank 0 failed: {error!r}"
 
 

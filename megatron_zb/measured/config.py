@@ -74,7 +74,7 @@ def parse(raw: bytes, name: str, kind: type[_Section]) -> _Section:
     if not isinstance(values, dict):
         raise UsageError(f"{name} has no fields: write lines such as {_first_line(kind)}")
     if stray := [key for key in values if not isinstance(key, str)]:
-        said = _said(stray[0])
+        said = _describe(stray[0])
         raise UsageError(f"{name}: {said} is no field's name: write {_first_line(kind)}")
     try:
         return kind.model_validate(values)
@@ -136,7 +136,7 @@ def _sentence(error: Any, kind: type[Section]) -> str:
     if error["type"] == "value_error":  # a rule about a whole section or file tells all itself
         return f"{f'{path!r}: ' if path else ''}{reason}"
     return (
-        f"'{path}' is {_said(error['input'])}: {reason}; give, for example, "
+        f"'{path}' is {_describe(error['input'])}: {reason}; give, for example, "
         f"{_line(location, field)}"
     )
 
@@ -193,7 +193,7 @@ def _example(field: FieldInfo | None) -> str:
     return "{" + ", ".join(f"{name}: {_example(f)}" for name, f in needed) + "}"
 
 
-def _said(value: Any) -> str:
+def _describe(value: Any) -> str:
     """A value in an error: short, on one line, and never walked into."""
     if value is None:
         return "empty"

@@ -53,7 +53,7 @@ class PipelineAdapter:
         letters: Letters,
         *,
         group_size: int | None = None,
-        in_a_row: bool = False,
+        back_to_back: bool = False,
         balance: Balance | None = None,
         keeps_places: bool = False,
         build: Build = catalog.build,
@@ -63,7 +63,7 @@ class PipelineAdapter:
         self.costs = costs
         self._memory_limit = memory_limit
         self._group_size = group_size
-        self._in_a_row = in_a_row
+        self._in_a_row = back_to_back
         self.physical = PhysicalPlacement(schedule.placement)
         self.layer_layout = StageLayout(letters, self.physical)
         self._balance = balance
@@ -85,7 +85,7 @@ class PipelineAdapter:
         memory_limit: float | None = None,
         chunks: int | None = None,
         group_size: int | None = None,
-        in_a_row: bool = False,
+        back_to_back: bool = False,
         ends: Ends | None = None,
         placement: Placement | None = None,
         build: Build = catalog.build,
@@ -99,7 +99,7 @@ class PipelineAdapter:
                 what the ends of the model count for, to balance them. ``auto`` takes the V for a
                 text with two stages for each rank, as ``plan`` does, a zig-zag for four.
             memory_limit: fraction of 1F1B's activation memory, see ``schedules.build``.
-            chunks, group_size, in_a_row: see ``schedules.build``.
+            chunks, group_size, back_to_back: see ``schedules.build``.
             ends: what the ends of the model count for, if that is known: ``auto`` chooses its
                 placement by it, which stays when costs have been measured.
             placement: binds ``auto`` to one.
@@ -122,7 +122,7 @@ class PipelineAdapter:
             chunks=chunks,
             group_size=group_size,
             placement=placement,
-            in_a_row=in_a_row,
+            back_to_back=back_to_back,
             num_layers=None if isinstance(layer_layout, str) else layers.decoder,
         )
         balance, letters = _placed(layers, layer_layout, schedule)
@@ -132,7 +132,7 @@ class PipelineAdapter:
             memory_limit,
             letters,
             group_size=group_size,
-            in_a_row=in_a_row,
+            back_to_back=back_to_back,
             balance=balance,
             keeps_places=_keeps_places(letters, layers, layer_layout, schedule),
             build=build,
@@ -337,7 +337,7 @@ class PipelineAdapter:
 
     def seconds(self, schedule: Schedule, costs: Costs) -> float:
         """Predicted seconds of an iteration."""
-        return simulate(schedule, costs).seconds(in_a_row=self._in_a_row)
+        return simulate(schedule, costs).seconds(back_to_back=self._in_a_row)
 
     @property
     def activation_memory(self) -> ActivationMemory | None:
@@ -350,7 +350,7 @@ class PipelineAdapter:
     @property
     def predicted_bubble_rate(self) -> float:
         timeline = simulate(self.schedule, self.costs)
-        return timeline.bubble_rate_in_a_row if self._in_a_row else timeline.bubble_rate
+        return timeline.bubble_rate_back_to_back if self._in_a_row else timeline.bubble_rate
 
     def _build_program(
         self, num_microbatches: int, forward_only: bool, waits_to_receive: bool
@@ -376,7 +376,7 @@ class PipelineAdapter:
             chunks=self.chunks if family.takes_chunks else None,
             group_size=self._group_size if family.takes_group_size else None,
             placement=placement,
-            in_a_row=self._in_a_row,
+            back_to_back=self._in_a_row,
         )
 
     def describe(self) -> str:

@@ -39,7 +39,7 @@ from megatron_zb.runtime.watchdog.progress import Progress
 from megatron_zb.runtime.watchdog.watchdog import Place, Watchdog
 from megatron_zb.schedules.passes import PassKind
 from megatron_zb.schedules.program.lowering import Program, Run
-from megatron_zb.schedules.program.rollback import Cut, cut
+from megatron_zb.schedules.program.rollback import Rollback, rollback
 
 if TYPE_CHECKING:
     from megatron_zb.megatron_core.post_validation import PostValidation
@@ -191,7 +191,7 @@ class ForwardBackward:
         self.group_options = GroupOptions()
         """How the groups of the channels are made; set it before the first step."""
         self._buckets: list[BucketReductions | None] = []
-        self._cuts: dict[int, tuple[Program, Cut]] = {}
+        self._cuts: dict[int, tuple[Program, Rollback]] = {}
         self.activation_memory: ActivationMemory | None = None
         self.streams: LayerStreams | None = None
         """What the layers draw random numbers from; None for one stream of each rank."""
@@ -393,10 +393,10 @@ class ForwardBackward:
             observer=self._observer(),
         )
 
-    def _cut(self, program: Program) -> Cut:
+    def _cut(self, program: Program) -> Rollback:
         count = program.schedule.num_microbatches
         if count not in self._cuts or self._cuts[count][0] is not program:
-            self._cuts[count] = (program, cut(program))
+            self._cuts[count] = (program, rollback(program))
         return self._cuts[count][1]
 
     def _stages(self, iteration: Iteration) -> dict[int, MegatronStage]:

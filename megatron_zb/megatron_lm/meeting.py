@@ -68,7 +68,7 @@ class Meeting:
             self._rank,
             self._world_size,
             values,
-            _said(failure),
+            _describe(failure),
             seconds=self._seconds,
         )
 
@@ -76,7 +76,7 @@ class Meeting:
         """Let ranks that come here know that this one does not, and why; waits for nothing."""
         if self._store is not None:
             with suppress(RuntimeError):
-                leave(dist.PrefixStore(where, self._store), self._rank, {}, _said(failure))
+                leave(dist.PrefixStore(where, self._store), self._rank, {}, _describe(failure))
 
     def stay_away(self, where: str, values: Mapping[str, Any]) -> None:
         """Let ranks that meet know that this one does not; waits for nothing."""
@@ -99,10 +99,10 @@ def _attempt() -> str:
 
 def _tells(error: Disagreement, failure: Exception) -> bool:
     """Whether what ends the job is the failure of this rank."""
-    return str(_said(failure)) in str(error)
+    return str(_describe(failure)) in str(error)
 
 
-def _said(failure: Exception | None) -> str | None:
+def _describe(failure: Exception | None) -> str | None:
     """In one line."""
     if failure is None:
         return None

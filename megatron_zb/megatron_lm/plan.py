@@ -133,7 +133,7 @@ def _named(args: argparse.Namespace, sizes: dict[str, int], build: Build) -> Pip
             memory_limit=args.pipeline_memory_limit,
             chunks=asked.number if family.takes_chunks else None,
             group_size=_group_size(args) if family.takes_group_size else None,
-            in_a_row=args.enable_optimizer_post_validation,
+            back_to_back=args.enable_optimizer_post_validation,
             ends=None if _is_hybrid(args) else balance.ends_of(args),
             placement=placement,
             build=build,

@@ -20,7 +20,7 @@ _SELDOM = ("gpipe", "zb-h2", "1f1b", "interleaved")
 
 
 @dataclass(frozen=True)
-class Contender:
+class Candidate:
     """A schedule as it competes; ``name`` is what the table calls it.
 
     ``blocking`` tells that a rank cannot compute while its messages travel: Megatron's 1F1B always,
@@ -66,15 +66,15 @@ class Contender:
         return catalog.family(self.family).splits_backward
 
 
-def contenders(names: Sequence[str] | None, *, overlap: bool = True) -> list[Contender]:
+def candidates_of(names: Sequence[str] | None, *, overlap: bool = True) -> list[Candidate]:
     """Megatron's own, always, and those that are named or usual.
 
     Raises:
         UsageError: a name is unknown.
     """
     own = [
-        Contender(MEGATRON_1F1B, "1f1b", blocking=True, megatron=True),
-        Contender(
+        Candidate(MEGATRON_1F1B, "1f1b", blocking=True, megatron=True),
+        Candidate(
             MEGATRON_INTERLEAVED,
             "interleaved",
             takes_chunks=True,
@@ -86,16 +86,16 @@ def contenders(names: Sequence[str] | None, *, overlap: bool = True) -> list[Con
     chosen = dict.fromkeys(catalog.family(name).name for name in names or usual)
     families = [catalog.family(name) for name in chosen]
     return own + [
-        Contender(family.name, family.name, family.takes_chunks and family.placement is not None)
+        Candidate(family.name, family.name, family.takes_chunks and family.placement is not None)
         for family in families
     ]
 
 
-def with_those_of_auto(chosen: Sequence[Contender]) -> list[Contender]:
+def with_those_of_auto(chosen: Sequence[Candidate]) -> list[Candidate]:
     """The chosen ones; with ``auto`` also the usual ones, of which it takes the best."""
-    if not any(contender.takes_the_best for contender in chosen):
+    if not any(candidate.takes_the_best for candidate in chosen):
         return list(chosen)
-    return list(dict.fromkeys([*chosen, *contenders(None)]))
+    return list(dict.fromkeys([*chosen, *candidates_of(None)]))
 
 
 def names_in(text: str) -> tuple[str, ...]:

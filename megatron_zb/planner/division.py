@@ -27,7 +27,7 @@ def said_of_none(
         if possible:
             return (
                 f"{_flag(name)} {_listed(getattr(choices, name))} cannot be had for {model.name} "
-                f"on {gpus} GPUs{_rest(asked, name)}: {_flag(name)} can be {_said(possible)}"
+                f"on {gpus} GPUs{_rest(asked, name)}: {_flag(name)} can be {_describe(possible)}"
             )
     problem = (
         f"{gpus} GPUs, a global batch of {global_batch} and the {model.attention_heads} heads and "
@@ -62,7 +62,7 @@ def _listed(values: tuple[object, ...]) -> str:
     return ",".join(map(str, values))
 
 
-def _said(values: set[object]) -> str:
+def _describe(values: set[object]) -> str:
     """In order, with `or` before the last."""
     *first, last = map(str, sorted(values, key=lambda v: (isinstance(v, str), v)))
     return f"{', '.join(first)} or {last}" if first else last

@@ -13,7 +13,7 @@ from functools import cached_property
 
 from megatron_zb.planner import byte_counts
 from megatron_zb.planner.byte_counts import Held, States
-from megatron_zb.planner.candidate import Contender
+from megatron_zb.planner.candidate import Candidate
 from megatron_zb.planner.step import by_formula
 from megatron_zb.planner.work import Work, Workload
 from megatron_zb.schedules import catalog
@@ -36,7 +36,7 @@ _BUBBLES: dict[str, _Bubble] = {
 
 
 @dataclass(frozen=True)
-class Cut:
+class EvenSplit:
     """A workload cut evenly, ends included: what a rank does and holds on average."""
 
     load: Workload
@@ -84,18 +84,18 @@ class Cut:
         )
 
 
-def seconds(cut: Cut, contender: Contender, m: int, chunks: int | None) -> float:
+def seconds(split: EvenSplit, candidate: Candidate, m: int, chunks: int | None) -> float:
     """Seconds of an iteration, by formula."""
-    p = cut.load.strategy.pipeline
+    p = split.load.strategy.pipeline
     if p == 1:
-        return m * cut.rank.total + by_formula(cut.load, cut.states, cut.rank)
-    placement = contender.placement(p, chunks)
-    work, hop, v = cut.rank_with(placement), cut.load.hop(False), placement.chunks
-    if contender.blocking:
+        return m * split.rank.total + by_formula(split.load, split.states, split.rank)
+    placement = candidate.placement(p, chunks)
+    work, hop, v = split.rank_with(placement), split.load.hop(False), placement.chunks
+    if candidate.blocking:
         work = work + Work(v * hop, v * hop)
-    bubble = _BUBBLES.get(contender.family, lambda p, w, v: (p - 1) * w.total)
-    steady = m * max(work.total, _interval(contender.family, work))
-    step = by_formula(cut.load, cut.states, work)
+    bubble = _BUBBLES.get(candidate.family, lambda p, w, v: (p - 1) * w.total)
+    steady = m * max(work.total, _interval(candidate.family, work))
+    step = by_formula(split.load, split.states, work)
     return steady + bubble(p, work, v) + 2 * (p - 1) * hop + step
 
 
@@ -108,15 +108,15 @@ def _interval(family: str, work: Work) -> float:
     return 0.0
 
 
-def memory(cut: Cut, contender: Contender, m: int, chunks: int | None) -> float:
+def memory(split: EvenSplit, candidate: Candidate, m: int, chunks: int | None) -> float:
     """Bytes of the first rank, by the peak that the catalog promises."""
-    p = cut.load.strategy.pipeline
-    peak = min(m, _peak(contender, p, m, chunks))
-    fixed = cut.states.total + cut.load.device.reserved_bytes
-    return fixed + peak * cut.held.activation
+    p = split.load.strategy.pipeline
+    peak = min(m, _peak(candidate, p, m, chunks))
+    fixed = split.states.total + split.load.device.reserved_bytes
+    return fixed + peak * split.held.activation
 
 
-def _peak(contender: Contender, p: int, m: int, chunks: int | None) -> float:
-    if contender.family == "interleaved" and chunks:
+def _peak(candidate: Candidate, p: int, m: int, chunks: int | None) -> float:
+    if candidate.family == "interleaved" and chunks:
         return p + (p - 1) / chunks
-    return catalog.family(contender.family).peak_microbatches(p, m) if m > 1 else 1
+    return catalog.family(candidate.family).peak_microbatches(p, m) if m > 1 else 1

@@ -63,7 +63,7 @@ def _overlap(prediction: Prediction) -> list[str]:
 
 def _schedule(prediction: Prediction) -> list[str]:
     out = []
-    is_ours = prediction.contender not in _MEGATRON
+    is_ours = prediction.candidate not in _MEGATRON
     if is_ours:
         out.append(f"--pipeline-schedule {prediction.family}")
     chunks = prediction.chunks

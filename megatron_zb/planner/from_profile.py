@@ -21,7 +21,7 @@ from megatron_zb.errors import UsageError
 from megatron_zb.measured.fit import Fit
 from megatron_zb.measured.profile import Profile, read_profile
 from megatron_zb.measured.units import GIB
-from megatron_zb.planner.candidate import Contender, contenders, names_in, with_those_of_auto
+from megatron_zb.planner.candidate import Candidate, candidates_of, names_in, with_those_of_auto
 from megatron_zb.planner.flags import flags_of_layout, named, placement_flags
 from megatron_zb.schedules import catalog, layout
 from megatron_zb.schedules.layout import Layers, Layout
@@ -58,7 +58,7 @@ class Row:
 
 
 @dataclass(frozen=True)
-class Asked:
+class ProfileRequest:
     """What the command line asks for."""
 
     profile: Profile
@@ -71,29 +71,29 @@ Watch = Callable[[str, int, int], None]
 
 
 def rows(
-    asked: Asked,
-    candidates: Sequence[Contender],
+    asked: ProfileRequest,
+    candidates: Sequence[Candidate],
     watch: Watch = lambda text, done, of: None,
 ) -> tuple[list[Row], dict[str, str]]:
     """Every schedule, the fastest first, and why others are missing."""
     fit = Fit.of(asked.profile)
     found: list[Row] = []
     missing: dict[str, str] = {}
-    wanted = {contender.name for contender in candidates}
+    wanted = {candidate.name for candidate in candidates}
     everyone = [c for c in with_those_of_auto(candidates) if c.name in wanted or not c.megatron]
     settings = list(_settings(everyone, asked.profile))
-    for number, (contender, chunks) in enumerate(settings):
-        name = contender.name if chunks is None else f"{contender.name} ×{chunks}"
+    for number, (candidate, chunks) in enumerate(settings):
+        name = candidate.name if chunks is None else f"{candidate.name} ×{chunks}"
         watch(name, number, len(settings))
         try:
-            found.append(_row(asked, fit, contender, chunks))
+            found.append(_row(asked, fit, candidate, chunks))
         except UsageError as error:
-            if contender.name in wanted:
+            if candidate.name in wanted:
                 missing[name] = str(error)
-    for contender in candidates:
-        if contender.takes_the_best and any(not row.megatron for row in found):
-            watch(contender.name, len(settings), len(settings) + 1)
-            found.append(_best_of_all(asked, fit, contender, found))
+    for candidate in candidates:
+        if candidate.takes_the_best and any(not row.megatron for row in found):
+            watch(candidate.name, len(settings), len(settings) + 1)
+            found.append(_best_of_all(asked, fit, candidate, found))
     watch("", len(settings), len(settings))
     found = [row for row in found if row.schedule in wanted]
     if not found:
@@ -102,44 +102,44 @@ def rows(
 
 
 def _settings(
-    candidates: Sequence[Contender], profile: Profile
-) -> Iterator[tuple[Contender, int | None]]:
-    for contender in candidates:
-        if contender.takes_the_best:
+    candidates: Sequence[Candidate], profile: Profile
+) -> Iterator[tuple[Candidate, int | None]]:
+    for candidate in candidates:
+        if candidate.takes_the_best:
             continue
-        for chunks in contender.chunk_counts(profile.model.layers, profile.pipeline_size):
+        for chunks in candidate.chunk_counts(profile.model.layers, profile.pipeline_size):
             if chunks is None or chunks in (2, 4, 8):
-                yield contender, chunks
+                yield candidate, chunks
 
 
-def _check_groups(asked: Asked, contender: Contender) -> None:
+def _check_groups(asked: ProfileRequest, candidate: Candidate) -> None:
     p, m = asked.profile.pipeline_size, asked.num_microbatches
-    if contender.megatron and contender.takes_chunks and m % p:
+    if candidate.megatron and candidate.takes_chunks and m % p:
         raise UsageError(f"it needs whole groups of {p} microbatches, and there are {m}")
 
 
-def _row(asked: Asked, fit: Fit, contender: Contender, chunks: int | None) -> Row:
+def _row(asked: ProfileRequest, fit: Fit, candidate: Candidate, chunks: int | None) -> Row:
     profile = asked.profile
-    _check_groups(asked, contender)
-    placement = contender.placement(profile.pipeline_size, chunks)
+    _check_groups(asked, candidate)
+    placement = candidate.placement(profile.pipeline_size, chunks)
     layers = profile.model.layers
     even = layout.spread(Layers(layers), placement)
     found = {
-        counts: _simulated(asked, fit, contender, chunks, placement, counts)
+        counts: _simulated(asked, fit, candidate, chunks, placement, counts)
         for counts in layout.choices(layers, placement, *fit.in_layers())
     }
-    in_a_row = asked.post_validation and contender.splits
+    back_to_back = asked.post_validation and candidate.splits
 
     def seconds(timeline: schedules.Timeline) -> float:
-        return timeline.seconds(in_a_row=in_a_row) + profile.outside
+        return timeline.seconds(back_to_back=back_to_back) + profile.outside
 
     counts, timeline = min(found.items(), key=lambda entry: seconds(entry[1]))
     peaks = _peaks(timeline, profile.message)
     worst = max(range(len(peaks)), key=peaks.__getitem__)
-    bubble = timeline.bubble_rate_in_a_row if in_a_row else timeline.bubble_rate
+    bubble = timeline.bubble_rate_back_to_back if back_to_back else timeline.bubble_rate
     return Row(
-        contender.name,
-        contender.family,
+        candidate.name,
+        candidate.family,
         chunks,
         _layout_text(counts, profile),
         counts == even,
@@ -148,32 +148,34 @@ def _row(asked: Asked, fit: Fit, contender: Contender, chunks: int | None) -> Ro
         bubble,
         peaks[worst],
         worst,
-        contender.megatron,
-        contender.has_by_default(counts, placement),
+        candidate.megatron,
+        candidate.has_by_default(counts, placement),
         timeline,
         counts,
     )
 
 
-def _best_of_all(asked: Asked, fit: Fit, contender: Contender, found: Sequence[Row]) -> Row:
+def _best_of_all(
+    asked: ProfileRequest, fit: Fit, candidate: Candidate, found: Sequence[Row]
+) -> Row:
     """The fastest row, or what ``auto`` makes of its placement and layout."""
     best = min((row for row in found if not row.megatron), key=lambda row: row.seconds)
     placement, counts = best.timeline.schedule.placement, best.layers
     try:
         timeline = _simulated(
-            asked, fit, contender, placement.chunks, placement, counts, quick=True
+            asked, fit, candidate, placement.chunks, placement, counts, quick=True
         )
     except UsageError:
-        return replace(best, schedule=contender.name)
-    seconds = timeline.seconds(in_a_row=asked.post_validation) + asked.profile.outside
+        return replace(best, schedule=candidate.name)
+    seconds = timeline.seconds(back_to_back=asked.post_validation) + asked.profile.outside
     if seconds >= best.seconds:
-        return replace(best, schedule=contender.name)
+        return replace(best, schedule=candidate.name)
     peaks = _peaks(timeline, asked.profile.message)
-    bubble = timeline.bubble_rate_in_a_row if asked.post_validation else timeline.bubble_rate
+    bubble = timeline.bubble_rate_back_to_back if asked.post_validation else timeline.bubble_rate
     return replace(
         best,
-        schedule=contender.name,
-        runs=contender.family,
+        schedule=candidate.name,
+        runs=candidate.family,
         chunks=placement.chunks,
         seconds=seconds,
         bubble=bubble,
@@ -184,26 +186,26 @@ def _best_of_all(asked: Asked, fit: Fit, contender: Contender, found: Sequence[R
 
 
 def _simulated(
-    asked: Asked,
+    asked: ProfileRequest,
     fit: Fit,
-    contender: Contender,
+    candidate: Candidate,
     chunks: int | None,
     placement: Placement,
     counts: Layout,
     *,
     quick: bool = False,
 ) -> schedules.Timeline:
-    costs = fit.costs(placement, counts, blocking=contender.blocking)
+    costs = fit.costs(placement, counts, blocking=candidate.blocking)
     schedule = schedules.build(
-        contender.family,
+        candidate.family,
         pipeline_size=placement.pipeline_size,
         num_microbatches=asked.num_microbatches,
         # a run builds auto alone for what it measures, and every other one for equal costs
-        costs=costs if contender.family == "auto" else None,
+        costs=costs if candidate.family == "auto" else None,
         memory_limit=asked.memory_limit,
         chunks=chunks,
         placement=placement if quick else None,
-        in_a_row=asked.post_validation and contender.splits,
+        back_to_back=asked.post_validation and candidate.splits,
         quick=quick,
     )
     return schedules.simulate(schedule, costs)
@@ -223,7 +225,7 @@ def _layout_text(counts: Layout, profile: Profile) -> str:
     return layout.text(layout.lettered(counts, multi_token))
 
 
-def read(arguments: argparse.Namespace) -> tuple[Asked, list[Contender]]:
+def read(arguments: argparse.Namespace) -> tuple[ProfileRequest, list[Candidate]]:
     """Read the profile and check the sizes.
 
     Raises:
@@ -235,12 +237,12 @@ def read(arguments: argparse.Namespace) -> tuple[Asked, list[Contender]]:
         raise UsageError(f"--microbatches is {m}: give 1 or more")
     MemoryLimit.of(arguments.memory_limit, None, profile.pipeline_size)  # refuses what is none
     names = None if arguments.schedules is None else names_in(arguments.schedules)
-    candidates = contenders(names)
+    candidates = candidates_of(names)
     if names is None:
-        candidates += contenders(["1f1b", "interleaved"])
+        candidates += candidates_of(["1f1b", "interleaved"])
     unique = {c.name: c for c in candidates}
     return (
-        Asked(
+        ProfileRequest(
             profile,
             profile.num_microbatches if m is None else m,
             arguments.memory_limit,
@@ -251,7 +253,10 @@ def read(arguments: argparse.Namespace) -> tuple[Asked, list[Contender]]:
 
 
 def show(
-    asked: Asked, found: Sequence[Row], missing: dict[str, str], arguments: argparse.Namespace
+    asked: ProfileRequest,
+    found: Sequence[Row],
+    missing: dict[str, str],
+    arguments: argparse.Namespace,
 ) -> None:
     """Print the table, or the same as JSON."""
     if arguments.format == "json":
@@ -260,7 +265,9 @@ def show(
         _print(asked, found, missing, Console(), arguments.top)
 
 
-def _as_json(asked: Asked, found: Sequence[Row], missing: dict[str, str]) -> dict[str, Any]:
+def _as_json(
+    asked: ProfileRequest, found: Sequence[Row], missing: dict[str, str]
+) -> dict[str, Any]:
     return {
         "schedule_of_the_profile": asked.profile.schedule,
         "num_microbatches": asked.num_microbatches,
@@ -273,7 +280,7 @@ def _as_json(asked: Asked, found: Sequence[Row], missing: dict[str, str]) -> dic
 
 
 def _print(
-    asked: Asked, found: Sequence[Row], missing: dict[str, str], console: Console, top: int
+    asked: ProfileRequest, found: Sequence[Row], missing: dict[str, str], console: Console, top: int
 ) -> None:
     profile = asked.profile
     embedding, output = Fit.of(profile).in_layers()
@@ -293,7 +300,7 @@ def _print(
     console.print(Text("  " + " \\\n  ".join(flags)), highlight=False, soft_wrap=True)
 
 
-def flags_of(asked: Asked, row: Row) -> list[str]:
+def flags_of(asked: ProfileRequest, row: Row) -> list[str]:
     """What a pretrain script of Megatron-LM is to be given."""
     ranks = f"--pipeline-model-parallel-size {asked.profile.pipeline_size}"
     flags = [ranks] if row.megatron else [f"--pipeline-schedule {row.runs}", ranks]

@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass
 
 from megatron_zb.planner import byte_counts
 from megatron_zb.planner.byte_counts import Held
-from megatron_zb.planner.stages import Staged
+from megatron_zb.planner.stages import StageWorkload
 from megatron_zb.schedules import Pass, PassKind, Schedule
 
 
@@ -36,7 +36,7 @@ class Memory:
         return {name: size for name, size in asdict(self).items() if name != "rank"}
 
 
-def worst_rank(staged: Staged, schedule: Schedule, *, snapshot: bool) -> Memory:
+def worst_rank(staged: StageWorkload, schedule: Schedule, *, snapshot: bool) -> Memory:
     """The rank that needs the most.
 
     ``snapshot`` keeps a copy of the optimizer's state, with which a step can be taken back.
@@ -48,7 +48,7 @@ def worst_rank(staged: Staged, schedule: Schedule, *, snapshot: bool) -> Memory:
     )
 
 
-def without_pipeline(staged: Staged) -> Memory:
+def without_pipeline(staged: StageWorkload) -> Memory:
     """One rank that runs F and the whole backward of each microbatch in turn."""
     passes = (
         *(Pass(PassKind.F, s, 0) for s in range(len(staged.held))),
@@ -58,7 +58,7 @@ def without_pipeline(staged: Staged) -> Memory:
 
 
 def _of_rank(
-    staged: Staged, rank: int, activations: float, queue: float, *, snapshot: bool
+    staged: StageWorkload, rank: int, activations: float, queue: float, *, snapshot: bool
 ) -> Memory:
     states, device = staged.states[rank], staged.load.device
     return Memory(

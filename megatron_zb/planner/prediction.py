@@ -6,9 +6,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from megatron_zb import schedules
-from megatron_zb.planner.candidate import Contender
+from megatron_zb.planner.candidate import Candidate
 from megatron_zb.planner.memory import Memory, without_pipeline, worst_rank
-from megatron_zb.planner.stages import Staged
+from megatron_zb.planner.stages import StageWorkload
 from megatron_zb.planner.step import by_timeline
 from megatron_zb.planner.work import Workload, model_flops
 from megatron_zb.schedules import Costs, Schedule
@@ -32,7 +32,7 @@ class Prediction:
     ``memory_limit`` is what ``auto`` is to be told: the fraction of 1F1B's activations.
     """
 
-    contender: str
+    candidate: str
     family: str
     load: Workload
     num_microbatches: int
@@ -78,14 +78,14 @@ class Prediction:
 
 
 def predict(
-    staged: Staged,
-    contender: Contender,
+    staged: StageWorkload,
+    candidate: Candidate,
     num_microbatches: int,
     chunks: int | None,
     *,
     is_even: bool,
     post_validation: bool = False,
-    in_a_row: bool = True,
+    back_to_back: bool = True,
     snapshot: bool = False,
     build: Build | None = None,
 ) -> Prediction:
@@ -93,12 +93,12 @@ def predict(
 
     Args:
         staged: the workload on the placement of the schedule.
-        contender: the schedule.
+        candidate: the schedule.
         num_microbatches: of each pipeline in an iteration.
         chunks: chunks per rank where the schedule has the choice.
         is_even: whether the layout is the one that needs no flag.
         post_validation: ranks start the next iteration one by one instead of together.
-        in_a_row: build the schedule for that, where there is post-validation.
+        back_to_back: build the schedule for that, where there is post-validation.
         snapshot: keep a copy of the optimizer's state to take a step back with.
         build: makes the schedule in another way than the catalog.
 
@@ -106,17 +106,17 @@ def predict(
         UsageError: the schedule cannot be had within the memory.
     """
     if staged.placement.pipeline_size == 1:
-        return _without_pipeline(staged, contender, num_microbatches)
-    costs = staged.costs(blocking=contender.blocking)
-    in_a_row = in_a_row and post_validation
-    builder = _Builder(contender, costs, chunks, staged.placement, in_a_row, build)
+        return _without_pipeline(staged, candidate, num_microbatches)
+    costs = staged.costs(blocking=candidate.blocking)
+    back_to_back = back_to_back and post_validation
+    builder = _Builder(candidate, costs, chunks, staged.placement, back_to_back, build)
     seconds, timeline = builder.seconds(num_microbatches, post_validation)
     schedule = timeline.schedule
     work = [staged.rank_work(r).total for r in range(staged.placement.pipeline_size)]
     bubble = 1 - num_microbatches * sum(work) / (len(work) * seconds)
     return Prediction(
-        contender=contender.name,
-        family=contender.family,
+        candidate=candidate.name,
+        family=candidate.family,
         load=staged.load,
         num_microbatches=num_microbatches,
         chunks=chunks,
@@ -132,10 +132,10 @@ def predict(
     )
 
 
-def _without_pipeline(staged: Staged, contender: Contender, m: int) -> Prediction:
+def _without_pipeline(staged: StageWorkload, candidate: Candidate, m: int) -> Prediction:
     return Prediction(
-        contender=contender.name,
-        family=contender.family,
+        candidate=candidate.name,
+        family=candidate.family,
         load=staged.load,
         num_microbatches=m,
         chunks=None,
@@ -152,23 +152,23 @@ def _without_pipeline(staged: Staged, contender: Contender, m: int) -> Predictio
 class _Builder:
     """Builds one schedule for any number of microbatches."""
 
-    contender: Contender
+    candidate: Candidate
     costs: Costs
     chunks: int | None
     placement: Placement
-    in_a_row: bool
+    back_to_back: bool
     other: Build | None = None
 
     def build(self, m: int) -> Schedule:
         if self.other is not None:
             return self.other(self.costs, m)
         return schedules.build(
-            self.contender.family,
+            self.candidate.family,
             pipeline_size=self.placement.pipeline_size,
             num_microbatches=m,
             costs=self.costs,
             chunks=self.chunks,
-            in_a_row=self.in_a_row,
+            back_to_back=self.back_to_back,
         )
 
     def seconds(self, m: int, post_validation: bool) -> tuple[float, Timeline]:
@@ -176,7 +176,7 @@ class _Builder:
 
         def simulated(microbatches: int) -> tuple[float, Timeline]:
             timeline = schedules.simulate(self.build(microbatches), self.costs)
-            return timeline.seconds(in_a_row=post_validation), timeline
+            return timeline.seconds(back_to_back=post_validation), timeline
 
         p = self.placement.pipeline_size
         if 3 * m * self.placement.num_stages <= _MOST_PASSES or m <= 4 * p:

@@ -20,10 +20,10 @@ def reason(plan: Plan, index: int) -> str:
         return f"the fastest; {beside}" if beside else "the fastest"
     slower = first.tokens_per_gpu / row.tokens_per_gpu - 1
     if slower < _LEVEL:
-        said = f"level with the first, {first.contender}"
+        said = f"level with the first, {first.candidate}"
     else:
         said = f"{slower:.1%} slower than the first: {_largest(first, row)}"
-    large = plan.too_large.get(row.contender)
+    large = plan.too_large.get(row.candidate)
     return "; ".join(filter(None, (said, beside, str(large) if large else "")))
 
 
@@ -41,16 +41,16 @@ def recommendation(plan: Plan) -> str:
     if own is None:
         return f"run {first.family}: nothing of Megatron-LM's own fits"
     if _is_own(first):
-        return f"no schedule of this package is worth a change here: {first.contender} is faster"
+        return f"no schedule of this package is worth a change here: {first.candidate} is faster"
     lead = first.tokens_per_gpu / own.tokens_per_gpu - 1
     if recommended(plan) is None:
-        return f"stay with {own.contender}: {first.family} is ahead of it by {lead:.1%} alone"
-    return f"run {first.family}: {lead:.1%} more tokens per second than {own.contender}"
+        return f"stay with {own.candidate}: {first.family} is ahead of it by {lead:.1%} alone"
+    return f"run {first.family}: {lead:.1%} more tokens per second than {own.candidate}"
 
 
 def _is_own(row: Prediction) -> bool:
     """Whether Megatron-LM alone runs it."""
-    return row.contender.startswith("Megatron") or row.contender == NO_PIPELINE
+    return row.candidate.startswith("Megatron") or row.candidate == NO_PIPELINE
 
 
 def _best_own(plan: Plan) -> Prediction | None:
@@ -64,26 +64,26 @@ def _beside_megatron(plan: Plan, row: Prediction) -> str:
         return ""
     ahead = row.tokens_per_gpu / best.tokens_per_gpu - 1
     if abs(ahead) < _LEVEL:
-        return f"level with {best.contender}"
-    return f"{abs(ahead):.1%} {'faster' if ahead > 0 else 'slower'} than {best.contender}"
+        return f"level with {best.candidate}"
+    return f"{abs(ahead):.1%} {'faster' if ahead > 0 else 'slower'} than {best.candidate}"
 
 
 def _largest(above: Prediction, row: Prediction) -> str:
     """The part of the time per token that differs the most."""
     parts = {
-        _said_bubble(above, row): _per_token(row, _idle(row)) - _per_token(above, _idle(above)),
-        _said_work(above, row): _per_token(row, _busy(row)) - _per_token(above, _busy(above)),
+        _describe_bubble(above, row): _per_token(row, _idle(row)) - _per_token(above, _idle(above)),
+        _describe_work(above, row): _per_token(row, _busy(row)) - _per_token(above, _busy(above)),
         "longer optimizer step and reductions": _per_token(row, row.step_seconds)
         - _per_token(above, above.step_seconds),
     }
     return max(parts, key=lambda said: parts[said])
 
 
-def _said_bubble(above: Prediction, row: Prediction) -> str:
+def _describe_bubble(above: Prediction, row: Prediction) -> str:
     return f"bubble {row.bubble:.1%} instead of {above.bubble:.1%}"
 
 
-def _said_work(above: Prediction, row: Prediction) -> str:
+def _describe_work(above: Prediction, row: Prediction) -> str:
     mine, other = row.load.strategy, above.load.strategy
     if mine.recompute != other.recompute and mine.recompute != "none":
         return f"it computes again ({mine.recompute})"

@@ -15,13 +15,13 @@ from megatron_zb import schedules
 from megatron_zb.errors import UsageError
 from megatron_zb.measured.units import gib
 from megatron_zb.planner import estimate
-from megatron_zb.planner.candidate import NO_PIPELINE, Contender, with_those_of_auto
+from megatron_zb.planner.candidate import NO_PIPELINE, Candidate, with_those_of_auto
 from megatron_zb.planner.device import DeviceConfig
 from megatron_zb.planner.division import said_of_none
-from megatron_zb.planner.estimate import Cut
+from megatron_zb.planner.estimate import EvenSplit
 from megatron_zb.planner.model import ModelConfig
 from megatron_zb.planner.prediction import Prediction, predict
-from megatron_zb.planner.stages import Staged
+from megatron_zb.planner.stages import StageWorkload
 from megatron_zb.planner.step import at_least
 from megatron_zb.planner.strategy import Choices, Strategy, strategies
 from megatron_zb.planner.work import Workload
@@ -47,7 +47,8 @@ _REFINED = 40
 class Job:
     """What the user wants to train, and on what.
 
-    With ``post_validation``, schedules are built for iterations ``in_a_row`` unless it is False.
+    With ``post_validation``, schedules are built for iterations back to back, unless
+    ``back_to_back`` is False.
     """
 
     model: ModelConfig
@@ -58,7 +59,7 @@ class Job:
     sequence: int
     choices: Choices = field(default_factory=Choices)
     post_validation: bool = False
-    in_a_row: bool = True
+    back_to_back: bool = True
     snapshot: bool = False
 
 
@@ -92,7 +93,7 @@ class Plan:
 @dataclass(frozen=True)
 class _Setting:
     load: Workload
-    contender: Contender
+    candidate: Candidate
     chunks: int | None
     m: int
     seconds: float
@@ -111,7 +112,7 @@ Watch = Callable[[str, int, int], None]
 
 def search(
     job: Job,
-    contenders: Sequence[Contender],
+    candidates: Sequence[Candidate],
     *,
     tries: int = 3,
     watch: Watch = lambda text, done, of: None,
@@ -121,7 +122,7 @@ def search(
 
     Args:
         job: what to train on what.
-        contenders: the schedules.
+        candidates: the schedules.
         tries: settings of each schedule to simulate, the most promising ones by formula.
         watch: is told what is being looked at, how many schedules are done, and of how many.
         each: how to look at several schedules: one after the other, or with ``workers`` side by
@@ -130,26 +131,26 @@ def search(
     Raises:
         UsageError: the sizes cannot be divided, or nothing fits into the memory.
     """
-    cuts = _cuts(job)
-    alone = Contender(NO_PIPELINE, "1f1b", megatron=True)
-    everyone = [alone, *with_those_of_auto(contenders)]
-    asked = {contender.name for contender in (alone, *contenders)}
-    named = [contender for contender in everyone if not contender.takes_the_best]
+    splits = _splits(job)
+    alone = Candidate(NO_PIPELINE, "1f1b", megatron=True)
+    everyone = [alone, *with_those_of_auto(candidates)]
+    asked = {candidate.name for candidate in (alone, *candidates)}
+    named = [candidate for candidate in everyone if not candidate.takes_the_best]
     found = _Everything(job, {}, [], {}, {})
     watch(named[0].name, 0, len(everyone))
-    for done, looked in enumerate(each(partial(_look_at, job, cuts, tries), named), start=1):
+    for done, looked in enumerate(each(partial(_look_at, job, splits, tries), named), start=1):
         found.enter(looked)
         watch(everyone[min(done, len(everyone) - 1)].name, done, len(everyone))
-    for contender in everyone:
-        if contender.takes_the_best:
-            watch(contender.name, len(named), len(everyone))
-            found.take_the_best(contender, each)
+    for candidate in everyone:
+        if candidate.takes_the_best:
+            watch(candidate.name, len(named), len(everyone))
+            found.take_the_best(candidate, each)
     watch("", len(everyone), len(everyone))
     shown = [row for name, row in found.best.items() if name in asked]
     if not shown:
         smallest = {name: small for name, small in found.smallest.items() if name in asked}
         large = {name: large for name, large in found.too_large.items() if name in asked}
-        raise UsageError(_said_too_small(job, list(smallest.values()), large))
+        raise UsageError(_describe_too_small(job, list(smallest.values()), large))
     shown.sort(key=lambda row: -row.tokens_per_gpu)
     nothing = {
         name: why for name, why in found.nothing.items() if name in asked and name != alone.name
@@ -163,7 +164,7 @@ class _Tried:
     """A setting that was simulated; ``prediction`` is None where it does not fit."""
 
     setting: _Setting
-    staged: Staged
+    staged: StageWorkload
     prediction: Prediction | None
 
 
@@ -171,7 +172,7 @@ class _Tried:
 class _Found:
     """What was found of one schedule; ``smallest`` has the least memory that would do, and how."""
 
-    contender: Contender
+    candidate: Candidate
     settings: int
     smallest: tuple[float, str] | None = None
     prediction: Prediction | None = None
@@ -194,7 +195,7 @@ class _Everything:
 
     def enter(self, found: _Found) -> None:
         """Add what was found of one schedule."""
-        name = found.contender.name
+        name = found.candidate.name
         self.settings += found.settings
         self.simulated += len(found.tried)
         self.tried += found.tried
@@ -202,14 +203,14 @@ class _Everything:
             self.smallest[name] = found.smallest
         self._enter(name, found.prediction, found.too_large, found.settings > 0)
 
-    def take_the_best(self, contender: Contender, each: Each) -> None:
+    def take_the_best(self, candidate: Candidate, each: Each) -> None:
         """``auto``: the best of all others, and what a search makes of their best settings."""
-        best = self._best_of_the_others(contender)
+        best = self._best_of_the_others(candidate)
         promising = self._promising()[:_SEARCHES]
         if best is not None:
             enough = best.tokens_per_gpu * _WORTH_A_SEARCH
             promising = [entry for entry in promising if entry[0] >= enough]
-        found = iter(each(partial(_searched, self.job, contender), promising))
+        found = iter(each(partial(_searched, self.job, candidate), promising))
         for optimistic, _, _ in promising:
             reached = best.tokens_per_gpu if best else 0.0
             if optimistic < reached * _WORTH_A_SEARCH:
@@ -218,30 +219,32 @@ class _Everything:
             self.simulated += 1
             if searched is not None and searched.tokens_per_gpu > reached:
                 best = searched
-        self._enter(contender.name, best, None, bool(self.tried))
+        self._enter(candidate.name, best, None, bool(self.tried))
 
-    def _best_of_the_others(self, contender: Contender) -> Prediction | None:
+    def _best_of_the_others(self, candidate: Candidate) -> Prediction | None:
         """As ``auto`` runs it: of Megatron's own schedules, this package's order of the same."""
         found: list[Prediction] = []
         blocking: dict[str, _Tried] = {}
         for tried in self.tried:
             if tried.prediction is None or tried.staged.placement.pipeline_size == 1:
                 continue
-            if not tried.setting.contender.blocking:
+            if not tried.setting.candidate.blocking:
                 found.append(tried.prediction)
-            elif self.best[tried.setting.contender.name] is tried.prediction:
-                blocking[tried.setting.contender.name] = tried
+            elif self.best[tried.setting.candidate.name] is tried.prediction:
+                blocking[tried.setting.candidate.name] = tried
         for tried in blocking.values():
-            ours = replace(tried.setting.contender, blocking=False)
-            found.append(_predicted(self.job, replace(tried.setting, contender=ours), tried.staged))
+            ours = replace(tried.setting.candidate, blocking=False)
+            found.append(_predicted(self.job, replace(tried.setting, candidate=ours), tried.staged))
         if not found:
             return None
         best = max(found, key=lambda row: row.tokens_per_gpu)
-        return replace(best, contender=contender.name)
+        return replace(best, candidate=candidate.name)
 
-    def _promising(self) -> list[tuple[float, Staged, int]]:
+    def _promising(self) -> list[tuple[float, StageWorkload, int]]:
         """Every setting once, with the most tokens that any order in it can reach, best first."""
-        seen: dict[tuple[Strategy, Placement, tuple[int, ...]], tuple[float, Staged, int]] = {}
+        seen: dict[
+            tuple[Strategy, Placement, tuple[int, ...]], tuple[float, StageWorkload, int]
+        ] = {}
         for tried in self.tried:
             staged = tried.staged
             key = (staged.load.strategy, staged.placement, staged.layout)
@@ -264,13 +267,15 @@ class _Everything:
 
 
 def _searched(
-    job: Job, contender: Contender, setting: tuple[float, Staged, int]
+    job: Job, candidate: Candidate, setting: tuple[float, StageWorkload, int]
 ) -> Prediction | None:
     _, staged, m = setting
-    return searched_by_auto(job, contender, staged, m)
+    return searched_by_auto(job, candidate, staged, m)
 
 
-def searched_by_auto(job: Job, contender: Contender, staged: Staged, m: int) -> Prediction | None:
+def searched_by_auto(
+    job: Job, candidate: Candidate, staged: StageWorkload, m: int
+) -> Prediction | None:
     """What ``auto`` finds in a setting within the memory that it is told of; None for nothing."""
     costs = staged.costs(blocking=False)
     limit = memory_fraction(job, staged, costs)
@@ -279,13 +284,13 @@ def searched_by_auto(job: Job, contender: Contender, staged: Staged, m: int) -> 
 
     def build(costs: Costs, microbatches: int) -> Schedule:
         return schedules.build(
-            contender.family,
+            candidate.family,
             pipeline_size=staged.placement.pipeline_size,
             num_microbatches=microbatches,
             costs=costs,
             memory_limit=limit,
             placement=staged.placement,
-            in_a_row=job.in_a_row and job.post_validation,
+            back_to_back=job.back_to_back and job.post_validation,
             quick=True,
         )
 
@@ -293,12 +298,12 @@ def searched_by_auto(job: Job, contender: Contender, staged: Staged, m: int) -> 
     try:
         found = predict(
             staged,
-            contender,
+            candidate,
             m,
             chunks if chunks > 1 else None,
-            is_even=contender.has_by_default(staged.layout, staged.placement),
+            is_even=candidate.has_by_default(staged.layout, staged.placement),
             post_validation=job.post_validation,
-            in_a_row=job.in_a_row,
+            back_to_back=job.back_to_back,
             snapshot=job.snapshot,
             build=build,
         )
@@ -307,7 +312,7 @@ def searched_by_auto(job: Job, contender: Contender, staged: Staged, m: int) -> 
     return replace(found, memory_limit=limit) if found.memory.total <= job.memory else None
 
 
-def memory_fraction(job: Job, staged: Staged, costs: Costs) -> float | None:
+def memory_fraction(job: Job, staged: StageWorkload, costs: Costs) -> float | None:
     """What is left for activations on the fullest rank, as ``--pipeline-memory-limit`` says it.
 
     In hundredths of 1F1B's peak, rounded down; None where nothing is left.
@@ -320,7 +325,7 @@ def memory_fraction(job: Job, staged: Staged, costs: Costs) -> float | None:
     return min(limit, _MOST_FRACTION) if limit > 0 else None
 
 
-def _optimistic(job: Job, staged: Staged, m: int) -> float:
+def _optimistic(job: Job, staged: StageWorkload, m: int) -> float:
     """Tokens per second and GPU that no order of passes exceeds in a setting."""
     costs = staged.costs(blocking=False)
     table = costs.for_placement(staged.placement)
@@ -335,9 +340,9 @@ def _optimistic(job: Job, staged: Staged, m: int) -> float:
     return m * staged.load.tokens * strategy.data / seconds / gpus
 
 
-def _cuts(job: Job) -> list[Cut]:
+def _splits(job: Job) -> list[EvenSplit]:
     found = [
-        Cut(Workload(job.model, job.device, strategy, job.sequence))
+        EvenSplit(Workload(job.model, job.device, strategy, job.sequence))
         for strategy in strategies(
             job.model, job.device, job.gpus, job.global_batch, job.choices, job.sequence
         )
@@ -349,35 +354,35 @@ def _cuts(job: Job) -> list[Cut]:
     return found
 
 
-def _settings(cuts: Sequence[Cut], contender: Contender, job: Job) -> list[_Setting]:
+def _settings(splits: Sequence[EvenSplit], candidate: Candidate, job: Job) -> list[_Setting]:
     out = []
-    for cut in cuts:
-        strategy = cut.load.strategy
+    for split in splits:
+        strategy = split.load.strategy
         m = strategy.num_microbatches(job.global_batch)
-        if (strategy.pipeline == 1) != (contender.name == NO_PIPELINE):
+        if (strategy.pipeline == 1) != (candidate.name == NO_PIPELINE):
             continue
         if strategy.pipeline == 1:
-            seconds = estimate.seconds(cut, contender, m, None)
-            needed = cut.states.total + job.device.reserved_bytes + cut.held.activation
-            out.append(_Setting(cut.load, contender, None, m, seconds, needed, cut.rank.total))
+            seconds = estimate.seconds(split, candidate, m, None)
+            needed = split.states.total + job.device.reserved_bytes + split.held.activation
+            out.append(_Setting(split.load, candidate, None, m, seconds, needed, split.rank.total))
             continue
-        if contender.megatron and contender.takes_chunks and m % strategy.pipeline:
+        if candidate.megatron and candidate.takes_chunks and m % strategy.pipeline:
             continue  # Megatron's interleaved schedule takes whole groups of p alone
-        for chunks in contender.chunk_counts(job.model.layers, strategy.pipeline):
-            seconds = estimate.seconds(cut, contender, m, chunks)
-            needed = estimate.memory(cut, contender, m, chunks)
-            counted = cut.rank_with(contender.placement(strategy.pipeline, chunks)).total
-            out.append(_Setting(cut.load, contender, chunks, m, seconds, needed, counted))
+        for chunks in candidate.chunk_counts(job.model.layers, strategy.pipeline):
+            seconds = estimate.seconds(split, candidate, m, chunks)
+            needed = estimate.memory(split, candidate, m, chunks)
+            counted = split.rank_with(candidate.placement(strategy.pipeline, chunks)).total
+            out.append(_Setting(split.load, candidate, chunks, m, seconds, needed, counted))
     return out
 
 
-def _look_at(job: Job, cuts: Sequence[Cut], tries: int, contender: Contender) -> _Found:
+def _look_at(job: Job, splits: Sequence[EvenSplit], tries: int, candidate: Candidate) -> _Found:
     """Find the best setting of a schedule."""
-    ordered = sorted(_settings(cuts, contender, job), key=lambda s: -s.rate)
+    ordered = sorted(_settings(splits, candidate, job), key=lambda s: -s.rate)
     least = min(ordered, key=lambda s: s.memory, default=None)
-    found = _Found(contender, len(ordered))
+    found = _Found(candidate, len(ordered))
     if least is not None:
-        found.smallest = (least.memory, f"{contender.name} with {least.load.strategy}")
+        found.smallest = (least.memory, f"{candidate.name} with {least.load.strategy}")
     _simulate_first(job, ordered, tries, found)
     return found
 
@@ -392,7 +397,7 @@ def _simulate_first(job: Job, ordered: Sequence[_Setting], tries: int, found: _F
         if setting.memory > _SLACK * job.memory:
             _note(found, setting, setting.memory)
             continue
-        staged = cut_into_stages(setting.load, setting.contender, setting.chunks)
+        staged = cut_into_stages(setting.load, setting.candidate, setting.chunks)
         if staged is None:
             continue
         try:
@@ -421,11 +426,11 @@ def _refined(job: Job, ordered: Sequence[_Setting]) -> list[_Setting]:
         if setting.memory > _SLACK * job.memory:
             out.append(setting)
             continue
-        staged = cut_into_stages(setting.load, setting.contender, setting.chunks)
+        staged = cut_into_stages(setting.load, setting.candidate, setting.chunks)
         if staged is None:
             continue
         fitting += 1
-        steady = staged.interval(in_groups=setting.contender.family == "interleaved")
+        steady = staged.interval(in_groups=setting.candidate.family == "interleaved")
         longer = max(0.0, steady - setting.counted)
         out.append(replace(setting, seconds=setting.seconds + setting.m * longer))
     return sorted(out, key=lambda s: -s.rate)
@@ -437,33 +442,37 @@ def _note(found: _Found, setting: _Setting, needed: float) -> None:
         found.too_large = TooLarge(setting.load.strategy, needed)
 
 
-def _predicted(job: Job, setting: _Setting, staged: Staged) -> Prediction:
+def _predicted(job: Job, setting: _Setting, staged: StageWorkload) -> Prediction:
     return predict(
         staged,
-        setting.contender,
+        setting.candidate,
         setting.m,
         setting.chunks,
-        is_even=setting.contender.has_by_default(staged.layout, staged.placement),
-        post_validation=job.post_validation and setting.contender.splits,
-        in_a_row=job.in_a_row,
-        snapshot=job.snapshot and setting.contender.splits,
+        is_even=setting.candidate.has_by_default(staged.layout, staged.placement),
+        post_validation=job.post_validation and setting.candidate.splits,
+        back_to_back=job.back_to_back,
+        snapshot=job.snapshot and setting.candidate.splits,
     )
 
 
-def cut_into_stages(load: Workload, contender: Contender, chunks: int | None) -> Staged | None:
+def cut_into_stages(
+    load: Workload, candidate: Candidate, chunks: int | None
+) -> StageWorkload | None:
     """The even layout or one that counts the ends, whichever has the shorter steady state."""
     pipeline, layers = load.strategy.pipeline, load.model.layers
     if pipeline == 1:
-        return Staged(load, Placement("whole", 1, (0,)), (layers,))
-    placement = contender.placement(pipeline, chunks)
+        return StageWorkload(load, Placement("whole", 1, (0,)), (layers,))
+    placement = candidate.placement(pipeline, chunks)
     layer = load.layer(layers - 1).total
     ends = (load.embedding().total / layer, load.output().total / layer)
-    cuts = [Staged(load, placement, found) for found in layout.choices(layers, placement, *ends)]
-    in_groups = contender.family == "interleaved"
-    return min(cuts, key=lambda staged: staged.interval(in_groups=in_groups), default=None)
+    splits = [
+        StageWorkload(load, placement, found) for found in layout.choices(layers, placement, *ends)
+    ]
+    in_groups = candidate.family == "interleaved"
+    return min(splits, key=lambda staged: staged.interval(in_groups=in_groups), default=None)
 
 
-def _said_too_small(
+def _describe_too_small(
     job: Job, smallest: Sequence[tuple[float, str]], too_large: dict[str, TooLarge]
 ) -> str:
     counted = [(large.needed, f"{name} with {large.strategy}") for name, large in too_large.items()]

@@ -15,7 +15,7 @@ from megatron_zb.schedules.placement import Placement
 
 
 @dataclass(frozen=True)
-class Staged:
+class StageWorkload:
     """A workload cut into the stages of a placement."""
 
     load: Workload

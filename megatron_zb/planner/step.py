@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from megatron_zb.planner.byte_counts import GRADIENT, OPTIMIZER, WEIGHT, States
 from megatron_zb.planner.device import Link
-from megatron_zb.planner.stages import Staged
+from megatron_zb.planner.stages import StageWorkload
 from megatron_zb.planner.work import Work, Workload
 from megatron_zb.schedules import Pass, PassKind
 from megatron_zb.schedules.simulator import Timeline
@@ -92,7 +92,7 @@ def by_formula(load: Workload, states: States, rank: Work) -> float:
     return alone + travel.exposed(rank.forward, rank.backward + rank.weight, layers)
 
 
-def at_least(staged: Staged, *, post_validation: bool) -> float:
+def at_least(staged: StageWorkload, *, post_validation: bool) -> float:
     """Seconds that no order of passes can hide."""
     states = max(staged.states, key=lambda s: s.parameters)
     alone = seconds_apart(staged.load, states, post_validation=post_validation)
@@ -100,7 +100,9 @@ def at_least(staged: Staged, *, post_validation: bool) -> float:
     return alone if overlaps else alone + Travel.of(staged.load, states).total
 
 
-def by_timeline(staged: Staged, timeline: Timeline | None, *, post_validation: bool) -> float:
+def by_timeline(
+    staged: StageWorkload, timeline: Timeline | None, *, post_validation: bool
+) -> float:
     """All of it, from when each stage begins and ends; ``timeline`` is None without a pipeline."""
     load = staged.load
     states = max(staged.states, key=lambda s: s.parameters)
@@ -121,7 +123,7 @@ def by_timeline(staged: Staged, timeline: Timeline | None, *, post_validation: b
 class _Moving:
     """Gradients and weights on their way, beside the passes of a schedule."""
 
-    staged: Staged
+    staged: StageWorkload
     timeline: Timeline
     travel: list[Travel]
 

@@ -74,7 +74,7 @@ def _shown(plan: Plan, top: int) -> list[int]:
     return [
         index
         for index, row in enumerate(plan.ranked)
-        if index < top or row.contender.startswith("Megatron")
+        if index < top or row.candidate.startswith("Megatron")
     ]
 
 
@@ -121,7 +121,7 @@ def _memory(plan: Plan, shown: list[int]) -> Table:
 def name_of(row: Prediction) -> str:
     """What the table calls it; of ``auto``, what it runs."""
     chunks = "" if row.chunks is None else f" ×{row.chunks}"
-    return named(row.contender, row.family) + chunks
+    return named(row.candidate, row.family) + chunks
 
 
 def setting_of(row: Prediction) -> str:
@@ -153,7 +153,7 @@ def _row(plan: Plan, index: int) -> dict[str, Any]:
     row = plan.ranked[index]
     strategy = row.load.strategy
     return {
-        "schedule": row.contender,
+        "schedule": row.candidate,
         "runs": row.family,
         "chunks": row.chunks,
         "tensor": strategy.tensor,

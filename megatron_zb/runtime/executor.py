@@ -63,8 +63,8 @@ def run_program(
         rank: the logical rank.
         stages: the stages this rank holds.
         channels: its channels to other ranks, for messages of known shapes or of any shape.
-        allocate: an empty tensor of the right shape, type and device for a message; for a credit
-            (``message.is_credit``) too, which any tensor serves, as long as all ranks agree.
+        allocate: an empty tensor of the right shape, type and device for a message. Any tensor
+            serves one that a step is done (``message.is_step_done``), if all ranks agree.
         observer: is told what the rank does.
         handlers: what it does for each kind of pass.
     """
@@ -109,7 +109,7 @@ class Execution:
             if kind is Take:
                 with waiting(channel, message):
                     taken = channels.take(message)
-                if not message.is_credit:
+                if not message.is_step_done:
                     here[message] = taken
                 del taken
             elif kind is Send:
@@ -126,7 +126,7 @@ class Execution:
             self._channels.post_receive(channel, message, allocate)
 
     def _next_outgoing(self, message: Message) -> torch.Tensor:
-        if message.is_credit:
+        if message.is_step_done:
             return self._allocate(message).zero_()
         outgoing, self._outgoing = self._outgoing, None
         assert outgoing is not None, f"nothing has been made to send as {message}"

@@ -22,7 +22,7 @@ from megatron_zb.runtime.executor import Allocate, Execution, Transport
 from megatron_zb.runtime.groups import new_groups
 from megatron_zb.runtime.observer import Observer
 from megatron_zb.schedules.program.lowering import Program
-from megatron_zb.schedules.program.rollback import Cut
+from megatron_zb.schedules.program.rollback import Rollback
 
 
 class StateExchange:
@@ -106,7 +106,7 @@ class Restartable(Stage, Protocol):
 
 def run_from_cut(
     program: Program,
-    cut: Cut,
+    cut: Rollback,
     rank: int,
     stages: Mapping[int, Restartable],
     channels: Transport,

@@ -227,7 +227,7 @@ def build(
     group_size: int | None = None,
     num_layers: int | None = None,
     placement: Placement | None = None,
-    in_a_row: bool = False,
+    back_to_back: bool = False,
     quick: bool = False,
 ) -> Schedule:
     """Build a named schedule for the given costs.
@@ -246,7 +246,7 @@ def build(
             pass a chunk together (interleaved).
         num_layers: lets ``auto`` leave out what cannot hold so many layers evenly.
         placement: binds ``auto`` to a placement, such as that of a model that has been built.
-        in_a_row: make iterations short that follow one another with no barrier between them, as
+        back_to_back: make iterations short that follow one another with no barrier between them, as
             with optimizer post-validation: the next one fills the waits at the ends of this one.
         quick: let ``auto`` look at its ``placement`` for half a second alone; without it the
             result is as fast or faster.
@@ -280,7 +280,7 @@ def build(
         group_size,
         num_layers,
         placement,
-        in_a_row,
+        back_to_back,
         quick,
     )
     schedule = chosen.build(request)
@@ -309,5 +309,5 @@ def _reported(schedule: Schedule, request: Request) -> Schedule:
         )
         allowed = tuple(map(max, timeline.peak_memory, promised))
     bound = lower_bound(schedule.placement, schedule.num_microbatches, timeline.costs, allowed)
-    period = timeline.period if request.in_a_row else None
+    period = timeline.period if request.back_to_back else None
     return replace(schedule, report=Report(timeline.makespan, bound, period))

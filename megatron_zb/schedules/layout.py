@@ -47,8 +47,8 @@ def spread(layers: Layers, placement: Placement) -> Layout:
     if min(counts) < 1 or sum(counts) != layers.decoder:
         raise UsageError(
             f"{layers.decoder} layers cannot be placed on {placement.num_stages} stages with at "
-            f"least one on each{_said_ends(layers)}: give more layers, or say the layers of each "
-            "stage with a pipeline layer layout"
+            f"least one on each{_describe_ends(layers)}: give more layers, or say the layers of "
+            "each stage with a pipeline layer layout"
         )
     return counts
 
@@ -107,7 +107,7 @@ def _shared_out(layers: Layers, placement: Placement, least_at_ends: int) -> Lay
     return tuple(counts)
 
 
-def _said_ends(layers: Layers) -> str:
+def _describe_ends(layers: Layers) -> str:
     ends = (("first", layers.first), ("last", layers.last))
     said = [f"{count} on the {name}" for name, count in ends if count is not None]
     return f" and {' and '.join(said)}" if said else ""

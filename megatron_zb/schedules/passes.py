@@ -72,15 +72,15 @@ class Message(NamedTuple):
     """The output of one pass on its way to the rank that reads it.
 
     ``is_gradient`` tells an output gradient from an activation; ``stage`` is the *reading* stage.
-    A *credit* carries no tensor of the model: it tells the first stage that rank ``credit_of`` has
-    updated its students in step ``microbatch``, so that the first stage may begin a later one.
+    A message that a *step is done* carries no tensor of the model: it tells the first stage that
+    rank ``done_by`` has updated its students in step ``microbatch``: a later one may begin.
     """
 
     is_gradient: bool
     stage: int
     microbatch: int
-    credit_of: int | None = None
+    done_by: int | None = None
 
     @property
-    def is_credit(self) -> bool:
-        return self.credit_of is not None
+    def is_step_done(self) -> bool:
+        return self.done_by is not None

@@ -93,7 +93,7 @@ class Request:
 
     ``auto`` leaves out placements whose stages ``num_layers`` layers cannot be spread over evenly
     (with fewer than one layer to a stage, if they divide nowhere), and all but ``placement`` if
-    that is given. ``in_a_row`` asks for a short :attr:`Timeline.period`, not a short makespan;
+    that is given. ``back_to_back`` asks for a short :attr:`Timeline.period`, not a short makespan;
     ``quick`` lets ``auto`` search briefly, where many settings are compared.
     """
 
@@ -105,12 +105,12 @@ class Request:
     group_size: int | None = None
     num_layers: int | None = None
     placement: Placement | None = None
-    in_a_row: bool = False
+    back_to_back: bool = False
     quick: bool = False
 
     def seconds(self, timeline: Timeline) -> float:
         """What is to be short: one iteration, or each of many in a row."""
-        return timeline.seconds(in_a_row=self.in_a_row)
+        return timeline.seconds(back_to_back=self.back_to_back)
 
     def limits(self, placement: Placement, peak_microbatches: float) -> tuple[float, ...]:
         """What each rank may hold: so many of its own microbatches, or less if the user says so."""

@@ -86,7 +86,7 @@ class Schedule:
         if waiting:
             raise InvalidSchedule(
                 f"{self.name}: rule 'progress': the ranks wait for one another in a circle: "
-                + self._said(waiting),
+                + self._describe(waiting),
                 rank=waiting[0][0],
                 position=waiting[0][1],
             )
@@ -95,9 +95,9 @@ class Schedule:
     def blocked(self) -> str | None:
         """Where the first ranks wait for one another in a circle; None if every pass can run."""
         waiting = walk(self, lambda rank, position, p: None)
-        return self._said(waiting) or None
+        return self._describe(waiting) or None
 
-    def _said(self, waiting: list[tuple[int, int]]) -> str:
+    def _describe(self, waiting: list[tuple[int, int]]) -> str:
         return "; ".join(f"rank {r} at {self.ranks[r][i]}" for r, i in waiting[:4])
 
     def _validate_rank(self, rank: int, passes: tuple[Pass, ...]) -> None:

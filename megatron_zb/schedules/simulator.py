@@ -50,16 +50,16 @@ class Timeline:
         ranks = zip(self.start, self.end, strict=True)
         return max(ends[-1] - starts[0] for starts, ends in ranks if starts)
 
-    def seconds(self, *, in_a_row: bool) -> float:
+    def seconds(self, *, back_to_back: bool) -> float:
         """What an iteration takes: by itself, or as one of many in a row."""
-        return self.period if in_a_row else self.makespan
+        return self.period if back_to_back else self.makespan
 
     @cached_property
     def bubble_rate(self) -> float:
         return self._idle_share(self.makespan)
 
     @cached_property
-    def bubble_rate_in_a_row(self) -> float:
+    def bubble_rate_back_to_back(self) -> float:
         """The bubble rate within :attr:`period`."""
         return self._idle_share(self.period)
 

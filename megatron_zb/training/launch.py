@@ -59,11 +59,11 @@ def launch(
     except _SaidByRankZero:
         end(2, "")
     except Exception as error:
-        end(1, _said_of(error))
+        end(1, _describe(error))
     sys.exit(0)
 
 
-def _said_of(error: Exception) -> str:
+def _describe(error: Exception) -> str:
     """A sentence where there is one, what Python has otherwise."""
     from megatron_zb.training.finite import NotFinite
 

@@ -236,14 +236,14 @@ def test_command_lines_of_plan(
 ) -> None:
     argv = ["plan", "--config", "gpt_1_5b", "--gpus", "8", *(w for pair in more for w in pair)]
     try:
-        job, contenders = read_job(cli.parser().parse_args(argv))
+        job, candidates = read_job(cli.parser().parse_args(argv))
     except UsageError as error:
         one_sentence(error)
     except SystemExit as end:
         assert end.code in (0, 2)
     else:
         assert job.gpus > 0
-        assert contenders
+        assert candidates
     capsys.readouterr()
 
 

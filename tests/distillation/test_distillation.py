@@ -214,10 +214,10 @@ def stitched(corpus: str, teacher: str, folder: str, mixed: bool) -> tuple[float
     )
     run = open_job(job, distribution_of(job), _store())
     order = [0, 1, 2, 0] if mixed else [0, 0, 0, 0]
-    blocks = run.classroom.place.blocks
-    chosen = [c[order[b]] for b, c in zip(blocks, run.classroom.pupils, strict=True)]
-    loss = compare(job.args, run.distribution, run.classroom, chosen, run.held_out).student
-    save_student(job.args, run.classroom, chosen, 1)
+    blocks = run.stage_blocks.place.blocks
+    chosen = [c[order[b]] for b, c in zip(blocks, run.stage_blocks.student_blocks, strict=True)]
+    loss = compare(job.args, run.distribution, run.stage_blocks, chosen, run.held_out).student
+    save_student(job.args, run.stage_blocks, chosen, 1)
     run.close()
 
     path = f"{folder}/iter_0000001"

@@ -73,15 +73,15 @@ def test_every_pass_once_and_no_deadlock(
     assert unfinished(program) == {}
     assert finishes(program)
     messages = [at.message for rank in program.ranks for at in rank if isinstance(at, Send)]
-    relayed = [message for message in messages if not message.is_credit]
+    relayed = [message for message in messages if not message.is_step_done]
     assert len(relayed) == len(set(relayed)) == (len(distribution.ranges) - 1) * m * steps
     for kind_of_end in (Receive, Take):
         ends = [at.message for r in program.ranks for at in r if isinstance(at, kind_of_end)]
         assert sorted(map(repr, ends)) == sorted(map(repr, messages))
-    credited = [message for message in messages if message.is_credit]
+    told = [message for message in messages if message.is_step_done]
     waits = max(steps - 1 - run_ahead, 0)
     first = len(distribution.ranges[0][1])
-    assert len(credited) == waits * first * (distribution.num_ranks - 1)
+    assert len(told) == waits * first * (distribution.num_ranks - 1)
 
 
 @settings(max_examples=40, deadline=None)
@@ -287,7 +287,7 @@ def test_an_update_that_waits_for_a_peer_is_part_of_the_order() -> None:
     stuck = replace(schedule, ranks=(swapped(schedule.ranks[0], 2, 3), schedule.ranks[1]))
     with pytest.raises(
         InvalidSchedule,
-        match=r"'progress': .*rank 0 to receive the credit .*from rank 1; rank 1 to run 0U0",
+        match=r"'progress': .*rank 0 to receive the end of step .*from rank 1; rank 1 to run 0U0",
     ):
         lower(stuck)
 

@@ -287,7 +287,7 @@ def test_summing_gradients_is_timed_alike_on_all_ranks(ranks: RankPools) -> None
     assert 0 < few < many
 
 
-def test_credits_are_dropped_and_sends_are_waited_for_at_the_end() -> None:
+def test_ends_of_steps_are_dropped_and_sends_are_waited_for_at_the_end() -> None:
     transport = StandIn()
     program = step_by_step(Distribution.of([(1, 1), (1, 1)]), M, run_ahead=0)
     steps = relay_steps(program, 0, Sleeper(0), transport, empty, first=0, until=4)
@@ -302,8 +302,8 @@ def test_credits_are_dropped_and_sends_are_waited_for_at_the_end() -> None:
 def test_a_rank_that_waits_for_updates_says_so() -> None:
     progress = Progress()
     with progress.step():
-        credit = Message(False, 0, 7, credit_of=3)
-        with progress.running(Pass(PassKind.U, 0, 8)), progress.waiting(Channel(3, 0), credit):
+        done = Message(False, 0, 7, done_by=3)
+        with progress.running(Pass(PassKind.U, 0, 8)), progress.waiting(Channel(3, 0), done):
             state = progress.state()
     assert state.doing == (
         "waits for pipeline rank 3 in schedule order to update its students in step 7"

@@ -14,8 +14,8 @@ from megatron_zb.measured.fit import Fit
 from megatron_zb.measured.parts import AFTER, BEFORE, DATA, LAYERS, MULTI_TOKEN, OUTPUT, StageTimes
 from megatron_zb.measured.profile import Profile
 from megatron_zb.megatron_core.profiling import _before_passes, _mean_within
-from megatron_zb.planner.candidate import MEGATRON_1F1B, MEGATRON_INTERLEAVED, contenders
-from megatron_zb.planner.from_profile import Asked, rows
+from megatron_zb.planner.candidate import MEGATRON_1F1B, MEGATRON_INTERLEAVED, candidates_of
+from megatron_zb.planner.from_profile import ProfileRequest, rows
 from megatron_zb.runtime.recorder import Span
 from megatron_zb.schedules import layout
 from megatron_zb.schedules.layout import Layers, Letters
@@ -231,7 +231,7 @@ def test_a_segment_lasts_from_its_mark_to_the_next() -> None:
 def test_stock_stands_in_the_ranking() -> None:
     """With blocking messages 1F1B takes longer than ours, without any it is level."""
     profile = profile_of(Truth(), "zb-h1")
-    found, missing = rows(Asked(profile, M, None, False), contenders(["zb-h1", "1f1b"]))
+    found, missing = rows(ProfileRequest(profile, M, None, False), candidates_of(["zb-h1", "1f1b"]))
     assert missing == {}
     by_name = {(row.schedule, row.chunks): row for row in found}
     stock, ours = by_name[MEGATRON_1F1B, None], by_name["1f1b", None]
@@ -239,10 +239,10 @@ def test_stock_stands_in_the_ranking() -> None:
     assert (MEGATRON_INTERLEAVED, 2) in by_name
     links = [{"source": a, "target": 1 - a, "seconds": 0.004} for a in (0, 1)]
     slow = Profile.model_validate({**profile.model_dump(), "links": links})
-    found, _ = rows(Asked(slow, M, None, False), contenders(["1f1b"]))
+    found, _ = rows(ProfileRequest(slow, M, None, False), candidates_of(["1f1b"]))
     by_name = {(row.schedule, row.chunks): row for row in found}
     assert by_name[MEGATRON_1F1B, None].seconds > by_name["1f1b", None].seconds + 0.01
-    odd, missing = rows(Asked(profile, M + 1, None, False), contenders(["1f1b"]))
+    odd, missing = rows(ProfileRequest(profile, M + 1, None, False), candidates_of(["1f1b"]))
     assert MEGATRON_INTERLEAVED not in {row.schedule for row in odd}
     assert "it needs whole groups of 2 microbatches" in missing[f"{MEGATRON_INTERLEAVED} ×2"]
 

@@ -13,8 +13,8 @@ from megatron_zb.cli import main as cli
 from megatron_zb.errors import UsageError
 from megatron_zb.measured.fit import Fit, Part
 from megatron_zb.measured.profile import write_profile
-from megatron_zb.planner.candidate import contenders
-from megatron_zb.planner.from_profile import Asked, rows
+from megatron_zb.planner.candidate import candidates_of
+from megatron_zb.planner.from_profile import ProfileRequest, rows
 from megatron_zb.schedules.placement import looped, v_shape
 
 
@@ -46,26 +46,26 @@ def test_a_slow_rank_is_slow_in_every_placement() -> None:
 
 
 def test_a_heavy_output_layer_asks_for_an_uneven_layout() -> None:
-    asked = Asked(profile(), 8, None, post_validation=False)
-    found, missing = rows(asked, contenders(["v-zb", "1f1b"])[2:])
+    asked = ProfileRequest(profile(), 8, None, post_validation=False)
+    found, missing = rows(asked, candidates_of(["v-zb", "1f1b"])[2:])
     assert missing == {}
     assert [row.schedule for row in found] == ["v-zb", "1f1b"]
     for row in found:
         assert not row.is_even
         assert row.seconds < row.seconds_even
         assert row.layout.replace("|", "") == "E" + "t" * LAYERS + "L"
-    even, _ = rows(Asked(profile(output=0.0), 8, None, False), contenders(["v-zb"])[2:])
+    even, _ = rows(ProfileRequest(profile(output=0.0), 8, None, False), candidates_of(["v-zb"])[2:])
     assert even[0].is_even
     assert even[0].seconds == even[0].seconds_even
 
 
 def test_iterations_in_a_row_are_shorter() -> None:
-    settings = (contenders(["v-zb"])[2:],)
-    alone, in_a_row = (
-        rows(Asked(profile(), 8, None, flag), *settings)[0] for flag in (False, True)
+    settings = (candidates_of(["v-zb"])[2:],)
+    alone, back_to_back = (
+        rows(ProfileRequest(profile(), 8, None, flag), *settings)[0] for flag in (False, True)
     )
-    assert in_a_row[0].seconds < alone[0].seconds
-    assert in_a_row[0].bubble < alone[0].bubble
+    assert back_to_back[0].seconds < alone[0].seconds
+    assert back_to_back[0].bubble < alone[0].bubble
 
 
 @pytest.fixture

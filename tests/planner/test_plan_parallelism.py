@@ -10,7 +10,7 @@ import pytest
 
 from megatron_zb.cli import main as cli
 from megatron_zb.planner import byte_counts
-from megatron_zb.planner.candidate import MEGATRON_1F1B, contenders
+from megatron_zb.planner.candidate import MEGATRON_1F1B, candidates_of
 from megatron_zb.planner.device import DeviceConfig, read_device
 from megatron_zb.planner.flags import flags
 from megatron_zb.planner.model import ModelConfig, read_model
@@ -194,7 +194,7 @@ def test_flags_tell_all_of_it() -> None:
     )
     model = sparse(rotary={"base": 10000}, prediction_layers=1)
     job = Job(model, device("b200_sxm"), 16, 1e12, 64, 4096, choices)
-    plan = search(job, contenders(["zb-h1"]))
+    plan = search(job, candidates_of(["zb-h1"]))
     for row in plan.ranked:
         words = flags(row, 64)
         assert {"--context-parallel-size 2", "--expert-model-parallel-size 8"} <= set(words)
@@ -210,7 +210,7 @@ def test_flags_tell_all_of_it() -> None:
 
 def staged_seconds(overlap: bool, schedule: str = MEGATRON_1F1B, **changes: Any) -> float:
     model = dense(sequence_length=4096, hidden_size=8192, attention_heads=64)
-    (found,) = (c for c in contenders(["v-zb"]) if c.name == schedule)
+    (found,) = (c for c in candidates_of(["v-zb"]) if c.name == schedule)
     staged = cut_into_stages(load(model, tensor=8, data=8, overlap=overlap), found, None)
     assert staged is not None
     return predict(staged, found, 8, None, is_even=True, **changes).step_seconds
@@ -262,6 +262,6 @@ def test_a_plan_on_every_new_device(name: str) -> None:
     assert found.fp8_products.peak == pytest.approx(2 * found.matrix_products.peak, rel=0.001)
     choices = Choices(tensor=(4,), pipeline=(4,), microbatch=(1,), precision="fp8")
     job = Job(model, found, 64, found.memory_bytes, 128, 8192, choices)
-    plan = search(job, contenders(["v-half"]), tries=1)
-    assert {"v-half", MEGATRON_1F1B} <= {row.contender for row in plan.ranked}
+    plan = search(job, candidates_of(["v-half"]), tries=1)
+    assert {"v-half", MEGATRON_1F1B} <= {row.candidate for row in plan.ranked}
     assert all(0.05 < row.mfu < 0.6 for row in plan.ranked)

@@ -27,7 +27,7 @@ from megatron_zb.measured import config
 from megatron_zb.measured.units import GIB, size_in_bytes
 from megatron_zb.planner import byte_counts, table
 from megatron_zb.planner.builtin_configs import path_of
-from megatron_zb.planner.candidate import MEGATRON_1F1B, MEGATRON_INTERLEAVED, contenders
+from megatron_zb.planner.candidate import MEGATRON_1F1B, MEGATRON_INTERLEAVED, candidates_of
 from megatron_zb.planner.device import DeviceConfig, read_device
 from megatron_zb.planner.flags import flags
 from megatron_zb.planner.memory import peak_of
@@ -310,7 +310,7 @@ def test_logits_take_ten_bytes_each_while_their_microbatch_runs(tensor: int) -> 
     model = small(vocabulary=50_000)
     expected = 10 * 1024 * 50_000 / tensor
     assert byte_counts.logits(load(model, tensor=tensor)) == expected
-    staged = cut_into_stages(load(model, tensor=tensor), contenders(["zb-h1"])[-1], None)
+    staged = cut_into_stages(load(model, tensor=tensor), candidates_of(["zb-h1"])[-1], None)
     assert staged is not None
     assert [staged.logits(rank) for rank in range(4)] == [0, 0, 0, expected]
 
@@ -389,30 +389,30 @@ def test_many_microbatches_are_continued_from_the_steady_state(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     model = small()
-    for contender in contenders(["zb-h1"]):
-        chunks = 2 if contender.takes_chunks else None
-        staged = cut_into_stages(load(model), contender, chunks)
+    for candidate in candidates_of(["zb-h1"]):
+        chunks = 2 if candidate.takes_chunks else None
+        staged = cut_into_stages(load(model), candidate, chunks)
         assert staged is not None
         monkeypatch.setattr("megatron_zb.planner.prediction._MOST_PASSES", 10**9)
-        whole = predict(staged, contender, 64, chunks, is_even=True)
+        whole = predict(staged, candidate, 64, chunks, is_even=True)
         monkeypatch.setattr("megatron_zb.planner.prediction._MOST_PASSES", 1)
-        continued = predict(staged, contender, 64, chunks, is_even=True)
+        continued = predict(staged, candidate, 64, chunks, is_even=True)
         assert continued.pipeline_seconds == pytest.approx(whole.pipeline_seconds, rel=0.01)
 
 
 def test_with_post_validation_an_iteration_does_not_wait_for_the_last_rank() -> None:
-    (contender,) = contenders(["zb-2p"])[2:]
-    staged = cut_into_stages(load(small(layers=16)), contender, None)
+    (candidate,) = candidates_of(["zb-2p"])[2:]
+    staged = cut_into_stages(load(small(layers=16)), candidate, None)
     assert staged is not None
-    alone, in_a_row = (
-        predict(staged, contender, 24, None, is_even=True, post_validation=flag)
+    alone, back_to_back = (
+        predict(staged, candidate, 24, None, is_even=True, post_validation=flag)
         for flag in (False, True)
     )
-    assert in_a_row.pipeline_seconds < alone.pipeline_seconds
-    assert in_a_row.schedule is not None
-    assert in_a_row.costs is not None
-    timeline = schedules.simulate(in_a_row.schedule, in_a_row.costs)
-    assert in_a_row.pipeline_seconds == timeline.period
+    assert back_to_back.pipeline_seconds < alone.pipeline_seconds
+    assert back_to_back.schedule is not None
+    assert back_to_back.costs is not None
+    timeline = schedules.simulate(back_to_back.schedule, back_to_back.costs)
+    assert back_to_back.pipeline_seconds == timeline.period
 
 
 # --- the search ----------------------------------------------------------------------------------
@@ -424,8 +424,8 @@ def job(**changes: Any) -> Job:
 
 
 def test_megatrons_own_always_stand_in_the_table() -> None:
-    plan = search(job(), contenders(["zb-h1"]))
-    names = [row.contender for row in plan.ranked]
+    plan = search(job(), candidates_of(["zb-h1"]))
+    names = [row.candidate for row in plan.ranked]
     assert {MEGATRON_1F1B, MEGATRON_INTERLEAVED, "zb-h1", "no pipeline"} == set(names)
     rates = [row.tokens_per_gpu for row in plan.ranked]
     assert rates == sorted(rates, reverse=True)
@@ -436,9 +436,9 @@ def test_megatrons_own_always_stand_in_the_table() -> None:
 
 def test_interleaved_is_tuned_over_all_its_chunks() -> None:
     choices = Choices(tensor=(1,), pipeline=(4,), microbatch=(1,), recompute=("none",))
-    plan = search(job(choices=choices, gpus=4), contenders(["zb-h1"]))
-    (found,) = (row for row in plan.ranked if row.contender == MEGATRON_INTERLEAVED)
-    (own,) = (c for c in contenders(["zb-h1"]) if c.name == MEGATRON_INTERLEAVED)
+    plan = search(job(choices=choices, gpus=4), candidates_of(["zb-h1"]))
+    (found,) = (row for row in plan.ranked if row.candidate == MEGATRON_INTERLEAVED)
+    (own,) = (c for c in candidates_of(["zb-h1"]) if c.name == MEGATRON_INTERLEAVED)
     assert list(own.chunk_counts(8, 2)) == [2, 3, 4]
     for chunks in own.chunk_counts(8, 4):
         staged = cut_into_stages(found.load, own, chunks)
@@ -448,24 +448,24 @@ def test_interleaved_is_tuned_over_all_its_chunks() -> None:
 
 
 def rates(plan: Plan) -> dict[str, float]:
-    return {row.contender: row.tokens_per_gpu for row in plan.ranked}
+    return {row.candidate: row.tokens_per_gpu for row in plan.ranked}
 
 
 def test_auto_is_never_behind_a_schedule_that_it_could_run() -> None:
     """Also where only it was asked for, and where there are too few layers for a V."""
     choices = Choices(tensor=(1,), pipeline=(4,), microbatch=(1,), recompute=("none",))
-    everything = rates(search(job(choices=choices, gpus=4), contenders(None)))
+    everything = rates(search(job(choices=choices, gpus=4), candidates_of(None)))
     assert len(everything) > 8
     assert everything["auto"] >= max(everything.values())
-    alone = search(job(choices=choices, gpus=4), contenders(["auto"]))
+    alone = search(job(choices=choices, gpus=4), candidates_of(["auto"]))
     assert rates(alone)["auto"] == everything["auto"]
-    assert {row.contender for row in alone.ranked} <= {
+    assert {row.candidate for row in alone.ranked} <= {
         "auto",
         MEGATRON_1F1B,
         MEGATRON_INTERLEAVED,
     }
     five = job(choices=choices, gpus=4, model=small(layers=5))  # too few for a V of 8 stages
-    found = rates(search(five, contenders(["auto", "zb-h1"])))
+    found = rates(search(five, candidates_of(["auto", "zb-h1"])))
     assert found["auto"] >= found["zb-h1"] > 0
 
 
@@ -473,7 +473,7 @@ def test_the_memory_limit_of_auto_keeps_every_rank_within_its_gpu() -> None:
     choices = Choices(tensor=(1,), pipeline=(4,), microbatch=(2,), recompute=("none",))
     for size in (9, 12, 16):
         asked = job(choices=choices, gpus=4, memory=size * GIB)
-        setting = contenders(["v-half"])[-1]
+        setting = candidates_of(["v-half"])[-1]
         staged = cut_into_stages(load(small(), microbatch=2), setting, None)
         assert staged is not None
         costs = staged.costs(blocking=False)
@@ -490,9 +490,9 @@ def test_what_is_predicted_for_auto_is_what_its_flags_build() -> None:
     """The same placement, layout and limit; for the same costs a run's longer search is as fast."""
     choices = Choices(tensor=(1,), pipeline=(4,), microbatch=(1,), recompute=("none",))
     asked = job(choices=choices, gpus=4, global_batch=8)
-    staged = cut_into_stages(load(small()), contenders(["v-zb"])[-1], None)
+    staged = cut_into_stages(load(small()), candidates_of(["v-zb"])[-1], None)
     assert staged is not None
-    (auto,) = contenders(["auto"])[2:]
+    (auto,) = candidates_of(["auto"])[2:]
     found = searched_by_auto(asked, auto, staged, 8)
     assert found is not None
     assert found.schedule is not None
@@ -518,12 +518,12 @@ def test_what_is_predicted_for_auto_is_what_its_flags_build() -> None:
 
 
 def test_reasons_compare_with_rows_that_are_shown() -> None:
-    plan = search(job(gpus=4), contenders(["zb-h1", "v-zb", "v-min"]))
-    first = plan.ranked[0].contender
+    plan = search(job(gpus=4), candidates_of(["zb-h1", "v-zb", "v-min"]))
+    first = plan.ranked[0].candidate
     for index in range(1, len(plan.ranked)):
         text = reason(plan, index)
         assert "than the first: " in text or f"level with the first, {first}" in text
-        if not plan.ranked[index].contender.startswith(("Megatron", "no pipeline")):
+        if not plan.ranked[index].candidate.startswith(("Megatron", "no pipeline")):
             assert "than " in text.split("; ")[-1] or "level with" in text
     assert first == "no pipeline"
     assert recommended(plan) is None
@@ -539,7 +539,7 @@ def test_the_plan_is_the_same_whoever_looks() -> None:
     """Several processes, and this one alone."""
     before = multiprocessing.active_children()
     wanted = job(gpus=4, choices=Choices(pipeline=(2, 4)))
-    schedules = contenders(["zb-h1", "v-half", "auto"])
+    schedules = candidates_of(["zb-h1", "v-half", "auto"])
     alone = search(wanted, schedules, tries=1)
     with workers(2) as each:
         assert each is not map
@@ -570,14 +570,14 @@ def test_fragments_take_their_share_of_the_memory_that_is_given() -> None:
     half = device.with_memory(40 * GIB)
     assert half.fragmentation_bytes == pytest.approx(0.03 * 40 * GIB)
     assert half.reserved_bytes == pytest.approx((0.03 * 40 + 1.5) * GIB)
-    plan = search(job(device=half, memory=40 * GIB), contenders(["zb-h1"]))
+    plan = search(job(device=half, memory=40 * GIB), candidates_of(["zb-h1"]))
     assert all(row.memory.fragmentation == half.fragmentation_bytes for row in plan.ranked)
 
 
 def test_flags_can_be_pasted() -> None:
     choices = Choices(tensor=(2,), pipeline=(4,), microbatch=(1,), recompute=("full",))
-    plan = search(job(choices=choices), contenders(["zb-h1"]))
-    by_name = {row.contender: flags(row, 32) for row in plan.ranked}
+    plan = search(job(choices=choices), candidates_of(["zb-h1"]))
+    by_name = {row.candidate: flags(row, 32) for row in plan.ranked}
     ours = by_name["zb-h1"]
     assert "--pipeline-schedule zb-h1" in ours
     assert {"--tensor-model-parallel-size 2", "--sequence-parallel"} <= set(ours)

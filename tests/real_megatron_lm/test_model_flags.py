@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from megatron_zb.planner.candidate import contenders
+from megatron_zb.planner.candidate import candidates_of
 from megatron_zb.planner.device import read_device
 from megatron_zb.planner.flags import flags
 from megatron_zb.planner.model import ModelConfig, read_model
@@ -113,15 +113,15 @@ def planned_words() -> list[list[str]]:
     model = ModelConfig.model_validate(SPARSE)
     out = []
     for recompute in RECOMPUTE:
-        for contender in contenders(["zb-h1"]):
+        for candidate in candidates_of(["zb-h1"]):
             strategy = Strategy(
                 2, 4, 2, 4, 1, recompute, context=2, expert_tensor=1, precision="fp8"
             )
             load = Workload(model, read_device(DEVICE), strategy, model.sequence_length)
-            staged = cut_into_stages(load, contender, 2 if contender.takes_chunks else None)
+            staged = cut_into_stages(load, candidate, 2 if candidate.takes_chunks else None)
             assert staged is not None
-            chunks = staged.placement.chunks if contender.takes_chunks else None
-            found = predict(staged, contender, 8, chunks, is_even=recompute == "full")
+            chunks = staged.placement.chunks if candidate.takes_chunks else None
+            found = predict(staged, candidate, 8, chunks, is_even=recompute == "full")
             words = [shlex.split(flag) for flag in flags(found, 16)]
             out.append([word for of in words if of[0] != "--pipeline-schedule" for word in of])
     return out

@@ -18,9 +18,9 @@ from megatron_zb.errors import UsageError
 from megatron_zb.measured.balance import Ends
 from megatron_zb.megatron_core.adapter import PipelineAdapter
 from megatron_zb.megatron_lm.plan import make_plan
-from megatron_zb.planner.candidate import Contender, contenders
+from megatron_zb.planner.candidate import Candidate, candidates_of
 from megatron_zb.planner.flags import flags
-from megatron_zb.planner.from_profile import Asked, flags_of, rows
+from megatron_zb.planner.from_profile import ProfileRequest, flags_of, rows
 from megatron_zb.planner.prediction import predict
 from megatron_zb.planner.search import cut_into_stages
 from megatron_zb.schedules import layout
@@ -102,7 +102,7 @@ def test_the_predicted_layout_is_the_adapters_in_a_thousand_cases() -> None:
     assert uneven > CASES / 2
 
 
-def as_run(contender: Contender, printed: list[str], layers: int, ranks: int) -> list[str]:
+def as_run(candidate: Candidate, printed: list[str], layers: int, ranks: int) -> list[str]:
     """The layers of the stages of a run with these flags."""
     words = shlex.split(" ".join(printed))
     known = {
@@ -122,7 +122,7 @@ def as_run(contender: Contender, printed: list[str], layers: int, ranks: int) ->
             stock[known[flag]] = int(value) if value.isdecimal() else value
         else:
             ours += [flag, value]
-    if not contender.megatron:
+    if not candidate.megatron:
         adapter = make_plan(parsed(" ".join(ours), **stock))
         assert adapter is not None
         return told(adapter)
@@ -149,29 +149,29 @@ def test_the_flags_of_a_plan_for_a_config_run_the_layout_that_was_predicted(laye
     tried = 0
     for vocabulary in (1000, 256_000):
         workload = load(small(layers=layers, vocabulary=vocabulary))
-        for contender in contenders(NAMES):
-            for chunks in list(contender.chunk_counts(layers, 4))[:3]:
-                staged = cut_into_stages(workload, contender, chunks)
+        for candidate in candidates_of(NAMES):
+            for chunks in list(candidate.chunk_counts(layers, 4))[:3]:
+                staged = cut_into_stages(workload, candidate, chunks)
                 assert staged is not None
-                default = contender.has_by_default(staged.layout, staged.placement)
-                found = predict(staged, contender, 8, chunks, is_even=default)
+                default = candidate.has_by_default(staged.layout, staged.placement)
+                found = predict(staged, candidate, 8, chunks, is_even=default)
                 printed = [f for f in flags(found, 8) if f.startswith(SCHEDULE_FLAGS)]
-                run = as_run(contender, printed, layers, 4)
-                assert run == list(layout.lettered(staged.layout)), (contender.name, chunks)
+                run = as_run(candidate, printed, layers, 4)
+                assert run == list(layout.lettered(staged.layout)), (candidate.name, chunks)
                 tried += 1
     assert tried >= 12
 
 
 @pytest.mark.parametrize("output", [0.0, 3.0])
 def test_the_flags_of_a_plan_for_a_profile_run_the_layout_that_was_predicted(output: float) -> None:
-    asked = Asked(measured_profile(output=output), 8, None, post_validation=False)
-    candidates = contenders(["1f1b", "interleaved", "1f1b-v"])
+    asked = ProfileRequest(measured_profile(output=output), 8, None, post_validation=False)
+    candidates = candidates_of(["1f1b", "interleaved", "1f1b-v"])
     found, missing = rows(asked, candidates)
     assert len(found) > len(candidates)
     for row in found:
-        (contender,) = (c for c in candidates if c.name == row.schedule)
+        (candidate,) = (c for c in candidates if c.name == row.schedule)
         printed = [f for f in flags_of(asked, row) if f.startswith(SCHEDULE_FLAGS)]
-        run = as_run(contender, printed, asked.profile.model.layers, asked.profile.pipeline_size)
+        run = as_run(candidate, printed, asked.profile.model.layers, asked.profile.pipeline_size)
         assert "|".join(run) == row.layout, row.schedule
     assert not missing
 

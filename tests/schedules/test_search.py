@@ -14,7 +14,7 @@ from megatron_zb.schedules.search import hill_climbing
 from megatron_zb.schedules.search.hill_climbing import Effort, Problem
 from megatron_zb.schedules.search.kernels import Compiled, Engine, Plain, available
 from megatron_zb.schedules.search.presets import PRESETS
-from megatron_zb.schedules.search.priority_weights import Steering
+from megatron_zb.schedules.search.priority_weights import PriorityWeights
 
 _P, _M = 4, 8
 _COSTS = schedules.Costs.uniform(pipeline_size=_P, forward=1.0, backward=1.21, weight=0.83, p2p=0.1)
@@ -29,12 +29,12 @@ def _problem(microbatches: float = 2.5) -> Problem:
     return Problem(placement, _M, table, (limit,) * _P)
 
 
-def _biased(seed: int) -> Steering:
+def _biased(seed: int) -> PriorityWeights:
     dice = random.Random(seed)
-    steering = Steering.from_preset(PRESETS[seed], 2, _P)
+    weights = PriorityWeights.from_preset(PRESETS[seed], 2, _P)
     for _ in range(5):
-        steering = steering.with_other_biases(dice, 2, _P).changed(dice, 2, _P)
-    return steering
+        weights = weights.with_other_biases(dice, 2, _P).changed(dice, 2, _P)
+    return weights
 
 
 @pytest.mark.skipif(not available(), reason="numba is not installed")
@@ -46,7 +46,7 @@ def test_compiled_and_plain_loops_agree_to_the_last_bit(mean_weight: float) -> N
         for seed in range(3):
             makespan = runner.makespan(_biased(seed))
             order = runner.order_copy()
-            polished, best = runner.polish(order, 300, 1.0, 0.0, seed, mean_weight)
+            polished, best = runner.local_search(order, 300, 1.0, 0.0, seed, mean_weight)
             found.append((makespan, polished, [int(code) for code in best]))
         return found
 
@@ -55,19 +55,19 @@ def test_compiled_and_plain_loops_agree_to_the_last_bit(mean_weight: float) -> N
 
 def test_a_bias_for_w_runs_it_right_after_its_backward() -> None:
     runner = hill_climbing._Runner(_problem(), Plain())
-    steering = Steering.from_preset(PRESETS[0], 2, _P)
-    plain = (runner.makespan(steering), runner.order_copy())
-    own = [0.0] * len(steering.own)
-    assert (runner.makespan(_with(steering, own)), runner.order_copy()) == plain
+    weights = PriorityWeights.from_preset(PRESETS[0], 2, _P)
+    plain = (runner.makespan(weights), runner.order_copy())
+    own = [0.0] * len(weights.own)
+    assert (runner.makespan(_with(weights, own)), runner.order_copy()) == plain
     own[2 * 5 + 4] = -1000.0
-    runner.makespan(_with(steering, own))
+    runner.makespan(_with(weights, own))
     ranks = runner.passes(runner.order_copy())
     kinds = "".join(p.kind.value for p in ranks[2])
     assert kinds.count("BW") == kinds.count("W") == 2 * _M
 
 
-def _with(steering: Steering, own: list[float]) -> Steering:
-    return replace(steering, own=tuple(own))
+def _with(weights: PriorityWeights, own: list[float]) -> PriorityWeights:
+    return replace(weights, own=tuple(own))
 
 
 def test_walks_keep_the_limit_and_never_lose() -> None:

@@ -134,17 +134,21 @@ def learnt_in_pipeline(
     enter(model, teacher)
     job = job_of(corpus, teacher, candidates, *flags)
     run = open_job(job, distribution_of(job), dist.HashStore() if alone() else _store())
-    pupils = {(p.block, p.shape.name): p for p in run.classroom.all_pupils()}
-    owner = {id(p): key for key, pupil in pupils.items() for p in pupil.layer.parameters()}
+    student_blocks = {(p.block, p.shape.name): p for p in run.stage_blocks.all_student_blocks()}
+    owner = {
+        id(p): key
+        for key, student_block in student_blocks.items()
+        for p in student_block.layer.parameters()
+    }
     with _recorded(owner) as gradients:
         run.steps(0, STEPS)
     run.close()
     return {
         key: Learnt(
             gradients.get(key, []),
-            {n: p.detach().clone() for n, p in pupil.layer.named_parameters()},
+            {n: p.detach().clone() for n, p in student_block.layer.named_parameters()},
         )
-        for key, pupil in pupils.items()
+        for key, student_block in student_blocks.items()
     }
 
 

@@ -102,11 +102,12 @@ class Distribution:
 
     def __str__(self) -> str:
         return ", ".join(
-            f"{_said('block', blocks)} on {_said('rank', ranks)}" for blocks, ranks in self.ranges
+            f"{_describe('block', blocks)} on {_describe('rank', ranks)}"
+            for blocks, ranks in self.ranges
         )
 
 
-def _said(what: str, numbers: Sequence[int]) -> str:
+def _describe(what: str, numbers: Sequence[int]) -> str:
     first, last = numbers[0], numbers[-1]
     return f"{what} {first}" if first == last else f"{what}s {first}-{last}"
 

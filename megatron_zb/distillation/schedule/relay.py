@@ -52,9 +52,9 @@ class Relay(Rules):
         ]
 
     def readers(self, placement: Placement, message: Message) -> Sequence[int]:
-        if not message.is_credit:
+        if not message.is_step_done:
             return super().readers(placement, message)
-        return [rank for rank in placement.ranks_of[0] if rank != message.credit_of]
+        return [rank for rank in placement.ranks_of[0] if rank != message.done_by]
 
     def together(self, placement: Placement, rank: int, p: Pass) -> tuple[int, ...]:
         """In U the gradients of a stage are summed over its ranks."""
@@ -144,7 +144,7 @@ class Relay(Rules):
                 return Broken("placement", why, position)
             expected = next(due[p.kind, p.stage], None)
             if p.microbatch != expected:
-                return Broken("microbatch order", self._said(p, expected), position)
+                return Broken("microbatch order", self._describe(p, expected), position)
             if out_of_order := self._out_of_order(placement, p, done):
                 return Broken("order", out_of_order, position)
             done[p.kind, p.stage] = p.microbatch
@@ -159,7 +159,7 @@ class Relay(Rules):
         numbers = range(self.steps * self.num_microbatches)
         return [j for j in numbers if placement.rank_at(stage, j) == rank]
 
-    def _said(self, p: Pass, expected: int | None) -> str:
+    def _describe(self, p: Pass, expected: int | None) -> str:
         if expected is None:
             return f"there is no {p.kind} of stage {p.stage} left to run on this rank"
         return f"the next {p.kind} of stage {p.stage} on this rank is {expected}"

@@ -66,7 +66,7 @@ class StepByStep:
             _shifted(at, step - pattern, self._relay.num_microbatches)
             for at in self._patterns[rank][pattern]
             if isinstance(at, Run | Take)
-            or not at.message.is_credit
+            or not at.message.is_step_done
             or at.message.microbatch + step - pattern + 1 + self._relay.run_ahead < until
         ]
 
@@ -85,12 +85,12 @@ def step_by_step(distribution: Distribution, microbatches: int, run_ahead: int =
 
 
 def _cut_into_steps(instructions: tuple[Instruction, ...]) -> list[tuple[Instruction, ...]]:
-    """A step ends with its update and with the credits for that, sent and received."""
+    """A step ends with its update and with the messages that it is done, sent and received."""
     steps: list[list[Instruction]] = [[]]
     has_updated = False
     for at in instructions:
-        is_credit = isinstance(at, Send | Receive) and at.message.is_credit
-        if has_updated and not is_credit:
+        is_step_done = isinstance(at, Send | Receive) and at.message.is_step_done
+        if has_updated and not is_step_done:
             steps.append([])
             has_updated = False
         steps[-1].append(at)
@@ -112,5 +112,5 @@ def _shifted(at: Instruction, steps: int, num_microbatches: int) -> Instruction:
 
 
 def _shifted_message(message: Message, steps: int, num_microbatches: int) -> Message:
-    number = steps if message.is_credit else steps * num_microbatches
+    number = steps if message.is_step_done else steps * num_microbatches
     return message._replace(microbatch=message.microbatch + number)

@@ -121,7 +121,7 @@ def _pictures(plan: Plan) -> list[dict[str, Any]]:
     drawn = [
         i
         for place, i in enumerate(with_pipeline)
-        if place < _DRAWN or plan.ranked[i].contender == MEGATRON_1F1B
+        if place < _DRAWN or plan.ranked[i].candidate == MEGATRON_1F1B
     ]
     return [_picture(plan.ranked[index], index) for index in drawn]
 

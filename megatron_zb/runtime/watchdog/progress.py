@@ -207,7 +207,7 @@ class Progress:
         if isinstance(situation, Pass):
             return f"is in {said(situation)}", None
         channel, message = situation
-        if message.is_credit:
+        if message.is_step_done:
             doing = (
                 f"waits for pipeline rank {channel.source} in schedule order to update its "
                 f"students in step {message.microbatch}"

@@ -18,7 +18,7 @@ from megatron_zb.schedules.placement import Placement, looped, wave
 from megatron_zb.schedules.request import Request, keeps
 from megatron_zb.schedules.schedule import Schedule
 from megatron_zb.schedules.search.fusing import fuse_for_free
-from megatron_zb.schedules.search.placement_search import QUICK, searched
+from megatron_zb.schedules.search.placement_search import QUICK, search_placement
 from megatron_zb.schedules.simulator import simulate
 
 _QUICK_SECONDS = 0.5
@@ -156,7 +156,7 @@ def _on(placement: Placement, request: Request, fastest: float) -> list[tuple[fl
 
 def _bound(placement: Placement, request: Request, limits: Sequence[float]) -> float:
     """Seconds that no schedule of a placement goes below."""
-    bound = period_bound if request.in_a_row else lower_bound
+    bound = period_bound if request.back_to_back else lower_bound
     table = request.costs.for_placement(placement)
     return bound(placement, request.num_microbatches, table, limits)
 
@@ -189,7 +189,7 @@ def _quick(request: Request, placement: Placement) -> Schedule:
     known = _split_loops(request, placement) if _is_loop(placement) else []
     if known and _is_large(placement, request):
         return known[0]
-    return searched(
+    return search_placement(
         "auto", placement, request, peak, known=known, seconds=_QUICK_SECONDS, most=QUICK
     )
 
@@ -225,7 +225,7 @@ def _long(placement: Placement, request: Request, known: Sequence[Schedule]) -> 
     if known and _is_loop(placement) and _is_large(placement, request):
         return known[0]
     kind = "v" if placement == wave(placement.pipeline_size, 2) else placement.name
-    return searched(
+    return search_placement(
         "auto",
         placement,
         request,

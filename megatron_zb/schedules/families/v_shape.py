@@ -17,7 +17,7 @@ from megatron_zb.schedules.placement import v_shape
 from megatron_zb.schedules.request import Request
 from megatron_zb.schedules.schedule import Schedule
 from megatron_zb.schedules.search.place_w import squeezed_if_it_fits
-from megatron_zb.schedules.search.placement_search import searched
+from megatron_zb.schedules.search.placement_search import search_placement
 
 _INTERVAL = 6
 
@@ -69,7 +69,7 @@ def _v(
 ) -> Schedule:
     """The block's own order under these costs, and the best that a search finds from it."""
     known = of_block(name, offsets, request, peak)
-    return searched(name, v_shape(request.pipeline_size), request, peak, known=known)
+    return search_placement(name, v_shape(request.pipeline_size), request, peak, known=known)
 
 
 def squeezed_blocks(name: str, request: Request) -> list[Schedule]:
@@ -109,7 +109,7 @@ def v_half_peak(p: int) -> float:
 def one_f_one_b_v(request: Request) -> Schedule:
     """BW alone on a V: three quarters of 1F1B's memory without splitting anything."""
     p = request.pipeline_size
-    return searched("1f1b-v", v_shape(p), request, one_f_one_b_v_peak(p), split=False)
+    return search_placement("1f1b-v", v_shape(p), request, one_f_one_b_v_peak(p), split=False)
 
 
 def one_f_one_b_v_peak(p: int) -> float:
@@ -120,7 +120,7 @@ def dualpipe_v(request: Request) -> Schedule:
     """DualPipe's pairs of F and B on a V (DeepSeek-V3, arXiv 2412.19437, and its V-shaped half)."""
     p, m = request.pipeline_size, request.num_microbatches
     known = [_dualpipe_v_order(p, m)] if m >= 2 * p else []
-    return searched("dualpipe-v", v_shape(p), request, dualpipe_v_peak(p), known=known)
+    return search_placement("dualpipe-v", v_shape(p), request, dualpipe_v_peak(p), known=known)
 
 
 def dualpipe_v_peak(p: int) -> float:

@@ -6,7 +6,7 @@ from megatron_zb.errors import UsageError
 from megatron_zb.schedules import placement
 from megatron_zb.schedules.request import Request
 from megatron_zb.schedules.schedule import Schedule
-from megatron_zb.schedules.search.placement_search import searched
+from megatron_zb.schedules.search.placement_search import search_placement
 
 DEFAULT_CHUNKS = 4
 
@@ -21,4 +21,4 @@ def wave(request: Request) -> Schedule:
     if chunks < 2 or chunks % 2:
         raise UsageError(f"wave with {chunks} chunks: give an even number, such as 2 or 4")
     p = request.pipeline_size
-    return searched("wave", placement.wave(p, chunks), request, p)
+    return search_placement("wave", placement.wave(p, chunks), request, p)

@@ -8,7 +8,7 @@ from megatron_zb.schedules.placement import looped
 from megatron_zb.schedules.request import Request
 from megatron_zb.schedules.schedule import Schedule
 from megatron_zb.schedules.search.place_w import place_weight_gradients, squeezed_if_it_fits
-from megatron_zb.schedules.search.placement_search import searched
+from megatron_zb.schedules.search.placement_search import search_placement
 
 
 def zb_h1(request: Request) -> Schedule:
@@ -40,7 +40,7 @@ def _automatic(name: str, request: Request, peak: int) -> Schedule:
         for order in (_h1_order(request), _h2_order(request))
         for schedule in squeezed_if_it_fits(name, placement, order, request, peak)
     ]
-    return searched(name, placement, request, peak, known=known)
+    return search_placement(name, placement, request, peak, known=known)
 
 
 def _h1_order(request: Request) -> list[list[Pass]]:

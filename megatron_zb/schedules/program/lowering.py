@@ -49,7 +49,7 @@ class Run(NamedTuple):
 
 
 class Send(NamedTuple):
-    """Send what the pass just run has made, or a credit for it."""
+    """Send what the pass just run has made, or that its step is done."""
 
     channel: Channel
     message: Message
@@ -114,7 +114,13 @@ def _wait_in_words(at: Instruction) -> str:
     if isinstance(at, Run):
         return f"to run {at.work} with the other ranks of its stage"
     message, (source, target) = at.message, at.channel
-    kind = "credit" if message.is_credit else "gradient" if message.is_gradient else "activation"
+    kind = (
+        "end of step"
+        if message.is_step_done
+        else "gradient"
+        if message.is_gradient
+        else "activation"
+    )
     what = f"the {kind} for stage {message.stage}, microbatch {message.microbatch},"
     if isinstance(at, Send):
         return f"to send {what} to rank {target}"
@@ -177,12 +183,12 @@ def _travelling(*products: Product | None) -> list[Message]:
 
 def _run(schedule: Schedule, rank: int, p: Pass, link: Link) -> tuple[Run, list[Send]]:
     """A pass with what it reads and makes, and what its rank sends when it has run."""
-    reads = next((need for need in _travelling(*link.needs) if not need.is_credit), None)
+    reads = next((need for need in _travelling(*link.needs) if not need.is_step_done), None)
     sends, makes, makes_local = [], None, False
     for message in _travelling(link.makes):
         readers = schedule.rules.readers(schedule.placement, message)
         sends = [Send(Channel(rank, reader), message) for reader in readers if reader != rank]
-        if not message.is_credit:
+        if not message.is_step_done:
             makes, makes_local = message, rank in readers
     return Run(p, reads, makes, makes_local), sends
 

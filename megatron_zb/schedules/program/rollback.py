@@ -16,7 +16,7 @@ from megatron_zb.schedules.program.lowering import Instruction, Program, Receive
 
 
 @dataclass(frozen=True)
-class Cut:
+class Rollback:
     """For every logical rank: how many instructions come before the cut, and what it drops.
 
     ``drops[rank]`` has the messages that have been received before the cut and not been read.
@@ -26,7 +26,7 @@ class Cut:
     drops: tuple[tuple[Message, ...], ...]
 
 
-def cut(program: Program) -> Cut:
+def rollback(program: Program) -> Rollback:
     """Find the longest prefixes that hold only forwards, and messages both of whose ends they hold.
 
     They are a beginning of the total order of the program, so they finish as the program does.
@@ -48,7 +48,7 @@ def cut(program: Program) -> Cut:
             break
         ends = shorter
     prefixes = [rank[:end] for rank, end in zip(program.ranks, ends, strict=True)]
-    return Cut(tuple(ends), tuple(map(_unread, prefixes)))
+    return Rollback(tuple(ends), tuple(map(_unread, prefixes)))
 
 
 def _is_forward(at: Instruction) -> bool:

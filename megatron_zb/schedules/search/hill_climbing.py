@@ -21,7 +21,7 @@ from megatron_zb.schedules.placement import Placement
 from megatron_zb.schedules.search.kernels import Engine, engine
 from megatron_zb.schedules.search.list_scheduler import INFINITY
 from megatron_zb.schedules.search.presets import PRESETS
-from megatron_zb.schedules.search.priority_weights import Steering
+from megatron_zb.schedules.search.priority_weights import PriorityWeights
 
 _TOLERANCE = 1e-9
 _KINDS = (PassKind.F, PassKind.B, PassKind.W)
@@ -119,29 +119,29 @@ class _Runner:
         ]
         self._portions = [_portion(c, chunks) for c in range(chunks - 1)]
 
-    def makespan(self, steering: Steering) -> float:
-        """Seconds of the order that the steering leads to; INFINITY if it gets stuck."""
+    def makespan(self, weights: PriorityWeights) -> float:
+        """Seconds of the order that the weights leads to; INFINITY if it gets stuck."""
         problem = self.problem
         placement = problem.placement
         self.runs += 1
-        return self.engine.decode(
+        return self.engine.run_list_scheduler(
             placement.pipeline_size,
             placement.chunks,
             problem.num_microbatches,
             *self._fixed,
-            self._kept_quotas(steering),
-            self.engine.floats(self._scores(steering)),
-            self._kept_own(steering.own),
+            self._kept_quotas(weights),
+            self.engine.floats(self._scores(weights)),
+            self._kept_own(weights.own),
             problem.split,
             self.order,
             *self._space,
         )
 
-    def _kept_quotas(self, steering: Steering) -> Any:
+    def _kept_quotas(self, weights: PriorityWeights) -> Any:
         """The quotas as an array: most neighbours have those of an earlier run."""
-        key = steering.quota, steering.quota_slope, steering.shift
+        key = weights.quota, weights.quota_slope, weights.shift
         if key not in self._quotas_of:
-            self._quotas_of[key] = self.engine.integers(self._quotas(steering))
+            self._quotas_of[key] = self.engine.integers(self._quotas(weights))
         return self._quotas_of[key]
 
     def _kept_own(self, own: tuple[float, ...]) -> Any:
@@ -150,13 +150,13 @@ class _Runner:
             self._own_of[own] = self.engine.floats([x * self.mean_pass for x in own])
         return self._own_of[own]
 
-    def _scores(self, steering: Steering) -> list[float]:
+    def _scores(self, weights: PriorityWeights) -> list[float]:
         unit, slots = self.mean_pass, self._slots[0]
-        forced = steering.pending_share * slots if steering.pending_share > 0 else 1e18
-        rows = (*steering.bias, *steering.slope, *steering.late)
-        return [x * unit for x in rows] + [steering.early, steering.pending * unit, forced]
+        forced = weights.pending_share * slots if weights.pending_share > 0 else 1e18
+        rows = (*weights.bias, *weights.slope, *weights.late)
+        return [x * unit for x in rows] + [weights.early, weights.pending * unit, forced]
 
-    def _quotas(self, steering: Steering) -> list[int]:
+    def _quotas(self, weights: PriorityWeights) -> list[int]:
         """Microbatches in flight allowed in each chunk but the last.
 
         Together they leave a slot for the last chunk, so that the oldest microbatch can always
@@ -168,12 +168,12 @@ class _Runner:
             return [0] * p
         quotas: list[int] = []
         for rank in range(p):
-            share = steering.quota - steering.quota_slope * rank / (p - 1)
+            share = weights.quota - weights.quota_slope * rank / (p - 1)
             total = self._slots[rank] * share
             sizes, room, first = self._sizes[rank], self._rooms[rank], rank * chunks
             most = self._most[rank]  # more than these would be taken back one by one
             own = [
-                max(1, min(most, round(total * portion) + steering.shift[first + c]))
+                max(1, min(most, round(total * portion) + weights.shift[first + c]))
                 for c, portion in enumerate(self._portions)
             ]
             used = sum([q * size for q, size in zip(own, sizes, strict=True)])
@@ -191,7 +191,7 @@ class _Runner:
         """The order of the last run, coded."""
         return self.engine.integers(self.order)
 
-    def polish(
+    def local_search(
         self,
         order: Any,
         moves: int,
@@ -205,7 +205,7 @@ class _Runner:
         placement, m = problem.placement, problem.num_microbatches
         p, stages = placement.pipeline_size, placement.num_stages
         best = make.integers(order)
-        makespan = make.polish(
+        makespan = make.local_search(
             p,
             problem.num_passes // p,
             stages,
@@ -324,19 +324,19 @@ def search(
     starts = [runner.coded(order) for order in known]
     for climb in range(_CLIMBS):
         runs = effort.runs * (climb + 1) // _CLIMBS
-        for steering in _climb(runner, runs, good_enough, seed + climb):
-            runner.makespan(steering)
+        for weights in _climb(runner, runs, good_enough, seed + climb):
+            runner.makespan(weights)
             starts.append(runner.order_copy())
     moves = effort.moves // (2 * len(starts))
     for number, order in enumerate(starts):
         if best[0] > good_enough:
             threshold = _START_THRESHOLDS[number % len(_START_THRESHOLDS)]
-            polished = runner.polish(order, moves, threshold, good_enough, seed + number)
+            polished = runner.local_search(order, moves, threshold, good_enough, seed + number)
             best = min(best, polished, key=lambda t: t[0])
     for round_, threshold in enumerate(_THRESHOLDS if effort.moves else ()):
         if best[0] > good_enough:
             moves = effort.moves // (2 * len(_THRESHOLDS))
-            again = runner.polish(best[1], moves, threshold, good_enough, seed + 100 + round_)
+            again = runner.local_search(best[1], moves, threshold, good_enough, seed + 100 + round_)
             best = min(best, again, key=lambda t: t[0])
     if further.runs and best[0] > lower_bound * _GAP_WORTH_A_WALK:
         walked = _walk_and_polish(runner, further, good_enough, seed)
@@ -344,7 +344,7 @@ def search(
     return Found(runner.passes(best[1]), best[0])
 
 
-def _climb(runner: _Runner, runs: int, good_enough: float, seed: int) -> list[Steering]:
+def _climb(runner: _Runner, runs: int, good_enough: float, seed: int) -> list[PriorityWeights]:
     """The best few steerings: presets first, then neighbours that do not lose."""
     p = runner.problem.placement.pipeline_size
     chunks = runner.problem.placement.chunks
@@ -359,14 +359,14 @@ def _climb(runner: _Runner, runs: int, good_enough: float, seed: int) -> list[St
             pool.sort(key=lambda entry: entry[0])
     if pool[0][0] >= INFINITY:
         raise RuntimeError("the list scheduler got stuck; its quotas are wrong")
-    return [steering for makespan, steering in pool[:_KEPT] if makespan < INFINITY]
+    return [weights for makespan, weights in pool[:_KEPT] if makespan < INFINITY]
 
 
-def _best_presets(runner: _Runner) -> list[tuple[float, Steering]]:
+def _best_presets(runner: _Runner) -> list[tuple[float, PriorityWeights]]:
     """All presets with their makespans, the fastest first."""
     placement = runner.problem.placement
     p, chunks = placement.pipeline_size, placement.chunks
-    starts = [Steering.from_preset(numbers, chunks, p) for numbers in PRESETS]
+    starts = [PriorityWeights.from_preset(numbers, chunks, p) for numbers in PRESETS]
     ranked = sorted((runner.makespan(s), i) for i, s in enumerate(starts))
     return [(makespan, starts[i]) for makespan, i in ranked]
 
@@ -388,14 +388,14 @@ def _walk_and_polish(
         runner.makespan(_walk(runner, runs, good_enough, dice))
         order = runner.order_copy()
         threshold, weight = _SMOOTH_THRESHOLD, _MEAN_WEIGHT
-        polished = runner.polish(order, 2 * moves, threshold, good_enough, dice, weight)
+        polished = runner.local_search(order, 2 * moves, threshold, good_enough, dice, weight)
         best = min(best, polished, key=lambda t: t[0])
-    again = runner.polish(best[1], moves, _LAST_THRESHOLD, good_enough, seed + 300)
+    again = runner.local_search(best[1], moves, _LAST_THRESHOLD, good_enough, seed + 300)
     return min(best, again, key=lambda t: t[0])
 
 
-def _walk(runner: _Runner, runs: int, good_enough: float, seed: int) -> Steering:
-    """The best steering of a walk from the best preset, which may lose a little at first."""
+def _walk(runner: _Runner, runs: int, good_enough: float, seed: int) -> PriorityWeights:
+    """The best weights of a walk from the best preset, which may lose a little at first."""
     placement = runner.problem.placement
     p, chunks = placement.pipeline_size, placement.chunks
     dice = random.Random(seed)

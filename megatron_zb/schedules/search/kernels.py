@@ -11,8 +11,8 @@ from collections.abc import Callable, Sequence
 from functools import cache
 from typing import Any
 
-from megatron_zb.schedules.search.list_scheduler import decode
-from megatron_zb.schedules.search.local_search import polish
+from megatron_zb.schedules.search.list_scheduler import run_list_scheduler
+from megatron_zb.schedules.search.local_search import local_search
 
 
 def available() -> bool:
@@ -23,8 +23,8 @@ def available() -> bool:
 class Plain:
     """The inner loops as plain Python on lists."""
 
-    decode: Callable[..., float] = staticmethod(decode)
-    polish: Callable[..., float] = staticmethod(polish)
+    run_list_scheduler: Callable[..., float] = staticmethod(run_list_scheduler)
+    local_search: Callable[..., float] = staticmethod(local_search)
 
     @staticmethod
     def floats(values: Sequence[float]) -> Any:
@@ -43,8 +43,8 @@ class Compiled:
         import numpy
 
         self._numpy = numpy
-        self.decode: Callable[..., float] = numba.njit(cache=True)(decode)
-        self.polish: Callable[..., float] = numba.njit(cache=True)(polish)
+        self.run_list_scheduler: Callable[..., float] = numba.njit(cache=True)(run_list_scheduler)
+        self.local_search: Callable[..., float] = numba.njit(cache=True)(local_search)
 
     def floats(self, values: Sequence[float]) -> Any:
         return self._numpy.array(values, dtype=self._numpy.float64)

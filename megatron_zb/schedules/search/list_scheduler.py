@@ -13,7 +13,7 @@ from typing import Any
 INFINITY = 1e300
 
 
-def decode(
+def run_list_scheduler(
     pipeline_size: int,
     chunks: int,
     num_microbatches: int,

@@ -15,7 +15,7 @@ _MODULUS = 2147483648
 _REACH = 10
 
 
-def polish(
+def local_search(
     pipeline_size: int,
     per_rank: int,
     num_stages: int,

@@ -35,7 +35,7 @@ def place_weight_gradients(
     filled = [_Filling(placement, order, costs, limit, eagerness) for eagerness in _EAGERNESS]
     for filling in filled:
         filling.run()
-    best = min(filled, key=lambda filling: filling.seconds(in_a_row=request.in_a_row))
+    best = min(filled, key=lambda filling: filling.seconds(back_to_back=request.back_to_back))
     ranks = tuple(map(tuple, best.done))
     schedule = Schedule(name, placement, request.num_microbatches, ranks)
     return fuse_for_free(schedule, request.costs)
@@ -106,10 +106,10 @@ class _Filling:
             now, rank = heapq.heappop(self.events)
             self._step(now, rank)
 
-    def seconds(self, *, in_a_row: bool) -> float:
+    def seconds(self, *, back_to_back: bool) -> float:
         """What :meth:`Timeline.seconds` is of the order that has been found."""
         starts = [start or 0.0 for start in self.first]
-        if in_a_row:
+        if back_to_back:
             return max(end - start for start, end in zip(starts, self.last, strict=True))
         return max(self.last) - min(starts)
 

@@ -26,7 +26,7 @@ _LARGE = 8000  # passes of a problem whose walks would take too long
 _MOST_WALKED = Effort(runs=6000, moves=90_000)
 
 
-def searched(
+def search_placement(
     name: str,
     placement: Placement,
     request: Request,
@@ -52,7 +52,7 @@ def searched(
     table = request.costs.for_placement(placement)
     m = request.num_microbatches
     limit = usable_limit(placement, m, table, request.limits(placement, peak_microbatches))
-    behind = _behind(placement, table) if request.in_a_row else ()
+    behind = _behind(placement, table) if request.back_to_back else ()
     problem = Problem(placement, m, table, limit, split, behind)
     ranks = range(placement.pipeline_size)
     request.check_feasible(name, limit, [problem.smallest_limit(r) for r in ranks])
@@ -70,7 +70,7 @@ def searched(
     found = at(limit)
     if thorough and problem.num_passes <= _SMALL:
         found = _or_below(found, problem, at)
-    if request.in_a_row:  # the search is luck in part: never worse than what is found for one
+    if request.back_to_back:  # the search is luck in part: never worse than what is found for one
         found = min((found, at(limit, ())), key=period)
     schedule = Schedule(name, placement, m, found.ranks)
     return fuse_for_free(schedule, request.costs) if split else schedule

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 
 
 @dataclass(frozen=True)
-class Steering:
+class PriorityWeights:
     """The numbers that steer one run.
 
     ``bias``, ``slope`` and ``late`` have one entry for F of each chunk, B of each chunk, and W.
@@ -28,7 +28,7 @@ class Steering:
     own: tuple[float, ...]
 
     @classmethod
-    def from_preset(cls, numbers: Sequence[float], chunks: int, ranks: int) -> Steering:
+    def from_preset(cls, numbers: Sequence[float], chunks: int, ranks: int) -> PriorityWeights:
         """A preset is for two chunks: others lie between its first and its second, or in both."""
 
         def spread(five: Sequence[float]) -> tuple[float, ...]:
@@ -51,7 +51,7 @@ class Steering:
             own=(0.0,) * (ranks * (2 * chunks + 1)),
         )
 
-    def changed(self, dice: random.Random, chunks: int, ranks: int) -> Steering:
+    def changed(self, dice: random.Random, chunks: int, ranks: int) -> PriorityWeights:
         """A neighbour: the quota of a range of ranks moved, or one to three numbers changed."""
         if chunks > 1 and dice.random() < 0.35:
             return self._with_other_quotas(dice, chunks, ranks)
@@ -74,9 +74,9 @@ class Steering:
                 reach = 0.08 if name.startswith("quota") else 0.4
                 scalars[name] += dice.gauss(0, reach * size)
         bias, slope, late = map(tuple, rows)
-        return Steering(bias, slope, late, **scalars, shift=self.shift, own=self.own)
+        return PriorityWeights(bias, slope, late, **scalars, shift=self.shift, own=self.own)
 
-    def _with_other_quotas(self, dice: random.Random, chunks: int, ranks: int) -> Steering:
+    def _with_other_quotas(self, dice: random.Random, chunks: int, ranks: int) -> PriorityWeights:
         first = dice.randrange(ranks)
         last = dice.randrange(first, ranks)
         chunk = dice.randrange(chunks - 1)
@@ -86,7 +86,7 @@ class Steering:
             shift[rank * chunks + chunk] += step
         return replace(self, shift=tuple(shift))
 
-    def with_other_biases(self, dice: random.Random, chunks: int, ranks: int) -> Steering:
+    def with_other_biases(self, dice: random.Random, chunks: int, ranks: int) -> PriorityWeights:
         """A neighbour: one kind of pass is favoured, or not, on some ranks; or two kinds are."""
         kinds = 2 * chunks + 1
         own = list(self.own)

@@ -17,7 +17,7 @@ from megatron_zb.runtime.channels import Channels
 from megatron_zb.runtime.post_validation import StateExchange, run_from_cut
 from megatron_zb.schedules.passes import PassKind
 from megatron_zb.schedules.program.lowering import Program, Receive, Run, Send, Take
-from megatron_zb.schedules.program.rollback import cut
+from megatron_zb.schedules.program.rollback import rollback
 
 SIZES = [(2, 2), (2, 5), (3, 7), (4, 1), (4, 8), (8, 16)]
 
@@ -34,7 +34,7 @@ def test_only_forwards_run_before_the_cut_and_they_read_what_was_sent_before_it(
     name: str, p: int, m: int
 ) -> None:
     program = lowered(name, p, m)
-    ends = cut(program).ends
+    ends = rollback(program).ends
     before = [rank[:end] for rank, end in zip(program.ranks, ends, strict=True)]
     sent, received = (
         {(at.channel, at.message) for rank in before for at in rank if isinstance(at, kind)}
@@ -57,7 +57,7 @@ def test_only_forwards_run_before_the_cut_and_they_read_what_was_sent_before_it(
 @pytest.mark.parametrize(("p", "m"), SIZES)
 def test_what_is_before_the_cut_finishes_and_leaves_no_message(name: str, p: int, m: int) -> None:
     program = lowered(name, p, m)
-    found = cut(program)
+    found = rollback(program)
     prefixes = [rank[:end] for rank, end in zip(program.ranks, found.ends, strict=True)]
     assert finishes(replace(program, ranks=tuple(prefixes)))
     for prefix, drops in zip(prefixes, found.drops, strict=True):
@@ -70,7 +70,7 @@ def test_what_is_before_the_cut_finishes_and_leaves_no_message(name: str, p: int
 def test_the_warm_up_is_before_the_cut(name: str) -> None:
     """What runs before it is known whether the weights are right is what hides the wait."""
     program = lowered(name, 4, 8)
-    ends = cut(program).ends
+    ends = rollback(program).ends
     for rank, end in zip(program.ranks, ends, strict=True):
         kinds = [at.work.kind for at in rank if isinstance(at, Run)]
         warm_up = next(i for i, kind in enumerate(kinds) if kind is not PassKind.F)
@@ -110,7 +110,7 @@ def steps_with_a_restart(name: str, num_microbatches: int) -> Restarted:
             stage.activation_memory = memory
         run_from_cut(
             program,
-            cut(program),
+            rollback(program),
             rank,
             stages,
             channels,

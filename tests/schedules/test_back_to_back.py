@@ -50,7 +50,7 @@ def test_many_iterations_take_as_long_as_predicted(
         slowdown=slowdown[:p],
     )
     schedule = schedules.build(
-        name, pipeline_size=p, num_microbatches=m, costs=costs, in_a_row=True
+        name, pipeline_size=p, num_microbatches=m, costs=costs, back_to_back=True
     )
     one = schedules.simulate(schedule, costs)
     bound = period_bound(schedule.placement, m, one.costs, one.peak_memory)
@@ -62,24 +62,24 @@ def test_many_iterations_take_as_long_as_predicted(
 
 def test_v_zb_has_no_bubble_between_iterations() -> None:
     """A single one waits for its last rank to begin: half a forward on each of the others."""
-    alone, in_a_row = (
+    alone, back_to_back = (
         schedules.simulate(
-            schedules.build("v-zb", pipeline_size=P, num_microbatches=M, in_a_row=flag), EQUAL
+            schedules.build("v-zb", pipeline_size=P, num_microbatches=M, back_to_back=flag), EQUAL
         )
         for flag in (False, True)
     )
-    assert alone.makespan == in_a_row.makespan == WORK + (P - 1) / 2
+    assert alone.makespan == back_to_back.makespan == WORK + (P - 1) / 2
     assert alone.period > WORK
-    assert in_a_row.period == in_a_row.seconds(in_a_row=True) == WORK
-    assert in_a_row.seconds(in_a_row=False) == in_a_row.makespan
-    assert in_a_row.bubble_rate_in_a_row == pytest.approx(0)
-    assert max(in_a_row.peak_activation) <= P
-    many = schedules.simulate(repeated(in_a_row.schedule, 5), EQUAL)
+    assert back_to_back.period == back_to_back.seconds(back_to_back=True) == WORK
+    assert back_to_back.seconds(back_to_back=False) == back_to_back.makespan
+    assert back_to_back.bubble_rate_back_to_back == pytest.approx(0)
+    assert max(back_to_back.peak_activation) <= P
+    many = schedules.simulate(repeated(back_to_back.schedule, 5), EQUAL)
     assert many.makespan == pytest.approx(5 * WORK + (P - 1) / 2)
 
 
 def test_the_report_tells_the_period() -> None:
-    built = schedules.build("v-zb", pipeline_size=P, num_microbatches=M, in_a_row=True)
+    built = schedules.build("v-zb", pipeline_size=P, num_microbatches=M, back_to_back=True)
     assert built.report is not None
     assert built.report.period == WORK
     other = schedules.build("v-zb", pipeline_size=P, num_microbatches=M)
@@ -88,9 +88,13 @@ def test_the_report_tells_the_period() -> None:
 
 
 def test_an_adapter_for_iterations_in_a_row() -> None:
-    def adapter(in_a_row: bool) -> PipelineAdapter:
+    def adapter(back_to_back: bool) -> PipelineAdapter:
         return PipelineAdapter.create(
-            "v-zb", pipeline_size=P, num_microbatches=M, layers=Layers(16), in_a_row=in_a_row
+            "v-zb",
+            pipeline_size=P,
+            num_microbatches=M,
+            layers=Layers(16),
+            back_to_back=back_to_back,
         )
 
     assert adapter(True).predicted_bubble_rate == pytest.approx(0)
@@ -114,7 +118,7 @@ def test_many_in_a_row_are_never_slower_than_with_the_schedule_for_one(
         backward=[backward * seconds for seconds in forward],
         weight=[0.7 * seconds for seconds in forward],
     )
-    alone, in_a_row = (
+    alone, back_to_back = (
         schedules.simulate(
             schedules.build(
                 name,
@@ -122,10 +126,10 @@ def test_many_in_a_row_are_never_slower_than_with_the_schedule_for_one(
                 num_microbatches=m,
                 costs=costs,
                 chunks=chunks,
-                in_a_row=flag,
+                back_to_back=flag,
             ),
             costs,
         ).period
         for flag in (False, True)
     )
-    assert in_a_row <= alone * (1 + 1e-9)
+    assert back_to_back <= alone * (1 + 1e-9)

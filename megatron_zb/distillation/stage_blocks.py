@@ -12,19 +12,19 @@ import torch
 from megatron_zb.distillation import weights
 from megatron_zb.distillation.blocks import Embedding, OutputHead, rotary, teacher_layer
 from megatron_zb.distillation.place import Place
-from megatron_zb.distillation.pupil import Pupil
 from megatron_zb.distillation.shapes import BlockShape
 from megatron_zb.distillation.stage import BlockwiseStage, Teaching
+from megatron_zb.distillation.student_block import StudentBlock
 from megatron_zb.distillation.teacher import FLAG, Teacher
 
 
 @dataclass(frozen=True)
-class Classroom:
+class StageBlocks:
     """The blocks of one stage: teacher's layers and candidates, by the place of a block in it."""
 
     place: Place
     layers: Sequence[Any]
-    pupils: Sequence[Sequence[Pupil]]
+    student_blocks: Sequence[Sequence[StudentBlock]]
     embedding: Embedding | None
     head: OutputHead | None
     rotary: torch.Tensor | None
@@ -32,20 +32,20 @@ class Classroom:
     def stage(self, read: Callable[[int], torch.Tensor] | None) -> BlockwiseStage:
         """The stage as the executor runs it; `read` is for the first one, see :class:`Teaching`."""
         teaching = Teaching(self.layers, self.rotary, read, self.place.is_last)
-        return BlockwiseStage(teaching, self.pupils, self.place.partners)
+        return BlockwiseStage(teaching, self.student_blocks, self.place.partners)
 
-    def all_pupils(self) -> Iterator[Pupil]:
+    def all_student_blocks(self) -> Iterator[StudentBlock]:
         """Every candidate of every block of this rank."""
-        for candidates in self.pupils:
+        for candidates in self.student_blocks:
             yield from candidates
 
 
-def open_classroom(
+def open_stage_blocks(
     args: argparse.Namespace,
     teacher: Teacher,
     library: Sequence[Sequence[BlockShape]],
     place: Place,
-) -> Classroom:
+) -> StageBlocks:
     """Build this rank's blocks, with the teacher's weights; collective over all ranks.
 
     Raises:
@@ -64,8 +64,8 @@ def open_classroom(
         place.group,
         FLAG,
     )
-    pupils = [
-        [Pupil(args, block, shape, layers[block], teacher.shape) for shape in library[block]]
+    student_blocks = [
+        [StudentBlock(args, block, shape, layers[block], teacher.shape) for shape in library[block]]
         for block in place.blocks
     ]
-    return Classroom(place, list(layers.values()), pupils, embedding, head, rotary(args))
+    return StageBlocks(place, list(layers.values()), student_blocks, embedding, head, rotary(args))

@@ -15,7 +15,7 @@ from megatron_zb.distillation.optimizer import BlockOptimizer
 from megatron_zb.distillation.shapes import BlockShape, TeacherShape
 
 
-class Pupil:
+class StudentBlock:
     """A student layer with its own loss and optimizer."""
 
     def __init__(
@@ -41,8 +41,8 @@ class Pupil:
 
     def study(self, given: torch.Tensor, wanted: torch.Tensor, rotary: torch.Tensor | None) -> None:
         """Forward, loss and backward on one microbatch; tensors are (sequence, batch, hidden)."""
-        said = self.say(given, rotary)
-        loss = self._loss(said, wanted)
+        made = self.forward(given, rotary)
+        loss = self._loss(made, wanted)
         if loss.requires_grad:  # a block of no-ops has nothing to learn
             (loss * self._per_microbatch).backward()
         self.optimizer.collect()
@@ -50,10 +50,10 @@ class Pupil:
         self._total = loss if self._total is None else self._total + loss
         self._count += 1
 
-    def say(self, given: torch.Tensor, rotary: torch.Tensor | None) -> torch.Tensor:
+    def forward(self, given: torch.Tensor, rotary: torch.Tensor | None) -> torch.Tensor:
         """The layer's output for an input, both (sequence, batch, hidden)."""
-        said, _ = self.layer(given, attention_mask=None, rotary_pos_emb=rotary)
-        output: torch.Tensor = said
+        output: torch.Tensor
+        output, _ = self.layer(given, attention_mask=None, rotary_pos_emb=rotary)
         return output
 
     def update(self, group: dist.ProcessGroup | None) -> None:
