@@ -5,15 +5,17 @@ from __future__ import annotations
 import multiprocessing
 import os
 import signal
+import time
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ProcessPoolExecutor
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Protocol, TypeVar
 
 _Item = TypeVar("_Item")
 _Result = TypeVar("_Result")
 
-_MOST = 8  # processes: each takes about 300 MB, and no schedule is shared between two
+MOST = 8  # processes: each takes about 300 MB, and no schedule is shared between two
+AFTER = 2.0  # seconds: what takes less is not worth the start of a process
 
 
 class Each(Protocol):
@@ -25,15 +27,33 @@ class Each(Protocol):
 
 
 @contextmanager
-def workers(count: int | None = None) -> Iterator[Each]:
+def workers(count: int | None = None, after: float | None = None) -> Iterator[Each]:
     """Yield a ``map`` over ``count`` processes; without one, over one for each core, 8 at most.
 
-    The processes end with the context, at once where an exception leaves it.
+    This process works alone for the first ``after`` seconds (2, if not given). The others end with
+    the context, at once where an exception leaves it.
     """
-    count = count or min(len(os.sched_getaffinity(0)), _MOST)
-    if count == 1:
-        yield map
-        return
+    count = count or min(len(os.sched_getaffinity(0)), MOST)
+    others = time.monotonic() + (AFTER if after is None else after)
+    with ExitStack() as context:
+        pools: list[ProcessPoolExecutor] = []  # one at most, from when it is needed
+
+        def each(call: Callable[[_Item], _Result], items: Iterable[_Item], /) -> Iterator[_Result]:
+            rest = iter(items)
+            for item in rest:
+                if count == 1 or time.monotonic() < others:
+                    yield call(item)
+                    continue
+                if not pools:
+                    pools.append(context.enter_context(_pool(count)))
+                yield from pools[0].map(call, [item, *rest])
+
+        yield each
+
+
+@contextmanager
+def _pool(count: int) -> Iterator[ProcessPoolExecutor]:
+    before = set(multiprocessing.active_children())
     pool = ProcessPoolExecutor(
         count,
         mp_context=multiprocessing.get_context("spawn"),
@@ -41,9 +61,9 @@ def workers(count: int | None = None) -> Iterator[Each]:
         initargs=(signal.SIGINT, signal.SIG_DFL),
     )
     try:
-        yield pool.map
+        yield pool
     except BaseException:
-        for child in multiprocessing.active_children():
+        for child in set(multiprocessing.active_children()) - before:
             child.terminate()
         raise
     finally:
