@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Hashable, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 
 from megatron_zb.schedules.passes import Message, Pass, PassKind
@@ -82,6 +83,7 @@ class Rules(ABC):
         return f"{schedule.num_microbatches} microbatches"
 
 
+@dataclass(frozen=True)
 class TrainingRules(Rules):
     """F, B, W and BW of a training step (arXiv 2401.10241, section 2)."""
 

@@ -83,7 +83,7 @@ def stopping(compute):
 
     return stop_at_last
 
-executor._COMPUTE.update({kind: stopping(compute) for kind, compute in executor._COMPUTE.items()})
+executor.TRAINING.update({kind: stopping(each) for kind, each in executor.TRAINING.items()})
 from megatron_zb.pretrain_gpt import main
 main()
 """.replace("TESTS", repr(str(ROOT / "tests" / "support")))
