@@ -4,7 +4,8 @@ set -euo pipefail
 
 usage() {
     cat <<'END'
-usage: scripts/test.sh [--python VERSION] [--tests-only] [--full] [--faults] [PYTEST-ARGUMENT ...]
+usage: scripts/test.sh [--quick | --faults | --everything] [--python VERSION] [--tests-only] [--full]
+                       [PYTEST-ARGUMENT ...]
 
 Checks and tests megatron-zb on the CPU; needs no GPU and nothing but a Python and a network.
 
@@ -15,12 +16,17 @@ Checks and tests megatron-zb on the CPU; needs no GPU and nothing but a Python a
   3. pytest; the distributed tests run over gloo on CPU ranks
 
 options:
+  --quick            a part for the inner loop: the rules of schedules, messages, layers and rooms, a small model's
+                     gradients; no ruff and no mypy
   --python VERSION   3.11 (default, megatron-core 0.16) or 3.12 (megatron-core 0.19, in .venv-3.12)
   --tests-only       no ruff and no mypy
   --full             every combination of schedules, models and ranks, and larger sizes; without it each thing
                      is tried in a few, and the end says how many were not
   --faults           all faults that a job may suffer (about 30 minutes), and nothing else; what was seen is
                      written to faults.jsonl
+  --everything       all of it: the ordinary run with --full, all faults, and with the Megatron-LM at MEGATRON_LM_PATH,
+                     a clone with its tags, the real pretrain_gpt.py of core_v0.16.1 and, on Python 3.12, of
+                     core_v0.19.0; needs a browser, too, and takes hours
   -h, --help         this text
 
 environment:
@@ -39,9 +45,35 @@ cd "$(dirname "${BASH_SOURCE[0]}")/.."
 # shellcheck source=scripts/_environment.sh
 source scripts/_environment.sh
 
+# What --quick runs.
+readonly QUICK=(
+    tests/test_rooms.py tests/job/test_comparable.py tests/runtime/test_runtime.py tests/runtime/test_device_waits.py
+    tests/schedules/test_layout.py tests/distillation/test_pipe_bd_schedule.py tests/megatron_lm/test_megatron_lm_flags.py
+    tests/megatron_core/test_gradient_parity.py tests/schedules/test_schedules.py
+    -k 'not auto and not within_its_memory and not brute_force and not variants and not evaluation and not tensor_and_data'
+)
+
+everything() {
+    [[ -e ${MEGATRON_LM_PATH-}/.git ]] || fail "--everything needs MEGATRON_LM_PATH, a clone of Megatron-LM with its tags"
+    local browser
+    browser=$(command -v chromium || command -v google-chrome || command -v microsoft-edge) ||
+        fail "--everything needs chromium, google-chrome or microsoft-edge on PATH"
+    say "the browser is $browser"
+    local checkouts
+    checkouts=$(mktemp -d)
+    trap 'rm -rf "$checkouts"' EXIT
+    for tag in core_v0.16.1 core_v0.19.0; do
+        git clone --quiet --branch "$tag" "$MEGATRON_LM_PATH" "$checkouts/$tag"
+    done
+    MEGATRON_LM_PATH=$checkouts/core_v0.16.1 scripts/test.sh --full
+    scripts/test.sh --tests-only --faults
+    MEGATRON_LM_PATH=$checkouts/core_v0.19.0 scripts/test.sh --python 3.12
+}
+
 version=3.11
 checks=yes
 faults=
+quick=
 arguments=()
 while (($#)); do
     case $1 in
@@ -50,6 +82,8 @@ while (($#)); do
         --python=*) version=${1#*=} ;;
         --tests-only) checks=no ;;
         --faults) faults=yes ;;
+        --quick) quick=yes checks=no ;;
+        --everything) everything; exit ;;
         *) arguments+=("$1") ;;
     esac
     shift
@@ -72,6 +106,7 @@ if [[ $checks == yes ]]; then
     say "mypy"
     "$venv/bin/python" -m mypy --no-error-summary
 fi
+[[ -z $quick ]] || arguments=("${QUICK[@]}" "${arguments[@]}")
 if [[ -n $faults ]]; then
     export MEGATRON_ZB_FAULTS=$PWD/faults.jsonl
     rm -f "$MEGATRON_ZB_FAULTS"

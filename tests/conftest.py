@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections import Counter
 from collections.abc import Iterator
 
 import kept_searches
@@ -35,10 +36,13 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     """Say what did not run, and how to run it."""
     left_out = terminalreporter.stats.get("deselected", [])
     count = sum(item.get_closest_marker("full") is not None for item in left_out)
-    if count:
-        terminalreporter.write_line(
-            f"NOT RUN: {count} further combinations; scripts/test.sh --full runs them", yellow=True
-        )
+    skipped = terminalreporter.stats.get("skipped", [])
+    folders = Counter("/".join(report.nodeid.split("/")[:2]) for report in skipped)
+    said = [f"{count} further combinations (--full)"] * bool(count)
+    said += [f"{count} skipped of {folder}" for folder, count in sorted(folders.items())]
+    if said:
+        terminalreporter.write_line(f"NOT RUN: {'; '.join(said)}", yellow=True)
+        terminalreporter.write_line("scripts/test.sh --everything runs all of it", yellow=True)
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -1,0 +1,11 @@
+#!/usr/bin/env bash
+# Measures the tests: breaks the code at the places of tests/mutants.yaml, one at a time; see --help.
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+# shellcheck source=scripts/_environment.sh
+source scripts/_environment.sh
+
+ensure_environment .venv 3.11 test
+ensure_transformer_engine .venv
+export CUDA_VISIBLE_DEVICES='' OMP_NUM_THREADS=1
+exec .venv/bin/python tests/support/mutate.py "$@"
