@@ -109,7 +109,7 @@ class PipelineAdapter:
             UsageError: unknown name, sizes that cannot be scheduled, layers that cannot be placed.
         """
         costs = _equal_costs(pipeline_size)
-        if catalog.family(name).name == "auto":
+        if catalog.family(name).chooses_placement:
             costs = _assumed_costs(pipeline_size, layers.decoder, ends)
             if placement is None and isinstance(layer_layout, str):
                 placement = _placement_of(layer_layout, pipeline_size)

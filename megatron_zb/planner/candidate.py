@@ -38,7 +38,7 @@ class Candidate:
         if not self.takes_chunks:
             yield None
             return
-        step = 2 if self.family == "wave" else 1
+        step = catalog.family(self.family).chunk_step
         yield from range(2 * step, layers // pipeline + 1, step)
 
     def placement(self, pipeline: int, chunks: int | None) -> Placement:
@@ -50,7 +50,7 @@ class Candidate:
     @property
     def takes_the_best(self) -> bool:
         """Whether it is ``auto``, which runs whatever is the fastest of all."""
-        return catalog.family(self.family).placement is None
+        return catalog.family(self.family).chooses_placement
 
     def has_by_default(self, counts: Layout, placement: Placement) -> bool:
         """Whether a run has this layout without a flag for it.
@@ -60,6 +60,11 @@ class Candidate:
         if self.megatron:
             return len(set(counts)) == 1
         return counts == spread(Layers(sum(counts)), placement)
+
+    @property
+    def in_groups(self) -> bool:
+        """Whether microbatches pass the chunks of a rank in groups."""
+        return catalog.family(self.family).takes_group_size
 
     @property
     def splits(self) -> bool:

@@ -7,7 +7,6 @@ simulation decides afterwards.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -18,21 +17,6 @@ from megatron_zb.planner.step import by_formula
 from megatron_zb.planner.work import Work, Workload
 from megatron_zb.schedules import catalog
 from megatron_zb.schedules.placement import Placement
-
-# Seconds of the bubble from p and the F, B and W of a rank; ``v`` are the chunks of a rank.
-_Bubble = Callable[[int, Work, int], float]
-_BUBBLES: dict[str, _Bubble] = {
-    "interleaved": lambda p, w, v: (p - 1) * w.total / v,
-    "zb-h1": lambda p, w, v: (p - 1) * (w.forward + w.backward - w.weight),
-    "zb-1p": lambda p, w, v: (p - 1) * (w.forward + w.backward - w.weight),
-    "zb-h2": lambda p, w, v: (p - 1) * max(w.forward, w.forward + w.backward - 2 * w.weight),
-    "zb-2p": lambda p, w, v: (p - 1) * max(w.forward, w.forward + w.backward - 2 * w.weight),
-    "v-zb": lambda p, w, v: (p - 1) * w.forward / 2,
-    "dualpipe-v": lambda p, w, v: (p - 1) * w.forward / 2,
-    "wave": lambda p, w, v: (p - 1) * w.forward / v,
-    "v-half": lambda p, w, v: max(p - 1, 6 * p - 1 - 6 * ((p + 2) // 2)) * w.forward / 2,
-    "v-min": lambda p, w, v: max(p - 1, 6 * p - 1 - 6 * ((p + 4) // 3)) * w.forward / 2,
-}
 
 
 @dataclass(frozen=True)
@@ -93,19 +77,10 @@ def seconds(split: EvenSplit, candidate: Candidate, m: int, chunks: int | None) 
     work, hop, v = split.rank_with(placement), split.load.hop(False), placement.chunks
     if candidate.blocking:
         work = work + Work(v * hop, v * hop)
-    bubble = _BUBBLES.get(candidate.family, lambda p, w, v: (p - 1) * w.total)
-    steady = m * max(work.total, _interval(candidate.family, work))
+    family = catalog.family(candidate.family)
+    steady = m * max(work.total, family.interval(work))
     step = by_formula(split.load, split.states, work)
-    return steady + bubble(p, work, v) + 2 * (p - 1) * hop + step
-
-
-def _interval(family: str, work: Work) -> float:
-    """The V schedules with little memory lose in each microbatch where F, B and W are unequal."""
-    if family == "v-min":
-        return 3 * max(work.forward, work.backward)
-    if family == "v-half":
-        return max(2 * work.backward + work.weight / 2, 2 * work.forward + work.weight / 2)
-    return 0.0
+    return steady + family.bubble(p, work, v) + 2 * (p - 1) * hop + step
 
 
 def memory(split: EvenSplit, candidate: Candidate, m: int, chunks: int | None) -> float:

@@ -201,7 +201,7 @@ def _simulated(
         pipeline_size=placement.pipeline_size,
         num_microbatches=asked.num_microbatches,
         # a run builds auto alone for what it measures, and every other one for equal costs
-        costs=costs if candidate.family == "auto" else None,
+        costs=costs if candidate.takes_the_best else None,
         memory_limit=asked.memory_limit,
         chunks=chunks,
         placement=placement if quick else None,

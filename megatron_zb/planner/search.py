@@ -430,7 +430,7 @@ def _refined(job: Job, ordered: Sequence[_Setting]) -> list[_Setting]:
         if staged is None:
             continue
         fitting += 1
-        steady = staged.interval(in_groups=setting.candidate.family == "interleaved")
+        steady = staged.interval(in_groups=setting.candidate.in_groups)
         longer = max(0.0, steady - setting.counted)
         out.append(replace(setting, seconds=setting.seconds + setting.m * longer))
     return sorted(out, key=lambda s: -s.rate)
@@ -468,8 +468,9 @@ def cut_into_stages(
     splits = [
         StageWorkload(load, placement, found) for found in layout.choices(layers, placement, *ends)
     ]
-    in_groups = candidate.family == "interleaved"
-    return min(splits, key=lambda staged: staged.interval(in_groups=in_groups), default=None)
+    return min(
+        splits, key=lambda staged: staged.interval(in_groups=candidate.in_groups), default=None
+    )
 
 
 def _describe_too_small(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from typing import Protocol, TypeAlias
 
 from megatron_zb.errors import UsageError
 from megatron_zb.schedules import placement as placements
@@ -21,6 +22,63 @@ _ZERO_BUBBLE = "Zero Bubble Pipeline Parallelism, arXiv 2401.10241"
 _CONTROLLABLE = "Pipeline Parallelism with Controllable Memory, arXiv 2405.15362"
 
 
+class RankSeconds(Protocol):
+    """Seconds of the passes of one microbatch on one rank, all of its chunks together."""
+
+    @property
+    def forward(self) -> float: ...
+
+    @property
+    def backward(self) -> float: ...
+
+    @property
+    def weight(self) -> float: ...
+
+    @property
+    def total(self) -> float: ...
+
+
+Bubble: TypeAlias = Callable[[int, RankSeconds, int], float]
+"""Seconds that no rank can fill, from p, the seconds of a rank, and the chunks of a rank."""
+
+
+def _whole_passes(p: int, rank: RankSeconds, chunks: int) -> float:
+    return (p - 1) * rank.total
+
+
+def _whole_passes_of_chunks(p: int, rank: RankSeconds, chunks: int) -> float:
+    return (p - 1) * rank.total / chunks
+
+
+def _fills_with_w(p: int, rank: RankSeconds, chunks: int) -> float:
+    return (p - 1) * (rank.forward + rank.backward - rank.weight)
+
+
+def _fills_with_more_forwards(p: int, rank: RankSeconds, chunks: int) -> float:
+    after_w = rank.forward + rank.backward - 2 * rank.weight
+    return (p - 1) * max(rank.forward, after_w)
+
+
+def _fill_of_chunks(p: int, rank: RankSeconds, chunks: int) -> float:
+    return (p - 1) * rank.forward / chunks
+
+
+def _fill_of_v_half(p: int, rank: RankSeconds, chunks: int) -> float:
+    return max(p - 1, 6 * p - 1 - 6 * ((p + 2) // 2)) * rank.forward / 2
+
+
+def _fill_of_v_min(p: int, rank: RankSeconds, chunks: int) -> float:
+    return max(p - 1, 6 * p - 1 - 6 * ((p + 4) // 3)) * rank.forward / 2
+
+
+def _interval_of_v_half(rank: RankSeconds) -> float:
+    return max(2 * rank.backward + rank.weight / 2, 2 * rank.forward + rank.weight / 2)
+
+
+def _interval_of_v_min(rank: RankSeconds) -> float:
+    return 3 * max(rank.forward, rank.backward)
+
+
 @dataclass(frozen=True)
 class Family:
     """One named schedule.
@@ -28,7 +86,10 @@ class Family:
     ``placement(p, chunks)`` is where its stages stand, with its own number of chunks for None; None
     where the costs decide. ``peak(p, m)`` bounds the activations of the worst rank in microbatches
     of a whole rank, None where the limit alone decides. ``takes_chunks`` and ``takes_group_size``
-    tell which choices it leaves to the user; ``peak`` is for the default ones.
+    tell which choices it leaves to the user; ``peak`` is for the default ones. ``bubble`` is the
+    formula of ``docs/schedules.md``; ``interval`` the least seconds between two microbatches, where
+    they can be more than a rank computes: the V schedules with little memory lose in each one where
+    F, B and W are unequal. ``searches`` tells that building takes a search.
     """
 
     name: str
@@ -37,10 +98,24 @@ class Family:
     summary: str
     source: str
     placement: Callable[[int, int | None], Placement] | None = None
+    bubble: Bubble = _whole_passes
+    interval: Callable[[RankSeconds], float] = lambda rank: 0.0
     splits_backward: bool = True
+    searches: bool = True
     takes_chunks: bool = False
     takes_group_size: bool = False
+    chunk_step: int = 1
     aliases: tuple[str, ...] = ()
+
+    @property
+    def chooses_placement(self) -> bool:
+        """Whether the costs decide on the placement, too."""
+        return self.placement is None
+
+    @property
+    def follows_costs(self) -> bool:
+        """Whether other costs can give another order."""
+        return self.splits_backward or self.searches
 
     def peak_microbatches(self, p: int, m: int) -> float:
         """The bound with the default choices; 1F1B's p for ``auto``, its limit if none is given."""
@@ -72,6 +147,7 @@ _FAMILIES = (
         "GPipe, arXiv 1811.06965",
         splits_backward=False,
         placement=_one_chunk,
+        searches=False,
     ),
     Family(
         "1f1b",
@@ -81,6 +157,7 @@ _FAMILIES = (
         "PipeDream-Flush, arXiv 2006.09503",
         splits_backward=False,
         placement=_one_chunk,
+        searches=False,
     ),
     Family(
         "interleaved",
@@ -92,6 +169,8 @@ _FAMILIES = (
         takes_chunks=True,
         takes_group_size=True,
         placement=_loop,
+        bubble=_whole_passes_of_chunks,
+        searches=False,
     ),
     Family(
         "1f1b-v",
@@ -109,6 +188,8 @@ _FAMILIES = (
         "1F1B's placement and memory, a third of its bubble",
         _ZERO_BUBBLE,
         placement=_one_chunk,
+        bubble=_fills_with_w,
+        searches=False,
     ),
     Family(
         "zb-h2",
@@ -117,6 +198,8 @@ _FAMILIES = (
         "a smaller bubble than zb-h1 for twice the memory, in a fixed order",
         _ZERO_BUBBLE,
         placement=_one_chunk,
+        bubble=_fills_with_more_forwards,
+        searches=False,
     ),
     Family(
         "zb-1p",
@@ -125,6 +208,7 @@ _FAMILIES = (
         "the best order found with one chunk per rank in 1F1B's memory",
         _ZERO_BUBBLE,
         placement=_one_chunk,
+        bubble=_fills_with_w,
     ),
     Family(
         "zb-2p",
@@ -133,6 +217,7 @@ _FAMILIES = (
         "the best order found with one chunk per rank in twice 1F1B's memory",
         _ZERO_BUBBLE,
         placement=_one_chunk,
+        bubble=_fills_with_more_forwards,
     ),
     Family(
         "v-zb",
@@ -142,6 +227,7 @@ _FAMILIES = (
         _CONTROLLABLE,
         aliases=("zbv",),
         placement=_v,
+        bubble=_fill_of_chunks,
     ),
     Family(
         "v-half",
@@ -150,6 +236,8 @@ _FAMILIES = (
         "half of 1F1B's memory, half its bubble",
         _CONTROLLABLE,
         placement=_v,
+        bubble=_fill_of_v_half,
+        interval=_interval_of_v_half,
     ),
     Family(
         "v-min",
@@ -158,6 +246,8 @@ _FAMILIES = (
         "a third of 1F1B's memory",
         _CONTROLLABLE,
         placement=_v,
+        bubble=_fill_of_v_min,
+        interval=_interval_of_v_min,
     ),
     Family(
         "wave",
@@ -167,6 +257,8 @@ _FAMILIES = (
         "Hanayo, arXiv 2308.15762",
         takes_chunks=True,
         placement=_zigzag,
+        bubble=_fill_of_chunks,
+        chunk_step=2,
     ),
     Family(
         "dualpipe-v",
@@ -175,6 +267,7 @@ _FAMILIES = (
         "DualPipe's order on a V",
         "DeepSeek-V3, arXiv 2412.19437",
         placement=_v,
+        bubble=_fill_of_chunks,
     ),
     Family(
         "auto",

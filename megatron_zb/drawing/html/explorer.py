@@ -16,9 +16,10 @@ from megatron_zb.drawing.palette import COST_UNIT, TimeUnit
 from megatron_zb.errors import UsageError
 from megatron_zb.schedules import Costs, Schedule, Timeline, catalog, simulate
 
-FIXED = ("gpipe", "1f1b", "interleaved")
+_FAMILIES = tuple(map(catalog.family, catalog.names()))
+FIXED = tuple(family.name for family in _FAMILIES if not family.follows_costs)
 """Schedules whose order does not depend on costs."""
-QUICK = (*FIXED, "zb-h1", "zb-h2")
+QUICK = tuple(family.name for family in _FAMILIES if not family.searches)
 """Schedules whose order is built at once, without a search."""
 MOST_PASSES = 60_000
 """Of a page's schedule; more would take minutes to draw, and a file of many megabytes."""
