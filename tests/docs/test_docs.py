@@ -22,6 +22,7 @@ from packaging.requirements import Requirement
 from megatron_zb import schedules
 from megatron_zb.schedules import catalog
 from megatron_zb.schedules.catalog import Family
+from megatron_zb.schedules.placement import looped
 from megatron_zb.schedules.program import lowering
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -113,7 +114,7 @@ def test_the_example_of_a_new_schedule_works(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setitem(sys.modules, "breadth_first", module)
     exec(family_file, module.__dict__)
     entry = block(page, "    Family(").strip().removesuffix(",")
-    family = eval(entry, {"Family": Family, "breadth_first": module})
+    family = eval(entry, {"Family": Family, "breadth_first": module, "looped": looped})
     monkeypatch.setitem(catalog._BY_NAME, family.name, family)
     for p, m in ((2, 1), (4, 3), (4, 8)):
         built = schedules.build(family.name, pipeline_size=p, num_microbatches=m)
