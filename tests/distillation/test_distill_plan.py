@@ -149,7 +149,7 @@ def test_what_cannot_be_had_is_a_sentence(
 
 def test_it_imports_neither_torch_nor_megatron() -> None:
     program = (
-        "import sys; from megatron_zb import cli; cli.main(sys.argv[1:]); "
+        "import sys; from megatron_zb.cli.main import main; main(sys.argv[1:]); "
         "sys.exit(any(name in sys.modules for name in ('torch', 'megatron')))"
     )
     given = "plan --config gpt_1_5b --gpus 8 --student-config half_mlp".split()

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from rank_process import Kind
 from ranks import RankPools
 
-from megatron_zb.distillation.relay_steps import relay_steps
+from megatron_zb.distillation.relay_steps import HANDLERS, relay_steps
 from megatron_zb.distillation.schedule.distribution import Distribution
 from megatron_zb.distillation.schedule.pipe_bd import pipe_bd
 from megatron_zb.distillation.schedule.step_by_step import step_by_step
@@ -234,7 +234,7 @@ def passes_seen() -> list[Pass]:
     recorder = Recorder()
     rank = dist.get_rank()
     stages = {rank: Sleeper(0)}
-    run_program(program, rank, stages, channels, empty, recorder)
+    run_program(program, rank, stages, channels, empty, recorder, handlers=HANDLERS)
     channels.close()
     return [span.of for span in recorder.spans() if isinstance(span.of, Pass)]
 
