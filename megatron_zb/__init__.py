@@ -6,7 +6,7 @@ __version__ = "0.1.0"
 
 
 def install() -> None:
-    """Let this process's Megatron-LM take ``--pipeline-schedule``.
+    """Enable ``--pipeline-schedule`` in this process's Megatron-LM.
 
     Call it before the script's own imports from Megatron. Until the arguments choose a schedule,
     nothing changes.

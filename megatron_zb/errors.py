@@ -1,8 +1,8 @@
-"""The one kind of error that is the user's to mend."""
+"""The error for everything that the user can correct."""
 
 
 class UsageError(ValueError):
-    """Something the user asked for cannot be done.
+    """Error for a request of the user that cannot be carried out.
 
     The message is one sentence: what is wrong, where, and what would be right. Commands print it
     without a traceback and exit with code 2. Line ends and control characters of what the user

@@ -39,7 +39,7 @@ arguments, under a schedule of megatron_zb.
 
 
 def main(argv: Sequence[str]) -> None:
-    """Run the script; what the user can mend is told in one sentence, with exit code 2."""
+    """Run the script; a UsageError is printed as one sentence, with exit code 2."""
     on_cpu = "--cpu" in argv
     rest = [argument for argument in argv if argument != "--cpu"]
     if rest[:1] in (["-h"], ["--help"]):
@@ -85,7 +85,7 @@ def _prepare(arguments: Sequence[str], on_cpu: bool) -> Path:
 
 
 def _check_python(checkout: Checkout) -> None:
-    """A Python that is too old would fail anywhere among Megatron's imports."""
+    """Reject a Python that is too old, which would fail anywhere among Megatron's imports."""
     from megatron_zb.megatron_core.versions import training_loop_needs
 
     least = training_loop_needs(checkout.version).python

@@ -1,4 +1,4 @@
-"""A package that an import wants and that is not installed, told in one sentence."""
+"""One-sentence errors for imports of packages that are not installed."""
 
 from __future__ import annotations
 

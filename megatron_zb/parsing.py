@@ -1,4 +1,4 @@
-"""The parser of every command: a mistake is a UsageError that says what would be right."""
+"""Argument parser of every command; its UsageErrors say what would be right."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from megatron_zb.errors import UsageError
 
 _MOST = 1_000_000  # ranks, microbatches, chunks
 LONGEST_TIME = 1e12
-"""Of a pass, in any unit; sums of longer ones would lose their digits."""
+"""Longest time of a pass, in any unit; sums of longer ones would lose their digits."""
 
 
 class Parser(argparse.ArgumentParser):
-    """Reports a mistake as the UsageError that every other mistake is."""
+    """Argument parser that reports mistakes as UsageError."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -24,11 +24,14 @@ class Parser(argparse.ArgumentParser):
         self.register("type", float, _number)
 
     def defaults(self) -> dict[str, Any]:
-        """What every argument is where it is not given, required ones included."""
+        """Return the default of every argument, required ones included."""
         return {action.dest: action.default for action in self._actions if action.dest != "help"}
 
     def parse_known_args(self, *args: Any, **kwargs: Any) -> Any:
-        """Leave nothing over: a command's own parser knows best which flag was meant."""
+        """Parse the arguments and reject unknown ones.
+
+        A command's own parser knows best which flag was meant.
+        """
         found, left = super().parse_known_args(*args, **kwargs)
         if left:
             self.error(_describe_of_unknown(left[0], sorted(self._option_string_actions)))
@@ -38,7 +41,7 @@ class Parser(argparse.ArgumentParser):
         raise UsageError(self._describe(message))
 
     def _describe(self, message: str) -> str:
-        """argparse's message as one sentence that says what would be right."""
+        """Rewrite argparse's message as one sentence that says what would be right."""
         if missing := re.fullmatch(r"the following arguments are required: (.*)", message):
             return self._describe_of_missing(missing.group(1).split(", "))
         if ambiguous := re.fullmatch(r"ambiguous option: (\S+) could match (.*)", message):
@@ -57,7 +60,7 @@ class Parser(argparse.ArgumentParser):
         return f"{name}: {what}"
 
     def _named(self, name: str) -> argparse.Action | None:
-        """The argument that argparse calls so in a message."""
+        """Return the argument that argparse calls ``name`` in a message."""
         return next((a for a in self._actions if name in _names(a)), None)
 
     def _describe_of_missing(self, names: Sequence[str]) -> str:
@@ -75,7 +78,7 @@ def _names(action: argparse.Action) -> tuple[str, ...]:
 
 
 def _written(action: argparse.Action) -> str:
-    """As a user writes it: the long flag, or the place of a value without one."""
+    """Return an argument as a user writes it: its long flag, or the metavar of a positional one."""
     if action.option_strings:
         return max(action.option_strings, key=len)
     return action.metavar if isinstance(action.metavar, str) else action.dest
@@ -123,7 +126,7 @@ def _number(text: str) -> float:
 
 
 def seconds(text: str) -> float:
-    """A time that can be added up: 0 or more, and not absurd."""
+    """Parse a time from 0 to :data:`LONGEST_TIME`."""
     time = _number(text)
     if not 0 <= time <= LONGEST_TIME:
         raise argparse.ArgumentTypeError(
@@ -133,7 +136,7 @@ def seconds(text: str) -> float:
 
 
 def positive(text: str) -> int:
-    """A whole number of 1 or more, and not absurd."""
+    """Parse a whole number from 1 to 1,000,000."""
     if not (text.isascii() and text.isdecimal() and int(text)):
         raise argparse.ArgumentTypeError(f"'{text}' is not a whole number of 1 or more")
     if int(text) > _MOST:

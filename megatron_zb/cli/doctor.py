@@ -1,4 +1,4 @@
-"""What is installed here, what fits, and what to do about each thing that is missing.
+"""Check of the environment: installed packages, their versions, and advice on what is missing.
 
 Nothing is imported but torch, and that may fail: a broken package is a finding. All else is read
 from the metadata of packages and from the files of a checkout.
@@ -30,27 +30,27 @@ State = Literal["ok", "missing", "optional", "wrong"]
 
 @dataclass(frozen=True)
 class Finding:
-    """One part: what was found, and in one sentence what it is for or what to do."""
+    """Result of checking one part, with one sentence on its purpose or on what to do."""
 
     part: str
     found: str
     state: State
     advice: str
     install: str = ""
-    """What pip is to be given to mend it; empty where pip cannot."""
+    """Argument of pip install that fixes it; empty where pip cannot."""
     again: bool = False
-    """Whether pip has to install it although it is there."""
+    """Whether pip must reinstall a package that is already installed."""
     commands: tuple[str, ...] = ()
-    """What to run, ready to paste."""
+    """Commands to run, ready to paste."""
 
     @property
     def stops(self) -> bool:
-        """Whether nothing can be trained until it is mended."""
+        """Whether training cannot start until it is fixed."""
         return self.state in ("missing", "wrong")
 
 
 def examine(root: Path | None = None) -> list[Finding]:
-    """Every finding about this environment, and about a Megatron-LM checkout if there is one.
+    """Return all findings about this environment, and about a Megatron-LM checkout if given.
 
     Raises:
         UsageError: the folder is no Megatron-LM checkout.
@@ -78,27 +78,27 @@ _OWN = "megatron-zb"
 
 @dataclass(frozen=True)
 class Requirement:
-    """A package: its name, its module, what it is for, and which versions do."""
+    """A package: its name, its module, its purpose, and the versions that fit."""
 
     name: str
     module: str
     purpose: str
     versions: str = ""
-    """Such as ``>=2.7,<3``; empty where any does."""
+    """Version specifier such as ``>=2.7,<3``; empty where any version fits."""
     without: str = ""
-    """What to do without it; empty where it is required."""
+    """Alternative if it is not installed; empty where it is required."""
     extras: str = ""
-    """What pip is to be given between the name and the versions, such as ``[pytorch]``."""
+    """Extras for pip, between the name and the versions, such as ``[pytorch]``."""
 
     @property
     def install(self) -> str:
-        """What pip is to be given."""
+        """Argument of pip install: name, extras and versions."""
         return f"{self.name}{self.extras}{self.versions}"
 
 
 @dataclass(frozen=True)
 class Installed:
-    """What is known of a package without importing it."""
+    """Facts about a package that are known without importing it."""
 
     version: str | None
     there: bool
@@ -170,11 +170,11 @@ _ON_DEMAND = ("einops", "tensorboard", "transformers")
 
 
 def required(texts: Iterable[str], extra: str = "") -> list[Requirement]:
-    """What a package's metadata asks for, without an extra or for that one.
+    """Return the packages that metadata requires, without an extra or for one extra.
 
     Args:
         texts: as ``importlib.metadata.requires`` has them: ``numba>=0.60; extra == "fast"``.
-        extra: its name; empty for what is always needed.
+        extra: name of the extra; empty for the packages that are always needed.
     """
     from packaging.requirements import Requirement as Parsed
 
@@ -190,13 +190,13 @@ def required(texts: Iterable[str], extra: str = "") -> list[Requirement]:
 
 
 def _with(name: str, versions: str, extras: str) -> Requirement:
-    """What it is for, with the versions that metadata asks for."""
+    """Return the requirement of a package, with the versions and extras from metadata."""
     use = _USES.get(name) or Requirement(name, name.replace("-", "_"), "megatron_zb needs it")
     return replace(use, versions=versions, extras=extras)
 
 
 def own_requirements() -> Sequence[str]:
-    """What the metadata of this package asks for; nothing where it is not installed or damaged."""
+    """Return what this package requires; nothing where it is not installed or damaged."""
     try:
         return metadata.requires(_OWN) or ()
     except Exception:
@@ -204,7 +204,7 @@ def own_requirements() -> Sequence[str]:
 
 
 def _torch(texts: Sequence[str]) -> Requirement:
-    """The versions of torch that are asked for, where that is known."""
+    """Return the requirement of torch, with its versions where they are known."""
     try:
         return next(r for r in required(texts) if r.name == "torch")
     except (ImportError, StopIteration):
@@ -212,7 +212,7 @@ def _torch(texts: Sequence[str]) -> Requirement:
 
 
 def about_packages(texts: Sequence[str], *, on_gpus: bool) -> list[Finding]:
-    """A finding for each package that this one names, and for what else is optional."""
+    """Return a finding for each required package and for each optional one."""
     if not look_at(_USES["packaging"]).there:
         return [about_package(_USES["packaging"], Installed(None, False))]
     if not texts:
@@ -234,7 +234,10 @@ _FUSED = Requirement("apex", "fused_weight_gradient_mlp_cuda", "")
 
 
 def look_at(requirement: Requirement) -> Installed:
-    """What metadata tells of a package; it may be damaged in many ways, so nothing is raised."""
+    """Look up a package without importing it.
+
+    Metadata may be damaged in many ways, so that no error is raised.
+    """
     try:
         version = metadata.version(requirement.name)
     except Exception:
@@ -247,7 +250,7 @@ def look_at(requirement: Requirement) -> Installed:
 
 
 def about_package(requirement: Requirement, installed: Installed) -> Finding:
-    """Whether a package is there in a version that fits."""
+    """Check whether a package is installed in a version that fits."""
     problem, again = _problem_with(requirement, installed)
     if not problem:
         return Finding(
@@ -266,7 +269,7 @@ _FORCED = "--force-reinstall "
 
 
 def _problem_with(requirement: Requirement, installed: Installed) -> tuple[str, bool]:
-    """What is wrong with a package, empty where nothing is; whether to install it anew."""
+    """Return the problem with a package, empty if none, and whether to reinstall it."""
     if installed.there:
         fits = _fits(installed.version, requirement.versions)
         return ("" if fits else f"{installed.version}, but {requirement.versions} is needed"), False
@@ -276,7 +279,7 @@ def _problem_with(requirement: Requirement, installed: Installed) -> tuple[str, 
 
 
 def _fits(version: str | None, versions: str) -> bool:
-    """Whether a version is one of those asked for; an unknown one gets the benefit of the doubt."""
+    """Return whether a version is one of those asked for; True for an unknown version."""
     try:
         from packaging.specifiers import SpecifierSet
         from packaging.version import Version
@@ -288,13 +291,16 @@ def _fits(version: str | None, versions: str) -> bool:
 
 
 def _numbers(version: str) -> tuple[int, ...]:
-    """The release of a version: (2, 13, 0) of 2.13.0+cpu."""
+    """Return the release of a version: (2, 13, 0) for 2.13.0+cpu."""
     found = re.match(r"\d+(\.\d+)*", version)
     return tuple(map(int, found.group().split("."))) if found else ()
 
 
 def about_apex(has_apex: bool, has_fused: bool) -> Iterator[Finding]:
-    """Apex is built from source, with or without the kernel that adds up weight gradients."""
+    """Check for apex and for its kernel that adds up weight gradients.
+
+    Apex is built from source, with or without that kernel.
+    """
     source = "build it from https://github.com/NVIDIA/apex"
     yield (
         Finding("apex", "yes", "ok", "it has norm layers for --transformer-impl local.")
@@ -324,7 +330,7 @@ def about_apex(has_apex: bool, has_fused: bool) -> Iterator[Finding]:
 
 
 def about_python(version: tuple[int, ...], checkout: Checkout | Finding | None) -> Finding:
-    """Whether the version of Python fits this package and the checkout."""
+    """Check whether the version of Python fits this package and the checkout."""
     least, needed_by = (3, 10), "megatron_zb"
     if isinstance(checkout, Checkout):
         needs = versions.training_loop_needs(checkout.version).python
@@ -339,13 +345,13 @@ def about_python(version: tuple[int, ...], checkout: Checkout | Finding | None) 
 
 @dataclass(frozen=True)
 class Torch:
-    """What torch tells of itself and of this machine."""
+    """Version, devices and communication backends of torch on this machine."""
 
     version: str | None = None
     broken: str = ""
-    """Why it cannot be imported."""
+    """Error when it was imported; empty if there was none."""
     driver: str = ""
-    """What it complains about when it looks for GPUs."""
+    """Warning or error when it looked for GPUs; empty if there is none."""
     cuda: str | None = None
     gpus: tuple[str, ...] = ()
     capability: int = 0
@@ -355,7 +361,7 @@ class Torch:
 
 
 def look_at_torch() -> Torch:
-    """Import torch and ask it; whatever goes wrong is in the answer."""
+    """Import torch and read its properties; an error is returned in the result."""
     try:
         if find_spec("torch") is None:
             return Torch()
@@ -373,7 +379,7 @@ def look_at_torch() -> Torch:
 
 
 def _gpus() -> tuple[tuple[str, ...], int, str]:
-    """Names of the GPUs, capability of the first, and why there are none, if that is known."""
+    """Return the names of the GPUs, the first one's capability, and the error if there are none."""
     import torch
 
     with warnings.catch_warnings(record=True) as said:
@@ -395,7 +401,7 @@ _ONLY_CPU = "only CPU ranks can be used, with --cpu"
 
 
 def about_torch(torch: Torch, requirement: Requirement = _USES["torch"]) -> Iterator[Finding]:
-    """torch itself, the GPUs it sees, and the libraries that its ranks talk with."""
+    """Check torch, the GPUs that it sees, and the libraries that its ranks communicate with."""
     finding = about_package(requirement, Installed(torch.version, torch.version is not None))
     if finding.stops:
         yield finding
@@ -451,7 +457,10 @@ _BLACKWELL = 10
 
 
 def about_connections(torch: Torch, environment: Mapping[str, str]) -> Iterator[Finding]:
-    """Megatron-LM refuses tensor and context parallelism without it, up to Hopper."""
+    """Check that CUDA_DEVICE_MAX_CONNECTIONS is 1.
+
+    Megatron-LM refuses tensor and context parallelism without it, up to Hopper.
+    """
     if not torch.gpus:
         return
     value = environment.get(_CONNECTIONS)
@@ -470,7 +479,7 @@ def about_connections(torch: Torch, environment: Mapping[str, str]) -> Iterator[
 
 
 def core_version() -> str | None:
-    """The megatron-core that would be imported: a checkout on PYTHONPATH comes first."""
+    """Return the version of the megatron-core on the path; a checkout on PYTHONPATH comes first."""
     try:
         spec = find_spec("megatron.core")
         folders = list(spec.submodule_search_locations or ()) if spec else []
@@ -486,7 +495,7 @@ def core_version() -> str | None:
 
 
 def about_core(version: str | None, checkout: Checkout | Finding | None) -> Finding:
-    """Whether megatron-core is one of those served; a checkout brings its own."""
+    """Check whether megatron-core is a supported version; a checkout brings its own."""
     part, install = "megatron-core", "megatron-core>=0.16,<0.17"
     remedy = f"run pip install {shlex.quote(install)}"
     if version and versions.is_supported(_numbers(version)):
@@ -510,7 +519,11 @@ _MARK = "megatron_zb.install()"
 
 
 def _checkout(root: Path) -> Checkout | Finding:
-    """The checkout in a folder; one that is not served is a finding, none at all an error."""
+    """Return the checkout in a folder, or a finding if its version is not supported.
+
+    Raises:
+        UsageError: there is no checkout in the folder.
+    """
     try:
         return checkout_at(root)
     except UsageError as error:
@@ -521,7 +534,10 @@ def _checkout(root: Path) -> Checkout | Finding:
 
 
 def about_checkout(checkout: Checkout) -> Iterator[Finding]:
-    """Its version, and how to start its scripts: patched ones as ever, others by the launcher."""
+    """Yield the version of a checkout, and how to start its scripts.
+
+    A patched checkout starts as usual, any other with the launcher.
+    """
     yield Finding(_PART, checkout.version_text, "ok", f"{versions.SUPPORTED} are served.")
     try:
         text = (checkout.root / "megatron/training/__init__.py").read_text(encoding="utf-8")
@@ -539,7 +555,7 @@ def about_checkout(checkout: Checkout) -> Iterator[Finding]:
 
 
 def about_training_loop(checkout: Checkout, torch: Torch) -> Iterator[Finding]:
-    """What the scripts of the checkout import besides megatron-core."""
+    """Check for the packages that the checkout's scripts import besides megatron-core."""
     for module, name in versions.training_loop_needs(checkout.version).packages:
         purpose = f"the training loop of Megatron-LM {checkout.version_text} imports it"
         requirement = Requirement(name, module, purpose)
@@ -550,13 +566,13 @@ def about_training_loop(checkout: Checkout, torch: Torch) -> Iterator[Finding]:
 
 
 def is_compiled(checkout: Checkout) -> bool:
-    """Whether the data set helpers have been compiled for this version of Python."""
+    """Return whether the data set helpers are compiled for this version of Python."""
     suffix = sysconfig.get_config_var("EXT_SUFFIX")
     return (checkout.root / f"megatron/core/datasets/helpers_cpp{suffix}").is_file()
 
 
 def missing_to_compile() -> list[str]:
-    """What Megatron-LM compiles its data set helpers with, as far as it is not here."""
+    """Return the missing tools of those that compile Megatron-LM's data set helpers."""
     has_pybind11 = look_at(Requirement("pybind11", "pybind11", "")).there
     has_compiler = any(map(shutil.which, (os.environ.get("CXX", "c++"), "g++", "c++")))
     parts = {"pybind11": has_pybind11, "make": shutil.which("make"), "a C++ compiler": has_compiler}
@@ -564,7 +580,10 @@ def missing_to_compile() -> list[str]:
 
 
 def about_helpers(compiled: bool, missing: list[str], on_gpus: bool) -> Finding:
-    """Megatron-LM compiles them on its first start; --cpu takes those of megatron-core."""
+    """Check whether the data set helpers are compiled or can be.
+
+    Megatron-LM compiles them on its first start; --cpu takes those of megatron-core.
+    """
     part = "data set helpers"
     if compiled:
         return Finding(part, "compiled", "ok", "they are ready in the checkout.")
@@ -586,7 +605,7 @@ _COLOURS = {"ok": "green", "optional": "yellow", "missing": "red", "wrong": "red
 
 
 def print_findings(findings: Sequence[Finding]) -> None:
-    """A row for each finding, what to do below, one line that sums them up, and one command."""
+    """Print a table of the findings, advice below it, a one-line summary, and one command."""
     try:
         from rich.console import Console
         from rich.table import Table
@@ -616,7 +635,7 @@ def print_findings(findings: Sequence[Finding]) -> None:
 
 
 def mending_command(findings: Sequence[Finding]) -> str:
-    """One line for a shell that installs all that pip can mend; empty where there is nothing."""
+    """Return a shell command that installs all that pip can fix; empty if there is nothing."""
     pip = f"{shlex.quote(sys.executable)} -m pip install "
     parts = []
     for again in (False, True):
@@ -627,7 +646,7 @@ def mending_command(findings: Sequence[Finding]) -> str:
 
 
 def summary(findings: Sequence[Finding]) -> str:
-    """The last line: whether training can start."""
+    """Return the last line, which says whether training can start."""
     stopping = [finding.part for finding in findings if finding.stops]
     if not stopping:
         return "All that is required is here."
@@ -635,5 +654,5 @@ def summary(findings: Sequence[Finding]) -> str:
 
 
 def exit_code(findings: Sequence[Finding]) -> int:
-    """1 if anything required is missing or wrong."""
+    """Return 1 if anything required is missing or wrong, else 0."""
     return int(any(finding.stops for finding in findings))

@@ -1,4 +1,4 @@
-"""How a command ends: with an exit code, and with at most one line about what went wrong."""
+"""End of a command: an exit code, and at most one line about what went wrong."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def ended(program: str, command: Callable[[], int | None]) -> int:
 
     Args:
         program: the name that errors begin with.
-        command: what to run.
+        command: function to run.
     """
     try:
         try:
@@ -49,7 +49,7 @@ def ended(program: str, command: Callable[[], int | None]) -> int:
 
 
 def _describe(error: OSError) -> str:
-    """A full disk under the output, or a file that no command has expected to fail."""
+    """Describe a failure to write the output, such as a full disk, or to use a file."""
     reason = error.strerror or str(error)
     if error.filename is None:
         return f"the output cannot be written: {reason}"
@@ -57,7 +57,7 @@ def _describe(error: OSError) -> str:
 
 
 def _write_no_more() -> None:
-    """Let the interpreter flush into nothing when it ends."""
+    """Redirect standard output to the null device, for the interpreter's flush at its end."""
     with suppress(OSError, ValueError):  # a stream that stands for the output has no number
         number = sys.stdout.fileno()
         nothing = os.open(os.devnull, os.O_WRONLY)
@@ -67,7 +67,7 @@ def _write_no_more() -> None:
 
 @contextmanager
 def told_if_slow(what: str, after: float = _PATIENCE) -> Iterator[None]:
-    """Say on the error output what is being done, once it has taken so many seconds."""
+    """Print on standard error what is being done, once it has taken ``after`` seconds."""
     timer = Timer(after, print, [f"{what} ..."], {"file": sys.stderr, "flush": True})
     timer.daemon = True
     timer.start()

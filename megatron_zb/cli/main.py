@@ -1,6 +1,6 @@
 """The command `megatron-zb`.
 
-What a command needs is imported when it is asked for, so that Ctrl-C is minded from the beginning.
+The imports of a command are deferred until it runs, so that Ctrl-C is handled from the start.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ examples:
 
 
 def parser() -> argparse.ArgumentParser:
-    """The command line; its mistakes are UsageErrors."""
+    """Build the parser of the command line, which raises UsageError for mistakes."""
     from megatron_zb.parsing import Parser
 
     top: argparse.ArgumentParser = Parser(
@@ -199,7 +199,7 @@ def _doctor(arguments: argparse.Namespace) -> int:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command; what the user can mend is told in one sentence, with exit code 2."""
+    """Run the command; a UsageError is printed as one sentence, with exit code 2."""
 
     def run() -> int | None:
         arguments = parser().parse_args(argv)

@@ -1,4 +1,4 @@
-"""Whether a file can be written, asked before the work whose result it is to hold."""
+"""Check of whether a file can be written, made before the work whose result it will hold."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from megatron_zb.errors import UsageError
 
 
 def check(path: Path) -> None:
-    """Say what would keep a file from being written; folders that are not there will be made.
+    """Check that a file can be written; folders that are missing will be made.
 
     Raises:
         UsageError: it is a folder, or lies where nothing can be written.

@@ -31,7 +31,7 @@ _COSTS_OF_OTHERS = {"forward": 1.0, "backward": 1.0, "weight": 1.0, "p2p": 0.0}
 
 
 def add_arguments(command: argparse.ArgumentParser) -> None:
-    """The arguments that only pipe-bd takes."""
+    """Add the arguments that only pipe-bd takes."""
     group = command.add_argument_group(
         "blockwise distillation (pipe-bd), times in any unit, one for all blocks or one for each"
     )
@@ -59,7 +59,7 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
 
 
 def check(arguments: argparse.Namespace) -> None:
-    """Refuse arguments that say nothing about the schedule that is named.
+    """Reject arguments that do not apply to the schedule that is named.
 
     Raises:
         UsageError: names the argument.
@@ -79,7 +79,7 @@ def check(arguments: argparse.Namespace) -> None:
 
 
 def timeline(arguments: argparse.Namespace) -> Timeline:
-    """The schedule that the arguments describe, simulated.
+    """Simulate the schedule that the arguments describe.
 
     Raises:
         UsageError: they contradict one another.

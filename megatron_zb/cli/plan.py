@@ -51,7 +51,7 @@ exit code: 0, or 2 with one sentence if a file, a field or a size is wrong or no
 
 
 def add_arguments(command: argparse.ArgumentParser) -> None:
-    """The arguments of ``plan``."""
+    """Add the arguments of ``plan``."""
     command.add_argument(
         "--config",
         type=Path,
@@ -160,10 +160,10 @@ def _add_choices(command: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> Plan:
-    """Search and print; what was found.
+    """Search for the best settings, print them and return the plan.
 
     Raises:
-        UsageError: what the user can mend.
+        UsageError: an error that the user can correct.
     """
     from rich.console import Console
 
@@ -183,10 +183,10 @@ def run(arguments: argparse.Namespace) -> Plan:
 
 
 def run_measured(arguments: argparse.Namespace) -> tuple[ProfileRequest, list[Row], dict[str, str]]:
-    """The same for ``--profile``; what was asked, what was found, and why others are missing.
+    """Run ``plan --profile``; return the request, the rows, and why other schedules are missing.
 
     Raises:
-        UsageError: what the user can mend.
+        UsageError: an error that the user can correct.
     """
     from megatron_zb.cli import plan_request
     from megatron_zb.planner import from_profile
@@ -200,7 +200,7 @@ def run_measured(arguments: argparse.Namespace) -> tuple[ProfileRequest, list[Ro
 
 
 class _Progress:
-    """What is being looked at, on the error output: a bar on a terminal, else a line at times."""
+    """Progress of the search on standard error: a bar on a terminal, else a line at times."""
 
     AFTER = 2.0  # seconds until something is said
     EVERY = 3.0  # seconds between two lines
@@ -225,7 +225,7 @@ class _Progress:
             self._bar.stop()
 
     def show(self, text: str, done: int, of: int) -> None:
-        """Called before each schedule and setting, and once at the end."""
+        """Update the display; called before each schedule and setting, and once at the end."""
         is_due = time.monotonic() >= self._next
         if self._is_terminal:
             if is_due and not self._started:

@@ -35,7 +35,7 @@ _OF_OTHERS = {
 
 
 def run(arguments: argparse.Namespace) -> None:
-    """Find the ways and print them.
+    """Find the ways to distil and print them.
 
     Raises:
         UsageError: a file, a field or an argument is wrong, or nothing fits.
@@ -80,7 +80,7 @@ def _microbatch(text: str | None) -> int:
 
 
 def _slowest(found: Sequence[Row]) -> float:
-    """What the published practice takes; nan where the batch does not allow for it."""
+    """Return the published practice's seconds per step; nan where the batch does not allow it."""
     return next((row.seconds for row in found if row.distribution is None), float("nan"))
 
 

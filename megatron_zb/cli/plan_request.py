@@ -1,4 +1,4 @@
-"""From the command line to a job: files, sizes and what may be chosen."""
+"""Conversion of the command line into a job: files, sizes and allowed choices."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ _OF_CONFIG = (
 
 
 def check_only_measured(arguments: argparse.Namespace) -> None:
-    """Refuse beside ``--profile`` what a measured run has decided already.
+    """Reject flags beside ``--profile`` for what the measured run has already decided.
 
     Raises:
         UsageError: names the flag.

@@ -62,12 +62,12 @@ LARGEST_PEAK = {"v-half": 0.80, "v-min": 0.55}
 
 
 class QuickstartFailure(Exception):
-    """A run failed or its result is not what it has to be. The message is one sentence."""
+    """Failure of a run, or a result that is not as required. The message is one sentence."""
 
 
 @dataclass(frozen=True)
 class Result:
-    """What one run has logged."""
+    """Logged results of one run."""
 
     losses: list[float]
     grad_norms: list[float]
@@ -93,7 +93,7 @@ class SleepingStep:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run everything; 0 when all is as it has to be, 1 when not, 2 for the user's to mend."""
+    """Run everything; return 0 if all results are as required, 1 if not, 2 after a UsageError."""
     return ended("quickstart", lambda: _run(argv))
 
 
@@ -160,7 +160,7 @@ def _draw(name: str, path: Path) -> None:
 
 
 def _timeline(name: str) -> schedules.Timeline:
-    """The schedule under equal costs, as it is built when nothing has been measured."""
+    """Simulate a schedule under equal costs, as it is built when nothing has been measured."""
     costs = schedules.Costs.uniform(
         pipeline_size=PIPELINE_SIZE, forward=1.0, backward=1.0, weight=1.0
     )
@@ -191,7 +191,10 @@ def _train(name: str, arguments: argparse.Namespace, console: Console) -> Result
 
 
 def training_command(name: str, data_path: str, iterations: int, records: Path) -> list[str]:
-    """The command that trains with a schedule; `stock` is Megatron without this package's flag."""
+    """Return the command that trains with a schedule.
+
+    `stock` is Megatron without this package's flag.
+    """
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
     command += ["--nproc-per-node", str(PIPELINE_SIZE), "-m", "megatron_zb.pretrain_gpt", "--cpu"]
     for flag, value in TRAINING_ARGUMENTS.items():
@@ -208,7 +211,7 @@ def training_command(name: str, data_path: str, iterations: int, records: Path) 
 def _progress_bar(
     console: Console, name: str, iterations: int
 ) -> Iterator[Callable[[Record], None]]:
-    """A bar that moves with the records it is called with."""
+    """Yield a function that moves a progress bar with each record."""
     columns = (
         TextColumn("{task.description:7}"),
         BarColumn(),
@@ -228,7 +231,10 @@ def _progress_bar(
 
 
 def read_result(records: Sequence[Record], predicted_bubble_rate: float) -> Result:
-    """What a run has logged. The bubble rate is for a run that has predicted none, as stock's."""
+    """Read the results that a run has logged.
+
+    ``predicted_bubble_rate`` is for a run that has predicted none, such as stock's.
+    """
     iterations = [record for record in records if "lm_loss" in record]
     final = records[-1]
     evaluations = [record["eval_loss"] for record in records if "eval_loss" in record]
@@ -244,10 +250,12 @@ def read_result(records: Sequence[Record], predicted_bubble_rate: float) -> Resu
 
 
 def check(results: Mapping[str, Result]) -> None:
-    """Losses must be stock's and fall, norms stock's but for rounding, memory as promised.
+    """Check the results of all runs against stock Megatron's.
+
+    Losses must be stock's and fall, norms stock's but for rounding, memory as promised.
 
     Raises:
-        QuickstartFailure: they are not or have not.
+        QuickstartFailure: one of these does not hold.
     """
     stock = results[STOCK]
     for name, result in results.items():
@@ -269,7 +277,7 @@ def check(results: Mapping[str, Result]) -> None:
 
 
 def first_difference(result: Result, stock: Result) -> str | None:
-    """Where the losses of a run are not exactly those of stock Megatron, in words."""
+    """Describe the first loss that is not exactly stock Megatron's; None if there is none."""
     pairs = zip(result.losses, stock.losses, strict=True)
     for iteration, (mine, theirs) in enumerate(pairs, start=1):
         if mine != theirs:
@@ -280,7 +288,7 @@ def first_difference(result: Result, stock: Result) -> str | None:
 
 
 def first_other_norm(result: Result, stock: Result) -> str | None:
-    """Where a gradient norm of a run is not that of stock Megatron but for rounding, in words."""
+    """Describe the first gradient norm that differs from stock's beyond rounding; None if none."""
     pairs = zip(result.grad_norms, stock.grad_norms, strict=True)
     for iteration, (mine, theirs) in enumerate(pairs, start=1):
         # Written so that a norm that is not a number differs, too.
@@ -290,12 +298,12 @@ def first_other_norm(result: Result, stock: Result) -> str | None:
 
 
 def peak_of_stock(result: Result, stock: Result) -> float:
-    """The peak activation memory of the worst rank, as a fraction of stock's."""
+    """Return the peak activation memory of the worst rank, as a fraction of stock's."""
     return max(result.peak_activation_bytes) / max(stock.peak_activation_bytes)
 
 
 def table(results: Mapping[str, Result]) -> Table:
-    """What the runs came to, for 80 columns."""
+    """Build the table of results, for 80 columns."""
     stock = results[STOCK]
     columns = Table(
         title=f"{PIPELINE_SIZE} pipeline ranks, {NUM_MICROBATCHES} microbatches",
@@ -327,14 +335,14 @@ def table(results: Mapping[str, Result]) -> Table:
 
 
 def _cores() -> int:
-    """Cores that this process may use."""
+    """Return the number of cores that this process may use."""
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1
 
 
 def why_times_tell_little(cores: int) -> str:
-    """What the times of the table have to do with bubbles, on so many cores."""
+    """Explain why the times of the table say nothing about bubbles, on so many cores."""
     if cores < PIPELINE_SIZE:
         why = (
             f"{PIPELINE_SIZE} ranks share {cores} {'core' if cores == 1 else 'cores'}, so that "
@@ -353,7 +361,7 @@ def why_times_tell_little(cores: int) -> str:
 
 
 def sleeping_command(records: Path, scheduled: Sequence[str]) -> list[str]:
-    """The command that times steps whose stages sleep."""
+    """Return the command that times steps whose stages sleep."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
     command += ["--nproc-per-node", str(PIPELINE_SIZE), "-m", "megatron_zb.cli.sleeping_steps"]
     command += ["--schedules", *scheduled, "--num-microbatches", str(NUM_MICROBATCHES)]
@@ -362,7 +370,7 @@ def sleeping_command(records: Path, scheduled: Sequence[str]) -> list[str]:
 
 
 def _sleep(output: Path, console: Console) -> dict[str, SleepingStep]:
-    """Steps of 1F1B, which is stock Megatron's schedule, and of ours."""
+    """Time steps of 1F1B, which is stock Megatron's schedule, and of this package's schedules."""
     records = output / "sleeping_steps.jsonl"
     records.unlink(missing_ok=True)
     command = sleeping_command(records, ["1f1b", *SCHEDULES])
@@ -372,11 +380,11 @@ def _sleep(output: Path, console: Console) -> dict[str, SleepingStep]:
 
 
 def _ignore(record: Record) -> None:
-    """There is nothing to show before the last record."""
+    """Ignore a record, since there is nothing to show before the last one."""
 
 
 def read_steps(records: Sequence[Record]) -> dict[str, SleepingStep]:
-    """What the steps have logged, by schedule."""
+    """Return the logged steps by schedule."""
     steps = {}
     for record in records:
         times = {name: value for name, value in record.items() if name != "schedule"}
@@ -385,7 +393,7 @@ def read_steps(records: Sequence[Record]) -> dict[str, SleepingStep]:
 
 
 def table_of_steps(steps: Mapping[str, SleepingStep]) -> Table:
-    """Steps whose stages sleep, beside what was predicted for them, for 80 columns."""
+    """Build the table of steps whose stages sleep, measured and predicted, for 80 columns."""
     stock = steps["1f1b"]
     columns = Table(
         title="the same programs, with stages that sleep",

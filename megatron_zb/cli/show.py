@@ -61,7 +61,7 @@ schedules: """
 
 
 def add_show(command: argparse.ArgumentParser) -> None:
-    """The arguments of ``show``."""
+    """Add the arguments of ``show``."""
     _add_schedule(command)
     pipe_bd_flags.add_arguments(command)
     command.add_argument(
@@ -74,7 +74,7 @@ def add_show(command: argparse.ArgumentParser) -> None:
 
 
 def add_export(command: argparse.ArgumentParser) -> None:
-    """The arguments of ``export``."""
+    """Add the arguments of ``export``."""
     _add_schedule(command)
     pipe_bd_flags.add_arguments(command)
     command.add_argument(
@@ -86,7 +86,7 @@ def add_export(command: argparse.ArgumentParser) -> None:
 
 
 def _add_schedule(command: argparse.ArgumentParser) -> None:
-    """The arguments that say which schedule, at which costs."""
+    """Add the arguments that select a schedule and its costs."""
     command.add_argument("name", metavar="NAME", nargs="?", help="the schedule, such as v-half")
     command.add_argument("--pipeline-size", "-p", type=positive, metavar="P", help="pipeline ranks")
     command.add_argument(
@@ -132,7 +132,7 @@ def show(arguments: argparse.Namespace) -> None:
     """Draw a schedule in the terminal or into a file.
 
     Raises:
-        UsageError: what the user can mend.
+        UsageError: an error that the user can correct.
     """
     if arguments.output is not None:
         _save(arguments)
@@ -177,7 +177,7 @@ def _save_page(path: Path, arguments: argparse.Namespace) -> None:
 
 
 def _report(timeline: schedules.Timeline) -> schedules.Report:
-    """For a table: the bound within the memory that it takes itself."""
+    """Return the report of a table, with the lower bound within the memory that it takes itself."""
     schedule = timeline.schedule
     bound = lower_bound(
         schedule.placement, schedule.num_microbatches, timeline.costs, timeline.peak_memory
@@ -189,7 +189,7 @@ def export(arguments: argparse.Namespace) -> None:
     """Write a schedule as a table or as a trace.
 
     Raises:
-        UsageError: what the user can mend.
+        UsageError: an error that the user can correct.
     """
     path = arguments.output
     if path != _STDOUT:
@@ -209,14 +209,14 @@ def export(arguments: argparse.Namespace) -> None:
 
 
 def _timeline(arguments: argparse.Namespace, most: int | None = None) -> schedules.Timeline:
-    """The schedule that the arguments describe, simulated.
+    """Simulate the schedule that the arguments describe.
 
     Args:
-        arguments: of the command line.
-        most: of ranks times microbatches, where it is to be drawn.
+        arguments: the arguments of the command line.
+        most: largest product of ranks and microbatches, where it is to be drawn.
 
     Raises:
-        UsageError: what the user can mend.
+        UsageError: an error that the user can correct.
     """
     if arguments.csv is not None:
         table = _table(arguments)
@@ -236,7 +236,7 @@ def _timeline(arguments: argparse.Namespace, most: int | None = None) -> schedul
 
 
 def _check_drawn(name: str, ranks: int, microbatches: int, most: int | None) -> None:
-    """Refuse a drawing that nobody could wait for or look at."""
+    """Reject a drawing with more than ``most`` ranks times microbatches, too large to look at."""
     if most is not None and ranks * microbatches > most:
         raise UsageError(
             f"{name}: {microbatches} microbatches on {ranks} ranks are too many to be drawn: their "
@@ -246,7 +246,7 @@ def _check_drawn(name: str, ranks: int, microbatches: int, most: int | None) -> 
 
 
 def _enough(ranks: int, most: int) -> int:
-    """Microbatches that fill a pipeline, keep it full, and empty it."""
+    """Return the number of microbatches that fill a pipeline, keep it full, and drain it."""
     return max(min(4 * ranks, most // ranks), 1)
 
 

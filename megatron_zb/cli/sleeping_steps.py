@@ -49,7 +49,7 @@ def _run(argv: Sequence[str] | None) -> None:
 def _timed(
     name: str, rank: int, microbatches: int, repetitions: int, costs: schedules.Costs
 ) -> dict[str, Any]:
-    """What a schedule should take and what it takes, in seconds of a step of all ranks."""
+    """Return a schedule's predicted and measured seconds of a step of all ranks."""
     ranks = costs.pipeline_size
     schedule = schedules.build(
         name, pipeline_size=ranks, num_microbatches=microbatches, costs=costs

@@ -29,7 +29,7 @@ exit code: 0, or 2 with one sentence if a file is missing or broken."""
 
 
 def add_arguments(command: argparse.ArgumentParser) -> None:
-    """The arguments of ``trace``."""
+    """Add the arguments of ``trace``."""
     command.add_argument("profile", type=Path, metavar="PROFILE", help="of --pipeline-profile")
     command.add_argument(
         "--output", "-o", type=Path, metavar="FILE", help="write FILE.png, .svg, .html or .json"
@@ -37,10 +37,10 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> None:
-    """Compare, and print or write.
+    """Compare a measured step with its prediction, and print or write both.
 
     Raises:
-        UsageError: what the user can mend.
+        UsageError: an error that the user can correct.
     """
     from megatron_zb.measured.trace import compare
 

@@ -23,7 +23,7 @@ TORCHRUN_REPORT = "torch/distributed/elastic/multiprocessing/api.py"
 
 
 class RunFailed(Exception):
-    """A run ended with an error or hung; the message has the end of what it printed."""
+    """Error of a run that failed or hung; the message has the end of what it printed."""
 
 
 def run(
@@ -37,7 +37,7 @@ def run(
     """Run a command to its end and show its records as they come.
 
     Args:
-        command: what to run; it writes lines of JSON to `records`.
+        command: command to run; it writes lines of JSON to `records`.
         printed: a file for what it prints.
         records: the file that it writes.
         show: called with every record.
@@ -74,7 +74,7 @@ def _watch(
     show: Callable[[Record], None],
     longest_silence: float,
 ) -> None:
-    """Until the process has ended; TimeoutError when it is silent for too long."""
+    """Watch the process until it has ended; TimeoutError when it is silent for too long."""
     new_records = NewRecords(records)
     heard = time.monotonic()
     while True:
@@ -91,7 +91,7 @@ def _watch(
 
 
 class NewRecords:
-    """Calling it gives the records that were added to a growing file since the last call."""
+    """Callable that returns the records added to a growing file since the last call."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -121,7 +121,7 @@ def _end(process: subprocess.Popen[bytes]) -> None:
 
 
 def _tail(printed: Path) -> str:
-    """The end of what the ranks printed, without the report that torchrun adds to it."""
+    """Return the end of what the ranks printed, without the report that torchrun adds to it."""
     lines = printed.read_text(encoding="utf-8", errors="replace").splitlines()
     own = itertools.takewhile(lambda line: TORCHRUN_REPORT not in line, lines)
     return "\n".join([f"the end of {printed}:", *list(own)[-SHOWN_LINES:]])

@@ -20,7 +20,7 @@ _POSITIVE = ("train_iters", "micro_batch_size", "global_batch_size", "log_interv
 
 
 def parse(argv: Sequence[str]) -> argparse.Namespace:
-    """The arguments of the command line; those of the model are not known yet.
+    """Parse and check the command line; the model's arguments are not known yet.
 
     Raises:
         UsageError: something is missing or contradictory.
@@ -31,7 +31,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
 
 
 def check(args: argparse.Namespace) -> None:
-    """What :func:`parse` checks of parsed arguments.
+    """Check parsed arguments, as :func:`parse` does.
 
     Raises:
         UsageError: something is missing or contradictory.
@@ -49,10 +49,10 @@ def check(args: argparse.Namespace) -> None:
 
 
 def complete(args: argparse.Namespace, model: Mapping[str, Any]) -> argparse.Namespace:
-    """All arguments that building and training a GPT takes, with those of a teacher's model.
+    """Return all arguments for building and training a GPT, with those of the teacher's model.
 
     Args:
-        args: of :func:`parse`.
+        args: the result of :func:`parse`.
         model: the model's arguments by the names of megatron_zb.pretrain_gpt.
 
     Raises:
@@ -75,7 +75,7 @@ def complete(args: argparse.Namespace, model: Mapping[str, Any]) -> argparse.Nam
 
 
 def check_candidate(args: argparse.Namespace, library: Sequence[Sequence[BlockShape]]) -> None:
-    """Whether --candidate names one of every block.
+    """Check that --candidate names a candidate of every block.
 
     Raises:
         UsageError: it does not.

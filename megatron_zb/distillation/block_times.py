@@ -1,4 +1,4 @@
-"""How long each block takes, measured before the first step on activations of the right shape.
+"""Times of each block, measured before the first step on activations of the right shape.
 
 Nothing that is trained is touched: blocks are built for the measurement and thrown away, so that a
 run that chooses its distribution is the run that was given the same one by hand.
@@ -28,19 +28,19 @@ class BlockTime:
     """Seconds of one block."""
 
     teacher: float
-    """Forward of a microbatch."""
+    """Teacher's forward of one microbatch."""
     student: float
-    """Forward, loss and backward of all candidates on a microbatch."""
+    """Forward, loss and backward of all candidates on one microbatch."""
     update: float
-    """Of all candidates, once a step."""
+    """Optimizer step of all candidates, once a step."""
     reduce: float = 0.0
-    """For the gradients of all candidates to pass a link between two ranks once."""
+    """One transfer of the gradients of all candidates over a link between two ranks."""
 
 
 def measure(
     args: argparse.Namespace, library: Sequence[Sequence[BlockShape]], sizes: TeacherShape
 ) -> list[BlockTime]:
-    """The times of all blocks, the same on every rank; each rank measures some. Collective."""
+    """Measure all blocks, some on each rank; the result is equal on all ranks. Collective."""
     size, rank = dist.get_world_size(), dist.get_rank()
     mine = {
         block: _measure_block(args, block, candidates, sizes)
@@ -56,14 +56,14 @@ def measure(
 def _with_sums(
     args: argparse.Namespace, measured: Sequence[tuple[BlockTime, int]]
 ) -> list[BlockTime]:
-    """Add how long the gradients of each block take, from their numbers; collective."""
+    """Add the transfer times of each block's gradients, from their element counts; collective."""
     largest = max(numbers for _, numbers in measured)
     seconds = seconds_over_a_link(largest, "cpu" if args.cpu else "cuda")
     return [replace(time, reduce=seconds * numbers / max(largest, 1)) for time, numbers in measured]
 
 
 def costs(times: Sequence[BlockTime]) -> BlockCosts:
-    """As :func:`megatron_zb.distillation.schedule.distribution.distribute` takes them."""
+    """Convert times for :func:`megatron_zb.distillation.schedule.distribution.distribute`."""
     teacher, student, update, reduce = zip(*(astuple(time) for time in times), strict=True)
     return BlockCosts.of(teacher=teacher, student=student, update=update, reduce=reduce)
 
@@ -71,7 +71,7 @@ def costs(times: Sequence[BlockTime]) -> BlockCosts:
 def _measure_block(
     args: argparse.Namespace, block: int, candidates: Sequence[BlockShape], sizes: TeacherShape
 ) -> tuple[BlockTime, int]:
-    """Its times, and how many numbers its gradients have."""
+    """Measure one block; return its times and the number of elements of its gradients."""
     layer = teacher_layer(args, block)
     for parameter in layer.parameters():
         torch.nn.init.normal_(parameter, std=0.02)
@@ -109,7 +109,7 @@ def _activation(args: argparse.Namespace) -> torch.Tensor:
 
 
 def _seconds(work: Callable[[], object], on_gpu: bool) -> float:
-    """The shortest of some runs: others on the machine only ever make one longer."""
+    """Return the seconds of the fastest of several runs, since other load only slows a run down."""
     shortest = float("inf")
     for _ in range(1 + _REPEATS):
         start = time.perf_counter()

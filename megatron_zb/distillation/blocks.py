@@ -25,19 +25,19 @@ _FIRST_NORM, _SECOND_NORM = "input_layernorm.", "pre_mlp_layernorm."
 
 
 def teacher_layer(args: argparse.Namespace, block: int) -> TransformerLayer:
-    """Block `block` (from 0) of the teacher, frozen, with weights that mean nothing yet."""
+    """Build block `block` (from 0) of the teacher, frozen, with weights yet to be set."""
     config = transformer_config(args)
     spec = get_gpt_layer_local_spec(normalization=args.normalization)
     return _frozen(_build(config, spec.submodules, block))
 
 
 def student_layer(args: argparse.Namespace, shape: BlockShape, block: int) -> TransformerLayer:
-    """A candidate for block `block` (from 0), with weights that mean nothing yet."""
+    """Build a candidate for block `block` (from 0), with weights yet to be set."""
     return _build(student_config(args, shape), _submodules(args, shape), block)
 
 
 def student_config(args: argparse.Namespace, shape: BlockShape) -> TransformerConfig:
-    """Megatron's configuration of a model with blocks of this shape."""
+    """Return Megatron's configuration of a model with blocks of this shape."""
     values = vars(args) | {
         "ffn_hidden_size": shape.ffn_hidden_size,
         "num_query_groups": shape.num_query_groups,
@@ -56,7 +56,7 @@ def _frozen(module: Any) -> Any:
 
 
 def _submodules(args: argparse.Namespace, shape: BlockShape) -> Any:
-    """The parts of a layer; the names that they have in a checkpoint are Megatron's own."""
+    """Return the submodules of a layer; their names in a checkpoint are Megatron's own."""
     parts = get_gpt_layer_local_spec(normalization=args.normalization).submodules
     names = dict(parts.sharded_state_dict_keys_map)
     if shape.attention == "linear":
@@ -95,7 +95,7 @@ class Embedding(torch.nn.Module):
         _frozen(self if args.cpu else self.cuda())
 
     def forward(self, tokens: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        """Tokens and positions of shape (batch, sequence) to (sequence, batch, hidden)."""
+        """Embed tokens and positions of shape (batch, sequence) as (sequence, batch, hidden)."""
         embedded: torch.Tensor = self.embedding(tokens, positions)
         return embedded
 
@@ -115,7 +115,7 @@ class OutputHead(torch.nn.Module):
         _frozen(self if args.cpu else self.cuda())
 
     def losses(self, hidden: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-        """The loss of each token, of shape (batch, sequence), from (sequence, batch, hidden)."""
+        """Return the loss of each token, (batch, sequence), from (sequence, batch, hidden)."""
         logits = torch.nn.functional.linear(self.final_layernorm(hidden), self.weight)
         flat = torch.nn.functional.cross_entropy(
             logits.float().flatten(0, 1), labels.t().reshape(-1), reduction="none"
@@ -124,7 +124,7 @@ class OutputHead(torch.nn.Module):
 
 
 def rotary(args: argparse.Namespace) -> torch.Tensor | None:
-    """The rotary embedding of a sequence, as every attention layer takes it; None without one."""
+    """Return the rotary embedding of a sequence for the attention layers; None without one."""
     if args.position_embedding_type != "rope":
         return None
     embedding = RotaryEmbedding(

@@ -1,4 +1,4 @@
-"""Checkpoints of a distillation: all candidates with their optimizers, whatever rank has them."""
+"""Checkpoints of a distillation: all candidates with their optimizers, for any distribution."""
 
 from __future__ import annotations
 
@@ -50,10 +50,10 @@ def save(
 
 
 def stored_distribution(args: argparse.Namespace, library: Library) -> tuple[Path, str]:
-    """The latest checkpoint in --load, and the distribution it was written under; needs no ranks.
+    """Find the latest checkpoint in --load, and its distribution; needs no process group.
 
     Raises:
-        UsageError: there is none, it is damaged, or of another run.
+        UsageError: there is none, it is damaged, or it is of another run.
     """
     _, path = latest_checkpoint(Path(args.load))
     check_contents(path, "--load")
@@ -82,7 +82,7 @@ def stored_distribution(args: argparse.Namespace, library: Library) -> tuple[Pat
 
 
 def load(path: Path, stage_blocks: StageBlocks) -> int:
-    """Fill this rank's candidates; the number of steps done. Collective over all ranks.
+    """Load this rank's candidates; return the number of steps done. Collective over all ranks.
 
     Raises:
         UsageError: a file is missing or damaged.
@@ -121,7 +121,7 @@ def _name(student_block: StudentBlock) -> str:
 
 
 def _described(library: Library) -> list[list[dict[str, Any]]]:
-    """Shapes, without the learning rates, which the command line and the file may change."""
+    """Return the shapes as mappings, without the learning rates, which a resumed run may change."""
     return [
         [{k: v for k, v in asdict(shape).items() if k != "learning_rate"} for shape in candidates]
         for candidates in library

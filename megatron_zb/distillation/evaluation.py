@@ -1,4 +1,4 @@
-"""Teacher and stitched student on held-out text, side by side."""
+"""Comparison of the teacher and the stitched student on held-out text."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from megatron_zb.training import data
 
 @dataclass(frozen=True)
 class Compared:
-    """Losses per token, in nats."""
+    """Losses per token of teacher and student, in nats."""
 
     teacher: float
     student: float
@@ -31,10 +31,10 @@ def compare(
     chosen: Sequence[StudentBlock],
     dataset: Any,
 ) -> Compared:
-    """Both on the first --eval-iters batches of the evaluation split; collective over all ranks.
+    """Evaluate both on the first --eval-iters batches of the evaluation split.
 
-    The first ranks of the stages relay what teacher and student make of a microbatch, as a tensor
-    of shape (2, sequence, batch, hidden).
+    Collective over all ranks. The first ranks of the stages relay the outputs of teacher and
+    student for a microbatch, as a tensor of shape (2, sequence, batch, hidden).
     """
     totals = torch.zeros(3, dtype=torch.float64, device=_device(args))
     if stage_blocks.place.blocks and stage_blocks.place.is_leader:
@@ -50,7 +50,7 @@ def compare(
 def _batch(
     args: argparse.Namespace, stage_blocks: StageBlocks, dataset: Any, number: int
 ) -> dict[str, torch.Tensor]:
-    """Tokens on the first stage, labels on the last, nothing between."""
+    """Return the tokens on the first stage, the labels on the last, and nothing in between."""
     if not (stage_blocks.place.is_first or stage_blocks.place.is_last):
         return {}
     return data.microbatch(dataset, args, number * args.micro_batch_size)
@@ -63,7 +63,7 @@ def _microbatch(
     chosen: Sequence[StudentBlock],
     batch: dict[str, torch.Tensor],
 ) -> torch.Tensor:
-    """Sums of both losses and the number of tokens, on the last stage; zeros on others."""
+    """Return the sums of both losses and the number of tokens; zeros but on the last stage."""
     place = stage_blocks.place
     if stage_blocks.embedding is not None:
         embedded = stage_blocks.embedding(batch["tokens"], batch["position_ids"])

@@ -1,4 +1,4 @@
-"""The flags of `megatron_zb.distill_gpt` and what `--help` says of them.
+"""The flags of `megatron_zb.distill_gpt` and their `--help` texts.
 
 Nothing here imports torch or Megatron, so that `--help` answers at once.
 """
@@ -30,7 +30,7 @@ The sizes of the model are those of the teacher's checkpoint.
 
 
 def parser() -> Parser:
-    """The parser of the command line; its mistakes are UsageErrors."""
+    """Build the parser of the command line, which raises UsageError on mistakes."""
     command_line = Parser(
         prog="python -m megatron_zb.distill_gpt",
         description=_DESCRIPTION,

@@ -1,4 +1,4 @@
-"""Student blocks that begin as what is left of their teacher's.
+"""Initial weights of student blocks, derived from the teacher's.
 
 All weights follow from the teacher's alone, so that every placement begins with the same student.
 """
@@ -19,9 +19,9 @@ _FC1, _FC2 = "mlp.linear_fc1.", "mlp.linear_fc2."
 
 
 def inherit(student: Any, teacher: Any, shape: BlockShape, sizes: TeacherShape) -> None:
-    """Give a student layer the weights that its teacher's layer leaves it.
+    """Initialise a student layer from the weights of its teacher's layer.
 
-    Norms and what has the teacher's shape are copied. A narrower MLP keeps the channels with the
+    Norms and parts of the teacher's shape are copied. A narrower MLP keeps the channels with the
     largest products of norms of their weights in and out. Fewer heads of keys and values are means
     of the teacher's (GQA, Ainslie et al., arXiv 2305.13245, section 2.1). A linear layer is the
     product of the matrices that it stands for (Puzzle, arXiv 2411.19146, section 3).
@@ -29,7 +29,7 @@ def inherit(student: Any, teacher: Any, shape: BlockShape, sizes: TeacherShape) 
     Args:
         student: a TransformerLayer of `shape`.
         teacher: the TransformerLayer of the same block.
-        sizes: the teacher's.
+        sizes: the sizes of the teacher.
     """
     weights = {name: value.detach() for name, value in teacher.named_parameters()}
     weights |= _attention(weights, shape, sizes) | _mlp(weights, shape, sizes)
@@ -53,7 +53,7 @@ def _attention(weights: Weights, shape: BlockShape, sizes: TeacherShape) -> Weig
 
 
 def _by_group(rows: torch.Tensor, sizes: TeacherShape) -> torch.Tensor:
-    """Rows of queries, keys and values as (groups, queries of a group + 2, head, ...)."""
+    """Reshape rows of queries, keys and values to (groups, queries of a group + 2, head, ...)."""
     head = sizes.hidden_size // sizes.num_attention_heads
     queries = sizes.num_attention_heads // sizes.num_query_groups
     return rows.reshape(sizes.num_query_groups, queries + 2, head, *rows.shape[1:])
@@ -68,7 +68,7 @@ def _fewer_groups(rows: torch.Tensor, groups: int, sizes: TeacherShape) -> torch
 
 
 def _linear_attention(weights: Weights, sizes: TeacherShape) -> Weights:
-    """Every token attends to itself alone."""
+    """Return the weights of attention in which every token attends to itself alone."""
     queries = sizes.num_attention_heads // sizes.num_query_groups
     projection = weights[f"{_PROJECTION}weight"]
 
@@ -98,14 +98,14 @@ def _mlp(weights: Weights, shape: BlockShape, sizes: TeacherShape) -> Weights:
 
 
 def _strongest(weights: Weights, count: int, sizes: TeacherShape) -> torch.Tensor:
-    """The channels of the MLP to keep, in their order."""
+    """Return the indices of the `count` strongest channels of the MLP, in ascending order."""
     into = weights[f"{_FC1}weight"].float().norm(dim=1).view(-1, sizes.ffn_hidden_size).prod(dim=0)
     strength = into * weights[f"{_FC2}weight"].float().norm(dim=0)
     return strength.argsort(descending=True, stable=True)[:count].sort().values
 
 
 def _linear_mlp(weights: Weights, sizes: TeacherShape) -> Weights:
-    """The MLP without its non-linearity: of a gated one, what the gate would let through half."""
+    """Return the MLP without non-linearity and gate: half the product of up and down projection."""
     width = sizes.ffn_hidden_size
     into, out = weights[f"{_FC1}weight"][-width:], weights[f"{_FC2}weight"]
     linear = {f"{_MLP}weight": 0.5 * (out @ into)}

@@ -1,4 +1,4 @@
-"""From the command line to a running distillation: ranks agree first, and errors are sentences."""
+"""Launch of a distillation from its command line; all ranks agree on the arguments first."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 def launch(argv: Sequence[str]) -> NoReturn:
-    """Distil as `argv` says and end the process: 0 done, 2 the user's to mend, 1 anything else."""
+    """Distil as `argv` says and end the process: code 0 done, 2 UsageError, 1 anything else."""
     training_launch.launch(argv, _run)
 
 
@@ -58,7 +58,7 @@ def _run(argv: Sequence[str], environment: Environment) -> None:
 
 
 def _made_of_files(job: Job) -> dict[str, Any]:
-    """What each rank has read by itself: data, teacher and student."""
+    """Return what each rank has read from files by itself: data, teacher and student."""
     files = {
         "--teacher-load": str(job.teacher.path),
         "--student-config": str(job.args.student_config),
@@ -76,7 +76,7 @@ def _lost(args: argparse.Namespace, rank: int) -> str:
 
 
 def _job(args: argparse.Namespace, world_size: int) -> Job:
-    """What the arguments mean, with everything checked that needs no other rank; imports Megatron.
+    """Build the job from the arguments and check all that needs no other rank; imports Megatron.
 
     Raises:
         UsageError: teacher, student, data and checkpoint do not fit together.

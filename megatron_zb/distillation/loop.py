@@ -1,4 +1,4 @@
-"""Distillation from the start or a checkpoint to the end."""
+"""The training loop of a distillation, from the start or a checkpoint to the end."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ Library = Sequence[Sequence[BlockShape]]
 
 @dataclass(frozen=True)
 class Job:
-    """What is to be done."""
+    """A distillation job: arguments, teacher, candidates and the checkpoint to resume from."""
 
     args: argparse.Namespace
     teacher: Teacher
@@ -69,7 +69,7 @@ def distil(job: Job, store: dist.Store) -> None:
 
 
 def open_job(job: Job, distribution: Distribution, store: dist.Store) -> Run:
-    """Everything that this rank needs for its steps; collective over all ranks.
+    """Build everything that this rank needs for its steps; collective over all ranks.
 
     Raises:
         UsageError: data, log or a checkpoint cannot be used.
@@ -83,7 +83,7 @@ def open_job(job: Job, distribution: Distribution, store: dist.Store) -> Run:
 
 
 def distribution_of(job: Job) -> Distribution:
-    """As told, as in the checkpoint if it was for as many ranks, or what should be fastest."""
+    """Return the distribution: as given, the checkpoint's if its ranks match, or the fastest."""
     args, blocks, ranks = job.args, len(job.library), dist.get_world_size()
     if args.distribution is not None:
         return parse_distribution(args.distribution, blocks, ranks)
@@ -108,13 +108,13 @@ def _is_end(args: argparse.Namespace, step: int) -> bool:
 
 
 def _end_of_run(args: argparse.Namespace, step: int) -> int:
-    """The step with which the ranks next meet, to write a checkpoint or to end."""
+    """Return the next step after which all ranks meet, to write a checkpoint or to end."""
     intervals = [i for i in (args.save_interval, args.exit_interval) if i]
     return min([args.train_iters, *(step - step % i + i for i in intervals)])
 
 
 class Run:
-    """Steps in a row on this rank."""
+    """Consecutive training steps on this rank."""
 
     def __init__(
         self,
@@ -125,7 +125,7 @@ class Run:
         datasets: tuple[Any, Any],
         first_step: int,
     ) -> None:
-        """Connect the ranks; the data sets are those for training and for evaluation."""
+        """Connect the ranks; ``datasets`` are those for training and for evaluation."""
         self._args = args
         self.distribution = distribution
         self.stage_blocks = stage_blocks
@@ -153,7 +153,7 @@ class Run:
         self._steps = step_by_step(distribution, args.num_microbatches, args.run_ahead)
 
     def announce(self, job: Job) -> None:
-        """What is about to be done."""
+        """Print the start-up lines of the job."""
         args = self._args
         candidates = sum(len(candidates) for candidates in job.library)
         self.report.say(
@@ -186,12 +186,12 @@ class Run:
                 self.report.after(step + 1)
 
     def close(self) -> None:
-        """Watch no longer."""
+        """Stop the watchdog."""
         if self._watchdog is not None:
             self._watchdog.stop()
 
     def _embedded(self, number: int) -> torch.Tensor:
-        """The embedding of a microbatch of the whole training."""
+        """Return the embedding of a microbatch, counted through the whole training."""
         batch = data.microbatch(self._dataset, self._args, number * self._args.micro_batch_size)
         assert self.stage_blocks.embedding is not None, "only the first stage reads data"
         embedded: torch.Tensor = self.stage_blocks.embedding(batch["tokens"], batch["position_ids"])
@@ -216,12 +216,12 @@ class Run:
 
 
 def _last_step(args: argparse.Namespace, end: int) -> int:
-    """The step that gets a line in any case: the last of all."""
+    """Return the step that is reported in any case, which is the last of the training."""
     return end if _is_end(args, end) else args.train_iters
 
 
 def _finish(args: argparse.Namespace, run: Run, step: int) -> None:
-    """Compare, stitch and say what came of it."""
+    """Evaluate and write the stitched student, and report the result."""
     told = [run.report.last]
     dist.broadcast_object_list(told, src=0)
     losses = {

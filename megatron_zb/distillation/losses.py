@@ -1,4 +1,4 @@
-"""How far a student block's output is from its teacher's."""
+"""Losses between the output of a student block and that of its teacher block."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ Loss = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 
 
 def mse(student: torch.Tensor, teacher: torch.Tensor) -> torch.Tensor:
-    """The mean squared difference of two tensors of one shape; a scalar in float32."""
+    """Return the mean squared difference of two tensors of one shape; a scalar in float32."""
     return (student.float() - teacher.float()).square().mean()
 
 
 def normalised_mse(student: torch.Tensor, teacher: torch.Tensor) -> torch.Tensor:
-    """The mean squared difference over the teacher's mean square: 1 for a student that says 0.
+    """Return the mean squared difference over the teacher's mean square; 1 for an output of zeros.
 
     Puzzle, arXiv 2411.19146, section 3.
     """
@@ -23,7 +23,7 @@ def normalised_mse(student: torch.Tensor, teacher: torch.Tensor) -> torch.Tensor
 
 
 def cosine(student: torch.Tensor, teacher: torch.Tensor) -> torch.Tensor:
-    """One minus the cosine of the two vectors of a token, averaged over (sequence, batch)."""
+    """Return one minus the cosine of each token's two vectors, averaged over (sequence, batch)."""
     similar = torch.nn.functional.cosine_similarity(student.float(), teacher.float(), dim=-1)
     return 1 - similar.mean()
 

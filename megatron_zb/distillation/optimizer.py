@@ -1,4 +1,4 @@
-"""The optimizer of one student block: nothing in it knows of other blocks."""
+"""The optimizer of one student block, independent of all other blocks."""
 
 from __future__ import annotations
 
@@ -49,11 +49,11 @@ class BlockOptimizer:
 
     @property
     def learning_rate(self) -> float:
-        """Of the next step."""
+        """Learning rate of the next step."""
         return float(self._adam.param_groups[0]["lr"])
 
     def collect(self) -> None:
-        """Add what a backward has left in parameters of fewer bits to the sums in float32."""
+        """Add the gradients that a backward left in lower precision to the sums in float32."""
         for name, parameter in self._parameters.items():
             master = self._masters[name]
             if master is parameter or parameter.grad is None:
@@ -64,17 +64,17 @@ class BlockOptimizer:
             parameter.grad = None
 
     def gradients(self) -> Tensors:
-        """The sums over the microbatches so far, zeros where there was none."""
+        """Return the gradients summed over the microbatches so far, zeros where there was none."""
         for master in self._masters.values():
             if master.grad is None:
                 master.grad = torch.zeros_like(master)
         return {name: m.grad for name, m in self._masters.items() if m.grad is not None}
 
     def step(self, group: dist.ProcessGroup | None) -> None:
-        """Sum the gradients over the ranks of a stage, step, and forget them.
+        """Sum the gradients over the ranks of a stage, step the optimizer, and drop the gradients.
 
         Args:
-            group: of the ranks that hold this block; None for one rank alone.
+            group: the ranks that hold this block; None for one rank alone.
         """
         gradients = list(self.gradients().values())
         if group is not None and gradients:
@@ -98,7 +98,7 @@ class BlockOptimizer:
                     parameter.copy_(self._masters[name])
 
     def state(self) -> Tensors:
-        """Everything that a resume needs besides the parameters and the number of steps."""
+        """Return all tensors that a resume needs besides the parameters and the number of steps."""
         tensors: Tensors = {}
         for name, master in self._masters.items():
             known = self._adam.state[master]
@@ -109,7 +109,7 @@ class BlockOptimizer:
         return tensors
 
     def resume(self, tensors: Mapping[str, torch.Tensor], steps: int) -> None:
-        """Go on after `steps` steps with what :meth:`state` said then."""
+        """Restore the result of :meth:`state` after `steps` steps."""
         with torch.no_grad():
             for name, tensor in self.state().items():
                 tensor.copy_(tensors[name])
@@ -125,5 +125,5 @@ def _master(parameter: torch.nn.Parameter) -> torch.nn.Parameter:
 
 
 def _nothing() -> torch.nn.Parameter:
-    """For a block without parameters: Adam refuses an empty list."""
+    """Return an empty parameter for a block without any, since Adam refuses an empty list."""
     return torch.nn.Parameter(torch.zeros(0))

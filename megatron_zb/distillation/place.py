@@ -1,4 +1,4 @@
-"""Where this rank stands in a distribution of blocks."""
+"""The position of this rank in a distribution of blocks."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ class Place:
     is_first: bool
     is_last: bool
     group: dist.ProcessGroup
-    """Of the ranks of the stage."""
+    """Process group of the ranks of the stage."""
 
     @classmethod
     def of_this_rank(cls, distribution: Distribution) -> Place:
-        """Find it, and connect the ranks of every stage; collective over all ranks.
+        """Find this rank's stage, and connect the ranks of every stage; collective over all ranks.
 
         A rank beyond those of the distribution has no blocks, and idles.
         """
@@ -46,17 +46,17 @@ class Place:
 
     @property
     def partners(self) -> dist.ProcessGroup | None:
-        """The group to sum gradients over, if there is more than one rank."""
+        """Process group to sum gradients over; None for a stage on one rank."""
         return self.group if len(self.ranks) > 1 else None
 
 
 def parse_distribution(text: str, num_blocks: int, world_size: int | None) -> Distribution:
-    """What `--distribution 0-3:1,4-7:2` means: ranges of blocks, and on how many ranks each runs.
+    """Parse `--distribution 0-3:1,4-7:2`: ranges of blocks, each with its number of ranks.
 
-    `world_size` is how many ranks there are, where it matters.
+    `world_size` is the number of ranks to check against; None for no such check.
 
     Raises:
-        UsageError: it means nothing, or does not fit the blocks or the ranks.
+        UsageError: it cannot be parsed, or does not fit the blocks or the ranks.
     """
     try:
         distribution = Distribution.parse(text)
@@ -85,7 +85,7 @@ def _example(num_blocks: int, world_size: int) -> str:
 
 
 def check_distribution(distribution: Distribution, num_microbatches: int) -> None:
-    """Whether the microbatches of a step can be dealt out to the ranks of every stage.
+    """Check that the microbatches of a step can be dealt out evenly to the ranks of every stage.
 
     Raises:
         UsageError: they cannot.

@@ -1,4 +1,4 @@
-"""``megatron-zb plan --student-config``: where the blocks of a distillation go, before it runs.
+"""``megatron-zb plan --student-config``: the distribution of a distillation before it runs.
 
 Times are counted as those of training are (:mod:`megatron_zb.planner.work`); a measured run finds
 its own. Imports neither torch nor Megatron.
@@ -33,7 +33,7 @@ _LOSS = 12
 
 @dataclass(frozen=True)
 class Job:
-    """What is to be distilled, and on what; ``memory`` in bytes of a GPU."""
+    """Models, hardware and batch of a planned distillation; ``memory`` in bytes per GPU."""
 
     teacher: ModelConfig
     student: StudentConfig
@@ -51,7 +51,7 @@ class Job:
 
 @dataclass(frozen=True)
 class Row:
-    """One way to do it; ``distribution`` is None for the practice of going block by block."""
+    """One way to distil; ``distribution`` is None for data-parallel training block by block."""
 
     name: str
     distribution: Distribution | None
@@ -60,7 +60,7 @@ class Row:
 
 
 def rows(job: Job) -> list[Row]:
-    """Ways to distil, the fastest first: what the solver finds, and what it is compared with.
+    """Return ways to distil, the fastest first: the solver's and those it is compared with.
 
     Raises:
         UsageError: the batch does not divide, or a GPU is too small.
@@ -94,7 +94,7 @@ def _distributed(job: Job, costs: BlockCosts) -> Distribution:
 
 
 def block_costs(job: Job) -> BlockCosts:
-    """Seconds and bytes of every block."""
+    """Estimate the seconds and bytes of every block."""
     candidates = library(job.student, _shape_of(job.teacher))
     load = _load(job)
     students = [[_student(job, shape) for shape in shapes] for shapes in candidates]
@@ -127,7 +127,7 @@ def _shape_of(model: ModelConfig) -> TeacherShape:
 
 
 def _student(job: Job, shape: BlockShape) -> float:
-    """Seconds of forward, loss and backward of a candidate on a microbatch."""
+    """Estimate the seconds of forward, loss and backward of a candidate on one microbatch."""
     load = _load(job, query_groups=shape.num_query_groups, ffn_hidden_size=shape.ffn_hidden_size)
     weights = _weights(job.teacher, shape)
     work = load.block(weights, attends=shape.attention == "attention")
@@ -136,7 +136,7 @@ def _student(job: Job, shape: BlockShape) -> float:
 
 
 def _weights(teacher: ModelConfig, shape: BlockShape) -> int:
-    """Of a candidate's matrices."""
+    """Count the weights in a candidate's matrices."""
     sizes = {"query_groups": shape.num_query_groups, "ffn_hidden_size": shape.ffn_hidden_size}
     model = teacher.model_copy(update=sizes)
     square = teacher.hidden_size**2
@@ -146,7 +146,7 @@ def _weights(teacher: ModelConfig, shape: BlockShape) -> int:
 
 
 def _for_blocks(job: Job) -> float:
-    """Bytes of a GPU that are left for blocks and their states."""
+    """Return the bytes of a GPU that are left for blocks and their states."""
     load = _load(job)
     held = max(byte_counts.layer_held(load, b).activation for b in range(job.teacher.layers))
     ends = 2 * WEIGHT * job.teacher.hidden_size * job.teacher.vocabulary
@@ -164,7 +164,7 @@ def _row(job: Job, costs: BlockCosts, name: str, distribution: Distribution) -> 
 
 
 def _block_by_block(job: Job, costs: BlockCosts) -> Row:
-    """Every rank trains one block after the other on its share, behind the teacher's before it."""
+    """Estimate block-by-block training: each rank runs the teacher up to each block in turn."""
     each, ranks = job.microbatches // job.gpus, job.gpus
     seconds = sum(
         each * (sum(costs.teacher[: block + 1]) + costs.student[block])
@@ -199,7 +199,7 @@ def _check(job: Job) -> None:
 
 
 def flags_of(job: Job, row: Row) -> Sequence[str]:
-    """What ``megatron_zb.distill_gpt`` is to be given; none for a way that it does not go."""
+    """Return the flags for ``megatron_zb.distill_gpt``; none for block-by-block training."""
     if row.distribution is None:
         return []
     return [

@@ -1,4 +1,4 @@
-"""Steps of blockwise distillation in a row on one rank, with no barrier between them."""
+"""Consecutive steps of blockwise distillation on one rank, with no barrier between them."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class DistillationStage(Protocol):
     """
 
     def teach(self, microbatch: int, activation: torch.Tensor | None) -> torch.Tensor | None:
-        """T: the teacher's forward, from the relayed activation to the next stage's.
+        """Run T: the teacher's forward, from the relayed activation to the next stage's.
 
         The first stage gets None and reads the data itself. What is returned is sent on without a
         copy, and must not be changed afterwards; the last stage's is dropped. What the students
@@ -30,10 +30,10 @@ class DistillationStage(Protocol):
         """
 
     def study(self, microbatch: int) -> None:
-        """S: forward, loss and backward of the students, on what :meth:`teach` has kept."""
+        """Run S: forward, loss and backward of the students, on what :meth:`teach` has kept."""
 
     def update(self, step: int) -> None:
-        """U: sum the students' gradients over the ranks of the stage, if many, and step.
+        """Run U: sum the students' gradients over the ranks of the stage, if many, and step.
 
         All ranks of the stage come to it after the same microbatches, so it may be collective over
         them; it must wait for no other rank.
@@ -58,20 +58,19 @@ def relay_steps(
     until: int,
     observer: Observer | None = None,
 ) -> Iterator[int]:
-    """Carry out the steps ``first`` to ``until - 1``; yields each when its update is done here.
-
+    """Run the steps ``first`` to ``until - 1``; yield each when its update is done on this rank.
     Other ranks may be in other steps then, at most ``run_ahead`` ahead. Messages for later steps
     are under way between two steps; after the last none is, so what waits for all ranks, such as
     a checkpoint, belongs there. To be exhausted: the end is where the last sends are waited for.
 
     Args:
-        program: what :func:`megatron_zb.distillation.schedule.step_by_step.step_by_step` made.
+        program: from :func:`megatron_zb.distillation.schedule.step_by_step.step_by_step`.
         rank: the logical rank.
-        stage: its stage.
-        channels: its channels to other ranks.
+        stage: the stage of this rank.
+        channels: the channels of this rank to other ranks.
         allocate: as for :func:`megatron_zb.runtime.executor.run_program`.
         first, until: the same on all ranks.
-        observer: is told what the rank does.
+        observer: receives the passes and waits of this rank.
     """
     stages: Mapping[int, DistillationStage] = {program.stage_on(rank): stage}
     execution = Execution(

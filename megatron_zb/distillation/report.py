@@ -1,7 +1,7 @@
-"""What a distillation says as it goes: losses, throughput and how busy every rank is.
+"""Progress reports of a distillation: losses, throughput and the busy time of every rank.
 
-Ranks do not meet to say it: each leaves its part in the store when it has updated its students, and
-rank 0 picks up what has come whenever it has updated its own.
+Reports need no collective: each rank leaves its part in the store when it has updated its students,
+and rank 0 collects what has arrived whenever it has updated its own.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ from megatron_zb.schedules.passes import Channel, Message, Pass
 _POLL = 0.02  # seconds
 
 Losses = dict[int, dict[str, float]]
-"""By block and candidate: means over the microbatches since the line before."""
+"""Losses by block and candidate: means over the microbatches since the previous line."""
 
 
 class BusyTime:
-    """An observer that adds up how long passes ran since it was last asked."""
+    """An observer that sums the seconds of passes since the last :meth:`take`."""
 
     def __init__(self, on_gpu: bool) -> None:
         self._on_gpu = on_gpu
@@ -36,16 +36,16 @@ class BusyTime:
 
     @contextmanager
     def running(self, work: Pass) -> Iterator[None]:
-        """Around a pass."""
+        """Measure a pass while this context is active."""
         with self._recorder.running(work):
             yield
 
     def waiting(self, channel: Channel, message: Message) -> Any:
-        """Around the wait for a message."""
+        """Return a context for the wait for a message, which does not count as busy."""
         return self._recorder.waiting(channel, message)
 
     def take(self) -> tuple[float, float]:
-        """Seconds of passes, and of everything, since the last call."""
+        """Return the seconds of passes and the elapsed seconds since the last call."""
         spans, began = self._recorder.spans(), self._recorder.began
         self._recorder = Recorder(self._on_gpu)
         passes = [span.end - span.start for span in spans if isinstance(span.of, Pass)]
@@ -54,23 +54,23 @@ class BusyTime:
 
 @dataclass(frozen=True)
 class Steps:
-    """Which steps of a run get a line, and how they are counted."""
+    """Numbering of a run's steps, and the choice of those that are reported."""
 
     done: int
-    """Before this run."""
+    """Steps before this run."""
     last: int
-    """Of the whole training, for `step 3/ 30`."""
+    """Last step of the whole training, for `step 3/ 30`."""
     interval: int
     samples: int
-    """Of one step."""
+    """Samples of one step."""
 
     def is_told(self, step: int, end: int) -> bool:
-        """Whether the step of that number, from 1, gets a line in a run that ends with `end`."""
+        """Return whether step `step`, from 1, is reported in a run that ends with `end`."""
         return step % self.interval == 0 or step == end
 
 
 class Report:
-    """What rank 0 tells, and what the others leave for it."""
+    """Progress reports: rank 0 prints and writes them, the other ranks contribute to them."""
 
     def __init__(
         self,
@@ -82,7 +82,7 @@ class Report:
         busy: BusyTime,
         file: TextIO | None,
     ) -> None:
-        """Tell of the ranks 0 to `ranks` - 1; the file is rank 0's."""
+        """Report on the ranks 0 to `ranks` - 1; only rank 0 writes to the file."""
         self._store = store
         self._rank = rank
         self._ranks = ranks
@@ -94,14 +94,14 @@ class Report:
         self._end = steps.last
         self._expected: list[int] = []
         self.last: Losses = {}
-        """Of the last line; on rank 0 alone."""
+        """Losses of the last line; on rank 0 alone."""
 
     def ends_with(self, step: int) -> None:
-        """The run ends with the step of that number, which gets a line in any case."""
+        """Set the last step of the run, which is reported in any case."""
         self._end = step
 
     def after(self, step: int) -> None:
-        """This rank has updated its students in the step of that number, from 1."""
+        """Record that this rank has updated its students in step `step`, from 1."""
         if self._steps.is_told(step, self._end):
             self._leave(step)
             if self._rank == 0:
@@ -109,13 +109,13 @@ class Report:
                 self._pick_up()
 
     def finish(self) -> None:
-        """On rank 0, wait until all others have told of the last step."""
+        """Wait on rank 0 until all other ranks have reported the last step."""
         while self._expected:
             self._pick_up()
             time.sleep(_POLL)
 
     def write(self, record: Mapping[str, Any]) -> None:
-        """A line of JSON, where there is a file."""
+        """Write a record as a line of JSON, if there is a file."""
         if self._file is not None:
             self._file.write(json.dumps(record) + "\n")
             self._file.flush()

@@ -22,24 +22,24 @@ class TeacherShape:
 
 @dataclass(frozen=True)
 class BlockShape:
-    """One candidate for one block; width and heads are the teacher's."""
+    """The shape of one candidate for one block; width and heads are the teacher's."""
 
     name: str
     attention: AttentionKind
     num_query_groups: int
-    """Heads of keys and values; the teacher's where there is no attention."""
+    """Number of heads of keys and values; the teacher's where there is no attention."""
     mlp: MlpKind
     ffn_hidden_size: int
-    """The teacher's where there is no MLP."""
+    """Width of the MLP; the teacher's where there is no MLP."""
     learning_rate: float | None
-    """The highest, where it is not the run's."""
+    """Peak learning rate; None for the run's."""
 
     @property
     def is_layer(self) -> bool:
-        """Whether it has attention and an MLP, as every layer of a GPTModel has."""
+        """Whether the block has attention and an MLP, as every layer of a GPTModel has."""
         return self.attention == "attention" and self.mlp == "mlp"
 
     @property
     def sizes(self) -> tuple[int, int]:
-        """What must be equal in all layers of a GPTModel."""
+        """Sizes that must be equal in all layers of a GPTModel: query groups and MLP width."""
         return self.num_query_groups, self.ffn_hidden_size

@@ -14,7 +14,7 @@ from megatron_zb.distillation.student_block import StudentBlock
 
 
 class Target(NamedTuple):
-    """What a teacher block was given and what it made of it, (sequence, batch, hidden) each."""
+    """The input and the output of a teacher block, (sequence, batch, hidden) each."""
 
     given: torch.Tensor
     wanted: torch.Tensor
@@ -28,11 +28,11 @@ class Teaching:
     """Frozen TransformerLayers, in the order of the blocks."""
     rotary: torch.Tensor | None
     read: Callable[[int], torch.Tensor] | None
-    """On the first stage: from the number of a microbatch to the embedding of its tokens."""
+    """Function from a microbatch's number to the embedding of its tokens, on the first stage."""
     is_last: bool
 
     def forward(self, layer: Any, given: torch.Tensor) -> torch.Tensor:
-        """One block, without gradients."""
+        """Run the forward of one block, without gradients."""
         with torch.no_grad():
             made, _ = layer(given, attention_mask=None, rotary_pos_emb=self.rotary)
         output: torch.Tensor = made
@@ -42,7 +42,7 @@ class Teaching:
 class BlockwiseStage:
     """Teacher forward, student training and update of a stage (Pipe-BD, arXiv 2301.12443, 4).
 
-    With a data-parallel degree k the stage lives on k ranks: microbatches go to them in turn, and
+    With a data-parallel degree k the stage is on k ranks: microbatches go to them in turn, and
     :meth:`update` sums the gradients over them.
     """
 
@@ -52,7 +52,7 @@ class BlockwiseStage:
         student_blocks: Sequence[Sequence[StudentBlock]],
         group: dist.ProcessGroup | None,
     ) -> None:
-        """A stage that begins a run of steps.
+        """Create a stage at the start of a run of steps.
 
         Args:
             teaching: the teacher's blocks.
@@ -65,15 +65,15 @@ class BlockwiseStage:
         self._targets: deque[tuple[int, list[Target]]] = deque()
 
     def teach(self, microbatch: int, activation: torch.Tensor | None) -> torch.Tensor | None:
-        """T: the relayed activation through the teacher's blocks.
+        """Run T: the teacher's blocks on the relayed activation.
 
         Args:
             microbatch: its number, counted through all steps.
-            activation: of the stage before, (sequence, batch, hidden); None for the first stage,
-                which reads the data.
+            activation: from the previous stage, (sequence, batch, hidden); None for the first
+                stage, which reads the data.
 
         Returns:
-            what the next stage is given; None on the last stage.
+            The activation for the next stage, (sequence, batch, hidden); None on the last stage.
         """
         if activation is None:
             assert self._teaching.read is not None, "only the first stage reads data"
@@ -87,7 +87,7 @@ class BlockwiseStage:
         return None if self._teaching.is_last else activation
 
     def study(self, microbatch: int) -> None:
-        """S: forward, loss and backward of every student block on a microbatch that was taught."""
+        """Run S: forward, loss and backward of every student block, after T of the microbatch."""
         taught, targets = self._targets.popleft()
         assert taught == microbatch, f"microbatch {taught} was taught, {microbatch} is studied"
         for target, candidates in zip(targets, self._student_blocks, strict=True):
@@ -95,7 +95,7 @@ class BlockwiseStage:
                 student_block.study(target.given, target.wanted, self._teaching.rotary)
 
     def update(self, step: int) -> None:
-        """U: every student block steps its own optimizer; collective over the stage's ranks."""
+        """Run U: step the optimizer of every student block; collective over the stage's ranks."""
         for candidates in self._student_blocks:
             for student_block in candidates:
                 student_block.update(self._group)

@@ -1,4 +1,4 @@
-"""What this rank holds of teacher and students."""
+"""The teacher's layers and the student blocks on this rank."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from megatron_zb.distillation.teacher import FLAG, Teacher
 
 @dataclass(frozen=True)
 class StageBlocks:
-    """The blocks of one stage: teacher's layers and candidates, by the place of a block in it."""
+    """The blocks of one stage: teacher's layers and candidates, by position in the stage."""
 
     place: Place
     layers: Sequence[Any]
@@ -30,12 +30,12 @@ class StageBlocks:
     rotary: torch.Tensor | None
 
     def stage(self, read: Callable[[int], torch.Tensor] | None) -> BlockwiseStage:
-        """The stage as the executor runs it; `read` is for the first one, see :class:`Teaching`."""
+        """Build the stage for the executor; `read` is for the first one, see :class:`Teaching`."""
         teaching = Teaching(self.layers, self.rotary, read, self.place.is_last)
         return BlockwiseStage(teaching, self.student_blocks, self.place.partners)
 
     def all_student_blocks(self) -> Iterator[StudentBlock]:
-        """Every candidate of every block of this rank."""
+        """Yield every candidate of every block of this rank."""
         for candidates in self.student_blocks:
             yield from candidates
 

@@ -29,12 +29,12 @@ _HETEROGENEOUS_NEEDS = {
 
 
 def is_uniform(shapes: Sequence[BlockShape]) -> bool:
-    """Whether blocks of these shapes are the layers of one GPTModel."""
+    """Return whether blocks of these shapes can be the layers of one GPTModel."""
     return all(s.is_layer for s in shapes) and len({s.sizes for s in shapes}) == 1
 
 
 def check_stitchable(args: argparse.Namespace, library: Sequence[Sequence[BlockShape]]) -> None:
-    """Whether every student that may come out can be written as a checkpoint.
+    """Check that every possible student can be written as a checkpoint.
 
     Raises:
         UsageError: --save-student is given and one cannot.
@@ -66,7 +66,10 @@ def _named(candidates: Sequence[Any], name: str) -> Any:
 def choose(
     candidate: str, stage_blocks: StageBlocks, losses: dict[tuple[int, str], float]
 ) -> list[StudentBlock]:
-    """The candidates of this rank's blocks to stitch; `losses` by block and name, for the best."""
+    """Choose a candidate for each of this rank's blocks.
+
+    `losses` by (block, name) are for the best.
+    """
     if candidate != BEST:
         return [_named(candidates, candidate) for candidates in stage_blocks.student_blocks]
     return [
@@ -110,7 +113,7 @@ def save_student(
 
 
 def _all_shapes(chosen: Sequence[StudentBlock]) -> list[BlockShape]:
-    """The shapes of all blocks, in order; collective over all ranks."""
+    """Gather the shapes of all blocks, in order; collective over all ranks."""
     everywhere: list[dict[int, BlockShape]] = [{}] * dist.get_world_size()
     dist.all_gather_object(
         everywhere, {student_block.block: student_block.shape for student_block in chosen}
@@ -120,7 +123,7 @@ def _all_shapes(chosen: Sequence[StudentBlock]) -> list[BlockShape]:
 
 
 def _model_arguments(args: argparse.Namespace, shapes: Sequence[BlockShape]) -> dict[str, Any]:
-    """As Megatron-LM and megatron_zb.pretrain_gpt store them; the latter's names come first."""
+    """Return the arguments under the names of megatron_zb.pretrain_gpt, then of Megatron-LM."""
     stored = dict(vars(args))
     stored["group_query_attention"] = True
     stored["num_query_groups"], stored["ffn_hidden_size"] = shapes[0].sizes
@@ -140,7 +143,7 @@ def _model_arguments(args: argparse.Namespace, shapes: Sequence[BlockShape]) -> 
 
 
 def described(args: argparse.Namespace, shapes: Sequence[BlockShape]) -> str:
-    """Blocks of different shapes as megatron-core's HeterogeneousTransformerConfig reads them."""
+    """Describe blocks of different shapes for megatron-core's HeterogeneousTransformerConfig."""
     blocks = [
         {
             "attention": {

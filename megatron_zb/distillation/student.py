@@ -1,4 +1,4 @@
-"""What a student is: ``configs/students/*.yaml``. Imports neither torch nor Megatron."""
+"""Student configurations, ``configs/students/*.yaml``. Imports neither torch nor Megatron."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _MOST = 10_000_000
 
 
 class Attention(Section):
-    """What stands in place of a block's attention."""
+    """The replacement of a block's attention."""
 
     kind: AttentionKind = Field(
         "attention", description="attention, linear or no_op", examples=["linear"]
@@ -35,7 +35,7 @@ class Attention(Section):
 
 
 class Mlp(Section):
-    """What stands in place of a block's MLP."""
+    """The replacement of a block's MLP."""
 
     kind: MlpKind = Field("mlp", description="mlp, linear or no_op", examples=["linear"])
     ffn_hidden_size: int | None = Field(
@@ -58,7 +58,7 @@ class Mlp(Section):
 
 
 class Candidate(Section):
-    """One way to build a block; what is left out is as in the teacher."""
+    """One candidate for a block; what is left out is as in the teacher."""
 
     name: str = Field(
         pattern=r"^[A-Za-z0-9_-]{1,40}$", description="letters, digits, _ and -", examples=["half"]
@@ -85,7 +85,7 @@ def _candidates(required: bool) -> Any:
 
 
 class Exceptional(Section):
-    """Blocks that are built in another way."""
+    """Blocks with candidates of their own."""
 
     blocks: list[int] = Field(
         min_length=1, max_length=10_000, description="numbers from 0", examples=["[0, 7]"]
@@ -126,7 +126,7 @@ def read_student(path: Path) -> StudentConfig:
 
 
 def library(student: StudentConfig, teacher: TeacherShape) -> tuple[tuple[BlockShape, ...], ...]:
-    """The candidates of every block, in the order of the blocks.
+    """Return the candidates of every block, in the order of the blocks.
 
     Raises:
         UsageError: a block does not fit the teacher.

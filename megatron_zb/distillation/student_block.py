@@ -1,4 +1,4 @@
-"""One candidate for one block, as it learns."""
+"""One candidate for one block, in training."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class StudentBlock:
         teacher_layer: Any,
         sizes: TeacherShape,
     ) -> None:
-        """Build the layer and let it inherit from the teacher's layer of the same block."""
+        """Build the layer and initialise it from the teacher's layer of the same block."""
         self.block = block
         self.shape = shape
         self.layer = student_layer(args, shape, block)
@@ -40,7 +40,7 @@ class StudentBlock:
         self._count = 0
 
     def study(self, given: torch.Tensor, wanted: torch.Tensor, rotary: torch.Tensor | None) -> None:
-        """Forward, loss and backward on one microbatch; tensors are (sequence, batch, hidden)."""
+        """Run forward, loss and backward of a microbatch; tensors are (sequence, batch, hidden)."""
         made = self.forward(given, rotary)
         loss = self._loss(made, wanted)
         if loss.requires_grad:  # a block of no-ops has nothing to learn
@@ -51,7 +51,7 @@ class StudentBlock:
         self._count += 1
 
     def forward(self, given: torch.Tensor, rotary: torch.Tensor | None) -> torch.Tensor:
-        """The layer's output for an input, both (sequence, batch, hidden)."""
+        """Return the layer's output for an input, both (sequence, batch, hidden)."""
         output: torch.Tensor
         output, _ = self.layer(given, attention_mask=None, rotary_pos_emb=rotary)
         return output
@@ -61,7 +61,7 @@ class StudentBlock:
         self.optimizer.step(group)
 
     def take_losses(self) -> tuple[float, int]:
-        """Sum and number of the losses of this rank's microbatches since the last call."""
+        """Return sum and number of the losses of this rank's microbatches since the last call."""
         total = 0.0 if self._total is None else float(self._total)
         count, self._total, self._count = self._count, None, 0
         return total, count

@@ -1,4 +1,4 @@
-"""What a teacher is: the model of a torch_dist checkpoint, described by its stored arguments."""
+"""The teacher: the model of a torch_dist checkpoint, described by its stored arguments."""
 
 from __future__ import annotations
 
@@ -63,10 +63,10 @@ _POSITIONS = ("learned_absolute", "rope", "none")
 
 @dataclass(frozen=True)
 class Teacher:
-    """A checkpoint to learn from."""
+    """The checkpoint of a teacher, and the arguments of its model."""
 
     path: Path
-    """The directory of its files, such as DIR/iter_0000010."""
+    """Directory of the checkpoint's files, such as DIR/iter_0000010."""
     arguments: dict[str, Any]
     """The model's arguments by the names of megatron_zb.pretrain_gpt."""
 
@@ -79,7 +79,7 @@ class Teacher:
 
 
 def read_teacher(directory: Path) -> Teacher:
-    """The latest checkpoint of a directory; needs no ranks.
+    """Read the teacher from the latest checkpoint of a directory; needs no process group.
 
     Raises:
         UsageError: there is none, it is damaged, or it is of a model that is not built here.

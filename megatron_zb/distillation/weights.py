@@ -1,4 +1,4 @@
-"""Layers, embedding and output head as Megatron's sharded tensors, whatever rank holds them."""
+"""Layers, embedding and output head as Megatron's sharded tensors, on whichever rank."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ _TIED, _UNTIED = "embedding.word_embeddings.weight", "output_layer.weight"
 def layer_state(
     layer: Any, block: int, num_layers: int, group: dist.ProcessGroup, *, alike: bool = True
 ) -> State:
-    """A layer of a GPTModel under its names in a checkpoint.
+    """Return the sharded tensors of a layer, under a GPTModel's names in a checkpoint.
 
     Args:
         layer: a TransformerLayer.
-        block: its place in the model, from 0.
-        num_layers: of the model.
+        block: the index of the layer in the model, from 0.
+        num_layers: the number of layers of the model.
         group: the ranks that hold this layer.
         alike: whether all layers have one shape, and so are stored as slices of one tensor.
     """
@@ -45,23 +45,23 @@ def layer_state(
 
 
 def module_state(module: Any, prefix: str, group: dist.ProcessGroup) -> State:
-    """A module of Megatron under its names in a checkpoint, as the ranks of a group hold it."""
+    """Return the sharded tensors of a Megatron module that the ranks of a group hold."""
     state: State = sharded_state_dict_default(module, prefix, (), _held_by(group))
     return state
 
 
 def tensor_state(name: str, tensor: torch.Tensor, group: dist.ProcessGroup) -> ShardedTensor:
-    """A whole tensor, as the ranks of a group hold it."""
+    """Return the sharded tensor of a whole tensor that the ranks of a group hold."""
     return ShardedTensor.from_rank_offsets(name, tensor, replica_id=(0, 0, dist.get_rank(group)))
 
 
 def embedding_state(embedding: Embedding, group: dist.ProcessGroup) -> State:
-    """The embedding of a GPTModel."""
+    """Return the sharded tensors of the embedding of a GPTModel."""
     return module_state(embedding.embedding, _EMBEDDING, group)
 
 
 def head_state(head: OutputHead, untied: bool, group: dist.ProcessGroup) -> State:
-    """The last norm of a GPTModel, and its output layer where that is not the embedding."""
+    """Return the sharded tensors of the last norm, and of the output layer if it is untied."""
     state = module_state(head.final_layernorm, _FINAL_NORM, group)
     if untied:
         state[_UNTIED] = tensor_state(_UNTIED, head.weight.detach(), group)
@@ -78,17 +78,17 @@ def load_teacher(
     group: dist.ProcessGroup,
     flag: str,
 ) -> None:
-    """Fill this rank's part of the teacher from a checkpoint; collective over all ranks.
+    """Load this rank's part of the teacher from a checkpoint; collective over all ranks.
 
     Args:
-        path: of the checkpoint's files.
-        layers: this rank's, by block.
-        num_layers: of the teacher.
-        embedding: where this rank is of the first stage.
-        head: where this rank is of the last stage.
+        path: the directory of the checkpoint's files.
+        layers: the layers of this rank, by block.
+        num_layers: the number of layers of the teacher.
+        embedding: the embedding, on a rank of the first stage.
+        head: the output head, on a rank of the last stage.
         untied: whether the output layer has a weight of its own.
         group: the ranks that hold the same.
-        flag: that named the checkpoint.
+        flag: the flag that named the checkpoint.
 
     Raises:
         UsageError: the files are damaged, or are of another model.
@@ -119,15 +119,15 @@ def load_teacher(
 
 
 def fill(module: Any, state: Mapping[str, Any], prefix: str) -> None:
-    """Load what :func:`module_state` or :func:`layer_state` asked for."""
+    """Copy the loaded tensors of :func:`module_state` or :func:`layer_state` into a module."""
     module.load_state_dict({name.removeprefix(prefix): value for name, value in state.items()})
 
 
 def _held_by(group: dist.ProcessGroup) -> dict[str, Any]:
-    """Megatron's way to say which ranks hold copies of the same."""
+    """Return Megatron's metadata for tensors of which the ranks of a group hold copies."""
     return {"dp_cp_group": group, "singleton_local_shards": False}
 
 
 def merged(states: Iterable[State]) -> State:
-    """Several states as one."""
+    """Merge several states into one."""
     return {name: value for state in states for name, value in state.items()}

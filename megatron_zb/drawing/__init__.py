@@ -1,1 +1,1 @@
-"""A schedule as text, as a picture, and as a page."""
+"""Drawings of a schedule: as text, as a picture, and as a page."""

@@ -1,4 +1,4 @@
-"""The activation memory of every rank over time, as every drawing shows it."""
+"""Activation memory of every rank over time, as every drawing shows it."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from megatron_zb.schedules import Timeline
 
 @dataclass(frozen=True)
 class MemoryLine:
-    """Steps of one rank: ``held[i]`` from ``times[i]`` to ``times[i + 1]``, the last one for ever.
+    """Memory of one rank: ``held[i]`` from ``times[i]`` to ``times[i + 1]``, the last for ever.
 
     Times in seconds; memory in microbatches of 1F1B's first rank (see :func:`microbatch`).
     """
@@ -24,17 +24,17 @@ class MemoryLine:
 
 
 def memory_lines(timeline: Timeline) -> list[MemoryLine]:
-    """A line for each rank; its highest step is the rank's ``timeline.peak_memory``."""
+    """Return a line for each rank; its highest step is the rank's ``timeline.peak_memory``."""
     return [_line(timeline, rank) for rank in range(len(timeline.start))]
 
 
 def worst_of(lines: list[MemoryLine]) -> MemoryLine:
-    """The first of the lines that reach highest."""
+    """Return the first of the lines with the highest peak."""
     return max(lines, key=lambda line: line.peak)
 
 
 def microbatch(timeline: Timeline) -> float:
-    """What one microbatch holds on 1F1B's first rank, in the unit of ``costs.activation``.
+    """Return a microbatch's memory on 1F1B's first rank, in the unit of ``costs.activation``.
 
     That rank has the first p-th of the model, which is as many stages as a rank has chunks.
     """
@@ -42,7 +42,7 @@ def microbatch(timeline: Timeline) -> float:
 
 
 def one_f_one_b_peak(timeline: Timeline) -> int:
-    """Microbatches on 1F1B's first rank: one for every rank, or all when there are fewer."""
+    """Count the microbatches on 1F1B's first rank: one for every rank, or all if fewer."""
     return min(timeline.schedule.placement.pipeline_size, timeline.schedule.num_microbatches)
 
 

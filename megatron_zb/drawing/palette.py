@@ -1,4 +1,4 @@
-"""What every drawing of a schedule has in common: bars, their colours, the words around them."""
+"""Common parts of all drawings of a schedule: bars, their colours, titles and labels."""
 
 from __future__ import annotations
 
@@ -41,15 +41,18 @@ INK = "#000000"
 
 @dataclass(frozen=True)
 class TimeUnit:
-    """What times are drawn in: ``scale`` makes a timeline's times this unit, whose sign follows
-    each figure; ``words`` stand at the axis."""
+    """Unit of the times in a drawing.
+
+    ``scale`` converts a timeline's times to this unit, ``symbol`` follows each figure, and
+    ``words`` label the axis.
+    """
 
     words: str
     symbol: str = ""
     scale: float = 1.0
 
     def of(self, time: float, digits: int = 6) -> str:
-        """A time of the timeline as text, such as ``12.5 ms``."""
+        """Format a time of the timeline as text, such as ``12.5 ms``."""
         return f"{time * self.scale:.{digits}g} {self.symbol}".rstrip()
 
 
@@ -60,7 +63,7 @@ MILLISECONDS = TimeUnit("time, ms", "ms", 1000.0)
 
 @dataclass(frozen=True)
 class Bar:
-    """One pass on the row of its rank; ``chunk`` is 0 and 1 for the steps of a relay in turn."""
+    """One pass on the row of its rank; ``chunk`` is 0 or 1 for even or odd steps of a relay."""
 
     rank: int
     start: float
@@ -72,7 +75,7 @@ class Bar:
 
 
 def colour_of(kind: PassKind, chunk: int, chunks: int = 2) -> str:
-    """The colour of a pass as #RRGGBB, where a rank has so many model chunks, the first darkest."""
+    """Return the colour of a pass as #RRGGBB; of a rank's model chunks, the first is darkest."""
     return _mixed(*_SHADES[kind], chunk / (chunks - 1) if chunks > 1 else _ONE_CHUNK)
 
 
@@ -87,13 +90,13 @@ def _channels(colour: str) -> list[int]:
 
 
 def text_colour_on(colour: str) -> str:
-    """Black or white, whichever has the higher contrast (as WCAG 2 defines it)."""
+    """Return black or white, whichever has the higher contrast (as WCAG 2 defines it)."""
     light = luminance(colour)
     return "#000000" if (light + 0.05) / 0.05 > 1.05 / (light + 0.05) else "#FFFFFF"
 
 
 def luminance(colour: str) -> float:
-    """Relative luminance of #RRGGBB, 0 for black and 1 for white."""
+    """Return the relative luminance of #RRGGBB, 0 for black and 1 for white."""
     channels = (channel / 255 for channel in _channels(colour))
     red, green, blue = (
         c / 12.92 if c <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4 for c in channels
@@ -102,19 +105,19 @@ def luminance(colour: str) -> float:
 
 
 def variants_of(schedule: Schedule) -> int:
-    """How many colours a kind has: one for each model chunk of a rank, two for steps in turn."""
+    """Count the colours of a kind: one per model chunk of a rank, two for alternating steps."""
     return 2 if schedule.rules.has_steps else schedule.placement.chunks
 
 
 def variant_of(schedule: Schedule, p: Pass) -> int:
-    """Which of them a pass has."""
+    """Return the index of a pass's colour among those of its kind."""
     if schedule.rules.has_steps:
         return schedule.rules.step_of(p) % 2
     return schedule.placement.chunk_of(p.stage)
 
 
 def bars_of(timeline: Timeline) -> Iterator[Bar]:
-    """The bars of all ranks, rank by rank in the order they run."""
+    """Yield the bars of all ranks, rank by rank in the order they run."""
     schedule = timeline.schedule
     for rank, passes in enumerate(schedule.ranks):
         for p, start, end in zip(passes, timeline.start[rank], timeline.end[rank], strict=True):
@@ -124,7 +127,7 @@ def bars_of(timeline: Timeline) -> Iterator[Bar]:
 
 
 def legend_of(timeline: Timeline) -> list[tuple[PassKind, int, str]]:
-    """The kinds and chunks, or even and odd steps, that occur, each with its words."""
+    """Return the kinds and chunks, or even and odd steps, that occur, each with its label."""
     found = sorted(
         {(bar.kind, bar.chunk) for bar in bars_of(timeline)},
         key=lambda pair: (list(KIND_NAMES).index(pair[0]), pair[1]),
@@ -138,7 +141,7 @@ def legend_of(timeline: Timeline) -> list[tuple[PassKind, int, str]]:
 
 
 def report_of(report: Report) -> str:
-    """How far a schedule is from the lower bound, in one sentence."""
+    """Describe the distance of a schedule to the lower bound in one sentence."""
     gain = f"at most {report.gap:.1%}" if report.gap >= 5e-4 else "nothing"
     back_to_back = f"; {report.period:.6g} for each of many in a row" if report.period else ""
     return (
@@ -148,7 +151,10 @@ def report_of(report: Report) -> str:
 
 
 def title_of(timeline: Timeline) -> str:
-    """The name, the sizes and what the schedule costs, in one line."""
+    """Return the name, the sizes, the bubble rate and the peak activation memory in one line.
+
+    Where passes belong to steps, as in a relay, the memory is left out.
+    """
     schedule = timeline.schedule
     ranks = schedule.placement.pipeline_size
     sizes = (

@@ -103,7 +103,7 @@ def draw(timeline: Timeline, unit: TimeUnit = COST_UNIT) -> Figure:
 
 
 def _draw_steps(timeline: Timeline, unit: TimeUnit) -> Figure:
-    """Bars alone; the share of the time in which a rank computes is beside its name."""
+    """Draw bars alone, with the share of the time in which a rank computes beside its name."""
     width = _width(timeline)
     rows = timeline.schedule.placement.pipeline_size
     figure = _figure(width, rows * ROW_HEIGHT + MARGINS[1] + LEGEND_ROW_HEIGHT)
@@ -190,7 +190,7 @@ def _draw_bars(axes: Axes, timeline: Timeline, inches_per_second: float) -> None
 
 
 def _number_some(axes: Axes, bars: list[Bar], inches_per_second: float) -> None:
-    """Where bars have no room for numbers: a tick on top where every few microbatches begin."""
+    """Draw a tick on top where every few microbatches begin, for bars too short for numbers."""
     begins: dict[int, float] = {}
     for bar in bars:
         if bar.kind in (PassKind.F, PassKind.T):
@@ -248,7 +248,7 @@ def _draw_legend(axes: Axes, timeline: Timeline) -> None:
 
 
 def _draw_memory(axes: Axes, timeline: Timeline) -> None:
-    """A row for each rank: what it holds, 1F1B's peak as a dashed line, and its peak behind it."""
+    """Draw a row for each rank: its memory, 1F1B's peak as a dashed line, its peak at the end."""
     lines = memory_lines(timeline)
     worst, stock = worst_of(lines), one_f_one_b_peak(timeline)
     top = max(worst.peak, stock)
@@ -271,7 +271,7 @@ def _draw_memory(axes: Axes, timeline: Timeline) -> None:
 
 
 def _height(rank: int, held: float, top: float) -> float:
-    """Where an amount of memory lies in the row of a rank, 0.9 of a row high at most."""
+    """Return the y coordinate of an amount of memory in a rank's row, at most 0.9 of a row high."""
     return rank + 0.46 - 0.9 * held / top
 
 

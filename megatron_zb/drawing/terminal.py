@@ -71,7 +71,7 @@ def print_schedule(timeline: Timeline, report: Report, console: Console) -> None
 
 
 def _left_out(timeline: Timeline, length: int, band: int) -> range:
-    """The columns in the middle that are not drawn: none of a drawing that has room."""
+    """Return the columns in the middle that are not drawn; none if the drawing has room."""
     bands = -(-length // band)
     kept = max(_MOST_LINES // (2 * (len(timeline.schedule.ranks) + 1)), 1)
     if bands <= 2 * kept + 1:
@@ -80,7 +80,7 @@ def _left_out(timeline: Timeline, length: int, band: int) -> range:
 
 
 def _describe(left_out: range, bars: Sequence[Bar], scale: float, timeline: Timeline) -> str:
-    """What the columns that are not drawn hold."""
+    """Describe the columns that are not drawn."""
     drawn = {
         bar.microbatch
         for bar in bars
@@ -95,7 +95,7 @@ def _describe(left_out: range, bars: Sequence[Bar], scale: float, timeline: Time
 
 
 def _print_bands(console: Console, rows: Sequence[Text], band: int) -> None:
-    """Rows of bars, cut into bands one below the other."""
+    """Print rows of bars, cut into bands one below the other."""
     label_width = len(f"rank {len(rows) - 1} ")
     for bands in zip(*(row.divide(range(band, len(row), band)) for row in rows), strict=True):
         console.print()
@@ -105,7 +105,7 @@ def _print_bands(console: Console, rows: Sequence[Text], band: int) -> None:
 
 
 def _print_utilisation(timeline: Timeline, console: Console, label_width: int) -> None:
-    """A row for each rank, as long as the share of the time in which it computes."""
+    """Print a row for each rank, as long as the share of the time in which it computes."""
     console.print(Text("share of the time in which each rank computes"), highlight=False)
     columns = max(console.width - label_width - len(" 100.0 %"), 1)
     for rank, share in enumerate(timeline.utilisation):
@@ -115,7 +115,7 @@ def _print_utilisation(timeline: Timeline, console: Console, label_width: int) -
 
 
 def _print_memory(timeline: Timeline, console: Console, columns: int, label_width: int) -> None:
-    """A row for each rank, as high as what it holds, with its peak behind it."""
+    """Print a row for each rank, as high as the memory that it holds, with its peak at the end."""
     lines = memory_lines(timeline)
     worst, stock = worst_of(lines), one_f_one_b_peak(timeline)
     top = max(worst.peak, stock)
@@ -133,7 +133,7 @@ def _print_memory(timeline: Timeline, console: Console, columns: int, label_widt
 
 
 def _sparkline(line: MemoryLine, timeline: Timeline, columns: int, top: float) -> str:
-    """One character for each of equally long times: the most that the rank holds within it."""
+    """Return one character per interval of equal length: the most that the rank holds in it."""
     seconds = timeline.makespan / columns
     begin = min(times[0] for times in timeline.start if times)
     most = [0.0] * columns
@@ -151,12 +151,12 @@ def _print_line(console: Console, line: Text) -> None:
 
 
 def _cell_width(timeline: Timeline) -> int:
-    """Columns of a usual pass: a letter, the largest microbatch number and a gap."""
+    """Count the columns of a usual pass: a letter, the largest microbatch number and a gap."""
     return len(str(timeline.schedule.num_microbatches - 1)) + 2
 
 
 def _usual_seconds(timeline: Timeline, bars: Sequence[Bar]) -> float:
-    """What a cell stands for: the median pass, or more where others take far longer."""
+    """Return the seconds of a cell: the median pass, or more where others take far longer."""
     usual = median(bar.end - bar.start for bar in bars if bar.end > bar.start)
     placement, busiest = timeline.schedule.placement, max(map(len, timeline.schedule.ranks))
     cells = _MOST_CELLS * (busiest + len(PassKind) * placement.num_stages)
@@ -164,7 +164,7 @@ def _usual_seconds(timeline: Timeline, bars: Sequence[Bar]) -> float:
 
 
 def _rows(timeline: Timeline, bars: Sequence[Bar], scale: float, columns: range) -> list[Text]:
-    """What these columns of the drawing show of every rank."""
+    """Return the row of every rank, in these columns of the drawing."""
     rows = [Text() for _ in timeline.schedule.ranks]
     for bar in bars:
         start, end = (round(time * scale) for time in (bar.start, bar.end))
@@ -197,7 +197,7 @@ def _style(colour: str) -> str:
 
 
 def _legend(timeline: Timeline) -> list[Text]:
-    """A line for each kind that occurs, with its letters, and one for the rest."""
+    """Return a line for each kind that occurs, with its letters, and one for the rest."""
     chunks = variants_of(timeline.schedule)
     found: dict[PassKind, list[int]] = {}
     for kind, chunk, _ in legend_of(timeline):

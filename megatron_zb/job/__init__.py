@@ -1,1 +1,1 @@
-"""What all ranks of a job settle among themselves before they train. Knows nothing of Megatron."""
+"""Agreement among all ranks of a job before they train. Independent of Megatron."""

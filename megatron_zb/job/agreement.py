@@ -1,4 +1,4 @@
-"""Before the first message: do all ranks mean the same run?
+"""Agreement of all ranks, before the first message, that they are started for the same run.
 
 Ranks that disagree would wait for each other for ever, or train something else. Each leaves what
 it is about to do, as named values, in a store that all can reach; rank 0 compares and leaves a
@@ -25,7 +25,7 @@ from megatron_zb.errors import UsageError
 
 
 class Disagreement(UsageError):
-    """The ranks cannot run together; the message is the same on every rank.
+    """Error of ranks that cannot run together; the message is the same on every rank.
 
     ``speaks`` is true on the one rank that is to tell the user.
     """
@@ -44,7 +44,7 @@ def agree(
     *,
     seconds: float,
 ) -> None:
-    """Go on if every rank has the same values and no problem; otherwise raise on every rank.
+    """Check that all ranks have the same values and no problem; otherwise raise on every rank.
 
     Args:
         values: what must be equal, by the names that a message uses; as JSON can hold them, other
@@ -97,7 +97,7 @@ def store_of_launcher(attempt: str) -> Store | None:
 
 
 def leave(store: Store, rank: int, values: Mapping[str, Any], problem: str | None = None) -> None:
-    """Leave what the other ranks of :func:`agree` compare with, and wait for nobody."""
+    """Store the values that the other ranks of :func:`agree` compare with, and wait for nobody."""
     _set(store, rank, values, problem, waits=False)
 
 
@@ -129,7 +129,7 @@ def _verdict(store: Store, world_size: int, seconds: float) -> str:
 
 
 def _get(store: Store, key: str, deadline: float) -> str | None:
-    """The value, or None if nobody has set it before the deadline."""
+    """Return the value, or None if nobody has set it before the deadline."""
     left = max(deadline - time.monotonic(), 0.001)
     try:
         store.wait([key], timedelta(seconds=left))
@@ -139,10 +139,10 @@ def _get(store: Store, key: str, deadline: float) -> str | None:
 
 
 def compare(ranks: Mapping[int, Mapping[str, Any]]) -> str:
-    """What keeps these ranks from starting, or an empty string.
+    """Return the reason why these ranks cannot start together, or an empty string.
 
-    What differs is told first: a problem of one rank alone may come from it. A rank with a problem
-    may not have got as far as to know all values.
+    A difference is reported first: the problem of a single rank may come from it. A rank with a
+    problem may not have got as far as to know all values.
     """
     (first_rank, first), *others = ranks.items()
     for rank, given in others:
@@ -165,7 +165,7 @@ def compare(ranks: Mapping[int, Mapping[str, Any]]) -> str:
 
 
 def _first_difference(one: Mapping[str, Any], other: Mapping[str, Any]) -> str | None:
-    """The name of the first value that is not the same."""
+    """Return the name of the first value that is not the same, None if all are."""
     a, b = one["values"], other["values"]
     names = {**a, **b}
     if one["problem"] or other["problem"]:

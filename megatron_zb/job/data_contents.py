@@ -1,4 +1,4 @@
-"""What a run trains on, by its contents: to tell hosts, or a resumed run, with other data.
+"""Records of a run's data by its contents, to detect hosts, or resumed runs, with other data.
 
 Reads a bounded part of large files: sizes count, and blocks that are spread over the file. Imports
 neither torch nor Megatron.
@@ -15,7 +15,7 @@ from megatron_zb.errors import UsageError
 
 ALLOW_OTHER_FLAG = "--pipeline-allow-other-data"
 RECORD = "pipeline_data_contents"
-"""The attribute of the arguments, which every checkpoint holds, that has a record."""
+"""Attribute of the arguments, which every checkpoint holds, that contains the record."""
 
 _WHOLE = 64 * 2**20  # bytes: an index of three million documents
 _WHOLE_IN_FOLDER = 2**20
@@ -52,13 +52,13 @@ def of_file(path: Path) -> str | None:
 
 
 def _digest(path: Path, whole: int = _WHOLE) -> str:
-    """Of the whole file up to so many bytes, above that of its size and sixteen blocks."""
+    """Return a digest of the file; above ``whole`` bytes, of its size and sixteen blocks alone."""
     size = path.stat().st_size
     return _short(path.read_bytes()) if size <= whole else _sampled(path, size)
 
 
 def _sampled(path: Path, size: int) -> str:
-    """The digest of a file's size and of blocks from its beginning to its end."""
+    """Return a digest of the file's size and of blocks from its beginning to its end."""
     found = hashlib.sha256(str(size).encode())
     with path.open("rb") as file:
         for block in range(_BLOCKS):
@@ -72,7 +72,7 @@ def _short(content: bytes) -> str:
 
 
 def blend_entries(words: Sequence[str]) -> Iterator[tuple[str, str]]:
-    """Each data set of a blend: its weight, empty where there is none, and its prefix."""
+    """Yield each data set of a blend: its weight, empty where there is none, and its prefix."""
     weighted = len(words) > 1 and len(words) % 2 == 0 and all(map(_is_number, words[::2]))
     if weighted:
         yield from zip(words[::2], words[1::2], strict=True)
@@ -93,7 +93,7 @@ def record(
     files: Mapping[str, str | None],
     settings: Mapping[str, Any],
 ) -> Record:
-    """Describe what a run trains on, as a checkpoint keeps it.
+    """Describe the data that a run trains on, as a checkpoint keeps it.
 
     Args:
         blends: the words of each flag that names data sets, with or without weights.
@@ -127,12 +127,12 @@ def to_agree_on(found: Record) -> dict[str, str]:
 
 
 def check_resume(stored: Any, mine: Record, checkpoint: str) -> None:
-    """Refuse to go on from a checkpoint of other data; one without a record is let through.
+    """Refuse to resume from a checkpoint of other data; accept one without a record.
 
-    Where the same contents lie does not count.
+    The paths of the same contents may differ.
 
     Raises:
-        UsageError: says what is different, and which flag allows it.
+        UsageError: names the difference, and the flag that allows it.
     """
     if not isinstance(stored, dict):
         return
@@ -150,7 +150,7 @@ def check_resume(stored: Any, mine: Record, checkpoint: str) -> None:
 
 
 def _meant(entry: Sequence[str]) -> tuple[str, str]:
-    """Weight and contents; the path where the contents cannot be read here."""
+    """Return weight and contents; the path where the contents cannot be read here."""
     weight, path, contents = entry
     return weight, contents or path
 

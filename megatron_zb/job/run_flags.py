@@ -16,12 +16,12 @@ STREAMS_FLAG = "--pipeline-random-streams"
 
 
 def asks_for_balance(layout: str | None) -> bool:
-    """Whether the value of ``--pipeline-layer-layout`` asks for a layout and does not write one."""
+    """Return whether the value of ``--pipeline-layer-layout`` asks for a computed layout."""
     return layout is not None and (layout == AUTO_LAYOUT or Path(layout).suffix == ".yaml")
 
 
 def asks_for_layer_streams(streams: str | None, keeps_places: bool) -> bool:
-    """Whether every layer draws from random streams of its own.
+    """Return whether every layer draws from random streams of its own.
 
     Args:
         streams: the value of ``--pipeline-random-streams``, None where it was not given.
@@ -32,7 +32,7 @@ def asks_for_layer_streams(streams: str | None, keeps_places: bool) -> bool:
 
 
 def check_table_alone(args: argparse.Namespace) -> None:
-    """Refuse what a ``--pipeline-schedule-file`` leaves nothing to say about.
+    """Refuse flags that conflict with ``--pipeline-schedule-file``.
 
     Raises:
         UsageError: names the flag.
@@ -54,7 +54,7 @@ def check_table_alone(args: argparse.Namespace) -> None:
 
 
 def placement_of(args: argparse.Namespace) -> Placement | None:
-    """The placement that ``auto`` is bound to, if it is.
+    """Return the placement that ``auto`` is bound to, None if it is not bound.
 
     Raises:
         UsageError: the schedule has its own, or the number of chunks is missing or wrong.
@@ -77,7 +77,7 @@ def placement_of(args: argparse.Namespace) -> Placement | None:
 
 
 def add_run_arguments(group: argparse._ArgumentGroup) -> None:
-    """How a run measures itself, and what ends it when it stands still."""
+    """Add the arguments for profiling, placement, replanning, random streams, timeout and data."""
     group.add_argument(
         "--pipeline-profile",
         metavar="FILE",
@@ -117,7 +117,7 @@ def add_run_arguments(group: argparse._ArgumentGroup) -> None:
 
 
 def add_other_data(group: argparse._ArgumentGroup) -> None:
-    """What lets a run go on from a checkpoint with other data than it was trained on."""
+    """Add the argument that lets a run resume from a checkpoint of other training data."""
     group.add_argument(
         ALLOW_OTHER_FLAG,
         action="store_true",
@@ -127,7 +127,7 @@ def add_other_data(group: argparse._ArgumentGroup) -> None:
 
 
 def add_timeout(group: argparse._ArgumentGroup) -> None:
-    """What ends a run that stands still."""
+    """Add the argument for the time without progress after which a run is ended."""
     group.add_argument(
         "--pipeline-timeout",
         type=float,

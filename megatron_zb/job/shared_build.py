@@ -1,4 +1,4 @@
-"""One rank builds a schedule, and the others take its table from the store of the job.
+"""Schedules built by one rank; the others take the table from the store of the job.
 
 A search takes seconds of a core and depends on what is installed; so one does it for all. What a
 rank receives is parsed and validated like a file; nothing of it is executed.
@@ -32,9 +32,9 @@ _BETWEEN_LOOKS = 0.05  # seconds
 
 
 class SharedBuild:
-    """Builds schedules on rank 0 of a job for all of its ranks; called like ``schedules.build``.
+    """Builder of schedules on rank 0 of a job for all ranks; called like ``schedules.build``.
 
-    All ranks ask for the same schedules in the same order. One that asks for another says so.
+    All ranks ask for the same schedules in the same order. One that asks for another raises.
     """
 
     def __init__(
@@ -78,7 +78,7 @@ class SharedBuild:
         return self._built[key]
 
     def abandon(self, error: Exception) -> None:
-        """Let the ranks that wait for a schedule know that rank 0 asks for none, and why."""
+        """Tell the ranks that wait for a schedule that rank 0 asks for none, and why."""
         if self._rank == 0 and self._world_size > 1 and not self._has_told:
             _put(self._store, f"{self._asked}/asked", {"problem": _describe(error)})
             self._has_told = True
@@ -102,7 +102,7 @@ class SharedBuild:
         return schedule
 
     def _tell(self, number: int, error: BaseException, name: str) -> None:
-        """Let all ranks read a problem before this one ends, which may serve the store."""
+        """Let all ranks read a problem before this one, which may serve the store, ends."""
         refused = isinstance(error, UsageError)
         problem = str(error) if refused else f"rank 0 failed to build {name}: {error!r}"
         self._has_told = True
@@ -131,7 +131,7 @@ class SharedBuild:
             raise UsageError(f"what rank 0 has given is no schedule: {error}") from error
 
     def _given(self, number: int, what: str, name: str) -> dict[str, Any]:
-        """Wait for what rank 0 gives.
+        """Wait for a value from rank 0 and return it.
 
         Raises:
             UsageError: it gives a problem, nothing in time, or nothing that can be read.
@@ -151,12 +151,12 @@ class SharedBuild:
 
 
 def kept(folder: Path, say: Callable[[str], None], build: Build = catalog.build) -> Build:
-    """A build that looks into a folder first and keeps what it has built there.
+    """Return a build function that looks into a folder first and keeps new schedules there.
 
     Args:
-        folder: where the schedules are, made if it is not there.
-        say: is told in one line what of the folder cannot be used.
-        build: makes what is not there.
+        folder: of the schedules, made if it is not there.
+        say: called with a line for everything in the folder that cannot be used.
+        build: builds the schedules that are not there.
     """
     folder_of_schedules = cache.Cache(folder)
 
@@ -180,7 +180,7 @@ def kept(folder: Path, say: Callable[[str], None], build: Build = catalog.build)
 
 
 def _as_flags(values: dict[str, Any]) -> dict[str, Any]:
-    """By the names that a message about a difference uses, as JSON gives them back."""
+    """Return the values by the names that messages use, as JSON gives them back."""
     said = {"schedule": "--pipeline-schedule", "memory_limit": "--pipeline-memory-limit"}
     named = {said.get(name, name.replace("_", " ")): value for name, value in values.items()}
     found: dict[str, Any] = json.loads(json.dumps({**named, "megatron_zb version": __version__}))
@@ -192,7 +192,7 @@ def _describe(error: Exception) -> str:
 
 
 def _put(store: Store, key: str, value: dict[str, Any]) -> None:
-    """In parts, of which the number comes last."""
+    """Store a value in parts, and the number of parts last."""
     packed = base64.b64encode(zlib.compress(json.dumps(value).encode())).decode()
     parts = [packed[i : i + _PART] for i in range(0, len(packed), _PART)]
     for number, part in enumerate(parts):
@@ -201,7 +201,7 @@ def _put(store: Store, key: str, value: dict[str, Any]) -> None:
 
 
 def _get(store: Store, key: str, seconds: float) -> Any:
-    """What rank 0 has put, None if it has not before the time is over.
+    """Return the value that rank 0 has stored, None if there is none within ``seconds``.
 
     Raises:
         UsageError: it is not what :func:`_put` puts, or the store is gone with rank 0.

@@ -1,1 +1,1 @@
-"""What a run has measured of itself, for training and for planning. Imports no torch."""
+"""Measurements of a run, for training and for planning. Imports no torch."""

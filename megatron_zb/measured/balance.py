@@ -1,7 +1,7 @@
-"""How many layers each stage of a run gets, when the two ends of the model count for some, too.
+"""Balanced layers of each stage, where the two ends of the model count for some layers, too.
 
-What the ends count for comes from a profile of the user's own run, or from the sizes of the model
-alone. The gain is what the simulator says of the schedule that will run, on either layout.
+The cost of the ends comes from a profile of the user's own run, or from the sizes of the model
+alone. The gain is that of the schedule that will run, simulated with either layout.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ _SIZES = {
 
 
 TRANSFER = 0.05
-"""Of a rank's forward of one microbatch, until it is measured: messages are not free."""
+"""Time of a transfer as a share of a rank's forward of one microbatch, until it is measured."""
 
 
 @dataclass(frozen=True)
 class Ends:
-    """For how many layers the embedding and the output layer count, and how that is known."""
+    """Number of layers that the embedding and the output layer count for, and its source."""
 
     embedding: float
     output: float
@@ -48,7 +48,7 @@ class Ends:
 
 @dataclass(frozen=True)
 class Balance:
-    """Layers of each stage, and the share of the time with even layers that they save."""
+    """Layers of each stage, and the share of the time of an even layout that they save."""
 
     layers: Layout
     gain: float
@@ -59,7 +59,7 @@ class Balance:
 
 
 def measured(path: Path, sizes: Mapping[str, int]) -> Ends:
-    """From a file of ``--pipeline-profile``.
+    """Read the ends from a file of ``--pipeline-profile``.
 
     Args:
         sizes: layers, hidden_size, sequence_length and tensor of the run.
@@ -79,7 +79,7 @@ def measured(path: Path, sizes: Mapping[str, int]) -> Ends:
 
 
 def costs_of(layers: int, pipeline_size: int, ends: Ends) -> Costs:
-    """Of layers that cost the same and the ends; F, B and W of a layer take p / layers each.
+    """Build the costs of equal layers and the ends; F, B and W of a layer take p / layers each.
 
     A transfer takes :data:`TRANSFER`.
     """
@@ -92,13 +92,13 @@ def costs_of(layers: int, pipeline_size: int, ends: Ends) -> Costs:
 
 
 def counted(layer_flops: float, output_flops: float, multi_token: int = 0) -> Ends:
-    """From floating-point operations; each multi-token prediction is a layer and an output."""
+    """Derive the ends from FLOPs; each multi-token prediction is a layer and an output layer."""
     output = output_flops / layer_flops
     return Ends(0.0, output + multi_token * (1 + output), "counted from the sizes of the model")
 
 
 def balanced(layers: int, schedule: Schedule, ends: Ends) -> Balance:
-    """Share the layers of a model out over the stages of a schedule.
+    """Distribute the layers of a model over the stages of a schedule.
 
     Raises:
         UsageError: there are too few.
@@ -129,7 +129,7 @@ def _costs(schedule: Schedule, counts: Layout, ends: Ends) -> Costs:
 
 
 def of_arguments(value: str, args: Any) -> Ends:
-    """What ``--pipeline-layer-layout`` asks for, of a run with Megatron's arguments.
+    """Return the ends for a value of ``--pipeline-layer-layout`` and Megatron's arguments.
 
     Raises:
         UsageError: the profile is wrong, or the sizes do not tell what the ends cost.
@@ -157,7 +157,7 @@ def of_arguments(value: str, args: Any) -> Ends:
 
 
 def ends_of(args: Any) -> Ends | None:
-    """Counted from the sizes of a model; None where they do not tell."""
+    """Derive the ends from the sizes of a model; return None where these do not suffice."""
     vocabulary = getattr(args, "padded_vocab_size", None) or getattr(args, "vocab_size", None)
     if vocabulary is None or getattr(args, "multi_latent_attention", False):
         return None
@@ -169,7 +169,7 @@ def ends_of(args: Any) -> Ends | None:
 
 
 def _layer_flops(args: Any) -> float:
-    """Of a layer, for each token in F: products with weights, and half of those with scores."""
+    """Count a layer's FLOPs per token in F: products with weights, half of those with scores."""
     hidden, heads = args.hidden_size, args.num_attention_heads
     head = getattr(args, "kv_channels", None) or hidden // heads
     groups = args.num_query_groups if args.group_query_attention else heads

@@ -1,4 +1,4 @@
-"""The YAML files of the planner: what a field must be, and what to say when it is not.
+"""YAML files of the planner: types of the fields, and errors for wrong values.
 
 Files are read with ``yaml.safe_load`` and checked field by field; nothing in them is executed.
 Every field has an example, so that a mistake can be answered with a right value.
@@ -49,7 +49,7 @@ def read(path: Path, kind: type[_Section]) -> _Section:
 
 
 def parse(raw: bytes, name: str, kind: type[_Section]) -> _Section:
-    """Check the text of a file; ``name`` is how errors call it.
+    """Parse and check the text of a file; ``name`` is its name in errors.
 
     Raises:
         UsageError: as :func:`read`.
@@ -85,13 +85,13 @@ def parse(raw: bytes, name: str, kind: type[_Section]) -> _Section:
 
 
 def _depth(raw: bytes) -> int:
-    """How deep brackets lie in one another: the time to read them grows with its square."""
+    """Return the nesting depth of brackets: the time to read them grows with its square."""
     steps = (1 if bracket in b"[{" else -1 for bracket in re.findall(rb"[\[\]{}]", raw))
     return max(accumulate(steps), default=0)
 
 
 def _line_of(raw: bytes, location: tuple[Any, ...]) -> int:
-    """The line of a value; of one that is missing, the line in which its section ends."""
+    """Return the line of a value; of one that is missing, the line in which its section ends."""
     node = yaml.compose(raw, Loader=yaml.SafeLoader)
     for part in location:
         if isinstance(node, yaml.MappingNode):
@@ -108,7 +108,7 @@ def _line_of(raw: bytes, location: tuple[Any, ...]) -> int:
 
 
 def _is_at_the_end(error: Exception, raw: bytes) -> bool:
-    """Whether all of the text had been read when the mistake was found: it is cut off there."""
+    """Return whether the mistake was found after all of the text: it is cut off there."""
     mark = getattr(error, "problem_mark", None)
     return mark is not None and mark.index >= len(raw.decode(errors="replace").rstrip())
 
@@ -157,7 +157,7 @@ def _nearest(kind: type[Section], location: tuple[Any, ...]) -> str:
 
 
 def _holder(kind: type[Section], location: tuple[Any, ...]) -> type[Section] | None:
-    """The section in which the last part of a location stands; a number is a place in a list."""
+    """Return the section of the last part of a location; a number is an index of a list."""
     for part in location[:-1]:
         if isinstance(part, int):
             continue
@@ -175,7 +175,7 @@ def _field(kind: type[Section], location: tuple[Any, ...]) -> FieldInfo | None:
 
 
 def section_of(field: FieldInfo) -> type[Section] | None:
-    """The section that a field holds, also where it may be left out or there is a list of them."""
+    """Return the section type of a field, also of an optional one or of a list of sections."""
     kinds = [field.annotation, *getattr(field.annotation, "__args__", ())]
     return next((k for k in kinds if isinstance(k, type) and issubclass(k, Section)), None)
 
@@ -194,7 +194,7 @@ def _example(field: FieldInfo | None) -> str:
 
 
 def _describe(value: Any) -> str:
-    """A value in an error: short, on one line, and never walked into."""
+    """Describe a value in an error: short, on one line, without walking into it."""
     if value is None:
         return "empty"
     if isinstance(value, bool):

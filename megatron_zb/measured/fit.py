@@ -1,4 +1,4 @@
-"""What the layers and the two ends of a model cost, read off a profile of a run."""
+"""Costs of the layers and the two ends of a model, derived from a profile of a run."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Part:
 
     @classmethod
     def measured(cls, parts: Parts, name: str) -> Part:
-        """The seconds of a kind of pass, as they were timed apart."""
+        """Return the seconds of a kind of pass, as timed for each part."""
         layer, embedding, output, multi_token, stage = (
             getattr(part, name)
             for part in (
@@ -43,7 +43,7 @@ class Part:
 
     @classmethod
     def fitted(cls, values: Sequence[float], layers: Sequence[str]) -> Part:
-        """From the sums of some stages, each with its layers as letters.
+        """Fit a quantity to the sums of some stages, each with its layers as letters.
 
         A layer is the median of the stages without ends; where every stage has an end, the
         embedding counts for nothing.
@@ -62,7 +62,7 @@ class Part:
         )
 
     def stages(self, counts: Layout) -> list[float]:
-        """The sums of stages with so many layers."""
+        """Return the sum of each stage, with ``counts[s]`` layers on stage s."""
         sums = [count * self.layer + self.stage for count in counts]
         sums[0] += self.embedding
         sums[-1] += self.output
@@ -71,7 +71,7 @@ class Part:
 
 @dataclass(frozen=True)
 class Fit:
-    """What the parts of a model cost, and how much slower than the median each rank is."""
+    """Costs of the parts of a model, and the slowdown of each rank against the median."""
 
     profile: Profile
     parts: dict[str, Part]
@@ -79,7 +79,7 @@ class Fit:
 
     @classmethod
     def of(cls, profile: Profile) -> Fit:
-        """Read the costs off a profile."""
+        """Derive the costs from a profile."""
         layers = [stage.layers for stage in profile.stages]
         parts = {
             name: Part.fitted([getattr(stage, name) for stage in profile.stages], layers)
@@ -91,7 +91,7 @@ class Fit:
         return cls(profile, parts, _slowdowns(profile, parts))
 
     def costs(self, placement: Placement, counts: Layout, *, blocking: bool = False) -> Costs:
-        """Of a placement with so many layers on each stage.
+        """Return the costs of a placement with ``counts[s]`` layers on stage s.
 
         With ``blocking`` messages, a pass lasts until its message is there.
         """
@@ -119,7 +119,7 @@ class Fit:
         )
 
     def in_layers(self) -> tuple[float, float]:
-        """For how many layers embedding and output layer count, by their seconds."""
+        """Return the number of layers that embedding and output layer count for, by seconds."""
         seconds = [self.parts[name] for name in _SECONDS]
         layer = sum(part.layer for part in seconds)
         return (

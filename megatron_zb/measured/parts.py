@@ -1,4 +1,4 @@
-"""What the parts of a model take of its passes, from marks that a run has set within them.
+"""Seconds of a model's parts within its passes, from marks that a run has set in them.
 
 A pass of a stage is what comes before its layers, the layers, and what comes after them: in F, the
 embedding stands before the layers and the output layer after them, in B and BW it is the other way
@@ -21,14 +21,14 @@ BEFORE, DATA, LAYERS, MULTI_TOKEN, OUTPUT, AFTER = (
     "output",
     "after",
 )
-"""What a mark says is done from there on; ``DATA`` is a batch being read, ``OUTPUT`` is in W."""
+"""Work that begins at a mark; ``DATA`` is reading a batch, ``OUTPUT`` is in W."""
 
 Segments = Mapping[str, float]
 """Seconds of a pass by mark."""
 
 
 def segments(start: float, end: float, marks: Sequence[tuple[str, float]]) -> dict[str, float]:
-    """The seconds of one pass, by what it did; before its first mark, that is ``BEFORE``."""
+    """Return the seconds of one pass by mark; the time before the first one is ``BEFORE``."""
     found: dict[str, float] = {}
     begun = [(BEFORE, start), *marks]
     ended = [when for _, when in marks]
@@ -39,7 +39,7 @@ def segments(start: float, end: float, marks: Sequence[tuple[str, float]]) -> di
 
 @dataclass(frozen=True)
 class StageTimes:
-    """Mean seconds of the passes of a stage, by what they did; ``layers`` are its letters."""
+    """Mean seconds of the passes of a stage, by mark; ``layers`` are its letters."""
 
     layers: str
     forward: Segments
@@ -49,7 +49,7 @@ class StageTimes:
 
 
 def of_stages(stages: Sequence[StageTimes]) -> Parts | None:
-    """The parts; None where the layers of a stage could not be told apart."""
+    """Derive the parts; return None where the layers of a stage could not be told apart."""
     if not all(LAYERS in s.forward and LAYERS in s.backward for s in stages if "t" in s.layers):
         return None
     if not any("t" in s.layers for s in stages):
@@ -79,7 +79,7 @@ _Of = Callable[[StageTimes], Segments]
 
 
 def _around(stages: Sequence[StageTimes], of: _Of, first: str, last: str) -> dict[str, float]:
-    """Of a kind of pass in which the end ``first`` comes before the layers, ``last`` after them."""
+    """Derive the seconds of a kind of pass: ``first`` is before its layers, ``last`` after."""
 
     def usual(name: str, end: str) -> float:
         return _median(_of(s, of, name) for s in stages if end not in s.layers)

@@ -1,4 +1,4 @@
-"""What a run has measured of itself: seconds and bytes of every stage, seconds of every link.
+"""Profile of a run: seconds and bytes of every stage, seconds of every link.
 
 ``--pipeline-profile`` writes the file, ``megatron-zb plan --profile`` reads it.
 """
@@ -31,7 +31,7 @@ def _bytes(description: str) -> Any:
 
 
 class StageProfile(Section):
-    """One stage: what its passes take in the mean of a step, of its slowest replica."""
+    """One stage: seconds and bytes of its passes, the mean of a step of its slowest replica."""
 
     rank: int = Field(ge=0, le=_MOST, description="its logical pipeline rank", examples=[0])
     layers: str = Field(
@@ -74,7 +74,7 @@ def _part(what: str) -> Any:
 
 
 class PartSeconds(Section):
-    """What a part takes of each kind of pass."""
+    """Seconds of a part of the model in each kind of pass."""
 
     forward: float = _part("F")
     backward: float = _part("B")
@@ -83,7 +83,7 @@ class PartSeconds(Section):
 
     @property
     def total(self) -> float:
-        """Of a microbatch, with a split backward."""
+        """Seconds of a microbatch, with a split backward."""
         return self.forward + self.backward + self.weight
 
 
@@ -91,7 +91,7 @@ _NOTHING = PartSeconds(forward=0.0, backward=0.0, weight=0.0, whole=0.0)
 
 
 class Parts(Section):
-    """What the parts of the model take of a microbatch; ``empty_pass`` is a pass by itself."""
+    """Seconds of the model's parts for a microbatch; ``empty_pass`` is a pass by itself."""
 
     layer: PartSeconds = Field(description="one transformer layer")
     embedding: PartSeconds = Field(description="the embedding, with its data")
@@ -110,7 +110,7 @@ class Parts(Section):
 
 
 class ProfiledModel(Section):
-    """What must be the same for the figures to hold."""
+    """Properties of the model that must be the same for the figures to hold."""
 
     layers: int = Field(gt=0, le=_MOST, description="layers of the model", examples=[32])
     hidden_size: int = Field(gt=0, le=_MOST, description="hidden size", examples=[4096])
@@ -121,7 +121,7 @@ class ProfiledModel(Section):
 
 
 class Profile(Section):
-    """The file as a whole; stages in model order."""
+    """Whole file of a profile; stages in model order."""
 
     version: Literal[1, 2] = Field(description="of this format", examples=[2])
     device: str = Field(max_length=200, description="what it ran on", examples=["NVIDIA H200"])
@@ -174,15 +174,15 @@ class Profile(Section):
 
     @property
     def rank_of(self) -> tuple[int, ...]:
-        """The logical rank of each stage."""
+        """Logical rank of each stage."""
         return tuple(stage.rank for stage in self.stages)
 
     def costs(self, placement: Placement, *, host: bool = True) -> Costs:
-        """Of the placement that ran, as measured; seconds and bytes.
+        """Return the measured costs of the placement that ran, in seconds and bytes.
 
         Args:
             placement: of the schedule.
-            host: a pass takes the host's time before it, too.
+            host: count the host's time before a pass as part of it.
 
         Raises:
             UsageError: it is another placement.
@@ -206,7 +206,10 @@ class Profile(Section):
         )
 
     def hops(self) -> list[list[float]]:
-        """Seconds of a message from rank to rank; the median where none was measured."""
+        """Return the seconds of a message by [source][target].
+
+        Where none was measured, it is the median of the links.
+        """
         ranks = range(self.pipeline_size)
         usual = median([link.seconds for link in self.links] or [0.0])
         hops = [[0.0 if a == b else usual for b in ranks] for a in ranks]
@@ -239,7 +242,7 @@ def write_profile(profile: Profile, path: Path) -> None:
 
 
 def merged(replicas: Sequence[Sequence[StageProfile]]) -> list[StageProfile]:
-    """The stages that several ranks have measured, in model order: the slowest of each.
+    """Merge the stages that several ranks have measured, in model order: the slowest of each.
 
     Args:
         replicas: for each stage, what every rank that holds it has measured.

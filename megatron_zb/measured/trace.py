@@ -1,8 +1,8 @@
-"""``megatron-zb trace``: what one step of a run has done, beside what its profile predicts.
+"""``megatron-zb trace``: one step of a run as timed, beside the prediction of its profile.
 
 ``--pipeline-profile FILE`` writes, next to the profile, when each pass of its last timed step ran
 and how long each message was waited for. Simulated with the profile's median costs, the same order
-of passes tells what the step should have taken; the difference has three parts: passes that took
+of passes gives the time that the step should take; the difference has three parts: passes that took
 longer than their median, waiting for messages, and the host between the two.
 """
 
@@ -46,12 +46,12 @@ class Trace(BaseModel):
 
 
 def trace_path(profile: Path) -> Path:
-    """Where the trace of a profile lies: ``run.trace.json`` for ``run.yaml``."""
+    """Return the path of a profile's trace: ``run.trace.json`` for ``run.yaml``."""
     return profile.with_suffix(".trace.json")
 
 
 def write_trace(trace: Trace, profile: Path) -> None:
-    """Write it next to its profile.
+    """Write a trace next to its profile.
 
     Raises:
         UsageError: it cannot be written.
@@ -116,7 +116,7 @@ class Compared:
     waits: tuple[tuple[tuple[float, float], ...], ...]
 
     def differences(self) -> list[Difference]:
-        """Where the difference is, for every rank."""
+        """Return the difference and its parts for every rank."""
         return [self._difference(rank) for rank in range(len(self.waits))]
 
     def _difference(self, rank: int) -> Difference:
@@ -156,7 +156,7 @@ def compare(profile_path: Path) -> Compared:
 
 
 def compared(profile: Profile, trace: Trace, name: str) -> Compared:
-    """The same from what the files hold; ``name`` is how errors call the trace.
+    """Simulate the step of a profile and a trace; ``name`` is the trace's name in errors.
 
     Raises:
         UsageError: they are not of one run.
@@ -186,7 +186,7 @@ def _times(trace: Trace, column: Literal[3, 4]) -> tuple[tuple[float, ...], ...]
 
 
 def of_spans(ranks: Sequence[Sequence[tuple[Pass | None, float, float]]]) -> Trace:
-    """A trace of what each logical rank did, in seconds of one clock; None is a wait."""
+    """Build a trace from each logical rank's spans, in seconds of one clock; None is a wait."""
     beginning = min(start for rank in ranks for of, start, _ in rank if of is not None)
 
     def rank_trace(spans: Sequence[tuple[Pass | None, float, float]]) -> RankTrace:

@@ -39,5 +39,5 @@ def size_in_bytes(text: str, what: str) -> float:
 
 
 def gib(size: float) -> str:
-    """Bytes in GiB, with one digit after the point."""
+    """Format bytes as GiB, with one digit after the point."""
     return f"{size / GIB:.1f} GiB"

@@ -1,1 +1,1 @@
-"""Where the schedules meet Megatron: the only package that imports megatron."""
+"""The integration with Megatron: the only package that imports megatron."""

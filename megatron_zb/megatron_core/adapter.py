@@ -1,4 +1,4 @@
-"""All that a training script needs to run a pipeline schedule inside Megatron."""
+"""The adapter with which a training script runs a pipeline schedule inside Megatron."""
 
 from __future__ import annotations
 
@@ -36,14 +36,14 @@ if TYPE_CHECKING:
     from megatron_zb.megatron_core.post_validation import PostValidation
 
 Build = Callable[..., Schedule]
-"""``schedules.build``, or something that is called like it."""
+"""Type of ``schedules.build``, or of a function with the same arguments."""
 
 # For another number of microbatches than a table's: evaluation, or a batch that is ramped up.
 _SUBSTITUTE = "auto"
 
 
 class PipelineAdapter:
-    """One schedule on one job. Make it with :meth:`create`, before any process group exists."""
+    """One schedule on one job. Build it with :meth:`create`, before any process group exists."""
 
     def __init__(
         self,
@@ -94,16 +94,16 @@ class PipelineAdapter:
 
         Args:
             name: one of ``schedules.names()``.
-            layers: what to place, spread evenly unless there is a ``layer_layout``.
+            layers: the layers to place, spread evenly unless there is a ``layer_layout``.
             layer_layout: the layers of every stage in model order, such as ``Ett|tt|tt|ttL``, or
-                what the ends of the model count for, to balance them. ``auto`` takes the V for a
+                the costs of the model's ends, to balance the stages. ``auto`` takes the V for a
                 text with two stages for each rank, as ``plan`` does, a zig-zag for four.
             memory_limit: fraction of 1F1B's activation memory, see ``schedules.build``.
             chunks, group_size, back_to_back: see ``schedules.build``.
-            ends: what the ends of the model count for, if that is known: ``auto`` chooses its
-                placement by it, which stays when costs have been measured.
-            placement: binds ``auto`` to one.
-            build: what builds schedules, such as one rank for all.
+            ends: the costs of the model's ends, if known: ``auto`` chooses its placement by them,
+                which stays when costs have been measured.
+            placement: the only placement that ``auto`` may choose.
+            build: the function that builds schedules, for example on one rank for all.
 
         Raises:
             UsageError: unknown name, sizes that cannot be scheduled, layers that cannot be placed.
@@ -149,7 +149,7 @@ class PipelineAdapter:
         layer_layout: str | Ends | None = None,
         build: Build = catalog.build,
     ) -> PipelineAdapter:
-        """Run a schedule that was made elsewhere, such as one read from a file.
+        """Create the adapter of a finished schedule, such as one read from a file.
 
         Raises:
             UsageError: it is for other sizes, or the layers cannot be placed on it.
@@ -181,7 +181,7 @@ class PipelineAdapter:
 
     @property
     def embedding_ranks(self) -> Callable[[list[int]], list[int]] | None:
-        """For ``initialize_model_parallel``: in a V, one rank holds embedding and output layer."""
+        """Embedding ranks for ``initialize_model_parallel``: a V has both ends on one rank."""
         return (lambda ranks: [ranks[-1]]) if self.physical.mirrored else None
 
     def pre_process(self, pp_rank: int, vp_stage: int | None) -> bool:
@@ -201,8 +201,8 @@ class PipelineAdapter:
         that is built under :meth:`drawing_weights`.
 
         Args:
-            seed: the user's.
-            steps_done: tells the number of steps since the start of training, resumed or not.
+            seed: the user's seed.
+            steps_done: returns the number of steps since the start of training, resumed or not.
             replicas_differ: data-parallel ranks draw differently (``data_parallel_random_init``).
         """
         streams = LayerStreams(seed, replicas_differ=replicas_differ)
@@ -214,14 +214,14 @@ class PipelineAdapter:
         return self.forward_backward_func.streams is not None
 
     def drawing_weights(self) -> AbstractContextManager[None]:
-        """Around the building of a chunk by Megatron: its layers draw as they are to draw."""
+        """Return the context for Megatron to build a chunk in, with its layers' own streams."""
         streams = self.forward_backward_func.streams
         return nullcontext() if streams is None else layers_draw_weights(streams)
 
     def prepare_model(self, model_chunks: list[Any]) -> None:
         """Tie the embeddings and split the linear layers; before data parallelism wraps them.
 
-        Where layers draw from streams of their own, their forwards choose them from here on.
+        Where layers draw from streams of their own, their forwards choose these from now on.
         """
         embedding.tie(model_chunks)
         streams = self.forward_backward_func.streams
@@ -234,16 +234,16 @@ class PipelineAdapter:
 
     @property
     def splits_backward(self) -> bool:
-        """Whether any weight gradient runs by itself."""
+        """Whether the schedule has a W, a weight gradient as a pass of its own."""
         return any(p.kind is PassKind.W for rank in self.schedule.ranks for p in rank)
 
     @property
     def finalize_model_grads(self) -> Callable[..., None]:
-        """For ``config.finalize_model_grads_func``."""
+        """Value for ``config.finalize_model_grads_func``."""
         return embedding.finalize_with_tied_weights if self.physical.mirrored else _finalize
 
     def watch(self, seconds: float | None, distributed_timeout_minutes: float) -> None:
-        """Let a watchdog end the job when a step makes no progress for so long; 0 is never.
+        """Let a watchdog end the job after so many seconds without progress in a step; 0 is never.
 
         Without a number it is a little sooner than torch's own timeout, whose message names a
         collective and no rank. To be called before the first step.
@@ -273,16 +273,16 @@ class PipelineAdapter:
         return validation
 
     def profile(self, path: Path | None, every: int | None, *, is_named: bool = True) -> None:
-        """Measure the job's passes and links in its first iterations, and use what was found.
+        """Measure the job's passes and links in its first iterations, and use the measured costs.
 
-        ``auto`` builds its schedule anew for the costs that were measured, on the placement of the
-        model, and goes on with it if it is faster; so does every schedule with ``every``. The first
-        rank of the job tells what came of it. To be called before the first step.
+        ``auto`` rebuilds its schedule for the measured costs, on the placement of the model, and
+        switches to it if it is faster; so does every schedule with ``every``. The first rank of the
+        job reports the result. To be called before the first step.
 
         Args:
             path: the file for ``megatron-zb plan --profile``; None for none.
             every: iterations from one profile to the next; None for one alone.
-            is_named: the schedule is no finished table, which nothing can build anew.
+            is_named: the schedule is no finished table, which cannot be rebuilt.
 
         Raises:
             UsageError: ``every`` is less than a profile takes, or there is nothing to tell apart.
@@ -316,14 +316,14 @@ class PipelineAdapter:
         function.on_measured = replanning.use
 
     def use(self, schedule: Schedule, costs: Costs | None = None) -> None:
-        """Run another order of the same placement from the next step on."""
+        """Switch to another order of passes on the same placement from the next step on."""
         assert schedule.placement == self.schedule.placement, "the model is placed already"
         self.schedule = schedule
         self.costs = costs or self.costs
         self.program_for.cache_clear()
 
     def rebuilt(self, costs: Costs) -> Schedule:
-        """The same kind of schedule on the same placement, for other costs, built by this rank.
+        """Build the same kind of schedule on the same placement for other costs, on this rank.
 
         Raises:
             UsageError: the memory limit cannot be kept with these costs.
@@ -332,11 +332,11 @@ class PipelineAdapter:
         return self._built(name, m, costs, catalog.build)
 
     def layers_of(self, stage: int) -> str:
-        """The layers of a stage as letters, such as ``Ett``."""
+        """Return the layers of a stage as letters, such as ``Ett``."""
         return self.layer_layout.letters[stage]
 
     def seconds(self, schedule: Schedule, costs: Costs) -> float:
-        """Predicted seconds of an iteration."""
+        """Predict the seconds of an iteration."""
         return simulate(schedule, costs).seconds(back_to_back=self._in_a_row)
 
     @property
@@ -380,7 +380,7 @@ class PipelineAdapter:
         )
 
     def describe(self) -> str:
-        """The start-up block: schedule, layers on ranks, expected bubble and memory."""
+        """Return the start-up lines: schedule, layers on ranks, expected bubble rate and memory."""
         timeline = simulate(self.schedule, self.costs)
         p = self.schedule.placement.pipeline_size
         lines = [
@@ -425,7 +425,7 @@ def _say_on_first_rank(line: str) -> None:
 
 
 def _placement_of(written: str, pipeline_size: int) -> Placement | None:
-    """What ``auto`` is bound to by the number of stages that a layout names."""
+    """Return the placement that a layout's number of stages prescribes for ``auto``, if any."""
     chunks, rest = divmod(written.count("|") + 1, max(pipeline_size, 1))
     if rest or "*" in written or pipeline_size < 2:
         return None
@@ -433,7 +433,7 @@ def _placement_of(written: str, pipeline_size: int) -> Placement | None:
 
 
 def _assumed_costs(pipeline_size: int, layers: int, ends: Ends | None) -> Costs:
-    """What a placement is chosen by before anything has been measured."""
+    """Return the costs by which a placement is chosen before any have been measured."""
     if ends is None or layers == 0:
         return _equal_costs(pipeline_size, p2p=TRANSFER)
     return costs_of(layers, pipeline_size, ends)
@@ -450,7 +450,7 @@ def _keeps_places(
     layer_layout: str | Ends | None,
     schedule: Schedule,
 ) -> bool:
-    """A layout that is written out is Megatron's, too, which then has it without a schedule."""
+    """Return whether Megatron alone places layers so, too, as it does a layout written out."""
     if isinstance(layer_layout, str):
         return schedule.placement.chunks == 1
     return layout.is_megatrons(letters, layers, schedule.placement)
@@ -459,7 +459,7 @@ def _keeps_places(
 def _placed(
     layers: Layers, layer_layout: str | Ends | None, schedule: Schedule
 ) -> tuple[Balance | None, Letters]:
-    """The layers of every stage, and how they were balanced, if so."""
+    """Return the layers of every stage, and the balance by which they were placed, if any."""
     placement, multi_token = schedule.placement, layers.multi_token
     if layer_layout is None:
         return None, layout.lettered(layout.spread(layers, placement), multi_token)

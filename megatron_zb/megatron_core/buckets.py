@@ -1,4 +1,4 @@
-"""When the gradient buckets of a model chunk are reduced over the data-parallel ranks.
+"""Reductions of a model chunk's gradient buckets over the data-parallel ranks.
 
 Megatron's data parallelism puts gradients into buckets, last layers first, and reduces a bucket
 when a hook has fired for each of its weights in the last microbatch. With a split backward the
@@ -17,7 +17,7 @@ import torch
 
 
 def overlaps_grad_reduce(chunk: Any) -> bool:
-    """Whether a chunk is wrapped in Megatron's data parallelism, with --overlap-grad-reduce."""
+    """Return whether a chunk is wrapped in Megatron's DDP with --overlap-grad-reduce."""
     ddp_config = getattr(chunk, "ddp_config", None)
     return ddp_config is not None and bool(ddp_config.overlap_grad_reduce)
 
@@ -25,9 +25,9 @@ def overlaps_grad_reduce(chunk: Any) -> bool:
 class BucketReductions:
     """The reductions of one chunk's buckets, each started after the last gradient of its weights.
 
-    Only the last pass of a step that brings weight gradients, a W or a BW, makes gradients final.
-    What a W brings is known before it runs. What a BW brings is what the chunk's BW before it has
-    brought; if that is not known, or a weight gets nothing, its bucket waits for the pass to end.
+    Only the last pass of a step that adds weight gradients, a W or a BW, makes gradients final.
+    The gradients of a W are known before it runs. Those of a BW are taken from the chunk's previous
+    BW; if that is not known, or a weight gets nothing, its bucket waits for the pass to end.
     Buckets start in their own order, so that all data-parallel ranks call the same collectives.
     """
 
@@ -41,7 +41,7 @@ class BucketReductions:
 
     @contextmanager
     def listening(self) -> Iterator[None]:
-        """Take the place of Megatron's own count while a step runs."""
+        """Replace Megatron's own count of gradients while a step runs."""
         groups = [group for line in self._lines for group in line.groups]
         for group in groups:
             group.register_grad_ready = self._hook
@@ -52,11 +52,11 @@ class BucketReductions:
                 del group.register_grad_ready
 
     def before_pass(self, brings: Mapping[int, int] | None, final: bool) -> None:
-        """Called before a W or a BW.
+        """Prepare for a W or a BW that is about to run.
 
         Args:
-            brings: how many gradients the W brings for a weight, by its ``id``; None for a BW. Is
-                looked at where the pass is final.
+            brings: the number of gradients the W adds to a weight, by its ``id``; None for a BW.
+                Is read only where the pass is final.
             final: no other such pass of the chunk follows in this step.
         """
         self._listens = brings is None
@@ -67,12 +67,12 @@ class BucketReductions:
                 line.start_what_is_ready(self._force_all_reduce)
 
     def gradient_came(self, weight: torch.Tensor) -> None:
-        """Called for every gradient that a W has added to ``main_grad``."""
+        """Count a gradient that a W has added to ``main_grad``."""
         for line in self._lines:
             line.gradient_came(weight, self._force_all_reduce)
 
     def after_pass(self, final: bool) -> None:
-        """Called after a W or a BW."""
+        """Finish a W or a BW that has run."""
         if self._listens:
             self._usual = self._in_backward.copy()
         self._listens = False
@@ -81,7 +81,7 @@ class BucketReductions:
                 line.start_the_rest(self._force_all_reduce)
 
     def _hook(self, weight: torch.Tensor, force_all_reduce: bool | None = False) -> None:
-        """What Megatron's hook calls for a weight; in a B it means nothing."""
+        """Count a gradient from Megatron's hook of a weight; it is ignored in a B."""
         if self._listens:
             self._in_backward[id(weight)] += 1
             self.gradient_came(weight)
@@ -92,7 +92,7 @@ class BucketReductions:
 
 
 class _Line:
-    """Bucket groups that start one after another, and what each still waits for."""
+    """Bucket groups that start one after another, and the gradients each still waits for."""
 
     def __init__(self, groups: Sequence[Any]) -> None:
         self.groups = groups
@@ -101,7 +101,7 @@ class _Line:
         self._next = 0
 
     def expect(self, brings: Mapping[int, int], unknown: bool) -> None:
-        """``unknown``: a weight that is not in ``brings`` may get a gradient all the same."""
+        """Set the awaited gradients; if ``unknown``, weights not in ``brings`` may get one, too."""
         none = -1 if unknown else 0
         awaited = [{id(w): brings.get(id(w), none) for w in group.params} for group in self.groups]
         self._awaited = [{w: n for w, n in group.items() if n} for group in awaited]

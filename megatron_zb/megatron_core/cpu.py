@@ -1,4 +1,4 @@
-"""Run Megatron on the CPU: every call that Megatron sends to CUDA answered by the CPU.
+"""Megatron on the CPU: every CUDA call of Megatron's is redirected to the CPU.
 
 Megatron takes a CUDA device for granted: it asks `torch.cuda` for the current device, creates
 small tensors with `device="cuda"` and keeps its random state in CUDA's generator. `run_on_cpu`
@@ -6,8 +6,8 @@ redirects those calls, so that unmodified Megatron trains over gloo on CPU ranks
 debugging and tests; nothing here happens unless it is called, and nothing else in this package
 knows about it.
 
-Serves megatron-core 0.16 to 0.19; `training_loop=True` adds what the training loop of
-Megatron-LM asks.
+Serves megatron-core 0.16 to 0.19; `training_loop=True` adds the calls of the training loop of
+Megatron-LM.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ _CPU_ARGUMENTS = {
 
 
 def _redirect_compilation() -> None:
-    """Fused functions run as they are written: compiling them takes minutes and a C++ compiler."""
+    """Run fused functions uncompiled, since compiling them takes minutes and a C++ compiler."""
 
     def identity(model: Any = None, **_options: Any) -> Any:
         return model if model is not None else lambda function: function
@@ -91,7 +91,7 @@ def _redirect_compilation() -> None:
 
 
 def _redirect_devices() -> None:
-    """There is one device, the CPU, and it is always ready."""
+    """Report the CPU as the only device, which is always ready."""
     cuda: Any = torch.cuda
     # megatron-core passes it on to the functions that create tensors
     cuda.current_device = lambda: _CPU
@@ -106,7 +106,7 @@ def _redirect_devices() -> None:
 
 
 def _redirect_training_loop() -> None:
-    """What `megatron.training` asks of the GPU before and between its iterations."""
+    """Answer the GPU queries of `megatron.training` before and between its iterations."""
     cuda: Any = torch.cuda
     # it refuses to start without them
     cuda.is_available = lambda: True
@@ -155,7 +155,7 @@ def _use_compiled_dataset_helpers() -> None:
 
 
 def _redirect_adam() -> None:
-    """Give torch's Adam what Megatron's distributed optimizer expects of the fused one on a GPU.
+    """Adapt torch's Adam to Megatron's distributed optimizer, which expects a GPU's fused one.
 
     Megatron asks a fresh optimizer for its state before it loads a checkpoint into it, but torch's
     makes it at the first step; and it takes every entry of a parameter's state for a tensor of the
@@ -202,7 +202,7 @@ def _redirect_adam() -> None:
 
 
 def _redirect_factories() -> None:
-    """`torch.zeros(..., device="cuda")` and its like create the tensor on the CPU."""
+    """Let `torch.zeros(..., device="cuda")` and similar functions create the tensor on the CPU."""
     for name in _FACTORIES:
         setattr(torch, name, _with_device_on_cpu(getattr(torch, name)))
 
@@ -226,7 +226,7 @@ def _means_cuda(device: Any) -> bool:
 
 
 def _redirect_tensor_methods() -> None:
-    """Moving a tensor to CUDA leaves it where it is, and its type is called by the CUDA name."""
+    """Let a move to CUDA leave a tensor where it is, and report its type by the CUDA name."""
     tensor: Any = torch.Tensor
     tensor.cuda = lambda self, *args, **kwargs: self
     move, name_type = tensor.to, tensor.type
@@ -249,7 +249,7 @@ def _redirect_tensor_methods() -> None:
 
 
 def _redirect_random_state() -> None:
-    """CUDA's random generator is the CPU's."""
+    """Use the CPU's random generator as CUDA's."""
     cuda: Any = torch.cuda
     cuda.manual_seed = torch.manual_seed
     cuda.get_rng_state = lambda device=None: torch.get_rng_state()
@@ -269,7 +269,7 @@ def _redirect_random_state() -> None:
 
 
 class _Stream:
-    """A CUDA stream or event on a device where everything has happened when a call returns."""
+    """A CUDA stream or event on a device that executes every call synchronously."""
 
     def __init__(self, *_args: Any, **_kwargs: Any) -> None:
         pass
@@ -289,7 +289,7 @@ def _on_stream(stream: Any) -> Iterator[None]:
 
 
 def _nothing() -> Callable[..., None]:
-    """A new function that does nothing: torch's compiler wants every one to be another object."""
+    """Return a new no-op function; torch's compiler needs each to be a distinct object."""
 
     def nothing(*_args: Any, **_kwargs: Any) -> None:
         return None

@@ -1,4 +1,4 @@
-"""When data parallelism gathers the weights of a chunk and reduces its gradients.
+"""Data-parallel gathers of a chunk's weights and reductions of its gradients.
 
 Megatron's own schedules dispatch both: ``config.param_sync_func`` ahead of a chunk's first forward,
 ``config.grad_sync_func`` after its last backward. Each may be None, a callable or one per chunk.
@@ -22,14 +22,14 @@ _GATHERED_UP_FRONT = 2
 class DataParallelSync:
     """The parameter gathers and gradient reductions of one training step.
 
-    Both are started as early as may be, so that they overlap with passes: the gather one chunk
+    Both are started as early as possible, so that they overlap with passes: the gather one chunk
     ahead; the reduction of a bucket when its last gradient is there; the reduction of a chunk by a
     function of the user's when it has no B, BW or W left.
 
     Args:
         chunks: the model chunks of this rank, as data parallelism wraps them.
         order: their indices, in the order of their first forwards.
-        passes: weight gradients that each chunk computes in the step.
+        passes: the number of W and BW of each chunk in the step.
         buckets: for each chunk, None where data parallelism does not overlap its reductions.
     """
 
@@ -55,14 +55,17 @@ class DataParallelSync:
             self._gather_next()
 
     def _has_reduction_of_its_own(self, chunk: int) -> bool:
-        """Megatron-LM names data parallelism's own function, which would start all buckets."""
+        """Return whether a chunk's ``grad_sync_func`` is other than data parallelism's own.
+
+        Megatron-LM sets data parallelism's own function, which would start all buckets.
+        """
         if not self._reductions:
             return False
         return self._reductions[chunk] != self._chunks[chunk].start_grad_sync
 
     @contextmanager
     def listening(self) -> Iterator[None]:
-        """While the step runs."""
+        """Listen to the gradients while the step runs."""
         with ExitStack() as stack:
             for buckets in self._buckets:
                 if buckets is not None:
@@ -70,7 +73,7 @@ class DataParallelSync:
             yield
 
     def before_forward(self, chunk: int) -> None:
-        """Called before every F: the first one of a chunk dispatches the next chunk's gather."""
+        """Dispatch the next chunk's gather before the first F of a chunk; called before every F."""
         if self._ungathered and chunk not in self._reached:
             self._reached.add(chunk)
             if len(self._reached) > 1:
@@ -79,10 +82,10 @@ class DataParallelSync:
     def before_weight_gradients(
         self, chunk: int, brings: Callable[[], Mapping[int, int]] | None
     ) -> None:
-        """Called before every W and BW; see :meth:`BucketReductions.before_pass`.
+        """Prepare for a W or BW; see :meth:`BucketReductions.before_pass`.
 
         Args:
-            brings: tells how many gradients the W brings for each weight; None for a BW.
+            brings: returns the number of gradients the W adds to each weight; None for a BW.
         """
         if (buckets := self._buckets[chunk]) is not None:
             final = self._left[chunk] == 1
@@ -92,12 +95,12 @@ class DataParallelSync:
                 buckets.before_pass(brings() if final else {}, final)
 
     def listener(self, chunk: int) -> Callable[[torch.Tensor], None] | None:
-        """What is to be called for every gradient that a W has computed, if anything."""
+        """Return the function to call for every gradient that a W has computed, if any."""
         buckets = self._buckets[chunk]
         return None if buckets is None else buckets.gradient_came
 
     def after_weight_gradients(self, chunk: int) -> None:
-        """Called after every W and BW: the last one of a chunk starts what has not started."""
+        """Start what has not started after a chunk's last W or BW; called after each of them."""
         self._left[chunk] -= 1
         final = not self._left[chunk]
         if (buckets := self._buckets[chunk]) is not None:
@@ -114,7 +117,7 @@ class DataParallelSync:
 def one_for_each_chunk(
     functions: Callable[..., Any] | list[Callable[..., Any]] | None, chunks: Sequence[Any]
 ) -> list[Callable[..., Any]]:
-    """Megatron's way to give None, one function for all chunks, or a list of them."""
+    """Return Megatron's None, one function for all chunks or list of them as a list."""
     if functions is None:
         return []
     return functions if isinstance(functions, list) else [functions for _ in chunks]

@@ -17,7 +17,7 @@ from megatron_zb.megatron_core.versions import data_parallel_group
 
 
 def tied_weights(chunks: list[Any]) -> tuple[torch.Tensor, torch.Tensor] | None:
-    """The embedding and its copy on the last stage if this rank holds both, in two chunks."""
+    """Return the embedding and its copy on the last stage if two chunks of this rank hold them."""
     embedding = copy = None
     for chunk in chunks:
         model = get_attr_wrapped_model(chunk, "pre_process", return_model_obj=True)
@@ -32,7 +32,7 @@ def tied_weights(chunks: list[Any]) -> tuple[torch.Tensor, torch.Tensor] | None:
 
 
 def _predicts_tokens(model: Any) -> bool:
-    """Whether the last stage embeds tokens once more, for multi-token prediction."""
+    """Return whether the last stage embeds tokens, too, for multi-token prediction."""
     return bool(getattr(model.config, "mtp_num_layers", None))
 
 
@@ -42,7 +42,7 @@ def _word_embedding(model: Any) -> torch.Tensor:
 
 
 def tie(chunks: list[Any]) -> None:
-    """Start both copies equal and mark them as Megatron does, before data parallelism wraps them.
+    """Initialise both copies equally and mark them as Megatron does, before DDP wraps them.
 
     ``shared`` keeps the copy out of the gradient norm; ``shared_embedding`` gives both the same
     optimizer settings.
@@ -63,7 +63,7 @@ def finalize_with_tied_weights(
     pg_collection: Any = None,
     force_all_reduce: bool | None = False,
 ) -> None:
-    """Megatron's ``finalize_model_grads`` where both copies of tied weights live on one rank.
+    """Run Megatron's ``finalize_model_grads`` where both copies of tied weights are on one rank.
 
     The tied gradients are summed where Megatron sums them, after the data-parallel reduction and
     before the division by the number of tokens, so that the result is the same to the last bit.
@@ -87,13 +87,13 @@ def _sum_tied_gradients(chunks: list[Any]) -> None:
 
 
 def gradient_of(weight: Any) -> torch.Tensor:
-    """Where data parallelism keeps a weight's gradient, or where torch does."""
+    """Return a weight's gradient: data parallelism's ``main_grad``, or else torch's ``grad``."""
     gradient: torch.Tensor = getattr(weight, "main_grad", weight.grad)
     return gradient
 
 
 def _divide_by_tokens(chunks: list[Any], num_tokens: torch.Tensor, pg_collection: Any) -> None:
-    """Only the last pipeline rank has counted tokens; every rank divides by all of them."""
+    """Divide gradients by the number of tokens, which only the last pipeline rank has counted."""
     pp_group = pg_collection.pp
     last_rank = torch.distributed.get_process_group_ranks(pp_group)[-1]
     torch.distributed.broadcast(num_tokens, src=last_rank, group=pp_group)

@@ -93,7 +93,7 @@ class MegatronStage(AutogradStage):
         return output
 
     def _choose_streams(self, microbatch: int) -> None:
-        """For what draws random numbers: a forward, and in a backward what is recomputed."""
+        """Choose a microbatch's random streams, for a forward or a backward's recomputation."""
         if self._iteration.streams is not None:
             self._iteration.streams.start_pass(microbatch)
 
@@ -123,7 +123,7 @@ class MegatronStage(AutogradStage):
 
 @dataclass
 class Iteration:
-    """The arguments of one call of ``forward_backward_func``, and what it gathers.
+    """The arguments of one call of ``forward_backward_func``, and its results.
 
     ``sync`` is None where nothing is trained: an evaluation gathers and reduces nothing.
     """
@@ -148,7 +148,7 @@ class Iteration:
 
 
 class _Start:
-    """Where an iteration begins, to begin it once more."""
+    """The state at the start of an iteration, to restart it."""
 
     def __init__(self, iteration: Iteration) -> None:
         self._iteration = iteration
@@ -173,8 +173,8 @@ class ForwardBackward:
     """A pipeline schedule with the calling contract of Megatron's ``forward_backward_func``.
 
     ``program_for(num_microbatches, forward_only, variable_shapes)`` gives the program. The channels
-    to other ranks are made at the first call, which is collective over the job. With
-    ``post_validation``, a step that finds the optimizer's last one not validated sees to that.
+    to other ranks are created at the first call, which is collective over the job. With
+    ``post_validation``, a step also validates the optimizer's last one where that is still open.
     """
 
     def __init__(
@@ -189,22 +189,23 @@ class ForwardBackward:
         self._channels: Channels | None = None
         self._headers: Channels | None = None
         self.group_options = GroupOptions()
-        """How the groups of the channels are made; set it before the first step."""
+        """Options for the process groups of the channels; set it before the first step."""
         self._buckets: list[BucketReductions | None] = []
         self._cuts: dict[int, tuple[Program, Rollback]] = {}
         self.activation_memory: ActivationMemory | None = None
         self.streams: LayerStreams | None = None
-        """What the layers draw random numbers from; None for one stream of each rank."""
+        """Random streams of the layers; None for one stream of each rank."""
         self.steps_done: Callable[[], int] | None = None
-        """Is asked for the steps since the start of training, with ``streams``."""
+        """Function that returns the steps since the start of training; used with ``streams``."""
         self.post_validation: PostValidation | None = None
         self.start_profiling: Callable[[], Profiling] | None = None
-        """Is called at the first step of training, when the process groups exist."""
+        """Function called at the first step of training, when the process groups exist."""
         self.profiling: Profiling | None = None
         self.on_measured: Callable[[Measured, Iteration], None] | None = None
         self.timeout: float | None = None
         """Seconds without progress after which a watchdog asks all ranks, and ends a job that has
-        stopped; set it before the first step."""
+        stopped; set it before the first step.
+        """
         self._progress = Progress()
         self._watchdog: Watchdog | None = None
 
@@ -280,7 +281,7 @@ class ForwardBackward:
         return iteration.forward_data_store
 
     def close(self) -> None:
-        """Give the channels back, collectively; the next call makes new ones."""
+        """Release the channels, collectively; the next call creates new ones."""
         if self._watchdog is not None:
             self._watchdog.stop()
             self._watchdog = None
@@ -424,7 +425,7 @@ class ForwardBackward:
         )
 
     def _bucket_reductions(self, chunks: list[Any]) -> list[BucketReductions | None]:
-        """They remember what a backward brings from one step to the next."""
+        """Return the bucket reductions of the chunks, kept from step to step with their counts."""
         known = {id(b.chunk): b for b in self._buckets if b is not None}
         self._buckets = [
             known.get(id(c)) or BucketReductions(c) if overlaps_grad_reduce(c) else None
@@ -463,7 +464,7 @@ class ForwardBackward:
             self._watchdog = Watchdog(self._progress, place, store, self.timeout)
 
     def pipeline_ranks(self, pp_group: torch.distributed.ProcessGroup) -> list[int]:
-        """The global ranks of a pipeline in logical order."""
+        """Return the global ranks of a pipeline in logical order."""
         ranks = torch.distributed.get_process_group_ranks(pp_group)
         return ranks[::-1] if self._physical.mirrored else ranks
 
@@ -481,7 +482,7 @@ class ForwardBackward:
 
 
 def _by_first_forward(program: Program, logical: int) -> list[int]:
-    """The stages of a rank in the order in which they first run forward."""
+    """Return the stages of a rank in the order of their first F."""
     passes = (i.work for i in program.ranks[logical] if isinstance(i, Run))
     return list(dict.fromkeys(p.stage for p in passes if p.kind is PassKind.F))
 
@@ -525,7 +526,7 @@ NOT_SERVED_ABOVE_1 = {
 
 
 def refuse_what_is_not_served(config: Any, adjust_tensor_shapes_fn: Any, schedule: str) -> None:
-    """Raise a UsageError where going on would be silently wrong."""
+    """Raise a UsageError for settings that would give wrong results silently."""
     if adjust_tensor_shapes_fn is not None and not config.variable_seq_lengths:
         raise UsageError(
             f"adjust_tensor_shapes_fn cannot be combined with the pipeline schedule {schedule}: "
@@ -541,19 +542,19 @@ def refuse_what_is_not_served(config: Any, adjust_tensor_shapes_fn: Any, schedul
 
 
 def is_chosen(value: Any) -> bool:
-    """Whether a setting of :data:`NOT_SERVED` asks for anything: ``cuda_graph_impl`` has "none"."""
+    """Return whether a setting of :data:`NOT_SERVED` is on; ``cuda_graph_impl`` has "none"."""
     return bool(value) and value != "none"
 
 
 def _device() -> Any:
-    """Where Megatron makes its tensors."""
+    """Return the device on which Megatron creates its tensors."""
     return torch.cuda.current_device()
 
 
 def _timed(
     config: Any, name: str, *, log_level: int, barrier: bool = False
 ) -> AbstractContextManager[None]:
-    """One of Megatron's timers, where the user has asked for them."""
+    """Return the context of one of Megatron's timers, if the user has asked for them."""
     return NOTHING if config.timers is None else _timer(config, name, log_level, barrier)
 
 

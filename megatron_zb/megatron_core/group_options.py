@@ -1,4 +1,4 @@
-"""How Megatron's settings of NCCL's communicators apply to the groups of the channels."""
+"""Megatron's settings of NCCL communicators, applied to the groups of the channels."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ _PIPELINE = "pp"
 def group_options(
     config_path: str | None = None, high_priority_groups: Sequence[str] = ()
 ) -> GroupOptions:
-    """Take the settings of Megatron's pipeline group over the defaults of :class:`GroupOptions`.
+    """Return Megatron's settings of its pipeline group over the defaults of :class:`GroupOptions`.
 
     Args:
         config_path: the YAML file of ``--nccl-communicator-config-path``.
-        high_priority_groups: those of ``--high-priority-stream-groups``.
+        high_priority_groups: the groups of ``--high-priority-stream-groups``.
 
     Raises:
         UsageError: the file cannot be read, or has no settings by the names of groups.

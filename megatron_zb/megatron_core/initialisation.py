@@ -36,9 +36,9 @@ _RESIDUAL_LAYERS = ("linear_proj", "linear_fc2", "out_proj")
 def layers_draw_weights(streams: LayerStreams) -> Iterator[None]:
     """Let the embedding and each layer of a chunk that is built inside draw from its own streams.
 
-    What a chunk has besides is its output layer, whose streams serve the rest. Megatron's blocks
+    Everything else in a chunk draws from the streams of the output layer. Megatron's blocks
     (TransformerBlock, MultiTokenPredictionBlock) build their layers by ``build_module``, which is
-    watched for as long as this lasts.
+    replaced while this context is active.
     """
     build_decoder = _seeded_builder(streams, transformer_block.build_module, "decoder.layers")
     build_prediction = _seeded_builder(streams, multi_token_prediction.build_module, "mtp.layers")
@@ -60,7 +60,7 @@ def layers_draw_weights(streams: LayerStreams) -> Iterator[None]:
 def _seeded_builder(
     streams: LayerStreams, build: Callable[..., Any], layers: str
 ) -> Callable[..., Any]:
-    """A ``build_module`` that knows a layer by its number, which counts within its block."""
+    """Return a ``build_module`` that seeds each layer by its number within its block."""
 
     def build_seeded(*arguments: Any, **keywords: Any) -> Any:
         number = keywords.get("layer_number")
@@ -87,7 +87,7 @@ def _replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
 def initialise_by_global_name(
     model_chunks: Iterable[torch.nn.Module], config: Any, seed: int
 ) -> None:
-    """Give every parameter of this rank's chunks the value that belongs to its global name.
+    """Set every parameter of this rank's chunks to the value determined by its global name.
 
     Args:
         model_chunks: the chunks (GPTModel) as built, not yet wrapped in Float16Module or DDP.
@@ -109,7 +109,7 @@ def initialise_by_global_name(
 
 
 def global_parameters(chunk: torch.nn.Module) -> Mapping[str, torch.nn.Parameter]:
-    """The chunk's parameters by global name.
+    """Return the chunk's parameters by global name.
 
     A global name counts the layers of the whole model from 0, whichever chunk and rank hold them:
     `decoder.layers.5.mlp.linear_fc1.weight` is in the sixth layer.
@@ -150,7 +150,7 @@ def _initialise(
 
 
 def _slice(whole: torch.Tensor, parameter: Any, rank: int, size: int) -> torch.Tensor:
-    """What tensor-parallel rank `rank` holds of a weight.
+    """Return the part of a weight that tensor-parallel rank `rank` holds.
 
     A gated MLP's first layer stacks gate and value (stride 2), and every rank holds a part of each.
     """
@@ -162,7 +162,7 @@ def _slice(whole: torch.Tensor, parameter: Any, rank: int, size: int) -> torch.T
 def _method(
     name: str, parameter: torch.nn.Parameter, config: Any
 ) -> Callable[[torch.Tensor], object]:
-    """How Megatron initialises the parameter of this global name."""
+    """Return Megatron's initialisation method for the parameter of this global name."""
     module, _, kind = name.rpartition(".")
     if kind.endswith("bias"):
         return torch.nn.init.zeros_

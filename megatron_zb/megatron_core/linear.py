@@ -33,7 +33,7 @@ _NO_GRADIENTS = (None,) * (len(_ARGUMENTS) - 3)
 
 @dataclass
 class SplitBackward:
-    """How the layers of one chunk split their backward.
+    """Settings by which the layers of one chunk split their backward.
 
     ``hooks_need_gradients``: see :func:`_placeholder`. ``whole``: weights whose gradient stays in
     B, see :func:`split_linear_layers`.
@@ -66,7 +66,7 @@ def split_linear_layers(chunk: torch.nn.Module, split: SplitBackward) -> None:
 
 
 def _forward(stock: Any, split: SplitBackward, module: Any, **arguments: Any) -> torch.Tensor:
-    """``stock`` is Megatron's own forward, which serves where there is nothing to split."""
+    """Run the forward with a split backward, or ``stock``, Megatron's own, if nothing is split."""
     if not split.splits(arguments["weight"]) or arguments.get("grad_output_buffer") is not None:
         result: torch.Tensor = stock(**arguments)
         return result
@@ -76,7 +76,7 @@ def _forward(stock: Any, split: SplitBackward, module: Any, **arguments: Any) ->
 
 
 def _gathers_gradient(module: Any) -> torch.distributed.ProcessGroup | None:
-    """The group over which a layer's output gradient comes gathered along the sequence."""
+    """Return the group that gathers a layer's output gradient along the sequence, if any."""
     scatters_output = (
         isinstance(module, RowParallelLinear)
         and module.sequence_parallel
@@ -87,7 +87,7 @@ def _gathers_gradient(module: Any) -> torch.distributed.ProcessGroup | None:
 
 
 class SplitLinear(torch.autograd.Function):
-    """Megatron's linear function with a backward that asks the queue."""
+    """Megatron's linear function with a backward that defers to the queue."""
 
     @staticmethod
     def forward(
@@ -143,7 +143,7 @@ class _Uses:
 
 
 class _Call(NamedTuple):
-    """What a deferred weight gradient needs to know of its forward, without its graph."""
+    """The data of a forward that its deferred weight gradient needs, without the graph."""
 
     fused: bool
     main_grad: torch.Tensor | None
@@ -153,7 +153,7 @@ class _Call(NamedTuple):
 def _operands(
     ctx: Any, input_: torch.Tensor, grad_output: torch.Tensor
 ) -> tuple[torch.Tensor | Shard, torch.Tensor | Shard]:
-    """What W computes with; of what is gathered along the sequence, a shard is kept until then."""
+    """Return the operands of W; those gathered along the sequence are kept as shards until W."""
     group = ctx.gathers_gradient
     input_ = input_.detach()  # with its graph, it would keep the input of the whole stage
     return (
@@ -174,10 +174,10 @@ def _input_gradient(ctx: Any, grad_output: torch.Tensor, weight: torch.Tensor) -
 
 
 def _placeholder(weight: Any, split: SplitBackward) -> torch.Tensor | None:
-    """What B returns for a weight whose gradient comes later.
+    """Return the result of B for a weight whose gradient comes later.
 
     Megatron's data-parallel hook fires even when there is no gradient; with overlapping reduction
-    it insists on one, and leaves ``main_grad`` alone where the weight says that it is in it.
+    it requires one, and leaves ``main_grad`` alone where ``grad_added_to_main_grad`` is set.
     """
     if not hasattr(weight, "main_grad"):
         return None
@@ -214,7 +214,7 @@ def _accumulate_fused(
 
 
 def accumulate(weight: torch.Tensor, gradient: torch.Tensor) -> None:
-    """Add a weight gradient where Megatron's optimizer will look for it."""
+    """Add a weight gradient to the buffer that Megatron's optimizer reads."""
     main_grad = getattr(weight, "main_grad", None)
     if main_grad is not None:
         main_grad.add_(gradient)

@@ -1,7 +1,7 @@
-"""What one step of Megatron's optimizer changes on this rank, kept so that it can be undone.
+"""Snapshots of what one step of Megatron's optimizer changes on this rank, to undo the step.
 
-Serves Megatron's optimizers over torch's or Transformer-Engine's Adam and SGD: what they change are
-the parameters they were given, the state of each, and what they count with a group of parameters.
+Serves Megatron's optimizers over torch's or Transformer-Engine's Adam and SGD. These change the
+parameters they were given, the state of each, and the counts of each group of parameters.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import torch
 
 
 class OptimizerSnapshot:
-    """A copy of the parameters and states of optimizers; its memory is used again every step.
+    """A copy of the parameters and states of optimizers; its memory is reused every step.
 
     On a GPU the host waits for no copy: taking, the optimizer's step and restoring follow one
     another on the current stream, and nothing but a later copy on it reads the host's memory, which
@@ -22,7 +22,7 @@ class OptimizerSnapshot:
 
     Args:
         optimizers: Megatron's, each around one of torch's; those around none are left out.
-        on_host: keep the copies in the memory of the host.
+        on_host: keep the copies in host memory.
     """
 
     def __init__(self, optimizers: list[Any], *, on_host: bool = False) -> None:
@@ -32,7 +32,7 @@ class OptimizerSnapshot:
         self._states: list[dict[str, Any] | None] = []
 
     def take(self) -> None:
-        """Copy everything; what the step before has left behind is overwritten."""
+        """Copy parameters and states, over the copies of the previous step."""
         self._states = []
         for parameter, states in self._parameters():
             self._copy(parameter, "", parameter.data)
@@ -48,7 +48,7 @@ class OptimizerSnapshot:
 
     @torch.no_grad()
     def restore(self) -> None:
-        """Give parameters and states the values they had; model copies of them do not follow."""
+        """Restore the copied parameters and states; the model's copies of them are not updated."""
         for (parameter, states), values in zip(self._parameters(), self._states, strict=True):
             parameter.data.copy_(self._copies[id(parameter), ""], non_blocking=True)
             if values is None:
@@ -58,7 +58,7 @@ class OptimizerSnapshot:
 
     @property
     def nbytes(self) -> int:
-        """What a copy takes, with the states that the first step will make."""
+        """Bytes of a copy, including the states that the first step will create."""
         total = 0
         for optimizer in self._optimizers:
             for group in optimizer.optimizer.param_groups:
@@ -73,7 +73,7 @@ class OptimizerSnapshot:
         return total
 
     def _parameters(self) -> Iterator[tuple[torch.Tensor, dict[torch.Tensor, dict[str, Any]]]]:
-        """Every parameter, and the states in which its own may be found."""
+        """Yield every parameter, with the mapping that may hold its state."""
         for optimizer in self._optimizers:
             for group in optimizer.optimizer.param_groups:
                 for parameter in group["params"]:
@@ -91,7 +91,7 @@ class OptimizerSnapshot:
 
 
 def _averages(group: dict[str, Any]) -> int:
-    """Tensors of a parameter's size that an optimizer will keep for it: Adam's two, SGD's one."""
+    """Count the tensors an optimizer will keep for a parameter, of its size: Adam two, SGD one."""
     return 2 if "betas" in group else int(bool(group.get("momentum")))
 
 
@@ -110,7 +110,7 @@ def _restore_state(state: dict[str, Any], values: dict[str, Any]) -> None:
 
 
 class GroupOptions:
-    """What the groups of parameters say besides their parameters: learning rate, steps, ..."""
+    """A copy of the options of the parameter groups: learning rate, steps, ..."""
 
     def __init__(self, optimizers: list[Any]) -> None:
         self._groups = [g for o in optimizers if not is_stub(o) for g in o.optimizer.param_groups]
@@ -120,7 +120,7 @@ class GroupOptions:
         ]
 
     def restore(self, *names: str) -> None:
-        """Give the groups these values, or all of them."""
+        """Restore the options of these names in all groups, or all options without names."""
         for group, values in zip(self._groups, self._values, strict=True):
             for name in names or values:
                 if torch.is_tensor(group.get(name)) and torch.is_tensor(values[name]):
@@ -132,7 +132,7 @@ class GroupOptions:
 
 
 def is_stub(optimizer: Any) -> bool:
-    """Whether there is nothing to optimize, as on a rank where everything is frozen."""
+    """Return whether there is nothing to optimize, as on a rank where everything is frozen."""
     return bool(getattr(optimizer, "is_stub_optimizer", False))
 
 
@@ -146,7 +146,7 @@ def bring_to_model(optimizers: list[Any]) -> None:
 
 @contextmanager
 def _idle(optimizer: Any) -> Iterator[None]:
-    """Let Megatron do all of a step but the step itself."""
+    """Let Megatron do everything in a step except for the step of torch's optimizer."""
     own = vars(optimizer).get("step")
     optimizer.step = lambda: None
     try:

@@ -1,4 +1,4 @@
-"""Marks within passes where Megatron's model begins with its layers, and where it has done them."""
+"""Marks within passes at the beginning and the end of the layers of Megatron's model."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ Mark = Callable[[str], None]
 def marking(mark: Mark, chunks: Sequence[Any], queues: Sequence[WeightGradQueue]) -> Iterator[None]:
     """Set marks while this context is active, by hooks on modules and on the tensors between them.
 
-    The hooks of tensors run when a gradient has come as far; nothing waits for a device.
+    The hooks of tensors run when the backward reaches them; nothing waits for a device.
 
     Args:
-        mark: is told what is done from there on.
-        chunks: of the model, each with its queue of weight gradients.
-        queues: theirs.
+        mark: receives the name of the part that begins.
+        chunks: the model chunks.
+        queues: the queue of weight gradients of each chunk.
     """
     with ExitStack() as stack:
         for chunk, queue in zip(chunks, queues, strict=True):
@@ -37,7 +37,7 @@ def marking(mark: Mark, chunks: Sequence[Any], queues: Sequence[WeightGradQueue]
 
 
 def reading(mark: Mark, forward_step: Callable[..., Any]) -> Callable[..., Any]:
-    """The function that reads a batch and runs the model, with a mark where it begins."""
+    """Wrap the function that reads a batch and runs the model, to set a mark at its start."""
 
     def marked(*args: Any, **kwargs: Any) -> Any:
         mark(DATA)
@@ -87,7 +87,7 @@ def _hooks_of_prediction(mark: Mark, module: Any) -> Iterator[Any]:
 
 
 def _input_of(module: Any, args: Any, kwargs: Any) -> Any:
-    """What a block computes on: where it is not called with it, it was given it before."""
+    """Return the input of a block: its argument, or else its ``input_tensor``, set beforehand."""
     given = kwargs.get("hidden_states", args[0] if args else None)
     return getattr(module, "input_tensor", None) if given is None else given
 

@@ -29,11 +29,11 @@ class PhysicalPlacement:
         return self.placement.rank_of[-1] != self.placement.pipeline_size - 1
 
     def logical(self, pp_rank: int) -> int:
-        """The logical rank of a physical pipeline rank, and the other way round."""
+        """Return the logical rank of a physical pipeline rank, or the physical of a logical one."""
         return self.placement.pipeline_size - 1 - pp_rank if self.mirrored else pp_rank
 
     def stage(self, pp_rank: int, vp_stage: int | None) -> int:
-        """The stage that a chunk of a physical rank holds."""
+        """Return the stage that a chunk of a physical rank holds."""
         return self.placement.stages_of[self.logical(pp_rank)][vp_stage or 0]
 
     def holds_embedding(self, pp_rank: int, vp_stage: int | None) -> bool:
@@ -77,7 +77,7 @@ class StageLayout(PipelineParallelLayerLayout):
         vp_stage: int | None = None,
         pp_rank: int | None = None,
     ) -> int:
-        """Layers of a type before the given chunk, in model order."""
+        """Count the layers of a type before the given chunk, in model order."""
         if pp_rank is None:
             from megatron.core import parallel_state
 

@@ -1,8 +1,8 @@
 """Optimizer post-validation with Megatron's optimizers.
 
-Takes the place of ``optimizer.step`` and of what zeroes gradients: a step is made on the state of
+Replaces ``optimizer.step`` and the functions that zero gradients: a step is made on the state of
 the pipeline so far, and validated in the next iteration's warm-up or by ``settle``. See
-:mod:`megatron_zb.runtime.post_validation` for the way of the state. Serves Megatron's
+:mod:`megatron_zb.runtime.post_validation` for the path of the state. Serves Megatron's
 FP32Optimizer, Float16OptimizerWithFloat16Params and DistributedOptimizer, chained or not.
 """
 
@@ -55,7 +55,7 @@ NOT_TAKEN_BACK = {
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a step has come to, as Megatron's training loop reports it."""
+    """The outcome of a step, as Megatron's training loop reports it."""
 
     skipped: bool
     grad_norm: float | None
@@ -65,18 +65,18 @@ class Outcome:
 
 
 class PostValidation:
-    """Steps an optimizer before the state of the whole pipeline is known, and mends wrong steps.
+    """Optimizer steps before the state of the whole pipeline is known, with repair of wrong ones.
 
     Creating it is collective over all ranks of the job. It replaces methods of the optimizer and
-    of the model chunks, for good.
+    of the model chunks, permanently.
 
     Args:
-        optimizer: what ``get_megatron_optimizer`` returned.
+        optimizer: the result of ``get_megatron_optimizer``.
         scheduler: Megatron's OptimizerParamScheduler. It is stepped after every step, as if each
             succeeded, and set back where one did not.
         chunks: the model chunks of this rank, as data parallelism wraps them.
         pipeline_ranks: the global ranks of the pipeline, in logical order.
-        on_host: keep what is needed to take a step back in the memory of the host.
+        on_host: keep the snapshot for taking a step back in host memory.
 
     Raises:
         UsageError: an optimizer, or a setting, whose steps cannot be taken back.
@@ -105,7 +105,7 @@ class PostValidation:
         self._before: _Before | None = None
         self._put_off: list[Callable[[], None]] = []
         self.outcome: Outcome | None = None
-        """Of the latest step that has been validated."""
+        """Outcome of the latest step that has been validated."""
         self._take_over(chunks)
 
     def _take_over(self, chunks: Sequence[Any]) -> None:
@@ -121,13 +121,13 @@ class PostValidation:
 
     @property
     def snapshot_nbytes(self) -> int:
-        """The memory that this rank needs to be able to take a step back."""
+        """Bytes that this rank needs to be able to take a step back."""
         return self._snapshot.nbytes
 
     # --- a step
 
     def step(self) -> tuple[bool, None, None]:
-        """In place of ``optimizer.step``: success is assumed, norm and zeros are not known yet."""
+        """Step in place of ``optimizer.step``; assume success, with norm and zeros unknown yet."""
         self.settle()
         before = _Before(
             GroupOptions(self._optimizers),
@@ -145,7 +145,7 @@ class PostValidation:
         return True, None, None
 
     def _own_state(self) -> torch.Tensor:
-        """This stage's, from Megatron's own functions, which leave copies of parameters out."""
+        """Return this stage's state by Megatron's functions, which omit copies of parameters."""
         infinite = [bool(optimizer.prepare_grads()) for optimizer in self._optimizers]
         state = torch.zeros(_INFINITE + len(infinite), dtype=torch.float64, device="cpu")
         state[_INFINITE:] = torch.tensor(infinite, device="cpu")
@@ -167,14 +167,14 @@ class PostValidation:
     # --- its validation
 
     def settle(self) -> None:
-        """Validate the step at once, if that has not been done, and mend it if it was wrong."""
+        """Validate the step at once, if that has not been done, and repair it if it was wrong."""
         if self.is_open:
             if not self.was_right():
                 self.mend()
             self._exchange.finish()
 
     def was_right(self) -> bool:
-        """Wait for the full state: whether the step was right. If not, it has to be mended."""
+        """Wait for the full state; return whether the step was right. If not, call :meth:`mend`."""
         full = self._exchange.full()
         right = full[_HELD_BACK].item() == 0
         if right:
@@ -182,7 +182,7 @@ class PostValidation:
         return right
 
     def mend(self) -> None:
-        """Take a wrong step back, and make the right one; collective over the job."""
+        """Undo a wrong step, and make the right one; collective over the job."""
         before = self._before
         assert before is not None
         judgement = self._judge(self._exchange.full())
@@ -220,7 +220,7 @@ class PostValidation:
         """Clip as the synchronous step does, by a norm that is reduced over all ranks.
 
         The sum of the stages' norms differs from it in the last digit, which may be enough to round
-        a weight the other way. A step is being mended, so another wait is no matter.
+        a weight the other way. Another wait does not matter in a repair.
         """
         with self._groups.whole():
             norm = float(self.optimizer.get_grad_norm())
@@ -234,7 +234,7 @@ class PostValidation:
         return norm
 
     def _mend_scalers(self, before: _Before, judgement: _Judgement) -> None:
-        """They were updated with what this stage alone had found."""
+        """Correct the loss scalers, which were updated with the state of this stage alone."""
         for optimizer, values, infinite in zip(
             self._optimizers, before.scalers, judgement.infinite, strict=True
         ):
@@ -254,7 +254,10 @@ class PostValidation:
         return float(rate)
 
     def _once_validated(self, function: Callable[..., None]) -> Callable[..., None]:
-        """A step that must be made again needs its gradients: they are zeroed after that."""
+        """Return a function that zeroes gradients only once the step is validated.
+
+        A step that must be repeated needs its gradients.
+        """
 
         def call(*args: Any, **keywords: Any) -> None:
             if self.is_open:
@@ -267,7 +270,7 @@ class PostValidation:
 
 @dataclass
 class _Before:
-    """What a step has found, to take it back, and whether this rank has made it."""
+    """The state before a step, to undo it, and whether this rank has made the step."""
 
     options: GroupOptions
     scalers: list[dict[str, Any]]
@@ -277,7 +280,7 @@ class _Before:
 
 @dataclass(frozen=True)
 class _Judgement:
-    """What a state asks the optimizer to do."""
+    """The optimizer's action for a state: skip, clip or plain step."""
 
     infinite: list[bool]
     norm: float
@@ -290,12 +293,12 @@ class _Judgement:
 
     @property
     def is_plain(self) -> bool:
-        """Gradients as they are go into the step."""
+        """Whether the step uses the gradients as they are."""
         return not self.skips and not self.clips
 
 
 def check_settings(*configs: Any) -> None:
-    """Refuse settings with which no step can be taken back.
+    """Refuse settings with which no step can be undone.
 
     Raises:
         UsageError: names the setting and the reason.
@@ -309,7 +312,7 @@ def check_settings(*configs: Any) -> None:
 
 
 def check_optimizer(optimizer: Any) -> None:
-    """Refuse what cannot be taken back.
+    """Refuse optimizers whose steps cannot be undone.
 
     Raises:
         UsageError: names the class.
@@ -327,9 +330,9 @@ def check_optimizer(optimizer: Any) -> None:
 
 
 class _StatisticsGroups:
-    """Over which ranks Megatron's functions add up an optimizer's gradient statistics.
+    """The process groups over which Megatron's functions add up an optimizer's gradient statistics.
 
-    Those of one pipeline stage, but while :meth:`whole` those of all stages. Creating it is
+    They span one pipeline stage, or all stages while :meth:`whole` is active. Creating it is
     collective over all ranks of the job.
     """
 
@@ -366,5 +369,5 @@ def _scaler(optimizer: Any) -> Any:
 
 
 def _in_single_precision(number: float) -> float:
-    """As Megatron's reduction over the ranks leaves it."""
+    """Round to float32, as Megatron's reduction over the ranks does."""
     return torch.tensor(number, dtype=torch.float32, device="cpu").item()

@@ -1,4 +1,4 @@
-"""Measure a job in a few of its own iterations: seconds and bytes of its passes, and its links."""
+"""Measurement of a job in a few of its own iterations: seconds and bytes of passes, and links."""
 
 from __future__ import annotations
 
@@ -25,8 +25,9 @@ WARM_UP = 2
 TIMED = 4
 WHOLE = 2
 ITERATIONS = WARM_UP + TIMED + WHOLE + 1
-"""What a profile takes: B and W are timed apart, then each backward whole, and last, bytes are
-counted and nothing is timed."""
+"""Iterations of a profile: B and W are timed apart, then each backward whole, and last, bytes are
+counted and nothing is timed.
+"""
 
 
 _SHORTEST = 1e-9  # seconds: what a clock cannot tell from nothing, as on a stage without layers
@@ -37,14 +38,14 @@ Steps = Sequence[Sequence[Span]]
 """Timed steps of a rank."""
 
 Spans = list[tuple[Pass | None, float, float]]
-"""What a rank did, None for a wait, from when to when."""
+"""Passes of a rank, None for a wait, each with its start and end."""
 
 
 class Measured(NamedTuple):
-    """What all ranks together have measured; the same on every rank.
+    """The measurements of all ranks together, equal on every rank.
 
     ``spans`` has the last timed step of every logical rank of one pipeline, by one clock. ``parts``
-    are None where the layers could not be told apart, ``host`` is what a rank takes before each
+    are None where the layers could not be told apart, ``host`` is the host's time before each
     pass, and ``outside`` the seconds of a step outside of its passes.
     """
 
@@ -67,15 +68,15 @@ class Held:
 
 
 class Profiling:
-    """Takes measures in the first iterations of a job, and again every so many.
+    """Measurement in the first iterations of a job, and again every ``every`` iterations.
 
     Args:
-        begin: is called before the first iteration that counts.
-        split: is called where every backward has to be split from then on, so that B and W can be
+        begin: called before the first iteration that counts.
+        split: called where every backward has to be split from then on, so that B and W can be
             told apart.
-        join: is called where every backward has to be whole from then on.
+        join: called where every backward has to be whole from then on.
         held: the stages of this rank.
-        num_microbatches: of an iteration that counts; others are left out.
+        num_microbatches: microbatches of an iteration that counts; others are left out.
         every: iterations from one profile to the next; None for one profile alone.
     """
 
@@ -97,10 +98,10 @@ class Profiling:
         self._memory: MemoryRecorder | None = None
         self._of_allocator = False
         self.observers: tuple[Observer, ...] = ()
-        """Who looks on during a step."""
+        """Observers of the current step."""
 
     def before_step(self, num_microbatches: int) -> None:
-        """Before a step of training begins."""
+        """Prepare for a step of training that is about to begin."""
         self._counts = num_microbatches == self._num_microbatches
         if not self._counts:
             return
@@ -121,13 +122,13 @@ class Profiling:
         on_gpu: bool,
         marking: Callable[[Callable[[str], None]], AbstractContextManager[None]],
     ) -> Iterator[ActivationMemory | None]:
-        """Around a step; what it gives counts the step's activations.
+        """Measure a step while this context is active; yield the counter of the step's activations.
 
         Args:
-            memory: what counts them anyway, if anything does.
-            parameters: no activations, also where autograd saves them.
-            on_gpu: its allocator knows all bytes; elsewhere, those that autograd saves are counted.
-            marking: lets the model tell where in a pass it is.
+            memory: the counter in use without profiling, if any.
+            parameters: not counted as activations, also where autograd saves them.
+            on_gpu: count all bytes, by the allocator; else those that autograd saves are counted.
+            marking: context in which the model marks the parts of a pass.
         """
         with ExitStack() as stack:
             if not self._counts:
@@ -154,7 +155,7 @@ class Profiling:
         self._done += 1
 
     def end_step(self) -> None:
-        """After a step and all that belongs to it, such as the reduction of gradients."""
+        """End a step, after all that belongs to it, such as the reduction of gradients."""
         if self._counts and WARM_UP < self._done <= WARM_UP + TIMED + WHOLE:
             self._recorders[-1].finish()
 
@@ -164,12 +165,12 @@ class Profiling:
         return self._counts and self._done == ITERATIONS
 
     def measured(self, links: dict[Channel, float], message: int, ahead: float) -> Measured:
-        """What all ranks have measured; collective over the job.
+        """Gather the measurements of all ranks; collective over the job.
 
         Args:
-            links: the seconds that this rank has measured.
-            message: bytes of one.
-            ahead: by how much the next rank's clock is ahead of this one's.
+            links: the seconds of each channel that this rank has measured.
+            message: bytes of one message.
+            ahead: seconds by which the next rank's clock is ahead of this one's.
         """
         rank = self._held[0].rank
         steps = [recorder.spans() for recorder in self._recorders]
@@ -228,7 +229,7 @@ class Profiling:
         return {held.stage: self._stage(held, seconds, message) for held in self._held}
 
     def _times(self, split: Steps, whole: Steps) -> list[StageTimes]:
-        """What the stages of this rank do within their passes."""
+        """Return the times of the parts of passes of this rank's stages."""
         found = {**_mean_within(whole), **_mean_within(split)}
         return [
             StageTimes(
@@ -262,9 +263,9 @@ class Profiling:
 
 
 def _mean_within(steps: Steps) -> dict[tuple[PassKind, int], dict[str, float]]:
-    """Seconds of a pass by what it does: the mean over a step, as a step takes their sum.
+    """Return the seconds of each part of a pass: the mean over a step, as a step takes their sum.
 
-    The median over the steps, as one may be disturbed.
+    Of several steps it is the median, as one may be disturbed.
     """
     taken: dict[tuple[PassKind, int], dict[str, list[float]]] = defaultdict(
         lambda: defaultdict(lambda: [0.0] * len(steps))
@@ -282,7 +283,7 @@ def _mean_within(steps: Steps) -> dict[tuple[PassKind, int], dict[str, float]]:
 
 
 def _before_passes(split: Steps, whole: Steps) -> PartSeconds:
-    """Seconds of the host before a pass, where it waits for nothing: sends, and bookkeeping."""
+    """Return the host's seconds before a pass without waits: sends, and bookkeeping."""
     means: dict[PassKind, list[float]] = defaultdict(list)
     for step in [*split, *whole]:
         gaps: dict[PassKind, list[float]] = defaultdict(list)
@@ -305,7 +306,7 @@ def _usual(ranks: Sequence[PartSeconds]) -> PartSeconds:
 
 
 def _messages_of_f(held: Held) -> int:
-    """How many more messages F holds than it allocates: it takes one over and leaves one behind.
+    """Count the messages that F holds beyond those it allocates: plus its input, minus its output.
 
     The input was there before F, and counts as held from F to B; the output is allocated in F, and
     goes with its message. What B adds and takes away is the opposite.
@@ -314,7 +315,7 @@ def _messages_of_f(held: Held) -> int:
 
 
 def _by_one_clock(ranks: Sequence[tuple[float, Spans]]) -> list[Spans]:
-    """The spans of all ranks by the clock of the first; each knows how far the next is ahead."""
+    """Return the spans of all ranks by the first's clock; each has its offset to the next."""
     offset, found = 0.0, []
     for ahead, spans in ranks:
         found.append([(of, start - offset, end - offset) for of, start, end in spans])

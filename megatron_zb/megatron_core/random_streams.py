@@ -1,4 +1,4 @@
-"""The random states that a model draws from, and those of one layer alone.
+"""The random states of a model, and random streams of each layer.
 
 Megatron gives every pipeline rank one stream: what a layer draws depends on the rank that holds it
 and on what that rank has drawn before. A :class:`LayerStreams` gives every layer streams of its
@@ -54,7 +54,7 @@ def seed_of(*words: object) -> int:
 
 
 class LayerStreams:
-    """Random streams of every layer: of a seed and the layer, and in a step of its microbatch, too.
+    """Random streams of every layer, seeded by seed and layer, and in a step by microbatch, too.
 
     Args:
         seed: the user's seed.
@@ -72,20 +72,20 @@ class LayerStreams:
         self._is_inside = False
 
     def start_step(self, step: int | None) -> None:
-        """Draw what follows from the streams of a step, counted from the start of training.
+        """Switch to the streams of a step, counted from the start of training.
 
         None is an evaluation, which draws nothing.
         """
         self._step = step
 
     def start_pass(self, microbatch: int) -> None:
-        """Draw what follows from the streams of a microbatch, in a forward or a recomputation."""
+        """Switch to the streams of a microbatch, in a forward or a recomputation."""
         self._microbatch = microbatch
         self._calls.clear()
 
     @contextlib.contextmanager
     def of(self, place: str) -> Iterator[None]:
-        """Draw from the streams of a place in the model, then go on where the usual ones were."""
+        """Draw from the streams of a place in the model, then restore the usual ones."""
         usual = RandomState()
         self._enter(place)
         try:
@@ -95,7 +95,7 @@ class LayerStreams:
 
     @contextlib.contextmanager
     def of_layer(self, place: str) -> Iterator[None]:
-        """Do so for a layer; what is inside another layer draws from that one's streams."""
+        """Draw from the streams of a layer; one inside another layer draws from the outer one's."""
         if self._is_inside:
             yield
             return
@@ -144,7 +144,7 @@ class LayerStreams:
         return self._seeded(seed_of(self._origins[name], place), torch.cuda.current_device())
 
     def _seeded(self, seed: int, device: Any) -> torch.Tensor:
-        """The state of a device's generator that has just been seeded; made on the host."""
+        """Return the state of a freshly seeded generator of a device; made on the host."""
         if device not in self._generators:
             found = torch.device("cuda", device) if isinstance(device, int) else device
             self._generators[device] = torch.Generator(device=found)
@@ -172,12 +172,12 @@ class LayerStreams:
 
 
 def global_name(name: str, module: Any) -> str:
-    """The name of a layer, numbered from 0 in the whole model, whichever chunk holds it."""
+    """Return the name of a layer, numbered from 0 in the whole model, whichever chunk holds it."""
     return f"{name.rpartition('.')[0]}.{module.layer_number - 1}"
 
 
 def _layers(chunk: torch.nn.Module) -> Iterator[tuple[str, Any]]:
-    """The embedding and the outermost layers of a chunk by their global names."""
+    """Yield the embedding and the outermost layers of a chunk with their global names."""
     found: list[str] = []
     for name, module in chunk.named_modules():
         if any(name.startswith(f"{outer}.") for outer in found):

@@ -1,4 +1,4 @@
-"""Data that a forward has taken, given to it once more."""
+"""Replay of the data that a forward has read."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 
 class Replayed:
-    """An iterator over data that can go back once to where it was."""
+    """An iterator over data that can go back once to where it started."""
 
     def __init__(self, iterator: Iterator[Any]) -> None:
         self._iterator = iterator
@@ -27,11 +27,11 @@ class Replayed:
         return item
 
     def go_back(self) -> None:
-        """Give once more what has been given."""
+        """Go back to the start and repeat the items read so far."""
         assert self._seen is not None, "what has been given was not kept"
         self._again.extend(self._seen)
         self._seen = None
 
     def go_on(self) -> None:
-        """Keep nothing any longer."""
+        """Stop recording items, as no return to the start follows."""
         self._seen = None

@@ -1,4 +1,4 @@
-"""From what a job has measured of itself to a file, and to a schedule for those costs."""
+"""Use of a job's own measurements: a profile file, and a schedule for the measured costs."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _WORTH_A_CHANGE = 0.001
 
 
 class Replanning:
-    """Profiles a job; see :meth:`PipelineAdapter.profile`."""
+    """Profiling of a job and its use; see :meth:`PipelineAdapter.profile`."""
 
     def __init__(
         self,
@@ -40,7 +40,7 @@ class Replanning:
         self._usual = adapter.schedule
 
     def start(self, every: int | None) -> Profiling:
-        """What measures this rank's stages, once the process groups exist."""
+        """Create the profiling of this rank's stages, once the process groups exist."""
         adapter = self._adapter
         rank = adapter.physical.logical(parallel_state.get_pipeline_model_parallel_rank())
         held = [
@@ -55,15 +55,15 @@ class Replanning:
         self._usual = self._adapter.schedule
 
     def _split(self) -> None:
-        """B and W can only be told apart where each runs by itself."""
+        """Split every backward, since B and W can only be timed apart where each runs by itself."""
         self._adapter.use(split_all(self._usual))
 
     def _join(self) -> None:
-        """Many schedules leave a backward whole, which takes other seconds than its halves."""
+        """Make every backward whole again: its time is not the sum of its halves'."""
         self._adapter.use(join_all(self._usual))
 
     def use(self, measured: Measured, iteration: Iteration) -> None:
-        """What follows from it, on every rank between two iterations."""
+        """Write the measurements and choose a schedule, on every rank between two iterations."""
         profile = self._profile(measured, iteration)
         self._adapter.use(self._usual)
         if self._path is not None and dist.get_rank() == 0:
@@ -72,7 +72,7 @@ class Replanning:
             self._choose(profile)
 
     def _write(self, profile: Profile, trace: Trace, path: Path) -> None:
-        """A job that trains does not end because a file cannot be written."""
+        """Write profile and trace; report a file that cannot be written without ending the job."""
         try:
             write_profile(profile, path)
             write_trace(trace, path)
@@ -106,7 +106,7 @@ class Replanning:
         )
 
     def _choose(self, profile: Profile) -> None:
-        """One rank builds for all: it takes seconds of all cores, and must come out the same."""
+        """Rebuild the schedule on one rank for all: it takes all cores and must be equal."""
         adapter = self._adapter
         costs = profile.costs(self._usual.placement)
         usual = fuse_for_free(split_all(self._usual), costs)

@@ -1,4 +1,4 @@
-"""What sequence parallelism has gathered, kept until W as this rank's shard of it.
+"""Shards of the tensors gathered by sequence parallelism, kept from B to W.
 
 Sequence parallelism gathers the input of a column-parallel layer and the output gradient of a
 row-parallel one along their first dimension, over the tensor-parallel group. A weight gradient
@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 
 class Shard:
-    """One rank's part of a tensor, of which W needs all; ``own`` is all that is held until then.
+    """One rank's part of a tensor that W needs whole; only ``own`` is held until then.
 
     All ranks of ``group`` run the same W in the same order, so that their gathers meet.
     """
@@ -30,11 +30,11 @@ class Shard:
 
     @classmethod
     def of(cls, whole: torch.Tensor, group: dist.ProcessGroup) -> Shard:
-        """Keep this rank's part in memory of its own, so that the whole may be freed or reused."""
+        """Copy this rank's part of a tensor, so that the whole may be freed or reused."""
         return cls(whole.chunk(group.size())[group.rank()].clone(), group)
 
     def start(self) -> None:
-        """Begin to gather, beside what runs until :meth:`whole`."""
+        """Start the gather, which runs concurrently until :meth:`whole`."""
         if self._whole is None:
             own = self.own.contiguous()
             self._whole = own.new_empty((own.size(0) * self._group.size(), *own.shape[1:]))
@@ -43,7 +43,7 @@ class Shard:
             )
 
     def whole(self) -> torch.Tensor:
-        """The tensor gathered, for one use."""
+        """Return the gathered tensor, for one use."""
         self.start()
         self._work.wait()
         whole, self._whole, self._work = self._whole, None, None
@@ -52,17 +52,17 @@ class Shard:
 
 
 def held(operand: Any) -> Any:
-    """What is kept of an operand until W; what is no shard stays as it is."""
+    """Return the part of an operand that is kept until W; other than shards, the operand itself."""
     return operand.own if isinstance(operand, Shard) else operand
 
 
 def whole(operand: Any) -> Any:
-    """What a weight gradient is computed from; what is no shard stays as it is."""
+    """Return the operand of a weight gradient, with a shard gathered; others as they are."""
     return operand.whole() if isinstance(operand, Shard) else operand
 
 
 def gathering(operands: Iterable[Any]) -> Callable[[], None] | None:
-    """What begins to gather the shards among operands; None if there are none."""
+    """Return the function that starts to gather the shards among operands; None without any."""
     shards = [operand for operand in operands if isinstance(operand, Shard)]
     return partial(_start, shards) if shards else None
 

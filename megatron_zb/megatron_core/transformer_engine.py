@@ -8,11 +8,11 @@ gets a store that hands them to the chunk's queue instead, so that W runs them i
 The store is replaced on modules that exist, so models are built as always: no construction flag,
 which megatron-core accepts only together with other features, and which marks parameters
 so that data parallelism leaves them alone. ``backward_dw()`` stays unused because of what it does
-with the result: it overwrites ``weight.grad``, drops every bias gradient but the first, and knows
-nothing of ``main_grad``. What a store is asked has been the same in every version of TE that has
+with the result: it overwrites ``weight.grad``, drops every bias gradient but the first, and
+ignores ``main_grad``. The interface of a store has been the same in every version of TE that has
 one, see ``versions.OLDEST_TRANSFORMER_ENGINE``.
 
-Nothing here imports TE before a model has brought it in: it is optional.
+Nothing here imports TE before a model has imported it: it is optional.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ def _is_linear(module: Any) -> bool:
 
 
 def _can_split(module: Any) -> bool:
-    """Whether the module's W would do all that its B leaves out; else B stays whole.
+    """Return whether the module's W would do all that its B leaves out; else B stays whole.
 
     It would not where parameters are parts of what TE computes with: a weight that was split into
     several parameters, experts in one parameter, a weight that is sharded over other ranks.
@@ -86,7 +86,7 @@ class _Results:
 
 
 def _results(module: Any) -> list[_Results]:
-    """What a module's backward hands to its store, in that order."""
+    """Return the results that a module's backward hands to its store, in that order."""
     if hasattr(module, "fc1_weight"):
         names = [("fc2_weight", "fc2_bias", "row"), ("fc1_weight", "fc1_bias", "column")]
     elif hasattr(module, "num_gemms"):
@@ -128,7 +128,7 @@ def _split(module: Any, split: SplitBackward) -> None:
 
 
 def _forward(store: _Store, whole: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """TE delays where its store says so in forward *and* in backward."""
+    """Run TE's forward, marked in the store: TE delays if told so in forward *and* in backward."""
     store.in_forward = True
     try:
         return whole(*args, **kwargs)
@@ -137,7 +137,7 @@ def _forward(store: _Store, whole: Callable[..., Any], *args: Any, **kwargs: Any
 
 
 class _Store:
-    """What a TE module asks in the place of its own ``WeightGradStore``."""
+    """The replacement of a TE module's own ``WeightGradStore``."""
 
     def __init__(self, module: Any, split: SplitBackward) -> None:
         self.results = _results(module)
@@ -147,11 +147,11 @@ class _Store:
         self._next = cycle(self.results)
 
     def delay_wgrad_compute(self) -> bool:
-        """Whether the weight gradient is W's; it is not in a BW, nor where a weight is frozen."""
+        """Return whether W computes the weight gradient: not in a BW, nor for a frozen weight."""
         return self.in_forward or (self._split.queue.deferring and self._is_trainable())
 
     def put(self, operands: list[Any], compute: Callable[..., Any]) -> None:
-        """Leave ``compute(*operands)`` to W."""
+        """Defer ``compute(*operands)`` to W."""
         if self._module.fp8:
             raise UsageError(
                 "Transformer-Engine's fp8 cannot be combined with a --pipeline-schedule that "
@@ -191,7 +191,7 @@ class _Store:
 def _with_buffers_of_its_own(
     operands: list[Any], compute: Callable[..., Any]
 ) -> Callable[..., Any]:
-    """Experts' gradients are written into buffers that B makes: make them in W instead.
+    """Allocate the buffers of the experts' gradients in W instead of B.
 
     They would be held from B to W, as large as the weights, once for every microbatch; and B
     returns them, with nothing in them yet, as the weights' gradients. Emptied, it returns none.
@@ -210,9 +210,9 @@ def _with_buffers_of_its_own(
 
 
 def _with_shard(operands: list[Any], gathered: int, group: Any) -> list[Any]:
-    """Keep a shard of what B has gathered, in memory of its own.
+    """Replace the operand that B has gathered by a shard in memory of its own.
 
-    What is gathered may lie in a communication buffer of TE's (``tp_comm_bulk_dgrad`` and
+    The gathered tensor may be in a communication buffer of TE's (``tp_comm_bulk_dgrad`` and
     ``tp_comm_overlap_ag``), which the next layer's B fills anew.
     """
     kept = list(operands)
@@ -221,14 +221,14 @@ def _with_shard(operands: list[Any], gathered: int, group: Any) -> list[Any]:
 
 
 def _detached(operand: Any) -> Any:
-    """Without its graph, which would keep the input of the whole stage until W."""
+    """Detach an operand from its graph, which would keep the input of the whole stage until W."""
     if isinstance(operand, list | tuple):
         return [_detached(one) for one in operand]
     return operand.detach() if isinstance(operand, torch.Tensor) else operand
 
 
 def _tensors(operands: list[Any]) -> Iterator[torch.Tensor]:
-    """What is held until W: a tensor for each GEMM, or a list of those of the experts."""
+    """Yield the tensors held until W: one for each GEMM, or a list of those of the experts."""
     for operand in map(held, operands):
         if isinstance(operand, torch.Tensor):
             yield operand
@@ -237,14 +237,14 @@ def _tensors(operands: list[Any]) -> Iterator[torch.Tensor]:
 
 
 def _add_gradients(parameters: list[Any], gradients: list[Any]) -> None:
-    """A gradient is missing or empty where B has brought it, such as a bias that is added later."""
+    """Add the gradients of W; one that is missing or empty was added by B, as of some biases."""
     for parameter, gradient in zip(parameters, gradients, strict=True):
         if gradient is not None and gradient.numel() and parameter.requires_grad:
             accumulate(parameter, gradient.to(parameter.dtype).view_as(parameter))
 
 
 def _watch(parameter: Any, split: SplitBackward, *, fused: bool) -> None:
-    """Meet Megatron's data-parallel hook where B brings nothing, see ``linear._placeholder``."""
+    """Register a hook to prepare for Megatron's data-parallel one, see ``linear._placeholder``."""
     if parameter is not None and parameter.requires_grad:
         parameter.register_hook(partial(_before_hook, parameter, split, fused))
 
@@ -252,10 +252,10 @@ def _watch(parameter: Any, split: SplitBackward, *, fused: bool) -> None:
 def _before_hook(
     parameter: Any, split: SplitBackward, fused: bool, gradient: torch.Tensor | None
 ) -> None:
-    """Runs before the data-parallel hook; ``gradient`` is None if the backward returns none.
+    """Prepare for the data-parallel hook; ``gradient`` is None if the backward returns none.
 
-    Where a gradient comes, it counts: an earlier B may have said that there is nothing to add. TE
-    says so itself for weights that it accumulates (``fused``), whose gradient is but a dummy.
+    A gradient that comes is added, although an earlier B may have set ``grad_added_to_main_grad``.
+    TE sets it itself for weights that it accumulates (``fused``), whose gradient is but a dummy.
     """
     if gradient is not None:
         if not fused:
@@ -294,7 +294,7 @@ WHY_NOT_OPERATIONS = (
 
 
 def _refuse_fused_operations(chunk: Any, schedule: str) -> None:
-    """Megatron hides TE's operations from the modules of a layer: its setting tells of them."""
+    """Refuse TE's operations; fused ones are hidden from the modules, but not from the setting."""
     fuses = getattr(getattr(chunk, "config", None), "use_transformer_engine_op_fuser", False)
     operations = [m for m in chunk.modules() if _is_operation(type(m))]
     if fuses or operations:

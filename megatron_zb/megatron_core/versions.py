@@ -1,7 +1,7 @@
-"""What differs between the versions of Megatron that are served; the only file that asks.
+"""Differences between the supported versions of Megatron; the only file that checks versions.
 
-Served are megatron-core and Megatron-LM 0.16 and 0.19. Importing this file imports no Megatron.
-What Transformer-Engine must bring is here, too.
+Supported are megatron-core and Megatron-LM 0.16 and 0.19. Importing this file imports no Megatron.
+The requirements on Transformer-Engine are here, too.
 """
 
 from __future__ import annotations
@@ -23,17 +23,17 @@ OLDEST_TRANSFORMER_ENGINE = (2, 3)
 
 
 def is_supported(version: Sequence[int]) -> bool:
-    """Whether a (major, minor, ...) version is one of those served."""
+    """Return whether a (major, minor, ...) version is supported."""
     return tuple(version[:2]) in _SERIES
 
 
 @dataclass(frozen=True)
 class Needs:
-    """What Megatron-LM's training loop cannot be imported without, besides megatron-core's own."""
+    """Requirements for importing Megatron-LM's training loop, besides megatron-core's own."""
 
     python: tuple[int, int]
     packages: tuple[tuple[str, str], ...]
-    """Name of the module, and of the package that holds it."""
+    """Names of each module, and of the package that holds it."""
 
 
 _COMMON = (("packaging", "packaging"), ("setuptools", "setuptools"), ("triton", "triton"))
@@ -53,19 +53,19 @@ _NEEDS = {
 
 
 def training_loop_needs(version: Sequence[int]) -> Needs:
-    """What Megatron-LM of a served version imports unconditionally."""
+    """Return the unconditional imports of Megatron-LM of a supported version."""
     major, minor = version[:2]
     return _NEEDS[major, minor]
 
 
 def transformer_engine_is_supported(version: str) -> bool:
-    """Whether the linear layers of a Transformer-Engine, such as ``2.9.0+70f53666``, can split."""
+    """Return whether linear layers of Transformer-Engine, e.g. ``2.9.0+70f53666``, can split."""
     found = re.match(r"(\d+)\.(\d+)", version)
     return found is not None and tuple(map(int, found.groups())) >= OLDEST_TRANSFORMER_ENGINE
 
 
 def chunk_builders() -> list[tuple[ModuleType, str]]:
-    """The functions of Megatron-LM whose first argument builds one model chunk.
+    """Return the functions of Megatron-LM whose first argument builds one model chunk.
 
     It is called with the keywords ``pre_process``, ``post_process`` and, if there are several
     chunks, ``vp_stage``. From 0.17 on, models described by a configuration have a way of their own.
@@ -82,7 +82,7 @@ _STAGES = "build_virtual_pipeline_stages"
 
 
 def batch_broadcast() -> tuple[ModuleType, str]:
-    """The function that hands a batch to the tensor-parallel ranks; moved to core after 0.16."""
+    """Return the function that sends a batch to the tensor-parallel ranks; in core after 0.16."""
     from megatron.core import utils as core_utils
     from megatron.training import utils as training_utils
 
@@ -91,10 +91,10 @@ def batch_broadcast() -> tuple[ModuleType, str]:
 
 
 def process_groups() -> Any:
-    """The groups that Megatron's schedules and its reduction of gradients ask for.
+    """Return the process groups of Megatron's schedules and its reduction of gradients.
 
     From 0.18 on the latter needs more than before where experts have a bias, and from 0.19 on
-    Megatron's schedules have a builder of their own, which knows all that they need.
+    Megatron's schedules have a builder of their own, which includes all that they need.
     """
     from megatron.core.pipeline_parallel import schedules
     from megatron.core.process_groups_config import ProcessGroupCollection
@@ -107,12 +107,12 @@ def process_groups() -> Any:
 
 
 def packed_samples_reach_every_stage() -> bool:
-    """Whether ``--sft`` tells each stage where samples end; in 0.16 the outer ones alone know."""
+    """Return whether ``--sft`` gives sample ends to every stage; in 0.16 only to outer ones."""
     from megatron.core.package_info import MAJOR, MINOR
 
     return (MAJOR, MINOR) >= (0, 17)
 
 
 def data_parallel_group(pg_collection: Any) -> Any:
-    """The group over which tokens are counted; 0.19 widens it where weights are sharded, too."""
+    """Return the group to count tokens over; 0.19 widens it where weights are sharded, too."""
     return getattr(pg_collection, "dp_cp_gtp_remat", None) or pg_collection.dp_cp

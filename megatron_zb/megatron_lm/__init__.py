@@ -1,1 +1,1 @@
-"""Where the schedules meet Megatron-LM's own training loop: arguments, scripts, checkouts."""
+"""The integration with Megatron-LM's own training loop: arguments, scripts, checkouts."""

@@ -1,4 +1,4 @@
-"""A Megatron-LM checkout on disk: where its root is and which version it has.
+"""A Megatron-LM checkout on disk: its root and its version.
 
 Nothing here imports Megatron or runs anything of the checkout.
 """
@@ -29,7 +29,7 @@ class Checkout:
 
 
 def checkout_at(root: Path) -> Checkout:
-    """The checkout in a folder.
+    """Return the checkout in a folder.
 
     Raises:
         UsageError: there is none, or it has a version that is not known.
@@ -44,10 +44,10 @@ def checkout_at(root: Path) -> Checkout:
 
 
 def checkout_of(script: Path) -> Checkout:
-    """The checkout that a pretrain script lies in, at any depth.
+    """Return the checkout that contains a pretrain script, at any depth.
 
     Raises:
-        UsageError: the file is missing, is no pretrain script, or lies in no known checkout.
+        UsageError: the file is missing, is no pretrain script, or is in no known checkout.
     """
     if not script.is_file():
         raise UsageError(
@@ -64,7 +64,7 @@ def checkout_of(script: Path) -> Checkout:
 
 
 def check_pretrain_script(script: Path) -> None:
-    """See that a file calls Megatron's `pretrain`; it is read, not run.
+    """Check that a file calls Megatron's `pretrain`; it is read, not run.
 
     Raises:
         UsageError: it does not, or is not Python.
@@ -96,7 +96,7 @@ def _supported(checkout: Checkout) -> Checkout:
 
 
 def _version(file: Path) -> tuple[int, int, int]:
-    """MAJOR, MINOR and PATCH, read without running the file."""
+    """Read MAJOR, MINOR and PATCH without running the file."""
     numbers: dict[str, int] = {}
     try:
         tree = ast.parse(file.read_text(encoding="utf-8"))

@@ -40,10 +40,10 @@ class Concerned(Enum):
 
 @dataclass(frozen=True)
 class Conflict:
-    """``applies`` to the value of an argument; absent arguments do not conflict.
+    """A conflict of an argument whose value ``applies`` to; absent arguments do not conflict.
 
-    Nor does a value that is not above that of the argument ``above``, where there is one. In some
-    versions of Megatron-LM alone is what ``in_this_version`` says.
+    Nor does a value that is not above that of the argument ``above``, where there is one.
+    ``in_this_version`` returns whether the conflict exists in this version of Megatron-LM.
     """
 
     argument: str
@@ -246,7 +246,7 @@ LAYER_STREAMS_CONFLICTS = (
 
 
 def check(args: argparse.Namespace, choice: str, placement: Placement) -> None:
-    """Refuse what cannot be combined with a schedule.
+    """Refuse arguments that cannot be combined with a schedule.
 
     Args:
         choice: the flag that chose the schedule, with its value.
@@ -260,7 +260,7 @@ def check(args: argparse.Namespace, choice: str, placement: Placement) -> None:
 
 
 def check_post_validation(args: argparse.Namespace) -> None:
-    """Refuse what no step can be taken back with.
+    """Refuse arguments with which no optimizer step can be undone.
 
     Raises:
         UsageError: names both flags and the reason.
@@ -269,7 +269,7 @@ def check_post_validation(args: argparse.Namespace) -> None:
 
 
 def check_layer_streams(args: argparse.Namespace) -> None:
-    """Refuse where layers cannot draw from random streams of their own.
+    """Refuse arguments with which layers cannot draw from random streams of their own.
 
     Raises:
         UsageError: names both flags and the reason.
@@ -302,7 +302,7 @@ SEGMENTS = (
 
 
 def _check_segments(args: argparse.Namespace, choice: str, placement: Placement) -> None:
-    """Several segments for a rank are chunks to Megatron-LM, which the schedule does not have."""
+    """Refuse several segments per rank: chunks to Megatron-LM, which the schedule does not have."""
     for name in HYBRID_PATTERNS:
         pattern = getattr(args, name, None)
         segments = str(pattern or "").split("/")[0].count("|") + 1
@@ -321,7 +321,7 @@ WHY_NOT_YAML = (
 
 
 def of_yaml(path: str, choice: str) -> UsageError:
-    """Megatron's --yaml-cfg replaces all arguments, so no schedule can be chosen beside it."""
+    """Return the error for --yaml-cfg with a schedule: it replaces all arguments."""
     return UsageError(f"--yaml-cfg {path} cannot be combined with {choice}: {WHY_NOT_YAML}")
 
 
@@ -331,10 +331,10 @@ _PLACED = (*_DRAWN_BY_LAYER, "MambaModel", "HybridModel")
 
 
 def check_model(chunk: Any, schedule: str, in_a_v: bool, draws_by_layer: bool) -> None:
-    """Refuse models whose chunks exchange more than one tensor, or that no V has been shown for.
+    """Refuse models whose chunks exchange more than one tensor, or that are unproven in a V.
 
     Raises:
-        UsageError: names the model and those that can be had.
+        UsageError: names the model and those that are supported.
     """
     classes = {cls.__name__ for cls in type(chunk).__mro__}
     able = _PLACED_IN_A_V if in_a_v else _PLACED

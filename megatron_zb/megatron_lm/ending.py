@@ -1,4 +1,4 @@
-"""The end of a job that cannot be run as its arguments say."""
+"""The end of a job that cannot run with its arguments."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ _TIME_FOR_RANK_0 = 20.0
 def end_with(error: UsageError, rank: int, *, speaks: bool | None = None) -> NoReturn:
     """End this process of a job with code 2, for a mistake that ends every rank.
 
-    One rank says what is wrong, at once: rank 0 where ``speaks`` does not tell. The launcher ends
-    all processes as soon as one has failed, and Megatron has them print their stacks then: so that
-    rank waits until the others have come here, where they wait quietly and speak only if they are
-    left alone.
+    One rank prints the error, at once: rank 0 unless ``speaks`` is given. The launcher ends all
+    processes as soon as one has failed, and Megatron has them print their stacks then: so that rank
+    waits until the others have come here, where they wait silently and print only if they are left
+    alone.
     """
     speaks = rank == 0 if speaks is None else speaks
     if not speaks:

@@ -1,4 +1,4 @@
-"""What must be equal on all ranks of a job for it to train one model, by a message's names."""
+"""The values that must be equal on all ranks of a job, by their names in error messages."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ _SETTINGS_OF_DATA = ("split", "mock_data")
 
 
 def of_arguments(args: argparse.Namespace, flags: Collection[str] | None = None) -> dict[str, Any]:
-    """Every argument of a run, but those that each rank or host has its own of."""
+    """Return every argument of a run, except those that differ by rank or host."""
     return named_arguments(args, of_rank=OF_RANK, local=LOCAL, flags=flags)
 
 
@@ -72,7 +72,7 @@ def of_run(
     data: Record,
     environment: Mapping[str, str] = os.environ,
 ) -> dict[str, Any]:
-    """What follows from the arguments on this host: schedule, packages, contents of files."""
+    """Return what the arguments lead to on this host: schedule, packages, contents of files."""
     values: dict[str, Any] = {
         "the schedule": plan.schedule.name,
         "a table with the digest": interchange.digest(plan.schedule),
@@ -89,7 +89,7 @@ def of_run(
 
 
 def data_of(args: argparse.Namespace) -> Record:
-    """What the run trains on: data sets, tokenizer and split, by their contents."""
+    """Return the record of the training data: data sets, tokenizer and split, by their contents."""
     blends = {f"--{name.replace('_', '-')}": getattr(args, name, None) for name in _BLENDS}
     blends |= _listed(args)
     given = {flag: list(words) for flag, words in blends.items() if words}
@@ -102,7 +102,7 @@ def data_of(args: argparse.Namespace) -> Record:
 
 
 def _listed(args: argparse.Namespace) -> dict[str, list[str]]:
-    """The data sets that files name, as Megatron-LM reads them; it says so where it cannot."""
+    """Return the data sets listed in files; Megatron-LM itself reports files it cannot read."""
     found: dict[str, list[str]] = {}
     try:
         if getattr(args, "data_args_path", None):

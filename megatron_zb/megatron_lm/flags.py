@@ -1,4 +1,4 @@
-"""The command-line arguments that a pretrain script of Megatron-LM gains."""
+"""The command-line arguments added to a pretrain script of Megatron-LM."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ def _add_older(parser: argparse.ArgumentParser) -> None:
 
 
 def choice(args: argparse.Namespace) -> str | None:
-    """The flag that chooses a schedule, with its value; None for Megatron's own."""
+    """Return the flag that chooses a schedule, with its value; None for Megatron's own."""
     if args.pipeline_schedule is not None:
         return f"--pipeline-schedule {args.pipeline_schedule}"
     if args.pipeline_schedule_file is not None:
@@ -99,13 +99,13 @@ def choice(args: argparse.Namespace) -> str | None:
 
 
 def choice_in(arguments: Sequence[str]) -> str | None:
-    """The same of a command line, for where Megatron-LM does not parse it."""
+    """Return :func:`choice` of a command line that Megatron-LM does not parse."""
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     return choice(add_arguments(parser).parse_known_args(arguments)[0])
 
 
 def translate_older(args: argparse.Namespace) -> list[str]:
-    """Set the new arguments that older ones ask for; one line for each says into what.
+    """Set the new arguments that older ones stand for; return a line about each translation.
 
     Raises:
         UsageError: an older argument contradicts ``--pipeline-schedule``, or is no number.
@@ -151,7 +151,7 @@ def _translate_schedule(args: argparse.Namespace, older: list[str]) -> str:
 
 
 def _translate_pending(args: argparse.Namespace) -> None:
-    """So many microbatches may wait for their weight gradient: p is ZB-1p, 2p and more ZB-2p."""
+    """Translate the number of microbatches that may await W: p is ZB-1p, 2p and more ZB-2p."""
     p = args.pipeline_model_parallel_size
     given = args.zero_bubble_max_pending_backward or "auto"
     if given != "auto" and (not given.isdecimal() or int(given) < 1):

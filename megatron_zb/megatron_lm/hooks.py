@@ -1,4 +1,4 @@
-"""Megatron-LM's training loop with a schedule: the functions of it that ask this package.
+"""Hooks in Megatron-LM's training loop, by which it runs a schedule.
 
 Every hook calls what it replaces until the arguments choose a schedule; so a job without
 ``--pipeline-schedule`` runs as if nothing had been installed. A replaced function is replaced
@@ -38,10 +38,10 @@ _MARK = "_installed_by_megatron_zb"
 
 
 def install(prepare: Callable[[Any], None] | None = None) -> None:
-    """Hook this process's Megatron-LM; a second call hooks nothing more.
+    """Install the hooks in this process's Megatron-LM; a second call does nothing.
 
     Args:
-        prepare: is given the parsed arguments first, before they are checked.
+        prepare: called with the parsed arguments first, before they are checked.
     """
     from megatron.training import arguments
 
@@ -55,7 +55,7 @@ def install(prepare: Callable[[Any], None] | None = None) -> None:
 
 
 class _Hooks:
-    """What is installed, and the plan of this process once there is one."""
+    """The installed hooks, and the plan of this process once there is one."""
 
     def __init__(self) -> None:
         self.prepare: Callable[[Any], None] | None = None
@@ -66,7 +66,7 @@ class _Hooks:
         self._failure: Exception | None = None
         self._flags: frozenset[str] | None = None
         self._values: dict[str, Any] | None = None
-        """What the ranks have not agreed on yet."""
+        """Values that the ranks have not agreed on yet."""
         self._data: data_contents.Record = {}
         self._meeting: Meeting | None = None
         self._post_validation = PostValidationHooks()
@@ -109,7 +109,7 @@ class _Hooks:
         return parser
 
     def _validate_args(self, original: Any, args: Any, *rest: Any, **defaults: Any) -> Any:
-        """The ranks meet here, before the first thing that would hang where they disagree."""
+        """Let the ranks agree on the arguments, before anything that hangs where they disagree."""
         self._meeting = Meeting(args.rank, args.world_size, 60 * args.distributed_timeout_minutes)
         values = fingerprint.of_arguments(args, self._flags)
         if flags.choice(args) is None:
@@ -152,7 +152,7 @@ class _Hooks:
             _say(f"megatron_zb: {line}", args.rank)
 
     def _build_for_all(self, args: Any) -> Build:
-        """What builds schedules: one rank for all, where they can meet before there are groups."""
+        """Return the function that builds schedules, on one rank for all if they can meet yet."""
         build: Build = catalog.build
         if args.pipeline_schedule_cache is not None:
             say = partial(_say, rank=args.rank)
@@ -167,7 +167,7 @@ class _Hooks:
     # --- processes, layers and chunks
 
     def _initialize_model_parallel(self, original: Any, *args: Any, **keywords: Any) -> Any:
-        """By now the ranks can meet, where they could not before."""
+        """Let the ranks agree, where they could not before, and set the embedding ranks."""
         if self._values is not None and self._meeting is not None:
             self._meeting.agree(_START, self._values, None)
         if self._plan is not None and self._plan.embedding_ranks is not None:
@@ -187,7 +187,7 @@ class _Hooks:
         return original(self._placed(build), *rest, **keywords)
 
     def _placed(self, build: Any) -> Any:
-        """A builder of one chunk that gives embedding and output layer to the right chunks."""
+        """Wrap the builder of a chunk to give embedding and output layer to the right chunks."""
         from megatron.core import parallel_state
 
         plan = self._plan
@@ -209,7 +209,7 @@ class _Hooks:
 
     @contextmanager
     def _failing(self) -> Iterator[None]:
-        """Building fails, perhaps on this rank alone: nobody may wait for it, nor it for others."""
+        """Tell the other ranks of a failure to build here, so that no rank waits for another."""
         assert self._meeting is not None, "arguments come before models"
         try:
             yield
@@ -221,7 +221,7 @@ class _Hooks:
             raise
 
     def _check_model(self, chunk: Any) -> None:
-        """A refusal waits until all is built: other ranks build along with this one."""
+        """Check a chunk; keep a refusal until all is built, since other ranks build along."""
         try:
             conflicts.check_model(
                 chunk,
@@ -250,7 +250,7 @@ class _Hooks:
     def _is_first_stage(
         self, original: Any, ignore_virtual: bool = True, vp_stage: int | None = None
     ) -> Any:
-        """A script that asks wants to know where the embedding is: in a V, on the last rank."""
+        """Return whether this stage has the embedding, which is on the last rank in a V."""
         if self._plan is None or not self._plan.physical.mirrored:
             return original(ignore_virtual=ignore_virtual, vp_stage=vp_stage)
         return self._holds(self._plan.pre_process, None if ignore_virtual else vp_stage)
@@ -262,7 +262,7 @@ class _Hooks:
         return self._holds(plan.pre_process, vp_stage) or self._holds(plan.post_process, vp_stage)
 
     def _holds(self, part: Callable[[int, int], bool], vp_stage: int | None) -> bool:
-        """Whether a chunk, or with None any chunk, of this rank has a part of the model."""
+        """Return whether a chunk, or with None any chunk, of this rank has a part of the model."""
         from megatron.core import parallel_state
 
         pp_rank = parallel_state.get_pipeline_model_parallel_rank()
@@ -270,7 +270,7 @@ class _Hooks:
         return any(part(pp_rank, chunk) for chunk in chunks)
 
     def _get_batch_on_this_tp_rank(self, original: Any, *args: Any, **keywords: Any) -> Any:
-        """In a V, one rank needs tokens and labels: so Megatron broadcasts a batch for MTP."""
+        """Broadcast a batch as for MTP in a V, where one rank needs tokens and labels."""
         if self._plan is not None and self._plan.physical.mirrored:
             keywords["mtp_on_this_rank"] = True
         return original(*args, **keywords)
@@ -278,7 +278,7 @@ class _Hooks:
     def _dataset_builder(
         self, original: Any, builder: Any, cls: Any, sizes: Any, is_built_on_rank: Any, config: Any
     ) -> None:
-        """The first rank of the job tells all others whether there is data: it must have some."""
+        """Build data sets on the job's first rank, too, which tells all others if there is data."""
         if self._plan is not None and self._plan.physical.mirrored:
             inner = is_built_on_rank
 
@@ -321,7 +321,7 @@ class _Hooks:
         return loaded
 
     def _check_data(self, loaded: Any, args: Any) -> None:
-        """Weights alone may go on to other data, unless more is asked for."""
+        """Check that a resumed run has the same data, unless other data is allowed."""
         goes_on = not (args.finetune or args.skip_train or args.pipeline_allow_other_data)
         state, name = loaded[:2]
         if self._plan is not None and goes_on and isinstance(state, dict):
@@ -330,7 +330,7 @@ class _Hooks:
 
 
 def _load_yaml(original: Any, path: str) -> Any:
-    """It replaces the command line, and is not checked as that is: a schedule would be lost."""
+    """Load the YAML arguments, and refuse a schedule: they replace the command line unchecked."""
     loaded = original(path)
     chosen = flags.choice_in(sys.argv[1:])
     if chosen is None and getattr(loaded, "pipeline_schedule", None):

@@ -1,4 +1,4 @@
-"""Where the ranks of a job meet before, and while, they build: one cannot go on, then none does.
+"""Agreement of a job's ranks before and while they build: if one cannot go on, none does.
 
 Nothing collective is called: a rank that cannot go on, or goes another way, leaves none waiting.
 """
@@ -20,7 +20,7 @@ from megatron_zb.megatron_lm.ending import end_with
 
 
 class Meeting:
-    """This rank's part; ``seconds`` is how long a rank may let the others wait."""
+    """The part of this rank in the agreement; ``seconds`` is the longest wait for another rank."""
 
     def __init__(self, rank: int, world_size: int, seconds: float) -> None:
         self._rank = rank
@@ -30,7 +30,7 @@ class Meeting:
 
     @property
     def is_possible(self) -> bool:
-        """Whether the job has said where its ranks are."""
+        """Whether the address of the job's store is known."""
         return self._world_size == 1 or dist.is_initialized() or "MASTER_ADDR" in os.environ
 
     def store(self) -> dist.Store:
@@ -46,7 +46,7 @@ class Meeting:
         the job and nothing that the user can mend.
 
         Returns:
-            Whether the ranks have met: not where the job has not said yet where its ranks are.
+            Whether the ranks have met: not where the address of the job's store is not known yet.
         """
         can_meet = self.is_possible
         try:
@@ -73,13 +73,13 @@ class Meeting:
         )
 
     def leave(self, where: str, failure: Exception) -> None:
-        """Let ranks that come here know that this one does not, and why; waits for nothing."""
+        """Tell ranks that come here that this one does not, and why; wait for nothing."""
         if self._store is not None:
             with suppress(RuntimeError):
                 leave(dist.PrefixStore(where, self._store), self._rank, {}, _describe(failure))
 
     def stay_away(self, where: str, values: Mapping[str, Any]) -> None:
-        """Let ranks that meet know that this one does not; waits for nothing."""
+        """Tell ranks that meet that this one does not; wait for nothing."""
         if self._world_size == 1:
             return
         with suppress(RuntimeError, OSError):  # then the others find that nobody comes
@@ -98,12 +98,12 @@ def _attempt() -> str:
 
 
 def _tells(error: Disagreement, failure: Exception) -> bool:
-    """Whether what ends the job is the failure of this rank."""
+    """Return whether the failure of this rank is what ends the job."""
     return str(_describe(failure)) in str(error)
 
 
 def _describe(failure: Exception | None) -> str | None:
-    """In one line."""
+    """Describe a failure in one line."""
     if failure is None:
         return None
     if isinstance(failure, UsageError):

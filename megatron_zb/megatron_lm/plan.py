@@ -1,4 +1,4 @@
-"""From the arguments of Megatron-LM to a schedule and the placement of its model."""
+"""The schedule and the placement of the model from the arguments of Megatron-LM."""
 
 from __future__ import annotations
 
@@ -46,13 +46,13 @@ _NEED_A_SCHEDULE = {
 
 
 def make_plan(args: argparse.Namespace, build: Build = catalog.build) -> PipelineAdapter | None:
-    """The adapter that the parsed arguments ask for, None for Megatron's own schedule.
+    """Create the adapter that the parsed arguments ask for, None for Megatron's own schedule.
 
-    ``build`` builds schedules, such as one rank for all. Changes the arguments so that Megatron's
-    own checks and its own placement of layers follow it.
+    ``build`` builds schedules, such as on one rank for all. Changes the arguments so that
+    Megatron's own checks and its own placement of layers follow it.
 
     Raises:
-        UsageError: the arguments cannot be had together, or the schedule cannot be built.
+        UsageError: the arguments cannot be combined, or the schedule cannot be built.
     """
     if args.pipeline_schedule is None and args.pipeline_schedule_file is None:
         for flag, example in _NEED_A_SCHEDULE.items():
@@ -90,7 +90,7 @@ def _choose_random_streams(args: argparse.Namespace, adapter: PipelineAdapter) -
 
 
 def _steps_done() -> int:
-    """What Megatron-LM's training loop has made when it makes the next step."""
+    """Return the steps that Megatron-LM's training loop has completed before the next one."""
     from megatron.training import get_args
 
     steps: int = get_args().curr_iteration
@@ -150,13 +150,13 @@ def _named(args: argparse.Namespace, sizes: dict[str, int], build: Build) -> Pip
 
 @dataclass(frozen=True)
 class _Chunks:
-    """How many model chunks per rank a flag of Megatron's asks for."""
+    """The number of model chunks per rank that a flag of Megatron's asks for."""
 
     number: int | None = None
     flag: str = ""
 
     def check(self, chunks: int, schedule: str) -> None:
-        """Refuse another number than that of the schedule."""
+        """Refuse a number other than that of the schedule."""
         if self.number not in (None, chunks):
             raise UsageError(
                 f"{self.flag} asks for {self.number} chunks per pipeline rank, but {schedule} has "
@@ -185,7 +185,7 @@ def _chunks(args: argparse.Namespace) -> _Chunks:
 
 
 def _check_sizes(args: argparse.Namespace) -> None:
-    """What is divided by below; Megatron-LM's own checks come later."""
+    """Check the sizes used as divisors below, since Megatron-LM's own checks come later."""
     for name in (
         "pipeline_model_parallel_size",
         "tensor_model_parallel_size",
@@ -210,7 +210,7 @@ def _check_ends(layers: Layers, chunks: int) -> None:
 
 
 def layers_of(args: argparse.Namespace) -> Layers:
-    """What Megatron-LM's arguments ask to be placed."""
+    """Return the layers that Megatron-LM's arguments ask to be placed."""
     return Layers(
         decoder=_num_layers(args),
         multi_token=args.mtp_num_layers or 0,
@@ -273,7 +273,7 @@ def _group_size(args: argparse.Namespace) -> int | None:
 
 
 def _num_microbatches(args: argparse.Namespace) -> int:
-    """Microbatches per iteration and data-parallel rank, once the batch is at its full size."""
+    """Count microbatches per iteration and data-parallel rank, once the batch is at full size."""
     model_parallel = (
         args.tensor_model_parallel_size
         * args.pipeline_model_parallel_size

@@ -1,8 +1,8 @@
 """Optimizer post-validation in Megatron-LM's training loop.
 
-The loop is told that every step has succeeded, without a norm. What it then logs is held back until
-the step has been validated: at its next log, or earlier, where anything reads the weights. What
-would make all ranks wait for one another between two iterations is answered from this rank alone.
+The loop is told that every step has succeeded, without a norm. Its log is held back until the step
+has been validated: at its next log, or earlier, where anything reads the weights. Queries that
+would make all ranks wait for one another between two iterations are answered from this rank alone.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _COUNTED = ("consumed_train_samples", "skipped_train_samples")
 
 
 def prepare(args: Any) -> list[str]:
-    """Change what would make all ranks wait between two iterations; says what, in lines."""
+    """Change settings that make all ranks wait between two iterations; return lines about them."""
     lines = []
     if getattr(args, "barrier_with_L1_time", False):
         args.barrier_with_L1_time = False
@@ -47,7 +47,7 @@ def prepare(args: Any) -> list[str]:
 
 @dataclass
 class _HeldLog:
-    """A call of Megatron's training_log, and what it would have read when it was made."""
+    """A delayed call of Megatron's training_log, and the values it would have read."""
 
     write: Callable[..., Any]
     call: inspect.BoundArguments
@@ -57,11 +57,11 @@ class _HeldLog:
 
 
 class PostValidationHooks:
-    """The hooks, and what one training run keeps; they do nothing until there is a ``plan``."""
+    """The hooks and their state in one training run; they do nothing until there is a ``plan``."""
 
     def __init__(self) -> None:
         self.plan: Any = None
-        """The adapter whose optimizer is to be validated later."""
+        """Adapter whose optimizer is to be validated later."""
         self._on_host = False
         self._validation: Any = None
         self._held: _HeldLog | None = None
@@ -108,7 +108,7 @@ class PostValidationHooks:
         self._tell_size()
 
     def _from_this_rank(self, original: Any, value: Any, *args: Any, **keywords: Any) -> Any:
-        """A flag or number that is the same on all ranks, or not known yet on any."""
+        """Return a flag or number of this rank: it is equal, or still unknown, on all ranks."""
         return original(value, *args, **keywords) if self._validation is None else value
 
     def _settle_first(self, original: Any, *args: Any, **keywords: Any) -> Any:
@@ -160,7 +160,7 @@ class PostValidationHooks:
         )
 
     def _write_held(self) -> None:
-        """Make the call that was held back, with what the step has come to."""
+        """Make the delayed call, with the outcome of the step."""
         held, self._held = self._held, None
         if held is None:
             return

@@ -1,4 +1,4 @@
-"""Replace Megatron's functions by hooks that are given the original."""
+"""Replacement of Megatron's functions by hooks that receive the original."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ _HOLDERS = ("megatron", "__main__")
 
 
 def hooked(original: Any, hook: Any) -> Any:
-    """A function that calls ``hook(original, ...)``."""
+    """Return a function that calls ``hook(original, ...)``."""
 
     @wraps(original)
     def call(*args: Any, **keywords: Any) -> Any:

@@ -1,4 +1,4 @@
-"""Where a checkpoint's layers were when it was written, and whether this run may load it.
+"""The placement of a checkpoint's layers when it was written, and the check that this run fits.
 
 Checkpoints in the torch_dist format hold layers by their number in the model, so every placement
 can load every other's. Two parts do not: the distributed optimizer's default format, which follows
@@ -38,19 +38,19 @@ _ABSENT = {
 
 
 def mark(args: argparse.Namespace, plan: PipelineAdapter) -> None:
-    """Note the placement in the arguments, which every checkpoint of the run holds."""
+    """Store the placement in the arguments, which every checkpoint of the run holds."""
     setattr(args, _ATTRIBUTE, of_plan(plan))
 
 
 def of_plan(plan: PipelineAdapter) -> str:
-    """A name for the placement; equal names mean equal layers on every rank."""
+    """Return a name for the placement; equal names mean equal layers on every rank."""
     placement = plan.schedule.placement
     kind = placement.name if plan.physical.mirrored else _STOCK
     return _name(kind, placement.pipeline_size, plan.chunks, str(plan.layer_layout))
 
 
 def of_stock(args: argparse.Namespace) -> str:
-    """The same for a run of Megatron's own schedules."""
+    """Return such a name for a run of Megatron's own schedules."""
     full = argparse.Namespace(**{**_ABSENT, **vars(args)})
     ranks = full.pipeline_model_parallel_size
     chunks = full.virtual_pipeline_model_parallel_size or 1
@@ -76,11 +76,11 @@ def _stock_layout(args: argparse.Namespace, ranks: int, chunks: int) -> str:
 def check(loaded: Any, args: argparse.Namespace, plan: PipelineAdapter | None) -> None:
     """Refuse a checkpoint that would be loaded into the wrong layers.
 
-    What Megatron's own schedules do with checkpoints of their own is Megatron's affair.
+    Checkpoints of Megatron's own schedules are left to Megatron when these load them.
 
     Args:
-        loaded: what Megatron-LM's ``_load_base_checkpoint`` returned: state, name, whether it is a
-            release, and the format.
+        loaded: the result of Megatron-LM's ``_load_base_checkpoint``: state, name, whether it is
+            a release, and the format.
         plan: None for a run of Megatron's own schedule.
 
     Raises:

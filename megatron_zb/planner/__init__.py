@@ -1,6 +1,6 @@
-"""From a model, a device and a number of GPUs to the schedule to train with.
+"""Planner of the best schedule for a model, a device and a number of GPUs.
 
-``config`` reads the YAML files, ``work`` and ``footprint`` turn them into seconds and bytes of a
-layer, ``strategy`` lists what can be chosen, ``prediction`` simulates one choice, ``search`` finds
-the best of each schedule, ``table`` and ``flags`` tell the user. Needs neither torch nor Megatron.
+``model`` and ``device`` read the YAML files, ``work`` and ``byte_counts`` compute seconds and bytes
+of a layer, ``strategy`` lists the choices, ``prediction`` simulates one choice, ``search`` finds
+the best of each schedule, ``table`` and ``flags`` present it. Needs neither torch nor Megatron.
 """

@@ -1,4 +1,4 @@
-"""The descriptions of models and devices that come with the package, by their names."""
+"""Descriptions of models and devices that come with the package, by name."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ Kind = Literal["models", "devices", "students"]
 
 
 def folder(kind: Kind) -> Path:
-    """Where they are: in the package once it is installed, beside it in its source."""
+    """Return their folder: in the package once it is installed, beside it in its source."""
     installed = _PACKAGE / "configs" / kind
     return installed if installed.is_dir() else _PACKAGE.parent / "configs" / kind
 
 
 def path_of(flag: str, kind: Kind, value: Path) -> Path:
-    """A path as it is, or the path of what a name such as ``gpt_28b`` stands for.
+    """Return a path as it is, or the path of the file that a name such as ``gpt_28b`` stands for.
 
     Raises:
-        UsageError: it is a name, and nothing has it.
+        UsageError: it is a name, and unknown.
     """
     if value.suffix or value.name != str(value) or value.exists():
         return value

@@ -1,4 +1,4 @@
-"""Bytes: what a rank keeps all the time, and what a microbatch keeps after F and after B.
+"""Bytes of a rank's permanent states, and of a microbatch's tensors after F and after B.
 
 Activations are counted tensor by tensor as in *Reducing Activation Recomputation* (arXiv
 2205.05198), with 16 bits for each and one byte for each dropout mask; with sequence parallelism all
@@ -58,7 +58,7 @@ class States:
 
 
 def layer_held(load: Workload, index: int) -> Held:
-    """One layer, with what is recomputed."""
+    """Count the bytes of a microbatch in one layer, given what is recomputed."""
     share = load.tokens / load.strategy.tensor
     # What sequence parallelism would share out weighs more without it.
     kept = load.kept_tokens / share
@@ -77,7 +77,10 @@ def layer_held(load: Workload, index: int) -> Held:
 
 
 def output_held(load: Workload) -> Held:
-    """What follows the layers: the output layer, and once more for each layer of prediction."""
+    """Count the bytes of the output layer, once more for each layer of multi-token prediction.
+
+    The layers of prediction themselves are included.
+    """
     held = one = _output_held(load)
     for index in predicted_layers(load.model):
         joined = 4 * load.tokens * load.model.hidden_size / load.strategy.tensor
@@ -86,9 +89,9 @@ def output_held(load: Workload) -> Held:
 
 
 def _output_held(load: Workload) -> Held:
-    """The inputs of the last norm and of the output layer; its W needs the logits' gradient, too.
+    """Count the inputs of the last norm and of the output layer, and the logits' gradient for W.
 
-    That gradient has 16 bits. Whatever else there is of the logits is counted apart.
+    That gradient has 16 bits. The rest of the logits is counted separately.
     """
     size = 2 * load.tokens * load.model.hidden_size / load.strategy.tensor
     gradient = 2 * load.tokens * load.model.vocabulary / load.strategy.tensor
@@ -96,23 +99,23 @@ def _output_held(load: Workload) -> Held:
 
 
 def embedding_held(load: Workload) -> Held:
-    """A dropout mask, if there is dropout."""
+    """Count the bytes of the dropout mask, if there is dropout."""
     size = load.tokens * load.model.hidden_size / load.strategy.tensor
     return Held(size) if load.model.dropout else Held()
 
 
 def logits(load: Workload) -> float:
-    """16-bit logits, 32-bit softmax and 32-bit gradient of one microbatch."""
+    """Count the bytes of 16-bit logits, 32-bit softmax and 32-bit gradient of one microbatch."""
     return (2 + 4 + 4) * load.tokens * load.model.vocabulary / load.strategy.tensor
 
 
 def message_buffers(load: Workload, chunks: int) -> float:
-    """One message in and one out, in both directions, for each chunk."""
+    """Count the bytes of one message in and one out, in both directions, for each chunk."""
     return 4 * chunks * load.message() if load.strategy.pipeline > 1 else 0.0
 
 
 def rank_states(load: Workload, layers: Sequence[int], embedding: bool, output: bool) -> States:
-    """What a rank keeps that holds these layers; the optimizer is distributed over data ranks.
+    """Count the states of a rank with these layers; the optimizer is distributed over data ranks.
 
     In fp8, a layer's weights keep two more bytes: themselves and their transpose in 8 bits.
     """
@@ -136,14 +139,17 @@ def rank_states(load: Workload, layers: Sequence[int], embedding: bool, output: 
 
 
 def _scores(model: ModelConfig, sequence: int) -> float:
-    """Stored attention scores of a token: softmax, and with dropout its mask and its output."""
+    """Count the bytes of a token's stored attention scores.
+
+    These are the softmax, and with dropout its mask and its output.
+    """
     if model.flash_attention:
         return 0.0
     return (5 if model.dropout else 2) * model.attention_heads * float(sequence)
 
 
 def _stored(model: ModelConfig, index: int, sequence: int) -> float:
-    """Bytes that F keeps of a token."""
+    """Count the bytes that F keeps of a token in one layer."""
     hidden = model.hidden_size
     attention = _heads(model) + 2 * _attended(model)
     statistics = 4 * model.attention_heads if model.flash_attention else 0
@@ -157,12 +163,15 @@ def _stored(model: ModelConfig, index: int, sequence: int) -> float:
 
 
 def _kept(model: ModelConfig) -> float:
-    """Of them, those between the products: norms, inputs of attention and MLP, dropout's masks."""
+    """Count the bytes of a token between the products.
+
+    These are norms, inputs of attention and MLP, and dropout's masks.
+    """
     return (4 + 2 + 2 + (2 if model.dropout else 0)) * model.hidden_size
 
 
 def _needed_by_weight(model: ModelConfig, index: int) -> float:
-    """Bytes that W needs of a token: inputs of weights and gradients of their outputs."""
+    """Count the bytes that W needs of a token: inputs of weights and gradients of their outputs."""
     hidden = model.hidden_size
     gates = 2 if model.gated_mlp else 1
     attention = 2 * hidden + _heads(model) + 2 * _attended(model) + 2 * hidden
@@ -175,7 +184,7 @@ def _needed_by_weight(model: ModelConfig, index: int) -> float:
 
 
 def _inputs(model: ModelConfig, index: int) -> float:
-    """Bytes of the inputs of a token's products with weights, as 16-bit tensors."""
+    """Count the bytes of the inputs of a token's products with weights, as 16-bit tensors."""
     experts = model.experts
     here = 2 * (2 * model.hidden_size + _attended(model) + _dense_inner(model, index))
     if experts is None or index < experts.dense_layers:
@@ -184,7 +193,7 @@ def _inputs(model: ModelConfig, index: int) -> float:
 
 
 def _heads(model: ModelConfig) -> int:
-    """Bytes of queries, keys and values of a token, with what they are projected from."""
+    """Count the bytes of a token's queries, keys and values, with what they are projected from."""
     latent = model.latent_attention
     if latent is None:
         return 2 * (model.attention_heads + 2 * model.groups) * model.head
@@ -194,7 +203,7 @@ def _heads(model: ModelConfig) -> int:
 
 
 def _attended(model: ModelConfig) -> int:
-    """Elements of a token's attention output."""
+    """Count the elements of a token's attention output."""
     latent = model.latent_attention
     return model.attention_heads * (latent.value_head_dim if latent else model.head)
 

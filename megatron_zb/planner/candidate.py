@@ -1,4 +1,4 @@
-"""The schedules that stand in the table: Megatron's own as the ones to beat, and the catalog's."""
+"""Schedules that a plan compares: Megatron's own as the baselines, and the catalog's."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _SELDOM = ("gpipe", "zb-h2", "1f1b", "interleaved")
 
 @dataclass(frozen=True)
 class Candidate:
-    """A schedule as it competes; ``name`` is what the table calls it.
+    """A schedule to be compared; ``name`` is its name in the table.
 
     ``blocking`` tells that a rank cannot compute while its messages travel: Megatron's 1F1B always,
     its interleaved schedule with ``--no-overlap-p2p-communication``.
@@ -34,7 +34,7 @@ class Candidate:
     megatron: bool = False
 
     def chunk_counts(self, layers: int, pipeline: int) -> Iterator[int | None]:
-        """Every number of chunks per rank that the layers suffice for; None if it has no choice."""
+        """Yield the numbers of chunks per rank that the layers allow; None if it has no choice."""
         if not self.takes_chunks:
             yield None
             return
@@ -42,18 +42,18 @@ class Candidate:
         yield from range(2 * step, layers // pipeline + 1, step)
 
     def placement(self, pipeline: int, chunks: int | None) -> Placement:
-        """Where its stages stand; ``auto`` has no placement of its own."""
+        """Return the placement of its stages; ``auto`` has none of its own."""
         place = catalog.family(self.family).placement
         assert place is not None, "auto takes the placements of the others"
         return place(pipeline, chunks)
 
     @property
     def takes_the_best(self) -> bool:
-        """Whether it is ``auto``, which runs whatever is the fastest of all."""
+        """Whether it is ``auto``, which runs the fastest schedule of all."""
         return catalog.family(self.family).chooses_placement
 
     def has_by_default(self, counts: Layout, placement: Placement) -> bool:
-        """Whether a run has this layout without a flag for it.
+        """Return whether a run has this layout without a flag for it.
 
         Megatron's own schedules have it where the layers divide.
         """
@@ -72,7 +72,7 @@ class Candidate:
 
 
 def candidates_of(names: Sequence[str] | None, *, overlap: bool = True) -> list[Candidate]:
-    """Megatron's own, always, and those that are named or usual.
+    """Return Megatron's own schedules, and those that are named, or else the usual ones.
 
     Raises:
         UsageError: a name is unknown.
@@ -97,14 +97,14 @@ def candidates_of(names: Sequence[str] | None, *, overlap: bool = True) -> list[
 
 
 def with_those_of_auto(chosen: Sequence[Candidate]) -> list[Candidate]:
-    """The chosen ones; with ``auto`` also the usual ones, of which it takes the best."""
+    """Return the chosen ones; with ``auto`` also the usual ones, of which it takes the best."""
     if not any(candidate.takes_the_best for candidate in chosen):
         return list(chosen)
     return list(dict.fromkeys([*chosen, *candidates_of(None)]))
 
 
 def names_in(text: str) -> tuple[str, ...]:
-    """Names separated by commas.
+    """Split names that are separated by commas.
 
     Raises:
         UsageError: there is none.

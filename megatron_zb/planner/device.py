@@ -1,4 +1,4 @@
-"""What the planner must know about a GPU and its links: ``configs/devices/*.yaml``."""
+"""Description of a GPU and its links for the planner: ``configs/devices/*.yaml``."""
 
 from __future__ import annotations
 
@@ -47,9 +47,9 @@ class Memory(Section):
 
 
 class Kernels(Section):
-    """What a kernel costs besides its work: its start, its first and last tiles, the gap after it.
+    """Overhead of a kernel besides its work: its start, its first and last tiles, the gap after it.
 
-    It is why a small microbatch is less efficient than a large one.
+    It makes a small microbatch less efficient than a large one.
     """
 
     seconds: float = Field(
@@ -59,7 +59,7 @@ class Kernels(Section):
 
 
 class Link(Section):
-    """What one GPU sends over a link."""
+    """Bandwidth and latency of a link, for one GPU."""
 
     bandwidth: float = Field(
         gt=0, lt=1e18, description="bytes/s in one direction, as reached", examples=["2.0e+11"]
@@ -68,19 +68,19 @@ class Link(Section):
     source: str = _SOURCE
 
     def seconds(self, size: float) -> float:
-        """Time of one message of so many bytes."""
+        """Return the seconds of one message of ``size`` bytes."""
         return self.latency + size / self.bandwidth
 
 
 class Places(Section):
-    """The same inside a node and between nodes."""
+    """Links inside a node and between nodes."""
 
     in_node: Link = Field(description="between GPUs of one node")
     between_nodes: Link = Field(description="between nodes, for each GPU")
 
 
 class Node(Section):
-    """How many GPUs share the fast link."""
+    """Number of GPUs that share the fast link."""
 
     gpus: int = Field(gt=0, le=100_000, description="GPUs of a node", examples=[8])
     source: str = _SOURCE
@@ -106,7 +106,7 @@ class DeviceConfig(Section):
 
     @property
     def reserved_bytes(self) -> float:
-        """What a model cannot have: CUDA context, communicators and fragments."""
+        """Bytes that a model cannot use: CUDA context, communicators and fragmentation."""
         return self.memory.reserved_gib * GIB + self.fragmentation_bytes
 
     @property
@@ -114,7 +114,7 @@ class DeviceConfig(Section):
         return self.memory.fragmentation * self.memory_bytes
 
     def with_memory(self, size: float) -> DeviceConfig:
-        """The same GPU with another size of memory, in bytes."""
+        """Return the same GPU with another size of memory, in bytes."""
         memory = self.memory.model_copy(update={"size_gib": size / GIB})
         return self.model_copy(update={"memory": memory})
 

@@ -1,4 +1,4 @@
-"""Why the GPUs cannot be shared out as the user asks, and the nearest way in which they can."""
+"""Error message for GPUs that cannot be divided as the user asks, with the nearest division."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _FARTHEST = 64  # numbers of GPUs that are looked at on either side
 def said_of_none(
     model: ModelConfig, device: DeviceConfig, gpus: int, global_batch: int, choices: Choices
 ) -> str:
-    """Of sizes that cannot be divided: the flag to change, and the values that would do."""
+    """Describe sizes that cannot be divided: the flag to change, and the values that would do."""
     free = [f.name for f in fields(choices) if f.default is None]
     asked = [name for name in free if getattr(choices, name) is not None]
     for name in asked:
@@ -63,13 +63,13 @@ def _listed(values: tuple[object, ...]) -> str:
 
 
 def _describe(values: set[object]) -> str:
-    """In order, with `or` before the last."""
+    """List values in order, with `or` before the last."""
     *first, last = map(str, sorted(values, key=lambda v: (isinstance(v, str), v)))
     return f"{', '.join(first)} or {last}" if first else last
 
 
 def _batches(gpus: int, global_batch: int) -> Iterator[int]:
-    """Batches that every number of data-parallel ranks divides, the nearest first."""
+    """Yield batches that every number of data-parallel ranks divides, the nearest first."""
     below = global_batch - global_batch % gpus
     yield from (batch for batch in (below, below + gpus) if batch)
 

@@ -1,4 +1,4 @@
-"""The first stage of the search: seconds and bytes of a choice from formulas, to order all of them.
+"""First stage of the search: seconds and bytes of each choice by formula, to order all of them.
 
 The bubbles are those of ``docs/schedules.md``, the memory is the peak that the catalog promises;
 simulation decides afterwards.
@@ -21,7 +21,7 @@ from megatron_zb.schedules.placement import Placement
 
 @dataclass(frozen=True)
 class EvenSplit:
-    """A workload cut evenly, ends included: what a rank does and holds on average."""
+    """A workload cut evenly, ends included: average work and memory of a rank."""
 
     load: Workload
 
@@ -45,7 +45,7 @@ class EvenSplit:
         return max(slowest, output, key=lambda w: w.total)
 
     def rank_with(self, placement: Placement) -> Work:
-        """The same where every stage but the first and the last has one layer at least."""
+        """Return :attr:`rank` where every stage but the first and the last has a layer at least."""
         layer, output = self._parts
         others = [s for s in placement.stages_of[placement.rank_of[-1]] if s]
         fullest = output + layer * (len(others) - 1)
@@ -60,7 +60,7 @@ class EvenSplit:
 
     @cached_property
     def states(self) -> States:
-        """What a rank keeps that has its share of the layers, the last ones, and the embedding."""
+        """States of a rank with its share of the layers, the last ones, and the embedding."""
         layers = self.load.model.layers
         count = math.ceil(layers / self.load.strategy.pipeline)
         return byte_counts.rank_states(
@@ -69,7 +69,7 @@ class EvenSplit:
 
 
 def seconds(split: EvenSplit, candidate: Candidate, m: int, chunks: int | None) -> float:
-    """Seconds of an iteration, by formula."""
+    """Estimate the seconds of an iteration by formula."""
     p = split.load.strategy.pipeline
     if p == 1:
         return m * split.rank.total + by_formula(split.load, split.states, split.rank)
@@ -84,7 +84,7 @@ def seconds(split: EvenSplit, candidate: Candidate, m: int, chunks: int | None) 
 
 
 def memory(split: EvenSplit, candidate: Candidate, m: int, chunks: int | None) -> float:
-    """Bytes of the first rank, by the peak that the catalog promises."""
+    """Estimate the bytes of the first rank, by the peak that the catalog promises."""
     p = split.load.strategy.pipeline
     peak = min(m, _peak(candidate, p, m, chunks))
     fixed = split.states.total + split.load.device.reserved_bytes

@@ -1,4 +1,4 @@
-"""The arguments of Megatron-LM that a prediction stands for."""
+"""Arguments of Megatron-LM for the strategy and the schedule of a prediction."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _RECOMPUTE = {
 
 
 def flags(prediction: Prediction, global_batch: int) -> list[str]:
-    """Flags to paste, each with its value.
+    """Return the flags to paste, each with its value.
 
     Args:
         prediction: the choice.
@@ -80,12 +80,12 @@ def _schedule(prediction: Prediction) -> list[str]:
 
 
 def flags_of_layout(chunks: int | None, written: str | None, *, megatron: bool) -> list[str]:
-    """The flags of chunks and layers of a schedule.
+    """Return the flags for the chunks and layers of a schedule.
 
     Args:
-        chunks: of each rank; None where the schedule leaves no choice.
-        written: the layers of the stages; None for those that stand there without a flag.
-        megatron: it is a schedule of Megatron's own, for which a layout tells the chunks, too.
+        chunks: model chunks of each rank; None where the schedule leaves no choice.
+        written: the layers of the stages; None for a layout that needs no flag.
+        megatron: whether the schedule is Megatron's own, whose layout sets the chunks, too.
     """
     out = []
     if chunks is not None and not (megatron and written):
@@ -96,7 +96,7 @@ def flags_of_layout(chunks: int | None, written: str | None, *, megatron: bool) 
 
 
 def placement_flags(placement: Placement) -> list[str]:
-    """Bind ``auto`` to a placement, so that a run has that of its prediction."""
+    """Return the flags that bind ``auto`` to a placement, so that a run has the predicted one."""
     out = [f"--num-virtual-stages-per-pipeline-rank {placement.chunks}"]
     if placement.chunks > 1:
         out.append(f"--pipeline-placement {'loop' if placement.name == 'looped' else 'zigzag'}")
@@ -104,7 +104,10 @@ def placement_flags(placement: Placement) -> list[str]:
 
 
 def named(schedule: str, runs: str) -> str:
-    """What tables call a schedule; of ``auto``, also what it runs: a search's order, or another."""
+    """Return the name of a schedule in tables.
+
+    For ``auto``, it tells what ``auto`` runs: the order of its search, or another schedule.
+    """
     if schedule != "auto":
         return schedule
     return "auto: searched" if runs == "auto" else f"auto: {runs}"

@@ -1,7 +1,7 @@
 """``megatron-zb plan --profile``: schedules and layer layouts for costs that a run has measured.
 
-What a layer, the embedding and the output layer cost is read off the stages that ran, so that other
-placements and layouts can be predicted; what is left is the speed of each rank.
+The costs of a layer, the embedding and the output layer are derived from the stages that ran, so
+that other placements and layouts can be predicted; what is left is the speed of each rank.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _LARGE = 20_000  # passes: more are not lowered for their messages
 class Row:
     """A schedule with its best layout; seconds of the pipeline's part of an iteration.
 
-    ``runs`` is the schedule that its flags name: for ``auto``, what is the fastest of all.
+    ``runs`` is the schedule that its flags name: for ``auto``, the fastest of all.
     ``megatron`` tells a schedule of Megatron's own, ``has_by_default`` that no flag is needed for
     the layout.
     """
@@ -59,7 +59,7 @@ class Row:
 
 @dataclass(frozen=True)
 class ProfileRequest:
-    """What the command line asks for."""
+    """Request of the command line."""
 
     profile: Profile
     num_microbatches: int
@@ -75,7 +75,7 @@ def rows(
     candidates: Sequence[Candidate],
     watch: Watch = lambda text, done, of: None,
 ) -> tuple[list[Row], dict[str, str]]:
-    """Every schedule, the fastest first, and why others are missing."""
+    """Return every schedule, the fastest first, and why others are missing."""
     fit = Fit.of(asked.profile)
     found: list[Row] = []
     missing: dict[str, str] = {}
@@ -158,7 +158,7 @@ def _row(asked: ProfileRequest, fit: Fit, candidate: Candidate, chunks: int | No
 def _best_of_all(
     asked: ProfileRequest, fit: Fit, candidate: Candidate, found: Sequence[Row]
 ) -> Row:
-    """The fastest row, or what ``auto`` makes of its placement and layout."""
+    """Return the fastest row, or the order that ``auto`` finds for its placement, if faster."""
     best = min((row for row in found if not row.megatron), key=lambda row: row.seconds)
     placement, counts = best.timeline.schedule.placement, best.layers
     try:
@@ -258,7 +258,7 @@ def show(
     missing: dict[str, str],
     arguments: argparse.Namespace,
 ) -> None:
-    """Print the table, or the same as JSON."""
+    """Print the result as a table or as JSON."""
     if arguments.format == "json":
         print(json.dumps(_as_json(asked, found, missing), indent=2))
     else:
@@ -301,7 +301,7 @@ def _print(
 
 
 def flags_of(asked: ProfileRequest, row: Row) -> list[str]:
-    """What a pretrain script of Megatron-LM is to be given."""
+    """Return the arguments of a row for a pretrain script of Megatron-LM."""
     ranks = f"--pipeline-model-parallel-size {asked.profile.pipeline_size}"
     flags = [ranks] if row.megatron else [f"--pipeline-schedule {row.runs}", ranks]
     chunks = row.chunks
@@ -318,7 +318,7 @@ def flags_of(asked: ProfileRequest, row: Row) -> list[str]:
 
 
 def name_of(row: Row) -> str:
-    """As the table calls it; of ``auto``, what it runs."""
+    """Return the name of a row in the table; for ``auto``, with what it runs."""
     chunks = "" if row.chunks is None else f" ×{row.chunks}"
     return named(row.schedule, row.runs) + chunks
 

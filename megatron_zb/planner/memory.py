@@ -1,4 +1,4 @@
-"""The memory of the worst rank, part by part, from the passes that it runs."""
+"""Memory of the worst rank, part by part, from the passes that it runs."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from megatron_zb.schedules import Pass, PassKind, Schedule
 
 @dataclass(frozen=True)
 class Memory:
-    """Bytes of one rank at its fullest; ``weight_queue`` is what W still needs after B."""
+    """Bytes of one rank at its peak; ``weight_queue`` is what W still needs after B."""
 
     rank: int
     weights: float
@@ -32,12 +32,12 @@ class Memory:
         return sum(self.parts().values())
 
     def parts(self) -> dict[str, float]:
-        """Bytes of each part by name."""
+        """Return the bytes of each part by name."""
         return {name: size for name, size in asdict(self).items() if name != "rank"}
 
 
 def worst_rank(staged: StageWorkload, schedule: Schedule, *, snapshot: bool) -> Memory:
-    """The rank that needs the most.
+    """Return the memory of the rank that needs the most.
 
     ``snapshot`` keeps a copy of the optimizer's state, with which a step can be taken back.
     """
@@ -49,7 +49,7 @@ def worst_rank(staged: StageWorkload, schedule: Schedule, *, snapshot: bool) -> 
 
 
 def without_pipeline(staged: StageWorkload) -> Memory:
-    """One rank that runs F and the whole backward of each microbatch in turn."""
+    """Return the memory of one rank that runs F and BW of each microbatch in turn."""
     passes = (
         *(Pass(PassKind.F, s, 0) for s in range(len(staged.held))),
         *(Pass(PassKind.BW, s, 0) for s in reversed(range(len(staged.held)))),
@@ -77,7 +77,7 @@ def _of_rank(
 
 
 def peak_of(passes: Sequence[Pass], held: Sequence[Held]) -> tuple[float, float]:
-    """What microbatches hold at the fullest moment, and what waits for its W at that moment.
+    """Return the bytes of activations and the bytes waiting for W, when their sum is largest.
 
     A backward that recomputes holds its layer's activations while it runs.
     """

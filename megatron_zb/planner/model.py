@@ -1,4 +1,4 @@
-"""What the planner must know about a model: ``configs/models/*.yaml``."""
+"""Description of a model for the planner: ``configs/models/*.yaml``."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ _MOST = 10_000_000
 
 
 def _size(description: str, example: int) -> Any:
-    """A required whole number of 1 or more."""
+    """Define a required field, a whole number of 1 or more."""
     return Field(gt=0, le=_MOST, description=description, examples=[example])
 
 
 def _optional(description: str, example: int) -> Any:
-    """The same where it may be left out."""
+    """Define an optional field, a whole number of 1 or more."""
     return Field(None, gt=0, le=_MOST, description=description, examples=[example])
 
 
 class Recommended(Section):
-    """What ``plan`` says for so many of a device; ``none`` where no schedule is worth a change."""
+    """Recommended schedule for a number of GPUs; ``none`` where none is worth a change."""
 
     schedule: str = Field(
         max_length=40, description="name of a schedule, or none", examples=["v-half"]
@@ -74,7 +74,7 @@ class Rotary(Section):
 
 
 class Router(Section):
-    """How a token's experts are chosen, and how their load is kept even."""
+    """Choice of a token's experts, and balancing of their load."""
 
     score_function: Literal["softmax", "sigmoid"] = Field(
         "softmax", description="from logits to scores", examples=["sigmoid"]
@@ -113,7 +113,7 @@ class Router(Section):
 
 
 class Experts(Section):
-    """Mixture of experts: so many of them for each token, on top of a shared one."""
+    """Mixture of experts: ``top_k`` of them for each token, on top of a shared one."""
 
     experts: int = _size("experts of a layer", 128)
     top_k: int = _size("experts that a token visits", 8)
@@ -241,7 +241,7 @@ class ModelConfig(Section):
 
 
 def _divisor(whole: int, near: int) -> int:
-    """The largest divisor of a size that is not above another number."""
+    """Return the largest divisor of ``whole`` that is not above ``near``."""
     return next(d for d in range(min(near, whole), 0, -1) if whole % d == 0)
 
 

@@ -1,4 +1,4 @@
-"""The arguments of Megatron-LM that describe a model of ``configs/models``."""
+"""Arguments of Megatron-LM that describe a model of ``configs/models``."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from megatron_zb.planner.model import Experts, LatentAttention, ModelConfig, Rot
 
 
 def model_flags(model: ModelConfig) -> list[str]:
-    """One word of the command line each: the model, its sequence length and its batch.
+    """Return the words of the command line for the model, its sequence length and its batch.
 
     A vocabulary without a published tokenizer is left to the tokenizer, and parallel sizes to the
     job.
@@ -48,7 +48,7 @@ def model_flags(model: ModelConfig) -> list[str]:
 
 
 def mock_data_flags(model: ModelConfig) -> list[str]:
-    """Words for made-up data, with as large a vocabulary as the model has.
+    """Return the words for mock data, with as large a vocabulary as the model has.
 
     Megatron-LM 0.16 counts the end of a document on top of ``--vocab-size``, 0.19 within it.
     """

@@ -1,4 +1,4 @@
-"""Weights of a model's parts; biases and norms are too few to count."""
+"""Numbers of weights of a model's parts; biases and norms are too few to count."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from megatron_zb.planner.model import ModelConfig
 
 
 def attention_weights(model: ModelConfig) -> int:
-    """Weights of the attention of one layer."""
+    """Count the weights of the attention of one layer."""
     hidden, heads = model.hidden_size, model.attention_heads
     latent = model.latent_attention
     if latent is None:
@@ -21,7 +21,7 @@ def attention_weights(model: ModelConfig) -> int:
 
 
 def mlp_weights(model: ModelConfig, index: int) -> int:
-    """Weights that every token visits: a dense MLP, or the shared experts and the router."""
+    """Count the weights that every token visits: a dense MLP, or shared experts and the router."""
     experts = model.experts
     matrices = 3 if model.gated_mlp else 2
     if experts is None or index < experts.dense_layers:
@@ -31,7 +31,7 @@ def mlp_weights(model: ModelConfig, index: int) -> int:
 
 
 def expert_weights(model: ModelConfig, index: int, experts: int) -> int:
-    """Weights of so many experts of a layer; 0 in a dense one."""
+    """Count the weights of ``experts`` experts of a layer; 0 in a dense one."""
     if model.experts is None or index < model.experts.dense_layers:
         return 0
     matrices = 3 if model.gated_mlp else 2
@@ -39,17 +39,17 @@ def expert_weights(model: ModelConfig, index: int, experts: int) -> int:
 
 
 def predicted_layers(model: ModelConfig) -> list[int]:
-    """The layers of multi-token prediction, each as the index of a layer like it."""
+    """Return the layers of multi-token prediction, each as the index of a layer like it."""
     return [model.layers - 1] * model.prediction_layers
 
 
 def joining_weights(model: ModelConfig) -> int:
-    """Weights that join a token's state with the next token before a layer of prediction."""
+    """Count the weights that join a token's state and the next token for multi-token prediction."""
     return model.prediction_layers * 2 * model.hidden_size**2
 
 
 def all_weights(model: ModelConfig) -> int:
-    """Weights of the whole model."""
+    """Count the weights of the whole model."""
     experts = model.experts.experts if model.experts else 0
     layers = sum(
         attention_weights(model) + mlp_weights(model, index) + expert_weights(model, index, experts)

@@ -1,4 +1,4 @@
-"""One strategy with one schedule: seconds of an iteration, tokens per second, memory."""
+"""Prediction for one strategy and schedule: seconds of an iteration, tokens per second, memory."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from megatron_zb.schedules.placement import Placement
 from megatron_zb.schedules.simulator import Timeline
 
 Build = Callable[[Costs, int], Schedule]
-"""From costs and the number of microbatches."""
+"""Function that builds a schedule from costs and the number of microbatches."""
 
 # Above so many passes 3p and 4p microbatches are simulated, and the others continued from them.
 _MOST_PASSES = 16_000
@@ -25,11 +25,11 @@ _MOST_PASSES = 16_000
 
 @dataclass(frozen=True)
 class Prediction:
-    """What one choice comes to.
+    """Predicted time and memory of one choice.
 
     ``schedule`` and the ``costs`` it was built for are None where there is no pipeline; where there
     are many microbatches, it is that of the first ones, from which the rest was continued.
-    ``memory_limit`` is what ``auto`` is to be told: the fraction of 1F1B's activations.
+    ``memory_limit`` is the limit to give ``auto``, as a fraction of 1F1B's activations.
     """
 
     candidate: str
@@ -72,7 +72,7 @@ class Prediction:
 
     @property
     def mfu(self) -> float:
-        """Share of the data sheet's FLOP/s that training needs."""
+        """Model FLOPs utilization: the share of the data sheet's FLOP/s that training needs."""
         flops = model_flops(self.load.model, self.tokens, self.load.sequence)
         return flops / self.seconds / self.gpus / self.load.rate.peak
 
@@ -94,16 +94,16 @@ def predict(
     Args:
         staged: the workload on the placement of the schedule.
         candidate: the schedule.
-        num_microbatches: of each pipeline in an iteration.
+        num_microbatches: microbatches of each pipeline in an iteration.
         chunks: chunks per rank where the schedule has the choice.
         is_even: whether the layout is the one that needs no flag.
         post_validation: ranks start the next iteration one by one instead of together.
         back_to_back: build the schedule for that, where there is post-validation.
         snapshot: keep a copy of the optimizer's state to take a step back with.
-        build: makes the schedule in another way than the catalog.
+        build: function that builds the schedule in another way than the catalog.
 
     Raises:
-        UsageError: the schedule cannot be had within the memory.
+        UsageError: the schedule cannot be built within the memory.
     """
     if staged.placement.pipeline_size == 1:
         return _without_pipeline(staged, candidate, num_microbatches)
@@ -150,7 +150,7 @@ def _without_pipeline(staged: StageWorkload, candidate: Candidate, m: int) -> Pr
 
 @dataclass(frozen=True)
 class _Builder:
-    """Builds one schedule for any number of microbatches."""
+    """Builder of one schedule for any number of microbatches."""
 
     candidate: Candidate
     costs: Costs
@@ -172,7 +172,11 @@ class _Builder:
         )
 
     def seconds(self, m: int, post_validation: bool) -> tuple[float, Timeline]:
-        """Of an iteration; of many microbatches, from two schedules of fewer."""
+        """Return an iteration's seconds and its timeline.
+
+        Seconds of many microbatches are extrapolated from two schedules of fewer; the timeline is
+        that of the larger one.
+        """
 
         def simulated(microbatches: int) -> tuple[float, Timeline]:
             timeline = schedules.simulate(self.build(microbatches), self.costs)

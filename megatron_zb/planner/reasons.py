@@ -1,4 +1,4 @@
-"""Why a schedule is behind the best one, in one line, and what the table comes to."""
+"""Reason why a schedule is slower than the best one, in one line, and the recommendation."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _WORTH_A_CHANGE = 0.01  # of the tokens per second; predictions are not better t
 
 
 def reason(plan: Plan, index: int) -> str:
-    """What the row of an index lacks against the first, and where it stands to Megatron's best."""
+    """Explain how the row of an index compares with the first row and with Megatron's best."""
     row, first = plan.ranked[index], plan.ranked[0]
     if len(plan.ranked) == 1:
         return "the only one that fits"
@@ -28,7 +28,7 @@ def reason(plan: Plan, index: int) -> str:
 
 
 def recommended(plan: Plan) -> str | None:
-    """The schedule that is worth a change from Megatron's own; None where none is."""
+    """Return the schedule that is worth a change from Megatron's own; None where none is."""
     first, own = plan.ranked[0], _best_own(plan)
     if own is not None and first.tokens_per_gpu < own.tokens_per_gpu * (1 + _WORTH_A_CHANGE):
         return None
@@ -36,7 +36,7 @@ def recommended(plan: Plan) -> str | None:
 
 
 def recommendation(plan: Plan) -> str:
-    """What to run, in one sentence."""
+    """Return the recommendation of what to run, in one sentence."""
     first, own = plan.ranked[0], _best_own(plan)
     if own is None:
         return f"run {first.family}: nothing of Megatron-LM's own fits"
@@ -49,12 +49,12 @@ def recommendation(plan: Plan) -> str:
 
 
 def _is_own(row: Prediction) -> bool:
-    """Whether Megatron-LM alone runs it."""
+    """Return whether Megatron-LM alone runs it."""
     return row.candidate.startswith("Megatron") or row.candidate == NO_PIPELINE
 
 
 def _best_own(plan: Plan) -> Prediction | None:
-    """The fastest row that needs nothing of this package."""
+    """Return the fastest row that needs nothing of this package; None if there is none."""
     return next((row for row in plan.ranked if _is_own(row)), None)
 
 
@@ -69,7 +69,7 @@ def _beside_megatron(plan: Plan, row: Prediction) -> str:
 
 
 def _largest(above: Prediction, row: Prediction) -> str:
-    """The part of the time per token that differs the most."""
+    """Describe the part of the time per token that differs the most."""
     parts = {
         _describe_bubble(above, row): _per_token(row, _idle(row)) - _per_token(above, _idle(above)),
         _describe_work(above, row): _per_token(row, _busy(row)) - _per_token(above, _busy(above)),

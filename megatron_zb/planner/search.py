@@ -1,6 +1,6 @@
-"""The best setting of every schedule: formulas order all settings, simulation decides the first.
+"""Search for the best setting of every schedule: ordered by formula, decided by simulation.
 
-Each schedule gets the same care, Megatron's own included: its best sharing of the GPUs, microbatch,
+Each schedule, Megatron's own included, gets its best division of the GPUs, microbatch,
 recomputation, number of chunks and layout.
 """
 
@@ -45,7 +45,7 @@ _REFINED = 40
 
 @dataclass(frozen=True)
 class Job:
-    """What the user wants to train, and on what.
+    """A training job: model, GPUs, bytes of memory per GPU, batch and allowed choices.
 
     With ``post_validation``, schedules are built for iterations back to back, unless
     ``back_to_back`` is False.
@@ -65,7 +65,7 @@ class Job:
 
 @dataclass(frozen=True)
 class TooLarge:
-    """A setting that was promising and does not fit."""
+    """A promising setting that does not fit into the memory."""
 
     strategy: Strategy
     needed: float
@@ -121,12 +121,12 @@ def search(
     """Find the best setting of each schedule.
 
     Args:
-        job: what to train on what.
+        job: the model and the GPUs.
         candidates: the schedules.
         tries: settings of each schedule to simulate, the most promising ones by formula.
-        watch: is told what is being looked at, how many schedules are done, and of how many.
-        each: how to look at several schedules: one after the other, or with ``workers`` side by
-            side. The plan is the same.
+        watch: called with the current schedule, the number of schedules done, and the total.
+        each: map over the schedules: one after the other, or with ``workers`` in parallel. The
+            plan is the same.
 
     Raises:
         UsageError: the sizes cannot be divided, or nothing fits into the memory.
@@ -161,7 +161,7 @@ def search(
 
 @dataclass(frozen=True)
 class _Tried:
-    """A setting that was simulated; ``prediction`` is None where it does not fit."""
+    """A simulated setting; ``prediction`` is None where it does not fit."""
 
     setting: _Setting
     staged: StageWorkload
@@ -170,7 +170,7 @@ class _Tried:
 
 @dataclass
 class _Found:
-    """What was found of one schedule; ``smallest`` has the least memory that would do, and how."""
+    """Results of one schedule; ``smallest`` has the least memory that would do, and its setting."""
 
     candidate: Candidate
     settings: int
@@ -182,7 +182,7 @@ class _Found:
 
 @dataclass
 class _Everything:
-    """What has been found of all schedules so far, by their names."""
+    """Results of all schedules so far, by their names."""
 
     job: Job
     best: dict[str, Prediction]
@@ -194,7 +194,7 @@ class _Everything:
     simulated: int = 0
 
     def enter(self, found: _Found) -> None:
-        """Add what was found of one schedule."""
+        """Add the results of one schedule."""
         name = found.candidate.name
         self.settings += found.settings
         self.simulated += len(found.tried)
@@ -204,7 +204,7 @@ class _Everything:
         self._enter(name, found.prediction, found.too_large, found.settings > 0)
 
     def take_the_best(self, candidate: Candidate, each: Each) -> None:
-        """``auto``: the best of all others, and what a search makes of their best settings."""
+        """Add ``auto``: the best of all others, or of the searches in their best settings."""
         best = self._best_of_the_others(candidate)
         promising = self._promising()[:_SEARCHES]
         if best is not None:
@@ -222,7 +222,10 @@ class _Everything:
         self._enter(candidate.name, best, None, bool(self.tried))
 
     def _best_of_the_others(self, candidate: Candidate) -> Prediction | None:
-        """As ``auto`` runs it: of Megatron's own schedules, this package's order of the same."""
+        """Return the best of the others as ``auto`` runs it.
+
+        For Megatron's own schedules, that is this package's order of the same.
+        """
         found: list[Prediction] = []
         blocking: dict[str, _Tried] = {}
         for tried in self.tried:
@@ -241,7 +244,7 @@ class _Everything:
         return replace(best, candidate=candidate.name)
 
     def _promising(self) -> list[tuple[float, StageWorkload, int]]:
-        """Every setting once, with the most tokens that any order in it can reach, best first."""
+        """Return every setting once, with a bound on its tokens per second and GPU, best first."""
         seen: dict[
             tuple[Strategy, Placement, tuple[int, ...]], tuple[float, StageWorkload, int]
         ] = {}
@@ -276,7 +279,7 @@ def _searched(
 def searched_by_auto(
     job: Job, candidate: Candidate, staged: StageWorkload, m: int
 ) -> Prediction | None:
-    """What ``auto`` finds in a setting within the memory that it is told of; None for nothing."""
+    """Predict the order that ``auto`` finds in a setting within its memory limit; None if none."""
     costs = staged.costs(blocking=False)
     limit = memory_fraction(job, staged, costs)
     if limit is None:
@@ -313,9 +316,9 @@ def searched_by_auto(
 
 
 def memory_fraction(job: Job, staged: StageWorkload, costs: Costs) -> float | None:
-    """What is left for activations on the fullest rank, as ``--pipeline-memory-limit`` says it.
+    """Return the memory left for activations on the fullest rank, for ``--pipeline-memory-limit``.
 
-    In hundredths of 1F1B's peak, rounded down; None where nothing is left.
+    It is a fraction of 1F1B's peak, rounded down to hundredths; None where nothing is left.
     """
     ranks = range(staged.placement.pipeline_size)
     in_backward = max(held.in_backward for held in staged.held)
@@ -326,7 +329,7 @@ def memory_fraction(job: Job, staged: StageWorkload, costs: Costs) -> float | No
 
 
 def _optimistic(job: Job, staged: StageWorkload, m: int) -> float:
-    """Tokens per second and GPU that no order of passes exceeds in a setting."""
+    """Return the tokens per second and GPU that no order of passes exceeds in a setting."""
     costs = staged.costs(blocking=False)
     table = costs.for_placement(staged.placement)
     left = [job.memory - fixed for fixed in costs.fixed]
@@ -417,7 +420,7 @@ def _simulate_first(job: Job, ordered: Sequence[_Setting], tries: int, found: _F
 
 
 def _refined(job: Job, ordered: Sequence[_Setting]) -> list[_Setting]:
-    """The first settings that may fit, ordered anew with the steady state of their layouts."""
+    """Reorder the first settings that may fit by the steady state of their layouts."""
     out: list[_Setting] = []
     fitting = 0
     for setting in ordered:
@@ -437,7 +440,7 @@ def _refined(job: Job, ordered: Sequence[_Setting]) -> list[_Setting]:
 
 
 def _note(found: _Found, setting: _Setting, needed: float) -> None:
-    """Only what would have come before the best that fits is worth telling."""
+    """Record a setting that does not fit, if it comes before all settings that do."""
     if found.too_large is None and found.prediction is None:
         found.too_large = TooLarge(setting.load.strategy, needed)
 
@@ -458,7 +461,7 @@ def _predicted(job: Job, setting: _Setting, staged: StageWorkload) -> Prediction
 def cut_into_stages(
     load: Workload, candidate: Candidate, chunks: int | None
 ) -> StageWorkload | None:
-    """The even layout or one that counts the ends, whichever has the shorter steady state."""
+    """Cut a workload evenly or counting the ends, whichever has the shorter steady state."""
     pipeline, layers = load.strategy.pipeline, load.model.layers
     if pipeline == 1:
         return StageWorkload(load, Placement("whole", 1, (0,)), (layers,))

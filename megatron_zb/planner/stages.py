@@ -1,4 +1,4 @@
-"""From a workload and a layout to what the simulator takes: seconds and bytes of every stage."""
+"""Input of the simulator from a workload and a layout: seconds and bytes of every stage."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class StageWorkload:
 
     @cached_property
     def layers_of(self) -> tuple[range, ...]:
-        """The layers of each stage."""
+        """Layers of each stage."""
         out, first = [], 0
         for count in self.layout:
             out.append(range(first, first + count))
@@ -33,7 +33,7 @@ class StageWorkload:
 
     @cached_property
     def work(self) -> tuple[Work, ...]:
-        """Seconds of each stage."""
+        """Seconds of a microbatch on each stage."""
         out = [_sum_of_works(self.load, layers) for layers in self.layers_of]
         out[0] += self.load.embedding()
         out[-1] += self.load.output()
@@ -52,7 +52,7 @@ class StageWorkload:
 
     @cached_property
     def states(self) -> tuple[States, ...]:
-        """What each pipeline rank keeps."""
+        """Bytes that each pipeline rank keeps from step to step."""
         last = self.placement.num_stages - 1
         return tuple(
             byte_counts.rank_states(
@@ -66,7 +66,7 @@ class StageWorkload:
 
     @cached_property
     def stage_states(self) -> tuple[States, ...]:
-        """What each stage keeps."""
+        """Bytes that each stage keeps from step to step."""
         last = self.placement.num_stages - 1
         return tuple(
             byte_counts.rank_states(self.load, layers, embedding=s == 0, output=s == last)
@@ -74,17 +74,17 @@ class StageWorkload:
         )
 
     def rank_work(self, rank: int) -> Work:
-        """Seconds of a microbatch on a pipeline rank."""
+        """Return the seconds of a microbatch on a pipeline rank."""
         return sum((self.work[s] for s in self.placement.stages_of[rank]), Work())
 
     @cached_property
     def busiest(self) -> Work:
-        """The rank with the most to do for a microbatch."""
+        """Seconds of a microbatch on the busiest rank."""
         ranks = range(self.placement.pipeline_size)
         return max((self.rank_work(r) for r in ranks), key=lambda work: work.total)
 
     def interval(self, *, in_groups: bool) -> float:
-        """Seconds that each microbatch takes at least in the steady state.
+        """Return the least seconds that each microbatch takes in the steady state.
 
         ``in_groups`` is for the interleaved schedule: its ranks go through the chunks in step, so
         that the slowest stage of each chunk counts.
@@ -95,7 +95,7 @@ class StageWorkload:
         return sum(max(chunk) for chunk in zip(*stages, strict=True))
 
     def hops(self, *, together: int = 1) -> list[list[float]]:
-        """Seconds of a message between pipeline ranks; neighbours may share a node."""
+        """Return the seconds of a message between pipeline ranks, which may share a node."""
         strategy = self.load.strategy
         in_node = max(1, self.load.device.node.gpus // strategy.model_ranks)
         ranks = range(strategy.pipeline)
@@ -106,13 +106,13 @@ class StageWorkload:
         ]
 
     def costs(self, *, blocking: bool) -> Costs:
-        """Costs of each stage; with ``blocking`` messages a pass lasts until its message is there.
+        """Return the costs of each stage; if ``blocking``, passes include their messages' time.
 
         Where such a rank has several chunks, one exchange takes the message of an F and that of a
         B, as in Megatron's ``send_forward_backward_recv_forward_backward``.
 
-        What W needs is told as no more than F holds, as :class:`Costs` wants it; memory is counted
-        with the true figures afterwards.
+        Memory held for W is given as no more than F holds, as :class:`Costs` requires; memory is
+        counted with the true figures afterwards.
         """
         hops = self.hops(together=2 if blocking and self.placement.chunks > 1 else 1)
         extra = self._exchange(hops) if blocking else [(0.0, 0.0)] * len(self.work)
@@ -128,7 +128,7 @@ class StageWorkload:
         )
 
     def _exchange(self, hops: Sequence[Sequence[float]]) -> list[tuple[float, float]]:
-        """Seconds for which a stage's messages, forwards and backwards, keep its rank."""
+        """Return the seconds for which a stage's forward and backward messages block its rank."""
         rank_of = self.placement.rank_of
         last = len(rank_of) - 1
         return [
@@ -140,7 +140,7 @@ class StageWorkload:
         ]
 
     def fixed(self, rank: int) -> float:
-        """Bytes that a rank needs besides activations."""
+        """Return the bytes that a rank needs besides activations."""
         return (
             self.states[rank].total
             + self.logits(rank)
@@ -149,13 +149,13 @@ class StageWorkload:
         )
 
     def logits(self, rank: int) -> float:
-        """Bytes of the logits, on the rank with the output layer."""
+        """Return the bytes of the logits on the rank with the output layer, 0 on others."""
         holds = self.placement.rank_of[-1] == rank
         return byte_counts.logits(self.load) if holds else 0.0
 
 
 def _sum_of_works(load: Workload, layers: range) -> Work:
-    """Layers of one kind cost the same, so that only the first of each is counted."""
+    """Add up the work of layers: those of one kind cost the same, so one of each is counted."""
     if not layers:
         return Work()
     experts = load.model.experts

@@ -21,14 +21,17 @@ from megatron_zb.schedules.simulator import Timeline
 
 @dataclass(frozen=True)
 class Travel:
-    """Seconds that a rank's gradients and weights take on the links."""
+    """Seconds of communicating a rank's gradients and weights."""
 
     reduction: float
     gathering: float
 
     @classmethod
     def of(cls, load: Workload, states: States) -> Travel:
-        """Dense weights have replicas over context and data ranks, experts over fewer."""
+        """Return the seconds for the states of a rank.
+
+        Dense weights have replicas over context and data ranks, experts over fewer.
+        """
         strategy = load.strategy
         shards = strategy.expert * strategy.expert_tensor
         parts = (
@@ -45,16 +48,16 @@ class Travel:
         return self.reduction + self.gathering
 
     def exposed(self, forward: float, backward: float, layers: int) -> float:
-        """What is left beside F and the whole backward of one microbatch on so many layers."""
+        """Return the seconds that a microbatch's F and backward on its layers do not hide."""
         first = 1 / max(1, layers)
         late = max(self.reduction * first, self.reduction - backward * (1 - first))
         return late + max(self.gathering * first, self.gathering - forward * (1 - first))
 
 
 def _seconds(load: Workload, size: float, ranks: int, apart: int) -> float:
-    """Of a reduction or a gathering among ranks that lie so far ``apart``.
+    """Return the seconds of a reduction or a gathering among ranks that lie ``apart`` ranks apart.
 
-    Those of one node share its links to the others, each with its own.
+    Ranks of one node share its links to the other nodes, one link each.
     """
     if ranks == 1 or not size:
         return 0.0
@@ -69,7 +72,7 @@ def _seconds(load: Workload, size: float, ranks: int, apart: int) -> float:
 
 
 def seconds_apart(load: Workload, states: States, *, post_validation: bool) -> float:
-    """What nothing hides: the optimizer's step, and what comes before it.
+    """Return the seconds that nothing hides: the optimizer's step, and what comes before it.
 
     The step reads and writes the gradient, the state and the weight; without post-validation two
     small reductions over the pipeline come before it (norm and overflow).
@@ -83,7 +86,7 @@ def seconds_apart(load: Workload, states: States, *, post_validation: bool) -> f
 
 
 def by_formula(load: Workload, states: States, rank: Work) -> float:
-    """All of it, from the work of one rank."""
+    """Return the seconds between two iterations, from the work of one rank."""
     travel = Travel.of(load, states)
     alone = seconds_apart(load, states, post_validation=False)
     if not load.strategy.overlap:
@@ -93,7 +96,7 @@ def by_formula(load: Workload, states: States, rank: Work) -> float:
 
 
 def at_least(staged: StageWorkload, *, post_validation: bool) -> float:
-    """Seconds that no order of passes can hide."""
+    """Return the seconds that no order of passes can hide."""
     states = max(staged.states, key=lambda s: s.parameters)
     alone = seconds_apart(staged.load, states, post_validation=post_validation)
     overlaps = staged.load.strategy.overlap
@@ -103,7 +106,10 @@ def at_least(staged: StageWorkload, *, post_validation: bool) -> float:
 def by_timeline(
     staged: StageWorkload, timeline: Timeline | None, *, post_validation: bool
 ) -> float:
-    """All of it, from when each stage begins and ends; ``timeline`` is None without a pipeline."""
+    """Return the seconds between two iterations, from the begin and the end of each stage.
+
+    ``timeline`` is None without a pipeline.
+    """
     load = staged.load
     states = max(staged.states, key=lambda s: s.parameters)
     alone = seconds_apart(load, states, post_validation=post_validation)
@@ -121,14 +127,17 @@ def by_timeline(
 
 @dataclass(frozen=True)
 class _Moving:
-    """Gradients and weights on their way, beside the passes of a schedule."""
+    """Communication of gradients and weights alongside the passes of a schedule."""
 
     staged: StageWorkload
     timeline: Timeline
     travel: list[Travel]
 
     def late(self, rank: int, *, alone: bool) -> float:
-        """By how much a rank's gradients arrive after the pipeline, or the rank, has ended."""
+        """Return the seconds by which a rank's gradients arrive after the end of the pipeline.
+
+        With ``alone``, after the end of the rank.
+        """
         last = {p.stage: times for p, times in self._passes(rank) if p.kind is not PassKind.F}
         free = 0.0
         for stage, (start, end) in sorted(last.items(), key=lambda item: item[1][1]):
@@ -139,7 +148,7 @@ class _Moving:
         return max(0.0, free - (ends[rank][-1] if alone else max(times[-1] for times in ends)))
 
     def delay(self, rank: int) -> float:
-        """By how much a rank must begin later than in the timeline to have its weights."""
+        """Return the seconds by which waiting for weights delays a rank beyond the timeline."""
         passes: dict[int, tuple[float, float]] = {}
         for p, times in self._passes(rank):
             passes.setdefault(p.stage, times)
@@ -158,5 +167,5 @@ class _Moving:
         return zip(line.schedule.ranks[rank], spans, strict=True)
 
     def _first(self, stage: int) -> float:
-        """Share of a stage that its first layer is."""
+        """Return the share of a stage that its first layer is."""
         return 1 / max(1, self.staged.layout[stage])

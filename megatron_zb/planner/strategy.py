@@ -1,4 +1,4 @@
-"""What can be chosen: how the GPUs are shared out, the microbatch and what is recomputed."""
+"""Strategies to choose from: division of the GPUs, size of the microbatch and recomputation."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ RECOMPUTE = ("none", "selective", "full")
 
 @dataclass(frozen=True)
 class Strategy:
-    """One way to share out the GPUs.
+    """One way to divide the GPUs, with the size of the microbatch and the recomputation.
 
     ``expert`` times ``expert_tensor`` ranks share the experts; they lie within the ``tensor`` times
     ``context`` times ``data`` ranks of a pipeline rank, as in Megatron's parallel folding.
@@ -52,7 +52,7 @@ class Strategy:
         return self.model_ranks // (self.expert * self.expert_tensor)
 
     def num_microbatches(self, global_batch: int) -> int:
-        """Microbatches of each pipeline in an iteration."""
+        """Return the number of microbatches of each pipeline in an iteration."""
         return global_batch // (self.data * self.microbatch)
 
     def __str__(self) -> str:
@@ -68,7 +68,7 @@ class Strategy:
 
 @dataclass(frozen=True)
 class Choices:
-    """What the user allows; None is everything that fits."""
+    """Choices that the user allows; None is everything that fits."""
 
     tensor: tuple[int, ...] | None = None
     pipeline: tuple[int, ...] | None = None
@@ -90,7 +90,7 @@ def strategies(
     choices: Choices,
     sequence: int | None = None,
 ) -> Iterator[Strategy]:
-    """Everything that divides: heads by TP, samples by CP, layers over PP, the batch by DP."""
+    """Yield all that divides: heads by TP, samples by CP, layers over PP, the batch by DP."""
     sequence = model.sequence_length if sequence is None else sequence
     for tensor in _tensor(model, device, gpus, choices.tensor):
         for context in _context(sequence, tensor, choices.context):
@@ -121,7 +121,7 @@ def strategies(
 def _with_experts(
     model: ModelConfig, device: DeviceConfig, shape: Strategy, batch: int, choices: Choices
 ) -> Iterator[Strategy]:
-    """Every way to share out the experts, every microbatch and every recomputation."""
+    """Yield the strategies with every division of the experts, microbatch and recomputation."""
     for expert, expert_tensor in _experts(model, device, shape.model_ranks, choices):
         for microbatch in choices.microbatch or _MICROBATCHES:
             if batch // shape.data % microbatch == 0:
@@ -142,7 +142,7 @@ def _divisors(whole: int) -> tuple[int, ...]:
 def _tensor(
     model: ModelConfig, device: DeviceConfig, gpus: int, asked: tuple[int, ...] | None
 ) -> tuple[int, ...]:
-    """Within a node, and such that heads, their groups and the MLP can be divided."""
+    """Return the TP sizes within a node that divide heads, groups, the MLP and the vocabulary."""
     inner = [model.ffn, model.attention_heads, model.vocabulary]
     if model.latent_attention is None:
         inner.append(model.groups)
@@ -154,7 +154,10 @@ def _tensor(
 
 
 def _context(sequence: int, tensor: int, asked: tuple[int, ...] | None) -> tuple[int, ...]:
-    """Of each sample two equal parts for a rank; without being asked, parts of 8192 and more."""
+    """Return the CP sizes that divide a sample into two equal parts for each rank.
+
+    Unless sizes are asked for, those above 1 leave a rank at least 8192 tokens of a sample.
+    """
     usual = [1, *(c for c in _CONTEXTS if sequence // c >= _LONG)]
     return tuple(c for c in (asked or usual) if c == 1 or sequence % (2 * c * tensor) == 0)
 
@@ -162,10 +165,10 @@ def _context(sequence: int, tensor: int, asked: tuple[int, ...] | None) -> tuple
 def _experts(
     model: ModelConfig, device: DeviceConfig, ranks: int, choices: Choices
 ) -> Iterator[tuple[int, int]]:
-    """Sizes of expert and expert tensor parallelism within so many ranks.
+    """Yield sizes of expert and expert tensor parallelism within so many ranks.
 
-    Without being asked, experts are whole, and spread over as many ranks as stay in a node, or as
-    there must be to give each some of them.
+    Unless sizes are asked for, experts are whole, and spread over as many ranks as stay in a node,
+    or in eight nodes where a node has more than eight experts per GPU.
     """
     if model.experts is None:
         yield 1, 1
@@ -185,6 +188,9 @@ def _experts(
 
 
 def _recompute(model: ModelConfig, asked: tuple[str, ...] | None) -> tuple[str, ...]:
-    """Recomputing the attention scores saves nothing where they are not stored."""
+    """Return the kinds of recomputation that save memory.
+
+    Recomputing the attention scores saves nothing where they are not stored.
+    """
     useful = [r for r in RECOMPUTE if r != "selective" or not model.flash_attention]
     return tuple(r for r in useful if asked is None or r in asked)

@@ -1,4 +1,4 @@
-"""A plan as a table for people and as JSON for programs."""
+"""Output of a plan, as a table for people and as JSON for programs."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _SHORT = {
 
 
 def print_plan(plan: Plan, console: Console, top: int) -> None:
-    """The ranked table, the memory of each row, why each lost, and the flags of the first."""
+    """Print the ranked table, the memory of each row, why each lost, and the flags of the first."""
     job = plan.job
     console.print(
         Text(
@@ -70,7 +70,7 @@ def print_plan(plan: Plan, console: Console, top: int) -> None:
 
 
 def _shown(plan: Plan, top: int) -> list[int]:
-    """The first rows, and Megatron's own wherever they stand."""
+    """Return the indices of the first rows, and of Megatron's own wherever they rank."""
     return [
         index
         for index, row in enumerate(plan.ranked)
@@ -101,7 +101,7 @@ def _speed(plan: Plan, shown: list[int]) -> Table:
 
 
 def _memory(plan: Plan, shown: list[int]) -> Table:
-    """GiB of the worst rank, part by part; parts that no row has are left out."""
+    """Build the table of the worst rank's GiB, part by part; parts that no row has are left out."""
     parts = [p for p in _SHORT if any(plan.ranked[i].memory.parts()[p] for i in shown)]
     table = Table(box=None, pad_edge=False, header_style="bold", title_justify="left")
     table.title = Text("\nGiB of the worst rank", style="bold")
@@ -119,18 +119,18 @@ def _memory(plan: Plan, shown: list[int]) -> Table:
 
 
 def name_of(row: Prediction) -> str:
-    """What the table calls it; of ``auto``, what it runs."""
+    """Return the name of a row in the table; for ``auto``, with what it runs."""
     chunks = "" if row.chunks is None else f" ×{row.chunks}"
     return named(row.candidate, row.family) + chunks
 
 
 def setting_of(row: Prediction) -> str:
-    """How the GPUs are shared out, and what of that is not the default."""
+    """Return the strategy as text, marked where the layout is uneven."""
     return f"{row.load.strategy}{'' if row.is_even else ' uneven'}"
 
 
 def as_json(plan: Plan) -> dict[str, Any]:
-    """The same for programs; seconds and bytes."""
+    """Return the plan as data for JSON, in seconds and bytes."""
     job = plan.job
     return {
         "model": job.model.name,

@@ -100,7 +100,7 @@ class Workload:
         return self.device.fp8_products
 
     def layer(self, index: int) -> Work:
-        """One layer, with what it recomputes."""
+        """Return the work of one layer, with what it recomputes."""
         scores = self._scores() + self._context_parallel()
         rest = self._products(index) + self._traffic(index) + self._messages(index)
         again = {"none": 0.0, "selective": scores.forward}.get(
@@ -109,19 +109,22 @@ class Workload:
         return scores + rest + Work(backward=again)
 
     def block(self, weights: int, *, attends: bool) -> Work:
-        """A dense layer with so many weights in its place; ``attends``: with scores."""
+        """Return the work of a dense layer of so many weights; ``attends`` adds the scores."""
         work = self._weights(weights) + self._traffic(0)
         return work + self._scores() if attends else work
 
     def embedding(self) -> Work:
-        """A look-up, and the sum of its gradients in 32 bits."""
+        """Return the work of the embedding: a look-up, and the sum of its gradients in 32 bits."""
         random = 2 * _RANDOM if self.model.dropout else 0
         elements = self.tokens * self.model.hidden_size
         forward, weight = elements * (4 + random), elements * (2 + 2 * 4)
         return Work(self._moved(forward), 0.0, self._moved(weight)) + self._begun(2, 0, 1)
 
     def output(self) -> Work:
-        """What follows the layers: the output layer, once more for each layer of prediction."""
+        """Return the work of the output layer, once more for each layer of multi-token prediction.
+
+        The layers of prediction themselves are included.
+        """
         one = self._output()
         predicted = self.model.prediction_layers
         if not predicted:
@@ -130,7 +133,7 @@ class Workload:
         return one + (self.layer(self.model.layers - 1) + joined + one) * predicted
 
     def _output(self) -> Work:
-        """The last norm, the product with the vocabulary and the loss in 32 bits."""
+        """Return the work of the last norm, the vocabulary product and the loss in 32 bits."""
         logits = self.tokens * self.model.vocabulary / self.strategy.tensor
         product = 2 * logits * self.model.hidden_size / self.device.matrix_products.reached
         normed = self.kept_tokens * self.model.hidden_size
@@ -140,11 +143,11 @@ class Workload:
         return Work(product + forward, product + backward, product) + self._begun(*_LOSS, 1)
 
     def message(self) -> float:
-        """Bytes of one message between pipeline ranks, for each tensor rank."""
+        """Return the bytes of one message between pipeline ranks, for each tensor rank."""
         return 2 * self.tokens * self.model.hidden_size / self.strategy.tensor
 
     def hop(self, in_node: bool, *, together: int = 1) -> float:
-        """Seconds of one message between pipeline ranks; so many ``together`` wait but once."""
+        """Return the seconds of a message to another rank; those ``together`` share a latency."""
         links = self.device.messages
         link = links.in_node if in_node else links.between_nodes
         return link.seconds(together * self.message()) / together
@@ -153,7 +156,7 @@ class Workload:
         return size / self.device.memory_bandwidth.reached
 
     def _begun(self, forward: int, backward: int, weight: int = 0) -> Work:
-        """What so many kernels lose."""
+        """Return the overhead of so many kernels in F, B and W."""
         return Work(forward, backward, weight) * self.device.kernels.seconds
 
     def _products(self, index: int) -> Work:
@@ -168,7 +171,10 @@ class Workload:
         return Work(seconds, seconds, seconds) + self._begun(*[_PRODUCTS] * 3)
 
     def _casts(self, index: int) -> Work:
-        """To fp8: inputs in F, gradients of outputs in B; 2 bytes read, 2 of 1 byte written."""
+        """Return the work of casts to fp8: inputs in F, gradients of outputs in B.
+
+        Each element is read in 2 bytes and written twice in 1 byte.
+        """
         if self.strategy.precision == "bf16":
             return Work()
         model, inner = self.model, self._inner(index)
@@ -181,7 +187,7 @@ class Workload:
         return moved + self._begun(_PRODUCTS, _PRODUCTS)
 
     def _scores(self) -> Work:
-        """Products with the scores, and what is done to the scores where they are stored."""
+        """Return the work of products with the scores, and of the scores where they are stored."""
         model = self.model
         flops = attention_flops(model, self.tokens, self.sequence) / self.strategy.tensor
         seconds = flops / self.device.attention.reached
@@ -194,7 +200,10 @@ class Workload:
         return Work(seconds, 2 * seconds) + moved + self._begun(*_SCORES_STORED)
 
     def _traffic(self, index: int) -> Work:
-        """Norms, residuals, dropout, activation function, layout of heads, tokens for experts."""
+        """Return the work that is limited by the memory.
+
+        Norms, residuals, dropout, activation function, layout of heads, tokens for experts.
+        """
         model = self.model
         hidden, inner = model.hidden_size, self._inner(index)
         heads = (model.attention_heads + 2 * model.groups) * model.head
@@ -217,7 +226,7 @@ class Workload:
         )
 
     def _inner(self, index: int) -> int:
-        """Elements of an MLP's activation function for each token."""
+        """Count the elements of an MLP's activation function for each token."""
         experts = self.model.experts
         if experts is None or index < experts.dense_layers:
             return self.model.ffn
@@ -233,7 +242,7 @@ class Workload:
         return Work(seconds, seconds)
 
     def _tensor_parallel(self) -> float:
-        """An all-gather and a reduce-scatter, around the attention or around the MLP."""
+        """Return the seconds of an all-gather and a reduce-scatter around attention or MLP."""
         ranks = self.strategy.tensor
         if ranks == 1:
             return 0.0
@@ -241,9 +250,10 @@ class Workload:
         return 2 * self.device.collectives.in_node.seconds(each)
 
     def _expert_parallel(self, top_k: int) -> float:
-        """Tokens go to their experts and come back; the shards of an expert gather and scatter.
+        """Return the seconds of sending tokens to their experts and back.
 
-        Shards of an expert lie next to one another, and ranks with other experts next to those.
+        Shards of an expert gather and scatter. They lie next to one another, and ranks with other
+        experts next to those.
         """
         strategy, links = self.strategy, self.device.collectives
         ranks, split = strategy.expert, strategy.expert_tensor
@@ -259,7 +269,7 @@ class Workload:
         return seconds
 
     def _context_parallel(self) -> Work:
-        """What keys and values, and their gradients, need longer than the scores they hide behind.
+        """Return the seconds that keys, values and their gradients take beyond the scores.
 
         They travel step by step around the ring: all but the first step is hidden by the scores.
         """
@@ -278,7 +288,7 @@ class Workload:
 
 
 def kept_heads(model: ModelConfig) -> int:
-    """Elements of the keys and the values of one token."""
+    """Count the elements of the keys and the values of one token."""
     latent = model.latent_attention
     if latent is None:
         return 2 * model.groups * model.head
@@ -287,7 +297,7 @@ def kept_heads(model: ModelConfig) -> int:
 
 
 def attention_flops(model: ModelConfig, tokens: int, sequence: int) -> float:
-    """FLOPs of the products with all scores of a layer in F, masked ones included."""
+    """Count the FLOPs of the products with all scores of a layer in F, masked ones included."""
     latent = model.latent_attention
     wide = 2 * model.head
     if latent is not None:
@@ -298,7 +308,7 @@ def attention_flops(model: ModelConfig, tokens: int, sequence: int) -> float:
 def model_flops(
     model: ModelConfig, tokens: int, sequence: int, *, all_scores: bool = False
 ) -> float:
-    """FLOPs that training on so many tokens needs: three times F.
+    """Count the FLOPs that training on so many tokens needs: three times F.
 
     Masked scores are not counted unless ``all_scores`` asks for them, as Megatron-LM and many
     papers count.

@@ -1,4 +1,4 @@
-"""Processes that look at several schedules side by side."""
+"""Processes that search several schedules in parallel."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ AFTER = 2.0  # seconds: what takes less is not worth the start of a process
 
 
 class Each(Protocol):
-    """Call a function with each item, as ``map`` does: results in the order of the items."""
+    """Function like ``map``, with the results in the order of the items."""
 
     def __call__(
         self, call: Callable[[_Item], _Result], items: Iterable[_Item], /

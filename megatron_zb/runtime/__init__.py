@@ -1,1 +1,1 @@
-"""How a program is carried out on one rank. Imports torch, knows nothing of Megatron."""
+"""Execution of a program on one rank. Imports torch; independent of Megatron."""

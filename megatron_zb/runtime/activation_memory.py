@@ -1,4 +1,4 @@
-"""Count the bytes of live activations on one rank.
+"""Counter of the bytes of live activations on one rank.
 
 What autograd saves for backward is counted once per storage, without parameters; receive buffers,
 messages on their way out and what deferred weight gradients hold are added by those who hold them.
@@ -65,7 +65,7 @@ def _key(tensor: torch.Tensor) -> int:
 
 
 class _Saved:
-    """What autograd keeps in place of a saved tensor; counted for as long as it lives.
+    """Substitute that autograd keeps for a saved tensor; counted for as long as it lives.
 
     It may have another storage by then: Transformer-Engine empties tensors that it has used.
     """

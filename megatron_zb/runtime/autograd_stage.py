@@ -14,23 +14,23 @@ from megatron_zb.runtime.weight_grad import WeightGradQueue
 
 
 class Stage(Protocol):
-    """What the executor knows of a stage."""
+    """Interface of a stage to the executor."""
 
     def forward(self, microbatch: int, activation: torch.Tensor | None) -> torch.Tensor | None:
-        """F: from the previous stage's activation to this stage's (None at either end)."""
+        """Run F: from the previous stage's activation to this stage's (None at either end)."""
 
     def backward(self, microbatch: int, gradient: torch.Tensor | None) -> torch.Tensor | None:
-        """BW: from the gradient of the output to that of the input, weights included."""
+        """Run BW: from the gradient of the output to that of the input, weights included."""
 
     def backward_input(self, microbatch: int, gradient: torch.Tensor | None) -> torch.Tensor | None:
-        """B: from the gradient of the output to that of the input, weights left for W."""
+        """Run B: from the gradient of the output to that of the input, weights left for W."""
 
     def backward_weight(self, microbatch: int) -> None:
-        """W: what B has left."""
+        """Run W: the weight gradients that B has left."""
 
 
 def _backward(edge: GradientEdge, gradient: torch.Tensor | None) -> None:
-    """Run autograd from where an output was made.
+    """Run autograd backward from the edge of an output.
 
     ``torch.autograd.backward`` first looks at the gradient's shape in Python, in every pass. The
     engine looks at it once more. Megatron calls the engine, too.

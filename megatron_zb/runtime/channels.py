@@ -23,11 +23,11 @@ from megatron_zb.schedules.passes import Channel, Message
 from megatron_zb.schedules.placement import Placement
 
 RUN_AHEAD = 3
-"""Passes that the host may have enqueued and the GPU not ended."""
+"""Largest number of passes that the host has enqueued and the GPU has not ended."""
 
 
 class Header(NamedTuple):
-    """What goes ahead of a message whose shape its reader does not know."""
+    """Header that goes ahead of a message whose shape its reader does not know."""
 
     message: Message
 
@@ -73,7 +73,7 @@ class Channels:
         self._connect(mine, me, device)
 
     def _prepare(self, device: torch.device) -> None:
-        """Begin with nothing under way."""
+        """Initialise the state, with no message under way."""
         self.activation_memory: ActivationMemory | None = None
         self._received: dict[Message | Header, tuple[dist.Work, torch.Tensor]] = {}
         self._sends: dict[Channel, deque[tuple[dist.Work, torch.Tensor]]] = defaultdict(deque)
@@ -100,7 +100,7 @@ class Channels:
         return group.recv([buffer], peer, 0)
 
     def _apart(self) -> AbstractContextManager[Any]:
-        """Enqueue what is inside on the stream of the receives."""
+        """Return a context that enqueues on the stream of the receives."""
         return nullcontext() if self._receiving is None else torch.cuda.stream(self._receiving)
 
     def post_receive(
@@ -125,7 +125,7 @@ class Channels:
         return buffer
 
     def send(self, channel: Channel, tensor: torch.Tensor, slots: int) -> None:
-        """Send as the channel's next message; the tensor is kept until it has been taken.
+        """Send a tensor as the channel's next message, and keep it until it has been taken.
 
         At most ``slots`` sends of a channel are left untaken: past that, the oldest is waited for.
         """
@@ -139,7 +139,7 @@ class Channels:
         pending.append((self._isend(channel, tensor), tensor))
 
     def between_passes(self) -> None:
-        """Let go of the sends that have been taken; do not let the host run too far ahead."""
+        """Release the sends that have been taken, and keep the host from running too far ahead."""
         for pending in self._sends.values():
             while pending and pending[0][0].is_completed():
                 self._forget(pending)
@@ -160,7 +160,7 @@ class Channels:
             self.activation_memory.release(tensor)
 
     def close(self) -> None:
-        """Give the groups back; collective over the pipeline."""
+        """Destroy the groups; collective over the pipeline."""
         for group, _ in self._links.values():
             dist.destroy_process_group(group)
 

@@ -1,4 +1,4 @@
-"""Carry out one rank's program."""
+"""Execution of one rank's program."""
 
 from __future__ import annotations
 
@@ -15,8 +15,9 @@ from megatron_zb.schedules.program.lowering import Instruction, Program, Receive
 Allocate = Callable[[Message], torch.Tensor]
 
 Handler: TypeAlias = Callable[[Any, int, torch.Tensor | None], torch.Tensor | None]
-"""What a rank does for a pass: from its stage, the microbatch and the message that it reads, if
-any, to the message that it makes, if any."""
+"""Function that runs a pass: from its stage, the microbatch and the message that it reads, if any,
+to the message that it makes, if any.
+"""
 
 TRAINING: dict[PassKind, Handler] = {
     PassKind.F: lambda stage, microbatch, received: stage.forward(microbatch, received),
@@ -24,11 +25,11 @@ TRAINING: dict[PassKind, Handler] = {
     PassKind.BW: lambda stage, microbatch, received: stage.backward(microbatch, received),
     PassKind.W: lambda stage, microbatch, _: stage.backward_weight(microbatch),
 }
-"""Passes of a training step, on a :class:`megatron_zb.runtime.autograd_stage.Stage`."""
+"""Handlers of a training step's passes, on a :class:`megatron_zb.runtime.autograd_stage.Stage`."""
 
 
 class Transport(Protocol):
-    """What the executor asks of channels; see :class:`megatron_zb.runtime.channels.Channels`."""
+    """Interface of channels to the executor; see :class:`megatron_zb.runtime.channels.Channels`."""
 
     waits_to_receive: bool
     """Whether the host waits for the sender where a receive is posted."""
@@ -63,10 +64,10 @@ def run_program(
         rank: the logical rank.
         stages: the stages this rank holds.
         channels: its channels to other ranks, for messages of known shapes or of any shape.
-        allocate: an empty tensor of the right shape, type and device for a message. Any tensor
+        allocate: gives an empty tensor of a message's shape, type and device. Any tensor
             serves one that a step is done (``message.is_step_done``), if all ranks agree.
         observer: is told what the rank does.
-        handlers: what it does for each kind of pass.
+        handlers: the function that runs each kind of pass.
     """
     execution = Execution(
         program.send_slots, stages, channels, allocate, observer, handlers=handlers
@@ -76,7 +77,7 @@ def run_program(
 
 
 class Execution:
-    """Carries instructions out; what one leaves for a later one may cross from run to run."""
+    """Executor of instructions; results that a later one needs are kept from run to run."""
 
     def __init__(
         self,
@@ -98,7 +99,7 @@ class Execution:
         self._outgoing: torch.Tensor | None = None
 
     def run(self, instructions: Iterable[Instruction]) -> None:
-        """Carry out instructions in their order."""
+        """Execute instructions in their order."""
         channels, waiting, here = self._channels, self._observer.waiting, self._here
         for instruction in instructions:
             kind = type(instruction)

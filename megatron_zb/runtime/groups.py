@@ -1,4 +1,4 @@
-"""Process groups of which every rank of the job names its own."""
+"""Process groups, of which every rank of the job names its own."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 @dataclass(frozen=True)
 class GroupOptions:
-    """How process groups are made; the defaults suit messages between pipeline ranks.
+    """Options of process groups; the defaults suit messages between pipeline ranks.
 
     ``nccl`` has attributes of ``ProcessGroupNCCL.Options`` and of its ``config`` by their names. A
     receive that waits for its message occupies its thread blocks, which then compute nothing, so
@@ -24,7 +24,7 @@ class GroupOptions:
     )
 
     def for_backend(self, backend: str) -> Any:
-        """Return what ``dist.new_group`` takes as ``pg_options``."""
+        """Return the ``pg_options`` for ``dist.new_group``."""
         if "nccl" not in backend:
             return None
         options: Any = dist.ProcessGroupNCCL.Options()
@@ -62,7 +62,7 @@ def new_groups(
 
 
 def _timeout_of_job() -> timedelta | None:
-    """Return what ``init_process_group`` was told, None for torch's default."""
+    """Return the timeout given to ``init_process_group``, None for torch's default."""
     world: Any = dist.group.WORLD
     for device in world._device_types:
         options = getattr(world._get_backend(device), "options", None)

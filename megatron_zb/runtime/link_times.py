@@ -1,4 +1,4 @@
-"""How long a message takes from one pipeline rank to another."""
+"""Measurement of the time of a message from one pipeline rank to another."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ _ROUNDS = 5
 def link_times(
     channels: Channels, placement: Placement, rank: int, allocate: Callable[[], torch.Tensor]
 ) -> dict[Channel, float]:
-    """Seconds of one message on the channels to higher ranks and back; collective.
+    """Measure the seconds of one message on the channels to higher ranks and back; collective.
 
     Between two steps, when nothing is under way: for each link of the pipeline in turn, a message
     goes forth and back a few times, and half of the fastest round counts for either direction.
 
     Args:
         rank: this logical rank.
-        allocate: a tensor such as the passes exchange.
+        allocate: gives a tensor such as the passes exchange.
     """
     found: dict[Channel, float] = {}
     for channel in channels_of(placement):
@@ -40,7 +40,7 @@ def link_times(
 def clock_ahead(
     channels: Channels, placement: Placement, rank: int, device: torch.device | str | int
 ) -> float:
-    """Seconds by which the next rank's ``perf_counter`` is ahead of this one's; collective.
+    """Measure by how many seconds the next rank's ``perf_counter`` is ahead; collective.
 
     As :func:`link_times`, between two steps. 0 on the last rank, which has none behind it.
     """
@@ -65,7 +65,7 @@ def _back(channel: Channel) -> Channel:
 def _fastest_round(
     channels: Channels, channel: Channel, begins: bool, allocate: Callable[[], torch.Tensor]
 ) -> tuple[float, float]:
-    """Seconds of the fastest round, and by how much the answer in it is past the round's middle.
+    """Return the seconds of the fastest round, and of its answer past the round's middle.
 
     Each message is received where it stands in the round, after the one before it: a host that
     waits for its GPU waits for nothing that the other end cannot do yet.
@@ -97,7 +97,7 @@ def _received(
 
 
 def _finished(tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor, once what makes it has run; nothing else of the GPU is waited for."""
+    """Return the tensor once it has been computed; wait for nothing else of the GPU."""
     if tensor.is_cuda:
         torch.cuda.current_stream(tensor.device).synchronize()
     return tensor

@@ -26,7 +26,7 @@ from megatron_zb.schedules.program.rollback import Rollback
 
 
 class StateExchange:
-    """The state of a step on its way: down the pipeline in parts, and whole from the last rank.
+    """Exchange of a step's state: partial down the pipeline, and full from the last rank.
 
     A state is a vector of numbers that add up over the ranks. It travels between hosts, over a
     group of its own. The full one goes from the last rank directly to every other, so that a rank
@@ -51,7 +51,7 @@ class StateExchange:
         return self._place == len(self._ranks) - 1
 
     def partial(self, own: torch.Tensor) -> torch.Tensor:
-        """This rank's state and those of all ranks before it; waits for the rank before."""
+        """Return the sum of this rank's state and those before it; wait for the rank before."""
         if self._place == 0:
             return own.clone()
         received = self._empty()
@@ -59,7 +59,7 @@ class StateExchange:
         return received + own
 
     def pass_on(self, partial: torch.Tensor) -> None:
-        """Tell the next rank; the last one tells all others. Waits for none of them."""
+        """Send the state to the next rank, or from the last one to all others; wait for none."""
         self.finish()
         if self._is_last:
             self._full = partial
@@ -71,7 +71,7 @@ class StateExchange:
         self._send(partial, self._ranks[self._place + 1])
 
     def full(self) -> torch.Tensor:
-        """The state of all ranks; waits for it."""
+        """Wait for the state of all ranks and return it."""
         assert self._full is not None, "no state has been passed on"
         if self._full_work is not None:
             self._full_work.wait()
@@ -86,7 +86,7 @@ class StateExchange:
         self._sends.clear()
 
     def close(self) -> None:
-        """Give the group back; collective over the pipeline."""
+        """Destroy the group; collective over the pipeline."""
         self.finish()
         dist.destroy_process_group(self._group)
 

@@ -1,4 +1,4 @@
-"""When a rank ran each pass, and what each pass did to its memory."""
+"""Recorders of the times of each pass on a rank, and of its change of memory."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from megatron_zb.schedules.passes import Channel, Message, Pass, PassKind
 class Span(NamedTuple):
     """A pass that ran, or a message that was waited for; seconds since the recorder's beginning.
 
-    ``marks`` are what was begun within a pass, and when, in this order.
+    ``marks`` are the names and times of what was begun within a pass, in this order.
     """
 
     of: Pass | Message
@@ -26,7 +26,7 @@ class Span(NamedTuple):
 
 
 class TimedEvent(Protocol):
-    """A mark in what a GPU has been given to do, with the time at which the GPU came to it."""
+    """An event in a GPU's stream, with the time at which the GPU reached it."""
 
     def record(self) -> None: ...
 
@@ -40,7 +40,7 @@ def _gpu_event() -> TimedEvent:
 
 
 class Recorder:
-    """An observer that takes times: the host's, or the GPU's where passes run on one.
+    """An observer that records times: the host's, or the GPU's where passes run on one.
 
     On a GPU the host waits for it at the beginning and in :meth:`spans`, never between.
     """
@@ -58,22 +58,22 @@ class Recorder:
 
     @contextmanager
     def running(self, work: Pass) -> Iterator[None]:
-        """Around a pass."""
+        """Record the span of a pass that runs in this context."""
         self._within = []
         with self._marked(work):
             yield
 
     def mark(self, name: str) -> None:
-        """Within a pass: from here on, this is what is done."""
+        """Mark within a pass that the work called ``name`` begins here."""
         self._within.append((name, self._now()))
 
     def finish(self) -> None:
-        """The step has ended, with all that comes after its passes."""
+        """Record the end of the step, with all that comes after its passes."""
         self._finished = self._now()
 
     @contextmanager
     def waiting(self, channel: Channel, message: Message) -> Iterator[None]:
-        """Around the wait for a message."""
+        """Record the span of the wait for a message in this context."""
         with self._marked(message):
             yield
 
@@ -97,7 +97,7 @@ class Recorder:
         return float(self._beginning.elapsed_time(mark)) / 1000
 
     def spans(self) -> list[Span]:
-        """Everything since the beginning, in the order in which it ended."""
+        """Return all spans since the beginning, in the order in which they ended."""
         if self._on_gpu and self._marks:
             self._marks[-1][2].synchronize()
         return [
@@ -112,21 +112,21 @@ class Recorder:
 
     @property
     def seconds(self) -> float:
-        """From the beginning to :meth:`finish`."""
+        """Seconds from the beginning to :meth:`finish`."""
         if self._on_gpu:
             self._finished.synchronize()
         return self._seconds(self._finished)
 
 
 class Memory(Protocol):
-    """What counts bytes: an allocator, or hooks of autograd."""
+    """Counter of bytes: an allocator, or hooks of autograd."""
 
     @property
     def live_bytes(self) -> int: ...
 
 
 class AllocatedMemory:
-    """All that tensors take on this rank's GPU, by its allocator; the host need not wait for it.
+    """Bytes of all tensors on this rank's GPU, by its allocator; the host need not wait for it.
 
     Between two passes messages come and go, so that what a pass itself allocates and frees differs
     from what it leaves held by the messages that it reads and makes.
@@ -138,7 +138,7 @@ class AllocatedMemory:
 
 
 class MemoryRecorder:
-    """An observer that takes down by how many bytes each pass changes what is live."""
+    """An observer that records the change of live bytes by each pass."""
 
     def __init__(self, memory: Memory) -> None:
         self._memory = memory
@@ -147,11 +147,11 @@ class MemoryRecorder:
 
     @contextmanager
     def running(self, work: Pass) -> Iterator[None]:
-        """Around a pass."""
+        """Record the change of live bytes by the pass that runs in this context."""
         before = self._memory.live_bytes
         yield
         self.changes[work.kind, work.stage].append(self._memory.live_bytes - before)
 
     def waiting(self, channel: Channel, message: Message) -> nullcontext[None]:
-        """A wait changes nothing that a pass holds."""
+        """Return an empty context: a wait changes nothing that a pass holds."""
         return nullcontext()

@@ -1,4 +1,4 @@
-"""How long gradients take to be summed over ranks."""
+"""Measurement of the time to sum gradients over ranks."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _ROUNDS = 4
 
 
 def seconds_over_a_link(numbers: int, device: torch.device | str | int) -> float:
-    """Seconds in which so many float32 numbers pass a link once; the same on every rank.
+    """Measure the seconds for ``numbers`` float32 values to pass a link once; equal on all ranks.
 
     Collective over all ranks of the job: they are summed over all of them a few times, and the
     fastest counts. A ring over k ranks sends 2(k-1)/k of them over each link. 0 for one rank.

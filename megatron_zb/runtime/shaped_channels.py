@@ -1,4 +1,4 @@
-"""Messages whose shape the reader does not know: the shape travels ahead of each, as a header."""
+"""Messages of shapes that the reader does not know: each shape travels ahead, as a header."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _HEADER_LENGTH = 8
 
 
 class ShapedChannels:
-    """Channels on which every message may have another shape; serves where Channels do.
+    """Channels on which every message may have another shape; used in place of Channels.
 
     A header goes from host to host when the pass that makes the message has been enqueued, so
     reading it waits for no GPU. The reader's host waits for it where the receive stands in the
@@ -45,14 +45,14 @@ class ShapedChannels:
         return self._channels.take(message)
 
     def send(self, channel: Channel, tensor: torch.Tensor, slots: int) -> None:
-        """Send as the channel's next message, its shape first."""
+        """Send a tensor as the channel's next message, its shape first."""
         header = _empty_header().zero_()
         header[: tensor.dim() + 1] = torch.tensor([tensor.dim(), *tensor.shape], device="cpu")
         self._headers.send(channel, header, slots)
         self._channels.send(channel, tensor, slots)
 
     def between_passes(self) -> None:
-        """Let go of what has been taken."""
+        """Release the sends that have been taken."""
         self._headers.between_passes()
         self._channels.between_passes()
 

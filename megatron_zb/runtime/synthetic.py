@@ -10,7 +10,7 @@ from megatron_zb.schedules.costs import StageCosts
 
 
 class SyntheticStage:
-    """Takes the seconds of F, B, W and BW on the clock and hands its input on."""
+    """A stage that sleeps for the seconds of F, B, W and BW and sends messages without content."""
 
     def __init__(self, stage: int, costs: StageCosts) -> None:
         self._forward = costs.forward[stage]
@@ -37,4 +37,4 @@ class SyntheticStage:
         return None if self._is_first else self._payload
 
     def reset(self) -> None:
-        """There is nothing to forget."""
+        """Do nothing: there is nothing to forget."""

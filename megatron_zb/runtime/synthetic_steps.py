@@ -1,4 +1,4 @@
-"""Steps of stages that sleep, on ranks of this machine; what shows a bubble without a GPU."""
+"""Steps of stages that sleep, on ranks of this machine; they show a bubble without a GPU."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ def join(rank: int, ranks: int, meeting_point: str | None = None) -> None:
     """Make this process a rank of a gloo group.
 
     Args:
-        rank: which one.
-        ranks: how many there are.
-        meeting_point: a path which is not there yet; where torchrun says, if there is none.
+        rank: of this process.
+        ranks: number of ranks.
+        meeting_point: a path that does not exist yet; None for the address that torchrun gives.
     """
     os.environ["OMP_NUM_THREADS"] = "1"
     _sleep_exactly()
@@ -43,7 +43,7 @@ def _sleep_exactly() -> None:
 
 
 def seconds_of_link(rank: int, ranks: int) -> float:
-    """Measure a message between neighbours of a V, the mean of all links; collective."""
+    """Measure the mean seconds of a message between neighbours of a V; collective."""
     placement = v_shape(ranks)
     channels = Channels(list(range(ranks)), placement, "cpu")
     links = link_times(channels, placement, rank, lambda: torch.zeros(64))
@@ -66,7 +66,7 @@ class Steps:
         self.seconds()
 
     def seconds(self, progress: Progress | None = None) -> float:
-        """From a barrier to the end of the last rank."""
+        """Run a step and return its seconds, from a barrier to the end of the last rank."""
         dist.barrier()
         start = time.perf_counter()
         with progress.step() if progress else nullcontext():

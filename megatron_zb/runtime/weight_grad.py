@@ -54,12 +54,12 @@ class WeightGradQueue:
             self.end()
 
     def begin(self, microbatch: int) -> None:
-        """Collect from here on, until :meth:`end`: a B begins."""
+        """Begin to collect the weight gradients of a B, until :meth:`end`."""
         self._microbatches.append((microbatch, deque()))
         self.deferring = True
 
     def end(self) -> None:
-        """The B has ended, or failed."""
+        """End the collection: the B has ended, or failed."""
         self.deferring = False
         self.scratch = {}
 
@@ -80,7 +80,7 @@ class WeightGradQueue:
         self._microbatches[-1][1].append(WeightGradTask(compute, operands, tuple(weights), prepare))
 
     def weights(self, microbatch: int) -> Counter[int]:
-        """How many gradients the W of a microbatch brings for each weight, by its ``id``."""
+        """Count the gradients that W of a microbatch computes for each weight, by its ``id``."""
         tasks = (
             task for number, held in self._microbatches for task in held if number == microbatch
         )

@@ -1,4 +1,4 @@
-"""Pipeline schedules: what to run in which order. Pure Python, needs neither torch nor Megatron."""
+"""Pipeline schedules: the order of passes on every rank. Pure Python, without torch or Megatron."""
 
 from megatron_zb.schedules.catalog import build, names
 from megatron_zb.schedules.costs import Costs

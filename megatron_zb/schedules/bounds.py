@@ -17,7 +17,7 @@ from megatron_zb.schedules.placement import Placement
 def lower_bound(
     placement: Placement, num_microbatches: int, costs: StageCosts, limit: Sequence[float]
 ) -> float:
-    """Seconds that no schedule of this placement goes below; ``limit[r]`` in units of activation.
+    """Return a lower bound in seconds for any schedule; ``limit[r]`` is in units of activation.
 
     For every rank: its work, the wait until its first F or B, and the wait after its last F, when
     only what memory could hold is left to do; and Little's law, by which memory times time cannot
@@ -34,7 +34,7 @@ def lower_bound(
 def period_bound(
     placement: Placement, num_microbatches: int, costs: StageCosts, limit: Sequence[float]
 ) -> float:
-    """Seconds that each of many iterations in a row takes at least, with no barrier between them.
+    """Return a lower bound in seconds for each of many iterations with no barrier between them.
 
     The work of the busiest rank, and Little's law: waits at the ends of an iteration do not count,
     because the next one fills them.
@@ -46,14 +46,14 @@ def period_bound(
 
 
 def earliest_starts(placement: Placement, costs: StageCosts) -> tuple[float, ...]:
-    """Seconds until the first microbatch can have come to each rank."""
+    """Return the earliest start of the first microbatch on each rank, in seconds."""
     return tuple(_forward_time(costs, 0, held[0]) for held in placement.stages_of)
 
 
 def usable_limit(
     placement: Placement, num_microbatches: int, costs: StageCosts, limit: Sequence[float]
 ) -> tuple[float, ...]:
-    """What of each rank's limit can be filled: whole activations, and no more than there are.
+    """Return the part of each rank's limit that activations can fill: whole ones, at most all.
 
     Limits that differ only in what no schedule could use are the same problem.
     """
@@ -64,7 +64,7 @@ def usable_limit(
 
 
 def _usable(costs: StageCosts, limit: float, stages: Sequence[int]) -> float:
-    """What of a limit whole activations fill, where all of a rank's are equal and kept whole."""
+    """Return the part of a limit that whole activations fill, if all are equal and kept whole."""
     sizes = {costs.activation[s] for s in stages} | {costs.held_for_weight[s] for s in stages}
     if len(sizes) > 1 or not (size := sizes.pop()):
         return limit
@@ -105,7 +105,7 @@ def _work(m: int, costs: StageCosts, stages: Sequence[int]) -> float:
 
 
 def _least(costs: StageCosts, stage: int) -> float:
-    """Memory per (B+W) second at its densest: an activation, or what is kept when B is done."""
+    """Return the memory per (B+W) second at its densest: an activation, or what is kept after B."""
     backward, weight = costs.backward[stage], costs.weight[stage]
     if weight <= 0:
         return costs.activation[stage]
@@ -113,7 +113,7 @@ def _least(costs: StageCosts, stage: int) -> float:
 
 
 def _most(m: int, limit: float, items: Iterable[tuple[float, float]]) -> float:
-    """The most time whose memory fits: ``(seconds, memory)`` of m pieces of each item."""
+    """Return the most time whose memory fits: ``(seconds, memory)`` of m pieces of each item."""
     total = 0.0
     for seconds, memory in sorted(items, key=lambda item: item[1] / item[0] if item[0] else 0.0):
         if memory * m <= limit:
@@ -126,12 +126,12 @@ def _most(m: int, limit: float, items: Iterable[tuple[float, float]]) -> float:
 
 
 def _forward_time(costs: StageCosts, start: int, stop: int) -> float:
-    """From the start of F on stage ``start`` to its arrival at stage ``stop``."""
+    """Return the seconds from the start of F on stage ``start`` to its arrival at ``stop``."""
     return sum(costs.forward[s] + costs.forward_hop[s] for s in range(start, stop))
 
 
 def _backward_time(costs: StageCosts, start: int, stop: int) -> float:
-    """From the start of B on stage ``start`` down to its arrival at stage ``stop``."""
+    """Return the seconds from the start of B on stage ``start`` down to its arrival at ``stop``."""
     return sum(costs.backward[s] + costs.backward_hop[s] for s in range(start, stop, -1))
 
 

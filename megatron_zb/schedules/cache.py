@@ -1,7 +1,7 @@
-"""Schedules that have been searched, in a folder, to be found again.
+"""Cache of searched schedules in a folder.
 
-A file is JSON: what was asked for, and the compute-only table that came of it. It is checked like
-any file from elsewhere: what does not fit what is asked for is not used.
+A file is JSON: the request, and the compute-only table that came of it. It is checked like any
+file from elsewhere: one that does not fit the request is not used.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _MOST_BYTES = 256 * 2**20
 
 
 def described(name: str, request: dict[str, Any]) -> dict[str, Any]:
-    """What a schedule is asked for, as JSON can hold it: equal for equal calls of ``build``.
+    """Describe a request for a schedule in JSON values: equal for equal calls of ``build``.
 
     Args:
         name: of the schedule.
@@ -48,17 +48,17 @@ def described(name: str, request: dict[str, Any]) -> dict[str, Any]:
 
 
 def key_of(values: dict[str, Any]) -> str:
-    """A digest of what is asked for."""
+    """Return a digest of a described request."""
     return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()[:24]
 
 
 def pack(schedule: Schedule) -> dict[str, str]:
-    """A schedule as texts."""
+    """Return a schedule as texts: its reason and its table."""
     return {"reason": schedule.reason, "table": interchange.to_csv(schedule)}
 
 
 def unpack(texts: Any, name: str, request: dict[str, Any]) -> Schedule:
-    """The schedule of :func:`pack`, parsed and validated.
+    """Parse and validate the schedule of :func:`pack`.
 
     Args:
         texts: what was packed, or anything else.
@@ -97,11 +97,11 @@ class Cache:
         self._folder = folder
 
     def path(self, name: str, request: dict[str, Any]) -> Path:
-        """The file of what is asked for; it depends on the version and on what searched."""
+        """Return the file of a request; it depends on the version and on compiled kernels."""
         return self._folder / f"{key_of(_asked(name, request))}.json"
 
     def read(self, name: str, request: dict[str, Any]) -> Schedule | None:
-        """The schedule that was kept for a request, None if there is no file.
+        """Return the schedule that was kept for a request, None if there is no file.
 
         Raises:
             UsageError: there is a file, and it is not that of the request.
@@ -126,7 +126,7 @@ class Cache:
             raise UsageError(f"{path} is no kept schedule: {error}") from error
 
     def write(self, name: str, request: dict[str, Any], schedule: Schedule) -> None:
-        """Keep a schedule; whoever reads meanwhile finds the whole file or none.
+        """Write a schedule; whoever reads meanwhile finds the whole file or none.
 
         Raises:
             UsageError: the file cannot be written.
@@ -149,7 +149,7 @@ class Cache:
 
 
 def _asked(name: str, request: dict[str, Any]) -> dict[str, Any]:
-    """What a kept schedule depends on, as JSON gives it back."""
+    """Return all values that a kept schedule depends on, as JSON gives them back."""
     mine = {"version": __version__, "compiled": kernels.available()}
     whole: dict[str, Any] = json.loads(json.dumps({**described(name, request), **mine}))
     return whole

@@ -1,4 +1,4 @@
-"""The schedules by name, and how one is built from its name."""
+"""Schedules by name, and the function that builds one of them."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ def _interval_of_v_min(rank: RankSeconds) -> float:
 class Family:
     """One named schedule.
 
-    ``placement(p, chunks)`` is where its stages stand, with its own number of chunks for None; None
+    ``placement(p, chunks)`` places its stages, with its own number of chunks for None; it is None
     where the costs decide. ``peak(p, m)`` bounds the activations of the worst rank in microbatches
     of a whole rank, None where the limit alone decides. ``takes_chunks`` and ``takes_group_size``
     tell which choices it leaves to the user; ``peak`` is for the default ones. ``bubble`` is the
@@ -118,7 +118,7 @@ class Family:
         return self.splits_backward or self.searches
 
     def peak_microbatches(self, p: int, m: int) -> float:
-        """The bound with the default choices; 1F1B's p for ``auto``, its limit if none is given."""
+        """Return the bound with the default choices; p for ``auto``, its limit if none is given."""
         return self.peak(p, m) if self.peak else p
 
 
@@ -283,17 +283,17 @@ _BY_NAME = {name: f for f in _FAMILIES for name in (f.name, *f.aliases)}
 
 
 def names() -> list[str]:
-    """The names that :func:`build` takes, without aliases."""
+    """Return the names that :func:`build` takes, without aliases."""
     return [f.name for f in _FAMILIES]
 
 
 def suggest(name: str) -> list[str]:
-    """The known names nearest to a misspelt one, best first."""
+    """Return the known names nearest to a misspelt one, best first."""
     return difflib.get_close_matches(name.lower(), _BY_NAME, n=3, cutoff=0.3)
 
 
 def family(name: str) -> Family:
-    """Look a name or an alias up.
+    """Look up a schedule by its name or alias.
 
     Raises:
         UsageError: there is no such schedule; the nearest names are given.
@@ -329,7 +329,7 @@ def build(
         name: one of :func:`names`, or ``zbv``.
         pipeline_size: pipeline ranks p, 2 or more.
         num_microbatches: microbatches m per iteration, 1 or more.
-        costs: what passes cost; equal ones (1, 1, 1, no p2p) when left out.
+        costs: of passes and messages; equal ones (1, 1, 1, no p2p) when left out.
         memory_limit: the most activation memory a rank may hold, as a fraction of 1F1B's peak,
             which is p microbatches of activations on the first rank; None leaves the schedule its
             own peak.
@@ -337,7 +337,7 @@ def build(
             ``costs.fixed``, for every rank or for each.
         chunks, group_size: model chunks per rank (interleaved, wave, auto) and microbatches that
             pass a chunk together (interleaved).
-        num_layers: lets ``auto`` leave out what cannot hold so many layers evenly.
+        num_layers: lets ``auto`` leave out placements that cannot hold so many layers evenly.
         placement: binds ``auto`` to a placement, such as that of a model that has been built.
         back_to_back: make iterations short that follow one another with no barrier between them, as
             with optimizer post-validation: the next one fills the waits at the ends of this one.

@@ -1,4 +1,4 @@
-"""What passes and messages cost: seconds per stage and kind, seconds per link, bytes per stage."""
+"""Costs of passes and messages: seconds per stage and kind, seconds per link, bytes per stage."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from megatron_zb.schedules.passes import Pass, PassKind
 from megatron_zb.schedules.placement import Placement
 
 MOST_RANKS = 1024
-"""Of a pipeline; there is a time for every link between two of them."""
+"""Most ranks of a pipeline; there is a time for every link between two of them."""
 
 
 @dataclass(frozen=True)
@@ -21,8 +21,8 @@ class StageCosts:
     """Costs resolved for the stages of one placement (see :meth:`Costs.for_placement`).
 
     ``forward_hop[s]`` is the time of the message from stage s to s+1 and ``backward_hop[s]`` from
-    stage s to s-1, 0 on the same rank. ``activation[s]`` is what F(s) holds and
-    ``held_for_weight[s]`` what is still held between B(s) and W(s). ``whole`` are the seconds of
+    stage s to s-1, 0 on the same rank. ``activation[s]`` is the memory that F(s) holds and
+    ``held_for_weight[s]`` the part still held between B(s) and W(s). ``whole`` are the seconds of
     BW; where it is empty, BW takes as long as B and W. ``others`` has those of other kinds.
     """
 
@@ -49,7 +49,7 @@ class StageCosts:
 
     @cached_property
     def hops(self) -> dict[PassKind, tuple[float, ...]]:
-        """Seconds on the way of what a pass of each kind and stage has made."""
+        """Transfer seconds of the output of a pass of each kind and stage."""
         none = (0.0,) * len(self.forward_hop)
         hops = dict.fromkeys(PassKind, none)
         backward = dict.fromkeys((PassKind.B, PassKind.BW), self.backward_hop)
@@ -57,7 +57,7 @@ class StageCosts:
 
     @cached_property
     def memory(self) -> dict[PassKind, tuple[tuple[float, ...], tuple[float, ...]]]:
-        """What a pass of each kind and stage takes when it begins, and frees when it has ended."""
+        """Memory that a pass of each kind and stage takes at its start, and frees at its end."""
         none, held, kept = (0.0,) * len(self.activation), self.activation, self.held_for_weight
         by_b = tuple(a - b for a, b in zip(held, kept, strict=True))
         return {
@@ -77,7 +77,7 @@ class StageCosts:
         return self.whole or tuple(b + w for b, w in split)
 
     def shortest(self) -> StageCosts:
-        """With W as short as a whole backward makes it, where that takes less than its halves."""
+        """Return the costs with W shortened where a whole backward takes less than its halves."""
         if not self.whole:
             return self
         fused = zip(self.weight, self.whole, self.backward, strict=True)
@@ -86,13 +86,13 @@ class StageCosts:
         )
 
     def duration(self, p: Pass) -> float:
-        """Seconds of one pass."""
+        """Return the seconds of one pass."""
         return self.seconds[p.kind][p.stage]
 
 
 @dataclass(frozen=True)
 class Costs:
-    """Costs of one microbatch, told without knowing how the model will be cut into stages.
+    """Costs of one microbatch, independent of how the model will be cut into stages.
 
     The model is described as equal numbers of layers in consecutive *slices* (any number of them,
     often one per pipeline rank or per layer): ``forward``, ``backward`` (input gradient) and
@@ -124,7 +124,7 @@ class Costs:
         weight: float,
         p2p: float = 0.0,
     ) -> Costs:
-        """Equal costs everywhere.
+        """Build costs that are equal everywhere.
 
         Args:
             pipeline_size: number of pipeline ranks p.
@@ -158,7 +158,7 @@ class Costs:
         fixed: Sequence[float] | None = None,
         whole: Sequence[float] = (),
     ) -> Costs:
-        """Costs of consecutive slices of the model (see the class).
+        """Build the costs of consecutive slices of the model (see the class).
 
         ``activation`` defaults to ``p / slices`` for each slice, so that memory is counted in
         microbatches of a whole rank; ``held_for_weight`` defaults to all of it.
@@ -229,11 +229,11 @@ class Costs:
             raise UsageError("costs: slowdown is zero: give a positive factor, such as 1.0")
 
     def one_f_one_b_peak(self) -> float:
-        """1F1B's peak: p microbatches of the activations of its first rank."""
+        """Return 1F1B's peak: p microbatches of the activations of its first rank."""
         return self.pipeline_size * _resample(self.activation, self.pipeline_size)[0]
 
     def averaged(self) -> Costs:
-        """The same model seen with one cost for all: what most published schedulers see.
+        """Return the same model with one cost for all, as most published schedulers see it.
 
         Every slice, rank and link gets the median of its kind.
         """

@@ -44,7 +44,7 @@ class _Cell(NamedTuple):
 
 
 def to_csv(schedule: Schedule) -> str:
-    """The schedule as a compute-only table.
+    """Return the schedule as a compute-only table.
 
     Raises:
         UsageError: a forward-only schedule: a table is for training.
@@ -61,7 +61,7 @@ def _cell_text(p: Pass) -> str:
 
 
 def digest(schedule: Schedule) -> str:
-    """A short text that differs where the tables of two schedules do."""
+    """Return a digest of the schedule's table, of 12 hexadecimal digits."""
     return hashlib.sha256(to_csv(schedule).encode()).hexdigest()[:12]
 
 
@@ -127,7 +127,7 @@ def _read(path: Path) -> str:
 
 
 def _cells(name: str, text: str) -> list[list[_Cell]]:
-    """The passes of every row; empty lines at the end of the text are no rows."""
+    """Return the passes of every row; empty lines at the end of the text are no rows."""
     rows: list[list[_Cell]] = []
     left = _MOST_CELLS
     for row, texts in _split(name, text):
@@ -215,7 +215,7 @@ def _placement(name: str, pipeline_size: int, rank_of: tuple[int, ...]) -> Place
 def _point_at_cell(
     schedule: Schedule, rows: Sequence[Sequence[_Cell]], error: InvalidSchedule
 ) -> NoReturn:
-    """Tell the place in the words of the table, which counts from 1 and has idle cells."""
+    """Raise the error with its place in the table, which counts from 1 and has idle cells."""
     if error.rank is None or error.position is None:
         raise error
     work, column = rows[error.rank][error.position]
@@ -237,7 +237,7 @@ _TRACE_COLOUR = {
 
 
 def to_chrome_trace(timelines: Timeline | Mapping[str, Timeline]) -> str:
-    """Timelines in the Trace Event Format: open it in Perfetto or chrome://tracing.
+    """Return timelines in the Trace Event Format, for Perfetto or chrome://tracing.
 
     A process for each timeline, named if there are several, with a thread and a memory counter for
     every rank; times are microseconds, memory is in the unit of the costs.
@@ -284,7 +284,7 @@ def _pass_events(timeline: Timeline, rank: int) -> Iterator[dict[str, Any]]:
 
 
 def _memory_events(timeline: Timeline, rank: int) -> Iterator[dict[str, Any]]:
-    """What a rank holds, from the start of each pass and after its last one."""
+    """Yield the memory that a rank holds, from the start of each pass and after its last one."""
     if not timeline.start[rank]:
         return
     times = (*timeline.start[rank], timeline.end[rank][-1])

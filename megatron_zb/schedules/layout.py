@@ -1,4 +1,4 @@
-"""Which layers stand on which stage: spread evenly, balanced, or told by a text."""
+"""Layers of each stage: spread evenly, balanced, or given by a text."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ Letters = tuple[str, ...]
 
 @dataclass(frozen=True)
 class Layers:
-    """What has to be placed on the stages of a pipeline.
+    """Layers to be placed on the stages of a pipeline.
 
     ``embedding`` and ``output`` say for how many decoder layers the embedding and the output layer
-    count when layers are shared out; ``first`` and ``last`` fix the layers of the first and the
+    count when layers are distributed; ``first`` and ``last`` fix the layers of the first and the
     last stage. ``multi_token`` prediction layers stand before the output layer.
     """
 
@@ -35,7 +35,7 @@ class Layers:
 
 
 def spread(layers: Layers, placement: Placement) -> Layout:
-    """As evenly as they go: what runs where nothing else is asked for.
+    """Spread layers as evenly as they go: the layout where no other is asked for.
 
     Where they do not divide, the ranks that hold the embedding and the output layer have less.
 
@@ -54,7 +54,7 @@ def spread(layers: Layers, placement: Placement) -> Layout:
 
 
 def balanced(layers: Layers, placement: Placement) -> Layout:
-    """As evenly as what the ends count for allows; an end may stand alone on its stage.
+    """Balance layers as evenly as the ends allow; an end may be alone on its stage.
 
     Raises:
         UsageError: there are too few layers.
@@ -69,7 +69,7 @@ def balanced(layers: Layers, placement: Placement) -> Layout:
 
 
 def choices(layers: int, placement: Placement, embedding: float, output: float) -> list[Layout]:
-    """Spread evenly, and balanced for ends that count for so many layers; where there are enough.
+    """Return the even layout, and that balanced for such ends, where there are enough layers.
 
     The even one comes first, if it can be had.
     """
@@ -83,7 +83,7 @@ def choices(layers: int, placement: Placement, embedding: float, output: float) 
 
 @lru_cache(maxsize=4096)
 def _shared_out(layers: Layers, placement: Placement, least_at_ends: int) -> Layout:
-    """One layer at a time to the rank with the least to do, on its smallest stage.
+    """Add one layer at a time to the rank with the least to do, on its smallest stage.
 
     Every stage has one from the beginning, but for the ends, which have ``least_at_ends``. Ranks
     and stages with an end come last among equals: the simulator says that steps are shorter so.
@@ -114,7 +114,7 @@ def _describe_ends(layers: Layers) -> str:
 
 
 def is_megatrons(letters: Letters, layers: Layers, placement: Placement) -> bool:
-    """Whether Megatron by itself has these layers on these ranks.
+    """Return whether Megatron by itself has these layers on these ranks.
 
     It has one chunk on a rank, and as many layers on one as on another, where the ends of the model
     count as ``layers`` says; if those of the first or last rank are fixed, the others are alike.
@@ -128,14 +128,14 @@ def is_megatrons(letters: Letters, layers: Layers, placement: Placement) -> bool
 
 
 def lettered(layout: Layout, multi_token: int = 0) -> Letters:
-    """All layers of stages that have so many decoder layers."""
+    """Return all layers of stages that have so many decoder layers, as letters."""
     first, *others = ["t" * count for count in layout]
     *before, last = ["E" + first, *others]
     return (*before, last + "m" * multi_token + "L")
 
 
 def text(letters: Letters) -> str:
-    """As ``--pipeline-model-parallel-layout`` takes it, such as ``Et|tt|tt|tL``."""
+    """Format a layout for ``--pipeline-model-parallel-layout``, such as ``Et|tt|tt|tL``."""
     return "|".join(letters)
 
 
@@ -175,7 +175,7 @@ _REPEATED = (re.compile(r"\(([^()]+)\)\*(\d{1,9})"), re.compile(r"([^*])\*(\d{1,
 
 
 def _unrolled(layout: str) -> str:
-    """Without commas, and with every group and every letter as often as it is said to be there."""
+    """Remove commas, and write out every repeated group and letter."""
     found = layout.replace(",", "")
     for pattern in _REPEATED:
         parts = [len(one) * int(times) for one, times in pattern.findall(found)]

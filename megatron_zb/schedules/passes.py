@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 
 class PassKind(str, Enum):
-    """What a pass computes for one stage and one microbatch.
+    """Computation of a pass for one stage and one microbatch.
 
     ``F`` forward, ``B`` input gradient, ``W`` weight gradient, ``BW`` both gradients at once
     (*Zero Bubble Pipeline Parallelism*, arXiv 2401.10241, section 2).
@@ -18,7 +18,7 @@ class PassKind(str, Enum):
     T of the same stage and microbatch, on the same rank; ``U`` the update of the stage's students,
     after the last S of a step.
 
-    What passes of a kind need, make and may not break is told by the rules of their schedule:
+    The rules of a schedule define the inputs, outputs and valid orders of its passes:
     :class:`megatron_zb.schedules.rules.Rules`.
     """
 

@@ -1,4 +1,4 @@
-"""Which logical pipeline rank holds which stage."""
+"""Placement of stages on logical pipeline ranks."""
 
 from __future__ import annotations
 
@@ -33,11 +33,11 @@ class Placement:
 
     @property
     def ranks_of(self) -> tuple[tuple[int, ...], ...]:
-        """The ranks of each stage: one, but for :class:`GroupPlacement`."""
+        """Ranks of each stage: one, but for :class:`GroupPlacement`."""
         return tuple((rank,) for rank in self.rank_of)
 
     def rank_at(self, stage: int, microbatch: int) -> int:
-        """The rank on which a microbatch passes a stage."""
+        """Return the rank on which a microbatch passes a stage."""
         return self.rank_of[stage]
 
     @property
@@ -47,7 +47,7 @@ class Placement:
 
     @cached_property
     def stages_of(self) -> tuple[tuple[int, ...], ...]:
-        """The stages of each rank, in model order."""
+        """Stages of each rank, in model order."""
         held: list[list[int]] = [[] for _ in range(self.pipeline_size)]
         for stage, rank in enumerate(self.rank_of):
             held[rank].append(stage)
@@ -58,7 +58,7 @@ class Placement:
         return tuple(self.stages_of[rank].index(s) for s, rank in enumerate(self.rank_of))
 
     def chunk_of(self, stage: int) -> int:
-        """The chunk index of a stage on its rank."""
+        """Return the chunk index of a stage on its rank."""
         return self._chunk_of[stage]
 
 
@@ -82,7 +82,7 @@ class GroupPlacement(Placement):
         return self.groups
 
     def rank_at(self, stage: int, microbatch: int) -> int:
-        """The rank on which a microbatch passes a stage."""
+        """Return the rank on which a microbatch passes a stage."""
         group = self.groups[stage]
         return group[microbatch % len(group)]
 
@@ -101,17 +101,19 @@ class GroupPlacement(Placement):
 
     @cached_property
     def stages_of(self) -> tuple[tuple[int, ...], ...]:
-        """The one stage of each rank."""
+        """The one stage of each rank, as a tuple."""
         stage_of = {rank: stage for stage, group in enumerate(self.groups) for rank in group}
         return tuple((stage_of[rank],) for rank in range(self.pipeline_size))
 
     def chunk_of(self, stage: int) -> int:
-        """Always 0."""
+        """Return 0: a rank has one stage."""
         return 0
 
 
 def grouped(groups: Sequence[Sequence[int]]) -> GroupPlacement:
-    """Stage s on the ranks ``groups[s]``; together the groups are ranks 0 to p-1, in any order.
+    """Return the placement of stage s on the ranks ``groups[s]``.
+
+    Together the groups are ranks 0 to p-1, in any order.
 
     Raises:
         UsageError: a group is empty, or a rank is in two groups or in none.
@@ -127,13 +129,13 @@ def grouped(groups: Sequence[Sequence[int]]) -> GroupPlacement:
 
 
 def looped(pipeline_size: int, chunks: int = 1) -> Placement:
-    """Stage s on rank s mod p: 1F1B (one chunk) and interleaved 1F1B."""
+    """Return the placement of stage s on rank s mod p: 1F1B (one chunk) and interleaved 1F1B."""
     _check(pipeline_size, chunks)
     return Placement("looped", pipeline_size, tuple(range(pipeline_size)) * chunks)
 
 
 def wave(pipeline_size: int, chunks: int) -> Placement:
-    """Zig-zag: every odd chunk runs back through the ranks (Hanayo, arXiv 2308.15762)."""
+    """Return a zig-zag: every odd chunk runs back through the ranks (Hanayo, arXiv 2308.15762)."""
     _check(pipeline_size, chunks)
     there = tuple(range(pipeline_size))
     ranks = tuple(r for c in range(chunks) for r in (there if c % 2 == 0 else there[::-1]))
@@ -141,7 +143,7 @@ def wave(pipeline_size: int, chunks: int) -> Placement:
 
 
 def v_shape(pipeline_size: int) -> Placement:
-    """Stages i and 2p-1-i on rank i (arXiv 2405.15362, section 4)."""
+    """Return the placement of stages i and 2p-1-i on rank i (arXiv 2405.15362, section 4)."""
     return wave(pipeline_size, 2)
 
 

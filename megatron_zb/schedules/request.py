@@ -1,4 +1,4 @@
-"""What a schedule family is asked for."""
+"""Request for a schedule: sizes, costs and limits."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from megatron_zb.schedules.placement import Placement
 from megatron_zb.schedules.simulator import Timeline
 
 MOST_FORWARDS = 2**20
-"""Of all stages together; what is larger takes minutes to build, and is a slip of the hand."""
+"""Most forwards of all stages together; more take minutes to build, and are a slip of the hand."""
 
 
 def check_size(name: str, stages: int, microbatches: int) -> None:
-    """Refuse what nobody could wait for.
+    """Refuse sizes whose schedule would take too long to build.
 
     Raises:
         UsageError: names both numbers, and how many passes can be had.
@@ -28,7 +28,7 @@ def check_size(name: str, stages: int, microbatches: int) -> None:
 
 
 def keeps(peaks: Sequence[float], limits: Sequence[float]) -> bool:
-    """Whether no rank holds more than it may, but for rounding."""
+    """Return whether no rank holds more than it may, but for rounding."""
     return all(peak <= most * (1 + 1e-9) + 1e-9 for peak, most in zip(peaks, limits, strict=True))
 
 
@@ -47,7 +47,7 @@ class MemoryLimit:
     def of(
         cls, fraction: float | None, rank_bytes: float | Sequence[float] | None, pipeline_size: int
     ) -> MemoryLimit:
-        """Check what the user gave.
+        """Build the limit from the user's values, and check them.
 
         Raises:
             UsageError: both kinds of limit at once, or a limit that is not a positive number.
@@ -73,7 +73,7 @@ class MemoryLimit:
         return cls(None, tuple(rank_bytes))
 
     def per_rank(self, costs: Costs) -> tuple[float, ...] | None:
-        """What is left for activations on every rank; None where there is no limit."""
+        """Return the memory left for activations on every rank; None where there is no limit."""
         if self.rank_bytes is not None:
             return tuple(b - f for b, f in zip(self.rank_bytes, costs.fixed, strict=True))
         if self.fraction is not None:
@@ -81,7 +81,7 @@ class MemoryLimit:
         return None
 
     def said(self, needed: float, rank: int, costs: Costs) -> tuple[str, str]:
-        """The limit, and the smallest that would do on a rank, in the user's terms."""
+        """Return the limit, and the smallest that would do on a rank, in the user's terms."""
         if self.rank_bytes is not None:
             return f"{self.rank_bytes[rank]:g} bytes", f"{needed + costs.fixed[rank]:g} bytes"
         return f"{self.fraction:g} of 1F1B", f"{needed / costs.one_f_one_b_peak():.4g} of 1F1B"
@@ -109,11 +109,11 @@ class Request:
     quick: bool = False
 
     def seconds(self, timeline: Timeline) -> float:
-        """What is to be short: one iteration, or each of many in a row."""
+        """Return the seconds to minimise: of one iteration, or of each of many in a row."""
         return timeline.seconds(back_to_back=self.back_to_back)
 
     def limits(self, placement: Placement, peak_microbatches: float) -> tuple[float, ...]:
-        """What each rank may hold: so many of its own microbatches, or less if the user says so."""
+        """Return each rank's limit: so many of its microbatches, or less if the user says so."""
         table = self.costs.for_placement(placement)
         own = [
             peak_microbatches * sum(table.activation[s] for s in held)

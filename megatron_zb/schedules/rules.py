@@ -1,4 +1,4 @@
-"""Rules of a kind of work: what its passes need and make, and which orders of a rank are valid.
+"""Rules of a kind of work: inputs and outputs of its passes, and valid orders of a rank.
 
 A schedule holds the rules of its passes. Whatever walks through a schedule (validation, simulation,
 lowering) asks them, and knows no kind of pass by itself; so another kind of work is another class
@@ -19,11 +19,11 @@ if TYPE_CHECKING:
     from megatron_zb.schedules.schedule import Schedule
 
 Product: TypeAlias = Hashable
-"""What a pass makes: the fields of the :class:`Message` that carries it, if it can travel."""
+"""Output of a pass: the fields of the :class:`Message` that carries it, if it can travel."""
 
 
 class Link(NamedTuple):
-    """What a pass needs that others have made, and what it makes, if others may need it."""
+    """Inputs of a pass that other passes make, and its output, if others may need it."""
 
     needs: tuple[Product, ...]
     makes: Product | None
@@ -43,7 +43,7 @@ Moment: TypeAlias = tuple[float, ...]
 
 
 class Rules(ABC):
-    """What a kind of work lays down about its passes."""
+    """Rules of the passes of a kind of work."""
 
     send_slots = 2
     """The most sends of a channel that are left untaken in a program."""
@@ -53,33 +53,33 @@ class Rules(ABC):
 
     @abstractmethod
     def links(self, placement: Placement, rank: int, passes: Sequence[Pass]) -> list[Link]:
-        """What each pass of a rank needs and makes, in the order of ``passes``."""
+        """Return the inputs and the output of each pass of a rank, in the order of ``passes``."""
 
     @abstractmethod
     def broken_rule(self, schedule: Schedule, rank: int) -> Broken | None:
-        """The first rule that the order of a rank breaks, if any."""
+        """Return the first rule that the order of a rank breaks, None if it breaks none."""
 
     def readers(self, placement: Placement, message: Message) -> Sequence[int]:
-        """The ranks that read a message, of which the one that makes it may be one."""
+        """Return the ranks that read a message, of which the one that makes it may be one."""
         return (placement.rank_at(message.stage, message.microbatch),)
 
     def together(self, placement: Placement, rank: int, p: Pass) -> tuple[int, ...]:
-        """The ranks that run a pass as one, so that none of them gets past it alone."""
+        """Return the ranks that run a pass as one, so that none of them gets past it alone."""
         return (rank,)
 
     def step_of(self, p: Pass) -> int:
-        """The step that a pass belongs to."""
+        """Return the step that a pass belongs to."""
         return 0
 
     def moments(self, schedule: Schedule) -> list[list[tuple[Moment, Moment]]] | None:
-        """For every pass of every rank: where it and its messages stand in the order of all.
+        """Return the place of every pass of every rank, and of its messages, in the total order.
 
         None for the order of a simulation.
         """
         return None
 
     def sizes_in_words(self, schedule: Schedule) -> str:
-        """How much work a schedule has."""
+        """Describe the amount of work of a schedule."""
         return f"{schedule.num_microbatches} microbatches"
 
 
@@ -106,7 +106,7 @@ class TrainingRules(Rules):
         return found
 
     def broken_rule(self, schedule: Schedule, rank: int) -> Broken | None:
-        """The first rule that the order of a rank breaks, if any.
+        """Return the first rule that the order of a rank breaks, None if it breaks none.
 
         Rules: *placement* (a pass runs on the rank of its stage), *completeness* (every stage and
         microbatch has one F and either one BW or one B and one W), *order* (F before B before W)

@@ -1,4 +1,4 @@
-"""A schedule is data: a placement and, for every rank, the passes in the order they run."""
+"""A schedule as data: a placement and, for every rank, the passes in the order they run."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from megatron_zb.schedules.rules import TRAINING, Product, Rules
 
 
 class InvalidSchedule(UsageError):
-    """A schedule breaks a rule; the message names the rule and the place.
+    """Error of a schedule that breaks a rule; the message names the rule and the place.
 
     ``rank`` and ``position`` are the place of the pass at fault in ``Schedule.ranks``, counted from
     0: of the first that waits for ever if several do. None where no single pass is at fault.
@@ -27,7 +27,7 @@ class InvalidSchedule(UsageError):
 
 @dataclass(frozen=True)
 class Report:
-    """How good a schedule is for the costs it was built for, in seconds.
+    """Quality of a schedule for the costs it was built for, in seconds.
 
     ``period`` is that of iterations in a row, None where the schedule was not built for them.
     """
@@ -38,13 +38,13 @@ class Report:
 
     @property
     def gap(self) -> float:
-        """The share of the lower bound that is, at most, left to gain."""
+        """Share of the lower bound that is, at most, left to gain."""
         return self.makespan / self.lower_bound - 1.0
 
 
 @dataclass(frozen=True)
 class Schedule:
-    """What to run in which order.
+    """Order of the passes on every rank of a placement.
 
     ``ranks[r]`` lists the passes of logical rank r. ``forward_only`` marks a schedule of F passes
     alone (evaluation). ``report`` compares it with the lower bound of its placement at the memory
@@ -62,7 +62,7 @@ class Schedule:
     rules: Rules = TRAINING
 
     def forwards(self) -> Schedule:
-        """The same schedule with its F passes alone, in the same order."""
+        """Return the same schedule with its F passes alone, in the same order."""
         ranks = tuple(tuple(p for p in rank if p.kind is PassKind.F) for rank in self.ranks)
         return replace(self, ranks=ranks, forward_only=True)
 
@@ -93,7 +93,7 @@ class Schedule:
         return self
 
     def blocked(self) -> str | None:
-        """Where the first ranks wait for one another in a circle; None if every pass can run."""
+        """Describe the circular wait of the first ranks; return None if every pass can run."""
         waiting = walk(self, lambda rank, position, p: None)
         return self._describe(waiting) or None
 

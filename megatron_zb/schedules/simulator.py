@@ -1,4 +1,4 @@
-"""Carry a schedule out on paper: when every pass starts and ends, and what memory it holds."""
+"""Simulation of a schedule: start and end of every pass, and the memory that it holds."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from megatron_zb.schedules.schedule import InvalidSchedule, Schedule
 
 
 class Priced(Protocol):
-    """What passes cost on any placement: :class:`megatron_zb.schedules.Costs`, or block costs."""
+    """Costs of passes on any placement: :class:`megatron_zb.schedules.Costs`, or block costs."""
 
     def for_placement(self, placement: Placement) -> StageCosts: ...
 
@@ -51,7 +51,7 @@ class Timeline:
         return max(ends[-1] - starts[0] for starts, ends in ranks if starts)
 
     def seconds(self, *, back_to_back: bool) -> float:
-        """What an iteration takes: by itself, or as one of many in a row."""
+        """Return the seconds of an iteration: by itself, or as one of many in a row."""
         return self.period if back_to_back else self.makespan
 
     @cached_property
@@ -60,7 +60,7 @@ class Timeline:
 
     @cached_property
     def bubble_rate_back_to_back(self) -> float:
-        """The bubble rate within :attr:`period`."""
+        """Bubble rate within :attr:`period`."""
         return self._idle_share(self.period)
 
     def _idle_share(self, seconds: float) -> float:
@@ -69,7 +69,7 @@ class Timeline:
 
     @cached_property
     def utilisation(self) -> tuple[float, ...]:
-        """The share of the makespan in which each rank computes."""
+        """Share of the makespan in which each rank computes."""
         busy = (sum(map(self.costs.duration, rank)) for rank in self.schedule.ranks)
         return tuple(seconds / self.makespan for seconds in busy)
 
@@ -83,11 +83,11 @@ class Timeline:
         return tuple(max(self.memory_curve(rank), default=0.0) for rank in range(len(self.start)))
 
     def memory_curve(self, rank: int) -> tuple[float, ...]:
-        """Memory held while each pass of a rank runs, in the unit of ``costs.activation``."""
+        """Return the memory held while each pass of a rank runs, in units of activation."""
         return tuple(held for held, _ in self.memory_steps(rank))
 
     def memory_steps(self, rank: int) -> tuple[tuple[float, float], ...]:
-        """Memory held while each pass of a rank runs and when it has ended, in the same unit."""
+        """Return the memory held while each pass of a rank runs and after it, in the same unit."""
         held, steps = 0.0, []
         for kind, stage, _ in self.schedule.ranks[rank]:
             takes, frees = self.costs.memory[kind]
@@ -99,7 +99,7 @@ class Timeline:
 
 
 def peak_held_chunks(passes: tuple[Pass, ...]) -> int:
-    """The most chunk activations a rank holds at once: F until its W or BW, T until its S."""
+    """Count the most chunk activations a rank holds at once: F until its W or BW, T until its S."""
     held = peak = 0
     for kind, _, _ in passes:
         held += HELD_CHUNKS[kind]
@@ -111,8 +111,8 @@ def simulate(schedule: Schedule, costs: Priced) -> Timeline:
     """Run every rank's passes in order, each as early as its inputs allow.
 
     Sends never block. B(stage) waits for B(stage+1) and, from another rank, one transfer more; a
-    fused BW keeps the previous stage waiting until all of it has ended. What passes of other kinds
-    wait for, their rules say.
+    fused BW keeps the previous stage waiting until all of it has ended. The rules of other kinds of
+    passes define what these wait for.
 
     Raises:
         InvalidSchedule: the ranks wait for one another in a circle.

@@ -22,7 +22,7 @@ from megatron_zb.training.flags import parser
 
 
 def parse(argv: Sequence[str], world_size: int) -> argparse.Namespace:
-    """The arguments, checked, with what follows from them filled in.
+    """Parse and check the arguments, and fill in what follows from them.
 
     Besides the flags the namespace holds `data_parallel_size`, `num_microbatches` (per iteration
     and data-parallel rank), `padded_vocab_size`, `ffn_hidden_size`, `max_position_embeddings` and
@@ -39,7 +39,7 @@ def parse(argv: Sequence[str], world_size: int) -> argparse.Namespace:
 def complete(args: argparse.Namespace, world_size: int) -> None:
     """Check a namespace with all of the flags, and fill in what :func:`parse` does.
 
-    What the data sets hold is noted, too, by which a resumed run knows them again.
+    The contents of the data sets are recorded, too, so that a resumed run can recognise them.
 
     Raises:
         UsageError: as :func:`parse`.
@@ -106,7 +106,7 @@ _NOT_NEGATIVE = (
 
 
 def flag(name: str) -> str:
-    """`train_iters` as the user writes it: `--train-iters`."""
+    """Return the flag of an argument's name: `--train-iters` of `train_iters`."""
     return "--" + name.replace("_", "-")
 
 
@@ -189,7 +189,7 @@ def _check_sequence_parallel(args: argparse.Namespace) -> None:
 
 
 def _padded_vocab_size(args: argparse.Namespace) -> int:
-    """The same number under every tensor-parallel size that divides it, so the same model."""
+    """Pad the vocabulary to a size that is equal for all tensor-parallel sizes that divide it."""
     multiple: int = args.make_vocab_size_divisible_by
     while multiple % args.tensor_model_parallel_size:
         multiple += args.make_vocab_size_divisible_by
@@ -237,7 +237,7 @@ def _check_schedule(args: argparse.Namespace, world_size: int) -> None:
 
 
 def _chosen_schedule(args: argparse.Namespace) -> str:
-    """The flag that chooses one, as it was written."""
+    """Return the flag that chooses a schedule, with its value as written."""
     if args.pipeline_schedule_file is None:
         catalog.family(args.pipeline_schedule)
         return f"--pipeline-schedule {args.pipeline_schedule}"
@@ -246,7 +246,7 @@ def _chosen_schedule(args: argparse.Namespace) -> str:
 
 
 def _check_stock_layers(args: argparse.Namespace, size: int) -> None:
-    """Megatron's own placement: the same number of layers on every rank, or one written out."""
+    """Check Megatron's own placement: as many layers on every rank, or a layout written out."""
     if asks_for_balance(args.pipeline_layer_layout):
         raise UsageError(
             f"{LAYOUT_FLAG} {args.pipeline_layer_layout} needs --pipeline-schedule, such as v-half"
@@ -311,7 +311,7 @@ def _check_recompute(args: argparse.Namespace, world_size: int) -> None:
 
 
 def data_prefixes(args: argparse.Namespace) -> tuple[list[str], list[float] | None]:
-    """The prefixes in --data-path and their weights, or None where they are mixed by size."""
+    """Return the prefixes in --data-path and their weights, None where they are mixed by size."""
     entries = list(data_contents.blend_entries(args.data_path))
     weights = [float(weight) for weight, _ in entries if weight]
     return [prefix for _, prefix in entries], weights or None

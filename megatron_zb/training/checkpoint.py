@@ -56,14 +56,14 @@ _MODEL = (
 
 @dataclass(frozen=True)
 class Progress:
-    """How far training has come."""
+    """The progress of training."""
 
     iteration: int
     consumed_samples: int
 
 
 def save(args: argparse.Namespace, trainee: Trainee, progress: Progress) -> None:
-    """Write a checkpoint; until it is complete the directory names the one before it.
+    """Write a checkpoint; until it is complete the directory names the previous one as the latest.
 
     Raises:
         UsageError: the directory cannot be written.
@@ -81,10 +81,10 @@ def write(directory: Path, iteration: int, state: dict[str, Any], metadata: dict
     """Write a state as the checkpoint of an iteration; collective over all ranks.
 
     Args:
-        directory: what `--save` names.
-        iteration: of the checkpoint's name.
+        directory: the directory that `--save` names.
+        iteration: the iteration in the checkpoint's name.
         state: megatron-core's sharded tensors, and plain values, which rank 0 writes.
-        metadata: how the state is laid out, for whoever reads it.
+        metadata: the layout of the state, for its readers.
 
     Raises:
         UsageError: the directory cannot be written.
@@ -108,9 +108,9 @@ def write(directory: Path, iteration: int, state: dict[str, Any], metadata: dict
 
 @contextmanager
 def _helper() -> Iterator[None]:
-    """The process through which megatron-core learns what a checkpoint's writers have written.
+    """Start the process through which a checkpoint's writers report to megatron-core.
 
-    It would start one by itself and keep it, and that would outlive a rank that is killed.
+    megatron-core would start and keep one of its own, which would outlive a rank that is killed.
     """
     manager = SyncManager(ctx=multiprocessing.get_context("spawn"))
     manager.start(end_with, (os.getpid(),))
@@ -133,7 +133,7 @@ def _make_empty(directory: Path) -> None:
 
 
 def load(args: argparse.Namespace, trainee: Trainee) -> Progress:
-    """Put the latest checkpoint in --load into model, optimizer, scheduler and random generators.
+    """Load the latest checkpoint in --load into model, optimizer, scheduler and random generators.
 
     Raises:
         UsageError: there is none, it is damaged, or it is of another model or kind of optimizer.
@@ -165,7 +165,7 @@ def load(args: argparse.Namespace, trainee: Trainee) -> Progress:
 
 
 def _load_weights(path: Path, trainee: Trainee) -> None:
-    """The weights alone, as a checkpoint of a finished model has them."""
+    """Load the weights alone, as from a checkpoint of a finished model."""
     metadata = _metadata(distributed_optimizer=False)
     request = _model_state(trainee, metadata)
     state = read(path, lambda: dist_checkpointing.load(request, str(path)))
@@ -175,7 +175,7 @@ def _load_weights(path: Path, trainee: Trainee) -> None:
 
 
 def read(path: Path, attempt: Callable[[], dict[str, Any]], flag: str = "--load") -> dict[str, Any]:
-    """What `attempt` reads from the checkpoint `path`.
+    """Return what `attempt` reads from the checkpoint `path`.
 
     Raises:
         UsageError: one sentence about what is wrong with the files; `flag` named the checkpoint.
@@ -227,13 +227,13 @@ def _separate_steps(optimizer: Any) -> None:
 
 
 def _set_states(part: Any, parameter: torch.Tensor, tensors: dict[str, torch.Tensor]) -> None:
-    """What the method of the same purpose does, with the `step` that is loaded already."""
+    """Set a parameter's states as megatron-core's own method, keeping the `step` already loaded."""
     step = part._get_main_param_and_optimizer_states(parameter)["step"]
     type(part)._set_main_param_and_optimizer_states(part, parameter, {"step": step, **tensors})
 
 
 def check_checkpoint(args: argparse.Namespace) -> tuple[Path, dict[str, Any]]:
-    """The latest checkpoint in --load and the arguments it was written with; needs no ranks.
+    """Find the latest checkpoint in --load and its stored arguments; needs no process group.
 
     Raises:
         UsageError: there is none, or it is of another model, kind of optimizer or data.
@@ -259,7 +259,7 @@ def check_checkpoint(args: argparse.Namespace) -> tuple[Path, dict[str, Any]]:
 
 
 def _state(trainee: Trainee, metadata: dict[str, Any], *, loading: bool) -> dict[str, Any]:
-    """Model and optimizer as megatron-core's sharded tensors, keyed by global layer numbers."""
+    """Return model and optimizer as megatron-core's sharded tensors, by global layer numbers."""
     state = _model_state(trainee, metadata)
     state["optimizer"] = trainee.optimizer.sharded_state_dict(
         state, is_loading=loading, metadata=metadata
@@ -281,7 +281,7 @@ def _model_keys(trainee: Trainee) -> list[str]:
 
 
 def _metadata(distributed_optimizer: bool) -> dict[str, Any]:
-    """How megatron-core lays the state out: so that every other placement can read it."""
+    """Return megatron-core's settings of a layout that every other placement can read."""
     metadata: dict[str, Any] = {
         "singleton_local_shards": False,
         "chained_optim_avoid_prefix": True,
@@ -298,7 +298,7 @@ def _storable(metadata: dict[str, Any]) -> dict[str, Any]:
 
 
 def _random_states() -> ShardedObject:
-    """The generators of this rank; loaded again only by the same pipeline and tensor ranks."""
+    """Return this rank's random states; only the same pipeline and tensor ranks load them again."""
     state = {
         "random": random.getstate(),
         "numpy": numpy.random.get_state(),

@@ -1,4 +1,4 @@
-"""What a torch_dist checkpoint may hold: tensors and their places, and nothing that is executed.
+"""Contents allowed in a torch_dist checkpoint: tensors and their places, and no code to execute.
 
 PyTorch keeps the places of tensors in a pickle, which could call anything when it is read; so the
 names in it are read first.
@@ -29,7 +29,7 @@ _NAMES = {
 
 
 def check_contents(path: Path, flag: str) -> None:
-    """Read the index of a checkpoint without calling anything that it names but records of places.
+    """Check that a checkpoint's index names only records of places, without calling anything else.
 
     Raises:
         UsageError: it names something else, or cannot be read; `flag` named the checkpoint.
@@ -55,12 +55,12 @@ def check_contents(path: Path, flag: str) -> None:
 
 
 class _Forbidden(Exception):
-    """The name of what a pickle would call."""
+    """An error with the name of a function that a pickle would call."""
 
 
 class _Reader(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
-        """Only what PyTorch writes into an index."""
+        """Find only the classes that PyTorch writes into an index."""
         import torch
 
         is_type = module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
@@ -72,7 +72,7 @@ class _Reader(pickle.Unpickler):
 
 
 def _is_own(module: str, name: str) -> bool:
-    """Whether a module has made something itself, and has not imported it."""
+    """Return whether a module defines a class itself instead of importing it."""
     from importlib import import_module
 
     found = getattr(import_module(module), name, None)

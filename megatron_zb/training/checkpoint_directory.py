@@ -1,4 +1,4 @@
-"""Where checkpoints lie: DIR/iter_0000010 and DIR/latest_checkpointed_iteration.txt, as Megatron's.
+"""Paths of checkpoints, as Megatron's: DIR/iter_0000010, DIR/latest_checkpointed_iteration.txt.
 
 Imports neither torch nor Megatron.
 """
@@ -14,12 +14,12 @@ TRACKER = "latest_checkpointed_iteration.txt"
 
 
 def checkpoint_path(directory: Path, iteration: int) -> Path:
-    """The directory of one checkpoint."""
+    """Return the directory of one checkpoint."""
     return directory / f"iter_{iteration:07d}"
 
 
 def latest_checkpoint(directory: Path) -> tuple[int, Path]:
-    """The iteration and the directory of the newest complete checkpoint.
+    """Return the iteration and the directory of the newest complete checkpoint.
 
     Raises:
         UsageError: there is none.
@@ -40,7 +40,7 @@ def latest_checkpoint(directory: Path) -> tuple[int, Path]:
 
 
 def set_latest(directory: Path, iteration: int) -> None:
-    """Name the newest checkpoint; readers see the old name or the new one, never half of it."""
+    """Name the newest checkpoint, atomically: readers see the old name or the new one."""
     temporary = directory / f".{TRACKER}.{os.getpid()}"
     temporary.write_text(f"{iteration}\n", encoding="utf-8")
     temporary.replace(directory / TRACKER)

@@ -1,4 +1,4 @@
-"""How a rank learns that another one has ended."""
+"""Detection of the end of another rank."""
 
 from __future__ import annotations
 
@@ -11,5 +11,5 @@ _LOST = re.compile(
 
 
 def is_lost_connection(error: BaseException) -> bool:
-    """Whether an error means that another rank has gone, and nothing about this one."""
+    """Return whether an error means only that another rank has ended."""
     return isinstance(error, RuntimeError) and _LOST.search(str(error)) is not None

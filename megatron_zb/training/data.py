@@ -1,4 +1,4 @@
-"""Batches of tokens: megatron-core's data sets, read in an order that no placement changes."""
+"""Batches of tokens from megatron-core's data sets, in the same order for every placement."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ Batch = dict[str, torch.Tensor]
 
 
 class NumberedTokens:
-    """What megatron-core's data sets want to know of a tokenizer; the text is numbers already."""
+    """The part of a tokenizer that megatron-core's data sets need; the text is numbers already."""
 
     def __init__(self, vocab_size: int) -> None:
         self.vocab_size = vocab_size
@@ -65,7 +65,7 @@ def _check_splits(args: argparse.Namespace, prefix: str, lengths: Any) -> None:
 
 
 def build_datasets(args: argparse.Namespace) -> tuple[Any, Any]:
-    """The data sets for training and evaluation; the latter is None without --eval-iters.
+    """Build the data sets for training and evaluation; the latter is None without --eval-iters.
 
     Raises:
         UsageError: the order of the samples cannot be written to the cache.
@@ -102,7 +102,7 @@ def build_datasets(args: argparse.Namespace) -> tuple[Any, Any]:
 
 
 def batches(dataset: Any, args: argparse.Namespace, first_sample: int) -> Iterator[Batch]:
-    """This rank's microbatches from sample `first_sample` of the whole job on, without end.
+    """Yield this rank's microbatches endlessly, from sample `first_sample` of the whole job on.
 
     The samples of a global batch go to the data-parallel ranks in turn, one microbatch each, so
     that the order depends on nothing but the seed and the batch sizes. The tensors of a batch
@@ -120,7 +120,7 @@ def batches(dataset: Any, args: argparse.Namespace, first_sample: int) -> Iterat
 
 
 def microbatch(dataset: Any, args: argparse.Namespace, sample: int) -> Batch:
-    """The microbatch that begins with a sample of the whole job; see :func:`batches`.
+    """Return the microbatch that begins with a sample of the whole job; see :func:`batches`.
 
     Raises:
         UsageError: a token is outside the vocabulary.

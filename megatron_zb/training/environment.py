@@ -1,4 +1,4 @@
-"""Which of the processes that were started together this one is."""
+"""The rank of this process among those that were started together."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class Environment:
 
     @staticmethod
     def read() -> Environment:
-        """From torchrun's variables; a process started without it is alone."""
+        """Read torchrun's variables; a process started without torchrun is the only rank."""
         return Environment(
             rank=int(os.environ.get("RANK", "0")),
             world_size=int(os.environ.get("WORLD_SIZE", "1")),

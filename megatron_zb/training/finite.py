@@ -1,7 +1,7 @@
-"""Ends a run whose loss or gradients are NaN or infinite, as Megatron-LM does by default.
+"""The end of a run whose loss or gradients are NaN or infinite, as Megatron-LM does by default.
 
-megatron-core looks at the gradients of every bucket before they are reduced, and at what else it is
-given; what it raises becomes one sentence here.
+megatron-core checks the gradients of every bucket before they are reduced, and any other tensor it
+is given; its exceptions become one sentence here.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ _REJECTED = re.compile(r"Unexpected result \S+ \(message='(found (?:NaN|Inf) in 
 
 
 class NotFinite(Exception):
-    """Training on would spoil the weights; the message is one sentence."""
+    """A NaN or infinite value, which would spoil the weights; the message is one sentence."""
 
 
 def check_loss(loss: torch.Tensor) -> None:
-    """What Megatron-LM's pretrain_gpt.py looks for in every microbatch's loss."""
+    """Check a microbatch's loss for NaN and infinity, as Megatron-LM's pretrain_gpt.py does."""
     for what, is_it in (("NaN", torch.isnan), ("Inf", torch.isinf)):
         get_rerun_state_machine().validate_result(
             result=loss,
@@ -34,7 +34,7 @@ def check_loss(loss: torch.Tensor) -> None:
 
 @contextmanager
 def said_in_a_sentence(iteration: int) -> Iterator[None]:
-    """Around forward and backward of an iteration.
+    """Turn failed checks in forward and backward of an iteration into NotFinite.
 
     Raises:
         NotFinite: a check has found something.

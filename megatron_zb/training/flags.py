@@ -1,4 +1,4 @@
-"""The flags of `megatron_zb.pretrain_gpt` and what `--help` says of them, in Megatron's names.
+"""The flags of `megatron_zb.pretrain_gpt`, in Megatron's names, and their `--help` texts.
 
 Nothing here imports torch or Megatron, so that `--help` answers at once.
 """
@@ -26,7 +26,7 @@ scripts/prepare_text.py turns text files into what --data-path reads.
 
 
 def parser() -> Parser:
-    """The parser of the command line; its mistakes are UsageErrors."""
+    """Build the parser of the command line, which raises UsageError on mistakes."""
     command_line = Parser(
         prog="python -m megatron_zb.pretrain_gpt",
         description=_DESCRIPTION,
@@ -177,7 +177,7 @@ def _add_training(parser: argparse.ArgumentParser) -> None:
 
 
 def add_optimizer(group: argparse._ArgumentGroup) -> None:
-    """Learning rate, Adam and the seed."""
+    """Add the flags of learning rate, Adam and the seed."""
     group.add_argument("--lr", type=float, required=True)
     group.add_argument("--min-lr", type=float, default=0.0)
     group.add_argument(
@@ -256,7 +256,7 @@ def _add_data(parser: argparse.ArgumentParser) -> None:
 
 
 def add_sources(group: argparse._ArgumentGroup) -> None:
-    """Data sets and their splits."""
+    """Add the flags of data sets and their splits."""
     group.add_argument(
         "--data-path",
         nargs="+",
@@ -288,7 +288,7 @@ def _add_parallel(parser: argparse.ArgumentParser) -> None:
 
 
 def add_processes(group: argparse._ArgumentGroup) -> None:
-    """What the ranks run on, and how long torch lets them wait for one another."""
+    """Add the flags of the ranks' device, and of torch's timeout between ranks."""
     group.add_argument(
         "--cpu", action="store_true", help="run on CPU ranks over gloo, to try things out and debug"
     )

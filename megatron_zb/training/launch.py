@@ -1,8 +1,8 @@
-"""From the command line to a running job: every rank agrees on what to do, and errors end the job.
+"""Launch of a job from its command line: all ranks agree on the arguments, and errors end the job.
 
 Ranks that disagree would wait for each other for ever. So before any communicator is made, each
-rank leaves its arguments, or what is wrong with them, in the store that torchrun provides; rank 0
-compares them and leaves a verdict, which every rank obeys.
+rank leaves its arguments, or their error, in the store that torchrun provides; rank 0 compares
+them and leaves a verdict, which every rank obeys.
 """
 
 from __future__ import annotations
@@ -44,9 +44,9 @@ _TIME_FOR_RANK_0 = 2.0
 def launch(
     argv: Sequence[str], run: Callable[[Sequence[str], Environment], None] | None = None
 ) -> NoReturn:
-    """Train as `argv` says and end the process: 0 done, 2 the user's to mend, 1 anything else.
+    """Train as `argv` says and end the process: code 0 done, 2 UsageError, 1 anything else.
 
-    `run` is what to do, where it is not the training of `megatron_zb.pretrain_gpt`.
+    `run` replaces the training of `megatron_zb.pretrain_gpt` by another function.
     """
     environment = Environment.read()
     if environment.rank and {"-h", "--help"} & set(argv):
@@ -64,7 +64,7 @@ def launch(
 
 
 def _describe(error: Exception) -> str:
-    """A sentence where there is one, what Python has otherwise."""
+    """Describe an error in one sentence where there is one, else by Python's traceback."""
     from megatron_zb.training.finite import NotFinite
 
     if isinstance(error, NotFinite):
@@ -77,7 +77,7 @@ class _SaidByRankZero(Exception):
 
 
 def end(code: int, message: str) -> NoReturn:
-    """End at once: an orderly end could wait for ranks that wait for this one."""
+    """End the process at once: an orderly end could wait for ranks that wait for this one."""
     if message:
         print(message, file=sys.stderr)
     sys.stderr.flush()
@@ -123,7 +123,7 @@ def _run(argv: Sequence[str], environment: Environment) -> None:
 
 
 def _check_surroundings(args: argparse.Namespace) -> None:
-    """Look for a GPU, the data and the checkpoint; imports Megatron.
+    """Check the GPU, the data and the checkpoint; imports Megatron.
 
     Raises:
         UsageError: one of them is not there, or cannot be read.
@@ -148,10 +148,10 @@ def _check_surroundings(args: argparse.Namespace) -> None:
 
 
 def _plan(args: argparse.Namespace, build: Build) -> PipelineAdapter | None:
-    """The adapter of the chosen schedule, None for Megatron's own.
+    """Create the adapter of the chosen schedule, None for Megatron's own.
 
     Raises:
-        UsageError: the schedule cannot be had with these arguments.
+        UsageError: the schedule cannot be built with these arguments.
     """
     if args.pipeline_schedule is None and args.pipeline_schedule_file is None:
         return None
@@ -164,7 +164,7 @@ def _plan(args: argparse.Namespace, build: Build) -> PipelineAdapter | None:
 
 
 def _build_for_all(args: argparse.Namespace, store: Store, environment: Environment) -> SharedBuild:
-    """One rank searches for all, and looks into the folder of schedules, if there is one."""
+    """Return the function that builds schedules on one rank for all, with their cache, if any."""
     from megatron_zb.job.shared_build import SharedBuild, kept
     from megatron_zb.schedules import catalog
 
@@ -209,7 +209,7 @@ def _adapter(args: argparse.Namespace, build: Build) -> PipelineAdapter:
 
 
 def _layer_layout(args: argparse.Namespace) -> Any:
-    """As text, or what the ends of the model count for."""
+    """Return the layer layout as text, or the costs of the model's ends."""
     asked = args.pipeline_layer_layout
     if not asks_for_balance(asked):
         return asked
@@ -231,7 +231,7 @@ def agree_on(
     """Go on if every rank has the same values and no problem.
 
     Raises:
-        UsageError: on rank 0; the others raise what says nothing.
+        UsageError: on rank 0; the others raise an error that prints nothing.
     """
     from megatron_zb.job.agreement import Disagreement, agree
 
@@ -256,12 +256,12 @@ LOCAL = ("data_cache_path", "log_file", "pipeline_profile")
 
 
 def given_arguments(args: argparse.Namespace) -> dict[str, Any]:
-    """Every argument of a command line, to agree on: before anything is filled in."""
+    """Return every argument of a command line, to agree on, before anything is filled in."""
     return {**named_arguments(args, local=LOCAL), "megatron_zb version": __version__}
 
 
 def _made_of_files(args: argparse.Namespace, plan: PipelineAdapter | None) -> dict[str, Any]:
-    """What each rank has read from files by itself."""
+    """Return what each rank has read from files by itself."""
     values: dict[str, Any] = dict(data_contents.to_agree_on(getattr(args, RECORD)))
     if plan is not None:
         from megatron_zb.schedules.interchange import digest

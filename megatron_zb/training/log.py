@@ -1,4 +1,4 @@
-"""What a run says: Megatron's line per iteration, and the same as lines of JSON."""
+"""The log of a run: Megatron's line per iteration, and the same as lines of JSON."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from megatron_zb.errors import UsageError
 
 
 class RunLog:
-    """Prints and writes on one rank; on the others every method does nothing."""
+    """A log that prints and writes on one rank; on the others every method does nothing."""
 
     def __init__(
         self, enabled: bool, path: str | None, *, append: bool, interval: int, last_iteration: int
@@ -39,18 +39,18 @@ class RunLog:
             print(text, flush=True)
 
     def iteration(self, record: dict[str, Any]) -> None:
-        """One iteration; `record` has the keys that the printed line shows."""
+        """Log one iteration; `record` has the keys that the printed line shows."""
         self._write(record)
         if record["iteration"] % self._interval == 0:
             self.say(f" [{time.strftime('%Y-%m-%d %H:%M:%S')}] " + self._line(record))
 
     def evaluation(self, iteration: int, loss: float) -> None:
-        """The loss on the evaluation split after an iteration."""
+        """Log the loss on the evaluation split after an iteration."""
         self._write({"iteration": iteration, "eval_loss": loss})
         self.say(f" validation loss at iteration {iteration} | lm loss value: {loss:.6E} |")
 
     def final(self, record: dict[str, Any]) -> None:
-        """What is known at the end of the run."""
+        """Write the record of the end of the run, and close the file."""
         self._write(record)
         if self._file is not None:
             self._file.close()
@@ -78,7 +78,7 @@ class RunLog:
 
 
 def open_records(path: str, append: bool) -> TextIO:
-    """A file for lines of JSON, with its folder.
+    """Open a file for lines of JSON, and create its folder.
 
     Raises:
         UsageError: it cannot be written.

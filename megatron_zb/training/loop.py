@@ -32,7 +32,7 @@ def train(args: argparse.Namespace, plan: Any, agree: Callable[[str | None], Non
 
     Args:
         plan: the adapter, or None.
-        agree: goes on where every rank has been able to build its part of the model.
+        agree: returns if every rank has been able to build its part of the model.
 
     Raises:
         UsageError: data, log or checkpoint cannot be used.
@@ -122,7 +122,7 @@ def _announce(
 def _sources(
     args: argparse.Namespace, trainee: Trainee, dataset: Any, first_sample: int
 ) -> list[Iterator[data.Batch | None]]:
-    """One iterator per chunk; chunks without embedding and output layer need no data."""
+    """Return an iterator per chunk; chunks without embedding and output layer need no data."""
     return [
         data.batches(dataset, args, first_sample)
         if get_attr_wrapped_model(chunk, "pre_process")
@@ -139,10 +139,10 @@ def _forward_backward(
     iteration: int,
     forward_only: bool = False,
 ) -> list[dict[str, torch.Tensor]]:
-    """All microbatches of one iteration; the losses are on the last pipeline rank.
+    """Run all microbatches of one iteration; the losses are on the last pipeline rank.
 
     Raises:
-        NotFinite: a loss or a gradient is NaN or infinite, and that is looked for.
+        NotFinite: a loss or a gradient is NaN or infinite, and that is checked.
     """
     if not forward_only:
         for chunk in trainee.chunks:
@@ -164,7 +164,7 @@ def _forward_backward(
 def _forward_step(
     checked: bool, source: Iterator[data.Batch | None], model: Any
 ) -> tuple[torch.Tensor, Any]:
-    """One microbatch through one chunk: its output, and the function that makes a loss of it."""
+    """Run one microbatch through one chunk; return its output, and the function for its loss."""
     batch = next(source) or {}
     output = model(batch.get("tokens"), batch.get("position_ids"), None, labels=batch.get("labels"))
     return output, partial(_loss, batch.get("loss_mask"), checked)
@@ -173,7 +173,7 @@ def _forward_step(
 def _loss(
     mask: torch.Tensor | None, checked: bool, losses: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:
-    """Sum of the loss over the tokens that count, their number, and both for the report.
+    """Return the sum of the loss over unmasked tokens, their number, and both for the report.
 
     `mask` and `losses` have the shape (micro-batch-size, seq-length).
     """
@@ -188,7 +188,7 @@ def _loss(
 
 
 def _mean_loss(losses: list[dict[str, torch.Tensor]]) -> float:
-    """The loss per token over all microbatches and data-parallel ranks; 0 where it is not known."""
+    """Return the loss per token over all microbatches and data-parallel ranks; 0 if not known."""
     if not parallel_state.is_pipeline_last_stage(ignore_virtual=True):
         return 0.0
     total = torch.stack([loss["lm loss"] for loss in losses]).sum(dim=0)
@@ -202,7 +202,7 @@ def _update(
     before: Progress,
     losses: list[dict[str, torch.Tensor]],
 ) -> dict[str, Any]:
-    """Step optimizer and learning rate; the record to log, with the loss on the last rank."""
+    """Step optimizer and learning rate; return the log record, with the loss on the last rank."""
     rate = trainee.optimizer.param_groups[0]["lr"] if trainee.optimizer.param_groups else None
     scale = float(trainee.optimizer.get_loss_scale())
     updated, norm, _ = trainee.optimizer.step()
@@ -223,7 +223,7 @@ def _update(
 
 
 def _evaluate(args: argparse.Namespace, trainee: Trainee, dataset: Any, iteration: int) -> float:
-    """The loss on the first --eval-iters batches of the evaluation split, after an iteration."""
+    """Return the loss on the first --eval-iters batches of the evaluation split."""
     sources = _sources(args, trainee, dataset, first_sample=0)
     for chunk in trainee.chunks:
         chunk.eval()
@@ -237,7 +237,7 @@ def _evaluate(args: argparse.Namespace, trainee: Trainee, dataset: Any, iteratio
 
 
 class _ActivationPeak:
-    """The most activation memory of this rank in the measured iterations."""
+    """The peak activation memory of this rank in the measured iterations, in bytes."""
 
     def __init__(self, args: argparse.Namespace, plan: Any, trainee: Trainee) -> None:
         self._tracker: Any = None
@@ -251,12 +251,12 @@ class _ActivationPeak:
                 plan.activation_memory = self._tracker
 
     def watches(self, count: int) -> bool:
-        """Whether the run's `count`-th iteration is measured, and so slower than others."""
+        """Return whether the run's `count`-th iteration is measured, and so slower than others."""
         return self._tracker is not None and count in _MEASURED_ITERATIONS
 
     @contextlib.contextmanager
     def watching(self, count: int) -> Iterator[None]:
-        """Measure what runs inside, if it is the turn of this iteration."""
+        """Measure while this context is active, if this iteration is one to measure."""
         if not self.watches(count):
             yield
             return
@@ -265,7 +265,7 @@ class _ActivationPeak:
         self.peak_bytes = max(self.peak_bytes, self._tracker.peak_bytes)
 
     def per_pipeline_rank(self) -> list[int] | None:
-        """Peak bytes by pipeline rank, the highest of its replicas; None if not measured."""
+        """Return the peak bytes by pipeline rank, the highest of replicas; None if not measured."""
         if self._tracker is None:
             return None
         mine = (parallel_state.get_pipeline_model_parallel_rank(), self.peak_bytes)

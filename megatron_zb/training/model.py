@@ -36,7 +36,7 @@ from megatron_zb.megatron_core.initialisation import initialise_by_global_name
 
 @dataclass(frozen=True)
 class Trainee:
-    """What this rank trains: `chunks` are wrapped in DistributedDataParallel."""
+    """The model of this rank in training: `chunks` are wrapped in DistributedDataParallel."""
 
     config: TransformerConfig
     chunks: list[Any]
@@ -46,11 +46,11 @@ class Trainee:
 
 
 def build(args: argparse.Namespace, plan: Any, agree: Callable[[str | None], None]) -> Trainee:
-    """Build and initialise everything.
+    """Build and initialise the model chunks, the optimizer and the scheduler of this rank.
 
     Args:
         plan: the schedule's adapter, or None for Megatron's.
-        agree: is told what keeps this rank from going on, if anything, when the chunks are built.
+        agree: called with this rank's error, if any, when the chunks are built.
     """
     config = transformer_config(args, plan)
     models = [_model(args, config, *place) for place in _places(plan)]
@@ -73,7 +73,7 @@ def build(args: argparse.Namespace, plan: Any, agree: Callable[[str | None], Non
 
 
 def _prepared(plan: Any, models: list[GPTModel]) -> str | None:
-    """Let the schedule have the chunks; why it cannot, if so."""
+    """Prepare the chunks for the schedule; return the reason if that is impossible."""
     try:
         plan.prepare_model(models)
     except UsageError as error:
@@ -82,19 +82,19 @@ def _prepared(plan: Any, models: list[GPTModel]) -> str | None:
 
 
 def _one_or_list(functions: list[Any]) -> Any:
-    """Megatron takes one function for one chunk, and a list for several."""
+    """Return functions as Megatron takes them: one for one chunk, a list for several."""
     return functions[0] if len(functions) == 1 else functions
 
 
 def parameter_dtype(args: argparse.Namespace) -> torch.dtype:
-    """The type of weights and activations."""
+    """Return the type of weights and activations."""
     if args.bf16:
         return torch.bfloat16
     return torch.float16 if args.fp16 else torch.float32
 
 
 def transformer_config(args: argparse.Namespace, plan: Any = None) -> TransformerConfig:
-    """Megatron's configuration of the model; attributes not named here keep its defaults."""
+    """Return Megatron's configuration of the model; attributes not named here keep its defaults."""
     apex_softmax = find_spec("scaled_upper_triang_masked_softmax_cuda") is not None
     apex_gradients = find_spec("fused_weight_gradient_mlp_cuda") is not None
     fused = not args.cpu
@@ -143,7 +143,7 @@ def transformer_config(args: argparse.Namespace, plan: Any = None) -> Transforme
 
 
 def _places(plan: Any) -> list[tuple[bool, bool, int | None]]:
-    """(holds the embedding, holds the output layer, virtual stage) of each chunk of this rank."""
+    """Return (holds the embedding, holds the output layer, virtual stage) of each of its chunks."""
     if plan is None:
         return [
             (
@@ -242,9 +242,9 @@ def _optimizer(args: argparse.Namespace, chunks: list[DistributedDataParallel]) 
 
 
 def scheduler(args: argparse.Namespace, optimizer: Any, peak: float) -> OptimizerParamScheduler:
-    """Learning rate by samples consumed, as in Megatron, `peak` at most.
+    """Build the schedule of the learning rate by samples consumed, as in Megatron, `peak` at most.
 
-    The command line rules after a resume.
+    The command line has priority after a resume.
     """
     batch = args.global_batch_size
     return OptimizerParamScheduler(

@@ -41,7 +41,7 @@ def start_ranks(
 
 
 def _seed(seed: int) -> None:
-    """Dropout draws from here; initial weights do not: see ``megatron_core/initialisation.py``."""
+    """Seed dropout; initial weights have other seeds: see ``megatron_core/initialisation.py``."""
     seed += 100 * parallel_state.get_pipeline_model_parallel_rank()
     random.seed(seed)
     numpy.random.seed(seed)
@@ -56,7 +56,7 @@ def stop_ranks() -> None:
 
 
 def is_log_rank() -> bool:
-    """Whether this is the one rank that prints and writes: it holds the loss."""
+    """Return whether this is the one rank that prints and writes: it holds the loss."""
     return bool(
         parallel_state.is_pipeline_last_stage(ignore_virtual=True)
         and parallel_state.get_data_parallel_rank() == 0

@@ -1,4 +1,4 @@
-"""Automatic hybrid distribution: which blocks share a stage, and how many ranks a stage has.
+"""Automatic hybrid distribution of blocks onto stages, and of ranks onto stages.
 
 Source: Pipe-BD, arXiv 2301.12443 (automatic hybrid distribution).
 """
@@ -22,8 +22,9 @@ _STAGE = re.compile(r"(\d{1,6})(?:-(\d{1,6}))?(?::(\d{1,6}))?")
 
 @dataclass(frozen=True)
 class Distribution:
-    """Stage s is ``ranges[s] = (blocks, ranks)``: a contiguous range of blocks, and its ranks.
+    """A distribution of blocks and ranks onto stages.
 
+    Stage s is ``ranges[s] = (blocks, ranks)``: a contiguous range of blocks, and its ranks.
     The blocks of the stages follow one another from block 0, and so do the ranks from rank 0.
     """
 
@@ -31,7 +32,7 @@ class Distribution:
 
     @classmethod
     def of(cls, stages: Iterable[tuple[int, int]]) -> Distribution:
-        """Stages in order, each told by its number of blocks and its number of ranks.
+        """Build a distribution from the numbers of blocks and of ranks of each stage, in order.
 
         Raises:
             UsageError: there is no stage, or one without a block or without a rank.
@@ -52,7 +53,7 @@ class Distribution:
 
     @classmethod
     def parse(cls, text: str) -> Distribution:
-        """The stages as a user writes them: ``0-3:1,4-7:2`` or ``0-3,4-7:2``, ``5:1`` for a block.
+        """Parse stages as users write them: ``0-3:1,4-7:2``, ``0-3,4-7:2``, ``5:1`` for a block.
 
         Raises:
             UsageError: the text is something else, or a block is left out or in two stages.
@@ -78,7 +79,7 @@ class Distribution:
 
     @property
     def spec(self) -> str:
-        """What :meth:`parse` reads, such as ``0-3:1,4-7:2``."""
+        """Text form that :meth:`parse` reads, such as ``0-3:1,4-7:2``."""
         return ",".join(
             f"{blocks.start}-{blocks.stop - 1}:{len(ranks)}" for blocks, ranks in self.ranges
         )
@@ -93,11 +94,11 @@ class Distribution:
 
     @cached_property
     def placement(self) -> GroupPlacement:
-        """Where each microbatch passes each stage."""
+        """Placement of the stages, with the rank of each microbatch in each stage."""
         return grouped([ranks for _, ranks in self.ranges])
 
     def stage_on(self, rank: int) -> int:
-        """The stage of a rank."""
+        """Return the stage of a rank."""
         return self.placement.stages_of[rank][0]
 
     def __str__(self) -> str:
@@ -113,7 +114,7 @@ def _describe(what: str, numbers: Sequence[int]) -> str:
 
 
 def evenly(blocks: int, ranks: int) -> Distribution:
-    """As many blocks on each rank as on any other, or one more; ranks beyond the blocks idle.
+    """Distribute blocks to ranks with a difference of one at most; ranks beyond the blocks idle.
 
     Raises:
         UsageError: there is no block or no rank.
@@ -131,9 +132,9 @@ class BlockCosts:
     """Seconds per block, each a value for every block of the teacher.
 
     ``teacher``: the teacher's forward of one microbatch. ``student``: forward, loss and backward of
-    the block's students on one microbatch. ``update``: of the students, once a step. ``relay``: for
-    how long handing the block's output of one microbatch to the next rank keeps a rank from
-    computing. ``reduce``: for the students' gradients to pass a link once; a ring over k ranks
+    the block's students on one microbatch. ``update``: of the students, once a step. ``relay``: the
+    time that handing the block's output of one microbatch to the next rank keeps a rank from
+    computing. ``reduce``: one transfer of the students' gradients over a link; a ring over k ranks
     takes 2(k-1)/k of it. ``memory``: what the block and its students hold on each of their ranks,
     in any unit.
     """
@@ -156,7 +157,7 @@ class BlockCosts:
         reduce: float | Sequence[float] = 0.0,
         memory: float | Sequence[float] = 0.0,
     ) -> BlockCosts:
-        """Costs of ``len(teacher)`` blocks; one number stands for every block.
+        """Build the costs of ``len(teacher)`` blocks; a single number applies to every block.
 
         Raises:
             UsageError: lengths do not match, a value is negative or not finite, or no block takes
@@ -195,7 +196,7 @@ class BlockCosts:
         return len(self.teacher)
 
     def stage_costs(self, distribution: Distribution) -> StageCosts:
-        """Seconds of T (with its relay), S and U (with its all-reduce) of each stage.
+        """Return the seconds of T (with its relay), S and U (with its all-reduce) of each stage.
 
         Raises:
             UsageError: the distribution is of another number of blocks.
@@ -233,18 +234,18 @@ class BlockCosts:
         return seconds + sum(self.update[b] for b in blocks)
 
     def stage_seconds(self, blocks: range, degree: int, microbatches: int) -> float:
-        """Seconds of a step of one stage with so many ranks: what it adds to none, if alone.
+        """Return the seconds of one step of a stage on ``degree`` ranks, without waits for others.
 
         Args:
-            blocks: of the stage.
-            degree: its ranks, of which each takes ``microbatches / degree`` microbatches.
-            microbatches: per step.
+            blocks: blocks of the stage.
+            degree: ranks of the stage, each of which takes ``microbatches / degree`` microbatches.
+            microbatches: microbatches per step.
         """
         each = self._teacher(blocks) + sum(self.student[b] for b in blocks)
         return microbatches // degree * each + self._update(blocks, degree)
 
     def lower_bound(self, distribution: Distribution, microbatches: int, steps: int) -> float:
-        """Seconds that no order of passes beats: to each stage's first microbatch, and its steps.
+        """Return a lower bound in seconds: each stage's first microbatch to arrive, and its steps.
 
         Raises:
             UsageError: the distribution is of another number of blocks.
@@ -256,7 +257,7 @@ class BlockCosts:
         )
 
     def slowest(self, distribution: Distribution, microbatches: int) -> float:
-        """Seconds of a step of the slowest stage: what each of many steps in a row takes."""
+        """Return the seconds of a step of the slowest stage: the step time of a long run."""
         return max(
             self.stage_seconds(blocks, len(ranks), microbatches)
             for blocks, ranks in distribution.ranges
@@ -271,7 +272,7 @@ class RelayCosts:
     distribution: Distribution
 
     def for_placement(self, placement: Placement) -> StageCosts:
-        """Costs of the stages.
+        """Return the costs of the stages.
 
         Raises:
             UsageError: the placement is not the distribution's.
@@ -286,7 +287,7 @@ class RelayCosts:
 def distribute(
     costs: BlockCosts, ranks: int, microbatches: int, memory_limit: float = inf
 ) -> Distribution:
-    """The distribution whose slowest stage is the fastest, of all there are; exact.
+    """Return the distribution whose slowest stage is the fastest of all; exact.
 
     Every contiguous division of the blocks into stages and every number of ranks per stage that
     divides ``microbatches`` is considered, on at most ``ranks`` ranks. Among equals it is one with
@@ -295,10 +296,10 @@ def distribute(
     memory limit, dealing all blocks out to all ranks is hard to beat: give both.
 
     Args:
-        costs: of the blocks.
-        ranks: there are; some are left idle where they gain nothing.
-        microbatches: per step.
-        memory_limit: of a rank, in the unit of ``costs.memory``.
+        costs: costs of the blocks.
+        ranks: available ranks; some are left idle where they gain nothing.
+        microbatches: microbatches per step.
+        memory_limit: memory of a rank, in the unit of ``costs.memory``.
 
     Raises:
         UsageError: there is no rank or no microbatch, or the ranks cannot hold the blocks.
@@ -327,9 +328,9 @@ def distribute(
 
 
 class _Prefix(NamedTuple):
-    """The fewest ranks, and then the most stages, that run the first blocks within a limit of time.
+    """The fewest ranks, and then the most stages, that run the first blocks within a time limit.
 
-    ``start`` and ``degree`` are of the last stage. The least, as a tuple, is the best.
+    ``start`` and ``degree`` are of the last stage. The smallest, as a tuple, is the best.
     """
 
     ranks: float
@@ -341,9 +342,9 @@ class _Prefix(NamedTuple):
 def _all_stage_seconds(
     costs: BlockCosts, degrees: Sequence[int], microbatches: int, memory_limit: float
 ) -> list[list[list[float]]]:
-    """``[end][start][i]``: seconds of the stage of blocks start to end - 1 on degrees[i] ranks.
+    """Return ``[end][start][i]``: seconds of blocks start to end - 1 on degrees[i] ranks.
 
-    Infinite where a rank cannot hold the stage.
+    A value is infinite where a rank cannot hold the stage.
     """
 
     def of(blocks: range) -> list[float]:
@@ -357,7 +358,7 @@ def _all_stage_seconds(
 def _cheapest(
     seconds: list[list[list[float]]], degrees: Sequence[int], limit: float
 ) -> list[_Prefix]:
-    """For each number of first blocks, the cheapest stages of which none is over the limit."""
+    """Return the cheapest stages within the limit for each number of first blocks."""
     best = [_Prefix(0, 0, 0, 0)]
     for of_end in seconds[1:]:
         least = _Prefix(inf, 0, 0, 0)
@@ -375,7 +376,7 @@ def _cheapest(
 
 
 def _stages(best: list[_Prefix]) -> list[tuple[int, int]]:
-    """Blocks and ranks of each stage, first to last."""
+    """Return the numbers of blocks and of ranks of each stage, first to last."""
     stages, end = [], len(best) - 1
     while end:
         stages.append((end - best[end].start, best[end].degree))

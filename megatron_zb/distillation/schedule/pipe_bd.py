@@ -16,15 +16,15 @@ NAME = "pipe-bd"
 def pipe_bd(
     distribution: Distribution, microbatches: int, steps: int = 1, run_ahead: int = 1
 ) -> Schedule:
-    """Each rank relays the teacher's activation on, trains its students, and updates them.
+    """Build the schedule in which ranks relay teacher activations and update students on their own.
 
     A rank runs T and S of each of its microbatches, in order, and U when the last of a step is
     done; then it goes on with the next step, whatever the other stages do.
 
     Args:
-        distribution: which blocks are on which ranks.
-        microbatches: per step; passes count them through all steps (see :class:`Pass`).
-        steps: in a row.
+        distribution: the blocks of each rank.
+        microbatches: microbatches per step; numbered through all steps (see :class:`Pass`).
+        steps: number of consecutive steps.
         run_ahead: no rank begins step n before all have finished step n - 1 - run_ahead.
 
     Raises:

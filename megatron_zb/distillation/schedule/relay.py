@@ -1,6 +1,6 @@
-"""The rules of teacher relaying: which pass needs what, and which orders of a rank are valid.
+"""The rules of teacher relaying: dependencies of passes, and valid orders of a rank.
 
-Blockwise distillation trains the student of a block on what the teacher's block reads and makes, so
+Blockwise distillation trains the student of a block on the teacher block's input and output, so
 students need nothing from one another. Each stage runs the teacher's blocks once, relays the
 activation, trains its students, and updates them with no barrier across stages.
 Source: Pipe-BD, arXiv 2301.12443 (teacher relaying, decoupled parameter update).
@@ -21,7 +21,7 @@ RELAY_KINDS = (PassKind.T, PassKind.S, PassKind.U)
 
 @dataclass(frozen=True)
 class Relay(Rules):
-    """Steps in a row, m = ``num_microbatches`` each, and how far ranks may drift apart.
+    """Consecutive steps of ``num_microbatches`` each, with ranks at most ``run_ahead`` apart.
 
     No rank begins step n before every rank has updated its students in step n - 1 - ``run_ahead``:
     the first stage waits for the updates, and others begin no step before it. With 0 a step begins
@@ -36,14 +36,14 @@ class Relay(Rules):
 
     @property
     def send_slots(self) -> int:  # type: ignore[override]
-        """So many that no rank is held up before ``run_ahead`` holds it up."""
+        """Send slots, enough that nothing but ``run_ahead`` holds a rank up."""
         return (self.run_ahead + 1) * self.num_microbatches
 
     def step_of(self, p: Pass) -> int:
         return p.microbatch if p.kind is PassKind.U else p.microbatch // self.num_microbatches
 
     def is_awaited(self, step: int) -> bool:
-        """Whether the first stage waits for the updates of a step before it begins another."""
+        """Return whether the first stage waits for a step's updates before it begins another."""
         return step + 1 + self.run_ahead < self.steps
 
     def links(self, placement: Placement, rank: int, passes: Sequence[Pass]) -> list[Link]:
@@ -57,7 +57,7 @@ class Relay(Rules):
         return [rank for rank in placement.ranks_of[0] if rank != message.done_by]
 
     def together(self, placement: Placement, rank: int, p: Pass) -> tuple[int, ...]:
-        """In U the gradients of a stage are summed over its ranks."""
+        """Return the ranks that run a pass together: for U those of the stage, to sum gradients."""
         return placement.ranks_of[p.stage] if p.kind is PassKind.U else (rank,)
 
     def sizes_in_words(self, schedule: Schedule) -> str:
@@ -89,9 +89,9 @@ class Relay(Rules):
         return (PassKind.S, rank, step) if is_last else None
 
     def _awaited_step(self, placement: Placement, p: Pass) -> int | None:
-        """The step that all ranks must have finished before ``p``, if it waits for one.
+        """Return the step that all ranks must have finished before ``p``, if it waits for one.
 
-        Only the first T of a step on each rank of the first stage does.
+        Only the first T of a step on each rank of the first stage waits.
         """
         if p.kind is not PassKind.T or p.stage > 0:
             return None
@@ -101,9 +101,9 @@ class Relay(Rules):
         return awaited if is_first and awaited >= 0 else None
 
     def moments(self, schedule: Schedule) -> list[list[tuple[Moment, Moment]]]:
-        """Order a relay by steps, so that all steps are alike, and a step by the way of its data.
+        """Order a relay by steps, so that all steps are alike, and a step by its flow of data.
 
-        The U of a stage's ranks, which meet there to sum their gradients, stand side by side.
+        The U of a stage's ranks, which sum their gradients together, are adjacent.
         """
         m, many = self.num_microbatches, len(schedule.ranks)
         found: list[list[tuple[Moment, Moment]]] = []
@@ -122,7 +122,7 @@ class Relay(Rules):
         return found
 
     def broken_rule(self, schedule: Schedule, rank: int) -> Broken | None:
-        """The first rule that the order of a rank breaks, if any.
+        """Return the first rule that the order of a rank breaks, if any.
 
         Rules: *placement* (each microbatch passes a stage on its rank), *order* (T before S; U
         after every S of its step and before any of the next), *microbatch order* (T, S and U of a

@@ -1,4 +1,4 @@
-"""A relay's program one step at a time, for any number of steps.
+"""The program of a relay one step at a time, for any number of steps.
 
 All steps of a relay are alike but for the numbers in them, so the instructions of a long training
 are those of a few steps, shifted. Joined, the steps are exactly what
@@ -28,9 +28,9 @@ from megatron_zb.schedules.schedule import Schedule
 
 @dataclass(frozen=True)
 class StepByStep:
-    """The steps of a relay; make it with :func:`step_by_step`.
+    """The steps of a relay; build it with :func:`step_by_step`.
 
-    ``program`` has as many steps as it takes until they repeat, and was proved to finish.
+    ``program`` has as many steps as it takes until they repeat, and was checked to finish.
     """
 
     program: Program
@@ -38,11 +38,11 @@ class StepByStep:
 
     @property
     def schedule(self) -> Schedule:
-        """Of the few steps that all others repeat."""
+        """Schedule of the few steps that all others repeat."""
         return self.program.schedule
 
     def stage_on(self, rank: int) -> int:
-        """The stage of a rank."""
+        """Return the stage of a rank."""
         return self.schedule.placement.stages_of[rank][0]
 
     @property
@@ -51,11 +51,11 @@ class StepByStep:
 
     @cached_property
     def _patterns(self) -> tuple[tuple[tuple[Instruction, ...], ...], ...]:
-        """For every rank, the instructions of each step of the program."""
+        """Instructions of each step of the program, for every rank."""
         return tuple(tuple(_cut_into_steps(rank)) for rank in self.program.ranks)
 
     def of_step(self, rank: int, step: int, first: int, until: int) -> list[Instruction]:
-        """What a rank does in one step of the steps ``first`` to ``until - 1``.
+        """Return the instructions of a rank in one step of the steps ``first`` to ``until - 1``.
 
         Passes and messages are numbered through from step 0, whatever the first step. When the last
         of the steps has run on every rank, no message is under way.
@@ -72,11 +72,11 @@ class StepByStep:
 
 
 def step_by_step(distribution: Distribution, microbatches: int, run_ahead: int = 1) -> StepByStep:
-    """The steps of :func:`~megatron_zb.distillation.schedule.pipe_bd.pipe_bd`, of any number.
+    """Build :func:`~megatron_zb.distillation.schedule.pipe_bd.pipe_bd` for any number of steps.
 
     Raises:
         UsageError: as ``pipe_bd``.
-        InvalidSchedule: the ranks would wait for one another in a circle.
+        InvalidSchedule: the ranks would wait for one another in a cycle.
     """
     # Steps up to run_ahead wait for no update; the next one does, and is awaited by a later one.
     schedule = pipe_bd(distribution, microbatches, 2 * max(run_ahead, 0) + 3, run_ahead)
@@ -85,7 +85,7 @@ def step_by_step(distribution: Distribution, microbatches: int, run_ahead: int =
 
 
 def _cut_into_steps(instructions: tuple[Instruction, ...]) -> list[tuple[Instruction, ...]]:
-    """A step ends with its update and with the messages that it is done, sent and received."""
+    """Split instructions after each step's update and its messages that the step is done."""
     steps: list[list[Instruction]] = [[]]
     has_updated = False
     for at in instructions:
@@ -99,7 +99,7 @@ def _cut_into_steps(instructions: tuple[Instruction, ...]) -> list[tuple[Instruc
 
 
 def _shifted(at: Instruction, steps: int, num_microbatches: int) -> Instruction:
-    """The same instruction so many steps later."""
+    """Return the instruction shifted by `steps` steps."""
     if not isinstance(at, Run):
         return at._replace(message=_shifted_message(at.message, steps, num_microbatches))
     number = steps if at.work.kind is PassKind.U else steps * num_microbatches

@@ -1,4 +1,4 @@
-"""A schedule and the memory of its ranks as SVG, to stand in a page as it is.
+"""SVG drawing of a schedule and of the memory of its ranks, to be embedded in a page.
 
 ``parts/drawing.js`` takes the place of this still picture where scripts run, with the same colours
 and rows of the same height: it draws from :func:`data`.
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Sizes:
-    """Pixels.
+    """Sizes of a drawing in pixels.
 
     ``labels`` is left of the drawing and ``right`` right of it; a bar is ``bar`` high in its
     ``row``, and the memory of a rank at most ``most`` in its row of ``memory``; ``gap`` is between
@@ -57,12 +57,12 @@ class Sizes:
 
 SIZES = Sizes()
 MOST_STILL = 6500
-"""Passes; what has more is drawn by script alone, since nobody could read a still picture of it."""
+"""Most passes of a still picture; a larger one, which is unreadable, is drawn by script alone."""
 _STEPS = (1.0, 2.0, 5.0, 10.0)
 
 
 def constants() -> dict[str, Any]:
-    """What the scripts draw with: sizes, and the names and colours of each kind's chunks."""
+    """Return the constants of the scripts: sizes, and names and colours of each kind's chunks."""
     chunks = range(1, orders.MOST_CHUNKS + 1)
     shades = {
         kind.value: [[colour_of(kind, c, n) for c in range(n)] for n in chunks]
@@ -90,7 +90,10 @@ class _Table:
 
 
 def data(timeline: Timeline, title: str, unit: TimeUnit) -> dict[str, Any]:
-    """What the scripts draw a timeline from; its times are given where no simulation has them."""
+    """Return the data that the scripts draw a timeline from.
+
+    Times are included only where simulating the schedule does not reproduce them.
+    """
     simulated = simulate(timeline.schedule, _Table(timeline.costs))
     is_simulated = (simulated.start, simulated.end) == (timeline.start, timeline.end)
     return {
@@ -103,7 +106,7 @@ def data(timeline: Timeline, title: str, unit: TimeUnit) -> dict[str, Any]:
 
 
 def costs(table: StageCosts) -> dict[str, list[float]]:
-    """The costs of the stages by name, with one entry where all stages cost the same."""
+    """Return the costs of the stages by name, with one entry where all stages cost the same."""
     named = asdict(table)
     return {
         name: list(values[:1] if len(set(values)) == 1 else values)
@@ -114,13 +117,16 @@ def costs(table: StageCosts) -> dict[str, list[float]]:
 
 
 def legend(timeline: Timeline) -> list[tuple[str, str]]:
-    """Colour and words of each kind of pass that occurs."""
+    """Return the colour and the label of each kind of pass that occurs."""
     chunks = timeline.schedule.placement.chunks
     return [(colour_of(kind, chunk, chunks), words) for kind, chunk, words in legend_of(timeline)]
 
 
 def draw(timeline: Timeline, title: str, unit: TimeUnit) -> Markup | None:
-    """The picture: bars above, memory below, one axis of time; ``title`` is what it is called."""
+    """Draw bars above, memory below and one axis of time; ``title`` is the picture's title.
+
+    None if the schedule has more than :data:`MOST_STILL` passes.
+    """
     from markupsafe import Markup, escape
 
     if sum(map(len, timeline.schedule.ranks)) > MOST_STILL:
@@ -135,7 +141,7 @@ def draw(timeline: Timeline, title: str, unit: TimeUnit) -> Markup | None:
 
 
 class _Scale:
-    """From seconds, ranks and microbatches to pixels."""
+    """Conversion of seconds, ranks and microbatches to pixels."""
 
     def __init__(self, timeline: Timeline) -> None:
         ranks = timeline.schedule.placement.pipeline_size
@@ -155,12 +161,12 @@ class _Scale:
 
 
 def _number(value: float) -> str:
-    """With as many digits as can be seen."""
+    """Format a number with as many digits as are visible."""
     return f"{value:.2f}".rstrip("0").rstrip(".")
 
 
 def _bars(timeline: Timeline, scale: _Scale) -> Iterator[str]:
-    """Names of the ranks, one path for all bars of a colour, and numbers where there is room."""
+    """Yield the names of the ranks, one path per colour of bars, and numbers where they fit."""
     ranks = timeline.schedule.placement.pipeline_size
     ground = ranks * SIZES.row
     yield f'<rect class="ground" x="{SIZES.labels}" y="0" width="{scale.inner}" height="{ground}"/>'
@@ -207,7 +213,7 @@ def _axis(scale: _Scale, unit: TimeUnit) -> Iterator[str]:
 
 
 def ticks(most: float, about: float) -> list[float]:
-    """Round numbers from 0 to ``most``, about so many."""
+    """Return round numbers from 0 to ``most``, about ``about`` of them."""
     rough = most / max(about, 1.0)
     power = 10.0 ** math.floor(math.log10(rough))
     step = next(s * power for s in _STEPS if s * power >= rough * (1 - 1e-9))
@@ -215,7 +221,7 @@ def ticks(most: float, about: float) -> list[float]:
 
 
 def _memory(timeline: Timeline, scale: _Scale) -> Iterator[str]:
-    """A row for each rank: what it holds, 1F1B's peak as a dashed line, and its peak behind it."""
+    """Yield a row for each rank: its memory, 1F1B's peak as a dashed line, its peak at the end."""
     lines = memory_lines(timeline)
     worst, stock = worst_of(lines), one_f_one_b_peak(timeline)
     yield (

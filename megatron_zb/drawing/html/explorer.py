@@ -1,4 +1,4 @@
-"""What the explorer of a page is given: orders that this package has built, and a setting.
+"""Data of a page's explorer: orders that this package has built, and a setting.
 
 The explorer carries orders out with the reader's costs and makes none. It has the page's own
 schedules with the page's costs; those of :data:`QUICK` built for the same costs; and, where all
@@ -22,13 +22,13 @@ FIXED = tuple(family.name for family in _FAMILIES if not family.follows_costs)
 QUICK = tuple(family.name for family in _FAMILIES if not family.searches)
 """Schedules whose order is built at once, without a search."""
 MOST_PASSES = 60_000
-"""Of a page's schedule; more would take minutes to draw, and a file of many megabytes."""
+"""Most passes of a page's schedule; more take minutes to draw, and a file of many megabytes."""
 _TIMES = ("forward", "backward", "weight", "p2p")
 _EQUAL = {**dict(zip(_TIMES, (1.0, 1.0, 1.0, 0.0), strict=True)), "limit": None}
 
 
 def check_size(schedule: Schedule) -> None:
-    """Refuse what no page can hold.
+    """Reject a schedule that is too large for a page.
 
     Raises:
         UsageError: the schedule has more than :data:`MOST_PASSES` passes.
@@ -47,15 +47,15 @@ def context(
     limit: float | None = None,
     unit: TimeUnit = COST_UNIT,
 ) -> dict[str, Any]:
-    """What the template of the explorer calls by name.
+    """Return the variables of the explorer's template.
 
     Args:
         own: the schedules of the page, of one pipeline size and number of microbatches; the first
             is drawn first.
-        costs: what all of them were built for; None where their stages differ, as layers spread
+        costs: the costs of all of them; None where their stages differ, as layers spread
             in several ways do.
         limit: the memory limit they were built for, as a share of 1F1B's peak.
-        unit: of times on the page.
+        unit: unit of the times on the page.
     """
     first = own[0]
     p, m = first.schedule.placement.pipeline_size, first.schedule.num_microbatches
@@ -119,7 +119,7 @@ def _add(
 
 
 def _is_alike(costs: Costs) -> bool:
-    """Whether all ranks and links cost the same, as in :meth:`Costs.uniform`."""
+    """Return whether all ranks and links cost the same, as in :meth:`Costs.uniform`."""
     p = costs.pipeline_size
     return costs == Costs.uniform(
         pipeline_size=p,
@@ -131,7 +131,7 @@ def _is_alike(costs: Costs) -> bool:
 
 
 def _means(timeline: Timeline, costs: Costs | None, unit: TimeUnit) -> dict[str, float]:
-    """Times of a microbatch on a rank and of a transfer; rounded means where stages differ."""
+    """Return times of a microbatch on a rank and of a transfer; rounded means if stages differ."""
     if costs is not None and _is_alike(costs):
         times = (costs.forward[0], costs.backward[0], costs.weight[0], costs.p2p[0][1])
         return dict(zip(_TIMES, (time * unit.scale for time in times), strict=True))
@@ -145,7 +145,7 @@ def _means(timeline: Timeline, costs: Costs | None, unit: TimeUnit) -> dict[str,
 
 
 def _choices(schedule: Schedule) -> str | None:
-    """What the command needs to build a schedule besides its name; None where it has no name."""
+    """Return the flags that a schedule needs besides its name; None where it has no name."""
     if schedule.name not in catalog.names():
         return None
     family, chunks = catalog.family(schedule.name), schedule.placement.chunks

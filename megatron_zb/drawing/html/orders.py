@@ -80,12 +80,12 @@ def build(name: str, p: int, m: int) -> Order:
 
 
 def names() -> list[str]:
-    """The schedules of the file: all but ``auto``, whose search takes a minute."""
+    """Return the names of the file's schedules: all but ``auto``, whose search takes a minute."""
     return [name for name in catalog.names() if name != "auto"]
 
 
 @cache
 def packaged() -> tuple[Order, ...]:
-    """The orders of the file."""
+    """Return the orders of the file."""
     found: list[Any] = json.loads(FILE.read_text(encoding="utf-8"))
     return tuple(found)

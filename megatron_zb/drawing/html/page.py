@@ -22,7 +22,7 @@ _PARTS = Path(__file__).resolve().parent / "parts"
 
 
 def check(path: Path) -> None:
-    """Say now what would stop a page from being written at the end of a long search.
+    """Check that a page can be written, so that a long search does not fail at its end.
 
     Raises:
         UsageError: the name does not end in .html, it is a folder's, or jinja2 is missing.
@@ -84,14 +84,14 @@ def _environment() -> Environment:
 
 @cache
 def _part(name: str) -> Any:
-    """A file of the package, to stand in the page as it is."""
+    """Return a file of the package as markup, to be embedded in the page unchanged."""
     from markupsafe import Markup
 
     return Markup("\n" + (_PARTS / name).read_text(encoding="utf-8"))
 
 
 def _policy(scripts: Any, style: str) -> str:
-    """What the browser may run and load: these scripts and this style, from nowhere else."""
+    """Return the content security policy: these scripts and this style, nothing from elsewhere."""
     allowed = " ".join(_digest(script) for script in scripts)
     return (
         f"default-src 'none'; script-src {allowed}; style-src {_digest(style)}; "

@@ -42,7 +42,7 @@ def save_plan(path: Path, plan: Plan) -> None:
 
     Args:
         path: a file that ends in .html.
-        plan: what the search found.
+        plan: the result of the search.
 
     Raises:
         UsageError: the file cannot be written, or jinja2 is missing.
@@ -86,7 +86,7 @@ def _row(plan: Plan, index: int) -> dict[str, Any]:
 
 
 def _sizes(row: Prediction, memory: float) -> list[dict[str, Any]]:
-    """Each part of the worst rank's memory: GiB, and where it lies in a bar of all its memory."""
+    """Return each part of the worst rank's memory: GiB, and begin and share in % of all memory."""
     begin, out = 0.0, []
     for part, size in row.memory.parts().items():
         shade, pattern = _FILLS[part]
@@ -107,7 +107,7 @@ def _sizes(row: Prediction, memory: float) -> list[dict[str, Any]]:
 
 
 def _parts(plan: Plan) -> list[tuple[str, str, str, str]]:
-    """Name, words, shade and pattern of the parts that any row has."""
+    """Return the name, label, shade and pattern of each part that any row has."""
     return [
         (part, _NAMES[part], *fill)
         for part, fill in _FILLS.items()
@@ -116,7 +116,7 @@ def _parts(plan: Plan) -> list[tuple[str, str, str, str]]:
 
 
 def _pictures(plan: Plan) -> list[dict[str, Any]]:
-    """The first few rows that have a pipeline, and Megatron's 1F1B to compare them with."""
+    """Return pictures of the first few rows with a pipeline, and of Megatron's 1F1B to compare."""
     with_pipeline = [i for i, row in enumerate(plan.ranked) if row.schedule is not None]
     drawn = [
         i
@@ -147,7 +147,10 @@ def _timeline(row: Prediction) -> Timeline:
 
 
 def _explorer(plan: Plan) -> dict[str, Any]:
-    """Of the fastest row that has a pipeline, and of the others of its sizes and costs."""
+    """Return the explorer's variables: the fastest row with a pipeline comes first.
+
+    The other rows of the same sizes and costs follow.
+    """
     with_pipeline = [row for row in plan.ranked if row.costs is not None]
     if not with_pipeline:
         shown = schedules.build("1f1b", pipeline_size=4, num_microbatches=8)

@@ -115,7 +115,7 @@ def _stages(profile: Profile) -> list[dict[str, str]]:
 
 
 def _step(compared: Compared | None) -> dict[str, Any]:
-    """Both pictures of a step, and the table of where they differ."""
+    """Return both pictures of a step, and the table of where they differ."""
     if compared is None:
         return {"step": [], "differences": []}
     return {

@@ -20,7 +20,7 @@ def save_schedule(
         path: a file that ends in .html.
         timeline: the schedule and its times.
         report: its distance to the lower bound.
-        costs: what it was built for.
+        costs: the costs that it was built for.
         limit: the user's memory limit as a share of 1F1B's peak, if any.
 
     Raises:
@@ -48,7 +48,7 @@ def save_schedule(
 
 
 def picture(timeline: Timeline, title: str, unit: TimeUnit = COST_UNIT) -> dict[str, Any]:
-    """What the template of a picture calls by name."""
+    """Return the variables of the template of a picture."""
     return {
         "svg": drawing.draw(timeline, title, unit),
         "data": drawing.data(timeline, title, unit),

@@ -1,1 +1,1 @@
-"""End a job that has stopped, and name the rank that holds it up."""
+"""Watchdog that ends a job that has stopped, and names the rank that holds it up."""

@@ -1,4 +1,4 @@
-"""Questions among the ranks of a job, through a store: where does each of them stand?
+"""Questions among the ranks of a job, through a store, about the state of each.
 
 Any rank may ask at any time; a question has a number, all ranks answer it, and the next one has
 the next number. No call waits in the store, which one connection answers in turn.
@@ -24,14 +24,14 @@ _WATCHED, _LEFT = "watched", "left"
 
 @dataclass(frozen=True)
 class Verdict:
-    """What ends a job: a sentence, and the ranks that are there to say it."""
+    """Reason for the end of a job: a sentence, and the ranks that are there to report it."""
 
     sentence: str
     ranks: tuple[int, ...]
 
 
 class Inquiry:
-    """One rank's part. ``heard`` is when the store last answered, of ``time.monotonic``.
+    """One rank's part in questions. ``heard`` is the ``time.monotonic`` of the store's last answer.
 
     ``asked_first`` is whether no other rank was asking already when this one last did.
 
@@ -60,11 +60,11 @@ class Inquiry:
         self.heard = time.monotonic()
 
     def come(self) -> None:
-        """This rank is watched from now on: it answers."""
+        """Announce that this rank is watched from now on: it answers."""
         self._call(self._store.set, f"is/{self._rank}", _WATCHED)
 
     def leave(self) -> None:
-        """This rank ends, as it should: nobody is to wait for its answers."""
+        """Announce that this rank ends, as it should: nobody is to wait for its answers."""
         self._call(self._store.set, f"is/{self._rank}", _LEFT)
 
     @property
@@ -73,11 +73,11 @@ class Inquiry:
         return self._number > 0
 
     def is_asked(self) -> bool:
-        """Whether there is a question without this rank's answer."""
+        """Return whether there is a question without this rank's answer."""
         return bool(self._call(self._store.check, [f"question/{self._number}"]))
 
     def answer(self, state: State) -> None:
-        """Say where this rank stands; takes older answers away, which nobody waits for any more."""
+        """Answer with this rank's state; delete older answers, which nobody waits for any more."""
         told = {**asdict(state), "passes": ()}
         self._call(self._store.set, self._key(self._number, self._rank), json.dumps(told))
         now = time.monotonic()
@@ -87,7 +87,7 @@ class Inquiry:
         self._number += 1
 
     def ask(self, state: State) -> dict[int, State]:
-        """Ask all ranks, and give the answers that come in time, the own one among them.
+        """Ask all ranks, and return the answers that come in time, the own one among them.
 
         A verdict ends the waiting: ranks that say one answer no more.
         """
@@ -111,7 +111,7 @@ class Inquiry:
         return {rank: self._state(key) for rank, key in keys.items()}
 
     def not_there(self, answered: Collection[int]) -> tuple[list[int], list[int]]:
-        """Of the ranks that have not answered: those that should have, and those that have left.
+        """Return the ranks that have not answered and should have, and those that have left.
 
         A rank that has not come to its first step is neither: it may be loading for long.
         """
@@ -125,11 +125,11 @@ class Inquiry:
         return silent, left
 
     def end(self, verdict: Verdict) -> None:
-        """Let all ranks find the verdict; the first one counts."""
+        """Store the verdict for all ranks; the first one counts."""
         self._call(self._store.compare_set, "verdict", "", json.dumps(asdict(verdict)))
 
     def verdict(self) -> Verdict | None:
-        """The verdict, if there is one."""
+        """Return the verdict, None if there is none."""
         if not self._has_verdict():
             return None
         found = json.loads(self._call(self._store.get, "verdict"))
@@ -139,7 +139,7 @@ class Inquiry:
         return bool(self._call(self._store.check, ["verdict"]))
 
     def told(self, verdict: Verdict, seconds: float) -> None:
-        """This rank has said the verdict; wait for the others, whom its end would end, too."""
+        """Confirm that this rank has reported; wait for the others, whom its end would end, too."""
         self._call(self._store.set, f"told/{self._rank}", "")
         keys = [f"told/{rank}" for rank in verdict.ranks]
         deadline = time.monotonic() + seconds

@@ -1,4 +1,4 @@
-"""What a rank is doing, kept for when it stops: the pass it runs, the message it waits for.
+"""Progress of a rank, kept for when it stops: the pass it runs, the message it waits for.
 
 On a GPU the host runs ahead: what it has launched is marked by events, and what the GPU is doing is
 what the first event that has not happened yet was to end. Outside of a step, what the rank does is
@@ -32,10 +32,10 @@ REMEMBERED = 50
 
 @dataclass(frozen=True)
 class State:
-    """A moment of a rank: what it does, and for which rank's message it waits, if for one.
+    """State of a rank: its activity, and the rank whose message it waits for, if any.
 
-    ``doing`` is a phrase, ``waits_for`` a rank of the same pipeline, ``seconds`` how long it has
-    been so, ``passes`` the last ones that it began, ``place`` where its code stands.
+    ``doing`` is a phrase, ``waits_for`` a rank of the same pipeline, ``seconds`` the time that it
+    has been so, ``passes`` the last ones that it began, ``place`` its current functions and lines.
     """
 
     doing: str
@@ -48,7 +48,7 @@ class State:
 
 
 class Event(Protocol):
-    """A mark among what a GPU has been given to do."""
+    """An event in a GPU's stream."""
 
     def record(self) -> None: ...
 
@@ -59,7 +59,7 @@ _Situation = Pass | tuple[Channel, Message] | None
 
 
 class _Marked:
-    """A pass or a wait on a GPU: where it ends without an exception, it leaves a mark."""
+    """Context of a pass or a wait on a GPU; its end leaves a mark, except after an exception."""
 
     __slots__ = ("_event", "_marks", "_situation")
 
@@ -84,14 +84,14 @@ class _Marked:
 
 
 class Progress:
-    """Told by the executor, read by the watchdog's threads.
+    """Progress of one rank, told by the executor and read by the watchdog's threads.
 
-    On a GPU, marks are kept only once somebody looks: who looks also lets go of those that are
-    behind, see :meth:`moved`.
+    On a GPU, marks are kept only after :meth:`keep_marks`: whoever looks also drops those that
+    have been passed, see :meth:`moved`.
 
     Args:
         on_gpu: the host does not wait for what it launches; ``event`` makes the marks.
-        phases: what functions do that are called between two steps.
+        phases: phrases for functions that are called between two steps.
     """
 
     def __init__(
@@ -113,19 +113,19 @@ class Progress:
         self._moved = self._counted_from = time.monotonic()
 
     def keep_marks(self) -> None:
-        """From now on, because somebody will look; call it on the thread that trains."""
+        """Keep marks from now on, because somebody will look; call it on the thread that trains."""
         self._event = self._marks_with
         if self._event is not None:
             self._device = torch.cuda.current_device()
 
     def enter_thread(self) -> None:
-        """Before another thread looks: it begins on GPU 0, and would take memory there."""
+        """Set the GPU of another thread before it looks: on GPU 0, it would take memory there."""
         if self._device is not None:
             torch.cuda.set_device(self._device)
 
     @contextmanager
     def step(self) -> Iterator[None]:
-        """Around a step."""
+        """Count as a step what runs in this context."""
         self._thread = threading.get_ident()
         self._situation = None
         self._moved = time.monotonic()
@@ -137,12 +137,12 @@ class Progress:
             self._moved = time.monotonic()
 
     def running(self, work: Pass) -> AbstractContextManager[None]:
-        """Around a pass."""
+        """Return a context to run a pass in."""
         self._passes.append(work)
         return self._in(work)
 
     def waiting(self, channel: Channel, message: Message) -> AbstractContextManager[None]:
-        """Around the wait for a message."""
+        """Return a context to wait for a message in."""
         return self._in((channel, message))
 
     def _in(self, situation: _Situation) -> AbstractContextManager[None]:
@@ -156,7 +156,7 @@ class Progress:
         return self._host_in_step or bool(self._marks)
 
     def moved(self) -> float:
-        """When something last happened, of ``time.monotonic``: one wait has one such moment."""
+        """Return the ``time.monotonic`` of the last progress: one wait has one such time."""
         with self._looking:
             while self._marks and self._marks[0][1].query():
                 self._marks.popleft()
@@ -164,18 +164,18 @@ class Progress:
         return self._moved
 
     def seconds(self) -> float:
-        """Since something last happened, or since the count began anew."""
+        """Return the seconds since the last progress, or since the count began anew."""
         return time.monotonic() - max(self.moved(), self._counted_from)
 
     def begin_anew(self) -> None:
-        """Count from now on: the whole process has been stopped, and goes on."""
+        """Restart the count: the whole process has been stopped, and goes on."""
         self._counted_from = time.monotonic()
 
     def state(self, ranks: Mapping[int, int] | None = None) -> State:
-        """What the rank does now.
+        """Return the rank's current state.
 
         Args:
-            ranks: what to call the pipeline's logical ranks in ``waits_for``.
+            ranks: the number in ``waits_for`` for each of the pipeline's logical ranks.
         """
         seconds, passes = self.seconds(), tuple(map(said, self._passes))
         frames = frames_of(self._thread)
@@ -197,7 +197,7 @@ class Progress:
         )
 
     def _situation_in_words(self) -> tuple[str, int | None]:
-        """In a step: a phrase, and the logical rank whose message the rank waits for."""
+        """Return, in a step, a phrase and the logical rank whose message the rank waits for."""
         marks = list(self._marks)
         situation = marks[0][0] if marks else self._situation
         if not self.in_step:
@@ -222,6 +222,6 @@ class Progress:
 
 
 def said(work: Pass) -> str:
-    """A pass in words."""
+    """Describe a pass in words."""
     counted = "step" if work.kind is PassKind.U else "microbatch"
     return f"{work.kind.name} of stage {work.stage}, {counted} {work.microbatch}"

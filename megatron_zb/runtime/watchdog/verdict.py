@@ -1,4 +1,4 @@
-"""Which rank holds up all others, of what each has told."""
+"""Search for the rank that holds up all others, from the states that ranks have told."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from megatron_zb.runtime.watchdog.progress import State
 
 
 def who_holds_up(states: Mapping[int, State], rank: int) -> int:
-    """The rank that a rank waits for in the end: the first on the way that waits for no message.
+    """Return the rank that a rank waits for in the end: the first that waits for no message.
 
     Args:
         states: of the ranks that have told theirs; one that has not holds up.
@@ -24,7 +24,7 @@ def who_holds_up(states: Mapping[int, State], rank: int) -> int:
 
 
 def judged(states: Mapping[int, State], silent: Collection[int], seconds: float) -> int | None:
-    """The rank that holds up all others for good; None where the job may merely be slow.
+    """Return the rank that holds up all others for good; None where the job may merely be slow.
 
     A rank that does not answer holds up the job wherever the others are. One that answers does so
     in a step alone: between two steps it may load data or write a checkpoint for as long as it has
@@ -48,7 +48,7 @@ def judged(states: Mapping[int, State], silent: Collection[int], seconds: float)
 def sentence(
     rank: int, states: Mapping[int, State], has_left: bool = False, waited: float = 0.0
 ) -> str:
-    """Who holds up all others, and how; ``waited`` is how long it was given to answer."""
+    """Describe which rank holds up all others, and how; it had ``waited`` seconds to answer."""
     if rank in states:
         how = f"it {states[rank].doing} for {states[rank].seconds:.0f} s"
     elif has_left:
@@ -62,7 +62,7 @@ def sentence(
 
 
 def slowest(states: Mapping[int, State], asking: int) -> int:
-    """The rank that the others probably wait for, where none holds them up for good."""
+    """Return the rank that the others probably wait for, where none holds them up for good."""
     end = who_holds_up(states, asking)
     if end != asking and end in states:
         return end

@@ -1,4 +1,4 @@
-"""Ends a job that has stopped, and says which rank holds it up.
+"""Watchdog that ends a job that has stopped, and reports the rank that holds it up.
 
 A rank that is killed, stopped or stuck leaves all others waiting for ever. On every rank a thread
 watches the rank's progress and answers questions; a rank that has made none for too long asks all
@@ -51,12 +51,12 @@ class Place:
 
 
 class Watchdog:
-    """Watches one rank from threads of its own; ``end`` takes the place of the end, in tests.
+    """Watchdog of one rank, with threads of its own; tests replace the end of the process, ``end``.
 
     Args:
         seconds: without progress, after which the other ranks are asked.
         store: that all ranks of the job can reach.
-        tell: what to do with each line of the report.
+        tell: called with each line of the report.
         patience: seconds that all ranks together have to answer; by default a tenth of the others,
             though not less than 5 and not more than 30.
     """
@@ -99,7 +99,7 @@ class Watchdog:
             thread.start()
 
     def stop(self) -> None:
-        """Watch no longer, and let the others know that this rank will not answer."""
+        """Stop watching, and let the others know that this rank will not answer."""
         atexit.unregister(self.stop)
         self._stopped.set()
         for thread in self._threads:
@@ -118,7 +118,10 @@ class Watchdog:
             self._inquiry.leave()
 
     def _goes_on(self) -> bool:
-        """Wait until it is time to look again; a process that was stopped meanwhile begins anew."""
+        """Wait for the next look; return False after :meth:`stop`.
+
+        The count of a process that was stopped meanwhile begins anew.
+        """
         start = time.monotonic()
         goes_on = not self._stopped.wait(self._interval)
         if time.monotonic() - start > self._interval + min(self._seconds, self._patience) / 2:
@@ -164,7 +167,7 @@ class Watchdog:
             self._tell_that_it_is_slow(states)
 
     def _tell_that_it_is_slow(self, states: dict[int, State]) -> None:
-        """Once for every wait, and by the rank alone that has asked first."""
+        """Report a slow rank, once for every wait, and from the rank alone that has asked first."""
         me = self._place.rank
         rank = slowest(states, me)
         if states[rank].in_step:  # it will move, or soon be found to be stuck
@@ -186,7 +189,7 @@ class Watchdog:
         self._finish()
 
     def _end_without_others(self, error: Exception) -> None:
-        """A store that is gone takes the job along; in a step, this rank does not wait for that."""
+        """End a rank that is stuck in a step: a store that is gone takes the job along."""
         if not self._progress.in_step or not self._is_still():
             return
         if self._ending.acquire(blocking=False):
@@ -222,7 +225,10 @@ class Watchdog:
 
 
 def _connection(store: Any) -> Store:
-    """Of its own: another thread may wait in the store for long. Older stores have only one."""
+    """Return a connection of its own: another thread may wait in the store for long.
+
+    Older stores have only one.
+    """
     try:
         connection: Store = store.clone()
     except Exception:  # it has no such method, or its kind has none
@@ -231,7 +237,7 @@ def _connection(store: Any) -> Store:
 
 
 def _holder(store: Any) -> str:
-    """The store in words, with what is known of who holds it."""
+    """Describe the store, with what is known of the process that holds it."""
     inner = getattr(store, "_underlying_non_prefix_store", store)
     if getattr(inner, "host", None) is None:
         return "the store of the job"

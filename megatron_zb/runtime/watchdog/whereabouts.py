@@ -1,4 +1,4 @@
-"""Where a thread stands, read from its stack by another one: nothing has to tell it."""
+"""Position of a thread, read from its stack by another one, without its cooperation."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ Phases = Mapping[tuple[str, str], str]
 
 
 def frames_of(thread: int) -> list[FrameType]:
-    """What a thread has called, the innermost first; empty where it has ended."""
+    """Return the frames of a thread, the innermost first; empty where it has ended."""
     frame = sys._current_frames().get(thread)
     return list(_outwards(frame))
 
@@ -27,7 +27,7 @@ def _outwards(frame: FrameType | None) -> Iterator[FrameType]:
 
 
 def phase_of(frames: list[FrameType], phases: Phases) -> str | None:
-    """The phrase of the innermost function that has one."""
+    """Return the phrase of the innermost function that has one, None if none has."""
     for frame in frames:
         for (module, function), phrase in phases.items():
             if frame.f_code.co_name == function and _module(frame).startswith(module):
@@ -36,7 +36,7 @@ def phase_of(frames: list[FrameType], phases: Phases) -> str | None:
 
 
 def collective_of(frames: list[FrameType]) -> str | None:
-    """The function of torch.distributed in which the thread waits for others."""
+    """Return the function of torch.distributed in which the thread waits for others, or None."""
     found = None
     for frame in frames:
         name = frame.f_code.co_name
@@ -46,7 +46,10 @@ def collective_of(frames: list[FrameType]) -> str | None:
 
 
 def place_of(frames: list[FrameType]) -> str:
-    """The innermost places outside of torch, such as ``step (optimizer.py:120), called by ...``."""
+    """Describe the innermost functions outside of torch.
+
+    For example ``step (optimizer.py:120), called by ...``.
+    """
     own = [f for f in frames if not _module(f).startswith(("torch.", "contextlib"))]
     said = [
         f"{f.f_code.co_name} ({PurePath(f.f_code.co_filename).name}:{f.f_lineno})"

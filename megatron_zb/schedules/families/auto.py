@@ -91,7 +91,7 @@ def _nothing_possible(request: Request) -> UsageError:
 
 
 def _placements(request: Request) -> Iterator[Placement]:
-    """Those to look at, the most promising first."""
+    """Yield the placements to look at, the most promising first."""
     p, chunks = request.pipeline_size, request.chunks
     if request.placement is not None:
         if chunks in (None, request.placement.chunks):
@@ -113,9 +113,9 @@ def _can_hold(placement: Placement, request: Request) -> bool:
 
 
 def _on(placement: Placement, request: Request, fastest: float) -> list[tuple[float, Schedule]]:
-    """The named schedules of a placement that fit, and what a search makes of them; with seconds.
+    """Return the named and searched schedules of a placement that fit, with their seconds.
 
-    Nothing where no schedule of the placement can be faster than ``fastest``.
+    Empty where no schedule of the placement can be faster than ``fastest``.
 
     Raises:
         UsageError: the limit is below what the placement needs.
@@ -155,14 +155,14 @@ def _on(placement: Placement, request: Request, fastest: float) -> list[tuple[fl
 
 
 def _bound(placement: Placement, request: Request, limits: Sequence[float]) -> float:
-    """Seconds that no schedule of a placement goes below."""
+    """Return a lower bound in seconds for any schedule of a placement."""
     bound = period_bound if request.back_to_back else lower_bound
     table = request.costs.for_placement(placement)
     return bound(placement, request.num_microbatches, table, limits)
 
 
 def _builders(placement: Placement) -> list[Callable[[Request], list[Schedule]]]:
-    """What makes the known orders of a placement: named schedules and a quick search."""
+    """Return builders of a placement's known orders: named schedules and a quick search."""
     p, chunks = placement.pipeline_size, placement.chunks
 
     def one(family: _Family) -> Callable[[Request], list[Schedule]]:
@@ -180,7 +180,7 @@ def _builders(placement: Placement) -> list[Callable[[Request], list[Schedule]]]
 
 
 def _quick(request: Request, placement: Placement) -> Schedule:
-    """What half a second finds.
+    """Search a placement for half a second.
 
     Raises:
         UsageError: the limit is below what the placement needs.
@@ -195,7 +195,7 @@ def _quick(request: Request, placement: Placement) -> Schedule:
 
 
 def _split_loops(request: Request, placement: Placement) -> list[Schedule]:
-    """Interleaved orders with a split backward that fit, the fastest first.
+    """Return interleaved orders with a split backward that fit, the fastest first.
 
     Searches alone are far from them.
     """
@@ -217,7 +217,7 @@ def _is_large(placement: Placement, request: Request) -> bool:
 
 
 def _long(placement: Placement, request: Request, known: Sequence[Schedule]) -> Schedule:
-    """A search that takes its time where it has been seen to pay.
+    """Search a placement for longer where that has been seen to pay.
 
     Raises:
         UsageError: the limit is below what the placement needs.

@@ -22,7 +22,7 @@ class BuildingBlock:
     interval: int
 
     def repeat(self, num_microbatches: int) -> list[list[Pass]]:
-        """Each rank's F and B passes in the order of the repeated block."""
+        """Return each rank's F and B passes in the order of the repeated block."""
         timed: list[list[tuple[int, Pass]]] = [[] for _ in range(self.placement.pipeline_size)]
         for stage, rank in enumerate(self.placement.rank_of):
             for microbatch in range(num_microbatches):

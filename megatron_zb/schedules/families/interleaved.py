@@ -17,10 +17,11 @@ DEFAULT_CHUNKS = 2
 
 
 def interleaved(request: Request) -> Schedule:
-    """Groups of microbatches pass through all chunks in turn; BW alone, whatever the costs.
+    """Build interleaved 1F1B, with BW alone, whatever the costs.
 
-    ``request.group_size`` microbatches (default p) go through one chunk before the next chunk
-    starts; what is left at the end joins the last group, or makes one if it fills the pipeline.
+    Groups of microbatches pass through all chunks in turn: ``request.group_size`` microbatches
+    (default p) go through one chunk before the next chunk starts; what is left at the end joins the
+    last group, or makes one if it fills the pipeline.
 
     Raises:
         UsageError: fewer than two chunks, or a group of less than one microbatch.
@@ -36,7 +37,7 @@ def interleaved(request: Request) -> Schedule:
 
 
 def _interleaved(p: int, m: int, chunks: int, group: int) -> Schedule:
-    """With the shortest warm-up at which no rank waits for ever.
+    """Build the order with the shortest warm-up at which no rank waits for ever.
 
     That is the textbook's where groups are at least as large as the pipeline.
     """
@@ -53,7 +54,7 @@ def _interleaved(p: int, m: int, chunks: int, group: int) -> Schedule:
 
 
 def split_interleaved(p: int, m: int, chunks: int) -> list[Schedule]:
-    """Orders with a split backward: of the same memory on every rank, p microbatches, and of more.
+    """Build orders with a split backward: of p microbatches of memory on every rank, and of more.
 
     A rank's warm-up is shorter by one forward, or two, for each rank before it; its W stay behind
     its B by as much, so that all ranks hold equally much and those that wait the longest for their
@@ -77,7 +78,7 @@ def split_interleaved(p: int, m: int, chunks: int) -> list[Schedule]:
 def _split_rank(
     rank: int, p: int, chunks: int, warm_up: int, behind: int, sequence: list[tuple[int, int]]
 ) -> tuple[Pass, ...]:
-    """Forwards of the warm-up, then F, B and the W of ``behind`` microbatches before, in turn."""
+    """Return the warm-up, then F, B and the W of ``behind`` microbatches before, in turn."""
     forwards, backwards = _both(rank, p, chunks, sequence, PassKind.B)
     weights = [b._replace(kind=PassKind.W) for b in backwards]
     passes = forwards[:warm_up]
@@ -88,21 +89,21 @@ def _split_rank(
 
 
 def _sequence(groups: list[range], chunks: int) -> list[tuple[int, int]]:
-    """Chunks and microbatches in the order in which a rank runs them forwards."""
+    """List chunks and microbatches in the order in which a rank runs them forwards."""
     return [(chunk, mb) for mbs in groups for chunk in range(chunks) for mb in mbs]
 
 
 def _both(
     rank: int, p: int, chunks: int, sequence: list[tuple[int, int]], backward: PassKind
 ) -> tuple[list[Pass], list[Pass]]:
-    """A rank's forwards, and its backwards, which run through the chunks the other way."""
+    """Return a rank's forwards, and its backwards, which run through the chunks in reverse."""
     forwards = [Pass(PassKind.F, chunk * p + rank, mb) for chunk, mb in sequence]
     backwards = [Pass(backward, (chunks - 1 - chunk) * p + rank, mb) for chunk, mb in sequence]
     return forwards, backwards
 
 
 def _groups(p: int, m: int, group: int) -> list[range]:
-    """Consecutive microbatches; a last group that cannot fill the pipeline joins the one before."""
+    """Split m microbatches into groups; a last one too small to fill the pipeline is joined."""
     starts = list(range(0, m, group))
     if len(starts) > 1 and m - starts[-1] < min(p, group):
         starts.pop()
@@ -121,6 +122,6 @@ def _rank(
 
 
 def peak_microbatches(p: int, m: int) -> float:
-    """Activations of the first rank with the default chunks and groups."""
+    """Return the peak of the first rank in microbatches, with the default chunks and groups."""
     schedule = _interleaved(p, m, DEFAULT_CHUNKS, p)
     return peak_held_chunks(schedule.ranks[0]) / DEFAULT_CHUNKS

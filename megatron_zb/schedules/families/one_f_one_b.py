@@ -11,7 +11,7 @@ from megatron_zb.schedules.search.fusing import fuse_all
 
 
 def building_block(pipeline_size: int) -> BuildingBlock:
-    """F runs down the ranks and B straight back up; one F and one B every two units."""
+    """Build 1F1B's block: F down the ranks, B straight back up; one of each every two units."""
     p = pipeline_size
     return BuildingBlock(
         looped(p),
@@ -22,14 +22,14 @@ def building_block(pipeline_size: int) -> BuildingBlock:
 
 
 def one_f_one_b(request: Request) -> Schedule:
-    """Rank i holds at most p-i microbatches, whatever the costs."""
+    """Build 1F1B: rank i holds at most p-i microbatches, whatever the costs."""
     block = building_block(request.pipeline_size)
     ranks = fuse_all(block.repeat(request.num_microbatches))
     return Schedule("1f1b", block.placement, request.num_microbatches, ranks)
 
 
 def gpipe(request: Request) -> Schedule:
-    """All forwards, then all backwards: every rank holds every microbatch."""
+    """Build GPipe: all forwards, then all backwards; every rank holds every microbatch."""
     m = request.num_microbatches
     ranks = tuple(
         tuple(Pass(kind, stage, i) for kind in (PassKind.F, PassKind.BW) for i in range(m))

@@ -25,27 +25,28 @@ Offsets = tuple[int, int, int, int]
 
 
 def v_min_offsets(p: int, i: int) -> Offsets:
-    """Both chunks go from rank to rank in one unit: a third of 1F1B's activations."""
+    """Return V-Min's offsets: one unit per rank in both chunks, a third of 1F1B's activations."""
     shift = 2 if p % 3 == 0 else 0
     return i, 2 * p - i - 1, 2 * p + shift + i, 4 * p + shift - i - 1
 
 
 def v_half_offsets(p: int, i: int) -> Offsets:
-    """Two units down, one up: half of 1F1B's activations."""
+    """Return V-Half's offsets: two units down, one up, half of 1F1B's activations."""
     shift = 3 if p % 2 == 0 else 0
     return 2 * i, 3 * p - i - 2, 3 * p + shift + 2 * i - 1, 6 * p + shift - i - 2
 
 
 def v_zb_offsets(p: int, i: int) -> Offsets:
-    """Four units down, two up: 1F1B's activations and no bubble in the steady state.
+    """Return V-ZB's offsets: four units down, two up.
 
-    4i and -2i are equal modulo 6, so the four passes keep their distance on every rank.
+    They give 1F1B's activations and no bubble in the steady state. 4i and -2i are equal modulo 6,
+    so the four passes keep their distance on every rank.
     """
     return 4 * i, 6 * p - 5 - 2 * i, 6 * p - 4 + 4 * i, 12 * p - 9 - 2 * i
 
 
 def building_block(pipeline_size: int, offsets: Callable[[int, int], Offsets]) -> BuildingBlock:
-    """The block of all 2p stages from the offsets of each rank."""
+    """Build the block of all 2p stages from the offsets of each rank."""
     per_rank = [offsets(pipeline_size, i) for i in range(pipeline_size)]
     return BuildingBlock(
         v_shape(pipeline_size),
@@ -58,7 +59,7 @@ def building_block(pipeline_size: int, offsets: Callable[[int, int], Offsets]) -
 def of_block(
     name: str, offsets: Callable[[int, int], Offsets], request: Request, peak: float
 ) -> list[Schedule]:
-    """A block's own order under these costs, if it keeps the peak and the request's limit."""
+    """Return a block's own order under these costs, if it keeps the peak and the limit."""
     block = building_block(request.pipeline_size, offsets)
     order = block.repeat(request.num_microbatches)
     return squeezed_if_it_fits(name, block.placement, order, request, peak)
@@ -67,13 +68,13 @@ def of_block(
 def _v(
     name: str, offsets: Callable[[int, int], Offsets], request: Request, peak: float
 ) -> Schedule:
-    """The block's own order under these costs, and the best that a search finds from it."""
+    """Build the best that a search finds from the block's own order under these costs."""
     known = of_block(name, offsets, request, peak)
     return search_placement(name, v_shape(request.pipeline_size), request, peak, known=known)
 
 
 def squeezed_blocks(name: str, request: Request) -> list[Schedule]:
-    """Every block of this file that keeps the request's limit, in its own order."""
+    """Return every block of this file that keeps the request's limit, in its own order."""
     return [
         schedule
         for offsets in (v_min_offsets, v_half_offsets, v_zb_offsets)
@@ -82,32 +83,32 @@ def squeezed_blocks(name: str, request: Request) -> list[Schedule]:
 
 
 def v_min(request: Request) -> Schedule:
-    """The least memory the V can have at the full interval."""
+    """Build V-Min: the least memory the V can have at the full interval."""
     return _v("v-min", v_min_offsets, request, v_min_peak(request.pipeline_size))
 
 
 def v_half(request: Request) -> Schedule:
-    """Half the memory of 1F1B with half its bubble."""
+    """Build V-Half: half the memory of 1F1B with half its bubble."""
     return _v("v-half", v_half_offsets, request, v_half_peak(request.pipeline_size))
 
 
 def v_zb(request: Request) -> Schedule:
-    """The memory of 1F1B with almost no bubble."""
+    """Build V-ZB: the memory of 1F1B with almost no bubble."""
     return _v("v-zb", v_zb_offsets, request, request.pipeline_size)
 
 
 def v_min_peak(p: int) -> float:
-    """Microbatches of a whole rank: p/3 and a little."""
+    """Return the peak in microbatches of a whole rank: p/3 and a little."""
     return (p + 4) // 3
 
 
 def v_half_peak(p: int) -> float:
-    """Microbatches of a whole rank: p/2 and a little."""
+    """Return the peak in microbatches of a whole rank: p/2 and a little."""
     return (p + 2) // 2
 
 
 def one_f_one_b_v(request: Request) -> Schedule:
-    """BW alone on a V: three quarters of 1F1B's memory without splitting anything."""
+    """Build 1F1B-V: BW alone on a V, three quarters of 1F1B's memory without a split backward."""
     p = request.pipeline_size
     return search_placement("1f1b-v", v_shape(p), request, one_f_one_b_v_peak(p), split=False)
 
@@ -117,7 +118,10 @@ def one_f_one_b_v_peak(p: int) -> float:
 
 
 def dualpipe_v(request: Request) -> Schedule:
-    """DualPipe's pairs of F and B on a V (DeepSeek-V3, arXiv 2412.19437, and its V-shaped half)."""
+    """Build DualPipe-V: DualPipe's pairs of F and B on a V.
+
+    Source: DeepSeek-V3, arXiv 2412.19437, and its V-shaped half.
+    """
     p, m = request.pipeline_size, request.num_microbatches
     known = [_dualpipe_v_order(p, m)] if m >= 2 * p else []
     return search_placement("dualpipe-v", v_shape(p), request, dualpipe_v_peak(p), known=known)

@@ -12,7 +12,7 @@ DEFAULT_CHUNKS = 4
 
 
 def wave(request: Request) -> Schedule:
-    """The fastest order found within 1F1B's memory.
+    """Build the fastest order found within 1F1B's memory.
 
     Raises:
         UsageError: an odd number of chunks, which would end the wave on the wrong rank.

@@ -12,24 +12,24 @@ from megatron_zb.schedules.search.placement_search import search_placement
 
 
 def zb_h1(request: Request) -> Schedule:
-    """1F1B's order of F and B, with W where the ranks would wait and 1F1B's peak memory."""
+    """Build ZB-H1: 1F1B's order of F and B, W where ranks would wait, and 1F1B's peak memory."""
     p = request.pipeline_size
     return place_weight_gradients("zb-h1", looped(p), _h1_order(request), request, p)
 
 
 def zb_h2(request: Request) -> Schedule:
-    """Warm-up forwards fill the wait for the first B, at up to 2p-1 microbatches."""
+    """Build ZB-H2: warm-up forwards fill the wait for the first B, at up to 2p-1 microbatches."""
     p = request.pipeline_size
     return place_weight_gradients("zb-h2", looped(p), _h2_order(request), request, 2 * p - 1)
 
 
 def zb_1p(request: Request) -> Schedule:
-    """The fastest order found within p microbatches (the paper's automatic schedule)."""
+    """Build the fastest order found within p microbatches (the paper's automatic schedule)."""
     return _automatic("zb-1p", request, request.pipeline_size)
 
 
 def zb_2p(request: Request) -> Schedule:
-    """The fastest order found within 2p microbatches (the paper's automatic schedule)."""
+    """Build the fastest order found within 2p microbatches (the paper's automatic schedule)."""
     return _automatic("zb-2p", request, 2 * request.pipeline_size)
 
 

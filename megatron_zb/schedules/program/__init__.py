@@ -1,1 +1,1 @@
-"""From a schedule to what each rank carries out: passes and messages in one order."""
+"""Programs of a schedule: passes and messages of each rank, in one order."""

@@ -23,21 +23,21 @@ from megatron_zb.schedules.simulator import Timeline, simulate
 
 
 class Receive(NamedTuple):
-    """Post a receive into a buffer of its own."""
+    """Instruction to post a receive into a buffer of its own."""
 
     channel: Channel
     message: Message
 
 
 class Take(NamedTuple):
-    """Wait for a posted message; its buffer becomes the input of the next pass."""
+    """Instruction to wait for a posted message; its buffer becomes the next pass's input."""
 
     channel: Channel
     message: Message
 
 
 class Run(NamedTuple):
-    """Run a pass on the message it ``reads``, if any, to the message it ``makes``, if any.
+    """Instruction to run a pass, from the message it ``reads`` to that it ``makes``, if any.
 
     ``makes_local`` says that a later pass of this very rank reads it; otherwise a Send follows.
     """
@@ -49,7 +49,7 @@ class Run(NamedTuple):
 
 
 class Send(NamedTuple):
-    """Send what the pass just run has made, or that its step is done."""
+    """Instruction to send the output of the pass just run, or that its step is done."""
 
     channel: Channel
     message: Message
@@ -131,7 +131,7 @@ def _wait_in_words(at: Instruction) -> str:
 # --- the total order
 
 _Moments: TypeAlias = list[list[tuple[Moment, Moment]]]
-"""For every pass of every rank: where it stands in the order, and where what it makes does."""
+"""Places of every pass of every rank, and of its output, in the order."""
 
 
 def _total_order(schedule: Schedule, moments: _Moments) -> Iterator[tuple[int, Instruction]]:
@@ -176,13 +176,13 @@ def _links(schedule: Schedule) -> list[list[Link]]:
 
 
 def _travelling(*products: Product | None) -> list[Message]:
-    """Those products that messages can carry."""
+    """Return those products that messages can carry."""
     width = len(Message._fields)
     return [Message(*it) for it in products if isinstance(it, tuple) and len(it) == width]
 
 
 def _run(schedule: Schedule, rank: int, p: Pass, link: Link) -> tuple[Run, list[Send]]:
-    """A pass with what it reads and makes, and what its rank sends when it has run."""
+    """Return a pass with its input and output, and what its rank sends when it has run."""
     reads = next((need for need in _travelling(*link.needs) if not need.is_step_done), None)
     sends, makes, makes_local = [], None, False
     for message in _travelling(link.makes):

@@ -1,4 +1,4 @@
-"""What a rank holds while it carries its program out: activations, and messages on their way."""
+"""Memory of a rank while it runs its program: activations, and messages on their way."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ from megatron_zb.schedules.program.lowering import Program, Receive, Run, Send, 
 
 
 def peak_with_messages(program: Program, rank: int, costs: StageCosts, message: float) -> float:
-    """The most that a rank holds, in the unit of ``costs.activation``.
+    """Return the most memory that a rank holds, in the unit of ``costs.activation``.
 
     A buffer is there from when its receive is posted until its pass takes it, as part of what the
     pass holds; a message that was sent, until the next pass begins.
 
     Args:
-        message: what one message takes.
+        message: memory of one message, in the same unit.
     """
     held = peak = 0.0
     posted = sent = 0

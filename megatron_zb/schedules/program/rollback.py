@@ -1,4 +1,4 @@
-"""Where a step may be taken back: the forwards that run before any other pass, on every rank.
+"""Rollback of a step: the forwards that run before any other pass, on every rank.
 
 A step that begins on weights that are not known to be right runs these forwards first. If the
 weights turn out wrong, every rank has run exactly its forwards up to the cut, and every message
@@ -17,7 +17,7 @@ from megatron_zb.schedules.program.lowering import Instruction, Program, Receive
 
 @dataclass(frozen=True)
 class Rollback:
-    """For every logical rank: how many instructions come before the cut, and what it drops.
+    """Number of instructions before the cut, and messages to drop, for every logical rank.
 
     ``drops[rank]`` has the messages that have been received before the cut and not been read.
     """
@@ -64,7 +64,7 @@ def _ends_of_messages(
 
 
 def _is_whole(at: Instruction, held: list[set[tuple[type, Channel, Message]]]) -> bool:
-    """Whether the other end of a message is before the cut, too."""
+    """Return whether the other end of a message is before the cut, too."""
     if isinstance(at, Send):
         return (Receive, *at) in held[at.channel.target]
     if isinstance(at, Receive):

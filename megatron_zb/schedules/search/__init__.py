@@ -1,1 +1,1 @@
-"""Find a fast order for a placement, costs and a memory limit."""
+"""Search for a fast order for a placement, costs and a memory limit."""

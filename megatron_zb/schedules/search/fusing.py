@@ -1,6 +1,6 @@
-"""Join B and W where that costs nothing: a fused backward is one kernel call and frees memory.
+"""Fusion of B and W where it costs nothing: a fused backward is one kernel call and frees memory.
 
-And the way back, to measure each by itself.
+Also the reverse, to measure each by itself.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from megatron_zb.schedules.simulator import simulate
 
 
 def fuse_for_free(schedule: Schedule, costs: Costs) -> Schedule:
-    """BW for every B with its W right behind it, if no pass of any rank starts later for it.
+    """Join every B and the W right behind it to BW, if no pass of any rank starts later for it.
 
     A BW lets the previous stage wait until W has ended, too. Where that stage starts its B later
     still, and the whole backward takes no longer than its halves, nothing is late; all such pairs
@@ -57,7 +57,7 @@ def fuse_for_free(schedule: Schedule, costs: Costs) -> Schedule:
 
 
 def fuse_all(ranks: Sequence[Sequence[Pass]]) -> tuple[tuple[Pass, ...], ...]:
-    """BW for every B, for orders of F and B whose backward is never split."""
+    """Replace every B by BW, in orders of F and B whose backward is never split."""
     return tuple(
         tuple(Pass(PassKind.BW, *p[1:]) if p.kind is PassKind.B else p for p in rank)
         for rank in ranks
@@ -65,13 +65,13 @@ def fuse_all(ranks: Sequence[Sequence[Pass]]) -> tuple[tuple[Pass, ...], ...]:
 
 
 def join_all(schedule: Schedule) -> Schedule:
-    """BW in the place of every B, and no W: the same order, each backward whole."""
+    """Replace every B by BW, and drop every W: the same order, each backward whole."""
     kept = [[p for p in rank if p.kind is not PassKind.W] for rank in schedule.ranks]
     return replace(schedule, ranks=fuse_all(kept))
 
 
 def split_all(schedule: Schedule) -> Schedule:
-    """B and W right behind it for every BW: the same order, each pass by itself."""
+    """Replace every BW by B and W right behind it: the same order, each pass by itself."""
     return replace(
         schedule,
         ranks=tuple(

@@ -1,4 +1,4 @@
-"""Find a fast order for a placement, costs and a memory limit: list scheduling and hill climbing.
+"""Search for a fast order within a memory limit: list scheduling and hill climbing.
 
 One run of the list scheduler (:mod:`list_scheduler`) is steered by a vector of numbers; presets
 that are good for many shapes come first, then small random changes are kept where they do not lose;
@@ -47,13 +47,13 @@ class Problem:
         return kinds * self.placement.num_stages * self.num_microbatches
 
     def smallest_limit(self, rank: int) -> float:
-        """What a rank needs to run at all: one microbatch in each of its chunks."""
+        """Return the memory a rank needs to run at all: one microbatch in each of its chunks."""
         return sum(self.costs.activation[s] for s in self.placement.stages_of[rank])
 
 
 @dataclass
 class _Runner:
-    """Runs the list scheduler on one problem, reusing its working space."""
+    """Runner of the list scheduler on one problem, which reuses its working space."""
 
     problem: Problem
     engine: Engine
@@ -100,7 +100,7 @@ class _Runner:
         self._prepare_quotas()
 
     def _prepare_quotas(self) -> None:
-        """Compute what the quotas of every run need of each rank and each chunk but the last."""
+        """Precompute, for each rank and each chunk but the last, the inputs of all quotas."""
         problem, activation = self.problem, self.problem.costs.activation
         chunks, stages_of = problem.placement.chunks, problem.placement.stages_of
         self._slots = [
@@ -120,7 +120,7 @@ class _Runner:
         self._portions = [_portion(c, chunks) for c in range(chunks - 1)]
 
     def makespan(self, weights: PriorityWeights) -> float:
-        """Seconds of the order that the weights leads to; INFINITY if it gets stuck."""
+        """Return the seconds of the order that the weights lead to; INFINITY if it gets stuck."""
         problem = self.problem
         placement = problem.placement
         self.runs += 1
@@ -138,14 +138,14 @@ class _Runner:
         )
 
     def _kept_quotas(self, weights: PriorityWeights) -> Any:
-        """The quotas as an array: most neighbours have those of an earlier run."""
+        """Return the quotas as an array: most neighbours have those of an earlier run."""
         key = weights.quota, weights.quota_slope, weights.shift
         if key not in self._quotas_of:
             self._quotas_of[key] = self.engine.integers(self._quotas(weights))
         return self._quotas_of[key]
 
     def _kept_own(self, own: tuple[float, ...]) -> Any:
-        """The scores of single ranks as an array, which most neighbours share, too."""
+        """Return the scores of single ranks as an array, which most neighbours share, too."""
         if own not in self._own_of:
             self._own_of[own] = self.engine.floats([x * self.mean_pass for x in own])
         return self._own_of[own]
@@ -157,7 +157,7 @@ class _Runner:
         return [x * unit for x in rows] + [weights.early, weights.pending * unit, forced]
 
     def _quotas(self, weights: PriorityWeights) -> list[int]:
-        """Microbatches in flight allowed in each chunk but the last.
+        """Return the microbatches in flight allowed in each chunk but the last.
 
         Together they leave a slot for the last chunk, so that the oldest microbatch can always
         move on and no run gets stuck.
@@ -188,7 +188,7 @@ class _Runner:
         return quotas
 
     def order_copy(self) -> Any:
-        """The order of the last run, coded."""
+        """Return a copy of the order of the last run, coded."""
         return self.engine.integers(self.order)
 
     def local_search(
@@ -200,7 +200,7 @@ class _Runner:
         seed: int,
         mean_weight: float = 0.0,
     ) -> tuple[float, Any]:
-        """The best order that so many single moves lead to, with its makespan first."""
+        """Return the best order that so many single moves lead to, its makespan first."""
         problem, make = self.problem, self.engine
         placement, m = problem.placement, problem.num_microbatches
         p, stages = placement.pipeline_size, placement.num_stages
@@ -230,7 +230,7 @@ class _Runner:
         return makespan, best
 
     def coded(self, ranks: Sequence[Sequence[Pass]]) -> Any:
-        """An order of F, B and W (or of F and BW, if nothing is split) in the kernels' numbers."""
+        """Encode an order of F, B and W (or F and BW, if unsplit) in the kernels' numbers."""
         m = self.problem.num_microbatches
         block = self.problem.placement.num_stages * m
         codes: list[int] = []
@@ -246,7 +246,7 @@ class _Runner:
         return self.engine.integers(codes)
 
     def passes(self, order: Any) -> tuple[tuple[Pass, ...], ...]:
-        """The passes of a coded order."""
+        """Decode the passes of a coded order."""
         problem = self.problem
         m, stages = problem.num_microbatches, problem.placement.num_stages
         per_rank = problem.num_passes // problem.placement.pipeline_size
@@ -264,13 +264,13 @@ class _Runner:
 
 
 def _portion(chunk: int, chunks: int) -> float:
-    """Share of the quota that a chunk gets: earlier chunks hold their activations longer."""
+    """Return a chunk's share of the quota: earlier chunks hold their activations longer."""
     return 2 * (chunks - 0.5 - chunk) / (chunks * chunks - 1.0) if chunks > 2 else 1.0
 
 
 @dataclass(frozen=True)
 class Effort:
-    """How long to look: runs of the list scheduler, and moves of the polishing after it."""
+    """Effort of a search: runs of the list scheduler, and moves of the polishing after it."""
 
     runs: int
     moves: int
@@ -278,7 +278,7 @@ class Effort:
 
 @dataclass(frozen=True)
 class Found:
-    """The best order of a search and its makespan , in seconds, with what counts behind it."""
+    """Best order of a search and its makespan in seconds, with :attr:`Problem.behind`."""
 
     ranks: tuple[tuple[Pass, ...], ...]
     makespan: float
@@ -345,7 +345,7 @@ def search(
 
 
 def _climb(runner: _Runner, runs: int, good_enough: float, seed: int) -> list[PriorityWeights]:
-    """The best few steerings: presets first, then neighbours that do not lose."""
+    """Return the best few weights: presets first, then neighbours that do not lose."""
     p = runner.problem.placement.pipeline_size
     chunks = runner.problem.placement.chunks
     pool = _best_presets(runner)[:_POOL]
@@ -363,7 +363,7 @@ def _climb(runner: _Runner, runs: int, good_enough: float, seed: int) -> list[Pr
 
 
 def _best_presets(runner: _Runner) -> list[tuple[float, PriorityWeights]]:
-    """All presets with their makespans, the fastest first."""
+    """Return all presets with their makespans, the fastest first."""
     placement = runner.problem.placement
     p, chunks = placement.pipeline_size, placement.chunks
     starts = [PriorityWeights.from_preset(numbers, chunks, p) for numbers in PRESETS]
@@ -374,7 +374,7 @@ def _best_presets(runner: _Runner) -> list[tuple[float, PriorityWeights]]:
 def _walk_and_polish(
     runner: _Runner, effort: Effort, good_enough: float, seed: int
 ) -> tuple[float, Any]:
-    """The best order of a few walks, polished with an eye on the ends of all passes.
+    """Return the best order of a few walks, polished for the ends of all passes, too.
 
     Where memory is tight, the polished orders of :func:`search` lie in basins that single moves do
     not leave. Here, biases of single ranks lead to other orders, and the mean of all ends tells
@@ -395,7 +395,7 @@ def _walk_and_polish(
 
 
 def _walk(runner: _Runner, runs: int, good_enough: float, seed: int) -> PriorityWeights:
-    """The best weights of a walk from the best preset, which may lose a little at first."""
+    """Return the best weights of a walk from the best preset, which may lose a little at first."""
     placement = runner.problem.placement
     p, chunks = placement.pipeline_size, placement.chunks
     dice = random.Random(seed)

@@ -16,7 +16,7 @@ from megatron_zb.schedules.search.local_search import local_search
 
 
 def available() -> bool:
-    """Whether the inner loops can be compiled here."""
+    """Return whether the inner loops can be compiled here."""
     return importlib.util.find_spec("numba") is not None
 
 
@@ -62,7 +62,7 @@ def _compiled() -> Compiled:
 
 
 def engine(passes: float) -> Engine:
-    """The faster engine for this many passes to place: small jobs do not wait for a compiler."""
+    """Return the faster engine for so many passes: small jobs do not wait for a compiler."""
     return _compiled() if passes > _WORTH_COMPILING and available() else Plain()
 
 

@@ -1,4 +1,4 @@
-"""Squeeze an order of F and B, and put W into what is left free."""
+"""Squeezed orders of F and B, with W in the time that is left free."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def squeezed_if_it_fits(
     request: Request,
     peak_microbatches: float,
 ) -> list[Schedule]:
-    """The squeezed order as the one known schedule of a search, or none if the limit is too low."""
+    """Return the squeezed order as the one known schedule, or none if the limit is too low."""
     costs = request.costs.for_placement(placement)
     limit = request.limits(placement, peak_microbatches)
     needs = _needs(order, costs)
@@ -58,7 +58,7 @@ def squeezed_if_it_fits(
 
 
 def _needs(order: list[list[Pass]], costs: StageCosts) -> list[float]:
-    """What each rank holds at most if every W runs right behind its B."""
+    """Return the most memory each rank holds if every W runs right behind its B."""
     needs = []
     for passes in order:
         held = most = 0.0
@@ -107,7 +107,7 @@ class _Filling:
             self._step(now, rank)
 
     def seconds(self, *, back_to_back: bool) -> float:
-        """What :meth:`Timeline.seconds` is of the order that has been found."""
+        """Return :meth:`Timeline.seconds` of the order that has been found."""
         starts = [start or 0.0 for start in self.first]
         if back_to_back:
             return max(end - start for start, end in zip(starts, self.last, strict=True))

@@ -1,4 +1,4 @@
-"""Fill a placement by searching, within a number of microbatches per rank."""
+"""Search for an order of a placement, within a number of microbatches per rank."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from megatron_zb.schedules.search.kernels import available
 from megatron_zb.schedules.simulator import simulate
 
 NAMED_SECONDS = 0.25
-"""About how long the search for a named schedule takes, if it is compiled."""
+"""Approximate seconds of the search for a named schedule, if it is compiled."""
 
 _SMALL = 1600  # passes of a problem that can be searched several times
 _STEPS_BELOW = 2
@@ -39,12 +39,12 @@ def search_placement(
     walking: float = 0.0,
     most: Effort = _MOST,
 ) -> Schedule:
-    """The fastest order found in which no rank holds more than ``peak_microbatches``.
+    """Return the fastest order found in which no rank holds more than ``peak_microbatches``.
 
     ``known`` schedules of the same placement take part if they keep the limit. A ``thorough``
     search of a small problem looks below the limit, too: see :func:`_or_below`. ``walking`` seconds
     more, estimated like the others, go into walks where the result is far from the lower bound.
-    ``most`` is the effort for a small problem, of which there is enough after less time.
+    ``most`` is the largest effort, enough for a small problem in less time.
 
     Raises:
         UsageError: the limit is below one microbatch in each chunk.
@@ -77,7 +77,10 @@ def search_placement(
 
 
 def _behind(placement: Placement, costs: StageCosts) -> tuple[float, ...]:
-    """For iterations in a row: a rank that starts late may end as late without holding up any."""
+    """Return the seconds to count behind each rank's last pass, for iterations in a row.
+
+    A rank that starts late may end as late without holding up any.
+    """
     starts = earliest_starts(placement, costs)
     return tuple(max(starts) - start for start in starts)
 
@@ -90,7 +93,7 @@ def _bound(problem: Problem) -> float:
 
 
 def _or_below(found: Found, problem: Problem, at: Callable[[tuple[float, ...]], Found]) -> Found:
-    """The best of a search and those at the next smaller limits.
+    """Return the best of a search and those at the next smaller limits.
 
     A search is luck in part, and with less memory it may be luckier; without these, more memory
     would now and then give a slower schedule.
@@ -110,7 +113,7 @@ def _or_below(found: Found, problem: Problem, at: Callable[[tuple[float, ...]], 
 
 
 def _effort(problem: Problem, seconds: float, most: Effort) -> Effort:
-    """Runs and moves that take about so long, from counts alone so that every rank agrees.
+    """Estimate runs and moves for so many seconds, from counts alone so that every rank agrees.
 
     A compiled run takes about 20 + 3p nanoseconds a pass and a move 14; plain Python is some forty
     times slower, so there it looks at less.
@@ -126,7 +129,7 @@ def _effort(problem: Problem, seconds: float, most: Effort) -> Effort:
 
 
 def _walks(problem: Problem, seconds: float) -> Effort:
-    """Runs and moves of the walks: none in plain Python, which has no time to polish."""
+    """Estimate runs and moves of the walks: none in plain Python, which has no time to polish."""
     if not available() or problem.num_passes > _LARGE:
         return Effort(0, 0)
     return _effort(problem, seconds, _MOST_WALKED)

@@ -1,4 +1,4 @@
-"""The numbers that steer one run of the list scheduler, and their neighbours."""
+"""Numbers that steer one run of the list scheduler, and their neighbours."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class PriorityWeights:
 
     @classmethod
     def from_preset(cls, numbers: Sequence[float], chunks: int, ranks: int) -> PriorityWeights:
-        """A preset is for two chunks: others lie between its first and its second, or in both."""
+        """Build weights from a preset for two chunks; other numbers of chunks interpolate it."""
 
         def spread(five: Sequence[float]) -> tuple[float, ...]:
             first_f, last_f, first_b, last_b, w = five
@@ -52,7 +52,7 @@ class PriorityWeights:
         )
 
     def changed(self, dice: random.Random, chunks: int, ranks: int) -> PriorityWeights:
-        """A neighbour: the quota of a range of ranks moved, or one to three numbers changed."""
+        """Return a neighbour: other quotas of a range of ranks, or one to three numbers changed."""
         if chunks > 1 and dice.random() < 0.35:
             return self._with_other_quotas(dice, chunks, ranks)
         rows = [list(self.bias), list(self.slope), list(self.late)]
@@ -87,7 +87,7 @@ class PriorityWeights:
         return replace(self, shift=tuple(shift))
 
     def with_other_biases(self, dice: random.Random, chunks: int, ranks: int) -> PriorityWeights:
-        """A neighbour: one kind of pass is favoured, or not, on some ranks; or two kinds are."""
+        """Return a neighbour: one or two kinds of pass are favoured, or not, on some ranks."""
         kinds = 2 * chunks + 1
         own = list(self.own)
         for _ in range(dice.choice((1, 2))):
