@@ -289,6 +289,22 @@ def results(name: str) -> dict[str, Any]:
     return found
 
 
+def test_what_is_said_of_auto_was_measured() -> None:
+    found = results("auto_plans.json")
+    compared = [row for row in found["rows"] if row["lead"] is not None]
+    leads = [row["lead"] for row in compared]
+    seconds = [row["seconds"] for row in compared]
+    ahead = sum(lead > 1e-9 for lead in leads)
+    page = " ".join((ROOT / "docs" / "planner.md").read_text(encoding="utf-8").split())
+    assert min(leads) >= 0 == found["behind"]
+    assert f"in {len(found['rows'])} plans: 16 models" in page
+    assert f"In {len(found['rows']) - len(compared)} nothing with a pipeline fits." in page
+    assert f"In the other {len(compared)} `auto` is never behind a named schedule" in page
+    assert f"ahead of all in {ahead}, by up to {max(leads):.1%}".replace("%", " %") in page
+    took = f"{min(seconds):.0f} to {max(seconds):.0f} seconds of a processor"
+    assert f"{took}, {statistics.median(seconds):.0f} in the median." in page
+
+
 def test_the_figures_of_the_first_page() -> None:
     text = plain(README)
     costs = schedules.Costs.uniform(pipeline_size=8, forward=1, backward=1.2, weight=0.8, p2p=0.05)
