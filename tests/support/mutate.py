@@ -74,7 +74,8 @@ def killed(mutant: Mutant, copy: Path, seconds: float) -> bool:
 
 def _exit_code(copy: Path, tests: tuple[str, ...], seconds: float) -> int:
     command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", *tests]
-    environment = {**os.environ, "PYTHONPATH": str(copy), "PYTHONDONTWRITEBYTECODE": "1"}
+    path = os.pathsep.join(filter(None, [str(copy), os.environ.get("PYTHONPATH")]))
+    environment = {**os.environ, "PYTHONPATH": path, "PYTHONDONTWRITEBYTECODE": "1"}
     try:
         done = subprocess.run(
             command, cwd=copy, env=environment, capture_output=True, timeout=seconds, check=False
