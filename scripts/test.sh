@@ -59,8 +59,7 @@ everything() {
     browser=$(command -v chromium || command -v google-chrome || command -v microsoft-edge) ||
         fail "--everything needs chromium, google-chrome or microsoft-edge on PATH"
     say "the browser is $browser"
-    local checkouts
-    checkouts=$(mktemp -d)
+    checkouts=$(mktemp -d)  # not local: the trap is at the end of the script
     trap 'rm -rf "$checkouts"' EXIT
     for tag in core_v0.16.1 core_v0.19.0; do
         git clone --quiet --branch "$tag" "$MEGATRON_LM_PATH" "$checkouts/$tag"
@@ -106,7 +105,7 @@ if [[ $checks == yes ]]; then
     say "mypy"
     "$venv/bin/python" -m mypy --no-error-summary
 fi
-[[ -z $quick ]] || arguments=("${QUICK[@]}" "${arguments[@]}")
+[[ -z $quick ]] || arguments=("${QUICK[@]}" ${arguments[@]+"${arguments[@]}"})
 if [[ -n $faults ]]; then
     export MEGATRON_ZB_FAULTS=$PWD/faults.jsonl
     rm -f "$MEGATRON_ZB_FAULTS"

@@ -63,7 +63,7 @@ class PipelineAdapter:
         self.costs = costs
         self._memory_limit = memory_limit
         self._group_size = group_size
-        self._in_a_row = back_to_back
+        self._back_to_back = back_to_back
         self.physical = PhysicalPlacement(schedule.placement)
         self.layer_layout = StageLayout(letters, self.physical)
         self._balance = balance
@@ -337,7 +337,7 @@ class PipelineAdapter:
 
     def seconds(self, schedule: Schedule, costs: Costs) -> float:
         """Predict the seconds of an iteration."""
-        return simulate(schedule, costs).seconds(back_to_back=self._in_a_row)
+        return simulate(schedule, costs).seconds(back_to_back=self._back_to_back)
 
     @property
     def activation_memory(self) -> ActivationMemory | None:
@@ -350,7 +350,7 @@ class PipelineAdapter:
     @property
     def predicted_bubble_rate(self) -> float:
         timeline = simulate(self.schedule, self.costs)
-        return timeline.bubble_rate_back_to_back if self._in_a_row else timeline.bubble_rate
+        return timeline.bubble_rate_back_to_back if self._back_to_back else timeline.bubble_rate
 
     def _build_program(
         self, num_microbatches: int, forward_only: bool, waits_to_receive: bool
@@ -376,7 +376,7 @@ class PipelineAdapter:
             chunks=self.chunks if family.takes_chunks else None,
             group_size=self._group_size if family.takes_group_size else None,
             placement=placement,
-            back_to_back=self._in_a_row,
+            back_to_back=self._back_to_back,
         )
 
     def describe(self) -> str:

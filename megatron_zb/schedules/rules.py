@@ -45,11 +45,13 @@ Moment: TypeAlias = tuple[float, ...]
 class Rules(ABC):
     """Rules of the passes of a kind of work."""
 
-    send_slots = 2
-    """The most sends of a channel that are left untaken in a program."""
-
     has_steps = False
     """Whether one schedule goes through several steps of the optimizer, one after the other."""
+
+    @property
+    def send_slots(self) -> int:
+        """The most sends of a channel that are left untaken in a program."""
+        return 2
 
     @abstractmethod
     def links(self, placement: Placement, rank: int, passes: Sequence[Pass]) -> list[Link]:

@@ -35,7 +35,7 @@ class Relay(Rules):
     has_steps = True
 
     @property
-    def send_slots(self) -> int:  # type: ignore[override]
+    def send_slots(self) -> int:
         """Send slots, enough that nothing but ``run_ahead`` holds a rank up."""
         return (self.run_ahead + 1) * self.num_microbatches
 
