@@ -62,7 +62,7 @@ class GPTCase:
     bucket_size: int | None = None
     distributed_optimizer: bool = False
     wrapped: bool = True
-    layers: int = 8
+    layers: int = 4
     options: tuple[tuple[str, Any], ...] = ()
     expert_parallel: int = 1
     multi_token: int = 0
@@ -507,11 +507,20 @@ def differences(
     found = []
     for (m, outcome), expected in zip(ours.items(), references, strict=True):
         found += [f"m={m}: {text}" for text in _compare(outcome, expected)]
+        found += [f"m={m}: no gradient of {name}" for name in _missing(outcome, expected)]
         if parallel_state.is_pipeline_last_stage(ignore_virtual=True) != bool(outcome.losses):
             found.append(f"m={m}: losses are not on the last rank")
         if not forward_only and not outcome.gradients:
             found.append(f"m={m}: no gradients")
     return found
+
+
+def _missing(ours: Outcome, expected: Outcome) -> list[str]:
+    """Name the parameters that no rank of this pipeline has a gradient of, and Megatron has."""
+    group = parallel_state.get_pipeline_model_parallel_group()
+    gathered: list[Any] = [None] * group.size()
+    torch.distributed.all_gather_object(gathered, list(ours.gradients), group=group)
+    return sorted(set(expected.gradients).difference(*gathered))
 
 
 def _compare(ours: Outcome, expected: Outcome) -> list[str]:
