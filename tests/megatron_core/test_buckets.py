@@ -22,7 +22,7 @@ from ranks import RankPools
 from megatron_zb.megatron_core.buckets import BucketReductions
 
 # One bucket for every few weights; Megatron makes several only on the first pipeline rank.
-CASE = GPTCase(data_parallel=2, overlap_grad_reduce=True, bucket_size=5000)
+CASE = GPTCase(data_parallel=2, overlap_grad_reduce=True, bucket_size=5000, layers=8)
 MICROBATCHES = 5
 
 

@@ -90,7 +90,7 @@ def fused(schedule: schedules.Schedule) -> int:
 
 
 def test_the_profile_of_a_run(ranks: RankPools, tmp_path: Path) -> None:
-    case, path = GPTCase(), tmp_path / "profile.yaml"
+    case, path = GPTCase(layers=8), tmp_path / "profile.yaml"
     pool = ranks(4)
     found = pool.run(train, case=case, schedule="v-half", iterations=ITERATIONS + 2, path=path)
     check_same(found, pool.run(train, case=case, schedule=None, iterations=1))
@@ -132,7 +132,7 @@ def test_the_profile_of_a_run(ranks: RankPools, tmp_path: Path) -> None:
 def test_auto_goes_on_with_a_schedule_for_what_it_has_measured(
     ranks: RankPools, case: GPTCase
 ) -> None:
-    pool = ranks(4)
+    pool = ranks(2 * case.data_parallel * case.tensor_parallel)
     found = pool.run(train, case=case, schedule="auto", iterations=ITERATIONS + 2)
     check_same(found, pool.run(train, case=case, schedule=None, iterations=1))
     first, *others = found
@@ -145,7 +145,7 @@ def test_auto_goes_on_with_a_schedule_for_what_it_has_measured(
 
 def test_a_named_schedule_is_built_anew_every_so_often(ranks: RankPools) -> None:
     case, every = GPTCase(), ITERATIONS + 1
-    pool = ranks(4)
+    pool = ranks(2)
     iterations = ITERATIONS + every
     found = pool.run(train, case=case, schedule="zb-h1", iterations=iterations, every=every)
     check_same(found, pool.run(train, case=case, schedule=None, iterations=1))
@@ -188,8 +188,8 @@ SPLIT = ["zb-h1", "zb-h2", "zb-1p", "zb-2p", "v-zb", "v-half", "v-min", "dualpip
 def test_predicted_activations_are_those_that_are_counted(
     ranks: RankPools, tmp_path: Path, schedule: str
 ) -> None:
-    path = tmp_path / "profile.yaml"
-    for predicted, peak in ranks(2).run(counted, case=GPTCase(), schedule=schedule, path=path):
+    path, case = tmp_path / "profile.yaml", GPTCase(layers=8 if schedule == "wave" else 4)
+    for predicted, peak in ranks(2).run(counted, case=case, schedule=schedule, path=path):
         assert predicted == pytest.approx(peak, rel=0.03)
 
 
@@ -303,7 +303,7 @@ def test_on_a_gpu_the_allocator_says_what_passes_hold(ranks: RankPools, tmp_path
 
     But for the input of a chunk's latest F, which Megatron's chunk keeps until its next one.
     """
-    case, pool = GPTCase(), ranks(4, Kind.PLAIN)  # whose memory is that of the passes alone
+    case, pool = GPTCase(), ranks(2, Kind.PLAIN)  # whose memory is that of the passes alone
     pool.run(train, case=case, schedule="v-half", iterations=ITERATIONS, path=tmp_path / "hooks")
     pool.run(profiled_by_allocator, case=case, path=tmp_path / "allocator")
     hooks, allocator = (read_profile(tmp_path / name) for name in ("hooks", "allocator"))

@@ -186,6 +186,7 @@ ROWS = (
         "`--expert-model-parallel-size 2`, `--moe-router-load-balancing-type aux_loss`, "
         "`--moe-shared-expert-intermediate-size`, `--moe-token-dispatcher-type alltoall`",
         GPTCase(
+            layers=8,
             data_parallel=2,
             expert_parallel=2,
             options=_options(
