@@ -23,7 +23,7 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 from rank_process import Kind
-from ranks import context_of
+from ranks import fork
 
 PATIENCE = 5.0
 """Seconds in which a rank that is asked to end may do so."""
@@ -102,9 +102,7 @@ def _started(
     environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1", **more}
     stdout, stderr = map(str, printed)
     given = _Program(program, list(words), os.getcwd(), environment, stdout, stderr)
-    process = context_of(Kind.PLAIN).Process(target=_run, args=(given,))
-    process.start()
-    return process
+    return fork(Kind.PLAIN, _run, given)
 
 
 def _run(given: _Program) -> None:

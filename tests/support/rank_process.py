@@ -103,13 +103,7 @@ def join_group(rank: int, world_size: int, meeting_point: str) -> None:
 def import_megatron(start: Start) -> None:
     """Import torch and Megatron, so that cases start at once."""
     if start.kind is Kind.TRANSFORMER_ENGINE:
-        import te_stand_in
-
-        from megatron_zb.megatron_core.cpu import run_on_cpu
-
-        te_stand_in.install()
-        # Transformer-Engine asks as much of a GPU as the training loop does
-        run_on_cpu(training_loop=True)
+        import te_rank_imports  # noqa: F401
     import rank_imports  # noqa: F401
 
     if start.kind is not Kind.PLAIN:

@@ -30,6 +30,7 @@ from multiprocessing import forkserver
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 from rank_process import TRANSFORMER_ENGINE, Case, Kind, Outcome, Start, main
 
@@ -67,8 +68,7 @@ class RankProcess:
         self._log.touch()
         self._shown = 0
         self.pipe, theirs = multiprocessing.Pipe()
-        self.process = context_of(start.kind).Process(target=main, args=(theirs, rank, start))
-        self.process.start()
+        self.process = fork(start.kind, main, theirs, rank, start)
         theirs.close()
 
     def send(self, case: Case) -> None:
@@ -107,25 +107,27 @@ class RankProcess:
         return self.process.pid
 
 
-def context_of(kind: Kind) -> Any:
-    """How ranks of this kind are started: Transformer-Engine comes before Megatron."""
-    if kind is Kind.TRANSFORMER_ENGINE:
-        return multiprocessing.get_context("spawn")
-    _start_server()
-    return multiprocessing.get_context("forkserver")
+def fork(kind: Kind, target: Callable[..., None], *arguments: Any) -> Any:
+    """Start a process that has all that ranks of this kind import."""
+    process = multiprocessing.get_context("forkserver").Process(target=target, args=arguments)
+    server = _server(kind is Kind.TRANSFORMER_ENGINE)
+    with mock.patch.object(forkserver, "connect_to_new_process", server.connect_to_new_process):
+        process.start()
+    return process
 
 
 @cache
-def _start_server() -> None:
-    """Start the process that ranks are forked off; what it is to import, it finds by PYTHONPATH."""
-    multiprocessing.set_forkserver_preload(["rank_imports"])
-    before = os.environ.get("PYTHONPATH")
-    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, sys.path))
-    forkserver.ensure_running()
-    if before is None:
-        del os.environ["PYTHONPATH"]
-    else:
-        os.environ["PYTHONPATH"] = before
+def _server(transformer_engine: bool) -> forkserver.ForkServer:
+    """Start the process that ranks are forked off; what it is to import, it finds by PYTHONPATH.
+
+    One with Transformer-Engine is another: Megatron looks for that when it is imported.
+    """
+    server = forkserver.ForkServer()
+    server.set_forkserver_preload(["te_rank_imports" if transformer_engine else "rank_imports"])
+    path = [*sys.path, *([str(TRANSFORMER_ENGINE)] if transformer_engine else [])]
+    with mock.patch.dict(os.environ, PYTHONPATH=os.pathsep.join(filter(None, path))):
+        server.ensure_running()
+    return server
 
 
 class RankPool:
