@@ -95,6 +95,8 @@ extras='test'
 ensure_environment "$venv" "$version" "$extras"
 ensure_transformer_engine "$venv"
 
+# Tests start hundreds of interpreters, which would all compile the package anew.
+unset PYTHONDONTWRITEBYTECODE
 # Tests run on CPU ranks, several per core: no GPU, and one thread each.
 export CUDA_VISIBLE_DEVICES='' OMP_NUM_THREADS=1
 

@@ -19,6 +19,8 @@ from megatron_zb.drawing.pictures import draw, draw_below
 from megatron_zb.schedules import PassKind, Timeline
 from megatron_zb.schedules.placement import looped
 
+pytestmark = pytest.mark.usefixtures("brief_searches")
+
 
 def timeline_of(name: str, pipeline_size: int, num_microbatches: int) -> Timeline:
     costs = schedules.Costs.uniform(
@@ -152,11 +154,12 @@ def test_memory_in_bytes_is_told_in_microbatches_and_b_frees_its_share() -> None
     assert (second.times, second.held) == ((1.0, 3.0, 4.0), (0.5, 0.2, 0.0))
 
 
-def test_64_microbatches_on_16_ranks_have_thin_gaps_and_a_tick_every_few() -> None:
+@pytest.mark.parametrize("name", ["zb-h1", pytest.param("v-half", marks=pytest.mark.full)])
+def test_64_microbatches_on_16_ranks_have_thin_gaps_and_a_tick_every_few(name: str) -> None:
     (order,) = (
         order
         for order in orders.packaged()
-        if (order["name"], order["p"], order["m"]) == ("v-half", 16, 64)
+        if (order["name"], order["p"], order["m"]) == (name, 16, 64)
     )
     costs = schedules.Costs.uniform(pipeline_size=16, forward=1, backward=1, weight=1)
     timeline = schedules.simulate(orders.decode(order), costs)
