@@ -543,12 +543,15 @@ def test_a_recommendation_is_what_plan_says() -> None:
     assert auto_plans.wrong_recommendation(ROOT / "configs" / "models" / "llama2_7b.yaml") is None
 
 
-def test_the_plan_is_the_same_whoever_looks() -> None:
+@pytest.mark.parametrize(
+    "names", [["zb-h1", "v-zb"], pytest.param(["zb-h1", "auto"], marks=pytest.mark.full)]
+)
+def test_the_plan_is_the_same_whoever_looks(names: list[str]) -> None:
     """Several processes, and this one alone."""
     before = multiprocessing.active_children()
     choices = Choices(tensor=(1,), pipeline=(2, 4), microbatch=(1,), recompute=("none",))
     wanted = job(gpus=4, choices=choices, global_batch=8)
-    schedules = candidates_of(["zb-h1", "v-half", "auto"])
+    schedules = candidates_of(names)
     alone = search(wanted, schedules, tries=1)
     with workers(2, after=0.0) as each:
         together = search(wanted, schedules, tries=1, each=each)

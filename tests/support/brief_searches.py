@@ -7,12 +7,12 @@ is; looking for a fast one takes seconds. With --full every search takes its who
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
 
 import pytest
 
+from megatron_zb.schedules.passes import Pass
 from megatron_zb.schedules.search import hill_climbing, kernels, placement_search
 from megatron_zb.schedules.search.hill_climbing import Effort, Found, Problem, search
 
@@ -40,12 +40,16 @@ def at_length() -> Iterator[None]:
 
 
 def brief_search(
-    problem: Problem, effort: Effort, *rest: Any, further: Effort, **choices: Any
+    problem: Problem,
+    effort: Effort,
+    lower_bound: float,
+    known: Sequence[Sequence[Sequence[Pass]]] = (),
+    *,
+    further: Effort,
 ) -> Found:
     """Search as always, with a small part of the effort."""
-    return search(
-        problem, _least(effort, _MOST), *rest, further=_least(further, _MOST_WALKED), **choices
-    )
+    effort, further = _least(effort, _MOST), _least(further, _MOST_WALKED)
+    return search(problem, effort, lower_bound, known, further=further)
 
 
 def _least(asked: Effort, most: Effort) -> Effort:
