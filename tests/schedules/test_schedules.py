@@ -29,6 +29,7 @@ from megatron_zb.schedules.passes import Pass, PassKind
 from megatron_zb.schedules.placement import Placement, looped, v_shape, wave
 from megatron_zb.schedules.program import lowering
 from megatron_zb.schedules.schedule import InvalidSchedule, Schedule
+from megatron_zb.schedules.search.fusing import fuse_for_free
 
 pytestmark = pytest.mark.usefixtures("brief_searches")
 
@@ -242,6 +243,31 @@ def _longest_paths(schedule: Schedule, costs: schedules.Costs) -> dict[Pass, flo
             if earliest > start[b] + 1e-12:
                 start[b], moved = earliest, True
     return {p: t + seconds[p.kind.value][p.stage] for p, t in start.items()}
+
+
+@settings(max_examples=100, deadline=None)
+@given(table=tables(), data=st.data())
+def test_joining_b_and_w_makes_no_pass_late(table: Schedule, data: st.DataObject) -> None:
+    """Also where a whole backward takes longer than its halves, or less long."""
+    costs = data.draw(costs_of(table.placement.pipeline_size))
+    if data.draw(st.booleans()):
+        shares = [data.draw(st.sampled_from([0.8, 1.0, 1.5])) for _ in costs.weight]
+        halves = zip(shares, costs.backward, costs.weight, strict=True)
+        costs = replace(costs, whole=tuple(share * (b + w) for share, b, w in halves))
+    joined = fuse_for_free(table, costs).validate()
+    before, after = _starts(table, costs), _starts(joined, costs)
+    late = {key for key, start in after.items() if start > before[key] + 1e-9 * (1 + start)}
+    assert not late
+
+
+def _starts(schedule: Schedule, costs: schedules.Costs) -> dict[tuple[str, int, int], float]:
+    """By the first letter of the kind: a backward begins where its first half did."""
+    timeline = schedules.simulate(schedule, costs)
+    return {
+        (p.kind.value[0], p.stage, p.microbatch): start
+        for passes, starts in zip(schedule.ranks, timeline.start, strict=True)
+        for p, start in zip(passes, starts, strict=True)
+    }
 
 
 def test_splitting_pays() -> None:
