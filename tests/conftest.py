@@ -8,6 +8,7 @@ from collections.abc import Iterator
 
 import kept_searches
 import pytest
+from brief_searches import briefly
 from ranks import RankPools
 from texts import prepared
 
@@ -50,6 +51,13 @@ def searches(tmp_path_factory: pytest.TempPathFactory) -> None:
     """Searches are kept; see kept_searches.py."""
     os.environ[kept_searches.FOLDER] = str(tmp_path_factory.mktemp("searches"))
     kept_searches.install()
+
+
+@pytest.fixture(scope="module")
+def brief_searches() -> Iterator[None]:
+    """Every search of a module's tests takes little effort, but with --full; not in its ranks."""
+    with briefly():
+        yield
 
 
 @pytest.fixture(scope="module")

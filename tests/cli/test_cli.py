@@ -13,6 +13,8 @@ import pytest
 from megatron_zb import __version__, schedules
 from megatron_zb.cli import main as cli
 
+pytestmark = pytest.mark.usefixtures("brief_searches")
+
 SIZES = ["--pipeline-size", "4", "--num-microbatches", "8"]
 
 

@@ -11,6 +11,8 @@ from megatron_zb import schedules
 from megatron_zb.cli import main as cli
 from megatron_zb.schedules.interchange import from_csv
 
+pytestmark = pytest.mark.usefixtures("brief_searches")
+
 SIZES = ["--pipeline-size", "4", "--num-microbatches", "8"]
 
 

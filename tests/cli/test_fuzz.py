@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import sizes
 import yaml
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -24,10 +25,12 @@ from megatron_zb.measured.profile import Profile, read_profile, write_profile
 from megatron_zb.measured.trace import compare, trace_path, write_trace
 from megatron_zb.training.arguments import parse
 
+pytestmark = pytest.mark.usefixtures("brief_searches")
+
 STUDENTS = Path(__file__).resolve().parents[2] / "configs" / "students"
 _SHIPPED = sorted(path.name for path in STUDENTS.glob("*.yaml"))
 _FUZZ = settings(
-    max_examples=150,
+    max_examples=300 if sizes.IS_FULL else 50,
     deadline=None,
     suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
 )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import cache
 from itertools import pairwise
 
 import numpy as np
@@ -9,6 +10,7 @@ import pytest
 import sizes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.colors import to_hex
+from matplotlib.figure import Figure
 from matplotlib.patches import Rectangle
 
 from megatron_zb import schedules
@@ -19,7 +21,10 @@ from megatron_zb.drawing.pictures import draw, draw_below
 from megatron_zb.schedules import PassKind, Timeline
 from megatron_zb.schedules.placement import looped
 
+pytestmark = pytest.mark.usefixtures("brief_searches")
 
+
+@cache
 def timeline_of(name: str, pipeline_size: int, num_microbatches: int) -> Timeline:
     costs = schedules.Costs.uniform(
         pipeline_size=pipeline_size, forward=1.0, backward=1.2, weight=0.9, p2p=0.05
@@ -30,11 +35,19 @@ def timeline_of(name: str, pipeline_size: int, num_microbatches: int) -> Timelin
     return schedules.simulate(schedule, costs)
 
 
+@cache
+def drawn(name: str, pipeline_size: int, num_microbatches: int) -> Figure:
+    """Draw a schedule for several tests, which look at it and leave it as it is."""
+    figure = draw(timeline_of(name, pipeline_size, num_microbatches))
+    FigureCanvasAgg(figure).draw()
+    return figure
+
+
 @pytest.mark.parametrize("name", sizes.ONE_OF_EACH_SHAPE)
 def test_bars_are_where_the_passes_are(name: str) -> None:
     timeline = timeline_of(name, 4, 8)
-    axes, _ = draw(timeline).axes
-    drawn = [
+    axes, _ = drawn(name, 4, 8).axes
+    found = [
         (patch.get_x(), patch.get_width(), patch.get_y() + patch.get_height() / 2)
         for patch in axes.patches
         if isinstance(patch, Rectangle)
@@ -44,7 +57,7 @@ def test_bars_are_where_the_passes_are(name: str) -> None:
         for rank, passes in enumerate(timeline.schedule.ranks)
         for i in range(len(passes))
     ]
-    assert drawn == [pytest.approx(bar) for bar in expected]
+    assert found == [pytest.approx(bar) for bar in expected]
     colours = [to_hex(patch.get_facecolor()).upper() for patch in axes.patches]
     assert colours == [bar.colour for bar in bars_of(timeline)]
 
@@ -55,12 +68,8 @@ def test_8_ranks_and_16_microbatches_are_readable(name: str) -> None:
 
     Four chunks have twice as many bars as two, so fewer of them fit.
     """
-    timeline = timeline_of(name, 8, 16)
-    if timeline.schedule.placement.chunks > 2:
-        timeline = timeline_of(name, 4, 8)
-    figure = draw(timeline)
-    canvas = FigureCanvasAgg(figure)
-    canvas.draw()
+    size = (4, 8) if timeline_of(name, 4, 8).schedule.placement.chunks > 2 else (8, 16)
+    timeline, figure = timeline_of(name, *size), drawn(name, *size)
     assert figure.get_figwidth() * figure.dpi <= 1920
     axes, memory = figure.axes
     bars = list(bars_of(timeline))
@@ -80,7 +89,7 @@ def test_8_ranks_and_16_microbatches_are_readable(name: str) -> None:
 @pytest.mark.parametrize("name", sizes.ONE_OF_EACH_SHAPE)
 def test_each_rank_has_a_row_of_memory_with_the_simulators_peak(name: str) -> None:
     timeline = timeline_of(name, 4, 8)
-    bars, memory = draw(timeline).axes
+    bars, memory = drawn(name, 4, 8).axes
     heights, stock = [], []
     for rank, (held, line) in enumerate(zip(memory.collections, memory.get_lines(), strict=True)):
         levels = np.asarray(held.get_paths()[0].vertices, dtype=float)[:, 1]
@@ -104,7 +113,7 @@ def test_each_rank_has_a_row_of_memory_with_the_simulators_peak(name: str) -> No
 
 def test_the_axis_of_time_has_its_unit() -> None:
     timeline = timeline_of("1f1b", 4, 8)
-    _, memory = draw(timeline).axes
+    _, memory = drawn("1f1b", 4, 8).axes
     assert memory.get_xlabel() == "time, in the unit of the costs"
     figure = draw(timeline, MILLISECONDS)
     FigureCanvasAgg(figure).draw()
@@ -152,11 +161,12 @@ def test_memory_in_bytes_is_told_in_microbatches_and_b_frees_its_share() -> None
     assert (second.times, second.held) == ((1.0, 3.0, 4.0), (0.5, 0.2, 0.0))
 
 
-def test_64_microbatches_on_16_ranks_have_thin_gaps_and_a_tick_every_few() -> None:
+@pytest.mark.parametrize("name", ["zb-h1", pytest.param("v-half", marks=pytest.mark.full)])
+def test_64_microbatches_on_16_ranks_have_thin_gaps_and_a_tick_every_few(name: str) -> None:
     (order,) = (
         order
         for order in orders.packaged()
-        if (order["name"], order["p"], order["m"]) == ("v-half", 16, 64)
+        if (order["name"], order["p"], order["m"]) == (name, 16, 64)
     )
     costs = schedules.Costs.uniform(pipeline_size=16, forward=1, backward=1, weight=1)
     timeline = schedules.simulate(orders.decode(order), costs)
@@ -186,7 +196,7 @@ def test_64_microbatches_on_16_ranks_have_thin_gaps_and_a_tick_every_few() -> No
 
 def test_the_legend_has_what_occurs() -> None:
     timeline = timeline_of("v-half", 4, 8)
-    (legend,) = draw(timeline).legends
+    (legend,) = drawn("v-half", 4, 8).legends
     words = [text.get_text() for text in legend.get_texts() if text.get_text()]
     assert words == [*(text for _, _, text in legend_of(timeline)), "idle"]
     assert {"forward, chunk 0", "forward, chunk 1", "weight gradient, chunk 1"} <= set(words)
@@ -198,9 +208,7 @@ def test_the_legend_has_what_occurs() -> None:
 
 @pytest.mark.parametrize("name", sizes.ONE_OF_EACH_SHAPE)
 def test_each_kind_has_a_column_in_the_legend_and_none_is_cut_off(name: str) -> None:
-    timeline = timeline_of(name, 4, 8)
-    figure = draw(timeline)
-    FigureCanvasAgg(figure).draw()
+    timeline, figure = timeline_of(name, 4, 8), drawn(name, 4, 8)
     (legend,) = figure.legends
     places = {
         text.get_text(): text.get_window_extent() for text in legend.get_texts() if text.get_text()

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from brief_searches import briefly
 from pages import EVIL, Element, page_of
 
 from megatron_zb import schedules
@@ -200,7 +201,8 @@ def test_bars_and_lines_of_the_picture_are_in_their_places(v_half: Path) -> None
 @pytest.mark.parametrize("name", schedules.names())
 def test_every_schedule_has_a_page(name: str, tmp_path: Path) -> None:
     path = tmp_path / "page.html"
-    assert cli.main(["show", name, "-p", "3", "-m", "5", "--output", str(path)]) == 0
+    with briefly():
+        assert cli.main(["show", name, "-p", "3", "-m", "5", "--output", str(path)]) == 0
     page = page_of(path)
     assert page.one("h1").text == name
     data = json.loads(page.one("script", id="explorer-data").text)

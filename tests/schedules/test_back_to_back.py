@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+from brief_searches import at_length
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -12,6 +13,8 @@ from megatron_zb.schedules.bounds import period_bound
 from megatron_zb.schedules.layout import Layers
 from megatron_zb.schedules.passes import Pass
 from megatron_zb.schedules.schedule import Schedule
+
+pytestmark = pytest.mark.usefixtures("brief_searches")
 
 P, M = 8, 16
 EQUAL = schedules.Costs.uniform(pipeline_size=P, forward=1, backward=1, weight=1)
@@ -60,14 +63,19 @@ def test_many_iterations_take_as_long_as_predicted(
     assert many <= (one.makespan + 3 * one.period) * (1 + 1e-9)
 
 
-def test_v_zb_has_no_bubble_between_iterations() -> None:
+@pytest.fixture(scope="module")
+def v_zb() -> dict[bool, Schedule]:
+    """V-ZB for one iteration, and for many in a row; brief searches are too short for it."""
+    with at_length():
+        return {
+            flag: schedules.build("v-zb", pipeline_size=P, num_microbatches=M, back_to_back=flag)
+            for flag in (False, True)
+        }
+
+
+def test_v_zb_has_no_bubble_between_iterations(v_zb: dict[bool, Schedule]) -> None:
     """A single one waits for its last rank to begin: half a forward on each of the others."""
-    alone, back_to_back = (
-        schedules.simulate(
-            schedules.build("v-zb", pipeline_size=P, num_microbatches=M, back_to_back=flag), EQUAL
-        )
-        for flag in (False, True)
-    )
+    alone, back_to_back = (schedules.simulate(v_zb[flag], EQUAL) for flag in (False, True))
     assert alone.makespan == back_to_back.makespan == WORK + (P - 1) / 2
     assert alone.period > WORK
     assert back_to_back.period == back_to_back.seconds(back_to_back=True) == WORK
@@ -78,29 +86,30 @@ def test_v_zb_has_no_bubble_between_iterations() -> None:
     assert many.makespan == pytest.approx(5 * WORK + (P - 1) / 2)
 
 
-def test_the_report_tells_the_period() -> None:
-    built = schedules.build("v-zb", pipeline_size=P, num_microbatches=M, back_to_back=True)
-    assert built.report is not None
-    assert built.report.period == WORK
-    other = schedules.build("v-zb", pipeline_size=P, num_microbatches=M)
-    assert other.report is not None
-    assert other.report.period is None
+def test_the_report_tells_the_period(v_zb: dict[bool, Schedule]) -> None:
+    built, other = v_zb[True].report, v_zb[False].report
+    assert built is not None
+    assert built.period == WORK
+    assert other is not None
+    assert other.period is None
 
 
 def test_an_adapter_for_iterations_in_a_row() -> None:
     def adapter(back_to_back: bool) -> PipelineAdapter:
-        return PipelineAdapter.create(
-            "v-zb",
-            pipeline_size=P,
-            num_microbatches=M,
-            layers=Layers(16),
-            back_to_back=back_to_back,
-        )
+        with at_length():
+            return PipelineAdapter.create(
+                "v-zb",
+                pipeline_size=P,
+                num_microbatches=M,
+                layers=Layers(16),
+                back_to_back=back_to_back,
+            )
 
-    assert adapter(True).predicted_bubble_rate == pytest.approx(0)
-    assert adapter(False).predicted_bubble_rate == pytest.approx(3.5 / 51.5)
-    assert "expected bubble 0.0 % at equal costs" in adapter(True).describe()
-    seconds = {flag: adapter(flag).seconds(adapter(flag).schedule, EQUAL) for flag in (True, False)}
+    of = {flag: adapter(flag) for flag in (True, False)}
+    assert of[True].predicted_bubble_rate == pytest.approx(0)
+    assert of[False].predicted_bubble_rate == pytest.approx(3.5 / 51.5)
+    assert "expected bubble 0.0 % at equal costs" in of[True].describe()
+    seconds = {flag: one.seconds(one.schedule, EQUAL) for flag, one in of.items()}
     assert seconds[True] == WORK < seconds[False] == WORK + (P - 1) / 2
 
 

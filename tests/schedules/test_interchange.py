@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import sizes
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -20,6 +21,8 @@ from megatron_zb.schedules.interchange import from_csv, to_csv, write_csv
 from megatron_zb.schedules.passes import Pass, PassKind
 from megatron_zb.schedules.placement import Placement, looped
 from megatron_zb.schedules.schedule import InvalidSchedule, Schedule
+
+pytestmark = pytest.mark.usefixtures("brief_searches")
 
 ONE_EACH = "0F0,0B0\n1F0,1B0\n"
 
@@ -130,7 +133,7 @@ _FRAGMENTS = st.sampled_from(
 )
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300 if sizes.IS_FULL else 100, deadline=None)
 @given(st.text() | st.lists(_FRAGMENTS).map("".join))
 def test_any_text_is_a_valid_schedule_or_a_usage_error(text: str) -> None:
     try:

@@ -27,6 +27,8 @@ from megatron_zb.schedules import layout
 from megatron_zb.schedules.layout import Layers
 from megatron_zb.schedules.placement import Placement, looped, v_shape, wave
 
+pytestmark = pytest.mark.usefixtures("brief_searches")
+
 CASES = 1000
 CHUNKS = {"interleaved": (2, 3, 4), "wave": (2, 4)}
 NAMES = ["1f1b", "interleaved", "1f1b-v", "zb-h1", "wave"]

@@ -7,11 +7,12 @@ import random
 import subprocess
 import sys
 from dataclasses import replace
-from functools import partial
+from functools import cache, partial
 from itertools import pairwise
 
 import pytest
 import sizes
+from brief_searches import at_length
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from rendezvous import finishes
@@ -28,6 +29,9 @@ from megatron_zb.schedules.passes import Pass, PassKind
 from megatron_zb.schedules.placement import Placement, looped, v_shape, wave
 from megatron_zb.schedules.program import lowering
 from megatron_zb.schedules.schedule import InvalidSchedule, Schedule
+from megatron_zb.schedules.search.fusing import fuse_for_free
+
+pytestmark = pytest.mark.usefixtures("brief_searches")
 
 _SECONDS = st.floats(0.1, 10)
 
@@ -56,7 +60,7 @@ def problems(
     return pipeline_size, draw(st.integers(1, most_microbatches)), draw(costs_of(pipeline_size))
 
 
-# A search takes about half a second here, that of `auto` several.
+# A search of `auto` takes as long as all others together.
 _NAMED = [name for name in schedules.names() if name != "auto"]
 
 
@@ -176,13 +180,25 @@ def test_ranks_that_both_send_first_are_refused_and_named() -> None:
 
 
 @pytest.mark.parametrize("name", _NAMED)
-@settings(max_examples=10, deadline=None)
+@settings(max_examples=sizes.EXAMPLES, deadline=None)
 @given(problem=problems(most_ranks=6, most_microbatches=9))
 def test_the_simulator_agrees_with_brute_force(
     name: str, problem: tuple[int, int, schedules.Costs]
 ) -> None:
     p, m, costs = problem
-    schedule = schedules.build(name, pipeline_size=p, num_microbatches=m, costs=costs)
+    built = schedules.build(name, pipeline_size=p, num_microbatches=m, costs=costs)
+    _check_ends(built, costs)
+
+
+@settings(max_examples=50, deadline=None)
+@given(table=tables(), data=st.data())
+def test_the_simulator_agrees_with_brute_force_on_any_table(
+    table: Schedule, data: st.DataObject
+) -> None:
+    _check_ends(table, data.draw(costs_of(table.placement.pipeline_size)))
+
+
+def _check_ends(schedule: Schedule, costs: schedules.Costs) -> None:
     timeline = schedules.simulate(schedule, costs)
     ends = _longest_paths(schedule, costs)
     for rank, passes in enumerate(schedule.ranks):
@@ -229,15 +245,41 @@ def _longest_paths(schedule: Schedule, costs: schedules.Costs) -> dict[Pass, flo
     return {p: t + seconds[p.kind.value][p.stage] for p, t in start.items()}
 
 
+@settings(max_examples=100, deadline=None)
+@given(table=tables(), data=st.data())
+def test_joining_b_and_w_makes_no_pass_late(table: Schedule, data: st.DataObject) -> None:
+    """Also where a whole backward takes longer than its halves, or less long."""
+    costs = data.draw(costs_of(table.placement.pipeline_size))
+    if data.draw(st.booleans()):
+        shares = [data.draw(st.sampled_from([0.8, 1.0, 1.5])) for _ in costs.weight]
+        halves = zip(shares, costs.backward, costs.weight, strict=True)
+        costs = replace(costs, whole=tuple(share * (b + w) for share, b, w in halves))
+    joined = fuse_for_free(table, costs).validate()
+    before, after = _starts(table, costs), _starts(joined, costs)
+    late = {key for key, start in after.items() if start > before[key] + 1e-9 * (1 + start)}
+    assert not late
+
+
+def _starts(schedule: Schedule, costs: schedules.Costs) -> dict[tuple[str, int, int], float]:
+    """By the first letter of the kind: a backward begins where its first half did."""
+    timeline = schedules.simulate(schedule, costs)
+    return {
+        (p.kind.value[0], p.stage, p.microbatch): start
+        for passes, starts in zip(schedule.ranks, timeline.start, strict=True)
+        for p, start in zip(passes, starts, strict=True)
+    }
+
+
 def test_splitting_pays() -> None:
     """The order of the bubbles that the papers promise, at the costs of a transformer layer."""
     costs = schedules.Costs.uniform(
         pipeline_size=8, forward=1.0, backward=1.2, weight=0.8, p2p=0.05
     )
     bubble = {}
-    for name in _NAMED:
-        schedule = schedules.build(name, pipeline_size=8, num_microbatches=32, costs=costs)
-        bubble[name] = schedules.simulate(schedule, costs).bubble_rate
+    with at_length():
+        for name in ("v-zb", "zb-h1", "v-half", "1f1b"):
+            schedule = schedules.build(name, pipeline_size=8, num_microbatches=32, costs=costs)
+            bubble[name] = schedules.simulate(schedule, costs).bubble_rate
     assert bubble["v-zb"] < bubble["zb-h1"] < bubble["v-half"] < bubble["1f1b"]
 
 
@@ -260,6 +302,7 @@ def test_schedules_need_no_torch() -> None:
     subprocess.run([sys.executable, "-c", code], check=True)
 
 
+@cache
 def _example(name: str = "v-half") -> Schedule:
     return schedules.build(name, pipeline_size=4, num_microbatches=6)
 

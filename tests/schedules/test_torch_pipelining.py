@@ -16,6 +16,8 @@ from torch.distributed.pipelining.schedules import _PipelineScheduleRuntime
 from megatron_zb import schedules
 from megatron_zb.schedules.interchange import from_csv, write_csv
 
+pytestmark = pytest.mark.usefixtures("brief_searches")
+
 RANKS = 4
 LAYERS = 16  # so that 1, 2 and 4 chunks per rank share them equally
 MICROBATCHES = 6
@@ -106,15 +108,21 @@ def whole_model(results: list[tuple[Gradients, list[torch.Tensor]]]) -> Gradient
     return found
 
 
+@pytest.fixture(scope="module")
+def expected(ranks: RankPools) -> Gradients:
+    """Gradients and losses of torch's own 1F1B."""
+    return whole_model(ranks(RANKS).run(torchs_one_f_one_b))
+
+
 @pytest.mark.parametrize("name", schedules.names())
-def test_torchs_runtime_trains_with_our_table(name: str, tmp_path: Path, ranks: RankPools) -> None:
+def test_torchs_runtime_trains_with_our_table(
+    name: str, tmp_path: Path, ranks: RankPools, expected: Gradients
+) -> None:
     """Bit for bit: the weight gradients are summed in the order of the microbatches, as in 1F1B."""
     path = tmp_path / f"{name}.csv"
     schedule = schedules.build(name, pipeline_size=RANKS, num_microbatches=MICROBATCHES)
     write_csv(schedule, path)
-    pool = ranks(RANKS)
-    expected = whole_model(pool.run(torchs_one_f_one_b))
-    found = whole_model(pool.run(table_in_torchs_runtime, path=str(path)))
+    found = whole_model(ranks(RANKS).run(table_in_torchs_runtime, path=str(path)))
     assert found.keys() == expected.keys()
     for key, value in expected.items():
         assert value.abs().sum() > 0

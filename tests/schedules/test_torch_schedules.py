@@ -12,6 +12,8 @@ from megatron_zb import schedules
 from megatron_zb.schedules.families.interleaved import split_interleaved
 from megatron_zb.schedules.interchange import from_csv, to_csv
 
+pytestmark = pytest.mark.usefixtures("brief_searches")
+
 SIZES = [(2, 4), (4, 8), (8, 16)]
 
 

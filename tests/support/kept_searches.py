@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_zb.schedules.families import auto
+from megatron_zb.schedules.search import placement_search
 
 FOLDER = "TESTS_KEPT_SEARCHES"
 """In the environment: where searches are kept."""
@@ -45,6 +46,7 @@ def _kept(search: Callable[..., Any], folder: Path) -> Callable[..., Any]:
 
 
 def _settings() -> list[tuple[str, object]]:
-    """The numbers of the module, which a test may change: another search, then."""
+    """What a test may change, for another search: numbers of the module, and the effort."""
     values = vars(auto).items()
-    return sorted((name, value) for name, value in values if isinstance(value, int | float))
+    numbers = sorted((name, value) for name, value in values if isinstance(value, int | float))
+    return [*numbers, ("search", placement_search.search.__qualname__)]

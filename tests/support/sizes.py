@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from typing import Any
 
 import pytest
 
@@ -22,8 +23,14 @@ AUTO_WITH_FULL = [
     for name in schedules.names()
 ]
 """All schedules, where a search of ``auto`` would take most of the time."""
-ONE_OF_EACH_SHAPE = [
-    name if name in ("1f1b", "v-half", "wave") else pytest.param(name, marks=pytest.mark.full)
-    for name in schedules.names()
-]
-"""Schedules of one, two and four chunks, where others look alike; all with --full."""
+
+
+def one_of_each_shape(names: list[str]) -> list[Any]:
+    """Those of one, two and four chunks, where others look alike; all with --full."""
+    ordinary = ("1f1b", "v-half", "wave")
+    return [
+        name if name in ordinary else pytest.param(name, marks=pytest.mark.full) for name in names
+    ]
+
+
+ONE_OF_EACH_SHAPE = one_of_each_shape(schedules.names())

@@ -1,0 +1,56 @@
+"""Searches of little effort, for tests of what holds however long a search looks.
+
+That an order is valid, keeps its limit, is drawn, written and read does not depend on how fast it
+is; looking for a fast one takes seconds. With --full every search takes its whole effort.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+import pytest
+
+from megatron_zb.schedules.passes import Pass
+from megatron_zb.schedules.search import hill_climbing, kernels, placement_search
+from megatron_zb.schedules.search.hill_climbing import Effort, Found, Problem, search
+
+_MOST = Effort(runs=100, moves=1000)
+_MOST_WALKED = Effort(runs=60, moves=500)
+
+
+@contextmanager
+def briefly() -> Iterator[None]:
+    """Let every search of this process that begins within the context look at little."""
+    with pytest.MonkeyPatch.context() as patch:
+        if "TESTS_FULL" not in os.environ:
+            patch.setattr(placement_search, "search", brief_search)
+            patch.setattr(hill_climbing, "engine", lambda passes: kernels.engine(float("inf")))
+        yield
+
+
+@contextmanager
+def at_length() -> Iterator[None]:
+    """Let searches take their whole effort, within the context of brief ones."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(placement_search, "search", search)
+        patch.setattr(hill_climbing, "engine", kernels.engine)
+        yield
+
+
+def brief_search(
+    problem: Problem,
+    effort: Effort,
+    lower_bound: float,
+    known: Sequence[Sequence[Sequence[Pass]]] = (),
+    *,
+    further: Effort,
+) -> Found:
+    """Search as always, with a small part of the effort."""
+    effort, further = _least(effort, _MOST), _least(further, _MOST_WALKED)
+    return search(problem, effort, lower_bound, known, further=further)
+
+
+def _least(asked: Effort, most: Effort) -> Effort:
+    return Effort(min(asked.runs, most.runs), min(asked.moves, most.moves))
