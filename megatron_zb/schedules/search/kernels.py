@@ -11,8 +11,7 @@ from collections.abc import Callable, Sequence
 from functools import cache
 from typing import Any
 
-from megatron_zb.schedules.search.list_scheduler import run_list_scheduler
-from megatron_zb.schedules.search.local_search import local_search
+from megatron_zb.schedules.search.inner_loops import local_search, run_list_scheduler
 
 
 def available() -> bool:
