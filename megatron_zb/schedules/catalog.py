@@ -371,12 +371,12 @@ def build(
         num_microbatches,
         costs,
         limit,
-        chunks,
-        group_size,
-        num_layers,
-        placement,
-        back_to_back,
-        quick,
+        chunks=chunks,
+        group_size=group_size,
+        num_layers=num_layers,
+        placement=placement,
+        back_to_back=back_to_back,
+        quick=quick,
     )
     schedule = chosen.build(request)
     return _reported(replace(schedule, name=chosen.name).validate(), request)
