@@ -89,9 +89,13 @@ class Timeline:
 
     def memory_steps(self, rank: int) -> tuple[tuple[float, float], ...]:
         """Return the memory held while each pass of a rank runs and after it, in the same unit."""
-        held, steps, change_of = 0.0, [], self.schedule.rules.memory_change
-        for p in self.schedule.ranks[rank]:
-            change = change_of(p, self.costs)
+        holds, changes = self.schedule.rules.holds, self.costs.changes
+        uneven = self.costs.microbatches
+        held, steps = 0.0, []
+        for kind, stage, microbatch in self.schedule.ranks[rank]:
+            if uneven:
+                changes = uneven[microbatch].changes
+            change = changes[holds[kind]][stage]
             within = held + change if change > 0.0 else held
             held += change
             steps.append((within, held))
