@@ -215,7 +215,8 @@ def run_list_scheduler(graph: Graph, steering: Steering, space: GreedySpace, ord
         else:
             mb = counts[base + kind]
             counts[base + kind] = mb + 1
-            code = stage_at[r * chunks + kind % chunks] * m + mb
+            c = kind if kind < chunks else kind - chunks
+            code = stage_at[r * chunks + c] * m + mb
             if kind >= chunks:
                 code += block
                 if split:
