@@ -150,16 +150,17 @@ def _scores(model: ModelConfig, sequence: int) -> float:
 
 def _stored(model: ModelConfig, index: int, sequence: int) -> float:
     """Count the bytes that F keeps of a token in one layer."""
-    hidden = model.hidden_size
     attention = _heads(model) + 2 * _attended(model)
     statistics = 4 * model.attention_heads if model.flash_attention else 0
-    gates = 2 if model.gated_mlp else 1
-    mlp = 2 * (gates + 1) * _dense_inner(model, index)
-    routed = 0
-    if model.experts and index >= model.experts.dense_layers:
-        each = 4 * hidden + 2 * (gates + 1) * model.experts.ffn_hidden_size
-        routed = model.experts.top_k * each
-    return _kept(model) + attention + statistics + mlp + routed + _scores(model, sequence)
+    mlp = _inner(model, index)
+    return _kept(model) + attention + statistics + mlp + _scores(model, sequence)
+
+
+def _inner(model: ModelConfig, index: int) -> int:
+    """Count the bytes of a token inside an MLP, and on its way to experts and back."""
+    inner = 2 * (model.gates + 1) * (model.dense_inner(index) + model.routed_inner(index))
+    experts = model.experts_in(index)
+    return inner if experts is None else inner + 4 * model.hidden_size * experts.top_k
 
 
 def _kept(model: ModelConfig) -> float:
@@ -172,24 +173,16 @@ def _kept(model: ModelConfig) -> float:
 
 def _needed_by_weight(model: ModelConfig, index: int) -> float:
     """Count the bytes that W needs of a token: inputs of weights and gradients of their outputs."""
-    hidden = model.hidden_size
-    gates = 2 if model.gated_mlp else 1
-    attention = 2 * hidden + _heads(model) + 2 * _attended(model) + 2 * hidden
-    mlp = 4 * hidden + 2 * (gates + 1) * _dense_inner(model, index)
-    routed = 0
-    if model.experts and index >= model.experts.dense_layers:
-        each = 4 * hidden + 2 * (gates + 1) * model.experts.ffn_hidden_size
-        routed = model.experts.top_k * each
-    return attention + mlp + routed
+    attention = _heads(model) + 2 * _attended(model)
+    return attention + 8 * model.hidden_size + _inner(model, index)
 
 
 def _inputs(model: ModelConfig, index: int) -> float:
     """Count the bytes of the inputs of a token's products with weights, as 16-bit tensors."""
-    experts = model.experts
-    here = 2 * (2 * model.hidden_size + _attended(model) + _dense_inner(model, index))
-    if experts is None or index < experts.dense_layers:
-        return here
-    return here + 2 * experts.top_k * (model.hidden_size + experts.ffn_hidden_size)
+    experts = model.experts_in(index)
+    inner = model.dense_inner(index) + model.routed_inner(index)
+    sent = experts.top_k * model.hidden_size if experts else 0
+    return 2 * (2 * model.hidden_size + _attended(model) + inner + sent)
 
 
 def _heads(model: ModelConfig) -> int:
@@ -206,10 +199,3 @@ def _attended(model: ModelConfig) -> int:
     """Count the elements of a token's attention output."""
     latent = model.latent_attention
     return model.attention_heads * (latent.value_head_dim if latent else model.head)
-
-
-def _dense_inner(model: ModelConfig, index: int) -> int:
-    experts = model.experts
-    if experts is None or index < experts.dense_layers:
-        return model.ffn
-    return experts.shared_ffn_hidden_size

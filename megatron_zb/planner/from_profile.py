@@ -138,20 +138,20 @@ def _row(asked: ProfileRequest, fit: Fit, candidate: Candidate, chunks: int | No
     worst = max(range(len(peaks)), key=peaks.__getitem__)
     bubble = timeline.bubble_rate_back_to_back if back_to_back else timeline.bubble_rate
     return Row(
-        candidate.name,
-        candidate.family,
-        chunks,
-        _layout_text(counts, profile),
-        counts == even,
-        seconds(timeline),
-        seconds(found[even]),
-        bubble,
-        peaks[worst],
-        worst,
-        candidate.megatron,
-        candidate.has_by_default(counts, placement),
-        timeline,
-        counts,
+        schedule=candidate.name,
+        runs=candidate.family,
+        chunks=chunks,
+        layout=_layout_text(counts, profile),
+        is_even=counts == even,
+        seconds=seconds(timeline),
+        seconds_even=seconds(found[even]),
+        bubble=bubble,
+        activation_bytes=peaks[worst],
+        rank=worst,
+        megatron=candidate.megatron,
+        has_by_default=candidate.has_by_default(counts, placement),
+        timeline=timeline,
+        layers=counts,
     )
 
 

@@ -227,6 +227,26 @@ class ModelConfig(Section):
             )
         return self
 
+    def experts_in(self, layer: int) -> Experts | None:
+        """Return the experts of a layer, None if it is dense."""
+        is_dense = self.experts is None or layer < self.experts.dense_layers
+        return None if is_dense else self.experts
+
+    def dense_inner(self, layer: int) -> int:
+        """Count the inner elements of a token in a layer's dense MLP or shared experts."""
+        experts = self.experts_in(layer)
+        return self.ffn if experts is None else experts.shared_ffn_hidden_size
+
+    def routed_inner(self, layer: int) -> int:
+        """Count the inner elements of a token in the experts that it visits in a layer."""
+        experts = self.experts_in(layer)
+        return 0 if experts is None else experts.top_k * experts.ffn_hidden_size
+
+    @property
+    def gates(self) -> int:
+        """Products that lead into an MLP."""
+        return 2 if self.gated_mlp else 1
+
     @property
     def groups(self) -> int:
         return self.query_groups or self.attention_heads

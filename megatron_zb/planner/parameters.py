@@ -22,20 +22,17 @@ def attention_weights(model: ModelConfig) -> int:
 
 def mlp_weights(model: ModelConfig, index: int) -> int:
     """Count the weights that every token visits: a dense MLP, or shared experts and the router."""
-    experts = model.experts
-    matrices = 3 if model.gated_mlp else 2
-    if experts is None or index < experts.dense_layers:
-        return matrices * model.hidden_size * model.ffn
-    shared = matrices * model.hidden_size * experts.shared_ffn_hidden_size
-    return shared + model.hidden_size * experts.experts
+    dense = (model.gates + 1) * model.hidden_size * model.dense_inner(index)
+    experts = model.experts_in(index)
+    return dense if experts is None else dense + model.hidden_size * experts.experts
 
 
 def expert_weights(model: ModelConfig, index: int, experts: int) -> int:
     """Count the weights of ``experts`` experts of a layer; 0 in a dense one."""
-    if model.experts is None or index < model.experts.dense_layers:
+    found = model.experts_in(index)
+    if found is None:
         return 0
-    matrices = 3 if model.gated_mlp else 2
-    return experts * matrices * model.hidden_size * model.experts.ffn_hidden_size
+    return experts * (model.gates + 1) * model.hidden_size * found.ffn_hidden_size
 
 
 def predicted_layers(model: ModelConfig) -> list[int]:

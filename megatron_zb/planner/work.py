@@ -179,9 +179,8 @@ class Workload:
             return Work()
         model, inner = self.model, self._inner(index)
         heads = (model.attention_heads + 2 * model.groups) * model.head
-        gates = 2 if model.gated_mlp else 1
         inputs = 2 * model.hidden_size + model.attention_heads * model.head + inner
-        outputs = heads + 2 * model.hidden_size + gates * inner
+        outputs = heads + 2 * model.hidden_size + model.gates * inner
         share = 4 * self.tokens / self.strategy.tensor
         moved = Work(self._moved(inputs * share), self._moved(outputs * share))
         return moved + self._begun(_PRODUCTS, _PRODUCTS)
@@ -207,17 +206,16 @@ class Workload:
         model = self.model
         hidden, inner = model.hidden_size, self._inner(index)
         heads = (model.attention_heads + 2 * model.groups) * model.head
-        gates = 2 if model.gated_mlp else 1
         kept_forward, kept_backward = (8 + 12) * hidden, (12 + 12) * hidden
-        forward = 2 * (gates + 1) * inner + 4 * heads
-        backward = 2 * (2 * gates + 1) * inner + 4 * heads
+        forward = 2 * (model.gates + 1) * inner + 4 * heads
+        backward = 2 * (2 * model.gates + 1) * inner + 4 * heads
         if model.dropout:
             kept_forward += 2 * (1 + _RANDOM) * hidden
             kept_backward += 2 * 5 * hidden
         begun = self._begun(*_NORMS_AND_THE_LIKE)
-        if model.experts and index >= model.experts.dense_layers:
-            forward += 8 * model.experts.top_k * hidden
-            backward += 8 * model.experts.top_k * hidden
+        if experts := model.experts_in(index):
+            forward += 8 * experts.top_k * hidden
+            backward += 8 * experts.top_k * hidden
             begun += self._begun(*_ROUTING)
         share, kept = self.tokens / self.strategy.tensor, self.kept_tokens
         return begun + Work(
@@ -227,14 +225,11 @@ class Workload:
 
     def _inner(self, index: int) -> int:
         """Count the elements of an MLP's activation function for each token."""
-        experts = self.model.experts
-        if experts is None or index < experts.dense_layers:
-            return self.model.ffn
-        return experts.top_k * experts.ffn_hidden_size + experts.shared_ffn_hidden_size
+        return self.model.dense_inner(index) + self.model.routed_inner(index)
 
     def _messages(self, index: int) -> Work:
-        experts = self.model.experts
-        if experts is None or index < experts.dense_layers:
+        experts = self.model.experts_in(index)
+        if experts is None:
             seconds = 2 * self._tensor_parallel()
         else:
             parts = 2 if experts.shared_ffn_hidden_size else 1

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
+from typing import TypeAlias
 
 from megatron_zb.schedules.costs import StageCosts
 from megatron_zb.schedules.placement import Placement
@@ -23,11 +24,12 @@ def lower_bound(
     only what memory could hold is left to do; and Little's law, by which memory times time cannot
     be less than what all activations take.
     """
-    costs = costs.shortest()
     usable = usable_limit(placement, num_microbatches, costs, limit)
+    rows = _shortest_rows(costs, num_microbatches)
+    ends = costs.of(0).shortest(), costs.of(num_microbatches - 1).shortest()
     return max(
-        max(_waits(placement, num_microbatches, costs, usable[rank], rank), residency)
-        for rank, residency in enumerate(_residencies(placement, num_microbatches, costs, usable))
+        max(_waits(placement, rows, ends, usable[rank], rank), residency)
+        for rank, residency in enumerate(_residencies(placement, rows, usable))
     )
 
 
@@ -39,15 +41,23 @@ def period_bound(
     The work of the busiest rank, and Little's law: waits at the ends of an iteration do not count,
     because the next one fills them.
     """
-    costs = costs.shortest()
     usable = usable_limit(placement, num_microbatches, costs, limit)
-    work = (_work(num_microbatches, costs, held) for held in placement.stages_of)
-    return max(*work, *_residencies(placement, num_microbatches, costs, usable))
+    rows = _shortest_rows(costs, num_microbatches)
+    work = (_work(rows, held) for held in placement.stages_of)
+    return max(*work, *_residencies(placement, rows, usable))
+
+
+_Rows: TypeAlias = Sequence[tuple[int, StageCosts]]
+"""Costs that microbatches have, each with the number of those that have it."""
+
+
+def _shortest_rows(costs: StageCosts, num_microbatches: int) -> _Rows:
+    return [(count, row.shortest()) for count, row in costs.rows(num_microbatches)]
 
 
 def earliest_starts(placement: Placement, costs: StageCosts) -> tuple[float, ...]:
     """Return the earliest start of the first microbatch on each rank, in seconds."""
-    return tuple(_forward_time(costs, 0, held[0]) for held in placement.stages_of)
+    return tuple(_forward_time(costs.of(0), 0, held[0]) for held in placement.stages_of)
 
 
 def usable_limit(
@@ -57,51 +67,67 @@ def usable_limit(
 
     Limits that differ only in what no schedule could use are the same problem.
     """
+    rows = costs.rows(num_microbatches)
     return tuple(
-        _usable(costs, min(most, num_microbatches * sum(costs.activation[s] for s in held)), held)
+        _usable(rows, min(most, _all_activations(rows, held)), held)
         for most, held in zip(limit, placement.stages_of, strict=True)
     )
 
 
-def _usable(costs: StageCosts, limit: float, stages: Sequence[int]) -> float:
+def _all_activations(rows: _Rows, stages: Sequence[int]) -> float:
+    return sum(count * sum(row.activation[s] for s in stages) for count, row in rows)
+
+
+def _usable(rows: _Rows, limit: float, stages: Sequence[int]) -> float:
     """Return the part of a limit that whole activations fill, if all are equal and kept whole."""
-    sizes = {costs.activation[s] for s in stages} | {costs.held_for_weight[s] for s in stages}
+    sizes = {
+        size
+        for _, row in rows
+        for s in stages
+        for size in (row.activation[s], row.held_for_weight[s])
+    }
     if len(sizes) > 1 or not (size := sizes.pop()):
         return limit
     return size * math.floor(limit / size * (1 + 1e-9) + 1e-9)
 
 
-def _waits(placement: Placement, m: int, costs: StageCosts, limit: float, rank: int) -> float:
-    stages = placement.stages_of[rank]
-    first, last = stages[0], stages[-1]
-    work = _work(m, costs, stages)
-    arrival = _forward_time(costs, 0, first)
-    first_backward = _forward_time(costs, 0, placement.num_stages) + _backward_time(
-        costs, placement.num_stages - 1, last
+def _waits(
+    placement: Placement, rows: _Rows, ends: tuple[StageCosts, StageCosts], limit: float, rank: int
+) -> float:
+    """Return the work of a rank and its waits at both ends, for the first and last microbatch."""
+    first, last = ends
+    stages, stop = placement.stages_of[rank], placement.num_stages
+    arrival = _forward_time(first, 0, stages[0])
+    first_backward = _forward_time(first, 0, stop) + _backward_time(first, stop - 1, stages[-1])
+    forwards = _most(
+        limit,
+        ((count, row.forward[s], row.activation[s]) for count, row in rows for s in stages),
     )
-    forwards = _most(m, limit, ((costs.forward[s], costs.activation[s]) for s in stages))
     before = max(arrival, first_backward - forwards)
     back = (
-        _forward_time(costs, last + 1, placement.num_stages)
-        + (costs.forward_hop[last] if last + 1 < placement.num_stages else 0.0)
-        + _backward_time(costs, placement.num_stages - 1, -1)
-        + costs.weight[0]
+        _forward_time(last, stages[-1] + 1, stop)
+        + (last.forward_hop[stages[-1]] if stages[-1] + 1 < stop else 0.0)
+        + _backward_time(last, stop - 1, -1)
+        + last.weight[0]
     )
     backwards = _most(
-        m,
         limit,
         (
-            (costs.backward[s] + costs.weight[s], min(costs.activation[s], _least(costs, s)))
+            (count, row.backward[s] + row.weight[s], min(row.activation[s], _least(row, s)))
+            for count, row in rows
             for s in stages
         ),
     )
     after = max(0.0, back - backwards)
-    holds_all = m * sum(costs.activation[s] for s in stages) <= limit
-    return work + (max(before, after) if holds_all else before + after)
+    holds_all = _all_activations(rows, stages) <= limit
+    return _work(rows, stages) + (max(before, after) if holds_all else before + after)
 
 
-def _work(m: int, costs: StageCosts, stages: Sequence[int]) -> float:
-    return m * sum(costs.forward[s] + costs.backward[s] + costs.weight[s] for s in stages)
+def _work(rows: _Rows, stages: Sequence[int]) -> float:
+    return sum(
+        count * sum(row.forward[s] + row.backward[s] + row.weight[s] for s in stages)
+        for count, row in rows
+    )
 
 
 def _least(costs: StageCosts, stage: int) -> float:
@@ -112,13 +138,13 @@ def _least(costs: StageCosts, stage: int) -> float:
     return costs.held_for_weight[stage] * (backward + weight) / weight
 
 
-def _most(m: int, limit: float, items: Iterable[tuple[float, float]]) -> float:
-    """Return the most time whose memory fits: ``(seconds, memory)`` of m pieces of each item."""
+def _most(limit: float, items: Iterable[tuple[int, float, float]]) -> float:
+    """Return the most time whose memory fits: ``(count, seconds, memory)`` of pieces."""
     total = 0.0
-    for seconds, memory in sorted(items, key=lambda item: item[1] / item[0] if item[0] else 0.0):
-        if memory * m <= limit:
-            total += seconds * m
-            limit -= memory * m
+    for count, seconds, memory in sorted(items, key=lambda it: it[2] / it[1] if it[1] else 0.0):
+        if memory * count <= limit:
+            total += seconds * count
+            limit -= memory * count
         elif memory > 0:
             total += seconds * limit / memory
             break
@@ -135,19 +161,18 @@ def _backward_time(costs: StageCosts, start: int, stop: int) -> float:
     return sum(costs.backward[s] + costs.backward_hop[s] for s in range(start, stop, -1))
 
 
-def _residencies(
-    placement: Placement, m: int, costs: StageCosts, limit: Sequence[float]
-) -> Iterable[float]:
+def _residencies(placement: Placement, rows: _Rows, limit: Sequence[float]) -> Iterable[float]:
     last = placement.num_stages - 1
     taken = [0.0] * placement.pipeline_size
-    there = back = 0.0  # from the end of F on stage s to the start of B on stage s
-    for stage in range(last, -1, -1):
-        between = there + back
-        held = costs.forward[stage] + between + costs.backward[stage]
-        kept = costs.held_for_weight[stage] * costs.weight[stage]
-        taken[placement.rank_of[stage]] += m * (costs.activation[stage] * held + kept)
-        if stage > 0:
-            there += costs.forward[stage] + costs.forward_hop[stage - 1]
-            back += costs.backward[stage] + costs.backward_hop[stage]
+    for count, row in rows:
+        there = back = 0.0  # from the end of F on stage s to the start of B on stage s
+        for stage in range(last, -1, -1):
+            between = there + back
+            held = row.forward[stage] + between + row.backward[stage]
+            kept = row.held_for_weight[stage] * row.weight[stage]
+            taken[placement.rank_of[stage]] += count * (row.activation[stage] * held + kept)
+            if stage > 0:
+                there += row.forward[stage] + row.forward_hop[stage - 1]
+                back += row.backward[stage] + row.backward_hop[stage]
     for rank, memory_time in enumerate(taken):
         yield memory_time / limit[rank] if limit[rank] > 0 else 0.0

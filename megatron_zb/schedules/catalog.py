@@ -10,7 +10,7 @@ from typing import Protocol, TypeAlias
 from megatron_zb.errors import UsageError
 from megatron_zb.schedules import placement as placements
 from megatron_zb.schedules.bounds import lower_bound
-from megatron_zb.schedules.costs import Costs
+from megatron_zb.schedules.costs import Costs, check_number
 from megatron_zb.schedules.families import interleaved, one_f_one_b, v_shape, wave, zero_bubble
 from megatron_zb.schedules.families.auto import auto
 from megatron_zb.schedules.placement import Placement, looped
@@ -348,7 +348,8 @@ def build(
         The schedule, validated, with its :class:`Report`.
 
     Raises:
-        UsageError: unknown name, sizes out of range, or a limit below what the schedule needs.
+        UsageError: unknown name, sizes out of range, costs of other sizes, or a limit below what
+            the schedule needs.
     """
     chosen = family(name)
     if pipeline_size < 2:
@@ -363,18 +364,19 @@ def build(
     _check_choice(chosen, "group_size", group_size, chosen.takes_group_size)
     if costs is None:
         costs = Costs.uniform(pipeline_size=pipeline_size, forward=1, backward=1, weight=1)
+    check_number(costs, num_microbatches)
     limit = MemoryLimit.of(memory_limit, memory_limit_bytes, pipeline_size)
     request = Request(
         pipeline_size,
         num_microbatches,
         costs,
         limit,
-        chunks,
-        group_size,
-        num_layers,
-        placement,
-        back_to_back,
-        quick,
+        chunks=chunks,
+        group_size=group_size,
+        num_layers=num_layers,
+        placement=placement,
+        back_to_back=back_to_back,
+        quick=quick,
     )
     schedule = chosen.build(request)
     return _reported(replace(schedule, name=chosen.name).validate(), request)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -23,7 +24,9 @@ class StageCosts:
     ``forward_hop[s]`` is the time of the message from stage s to s+1 and ``backward_hop[s]`` from
     stage s to s-1, 0 on the same rank. ``activation[s]`` is the memory that F(s) holds and
     ``held_for_weight[s]`` the part still held between B(s) and W(s). ``whole`` are the seconds of
-    BW; where it is empty, BW takes as long as B and W. ``others`` has those of other kinds.
+    BW; where it is empty, BW takes as long as B and W. ``others`` has those of other kinds. Where
+    microbatches are not all alike, ``microbatches[j]`` has the costs of microbatch j, and these are
+    those of a typical one; equal rows are one object.
     """
 
     forward: tuple[float, ...]
@@ -35,6 +38,22 @@ class StageCosts:
     held_for_weight: tuple[float, ...]
     whole: tuple[float, ...] = ()
     others: tuple[tuple[PassKind, tuple[float, ...]], ...] = ()
+    microbatches: tuple[StageCosts, ...] = ()
+
+    def of(self, microbatch: int) -> StageCosts:
+        """Return the costs of one microbatch."""
+        return self.microbatches[microbatch] if self.microbatches else self
+
+    def rows(self, num_microbatches: int) -> list[tuple[int, StageCosts]]:
+        """Return the costs that microbatches have, each with the number of those that have it."""
+        if not self.microbatches:
+            return [(num_microbatches, self)]
+        return [(count, row) for row, count in Counter(self.microbatches).items()]
+
+    @cached_property
+    def largest_activation(self) -> tuple[float, ...]:
+        """Memory that F holds on each stage, at most of all microbatches."""
+        return tuple(map(max, zip(*(row.activation for _, row in self.rows(1)), strict=True)))
 
     @cached_property
     def seconds(self) -> dict[PassKind, tuple[float, ...]]:
@@ -56,19 +75,14 @@ class StageCosts:
         return hops | {PassKind.F: self.forward_hop} | backward
 
     @cached_property
-    def memory(self) -> dict[PassKind, tuple[tuple[float, ...], tuple[float, ...]]]:
-        """Memory that a pass of each kind and stage takes at its start, and frees at its end."""
-        none, held, kept = (0.0,) * len(self.activation), self.activation, self.held_for_weight
-        by_b = tuple(a - b for a, b in zip(held, kept, strict=True))
-        return {
-            PassKind.F: (held, none),
-            PassKind.B: (none, by_b),
-            PassKind.W: (none, kept),
-            PassKind.BW: (none, held),
-            PassKind.T: (held, none),
-            PassKind.S: (none, held),
-            PassKind.U: (none, none),
-        }
+    def changes(self) -> dict[tuple[int, int], tuple[float, ...]]:
+        """Memory of so many activations held whole, and so many held for W alone, by stage.
+
+        For up to one of each, more or less; :attr:`Rules.holds` says what a pass changes.
+        """
+        held = list(zip(self.activation, self.held_for_weight, strict=True))
+        few = (-1, 0, 1)
+        return {(n, k): tuple(n * a + k * b for a, b in held) for n in few for k in few}
 
     @property
     def fused(self) -> tuple[float, ...]:
@@ -87,7 +101,7 @@ class StageCosts:
 
     def duration(self, p: Pass) -> float:
         """Return the seconds of one pass."""
-        return self.seconds[p.kind][p.stage]
+        return self.of(p.microbatch).seconds[p.kind][p.stage]
 
 
 @dataclass(frozen=True)
@@ -101,6 +115,8 @@ class Costs:
     stages cuts or merges the slices. ``slowdown[r]`` multiplies every time on logical rank r and
     ``p2p[a][b]`` is the time of one transfer from rank a to rank b. ``whole`` is what a fused
     backward takes where that is known; else, or if it is empty, as long as both of its halves.
+    Where microbatches are not all alike, ``microbatches[j]`` has the costs of microbatch j, and the
+    other fields are those of a typical one: see :meth:`of_lengths`.
     """
 
     pipeline_size: int
@@ -113,6 +129,7 @@ class Costs:
     held_for_weight: tuple[float, ...]
     fixed: tuple[float, ...]
     whole: tuple[float, ...] = ()
+    microbatches: tuple[Costs, ...] = ()
 
     @classmethod
     def uniform(
@@ -228,9 +245,44 @@ class Costs:
         if not all(factor > 0 for factor in self.slowdown):
             raise UsageError("costs: slowdown is zero: give a positive factor, such as 1.0")
 
+    def of_lengths(self, lengths: Sequence[float]) -> Costs:
+        """Return the costs of microbatches that take so many times what this one takes, in turn.
+
+        Seconds of passes and of transfers and activations are all in proportion.
+
+        Raises:
+            UsageError: there is no length, or one is not a positive number.
+        """
+        if not lengths or not all(0 < length < float("inf") for length in lengths):
+            raise UsageError(
+                f"costs: lengths of microbatches are {list(lengths)}: give positive numbers"
+            )
+        rows = {length: self._times(length) for length in lengths}
+        return replace(self, microbatches=tuple(rows[length] for length in lengths))
+
+    def _times(self, length: float) -> Costs:
+        def times(values: tuple[float, ...]) -> tuple[float, ...]:
+            return tuple(value * length for value in values)
+
+        return replace(
+            self,
+            forward=times(self.forward),
+            backward=times(self.backward),
+            weight=times(self.weight),
+            p2p=tuple(map(times, self.p2p)),
+            activation=times(self.activation),
+            held_for_weight=times(self.held_for_weight),
+            whole=times(self.whole),
+            microbatches=(),
+        )
+
     def one_f_one_b_peak(self) -> float:
-        """Return 1F1B's peak: p microbatches of the activations of its first rank."""
-        return self.pipeline_size * _resample(self.activation, self.pipeline_size)[0]
+        """Return 1F1B's peak: p microbatches in a row of the activations of its first rank."""
+        p = self.pipeline_size
+        if not self.microbatches:
+            return p * _resample(self.activation, p)[0]
+        held = [_resample(row.activation, p)[0] for row in self.microbatches]
+        return max(sum(held[i : i + p]) for i in range(max(1, len(held) - p + 1)))
 
     def averaged(self) -> Costs:
         """Return the same model with one cost for all, as most published schedulers see it.
@@ -272,6 +324,7 @@ class Costs:
 
         forward_hop = [self._hop(a, b) for a, b in pairwise(rank_of)]
         backward_hop = [self._hop(b, a) for a, b in pairwise(rank_of)]
+        rows = {id(row): row.for_placement(placement) for row in self.microbatches}
         return StageCosts(
             forward=seconds(self.forward),
             backward=seconds(self.backward),
@@ -281,6 +334,20 @@ class Costs:
             activation=_resample(self.activation, stages),
             held_for_weight=_resample(self.held_for_weight, stages),
             whole=seconds(self.whole) if self.whole else (),
+            microbatches=tuple(rows[id(row)] for row in self.microbatches),
+        )
+
+
+def check_number(costs: Costs | StageCosts, num_microbatches: int) -> None:
+    """Refuse costs of another number of microbatches.
+
+    Raises:
+        UsageError: names both numbers.
+    """
+    if costs.microbatches and len(costs.microbatches) != num_microbatches:
+        raise UsageError(
+            f"costs are for {len(costs.microbatches)} microbatches, "
+            f"the schedule has {num_microbatches}"
         )
 
 

@@ -9,6 +9,9 @@ from typing import NamedTuple
 class PassKind(str, Enum):
     """Computation of a pass for one stage and one microbatch.
 
+    Kinds of all work stand here, since tables of schedules, pictures and handlers are keyed by one
+    enum; what each means is up to the rules of its work.
+
     ``F`` forward, ``B`` input gradient, ``W`` weight gradient, ``BW`` both gradients at once
     (*Zero Bubble Pipeline Parallelism*, arXiv 2401.10241, section 2).
 
@@ -32,18 +35,6 @@ class PassKind(str, Enum):
 
     def __str__(self) -> str:
         return self.value
-
-
-# By how many a pass changes the activations of model chunks that its rank holds.
-HELD_CHUNKS: dict[PassKind, int] = {
-    PassKind.F: 1,
-    PassKind.B: 0,
-    PassKind.W: -1,
-    PassKind.BW: -1,
-    PassKind.T: 1,
-    PassKind.S: -1,
-    PassKind.U: 0,
-}
 
 
 class Pass(NamedTuple):

@@ -113,12 +113,9 @@ class Request:
         return timeline.seconds(back_to_back=self.back_to_back)
 
     def limits(self, placement: Placement, peak_microbatches: float) -> tuple[float, ...]:
-        """Return each rank's limit: so many of its microbatches, or less if the user says so."""
-        table = self.costs.for_placement(placement)
-        own = [
-            peak_microbatches * sum(table.activation[s] for s in held)
-            for held in placement.stages_of
-        ]
+        """Return each rank's limit: so many of its largest microbatches, or less if asked for."""
+        activation = self.costs.for_placement(placement).largest_activation
+        own = [peak_microbatches * sum(activation[s] for s in held) for held in placement.stages_of]
         users = self.limit.per_rank(self.costs)
         return tuple(own) if users is None else tuple(map(min, own, users))
 

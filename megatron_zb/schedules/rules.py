@@ -8,10 +8,12 @@ of rules, and a handler for each of its kinds where a rank carries them out.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple, TypeAlias
+from types import MappingProxyType
+from typing import TYPE_CHECKING, ClassVar, NamedTuple, TypeAlias
 
+from megatron_zb.schedules.costs import StageCosts
 from megatron_zb.schedules.passes import Message, Pass, PassKind
 from megatron_zb.schedules.placement import Placement
 
@@ -45,6 +47,10 @@ Moment: TypeAlias = tuple[float, ...]
 class Rules(ABC):
     """Rules of the passes of a kind of work."""
 
+    holds: ClassVar[Mapping[PassKind, tuple[int, int]]]
+    """By how many a pass of each kind changes the activations that its rank holds: those held
+    whole, and those of which W still needs a part."""
+
     has_steps = False
     """Whether one schedule goes through several steps of the optimizer, one after the other."""
 
@@ -60,6 +66,11 @@ class Rules(ABC):
     @abstractmethod
     def broken_rule(self, schedule: Schedule, rank: int) -> Broken | None:
         """Return the first rule that the order of a rank breaks, None if it breaks none."""
+
+    def memory_change(self, p: Pass, costs: StageCosts) -> float:
+        """Return the memory that a pass takes at its start, or frees at its end if negative."""
+        kind, stage, microbatch = p
+        return costs.of(microbatch).changes[self.holds[kind]][stage]
 
     def readers(self, placement: Placement, message: Message) -> Sequence[int]:
         """Return the ranks that read a message, of which the one that makes it may be one."""
@@ -88,6 +99,15 @@ class Rules(ABC):
 @dataclass(frozen=True)
 class TrainingRules(Rules):
     """F, B, W and BW of a training step (arXiv 2401.10241, section 2)."""
+
+    holds = MappingProxyType(
+        {
+            PassKind.F: (1, 0),
+            PassKind.B: (-1, 1),
+            PassKind.W: (0, -1),
+            PassKind.BW: (-1, 0),
+        }
+    )
 
     def links(self, placement: Placement, rank: int, passes: Sequence[Pass]) -> list[Link]:
         last = placement.num_stages - 1

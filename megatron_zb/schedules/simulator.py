@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Protocol
 
-from megatron_zb.schedules.costs import StageCosts
-from megatron_zb.schedules.passes import HELD_CHUNKS, Pass
+from megatron_zb.schedules.costs import StageCosts, check_number
+from megatron_zb.schedules.passes import Pass
 from megatron_zb.schedules.placement import Placement
-from megatron_zb.schedules.rules import Product
+from megatron_zb.schedules.rules import TRAINING, Product, Rules
 from megatron_zb.schedules.schedule import InvalidSchedule, Schedule
 
 
@@ -75,8 +76,8 @@ class Timeline:
 
     @cached_property
     def peak_activation(self) -> tuple[float, ...]:
-        chunks = self.schedule.placement.chunks
-        return tuple(peak_held_chunks(rank) / chunks for rank in self.schedule.ranks)
+        schedule, chunks = self.schedule, self.schedule.placement.chunks
+        return tuple(peak_held_chunks(rank, schedule.rules) / chunks for rank in schedule.ranks)
 
     @cached_property
     def peak_memory(self) -> tuple[float, ...]:
@@ -88,21 +89,24 @@ class Timeline:
 
     def memory_steps(self, rank: int) -> tuple[tuple[float, float], ...]:
         """Return the memory held while each pass of a rank runs and after it, in the same unit."""
+        holds, changes = self.schedule.rules.holds, self.costs.changes
+        uneven = self.costs.microbatches
         held, steps = 0.0, []
-        for kind, stage, _ in self.schedule.ranks[rank]:
-            takes, frees = self.costs.memory[kind]
-            held += takes[stage]
-            within = held
-            held -= frees[stage]
+        for kind, stage, microbatch in self.schedule.ranks[rank]:
+            if uneven:
+                changes = uneven[microbatch].changes
+            change = changes[holds[kind]][stage]
+            within = held + change if change > 0.0 else held
+            held += change
             steps.append((within, held))
         return tuple(steps)
 
 
-def peak_held_chunks(passes: tuple[Pass, ...]) -> int:
-    """Count the most chunk activations a rank holds at once: F until its W or BW, T until its S."""
+def peak_held_chunks(passes: Sequence[Pass], rules: Rules = TRAINING) -> int:
+    """Count the most chunk activations a rank holds at once, each whole until no pass needs it."""
     held = peak = 0
-    for kind, _, _ in passes:
-        held += HELD_CHUNKS[kind]
+    for p in passes:
+        held += sum(rules.holds[p.kind])
         peak = max(peak, held)
     return peak
 
@@ -116,11 +120,12 @@ def simulate(schedule: Schedule, costs: Priced) -> Timeline:
 
     Raises:
         InvalidSchedule: the ranks wait for one another in a circle.
-        UsageError: the costs are for another pipeline size.
+        UsageError: the costs are for another pipeline size, or another number of microbatches.
     """
     table, ranks, rules = costs.for_placement(schedule.placement), schedule.ranks, schedule.rules
     links = [rules.links(schedule.placement, rank, passes) for rank, passes in enumerate(ranks)]
-    seconds, hops = table.seconds, table.hops
+    check_number(table, schedule.num_microbatches)
+    seconds, hops, uneven = table.seconds, table.hops, table.microbatches
     clock, position = [0.0] * len(ranks), [0] * len(ranks)
     start: list[list[float]] = [[] for _ in ranks]
     end: list[list[float]] = [[] for _ in ranks]
@@ -144,7 +149,9 @@ def simulate(schedule: Schedule, costs: Priced) -> Timeline:
             if missing is not None:
                 waiting.setdefault(missing, []).append(rank)
                 break
-            kind, stage, _ = passes[i]
+            kind, stage, microbatch = passes[i]
+            if uneven:
+                seconds, hops = uneven[microbatch].seconds, uneven[microbatch].hops
             starts.append(begin)
             now = begin + seconds[kind][stage]
             ends.append(now)

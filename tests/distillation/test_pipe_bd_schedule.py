@@ -17,6 +17,7 @@ from megatron_zb.distillation.schedule.distribution import (
     evenly,
 )
 from megatron_zb.distillation.schedule.pipe_bd import pipe_bd
+from megatron_zb.distillation.schedule.relay import Relay
 from megatron_zb.distillation.schedule.step_by_step import step_by_step
 from megatron_zb.errors import UsageError
 from megatron_zb.schedules import InvalidSchedule, Pass, PassKind, Schedule, lower, simulate
@@ -215,8 +216,9 @@ def test_others_wait_for_the_last_study_of_a_step_alone() -> None:
 
 def test_what_is_taught_is_held_until_it_is_studied() -> None:
     order = [P(T, 0, 0), P(S, 0, 0), P(T, 0, 1), P(U, 0, 0), P(T, 0, 2), P(S, 0, 1), P(S, 0, 2)]
-    assert peak_held_chunks(tuple(order)) == 2
-    assert peak_held_chunks(tuple(order[:4])) == 1
+    rules = Relay(num_microbatches=1, steps=3, run_ahead=1)
+    assert peak_held_chunks(order, rules) == 2
+    assert peak_held_chunks(order[:4], rules) == 1
 
 
 def swapped(passes: tuple[Pass, ...], a: int, b: int) -> tuple[Pass, ...]:

@@ -11,10 +11,11 @@ from megatron_zb import schedules
 from megatron_zb.schedules.bounds import lower_bound
 from megatron_zb.schedules.placement import v_shape
 from megatron_zb.schedules.search import hill_climbing
-from megatron_zb.schedules.search.hill_climbing import Effort, Problem
+from megatron_zb.schedules.search.hill_climbing import Effort
 from megatron_zb.schedules.search.kernels import Compiled, Engine, Plain, available
 from megatron_zb.schedules.search.presets import PRESETS
 from megatron_zb.schedules.search.priority_weights import PriorityWeights
+from megatron_zb.schedules.search.runner import Problem, Runner
 
 _P, _M = 4, 8
 _COSTS = schedules.Costs.uniform(pipeline_size=_P, forward=1.0, backward=1.21, weight=0.83, p2p=0.1)
@@ -41,7 +42,7 @@ def _biased(seed: int) -> PriorityWeights:
 @pytest.mark.parametrize("mean_weight", [0.0, 100.0])
 def test_compiled_and_plain_loops_agree_to_the_last_bit(mean_weight: float) -> None:
     def results(engine: Engine) -> list[tuple[float, float, list[int]]]:
-        runner = hill_climbing._Runner(_problem(), engine)
+        runner = Runner(_problem(), engine)
         found = []
         for seed in range(3):
             makespan = runner.makespan(_biased(seed))
@@ -54,7 +55,7 @@ def test_compiled_and_plain_loops_agree_to_the_last_bit(mean_weight: float) -> N
 
 
 def test_a_bias_for_w_runs_it_right_after_its_backward() -> None:
-    runner = hill_climbing._Runner(_problem(), Plain())
+    runner = Runner(_problem(), Plain())
     weights = PriorityWeights.from_preset(PRESETS[0], 2, _P)
     plain = (runner.makespan(weights), runner.order_copy())
     own = [0.0] * len(weights.own)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 
 from megatron_zb.schedules.passes import Message, Pass, PassKind
 from megatron_zb.schedules.placement import Placement
@@ -33,6 +34,7 @@ class Relay(Rules):
     run_ahead: int
 
     has_steps = True
+    holds = MappingProxyType({PassKind.T: (1, 0), PassKind.S: (-1, 0), PassKind.U: (0, 0)})
 
     @property
     def send_slots(self) -> int:

@@ -24,6 +24,7 @@ from megatron_zb.drawing.palette import (
     legend_of,
     text_colour_on,
 )
+from megatron_zb.errors import UsageError
 from megatron_zb.schedules import Timeline, simulate
 from megatron_zb.schedules.costs import StageCosts
 from megatron_zb.schedules.placement import Placement
@@ -106,7 +107,13 @@ def data(timeline: Timeline, title: str, unit: TimeUnit) -> dict[str, Any]:
 
 
 def costs(table: StageCosts) -> dict[str, list[float]]:
-    """Return the costs of the stages by name, with one entry where all stages cost the same."""
+    """Return the costs of the stages by name, with one entry where all stages cost the same.
+
+    Raises:
+        UsageError: microbatches are not all alike; the scripts know one cost for all.
+    """
+    if table.microbatches:
+        raise UsageError("a page draws microbatches that all cost the same: give it such costs")
     named = asdict(table)
     return {
         name: list(values[:1] if len(set(values)) == 1 else values)

@@ -26,10 +26,8 @@ def peak_with_messages(program: Program, rank: int, costs: StageCosts, message: 
             sent += 1
         elif isinstance(at, Run):
             sent = 0
-            kind, stage, _ = at.work
-            takes, frees = costs.memory[kind]
-            held += takes[stage]
-            peak = max(peak, held + message * posted)
-            held -= frees[stage]
+            change = program.schedule.rules.memory_change(at.work, costs)
+            peak = max(peak, held + max(0.0, change) + message * posted)
+            held += change
         peak = max(peak, held + message * (posted + sent))
     return peak

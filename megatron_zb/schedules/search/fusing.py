@@ -32,12 +32,13 @@ def fuse_for_free(schedule: Schedule, costs: Costs) -> Schedule:
     tolerance = 1e-9 * max(timeline.makespan, 1e-30)
 
     def costs_nothing(p: Pass, end_of_w: float) -> bool:
-        if table.fused[p.stage] > table.backward[p.stage] + table.weight[p.stage] + tolerance:
+        row = table.of(p.microbatch)
+        if row.fused[p.stage] > row.backward[p.stage] + row.weight[p.stage] + tolerance:
             return False
         if p.stage == 0:
             return True
         needed = starts[p.stage - 1, p.microbatch]
-        return end_of_w + table.backward_hop[p.stage] <= needed + tolerance
+        return end_of_w + row.backward_hop[p.stage] <= needed + tolerance
 
     ranks = []
     for passes, ends in zip(schedule.ranks, timeline.end, strict=True):

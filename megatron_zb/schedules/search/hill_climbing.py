@@ -1,271 +1,25 @@
 """Search for a fast order within a memory limit: list scheduling and hill climbing.
 
-One run of the list scheduler (:mod:`list_scheduler`) is steered by a vector of numbers; presets
-that are good for many shapes come first, then small random changes are kept where they do not lose;
-then the orders themselves are polished (:mod:`polishing`). Where that ends far from the lower
-bound, walks follow, which also bias single ranks and are polished with an eye on all passes. All
-randomness is seeded and the effort is counted in runs, not in seconds, so that every rank of a job
-finds the same order.
+One run of the list scheduler (:mod:`inner_loops`) is steered by a vector of numbers; presets that
+are good for many shapes come first, then small random changes are kept where they do not lose; then
+the orders themselves are polished. Where that ends far from the lower bound, walks follow, which
+also bias single ranks and are polished with an eye on all passes. All randomness is seeded and the
+effort is counted in runs, not in seconds, so that every rank of a job finds the same order.
 """
 
 from __future__ import annotations
 
 import random
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
-from megatron_zb.schedules.costs import StageCosts
-from megatron_zb.schedules.passes import Pass, PassKind
-from megatron_zb.schedules.placement import Placement
-from megatron_zb.schedules.search.kernels import Engine, engine
-from megatron_zb.schedules.search.list_scheduler import INFINITY
+from megatron_zb.schedules.passes import Pass
+from megatron_zb.schedules.search.inner_loops import INFINITY
+from megatron_zb.schedules.search.kernels import engine
 from megatron_zb.schedules.search.presets import PRESETS
 from megatron_zb.schedules.search.priority_weights import PriorityWeights
-
-_TOLERANCE = 1e-9
-_KINDS = (PassKind.F, PassKind.B, PassKind.W)
-
-
-@dataclass(frozen=True)
-class Problem:
-    """A placement to fill: ``limit[r]`` in units of ``costs.activation``; BW only unless split.
-
-    ``behind[r]`` seconds count behind the last pass of rank r, none if left out.
-    """
-
-    placement: Placement
-    num_microbatches: int
-    costs: StageCosts
-    limit: tuple[float, ...]
-    split: bool = True
-    behind: tuple[float, ...] = ()
-
-    @property
-    def num_passes(self) -> int:
-        kinds = 3 if self.split else 2
-        return kinds * self.placement.num_stages * self.num_microbatches
-
-    def smallest_limit(self, rank: int) -> float:
-        """Return the memory a rank needs to run at all: one microbatch in each of its chunks."""
-        return sum(self.costs.activation[s] for s in self.placement.stages_of[rank])
-
-
-@dataclass
-class _Runner:
-    """Runner of the list scheduler on one problem, which reuses its working space."""
-
-    problem: Problem
-    engine: Engine
-    runs: int = 0
-    _space: tuple[object, ...] = field(init=False)
-    _fixed: tuple[object, ...] = field(init=False)
-    _quotas_of: dict[tuple[float, float, tuple[int, ...]], Any] = field(default_factory=dict)
-    _own_of: dict[tuple[float, ...], Any] = field(default_factory=dict)
-
-    def __post_init__(self) -> None:
-        problem, make = self.problem, self.engine
-        placement, costs, m = problem.placement, problem.costs, problem.num_microbatches
-        p, chunks, stages = placement.pipeline_size, placement.chunks, placement.num_stages
-        self._fixed = (
-            make.integers([s for held in placement.stages_of for s in held]),
-            make.integers(placement.rank_of),
-            *map(
-                make.floats,
-                (
-                    costs.forward,
-                    costs.backward,
-                    costs.weight,
-                    costs.forward_hop,
-                    costs.backward_hop,
-                    costs.activation,
-                    costs.held_for_weight,
-                    [limit + _TOLERANCE * (1 + limit) for limit in problem.limit],
-                    problem.behind or (0.0,) * p,
-                ),
-            ),
-        )
-        self.order = make.integers([0] * problem.num_passes)
-        self._space = (
-            make.floats([0.0] * (stages * m)),
-            make.floats([0.0] * (stages * m)),
-            make.integers([0] * (stages * m)),
-            make.integers([0] * (p * (2 * chunks + 3))),
-            make.floats([0.0] * p),
-            make.floats([0.0] * p),
-            make.integers([0] * p),
-            make.floats([0.0] * p),
-        )
-        self.mean_pass = sum(costs.forward + costs.backward + costs.weight) / (3 * stages)
-        self._prepare_quotas()
-
-    def _prepare_quotas(self) -> None:
-        """Precompute, for each rank and each chunk but the last, the inputs of all quotas."""
-        problem, activation = self.problem, self.problem.costs.activation
-        chunks, stages_of = problem.placement.chunks, problem.placement.stages_of
-        self._slots = [
-            limit / (problem.smallest_limit(rank) / chunks)
-            for rank, limit in enumerate(problem.limit)
-        ]
-        self._sizes = [[activation[s] for s in held[:-1]] for held in stages_of]
-        rooms = [
-            limit - activation[held[-1]]
-            for limit, held in zip(problem.limit, stages_of, strict=True)
-        ]
-        self._rooms = [room + _TOLERANCE * (1 + room) for room in rooms]
-        self._most = [
-            1 + int(room / min(sizes)) if sizes and min(sizes) > 0 else problem.num_microbatches
-            for room, sizes in zip(self._rooms, self._sizes, strict=True)
-        ]
-        self._portions = [_portion(c, chunks) for c in range(chunks - 1)]
-
-    def makespan(self, weights: PriorityWeights) -> float:
-        """Return the seconds of the order that the weights lead to; INFINITY if it gets stuck."""
-        problem = self.problem
-        placement = problem.placement
-        self.runs += 1
-        return self.engine.run_list_scheduler(
-            placement.pipeline_size,
-            placement.chunks,
-            problem.num_microbatches,
-            *self._fixed,
-            self._kept_quotas(weights),
-            self.engine.floats(self._scores(weights)),
-            self._kept_own(weights.own),
-            problem.split,
-            self.order,
-            *self._space,
-        )
-
-    def _kept_quotas(self, weights: PriorityWeights) -> Any:
-        """Return the quotas as an array: most neighbours have those of an earlier run."""
-        key = weights.quota, weights.quota_slope, weights.shift
-        if key not in self._quotas_of:
-            self._quotas_of[key] = self.engine.integers(self._quotas(weights))
-        return self._quotas_of[key]
-
-    def _kept_own(self, own: tuple[float, ...]) -> Any:
-        """Return the scores of single ranks as an array, which most neighbours share, too."""
-        if own not in self._own_of:
-            self._own_of[own] = self.engine.floats([x * self.mean_pass for x in own])
-        return self._own_of[own]
-
-    def _scores(self, weights: PriorityWeights) -> list[float]:
-        unit, slots = self.mean_pass, self._slots[0]
-        forced = weights.pending_share * slots if weights.pending_share > 0 else 1e18
-        rows = (*weights.bias, *weights.slope, *weights.late)
-        return [x * unit for x in rows] + [weights.early, weights.pending * unit, forced]
-
-    def _quotas(self, weights: PriorityWeights) -> list[int]:
-        """Return the microbatches in flight allowed in each chunk but the last.
-
-        Together they leave a slot for the last chunk, so that the oldest microbatch can always
-        move on and no run gets stuck.
-        """
-        placement = self.problem.placement
-        p, chunks = placement.pipeline_size, placement.chunks
-        if chunks == 1:
-            return [0] * p
-        quotas: list[int] = []
-        for rank in range(p):
-            share = weights.quota - weights.quota_slope * rank / (p - 1)
-            total = self._slots[rank] * share
-            sizes, room, first = self._sizes[rank], self._rooms[rank], rank * chunks
-            most = self._most[rank]  # more than these would be taken back one by one
-            own = [
-                max(1, min(most, round(total * portion) + weights.shift[first + c]))
-                for c, portion in enumerate(self._portions)
-            ]
-            used = sum([q * size for q, size in zip(own, sizes, strict=True)])
-            while used > room:
-                largest = own.index(max(own))
-                if own[largest] == 1:
-                    break
-                own[largest] -= 1
-                used -= sizes[largest]
-            quotas += own
-            quotas.append(0)
-        return quotas
-
-    def order_copy(self) -> Any:
-        """Return a copy of the order of the last run, coded."""
-        return self.engine.integers(self.order)
-
-    def local_search(
-        self,
-        order: Any,
-        moves: int,
-        threshold: float,
-        good_enough: float,
-        seed: int,
-        mean_weight: float = 0.0,
-    ) -> tuple[float, Any]:
-        """Return the best order that so many single moves lead to, its makespan first."""
-        problem, make = self.problem, self.engine
-        placement, m = problem.placement, problem.num_microbatches
-        p, stages = placement.pipeline_size, placement.num_stages
-        best = make.integers(order)
-        makespan = make.local_search(
-            p,
-            problem.num_passes // p,
-            stages,
-            m,
-            *self._fixed[1:],
-            problem.split,
-            moves,
-            threshold * self.mean_pass,
-            mean_weight,
-            good_enough,
-            seed,
-            make.integers(order),
-            best,
-            make.floats([0.0] * (3 * stages * m)),
-            make.integers([0] * (3 * stages * m)),
-            make.integers([0] * p),
-            make.floats([0.0] * p),
-            make.integers([0] * p),
-            make.integers([0] * (p + 1)),
-            make.integers([0] * (3 * stages * m)),
-        )
-        return makespan, best
-
-    def coded(self, ranks: Sequence[Sequence[Pass]]) -> Any:
-        """Encode an order of F, B and W (or F and BW, if unsplit) in the kernels' numbers."""
-        m = self.problem.num_microbatches
-        block = self.problem.placement.num_stages * m
-        codes: list[int] = []
-        for rank in ranks:
-            for kind, stage, microbatch in rank:
-                rest = stage * m + microbatch
-                if kind is not PassKind.BW:
-                    codes.append(_KINDS.index(kind) * block + rest)
-                elif self.problem.split:
-                    codes += [block + rest, 2 * block + rest]
-                else:
-                    codes.append(block + rest)
-        return self.engine.integers(codes)
-
-    def passes(self, order: Any) -> tuple[tuple[Pass, ...], ...]:
-        """Decode the passes of a coded order."""
-        problem = self.problem
-        m, stages = problem.num_microbatches, problem.placement.num_stages
-        per_rank = problem.num_passes // problem.placement.pipeline_size
-        ranks: list[list[Pass]] = []
-        for index, code in enumerate(order):
-            if index % per_rank == 0:
-                ranks.append([])
-            kind, rest = divmod(int(code), stages * m)
-            stage, microbatch = divmod(rest, m)
-            pass_kind = _KINDS[kind]
-            if pass_kind is PassKind.B and not problem.split:
-                pass_kind = PassKind.BW
-            ranks[-1].append(Pass(pass_kind, stage, microbatch))
-        return tuple(map(tuple, ranks))
-
-
-def _portion(chunk: int, chunks: int) -> float:
-    """Return a chunk's share of the quota: earlier chunks hold their activations longer."""
-    return 2 * (chunks - 0.5 - chunk) / (chunks * chunks - 1.0) if chunks > 2 else 1.0
+from megatron_zb.schedules.search.runner import Problem, Runner
 
 
 @dataclass(frozen=True)
@@ -278,7 +32,7 @@ class Effort:
 
 @dataclass(frozen=True)
 class Found:
-    """Best order of a search and its makespan in seconds, with :attr:`Problem.behind`."""
+    """Best order of a search and its makespan in seconds, with :attr:`Problem.tail_seconds`."""
 
     ranks: tuple[tuple[Pass, ...], ...]
     makespan: float
@@ -318,7 +72,7 @@ def search(
     goes into :func:`_walk_and_polish`. Stops early when the lower bound is met. Every limit must be
     at least :meth:`Problem.smallest_limit`.
     """
-    runner = _Runner(problem, engine(float(effort.runs + effort.moves) * problem.num_passes))
+    runner = Runner(problem, engine(float(effort.runs + effort.moves) * problem.num_passes))
     good_enough = lower_bound * (1 + 1e-9)
     best: tuple[float, Any] = (INFINITY, None)
     starts = [runner.coded(order) for order in known]
@@ -344,7 +98,7 @@ def search(
     return Found(runner.passes(best[1]), best[0])
 
 
-def _climb(runner: _Runner, runs: int, good_enough: float, seed: int) -> list[PriorityWeights]:
+def _climb(runner: Runner, runs: int, good_enough: float, seed: int) -> list[PriorityWeights]:
     """Return the best few weights: presets first, then neighbours that do not lose."""
     p = runner.problem.placement.pipeline_size
     chunks = runner.problem.placement.chunks
@@ -362,7 +116,7 @@ def _climb(runner: _Runner, runs: int, good_enough: float, seed: int) -> list[Pr
     return [weights for makespan, weights in pool[:_KEPT] if makespan < INFINITY]
 
 
-def _best_presets(runner: _Runner) -> list[tuple[float, PriorityWeights]]:
+def _best_presets(runner: Runner) -> list[tuple[float, PriorityWeights]]:
     """Return all presets with their makespans, the fastest first."""
     placement = runner.problem.placement
     p, chunks = placement.pipeline_size, placement.chunks
@@ -372,7 +126,7 @@ def _best_presets(runner: _Runner) -> list[tuple[float, PriorityWeights]]:
 
 
 def _walk_and_polish(
-    runner: _Runner, effort: Effort, good_enough: float, seed: int
+    runner: Runner, effort: Effort, good_enough: float, seed: int
 ) -> tuple[float, Any]:
     """Return the best order of a few walks, polished for the ends of all passes, too.
 
@@ -394,7 +148,7 @@ def _walk_and_polish(
     return min(best, again, key=lambda t: t[0])
 
 
-def _walk(runner: _Runner, runs: int, good_enough: float, seed: int) -> PriorityWeights:
+def _walk(runner: Runner, runs: int, good_enough: float, seed: int) -> PriorityWeights:
     """Return the best weights of a walk from the best preset, which may lose a little at first."""
     placement = runner.problem.placement
     p, chunks = placement.pipeline_size, placement.chunks

@@ -1,7 +1,9 @@
 """The search's inner loops, compiled if numba is installed, plain Python otherwise.
 
-Both give the same numbers to the last bit; but plain Python has time for less (see ``searched``).
-In a job the first rank searches for all, so that it is enough to have numba there.
+Both give the same numbers to the last bit; but plain Python has time for less. Numba keeps what it
+compiled in ``__pycache__`` beside the inner loops, or in the user's cache where that cannot be
+written, so that the seconds of compiling are spent once for a clone. In a job the first rank
+searches for all, so that it is enough to have numba there.
 """
 
 from __future__ import annotations
@@ -11,8 +13,7 @@ from collections.abc import Callable, Sequence
 from functools import cache
 from typing import Any
 
-from megatron_zb.schedules.search.list_scheduler import run_list_scheduler
-from megatron_zb.schedules.search.local_search import local_search
+from megatron_zb.schedules.search.inner_loops import local_search, run_list_scheduler
 
 
 def available() -> bool:

@@ -10,6 +10,7 @@ from megatron_zb.schedules.costs import StageCosts
 from megatron_zb.schedules.passes import Pass, PassKind
 from megatron_zb.schedules.placement import Placement
 from megatron_zb.schedules.request import Request
+from megatron_zb.schedules.rules import TRAINING
 from megatron_zb.schedules.schedule import Schedule
 from megatron_zb.schedules.search.fusing import fuse_for_free
 
@@ -63,9 +64,8 @@ def _needs(order: list[list[Pass]], costs: StageCosts) -> list[float]:
     for passes in order:
         held = most = 0.0
         for p in passes:
-            held += (
-                costs.activation[p.stage] if p.kind is PassKind.F else -costs.activation[p.stage]
-            )
+            activation = costs.of(p.microbatch).activation[p.stage]
+            held += activation if p.kind is PassKind.F else -activation
             most = max(most, held)
         needs.append(most)
     return needs
@@ -84,11 +84,6 @@ class _Filling:
     ) -> None:
         self.placement, self.order, self.costs = placement, order, costs
         self.limit, self.eagerness = limit, eagerness
-        self._durations = {
-            PassKind.F: costs.forward,
-            PassKind.B: costs.backward,
-            PassKind.W: costs.weight,
-        }
         ranks = range(placement.pipeline_size)
         self.done: list[list[Pass]] = [[] for _ in ranks]
         self.next = [0 for _ in ranks]
@@ -123,7 +118,7 @@ class _Filling:
             return
         ready = self._ready(upcoming)
         full = upcoming.kind is PassKind.F and (
-            self.held[rank] + self.costs.activation[upcoming.stage]
+            self.held[rank] + TRAINING.memory_change(upcoming, self.costs)
             > self.limit[rank] + 1e-9 * (1 + self.limit[rank])
         )
         wait = float("inf") if ready is None else ready - now
@@ -142,7 +137,7 @@ class _Filling:
         return self.order[rank][position] if position < len(self.order[rank]) else None
 
     def _w_seconds(self, p: Pass) -> float:
-        return self.eagerness * self.costs.weight[p.stage]
+        return self.eagerness * self.costs.duration(p)
 
     def _ready(self, p: Pass) -> float | None:
         if (p.kind is PassKind.F and p.stage == 0) or (
@@ -155,24 +150,18 @@ class _Filling:
         heapq.heappush(self.events, (time, rank))
 
     def _start(self, now: float, rank: int, p: Pass) -> float:
-        end = now + self._durations[p.kind][p.stage]
+        end = now + self.costs.duration(p)
         self.done[rank].append(p)
         self.last[rank] = end
         if self.first[rank] is None:
             self.first[rank] = now
-        if p.kind is PassKind.F:
-            self.held[rank] += self.costs.activation[p.stage]
-            self._deliver(
-                Pass(p.kind, p.stage + 1, p.microbatch), end + self.costs.forward_hop[p.stage], now
-            )
-        elif p.kind is PassKind.B:
-            self.held[rank] -= self.costs.activation[p.stage] - self.costs.held_for_weight[p.stage]
+        self.held[rank] += TRAINING.memory_change(p, self.costs)
+        if p.kind is PassKind.B:
             self.pending[rank].append(Pass(PassKind.W, p.stage, p.microbatch))
-            self._deliver(
-                Pass(p.kind, p.stage - 1, p.microbatch), end + self.costs.backward_hop[p.stage], now
-            )
-        else:
-            self.held[rank] -= self.costs.held_for_weight[p.stage]
+        if p.kind is not PassKind.W:
+            reader = p.stage + (1 if p.kind is PassKind.F else -1)
+            ready = end + self.costs.of(p.microbatch).hops[p.kind][p.stage]
+            self._deliver(Pass(p.kind, reader, p.microbatch), ready, now)
         return end
 
     def _deliver(self, consumer: Pass, ready: float, now: float) -> None:

@@ -11,8 +11,9 @@ from megatron_zb.schedules.placement import Placement
 from megatron_zb.schedules.request import Request, keeps
 from megatron_zb.schedules.schedule import Schedule
 from megatron_zb.schedules.search.fusing import fuse_for_free
-from megatron_zb.schedules.search.hill_climbing import Effort, Found, Problem, search
+from megatron_zb.schedules.search.hill_climbing import Effort, Found, search
 from megatron_zb.schedules.search.kernels import available
+from megatron_zb.schedules.search.runner import Problem
 from megatron_zb.schedules.simulator import simulate
 
 NAMED_SECONDS = 0.25
@@ -52,14 +53,14 @@ def search_placement(
     table = request.costs.for_placement(placement)
     m = request.num_microbatches
     limit = usable_limit(placement, m, table, request.limits(placement, peak_microbatches))
-    behind = _behind(placement, table) if request.back_to_back else ()
-    problem = Problem(placement, m, table, limit, split, behind)
+    tail_seconds = _tail_seconds(placement, table) if request.back_to_back else ()
+    problem = Problem(placement, m, table, limit, split, tail_seconds)
     ranks = range(placement.pipeline_size)
     request.check_feasible(name, limit, [problem.smallest_limit(r) for r in ranks])
     timed = [(s.ranks, simulate(s, request.costs)) for s in known]
 
-    def at(limit: tuple[float, ...], behind: tuple[float, ...] = behind) -> Found:
-        problem = Problem(placement, m, table, limit, split, behind)
+    def at(limit: tuple[float, ...], tail: tuple[float, ...] = tail_seconds) -> Found:
+        problem = Problem(placement, m, table, limit, split, tail)
         fitting = [ranks for ranks, timeline in timed if keeps(timeline.peak_memory, limit)]
         effort, further = _effort(problem, seconds, most), _walks(problem, walking)
         return search(problem, effort, _bound(problem), fitting, further=further)
@@ -76,8 +77,8 @@ def search_placement(
     return fuse_for_free(schedule, request.costs) if split else schedule
 
 
-def _behind(placement: Placement, costs: StageCosts) -> tuple[float, ...]:
-    """Return the seconds to count behind each rank's last pass, for iterations in a row.
+def _tail_seconds(placement: Placement, costs: StageCosts) -> tuple[float, ...]:
+    """Return the seconds to count after each rank's last pass, for iterations in a row.
 
     A rank that starts late may end as late without holding up any.
     """
@@ -87,9 +88,9 @@ def _behind(placement: Placement, costs: StageCosts) -> tuple[float, ...]:
 
 def _bound(problem: Problem) -> float:
     sizes = (problem.placement, problem.num_microbatches, problem.costs, problem.limit)
-    if not problem.behind:
+    if not problem.tail_seconds:
         return lower_bound(*sizes)
-    return max(lower_bound(*sizes), max(problem.behind) + period_bound(*sizes))
+    return max(lower_bound(*sizes), max(problem.tail_seconds) + period_bound(*sizes))
 
 
 def _or_below(found: Found, problem: Problem, at: Callable[[tuple[float, ...]], Found]) -> Found:
@@ -102,7 +103,7 @@ def _or_below(found: Found, problem: Problem, at: Callable[[tuple[float, ...]], 
     limit = problem.limit
     for _ in range(_STEPS_BELOW):
         limit = tuple(
-            most - min(costs.activation[s] for s in held)
+            most - min(costs.largest_activation[s] for s in held)
             for most, held in zip(limit, placement.stages_of, strict=True)
         )
         if any(most < problem.smallest_limit(r) for r, most in enumerate(limit)):

@@ -1,0 +1,279 @@
+"""Runs of the search's inner loops on one problem."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from megatron_zb.schedules.costs import StageCosts
+from megatron_zb.schedules.passes import Pass, PassKind
+from megatron_zb.schedules.placement import Placement
+from megatron_zb.schedules.search.inner_loops import (
+    Graph,
+    GreedySpace,
+    Moves,
+    ReplaySpace,
+    Steering,
+)
+from megatron_zb.schedules.search.kernels import Engine
+from megatron_zb.schedules.search.priority_weights import PriorityWeights
+
+_TOLERANCE = 1e-9
+_KINDS = (PassKind.F, PassKind.B, PassKind.W)
+
+
+@dataclass(frozen=True)
+class Problem:
+    """A placement to fill: ``limit[r]`` in units of ``costs.activation``; BW only unless split.
+
+    ``tail_seconds[r]`` are counted after the last pass of rank r, none if left out.
+    """
+
+    placement: Placement
+    num_microbatches: int
+    costs: StageCosts
+    limit: tuple[float, ...]
+    split: bool = True
+    tail_seconds: tuple[float, ...] = ()
+
+    @property
+    def num_passes(self) -> int:
+        kinds = 3 if self.split else 2
+        return kinds * self.placement.num_stages * self.num_microbatches
+
+    @property
+    def mean_pass(self) -> float:
+        """Mean seconds of F, B and W."""
+        m, passes = self.num_microbatches, 3 * self.placement.num_stages
+        return sum(
+            count / m * (sum(row.forward + row.backward + row.weight) / passes)
+            for count, row in self.costs.rows(m)
+        )
+
+    def smallest_limit(self, rank: int) -> float:
+        """Return the memory a rank needs to run at all: one microbatch in each of its chunks."""
+        activation = self.costs.largest_activation
+        return sum(activation[s] for s in self.placement.stages_of[rank])
+
+    def graph(self, make: Engine) -> Graph:
+        """Return the passes as arrays of an engine."""
+        placement, costs, m = self.placement, self.costs, self.num_microbatches
+        stages, rows = range(placement.num_stages), [costs.of(j) for j in range(m)]
+
+        def each(*tables: Callable[[StageCosts, int], float]) -> Any:
+            return make.floats([of(row, s) for of in tables for s in stages for row in rows])
+
+        last, block = placement.num_stages - 1, placement.num_stages * m
+        sources, sinks = [-1] * m, range(2 * block - m, 2 * block)
+        return Graph(
+            placement.pipeline_size,
+            placement.chunks,
+            m,
+            self.split,
+            stage_at=make.integers([s for held in placement.stages_of for s in held]),
+            rank=make.integers([r for r in placement.rank_of for _ in range(m)] * 3),
+            maker=make.integers(
+                [*sources, *range(block - m), *range(block + m, 2 * block), *sources, *[-1] * block]
+            ),
+            reader=make.integers(
+                [*range(m, block), *sinks, *sources, *range(block, 2 * block - m), *[-1] * block]
+            ),
+            seconds=each(
+                lambda row, s: row.forward[s],
+                lambda row, s: row.backward[s],
+                lambda row, s: row.weight[s],
+            ),
+            hop=each(
+                lambda row, s: row.forward_hop[s - 1] if s > 0 else 0.0,
+                lambda row, s: row.backward_hop[s + 1] if s < last else 0.0,
+            ),
+            memory=each(
+                lambda row, s: row.activation[s],
+                lambda row, s: (row.held_for_weight[s] if self.split else 0.0) - row.activation[s],
+                lambda row, s: -row.held_for_weight[s],
+            ),
+            limit=make.floats([limit + _TOLERANCE * (1 + limit) for limit in self.limit]),
+            tail_seconds=make.floats(self.tail_seconds or (0.0,) * placement.pipeline_size),
+        )
+
+
+class Runner:
+    """Runner of the inner loops on one problem, which reuses its working space."""
+
+    def __init__(self, problem: Problem, engine: Engine) -> None:
+        self.problem, self.engine, self.runs = problem, engine, 0
+        self._graph = problem.graph(engine)
+        self.order = engine.integers([0] * problem.num_passes)
+        self._greedy_space, self._replay_space = self._new_space()
+        self._quotas_of: dict[tuple[float, float, tuple[int, ...]], Any] = {}
+        self._own_of: dict[tuple[float, ...], Any] = {}
+        self.mean_pass = problem.mean_pass
+        self._prepare_quotas()
+
+    def _new_space(self) -> tuple[GreedySpace, ReplaySpace]:
+        placement = self.problem.placement
+        p, codes = placement.pipeline_size, 3 * placement.num_stages * self.problem.num_microbatches
+
+        def floats(count: int) -> Any:
+            return self.engine.floats([0.0] * count)
+
+        def integers(count: int) -> Any:
+            return self.engine.integers([0] * count)
+
+        greedy = GreedySpace(
+            ready=floats(codes),
+            pending=integers(codes // 3),
+            counts=integers(p * (2 * placement.chunks + 3)),
+            clock=floats(p),
+            held=floats(p),
+            choice=integers(p),
+            choice_start=floats(p),
+        )
+        replay = ReplaySpace(
+            end=floats(codes),
+            blame=integers(codes),
+            critical=integers(codes),
+            position=integers(p),
+            clock=floats(p),
+            waiting=integers(p),
+            stack=integers(p + 1),
+        )
+        return greedy, replay
+
+    def _prepare_quotas(self) -> None:
+        """Precompute, for each rank and each chunk but the last, the inputs of all quotas."""
+        problem, activation = self.problem, self.problem.costs.largest_activation
+        chunks, stages_of = problem.placement.chunks, problem.placement.stages_of
+        self._slots = [
+            limit / (problem.smallest_limit(rank) / chunks)
+            for rank, limit in enumerate(problem.limit)
+        ]
+        self._sizes = [[activation[s] for s in held[:-1]] for held in stages_of]
+        rooms = [
+            limit - activation[held[-1]]
+            for limit, held in zip(problem.limit, stages_of, strict=True)
+        ]
+        self._rooms = [room + _TOLERANCE * (1 + room) for room in rooms]
+        self._most = [
+            1 + int(room / min(sizes)) if sizes and min(sizes) > 0 else problem.num_microbatches
+            for room, sizes in zip(self._rooms, self._sizes, strict=True)
+        ]
+        self._portions = [_portion(c, chunks) for c in range(chunks - 1)]
+
+    def makespan(self, weights: PriorityWeights) -> float:
+        """Return the seconds of the order that the weights lead to; INFINITY if it gets stuck."""
+        self.runs += 1
+        steering = Steering(
+            self._kept_quotas(weights),
+            self.engine.floats(self._scores(weights)),
+            self._kept_own(weights.own),
+        )
+        return self.engine.run_list_scheduler(self._graph, steering, self._greedy_space, self.order)
+
+    def _kept_quotas(self, weights: PriorityWeights) -> Any:
+        """Return the quotas as an array: most neighbours have those of an earlier run."""
+        key = weights.quota, weights.quota_slope, weights.shift
+        if key not in self._quotas_of:
+            self._quotas_of[key] = self.engine.integers(self._quotas(weights))
+        return self._quotas_of[key]
+
+    def _kept_own(self, own: tuple[float, ...]) -> Any:
+        """Return the scores of single ranks as an array, which most neighbours share, too."""
+        if own not in self._own_of:
+            self._own_of[own] = self.engine.floats([x * self.mean_pass for x in own])
+        return self._own_of[own]
+
+    def _scores(self, weights: PriorityWeights) -> list[float]:
+        unit, slots = self.mean_pass, self._slots[0]
+        forced = weights.pending_share * slots if weights.pending_share > 0 else 1e18
+        rows = (*weights.bias, *weights.slope, *weights.late)
+        return [x * unit for x in rows] + [weights.early, weights.pending * unit, forced]
+
+    def _quotas(self, weights: PriorityWeights) -> list[int]:
+        """Return the microbatches in flight allowed in each chunk but the last.
+
+        Together they leave a slot for the last chunk, so that the oldest microbatch can always
+        move on and no run gets stuck.
+        """
+        placement = self.problem.placement
+        p, chunks = placement.pipeline_size, placement.chunks
+        if chunks == 1:
+            return [0] * p
+        quotas: list[int] = []
+        for rank in range(p):
+            share = weights.quota - weights.quota_slope * rank / (p - 1)
+            total = self._slots[rank] * share
+            sizes, room, first = self._sizes[rank], self._rooms[rank], rank * chunks
+            most = self._most[rank]  # more than these would be taken back one by one
+            own = [
+                max(1, min(most, round(total * portion) + weights.shift[first + c]))
+                for c, portion in enumerate(self._portions)
+            ]
+            used = sum([q * size for q, size in zip(own, sizes, strict=True)])
+            while used > room:
+                largest = own.index(max(own))
+                if own[largest] == 1:
+                    break
+                own[largest] -= 1
+                used -= sizes[largest]
+            quotas += own
+            quotas.append(0)
+        return quotas
+
+    def order_copy(self) -> Any:
+        """Return a copy of the order of the last run, coded."""
+        return self.engine.integers(self.order)
+
+    def local_search(
+        self,
+        order: Any,
+        steps: int,
+        threshold: float,
+        good_enough: float,
+        seed: int,
+        mean_weight: float = 0.0,
+    ) -> tuple[float, Any]:
+        """Return the best order that so many single moves lead to, its makespan first."""
+        make, best = self.engine, self.engine.integers(order)
+        moves = Moves(steps, threshold * self.mean_pass, mean_weight, good_enough, seed)
+        space = self._replay_space
+        return make.local_search(self._graph, moves, space, make.integers(order), best), best
+
+    def coded(self, ranks: Sequence[Sequence[Pass]]) -> Any:
+        """Encode an order of F, B and W (or F and BW, if unsplit) in the kernels' numbers."""
+        m = self.problem.num_microbatches
+        block = self.problem.placement.num_stages * m
+        codes: list[int] = []
+        for rank in ranks:
+            for kind, stage, microbatch in rank:
+                rest = stage * m + microbatch
+                if kind is not PassKind.BW:
+                    codes.append(_KINDS.index(kind) * block + rest)
+                elif self.problem.split:
+                    codes += [block + rest, 2 * block + rest]
+                else:
+                    codes.append(block + rest)
+        return self.engine.integers(codes)
+
+    def passes(self, order: Any) -> tuple[tuple[Pass, ...], ...]:
+        """Decode the passes of a coded order."""
+        problem = self.problem
+        m, stages = problem.num_microbatches, problem.placement.num_stages
+        per_rank = problem.num_passes // problem.placement.pipeline_size
+        ranks: list[list[Pass]] = []
+        for index, code in enumerate(order):
+            if index % per_rank == 0:
+                ranks.append([])
+            kind, rest = divmod(int(code), stages * m)
+            stage, microbatch = divmod(rest, m)
+            pass_kind = _KINDS[kind]
+            if pass_kind is PassKind.B and not problem.split:
+                pass_kind = PassKind.BW
+            ranks[-1].append(Pass(pass_kind, stage, microbatch))
+        return tuple(map(tuple, ranks))
+
+
+def _portion(chunk: int, chunks: int) -> float:
+    """Return a chunk's share of the quota: earlier chunks hold their activations longer."""
+    return 2 * (chunks - 0.5 - chunk) / (chunks * chunks - 1.0) if chunks > 2 else 1.0
