@@ -191,11 +191,12 @@ def _add_doctor(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
 
 
 def _doctor(arguments: argparse.Namespace) -> int:
-    from megatron_zb.cli import doctor
+    from megatron_zb.cli.doctor.examine import examine
+    from megatron_zb.cli.doctor.printing import exit_code, print_findings
 
-    findings = doctor.examine(arguments.checkout)
-    doctor.print_findings(findings)
-    return doctor.exit_code(findings)
+    findings = examine(arguments.checkout)
+    print_findings(findings)
+    return exit_code(findings)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

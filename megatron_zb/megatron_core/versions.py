@@ -27,6 +27,12 @@ def is_supported(version: Sequence[int]) -> bool:
     return tuple(version[:2]) in _SERIES
 
 
+def oldest_to_install() -> str:
+    """Return the argument of pip install for the oldest supported series of megatron-core."""
+    major, minor = _SERIES[0]
+    return f"megatron-core>={major}.{minor},<{major}.{minor + 1}"
+
+
 @dataclass(frozen=True)
 class Needs:
     """Requirements for importing Megatron-LM's training loop, besides megatron-core's own."""
