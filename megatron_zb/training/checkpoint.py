@@ -33,9 +33,8 @@ from megatron_zb.training.checkpoint_directory import (
     latest_checkpoint,
     set_latest,
 )
-from megatron_zb.training.connections import is_lost_connection
-from megatron_zb.training.helper_process import end_with
 from megatron_zb.training.model import Trainee
+from megatron_zb.training.processes import end_with, is_lost_connection
 
 # Arguments that make a model what it is: a checkpoint fits only a model that agrees on them.
 _MODEL = (
