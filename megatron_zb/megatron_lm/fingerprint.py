@@ -68,16 +68,16 @@ def of_arguments(args: argparse.Namespace, flags: Collection[str] | None = None)
 
 def of_run(
     args: argparse.Namespace,
-    plan: PipelineAdapter,
+    adapter: PipelineAdapter,
     data: Record,
     environment: Mapping[str, str] = os.environ,
 ) -> dict[str, Any]:
     """Return what the arguments lead to on this host: schedule, packages, contents of files."""
     values: dict[str, Any] = {
-        "the schedule": plan.schedule.name,
-        "a table with the digest": interchange.digest(plan.schedule),
-        "layers placed as": str(plan.layer_layout),
-        "microbatches": plan.schedule.num_microbatches,
+        "the schedule": adapter.schedule.name,
+        "a table with the digest": interchange.digest(adapter.schedule),
+        "layers placed as": str(adapter.layer_layout),
+        "microbatches": adapter.schedule.num_microbatches,
     }
     values |= {f"{package} version": _version(package) for package in _PACKAGES}
     values["megatron_zb version"] = __version__

@@ -16,6 +16,7 @@ from jobs import left_by
 from megatron_zb.cli import main as cli
 from megatron_zb.cli import plan as planning
 from megatron_zb.cli import quickstart, show
+from megatron_zb.cli.doctor import examine
 from megatron_zb.cli.ending import ended, told_if_slow
 from megatron_zb.errors import UsageError
 from megatron_zb.missing import told_if_missing

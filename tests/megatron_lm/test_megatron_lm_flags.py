@@ -1,4 +1,4 @@
-"""From Megatron-LM's arguments to a plan, or to one sentence that says why not."""
+"""From Megatron-LM's arguments to an adapter, or to one sentence that says why not."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from megatron_zb import schedules
 from megatron_zb.errors import UsageError
 from megatron_zb.megatron_core import versions
 from megatron_zb.megatron_lm import conflicts, flags
-from megatron_zb.megatron_lm.plan import make_plan
+from megatron_zb.megatron_lm.adapter_of_arguments import adapter_of, check_unscheduled
 from megatron_zb.schedules import interchange
 from megatron_zb.schedules.placement import looped, v_shape
 
@@ -22,7 +22,7 @@ DOCS = Path(__file__).parents[2] / "docs"
 
 def layout_of(line: str, **stock: Any) -> str:
     args = parsed(line, **stock)
-    assert make_plan(args) is not None
+    adapter_of(args)
     layout = args.pipeline_model_parallel_layout
     assert isinstance(layout, str)
     return layout
@@ -167,9 +167,9 @@ def test_packed_samples_are_served_where_every_stage_hears_of_them(
 ) -> None:
     line, stock = "--pipeline-schedule zb-h1", {"sft": True}
     with pytest.raises(UsageError, match=r"^--sft cannot be combined with .* zb-h1: Megatron-LM"):
-        make_plan(parsed(line, **stock))
+        adapter_of(parsed(line, **stock))
     monkeypatch.setattr(versions, "packed_samples_reach_every_stage", lambda: True)
-    assert make_plan(parsed(line, **stock)) is not None
+    adapter_of(parsed(line, **stock))
 
 
 @pytest.mark.parametrize(
@@ -183,19 +183,19 @@ def test_packed_samples_are_served_where_every_stage_hears_of_them(
 def test_values_that_are_not_served_are_told_from_those_that_are(argument: str, value: Any) -> None:
     line, sizes = "--pipeline-schedule zb-h1", {"tensor_model_parallel_size": 2, "world_size": 8}
     with pytest.raises(UsageError, match=f"^--{argument.replace('_', '-')} {value} cannot be"):
-        make_plan(parsed(line, **sizes, **{argument: value}))
+        adapter_of(parsed(line, **sizes, **{argument: value}))
     harmless = 2 if isinstance(value, int) else "nccl"
-    assert make_plan(parsed(line, **sizes, **{argument: harmless})) is not None
+    adapter_of(parsed(line, **sizes, **{argument: harmless}))
 
 
 @pytest.mark.parametrize("name", conflicts.HYBRID_PATTERNS)
 def test_segments_of_a_hybrid_pattern_are_those_of_the_stages(name: str) -> None:
     line = "--pipeline-schedule zb-h1"
     for served in ("M*-M" * 4, "M*-M|M*-M|M*-M|M*-M", "M*-M|M*-M|M*-M|M*-M/M*|"):
-        assert make_plan(parsed(line, num_layers=None, **{name: served})) is not None
+        adapter_of(parsed(line, num_layers=None, **{name: served}))
     for pattern, segments in (("M*-M|" * 7 + "M*-M", 8), ("M*-M|M*-M", 2)):
         with pytest.raises(UsageError, match=rf"has {segments} segments for 4 pipeline ranks"):
-            make_plan(parsed(line, num_layers=None, **{name: pattern}))
+            adapter_of(parsed(line, num_layers=None, **{name: pattern}))
 
 
 @pytest.mark.parametrize(
@@ -208,21 +208,31 @@ def test_what_no_step_can_be_taken_back_with_is_refused(conflict: conflicts.Conf
     sizes = {"pipeline_model_parallel_size": 2}  # where each stage is the first or the last
     args = parsed(f"{line} {conflicts.POST_VALIDATION}", **sizes, **{conflict.argument: value})
     with pytest.raises(UsageError) as refused:
-        make_plan(args)
+        adapter_of(args)
     assert str(refused.value) == (
         f"{conflict.flag} {value} cannot be combined with {conflicts.POST_VALIDATION}: "
         f"{conflict.why}"
     )
-    assert make_plan(parsed(line, **sizes, **{conflict.argument: value})) is not None
+    adapter_of(parsed(line, **sizes, **{conflict.argument: value}))
     assert f"`{conflict.flag}" in (DOCS / "post_validation.md").read_text()
 
 
-def test_post_validation_needs_a_schedule() -> None:
-    with pytest.raises(UsageError, match="needs --pipeline-schedule"):
-        make_plan(parsed(conflicts.POST_VALIDATION))
+@pytest.mark.parametrize(
+    "line",
+    [
+        conflicts.POST_VALIDATION,
+        "--pipeline-random-streams layer",
+        "--pipeline-memory-limit 0.5",
+        "--pipeline-layer-layout auto",
+        "--pipeline-schedule-cache x",
+    ],
+)
+def test_flags_that_need_a_schedule(line: str) -> None:
+    with pytest.raises(UsageError, match=f"{line.split()[0]} needs --pipeline-schedule, such as"):
+        check_unscheduled(parsed(line))
     stock = {"optimizer": "adam", "rerun_mode": "validate_results"}
     line = f"{conflicts.POST_VALIDATION} --pipeline-schedule v-zb"
-    assert make_plan(parsed(line, **stock)) is not None
+    adapter_of(parsed(line, **stock))
 
 
 @pytest.mark.parametrize("value", [None, False])
@@ -235,47 +245,43 @@ def test_arguments_that_are_not_given_do_not_conflict(value: object) -> None:
 
 def test_the_value_of_a_conflict_is_told() -> None:
     with pytest.raises(UsageError, match=r"^--ckpt-format torch cannot be combined .*torch_dist$"):
-        make_plan(parsed("--pipeline-schedule v-half", ckpt_format="torch"))
-    assert make_plan(parsed("--pipeline-schedule zb-h1", ckpt_format="torch")) is not None
+        adapter_of(parsed("--pipeline-schedule v-half", ckpt_format="torch"))
+    adapter_of(parsed("--pipeline-schedule zb-h1", ckpt_format="torch"))
 
 
-# --- plans
+# --- adapters
 
 
 def test_without_a_schedule_nothing_changes() -> None:
     args = parsed()
     before = vars(args).copy()
-    assert make_plan(args) is None
+    check_unscheduled(args)
     assert vars(args) == before
 
 
 @pytest.mark.parametrize("name", [name for name in schedules.names() if name != "auto"])
-def test_every_schedule_has_a_plan(name: str) -> None:
+def test_every_schedule_has_an_adapter(name: str) -> None:
     args = parsed(f"--pipeline-schedule {name}")
-    plan = make_plan(args)
-    assert plan is not None
-    assert plan.schedule.name == name
-    assert args.pipeline_model_parallel_layout == str(plan.layer_layout)
-    assert str(plan.layer_layout).count("|") == 4 * plan.chunks - 1
-    assert str(plan.layer_layout).count("t") == 16
+    adapter = adapter_of(args)
+    assert adapter.schedule.name == name
+    assert args.pipeline_model_parallel_layout == str(adapter.layer_layout)
+    assert str(adapter.layer_layout).count("|") == 4 * adapter.chunks - 1
+    assert str(adapter.layer_layout).count("t") == 16
 
 
-def test_auto_has_a_plan_within_its_limit() -> None:
-    plan = make_plan(parsed("--pipeline-schedule auto --pipeline-memory-limit 0.75"))
-    assert plan is not None
+def test_auto_has_an_adapter_within_its_limit() -> None:
+    adapter = adapter_of(parsed("--pipeline-schedule auto --pipeline-memory-limit 0.75"))
     costs = schedules.Costs.uniform(pipeline_size=4, forward=1, backward=1, weight=1)
-    assert max(schedules.simulate(plan.schedule, costs).peak_memory) <= 0.75 * 4
+    assert max(schedules.simulate(adapter.schedule, costs).peak_memory) <= 0.75 * 4
 
 
 def test_auto_can_be_bound_to_a_placement() -> None:
     for kind, expected in (("loop", looped(4, 2)), ("zigzag", v_shape(4))):
         line = f"--pipeline-schedule auto --pipeline-placement {kind}"
-        plan = make_plan(parsed(line, num_virtual_stages_per_pipeline_rank=2))
-        assert plan is not None
-        assert plan.schedule.placement == expected
-    plan = make_plan(parsed("--pipeline-schedule auto", num_virtual_stages_per_pipeline_rank=1))
-    assert plan is not None
-    assert plan.schedule.placement == looped(4)
+        adapter = adapter_of(parsed(line, num_virtual_stages_per_pipeline_rank=2))
+        assert adapter.schedule.placement == expected
+    adapter = adapter_of(parsed("--pipeline-schedule auto", num_virtual_stages_per_pipeline_rank=1))
+    assert adapter.schedule.placement == looped(4)
 
 
 def test_a_builder_is_asked_for_the_schedule_and_for_other_numbers_of_microbatches() -> None:
@@ -285,10 +291,9 @@ def test_a_builder_is_asked_for_the_schedule_and_for_other_numbers_of_microbatch
         asked.append((name, request["num_microbatches"]))
         return schedules.build(name, **request)
 
-    plan = make_plan(parsed("--pipeline-schedule zb-h1"), build)
-    assert plan is not None
-    plan.program_for(3, True, False)
-    plan.program_for(8, False, False)
+    adapter = adapter_of(parsed("--pipeline-schedule zb-h1"), build)
+    adapter.program_for(3, True, False)
+    adapter.program_for(8, False, False)
     assert asked == [("zb-h1", 8), ("zb-h1", 3)]
 
 
@@ -299,7 +304,7 @@ def test_megatrons_own_division_of_layers_is_replaced() -> None:
         account_for_loss_in_pipeline_split=True,
         num_virtual_stages_per_pipeline_rank=2,
     )
-    make_plan(args)
+    adapter_of(args)
     assert args.account_for_embedding_in_pipeline_split is False
     assert args.account_for_loss_in_pipeline_split is False
     assert args.num_virtual_stages_per_pipeline_rank is None
@@ -352,15 +357,14 @@ def test_layers_go_where_they_are_asked_to_go(
 def test_microbatches_are_those_of_one_replica(
     world_size: int, stock: dict[str, Any], microbatches: int
 ) -> None:
-    plan = make_plan(parsed("--pipeline-schedule 1f1b", world_size=world_size, **stock))
-    assert plan is not None
-    assert plan.schedule.num_microbatches == microbatches
+    adapter = adapter_of(parsed("--pipeline-schedule 1f1b", world_size=world_size, **stock))
+    assert adapter.schedule.num_microbatches == microbatches
 
 
 def test_groups_are_for_schedules_that_have_the_choice() -> None:
     for name in ("interleaved", "v-half"):
         line = f"--pipeline-schedule {name}"
-        assert make_plan(parsed(line, microbatch_group_size_per_vp_stage=8)) is not None
+        adapter_of(parsed(line, microbatch_group_size_per_vp_stage=8))
 
 
 ENDS = "count the layers of a rank, which holds several chunks here"
@@ -369,7 +373,6 @@ ENDS = "count the layers of a rank, which holds several chunks here"
 @pytest.mark.parametrize(
     ("line", "stock", "words"),
     [
-        ("--pipeline-memory-limit 0.5", {}, "--pipeline-memory-limit needs --pipeline-schedule"),
         ("--pipeline-schedule v-haf", {}, "unknown pipeline schedule 'v-haf': did you mean v-half"),
         ("--pipeline-schedule v-half --pipeline-memory-limit 0.1", {}, "0.1 of 1F1B"),
         ("--pipeline-schedule v-half --pipeline-memory-limit -1", {}, "memory limit -1"),
@@ -397,7 +400,6 @@ ENDS = "count the layers of a rank, which holds several chunks here"
         ),
         ("--pipeline-schedule v-half", {"num_layers": 7}, "7 layers cannot be placed on 8 stages"),
         ("--pipeline-schedule v-half", {"num_layers": None}, "--num-layers is missing"),
-        ("--pipeline-layer-layout auto", {}, "--pipeline-layer-layout needs --pipeline-schedule"),
         (
             "--pipeline-schedule v-half --pipeline-layer-layout E|t",
             {},
@@ -480,7 +482,6 @@ ENDS = "count the layers of a rank, which holds several chunks here"
             {"num_virtual_stages_per_pipeline_rank": 0},
             "0 model chunks per rank were asked for",
         ),
-        ("--pipeline-schedule-cache x", {}, "--pipeline-schedule-cache needs --pipeline-schedule"),
         (
             "--pipeline-schedule-file x.csv --pipeline-schedule-cache x",
             {},
@@ -495,7 +496,7 @@ ENDS = "count the layers of a rank, which holds several chunks here"
 )
 def test_what_cannot_be_had_is_one_sentence(line: str, stock: dict[str, Any], words: str) -> None:
     with pytest.raises(UsageError) as refused:
-        make_plan(parsed(line, **stock))
+        adapter_of(parsed(line, **stock))
     assert words in str(refused.value)
     assert "\n" not in str(refused.value)
 
@@ -510,11 +511,10 @@ def table(tmp_path: Path) -> Path:
 
 def test_a_schedule_from_a_file(table: Path) -> None:
     args = parsed(f"--pipeline-schedule-file {table}", num_virtual_stages_per_pipeline_rank=2)
-    plan = make_plan(args)
-    assert plan is not None
-    assert plan.physical.mirrored
+    adapter = adapter_of(args)
+    assert adapter.physical.mirrored
     built = schedules.build("v-half", pipeline_size=4, num_microbatches=8)
-    assert plan.schedule.ranks == built.ranks
+    assert adapter.schedule.ranks == built.ranks
     assert args.pipeline_model_parallel_layout == "Ett|tt|tt|tt|tt|tt|tt|ttL"
 
 
@@ -535,7 +535,7 @@ def test_a_schedule_from_a_file(table: Path) -> None:
 )
 def test_a_file_that_does_not_fit_the_job(table: Path, stock: dict[str, Any], words: str) -> None:
     with pytest.raises(UsageError) as refused:
-        make_plan(parsed(f"--pipeline-schedule-file {table}", **stock))
+        adapter_of(parsed(f"--pipeline-schedule-file {table}", **stock))
     assert words in str(refused.value)
 
 
@@ -543,11 +543,11 @@ def test_hybrid_models_keep_their_own_placement() -> None:
     pattern = "M*-M" * 4
     stock = {"hybrid_override_pattern": pattern, "num_layers": None}
     args = parsed("--pipeline-schedule zb-h1", **stock)
-    assert make_plan(args) is not None
+    adapter_of(args)
     assert args.pipeline_model_parallel_layout is None
     for schedule in ("v-half", "interleaved"):
         with pytest.raises(UsageError, match=r"--hybrid-override-pattern .* cannot be combined"):
-            make_plan(parsed(f"--pipeline-schedule {schedule}", **stock))
+            adapter_of(parsed(f"--pipeline-schedule {schedule}", **stock))
 
 
 # --- random streams
@@ -579,8 +579,7 @@ def test_hybrid_models_keep_their_own_placement() -> None:
 def test_layers_that_move_draw_from_streams_of_their_own(
     line: str, stock: dict[str, Any], by_layer: bool
 ) -> None:
-    adapter = make_plan(parsed(line, **stock))
-    assert adapter is not None
+    adapter = adapter_of(parsed(line, **stock))
     assert adapter.draws_by_layer is by_layer
     assert ("random streams of its own" in adapter.describe()) is by_layer
 
@@ -602,9 +601,4 @@ def test_what_streams_of_layers_cannot_be_had_with(
     for part in (conflict.flag, chosen, "add --pipeline-random-streams rank"):
         assert part in str(error.value)
     by_rank = "--pipeline-schedule zb-h1 --pipeline-random-streams rank"
-    assert make_plan(parsed(by_rank, **{conflict.argument: True})) is not None
-
-
-def test_random_streams_need_a_schedule() -> None:
-    with pytest.raises(UsageError, match="--pipeline-random-streams needs --pipeline-schedule"):
-        make_plan(parsed("--pipeline-random-streams layer"))
+    adapter_of(parsed(by_rank, **{conflict.argument: True}))
