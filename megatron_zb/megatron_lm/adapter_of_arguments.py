@@ -16,6 +16,7 @@ from megatron_zb.megatron_core.adapter import PipelineAdapter
 from megatron_zb.megatron_core.build_adapter import Chunks, Sizes, build_adapter
 from megatron_zb.megatron_core.group_options import group_options
 from megatron_zb.megatron_lm import conflicts, flags
+from megatron_zb.parsing import flag_of
 from megatron_zb.schedules import catalog
 from megatron_zb.schedules.catalog import Build
 from megatron_zb.schedules.layout import Layers
@@ -51,7 +52,7 @@ def check_unscheduled(args: argparse.Namespace) -> None:
     """
     for name, example in _NEED_A_SCHEDULE.items():
         if not any(getattr(args, name) is nothing for nothing in (None, False)):
-            said = f"--{name.replace('_', '-')}"
+            said = flag_of(name)
             raise UsageError(f"{said} needs --pipeline-schedule, such as {example}")
 
 
@@ -137,7 +138,7 @@ def _check_sizes(args: argparse.Namespace) -> None:
         "context_parallel_size",
         "micro_batch_size",
     ):
-        _check_positive(f"--{name.replace('_', '-')}", getattr(args, name))
+        _check_positive(flag_of(name), getattr(args, name))
 
 
 def _check_positive(flag: str, value: int | None) -> None:
@@ -178,7 +179,7 @@ def _check_balance(args: argparse.Namespace, asked: str) -> None:
     for name in ("pipeline_model_parallel_layout", *_DIVISION[:4]):
         if getattr(args, name):
             raise UsageError(
-                f"{LAYOUT_FLAG} {asked} and --{name.replace('_', '-')} both say which layers a "
+                f"{LAYOUT_FLAG} {asked} and {flag_of(name)} both say which layers a "
                 "stage has: leave one out"
             )
 

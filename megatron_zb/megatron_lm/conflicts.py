@@ -19,6 +19,7 @@ from megatron_zb.megatron_core.forward_backward import NOT_SERVED, WHY_NOT_SHARD
 from megatron_zb.megatron_core.placement import PhysicalPlacement
 from megatron_zb.megatron_core.post_validation import NOT_TAKEN_BACK
 from megatron_zb.megatron_lm import flags
+from megatron_zb.parsing import flag_of
 from megatron_zb.schedules.placement import Placement
 
 
@@ -70,7 +71,7 @@ _NOT_SERVED_FLAGS = (
 
 
 def _not_served(setting: str) -> Conflict:
-    return Conflict(setting, "--" + setting.replace("_", "-"), NOT_SERVED[setting], is_chosen)
+    return Conflict(setting, flag_of(setting), NOT_SERVED[setting], is_chosen)
 
 
 CONFLICTS = (
@@ -170,7 +171,7 @@ POST_VALIDATION = "--enable-optimizer-post-validation"
 
 
 def _not_taken_back(argument: str, why: str, flag: str | None = None) -> Conflict:
-    return Conflict(argument, flag or "--" + argument.replace("_", "-"), why)
+    return Conflict(argument, flag or flag_of(argument), why)
 
 
 def _setting_not_taken_back(
@@ -308,7 +309,7 @@ def _check_segments(args: argparse.Namespace, choice: str, placement: Placement)
         segments = str(pattern or "").split("/")[0].count("|") + 1
         if segments not in (1, placement.pipeline_size):
             raise UsageError(
-                f"--{name.replace('_', '-')} {pattern} cannot be combined with {choice}: it has "
+                f"{flag_of(name)} {pattern} cannot be combined with {choice}: it has "
                 f"{segments} segments for {placement.pipeline_size} pipeline ranks; {SEGMENTS}"
             )
 

@@ -15,6 +15,7 @@ from megatron_zb.job import data_contents
 from megatron_zb.job.comparable import named_arguments
 from megatron_zb.job.data_contents import Record
 from megatron_zb.megatron_core.adapter import PipelineAdapter
+from megatron_zb.parsing import flag_of
 from megatron_zb.schedules import interchange
 
 # The arguments that are not compared: the launcher gives each process its own.
@@ -90,11 +91,11 @@ def of_run(
 
 def data_of(args: argparse.Namespace) -> Record:
     """Return the record of the training data: data sets, tokenizer and split, by their contents."""
-    blends = {f"--{name.replace('_', '-')}": getattr(args, name, None) for name in _BLENDS}
+    blends = {flag_of(name): getattr(args, name, None) for name in _BLENDS}
     blends |= _listed(args)
     given = {flag: list(words) for flag, words in blends.items() if words}
     settings = {
-        f"--{name.replace('_', '-')}": getattr(args, name)
+        flag_of(name): getattr(args, name)
         for name in _SETTINGS_OF_DATA
         if getattr(args, name, None)
     }
@@ -118,7 +119,7 @@ def _listed(args: argparse.Namespace) -> dict[str, list[str]]:
 
 
 def _paths(args: argparse.Namespace, names: Collection[str]) -> dict[str, str | None]:
-    return {f"--{name.replace('_', '-')}": getattr(args, name, None) for name in names}
+    return {flag_of(name): getattr(args, name, None) for name in names}
 
 
 def _version(package: str) -> str | None:

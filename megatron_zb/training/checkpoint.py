@@ -26,6 +26,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from megatron_zb.errors import UsageError
 from megatron_zb.job import data_contents
+from megatron_zb.parsing import flag_of
 from megatron_zb.training.checkpoint_contents import check_contents
 from megatron_zb.training.checkpoint_directory import (
     TRACKER,
@@ -246,7 +247,7 @@ def check_checkpoint(args: argparse.Namespace) -> tuple[Path, dict[str, Any]]:
     for name in (*_MODEL, *optimizer):
         mine = getattr(args, name)
         if saved.get(name) != mine:
-            flag = "--" + name.replace("_", "-")
+            flag = flag_of(name)
             raise UsageError(
                 f"--load: {path} was written with {flag} {saved.get(name)}, this run has {mine}; "
                 "they must be the same"
