@@ -48,7 +48,7 @@ source scripts/_environment.sh
 # What --quick runs.
 readonly QUICK=(
     tests/test_rooms.py tests/job/test_comparable.py tests/runtime/test_runtime.py tests/runtime/test_device_waits.py
-    tests/schedules/test_layout.py tests/distillation/test_pipe_bd_schedule.py tests/megatron_lm/test_megatron_lm_flags.py
+    tests/schedules/test_layout.py tests/distillation/test_pipe_bd_schedule.py tests/megatron_lm/test_adapter_of_arguments.py
     tests/megatron_core/test_gradient_parity.py tests/schedules/test_schedules.py
     -k 'not auto and not within_its_memory and not brute_force and not variants and not evaluation and not tensor_and_data'
 )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 from pathlib import Path
 from typing import Any
 
@@ -11,13 +10,9 @@ from megatron_arguments import parsed
 
 from megatron_zb import schedules
 from megatron_zb.errors import UsageError
-from megatron_zb.megatron_core import versions
-from megatron_zb.megatron_lm import conflicts, flags
 from megatron_zb.megatron_lm.adapter_of_arguments import adapter_of, check_unscheduled
 from megatron_zb.schedules import interchange
 from megatron_zb.schedules.placement import looped, v_shape
-
-DOCS = Path(__file__).parents[2] / "docs"
 
 
 def layout_of(line: str, **stock: Any) -> str:
@@ -26,230 +21,6 @@ def layout_of(line: str, **stock: Any) -> str:
     layout = args.pipeline_model_parallel_layout
     assert isinstance(layout, str)
     return layout
-
-
-# --- older arguments
-
-
-@pytest.mark.parametrize(
-    ("older", "schedule", "limit"),
-    [
-        ("--enable-zero-bubble", "zb-1p", None),
-        ("--enable-zero-bubble --zero-bubble-max-pending-backward auto", "zb-1p", None),
-        ("--enable-zero-bubble --zero-bubble-max-pending-backward 4", "zb-1p", None),
-        ("--enable-zero-bubble --zero-bubble-max-pending-backward 2", "zb-1p", 0.5),
-        ("--enable-zero-bubble --zero-bubble-max-pending-backward 6", "zb-2p", 1.5),
-        ("--enable-zero-bubble --zero-bubble-max-pending-backward 8", "zb-2p", None),
-        ("--enable-zero-bubble --zero-bubble-max-pending-backward 9", "zb-2p", None),
-        ("--zero-bubble-v-schedule", "v-zb", None),
-        ("--zero-bubble-v-schedule-mem-setup min", "v-min", None),
-        ("--zero-bubble-v-schedule-mem-setup half", "v-half", None),
-        ("--zero-bubble-v-schedule-mem-setup zb", "v-zb", None),
-        (
-            "--enable-zero-bubble --zero-bubble-v-schedule --zero-bubble-v-schedule-mem-setup half",
-            "v-half",
-            None,
-        ),
-    ],
-)
-def test_older_arguments_choose_a_schedule(older: str, schedule: str, limit: float | None) -> None:
-    args = parsed(older)
-    [line] = flags.translate_older(args)
-    assert (args.pipeline_schedule, args.pipeline_memory_limit) == (schedule, limit)
-    limited = "" if limit is None else f" --pipeline-memory-limit {limit:g}"
-    assert line.endswith(f" is taken as --pipeline-schedule {schedule}{limited}")
-    for flag in older.split():
-        if flag.startswith("--") and "pending" not in flag:
-            assert flag in line.split(" is taken as ")[0]
-
-
-def test_a_memory_limit_of_ones_own_stays() -> None:
-    older = "--enable-zero-bubble --zero-bubble-max-pending-backward 2"
-    args = parsed(f"{older} --pipeline-memory-limit 0.75")
-    flags.translate_older(args)
-    assert (args.pipeline_schedule, args.pipeline_memory_limit) == ("zb-1p", 0.75)
-
-
-@pytest.mark.parametrize(
-    "flag",
-    [
-        "--zero-bubble-pipeline-timers-start-iter 0",
-        "--zero-bubble-pipeline-timers-end-iter 110",
-        "--zero-bubble-adaptive-memory-limit-percentile 85",
-        "--allow-padding-num-layers",
-        "--zero-bubble-max-pending-backward 4",
-        "--zero-bubble-max-pending-backward auto --zero-bubble-v-schedule",
-    ],
-)
-def test_what_is_ignored_is_told(flag: str) -> None:
-    args = parsed(flag)
-    first = flags.translate_older(args)[0]
-    assert first.startswith(flag.split()[0])
-    assert "is ignored" in first
-    assert args.pipeline_memory_limit is None
-
-
-def test_without_older_arguments_nothing_is_told() -> None:
-    args = parsed()
-    before = vars(args).copy()
-    assert flags.translate_older(args) == []
-    assert vars(args) == before
-
-
-@pytest.mark.parametrize(
-    ("line", "words"),
-    [
-        (
-            "--enable-zero-bubble --pipeline-schedule v-half",
-            "--enable-zero-bubble and --pipeline-schedule both choose a schedule",
-        ),
-        (
-            "--zero-bubble-v-schedule --pipeline-schedule-file x.csv",
-            "--zero-bubble-v-schedule and --pipeline-schedule-file both choose a schedule",
-        ),
-        (
-            "--zero-bubble-v-schedule-mem-setup min --pipeline-schedule v-min",
-            "leave --zero-bubble-v-schedule-mem-setup out",
-        ),
-        *(
-            (
-                f"--enable-zero-bubble --zero-bubble-max-pending-backward {number}",
-                f"--zero-bubble-max-pending-backward {number}: give a number of microbatches",
-            )
-            for number in ("many", "0", "-1", "1.5")
-        ),
-    ],
-)
-def test_contradictions_are_refused(line: str, words: str) -> None:
-    with pytest.raises(UsageError) as refused:
-        flags.translate_older(parsed(line))
-    assert words in str(refused.value)
-
-
-@pytest.mark.parametrize(
-    ("line", "schedule"),
-    [
-        ("--num-layers 8 --lr 1e-3", None),
-        ("--num-layers 8 --pipeline-schedule v-half", "--pipeline-schedule v-half"),
-        ("--pipeline-schedule=zb-h1 --unknown", "--pipeline-schedule zb-h1"),
-        ("--pipeline-schedule-file x.csv", "--pipeline-schedule-file x.csv"),
-        ("--enable-zero-bubble", "--enable-zero-bubble"),
-    ],
-)
-def test_the_schedule_in_a_command_line(line: str, schedule: str | None) -> None:
-    assert flags.choice_in(line.split()) == schedule
-
-
-# --- conflicts
-
-
-@pytest.mark.parametrize("conflict", conflicts.CONFLICTS, ids=lambda conflict: conflict.argument)
-def test_every_conflict_names_both_flags_and_the_reason(conflict: conflicts.Conflict) -> None:
-    value = True if conflict.above is None else 2
-    args = argparse.Namespace(tensor_model_parallel_size=1, **{conflict.argument: value})
-    with pytest.raises(UsageError) as refused:
-        conflicts.check(args, "--pipeline-schedule v-half", v_shape(4))
-    said = conflict.flag if value is True else f"{conflict.flag} {value}"
-    assert str(refused.value) == (
-        f"{said} cannot be combined with --pipeline-schedule v-half: {conflict.why}"
-    )
-    assert conflict.flag == "--" + conflict.argument.replace("_", "-")
-    if conflict.concerned is conflicts.Concerned.INNER_STAGES:
-        conflicts.check(args, "zb-h1", looped(2))
-    elif conflict.concerned is not conflicts.Concerned.ALL:
-        conflicts.check(args, "zb-h1", looped(4))
-    if conflict.concerned is conflicts.Concerned.V:
-        conflicts.check(args, "interleaved", looped(4, 2))
-
-
-def test_packed_samples_are_served_where_every_stage_hears_of_them(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    line, stock = "--pipeline-schedule zb-h1", {"sft": True}
-    with pytest.raises(UsageError, match=r"^--sft cannot be combined with .* zb-h1: Megatron-LM"):
-        adapter_of(parsed(line, **stock))
-    monkeypatch.setattr(versions, "packed_samples_reach_every_stage", lambda: True)
-    adapter_of(parsed(line, **stock))
-
-
-@pytest.mark.parametrize(
-    ("argument", "value"),
-    [
-        ("pipeline_model_parallel_comm_backend", "ucc"),
-        ("tensor_parallel_num_weight_shards", 4),
-        ("expert_tensor_parallel_num_weight_shards", 4),
-    ],
-)
-def test_values_that_are_not_served_are_told_from_those_that_are(argument: str, value: Any) -> None:
-    line, sizes = "--pipeline-schedule zb-h1", {"tensor_model_parallel_size": 2, "world_size": 8}
-    with pytest.raises(UsageError, match=f"^--{argument.replace('_', '-')} {value} cannot be"):
-        adapter_of(parsed(line, **sizes, **{argument: value}))
-    harmless = 2 if isinstance(value, int) else "nccl"
-    adapter_of(parsed(line, **sizes, **{argument: harmless}))
-
-
-@pytest.mark.parametrize("name", conflicts.HYBRID_PATTERNS)
-def test_segments_of_a_hybrid_pattern_are_those_of_the_stages(name: str) -> None:
-    line = "--pipeline-schedule zb-h1"
-    for served in ("M*-M" * 4, "M*-M|M*-M|M*-M|M*-M", "M*-M|M*-M|M*-M|M*-M/M*|"):
-        adapter_of(parsed(line, num_layers=None, **{name: served}))
-    for pattern, segments in (("M*-M|" * 7 + "M*-M", 8), ("M*-M|M*-M", 2)):
-        with pytest.raises(UsageError, match=rf"has {segments} segments for 4 pipeline ranks"):
-            adapter_of(parsed(line, num_layers=None, **{name: pattern}))
-
-
-@pytest.mark.parametrize(
-    "conflict", conflicts.POST_VALIDATION_CONFLICTS, ids=lambda conflict: conflict.argument
-)
-def test_what_no_step_can_be_taken_back_with_is_refused(conflict: conflicts.Conflict) -> None:
-    values = {"optimizer": "muon", "grad_norm_skip_threshold": 2.0, "rerun_mode": "report_stats"}
-    value: Any = values.get(conflict.argument, 1)
-    line = "--pipeline-schedule zb-h1"
-    sizes = {"pipeline_model_parallel_size": 2}  # where each stage is the first or the last
-    args = parsed(f"{line} {conflicts.POST_VALIDATION}", **sizes, **{conflict.argument: value})
-    with pytest.raises(UsageError) as refused:
-        adapter_of(args)
-    assert str(refused.value) == (
-        f"{conflict.flag} {value} cannot be combined with {conflicts.POST_VALIDATION}: "
-        f"{conflict.why}"
-    )
-    adapter_of(parsed(line, **sizes, **{conflict.argument: value}))
-    assert f"`{conflict.flag}" in (DOCS / "post_validation.md").read_text()
-
-
-@pytest.mark.parametrize(
-    "line",
-    [
-        conflicts.POST_VALIDATION,
-        "--pipeline-random-streams layer",
-        "--pipeline-memory-limit 0.5",
-        "--pipeline-layer-layout auto",
-        "--pipeline-schedule-cache x",
-    ],
-)
-def test_flags_that_need_a_schedule(line: str) -> None:
-    with pytest.raises(UsageError, match=f"{line.split()[0]} needs --pipeline-schedule, such as"):
-        check_unscheduled(parsed(line))
-    stock = {"optimizer": "adam", "rerun_mode": "validate_results"}
-    line = f"{conflicts.POST_VALIDATION} --pipeline-schedule v-zb"
-    adapter_of(parsed(line, **stock))
-
-
-@pytest.mark.parametrize("value", [None, False])
-def test_arguments_that_are_not_given_do_not_conflict(value: object) -> None:
-    names = [c.argument for c in conflicts.CONFLICTS if c.applies is bool]
-    conflicts.check(argparse.Namespace(**dict.fromkeys(names, value)), "any", v_shape(4))
-    conflicts.check(argparse.Namespace(), "any", v_shape(4))
-    conflicts.check(parsed(), "any", v_shape(4))
-
-
-def test_the_value_of_a_conflict_is_told() -> None:
-    with pytest.raises(UsageError, match=r"^--ckpt-format torch cannot be combined .*torch_dist$"):
-        adapter_of(parsed("--pipeline-schedule v-half", ckpt_format="torch"))
-    adapter_of(parsed("--pipeline-schedule zb-h1", ckpt_format="torch"))
-
-
-# --- adapters
 
 
 def test_without_a_schedule_nothing_changes() -> None:
@@ -550,9 +321,6 @@ def test_hybrid_models_keep_their_own_placement() -> None:
             adapter_of(parsed(f"--pipeline-schedule {schedule}", **stock))
 
 
-# --- random streams
-
-
 @pytest.mark.parametrize(
     ("line", "stock", "by_layer"),
     [
@@ -582,23 +350,3 @@ def test_layers_that_move_draw_from_streams_of_their_own(
     adapter = adapter_of(parsed(line, **stock))
     assert adapter.draws_by_layer is by_layer
     assert ("random streams of its own" in adapter.describe()) is by_layer
-
-
-@pytest.mark.parametrize("conflict", conflicts.LAYER_STREAMS_CONFLICTS, ids=lambda c: c.argument)
-@pytest.mark.parametrize(
-    ("line", "chosen"),
-    [
-        ("zb-h1 --pipeline-random-streams layer", "--pipeline-random-streams layer"),
-        ("v-half", "--pipeline-random-streams layer, which --pipeline-schedule v-half brings"),
-    ],
-)
-def test_what_streams_of_layers_cannot_be_had_with(
-    conflict: conflicts.Conflict, line: str, chosen: str
-) -> None:
-    args = parsed(f"--pipeline-schedule {line}", **{conflict.argument: True})
-    with pytest.raises(UsageError) as error:
-        conflicts.check_layer_streams(args)
-    for part in (conflict.flag, chosen, "add --pipeline-random-streams rank"):
-        assert part in str(error.value)
-    by_rank = "--pipeline-schedule zb-h1 --pipeline-random-streams rank"
-    adapter_of(parsed(by_rank, **{conflict.argument: True}))
