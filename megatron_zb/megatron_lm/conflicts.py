@@ -326,9 +326,22 @@ def of_yaml(path: str, choice: str) -> UsageError:
     return UsageError(f"--yaml-cfg {path} cannot be combined with {choice}: {WHY_NOT_YAML}")
 
 
-_PLACED_IN_A_V = ("GPTModel",)
-_DRAWN_BY_LAYER = (*_PLACED_IN_A_V, "BertModel")
-_PLACED = (*_DRAWN_BY_LAYER, "MambaModel", "HybridModel")
+@dataclass(frozen=True)
+class Served:
+    """What has been proven for the models of a class; all run one chunk per rank."""
+
+    in_a_v: bool = False
+    draws_by_layer: bool = False
+    """Whether each layer can draw its weights from random streams of its own."""
+
+
+# By the names of Megatron's classes.
+MODELS = {
+    "GPTModel": Served(in_a_v=True, draws_by_layer=True),
+    "BertModel": Served(draws_by_layer=True),
+    "MambaModel": Served(),
+    "HybridModel": Served(),
+}
 
 
 def check_model(chunk: Any, schedule: str, in_a_v: bool, draws_by_layer: bool) -> None:
@@ -337,19 +350,15 @@ def check_model(chunk: Any, schedule: str, in_a_v: bool, draws_by_layer: bool) -
     Raises:
         UsageError: names the model and those that are supported.
     """
-    classes = {cls.__name__ for cls in type(chunk).__mro__}
-    able = _PLACED_IN_A_V if in_a_v else _PLACED
-    if not classes & set(able):
-        advice = (
-            "use one with one chunk per rank, such as zb-h1"
-            if classes & set(_PLACED)
-            else f"it runs {', '.join(_PLACED)}"
-        )
+    name = type(chunk).__name__
+    served = next((MODELS[c.__name__] for c in type(chunk).__mro__ if c.__name__ in MODELS), None)
+    refused = f"--pipeline-schedule {schedule} cannot run a {name}"
+    if served is None:
+        raise UsageError(f"{refused}: it runs {', '.join(MODELS)}")
+    if in_a_v and not served.in_a_v:
+        raise UsageError(f"{refused}: use one with one chunk per rank, such as zb-h1")
+    if draws_by_layer and not served.draws_by_layer:
         raise UsageError(
-            f"--pipeline-schedule {schedule} cannot run a {type(chunk).__name__}: {advice}"
-        )
-    if draws_by_layer and not classes & set(_DRAWN_BY_LAYER):
-        raise UsageError(
-            f"the layers of a {type(chunk).__name__} cannot draw their weights from random streams "
-            f"of their own: {_RANK_STREAMS}"
+            f"the layers of a {name} cannot draw their weights from random streams of their own: "
+            f"{_RANK_STREAMS}"
         )

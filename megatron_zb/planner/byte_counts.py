@@ -13,7 +13,6 @@ from dataclasses import dataclass
 
 from megatron_zb.planner.model import ModelConfig
 from megatron_zb.planner.parameters import (
-    attention_weights,
     expert_weights,
     joining_weights,
     mlp_weights,
@@ -122,7 +121,7 @@ def rank_states(load: Workload, layers: Sequence[int], embedding: bool, output: 
     model, strategy = load.model, load.strategy
     experts = model.experts.experts if model.experts else 0
     held = [*layers, *(predicted_layers(model) if output else [])]
-    dense = sum(attention_weights(model) + mlp_weights(model, i) for i in held)
+    dense = sum(model.attention.weights + mlp_weights(model, i) for i in held)
     dense += joining_weights(model) if output else 0
     routed = sum(expert_weights(model, i, experts) for i in held)
     routed_here = routed / (strategy.expert_tensor * strategy.expert)
@@ -151,7 +150,7 @@ def _scores(model: ModelConfig, sequence: int) -> float:
 def _stored(model: ModelConfig, index: int, sequence: int) -> float:
     """Count the bytes that F keeps of a token in one layer."""
     hidden = model.hidden_size
-    attention = _heads(model) + 2 * _attended(model)
+    attention = 2 * model.attention.projected + 2 * model.attention.attended
     statistics = 4 * model.attention_heads if model.flash_attention else 0
     gates = 2 if model.gated_mlp else 1
     mlp = 2 * (gates + 1) * _dense_inner(model, index)
@@ -174,7 +173,7 @@ def _needed_by_weight(model: ModelConfig, index: int) -> float:
     """Count the bytes that W needs of a token: inputs of weights and gradients of their outputs."""
     hidden = model.hidden_size
     gates = 2 if model.gated_mlp else 1
-    attention = 2 * hidden + _heads(model) + 2 * _attended(model) + 2 * hidden
+    attention = 4 * hidden + 2 * model.attention.projected + 2 * model.attention.attended
     mlp = 4 * hidden + 2 * (gates + 1) * _dense_inner(model, index)
     routed = 0
     if model.experts and index >= model.experts.dense_layers:
@@ -186,26 +185,10 @@ def _needed_by_weight(model: ModelConfig, index: int) -> float:
 def _inputs(model: ModelConfig, index: int) -> float:
     """Count the bytes of the inputs of a token's products with weights, as 16-bit tensors."""
     experts = model.experts
-    here = 2 * (2 * model.hidden_size + _attended(model) + _dense_inner(model, index))
+    here = 2 * (2 * model.hidden_size + model.attention.attended + _dense_inner(model, index))
     if experts is None or index < experts.dense_layers:
         return here
     return here + 2 * experts.top_k * (model.hidden_size + experts.ffn_hidden_size)
-
-
-def _heads(model: ModelConfig) -> int:
-    """Count the bytes of a token's queries, keys and values, with what they are projected from."""
-    latent = model.latent_attention
-    if latent is None:
-        return 2 * (model.attention_heads + 2 * model.groups) * model.head
-    query = latent.nope_head_dim + latent.rope_head_dim
-    heads = model.attention_heads * (2 * query + latent.value_head_dim)
-    return 2 * (heads + (latent.query_rank or 0) + latent.kv_rank + latent.rope_head_dim)
-
-
-def _attended(model: ModelConfig) -> int:
-    """Count the elements of a token's attention output."""
-    latent = model.latent_attention
-    return model.attention_heads * (latent.value_head_dim if latent else model.head)
 
 
 def _dense_inner(model: ModelConfig, index: int) -> int:
