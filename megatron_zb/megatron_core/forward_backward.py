@@ -1,6 +1,6 @@
 """The replacement of Megatron's ``forward_backward_func``.
 
-Serves megatron-core 0.16 to 0.19. The contract is that of
+The contract is that of
 ``megatron.core.pipeline_parallel.schedules``: the same keywords, the same duties, the same result.
 """
 

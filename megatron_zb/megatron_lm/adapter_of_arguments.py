@@ -15,6 +15,7 @@ from megatron_zb.measured import balance
 from megatron_zb.megatron_core.adapter import PipelineAdapter
 from megatron_zb.megatron_core.build_adapter import Chunks, Sizes, build_adapter
 from megatron_zb.megatron_core.group_options import group_options
+from megatron_zb.megatron_core.versions import HYBRID_PATTERNS
 from megatron_zb.megatron_lm import conflicts, flags
 from megatron_zb.parsing import flag_of
 from megatron_zb.schedules import catalog
@@ -185,9 +186,7 @@ def _check_balance(args: argparse.Namespace, asked: str) -> None:
 
 
 def _num_layers(args: argparse.Namespace) -> int:
-    pattern = getattr(args, "hybrid_layer_pattern", None) or getattr(
-        args, "hybrid_override_pattern", None
-    )
+    pattern = _hybrid_pattern(args)
     if pattern and args.num_layers is None:
         return sum(letter not in "/|" for letter in pattern)
     number = args.num_layers if args.num_layers is not None else args.encoder_num_layers
@@ -196,12 +195,13 @@ def _num_layers(args: argparse.Namespace) -> int:
     return int(number)
 
 
+def _hybrid_pattern(args: argparse.Namespace) -> str | None:
+    """Return the pattern of a hybrid model's layers, under the name of any version."""
+    return next(filter(None, (getattr(args, name, None) for name in HYBRID_PATTERNS)), None)
+
+
 def _is_hybrid(args: argparse.Namespace) -> bool:
-    return bool(
-        getattr(args, "hybrid_layer_pattern", None)
-        or getattr(args, "hybrid_override_pattern", None)
-        or getattr(args, "heterogeneous_layers_config_path", None)
-    )
+    return bool(_hybrid_pattern(args) or getattr(args, "heterogeneous_layers_config_path", None))
 
 
 def _num_microbatches(args: argparse.Namespace) -> int:

@@ -74,6 +74,16 @@ def _not_served(setting: str) -> Conflict:
     return Conflict(setting, flag_of(setting), NOT_SERVED[setting], is_chosen)
 
 
+def _hybrid(pattern: str) -> Conflict:
+    return Conflict(
+        pattern,
+        flag_of(pattern),
+        "hybrid models are placed by their own pattern; use a schedule with one chunk per rank, "
+        "such as zb-h1",
+        concerned=Concerned.CHUNKS,
+    )
+
+
 CONFLICTS = (
     *map(_not_served, _NOT_SERVED_FLAGS),
     Conflict(
@@ -119,11 +129,10 @@ CONFLICTS = (
     Conflict(
         "sft",
         "--sft",
-        "Megatron-LM 0.16 does not tell stages between the first and the last where samples end, "
-        "and their attention would go across; use 0.19",
+        versions.WHY_NOT_PACKED,
         concerned=Concerned.INNER_STAGES,
         in_this_version=lambda: not versions.packed_samples_reach_every_stage(),
-        versions="0.16",
+        versions=versions.WITHOUT_SAMPLE_ENDS,
     ),
     Conflict(
         "moe_use_upcycling", "--moe-use-upcycling", "it builds two models on each pipeline rank"
@@ -143,20 +152,7 @@ CONFLICTS = (
         "both copies of the embedding must be made equal when they are built",
         concerned=Concerned.V,
     ),
-    Conflict(
-        "hybrid_layer_pattern",
-        "--hybrid-layer-pattern",
-        "hybrid models are placed by their own pattern; use a schedule with one chunk per rank, "
-        "such as zb-h1",
-        concerned=Concerned.CHUNKS,
-    ),
-    Conflict(
-        "hybrid_override_pattern",
-        "--hybrid-override-pattern",
-        "hybrid models are placed by their own pattern; use a schedule with one chunk per rank, "
-        "such as zb-h1",
-        concerned=Concerned.CHUNKS,
-    ),
+    *map(_hybrid, versions.HYBRID_PATTERNS),
     Conflict(
         "heterogeneous_layers_config_path",
         "--heterogeneous-layers-config-path",
@@ -304,7 +300,7 @@ SEGMENTS = (
 
 def _check_segments(args: argparse.Namespace, choice: str, placement: Placement) -> None:
     """Refuse several segments per rank: chunks to Megatron-LM, which the schedule does not have."""
-    for name in HYBRID_PATTERNS:
+    for name in versions.HYBRID_PATTERNS:
         pattern = getattr(args, name, None)
         segments = str(pattern or "").split("/")[0].count("|") + 1
         if segments not in (1, placement.pipeline_size):
@@ -313,8 +309,6 @@ def _check_segments(args: argparse.Namespace, choice: str, placement: Placement)
                 f"{segments} segments for {placement.pipeline_size} pipeline ranks; {SEGMENTS}"
             )
 
-
-HYBRID_PATTERNS = ("hybrid_layer_pattern", "hybrid_override_pattern")
 
 WHY_NOT_YAML = (
     "its arguments are not checked as the command line's are; give them all on the command line"

@@ -83,6 +83,8 @@ class _Hooks:
             replace(import_module("megatron.training.yaml_arguments"), "load_yaml", _load_yaml)
         replace(checkpointing, "_load_base_checkpoint", self._load_base_checkpoint)
 
+        module: Any
+        hook: Callable[..., Any]
         scheduled = partial(when, lambda: self._run)
         for module, name, hook in (
             (parallel_state, "initialize_model_parallel", ScheduledRun.initialize_model_parallel),

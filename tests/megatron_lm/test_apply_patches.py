@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from small_trees import checkout_tree, write
 
-from megatron_zb.megatron_core.versions import SUPPORTED
+from megatron_zb.megatron_core.versions import SERIES, SUPPORTED
 
 ROOT = Path(__file__).parents[2]
 PATCHES = sorted((ROOT / "patches").glob("core_v*.patch"))
@@ -190,13 +190,22 @@ def test_another_patch_version_of_a_series_takes_its_patch(version: str, tmp_pat
     assert run(tree).returncode == 0
 
 
+def test_every_supported_version_has_a_patch_and_pins_to_test_with() -> None:
+    series = {s.text for s in SERIES}
+    assert {version.rpartition(".")[0] for version in VERSIONS} == series
+    pinned = re.compile(r"^megatron-core==(\d+\.\d+)\.", re.M)
+    texts = [pins.read_text(encoding="utf-8") for pins in (ROOT / "constraints").glob("py*.txt")]
+    assert {found for text in texts for found in pinned.findall(text)} == series
+
+
 @pytest.mark.parametrize("version", ["0.12.0", "0.17.0", "1.16.1"])
 def test_a_version_without_a_patch(version: str, tmp_path: Path) -> None:
     tree = checkout_tree(tmp_path, version)
     old = contents(tree)
     sentence = refused(tree)
     assert f"has version {version}, which no patch here is for" in sentence
-    assert "there are patches for core_v0.16.1 and core_v0.19.0" in sentence
+    known = " and ".join(patch.stem for patch in PATCHES)
+    assert f"there are patches for {known}" in sentence
     assert contents(tree) == old
 
 

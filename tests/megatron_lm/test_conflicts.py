@@ -63,7 +63,7 @@ def test_values_that_are_not_served_are_told_from_those_that_are(argument: str, 
     adapter_of(parsed(line, **sizes, **{argument: harmless}))
 
 
-@pytest.mark.parametrize("name", conflicts.HYBRID_PATTERNS)
+@pytest.mark.parametrize("name", versions.HYBRID_PATTERNS)
 def test_segments_of_a_hybrid_pattern_are_those_of_the_stages(name: str) -> None:
     line = "--pipeline-schedule zb-h1"
     for served in ("M*-M" * 4, "M*-M|M*-M|M*-M|M*-M", "M*-M|M*-M|M*-M|M*-M/M*|"):
