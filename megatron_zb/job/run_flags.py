@@ -32,6 +32,11 @@ def asks_for_layer_streams(streams: str | None, keeps_places: bool) -> bool:
     return streams == "layer" or (streams != "rank" and not keeps_places)
 
 
+def chooses_schedule(args: argparse.Namespace) -> bool:
+    """Return whether the flags choose a schedule other than Megatron's own."""
+    return args.pipeline_schedule is not None or args.pipeline_schedule_file is not None
+
+
 def check_table_alone(args: argparse.Namespace) -> None:
     """Refuse flags that conflict with ``--pipeline-schedule-file``.
 

@@ -46,11 +46,6 @@ class Sizes:
     back_to_back: bool = False
 
 
-def chooses_schedule(args: argparse.Namespace) -> bool:
-    """Return whether the flags choose a schedule other than Megatron's own."""
-    return args.pipeline_schedule is not None or args.pipeline_schedule_file is not None
-
-
 def build_adapter(
     args: argparse.Namespace,
     sizes: Sizes,

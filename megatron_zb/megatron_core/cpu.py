@@ -24,8 +24,6 @@ from typing import Any
 
 import torch
 
-from megatron_zb.megatron_core import versions
-
 _CPU = torch.device("cpu")
 
 # Functions that create tensors and that Megatron calls with device="cuda" or the current device.
@@ -129,7 +127,9 @@ def _redirect_training_loop() -> None:
     accelerator.is_available = lambda: False
     _use_compiled_dataset_helpers()
     _redirect_adam()
-    versions.skip_fused_kernels()
+    from megatron_zb.megatron_core.versions import skip_fused_kernels
+
+    skip_fused_kernels()
 
 
 def _use_compiled_dataset_helpers() -> None:

@@ -23,7 +23,7 @@ from megatron_zb.errors import UsageError
 from megatron_zb.job import data_contents
 from megatron_zb.job.comparable import named_arguments
 from megatron_zb.job.data_contents import RECORD
-from megatron_zb.job.run_flags import asks_for_balance
+from megatron_zb.job.run_flags import asks_for_balance, chooses_schedule
 from megatron_zb.missing import told_if_missing
 from megatron_zb.training.arguments import complete
 from megatron_zb.training.flags import parser
@@ -153,17 +153,12 @@ def _adapter(args: argparse.Namespace, build: Build) -> PipelineAdapter | None:
     Raises:
         UsageError: the schedule cannot be built with these arguments.
     """
-    from megatron_zb.measured.balance import ends_of
-    from megatron_zb.megatron_core.build_adapter import (
-        Chunks,
-        Sizes,
-        build_adapter,
-        chooses_schedule,
-    )
-    from megatron_zb.schedules.layout import Layers
-
     if not chooses_schedule(args):
         return None
+    from megatron_zb.measured.balance import ends_of
+    from megatron_zb.megatron_core.build_adapter import Chunks, Sizes, build_adapter
+    from megatron_zb.schedules.layout import Layers
+
     sizes = Sizes(
         num_microbatches=args.num_microbatches,
         layers=Layers(args.num_layers),

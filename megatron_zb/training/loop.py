@@ -9,7 +9,7 @@ import statistics
 import time
 from collections.abc import Callable, Iterator
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -17,13 +17,15 @@ from megatron.core import parallel_state
 from megatron.core.utils import get_attr_wrapped_model
 
 from megatron_zb.job.run_flags import asks_for_layer_streams
-from megatron_zb.megatron_core.adapter import PipelineAdapter
 from megatron_zb.training import checkpoint, data
 from megatron_zb.training.checkpoint import Progress
 from megatron_zb.training.finite import check_loss, said_in_a_sentence
 from megatron_zb.training.log import RunLog
 from megatron_zb.training.model import Trainee, build
 from megatron_zb.training.ranks import is_log_rank
+
+if TYPE_CHECKING:
+    from megatron_zb.megatron_core.adapter import PipelineAdapter
 
 _MEASURED_ITERATIONS = (2, 3)  # of this run: the first allocates what then stays
 

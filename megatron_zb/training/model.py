@@ -6,7 +6,7 @@ import argparse
 from collections.abc import Callable
 from dataclasses import dataclass
 from importlib.util import find_spec
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from megatron.core import parallel_state, tensor_parallel
@@ -31,8 +31,10 @@ from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.module import Float16Module
 
 from megatron_zb.errors import UsageError
-from megatron_zb.megatron_core.adapter import PipelineAdapter
 from megatron_zb.megatron_core.initialisation import initialise_by_global_name
+
+if TYPE_CHECKING:
+    from megatron_zb.megatron_core.adapter import PipelineAdapter
 
 
 @dataclass(frozen=True)

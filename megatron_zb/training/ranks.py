@@ -5,14 +5,17 @@ from __future__ import annotations
 import argparse
 import random
 from datetime import timedelta
+from typing import TYPE_CHECKING
 
 import numpy
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state, tensor_parallel
 
-from megatron_zb.megatron_core.adapter import PipelineAdapter
 from megatron_zb.training.processes import Environment
+
+if TYPE_CHECKING:
+    from megatron_zb.megatron_core.adapter import PipelineAdapter
 
 
 def start_ranks(
