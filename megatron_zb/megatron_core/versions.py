@@ -133,7 +133,7 @@ HYBRID_PATTERNS = ("hybrid_layer_pattern", "hybrid_override_pattern")
 def skip_fused_kernels() -> None:
     """Keep the training loop of 0.16 from compiling CUDA kernels; later versions have none."""
     with suppress(ModuleNotFoundError):
-        fused_kernels = import_module("megatron.legacy.fused_kernels")
+        fused_kernels: Any = import_module("megatron.legacy.fused_kernels")
         fused_kernels.load = lambda *args, **keywords: None
 
 
