@@ -382,7 +382,6 @@ def _ours(shape: Shape, schedule: Any, layout: str | None) -> tuple[Trained, Any
     stages = placement.stages_of[adapter.physical.logical(dist.get_rank())]
     last = placement.num_stages - 1
     trained = Trained(shape, stages, last, adapter.layer_layout, adapter.prepare_model)
-    trained.function = adapter.forward_backward_func
     return trained, adapter
 
 
@@ -406,7 +405,9 @@ def _megatrons(shape: Shape, chunks: int, layout: str) -> Trained:
 def _contender(shape: Shape, row: Planned) -> Trained:
     if row.schedule is None:
         return _megatrons(shape, row.chunks, row.layout)
-    return _ours(shape, row.schedule, row.layout)[0]
+    trained, adapter = _ours(shape, row.schedule, row.layout)
+    trained.function = adapter.forward_backward_func
+    return trained
 
 
 def _profile(shape: Shape, path: Path, piece: Piece, times: int) -> float:
@@ -414,9 +415,7 @@ def _profile(shape: Shape, path: Path, piece: Piece, times: int) -> float:
     from megatron_zb import schedules
 
     schedule = schedules.build(PROFILED, pipeline_size=RANKS, num_microbatches=shape.microbatches)
-    trained, adapter = _ours(shape, schedule, None)
-    found = [_profile_once(trained, adapter, path, piece) for _ in range(times)]
-    adapter.forward_backward_func.close()
+    found = [_profile_once(shape, schedule, path, piece) for _ in range(times)]
     usual = statistics.median(seconds for _, seconds in found)
     if dist.get_rank() == 0:
         at_one_speed = [_scaled(read, usual / seconds) for read, seconds in found]
@@ -425,14 +424,17 @@ def _profile(shape: Shape, path: Path, piece: Piece, times: int) -> float:
     return usual
 
 
-def _profile_once(trained: Trained, adapter: Any, path: Path, piece: Piece) -> tuple[Any, float]:
+def _profile_once(shape: Shape, schedule: Any, path: Path, piece: Piece) -> tuple[Any, float]:
     from megatron_zb.megatron_core.profiling import ITERATIONS
 
+    trained, adapter = _ours(shape, schedule, None)
     adapter.profile(path, None)
+    trained.function = adapter.forward_backward_func
     pieces = []
     for _ in range(ITERATIONS):
         trained.step()
         pieces.append(piece.seconds())
+    adapter.forward_backward_func.close()
     dist.barrier()
     return yaml.safe_load(path.read_text("utf-8")), statistics.median(pieces)
 

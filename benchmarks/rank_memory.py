@@ -233,7 +233,7 @@ def _replay(schedule: schedules.Schedule, rank: int, job: Job) -> tuple[int, str
     )
     chunks, roles = _build_chunks(adapter, rank, job)
     meter = one_device.meter_of(job.device, chunks)
-    adapter.activation_memory = meter.activation_memory
+    adapter.track(meter.activation_memory)
     function = adapter.forward_backward_func
     function._channels = StandInPeers()
     step = partial(

@@ -125,6 +125,11 @@ def _number(text: str) -> float:
         raise argparse.ArgumentTypeError(f"'{text}' is not a number, such as 0.5") from None
 
 
+def flag_of(name: str) -> str:
+    """Return the flag of an argument's name: ``--train-iters`` of ``train_iters``."""
+    return "--" + name.replace("_", "-")
+
+
 def seconds(text: str) -> float:
     """Parse a time from 0 to :data:`LONGEST_TIME`."""
     time = _number(text)

@@ -18,7 +18,7 @@ whole_number() {
 variables_help() {
     cat <<'END'
 what is trained:
-  MEGATRON_LM_PATH    a Megatron-LM checkout, 0.16 or 0.19 (needed)
+  MEGATRON_LM_PATH    a Megatron-LM checkout (needed)
   CONFIG              a model of configs/models
   SCHEDULE            a pipeline schedule, or none for Megatron's own (default: what CONFIG recommends)
   DATA_PATH           a data set that Megatron-LM's tools/preprocess_data.py has made, or mock (needed)

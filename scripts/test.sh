@@ -18,19 +18,20 @@ Checks and tests megatron-zb on the CPU; needs no GPU and nothing but a Python a
 options:
   --quick            a part for the inner loop: the rules of schedules, messages, layers and rooms, a small model's
                      gradients; no ruff and no mypy
-  --python VERSION   3.11 (default, megatron-core 0.16) or 3.12 (megatron-core 0.19, in .venv-3.12)
+  --python VERSION   3.11 (default), or another that constraints/ has pins for, in .venv-VERSION: each has its
+                     megatron-core, 3.11 has 0.16 and 3.12 has 0.19
   --tests-only       no ruff and no mypy
   --full             every combination of schedules, models and ranks, and larger sizes; without it each thing
                      is tried in a few, and the end says how many were not
   --faults           all faults that a job may suffer (about 30 minutes), and nothing else; what was seen is
                      written to faults.jsonl
   --everything       all of it: the ordinary run with --full, all faults, and with the Megatron-LM at MEGATRON_LM_PATH,
-                     a clone with its tags, the real pretrain_gpt.py of core_v0.16.1 and, on Python 3.12, of
-                     core_v0.19.0; needs a browser, too, and takes hours
+                     a clone with its tags, the real pretrain_gpt.py of the version that each Python has pins for;
+                     needs a browser, too, and takes hours
   -h, --help         this text
 
 environment:
-  MEGATRON_LM_PATH   a Megatron-LM checkout, core_v0.16.1 for Python 3.11 or core_v0.19.0 for 3.12, which
+  MEGATRON_LM_PATH   a Megatron-LM checkout of the version that the Python has pins for, which
                      tests/real_megatron_lm then trains with; without it those tests are skipped
 
 Everything else goes to pytest:
@@ -49,7 +50,7 @@ source scripts/_environment.sh
 readonly GRADIENTS=tests/megatron_core/test_gradient_parity.py::test_gradients_equal_megatrons
 readonly QUICK=(
     tests/test_rooms.py tests/job/test_comparable.py tests/runtime/test_runtime.py tests/runtime/test_device_waits.py
-    tests/schedules/test_layout.py tests/distillation/test_pipe_bd_schedule.py tests/megatron_lm/test_megatron_lm_flags.py
+    tests/schedules/test_layout.py tests/distillation/test_pipe_bd_schedule.py tests/megatron_lm/test_adapter_of_arguments.py
     tests/schedules/test_schedules.py
     "${GRADIENTS}[2 ranks, tied-1f1b]" "${GRADIENTS}[2 ranks, tied-interleaved]" "${GRADIENTS}[2 ranks, tied-zb-h1]"
     "${GRADIENTS}[2 ranks, tied-v-half]"
@@ -64,12 +65,30 @@ everything() {
     say "the browser is $browser"
     checkouts=$(mktemp -d)  # not local: the trap is at the end of the script
     trap 'rm -rf "$checkouts"' EXIT
-    for tag in core_v0.16.1 core_v0.19.0; do
+    local python tag full=(--full)  # with the first alone
+    for python in $(pythons); do
+        tag=$(tag_for "$python")
         git clone --quiet --branch "$tag" "$MEGATRON_LM_PATH" "$checkouts/$tag"
+        MEGATRON_LM_PATH=$checkouts/$tag scripts/test.sh --python "$python" ${full[@]+"${full[@]}"}
+        full=()
     done
-    MEGATRON_LM_PATH=$checkouts/core_v0.16.1 scripts/test.sh --full
     scripts/test.sh --tests-only --faults
-    MEGATRON_LM_PATH=$checkouts/core_v0.19.0 scripts/test.sh --python 3.12
+}
+
+# pythons: prints the versions of Python that there are pins for, such as 3.11, the oldest first.
+pythons() {
+    local file
+    for file in constraints/py3*.txt; do
+        file=${file#constraints/py3}
+        printf '3.%s\n' "${file%.txt}"
+    done | sort -V
+}
+
+# tag_for PYTHON: prints the tag of Megatron-LM whose core is pinned for it, such as core_v0.16.1.
+tag_for() {
+    local core
+    core=$(sed -n 's/^megatron-core==\([0-9]*\.[0-9]*\)\..*/\1/p' "constraints/py${1/./}.txt")
+    basename patches/core_v"$core".*.patch .patch
 }
 
 version=3.11

@@ -9,7 +9,8 @@ from collections.abc import Iterator
 import kept_searches
 import pytest
 from brief_searches import briefly
-from ranks import RankPools
+from rank_process import TRANSFORMER_ENGINE, Kind
+from ranks import RankPool, RankPools
 from texts import prepared
 
 
@@ -70,6 +71,14 @@ def ranks() -> Iterator[RankPools]:
     pools = RankPools()
     yield pools
     pools.close()
+
+
+@pytest.fixture(scope="module")
+def te_pool(ranks: RankPools) -> RankPool:
+    """Two ranks that have Transformer-Engine."""
+    if not (TRANSFORMER_ENGINE / "transformer_engine").is_dir():
+        pytest.skip(f"TRANSFORMER-ENGINE IS NOT TESTED: it is not in {TRANSFORMER_ENGINE}")
+    return ranks(2, Kind.TRANSFORMER_ENGINE)
 
 
 @pytest.fixture(scope="session")

@@ -18,7 +18,7 @@ ROOMS: dict[str, set[str]] = {
     "job": {"schedules"},
     "measured": {"schedules", "job"},
     "runtime": {"schedules"},
-    "megatron_core": {"schedules", "measured", "runtime"},
+    "megatron_core": {"schedules", "job", "measured", "runtime"},
     "megatron_lm": {"schedules", "job", "measured", "runtime", "megatron_core"},
     "planner": {"schedules", "measured"},
     "training": {"schedules", "job", "measured", "runtime", "megatron_core"},

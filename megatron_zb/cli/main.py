@@ -6,12 +6,16 @@ The imports of a command are deferred until it runs, so that Ctrl-C is handled f
 from __future__ import annotations
 
 import argparse
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import TypeAlias
 
 from megatron_zb import __version__
 from megatron_zb.cli.ending import ended
 
+FLAGS_HELP = """\
+Print the arguments of Megatron-LM that describe a model, one word on a line, for scripts. Data and
+parallel sizes are not among them."""
 DOCTOR_HELP = """\
 Say what is installed here, which versions fit, which optional parts are live, and what to do about
 each thing that is missing. Given a Megatron-LM checkout, say also whether it is served, what its
@@ -51,46 +55,51 @@ def parser() -> argparse.ArgumentParser:
     return top
 
 
-def _add_show(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+_Commands: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"
+
+
+def _added(
+    commands: _Commands,
+    name: str,
+    run: Callable[[argparse.Namespace], int | None],
+    summary: str,
+    description: str,
+) -> argparse.ArgumentParser:
+    """Add a command that calls ``run``; the summary stands in the list of all commands."""
+    command = commands.add_parser(
+        name,
+        help=summary,
+        description=description,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    command.set_defaults(command=run)
+    return command
+
+
+def _add_show(commands: _Commands) -> None:
     from megatron_zb import schedules
     from megatron_zb.cli import show
     from megatron_zb.distillation.schedule.pipe_bd import NAME
 
-    command = commands.add_parser(
-        "show",
-        help="draw a schedule and its memory in the terminal, as a picture or as a page",
-        description=show.SHOW_HELP + ", ".join([*schedules.names(), NAME]),
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    command.set_defaults(command=show.show)
-    show.add_show(command)
+    summary = "draw a schedule and its memory in the terminal, as a picture or as a page"
+    description = show.SHOW_HELP + ", ".join([*schedules.names(), NAME])
+    show.add_show(_added(commands, "show", show.show, summary, description))
 
 
-def _add_export(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+def _add_export(commands: _Commands) -> None:
     from megatron_zb import schedules
     from megatron_zb.cli import show
 
-    export = commands.add_parser(
-        "export",
-        help="write a schedule for torch.distributed.pipelining or a trace viewer",
-        description=show.EXPORT_HELP + ", ".join(schedules.names()),
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    export.set_defaults(command=show.export)
-    show.add_export(export)
+    summary = "write a schedule for torch.distributed.pipelining or a trace viewer"
+    description = show.EXPORT_HELP + ", ".join(schedules.names())
+    show.add_export(_added(commands, "export", show.export, summary, description))
 
 
-def _add_plan(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+def _add_plan(commands: _Commands) -> None:
     from megatron_zb.cli import plan as planning
 
-    plan = commands.add_parser(
-        "plan",
-        help="find the fastest schedule for a model and a cluster, and what it costs in memory",
-        description=planning.HELP,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    plan.set_defaults(command=_plan)
-    planning.add_arguments(plan)
+    summary = "find the fastest schedule for a model and a cluster, and what it costs in memory"
+    planning.add_arguments(_added(commands, "plan", _plan, summary, planning.HELP))
 
 
 def _plan(arguments: argparse.Namespace) -> None:
@@ -125,34 +134,19 @@ def _plan(arguments: argparse.Namespace) -> None:
         print(arguments.html)
 
 
-def _add_trace(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+def _add_trace(commands: _Commands) -> None:
     from megatron_zb.cli import trace as tracing
 
-    trace = commands.add_parser(
-        "trace",
-        help="compare a step of a run with what its profile predicts",
-        description=tracing.HELP,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    trace.set_defaults(command=tracing.run)
-    tracing.add_arguments(trace)
+    summary = "compare a step of a run with what its profile predicts"
+    tracing.add_arguments(_added(commands, "trace", tracing.run, summary, tracing.HELP))
 
 
-def _add_flags(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    flags = commands.add_parser(
-        "flags",
-        help="print the arguments of Megatron-LM that describe a model of configs/models",
-        description="Print the arguments of Megatron-LM that describe a model, one word on a line, "
-        "for scripts. Data and parallel sizes are not among them.",
-    )
-    flags.set_defaults(command=_flags)
-    flags.add_argument(
-        "--config",
-        type=Path,
-        required=True,
-        metavar="NAME|FILE",
-        help="the model: a name of configs/models, or a file like those",
-    )
+def _add_flags(commands: _Commands) -> None:
+    from megatron_zb.cli.plan import add_model
+
+    summary = "print the arguments of Megatron-LM that describe a model of configs/models"
+    flags = _added(commands, "flags", _flags, summary, FLAGS_HELP)
+    add_model(flags, required=True)
     what = flags.add_mutually_exclusive_group()
     what.add_argument(
         "--schedule", action="store_true", help="print the model's recommended schedule instead"
@@ -177,25 +171,21 @@ def _flags(arguments: argparse.Namespace) -> None:
         print("\n".join([*model_flags(model), *words]))
 
 
-def _add_doctor(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    doctor = commands.add_parser(
-        "doctor",
-        help="say what is installed, what fits, and what to do about what is missing",
-        description=DOCTOR_HELP,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    doctor.set_defaults(command=_doctor)
+def _add_doctor(commands: _Commands) -> None:
+    summary = "say what is installed, what fits, and what to do about what is missing"
+    doctor = _added(commands, "doctor", _doctor, summary, DOCTOR_HELP)
     doctor.add_argument(
         "checkout", type=Path, nargs="?", metavar="MEGATRON_LM", help="a Megatron-LM checkout"
     )
 
 
 def _doctor(arguments: argparse.Namespace) -> int:
-    from megatron_zb.cli import doctor
+    from megatron_zb.cli.doctor.examine import examine
+    from megatron_zb.cli.doctor.printing import exit_code, print_findings
 
-    findings = doctor.examine(arguments.checkout)
-    doctor.print_findings(findings)
-    return doctor.exit_code(findings)
+    findings = examine(arguments.checkout)
+    print_findings(findings)
+    return exit_code(findings)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

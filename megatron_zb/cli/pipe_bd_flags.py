@@ -14,7 +14,7 @@ from megatron_zb.distillation.schedule.distribution import (
 )
 from megatron_zb.distillation.schedule.pipe_bd import NAME, pipe_bd
 from megatron_zb.errors import UsageError
-from megatron_zb.parsing import seconds
+from megatron_zb.parsing import flag_of, seconds
 from megatron_zb.schedules import Report, Timeline, simulate
 
 _TIMES = {
@@ -75,7 +75,7 @@ def check(arguments: argparse.Namespace) -> None:
         refused = [name for name in _OWN if getattr(arguments, name) is not None]
         said = f"only {NAME} takes it, not {arguments.name}: leave it out"
     if refused:
-        raise UsageError(f"--{refused[0].replace('_', '-')}: {said}")
+        raise UsageError(f"{flag_of(refused[0])}: {said}")
 
 
 def timeline(arguments: argparse.Namespace) -> Timeline:

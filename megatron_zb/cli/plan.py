@@ -50,14 +50,20 @@ docs/validation.md compares predictions with published measurements.
 exit code: 0, or 2 with one sentence if a file, a field or a size is wrong or nothing fits."""
 
 
-def add_arguments(command: argparse.ArgumentParser) -> None:
-    """Add the arguments of ``plan``."""
+def add_model(command: argparse.ArgumentParser, *, required: bool) -> None:
+    """Add the argument that names a model."""
     command.add_argument(
         "--config",
         type=Path,
+        required=required,
         metavar="NAME|FILE",
         help="the model: a name of configs/models, or a file like those",
     )
+
+
+def add_arguments(command: argparse.ArgumentParser) -> None:
+    """Add the arguments of ``plan``."""
+    add_model(command, required=False)
     command.add_argument("--gpus", type=int, metavar="N", help="GPUs of the job")
     _add_measured(command)
     command.add_argument_group("blockwise distillation").add_argument(

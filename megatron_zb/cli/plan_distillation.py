@@ -16,6 +16,7 @@ from megatron_zb.distillation.planning import Job, Row, flags_of, rows
 from megatron_zb.distillation.student import read_student
 from megatron_zb.errors import UsageError
 from megatron_zb.measured.units import GIB, gib
+from megatron_zb.parsing import flag_of
 from megatron_zb.planner.builtin_configs import path_of
 
 # Of other plans, with what they have when they are not given.
@@ -52,7 +53,7 @@ def _read(arguments: argparse.Namespace) -> Job:
     for name, nothing in _OF_OTHERS.items():
         if getattr(arguments, name) != nothing:
             raise UsageError(
-                f"--{name.replace('_', '-')} says nothing about a distillation: leave it out, or "
+                f"{flag_of(name)} says nothing about a distillation: leave it out, or "
                 "leave out --student-config"
             )
     plan, _ = plan_request.read(argparse.Namespace(**{**vars(arguments), "micro_batch_size": None}))

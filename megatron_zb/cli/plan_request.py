@@ -7,6 +7,7 @@ from pathlib import Path
 
 from megatron_zb.errors import UsageError
 from megatron_zb.measured.units import size_in_bytes
+from megatron_zb.parsing import flag_of
 from megatron_zb.planner.builtin_configs import path_of
 from megatron_zb.planner.candidate import Candidate, candidates_of, names_in
 from megatron_zb.planner.device import DeviceConfig, read_device
@@ -84,7 +85,7 @@ def check_only_measured(arguments: argparse.Namespace) -> None:
     for name in _OF_CONFIG:
         if getattr(arguments, name) is not None:
             raise UsageError(
-                f"--{name.replace('_', '-')} cannot be combined with --profile: the run that was "
+                f"{flag_of(name)} cannot be combined with --profile: the run that was "
                 "measured has decided it"
             )
     _whole("--top", arguments.top, 8)
@@ -96,7 +97,7 @@ def _check_given(arguments: argparse.Namespace) -> None:
             raise UsageError(f"--{name} is missing: give, for example, --{name} {example}")
     for name in ("microbatches", "memory_limit"):
         if getattr(arguments, name) is not None:
-            raise UsageError(f"--{name.replace('_', '-')} needs --profile")
+            raise UsageError(f"{flag_of(name)} needs --profile")
 
 
 def _whole(flag: str, value: int, example: int, most: int = 10_000_000) -> int:
@@ -120,7 +121,7 @@ def _check_experts(arguments: argparse.Namespace, model: ModelConfig) -> None:
     for name in ("expert", "expert_tensor"):
         if getattr(arguments, name) is not None and model.experts is None:
             raise UsageError(
-                f"--{name.replace('_', '-')} is for a mixture of experts, and {model.name} has no "
+                f"{flag_of(name)} is for a mixture of experts, and {model.name} has no "
                 "experts: leave it out"
             )
 

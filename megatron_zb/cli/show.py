@@ -11,7 +11,7 @@ from megatron_zb.cli import output_file, pipe_bd_flags
 from megatron_zb.cli.ending import told_if_slow
 from megatron_zb.distillation.schedule.pipe_bd import NAME
 from megatron_zb.errors import UsageError
-from megatron_zb.parsing import positive, seconds
+from megatron_zb.parsing import flag_of, positive, seconds
 from megatron_zb.schedules import interchange
 from megatron_zb.schedules.bounds import lower_bound
 
@@ -271,7 +271,7 @@ def _table(arguments: argparse.Namespace) -> schedules.Schedule:
         raise UsageError("--csv FILE has its own sizes: leave the sizes out")
     for choice in _CHOICES:
         if getattr(arguments, choice) is not None:
-            flag = f"--{choice.replace('_', '-')}"
+            flag = flag_of(choice)
             raise UsageError(f"--csv FILE is a finished schedule: leave {flag} out")
     return interchange.from_csv(arguments.csv)
 

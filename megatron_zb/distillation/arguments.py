@@ -13,8 +13,8 @@ from typing import Any
 from megatron_zb.distillation.flags import BEST, FIRST, parser
 from megatron_zb.distillation.shapes import BlockShape
 from megatron_zb.errors import UsageError
+from megatron_zb.parsing import flag_of
 from megatron_zb.training import arguments, flags
-from megatron_zb.training.arguments import flag
 
 _POSITIVE = ("train_iters", "micro_batch_size", "global_batch_size", "log_interval")
 
@@ -38,7 +38,7 @@ def check(args: argparse.Namespace) -> None:
     """
     for name in _POSITIVE:
         if getattr(args, name) <= 0:
-            raise UsageError(f"{flag(name)} is {getattr(args, name)}: it must be greater than 0")
+            raise UsageError(f"{flag_of(name)} is {getattr(args, name)}: it must be greater than 0")
     if args.run_ahead < 1:
         raise UsageError(f"--run-ahead is {args.run_ahead}: it must be 1 or greater")
     if not Path(args.teacher_load).is_dir():

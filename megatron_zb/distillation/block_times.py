@@ -18,7 +18,7 @@ from megatron_zb.distillation.blocks import rotary, teacher_layer
 from megatron_zb.distillation.schedule.distribution import BlockCosts
 from megatron_zb.distillation.shapes import BlockShape, TeacherShape
 from megatron_zb.distillation.student_block import StudentBlock
-from megatron_zb.runtime.reduce_times import seconds_over_a_link
+from megatron_zb.runtime.link_times import seconds_over_a_link
 
 _REPEATS = 4  # after one that allocates what then stays
 

@@ -18,6 +18,7 @@ from megatron_zb.distillation.stage_blocks import StageBlocks
 from megatron_zb.distillation.student_block import StudentBlock
 from megatron_zb.errors import UsageError
 from megatron_zb.job import data_contents
+from megatron_zb.parsing import flag_of
 from megatron_zb.training.checkpoint import read, write
 from megatron_zb.training.checkpoint_contents import check_contents
 from megatron_zb.training.checkpoint_directory import latest_checkpoint
@@ -70,7 +71,7 @@ def stored_distribution(args: argparse.Namespace, library: Library) -> tuple[Pat
         )
     for name, value in common["settings"].items():
         if getattr(args, name) != value:
-            flag = "--" + name.replace("_", "-")
+            flag = flag_of(name)
             raise UsageError(
                 f"--load: {path} was written with {flag} {value}, this run has "
                 f"{getattr(args, name)}; they must be the same"

@@ -96,25 +96,13 @@ def _add_ranks(parser: argparse.ArgumentParser) -> None:
 
 def _add_training(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("training")
-    group.add_argument("--micro-batch-size", type=int, required=True, metavar="N")
-    group.add_argument(
-        "--global-batch-size",
-        type=int,
-        required=True,
-        metavar="N",
-        help="sequences per step, over all microbatches; a stage on several ranks gives them "
+    flags.add_batches(
+        group,
+        "sequences per iteration, over all microbatches; a stage on several ranks gives them "
         "microbatches in turn",
     )
     group.add_argument(
         "--seq-length", type=int, metavar="N", help="in tokens; default: the teacher's"
-    )
-    group.add_argument("--train-iters", type=int, required=True, metavar="N")
-    group.add_argument(
-        "--exit-interval",
-        type=int,
-        metavar="N",
-        help="stop after a step divisible by N, though the schedules of learning rate and data go "
-        "on to --train-iters",
     )
     flags.add_optimizer(group)
     group.add_argument("--bf16", action="store_true", help="float32 without it")
@@ -123,25 +111,19 @@ def _add_training(parser: argparse.ArgumentParser) -> None:
 def _add_data(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("data and evaluation")
     flags.add_sources(group)
-    group.add_argument(
-        "--eval-iters",
-        type=int,
-        default=0,
-        metavar="N",
-        help="batches of held-out text on which teacher and stitched student are compared at the "
-        "end; default: %(default)s, none",
+    flags.add_evaluation(
+        group,
+        "batches of held-out text on which teacher and stitched student are compared at the end",
     )
 
 
 def _add_checkpoint(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("checkpoints")
-    group.add_argument(
-        "--save",
-        metavar="DIR",
-        help="write a checkpoint of all candidates and their optimizers at the end of the run",
+    flags.add_checkpoints(
+        group,
+        "write a checkpoint of all candidates and their optimizers at the end of the run",
+        "continue from the latest checkpoint there",
     )
-    group.add_argument("--save-interval", type=int, metavar="N", help="and every N steps")
-    group.add_argument("--load", metavar="DIR", help="continue from the latest checkpoint there")
     add_other_data(group)
     group.add_argument(
         "--save-student",
@@ -152,7 +134,4 @@ def _add_checkpoint(parser: argparse.ArgumentParser) -> None:
 
 def _add_log(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("log")
-    group.add_argument(
-        "--log-interval", type=int, default=10, metavar="N", help="steps per line; default: 10"
-    )
-    group.add_argument("--log-file", metavar="PATH", help="also write every line as JSON")
+    flags.add_records(group, interval=10)

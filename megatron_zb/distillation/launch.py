@@ -14,8 +14,7 @@ from megatron_zb.errors import UsageError
 from megatron_zb.job import data_contents
 from megatron_zb.missing import told_if_missing
 from megatron_zb.training import launch as training_launch
-from megatron_zb.training.connections import is_lost_connection
-from megatron_zb.training.environment import Environment
+from megatron_zb.training.processes import Environment, is_lost_connection
 
 if TYPE_CHECKING:
     from megatron_zb.distillation.loop import Job

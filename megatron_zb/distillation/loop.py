@@ -134,7 +134,8 @@ class Run:
         self._device = "cpu" if args.cpu else "cuda"
         self._rank, ranks = dist.get_rank(), dist.get_world_size()
         self._channels = Channels(range(ranks), distribution.placement, self._device)
-        self._progress = Progress(on_gpu=not args.cpu)
+        self._steps = step_by_step(distribution, args.num_microbatches, args.run_ahead)
+        self._progress = Progress(on_gpu=not args.cpu, rules=self._steps.schedule.rules)
         self._watch(dist.PrefixStore("watchdog", store), ranks)
         busy = BusyTime(on_gpu=not args.cpu)
         file = None
@@ -150,7 +151,6 @@ class Run:
             file,
         )
         self._observer = Observers([self._progress, busy])
-        self._steps = step_by_step(distribution, args.num_microbatches, args.run_ahead)
 
     def announce(self, job: Job) -> None:
         """Print the start-up lines of the job."""

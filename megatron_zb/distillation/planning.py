@@ -20,10 +20,11 @@ from megatron_zb.distillation.student import StudentConfig, library
 from megatron_zb.errors import UsageError
 from megatron_zb.measured.units import gib
 from megatron_zb.planner import byte_counts
+from megatron_zb.planner.attention import GroupedAttention
 from megatron_zb.planner.byte_counts import GRADIENT, OPTIMIZER, WEIGHT
 from megatron_zb.planner.device import DeviceConfig
 from megatron_zb.planner.model import ModelConfig
-from megatron_zb.planner.parameters import attention_weights, mlp_weights
+from megatron_zb.planner.parameters import mlp_weights
 from megatron_zb.planner.strategy import Strategy
 from megatron_zb.planner.work import Workload
 
@@ -104,7 +105,7 @@ def block_costs(job: Job) -> BlockCosts:
     links = job.device.collectives
     link = links.in_node if job.gpus <= job.device.node.gpus else links.between_nodes
     stepped = WEIGHT + GRADIENT + 2 * OPTIMIZER
-    whole = attention_weights(job.teacher) + mlp_weights(job.teacher, 0)
+    whole = job.teacher.attention.weights + mlp_weights(job.teacher, 0)
     return BlockCosts.of(
         teacher=teacher,
         student=[sum(of) for of in students],
@@ -140,7 +141,7 @@ def _weights(teacher: ModelConfig, shape: BlockShape) -> int:
     sizes = {"query_groups": shape.num_query_groups, "ffn_hidden_size": shape.ffn_hidden_size}
     model = teacher.model_copy(update=sizes)
     square = teacher.hidden_size**2
-    attention = {"attention": attention_weights(model), "linear": square, "no_op": 0}
+    attention = {"attention": model.attention.weights, "linear": square, "no_op": 0}
     mlp = {"mlp": mlp_weights(model, 0), "linear": square, "no_op": 0}
     return attention[shape.attention] + mlp[shape.mlp]
 
@@ -173,7 +174,7 @@ def _block_by_block(job: Job, costs: BlockCosts) -> Row:
         for block in range(costs.num_blocks)
     )
     taught = (
-        WEIGHT * costs.num_blocks * (attention_weights(job.teacher) + mlp_weights(job.teacher, 0))
+        WEIGHT * costs.num_blocks * (job.teacher.attention.weights + mlp_weights(job.teacher, 0))
     )
     memory = job.memory - _for_blocks(job) + taught + max(costs.memory)
     return Row("data-parallel, block by block", None, seconds, memory)
@@ -185,12 +186,14 @@ def _check(job: Job) -> None:
             f"--global-batch-size {job.global_batch} is not a multiple of --micro-batch-size "
             f"{job.microbatch}: give, for example, --micro-batch-size 1"
         )
-    for name in ("experts", "latent_attention"):
-        if getattr(job.teacher, name) is not None:
-            raise UsageError(
-                f"--student-config: a teacher with {name.replace('_', ' ')} cannot be distilled "
-                "block by block: give a dense one, such as llama3_8b"
-            )
+    attention = job.teacher.attention
+    unlike = [] if job.teacher.experts is None else ["experts"]
+    unlike += [] if isinstance(attention, GroupedAttention) else [attention.name]
+    if unlike:
+        raise UsageError(
+            f"--student-config: a teacher with {unlike[0]} cannot be distilled block by block: "
+            "give a dense one, such as llama3_8b"
+        )
     if _for_blocks(job) <= 0:
         raise UsageError(
             f"a GPU of {job.memory / 2**30:.4g} GiB cannot hold one block's activations: give a "

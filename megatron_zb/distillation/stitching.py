@@ -16,6 +16,7 @@ from megatron_zb.distillation.shapes import BlockShape
 from megatron_zb.distillation.stage_blocks import StageBlocks
 from megatron_zb.distillation.student_block import StudentBlock
 from megatron_zb.errors import UsageError
+from megatron_zb.parsing import flag_of
 from megatron_zb.training.checkpoint import write
 
 _CONTENT = {"singleton_local_shards": False}
@@ -51,7 +52,7 @@ def check_stitchable(args: argparse.Namespace, library: Sequence[Sequence[BlockS
         if getattr(args, name) != needed:
             raise UsageError(
                 f"--save-student: a heterogeneous student cannot be stitched to a uniform "
-                f"checkpoint, and Megatron's heterogeneous layers need --{name.replace('_', '-')} "
+                f"checkpoint, and Megatron's heterogeneous layers need {flag_of(name)} "
                 f"{needed} where this teacher has {getattr(args, name)}: give every block the same "
                 "candidate, with attention and an MLP, or leave --save-student out"
             )

@@ -10,9 +10,7 @@ from pydantic import Field, model_validator
 from megatron_zb.distillation.shapes import AttentionKind, BlockShape, MlpKind, TeacherShape
 from megatron_zb.errors import UsageError
 from megatron_zb.measured import config
-from megatron_zb.measured.config import Section
-
-_MOST = 10_000_000
+from megatron_zb.measured.config import Section, optional_size
 
 
 class Attention(Section):
@@ -21,9 +19,7 @@ class Attention(Section):
     kind: AttentionKind = Field(
         "attention", description="attention, linear or no_op", examples=["linear"]
     )
-    query_groups: int | None = Field(
-        None, gt=0, le=_MOST, description="heads of keys and values", examples=[2]
-    )
+    query_groups: int | None = optional_size("heads of keys and values", 2)
 
     @model_validator(mode="after")
     def _has_heads(self) -> Attention:
@@ -38,9 +34,7 @@ class Mlp(Section):
     """The replacement of a block's MLP."""
 
     kind: MlpKind = Field("mlp", description="mlp, linear or no_op", examples=["linear"])
-    ffn_hidden_size: int | None = Field(
-        None, gt=0, le=_MOST, description="inner size", examples=[256]
-    )
+    ffn_hidden_size: int | None = optional_size("inner size", 256)
     ffn_fraction: float | None = Field(
         None, gt=0, le=1, description="inner size as a part of the teacher's", examples=[0.5]
     )

@@ -12,6 +12,8 @@ from functools import partial
 from pathlib import PurePath
 from typing import Any
 
+from megatron_zb.parsing import flag_of
+
 _ADDRESS = re.compile(r" at 0x[0-9a-fA-F]+")
 
 
@@ -75,7 +77,7 @@ def named_arguments(
     found = {}
     for name, value in vars(args).items():
         if name not in of_rank:
-            flag = "--" + name.replace("_", "-")
+            flag = flag_of(name)
             said = flag if flags is None or flag in flags else name
             found[said] = value is not None if name in local else comparable(value)
     return found

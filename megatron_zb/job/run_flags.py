@@ -7,6 +7,7 @@ from pathlib import Path
 
 from megatron_zb.errors import UsageError
 from megatron_zb.job.data_contents import ALLOW_OTHER_FLAG
+from megatron_zb.parsing import flag_of
 from megatron_zb.schedules import catalog
 from megatron_zb.schedules.placement import Placement, looped, wave
 
@@ -31,6 +32,11 @@ def asks_for_layer_streams(streams: str | None, keeps_places: bool) -> bool:
     return streams == "layer" or (streams != "rank" and not keeps_places)
 
 
+def chooses_schedule(args: argparse.Namespace) -> bool:
+    """Return whether the flags choose a schedule other than Megatron's own."""
+    return args.pipeline_schedule is not None or args.pipeline_schedule_file is not None
+
+
 def check_table_alone(args: argparse.Namespace) -> None:
     """Refuse flags that conflict with ``--pipeline-schedule-file``.
 
@@ -48,8 +54,7 @@ def check_table_alone(args: argparse.Namespace) -> None:
     for name in ("pipeline_placement", "pipeline_schedule_cache"):
         if getattr(args, name) is not None:
             raise UsageError(
-                f"--pipeline-schedule-file is a finished schedule: leave "
-                f"--{name.replace('_', '-')} out"
+                f"--pipeline-schedule-file is a finished schedule: leave {flag_of(name)} out"
             )
 
 
@@ -74,6 +79,27 @@ def placement_of(args: argparse.Namespace) -> Placement | None:
             f"--pipeline-placement {kind} needs --num-virtual-stages-per-pipeline-rank, such as 2"
         )
     return (looped if kind == "loop" else wave)(args.pipeline_model_parallel_size, chunks)
+
+
+def add_schedule(group: argparse._ArgumentGroup, about: str) -> None:
+    """Add the arguments that choose a schedule; ``about`` follows the names of all."""
+    group.add_argument(
+        "--pipeline-schedule",
+        metavar="NAME",
+        help=f"the schedule: {', '.join(catalog.names())}{about}",
+    )
+    group.add_argument(
+        "--pipeline-schedule-file",
+        metavar="CSV",
+        help="run this table instead of a named schedule: compute-only, in the format of "
+        "torch.distributed.pipelining, as `megatron-zb export` writes it",
+    )
+    group.add_argument(
+        "--pipeline-memory-limit",
+        type=float,
+        metavar="X",
+        help="the most activation memory of any rank, as a fraction of 1F1B's, such as 0.5",
+    )
 
 
 def add_run_arguments(group: argparse._ArgumentGroup) -> None:

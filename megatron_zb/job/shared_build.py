@@ -20,9 +20,8 @@ from megatron_zb import __version__
 from megatron_zb.errors import UsageError
 from megatron_zb.job.agreement import compare
 from megatron_zb.schedules import cache, catalog
+from megatron_zb.schedules.catalog import Build
 from megatron_zb.schedules.schedule import Schedule
-
-Build = Callable[..., Schedule]
 
 _LONGEST_SEARCH = 900.0  # seconds; a search of the largest sizes takes minutes without numba
 _TIME_TO_READ = 10.0  # seconds
@@ -177,6 +176,16 @@ def kept(folder: Path, say: Callable[[str], None], build: Build = catalog.build)
         return schedule
 
     return build_or_find
+
+
+def build_with_cache(folder: str | None, rank: int) -> Build:
+    """Return a build function that keeps schedules in a folder, if one is given; rank 0 tells."""
+
+    def say(line: str) -> None:
+        if rank == 0:
+            print(f"megatron_zb: {line}", flush=True)
+
+    return catalog.build if folder is None else kept(Path(folder), say)
 
 
 def _as_flags(values: dict[str, Any]) -> dict[str, Any]:

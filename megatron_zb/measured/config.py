@@ -13,13 +13,26 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import yaml
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from pydantic.fields import FieldInfo
 
 from megatron_zb.errors import UsageError
 
 _LARGEST = 1 << 20  # bytes of a file: a description has a few hundred
 _DEEPEST = 50  # brackets within brackets: a description has three
+
+
+LARGEST_SIZE = 10_000_000
+
+
+def size(description: str, example: int) -> Any:
+    """Define a required field, a whole number of 1 or more."""
+    return Field(gt=0, le=LARGEST_SIZE, description=description, examples=[example])
+
+
+def optional_size(description: str, example: int) -> Any:
+    """Define an optional field, a whole number of 1 or more."""
+    return Field(None, gt=0, le=LARGEST_SIZE, description=description, examples=[example])
 
 
 class Section(BaseModel):

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from functools import lru_cache, partial
+from dataclasses import replace
+from functools import cached_property, lru_cache, partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from megatron.core import parallel_state
@@ -15,15 +16,20 @@ from megatron.core.distributed import finalize_model_grads as _finalize
 from megatron_zb.errors import UsageError
 from megatron_zb.measured.balance import TRANSFER, Balance, Ends, balanced, costs_of
 from megatron_zb.megatron_core import embedding
-from megatron_zb.megatron_core.forward_backward import ForwardBackward
+from megatron_zb.megatron_core.forward_backward import ForwardBackward, Measurement, StepOptions
 from megatron_zb.megatron_core.initialisation import layers_draw_weights
 from megatron_zb.megatron_core.linear import SplitBackward, split_linear_layers
 from megatron_zb.megatron_core.placement import PhysicalPlacement, StageLayout
+from megatron_zb.megatron_core.post_validation import PostValidation
+from megatron_zb.megatron_core.profiling import ITERATIONS
 from megatron_zb.megatron_core.random_streams import LayerStreams
+from megatron_zb.megatron_core.replanning import Replanning
 from megatron_zb.megatron_core.transformer_engine import split_transformer_engine
 from megatron_zb.runtime.activation_memory import ActivationMemory
+from megatron_zb.runtime.groups import GroupOptions
 from megatron_zb.runtime.weight_grad import WeightGradQueue
 from megatron_zb.schedules import catalog, layout
+from megatron_zb.schedules.catalog import Build
 from megatron_zb.schedules.costs import Costs
 from megatron_zb.schedules.layout import Layers, Letters
 from megatron_zb.schedules.passes import PassKind
@@ -31,12 +37,6 @@ from megatron_zb.schedules.placement import Placement, looped, wave
 from megatron_zb.schedules.program.lowering import Program, lower
 from megatron_zb.schedules.schedule import Schedule
 from megatron_zb.schedules.simulator import simulate
-
-if TYPE_CHECKING:
-    from megatron_zb.megatron_core.post_validation import PostValidation
-
-Build = Callable[..., Schedule]
-"""Type of ``schedules.build``, or of a function with the same arguments."""
 
 # For another number of microbatches than a table's: evaluation, or a batch that is ramped up.
 _SUBSTITUTE = "auto"
@@ -71,7 +71,7 @@ class PipelineAdapter:
         """Whether every rank holds the layers that it has in Megatron without a schedule."""
         self._splits = [SplitBackward(WeightGradQueue()) for _ in range(self.chunks)]
         self.program_for = lru_cache(maxsize=16)(self._build_program)
-        self.forward_backward_func = ForwardBackward(self.physical, self.program_for, self._splits)
+        self._step_options = StepOptions()
 
     @classmethod
     def create(
@@ -171,6 +171,15 @@ class PipelineAdapter:
             build=build,
         )
 
+    @cached_property
+    def forward_backward_func(self) -> ForwardBackward:
+        """Replacement of Megatron's ``forward_backward_func``, with the options given until now."""
+        return ForwardBackward(self.physical, self.program_for, self._splits, self._step_options)
+
+    def _with_options(self, **options: Any) -> None:
+        assert "forward_backward_func" not in vars(self), "options come before the function"
+        self._step_options = replace(self._step_options, **options)
+
     @property
     def chunks(self) -> int:
         return self.schedule.placement.chunks
@@ -206,16 +215,15 @@ class PipelineAdapter:
             replicas_differ: data-parallel ranks draw differently (``data_parallel_random_init``).
         """
         streams = LayerStreams(seed, replicas_differ=replicas_differ)
-        self.forward_backward_func.streams = streams
-        self.forward_backward_func.steps_done = steps_done
+        self._with_options(streams=streams, steps_done=steps_done)
 
     @property
     def draws_by_layer(self) -> bool:
-        return self.forward_backward_func.streams is not None
+        return self._step_options.streams is not None
 
     def drawing_weights(self) -> AbstractContextManager[None]:
         """Return the context for Megatron to build a chunk in, with its layers' own streams."""
-        streams = self.forward_backward_func.streams
+        streams = self._step_options.streams
         return nullcontext() if streams is None else layers_draw_weights(streams)
 
     def prepare_model(self, model_chunks: list[Any]) -> None:
@@ -224,7 +232,7 @@ class PipelineAdapter:
         Where layers draw from streams of their own, their forwards choose these from now on.
         """
         embedding.tie(model_chunks)
-        streams = self.forward_backward_func.streams
+        streams = self._step_options.streams
         for chunk, split in zip(model_chunks, self._splits, strict=True):
             if streams is not None:
                 streams.seed_forwards(chunk)
@@ -254,7 +262,11 @@ class PipelineAdapter:
         if seconds is not None and seconds < 0:
             raise UsageError(f"--pipeline-timeout is {seconds:g}: it must be 0 or greater")
         default = 0.9 * 60 * distributed_timeout_minutes
-        self.forward_backward_func.timeout = (default if seconds is None else seconds) or None
+        self._with_options(timeout=(default if seconds is None else seconds) or None)
+
+    def connect_with(self, options: GroupOptions) -> None:
+        """Make the process groups of the messages with these options; before the first step."""
+        self._with_options(group_options=options)
 
     def post_validate(
         self, optimizer: Any, scheduler: Any, chunks: list[Any], *, on_host: bool = False
@@ -264,12 +276,10 @@ class PipelineAdapter:
         Every step has to be followed by one of the scheduler, and ``settle`` has to be called
         before anything else reads weights, gradients or states: see :class:`PostValidation`.
         """
-        from megatron_zb.megatron_core.post_validation import PostValidation
-
         function = self.forward_backward_func
         ranks = function.pipeline_ranks(parallel_state.get_pipeline_model_parallel_group())
         validation = PostValidation(optimizer, scheduler, chunks, ranks, on_host=on_host)
-        function.post_validation = validation
+        function.validate_with(validation)
         return validation
 
     def profile(self, path: Path | None, every: int | None, *, is_named: bool = True) -> None:
@@ -287,9 +297,6 @@ class PipelineAdapter:
         Raises:
             UsageError: ``every`` is less than a profile takes, or there is nothing to tell apart.
         """
-        from megatron_zb.megatron_core.profiling import ITERATIONS
-        from megatron_zb.megatron_core.replanning import Replanning
-
         if every is not None and every <= ITERATIONS:
             raise UsageError(
                 f"--pipeline-replan-every is {every}: a profile takes {ITERATIONS} iterations, so "
@@ -311,9 +318,9 @@ class PipelineAdapter:
                 f"that splits the backward, such as zb-h1 or v-half: {self.schedule.name} does not"
             )
         replanning = Replanning(self, path=path, replan=replan, say=_say_on_first_rank)
-        function = self.forward_backward_func
-        function.start_profiling = partial(replanning.start, every)
-        function.on_measured = replanning.use
+        self._with_options(
+            measurement=Measurement(partial(replanning.start, every), replanning.use)
+        )
 
     def use(self, schedule: Schedule, costs: Costs | None = None) -> None:
         """Switch to another order of passes on the same placement from the next step on."""
@@ -339,13 +346,9 @@ class PipelineAdapter:
         """Predict the seconds of an iteration."""
         return simulate(schedule, costs).seconds(back_to_back=self._back_to_back)
 
-    @property
-    def activation_memory(self) -> ActivationMemory | None:
-        return self.forward_backward_func.activation_memory
-
-    @activation_memory.setter
-    def activation_memory(self, memory: ActivationMemory | None) -> None:
-        self.forward_backward_func.activation_memory = memory
+    def track(self, memory: ActivationMemory | None) -> None:
+        """Count the activations of the steps from the next one on; None to stop."""
+        self.forward_backward_func.track(memory)
 
     @property
     def predicted_bubble_rate(self) -> float:

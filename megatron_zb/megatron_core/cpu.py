@@ -6,8 +6,7 @@ redirects those calls, so that unmodified Megatron trains over gloo on CPU ranks
 debugging and tests; nothing here happens unless it is called, and nothing else in this package
 knows about it.
 
-Serves megatron-core 0.16 to 0.19; `training_loop=True` adds the calls of the training loop of
-Megatron-LM.
+`training_loop=True` adds the calls of Megatron-LM's training loop.
 """
 
 from __future__ import annotations
@@ -128,11 +127,9 @@ def _redirect_training_loop() -> None:
     accelerator.is_available = lambda: False
     _use_compiled_dataset_helpers()
     _redirect_adam()
-    # 0.16 compiles CUDA kernels before anything else
-    with contextlib.suppress(ModuleNotFoundError):
-        from megatron.legacy import fused_kernels
+    from megatron_zb.megatron_core.versions import skip_fused_kernels
 
-        fused_kernels.load = _nothing()
+    skip_fused_kernels()
 
 
 def _use_compiled_dataset_helpers() -> None:

@@ -1,6 +1,6 @@
 """The replacement of Megatron's ``forward_backward_func``.
 
-Serves megatron-core 0.16 to 0.19. The contract is that of
+The contract is that of
 ``megatron.core.pipeline_parallel.schedules``: the same keywords, the same duties, the same result.
 """
 
@@ -24,8 +24,8 @@ from megatron_zb.megatron_core.data_parallel import DataParallelSync, no_grad_sy
 from megatron_zb.megatron_core.linear import SplitBackward
 from megatron_zb.megatron_core.part_marks import marking, reading
 from megatron_zb.megatron_core.placement import PhysicalPlacement
-from megatron_zb.megatron_core.random_streams import LayerStreams, RandomState
-from megatron_zb.megatron_core.redo import Replayed
+from megatron_zb.megatron_core.random_streams import LayerStreams
+from megatron_zb.megatron_core.redo import Start
 from megatron_zb.runtime.activation_memory import ActivationMemory
 from megatron_zb.runtime.autograd_stage import AutogradStage
 from megatron_zb.runtime.channels import Channels
@@ -147,34 +147,38 @@ class Iteration:
     forward_data_store: list[Any] = field(default_factory=list)
 
 
-class _Start:
-    """The state at the start of an iteration, to restart it."""
+@dataclass(frozen=True)
+class Measurement:
+    """Profiling of a job's steps."""
 
-    def __init__(self, iteration: Iteration) -> None:
-        self._iteration = iteration
-        self._random = RandomState()
-        wrapped = [it if it is None else Replayed(it) for it in iteration.data_iterators]
-        self._data = [it for it in wrapped if it is not None]
-        iteration.data_iterators = wrapped
+    start: Callable[[], Profiling]
+    """Function called at the first step of training, when the process groups exist."""
+    use: Callable[[Measured, Iteration], None]
+    """Function called with every complete profile, between two steps."""
 
-    def go_back(self) -> None:
-        self._random.restore()
-        for data in self._data:
-            data.go_back()
-        self._iteration.forward_data_store.clear()
-        self._iteration.total_num_tokens.zero_()
 
-    def forget(self) -> None:
-        for data in self._data:
-            data.go_on()
+@dataclass(frozen=True)
+class StepOptions:
+    """Options of all steps of a job."""
+
+    group_options: GroupOptions = field(default_factory=GroupOptions)
+    """Options for the process groups of the channels."""
+    timeout: float | None = None
+    """Seconds without progress after which a watchdog asks all ranks, and ends a job that has
+    stopped; None for no watchdog.
+    """
+    streams: LayerStreams | None = None
+    """Random streams of the layers; None for one stream of each rank."""
+    steps_done: Callable[[], int] | None = None
+    """Function that returns the steps since the start of training; used with ``streams``."""
+    measurement: Measurement | None = None
 
 
 class ForwardBackward:
     """A pipeline schedule with the calling contract of Megatron's ``forward_backward_func``.
 
     ``program_for(num_microbatches, forward_only, variable_shapes)`` gives the program. The channels
-    to other ranks are created at the first call, which is collective over the job. With
-    ``post_validation``, a step also validates the optimizer's last one where that is still open.
+    to other ranks are created at the first call, which is collective over the job.
     """
 
     def __init__(
@@ -182,32 +186,29 @@ class ForwardBackward:
         physical: PhysicalPlacement,
         program_for: Callable[[int, bool, bool], Program],
         splits: list[SplitBackward],
+        options: StepOptions,
     ) -> None:
         self._physical = physical
         self._program_for = program_for
         self._splits = splits
+        self._options = options
         self._channels: Channels | None = None
         self._headers: Channels | None = None
-        self.group_options = GroupOptions()
-        """Options for the process groups of the channels; set it before the first step."""
         self._buckets: list[BucketReductions | None] = []
         self._cuts: dict[int, tuple[Program, Rollback]] = {}
-        self.activation_memory: ActivationMemory | None = None
-        self.streams: LayerStreams | None = None
-        """Random streams of the layers; None for one stream of each rank."""
-        self.steps_done: Callable[[], int] | None = None
-        """Function that returns the steps since the start of training; used with ``streams``."""
-        self.post_validation: PostValidation | None = None
-        self.start_profiling: Callable[[], Profiling] | None = None
-        """Function called at the first step of training, when the process groups exist."""
-        self.profiling: Profiling | None = None
-        self.on_measured: Callable[[Measured, Iteration], None] | None = None
-        self.timeout: float | None = None
-        """Seconds without progress after which a watchdog asks all ranks, and ends a job that has
-        stopped; set it before the first step.
-        """
+        self._activation_memory: ActivationMemory | None = None
+        self._post_validation: PostValidation | None = None
+        self._profiling: Profiling | None = None
         self._progress = Progress()
         self._watchdog: Watchdog | None = None
+
+    def track(self, memory: ActivationMemory | None) -> None:
+        """Count the activations of the steps from the next one on; None to stop."""
+        self._activation_memory = memory
+
+    def validate_with(self, validation: PostValidation) -> None:
+        """Let every step also validate the optimizer's last one where that is still open."""
+        self._post_validation = validation
 
     def __call__(
         self,
@@ -238,8 +239,8 @@ class ForwardBackward:
         config = get_model_config(chunks[0])
         if not forward_only:
             self._before_training_step(num_microbatches)
-        if self.streams is not None:
-            self.streams.start_step(None if forward_only else self._steps_done())
+        if self._options.streams is not None:
+            self._options.streams.start_step(None if forward_only else self._steps_done())
         variable = bool(config.variable_seq_lengths)
         program = self._program_for(num_microbatches, forward_only, variable)
         refuse_what_is_not_served(config, adjust_tensor_shapes_fn, program.schedule.name)
@@ -259,7 +260,7 @@ class ForwardBackward:
             collect_non_loss_data=collect_non_loss_data,
             first_val_step=first_val_step,
             total_num_tokens=torch.zeros([], dtype=torch.int, device=_device()),
-            streams=self.streams,
+            streams=self._options.streams,
         )
         (shape,) = megatron_schedules.get_tensor_shapes(
             seq_length=seq_length,
@@ -275,8 +276,8 @@ class ForwardBackward:
                 self._run(iteration, program, lambda message: allocate())
             if not forward_only:
                 self._reduce_gradients(iteration, force_all_reduce)
-                if self.profiling is not None:
-                    self.profiling.end_step()
+                if self._profiling is not None:
+                    self._profiling.end_step()
         self._tell_what_was_measured(iteration, allocate)
         return iteration.forward_data_store
 
@@ -305,31 +306,33 @@ class ForwardBackward:
                 self._run_from_cut(iteration, program, logical, stages, transport, allocate)
 
     def _steps_done(self) -> int:
-        assert self.steps_done is not None, "streams of layers need the number of the step"
-        return self.steps_done()
+        steps_done = self._options.steps_done
+        assert steps_done is not None, "streams of layers need the number of the step"
+        return steps_done()
 
     def _before_training_step(self, num_microbatches: int) -> None:
-        if self.start_profiling is not None:
-            self.profiling, self.start_profiling = self.start_profiling(), None
-        if self.profiling is not None:
-            self.profiling.before_step(num_microbatches)
+        if self._options.measurement is None:
+            return
+        if self._profiling is None:
+            self._profiling = self._options.measurement.start()
+        self._profiling.before_step(num_microbatches)
 
     def _observer(self) -> Observer:
-        others = self.profiling.observers if self.profiling is not None else ()
+        others = self._profiling.observers if self._profiling is not None else ()
         return Observers([self._progress, *others]) if others else self._progress
 
     @contextmanager
     def _measuring(self, iteration: Iteration) -> Iterator[None]:
-        if self.profiling is None or iteration.forward_only:
+        if self._profiling is None or iteration.forward_only:
             yield
             return
-        usual = self.activation_memory
+        usual = self._activation_memory
         parameters = (p for chunk in iteration.model for p in chunk.parameters())
         on_gpu = torch.device(_device()).type == "cuda"
         marking = partial(self._marking, iteration)
-        with self.profiling.step(usual, parameters, on_gpu, marking) as self.activation_memory:
+        with self._profiling.step(usual, parameters, on_gpu, marking) as self._activation_memory:
             yield
-        self.activation_memory = usual
+        self._activation_memory = usual
 
     @contextmanager
     def _marking(self, iteration: Iteration, mark: Callable[[str], None]) -> Iterator[None]:
@@ -342,19 +345,19 @@ class ForwardBackward:
     def _tell_what_was_measured(
         self, iteration: Iteration, allocate: Callable[[], torch.Tensor]
     ) -> None:
-        profiling = self.profiling
+        profiling, measurement = self._profiling, self._options.measurement
         if profiling is None or iteration.forward_only or not profiling.is_complete:
             return
         assert self._channels is not None
-        assert self.on_measured is not None
+        assert measurement is not None
         logical = self._physical.logical(iteration.pp_rank)
         channels, placement = self._channels, self._physical.placement
         links = link_times(channels, placement, logical, lambda: allocate().zero_())
         ahead = clock_ahead(channels, placement, logical, _device())
-        self.on_measured(profiling.measured(links, allocate().nbytes, ahead), iteration)
+        measurement.use(profiling.measured(links, allocate().nbytes, ahead), iteration)
 
     def _awaits_validation(self, iteration: Iteration) -> bool:
-        validation = self.post_validation
+        validation = self._post_validation
         if validation is not None and iteration.forward_only:
             validation.settle()
         return validation is not None and validation.is_open
@@ -368,9 +371,10 @@ class ForwardBackward:
         transport: Transport,
         allocate: Callable[[Any], torch.Tensor],
     ) -> None:
-        validation = self.post_validation
+        validation = self._post_validation
         assert validation is not None
-        start = _Start(iteration)
+        start = Start(iteration.data_iterators)
+        iteration.data_iterators = start.data_iterators
 
         def was_right() -> bool:
             right = validation.was_right()
@@ -381,6 +385,8 @@ class ForwardBackward:
         def start_anew() -> None:
             validation.mend()
             start.go_back()
+            iteration.forward_data_store.clear()
+            iteration.total_num_tokens.zero_()
 
         run_from_cut(
             program,
@@ -405,7 +411,7 @@ class ForwardBackward:
         for vp_stage, split in enumerate(self._splits):
             split.hooks_need_gradients = overlaps_grad_reduce(iteration.model[vp_stage])
             stage = MegatronStage(iteration, vp_stage, split)
-            stage.activation_memory = split.queue.activation_memory = self.activation_memory
+            stage.activation_memory = split.queue.activation_memory = self._activation_memory
             if iteration.sync is not None:
                 split.queue.on_gradient = iteration.sync.listener(vp_stage)
             stages[self._physical.stage(iteration.pp_rank, vp_stage)] = stage
@@ -437,7 +443,7 @@ class ForwardBackward:
         if self._channels is None:
             ranks = self.pipeline_ranks(pp_group)
             self._channels = Channels(
-                ranks, self._physical.placement, _device(), options=self.group_options
+                ranks, self._physical.placement, _device(), options=self._options.group_options
             )
             self._watch(ranks)
         return self._channels
@@ -445,11 +451,11 @@ class ForwardBackward:
     def _transport(self, iteration: Iteration) -> Transport:
         pp_group = iteration.pg_collection.pp
         channels = self._connected(pp_group)
-        channels.activation_memory = self.activation_memory
+        channels.activation_memory = self._activation_memory
         if not iteration.config.variable_seq_lengths:
             return channels
         if self._headers is None:
-            ranks, options = self.pipeline_ranks(pp_group), self.group_options
+            ranks, options = self.pipeline_ranks(pp_group), self._options.group_options
             self._headers = Channels(
                 ranks, self._physical.placement, "cpu", backend="gloo", options=options
             )
@@ -457,11 +463,12 @@ class ForwardBackward:
 
     def _watch(self, ranks: list[int]) -> None:
         self._progress = Progress(on_gpu=torch.device(_device()).type == "cuda", phases=PHASES)
-        if self.timeout is not None:
+        timeout = self._options.timeout
+        if timeout is not None:
             me, job = torch.distributed.get_rank(), range(torch.distributed.get_world_size())
             place = Place(ranks.index(me), tuple(ranks), tuple(job))
             store = torch.distributed.PrefixStore("megatron_zb/watchdog", _get_default_store())
-            self._watchdog = Watchdog(self._progress, place, store, self.timeout)
+            self._watchdog = Watchdog(self._progress, place, store, timeout)
 
     def pipeline_ranks(self, pp_group: torch.distributed.ProcessGroup) -> list[int]:
         """Return the global ranks of a pipeline in logical order."""

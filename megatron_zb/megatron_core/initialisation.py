@@ -7,8 +7,6 @@ another placement of layers, or another pipeline size. There are two ways to the
   serves whatever they build; tensor-parallel and expert-parallel ranks draw as Megatron's do.
 - :func:`initialise_by_global_name` draws each weight by itself, seeded by its global name. The
   model is then the same for every tensor-parallel size, too.
-
-Both serve megatron-core 0.16.1 and 0.19.0.
 """
 
 from __future__ import annotations

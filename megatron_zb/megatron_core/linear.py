@@ -1,8 +1,8 @@
 """Megatron's column- and row-parallel linear layers with their backward split.
 
 Each layer's own ``_forward_impl`` is replaced, on the instance, by one that runs Megatron's forward
-unchanged and, while its chunk's queue collects, leaves the weight gradient to W. Serves
-megatron-core 0.16 to 0.19; the output layer and the local experts are such layers too.
+unchanged and, while its chunk's queue collects, leaves the weight gradient to W. The output layer
+and the local experts are such layers too.
 """
 
 from __future__ import annotations

@@ -1,10 +1,12 @@
-"""Replay of the data that a forward has read."""
+"""The start of an iteration, to go back to: random states, and the data that forwards read."""
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
+
+from megatron_zb.megatron_core.random_streams import RandomState
 
 
 class Replayed:
@@ -35,3 +37,23 @@ class Replayed:
     def go_on(self) -> None:
         """Stop recording items, as no return to the start follows."""
         self._seen = None
+
+
+class Start:
+    """The state at the start of an iteration whose chunks read from some iterators, or none."""
+
+    def __init__(self, data_iterators: Sequence[Iterator[Any] | None]) -> None:
+        self._random = RandomState()
+        self.data_iterators = [it if it is None else Replayed(it) for it in data_iterators]
+        """Iterators to read from instead."""
+
+    def go_back(self) -> None:
+        """Draw and read again what has been drawn and read since."""
+        self._random.restore()
+        for data in filter(None, self.data_iterators):
+            data.go_back()
+
+    def forget(self) -> None:
+        """Stop recording, as no return to the start follows."""
+        for data in filter(None, self.data_iterators):
+            data.go_on()

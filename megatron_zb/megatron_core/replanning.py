@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -14,23 +14,41 @@ from megatron_zb.errors import UsageError
 from megatron_zb.measured.profile import Profile, ProfiledModel, write_profile
 from megatron_zb.measured.trace import Trace, of_spans, write_trace
 from megatron_zb.megatron_core.forward_backward import Iteration
+from megatron_zb.megatron_core.placement import PhysicalPlacement
 from megatron_zb.megatron_core.profiling import Held, Measured, Profiling
+from megatron_zb.schedules.costs import Costs
 from megatron_zb.schedules.schedule import Schedule
 from megatron_zb.schedules.search.fusing import fuse_for_free, join_all, split_all
-
-if TYPE_CHECKING:
-    from megatron_zb.megatron_core.adapter import PipelineAdapter
 
 # A schedule that is predicted to save less than this share is not worth another order of passes.
 _WORTH_A_CHANGE = 0.001
 
 
+class Replannable(Protocol):
+    """A job whose schedule can be exchanged for another one on the same placement."""
+
+    schedule: Schedule
+    physical: PhysicalPlacement
+
+    def layers_of(self, stage: int) -> str:
+        """Return the layers of a stage as letters, such as ``Ett``."""
+
+    def use(self, schedule: Schedule, costs: Costs | None = None) -> None:
+        """Switch to another order of passes on the same placement from the next step on."""
+
+    def rebuilt(self, costs: Costs) -> Schedule:
+        """Build the same kind of schedule on the same placement for other costs, on this rank."""
+
+    def seconds(self, schedule: Schedule, costs: Costs) -> float:
+        """Predict the seconds of an iteration."""
+
+
 class Replanning:
-    """Profiling of a job and its use; see :meth:`PipelineAdapter.profile`."""
+    """Profiling of a job and its use; see ``PipelineAdapter.profile``."""
 
     def __init__(
         self,
-        adapter: PipelineAdapter,
+        adapter: Replannable,
         *,
         path: Path | None,
         replan: bool,

@@ -1,7 +1,7 @@
 """Differences between the supported versions of Megatron; the only file that checks versions.
 
-Supported are megatron-core and Megatron-LM 0.16 and 0.19. Importing this file imports no Megatron.
-The requirements on Transformer-Engine are here, too.
+:data:`SERIES` lists the supported ones; each difference is a function below. Importing this file
+imports no Megatron. The requirements on Transformer-Engine are here, too.
 """
 
 from __future__ import annotations
@@ -14,48 +14,54 @@ from importlib import import_module
 from types import ModuleType
 from typing import Any
 
-_SERIES = ((0, 16), (0, 19))
-SUPPORTED = "0.16 and 0.19"
-
 # The first whose linear layers ask a store whether, and with what, to compute a weight gradient
 # later; what they ask and hand over was the same in all versions up to 2.20.
 OLDEST_TRANSFORMER_ENGINE = (2, 3)
 
 
-def is_supported(version: Sequence[int]) -> bool:
-    """Return whether a (major, minor, ...) version is supported."""
-    return tuple(version[:2]) in _SERIES
-
-
 @dataclass(frozen=True)
-class Needs:
-    """Requirements for importing Megatron-LM's training loop, besides megatron-core's own."""
+class Series:
+    """A supported series of versions, and what importing Megatron-LM's training loop requires."""
 
+    number: tuple[int, int]
     python: tuple[int, int]
     packages: tuple[tuple[str, str], ...]
-    """Names of each module, and of the package that holds it."""
+    """Names of each module, and of the package that holds it, besides megatron-core's own."""
+
+    @property
+    def text(self) -> str:
+        return ".".join(map(str, self.number))
 
 
 _COMMON = (("packaging", "packaging"), ("setuptools", "setuptools"), ("triton", "triton"))
-_NEEDS = {
-    (0, 16): Needs(
-        (3, 10),
-        (
-            *_COMMON,
-            ("pydantic", "pydantic"),
-            ("regex", "regex"),
-            ("six", "six"),
-            ("yaml", "pyyaml"),
-        ),
-    ),
-    (0, 19): Needs((3, 12), _COMMON),
-}
+_MORE = (("pydantic", "pydantic"), ("regex", "regex"), ("six", "six"), ("yaml", "pyyaml"))
+
+SERIES = (
+    Series((0, 16), (3, 10), (*_COMMON, *_MORE)),
+    Series((0, 19), (3, 12), _COMMON),
+)
+"""All supported series, the oldest first."""
 
 
-def training_loop_needs(version: Sequence[int]) -> Needs:
-    """Return the unconditional imports of Megatron-LM of a supported version."""
-    major, minor = version[:2]
-    return _NEEDS[major, minor]
+_older, _newest = [series.text for series in SERIES[:-1]], SERIES[-1].text
+SUPPORTED = f"{', '.join(_older)} and {_newest}"
+""":data:`SERIES` in words, such as ``0.16 and 0.19``."""
+
+
+def is_supported(version: Sequence[int]) -> bool:
+    """Return whether a (major, minor, ...) version is supported."""
+    return any(series.number == tuple(version[:2]) for series in SERIES)
+
+
+def oldest_to_install() -> str:
+    """Return the argument of pip install for the oldest supported series of megatron-core."""
+    major, minor = SERIES[0].number
+    return f"megatron-core>={major}.{minor},<{major}.{minor + 1}"
+
+
+def training_loop_needs(version: Sequence[int]) -> Series:
+    """Return the series of a supported version, with what its training loop requires."""
+    return next(series for series in SERIES if series.number == tuple(version[:2]))
 
 
 def transformer_engine_is_supported(version: str) -> bool:
@@ -106,11 +112,29 @@ def process_groups() -> Any:
     return ProcessGroupCollection.use_mpu_process_groups(list(names))
 
 
+WITHOUT_SAMPLE_ENDS = "0.16"
+WHY_NOT_PACKED = (
+    f"Megatron-LM {WITHOUT_SAMPLE_ENDS} does not tell stages between the first and the last where "
+    "samples end, and their attention would go across; use 0.19"
+)
+
+
 def packed_samples_reach_every_stage() -> bool:
     """Return whether ``--sft`` gives sample ends to every stage; in 0.16 only to outer ones."""
     from megatron.core.package_info import MAJOR, MINOR
 
     return (MAJOR, MINOR) >= (0, 17)
+
+
+# The argument that places the layers of a hybrid model: in 0.19, and before.
+HYBRID_PATTERNS = ("hybrid_layer_pattern", "hybrid_override_pattern")
+
+
+def skip_fused_kernels() -> None:
+    """Keep the training loop of 0.16 from compiling CUDA kernels; later versions have none."""
+    with suppress(ModuleNotFoundError):
+        fused_kernels: Any = import_module("megatron.legacy.fused_kernels")
+        fused_kernels.load = lambda *args, **keywords: None
 
 
 def data_parallel_group(pg_collection: Any) -> Any:

@@ -19,6 +19,7 @@ from megatron_zb.megatron_core.forward_backward import NOT_SERVED, WHY_NOT_SHARD
 from megatron_zb.megatron_core.placement import PhysicalPlacement
 from megatron_zb.megatron_core.post_validation import NOT_TAKEN_BACK
 from megatron_zb.megatron_lm import flags
+from megatron_zb.parsing import flag_of
 from megatron_zb.schedules.placement import Placement
 
 
@@ -70,7 +71,17 @@ _NOT_SERVED_FLAGS = (
 
 
 def _not_served(setting: str) -> Conflict:
-    return Conflict(setting, "--" + setting.replace("_", "-"), NOT_SERVED[setting], is_chosen)
+    return Conflict(setting, flag_of(setting), NOT_SERVED[setting], is_chosen)
+
+
+def _hybrid(pattern: str) -> Conflict:
+    return Conflict(
+        pattern,
+        flag_of(pattern),
+        "hybrid models are placed by their own pattern; use a schedule with one chunk per rank, "
+        "such as zb-h1",
+        concerned=Concerned.CHUNKS,
+    )
 
 
 CONFLICTS = (
@@ -118,11 +129,10 @@ CONFLICTS = (
     Conflict(
         "sft",
         "--sft",
-        "Megatron-LM 0.16 does not tell stages between the first and the last where samples end, "
-        "and their attention would go across; use 0.19",
+        versions.WHY_NOT_PACKED,
         concerned=Concerned.INNER_STAGES,
         in_this_version=lambda: not versions.packed_samples_reach_every_stage(),
-        versions="0.16",
+        versions=versions.WITHOUT_SAMPLE_ENDS,
     ),
     Conflict(
         "moe_use_upcycling", "--moe-use-upcycling", "it builds two models on each pipeline rank"
@@ -142,20 +152,7 @@ CONFLICTS = (
         "both copies of the embedding must be made equal when they are built",
         concerned=Concerned.V,
     ),
-    Conflict(
-        "hybrid_layer_pattern",
-        "--hybrid-layer-pattern",
-        "hybrid models are placed by their own pattern; use a schedule with one chunk per rank, "
-        "such as zb-h1",
-        concerned=Concerned.CHUNKS,
-    ),
-    Conflict(
-        "hybrid_override_pattern",
-        "--hybrid-override-pattern",
-        "hybrid models are placed by their own pattern; use a schedule with one chunk per rank, "
-        "such as zb-h1",
-        concerned=Concerned.CHUNKS,
-    ),
+    *map(_hybrid, versions.HYBRID_PATTERNS),
     Conflict(
         "heterogeneous_layers_config_path",
         "--heterogeneous-layers-config-path",
@@ -170,7 +167,7 @@ POST_VALIDATION = "--enable-optimizer-post-validation"
 
 
 def _not_taken_back(argument: str, why: str, flag: str | None = None) -> Conflict:
-    return Conflict(argument, flag or "--" + argument.replace("_", "-"), why)
+    return Conflict(argument, flag or flag_of(argument), why)
 
 
 def _setting_not_taken_back(
@@ -303,17 +300,15 @@ SEGMENTS = (
 
 def _check_segments(args: argparse.Namespace, choice: str, placement: Placement) -> None:
     """Refuse several segments per rank: chunks to Megatron-LM, which the schedule does not have."""
-    for name in HYBRID_PATTERNS:
+    for name in versions.HYBRID_PATTERNS:
         pattern = getattr(args, name, None)
         segments = str(pattern or "").split("/")[0].count("|") + 1
         if segments not in (1, placement.pipeline_size):
             raise UsageError(
-                f"--{name.replace('_', '-')} {pattern} cannot be combined with {choice}: it has "
+                f"{flag_of(name)} {pattern} cannot be combined with {choice}: it has "
                 f"{segments} segments for {placement.pipeline_size} pipeline ranks; {SEGMENTS}"
             )
 
-
-HYBRID_PATTERNS = ("hybrid_layer_pattern", "hybrid_override_pattern")
 
 WHY_NOT_YAML = (
     "its arguments are not checked as the command line's are; give them all on the command line"
@@ -325,9 +320,22 @@ def of_yaml(path: str, choice: str) -> UsageError:
     return UsageError(f"--yaml-cfg {path} cannot be combined with {choice}: {WHY_NOT_YAML}")
 
 
-_PLACED_IN_A_V = ("GPTModel",)
-_DRAWN_BY_LAYER = (*_PLACED_IN_A_V, "BertModel")
-_PLACED = (*_DRAWN_BY_LAYER, "MambaModel", "HybridModel")
+@dataclass(frozen=True)
+class Served:
+    """What has been proven for the models of a class; all run one chunk per rank."""
+
+    in_a_v: bool = False
+    draws_by_layer: bool = False
+    """Whether each layer can draw its weights from random streams of its own."""
+
+
+# By the names of Megatron's classes.
+MODELS = {
+    "GPTModel": Served(in_a_v=True, draws_by_layer=True),
+    "BertModel": Served(draws_by_layer=True),
+    "MambaModel": Served(),
+    "HybridModel": Served(),
+}
 
 
 def check_model(chunk: Any, schedule: str, in_a_v: bool, draws_by_layer: bool) -> None:
@@ -336,19 +344,15 @@ def check_model(chunk: Any, schedule: str, in_a_v: bool, draws_by_layer: bool) -
     Raises:
         UsageError: names the model and those that are supported.
     """
-    classes = {cls.__name__ for cls in type(chunk).__mro__}
-    able = _PLACED_IN_A_V if in_a_v else _PLACED
-    if not classes & set(able):
-        advice = (
-            "use one with one chunk per rank, such as zb-h1"
-            if classes & set(_PLACED)
-            else f"it runs {', '.join(_PLACED)}"
-        )
+    name = type(chunk).__name__
+    served = next((MODELS[c.__name__] for c in type(chunk).__mro__ if c.__name__ in MODELS), None)
+    refused = f"--pipeline-schedule {schedule} cannot run a {name}"
+    if served is None:
+        raise UsageError(f"{refused}: it runs {', '.join(MODELS)}")
+    if in_a_v and not served.in_a_v:
+        raise UsageError(f"{refused}: use one with one chunk per rank, such as zb-h1")
+    if draws_by_layer and not served.draws_by_layer:
         raise UsageError(
-            f"--pipeline-schedule {schedule} cannot run a {type(chunk).__name__}: {advice}"
-        )
-    if draws_by_layer and not classes & set(_DRAWN_BY_LAYER):
-        raise UsageError(
-            f"the layers of a {type(chunk).__name__} cannot draw their weights from random streams "
-            f"of their own: {_RANK_STREAMS}"
+            f"the layers of a {name} cannot draw their weights from random streams of their own: "
+            f"{_RANK_STREAMS}"
         )

@@ -15,6 +15,7 @@ from megatron_zb.job import data_contents
 from megatron_zb.job.comparable import named_arguments
 from megatron_zb.job.data_contents import Record
 from megatron_zb.megatron_core.adapter import PipelineAdapter
+from megatron_zb.parsing import flag_of
 from megatron_zb.schedules import interchange
 
 # The arguments that are not compared: the launcher gives each process its own.
@@ -68,16 +69,16 @@ def of_arguments(args: argparse.Namespace, flags: Collection[str] | None = None)
 
 def of_run(
     args: argparse.Namespace,
-    plan: PipelineAdapter,
+    adapter: PipelineAdapter,
     data: Record,
     environment: Mapping[str, str] = os.environ,
 ) -> dict[str, Any]:
     """Return what the arguments lead to on this host: schedule, packages, contents of files."""
     values: dict[str, Any] = {
-        "the schedule": plan.schedule.name,
-        "a table with the digest": interchange.digest(plan.schedule),
-        "layers placed as": str(plan.layer_layout),
-        "microbatches": plan.schedule.num_microbatches,
+        "the schedule": adapter.schedule.name,
+        "a table with the digest": interchange.digest(adapter.schedule),
+        "layers placed as": str(adapter.layer_layout),
+        "microbatches": adapter.schedule.num_microbatches,
     }
     values |= {f"{package} version": _version(package) for package in _PACKAGES}
     values["megatron_zb version"] = __version__
@@ -90,11 +91,11 @@ def of_run(
 
 def data_of(args: argparse.Namespace) -> Record:
     """Return the record of the training data: data sets, tokenizer and split, by their contents."""
-    blends = {f"--{name.replace('_', '-')}": getattr(args, name, None) for name in _BLENDS}
+    blends = {flag_of(name): getattr(args, name, None) for name in _BLENDS}
     blends |= _listed(args)
     given = {flag: list(words) for flag, words in blends.items() if words}
     settings = {
-        f"--{name.replace('_', '-')}": getattr(args, name)
+        flag_of(name): getattr(args, name)
         for name in _SETTINGS_OF_DATA
         if getattr(args, name, None)
     }
@@ -118,7 +119,7 @@ def _listed(args: argparse.Namespace) -> dict[str, list[str]]:
 
 
 def _paths(args: argparse.Namespace, names: Collection[str]) -> dict[str, str | None]:
-    return {f"--{name.replace('_', '-')}": getattr(args, name, None) for name in names}
+    return {flag_of(name): getattr(args, name, None) for name in names}
 
 
 def _version(package: str) -> str | None:

@@ -5,9 +5,9 @@ from __future__ import annotations
 import argparse
 from collections.abc import Sequence
 
-from megatron_zb import schedules
 from megatron_zb.errors import UsageError
-from megatron_zb.job.run_flags import add_run_arguments
+from megatron_zb.job.run_flags import add_run_arguments, add_schedule
+from megatron_zb.parsing import flag_of
 
 _OLDER = "older zero-bubble arguments"
 
@@ -31,25 +31,12 @@ def _add_schedule(parser: argparse.ArgumentParser) -> None:
         "Without --pipeline-schedule and --pipeline-schedule-file, Megatron's own schedule runs, "
         "untouched.",
     )
-    group.add_argument(
-        "--pipeline-schedule",
-        metavar="NAME",
-        help=f"the schedule: {', '.join(schedules.names())}. Chunks are placed in a V where the "
-        "schedule asks for it; --pipeline-model-parallel-layout then names the layers of every "
-        "stage in model order, and --num-virtual-stages-per-pipeline-rank the chunks of a rank "
-        "where the schedule has the choice",
-    )
-    group.add_argument(
-        "--pipeline-memory-limit",
-        type=float,
-        metavar="X",
-        help="the most activation memory of any rank, as a fraction of 1F1B's, such as 0.5",
-    )
-    group.add_argument(
-        "--pipeline-schedule-file",
-        metavar="CSV",
-        help="run this table instead of a named schedule: compute-only, in the format of "
-        "torch.distributed.pipelining, as `megatron-zb export` writes it",
+    add_schedule(
+        group,
+        ". Chunks are placed in a V where the schedule asks for it; "
+        "--pipeline-model-parallel-layout then names the layers of every stage in model order, and "
+        "--num-virtual-stages-per-pipeline-rank the chunks of a rank where the schedule has the "
+        "choice",
     )
     group.add_argument(
         "--pipeline-layer-layout",
@@ -86,7 +73,7 @@ def _add_older(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--zero-bubble-max-pending-backward", metavar="N")
     group.add_argument("--allow-padding-num-layers", action="store_true")
     for name in _IGNORED_NUMBERS:
-        group.add_argument(f"--{name.replace('_', '-')}", type=int, help="accepted and ignored")
+        group.add_argument(flag_of(name), type=int, help="accepted and ignored")
 
 
 def choice(args: argparse.Namespace) -> str | None:
@@ -95,7 +82,7 @@ def choice(args: argparse.Namespace) -> str | None:
         return f"--pipeline-schedule {args.pipeline_schedule}"
     if args.pipeline_schedule_file is not None:
         return f"--pipeline-schedule-file {args.pipeline_schedule_file}"
-    return next((_flag(name) for name in _CHOOSING if getattr(args, name)), None)
+    return next((flag_of(name) for name in _CHOOSING if getattr(args, name)), None)
 
 
 def choice_in(arguments: Sequence[str]) -> str | None:
@@ -111,7 +98,7 @@ def translate_older(args: argparse.Namespace) -> list[str]:
         UsageError: an older argument contradicts ``--pipeline-schedule``, or is no number.
     """
     given = [name for name in _IGNORED_NUMBERS if getattr(args, name) is not None]
-    lines = [f"{_flag(name)} is ignored" for name in given]
+    lines = [f"{flag_of(name)} is ignored" for name in given]
     if args.allow_padding_num_layers:
         lines.append(
             "--allow-padding-num-layers is ignored: layers that do not divide are always spread, "
@@ -136,7 +123,7 @@ _CHOOSING = (
 
 
 def _translate_schedule(args: argparse.Namespace, older: list[str]) -> str:
-    said = " ".join(map(_flag, older))
+    said = " ".join(map(flag_of, older))
     if args.pipeline_schedule is not None or args.pipeline_schedule_file is not None:
         new = "--pipeline-schedule" if args.pipeline_schedule else "--pipeline-schedule-file"
         raise UsageError(f"{said} and {new} both choose a schedule: leave {said} out")
@@ -163,7 +150,3 @@ def _translate_pending(args: argparse.Namespace) -> None:
     args.pipeline_schedule = "zb-2p" if pending > p else "zb-1p"
     if args.pipeline_memory_limit is None and pending != p and pending < 2 * p:
         args.pipeline_memory_limit = pending / p
-
-
-def _flag(name: str) -> str:
-    return "--" + name.replace("_", "-")

@@ -11,11 +11,16 @@ import inspect
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
+import torch.distributed as dist
+
 from megatron_zb.errors import UsageError
+from megatron_zb.megatron_core.adapter import PipelineAdapter
+from megatron_zb.megatron_core.post_validation import PostValidation
 from megatron_zb.megatron_lm.ending import end_with
-from megatron_zb.megatron_lm.replacing import replace
+from megatron_zb.megatron_lm.replacing import replace, when
 
 # Functions of the training loop that read, store or compare what a step has made, or end the job.
 _READERS = (
@@ -57,80 +62,105 @@ class _HeldLog:
 
 
 class PostValidationHooks:
-    """The hooks and their state in one training run; they do nothing until there is a ``plan``."""
+    """The hooks of one training run; they do nothing until they are enabled."""
 
     def __init__(self) -> None:
-        self.plan: Any = None
-        """Adapter whose optimizer is to be validated later."""
+        self._adapter: PipelineAdapter | None = None
         self._on_host = False
-        self._validation: Any = None
-        self._held: _HeldLog | None = None
-        self._writing: _HeldLog | None = None
-        self._report_memory: bool | None = None
+        self._loop: _ValidatedLoop | None = None
+        """The training loop from its first step on."""
 
-    def enable(self, plan: Any, args: Any) -> None:
-        self.plan = plan
+    def enable(self, adapter: PipelineAdapter, args: Any) -> None:
+        """Validate the steps of the adapter's optimizer later."""
+        self._adapter = adapter
         self._on_host = args.post_validation_snapshot == "host"
 
     def install(self) -> None:
         from megatron.core import num_microbatches_calculator
         from megatron.training import training
 
+        replace(training, "train", self._train)
+        replace(training, "train_step", when(self._not_started, self._start_and_step))
+        validated = partial(when, lambda: self._loop)
         for name in _READERS:
-            replace(training, name, self._settle_first)
-        for name, hook in (
-            ("train", self._train),
-            ("train_step", self._train_step),
-            ("training_log", self._training_log),
-            ("logical_and_across_model_parallel_group", self._from_this_rank),
-            ("reduce_max_stat_across_model_parallel_group", self._from_this_rank),
+            replace(training, name, validated(_ValidatedLoop.settle_first))
+        for module, name, hook in (
+            (training, "training_log", _ValidatedLoop.training_log),
+            (training, "logical_and_across_model_parallel_group", _ValidatedLoop.from_this_rank),
+            (
+                training,
+                "reduce_max_stat_across_model_parallel_group",
+                _ValidatedLoop.from_this_rank,
+            ),
+            (
+                num_microbatches_calculator,
+                "get_num_microbatches",
+                _ValidatedLoop.get_num_microbatches,
+            ),
         ):
-            replace(training, name, hook)
-        replace(num_microbatches_calculator, "get_num_microbatches", self._get_num_microbatches)
+            replace(module, name, validated(hook))
 
-    # --- the loop
+    def _not_started(self) -> PipelineAdapter | None:
+        return self._adapter if self._loop is None else None
 
-    def _train_step(self, original: Any, *args: Any, **keywords: Any) -> Any:
-        if self.plan is not None and self._validation is None:
-            call = inspect.signature(original).bind(*args, **keywords).arguments
-            self._start(call["optimizer"], call["opt_param_scheduler"], call["model"])
-        return original(*args, **keywords)
-
-    def _start(self, optimizer: Any, scheduler: Any, model: list[Any]) -> None:
-        import torch
-
+    def _start_and_step(
+        self, adapter: PipelineAdapter, original: Any, *args: Any, **keywords: Any
+    ) -> Any:
+        call = inspect.signature(original).bind(*args, **keywords).arguments
+        optimizer, scheduler, model = call["optimizer"], call["opt_param_scheduler"], call["model"]
         try:
-            self._validation = self.plan.post_validate(
-                optimizer, scheduler, model, on_host=self._on_host
-            )
+            validation = adapter.post_validate(optimizer, scheduler, model, on_host=self._on_host)
         except UsageError as error:
-            end_with(error, torch.distributed.get_rank())
-        self._tell_size()
-
-    def _from_this_rank(self, original: Any, value: Any, *args: Any, **keywords: Any) -> Any:
-        """Return a flag or number of this rank: it is equal, or still unknown, on all ranks."""
-        return original(value, *args, **keywords) if self._validation is None else value
-
-    def _settle_first(self, original: Any, *args: Any, **keywords: Any) -> Any:
-        self.settle()
+            end_with(error, dist.get_rank())
+        _tell_size(validation.snapshot_nbytes, "host" if self._on_host else "device")
+        self._loop = _ValidatedLoop(validation)
         return original(*args, **keywords)
 
     def _train(self, original: Any, *args: Any, **keywords: Any) -> Any:
         result = original(*args, **keywords)
-        self.settle()
+        if self._loop is not None:
+            self._loop.settle()
         return result
+
+
+def _tell_size(nbytes: int, where: str) -> None:
+    if dist.get_rank() == 0:
+        print(
+            f"megatron_zb: to take a step of the optimizer back, rank 0 keeps {nbytes / 2**20:.1f} "
+            f"MiB in {where} memory",
+            flush=True,
+        )
+
+
+class _ValidatedLoop:
+    """A training loop whose steps are validated later, and logged then."""
+
+    def __init__(self, validation: PostValidation) -> None:
+        self._validation = validation
+        self._held: _HeldLog | None = None
+        self._writing: _HeldLog | None = None
+        self._report_memory: bool | None = None
+
+    # --- the loop
+
+    def from_this_rank(self, original: Any, value: Any, *args: Any, **keywords: Any) -> Any:
+        """Return a flag or number of this rank: it is equal, or still unknown, on all ranks."""
+        return value
+
+    def settle_first(self, original: Any, *args: Any, **keywords: Any) -> Any:
+        """Validate the last step before anything reads what it has made."""
+        self.settle()
+        return original(*args, **keywords)
 
     def settle(self) -> None:
         """Validate the last step now, and log it."""
-        if self._validation is not None:
-            self._validation.settle()
-            self._write_held()
+        self._validation.settle()
+        self._write_held()
 
     # --- the log
 
-    def _training_log(self, original: Any, *args: Any, **keywords: Any) -> Any:
-        if self._validation is None:
-            return original(*args, **keywords)
+    def training_log(self, original: Any, *args: Any, **keywords: Any) -> Any:
+        """Write the line of the step before, and hold that of this one back."""
         from megatron.training import get_args
 
         self._write_held()
@@ -165,6 +195,7 @@ class PostValidationHooks:
         if held is None:
             return
         outcome = self._validation.outcome
+        assert outcome is not None, "a line is held until its step has been validated"
         held.call.arguments.update(
             skipped_iter=int(outcome.skipped),
             grad_norm=outcome.grad_norm,
@@ -194,17 +225,6 @@ class PostValidationHooks:
             self._writing = None
             vars(args).update(now)
 
-    def _get_num_microbatches(self, original: Any) -> Any:
+    def get_num_microbatches(self, original: Any) -> Any:
+        """Return the number of the step whose line is written, if any is."""
         return original() if self._writing is None else self._writing.num_microbatches
-
-    def _tell_size(self) -> None:
-        import torch
-
-        if torch.distributed.get_rank() == 0:
-            mebibytes = self._validation.snapshot_nbytes / 2**20
-            where = "host" if self._on_host else "device"
-            print(
-                f"megatron_zb: to take a step of the optimizer back, rank 0 keeps {mebibytes:.1f} "
-                f"MiB in {where} memory",
-                flush=True,
-            )

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from functools import wraps
-from typing import Any
+from typing import Any, TypeVar
+
+T = TypeVar("T")
 
 _HOLDERS = ("megatron", "__main__")
 
@@ -35,3 +38,18 @@ def replace_method(cls: Any, name: str, hook: Any) -> None:
 
 def replace_static(cls: Any, name: str, hook: Any) -> None:
     setattr(cls, name, staticmethod(hooked(getattr(cls, name), hook)))
+
+
+def when(subject: Callable[[], T | None], method: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a hook that calls the original as long as there is no subject.
+
+    Afterwards it calls ``method(subject, original, ...)``, such as a method of the subject's class.
+    """
+
+    def hook(original: Any, *args: Any, **keywords: Any) -> Any:
+        found = subject()
+        if found is None:
+            return original(*args, **keywords)
+        return method(found, original, *args, **keywords)
+
+    return hook

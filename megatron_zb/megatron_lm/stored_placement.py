@@ -15,7 +15,7 @@ from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
 from megatron_zb.errors import UsageError
 from megatron_zb.megatron_core.adapter import PipelineAdapter
-from megatron_zb.megatron_lm.plan import layers_of
+from megatron_zb.megatron_lm.adapter_of_arguments import layers_of
 from megatron_zb.schedules import layout
 from megatron_zb.schedules.placement import looped
 
@@ -37,16 +37,16 @@ _ABSENT = {
 }
 
 
-def mark(args: argparse.Namespace, plan: PipelineAdapter) -> None:
+def mark(args: argparse.Namespace, adapter: PipelineAdapter) -> None:
     """Store the placement in the arguments, which every checkpoint of the run holds."""
-    setattr(args, _ATTRIBUTE, of_plan(plan))
+    setattr(args, _ATTRIBUTE, of_adapter(adapter))
 
 
-def of_plan(plan: PipelineAdapter) -> str:
+def of_adapter(adapter: PipelineAdapter) -> str:
     """Return a name for the placement; equal names mean equal layers on every rank."""
-    placement = plan.schedule.placement
-    kind = placement.name if plan.physical.mirrored else _STOCK
-    return _name(kind, placement.pipeline_size, plan.chunks, str(plan.layer_layout))
+    placement = adapter.schedule.placement
+    kind = placement.name if adapter.physical.mirrored else _STOCK
+    return _name(kind, placement.pipeline_size, adapter.chunks, str(adapter.layer_layout))
 
 
 def of_stock(args: argparse.Namespace) -> str:
@@ -73,7 +73,7 @@ def _stock_layout(args: argparse.Namespace, ranks: int, chunks: int) -> str:
         return "other layers"
 
 
-def check(loaded: Any, args: argparse.Namespace, plan: PipelineAdapter | None) -> None:
+def check(loaded: Any, args: argparse.Namespace, adapter: PipelineAdapter | None) -> None:
     """Refuse a checkpoint that would be loaded into the wrong layers.
 
     Checkpoints of Megatron's own schedules are left to Megatron when these load them.
@@ -81,7 +81,7 @@ def check(loaded: Any, args: argparse.Namespace, plan: PipelineAdapter | None) -
     Args:
         loaded: the result of Megatron-LM's ``_load_base_checkpoint``: state, name, whether it is
             a release, and the format.
-        plan: None for a run of Megatron's own schedule.
+        adapter: None for a run of Megatron's own schedule.
 
     Raises:
         UsageError: says which flag makes it possible.
@@ -91,10 +91,10 @@ def check(loaded: Any, args: argparse.Namespace, plan: PipelineAdapter | None) -
     if saved_args is None:
         return
     marked = getattr(saved_args, _ATTRIBUTE, None)
-    if plan is None and marked is None:
+    if adapter is None and marked is None:
         return
     saved = marked or of_stock(saved_args)
-    placement = of_stock(args) if plan is None else of_plan(plan)
+    placement = of_stock(args) if adapter is None else of_adapter(adapter)
     if saved == placement:
         return
     if getattr(kind, "name", "") == "LEGACY":

@@ -13,7 +13,6 @@ from dataclasses import dataclass
 
 from megatron_zb.planner.model import ModelConfig
 from megatron_zb.planner.parameters import (
-    attention_weights,
     expert_weights,
     joining_weights,
     mlp_weights,
@@ -122,7 +121,7 @@ def rank_states(load: Workload, layers: Sequence[int], embedding: bool, output: 
     model, strategy = load.model, load.strategy
     experts = model.experts.experts if model.experts else 0
     held = [*layers, *(predicted_layers(model) if output else [])]
-    dense = sum(attention_weights(model) + mlp_weights(model, i) for i in held)
+    dense = sum(model.attention.weights + mlp_weights(model, i) for i in held)
     dense += joining_weights(model) if output else 0
     routed = sum(expert_weights(model, i, experts) for i in held)
     routed_here = routed / (strategy.expert_tensor * strategy.expert)
@@ -150,7 +149,7 @@ def _scores(model: ModelConfig, sequence: int) -> float:
 
 def _stored(model: ModelConfig, index: int, sequence: int) -> float:
     """Count the bytes that F keeps of a token in one layer."""
-    attention = _heads(model) + 2 * _attended(model)
+    attention = 2 * (model.attention.projected + model.attention.attended)
     statistics = 4 * model.attention_heads if model.flash_attention else 0
     mlp = _inner(model, index)
     return _kept(model) + attention + statistics + mlp + _scores(model, sequence)
@@ -173,7 +172,7 @@ def _kept(model: ModelConfig) -> float:
 
 def _needed_by_weight(model: ModelConfig, index: int) -> float:
     """Count the bytes that W needs of a token: inputs of weights and gradients of their outputs."""
-    attention = _heads(model) + 2 * _attended(model)
+    attention = 2 * (model.attention.projected + model.attention.attended)
     return attention + 8 * model.hidden_size + _inner(model, index)
 
 
@@ -182,20 +181,4 @@ def _inputs(model: ModelConfig, index: int) -> float:
     experts = model.experts_in(index)
     inner = model.dense_inner(index) + model.routed_inner(index)
     sent = experts.top_k * model.hidden_size if experts else 0
-    return 2 * (2 * model.hidden_size + _attended(model) + inner + sent)
-
-
-def _heads(model: ModelConfig) -> int:
-    """Count the bytes of a token's queries, keys and values, with what they are projected from."""
-    latent = model.latent_attention
-    if latent is None:
-        return 2 * (model.attention_heads + 2 * model.groups) * model.head
-    query = latent.nope_head_dim + latent.rope_head_dim
-    heads = model.attention_heads * (2 * query + latent.value_head_dim)
-    return 2 * (heads + (latent.query_rank or 0) + latent.kv_rank + latent.rope_head_dim)
-
-
-def _attended(model: ModelConfig) -> int:
-    """Count the elements of a token's attention output."""
-    latent = model.latent_attention
-    return model.attention_heads * (latent.value_head_dim if latent else model.head)
+    return 2 * (2 * model.hidden_size + model.attention.attended + inner + sent)

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from dataclasses import fields, replace
 from typing import Any
 
+from megatron_zb.parsing import flag_of
 from megatron_zb.planner.device import DeviceConfig
 from megatron_zb.planner.model import ModelConfig
 from megatron_zb.planner.strategy import Choices, Strategy, strategies
@@ -50,7 +51,7 @@ def _is_possible(found: Iterator[Strategy]) -> bool:
 
 
 def _flag(name: str) -> str:
-    return _FLAGS.get(name, "--" + name.replace("_", "-"))
+    return _FLAGS.get(name, flag_of(name))
 
 
 def _rest(asked: list[str], name: str) -> str:

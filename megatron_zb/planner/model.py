@@ -3,24 +3,14 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 from pydantic import Field, model_validator
 
 from megatron_zb.measured import config
-from megatron_zb.measured.config import Section
-
-_MOST = 10_000_000
-
-
-def _size(description: str, example: int) -> Any:
-    """Define a required field, a whole number of 1 or more."""
-    return Field(gt=0, le=_MOST, description=description, examples=[example])
-
-
-def _optional(description: str, example: int) -> Any:
-    """Define an optional field, a whole number of 1 or more."""
-    return Field(None, gt=0, le=_MOST, description=description, examples=[example])
+from megatron_zb.measured.config import LARGEST_SIZE, Section, optional_size, size
+from megatron_zb.planner.attention import Attention, GroupedAttention
+from megatron_zb.planner.latent_attention import LatentAttention, LatentHeads
 
 
 class Recommended(Section):
@@ -30,7 +20,7 @@ class Recommended(Section):
         max_length=40, description="name of a schedule, or none", examples=["v-half"]
     )
     why: str = Field(max_length=300, description="one line", examples=["half the memory of 1F1B"])
-    gpus: int | None = _optional("GPUs that it is recommended for", 64)
+    gpus: int | None = optional_size("GPUs that it is recommended for", 64)
     device: str | None = Field(
         None, max_length=80, description="of configs/devices", examples=["h100_sxm"]
     )
@@ -39,8 +29,8 @@ class Recommended(Section):
 class Published(Section):
     """The setup in which figures of this model were published."""
 
-    gpus: int = _size("GPUs", 32)
-    sequence_length: int | None = _optional("tokens of a sample, where it differs", 1024)
+    gpus: int = size("GPUs", 32)
+    sequence_length: int | None = optional_size("tokens of a sample, where it differs", 1024)
 
 
 class RopeScaling(Section):
@@ -62,7 +52,7 @@ class Yarn(Section):
 class Rotary(Section):
     """Rotary position embeddings; without this section, positions are learned."""
 
-    base: int = _size("base of the frequencies", 500000)
+    base: int = size("base of the frequencies", 500000)
     scaling: RopeScaling | None = Field(None, description="stretched as in Llama 3.1")
     yarn: Yarn | None = Field(None, description="stretched by YaRN, with latent attention")
 
@@ -79,8 +69,8 @@ class Router(Section):
     score_function: Literal["softmax", "sigmoid"] = Field(
         "softmax", description="from logits to scores", examples=["sigmoid"]
     )
-    groups: int | None = _optional("groups of experts, of which a token visits some", 8)
-    top_k_groups: int | None = _optional("groups that a token visits", 4)
+    groups: int | None = optional_size("groups of experts, of which a token visits some", 8)
+    top_k_groups: int | None = optional_size("groups that a token visits", 4)
     scaling_factor: float | None = Field(
         None, gt=0, lt=1e6, description="the experts' share is multiplied by it", examples=[2.5]
     )
@@ -115,14 +105,18 @@ class Router(Section):
 class Experts(Section):
     """Mixture of experts: ``top_k`` of them for each token, on top of a shared one."""
 
-    experts: int = _size("experts of a layer", 128)
-    top_k: int = _size("experts that a token visits", 8)
-    ffn_hidden_size: int = _size("inner size of one expert", 768)
+    experts: int = size("experts of a layer", 128)
+    top_k: int = size("experts that a token visits", 8)
+    ffn_hidden_size: int = size("inner size of one expert", 768)
     shared_ffn_hidden_size: int = Field(
-        0, ge=0, le=_MOST, description="inner size of the shared experts together", examples=[2048]
+        0,
+        ge=0,
+        le=LARGEST_SIZE,
+        description="inner size of the shared experts together",
+        examples=[2048],
     )
     dense_layers: int = Field(
-        0, ge=0, le=_MOST, description="first layers with a dense MLP", examples=[3]
+        0, ge=0, le=LARGEST_SIZE, description="first layers with a dense MLP", examples=[3]
     )
     router: Router = Field(
         Router.model_validate({}), description="how a token's experts are chosen"
@@ -143,16 +137,6 @@ class Experts(Section):
         return self
 
 
-class LatentAttention(Section):
-    """Multi-latent attention: queries, keys and values through a narrow projection."""
-
-    query_rank: int | None = _optional("width of the compressed queries, if they are", 1536)
-    kv_rank: int = _size("width of the compressed keys and values", 512)
-    nope_head_dim: int = _size("part of a head without position", 128)
-    rope_head_dim: int = _size("part of a head with position", 64)
-    value_head_dim: int = _size("values of a head", 128)
-
-
 class ModelConfig(Section):
     """A decoder-only transformer; sizes in elements."""
 
@@ -163,11 +147,13 @@ class ModelConfig(Section):
     recommended: Recommended | None = Field(None, description="what to start with")
     published: Published | None = Field(None, description="setup of published figures")
     layers: int = Field(gt=0, le=10_000, description="transformer layers", examples=[32])
-    hidden_size: int = _size("width", 4096)
-    attention_heads: int = _size("heads", 32)
-    query_groups: int | None = _optional("heads of keys and values; the heads if left out", 8)
-    head_dim: int | None = _optional("size of a head; hidden_size / heads if left out", 128)
-    ffn_hidden_size: int | None = _optional("inner size of the MLP; 4 hidden if left out", 14336)
+    hidden_size: int = size("width", 4096)
+    attention_heads: int = size("heads", 32)
+    query_groups: int | None = optional_size("heads of keys and values; the heads if left out", 8)
+    head_dim: int | None = optional_size("size of a head; hidden_size / heads if left out", 128)
+    ffn_hidden_size: int | None = optional_size(
+        "inner size of the MLP; 4 hidden if not given", 14336
+    )
     qk_layernorm: bool = Field(False, description="normed queries and keys", examples=[True])
     gated_mlp: bool = Field(
         False, description="SwiGLU, with RMSNorm and without biases", examples=[True]
@@ -176,7 +162,7 @@ class ModelConfig(Section):
         1e-5, gt=0, lt=1, description="added to the variance in a norm", examples=["1.0e-06"]
     )
     rotary: Rotary | None = Field(None, description="rotary position embeddings")
-    vocabulary: int = _size("rows of the embedding, padded", 128256)
+    vocabulary: int = size("rows of the embedding, padded", 128256)
     tokenizer: str | None = Field(
         None,
         min_length=1,
@@ -185,8 +171,8 @@ class ModelConfig(Section):
         examples=["meta-llama/Meta-Llama-3-8B"],
     )
     tied_embeddings: bool = Field(False, description="output layer is embedding", examples=[False])
-    sequence_length: int = _size("tokens of a sample", 8192)
-    global_batch_size: int = _size("samples of an iteration", 512)
+    sequence_length: int = size("tokens of a sample", 8192)
+    global_batch_size: int = size("samples of an iteration", 512)
     dropout: bool = Field(False, description="dropout is not 0", examples=[False])
     flash_attention: bool = Field(True, description="scores are not stored", examples=[True])
     experts: Experts | None = Field(None, description="mixture of experts")
@@ -246,6 +232,13 @@ class ModelConfig(Section):
     def gates(self) -> int:
         """Products that lead into an MLP."""
         return 2 if self.gated_mlp else 1
+
+    @property
+    def attention(self) -> Attention:
+        """The attention of a layer."""
+        if self.latent_attention is not None:
+            return LatentHeads(self.hidden_size, self.attention_heads, self.latent_attention)
+        return GroupedAttention(self.hidden_size, self.attention_heads, self.groups, self.head)
 
     @property
     def groups(self) -> int:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from megatron_zb.planner.model import Experts, LatentAttention, ModelConfig, Rotary, Router
+from megatron_zb.planner.attention import Attention
+from megatron_zb.planner.model import Experts, ModelConfig, Rotary, Router
 
 
 def model_flags(model: ModelConfig) -> list[str]:
@@ -21,14 +22,13 @@ def model_flags(model: ModelConfig) -> list[str]:
         *("--global-batch-size", str(model.global_batch_size)),
         *("--norm-epsilon", _number(model.norm_epsilon)),
     ]
-    if model.groups != model.attention_heads:
-        words += ["--group-query-attention", "--num-query-groups", str(model.groups)]
+    words += model.attention.flags()
     if model.head_dim is not None:
         words += ["--kv-channels", str(model.head_dim)]
     if model.gated_mlp:
         words += ["--swiglu", "--normalization", "RMSNorm", "--disable-bias-linear"]
     if model.rotary is not None:
-        words += _of_rotary(model.rotary, latent=model.latent_attention is not None)
+        words += _of_rotary(model.rotary, model.attention)
     if model.qk_layernorm:
         words.append("--qk-layernorm")
     if not model.tied_embeddings:
@@ -39,8 +39,6 @@ def model_flags(model: ModelConfig) -> list[str]:
         words += _of_vocabulary(model)
     if model.experts is not None:
         words += _of_experts(model.experts, model.layers)
-    if model.latent_attention is not None:
-        words += _of_latent_attention(model.latent_attention)
     if model.prediction_layers:
         words += ["--mtp-num-layers", str(model.prediction_layers)]
         words += ["--mtp-loss-scaling-factor", _number(model.prediction_loss_scale)]
@@ -65,7 +63,7 @@ def _of_vocabulary(model: ModelConfig) -> list[str]:
     return ["--padded-vocab-size", str(model.vocabulary)]
 
 
-def _of_rotary(rotary: Rotary, *, latent: bool) -> list[str]:
+def _of_rotary(rotary: Rotary, attention: Attention) -> list[str]:
     words = ["--position-embedding-type", "rope", "--rotary-base", str(rotary.base)]
     if rotary.scaling is not None:
         words += ["--use-rope-scaling", "--rope-scaling-factor", _number(rotary.scaling.factor)]
@@ -74,8 +72,8 @@ def _of_rotary(rotary: Rotary, *, latent: bool) -> list[str]:
         words += ["--rotary-scaling-factor", _number(rotary.yarn.factor)]
         words += ["--mscale", _number(rotary.yarn.mscale)]
         words += ["--mscale-all-dim", _number(rotary.yarn.mscale_all_dim)]
-    elif latent:
-        words += ["--rope-type", "rope", "--no-rope-fusion"]  # it is for YaRN alone
+    else:
+        words += attention.rotary_flags()
     return words
 
 
@@ -111,17 +109,4 @@ def _of_router(router: Router) -> list[str]:
     if router.bias_update_rate is not None:
         words.append("--moe-router-enable-expert-bias")
         words += ["--moe-router-bias-update-rate", _number(router.bias_update_rate)]
-    return words
-
-
-def _of_latent_attention(attention: LatentAttention) -> list[str]:
-    words = [
-        "--multi-latent-attention",
-        *("--kv-lora-rank", str(attention.kv_rank)),
-        *("--qk-head-dim", str(attention.nope_head_dim)),
-        *("--qk-pos-emb-head-dim", str(attention.rope_head_dim)),
-        *("--v-head-dim", str(attention.value_head_dim)),
-    ]
-    if attention.query_rank is not None:
-        words += ["--q-lora-rank", str(attention.query_rank)]
     return words

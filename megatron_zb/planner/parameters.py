@@ -5,21 +5,6 @@ from __future__ import annotations
 from megatron_zb.planner.model import ModelConfig
 
 
-def attention_weights(model: ModelConfig) -> int:
-    """Count the weights of the attention of one layer."""
-    hidden, heads = model.hidden_size, model.attention_heads
-    latent = model.latent_attention
-    if latent is None:
-        queries_and_out = 2 * hidden * heads * model.head
-        return queries_and_out + 2 * hidden * model.groups * model.head
-    wide = heads * (latent.nope_head_dim + latent.rope_head_dim)
-    rank = latent.query_rank
-    queries = hidden * wide if rank is None else rank * (hidden + wide)
-    down = hidden * (latent.kv_rank + latent.rope_head_dim)
-    up = latent.kv_rank * heads * (latent.nope_head_dim + latent.value_head_dim)
-    return queries + down + up + heads * latent.value_head_dim * hidden
-
-
 def mlp_weights(model: ModelConfig, index: int) -> int:
     """Count the weights that every token visits: a dense MLP, or shared experts and the router."""
     dense = (model.gates + 1) * model.hidden_size * model.dense_inner(index)
@@ -49,7 +34,7 @@ def all_weights(model: ModelConfig) -> int:
     """Count the weights of the whole model."""
     experts = model.experts.experts if model.experts else 0
     layers = sum(
-        attention_weights(model) + mlp_weights(model, index) + expert_weights(model, index, experts)
+        model.attention.weights + mlp_weights(model, index) + expert_weights(model, index, experts)
         for index in [*range(model.layers), *predicted_layers(model)]
     )
     layers += joining_weights(model)

@@ -142,10 +142,8 @@ def _divisors(whole: int) -> tuple[int, ...]:
 def _tensor(
     model: ModelConfig, device: DeviceConfig, gpus: int, asked: tuple[int, ...] | None
 ) -> tuple[int, ...]:
-    """Return the TP sizes within a node that divide heads, groups, the MLP and the vocabulary."""
-    inner = [model.ffn, model.attention_heads, model.vocabulary]
-    if model.latent_attention is None:
-        inner.append(model.groups)
+    """Return the TP sizes within a node that divide the attention, the MLP and the vocabulary."""
+    inner = [model.ffn, model.vocabulary, *model.attention.divided]
     return tuple(
         t
         for t in (asked or _divisors(device.node.gpus))

@@ -28,7 +28,6 @@ from dataclasses import dataclass
 from megatron_zb.planner.device import DeviceConfig, Rate
 from megatron_zb.planner.model import ModelConfig
 from megatron_zb.planner.parameters import (
-    attention_weights,
     expert_weights,
     joining_weights,
     mlp_weights,
@@ -162,7 +161,7 @@ class Workload:
     def _products(self, index: int) -> Work:
         model = self.model
         experts = expert_weights(model, index, model.experts.top_k) if model.experts else 0
-        found = self._weights(attention_weights(model) + mlp_weights(model, index) + experts)
+        found = self._weights(model.attention.weights + mlp_weights(model, index) + experts)
         return found + self._casts(index)
 
     def _weights(self, weights: int) -> Work:
@@ -275,29 +274,16 @@ class Workload:
         near = strategy.tensor * ranks <= self.device.node.gpus
         links = self.device.collectives
         link = links.in_node if near else links.between_nodes
-        step = link.seconds(2 * self.tokens * kept_heads(model) / strategy.tensor)
+        step = link.seconds(2 * self.tokens * model.attention.kept / strategy.tensor)
         scores = self._scores()
         forward = (ranks - 1) * max(0.0, step - scores.forward / ranks)
         backward = (ranks - 1) * max(0.0, 2 * step - scores.backward / ranks)
         return Work(forward, backward)
 
 
-def kept_heads(model: ModelConfig) -> int:
-    """Count the elements of the keys and the values of one token."""
-    latent = model.latent_attention
-    if latent is None:
-        return 2 * model.groups * model.head
-    wide = latent.nope_head_dim + latent.rope_head_dim + latent.value_head_dim
-    return model.attention_heads * wide
-
-
 def attention_flops(model: ModelConfig, tokens: int, sequence: int) -> float:
     """Count the FLOPs of the products with all scores of a layer in F, masked ones included."""
-    latent = model.latent_attention
-    wide = 2 * model.head
-    if latent is not None:
-        wide = latent.nope_head_dim + latent.rope_head_dim + latent.value_head_dim
-    return 2.0 * tokens * sequence * model.attention_heads * wide
+    return 2.0 * tokens * sequence * model.attention_heads * model.attention.score_width
 
 
 def model_flops(
@@ -312,7 +298,7 @@ def model_flops(
     predicted = predicted_layers(model)
     for index in [*range(model.layers), *predicted]:
         experts = expert_weights(model, index, model.experts.top_k) if model.experts else 0
-        per_token += 2 * (attention_weights(model) + mlp_weights(model, index) + experts)
+        per_token += 2 * (model.attention.weights + mlp_weights(model, index) + experts)
     per_token += 2 * joining_weights(model)
     per_token += 2 * model.hidden_size * model.vocabulary * (1 + len(predicted))
     scores = (model.layers + len(predicted)) * attention_flops(model, tokens, sequence)

@@ -1,4 +1,4 @@
-"""Measurement of the time of a message from one pipeline rank to another."""
+"""Measurement of links: the seconds of a message, and of a sum over all ranks."""
 
 from __future__ import annotations
 
@@ -6,12 +6,14 @@ import time
 from collections.abc import Callable
 
 import torch
+import torch.distributed as dist
 
 from megatron_zb.runtime.channels import Channels, channels_of
 from megatron_zb.schedules.passes import Channel, Message
 from megatron_zb.schedules.placement import Placement
 
 _ROUNDS = 5
+_SUMS = 4
 
 
 def link_times(
@@ -101,3 +103,27 @@ def _finished(tensor: torch.Tensor) -> torch.Tensor:
     if tensor.is_cuda:
         torch.cuda.current_stream(tensor.device).synchronize()
     return tensor
+
+
+def seconds_over_a_link(numbers: int, device: torch.device | str | int) -> float:
+    """Measure the seconds for ``numbers`` float32 values to pass a link once; equal on all ranks.
+
+    Collective over all ranks of the job: they are summed over all of them a few times, and the
+    fastest counts. A ring over k ranks sends 2(k-1)/k of them over each link. 0 for one rank.
+    """
+    ranks = dist.get_world_size()
+    if ranks == 1 or numbers == 0:
+        return 0.0
+    tensor = torch.zeros(numbers, device=device)
+    taken = torch.tensor([_seconds_to_sum(tensor) for _ in range(_SUMS)], device=device)
+    dist.all_reduce(taken, op=dist.ReduceOp.MAX)
+    return float(taken.min()) * ranks / (2 * (ranks - 1))
+
+
+def _seconds_to_sum(tensor: torch.Tensor) -> float:
+    dist.barrier()
+    began = time.perf_counter()
+    dist.all_reduce(tensor)
+    if tensor.is_cuda:
+        torch.cuda.current_stream(tensor.device).synchronize()  # which waits for the sum
+    return time.perf_counter() - began

@@ -15,8 +15,9 @@ from megatron_zb import schedules
 from megatron_zb.runtime.channels import Channels
 from megatron_zb.runtime.executor import run_program
 from megatron_zb.runtime.link_times import link_times
-from megatron_zb.runtime.synthetic import SyntheticStage
 from megatron_zb.runtime.watchdog.progress import Progress
+from megatron_zb.schedules.costs import StageCosts
+from megatron_zb.schedules.passes import Pass, PassKind
 from megatron_zb.schedules.placement import v_shape
 
 
@@ -51,6 +52,37 @@ def seconds_of_link(rank: int, ranks: int) -> float:
     total = torch.tensor([sum(links.values()), float(len(links))], dtype=torch.float64)
     dist.all_reduce(total)
     return float(total[0] / total[1])
+
+
+class SyntheticStage:
+    """A stage that sleeps for the seconds of F, B, W and BW and sends messages without content."""
+
+    def __init__(self, stage: int, costs: StageCosts) -> None:
+        self._stage, self._costs = stage, costs
+        self._is_last = stage == len(costs.forward) - 1
+        self._is_first = stage == 0
+        self._payload = torch.zeros(64)
+
+    def forward(self, microbatch: int, activation: torch.Tensor | None) -> torch.Tensor | None:
+        self._sleep(PassKind.F, microbatch)
+        return None if self._is_last else self._payload
+
+    def backward_input(self, microbatch: int, gradient: torch.Tensor | None) -> torch.Tensor | None:
+        self._sleep(PassKind.B, microbatch)
+        return None if self._is_first else self._payload
+
+    def backward_weight(self, microbatch: int) -> None:
+        self._sleep(PassKind.W, microbatch)
+
+    def backward(self, microbatch: int, gradient: torch.Tensor | None) -> torch.Tensor | None:
+        self._sleep(PassKind.BW, microbatch)
+        return None if self._is_first else self._payload
+
+    def _sleep(self, kind: PassKind, microbatch: int) -> None:
+        time.sleep(self._costs.duration(Pass(kind, self._stage, microbatch)))
+
+    def reset(self) -> None:
+        """Do nothing: there is nothing to forget."""
 
 
 class Steps:

@@ -308,6 +308,10 @@ def family(name: str) -> Family:
     return found
 
 
+Build: TypeAlias = Callable[..., Schedule]
+"""Type of :func:`build`, or of a function with the same arguments."""
+
+
 def build(
     name: str,
     *,

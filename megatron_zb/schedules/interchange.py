@@ -234,6 +234,7 @@ _TRACE_COLOUR = {
     PassKind.S: "rail_animation",
     PassKind.U: "good",
 }
+_OTHER_COLOUR = "generic_work"
 
 
 def to_chrome_trace(timelines: Timeline | Mapping[str, Timeline]) -> str:
@@ -272,7 +273,7 @@ def _pass_events(timeline: Timeline, rank: int) -> Iterator[dict[str, Any]]:
             "tid": rank,
             "name": str(p),
             "cat": p.kind.value,
-            "cname": _TRACE_COLOUR[p.kind],
+            "cname": _TRACE_COLOUR.get(p.kind, _OTHER_COLOUR),
             "ts": start * 1e6,
             "dur": (end - start) * 1e6,
             "args": {

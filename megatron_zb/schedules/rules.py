@@ -14,7 +14,7 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, ClassVar, NamedTuple, TypeAlias
 
 from megatron_zb.schedules.costs import StageCosts
-from megatron_zb.schedules.passes import Message, Pass, PassKind
+from megatron_zb.schedules.passes import Channel, Message, Pass, PassKind
 from megatron_zb.schedules.placement import Placement
 
 if TYPE_CHECKING:
@@ -91,9 +91,26 @@ class Rules(ABC):
         """
         return None
 
+    def pass_in_words(self, p: Pass) -> str:
+        """Describe a pass, such as ``F of stage 1, microbatch 3``."""
+        return f"{p.kind.name} of stage {p.stage}, microbatch {p.microbatch}"
+
+    def awaited_in_words(self, channel: Channel, message: Message) -> str:
+        """Describe a message to a rank that waits for it: what comes, and from which rank."""
+        kind = "the gradient" if message.is_gradient else "the activation"
+        return (
+            f"{kind} for stage {message.stage}, microbatch {message.microbatch}, "
+            f"from {rank_in_words(channel.source)}"
+        )
+
     def sizes_in_words(self, schedule: Schedule) -> str:
         """Describe the amount of work of a schedule."""
         return f"{schedule.num_microbatches} microbatches"
+
+
+def rank_in_words(rank: int) -> str:
+    """Name a rank of the schedule to users, who know the ranks of the job."""
+    return f"pipeline rank {rank} in schedule order"
 
 
 @dataclass(frozen=True)

@@ -16,6 +16,7 @@ from megatron_zb.errors import UsageError
 from megatron_zb.job import data_contents
 from megatron_zb.job.data_contents import Record
 from megatron_zb.job.run_flags import AUTO_LAYOUT, LAYOUT_FLAG, asks_for_balance, check_table_alone
+from megatron_zb.parsing import flag_of
 from megatron_zb.schedules import catalog
 from megatron_zb.training.checkpoint_directory import latest_checkpoint
 from megatron_zb.training.flags import parser
@@ -105,19 +106,14 @@ _NOT_NEGATIVE = (
 )
 
 
-def flag(name: str) -> str:
-    """Return the flag of an argument's name: `--train-iters` of `train_iters`."""
-    return "--" + name.replace("_", "-")
-
-
 def _check_positive(args: argparse.Namespace, world_size: int) -> None:
     for name in _POSITIVE:
         value = getattr(args, name)
         if value is not None and value <= 0:
-            raise UsageError(f"{flag(name)} is {value}: it must be greater than 0")
+            raise UsageError(f"{flag_of(name)} is {value}: it must be greater than 0")
     for name in _NOT_NEGATIVE:
         if getattr(args, name) < 0:
-            raise UsageError(f"{flag(name)} is {getattr(args, name)}: it must be 0 or greater")
+            raise UsageError(f"{flag_of(name)} is {getattr(args, name)}: it must be 0 or greater")
 
 
 def _check_model(args: argparse.Namespace, world_size: int) -> None:
@@ -145,7 +141,7 @@ def _check_divides(args: argparse.Namespace, divisor: str, dividend: str) -> Non
     small, large = getattr(args, divisor), getattr(args, dividend)
     if large % small:
         raise UsageError(
-            f"{flag(dividend)} {large} is not a multiple of {flag(divisor)} {small}: "
+            f"{flag_of(dividend)} {large} is not a multiple of {flag_of(divisor)} {small}: "
             f"{large - large % small or small} or {large + small - large % small} would be"
         )
 
@@ -225,7 +221,7 @@ def _check_schedule(args: argparse.Namespace, world_size: int) -> None:
             "num_virtual_stages_per_pipeline_rank",
         ):
             if getattr(args, name) is not None:
-                raise UsageError(f"{flag(name)} needs --pipeline-schedule")
+                raise UsageError(f"{flag_of(name)} needs --pipeline-schedule")
         _check_stock_layers(args, size)
         return
     chosen = _chosen_schedule(args)
@@ -307,7 +303,7 @@ def _check_recompute(args: argparse.Namespace, world_size: int) -> None:
                 "--recompute-granularity full needs --recompute-method and --recompute-num-layers"
             )
     elif given:
-        raise UsageError(f"{flag(given[0])} needs --recompute-granularity full")
+        raise UsageError(f"{flag_of(given[0])} needs --recompute-granularity full")
 
 
 def data_prefixes(args: argparse.Namespace) -> tuple[list[str], list[float] | None]:
@@ -346,4 +342,6 @@ def _check_can_be_made(name: str, path: Any) -> None:
     place = Path(path).absolute() if name == "save" else Path(path).absolute().parent
     place = next(parent for parent in (place, *place.parents) if parent.exists())
     if not place.is_dir() or not os.access(place, os.W_OK):
-        raise UsageError(f"{flag(name)} {path}: {place} is not a directory that can be written to")
+        raise UsageError(
+            f"{flag_of(name)} {path}: {place} is not a directory that can be written to"
+        )

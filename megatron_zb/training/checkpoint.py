@@ -26,6 +26,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from megatron_zb.errors import UsageError
 from megatron_zb.job import data_contents
+from megatron_zb.parsing import flag_of
 from megatron_zb.training.checkpoint_contents import check_contents
 from megatron_zb.training.checkpoint_directory import (
     TRACKER,
@@ -33,9 +34,8 @@ from megatron_zb.training.checkpoint_directory import (
     latest_checkpoint,
     set_latest,
 )
-from megatron_zb.training.connections import is_lost_connection
-from megatron_zb.training.helper_process import end_with
 from megatron_zb.training.model import Trainee
+from megatron_zb.training.processes import end_with, is_lost_connection
 
 # Arguments that make a model what it is: a checkpoint fits only a model that agrees on them.
 _MODEL = (
@@ -247,7 +247,7 @@ def check_checkpoint(args: argparse.Namespace) -> tuple[Path, dict[str, Any]]:
     for name in (*_MODEL, *optimizer):
         mine = getattr(args, name)
         if saved.get(name) != mine:
-            flag = "--" + name.replace("_", "-")
+            flag = flag_of(name)
             raise UsageError(
                 f"--load: {path} was written with {flag} {saved.get(name)}, this run has {mine}; "
                 "they must be the same"

@@ -7,9 +7,8 @@ from __future__ import annotations
 
 import argparse
 
-from megatron_zb.job.run_flags import add_run_arguments
+from megatron_zb.job.run_flags import add_run_arguments, add_schedule
 from megatron_zb.parsing import Parser
-from megatron_zb.schedules import catalog
 
 _DESCRIPTION = """\
 Train a GPT model with megatron-core, with one of this package's pipeline schedules or with
@@ -50,23 +49,7 @@ def parser() -> Parser:
 
 def _add_pipeline(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("pipeline schedule")
-    group.add_argument(
-        "--pipeline-schedule",
-        metavar="NAME",
-        help=f"{', '.join(catalog.names())}; without it, Megatron's own 1F1B runs, untouched",
-    )
-    group.add_argument(
-        "--pipeline-schedule-file",
-        metavar="CSV",
-        help="run this table instead of a named schedule: compute-only, in the format of "
-        "torch.distributed.pipelining, as `megatron-zb export` writes it",
-    )
-    group.add_argument(
-        "--pipeline-memory-limit",
-        type=float,
-        metavar="X",
-        help="the most activation memory a rank may hold, as a fraction of 1F1B's",
-    )
+    add_schedule(group, "; without it, Megatron's own 1F1B runs, untouched")
     group.add_argument(
         "--num-virtual-stages-per-pipeline-rank",
         type=int,
@@ -152,14 +135,19 @@ def _add_model(parser: argparse.ArgumentParser) -> None:
 
 def _add_training(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("training")
-    group.add_argument("--micro-batch-size", type=int, required=True, metavar="N")
+    add_batches(group, "sequences per iteration, over all microbatches and data-parallel ranks")
+    add_optimizer(group)
     group.add_argument(
-        "--global-batch-size",
-        type=int,
-        required=True,
-        metavar="N",
-        help="sequences per iteration, over all microbatches and data-parallel ranks",
+        "--calculate-per-token-loss",
+        action="store_true",
+        help="average the gradient over all tokens of the batch instead of per microbatch",
     )
+
+
+def add_batches(group: argparse._ArgumentGroup, about: str) -> None:
+    """Add the flags of batches and their number; ``about`` describes the global batch size."""
+    group.add_argument("--micro-batch-size", type=int, required=True, metavar="N")
+    group.add_argument("--global-batch-size", type=int, required=True, metavar="N", help=about)
     group.add_argument("--train-iters", type=int, required=True, metavar="N")
     group.add_argument(
         "--exit-interval",
@@ -167,12 +155,6 @@ def _add_training(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         help="stop after an iteration divisible by N, though the schedules of learning rate and "
         "data go on to --train-iters",
-    )
-    add_optimizer(group)
-    group.add_argument(
-        "--calculate-per-token-loss",
-        action="store_true",
-        help="average the gradient over all tokens of the batch instead of per microbatch",
     )
 
 
@@ -243,15 +225,20 @@ def _add_data(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         help="evaluate every N iterations, always on the same sequences; default: %(default)s",
     )
+    add_evaluation(group, "batches of --global-batch-size per evaluation")
+    group.add_argument(
+        "--skip-train", action="store_true", help="evaluate once and end, without training"
+    )
+
+
+def add_evaluation(group: argparse._ArgumentGroup, about: str) -> None:
+    """Add the flag of an evaluation's batches; ``about`` says what they are for."""
     group.add_argument(
         "--eval-iters",
         type=int,
         default=0,
         metavar="N",
-        help="batches of --global-batch-size per evaluation; default: %(default)s, none",
-    )
-    group.add_argument(
-        "--skip-train", action="store_true", help="evaluate once and end, without training"
+        help=f"{about}; default: %(default)s, none",
     )
 
 
@@ -310,13 +297,11 @@ def _add_recompute(parser: argparse.ArgumentParser) -> None:
 
 def _add_checkpoint(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("checkpoints")
-    group.add_argument("--save", metavar="DIR", help="write a checkpoint at the end of the run")
-    group.add_argument("--save-interval", type=int, metavar="N", help="and every N iterations")
-    group.add_argument(
-        "--load",
-        metavar="DIR",
-        help="continue from the latest checkpoint there, which may have been written under "
-        "another schedule or number of ranks",
+    add_checkpoints(
+        group,
+        "write a checkpoint at the end of the run",
+        "continue from the latest checkpoint there, which may have been written under another "
+        "schedule or number of ranks",
     )
     group.add_argument(
         "--finetune",
@@ -325,14 +310,28 @@ def _add_checkpoint(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def add_checkpoints(group: argparse._ArgumentGroup, save: str, load: str) -> None:
+    """Add the flags of checkpoints that are written, and of one that is read."""
+    group.add_argument("--save", metavar="DIR", help=save)
+    group.add_argument("--save-interval", type=int, metavar="N", help="and every N iterations")
+    group.add_argument("--load", metavar="DIR", help=load)
+
+
+def add_records(group: argparse._ArgumentGroup, *, interval: int) -> None:
+    """Add the flags of the log, with its default interval."""
+    group.add_argument(
+        "--log-interval",
+        type=int,
+        default=interval,
+        metavar="N",
+        help="iterations per printed line; default: %(default)s",
+    )
+    group.add_argument("--log-file", metavar="PATH", help="also write the log as lines of JSON")
+
+
 def _add_log(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("log")
-    group.add_argument(
-        "--log-interval", type=int, default=1, metavar="N", help="iterations per printed line"
-    )
-    group.add_argument(
-        "--log-file", metavar="PATH", help="also write every iteration as one line of JSON"
-    )
+    add_records(group, interval=1)
     group.add_argument(
         "--measure-activation-memory",
         action="store_true",

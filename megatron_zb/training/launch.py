@@ -16,7 +16,6 @@ import traceback
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from megatron_zb import __version__
@@ -24,17 +23,18 @@ from megatron_zb.errors import UsageError
 from megatron_zb.job import data_contents
 from megatron_zb.job.comparable import named_arguments
 from megatron_zb.job.data_contents import RECORD
-from megatron_zb.job.run_flags import asks_for_balance, placement_of
+from megatron_zb.job.run_flags import asks_for_balance, chooses_schedule
 from megatron_zb.missing import told_if_missing
 from megatron_zb.training.arguments import complete
-from megatron_zb.training.environment import Environment
 from megatron_zb.training.flags import parser
+from megatron_zb.training.processes import Environment
 
 if TYPE_CHECKING:
     from torch.distributed import Store
 
     from megatron_zb.job.shared_build import SharedBuild
-    from megatron_zb.megatron_core.adapter import Build, PipelineAdapter
+    from megatron_zb.megatron_core.adapter import PipelineAdapter
+    from megatron_zb.schedules.catalog import Build
 
 
 _LONGEST_START = 300.0  # seconds: imports from a slow disk differ between ranks
@@ -88,7 +88,7 @@ def end(code: int, message: str) -> NoReturn:
 def _run(argv: Sequence[str], environment: Environment) -> None:
     from megatron_zb.job.agreement import store_of_job
 
-    problem, plan = None, None
+    problem, adapter = None, None
     values: dict[str, Any] = {}
     args = argparse.Namespace()
     try:
@@ -107,8 +107,8 @@ def _run(argv: Sequence[str], environment: Environment) -> None:
     build = _build_for_all(args, store, environment)
     try:
         with told_if_missing():
-            plan = _plan(args, build)
-            values |= _made_of_files(args, plan)
+            adapter = _adapter(args, build)
+            values |= _made_of_files(args, adapter)
     except UsageError as error:
         problem = str(error)
         build.abandon(error)
@@ -117,8 +117,8 @@ def _run(argv: Sequence[str], environment: Environment) -> None:
     from megatron_zb.training.loop import train
     from megatron_zb.training.ranks import start_ranks, stop_ranks
 
-    start_ranks(args, plan, store, environment)
-    train(args, plan, partial(agree_on, PrefixStore("model", store), environment, {}))
+    start_ranks(args, adapter, store, environment)
+    train(args, adapter, partial(agree_on, PrefixStore("model", store), environment, {}))
     stop_ranks()
 
 
@@ -147,65 +147,34 @@ def _check_surroundings(args: argparse.Namespace) -> None:
         check_checkpoint(args)
 
 
-def _plan(args: argparse.Namespace, build: Build) -> PipelineAdapter | None:
+def _adapter(args: argparse.Namespace, build: Build) -> PipelineAdapter | None:
     """Create the adapter of the chosen schedule, None for Megatron's own.
 
     Raises:
         UsageError: the schedule cannot be built with these arguments.
     """
-    if args.pipeline_schedule is None and args.pipeline_schedule_file is None:
+    if not chooses_schedule(args):
         return None
-    adapter = _adapter(args, build)
-    adapter.watch(args.pipeline_timeout, args.distributed_timeout_minutes)
-    profile = None if args.pipeline_profile is None else Path(args.pipeline_profile)
-    named = args.pipeline_schedule_file is None
-    adapter.profile(profile, args.pipeline_replan_every, is_named=named)
-    return adapter
+    from megatron_zb.measured.balance import ends_of
+    from megatron_zb.megatron_core.build_adapter import Chunks, Sizes, build_adapter
+    from megatron_zb.schedules.layout import Layers
+
+    sizes = Sizes(
+        num_microbatches=args.num_microbatches,
+        layers=Layers(args.num_layers),
+        layer_layout=_layer_layout(args),
+        chunks=Chunks(args.num_virtual_stages_per_pipeline_rank),
+        ends=ends_of(args),
+    )
+    return build_adapter(args, sizes, build)
 
 
 def _build_for_all(args: argparse.Namespace, store: Store, environment: Environment) -> SharedBuild:
     """Return the function that builds schedules on one rank for all, with their cache, if any."""
-    from megatron_zb.job.shared_build import SharedBuild, kept
-    from megatron_zb.schedules import catalog
+    from megatron_zb.job.shared_build import SharedBuild, build_with_cache
 
-    build: Build = catalog.build
-    if args.pipeline_schedule_cache is not None:
-
-        def say(line: str) -> None:
-            if environment.rank == 0:
-                print(f"megatron_zb: {line}", flush=True)
-
-        build = kept(Path(args.pipeline_schedule_cache), say, build)
+    build = build_with_cache(args.pipeline_schedule_cache, environment.rank)
     return SharedBuild(lambda: store, environment.rank, environment.world_size, build)
-
-
-def _adapter(args: argparse.Namespace, build: Build) -> PipelineAdapter:
-    from megatron_zb.measured.balance import ends_of
-    from megatron_zb.megatron_core.adapter import PipelineAdapter
-    from megatron_zb.schedules import interchange
-    from megatron_zb.schedules.layout import Layers
-
-    sizes = {
-        "pipeline_size": args.pipeline_model_parallel_size,
-        "num_microbatches": args.num_microbatches,
-    }
-    layers, layout = Layers(args.num_layers), _layer_layout(args)
-    if args.pipeline_schedule_file is not None:
-        table = interchange.from_csv(Path(args.pipeline_schedule_file))
-        return PipelineAdapter.of_table(
-            table, **sizes, layers=layers, layer_layout=layout, build=build
-        )
-    return PipelineAdapter.create(
-        args.pipeline_schedule,
-        **sizes,
-        layers=layers,
-        layer_layout=layout,
-        memory_limit=args.pipeline_memory_limit,
-        chunks=args.num_virtual_stages_per_pipeline_rank,
-        ends=ends_of(args),
-        placement=placement_of(args),
-        build=build,
-    )
 
 
 def _layer_layout(args: argparse.Namespace) -> Any:
@@ -260,12 +229,12 @@ def given_arguments(args: argparse.Namespace) -> dict[str, Any]:
     return {**named_arguments(args, local=LOCAL), "megatron_zb version": __version__}
 
 
-def _made_of_files(args: argparse.Namespace, plan: PipelineAdapter | None) -> dict[str, Any]:
+def _made_of_files(args: argparse.Namespace, adapter: PipelineAdapter | None) -> dict[str, Any]:
     """Return what each rank has read from files by itself."""
     values: dict[str, Any] = dict(data_contents.to_agree_on(getattr(args, RECORD)))
-    if plan is not None:
+    if adapter is not None:
         from megatron_zb.schedules.interchange import digest
 
-        values["a table with the digest"] = digest(plan.schedule)
-        values["layers placed as"] = str(plan.layer_layout)
+        values["a table with the digest"] = digest(adapter.schedule)
+        values["layers placed as"] = str(adapter.layer_layout)
     return values

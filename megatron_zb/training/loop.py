@@ -9,7 +9,7 @@ import statistics
 import time
 from collections.abc import Callable, Iterator
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -24,23 +24,30 @@ from megatron_zb.training.log import RunLog
 from megatron_zb.training.model import Trainee, build
 from megatron_zb.training.ranks import is_log_rank
 
+if TYPE_CHECKING:
+    from megatron_zb.megatron_core.adapter import PipelineAdapter
+
 _MEASURED_ITERATIONS = (2, 3)  # of this run: the first allocates what then stays
 
 
-def train(args: argparse.Namespace, plan: Any, agree: Callable[[str | None], None]) -> None:
+def train(
+    args: argparse.Namespace, adapter: PipelineAdapter | None, agree: Callable[[str | None], None]
+) -> None:
     """Train from the start or the loaded checkpoint to the end.
 
     Args:
-        plan: the adapter, or None.
+        adapter: None for Megatron's own schedule.
         agree: returns if every rank has been able to build its part of the model.
 
     Raises:
         UsageError: data, log or checkpoint cannot be used.
     """
     progress = Progress(0, 0)
-    if plan is not None and asks_for_layer_streams(args.pipeline_random_streams, plan.keeps_places):
-        plan.draw_by_layer(args.seed, lambda: progress.iteration)
-    trainee = build(args, plan, agree)
+    if adapter is not None and asks_for_layer_streams(
+        args.pipeline_random_streams, adapter.keeps_places
+    ):
+        adapter.draw_by_layer(args.seed, lambda: progress.iteration)
+    trainee = build(args, adapter, agree)
     train_data, valid_data = data.build_datasets(args)
     if args.load:
         progress = checkpoint.load(args, trainee)
@@ -51,13 +58,13 @@ def train(args: argparse.Namespace, plan: Any, agree: Callable[[str | None], Non
         interval=args.log_interval,
         last_iteration=args.train_iters,
     )
-    _announce(args, plan, trainee, progress, log)
+    _announce(args, adapter, trainee, progress, log)
     if args.skip_train:
         done = progress.iteration
         log.evaluation(done, _evaluate(args, trainee, valid_data, done))
         return
     sources = _sources(args, trainee, train_data, progress.consumed_samples)
-    memory = _ActivationPeak(args, plan, trainee)
+    memory = _ActivationPeak(args, adapter, trainee)
     seconds = []
     saved = progress.iteration
     for count in itertools.count(1):
@@ -90,13 +97,17 @@ def train(args: argparse.Namespace, plan: Any, agree: Callable[[str | None], Non
             "pipeline_schedule": args.pipeline_schedule,
             "seconds_per_iteration": statistics.median(seconds) if seconds else None,
             "peak_activation_bytes": memory.per_pipeline_rank(),
-            "predicted_bubble_rate": plan.predicted_bubble_rate if plan else None,
+            "predicted_bubble_rate": adapter.predicted_bubble_rate if adapter else None,
         }
     )
 
 
 def _announce(
-    args: argparse.Namespace, plan: Any, trainee: Trainee, progress: Progress, log: RunLog
+    args: argparse.Namespace,
+    adapter: PipelineAdapter | None,
+    trainee: Trainee,
+    progress: Progress,
+    log: RunLog,
 ) -> None:
     parameters = torch.tensor(
         sum(
@@ -108,8 +119,8 @@ def _announce(
         device="cpu" if args.cpu else "cuda",
     )
     dist.all_reduce(parameters, group=parallel_state.get_model_parallel_group())
-    if plan is not None:
-        log.say(plan.describe())
+    if adapter is not None:
+        log.say(adapter.describe())
     log.say(
         f"{args.num_layers} layers, {parameters.item() / 1e6:.2f} million parameters on "
         f"{args.pipeline_model_parallel_size} pipeline x {args.tensor_model_parallel_size} tensor "
@@ -239,7 +250,9 @@ def _evaluate(args: argparse.Namespace, trainee: Trainee, dataset: Any, iteratio
 class _ActivationPeak:
     """The peak activation memory of this rank in the measured iterations, in bytes."""
 
-    def __init__(self, args: argparse.Namespace, plan: Any, trainee: Trainee) -> None:
+    def __init__(
+        self, args: argparse.Namespace, adapter: PipelineAdapter | None, trainee: Trainee
+    ) -> None:
         self._tracker: Any = None
         self.peak_bytes = 0
         if args.measure_activation_memory:
@@ -247,8 +260,8 @@ class _ActivationPeak:
 
             parameters = [p for chunk in trainee.chunks for p in chunk.parameters()]
             self._tracker = ActivationMemory(exclude=parameters)
-            if plan is not None:
-                plan.activation_memory = self._tracker
+            if adapter is not None:
+                adapter.track(self._tracker)
 
     def watches(self, count: int) -> bool:
         """Return whether the run's `count`-th iteration is measured, and so slower than others."""

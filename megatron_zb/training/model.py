@@ -6,7 +6,7 @@ import argparse
 from collections.abc import Callable
 from dataclasses import dataclass
 from importlib.util import find_spec
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from megatron.core import parallel_state, tensor_parallel
@@ -33,6 +33,9 @@ from megatron.core.transformer.module import Float16Module
 from megatron_zb.errors import UsageError
 from megatron_zb.megatron_core.initialisation import initialise_by_global_name
 
+if TYPE_CHECKING:
+    from megatron_zb.megatron_core.adapter import PipelineAdapter
+
 
 @dataclass(frozen=True)
 class Trainee:
@@ -45,21 +48,25 @@ class Trainee:
     forward_backward: Callable[..., list[dict[str, torch.Tensor]]]
 
 
-def build(args: argparse.Namespace, plan: Any, agree: Callable[[str | None], None]) -> Trainee:
+def build(
+    args: argparse.Namespace, adapter: PipelineAdapter | None, agree: Callable[[str | None], None]
+) -> Trainee:
     """Build and initialise the model chunks, the optimizer and the scheduler of this rank.
 
     Args:
-        plan: the schedule's adapter, or None for Megatron's.
+        adapter: the schedule's adapter, or None for Megatron's.
         agree: called with this rank's error, if any, when the chunks are built.
     """
-    config = transformer_config(args, plan)
-    models = [_model(args, config, *place) for place in _places(plan)]
+    config = transformer_config(args, adapter)
+    models = [_model(args, config, *place) for place in _places(adapter)]
     initialise_by_global_name(models, config, args.seed)
-    agree(None if plan is None else _prepared(plan, models))
+    agree(None if adapter is None else _prepared(adapter, models))
     chunks = _wrap(args, config, models)
     optimizer = _optimizer(args, chunks)
     config.grad_scale_func = optimizer.scale_loss
-    config.finalize_model_grads_func = plan.finalize_model_grads if plan else finalize_model_grads
+    config.finalize_model_grads_func = (
+        adapter.finalize_model_grads if adapter else finalize_model_grads
+    )
     if args.overlap_grad_reduce:
         config.no_sync_func = _one_or_list([chunk.no_sync for chunk in chunks])
         config.grad_sync_func = _one_or_list([chunk.start_grad_sync for chunk in chunks])
@@ -68,14 +75,14 @@ def build(args: argparse.Namespace, plan: Any, agree: Callable[[str | None], Non
         chunks=chunks,
         optimizer=optimizer,
         scheduler=scheduler(args, optimizer, args.lr),
-        forward_backward=plan.forward_backward_func if plan else get_forward_backward_func(),
+        forward_backward=adapter.forward_backward_func if adapter else get_forward_backward_func(),
     )
 
 
-def _prepared(plan: Any, models: list[GPTModel]) -> str | None:
+def _prepared(adapter: PipelineAdapter, models: list[GPTModel]) -> str | None:
     """Prepare the chunks for the schedule; return the reason if that is impossible."""
     try:
-        plan.prepare_model(models)
+        adapter.prepare_model(models)
     except UsageError as error:
         return str(error)
     return None
@@ -93,7 +100,9 @@ def parameter_dtype(args: argparse.Namespace) -> torch.dtype:
     return torch.float16 if args.fp16 else torch.float32
 
 
-def transformer_config(args: argparse.Namespace, plan: Any = None) -> TransformerConfig:
+def transformer_config(
+    args: argparse.Namespace, adapter: PipelineAdapter | None = None
+) -> TransformerConfig:
     """Return Megatron's configuration of the model; attributes not named here keep its defaults."""
     apex_softmax = find_spec("scaled_upper_triang_masked_softmax_cuda") is not None
     apex_gradients = find_spec("fused_weight_gradient_mlp_cuda") is not None
@@ -128,8 +137,10 @@ def transformer_config(args: argparse.Namespace, plan: Any = None) -> Transforme
         tensor_model_parallel_size=args.tensor_model_parallel_size,
         sequence_parallel=args.sequence_parallel,
         pipeline_model_parallel_size=args.pipeline_model_parallel_size,
-        virtual_pipeline_model_parallel_size=plan.virtual_pipeline_size if plan else None,
-        pipeline_model_parallel_layout=plan.layer_layout if plan else args.pipeline_layer_layout,
+        virtual_pipeline_model_parallel_size=adapter.virtual_pipeline_size if adapter else None,
+        pipeline_model_parallel_layout=(
+            adapter.layer_layout if adapter else args.pipeline_layer_layout
+        ),
         deallocate_pipeline_outputs=True,
         gradient_accumulation_fusion=(
             fused and apex_gradients and not args.no_gradient_accumulation_fusion
@@ -142,9 +153,9 @@ def transformer_config(args: argparse.Namespace, plan: Any = None) -> Transforme
     )
 
 
-def _places(plan: Any) -> list[tuple[bool, bool, int | None]]:
+def _places(adapter: PipelineAdapter | None) -> list[tuple[bool, bool, int | None]]:
     """Return (holds the embedding, holds the output layer, virtual stage) of each of its chunks."""
-    if plan is None:
+    if adapter is None:
         return [
             (
                 parallel_state.is_pipeline_first_stage(),
@@ -155,11 +166,11 @@ def _places(plan: Any) -> list[tuple[bool, bool, int | None]]:
     rank = parallel_state.get_pipeline_model_parallel_rank()
     return [
         (
-            plan.pre_process(rank, chunk),
-            plan.post_process(rank, chunk),
-            None if plan.virtual_pipeline_size is None else chunk,
+            adapter.pre_process(rank, chunk),
+            adapter.post_process(rank, chunk),
+            None if adapter.virtual_pipeline_size is None else chunk,
         )
-        for chunk in range(plan.chunks)
+        for chunk in range(adapter.chunks)
     ]
 
 

@@ -5,20 +5,26 @@ from __future__ import annotations
 import argparse
 import random
 from datetime import timedelta
-from typing import Any
+from typing import TYPE_CHECKING
 
 import numpy
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state, tensor_parallel
 
-from megatron_zb.training.environment import Environment
+from megatron_zb.training.processes import Environment
+
+if TYPE_CHECKING:
+    from megatron_zb.megatron_core.adapter import PipelineAdapter
 
 
 def start_ranks(
-    args: argparse.Namespace, plan: Any, store: dist.Store, environment: Environment
+    args: argparse.Namespace,
+    adapter: PipelineAdapter | None,
+    store: dist.Store,
+    environment: Environment,
 ) -> None:
-    """Connect the ranks and give Megatron its groups; `plan` is the adapter or None."""
+    """Connect the ranks and give Megatron its groups; `adapter` is None without a schedule."""
     if not args.cpu:
         torch.cuda.set_device(environment.local_rank)
     dist.init_process_group(
@@ -31,8 +37,8 @@ def start_ranks(
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=args.tensor_model_parallel_size,
         pipeline_model_parallel_size=args.pipeline_model_parallel_size,
-        virtual_pipeline_model_parallel_size=plan.virtual_pipeline_size if plan else None,
-        get_embedding_ranks=plan.embedding_ranks if plan else None,
+        virtual_pipeline_model_parallel_size=adapter.virtual_pipeline_size if adapter else None,
+        get_embedding_ranks=adapter.embedding_ranks if adapter else None,
         distributed_timeout_minutes=args.distributed_timeout_minutes,
         # a second set of gloo groups beside NCCL's; on the CPU the first set is gloo's already
         create_gloo_process_groups=not args.cpu,

@@ -13,9 +13,10 @@ from pathlib import Path
 import pytest
 from jobs import left_by
 
-from megatron_zb.cli import doctor, quickstart, show
 from megatron_zb.cli import main as cli
 from megatron_zb.cli import plan as planning
+from megatron_zb.cli import quickstart, show
+from megatron_zb.cli.doctor import examine
 from megatron_zb.cli.ending import ended, told_if_slow
 from megatron_zb.errors import UsageError
 from megatron_zb.missing import told_if_missing
@@ -39,7 +40,7 @@ def interrupted(*_arguments: object, **_keywords: object) -> None:
         (["export", "v-half", *SIZES, "--format", "csv", "-o", "-"], show, "_timeline"),
         (["plan", "--config", "gpt_1_5b", "--gpus", "8"], planning, "run"),
         (["plan", "--profile", "x.yaml"], planning, "run_measured"),
-        (["doctor"], doctor, "examine"),
+        (["doctor"], examine, "examine"),
     ],
 )
 def test_a_command_that_is_interrupted_says_one_line(

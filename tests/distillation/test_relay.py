@@ -19,8 +19,8 @@ from megatron_zb.distillation.schedule.step_by_step import step_by_step
 from megatron_zb.runtime.channels import Channels
 from megatron_zb.runtime.executor import Transport, run_program
 from megatron_zb.runtime.groups import new_groups
+from megatron_zb.runtime.link_times import seconds_over_a_link
 from megatron_zb.runtime.recorder import Recorder
-from megatron_zb.runtime.reduce_times import seconds_over_a_link
 from megatron_zb.runtime.shaped_channels import ShapedChannels
 from megatron_zb.runtime.watchdog.progress import Progress
 from megatron_zb.schedules import lower
@@ -300,7 +300,8 @@ def test_ends_of_steps_are_dropped_and_sends_are_waited_for_at_the_end() -> None
 
 
 def test_a_rank_that_waits_for_updates_says_so() -> None:
-    progress = Progress()
+    program = step_by_step(Distribution.of([(1, 1), (1, 1)]), M, run_ahead=0)
+    progress = Progress(rules=program.schedule.rules)
     with progress.step():
         done = Message(False, 0, 7, done_by=3)
         with progress.running(Pass(PassKind.U, 0, 8)), progress.waiting(Channel(3, 0), done):

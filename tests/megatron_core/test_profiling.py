@@ -56,9 +56,9 @@ def train(
         seen = Seen(
             parallel_state.get_data_parallel_rank(), parallel_state.get_tensor_model_parallel_rank()
         )
-        function = adapter.forward_backward_func if adapter else get_forward_backward_func()
         if adapter is not None:
             adapter.profile(path, every)
+        function = adapter.forward_backward_func if adapter else get_forward_backward_func()
         for _ in range(iterations):
             for chunk in chunks:
                 chunk.zero_grad_buffer()
@@ -168,7 +168,7 @@ def counted(case: GPTCase, schedule: str, path: Path) -> tuple[int, int]:
         for _ in range(ITERATIONS):
             step()
         memory = ActivationMemory(p for chunk in chunks for p in chunk.parameters())
-        adapter.activation_memory = memory
+        adapter.track(memory)
         with memory.watching():
             step()
         rank = adapter.physical.logical(parallel_state.get_pipeline_model_parallel_rank())

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from small_trees import checkout_tree, write
 
-from megatron_zb.megatron_core.versions import SUPPORTED
+from megatron_zb.megatron_core.versions import SERIES
 
 ROOT = Path(__file__).parents[2]
 PATCHES = sorted((ROOT / "patches").glob("core_v*.patch"))
@@ -73,9 +73,12 @@ def tree(patch: Path, tmp_path: Path) -> Path:
     return tree_for(patch, tmp_path / "Megatron-LM")
 
 
-def test_there_is_a_patch_for_every_served_series() -> None:
-    series = [version.rpartition(".")[0] for version in VERSIONS]
-    assert " and ".join(series) == SUPPORTED
+def test_every_supported_version_has_a_patch_and_pins_to_test_with() -> None:
+    series = [s.text for s in SERIES]
+    assert [version.rpartition(".")[0] for version in VERSIONS] == series
+    pinned = re.compile(r"^megatron-core==(\d+\.\d+)\.", re.M)
+    texts = [pins.read_text(encoding="utf-8") for pins in (ROOT / "constraints").glob("py*.txt")]
+    assert {found for text in texts for found in pinned.findall(text)} == set(series)
 
 
 def test_patches_are_small(patch: Path) -> None:
@@ -196,7 +199,8 @@ def test_a_version_without_a_patch(version: str, tmp_path: Path) -> None:
     old = contents(tree)
     sentence = refused(tree)
     assert f"has version {version}, which no patch here is for" in sentence
-    assert "there are patches for core_v0.16.1 and core_v0.19.0" in sentence
+    known = " and ".join(patch.stem for patch in PATCHES)
+    assert f"there are patches for {known}" in sentence
     assert contents(tree) == old
 
 

@@ -8,6 +8,7 @@ import pytest
 from small_trees import PRETRAIN, checkout_tree, write
 
 from megatron_zb.errors import UsageError
+from megatron_zb.megatron_core.versions import SUPPORTED
 from megatron_zb.megatron_lm.checkout import (
     Checkout,
     check_pretrain_script,
@@ -34,7 +35,7 @@ def test_a_version_that_is_not_served(version: str, tmp_path: Path) -> None:
         checkout_at(tmp_path)
     assert str(refused.value) == (
         f"the Megatron-LM in '{tmp_path}' has version {version}, which is not known here: known "
-        "are 0.16 and 0.19"
+        f"are {SUPPORTED}"
     )
 
 

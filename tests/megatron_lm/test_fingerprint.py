@@ -14,7 +14,9 @@ from megatron_zb.megatron_lm import fingerprint
 from megatron_zb.schedules.layout import Layers
 
 
-def plan(name: str = "v-half", microbatches: int = 8, layout: str | None = None) -> PipelineAdapter:
+def adapter(
+    name: str = "v-half", microbatches: int = 8, layout: str | None = None
+) -> PipelineAdapter:
     return PipelineAdapter.create(
         name,
         pipeline_size=2,
@@ -31,7 +33,7 @@ def values(
 ) -> dict[str, Any]:
     args = argparse.Namespace(**{"seq_length": 32, "hidden_size": 64, **arguments})
     data = fingerprint.data_of(args)
-    found = fingerprint.of_run(args, of or plan(), data, variables or {})
+    found = fingerprint.of_run(args, of or adapter(), data, variables or {})
     return fingerprint.of_arguments(args) | found
 
 
@@ -42,10 +44,10 @@ def test_equal_runs_are_equal() -> None:
 @pytest.mark.parametrize(
     ("name", "other"),
     [
-        ("the schedule", values(plan("v-zb"))),
-        ("a table with the digest", values(plan(microbatches=6))),
-        ("layers placed as", values(plan(layout="Ett|tt|t|tttL"))),
-        ("microbatches", values(plan(microbatches=6))),
+        ("the schedule", values(adapter("v-zb"))),
+        ("a table with the digest", values(adapter(microbatches=6))),
+        ("layers placed as", values(adapter(layout="Ett|tt|t|tttL"))),
+        ("microbatches", values(adapter(microbatches=6))),
         ("--seq-length", values(seq_length=64)),
         ("--params-dtype", values(params_dtype="torch.bfloat16")),
         ("--lr", values(lr=2.0)),

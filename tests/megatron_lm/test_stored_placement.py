@@ -47,8 +47,8 @@ def load(
         stored_placement.mark(saved_args, saved)
     state = {"args": saved_args, "content_metadata": {"distrib_optim_sharding_type": sharding}}
     args = run if isinstance(run, argparse.Namespace) else stock(**flags)
-    plan = run if isinstance(run, PipelineAdapter) else None
-    stored_placement.check((state, "iter_0000002", False, kind), args, plan)
+    adapter = run if isinstance(run, PipelineAdapter) else None
+    stored_placement.check((state, "iter_0000002", False, kind), args, adapter)
 
 
 SAME = [

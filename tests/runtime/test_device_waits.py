@@ -48,7 +48,7 @@ PLACES = {
     "runtime/recorder.py:Recorder._seconds": BETWEEN_STEPS,
     "runtime/recorder.py:Recorder.seconds": BETWEEN_STEPS,
     "runtime/recorder.py:Recorder.spans": BETWEEN_STEPS,
-    "runtime/reduce_times.py:_seconds_to_sum": BETWEEN_STEPS,
+    "runtime/link_times.py:_seconds_to_sum": BETWEEN_STEPS,
     "runtime/shaped_channels.py:ShapedChannels.post_receive": ORDERED + "; a tensor of the host",
     "runtime/synthetic_steps.py:Steps.seconds": HOST,
     "runtime/watchdog/watchdog.py:Watchdog._goes_on": HOST,

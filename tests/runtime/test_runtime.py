@@ -12,7 +12,7 @@ from ranks import RankPools
 from toy_layers import Layer, _input, empty_message, layers_of_a_rank
 
 from megatron_zb import schedules
-from megatron_zb.runtime import reduce_times
+from megatron_zb.runtime import link_times
 from megatron_zb.runtime.activation_memory import ActivationMemory
 from megatron_zb.runtime.channels import Channels
 from megatron_zb.runtime.executor import run_program
@@ -214,5 +214,5 @@ def test_a_sum_of_gradients_is_waited_for_on_its_stream_alone(
     monkeypatch.setattr(torch.distributed, "barrier", lambda: did.append("barrier"))
     monkeypatch.setattr(torch.distributed, "all_reduce", lambda tensor: did.append("sum"))
     tensor: Any = SimpleNamespace(is_cuda=True, device="cuda:0")
-    assert reduce_times._seconds_to_sum(tensor) >= 0
+    assert link_times._seconds_to_sum(tensor) >= 0
     assert did == ["barrier", "sum", "stream"]

@@ -17,7 +17,7 @@ from megatron_zb import schedules
 from megatron_zb.errors import UsageError
 from megatron_zb.measured.balance import Ends
 from megatron_zb.megatron_core.adapter import PipelineAdapter
-from megatron_zb.megatron_lm.plan import make_plan
+from megatron_zb.megatron_lm.adapter_of_arguments import adapter_of
 from megatron_zb.planner.candidate import Candidate, candidates_of
 from megatron_zb.planner.flags import flags
 from megatron_zb.planner.from_profile import ProfileRequest, flags_of, rows
@@ -125,9 +125,7 @@ def as_run(candidate: Candidate, printed: list[str], layers: int, ranks: int) ->
         else:
             ours += [flag, value]
     if not candidate.megatron:
-        adapter = make_plan(parsed(" ".join(ours), **stock))
-        assert adapter is not None
-        return told(adapter)
+        return told(adapter_of(parsed(" ".join(ours), **stock)))
     assert not ours
     written, chunks = stock.get(known[words[0]]) if words else None, 1
     if isinstance(written, str):

@@ -15,7 +15,7 @@ from megatron_zb.runtime.channels import Channels
 from megatron_zb.runtime.executor import run_program
 from megatron_zb.runtime.groups import new_groups
 from megatron_zb.runtime.link_times import clock_ahead, link_times
-from megatron_zb.runtime.synthetic import SyntheticStage
+from megatron_zb.runtime.synthetic_steps import SyntheticStage
 from megatron_zb.schedules.passes import Channel, Message
 from megatron_zb.schedules.placement import looped
 from megatron_zb.schedules.program.lowering import (

@@ -12,9 +12,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 
-from megatron_zb.schedules.passes import Message, Pass, PassKind
+from megatron_zb.schedules.passes import Channel, Message, Pass, PassKind
 from megatron_zb.schedules.placement import Placement
-from megatron_zb.schedules.rules import Broken, Link, Moment, Product, Rules
+from megatron_zb.schedules.rules import Broken, Link, Moment, Product, Rules, rank_in_words
 from megatron_zb.schedules.schedule import Schedule
 
 RELAY_KINDS = (PassKind.T, PassKind.S, PassKind.U)
@@ -61,6 +61,16 @@ class Relay(Rules):
     def together(self, placement: Placement, rank: int, p: Pass) -> tuple[int, ...]:
         """Return the ranks that run a pass together: for U those of the stage, to sum gradients."""
         return placement.ranks_of[p.stage] if p.kind is PassKind.U else (rank,)
+
+    def pass_in_words(self, p: Pass) -> str:
+        counted = "step" if p.kind is PassKind.U else "microbatch"
+        return f"{p.kind.name} of stage {p.stage}, {counted} {p.microbatch}"
+
+    def awaited_in_words(self, channel: Channel, message: Message) -> str:
+        if not message.is_step_done:
+            return super().awaited_in_words(channel, message)
+        sender = rank_in_words(channel.source)
+        return f"{sender} to update its students in step {message.microbatch}"
 
     def sizes_in_words(self, schedule: Schedule) -> str:
         steps, ahead = (

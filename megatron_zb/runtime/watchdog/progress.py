@@ -7,27 +7,29 @@ read from the stack of the thread that trains.
 
 from __future__ import annotations
 
+import sys
 import threading
 import time
 from collections import deque
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
+from pathlib import PurePath
+from types import FrameType
 from typing import Protocol
 
 import torch
 
 from megatron_zb.runtime.observer import NOTHING
-from megatron_zb.runtime.watchdog.whereabouts import (
-    Phases,
-    collective_of,
-    frames_of,
-    phase_of,
-    place_of,
-)
-from megatron_zb.schedules.passes import Channel, Message, Pass, PassKind
+from megatron_zb.schedules.passes import Channel, Message, Pass
+from megatron_zb.schedules.rules import TRAINING, Rules
 
 REMEMBERED = 50
+_COLLECTIVES = "torch.distributed.distributed_c10d"
+_DEPTH = 5  # frames that are told
+
+Phases = Mapping[tuple[str, str], str]
+"""Phrases such as ``in the optimizer step``, by the start of a module's name and a function."""
 
 
 @dataclass(frozen=True)
@@ -92,6 +94,7 @@ class Progress:
     Args:
         on_gpu: the host does not wait for what it launches; ``event`` makes the marks.
         phases: phrases for functions that are called between two steps.
+        rules: of the passes, which describe them.
     """
 
     def __init__(
@@ -99,7 +102,9 @@ class Progress:
         on_gpu: bool = False,
         event: type[Event] = torch.cuda.Event,
         phases: Phases | None = None,
+        rules: Rules = TRAINING,
     ) -> None:
+        self._rules = rules
         self._marks_with = event if on_gpu else None
         self._event: type[Event] | None = None
         self._device: int | None = None
@@ -177,13 +182,13 @@ class Progress:
         Args:
             ranks: the number in ``waits_for`` for each of the pipeline's logical ranks.
         """
-        seconds, passes = self.seconds(), tuple(map(said, self._passes))
-        frames = frames_of(self._thread)
+        seconds, passes = self.seconds(), tuple(map(self._rules.pass_in_words, self._passes))
+        frames = _frames_of(self._thread)
         doing, waits_for = self._situation_in_words()
-        collective = collective_of(frames)
+        collective = _collective_of(frames)
         in_step = self.in_step
         if not in_step:
-            phase = phase_of(frames, self._phases)
+            phase = _phase_of(frames, self._phases)
             parts = ("is between two steps", phase, collective and f"waiting in {collective}")
             doing = ", ".join(filter(None, parts))
         return State(
@@ -193,7 +198,7 @@ class Progress:
             passes,
             in_step,
             collective is not None,
-            place_of(frames),
+            _place_of(frames),
         )
 
     def _situation_in_words(self) -> tuple[str, int | None]:
@@ -205,23 +210,57 @@ class Progress:
         if situation is None:
             return "is before its first pass", None
         if isinstance(situation, Pass):
-            return f"is in {said(situation)}", None
+            return f"is in {self._rules.pass_in_words(situation)}", None
         channel, message = situation
-        if message.is_step_done:
-            doing = (
-                f"waits for pipeline rank {channel.source} in schedule order to update its "
-                f"students in step {message.microbatch}"
-            )
-            return doing, channel.source
-        kind = "the gradient" if message.is_gradient else "the activation"
-        doing = (
-            f"waits for {kind} for stage {message.stage}, microbatch {message.microbatch}, "
-            f"from pipeline rank {channel.source} in schedule order"
-        )
-        return doing, channel.source
+        return f"waits for {self._rules.awaited_in_words(channel, message)}", channel.source
 
 
-def said(work: Pass) -> str:
-    """Describe a pass in words."""
-    counted = "step" if work.kind is PassKind.U else "microbatch"
-    return f"{work.kind.name} of stage {work.stage}, {counted} {work.microbatch}"
+# The position of a thread, read from its stack by another one, without its cooperation.
+
+
+def _frames_of(thread: int) -> list[FrameType]:
+    """Return the frames of a thread, the innermost first; empty where it has ended."""
+    frame = sys._current_frames().get(thread)
+    return list(_outwards(frame))
+
+
+def _outwards(frame: FrameType | None) -> Iterator[FrameType]:
+    while frame is not None:
+        yield frame
+        frame = frame.f_back
+
+
+def _phase_of(frames: list[FrameType], phases: Phases) -> str | None:
+    """Return the phrase of the innermost function that has one, None if none has."""
+    for frame in frames:
+        for (module, function), phrase in phases.items():
+            if frame.f_code.co_name == function and _module(frame).startswith(module):
+                return phrase
+    return None
+
+
+def _collective_of(frames: list[FrameType]) -> str | None:
+    """Return the function of torch.distributed in which the thread waits for others, or None."""
+    found = None
+    for frame in frames:
+        name = frame.f_code.co_name
+        if _module(frame) == _COLLECTIVES and not name.startswith("_"):
+            found = name
+    return found
+
+
+def _place_of(frames: list[FrameType]) -> str:
+    """Describe the innermost functions outside of torch.
+
+    For example ``step (optimizer.py:120), called by ...``.
+    """
+    own = [f for f in frames if not _module(f).startswith(("torch.", "contextlib"))]
+    said = [
+        f"{f.f_code.co_name} ({PurePath(f.f_code.co_filename).name}:{f.f_lineno})"
+        for f in own[:_DEPTH]
+    ]
+    return ", called by ".join(said) or "nowhere: its thread has ended"
+
+
+def _module(frame: FrameType) -> str:
+    return str(frame.f_globals.get("__name__", ""))

@@ -1,10 +1,8 @@
-"""The schedule and the placement of the model from the arguments of Megatron-LM."""
+"""The adapter that Megatron-LM's arguments ask for."""
 
 from __future__ import annotations
 
 import argparse
-from dataclasses import dataclass, replace
-from pathlib import Path
 
 from megatron_zb.errors import UsageError
 from megatron_zb.job.run_flags import (
@@ -12,14 +10,16 @@ from megatron_zb.job.run_flags import (
     LAYOUT_FLAG,
     asks_for_balance,
     asks_for_layer_streams,
-    check_table_alone,
-    placement_of,
 )
 from megatron_zb.measured import balance
-from megatron_zb.megatron_core.adapter import Build, PipelineAdapter
+from megatron_zb.megatron_core.adapter import PipelineAdapter
+from megatron_zb.megatron_core.build_adapter import Chunks, Sizes, build_adapter
 from megatron_zb.megatron_core.group_options import group_options
+from megatron_zb.megatron_core.versions import HYBRID_PATTERNS
 from megatron_zb.megatron_lm import conflicts, flags
-from megatron_zb.schedules import catalog, interchange
+from megatron_zb.parsing import flag_of
+from megatron_zb.schedules import catalog
+from megatron_zb.schedules.catalog import Build
 from megatron_zb.schedules.layout import Layers
 
 # How Megatron-LM divides layers over ranks where no layout is given; a layout takes their place.
@@ -45,8 +45,20 @@ _NEED_A_SCHEDULE = {
 }
 
 
-def make_plan(args: argparse.Namespace, build: Build = catalog.build) -> PipelineAdapter | None:
-    """Create the adapter that the parsed arguments ask for, None for Megatron's own schedule.
+def check_unscheduled(args: argparse.Namespace) -> None:
+    """Refuse arguments that need a schedule where none is chosen.
+
+    Raises:
+        UsageError: names the argument.
+    """
+    for name, example in _NEED_A_SCHEDULE.items():
+        if not any(getattr(args, name) is nothing for nothing in (None, False)):
+            said = flag_of(name)
+            raise UsageError(f"{said} needs --pipeline-schedule, such as {example}")
+
+
+def adapter_of(args: argparse.Namespace, build: Build = catalog.build) -> PipelineAdapter:
+    """Create the adapter that the parsed arguments ask for; they choose a schedule.
 
     ``build`` builds schedules, such as on one rank for all. Changes the arguments so that
     Megatron's own checks and its own placement of layers follow it.
@@ -54,20 +66,10 @@ def make_plan(args: argparse.Namespace, build: Build = catalog.build) -> Pipelin
     Raises:
         UsageError: the arguments cannot be combined, or the schedule cannot be built.
     """
-    if args.pipeline_schedule is None and args.pipeline_schedule_file is None:
-        for flag, example in _NEED_A_SCHEDULE.items():
-            if not any(getattr(args, flag) is nothing for nothing in (None, False)):
-                said = f"--{flag.replace('_', '-')}"
-                raise UsageError(f"{said} needs --pipeline-schedule, such as {example}")
-        return None
-    adapter = _adapter(args, build)
-    adapter.watch(args.pipeline_timeout, args.distributed_timeout_minutes)
-    adapter.forward_backward_func.group_options = group_options(
+    options = group_options(
         args.nccl_communicator_config_path, args.high_priority_stream_groups or ()
     )
-    profile = None if args.pipeline_profile is None else Path(args.pipeline_profile)
-    named = args.pipeline_schedule_file is None
-    adapter.profile(profile, args.pipeline_replan_every, is_named=named)
+    adapter = build_adapter(args, _sizes(args), build, options)
     conflicts.check(args, str(flags.choice(args)), adapter.schedule.placement)
     _choose_random_streams(args, adapter)
     if args.enable_optimizer_post_validation:
@@ -97,78 +99,23 @@ def _steps_done() -> int:
     return steps
 
 
-def _adapter(args: argparse.Namespace, build: Build) -> PipelineAdapter:
+def _sizes(args: argparse.Namespace) -> Sizes:
     _check_sizes(args)
-    sizes = {
-        "pipeline_size": args.pipeline_model_parallel_size,
-        "num_microbatches": _num_microbatches(args),
-    }
-    return (_named if args.pipeline_schedule_file is None else _of_file)(args, sizes, build)
+    return Sizes(
+        num_microbatches=_num_microbatches(args),
+        layers=layers_of(args),
+        layer_layout=_layout(args),
+        chunks=_chunks(args),
+        ends=None if _is_hybrid(args) else balance.ends_of(args),
+        group_size=getattr(args, "microbatch_group_size_per_vp_stage", None),
+        back_to_back=args.enable_optimizer_post_validation,
+    )
 
 
-def _of_file(args: argparse.Namespace, sizes: dict[str, int], build: Build) -> PipelineAdapter:
-    check_table_alone(args)
-    file = Path(args.pipeline_schedule_file)
-    table = interchange.from_csv(file)
-    chunks = table.placement.chunks
-    _chunks(args).check(chunks, f"--pipeline-schedule-file {file}")
-    layers = layers_of(args)
-    _check_ends(layers, chunks)
-    layout = _layout(args)
-    return PipelineAdapter.of_table(table, **sizes, layers=layers, layer_layout=layout, build=build)
-
-
-def _named(args: argparse.Namespace, sizes: dict[str, int], build: Build) -> PipelineAdapter:
-    family = catalog.family(args.pipeline_schedule)
-    asked = _chunks(args)
-    layers, placement = layers_of(args), placement_of(args)
-    _check_ends(layers, asked.number or 1)
-
-    def create(layers: Layers) -> PipelineAdapter:
-        return PipelineAdapter.create(
-            args.pipeline_schedule,
-            **sizes,
-            layers=layers,
-            layer_layout=_layout(args),
-            memory_limit=args.pipeline_memory_limit,
-            chunks=asked.number if family.takes_chunks else None,
-            group_size=_group_size(args) if family.takes_group_size else None,
-            back_to_back=args.enable_optimizer_post_validation,
-            ends=None if _is_hybrid(args) else balance.ends_of(args),
-            placement=placement,
-            build=build,
-        )
-
-    # Only the schedule knows its chunks; with several, its first stage is not the first rank.
-    adapter = create(replace(layers, first=None, last=None))
-    asked.check(adapter.chunks, f"--pipeline-schedule {family.name}")
-    if layers.first is None and layers.last is None:
-        return adapter
-    _check_ends(layers, adapter.chunks)
-    return create(layers)
-
-
-@dataclass(frozen=True)
-class _Chunks:
-    """The number of model chunks per rank that a flag of Megatron's asks for."""
-
-    number: int | None = None
-    flag: str = ""
-
-    def check(self, chunks: int, schedule: str) -> None:
-        """Refuse a number other than that of the schedule."""
-        if self.number not in (None, chunks):
-            raise UsageError(
-                f"{self.flag} asks for {self.number} chunks per pipeline rank, but {schedule} has "
-                f"{chunks}: leave {self.flag} out"
-            )
-
-
-def _chunks(args: argparse.Namespace) -> _Chunks:
+def _chunks(args: argparse.Namespace) -> Chunks:
     p = args.pipeline_model_parallel_size
     if args.num_virtual_stages_per_pipeline_rank is not None:
-        flag = "--num-virtual-stages-per-pipeline-rank"
-        return _Chunks(args.num_virtual_stages_per_pipeline_rank, flag)
+        return Chunks(args.num_virtual_stages_per_pipeline_rank)
     if args.num_layers_per_virtual_pipeline_stage is not None:
         flag = "--num-layers-per-virtual-pipeline-stage"
         _check_positive(flag, args.num_layers_per_virtual_pipeline_stage)
@@ -180,8 +127,8 @@ def _chunks(args: argparse.Namespace) -> _Chunks:
                 f"{_num_layers(args)} layers of {p} pipeline ranks: give "
                 "--num-virtual-stages-per-pipeline-rank instead"
             )
-        return _Chunks(chunks, flag)
-    return _Chunks()
+        return Chunks(chunks, flag)
+    return Chunks()
 
 
 def _check_sizes(args: argparse.Namespace) -> None:
@@ -192,21 +139,12 @@ def _check_sizes(args: argparse.Namespace) -> None:
         "context_parallel_size",
         "micro_batch_size",
     ):
-        _check_positive(f"--{name.replace('_', '-')}", getattr(args, name))
+        _check_positive(flag_of(name), getattr(args, name))
 
 
 def _check_positive(flag: str, value: int | None) -> None:
     if value is not None and value < 1:
         raise UsageError(f"{flag} is {value}: it must be 1 or greater")
-
-
-def _check_ends(layers: Layers, chunks: int) -> None:
-    if chunks > 1 and (layers.first is not None or layers.last is not None):
-        raise UsageError(
-            "--decoder-first-pipeline-num-layers and --decoder-last-pipeline-num-layers count the "
-            "layers of a rank, which holds several chunks here: say the layers of every chunk "
-            "with --pipeline-model-parallel-layout"
-        )
 
 
 def layers_of(args: argparse.Namespace) -> Layers:
@@ -242,15 +180,13 @@ def _check_balance(args: argparse.Namespace, asked: str) -> None:
     for name in ("pipeline_model_parallel_layout", *_DIVISION[:4]):
         if getattr(args, name):
             raise UsageError(
-                f"{LAYOUT_FLAG} {asked} and --{name.replace('_', '-')} both say which layers a "
+                f"{LAYOUT_FLAG} {asked} and {flag_of(name)} both say which layers a "
                 "stage has: leave one out"
             )
 
 
 def _num_layers(args: argparse.Namespace) -> int:
-    pattern = getattr(args, "hybrid_layer_pattern", None) or getattr(
-        args, "hybrid_override_pattern", None
-    )
+    pattern = _hybrid_pattern(args)
     if pattern and args.num_layers is None:
         return sum(letter not in "/|" for letter in pattern)
     number = args.num_layers if args.num_layers is not None else args.encoder_num_layers
@@ -259,17 +195,13 @@ def _num_layers(args: argparse.Namespace) -> int:
     return int(number)
 
 
+def _hybrid_pattern(args: argparse.Namespace) -> str | None:
+    """Return the pattern of a hybrid model's layers, under the name of any version."""
+    return next(filter(None, (getattr(args, name, None) for name in HYBRID_PATTERNS)), None)
+
+
 def _is_hybrid(args: argparse.Namespace) -> bool:
-    return bool(
-        getattr(args, "hybrid_layer_pattern", None)
-        or getattr(args, "hybrid_override_pattern", None)
-        or getattr(args, "heterogeneous_layers_config_path", None)
-    )
-
-
-def _group_size(args: argparse.Namespace) -> int | None:
-    size: int | None = getattr(args, "microbatch_group_size_per_vp_stage", None)
-    return size
+    return bool(_hybrid_pattern(args) or getattr(args, "heterogeneous_layers_config_path", None))
 
 
 def _num_microbatches(args: argparse.Namespace) -> int:

@@ -1,0 +1,1 @@
+"""Check of the environment: installed packages, devices and Megatron, with advice."""

@@ -1,0 +1,129 @@
+"""The adapter for the flags of a run, the same for Megatron-LM's scripts and for our own."""
+
+from __future__ import annotations
+
+import argparse
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from megatron_zb.errors import UsageError
+from megatron_zb.job.run_flags import check_table_alone, placement_of
+from megatron_zb.measured.balance import Ends
+from megatron_zb.megatron_core.adapter import PipelineAdapter
+from megatron_zb.runtime.groups import GroupOptions
+from megatron_zb.schedules import catalog, interchange
+from megatron_zb.schedules.catalog import Build
+from megatron_zb.schedules.layout import Layers
+
+
+@dataclass(frozen=True)
+class Chunks:
+    """The number of model chunks per rank that a flag asks for, None where none does."""
+
+    number: int | None = None
+    flag: str = "--num-virtual-stages-per-pipeline-rank"
+
+    def check(self, chunks: int, schedule: str) -> None:
+        """Refuse a number other than that of the schedule."""
+        if self.number not in (None, chunks):
+            raise UsageError(
+                f"{self.flag} asks for {self.number} chunks per pipeline rank, but {schedule} has "
+                f"{chunks}: leave {self.flag} out"
+            )
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """Model and batch of a run, for which a schedule is built; scripts have flags of their own."""
+
+    num_microbatches: int
+    layers: Layers
+    layer_layout: str | Ends | None
+    chunks: Chunks
+    ends: Ends | None
+    """The costs of the model's ends, if they are known."""
+    group_size: int | None = None
+    back_to_back: bool = False
+
+
+def build_adapter(
+    args: argparse.Namespace,
+    sizes: Sizes,
+    build: Build = catalog.build,
+    group_options: GroupOptions | None = None,
+) -> PipelineAdapter:
+    """Create the adapter that the flags ask for; they choose a schedule.
+
+    Args:
+        args: the flags of the run, see :mod:`megatron_zb.job.run_flags`.
+        sizes: model and batch.
+        build: builds schedules, such as on one rank for all.
+        group_options: options for the process groups of messages, if not the usual ones.
+
+    Raises:
+        UsageError: the flags cannot be combined, or the schedule cannot be built.
+    """
+    named = args.pipeline_schedule_file is None
+    adapter = (_named if named else _of_file)(args, sizes, build)
+    adapter.watch(args.pipeline_timeout, args.distributed_timeout_minutes)
+    if group_options is not None:
+        adapter.connect_with(group_options)
+    profile = None if args.pipeline_profile is None else Path(args.pipeline_profile)
+    adapter.profile(profile, args.pipeline_replan_every, is_named=named)
+    return adapter
+
+
+def _of_file(args: argparse.Namespace, sizes: Sizes, build: Build) -> PipelineAdapter:
+    check_table_alone(args)
+    file = Path(args.pipeline_schedule_file)
+    table = interchange.from_csv(file)
+    chunks = table.placement.chunks
+    sizes.chunks.check(chunks, f"--pipeline-schedule-file {file}")
+    _check_ends(sizes.layers, chunks)
+    return PipelineAdapter.of_table(
+        table,
+        pipeline_size=args.pipeline_model_parallel_size,
+        num_microbatches=sizes.num_microbatches,
+        layers=sizes.layers,
+        layer_layout=sizes.layer_layout,
+        build=build,
+    )
+
+
+def _named(args: argparse.Namespace, sizes: Sizes, build: Build) -> PipelineAdapter:
+    family, layers, asked = catalog.family(args.pipeline_schedule), sizes.layers, sizes.chunks
+    placement = placement_of(args)
+    _check_ends(layers, asked.number or 1)
+
+    def create(layers: Layers) -> PipelineAdapter:
+        return PipelineAdapter.create(
+            family.name,
+            pipeline_size=args.pipeline_model_parallel_size,
+            num_microbatches=sizes.num_microbatches,
+            layers=layers,
+            layer_layout=sizes.layer_layout,
+            memory_limit=args.pipeline_memory_limit,
+            chunks=asked.number if family.takes_chunks else None,
+            group_size=sizes.group_size if family.takes_group_size else None,
+            back_to_back=sizes.back_to_back,
+            ends=sizes.ends,
+            placement=placement,
+            build=build,
+        )
+
+    # Only the schedule knows its chunks; with several, its first stage is not the first rank.
+    adapter = create(replace(layers, first=None, last=None))
+    asked.check(adapter.chunks, f"--pipeline-schedule {family.name}")
+    if layers.first is None and layers.last is None:
+        return adapter
+    _check_ends(layers, adapter.chunks)
+    return create(layers)
+
+
+def _check_ends(layers: Layers, chunks: int) -> None:
+    if chunks > 1 and (layers.first is not None or layers.last is not None):
+        raise UsageError(
+            "--decoder-first-pipeline-num-layers and --decoder-last-pipeline-num-layers count the "
+            "layers of a rank, which holds several chunks here: say the layers of every chunk "
+            "with --pipeline-model-parallel-layout"
+        )

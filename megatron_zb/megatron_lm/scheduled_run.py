@@ -1,0 +1,167 @@
+"""Megatron-LM's training loop in a job with a schedule: each method takes the place of a function.
+
+Its first argument is the function that it replaces.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from megatron_zb.errors import UsageError
+from megatron_zb.job.data_contents import Record
+from megatron_zb.megatron_core.adapter import PipelineAdapter
+from megatron_zb.megatron_lm import conflicts
+from megatron_zb.megatron_lm.ending import end_with
+from megatron_zb.megatron_lm.meeting import Meeting
+
+START = "start"
+
+
+class ScheduledRun:
+    """The part of this rank in a job with a schedule."""
+
+    def __init__(self, adapter: PipelineAdapter, meeting: Meeting, rank: int) -> None:
+        self.adapter = adapter
+        self.data: Record = {}
+        """Record of the training data, once the arguments have been checked."""
+        self.not_agreed: dict[str, Any] | None = None
+        """Values that the ranks have not agreed on yet."""
+        self._meeting = meeting
+        self._rank = rank
+        self._chunks: list[Any] = []
+        self._builds = 0
+        self._failure: Exception | None = None
+
+    # --- processes, layers and chunks
+
+    def initialize_model_parallel(self, original: Any, *args: Any, **keywords: Any) -> Any:
+        """Let the ranks agree, where they could not before, and set the embedding ranks."""
+        if self.not_agreed is not None:
+            self._meeting.agree(START, self.not_agreed, None)
+        if self.adapter.embedding_ranks is not None:
+            keywords["get_embedding_ranks"] = self.adapter.embedding_ranks
+        return original(*args, **keywords)
+
+    def layout_from_str(self, original: Any, layout: str, *rest: Any, **sizes: Any) -> Any:
+        """Return the layout of the schedule for its own text."""
+        if layout == str(self.adapter.layer_layout):
+            return self.adapter.layer_layout
+        return original(layout, *rest, **sizes)
+
+    def build_chunks(self, original: Any, build: Any, *rest: Any, **keywords: Any) -> Any:
+        """Let every chunk be built where the schedule has it."""
+        self._chunks, self._failure = [], None
+        self._builds += 1
+        return original(self._placed(build), *rest, **keywords)
+
+    def _placed(self, build: Any) -> Any:
+        """Wrap the builder of a chunk to give embedding and output layer to the right chunks."""
+        from megatron.core import parallel_state
+
+        adapter = self.adapter
+
+        def build_placed(*args: Any, **keywords: Any) -> Any:
+            pp_rank = parallel_state.get_pipeline_model_parallel_rank()
+            vp_stage = keywords.get("vp_stage")
+            keywords["pre_process"] = adapter.pre_process(pp_rank, vp_stage)
+            keywords["post_process"] = adapter.post_process(pp_rank, vp_stage)
+            with self._failing(), adapter.drawing_weights():
+                chunk = build(*args, **keywords)
+            self._check_model(chunk)
+            self._chunks.append(chunk)
+            if len(self._chunks) == adapter.chunks:
+                self._prepare_model()
+            return chunk
+
+        return build_placed
+
+    @contextmanager
+    def _failing(self) -> Iterator[None]:
+        """Tell the other ranks of a failure to build here, so that no rank waits for another."""
+        try:
+            yield
+        except UsageError as error:
+            self._meeting.leave(self._building, error)
+            end_with(error, self._rank)
+        except Exception as error:
+            self._meeting.leave(self._building, error)
+            raise
+
+    def _check_model(self, chunk: Any) -> None:
+        """Check a chunk; keep a refusal until all is built, since other ranks build along."""
+        try:
+            conflicts.check_model(
+                chunk,
+                self.adapter.schedule.name,
+                self.adapter.physical.mirrored,
+                self.adapter.draws_by_layer,
+            )
+        except UsageError as error:
+            self._failure = self._failure or error
+
+    def _prepare_model(self) -> None:
+        try:
+            if self._failure is None:
+                self.adapter.prepare_model(self._chunks)
+        except Exception as error:
+            self._failure = error
+        self._meeting.agree(self._building, {}, self._failure)
+
+    @property
+    def _building(self) -> str:
+        return f"build {self._builds}"
+
+    # --- data, in a V
+
+    def is_first_stage(
+        self, original: Any, ignore_virtual: bool = True, vp_stage: int | None = None
+    ) -> bool:
+        """Return whether this stage has the embedding, which is on the last rank in a V."""
+        del original
+        return self._holds(self.adapter.pre_process, None if ignore_virtual else vp_stage)
+
+    def is_first_or_last_stage(self, original: Any, vp_stage: int | None) -> bool:
+        """Return whether this stage has the embedding or the output layer."""
+        del original
+        adapter = self.adapter
+        return self._holds(adapter.pre_process, vp_stage) or self._holds(
+            adapter.post_process, vp_stage
+        )
+
+    def _holds(self, part: Callable[[int, int], bool], vp_stage: int | None) -> bool:
+        """Return whether a chunk, or with None any chunk, of this rank has a part of the model."""
+        from megatron.core import parallel_state
+
+        pp_rank = parallel_state.get_pipeline_model_parallel_rank()
+        chunks = range(self.adapter.chunks) if vp_stage is None else (vp_stage,)
+        return any(part(pp_rank, chunk) for chunk in chunks)
+
+    def get_batch_on_this_tp_rank(self, original: Any, *args: Any, **keywords: Any) -> Any:
+        """Broadcast a batch as for MTP, since one rank needs tokens and labels."""
+        keywords["mtp_on_this_rank"] = True
+        return original(*args, **keywords)
+
+    def dataset_builder(
+        self, original: Any, builder: Any, cls: Any, sizes: Any, is_built_on_rank: Any, config: Any
+    ) -> None:
+        """Build data sets on the job's first rank, too, which tells all others if there is data."""
+        is_first = self._rank == 0
+        original(builder, cls, sizes, lambda: is_built_on_rank() or is_first, config)
+
+    # --- the step
+
+    def get_forward_backward_func(self, original: Any, *args: Any, **keywords: Any) -> Any:
+        """Return the function that runs the schedule."""
+        return self._forward_backward
+
+    def _forward_backward(self, **arguments: Any) -> Any:
+        try:
+            return self.adapter.forward_backward_func(**arguments)
+        except UsageError as error:
+            end_with(error, self._rank)
+
+    def finalize_model_grads(self, original: Any, *args: Any, **keywords: Any) -> Any:
+        """Add up the gradients of the tied embedding, too, which are on one rank in a V."""
+        return self.adapter.finalize_model_grads(*args, **keywords)

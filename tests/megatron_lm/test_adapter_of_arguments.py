@@ -1,0 +1,352 @@
+"""From Megatron-LM's arguments to an adapter, or to one sentence that says why not."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from megatron_arguments import parsed
+
+from megatron_zb import schedules
+from megatron_zb.errors import UsageError
+from megatron_zb.megatron_lm.adapter_of_arguments import adapter_of, check_unscheduled
+from megatron_zb.schedules import interchange
+from megatron_zb.schedules.placement import looped, v_shape
+
+
+def layout_of(line: str, **stock: Any) -> str:
+    args = parsed(line, **stock)
+    adapter_of(args)
+    layout = args.pipeline_model_parallel_layout
+    assert isinstance(layout, str)
+    return layout
+
+
+def test_without_a_schedule_nothing_changes() -> None:
+    args = parsed()
+    before = vars(args).copy()
+    check_unscheduled(args)
+    assert vars(args) == before
+
+
+@pytest.mark.parametrize("name", [name for name in schedules.names() if name != "auto"])
+def test_every_schedule_has_an_adapter(name: str) -> None:
+    args = parsed(f"--pipeline-schedule {name}")
+    adapter = adapter_of(args)
+    assert adapter.schedule.name == name
+    assert args.pipeline_model_parallel_layout == str(adapter.layer_layout)
+    assert str(adapter.layer_layout).count("|") == 4 * adapter.chunks - 1
+    assert str(adapter.layer_layout).count("t") == 16
+
+
+def test_auto_has_an_adapter_within_its_limit() -> None:
+    adapter = adapter_of(parsed("--pipeline-schedule auto --pipeline-memory-limit 0.75"))
+    costs = schedules.Costs.uniform(pipeline_size=4, forward=1, backward=1, weight=1)
+    assert max(schedules.simulate(adapter.schedule, costs).peak_memory) <= 0.75 * 4
+
+
+def test_auto_can_be_bound_to_a_placement() -> None:
+    for kind, expected in (("loop", looped(4, 2)), ("zigzag", v_shape(4))):
+        line = f"--pipeline-schedule auto --pipeline-placement {kind}"
+        adapter = adapter_of(parsed(line, num_virtual_stages_per_pipeline_rank=2))
+        assert adapter.schedule.placement == expected
+    adapter = adapter_of(parsed("--pipeline-schedule auto", num_virtual_stages_per_pipeline_rank=1))
+    assert adapter.schedule.placement == looped(4)
+
+
+def test_a_builder_is_asked_for_the_schedule_and_for_other_numbers_of_microbatches() -> None:
+    asked: list[tuple[str, int]] = []
+
+    def build(name: str, **request: Any) -> schedules.Schedule:
+        asked.append((name, request["num_microbatches"]))
+        return schedules.build(name, **request)
+
+    adapter = adapter_of(parsed("--pipeline-schedule zb-h1"), build)
+    adapter.program_for(3, True, False)
+    adapter.program_for(8, False, False)
+    assert asked == [("zb-h1", 8), ("zb-h1", 3)]
+
+
+def test_megatrons_own_division_of_layers_is_replaced() -> None:
+    args = parsed(
+        "--pipeline-schedule v-half",
+        account_for_embedding_in_pipeline_split=True,
+        account_for_loss_in_pipeline_split=True,
+        num_virtual_stages_per_pipeline_rank=2,
+    )
+    adapter_of(args)
+    assert args.account_for_embedding_in_pipeline_split is False
+    assert args.account_for_loss_in_pipeline_split is False
+    assert args.num_virtual_stages_per_pipeline_rank is None
+    assert args.pipeline_model_parallel_layout == "Et|ttt|ttt|tt|tt|tt|tt|tL"
+
+
+@pytest.mark.parametrize(
+    ("line", "stock", "layout"),
+    [
+        ("v-half", {}, "Ett|tt|tt|tt|tt|tt|tt|ttL"),
+        ("v-half", {"num_layers": 17}, "Ett|ttt|tt|tt|tt|tt|tt|ttL"),
+        ("zb-h1", {"num_layers": 10}, "Ett|ttt|ttt|ttL"),
+        ("zb-h1", {"num_layers": None, "encoder_num_layers": 4}, "Et|t|t|tL"),
+        ("zb-h1", {"mtp_num_layers": 1}, "Etttt|tttt|tttt|ttttmL"),
+        ("zb-h1", {"decoder_first_pipeline_num_layers": 1}, "Et|ttttt|ttttt|tttttL"),
+        (
+            "zb-h1",
+            {"decoder_first_pipeline_num_layers": 1, "decoder_last_pipeline_num_layers": 3},
+            "Et|tttttt|tttttt|tttL",
+        ),
+        (
+            "v-half",
+            {"pipeline_model_parallel_layout": "Ettt|(tt|)*6tL"},
+            "Ettt|tt|tt|tt|tt|tt|tt|tL",
+        ),
+        # a vocabulary of 128 hidden sizes counts for ten layers, one of 4 for a third
+        ("v-half --pipeline-layer-layout auto", {"vocab_size": 8192}, "E|ttt|ttt|ttt|tt|tt|ttt|L"),
+        ("zb-h1 --pipeline-layer-layout auto", {"vocab_size": 256}, "Etttt|tttt|tttt|ttttL"),
+        ("wave", {"num_virtual_stages_per_pipeline_rank": 2}, "Ett|tt|tt|tt|tt|tt|tt|ttL"),
+        ("interleaved", {"num_layers_per_virtual_pipeline_stage": 2}, "Ett|tt|tt|tt|tt|tt|tt|ttL"),
+    ],
+)
+def test_layers_go_where_they_are_asked_to_go(
+    line: str, stock: dict[str, Any], layout: str
+) -> None:
+    assert layout_of(f"--pipeline-schedule {line}", **stock) == layout
+
+
+@pytest.mark.parametrize(
+    ("world_size", "stock", "microbatches"),
+    [
+        (4, {}, 8),
+        (8, {}, 4),
+        (8, {"tensor_model_parallel_size": 2}, 8),
+        (8, {"context_parallel_size": 2}, 8),
+        (8, {"micro_batch_size": 2}, 2),
+        (4, {"global_batch_size": None}, 1),
+    ],
+)
+def test_microbatches_are_those_of_one_replica(
+    world_size: int, stock: dict[str, Any], microbatches: int
+) -> None:
+    adapter = adapter_of(parsed("--pipeline-schedule 1f1b", world_size=world_size, **stock))
+    assert adapter.schedule.num_microbatches == microbatches
+
+
+def test_groups_are_for_schedules_that_have_the_choice() -> None:
+    for name in ("interleaved", "v-half"):
+        line = f"--pipeline-schedule {name}"
+        adapter_of(parsed(line, microbatch_group_size_per_vp_stage=8))
+
+
+ENDS = "count the layers of a rank, which holds several chunks here"
+
+
+@pytest.mark.parametrize(
+    ("line", "stock", "words"),
+    [
+        ("--pipeline-schedule v-haf", {}, "unknown pipeline schedule 'v-haf': did you mean v-half"),
+        ("--pipeline-schedule v-half --pipeline-memory-limit 0.1", {}, "0.1 of 1F1B"),
+        ("--pipeline-schedule v-half --pipeline-memory-limit -1", {}, "memory limit -1"),
+        ("--pipeline-schedule v-half --pipeline-timeout -1", {}, "--pipeline-timeout is -1"),
+        (
+            "--pipeline-schedule v-half",
+            {"num_virtual_stages_per_pipeline_rank": 4},
+            "--num-virtual-stages-per-pipeline-rank asks for 4 chunks per pipeline rank, but "
+            "--pipeline-schedule v-half has 2",
+        ),
+        (
+            "--pipeline-schedule zb-h1",
+            {"num_layers_per_virtual_pipeline_stage": 2},
+            "--num-layers-per-virtual-pipeline-stage asks for 2 chunks",
+        ),
+        (
+            "--pipeline-schedule interleaved",
+            {"num_layers_per_virtual_pipeline_stage": 3},
+            "--num-layers-per-virtual-pipeline-stage 3 does not divide the 16 layers of 4",
+        ),
+        (
+            "--pipeline-schedule interleaved",
+            {"num_layers_per_virtual_pipeline_stage": 0},
+            "--num-layers-per-virtual-pipeline-stage is 0: it must be 1 or greater",
+        ),
+        ("--pipeline-schedule v-half", {"num_layers": 7}, "7 layers cannot be placed on 8 stages"),
+        ("--pipeline-schedule v-half", {"num_layers": None}, "--num-layers is missing"),
+        (
+            "--pipeline-schedule v-half --pipeline-layer-layout E|t",
+            {},
+            "--pipeline-layer-layout is 'E|t': give auto or a .yaml file of --pipeline-profile",
+        ),
+        ("--pipeline-schedule v-half --pipeline-layer-layout no.yaml", {}, "no.yaml"),
+        (
+            "--pipeline-schedule v-half --pipeline-layer-layout auto",
+            {},
+            "has to know how large the output layer is: give --vocab-size",
+        ),
+        (
+            "--pipeline-schedule v-half --pipeline-layer-layout auto",
+            {"vocab_size": 64, "multi_latent_attention": True},
+            "cannot count multi-latent attention",
+        ),
+        (
+            "--pipeline-schedule zb-h1 --pipeline-layer-layout auto",
+            {"vocab_size": 64, "account_for_loss_in_pipeline_split": True},
+            "and --account-for-loss-in-pipeline-split both say which layers a stage has",
+        ),
+        (
+            "--pipeline-schedule zb-h1 --pipeline-layer-layout auto",
+            {"vocab_size": 64, "pipeline_model_parallel_layout": "Et|t|t|tL"},
+            "and --pipeline-model-parallel-layout both say which layers a stage has",
+        ),
+        ("--pipeline-schedule v-half", {"micro_batch_size": None}, "--micro-batch-size is missing"),
+        ("--pipeline-schedule v-half", {"micro_batch_size": 0}, "--micro-batch-size is 0"),
+        (
+            "--pipeline-schedule v-half",
+            {"tensor_model_parallel_size": 0},
+            "--tensor-model-parallel-size is 0",
+        ),
+        ("--pipeline-schedule v-half", {"pipeline_model_parallel_size": 1}, "pipeline size 1"),
+        (
+            "--pipeline-schedule v-half",
+            {"pipeline_model_parallel_layout": "Ettt|tttt|tttt|ttttL"},
+            "it names 4 stages and the schedule has 8",
+        ),
+        (
+            "--pipeline-schedule zb-h1",
+            {"pipeline_model_parallel_layout": "Et|t|t|tL"},
+            "it names 4 layers and the model has 16",
+        ),
+        (
+            "--pipeline-schedule zb-h1",
+            {"pipeline_model_parallel_layout": "Ex|tL"},
+            "use E, t, m, L and |",
+        ),
+        ("--pipeline-schedule v-half", {"decoder_first_pipeline_num_layers": 2}, ENDS),
+        ("--pipeline-schedule v-min", {"decoder_last_pipeline_num_layers": 2}, ENDS),
+        (
+            "--pipeline-schedule wave",
+            {"decoder_last_pipeline_num_layers": 2, "num_virtual_stages_per_pipeline_rank": 2},
+            ENDS,
+        ),
+        (
+            "--pipeline-schedule zb-h1",
+            {"decoder_first_pipeline_num_layers": 15},
+            "16 layers cannot be placed on 4 stages with at least one on each and 15 on the first",
+        ),
+        ("--pipeline-schedule-file nowhere.csv", {}, "nowhere.csv"),
+        (
+            "--pipeline-schedule v-half --pipeline-schedule-file x.csv",
+            {},
+            "--pipeline-schedule and --pipeline-schedule-file both choose a schedule",
+        ),
+        (
+            "--pipeline-schedule v-half --pipeline-placement loop",
+            {},
+            "--pipeline-placement is for --pipeline-schedule auto: v-half has its own",
+        ),
+        (
+            "--pipeline-schedule auto --pipeline-placement loop",
+            {},
+            "--pipeline-placement loop needs --num-virtual-stages-per-pipeline-rank, such as 2",
+        ),
+        (
+            "--pipeline-schedule auto --pipeline-placement zigzag",
+            {"num_virtual_stages_per_pipeline_rank": 0},
+            "0 model chunks per rank were asked for",
+        ),
+        (
+            "--pipeline-schedule-file x.csv --pipeline-schedule-cache x",
+            {},
+            "--pipeline-schedule-file is a finished schedule: leave --pipeline-schedule-cache out",
+        ),
+        (
+            "--pipeline-schedule-file x.csv --pipeline-memory-limit 1",
+            {},
+            "--pipeline-schedule-file is a finished schedule: leave --pipeline-memory-limit out",
+        ),
+    ],
+)
+def test_what_cannot_be_had_is_one_sentence(line: str, stock: dict[str, Any], words: str) -> None:
+    with pytest.raises(UsageError) as refused:
+        adapter_of(parsed(line, **stock))
+    assert words in str(refused.value)
+    assert "\n" not in str(refused.value)
+
+
+@pytest.fixture
+def table(tmp_path: Path) -> Path:
+    path = tmp_path / "v-half.csv"
+    schedule = schedules.build("v-half", pipeline_size=4, num_microbatches=8)
+    interchange.write_csv(schedule, path)
+    return path
+
+
+def test_a_schedule_from_a_file(table: Path) -> None:
+    args = parsed(f"--pipeline-schedule-file {table}", num_virtual_stages_per_pipeline_rank=2)
+    adapter = adapter_of(args)
+    assert adapter.physical.mirrored
+    built = schedules.build("v-half", pipeline_size=4, num_microbatches=8)
+    assert adapter.schedule.ranks == built.ranks
+    assert args.pipeline_model_parallel_layout == "Ett|tt|tt|tt|tt|tt|tt|ttL"
+
+
+@pytest.mark.parametrize(
+    ("stock", "words"),
+    [
+        ({"global_batch_size": 16}, "is for 4 pipeline ranks and 8 microbatches, but the job has"),
+        ({"pipeline_model_parallel_size": 2}, "the job has 2 and 4"),
+        ({"num_layers": 7}, "7 layers cannot be placed on 8 stages"),
+        (
+            {"num_virtual_stages_per_pipeline_rank": 3},
+            "--num-virtual-stages-per-pipeline-rank asks for 3 chunks per pipeline rank, but "
+            "--pipeline-schedule-file",
+        ),
+        ({"decoder_first_pipeline_num_layers": 2}, ENDS),
+        ({"ckpt_format": "torch"}, "--ckpt-format torch cannot be combined"),
+    ],
+)
+def test_a_file_that_does_not_fit_the_job(table: Path, stock: dict[str, Any], words: str) -> None:
+    with pytest.raises(UsageError) as refused:
+        adapter_of(parsed(f"--pipeline-schedule-file {table}", **stock))
+    assert words in str(refused.value)
+
+
+def test_hybrid_models_keep_their_own_placement() -> None:
+    pattern = "M*-M" * 4
+    stock = {"hybrid_override_pattern": pattern, "num_layers": None}
+    args = parsed("--pipeline-schedule zb-h1", **stock)
+    adapter_of(args)
+    assert args.pipeline_model_parallel_layout is None
+    for schedule in ("v-half", "interleaved"):
+        with pytest.raises(UsageError, match=r"--hybrid-override-pattern .* cannot be combined"):
+            adapter_of(parsed(f"--pipeline-schedule {schedule}", **stock))
+
+
+@pytest.mark.parametrize(
+    ("line", "stock", "by_layer"),
+    [
+        ("--pipeline-schedule v-half", {}, True),
+        ("--pipeline-schedule v-half --pipeline-random-streams rank", {}, False),
+        ("--pipeline-schedule interleaved", {}, True),
+        ("--pipeline-schedule zb-h1", {}, False),
+        ("--pipeline-schedule zb-h1 --pipeline-random-streams auto", {}, False),
+        ("--pipeline-schedule zb-h1 --pipeline-random-streams layer", {}, True),
+        ("--pipeline-schedule zb-h1", {"num_layers": 15}, True),
+        (
+            "--pipeline-schedule zb-h1",
+            {"num_layers": 14, "decoder_first_pipeline_num_layers": 2},
+            False,
+        ),
+        (
+            "--pipeline-schedule zb-h1",
+            {"pipeline_model_parallel_layout": "Ettttt|ttttt|tttt|ttL"},
+            False,
+        ),
+        ("--pipeline-schedule zb-h1", {"hybrid_override_pattern": "MMM*" * 3}, False),
+    ],
+)
+def test_layers_that_move_draw_from_streams_of_their_own(
+    line: str, stock: dict[str, Any], by_layer: bool
+) -> None:
+    adapter = adapter_of(parsed(line, **stock))
+    assert adapter.draws_by_layer is by_layer
+    assert ("random streams of its own" in adapter.describe()) is by_layer

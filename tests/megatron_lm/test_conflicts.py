@@ -1,0 +1,144 @@
+"""Arguments of Megatron-LM that are refused, each in one sentence."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+import pytest
+from megatron_arguments import parsed
+
+from megatron_zb.errors import UsageError
+from megatron_zb.megatron_core import versions
+from megatron_zb.megatron_lm import conflicts
+from megatron_zb.megatron_lm.adapter_of_arguments import adapter_of, check_unscheduled
+from megatron_zb.schedules.placement import looped, v_shape
+
+DOCS = Path(__file__).parents[2] / "docs"
+
+
+@pytest.mark.parametrize("conflict", conflicts.CONFLICTS, ids=lambda conflict: conflict.argument)
+def test_every_conflict_names_both_flags_and_the_reason(conflict: conflicts.Conflict) -> None:
+    value = True if conflict.above is None else 2
+    args = argparse.Namespace(tensor_model_parallel_size=1, **{conflict.argument: value})
+    with pytest.raises(UsageError) as refused:
+        conflicts.check(args, "--pipeline-schedule v-half", v_shape(4))
+    said = conflict.flag if value is True else f"{conflict.flag} {value}"
+    assert str(refused.value) == (
+        f"{said} cannot be combined with --pipeline-schedule v-half: {conflict.why}"
+    )
+    assert conflict.flag == "--" + conflict.argument.replace("_", "-")
+    if conflict.concerned is conflicts.Concerned.INNER_STAGES:
+        conflicts.check(args, "zb-h1", looped(2))
+    elif conflict.concerned is not conflicts.Concerned.ALL:
+        conflicts.check(args, "zb-h1", looped(4))
+    if conflict.concerned is conflicts.Concerned.V:
+        conflicts.check(args, "interleaved", looped(4, 2))
+
+
+def test_packed_samples_are_served_where_every_stage_hears_of_them(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    line, stock = "--pipeline-schedule zb-h1", {"sft": True}
+    with pytest.raises(UsageError, match=r"^--sft cannot be combined with .* zb-h1: Megatron-LM"):
+        adapter_of(parsed(line, **stock))
+    monkeypatch.setattr(versions, "packed_samples_reach_every_stage", lambda: True)
+    adapter_of(parsed(line, **stock))
+
+
+@pytest.mark.parametrize(
+    ("argument", "value"),
+    [
+        ("pipeline_model_parallel_comm_backend", "ucc"),
+        ("tensor_parallel_num_weight_shards", 4),
+        ("expert_tensor_parallel_num_weight_shards", 4),
+    ],
+)
+def test_values_that_are_not_served_are_told_from_those_that_are(argument: str, value: Any) -> None:
+    line, sizes = "--pipeline-schedule zb-h1", {"tensor_model_parallel_size": 2, "world_size": 8}
+    with pytest.raises(UsageError, match=f"^--{argument.replace('_', '-')} {value} cannot be"):
+        adapter_of(parsed(line, **sizes, **{argument: value}))
+    harmless = 2 if isinstance(value, int) else "nccl"
+    adapter_of(parsed(line, **sizes, **{argument: harmless}))
+
+
+@pytest.mark.parametrize("name", versions.HYBRID_PATTERNS)
+def test_segments_of_a_hybrid_pattern_are_those_of_the_stages(name: str) -> None:
+    line = "--pipeline-schedule zb-h1"
+    for served in ("M*-M" * 4, "M*-M|M*-M|M*-M|M*-M", "M*-M|M*-M|M*-M|M*-M/M*|"):
+        adapter_of(parsed(line, num_layers=None, **{name: served}))
+    for pattern, segments in (("M*-M|" * 7 + "M*-M", 8), ("M*-M|M*-M", 2)):
+        with pytest.raises(UsageError, match=rf"has {segments} segments for 4 pipeline ranks"):
+            adapter_of(parsed(line, num_layers=None, **{name: pattern}))
+
+
+@pytest.mark.parametrize(
+    "conflict", conflicts.POST_VALIDATION_CONFLICTS, ids=lambda conflict: conflict.argument
+)
+def test_what_no_step_can_be_taken_back_with_is_refused(conflict: conflicts.Conflict) -> None:
+    values = {"optimizer": "muon", "grad_norm_skip_threshold": 2.0, "rerun_mode": "report_stats"}
+    value: Any = values.get(conflict.argument, 1)
+    line = "--pipeline-schedule zb-h1"
+    sizes = {"pipeline_model_parallel_size": 2}  # where each stage is the first or the last
+    args = parsed(f"{line} {conflicts.POST_VALIDATION}", **sizes, **{conflict.argument: value})
+    with pytest.raises(UsageError) as refused:
+        adapter_of(args)
+    assert str(refused.value) == (
+        f"{conflict.flag} {value} cannot be combined with {conflicts.POST_VALIDATION}: "
+        f"{conflict.why}"
+    )
+    adapter_of(parsed(line, **sizes, **{conflict.argument: value}))
+    assert f"`{conflict.flag}" in (DOCS / "post_validation.md").read_text()
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        conflicts.POST_VALIDATION,
+        "--pipeline-random-streams layer",
+        "--pipeline-memory-limit 0.5",
+        "--pipeline-layer-layout auto",
+        "--pipeline-schedule-cache x",
+    ],
+)
+def test_flags_that_need_a_schedule(line: str) -> None:
+    with pytest.raises(UsageError, match=f"{line.split()[0]} needs --pipeline-schedule, such as"):
+        check_unscheduled(parsed(line))
+    stock = {"optimizer": "adam", "rerun_mode": "validate_results"}
+    line = f"{conflicts.POST_VALIDATION} --pipeline-schedule v-zb"
+    adapter_of(parsed(line, **stock))
+
+
+@pytest.mark.parametrize("value", [None, False])
+def test_arguments_that_are_not_given_do_not_conflict(value: object) -> None:
+    names = [c.argument for c in conflicts.CONFLICTS if c.applies is bool]
+    conflicts.check(argparse.Namespace(**dict.fromkeys(names, value)), "any", v_shape(4))
+    conflicts.check(argparse.Namespace(), "any", v_shape(4))
+    conflicts.check(parsed(), "any", v_shape(4))
+
+
+def test_the_value_of_a_conflict_is_told() -> None:
+    with pytest.raises(UsageError, match=r"^--ckpt-format torch cannot be combined .*torch_dist$"):
+        adapter_of(parsed("--pipeline-schedule v-half", ckpt_format="torch"))
+    adapter_of(parsed("--pipeline-schedule zb-h1", ckpt_format="torch"))
+
+
+@pytest.mark.parametrize("conflict", conflicts.LAYER_STREAMS_CONFLICTS, ids=lambda c: c.argument)
+@pytest.mark.parametrize(
+    ("line", "chosen"),
+    [
+        ("zb-h1 --pipeline-random-streams layer", "--pipeline-random-streams layer"),
+        ("v-half", "--pipeline-random-streams layer, which --pipeline-schedule v-half brings"),
+    ],
+)
+def test_what_streams_of_layers_cannot_be_had_with(
+    conflict: conflicts.Conflict, line: str, chosen: str
+) -> None:
+    args = parsed(f"--pipeline-schedule {line}", **{conflict.argument: True})
+    with pytest.raises(UsageError) as error:
+        conflicts.check_layer_streams(args)
+    for part in (conflict.flag, chosen, "add --pipeline-random-streams rank"):
+        assert part in str(error.value)
+    by_rank = "--pipeline-schedule zb-h1 --pipeline-random-streams rank"
+    adapter_of(parsed(by_rank, **{conflict.argument: True}))
