@@ -118,7 +118,7 @@ def context_of(kind: Kind) -> Any:
 @cache
 def _start_server() -> None:
     """Start the process that ranks are forked off; what it is to import, it finds by PYTHONPATH."""
-    multiprocessing.set_forkserver_preload(["rank_imports"])
+    multiprocessing.set_forkserver_preload(["rank_imports", "job_imports"])
     before = os.environ.get("PYTHONPATH")
     os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, sys.path))
     forkserver.ensure_running()
