@@ -87,10 +87,11 @@ def main() -> None:
     for ranks in args.ranks:
         with tempfile.TemporaryDirectory() as folder:
             result = Path(folder) / "result"
-            mp.spawn(
+            mp.start_processes(
                 _rank,
                 args=(args, ranks, str(Path(folder) / "rendezvous"), str(result)),
                 nprocs=ranks,
+                start_method="fork",  # without importing torch again
             )
             found = summary(json.loads(result.read_text(encoding="utf-8")))
         by_ranks[ranks] = found

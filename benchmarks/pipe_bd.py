@@ -156,7 +156,8 @@ def _machine() -> dict[str, Any]:
 def _on_ranks(of_rank: _OfRank, ranks: int, args: argparse.Namespace) -> Any:
     """What rank 0 has written when all have ended."""
     with tempfile.TemporaryDirectory() as folder:
-        mp.spawn(_rank, args=(of_rank, ranks, args, folder), nprocs=ranks)
+        given = (of_rank, ranks, args, folder)
+        mp.start_processes(_rank, given, ranks, start_method="fork")  # torch is imported already
         return json.loads((Path(folder) / "result.json").read_text())
 
 

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import sys
 
+from megatron_zb.distillation.launch import launch
+
 
 def main() -> None:
     """Run the distillation that the command line describes; ends the process."""
-    # Imported here because writing a checkpoint starts a helper process that imports this module.
-    from megatron_zb.distillation.launch import launch
-
     launch(sys.argv[1:])
 
 

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import argparse
-import multiprocessing
-import os
+import queue
 import random
 import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from multiprocessing.managers import SyncManager
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +33,7 @@ from megatron_zb.training.checkpoint_directory import (
     set_latest,
 )
 from megatron_zb.training.model import Trainee
-from megatron_zb.training.processes import end_with, is_lost_connection
+from megatron_zb.training.processes import is_lost_connection
 
 # Arguments that make a model what it is: a checkpoint fits only a model that agrees on them.
 _MODEL = (
@@ -94,7 +92,7 @@ def write(directory: Path, iteration: int, state: dict[str, Any], metadata: dict
     if dist.get_rank() == 0:
         _make_empty(unfinished)
     dist.barrier()
-    with _helper():
+    with _results_kept_here():
         dist_checkpointing.save(
             state, str(unfinished), content_metadata=metadata, async_sharded_save=False
         )
@@ -107,19 +105,17 @@ def write(directory: Path, iteration: int, state: dict[str, Any], metadata: dict
 
 
 @contextmanager
-def _helper() -> Iterator[None]:
-    """Start the process through which a checkpoint's writers report to megatron-core.
+def _results_kept_here() -> Iterator[None]:
+    """Let the writers of a checkpoint report to this process.
 
-    megatron-core would start and keep one of its own, which would outlive a rank that is killed.
+    megatron-core would start another one for it, which imports torch to read what they report,
+    seconds for every checkpoint, and would outlive a rank that is killed.
     """
-    manager = SyncManager(ctx=multiprocessing.get_context("spawn"))
-    manager.start(end_with, (os.getpid(),))
-    filesystem_async._results_queue = manager.Queue()
+    filesystem_async._results_queue = queue.SimpleQueue()
     try:
         yield
     finally:
         filesystem_async._results_queue = None
-        manager.shutdown()
 
 
 def _make_empty(directory: Path) -> None:

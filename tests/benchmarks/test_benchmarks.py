@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from argparse import Namespace
 from dataclasses import replace
 from pathlib import Path
@@ -17,6 +15,7 @@ import pytest
 import rank_memory
 import split_backward
 import torch
+from jobs import Ended, run_script
 from layer_sizes import LayerSizes, chosen
 from rank_process import TRANSFORMER_ENGINE, Kind
 from ranks import RankPools
@@ -32,19 +31,13 @@ TINY = "--device cpu --hidden 32 --heads 4 --ffn-hidden 48 --seq-length 16".spli
 SIZES = LayerSizes(hidden=32, heads=4, ffn_hidden=48, seq_length=16, micro_batch_size=1)
 
 
-def call(*command: str | Path) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [str(part) for part in command], capture_output=True, text=True, timeout=120, check=False
-    )
-
-
-def benchmark(name: str, *arguments: str) -> subprocess.CompletedProcess[str]:
-    return call(sys.executable, "-W", "ignore", BENCHMARKS / name, *arguments)
+def benchmark(name: str, *arguments: str) -> Ended:
+    return run_script(BENCHMARKS / name, *arguments)
 
 
 def line_of(name: str, *arguments: str) -> dict[str, Any]:
     done = benchmark(name, *TINY, *arguments)
-    assert done.returncode == 0, done.stderr
+    assert done.code == 0, done.stderr
     found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
     return found
 
@@ -84,14 +77,14 @@ def test_ranks_are_replayed_and_compared_with_the_simulator() -> None:
 @pytest.mark.parametrize("script", ["split_backward.py", "rank_memory.py"])
 def test_help(script: str) -> None:
     done = benchmark(script, "--help")
-    assert done.returncode == 0
+    assert done.code == 0
     assert "--device" in done.stdout
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 def test_without_a_gpu_cuda_is_refused_in_one_sentence() -> None:
     done = benchmark("split_backward.py", "--device", "cuda")
-    assert done.returncode == 2
+    assert done.code == 2
     assert done.stderr.splitlines()[-1] == (
         "split_backward.py: error: --device cuda needs a GPU and torch sees none: give --device cpu"
     )
@@ -221,7 +214,7 @@ def test_the_hosts_time_is_counted_alike_for_every_runtime() -> None:
     names = "1f1b megatron-1f1b zbv-table torch-zbv".split()
     sizes = "--ranks 2 --microbatches 4 --turns 2 --schedules".split()
     done = benchmark("host_overhead.py", *sizes, *names)
-    assert done.returncode in (0, 1), done.stderr  # 1: slower than it may be
+    assert done.code in (0, 1), done.stderr  # 1: slower than it may be
     line = json.loads(done.stdout.splitlines()[-1])
     layers = ["layers of 1", "layers of 2 in a V"]
     assert list(line["us_per_pass"]) == [*names, *layers]
@@ -266,5 +259,5 @@ def test_the_hosts_time_is_that_of_steps_of_equal_work() -> None:
 )
 def test_the_hosts_time_is_refused_in_one_sentence(arguments: str, sentence: str) -> None:
     done = benchmark("host_overhead.py", *arguments.split())
-    assert done.returncode == 2
+    assert done.code == 2
     assert sentence in done.stderr.splitlines()[-1]

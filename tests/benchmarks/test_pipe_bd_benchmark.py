@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 from distilled_blocks import synthetic_costs
+from jobs import run_script
 from ways_to_distil import WithoutRelay, seconds_all_at_once, seconds_block_by_block
 
 from megatron_zb.distillation.schedule.distribution import BlockCosts, evenly
@@ -25,24 +24,15 @@ WAYS = [
 ]
 
 
-def call(*arguments: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-W", "ignore", str(SCRIPT), *arguments],
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
-
-
 def test_all_ways_are_timed_and_train_the_same(tmp_path: Path) -> None:
     path = tmp_path / "result.json"
-    done = call(
+    done = run_script(
+        SCRIPT,
         *"--ranks 2 --blocks 3 --student 4 --steps 2 --repetitions 1 --microbatches 4".split(),
         *"--real-blocks 3 --hidden 32 --seq-length 16 --micro-batch 2 --output".split(),
         str(path),
     )
-    assert done.returncode == 0, done.stderr
+    assert done.code == 0, done.stderr
     line: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
     assert json.loads(path.read_text()) == line
     assert [case["times"] for case in line["sleeping"]] == ["equal", "uneven"]
@@ -57,8 +47,8 @@ def test_all_ways_are_timed_and_train_the_same(tmp_path: Path) -> None:
 
 
 def test_help_teaches() -> None:
-    done = call("--help")
-    assert done.returncode == 0
+    done = run_script(SCRIPT, "--help")
+    assert done.code == 0
     for way in WAYS:
         assert way in done.stdout
 

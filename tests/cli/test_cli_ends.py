@@ -11,7 +11,7 @@ from importlib import import_module
 from pathlib import Path
 
 import pytest
-from jobs import left_by
+from jobs import left_by, run_job
 
 from megatron_zb.cli import main as cli
 from megatron_zb.cli import plan as planning
@@ -213,12 +213,8 @@ def test_the_launcher_names_what_a_script_imports_in_vain(tmp_path: Path) -> Non
 
     root = checkout_tree(tmp_path, "0.16.1")
     write(root / "megatron/training/arguments.py", "import a_package_that_nobody_has\n")
-    done = subprocess.run(
-        [sys.executable, "-m", "megatron_zb.launch", str(root / "pretrain_gpt.py")],
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode == 2
+    done = run_job(None, "megatron_zb.launch", [str(root / "pretrain_gpt.py")], 120)
+    assert done.code == 2
     assert "Traceback" not in done.stderr
     assert done.stderr.splitlines()[-1].startswith(  # after warnings of Megatron's own imports
         "megatron_zb: error: the package a_package_that_nobody_has is not installed, which "

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import re
-import subprocess
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+from jobs import run_job
 from rich.console import Console
 
 from megatron_zb import schedules
@@ -133,10 +133,10 @@ def test_steps_that_sleep_are_measured_beside_what_was_predicted(tmp_path: Path)
     """Real ranks, real messages; a sleep is never too short, so neither is a step."""
     records = tmp_path / "steps.jsonl"
     command = quickstart.sleeping_command(records, ["1f1b", "zb-h1"])
-    command[command.index("--nproc-per-node") + 1] = "2"
     command[command.index("--repetitions") + 1] = "1"
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stderr
+    module = command.index("megatron_zb.cli.sleeping_steps")
+    done = run_job(2, command[module], command[module + 1 :], 300)
+    assert done.code == 0, done.stderr
     steps = quickstart.read_steps(NewRecords(records)())
     assert list(steps) == ["1f1b", "zb-h1"]
     passes = sum(quickstart.MILLISECONDS) / 1000
@@ -186,15 +186,33 @@ def test_a_measured_step_takes_less_than_half_a_minute() -> None:
     assert total * (quickstart.REPETITIONS + 1) < 15
 
 
+def without_torchrun(command: list[str]) -> list[str]:
+    """The command of one process."""
+    python, *words = command
+    return [python, "-m", *words[words.index("megatron_zb.pretrain_gpt") :]]
+
+
 def test_missing_data_is_one_sentence(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     prefix = tmp_path / "text"
     assert quickstart.main(["--data-path", str(prefix), "--output", str(tmp_path)]) == 2
     assert f"there is no {prefix}.idx: make it with" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("ranks", [1, pytest.param(4, marks=pytest.mark.full)])
 def test_a_failed_run_ends_the_quickstart_with_its_words(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    ranks: int,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    """Of torchrun's own ranks, or of one process, as the launcher's part takes seconds."""
+    if ranks == 1:
+        command = quickstart.training_command
+        sizes = {**quickstart.TRAINING_ARGUMENTS, "--pipeline-model-parallel-size": 1}
+        monkeypatch.setattr(quickstart, "TRAINING_ARGUMENTS", sizes)
+        monkeypatch.setattr(
+            quickstart, "training_command", lambda *given: without_torchrun(command(*given))
+        )
     for suffix in (".bin", ".idx"):
         (tmp_path / f"text{suffix}").write_bytes(b"no tokens")
     arguments = ["--data-path", str(tmp_path / "text"), "--output", str(tmp_path / "out")]

@@ -28,19 +28,22 @@ def run_python(program: str, folder: Path, **options: Any) -> list[dict[str, Any
     return seen
 
 
-def test_records_are_seen_once_and_whole(tmp_path: Path) -> None:
-    assert run_python(WRITE_SLOWLY, tmp_path) == [{"iteration": i} for i in range(3)]
-
-
-def test_records_are_seen_while_the_command_runs(tmp_path: Path) -> None:
+def test_records_are_seen_once_and_whole_while_the_command_runs(tmp_path: Path) -> None:
+    seen: list[dict[str, Any]] = []
     times: list[float] = []
+
+    def show(record: dict[str, Any]) -> None:
+        seen.append(record)
+        times.append(time.monotonic())
+
     records = tmp_path / "records.jsonl"
     run(
         [sys.executable, "-c", WRITE_SLOWLY, str(records)],
         printed=tmp_path / "printed.log",
         records=records,
-        show=lambda record: times.append(time.monotonic()),
+        show=show,
     )
+    assert seen == [{"iteration": i} for i in range(3)]
     assert times[2] - times[0] > 0.6
 
 

@@ -1,4 +1,4 @@
-"""Blockwise distillation as a user runs it: torchrun, checkpoints, and what goes wrong."""
+"""Blockwise distillation as a user runs it: flags, checkpoints, and what goes wrong."""
 
 from __future__ import annotations
 
@@ -35,9 +35,7 @@ from training_jobs import (
 Flags = Mapping[str, Any]
 Record = dict[str, Any]
 
-SUPPORT = Path(__file__).resolve().parents[1] / "support"
 MODULE = "megatron_zb.distill_gpt"
-DISTIL = ("-m", MODULE)
 STEPS, SAVED = 6, 3
 MODEL: Flags = {
     "--cpu": True,
@@ -64,34 +62,23 @@ DISTILLATION: Flags = {
 
 HELD_OUT: Flags = {"--eval-iters": 2, "--split": "90,10,0"}
 
-# Rank 1 kills itself when it comes to the update of that step. Writing a checkpoint starts a helper
-# process, which imports this, too.
-DIES = """
+# Rank 1 sends itself a signal when it comes to the update of that step.
+STRUCK = """
 import os, signal, sys
+from megatron_zb.distill_gpt import main
+from megatron_zb.distillation.stage import BlockwiseStage
+name, step = sys.argv[1], int(sys.argv[2])
+sys.argv[1:] = sys.argv[3:]
+update = BlockwiseStage.update
 
-def main():
-    from megatron_zb.distillation.stage import BlockwiseStage
-    step = int(sys.argv[1])
-    sys.argv[1:] = sys.argv[2:]
-    update = BlockwiseStage.update
+def struck(stage, number):
+    if os.environ["RANK"] == "1" and number == step:
+        os.kill(os.getpid(), signal.Signals[name])
+    update(stage, number)
 
-    def killed(stage, number):
-        if os.environ["RANK"] == "1" and number == step:
-            os.kill(os.getpid(), signal.SIGKILL)
-        update(stage, number)
-
-    BlockwiseStage.update = killed
-    from megatron_zb.distill_gpt import main
-    main()
-
-if __name__ == "__main__":
-    main()
+BlockwiseStage.update = struck
+main()
 """
-
-# Rank 1 is stopped instead.
-STOPS = DIES.replace(
-    "os.kill(os.getpid(), signal.SIGKILL)", "from stopping import stop_this_rank; stop_this_rank()"
-).replace("import os, signal, sys", f"import os, sys; sys.path.append({str(SUPPORT)!r})")
 
 
 @dataclass(frozen=True)
@@ -122,17 +109,12 @@ def teacher(corpus: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def distilled(
-    folder: Path, teacher: Path, corpus: str, flags: Flags, *, of_torchrun: bool = False
-) -> Distilled:
+def distilled(folder: Path, teacher: Path, corpus: str, flags: Flags) -> Distilled:
     """Distil on two ranks, with `flags` in place of DISTILLATION's."""
     log = folder / "log.jsonl"
     given = {"--teacher-load": teacher, "--data-path": corpus, "--log-file": log}
     words = written({**DISTILLATION, **given, **HELD_OUT, **flags})
-    if of_torchrun:
-        ended = end_of(torchrun(2, *DISTIL, *words), SECONDS_TO_TRAIN)
-    else:
-        ended = run_job(2, MODULE, words, SECONDS_TO_TRAIN)
+    ended = run_job(2, MODULE, words, SECONDS_TO_TRAIN)
     assert ended.code == 0, ended.stderr
     return Distilled([json.loads(line) for line in log.read_text().splitlines()], folder)
 
@@ -146,7 +128,7 @@ def whole(teacher: Path, corpus: str, tmp_path_factory: pytest.TempPathFactory) 
         "--save-interval": SAVED,
         "--save-student": folder / "student",
     }
-    return distilled(folder, teacher, corpus, flags, of_torchrun=True)
+    return distilled(folder, teacher, corpus, flags)
 
 
 def evaluated(corpus: str, load: Path, folder: Path, flags: Flags) -> float:
@@ -219,8 +201,9 @@ def test_a_run_continues_bit_for_bit(
     check_same_end(tmp_path / "run", whole.folder / "run")
 
 
+@pytest.mark.parametrize("of_torchrun", [False, pytest.param(True, marks=pytest.mark.full)])
 def test_a_killed_rank_ends_the_job_and_it_continues(
-    whole: Distilled, teacher: Path, corpus: str, tmp_path: Path
+    of_torchrun: bool, whole: Distilled, teacher: Path, corpus: str, tmp_path: Path
 ) -> None:
     flags: Flags = {
         **DISTILLATION,
@@ -230,12 +213,16 @@ def test_a_killed_rank_ends_the_job_and_it_continues(
         "--save-interval": SAVED,
         **HELD_OUT,
     }
-    program = [script(tmp_path, DIES), str(SAVED + 1), *written(flags)]
-    ended = end_of(torchrun(2, *program), SECONDS_TO_TRAIN)
+    program = script(tmp_path, STRUCK)
+    words = ["SIGKILL", str(SAVED + 1), *written(flags)]
+    if of_torchrun:
+        ended = end_of(torchrun(2, program, *words), SECONDS_TO_TRAIN)
+    else:
+        ended = run_job(2, program, words, SECONDS_TO_TRAIN)
     assert ended.code != 0
     assert "Signal 9 (SIGKILL)" in ended.stderr
     said = [line for line in ended.stderr.splitlines() if line.startswith("megatron_zb: error")]
-    for line in said:  # torchrun may have been faster than rank 0
+    for line in said:  # the launcher may have been faster than rank 0
         assert "rank 0 has lost the connection to another rank" in line
         assert f"continue with --load {tmp_path / 'run'}" in line
     assert not re.search(r'File ".*/megatron(_zb)?/', ended.stderr), ended.stderr
@@ -249,10 +236,10 @@ def test_a_rank_that_stands_still_is_named(teacher: Path, corpus: str, tmp_path:
         **DISTILLATION,
         "--teacher-load": teacher,
         "--data-path": corpus,
-        "--pipeline-timeout": 5,
+        "--pipeline-timeout": 3,
     }
-    program = [script(tmp_path, STOPS), "1", *written(flags)]
-    ended = end_of(torchrun(2, *program), SECONDS_TO_TRAIN)
+    words = ["SIGSTOP", "1", *written(flags)]
+    ended = run_job(2, script(tmp_path, STRUCK), words, SECONDS_TO_TRAIN)
     assert ended.code != 0
     assert "rank 1 holds up all others: it does not answer" in ended.stderr
 

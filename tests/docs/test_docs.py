@@ -396,9 +396,12 @@ def test_the_table_of_faults_is_made_from_the_results() -> None:
     assert "equal in 3 of 4" in script.fault_rows(changed)[2]
 
 
-def test_the_example_in_python_runs(capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize("microbatches", [4, pytest.param(8, marks=pytest.mark.full)])
+def test_the_example_in_python_runs(microbatches: int, capsys: pytest.CaptureFixture[str]) -> None:
     page = (ROOT / "docs" / "api.md").read_text(encoding="utf-8")
-    exec(block(page, "from megatron_zb import schedules"), {})
+    example = block(page, "from megatron_zb import schedules")
+    assert example.count("num_microbatches=8") == 1
+    exec(example.replace("num_microbatches=8", f"num_microbatches={microbatches}"), {})
     reason, bound, bubble, passes = capsys.readouterr().out.splitlines()
     assert "fits" in reason
     assert bound.endswith("left to gain")

@@ -15,6 +15,7 @@ import pytest
 import yaml
 from jobs import run_job
 from small_trees import checkout_tree
+from training_jobs import end_of, torchrun
 
 from megatron_zb import schedules
 
@@ -30,30 +31,27 @@ def checkout(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return root
 
 
-def losses_of(schedule: str) -> list[float]:
-    done = subprocess.run(
-        [
-            *(sys.executable, "-m", "torch.distributed.run", "--standalone"),
-            *("--nproc-per-node", "2", str(LOOP), schedule),
-        ],
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
-        cwd=ROOT,
-        stdin=subprocess.DEVNULL,
-        capture_output=True,
-        text=True,
-        timeout=500,
-    )
-    assert done.returncode == 0, done.stderr
-    return [float(line.split()[1]) for line in done.stdout.splitlines()]
+def losses_of(schedule: str, *, of_torchrun: bool = False) -> list[float]:
+    if of_torchrun:
+        job = end_of(torchrun(2, str(LOOP), schedule), 500)
+    else:
+        job = run_job(2, str(LOOP), [schedule], 500)
+    assert job.code == 0, job.stderr
+    return [float(line.split()[1]) for line in job.stdout.splitlines()]
 
 
-def test_a_loop_of_ones_own_trains_alike_under_every_schedule() -> None:
-    losses = losses_of("v-half")
+@pytest.mark.parametrize("of_torchrun", [False, pytest.param(True, marks=pytest.mark.full)])
+def test_a_loop_of_ones_own_trains_alike_under_every_schedule(of_torchrun: bool) -> None:
+    losses = losses_of("v-half", of_torchrun=of_torchrun)
     assert len(losses) == 30
     assert losses[-1] < losses[0] / 4  # counting is learnt
-    job = run_job(2, str(LOOP), ["1f1b"], 500)
-    assert job.code == 0, job.stderr
-    assert [float(line.split()[1]) for line in job.stdout.splitlines()] == losses
+    assert losses_of("1f1b") == losses
+
+
+def test_a_loop_of_ones_own_redirects_calls_before_megatron_is_imported() -> None:
+    """Ranks of the tests have done so already."""
+    source = LOOP.read_text(encoding="utf-8")
+    assert source.index("\nrun_on_cpu()") < source.index("\nfrom megatron.core ")
 
 
 def test_a_loop_of_ones_own_takes_60_lines() -> None:
@@ -69,7 +67,9 @@ def cells() -> list[str]:
     return ["".join(cell["source"]) for cell in kept]
 
 
+@pytest.mark.parametrize("microbatches", [4, pytest.param(8, marks=pytest.mark.full)])
 def test_the_notebook_runs_from_its_first_cell_to_its_last(
+    microbatches: int,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     pytest.importorskip("matplotlib")
@@ -77,7 +77,9 @@ def test_the_notebook_runs_from_its_first_cell_to_its_last(
 
     namespace: dict[str, Any] = {}
     drawn = 0
-    for cell in cells():
+    first, *others = cells()
+    assert first.count("P, M = 4, 8") == 1
+    for cell in (first.replace("P, M = 4, 8", f"P, M = 4, {microbatches}"), *others):
         *lines, last = cell.splitlines()
         if last.startswith("draw("):  # what a notebook shows below the cell
             exec("\n".join(lines), namespace)

@@ -161,5 +161,5 @@ def main() -> None:
     train()
 
 
-if __name__ == "__main__":  # writing a checkpoint starts processes that import this again
+if __name__ == "__main__":
     main()

@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import base64
 import json
-import os
 import socket
-import subprocess
-import sys
 import zlib
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import pytest
-from torch.distributed import HashStore
+from jobs import of_rank, started
+from torch.distributed import HashStore, TCPStore
+from training_jobs import end_of, torchrun
 
 from megatron_zb import schedules
 from megatron_zb.errors import UsageError
@@ -37,7 +37,17 @@ class Counting:
         self.calls += 1
         if self.error is not None:
             raise self.error
+        return self._build(name, **request)
+
+    def _build(self, name: str, **request: Any) -> schedules.Schedule:
         return schedules.build(name, **request)
+
+
+class CountingWithoutSearch(Counting):
+    """It gives the same schedule whatever is asked."""
+
+    def _build(self, name: str, **request: Any) -> schedules.Schedule:
+        return schedules.build("v-zb", **SIZES)
 
 
 def on_ranks(builders: list[Any], requests: list[dict[str, Any]]) -> list[Any]:
@@ -123,9 +133,15 @@ def results(folder: Path, attempt: int, world: int) -> list[dict[str, Any]]:
     return [json.loads(file.read_text(encoding="utf-8")) for file in files]
 
 
-def environment(**more: str) -> dict[str, str]:
-    quiet = {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
-    return {**os.environ, **quiet, "PYTHONPATH": os.pathsep.join(filter(None, sys.path)), **more}
+def codes(environments: list[dict[str, str]], folder: Path, how: str) -> list[int | None]:
+    """With which codes the ranks of these variables have ended."""
+    printed = [folder / "printed"] * 2
+    ranks = [started(str(RANK), [str(folder), how], more, printed) for more in environments]
+    for process in ranks:
+        process.join(240)
+        process.kill()
+        process.join()
+    return [process.exitcode for process in ranks]
 
 
 @pytest.mark.parametrize("how", ["go", "fail"])
@@ -133,17 +149,9 @@ def test_ranks_without_torchrun_meet_before_and_after_process_groups_exist(
     how: str, tmp_path: Path
 ) -> None:
     """As under Slurm: the ranks' variables are set, and nothing serves a store but rank 0."""
-    port = str(free_port())
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, str(RANK), str(tmp_path), how],
-            env=environment(
-                RANK=str(rank), WORLD_SIZE="2", MASTER_ADDR="127.0.0.1", MASTER_PORT=port
-            ),
-        )
-        for rank in range(2)
-    ]
-    assert [process.wait(timeout=240) for process in ranks] == [0, 0]
+    place = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    environments = [{**place, "RANK": str(rank)} for rank in range(2)]
+    assert codes(environments, tmp_path, how) == [0, 0]
     first, second = results(tmp_path, 0, 2)
     if how == "fail":
         assert first["said"] == second["said"] == "this cannot be built"
@@ -154,16 +162,29 @@ def test_ranks_without_torchrun_meet_before_and_after_process_groups_exist(
     assert first["table"] == second["table"] != ""
 
 
-def test_an_attempt_after_a_restart_has_a_schedule_of_its_own(tmp_path: Path) -> None:
-    command = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    done = subprocess.run(
-        [sys.executable, *command, "--max-restarts", "1", str(RANK), str(tmp_path), "restart"],
-        env=environment(),
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
-    assert done.returncode == 0, done.stderr
+def restarted_by_torchrun(folder: Path) -> None:
+    launcher, *rest = torchrun(2, str(RANK), str(folder), "restart")
+    place = rest.index("--standalone")
+    command = [launcher, *rest[:place], "--max-restarts", "1", *rest[place:]]
+    done = end_of(command, 300)
+    assert done.code == 0, done.stderr
+
+
+def restarted(folder: Path) -> None:
+    """As torchrun does: the store of the job stays, and the attempt is counted."""
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    for attempt, code in ((0, 1), (1, 0)):
+        environments = [of_rank(rank, 2, store.port, attempt) for rank in range(2)]
+        assert codes(environments, folder, "restart") == [code, code]
+
+
+@pytest.mark.parametrize(
+    "restart", [restarted, pytest.param(restarted_by_torchrun, marks=pytest.mark.full)]
+)
+def test_an_attempt_after_a_restart_has_a_schedule_of_its_own(
+    restart: Callable[[Path], None], tmp_path: Path
+) -> None:
+    restart(tmp_path)
     tables = []
     for attempt in (0, 1):
         first, second = results(tmp_path, attempt, 2)
@@ -198,7 +219,9 @@ def test_a_schedule_is_found_again(tmp_path: Path) -> None:
     others.append(
         {"costs": schedules.Costs.uniform(pipeline_size=2, forward=1, backward=2, weight=1)}
     )
-    for number, other in enumerate(others, 2):
+    counting = CountingWithoutSearch()
+    build = kept(tmp_path / "new" / "folder", said.append, counting)
+    for number, other in enumerate(others, 1):
         build("auto", **{**SIZES, **other})
         assert counting.calls == number
     assert len(list((tmp_path / "new" / "folder").iterdir())) == 1 + len(others)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import signal
 import subprocess
@@ -11,11 +12,14 @@ import time
 from collections.abc import Callable
 from contextlib import ExitStack
 from functools import partial
+from pathlib import Path
 from typing import Any, ClassVar, cast
 
 import pytest
 import torch
+from jobs import started
 from torch.distributed import HashStore, Store
+from waiting import wait_until
 
 from megatron_zb.runtime.watchdog.inquiry import Inquiry, Verdict
 from megatron_zb.runtime.watchdog.progress import REMEMBERED, Progress, State
@@ -506,8 +510,8 @@ def test_a_process_that_ends_takes_its_watchdog_along() -> None:
 
 
 STOPPED_FOR_A_WHILE = """
-import os, signal, subprocess, sys, time
-from contextlib import ExitStack
+import sys, time
+from pathlib import Path
 from torch.distributed import HashStore
 from megatron_zb.runtime.watchdog.progress import Progress
 from megatron_zb.runtime.watchdog.watchdog import Place, Watchdog
@@ -517,24 +521,25 @@ progress = Progress()
 with progress.step(), progress.running(Pass(PassKind.F, 0, 0)):
     Watchdog(progress, Place(0, (0,)), HashStore(), 1.0)
     print("runs", flush=True)
-    sys.stdin.readline()
+    while not Path(sys.argv[1]).exists():
+        time.sleep(0.05)
 """
 
 
-def test_a_job_that_was_suspended_goes_on() -> None:
+def test_a_job_that_was_suspended_goes_on(tmp_path: Path) -> None:
     """All of its processes stopped and went on: no rank holds up the others."""
-    process = subprocess.Popen(
-        [sys.executable, "-c", STOPPED_FOR_A_WHILE],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
-    assert process.stdout is not None
-    assert process.stdout.readline() == "runs\n"
-    process.send_signal(signal.SIGSTOP)
-    time.sleep(2)
-    process.send_signal(signal.SIGCONT)
-    time.sleep(0.5)
-    _, said = process.communicate("\n")
-    assert (process.returncode, said) == (0, "")
+    program, done, said = (tmp_path / name for name in ("program.py", "done", "said"))
+    program.write_text(STOPPED_FOR_A_WHILE)
+    process = started(str(program), [str(done)], {}, [said, said])
+    try:
+        wait_until(lambda: said.exists() and said.read_text() == "runs\n")
+        os.kill(process.pid, signal.SIGSTOP)
+        time.sleep(2)
+        os.kill(process.pid, signal.SIGCONT)
+        time.sleep(0.5)
+        done.touch()
+        process.join(60)
+    finally:
+        process.kill()
+        process.join()
+    assert (process.exitcode, said.read_text()) == (0, "runs\n")

@@ -62,15 +62,17 @@ def run_job(ranks: int | None, program: str, words: Sequence[str], timeout: floa
         timeout: in seconds; the test fails after it.
     """
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    environments = [{}] if ranks is None else [_of_rank(r, ranks, store.port) for r in range(ranks)]
+    environments = [{}] if ranks is None else [of_rank(r, ranks, store.port) for r in range(ranks)]
     start = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="job-") as folder:
         printed = [Path(folder) / name for name in ("stdout", "stderr")]
         for path in printed:
             path.touch()
-        processes = [_started(program, words, more, printed) for more in environments]
+        processes = [started(program, words, more, printed) for more in environments]
+        killed = ""
         try:
             in_time = _wait_for(processes, start + timeout)
+            killed = _who_was_killed(processes)
         finally:
             _end(processes)
         stdout, stderr = (path.read_text(encoding="utf-8", errors="replace") for path in printed)
@@ -79,10 +81,11 @@ def run_job(ranks: int | None, program: str, words: Sequence[str], timeout: floa
     codes = [process.exitcode for process in processes]
     code = codes[0] if ranks is None else int(any(codes))
     seconds = time.monotonic() - start
-    return Ended(code, stdout, stderr, seconds, left_by([process.pid for process in processes]))
+    left = left_by([process.pid for process in processes])
+    return Ended(code, stdout, stderr + killed, seconds, left)
 
 
-def _of_rank(rank: int, ranks: int, port: int) -> dict[str, str]:
+def of_rank(rank: int, ranks: int, port: int, attempt: int = 0) -> dict[str, str]:
     """The variables that torchrun gives a rank."""
     return {
         "RANK": str(rank),
@@ -92,13 +95,19 @@ def _of_rank(rank: int, ranks: int, port: int) -> dict[str, str]:
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(port),
         "TORCHELASTIC_USE_AGENT_STORE": "True",
-        "TORCHELASTIC_RESTART_COUNT": "0",
+        "TORCHELASTIC_RESTART_COUNT": str(attempt),
     }
 
 
-def _started(
+def run_script(program: str | Path, *words: str | Path) -> Ended:
+    """Run a script as one process, to its end."""
+    return run_job(None, str(program), [str(word) for word in words], 120)
+
+
+def started(
     program: str, words: Sequence[str], more: Mapping[str, str], printed: Sequence[Path]
 ) -> Any:
+    """One rank under way: variables of its own, and the files for its stdout and its stderr."""
     environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1", **more}
     stdout, stderr = map(str, printed)
     given = _Program(program, list(words), os.getcwd(), environment, stdout, stderr)
@@ -134,15 +143,34 @@ def _wait_for(processes: Sequence[Any], deadline: float) -> bool:
     return True
 
 
+def _who_was_killed(processes: Sequence[Any]) -> str:
+    """Lines as torchrun has them in its report, of ranks that a signal has ended."""
+    ended = ((rank, -(process.exitcode or 0)) for rank, process in enumerate(processes))
+    return "".join(
+        f"rank {rank}: Signal {number} ({signal.Signals(number).name})\n"
+        for rank, number in ended
+        if number > 0
+    )
+
+
 def _end(processes: Sequence[Any]) -> None:
     for process in processes:
         if process.is_alive():
             process.terminate()
+            if _is_stopped(process.pid):  # it would never be told
+                process.kill()
     deadline = time.monotonic() + PATIENCE
     for process in processes:
         process.join(max(0.0, deadline - time.monotonic()))
         process.kill()
         process.join()
+
+
+def _is_stopped(number: int) -> bool:
+    with suppress(OSError):
+        stat = Path(f"/proc/{number}/stat").read_text()
+        return stat.rpartition(")")[2].split()[0] == "T"
+    return False
 
 
 def left_by(ranks: Sequence[int]) -> tuple[int, ...]:

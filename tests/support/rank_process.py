@@ -114,9 +114,8 @@ def import_megatron(start: Start) -> None:
 
 def leave_megatron() -> None:
     """Forget the parallel groups that a case has made, so that the next one can make its own."""
-    from megatron.core import parallel_state
-
-    if parallel_state.is_initialized():
+    parallel_state = sys.modules.get("megatron.core.parallel_state")
+    if parallel_state is not None and parallel_state.is_initialized():
         parallel_state.destroy_model_parallel()
 
 

@@ -124,7 +124,7 @@ def test_a_program_that_buffers_would_forgive_hangs_here_and_not_on_plain_ranks(
         check_progress(program)
     assert ranks(2, Kind.PLAIN).run(runs, program=program) == ["done", "done"]
     with pytest.raises(RankTimeout, match="_isend"):
-        ranks(2).run(runs, program=program, timeout=5)
+        ranks(2).run(runs, program=program, timeout=3)
 
 
 def crossed(program: Program) -> Program:

@@ -127,7 +127,10 @@ def test_a_failure_tells_all_ranks_and_what_they_printed(ranks: RankPools) -> No
     assert "what 1 saw" in text
 
 
-def test_an_exception_is_not_held_up_by_ranks_that_wait(ranks: RankPools) -> None:
+def test_an_exception_is_not_held_up_by_ranks_that_wait(
+    ranks: RankPools, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("ranks.GRACE_AFTER_FAILURE", 1.0)
     ranks(2).run(process_id)
     start = time.monotonic()
     with pytest.raises(RankFailure, match="rank 1: ValueError") as caught:
@@ -181,15 +184,18 @@ def test_no_process_outlives_its_pool() -> None:
 def test_ranks_end_when_the_test_process_is_killed(tmp_path: Path) -> None:
     """Also when they are in the middle of a case."""
     written = tmp_path / "pids"
+    # without Megatron, which takes seconds
+    (tmp_path / "rank_imports.py").write_text("import torch.distributed\n")
     program = (
-        "from ranks import RankPool; from test_ranks import process_id, wait_for_ever_on\n"
-        "pool = RankPool(2); pids = pool.run(process_id)\n"
+        "from ranks import Kind, RankPool\n"
+        "from test_ranks import process_id, wait_for_ever_on\n"
+        "pool = RankPool(2, Kind.PLAIN); pids = pool.run(process_id)\n"
         f"open({str(written)!r}, 'w').write(' '.join(map(str, pids)))\n"
         "pool.run(wait_for_ever_on, rank=0)\n"
     )
     environment = {
         **os.environ,
-        "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
+        "PYTHONPATH": os.pathsep.join(filter(None, [str(tmp_path), *sys.path])),
         "TMPDIR": str(tmp_path),  # a killed process leaves its files behind
     }
     with subprocess.Popen([sys.executable, "-c", program], env=environment) as parent:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from pathlib import Path
 
 _SCRIPT = Path(__file__).resolve().parents[2] / "scripts" / "prepare_text.py"
@@ -11,7 +9,10 @@ _SCRIPT = Path(__file__).resolve().parents[2] / "scripts" / "prepare_text.py"
 
 def prepared(folder: Path, most_bytes: int) -> str:
     """A data set that the script has made in a folder; its prefix."""
+    from jobs import run_job  # imports torch, which not every run of tests needs
+
     prefix = folder / "text"
-    command = [sys.executable, str(_SCRIPT), "--max-bytes", str(most_bytes)]
-    subprocess.run([*command, "--output-prefix", str(prefix)], check=True, capture_output=True)
+    words = ["--max-bytes", str(most_bytes), "--output-prefix", str(prefix)]
+    ended = run_job(None, str(_SCRIPT), words, 120)
+    assert ended.code == 0, ended.stderr
     return str(prefix)

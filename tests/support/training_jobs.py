@@ -21,7 +21,6 @@ Flags = Mapping[str, Any]
 Record = dict[str, Any]
 ROOT = Path(__file__).resolve().parents[2]
 MODULE = "megatron_zb.pretrain_gpt"
-ENTRY = ("-m", MODULE)
 # A mistake must end the ranks long before a process group's timeout would.
 SECONDS_TO_REPORT = 30.0
 SECONDS_TO_TRAIN = 120.0

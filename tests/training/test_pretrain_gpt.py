@@ -1,4 +1,4 @@
-"""Training as a user runs it: torchrun, the command line, logs, checkpoints and mistakes."""
+"""Training as a user runs it: the command line, logs, checkpoints and mistakes."""
 
 from __future__ import annotations
 
@@ -12,10 +12,8 @@ import numpy
 import pytest
 from jobs import run_job
 from training_jobs import (
-    ENTRY,
     MODULE,
     REPORT,
-    ROOT,
     SECONDS_TO_REPORT,
     SECONDS_TO_TRAIN,
     Flags,
@@ -63,9 +61,7 @@ main()
 
 # Rank 1 stops, or sleeps, when it comes to the pass of that number.
 STOPS = """
-import os, sys, time
-sys.path.append(TESTS)
-from stopping import stop_this_rank
+import os, signal, sys, time
 from megatron_zb.runtime import executor
 how, number = sys.argv[1], int(sys.argv[2])
 sys.argv[1:] = sys.argv[3:]
@@ -76,7 +72,7 @@ def stopping(compute):
         passes.append(1)
         if os.environ["RANK"] == "1" and len(passes) == number:
             if how == "stops":
-                stop_this_rank()
+                os.kill(os.getpid(), signal.SIGSTOP)
             else:
                 time.sleep(1000)
         return compute(*arguments)
@@ -86,7 +82,7 @@ def stopping(compute):
 executor.TRAINING.update({kind: stopping(each) for kind, each in executor.TRAINING.items()})
 from megatron_zb.pretrain_gpt import main
 main()
-""".replace("TESTS", repr(str(ROOT / "tests" / "support")))
+"""
 
 
 @dataclass(frozen=True)
@@ -110,7 +106,7 @@ class Run:
 def trained(folder: Path, flags: Flags, *, program: Sequence[str] | None = None) -> Run:
     """Train with `flags` in place of TRAINING's, and read the log.
 
-    With a program, or ENTRY, on ranks of torchrun's.
+    With a program, on ranks of torchrun's.
     """
     log = folder / f"{len(list(folder.iterdir()))}.jsonl"
     flags = {**TRAINING, "--log-file": log, **flags}
@@ -142,7 +138,7 @@ def whole(corpus: str, tmp_path_factory: pytest.TempPathFactory) -> Whole:
                 "--save": folder / "checkpoints",
                 "--save-interval": SAVED,
             }
-            done[schedule] = trained(folder, flags, program=ENTRY), folder / "checkpoints"
+            done[schedule] = trained(folder, flags), folder / "checkpoints"
         return done[schedule]
 
     return run
@@ -313,9 +309,8 @@ def test_a_mistake_is_one_sentence(flags: Flags, parts: list[str], corpus: str) 
 
 def test_layers_that_cannot_be_placed(corpus: str) -> None:
     flags = {"--num-layers": 3, "--pipeline-schedule": "v-half", "--data-path": corpus}
-    command = torchrun(2, *ENTRY, *written({**TRAINING, **flags}))
     check_report(
-        end_of(command, SECONDS_TO_REPORT),
+        run_job(2, MODULE, written({**TRAINING, **flags}), SECONDS_TO_REPORT),
         "3 layers cannot be placed on 4 stages with at least one on each",
         "give more layers",
     )
@@ -346,8 +341,8 @@ def test_ranks_with_different_schedules_end(
     own: list[list[str]], parts: list[str], corpus: str, tmp_path: Path
 ) -> None:
     flags = written({**TRAINING, "--data-path": corpus})
-    program = [script(tmp_path, DIFFERENT_ARGUMENTS), json.dumps(own), *flags]
-    check_report(end_of(torchrun(2, *program), SECONDS_TO_REPORT), *parts)
+    program = script(tmp_path, DIFFERENT_ARGUMENTS)
+    check_report(run_job(2, program, [json.dumps(own), *flags], SECONDS_TO_REPORT), *parts)
 
 
 @pytest.mark.parametrize(
@@ -361,10 +356,9 @@ def test_ranks_with_different_schedules_end(
 def test_a_rank_that_holds_up_all_others_is_named(
     how: str, number: int, says: str, corpus: str, tmp_path: Path
 ) -> None:
-    timeout = {"--pipeline-timeout": 5, "--pipeline-schedule": "v-half"}
+    timeout = {"--pipeline-timeout": 3, "--pipeline-schedule": "v-half"}
     flags = written({**TRAINING, "--data-path": corpus, **timeout})
-    program = [script(tmp_path, STOPS), how, str(number), *flags]
-    ended = end_of(torchrun(2, *program), SECONDS_TO_TRAIN)
+    ended = run_job(2, script(tmp_path, STOPS), [how, str(number), *flags], SECONDS_TO_TRAIN)
     assert ended.code != 0
     assert says in ended.stderr
     assert "rank 0 (pipeline rank " in ended.stderr
