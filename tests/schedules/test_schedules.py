@@ -195,7 +195,24 @@ def test_the_simulator_agrees_with_brute_force(
 def test_the_simulator_agrees_with_brute_force_on_any_table(
     table: Schedule, data: st.DataObject
 ) -> None:
-    _check_ends(table, data.draw(costs_of(table.placement.pipeline_size)))
+    costs = data.draw(costs_of(table.placement.pipeline_size))
+    _check_ends(table, costs)
+    shares = [data.draw(st.sampled_from([0.0, 0.25, 1.0])) for _ in costs.activation]
+    kept = tuple(x * share for x, share in zip(costs.activation, shares, strict=True))
+    _check_memory(table, replace(costs, held_for_weight=kept))
+
+
+def _check_memory(schedule: Schedule, costs: schedules.Costs) -> None:
+    """Pass by pass: B leaves what W needs."""
+    table = costs.for_placement(schedule.placement)
+    peaks = schedules.simulate(schedule, costs).peak_memory
+    for rank, peak in zip(schedule.ranks, peaks, strict=True):
+        held = [0.0]
+        for kind, stage, _ in rank:
+            whole, kept = table.activation[stage], table.held_for_weight[stage]
+            change = {"F": whole, "B": kept - whole, "W": -kept, "BW": -whole}
+            held.append(held[-1] + change[kind.value])
+        assert peak == pytest.approx(max(held))
 
 
 def _check_ends(schedule: Schedule, costs: schedules.Costs) -> None:
