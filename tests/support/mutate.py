@@ -16,8 +16,10 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
 from pathlib import Path
+from queue import Queue
 
 import yaml
 from rich.console import Console
@@ -87,14 +89,25 @@ def _exit_code(copy: Path, tests: tuple[str, ...], seconds: float) -> int:
     return done.returncode
 
 
-def survivors(mutants: list[Mutant], seconds: float) -> Iterator[tuple[Mutant, bool, float]]:
-    """Each mutant, whether it survived, and the seconds that took."""
-    with tempfile.TemporaryDirectory() as folder:
-        copy = Path(folder) / "checkout"
-        shutil.copytree(ROOT, copy, ignore=_LEFT_OUT)
-        for mutant in mutants:
-            begin = time.monotonic()
-            yield mutant, not killed(mutant, copy, seconds), time.monotonic() - begin
+def survivors(
+    mutants: list[Mutant], seconds: float, processes: int
+) -> Iterator[tuple[Mutant, bool, float]]:
+    """Yield each mutant, whether it survived, and the seconds that took, as they end."""
+    copies: Queue[Path] = Queue()
+
+    def tried(mutant: Mutant) -> tuple[Mutant, bool, float]:
+        copy, begin = copies.get(), time.monotonic()
+        try:
+            return mutant, not killed(mutant, copy, seconds), time.monotonic() - begin
+        finally:
+            copies.put(copy)
+
+    with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(processes) as pool:
+        for number in range(processes):
+            copies.put(Path(folder) / str(number))
+            shutil.copytree(ROOT, Path(folder) / str(number), ignore=_LEFT_OUT)
+        for done in as_completed([pool.submit(tried, mutant) for mutant in mutants]):
+            yield done.result()
 
 
 def parser() -> argparse.ArgumentParser:
@@ -106,6 +119,9 @@ def parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--seconds", type=float, default=300, metavar="N", help="of a mutant's tests (default 300)"
     )
+    parser.add_argument(
+        "--processes", type=int, default=2, metavar="N", help="at the same time (default 2)"
+    )
     return parser
 
 
@@ -113,7 +129,8 @@ def main() -> int:
     arguments = parser().parse_args()
     mutants = [m for m in read() if arguments.only in str(m)]
     alive: list[Mutant] = []
-    for number, (mutant, survived, seconds) in enumerate(survivors(mutants, arguments.seconds), 1):
+    found = survivors(mutants, arguments.seconds, arguments.processes)
+    for number, (mutant, survived, seconds) in enumerate(found, 1):
         said = "survived" if survived else "killed"
         print(f"{number}/{len(mutants)} {said} ({seconds:.0f} s) {mutant}", flush=True)
         alive += [mutant] if survived else []
