@@ -7,13 +7,16 @@ from typing import Any
 
 import pytest
 
+from megatron_zb import schedules
 from megatron_zb.cli import main as cli
 from megatron_zb.errors import UsageError
 from megatron_zb.measured import config
 from megatron_zb.planner.model import ModelConfig, read_model
 from megatron_zb.planner.model_flags import mock_data_flags, model_flags
+from megatron_zb.planner.parameters import all_weights
 
 MODELS = Path(__file__).resolve().parents[2] / "configs" / "models"
+DEVICES = MODELS.parent / "devices"
 
 # Fields of the published config.json by the name of the model, typed in on 2026-11-22.
 PUBLISHED: dict[str, dict[str, Any]] = {
@@ -280,3 +283,34 @@ def test_a_setting_that_cannot_be_is_named(router: str, words: str) -> None:
     text += router.partition("\n")[2]
     with pytest.raises(UsageError, match=words):
         config.parse(text.encode(), "x.yaml", ModelConfig)
+
+
+# Parameters as the papers and model cards tell them, in billions.
+PUBLISHED_SIZES = {
+    "gpt_1_5b": 1.5,
+    "gpt_6_2b": 6.2,
+    "gpt_14_6b": 14.6,
+    "gpt_28b": 28.3,
+    "gpt_9_6b": 9.6,
+    "gpt_21b": 21,
+    "gpt_38b": 38.5,
+    "gpt_98b": 98.5,
+    "llama2_7b": 6.74,
+    "llama3_8b": 8.03,
+    "llama3_70b": 70.6,
+    "qwen3_30b_a3b": 30.5,
+    "llama3_405b": 405.9,
+    "qwen3_8b": 8.19,
+    "qwen3_235b_a22b": 235.1,
+    "deepseek_v3_like": 685,  # 671 and its layer of multi-token prediction
+}
+
+
+@pytest.mark.parametrize("path", sorted(MODELS.glob("*.yaml")), ids=lambda path: path.stem)
+def test_every_model_has_its_size_and_a_recommended_schedule(path: Path) -> None:
+    model = read_model(path)
+    assert all_weights(model) / 1e9 == pytest.approx(PUBLISHED_SIZES[path.stem], rel=0.05)
+    assert model.recommended is not None
+    assert model.recommended.schedule in [*schedules.names(), "none"]
+    assert model.recommended.gpus is not None
+    assert model.recommended.device in [device.stem for device in DEVICES.glob("*.yaml")]
