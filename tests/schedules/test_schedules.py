@@ -416,11 +416,14 @@ def test_the_deadlock_check_knows_that_a_message_needs_a_receive() -> None:
 def test_few_receives_are_open_at_once(name: str) -> None:
     """As many buffers as that are held beside what the passes hold."""
     program = schedules.lower(schedules.build(name, pipeline_size=5, num_microbatches=13))
+    peak, chunks = family(name).peak, program.schedule.placement.chunks
+    holds_all = peak is not None and peak(5, 13) >= 13
+    most = 13 if holds_all and chunks > 1 else 6  # where a chunk ends before the next begins
     for instructions in program.ranks:
         opened = itertools.accumulate(
             isinstance(i, lowering.Receive) - isinstance(i, lowering.Take) for i in instructions
         )
-        assert max(opened) <= 6
+        assert max(opened) <= most
 
 
 def test_an_unknown_name_gets_the_nearest() -> None:
