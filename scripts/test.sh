@@ -129,11 +129,18 @@ if [[ $checks == yes ]]; then
     say "mypy"
     "$venv/bin/python" -m mypy --no-error-summary
 fi
-[[ -z $quick ]] || arguments=("${QUICK[@]}" ${arguments[@]+"${arguments[@]}"})
+if [[ -n $quick ]]; then
+    arguments=("${QUICK[@]}" ${arguments[@]+"${arguments[@]}"})
+elif [[ -z ${arguments[*]-} || ${arguments[*]} == --full ]]; then
+    # everything: a file to each of several workers, which do not wait for each other
+    arguments+=(-n auto --maxprocesses 8 --dist loadfile)
+fi
 if [[ -n $faults ]]; then
     export MEGATRON_ZB_FAULTS=$PWD/faults.jsonl
     rm -f "$MEGATRON_ZB_FAULTS"
     arguments+=(tests/faults)
 fi
 say "pytest"
-exec "$venv/bin/python" -m pytest ${arguments[@]+"${arguments[@]}"} </dev/null
+begin=$SECONDS
+"$venv/bin/python" -m pytest ${arguments[@]+"${arguments[@]}"} </dev/null
+say "pytest took $((SECONDS - begin)) s${quick:+ (--quick)}"

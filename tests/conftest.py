@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections import Counter
 from collections.abc import Iterator
+from typing import Any
 
 import kept_searches
 import pytest
@@ -12,6 +13,9 @@ from brief_searches import briefly
 from rank_process import TRANSFORMER_ENGINE, Kind
 from ranks import RankPool, RankPools
 from texts import prepared
+
+LEFT_OUT = pytest.StashKey[int]()
+"""How many tests are marked full, and left out."""
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -32,12 +36,20 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     if left_out:
         config.hook.pytest_deselected(items=left_out)
         items[:] = [item for item in items if item not in left_out]
+    config.stash[LEFT_OUT] = len(left_out)
+    if (output := getattr(config, "workeroutput", None)) is not None:
+        output["left_out"] = len(left_out)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_testnodedown(node: Any) -> None:
+    """Take over what a worker has left out; each of them collects all tests."""
+    node.config.stash[LEFT_OUT] = getattr(node, "workeroutput", {}).get("left_out", 0)
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     """Say what did not run, and how to run it."""
-    left_out = terminalreporter.stats.get("deselected", [])
-    count = sum(item.get_closest_marker("full") is not None for item in left_out)
+    count = terminalreporter.config.stash.get(LEFT_OUT, 0)
     skipped = terminalreporter.stats.get("skipped", [])
     folders = Counter("/".join(report.nodeid.split("/")[:2]) for report in skipped)
     said = [f"{count} further combinations (--full)"] * bool(count)
@@ -50,7 +62,10 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
 @pytest.fixture(scope="session", autouse=True)
 def searches(tmp_path_factory: pytest.TempPathFactory) -> None:
     """Searches are kept; see kept_searches.py."""
-    os.environ[kept_searches.FOLDER] = str(tmp_path_factory.mktemp("searches"))
+    root = tmp_path_factory.getbasetemp()
+    folder = (root.parent if "PYTEST_XDIST_WORKER" in os.environ else root) / "searches"
+    folder.mkdir(exist_ok=True)
+    os.environ[kept_searches.FOLDER] = str(folder)
     kept_searches.install()
 
 

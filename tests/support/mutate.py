@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import random
 import shutil
 import subprocess
 import sys
@@ -110,6 +111,11 @@ def survivors(
             yield done.result()
 
 
+def _commit() -> str:
+    command = ["git", "rev-parse", "HEAD"]
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
+
+
 def parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="scripts/mutate.sh", description=__doc__.splitlines()[0])
     parser.add_argument("--only", metavar="TEXT", default="", help="mutants that contain this")
@@ -120,6 +126,9 @@ def parser() -> argparse.ArgumentParser:
         "--seconds", type=float, default=300, metavar="N", help="of a mutant's tests (default 300)"
     )
     parser.add_argument(
+        "--draw", type=int, metavar="N", help="only N of them, others for each commit"
+    )
+    parser.add_argument(
         "--processes", type=int, default=2, metavar="N", help="at the same time (default 2)"
     )
     return parser
@@ -128,6 +137,9 @@ def parser() -> argparse.ArgumentParser:
 def main() -> int:
     arguments = parser().parse_args()
     mutants = [m for m in read() if arguments.only in str(m)]
+    if arguments.draw is not None:
+        mutants = random.Random(_commit()).sample(mutants, min(arguments.draw, len(mutants)))
+    begin = time.monotonic()
     alive: list[Mutant] = []
     found = survivors(mutants, arguments.seconds, arguments.processes)
     for number, (mutant, survived, seconds) in enumerate(found, 1):
@@ -142,7 +154,8 @@ def main() -> int:
     counted = [mutant for mutant in mutants if not mutant.equal]
     holes = [mutant for mutant in alive if not mutant.equal]
     share = 1 - len(holes) / len(counted) if counted else 1.0
-    print(f"{len(counted) - len(holes)} of {len(counted)} mutants killed ({share:.1%})")
+    took = f"{time.monotonic() - begin:.0f} s"
+    print(f"{len(counted) - len(holes)} of {len(counted)} mutants killed ({share:.1%}) in {took}")
     return 0 if share >= arguments.share else 1
 
 
