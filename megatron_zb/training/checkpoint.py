@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import queue
 import random
 import shutil
@@ -33,7 +34,7 @@ from megatron_zb.training.checkpoint_directory import (
     set_latest,
 )
 from megatron_zb.training.model import Trainee
-from megatron_zb.training.processes import is_lost_connection
+from megatron_zb.training.processes import end_with, is_lost_connection
 
 # Arguments that make a model what it is: a checkpoint fits only a model that agrees on them.
 _MODEL = (
@@ -109,13 +110,24 @@ def _results_kept_here() -> Iterator[None]:
     """Let the writers of a checkpoint report to this process.
 
     megatron-core would start another one for it, which imports torch to read what they report,
-    seconds for every checkpoint, and would outlive a rank that is killed.
+    seconds for every checkpoint. That one and the writers would outlive a rank that is killed.
     """
+    writers = filesystem_async.FileSystemWriterAsync
+    write = writers.write_preloaded_data
+    writers.write_preloaded_data = partial(_write_until_end_of, os.getpid(), write)
     filesystem_async._results_queue = queue.SimpleQueue()
     try:
         yield
     finally:
         filesystem_async._results_queue = None
+        writers.write_preloaded_data = staticmethod(write)
+
+
+def _write_until_end_of(rank: int, write: Callable[..., None], *args: Any, **keywords: Any) -> None:
+    """Write files; a process that does nothing else ends with its rank."""
+    if os.getpid() != rank:  # newer Megatron writes a single file in the rank itself
+        end_with(rank)
+    write(*args, **keywords)
 
 
 def _make_empty(directory: Path) -> None:

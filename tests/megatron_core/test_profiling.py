@@ -126,7 +126,11 @@ def test_the_profile_of_a_run(ranks: RankPools, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     "case",
-    [GPTCase(), GPTCase(data_parallel=2, overlap_grad_reduce=True), GPTCase(tensor_parallel=2)],
+    [
+        GPTCase(),
+        GPTCase(data_parallel=2, overlap_grad_reduce=True),
+        pytest.param(GPTCase(tensor_parallel=2), marks=pytest.mark.full),
+    ],
     ids=["pipeline", "data-parallel", "tensor-parallel"],
 )
 def test_auto_goes_on_with_a_schedule_for_what_it_has_measured(

@@ -6,6 +6,7 @@ from dataclasses import replace
 from typing import Any, NamedTuple
 
 import pytest
+import sizes
 import torch
 from ranks import RankPools
 from rendezvous import finishes
@@ -19,6 +20,7 @@ from megatron_zb.schedules.passes import PassKind
 from megatron_zb.schedules.program.lowering import Program, Receive, Run, Send, Take
 from megatron_zb.schedules.program.rollback import rollback
 
+pytestmark = pytest.mark.usefixtures("brief_searches")
 SIZES = [(2, 2), (2, 5), (3, 7), (4, 1), (4, 8), (8, 16)]
 
 
@@ -125,7 +127,7 @@ def steps_with_a_restart(name: str, num_microbatches: int) -> Restarted:
     return result
 
 
-@pytest.mark.parametrize("name", schedules.names())
+@pytest.mark.parametrize("name", sizes.AUTO_WITH_FULL)
 @pytest.mark.parametrize("num_microbatches", [1, 7])
 def test_a_step_that_began_wrongly_ends_like_one_that_did_not(
     ranks: RankPools, name: str, num_microbatches: int
