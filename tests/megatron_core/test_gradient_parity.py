@@ -10,7 +10,7 @@ from ranks import RankPools
 from megatron_zb import schedules
 from megatron_zb.schedules.families.interleaved import split_interleaved
 
-FEW = {"1f1b", "interleaved", "zb-h1", "v-half", "v-zb"}
+FEW = {"1f1b", "interleaved", "zb-h1", "v-half"}
 """One of each way to run: whole and split backwards, one chunk, a loop and a V."""
 FEW_OR_FULL = [
     name if name in FEW else pytest.param(name, marks=pytest.mark.full)
