@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
 from itertools import pairwise
@@ -194,22 +194,16 @@ class Profiling:
         self._recorders.clear()
         self._memory = None
         stages: dict[int, list[StageProfile]] = defaultdict(list)
-        slowest: dict[Channel, float] = defaultdict(float)
         pipeline: dict[int, tuple[float, Spans]] = {}
-        for of_stages, *_, of_links, rank, ahead, spans in everyone:
+        for of_stages, *_, rank, ahead, spans in everyone:
             pipeline.setdefault(rank, (ahead, spans))  # of the first replica
             for number, stage in of_stages.items():
                 stages[number].append(stage)
-            for channel, seconds in of_links.items():
-                slowest[channel] = max(slowest[channel], seconds)
         return Measured(
             merged([seen for _, seen in sorted(stages.items())]),
-            [
-                LinkProfile(source=c.source, target=c.target, seconds=seconds)
-                for c, seconds in sorted(slowest.items())
-            ],
+            slowest_links([of_links for *_, of_links, _, _, _ in everyone]),
             message,
-            _by_one_clock([of_rank for _, of_rank in sorted(pipeline.items())]),
+            by_one_clock([of_rank for _, of_rank in sorted(pipeline.items())]),
             parts.of_stages([times for _, of_rank, *_ in everyone for times in of_rank]),
             _usual([host for _, _, host, *_ in everyone]),
             # who ends last waits for nobody
@@ -314,7 +308,19 @@ def _messages_of_f(held: Held) -> int:
     return (held.stage > 0) - (not held.layers.endswith("L"))
 
 
-def _by_one_clock(ranks: Sequence[tuple[float, Spans]]) -> list[Spans]:
+def slowest_links(of_ranks: Iterable[Mapping[Channel, float]]) -> list[LinkProfile]:
+    """Return every link once, with the seconds of a message on its slowest replica."""
+    slowest: dict[Channel, float] = defaultdict(float)
+    for of_rank in of_ranks:
+        for channel, seconds in of_rank.items():
+            slowest[channel] = max(slowest[channel], seconds)
+    return [
+        LinkProfile(source=channel.source, target=channel.target, seconds=seconds)
+        for channel, seconds in sorted(slowest.items())
+    ]
+
+
+def by_one_clock(ranks: Sequence[tuple[float, Spans]]) -> list[Spans]:
     """Return the spans of all ranks by the first's clock; each has its offset to the next."""
     offset, found = 0.0, []
     for ahead, spans in ranks:

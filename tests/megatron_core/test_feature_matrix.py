@@ -262,3 +262,25 @@ def error_of_fused_sums(schedule: str) -> float:
 def test_fused_accumulation_keeps_what_the_lookup_adds(ranks: RankPools, schedule: str) -> None:
     """Compared with our own sums: Megatron's schedules leave the lookup's part out."""
     assert max(ranks(2).run(error_of_fused_sums, schedule=schedule)) < 1e-6
+
+
+def asked_of_the_reduction(schedule: str) -> list[Any]:
+    """What a step hands to the function that sums gradients, of all that it was asked for."""
+    asked: list[Any] = []
+    with built(GPTCase(), schedule, num_microbatches=2) as (adapter, chunks):
+        assert adapter is not None
+        config = get_model_config(chunks[0])
+
+        def finalize(*_: Any, force_all_reduce: bool | None = None, **__: Any) -> None:
+            asked.append(force_all_reduce)
+
+        config.finalize_model_grads_func = finalize
+        for forced in (True, False):
+            data = [microbatches(GPTCase(), 2) for _ in chunks]
+            function = adapter.forward_backward_func
+            forward_backward(function, chunks, data, 2, force_all_reduce=forced)
+    return asked
+
+
+def test_gradients_are_reduced_in_full_where_that_is_asked(ranks: RankPools) -> None:
+    assert ranks(2).run(asked_of_the_reduction, schedule="v-half") == [[True, False]] * 2
