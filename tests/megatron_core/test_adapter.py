@@ -1,0 +1,47 @@
+"""What the adapter says of a schedule, without ranks."""
+
+from __future__ import annotations
+
+import pytest
+
+from megatron_zb.errors import UsageError
+from megatron_zb.megatron_core.adapter import PipelineAdapter
+from megatron_zb.schedules.layout import Layers
+
+
+def adapter_of(name: str) -> PipelineAdapter:
+    return PipelineAdapter.create(name, pipeline_size=4, num_microbatches=8, layers=Layers(8))
+
+
+def test_both_ends_of_a_v_are_on_the_last_rank_of_megatrons() -> None:
+    adapter = adapter_of("v-half")
+    assert adapter.embedding_ranks is not None
+    assert adapter.embedding_ranks([10, 11, 12, 13]) == [13]
+    places = [(rank, chunk) for rank in range(4) for chunk in range(2)]
+    assert [place for place in places if adapter.pre_process(*place)] == [(3, 0)]
+    assert [place for place in places if adapter.post_process(*place)] == [(3, 1)]
+
+
+@pytest.mark.parametrize(("name", "chunks"), [("zb-h1", 1), ("interleaved", 2)])
+def test_a_loop_has_its_ends_where_megatron_has_them(name: str, chunks: int) -> None:
+    adapter = adapter_of(name)
+    assert adapter.embedding_ranks is None
+    places = [(rank, chunk) for rank in range(4) for chunk in range(chunks)]
+    assert [place for place in places if adapter.pre_process(*place)] == [(0, 0)]
+    assert [place for place in places if adapter.post_process(*place)] == [(3, chunks - 1)]
+
+
+@pytest.mark.parametrize(
+    ("given", "timeout"), [(None, 540.0), (0.0, None), (7.0, 7.0)], ids=["none", "never", "seconds"]
+)
+def test_the_watchdog_ends_a_job_a_little_before_torch_does(
+    given: float | None, timeout: float | None
+) -> None:
+    adapter = adapter_of("v-half")
+    adapter.watch(given, distributed_timeout_minutes=10)
+    assert adapter._step_options.timeout == timeout
+
+
+def test_a_timeout_below_zero_is_refused() -> None:
+    with pytest.raises(UsageError, match="^--pipeline-timeout is -1: it must be 0 or greater$"):
+        adapter_of("v-half").watch(-1, distributed_timeout_minutes=10)
