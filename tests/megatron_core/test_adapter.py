@@ -43,5 +43,5 @@ def test_the_watchdog_ends_a_job_a_little_before_torch_does(
 
 
 def test_a_timeout_below_zero_is_refused() -> None:
-    with pytest.raises(UsageError, match="^--pipeline-timeout is -1: it must be 0 or greater$"):
+    with pytest.raises(UsageError, match=r"^--pipeline-timeout is -1: it must be 0 or greater$"):
         adapter_of("v-half").watch(-1, distributed_timeout_minutes=10)
