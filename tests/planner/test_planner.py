@@ -31,7 +31,7 @@ from megatron_zb.planner.builtin_configs import path_of
 from megatron_zb.planner.candidate import MEGATRON_1F1B, MEGATRON_INTERLEAVED, candidates_of
 from megatron_zb.planner.device import DeviceConfig, read_device
 from megatron_zb.planner.flags import flags
-from megatron_zb.planner.memory import peak_of
+from megatron_zb.planner.memory import peak_of, worst_rank
 from megatron_zb.planner.model import ModelConfig
 from megatron_zb.planner.parameters import all_weights
 from megatron_zb.planner.prediction import predict
@@ -286,6 +286,27 @@ def test_logits_take_ten_bytes_each_while_their_microbatch_runs(tensor: int) -> 
     assert [staged.logits(rank) for rank in range(4)] == [0, 0, 0, expected]
 
 
+@pytest.mark.parametrize("snapshot", [False, True])
+def test_the_memory_of_the_fullest_rank_has_all_its_parts(snapshot: bool) -> None:
+    """With a large vocabulary, that is the last one of a pipeline that is no V."""
+    model = small(vocabulary=200_000)
+    staged = cut_into_stages(load(model), candidates_of(["zb-h1"])[-1], None)
+    assert staged is not None
+    schedule = schedules.build("zb-h1", pipeline_size=4, num_microbatches=8)
+    memory = worst_rank(staged, schedule, snapshot=snapshot)
+    states, device = staged.states[3], staged.load.device
+    assert memory.rank == 3
+    assert (memory.weights, memory.gradients) == (states.weights, states.gradients)
+    assert memory.optimizer == states.optimizer > 0
+    assert memory.snapshot == (states.optimizer if snapshot else 0)
+    assert memory.logits == 10 * 1024 * 200_000
+    assert memory.messages == 4 * 2 * 1024 * 1024  # two of each direction
+    assert memory.reserved + memory.fragmentation == device.reserved_bytes
+    assert (memory.activations, memory.weight_queue) == peak_of(schedule.ranks[3], staged.held)
+    assert memory.total == sum(memory.parts().values())
+    assert len(memory.parts()) == 10
+
+
 @pytest.mark.parametrize(("tied", "copies"), [(True, 1), (False, 2)])
 def test_a_tied_embedding_is_kept_once_where_both_ends_are_on_one_rank(
     tied: bool, copies: int
@@ -447,19 +468,25 @@ def _check_auto_leads() -> None:
 
 def test_the_memory_limit_of_auto_keeps_every_rank_within_its_gpu() -> None:
     choices = Choices(tensor=(1,), pipeline=(4,), microbatch=(2,), recompute=("none",))
-    for size in (9, 12, 16):
+    limits = []
+    for size in (5, 6, 6.5, 16):
         asked = job(choices=choices, gpus=4, memory=size * GIB)
         setting = candidates_of(["v-half"])[-1]
         staged = cut_into_stages(load(small(), microbatch=2), setting, None)
         assert staged is not None
         costs = staged.costs(blocking=False)
         limit = memory_fraction(asked, staged, costs)
+        limits.append(limit)
         if limit is None:
             continue
         most = limit * costs.one_f_one_b_peak()
         assert all(fixed + most <= asked.memory for fixed in costs.fixed)
         tightest = min(asked.memory - fixed for fixed in costs.fixed)
         assert limit == 2.0 or most > tightest - 0.011 * costs.one_f_one_b_peak()
+    nothing, *some, most_of_all = limits
+    assert nothing is None
+    assert most_of_all == 2.0  # twice 1F1B's, however much is left
+    assert all(limit is not None and 0 < limit < 2.0 for limit in some)
 
 
 def test_what_is_predicted_for_auto_is_what_its_flags_build() -> None:
