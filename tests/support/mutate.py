@@ -30,6 +30,9 @@ ROOT = Path(__file__).resolve().parents[2]
 LIST = ROOT / "tests" / "mutants.yaml"
 _LEFT_OUT = shutil.ignore_patterns(".git", ".venv*", "__pycache__", "build", "*.egg-info", "runs")
 _PASSED, _FAILED = 0, 1  # exit codes of pytest
+KILLED, SURVIVED = "killed", "survived"
+NO_ANSWER = "gave no answer in time"
+"""It may hang, which would be noticed, or its tests are slow: not counted as killed."""
 
 
 @dataclass(frozen=True)
@@ -64,18 +67,18 @@ def read(path: Path = LIST) -> list[Mutant]:
     return found
 
 
-def killed(mutant: Mutant, copy: Path, seconds: float) -> bool:
-    """Whether the tests of a mutant fail, or take for ever, once it is in a copy."""
+def tried(mutant: Mutant, copy: Path, seconds: float) -> str:
+    """Whether the tests of a mutant fail once it is in a copy: KILLED, SURVIVED or NO_ANSWER."""
     path = copy / mutant.file
     text = path.read_text(encoding="utf-8")
     path.write_text(text.replace(mutant.old, mutant.new), encoding="utf-8")
     try:
-        return _exit_code(copy, mutant.tests, seconds) != _PASSED
+        return _verdict(copy, mutant.tests, seconds)
     finally:
         path.write_text(text, encoding="utf-8")
 
 
-def _exit_code(copy: Path, tests: tuple[str, ...], seconds: float) -> int:
+def _verdict(copy: Path, tests: tuple[str, ...], seconds: float) -> str:
     command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", *tests]
     path = os.pathsep.join(filter(None, [str(copy), os.environ.get("PYTHONPATH")]))
     environment = {**os.environ, "PYTHONPATH": path, "PYTHONDONTWRITEBYTECODE": "1"}
@@ -84,22 +87,22 @@ def _exit_code(copy: Path, tests: tuple[str, ...], seconds: float) -> int:
             command, cwd=copy, env=environment, capture_output=True, timeout=seconds, check=False
         )
     except subprocess.TimeoutExpired:
-        return _FAILED
+        return NO_ANSWER
     if done.returncode not in (_PASSED, _FAILED):
         raise RuntimeError(f"pytest could not run {' '.join(tests)}: {done.stdout.decode()[-800:]}")
-    return done.returncode
+    return KILLED if done.returncode == _FAILED else SURVIVED
 
 
-def survivors(
+def verdicts(
     mutants: list[Mutant], seconds: float, processes: int
-) -> Iterator[tuple[Mutant, bool, float]]:
-    """Yield each mutant, whether it survived, and the seconds that took, as they end."""
+) -> Iterator[tuple[Mutant, str, float]]:
+    """Yield each mutant, what became of it, and the seconds that took, as they end."""
     copies: Queue[Path] = Queue()
 
-    def tried(mutant: Mutant) -> tuple[Mutant, bool, float]:
+    def timed(mutant: Mutant) -> tuple[Mutant, str, float]:
         copy, begin = copies.get(), time.monotonic()
         try:
-            return mutant, not killed(mutant, copy, seconds), time.monotonic() - begin
+            return mutant, tried(mutant, copy, seconds), time.monotonic() - begin
         finally:
             copies.put(copy)
 
@@ -107,7 +110,7 @@ def survivors(
         for number in range(processes):
             copies.put(Path(folder) / str(number))
             shutil.copytree(ROOT, Path(folder) / str(number), ignore=_LEFT_OUT)
-        for done in as_completed([pool.submit(tried, mutant) for mutant in mutants]):
+        for done in as_completed([pool.submit(timed, mutant) for mutant in mutants]):
             yield done.result()
 
 
@@ -141,12 +144,11 @@ def main() -> int:
         mutants = random.Random(_commit()).sample(mutants, min(arguments.draw, len(mutants)))
     begin = time.monotonic()
     alive: list[Mutant] = []
-    found = survivors(mutants, arguments.seconds, arguments.processes)
-    for number, (mutant, survived, seconds) in enumerate(found, 1):
-        said = "survived" if survived else "killed"
-        print(f"{number}/{len(mutants)} {said} ({seconds:.0f} s) {mutant}", flush=True)
-        alive += [mutant] if survived else []
-    table = Table("survivor", "why no test can tell")
+    found = verdicts(mutants, arguments.seconds, arguments.processes)
+    for number, (mutant, verdict, seconds) in enumerate(found, 1):
+        print(f"{number}/{len(mutants)} {verdict} ({seconds:.0f} s) {mutant}", flush=True)
+        alive += [mutant] if verdict != KILLED else []
+    table = Table("not killed", "why no test can tell")
     for mutant in alive:
         table.add_row(str(mutant), mutant.equal or "A HOLE")
     if alive:

@@ -31,8 +31,9 @@ def test_what_no_test_notices_survives(tmp_path: Path) -> None:
     (tmp_path / "test_sums.py").write_text("import sums\n\ndef test(): assert sums.add(2, 2) == 4")
     noticed = mutate.Mutant("sums.py", "a + b", "a - b", ("test_sums.py",))
     missed = mutate.Mutant("sums.py", "a + b", "a * b", ("test_sums.py",))
-    assert mutate.killed(noticed, tmp_path, 60)
-    assert not mutate.killed(missed, tmp_path, 60)
+    assert mutate.tried(noticed, tmp_path, 60) == mutate.KILLED
+    assert mutate.tried(missed, tmp_path, 60) == mutate.SURVIVED
+    assert mutate.tried(noticed, tmp_path, 0.01) == mutate.NO_ANSWER
     assert "a + b" in (tmp_path / "sums.py").read_text()
     with pytest.raises(RuntimeError, match="pytest could not run nowhere"):
-        mutate.killed(mutate.Mutant("sums.py", "a + b", "", ("nowhere.py",)), tmp_path, 60)
+        mutate.tried(mutate.Mutant("sums.py", "a + b", "", ("nowhere.py",)), tmp_path, 60)
