@@ -415,6 +415,16 @@ def job(**changes: Any) -> Job:
     return replace(first, **changes)
 
 
+def test_what_is_simulated_to_need_a_little_more_than_there_is_does_not_fit() -> None:
+    choices = Choices(tensor=(1,), pipeline=(4,), microbatch=(2,), recompute=("none",))
+    asked = job(choices=choices, gpus=4)
+    (fits,) = (r for r in search(asked, candidates_of(["zb-h1"])).ranked if r.candidate == "zb-h1")
+    for share, is_there in ((1.01, True), (0.99, False)):
+        plan = search(replace(asked, memory=share * fits.memory.total), candidates_of(["zb-h1"]))
+        assert ("zb-h1" in rates(plan)) == is_there
+        assert ("zb-h1" in plan.too_large) != is_there
+
+
 def test_megatrons_own_always_stand_in_the_table() -> None:
     plan = search(job(), candidates_of(["zb-h1"]))
     names = [row.candidate for row in plan.ranked]
