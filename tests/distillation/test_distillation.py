@@ -184,6 +184,86 @@ def test_what_the_teacher_does_not_use_is_not_missed(
     assert max(errors) < 1e-5
 
 
+def merged_heads(corpus: str, teacher: str, model: Mapping[str, Any]) -> tuple[Any, Any]:
+    """Keys and values of a teacher's four groups, and of a student's two: (groups, 2, ...)."""
+    from distillation_cases import student_layer, teacher_layer
+
+    from megatron_zb.distillation.initialisation import inherit
+
+    enter(model, teacher)
+    job = job_of(corpus, teacher, [SLOW])
+    taught = teacher_layer(job.args, 0)
+    with torch.no_grad():
+        for parameter in taught.parameters():
+            parameter.normal_()
+    (shape,) = job.library[0]
+    learner = student_layer(job.args, shape, 0)
+    inherit(learner, taught, shape, job.teacher.shape)
+    head = job.args.hidden_size // job.args.num_attention_heads
+
+    def keys_and_values(layer: Any, groups: int) -> Any:
+        weight = layer.self_attention.linear_qkv.weight.detach()
+        return weight.view(groups, -1, head, job.args.hidden_size)[:, -2:].tolist()
+
+    return keys_and_values(taught, 4), keys_and_values(learner, 2)
+
+
+def test_fewer_heads_of_keys_and_values_are_means_of_the_teachers(
+    ranks: RankPools, text: str, teachers: Path
+) -> None:
+    """GQA, arXiv 2305.13245, section 2.1."""
+    ((taught, learnt),) = ranks(1).run(merged_heads, **case_of("llama", text, teachers))
+    four = torch.tensor(taught)
+    assert torch.allclose(torch.tensor(learnt), (four[::2] + four[1::2]) / 2)
+
+
+def counted_times(corpus: str, teacher: str, model: Mapping[str, Any]) -> list[Any]:
+    """Times of two blocks by a clock that stands still but where a part of the work is done."""
+    from unittest import mock
+
+    from megatron_zb.distillation import block_times
+    from megatron_zb.distillation.student_block import StudentBlock
+
+    enter(model, teacher)
+    job = job_of(corpus, teacher, [{"name": "same"}, HALF])
+    same, half = job.library[0]
+    now = 0.0
+
+    def moves(seconds: float, function: Any) -> Any:
+        def moved(*arguments: Any, **keywords: Any) -> Any:
+            nonlocal now
+            now += seconds
+            return function(*arguments, **keywords)
+
+        return moved
+
+    def layer(*arguments: Any) -> Any:
+        built = teacher_layer(*arguments)
+        built.forward = moves(1, built.forward)
+        return built
+
+    teacher_layer = block_times.teacher_layer
+    with (
+        mock.patch.object(block_times.time, "perf_counter", lambda: now),
+        mock.patch.object(block_times, "teacher_layer", layer),
+        mock.patch.object(block_times, "seconds_over_a_link", lambda *_: 6.0),
+        mock.patch.object(StudentBlock, "study", moves(10, StudentBlock.study)),
+        mock.patch.object(StudentBlock, "update", moves(100, StudentBlock.update)),
+    ):
+        times = block_times.measure(job.args, [[same, half], [same]], job.teacher.shape)
+    return [(time.teacher, time.student, time.update, time.reduce) for time in times]
+
+
+def test_the_times_of_a_block_are_those_of_its_parts(
+    ranks: RankPools, text: str, teachers: Path
+) -> None:
+    """All its candidates count; gradients take the time of a link by their number."""
+    (times,) = ranks(1).run(counted_times, **case_of("llama", text, teachers))
+    qkv, projection, norms, channel = 3 * 32 * 32, 32 * 32, 2 * 32, 3 * 32
+    whole, half = (qkv + projection + norms + width * channel for width in (64, 32))
+    assert times == [(1, 20, 200, 6.0), (1, 10, 100, pytest.approx(6.0 * whole / (whole + half)))]
+
+
 def stitched(corpus: str, teacher: str, folder: str, mixed: bool) -> tuple[float, float]:
     """The loss that the student had in the pipeline, and in one piece from its checkpoint."""
     import argparse
@@ -200,8 +280,9 @@ def stitched(corpus: str, teacher: str, folder: str, mixed: bool) -> tuple[float
     )
 
     from megatron_zb.distillation.evaluation import compare
+    from megatron_zb.distillation.flags import BEST
     from megatron_zb.distillation.loop import distribution_of, open_job
-    from megatron_zb.distillation.stitching import save_student
+    from megatron_zb.distillation.stitching import choose, save_student
     from megatron_zb.training import data
 
     enter(LLAMA, teacher)
@@ -214,8 +295,12 @@ def stitched(corpus: str, teacher: str, folder: str, mixed: bool) -> tuple[float
     )
     run = open_job(job, distribution_of(job), _store())
     order = [0, 1, 2, 0] if mixed else [0, 0, 0, 0]
-    blocks = run.stage_blocks.place.blocks
-    chosen = [c[order[b]] for b, c in zip(blocks, run.stage_blocks.student_blocks, strict=True)]
+    losses = {
+        (candidate.block, candidate.shape.name): float(number != order[candidate.block])
+        for candidates in run.stage_blocks.student_blocks
+        for number, candidate in enumerate(candidates)
+    }
+    chosen = choose(BEST, run.stage_blocks, losses)
     loss = compare(job.args, run.distribution, run.stage_blocks, chosen, run.held_out).student
     save_student(job.args, run.stage_blocks, chosen, 1)
     run.close()

@@ -218,11 +218,16 @@ def test_dropout_is_that_of_every_other_schedule(corpus: str, tmp_path: Path) ->
     resumed = trained(tmp_path, {**flags, "--load": load, "--pipeline-schedule": "v-zb"})
     by_rank = {**flags, "--pipeline-schedule": "zb-h1"}
     by_layer = trained(tmp_path, {**by_rank, "--pipeline-random-streams": "layer"})
-    stock, ours = trained(tmp_path, flags), trained(tmp_path, by_rank)
+    stock_checkpoints = tmp_path / "stock"
+    stock = trained(tmp_path, {**flags, **saves, "--save": stock_checkpoints})
+    load_stock = checkpoint_of(stock_checkpoints, SAVED, tmp_path / "load_stock")
+    stock_resumed = trained(tmp_path, {**flags, "--load": load_stock})
+    ours = trained(tmp_path, by_rank)
     for key in ("lm_loss", "eval_loss"):
         assert resumed.by_iteration(key) == whole.by_iteration(key, after=SAVED)
         assert by_layer.by_iteration(key) == whole.by_iteration(key)
         assert ours.by_iteration(key) == stock.by_iteration(key)
+        assert stock_resumed.by_iteration(key) == stock.by_iteration(key, after=SAVED)
         assert stock.by_iteration(key) != whole.by_iteration(key)
 
 
