@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import pickle
 import random
+import sys
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
@@ -12,7 +15,13 @@ from megatron_zb.schedules.bounds import lower_bound
 from megatron_zb.schedules.placement import v_shape
 from megatron_zb.schedules.search import hill_climbing
 from megatron_zb.schedules.search.hill_climbing import Effort
-from megatron_zb.schedules.search.kernels import Compiled, Engine, Plain, available
+from megatron_zb.schedules.search.kernels import (
+    Compiled,
+    Engine,
+    Plain,
+    available,
+    forget_unreadable,
+)
 from megatron_zb.schedules.search.presets import PRESETS
 from megatron_zb.schedules.search.priority_weights import PriorityWeights
 from megatron_zb.schedules.search.runner import Problem, Runner
@@ -58,17 +67,17 @@ def test_a_bias_for_w_runs_it_right_after_its_backward() -> None:
     runner = Runner(_problem(), Plain())
     weights = PriorityWeights.from_preset(PRESETS[0], 2, _P)
     plain = (runner.makespan(weights), runner.order_copy())
-    own = [0.0] * len(weights.own)
-    assert (runner.makespan(_with(weights, own)), runner.order_copy()) == plain
-    own[2 * 5 + 4] = -1000.0
-    runner.makespan(_with(weights, own))
+    bias = [0.0] * len(weights.rank_bias)
+    assert (runner.makespan(_with(weights, bias)), runner.order_copy()) == plain
+    bias[2 * 5 + 4] = -1000.0
+    runner.makespan(_with(weights, bias))
     ranks = runner.passes(runner.order_copy())
     kinds = "".join(p.kind.value for p in ranks[2])
     assert kinds.count("BW") == kinds.count("W") == 2 * _M
 
 
-def _with(weights: PriorityWeights, own: list[float]) -> PriorityWeights:
-    return replace(weights, own=tuple(own))
+def _with(weights: PriorityWeights, bias: list[float]) -> PriorityWeights:
+    return replace(weights, rank_bias=tuple(bias))
 
 
 def test_walks_keep_the_limit_and_never_lose() -> None:
@@ -84,3 +93,19 @@ def test_walks_keep_the_limit_and_never_lose() -> None:
     timeline = schedules.simulate(schedule, _COSTS)
     assert timeline.makespan == pytest.approx(walked.makespan)
     assert max(timeline.peak_memory) <= problem.limit[0] * (1 + 1e-9)
+
+
+def test_what_another_version_has_compiled_is_in_nobodys_way(tmp_path: Path) -> None:
+    """Its index may name classes that are not there any more."""
+    line, python = _problem.__code__.co_firstlineno, "py{}{}".format(*sys.version_info)
+    bodies = {
+        "good": pickle.dumps(("stamp", {})),
+        "renamed": b"cmegatron_zb.schedules.search.runner\nNoSuchClass\n.",
+        "damaged": pickle.dumps(("stamp", {}))[:-4],
+        "empty": b"",
+    }
+    for name, body in bodies.items():
+        index = tmp_path / f"{name}._problem-{line}.{python}.nbi"
+        index.write_bytes(pickle.dumps("0.1") + body)
+    forget_unreadable(tmp_path, _problem)
+    assert [path.name.partition(".")[0] for path in tmp_path.iterdir()] == ["good"]

@@ -42,18 +42,18 @@ class Graph(NamedTuple):
     tail_seconds: Any
 
 
-class Steering(NamedTuple):
+class Priorities(NamedTuple):
     """Numbers that steer a greedy run.
 
     ``quota[r * chunks + c]`` bounds the microbatches in flight of chunk c. ``score`` holds, for the
     kinds F0.., B0.., W: bias, slope along the ranks, bias once all F of chunk 0 are out; then the
-    weight of waiting inputs, of pending W, and the number of pending W that forces one. ``own[r *
-    kinds + k]`` is added to the score of the k-th of these kinds on rank r alone.
+    weight of waiting inputs, of pending W, and the number of pending W that forces one.
+    ``rank_bias[r * kinds + k]`` is added to the score of the k-th of these kinds on rank r alone.
     """
 
     quota: Any
     score: Any
-    own: Any
+    rank_bias: Any
 
 
 class GreedySpace(NamedTuple):
@@ -95,7 +95,9 @@ class ReplaySpace(NamedTuple):
     stack: Any
 
 
-def run_list_scheduler(graph: Graph, steering: Steering, space: GreedySpace, order: Any) -> float:
+def run_list_scheduler(
+    graph: Graph, priorities: Priorities, space: GreedySpace, order: Any
+) -> float:
     """Fill ``order`` with every rank's passes and return the makespan, INFINITY if it got stuck.
 
     Every rank picks, among the forward and backward of each of its chunks and its oldest pending
@@ -106,7 +108,7 @@ def run_list_scheduler(graph: Graph, steering: Steering, space: GreedySpace, ord
     stage_at, reader, rank_of = graph.stage_at, graph.reader, graph.rank
     seconds, hop, memory = graph.seconds, graph.hop, graph.memory
     limit, tail_seconds = graph.limit, graph.tail_seconds
-    quota, score, own = steering.quota, steering.score, steering.own
+    quota, score, rank_bias = priorities
     ready_at, pending, counts, clock = space.ready, space.pending, space.counts, space.clock
     held, choice, choice_start = space.held, space.choice, space.choice_start
     block = p * chunks * m
@@ -164,7 +166,7 @@ def run_list_scheduler(graph: Graph, steering: Steering, space: GreedySpace, ord
                             if possible:
                                 lead = ready - now
                                 value = start + score[c] + score[kinds + c] * position
-                                value += own[r * kinds + c]
+                                value += rank_bias[r * kinds + c]
                                 if lead < 0.0:
                                     value += early * lead
                                 if late:
@@ -180,7 +182,7 @@ def run_list_scheduler(graph: Graph, steering: Steering, space: GreedySpace, ord
                             lead = ready - now
                             k = chunks + c
                             value = start + score[k] + score[kinds + k] * position
-                            value += own[r * kinds + k]
+                            value += rank_bias[r * kinds + k]
                             if lead < 0.0:
                                 value += early * lead
                             if late:
@@ -190,7 +192,7 @@ def run_list_scheduler(graph: Graph, steering: Steering, space: GreedySpace, ord
                 if waiting > 0:
                     k = 2 * chunks
                     value = now - gamma * (waiting - 1) + score[k] + score[kinds + k] * position
-                    value += own[r * kinds + k]
+                    value += rank_bias[r * kinds + k]
                     if late:
                         value += score[2 * kinds + k]
                     if value < best:

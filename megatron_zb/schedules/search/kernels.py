@@ -9,8 +9,11 @@ searches for all, so that it is enough to have numba there.
 from __future__ import annotations
 
 import importlib.util
+import pickle
+import sys
 from collections.abc import Callable, Sequence
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 from megatron_zb.schedules.search.inner_loops import local_search, run_list_scheduler
@@ -43,15 +46,39 @@ class Compiled:
         import numba
         import numpy
 
+        def compiled(loop: Callable[..., float]) -> Callable[..., float]:
+            found = numba.njit(cache=True)(loop)
+            if kept_in := found.stats.cache_path:
+                forget_unreadable(Path(kept_in), loop)
+            function: Callable[..., float] = found
+            return function
+
         self._numpy = numpy
-        self.run_list_scheduler: Callable[..., float] = numba.njit(cache=True)(run_list_scheduler)
-        self.local_search: Callable[..., float] = numba.njit(cache=True)(local_search)
+        self.run_list_scheduler = compiled(run_list_scheduler)
+        self.local_search = compiled(local_search)
 
     def floats(self, values: Sequence[float]) -> Any:
         return self._numpy.array(values, dtype=self._numpy.float64)
 
     def integers(self, values: Sequence[int]) -> Any:
         return self._numpy.array(values, dtype=self._numpy.int64)
+
+
+def forget_unreadable(folder: Path, function: Callable[..., object]) -> None:
+    """Remove the index of what numba has kept of a function if it cannot be read any more.
+
+    Numba reads all of an index before it looks whether it is up to date, and fails where that is
+    damaged, or names a class that another version of this package had.
+    """
+    python = f"py{sys.version_info.major}{sys.version_info.minor}"
+    line = function.__code__.co_firstlineno
+    for index in folder.glob(f"*.{function.__name__}-{line}.{python}*.nbi"):
+        try:
+            with index.open("rb") as file:
+                pickle.load(file)
+                pickle.loads(file.read())
+        except Exception:
+            index.unlink(missing_ok=True)
 
 
 Engine = Plain | Compiled

@@ -12,8 +12,8 @@ class PriorityWeights:
     """The numbers that steer one run.
 
     ``bias``, ``slope`` and ``late`` have one entry for F of each chunk, B of each chunk, and W.
-    ``shift[r * chunks + c]`` is added to the quota of chunk c on rank r, ``own[r * kinds + k]`` to
-    the score of the k-th of these entries on rank r alone, in mean passes.
+    ``shift[r * chunks + c]`` is added to the quota of chunk c on rank r, ``rank_bias[r * kinds +
+    k]`` to the score of the k-th of these entries on rank r alone, in mean passes.
     """
 
     bias: tuple[float, ...]
@@ -25,7 +25,7 @@ class PriorityWeights:
     pending: float
     pending_share: float
     shift: tuple[int, ...]
-    own: tuple[float, ...]
+    rank_bias: tuple[float, ...]
 
     @classmethod
     def from_preset(cls, numbers: Sequence[float], chunks: int, ranks: int) -> PriorityWeights:
@@ -48,7 +48,7 @@ class PriorityWeights:
             pending=numbers[18],
             pending_share=numbers[19],
             shift=(0,) * (ranks * chunks),
-            own=(0.0,) * (ranks * (2 * chunks + 1)),
+            rank_bias=(0.0,) * (ranks * (2 * chunks + 1)),
         )
 
     def changed(self, dice: random.Random, chunks: int, ranks: int) -> PriorityWeights:
@@ -74,7 +74,9 @@ class PriorityWeights:
                 reach = 0.08 if name.startswith("quota") else 0.4
                 scalars[name] += dice.gauss(0, reach * size)
         bias, slope, late = map(tuple, rows)
-        return PriorityWeights(bias, slope, late, **scalars, shift=self.shift, own=self.own)
+        return PriorityWeights(
+            bias, slope, late, **scalars, shift=self.shift, rank_bias=self.rank_bias
+        )
 
     def _with_other_quotas(self, dice: random.Random, chunks: int, ranks: int) -> PriorityWeights:
         first = dice.randrange(ranks)
@@ -89,12 +91,12 @@ class PriorityWeights:
     def with_other_biases(self, dice: random.Random, chunks: int, ranks: int) -> PriorityWeights:
         """Return a neighbour: one or two kinds of pass are favoured, or not, on some ranks."""
         kinds = 2 * chunks + 1
-        own = list(self.own)
+        rank_bias = list(self.rank_bias)
         for _ in range(dice.choice((1, 2))):
             first = dice.randrange(ranks)
             last = dice.randrange(first, ranks) if dice.random() < 0.6 else first
             kind = dice.randrange(kinds)
             change = dice.gauss(0, 0.5) * dice.choice((0.2, 1.0))
             for rank in range(first, last + 1, dice.choice((1, 1, 2, 3))):
-                own[rank * kinds + kind] += change
-        return replace(self, own=tuple(own))
+                rank_bias[rank * kinds + kind] += change
+        return replace(self, rank_bias=tuple(rank_bias))

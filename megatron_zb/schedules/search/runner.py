@@ -13,8 +13,8 @@ from megatron_zb.schedules.search.inner_loops import (
     Graph,
     GreedySpace,
     Moves,
+    Priorities,
     ReplaySpace,
-    Steering,
 )
 from megatron_zb.schedules.search.kernels import Engine
 from megatron_zb.schedules.search.priority_weights import PriorityWeights
@@ -107,7 +107,7 @@ class Runner:
         self.order = engine.integers([0] * problem.num_passes)
         self._greedy_space, self._replay_space = self._new_space()
         self._quotas_of: dict[tuple[float, float, tuple[int, ...]], Any] = {}
-        self._own_of: dict[tuple[float, ...], Any] = {}
+        self._rank_bias_of: dict[tuple[float, ...], Any] = {}
         self.mean_pass = problem.mean_pass
         self._prepare_quotas()
 
@@ -164,12 +164,14 @@ class Runner:
     def makespan(self, weights: PriorityWeights) -> float:
         """Return the seconds of the order that the weights lead to; INFINITY if it gets stuck."""
         self.runs += 1
-        steering = Steering(
+        priorities = Priorities(
             self._kept_quotas(weights),
             self.engine.floats(self._scores(weights)),
-            self._kept_own(weights.own),
+            self._kept_rank_bias(weights.rank_bias),
         )
-        return self.engine.run_list_scheduler(self._graph, steering, self._greedy_space, self.order)
+        return self.engine.run_list_scheduler(
+            self._graph, priorities, self._greedy_space, self.order
+        )
 
     def _kept_quotas(self, weights: PriorityWeights) -> Any:
         """Return the quotas as an array: most neighbours have those of an earlier run."""
@@ -178,11 +180,13 @@ class Runner:
             self._quotas_of[key] = self.engine.integers(self._quotas(weights))
         return self._quotas_of[key]
 
-    def _kept_own(self, own: tuple[float, ...]) -> Any:
+    def _kept_rank_bias(self, rank_bias: tuple[float, ...]) -> Any:
         """Return the scores of single ranks as an array, which most neighbours share, too."""
-        if own not in self._own_of:
-            self._own_of[own] = self.engine.floats([x * self.mean_pass for x in own])
-        return self._own_of[own]
+        if rank_bias not in self._rank_bias_of:
+            self._rank_bias_of[rank_bias] = self.engine.floats(
+                [x * self.mean_pass for x in rank_bias]
+            )
+        return self._rank_bias_of[rank_bias]
 
     def _scores(self, weights: PriorityWeights) -> list[float]:
         unit, slots = self.mean_pass, self._slots[0]
