@@ -52,6 +52,7 @@ def run_on_cpu(*, training_loop: bool = False) -> None:
     _redirect_random_state()
     if training_loop:
         _redirect_training_loop()
+        redirect_experts()
     cuda.redirected_to_cpu = True
 
 
@@ -130,6 +131,18 @@ def _redirect_training_loop() -> None:
     from megatron_zb.megatron_core.versions import skip_fused_kernels
 
     skip_fused_kernels()
+
+
+def redirect_experts() -> None:
+    """Let experts run without a GPU and without Transformer-Engine; imports megatron-core."""
+    from megatron.core.transformer.moe import moe_utils, token_dispatcher
+
+    def to_cpu(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
+        return tensor.numpy() if as_numpy and torch.is_tensor(tensor) else tensor
+
+    token_dispatcher.maybe_move_tensor_to_cpu = to_cpu  # leaves tensors that are no CUDA tensors
+    if not hasattr(moe_utils, "te_general_gemm"):  # 0.16 asks for it, but does not define it then
+        moe_utils.te_general_gemm = None
 
 
 def _use_compiled_dataset_helpers() -> None:

@@ -88,9 +88,12 @@ def test_the_legacy_format_is_refused_in_a_v(checkout: Path, tmp_path: Path) -> 
 
 
 def test_a_checkpoint_of_other_data_is_refused_or_allowed(
-    checkout: Path, v_half_checkpoint: Path, v_half: Logged
+    checkout: Path, v_half_checkpoint: Path
 ) -> None:
-    """Another split is another training set, though nothing else differs."""
+    """Another split is another training set, though nothing else differs.
+
+    Not so of the data that Megatron-LM 0.16 makes up: its first samples are those of any split.
+    """
     flags = f"{PIPELINE} {V_HALF} --load {v_half_checkpoint} --split 80,10,10"
     run = pretrain(checkout, MODEL, flags)
     assert run.code != 0
@@ -98,4 +101,3 @@ def test_a_checkpoint_of_other_data_is_refused_or_allowed(
     assert run.error.count("\n") == 0
     allowed = pretrain(checkout, MODEL, flags, "--pipeline-allow-other-data")
     assert list(allowed.losses) == [3, 4, 5, 6, 7]
-    assert allowed.losses != v_half.losses

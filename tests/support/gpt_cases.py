@@ -21,7 +21,6 @@ from megatron.core.pipeline_parallel.schedules import get_forward_backward_func
 from megatron.core.transformer import multi_latent_attention
 from megatron.core.transformer.dot_product_attention import DotProductAttention
 from megatron.core.transformer.module import Float16Module
-from megatron.core.transformer.moe import moe_utils, token_dispatcher
 from megatron.core.transformer.transformer_block import (
     TransformerBlockSubmodules,
     get_num_layers_to_build,
@@ -33,6 +32,7 @@ from megatron.core.transformer.transformer_config import (
 
 from megatron_zb import schedules
 from megatron_zb.megatron_core.adapter import PipelineAdapter
+from megatron_zb.megatron_core.cpu import redirect_experts
 from megatron_zb.megatron_core.initialisation import global_parameters, initialise_by_global_name
 from megatron_zb.schedules import Schedule
 from megatron_zb.schedules.layout import Layers
@@ -233,7 +233,7 @@ def _build_chunks(case: GPTCase, adapter: PipelineAdapter | None, p: int) -> lis
 
     # as Megatron-LM does: another stream on every pipeline rank
     model_parallel_cuda_manual_seed(1 + 100 * parallel_state.get_pipeline_model_parallel_rank())
-    let_experts_run_on_cpu()
+    redirect_experts()
     if case.fused_accumulation:
         install_stand_in_for_fused_accumulation()
     low_precision = case.torch_dtype is not torch.float32
@@ -361,16 +361,6 @@ def install_stand_in_for_fused_accumulation() -> None:
     sys.modules[stand_in.__name__] = stand_in
     layers.fused_weight_gradient_mlp_cuda = stand_in
     layers._grad_accum_fusion_available = True
-
-
-def let_experts_run_on_cpu() -> None:
-    """Mend what Megatron 0.16's experts take for granted on every machine."""
-    moe_utils.te_general_gemm = None  # defined only where there is Transformer Engine
-
-    def to_cpu(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
-        return tensor.numpy() if as_numpy and torch.is_tensor(tensor) else tensor
-
-    token_dispatcher.maybe_move_tensor_to_cpu = to_cpu  # leaves tensors that are no CUDA tensors
 
 
 class SequenceParallelNorm(torch.nn.LayerNorm):
