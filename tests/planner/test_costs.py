@@ -18,6 +18,7 @@ from megatron_zb.planner.prediction import predict
 from megatron_zb.planner.search import (
     cut_into_stages,
 )
+from megatron_zb.planner.step import seconds_apart
 from megatron_zb.planner.work import Work, model_flops
 from megatron_zb.schedules import layout
 from megatron_zb.schedules.layout import Layers
@@ -135,6 +136,34 @@ def test_a_tied_embedding_is_kept_once_where_both_ends_are_on_one_rank(
     assert first.parameters - none.parameters == 1024 * 50_000
 
 
+def test_the_shards_of_experts_lie_on_different_ranks() -> None:
+    experts = {"experts": 8, "top_k": 2, "ffn_hidden_size": 512}
+    model = small(gated_mlp=True, experts=experts)
+    whole = byte_counts.rank_states(load(model), [1], False, False)
+    split = byte_counts.rank_states(
+        load(model, data=8, expert=2, expert_tensor=4), [1], False, False
+    )
+    assert whole.routed == 8 * 3 * 512 * 1024
+    assert split.routed == whole.routed / 8
+
+
+@pytest.mark.parametrize("chunks", [1, 2, 4])
+def test_a_message_in_and_one_out_are_held_in_both_directions_for_each_chunk(chunks: int) -> None:
+    assert byte_counts.message_buffers(load(small()), chunks) == 4 * chunks * 2 * 1024 * 1024
+    assert byte_counts.message_buffers(load(small(), pipeline=1), chunks) == 0
+
+
+def test_two_small_reductions_over_the_pipeline_come_before_a_step() -> None:
+    states = byte_counts.rank_states(load(small()), [0, 1], False, False)
+    together, apart = (
+        seconds_apart(load(small()), states, post_validation=flag) for flag in (True, False)
+    )
+    assert apart - together == pytest.approx(4 * 4 * a100().messages.between_nodes.latency)
+    assert together == pytest.approx(
+        (4 + 2 * 12 + 2) * states.parameters / a100().memory_bandwidth.reached
+    )
+
+
 def test_experts_are_counted_where_tokens_visit_them() -> None:
     dense = small(gated_mlp=True, ffn_hidden_size=1024)
     sparse = small(
@@ -235,6 +264,8 @@ def test_the_peak_counts_what_waits_for_w() -> None:
     assert peak_of(passes, held) == (23.0, 0.0)
     passes.insert(3, schedules.Pass(schedules.PassKind.F, 0, 2))
     assert peak_of(passes, held) == (20.0, 6.0)
+    passes += [schedules.Pass(schedules.PassKind.F, 0, i) for i in (3, 4)]
+    assert peak_of(passes, held) == (40.0, 0.0)  # W has run
 
 
 def test_many_microbatches_are_continued_from_the_steady_state(
