@@ -204,6 +204,61 @@ def test_a_rank_that_has_not_come_yet_is_not_missed() -> None:
     assert "so the job goes on" in line
 
 
+class Questions:
+    """In the place of an inquiry: counts what a watchdog asks, and asks it where that is said."""
+
+    asked_first = True
+    was_asked = False
+
+    def __init__(self) -> None:
+        self.is_asking = False
+        self.asked = self.answered = 0
+
+    def is_asked(self) -> bool:
+        return self.is_asking
+
+    def answer(self, state: State) -> None:
+        self.answered += 1
+
+    def ask(self, state: State) -> dict[int, State]:
+        self.asked += 1
+        return {FIRST: state}
+
+    def verdict(self) -> None:
+        return None
+
+    def not_there(self, states: dict[int, State]) -> tuple[set[int], set[int]]:
+        return set(), set()
+
+
+def test_a_rank_that_has_just_asked_or_answered_waits_before_it_asks(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Else two ranks that stand still would ask each other without end."""
+    progress = Progress()
+    lines: list[str] = []
+    place = Place(0, (FIRST,), (FIRST,))
+    dog = Watchdog(progress, place, HashStore(), 10.0, tell=lines.append, patience=1.0)
+    dog.stop()  # it looks where it is told to
+    questions = Questions()
+    monkeypatch.setattr(dog, "_inquiry", questions)
+    monkeypatch.setattr(progress, "seconds", lambda: 20.0)
+    now = time.monotonic()
+    monkeypatch.setattr("time.monotonic", lambda: now)
+    questions.is_asking = True
+    dog._look()
+    questions.is_asking = False
+    dog._look()
+    assert (questions.answered, questions.asked) == (1, 0)
+    now += 1.5
+    dog._look()
+    dog._look()
+    assert questions.asked == 1
+    now += 1.5
+    dog._look()
+    assert questions.asked == 2
+
+
 def test_a_verdict_ends_the_wait_for_answers() -> None:
     """Two ranks may ask at once; one that has its answers says the verdict, and answers no more."""
     store, state = HashStore(), State("is between two steps", None, 9.0, ())

@@ -1,0 +1,131 @@
+"""What channels keep of messages under way, and for how long; here the messages go nowhere."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from megatron_zb import schedules
+from megatron_zb.runtime.channels import Channels
+from megatron_zb.runtime.executor import run_program
+from megatron_zb.schedules.passes import Channel, Message
+
+THERE = Channel(0, 1)
+
+
+def message(microbatch: int) -> Message:
+    return Message(False, 1, microbatch)
+
+
+class Noted(Channels):
+    """Channels of a rank whose sends are noted, and taken when that is said."""
+
+    def __init__(self) -> None:
+        self.notes: list[str] = []
+        self.sent: list[torch.Tensor] = []
+        self.taken: set[int] = set()
+        self._prepare(torch.device("cpu"))
+
+    def _isend(self, channel: Channel, tensor: torch.Tensor) -> Any:
+        number = len(self.sent)
+        self.sent.append(tensor)
+        self.notes.append(f"send {number}")
+        return SimpleNamespace(
+            is_completed=lambda: number in self.taken,
+            wait=lambda: self.notes.append(f"wait {number}"),
+        )
+
+    def _irecv(self, channel: Channel, buffer: torch.Tensor) -> Any:
+        return SimpleNamespace(wait=lambda: None)
+
+
+def test_a_send_beyond_the_slots_waits_for_the_oldest() -> None:
+    channels = Noted()
+    for _ in range(4):
+        channels.send(THERE, torch.zeros(2), slots=2)
+    assert channels.notes == ["send 0", "send 1", "wait 0", "send 2", "wait 1", "send 3"]
+    channels.finish()
+    assert channels.notes[-2:] == ["wait 2", "wait 3"]
+
+
+def test_sends_that_have_been_taken_are_forgotten_between_passes() -> None:
+    channels = Noted()
+    for _ in range(2):
+        channels.send(THERE, torch.zeros(2), slots=2)
+    channels.taken.add(0)
+    channels.between_passes()
+    channels.send(THERE, torch.zeros(2), slots=2)
+    assert channels.notes == ["send 0", "send 1", "send 2"]
+
+
+def test_what_is_sent_lies_in_one_piece() -> None:
+    channels = Noted()
+    tensor = torch.arange(6).view(2, 3).t()
+    channels.send(THERE, tensor, slots=1)
+    (sent,) = channels.sent
+    assert sent.is_contiguous()
+    assert torch.equal(sent, tensor)
+
+
+def test_a_message_that_nobody_reads_is_an_error() -> None:
+    channels = Noted()
+    channels.post_receive(THERE, message(0), lambda: torch.empty(1))
+    with pytest.raises(RuntimeError, match="messages were received and never read"):
+        channels.finish()
+    channels.take(message(0))
+    channels.finish()
+
+
+class Transport:
+    """What a rank is sent, made up, and a note of what it does in which order."""
+
+    waits_to_receive = False
+
+    def __init__(self) -> None:
+        self.notes: list[str] = []
+
+    def post_receive(
+        self, channel: Channel, message: Message, allocate: Callable[[], torch.Tensor]
+    ) -> None:
+        pass
+
+    def take(self, message: Message) -> torch.Tensor:
+        return torch.zeros(1)
+
+    def send(self, channel: Channel, tensor: torch.Tensor, slots: int) -> None:
+        pass
+
+    def between_passes(self) -> None:
+        self.notes.append("between")
+
+    def finish(self) -> None:
+        self.notes.append("end")
+
+
+class Stage:
+    """One that notes its passes."""
+
+    def __init__(self, notes: list[str]) -> None:
+        self._notes = notes
+
+    def forward(self, microbatch: int, activation: torch.Tensor | None) -> torch.Tensor:
+        self._notes.append("pass")
+        return torch.zeros(1)
+
+    backward = backward_input = forward
+
+    def backward_weight(self, microbatch: int) -> None:
+        self._notes.append("pass")
+
+
+def test_messages_are_looked_at_before_every_pass() -> None:
+    """Else what has been sent would be held until the end of the step."""
+    schedule = schedules.build("zb-h1", pipeline_size=2, num_microbatches=3)
+    transport = Transport()
+    stages = {0: Stage(transport.notes)}
+    run_program(schedules.lower(schedule), 0, stages, transport, lambda message: torch.zeros(1))
+    assert transport.notes == ["between", "pass"] * len(schedule.ranks[0]) + ["end"]
