@@ -13,6 +13,7 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, ClassVar, cast
 
 import pytest
@@ -210,9 +211,10 @@ class Questions:
     asked_first = True
     was_asked = False
 
-    def __init__(self) -> None:
+    def __init__(self, others: dict[int, State]) -> None:
         self.is_asking = False
         self.asked = self.answered = 0
+        self._others = others
 
     def is_asked(self) -> bool:
         return self.is_asking
@@ -222,7 +224,7 @@ class Questions:
 
     def ask(self, state: State) -> dict[int, State]:
         self.asked += 1
-        return {FIRST: state}
+        return {FIRST: state, **self._others}
 
     def verdict(self) -> None:
         return None
@@ -231,32 +233,79 @@ class Questions:
         return set(), set()
 
 
+class Asked:
+    """A watchdog of rank 10 that looks when it is told to, at a clock that stands still."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, others: dict[int, State]) -> None:
+        self.progress, self.lines = Progress(), list[str]()
+        place = Place(0, (FIRST,), (FIRST,))
+        self.dog = Watchdog(
+            self.progress, place, HashStore(), 10.0, tell=self.lines.append, patience=1.0
+        )
+        self.dog.stop()
+        self.questions = Questions(others)
+        self.now = time.monotonic()
+        self.still = 20.0
+        monkeypatch.setattr(self.dog, "_stopped", threading.Event())
+        monkeypatch.setattr(self.dog, "_inquiry", self.questions)
+        monkeypatch.setattr(self.progress, "seconds", lambda: self.still)
+        monkeypatch.setattr("time.monotonic", lambda: self.now)
+
+
 def test_a_rank_that_has_just_asked_or_answered_waits_before_it_asks(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Else two ranks that stand still would ask each other without end."""
-    progress = Progress()
-    lines: list[str] = []
-    place = Place(0, (FIRST,), (FIRST,))
-    dog = Watchdog(progress, place, HashStore(), 10.0, tell=lines.append, patience=1.0)
-    dog.stop()  # it looks where it is told to
-    questions = Questions()
-    monkeypatch.setattr(dog, "_inquiry", questions)
-    monkeypatch.setattr(progress, "seconds", lambda: 20.0)
-    now = time.monotonic()
-    monkeypatch.setattr("time.monotonic", lambda: now)
+    asked = Asked(monkeypatch, {})
+    questions = asked.questions
     questions.is_asking = True
-    dog._look()
+    asked.dog._look()
     questions.is_asking = False
-    dog._look()
+    asked.dog._look()
     assert (questions.answered, questions.asked) == (1, 0)
-    now += 1.5
-    dog._look()
-    dog._look()
-    assert questions.asked == 1
-    now += 1.5
-    dog._look()
-    assert questions.asked == 2
+    for count in (1, 2):
+        asked.now += 1.5
+        asked.dog._look()
+        asked.dog._look()
+        assert questions.asked == count
+
+
+def test_a_rank_asks_when_it_has_stood_still_for_the_time_that_was_given(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    asked = Asked(monkeypatch, {})
+    asked.still = 9.9
+    asked.dog._look()
+    assert asked.questions.asked == 0
+    asked.still = 10.1
+    asked.dog._look()
+    assert asked.questions.asked == 1
+
+
+@pytest.mark.parametrize("in_step", [True, False])
+def test_a_rank_in_a_step_is_not_said_to_be_slow(
+    in_step: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It will move, or soon be found to be stuck."""
+    other = State("is in a pass", None, 3.0, in_step=in_step)
+    asked = Asked(monkeypatch, {FIRST + 1: other})
+    asked.dog._look()
+    assert len(asked.lines) == (0 if in_step else 1)
+
+
+def test_a_process_that_was_stopped_begins_to_count_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = Asked(monkeypatch, {})
+    begun: list[float] = []
+    monkeypatch.setattr(asked.progress, "begin_anew", lambda: begun.append(asked.now))
+    for passed, counts in ((0.3, 0), (60.0, 1)):
+
+        def wait(seconds: float, passed: float = passed) -> bool:
+            asked.now += passed
+            return False
+
+        monkeypatch.setattr(asked.dog, "_stopped", SimpleNamespace(wait=wait))
+        assert asked.dog._goes_on()
+        assert len(begun) == counts
 
 
 def test_a_verdict_ends_the_wait_for_answers() -> None:
