@@ -26,9 +26,12 @@ from megatron_zb.megatron_core.transformer_engine import (  # noqa: E402
 from megatron_zb.megatron_lm.conflicts import (  # noqa: E402
     CONFLICTS,
     SEGMENTS,
+    WHY_NOT_STALE,
     WHY_NOT_YAML,
+    WITH_THE_STEP,
     Concerned,
 )
+from megatron_zb.parsing import flag_of  # noqa: E402
 
 ESCAPED = r"\|"
 PAGE = DOCS / "support.md"
@@ -106,8 +109,12 @@ def not_on_cpu() -> Iterator[tuple[str, ...]]:
 def refused_flags() -> Iterator[tuple[str, ...]]:
     for conflict in CONFLICTS:
         only = f" (Megatron-LM {conflict.versions})" if conflict.versions else ""
-        yield f"`{conflict.flag}`{only}", conflict.concerned.value, conflict.why
+        others = " or ".join(f"`{flag_of(name)}`" for name in conflict.only_with)
+        concerned = conflict.concerned.value + (f", {others}" if others else "")
+        yield f"`{conflict.flag}`{only}", concerned, conflict.why
     yield "`--hybrid-layer-pattern` with other segments", "one chunk per rank", SEGMENTS
+    replicas = "replicas of spread experts"
+    yield f"`{flag_of(WITH_THE_STEP)}`", replicas, WHY_NOT_STALE
     yield f"`{OP_FUSER_FLAG}`", "a split backward", WHY_NOT_OPERATIONS
     yield "`--yaml-cfg`", Concerned.ALL.value, WHY_NOT_YAML
 

@@ -27,6 +27,7 @@ class Concerned(Enum):
     """The schedules that something cannot be combined with, by their placement."""
 
     ALL = "any schedule"
+    ONE_CHUNK = "one chunk per rank"
     INNER_STAGES = "more than two stages"
     CHUNKS = "several chunks per rank"
     V = "a V"
@@ -36,7 +37,9 @@ class Concerned(Enum):
             return PhysicalPlacement(placement).mirrored
         if self is Concerned.INNER_STAGES:
             return placement.num_stages > 2
-        return self is Concerned.ALL or placement.chunks > 1
+        if self is Concerned.ALL:
+            return True
+        return (placement.chunks > 1) is (self is Concerned.CHUNKS)
 
 
 @dataclass(frozen=True)
@@ -44,6 +47,7 @@ class Conflict:
     """A conflict of an argument whose value ``applies`` to; absent arguments do not conflict.
 
     Nor does a value that is not above that of the argument ``above``, where there is one.
+    Where there are arguments ``only_with``, it conflicts if one of them is given.
     ``in_this_version`` returns whether the conflict exists in this version of Megatron-LM.
     """
 
@@ -53,6 +57,7 @@ class Conflict:
     applies: Callable[[Any], bool] = bool
     concerned: Concerned = Concerned.ALL
     above: str | None = None
+    only_with: tuple[str, ...] = ()
     in_this_version: Callable[[], bool] = lambda: True
     versions: str = ""
 
@@ -84,6 +89,8 @@ def _hybrid(pattern: str) -> Conflict:
     )
 
 
+WITH_THE_STEP = "overlap_param_gather_with_optimizer_step"
+
 CONFLICTS = (
     *map(_not_served, _NOT_SERVED_FLAGS),
     Conflict(
@@ -98,9 +105,11 @@ CONFLICTS = (
         "use_legacy_models", "--use-legacy-models", "models of megatron-core are what it places"
     ),
     Conflict(
-        "overlap_param_gather_with_optimizer_step",
-        "--overlap-param-gather-with-optimizer-step",
-        "it assumes the order of Megatron's interleaved schedule",
+        WITH_THE_STEP,
+        flag_of(WITH_THE_STEP),
+        "it gathers a rank's first chunk while the optimizer steps the others; use a schedule "
+        "with several chunks per rank, such as v-half",
+        concerned=Concerned.ONE_CHUNK,
     ),
     Conflict(
         "tensor_parallel_num_weight_shards",
@@ -145,6 +154,7 @@ CONFLICTS = (
         "with the layers in another order; use torch_dist",
         lambda value: value != "torch_dist",
         concerned=Concerned.V,
+        only_with=("save", "load", "pretrained_checkpoint", "non_persistent_save_interval"),
     ),
     Conflict(
         "init_model_with_meta_device",
@@ -254,6 +264,7 @@ def check(args: argparse.Namespace, choice: str, placement: Placement) -> None:
     found = [c for c in CONFLICTS if c.concerned.holds(placement) and c.in_this_version()]
     _refuse(found, args, choice)
     _check_segments(args, choice, placement)
+    _check_gathered_experts(args, choice)
 
 
 def check_post_validation(args: argparse.Namespace) -> None:
@@ -281,7 +292,9 @@ def check_layer_streams(args: argparse.Namespace) -> None:
 def _refuse(conflicts: Sequence[Conflict], args: argparse.Namespace, choice: str) -> None:
     for conflict in conflicts:
         value = getattr(args, conflict.argument, None)
-        if value is not None and conflict.applies(value) and _is_above(conflict, args, value):
+        if value is None or not conflict.applies(value):
+            continue
+        if _is_above(conflict, args, value) and _is_with(conflict, args):
             said = conflict.flag if value is True else f"{conflict.flag} {value}"
             raise UsageError(f"{said} cannot be combined with {choice}: {conflict.why}")
 
@@ -291,6 +304,11 @@ def _is_above(conflict: Conflict, args: argparse.Namespace, value: Any) -> bool:
         return True
     size = getattr(args, conflict.above, None) or args.tensor_model_parallel_size
     return bool(value > size)
+
+
+def _is_with(conflict: Conflict, args: argparse.Namespace) -> bool:
+    given = (getattr(args, name, None) is not None for name in conflict.only_with)
+    return not conflict.only_with or any(given)
 
 
 SEGMENTS = (
@@ -308,6 +326,30 @@ def _check_segments(args: argparse.Namespace, choice: str, placement: Placement)
                 f"{flag_of(name)} {pattern} cannot be combined with {choice}: it has "
                 f"{segments} segments for {placement.pipeline_size} pipeline ranks; {SEGMENTS}"
             )
+
+
+WHY_NOT_STALE = (
+    "Megatron-LM gathers the experts of a rank's first chunk before their optimizer has stepped; "
+    "spread them over all data-parallel ranks, or leave it out"
+)
+
+
+def _check_gathered_experts(args: argparse.Namespace, choice: str) -> None:
+    """Refuse gathers during the optimizer's step where experts are gathered, with old weights.
+
+    Experts have an optimizer of their own, which steps last, if they are spread over ranks.
+    """
+    if not getattr(args, WITH_THE_STEP, False):
+        return
+    experts = getattr(args, "expert_model_parallel_size", None) or 1
+    tensor = getattr(args, "expert_tensor_parallel_size", None) or args.tensor_model_parallel_size
+    replicas = args.world_size // (args.pipeline_model_parallel_size * tensor * experts)
+    if experts > 1 and replicas > 1:
+        raise UsageError(
+            f"{flag_of(WITH_THE_STEP)} cannot be combined with {choice} and "
+            f"--expert-model-parallel-size {experts}, of which there are {replicas} replicas: "
+            f"{WHY_NOT_STALE}"
+        )
 
 
 WHY_NOT_YAML = (

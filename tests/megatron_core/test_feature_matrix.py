@@ -14,7 +14,16 @@ from typing import Any
 import pytest
 import torch
 from feature_matrix import ROWS, TRIED_HERE, Row, Verdict
-from gpt_cases import GPTCase, built, differences, forward_backward, gradients, microbatches, run
+from gpt_cases import (
+    GPTCase,
+    built,
+    differences,
+    forward_backward,
+    gradients,
+    microbatches,
+    optimizer,
+    run,
+)
 from megatron.core.pipeline_parallel.schedules import get_forward_backward_func
 from megatron.core.transformer import TransformerConfig
 from megatron.core.utils import get_model_config
@@ -171,6 +180,32 @@ def gathers_of_an_evaluation(schedule: str) -> list[int]:
 def test_an_evaluation_gathers_no_weights(ranks: RankPools, schedule: str, chunks: int) -> None:
     found = ranks(2).run(gathers_of_an_evaluation, schedule=schedule)
     assert found == [[0, chunks]] * 2
+
+
+def gathers_after_a_step(schedule: str) -> tuple[int, list[bool]]:
+    """The first chunk that a rank runs, and of each chunk whether its weights are on their way."""
+    row = next(r for r in ROWS if r.case is not None and r.case.gather_in_optimizer)
+    assert row.case is not None
+    order: list[int] = []
+    with built(row.case, schedule, num_microbatches=2) as (adapter, chunks):
+        assert adapter is not None
+        for vp_stage, chunk in enumerate(chunks):
+            chunk.register_forward_pre_hook(lambda *_, at=vp_stage: order.append(at))
+        data = [microbatches(row.case, 2) for _ in chunks]
+        forward_backward(adapter.forward_backward_func, chunks, data, 2)
+        optimizer(row.case, chunks).step()
+        groups = [chunk.bucket_groups for chunk in chunks]
+        dispatched = [any(g.param_gather_dispatched for g in of_chunk) for of_chunk in groups]
+        for chunk in chunks:
+            chunk.disable_forward_pre_hook(param_sync=True)
+    return order[0], dispatched
+
+
+@pytest.mark.parametrize("schedule", ["v-half", "interleaved"])
+def test_the_chunk_that_runs_first_is_gathered_by_the_optimizer(
+    ranks: RankPools, schedule: str
+) -> None:
+    assert ranks(4).run(gathers_after_a_step, schedule=schedule) == [(0, [True, False])] * 4
 
 
 def test_the_page_is_what_the_script_makes() -> None:

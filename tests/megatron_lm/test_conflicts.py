@@ -21,9 +21,11 @@ DOCS = Path(__file__).parents[2] / "docs"
 @pytest.mark.parametrize("conflict", conflicts.CONFLICTS, ids=lambda conflict: conflict.argument)
 def test_every_conflict_names_both_flags_and_the_reason(conflict: conflicts.Conflict) -> None:
     value = True if conflict.above is None else 2
-    args = argparse.Namespace(tensor_model_parallel_size=1, **{conflict.argument: value})
+    others = dict.fromkeys(conflict.only_with[:1], "a value")
+    args = argparse.Namespace(tensor_model_parallel_size=1, **{conflict.argument: value}, **others)
+    concerned = looped(4) if conflict.concerned is conflicts.Concerned.ONE_CHUNK else v_shape(4)
     with pytest.raises(UsageError) as refused:
-        conflicts.check(args, "--pipeline-schedule v-half", v_shape(4))
+        conflicts.check(args, "--pipeline-schedule v-half", concerned)
     said = conflict.flag if value is True else f"{conflict.flag} {value}"
     assert str(refused.value) == (
         f"{said} cannot be combined with --pipeline-schedule v-half: {conflict.why}"
@@ -31,6 +33,8 @@ def test_every_conflict_names_both_flags_and_the_reason(conflict: conflicts.Conf
     assert conflict.flag == "--" + conflict.argument.replace("_", "-")
     if conflict.concerned is conflicts.Concerned.INNER_STAGES:
         conflicts.check(args, "zb-h1", looped(2))
+    elif conflict.concerned is conflicts.Concerned.ONE_CHUNK:
+        conflicts.check(parsed("", **{conflict.argument: value}), "v-half", v_shape(4))
     elif conflict.concerned is not conflicts.Concerned.ALL:
         conflicts.check(args, "zb-h1", looped(4))
     if conflict.concerned is conflicts.Concerned.V:
@@ -120,8 +124,31 @@ def test_arguments_that_are_not_given_do_not_conflict(value: object) -> None:
 
 def test_the_value_of_a_conflict_is_told() -> None:
     with pytest.raises(UsageError, match=r"^--ckpt-format torch cannot be combined .*torch_dist$"):
-        adapter_of(parsed("--pipeline-schedule v-half", ckpt_format="torch"))
-    adapter_of(parsed("--pipeline-schedule zb-h1", ckpt_format="torch"))
+        adapter_of(parsed("--pipeline-schedule v-half", ckpt_format="torch", save="here"))
+    adapter_of(parsed("--pipeline-schedule zb-h1", ckpt_format="torch", save="here"))
+
+
+def test_the_format_of_checkpoints_matters_where_there_are_any() -> None:
+    """Megatron-LM has gathers in the optimizer's step with the legacy format alone."""
+    line, legacy = "--pipeline-schedule v-half", {"ckpt_format": "torch", "save": None}
+    adapter_of(parsed(line, **legacy, **{conflicts.WITH_THE_STEP: True}))
+    for given in ("load", "pretrained_checkpoint"):
+        with pytest.raises(UsageError, match=r"^--ckpt-format torch cannot be combined"):
+            adapter_of(parsed(line, **legacy, **{given: "here"}))
+
+
+@pytest.mark.parametrize(("experts", "replicas"), [(1, 4), (2, 2), (4, 1)])
+@pytest.mark.parametrize("tensor", [1, None])
+def test_experts_are_not_gathered_before_they_are_stepped(
+    experts: int, replicas: int, tensor: int | None
+) -> None:
+    stock = {"world_size": 16, "expert_model_parallel_size": experts, conflicts.WITH_THE_STEP: True}
+    args = parsed("--pipeline-schedule v-half", expert_tensor_parallel_size=tensor, **stock)
+    if experts == 1 or replicas == 1:
+        adapter_of(args)
+        return
+    with pytest.raises(UsageError, match=r"-size 2, of which there are 2 replicas: Megatron-LM"):
+        adapter_of(args)
 
 
 @pytest.mark.parametrize("conflict", conflicts.LAYER_STREAMS_CONFLICTS, ids=lambda c: c.argument)

@@ -172,3 +172,21 @@ def test_what_rank_0_cannot_search_is_one_sentence(checkout: Path) -> None:
     assert run.code != 0
     assert run.error.count("\n") == 0
     assert "cannot keep the memory limit of 0.01 of 1F1B" in run.error
+
+
+def test_gathers_run_during_the_optimizers_step(checkout: Path) -> None:
+    """Megatron-LM has them with the legacy format of checkpoints alone; none is written here."""
+    model = MODEL.replace("torch_dist", "torch")
+    flags = (
+        "--pipeline-model-parallel-size 2 --bf16 --use-distributed-optimizer "
+        "--overlap-grad-reduce --overlap-param-gather"
+    )
+    gathers = "--overlap-param-gather-with-optimizer-step"
+    after, during = (
+        pretrain(checkout, model, flags, "--pipeline-schedule v-half", more)
+        for more in ("", gathers)
+    )
+    check_equal(during, after)
+    refused = pretrain(checkout, model, flags, "--pipeline-schedule zb-h1", gathers)
+    assert refused.code != 0
+    assert f"{gathers} cannot be combined with --pipeline-schedule zb-h1" in refused.error

@@ -359,6 +359,45 @@ ROWS = (
         ranks=4,
         schedules=("v-half", "zb-h1"),
     ),
+    Row(
+        "gathers of the first chunk during the optimizer's step",
+        "`--overlap-param-gather-with-optimizer-step`",
+        GPTCase(**{**vars(_OVERLAPS), "gather_in_optimizer": True}),
+        Verdict.STEPS,
+        ranks=4,
+        schedules=("v-half", "v-zb", "interleaved", "wave"),
+    ),
+    Row(
+        "the same, tied, bfloat16, the other gathers aligned over the pipeline",
+        "`--overlap-param-gather-with-optimizer-step`, `--bf16`",
+        GPTCase(
+            **{
+                **vars(_OVERLAPS),
+                "gather_in_optimizer": True,
+                "align_param_gather": True,
+                "tied": True,
+                "dtype": "bfloat16",
+            }
+        ),
+        Verdict.STEPS,
+        ranks=4,
+        schedules=("v-half", "v-zb", "interleaved"),
+    ),
+    Row(
+        "the same, experts spread over all data-parallel ranks",
+        "`--overlap-param-gather-with-optimizer-step`, `--expert-model-parallel-size 2`",
+        GPTCase(
+            **{
+                **vars(_OVERLAPS),
+                "gather_in_optimizer": True,
+                "expert_parallel": 2,
+                "options": _options(**_MOE, moe_token_dispatcher_type="alltoall"),
+            }
+        ),
+        Verdict.STEPS,
+        ranks=4,
+        schedules=("v-half",),
+    ),
     # activations
     _shown(
         "full recomputation",
