@@ -19,12 +19,18 @@ sys.path.insert(0, str(DOCS.parent / "tests" / "support"))
 from feature_matrix import ROWS, Row, Verdict  # noqa: E402
 
 from megatron_zb.megatron_core.forward_backward import NOT_SERVED, NOT_SERVED_ABOVE_1  # noqa: E402
+from megatron_zb.megatron_core.graphs import (  # noqa: E402
+    WHY_A_STEP_BEFORE,
+    WHY_KNOWN_SHAPES,
+    WHY_NOT_LOCAL,
+)
 from megatron_zb.megatron_core.transformer_engine import (  # noqa: E402
     OP_FUSER_FLAG,
     WHY_NOT_OPERATIONS,
 )
 from megatron_zb.megatron_lm.conflicts import (  # noqa: E402
     CONFLICTS,
+    GRAPH_CONFLICTS,
     SEGMENTS,
     WHY_NOT_STALE,
     WHY_NOT_YAML,
@@ -115,6 +121,9 @@ def refused_flags() -> Iterator[tuple[str, ...]]:
     yield "`--hybrid-layer-pattern` with other segments", "one chunk per rank", SEGMENTS
     replicas = "replicas of spread experts"
     yield f"`{flag_of(WITH_THE_STEP)}`", replicas, WHY_NOT_STALE
+    yield "`--cuda-graph-impl local`", Concerned.ALL.value, WHY_NOT_LOCAL
+    for conflict in GRAPH_CONFLICTS:
+        yield f"`{conflict.flag}`", "CUDA graphs", conflict.why
     yield f"`{OP_FUSER_FLAG}`", "a split backward", WHY_NOT_OPERATIONS
     yield "`--yaml-cfg`", Concerned.ALL.value, WHY_NOT_YAML
 
@@ -124,6 +133,9 @@ def refused_settings() -> Iterator[tuple[str, ...]]:
         yield f"`{setting}`", why
     for setting, why in NOT_SERVED_ABOVE_1.items():
         yield f"`{setting}` above 1", why
+    whole = "with CUDA graphs of whole iterations"
+    yield f"`variable_seq_lengths` {whole}", WHY_KNOWN_SHAPES
+    yield f"`cuda_graph_warmup_steps` 0 {whole}", WHY_A_STEP_BEFORE
     yield "`adjust_tensor_shapes_fn`", "unless `variable_seq_lengths` is set"
 
 

@@ -10,6 +10,7 @@ import re
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from enum import Enum
 from importlib import import_module
 from types import ModuleType
 from typing import Any
@@ -128,6 +129,37 @@ def packed_samples_reach_every_stage() -> bool:
 
 # The argument that places the layers of a hybrid model: in 0.19, and before.
 HYBRID_PATTERNS = ("hybrid_layer_pattern", "hybrid_override_pattern")
+
+
+class Graphs(Enum):
+    """The CUDA graphs of Megatron, by the values of ``cuda_graph_impl`` in 0.19."""
+
+    NONE = "none"
+    TRANSFORMER_ENGINE = "transformer_engine"
+    LOCAL = "local"
+    FULL_ITERATION = "full_iteration"
+
+
+# The setting that asks for them, and what it was before 0.16.
+GRAPH_SETTINGS = ("cuda_graph_impl", "enable_cuda_graph", "external_cuda_graph")
+
+
+def graphs_of(settings: Any) -> Graphs:
+    """Return the CUDA graphs that Megatron's config, or its arguments, ask for.
+
+    In 0.16 whole iterations are a scope of local graphs, which 0.19 still accepts; older flags
+    stand for two of the values.
+    """
+    if getattr(settings, "external_cuda_graph", False):
+        return Graphs.TRANSFORMER_ENGINE
+    kind = Graphs(getattr(settings, "cuda_graph_impl", None) or "none")
+    if getattr(settings, "enable_cuda_graph", False):
+        kind = Graphs.LOCAL
+    scope = getattr(settings, "cuda_graph_scope", None) or ()
+    scopes = scope if isinstance(scope, list | tuple) else [scope]
+    names = {name for each in scopes for name in getattr(each, "name", str(each)).split(",")}
+    whole = kind is Graphs.LOCAL and "full_iteration" in names
+    return Graphs.FULL_ITERATION if whole else kind
 
 
 def skip_fused_kernels() -> None:

@@ -14,8 +14,8 @@ from typing import Any
 
 from megatron_zb.errors import UsageError
 from megatron_zb.job.run_flags import STREAMS_FLAG
-from megatron_zb.megatron_core import versions
-from megatron_zb.megatron_core.forward_backward import NOT_SERVED, WHY_NOT_SHARDED, is_chosen
+from megatron_zb.megatron_core import graphs, versions
+from megatron_zb.megatron_core.forward_backward import NOT_SERVED, WHY_NOT_SHARDED
 from megatron_zb.megatron_core.placement import PhysicalPlacement
 from megatron_zb.megatron_core.post_validation import NOT_TAKEN_BACK
 from megatron_zb.megatron_lm import flags
@@ -69,14 +69,11 @@ _NOT_SERVED_FLAGS = (
     "delay_wgrad_compute",
     "defer_embedding_wgrad_compute",
     "fine_grained_activation_offloading",
-    "cuda_graph_impl",
-    "enable_cuda_graph",
-    "external_cuda_graph",
 )
 
 
 def _not_served(setting: str) -> Conflict:
-    return Conflict(setting, flag_of(setting), NOT_SERVED[setting], is_chosen)
+    return Conflict(setting, flag_of(setting), NOT_SERVED[setting])
 
 
 def _hybrid(pattern: str) -> Conflict:
@@ -237,8 +234,27 @@ POST_VALIDATION_CONFLICTS = (
 )
 
 
+_MEASURED, _ONE_COUNT = graphs.WHY_NOT_MEASURED, graphs.WHY_ONE_COUNT
+GRAPH_CONFLICTS = (
+    Conflict("pipeline_profile", "--pipeline-profile", _MEASURED),
+    Conflict("pipeline_replan_every", "--pipeline-replan-every", _MEASURED),
+    Conflict("enable_optimizer_post_validation", POST_VALIDATION, graphs.WHY_NOT_TWICE),
+    Conflict("rampup_batch_size", "--rampup-batch-size", _ONE_COUNT),
+    Conflict("step_batch_size_schedule", "--step-batch-size-schedule", _ONE_COUNT),
+)
+
+
 _RANK_STREAMS = f"add {STREAMS_FLAG} rank"
 LAYER_STREAMS_CONFLICTS = (
+    *(
+        Conflict(
+            setting,
+            flag_of(setting),
+            f"{graphs.WHY_NOT_LAYER_STREAMS}; {_RANK_STREAMS}",
+            lambda value: value not in (False, "none"),
+        )
+        for setting in versions.GRAPH_SETTINGS
+    ),
     Conflict(
         "te_rng_tracker",
         "--te-rng-tracker",
@@ -265,6 +281,7 @@ def check(args: argparse.Namespace, choice: str, placement: Placement) -> None:
     _refuse(found, args, choice)
     _check_segments(args, choice, placement)
     _check_gathered_experts(args, choice)
+    _check_graphs(args, choice)
 
 
 def check_post_validation(args: argparse.Namespace) -> None:
@@ -350,6 +367,13 @@ def _check_gathered_experts(args: argparse.Namespace, choice: str) -> None:
             f"--expert-model-parallel-size {experts}, of which there are {replicas} replicas: "
             f"{WHY_NOT_STALE}"
         )
+
+
+def _check_graphs(args: argparse.Namespace, choice: str) -> None:
+    graphs.check(args, choice, {})
+    kind = versions.graphs_of(args)
+    if kind is not versions.Graphs.NONE:
+        _refuse(GRAPH_CONFLICTS, args, f"CUDA graphs ({kind.value})")
 
 
 WHY_NOT_YAML = (

@@ -69,6 +69,7 @@ class _Hooks:
         from megatron.core.datasets.blended_megatron_dataset_builder import (
             BlendedMegatronDatasetBuilder,
         )
+        from megatron.core.transformer.cuda_graphs import TECudaGraphHelper
         from megatron.core.transformer.pipeline_parallel_layer_layout import (
             PipelineParallelLayerLayout,
         )
@@ -94,6 +95,8 @@ class _Hooks:
             replace(module, name, scheduled(hook))
         layout_from_str = scheduled(ScheduledRun.layout_from_str)
         replace_static(PipelineParallelLayerLayout, "from_str", layout_from_str)
+        create_graphs = scheduled(ScheduledRun.create_graphs)
+        replace_method(TECudaGraphHelper, "create_cudagraphs", create_graphs)
 
         in_a_v = partial(when, self._run_in_a_v)
         for module, name, hook in (

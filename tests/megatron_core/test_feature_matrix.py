@@ -25,7 +25,6 @@ from gpt_cases import (
     run,
 )
 from megatron.core.pipeline_parallel.schedules import get_forward_backward_func
-from megatron.core.transformer import TransformerConfig
 from megatron.core.utils import get_model_config
 from ranks import RankPools
 
@@ -86,29 +85,6 @@ def test_all_groups_are_handed_to_the_reduction_of_gradients(ranks: RankPools) -
     """From 0.18 on it needs tp_dp_cp where experts have a bias."""
     expected = {"tp": 1, "pp": 2, "cp": 1, "dp_cp": 2, "tp_dp_cp": 2}
     assert ranks(4).run(sizes_of_groups) == [expected] * 4
-
-
-@pytest.mark.parametrize(
-    ("setting", "value"),
-    [
-        ("cuda_graph_impl", "local"),
-        ("cuda_graph_impl", "transformer_engine"),
-        ("cuda_graph_impl", "full_iteration"),
-        ("enable_cuda_graph", True),
-        ("external_cuda_graph", True),
-    ],
-)
-def test_cuda_graphs_are_refused_where_megatrons_config_has_them(setting: str, value: Any) -> None:
-    """Its own "none", and the scope that it has without graphs, are served."""
-    config: Any = TransformerConfig(num_layers=2, hidden_size=8, num_attention_heads=1)
-    assert config.cuda_graph_impl == "none"
-    refuse_what_is_not_served(config, None, "v-half")
-    assert hasattr(config, setting)
-    setattr(config, setting, value)
-    why = "graphs are captured in the order of Megatron's own schedule"
-    said = f"{setting} cannot be combined with the pipeline schedule v-half: {why}"
-    with pytest.raises(UsageError, match=f"^{said}$"):
-        refuse_what_is_not_served(config, None, "v-half")
 
 
 def test_shapes_of_a_function_are_refused_unless_they_travel() -> None:

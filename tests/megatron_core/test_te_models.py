@@ -3,36 +3,18 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
 
 import gpt_cases
 import pytest
 from gpt_cases import GPTCase
 from rank_process import Kind
 from ranks import RankPool, RankPools
-
-
-def specification(config: Any, vp_stage: int | None) -> Any:
-    """Megatron's layer of TE modules; attention itself has no weights, and TE's needs a GPU."""
-    from megatron.core.models.gpt.gpt_layer_specs import (
-        get_gpt_layer_with_transformer_engine_spec,
-    )
-    from megatron.core.transformer.dot_product_attention import DotProductAttention
-
-    layer = get_gpt_layer_with_transformer_engine_spec(
-        num_experts=config.num_moe_experts,
-        moe_grouped_gemm=config.moe_grouped_gemm,
-        multi_latent_attention=config.multi_latent_attention,
-    )
-    latent = config.multi_latent_attention
-    core = gpt_cases.LatentAttention if latent else DotProductAttention
-    layer.submodules.self_attention.submodules.core_attention = core
-    return layer
+from te_cases import layers_of_te
 
 
 def differences(case: GPTCase, schedule: str, microbatches: list[int]) -> list[str]:
     """From Megatron's own schedule over the same modules, which then know nothing of a split."""
-    gpt_cases._specification = specification
+    gpt_cases._specification = layers_of_te
     return gpt_cases.differences(case, schedule, microbatches, iterations=2)
 
 

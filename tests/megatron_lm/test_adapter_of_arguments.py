@@ -301,7 +301,7 @@ def test_a_schedule_from_a_file(table: Path) -> None:
             "--pipeline-schedule-file",
         ),
         ({"decoder_first_pipeline_num_layers": 2}, ENDS),
-        ({"ckpt_format": "torch"}, "--ckpt-format torch cannot be combined"),
+        ({"ckpt_format": "torch", "load": "here"}, "--ckpt-format torch cannot be combined"),
     ],
 )
 def test_a_file_that_does_not_fit_the_job(table: Path, stock: dict[str, Any], words: str) -> None:

@@ -10,7 +10,7 @@ import pytest
 from megatron_arguments import parsed
 
 from megatron_zb.errors import UsageError
-from megatron_zb.megatron_core import versions
+from megatron_zb.megatron_core import graphs, versions
 from megatron_zb.megatron_lm import conflicts
 from megatron_zb.megatron_lm.adapter_of_arguments import adapter_of, check_unscheduled
 from megatron_zb.schedules.placement import looped, v_shape
@@ -162,10 +162,53 @@ def test_experts_are_not_gathered_before_they_are_stepped(
 def test_what_streams_of_layers_cannot_be_had_with(
     conflict: conflicts.Conflict, line: str, chosen: str
 ) -> None:
-    args = parsed(f"--pipeline-schedule {line}", **{conflict.argument: True})
+    value: Any = "transformer_engine" if conflict.argument == "cuda_graph_impl" else True
+    args = parsed(f"--pipeline-schedule {line}", **{conflict.argument: value})
     with pytest.raises(UsageError) as error:
         conflicts.check_layer_streams(args)
     for part in (conflict.flag, chosen, "add --pipeline-random-streams rank"):
         assert part in str(error.value)
     by_rank = "--pipeline-schedule zb-h1 --pipeline-random-streams rank"
-    adapter_of(parsed(by_rank, **{conflict.argument: True}))
+    if conflict.argument != "enable_cuda_graph":  # those of layers, by Megatron itself
+        adapter_of(parsed(by_rank, **{conflict.argument: value}))
+
+
+@pytest.mark.parametrize("conflict", conflicts.GRAPH_CONFLICTS, ids=lambda c: c.argument)
+def test_what_cuda_graphs_cannot_be_had_with(conflict: conflicts.Conflict) -> None:
+    line = "--pipeline-schedule zb-h1"
+    sizes = {"optimizer": "adam", "rerun_mode": "disabled"}
+    args = parsed(line, cuda_graph_impl="transformer_engine", **sizes)
+    adapter_of(args)
+    setattr(args, conflict.argument, "9")
+    with pytest.raises(UsageError) as refused:
+        adapter_of(args)
+    said = "cannot be combined with CUDA graphs (transformer_engine)"
+    assert str(refused.value) == f"{conflict.flag} 9 {said}: {conflict.why}"
+
+
+@pytest.mark.parametrize(
+    ("stock", "why"),
+    [
+        ({"cuda_graph_impl": "local"}, graphs.WHY_NOT_LOCAL),
+        ({"enable_cuda_graph": True}, graphs.WHY_NOT_LOCAL),
+        (
+            {"cuda_graph_impl": "full_iteration", "cuda_graph_warmup_steps": 0},
+            graphs.WHY_A_STEP_BEFORE,
+        ),
+    ],
+)
+def test_cuda_graphs_that_would_be_wrong(stock: dict[str, Any], why: str) -> None:
+    with pytest.raises(UsageError) as refused:
+        adapter_of(parsed("--pipeline-schedule zb-h1", **stock))
+    kind = stock.get("cuda_graph_impl", "local")
+    assert str(refused.value) == (
+        f"CUDA graphs ({kind}) cannot be combined with --pipeline-schedule zb-h1: {why}"
+    )
+
+
+def test_a_schedule_that_graphs_keep_to_is_not_measured() -> None:
+    """Megatron's ``auto`` would be built anew for what is measured."""
+    line = "--pipeline-schedule auto --pipeline-random-streams rank"
+    for kind, measured in (("none", True), ("full_iteration", False)):
+        adapter = adapter_of(parsed(line, cuda_graph_impl=kind))
+        assert (adapter._step_options.measurement is not None) == measured

@@ -123,6 +123,23 @@ ROWS = (
         reason="tests run its own Python layers on kernels that stand in for those of a GPU, "
         "and see equal gradients with v-half and zb-h1; the kernels themselves need a GPU",
     ),
+    Row(
+        "CUDA graphs of layers",
+        "`--cuda-graph-impl transformer_engine`",
+        None,
+        Verdict.NOT_ON_CPU,
+        reason="never seen on a GPU: tests see Megatron's own order for its own schedule, and "
+        "equal gradients from stand-ins that overwrite memory as graphs do; a graph has the weight "
+        "gradients of its layers, so nothing of them is left to W",
+    ),
+    Row(
+        "CUDA graphs of whole iterations",
+        "`--cuda-graph-impl local --cuda-graph-scope full_iteration`; 0.19: "
+        "`--cuda-graph-impl full_iteration`",
+        None,
+        Verdict.NOT_ON_CPU,
+        reason="never seen on a GPU: tests see equal gradients, and nothing asked of the device",
+    ),
     # model
     _shown("untied embeddings", "`--untie-embeddings-and-output-weights`", _GRADIENTS, GPTCase()),
     _shown("tied embeddings", "the default", _GRADIENTS, GPTCase(tied=True), ranks=4),

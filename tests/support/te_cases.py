@@ -7,6 +7,7 @@ from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
+import gpt_cases
 import torch
 import torch.distributed as dist
 from torch.nn import functional
@@ -245,3 +246,21 @@ TAKES = [
     (True, "ddp"),
     (True, "overlapping-ddp"),
 ]
+
+
+def layers_of_te(config: Any, vp_stage: int | None) -> Any:
+    """Megatron's layer of TE modules; attention itself has no weights, and TE's needs a GPU."""
+    from megatron.core.models.gpt.gpt_layer_specs import (
+        get_gpt_layer_with_transformer_engine_spec,
+    )
+    from megatron.core.transformer.dot_product_attention import DotProductAttention
+
+    layer = get_gpt_layer_with_transformer_engine_spec(
+        num_experts=config.num_moe_experts,
+        moe_grouped_gemm=config.moe_grouped_gemm,
+        multi_latent_attention=config.multi_latent_attention,
+    )
+    latent = config.multi_latent_attention
+    core = gpt_cases.LatentAttention if latent else DotProductAttention
+    layer.submodules.self_attention.submodules.core_attention = core
+    return layer
