@@ -40,7 +40,9 @@ def call(*command: str | Path) -> subprocess.CompletedProcess[str]:
     )
 
 
-@pytest.mark.parametrize("script", ["measurements.py", "queues.py", "one_gpu_training.py"])
+@pytest.mark.parametrize(
+    "script", ["measurements.py", "queues.py", "one_gpu_training.py", "graphs.py"]
+)
 def test_help(script: str) -> None:
     done = run_script(BENCHMARKS / "gpu" / script, "--help")
     assert done.code == 0
@@ -422,3 +424,17 @@ def exchanged() -> tuple[list[float], int]:
 def test_messages_through_the_host_keep_their_order(ranks: RankPools) -> None:
     """On a CPU, with the stand-ins for streams and events that Megatron runs with there."""
     assert ranks(2).run(exchanged) == [([10.0, 11.0, 12.0], 3), ([0.0, 1.0, 2.0], 3)]
+
+
+def test_graphs_are_not_captured_on_a_cpu_but_the_steps_are_run() -> None:
+    sizes = "--hidden 32 --heads 4 --ffn-hidden 48 --seq-length 16 --micro-batch-size 1 --layers 4"
+    script = str(BENCHMARKS / "gpu" / "graphs.py")
+    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    options = f"--device cpu --microbatches 4 --schedules v-half zb-h1 {sizes}".split()
+    done = call(*launch, script, *options)
+    assert done.returncode == 0, done.stderr
+    lines = [json.loads(line) for line in done.stdout.splitlines()]
+    assert [line["schedule"] for line in lines] == ["v-half", "zb-h1"]
+    for line in lines:
+        assert line["graphs"] == "none: a CPU captures nothing"
+        assert line["equal"] == [[True] * 5] * 2
