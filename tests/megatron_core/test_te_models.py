@@ -101,3 +101,49 @@ def test_models_on_four_ranks_equal_megatrons(
 ) -> None:
     four = ranks(4, Kind.TRANSFORMER_ENGINE)
     assert four.run(differences, case=case, schedule=schedule, microbatches=[5]) == [[]] * 4
+
+
+REFERENCES = "transformer_engine.pytorch.custom_recipes."
+CURRENT = f"{REFERENCES}reference_current_scaling.current_scaling_ref_factory"
+NVFP4 = f"{REFERENCES}reference_nvfp4.nvfp4_ref_rht_2d_factory"
+
+
+def quantized(kind: str, recipe: str, case: GPTCase = GPTCase(), **more: Any) -> GPTCase:
+    """A model in fp8 or fp4, whose recipe is one of Megatron's or the path of TE's in Python."""
+    settings = {kind: "hybrid" if kind == "fp8" else "e2m1"}
+    if "." in recipe:
+        settings |= {f"{kind}_recipe": "custom", f"{kind}_quantizer_factory": recipe}
+    else:
+        settings |= {f"{kind}_recipe": recipe}
+    options = (*case.options, *settings.items(), *more.items())
+    return replace(case, dtype="bfloat16", fused_accumulation=True, options=options)
+
+
+QUANTIZED = {
+    "current-reference": quantized("fp8", CURRENT),
+    "nvfp4-reference": quantized("fp4", NVFP4),
+    "current": quantized("fp8", "tensorwise"),
+    "delayed": quantized("fp8", "delayed"),
+    "delayed-history": quantized(
+        "fp8", "delayed", fp8_amax_history_len=16, fp8_amax_compute_algo="max"
+    ),
+    "mxfp8": quantized("fp8", "mxfp8"),
+    "blockwise": quantized("fp8", "blockwise"),
+    "experts-current-reference": quantized("fp8", CURRENT, EXPERTS),
+    "experts-delayed": quantized("fp8", "delayed", EXPERTS),
+    "experts-mxfp8": quantized("fp8", "mxfp8", EXPERTS),
+    "recomputed": quantized(
+        "fp8",
+        "delayed",
+        recompute_granularity="full",
+        recompute_method="uniform",
+        recompute_num_layers=1,
+    ),
+}
+
+
+@pytest.mark.parametrize("schedule", ["v-half", "zb-h1", "v-zb", "interleaved"])
+@pytest.mark.parametrize("case", QUANTIZED.values(), ids=QUANTIZED)
+def test_quantized_models_equal_megatrons(te_pool: RankPool, case: GPTCase, schedule: str) -> None:
+    found = te_pool.run(differences, case=case, schedule=schedule, microbatches=[5])
+    assert found == [[], []]
