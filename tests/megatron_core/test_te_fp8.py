@@ -124,9 +124,7 @@ def test_w_waits_with_columns_of_so_many_bits(
 def compare_sequence_parallel(kind: str, options: dict[str, Any], recipe: str) -> list[str]:
     found = []
     for fused in (False, True):
-        case = in_bf16(
-            kind, recipe, fused=fused, takes="main_grad", options=tuple(options.items())
-        )
+        case = in_bf16(kind, recipe, fused=fused, takes="main_grad", options=tuple(options.items()))
         whole = gradients(case, WHOLE)
         found += unlike(gradients(case, DEFERRED), whole)
         found += unlike(gradients(case, MIXED), whole, 0.02)

@@ -18,8 +18,8 @@ from megatron_zb.megatron_core.transformer_engine import (
 from megatron_zb.runtime.activation_memory import ActivationMemory
 from megatron_zb.runtime.weight_grad import WeightGradQueue
 
-WIDTH, WIDER, TOKENS = 64, 128, 96  # blocks of 32 share a scale in mxfp8
-SPLITS = [64, 32]  # of the tokens among the experts of GroupedLinear
+WIDTH, WIDER, TOKENS = 64, 128, 128  # blocks of 32 share a scale in mxfp8
+SPLITS = [96, 32]  # of the tokens among the experts of GroupedLinear
 
 DEFERRED = "F0 F1 F2 B0 B1 B2 W0 W1 W2"
 WHOLE = "F0 F1 F2 BW0 BW1 BW2"

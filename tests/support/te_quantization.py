@@ -25,9 +25,7 @@ def available() -> tuple[bool, str]:
     return True, ""
 
 
-def quantize(
-    tensor: torch.Tensor, quantizer: Any, output: Any = None, _skipped: Any = None
-) -> Any:
+def quantize(tensor: torch.Tensor, quantizer: Any, output: Any = None, _skipped: Any = None) -> Any:
     """Quantise into ``output``, or into a new tensor of the quantizer's own class."""
     from transformer_engine.pytorch.tensor.float8_tensor import Float8Quantizer
 

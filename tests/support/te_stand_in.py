@@ -339,6 +339,13 @@ def _quantized(result: torch.Tensor, quantizer: Any) -> Any:
     return result if quantizer is None else quantizer(result)
 
 
+def multi_tensor_l2norm(
+    _chunk: int, _overflow: Any, tensors: list[list[torch.Tensor]], *_each: Any
+) -> tuple[torch.Tensor, None]:
+    """The norm of all gradients."""
+    return torch.stack([one.float().norm() for one in tensors[0]]).norm(), None
+
+
 _KERNELS: list[Callable[..., Any]] = [
     generic_gemm,
     te_general_grouped_gemm,
@@ -349,4 +356,5 @@ _KERNELS: list[Callable[..., Any]] = [
     relu,
     drelu,
     dbias_drelu,
+    multi_tensor_l2norm,
 ]
