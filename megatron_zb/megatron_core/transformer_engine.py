@@ -23,7 +23,6 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterable, Iterator
-from copy import copy
 from dataclasses import dataclass
 from functools import partial
 from itertools import cycle
@@ -230,7 +229,7 @@ def _with_shard(operands: list[Any], gathered: int, module: Any) -> list[Any]:
     if not _is_quantized(operands[gathered]):
         kept[gathered] = Shard.of(operands[gathered], module.tp_group)
     elif any(value is True for name, value in vars(module).items() if name.startswith("ub_")):
-        kept[gathered] = _copied(operands[gathered])
+        _leave_buffers(operands[gathered])
     return kept
 
 
@@ -239,13 +238,11 @@ def _is_quantized(operand: Any) -> bool:
     return hasattr(operand, "update_usage") or hasattr(operand, "get_data_tensors")
 
 
-def _copied(operand: Any) -> Any:
-    """Copy a quantised operand with its data and scales."""
-    copied = copy(operand)
-    for name, value in vars(operand).items():
+def _leave_buffers(operand: Any) -> None:
+    """Move the data and scales of a quantised operand to memory of its own."""
+    for name, value in list(vars(operand).items()):
         if isinstance(value, torch.Tensor):
-            setattr(copied, name, value.clone())
-    return copied
+            setattr(operand, name, value.clone())
 
 
 def _kept(operand: Any) -> Any:

@@ -107,17 +107,17 @@ def held(kind: str, recipe: str) -> tuple[int, int]:
 
 
 @pytest.mark.parametrize(
-    ("recipe", "bits", "most_for_scales"),
-    [("delayed", 8, 64), ("current", 8, 64), ("mxfp8", 8, 7000), ("nvfp4-reference", 4, 4000)],
+    ("recipe", "bits", "scales"),
+    [("delayed", 8, 0.01), ("current", 8, 0.01), ("mxfp8", 8, 0.3), ("nvfp4-reference", 4, 0.3)],
 )
 @pytest.mark.parametrize("kind", ["Linear", "GroupedLinear"])
 def test_w_waits_with_columns_of_so_many_bits(
-    te_pool: RankPool, kind: str, recipe: str, bits: int, most_for_scales: int
+    te_pool: RankPool, kind: str, recipe: str, bits: int, scales: float
 ) -> None:
-    """The rows of the output gradient, which are for B alone, are gone."""
+    """The rows of the output gradient, which are for B alone, are gone; scales take a little."""
     data = 3 * TOKENS * (WIDTH + WIDER) * bits // 8
     for live, afterwards in te_pool.run(held, kind=kind, recipe=recipe):
-        assert data < live <= data + most_for_scales
+        assert data < live <= data * (1 + scales)
         assert afterwards == 0
 
 

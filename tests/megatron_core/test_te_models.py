@@ -109,9 +109,10 @@ CURRENT = f"{REFERENCES}reference_current_scaling.current_scaling_ref_factory"
 NVFP4 = f"{REFERENCES}reference_nvfp4.nvfp4_ref_rht_2d_factory"
 
 
-def quantized(
-    kind: str, recipe: str, case: GPTCase = GPTCase(fused_accumulation=True), **more: Any
-) -> GPTCase:
+FUSED = GPTCase(fused_accumulation=True)
+
+
+def quantized(kind: str, recipe: str, case: GPTCase = FUSED, **more: Any) -> GPTCase:
     """A model in fp8 or fp4, whose recipe is one of Megatron's or the path of TE's in Python.
 
     Steps of an optimizer show whether each uses weights that were quantised after the last one, and

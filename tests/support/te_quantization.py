@@ -2,8 +2,8 @@
 
 Its classes for quantised tensors, its quantizers and its recipes are Transformer-Engine's own:
 per-tensor fp8 with delayed and with current scaling, blockwise fp8 and mxfp8. What a kernel does on
-a GPU is done here in plain torch: values are scaled and rounded to eight bits, and a product is that
-of the values read back. So these show what is quantised, when, and what is kept for whom; they
+a GPU is done here in plain torch: values are scaled and rounded to eight bits, and a product is
+that of the values read back. So these show what is quantised, when, and what is kept for whom; they
 cannot show that a GPU's kernels compute the same.
 
 Recipes that Transformer-Engine has in pure Python (``custom_recipes``) run as they are.
@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import nullcontext
+from functools import partial
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
@@ -68,6 +69,8 @@ def create_empty_quantized_tensor(
     else:
         made = quantizer.storage_metadata(dtype)
         kind, others = made["cls"], dict(made["nontensor_kwargs"])
+        if "with_gemm_swizzled_scales" in others:
+            others["with_gemm_swizzled_scales"] = False  # in the order of the blocks
         allocated = quantizer.alloc_tensors(shape, device="cpu")
         for way in ("rowwise", "columnwise"):
             for part in ("data", "scale_inv"):
@@ -137,9 +140,16 @@ def _fill(output: Any, way: str, matrix: torch.Tensor, block: tuple[int, int]) -
     data, scales = getattr(output, f"{way}_data"), getattr(output, f"{way}_scale_inv")
     rounded = _rounded(matrix * _spread(exponents.exp2(), matrix, block), dtype)
     data.copy_(rounded.view(data.shape))
-    inverse = -exponents.flatten()
     in_bits = scales.dtype is torch.uint8  # mxfp8 keeps exponents alone
-    scales.view(-1)[: inverse.numel()] = (inverse + 127).byte() if in_bits else inverse.exp2()
+    _used(scales, exponents.shape).copy_(127 - exponents if in_bits else (-exponents).exp2())
+
+
+def _used(scales: torch.Tensor, shape: torch.Size) -> torch.Tensor:
+    """What is used of a buffer of scales; it is padded, and in blockwise fp8 may lie transposed."""
+    rows, columns = shape
+    if rows <= scales.size(0) and columns <= scales.size(1):
+        return scales[:rows, :columns]
+    return scales[:columns, :rows].t()
 
 
 def _largest(matrix: torch.Tensor, block: tuple[int, int]) -> torch.Tensor:
@@ -168,8 +178,8 @@ def values_of(operand: Any, columnwise: bool) -> torch.Tensor:
     turned = columnwise and blocks.transposed
     matrix = data.view(data.size(0), -1) if turned else data.view(-1, data.size(-1))
     block = blocks.columnwise if columnwise else blocks.rowwise
-    rows, columns = (-(-size // side) for size, side in zip(matrix.shape, block, strict=True))
-    scales = getattr(operand, f"{way}_scale_inv").view(-1)[: rows * columns].view(rows, columns)
+    count = torch.Size(-(-size // side) for size, side in zip(matrix.shape, block, strict=True))
+    scales = _used(getattr(operand, f"{way}_scale_inv"), count)
     inverse = (scales.float() - 127).exp2() if scales.dtype is torch.uint8 else scales
     values = matrix.view(_fp8(operand._fp8_dtype)).float() * _spread(inverse, matrix, block)
     return values.t() if turned else values.view(data.shape)
@@ -213,6 +223,10 @@ def fp8_transpose(data: torch.Tensor, _dtype: Any, *, out: torch.Tensor | None) 
     return turned if out is None else out.copy_(turned)
 
 
+def swap_first_dims(tensor: torch.Tensor, *, out: torch.Tensor) -> torch.Tensor:
+    return out.copy_(tensor.transpose(0, 1))
+
+
 def fused_multi_row_padding(
     rows: torch.Tensor, output: torch.Tensor, counts: list[int], padded: list[int]
 ) -> None:
@@ -230,13 +244,10 @@ def fused_multi_row_unpadding(
 
 
 def gather_one_by_one() -> None:
-    """TE gathers data and scales of mxfp8 in one go, which gloo cannot."""
+    """TE gathers data and scales in one go, which gloo cannot."""
     from transformer_engine.pytorch import distributed
 
-    module: Any = distributed
-    gather = module._all_gather_mxfp8
-
-    def gather_mxfp8(*args: Any, **options: Any) -> Any:
+    def apart(gather: Any, *args: Any, **options: Any) -> Any:
         usual: Any = torch.distributed._coalescing_manager
         done = SimpleNamespace(wait=lambda: None)
         torch.distributed._coalescing_manager = lambda **_: nullcontext(done)
@@ -245,7 +256,8 @@ def gather_one_by_one() -> None:
         finally:
             torch.distributed._coalescing_manager = usual
 
-    module._all_gather_mxfp8 = gather_mxfp8
+    for name in ("_all_gather_mxfp8", "_start_all_gather_fp8_blockwise"):
+        setattr(distributed, name, partial(apart, getattr(distributed, name)))
 
 
 def mend_references() -> None:
@@ -281,6 +293,7 @@ KERNELS = [
     bgrad_quantize,
     split_quantize,
     fp8_transpose,
+    swap_first_dims,
     fused_multi_row_padding,
     fused_multi_row_unpadding,
 ]

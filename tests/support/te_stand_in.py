@@ -3,7 +3,8 @@
 The modules, with their backwards and their stores for weight gradients, are Transformer-Engine's
 own. What stands in, because no CPU can run it, is its extension ``transformer_engine_torch``: the
 matrix products and norms below do the same sums in plain torch, those that quantise are in
-``te_quantization``, and whatever else the extension has can be named but not called. So nothing here tells how fast a kernel is, or whether it is right.
+``te_quantization``, and whatever else the extension has can be named but not called. So nothing
+here tells how fast a kernel is, or whether it is right.
 
 Rank processes install it when asked to: ``ranks(2, Kind.TRANSFORMER_ENGINE)``.
 """
