@@ -158,13 +158,14 @@ def test_what_sequence_parallelism_gathers_is_held_and_counted_whole(
         assert TOKENS * numbers < live <= TOKENS * numbers + 16
 
 
-def weights_quantized(requantizes: bool) -> tuple[list[list[int]], list[str]]:
+def weights_quantized(requantizes: bool) -> tuple[list[int], list[str]]:
     """How often each pass quantises the weight in two steps, and what gradients are unlike.
 
     Megatron tells its layer which microbatch is the first.
     """
     case = in_bf16("TEColumnParallelLinear", "current", fused=True, takes="main_grad")
-    counts, found = [], []
+    counts: list[int] = []
+    found = []
     for order in ("F0 F1 B0 BW1 W0", "F0 F1 BW0 BW1"):
         run = Run(case)
         run.module.disable_parameter_transpose_cache = requantizes
@@ -176,7 +177,8 @@ def weights_quantized(requantizes: bool) -> tuple[list[list[int]], list[str]]:
                 counts.append(len(seen))
             run.module.weight.data.mul_(-2)  # the optimizer steps
         found.append(run.gradients())
-    return counts, unlike(*found, 0.01)
+    deferred, whole = found
+    return counts, unlike(deferred, whole, 0.01)
 
 
 @contextmanager

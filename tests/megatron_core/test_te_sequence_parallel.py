@@ -176,7 +176,12 @@ def test_w_does_not_read_buffers_that_the_next_b_fills_anew(
     te_pool: RankPool, kind: str, options: dict[str, Any], overlap: str, recipe: str | None
 ) -> None:
     """TE hands W what it has gathered as a view of a buffer that layers share."""
-    arguments = {"kind": kind, "options": options, "overlap": overlap, "recipe": recipe}
+    arguments: dict[str, Any] = {
+        "kind": kind,
+        "options": options,
+        "overlap": overlap,
+        "recipe": recipe,
+    }
     found = te_pool.run(compare_user_buffers, **arguments)
     assert [problems for problems, _ in found] == [[], []]
     assert [uses for _, uses in found] == [3, 3]

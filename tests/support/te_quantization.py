@@ -11,7 +11,7 @@ Recipes that Transformer-Engine has in pure Python (``custom_recipes``) run as t
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from functools import partial
 from types import SimpleNamespace
@@ -248,13 +248,14 @@ def gather_one_by_one() -> None:
     from transformer_engine.pytorch import distributed
 
     def apart(gather: Any, *args: Any, **options: Any) -> Any:
-        usual: Any = torch.distributed._coalescing_manager
+        collectives: Any = torch.distributed
+        usual = collectives._coalescing_manager
         done = SimpleNamespace(wait=lambda: None)
-        torch.distributed._coalescing_manager = lambda **_: nullcontext(done)
+        collectives._coalescing_manager = lambda **_: nullcontext(done)
         try:
             return gather(*args, **options)
         finally:
-            torch.distributed._coalescing_manager = usual
+            collectives._coalescing_manager = usual
 
     for name in ("_all_gather_mxfp8", "_start_all_gather_fp8_blockwise"):
         setattr(distributed, name, partial(apart, getattr(distributed, name)))
@@ -286,7 +287,7 @@ def mend_references() -> None:
     NVFP4TensorRef.size = lambda self, *dim: size(self)[dim[0]] if dim else size(self)
 
 
-KERNELS = [
+KERNELS: list[Callable[..., Any]] = [
     quantize,
     create_empty_quantized_tensor,
     dequantize,
