@@ -15,7 +15,8 @@ from types import ModuleType
 from typing import Any
 
 # The first whose linear layers ask a store whether, and with what, to compute a weight gradient
-# later; what they ask and hand over was the same in all versions up to 2.20.
+# later; what they ask and hand over was the same in all versions up to 2.20, and so was the name of
+# what keeps a module's quantised weights, ``_fp8_workspaces``.
 OLDEST_TRANSFORMER_ENGINE = (2, 3)
 
 
