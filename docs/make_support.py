@@ -10,25 +10,34 @@ that the launcher and the schedules make.
 from __future__ import annotations
 
 import sys
+from collections import Counter
 from collections.abc import Iterable, Iterator
+from functools import cache
 from pathlib import Path
 
 DOCS = Path(__file__).resolve().parent
-sys.path.insert(0, str(DOCS.parent / "tests" / "support"))
+sys.path[:0] = [str(DOCS.parent / "tests" / "support"), str(DOCS.parent / "benchmarks")]
 
+import recipes  # noqa: E402
 from feature_matrix import ROWS, Row, Verdict  # noqa: E402
 
 from megatron_zb.megatron_core.forward_backward import NOT_SERVED, NOT_SERVED_ABOVE_1  # noqa: E402
-from megatron_zb.megatron_core.transformer_engine import (  # noqa: E402
-    OP_FUSER_FLAG,
-    WHY_NOT_OPERATIONS,
+from megatron_zb.megatron_core.graphs import (  # noqa: E402
+    WHY_A_STEP_BEFORE,
+    WHY_KNOWN_SHAPES,
+    WHY_NOT_LOCAL,
 )
 from megatron_zb.megatron_lm.conflicts import (  # noqa: E402
     CONFLICTS,
+    GRAPH_CONFLICTS,
+    QUANTIZED_GRAPH_CONFLICTS,
     SEGMENTS,
+    WHY_NOT_STALE,
     WHY_NOT_YAML,
+    WITH_THE_STEP,
     Concerned,
 )
+from megatron_zb.parsing import flag_of  # noqa: E402
 
 ESCAPED = r"\|"
 PAGE = DOCS / "support.md"
@@ -40,6 +49,14 @@ Every line of the first table is a test: the same small GPT, with the same weigh
 under Megatron-LM's own 1F1B and under our schedules, on CPU ranks over gloo. *Equal* means equal in
 every bit. The tests run with megatron-core 0.16; "every schedule" means all of
 [schedules.md](schedules.md).
+"""
+
+RECIPES = """\
+Before a training starts, `megatron-zb check` says of its arguments what goes with a schedule, what
+has never been seen on a GPU, and what is refused. By it, of the 175 pre-training recipes of
+Megatron-Bridge that have a pipeline (August 2026), {runs} go with v-half; nothing was trained for
+this count. `benchmarks/recipes.py` makes it for every schedule, with what only a GPU can show. A
+recipe can have several of these in its way:
 """
 
 NOT_ON_CPU = """\
@@ -66,6 +83,9 @@ def page() -> str:
             INTRODUCTION,
             "## Tested\n",
             *table(("Feature", "Settings", "Ranks", "Schedules", "Result"), tested()),
+            "\n## Public recipes\n",
+            RECIPES.format(runs=counted_recipes()[0]),
+            *table(("In the way", "Recipes", "Reason"), in_the_way()),
             "\n## Not runnable on a CPU\n",
             NOT_ON_CPU,
             *table(("Feature", "Settings", "Reason"), not_on_cpu()),
@@ -103,13 +123,37 @@ def not_on_cpu() -> Iterator[tuple[str, ...]]:
             yield row.feature, row.settings, row.reason
 
 
+def in_the_way() -> Iterator[tuple[str, ...]]:
+    _, stopped, reasons = counted_recipes()
+    for flag, count in stopped.most_common():
+        yield (f"`{flag}`" if flag.startswith("--") else flag), str(count), reasons[flag]
+
+
+@cache
+def counted_recipes() -> tuple[int, Counter[str], dict[str, str]]:
+    """Return how many recipes run with v-half, and what is in the way of the others."""
+    return recipes.counted(recipes.read(), "v-half")
+
+
 def refused_flags() -> Iterator[tuple[str, ...]]:
     for conflict in CONFLICTS:
-        only = f" (Megatron-LM {conflict.versions})" if conflict.versions else ""
-        yield f"`{conflict.flag}`{only}", conflict.concerned.value, conflict.why
+        only = f" (Megatron-LM {_text(conflict.last)})" if conflict.last else ""
+        others = " or ".join(f"`{flag_of(name)}`" for name in conflict.only_with)
+        concerned = conflict.concerned.value + (f", {others}" if others else "")
+        yield f"`{conflict.flag}`{only}", concerned, conflict.why
     yield "`--hybrid-layer-pattern` with other segments", "one chunk per rank", SEGMENTS
-    yield f"`{OP_FUSER_FLAG}`", "a split backward", WHY_NOT_OPERATIONS
+    replicas = "replicas of spread experts"
+    yield f"`{flag_of(WITH_THE_STEP)}`", replicas, WHY_NOT_STALE
+    yield "`--cuda-graph-impl local`", Concerned.ALL.value, WHY_NOT_LOCAL
+    for conflict in GRAPH_CONFLICTS:
+        yield f"`{conflict.flag}`", "CUDA graphs", conflict.why
+    for conflict in QUANTIZED_GRAPH_CONFLICTS:
+        yield f"`{conflict.flag}`", "a split backward, graphs of layers", conflict.why
     yield "`--yaml-cfg`", Concerned.ALL.value, WHY_NOT_YAML
+
+
+def _text(series: tuple[int, int]) -> str:
+    return ".".join(map(str, series))
 
 
 def refused_settings() -> Iterator[tuple[str, ...]]:
@@ -117,6 +161,9 @@ def refused_settings() -> Iterator[tuple[str, ...]]:
         yield f"`{setting}`", why
     for setting, why in NOT_SERVED_ABOVE_1.items():
         yield f"`{setting}` above 1", why
+    whole = "with CUDA graphs of whole iterations"
+    yield f"`variable_seq_lengths` {whole}", WHY_KNOWN_SHAPES
+    yield f"`cuda_graph_warmup_steps` 0 {whole}", WHY_A_STEP_BEFORE
     yield "`adjust_tensor_shapes_fn`", "unless `variable_seq_lengths` is set"
 
 

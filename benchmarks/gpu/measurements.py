@@ -78,6 +78,9 @@ MEASUREMENTS = [
     _training(
         "EAGER", "--ranks 4 --schedules v-half v-zb --seconds 30", 80, "--ranks 2 --schedules v-zb"
     ),
+    Measurement(
+        "quantized_gradients", "gpu/quantized_gradients.py", "", 60, "", needs="transformer_engine"
+    ),
     Measurement("split_backward", "split_backward.py", "", 90, f"--repetitions 3 {TINY_LAYER}"),
     Measurement("rank_memory", "rank_memory.py", "", 150, _TINY_RANKS),
     Measurement(

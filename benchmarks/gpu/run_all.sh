@@ -13,7 +13,9 @@ Asks a machine with one GPU what CI cannot answer, in less than 8 minutes, and w
      what stands still while a kernel spins, as a receive does until its message comes?
   2. benchmarks/gpu/one_gpu_training.py, with lazy and eager loading: do two and four ranks that share
      the GPU train to the losses of Megatron's own schedule, and to the end?
-  3. benchmarks/split_backward.py and benchmarks/rank_memory.py: time and allocated memory of the split
+  3. benchmarks/gpu/quantized_gradients.py, where Transformer-Engine can be imported: in fp8 and fp4,
+     does W give what a whole backward gives?
+  4. benchmarks/split_backward.py and benchmarks/rank_memory.py: time and allocated memory of the split
      backward and of every rank. Transformer-Engine is measured, too, where it can be imported.
 
 Each has a time limit; one that hangs is killed with all its processes, and the next one begins. That

@@ -6,6 +6,7 @@ The imports of a command are deferred until it runs, so that Ctrl-C is handled f
 from __future__ import annotations
 
 import argparse
+import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TypeAlias
@@ -51,6 +52,7 @@ def parser() -> argparse.ArgumentParser:
     _add_plan(commands)
     _add_trace(commands)
     _add_flags(commands)
+    _add_check(commands)
     _add_doctor(commands)
     return top
 
@@ -171,6 +173,13 @@ def _flags(arguments: argparse.Namespace) -> None:
         print("\n".join([*model_flags(model), *words]))
 
 
+def _add_check(commands: _Commands) -> None:
+    from megatron_zb.cli import check
+
+    summary = "check the arguments of a training against a schedule, before it is started"
+    check.add_arguments(_added(commands, "check", check.run, summary, check.HELP))
+
+
 def _add_doctor(commands: _Commands) -> None:
     summary = "say what is installed, what fits, and what to do about what is missing"
     doctor = _added(commands, "doctor", _doctor, summary, DOCTOR_HELP)
@@ -191,8 +200,14 @@ def _doctor(arguments: argparse.Namespace) -> int:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command; a UsageError is printed as one sentence, with exit code 2."""
 
+    words = sys.argv[1:] if argv is None else list(argv)
+    if words[:1] == ["check"]:
+        from megatron_zb.cli.check import separated
+
+        words = ["check", *separated(words[1:])]
+
     def run() -> int | None:
-        arguments = parser().parse_args(argv)
+        arguments = parser().parse_args(words)
         code: int | None = arguments.command(arguments)
         return code
 

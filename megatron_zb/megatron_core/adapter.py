@@ -15,7 +15,7 @@ from megatron.core.distributed import finalize_model_grads as _finalize
 
 from megatron_zb.errors import UsageError
 from megatron_zb.measured.balance import TRANSFER, Balance, Ends, balanced, costs_of
-from megatron_zb.megatron_core import embedding
+from megatron_zb.megatron_core import embedding, graphs
 from megatron_zb.megatron_core.forward_backward import ForwardBackward, Measurement, StepOptions
 from megatron_zb.megatron_core.initialisation import layers_draw_weights
 from megatron_zb.megatron_core.linear import SplitBackward, split_linear_layers
@@ -263,6 +263,25 @@ class PipelineAdapter:
             raise UsageError(f"--pipeline-timeout is {seconds:g}: it must be 0 or greater")
         default = 0.9 * 60 * distributed_timeout_minutes
         self._with_options(timeout=(default if seconds is None else seconds) or None)
+
+    def create_graphs(self, helper: Any, capture: Callable[[Any], None] | None = None) -> None:
+        """Capture Transformer-Engine's CUDA graphs in the order of the schedule.
+
+        To be called in place of ``helper.create_cudagraphs()``, which is what ``capture`` is unless
+        it is given. Training keeps to the number of microbatches from then on.
+
+        Args:
+            helper: a ``TECudaGraphHelper`` of Megatron.
+        """
+        rank = self.physical.logical(parallel_state.get_pipeline_model_parallel_rank())
+        variable = bool(helper.config.variable_seq_lengths)
+
+        def order(num_microbatches: int) -> list[int]:
+            schedule = self.program_for(num_microbatches, False, variable).schedule
+            self.forward_backward_func.keep_to(schedule)
+            return graphs.pass_order(schedule, rank)
+
+        graphs.create(capture or type(helper).create_cudagraphs, helper, order)
 
     def connect_with(self, options: GroupOptions) -> None:
         """Make the process groups of the messages with these options; before the first step."""

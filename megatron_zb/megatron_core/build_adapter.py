@@ -9,6 +9,7 @@ from pathlib import Path
 from megatron_zb.errors import UsageError
 from megatron_zb.job.run_flags import check_table_alone, placement_of
 from megatron_zb.measured.balance import Ends
+from megatron_zb.megatron_core import versions
 from megatron_zb.megatron_core.adapter import PipelineAdapter
 from megatron_zb.runtime.groups import GroupOptions
 from megatron_zb.schedules import catalog, interchange
@@ -69,7 +70,8 @@ def build_adapter(
     if group_options is not None:
         adapter.connect_with(group_options)
     profile = None if args.pipeline_profile is None else Path(args.pipeline_profile)
-    adapter.profile(profile, args.pipeline_replan_every, is_named=named)
+    if versions.graphs_of(args) is versions.Graphs.NONE:
+        adapter.profile(profile, args.pipeline_replan_every, is_named=named)
     return adapter
 
 

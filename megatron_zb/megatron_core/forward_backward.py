@@ -18,7 +18,7 @@ from megatron.core.utils import get_model_config
 from torch.distributed.distributed_c10d import _get_default_store
 
 from megatron_zb.errors import UsageError
-from megatron_zb.megatron_core import versions
+from megatron_zb.megatron_core import graphs, versions
 from megatron_zb.megatron_core.buckets import BucketReductions, overlaps_grad_reduce
 from megatron_zb.megatron_core.data_parallel import DataParallelSync, no_grad_sync
 from megatron_zb.megatron_core.linear import SplitBackward
@@ -32,7 +32,7 @@ from megatron_zb.runtime.channels import Channels
 from megatron_zb.runtime.executor import Transport, run_program
 from megatron_zb.runtime.groups import GroupOptions
 from megatron_zb.runtime.link_times import clock_ahead, link_times
-from megatron_zb.runtime.observer import NOTHING, Observer, Observers
+from megatron_zb.runtime.observer import NOBODY, NOTHING, Observer, Observers
 from megatron_zb.runtime.post_validation import run_from_cut
 from megatron_zb.runtime.shaped_channels import ShapedChannels
 from megatron_zb.runtime.watchdog.progress import Progress
@@ -40,6 +40,7 @@ from megatron_zb.runtime.watchdog.watchdog import Place, Watchdog
 from megatron_zb.schedules.passes import PassKind
 from megatron_zb.schedules.program.lowering import Program, Run
 from megatron_zb.schedules.program.rollback import Rollback, rollback
+from megatron_zb.schedules.schedule import Schedule
 
 if TYPE_CHECKING:
     from megatron_zb.megatron_core.post_validation import PostValidation
@@ -201,6 +202,7 @@ class ForwardBackward:
         self._profiling: Profiling | None = None
         self._progress = Progress()
         self._watchdog: Watchdog | None = None
+        self._graphed: Schedule | None = None
 
     def track(self, memory: ActivationMemory | None) -> None:
         """Count the activations of the steps from the next one on; None to stop."""
@@ -209,6 +211,10 @@ class ForwardBackward:
     def validate_with(self, validation: PostValidation) -> None:
         """Let every step also validate the optimizer's last one where that is still open."""
         self._post_validation = validation
+
+    def keep_to(self, schedule: Schedule) -> None:
+        """Refuse to train in another order than this from now on: graphs have been captured."""
+        self._graphed = schedule
 
     def __call__(
         self,
@@ -244,6 +250,7 @@ class ForwardBackward:
         variable = bool(config.variable_seq_lengths)
         program = self._program_for(num_microbatches, forward_only, variable)
         refuse_what_is_not_served(config, adjust_tensor_shapes_fn, program.schedule.name)
+        self._check_graphs(config, program.schedule, forward_only)
         groups = pg_collection or versions.process_groups()
         iteration = Iteration(
             physical=self._physical,
@@ -299,11 +306,21 @@ class ForwardBackward:
             iteration.sync = self._sync(iteration, program, logical)
         stages = self._stages(iteration)
         listening = iteration.sync.listening() if iteration.sync else nullcontext()
-        with listening, self._progress.step():
+        with listening, self._looked_at() as observer:
             if not self._awaits_validation(iteration):
-                run_program(program, logical, stages, transport, allocate, self._observer())
+                run_program(program, logical, stages, transport, allocate, observer)
             else:
                 self._run_from_cut(iteration, program, logical, stages, transport, allocate)
+
+    def _check_graphs(self, config: Any, schedule: Schedule, forward_only: bool) -> None:
+        other_order = self._graphed not in (None, schedule) and not forward_only
+        uses = {
+            graphs.WHY_NOT_LAYER_STREAMS: self._options.streams is not None,
+            graphs.WHY_NOT_MEASURED: self._options.measurement is not None,
+            graphs.WHY_NOT_TWICE: self._post_validation is not None,
+            graphs.WHY_ONE_COUNT: other_order,
+        }
+        graphs.check(config, f"the pipeline schedule {schedule.name}", uses)
 
     def _steps_done(self) -> int:
         steps_done = self._options.steps_done
@@ -316,6 +333,17 @@ class ForwardBackward:
         if self._profiling is None:
             self._profiling = self._options.measurement.start()
         self._profiling.before_step(num_microbatches)
+
+    @contextmanager
+    def _looked_at(self) -> Iterator[Observer]:
+        """Count a step, and return its observer; what is captured is no step, and nobody looks."""
+        assert self._channels is not None
+        with self._channels.capturing(graphs.is_capturing(_device())) as captures:
+            if captures:
+                yield NOBODY
+                return
+            with self._progress.step():
+                yield self._observer()
 
     def _observer(self) -> Observer:
         others = self._profiling.observers if self._profiling is not None else ()
@@ -518,9 +546,6 @@ NOT_SERVED = {
     "gradients go",
     "fine_grained_activation_offloading": "it assumes the order of Megatron's interleaved schedule",
     "moe_paged_stash": "it assumes the order of Megatron's own schedules",
-    "cuda_graph_impl": "graphs are captured in the order of Megatron's own schedule",
-    "enable_cuda_graph": "graphs are captured in the order of Megatron's own schedule",
-    "external_cuda_graph": "graphs are captured in the order of Megatron's own schedule",
 }
 
 
@@ -539,18 +564,13 @@ def refuse_what_is_not_served(config: Any, adjust_tensor_shapes_fn: Any, schedul
             f"adjust_tensor_shapes_fn cannot be combined with the pipeline schedule {schedule}: "
             "set variable_seq_lengths, with which every message tells its shape"
         )
-    chosen = [name for name in NOT_SERVED if is_chosen(getattr(config, name, None))]
+    chosen = [name for name in NOT_SERVED if getattr(config, name, None)]
     chosen += [name for name in NOT_SERVED_ABOVE_1 if (getattr(config, name, None) or 1) > 1]
     for setting in chosen:
         why = NOT_SERVED.get(setting) or NOT_SERVED_ABOVE_1[setting]
         raise UsageError(
             f"{setting} cannot be combined with the pipeline schedule {schedule}: {why}"
         )
-
-
-def is_chosen(value: Any) -> bool:
-    """Return whether a setting of :data:`NOT_SERVED` is on; ``cuda_graph_impl`` has "none"."""
-    return bool(value) and value != "none"
 
 
 def _device() -> Any:

@@ -12,13 +12,17 @@ with the result: it overwrites ``weight.grad``, drops every bias gradient but th
 ignores ``main_grad``. The interface of a store has been the same in every version of TE that has
 one, see ``versions.OLDEST_TRANSFORMER_ENGINE``.
 
+In fp8 and fp4 the operands are quantised in F and B, with scales of their own: W quantises nothing
+and updates no scale, so it makes no difference to the histories of delayed scaling when it runs.
+TE quantises each weight once in a step, in F of the first microbatch, as without a split.
+
 Nothing here imports TE before a model has imported it: it is optional.
 """
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from itertools import cycle
@@ -43,7 +47,6 @@ def split_transformer_engine(chunk: torch.nn.Module, split: SplitBackward, sched
     if not modules:
         return
     _refuse_old_version(schedule)
-    _refuse_fp8(getattr(chunk, "config", None), schedule)
     for module in modules:
         _refuse_bulk_overlap(module, schedule)
         if _can_split(module):
@@ -118,8 +121,6 @@ def _split(module: Any, split: SplitBackward) -> None:
     store = _Store(module, split)
     module.wgrad_store = store
     module.forward = partial(_forward, store, module.forward)
-    # Otherwise TE lets the first microbatch overwrite main_grad, and a BW may come before its W.
-    module.disable_parameter_transpose_cache = True
     for results in store.results:
         for parameter in results.weights:
             _watch(parameter, split, fused=module.fuse_wgrad_accumulation)
@@ -130,10 +131,23 @@ def _split(module: Any, split: SplitBackward) -> None:
 def _forward(store: _Store, whole: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Run TE's forward, marked in the store: TE delays if told so in forward *and* in backward."""
     store.in_forward = True
+    _quantize_weights_anew(store.module)
     try:
         return whole(*args, **kwargs)
     finally:
         store.in_forward = False
+
+
+def _quantize_weights_anew(module: Any) -> None:
+    """Let a step's first F quantise the weights again, which later microbatches then use as well.
+
+    TE would do so if told that this is the first microbatch, but then let its weight gradient
+    overwrite ``main_grad``, although a BW of another microbatch may come before its W. Without its
+    copies it makes new ones.
+    """
+    if getattr(module, "is_first_microbatch", False):
+        module.is_first_microbatch = False
+        module._fp8_workspaces.clear()
 
 
 class _Store:
@@ -142,7 +156,7 @@ class _Store:
     def __init__(self, module: Any, split: SplitBackward) -> None:
         self.results = _results(module)
         self.in_forward = False
-        self._module = module
+        self.module = module
         self._split = split
         self._next = cycle(self.results)
 
@@ -152,17 +166,12 @@ class _Store:
 
     def put(self, operands: list[Any], compute: Callable[..., Any]) -> None:
         """Defer ``compute(*operands)`` to W."""
-        if self._module.fp8:
-            raise UsageError(
-                "Transformer-Engine's fp8 cannot be combined with a --pipeline-schedule that "
-                "splits the backward: weight gradients from fp8 operands have not been shown right"
-            )
         results = next(self._next)
-        operands = [*map(_detached, operands[:2]), *operands[2:]]
-        if results.grouped and not self._module.fuse_wgrad_accumulation:
+        operands = [*map(_kept, operands[:2]), *operands[2:]]
+        if results.grouped and not self.module.fuse_wgrad_accumulation:
             compute = _with_buffers_of_its_own(operands, compute)
         if results.gathered is not None:
-            operands = _with_shard(operands, results.gathered, self._module.tp_group)
+            operands = _with_shard(operands, results.gathered, self.module)
         add = partial(self._add, results, operands, compute)
         parameters = [p for p in (*results.weights, *results.biases) if p is not None]
         prepare = gathering(operands)
@@ -183,7 +192,7 @@ class _Store:
             gradients = operands[2]
         else:
             gradients, bias_gradients = [gradients], [bias_gradients]
-        if not self._module.fuse_wgrad_accumulation:
+        if not self.module.fuse_wgrad_accumulation:
             _add_gradients(results.weights, gradients)
         _add_gradients(results.biases, bias_gradients)
 
@@ -209,38 +218,64 @@ def _with_buffers_of_its_own(
     return compute_into_new
 
 
-def _with_shard(operands: list[Any], gathered: int, group: Any) -> list[Any]:
+def _with_shard(operands: list[Any], gathered: int, module: Any) -> list[Any]:
     """Replace the operand that B has gathered by a shard in memory of its own.
 
     The gathered tensor may be in a communication buffer of TE's (``tp_comm_bulk_dgrad`` and
-    ``tp_comm_overlap_ag``), which the next layer's B fills anew.
+    ``tp_comm_overlap_ag``), which the next layer's B fills anew. A quantised one stays whole: its
+    blocks and their scales do not divide by ranks.
     """
     kept = list(operands)
-    kept[gathered] = Shard.of(operands[gathered], group)
+    if not _is_quantized(operands[gathered]):
+        kept[gathered] = Shard.of(operands[gathered], module.tp_group)
+    elif any(value is True for name, value in vars(module).items() if name.startswith("ub_")):
+        _leave_buffers(operands[gathered])
     return kept
 
 
-def _detached(operand: Any) -> Any:
-    """Detach an operand from its graph, which would keep the input of the whole stage until W."""
+def _is_quantized(operand: Any) -> bool:
+    """Return whether an operand is one of TE's containers: of one tensor, or of the experts'."""
+    return hasattr(operand, "update_usage") or hasattr(operand, "get_data_tensors")
+
+
+def _leave_buffers(operand: Any) -> None:
+    """Move the data and scales of a quantised operand to memory of its own."""
+    for name, value in list(vars(operand).items()):
+        if isinstance(value, torch.Tensor):
+            setattr(operand, name, value.clone())
+
+
+def _kept(operand: Any) -> Any:
+    """Return what W needs of an operand, the part of it that must not be freed until then.
+
+    Its graph would keep the input of the whole stage. The row-wise data of a tensor that the
+    module itself has quantised is for B alone: the weight gradient multiplies columns.
+    """
     if isinstance(operand, list | tuple):
-        return [_detached(one) for one in operand]
-    return operand.detach() if isinstance(operand, torch.Tensor) else operand
+        return [_kept(one) for one in operand]
+    if isinstance(operand, torch.Tensor):
+        return operand.detach()
+    if hasattr(operand, "update_usage"):
+        operand.update_usage(rowwise_usage=False, columnwise_usage=True)
+    return operand
 
 
-def _tensors(operands: list[Any]) -> Iterator[torch.Tensor]:
-    """Yield the tensors held until W: one for each GEMM, or a list of those of the experts."""
+def _tensors(operands: Iterable[Any]) -> Iterator[torch.Tensor]:
+    """Yield the tensors held until W: the operands of each GEMM, or the data of quantised ones."""
     for operand in map(held, operands):
-        if isinstance(operand, torch.Tensor):
+        if _is_quantized(operand):
+            yield from _tensors(vars(operand).values())
+        elif isinstance(operand, torch.Tensor):
             yield operand
         elif isinstance(operand, list | tuple):
-            yield from _tensors(list(operand))
+            yield from _tensors(operand)
 
 
 def _add_gradients(parameters: list[Any], gradients: list[Any]) -> None:
     """Add the gradients of W; one that is missing or empty was added by B, as of some biases."""
     for parameter, gradient in zip(parameters, gradients, strict=True):
         if gradient is not None and gradient.numel() and parameter.requires_grad:
-            accumulate(parameter, gradient.to(parameter.dtype).view_as(parameter))
+            accumulate(parameter, gradient.to(parameter.dtype).view(parameter.shape))
 
 
 def _watch(parameter: Any, split: SplitBackward, *, fused: bool) -> None:
@@ -261,7 +296,8 @@ def _before_hook(
         if not fused:
             parameter.grad_added_to_main_grad = False
     elif split.hooks_need_gradients and split.queue.deferring:
-        parameter.grad = torch.empty_like(parameter)
+        shape, device = parameter.shape, parameter.device  # the parameter may be quantised
+        parameter.grad = torch.empty(shape, dtype=parameter.dtype, device=device)
         parameter.grad_added_to_main_grad = True
 
 
@@ -275,15 +311,6 @@ def _refuse_old_version(schedule: str) -> None:
             f"--pipeline-schedule {schedule} needs Transformer-Engine {oldest} or newer, which can "
             f"defer weight gradients, but {found} is installed"
         )
-
-
-def _refuse_fp8(config: Any, schedule: str) -> None:
-    for setting, flag in (("fp8", "--fp8-format"), ("fp4", "--fp4-format")):
-        if getattr(config, setting, None):
-            raise UsageError(
-                f"{flag} ({setting}) cannot be combined with --pipeline-schedule {schedule}: "
-                f"weight gradients that are computed later have not been shown right in {setting}"
-            )
 
 
 OP_FUSER_FLAG = "--use-transformer-engine-op-fuser"

@@ -10,12 +10,14 @@ import re
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from enum import Enum
 from importlib import import_module
 from types import ModuleType
 from typing import Any
 
 # The first whose linear layers ask a store whether, and with what, to compute a weight gradient
-# later; what they ask and hand over was the same in all versions up to 2.20.
+# later; what they ask and hand over was the same in all versions up to 2.20, and so was the name of
+# what keeps a module's quantised weights, ``_fp8_workspaces``.
 OLDEST_TRANSFORMER_ENGINE = (2, 3)
 
 
@@ -112,22 +114,54 @@ def process_groups() -> Any:
     return ProcessGroupCollection.use_mpu_process_groups(list(names))
 
 
-WITHOUT_SAMPLE_ENDS = "0.16"
+# In this series, --sft gives the ends of samples to the first and the last stage alone.
+WITHOUT_SAMPLE_ENDS = (0, 16)
 WHY_NOT_PACKED = (
-    f"Megatron-LM {WITHOUT_SAMPLE_ENDS} does not tell stages between the first and the last where "
-    "samples end, and their attention would go across; use 0.19"
+    "Megatron-LM 0.16 does not tell stages between the first and the last where samples end, and "
+    "their attention would go across; use a newer one"
 )
 
 
-def packed_samples_reach_every_stage() -> bool:
-    """Return whether ``--sft`` gives sample ends to every stage; in 0.16 only to outer ones."""
+def core_series() -> tuple[int, int]:
+    """Return the series of the megatron-core that is imported here, such as (0, 19)."""
     from megatron.core.package_info import MAJOR, MINOR
 
-    return (MAJOR, MINOR) >= (0, 17)
+    return int(MAJOR), int(MINOR)
 
 
 # The argument that places the layers of a hybrid model: in 0.19, and before.
 HYBRID_PATTERNS = ("hybrid_layer_pattern", "hybrid_override_pattern")
+
+
+class Graphs(Enum):
+    """The CUDA graphs of Megatron, by the values of ``cuda_graph_impl`` in 0.19."""
+
+    NONE = "none"
+    TRANSFORMER_ENGINE = "transformer_engine"
+    LOCAL = "local"
+    FULL_ITERATION = "full_iteration"
+
+
+# The setting that asks for them, and what it was before 0.16.
+GRAPH_SETTINGS = ("cuda_graph_impl", "enable_cuda_graph", "external_cuda_graph")
+
+
+def graphs_of(settings: Any) -> Graphs:
+    """Return the CUDA graphs that Megatron's config, or its arguments, ask for.
+
+    In 0.16 whole iterations are a scope of local graphs, which 0.19 still accepts; older flags
+    stand for two of the values.
+    """
+    if getattr(settings, "external_cuda_graph", False):
+        return Graphs.TRANSFORMER_ENGINE
+    kind = Graphs(getattr(settings, "cuda_graph_impl", None) or "none")
+    if getattr(settings, "enable_cuda_graph", False):
+        kind = Graphs.LOCAL
+    scope = getattr(settings, "cuda_graph_scope", None) or ()
+    scopes = scope if isinstance(scope, list | tuple) else [scope]
+    names = {name for each in scopes for name in getattr(each, "name", str(each)).split(",")}
+    whole = kind is Graphs.LOCAL and "full_iteration" in names
+    return Graphs.FULL_ITERATION if whole else kind
 
 
 def skip_fused_kernels() -> None:

@@ -70,7 +70,9 @@ def adapter_of(args: argparse.Namespace, build: Build = catalog.build) -> Pipeli
         args.nccl_communicator_config_path, args.high_priority_stream_groups or ()
     )
     adapter = build_adapter(args, _sizes(args), build, options)
-    conflicts.check(args, str(flags.choice(args)), adapter.schedule.placement)
+    conflicts.check(
+        args, str(flags.choice(args)), adapter.schedule.placement, adapter.splits_backward
+    )
     _choose_random_streams(args, adapter)
     if args.enable_optimizer_post_validation:
         conflicts.check_post_validation(args)
@@ -79,6 +81,22 @@ def adapter_of(args: argparse.Namespace, build: Build = catalog.build) -> Pipeli
             setattr(args, name, False if isinstance(getattr(args, name, None), bool) else None)
         args.pipeline_model_parallel_layout = str(adapter.layer_layout)
     return adapter
+
+
+def without_bulk_overlap(args: argparse.Namespace, adapter: PipelineAdapter) -> list[str]:
+    """Leave out the overlap of B's communication with its own weight gradient, which W computes.
+
+    Returns:
+        A line that says so, if the arguments asked for it.
+    """
+    asked = getattr(args, "tp_comm_overlap", False) and getattr(args, "tp_comm_bulk_wgrad", False)
+    if not (asked and adapter.splits_backward):
+        return []
+    args.tp_comm_bulk_wgrad = False
+    return [
+        "--disable-tp-comm-bulk-wgrad is set: weight gradients come later than the communication "
+        "that they would overlap"
+    ]
 
 
 def _choose_random_streams(args: argparse.Namespace, adapter: PipelineAdapter) -> None:

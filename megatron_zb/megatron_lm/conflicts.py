@@ -7,17 +7,18 @@ from __future__ import annotations
 
 import argparse
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from enum import Enum
 from typing import Any
 
 from megatron_zb.errors import UsageError
 from megatron_zb.job.run_flags import STREAMS_FLAG
-from megatron_zb.megatron_core import versions
-from megatron_zb.megatron_core.forward_backward import NOT_SERVED, WHY_NOT_SHARDED, is_chosen
+from megatron_zb.megatron_core import graphs, versions
+from megatron_zb.megatron_core.forward_backward import NOT_SERVED, WHY_NOT_SHARDED
 from megatron_zb.megatron_core.placement import PhysicalPlacement
 from megatron_zb.megatron_core.post_validation import NOT_TAKEN_BACK
+from megatron_zb.megatron_core.transformer_engine import OP_FUSER_FLAG, WHY_NOT_OPERATIONS
 from megatron_zb.megatron_lm import flags
 from megatron_zb.parsing import flag_of
 from megatron_zb.schedules.placement import Placement
@@ -27,16 +28,22 @@ class Concerned(Enum):
     """The schedules that something cannot be combined with, by their placement."""
 
     ALL = "any schedule"
+    ONE_CHUNK = "one chunk per rank"
     INNER_STAGES = "more than two stages"
     CHUNKS = "several chunks per rank"
     V = "a V"
+    SPLIT = "a split backward"
 
-    def holds(self, placement: Placement) -> bool:
+    def holds(self, placement: Placement, splits: bool) -> bool:
+        if self is Concerned.SPLIT:
+            return splits
         if self is Concerned.V:
             return PhysicalPlacement(placement).mirrored
         if self is Concerned.INNER_STAGES:
             return placement.num_stages > 2
-        return self is Concerned.ALL or placement.chunks > 1
+        if self is Concerned.ALL:
+            return True
+        return (placement.chunks > 1) is (self is Concerned.CHUNKS)
 
 
 @dataclass(frozen=True)
@@ -44,7 +51,8 @@ class Conflict:
     """A conflict of an argument whose value ``applies`` to; absent arguments do not conflict.
 
     Nor does a value that is not above that of the argument ``above``, where there is one.
-    ``in_this_version`` returns whether the conflict exists in this version of Megatron-LM.
+    Where there are arguments ``only_with``, it conflicts if one of them is given.
+    ``last`` is the last series of Megatron-LM with the conflict, if a later one has none.
     """
 
     argument: str
@@ -53,8 +61,25 @@ class Conflict:
     applies: Callable[[Any], bool] = bool
     concerned: Concerned = Concerned.ALL
     above: str | None = None
-    in_this_version: Callable[[], bool] = lambda: True
-    versions: str = ""
+    only_with: tuple[str, ...] = ()
+    last: tuple[int, int] | None = None
+
+    def is_in(self, series: tuple[int, int] | None) -> bool:
+        """Return whether a series of Megatron-LM has the conflict, None for the one installed."""
+        return self.last is None or (series or versions.core_series()) <= self.last
+
+
+@dataclass(frozen=True)
+class Refusal:
+    """An argument, as given, that cannot be combined with another."""
+
+    flag: str
+    other: str
+    why: str
+
+    @property
+    def error(self) -> UsageError:
+        return UsageError(f"{self.flag} cannot be combined with {self.other}: {self.why}")
 
 
 # Those settings of Megatron's config that its command line knows.
@@ -64,14 +89,12 @@ _NOT_SERVED_FLAGS = (
     "delay_wgrad_compute",
     "defer_embedding_wgrad_compute",
     "fine_grained_activation_offloading",
-    "cuda_graph_impl",
-    "enable_cuda_graph",
-    "external_cuda_graph",
+    "moe_paged_stash",
 )
 
 
 def _not_served(setting: str) -> Conflict:
-    return Conflict(setting, flag_of(setting), NOT_SERVED[setting], is_chosen)
+    return Conflict(setting, flag_of(setting), NOT_SERVED[setting])
 
 
 def _hybrid(pattern: str) -> Conflict:
@@ -83,6 +106,9 @@ def _hybrid(pattern: str) -> Conflict:
         concerned=Concerned.CHUNKS,
     )
 
+
+_LOGITS = "that every sample meets its own logits has not been shown in another order"
+WITH_THE_STEP = "overlap_param_gather_with_optimizer_step"
 
 CONFLICTS = (
     *map(_not_served, _NOT_SERVED_FLAGS),
@@ -98,9 +124,11 @@ CONFLICTS = (
         "use_legacy_models", "--use-legacy-models", "models of megatron-core are what it places"
     ),
     Conflict(
-        "overlap_param_gather_with_optimizer_step",
-        "--overlap-param-gather-with-optimizer-step",
-        "it assumes the order of Megatron's interleaved schedule",
+        WITH_THE_STEP,
+        flag_of(WITH_THE_STEP),
+        "it gathers a rank's first chunk while the optimizer steps the others; use a schedule "
+        "with several chunks per rank, such as v-half",
+        concerned=Concerned.ONE_CHUNK,
     ),
     Conflict(
         "tensor_parallel_num_weight_shards",
@@ -131,8 +159,7 @@ CONFLICTS = (
         "--sft",
         versions.WHY_NOT_PACKED,
         concerned=Concerned.INNER_STAGES,
-        in_this_version=lambda: not versions.packed_samples_reach_every_stage(),
-        versions=versions.WITHOUT_SAMPLE_ENDS,
+        last=versions.WITHOUT_SAMPLE_ENDS,
     ),
     Conflict(
         "moe_use_upcycling", "--moe-use-upcycling", "it builds two models on each pipeline rank"
@@ -145,12 +172,28 @@ CONFLICTS = (
         "with the layers in another order; use torch_dist",
         lambda value: value != "torch_dist",
         concerned=Concerned.V,
+        only_with=("save", "load", "pretrained_checkpoint", "non_persistent_save_interval"),
     ),
     Conflict(
         "init_model_with_meta_device",
         "--init-model-with-meta-device",
         "both copies of the embedding must be made equal when they are built",
         concerned=Concerned.V,
+    ),
+    Conflict(
+        "non_persistent_ckpt_type",
+        "--non-persistent-ckpt-type",
+        "local checkpoints are written by rank, and say nothing of their placement; use global",
+        lambda value: value == "local",
+        concerned=Concerned.V,
+    ),
+    Conflict("logits_save_dir", "--logits-save-dir", _LOGITS),
+    Conflict("logits_load_dir", "--logits-load-dir", _LOGITS),
+    Conflict(
+        "use_transformer_engine_op_fuser",
+        OP_FUSER_FLAG,
+        WHY_NOT_OPERATIONS,
+        concerned=Concerned.SPLIT,
     ),
     *map(_hybrid, versions.HYBRID_PATTERNS),
     Conflict(
@@ -227,8 +270,37 @@ POST_VALIDATION_CONFLICTS = (
 )
 
 
+_MEASURED, _ONE_COUNT = graphs.WHY_NOT_MEASURED, graphs.WHY_ONE_COUNT
+GRAPH_CONFLICTS = (
+    Conflict("pipeline_profile", "--pipeline-profile", _MEASURED),
+    Conflict("pipeline_replan_every", "--pipeline-replan-every", _MEASURED),
+    Conflict("enable_optimizer_post_validation", POST_VALIDATION, graphs.WHY_NOT_TWICE),
+    Conflict("rampup_batch_size", "--rampup-batch-size", _ONE_COUNT),
+    Conflict("step_batch_size_schedule", "--step-batch-size-schedule", _ONE_COUNT),
+)
+
+
+_QUANTIZED = (
+    "weights that a split backward quantises once in a step have not been shown right in graphs of "
+    "layers; use full_iteration"
+)
+QUANTIZED_GRAPH_CONFLICTS = (
+    Conflict("fp8", "--fp8-format", _QUANTIZED),
+    Conflict("fp4", "--fp4-format", _QUANTIZED),
+)
+
+
 _RANK_STREAMS = f"add {STREAMS_FLAG} rank"
 LAYER_STREAMS_CONFLICTS = (
+    *(
+        Conflict(
+            setting,
+            flag_of(setting),
+            f"{graphs.WHY_NOT_LAYER_STREAMS}; {_RANK_STREAMS}",
+            lambda value: value not in (False, "none"),
+        )
+        for setting in versions.GRAPH_SETTINGS
+    ),
     Conflict(
         "te_rng_tracker",
         "--te-rng-tracker",
@@ -242,18 +314,39 @@ LAYER_STREAMS_CONFLICTS = (
 )
 
 
-def check(args: argparse.Namespace, choice: str, placement: Placement) -> None:
+def check(args: argparse.Namespace, choice: str, placement: Placement, splits: bool = True) -> None:
     """Refuse arguments that cannot be combined with a schedule.
-
-    Args:
-        choice: the flag that chose the schedule, with its value.
 
     Raises:
         UsageError: names both flags and the reason.
     """
-    found = [c for c in CONFLICTS if c.concerned.holds(placement) and c.in_this_version()]
-    _refuse(found, args, choice)
-    _check_segments(args, choice, placement)
+    _raise_first(refusals(args, choice, placement, splits))
+
+
+def refusals(
+    args: argparse.Namespace,
+    choice: str,
+    placement: Placement,
+    splits: bool,
+    series: tuple[int, int] | None = None,
+) -> Iterator[Refusal]:
+    """Yield the arguments that cannot be combined with a schedule.
+
+    Args:
+        choice: the flag that chose the schedule, with its value.
+        splits: whether it splits the backward.
+        series: the series of Megatron-LM, such as (0, 19); None is the one installed.
+    """
+    concerned = (c for c in CONFLICTS if c.concerned.holds(placement, splits) and c.is_in(series))
+    yield from _conflicting(concerned, args, choice)
+    yield from _segments(args, choice, placement)
+    yield from _gathered_experts(args, choice)
+    yield from _graphs(args, choice, splits)
+
+
+def _raise_first(found: Iterator[Refusal]) -> None:
+    for refusal in found:
+        raise refusal.error
 
 
 def check_post_validation(args: argparse.Namespace) -> None:
@@ -262,7 +355,12 @@ def check_post_validation(args: argparse.Namespace) -> None:
     Raises:
         UsageError: names both flags and the reason.
     """
-    _refuse(POST_VALIDATION_CONFLICTS, args, POST_VALIDATION)
+    _raise_first(post_validation_refusals(args))
+
+
+def post_validation_refusals(args: argparse.Namespace) -> Iterator[Refusal]:
+    """Yield the arguments with which no optimizer step can be undone."""
+    yield from _conflicting(POST_VALIDATION_CONFLICTS, args, POST_VALIDATION)
 
 
 def check_layer_streams(args: argparse.Namespace) -> None:
@@ -271,19 +369,28 @@ def check_layer_streams(args: argparse.Namespace) -> None:
     Raises:
         UsageError: names both flags and the reason.
     """
+    _raise_first(layer_streams_refusals(args))
+
+
+def layer_streams_refusals(args: argparse.Namespace) -> Iterator[Refusal]:
+    """Yield the arguments with which layers cannot draw from random streams of their own."""
     asked = args.pipeline_random_streams
     chosen = f"{STREAMS_FLAG} layer"
     if asked != "layer":
         chosen += f", which {flags.choice(args)} brings,"
-    _refuse(LAYER_STREAMS_CONFLICTS, args, chosen)
+    yield from _conflicting(LAYER_STREAMS_CONFLICTS, args, chosen)
 
 
-def _refuse(conflicts: Sequence[Conflict], args: argparse.Namespace, choice: str) -> None:
+def _conflicting(
+    conflicts: Iterable[Conflict], args: argparse.Namespace, other: str
+) -> Iterator[Refusal]:
     for conflict in conflicts:
         value = getattr(args, conflict.argument, None)
-        if value is not None and conflict.applies(value) and _is_above(conflict, args, value):
+        if value is None or not conflict.applies(value):
+            continue
+        if _is_above(conflict, args, value) and _is_with(conflict, args):
             said = conflict.flag if value is True else f"{conflict.flag} {value}"
-            raise UsageError(f"{said} cannot be combined with {choice}: {conflict.why}")
+            yield Refusal(said, other, conflict.why)
 
 
 def _is_above(conflict: Conflict, args: argparse.Namespace, value: Any) -> bool:
@@ -293,21 +400,60 @@ def _is_above(conflict: Conflict, args: argparse.Namespace, value: Any) -> bool:
     return bool(value > size)
 
 
+def _is_with(conflict: Conflict, args: argparse.Namespace) -> bool:
+    given = (getattr(args, name, None) is not None for name in conflict.only_with)
+    return not conflict.only_with or any(given)
+
+
 SEGMENTS = (
     "its segments ('|') are those of the stages: write as many as there are pipeline ranks, or none"
 )
 
 
-def _check_segments(args: argparse.Namespace, choice: str, placement: Placement) -> None:
-    """Refuse several segments per rank: chunks to Megatron-LM, which the schedule does not have."""
+def _segments(args: argparse.Namespace, choice: str, placement: Placement) -> Iterator[Refusal]:
+    """Yield patterns of several segments per rank: chunks, which the schedule does not have."""
     for name in versions.HYBRID_PATTERNS:
         pattern = getattr(args, name, None)
         segments = str(pattern or "").split("/")[0].count("|") + 1
         if segments not in (1, placement.pipeline_size):
-            raise UsageError(
-                f"{flag_of(name)} {pattern} cannot be combined with {choice}: it has "
-                f"{segments} segments for {placement.pipeline_size} pipeline ranks; {SEGMENTS}"
-            )
+            why = f"it has {segments} segments for {placement.pipeline_size} pipeline ranks"
+            yield Refusal(f"{flag_of(name)} {pattern}", choice, f"{why}; {SEGMENTS}")
+
+
+WHY_NOT_STALE = (
+    "Megatron-LM gathers the experts of a rank's first chunk before their optimizer has stepped; "
+    "spread them over all data-parallel ranks, or leave it out"
+)
+
+
+def _gathered_experts(args: argparse.Namespace, choice: str) -> Iterator[Refusal]:
+    """Yield gathers during the optimizer's step where experts are gathered, with old weights.
+
+    Experts have an optimizer of their own, which steps last, if they are spread over ranks.
+    """
+    if not getattr(args, WITH_THE_STEP, False):
+        return
+    experts = getattr(args, "expert_model_parallel_size", None) or 1
+    tensor = getattr(args, "expert_tensor_parallel_size", None) or args.tensor_model_parallel_size
+    replicas = args.world_size // (args.pipeline_model_parallel_size * tensor * experts)
+    if experts > 1 and replicas > 1:
+        other = (
+            f"{choice} and --expert-model-parallel-size {experts}, of which there are {replicas} "
+            "replicas"
+        )
+        yield Refusal(flag_of(WITH_THE_STEP), other, WHY_NOT_STALE)
+
+
+def _graphs(args: argparse.Namespace, choice: str, splits: bool) -> Iterator[Refusal]:
+    """Yield CUDA graphs that cannot be had, and what cannot be combined with those that can."""
+    kind = versions.graphs_of(args)
+    said = f"CUDA graphs ({kind.value})"
+    for why in graphs.reasons_against(args, {}):
+        yield Refusal(said, choice, why)
+    if kind is not versions.Graphs.NONE:
+        yield from _conflicting(GRAPH_CONFLICTS, args, said)
+    if kind is versions.Graphs.TRANSFORMER_ENGINE and splits:
+        yield from _conflicting(QUANTIZED_GRAPH_CONFLICTS, args, said)
 
 
 WHY_NOT_YAML = (

@@ -19,18 +19,24 @@ from megatron_zb.errors import UsageError
 from megatron_zb.job import data_contents
 from megatron_zb.job.shared_build import SharedBuild, build_with_cache
 from megatron_zb.megatron_lm import (
+    argument_table,
     conflicts,
     fingerprint,
     flags,
     post_validation_hooks,
     stored_placement,
 )
-from megatron_zb.megatron_lm.adapter_of_arguments import adapter_of, check_unscheduled
+from megatron_zb.megatron_lm.adapter_of_arguments import (
+    adapter_of,
+    check_unscheduled,
+    without_bulk_overlap,
+)
 from megatron_zb.megatron_lm.ending import end_with
 from megatron_zb.megatron_lm.meeting import Meeting
 from megatron_zb.megatron_lm.post_validation_hooks import PostValidationHooks
 from megatron_zb.megatron_lm.replacing import replace, replace_method, replace_static, when
 from megatron_zb.megatron_lm.scheduled_run import START, ScheduledRun
+from megatron_zb.parsing import flag_of
 from megatron_zb.schedules.catalog import Build
 
 _ARGUMENTS = "arguments"
@@ -62,6 +68,7 @@ class _Hooks:
         self._run: ScheduledRun | None = None
         self._shared_build: SharedBuild | None = None
         self._flags: frozenset[str] | None = None
+        self._new: dict[str, Any] = {}
         self._post_validation = PostValidationHooks()
 
     def install(self) -> None:
@@ -69,6 +76,7 @@ class _Hooks:
         from megatron.core.datasets.blended_megatron_dataset_builder import (
             BlendedMegatronDatasetBuilder,
         )
+        from megatron.core.transformer.cuda_graphs import TECudaGraphHelper
         from megatron.core.transformer.pipeline_parallel_layer_layout import (
             PipelineParallelLayerLayout,
         )
@@ -94,6 +102,8 @@ class _Hooks:
             replace(module, name, scheduled(hook))
         layout_from_str = scheduled(ScheduledRun.layout_from_str)
         replace_static(PipelineParallelLayerLayout, "from_str", layout_from_str)
+        create_graphs = scheduled(ScheduledRun.create_graphs)
+        replace_method(TECudaGraphHelper, "create_cudagraphs", create_graphs)
 
         in_a_v = partial(when, self._run_in_a_v)
         for module, name, hook in (
@@ -114,7 +124,9 @@ class _Hooks:
     # --- arguments
 
     def _add_arguments(self, original: Any, parser: Any) -> Any:
-        parser = flags.add_arguments(original(parser))
+        parser = original(parser)
+        self._new = argument_table.new_arguments(parser)
+        flags.add_arguments(parser)
         self._flags = frozenset(parser._option_string_actions)
         return parser
 
@@ -163,12 +175,23 @@ class _Hooks:
 
     def _scheduled_run(self, args: Any, meeting: Meeting) -> ScheduledRun:
         self._translate(args)
+        self._say_what_is_new(args)
         adapter = adapter_of(args, self._build_for_all(args, meeting))
+        for line in without_bulk_overlap(args, adapter):
+            _say(f"megatron_zb: {line}", args.rank)
         if args.enable_optimizer_post_validation:
             self._post_validation.enable(adapter, args)
             for line in post_validation_hooks.prepare(args):
                 _say(f"megatron_zb: {line}", args.rank)
         return ScheduledRun(adapter, meeting, args.rank)
+
+    def _say_what_is_new(self, args: Any) -> None:
+        """Say which arguments no version that is known here has, if they are used."""
+        for name, default in self._new.items():
+            if getattr(args, name, default) != default:
+                _say(
+                    f"megatron_zb: {flag_of(name)} is new: {argument_table.UNKNOWN.why}", args.rank
+                )
 
     def _build_for_all(self, args: Any, meeting: Meeting) -> Build:
         """Return the function that builds schedules, on one rank for all if they can meet yet."""

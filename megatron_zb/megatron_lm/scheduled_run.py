@@ -162,6 +162,10 @@ class ScheduledRun:
         except UsageError as error:
             end_with(error, self._rank)
 
+    def create_graphs(self, original: Any, helper: Any) -> None:
+        """Capture the graphs of layers in the order of the schedule."""
+        self.adapter.create_graphs(helper, original)
+
     def finalize_model_grads(self, original: Any, *args: Any, **keywords: Any) -> Any:
         """Add up the gradients of the tied embedding, too, which are on one rank in a V."""
         return self.adapter.finalize_model_grads(*args, **keywords)

@@ -3,7 +3,8 @@
 Activations are counted tensor by tensor as in *Reducing Activation Recomputation* (arXiv
 2205.05198), with 16 bits for each and one byte for each dropout mask; with sequence parallelism all
 of them are divided by the tensor ranks. W needs the input of each weight and the gradient of its
-output; what of them sequence parallelism gathers is held until W as each rank's own shard.
+output; what of them sequence parallelism gathers is held until W as each rank's own shard. In fp8
+Transformer-Engine's layers hold it whole, which is not counted.
 """
 
 from __future__ import annotations

@@ -5,13 +5,16 @@ stream in which nothing else can stand in front of a message. On a GPU nothing h
 receives are enqueued from a stream of their own, so that they wait for no computation, ``take``
 makes the current stream wait, and finished sends are found by asking. Only how far the host runs
 ahead is bounded, which bounds what messages hold.
+
+Nothing can be asked while a CUDA graph is captured. Then the stream waits for a send when its slot
+is needed, and receives are enqueued behind the computation, whose memory they may take over.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict, deque
-from collections.abc import Callable, Iterable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, NamedTuple
 
 import torch
@@ -80,6 +83,7 @@ class Channels:
         on_gpu = device.type == "cuda"
         self._receiving: Any = torch.cuda.Stream(device) if on_gpu else None
         self._enqueued: deque[torch.cuda.Event] = deque()
+        self._captures = False
 
     def _connect(
         self, channels: Iterable[Channel], me: int, device: torch.device | str | int
@@ -98,6 +102,18 @@ class Channels:
     def _irecv(self, channel: Channel, buffer: torch.Tensor) -> dist.Work:
         group, peer = self._links[channel]
         return group.recv([buffer], peer, 0)
+
+    @contextmanager
+    def capturing(self, captures: bool) -> Iterator[bool]:
+        """Ask nothing of the device in this context if the messages go into a CUDA graph."""
+        receiving = self._receiving
+        self._captures = captures
+        if captures:
+            self._receiving = None
+        try:
+            yield captures
+        finally:
+            self._captures, self._receiving = False, receiving
 
     def _apart(self) -> AbstractContextManager[Any]:
         """Return a context that enqueues on the stream of the receives."""
@@ -140,6 +156,8 @@ class Channels:
 
     def between_passes(self) -> None:
         """Release the sends that have been taken, and keep the host from running too far ahead."""
+        if self._captures:
+            return
         for pending in self._sends.values():
             while pending and pending[0][0].is_completed():
                 self._forget(pending)

@@ -18,7 +18,7 @@ import pytest
 import torch
 from jobs import run_script, started
 from layer_sizes import LayerSizes
-from ranks import RankPools
+from ranks import RankPool, RankPools
 
 BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
 RUN_ALL = BENCHMARKS / "gpu" / "run_all.sh"
@@ -40,7 +40,16 @@ def call(*command: str | Path) -> subprocess.CompletedProcess[str]:
     )
 
 
-@pytest.mark.parametrize("script", ["measurements.py", "queues.py", "one_gpu_training.py"])
+@pytest.mark.parametrize(
+    "script",
+    [
+        "measurements.py",
+        "queues.py",
+        "one_gpu_training.py",
+        "graphs.py",
+        "quantized_gradients.py",
+    ],
+)
 def test_help(script: str) -> None:
     done = run_script(BENCHMARKS / "gpu" / script, "--help")
     assert done.code == 0
@@ -422,3 +431,42 @@ def exchanged() -> tuple[list[float], int]:
 def test_messages_through_the_host_keep_their_order(ranks: RankPools) -> None:
     """On a CPU, with the stand-ins for streams and events that Megatron runs with there."""
     assert ranks(2).run(exchanged) == [([10.0, 11.0, 12.0], 3), ([0.0, 1.0, 2.0], 3)]
+
+
+def test_graphs_are_not_captured_on_a_cpu_but_the_steps_are_run() -> None:
+    sizes = "--hidden 32 --heads 4 --ffn-hidden 48 --seq-length 16 --micro-batch-size 1 --layers 4"
+    script = str(BENCHMARKS / "gpu" / "graphs.py")
+    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    options = f"--device cpu --microbatches 4 --schedules v-half zb-h1 {sizes}".split()
+    done = call(*launch, script, *options)
+    assert done.returncode == 0, done.stderr
+    lines = [json.loads(line) for line in done.stdout.splitlines()]
+    assert [line["schedule"] for line in lines] == ["v-half", "zb-h1"]
+    for line in lines:
+        assert line["graphs"] == "none: a CPU captures nothing"
+        assert line["equal"] == [[True] * 5] * 2
+
+
+def quantized_gradients_with_stand_ins(recipe: str) -> list[dict[str, Any]]:
+    """On stand-ins for the kernels: they say that the script works, and nothing about a GPU."""
+    sys.path[:0] = [str(BENCHMARKS / "gpu"), str(BENCHMARKS)]
+    import quantized_gradients
+
+    cpu, found = torch.device("cpu"), []
+    for kind in quantized_gradients.KINDS:
+        for fused in (False, True):
+            found.append(quantized_gradients.compare(kind, recipe, fused, [256, 128, 128], cpu))
+    return found
+
+
+@pytest.mark.parametrize("recipe", ["delayed", "mxfp8"])
+def test_quantized_gradients_are_compared(te_pool: RankPool, recipe: str) -> None:
+    for of_rank in te_pool.run(quantized_gradients_with_stand_ins, recipe=recipe):
+        assert [result["unequal"] for result in of_rank] == [[]] * 8
+        assert all(result["compared"] >= 5 and result["held_bytes"] for result in of_rank)
+
+
+def test_quantized_gradients_needs_a_gpu() -> None:
+    done = run_script(BENCHMARKS / "gpu" / "quantized_gradients.py", "--device", "cpu")
+    reason = "the kernels of Transformer-Engine need a GPU and torch sees none"
+    assert (done.code, done.stderr) == (2, f"quantized_gradients.py: error: {reason}\n")

@@ -14,9 +14,17 @@ from typing import Any
 import pytest
 import torch
 from feature_matrix import ROWS, TRIED_HERE, Row, Verdict
-from gpt_cases import GPTCase, built, differences, forward_backward, gradients, microbatches, run
+from gpt_cases import (
+    GPTCase,
+    built,
+    differences,
+    forward_backward,
+    gradients,
+    microbatches,
+    optimizer,
+    run,
+)
 from megatron.core.pipeline_parallel.schedules import get_forward_backward_func
-from megatron.core.transformer import TransformerConfig
 from megatron.core.utils import get_model_config
 from ranks import RankPools
 
@@ -77,29 +85,6 @@ def test_all_groups_are_handed_to_the_reduction_of_gradients(ranks: RankPools) -
     """From 0.18 on it needs tp_dp_cp where experts have a bias."""
     expected = {"tp": 1, "pp": 2, "cp": 1, "dp_cp": 2, "tp_dp_cp": 2}
     assert ranks(4).run(sizes_of_groups) == [expected] * 4
-
-
-@pytest.mark.parametrize(
-    ("setting", "value"),
-    [
-        ("cuda_graph_impl", "local"),
-        ("cuda_graph_impl", "transformer_engine"),
-        ("cuda_graph_impl", "full_iteration"),
-        ("enable_cuda_graph", True),
-        ("external_cuda_graph", True),
-    ],
-)
-def test_cuda_graphs_are_refused_where_megatrons_config_has_them(setting: str, value: Any) -> None:
-    """Its own "none", and the scope that it has without graphs, are served."""
-    config: Any = TransformerConfig(num_layers=2, hidden_size=8, num_attention_heads=1)
-    assert config.cuda_graph_impl == "none"
-    refuse_what_is_not_served(config, None, "v-half")
-    assert hasattr(config, setting)
-    setattr(config, setting, value)
-    why = "graphs are captured in the order of Megatron's own schedule"
-    said = f"{setting} cannot be combined with the pipeline schedule v-half: {why}"
-    with pytest.raises(UsageError, match=f"^{said}$"):
-        refuse_what_is_not_served(config, None, "v-half")
 
 
 def test_shapes_of_a_function_are_refused_unless_they_travel() -> None:
@@ -171,6 +156,32 @@ def gathers_of_an_evaluation(schedule: str) -> list[int]:
 def test_an_evaluation_gathers_no_weights(ranks: RankPools, schedule: str, chunks: int) -> None:
     found = ranks(2).run(gathers_of_an_evaluation, schedule=schedule)
     assert found == [[0, chunks]] * 2
+
+
+def gathers_after_a_step(schedule: str) -> tuple[int, list[bool]]:
+    """The first chunk that a rank runs, and of each chunk whether its weights are on their way."""
+    row = next(r for r in ROWS if r.case is not None and r.case.gather_in_optimizer)
+    assert row.case is not None
+    order: list[int] = []
+    with built(row.case, schedule, num_microbatches=2) as (adapter, chunks):
+        assert adapter is not None
+        for vp_stage, chunk in enumerate(chunks):
+            chunk.register_forward_pre_hook(lambda *_, at=vp_stage: order.append(at))
+        data = [microbatches(row.case, 2) for _ in chunks]
+        forward_backward(adapter.forward_backward_func, chunks, data, 2)
+        optimizer(row.case, chunks).step()
+        groups = [chunk.bucket_groups for chunk in chunks]
+        dispatched = [any(g.param_gather_dispatched for g in of_chunk) for of_chunk in groups]
+        for chunk in chunks:
+            chunk.disable_forward_pre_hook(param_sync=True)
+    return order[0], dispatched
+
+
+@pytest.mark.parametrize("schedule", ["v-half", "interleaved"])
+def test_the_chunk_that_runs_first_is_gathered_by_the_optimizer(
+    ranks: RankPools, schedule: str
+) -> None:
+    assert ranks(4).run(gathers_after_a_step, schedule=schedule) == [(0, [True, False])] * 4
 
 
 def test_the_page_is_what_the_script_makes() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 import weakref
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -110,15 +111,18 @@ def test_what_sequence_parallelism_gathers_is_held_as_a_shard(
 class UserBuffer:
     """One of TE's communication buffers, shared by all layers of a name; it gathers at once."""
 
-    def __init__(self) -> None:
-        self._memory = torch.full((1000,), torch.nan)
+    def __init__(self, fp8: bool) -> None:
+        self._fp8 = fp8
+        self._memory = torch.full((1,), torch.nan).repeat(4 * TOKENS * WIDER)
+        if fp8:
+            self._memory = self._memory.to(torch.float8_e4m3fn).view(torch.uint8)
         self.uses = 0
 
     def with_cublasmp(self) -> bool:
         return False
 
     def is_fp8_ubuf(self) -> bool:
-        return False
+        return self._fp8
 
     def copy_into_buffer(self, local: torch.Tensor, local_chunk: bool) -> None:
         assert local_chunk
@@ -130,33 +134,54 @@ class UserBuffer:
         return self._memory[: torch.Size(shape).numel()].view(shape)
 
 
-def compare_user_buffers(kind: str, options: dict[str, Any], overlap: str) -> tuple[list[str], int]:
+def compare_user_buffers(
+    kind: str, options: dict[str, Any], overlap: str, recipe: str | None
+) -> tuple[list[str], int]:
     from transformer_engine.pytorch.module import base
 
-    expected = gradients(Case(kind, options=tuple(options.items())), WHOLE)
-    buffer, key = UserBuffer(), ("layer_dgrad", base.UserBufferQuantizationMode.NONE)
+    dtype = torch.bfloat16 if recipe else torch.float32
+    case = Case(kind, dtype, recipe=recipe, options=tuple(options.items()))
+    expected = gradients(case, WHOLE)
+    modes, buffer = base.UserBufferQuantizationMode, UserBuffer(recipe is not None)
+    key = ("layer_dgrad", modes.FP8 if recipe else modes.NONE)
     base._ub_initialized, base._ub_communicators = True, {key: buffer}
     try:
         more = {overlap: True, "ub_name": "layer"}
-        case = Case(kind, options=tuple({**options, **more}.items()))
+        case = replace(case, options=tuple({**options, **more}.items()))
         return unlike(gradients(case, DEFERRED), expected), buffer.uses
     finally:
         base._ub_initialized, base._ub_communicators = False, None
 
 
 @pytest.mark.parametrize(
-    ("kind", "options", "overlap"),
+    ("kind", "options", "overlap", "recipe"),
     [
-        ("Linear", COLUMN, "ub_bulk_dgrad"),
-        ("LayerNormLinear", COLUMN, "ub_bulk_dgrad"),
-        ("Linear", ROW, "ub_overlap_ag"),
+        ("Linear", COLUMN, "ub_bulk_dgrad", None),
+        ("LayerNormLinear", COLUMN, "ub_bulk_dgrad", None),
+        ("Linear", ROW, "ub_overlap_ag", None),
+        ("Linear", COLUMN, "ub_bulk_dgrad", "mxfp8"),
+        ("LayerNormLinear", COLUMN, "ub_bulk_dgrad", "mxfp8"),
+        ("Linear", ROW, "ub_overlap_ag", "current"),
     ],
-    ids=["column", "column-with-norm", "row"],
+    ids=[
+        "column",
+        "column-with-norm",
+        "row",
+        "column-mxfp8",
+        "column-with-norm-mxfp8",
+        "row-current",
+    ],
 )
 def test_w_does_not_read_buffers_that_the_next_b_fills_anew(
-    te_pool: RankPool, kind: str, options: dict[str, Any], overlap: str
+    te_pool: RankPool, kind: str, options: dict[str, Any], overlap: str, recipe: str | None
 ) -> None:
     """TE hands W what it has gathered as a view of a buffer that layers share."""
-    found = te_pool.run(compare_user_buffers, kind=kind, options=options, overlap=overlap)
+    arguments: dict[str, Any] = {
+        "kind": kind,
+        "options": options,
+        "overlap": overlap,
+        "recipe": recipe,
+    }
+    found = te_pool.run(compare_user_buffers, **arguments)
     assert [problems for problems, _ in found] == [[], []]
     assert [uses for _, uses in found] == [3, 3]

@@ -202,8 +202,6 @@ def refusal(setting: str) -> str:
     chunk: Any = torch.nn.ModuleDict({"layer": build(run.case)})
     if setting == "bulk":
         chunk["layer"].ub_bulk_wgrad = True
-    if setting in ("fp8", "fp4"):
-        chunk.config = SimpleNamespace(**{setting: "hybrid"})
     if setting == "fuser":
         chunk.config = SimpleNamespace(use_transformer_engine_op_fuser=True)
     if setting == "operation":
@@ -225,16 +223,6 @@ def refusal(setting: str) -> str:
 @pytest.mark.parametrize(
     ("setting", "text"),
     [
-        (
-            "fp8",
-            "--fp8-format (fp8) cannot be combined with --pipeline-schedule v-half: weight "
-            "gradients that are computed later have not been shown right in fp8",
-        ),
-        (
-            "fp4",
-            "--fp4-format (fp4) cannot be combined with --pipeline-schedule v-half: weight "
-            "gradients that are computed later have not been shown right in fp4",
-        ),
         (
             "bulk",
             "--tp-comm-overlap cannot be combined with --pipeline-schedule v-half while it "

@@ -10,7 +10,11 @@ from megatron_arguments import parsed
 
 from megatron_zb import schedules
 from megatron_zb.errors import UsageError
-from megatron_zb.megatron_lm.adapter_of_arguments import adapter_of, check_unscheduled
+from megatron_zb.megatron_lm.adapter_of_arguments import (
+    adapter_of,
+    check_unscheduled,
+    without_bulk_overlap,
+)
 from megatron_zb.schedules import interchange
 from megatron_zb.schedules.placement import looped, v_shape
 
@@ -301,7 +305,7 @@ def test_a_schedule_from_a_file(table: Path) -> None:
             "--pipeline-schedule-file",
         ),
         ({"decoder_first_pipeline_num_layers": 2}, ENDS),
-        ({"ckpt_format": "torch"}, "--ckpt-format torch cannot be combined"),
+        ({"ckpt_format": "torch", "load": "here"}, "--ckpt-format torch cannot be combined"),
     ],
 )
 def test_a_file_that_does_not_fit_the_job(table: Path, stock: dict[str, Any], words: str) -> None:
@@ -350,3 +354,14 @@ def test_layers_that_move_draw_from_streams_of_their_own(
     adapter = adapter_of(parsed(line, **stock))
     assert adapter.draws_by_layer is by_layer
     assert ("random streams of its own" in adapter.describe()) is by_layer
+
+
+@pytest.mark.parametrize(("schedule", "is_left"), [("v-half", False), ("1f1b", True)])
+def test_an_overlap_with_weight_gradients_is_left_out_where_they_come_later(
+    schedule: str, is_left: bool
+) -> None:
+    args = parsed(f"--pipeline-schedule {schedule}", tp_comm_overlap=True, tp_comm_bulk_wgrad=True)
+    lines = without_bulk_overlap(args, adapter_of(args))
+    assert args.tp_comm_bulk_wgrad == is_left
+    assert len(lines) == (0 if is_left else 1)
+    assert without_bulk_overlap(parsed(f"--pipeline-schedule {schedule}"), adapter_of(args)) == []

@@ -10,7 +10,7 @@ import pytest
 from megatron_arguments import parsed
 
 from megatron_zb.errors import UsageError
-from megatron_zb.megatron_core import versions
+from megatron_zb.megatron_core import graphs, versions
 from megatron_zb.megatron_lm import conflicts
 from megatron_zb.megatron_lm.adapter_of_arguments import adapter_of, check_unscheduled
 from megatron_zb.schedules.placement import looped, v_shape
@@ -20,10 +20,14 @@ DOCS = Path(__file__).parents[2] / "docs"
 
 @pytest.mark.parametrize("conflict", conflicts.CONFLICTS, ids=lambda conflict: conflict.argument)
 def test_every_conflict_names_both_flags_and_the_reason(conflict: conflicts.Conflict) -> None:
-    value = True if conflict.above is None else 2
-    args = argparse.Namespace(tensor_model_parallel_size=1, **{conflict.argument: value})
+    value: Any = True if conflict.above is None else 2
+    if conflict.argument == "non_persistent_ckpt_type":
+        value = "local"
+    others = dict.fromkeys(conflict.only_with[:1], "a value")
+    args = argparse.Namespace(tensor_model_parallel_size=1, **{conflict.argument: value}, **others)
+    concerned = looped(4) if conflict.concerned is conflicts.Concerned.ONE_CHUNK else v_shape(4)
     with pytest.raises(UsageError) as refused:
-        conflicts.check(args, "--pipeline-schedule v-half", v_shape(4))
+        conflicts.check(args, "--pipeline-schedule v-half", concerned)
     said = conflict.flag if value is True else f"{conflict.flag} {value}"
     assert str(refused.value) == (
         f"{said} cannot be combined with --pipeline-schedule v-half: {conflict.why}"
@@ -31,6 +35,10 @@ def test_every_conflict_names_both_flags_and_the_reason(conflict: conflicts.Conf
     assert conflict.flag == "--" + conflict.argument.replace("_", "-")
     if conflict.concerned is conflicts.Concerned.INNER_STAGES:
         conflicts.check(args, "zb-h1", looped(2))
+    elif conflict.concerned is conflicts.Concerned.ONE_CHUNK:
+        conflicts.check(parsed("", **{conflict.argument: value}), "v-half", v_shape(4))
+    elif conflict.concerned is conflicts.Concerned.SPLIT:
+        conflicts.check(args, "1f1b", looped(4), splits=False)
     elif conflict.concerned is not conflicts.Concerned.ALL:
         conflicts.check(args, "zb-h1", looped(4))
     if conflict.concerned is conflicts.Concerned.V:
@@ -43,7 +51,7 @@ def test_packed_samples_are_served_where_every_stage_hears_of_them(
     line, stock = "--pipeline-schedule zb-h1", {"sft": True}
     with pytest.raises(UsageError, match=r"^--sft cannot be combined with .* zb-h1: Megatron-LM"):
         adapter_of(parsed(line, **stock))
-    monkeypatch.setattr(versions, "packed_samples_reach_every_stage", lambda: True)
+    monkeypatch.setattr(versions, "core_series", lambda: (0, 17))
     adapter_of(parsed(line, **stock))
 
 
@@ -120,8 +128,31 @@ def test_arguments_that_are_not_given_do_not_conflict(value: object) -> None:
 
 def test_the_value_of_a_conflict_is_told() -> None:
     with pytest.raises(UsageError, match=r"^--ckpt-format torch cannot be combined .*torch_dist$"):
-        adapter_of(parsed("--pipeline-schedule v-half", ckpt_format="torch"))
-    adapter_of(parsed("--pipeline-schedule zb-h1", ckpt_format="torch"))
+        adapter_of(parsed("--pipeline-schedule v-half", ckpt_format="torch", save="here"))
+    adapter_of(parsed("--pipeline-schedule zb-h1", ckpt_format="torch", save="here"))
+
+
+def test_the_format_of_checkpoints_matters_where_there_are_any() -> None:
+    """Megatron-LM has gathers in the optimizer's step with the legacy format alone."""
+    line, legacy = "--pipeline-schedule v-half", {"ckpt_format": "torch", "save": None}
+    adapter_of(parsed(line, **legacy, **{conflicts.WITH_THE_STEP: True}))
+    for given in ("load", "pretrained_checkpoint"):
+        with pytest.raises(UsageError, match=r"^--ckpt-format torch cannot be combined"):
+            adapter_of(parsed(line, **legacy, **{given: "here"}))
+
+
+@pytest.mark.parametrize(("experts", "replicas"), [(1, 4), (2, 2), (4, 1)])
+@pytest.mark.parametrize("tensor", [1, None])
+def test_experts_are_not_gathered_before_they_are_stepped(
+    experts: int, replicas: int, tensor: int | None
+) -> None:
+    stock = {"world_size": 16, "expert_model_parallel_size": experts, conflicts.WITH_THE_STEP: True}
+    args = parsed("--pipeline-schedule v-half", expert_tensor_parallel_size=tensor, **stock)
+    if experts == 1 or replicas == 1:
+        adapter_of(args)
+        return
+    with pytest.raises(UsageError, match=r"-size 2, of which there are 2 replicas: Megatron-LM"):
+        adapter_of(args)
 
 
 @pytest.mark.parametrize("conflict", conflicts.LAYER_STREAMS_CONFLICTS, ids=lambda c: c.argument)
@@ -135,10 +166,65 @@ def test_the_value_of_a_conflict_is_told() -> None:
 def test_what_streams_of_layers_cannot_be_had_with(
     conflict: conflicts.Conflict, line: str, chosen: str
 ) -> None:
-    args = parsed(f"--pipeline-schedule {line}", **{conflict.argument: True})
+    value: Any = "transformer_engine" if conflict.argument == "cuda_graph_impl" else True
+    args = parsed(f"--pipeline-schedule {line}", **{conflict.argument: value})
     with pytest.raises(UsageError) as error:
         conflicts.check_layer_streams(args)
     for part in (conflict.flag, chosen, "add --pipeline-random-streams rank"):
         assert part in str(error.value)
     by_rank = "--pipeline-schedule zb-h1 --pipeline-random-streams rank"
-    adapter_of(parsed(by_rank, **{conflict.argument: True}))
+    if conflict.argument != "enable_cuda_graph":  # those of layers, by Megatron itself
+        adapter_of(parsed(by_rank, **{conflict.argument: value}))
+
+
+@pytest.mark.parametrize("conflict", conflicts.GRAPH_CONFLICTS, ids=lambda c: c.argument)
+def test_what_cuda_graphs_cannot_be_had_with(conflict: conflicts.Conflict) -> None:
+    line = "--pipeline-schedule zb-h1"
+    sizes = {"optimizer": "adam", "rerun_mode": "disabled"}
+    args = parsed(line, cuda_graph_impl="transformer_engine", **sizes)
+    adapter_of(args)
+    setattr(args, conflict.argument, "9")
+    with pytest.raises(UsageError) as refused:
+        adapter_of(args)
+    said = "cannot be combined with CUDA graphs (transformer_engine)"
+    assert str(refused.value) == f"{conflict.flag} 9 {said}: {conflict.why}"
+
+
+@pytest.mark.parametrize(
+    ("stock", "why"),
+    [
+        ({"cuda_graph_impl": "local"}, graphs.WHY_NOT_LOCAL),
+        ({"enable_cuda_graph": True}, graphs.WHY_NOT_LOCAL),
+        (
+            {"cuda_graph_impl": "full_iteration", "cuda_graph_warmup_steps": 0},
+            graphs.WHY_A_STEP_BEFORE,
+        ),
+    ],
+)
+def test_cuda_graphs_that_would_be_wrong(stock: dict[str, Any], why: str) -> None:
+    with pytest.raises(UsageError) as refused:
+        adapter_of(parsed("--pipeline-schedule zb-h1", **stock))
+    kind = stock.get("cuda_graph_impl", "local")
+    assert str(refused.value) == (
+        f"CUDA graphs ({kind}) cannot be combined with --pipeline-schedule zb-h1: {why}"
+    )
+
+
+def test_a_schedule_that_graphs_keep_to_is_not_measured() -> None:
+    """Megatron's ``auto`` would be built anew for what is measured."""
+    line = "--pipeline-schedule auto --pipeline-random-streams rank"
+    for kind, measured in (("none", True), ("full_iteration", False)):
+        adapter = adapter_of(parsed(line, cuda_graph_impl=kind))
+        assert (adapter._step_options.measurement is not None) == measured
+
+
+@pytest.mark.parametrize("setting", ["fp8", "fp4"])
+def test_graphs_of_layers_have_no_quantised_weights_where_the_backward_is_split(
+    setting: str,
+) -> None:
+    args = argparse.Namespace(cuda_graph_impl="transformer_engine", **{setting: "hybrid"})
+    with pytest.raises(UsageError, match=f"^--{setting}-format hybrid cannot be combined wi"):
+        conflicts.check(args, "--pipeline-schedule v-half", v_shape(4))
+    conflicts.check(args, "--pipeline-schedule 1f1b", looped(4), splits=False)
+    args.cuda_graph_impl = "full_iteration"
+    conflicts.check(args, "--pipeline-schedule v-half", v_shape(4))

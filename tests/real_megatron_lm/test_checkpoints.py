@@ -82,7 +82,8 @@ def test_the_distributed_optimizer(checkout: Path, tmp_path: Path, format_: str)
 
 
 def test_the_legacy_format_is_refused_in_a_v(checkout: Path, tmp_path: Path) -> None:
-    run = pretrain(checkout, MODEL.replace("torch_dist", "torch"), PIPELINE, V_HALF)
+    legacy = MODEL.replace("torch_dist", "torch")
+    run = pretrain(checkout, legacy, PIPELINE, V_HALF, f"--save {tmp_path}")
     assert run.code != 0
     assert "--ckpt-format torch cannot be combined with --pipeline-schedule v-half" in run.error
 

@@ -22,6 +22,14 @@ from real_megatron_lm.runs import MODEL, PIPELINE, pretrain
             "--pipeline-schedule v-half --num-virtual-stages-per-pipeline-rank 4",
             ["--num-virtual-stages-per-pipeline-rank", "v-half has 2"],
         ),
+        (
+            "--pipeline-schedule v-half --cuda-graph-impl local",
+            ["CUDA graphs (local)", "--pipeline-schedule v-half", "use transformer_engine"],
+        ),
+        (
+            "--pipeline-schedule v-half --cuda-graph-impl transformer_engine",
+            ["--cuda-graph-impl transformer_engine", "--pipeline-random-streams rank"],
+        ),
         ("--pipeline-schedule v-half --num-layers 7", ["7 layers", "8 stages"]),
         (
             "--pipeline-schedule v-half --pipeline-model-parallel-layout Ett|tt|tt|ttL",

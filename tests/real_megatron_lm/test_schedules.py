@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from megatron_zb import schedules
+from megatron_zb.megatron_core.graphs import pass_order
 from megatron_zb.schedules import interchange
 from real_megatron_lm.runs import MODEL, PIPELINE, Logged, pretrain
 
@@ -172,3 +173,31 @@ def test_what_rank_0_cannot_search_is_one_sentence(checkout: Path) -> None:
     assert run.code != 0
     assert run.error.count("\n") == 0
     assert "cannot keep the memory limit of 0.01 of 1F1B" in run.error
+
+
+def test_gathers_run_during_the_optimizers_step(checkout: Path) -> None:
+    """Megatron-LM has them with the legacy format of checkpoints alone; none is written here."""
+    model = MODEL.replace("torch_dist", "torch")
+    flags = (
+        "--pipeline-model-parallel-size 2 --bf16 --use-distributed-optimizer "
+        "--overlap-grad-reduce --overlap-param-gather"
+    )
+    gathers = "--overlap-param-gather-with-optimizer-step"
+    after, during = (
+        pretrain(checkout, model, flags, "--pipeline-schedule v-half", more)
+        for more in ("", gathers)
+    )
+    check_equal(during, after)
+    refused = pretrain(checkout, model, flags, "--pipeline-schedule zb-h1", gathers)
+    assert refused.code != 0
+    assert f"{gathers} cannot be combined with --pipeline-schedule zb-h1" in refused.error
+
+
+def test_graphs_are_captured_in_the_order_of_the_schedule(checkout: Path) -> None:
+    program = Path(__file__).with_name("run_and_capture.py")
+    flags = "--pipeline-model-parallel-size 2 --train-iters 1 --pipeline-schedule v-half"
+    run = pretrain(checkout, MODEL, flags, ranks=2, program=program)
+    assert run.code == 0, run.output
+    schedule = schedules.build("v-half", pipeline_size=2, num_microbatches=8)
+    for rank in range(2):  # a V is laid onto Megatron's ranks in mirror image
+        assert f"rank {rank} captures {pass_order(schedule, 1 - rank)}" in run.output

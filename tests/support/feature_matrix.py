@@ -109,11 +109,23 @@ ROWS = (
         GPTCase(dtype="float16", grad_scale=1024.0),
     ),
     Row(
-        "fp8",
-        "`--fp8-format`",
+        "fp8 and fp4: Transformer Engine's recipes in Python, current scaling and nvfp4",
+        "`--fp8-format`, `--fp4-format`",
+        GPTCase(dtype="bfloat16", optimizer_steps=3),
+        Verdict.STEPS,
+        schedules=("v-half", "zb-h1", "v-zb", "interleaved"),
+        test="test_quantized_models_equal_megatrons",
+    ),
+    Row(
+        "kernels of fp8 and fp4",
+        "`--fp8-format`, `--fp4-format`, `--fp8-param-gather`, `--moe-grouped-gemm`",
         None,
         Verdict.NOT_ON_CPU,
-        reason="needs Transformer Engine and a GPU",
+        reason="not seen on a GPU. Tests run Transformer Engine's own modules on stand-ins for the "
+        "kernels of delayed, current, blockwise and mxfp8 scaling, and see equal weights after 3 "
+        "steps, with experts, too; those of nvfp4 have no stand-in. Weights that are kept in fp8 "
+        "are compared layer by layer. What sequence parallelism gathers in fp8 or fp4 is held "
+        "whole, not as a shard, until W",
     ),
     Row(
         "kernels of Transformer Engine",
@@ -122,6 +134,23 @@ ROWS = (
         Verdict.NOT_ON_CPU,
         reason="tests run its own Python layers on kernels that stand in for those of a GPU, "
         "and see equal gradients with v-half and zb-h1; the kernels themselves need a GPU",
+    ),
+    Row(
+        "CUDA graphs of layers",
+        "`--cuda-graph-impl transformer_engine`",
+        None,
+        Verdict.NOT_ON_CPU,
+        reason="never seen on a GPU: tests see Megatron's own order for its own schedule, and "
+        "equal gradients from stand-ins that overwrite memory as graphs do; a graph has the weight "
+        "gradients of its layers, so nothing of them is left to W",
+    ),
+    Row(
+        "CUDA graphs of whole iterations",
+        "`--cuda-graph-impl local --cuda-graph-scope full_iteration`; 0.19: "
+        "`--cuda-graph-impl full_iteration`",
+        None,
+        Verdict.NOT_ON_CPU,
+        reason="never seen on a GPU: tests see equal gradients, and nothing asked of the device",
     ),
     # model
     _shown("untied embeddings", "`--untie-embeddings-and-output-weights`", _GRADIENTS, GPTCase()),
@@ -358,6 +387,45 @@ ROWS = (
         Verdict.STEPS,
         ranks=4,
         schedules=("v-half", "zb-h1"),
+    ),
+    Row(
+        "gathers of the first chunk during the optimizer's step",
+        "`--overlap-param-gather-with-optimizer-step`",
+        GPTCase(**{**vars(_OVERLAPS), "gather_in_optimizer": True}),
+        Verdict.STEPS,
+        ranks=4,
+        schedules=("v-half", "v-zb", "interleaved", "wave"),
+    ),
+    Row(
+        "the same, tied, bfloat16, the other gathers aligned over the pipeline",
+        "`--overlap-param-gather-with-optimizer-step`, `--bf16`",
+        GPTCase(
+            **{
+                **vars(_OVERLAPS),
+                "gather_in_optimizer": True,
+                "align_param_gather": True,
+                "tied": True,
+                "dtype": "bfloat16",
+            }
+        ),
+        Verdict.STEPS,
+        ranks=4,
+        schedules=("v-half", "v-zb", "interleaved"),
+    ),
+    Row(
+        "the same, experts spread over all data-parallel ranks",
+        "`--overlap-param-gather-with-optimizer-step`, `--expert-model-parallel-size 2`",
+        GPTCase(
+            **{
+                **vars(_OVERLAPS),
+                "gather_in_optimizer": True,
+                "expert_parallel": 2,
+                "options": _options(**_MOE, moe_token_dispatcher_type="alltoall"),
+            }
+        ),
+        Verdict.STEPS,
+        ranks=4,
+        schedules=("v-half",),
     ),
     # activations
     _shown(

@@ -48,7 +48,9 @@ class GPTCase:
     ``lengths`` are the sequence lengths of the microbatches, in turns. With ``optimizer_steps``
     the parameters after so many steps are compared, not gradients: the distributed optimizer
     leaves every rank with a part of them. ``frozen`` is a part of the names of frozen weights.
-    With ``drawn``, Megatron's builders draw the weights, as on a GPU.
+    With ``drawn``, Megatron's builders draw the weights, as on a GPU. With ``gather_in_optimizer``,
+    our chunks do as ``--overlap-param-gather-with-optimizer-step`` tells, which stock with one
+    chunk per rank refuses.
     """
 
     tied: bool = False
@@ -72,6 +74,7 @@ class GPTCase:
     optimizer_steps: int = 0
     overlap_param_gather: bool = False
     align_param_gather: bool = False
+    gather_in_optimizer: bool = False
     grad_scale: float | None = None
     frozen: str | None = None
     dropout: float = 0.0
@@ -106,15 +109,15 @@ def run(
     """
     with built(case, schedule, num_microbatches[0]) as (adapter, chunks):
         function = adapter.forward_backward_func if adapter else get_forward_backward_func()
-        optimizer = _optimizer(case, chunks) if case.optimizer_steps else None
+        adam = optimizer(case, chunks) if case.optimizer_steps else None
         outcomes = {}
         for m in num_microbatches:
             for _ in range(case.optimizer_steps or iterations):
                 _zero_gradients(chunks)
                 data = [microbatches(case, m) for _ in chunks]
                 records = forward_backward(function, chunks, data, m, forward_only=forward_only)
-                if optimizer is not None:
-                    optimizer.step()
+                if adam is not None:
+                    adam.step()
             losses = [float(record["lm loss"]) for record in records]
             outcomes[m] = Outcome(losses, dict(_parameters(case, chunks) or gradients(chunks)))
     return outcomes
@@ -152,7 +155,7 @@ def built(
         adapter.forward_backward_func.close()
 
 
-def _optimizer(case: GPTCase, chunks: list[Any]) -> Any:
+def optimizer(case: GPTCase, chunks: list[Any]) -> Any:
     """Megatron's Adam, without gradient clipping: a norm is summed in another order in a V."""
     from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 
@@ -163,6 +166,7 @@ def _optimizer(case: GPTCase, chunks: list[Any]) -> Any:
         params_dtype=case.torch_dtype,
         use_distributed_optimizer=case.distributed_optimizer,
         overlap_param_gather=case.overlap_param_gather,
+        overlap_param_gather_with_optimizer_step=case.gather_in_optimizer,
         clip_grad=0.0,
     )
     return get_megatron_optimizer(config, chunks, use_gloo_process_groups=False)
@@ -302,7 +306,8 @@ def _build_chunks(case: GPTCase, adapter: PipelineAdapter | None, p: int) -> lis
             overlap_param_gather=case.overlap_param_gather,
             align_param_gather=case.align_param_gather,
         )
-        chunks = [DDP(config, ddp, chunk) for chunk in chunks]
+        whole = case.gather_in_optimizer  # one bucket for each chunk, as Megatron-LM does
+        chunks = [DDP(config, ddp, chunk, disable_bucketing=whole) for chunk in chunks]
         config.finalize_model_grads_func = (
             adapter.finalize_model_grads if adapter else finalize_model_grads
         )
@@ -491,7 +496,7 @@ def differences(
             p = _pipeline_size(case)
             placed = schedules.build(placed, pipeline_size=p, num_microbatches=1)
         case = replace(case, layers=max(case.layers, placed.placement.num_stages))
-    stock = replace(case, layout=None)
+    stock = replace(case, layout=None, gather_in_optimizer=False)
     references = _references(stock, num_microbatches, forward_only)
     ours = run(case, schedule, num_microbatches, forward_only, iterations)
     found = []

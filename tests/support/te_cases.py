@@ -7,6 +7,7 @@ from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
+import gpt_cases
 import torch
 import torch.distributed as dist
 from torch.nn import functional
@@ -18,8 +19,8 @@ from megatron_zb.megatron_core.transformer_engine import (
 from megatron_zb.runtime.activation_memory import ActivationMemory
 from megatron_zb.runtime.weight_grad import WeightGradQueue
 
-WIDTH, WIDER, TOKENS = 8, 12, 6
-SPLITS = [4, 2]  # of the tokens among the experts of GroupedLinear
+WIDTH, WIDER, TOKENS = 64, 128, 128  # blocks of 32 share a scale in mxfp8
+SPLITS = [96, 32]  # of the tokens among the experts of GroupedLinear
 
 DEFERRED = "F0 F1 F2 B0 B1 B2 W0 W1 W2"
 WHOLE = "F0 F1 F2 BW0 BW1 BW2"
@@ -29,7 +30,10 @@ NO_W_YET = "F0 F1 F2 B0 B1 B2"
 
 @dataclass(frozen=True)
 class Case:
-    """One module, and who takes its gradients: autograd, a main_grad, or Megatron's DDP."""
+    """One module, and who takes its gradients: autograd, a main_grad, or Megatron's DDP.
+
+    ``recipe`` is how it quantises, one of :data:`RECIPES`, with its weights if ``quantized``.
+    """
 
     kind: str
     dtype: torch.dtype = torch.float32
@@ -37,6 +41,8 @@ class Case:
     takes: str = "autograd"  # or main_grad, ddp, overlapping-ddp
     options: tuple[tuple[str, Any], ...] = ()
     frozen: tuple[str, ...] = ()
+    recipe: str | None = None
+    quantized: bool = False
 
     @property
     def ranks(self) -> int:
@@ -93,6 +99,26 @@ def build_megatrons(case: Case, tensor_parallel: int = 1, **options: Any) -> Any
     )
 
 
+RECIPES = ["delayed", "current", "blockwise", "mxfp8", "current-reference", "nvfp4-reference"]
+
+
+def recipe(name: str) -> Any:
+    """One of TE's recipes; a reference is in pure Python, the others' kernels have stand-ins."""
+    from transformer_engine.common import recipe as recipes
+    from transformer_engine.pytorch.custom_recipes import reference_current_scaling as current
+    from transformer_engine.pytorch.custom_recipes import reference_nvfp4 as nvfp4
+
+    made: dict[str, Callable[[], Any]] = {
+        "delayed": lambda: recipes.DelayedScaling(amax_history_len=3, amax_compute_algo="max"),
+        "current": recipes.Float8CurrentScaling,
+        "blockwise": recipes.Float8BlockScaling,
+        "mxfp8": recipes.MXFP8BlockScaling,
+        "current-reference": lambda: recipes.CustomRecipe(current.current_scaling_ref_factory),
+        "nvfp4-reference": lambda: recipes.CustomRecipe(nvfp4.nvfp4_ref_rht_2d_factory),
+    }
+    return made[name]()
+
+
 def enter_groups(tensor_parallel: int = 1) -> None:
     from megatron.core import parallel_state
 
@@ -122,8 +148,13 @@ class Run:
     """One module with its queue, run as the runtime would."""
 
     def __init__(self, case: Case) -> None:
+        from transformer_engine.pytorch.quantization import FP8GlobalStateManager
+
+        FP8GlobalStateManager.reset()
         self.case = case
-        self.module = build(case)
+        self.recipe = None if case.recipe is None else recipe(case.recipe)
+        with self.with_quantized_weights():
+            self.module = build(case)
         self.queue = WeightGradQueue()
         self.queue.activation_memory = self.memory = ActivationMemory()
         split = SplitBackward(self.queue, hooks_need_gradients=case.takes == "overlapping-ddp")
@@ -135,6 +166,18 @@ class Run:
         self.inputs: dict[int, torch.Tensor] = {}
         self.outputs: dict[int, torch.Tensor] = {}
 
+    def with_quantized_weights(self) -> Any:
+        from transformer_engine import pytorch as te
+
+        quantized = te.quantized_model_init(recipe=self.recipe)
+        return quantized if self.case.quantized else nullcontext()
+
+    def quantizing(self) -> Any:
+        """The context of a forward."""
+        from transformer_engine import pytorch as te
+
+        return nullcontext() if self.recipe is None else te.autocast(recipe=self.recipe)
+
     def run(self, passes: str) -> Run:
         with self.no_sync():
             for one in passes.split():
@@ -144,7 +187,8 @@ class Run:
     def F(self, microbatch: int) -> None:
         self.inputs[microbatch] = x = microbatch_of(self.case, microbatch)
         more = [SPLITS] if self.case.kind == "GroupedLinear" else []
-        self.outputs[microbatch] = self.module(x, *more)
+        with self.quantizing():
+            self.outputs[microbatch] = self.module(x, *more)
 
     def BW(self, microbatch: int) -> None:
         loss(self.outputs.pop(microbatch)).backward()
@@ -194,7 +238,7 @@ def take_gradients(case: Case, chunk: torch.nn.Module) -> Callable[[], Any]:
     """Let the gradients be taken as the case says; what passes must run in comes back."""
     if case.takes == "main_grad":
         for parameter in chunk.parameters():
-            parameter.main_grad = torch.zeros_like(parameter, dtype=torch.float32)  # type: ignore[attr-defined]
+            parameter.main_grad = torch.zeros(parameter.shape)  # type: ignore[attr-defined]
     if not case.takes.endswith("ddp"):
         return nullcontext
     from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
@@ -245,3 +289,21 @@ TAKES = [
     (True, "ddp"),
     (True, "overlapping-ddp"),
 ]
+
+
+def layers_of_te(config: Any, vp_stage: int | None) -> Any:
+    """Megatron's layer of TE modules; attention itself has no weights, and TE's needs a GPU."""
+    from megatron.core.models.gpt.gpt_layer_specs import (
+        get_gpt_layer_with_transformer_engine_spec,
+    )
+    from megatron.core.transformer.dot_product_attention import DotProductAttention
+
+    layer = get_gpt_layer_with_transformer_engine_spec(
+        num_experts=config.num_moe_experts,
+        moe_grouped_gemm=config.moe_grouped_gemm,
+        multi_latent_attention=config.multi_latent_attention,
+    )
+    latent = config.multi_latent_attention
+    core = gpt_cases.LatentAttention if latent else DotProductAttention
+    layer.submodules.self_attention.submodules.core_attention = core
+    return layer

@@ -2,8 +2,9 @@
 
 The modules, with their backwards and their stores for weight gradients, are Transformer-Engine's
 own. What stands in, because no CPU can run it, is its extension ``transformer_engine_torch``: the
-matrix products and norms below do the same sums in plain torch, and whatever else the extension has
-can be named but not called. So nothing here tells how fast a kernel is, or whether it is right.
+matrix products and norms below do the same sums in plain torch, those that quantise are in
+``te_quantization``, and whatever else the extension has can be named but not called. So nothing
+here tells how fast a kernel is, or whether it is right.
 
 Rank processes install it when asked to: ``ranks(2, Kind.TRANSFORMER_ENGINE)``.
 """
@@ -19,6 +20,7 @@ from enum import IntEnum
 from types import ModuleType
 from typing import Any
 
+import te_quantization
 import torch
 from rank_process import TRANSFORMER_ENGINE
 
@@ -28,6 +30,7 @@ def install() -> None:
     sys.path.append(str(TRANSFORMER_ENGINE))
     os.environ["NVTE_PROJECT_BUILDING"] = "1"  # its libraries are not loaded
     os.environ["NVTE_TORCH_COMPILE"] = "0"
+    os.environ["NVTE_UNFUSED_FP8_UPDATE"] = "1"  # scales follow from maxima in Python
     sys.modules["transformer_engine_torch"] = extension = _extension()
     sys.modules["transformer_engine.pytorch.onnx_extensions"] = _Stub("onnx_extensions")
     with warnings.catch_warnings():  # that its extension is not installed
@@ -39,6 +42,10 @@ def install() -> None:
         from transformer_engine.pytorch import cpp_extensions
     cpp_extensions.__getattr__ = extension.__getattr__  # import * takes what is there only
     cpp_extensions.gemm.get_cublas_workspace_size_bytes = lambda: 1
+    te_quantization.mend_references()
+    te_quantization.read_on_the_cpu()
+    te_quantization.gather_one_by_one()
+    _accept_every_format()
     torch.cuda.is_current_stream_capturing = lambda: False
     _accept_tensors_on_the_cpu()
 
@@ -47,7 +54,7 @@ def _extension() -> ModuleType:
     extension: Any = _Stub("transformer_engine_torch")
     extension.DType = _DType
     extension.NVTE_Fused_Attn_Backend = _AttentionBackend
-    for kernel in _KERNELS:
+    for kernel in _KERNELS + te_quantization.KERNELS:
         setattr(extension, kernel.__name__, torch.no_grad()(kernel))
     extension.get_num_cublas_streams = lambda: 1
     return extension
@@ -131,6 +138,14 @@ def _without_triton() -> Iterator[None]:
                 sys.modules[name] = module
 
 
+def _accept_every_format() -> None:
+    """Recipes ask the device for its capability."""
+    from transformer_engine.pytorch import quantization
+
+    for kind in ("fp8", "mxfp8", "nvfp4", "fp8_block_scaling"):
+        setattr(quantization, f"check_{kind}_support", te_quantization.available)
+
+
 def _accept_tensors_on_the_cpu() -> None:
     """Modules ask whether their input is on a GPU."""
     from transformer_engine.pytorch.module.base import TransformerEngineBaseModule as Base
@@ -149,9 +164,20 @@ def _accept_tensors_on_the_cpu() -> None:
 
 
 def _product(a: torch.Tensor, transposed_a: bool, b: torch.Tensor, transposed_b: bool) -> Any:
-    """What the GEMM kernels compute, in their order of operands."""
-    a, b = a.flatten(0, -2), b.flatten(0, -2)
+    """What the GEMM kernels compute, in their order of operands; what is quantised is read."""
+    a = te_quantization.values_of(a, columnwise=not transposed_a).flatten(0, -2)
+    b = te_quantization.values_of(b, columnwise=transposed_b).flatten(0, -2)
     return (b.t() if transposed_b else b) @ (a.t() if transposed_a else a)
+
+
+def _product_in_python(
+    a: Any, transposed_a: bool, b: Any, transposed_b: bool, dtype: torch.dtype
+) -> Any:
+    """The product of a reference recipe, for one expert."""
+    from transformer_engine.pytorch.cpp_extensions import general_gemm
+
+    layout = ("T" if transposed_a else "N") + ("T" if transposed_b else "N")
+    return general_gemm(a, b, out_dtype=dtype, layout=layout, grad=layout != "TN")[0]
 
 
 def _write(out: torch.Tensor, product: torch.Tensor, add: bool) -> None:
@@ -164,7 +190,7 @@ def generic_gemm(
     b: torch.Tensor,
     transposed_b: bool,
     out: torch.Tensor | None,
-    _quantizer: Any,
+    quantizer: Any,
     out_type: Any,
     bias: torch.Tensor | None,
     _bias_type: Any,
@@ -192,7 +218,8 @@ def generic_gemm(
     leading = () if transposed_b else b.shape[:-1]
     shape = (*leading, product.size(-1)) if leading else product.shape
     dtype = product.dtype if out_type is None else _TORCH_TYPES[_DType(int(out_type))]
-    return product.to(dtype).view(shape), bias_gradient, None, None
+    product = product.to(dtype).view(shape)
+    return product if quantizer is None else quantizer(product), bias_gradient, None, None
 
 
 def te_general_grouped_gemm(
@@ -216,7 +243,10 @@ def te_general_grouped_gemm(
     """A matrix product for each expert."""
     outputs = list(out[0].split(list(splits))) if single_output else out
     for one_a, one_b, one_out, bias in zip(a, b, outputs, biases, strict=True):
-        product = _product(one_a, transposed_a, one_b, transposed_b)
+        if getattr(one_a, "custom", False):
+            product = _product_in_python(one_a, transposed_a, one_b, transposed_b, one_out.dtype)
+        else:
+            product = _product(one_a, transposed_a, one_b, transposed_b)
         if bias.numel() and grad:
             bias.copy_(one_b.sum(0))
         elif bias.numel():
@@ -231,16 +261,16 @@ def layernorm_fwd(
     bias: torch.Tensor,
     eps: float,
     _out: Any,
-    _quantizer: Any,
+    quantizer: Any,
     _out_type: Any,
     _margin: int,
     zero_centered: bool,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+) -> tuple[Any, torch.Tensor, torch.Tensor]:
     scale = (weight + 1 if zero_centered else weight).float()
     mean = x.float().mean(-1)
     deviation = (x.float().var(-1, correction=0) + eps).rsqrt()
     normal = (x.float() - mean[..., None]) * deviation[..., None]
-    return (normal * scale + bias.float()).to(x.dtype), mean, deviation
+    return _quantized((normal * scale + bias.float()).to(x.dtype), quantizer), mean, deviation
 
 
 def layernorm_bwd(
@@ -267,14 +297,15 @@ def rmsnorm_fwd(
     weight: torch.Tensor,
     eps: float,
     _out: Any,
-    _quantizer: Any,
+    quantizer: Any,
     _out_type: Any,
     _margin: int,
     zero_centered: bool,
-) -> tuple[torch.Tensor, None, torch.Tensor]:
+) -> tuple[Any, None, torch.Tensor]:
     scale = (weight + 1 if zero_centered else weight).float()
     deviation = (x.float().square().mean(-1) + eps).rsqrt()
-    return (x.float() * deviation[..., None] * scale).to(x.dtype), None, deviation
+    result = (x.float() * deviation[..., None] * scale).to(x.dtype)
+    return _quantized(result, quantizer), None, deviation
 
 
 def rmsnorm_bwd(
@@ -292,12 +323,28 @@ def rmsnorm_bwd(
     return d_x.to(x.dtype), (gradient * normal).flatten(0, -2).sum(0).to(weight.dtype)
 
 
-def relu(x: torch.Tensor, _quantizer: Any) -> torch.Tensor:
-    return x.relu()
+def relu(x: torch.Tensor, quantizer: Any) -> Any:
+    return _quantized(x.relu(), quantizer)
 
 
-def drelu(gradient: torch.Tensor, x: torch.Tensor, _quantizer: Any) -> torch.Tensor:
-    return gradient * (x > 0)
+def drelu(gradient: torch.Tensor, x: torch.Tensor, quantizer: Any) -> Any:
+    return _quantized(gradient * (x > 0), quantizer)
+
+
+def dbias_drelu(gradient: torch.Tensor, x: torch.Tensor, quantizer: Any) -> tuple[Any, Any]:
+    return te_quantization.bgrad_quantize(gradient * (x > 0), quantizer)
+
+
+def _quantized(result: torch.Tensor, quantizer: Any) -> Any:
+    """Kernels quantise what they have computed, if they are given a quantizer."""
+    return result if quantizer is None else quantizer(result)
+
+
+def multi_tensor_l2norm(
+    _chunk: int, _overflow: Any, tensors: list[list[torch.Tensor]], *_each: Any
+) -> tuple[torch.Tensor, None]:
+    """The norm of all gradients."""
+    return torch.stack([one.float().norm() for one in tensors[0]]).norm(), None
 
 
 _KERNELS: list[Callable[..., Any]] = [
@@ -309,4 +356,6 @@ _KERNELS: list[Callable[..., Any]] = [
     rmsnorm_bwd,
     relu,
     drelu,
+    dbias_drelu,
+    multi_tensor_l2norm,
 ]

@@ -1,0 +1,137 @@
+#!/usr/bin/env python3
+"""Train with the features that no CPU can run, under Megatron-LM's own schedule and under others.
+
+  python benchmarks/gpu/features.py --megatron-lm ~/Megatron-LM --gpus 8 --output features.json
+  python benchmarks/gpu/features.py --megatron-lm ~/Megatron-LM --cpu --gpus 2 --only baseline
+
+Each feature is a set of arguments for a small GPT on data that Megatron-LM makes up. Its own
+schedule trains an iteration and writes a checkpoint; from that, its own schedule and each of
+--schedules train a few more, without dropout. The losses that are printed are compared. A feature
+that Megatron-LM itself cannot run here, for want of GPUs or of a library, says so and counts as not
+shown. The last line is JSON; exit status 0 if all that ran was equal.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[2]
+SECONDS = 900
+MODEL = """
+--mock-data --tokenizer-type NullTokenizer --vocab-size 1024 --num-layers 8 --hidden-size 256
+--num-attention-heads 8 --seq-length 256 --max-position-embeddings 256 --micro-batch-size 2
+--global-batch-size 32 --attention-dropout 0 --hidden-dropout 0 --lr 1e-3 --lr-decay-iters 20
+--train-iters 6 --eval-iters 0 --log-interval 1 --ckpt-format torch_dist --bf16
+--pipeline-model-parallel-size 2
+"""
+EXPERTS = "--num-experts 8 --moe-router-topk 2 --moe-grouped-gemm --disable-bias-linear"
+SPREAD = f"{EXPERTS} --expert-model-parallel-size 2"
+FEATURES = {
+    "baseline": "",
+    "fp8, current scaling": "--fp8-format hybrid --fp8-recipe tensorwise",
+    "fp8, delayed scaling": "--fp8-format hybrid --fp8-recipe delayed",
+    "fp8, blockwise": "--fp8-format e4m3 --fp8-recipe blockwise",
+    "mxfp8": "--fp8-format e4m3 --fp8-recipe mxfp8",
+    "nvfp4": "--fp4-format e2m1 --fp4-recipe nvfp4",
+    "fp8 parameters": "--fp8-format hybrid --fp8-recipe tensorwise --fp8-param-gather "
+    "--use-distributed-optimizer --overlap-param-gather --overlap-grad-reduce",
+    "tensor-parallel overlap": "--tensor-model-parallel-size 2 --sequence-parallel "
+    "--tp-comm-overlap",
+    "context parallelism, ring": "--context-parallel-size 2 --cp-comm-type p2p",
+    "context parallelism, all-gather": "--context-parallel-size 2 --cp-comm-type all_gather",
+    "experts, all-to-all": f"{SPREAD} --moe-token-dispatcher-type alltoall",
+    "experts, DeepEP": f"{SPREAD} --moe-token-dispatcher-type flex "
+    "--moe-flex-dispatcher-backend deepep --moe-router-dtype fp32",
+    "experts, HybridEP": f"{SPREAD} --moe-token-dispatcher-type flex "
+    "--moe-flex-dispatcher-backend hybridep --moe-router-dtype fp32",
+    "experts, tensor-parallel": f"{SPREAD} --expert-tensor-parallel-size 2 "
+    "--tensor-model-parallel-size 2 --sequence-parallel",
+    "shared expert, overlapped": f"{SPREAD} --moe-token-dispatcher-type alltoall "
+    "--moe-shared-expert-intermediate-size 256 --moe-shared-expert-overlap",
+    "fused permutation": f"{SPREAD} --moe-token-dispatcher-type alltoall --moe-permute-fusion",
+    "fused router": f"{EXPERTS} --moe-router-fusion",
+    "fused cross entropy": "--cross-entropy-loss-fusion --cross-entropy-fusion-impl te",
+    "NCCL user buffers": "--use-nccl-ub --use-distributed-optimizer --overlap-grad-reduce",
+    "two instances of the distributed optimizer": "--use-distributed-optimizer "
+    "--num-distributed-optimizer-instances 2 --overlap-grad-reduce",
+    "gated delta layers": "--experimental-attention-variant gated_delta_net "
+    "--linear-attention-freq 2",
+    "graphs of Transformer-Engine": "--cuda-graph-impl transformer_engine --te-rng-tracker",
+    "graph of the whole iteration": "--cuda-graph-impl full_iteration --te-rng-tracker "
+    "--no-check-for-nan-in-loss-and-grad",
+}
+_LOSS = re.compile(r"iteration +(\d+)/ +\d+ .* lm loss: (\S+) ")
+
+
+def train(arguments: argparse.Namespace, words: str) -> tuple[dict[int, str], str]:
+    """Return the losses by iteration, and the end of what was printed; no losses if it failed."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    command += ["--nproc-per-node", str(arguments.gpus), "-m", "megatron_zb.launch"]
+    command += ["--cpu"] * arguments.cpu
+    command += [str(arguments.megatron_lm / "pretrain_gpt.py"), *MODEL.split(), *words.split()]
+    try:
+        done = subprocess.run(
+            command, cwd=ROOT, capture_output=True, text=True, timeout=SECONDS, check=False
+        )
+    except subprocess.TimeoutExpired:
+        return {}, f"did not end in {SECONDS} s"
+    text = done.stdout + done.stderr
+    found = {int(number): loss for number, loss in _LOSS.findall(text)}
+    return (found if done.returncode == 0 else {}), _reason(text)
+
+
+def _reason(text: str) -> str:
+    """Return the last line that looks like an error."""
+    said = [line for line in text.splitlines() if "rror" in line]
+    return said[-1][-300:] if said else ""
+
+
+def compare(arguments: argparse.Namespace, feature: str) -> list[dict[str, Any]]:
+    """Return a row for each schedule: whether its losses are those of Megatron-LM's own."""
+    flags = FEATURES[feature]
+    with tempfile.TemporaryDirectory() as folder:
+        saved, why = train(
+            arguments, f"{flags} --save {folder} --save-interval 1 --exit-interval 1"
+        )
+        stock, why = train(arguments, f"{flags} --load {folder}") if saved else ({}, why)
+        if not stock:
+            return [{"feature": feature, "schedule": None, "equal": None, "why": why}]
+        rows = []
+        for name in arguments.schedules.split(","):
+            ours, why = train(arguments, f"{flags} --load {folder} --pipeline-schedule {name}")
+            row = {"feature": feature, "schedule": name, "equal": ours == stock, "why": why}
+            rows.append({**row, "stock": stock, "ours": ours})
+        return rows
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--megatron-lm", type=Path, required=True, metavar="CHECKOUT")
+    parser.add_argument("--gpus", type=int, default=8, metavar="N", help="ranks (default 8)")
+    parser.add_argument("--schedules", default="zb-h1,v-half,v-zb", metavar="NAMES")
+    parser.add_argument("--only", choices=FEATURES, help="one feature")
+    parser.add_argument("--cpu", action="store_true", help="on CPU ranks, to try this script")
+    parser.add_argument("--output", type=Path, metavar="FILE", help="where the JSON goes, too")
+    arguments = parser.parse_args()
+    rows = []
+    for feature in [arguments.only] if arguments.only else FEATURES:
+        for row in compare(arguments, feature):
+            rows.append(row)
+            said = {None: "not shown", True: "equal", False: "DIFFERS"}[row["equal"]]
+            print(f"{feature}, {row['schedule'] or 'Megatron-LM'}: {said} {row['why']}", flush=True)
+    text = json.dumps({"ranks": "cpu" if arguments.cpu else "gpu", "rows": rows})
+    if arguments.output:
+        arguments.output.write_text(text + "\n", encoding="utf-8")
+    print(text)
+    return int(any(row["equal"] is False for row in rows))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,187 @@
+#!/usr/bin/env python3
+"""Count the public recipes with a pipeline that run with each schedule.
+
+  python benchmarks/recipes.py
+  python benchmarks/recipes.py --schedule v-half --in-the-way
+
+data/recipes.csv has the settings of the 175 pre-training recipes of Megatron-Bridge (August 2026)
+whose pipeline has 2 ranks or more. Each is turned into arguments of Megatron-LM and checked as by
+``megatron-zb check``, at no size but its parallel sizes: the schedule places the layers, so that a
+recipe's own chunks and layout are left out. Nothing is trained. The last line is JSON: how many run
+with --schedule, and how many recipes each setting is in the way of.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import contextlib
+import csv
+import io
+import json
+import re
+import warnings
+from collections import Counter
+from pathlib import Path
+
+from rich.console import Console
+from rich.table import Table
+
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")  # that fused kernels are not installed
+    from megatron_zb.megatron_lm import checking
+    from megatron_zb.megatron_lm.argument_table import Verdict
+
+from megatron_zb import schedules
+
+RECIPES = Path(__file__).with_name("data") / "recipes.csv"
+VERSION = "0.19"
+Recipe = dict[str, str]
+
+PRECISIONS = {
+    "": "",
+    "bf16": "--bf16",
+    "fp8_cs": "--bf16 --fp8-format hybrid --fp8-recipe tensorwise",
+    "fp8_mx": "--bf16 --fp8-format e4m3 --fp8-recipe mxfp8",
+    "nvfp4": "--bf16 --fp4-format e2m1 --fp4-recipe nvfp4",
+}
+# Of the columns that are no numbers of ranks: the flag of a setting that is on.
+SWITCHES = {
+    "overlap_moe_expert_parallel_comm": "--overlap-moe-expert-parallel-comm",
+    "delay_wgrad_compute": "--delay-wgrad-compute",
+    "overlap_param_gather_with_optimizer_step": "--overlap-param-gather-with-optimizer-step",
+    "moe_paged_stash": "--moe-paged-stash",
+    "fine_grained_activation_offloading": "--fine-grained-activation-offloading",
+    "tp_comm_overlap": "--tp-comm-overlap",
+    "sequence_parallel": "--sequence-parallel",
+}
+VALUES = {
+    "pipeline_model_parallel_size": "--pipeline-model-parallel-size",
+    "tensor_model_parallel_size": "--tensor-model-parallel-size",
+    "context_parallel_size": "--context-parallel-size",
+    "expert_model_parallel_size": "--expert-model-parallel-size",
+    "cuda_graph_impl": "--cuda-graph-impl",
+    "moe_token_dispatcher_type": "--moe-token-dispatcher-type",
+    "moe_flex_dispatcher_backend": "--moe-flex-dispatcher-backend",
+    "recompute_granularity": "--recompute-granularity",
+    "mtp_num_layers": "--mtp-num-layers",
+    "global_batch_size": "--global-batch-size",
+    "micro_batch_size": "--micro-batch-size",
+}
+LISTS = {"recompute_modules": "--recompute-modules", "cuda_graph_scope": "--cuda-graph-modules"}
+# What a model brings along that no column says.
+MODELS = {
+    "deepseek_v3": "--multi-latent-attention --moe-router-enable-expert-bias",
+    "kimi_k2": "--multi-latent-attention --moe-router-enable-expert-bias",
+    "qwen3_next": "--experimental-attention-variant gated_delta_net",
+    "gpt_oss": "--softmax-type learnable",
+    "nemotron_3": "--hybrid-layer-pattern M*ME",
+}
+NOT_A_FLAG = {
+    "multimodal": "a model with an encoder, which pretrain_gpt.py does not build",
+    "deepseek_v4": "hyper-connections, which no release of Megatron-LM has",
+}
+
+
+def words_of(recipe: Recipe) -> list[str]:
+    """Return a recipe as arguments of Megatron-LM."""
+    words = PRECISIONS[recipe["precision"]].split()
+    words += [flag for column, flag in SWITCHES.items() if recipe[column] == "True"]
+    for column, flag in VALUES.items():
+        if recipe[column]:
+            words += [flag, recipe[column]]
+    for column, flag in LISTS.items():
+        if recipe[column]:
+            words += [flag, *ast.literal_eval(recipe[column])]
+    if recipe["overlap_param_gather_with_optimizer_step"]:
+        words += ["--use-distributed-optimizer", "--overlap-grad-reduce", "--overlap-param-gather"]
+    if recipe["expert_model_parallel_size"] not in ("", "1"):
+        words += ["--num-experts", recipe["expert_model_parallel_size"]]
+    if recipe["cuda_graph_impl"]:
+        words += ["--te-rng-tracker", "--pipeline-random-streams", "rank"]
+    for model, more in MODELS.items():
+        if recipe["recipe"].startswith(model):
+            words += more.split()
+    return [*words, "--num-layers", "64"]
+
+
+def in_the_way(recipe: Recipe, schedule: str) -> dict[str, str]:
+    """Return the settings of a recipe that do not go with a schedule, with the reasons."""
+    found = {name: why for name, why in NOT_A_FLAG.items() if _is(recipe, name)}
+    return found | {_name(c.flag): c.finding.why for c in _stopping(recipe, schedule)}
+
+
+def _name(flag: str) -> str:
+    return flag.split()[0] if flag.startswith("--") else flag
+
+
+def unseen(recipe: Recipe, schedule: str) -> set[tuple[str, str]]:
+    """Return the settings of a recipe that only a GPU can show, each with what will show it."""
+    report = _report(recipe, schedule)
+    return {(c.flag, c.finding.shown_by) for c in report.of(Verdict.UNSEEN)}
+
+
+def _is(recipe: Recipe, name: str) -> bool:
+    return bool(recipe.get(name)) or recipe["recipe"].startswith(name)
+
+
+def _stopping(recipe: Recipe, schedule: str) -> list[checking.Checked]:
+    report = _report(recipe, schedule)
+    return report.of(Verdict.REFUSED) + report.of(Verdict.UNKNOWN)
+
+
+def _report(recipe: Recipe, schedule: str) -> checking.Report:
+    gpus = re.search(r"_(\d+)gpu_", recipe["recipe"])
+    words = [*words_of(recipe), "--pipeline-schedule", schedule]
+    with contextlib.redirect_stdout(io.StringIO()):
+        args = checking.parse(words, VERSION, int(gpus[1]) if gpus else None)
+        return checking.check(args, VERSION, build=False)
+
+
+def read() -> list[Recipe]:
+    with RECIPES.open(encoding="utf-8", newline="") as file:
+        return list(csv.DictReader(file))
+
+
+def counted(recipes: list[Recipe], schedule: str) -> tuple[int, Counter[str], dict[str, str]]:
+    """Return how many recipes run, how many each setting is in the way of, and the reasons."""
+    stopped: Counter[str] = Counter()
+    reasons: dict[str, str] = {}
+    runs = 0
+    for recipe in recipes:
+        found = in_the_way(recipe, schedule)
+        runs += not found
+        stopped.update(found.keys())
+        reasons |= found
+    return runs, stopped, reasons
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--schedule", default="v-half", help="of the last line (default: v-half)")
+    arguments = parser.parse_args()
+    recipes, console = read(), Console()
+    table = Table("schedule", "recipes that run", f"of {len(recipes)}", box=None)
+    for name in schedules.names():
+        table.add_row(name, str(counted(recipes, name)[0]))
+    console.print(table)
+    runs, stopped, reasons = counted(recipes, arguments.schedule)
+    table = Table("in the way", "recipes", "why", title=f"with {arguments.schedule}", box=None)
+    for flag, count in stopped.most_common():
+        table.add_row(flag, str(count), str(reasons[flag]))
+    console.print(table)
+    table = Table("runs, but only a GPU can show", "recipes", "shown by", box=None)
+    seen = Counter(
+        pair
+        for recipe in recipes
+        if not in_the_way(recipe, arguments.schedule)
+        for pair in unseen(recipe, arguments.schedule)
+    )
+    for (flag, shown_by), count in seen.most_common():
+        table.add_row(flag, str(count), shown_by)
+    console.print(table)
+    print(json.dumps({"runs": runs, "of": len(recipes), "in_the_way": dict(stopped)}))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,134 @@
+"""Check of a run's arguments before it starts: what is refused, and what has never been seen."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+from megatron_zb.errors import UsageError
+from megatron_zb.job.run_flags import asks_for_layer_streams, placement_of
+from megatron_zb.megatron_lm import argument_table, conflicts, flags
+from megatron_zb.megatron_lm.adapter_of_arguments import adapter_of
+from megatron_zb.megatron_lm.argument_table import Finding, Verdict
+from megatron_zb.megatron_lm.conflicts import Refusal
+from megatron_zb.schedules import catalog, interchange
+from megatron_zb.schedules.placement import Placement, v_shape
+
+
+@dataclass(frozen=True)
+class Checked:
+    """An argument as the user gave it, with the finding on it."""
+
+    flag: str
+    finding: Finding
+
+
+@dataclass(frozen=True)
+class Report:
+    """The findings on all arguments of a run that differ from their defaults."""
+
+    choice: str
+    checked: tuple[Checked, ...]
+
+    @property
+    def runs(self) -> bool:
+        """Whether nothing is refused."""
+        return not self.of(Verdict.REFUSED)
+
+    def of(self, verdict: Verdict) -> list[Checked]:
+        """Return the arguments with a verdict."""
+        return [each for each in self.checked if each.finding.verdict is verdict]
+
+
+def parse(words: Sequence[str], version: str, gpus: int | None = None) -> argparse.Namespace:
+    """Parse a command line of Megatron-LM's pretrain scripts with our flags, without Megatron-LM.
+
+    ``gpus`` is the number of ranks, without it those of one replica of the model.
+
+    Raises:
+        UsageError: an argument is not known in that version, or is wrong.
+    """
+    args = _parser(version).parse_args(list(words))
+    ranks = (
+        args.tensor_model_parallel_size
+        * args.pipeline_model_parallel_size
+        * args.context_parallel_size
+    )
+    args.world_size = ranks if gpus is None else gpus
+    flags.translate_older(args)
+    if flags.choice(args) is None:
+        raise UsageError("no schedule is chosen: add --pipeline-schedule, such as v-half")
+    return args
+
+
+@cache
+def _parser(version: str) -> argparse.ArgumentParser:
+    return flags.add_arguments(argument_table.parser_of(version))
+
+
+def check(args: argparse.Namespace, version: str, *, build: bool = True) -> Report:
+    """Check parsed arguments as the start of the job does.
+
+    Args:
+        build: build the schedule, too, whose sizes may be wrong.
+
+    Raises:
+        UsageError: the schedule does not exist, or its placement has not enough sizes.
+    """
+    choice = str(flags.choice(args))
+    placement, splits = _placement(args)
+    found = [*conflicts.refusals(args, choice, placement, splits, _series(version))]
+    if args.enable_optimizer_post_validation:
+        found += conflicts.post_validation_refusals(args)
+    if asks_for_layer_streams(args.pipeline_random_streams, keeps_places=placement.chunks == 1):
+        found += conflicts.layer_streams_refusals(args)
+    refused = [Checked(r.flag, Finding(Verdict.REFUSED, _reason(r, choice))) for r in found]
+    checked = [*refused, *_others(args, version, {r.flag.split()[0] for r in found})]
+    if build and not refused:
+        try:
+            adapter_of(args)
+        except UsageError as error:
+            checked.insert(0, Checked(choice, Finding(Verdict.REFUSED, str(error))))
+    return Report(choice, tuple(checked))
+
+
+def _placement(args: argparse.Namespace) -> tuple[Placement, bool]:
+    """Return the placement that is asked for, and whether the backward is split.
+
+    ``auto`` may choose a V; a table from a file may split.
+    """
+    if args.pipeline_schedule_file is not None:
+        return interchange.from_csv(Path(args.pipeline_schedule_file)).placement, True
+    family, size = catalog.family(args.pipeline_schedule), args.pipeline_model_parallel_size
+    if size < 2:
+        raise UsageError(
+            f"--pipeline-schedule {family.name} needs a pipeline: give "
+            "--pipeline-model-parallel-size of 2 or more"
+        )
+    if family.placement is None:
+        return placement_of(args) or v_shape(size), True
+    return family.placement(size, None), family.splits_backward
+
+
+def _series(version: str) -> tuple[int, int]:
+    major, minor = version.split(".")
+    return int(major), int(minor)
+
+
+def _reason(refusal: Refusal, choice: str) -> str:
+    return refusal.why if refusal.other == choice else f"with {refusal.other}: {refusal.why}"
+
+
+def _others(args: argparse.Namespace, version: str, refused: set[str]) -> Iterator[Checked]:
+    for argument, value in argument_table.given(args, version):
+        flag = argument.flags[0]
+        if flag not in refused:
+            said = flag if isinstance(value, bool) else f"{flag} {_words(value)}"
+            yield Checked(said, argument_table.finding(argument.name, value))
+
+
+def _words(value: object) -> str:
+    return " ".join(map(str, value)) if isinstance(value, list) else str(value)

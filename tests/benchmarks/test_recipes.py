@@ -1,0 +1,42 @@
+"""The count of public recipes that go with a schedule."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path.append(str(ROOT / "benchmarks"))
+
+import recipes  # noqa: E402
+
+
+@pytest.mark.parametrize(("schedule", "least"), [("v-half", 93), ("zb-h1", 60)])
+def test_recipes_run_and_the_rest_have_a_reason(schedule: str, least: int) -> None:
+    every = recipes.read()
+    runs, stopped, reasons = recipes.counted(every, schedule)
+    assert len(every) == 175
+    assert runs >= least
+    assert set(stopped) == set(reasons)
+    assert all(reasons.values())
+
+
+def test_what_counts_as_running_has_a_test_or_a_script() -> None:
+    shown = {
+        pair
+        for recipe in recipes.read()
+        if not recipes.in_the_way(recipe, "v-half")
+        for pair in recipes.unseen(recipe, "v-half")
+    }
+    assert len(shown) > 5
+    assert all((ROOT / shown_by).is_file() for _, shown_by in shown)
+
+
+def test_a_recipe_becomes_arguments() -> None:
+    found = [r for r in recipes.read() if r["precision"] == "fp8_mx" and r["cuda_graph_impl"]]
+    words = " ".join(recipes.words_of(found[0]))
+    assert "--fp8-format e4m3 --fp8-recipe mxfp8" in words
+    assert f"--cuda-graph-impl {found[0]['cuda_graph_impl']} " in words
+    assert "--num-virtual-stages-per-pipeline-rank" not in words

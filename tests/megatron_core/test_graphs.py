@@ -1,0 +1,286 @@
+"""CUDA graphs: the order of their capture, and what runs beside them."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import capture_stand_in
+import gpt_cases
+import graph_stand_in
+import pytest
+import torch
+from feature_matrix import _options
+from gpt_cases import GPTCase, built, forward_backward, gradients, microbatches, run
+from megatron.core.full_cuda_graph import FullCudaGraphWrapper
+from megatron.core.pipeline_parallel.schedules import get_pp_rank_microbatches, get_schedule_table
+from megatron.core.transformer.cuda_graphs import (
+    TECudaGraphHelper,
+    convert_schedule_table_to_order,
+)
+from megatron.core.transformer.enums import CudaGraphScope
+from megatron.core.utils import get_model_config
+from rank_process import Kind
+from ranks import RankPools
+from te_cases import layers_of_te
+
+from megatron_zb import schedules
+from megatron_zb.errors import UsageError
+from megatron_zb.megatron_core import graphs
+from megatron_zb.megatron_core.graphs import pass_order
+from megatron_zb.megatron_core.versions import Graphs, graphs_of
+from megatron_zb.runtime.channels import Channels
+from megatron_zb.schedules.passes import Channel, Message
+
+
+def _megatrons_order(p: int, rank: int, m: int, chunks: int, group: int) -> list[int]:
+    pipeline = SimpleNamespace(
+        pp_group=SimpleNamespace(size=lambda: p, rank=lambda: rank),
+        virtual_pipeline_model_parallel_size=chunks if chunks > 1 else None,
+    )
+    warmup = get_pp_rank_microbatches(m, chunks, group, p2p_communicator=pipeline)[2]
+    table = get_schedule_table(m, chunks, group)
+    return convert_schedule_table_to_order(warmup, chunks, table)
+
+
+@pytest.mark.parametrize(
+    ("p", "m", "chunks"),
+    [(2, 2, 2), (2, 8, 2), (4, 4, 2), (4, 8, 3), (4, 16, 4), (8, 16, 2), (4, 8, 1), (8, 3, 1)],
+)
+def test_graphs_are_captured_in_megatrons_order_under_its_own_schedule(
+    p: int, m: int, chunks: int
+) -> None:
+    name = "interleaved" if chunks > 1 else "1f1b"
+    asked = chunks if chunks > 1 else None
+    schedule = schedules.build(name, pipeline_size=p, num_microbatches=m, chunks=asked)
+    for rank in range(p):
+        assert pass_order(schedule, rank) == _megatrons_order(p, rank, m, chunks, p)
+
+
+@pytest.mark.parametrize("name", ["zb-h1", "v-half", "v-zb", "interleaved", "wave", "1f1b-v"])
+def test_a_graph_is_captured_for_every_pass_but_w(name: str) -> None:
+    """Both directions of a chunk come in the order of the microbatches, as graphs count them."""
+    schedule = schedules.build(name, pipeline_size=4, num_microbatches=8)
+    chunks = schedule.placement.chunks
+    for rank, passes in enumerate(schedule.ranks):
+        order = pass_order(schedule, rank)
+        assert order[0] == 1
+        for chunk in range(1, chunks + 1):
+            done = [entry for entry in order if abs(entry) == chunk]
+            assert done.count(chunk) == done.count(-chunk) == 8
+            stage = schedule.placement.stages_of[rank][chunk - 1]
+            for kinds in ("F", ("B", "BW")):
+                numbers = [
+                    p.microbatch for p in passes if p.stage == stage and p.kind.name in kinds
+                ]
+                assert numbers == list(range(8))
+
+
+@pytest.mark.parametrize(
+    ("settings", "kind"),
+    [
+        ({}, Graphs.NONE),
+        ({"cuda_graph_impl": "none", "cuda_graph_scope": ["full_iteration"]}, Graphs.NONE),
+        ({"cuda_graph_impl": "local", "cuda_graph_scope": "full"}, Graphs.LOCAL),
+        ({"cuda_graph_impl": "local", "cuda_graph_scope": "full_iteration"}, Graphs.FULL_ITERATION),
+        (
+            {
+                "cuda_graph_impl": "local",
+                "cuda_graph_scope": [SimpleNamespace(name="full_iteration")],
+            },
+            Graphs.FULL_ITERATION,
+        ),
+        ({"cuda_graph_impl": "full_iteration"}, Graphs.FULL_ITERATION),
+        ({"enable_cuda_graph": True, "cuda_graph_impl": "none"}, Graphs.LOCAL),
+        ({"external_cuda_graph": True, "cuda_graph_impl": "none"}, Graphs.TRANSFORMER_ENGINE),
+        ({"cuda_graph_impl": "transformer_engine"}, Graphs.TRANSFORMER_ENGINE),
+    ],
+)
+def test_the_graphs_of_both_versions_are_told_apart(settings: dict[str, Any], kind: Graphs) -> None:
+    assert graphs_of(SimpleNamespace(**settings)) is kind
+
+
+# Graphs of layers.
+
+CASE = GPTCase(dtype="bfloat16", layers=8, data_parallel=2, overlap_grad_reduce=True)
+FUSED = replace(CASE, fused_accumulation=True)
+MICROBATCHES = 5
+LOCAL_LAYERS = gpt_cases._specification
+
+
+def _graphed(case: GPTCase, schedule: str, scope: str, of_te: bool) -> list[str]:
+    """What a step before and after the capture has other than the same schedule without graphs."""
+    gpt_cases._specification = layers_of_te if of_te else LOCAL_LAYERS
+    options = _options(cuda_graph_impl="transformer_engine", cuda_graph_scope=scope)
+    graphed = replace(case, options=options)
+    expected = run(case, schedule, [MICROBATCHES])[MICROBATCHES]
+    found = []
+    with built(graphed, schedule, MICROBATCHES) as (adapter, chunks):
+        assert adapter is not None
+        queues = [split.queue for split in adapter._splits]
+        with graph_stand_in.installed(queues, MICROBATCHES) as pool:
+            helper = TECudaGraphHelper(chunks, get_model_config(chunks[0]), 16, 2)
+            for graphs_exist in (False, True):
+                for chunk in chunks:
+                    chunk.zero_grad_buffer()
+                data = [microbatches(case, MICROBATCHES) for _ in chunks]
+                function = adapter.forward_backward_func
+                losses = forward_backward(function, chunks, data, MICROBATCHES)
+                if [float(loss["lm loss"]) for loss in losses] != expected.losses:
+                    found.append(f"losses, with graphs {graphs_exist}")
+                found += [
+                    f"{name}, with graphs {graphs_exist}"
+                    for name, gradient in gradients(chunks)
+                    if not torch.equal(gradient, expected.gradients[name])
+                ]
+                if not graphs_exist:
+                    adapter.create_graphs(helper)
+        if pool.replayed != pool.captured:
+            found.append(f"replayed {pool.replayed}, captured {pool.captured}")
+        if not pool.replayed or min(pool.sizes) < 2:
+            found.append("no graph of several layers")
+    return found
+
+
+@pytest.mark.parametrize("schedule", ["v-half", "v-zb", "zb-h1", "interleaved"])
+@pytest.mark.parametrize(
+    ("case", "scope", "of_te"),
+    [(CASE, "full", False), (CASE, "attn", True), (FUSED, "attn", True), (FUSED, "mlp", True)],
+    ids=["layers", "attention-te", "attention-te-fused", "mlp-te-fused"],
+)
+def test_graphs_of_layers_give_what_megatron_gives(
+    ranks: RankPools, schedule: str, case: GPTCase, scope: str, of_te: bool
+) -> None:
+    """The same schedule without graphs gives it, too; see test_gradient_parity.py."""
+    pool = ranks(4, Kind.TRANSFORMER_ENGINE)
+    found = pool.run(_graphed, case=case, schedule=schedule, scope=scope, of_te=of_te)
+    assert found == [[]] * 4
+
+
+def _another_count(schedule: str) -> str:
+    options = _options(cuda_graph_impl="transformer_engine", cuda_graph_scope="full")
+    case = GPTCase(dtype="bfloat16", layers=4, options=options)
+    with built(case, schedule, 4) as (adapter, chunks):
+        assert adapter is not None
+        function = adapter.forward_backward_func
+        with graph_stand_in.installed([split.queue for split in adapter._splits], 4):
+            adapter.create_graphs(TECudaGraphHelper(chunks, get_model_config(chunks[0]), 16, 2))
+        for count, forward_only in ((4, False), (2, True), (3, False)):
+            for chunk in chunks:
+                chunk.train(not forward_only)
+            data = [microbatches(case, count) for _ in chunks]
+            try:
+                forward_backward(function, chunks, data, count, forward_only=forward_only)
+            except UsageError as error:
+                return f"{count} microbatches: {error}"
+    return "nothing was refused"
+
+
+def test_graphs_are_for_one_number_of_microbatches(ranks: RankPools) -> None:
+    said = f"cannot be combined with the pipeline schedule v-half: {graphs.WHY_ONE_COUNT}"
+    expected = f"3 microbatches: CUDA graphs (transformer_engine) {said}"
+    pool = ranks(2, Kind.TRANSFORMER_ENGINE)
+    assert pool.run(_another_count, schedule="v-half") == [expected] * 2
+
+
+# Graphs of whole iterations.
+
+
+def _captured(case: GPTCase, schedule: str, forward_only: bool) -> list[str]:
+    """What a step and one that is captured have other than the same schedule without graphs."""
+    gpt_cases._specification = LOCAL_LAYERS
+    expected = run(case, schedule, [MICROBATCHES], forward_only)[MICROBATCHES]
+    found = []
+    with (
+        built(case, schedule, MICROBATCHES) as (adapter, chunks),
+        capture_stand_in.installed(),
+    ):
+        assert adapter is not None
+        config = get_model_config(chunks[0])  # building with these needs the generators of a GPU
+        config.cuda_graph_impl, config.cuda_graph_scope = "local", [CudaGraphScope.full_iteration]
+        function = FullCudaGraphWrapper(adapter.forward_backward_func)
+        for step in range(3):
+            if step < 2:  # what stands in for a graph has run when it was captured
+                for chunk in chunks:
+                    chunk.zero_grad_buffer()
+            data = [microbatches(case, MICROBATCHES) for _ in chunks]
+            losses = forward_backward(
+                function, chunks, data, MICROBATCHES, forward_only=forward_only
+            )
+            if [float(loss["lm loss"]) for loss in losses] != expected.losses:
+                found.append(f"losses of step {step}")
+            found += [
+                f"{name} of step {step}"
+                for name, gradient in gradients(chunks)
+                if not torch.equal(gradient, expected.gradients[name])
+            ]
+        assert adapter.forward_backward_func._channels is not None
+        if any(adapter.forward_backward_func._channels._sends.values()):
+            found.append("messages left")
+        if (function.cuda_graph["validation" if forward_only else "training"]) is None:
+            found.append("nothing was captured")
+    return found
+
+
+WHOLE = GPTCase(tied=True, data_parallel=2, overlap_grad_reduce=True)
+
+
+@pytest.mark.parametrize("forward_only", [False, True])
+@pytest.mark.parametrize("schedule", ["v-half", "v-zb", "zb-h1", "interleaved"])
+def test_a_captured_step_gives_the_same_and_asks_nothing(
+    ranks: RankPools, schedule: str, forward_only: bool
+) -> None:
+    found = ranks(4).run(_captured, case=WHOLE, schedule=schedule, forward_only=forward_only)
+    assert found == [[]] * 4
+
+
+def test_receives_stay_on_the_stream_that_is_captured() -> None:
+    """A CPU has no stream: what stands for that of the receives may not be touched."""
+    channels = Channels.__new__(Channels)
+    channels._prepare(torch.device("cpu"))
+    apart = channels._receiving = object()
+    message = Message(False, 1, 0)
+    work: Any = SimpleNamespace(wait=lambda: None)
+    channels._irecv = lambda channel, buffer: work  # type: ignore[method-assign]
+    with capture_stand_in.asking_nothing(), channels.capturing(True):
+        channels.post_receive(Channel(0, 1), message, lambda: torch.zeros(1))
+        channels.between_passes()
+        assert channels.take(message).shape == (1,)
+        channels.finish()
+    assert channels._receiving is apart
+    with capture_stand_in.asking_nothing(), pytest.raises(capture_stand_in.Asked):
+        channels.between_passes()
+
+
+@pytest.mark.parametrize(
+    ("settings", "why"),
+    [
+        ({"variable_seq_lengths": True}, graphs.WHY_KNOWN_SHAPES),
+        ({"cuda_graph_warmup_steps": 0}, graphs.WHY_A_STEP_BEFORE),
+    ],
+)
+def test_what_no_step_can_be_captured_with(settings: dict[str, Any], why: str) -> None:
+    config = {"variable_seq_lengths": False, "cuda_graph_warmup_steps": 1}
+    whole = {"cuda_graph_impl": "full_iteration", **config}
+    graphs.check(SimpleNamespace(**whole), "v-half", {})
+    with pytest.raises(UsageError, match=f"^CUDA graphs .full_iteration. .* v-half: {why}$"):
+        graphs.check(SimpleNamespace(**{**whole, **settings}), "v-half", {})
+    graphs.check(SimpleNamespace(**{**config, **settings}), "v-half", {})
+
+
+@pytest.mark.parametrize(
+    "why",
+    [
+        graphs.WHY_NOT_LAYER_STREAMS,
+        graphs.WHY_NOT_MEASURED,
+        graphs.WHY_NOT_TWICE,
+        graphs.WHY_ONE_COUNT,
+    ],
+)
+def test_a_step_is_refused_with_what_a_graph_cannot_hold(why: str) -> None:
+    config = SimpleNamespace(cuda_graph_impl="transformer_engine")
+    with pytest.raises(UsageError, match=f"{why}$"):
+        graphs.check(config, "v-half", {why: True})
+    graphs.check(config, "v-half", {why: False})
+    graphs.check(SimpleNamespace(cuda_graph_impl="none"), "v-half", {why: True})

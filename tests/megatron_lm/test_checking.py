@@ -1,0 +1,159 @@
+"""``megatron-zb check``, and what is known of Megatron-LM's arguments."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+
+import pytest
+
+from megatron_zb.cli import main as cli
+from megatron_zb.cli.check import separated
+from megatron_zb.errors import UsageError
+from megatron_zb.megatron_core.versions import SERIES
+from megatron_zb.megatron_lm import argument_table, checking, conflicts
+from megatron_zb.megatron_lm.argument_table import Argument, Verdict
+
+ROOT = Path(__file__).resolve().parents[2]
+SIZES = "--pipeline-model-parallel-size 4 --num-layers 16 --micro-batch-size 1 "
+RUN = f"--pipeline-schedule v-half {SIZES} --global-batch-size 8"
+
+
+def checked(words: str, version: str = "0.19") -> checking.Report:
+    return checking.check(checking.parse(words.split(), version), version, build=False)
+
+
+def refused(words: str, version: str = "0.19") -> list[str]:
+    return [each.flag for each in checked(words, version).of(Verdict.REFUSED)]
+
+
+def test_every_argument_of_every_version_is_judged_or_refused() -> None:
+    names = {argument.name for argument in argument_table.arguments()}
+    judged = {word.partition("=")[0] for word in argument_table.judged()}
+    assert judged <= names
+    assert names - judged <= {conflict.argument for conflict in conflicts.CONFLICTS}
+    assert len(names) > 800
+    for series in SERIES:
+        assert any(series.text in argument.versions for argument in argument_table.arguments())
+
+
+def test_what_shows_a_verdict_is_there() -> None:
+    findings = [
+        argument_table.finding(*word.split("="))
+        if "=" in word
+        else argument_table.finding(word, None)
+        for word in argument_table.judged()
+    ]
+    for finding in findings:
+        shown = finding.verdict in (Verdict.PROVEN, Verdict.UNSEEN)
+        assert bool(finding.shown_by) == shown
+        assert not finding.shown_by or (ROOT / finding.shown_by).is_file()
+        assert finding.why
+
+
+def test_a_value_has_a_verdict_of_its_own() -> None:
+    assert argument_table.finding("moe_token_dispatcher_type", "alltoall").verdict is Verdict.PROVEN
+    assert argument_table.finding("moe_token_dispatcher_type", "flex").verdict is Verdict.UNSEEN
+
+
+def test_what_is_refused_is_refused_with_all_reasons() -> None:
+    assert checked(RUN).runs
+    report = checked(f"{RUN} --use-megatron-fsdp --delay-wgrad-compute --bf16")
+    assert not report.runs
+    assert {each.flag for each in report.of(Verdict.REFUSED)} == {
+        "--use-megatron-fsdp",
+        "--delay-wgrad-compute",
+    }
+    assert all(each.finding.why for each in report.checked)
+    assert "--bf16" in {each.flag for each in report.of(Verdict.PROVEN)}
+
+
+def test_a_refusal_is_of_a_placement_and_of_a_version() -> None:
+    pattern = "--hybrid-layer-pattern M*M*"
+    assert refused(f"{RUN} {pattern}") == [pattern]
+    assert refused(f"{RUN.replace('v-half', 'zb-h1')} {pattern}") == []
+    assert refused(f"{RUN} --sft", "0.16") == ["--sft"]
+    assert refused(f"{RUN} --sft", "0.19") == []
+
+
+def test_post_validation_has_refusals_of_its_own() -> None:
+    words = f"{RUN} --qk-clip"
+    assert refused(words) == []
+    assert refused(f"{words} --enable-optimizer-post-validation") == ["--qk-clip"]
+
+
+def test_what_the_start_would_refuse_is_refused() -> None:
+    """The schedule is built, with the sizes of the run."""
+    args = checking.parse(RUN.replace("--num-layers 16", "--num-layers 7").split(), "0.19")
+    report = checking.check(args, "0.19")
+    (found,) = report.of(Verdict.REFUSED)
+    assert "7 layers cannot be placed on 8 stages" in found.finding.why
+
+
+def test_an_argument_that_no_known_version_has_is_not_ignored(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    new = Argument("new_thing", ("--new-thing",), "true", False, frozenset({"0.19"}))
+    known = argument_table.arguments()
+    monkeypatch.setattr(argument_table, "arguments", lambda: (*known, new))
+    monkeypatch.setattr(checking, "_parser", checking._parser.__wrapped__)
+    (found,) = checked(f"{RUN} --new-thing").of(Verdict.UNKNOWN)
+    assert found.flag == "--new-thing"
+    parser = argument_table.parser_of("0.19")
+    monkeypatch.setattr(argument_table, "arguments", lambda: known)
+    assert argument_table.new_arguments(parser) == {"new_thing": False}
+
+
+@pytest.mark.parametrize(
+    ("words", "sentence"),
+    [
+        (f"{RUN} --no-such-flag", "unknown argument '--no-such-flag'"),
+        (f"{RUN} --num-layers many", "--num-layers: 'many' is not a whole number"),
+        (SIZES, "no schedule is chosen: add --pipeline-schedule"),
+        (RUN.replace("v-half", "v-halv"), "unknown pipeline schedule 'v-halv'"),
+        ("--pipeline-schedule v-half --num-layers 8", "needs a pipeline"),
+    ],
+)
+def test_a_mistake_is_one_sentence(
+    words: str, sentence: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(UsageError, match=sentence):
+        checked(words)
+    assert cli.main(["check", *words.split()]) == 2
+    printed = capsys.readouterr()
+    assert sentence in printed.err
+    assert printed.err.count("\n") == 1
+    assert printed.out == ""
+
+
+def test_the_command(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["check", "--gpus", "8", *RUN.split(), "--tp-comm-overlap"]) == 0
+    printed = capsys.readouterr().out
+    assert "--tp-comm-overlap" in printed
+    assert "runs with --pipeline-schedule v-half: " in printed
+    assert cli.main(["check", "--json", "--", *RUN.split(), "--use-torch-fsdp2"]) == 2
+    found = json.loads(capsys.readouterr().out)
+    assert (found["megatron"], found["runs"]) == ("0.19", False)
+    (argument,) = (a for a in found["arguments"] if a["verdict"] == "refused")
+    assert argument["argument"] == "--use-torch-fsdp2"
+    assert argument["why"]
+
+
+def test_words_of_the_training_need_no_dashes_before_them() -> None:
+    assert separated(["--json", "--gpus", "8", "--bf16"]) == [
+        "--json",
+        "--gpus",
+        "8",
+        "--",
+        "--bf16",
+    ]
+    assert separated(["--gpus=8", "--", "--bf16"]) == ["--gpus=8", "--", "--bf16"]
+    assert separated(["--help"]) == ["--help"]
+
+
+def test_the_parser_has_the_defaults_of_megatron() -> None:
+    args = argument_table.parser_of("0.19").parse_args([])
+    assert isinstance(args, argparse.Namespace)
+    assert (args.tensor_model_parallel_size, args.add_bias_linear, args.bf16) == (1, True, False)
+    assert not hasattr(argument_table.parser_of("0.16").parse_args([]), "moe_paged_stash")
