@@ -58,6 +58,12 @@ FEATURES = {
     "fused permutation": f"{SPREAD} --moe-token-dispatcher-type alltoall --moe-permute-fusion",
     "fused router": f"{EXPERTS} --moe-router-fusion",
     "fused cross entropy": "--cross-entropy-loss-fusion --cross-entropy-fusion-impl te",
+    "recomputed up-projections": "--multi-latent-attention --recompute-granularity selective "
+    "--recompute-modules mla_up_proj",
+    "recomputed norms and activations": f"{EXPERTS} --recompute-granularity selective "
+    "--recompute-modules layernorm moe_act",
+    "recomputed MLP": "--recompute-granularity selective --recompute-modules mlp",
+    "Muon": "--optimizer muon",
     "NCCL user buffers": "--use-nccl-ub --use-distributed-optimizer --overlap-grad-reduce",
     "two instances of the distributed optimizer": "--use-distributed-optimizer "
     "--num-distributed-optimizer-instances 2 --overlap-grad-reduce",

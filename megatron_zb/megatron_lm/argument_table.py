@@ -129,11 +129,14 @@ def judged() -> frozenset[str]:
 
 
 def finding(name: str, value: Any) -> Finding:
-    """Return what is known of an argument with a value; what is refused is not looked at here."""
-    found = _findings()
-    values = value if isinstance(value, list | tuple) else [value]
-    named = [found[word] for word in (f"{name}={each}" for each in values) if word in found]
-    return named[0] if named else found.get(name, UNKNOWN)
+    """Return what is known of an argument with a value, of several values the one least known.
+
+    What is refused is not looked at here.
+    """
+    findings, values = _findings(), value if isinstance(value, list | tuple) else [value]
+    of_name = findings.get(name, UNKNOWN)
+    each = [findings.get(f"{name}={one}", of_name) for one in values] or [of_name]
+    return max(each, key=lambda finding: list(Verdict).index(finding.verdict))
 
 
 def given(args: argparse.Namespace, version: str) -> Iterator[tuple[Argument, Any]]:

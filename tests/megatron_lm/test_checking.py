@@ -57,6 +57,15 @@ def test_a_value_has_a_verdict_of_its_own() -> None:
     assert argument_table.finding("moe_token_dispatcher_type", "flex").verdict is Verdict.UNSEEN
 
 
+def test_of_several_values_the_one_least_known_counts() -> None:
+    for values, verdict in (
+        (["core_attn"], Verdict.PROVEN),
+        (["core_attn", "mlp"], Verdict.UNSEEN),
+    ):
+        assert argument_table.finding("recompute_modules", values).verdict is verdict
+    assert argument_table.finding("no_such_argument", []).verdict is Verdict.UNKNOWN
+
+
 def test_what_is_refused_is_refused_with_all_reasons() -> None:
     assert checked(RUN).runs
     report = checked(f"{RUN} --use-megatron-fsdp --delay-wgrad-compute --bf16")
