@@ -52,6 +52,7 @@ PLACES = {
     "runtime/shaped_channels.py:ShapedChannels.post_receive": ORDERED + "; a tensor of the host",
     "runtime/synthetic_steps.py:Steps.seconds": HOST,
     "runtime/watchdog/watchdog.py:Watchdog._goes_on": HOST,
+    "megatron_core/cpu.py:redirect_experts.to_cpu": "there is no GPU",
     "megatron_core/post_validation.py:PostValidation._close": HOST,
     "megatron_core/post_validation.py:PostValidation._judge": HOST,
     "megatron_core/post_validation.py:PostValidation.was_right": HOST,
