@@ -23,6 +23,7 @@ from megatron.core.transformer.enums import CudaGraphScope
 from megatron.core.utils import get_model_config
 from rank_process import Kind
 from ranks import RankPools
+from sizes import every_value
 from te_cases import layers_of_te
 
 from megatron_zb import schedules
@@ -143,16 +144,22 @@ def _graphed(case: GPTCase, schedule: str, scope: str, of_te: bool) -> list[str]
     return found
 
 
-@pytest.mark.parametrize("schedule", ["v-half", "v-zb", "zb-h1", "interleaved"])
+GRAPHED = {
+    "layers": (CASE, "full", False),
+    "attention-te": (CASE, "attn", True),
+    "attention-te-fused": (FUSED, "attn", True),
+    "mlp-te-fused": (FUSED, "mlp", True),
+}
+
+
 @pytest.mark.parametrize(
-    ("case", "scope", "of_te"),
-    [(CASE, "full", False), (CASE, "attn", True), (FUSED, "attn", True), (FUSED, "mlp", True)],
-    ids=["layers", "attention-te", "attention-te-fused", "mlp-te-fused"],
+    ("name", "schedule"), every_value([*GRAPHED], ["v-half", "v-zb", "zb-h1", "interleaved"])
 )
 def test_graphs_of_layers_give_what_megatron_gives(
-    ranks: RankPools, schedule: str, case: GPTCase, scope: str, of_te: bool
+    ranks: RankPools, name: str, schedule: str
 ) -> None:
     """The same schedule without graphs gives it, too; see test_gradient_parity.py."""
+    case, scope, of_te = GRAPHED[name]
     pool = ranks(4, Kind.TRANSFORMER_ENGINE)
     found = pool.run(_graphed, case=case, schedule=schedule, scope=scope, of_te=of_te)
     assert found == [[]] * 4
@@ -226,8 +233,10 @@ def _captured(case: GPTCase, schedule: str, forward_only: bool) -> list[str]:
 WHOLE = GPTCase(tied=True, data_parallel=2, overlap_grad_reduce=True)
 
 
-@pytest.mark.parametrize("forward_only", [False, True])
-@pytest.mark.parametrize("schedule", ["v-half", "v-zb", "zb-h1", "interleaved"])
+@pytest.mark.parametrize(
+    ("schedule", "forward_only"),
+    every_value(["v-half", "v-zb", "zb-h1", "interleaved"], [False, True]),
+)
 def test_a_captured_step_gives_the_same_and_asks_nothing(
     ranks: RankPools, schedule: str, forward_only: bool
 ) -> None:

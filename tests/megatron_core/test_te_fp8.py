@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from ranks import RankPool
+from sizes import every_value
 from te_cases import (
     DEFERRED,
     MIXED,
@@ -58,8 +59,7 @@ def compare(kind: str, recipe: str) -> list[str]:
     return found
 
 
-@pytest.mark.parametrize("recipe", RECIPES)
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("kind", "recipe"), every_value(KINDS, RECIPES))
 def test_deferred_weight_gradients_equal_those_of_a_whole_backward(
     te_pool: RankPool, kind: str, recipe: str
 ) -> None:
@@ -131,11 +131,11 @@ def compare_sequence_parallel(kind: str, options: dict[str, Any], recipe: str) -
     return found
 
 
-@pytest.mark.parametrize("recipe", RECIPES)
-@pytest.mark.parametrize(("kind", "options"), SEQUENCE_PARALLEL, ids=NAMES_OF_SEQUENCE_PARALLEL)
+@pytest.mark.parametrize(("name", "recipe"), every_value(NAMES_OF_SEQUENCE_PARALLEL, RECIPES))
 def test_sequence_parallel_gradients_equal_those_of_a_whole_backward(
-    te_pool: RankPool, kind: str, options: dict[str, Any], recipe: str
+    te_pool: RankPool, name: str, recipe: str
 ) -> None:
+    kind, options = SEQUENCE_PARALLEL[NAMES_OF_SEQUENCE_PARALLEL.index(name)]
     found = te_pool.run(compare_sequence_parallel, kind=kind, options=options, recipe=recipe)
     assert found == [[], []]
 

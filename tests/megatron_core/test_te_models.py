@@ -11,6 +11,7 @@ import torch
 from gpt_cases import GPTCase
 from rank_process import Kind
 from ranks import RankPool, RankPools
+from sizes import every_value
 from te_cases import layers_of_te
 
 
@@ -139,11 +140,7 @@ def quantized_differences(case: GPTCase, schedule: str) -> list[str]:
 
 @pytest.mark.parametrize(
     ("name", "schedule"),
-    [
-        *((name, schedule) for name in QUANTIZED for schedule in ("v-half", "zb-h1")),
-        *((name, "v-zb") for name in ("current-reference", "delayed", "experts-mxfp8-fused")),
-        *((name, "interleaved") for name in ("nvfp4-reference", "current", "experts-delayed")),
-    ],
+    every_value([*QUANTIZED], ["v-half", "zb-h1", "v-zb", "interleaved"]),
 )
 def test_quantized_models_equal_megatrons(te_pool: RankPool, name: str, schedule: str) -> None:
     found = te_pool.run(quantized_differences, case=QUANTIZED[name], schedule=schedule)
@@ -154,16 +151,18 @@ def test_quantized_models_equal_megatrons(te_pool: RankPool, name: str, schedule
     ("case", "schedules"),
     [
         (quantized("fp8", CURRENT), ("v-half", "interleaved")),
-        (quantized("fp4", NVFP4), ("zb-h1", "v-zb")),
-        (
+        pytest.param(quantized("fp4", NVFP4), ("zb-h1", "v-zb"), marks=pytest.mark.full),
+        pytest.param(
             quantized(
                 "fp8", "delayed", replace(EXPERTS, data_parallel=2, overlap_grad_reduce=True)
             ),
             ("v-half", "zb-h1"),
+            marks=pytest.mark.full,
         ),
-        (
+        pytest.param(
             quantized("fp8", "delayed", GPTCase(tensor_parallel=2, sequence_parallel=True)),
             ("v-zb", "interleaved"),
+            marks=pytest.mark.full,
         ),
     ],
     ids=["current-reference", "nvfp4-reference", "experts-delayed-dp2", "delayed-sp"],

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
+from itertools import product
 from typing import Any
 
 import pytest
@@ -30,6 +32,23 @@ def one_of_each_shape(names: list[str]) -> list[Any]:
     ordinary = ("1f1b", "v-half", "wave")
     return [
         name if name in ordinary else pytest.param(name, marks=pytest.mark.full) for name in names
+    ]
+
+
+def every_value(*axes: Sequence[Any]) -> list[Any]:
+    """All combinations, of which the ordinary run tries so many that each value occurs.
+
+    The others are marked full.
+    """
+    most = max(map(len, axes))
+    ordinary = {tuple(i % len(axis) for axis in axes) for i in range(most)}
+    places = product(*(range(len(axis)) for axis in axes))
+    return [
+        pytest.param(
+            *(axis[i] for axis, i in zip(axes, place, strict=True)),
+            marks=() if place in ordinary else pytest.mark.full,
+        )
+        for place in places
     ]
 
 
