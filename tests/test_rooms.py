@@ -60,10 +60,10 @@ def modules() -> dict[str, Path]:
 MODULES = modules()
 
 
-def imports(name: str, *, at_top: bool = False) -> Iterator[str]:
-    """The modules of the package that one imports; ``at_top`` leaves out those in functions."""
+def imports(name: str) -> Iterator[str]:
+    """The modules of the package that one imports, in functions and for types, too."""
     tree = ast.parse(MODULES[name].read_text(encoding="utf-8"))
-    for node in _at_top(tree) if at_top else ast.walk(tree):
+    for node in ast.walk(tree):
         if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("megatron_zb"):
             assert node.module is not None
             home = node.module.removeprefix("megatron_zb").removeprefix(".")
@@ -112,7 +112,7 @@ def test_rooms_have_an_order() -> None:
 
 
 def test_no_module_is_in_a_circle() -> None:
-    arrows = {name: sorted({*imports(name, at_top=True)} - {name}) for name in MODULES}
+    arrows = {name: sorted({*imports(name)} - {name}) for name in MODULES}
     done: set[str] = set()
 
     def visit(name: str, way: tuple[str, ...]) -> None:

@@ -11,14 +11,11 @@ from abc import ABC, abstractmethod
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import TYPE_CHECKING, ClassVar, NamedTuple, TypeAlias
+from typing import ClassVar, NamedTuple, Protocol, TypeAlias
 
 from megatron_zb.schedules.costs import StageCosts
 from megatron_zb.schedules.passes import Channel, Message, Pass, PassKind
 from megatron_zb.schedules.placement import Placement
-
-if TYPE_CHECKING:
-    from megatron_zb.schedules.schedule import Schedule
 
 Product: TypeAlias = Hashable
 """Output of a pass: the fields of the :class:`Message` that carries it, if it can travel."""
@@ -44,6 +41,19 @@ Moment: TypeAlias = tuple[float, ...]
 """A place in an order: compared from the first number on."""
 
 
+class Orders(Protocol):
+    """Orders that rules are asked about: those of a :class:`~schedule.Schedule`."""
+
+    @property
+    def placement(self) -> Placement: ...
+    @property
+    def num_microbatches(self) -> int: ...
+    @property
+    def ranks(self) -> tuple[tuple[Pass, ...], ...]: ...
+    @property
+    def forward_only(self) -> bool: ...
+
+
 class Rules(ABC):
     """Rules of the passes of a kind of work."""
 
@@ -64,7 +74,7 @@ class Rules(ABC):
         """Return the inputs and the output of each pass of a rank, in the order of ``passes``."""
 
     @abstractmethod
-    def broken_rule(self, schedule: Schedule, rank: int) -> Broken | None:
+    def broken_rule(self, schedule: Orders, rank: int) -> Broken | None:
         """Return the first rule that the order of a rank breaks, None if it breaks none."""
 
     def memory_change(self, p: Pass, costs: StageCosts) -> float:
@@ -84,7 +94,7 @@ class Rules(ABC):
         """Return the step that a pass belongs to."""
         return 0
 
-    def moments(self, schedule: Schedule) -> list[list[tuple[Moment, Moment]]] | None:
+    def moments(self, schedule: Orders) -> list[list[tuple[Moment, Moment]]] | None:
         """Return the place of every pass of every rank, and of its messages, in the total order.
 
         None for the order of a simulation.
@@ -103,7 +113,7 @@ class Rules(ABC):
             f"from {rank_in_words(channel.source)}"
         )
 
-    def sizes_in_words(self, schedule: Schedule) -> str:
+    def sizes_in_words(self, schedule: Orders) -> str:
         """Describe the amount of work of a schedule."""
         return f"{schedule.num_microbatches} microbatches"
 
@@ -144,7 +154,7 @@ class TrainingRules(Rules):
             )
         return found
 
-    def broken_rule(self, schedule: Schedule, rank: int) -> Broken | None:
+    def broken_rule(self, schedule: Orders, rank: int) -> Broken | None:
         """Return the first rule that the order of a rank breaks, None if it breaks none.
 
         Rules: *placement* (a pass runs on the rank of its stage), *completeness* (every stage and

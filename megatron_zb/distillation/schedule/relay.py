@@ -14,8 +14,7 @@ from types import MappingProxyType
 
 from megatron_zb.schedules.passes import Channel, Message, Pass, PassKind
 from megatron_zb.schedules.placement import Placement
-from megatron_zb.schedules.rules import Broken, Link, Moment, Product, Rules, rank_in_words
-from megatron_zb.schedules.schedule import Schedule
+from megatron_zb.schedules.rules import Broken, Link, Moment, Orders, Product, Rules, rank_in_words
 
 RELAY_KINDS = (PassKind.T, PassKind.S, PassKind.U)
 
@@ -72,7 +71,7 @@ class Relay(Rules):
         sender = rank_in_words(channel.source)
         return f"{sender} to update its students in step {message.microbatch}"
 
-    def sizes_in_words(self, schedule: Schedule) -> str:
+    def sizes_in_words(self, schedule: Orders) -> str:
         steps, ahead = (
             f"{n} {'step' if n == 1 else 'steps'}" for n in (self.steps, self.run_ahead)
         )
@@ -112,7 +111,7 @@ class Relay(Rules):
         awaited = step - 1 - self.run_ahead
         return awaited if is_first and awaited >= 0 else None
 
-    def moments(self, schedule: Schedule) -> list[list[tuple[Moment, Moment]]]:
+    def moments(self, schedule: Orders) -> list[list[tuple[Moment, Moment]]]:
         """Order a relay by steps, so that all steps are alike, and a step by its flow of data.
 
         The U of a stage's ranks, which sum their gradients together, are adjacent.
@@ -133,7 +132,7 @@ class Relay(Rules):
                     found[-1].append((stands, stands))
         return found
 
-    def broken_rule(self, schedule: Schedule, rank: int) -> Broken | None:
+    def broken_rule(self, schedule: Orders, rank: int) -> Broken | None:
         """Return the first rule that the order of a rank breaks, if any.
 
         Rules: *placement* (each microbatch passes a stage on its rank), *order* (T before S; U
