@@ -249,3 +249,10 @@ def test_a_written_layout_binds_the_placement_of_auto(written: str, name: str) -
     )
     assert adapter.schedule.placement.name == name
     assert "|".join(told(adapter)) == written
+
+
+@pytest.mark.parametrize("end", ["first", "last"])
+def test_an_end_without_layers_is_refused(end: str) -> None:
+    """The layers add up, but a stage would have none."""
+    with pytest.raises(UsageError, match="with at least one on each"):
+        layout.spread(Layers(4, **{end: 0}), looped(2, 1))
