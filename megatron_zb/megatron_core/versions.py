@@ -129,8 +129,26 @@ def core_series() -> tuple[int, int]:
     return int(MAJOR), int(MINOR)
 
 
-# The argument that places the layers of a hybrid model: in 0.19, and before.
+# The argument that names the layers of a hybrid model: from 0.17 on, and before, when it could not
+# say the layers of several chunks.
 HYBRID_PATTERNS = ("hybrid_layer_pattern", "hybrid_override_pattern")
+WITHOUT_HYBRID_CHUNKS = (0, 16)
+
+
+def hybrid_modules() -> tuple[ModuleType, ModuleType] | None:
+    """Return the modules that cut a hybrid model's pattern into stages, and that build its layers.
+
+    None if layers are numbered by pipeline rank, as in 0.16; 0.18 has renamed both modules.
+    """
+    for cuts, builds in (
+        ("models.hybrid.hybrid_layer_allocation", "models.hybrid.hybrid_block"),
+        ("ssm.mamba_hybrid_layer_allocation", "ssm.mamba_block"),
+    ):
+        with suppress(ModuleNotFoundError):
+            module = import_module(f"megatron.core.{cuts}")
+            if hasattr(module, "select_pipeline_segment"):
+                return module, import_module(f"megatron.core.{builds}")
+    return None
 
 
 class Graphs(Enum):

@@ -71,16 +71,6 @@ def test_values_that_are_not_served_are_told_from_those_that_are(argument: str, 
     adapter_of(parsed(line, **sizes, **{argument: harmless}))
 
 
-@pytest.mark.parametrize("name", versions.HYBRID_PATTERNS)
-def test_segments_of_a_hybrid_pattern_are_those_of_the_stages(name: str) -> None:
-    line = "--pipeline-schedule zb-h1"
-    for served in ("M*-M" * 4, "M*-M|M*-M|M*-M|M*-M", "M*-M|M*-M|M*-M|M*-M/M*|"):
-        adapter_of(parsed(line, num_layers=None, **{name: served}))
-    for pattern, segments in (("M*-M|" * 7 + "M*-M", 8), ("M*-M|M*-M", 2)):
-        with pytest.raises(UsageError, match=rf"has {segments} segments for 4 pipeline ranks"):
-            adapter_of(parsed(line, num_layers=None, **{name: pattern}))
-
-
 @pytest.mark.parametrize(
     "conflict", conflicts.POST_VALIDATION_CONFLICTS, ids=lambda conflict: conflict.argument
 )
