@@ -45,9 +45,9 @@ def layers_draw_weights(streams: LayerStreams) -> Iterator[None]:
         with streams.of_layer("embedding"):
             init(*arguments, **keywords)
 
-    hybrid = versions.hybrid_modules()
+    hybrid = versions.hybrid_block()
     blocks = {transformer_block: "decoder.layers", multi_token_prediction: "mtp.layers"}
-    blocks |= {hybrid[1]: "decoder.layers"} if hybrid else {}
+    blocks |= {hybrid: "decoder.layers"} if hybrid else {}
     with contextlib.ExitStack() as contexts:
         contexts.enter_context(streams.of("output_layer"))
         contexts.enter_context(_replaced(LanguageModelEmbedding, "__init__", seeded_init))

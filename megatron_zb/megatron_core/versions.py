@@ -7,6 +7,7 @@ imports no Megatron. The requirements on Transformer-Engine are here, too.
 from __future__ import annotations
 
 import re
+import sys
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -135,20 +136,24 @@ HYBRID_PATTERNS = ("hybrid_layer_pattern", "hybrid_override_pattern")
 WITHOUT_HYBRID_CHUNKS = (0, 16)
 
 
-def hybrid_modules() -> tuple[ModuleType, ModuleType] | None:
-    """Return the modules that cut a hybrid model's pattern into stages, and that build its layers.
+def hybrid_segments() -> list[tuple[ModuleType, str]]:
+    """Return the function that cuts a hybrid model's pattern into stages; 0.18 has moved it.
 
-    None if layers are numbered by pipeline rank, as in 0.16; 0.18 has renamed both modules.
+    0.16 has none: its layers are numbered by pipeline rank.
     """
-    for cuts, builds in (
-        ("models.hybrid.hybrid_layer_allocation", "models.hybrid.hybrid_block"),
-        ("ssm.mamba_hybrid_layer_allocation", "ssm.mamba_block"),
-    ):
+    name = "select_pipeline_segment"
+    for module in ("models.hybrid.hybrid_layer_allocation", "ssm.mamba_hybrid_layer_allocation"):
         with suppress(ModuleNotFoundError):
-            module = import_module(f"megatron.core.{cuts}")
-            if hasattr(module, "select_pipeline_segment"):
-                return module, import_module(f"megatron.core.{builds}")
-    return None
+            found = import_module(f"megatron.core.{module}")
+            if hasattr(found, name):
+                return [(found, name)]
+    return []
+
+
+def hybrid_block() -> ModuleType | None:
+    """Return the module that builds the layers of hybrid models, where it has been imported."""
+    names = ("models.hybrid.hybrid_block", "ssm.mamba_block")
+    return next(filter(None, (sys.modules.get(f"megatron.core.{name}") for name in names)), None)
 
 
 class Graphs(Enum):

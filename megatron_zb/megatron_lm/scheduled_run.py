@@ -50,7 +50,7 @@ class ScheduledRun:
             return self.adapter.layer_layout
         return original(layout, *rest, **sizes)
 
-    def select_pipeline_segment(
+    def select_segment(
         self, original: Any, pattern: str, pp_group: Any, vp_stage: int | None, **more: Any
     ) -> tuple[list[str], int]:
         """Return the layers of a hybrid model's chunk where the schedule has it."""

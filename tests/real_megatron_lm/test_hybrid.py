@@ -55,7 +55,9 @@ def test_a_checkpoint_goes_on_under_every_schedule(
     assert "stage 3" in ours.output
     check_equal(train(checkout, model, load, "--pipeline-schedule zb-h1"), stock)
     back = train(checkout, model, f"--load {tmp_path / 'v-half'} --ckpt-step 4")
-    assert back.losses == {n: loss for n, loss in stock.losses.items() if n > 4}
+    assert back.norms == {n: norm for n, norm in stock.norms.items() if n > 4}
+    for n in (5, 7):  # of the second iteration Megatron-LM prints the mean with the first
+        assert back.losses[n] == stock.losses[n]
 
 
 def test_segments_of_other_lengths_and_the_older_name_of_the_script(
