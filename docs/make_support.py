@@ -31,7 +31,6 @@ from megatron_zb.megatron_lm.conflicts import (  # noqa: E402
     CONFLICTS,
     GRAPH_CONFLICTS,
     QUANTIZED_GRAPH_CONFLICTS,
-    SEGMENTS,
     WHY_NOT_STALE,
     WHY_NOT_YAML,
     WITH_THE_STEP,
@@ -141,7 +140,6 @@ def refused_flags() -> Iterator[tuple[str, ...]]:
         others = " or ".join(f"`{flag_of(name)}`" for name in conflict.only_with)
         concerned = conflict.concerned.value + (f", {others}" if others else "")
         yield f"`{conflict.flag}`{only}", concerned, conflict.why
-    yield "`--hybrid-layer-pattern` with other segments", "one chunk per rank", SEGMENTS
     replicas = "replicas of spread experts"
     yield f"`{flag_of(WITH_THE_STEP)}`", replicas, WHY_NOT_STALE
     yield "`--cuda-graph-impl local`", Concerned.ALL.value, WHY_NOT_LOCAL

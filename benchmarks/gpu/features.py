@@ -69,6 +69,8 @@ FEATURES = {
     "--num-distributed-optimizer-instances 2 --overlap-grad-reduce",
     "gated delta layers": "--experimental-attention-variant gated_delta_net "
     "--linear-attention-freq 2",
+    "Mamba, attention, MLP and expert layers": f"{EXPERTS} --hybrid-layer-pattern M*M-MEME",
+    "gated delta layers of a hybrid model": "--hybrid-layer-pattern G*G-G*G-",
     "graphs of Transformer-Engine": "--cuda-graph-impl transformer_engine --te-rng-tracker",
     "graph of the whole iteration": "--cuda-graph-impl full_iteration --te-rng-tracker "
     "--no-check-for-nan-in-loss-and-grad",
@@ -81,7 +83,8 @@ def train(arguments: argparse.Namespace, words: str) -> tuple[dict[int, str], st
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
     command += ["--nproc-per-node", str(arguments.gpus), "-m", "megatron_zb.launch"]
     command += ["--cpu"] * arguments.cpu
-    command += [str(arguments.megatron_lm / "pretrain_gpt.py"), *MODEL.split(), *words.split()]
+    script = "pretrain_hybrid.py" if "--hybrid-layer-pattern" in words else "pretrain_gpt.py"
+    command += [str(arguments.megatron_lm / script), *MODEL.split(), *words.split()]
     try:
         done = subprocess.run(
             command, cwd=ROOT, capture_output=True, text=True, timeout=SECONDS, check=False

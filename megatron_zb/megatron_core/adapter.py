@@ -112,7 +112,7 @@ class PipelineAdapter:
         if catalog.family(name).chooses_placement:
             costs = _assumed_costs(pipeline_size, layers.decoder, ends)
             if placement is None and isinstance(layer_layout, str):
-                placement = _placement_of(layer_layout, pipeline_size)
+                placement = _placement_of(layer_layout, pipeline_size, layers.kinds)
         schedule = build(
             name,
             pipeline_size=pipeline_size,
@@ -446,10 +446,11 @@ def _say_on_first_rank(line: str) -> None:
         print(f"megatron_zb: {line}", flush=True)
 
 
-def _placement_of(written: str, pipeline_size: int) -> Placement | None:
+def _placement_of(written: str, pipeline_size: int, kinds: str) -> Placement | None:
     """Return the placement that a layout's number of stages prescribes for ``auto``, if any."""
     chunks, rest = divmod(written.count("|") + 1, max(pipeline_size, 1))
-    if rest or "*" in written or pipeline_size < 2:
+    repeats = "*" in written and not kinds
+    if rest or repeats or pipeline_size < 2:
         return None
     return looped(pipeline_size) if chunks == 1 else wave(pipeline_size, chunks)
 

@@ -22,6 +22,7 @@ from megatron.core.transformer import multi_token_prediction, transformer_block
 from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 
 from megatron_zb.errors import UsageError
+from megatron_zb.megatron_core import versions
 from megatron_zb.megatron_core.random_streams import LayerStreams, global_name, seed_of
 
 _EMBEDDING = "embedding.word_embeddings.weight"
@@ -35,36 +36,36 @@ def layers_draw_weights(streams: LayerStreams) -> Iterator[None]:
     """Let the embedding and each layer of a chunk that is built inside draw from its own streams.
 
     Everything else in a chunk draws from the streams of the output layer. Megatron's blocks
-    (TransformerBlock, MultiTokenPredictionBlock) build their layers by ``build_module``, which is
-    replaced while this context is active.
+    (TransformerBlock, MultiTokenPredictionBlock, HybridStack) build their layers by
+    ``build_module``, which is replaced while this context is active.
     """
-    build_decoder = _seeded_builder(streams, transformer_block.build_module, "decoder.layers")
-    build_prediction = _seeded_builder(streams, multi_token_prediction.build_module, "mtp.layers")
     init = LanguageModelEmbedding.__init__
 
     def seeded_init(*arguments: Any, **keywords: Any) -> None:
         with streams.of_layer("embedding"):
             init(*arguments, **keywords)
 
-    with (
-        streams.of("output_layer"),
-        _replaced(LanguageModelEmbedding, "__init__", seeded_init),
-        _replaced(transformer_block, "build_module", build_decoder),
-        _replaced(multi_token_prediction, "build_module", build_prediction),
-    ):
+    hybrid = versions.hybrid_block()
+    blocks = {transformer_block: "decoder.layers", multi_token_prediction: "mtp.layers"}
+    blocks |= {hybrid: "decoder.layers"} if hybrid else {}
+    with contextlib.ExitStack() as contexts:
+        contexts.enter_context(streams.of("output_layer"))
+        contexts.enter_context(_replaced(LanguageModelEmbedding, "__init__", seeded_init))
+        for block, layers in blocks.items():
+            build = _seeded_builder(streams, block, layers)
+            contexts.enter_context(_replaced(block, "build_module", build))
         yield
 
 
-def _seeded_builder(
-    streams: LayerStreams, build: Callable[..., Any], layers: str
-) -> Callable[..., Any]:
+def _seeded_builder(streams: LayerStreams, block: Any, layers: str) -> Callable[..., Any]:
     """Return a ``build_module`` that seeds each layer by its number within its block."""
+    build = block.build_module
 
     def build_seeded(*arguments: Any, **keywords: Any) -> Any:
         number = keywords.get("layer_number")
         if number is None:
             return build(*arguments, **keywords)
-        if layers == "decoder.layers":
+        if block is transformer_block:  # it counts from its stage
             number += get_transformer_layer_offset(keywords["config"], keywords.get("vp_stage"))
         with streams.of_layer(f"{layers}.{number - 1}"):
             return build(*arguments, **keywords)

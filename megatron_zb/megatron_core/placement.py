@@ -84,3 +84,13 @@ class StageLayout(PipelineParallelLayerLayout):
             pp_rank = parallel_state.get_pipeline_model_parallel_rank()
         stage = self._physical.stage(pp_rank, vp_stage)
         return sum(segment.count(layer_type) for segment in self._segments[:stage])
+
+    def segment(self, pattern: str, vp_stage: int | None) -> tuple[list[str], int]:
+        """Cut the layers of a chunk of this rank out of a hybrid model's pattern.
+
+        Returns:
+            The letters of its layers, and how many layers come before them in the model.
+        """
+        offset = self.get_layer_offset(vp_stage=vp_stage)
+        count: int = self.get_num_layers_to_build(vp_stage=vp_stage)
+        return list(pattern.replace("|", "")[offset : offset + count]), offset

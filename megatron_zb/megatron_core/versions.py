@@ -7,6 +7,7 @@ imports no Megatron. The requirements on Transformer-Engine are here, too.
 from __future__ import annotations
 
 import re
+import sys
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -129,8 +130,30 @@ def core_series() -> tuple[int, int]:
     return int(MAJOR), int(MINOR)
 
 
-# The argument that places the layers of a hybrid model: in 0.19, and before.
+# The argument that names the layers of a hybrid model: from 0.17 on, and before, when it could not
+# say the layers of several chunks.
 HYBRID_PATTERNS = ("hybrid_layer_pattern", "hybrid_override_pattern")
+WITHOUT_HYBRID_CHUNKS = (0, 16)
+
+
+def hybrid_segments() -> list[tuple[ModuleType, str]]:
+    """Return the function that cuts a hybrid model's pattern into stages; 0.18 has moved it.
+
+    0.16 has none: its layers are numbered by pipeline rank.
+    """
+    name = "select_pipeline_segment"
+    for module in ("models.hybrid.hybrid_layer_allocation", "ssm.mamba_hybrid_layer_allocation"):
+        with suppress(ModuleNotFoundError):
+            found = import_module(f"megatron.core.{module}")
+            if hasattr(found, name):
+                return [(found, name)]
+    return []
+
+
+def hybrid_block() -> ModuleType | None:
+    """Return the module that builds the layers of hybrid models, where it has been imported."""
+    names = ("models.hybrid.hybrid_block", "ssm.mamba_block")
+    return next(filter(None, (sys.modules.get(f"megatron.core.{name}") for name in names)), None)
 
 
 class Graphs(Enum):

@@ -15,8 +15,7 @@ from megatron_zb.measured import balance
 from megatron_zb.megatron_core.adapter import PipelineAdapter
 from megatron_zb.megatron_core.build_adapter import Chunks, Sizes, build_adapter
 from megatron_zb.megatron_core.group_options import group_options
-from megatron_zb.megatron_core.versions import HYBRID_PATTERNS
-from megatron_zb.megatron_lm import conflicts, flags
+from megatron_zb.megatron_lm import conflicts, flags, hybrid_pattern
 from megatron_zb.parsing import flag_of
 from megatron_zb.schedules import catalog
 from megatron_zb.schedules.catalog import Build
@@ -76,10 +75,13 @@ def adapter_of(args: argparse.Namespace, build: Build = catalog.build) -> Pipeli
     _choose_random_streams(args, adapter)
     if args.enable_optimizer_post_validation:
         conflicts.check_post_validation(args)
-    if not _is_hybrid(args):
+    if _is_placed(args):
         for name in _DIVISION:
             setattr(args, name, False if isinstance(getattr(args, name, None), bool) else None)
-        args.pipeline_model_parallel_layout = str(adapter.layer_layout)
+        if hybrid_pattern.of_arguments(args) is None:
+            args.pipeline_model_parallel_layout = str(adapter.layer_layout)
+        else:
+            hybrid_pattern.place(args, adapter.layer_layout.letters)
     return adapter
 
 
@@ -101,7 +103,7 @@ def without_bulk_overlap(args: argparse.Namespace, adapter: PipelineAdapter) -> 
 
 def _choose_random_streams(args: argparse.Namespace, adapter: PipelineAdapter) -> None:
     asked = args.pipeline_random_streams
-    keeps_places = adapter.keeps_places or _is_hybrid(args)
+    keeps_places = adapter.keeps_places or not _is_placed(args)
     if not asks_for_layer_streams(asked, keeps_places):
         return
     conflicts.check_layer_streams(args)
@@ -146,6 +148,9 @@ def _chunks(args: argparse.Namespace) -> Chunks:
                 "--num-virtual-stages-per-pipeline-rank instead"
             )
         return Chunks(chunks, flag)
+    segments = (hybrid_pattern.segments(args) or "").count("|") + 1
+    if segments > 1 and segments % p == 0:
+        return Chunks(segments // p, hybrid_pattern.SEGMENTS)
     return Chunks()
 
 
@@ -167,18 +172,29 @@ def _check_positive(flag: str, value: int | None) -> None:
 
 def layers_of(args: argparse.Namespace) -> Layers:
     """Return the layers that Megatron-LM's arguments ask to be placed."""
+    pattern = hybrid_pattern.of_arguments(args) or ""
     return Layers(
         decoder=_num_layers(args),
-        multi_token=args.mtp_num_layers or 0,
+        multi_token=hybrid_pattern.depths(pattern) or args.mtp_num_layers or 0,
         embedding=int(args.account_for_embedding_in_pipeline_split),
         output=int(args.account_for_loss_in_pipeline_split),
         first=args.decoder_first_pipeline_num_layers,
         last=args.decoder_last_pipeline_num_layers,
+        kinds=hybrid_pattern.kinds(pattern),
     )
 
 
 def _layout(args: argparse.Namespace) -> str | balance.Ends | None:
     layout, asked = args.pipeline_model_parallel_layout, args.pipeline_layer_layout
+    segments = hybrid_pattern.segments(args)
+    if segments is not None:
+        _check_alone(args, hybrid_pattern.SEGMENTS)
+        layout = segments
+    elif layout is not None and hybrid_pattern.of_arguments(args) is not None:
+        raise UsageError(
+            "--pipeline-model-parallel-layout cannot tell the layers of a hybrid model apart: "
+            "write '|' into its pattern, or leave it out"
+        )
     if asked is None:
         return None if layout is None else str(layout)
     _check_balance(args, asked)
@@ -195,31 +211,36 @@ def _check_balance(args: argparse.Namespace, asked: str) -> None:
         raise UsageError(
             f"{LAYOUT_FLAG} {asked} cannot tell the layers of a hybrid model apart: leave it out"
         )
+    _check_alone(args, f"{LAYOUT_FLAG} {asked}")
+
+
+def _check_alone(args: argparse.Namespace, asked: str) -> None:
     for name in ("pipeline_model_parallel_layout", *_DIVISION[:4]):
         if getattr(args, name):
             raise UsageError(
-                f"{LAYOUT_FLAG} {asked} and {flag_of(name)} both say which layers a "
-                "stage has: leave one out"
+                f"{asked} and {flag_of(name)} both say which layers a stage has: leave one out"
             )
 
 
 def _num_layers(args: argparse.Namespace) -> int:
-    pattern = _hybrid_pattern(args)
-    if pattern and args.num_layers is None:
-        return sum(letter not in "/|" for letter in pattern)
+    pattern = hybrid_pattern.of_arguments(args)
+    if pattern:
+        return len(hybrid_pattern.kinds(pattern))
     number = args.num_layers if args.num_layers is not None else args.encoder_num_layers
     if number is None:
         raise UsageError("--num-layers is missing: a schedule places layers on stages")
     return int(number)
 
 
-def _hybrid_pattern(args: argparse.Namespace) -> str | None:
-    """Return the pattern of a hybrid model's layers, under the name of any version."""
-    return next(filter(None, (getattr(args, name, None) for name in HYBRID_PATTERNS)), None)
-
-
 def _is_hybrid(args: argparse.Namespace) -> bool:
-    return bool(_hybrid_pattern(args) or getattr(args, "heterogeneous_layers_config_path", None))
+    """Return whether layers are of several kinds, which a layout does not tell apart."""
+    heterogeneous = getattr(args, "heterogeneous_layers_config_path", None)
+    return bool(hybrid_pattern.of_arguments(args) or heterogeneous)
+
+
+def _is_placed(args: argparse.Namespace) -> bool:
+    """Return whether layers are placed by the schedule, not by Megatron's own rules."""
+    return not _is_hybrid(args) or hybrid_pattern.is_placed(args)
 
 
 def _num_microbatches(args: argparse.Namespace) -> int:

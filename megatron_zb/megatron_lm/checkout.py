@@ -6,6 +6,7 @@ Nothing here imports Megatron or runs anything of the checkout.
 from __future__ import annotations
 
 import ast
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -64,26 +65,44 @@ def checkout_of(script: Path) -> Checkout:
 
 
 def check_pretrain_script(script: Path) -> None:
-    """Check that a file calls Megatron's `pretrain`; it is read, not run.
+    """Check that a file calls Megatron's `pretrain`, or runs one beside it; it is read, not run.
 
     Raises:
         UsageError: it does not, or is not Python.
     """
+    tree = _parsed(script)
+    if not any(map(_imports_pretrain, [tree, *map(_parsed, _run_beside(script, tree))])):
+        raise UsageError(
+            f"'{script}' is not a pretrain script: it does not import pretrain from "
+            "megatron.training, as Megatron-LM's pretrain_gpt.py does"
+        )
+
+
+def _parsed(script: Path) -> ast.Module:
     try:
-        tree = ast.parse(script.read_text(encoding="utf-8"))
+        return ast.parse(script.read_text(encoding="utf-8"))
     except (OSError, SyntaxError, ValueError) as error:
         raise UsageError(f"'{script}' cannot be read as Python: {error}") from error
-    imports_it = any(
+
+
+def _imports_pretrain(tree: ast.Module) -> bool:
+    return any(
         isinstance(node, ast.ImportFrom)
         and f"{node.module}.".startswith("megatron.training.")
         and any(name.name == "pretrain" for name in node.names)
         for node in ast.walk(tree)
     )
-    if not imports_it:
-        raise UsageError(
-            f"'{script}' is not a pretrain script: it does not import pretrain from "
-            "megatron.training, as Megatron-LM's pretrain_gpt.py does"
-        )
+
+
+def _run_beside(script: Path, tree: ast.Module) -> Iterator[Path]:
+    """Yield the scripts that a wrapper runs by `runpy`, as pretrain_mamba.py does from 0.18 on."""
+    nodes = list(ast.walk(tree))
+    if any(isinstance(n, ast.Import) and n.names[0].name == "runpy" for n in nodes):
+        for node in nodes:
+            if isinstance(node, ast.Constant) and str(node.value).endswith(".py"):
+                beside = script.resolve().parent / str(node.value)
+                if beside.is_file():
+                    yield beside
 
 
 def _supported(checkout: Checkout) -> Checkout:

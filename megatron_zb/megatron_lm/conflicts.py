@@ -97,16 +97,6 @@ def _not_served(setting: str) -> Conflict:
     return Conflict(setting, flag_of(setting), NOT_SERVED[setting])
 
 
-def _hybrid(pattern: str) -> Conflict:
-    return Conflict(
-        pattern,
-        flag_of(pattern),
-        "hybrid models are placed by their own pattern; use a schedule with one chunk per rank, "
-        "such as zb-h1",
-        concerned=Concerned.CHUNKS,
-    )
-
-
 _LOGITS = "that every sample meets its own logits has not been shown in another order"
 WITH_THE_STEP = "overlap_param_gather_with_optimizer_step"
 
@@ -195,7 +185,14 @@ CONFLICTS = (
         WHY_NOT_OPERATIONS,
         concerned=Concerned.SPLIT,
     ),
-    *map(_hybrid, versions.HYBRID_PATTERNS),
+    Conflict(
+        "hybrid_override_pattern",
+        "--hybrid-override-pattern",
+        "Megatron-LM 0.16 numbers its layers by pipeline rank; use a schedule with one chunk per "
+        "rank, such as zb-h1, or a newer one",
+        concerned=Concerned.CHUNKS,
+        last=versions.WITHOUT_HYBRID_CHUNKS,
+    ),
     Conflict(
         "heterogeneous_layers_config_path",
         "--heterogeneous-layers-config-path",
@@ -339,7 +336,6 @@ def refusals(
     """
     concerned = (c for c in CONFLICTS if c.concerned.holds(placement, splits) and c.is_in(series))
     yield from _conflicting(concerned, args, choice)
-    yield from _segments(args, choice, placement)
     yield from _gathered_experts(args, choice)
     yield from _graphs(args, choice, splits)
 
@@ -405,21 +401,6 @@ def _is_with(conflict: Conflict, args: argparse.Namespace) -> bool:
     return not conflict.only_with or any(given)
 
 
-SEGMENTS = (
-    "its segments ('|') are those of the stages: write as many as there are pipeline ranks, or none"
-)
-
-
-def _segments(args: argparse.Namespace, choice: str, placement: Placement) -> Iterator[Refusal]:
-    """Yield patterns of several segments per rank: chunks, which the schedule does not have."""
-    for name in versions.HYBRID_PATTERNS:
-        pattern = getattr(args, name, None)
-        segments = str(pattern or "").split("/")[0].count("|") + 1
-        if segments not in (1, placement.pipeline_size):
-            why = f"it has {segments} segments for {placement.pipeline_size} pipeline ranks"
-            yield Refusal(f"{flag_of(name)} {pattern}", choice, f"{why}; {SEGMENTS}")
-
-
 WHY_NOT_STALE = (
     "Megatron-LM gathers the experts of a rank's first chunk before their optimizer has stepped; "
     "spread them over all data-parallel ranks, or leave it out"
@@ -473,14 +454,19 @@ class Served:
     in_a_v: bool = False
     draws_by_layer: bool = False
     """Whether each layer can draw its weights from random streams of its own."""
+    last: tuple[int, int] | None = None
+    """The last series of Megatron-LM in which neither has been proven, if there is one."""
+
+    def is_proven(self) -> bool:
+        return self.last is None or versions.core_series() > self.last
 
 
-# By the names of Megatron's classes.
+# By the names of Megatron's classes; a HybridModel was called MambaModel before 0.18.
 MODELS = {
     "GPTModel": Served(in_a_v=True, draws_by_layer=True),
     "BertModel": Served(draws_by_layer=True),
-    "MambaModel": Served(),
-    "HybridModel": Served(),
+    "MambaModel": Served(in_a_v=True, draws_by_layer=True, last=versions.WITHOUT_HYBRID_CHUNKS),
+    "HybridModel": Served(in_a_v=True, draws_by_layer=True),
 }
 
 
@@ -495,6 +481,8 @@ def check_model(chunk: Any, schedule: str, in_a_v: bool, draws_by_layer: bool) -
     refused = f"--pipeline-schedule {schedule} cannot run a {name}"
     if served is None:
         raise UsageError(f"{refused}: it runs {', '.join(MODELS)}")
+    if not served.is_proven():
+        served = Served()
     if in_a_v and not served.in_a_v:
         raise UsageError(f"{refused}: use one with one chunk per rank, such as zb-h1")
     if draws_by_layer and not served.draws_by_layer:

@@ -100,6 +100,8 @@ class _Hooks:
             *((*place, ScheduledRun.build_chunks) for place in versions.chunk_builders()),
         ):
             replace(module, name, scheduled(hook))
+        for module, name in versions.hybrid_segments():
+            replace(module, name, scheduled(ScheduledRun.select_segment))
         layout_from_str = scheduled(ScheduledRun.layout_from_str)
         replace_static(PipelineParallelLayerLayout, "from_str", layout_from_str)
         create_graphs = scheduled(ScheduledRun.create_graphs)

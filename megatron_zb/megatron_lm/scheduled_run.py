@@ -50,6 +50,13 @@ class ScheduledRun:
             return self.adapter.layer_layout
         return original(layout, *rest, **sizes)
 
+    def select_segment(
+        self, original: Any, pattern: str, pp_group: Any, vp_stage: int | None, **more: Any
+    ) -> tuple[list[str], int]:
+        """Return the layers of a hybrid model's chunk where the schedule has it."""
+        del original, pp_group, more
+        return self.adapter.layer_layout.segment(pattern, vp_stage)
+
     def build_chunks(self, original: Any, build: Any, *rest: Any, **keywords: Any) -> Any:
         """Let every chunk be built where the schedule has it."""
         self._chunks, self._failure = [], None

@@ -23,7 +23,8 @@ class Layers:
 
     ``embedding`` and ``output`` say for how many decoder layers the embedding and the output layer
     count when layers are distributed; ``first`` and ``last`` fix the layers of the first and the
-    last stage. ``multi_token`` prediction layers stand before the output layer.
+    last stage. ``multi_token`` prediction layers stand before the output layer. ``kinds`` are those
+    of a hybrid model's decoder layers, a letter for each, such as ``M*ME``.
     """
 
     decoder: int
@@ -32,6 +33,7 @@ class Layers:
     output: float = 0.0
     first: int | None = None
     last: int | None = None
+    kinds: str = ""
 
 
 def spread(layers: Layers, placement: Placement) -> Layout:
@@ -142,9 +144,13 @@ def text(letters: Letters) -> str:
 def read(layout: str, layers: Layers, num_stages: int) -> Letters:
     """Read a layout such as ``Ett|tt|tt|ttL`` or ``Et*2|(tt|)*2,ttL``, as Megatron does.
 
+    That of a hybrid model is its pattern, such as ``M*|ME``.
+
     Raises:
         UsageError: a letter is unknown, or stages, layers, embedding or loss do not add up.
     """
+    if layers.kinds:
+        return _of_segments(layout, layers, num_stages)
     letters = tuple(_unrolled(layout).split("|"))
     flat = "".join(letters)
     problem = None
@@ -168,6 +174,16 @@ def read(layout: str, layers: Layers, num_stages: int) -> Letters:
     if problem:
         raise UsageError(f"pipeline layer layout '{layout}': {problem}")
     return letters
+
+
+def _of_segments(pattern: str, layers: Layers, num_stages: int) -> Letters:
+    segments = pattern.split("|")
+    if len(segments) != num_stages:
+        raise UsageError(
+            f"hybrid layer pattern '{pattern}': it has {len(segments)} segments ('|') and the "
+            f"schedule has {num_stages} stages: write as many, in the order of the model, or none"
+        )
+    return lettered(tuple(map(len, segments)), layers.multi_token)
 
 
 _LONGEST = 1_000_000  # letters

@@ -17,6 +17,7 @@ from megatron.core.tensor_parallel import get_cuda_rng_tracker, model_parallel_c
 from ranks import RankPools
 
 from megatron_zb.job.run_flags import asks_for_layer_streams
+from megatron_zb.megatron_core import versions
 from megatron_zb.megatron_core.adapter import PipelineAdapter
 from megatron_zb.megatron_core.initialisation import global_parameters
 from megatron_zb.megatron_core.random_streams import LayerStreams, RandomState
@@ -190,6 +191,14 @@ def test_multi_token_prediction_draws_the_same(ranks: RankPools, tied: bool) -> 
     check_equal(gathered(ranks, 2, case, "v-half"), reference)
     recomputed = replace(case, options=RECOMPUTED)
     check_equal(gathered(ranks, 2, recomputed, "zb-h1"), reference)
+
+
+@pytest.mark.skipif(versions.core_series() < (0, 19), reason="its models are tested in 0.19")
+def test_a_hybrid_model_draws_the_same(ranks: RankPools) -> None:
+    case = replace(DROPOUT, hybrid="*-*-*-*-", multi_token=1, rotary=True)
+    reference = gathered(ranks, 2, case, "1f1b")
+    for size, name in ((2, "v-half"), (4, "zb-h1")):
+        check_equal(gathered(ranks, size, case, name), reference)
 
 
 # --- one stream of each rank

@@ -10,6 +10,7 @@ from megatron_arguments import parsed
 
 from megatron_zb import schedules
 from megatron_zb.errors import UsageError
+from megatron_zb.megatron_core import versions
 from megatron_zb.megatron_lm.adapter_of_arguments import (
     adapter_of,
     check_unscheduled,
@@ -314,15 +315,93 @@ def test_a_file_that_does_not_fit_the_job(table: Path, stock: dict[str, Any], wo
     assert words in str(refused.value)
 
 
-def test_hybrid_models_keep_their_own_placement() -> None:
-    pattern = "M*-M" * 4
-    stock = {"hybrid_override_pattern": pattern, "num_layers": None}
+@pytest.mark.parametrize("name", versions.HYBRID_PATTERNS)
+@pytest.mark.parametrize(
+    ("schedule", "pattern", "placed"),
+    [
+        ("zb-h1", "M*-ME*-M", "M*|-M|E*|-M"),
+        ("zb-h1", "M*-ME|*||-M/M*/M*", "M*-ME|*||-M/M*/M*"),
+        ("v-half", "M*-ME*-M", "M|*|-|M|E|*|-|M"),
+        ("v-half", "M*-ME*-MEE/M*", "M|*-|ME|*|-|M|E|E/M*"),
+        ("v-half", "M|*-|M||E|*|-|M", "M|*-|M||E|*|-|M"),
+        ("interleaved", "M*-ME*-M", "M|*|-|M|E|*|-|M"),
+        ("interleaved", "M|*|-|M|E|*|-|M|" + "E|" * 3 + "E", "M|*|-|M|E|*|-|M|E|E|E|E"),
+        ("auto", "M|*-|M||E|*|-|M", "M|*-|M||E|*|-|M"),
+    ],
+)
+def test_a_hybrid_pattern_says_the_layers_of_each_stage(
+    name: str,
+    schedule: str,
+    pattern: str,
+    placed: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(versions, "core_series", lambda: (0, 17))
+    stock = {"hybrid_layer_pattern": None, "num_layers": None, name: pattern}
+    args = parsed(f"--pipeline-schedule {schedule}", **stock)
+    adapter = adapter_of(args)
+    main = placed.split("/")[0]
+    assert [letters.count("t") for letters in adapter.layer_layout.letters] == [
+        len(segment) for segment in main.split("|")
+    ]
+    assert adapter.layer_layout.letters[-1].count("m") == placed.count("/")
+    assert args.hybrid_layer_pattern == placed
+    assert args.hybrid_override_pattern is None
+    assert args.pipeline_model_parallel_layout is None
+    assert args.num_virtual_stages_per_pipeline_rank is None
+
+
+def test_a_hybrid_pattern_of_megatron_0_16_keeps_its_own_placement() -> None:
+    stock = {"hybrid_override_pattern": "M*-M" * 4, "num_layers": None}
     args = parsed("--pipeline-schedule zb-h1", **stock)
     adapter_of(args)
+    assert args.hybrid_override_pattern == "M*-M" * 4
     assert args.pipeline_model_parallel_layout is None
     for schedule in ("v-half", "interleaved"):
         with pytest.raises(UsageError, match=r"--hybrid-override-pattern .* cannot be combined"):
             adapter_of(parsed(f"--pipeline-schedule {schedule}", **stock))
+
+
+@pytest.mark.parametrize(
+    ("line", "stock", "words"),
+    [
+        ("v-half", {"hybrid_layer_pattern": "M*|-M|M*|-M"}, "it has 4 segments ('|') and the"),
+        ("zb-h1", {"hybrid_layer_pattern": "M*|-M|M*"}, "has 3 segments ('|') and the schedule"),
+        ("interleaved", {"hybrid_layer_pattern": "M*|-M"}, "schedule has 8 stages: write as many"),
+        (
+            "v-half",
+            {"hybrid_layer_pattern": "M*-M"},
+            "4 layers cannot be placed on 8 stages with at least one on each",
+        ),
+        (
+            "zb-h1",
+            {"hybrid_layer_pattern": "M|*|-|M", "decoder_first_pipeline_num_layers": 1},
+            "'|' in --hybrid-layer-pattern and --decoder-first-pipeline-num-layers both say which",
+        ),
+        (
+            "zb-h1",
+            {"hybrid_layer_pattern": "M*-M", "pipeline_model_parallel_layout": "Et|t|t|tL"},
+            "--pipeline-model-parallel-layout cannot tell the layers of a hybrid model apart",
+        ),
+        (
+            "v-half --pipeline-layer-layout auto",
+            {"hybrid_layer_pattern": "M*-M" * 4},
+            "--pipeline-layer-layout auto cannot tell the layers of a hybrid model apart",
+        ),
+    ],
+)
+def test_a_hybrid_pattern_that_cannot_be_placed(
+    line: str, stock: dict[str, Any], words: str
+) -> None:
+    with pytest.raises(UsageError) as refused:
+        adapter_of(parsed(f"--pipeline-schedule {line}", num_layers=None, **stock))
+    assert words in str(refused.value)
+
+
+def test_chunks_of_a_table_are_not_those_of_a_pattern(table: Path) -> None:
+    args = parsed(f"--pipeline-schedule-file {table}", hybrid_layer_pattern="M|*|-|M")
+    with pytest.raises(UsageError, match=r"'\|' in --hybrid-layer-pattern asks for 1 chunks"):
+        adapter_of(args)
 
 
 @pytest.mark.parametrize(
@@ -346,6 +425,9 @@ def test_hybrid_models_keep_their_own_placement() -> None:
             False,
         ),
         ("--pipeline-schedule zb-h1", {"hybrid_override_pattern": "MMM*" * 3}, False),
+        ("--pipeline-schedule zb-h1", {"hybrid_layer_pattern": "MMM*" * 3}, False),
+        ("--pipeline-schedule zb-h1", {"hybrid_layer_pattern": "MMM*" * 3 + "M"}, True),
+        ("--pipeline-schedule v-half", {"hybrid_layer_pattern": "MMM*" * 3}, True),
     ],
 )
 def test_layers_that_move_draw_from_streams_of_their_own(

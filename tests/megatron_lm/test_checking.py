@@ -79,9 +79,10 @@ def test_what_is_refused_is_refused_with_all_reasons() -> None:
 
 
 def test_a_refusal_is_of_a_placement_and_of_a_version() -> None:
-    pattern = "--hybrid-layer-pattern M*M*"
-    assert refused(f"{RUN} {pattern}") == [pattern]
-    assert refused(f"{RUN.replace('v-half', 'zb-h1')} {pattern}") == []
+    pattern = "--hybrid-override-pattern M*M*"
+    assert refused(f"{RUN} {pattern}", "0.16") == [pattern]
+    assert refused(f"{RUN.replace('v-half', 'zb-h1')} {pattern}", "0.16") == []
+    assert refused(f"{RUN} {pattern}", "0.19") == []
     assert refused(f"{RUN} --sft", "0.16") == ["--sft"]
     assert refused(f"{RUN} --sft", "0.19") == []
 

@@ -139,6 +139,23 @@ def test_pretrain_scripts(text: str, tmp_path: Path) -> None:
     check_pretrain_script(write(tmp_path / "script.py", text))
 
 
+WRAPPER = "import os, runpy\nrunpy.run_path(os.path.join(here, 'script.py'))\n"
+
+
+def test_a_script_that_runs_a_pretrain_script_beside_it(tmp_path: Path) -> None:
+    """As pretrain_mamba.py does in Megatron-LM 0.18 and 0.19."""
+    wrapper = write(tmp_path / "wrapper.py", WRAPPER.replace("os, runpy", "runpy"))
+    for beside in (None, "", WRAPPER):
+        if beside is not None:
+            write(tmp_path / "script.py", beside)
+        with pytest.raises(UsageError, match=r"wrapper.py' is not a pretrain script"):
+            check_pretrain_script(wrapper)
+    write(tmp_path / "script.py", PRETRAIN)
+    check_pretrain_script(wrapper)
+    with pytest.raises(UsageError, match=r"is not a pretrain script"):
+        check_pretrain_script(write(tmp_path / "other.py", "open('script.py')\n"))
+
+
 @pytest.mark.parametrize(
     "text",
     [

@@ -71,14 +71,24 @@ def test_values_that_are_not_served_are_told_from_those_that_are(argument: str, 
     adapter_of(parsed(line, **sizes, **{argument: harmless}))
 
 
-@pytest.mark.parametrize("name", versions.HYBRID_PATTERNS)
-def test_segments_of_a_hybrid_pattern_are_those_of_the_stages(name: str) -> None:
-    line = "--pipeline-schedule zb-h1"
-    for served in ("M*-M" * 4, "M*-M|M*-M|M*-M|M*-M", "M*-M|M*-M|M*-M|M*-M/M*|"):
-        adapter_of(parsed(line, num_layers=None, **{name: served}))
-    for pattern, segments in (("M*-M|" * 7 + "M*-M", 8), ("M*-M|M*-M", 2)):
-        with pytest.raises(UsageError, match=rf"has {segments} segments for 4 pipeline ranks"):
-            adapter_of(parsed(line, num_layers=None, **{name: pattern}))
+def test_models_that_have_chunks_in_one_version_and_not_in_another(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """By the names of Megatron's classes."""
+    hybrid, own = type("HybridModel", (), {}), type("OwnModel", (), {})
+    mamba = type("MambaModel", (hybrid,), {})
+    check = conflicts.check_model
+    for model in (hybrid(), mamba()):
+        monkeypatch.setattr(versions, "core_series", lambda: (0, 19))
+        check(model, "v-half", in_a_v=True, draws_by_layer=True)
+    monkeypatch.setattr(versions, "core_series", lambda: (0, 16))
+    check(mamba(), "zb-h1", in_a_v=False, draws_by_layer=False)
+    with pytest.raises(UsageError, match=r"v-half cannot run a MambaModel: use one with one chunk"):
+        check(mamba(), "v-half", in_a_v=True, draws_by_layer=False)
+    with pytest.raises(UsageError, match=r"layers of a MambaModel cannot draw"):
+        check(mamba(), "zb-h1", in_a_v=False, draws_by_layer=True)
+    with pytest.raises(UsageError, match=r"zb-h1 cannot run a OwnModel: it runs GPTModel, "):
+        check(own(), "zb-h1", in_a_v=False, draws_by_layer=False)
 
 
 @pytest.mark.parametrize(

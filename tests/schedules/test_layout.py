@@ -251,8 +251,20 @@ def test_a_written_layout_binds_the_placement_of_auto(written: str, name: str) -
     assert "|".join(told(adapter)) == written
 
 
-@pytest.mark.parametrize("end", ["first", "last"])
-def test_an_end_without_layers_is_refused(end: str) -> None:
+@pytest.mark.parametrize("layers", [Layers(4, first=0), Layers(4, last=0)])
+def test_an_end_without_layers_is_refused(layers: Layers) -> None:
     """The layers add up, but a stage would have none."""
     with pytest.raises(UsageError, match="with at least one on each"):
-        layout.spread(Layers(4, **{end: 0}), looped(2, 1))
+        layout.spread(layers, looped(2, 1))
+
+
+def test_a_hybrid_pattern_says_the_layers_of_each_stage() -> None:
+    layers = Layers(6, multi_token=1, kinds="M*ME*-")
+    assert layout.read("M*|M||E*-", layers, 4) == ("Ett", "t", "", "tttmL")
+    with pytest.raises(UsageError, match=r"^hybrid .* 'M\*M\|E\*-': it has 2 segments .* 4 stages"):
+        layout.read("M*M|E*-", layers, 4)
+    adapter = PipelineAdapter.create(
+        "auto", pipeline_size=2, num_microbatches=2, layers=layers, layer_layout="M*|M|E*|-"
+    )
+    assert adapter.schedule.placement.name == "v"
+    assert told(adapter) == ["Ett", "t", "tt", "tmL"]

@@ -43,6 +43,8 @@ class Row:
     test: str | None = None
     every_schedule: bool = False
     reason: str = ""
+    since: tuple[int, int] = (0, 16)
+    """The first series of Megatron that has it."""
 
     @property
     def parallel(self) -> str:
@@ -90,6 +92,15 @@ _LATENT = _options(
     rope_type="rope",
     qk_layernorm=True,
     add_bias_linear=False,
+)
+_HYBRIDS = (0, 19)
+_GATED_DELTA = _options(
+    linear_conv_kernel_dim=4,
+    linear_key_head_dim=8,
+    linear_value_head_dim=8,
+    linear_num_key_heads=2,
+    linear_num_value_heads=4,
+    deterministic_mode=True,
 )
 _OVERLAPS = GPTCase(
     data_parallel=2,
@@ -196,11 +207,45 @@ ROWS = (
     ),
     Row("frozen weights", "`requires_grad = False`", GPTCase(frozen="linear_fc1.weight")),
     Row(
-        "Mamba and hybrid models",
-        "`pretrain_mamba.py`, `pretrain_hybrid.py`, schedules with one chunk per rank",
+        "hybrid models of attention, MLP and expert layers",
+        "`pretrain_hybrid.py`, `--hybrid-layer-pattern *-*E*E*-`",
+        GPTCase(hybrid="*-*E*E*-", layers=8, options=_options(**_MOE)),
+        schedules=(*REPRESENTATIVE, "v-zb"),
+        since=_HYBRIDS,
+    ),
+    Row(
+        "the same, tied, multi-token prediction",
+        "`--hybrid-layer-pattern *-*-*-*-/*-`",
+        GPTCase(hybrid="*-*-*-*-", layers=8, multi_token=1, rotary=True, tied=True),
+        schedules=("v-half", "zb-h1"),
+        since=_HYBRIDS,
+    ),
+    Row(
+        "Mamba layers, whose scan is replaced by the same sums in torch",
+        "`--hybrid-layer-pattern M*M-M-MM`",
+        GPTCase(
+            hybrid="M*M-M-MM",
+            layers=8,
+            options=_options(mamba_state_dim=8, mamba_head_dim=8, mamba_num_groups=2),
+        ),
+        schedules=("v-half", "zb-h1"),
+        since=_HYBRIDS,
+    ),
+    Row(
+        "gated delta layers in Megatron's deterministic mode, which is in torch",
+        "`--hybrid-layer-pattern G*G-G-GG`",
+        GPTCase(hybrid="G*G-G-GG", layers=8, options=_GATED_DELTA),
+        schedules=("v-half", "zb-h1"),
+        since=_HYBRIDS,
+    ),
+    Row(
+        "kernels of Mamba and gated delta layers",
+        "`pretrain_mamba.py`, `pretrain_hybrid.py`",
         None,
         Verdict.NOT_ON_CPU,
-        reason="their layers are CUDA kernels and layers of Transformer Engine",
+        reason="never seen on a GPU: what stands in for them is above; of these layers only the "
+        "linear ones are split, and everything else stays in B. Before 0.17, `pretrain_mamba.py` "
+        "runs schedules with one chunk per rank alone",
     ),
     Row(
         "BERT",

@@ -50,7 +50,7 @@ class GPTCase:
     leaves every rank with a part of them. ``frozen`` is a part of the names of frozen weights.
     With ``drawn``, Megatron's builders draw the weights, as on a GPU. With ``gather_in_optimizer``,
     our chunks do as ``--overlap-param-gather-with-optimizer-step`` tells, which stock with one
-    chunk per rank refuses.
+    chunk per rank refuses. ``hybrid`` is the pattern of a HybridModel of so many ``layers``.
     """
 
     tied: bool = False
@@ -79,6 +79,7 @@ class GPTCase:
     frozen: str | None = None
     dropout: float = 0.0
     drawn: bool = False
+    hybrid: str | None = None
 
     @property
     def torch_dtype(self) -> torch.dtype:
@@ -144,7 +145,7 @@ def built(
             schedule,
             pipeline_size=p,
             num_microbatches=num_microbatches,
-            layers=Layers(case.layers, multi_token=case.multi_token),
+            layers=Layers(case.layers, multi_token=case.multi_token, kinds=case.hybrid or ""),
             layer_layout=case.layout,
         )
         if steps_done is not None:
@@ -251,9 +252,7 @@ def _build_chunks(case: GPTCase, adapter: PipelineAdapter | None, p: int) -> lis
         sequence_parallel=case.sequence_parallel,
         pipeline_model_parallel_size=p,
         virtual_pipeline_model_parallel_size=adapter.virtual_pipeline_size if adapter else None,
-        pipeline_model_parallel_layout=(
-            adapter.layer_layout if adapter else _layout_for_stock(case, p)
-        ),
+        pipeline_model_parallel_layout=_layout(case, adapter, p),
         pipeline_dtype=case.torch_dtype,
         params_dtype=case.torch_dtype,
         bf16=case.dtype == "bfloat16",
@@ -270,24 +269,23 @@ def _build_chunks(case: GPTCase, adapter: PipelineAdapter | None, p: int) -> lis
         persist_layer_norm=False,
         deallocate_pipeline_outputs=True,
         calculate_per_token_loss=case.per_token_loss,
+        is_hybrid_model=case.hybrid is not None,
         **options,
     )
     rank = parallel_state.get_pipeline_model_parallel_rank()
     chunks: list[Any] = []
     count = adapter.chunks if adapter else 1
     for vp_stage in range(count):
-        layer = _specification(config, vp_stage if count > 1 else None)
         with adapter.drawing_weights() if adapter and case.drawn else nullcontext():
-            chunk = GPTModel(
+            chunk = (_gpt_model if case.hybrid is None else partial(_hybrid_model, adapter))(
+                case,
                 config=config,
-                transformer_layer_spec=layer,
                 vocab_size=VOCABULARY,
                 max_sequence_length=SEQUENCE,
                 pre_process=adapter.pre_process(rank, vp_stage) if adapter else rank == 0,
                 post_process=adapter.post_process(rank, vp_stage) if adapter else rank == p - 1,
                 share_embeddings_and_output_weights=case.tied,
                 position_embedding_type="rope" if case.rotary else "learned_absolute",
-                mtp_block_spec=_multi_token(case, layer, config, vp_stage if count > 1 else None),
                 vp_stage=vp_stage if count > 1 else None,
             )
         chunks.append(chunk)
@@ -323,8 +321,43 @@ def _build_chunks(case: GPTCase, adapter: PipelineAdapter | None, p: int) -> lis
     return chunks
 
 
-def _layout_for_stock(case: GPTCase, p: int) -> str | None:
-    """Megatron wants to be told the stages where layers do not divide."""
+def _gpt_model(case: GPTCase, config: Any, vp_stage: int | None, **more: Any) -> Any:
+    layer = _specification(config, vp_stage)
+    return GPTModel(
+        config=config,
+        transformer_layer_spec=layer,
+        mtp_block_spec=_multi_token(case, layer, config, vp_stage),
+        vp_stage=vp_stage,
+        **more,
+    )
+
+
+def _hybrid_model(adapter: PipelineAdapter | None, case: GPTCase, **more: Any) -> Any:
+    """Build a chunk as the hook in Megatron-LM lets it be built; stock cuts the pattern itself."""
+    import hybrid_layers
+    from megatron.core.models.hybrid import hybrid_layer_allocation as allocation
+    from megatron.core.models.hybrid.hybrid_model import HybridModel
+
+    cut = allocation.select_pipeline_segment
+    if adapter is not None:
+        allocation.select_pipeline_segment = lambda pattern, _, vp_stage, **__: (
+            adapter.layer_layout.segment(pattern, vp_stage)
+        )
+    pattern = f"{case.hybrid}{'/*-' * case.multi_token}"
+    try:
+        return HybridModel(
+            hybrid_stack_spec=hybrid_layers.STACK, hybrid_layer_pattern=pattern, **more
+        )
+    finally:
+        allocation.select_pipeline_segment = cut
+
+
+def _layout(case: GPTCase, adapter: PipelineAdapter | None, p: int) -> Any:
+    """Megatron's own schedule wants to be told the stages where layers do not divide."""
+    if case.hybrid is not None:
+        return None
+    if adapter is not None:
+        return adapter.layer_layout
     if case.layers % p == 0:
         return None
     counts = [case.layers // p + (stage < case.layers % p) for stage in range(p)]
@@ -490,7 +523,7 @@ def differences(
     iterations: int = 1,
 ) -> list[str]:
     """Where a schedule's losses and gradients are not Megatron's to the last bit: [] is parity."""
-    if case.layout is None:
+    if case.layout is None and case.hybrid is None:
         placed = schedule
         if isinstance(placed, str):
             p = _pipeline_size(case)

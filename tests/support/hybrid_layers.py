@@ -1,0 +1,94 @@
+"""The layers of Megatron's HybridModel on a CPU: its own modules over its own linear layers.
+
+Megatron names Transformer-Engine's layers in its specification; here the same modules have those of
+megatron-core and the norm of torch. Of the kernels that need a GPU, Mamba's scan and gated delta's
+norm of keys are replaced by the same sums in torch; gated delta itself is Megatron's own in torch,
+which it takes in its deterministic mode. A script takes this by ``--spec hybrid_layers STACK``.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import torch
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+from megatron.core.models.hybrid import hybrid_block
+from megatron.core.models.hybrid.hybrid_layer_specs import hybrid_stack_spec
+from megatron.core.ssm import mamba_mixer
+from megatron.core.ssm.gated_delta_net import common, gdn
+from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
+from megatron.core.transformer.torch_norm import WrappedTorchNorm
+from megatron.core.transformer.transformer_layer import TransformerLayerSubmodules
+from torch.nn import functional
+
+
+def _stack() -> Any:
+    layers = hybrid_stack_spec.submodules
+    dense, routed = (get_gpt_layer_local_spec(n).submodules for n in (None, 2))
+    layers.attention_layer.submodules = TransformerLayerSubmodules(
+        input_layernorm=dense.input_layernorm,
+        self_attention=dense.self_attention,
+        self_attn_bda=dense.self_attn_bda,
+    )
+    for layer, like in ((layers.mlp_layer, dense), (layers.moe_layer, routed)):
+        layer.submodules = TransformerLayerSubmodules(
+            pre_mlp_layernorm=like.pre_mlp_layernorm, mlp=like.mlp, mlp_bda=like.mlp_bda
+        )
+    layers.gdn_layer.submodules.input_layernorm = WrappedTorchNorm
+    delta = layers.gdn_layer.submodules.self_attention.submodules
+    delta.in_proj, delta.out_proj = ColumnParallelLinear, RowParallelLinear
+    delta.out_norm = WrappedTorchNorm
+    layers.mamba_layer.submodules.norm = WrappedTorchNorm
+    mixer = layers.mamba_layer.submodules.mixer
+    mixer.params = {"rmsnorm": False}  # it is another kernel
+    mixer.submodules.in_proj, mixer.submodules.out_proj = ColumnParallelLinear, RowParallelLinear
+    (predicted,) = layers.mtp_block_spec.submodules.layer_specs
+    predicted.submodules.enorm = predicted.submodules.hnorm = WrappedTorchNorm
+    predicted.submodules.eh_proj = ColumnParallelLinear
+    predicted.submodules.layer_norm = WrappedTorchNorm
+    return hybrid_stack_spec
+
+
+def _scan(
+    zxbcdt: torch.Tensor,
+    conv_weight: torch.Tensor,
+    conv_bias: torch.Tensor,
+    dt_bias: torch.Tensor,
+    a: torch.Tensor,
+    *,
+    D: torch.Tensor,
+    headdim: int,
+    ngroups: int,
+    **_options: Any,
+) -> torch.Tensor:
+    """In place of mamba_ssm's fused kernel: Mamba-2's recurrence (arXiv 2405.21060), step by step.
+
+    ``zxbcdt`` is (batch, length, width of gate, inputs, B, C and time steps).
+    """
+    heads = a.numel()
+    inner, mixed = heads * headdim, conv_weight.size(0)
+    state = (mixed - inner) // (2 * ngroups)
+    z, xbc, dt = zxbcdt.split([inner, mixed, heads], dim=-1)
+    padded = functional.pad(xbc.transpose(1, 2), (conv_weight.size(1) - 1, 0))
+    conv = functional.conv1d(padded, conv_weight.unsqueeze(1), conv_bias, groups=mixed)
+    x, b, c = functional.silu(conv.transpose(1, 2)).split([inner, *[ngroups * state] * 2], dim=-1)
+    x = x.unflatten(-1, (heads, headdim))
+    b, c = (
+        t.unflatten(-1, (ngroups, state)).repeat_interleave(heads // ngroups, dim=2) for t in (b, c)
+    )
+    dt = functional.softplus(dt + dt_bias)
+    kept = torch.zeros_like(x[:, 0].unsqueeze(-1) * b[:, 0].unsqueeze(-2))
+    outputs = []
+    for t in range(x.size(1)):
+        entering = (dt[:, t, :, None] * x[:, t]).unsqueeze(-1) * b[:, t].unsqueeze(-2)
+        kept = kept * (dt[:, t] * a).exp()[..., None, None] + entering
+        outputs.append((kept * c[:, t].unsqueeze(-2)).sum(-1) + D[:, None] * x[:, t])
+    return (torch.stack(outputs, 1).flatten(-2) * functional.silu(z)).to(zxbcdt.dtype)
+
+
+hybrid_block.TENorm = WrappedTorchNorm
+mamba_mixer.HAVE_MAMBA_SSM, mamba_mixer.mamba_split_conv1d_scan_combined = True, _scan
+common.HAVE_FLA, common.l2norm = True, partial(functional.normalize, dim=-1)
+assert gdn.torch_chunk_gated_delta_rule is common.torch_chunk_gated_delta_rule
+STACK = _stack()
