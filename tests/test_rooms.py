@@ -20,6 +20,7 @@ ROOMS: dict[str, set[str]] = {
     "runtime": {"schedules"},
     "megatron_core": {"schedules", "job", "measured", "runtime"},
     "megatron_lm": {"schedules", "job", "measured", "runtime", "megatron_core"},
+    "bridge": {"schedules", "megatron_core", "megatron_lm"},
     "planner": {"schedules", "measured"},
     "training": {"schedules", "job", "measured", "runtime", "megatron_core"},
     "distillation": {

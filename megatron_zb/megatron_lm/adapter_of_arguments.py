@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Callable
 
 from megatron_zb.errors import UsageError
 from megatron_zb.job.run_flags import (
@@ -56,11 +57,18 @@ def check_unscheduled(args: argparse.Namespace) -> None:
             raise UsageError(f"{said} needs --pipeline-schedule, such as {example}")
 
 
-def adapter_of(args: argparse.Namespace, build: Build = catalog.build) -> PipelineAdapter:
+def adapter_of(
+    args: argparse.Namespace,
+    build: Build = catalog.build,
+    steps_done: Callable[[], int] | None = None,
+) -> PipelineAdapter:
     """Create the adapter that the parsed arguments ask for; they choose a schedule.
 
-    ``build`` builds schedules, such as on one rank for all. Changes the arguments so that
-    Megatron's own checks and its own placement of layers follow it.
+    Changes the arguments so that Megatron's own checks and its own placement of layers follow it.
+
+    Args:
+        build: builds schedules, such as on one rank for all.
+        steps_done: returns the steps since the start of training; None asks Megatron-LM's loop.
 
     Raises:
         UsageError: the arguments cannot be combined, or the schedule cannot be built.
@@ -72,7 +80,7 @@ def adapter_of(args: argparse.Namespace, build: Build = catalog.build) -> Pipeli
     conflicts.check(
         args, str(flags.choice(args)), adapter.schedule.placement, adapter.splits_backward
     )
-    _choose_random_streams(args, adapter)
+    _choose_random_streams(args, adapter, steps_done or _steps_done)
     if args.enable_optimizer_post_validation:
         conflicts.check_post_validation(args)
     if _is_placed(args):
@@ -101,14 +109,16 @@ def without_bulk_overlap(args: argparse.Namespace, adapter: PipelineAdapter) -> 
     ]
 
 
-def _choose_random_streams(args: argparse.Namespace, adapter: PipelineAdapter) -> None:
+def _choose_random_streams(
+    args: argparse.Namespace, adapter: PipelineAdapter, steps_done: Callable[[], int]
+) -> None:
     asked = args.pipeline_random_streams
     keeps_places = adapter.keeps_places or not _is_placed(args)
     if not asks_for_layer_streams(asked, keeps_places):
         return
     conflicts.check_layer_streams(args)
     replicas_differ = args.data_parallel_random_init
-    adapter.draw_by_layer(args.seed, _steps_done, replicas_differ=replicas_differ)
+    adapter.draw_by_layer(args.seed, steps_done, replicas_differ=replicas_differ)
 
 
 def _steps_done() -> int:

@@ -9,7 +9,7 @@ import os
 import traceback
 from collections.abc import Mapping
 from contextlib import suppress
-from typing import Any
+from typing import Any, NoReturn
 
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import _get_default_store
@@ -56,11 +56,15 @@ class Meeting:
                 raise failure
         except Disagreement as error:
             if failure is None or isinstance(failure, UsageError) or not _tells(error, failure):
-                end_with(error, self._rank, speaks=error.speaks)
+                self.end(error, speaks=error.speaks)
             raise failure from None
         except UsageError as error:
-            end_with(error, self._rank)
+            self.end(error)
         return can_meet
+
+    def end(self, error: UsageError, *, speaks: bool | None = None) -> NoReturn:
+        """End this process for a mistake that ends every rank."""
+        end_with(error, self._rank, speaks=speaks)
 
     def _agree(self, where: str, values: Mapping[str, Any], failure: Exception | None) -> None:
         agree(

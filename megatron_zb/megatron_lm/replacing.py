@@ -4,12 +4,22 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
-from functools import wraps
+from functools import partial, wraps
 from typing import Any, TypeVar
 
 T = TypeVar("T")
 
-_HOLDERS = ("megatron", "__main__")
+Undo = Callable[[], None]
+
+
+def is_megatrons(module: str) -> bool:
+    """Return whether a module is of Megatron, or the script."""
+    return module.split(".")[0] in ("megatron", "__main__")
+
+
+def is_anybodys(module: str) -> bool:
+    """Return whether a module may hold replacements: any but those that call the originals."""
+    return module.split(".")[0] != "megatron_zb"
 
 
 def hooked(original: Any, hook: Any) -> Any:
@@ -22,22 +32,35 @@ def hooked(original: Any, hook: Any) -> Any:
     return call
 
 
-def replace(module: Any, name: str, hook: Any) -> None:
-    """Replace a function in its module, in Megatron's that imported it, and in the script's."""
+def replace(module: Any, name: str, hook: Any, holds: Callable[[str], bool] = is_megatrons) -> Undo:
+    """Replace a function in its module and in all others that hold it; return what undoes that.
+
+    Args:
+        holds: returns whether a module, by its name, is to hold the replacement.
+    """
     original = getattr(module, name)
     replacement = hooked(original, hook)
-    for other in [m for key, m in sys.modules.items() if key.split(".")[0] in _HOLDERS]:
-        for attribute, value in list(vars(other).items()):
-            if value is original:
-                setattr(other, attribute, replacement)
+    _exchange(original, replacement, holds)
+    return partial(_exchange, replacement, original, lambda module: True)
 
 
-def replace_method(cls: Any, name: str, hook: Any) -> None:
-    setattr(cls, name, hooked(getattr(cls, name), hook))
+def _exchange(old: Any, new: Any, holds: Callable[[str], bool]) -> None:
+    for module in [module for name, module in sys.modules.items() if holds(name)]:
+        for attribute, value in list(getattr(module, "__dict__", {}).items()):
+            if value is old:
+                setattr(module, attribute, new)
 
 
-def replace_static(cls: Any, name: str, hook: Any) -> None:
-    setattr(cls, name, staticmethod(hooked(getattr(cls, name), hook)))
+def replace_method(cls: Any, name: str, hook: Any) -> Undo:
+    original = getattr(cls, name)
+    setattr(cls, name, hooked(original, hook))
+    return partial(setattr, cls, name, original)
+
+
+def replace_static(cls: Any, name: str, hook: Any) -> Undo:
+    original = getattr(cls, name)
+    setattr(cls, name, staticmethod(hooked(original, hook)))
+    return partial(setattr, cls, name, staticmethod(original))
 
 
 def when(subject: Callable[[], T | None], method: Callable[..., Any]) -> Callable[..., Any]:

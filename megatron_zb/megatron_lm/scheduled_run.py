@@ -13,7 +13,6 @@ from megatron_zb.errors import UsageError
 from megatron_zb.job.data_contents import Record
 from megatron_zb.megatron_core.adapter import PipelineAdapter
 from megatron_zb.megatron_lm import conflicts
-from megatron_zb.megatron_lm.ending import end_with
 from megatron_zb.megatron_lm.meeting import Meeting
 
 START = "start"
@@ -91,7 +90,7 @@ class ScheduledRun:
             yield
         except UsageError as error:
             self._meeting.leave(self._building, error)
-            end_with(error, self._rank)
+            self._meeting.end(error)
         except Exception as error:
             self._meeting.leave(self._building, error)
             raise
@@ -167,7 +166,7 @@ class ScheduledRun:
         try:
             return self.adapter.forward_backward_func(**arguments)
         except UsageError as error:
-            end_with(error, self._rank)
+            self._meeting.end(error)
 
     def create_graphs(self, original: Any, helper: Any) -> None:
         """Capture the graphs of layers in the order of the schedule."""

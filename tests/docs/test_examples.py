@@ -22,6 +22,7 @@ from megatron_zb import schedules
 ROOT = Path(__file__).resolve().parents[2]
 EXAMPLES = ROOT / "examples"
 LOOP = EXAMPLES / "training_loop.py"
+TRAINER = EXAMPLES / "rl_trainer.py"
 
 
 @pytest.fixture(scope="module")
@@ -31,11 +32,12 @@ def checkout(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return root
 
 
-def losses_of(schedule: str, *, of_torchrun: bool = False) -> list[float]:
+def losses_of(schedule: str, *, of_torchrun: bool = False, script: Path = LOOP) -> list[float]:
+    """The second word of each line that a script prints."""
     if of_torchrun:
-        job = end_of(torchrun(2, str(LOOP), schedule), 500)
+        job = end_of(torchrun(2, str(script), schedule), 500)
     else:
-        job = run_job(2, str(LOOP), [schedule], 500)
+        job = run_job(2, str(script), [schedule], 500)
     assert job.code == 0, job.stderr
     return [float(line.split()[1]) for line in job.stdout.splitlines()]
 
@@ -48,15 +50,27 @@ def test_a_loop_of_ones_own_trains_alike_under_every_schedule(of_torchrun: bool)
     assert losses_of("1f1b") == losses
 
 
-def test_a_loop_of_ones_own_redirects_calls_before_megatron_is_imported() -> None:
+@pytest.mark.parametrize("of_torchrun", [False, pytest.param(True, marks=pytest.mark.full)])
+def test_a_trainer_for_reinforcement_learning_learns_alike_under_every_schedule(
+    of_torchrun: bool,
+) -> None:
+    learnt = losses_of("v-half", of_torchrun=of_torchrun, script=TRAINER)
+    assert len(learnt) == 20
+    assert learnt[-1] > 4 * learnt[0]  # counting is what is rewarded
+    assert losses_of("1f1b", script=TRAINER) == learnt
+
+
+@pytest.mark.parametrize("script", [LOOP, TRAINER], ids=lambda path: path.name)
+def test_an_example_redirects_calls_before_megatron_is_imported(script: Path) -> None:
     """Ranks of the tests have done so already."""
-    source = LOOP.read_text(encoding="utf-8")
+    source = script.read_text(encoding="utf-8")
     assert source.index("\nrun_on_cpu()") < source.index("\nfrom megatron.core ")
 
 
-def test_a_loop_of_ones_own_takes_60_lines() -> None:
-    lines = LOOP.read_text(encoding="utf-8").splitlines()
-    assert sum(bool(line.strip()) for line in lines) <= 60
+@pytest.mark.parametrize(("script", "most"), [(LOOP, 60), (TRAINER, 80)])
+def test_an_example_is_short(script: Path, most: int) -> None:
+    lines = script.read_text(encoding="utf-8").splitlines()
+    assert sum(bool(line.strip()) for line in lines) <= most
 
 
 def cells() -> list[str]:

@@ -1,0 +1,322 @@
+"""A schedule in a process whose program builds its model and calls Megatron's schedules itself.
+
+The hooks are those of Megatron-LM's training loop, as far as they are Megatron core's: the same
+code places and checks a model and runs a step. They can be taken back, and errors are raised.
+"""
+
+from __future__ import annotations
+
+import argparse
+import inspect
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any, NoReturn
+from weakref import WeakSet
+
+import torch.distributed as dist
+from megatron.core import distributed, parallel_state
+from megatron.core.pipeline_parallel import schedules
+from megatron.core.pipeline_parallel import utils as pipeline_utils
+from megatron.core.transformer.cuda_graphs import TECudaGraphHelper
+from megatron.core.transformer.pipeline_parallel_layer_layout import PipelineParallelLayerLayout
+from megatron.core.utils import get_attr_wrapped_model
+from torch.distributed.distributed_c10d import _get_default_store
+
+from megatron_zb.bridge.settings import Settings
+from megatron_zb.errors import UsageError
+from megatron_zb.megatron_core.forward_backward import refuse_what_is_not_served
+from megatron_zb.megatron_core.placement import StageLayout
+from megatron_zb.megatron_core.versions import HYBRID_PATTERNS
+from megatron_zb.megatron_lm import conflicts, fingerprint, flags
+from megatron_zb.megatron_lm.adapter_of_arguments import adapter_of
+from megatron_zb.megatron_lm.meeting import Meeting
+from megatron_zb.megatron_lm.replacing import (
+    Undo,
+    is_anybodys,
+    replace,
+    replace_method,
+    replace_static,
+)
+from megatron_zb.megatron_lm.scheduled_run import ScheduledRun
+
+_INSTALLED = "_installed_by_megatron_zb_bridge"
+
+# What says which layers a stage has; a layout takes their place.
+_DIVISION = (
+    "account_for_embedding_in_pipeline_split",
+    "account_for_loss_in_pipeline_split",
+    "decoder_first_pipeline_num_layers",
+    "decoder_last_pipeline_num_layers",
+    "num_layers_in_first_pipeline_stage",
+    "num_layers_in_last_pipeline_stage",
+    "num_layers_per_virtual_pipeline_stage",
+    "num_virtual_stages_per_pipeline_rank",
+)
+
+
+class Pipeline:
+    """A schedule in this process, made by :func:`megatron_zb.bridge.install`.
+
+    It is in force until it is taken back; as a context, to the context's end.
+    """
+
+    def __init__(self, settings: Settings, model: Any) -> None:
+        _check_time()
+        self.settings = settings
+        self.steps_done = 0
+        """Steps of training until now; to be set after a resume if layers have random streams."""
+        args = _arguments(settings, model)
+        self.adapter = adapter_of(args, steps_done=lambda: self.steps_done)
+        self._run = _Run(self, args)
+        self.prepare(model)
+        self._undo = list(self._hooks())
+        setattr(schedules.get_forward_backward_func, _INSTALLED, True)
+
+    def __enter__(self) -> Pipeline:
+        return self
+
+    def __exit__(self, kind: Any, *error: Any) -> None:
+        if kind is None:
+            self.uninstall()
+        else:  # other ranks may never come to a collective call
+            self._take_back()
+
+    def uninstall(self) -> None:
+        """Take everything back that has been replaced; all ranks call it.
+
+        The model stays the schedule's: Megatron's own schedules refuse to run it.
+        """
+        self._take_back()
+        self.adapter.forward_backward_func.close()
+
+    def _take_back(self) -> None:
+        while self._undo:
+            self._undo.pop()()
+
+    @property
+    def virtual_pipeline_size(self) -> int | None:
+        """Value for ``virtual_pipeline_model_parallel_size``, wherever a trainer asks for it."""
+        return self.adapter.virtual_pipeline_size
+
+    def prepare(self, model: Any) -> None:
+        """Set what Megatron's config, or what a config is made from, needs for the schedule.
+
+        Args:
+            model: as for :func:`megatron_zb.bridge.install`, of the same sizes.
+
+        Raises:
+            UsageError: its sizes are others, or it cannot be combined with the schedule.
+        """
+        args = _arguments(self.settings, model)
+        self._check_sizes(args)
+        adapter, schedule = self.adapter, self.adapter.schedule
+        conflicts.check(args, str(flags.choice(args)), schedule.placement, adapter.splits_backward)
+        refuse_what_is_not_served(args, None, schedule.name)
+        for name in _DIVISION:
+            if hasattr(model, name):
+                setattr(model, name, False if isinstance(getattr(model, name), bool) else None)
+        model.virtual_pipeline_model_parallel_size = adapter.virtual_pipeline_size
+        if isinstance(model, argparse.Namespace):  # which is written into checkpoints
+            model.pipeline_model_parallel_layout = str(adapter.layer_layout)
+            return
+        model.pipeline_model_parallel_layout = adapter.layer_layout
+        model.finalize_model_grads_func = adapter.finalize_model_grads
+
+    def builder(self, build: Callable[..., Any]) -> Callable[..., Any]:
+        """Wrap what builds one chunk, so that it is placed, checked and split.
+
+        The result is called once for each chunk of this rank, with ``vp_stage`` where there are
+        several; ``pre_process`` and ``post_process`` follow from the schedule. Data parallelism
+        wraps chunks afterwards. It may build several models.
+        """
+        return self._run.placed(build)
+
+    def prepare_provider(self, provider: Any) -> None:
+        """Prepare a model provider of Megatron-Bridge, before or after it is finalised.
+
+        Raises:
+            UsageError: it is none, or see :meth:`prepare`.
+        """
+        if not callable(getattr(provider, "provide", None)):
+            raise UsageError(
+                f"a {type(provider).__name__} has no provide(): give a model provider, such as "
+                "GPTModelProvider"
+            )
+        self.prepare(provider)
+        provider.provide = self.builder(provider.provide)
+
+    def _check_sizes(self, args: argparse.Namespace) -> None:
+        layers = "".join(self.adapter.layer_layout.letters)
+        sizes = {
+            "num_layers": (args.num_layers, layers.count("t")),
+            "mtp_num_layers": (args.mtp_num_layers or 0, layers.count("m")),
+            "pipeline_model_parallel_size": (
+                args.pipeline_model_parallel_size,
+                self.adapter.schedule.placement.pipeline_size,
+            ),
+        }
+        for name, (found, expected) in sizes.items():
+            if found != expected:
+                raise UsageError(
+                    f"{name} of the model is {found}, but the schedule was installed for {expected}"
+                )
+
+    def _hooks(self) -> Iterator[Undo]:
+        run = self._run
+        everywhere = partial(replace, holds=is_anybodys)
+        yield everywhere(schedules, "get_forward_backward_func", run.get_forward_backward_func)
+        yield everywhere(parallel_state, "initialize_model_parallel", run.initialize_model_parallel)
+        yield replace_static(PipelineParallelLayerLayout, "from_str", run.layout_from_str)
+        yield replace_method(TECudaGraphHelper, "create_cudagraphs", run.create_graphs)
+        if self.adapter.physical.mirrored:
+            yield everywhere(distributed, "finalize_model_grads", run.finalize_model_grads)
+            yield everywhere(parallel_state, "is_pipeline_first_stage", run.is_first_stage)
+            yield replace(
+                pipeline_utils,
+                "is_pp_first_stage",
+                lambda original, group: run.is_first_stage(original),
+                _asks_for_embedding,
+            )
+
+
+def _asks_for_embedding(module: str) -> bool:
+    """Return whether a module asks for the first stage to know who has the embedding.
+
+    Megatron core's own also ask it for the neighbours of a rank.
+    """
+    return is_anybodys(module) and (
+        module == pipeline_utils.__name__ or not module.startswith("megatron.core.")
+    )
+
+
+def _arguments(settings: Settings, model: Any) -> argparse.Namespace:
+    args = settings.as_arguments(model)
+    for name in HYBRID_PATTERNS:
+        if getattr(args, name, None):
+            raise UsageError(
+                f"{name} places layers by itself: train hybrid models by Megatron-LM's command line"
+            )
+    return args
+
+
+def _check_time() -> None:
+    if parallel_state.is_initialized():
+        raise UsageError(
+            "the schedule was installed after initialize_model_parallel, which has to know of it: "
+            "install it before"
+        )
+    if hasattr(schedules.get_forward_backward_func, _INSTALLED):
+        raise UsageError(
+            "a schedule is installed in this process already: take it back before installing "
+            "another"
+        )
+
+
+# Wrappers of a chunk, by the arguments of Megatron-LM that ask for them.
+_WRAPPERS = {
+    "FullyShardedDataParallel": "use_megatron_fsdp",
+    "TorchFullyShardedDataParallel": "use_torch_fsdp2",
+}
+
+
+class _Meeting(Meeting):
+    """A meeting of ranks that are known when it begins; its errors are the trainer's to handle."""
+
+    def __init__(self, seconds: float) -> None:
+        super().__init__(-1, -1, seconds)
+
+    def begin(self) -> None:
+        """Take this rank's place, when torch.distributed has been initialised."""
+        self._rank, self._world_size = dist.get_rank(), dist.get_world_size()
+        store = dist.PrefixStore("megatron_zb/bridge", _get_default_store())
+        number = store.add(f"begun by {self._rank}", 1)  # of this process group
+        self._store = dist.PrefixStore(str(number), store)
+
+    def end(self, error: UsageError, *, speaks: bool | None = None) -> NoReturn:
+        """Raise the error, which every rank has."""
+        raise error
+
+
+class _Run(ScheduledRun):
+    """The part of this rank: as in Megatron-LM's loop, and nothing else may run its chunks."""
+
+    _meeting: _Meeting
+
+    def __init__(self, pipeline: Pipeline, args: argparse.Namespace) -> None:
+        adapter = pipeline.adapter
+        super().__init__(adapter, _Meeting(60 * args.distributed_timeout_minutes), rank=-1)
+        self._pipeline = pipeline
+        self.not_agreed = pipeline.settings.as_values() | fingerprint.of_run(args, adapter, {})
+        self._placed_chunks: WeakSet[Any] = WeakSet()
+        self._is_running = False
+
+    def initialize_model_parallel(self, original: Any, *args: Any, **keywords: Any) -> Any:
+        """Let the ranks agree; set the embedding ranks and the number of chunks."""
+        p = self.adapter.schedule.placement.pipeline_size
+        given = inspect.signature(original).bind(*args, **keywords).arguments
+        if given.get("pipeline_model_parallel_size", 1) != p:
+            raise UsageError(
+                "initialize_model_parallel has the pipeline_model_parallel_size "
+                f"{given.get('pipeline_model_parallel_size', 1)}, but the schedule was installed "
+                f"for {p}"
+            )
+        given["virtual_pipeline_model_parallel_size"] = self.adapter.virtual_pipeline_size
+        self._meeting.begin()
+        result = super().initialize_model_parallel(original, **given)
+        self.not_agreed = None
+        return result
+
+    def placed(self, build: Callable[..., Any]) -> Callable[..., Any]:
+        """Wrap the builder of a chunk."""
+        return self._placed(build)
+
+    def _check_model(self, chunk: Any) -> None:
+        super()._check_model(chunk)
+        layout, ours = chunk.config.pipeline_model_parallel_layout, self.adapter.layer_layout
+        if (type(layout), str(layout)) != (StageLayout, str(ours)) and self._failure is None:
+            self._failure = UsageError(
+                f"the model was built with the layer layout {layout}, not with that of the "
+                f"schedule, {ours}: prepare its config before it is built"
+            )
+
+    def _prepare_model(self) -> None:
+        super()._prepare_model()
+        for chunk in self._chunks:
+            self._placed_chunks.add(chunk)
+            chunk.register_forward_pre_hook(self._refuse_others)
+        self._chunks, self._builds = [], self._builds + 1
+
+    def _refuse_others(self, chunk: Any, inputs: Any) -> None:
+        if not self._is_running:
+            raise UsageError(
+                f"a chunk of the pipeline schedule {self.adapter.schedule.name} was run by "
+                "something else, which has its stages in another order: run it with what "
+                "get_forward_backward_func() returns while the schedule is installed"
+            )
+
+    def _forward_backward(self, **arguments: Any) -> Any:
+        model = arguments["model"]
+        self._check_chunks(model if isinstance(model, list) else [model])
+        self._is_running = True
+        try:
+            result = super()._forward_backward(**arguments)
+        finally:
+            self._is_running = False
+        self._pipeline.steps_done += not arguments.get("forward_only", False)
+        return result
+
+    def _check_chunks(self, chunks: list[Any]) -> None:
+        """Check that the chunks are those of a model of the schedule, and how they are wrapped."""
+        for chunk in chunks:
+            wrapper = type(chunk).__name__
+            if wrapper in _WRAPPERS:
+                args = argparse.Namespace(**{_WRAPPERS[wrapper]: True})
+                name, schedule = self.adapter.schedule.name, self.adapter.schedule
+                conflicts.check(args, f"the pipeline schedule {name}", schedule.placement)
+        found = [get_attr_wrapped_model(c, "pre_process", return_model_obj=True) for c in chunks]
+        if len(found) != self.adapter.chunks or any(c not in self._placed_chunks for c in found):
+            raise UsageError(
+                f"the pipeline schedule {self.adapter.schedule.name} runs the "
+                f"{self.adapter.chunks} chunks of a model whose builder was wrapped: wrap the "
+                "builder of every model of this process, or take the schedule back"
+            )

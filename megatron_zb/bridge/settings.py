@@ -1,0 +1,160 @@
+"""The settings of a schedule as an object that travels to the processes of a job.
+
+Importing this file imports neither torch nor Megatron.
+"""
+
+from __future__ import annotations
+
+import argparse
+from dataclasses import asdict, dataclass, fields
+from typing import Any
+
+from megatron_zb.errors import UsageError
+from megatron_zb.parsing import flag_of
+from megatron_zb.schedules import catalog
+
+_STREAMS = ("rank", "layer")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings:
+    """The settings of a schedule, by the names of the command line's flags.
+
+    They can be pickled, and hold nothing of torch or Megatron. What is None is taken from the
+    model's config, where that knows it.
+
+    Args:
+        num_microbatches: of a usual step; others may have more or fewer.
+        pipeline_schedule: one of ``schedules.names()``.
+        pipeline_schedule_file: a table of ``megatron-zb export`` instead.
+        pipeline_memory_limit: the most activation memory of any rank, as a fraction of 1F1B's.
+        pipeline_placement: ``loop`` or ``zigzag``, for ``auto``.
+        num_virtual_stages_per_pipeline_rank: chunks, where the schedule has the choice.
+        microbatch_group_size_per_vp_stage: of schedules that take a group size.
+        pipeline_model_parallel_layout: layers of every stage in model order, ``Ett|tt|tt|ttL``.
+        pipeline_layer_layout: ``auto`` or a file of ``--pipeline-profile`` balances them.
+        pipeline_random_streams: ``rank``, or ``layer`` with a ``seed``.
+        seed: of the streams of the layers.
+        pipeline_timeout: seconds without progress in a step after which the job is ended; 0 never.
+        nccl_communicator_config_path, high_priority_stream_groups: as for Megatron-LM.
+
+    Raises:
+        UsageError: something is missing, unknown, or given twice.
+    """
+
+    num_microbatches: int
+    pipeline_schedule: str | None = None
+    pipeline_schedule_file: str | None = None
+    pipeline_memory_limit: float | None = None
+    pipeline_placement: str | None = None
+    num_virtual_stages_per_pipeline_rank: int | None = None
+    microbatch_group_size_per_vp_stage: int | None = None
+    pipeline_model_parallel_layout: str | None = None
+    pipeline_layer_layout: str | None = None
+    pipeline_random_streams: str = "rank"
+    seed: int | None = None
+    pipeline_timeout: float = 0.0
+    nccl_communicator_config_path: str | None = None
+    high_priority_stream_groups: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        if (self.pipeline_schedule is None) is (self.pipeline_schedule_file is None):
+            raise UsageError(
+                "give one of pipeline_schedule and pipeline_schedule_file: a name, such as v-half, "
+                "or a table"
+            )
+        if self.pipeline_schedule is not None:
+            catalog.family(self.pipeline_schedule)
+        if self.num_microbatches < 1:
+            raise UsageError(f"num_microbatches is {self.num_microbatches}: it must be 1 or more")
+        if self.pipeline_random_streams not in _STREAMS:
+            raise UsageError(
+                f"pipeline_random_streams is '{self.pipeline_random_streams}': give "
+                f"{' or '.join(_STREAMS)}"
+            )
+
+    def as_arguments(self, model: Any) -> argparse.Namespace:
+        """Return the arguments that Megatron-LM would have for these settings and a model.
+
+        Raises:
+            UsageError: the model does not know its sizes, or chooses a schedule itself.
+        """
+        given = vars(model)
+        for name in _SIZES:
+            if given.get(name) is None:
+                raise UsageError(f"{name} is missing in the {type(model).__name__} of the model")
+        for name in ("pipeline_schedule", "pipeline_schedule_file"):
+            if given.get(name) is not None:
+                raise UsageError(
+                    f"{flag_of(name)} {given[name]} is among the arguments, but what was planned "
+                    "for it stays in the process that has checked them: leave it out, and give it "
+                    "to the settings"
+                )
+        chosen = {name: value for name, value in asdict(self).items() if value is not None}
+        args = argparse.Namespace(**{**_DEFAULTS, **_of_config(given), **given, **chosen})
+        # a config has a default of its own here, which nobody has chosen
+        args.microbatch_group_size_per_vp_stage = self.microbatch_group_size_per_vp_stage
+        if self.pipeline_random_streams == "layer" and args.seed is None:
+            raise UsageError("pipeline_random_streams is 'layer': give a seed, too")
+        _set_batch(args, self.num_microbatches)
+        return args
+
+    def as_values(self) -> dict[str, Any]:
+        """Return the settings by the names that messages use."""
+        return {flag_of(field.name): getattr(self, field.name) for field in fields(self)}
+
+
+_SIZES = ("num_layers", "pipeline_model_parallel_size")
+
+# What Megatron-LM's arguments have where neither the settings nor the model say anything.
+_DEFAULTS = {
+    "account_for_embedding_in_pipeline_split": False,
+    "account_for_loss_in_pipeline_split": False,
+    "context_parallel_size": 1,
+    "data_parallel_random_init": False,
+    "decoder_first_pipeline_num_layers": None,
+    "decoder_last_pipeline_num_layers": None,
+    "distributed_timeout_minutes": 10,
+    "enable_optimizer_post_validation": False,
+    "mtp_num_layers": None,
+    "nccl_communicator_config_path": None,
+    "num_layers_per_virtual_pipeline_stage": None,
+    "num_virtual_stages_per_pipeline_rank": None,
+    "pipeline_layer_layout": None,
+    "pipeline_memory_limit": None,
+    "pipeline_model_parallel_layout": None,
+    "pipeline_placement": None,
+    "pipeline_profile": None,
+    "pipeline_replan_every": None,
+    "pipeline_schedule": None,
+    "pipeline_schedule_cache": None,
+    "pipeline_schedule_file": None,
+    "seed": None,
+    "seq_length": None,
+    "tensor_model_parallel_size": 1,
+}
+
+
+# Arguments of Megatron-LM that Megatron's config has under other names.
+_NAMES_OF_CONFIG = {
+    "decoder_first_pipeline_num_layers": "num_layers_in_first_pipeline_stage",
+    "decoder_last_pipeline_num_layers": "num_layers_in_last_pipeline_stage",
+    "num_experts": "num_moe_experts",
+    "num_virtual_stages_per_pipeline_rank": "virtual_pipeline_model_parallel_size",
+    "swiglu": "gated_linear_unit",
+}
+
+
+def _of_config(given: dict[str, Any]) -> dict[str, Any]:
+    """Return the arguments that a config has under other names."""
+    found = {name: given.get(other) for name, other in _NAMES_OF_CONFIG.items()}
+    return found | {"group_query_attention": given.get("num_query_groups") is not None}
+
+
+def _set_batch(args: argparse.Namespace, num_microbatches: int) -> None:
+    """Set a batch that makes so many microbatches, since trainers have other words for it."""
+    ranks = args.tensor_model_parallel_size * args.context_parallel_size
+    ranks *= args.pipeline_model_parallel_size
+    args.world_size = getattr(args, "world_size", None) or ranks
+    args.micro_batch_size = 1
+    args.global_batch_size = num_microbatches * max(args.world_size // ranks, 1)

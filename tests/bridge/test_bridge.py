@@ -1,0 +1,245 @@
+"""Schedules in trainers that build their model and call Megatron's schedules themselves."""
+
+from __future__ import annotations
+
+import argparse
+import pickle
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from ranks import RankPools
+
+from megatron_zb.bridge import Settings, install
+from megatron_zb.errors import UsageError
+
+STEPS = [4, 6, 2]
+"""Microbatches of each step."""
+
+
+def actor(settings: bytes | None, args: Any) -> tuple[list[Any], dict[str, torch.Tensor]]:
+    """What a process of a trainer finds in three steps, and its weights; see trainers.py."""
+    import trainers
+    from megatron.core.pipeline_parallel import get_forward_backward_func
+
+    stock = trainers.get_forward_backward_func
+    pipeline = install(pickle.loads(settings), args) if settings else None
+    process = trainers.Actor(args, pipeline.builder if pipeline else None)
+    found: list[Any] = []
+    for step, count in enumerate(STEPS):
+        kept = trainers.weights_of(process.chunks)
+        process.load(seed=2)  # a reference model, in the place of the trained one
+        found.append(process.log_probs(step, count + 2))
+        process.put_back(kept)
+        found.append(process.log_probs(step, count, collect_non_loss_data=True))
+        found.append(process.train_one_step(step, count))
+    if pipeline:
+        assert trainers.get_forward_backward_func is not stock
+        pipeline.uninstall()
+    assert trainers.get_forward_backward_func is stock
+    assert get_forward_backward_func is stock or pipeline
+    return found, trainers.weights_of(process.models)
+
+
+def whole(of_ranks: list[Any]) -> tuple[list[Any], dict[str, torch.Tensor]]:
+    """What the ranks with the output layer have found, and the weights of all ranks."""
+    weights: dict[str, torch.Tensor] = {}
+    for _, part in of_ranks:
+        for name, weight in part.items():
+            assert torch.equal(weights.setdefault(name, weight), weight), name
+    return [found for found, _ in of_ranks if found and found[-1]], weights
+
+
+def same(one: Any, other: Any) -> bool:
+    if isinstance(one, torch.Tensor):
+        return torch.equal(one, other)
+    if isinstance(one, list | dict):
+        items = one.items() if isinstance(one, dict) else enumerate(one)
+        return len(one) == len(other) and all(same(value, other[key]) for key, value in items)
+    return bool(one == other)
+
+
+@pytest.mark.parametrize(
+    ("ranks_of_job", "pipeline_size", "tied"),
+    [(4, 2, True), pytest.param(4, 4, False, marks=pytest.mark.full)],
+)
+def test_a_trainer_for_reinforcement_learning_trains_as_with_megatrons_schedule(
+    ranks: RankPools, ranks_of_job: int, pipeline_size: int, tied: bool
+) -> None:
+    import trainers
+
+    args = trainers.arguments(pipeline_size, tied=tied)
+    job = ranks(ranks_of_job)
+    losses, weights = whole(job.run(actor, settings=None, args=args))
+    assert len(losses) == ranks_of_job // pipeline_size
+    for name in ("v-half", "v-zb", "zb-h1", "interleaved"):
+        settings = pickle.dumps(Settings(pipeline_schedule=name, num_microbatches=4))
+        found = whole(job.run(actor, settings=settings, args=args))
+        assert same(found[0], losses), name
+        assert found[1].keys() == weights.keys()
+        assert same(found[1], weights), name
+
+
+def provided(name: str | None, random_streams: str = "rank") -> Any:
+    """Losses and weights of a model that its own config provides, as in Megatron-Bridge."""
+    import trainers
+
+    p = dist.get_world_size()
+    provider = trainers.Provider(**trainers.OF_MODEL, num_layers=8, pipeline_model_parallel_size=p)
+    if name is None:
+        return trainers.pretrain(provider, steps=2)
+    settings = Settings(
+        pipeline_schedule=name,
+        num_microbatches=4,
+        pipeline_layer_layout="auto" if name == "v-half" else None,
+        pipeline_random_streams=random_streams,
+        seed=1,
+    )
+    with install(settings, provider) as pipeline:
+        pipeline.prepare_provider(provider)
+        found = trainers.pretrain(provider, steps=2)
+        assert pipeline.steps_done == 2
+    return found
+
+
+def test_a_provider_of_megatron_bridges_shape_trains_as_with_megatrons_schedule(
+    ranks: RankPools,
+) -> None:
+    job = ranks(2)
+    losses, weights = whole(job.run(provided, name=None))
+    assert len(losses) == 1
+    for name, streams in (("v-half", "rank"), ("interleaved", "rank"), ("zb-h1", "layer")):
+        found = whole(job.run(provided, name=name, random_streams=streams))
+        assert same(found[0], losses), name
+        assert same(found[1], weights), name
+
+
+# --- what is refused
+
+
+V_HALF = Settings(pipeline_schedule="v-half", num_microbatches=4)
+
+
+def refused(case: str) -> str:
+    """What a process is told; the case names what it does wrong."""
+    import trainers
+
+    args = trainers.arguments(dist.get_world_size())
+    pipeline = None
+    try:
+        settings = CHANGED if case == "settings" and dist.get_rank() else V_HALF
+        pipeline = install(settings, args)
+        with pytest.raises(UsageError, match="take it back before"):
+            install(V_HALF, args)
+        _misuse(case, args, pipeline, trainers)
+    except UsageError as error:
+        return str(error)
+    finally:
+        if pipeline is not None:
+            pipeline._take_back()
+    return "nothing is refused"
+
+
+def _misuse(case: str, args: Any, pipeline: Any, trainers: Any) -> None:
+    if case == "another size":
+        args.pipeline_model_parallel_size = 1
+    elif case == "config":
+        args.pipeline_model_parallel_layout = args.virtual_pipeline_model_parallel_size = None
+    elif case == "builder":
+        trainers.Actor(args).train_one_step(0, 4)
+    process = trainers.Actor(args, pipeline.builder)
+    if case == "schedule taken back":
+        pipeline.uninstall()
+        if dist.get_rank() == 0:  # the other would wait for its first message
+            process.train_one_step(0, 4)
+        process.models[0](None, None, None)
+    elif case == "late":
+        pipeline.uninstall()
+        install(V_HALF, trainers.arguments(dist.get_world_size()))
+    elif case == "fsdp":
+        kind = type("FullyShardedDataParallel", (type(process.models[0]),), {})
+        process.models[0].__class__ = kind
+        process.train_one_step(0, 4)
+
+
+CHANGED = Settings(pipeline_schedule="v-half", num_microbatches=4, pipeline_memory_limit=0.9)
+REFUSED = {
+    "settings": "the ranks were started with different arguments: no --pipeline-memory-limit on "
+    "rank 0, but --pipeline-memory-limit 0.9 on rank 1; start every rank with the same",
+    "another size": "initialize_model_parallel has the pipeline_model_parallel_size 1, but the "
+    "schedule was installed for 2",
+    "config": "the model was built with the layer layout None, not with that of the schedule, "
+    "Et|t|t|tL: prepare its config before it is built",
+    "builder": "the pipeline schedule v-half runs the 2 chunks of a model whose builder was "
+    "wrapped: wrap the builder of every model of this process, or take the schedule back",
+    "schedule taken back": "a chunk of the pipeline schedule v-half was run by something else, "
+    "which has its stages in another order: run it with what get_forward_backward_func() returns "
+    "while the schedule is installed",
+    "late": "the schedule was installed after initialize_model_parallel, which has to know of it: "
+    "install it before",
+    "fsdp": "--use-megatron-fsdp cannot be combined with the pipeline schedule v-half: its "
+    "gradients are reduced in backward hooks, before the weight gradients are there",
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_would_run_another_schedule_is_refused(ranks: RankPools, case: str) -> None:
+    assert set(ranks(2).run(refused, case=case)) == {REFUSED[case]}
+
+
+def test_settings_say_what_is_wrong_with_them() -> None:
+    wrong: list[tuple[dict[str, Any], str]] = [
+        ({}, "give one of pipeline_schedule and pipeline_schedule_file: a name, such as v-half"),
+        ({"pipeline_schedule": "v-hal"}, "unknown pipeline schedule 'v-hal': did you mean v-half"),
+        ({"pipeline_schedule": "v-zb", "num_microbatches": 0}, "num_microbatches is 0: it must"),
+        (
+            {"pipeline_schedule": "v-zb", "pipeline_random_streams": "stage"},
+            "pipeline_random_streams is 'stage': give rank or layer",
+        ),
+    ]
+    for given, expected in wrong:
+        with pytest.raises(UsageError) as found:
+            Settings(**{"num_microbatches": 4, **given})
+        assert str(found.value).startswith(expected)
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        ({"num_layers": None}, "num_layers is missing in the Namespace of the model"),
+        (
+            {"pipeline_schedule": "v-half"},
+            "--pipeline-schedule v-half is among the arguments, but what was planned for it stays "
+            "in the process that has checked them: leave it out, and give it to the settings",
+        ),
+        (
+            {"fine_grained_activation_offloading": True},
+            "--fine-grained-activation-offloading cannot be combined with --pipeline-schedule "
+            "v-half: it assumes the order of Megatron's interleaved schedule",
+        ),
+        (
+            {"virtual_pipeline_model_parallel_size": 4},
+            "--num-virtual-stages-per-pipeline-rank asks for 4 chunks per pipeline rank, but "
+            "--pipeline-schedule v-half has 2: leave --num-virtual-stages-per-pipeline-rank out",
+        ),
+        (
+            {"hybrid_layer_pattern": "M*"},
+            "hybrid_layer_pattern places layers by itself: train hybrid models by Megatron-LM's "
+            "command line",
+        ),
+    ],
+)
+def test_a_model_that_cannot_be_served_is_refused(changes: dict[str, Any], expected: str) -> None:
+    model = argparse.Namespace(num_layers=8, pipeline_model_parallel_size=2)
+    vars(model).update(changes)
+    with pytest.raises(UsageError) as found:
+        install(V_HALF, model)
+    assert str(found.value) == expected
+
+
+def test_settings_are_made_without_torch() -> None:
+    code = "from megatron_zb.bridge import Settings; import sys; assert 'torch' not in sys.modules"
+    subprocess.run([sys.executable, "-c", code], check=True)

@@ -1,0 +1,314 @@
+"""Trainers that build their model and call Megatron's schedules themselves, small.
+
+One has the shape of those for reinforcement learning: arguments that travel to the processes, a
+function that builds a chunk, steps of other sizes and passes without a backward between them. The
+other has that of Megatron-Bridge: a config that provides its own model. Like those they import
+Megatron's functions by name, and know nothing of this package.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from megatron.core import parallel_state as mpu
+from megatron.core.distributed import (
+    DistributedDataParallel,
+    DistributedDataParallelConfig,
+    finalize_model_grads,
+)
+from megatron.core.models.gpt import GPTModel
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+from megatron.core.pipeline_parallel import get_forward_backward_func
+from megatron.core.pipeline_parallel.utils import (
+    is_pp_first_stage,
+    is_pp_last_stage,
+    is_vp_first_stage,
+    is_vp_last_stage,
+)
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
+from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.utils import get_model_config
+
+from megatron_zb.megatron_core.initialisation import global_parameters, initialise_by_global_name
+
+LENGTH, VOCABULARY, BATCH = 16, 64, 2
+OF_MODEL: dict[str, Any] = {
+    "hidden_size": 32,
+    "num_attention_heads": 4,
+    "hidden_dropout": 0.0,
+    "attention_dropout": 0.0,
+    "use_cpu_initialization": True,
+    "pipeline_dtype": torch.float32,
+    "moe_token_dispatcher_type": "alltoall",  # lengths may vary
+}
+
+
+def weights_of(models: list[Any]) -> dict[str, torch.Tensor]:
+    """The weights of this rank by their names in the whole model."""
+    return {
+        name.replace("module.", ""): weight.detach().clone()
+        for model in models
+        for name, weight in global_parameters(model).items()
+    }
+
+
+def wrapped(config: Any, chunks: list[Any]) -> tuple[list[Any], Any]:
+    """Chunks in data parallelism, and a distributed optimizer; it clips nothing, see README."""
+    ddp = DistributedDataParallelConfig(use_distributed_optimizer=True)
+    models = [DistributedDataParallel(config, ddp, chunk) for chunk in chunks]
+    settings = OptimizerConfig(lr=0.01, use_distributed_optimizer=True, clip_grad=0.0)
+    return models, get_megatron_optimizer(settings, models, use_gloo_process_groups=False)
+
+
+# --- the shape of trainers for reinforcement learning
+
+
+def arguments(pipeline_size: int, *, tied: bool = False) -> argparse.Namespace:
+    """What such a trainer parses in one process, and pickles to all."""
+    return argparse.Namespace(
+        **OF_MODEL,
+        num_layers=2 * pipeline_size,
+        pipeline_model_parallel_size=pipeline_size,
+        virtual_pipeline_model_parallel_size=None,
+        pipeline_model_parallel_layout=None,
+        variable_seq_lengths=True,
+        tied=tied,
+    )
+
+
+class Actor:
+    """A process of the trainer; ``wrap`` is given what builds a chunk."""
+
+    def __init__(self, args: argparse.Namespace, wrap: Callable[[Any], Any] | None = None) -> None:
+        self.args = args
+        mpu.initialize_model_parallel(
+            1,
+            args.pipeline_model_parallel_size,
+            args.virtual_pipeline_model_parallel_size,
+            create_gloo_process_groups=False,
+        )
+        model_parallel_cuda_manual_seed(1)
+        build = partial(_build_chunk, args)
+        self.chunks = _chunks(wrap(build) if wrap else build)
+        self.config = get_model_config(self.chunks[0])
+        self.load(seed=1)
+        self.models, self.optimizer = wrapped(self.config, self.chunks)
+
+    def load(self, seed: int) -> None:
+        """Load other weights; one seed is one checkpoint."""
+        initialise_by_global_name(self.chunks, self.config, seed)
+
+    def put_back(self, weights: dict[str, torch.Tensor]) -> None:
+        for chunk in self.chunks:
+            for name, weight in global_parameters(chunk).items():
+                weight.data.copy_(weights[name])
+
+    def train_one_step(self, step: int, num_microbatches: int) -> list[float]:
+        """The losses of the step, on the rank that has the output layer."""
+        for model in self.models:
+            model.train()
+            model.zero_grad_buffer()
+        self.optimizer.zero_grad()
+        self.config.grad_scale_func = self.optimizer.scale_loss
+        self.config.finalize_model_grads_func = finalize_model_grads
+        found = self._run(_train, step, num_microbatches)
+        self.optimizer.step()
+        return [float(each["loss"]) for each in found]
+
+    @torch.no_grad()
+    def log_probs(self, step: int, num_microbatches: int, **more: Any) -> list[torch.Tensor]:
+        """The log-probabilities of the tokens of a step, before it is trained."""
+        for model in self.models:
+            model.eval()
+        function = _data if more else _score
+        found = self._run(function, step, num_microbatches, forward_only=True, **more)
+        return [each["log_probs"] for each in found]
+
+    def _run(self, function: Any, step: int, count: int, **more: Any) -> list[Any]:
+        data = [_samples(step, count) for _ in self.models]
+        several = len(self.models) > 1
+        found: list[Any] = get_forward_backward_func()(
+            forward_step_func=partial(_forward_step, function),
+            data_iterator=data if several else data[0],
+            model=self.models if several else self.models[0],
+            num_microbatches=count,
+            seq_length=1,  # every message tells its own
+            micro_batch_size=1,
+            **more,
+        )
+        return found
+
+
+def _build_chunk(
+    args: argparse.Namespace, pre_process: bool, post_process: bool, vp_stage: int | None = None
+) -> GPTModel:
+    fields = TransformerConfig.__dataclass_fields__
+    config = TransformerConfig(**{k: v for k, v in vars(args).items() if k in fields})
+    return GPTModel(
+        config,
+        get_gpt_layer_local_spec(),
+        VOCABULARY,
+        LENGTH,
+        pre_process,
+        post_process,
+        share_embeddings_and_output_weights=args.tied,
+        vp_stage=vp_stage,
+    )
+
+
+def _chunks(build: Callable[..., Any]) -> list[Any]:
+    size = mpu.get_virtual_pipeline_model_parallel_world_size()
+    if size is None:
+        ends = (mpu.is_pipeline_first_stage(), mpu.is_pipeline_last_stage())
+        return [build(pre_process=ends[0], post_process=ends[1])]
+    return [
+        build(
+            pre_process=mpu.is_pipeline_first_stage(ignore_virtual=False, vp_stage=i),
+            post_process=mpu.is_pipeline_last_stage(ignore_virtual=False, vp_stage=i),
+            vp_stage=i,
+        )
+        for i in range(size)
+    ]
+
+
+def _samples(step: int, count: int) -> Iterator[torch.Tensor]:
+    """Sequences whose length changes from microbatch to microbatch."""
+    for number in range(count):
+        seed = 10_000 * mpu.get_data_parallel_rank() + 100 * step + number
+        draw = torch.Generator().manual_seed(seed)
+        length = 5 + (7 * step + 3 * number) % (LENGTH - 5)
+        yield torch.randint(VOCABULARY, (BATCH, length + 1), generator=draw)
+
+
+def _forward_step(function: Any, data: Iterator[torch.Tensor], model: Any) -> tuple[Any, Any]:
+    tokens = next(data)
+    stage = model.module.vp_stage
+    first = mpu.is_pipeline_first_stage(ignore_virtual=stage is None, vp_stage=stage)
+    positions = torch.arange(tokens.size(1) - 1).expand(BATCH, -1)
+    labels = tokens[:, 1:] if function is _train else None
+    inputs = (tokens[:, :-1], positions) if first else (None, None)
+    output = model(*inputs, None, labels=labels)
+    return output, partial(function, tokens[:, 1:])
+
+
+def _train(labels: torch.Tensor, losses: torch.Tensor) -> tuple[Any, ...]:
+    total = losses.float().sum()
+    count = torch.tensor(labels.numel(), dtype=torch.int)
+    return total, count, {"loss": total.detach() / count}
+
+
+def _score(labels: torch.Tensor, logits: torch.Tensor) -> tuple[Any, Any]:
+    return torch.empty(0), _data(labels, logits)
+
+
+def _data(labels: torch.Tensor, logits: torch.Tensor, non_loss_data: bool = True) -> dict[str, Any]:
+    del non_loss_data
+    return {"log_probs": logits.log_softmax(-1).gather(-1, labels[..., None])}
+
+
+# --- the shape of Megatron-Bridge
+
+
+@dataclass
+class Provider(TransformerConfig):
+    """A config that provides its own model; what it says is complete when it is finalised."""
+
+    vocab_size: int = VOCABULARY
+    seq_length: int = LENGTH
+    share_embeddings_and_output_weights: bool = True
+
+    def __post_init__(self) -> None:
+        pass
+
+    def finalize(self) -> None:
+        super().__post_init__()
+
+    def provide(
+        self, pre_process: bool, post_process: bool, vp_stage: int | None = None
+    ) -> GPTModel:
+        return GPTModel(
+            self,
+            get_gpt_layer_local_spec(),
+            self.vocab_size,
+            self.seq_length,
+            pre_process,
+            post_process,
+            share_embeddings_and_output_weights=self.share_embeddings_and_output_weights,
+            vp_stage=vp_stage,
+        )
+
+    def provide_distributed_model(self, groups: Any) -> tuple[list[Any], Any]:
+        size = self.virtual_pipeline_model_parallel_size
+        chunks = []
+        for i in [None] if size is None else range(size):
+            first = is_vp_first_stage(i, size) and is_pp_first_stage(groups.pp)
+            last = is_vp_last_stage(i, size) and is_pp_last_stage(groups.pp)
+            named = {} if i is None else {"vp_stage": i}
+            chunks.append(self.provide(pre_process=first, post_process=last, **named))
+        initialise_by_global_name(chunks, self, seed=1)
+        return wrapped(self, chunks)
+
+
+def pretrain(provider: Provider, steps: int) -> tuple[list[float], dict[str, torch.Tensor]]:
+    """Losses and weights of this rank after some steps; sequences have one length."""
+    mpu.initialize_model_parallel(
+        pipeline_model_parallel_size=provider.pipeline_model_parallel_size,
+        virtual_pipeline_model_parallel_size=provider.virtual_pipeline_model_parallel_size,
+        get_embedding_ranks=lambda ranks: [ranks[0], ranks[-1]],
+        create_gloo_process_groups=False,
+    )
+    model_parallel_cuda_manual_seed(1)
+    groups = ProcessGroupCollection.use_mpu_process_groups()
+    provider.finalize()
+    models, optimizer = provider.provide_distributed_model(groups)
+    provider.finalize_model_grads_func = partial(finalize_model_grads, pg_collection=groups)
+    provider.grad_scale_func = optimizer.scale_loss
+    function = get_forward_backward_func(
+        pp_size=groups.pp.size(), vp_size=provider.virtual_pipeline_model_parallel_size
+    )
+    losses = []
+    for step in range(steps):
+        for model in models:
+            model.zero_grad_buffer()
+        optimizer.zero_grad()
+        found = function(
+            forward_step_func=partial(_step_of_provider, groups),
+            data_iterator=[_whole_samples(step) for _ in models],
+            model=models,
+            num_microbatches=4,
+            seq_length=LENGTH,
+            micro_batch_size=BATCH,
+        )
+        optimizer.step()
+        losses += [float(each["loss"]) for each in found]
+    return losses, weights_of(models)
+
+
+def _whole_samples(step: int) -> Iterator[torch.Tensor]:
+    draw = torch.Generator().manual_seed(step)
+    while True:
+        yield torch.randint(VOCABULARY, (BATCH, LENGTH + 1), generator=draw)
+
+
+def _step_of_provider(groups: Any, data: Iterator[torch.Tensor], model: Any) -> tuple[Any, Any]:
+    """A stage is given what its place asks for, as it finds that out itself."""
+    config, stage = get_model_config(model), model.module.vp_stage
+    size = config.virtual_pipeline_model_parallel_size
+    tokens = next(data)
+    first = is_pp_first_stage(groups.pp) and is_vp_first_stage(stage, size)
+    last = is_pp_last_stage(groups.pp) and is_vp_last_stage(stage, size)
+    positions = torch.arange(LENGTH).expand(BATCH, -1)
+    output = model(
+        tokens[:, :-1] if first else None,
+        positions if first else None,
+        None,
+        labels=tokens[:, 1:] if last else None,
+    )
+    return output, partial(_train, tokens[:, 1:])
