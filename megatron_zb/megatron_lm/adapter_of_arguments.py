@@ -73,6 +73,7 @@ def adapter_of(
     Raises:
         UsageError: the arguments cannot be combined, or the schedule cannot be built.
     """
+    args.mtp_num_layers = layers_of(args).multi_token or args.mtp_num_layers
     options = group_options(
         args.nccl_communicator_config_path, args.high_priority_stream_groups or ()
     )

@@ -384,6 +384,11 @@ def test_a_hybrid_pattern_of_megatron_0_16_keeps_its_own_placement() -> None:
             "--pipeline-model-parallel-layout cannot tell the layers of a hybrid model apart",
         ),
         (
+            "v-half --enable-optimizer-post-validation",
+            {"hybrid_layer_pattern": "M*-M" * 4 + "/M*/M*"},
+            "--mtp-num-layers 2 cannot be combined with --enable-optimizer-post-validation",
+        ),
+        (
             "v-half --pipeline-layer-layout auto",
             {"hybrid_layer_pattern": "M*-M" * 4},
             "--pipeline-layer-layout auto cannot tell the layers of a hybrid model apart",
