@@ -30,7 +30,6 @@ from megatron_zb.megatron_core.graphs import (  # noqa: E402
 from megatron_zb.megatron_lm.conflicts import (  # noqa: E402
     CONFLICTS,
     GRAPH_CONFLICTS,
-    QUANTIZED_GRAPH_CONFLICTS,
     WHY_NOT_STALE,
     WHY_NOT_YAML,
     WITH_THE_STEP,
@@ -145,8 +144,6 @@ def refused_flags() -> Iterator[tuple[str, ...]]:
     yield "`--cuda-graph-impl local`", Concerned.ALL.value, WHY_NOT_LOCAL
     for conflict in GRAPH_CONFLICTS:
         yield f"`{conflict.flag}`", "CUDA graphs", conflict.why
-    for conflict in QUANTIZED_GRAPH_CONFLICTS:
-        yield f"`{conflict.flag}`", "a split backward, graphs of layers", conflict.why
     yield "`--yaml-cfg`", Concerned.ALL.value, WHY_NOT_YAML
 
 

@@ -1,15 +1,19 @@
 #!/usr/bin/env python3
-"""Does a step that is replayed from CUDA graphs give what it gives without, over NCCL?
+"""Do steps that are replayed from CUDA graphs give what they give without, over NCCL?
 
-Trains nothing: the same microbatches go through the same weights again and again, first without
-graphs, then while they are captured, then from them. Losses and gradients of every step must be
-equal to the last bit. Every rank has a GPU of its own:
+Takes a few steps down the gradient, without graphs and with them: the first before they are
+captured, the others from them. Losses and gradients of every step must be equal to the last bit.
+Every rank has a GPU of its own:
 
   torchrun --nproc-per-node 4 benchmarks/gpu/graphs.py --graphs full_iteration
   torchrun --nproc-per-node 4 benchmarks/gpu/graphs.py --graphs transformer_engine
+  torchrun --nproc-per-node 4 benchmarks/gpu/graphs.py --graphs transformer_engine \
+    --precision current
 
 The first captures whole iterations of Megatron's local layers, messages included; the second every
-layer of Transformer-Engine's by itself, which needs Transformer-Engine. On a CPU nothing can be
+layer of Transformer-Engine's by itself, which needs Transformer-Engine; the third the same in fp8,
+with an evaluation after the capture, which may not touch the weights that graphs have quantised. On
+a CPU nothing can be
 captured: ``--device cpu`` says whether the steps around it work, and nothing about graphs.
 
 The first rank prints a JSON line for every schedule, and all end with exit status 1 when a result
@@ -43,6 +47,16 @@ SIZES = layer_sizes.LayerSizes(
 )
 VOCABULARY, SEED = 4096, 7
 STEPS = 5  # the second is captured, the others after it are replayed
+RATE = 1e-3  # of the steps down the gradient
+
+PRECISIONS: dict[str, dict[str, str]] = {
+    "bf16": {},
+    "current": {"fp8": "hybrid", "fp8_recipe": "tensorwise"},
+    "delayed": {"fp8": "hybrid", "fp8_recipe": "delayed"},
+    "blockwise": {"fp8": "e4m3", "fp8_recipe": "blockwise"},
+    "mxfp8": {"fp8": "e4m3", "fp8_recipe": "mxfp8"},
+    "nvfp4": {"fp4": "e2m1", "fp4_recipe": "nvfp4"},
+}
 
 Outcome = tuple[list[float], list[torch.Tensor]]
 
@@ -63,6 +77,7 @@ def _arguments() -> argparse.Namespace:
     positive = one_device.at_least_one
     kinds = ["full_iteration", "transformer_engine"]
     parser.add_argument("--graphs", choices=kinds, default=kinds[0])
+    parser.add_argument("--precision", choices=[*PRECISIONS], default="bf16")
     parser.add_argument("--device", choices=["auto", "cpu", "cuda"], default="auto")
     names = ["v-half", "v-zb", "zb-h1", "interleaved", "1f1b"]
     parser.add_argument("--schedules", nargs="+", default=names, metavar="NAME")
@@ -70,10 +85,14 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--microbatches", type=positive, default=8, metavar="N", help="(default 8)")
     parser.add_argument("--seconds", type=positive, default=60, metavar="N", help="(default 60)")
     layer_sizes.add_options(parser, SIZES, SIZES)
-    return parser.parse_args()
+    args = parser.parse_args()
+    if args.graphs == "full_iteration" and args.precision != "bf16":
+        parser.error("--precision goes with --graphs transformer_engine: local layers have bf16")
+    return args
 
 
 def _start(device: torch.device, seconds: int) -> None:
+    os.environ["NVTE_NVFP4_DISABLE_STOCHASTIC_ROUNDING"] = "1"  # or no two runs are equal
     if device.type == "cpu":
         from megatron_zb.megatron_core.cpu import run_on_cpu
 
@@ -87,24 +106,16 @@ def _start(device: torch.device, seconds: int) -> None:
 
 def _try(args: argparse.Namespace, device: torch.device, schedule: str) -> bool:
     """Whether all steps of a schedule came to the same; prints what was found."""
-    sizes = replace(layer_sizes.chosen(args, device, SIZES, SIZES), vocabulary=VOCABULARY)
-    adapter, chunks = _built(args, device, sizes, schedule)
-    function, capture = _with_graphs(args, device, adapter, chunks)
-    outcomes, seconds = [], []
-    for step in range(STEPS):
-        if step == 1:
-            capture()
-        begin = time.perf_counter()
-        outcomes.append(_step(args, device, sizes, function, chunks))
-        seconds.append(time.perf_counter() - begin)
-    adapter.forward_backward_func.close()
-    equal = [_are_equal(outcomes[0], outcome) for outcome in outcomes]
+    expected, _ = _steps(args, device, schedule, graphed=False)
+    outcomes, seconds = _steps(args, device, schedule, graphed=True)
+    equal = [_are_equal(a, b) for a, b in zip(expected, outcomes, strict=True)]
     found: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(found, equal)
     line = {
         "benchmark": "graphs",
         "machine": one_device.describe(device),
         "graphs": args.graphs if device.type == "cuda" else "none: a CPU captures nothing",
+        "precision": args.precision,
         "schedule": schedule,
         "ranks": dist.get_world_size(),
         "equal": found,
@@ -115,8 +126,34 @@ def _try(args: argparse.Namespace, device: torch.device, schedule: str) -> bool:
     return all(map(all, found))
 
 
+def _steps(
+    args: argparse.Namespace, device: torch.device, schedule: str, graphed: bool
+) -> tuple[list[Outcome], list[float]]:
+    """What some steps of a new model come to, and their seconds."""
+    sizes = replace(layer_sizes.chosen(args, device, SIZES, SIZES), vocabulary=VOCABULARY)
+    adapter, chunks = _built(args, device, sizes, schedule, graphed)
+    function, capture = _with_graphs(args, device, adapter, chunks, graphed)
+    outcomes, seconds = [], []
+    for step in range(STEPS):
+        if step == 1:
+            capture()
+            if args.precision != "bf16":
+                _evaluate(args, device, sizes, function, chunks)
+        begin = time.perf_counter()
+        outcomes.append(_step(args, device, sizes, function, chunks))
+        seconds.append(time.perf_counter() - begin)
+        for weight in (weight for chunk in chunks for weight in chunk.parameters()):
+            weight.data.add_(weight.main_grad, alpha=-RATE)
+    adapter.forward_backward_func.close()
+    return outcomes, seconds
+
+
 def _built(
-    args: argparse.Namespace, device: torch.device, sizes: layer_sizes.LayerSizes, schedule: str
+    args: argparse.Namespace,
+    device: torch.device,
+    sizes: layer_sizes.LayerSizes,
+    schedule: str,
+    graphed: bool,
 ) -> tuple[Any, list[Any]]:
     """The adapter of a schedule, and this rank's chunks with weights by their names."""
     import gpt_layers
@@ -159,9 +196,14 @@ def _built(
         pipeline_model_parallel_size=ranks,
         virtual_pipeline_model_parallel_size=adapter.virtual_pipeline_size,
         pipeline_model_parallel_layout=adapter.layer_layout,
-        cuda_graph_impl="transformer_engine" if of_te else "none",
+        cuda_graph_impl="transformer_engine" if of_te and graphed else "none",
         cuda_graph_warmup_steps=1,
+        **(PRECISIONS[args.precision] if of_te else {}),
     )
+    if of_te:
+        from transformer_engine.pytorch.quantization import FP8GlobalStateManager
+
+        FP8GlobalStateManager.reset()  # the scales of another model
     rank = parallel_state.get_pipeline_model_parallel_rank()
     chunks = [
         gpt_layers.build(
@@ -181,11 +223,11 @@ def _built(
 
 
 def _with_graphs(
-    args: argparse.Namespace, device: torch.device, adapter: Any, chunks: list[Any]
+    args: argparse.Namespace, device: torch.device, adapter: Any, chunks: list[Any], graphed: bool
 ) -> tuple[Any, Any]:
     """The function of a step, and what is to be called between the first and the second."""
     function = adapter.forward_backward_func
-    if device.type == "cpu":
+    if device.type == "cpu" or not graphed:
         return function, lambda: None
     if args.graphs == "full_iteration":
         from megatron.core.full_cuda_graph import FullCudaGraphWrapper, StaticBufferLoader
@@ -215,19 +257,46 @@ def _step(
 ) -> Outcome:
     for chunk in chunks:
         chunk.zero_grad_buffer()
+    records = _run(args, device, sizes, function, chunks)
+    torch.cuda.synchronize()
+    weights = [weight for chunk in chunks for weight in chunk.parameters()]
+    return [float(r["loss"]) for r in records], [w.main_grad.clone() for w in weights]
+
+
+def _evaluate(
+    args: argparse.Namespace,
+    device: torch.device,
+    sizes: layer_sizes.LayerSizes,
+    function: Any,
+    chunks: list[Any],
+) -> None:
+    for chunk in chunks:
+        chunk.eval()
+    with torch.no_grad():
+        _run(args, device, sizes, function, chunks, forward_only=True)
+    for chunk in chunks:
+        chunk.train()
+
+
+def _run(
+    args: argparse.Namespace,
+    device: torch.device,
+    sizes: layer_sizes.LayerSizes,
+    function: Any,
+    chunks: list[Any],
+    forward_only: bool = False,
+) -> list[dict[str, torch.Tensor]]:
     data = [_batches(args, device, sizes) for _ in chunks]
-    records = function(
+    records: list[dict[str, torch.Tensor]] = function(
         forward_step_func=_forward_step,
         data_iterator=data if len(chunks) > 1 else data[0],
         model=chunks if len(chunks) > 1 else chunks[0],
         num_microbatches=args.microbatches,
         seq_length=sizes.seq_length,
         micro_batch_size=sizes.micro_batch_size,
-        forward_only=False,
+        forward_only=forward_only,
     )
-    torch.cuda.synchronize()
-    weights = [weight for chunk in chunks for weight in chunk.parameters()]
-    return [float(r["loss"]) for r in records], [w.main_grad.clone() for w in weights]
+    return records
 
 
 def _batches(

@@ -143,9 +143,10 @@ def _quantize_weights_anew(module: Any) -> None:
 
     TE would do so if told that this is the first microbatch, but then let its weight gradient
     overwrite ``main_grad``, although a BW of another microbatch may come before its W. Without its
-    copies it makes new ones.
+    copies it makes new ones. Where no gradient will follow, as in an evaluation, TE is told: it
+    writes into its copies, which CUDA graphs of the module may write into, too.
     """
-    if getattr(module, "is_first_microbatch", False):
+    if getattr(module, "is_first_microbatch", False) and torch.is_grad_enabled():
         module.is_first_microbatch = False
         module._fp8_workspaces.clear()
 

@@ -277,16 +277,6 @@ GRAPH_CONFLICTS = (
 )
 
 
-_QUANTIZED = (
-    "weights that a split backward quantises once in a step have not been shown right in graphs of "
-    "layers; use full_iteration"
-)
-QUANTIZED_GRAPH_CONFLICTS = (
-    Conflict("fp8", "--fp8-format", _QUANTIZED),
-    Conflict("fp4", "--fp4-format", _QUANTIZED),
-)
-
-
 _RANK_STREAMS = f"add {STREAMS_FLAG} rank"
 LAYER_STREAMS_CONFLICTS = (
     *(
@@ -337,7 +327,7 @@ def refusals(
     concerned = (c for c in CONFLICTS if c.concerned.holds(placement, splits) and c.is_in(series))
     yield from _conflicting(concerned, args, choice)
     yield from _gathered_experts(args, choice)
-    yield from _graphs(args, choice, splits)
+    yield from _graphs(args, choice)
 
 
 def _raise_first(found: Iterator[Refusal]) -> None:
@@ -425,7 +415,7 @@ def _gathered_experts(args: argparse.Namespace, choice: str) -> Iterator[Refusal
         yield Refusal(flag_of(WITH_THE_STEP), other, WHY_NOT_STALE)
 
 
-def _graphs(args: argparse.Namespace, choice: str, splits: bool) -> Iterator[Refusal]:
+def _graphs(args: argparse.Namespace, choice: str) -> Iterator[Refusal]:
     """Yield CUDA graphs that cannot be had, and what cannot be combined with those that can."""
     kind = versions.graphs_of(args)
     said = f"CUDA graphs ({kind.value})"
@@ -433,8 +423,6 @@ def _graphs(args: argparse.Namespace, choice: str, splits: bool) -> Iterator[Ref
         yield Refusal(said, choice, why)
     if kind is not versions.Graphs.NONE:
         yield from _conflicting(GRAPH_CONFLICTS, args, said)
-    if kind is versions.Graphs.TRANSFORMER_ENGINE and splits:
-        yield from _conflicting(QUANTIZED_GRAPH_CONFLICTS, args, said)
 
 
 WHY_NOT_YAML = (

@@ -12,7 +12,17 @@ import graph_stand_in
 import pytest
 import torch
 from feature_matrix import _options
-from gpt_cases import GPTCase, built, forward_backward, gradients, microbatches, run
+from gpt_cases import (
+    GPTCase,
+    built,
+    forward_backward,
+    gradients,
+    microbatches,
+    optimizer,
+    parameters,
+    run,
+)
+from megatron.core import optimizer as megatron_optimizer
 from megatron.core.full_cuda_graph import FullCudaGraphWrapper
 from megatron.core.pipeline_parallel.schedules import get_pp_rank_microbatches, get_schedule_table
 from megatron.core.transformer.cuda_graphs import (
@@ -25,6 +35,7 @@ from rank_process import Kind
 from ranks import RankPools
 from sizes import every_value
 from te_cases import layers_of_te
+from test_te_models import quantized
 
 from megatron_zb import schedules
 from megatron_zb.errors import UsageError
@@ -109,38 +120,70 @@ FUSED = replace(CASE, fused_accumulation=True)
 MICROBATCHES = 5
 LOCAL_LAYERS = gpt_cases._specification
 
+Step = tuple[list[float], dict[str, torch.Tensor]]
+
+
+def _steps(case: GPTCase, schedule: str, scope: str | None) -> list[Step]:
+    """Losses of steps, with those of evaluations, and their gradients, or weights if they change.
+
+    With a scope of graphs, they are captured after the first step.
+    """
+    from transformer_engine.pytorch.quantization import FP8GlobalStateManager
+
+    FP8GlobalStateManager.reset()
+    options = _options(cuda_graph_impl="transformer_engine", cuda_graph_scope=scope)
+    graphed = replace(case, options=(*case.options, *(options if scope else ())))
+    found = []
+    with (
+        built(graphed, schedule, MICROBATCHES) as (adapter, chunks),
+        graph_stand_in.installed(MICROBATCHES) as pool,
+    ):
+        assert adapter is not None
+        adam = optimizer(case, chunks) if case.optimizer_steps else None
+        for step in range(case.optimizer_steps or 2):
+            for chunk in chunks:
+                chunk.zero_grad_buffer()
+            losses = _losses(case, adapter, chunks)
+            if adam is not None:
+                adam.step()
+            results = dict(parameters(case, chunks) or gradients(chunks))
+            if scope and step == 0:
+                adapter.create_graphs(TECudaGraphHelper(chunks, get_model_config(chunks[0]), 16, 2))
+            if step < 2:  # not after the others: it quantises what the next step has to
+                with torch.no_grad():
+                    losses += _losses(case, adapter, chunks, forward_only=True)
+            found.append((losses, results))
+        assert pool.replayed == pool.captured * step
+        assert len(pool.captured) >= (2 * 2 * MICROBATCHES if scope else 0), "too few"
+    return found
+
+
+def _losses(
+    case: GPTCase, adapter: Any, chunks: list[Any], forward_only: bool = False
+) -> list[float]:
+    for chunk in chunks:
+        chunk.train(not forward_only)
+    data = [microbatches(case, MICROBATCHES) for _ in chunks]
+    function = adapter.forward_backward_func
+    records = forward_backward(function, chunks, data, MICROBATCHES, forward_only=forward_only)
+    return [float(record["lm loss"]) for record in records]
+
 
 def _graphed(case: GPTCase, schedule: str, scope: str, of_te: bool) -> list[str]:
-    """What a step before and after the capture has other than the same schedule without graphs."""
+    """What steps have other, before and after the capture, than those without graphs."""
     gpt_cases._specification = layers_of_te if of_te else LOCAL_LAYERS
-    options = _options(cuda_graph_impl="transformer_engine", cuda_graph_scope=scope)
-    graphed = replace(case, options=options)
-    expected = run(case, schedule, [MICROBATCHES])[MICROBATCHES]
+    megatron_optimizer.Adam = torch.optim.AdamW  # in place of kernels
+    megatron_optimizer.USING_PYTORCH_OPTIMIZER = True
     found = []
-    with built(graphed, schedule, MICROBATCHES) as (adapter, chunks):
-        assert adapter is not None
-        queues = [split.queue for split in adapter._splits]
-        with graph_stand_in.installed(queues, MICROBATCHES) as pool:
-            helper = TECudaGraphHelper(chunks, get_model_config(chunks[0]), 16, 2)
-            for graphs_exist in (False, True):
-                for chunk in chunks:
-                    chunk.zero_grad_buffer()
-                data = [microbatches(case, MICROBATCHES) for _ in chunks]
-                function = adapter.forward_backward_func
-                losses = forward_backward(function, chunks, data, MICROBATCHES)
-                if [float(loss["lm loss"]) for loss in losses] != expected.losses:
-                    found.append(f"losses, with graphs {graphs_exist}")
-                found += [
-                    f"{name}, with graphs {graphs_exist}"
-                    for name, gradient in gradients(chunks)
-                    if not torch.equal(gradient, expected.gradients[name])
-                ]
-                if not graphs_exist:
-                    adapter.create_graphs(helper)
-        if pool.replayed != pool.captured:
-            found.append(f"replayed {pool.replayed}, captured {pool.captured}")
-        if not pool.replayed or min(pool.sizes) < 2:
-            found.append("no graph of several layers")
+    expected, steps = (_steps(case, schedule, one) for one in (None, scope))
+    for number, (without, with_graphs) in enumerate(zip(expected, steps, strict=True)):
+        if with_graphs[0] != without[0]:
+            found.append(f"losses of step {number}: {with_graphs[0]}, not {without[0]}")
+        found += [
+            f"{name} of step {number}"
+            for name, tensor in with_graphs[1].items()
+            if not torch.equal(tensor, without[1][name])
+        ]
     return found
 
 
@@ -150,11 +193,10 @@ GRAPHED = {
     "attention-te-fused": (FUSED, "attn", True),
     "mlp-te-fused": (FUSED, "mlp", True),
 }
+SCHEDULES = ["v-half", "v-zb", "zb-h1", "interleaved"]
 
 
-@pytest.mark.parametrize(
-    ("name", "schedule"), every_value([*GRAPHED], ["v-half", "v-zb", "zb-h1", "interleaved"])
-)
+@pytest.mark.parametrize(("name", "schedule"), every_value([*GRAPHED], SCHEDULES))
 def test_graphs_of_layers_give_what_megatron_gives(
     ranks: RankPools, name: str, schedule: str
 ) -> None:
@@ -165,22 +207,43 @@ def test_graphs_of_layers_give_what_megatron_gives(
     assert found == [[]] * 4
 
 
+ONE_REPLICA = replace(FUSED, data_parallel=1, layers=4)
+QUANTIZED = {
+    "attention-current": (quantized("fp8", "tensorwise", ONE_REPLICA), "attn"),
+    "layers-delayed": (quantized("fp8", "delayed", ONE_REPLICA), "full"),
+    "mlp-mxfp8": (quantized("fp8", "mxfp8", ONE_REPLICA), "mlp"),
+    "layers-blockwise": (quantized("fp8", "blockwise", ONE_REPLICA), "full"),
+}
+
+
+@pytest.mark.parametrize(("name", "schedule"), every_value([*QUANTIZED], SCHEDULES))
+def test_quantized_graphs_give_what_megatron_gives(
+    ranks: RankPools, name: str, schedule: str
+) -> None:
+    """The same schedule without graphs gives it, too; see test_te_models.py."""
+    case, scope = QUANTIZED[name]
+    case = replace(case, optimizer_steps=4)  # of which three have graphs
+    pool = ranks(2, Kind.TRANSFORMER_ENGINE)
+    found = pool.run(_graphed, case=case, schedule=schedule, scope=scope, of_te=True)
+    assert found == [[]] * 2
+
+
 def _another_count(schedule: str) -> str:
     options = _options(cuda_graph_impl="transformer_engine", cuda_graph_scope="full")
     case = GPTCase(dtype="bfloat16", layers=4, options=options)
     with built(case, schedule, 4) as (adapter, chunks):
         assert adapter is not None
         function = adapter.forward_backward_func
-        with graph_stand_in.installed([split.queue for split in adapter._splits], 4):
+        with graph_stand_in.installed(4):
             adapter.create_graphs(TECudaGraphHelper(chunks, get_model_config(chunks[0]), 16, 2))
-        for count, forward_only in ((4, False), (2, True), (3, False)):
-            for chunk in chunks:
-                chunk.train(not forward_only)
-            data = [microbatches(case, count) for _ in chunks]
-            try:
-                forward_backward(function, chunks, data, count, forward_only=forward_only)
-            except UsageError as error:
-                return f"{count} microbatches: {error}"
+            for count, forward_only in ((4, False), (2, True), (3, False)):
+                for chunk in chunks:
+                    chunk.train(not forward_only)
+                data = [microbatches(case, count) for _ in chunks]
+                try:
+                    forward_backward(function, chunks, data, count, forward_only=forward_only)
+                except UsageError as error:
+                    return f"{count} microbatches: {error}"
     return "nothing was refused"
 
 

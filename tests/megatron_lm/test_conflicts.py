@@ -226,15 +226,3 @@ def test_a_schedule_that_graphs_keep_to_is_not_measured() -> None:
     for kind, measured in (("none", True), ("full_iteration", False)):
         adapter = adapter_of(parsed(line, cuda_graph_impl=kind))
         assert (adapter._step_options.measurement is not None) == measured
-
-
-@pytest.mark.parametrize("setting", ["fp8", "fp4"])
-def test_graphs_of_layers_have_no_quantised_weights_where_the_backward_is_split(
-    setting: str,
-) -> None:
-    args = argparse.Namespace(cuda_graph_impl="transformer_engine", **{setting: "hybrid"})
-    with pytest.raises(UsageError, match=f"^--{setting}-format hybrid cannot be combined wi"):
-        conflicts.check(args, "--pipeline-schedule v-half", v_shape(4))
-    conflicts.check(args, "--pipeline-schedule 1f1b", looped(4), splits=False)
-    args.cuda_graph_impl = "full_iteration"
-    conflicts.check(args, "--pipeline-schedule v-half", v_shape(4))

@@ -36,13 +36,13 @@ _NOT_CAPTURED: tuple[tuple[Any, tuple[str, ...]], ...] = (
 )
 
 
-_HOST_TENSORS = "megatron.core.tensor_parallel.random"
+HOST_TENSORS = "megatron.core.tensor_parallel.random"
 """Compares states of the CPU's generator, which lie on the host on a GPU, too."""
 
 
 def _raising(name: str, usual: Any) -> Callable[..., Any]:
     def asked(*arguments: Any, **keywords: Any) -> Any:
-        if sys._getframe(1).f_globals["__name__"] == _HOST_TENSORS:
+        if sys._getframe(1).f_globals["__name__"] == HOST_TENSORS:
             return usual(*arguments, **keywords)
         raise Asked(f"{name} during a capture")
 

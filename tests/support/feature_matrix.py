@@ -152,8 +152,9 @@ ROWS = (
         None,
         Verdict.NOT_ON_CPU,
         reason="never seen on a GPU: tests see Megatron's own order for its own schedule, and "
-        "equal gradients from stand-ins that overwrite memory as graphs do; a graph has the weight "
-        "gradients of its layers, so nothing of them is left to W",
+        "equal gradients, and equal weights after steps in fp8, from stand-ins that overwrite "
+        "memory as graphs do; a graph has the weight gradients of its layers, so nothing of them "
+        "is left to W. Kernels of fp4 have no stand-in",
     ),
     Row(
         "CUDA graphs of whole iterations",

@@ -120,7 +120,7 @@ def run(
                 if adam is not None:
                     adam.step()
             losses = [float(record["lm loss"]) for record in records]
-            outcomes[m] = Outcome(losses, dict(_parameters(case, chunks) or gradients(chunks)))
+            outcomes[m] = Outcome(losses, dict(parameters(case, chunks) or gradients(chunks)))
     return outcomes
 
 
@@ -173,7 +173,7 @@ def optimizer(case: GPTCase, chunks: list[Any]) -> Any:
     return get_megatron_optimizer(config, chunks, use_gloo_process_groups=False)
 
 
-def _parameters(case: GPTCase, chunks: list[Any]) -> dict[str, torch.Tensor]:
+def parameters(case: GPTCase, chunks: list[Any]) -> dict[str, torch.Tensor]:
     """The parameters after the optimizer's steps, gathered if they are gathered lazily."""
     found: dict[str, torch.Tensor] = {}
     for chunk in chunks if case.optimizer_steps else []:

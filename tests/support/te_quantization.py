@@ -26,13 +26,27 @@ def available() -> tuple[bool, str]:
     return True, ""
 
 
-def quantize(tensor: torch.Tensor, quantizer: Any, output: Any = None, _skipped: Any = None) -> Any:
-    """Quantise into ``output``, or into a new tensor of the quantizer's own class."""
-    from transformer_engine.pytorch.tensor.float8_tensor import Float8Quantizer
+def quantize(
+    tensor: torch.Tensor, quantizer: Any, output: Any = None, skip: torch.Tensor | None = None
+) -> Any:
+    """Quantise into ``output``, or into a new tensor of the quantizer's own class.
 
+    Where ``skip`` is 1, nothing changes. It is read on the device, as a graph has to.
+    """
     if output is None:
         output = create_empty_quantized_tensor(quantizer, tensor.shape, tensor.dtype)
-    values = tensor.detach().float()
+    written = [*vars(output).values(), getattr(quantizer, "amax", None)]
+    buffers = [b for b in written if isinstance(b, torch.Tensor)] if skip is not None else []
+    before = [buffer.clone() for buffer in buffers]
+    _quantize(tensor.detach().float(), quantizer, output)
+    for buffer, old in zip(buffers, before, strict=True):
+        buffer.copy_(torch.where(skip == 1, old, buffer))
+    return output
+
+
+def _quantize(values: torch.Tensor, quantizer: Any, output: Any) -> None:
+    from transformer_engine.pytorch.tensor.float8_tensor import Float8Quantizer
+
     if hasattr(output, "_scale_inv"):
         if isinstance(quantizer, Float8Quantizer):  # delayed: by the maxima of earlier tensors
             quantizer.amax.copy_(torch.maximum(quantizer.amax, values.abs().max()))
@@ -43,7 +57,6 @@ def quantize(tensor: torch.Tensor, quantizer: Any, output: Any = None, _skipped:
         output._scale_inv.copy_(scale.reciprocal())
     else:
         _fill_blocks(output, values)
-    return output
 
 
 def create_empty_quantized_tensor(
