@@ -76,7 +76,7 @@ def adapter_of(args: argparse.Namespace, build: Build = catalog.build) -> Pipeli
     _choose_random_streams(args, adapter)
     if args.enable_optimizer_post_validation:
         conflicts.check_post_validation(args)
-    if not _is_hybrid(args):
+    if not (_is_hybrid(args) or getattr(args, "decoder_num_layers", None)):
         for name in _DIVISION:
             setattr(args, name, False if isinstance(getattr(args, name, None), bool) else None)
         args.pipeline_model_parallel_layout = str(adapter.layer_layout)
@@ -207,7 +207,8 @@ def _num_layers(args: argparse.Namespace) -> int:
     pattern = _hybrid_pattern(args)
     if pattern and args.num_layers is None:
         return sum(letter not in "/|" for letter in pattern)
-    number = args.num_layers if args.num_layers is not None else args.encoder_num_layers
+    names = ("num_layers", "decoder_num_layers", "encoder_num_layers")
+    number = next((n for name in names if (n := getattr(args, name, None)) is not None), None)
     if number is None:
         raise UsageError("--num-layers is missing: a schedule places layers on stages")
     return int(number)

@@ -8,13 +8,14 @@ from __future__ import annotations
 import argparse
 import math
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 from typing import Any
 
 from megatron_zb.errors import UsageError
 from megatron_zb.job.run_flags import STREAMS_FLAG
 from megatron_zb.megatron_core import graphs, versions
+from megatron_zb.megatron_core.encoder import language_model, why_not_placed
 from megatron_zb.megatron_core.forward_backward import NOT_SERVED, WHY_NOT_SHARDED
 from megatron_zb.megatron_core.placement import PhysicalPlacement
 from megatron_zb.megatron_core.post_validation import NOT_TAKEN_BACK
@@ -107,6 +108,10 @@ def _hybrid(pattern: str) -> Conflict:
     )
 
 
+_DIVIDED = (
+    "where --decoder-num-layers is given, Megatron-LM compares a layout with the encoder's layers, "
+    "so it divides those of the decoder itself"
+)
 _LOGITS = "that every sample meets its own logits has not been shown in another order"
 WITH_THE_STEP = "overlap_param_gather_with_optimizer_step"
 
@@ -196,6 +201,18 @@ CONFLICTS = (
         concerned=Concerned.SPLIT,
     ),
     *map(_hybrid, versions.HYBRID_PATTERNS),
+    Conflict(
+        "pipeline_layer_layout",
+        "--pipeline-layer-layout",
+        f"{_DIVIDED}; leave it out",
+        only_with=("decoder_num_layers",),
+    ),
+    Conflict(
+        "decoder_num_layers",
+        "--decoder-num-layers",
+        f"{_DIVIDED}; use a schedule with one chunk per rank, such as zb-h1",
+        concerned=Concerned.CHUNKS,
+    ),
     Conflict(
         "heterogeneous_layers_config_path",
         "--heterogeneous-layers-config-path",
@@ -475,7 +492,7 @@ class Served:
     """Whether each layer can draw its weights from random streams of its own."""
 
 
-# By the names of Megatron's classes.
+# By the names of Megatron's classes; each may have an encoder in front, as its `language_model`.
 MODELS = {
     "GPTModel": Served(in_a_v=True, draws_by_layer=True),
     "BertModel": Served(draws_by_layer=True),
@@ -490,11 +507,18 @@ def check_model(chunk: Any, schedule: str, in_a_v: bool, draws_by_layer: bool) -
     Raises:
         UsageError: names the model and those that are supported.
     """
-    name = type(chunk).__name__
-    served = next((MODELS[c.__name__] for c in type(chunk).__mro__ if c.__name__ in MODELS), None)
+    name, staged = type(chunk).__name__, language_model(chunk)
+    served = next((MODELS[c.__name__] for c in type(staged).__mro__ if c.__name__ in MODELS), None)
     refused = f"--pipeline-schedule {schedule} cannot run a {name}"
     if served is None:
-        raise UsageError(f"{refused}: it runs {', '.join(MODELS)}")
+        raise UsageError(
+            f"{refused}: it runs {', '.join(MODELS)}, and models with one of these as their "
+            "language_model on every stage and encoders on the first"
+        )
+    if staged is not chunk:
+        if why := why_not_placed(chunk):
+            raise UsageError(f"{refused}: {why}")
+        served = replace(served, draws_by_layer=False)
     if in_a_v and not served.in_a_v:
         raise UsageError(f"{refused}: use one with one chunk per rank, such as zb-h1")
     if draws_by_layer and not served.draws_by_layer:
