@@ -78,7 +78,7 @@ MODELS = {
     "nemotron_3": "--hybrid-layer-pattern M*ME",
 }
 NOT_A_FLAG = {
-    "multimodal": "a model with an encoder, which pretrain_gpt.py does not build",
+    "multimodal": "Megatron-Bridge's Qwen-VL models, not tried: such encoders run in LLaVAModel",
     "deepseek_v4": "hyper-connections, which no release of Megatron-LM has",
 }
 

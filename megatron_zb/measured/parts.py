@@ -2,7 +2,8 @@
 
 A pass of a stage is what comes before its layers, the layers, and what comes after them: in F, the
 embedding stands before the layers and the output layer after them, in B and BW it is the other way
-round. What a stage without that end spends there is what a pass costs by itself.
+round; an encoder counts as a part of the embedding. What a stage without that end spends there is
+what a pass costs by itself.
 """
 
 from __future__ import annotations
@@ -103,9 +104,11 @@ def _weights(stages: Sequence[StageTimes]) -> dict[str, float]:
     def of(stage: StageTimes) -> Segments:
         return stage.weight
 
+    usual = _median(_of(s, of, BEFORE) for s in stages if "E" not in s.layers)
+    before = (_of(s, of, BEFORE) - usual for s in stages if "E" in s.layers)
     return {
         "layer": _layer(stages, of),
-        "E": 0.0,  # autograd sums its gradient in B
+        "E": _median(max(0.0, seconds) for seconds in before),  # of an encoder, if there is one
         "L": _median(_of(s, of, OUTPUT) for s in stages if "L" in s.layers),
         "multi_token": _median(_of(s, of, MULTI_TOKEN) for s in stages if "m" in s.layers),
         "empty": _median(_of(s, of, BEFORE) + _of(s, of, AFTER) for s in stages),

@@ -15,7 +15,7 @@ from megatron.core.distributed import finalize_model_grads as _finalize
 
 from megatron_zb.errors import UsageError
 from megatron_zb.measured.balance import TRANSFER, Balance, Ends, balanced, costs_of
-from megatron_zb.megatron_core import embedding, graphs
+from megatron_zb.megatron_core import embedding, encoder, graphs
 from megatron_zb.megatron_core.forward_backward import ForwardBackward, Measurement, StepOptions
 from megatron_zb.megatron_core.initialisation import layers_draw_weights
 from megatron_zb.megatron_core.linear import SplitBackward, split_linear_layers
@@ -236,6 +236,7 @@ class PipelineAdapter:
         for chunk, split in zip(model_chunks, self._splits, strict=True):
             if streams is not None:
                 streams.seed_forwards(chunk)
+            encoder.convert_inputs(chunk)
             split_linear_layers(chunk, split)
             if self.splits_backward:
                 split_transformer_engine(chunk, split, self.schedule.name)

@@ -21,24 +21,18 @@ def tied_weights(chunks: list[Any]) -> tuple[torch.Tensor, torch.Tensor] | None:
     embedding = copy = None
     for chunk in chunks:
         model = get_attr_wrapped_model(chunk, "pre_process", return_model_obj=True)
-        predicts = getattr(model, "mtp_process", False)
         if not model.share_embeddings_and_output_weights and not _predicts_tokens(model):
             continue
         if model.pre_process and not model.post_process:
-            embedding = _word_embedding(model)
+            embedding = model.shared_embedding_or_output_weight()
         elif model.post_process and not model.pre_process:
-            copy = _word_embedding(model) if predicts else model.shared_embedding_or_output_weight()
+            copy = model.shared_embedding_or_output_weight()
     return None if embedding is None or copy is None else (embedding, copy)
 
 
 def _predicts_tokens(model: Any) -> bool:
     """Return whether the last stage embeds tokens, too, for multi-token prediction."""
     return bool(getattr(model.config, "mtp_num_layers", None))
-
-
-def _word_embedding(model: Any) -> torch.Tensor:
-    weight: torch.Tensor = model.embedding.word_embeddings.weight
-    return weight
 
 
 def tie(chunks: list[Any]) -> None:

@@ -85,6 +85,11 @@ class MegatronStage(AutogradStage):
             vp_stage=self._vp_stage if len(it.model) > 1 else None,
             is_last_stage=self._is_output,
         )
+        if not isinstance(output, torch.Tensor):
+            raise UsageError(
+                f"a stage returned a {type(output).__name__}: a pipeline schedule hands one tensor "
+                "from stage to stage"
+            )
         if self._is_output:
             it.total_num_tokens += num_tokens
             if it.forward_only:

@@ -10,6 +10,7 @@ import torch
 from megatron.core.utils import get_attr_wrapped_model
 
 from megatron_zb.measured.parts import AFTER, BEFORE, DATA, LAYERS, MULTI_TOKEN, OUTPUT
+from megatron_zb.megatron_core.encoder import language_model
 from megatron_zb.runtime.weight_grad import WeightGradQueue
 
 Mark = Callable[[str], None]
@@ -47,7 +48,8 @@ def reading(mark: Mark, forward_step: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _hooks(mark: Mark, model: Any) -> Iterator[Any]:
-    decoder = getattr(model, "decoder", None)
+    staged = language_model(model)
+    decoder = getattr(staged, "decoder", None)
     if decoder is None:
         return
     yield model.register_forward_pre_hook(lambda *_: mark(BEFORE))
@@ -67,7 +69,7 @@ def _hooks(mark: Mark, model: Any) -> Iterator[Any]:
         yield norm.register_forward_pre_hook(lambda module, args: ends(args[0]))
     else:
         yield decoder.register_forward_hook(lambda module, args, output: ends(output))
-    yield from _hooks_of_prediction(mark, getattr(model, "mtp", None))
+    yield from _hooks_of_prediction(mark, getattr(staged, "mtp", None))
 
 
 def _hooks_of_prediction(mark: Mark, module: Any) -> Iterator[Any]:
@@ -101,12 +103,13 @@ def _when_its_gradient_comes(tensor: Any, mark: Mark, name: str) -> None:
 
 def _of_tasks(mark: Mark, model: Any) -> Callable[[tuple[torch.Tensor, ...]], None]:
     names: dict[int, str] = {}
+    rest = OUTPUT if model.post_process else BEFORE  # of the output layer, or of an encoder
     for name, path in ((MULTI_TOKEN, "mtp"), (LAYERS, "decoder")):
-        module = getattr(model, path, None)
+        module = getattr(language_model(model), path, None)
         if module is not None:
             names |= {id(weight): name for weight in module.parameters()}
 
     def before(weights: tuple[torch.Tensor, ...]) -> None:
-        mark(names.get(id(weights[0]), OUTPUT) if weights else AFTER)
+        mark(names.get(id(weights[0]), rest) if weights else AFTER)
 
     return before

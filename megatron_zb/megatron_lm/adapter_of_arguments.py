@@ -84,7 +84,7 @@ def adapter_of(
     _choose_random_streams(args, adapter, steps_done or _steps_done)
     if args.enable_optimizer_post_validation:
         conflicts.check_post_validation(args)
-    if _is_placed(args):
+    if _is_placed(args) and not getattr(args, "decoder_num_layers", None):
         for name in _DIVISION:
             setattr(args, name, False if isinstance(getattr(args, name, None), bool) else None)
         if hybrid_pattern.of_arguments(args) is None:
@@ -237,7 +237,8 @@ def _num_layers(args: argparse.Namespace) -> int:
     pattern = hybrid_pattern.of_arguments(args)
     if pattern:
         return len(hybrid_pattern.kinds(pattern))
-    number = args.num_layers if args.num_layers is not None else args.encoder_num_layers
+    names = ("num_layers", "decoder_num_layers", "encoder_num_layers")
+    number = next((n for name in names if (n := getattr(args, name, None)) is not None), None)
     if number is None:
         raise UsageError("--num-layers is missing: a schedule places layers on stages")
     return int(number)

@@ -8,13 +8,14 @@ from __future__ import annotations
 import argparse
 import math
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 from typing import Any
 
 from megatron_zb.errors import UsageError
 from megatron_zb.job.run_flags import STREAMS_FLAG
 from megatron_zb.megatron_core import graphs, versions
+from megatron_zb.megatron_core.encoder import language_model, why_not_placed
 from megatron_zb.megatron_core.forward_backward import NOT_SERVED, WHY_NOT_SHARDED
 from megatron_zb.megatron_core.placement import PhysicalPlacement
 from megatron_zb.megatron_core.post_validation import NOT_TAKEN_BACK
@@ -97,6 +98,10 @@ def _not_served(setting: str) -> Conflict:
     return Conflict(setting, flag_of(setting), NOT_SERVED[setting])
 
 
+_DIVIDED = (
+    "where --decoder-num-layers is given, Megatron-LM compares a layout with the encoder's layers, "
+    "so it divides those of the decoder itself"
+)
 _LOGITS = "that every sample meets its own logits has not been shown in another order"
 WITH_THE_STEP = "overlap_param_gather_with_optimizer_step"
 
@@ -192,6 +197,18 @@ CONFLICTS = (
         "rank, such as zb-h1, or a newer one",
         concerned=Concerned.CHUNKS,
         last=versions.WITHOUT_HYBRID_CHUNKS,
+    ),
+    Conflict(
+        "pipeline_layer_layout",
+        "--pipeline-layer-layout",
+        f"{_DIVIDED}; leave it out",
+        only_with=("decoder_num_layers",),
+    ),
+    Conflict(
+        "decoder_num_layers",
+        "--decoder-num-layers",
+        f"{_DIVIDED}; use a schedule with one chunk per rank, such as zb-h1",
+        concerned=Concerned.CHUNKS,
     ),
     Conflict(
         "heterogeneous_layers_config_path",
@@ -449,7 +466,8 @@ class Served:
         return self.last is None or versions.core_series() > self.last
 
 
-# By the names of Megatron's classes; a HybridModel was called MambaModel before 0.18.
+# By the names of Megatron's classes; a HybridModel was called MambaModel before 0.18. Each may have
+# an encoder in front, as its `language_model`.
 MODELS = {
     "GPTModel": Served(in_a_v=True, draws_by_layer=True),
     "BertModel": Served(draws_by_layer=True),
@@ -464,13 +482,20 @@ def check_model(chunk: Any, schedule: str, in_a_v: bool, draws_by_layer: bool) -
     Raises:
         UsageError: names the model and those that are supported.
     """
-    name = type(chunk).__name__
-    served = next((MODELS[c.__name__] for c in type(chunk).__mro__ if c.__name__ in MODELS), None)
+    name, staged = type(chunk).__name__, language_model(chunk)
+    served = next((MODELS[c.__name__] for c in type(staged).__mro__ if c.__name__ in MODELS), None)
     refused = f"--pipeline-schedule {schedule} cannot run a {name}"
     if served is None:
-        raise UsageError(f"{refused}: it runs {', '.join(MODELS)}")
+        raise UsageError(
+            f"{refused}: it runs {', '.join(MODELS)}, and models with one of these as their "
+            "language_model on every stage and encoders on the first"
+        )
     if not served.is_proven():
         served = Served()
+    if staged is not chunk:
+        if why := why_not_placed(chunk):
+            raise UsageError(f"{refused}: {why}")
+        served = replace(served, draws_by_layer=False)
     if in_a_v and not served.in_a_v:
         raise UsageError(f"{refused}: use one with one chunk per rank, such as zb-h1")
     if draws_by_layer and not served.draws_by_layer:

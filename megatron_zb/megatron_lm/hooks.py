@@ -76,6 +76,7 @@ class _Hooks:
         from megatron.core.datasets.blended_megatron_dataset_builder import (
             BlendedMegatronDatasetBuilder,
         )
+        from megatron.core.transformer import transformer_block
         from megatron.core.transformer.cuda_graphs import TECudaGraphHelper
         from megatron.core.transformer.pipeline_parallel_layer_layout import (
             PipelineParallelLayerLayout,
@@ -97,6 +98,7 @@ class _Hooks:
         for module, name, hook in (
             (parallel_state, "initialize_model_parallel", ScheduledRun.initialize_model_parallel),
             (training, "get_forward_backward_func", ScheduledRun.get_forward_backward_func),
+            (transformer_block, "get_num_layers_to_build", ScheduledRun.num_layers_to_build),
             *((*place, ScheduledRun.build_chunks) for place in versions.chunk_builders()),
         ):
             replace(module, name, scheduled(hook))

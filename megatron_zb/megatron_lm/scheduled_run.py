@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from inspect import signature
 from typing import Any
 
 from megatron_zb.errors import UsageError
@@ -56,6 +57,13 @@ class ScheduledRun:
         del original, pp_group, more
         return self.adapter.layer_layout.segment(pattern, vp_stage)
 
+    def num_layers_to_build(self, original: Any, config: Any, *rest: Any, **keywords: Any) -> int:
+        """Return the layers of a block; an encoder has all of its own, whatever the layout."""
+        if config.pipeline_model_parallel_size == 1:
+            return int(config.num_layers)
+        number: int = original(config, *rest, **keywords)
+        return number
+
     def build_chunks(self, original: Any, build: Any, *rest: Any, **keywords: Any) -> Any:
         """Let every chunk be built where the schedule has it."""
         self._chunks, self._failure = [], None
@@ -67,6 +75,8 @@ class ScheduledRun:
         from megatron.core import parallel_state
 
         adapter = self.adapter
+        with self._failing():
+            self._check_builder(build)
 
         def build_placed(*args: Any, **keywords: Any) -> Any:
             pp_rank = parallel_state.get_pipeline_model_parallel_rank()
@@ -82,6 +92,16 @@ class ScheduledRun:
             return chunk
 
         return build_placed
+
+    def _check_builder(self, build: Any) -> None:
+        name, chunks = self.adapter.schedule.name, self.adapter.chunks
+        taken = signature(build).parameters.values()
+        if chunks > 1 and not any(p.name == "vp_stage" or p.kind is p.VAR_KEYWORD for p in taken):
+            raise UsageError(
+                f"--pipeline-schedule {name} has {chunks} chunks per rank, and the script's model "
+                "provider takes no vp_stage to tell them apart: use a schedule with one chunk per "
+                "rank, such as zb-h1"
+            )
 
     @contextmanager
     def _failing(self) -> Iterator[None]:

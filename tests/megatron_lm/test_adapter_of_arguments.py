@@ -28,6 +28,16 @@ def layout_of(line: str, **stock: Any) -> str:
     return layout
 
 
+def test_a_decoder_beside_an_encoder_is_divided_by_megatron() -> None:
+    numbers = {"num_layers": None, "encoder_num_layers": 3, "decoder_num_layers": 8}
+    args = parsed("--pipeline-schedule zb-h1", **numbers)
+    assert str(adapter_of(args).layer_layout) == "Ett|tt|tt|ttL"
+    assert args.pipeline_model_parallel_layout is None
+    for line in ("v-half", "zb-h1 --pipeline-layer-layout auto"):
+        with pytest.raises(UsageError, match="where --decoder-num-layers is given"):
+            adapter_of(parsed(f"--pipeline-schedule {line}", vocab_size=64, **numbers))
+
+
 def test_without_a_schedule_nothing_changes() -> None:
     args = parsed()
     before = vars(args).copy()

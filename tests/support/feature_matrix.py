@@ -102,6 +102,7 @@ _GATED_DELTA = _options(
     linear_num_value_heads=4,
     deterministic_mode=True,
 )
+_IMAGES = (1, 2, 0, 0, 2, 1)  # the second of three microbatches has none
 _OVERLAPS = GPTCase(
     data_parallel=2,
     distributed_optimizer=True,
@@ -254,6 +255,39 @@ ROWS = (
         None,
         Verdict.NOT_ON_CPU,
         reason="its script cannot be imported without Transformer Engine",
+    ),
+    Row(
+        "images: Megatron's LLaVAModel, with its encoder and projection on the first stage",
+        "`LLaVAModel`, built with `vp_stage` where a rank has several chunks; some microbatches "
+        "have no image",
+        GPTCase(images=_IMAGES, tied=True, rotary=True, dtype="bfloat16"),
+        ranks=4,
+        schedules=(*REPRESENTATIVE, "v-zb"),
+    ),
+    Row(
+        "the same, fewer layers beside the encoder",
+        "`--pipeline-model-parallel-layout`",
+        GPTCase(images=_IMAGES, layers=6, layout="E|tt|tt|ttL"),
+        schedules=("v-half", "interleaved"),
+    ),
+    Row(
+        "the same, frozen encoder",
+        "`--freeze-ViT`",
+        GPTCase(images=_IMAGES, frozen="vision_model"),
+        schedules=("v-half", "zb-h1"),
+    ),
+    Row(
+        "the same, frozen language model",
+        "`--freeze-LM`",
+        GPTCase(images=_IMAGES, frozen="language_model"),
+        schedules=("v-half", "zb-h1"),
+    ),
+    Row(
+        "the same, overlapped gradient reduction",
+        "`--overlap-grad-reduce`",
+        GPTCase(images=_IMAGES, data_parallel=2, overlap_grad_reduce=True),
+        ranks=4,
+        schedules=("v-half", "zb-h1"),
     ),
     # mixture of experts
     Row(

@@ -15,11 +15,14 @@ import torch
 from megatron.core import parallel_state
 from megatron.core.distributed import DistributedDataParallel as DDP
 from megatron.core.distributed import DistributedDataParallelConfig, finalize_model_grads
+from megatron.core.enums import ModelType
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.pipeline_parallel.schedules import get_forward_backward_func
+from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
 from megatron.core.transformer import multi_latent_attention
 from megatron.core.transformer.dot_product_attention import DotProductAttention
+from megatron.core.transformer.mlp import MLPSubmodules
 from megatron.core.transformer.module import Float16Module
 from megatron.core.transformer.transformer_block import (
     TransformerBlockSubmodules,
@@ -29,6 +32,7 @@ from megatron.core.transformer.transformer_config import (
     MLATransformerConfig,
     TransformerConfig,
 )
+from megatron.core.utils import unwrap_model
 
 from megatron_zb import schedules
 from megatron_zb.megatron_core.adapter import PipelineAdapter
@@ -38,6 +42,8 @@ from megatron_zb.schedules import Schedule
 from megatron_zb.schedules.layout import Layers
 
 SEQUENCE, VOCABULARY = 16, 64
+# An image takes the place of one token by 5 embeddings: 4 patches and a class token.
+ENCODER_LAYERS, PIXELS, WITH_IMAGES, IMAGE_TOKEN = 3, 8, 24, -200
 
 
 @dataclass(frozen=True)
@@ -51,6 +57,8 @@ class GPTCase:
     With ``drawn``, Megatron's builders draw the weights, as on a GPU. With ``gather_in_optimizer``,
     our chunks do as ``--overlap-param-gather-with-optimizer-step`` tells, which stock with one
     chunk per rank refuses. ``hybrid`` is the pattern of a HybridModel of so many ``layers``.
+    ``images`` are the numbers of images of the samples, in turns, which the encoder of Megatron's
+    LLaVAModel reads on its first stage; its language model is the GPT.
     """
 
     tied: bool = False
@@ -80,6 +88,7 @@ class GPTCase:
     dropout: float = 0.0
     drawn: bool = False
     hybrid: str | None = None
+    images: tuple[int, ...] = ()
 
     @property
     def torch_dtype(self) -> torch.dtype:
@@ -277,17 +286,25 @@ def _build_chunks(case: GPTCase, adapter: PipelineAdapter | None, p: int) -> lis
     count = adapter.chunks if adapter else 1
     for vp_stage in range(count):
         with adapter.drawing_weights() if adapter and case.drawn else nullcontext():
-            chunk = (_gpt_model if case.hybrid is None else partial(_hybrid_model, adapter))(
-                case,
-                config=config,
-                vocab_size=VOCABULARY,
-                max_sequence_length=SEQUENCE,
-                pre_process=adapter.pre_process(rank, vp_stage) if adapter else rank == 0,
-                post_process=adapter.post_process(rank, vp_stage) if adapter else rank == p - 1,
-                share_embeddings_and_output_weights=case.tied,
-                position_embedding_type="rope" if case.rotary else "learned_absolute",
-                vp_stage=vp_stage if count > 1 else None,
-            )
+            ends: dict[str, Any] = {
+                "pre_process": adapter.pre_process(rank, vp_stage) if adapter else rank == 0,
+                "post_process": adapter.post_process(rank, vp_stage) if adapter else rank == p - 1,
+                "share_embeddings_and_output_weights": case.tied,
+                "vp_stage": vp_stage if count > 1 else None,
+            }
+            positions = "rope" if case.rotary else "learned_absolute"
+            if case.images:
+                layer = _specification(config, ends["vp_stage"])
+                chunk = multimodal(config, layer, positions, **ends)
+            else:
+                chunk = (_gpt_model if case.hybrid is None else partial(_hybrid_model, adapter))(
+                    case,
+                    config=config,
+                    vocab_size=VOCABULARY,
+                    max_sequence_length=SEQUENCE,
+                    position_embedding_type=positions,
+                    **ends,
+                )
         chunks.append(chunk)
     if not case.drawn:
         _initialise(case, chunks, config)
@@ -352,6 +369,40 @@ def _hybrid_model(adapter: PipelineAdapter | None, case: GPTCase, **more: Any) -
         allocation.select_pipeline_segment = cut
 
 
+def multimodal(config: TransformerConfig, layer: Any, positions: str, **ends: Any) -> Any:
+    """Megatron's LLaVAModel: an encoder of images and a projection before a GPT.
+
+    An internvit, since Megatron's norm of a CLIP cannot be built without Transformer-Engine.
+    """
+    from megatron.core.models.multimodal.llava_model import LLaVAModel
+    from megatron.core.models.vision.vit_layer_specs import get_vit_layer_with_local_spec
+
+    encoder: Any = copy(config)
+    encoder.num_layers, encoder.vision_model_type = ENCODER_LAYERS, "internvit"
+    encoder.pipeline_model_parallel_size, encoder.pipeline_model_parallel_layout = 1, None
+    model = LLaVAModel(
+        language_transformer_config=config,
+        language_transformer_layer_spec=layer,
+        language_vocab_size=VOCABULARY,
+        language_max_sequence_length=WITH_IMAGES,
+        vision_transformer_config=encoder,
+        vision_transformer_layer_spec=get_vit_layer_with_local_spec(),
+        drop_vision_class_token=False,
+        vision_projection_config=encoder,
+        vision_projection_layer_spec=MLPSubmodules(
+            linear_fc1=ColumnParallelLinear, linear_fc2=RowParallelLinear
+        ),
+        language_position_embedding_type=positions,
+        add_encoder=ends["pre_process"],
+        img_h=PIXELS,
+        img_w=PIXELS,
+        patch_dim=PIXELS // 2,
+        **ends,
+    )
+    model.model_type = ModelType.encoder_or_decoder  # as Megatron-LM's get_model does
+    return model
+
+
 def _layout(case: GPTCase, adapter: PipelineAdapter | None, p: int) -> Any:
     """Megatron's own schedule wants to be told the stages where layers do not divide."""
     if case.hybrid is not None:
@@ -377,6 +428,8 @@ def _initialise(case: GPTCase, chunks: list[Any], config: TransformerConfig) -> 
     one = copy(config)
     one.expert_model_parallel_size = 1  # experts are named by their place on a rank
     initialise_by_global_name(chunks, one, seed=7)
+    if case.images:  # the names of tied weights are those of the language model
+        initialise_by_global_name([chunk.language_model for chunk in chunks], one, seed=7)
     for chunk in chunks:
         for name, parameter in chunk.named_parameters():
             if "local_experts" in name:
@@ -454,12 +507,13 @@ def forward_backward(
     **more: Any,
 ) -> list[Any]:
     """Call a function in the way of Megatron; ``data`` has an iterator for each chunk."""
+    has_images = hasattr(unwrap_model(chunks[0]), "language_model")
     records: list[Any] = function(
         forward_step_func=step or _forward_step,
         data_iterator=data if len(chunks) > 1 else data[0],
         model=chunks if len(chunks) > 1 else chunks[0],
         num_microbatches=num_microbatches,
-        seq_length=SEQUENCE,
+        seq_length=WITH_IMAGES if has_images else SEQUENCE,
         micro_batch_size=2,
         **more,
     )
@@ -474,16 +528,35 @@ def microbatches(case: GPTCase, count: int) -> Iterator[dict[str, torch.Tensor]]
         length = case.lengths[microbatch % len(case.lengths)] if case.lengths else SEQUENCE
         tokens = torch.randint(VOCABULARY, (2, length + 1), generator=generator)
         mask = torch.rand(2, length, generator=generator) > 0.2
-        yield {"tokens": tokens[:, :-1], "labels": tokens[:, 1:], "mask": mask.float()}
+        batch = {"tokens": tokens[:, :-1], "labels": tokens[:, 1:], "mask": mask.float()}
+        yield _with_images(case, batch, microbatch, generator) if case.images else batch
+
+
+def _with_images(
+    case: GPTCase, batch: dict[str, torch.Tensor], microbatch: int, generator: torch.Generator
+) -> dict[str, torch.Tensor]:
+    """A batch whose samples have an image at every third token, as many as the case says."""
+    counts = [case.images[(2 * microbatch + i) % len(case.images)] for i in range(2)]
+    for sample, count in zip(batch["tokens"], counts, strict=True):
+        sample[1 : 1 + 3 * count : 3] = IMAGE_TOKEN
+    images = torch.randn(sum(counts), 3, PIXELS, PIXELS, generator=generator)
+    return {**batch, "images": images}
 
 
 def _forward_step(iterator: Iterator[dict[str, torch.Tensor]], model: Any) -> tuple[Any, Any]:
     batch = next(iterator)
     length = batch["tokens"].size(1)
     positions = torch.arange(length).expand(2, -1)
+    if "images" in batch:
+        text = (batch["tokens"], positions, None, batch["labels"], batch["mask"])
+        return _with_loss(*model(batch["images"], *text))
     causal = torch.ones(1, 1, length, length, dtype=torch.bool).triu(1)
     output = model(batch["tokens"], positions, causal, labels=batch["labels"])
-    return output, partial(_loss, batch["mask"])
+    return _with_loss(output, batch["mask"])
+
+
+def _with_loss(output: torch.Tensor, mask: torch.Tensor) -> tuple[Any, Any]:
+    return output, partial(_loss, mask)
 
 
 def _loss(mask: torch.Tensor, losses: torch.Tensor) -> tuple[Any, ...]:
@@ -538,7 +611,7 @@ def differences(
         found += [f"m={m}: no gradient of {name}" for name in _missing(outcome, expected)]
         if parallel_state.is_pipeline_last_stage(ignore_virtual=True) != bool(outcome.losses):
             found.append(f"m={m}: losses are not on the last rank")
-        if not forward_only and not outcome.gradients:
+        if not forward_only and not expected.gradients:
             found.append(f"m={m}: no gradients")
     return found
 

@@ -40,7 +40,8 @@ def quantize(
     before = [buffer.clone() for buffer in buffers]
     _quantize(tensor.detach().float(), quantizer, output)
     for buffer, old in zip(buffers, before, strict=True):
-        buffer.copy_(torch.where(skip == 1, old, buffer))
+        assert skip is not None
+        buffer.copy_(torch.where(torch.eq(skip, 1), old, buffer))
     return output
 
 

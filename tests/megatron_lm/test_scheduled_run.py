@@ -1,0 +1,41 @@
+"""What takes the place of functions of Megatron-LM's training loop."""
+
+from __future__ import annotations
+
+from functools import partial
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from megatron_arguments import parsed
+
+from megatron_zb.errors import UsageError
+from megatron_zb.megatron_lm.adapter_of_arguments import adapter_of
+from megatron_zb.megatron_lm.scheduled_run import ScheduledRun
+
+
+def run_of(schedule: str) -> ScheduledRun:
+    meeting: Any = None
+    return ScheduledRun(adapter_of(parsed(f"--pipeline-schedule {schedule}")), meeting, 0)
+
+
+def without_chunks(config: Any, pre_process: bool = True, post_process: bool = True) -> None:
+    """A model provider in the way of pretrain_vlm.py."""
+
+
+def with_chunks(config: Any, pre_process: bool, vp_stage: int | None = None) -> None:
+    """One in the way of pretrain_gpt.py."""
+
+
+def test_a_model_provider_that_knows_no_chunks_is_refused_where_there_are_some() -> None:
+    with pytest.raises(UsageError, match=r"v-half has 2 chunks .* takes no vp_stage"):
+        run_of("v-half")._check_builder(partial(without_chunks, None))
+    run_of("zb-h1")._check_builder(without_chunks)
+    for provider in (partial(with_chunks, None), lambda **keywords: None):
+        run_of("v-half")._check_builder(provider)
+
+
+@pytest.mark.parametrize(("pipeline_size", "expected"), [(1, 3), (4, 2)])
+def test_an_encoder_has_all_of_its_layers(pipeline_size: int, expected: int) -> None:
+    config = SimpleNamespace(num_layers=3, pipeline_model_parallel_size=pipeline_size)
+    assert run_of("zb-h1").num_layers_to_build(lambda config, vp_stage: 2, config, 0) == expected

@@ -1,0 +1,54 @@
+"""The real pretrain_vlm.py: a language model with an encoder of images on its first stage."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from real_megatron_lm.runs import MODEL, PIPELINE, Logged, pretrain
+
+# Megatron-LM keeps checkpoints of such models in this format alone; nothing is saved here.
+IMAGES = "--ckpt-format torch --img-h 28 --img-w 28 --patch-dim 14 --dataloader-seq-length 16"
+ENCODER = MODEL.replace("--num-layers 8", "--decoder-num-layers 8 --encoder-num-layers 3")
+
+
+def trained(checkout: Path, *flags: str) -> Logged:
+    program = Path(__file__).with_name("run_with_norm.py")
+    return pretrain(checkout, PIPELINE, *flags, IMAGES, script="pretrain_vlm.py", program=program)
+
+
+@pytest.mark.parametrize(
+    ("model", "schedule"),
+    [
+        (MODEL, "1f1b"),
+        (ENCODER, "zb-h1"),
+        (f"{MODEL} --freeze-ViT", "zb-h1"),
+        (f"{MODEL} --freeze-LM", "zb-h1"),
+    ],
+)
+def test_a_model_with_images_logs_what_stock_logs(
+    checkout: Path, model: str, schedule: str
+) -> None:
+    stock = trained(checkout, model)
+    ours = trained(checkout, model, f"--pipeline-schedule {schedule}")
+    assert ours.code == stock.code == 0, ours.output + stock.output
+    assert len(stock.losses) == 7
+    assert ours.losses == stock.losses
+    assert ours.norms == stock.norms
+    assert ours.evaluations == stock.evaluations
+
+
+def test_an_encoder_has_all_its_layers_beside_fewer_of_the_language_model(checkout: Path) -> None:
+    layout = "--pipeline-model-parallel-layout Et|tt|tt|tttL"
+    run = trained(checkout, MODEL, "--train-iters 2", layout, "--pipeline-schedule zb-h1")
+    assert run.code == 0, run.output
+    assert list(run.losses) == [1, 2]
+    assert "stage 0 (embedding, layers 1-1)" in run.output
+
+
+def test_several_chunks_need_a_model_provider_that_knows_them(checkout: Path) -> None:
+    run = trained(checkout, MODEL, "--pipeline-schedule v-half")
+    assert run.code != 0
+    assert "takes no vp_stage" in run.error
+    assert run.error.count("\n") == 0
