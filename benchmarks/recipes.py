@@ -78,7 +78,7 @@ MODELS = {
     "nemotron_3": "--hybrid-layer-pattern M*ME",
 }
 NOT_A_FLAG = {
-    "multimodal": "Megatron-Bridge's Qwen-VL models, not tried: such encoders run in LLaVAModel",
+    "multimodal": "a Qwen-VL of Megatron-Bridge's, not tried; models of its shape run",
     "deepseek_v4": "hyper-connections, which no release of Megatron-LM has",
 }
 

@@ -14,15 +14,16 @@ from statistics import median
 
 from megatron_zb.measured.profile import Parts, PartSeconds
 
-BEFORE, DATA, LAYERS, MULTI_TOKEN, OUTPUT, AFTER = (
+BEFORE, DATA, ENCODER, LAYERS, MULTI_TOKEN, OUTPUT, AFTER = (
     "before",
     "data",
+    "encoder",
     "layers",
     "multi_token",
     "output",
     "after",
 )
-"""Work that begins at a mark; ``DATA`` is reading a batch, ``OUTPUT`` is in W."""
+"""Work that begins at a mark; ``DATA`` is reading a batch, ``OUTPUT`` and ``ENCODER`` are in W."""
 
 Segments = Mapping[str, float]
 """Seconds of a pass by mark."""
@@ -104,11 +105,10 @@ def _weights(stages: Sequence[StageTimes]) -> dict[str, float]:
     def of(stage: StageTimes) -> Segments:
         return stage.weight
 
-    usual = _median(_of(s, of, BEFORE) for s in stages if "E" not in s.layers)
-    before = (_of(s, of, BEFORE) - usual for s in stages if "E" in s.layers)
     return {
         "layer": _layer(stages, of),
-        "E": _median(max(0.0, seconds) for seconds in before),  # of an encoder, if there is one
+        # autograd sums that of the embedding itself in B
+        "E": _median(_of(s, of, ENCODER) for s in stages if "E" in s.layers),
         "L": _median(_of(s, of, OUTPUT) for s in stages if "L" in s.layers),
         "multi_token": _median(_of(s, of, MULTI_TOKEN) for s in stages if "m" in s.layers),
         "empty": _median(_of(s, of, BEFORE) + _of(s, of, AFTER) for s in stages),

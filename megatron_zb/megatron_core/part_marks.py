@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from megatron.core.utils import get_attr_wrapped_model
 
-from megatron_zb.measured.parts import AFTER, BEFORE, DATA, LAYERS, MULTI_TOKEN, OUTPUT
+from megatron_zb.measured.parts import AFTER, BEFORE, DATA, ENCODER, LAYERS, MULTI_TOKEN, OUTPUT
 from megatron_zb.megatron_core.encoder import language_model
 from megatron_zb.runtime.weight_grad import WeightGradQueue
 
@@ -103,7 +103,7 @@ def _when_its_gradient_comes(tensor: Any, mark: Mark, name: str) -> None:
 
 def _of_tasks(mark: Mark, model: Any) -> Callable[[tuple[torch.Tensor, ...]], None]:
     names: dict[int, str] = {}
-    rest = OUTPUT if model.post_process else BEFORE  # of the output layer, or of an encoder
+    rest = OUTPUT if model.post_process else ENCODER
     for name, path in ((MULTI_TOKEN, "mtp"), (LAYERS, "decoder")):
         module = getattr(language_model(model), path, None)
         if module is not None:

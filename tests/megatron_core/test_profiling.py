@@ -124,6 +124,15 @@ def test_the_profile_of_a_run(ranks: RankPools, tmp_path: Path) -> None:
     assert len({(stage.activation, stage.held_for_weight) for stage in middle}) == 1
 
 
+def test_an_encoder_counts_as_a_part_of_the_embedding(ranks: RankPools, tmp_path: Path) -> None:
+    case, path = GPTCase(images=(1, 2)), tmp_path / "profile.yaml"
+    found = ranks(2).run(train, case=case, schedule="v-half", iterations=ITERATIONS, path=path)
+    check_same(found, ranks(2).run(train, case=case, schedule=None, iterations=1))
+    parts = read_profile(path).parts
+    assert parts is not None
+    assert parts.embedding.weight > 0
+
+
 @pytest.mark.parametrize(
     "case",
     [
