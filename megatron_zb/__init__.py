@@ -12,7 +12,7 @@ def install() -> None:
     nothing changes.
 
     Raises:
-        megatron_zb.errors.UsageError: Megatron-LM's training loop cannot be imported.
+        megatron_zb.errors.UsageError: Megatron-LM is too old, or cannot be imported.
     """
     from importlib.util import find_spec
 

@@ -18,6 +18,7 @@ from typing import Any
 from megatron_zb.errors import UsageError
 from megatron_zb.job import data_contents
 from megatron_zb.job.shared_build import SharedBuild, build_with_cache
+from megatron_zb.megatron_core import versions
 from megatron_zb.megatron_lm import (
     argument_table,
     conflicts,
@@ -48,7 +49,11 @@ def install(prepare: Callable[[Any], None] | None = None) -> None:
 
     Args:
         prepare: called with the parsed arguments first, before they are checked.
+
+    Raises:
+        UsageError: this Megatron is older than all that are known.
     """
+    versions.warn_of_core()
     from megatron.training import arguments
 
     hooks = getattr(arguments, _MARK, None)
@@ -81,8 +86,6 @@ class _Hooks:
             PipelineParallelLayerLayout,
         )
         from megatron.training import arguments, checkpointing, initialize, training, utils
-
-        from megatron_zb.megatron_core import versions
 
         del initialize  # imported so that what it holds is replaced, too
         replace(arguments, "add_megatron_arguments", self._add_arguments)
