@@ -49,11 +49,7 @@ def install(prepare: Callable[[Any], None] | None = None) -> None:
 
     Args:
         prepare: called with the parsed arguments first, before they are checked.
-
-    Raises:
-        UsageError: this Megatron is older than all that are known.
     """
-    versions.warn_of_core()
     from megatron.training import arguments
 
     hooks = getattr(arguments, _MARK, None)

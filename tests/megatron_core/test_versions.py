@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import warnings
+from pathlib import Path
 
 import pytest
 from megatron.core import package_info
+from small_trees import checkout_tree
 
+import megatron_zb
 from megatron_zb.errors import UsageError
 from megatron_zb.megatron_core import versions
 from megatron_zb.megatron_core.adapter import Layers, PipelineAdapter
-from megatron_zb.megatron_lm import hooks
 
 
 def adapter() -> PipelineAdapter:
@@ -35,15 +37,16 @@ def test_a_newer_one_brings_a_warning_on_one_rank(monkeypatch: pytest.MonkeyPatc
     with pytest.warns(UserWarning, match=said):
         assert adapter().chunks == 1
     with pytest.warns(UserWarning, match=said):
-        versions.warn_of_core()  # the hooks' first line
+        versions.warn_of_core()  # by the launcher and install(), before all else
     monkeypatch.setenv("RANK", "1")
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         adapter()
 
 
-def test_an_older_one_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_older_one_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(checkout_tree(tmp_path, "0.15.0")))
     monkeypatch.setattr(package_info, "MINOR", versions.SERIES[0].number[1] - 1)
-    for ask in (adapter, hooks.install):
+    for ask in (adapter, megatron_zb.install):
         with pytest.raises(UsageError, match=r"older than all that are known here: known are"):
             ask()
