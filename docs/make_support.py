@@ -9,6 +9,7 @@ that the launcher and the schedules make.
 
 from __future__ import annotations
 
+import csv
 import sys
 from collections import Counter
 from collections.abc import Iterable, Iterator
@@ -45,8 +46,14 @@ INTRODUCTION = """\
 
 Every line of the first table is a test: the same small GPT, with the same weights and batches,
 under Megatron-LM's own 1F1B and under our schedules, on CPU ranks over gloo. *Equal* means equal in
-every bit. The tests run with megatron-core 0.16; "every schedule" means all of
-[schedules.md](schedules.md).
+every bit. The tests run with megatron-core 0.16, some also with [others](#versions); "every
+schedule" means all of [schedules.md](schedules.md).
+"""
+
+VERSIONS = """\
+What ran on which version of Megatron, on CPU ranks: the adapter with megatron-core, and with a
+checkout of Megatron-LM its own `pretrain_gpt.py`, launched and patched. A newer version than all of
+these runs with a warning, an older one is refused.
 """
 
 RECIPES = """\
@@ -81,6 +88,9 @@ def page() -> str:
             INTRODUCTION,
             "## Tested\n",
             *table(("Feature", "Settings", "Ranks", "Schedules", "Result"), tested()),
+            "\n## Versions\n",
+            VERSIONS,
+            *table(("Megatron", "With", "Tests", "Passed", "When"), versions()),
             "\n## Public recipes\n",
             RECIPES.format(runs=counted_recipes()[0]),
             *table(("In the way", "Recipes", "Reason"), in_the_way()),
@@ -109,6 +119,15 @@ def tested() -> Iterator[tuple[str, ...]]:
     for row in ROWS:
         if row.verdict is not Verdict.NOT_ON_CPU:
             yield row.feature, row.settings, row.parallel, _schedules(row), row.verdict.value
+
+
+def versions() -> Iterator[tuple[str, ...]]:
+    """What has run on each version, from a file for each series."""
+    for path in sorted((DOCS / "results" / "megatron").glob("*.csv")):
+        with path.open(encoding="utf-8", newline="") as file:
+            for row in csv.DictReader(file):
+                with_ = f"Python {row['python']}, torch {row['torch']}"
+                yield row["megatron"], with_, f"`{row['tests']}`", row["passed"], row["date"]
 
 
 def _schedules(row: Row) -> str:

@@ -12,7 +12,7 @@ def install() -> None:
     nothing changes.
 
     Raises:
-        megatron_zb.errors.UsageError: Megatron-LM's training loop cannot be imported.
+        megatron_zb.errors.UsageError: Megatron-LM is too old, or cannot be imported.
     """
     from importlib.util import find_spec
 
@@ -27,6 +27,9 @@ def install() -> None:
             "Megatron-LM's training loop, megatron.training, cannot be found: put the checkout "
             "first on PYTHONPATH, or start the script with python -m megatron_zb.launch"
         )
+    from megatron_zb.megatron_core.versions import warn_of_core
+
+    warn_of_core()  # before what follows imports from Megatron
     from megatron_zb.megatron_lm.hooks import install as install_hooks
 
     install_hooks()

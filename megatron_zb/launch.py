@@ -60,6 +60,7 @@ def _prepare(arguments: Sequence[str], on_cpu: bool) -> Path:
     Raises:
         UsageError: there is no such script, or it is not one of a known Megatron-LM.
     """
+    from megatron_zb.megatron_core.versions import warn_of_core
     from megatron_zb.megatron_lm.checkout import checkout_of
 
     if not arguments:
@@ -78,6 +79,7 @@ def _prepare(arguments: Sequence[str], on_cpu: bool) -> Path:
 
         run_on_cpu(training_loop=True)
         prepare = prepare_arguments
+    warn_of_core()
     from megatron_zb.megatron_lm.hooks import install
 
     install(prepare)

@@ -37,16 +37,25 @@ find_python() {
         "(Debian and Ubuntu: python$1 and python$1-venv)"
 }
 
-# environment_name VERSION: prints the folder of the virtual environment for that Python.
+# environment_name VERSION [CORE]: prints the folder of the virtual environment for that Python, and for that
+# megatron-core if it is not the pinned one.
 environment_name() {
-    if [[ $1 == 3.11 ]]; then printf '.venv\n'; else printf '.venv-%s\n' "$1"; fi
+    local name=.venv-$1
+    if [[ $1 == 3.11 ]]; then name=.venv; fi
+    printf '%s\n' "$name${2:+-megatron-$2}"
 }
 
-# constraints_for VERSION: prints the file of pinned versions for that Python, or ends with one sentence.
+# constraints_for VERSION [CORE]: prints the file of pinned versions for that Python, with that megatron-core in
+# place of the pinned one if given, or ends with one sentence.
 constraints_for() {
-    local file="constraints/py${1//./}.txt"
+    local file="constraints/py${1//./}.txt" changed=build/py${1//./}-megatron-${2-}.txt
     [[ -f $file ]] || fail "there is no $file, so Python $1 is not one" \
         "this project is tested with; those are the files in constraints/"
+    if [[ -n ${2-} ]]; then
+        mkdir -p build
+        sed "s/^megatron-core==.*/megatron-core==$2/" "$file" >"$changed"
+        file=$changed
+    fi
     printf '%s\n' "$file"
 }
 
@@ -69,10 +78,10 @@ install_package() {
     pinned_pip "$1" "$3" --no-build-isolation --editable ".[$2]"
 }
 
-# ensure_environment VENV VERSION EXTRA: afterwards VENV has the package, its dependencies and EXTRA.
+# ensure_environment VENV VERSION EXTRA [CORE]: afterwards VENV has the package, its dependencies and EXTRA.
 ensure_environment() {
     local venv=$1 version=$2 extra=$3 constraints python wanted stamp
-    constraints=$(constraints_for "$version")
+    constraints=$(constraints_for "$version" "${4-}")
     stamp=$venv/.installed-$extra
     wanted=$(what_is_installed "$extra" "$constraints")
     if [[ -f $stamp && $(<"$stamp") == "$wanted" ]] && is_python "$venv/bin/python" "$version"; then

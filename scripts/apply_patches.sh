@@ -9,7 +9,8 @@ usage() {
 usage: scripts/apply_patches.sh [--reverse] [--check] MEGATRON_LM
 
 Patches the Megatron-LM checkout in the folder MEGATRON_LM, so that its pretrain scripts, started as
-usual, take --pipeline-schedule. Finds the version, and changes nothing unless the whole patch fits.
+usual, take --pipeline-schedule. Finds the version, and changes nothing unless the whole patch fits. A
+version that is newer than all patches gets the newest, and a warning.
 
 options:
   --reverse    take the patch out again
@@ -36,7 +37,10 @@ version_of() {
 # series_of VERSION: prints 0.16 of 0.16.1.
 series_of() { cut -d . -f 1,2 <<<"$1"; }
 
-# patch_for VERSION: prints the patch for its series, or ends with one sentence.
+# newest VERSION...: prints the newest of some versions.
+newest() { printf '%s\n' "$@" | sort -V | tail -n 1; }
+
+# patch_for VERSION: prints the patch for its series, or the newest one if all are older, or ends with one sentence.
 patch_for() {
     local patch known=()
     for patch in "$here"/patches/core_v*.patch; do
@@ -48,6 +52,12 @@ patch_for() {
             return
         fi
     done
+    if [[ $(newest "${known[@]}" "$1") == "$1" ]]; then
+        printf "%s: warning: the Megatron-LM in '%s' has version %s, which is newer than all that were checked: %s\n" \
+            "$(basename "$0")" "$checkout" "$1" "the patch for core_v$(newest "${known[@]}") is taken" >&2
+        printf '%s/patches/core_v%s.patch\n' "$here" "$(newest "${known[@]}")"
+        return
+    fi
     fail "the Megatron-LM in '$checkout' has version $1, which no patch here is for:" \
         "there are patches for core_v$(joined="${known[*]}"; printf '%s' "${joined// / and core_v}")"
 }

@@ -4,8 +4,8 @@ set -euo pipefail
 
 usage() {
     cat <<'END'
-usage: scripts/test.sh [--quick | --faults | --everything] [--python VERSION] [--tests-only] [--full]
-                       [PYTEST-ARGUMENT ...]
+usage: scripts/test.sh [--quick | --faults | --everything] [--python VERSION] [--megatron SERIES] [--tests-only]
+                       [--full] [PYTEST-ARGUMENT ...]
 
 Checks and tests megatron-zb on the CPU; needs no GPU and nothing but a Python and a network.
 
@@ -20,19 +20,21 @@ options:
                      gradients; no ruff and no mypy
   --python VERSION   3.11 (default), or another that constraints/ has pins for, in .venv-VERSION: each has its
                      megatron-core, 3.11 has 0.16 and 3.12 has 0.19
+  --megatron SERIES  a series that patches/ has one for, such as 0.17: with the Python whose pins have it, else with
+                     the newest, in an environment of its own, and the version that the patch is for
   --tests-only       no ruff and no mypy
   --full             every combination of schedules, models and ranks, and larger sizes; without it each thing
                      is tried in a few, and the end says how many were not
   --faults           all faults that a job may suffer (about 30 minutes), and nothing else; what was seen is
                      written to faults.jsonl
   --everything       all of it: the ordinary run with --full, all faults, and with the Megatron-LM at MEGATRON_LM_PATH,
-                     a clone with its tags, the real pretrain_gpt.py of the version that each Python has pins for;
+                     a clone with its tags, all of it on every series of Megatron, with its real pretrain_gpt.py;
                      needs a browser, too, and takes hours
   -h, --help         this text
 
 environment:
-  MEGATRON_LM_PATH   a Megatron-LM checkout of the version that the Python has pins for, which
-                     tests/real_megatron_lm then trains with; without it those tests are skipped
+  MEGATRON_LM_PATH   a Megatron-LM checkout of the series that is tested, which tests/real_megatron_lm then
+                     trains with; without it those tests are skipped
 
 Everything else goes to pytest:
   scripts/test.sh -k validate                 the tests whose names contain "validate"
@@ -65,33 +67,32 @@ everything() {
     say "the browser is $browser"
     checkouts=$(mktemp -d)  # not local: the trap is at the end of the script
     trap 'rm -rf "$checkouts"' EXIT
-    local python tag full=(--full)  # with the first alone
-    for python in $(pythons); do
-        tag=$(tag_for "$python")
-        git clone --quiet --branch "$tag" "$MEGATRON_LM_PATH" "$checkouts/$tag"
-        MEGATRON_LM_PATH=$checkouts/$tag scripts/test.sh --python "$python" ${full[@]+"${full[@]}"}
+    local core full=(--full)  # with the first alone
+    for core in $(cores); do
+        git clone --quiet --branch "core_v$core" "$MEGATRON_LM_PATH" "$checkouts/$core"
+        MEGATRON_LM_PATH=$checkouts/$core scripts/test.sh --megatron "${core%.*}" ${full[@]+"${full[@]}"}
         full=()
     done
     scripts/test.sh --tests-only --faults
 }
 
-# pythons: prints the versions of Python that there are pins for, such as 3.11, the oldest first.
-pythons() {
-    local file
-    for file in constraints/py3*.txt; do
-        file=${file#constraints/py3}
-        printf '3.%s\n' "${file%.txt}"
-    done | sort -V
+# cores: prints the versions of Megatron that there are patches for, such as 0.16.1, the oldest first.
+cores() { printf '%s\n' patches/core_v*.patch | sed 's/.*core_v\(.*\)\.patch/\1/' | sort -V; }
+
+# choose_megatron SERIES: sets core and version for that series, or ends with one sentence; core stays empty where
+# a Python has pins for it.
+choose_megatron() {
+    local pins
+    core=$(cores | grep "^${1//./\\.}\.[0-9]*$") ||
+        fail "--megatron needs a series that there is a patch for, for example 0.16: patches/ is for" \
+            "$(cores | paste -s -d ' ')"
+    pins=$(grep -l "^megatron-core==${1//./\\.}\." constraints/py3*.txt || true)
+    if [[ -n $pins ]]; then core=; else pins=$(printf '%s\n' constraints/py3*.txt | sort -V | tail -n 1); fi
+    pins=${pins#*py3}
+    version=3.${pins%.txt}
 }
 
-# tag_for PYTHON: prints the tag of Megatron-LM whose core is pinned for it, such as core_v0.16.1.
-tag_for() {
-    local core
-    core=$(sed -n 's/^megatron-core==\([0-9]*\.[0-9]*\)\..*/\1/p' "constraints/py${1/./}.txt")
-    basename patches/core_v"$core".*.patch .patch
-}
-
-version=3.11
+core=
 checks=yes
 faults=
 quick=
@@ -101,6 +102,8 @@ while (($#)); do
         -h | --help) usage; exit ;;
         --python) version=${2-}; shift $(($# > 1)) ;;
         --python=*) version=${1#*=} ;;
+        --megatron) megatron=${2-}; shift $(($# > 1)) ;;
+        --megatron=*) megatron=${1#*=} ;;
         --tests-only) checks=no ;;
         --faults) faults=yes ;;
         --quick) quick=yes checks=no ;;
@@ -110,11 +113,16 @@ while (($#)); do
     shift
 done
 
+if [[ -n ${megatron+given} ]]; then
+    [[ -z ${version+given} ]] || fail "give --megatron or --python, not both: each series has its Python"
+    choose_megatron "$megatron"
+fi
+version=${version-3.11}
 [[ -n $version ]] || fail "--python needs a version, for example 3.12"
-venv=$(environment_name "$version")
+venv=$(environment_name "$version" "$core")
 extras='test'
 [[ -z ${MEGATRON_LM_PATH-} ]] || extras=test,megatron-lm
-ensure_environment "$venv" "$version" "$extras"
+ensure_environment "$venv" "$version" "$extras" "$core"
 ensure_transformer_engine "$venv"
 
 # Tests start hundreds of interpreters, which would all compile the package anew.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections import Counter
 from collections.abc import Iterator
+from importlib import metadata
 from typing import Any
 
 import kept_searches
@@ -13,6 +14,8 @@ from brief_searches import briefly
 from rank_process import TRANSFORMER_ENGINE, Kind
 from ranks import RankPool, RankPools
 from texts import prepared
+
+from megatron_zb.megatron_core.versions import SERIES
 
 LEFT_OUT = pytest.StashKey[int]()
 """How many tests are marked full, and left out."""
@@ -55,6 +58,9 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     said = [f"{count} further combinations (--full)"] * bool(count)
     said += [f"{count} skipped of {folder}" for folder, count in sorted(folders.items())]
     if said:
+        core = metadata.version("megatron-core")
+        others = [series.text for series in SERIES if not core.startswith(f"{series.text}.")]
+        said.append(f"with megatron-core {', '.join(others)} (--megatron)")
         terminalreporter.write_line(f"NOT RUN: {'; '.join(said)}", yellow=True)
         terminalreporter.write_line("scripts/test.sh --everything runs all of it", yellow=True)
 

@@ -7,7 +7,7 @@ import json
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from megatron_zb.megatron_core.versions import SERIES
+from megatron_zb.megatron_core.versions import NEWEST, SERIES
 from megatron_zb.parsing import positive
 
 if TYPE_CHECKING:
@@ -31,7 +31,6 @@ examples:
       --num-layers 32 --micro-batch-size 1 --global-batch-size 64 --bf16
   megatron-zb check --json --gpus 64 --megatron-version 0.16 -- $MY_ARGUMENTS
 """
-NEWEST = SERIES[-1].text
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -20,11 +20,12 @@ parallel sizes are not among them."""
 DOCTOR_HELP = """\
 Say what is installed here, which versions fit, which optional parts are live, and what to do about
 each thing that is missing. Given a Megatron-LM checkout, say also whether it is served, what its
-training loop lacks, and how to start it. Nothing is changed, and nothing but torch is imported.
+training loop lacks, which of its arguments are new, and how to start it. Nothing is changed, and
+nothing but torch is imported; the checkout's parser by another process.
 
 A part is
   ok        there, in a version that fits
-  optional  not there, or not needed by every job; the advice says what to do without it
+  optional  not there, not needed by every job, or newer than what was checked; see the advice
   missing   required and not there
   wrong     there, but in a version or a state that does not work
 

@@ -15,7 +15,7 @@ from megatron.core.distributed import finalize_model_grads as _finalize
 
 from megatron_zb.errors import UsageError
 from megatron_zb.measured.balance import TRANSFER, Balance, Ends, balanced, costs_of
-from megatron_zb.megatron_core import embedding, encoder, graphs
+from megatron_zb.megatron_core import embedding, encoder, graphs, versions
 from megatron_zb.megatron_core.forward_backward import ForwardBackward, Measurement, StepOptions
 from megatron_zb.megatron_core.initialisation import layers_draw_weights
 from megatron_zb.megatron_core.linear import SplitBackward, split_linear_layers
@@ -58,6 +58,7 @@ class PipelineAdapter:
         keeps_places: bool = False,
         build: Build = catalog.build,
     ) -> None:
+        versions.warn_of_core()
         self.schedule = schedule
         self._build = build
         self.costs = costs

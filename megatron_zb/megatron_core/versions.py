@@ -6,8 +6,10 @@ imports no Megatron. The requirements on Transformer-Engine are here, too.
 
 from __future__ import annotations
 
+import os
 import re
 import sys
+import warnings
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -15,6 +17,8 @@ from enum import Enum
 from importlib import import_module
 from types import ModuleType
 from typing import Any
+
+from megatron_zb.errors import UsageError
 
 # The first whose linear layers ask a store whether, and with what, to compute a weight gradient
 # later; what they ask and hand over was the same in all versions up to 2.20, and so was the name of
@@ -36,24 +40,40 @@ class Series:
         return ".".join(map(str, self.number))
 
 
-_COMMON = (("packaging", "packaging"), ("setuptools", "setuptools"), ("triton", "triton"))
-_MORE = (("pydantic", "pydantic"), ("regex", "regex"), ("six", "six"), ("yaml", "pyyaml"))
+_COMMON = (("packaging", "packaging"), ("setuptools", "setuptools"))
+_TRITON, _YAML = ("triton", "triton"), ("yaml", "pyyaml")
+_MORE = (("pydantic", "pydantic"), ("regex", "regex"), ("six", "six"))
 
 SERIES = (
-    Series((0, 16), (3, 10), (*_COMMON, *_MORE)),
-    Series((0, 19), (3, 12), _COMMON),
+    Series((0, 16), (3, 10), (*_COMMON, _TRITON, *_MORE, _YAML)),
+    Series((0, 17), (3, 12), (*_COMMON, _YAML)),
+    Series((0, 18), (3, 12), (*_COMMON, _TRITON, _YAML)),
+    Series((0, 19), (3, 12), (*_COMMON, _TRITON)),
 )
-"""All supported series, the oldest first."""
+"""All supported series, the oldest first, without a gap."""
+
+NEWEST = SERIES[-1].text
+SUPPORTED = f"{SERIES[0].text} to {NEWEST}"
+""":data:`SERIES` in words."""
 
 
-_older, _newest = [series.text for series in SERIES[:-1]], SERIES[-1].text
-SUPPORTED = f"{', '.join(_older)} and {_newest}"
-""":data:`SERIES` in words, such as ``0.16 and 0.19``."""
+def warning_of(version: Sequence[int], what: str) -> str:
+    """Return a warning if a (major, minor, ...) version is newer than all series, else nothing.
 
+    Whatever meets a version asks here: the launcher, the hooks, the adapter and the doctor.
 
-def is_supported(version: Sequence[int]) -> bool:
-    """Return whether a (major, minor, ...) version is supported."""
-    return any(series.number == tuple(version[:2]) for series in SERIES)
+    Args:
+        what: what has the version, such as ``megatron-core``.
+
+    Raises:
+        UsageError: it is older than all series.
+    """
+    said = f"{what} has version {'.'.join(map(str, version))}, which is"
+    if tuple(version[:2]) < SERIES[0].number:
+        raise UsageError(f"{said} older than all that are known here: known are {SUPPORTED}")
+    if tuple(version[:2]) <= SERIES[-1].number:
+        return ""
+    return f"{said} newer than {NEWEST}, the newest that was checked: compare losses with stock"
 
 
 def oldest_to_install() -> str:
@@ -63,8 +83,8 @@ def oldest_to_install() -> str:
 
 
 def training_loop_needs(version: Sequence[int]) -> Series:
-    """Return the series of a supported version, with what its training loop requires."""
-    return next(series for series in SERIES if series.number == tuple(version[:2]))
+    """Return the series of a version, with what its training loop requires; at most the newest."""
+    return next((s for s in SERIES if s.number == tuple(version[:2])), SERIES[-1])
 
 
 def transformer_engine_is_supported(version: str) -> bool:
@@ -128,6 +148,17 @@ def core_series() -> tuple[int, int]:
     from megatron.core.package_info import MAJOR, MINOR
 
     return int(MAJOR), int(MINOR)
+
+
+def warn_of_core() -> None:
+    """Warn on the first rank if the megatron-core that is imported here is newer than all series.
+
+    Raises:
+        UsageError: it is older than all series.
+    """
+    warning = warning_of(core_series(), "megatron-core")
+    if warning and os.environ.get("RANK", "0") == "0":
+        warnings.warn(warning, stacklevel=1)  # Python says it once, whoever has asked
 
 
 # The argument that names the layers of a hybrid model: from 0.17 on, and before, when it could not

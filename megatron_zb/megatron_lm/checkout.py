@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from megatron_zb.errors import UsageError
-from megatron_zb.megatron_core.versions import SUPPORTED, is_supported
+from megatron_zb.megatron_core.versions import warning_of
 
 _VERSION_FILE = Path("megatron/core/package_info.py")
 _TRAINING = Path("megatron/training/training.py")
@@ -33,7 +33,7 @@ def checkout_at(root: Path) -> Checkout:
     """Return the checkout in a folder.
 
     Raises:
-        UsageError: there is none, or it has a version that is not known.
+        UsageError: there is none, or its version is older than all that are known.
     """
     if not root.is_dir():
         raise UsageError(f"there is no folder '{root}': give the path of a Megatron-LM checkout")
@@ -41,7 +41,9 @@ def checkout_at(root: Path) -> Checkout:
         raise UsageError(
             f"'{root}' is not a Megatron-LM checkout: it has no {_VERSION_FILE} or no {_TRAINING}"
         )
-    return _supported(Checkout(root, _version(root / _VERSION_FILE)))
+    checkout = Checkout(root, _version(root / _VERSION_FILE))
+    warning_of(checkout.version, f"the Megatron-LM in '{root}'")
+    return checkout
 
 
 def checkout_of(script: Path) -> Checkout:
@@ -103,15 +105,6 @@ def _run_beside(script: Path, tree: ast.Module) -> Iterator[Path]:
                 beside = script.resolve().parent / str(node.value)
                 if beside.is_file():
                     yield beside
-
-
-def _supported(checkout: Checkout) -> Checkout:
-    if not is_supported(checkout.version):
-        raise UsageError(
-            f"the Megatron-LM in '{checkout.root}' has version {checkout.version_text}, which is "
-            f"not known here: known are {SUPPORTED}"
-        )
-    return checkout
 
 
 def _version(file: Path) -> tuple[int, int, int]:

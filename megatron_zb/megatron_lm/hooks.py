@@ -18,6 +18,7 @@ from typing import Any
 from megatron_zb.errors import UsageError
 from megatron_zb.job import data_contents
 from megatron_zb.job.shared_build import SharedBuild, build_with_cache
+from megatron_zb.megatron_core import versions
 from megatron_zb.megatron_lm import (
     argument_table,
     conflicts,
@@ -82,8 +83,6 @@ class _Hooks:
             PipelineParallelLayerLayout,
         )
         from megatron.training import arguments, checkpointing, initialize, training, utils
-
-        from megatron_zb.megatron_core import versions
 
         del initialize  # imported so that what it holds is replaced, too
         replace(arguments, "add_megatron_arguments", self._add_arguments)

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 from packaging.requirements import Requirement as Parsed
-from small_trees import checkout_tree
+from small_trees import checkout_tree, write
 
 from megatron_zb.cli import main as cli
 from megatron_zb.cli.doctor import devices, examine, megatron, packages, printing
@@ -167,6 +167,7 @@ def test_the_packaging_has_all_that_a_training_loop_imports() -> None:
     for series in versions.SERIES:
         for _, package in series.packages:
             assert re.search(rf'"{package}( >=[^"]*)?"', setup), package
+    assert f'"megatron-core >= {versions.SERIES[0].text}"' in setup  # newer ones bring a warning
 
 
 @pytest.mark.parametrize(
@@ -329,13 +330,15 @@ def test_connections_matter_on_gpus_alone(
     ("version", "checkout", "state"),
     [
         ("0.16.1", None, "ok"),
+        ("0.17.0", None, "ok"),
         ("0.19.2", None, "ok"),
-        ("0.17.0", None, "wrong"),
+        ("0.20.0", None, "optional"),
+        ("0.15.3", None, "wrong"),
         ("unknown version", None, "wrong"),
         (None, None, "missing"),
         (None, Checkout(Path(), (0, 16, 1)), "optional"),
-        ("0.17.0", Checkout(Path(), (0, 16, 1)), "optional"),
-        ("0.17.0", Finding("Megatron-LM", "not served", "wrong", "x."), "wrong"),
+        ("0.15.3", Checkout(Path(), (0, 16, 1)), "optional"),
+        ("0.15.3", Finding("Megatron-LM", "not served", "wrong", "x."), "wrong"),
     ],
 )
 def test_megatron_core(version: str | None, checkout: Any, state: str) -> None:
@@ -355,6 +358,40 @@ def test_a_checkout_on_the_path_hides_the_installed_core(
     spec.submodule_search_locations = [str(checkout_tree(tmp_path, "0.19.7") / "megatron/core")]
     monkeypatch.setattr(megatron, "find_spec", lambda name: spec)
     assert megatron.core_version() == "0.19.7"
+
+
+def test_a_checkout_that_is_newer_than_all_is_no_hindrance(tmp_path: Path) -> None:
+    checkout = checkout_at(checkout_tree(tmp_path, "0.20.0"))
+    version = next(iter(megatron.about_checkout(checkout)))
+    assert (version.found, version.state) == ("0.20.0", "optional")
+    assert f"newer than {versions.NEWEST}, the newest that was checked" in version.advice
+    assert_sentences([version])
+
+
+def test_arguments_that_no_known_version_has_are_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By the checkout's own parser, which another process imports."""
+    checkout = checkout_at(checkout_tree(tmp_path, "0.19.0"))
+    findings = [megatron.about_arguments(checkout)]
+    write(tmp_path / "megatron/training/arguments.py", PARSER)
+    findings.append(megatron.about_arguments(checkout))
+    assert (findings[1].found, findings[1].state) == ("1 unknown", "optional")
+    assert findings[1].advice.endswith("has not been looked at: --no-such-thing.")
+    write(tmp_path / "broken/torch.py", "raise RuntimeError('not on this machine')\n")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path / "broken"))
+    findings.append(megatron.about_arguments(checkout))
+    assert "RuntimeError: not on this machine" in findings[2].advice
+    assert [findings[i].found for i in (0, 2)] == ["not read", "not read"]
+    assert_sentences(findings)
+
+
+PARSER = """\
+def add_megatron_arguments(parser):
+    parser.add_argument("--num-layers", type=int)
+    parser.add_argument("--no-such-thing", dest="thing", action="store_false")
+    return parser
+"""
 
 
 def test_a_checkout_is_started_by_the_launcher_or_as_ever(tmp_path: Path) -> None:
@@ -525,7 +562,7 @@ def test_a_checkout_that_is_not_served_is_wrong(
     assert cli.main(["doctor", str(root)]) == 1
     printed = capsys.readouterr().out
     known = f"known are {versions.SUPPORTED}."
-    assert f"has version 0.12.0, which is not known here: {known}" in printed
+    assert f"has version 0.12.0, which is older than all that are known here: {known}" in printed
     assert "\nTo be mended before training can start: Megatron-LM.\n" in printed
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import csv
 import importlib.util
 import json
 import os
@@ -11,6 +12,7 @@ import statistics
 import subprocess
 import sys
 import types
+from datetime import date
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -20,7 +22,7 @@ import yaml
 from packaging.requirements import Requirement
 
 from megatron_zb import schedules
-from megatron_zb.megatron_core.versions import SUPPORTED
+from megatron_zb.megatron_core.versions import SERIES, SUPPORTED
 from megatron_zb.schedules import catalog
 from megatron_zb.schedules.catalog import Family
 from megatron_zb.schedules.placement import looped
@@ -289,6 +291,22 @@ def test_what_shows_a_claim_exists(name: str) -> None:
 def results(name: str) -> dict[str, Any]:
     found: dict[str, Any] = json.loads((ROOT / "docs" / "results" / name).read_text())
     return found
+
+
+def test_every_version_has_a_record_of_what_ran() -> None:
+    """The adapter and the real pretrain_gpt.py, by tests that there are."""
+    folder = ROOT / "docs" / "results" / "megatron"
+    assert {file.stem for file in folder.iterdir()} == {series.text for series in SERIES}
+    for file in folder.iterdir():
+        with file.open(encoding="utf-8", newline="") as text:
+            rows = list(csv.DictReader(text))
+        rooms = {Path(row["tests"].split()[0]).parent for row in rows}
+        assert {Path("tests/megatron_core"), Path("tests/real_megatron_lm")} <= rooms
+        for row in rows:
+            assert row["megatron"].startswith(f"{file.stem}.")
+            assert (ROOT / row["tests"].split()[0]).exists()
+            assert int(row["passed"]) > 0
+            assert date.fromisoformat(row["date"])
 
 
 def test_what_is_said_of_auto_was_measured() -> None:

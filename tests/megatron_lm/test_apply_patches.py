@@ -15,6 +15,7 @@ ROOT = Path(__file__).parents[2]
 PATCHES = sorted((ROOT / "patches").glob("core_v*.patch"))
 VERSIONS = [patch.stem.removeprefix("core_v") for patch in PATCHES]
 
+_PATCHED = "megatron/training/__init__.py"
 HUNK = re.compile(r"^@@ -(\d+)(?:,\d+)? \+\d+(?:,\d+)? @@")
 
 
@@ -73,12 +74,14 @@ def tree(patch: Path, tmp_path: Path) -> Path:
     return tree_for(patch, tmp_path / "Megatron-LM")
 
 
-def test_every_supported_version_has_a_patch_and_pins_to_test_with() -> None:
+def test_every_supported_version_has_a_patch_and_pins_are_of_some() -> None:
+    """scripts/test.sh --megatron replaces the pin for the others."""
     series = [s.text for s in SERIES]
     assert [version.rpartition(".")[0] for version in VERSIONS] == series
     pinned = re.compile(r"^megatron-core==(\d+\.\d+)\.", re.M)
-    texts = [pins.read_text(encoding="utf-8") for pins in (ROOT / "constraints").glob("py*.txt")]
-    assert {found for text in texts for found in pinned.findall(text)} == set(series)
+    pins = sorted((ROOT / "constraints").glob("py*.txt"))
+    found = [pinned.findall(file.read_text(encoding="utf-8")) for file in pins]
+    assert all(len(each) == 1 and each[0] in series for each in found)
 
 
 def test_patches_are_small(patch: Path) -> None:
@@ -193,7 +196,19 @@ def test_another_patch_version_of_a_series_takes_its_patch(version: str, tmp_pat
     assert run(tree).returncode == 0
 
 
-@pytest.mark.parametrize("version", ["0.12.0", "0.17.0", "1.16.1"])
+@pytest.mark.parametrize("version", ["0.20.0", "1.0.0"])
+def test_a_version_newer_than_all_takes_the_newest_patch(version: str, tmp_path: Path) -> None:
+    tree, newest = tree_for(PATCHES[-1], tmp_path), PATCHES[-1].name
+    checkout_tree(tmp_path, version)
+    write(tree / "megatron/training/__init__.py", before(PATCHES[-1])[_PATCHED])
+    done = run(tree)
+    assert done.returncode == 0
+    assert done.stdout.startswith(f"{newest} applied to {tree} (version {version})")
+    assert f"has version {version}, which is newer than all that were checked" in done.stderr
+    assert done.stderr.count("\n") == 1
+
+
+@pytest.mark.parametrize("version", ["0.12.0", "0.15.3"])
 def test_a_version_without_a_patch(version: str, tmp_path: Path) -> None:
     tree = checkout_tree(tmp_path, version)
     old = contents(tree)

@@ -20,7 +20,9 @@ VERSION_FILE = "megatron/core/package_info.py"
 TRAINING = "megatron/training/training.py"
 
 
-@pytest.mark.parametrize("version", ["0.16.0", "0.16.1", "0.19.1"])
+@pytest.mark.parametrize(
+    "version", ["0.16.0", "0.16.1", "0.17.1", "0.18.2", "0.19.1", "0.20.0", "1.0.0"]
+)
 def test_a_served_checkout(version: str, tmp_path: Path) -> None:
     root = checkout_tree(tmp_path, version)
     found = checkout_at(root)
@@ -28,14 +30,14 @@ def test_a_served_checkout(version: str, tmp_path: Path) -> None:
     assert found.version_text == version
 
 
-@pytest.mark.parametrize("version", ["0.12.0", "0.17.0", "1.16.0"])
-def test_a_version_that_is_not_served(version: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("version", ["0.12.0", "0.15.3"])
+def test_a_version_that_is_too_old(version: str, tmp_path: Path) -> None:
     checkout_tree(tmp_path, version)
     with pytest.raises(UsageError) as refused:
         checkout_at(tmp_path)
     assert str(refused.value) == (
-        f"the Megatron-LM in '{tmp_path}' has version {version}, which is not known here: known "
-        f"are {SUPPORTED}"
+        f"the Megatron-LM in '{tmp_path}' has version {version}, which is older than all that "
+        f"are known here: known are {SUPPORTED}"
     )
 
 
@@ -121,9 +123,9 @@ def test_a_script_outside_of_any_checkout(tmp_path: Path) -> None:
     assert TRAINING in str(refused.value)
 
 
-def test_a_script_in_a_checkout_that_is_not_served(tmp_path: Path) -> None:
-    root = checkout_tree(tmp_path, "0.17.0")
-    with pytest.raises(UsageError, match=r"has version 0\.17\.0"):
+def test_a_script_in_a_checkout_that_is_too_old(tmp_path: Path) -> None:
+    root = checkout_tree(tmp_path, "0.15.0")
+    with pytest.raises(UsageError, match=r"has version 0\.15\.0"):
         checkout_of(root / "pretrain_gpt.py")
 
 

@@ -19,7 +19,11 @@ DOCS = Path(__file__).parents[2] / "docs"
 
 
 @pytest.mark.parametrize("conflict", conflicts.CONFLICTS, ids=lambda conflict: conflict.argument)
-def test_every_conflict_names_both_flags_and_the_reason(conflict: conflicts.Conflict) -> None:
+def test_every_conflict_names_both_flags_and_the_reason(
+    conflict: conflicts.Conflict, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if conflict.last is not None:
+        monkeypatch.setattr(versions, "core_series", lambda: conflict.last)
     value: Any = True if conflict.above is None else 2
     if conflict.argument == "non_persistent_ckpt_type":
         value = "local"
@@ -49,6 +53,7 @@ def test_packed_samples_are_served_where_every_stage_hears_of_them(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     line, stock = "--pipeline-schedule zb-h1", {"sft": True}
+    monkeypatch.setattr(versions, "core_series", lambda: versions.WITHOUT_SAMPLE_ENDS)
     with pytest.raises(UsageError, match=r"^--sft cannot be combined with .* zb-h1: Megatron-LM"):
         adapter_of(parsed(line, **stock))
     monkeypatch.setattr(versions, "core_series", lambda: (0, 17))

@@ -11,6 +11,7 @@ from megatron_zb.cli.doctor.devices import about_connections, about_torch, look_
 from megatron_zb.cli.doctor.finding import Finding
 from megatron_zb.cli.doctor.megatron import (
     NO_CHECKOUT,
+    about_arguments,
     about_checkout,
     about_core,
     about_training_loop,
@@ -52,7 +53,7 @@ def examine(root: Path | None = None) -> list[Finding]:
         return [*found, NO_CHECKOUT]
     known = {finding.part for finding in found}
     loop = [one for one in about_training_loop(checkout, torch) if one.part not in known]
-    return [*found, *about_checkout(checkout), *loop]
+    return [*found, *about_checkout(checkout), about_arguments(checkout), *loop]
 
 
 def about_python(

@@ -1,4 +1,4 @@
-"""Check of megatron-core, and of a Megatron-LM checkout; files are read, not run."""
+"""Check of megatron-core, and of a Megatron-LM checkout; of this, its parser alone is run."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import shlex
 import shutil
 import sysconfig
 from collections.abc import Iterator
+from contextlib import suppress
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -45,14 +46,25 @@ def about_core(version: str | None, checkout: Checkout | Finding | None) -> Find
     """Check whether megatron-core is a supported version; a checkout brings its own."""
     part, install = "megatron-core", versions.oldest_to_install()
     remedy = f"run pip install {shlex.quote(install)}"
-    if version and versions.is_supported(numbers(version)):
-        return Finding(part, version, "ok", f"{versions.SUPPORTED} are served.")
+    with suppress(UsageError):
+        return _about_version(part, version or "")
     found = version or NOT_INSTALLED
     if isinstance(checkout, Checkout):
         advice = f"{remedy} to train without the checkout, which has its own."
         return Finding(part, found, "optional", advice)
     state: State = "wrong" if version else "missing"
     return Finding(part, found, state, f"{remedy}: {versions.SUPPORTED} are served.", install)
+
+
+def _about_version(part: str, version: str) -> Finding:
+    """Check a version of Megatron.
+
+    Raises:
+        UsageError: it is older than all that are known.
+    """
+    warning = versions.warning_of(numbers(version), part)
+    state: State = "optional" if warning else "ok"
+    return Finding(part, version, state, f"{warning or f'{versions.SUPPORTED} are served'}.")
 
 
 _PART = "Megatron-LM"
@@ -85,7 +97,7 @@ def about_checkout(checkout: Checkout) -> Iterator[Finding]:
 
     A patched checkout starts as usual, any other with the launcher.
     """
-    yield Finding(_PART, checkout.version_text, "ok", f"{versions.SUPPORTED} are served.")
+    yield _about_version(_PART, checkout.version_text)
     try:
         text = (checkout.root / "megatron/training/__init__.py").read_text(encoding="utf-8")
     except (OSError, ValueError):
@@ -110,6 +122,21 @@ def about_training_loop(checkout: Checkout, torch: Torch) -> Iterator[Finding]:
     for name in ON_DEMAND:
         yield about_package(USES[name], look_at(USES[name]))
     yield about_helpers(is_compiled(checkout), missing_to_compile(), bool(torch.gpus))
+
+
+def about_arguments(checkout: Checkout) -> Finding:
+    """Name the arguments of the checkout's own parser that no known version has."""
+    from megatron_zb.megatron_lm.own_parser import read
+
+    part = "arguments"
+    try:
+        new = read(checkout.root).new
+    except UsageError as error:
+        return Finding(part, "not read", "optional", f"{error}.")
+    if new:
+        advice = f"whether they go with a schedule has not been looked at: {', '.join(new)}."
+        return Finding(part, f"{len(new)} unknown", "optional", advice)
+    return Finding(part, "all known", "ok", "megatron-zb check says which go with a schedule.")
 
 
 def is_compiled(checkout: Checkout) -> bool:
