@@ -16,6 +16,7 @@ from megatron_zb.schedules.families.auto import auto
 from megatron_zb.schedules.placement import Placement, looped
 from megatron_zb.schedules.request import MemoryLimit, Request, check_size
 from megatron_zb.schedules.schedule import Report, Schedule
+from megatron_zb.schedules.search.place_vocabulary import search_with_vocabulary
 from megatron_zb.schedules.simulator import simulate
 
 _ZERO_BUBBLE = "Zero Bubble Pipeline Parallelism, arXiv 2401.10241"
@@ -382,8 +383,32 @@ def build(
         back_to_back=back_to_back,
         quick=quick,
     )
-    schedule = chosen.build(request)
+    schedule = (chosen.build if costs.vocabulary is None else _with_vocabulary(chosen))(request)
     return _reported(replace(schedule, name=chosen.name).validate(), request)
+
+
+def _with_vocabulary(chosen: Family) -> Callable[[Request], Schedule]:
+    """Return the builder of a family whose output layer is cut along the vocabulary.
+
+    Its order is found by a search in every case, with room for one microbatch more: the last stage
+    waits for all ranks between F and B.
+    """
+
+    def build(request: Request) -> Schedule:
+        p, m = request.pipeline_size, request.num_microbatches
+        peak = chosen.peak_microbatches(p, m) + 1
+        splits = chosen.splits_backward
+        if chosen.placement is not None:
+            places = [chosen.placement(p, request.chunks)]
+        else:
+            places = [request.placement] if request.placement else [_one_chunk(p, 1), _v(p, 2)]
+        found = [
+            search_with_vocabulary(chosen.name, place, request, peak, split=splits)
+            for place in places
+        ]
+        return min(found, key=lambda s: request.seconds(simulate(s, request.costs)))
+
+    return build
 
 
 def _check_choice(chosen: Family, choice: str, value: int | None, takes_it: bool) -> None:

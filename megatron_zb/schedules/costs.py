@@ -18,6 +18,48 @@ MOST_RANKS = 1024
 
 
 @dataclass(frozen=True)
+class Vocabulary:
+    """Costs of one microbatch of an output layer that is cut along the vocabulary over all ranks.
+
+    ``output`` are the seconds of O of all shards together (logits, softmax and parts of the input
+    gradient), ``weight`` those of V (weight gradients), ``loss`` those of P, which puts the parts
+    together. ``held`` is what all shards hold from O to V, in the unit of ``Costs.activation``.
+    ``shares[r]`` is the share of the vocabulary on logical rank r, the same on all if left out.
+    """
+
+    output: float
+    weight: float
+    loss: float = 0.0
+    held: float = 0.0
+    shares: tuple[float, ...] = ()
+
+    def _times(self, factor: float) -> Vocabulary:
+        return Vocabulary(
+            factor * self.output,
+            factor * self.weight,
+            factor * self.loss,
+            factor * self.held,
+            self.shares,
+        )
+
+
+@dataclass(frozen=True)
+class ShardCosts:
+    """Costs of a cut output layer on one placement, by logical rank.
+
+    ``arrival`` is the time of a message from the last stage to the farthest rank, ``back[r]`` that
+    from rank r to the last stage.
+    """
+
+    output: tuple[float, ...]
+    weight: tuple[float, ...]
+    loss: float
+    held: tuple[float, ...]
+    arrival: float
+    back: tuple[float, ...]
+
+
+@dataclass(frozen=True)
 class StageCosts:
     """Costs resolved for the stages of one placement (see :meth:`Costs.for_placement`).
 
@@ -26,7 +68,8 @@ class StageCosts:
     ``held_for_weight[s]`` the part still held between B(s) and W(s). ``whole`` are the seconds of
     BW; where it is empty, BW takes as long as B and W. ``others`` has those of other kinds. Where
     microbatches are not all alike, ``microbatches[j]`` has the costs of microbatch j, and these are
-    those of a typical one; equal rows are one object.
+    those of a typical one; equal rows are one object. ``shards`` are the costs of an output layer
+    that is cut along the vocabulary: rank r's shard counts as stage S + r.
     """
 
     forward: tuple[float, ...]
@@ -39,6 +82,7 @@ class StageCosts:
     whole: tuple[float, ...] = ()
     others: tuple[tuple[PassKind, tuple[float, ...]], ...] = ()
     microbatches: tuple[StageCosts, ...] = ()
+    shards: ShardCosts | None = None
 
     def of(self, microbatch: int) -> StageCosts:
         """Return the costs of one microbatch."""
@@ -64,7 +108,17 @@ class StageCosts:
             PassKind.W: self.weight,
             PassKind.BW: self.fused,
         }
-        return training | dict(self.others)
+        return training | dict(self.others) | self._seconds_of_shards()
+
+    def _seconds_of_shards(self) -> dict[PassKind, tuple[float, ...]]:
+        if self.shards is None:
+            return {}
+        none = (0.0,) * len(self.forward)
+        return {
+            PassKind.O: none + self.shards.output,
+            PassKind.V: none + self.shards.weight,
+            PassKind.P: (*none[1:], self.shards.loss),
+        }
 
     @cached_property
     def hops(self) -> dict[PassKind, tuple[float, ...]]:
@@ -72,7 +126,14 @@ class StageCosts:
         none = (0.0,) * len(self.forward_hop)
         hops = dict.fromkeys(PassKind, none)
         backward = dict.fromkeys((PassKind.B, PassKind.BW), self.backward_hop)
-        return hops | {PassKind.F: self.forward_hop} | backward
+        hops |= {PassKind.F: self.forward_hop} | backward
+        if self.shards is not None:
+            arrival = self.shards.arrival
+            hops[PassKind.F] = (*self.forward_hop[:-1], arrival)
+            hops[PassKind.P] = (*none[1:], arrival)
+            hops[PassKind.O] = none + self.shards.back
+            hops[PassKind.V] = none + (0.0,) * len(self.shards.back)
+        return hops
 
     @cached_property
     def changes(self) -> dict[tuple[int, int], tuple[float, ...]]:
@@ -116,7 +177,8 @@ class Costs:
     ``p2p[a][b]`` is the time of one transfer from rank a to rank b. ``whole`` is what a fused
     backward takes where that is known; else, or if it is empty, as long as both of its halves.
     Where microbatches are not all alike, ``microbatches[j]`` has the costs of microbatch j, and the
-    other fields are those of a typical one: see :meth:`of_lengths`.
+    other fields are those of a typical one: see :meth:`of_lengths`. ``vocabulary`` are the costs of
+    an output layer that is cut along the vocabulary, and no part of the slices then.
     """
 
     pipeline_size: int
@@ -130,6 +192,7 @@ class Costs:
     fixed: tuple[float, ...]
     whole: tuple[float, ...] = ()
     microbatches: tuple[Costs, ...] = ()
+    vocabulary: Vocabulary | None = None
 
     @classmethod
     def uniform(
@@ -245,6 +308,45 @@ class Costs:
         if not all(factor > 0 for factor in self.slowdown):
             raise UsageError("costs: slowdown is zero: give a positive factor, such as 1.0")
 
+    def with_vocabulary(
+        self,
+        *,
+        output: float,
+        weight: float,
+        loss: float = 0.0,
+        held: float = 0.0,
+        shares: Sequence[float] | None = None,
+    ) -> Costs:
+        """Return the costs with an output layer that is cut along the vocabulary over all ranks.
+
+        Args:
+            output, weight, loss, held: see :class:`Vocabulary`.
+            shares: the vocabulary's share of each logical rank, the same on all if left out.
+
+        Raises:
+            UsageError: a value is negative or not finite, or the shares do not make a whole.
+        """
+        p = self.pipeline_size
+        given = tuple([1 / p] * p if shares is None else shares)
+        values = {"output": output, "weight": weight, "loss": loss, "held": held}
+        for name, value in values.items():
+            if not 0 <= value < float("inf"):
+                raise UsageError(
+                    f"costs: {name} of the vocabulary is {value}: give a finite value of 0 or more"
+                )
+        if len(given) != p or min(given) < 0 or abs(sum(given) - 1.0) > 1e-6:
+            raise UsageError(
+                f"costs: the shares of the vocabulary are {list(given)}: give one of 0 or more for "
+                f"each of the {p} ranks, 1 in all"
+            )
+        vocabulary = Vocabulary(**values, shares=given)
+        if self.microbatches:
+            raise UsageError(
+                "costs: microbatches have lengths of their own already: give the costs of the "
+                "vocabulary before"
+            )
+        return replace(self, vocabulary=vocabulary)
+
     def of_lengths(self, lengths: Sequence[float]) -> Costs:
         """Return the costs of microbatches that take so many times what this one takes, in turn.
 
@@ -274,6 +376,7 @@ class Costs:
             held_for_weight=times(self.held_for_weight),
             whole=times(self.whole),
             microbatches=(),
+            vocabulary=self.vocabulary and self.vocabulary._times(length),
         )
 
     def one_f_one_b_peak(self) -> float:
@@ -335,6 +438,21 @@ class Costs:
             held_for_weight=_resample(self.held_for_weight, stages),
             whole=seconds(self.whole) if self.whole else (),
             microbatches=tuple(rows[id(row)] for row in self.microbatches),
+            shards=self._shards(placement),
+        )
+
+    def _shards(self, placement: Placement) -> ShardCosts | None:
+        if self.vocabulary is None:
+            return None
+        ranks, end = range(self.pipeline_size), placement.rank_of[-1]
+        share = [s * f for s, f in zip(self.vocabulary.shares, self.slowdown, strict=True)]
+        return ShardCosts(
+            output=tuple(self.vocabulary.output * s for s in share),
+            weight=tuple(self.vocabulary.weight * s for s in share),
+            loss=self.vocabulary.loss * self.slowdown[end],
+            held=tuple(self.vocabulary.held * s for s in self.vocabulary.shares),
+            arrival=max(self._hop(end, r) for r in ranks),
+            back=tuple(self._hop(r, end) for r in ranks),
         )
 
 

@@ -21,6 +21,12 @@ class PassKind(str, Enum):
     T of the same stage and microbatch, on the same rank; ``U`` the update of the stage's students,
     after the last S of a step.
 
+    Where the output layer is cut along the vocabulary (arXiv 2411.05288), every rank r holds a
+    shard of it as stage S + r: ``O`` computes the shard's logits, their softmax within the shard
+    and its part of the input gradient; ``P``, on the rank of the last stage, puts the parts of all
+    shards together to the loss and the gradient of that stage's output; ``V`` is the weight
+    gradient of the shard.
+
     The rules of a schedule define the inputs, outputs and valid orders of its passes:
     :class:`megatron_zb.schedules.rules.Rules`.
     """
@@ -32,6 +38,9 @@ class PassKind(str, Enum):
     T = "T"
     S = "S"
     U = "U"
+    O = "O"  # noqa: E741
+    P = "P"
+    V = "V"
 
     def __str__(self) -> str:
         return self.value
@@ -39,6 +48,8 @@ class PassKind(str, Enum):
 
 class Pass(NamedTuple):
     """One unit of work: its kind, the stage (0 to S-1) and the microbatch (0 to m-1).
+
+    O and V of rank r have stage S + r.
 
     T and S count microbatches through all steps: microbatch j of step n is n * m + j. In U the
     microbatch is the number of the step.

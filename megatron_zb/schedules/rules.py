@@ -61,6 +61,9 @@ class Rules(ABC):
     """By how many a pass of each kind changes the activations that its rank holds: those held
     whole, and those of which W still needs a part."""
 
+    forward_kinds: ClassVar[tuple[PassKind, ...]] = (PassKind.F,)
+    """Kinds of the passes of an evaluation."""
+
     has_steps = False
     """Whether one schedule goes through several steps of the optimizer, one after the other."""
 

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
 from megatron_zb.errors import UsageError
-from megatron_zb.schedules.passes import Pass, PassKind
+from megatron_zb.schedules.passes import Pass
 from megatron_zb.schedules.placement import Placement
 from megatron_zb.schedules.rules import TRAINING, Product, Rules
 
@@ -62,8 +62,9 @@ class Schedule:
     rules: Rules = TRAINING
 
     def forwards(self) -> Schedule:
-        """Return the same schedule with its F passes alone, in the same order."""
-        ranks = tuple(tuple(p for p in rank if p.kind is PassKind.F) for rank in self.ranks)
+        """Return the same schedule with the passes of an evaluation alone, in the same order."""
+        kinds = self.rules.forward_kinds
+        ranks = tuple(tuple(p for p in rank if p.kind in kinds) for rank in self.ranks)
         return replace(self, ranks=ranks, forward_only=True)
 
     def validate(self) -> Schedule:

@@ -89,13 +89,9 @@ class Timeline:
 
     def memory_steps(self, rank: int) -> tuple[tuple[float, float], ...]:
         """Return the memory held while each pass of a rank runs and after it, in the same unit."""
-        holds, changes = self.schedule.rules.holds, self.costs.changes
-        uneven = self.costs.microbatches
         held, steps = 0.0, []
-        for kind, stage, microbatch in self.schedule.ranks[rank]:
-            if uneven:
-                changes = uneven[microbatch].changes
-            change = changes[holds[kind]][stage]
+        for p in self.schedule.ranks[rank]:
+            change = self.schedule.rules.memory_change(p, self.costs)
             within = held + change if change > 0.0 else held
             held += change
             steps.append((within, held))

@@ -13,9 +13,15 @@ from contextlib import contextmanager
 import pytest
 
 from megatron_zb.schedules.passes import Pass
-from megatron_zb.schedules.search import hill_climbing, kernels, placement_search
+from megatron_zb.schedules.search import (
+    hill_climbing,
+    kernels,
+    place_vocabulary,
+    placement_search,
+)
 from megatron_zb.schedules.search.hill_climbing import Effort, Found, Problem, search
 
+_NO_EFFORT = Effort(0, 0)
 _MOST = Effort(runs=100, moves=1000)
 _MOST_WALKED = Effort(runs=60, moves=500)
 
@@ -26,6 +32,7 @@ def briefly() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         if "TESTS_FULL" not in os.environ:
             patch.setattr(placement_search, "search", brief_search)
+            patch.setattr(place_vocabulary, "search", brief_search)
             patch.setattr(hill_climbing, "engine", lambda passes: kernels.engine(float("inf")))
         yield
 
@@ -35,6 +42,7 @@ def at_length() -> Iterator[None]:
     """Let searches take their whole effort, within the context of brief ones."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(placement_search, "search", search)
+        patch.setattr(place_vocabulary, "search", search)
         patch.setattr(hill_climbing, "engine", kernels.engine)
         yield
 
@@ -45,7 +53,7 @@ def brief_search(
     lower_bound: float,
     known: Sequence[Sequence[Sequence[Pass]]] = (),
     *,
-    further: Effort,
+    further: Effort = _NO_EFFORT,
 ) -> Found:
     """Search as always, with a small part of the effort."""
     effort, further = _least(effort, _MOST), _least(further, _MOST_WALKED)

@@ -62,7 +62,7 @@ def search_placement(
     def at(limit: tuple[float, ...], tail: tuple[float, ...] = tail_seconds) -> Found:
         problem = Problem(placement, m, table, limit, split, tail)
         fitting = [ranks for ranks, timeline in timed if keeps(timeline.peak_memory, limit)]
-        effort, further = _effort(problem, seconds, most), _walks(problem, walking)
+        effort, further = effort_of(problem, seconds, most), _walks(problem, walking)
         return search(problem, effort, _bound(problem), fitting, further=further)
 
     def period(found: Found) -> float:
@@ -113,7 +113,7 @@ def _or_below(found: Found, problem: Problem, at: Callable[[tuple[float, ...]], 
     return found
 
 
-def _effort(problem: Problem, seconds: float, most: Effort) -> Effort:
+def effort_of(problem: Problem, seconds: float, most: Effort = _MOST) -> Effort:
     """Estimate runs and moves for so many seconds, from counts alone so that every rank agrees.
 
     A compiled run takes about 20 + 3p nanoseconds a pass and a move 14; plain Python is some forty
@@ -133,4 +133,4 @@ def _walks(problem: Problem, seconds: float) -> Effort:
     """Estimate runs and moves of the walks: none in plain Python, which has no time to polish."""
     if not available() or problem.num_passes > _LARGE:
         return Effort(0, 0)
-    return _effort(problem, seconds, _MOST_WALKED)
+    return effort_of(problem, seconds, _MOST_WALKED)

@@ -27,7 +27,8 @@ _KINDS = (PassKind.F, PassKind.B, PassKind.W)
 class Problem:
     """A placement to fill: ``limit[r]`` in units of ``costs.activation``; BW only unless split.
 
-    ``tail_seconds[r]`` are counted after the last pass of rank r, none if left out.
+    ``tail_seconds[r]`` are counted after the last pass of rank r, none if left out. There are
+    ``turn`` seconds between F and B of the last stage.
     """
 
     placement: Placement
@@ -36,6 +37,7 @@ class Problem:
     limit: tuple[float, ...]
     split: bool = True
     tail_seconds: tuple[float, ...] = ()
+    turn: float = 0.0
 
     @property
     def num_passes(self) -> int:
@@ -66,6 +68,7 @@ class Problem:
 
         last, block = placement.num_stages - 1, placement.num_stages * m
         sources, sinks = [-1] * m, range(2 * block - m, 2 * block)
+        turns = list(range(block - m, block)) if self.turn else sources
         return Graph(
             placement.pipeline_size,
             placement.chunks,
@@ -74,7 +77,7 @@ class Problem:
             stage_at=make.integers([s for held in placement.stages_of for s in held]),
             rank=make.integers([r for r in placement.rank_of for _ in range(m)] * 3),
             maker=make.integers(
-                [*sources, *range(block - m), *range(block + m, 2 * block), *sources, *[-1] * block]
+                [*sources, *range(block - m), *range(block + m, 2 * block), *turns, *[-1] * block]
             ),
             reader=make.integers(
                 [*range(m, block), *sinks, *sources, *range(block, 2 * block - m), *[-1] * block]
@@ -86,7 +89,7 @@ class Problem:
             ),
             hop=each(
                 lambda row, s: row.forward_hop[s - 1] if s > 0 else 0.0,
-                lambda row, s: row.backward_hop[s + 1] if s < last else 0.0,
+                lambda row, s: row.backward_hop[s + 1] if s < last else self.turn,
             ),
             memory=each(
                 lambda row, s: row.activation[s],
