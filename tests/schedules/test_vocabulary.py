@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 from sizes import every_value
@@ -21,17 +22,30 @@ pytestmark = pytest.mark.usefixtures("brief_searches")
 F, B, W, BW, O, P, V = (PassKind(kind) for kind in ("F", "B", "W", "BW", "O", "P", "V"))  # noqa: E741
 
 
-def _costs(p: int, **more: float) -> Costs:
+def _costs(p: int, **more: Any) -> Costs:
     """Passes of 1, 1.2 and 0.8 on each rank, and an output layer of two ranks' time."""
     costs = Costs.uniform(pipeline_size=p, forward=1.0, backward=1.2, weight=0.8, p2p=0.05)
-    return costs.with_vocabulary(**{"output": 4.4, "weight": 1.6, "held": 0.05 * p, **more})
+    given: dict[str, Any] = {"output": 4.4, "weight": 1.6, "held": 0.05 * p, **more}
+    return costs.with_vocabulary(**given)
 
 
 def _by_hand(**changed: tuple[Pass, ...]) -> Schedule:
     """Two ranks of one chunk, two microbatches: rank 1 has the loss."""
-    first = (Pass(F, 0, 0), Pass(F, 0, 1), Pass(O, 2, 0), Pass(V, 2, 0), Pass(BW, 0, 0))
+    first: tuple[Pass, ...] = (
+        Pass(F, 0, 0),
+        Pass(F, 0, 1),
+        Pass(O, 2, 0),
+        Pass(V, 2, 0),
+        Pass(BW, 0, 0),
+    )
     first += (Pass(O, 2, 1), Pass(BW, 0, 1), Pass(V, 2, 1))
-    last = (Pass(F, 1, 0), Pass(O, 3, 0), Pass(P, 1, 0), Pass(B, 1, 0), Pass(V, 3, 0))
+    last: tuple[Pass, ...] = (
+        Pass(F, 1, 0),
+        Pass(O, 3, 0),
+        Pass(P, 1, 0),
+        Pass(B, 1, 0),
+        Pass(V, 3, 0),
+    )
     last += (Pass(F, 1, 1), Pass(O, 3, 1), Pass(P, 1, 1), Pass(B, 1, 1))
     last += (Pass(W, 1, 0), Pass(W, 1, 1), Pass(V, 3, 1))
     ranks = (changed.get("first", first), changed.get("last", last))
@@ -120,6 +134,7 @@ def test_every_schedule_has_an_order_that_cannot_hang(name: str, p: int) -> None
     assert kinds == {F, O, P}
     peak = schedules.catalog.family(name).peak_microbatches(p, m) + 1
     assert max(timeline.peak_memory) <= peak + 1e-9
+    assert schedule.report is not None
     assert timeline.makespan >= schedule.report.lower_bound - 1e-9
 
 
@@ -172,7 +187,7 @@ def test_a_rank_without_a_share_runs_no_shard() -> None:
         ({"output": 1.0, "weight": 1.0, "shares": [1.0]}, "each of the 2 ranks"),
     ],
 )
-def test_costs_that_cannot_be_are_refused(given: dict[str, float], said: str) -> None:
+def test_costs_that_cannot_be_are_refused(given: dict[str, Any], said: str) -> None:
     costs = Costs.uniform(pipeline_size=2, forward=1.0, backward=1.0, weight=1.0)
     with pytest.raises(UsageError, match=said):
         costs.with_vocabulary(**given)
