@@ -31,9 +31,7 @@ from megatron_zb.megatron_core.graphs import (  # noqa: E402
 from megatron_zb.megatron_lm.conflicts import (  # noqa: E402
     CONFLICTS,
     GRAPH_CONFLICTS,
-    WHY_NOT_STALE,
     WHY_NOT_YAML,
-    WITH_THE_STEP,
     Concerned,
 )
 from megatron_zb.parsing import flag_of  # noqa: E402
@@ -158,8 +156,6 @@ def refused_flags() -> Iterator[tuple[str, ...]]:
         others = " or ".join(f"`{flag_of(name)}`" for name in conflict.only_with)
         concerned = conflict.concerned.value + (f", {others}" if others else "")
         yield f"`{conflict.flag}`{only}", concerned, conflict.why
-    replicas = "replicas of spread experts"
-    yield f"`{flag_of(WITH_THE_STEP)}`", replicas, WHY_NOT_STALE
     yield "`--cuda-graph-impl local`", Concerned.ALL.value, WHY_NOT_LOCAL
     for conflict in GRAPH_CONFLICTS:
         yield f"`{conflict.flag}`", "CUDA graphs", conflict.why

@@ -49,6 +49,8 @@ class DataParallelSync:
             None if bucket is not None and self._has_reduction_of_its_own(i) else bucket
             for i, bucket in enumerate(buckets)
         ]
+        for chunk in chunks:
+            _gather_experts_later(chunk)
         self._ungathered = deque(order if self._gathers else ())
         self._reached: set[int] = set()
         for _ in range(_GATHERED_UP_FRONT):
@@ -112,6 +114,30 @@ class DataParallelSync:
         if self._ungathered:
             chunk = self._ungathered.popleft()
             self._gathers[chunk](self._chunks[chunk].parameters())
+
+
+def _gather_experts_later(chunk: Any) -> None:
+    """Let a gather in the optimizer's step leave out experts that are spread over ranks.
+
+    ``--overlap-param-gather-with-optimizer-step`` gathers a rank's first chunk when its dense
+    weights have been stepped, but such experts have an optimizer of their own, which steps last.
+    What has not been gathered before the first F that needs it, Megatron gathers there.
+    """
+    gathers_early = getattr(chunk, "overlap_param_gather_with_optimizer_step", False)
+    if not gathers_early or "start_param_sync" in vars(chunk):
+        return
+    gather = chunk.start_param_sync
+
+    def start_param_sync(*args: Any, force_dispatch: bool = False, **options: Any) -> None:
+        experts = chunk.expert_parallel_bucket_groups
+        if force_dispatch:
+            chunk.expert_parallel_bucket_groups = []
+        try:
+            gather(*args, force_dispatch=force_dispatch, **options)
+        finally:
+            chunk.expert_parallel_bucket_groups = experts
+
+    chunk.start_param_sync = start_param_sync
 
 
 def one_for_each_chunk(

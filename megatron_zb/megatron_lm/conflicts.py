@@ -343,7 +343,6 @@ def refusals(
     """
     concerned = (c for c in CONFLICTS if c.concerned.holds(placement, splits) and c.is_in(series))
     yield from _conflicting(concerned, args, choice)
-    yield from _gathered_experts(args, choice)
     yield from _graphs(args, choice)
 
 
@@ -406,30 +405,6 @@ def _is_above(conflict: Conflict, args: argparse.Namespace, value: Any) -> bool:
 def _is_with(conflict: Conflict, args: argparse.Namespace) -> bool:
     given = (getattr(args, name, None) is not None for name in conflict.only_with)
     return not conflict.only_with or any(given)
-
-
-WHY_NOT_STALE = (
-    "Megatron-LM gathers the experts of a rank's first chunk before their optimizer has stepped; "
-    "spread them over all data-parallel ranks, or leave it out"
-)
-
-
-def _gathered_experts(args: argparse.Namespace, choice: str) -> Iterator[Refusal]:
-    """Yield gathers during the optimizer's step where experts are gathered, with old weights.
-
-    Experts have an optimizer of their own, which steps last, if they are spread over ranks.
-    """
-    if not getattr(args, WITH_THE_STEP, False):
-        return
-    experts = getattr(args, "expert_model_parallel_size", None) or 1
-    tensor = getattr(args, "expert_tensor_parallel_size", None) or args.tensor_model_parallel_size
-    replicas = args.world_size // (args.pipeline_model_parallel_size * tensor * experts)
-    if experts > 1 and replicas > 1:
-        other = (
-            f"{choice} and --expert-model-parallel-size {experts}, of which there are {replicas} "
-            "replicas"
-        )
-        yield Refusal(flag_of(WITH_THE_STEP), other, WHY_NOT_STALE)
 
 
 def _graphs(args: argparse.Namespace, choice: str) -> Iterator[Refusal]:

@@ -160,30 +160,61 @@ def test_an_evaluation_gathers_no_weights(ranks: RankPools, schedule: str, chunk
     assert found == [[0, chunks]] * 2
 
 
-def gathers_after_a_step(schedule: str) -> tuple[int, list[bool]]:
-    """The first chunk that a rank runs, and of each chunk whether its weights are on their way."""
-    row = next(r for r in ROWS if r.case is not None and r.case.gather_in_optimizer)
+def gathers_after_a_step(schedule: str) -> tuple[int, list[bool], list[bool]]:
+    """The first chunk that a rank runs, and of each chunk whether its weights are on their way.
+
+    Last come those of its experts, which are spread over ranks.
+    """
+    gathers = (r for r in ROWS if r.case is not None and r.case.gather_in_optimizer)
+    row = next(r for r in gathers if r.case is not None and r.case.expert_parallel > 1)
     assert row.case is not None
     order: list[int] = []
     with built(row.case, schedule, num_microbatches=2) as (adapter, chunks):
         assert adapter is not None
         for vp_stage, chunk in enumerate(chunks):
             chunk.register_forward_pre_hook(lambda *_, at=vp_stage: order.append(at))
+        adam = optimizer(row.case, chunks)
         data = [microbatches(row.case, 2) for _ in chunks]
         forward_backward(adapter.forward_backward_func, chunks, data, 2)
-        optimizer(row.case, chunks).step()
-        groups = [chunk.bucket_groups for chunk in chunks]
-        dispatched = [any(g.param_gather_dispatched for g in of_chunk) for of_chunk in groups]
+        adam.step()
+        dense, experts = (
+            [any(g.param_gather_dispatched for g in getattr(chunk, groups)) for chunk in chunks]
+            for groups in ("bucket_groups", "expert_parallel_bucket_groups")
+        )
         for chunk in chunks:
             chunk.disable_forward_pre_hook(param_sync=True)
-    return order[0], dispatched
+    return order[0], dense, experts
 
 
 @pytest.mark.parametrize("schedule", ["v-half", "interleaved"])
 def test_the_chunk_that_runs_first_is_gathered_by_the_optimizer(
     ranks: RankPools, schedule: str
 ) -> None:
-    assert ranks(4).run(gathers_after_a_step, schedule=schedule) == [(0, [True, False])] * 4
+    """But for its experts, whose optimizer has yet to step then."""
+    expected = (0, [True, False], [False, False])
+    assert ranks(4).run(gathers_after_a_step, schedule=schedule) == [expected] * 4
+
+
+def stale_weights(case: GPTCase, schedule: str) -> list[str]:
+    """What three steps give other than without gathers in the optimizer's.
+
+    Not other than Megatron with one chunk per rank, whose sums over four replicas have another
+    order.
+    """
+    without = run(replace(case, gather_in_optimizer=False), schedule, [3])[3]
+    found = run(case, schedule, [3])[3]
+    assert found.losses == without.losses
+    return [n for n, w in found.gradients.items() if not torch.equal(w, without.gradients[n])]
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("schedule", ["v-half", "interleaved"])
+def test_replicas_of_experts_are_gathered_after_they_are_stepped(
+    ranks: RankPools, schedule: str
+) -> None:
+    row = next(r for r in ROWS if r.ranks == 8)
+    assert row.case is not None
+    assert ranks(8).run(stale_weights, case=row.case, schedule=schedule) == [[]] * 8
 
 
 def test_the_page_is_what_the_script_makes() -> None:

@@ -156,20 +156,6 @@ def test_the_format_of_checkpoints_matters_where_there_are_any() -> None:
             adapter_of(parsed(line, **legacy, **{given: "here"}))
 
 
-@pytest.mark.parametrize(("experts", "replicas"), [(1, 4), (2, 2), (4, 1)])
-@pytest.mark.parametrize("tensor", [1, None])
-def test_experts_are_not_gathered_before_they_are_stepped(
-    experts: int, replicas: int, tensor: int | None
-) -> None:
-    stock = {"world_size": 16, "expert_model_parallel_size": experts, conflicts.WITH_THE_STEP: True}
-    args = parsed("--pipeline-schedule v-half", expert_tensor_parallel_size=tensor, **stock)
-    if experts == 1 or replicas == 1:
-        adapter_of(args)
-        return
-    with pytest.raises(UsageError, match=r"-size 2, of which there are 2 replicas: Megatron-LM"):
-        adapter_of(args)
-
-
 @pytest.mark.parametrize("conflict", conflicts.LAYER_STREAMS_CONFLICTS, ids=lambda c: c.argument)
 @pytest.mark.parametrize(
     ("line", "chosen"),

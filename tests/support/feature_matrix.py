@@ -507,6 +507,23 @@ ROWS = (
         ranks=4,
         schedules=("v-half",),
     ),
+    Row(
+        "the same, replicas of experts that are spread over ranks",
+        "`--overlap-param-gather-with-optimizer-step`, `--expert-model-parallel-size 2`",
+        GPTCase(
+            **{
+                **vars(_OVERLAPS),
+                "data_parallel": 4,
+                "gather_in_optimizer": True,
+                "expert_parallel": 2,
+                "options": _options(**_MOE, moe_token_dispatcher_type="alltoall"),
+            }
+        ),
+        Verdict.STEPS,
+        ranks=8,
+        schedules=("v-half", "interleaved"),
+        test="test_replicas_of_experts_are_gathered_after_they_are_stepped",
+    ),
     # activations
     _shown(
         "full recomputation",
