@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from enum import Enum
+from functools import cache
 from importlib import import_module
 from types import ModuleType
 from typing import Any
@@ -150,15 +151,16 @@ def core_series() -> tuple[int, int]:
     return int(MAJOR), int(MINOR)
 
 
+@cache
 def warn_of_core() -> None:
-    """Warn on the first rank if the megatron-core that is imported here is newer than all series.
+    """Warn, once and on the first rank, if this process's megatron-core is newer than all series.
 
     Raises:
         UsageError: it is older than all series.
     """
     warning = warning_of(core_series(), "megatron-core")
     if warning and os.environ.get("RANK", "0") == "0":
-        warnings.warn(warning, stacklevel=1)  # Python says it once, whoever has asked
+        warnings.warn(warning, stacklevel=1)
 
 
 # The argument that names the layers of a hybrid model: from 0.17 on, and before, when it could not
