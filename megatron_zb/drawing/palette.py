@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from megatron_zb.drawing.memory_lines import one_f_one_b_peak
+from megatron_zb.errors import UsageError
 from megatron_zb.schedules import Pass, PassKind, Report, Schedule, Timeline
 
 KIND_NAMES = {
@@ -30,6 +31,7 @@ _SHADES = {
     PassKind.S: ("#970810", "#F3838A"),  # red
     PassKind.U: ("#8C7A00", "#F2DC2A"),  # yellow
 }
+_KINDS_IN_WORDS = ", ".join(_SHADES)
 # A kind whose ranks have one chunk alone has the shade between the two.
 _ONE_CHUNK = 0.5
 IDLE_COLOUR = "#E9ECF0"
@@ -75,7 +77,13 @@ class Bar:
 
 
 def colour_of(kind: PassKind, chunk: int, chunks: int = 2) -> str:
-    """Return the colour of a pass as #RRGGBB; of a rank's model chunks, the first is darkest."""
+    """Return the colour of a pass as #RRGGBB; of a rank's model chunks, the first is darkest.
+
+    Raises:
+        UsageError: passes of this kind have no colour.
+    """
+    if kind not in _SHADES:
+        raise UsageError(f"{kind} passes cannot be drawn: there are colours for {_KINDS_IN_WORDS}")
     return _mixed(*_SHADES[kind], chunk / (chunks - 1) if chunks > 1 else _ONE_CHUNK)
 
 

@@ -47,10 +47,16 @@ def to_csv(schedule: Schedule) -> str:
     """Return the schedule as a compute-only table.
 
     Raises:
-        UsageError: a forward-only schedule: a table is for training.
+        UsageError: a forward-only schedule, or kinds of passes that a table has no letters for.
     """
     if schedule.forward_only:
         raise UsageError(f"{schedule.name} has forward passes alone: a table is for training")
+    others = {p.kind for rank in schedule.ranks for p in rank} - _LETTER.keys()
+    if others:
+        raise UsageError(
+            f"{schedule.name} has passes {', '.join(sorted(others))}: a table has F, B, W and both "
+            "in one alone"
+        )
     out = io.StringIO()
     csv.writer(out, lineterminator="\n").writerows(map(_cell_text, rank) for rank in schedule.ranks)
     return out.getvalue()

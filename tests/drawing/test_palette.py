@@ -12,6 +12,7 @@ from megatron_zb.drawing.html.page import STYLE, _part
 from megatron_zb.drawing.palette import (
     DARK_IDLE_COLOUR,
     IDLE_COLOUR,
+    KIND_NAMES,
     MEMORY_SHADES,
     TimeUnit,
     colour_of,
@@ -97,15 +98,15 @@ def test_kinds_of_one_picture_are_told_apart(
 
 @pytest.mark.parametrize("eye", EYES)
 def test_chunks_are_told_apart_by_lightness(eye: str) -> None:
-    for kind in PassKind:
+    for kind in KIND_NAMES:
         for chunks, least in ((2, 20), (4, 7)):
             light = [lab(colour, eye)[0] for colour in shades(kind, chunks)]
             assert all(b - a >= least for a, b in pairwise(light)), (kind, light)
 
 
 def test_each_kind_has_one_hue_of_its_own() -> None:
-    hues = {kind: hue(colour_of(kind, 0)) for kind in PassKind}
-    for kind in PassKind:
+    hues = {kind: hue(colour_of(kind, 0)) for kind in KIND_NAMES}
+    for kind in KIND_NAMES:
         for chunks in (1, 2, 3, 4, 8):
             assert all(turn(hue(c), hues[kind]) <= 12 for c in shades(kind, chunks)), kind
     taken = [*hues.values(), hue(MEMORY_SHADES[1])]
@@ -118,7 +119,7 @@ def test_each_kind_has_one_hue_of_its_own() -> None:
 def test_grey_is_idle_alone(ground: str, eye: str) -> None:
     red, green, blue = channels(ground)
     assert max(red, green, blue) - min(red, green, blue) < 0.08
-    for kind in PassKind:
+    for kind in KIND_NAMES:
         for colour in shades(kind, 2):
             assert max(channels(colour)) - min(channels(colour)) > 0.2
             assert distance(colour, ground, eye) >= 14, (kind, colour)
@@ -133,7 +134,7 @@ def test_the_pages_ground_is_the_palettes() -> None:
 @pytest.mark.parametrize("chunks", [1, 2, 3, 4, 8])
 def test_numbers_on_bars_can_be_read(chunks: int) -> None:
     """WCAG 2 asks for a contrast of 4.5."""
-    colours = [colour for kind in PassKind for colour in shades(kind, chunks)]
+    colours = [colour for kind in KIND_NAMES for colour in shades(kind, chunks)]
     assert len(set(colours)) == len(colours)
     for colour in colours:
         light, dark = sorted((luminance(colour), luminance(text_colour_on(colour))), reverse=True)

@@ -9,8 +9,10 @@ import pytest
 from sizes import every_value
 
 from megatron_zb import schedules
+from megatron_zb.drawing.palette import colour_of
 from megatron_zb.errors import UsageError
 from megatron_zb.schedules.costs import Costs
+from megatron_zb.schedules.interchange import to_csv
 from megatron_zb.schedules.passes import Pass, PassKind
 from megatron_zb.schedules.placement import looped
 from megatron_zb.schedules.program.lowering import Receive, Run, Send
@@ -191,3 +193,11 @@ def test_costs_that_cannot_be_are_refused(given: dict[str, Any], said: str) -> N
     costs = Costs.uniform(pipeline_size=2, forward=1.0, backward=1.0, weight=1.0)
     with pytest.raises(UsageError, match=said):
         costs.with_vocabulary(**given)
+
+
+def test_what_has_no_letter_and_no_colour_is_refused() -> None:
+    schedule = _by_hand().validate()
+    with pytest.raises(UsageError, match="has passes O, P, V"):
+        to_csv(schedule)
+    with pytest.raises(UsageError, match="O passes cannot be drawn"):
+        colour_of(O, 0)
