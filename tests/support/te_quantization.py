@@ -35,13 +35,15 @@ def quantize(
     """
     if output is None:
         output = create_empty_quantized_tensor(quantizer, tensor.shape, tensor.dtype)
-    written = [*vars(output).values(), getattr(quantizer, "amax", None)]
-    buffers = [b for b in written if isinstance(b, torch.Tensor)] if skip is not None else []
-    before = [buffer.clone() for buffer in buffers]
-    _quantize(tensor.detach().float(), quantizer, output)
-    for buffer, old in zip(buffers, before, strict=True):
-        assert skip is not None
-        buffer.copy_(torch.where(torch.eq(skip, 1), old, buffer))
+    values = tensor.detach().float()
+    if skip is None:
+        _quantize(values, quantizer, output)
+        return output
+    written = (*vars(output).values(), getattr(quantizer, "amax", None))
+    before = [(one, one.clone()) for one in written if isinstance(one, torch.Tensor)]
+    _quantize(values, quantizer, output)
+    for buffer, old in before:
+        buffer.copy_(torch.where(skip.eq(1), old, buffer))
     return output
 
 
