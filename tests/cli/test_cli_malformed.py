@@ -507,7 +507,7 @@ file | 'file' cannot be read as Python
 broken.py | 'broken.py' cannot be read as Python
 no_pretrain.py | it does not import pretrain from megatron.training
 pretrain.py | does not lie in a Megatron-LM checkout
-old/pretrain_gpt.py | has version 0.12.0, which is not known here
+old/pretrain_gpt.py | has version 0.12.0, which is older than all that are known here
 """
 MODULES = """
 quickstart  | --data-path is missing: give --data-path PREFIX

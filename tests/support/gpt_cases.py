@@ -525,11 +525,15 @@ def microbatches(case: GPTCase, count: int) -> Iterator[dict[str, torch.Tensor]]
     for microbatch in range(count):
         seed = 1000 * parallel_state.get_data_parallel_rank() + microbatch
         generator = torch.Generator().manual_seed(seed)
-        length = case.lengths[microbatch % len(case.lengths)] if case.lengths else SEQUENCE
-        tokens = torch.randint(VOCABULARY, (2, length + 1), generator=generator)
-        mask = torch.rand(2, length, generator=generator) > 0.2
-        batch = {"tokens": tokens[:, :-1], "labels": tokens[:, 1:], "mask": mask.float()}
-        yield _with_images(case, batch, microbatch, generator) if case.images else batch
+        yield _batch(case, microbatch, generator)  # which nothing here holds on to
+
+
+def _batch(case: GPTCase, microbatch: int, generator: torch.Generator) -> dict[str, torch.Tensor]:
+    length = case.lengths[microbatch % len(case.lengths)] if case.lengths else SEQUENCE
+    tokens = torch.randint(VOCABULARY, (2, length + 1), generator=generator)
+    mask = torch.rand(2, length, generator=generator) > 0.2
+    batch = {"tokens": tokens[:, :-1], "labels": tokens[:, 1:], "mask": mask.float()}
+    return _with_images(case, batch, microbatch, generator) if case.images else batch
 
 
 def _with_images(
