@@ -46,6 +46,7 @@ FEATURES = {
     "--tp-comm-overlap",
     "context parallelism, ring": "--context-parallel-size 2 --cp-comm-type p2p",
     "context parallelism, all-gather": "--context-parallel-size 2 --cp-comm-type all_gather",
+    "context parallelism, all-to-all": "--context-parallel-size 2 --cp-comm-type a2a",
     "experts, all-to-all": f"{SPREAD} --moe-token-dispatcher-type alltoall",
     "experts, DeepEP": f"{SPREAD} --moe-token-dispatcher-type flex "
     "--moe-flex-dispatcher-backend deepep --moe-router-dtype fp32",
@@ -62,8 +63,15 @@ FEATURES = {
     "--recompute-modules mla_up_proj",
     "recomputed norms and activations": f"{EXPERTS} --recompute-granularity selective "
     "--recompute-modules layernorm moe_act",
-    "recomputed MLP": "--recompute-granularity selective --recompute-modules mlp",
+    "recomputed MLP": "--disable-bias-linear --recompute-granularity selective "
+    "--recompute-modules mlp",
+    "recomputed experts": f"{EXPERTS} --recompute-granularity selective --recompute-modules moe",
+    "recomputed shared expert": f"{EXPERTS} --moe-shared-expert-intermediate-size 256 "
+    "--recompute-granularity selective --recompute-modules shared_experts",
     "Muon": "--optimizer muon",
+    "Muon, spread over ranks by layers": "--optimizer dist_muon",
+    "optimizer on the CPU": "--optimizer-cpu-offload --use-precision-aware-optimizer "
+    "--use-distributed-optimizer",
     "NCCL user buffers": "--use-nccl-ub --use-distributed-optimizer --overlap-grad-reduce",
     "two instances of the distributed optimizer": "--use-distributed-optimizer "
     "--num-distributed-optimizer-instances 2 --overlap-grad-reduce",

@@ -222,6 +222,7 @@ def _with_device_on_cpu(function: Callable[..., Any]) -> Callable[..., Any]:
     def create(*args: Any, **kwargs: Any) -> Any:
         if _means_cuda(kwargs.get("device")):
             kwargs["device"] = _CPU
+        kwargs.pop("pin_memory", None)  # for copies to a GPU
         return function(*args, **kwargs)
 
     return create

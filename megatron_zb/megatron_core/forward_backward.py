@@ -550,7 +550,8 @@ NOT_SERVED = {
     "overlap_dispatch_backward_with_experts_wgrad": "the schedule itself says where weight "
     "gradients go",
     "fine_grained_activation_offloading": "it assumes the order of Megatron's interleaved schedule",
-    "moe_paged_stash": "it assumes the order of Megatron's own schedules",
+    "moe_paged_stash": "its pages are reset at every step by Megatron's own schedules, which do "
+    "not run",
 }
 
 

@@ -12,7 +12,7 @@ from gpt_cases import GPTCase
 from rank_process import Kind
 from ranks import RankPool, RankPools
 from sizes import every_value
-from te_cases import layers_of_te
+from te_cases import OPTIONS_OF_LATENT, layers_of_te
 
 
 def differences(case: GPTCase, schedule: str, microbatches: list[int]) -> list[str]:
@@ -53,20 +53,7 @@ def test_models_equal_megatrons(te_pool: RankPool, case: GPTCase, schedule: str)
     assert found == [[], []]
 
 
-LATENT = GPTCase(
-    rotary=True,
-    options=(
-        ("multi_latent_attention", True),
-        ("q_lora_rank", 16),
-        ("kv_lora_rank", 16),
-        ("qk_head_dim", 8),
-        ("qk_pos_emb_head_dim", 8),
-        ("v_head_dim", 16),
-        ("kv_channels", 16),
-        ("rope_type", "rope"),
-        ("add_bias_linear", False),
-    ),
-)
+LATENT = GPTCase(rotary=True, options=OPTIONS_OF_LATENT)
 
 
 @pytest.mark.parametrize("schedule", ["v-half", "zb-h1"])

@@ -59,8 +59,8 @@ def test_a_value_has_a_verdict_of_its_own() -> None:
 
 def test_of_several_values_the_one_least_known_counts() -> None:
     for values, verdict in (
-        (["core_attn"], Verdict.PROVEN),
-        (["core_attn", "mlp"], Verdict.UNSEEN),
+        (["core_attn", "mlp"], Verdict.PROVEN),
+        (["core_attn", "gdn_norm_out"], Verdict.UNSEEN),
     ):
         assert argument_table.finding("recompute_modules", values).verdict is verdict
     assert argument_table.finding("no_such_argument", []).verdict is Verdict.UNKNOWN

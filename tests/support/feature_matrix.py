@@ -50,10 +50,12 @@ class Row:
     def parallel(self) -> str:
         """The parallel sizes, such as PP=2 DP=2."""
         case = self.case or GPTCase()
-        pipeline = self.ranks // (case.tensor_parallel * case.data_parallel)
+        others = case.tensor_parallel * case.context_parallel * case.data_parallel
+        pipeline = self.ranks // others
         sizes = {
             "PP": pipeline,
             "TP": case.tensor_parallel,
+            "CP": case.context_parallel,
             "DP": case.data_parallel,
             "EP": case.expert_parallel,
         }
@@ -71,6 +73,7 @@ def _options(**settings: Any) -> tuple[tuple[str, Any], ...]:
 
 _GRADIENTS = "test_gradients_equal_megatrons"
 _VARIANTS = "test_variants_equal_megatrons"
+_WITH_TE = ("v-half", "zb-h1", "v-zb", "interleaved")
 _PARALLEL = "test_tensor_and_data_parallel_equal_megatrons"
 
 _MOE = {
@@ -125,7 +128,7 @@ ROWS = (
         "`--fp8-format`, `--fp4-format`",
         GPTCase(dtype="bfloat16", optimizer_steps=3),
         Verdict.STEPS,
-        schedules=("v-half", "zb-h1", "v-zb", "interleaved"),
+        schedules=_WITH_TE,
         test="test_quantized_models_equal_megatrons",
     ),
     Row(
@@ -308,6 +311,23 @@ ROWS = (
         schedules=(*REPRESENTATIVE, "wave"),
     ),
     Row(
+        "a shared expert beside the dispatcher, on a stream that a CPU does not have",
+        "`--moe-shared-expert-overlap`",
+        GPTCase(
+            layers=4,
+            data_parallel=2,
+            expert_parallel=2,
+            options=_options(
+                **_MOE,
+                moe_token_dispatcher_type="alltoall",
+                moe_shared_expert_intermediate_size=32,
+                moe_shared_expert_overlap=True,
+            ),
+        ),
+        ranks=4,
+        schedules=("v-half", "zb-h1"),
+    ),
+    Row(
         "experts spread over ranks, all-gather dispatcher",
         "`--expert-model-parallel-size 2`, `--moe-token-dispatcher-type allgather`",
         GPTCase(
@@ -383,11 +403,20 @@ ROWS = (
     ),
     _shown("data parallelism", "DP=2", _PARALLEL, GPTCase(data_parallel=2, tied=True), 4),
     Row(
-        "context parallelism",
-        "`--context-parallel-size`",
+        "context parallelism (Transformer Engine's attention on stand-ins for its kernels)",
+        "`--context-parallel-size 2`, `--cp-comm-type all_gather` and `a2a`",
+        GPTCase(context_parallel=2, dtype="bfloat16"),
+        ranks=4,
+        schedules=_WITH_TE,
+        test="test_context_parallel_models_equal_megatrons",
+    ),
+    Row(
+        "context parallelism by a ring",
+        "`--cp-comm-type p2p`, the default",
         None,
         Verdict.NOT_ON_CPU,
-        reason="Megatron's attention without Transformer Engine refuses it",
+        reason="Transformer Engine's ring has not come through a backward over gloo, under "
+        "Megatron's own schedule either",
     ),
     # gradients and optimizer
     _shown(
@@ -541,11 +570,21 @@ ROWS = (
         GPTCase(options=_options(recompute_granularity="selective")),
     ),
     Row(
-        "selective recomputation of norms, activations and the MLP",
-        "`--recompute-modules layernorm moe_act mlp`",
-        None,
-        Verdict.NOT_ON_CPU,
-        reason="Megatron's own schedule does not get through it without Transformer Engine",
+        "selective recomputation of every module (Transformer Engine's layers on stand-ins for "
+        "their kernels)",
+        "`--recompute-modules core_attn layernorm mla_up_proj moe moe_act shared_experts`; `mlp` "
+        "with `--disable-bias-linear`, as Megatron's own schedule does not end with biases",
+        GPTCase(),
+        schedules=_WITH_TE,
+        test="test_recomputed_models_equal_megatrons",
+    ),
+    Row(
+        "the same in fp8, and full recomputation",
+        "`--fp8-format`, delayed, current and mxfp8 scaling",
+        GPTCase(dtype="bfloat16", optimizer_steps=3),
+        Verdict.STEPS,
+        schedules=_WITH_TE,
+        test="test_recomputed_models_equal_megatrons",
     ),
     # layers and shapes
     Row(

@@ -65,6 +65,7 @@ class GPTCase:
     dtype: str = "float32"
     tensor_parallel: int = 1
     data_parallel: int = 1
+    context_parallel: int = 1
     fused_accumulation: bool = False
     sequence_parallel: bool = False
     per_token_loss: bool = False
@@ -194,7 +195,8 @@ def parameters(case: GPTCase, chunks: list[Any]) -> dict[str, torch.Tensor]:
 
 
 def _pipeline_size(case: GPTCase) -> int:
-    return torch.distributed.get_world_size() // (case.tensor_parallel * case.data_parallel)
+    others = case.tensor_parallel * case.context_parallel * case.data_parallel
+    return torch.distributed.get_world_size() // others
 
 
 def _zero_gradients(chunks: list[Any]) -> None:
@@ -215,6 +217,7 @@ def _enter_parallel_groups(case: GPTCase, adapter: PipelineAdapter | None, p: in
     key = (
         case.tensor_parallel,
         case.data_parallel,
+        case.context_parallel,
         case.expert_parallel,
         p,
         adapter and adapter.chunks,
@@ -230,6 +233,7 @@ def _enter_parallel_groups(case: GPTCase, adapter: PipelineAdapter | None, p: in
             tensor_model_parallel_size=case.tensor_parallel,
             pipeline_model_parallel_size=p,
             virtual_pipeline_model_parallel_size=adapter.virtual_pipeline_size if adapter else None,
+            context_parallel_size=case.context_parallel,
             expert_model_parallel_size=case.expert_parallel,
             create_gloo_process_groups=False,
             **more,
@@ -266,6 +270,7 @@ def _build_chunks(case: GPTCase, adapter: PipelineAdapter | None, p: int) -> lis
         params_dtype=case.torch_dtype,
         bf16=case.dtype == "bfloat16",
         fp16=case.dtype == "float16",
+        context_parallel_size=case.context_parallel,
         expert_model_parallel_size=case.expert_parallel,
         mtp_num_layers=case.multi_token or None,
         variable_seq_lengths=bool(case.lengths),
@@ -532,8 +537,15 @@ def _batch(case: GPTCase, microbatch: int, generator: torch.Generator) -> dict[s
     length = case.lengths[microbatch % len(case.lengths)] if case.lengths else SEQUENCE
     tokens = torch.randint(VOCABULARY, (2, length + 1), generator=generator)
     mask = torch.rand(2, length, generator=generator) > 0.2
-    batch = {"tokens": tokens[:, :-1], "labels": tokens[:, 1:], "mask": mask.float()}
-    return _with_images(case, batch, microbatch, generator) if case.images else batch
+    batch = {
+        "tokens": tokens[:, :-1],
+        "labels": tokens[:, 1:],
+        "mask": mask.float(),
+        "positions": torch.arange(length).expand(2, -1),
+    }
+    if case.images:
+        return _with_images(case, batch, microbatch, generator)
+    return {name: _of_context_rank(part) for name, part in batch.items()}
 
 
 def _with_images(
@@ -547,15 +559,24 @@ def _with_images(
     return {**batch, "images": images}
 
 
+def _of_context_rank(sequences: torch.Tensor) -> torch.Tensor:
+    """Two chunks of every sequence, one from either end, so that causal masks cost alike."""
+    size = parallel_state.get_context_parallel_world_size()
+    rank = parallel_state.get_context_parallel_rank()
+    if size == 1:
+        return sequences
+    chunks = sequences.chunk(2 * size, dim=1)
+    return torch.cat([chunks[rank], chunks[-1 - rank]], dim=1)
+
+
 def _forward_step(iterator: Iterator[dict[str, torch.Tensor]], model: Any) -> tuple[Any, Any]:
     batch = next(iterator)
     length = batch["tokens"].size(1)
-    positions = torch.arange(length).expand(2, -1)
     if "images" in batch:
-        text = (batch["tokens"], positions, None, batch["labels"], batch["mask"])
+        text = (batch["tokens"], batch["positions"], None, batch["labels"], batch["mask"])
         return _with_loss(*model(batch["images"], *text))
     causal = torch.ones(1, 1, length, length, dtype=torch.bool).triu(1)
-    output = model(batch["tokens"], positions, causal, labels=batch["labels"])
+    output = model(batch["tokens"], batch["positions"], causal, labels=batch["labels"])
     return _with_loss(output, batch["mask"])
 
 

@@ -291,6 +291,20 @@ TAKES = [
 ]
 
 
+# Of multi-latent attention, in sizes that have whole blocks of 32.
+OPTIONS_OF_LATENT = (
+    ("multi_latent_attention", True),
+    ("q_lora_rank", 32),
+    ("kv_lora_rank", 32),
+    ("qk_head_dim", 32),
+    ("qk_pos_emb_head_dim", 32),
+    ("v_head_dim", 64),
+    ("kv_channels", 64),
+    ("rope_type", "rope"),
+    ("add_bias_linear", False),
+)
+
+
 def layers_of_te(config: Any, vp_stage: int | None) -> Any:
     """Megatron's layer of TE modules; attention itself has no weights, and TE's needs a GPU."""
     from megatron.core.models.gpt.gpt_layer_specs import (

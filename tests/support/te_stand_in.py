@@ -17,7 +17,7 @@ import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from enum import IntEnum
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import te_quantization
@@ -46,6 +46,7 @@ def install() -> None:
     te_quantization.read_on_the_cpu()
     te_quantization.gather_one_by_one()
     _accept_every_format()
+    _draw_on_the_cpu()
     torch.cuda.is_current_stream_capturing = lambda: False
     _accept_tensors_on_the_cpu()
 
@@ -54,6 +55,8 @@ def _extension() -> ModuleType:
     extension: Any = _Stub("transformer_engine_torch")
     extension.DType = _DType
     extension.NVTE_Fused_Attn_Backend = _AttentionBackend
+    extension.FP8FwdTensors = _numbered(_FORWARD)
+    extension.FP8BwdTensors = _numbered(_BACKWARD)
     for kernel in _KERNELS + te_quantization.KERNELS:
         setattr(extension, kernel.__name__, torch.no_grad()(kernel))
     extension.get_num_cublas_streams = lambda: 1
@@ -75,6 +78,15 @@ class _AttentionBackend(IntEnum):
     NVTE_No_Backend = -1
     NVTE_F16_arbitrary_seqlen = 1
     NVTE_FP8 = 2
+
+
+# Each tensor of a module has a quantizer of its own, by these numbers.
+_FORWARD = [f"GEMM{i}_{name}" for i in (1, 2, 3) for name in ("INPUT", "WEIGHT", "OUTPUT")]
+_BACKWARD = [f"GRAD_{name}{i}" for i in (1, 2, 3) for name in ("OUTPUT", "INPUT")]
+
+
+def _numbered(names: list[str]) -> SimpleNamespace:
+    return SimpleNamespace(**{name: number for number, name in enumerate(names)})
 
 
 _TORCH_TYPES = {
@@ -146,21 +158,34 @@ def _accept_every_format() -> None:
         setattr(quantization, f"check_{kind}_support", te_quantization.available)
 
 
+def _draw_on_the_cpu() -> None:
+    """Recomputation saves and restores the state of the GPU's random generator."""
+    from transformer_engine.pytorch import distributed
+
+    distributed._get_cuda_rng_state = lambda *_, **_options: torch.get_rng_state()
+    distributed._set_cuda_rng_state = lambda state, *_, **_options: torch.set_rng_state(state)
+
+
 def _accept_tensors_on_the_cpu() -> None:
     """Modules ask whether their input is on a GPU."""
     from transformer_engine.pytorch.module.base import TransformerEngineBaseModule as Base
 
-    prepare = Base.prepare_forward
+    Base.prepare_forward = as_if_on_a_gpu(Base.prepare_forward)
+
+
+def as_if_on_a_gpu(method: Callable[..., Any]) -> Callable[..., Any]:
     tensor: Any = torch.Tensor
 
-    def prepare_forward(self: Any, *args: Any, **options: Any) -> Any:
+    def run(self: Any, *args: Any, **options: Any) -> Any:
+        if "is_cuda" in vars(tensor):  # called by another such method
+            return method(self, *args, **options)
         tensor.is_cuda = True
         try:
-            return prepare(self, *args, **options)
+            return method(self, *args, **options)
         finally:
             del tensor.is_cuda
 
-    Base.prepare_forward = prepare_forward
+    return run
 
 
 def _product(a: torch.Tensor, transposed_a: bool, b: torch.Tensor, transposed_b: bool) -> Any:

@@ -1,0 +1,128 @@
+"""Selective recomputation of Transformer-Engine's layers, compared with Megatron's own schedule.
+
+An operand of W may be what Megatron discards after F and computes again in B: it must hold those
+values when W runs, however many microbatches have passed since.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from gpt_cases import GPTCase
+from rank_process import Kind
+from ranks import RankPool, RankPools
+from sizes import every_value
+from te_cases import OPTIONS_OF_LATENT
+from test_te_models import differences, quantized, quantized_differences
+
+# What Megatron computes again for each name of --recompute-modules.
+FUNCTIONS = {
+    "core_attn": "Attention._checkpointed_attention_forward.<locals>.custom_forward",
+    "mlp": "MLP",
+    "moe": "MoELayer.forward.<locals>.custom_forward",
+    "moe_act": "TEGroupedMLP.forward.<locals>.bias_act_func",
+    "layernorm": "RMSNorm",
+    "mla_up_proj": "MLASelfAttention.get_query_key_value_tensors.<locals>"
+    ".qkv_up_proj_and_rope_apply",
+    "shared_experts": "SharedExpertMLP",
+    "whole layers": "TransformerBlock._checkpointed_forward.<locals>.custom.<locals>"
+    ".custom_forward",
+}
+
+
+def recomputing(modules: str, case: GPTCase, **more: Any) -> GPTCase:
+    options = {"recompute_granularity": "selective", "recompute_modules": tuple(modules.split())}
+    return replace(case, options=(*case.options, *options.items()), **more)
+
+
+DENSE = GPTCase(options=(("add_bias_linear", False),))  # with one, stock recurses without an end
+SPARSE = GPTCase(
+    rotary=True,
+    options=(
+        *OPTIONS_OF_LATENT,
+        ("num_moe_experts", 2),
+        ("moe_grouped_gemm", True),
+        ("moe_ffn_hidden_size", 32),
+        ("moe_shared_expert_intermediate_size", 32),
+    ),
+)
+PARTS = "core_attn layernorm mla_up_proj moe_act shared_experts"
+WHOLE = {"granularity": "full", "method": "uniform", "num_layers": 1}
+OVERLAPPED = {"fused_accumulation": True, "overlap_grad_reduce": True}
+CASES = {
+    "dense": recomputing("core_attn mlp", DENSE),
+    "parts": recomputing(PARTS, SPARSE),
+    "moe": recomputing("moe mla_up_proj", SPARSE, **OVERLAPPED),
+    "dense-delayed": quantized("fp8", "delayed", recomputing("core_attn mlp", DENSE)),
+    "whole-delayed": quantized(
+        "fp8", "delayed", DENSE, **{f"recompute_{name}": value for name, value in WHOLE.items()}
+    ),
+    "parts-current": quantized("fp8", "tensorwise", recomputing(PARTS, SPARSE)),
+    "parts-mxfp8": quantized("fp8", "mxfp8", recomputing(PARTS, SPARSE, **OVERLAPPED)),
+    "moe-delayed": quantized("fp8", "delayed", recomputing("moe mla_up_proj", SPARSE)),
+}
+
+
+def compare(case: GPTCase, schedule: str) -> tuple[list[str], set[str]]:
+    """What differs, and which functions have been recomputed, by either schedule."""
+    with recording() as recomputed:
+        if case.optimizer_steps:
+            return quantized_differences(case, schedule), recomputed
+        return differences(case, schedule, [5]), recomputed
+
+
+@contextmanager
+def recording() -> Iterator[set[str]]:
+    """Note the names of what is recomputed, by any of the three ways that there are."""
+    from megatron.core.tensor_parallel import random
+    from transformer_engine.pytorch import distributed
+
+    names = set[str]()
+
+    def noting(method: Callable[..., Any]) -> Callable[..., Any]:
+        def noted(context: Any, *gradients: Any) -> Any:
+            if context.run_function is not None:
+                function = getattr(context.run_function, "func", context.run_function)
+                names.add(getattr(function, "__qualname__", type(function).__name__))
+            return method(context, *gradients)
+
+        return noted
+
+    kinds: list[Any] = [random.CheckpointFunction, distributed._CheckpointFunction]
+    methods = [kind.backward for kind in kinds]
+    without_output = random.CheckpointWithoutOutput._recompute
+    for kind, method in zip(kinds, methods, strict=True):
+        kind.backward = staticmethod(noting(method))
+    random.CheckpointWithoutOutput._recompute = noting(without_output)
+    yield names
+    for kind, method in zip(kinds, methods, strict=True):
+        kind.backward = staticmethod(method)
+    random.CheckpointWithoutOutput._recompute = without_output
+
+
+def expected(case: GPTCase, ranks: int) -> list[tuple[list[str], set[str]]]:
+    modules = dict(case.options).get("recompute_modules", ["whole layers"])
+    return [([], {FUNCTIONS[name] for name in modules})] * ranks
+
+
+@pytest.mark.parametrize(
+    ("name", "schedule"), every_value([*CASES], ["v-half", "zb-h1", "v-zb", "interleaved"])
+)
+def test_recomputed_models_equal_megatrons(te_pool: RankPool, name: str, schedule: str) -> None:
+    case = CASES[name]
+    assert te_pool.run(compare, case=case, schedule=schedule) == expected(case, 2)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("schedule", ["v-half", "zb-h1"])
+@pytest.mark.parametrize("name", ["parts", "parts-current"])
+def test_recomputed_sequence_parallel_models_equal_megatrons(
+    ranks: RankPools, te_pool: RankPool, name: str, schedule: str
+) -> None:
+    case = replace(CASES[name], tensor_parallel=2, sequence_parallel=True)
+    found = ranks(4, Kind.TRANSFORMER_ENGINE).run(compare, case=case, schedule=schedule)
+    assert found == expected(case, 4)
