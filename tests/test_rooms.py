@@ -141,3 +141,14 @@ def test_what_needs_no_torch_imports_none(home: str) -> None:
                 text = ast.unparse(node)
                 assert not text.startswith(("import torch", "from torch")), name
                 assert not text.startswith(("import megatron.", "from megatron.")), name
+
+
+def test_no_test_imports_another() -> None:
+    """What tests share is in tests/support."""
+    wrong = []
+    for path in sorted(ROOT.glob("tests/**/*.py")):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            names = [node.module or ""] if isinstance(node, ast.ImportFrom) else []
+            names += [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+            wrong += [f"{path}: {n}" for n in names if n.split(".")[-1].startswith("test_")]
+    assert wrong == []

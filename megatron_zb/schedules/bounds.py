@@ -21,14 +21,20 @@ def lower_bound(
     """Return a lower bound in seconds for any schedule; ``limit[r]`` is in units of activation.
 
     For every rank: its work, the wait until its first F or B, and the wait after its last F, when
-    only what memory could hold is left to do; and Little's law, by which memory times time cannot
-    be less than what all activations take.
+    only what memory could hold is left to do; its work with that on its shard of an output layer
+    that is cut, which may fill these waits, and the time until its first F; and Little's law, by
+    which memory times time cannot be less than what all activations take.
     """
     usable = usable_limit(placement, num_microbatches, costs, limit)
     rows = _shortest_rows(costs, num_microbatches)
     ends = costs.of(0).shortest(), costs.of(num_microbatches - 1).shortest()
+    starts = earliest_starts(placement, costs)
     return max(
-        max(_waits(placement, rows, ends, usable[rank], rank), residency)
+        max(
+            _waits(placement, rows, ends, usable[rank], rank),
+            starts[rank] + _whole_work(placement, rows, rank),
+            residency,
+        )
         for rank, residency in enumerate(_residencies(placement, rows, usable))
     )
 
@@ -43,7 +49,7 @@ def period_bound(
     """
     usable = usable_limit(placement, num_microbatches, costs, limit)
     rows = _shortest_rows(costs, num_microbatches)
-    work = (_work(rows, held) for held in placement.stages_of)
+    work = (_whole_work(placement, rows, rank) for rank in range(placement.pipeline_size))
     return max(*work, *_residencies(placement, rows, usable))
 
 
@@ -128,6 +134,16 @@ def _work(rows: _Rows, stages: Sequence[int]) -> float:
         count * sum(row.forward[s] + row.backward[s] + row.weight[s] for s in stages)
         for count, row in rows
     )
+
+
+def _whole_work(placement: Placement, rows: _Rows, rank: int) -> float:
+    """Return the seconds of all passes of a rank, with those of an output layer that is cut."""
+    total = _work(rows, placement.stages_of[rank])
+    for count, row in rows:
+        if row.shards is not None:
+            loss = row.shards.loss if rank == placement.rank_of[-1] else 0.0
+            total += count * (row.shards.output[rank] + row.shards.weight[rank] + loss)
+    return total
 
 
 def _least(costs: StageCosts, stage: int) -> float:

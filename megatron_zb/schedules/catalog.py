@@ -12,7 +12,7 @@ from megatron_zb.schedules import placement as placements
 from megatron_zb.schedules.bounds import lower_bound
 from megatron_zb.schedules.costs import Costs, check_number
 from megatron_zb.schedules.families import interleaved, one_f_one_b, v_shape, wave, zero_bubble
-from megatron_zb.schedules.families.auto import auto
+from megatron_zb.schedules.families.auto import auto, candidates
 from megatron_zb.schedules.placement import Placement, looped
 from megatron_zb.schedules.request import MemoryLimit, Request, check_size
 from megatron_zb.schedules.schedule import Report, Schedule
@@ -398,10 +398,7 @@ def _with_vocabulary(chosen: Family) -> Callable[[Request], Schedule]:
         p, m = request.pipeline_size, request.num_microbatches
         peak = chosen.peak_microbatches(p, m) + 1
         splits = chosen.splits_backward
-        if chosen.placement is not None:
-            places = [chosen.placement(p, request.chunks)]
-        else:
-            places = [request.placement] if request.placement else [_one_chunk(p, 1), _v(p, 2)]
+        places = _places_with_vocabulary(chosen, request)
         found = [
             search_with_vocabulary(chosen.name, place, request, peak, split=splits)
             for place in places
@@ -409,6 +406,16 @@ def _with_vocabulary(chosen: Family) -> Callable[[Request], Schedule]:
         return min(found, key=lambda s: request.seconds(simulate(s, request.costs)))
 
     return build
+
+
+def _places_with_vocabulary(chosen: Family, request: Request) -> list[Placement]:
+    """Return the family's placement; of ``auto`` those of one and two chunks, or as asked for."""
+    if chosen.placement is not None:
+        return [chosen.placement(request.pipeline_size, request.chunks)]
+    places = candidates(request)
+    if request.chunks is not None or request.placement is not None:
+        return places
+    return [place for place in places if place.chunks <= 2] or places[:1]
 
 
 def _check_choice(chosen: Family, choice: str, value: int | None, takes_it: bool) -> None:

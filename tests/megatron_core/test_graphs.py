@@ -34,8 +34,7 @@ from megatron.core.utils import get_model_config
 from rank_process import Kind
 from ranks import RankPools
 from sizes import every_value
-from te_cases import layers_of_te
-from test_te_models import quantized
+from te_models import layers_of_te, quantized
 
 from megatron_zb import schedules
 from megatron_zb.errors import UsageError

@@ -6,6 +6,7 @@ By all-gathers and by all-to-alls; the ring is left to a GPU.
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import gpt_cases
 import pytest
@@ -16,13 +17,15 @@ from ranks import RankPool, RankPools
 from sizes import every_value
 from te_attention import layers_with_attention
 from te_cases import unlike
-from test_te_models import EXPERTS
+from te_models import EXPERTS
+
+PLAIN = GPTCase()
 
 
-def shared(how: str, case: GPTCase = GPTCase(), **more: object) -> GPTCase:  # noqa: B008
+def shared(how: str, case: GPTCase = PLAIN, **more: Any) -> GPTCase:
     """A case of two ranks that share every sequence; TE's fused attention is for two bytes."""
     options = (*case.options, ("cp_comm_type", how))
-    case = replace(case, **more)  # type: ignore[arg-type]
+    case = replace(case, **more)
     return replace(case, context_parallel=2, dtype="bfloat16", options=options)
 
 

@@ -15,10 +15,14 @@ import torch
 from ranks import RankPool
 from sizes import every_value
 from te_cases import (
+    COLUMN,
     DEFERRED,
     MIXED,
+    NAMES_OF_SEQUENCE_PARALLEL,
     NO_W_YET,
     RECIPES,
+    ROW,
+    SEQUENCE_PARALLEL,
     TAKES,
     TOKENS,
     WHOLE,
@@ -30,7 +34,6 @@ from te_cases import (
     gradients_in_torch,
     unlike,
 )
-from test_te_sequence_parallel import COLUMN, NAMES_OF_SEQUENCE_PARALLEL, ROW, SEQUENCE_PARALLEL
 
 KINDS = ["Linear", "LayerNormLinear", "LayerNormMLP-relu", "GroupedLinear"]
 

@@ -3,26 +3,20 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
 
-import gpt_cases
 import pytest
-import torch
 from gpt_cases import GPTCase
 from rank_process import Kind
 from ranks import RankPool, RankPools
 from sizes import every_value
-from te_cases import OPTIONS_OF_LATENT, layers_of_te
-
-
-def differences(case: GPTCase, schedule: str, microbatches: list[int]) -> list[str]:
-    """From Megatron's own schedule over the same modules, which then know nothing of a split."""
-    gpt_cases._specification = layers_of_te
-    return gpt_cases.differences(case, schedule, microbatches, iterations=2)
-
-
-EXPERTS = GPTCase(
-    options=(("num_moe_experts", 2), ("moe_grouped_gemm", True), ("add_bias_linear", False))
+from te_models import (
+    CURRENT,
+    EXPERTS,
+    NVFP4,
+    OPTIONS_OF_LATENT,
+    differences,
+    quantized,
+    quantized_differences,
 )
 
 
@@ -75,30 +69,6 @@ def test_models_on_four_ranks_equal_megatrons(
     assert four.run(differences, case=case, schedule=schedule, microbatches=[5]) == [[]] * 4
 
 
-REFERENCES = "transformer_engine.pytorch.custom_recipes."
-CURRENT = f"{REFERENCES}reference_current_scaling.current_scaling_ref_factory"
-NVFP4 = f"{REFERENCES}reference_nvfp4.nvfp4_ref_rht_2d_factory"
-
-
-FUSED = GPTCase(fused_accumulation=True)
-
-
-def quantized(kind: str, recipe: str, case: GPTCase = FUSED, **more: Any) -> GPTCase:
-    """A model in fp8 or fp4, whose recipe is one of Megatron's or the path of TE's in Python.
-
-    Steps of an optimizer show whether each uses weights that were quantised after the last one, and
-    the maxima of earlier steps.
-    """
-    settings = {kind: "hybrid" if kind == "fp8" else "e2m1"}
-    if "." in recipe:  # such a weight cannot be kept for the next microbatch
-        settings |= {f"{kind}_recipe": "custom", f"{kind}_quantizer_factory": recipe}
-        more["disable_parameter_transpose_cache"] = True
-    else:
-        settings |= {f"{kind}_recipe": recipe}
-    options = (*case.options, *settings.items(), *more.items())
-    return replace(case, dtype="bfloat16", optimizer_steps=3, options=options)
-
-
 QUANTIZED = {
     "current-reference": quantized("fp8", CURRENT),
     "nvfp4-reference": quantized("fp4", NVFP4),
@@ -113,16 +83,6 @@ QUANTIZED = {
     "experts-delayed": quantized("fp8", "delayed", EXPERTS),
     "experts-mxfp8-fused": quantized("fp8", "mxfp8", replace(EXPERTS, fused_accumulation=True)),
 }
-
-
-def quantized_differences(case: GPTCase, schedule: str) -> list[str]:
-    """With torch's Adam, as those of TE and apex are kernels."""
-    from megatron.core import optimizer
-    from transformer_engine.pytorch.quantization import FP8GlobalStateManager
-
-    FP8GlobalStateManager.reset()
-    optimizer.Adam, optimizer.USING_PYTORCH_OPTIMIZER = torch.optim.AdamW, True
-    return differences(case, schedule, [5])
 
 
 @pytest.mark.parametrize(

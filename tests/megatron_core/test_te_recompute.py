@@ -16,8 +16,7 @@ from gpt_cases import GPTCase
 from rank_process import Kind
 from ranks import RankPool, RankPools
 from sizes import every_value
-from te_cases import OPTIONS_OF_LATENT
-from test_te_models import differences, quantized, quantized_differences
+from te_models import OPTIONS_OF_LATENT, differences, quantized, quantized_differences
 
 # What Megatron computes again for each name of --recompute-modules.
 FUNCTIONS = {

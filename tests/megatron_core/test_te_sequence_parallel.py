@@ -12,8 +12,12 @@ import torch
 import torch.distributed as dist
 from ranks import RankPool
 from te_cases import (
+    COLUMN,
     DEFERRED,
     MIXED,
+    NAMES_OF_SEQUENCE_PARALLEL,
+    ROW,
+    SEQUENCE_PARALLEL,
     TAKES,
     TOKENS,
     TOLERANCE,
@@ -25,16 +29,6 @@ from te_cases import (
     gradients,
     unlike,
 )
-
-SHARED = {"sequence_parallel": True}
-COLUMN, ROW = {"parallel_mode": "column", **SHARED}, {"parallel_mode": "row", **SHARED}
-SEQUENCE_PARALLEL = [
-    ("Linear", COLUMN),
-    ("LayerNormLinear", COLUMN),
-    ("Linear", ROW),
-    ("LayerNormMLP-relu", {"set_parallel_mode": True, **SHARED}),
-]
-NAMES_OF_SEQUENCE_PARALLEL = ["column", "column-with-norm", "row", "mlp"]
 
 
 def compare_with_whole(kind: str, options: dict[str, Any]) -> list[str]:

@@ -127,3 +127,11 @@ def _read(code: int, output: str) -> Logged:
         elif found := _EVALUATION.search(line):
             logged.evaluations[f"{found[2]} after {found[1]}"] = found[3]
     return logged
+
+
+def check_equal(run: Logged, stock: Logged) -> None:
+    """Losses, gradient norms and evaluation as texts."""
+    assert run.code == 0, run.output
+    assert run.losses and run.losses == stock.losses
+    assert run.norms == stock.norms
+    assert run.evaluations == stock.evaluations

@@ -6,8 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from real_megatron_lm.runs import MODEL, PIPELINE, Logged, pretrain
-from real_megatron_lm.test_schedules import check_equal
+from real_megatron_lm.runs import MODEL, PIPELINE, Logged, check_equal, pretrain
 
 V_HALF = "--pipeline-schedule v-half"
 

@@ -7,8 +7,7 @@ from pathlib import Path
 import pytest
 
 from megatron_zb.megatron_lm.checkout import checkout_at
-from real_megatron_lm.runs import MODEL, Logged, pretrain
-from real_megatron_lm.test_schedules import check_equal
+from real_megatron_lm.runs import MODEL, Logged, check_equal, pretrain
 
 SUPPORT = Path(__file__).parents[1] / "support"
 # On a CPU, the layers of its specification are replaced by Megatron's own local ones.

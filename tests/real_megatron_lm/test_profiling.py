@@ -6,8 +6,7 @@ from pathlib import Path
 
 from megatron_zb.measured.profile import read_profile, write_profile
 from megatron_zb.measured.trace import compare
-from real_megatron_lm.runs import MODEL, PIPELINE, pretrain
-from real_megatron_lm.test_schedules import check_equal
+from real_megatron_lm.runs import MODEL, PIPELINE, check_equal, pretrain
 
 _LONGER = MODEL.replace("--train-iters 7", "--train-iters 14")
 

@@ -6,8 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from real_megatron_lm.runs import MODEL, Logged, pretrain
-from real_megatron_lm.test_schedules import check_equal
+from real_megatron_lm.runs import MODEL, Logged, check_equal, pretrain
 
 ITERATIONS = 4
 DROPOUT = f"--attention-dropout 0.1 --hidden-dropout 0.1 --train-iters {ITERATIONS}"

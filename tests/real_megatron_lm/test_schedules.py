@@ -9,18 +9,10 @@ import pytest
 from megatron_zb import schedules
 from megatron_zb.megatron_core.graphs import pass_order
 from megatron_zb.schedules import interchange
-from real_megatron_lm.runs import MODEL, PIPELINE, Logged, pretrain
+from real_megatron_lm.runs import MODEL, PIPELINE, Logged, check_equal, pretrain
 
 # 8 layers are 8 stages of a zig-zag with two chunks; its default, four chunks, would need 16.
 _MORE = {"wave": "--num-virtual-stages-per-pipeline-rank 2"}
-
-
-def check_equal(run: Logged, stock: Logged) -> None:
-    """Losses, gradient norms and evaluation as texts."""
-    assert run.code == 0, run.output
-    assert run.losses == stock.losses
-    assert run.norms == stock.norms
-    assert run.evaluations == stock.evaluations
 
 
 @pytest.mark.parametrize("name", schedules.names())

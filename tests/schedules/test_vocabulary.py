@@ -11,6 +11,7 @@ from sizes import every_value
 from megatron_zb import schedules
 from megatron_zb.drawing.palette import colour_of
 from megatron_zb.errors import UsageError
+from megatron_zb.schedules.bounds import lower_bound, period_bound
 from megatron_zb.schedules.costs import Costs
 from megatron_zb.schedules.interchange import to_csv
 from megatron_zb.schedules.passes import Pass, PassKind
@@ -138,6 +139,32 @@ def test_every_schedule_has_an_order_that_cannot_hang(name: str, p: int) -> None
     assert max(timeline.peak_memory) <= peak + 1e-9
     assert schedule.report is not None
     assert timeline.makespan >= schedule.report.lower_bound - 1e-9
+
+
+def test_the_bound_counts_the_work_on_every_shard() -> None:
+    """Sums by hand: rank 0 begins at once and has 8 of F, B, W, O and V; rank 1 begins at 1.05."""
+    p, m = 2, 8
+    costs = _costs(p).for_placement(looped(p))
+    work = m * (1.0 + 1.2 + 0.8 + 2.2 + 0.8)
+    assert lower_bound(looped(p), m, costs, [float(m)] * p) == pytest.approx(1.05 + work)
+    assert period_bound(looped(p), m, costs, [float(m)] * p) == pytest.approx(work)
+
+
+@pytest.mark.parametrize(("chunks", "layers", "found"), [(1, None, 1), (2, None, 2), (None, 6, 1)])
+def test_auto_keeps_to_the_chunks_and_layers_that_are_given(
+    chunks: int | None, layers: int | None, found: int
+) -> None:
+    costs = _costs(4)
+    schedule = schedules.build(
+        "auto",
+        pipeline_size=4,
+        num_microbatches=4,
+        costs=costs,
+        memory_limit=1.5,
+        chunks=chunks,
+        num_layers=layers,
+    )
+    assert schedule.placement.chunks == found
 
 
 def test_an_evaluation_tells_no_rank_its_loss() -> None:

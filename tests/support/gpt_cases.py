@@ -12,17 +12,15 @@ from types import ModuleType
 from typing import Any
 
 import torch
+from images import LENGTH_WITH_IMAGES, multimodal_model, with_images
 from megatron.core import parallel_state
 from megatron.core.distributed import DistributedDataParallel as DDP
 from megatron.core.distributed import DistributedDataParallelConfig, finalize_model_grads
-from megatron.core.enums import ModelType
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.pipeline_parallel.schedules import get_forward_backward_func
-from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
 from megatron.core.transformer import multi_latent_attention
 from megatron.core.transformer.dot_product_attention import DotProductAttention
-from megatron.core.transformer.mlp import MLPSubmodules
 from megatron.core.transformer.module import Float16Module
 from megatron.core.transformer.transformer_block import (
     TransformerBlockSubmodules,
@@ -42,8 +40,6 @@ from megatron_zb.schedules import Schedule
 from megatron_zb.schedules.layout import Layers
 
 SEQUENCE, VOCABULARY = 16, 64
-# An image takes the place of one token by 5 embeddings: 4 patches and a class token.
-ENCODER_LAYERS, PIXELS, WITH_IMAGES, IMAGE_TOKEN = 3, 8, 24, -200
 
 
 @dataclass(frozen=True)
@@ -300,9 +296,10 @@ def _build_chunks(case: GPTCase, adapter: PipelineAdapter | None, p: int) -> lis
             positions = "rope" if case.rotary else "learned_absolute"
             if case.images:
                 layer = _specification(config, ends["vp_stage"])
-                chunk = multimodal(config, layer, positions, **ends)
+                chunk = multimodal_model(config, layer, VOCABULARY, positions, **ends)
             else:
-                chunk = (_gpt_model if case.hybrid is None else partial(_hybrid_model, adapter))(
+                chunk = (_gpt_model if case.hybrid is None else _hybrid_model)(
+                    adapter,
                     case,
                     config=config,
                     vocab_size=VOCABULARY,
@@ -343,7 +340,13 @@ def _build_chunks(case: GPTCase, adapter: PipelineAdapter | None, p: int) -> lis
     return chunks
 
 
-def _gpt_model(case: GPTCase, config: Any, vp_stage: int | None, **more: Any) -> Any:
+def _gpt_model(
+    adapter: PipelineAdapter | None,
+    case: GPTCase,
+    config: Any,
+    vp_stage: int | None,
+    **more: Any,
+) -> Any:
     layer = _specification(config, vp_stage)
     return GPTModel(
         config=config,
@@ -355,57 +358,10 @@ def _gpt_model(case: GPTCase, config: Any, vp_stage: int | None, **more: Any) ->
 
 
 def _hybrid_model(adapter: PipelineAdapter | None, case: GPTCase, **more: Any) -> Any:
-    """Build a chunk as the hook in Megatron-LM lets it be built; stock cuts the pattern itself."""
-    import hybrid_layers
-    from megatron.core.models.hybrid import hybrid_layer_allocation as allocation
-    from megatron.core.models.hybrid.hybrid_model import HybridModel
+    from hybrid_layers import hybrid_model  # changes Megatron's modules
 
-    cut = allocation.select_pipeline_segment
-    if adapter is not None:
-        allocation.select_pipeline_segment = lambda pattern, _, vp_stage, **__: (
-            adapter.layer_layout.segment(pattern, vp_stage)
-        )
     pattern = f"{case.hybrid}{'/*-' * case.multi_token}"
-    try:
-        return HybridModel(
-            hybrid_stack_spec=hybrid_layers.STACK, hybrid_layer_pattern=pattern, **more
-        )
-    finally:
-        allocation.select_pipeline_segment = cut
-
-
-def multimodal(config: TransformerConfig, layer: Any, positions: str, **ends: Any) -> Any:
-    """Megatron's LLaVAModel: an encoder of images and a projection before a GPT.
-
-    An internvit, since Megatron's norm of a CLIP cannot be built without Transformer-Engine.
-    """
-    from megatron.core.models.multimodal.llava_model import LLaVAModel
-    from megatron.core.models.vision.vit_layer_specs import get_vit_layer_with_local_spec
-
-    encoder: Any = copy(config)
-    encoder.num_layers, encoder.vision_model_type = ENCODER_LAYERS, "internvit"
-    encoder.pipeline_model_parallel_size, encoder.pipeline_model_parallel_layout = 1, None
-    model = LLaVAModel(
-        language_transformer_config=config,
-        language_transformer_layer_spec=layer,
-        language_vocab_size=VOCABULARY,
-        language_max_sequence_length=WITH_IMAGES,
-        vision_transformer_config=encoder,
-        vision_transformer_layer_spec=get_vit_layer_with_local_spec(),
-        drop_vision_class_token=False,
-        vision_projection_config=encoder,
-        vision_projection_layer_spec=MLPSubmodules(
-            linear_fc1=ColumnParallelLinear, linear_fc2=RowParallelLinear
-        ),
-        language_position_embedding_type=positions,
-        add_encoder=ends["pre_process"],
-        img_h=PIXELS,
-        img_w=PIXELS,
-        patch_dim=PIXELS // 2,
-        **ends,
-    )
-    model.model_type = ModelType.encoder_or_decoder  # as Megatron-LM's get_model does
-    return model
+    return hybrid_model(pattern, adapter and adapter.layer_layout, **more)
 
 
 def _layout(case: GPTCase, adapter: PipelineAdapter | None, p: int) -> Any:
@@ -518,7 +474,7 @@ def forward_backward(
         data_iterator=data if len(chunks) > 1 else data[0],
         model=chunks if len(chunks) > 1 else chunks[0],
         num_microbatches=num_microbatches,
-        seq_length=WITH_IMAGES if has_images else SEQUENCE,
+        seq_length=LENGTH_WITH_IMAGES if has_images else SEQUENCE,
         micro_batch_size=2,
         **more,
     )
@@ -544,19 +500,9 @@ def _batch(case: GPTCase, microbatch: int, generator: torch.Generator) -> dict[s
         "positions": torch.arange(length).expand(2, -1),
     }
     if case.images:
-        return _with_images(case, batch, microbatch, generator)
+        counts = [case.images[(2 * microbatch + i) % len(case.images)] for i in range(2)]
+        return with_images(batch, counts, generator)
     return {name: _of_context_rank(part) for name, part in batch.items()}
-
-
-def _with_images(
-    case: GPTCase, batch: dict[str, torch.Tensor], microbatch: int, generator: torch.Generator
-) -> dict[str, torch.Tensor]:
-    """A batch whose samples have an image at every third token, as many as the case says."""
-    counts = [case.images[(2 * microbatch + i) % len(case.images)] for i in range(2)]
-    for sample, count in zip(batch["tokens"], counts, strict=True):
-        sample[1 : 1 + 3 * count : 3] = IMAGE_TOKEN
-    images = torch.randn(sum(counts), 3, PIXELS, PIXELS, generator=generator)
-    return {**batch, "images": images}
 
 
 def _of_context_rank(sequences: torch.Tensor) -> torch.Tensor:

@@ -14,7 +14,9 @@ from typing import Any
 import torch
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.models.hybrid import hybrid_block
+from megatron.core.models.hybrid import hybrid_layer_allocation as allocation
 from megatron.core.models.hybrid.hybrid_layer_specs import hybrid_stack_spec
+from megatron.core.models.hybrid.hybrid_model import HybridModel
 from megatron.core.ssm import mamba_mixer
 from megatron.core.ssm.gated_delta_net import common, gdn
 from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
@@ -92,3 +94,19 @@ mamba_mixer.HAVE_MAMBA_SSM, mamba_mixer.mamba_split_conv1d_scan_combined = True,
 common.HAVE_FLA, common.l2norm = True, partial(functional.normalize, dim=-1)
 assert gdn.torch_chunk_gated_delta_rule is common.torch_chunk_gated_delta_rule
 STACK = _stack()
+
+
+def hybrid_model(pattern: str, layout: Any, **more: Any) -> Any:
+    """Build a chunk as the hook in Megatron-LM lets it be built; stock cuts the pattern itself.
+
+    ``layout`` is that of a schedule, None for stock's.
+    """
+    cut = allocation.select_pipeline_segment
+    if layout is not None:
+        allocation.select_pipeline_segment = lambda pattern, _, vp_stage, **__: layout.segment(
+            pattern, vp_stage
+        )
+    try:
+        return HybridModel(hybrid_stack_spec=STACK, hybrid_layer_pattern=pattern, **more)
+    finally:
+        allocation.select_pipeline_segment = cut

@@ -10,7 +10,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from te_cases import layers_of_te
+from te_models import layers_of_te
 from te_stand_in import as_if_on_a_gpu
 
 

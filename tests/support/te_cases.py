@@ -7,7 +7,6 @@ from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
-import gpt_cases
 import torch
 import torch.distributed as dist
 from torch.nn import functional
@@ -290,34 +289,13 @@ TAKES = [
     (True, "overlapping-ddp"),
 ]
 
-
-# Of multi-latent attention, in sizes that have whole blocks of 32.
-OPTIONS_OF_LATENT = (
-    ("multi_latent_attention", True),
-    ("q_lora_rank", 32),
-    ("kv_lora_rank", 32),
-    ("qk_head_dim", 32),
-    ("qk_pos_emb_head_dim", 32),
-    ("v_head_dim", 64),
-    ("kv_channels", 64),
-    ("rope_type", "rope"),
-    ("add_bias_linear", False),
-)
-
-
-def layers_of_te(config: Any, vp_stage: int | None) -> Any:
-    """Megatron's layer of TE modules; attention itself has no weights, and TE's needs a GPU."""
-    from megatron.core.models.gpt.gpt_layer_specs import (
-        get_gpt_layer_with_transformer_engine_spec,
-    )
-    from megatron.core.transformer.dot_product_attention import DotProductAttention
-
-    layer = get_gpt_layer_with_transformer_engine_spec(
-        num_experts=config.num_moe_experts,
-        moe_grouped_gemm=config.moe_grouped_gemm,
-        multi_latent_attention=config.multi_latent_attention,
-    )
-    latent = config.multi_latent_attention
-    core = gpt_cases.LatentAttention if latent else DotProductAttention
-    layer.submodules.self_attention.submodules.core_attention = core
-    return layer
+# Over two ranks.
+SHARED = {"sequence_parallel": True}
+COLUMN, ROW = {"parallel_mode": "column", **SHARED}, {"parallel_mode": "row", **SHARED}
+SEQUENCE_PARALLEL = [
+    ("Linear", COLUMN),
+    ("LayerNormLinear", COLUMN),
+    ("Linear", ROW),
+    ("LayerNormMLP-relu", {"set_parallel_mode": True, **SHARED}),
+]
+NAMES_OF_SEQUENCE_PARALLEL = ["column", "column-with-norm", "row", "mlp"]

@@ -64,7 +64,7 @@ def auto(request: Request) -> Schedule:
         return _quick(request, request.placement)
     best: list[tuple[float, Schedule]] = []  # of each placement
     refused: list[UsageError] = []
-    for placement in _placements(request):
+    for placement in candidates(request):
         fastest = min((seconds for seconds, _ in best), default=float("inf"))
         try:
             found = _on(placement, request, fastest)
@@ -73,7 +73,7 @@ def auto(request: Request) -> Schedule:
             continue
         best += found
     if not best:
-        raise refused[0] if refused else _nothing_possible(request)
+        raise refused[0]
     best.sort(key=lambda entry: (entry[0], entry[1].placement.chunks))
     return replace(best[0][1], reason=_reason(best))
 
@@ -90,8 +90,19 @@ def _nothing_possible(request: Request) -> UsageError:
     )
 
 
+def candidates(request: Request) -> list[Placement]:
+    """Return the placements to look at, the most promising first.
+
+    Raises:
+        UsageError: there are too few layers for any, or for the chunks that are asked for.
+    """
+    found = list(_placements(request))
+    if not found:
+        raise _nothing_possible(request)
+    return found
+
+
 def _placements(request: Request) -> Iterator[Placement]:
-    """Yield the placements to look at, the most promising first."""
     p, chunks = request.pipeline_size, request.chunks
     if request.placement is not None:
         if chunks in (None, request.placement.chunks):
