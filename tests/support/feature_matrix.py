@@ -45,6 +45,8 @@ class Row:
     reason: str = ""
     since: tuple[int, int] = (0, 16)
     """The first series of Megatron that has it."""
+    until: tuple[int, int] = (99, 0)
+    """The first series of Megatron for which there is no test of it."""
 
     @property
     def parallel(self) -> str:
@@ -446,6 +448,39 @@ ROWS = (
         Verdict.STEPS,
         ranks=4,
         schedules=("v-half",),
+    ),
+    Row(
+        "Muon, whose orthogonalisation is done in plain torch",
+        "`--optimizer muon` of Megatron 0.16 and 0.17",
+        GPTCase(data_parallel=2, tied=True, optimizer_steps=3, optimizer="muon"),
+        Verdict.STEPS,
+        ranks=4,
+        schedules=_WITH_TE,
+        until=(0, 18),
+    ),
+    Row(
+        "Muon, tensor-parallel",
+        "`--optimizer muon` of Megatron 0.16 and 0.17, `--muon-tp-mode duplicated`",
+        GPTCase(tensor_parallel=2, optimizer_steps=3, optimizer="muon"),
+        Verdict.STEPS,
+        ranks=4,
+        schedules=_WITH_TE,
+        until=(0, 18),
+    ),
+    Row(
+        "Muon, layers dealt out to data-parallel ranks",
+        "`--optimizer dist_muon` of Megatron 0.16 and 0.17, `--overlap-grad-reduce`, `--bf16`",
+        GPTCase(
+            data_parallel=2,
+            dtype="bfloat16",
+            overlap_grad_reduce=True,
+            optimizer_steps=3,
+            optimizer="layer-wise muon",
+        ),
+        Verdict.STEPS,
+        ranks=4,
+        schedules=_WITH_TE,
+        until=(0, 18),
     ),
     Row(
         "distributed optimizer",

@@ -77,6 +77,7 @@ class GPTCase:
     layout: str | None = None
     lengths: tuple[int, ...] = ()
     optimizer_steps: int = 0
+    optimizer: str = "adam"  # or muon, layer-wise muon
     overlap_param_gather: bool = False
     align_param_gather: bool = False
     gather_in_optimizer: bool = False
@@ -163,11 +164,12 @@ def built(
 
 
 def optimizer(case: GPTCase, chunks: list[Any]) -> Any:
-    """Megatron's Adam, without gradient clipping: a norm is summed in another order in a V."""
+    """Megatron's, without gradient clipping: a norm is summed in another order in a V."""
     from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 
+    kind = "muon" if "muon" in case.optimizer else case.optimizer
     config = OptimizerConfig(
-        optimizer="adam",
+        optimizer=kind,
         lr=0.01,
         bf16=case.dtype == "bfloat16",
         params_dtype=case.torch_dtype,
@@ -176,6 +178,10 @@ def optimizer(case: GPTCase, chunks: list[Any]) -> Any:
         overlap_param_gather_with_optimizer_step=case.gather_in_optimizer,
         clip_grad=0.0,
     )
+    if kind == "muon":
+        from muon_stand_in import muon
+
+        return muon(chunks, config, layer_wise=case.optimizer == "layer-wise muon")
     return get_megatron_optimizer(config, chunks, use_gloo_process_groups=False)
 
 
