@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from megatron_zb.megatron_lm.checkout import checkout_at
-from real_megatron_lm.runs import MODEL, PIPELINE, Logged, pretrain
+from real_megatron_lm.runs import MODEL, PIPELINE, PIPELINE_OF_TWO, Logged, pretrain
 
 VARIABLE = "MEGATRON_LM_PATH"
 
@@ -62,4 +62,22 @@ def stock(checkout: Path, stock_checkpoint: Path) -> Logged:
     assert run.code == 0, run.output
     assert list(run.losses) == [3, 4, 5, 6, 7]
     assert set(run.evaluations) == {"validation after 7", "test after 7"}
+    return run
+
+
+@pytest.fixture(scope="session")
+def checkpoint_of_two(checkout: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Two iterations of Megatron's own 1F1B on 2 ranks."""
+    folder = tmp_path_factory.mktemp("two")
+    saving = f"--exit-interval 2 --save {folder} --save-interval 2"
+    run = pretrain(checkout, MODEL, PIPELINE_OF_TWO, saving, ranks=2)
+    assert run.code == 0, run.output
+    return folder
+
+
+@pytest.fixture(scope="session")
+def stock_of_two(checkout: Path, checkpoint_of_two: Path) -> Logged:
+    """The next five iterations of Megatron's own 1F1B on 2 ranks."""
+    run = pretrain(checkout, MODEL, PIPELINE_OF_TWO, f"--load {checkpoint_of_two}", ranks=2)
+    assert list(run.losses) == [3, 4, 5, 6, 7], run.output
     return run

@@ -26,6 +26,7 @@ MODEL = """
 --eval-iters 1 --eval-interval 1000 --log-interval 1 --ckpt-format torch_dist
 """
 PIPELINE = "--pipeline-model-parallel-size 4"
+PIPELINE_OF_TWO = "--pipeline-model-parallel-size 2"
 
 # What the launcher's --cpu sets by itself.
 CPU = """

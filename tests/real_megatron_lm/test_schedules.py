@@ -9,7 +9,7 @@ import pytest
 from megatron_zb import schedules
 from megatron_zb.megatron_core.graphs import pass_order
 from megatron_zb.schedules import interchange
-from real_megatron_lm.runs import MODEL, PIPELINE, Logged, check_equal, pretrain
+from real_megatron_lm.runs import MODEL, PIPELINE, PIPELINE_OF_TWO, Logged, check_equal, pretrain
 
 # 8 layers are 8 stages of a zig-zag with two chunks; its default, four chunks, would need 16.
 _MORE = {"wave": "--num-virtual-stages-per-pipeline-rank 2"}
@@ -29,6 +29,16 @@ def test_a_resumed_run_logs_what_stock_logs(
     check_equal(run, stock)
     assert f"pipeline schedule {name}: 4 ranks" in run.output
     assert run.output.count("embedding, layers 1") == 1
+
+
+@pytest.mark.parametrize("name", ["v-half", "zb-h1"])
+def test_two_ranks_log_what_stock_logs(
+    checkout: Path, checkpoint_of_two: Path, stock_of_two: Logged, name: str
+) -> None:
+    loading = f"--load {checkpoint_of_two} --pipeline-schedule {name}"
+    run = pretrain(checkout, MODEL, PIPELINE_OF_TWO, loading, ranks=2)
+    check_equal(run, stock_of_two)
+    assert f"pipeline schedule {name}: 2 ranks" in run.output
 
 
 @pytest.mark.parametrize("name", ["1f1b", "v-half", "auto"])
