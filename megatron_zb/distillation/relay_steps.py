@@ -41,9 +41,9 @@ class DistillationStage(Protocol):
 
 
 HANDLERS: Mapping[PassKind, Handler] = {
-    PassKind.T: lambda stage, microbatch, received: stage.teach(microbatch, received),
-    PassKind.S: lambda stage, microbatch, _: stage.study(microbatch),
-    PassKind.U: lambda stage, step, _: stage.update(step),
+    PassKind.T: lambda stage, microbatch, received=None: stage.teach(microbatch, received),
+    PassKind.S: lambda stage, microbatch: stage.study(microbatch),
+    PassKind.U: lambda stage, step: stage.update(step),
 }
 
 

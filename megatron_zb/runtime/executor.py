@@ -14,16 +14,16 @@ from megatron_zb.schedules.program.lowering import Instruction, Program, Receive
 
 Allocate = Callable[[Message], torch.Tensor]
 
-Handler: TypeAlias = Callable[[Any, int, torch.Tensor | None], torch.Tensor | None]
-"""Function that runs a pass: from its stage, the microbatch and the message that it reads, if any,
+Handler: TypeAlias = Callable[..., torch.Tensor | None]
+"""Function that runs a pass: from its stage, the microbatch and the messages that it reads, if any,
 to the message that it makes, if any.
 """
 
 TRAINING: dict[PassKind, Handler] = {
-    PassKind.F: lambda stage, microbatch, received: stage.forward(microbatch, received),
-    PassKind.B: lambda stage, microbatch, received: stage.backward_input(microbatch, received),
-    PassKind.BW: lambda stage, microbatch, received: stage.backward(microbatch, received),
-    PassKind.W: lambda stage, microbatch, _: stage.backward_weight(microbatch),
+    PassKind.F: lambda stage, microbatch, received=None: stage.forward(microbatch, received),
+    PassKind.B: lambda stage, microbatch, received=None: stage.backward_input(microbatch, received),
+    PassKind.BW: lambda stage, microbatch, received=None: stage.backward(microbatch, received),
+    PassKind.W: lambda stage, microbatch: stage.backward_weight(microbatch),
 }
 """Handlers of a training step's passes, on a :class:`megatron_zb.runtime.autograd_stage.Stage`."""
 
@@ -117,6 +117,7 @@ class Execution:
                 channels.send(channel, self._next_outgoing(message), self._send_slots)
             else:
                 self._post_receive(channel, message)
+        self._outgoing = None
 
     def _post_receive(self, channel: Channel, message: Message) -> None:
         allocate = partial(self._allocate, message)
@@ -129,17 +130,17 @@ class Execution:
     def _next_outgoing(self, message: Message) -> torch.Tensor:
         if message.is_step_done:
             return self._allocate(message).zero_()
-        outgoing, self._outgoing = self._outgoing, None
-        assert outgoing is not None, f"nothing has been made to send as {message}"
-        return outgoing
+        assert self._outgoing is not None, f"nothing has been made to send as {message}"
+        return self._outgoing
 
     def _run_pass(self, run: Run) -> None:
+        self._outgoing = None
         self._channels.between_passes()
         work, reads, makes, makes_local = run
         kind, stage, microbatch = work
         with self._observer.running(work):
-            received = self._here.pop(reads) if reads is not None else None
-            result = self._handlers[kind](self._stages[stage], microbatch, received)
+            received = map(self._here.pop, reads)
+            result = self._handlers[kind](self._stages[stage], microbatch, *received)
         if makes_local:
             self._here[cast(Message, makes)] = result
         elif makes is not None:

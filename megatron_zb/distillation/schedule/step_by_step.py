@@ -104,10 +104,8 @@ def _shifted(at: Instruction, steps: int, num_microbatches: int) -> Instruction:
         return at._replace(message=_shifted_message(at.message, steps, num_microbatches))
     number = steps if at.work.kind is PassKind.U else steps * num_microbatches
     work = at.work._replace(microbatch=at.work.microbatch + number)
-    reads, makes = (
-        None if message is None else _shifted_message(message, steps, num_microbatches)
-        for message in (at.reads, at.makes)
-    )
+    reads = tuple(_shifted_message(message, steps, num_microbatches) for message in at.reads)
+    makes = None if at.makes is None else _shifted_message(at.makes, steps, num_microbatches)
     return Run(work, reads, makes, at.makes_local)
 
 

@@ -37,19 +37,19 @@ class Take(NamedTuple):
 
 
 class Run(NamedTuple):
-    """Instruction to run a pass, from the message it ``reads`` to that it ``makes``, if any.
+    """Instruction to run a pass, from the messages it ``reads`` to that it ``makes``, if any.
 
-    ``makes_local`` says that a later pass of this very rank reads it; otherwise a Send follows.
+    ``makes_local`` says that a later pass of this very rank reads it; otherwise Sends follow.
     """
 
     work: Pass
-    reads: Message | None
+    reads: tuple[Message, ...]
     makes: Message | None
     makes_local: bool
 
 
 class Send(NamedTuple):
-    """Instruction to send the output of the pass just run, or that its step is done."""
+    """Instruction to send the output of the pass that ran last, or that its step is done."""
 
     channel: Channel
     message: Message
@@ -182,8 +182,8 @@ def _travelling(*products: Product | None) -> list[Message]:
 
 
 def _run(schedule: Schedule, rank: int, p: Pass, link: Link) -> tuple[Run, list[Send]]:
-    """Return a pass with its input and output, and what its rank sends when it has run."""
-    reads = next((need for need in _travelling(*link.needs) if not need.is_step_done), None)
+    """Return a pass with its inputs and output, and what its rank sends when it has run."""
+    reads = tuple(need for need in _travelling(*link.needs) if not need.is_step_done)
     sends, makes, makes_local = [], None, False
     for message in _travelling(link.makes):
         readers = schedule.rules.readers(schedule.placement, message)
