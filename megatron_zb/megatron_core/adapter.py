@@ -25,6 +25,7 @@ from megatron_zb.megatron_core.profiling import ITERATIONS
 from megatron_zb.megatron_core.random_streams import LayerStreams
 from megatron_zb.megatron_core.replanning import Replanning
 from megatron_zb.megatron_core.transformer_engine import split_transformer_engine
+from megatron_zb.megatron_core.vocabulary import CutOutput, cut
 from megatron_zb.runtime.activation_memory import ActivationMemory
 from megatron_zb.runtime.groups import GroupOptions
 from megatron_zb.runtime.weight_grad import WeightGradQueue
@@ -73,6 +74,7 @@ class PipelineAdapter:
         self._splits = [SplitBackward(WeightGradQueue()) for _ in range(self.chunks)]
         self.program_for = lru_cache(maxsize=16)(self._build_program)
         self._step_options = StepOptions()
+        self._output: CutOutput | None = None
 
     @classmethod
     def create(
@@ -89,6 +91,7 @@ class PipelineAdapter:
         back_to_back: bool = False,
         ends: Ends | None = None,
         placement: Placement | None = None,
+        vocabulary: float | None = None,
         build: Build = catalog.build,
     ) -> PipelineAdapter:
         """Build the schedule and place the layers.
@@ -104,6 +107,8 @@ class PipelineAdapter:
             ends: the costs of the model's ends, if known: ``auto`` chooses its placement by them,
                 which stays when costs have been measured.
             placement: the only placement that ``auto`` may choose.
+            vocabulary: the number of layers that the output layer counts for, if it is to be cut
+                along the vocabulary over all pipeline ranks.
             build: the function that builds schedules, for example on one rank for all.
 
         Raises:
@@ -114,6 +119,10 @@ class PipelineAdapter:
             costs = _assumed_costs(pipeline_size, layers.decoder, ends)
             if placement is None and isinstance(layer_layout, str):
                 placement = _placement_of(layer_layout, pipeline_size, layers.kinds)
+        if vocabulary is not None:
+            costs = _with_vocabulary(costs, layers.decoder, vocabulary)
+            if isinstance(layer_layout, Ends):
+                layer_layout = replace(layer_layout, output=0.0)
         schedule = build(
             name,
             pipeline_size=pipeline_size,
@@ -175,7 +184,13 @@ class PipelineAdapter:
     @cached_property
     def forward_backward_func(self) -> ForwardBackward:
         """Replacement of Megatron's ``forward_backward_func``, with the options given until now."""
-        return ForwardBackward(self.physical, self.program_for, self._splits, self._step_options)
+        return ForwardBackward(
+            self.physical,
+            self.program_for,
+            self._splits,
+            self._step_options,
+            output=lambda: self._output,
+        )
 
     def _with_options(self, **options: Any) -> None:
         assert "forward_backward_func" not in vars(self), "options come before the function"
@@ -233,6 +248,8 @@ class PipelineAdapter:
         Where layers draw from streams of their own, their forwards choose these from now on.
         """
         embedding.tie(model_chunks)
+        if self.costs.vocabulary is not None:
+            self._output = cut(model_chunks, self.physical)
         streams = self._step_options.streams
         for chunk, split in zip(model_chunks, self._splits, strict=True):
             if streams is not None:
@@ -467,6 +484,15 @@ def _assumed_costs(pipeline_size: int, layers: int, ends: Ends | None) -> Costs:
 def _equal_costs(pipeline_size: int, p2p: float = 0.0) -> Costs:
     p = max(pipeline_size, 1)
     return Costs.uniform(pipeline_size=p, forward=1.0, backward=1.0, weight=1.0, p2p=p2p)
+
+
+def _with_vocabulary(costs: Costs, layers: int, output: float) -> Costs:
+    """Return the costs with an output layer, of so many layers, cut over all ranks.
+
+    Its logits and its part of the input gradient are O's, its weight gradient is V's.
+    """
+    layer = output * costs.pipeline_size / max(layers, 1)
+    return costs.with_vocabulary(output=2 * layer, weight=layer)
 
 
 def _keeps_places(

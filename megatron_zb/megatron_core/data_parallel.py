@@ -29,7 +29,7 @@ class DataParallelSync:
     Args:
         chunks: the model chunks of this rank, as data parallelism wraps them.
         order: their indices, in the order of their first forwards.
-        passes: the number of W and BW of each chunk in the step.
+        passes: the number of W, BW and V of each chunk in the step.
         buckets: for each chunk, None where data parallelism does not overlap its reductions.
     """
 
@@ -38,11 +38,11 @@ class DataParallelSync:
         config: Any,
         chunks: Sequence[Any],
         order: Sequence[int],
-        passes: int,
+        passes: Sequence[int],
         buckets: Sequence[BucketReductions | None],
     ) -> None:
         self._chunks = chunks
-        self._left = [passes] * len(chunks)
+        self._left = list(passes)
         self._gathers = one_for_each_chunk(config.param_sync_func, chunks)
         self._reductions = one_for_each_chunk(config.grad_sync_func, chunks)
         self._buckets = [

@@ -7,7 +7,7 @@ The contract is that of
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -26,18 +26,26 @@ from megatron_zb.megatron_core.part_marks import marking, reading
 from megatron_zb.megatron_core.placement import PhysicalPlacement
 from megatron_zb.megatron_core.random_streams import LayerStreams
 from megatron_zb.megatron_core.redo import Start
+from megatron_zb.megatron_core.stages import Iteration, MegatronStage, device, timed
+from megatron_zb.megatron_core.vocabulary import (
+    HANDLERS,
+    CutOutput,
+    Desk,
+    LastStage,
+    ShardPasses,
+    empty_message,
+)
 from megatron_zb.runtime.activation_memory import ActivationMemory
-from megatron_zb.runtime.autograd_stage import AutogradStage
 from megatron_zb.runtime.channels import Channels
 from megatron_zb.runtime.executor import Transport, run_program
 from megatron_zb.runtime.groups import GroupOptions
 from megatron_zb.runtime.link_times import clock_ahead, link_times
-from megatron_zb.runtime.observer import NOBODY, NOTHING, Observer, Observers
+from megatron_zb.runtime.observer import NOBODY, Observer, Observers
 from megatron_zb.runtime.post_validation import run_from_cut
 from megatron_zb.runtime.shaped_channels import ShapedChannels
 from megatron_zb.runtime.watchdog.progress import Progress
 from megatron_zb.runtime.watchdog.watchdog import Place, Watchdog
-from megatron_zb.schedules.passes import PassKind
+from megatron_zb.schedules.passes import Message, PassKind
 from megatron_zb.schedules.program.lowering import Program, Run
 from megatron_zb.schedules.program.rollback import Rollback, rollback
 from megatron_zb.schedules.schedule import Schedule
@@ -45,112 +53,6 @@ from megatron_zb.schedules.schedule import Schedule
 if TYPE_CHECKING:
     from megatron_zb.megatron_core.post_validation import PostValidation
     from megatron_zb.megatron_core.profiling import Measured, Profiling
-
-
-class MegatronStage(AutogradStage):
-    """One model chunk in one iteration, computed by Megatron's own ``forward_step``."""
-
-    def __init__(self, iteration: Iteration, vp_stage: int, split: SplitBackward) -> None:
-        self._iteration = iteration
-        self._vp_stage = vp_stage
-        self._is_output = iteration.physical.holds_output(iteration.pp_rank, vp_stage)
-        self._queue = split.queue
-        self._context_parallel = iteration.pg_collection.cp.size()
-        super().__init__(
-            self._forward_step,
-            split.queue,
-            is_last=self._is_output,
-            forward_only=iteration.forward_only,
-        )
-
-    def _forward_step(self, microbatch: int, activation: torch.Tensor | None) -> torch.Tensor:
-        it = self._iteration
-        self._choose_streams(microbatch)
-        if it.sync is not None:
-            it.sync.before_forward(self._vp_stage)
-        output, num_tokens = megatron_schedules.forward_step(
-            it.forward_step_func,
-            it.data_iterators[self._vp_stage],
-            it.model[self._vp_stage],
-            it.num_microbatches,
-            activation,
-            it.forward_data_store,
-            it.config,
-            self._context_parallel,
-            collect_non_loss_data=it.collect_non_loss_data,
-            is_first_microbatch=megatron_schedules.check_first_val_step(
-                it.first_val_step, it.forward_only, microbatch == 0
-            ),
-            current_microbatch=microbatch,
-            vp_stage=self._vp_stage if len(it.model) > 1 else None,
-            is_last_stage=self._is_output,
-        )
-        if not isinstance(output, torch.Tensor):
-            raise UsageError(
-                f"a stage returned a {type(output).__name__}: a pipeline schedule hands one tensor "
-                "from stage to stage"
-            )
-        if self._is_output:
-            it.total_num_tokens += num_tokens
-            if it.forward_only:
-                return output
-            if it.config.grad_scale_func is not None:
-                output = it.config.grad_scale_func(output)
-        return output
-
-    def _choose_streams(self, microbatch: int) -> None:
-        """Choose a microbatch's random streams, for a forward or a backward's recomputation."""
-        if self._iteration.streams is not None:
-            self._iteration.streams.start_pass(microbatch)
-
-    def backward(self, microbatch: int, gradient: torch.Tensor | None) -> torch.Tensor | None:
-        self._choose_streams(microbatch)
-        with _timed(self._iteration.config, "backward-compute", log_level=2):
-            if self._queue.deferring:
-                return super().backward(microbatch, gradient)
-            sync = self._sync
-            sync.before_weight_gradients(self._vp_stage, None)
-            result = super().backward(microbatch, gradient)
-            sync.after_weight_gradients(self._vp_stage)
-            return result
-
-    def backward_weight(self, microbatch: int) -> None:
-        sync = self._sync
-        sync.before_weight_gradients(self._vp_stage, partial(self._queue.weights, microbatch))
-        super().backward_weight(microbatch)
-        sync.after_weight_gradients(self._vp_stage)
-
-    @property
-    def _sync(self) -> DataParallelSync:
-        sync = self._iteration.sync
-        assert sync is not None, "an evaluation has no backward"
-        return sync
-
-
-@dataclass
-class Iteration:
-    """The arguments of one call of ``forward_backward_func``, and its results.
-
-    ``sync`` is None where nothing is trained: an evaluation gathers and reduces nothing.
-    """
-
-    physical: PhysicalPlacement
-    pp_rank: int
-    config: Any
-    pg_collection: Any
-    forward_step_func: Callable[..., Any]
-    data_iterators: list[Any]
-    model: list[Any]
-    num_microbatches: int
-    seq_length: int
-    micro_batch_size: int
-    forward_only: bool
-    collect_non_loss_data: bool
-    first_val_step: bool | None
-    total_num_tokens: torch.Tensor
-    streams: LayerStreams | None = None
-    sync: DataParallelSync | None = None
-    forward_data_store: list[Any] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
@@ -193,8 +95,10 @@ class ForwardBackward:
         program_for: Callable[[int, bool, bool], Program],
         splits: list[SplitBackward],
         options: StepOptions,
+        output: Callable[[], CutOutput | None] = lambda: None,
     ) -> None:
         self._physical = physical
+        self._output = output
         self._program_for = program_for
         self._splits = splits
         self._options = options
@@ -271,7 +175,7 @@ class ForwardBackward:
             forward_only=forward_only,
             collect_non_loss_data=collect_non_loss_data,
             first_val_step=first_val_step,
-            total_num_tokens=torch.zeros([], dtype=torch.int, device=_device()),
+            total_num_tokens=torch.zeros([], dtype=torch.int, device=device()),
             streams=self._options.streams,
         )
         (shape,) = megatron_schedules.get_tensor_shapes(
@@ -282,16 +186,29 @@ class ForwardBackward:
             tp_group=groups.tp,
             cp_group=groups.cp,
         )
-        allocate = partial(torch.empty, shape, dtype=config.pipeline_dtype, device=_device())
-        with _timed(config, "forward-backward", log_level=1, barrier=config.barrier_with_L1_time):
+        allocate = partial(torch.empty, shape, dtype=config.pipeline_dtype, device=device())
+        with timed(config, "forward-backward", log_level=1, barrier=config.barrier_with_L1_time):
             with no_grad_sync(config, chunks), self._measuring(iteration):
-                self._run(iteration, program, lambda message: allocate())
+                self._run(iteration, program, self._allocate(config, shape, allocate))
             if not forward_only:
                 self._reduce_gradients(iteration, force_all_reduce)
                 if self._profiling is not None:
                     self._profiling.end_step()
         self._tell_what_was_measured(iteration, allocate)
         return iteration.forward_data_store
+
+    def _allocate(
+        self, config: Any, shape: Any, allocate: Callable[[], torch.Tensor]
+    ) -> Callable[[Message], torch.Tensor]:
+        """Return the function that gives an empty tensor for a message."""
+        stages, output = self._physical.placement.num_stages, self._output()
+
+        def empty(message: Message) -> torch.Tensor:
+            if output is None or message.stage < stages:
+                return allocate()
+            return empty_message(message, shape, output.shard.weight.dtype, config, stages)
+
+        return empty
 
     def close(self) -> None:
         """Release the channels, collectively; the next call creates new ones."""
@@ -305,7 +222,7 @@ class ForwardBackward:
     def _run(
         self, iteration: Iteration, program: Program, allocate: Callable[[Any], torch.Tensor]
     ) -> None:
-        transport = self._transport(iteration)
+        transport = self._transport(iteration, program.schedule)
         logical = self._physical.logical(iteration.pp_rank)
         if not iteration.forward_only:
             iteration.sync = self._sync(iteration, program, logical)
@@ -313,7 +230,9 @@ class ForwardBackward:
         listening = iteration.sync.listening() if iteration.sync else nullcontext()
         with listening, self._looked_at() as observer:
             if not self._awaits_validation(iteration):
-                run_program(program, logical, stages, transport, allocate, observer)
+                run_program(
+                    program, logical, stages, transport, allocate, observer, handlers=HANDLERS
+                )
             else:
                 self._run_from_cut(iteration, program, logical, stages, transport, allocate)
 
@@ -343,7 +262,7 @@ class ForwardBackward:
     def _looked_at(self) -> Iterator[Observer]:
         """Count a step, and return its observer; what is captured is no step, and nobody looks."""
         assert self._channels is not None
-        with self._channels.capturing(graphs.is_capturing(_device())) as captures:
+        with self._channels.capturing(graphs.is_capturing(device())) as captures:
             if captures:
                 yield NOBODY
                 return
@@ -361,7 +280,7 @@ class ForwardBackward:
             return
         usual = self._activation_memory
         parameters = (p for chunk in iteration.model for p in chunk.parameters())
-        on_gpu = torch.device(_device()).type == "cuda"
+        on_gpu = torch.device(device()).type == "cuda"
         marking = partial(self._marking, iteration)
         with self._profiling.step(usual, parameters, on_gpu, marking) as self._activation_memory:
             yield
@@ -386,7 +305,7 @@ class ForwardBackward:
         logical = self._physical.logical(iteration.pp_rank)
         channels, placement = self._channels, self._physical.placement
         links = link_times(channels, placement, logical, lambda: allocate().zero_())
-        ahead = clock_ahead(channels, placement, logical, _device())
+        ahead = clock_ahead(channels, placement, logical, device())
         measurement.use(profiling.measured(links, allocate().nbytes, ahead), iteration)
 
     def _awaits_validation(self, iteration: Iteration) -> bool:
@@ -439,11 +358,19 @@ class ForwardBackward:
             self._cuts[count] = (program, rollback(program))
         return self._cuts[count][1]
 
-    def _stages(self, iteration: Iteration) -> dict[int, MegatronStage]:
-        stages: dict[int, MegatronStage] = {}
+    def _stages(self, iteration: Iteration) -> dict[int, Any]:
+        stages: dict[int, Any] = {}
+        output, desk = self._output(), Desk()
+        if output is not None:
+            logical = self._physical.logical(iteration.pp_rank)
+            passes = ShardPasses(iteration, output, desk if logical == output.end else None)
+            passes.activation_memory = self._activation_memory
+            stages[self._physical.placement.num_stages + logical] = passes
         for vp_stage, split in enumerate(self._splits):
             split.hooks_need_gradients = overlaps_grad_reduce(iteration.model[vp_stage])
             stage = MegatronStage(iteration, vp_stage, split)
+            if output is not None and stage.is_output:
+                stage = LastStage(iteration, vp_stage, split, output, desk)
             stage.activation_memory = split.queue.activation_memory = self._activation_memory
             if iteration.sync is not None:
                 split.queue.on_gradient = iteration.sync.listener(vp_stage)
@@ -459,9 +386,18 @@ class ForwardBackward:
             iteration.config,
             iteration.model,
             order,
-            passes=iteration.num_microbatches,
+            passes=self._weight_passes(program, logical),
             buckets=self._bucket_reductions(iteration.model),
         )
+
+    def _weight_passes(self, program: Program, logical: int) -> list[int]:
+        """Count the passes of each chunk that bring weight gradients."""
+        number = program.schedule.num_microbatches
+        counts = [number] * len(self._splits)
+        output = self._output()
+        if output is not None and any(i.work.kind is PassKind.V for i in _passes(program, logical)):
+            counts[output.chunk] += number
+        return counts
 
     def _bucket_reductions(self, chunks: list[Any]) -> list[BucketReductions | None]:
         """Return the bucket reductions of the chunks, kept from step to step with their counts."""
@@ -472,30 +408,40 @@ class ForwardBackward:
         ]
         return self._buckets
 
-    def _connected(self, pp_group: torch.distributed.ProcessGroup) -> Channels:
+    def _connected(self, pp_group: torch.distributed.ProcessGroup, schedule: Schedule) -> Channels:
         if self._channels is None:
-            ranks = self.pipeline_ranks(pp_group)
+            ranks, placement = self.pipeline_ranks(pp_group), self._physical.placement
             self._channels = Channels(
-                ranks, self._physical.placement, _device(), options=self._options.group_options
+                ranks,
+                placement,
+                device(),
+                more_links=schedule.rules.more_links(placement),
+                options=self._options.group_options,
             )
             self._watch(ranks)
         return self._channels
 
-    def _transport(self, iteration: Iteration) -> Transport:
+    def _transport(self, iteration: Iteration, schedule: Schedule) -> Transport:
         pp_group = iteration.pg_collection.pp
-        channels = self._connected(pp_group)
+        channels = self._connected(pp_group, schedule)
         channels.activation_memory = self._activation_memory
         if not iteration.config.variable_seq_lengths:
             return channels
         if self._headers is None:
             ranks, options = self.pipeline_ranks(pp_group), self._options.group_options
+            placement = self._physical.placement
             self._headers = Channels(
-                ranks, self._physical.placement, "cpu", backend="gloo", options=options
+                ranks,
+                placement,
+                "cpu",
+                more_links=schedule.rules.more_links(placement),
+                backend="gloo",
+                options=options,
             )
         return ShapedChannels(channels, self._headers)
 
     def _watch(self, ranks: list[int]) -> None:
-        self._progress = Progress(on_gpu=torch.device(_device()).type == "cuda", phases=PHASES)
+        self._progress = Progress(on_gpu=torch.device(device()).type == "cuda", phases=PHASES)
         timeout = self._options.timeout
         if timeout is not None:
             me, job = torch.distributed.get_rank(), range(torch.distributed.get_world_size())
@@ -523,8 +469,12 @@ class ForwardBackward:
 
 def _by_first_forward(program: Program, logical: int) -> list[int]:
     """Return the stages of a rank in the order of their first F."""
-    passes = (i.work for i in program.ranks[logical] if isinstance(i, Run))
+    passes = (run.work for run in _passes(program, logical))
     return list(dict.fromkeys(p.stage for p in passes if p.kind is PassKind.F))
+
+
+def _passes(program: Program, logical: int) -> Iterator[Run]:
+    return (i for i in program.ranks[logical] if isinstance(i, Run))
 
 
 # What Megatron does between two steps, by its functions: for the watchdog's report.
@@ -577,23 +527,3 @@ def refuse_what_is_not_served(config: Any, adjust_tensor_shapes_fn: Any, schedul
         raise UsageError(
             f"{setting} cannot be combined with the pipeline schedule {schedule}: {why}"
         )
-
-
-def _device() -> Any:
-    """Return the device on which Megatron creates its tensors."""
-    return torch.cuda.current_device()
-
-
-def _timed(
-    config: Any, name: str, *, log_level: int, barrier: bool = False
-) -> AbstractContextManager[None]:
-    """Return the context of one of Megatron's timers, if the user has asked for them."""
-    return NOTHING if config.timers is None else _timer(config, name, log_level, barrier)
-
-
-@contextmanager
-def _timer(config: Any, name: str, log_level: int, barrier: bool) -> Iterator[None]:
-    timer = config.timers(name, log_level=log_level)
-    timer.start(barrier=barrier)
-    yield
-    timer.stop()

@@ -196,12 +196,12 @@ def _add_weight_gradient(
     input_ = input_.reshape(-1, input_.size(-1))
     grad_output = grad_output.reshape(-1, grad_output.size(-1))
     if call.fused:
-        _accumulate_fused(input_, grad_output, call.main_grad)
+        accumulate_fused(input_, grad_output, call.main_grad)
     else:
         call.uses.add(weight, grad_output.t().matmul(input_))
 
 
-def _accumulate_fused(
+def accumulate_fused(
     input_: torch.Tensor, grad_output: torch.Tensor, main_grad: torch.Tensor | None
 ) -> None:
     import fused_weight_gradient_mlp_cuda as kernels

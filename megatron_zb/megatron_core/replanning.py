@@ -13,9 +13,9 @@ from megatron.core import parallel_state
 from megatron_zb.errors import UsageError
 from megatron_zb.measured.profile import Profile, ProfiledModel, write_profile
 from megatron_zb.measured.trace import Trace, of_spans, write_trace
-from megatron_zb.megatron_core.forward_backward import Iteration
 from megatron_zb.megatron_core.placement import PhysicalPlacement
 from megatron_zb.megatron_core.profiling import Held, Measured, Profiling
+from megatron_zb.megatron_core.stages import Iteration
 from megatron_zb.schedules.costs import Costs
 from megatron_zb.schedules.schedule import Schedule
 from megatron_zb.schedules.search.fusing import fuse_for_free, join_all, split_all

@@ -35,10 +35,13 @@ class Header(NamedTuple):
     message: Message
 
 
-def channels_of(placement: Placement) -> list[Channel]:
-    """List every channel that a placement needs, in the one order that all ranks agree on."""
-    pairs = {c for a, b in placement.links for c in (Channel(a, b), Channel(b, a))}
-    return sorted(pairs)
+def channels_of(placement: Placement, more_links: Iterable[tuple[int, int]] = ()) -> list[Channel]:
+    """List every channel that a placement needs, in the one order that all ranks agree on.
+
+    ``more_links`` are pairs of ranks beside those of the placement.
+    """
+    links = {*placement.links, *more_links}
+    return sorted({c for a, b in links for c in (Channel(a, b), Channel(b, a))})
 
 
 class Channels:
@@ -49,6 +52,7 @@ class Channels:
     first message and would hold up the host in the middle of a step.
 
     Args:
+        more_links: pairs of ranks that messages travel between beside those of the placement.
         backend: of the groups; None for that of the job.
         options: how the groups are made.
     """
@@ -61,12 +65,13 @@ class Channels:
         placement: Placement,
         device: torch.device | str | int,
         *,
+        more_links: Iterable[tuple[int, int]] = (),
         backend: str | None = None,
         options: GroupOptions | None = None,
     ) -> None:
         self._ranks = list(pipeline_ranks)
         me = self._ranks.index(dist.get_rank())
-        mine = [channel for channel in channels_of(placement) if me in channel]
+        mine = [channel for channel in channels_of(placement, more_links) if me in channel]
         pairs = [(self._ranks[a], self._ranks[b]) for a, b in mine]
         groups = new_groups(pairs, backend, options or GroupOptions())
         rank = dist.get_rank()  # in a group of two, the peer is the first or the second

@@ -89,6 +89,10 @@ class Rules(ABC):
         """Return the ranks that read a message, of which the one that makes it may be one."""
         return (placement.rank_at(message.stage, message.microbatch),)
 
+    def more_links(self, placement: Placement) -> set[tuple[int, int]]:
+        """Return pairs of ranks that messages travel between beside those of the placement."""
+        return set()
+
     def together(self, placement: Placement, rank: int, p: Pass) -> tuple[int, ...]:
         """Return the ranks that run a pass as one, so that none of them gets past it alone."""
         return (rank,)

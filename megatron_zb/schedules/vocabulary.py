@@ -88,6 +88,10 @@ class VocabularyRules(TrainingRules):
             return [holder for holder in self.holders if holder != end]
         return (end,)
 
+    def more_links(self, placement: Placement) -> set[tuple[int, int]]:
+        end = placement.rank_of[-1]
+        return {(holder, end) for holder in self.holders if holder != end}
+
     def broken_rule(self, schedule: Orders, rank: int) -> Broken | None:
         """Return the first rule that the order of a rank breaks, None if it breaks none.
 

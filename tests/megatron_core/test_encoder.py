@@ -12,9 +12,9 @@ from ranks import RankPools
 from torch import nn
 
 from megatron_zb.errors import UsageError
-from megatron_zb.megatron_core.forward_backward import MegatronStage
 from megatron_zb.megatron_core.linear import SplitBackward
 from megatron_zb.megatron_core.placement import PhysicalPlacement
+from megatron_zb.megatron_core.stages import MegatronStage
 from megatron_zb.megatron_lm.conflicts import check_model
 from megatron_zb.runtime.weight_grad import WeightGradQueue
 from megatron_zb.schedules.placement import looped

@@ -117,7 +117,7 @@ def _syncs(**functions: Any) -> list[str]:
         calls = [lambda chunk, name=name: said.append(f"{name} {chunk}") for _ in range(4)]
         setattr(config, f"{name}_sync_func", calls if kind is list else calls[0])
     chunks = [Chunk(c) for c in range(4)]
-    sync = DataParallelSync(config, chunks, [0, 1, 3, 2], 2, buckets=[None] * 4)
+    sync = DataParallelSync(config, chunks, [0, 1, 3, 2], [2] * 4, buckets=[None] * 4)
     for chunk in (0, 0, 1, 0, 1, 3, 2, 3):
         said.append(f"F{chunk}")
         sync.before_forward(chunk)

@@ -55,6 +55,7 @@ class GPTCase:
     chunk per rank refuses. ``hybrid`` is the pattern of a HybridModel of so many ``layers``.
     ``images`` are the numbers of images of the samples, in turns, which the encoder of Megatron's
     LLaVAModel reads on its first stage; its language model is the GPT.
+    With ``vocabulary``, our output layer is cut along the vocabulary over all pipeline ranks.
     """
 
     tied: bool = False
@@ -87,6 +88,7 @@ class GPTCase:
     drawn: bool = False
     hybrid: str | None = None
     images: tuple[int, ...] = ()
+    vocabulary: bool = False
 
     @property
     def torch_dtype(self) -> torch.dtype:
@@ -154,6 +156,7 @@ def built(
             num_microbatches=num_microbatches,
             layers=Layers(case.layers, multi_token=case.multi_token, kinds=case.hybrid or ""),
             layer_layout=case.layout,
+            **({"vocabulary": 1.0} if case.vocabulary else {}),
         )
         if steps_done is not None:
             adapter.draw_by_layer(1, steps_done)
