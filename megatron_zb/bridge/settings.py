@@ -121,6 +121,7 @@ _DEFAULTS = {
     "num_layers_per_virtual_pipeline_stage": None,
     "num_virtual_stages_per_pipeline_rank": None,
     "pipeline_layer_layout": None,
+    "pipeline_vocabulary": None,
     "pipeline_memory_limit": None,
     "pipeline_model_parallel_layout": None,
     "pipeline_placement": None,

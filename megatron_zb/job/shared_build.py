@@ -94,10 +94,11 @@ class SharedBuild:
         _put(self._store, f"{number}/asked", _as_flags(values))
         try:
             schedule = self._build(name, **request)
+            packed = cache.pack(schedule)
         except BaseException as error:
             self._tell(number, error, name)
             raise
-        _put(self._store, f"{number}/built", cache.pack(schedule))
+        _put(self._store, f"{number}/built", packed)
         return schedule
 
     def _tell(self, number: int, error: BaseException, name: str) -> None:

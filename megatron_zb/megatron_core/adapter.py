@@ -170,6 +170,11 @@ class PipelineAdapter:
                 f"the schedule {schedule.name} is for {sizes[0]} pipeline ranks and {sizes[1]} "
                 f"microbatches, but the job has {pipeline_size} and {num_microbatches}"
             )
+        if any(p.kind is PassKind.O for rank in schedule.ranks for p in rank):
+            raise UsageError(
+                f"the schedule {schedule.name} has passes of an output layer that is cut: tables "
+                "train with a whole one; name a schedule, with --pipeline-vocabulary on"
+            )
         balance, letters = _placed(layers, layer_layout, schedule)
         return cls(
             schedule,

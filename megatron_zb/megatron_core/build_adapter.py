@@ -45,6 +45,8 @@ class Sizes:
     """The costs of the model's ends, if they are known."""
     group_size: int | None = None
     back_to_back: bool = False
+    vocabulary: float | None = None
+    """The layers that the output layer counts for, where it is cut over all ranks."""
 
 
 def build_adapter(
@@ -70,7 +72,7 @@ def build_adapter(
     if group_options is not None:
         adapter.connect_with(group_options)
     profile = None if args.pipeline_profile is None else Path(args.pipeline_profile)
-    if versions.graphs_of(args) is versions.Graphs.NONE:
+    if versions.graphs_of(args) is versions.Graphs.NONE and sizes.vocabulary is None:
         adapter.profile(profile, args.pipeline_replan_every, is_named=named)
     return adapter
 
@@ -110,6 +112,7 @@ def _named(args: argparse.Namespace, sizes: Sizes, build: Build) -> PipelineAdap
             back_to_back=sizes.back_to_back,
             ends=sizes.ends,
             placement=placement,
+            vocabulary=sizes.vocabulary,
             build=build,
         )
 

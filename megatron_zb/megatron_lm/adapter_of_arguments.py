@@ -37,6 +37,7 @@ _NEED_A_SCHEDULE = {
     "pipeline_memory_limit": "auto",
     "enable_optimizer_post_validation": "v-zb",
     "pipeline_layer_layout": "v-half",
+    "pipeline_vocabulary": "v-half",
     "pipeline_profile": "v-half",
     "pipeline_replan_every": "auto",
     "pipeline_random_streams": "v-half",
@@ -74,6 +75,7 @@ def adapter_of(
         UsageError: the arguments cannot be combined, or the schedule cannot be built.
     """
     args.mtp_num_layers = layers_of(args).multi_token or args.mtp_num_layers
+    conflicts.check_vocabulary(args)
     options = group_options(
         args.nccl_communicator_config_path, args.high_priority_stream_groups or ()
     )
@@ -132,15 +134,22 @@ def _steps_done() -> int:
 
 def _sizes(args: argparse.Namespace) -> Sizes:
     _check_sizes(args)
+    ends = None if _is_hybrid(args) else balance.ends_of(args)
     return Sizes(
         num_microbatches=_num_microbatches(args),
         layers=layers_of(args),
         layer_layout=_layout(args),
         chunks=_chunks(args),
-        ends=None if _is_hybrid(args) else balance.ends_of(args),
+        ends=ends,
+        vocabulary=_layers_of_output(ends) if conflicts.cuts_vocabulary(args) else None,
         group_size=getattr(args, "microbatch_group_size_per_vp_stage", None),
         back_to_back=args.enable_optimizer_post_validation,
     )
+
+
+def _layers_of_output(ends: balance.Ends | None) -> float:
+    """Return how many layers the output layer counts for: one where its size is not known yet."""
+    return 1.0 if ends is None else ends.output
 
 
 def _chunks(args: argparse.Namespace) -> Chunks:

@@ -318,6 +318,65 @@ LAYER_STREAMS_CONFLICTS = (
 )
 
 
+_NOT_TIMED = "nothing measures the passes of its shards"
+VOCABULARY_CONFLICTS = (
+    Conflict(
+        "untie_embeddings_and_output_weights",
+        "an output layer that is tied to the embedding",
+        "both would have to be cut; add --untie-embeddings-and-output-weights",
+        lambda unties: not unties,
+    ),
+    Conflict(
+        "mtp_num_layers",
+        "--mtp-num-layers",
+        "multi-token prediction runs the output layer again",
+    ),
+    Conflict(
+        "cross_entropy_loss_fusion",
+        "--cross-entropy-loss-fusion",
+        "the loss is put together from parts; leave it out",
+    ),
+    Conflict("use_mup", "--use-mup", "it scales the logits"),
+    Conflict("hybrid_layer_pattern", "--hybrid-layer-pattern", "it is tried with GPTModel alone"),
+    Conflict("pipeline_schedule_file", "--pipeline-schedule-file", "a table has no passes of it"),
+    Conflict("pipeline_profile", "--pipeline-profile", _NOT_TIMED),
+    Conflict("pipeline_replan_every", "--pipeline-replan-every", _NOT_TIMED),
+    Conflict(
+        "enable_optimizer_post_validation",
+        POST_VALIDATION,
+        "the forwards that run again have no passes of it",
+    ),
+    *(
+        Conflict(
+            setting,
+            flag_of(setting),
+            "its passes are not captured",
+            lambda value: value not in (False, "none"),
+        )
+        for setting in versions.GRAPH_SETTINGS
+    ),
+)
+
+
+def check_vocabulary(args: argparse.Namespace) -> None:
+    """Refuse arguments with which no output layer is cut along the vocabulary.
+
+    Raises:
+        UsageError: names both flags and the reason.
+    """
+    _raise_first(vocabulary_refusals(args))
+
+
+def vocabulary_refusals(args: argparse.Namespace) -> Iterator[Refusal]:
+    """Yield the arguments with which no output layer is cut along the vocabulary."""
+    if cuts_vocabulary(args):
+        yield from _conflicting(VOCABULARY_CONFLICTS, args, "--pipeline-vocabulary on")
+
+
+def cuts_vocabulary(args: argparse.Namespace) -> bool:
+    return bool(args.pipeline_vocabulary == "on")
+
+
 def check(args: argparse.Namespace, choice: str, placement: Placement, splits: bool = True) -> None:
     """Refuse arguments that cannot be combined with a schedule.
 

@@ -45,6 +45,14 @@ def _add_schedule(parser: argparse.ArgumentParser) -> None:
         "counted from the sizes of the model (auto), or by the seconds in a file of "
         "--pipeline-profile; --pipeline-model-parallel-layout writes them out",
     )
+    group.add_argument(
+        "--pipeline-vocabulary",
+        choices=("on", "off"),
+        help="cut the output layer along the vocabulary over all pipeline ranks, whose logits and "
+        "weight gradients then are passes of the schedule (on), or leave it on the last stage "
+        "(default: off). Losses agree with those of the whole layer but for rounding, and are the "
+        "same to the last bit in every schedule. Checkpoints serve both",
+    )
     add_run_arguments(group)
     group.add_argument(
         "--enable-optimizer-post-validation",

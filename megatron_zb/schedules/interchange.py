@@ -2,7 +2,9 @@
 
 The table is the *compute-only* one that torch's pipeline runtime loads and dumps: a row for each
 rank, a cell for each pass, ``<stage><letter><microbatch>``. Its letters are F, I for the input
-gradient (our B), W, and B for a full backward (our BW). Empty cells are idle steps.
+gradient (our B), W, and B for a full backward (our BW). Empty cells are idle steps. Tables of
+schedules with a cut output layer have O, P and V, too, which torch does not know; the shard of rank
+r counts as stage S + r.
 """
 
 from __future__ import annotations
@@ -18,15 +20,20 @@ from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
 
 from megatron_zb.errors import UsageError
+from megatron_zb.schedules import vocabulary
 from megatron_zb.schedules.passes import Pass, PassKind
 from megatron_zb.schedules.placement import Placement, looped, wave
 from megatron_zb.schedules.request import MOST_FORWARDS
+from megatron_zb.schedules.rules import TRAINING
 from megatron_zb.schedules.schedule import InvalidSchedule, Schedule
 from megatron_zb.schedules.simulator import Timeline
+from megatron_zb.schedules.vocabulary import VocabularyRules
 
-_LETTER = {PassKind.F: "F", PassKind.B: "I", PassKind.W: "W", PassKind.BW: "B"}
+_LETTER = {PassKind.F: "F", PassKind.B: "I", PassKind.W: "W", PassKind.BW: "B"} | {
+    kind: str(kind) for kind in vocabulary.KINDS
+}
 _KIND = {letter: kind for kind, letter in _LETTER.items()}
-_CELL = re.compile(r"([0-9]+)([FIWB])([0-9]+)")
+_CELL = re.compile(r"([0-9]+)([FIWBOPV])([0-9]+)")
 _COMMUNICATION = re.compile(r"[0-9]+(SEND|RECV)_[FB][0-9]+")
 
 # Far above what any cluster needs; a file beyond them is no schedule.
@@ -54,8 +61,8 @@ def to_csv(schedule: Schedule) -> str:
     others = {p.kind for rank in schedule.ranks for p in rank} - _LETTER.keys()
     if others:
         raise UsageError(
-            f"{schedule.name} has passes {', '.join(sorted(others))}: a table has F, B, W and both "
-            "in one alone"
+            f"{schedule.name} has passes {', '.join(sorted(others))}: a table has those of a "
+            "training step alone"
         )
     out = io.StringIO()
     csv.writer(out, lineterminator="\n").writerows(map(_cell_text, rank) for rank in schedule.ranks)
@@ -111,7 +118,9 @@ def from_csv(source: str | Path, *, name: str | None = None) -> Schedule:
     placement = _infer_placement(name, rows)
     num_microbatches = 1 + max(cell.work.microbatch for row in rows for cell in row)
     ranks = tuple(tuple(cell.work for cell in row) for row in rows)
-    schedule = Schedule(name, placement, num_microbatches, ranks)
+    holders = tuple(r for r, row in enumerate(ranks) if any(p.kind is PassKind.O for p in row))
+    rules = VocabularyRules(holders) if holders else TRAINING
+    schedule = Schedule(name, placement, num_microbatches, ranks, rules=rules)
     try:
         return schedule.validate()
     except InvalidSchedule as error:
@@ -186,11 +195,15 @@ def _infer_placement(name: str, rows: Sequence[Sequence[_Cell]]) -> Placement:
     rank_of: dict[int, int] = {}
     for rank, row in enumerate(rows):
         for work, column in row:
+            if work.kind in vocabulary.KINDS:
+                continue
             if rank_of.setdefault(work.stage, rank) != rank:
                 raise InvalidSchedule(
                     f"{name}: row {rank + 1}, column {column}, pass {_cell_text(work)}: rule "
                     f"'placement': stage {work.stage} lives on row {rank_of[work.stage] + 1}"
                 )
+    if not rank_of:
+        raise InvalidSchedule(f"{name}: rule 'completeness': the table has no F")
     stages = len(rank_of)
     missing = next(s for s in range(stages + 1) if s not in rank_of)
     if missing < stages:

@@ -13,7 +13,7 @@ from megatron_zb.drawing.palette import colour_of
 from megatron_zb.errors import UsageError
 from megatron_zb.schedules.bounds import lower_bound, period_bound
 from megatron_zb.schedules.costs import Costs
-from megatron_zb.schedules.interchange import to_csv
+from megatron_zb.schedules.interchange import from_csv, to_csv
 from megatron_zb.schedules.passes import Pass, PassKind
 from megatron_zb.schedules.placement import looped
 from megatron_zb.schedules.program.lowering import Receive, Run, Send
@@ -222,9 +222,18 @@ def test_costs_that_cannot_be_are_refused(given: dict[str, Any], said: str) -> N
         costs.with_vocabulary(**given)
 
 
-def test_what_has_no_letter_and_no_colour_is_refused() -> None:
+def test_a_table_has_letters_for_the_shards() -> None:
     schedule = _by_hand().validate()
-    with pytest.raises(UsageError, match="has passes O, P, V"):
-        to_csv(schedule)
+    text = to_csv(schedule)
+    assert "2O0" in text and "1P0" in text and "3V1" in text
+    read = from_csv(text, name=schedule.name)
+    assert read == schedule
+    with pytest.raises(InvalidSchedule, match=r"row 1, column 3, '3O0': .*no O of stage 3"):
+        from_csv(text.replace("2O0", "3O0", 1))
+    with pytest.raises(InvalidSchedule, match="the table has no F"):
+        from_csv("2O0\n3O0\n")
+
+
+def test_what_has_no_colour_is_refused() -> None:
     with pytest.raises(UsageError, match="O passes cannot be drawn"):
         colour_of(O, 0)
