@@ -20,6 +20,7 @@ from megatron_zb.megatron_lm import conflicts, flags, hybrid_pattern
 from megatron_zb.parsing import flag_of
 from megatron_zb.schedules import catalog
 from megatron_zb.schedules.catalog import Build
+from megatron_zb.schedules.hybrid_pattern import kinds, predicting_parts
 from megatron_zb.schedules.layout import Layers
 
 # How Megatron-LM divides layers over ranks where no layout is given; a layout takes their place.
@@ -195,12 +196,12 @@ def layers_of(args: argparse.Namespace) -> Layers:
     pattern = hybrid_pattern.of_arguments(args) or ""
     return Layers(
         decoder=_num_layers(args),
-        multi_token=hybrid_pattern.depths(pattern) or args.mtp_num_layers or 0,
+        multi_token=len(predicting_parts(pattern)) or args.mtp_num_layers or 0,
         embedding=int(args.account_for_embedding_in_pipeline_split),
         output=int(args.account_for_loss_in_pipeline_split),
         first=args.decoder_first_pipeline_num_layers,
         last=args.decoder_last_pipeline_num_layers,
-        kinds=hybrid_pattern.kinds(pattern),
+        kinds=kinds(pattern),
     )
 
 
@@ -245,7 +246,7 @@ def _check_alone(args: argparse.Namespace, asked: str) -> None:
 def _num_layers(args: argparse.Namespace) -> int:
     pattern = hybrid_pattern.of_arguments(args)
     if pattern:
-        return len(hybrid_pattern.kinds(pattern))
+        return len(kinds(pattern))
     names = ("num_layers", "decoder_num_layers", "encoder_num_layers")
     number = next((n for name in names if (n := getattr(args, name, None)) is not None), None)
     if number is None:

@@ -6,6 +6,7 @@ import re
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import accumulate, pairwise
 
 from megatron_zb.errors import UsageError
 from megatron_zb.schedules.placement import Placement
@@ -81,6 +82,95 @@ def choices(layers: int, placement: Placement, embedding: float, output: float) 
         with suppress(UsageError):
             found.append(share(asked, placement))
     return list(dict.fromkeys(found))
+
+
+def weighed(
+    weights: tuple[float, ...], placement: Placement, embedding: float, output: float
+) -> list[Layout]:
+    """Return layouts that balance layers of unequal work, where there are enough layers.
+
+    With one stage on each rank, the busiest rank of one of them has as little to do as can be.
+
+    Args:
+        weights: the work of each decoder layer.
+        placement: the ranks of the stages.
+        embedding: work of the embedding, in the same unit.
+        output: work of the output layer.
+    """
+    begun = choices(len(weights), placement, embedding, output)
+    if len(weights) >= placement.num_stages:
+        begun.append(_cut(weights, placement.num_stages, embedding, output))
+    found = [_evened(counts, weights, placement, embedding, output) for counts in begun]
+    return list(dict.fromkeys([*begun, *found]))
+
+
+@lru_cache(maxsize=4096)
+def _evened(
+    counts: Layout,
+    weights: tuple[float, ...],
+    placement: Placement,
+    embedding: float,
+    output: float,
+) -> Layout:
+    """Move borders by up to three layers until no move evens out the ranks; no stage is emptied."""
+    before = [0.0, *accumulate(weights)]
+    borders = [0, *accumulate(counts)]
+    of = placement.rank_of
+    work = [0.0] * placement.pipeline_size
+    for rank, (first, after) in zip(of, pairwise(borders), strict=True):
+        work[rank] += before[after] - before[first]
+    work[of[0]] += embedding
+    work[of[-1]] += output
+
+    def gain(border: int, step: int) -> float:
+        """Return by how much the sum of squares falls if so many layers go one stage down."""
+        here, there = borders[border], borders[border] + step
+        one, other = of[border - 1], of[border]
+        low, high = borders[border - 1], borders[border + 1]
+        if one == other or (step > 0 and there >= high) or (step < 0 and there <= low):
+            return 0.0
+        moved = before[there] - before[here]
+        return 2 * moved * (work[other] - work[one] - moved)
+
+    moves = [(b, step) for b in range(1, len(of)) for step in (-3, -2, -1, 1, 2, 3)]
+    while moves:
+        border, step = max(moves, key=lambda move: gain(*move))
+        if gain(border, step) <= _EQUAL:
+            break
+        moved = before[borders[border] + step] - before[borders[border]]
+        work[of[border - 1]] += moved
+        work[of[border]] -= moved
+        borders[border] += step
+    return tuple(after - first for first, after in pairwise(borders))
+
+
+_EQUAL = 1e-9  # of a layer's work: less is rounding
+
+
+def _cut(weights: tuple[float, ...], stages: int, embedding: float, output: float) -> Layout:
+    """Cut layers so that the fullest stage has as little to do as can be, searched by halves."""
+
+    def filled(most: float) -> Layout | None:
+        """Fill one stage after the other up to ``most``; None if that is too little."""
+        borders, held = [0], embedding
+        for layer, weight in enumerate(weights):
+            others = stages - len(borders)
+            is_full = held + weight > most and layer > borders[-1]
+            if others and (is_full or len(weights) - layer == others):
+                borders.append(layer)
+                held = 0.0
+            held += weight
+            if held + (output if len(borders) == stages else 0.0) > most:
+                return None
+        return tuple(after - first for first, after in pairwise([*borders, len(weights)]))
+
+    low, high = 0.0, embedding + sum(weights) + output
+    while high - low > _EQUAL * high:
+        middle = (low + high) / 2
+        low, high = (low, middle) if filled(middle) else (middle, high)
+    found = filled(high * (1 + _EQUAL))
+    assert found is not None  # all layers are on the last stage at most
+    return found
 
 
 @lru_cache(maxsize=4096)
