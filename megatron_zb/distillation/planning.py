@@ -189,6 +189,7 @@ def _check(job: Job) -> None:
     attention = job.teacher.attention
     unlike = [] if job.teacher.experts is None else ["experts"]
     unlike += [] if isinstance(attention, GroupedAttention) else [attention.name]
+    unlike += ["layers of several kinds"] if job.teacher.kinds else []
     if unlike:
         raise UsageError(
             f"--student-config: a teacher with {unlike[0]} cannot be distilled block by block: "

@@ -12,10 +12,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from megatron_zb.planner.hybrid_layers import MambaMixer
 from megatron_zb.planner.model import ModelConfig
 from megatron_zb.planner.parameters import (
     expert_weights,
     joining_weights,
+    mixer_weights,
     mlp_weights,
     predicted_layers,
 )
@@ -63,7 +65,7 @@ def layer_held(load: Workload, index: int) -> Held:
     # What sequence parallelism would share out weighs more without it.
     kept = load.kept_tokens / share
     everything = _stored(load.model, index, load.sequence) + (kept - 1) * _kept(load.model)
-    scores = _scores(load.model, load.sequence)
+    scores = _scores(load.model, index, load.sequence)
     needed = _needed_by_weight(load.model, index)
     if load.strategy.precision != "bf16":
         everything -= _inputs(load.model, index) / 2
@@ -82,9 +84,11 @@ def output_held(load: Workload) -> Held:
     The layers of prediction themselves are included.
     """
     held = one = _output_held(load)
+    joined = 4 * load.tokens * load.model.hidden_size / load.strategy.tensor
     for index in predicted_layers(load.model):
-        joined = 4 * load.tokens * load.model.hidden_size / load.strategy.tensor
-        held = held + layer_held(load, index) + Held(joined, joined) + one
+        held += layer_held(load, index)
+    for _ in range(load.model.prediction_layers):
+        held = held + Held(joined, joined) + one
     return held
 
 
@@ -122,7 +126,7 @@ def rank_states(load: Workload, layers: Sequence[int], embedding: bool, output: 
     model, strategy = load.model, load.strategy
     experts = model.experts.experts if model.experts else 0
     held = [*layers, *(predicted_layers(model) if output else [])]
-    dense = sum(model.attention.weights + mlp_weights(model, i) for i in held)
+    dense = sum(mixer_weights(model, i) + mlp_weights(model, i) for i in held)
     dense += joining_weights(model) if output else 0
     routed = sum(expert_weights(model, i, experts) for i in held)
     routed_here = routed / (strategy.expert_tensor * strategy.expert)
@@ -138,22 +142,31 @@ def rank_states(load: Workload, layers: Sequence[int], embedding: bool, output: 
     return States(weights, GRADIENT * here, OPTIMIZER * sharded, here, routed_here)
 
 
-def _scores(model: ModelConfig, sequence: int) -> float:
+def _scores(model: ModelConfig, index: int, sequence: int) -> float:
     """Count the bytes of a token's stored attention scores.
 
     These are the softmax, and with dropout its mask and its output.
     """
-    if model.flash_attention:
+    if model.flash_attention or not model.attends(index):
         return 0.0
     return (5 if model.dropout else 2) * model.attention_heads * float(sequence)
 
 
 def _stored(model: ModelConfig, index: int, sequence: int) -> float:
     """Count the bytes that F keeps of a token in one layer."""
-    attention = 2 * (model.attention.projected + model.attention.attended)
-    statistics = 4 * model.attention_heads if model.flash_attention else 0
-    mlp = _inner(model, index)
-    return _kept(model) + attention + statistics + mlp + _scores(model, sequence)
+    mixer = model.mixer_in(index)
+    if isinstance(mixer, MambaMixer):
+        inside = 2 * mixer.attended  # what the scan gave, before it is gated and normed
+    else:
+        inside = 4 * model.attention_heads if mixer and model.flash_attention else 0
+    mixed = _mixed(model, index) + inside
+    return _kept(model) + mixed + _inner(model, index) + _scores(model, index, sequence)
+
+
+def _mixed(model: ModelConfig, index: int) -> int:
+    """Count the bytes of a token between the projections of attention or Mamba-2."""
+    mixer = model.mixer_in(index)
+    return 0 if mixer is None else 2 * (mixer.projected + mixer.attended)
 
 
 def _inner(model: ModelConfig, index: int) -> int:
@@ -166,20 +179,21 @@ def _inner(model: ModelConfig, index: int) -> int:
 def _kept(model: ModelConfig) -> float:
     """Count the bytes of a token between the products.
 
-    These are norms, inputs of attention and MLP, and dropout's masks.
+    These are of each part the input of its norm, its own input, and dropout's mask.
     """
-    return (4 + 2 + 2 + (2 if model.dropout else 0)) * model.hidden_size
+    return (2 + 2 + (1 if model.dropout else 0)) * model.parts * model.hidden_size
 
 
 def _needed_by_weight(model: ModelConfig, index: int) -> float:
     """Count the bytes that W needs of a token: inputs of weights and gradients of their outputs."""
-    attention = 2 * (model.attention.projected + model.attention.attended)
-    return attention + 8 * model.hidden_size + _inner(model, index)
+    outside = 4 * model.parts * model.hidden_size
+    return _mixed(model, index) + outside + _inner(model, index)
 
 
 def _inputs(model: ModelConfig, index: int) -> float:
     """Count the bytes of the inputs of a token's products with weights, as 16-bit tensors."""
-    experts = model.experts_in(index)
+    experts, mixer = model.experts_in(index), model.mixer_in(index)
     inner = model.dense_inner(index) + model.routed_inner(index)
     sent = experts.top_k * model.hidden_size if experts else 0
-    return 2 * (2 * model.hidden_size + model.attention.attended + inner + sent)
+    attended = mixer.attended if mixer else 0
+    return 2 * (model.parts * model.hidden_size + attended + inner + sent)

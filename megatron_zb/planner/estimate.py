@@ -13,6 +13,7 @@ from functools import cached_property
 from megatron_zb.planner import byte_counts
 from megatron_zb.planner.byte_counts import Held, States
 from megatron_zb.planner.candidate import Candidate
+from megatron_zb.planner.stages import average_layer
 from megatron_zb.planner.step import by_formula
 from megatron_zb.planner.work import Work, Workload
 from megatron_zb.schedules import catalog
@@ -31,7 +32,7 @@ class EvenSplit:
 
     @cached_property
     def _parts(self) -> tuple[Work, Work]:
-        return self.load.layer(self._middle), self.load.output()
+        return average_layer(self.load), self.load.output()
 
     @cached_property
     def rank(self) -> Work:
@@ -54,9 +55,11 @@ class EvenSplit:
     @cached_property
     def held(self) -> Held:
         """Bytes of a microbatch on one rank."""
-        layer = byte_counts.layer_held(self.load, self._middle)
-        count = self.load.model.layers / self.load.strategy.pipeline
-        return Held(layer.activation * count, layer.for_weight * count, layer.in_backward)
+        model, pipeline = self.load.model, self.load.strategy.pipeline
+        alike = model.alike(range(model.layers)) if model.kinds else {self._middle: model.layers}
+        held = [(byte_counts.layer_held(self.load, i), n / pipeline) for i, n in alike.items()]
+        parts = (Held(one.activation * n, one.for_weight * n, one.in_backward) for one, n in held)
+        return sum(parts, Held())
 
     @cached_property
     def states(self) -> States:

@@ -6,6 +6,7 @@ from megatron_zb.planner.candidate import MEGATRON_1F1B, MEGATRON_INTERLEAVED, N
 from megatron_zb.planner.prediction import Prediction
 from megatron_zb.planner.strategy import Strategy
 from megatron_zb.schedules import layout
+from megatron_zb.schedules.hybrid_pattern import placed
 from megatron_zb.schedules.placement import Placement
 
 _MEGATRON = (MEGATRON_1F1B, MEGATRON_INTERLEAVED, NO_PIPELINE)
@@ -67,10 +68,14 @@ def _schedule(prediction: Prediction) -> list[str]:
     if is_ours:
         out.append(f"--pipeline-schedule {prediction.family}")
     chunks = prediction.chunks
+    pattern = prediction.load.model.hybrid_layer_pattern
     if prediction.memory_limit is not None and prediction.schedule is not None:
         out += placement_flags(prediction.schedule.placement)
         out.append(f"--pipeline-memory-limit {prediction.memory_limit:.2f}")
         chunks = None
+    if pattern is not None:  # its segments say the chunks, too
+        out = [words for words in out if not words.startswith("--num-virtual")]
+        return [*out, f"--hybrid-layer-pattern '{placed(pattern, prediction.layout)}'"]
     written = layout.text(
         layout.lettered(prediction.layout, prediction.load.model.prediction_layers)
     )

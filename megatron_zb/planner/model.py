@@ -9,7 +9,9 @@ from pydantic import Field, model_validator
 
 from megatron_zb.measured import config
 from megatron_zb.measured.config import LARGEST_SIZE, Section, optional_size, size
+from megatron_zb.planner import hybrid_layers
 from megatron_zb.planner.attention import Attention, GroupedAttention
+from megatron_zb.planner.hybrid_layers import Mamba, MambaMixer, Mixer
 from megatron_zb.planner.latent_attention import LatentAttention, LatentHeads
 
 
@@ -138,7 +140,7 @@ class Experts(Section):
 
 
 class ModelConfig(Section):
-    """A decoder-only transformer; sizes in elements."""
+    """A decoder-only transformer or hybrid model; sizes in elements."""
 
     name: str = Field(min_length=1, max_length=80, description="as shown", examples=["GPT 28.3B"])
     source: str = Field(
@@ -158,10 +160,21 @@ class ModelConfig(Section):
     gated_mlp: bool = Field(
         False, description="SwiGLU, with RMSNorm and without biases", examples=[True]
     )
+    squared_relu: bool = Field(
+        False, description="squared ReLU, with RMSNorm and without biases", examples=[True]
+    )
     norm_epsilon: float = Field(
         1e-5, gt=0, lt=1, description="added to the variance in a norm", examples=["1.0e-06"]
     )
     rotary: Rotary | None = Field(None, description="rotary position embeddings")
+    hybrid_layer_pattern: str | None = Field(
+        None,
+        min_length=1,
+        max_length=20_000,
+        description="kinds of a hybrid model's layers; without rotary, it has no positions",
+        examples=["M-M*-"],
+    )
+    mamba: Mamba | None = Field(None, description="sizes of Mamba-2 layers, if not the defaults")
     vocabulary: int = size("rows of the embedding, padded", 128256)
     tokenizer: str | None = Field(
         None,
@@ -202,7 +215,9 @@ class ModelConfig(Section):
             raise ValueError(
                 "rotary.yarn needs latent_attention: leave it out, or give rotary.scaling"
             )
-        if self.prediction_layers and self.rotary is None:
+        if self.gated_mlp and self.squared_relu:
+            raise ValueError("gated_mlp and squared_relu exclude each other; leave one of them out")
+        if self.prediction_layers and self.rotary is None and not self.kinds:
             raise ValueError(
                 "prediction_layers need rotary positions; give, for example, rotary: {base: 10000}"
             )
@@ -213,13 +228,72 @@ class ModelConfig(Section):
             )
         return self
 
+    @model_validator(mode="after")
+    def _hybrid(self) -> ModelConfig:
+        pattern = self.hybrid_layer_pattern
+        if pattern is not None:
+            hybrid_layers.check(pattern, self.layers, self.prediction_layers)
+        if self.mamba is not None and hybrid_layers.MAMBA not in self.kinds:
+            raise ValueError("mamba is for the layers M of a hybrid_layer_pattern: leave it out")
+        if hybrid_layers.MAMBA in self.kinds:
+            self.mamba_mixer.check()
+        if not self.kinds:
+            return self
+        if (hybrid_layers.EXPERTS in self.kinds) != (self.experts is not None):
+            raise ValueError("experts and the layers E of hybrid_layer_pattern go together")
+        if self.latent_attention is not None or (self.experts and self.experts.dense_layers):
+            raise ValueError(
+                "latent_attention and experts.dense_layers do not go with hybrid_layer_pattern: "
+                "leave them out"
+            )
+        return self
+
+    @property
+    def kinds(self) -> str:
+        """A letter for each layer of a hybrid model, those of prediction included; else none."""
+        pattern = self.hybrid_layer_pattern
+        return "" if pattern is None else hybrid_layers.all_kinds(pattern)
+
+    def kind(self, layer: int) -> str:
+        """Return what tells a layer from others: layers of one kind cost the same."""
+        return self.kinds[layer] if self.kinds else str(self.experts_in(layer) is None)
+
+    def alike(self, layers: range) -> dict[int, int]:
+        """Return one layer of each kind, with how many of the layers are of it."""
+        first: dict[str, int] = {}
+        counts: dict[int, int] = {}
+        for layer in layers:
+            one = first.setdefault(self.kind(layer), layer)
+            counts[one] = counts.get(one, 0) + 1
+        return counts
+
+    @property
+    def parts(self) -> int:
+        """Parts of a layer, each with a norm before it and a sum behind it."""
+        return 1 if self.kinds else 2
+
+    def mixer_in(self, layer: int) -> Mixer | None:
+        """Return what mixes the tokens in a layer, None if nothing does."""
+        kind = self.kinds[layer] if self.kinds else hybrid_layers.ATTENTION
+        if kind == hybrid_layers.MAMBA:
+            return self.mamba_mixer
+        return self.attention if kind == hybrid_layers.ATTENTION else None
+
+    def attends(self, layer: int) -> bool:
+        """Return whether a layer has attention."""
+        return not self.kinds or self.kinds[layer] == hybrid_layers.ATTENTION
+
     def experts_in(self, layer: int) -> Experts | None:
-        """Return the experts of a layer, None if it is dense."""
+        """Return the experts of a layer, None if it has none."""
+        if self.kinds:
+            return self.experts if self.kinds[layer] == hybrid_layers.EXPERTS else None
         is_dense = self.experts is None or layer < self.experts.dense_layers
         return None if is_dense else self.experts
 
     def dense_inner(self, layer: int) -> int:
         """Count the inner elements of a token in a layer's dense MLP or shared experts."""
+        if self.kinds and self.kinds[layer] not in (hybrid_layers.MLP, hybrid_layers.EXPERTS):
+            return 0
         experts = self.experts_in(layer)
         return self.ffn if experts is None else experts.shared_ffn_hidden_size
 
@@ -239,6 +313,23 @@ class ModelConfig(Section):
         if self.latent_attention is not None:
             return LatentHeads(self.hidden_size, self.attention_heads, self.latent_attention)
         return GroupedAttention(self.hidden_size, self.attention_heads, self.groups, self.head)
+
+    @property
+    def divided(self) -> tuple[int, ...]:
+        """Numbers that tensor-parallel ranks divide among one another."""
+        out = [self.vocabulary]
+        if not self.kinds or hybrid_layers.MLP in self.kinds:
+            out.append(self.ffn)
+        if not self.kinds or hybrid_layers.ATTENTION in self.kinds:
+            out += self.attention.divided
+        if hybrid_layers.MAMBA in self.kinds:
+            out += self.mamba_mixer.divided
+        return tuple(out)
+
+    @property
+    def mamba_mixer(self) -> MambaMixer:
+        """The Mamba-2 of a layer M."""
+        return MambaMixer(self.hidden_size, self.mamba or Mamba.model_validate({}))
 
     @property
     def groups(self) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from megatron_zb.planner.attention import Attention
+from megatron_zb.planner.hybrid_layers import MAMBA
 from megatron_zb.planner.model import Experts, ModelConfig, Rotary, Router
 
 
@@ -25,10 +26,13 @@ def model_flags(model: ModelConfig) -> list[str]:
     words += model.attention.flags()
     if model.head_dim is not None:
         words += ["--kv-channels", str(model.head_dim)]
-    if model.gated_mlp:
-        words += ["--swiglu", "--normalization", "RMSNorm", "--disable-bias-linear"]
+    if model.gated_mlp or model.squared_relu:
+        words.append("--swiglu" if model.gated_mlp else "--squared-relu")
+        words += ["--normalization", "RMSNorm", "--disable-bias-linear"]
     if model.rotary is not None:
         words += _of_rotary(model.rotary, model.attention)
+    if model.hybrid_layer_pattern is not None:
+        words += _of_hybrid(model)
     if model.qk_layernorm:
         words.append("--qk-layernorm")
     if not model.tied_embeddings:
@@ -57,6 +61,15 @@ def mock_data_flags(model: ModelConfig) -> list[str]:
 
 def _number(value: float) -> str:
     return f"{value:g}"
+
+
+def _of_hybrid(model: ModelConfig) -> list[str]:
+    """Return the words for pretrain_hybrid.py, which needs to be told the modules of each kind."""
+    words = ["--hybrid-layer-pattern", model.hybrid_layer_pattern or ""]
+    words += ["--spec", "megatron.core.models.hybrid.hybrid_layer_specs", "hybrid_stack_spec"]
+    if model.rotary is None:
+        words += ["--position-embedding-type", "none"]
+    return words + (model.mamba_mixer.flags() if MAMBA in model.kinds else [])
 
 
 def _of_vocabulary(model: ModelConfig) -> list[str]:

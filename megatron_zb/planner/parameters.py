@@ -1,8 +1,17 @@
-"""Numbers of weights of a model's parts; biases and norms are too few to count."""
+"""Numbers of weights of a model's parts: those of its products.
+
+Biases, norms and what else Mamba-2 has, such as its convolution, are too few to count.
+"""
 
 from __future__ import annotations
 
 from megatron_zb.planner.model import ModelConfig
+
+
+def mixer_weights(model: ModelConfig, index: int) -> int:
+    """Count the weights of a layer's attention or Mamba-2; 0 where it has neither."""
+    mixer = model.mixer_in(index)
+    return 0 if mixer is None else mixer.weights
 
 
 def mlp_weights(model: ModelConfig, index: int) -> int:
@@ -21,7 +30,12 @@ def expert_weights(model: ModelConfig, index: int, experts: int) -> int:
 
 
 def predicted_layers(model: ModelConfig) -> list[int]:
-    """Return the layers of multi-token prediction, each as the index of a layer like it."""
+    """Return the layers of multi-token prediction, each as the index of a layer like it.
+
+    Those of a hybrid model have indices of their own, several for each depth.
+    """
+    if model.kinds:
+        return list(range(model.layers, len(model.kinds)))
     return [model.layers - 1] * model.prediction_layers
 
 
@@ -34,7 +48,9 @@ def all_weights(model: ModelConfig) -> int:
     """Count the weights of the whole model."""
     experts = model.experts.experts if model.experts else 0
     layers = sum(
-        model.attention.weights + mlp_weights(model, index) + expert_weights(model, index, experts)
+        mixer_weights(model, index)
+        + mlp_weights(model, index)
+        + expert_weights(model, index, experts)
         for index in [*range(model.layers), *predicted_layers(model)]
     )
     layers += joining_weights(model)

@@ -21,7 +21,7 @@ from megatron_zb.planner.division import said_of_none
 from megatron_zb.planner.estimate import EvenSplit
 from megatron_zb.planner.model import ModelConfig
 from megatron_zb.planner.prediction import Prediction, predict
-from megatron_zb.planner.stages import StageWorkload
+from megatron_zb.planner.stages import StageWorkload, average_layer
 from megatron_zb.planner.step import at_least
 from megatron_zb.planner.strategy import Choices, Strategy, strategies
 from megatron_zb.planner.work import Workload
@@ -461,16 +461,23 @@ def _predicted(job: Job, setting: _Setting, staged: StageWorkload) -> Prediction
 def cut_into_stages(
     load: Workload, candidate: Candidate, chunks: int | None
 ) -> StageWorkload | None:
-    """Cut a workload evenly or counting the ends, whichever has the shorter steady state."""
+    """Cut a workload evenly or counting the ends, whichever has the shorter steady state.
+
+    The layers of a hybrid model count for as much as those of their kind take.
+    """
     pipeline, layers = load.strategy.pipeline, load.model.layers
     if pipeline == 1:
         return StageWorkload(load, Placement("whole", 1, (0,)), (layers,))
     placement = candidate.placement(pipeline, chunks)
-    layer = load.layer(layers - 1).total
+    layer = average_layer(load).total
     ends = (load.embedding().total / layer, load.output().total / layer)
-    splits = [
-        StageWorkload(load, placement, found) for found in layout.choices(layers, placement, *ends)
-    ]
+    if load.model.kinds:
+        works = {load.model.kind(i): load.layer(i) for i in load.model.alike(range(layers))}
+        weights = tuple(works[kind].total / layer for kind in load.model.kinds[:layers])
+        found = layout.weighed(weights, placement, *ends)
+    else:
+        found = layout.choices(layers, placement, *ends)
+    splits = [StageWorkload(load, placement, counts) for counts in found]
     return min(
         splits, key=lambda staged: staged.interval(in_groups=candidate.in_groups), default=None
     )

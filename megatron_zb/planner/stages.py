@@ -34,7 +34,7 @@ class StageWorkload:
     @cached_property
     def work(self) -> tuple[Work, ...]:
         """Seconds of a microbatch on each stage."""
-        out = [_sum_of_works(self.load, layers) for layers in self.layers_of]
+        out = [sum_of_works(self.load, layers) for layers in self.layers_of]
         out[0] += self.load.embedding()
         out[-1] += self.load.output()
         return tuple(out)
@@ -154,13 +154,15 @@ class StageWorkload:
         return byte_counts.logits(self.load) if holds else 0.0
 
 
-def _sum_of_works(load: Workload, layers: range) -> Work:
+def sum_of_works(load: Workload, layers: range) -> Work:
     """Add up the work of layers: those of one kind cost the same, so one of each is counted."""
-    if not layers:
-        return Work()
-    experts = load.model.experts
-    border = min(experts.dense_layers if experts else layers.stop, layers.stop)
-    dense = max(0, border - layers.start)
-    total = load.layer(layers.start) * dense if dense else Work()
-    routed = len(layers) - dense
-    return total + load.layer(layers.stop - 1) * routed if routed else total
+    alike = load.model.alike(layers)
+    return sum((load.layer(one) * count for one, count in alike.items()), Work())
+
+
+def average_layer(load: Workload) -> Work:
+    """Return the work of a layer that stands for all: a hybrid model's average, or the last one."""
+    layers = load.model.layers
+    if not load.model.kinds:
+        return load.layer(layers - 1)
+    return sum_of_works(load, range(layers)) * (1 / layers)

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from megatron_zb.planner.device import DeviceConfig
+from megatron_zb.planner.hybrid_layers import MAMBA
 from megatron_zb.planner.model import ModelConfig
 
 _MICROBATCHES = (1, 2, 3, 4, 6, 8)
@@ -95,8 +96,8 @@ def strategies(
     for tensor in _tensor(model, device, gpus, choices.tensor):
         for context in _context(sequence, tensor, choices.context):
             inner = tensor * context
-            if gpus % inner:
-                continue
+            if gpus % inner or (context > 1 and MAMBA in model.kinds):
+                continue  # how Mamba-2 shares out the tokens of a sample is not counted
             for pipeline in choices.pipeline or _divisors(gpus // inner):
                 if gpus // inner % pipeline or pipeline > model.layers:
                     continue
@@ -142,12 +143,11 @@ def _divisors(whole: int) -> tuple[int, ...]:
 def _tensor(
     model: ModelConfig, device: DeviceConfig, gpus: int, asked: tuple[int, ...] | None
 ) -> tuple[int, ...]:
-    """Return the TP sizes within a node that divide the attention, the MLP and the vocabulary."""
-    inner = [model.ffn, model.vocabulary, *model.attention.divided]
+    """Return the TP sizes within a node that divide the layers and the vocabulary."""
     return tuple(
         t
         for t in (asked or _divisors(device.node.gpus))
-        if gpus % t == 0 and t <= device.node.gpus and not any(size % t for size in inner)
+        if gpus % t == 0 and t <= device.node.gpus and not any(size % t for size in model.divided)
     )
 
 

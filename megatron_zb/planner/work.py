@@ -5,6 +5,7 @@ Counted from floating-point operations and bytes, on one tensor-parallel rank:
 - A matrix product with weights takes 2 FLOPs per token and weight in F, and as many in B and in W.
 - The products with attention scores have no W. B takes twice as much as F, 2.5 times where the
   scores are computed again (FlashAttention-2, arXiv 2307.08691); half of them are masked there.
+- A layer of a hybrid model is one part of a transformer's, or Mamba-2 (``hybrid_layers.py``).
 - Norms, residuals, dropout, activation functions and softmax are limited by the memory: each tensor
   that a kernel reads or writes is counted with 2 bytes, 4 in the loss.
 - Every kernel loses a fixed time, so that small microbatches are less efficient.
@@ -26,10 +27,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from megatron_zb.planner.device import DeviceConfig, Rate
+from megatron_zb.planner.hybrid_layers import MambaMixer
 from megatron_zb.planner.model import ModelConfig
 from megatron_zb.planner.parameters import (
     expert_weights,
     joining_weights,
+    mixer_weights,
     mlp_weights,
     predicted_layers,
 )
@@ -40,11 +43,13 @@ _RANDOM = 6
 
 # Kernels in F and in B of Megatron's layers with fused softmax, bias-dropout-add and bias-GELU; a
 # product with weights is one more in F, B and W.
-_NORMS_AND_THE_LIKE = (8, 14)
+_NORMS_AND_THE_LIKE = (4, 7)  # of each part
 _SCORES_STORED = (4, 6)  # two products and four, softmax, dropout
 _SCORES_AGAIN = (1, 1)
 _ROUTING = (6, 6)
-_PRODUCTS = 4  # queries with keys and values, their projection, up, down
+_PRODUCTS = 2  # of each part: into attention and out of it, into the MLP and out of it
+_SCAN = (7, 16)
+_AGAIN = 2.5  # B of kernels that compute their F again, in F's
 _LOSS = (7, 4)
 
 
@@ -100,8 +105,10 @@ class Workload:
 
     def layer(self, index: int) -> Work:
         """Return the work of one layer, with what it recomputes."""
-        scores = self._scores() + self._context_parallel()
+        attends = self.model.attends(index)
+        scores = self._scores() + self._context_parallel() if attends else Work()
         rest = self._products(index) + self._traffic(index) + self._messages(index)
+        rest += self._scan(index)
         again = {"none": 0.0, "selective": scores.forward}.get(
             self.strategy.recompute, scores.forward + rest.forward
         )
@@ -109,7 +116,7 @@ class Workload:
 
     def block(self, weights: int, *, attends: bool) -> Work:
         """Return the work of a dense layer of so many weights; ``attends`` adds the scores."""
-        work = self._weights(weights) + self._traffic(0)
+        work = self._weights(weights, parts=2) + self._traffic(0)
         return work + self._scores() if attends else work
 
     def embedding(self) -> Work:
@@ -125,11 +132,9 @@ class Workload:
         The layers of prediction themselves are included.
         """
         one = self._output()
-        predicted = self.model.prediction_layers
-        if not predicted:
-            return one
-        joined = self._weights(2 * self.model.hidden_size**2)
-        return one + (self.layer(self.model.layers - 1) + joined + one) * predicted
+        joined = self._weights(2 * self.model.hidden_size**2, parts=2)
+        layers = sum(map(self.layer, predicted_layers(self.model)), Work())
+        return one + layers + (joined + one) * self.model.prediction_layers
 
     def _output(self) -> Work:
         """Return the work of the last norm, the vocabulary product and the loss in 32 bits."""
@@ -161,13 +166,13 @@ class Workload:
     def _products(self, index: int) -> Work:
         model = self.model
         experts = expert_weights(model, index, model.experts.top_k) if model.experts else 0
-        found = self._weights(model.attention.weights + mlp_weights(model, index) + experts)
-        return found + self._casts(index)
+        weights = mixer_weights(model, index) + mlp_weights(model, index) + experts
+        return self._weights(weights, parts=model.parts) + self._casts(index)
 
-    def _weights(self, weights: int) -> Work:
+    def _weights(self, weights: int, *, parts: int) -> Work:
         flops = 2 * self.tokens * weights / self.strategy.tensor
         seconds = flops / self.rate.reached
-        return Work(seconds, seconds, seconds) + self._begun(*[_PRODUCTS] * 3)
+        return Work(seconds, seconds, seconds) + self._begun(*[_PRODUCTS * parts] * 3)
 
     def _casts(self, index: int) -> Work:
         """Return the work of casts to fp8: inputs in F, gradients of outputs in B.
@@ -177,12 +182,33 @@ class Workload:
         if self.strategy.precision == "bf16":
             return Work()
         model, inner = self.model, self._inner(index)
-        heads = (model.attention_heads + 2 * model.groups) * model.head
-        inputs = 2 * model.hidden_size + model.attention_heads * model.head + inner
-        outputs = heads + 2 * model.hidden_size + model.gates * inner
+        projected, attended = self._mixed(index)
+        parts = model.parts
+        inputs = parts * model.hidden_size + attended + inner
+        outputs = projected + parts * model.hidden_size + model.gates * inner
         share = 4 * self.tokens / self.strategy.tensor
         moved = Work(self._moved(inputs * share), self._moved(outputs * share))
-        return moved + self._begun(_PRODUCTS, _PRODUCTS)
+        return moved + self._begun(*[_PRODUCTS * parts] * 2)
+
+    def _mixed(self, index: int) -> tuple[int, int]:
+        """Count the elements of a token out of a mixer's first projection, and into its last."""
+        model, mixer = self.model, self.model.mixer_in(index)
+        if isinstance(mixer, MambaMixer):
+            return mixer.projected, mixer.attended
+        if mixer is None:
+            return 0, 0
+        heads = (model.attention_heads + 2 * model.groups) * model.head
+        return heads, model.attention_heads * model.head
+
+    def _scan(self, index: int) -> Work:
+        """Return the work of Mamba-2 between its projections."""
+        mixer = self.model.mixer_in(index)
+        if not isinstance(mixer, MambaMixer):
+            return Work()
+        share = self.tokens / self.strategy.tensor
+        flops = mixer.scan_flops / self.device.attention.reached
+        seconds = share * (flops + self._moved(mixer.scan_bytes))
+        return Work(seconds, _AGAIN * seconds) + self._begun(*_SCAN)
 
     def _scores(self) -> Work:
         """Return the work of products with the scores, and of the scores where they are stored."""
@@ -190,7 +216,7 @@ class Workload:
         flops = attention_flops(model, self.tokens, self.sequence) / self.strategy.tensor
         seconds = flops / self.device.attention.reached
         if model.flash_attention:
-            return Work(seconds / 2, 2.5 * seconds / 2) + self._begun(*_SCORES_AGAIN)
+            return Work(seconds / 2, _AGAIN * seconds / 2) + self._begun(*_SCORES_AGAIN)
         scores = self.tokens * self.sequence * model.attention_heads / self.strategy.tensor
         # F: written, softmax, dropout with its mask, read. B: the same backwards, four products.
         forward, backward = (13 + _RANDOM, 19) if model.dropout else (8, 14)
@@ -202,16 +228,16 @@ class Workload:
 
         Norms, residuals, dropout, activation function, layout of heads, tokens for experts.
         """
-        model = self.model
+        model, parts = self.model, self.model.parts
         hidden, inner = model.hidden_size, self._inner(index)
-        heads = (model.attention_heads + 2 * model.groups) * model.head
-        kept_forward, kept_backward = (8 + 12) * hidden, (12 + 12) * hidden
+        heads = self._mixed(index)[0] if model.attends(index) else 0
+        kept_forward, kept_backward = (4 + 6) * parts * hidden, (6 + 6) * parts * hidden
         forward = 2 * (model.gates + 1) * inner + 4 * heads
         backward = 2 * (2 * model.gates + 1) * inner + 4 * heads
         if model.dropout:
-            kept_forward += 2 * (1 + _RANDOM) * hidden
-            kept_backward += 2 * 5 * hidden
-        begun = self._begun(*_NORMS_AND_THE_LIKE)
+            kept_forward += parts * (1 + _RANDOM) * hidden
+            kept_backward += parts * 5 * hidden
+        begun = self._begun(*(kernels * parts for kernels in _NORMS_AND_THE_LIKE))
         if experts := model.experts_in(index):
             forward += 8 * experts.top_k * hidden
             backward += 8 * experts.top_k * hidden
@@ -227,11 +253,11 @@ class Workload:
         return self.model.dense_inner(index) + self.model.routed_inner(index)
 
     def _messages(self, index: int) -> Work:
-        experts = self.model.experts_in(index)
+        experts, parts = self.model.experts_in(index), self.model.parts
         if experts is None:
-            seconds = 2 * self._tensor_parallel()
+            seconds = parts * self._tensor_parallel()
         else:
-            parts = 2 if experts.shared_ffn_hidden_size else 1
+            parts -= 0 if experts.shared_ffn_hidden_size else 1
             seconds = parts * self._tensor_parallel() + self._expert_parallel(experts.top_k)
         return Work(seconds, seconds)
 
@@ -298,8 +324,11 @@ def model_flops(
     predicted = predicted_layers(model)
     for index in [*range(model.layers), *predicted]:
         experts = expert_weights(model, index, model.experts.top_k) if model.experts else 0
-        per_token += 2 * (model.attention.weights + mlp_weights(model, index) + experts)
+        per_token += 2 * (mixer_weights(model, index) + mlp_weights(model, index) + experts)
+        mixer = model.mixer_in(index)
+        per_token += mixer.scan_flops if isinstance(mixer, MambaMixer) else 0
     per_token += 2 * joining_weights(model)
-    per_token += 2 * model.hidden_size * model.vocabulary * (1 + len(predicted))
-    scores = (model.layers + len(predicted)) * attention_flops(model, tokens, sequence)
+    per_token += 2 * model.hidden_size * model.vocabulary * (1 + model.prediction_layers)
+    attending = sum(map(model.attends, [*range(model.layers), *predicted]))
+    scores = attending * attention_flops(model, tokens, sequence)
     return 3 * (per_token * tokens + (scores if all_scores else scores / 2))

@@ -105,6 +105,12 @@ def test_what_does_not_fit_is_not_there() -> None:
         rows(job(memory=DEVICE.reserved_bytes))
 
 
+def test_a_hybrid_model_is_no_teacher() -> None:
+    hybrid = TEACHER.model_copy(update={"hybrid_layer_pattern": "*-" * 4})
+    with pytest.raises(UsageError, match="a teacher with layers of several kinds cannot be"):
+        rows(job(teacher=hybrid))
+
+
 def plan(*more: str) -> int:
     given = ["--config", "llama3_8b", "--gpus", "8", "--student-config", "half_mlp"]
     return cli.main(["plan", *given, "--device", "h100_sxm", "--global-batch-size", "64", *more])

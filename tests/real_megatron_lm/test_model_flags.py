@@ -139,6 +139,26 @@ def test_every_flag_of_a_plan_is_understood(checkout: Path) -> None:
         assert arguments["fp8"] == "hybrid"
 
 
+def test_a_hybrid_model_is_understood(checkout: Path) -> None:
+    if not (checkout / "pretrain_hybrid.py").is_file():
+        pytest.skip("its --hybrid-layer-pattern has another name")
+    given = {"layers": 3, "hybrid_layer_pattern": "M*E/M*", "mamba": {"heads": 4, "groups": 2}}
+    model = ModelConfig.model_validate({**SPARSE, **given, "rotary": None, "squared_relu": True})
+    (found,) = parsed(checkout, [[*model_flags(model), *mock_data_flags(model)]])
+    expected = {
+        "hybrid_layer_pattern": "M*E/M*",
+        "mamba_num_heads": 4,
+        "mamba_head_dim": 64,
+        "mamba_num_groups": 2,
+        "mamba_state_dim": 128,
+        "position_embedding_type": "none",
+        "squared_relu": True,
+        "mtp_num_layers": 1,
+        "spec": ["megatron.core.models.hybrid.hybrid_layer_specs", "hybrid_stack_spec"],
+    }
+    assert {key: found[key] for key in expected} == expected
+
+
 def test_a_word_that_megatron_lm_does_not_know_is_found(checkout: Path) -> None:
     with pytest.raises(AssertionError, match="--no-such-word"):
         parsed(checkout, [["--no-such-word", "1"]])
