@@ -112,6 +112,7 @@ class ForwardBackward:
         self._progress = Progress()
         self._watchdog: Watchdog | None = None
         self._graphed: Schedule | None = None
+        self._stashed: Schedule | None = None
 
     def track(self, memory: ActivationMemory | None) -> None:
         """Count the activations of the steps from the next one on; None to stop."""
@@ -160,6 +161,7 @@ class ForwardBackward:
         program = self._program_for(num_microbatches, forward_only, variable)
         refuse_what_is_not_served(config, adjust_tensor_shapes_fn, program.schedule.name)
         self._check_graphs(config, program.schedule, forward_only)
+        self._start_paged_stash(config, program.schedule, forward_only)
         groups = pg_collection or versions.process_groups()
         iteration = Iteration(
             physical=self._physical,
@@ -245,6 +247,15 @@ class ForwardBackward:
             graphs.WHY_ONE_COUNT: other_order,
         }
         graphs.check(config, f"the pipeline schedule {schedule.name}", uses)
+
+    def _start_paged_stash(self, config: Any, schedule: Schedule, forward_only: bool) -> None:
+        """Start a step of the paged stash, which keeps to the order that it has recorded once."""
+        if not getattr(config, "moe_paged_stash", False):
+            return
+        if not forward_only and schedule != self._stashed:
+            versions.forget_order_of_paged_stash()
+            self._stashed = schedule
+        versions.start_paged_stash(config, forward_only=forward_only)
 
     def _steps_done(self) -> int:
         steps_done = self._options.steps_done
@@ -500,8 +511,6 @@ NOT_SERVED = {
     "overlap_dispatch_backward_with_experts_wgrad": "the schedule itself says where weight "
     "gradients go",
     "fine_grained_activation_offloading": "it assumes the order of Megatron's interleaved schedule",
-    "moe_paged_stash": "its pages are reset at every step by Megatron's own schedules, which do "
-    "not run",
 }
 
 

@@ -23,7 +23,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import cycle
 from typing import Any
@@ -42,7 +42,7 @@ def split_transformer_engine(chunk: torch.nn.Module, split: SplitBackward, sched
     Raises:
         UsageError: this TE, or a setting of the model, cannot have its weight gradients deferred.
     """
-    _refuse_fused_operations(chunk, schedule)
+    _refuse_operations(chunk, schedule)
     modules = [module for module in chunk.modules() if _is_linear(module)]
     if not modules:
         return
@@ -51,6 +51,10 @@ def split_transformer_engine(chunk: torch.nn.Module, split: SplitBackward, sched
         _refuse_bulk_overlap(module, schedule)
         if _can_split(module):
             _split(module, split)
+    for module in chunk.modules():
+        if getattr(module, "_with_fused_impl", False):
+            _refuse_zero_copy(module, schedule)
+            _split_operations(module, split)
 
 
 def _is_linear(module: Any) -> bool:
@@ -128,6 +132,26 @@ def _split(module: Any, split: SplitBackward) -> None:
             _watch(parameter, split, fused=False)
 
 
+def _split_operations(experts: Any, split: SplitBackward) -> None:
+    """Let the operations that grouped experts fuse defer weight gradients, as their layers would.
+
+    Megatron builds them in the first F, with the layers' parameters; a bias gets its gradient in B.
+    What a paged stash has saved of them is in memory of its own when B hands it over.
+    """
+    build = experts._make_fused_ops
+
+    def build_and_split() -> Any:
+        operations = build()
+        layers = experts.linear_fc1, experts.linear_fc2
+        for operation, layer in zip(list(operations)[::2], layers, strict=True):
+            if isinstance(layer.wgrad_store, _Store):
+                (results,) = layer.wgrad_store.results
+                operation.wgrad_store = _Store(layer, split, [replace(results, biases=[])])
+        return operations
+
+    experts._make_fused_ops = build_and_split
+
+
 def _forward(store: _Store, whole: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Run TE's forward, marked in the store: TE delays if told so in forward *and* in backward."""
     store.in_forward = True
@@ -154,8 +178,10 @@ def _quantize_weights_anew(module: Any) -> None:
 class _Store:
     """The replacement of a TE module's own ``WeightGradStore``."""
 
-    def __init__(self, module: Any, split: SplitBackward) -> None:
-        self.results = _results(module)
+    def __init__(
+        self, module: Any, split: SplitBackward, results: list[_Results] | None = None
+    ) -> None:
+        self.results = results or _results(module)
         self.in_forward = False
         self.module = module
         self._split = split
@@ -188,11 +214,11 @@ class _Store:
         compute: Callable[..., Any],
         *_held: torch.Tensor,
     ) -> None:
-        gradients, bias_gradients, *_ = compute(*map(whole, operands))
+        computed = compute(*map(whole, operands))
         if results.grouped:
-            gradients = operands[2]
+            gradients, bias_gradients = operands[2], computed[1] if results.biases else []
         else:
-            gradients, bias_gradients = [gradients], [bias_gradients]
+            gradients, bias_gradients = [computed[0]], [computed[1]]
         if not self.module.fuse_wgrad_accumulation:
             _add_gradients(results.weights, gradients)
         _add_gradients(results.biases, bias_gradients)
@@ -316,19 +342,34 @@ def _refuse_old_version(schedule: str) -> None:
 
 OP_FUSER_FLAG = "--use-transformer-engine-op-fuser"
 WHY_NOT_OPERATIONS = (
-    "operations of transformer_engine.pytorch.ops compute weight gradients in B alone, so nothing "
-    "would be left for W"
+    "operations of transformer_engine.pytorch.ops other than those of grouped experts compute "
+    "weight gradients in B alone, so nothing would be left for W"
 )
 
 
-def _refuse_fused_operations(chunk: Any, schedule: str) -> None:
-    """Refuse TE's operations; fused ones are hidden from the modules, but not from the setting."""
+def _refuse_operations(chunk: Any, schedule: str) -> None:
+    """Refuse TE's operations, and dense layers of Megatron's that fuse them out of sight."""
     fuses = getattr(getattr(chunk, "config", None), "use_transformer_engine_op_fuser", False)
     operations = [m for m in chunk.modules() if _is_operation(type(m))]
-    if fuses or operations:
+    if operations:
         said = OP_FUSER_FLAG if fuses else f"a {type(operations[0]).__name__}"
         raise UsageError(
             f"{said} cannot be combined with --pipeline-schedule {schedule}: {WHY_NOT_OPERATIONS}"
+        )
+
+
+ZERO_COPY_FLAG = "--moe-ncclep-zero-copy"
+WHY_NOT_ZERO_COPY = (
+    "B of the experts writes its input gradient over the output gradient that W is to read; leave "
+    "it out"
+)
+
+
+def _refuse_zero_copy(experts: Any, schedule: str) -> None:
+    if getattr(experts.config, "moe_ncclep_zero_copy", False):
+        raise UsageError(
+            f"{ZERO_COPY_FLAG} cannot be combined with --pipeline-schedule {schedule}: "
+            f"{WHY_NOT_ZERO_COPY}"
         )
 
 
@@ -336,7 +377,7 @@ def _is_operation(kind: type) -> bool:
     is_linear = kind.__module__.startswith("transformer_engine.pytorch.ops.") and (
         "Linear" in kind.__name__
     )
-    return is_linear or kind.__name__ == "TEFusedMLP"
+    return is_linear or kind.__name__.startswith("TEFusedMLP")
 
 
 def _refuse_bulk_overlap(module: Any, schedule: str) -> None:

@@ -136,6 +136,23 @@ def process_groups() -> Any:
     return ProcessGroupCollection.use_mpu_process_groups(list(names))
 
 
+def start_paged_stash(config: Any, *, forward_only: bool) -> None:
+    """Reset the pages of ``moe_paged_stash``, as Megatron's schedules do; 0.18 brings it."""
+    from megatron.core.transformer.moe.paged_stash import paged_stash_reset
+
+    paged_stash_reset(enabled=not forward_only, config=config)
+
+
+def forget_order_of_paged_stash() -> None:
+    """Let ``moe_paged_stash`` record the order of the next step anew, as in a first one.
+
+    Its only manager stays the same object, which the training loop holds.
+    """
+    from megatron.core.transformer.moe.paged_stash import PagedStashManager
+
+    PagedStashManager.get_instance().__init__()
+
+
 # In this series, --sft gives the ends of samples to the first and the last stage alone.
 WITHOUT_SAMPLE_ENDS = (0, 16)
 WHY_NOT_PACKED = (

@@ -19,7 +19,12 @@ from megatron_zb.megatron_core.encoder import language_model, why_not_placed
 from megatron_zb.megatron_core.forward_backward import NOT_SERVED, WHY_NOT_SHARDED
 from megatron_zb.megatron_core.placement import PhysicalPlacement
 from megatron_zb.megatron_core.post_validation import NOT_TAKEN_BACK
-from megatron_zb.megatron_core.transformer_engine import OP_FUSER_FLAG, WHY_NOT_OPERATIONS
+from megatron_zb.megatron_core.transformer_engine import (
+    OP_FUSER_FLAG,
+    WHY_NOT_OPERATIONS,
+    WHY_NOT_ZERO_COPY,
+    ZERO_COPY_FLAG,
+)
 from megatron_zb.megatron_lm import flags
 from megatron_zb.parsing import flag_of
 from megatron_zb.schedules.placement import Placement
@@ -52,7 +57,8 @@ class Conflict:
     """A conflict of an argument whose value ``applies`` to; absent arguments do not conflict.
 
     Nor does a value that is not above that of the argument ``above``, where there is one.
-    Where there are arguments ``only_with``, it conflicts if one of them is given.
+    Where there are arguments ``only_with``, it conflicts if one of them is given; where there is
+    one ``unless``, if it is not.
     ``last`` is the last series of Megatron-LM with the conflict, if a later one has none.
     """
 
@@ -63,6 +69,7 @@ class Conflict:
     concerned: Concerned = Concerned.ALL
     above: str | None = None
     only_with: tuple[str, ...] = ()
+    unless: str | None = None
     last: tuple[int, int] | None = None
 
     def is_in(self, series: tuple[int, int] | None) -> bool:
@@ -90,7 +97,6 @@ _NOT_SERVED_FLAGS = (
     "delay_wgrad_compute",
     "defer_embedding_wgrad_compute",
     "fine_grained_activation_offloading",
-    "moe_paged_stash",
 )
 
 
@@ -188,6 +194,13 @@ CONFLICTS = (
         "use_transformer_engine_op_fuser",
         OP_FUSER_FLAG,
         WHY_NOT_OPERATIONS,
+        concerned=Concerned.SPLIT,
+        unless="num_experts",
+    ),
+    Conflict(
+        "moe_ncclep_zero_copy",
+        ZERO_COPY_FLAG,
+        WHY_NOT_ZERO_COPY,
         concerned=Concerned.SPLIT,
     ),
     Conflict(
@@ -462,6 +475,8 @@ def _is_above(conflict: Conflict, args: argparse.Namespace, value: Any) -> bool:
 
 
 def _is_with(conflict: Conflict, args: argparse.Namespace) -> bool:
+    if conflict.unless is not None and getattr(args, conflict.unless, None) is not None:
+        return False
     given = (getattr(args, name, None) is not None for name in conflict.only_with)
     return not conflict.only_with or any(given)
 

@@ -34,6 +34,7 @@ from megatron_zb.errors import UsageError
 from megatron_zb.megatron_core.linear import SplitBackward
 from megatron_zb.megatron_core.transformer_engine import (
     WHY_NOT_OPERATIONS,
+    WHY_NOT_ZERO_COPY,
     split_transformer_engine,
 )
 from megatron_zb.megatron_core.versions import transformer_engine_is_supported
@@ -203,7 +204,15 @@ def refusal(setting: str) -> str:
     if setting == "bulk":
         chunk["layer"].ub_bulk_wgrad = True
     if setting == "fuser":
+        from megatron.core.extensions.transformer_engine import TEFusedMLP
+
         chunk.config = SimpleNamespace(use_transformer_engine_op_fuser=True)
+        chunk["mlp"] = TEFusedMLP.__new__(TEFusedMLP)
+        torch.nn.Module.__init__(chunk["mlp"])
+    if setting == "zero-copy":
+        chunk["experts"] = torch.nn.Module()
+        chunk["experts"]._with_fused_impl = True
+        chunk["experts"].config = SimpleNamespace(moe_ncclep_zero_copy=True)
     if setting == "operation":
         from transformer_engine.pytorch import ops
 
@@ -238,6 +247,11 @@ def refusal(setting: str) -> str:
                 ("fuser", "--use-transformer-engine-op-fuser"),
                 ("operation", "a BasicLinear"),
             )
+        ),
+        (
+            "zero-copy",
+            "--moe-ncclep-zero-copy cannot be combined with --pipeline-schedule v-half: "
+            f"{WHY_NOT_ZERO_COPY}",
         ),
         (
             "version",

@@ -87,6 +87,13 @@ def test_a_refusal_is_of_a_placement_and_of_a_version() -> None:
     assert refused(f"{RUN} --sft", "0.19") == []
 
 
+def test_operations_are_served_in_experts_alone() -> None:
+    words, experts = f"{RUN} --use-transformer-engine-op-fuser", "--num-experts 8"
+    assert refused(words) == ["--use-transformer-engine-op-fuser"]
+    assert refused(f"{words} {experts} --moe-paged-stash") == []
+    assert refused(f"{words} {experts} --moe-ncclep-zero-copy") == ["--moe-ncclep-zero-copy"]
+
+
 def test_post_validation_has_refusals_of_its_own() -> None:
     words = f"{RUN} --qk-clip"
     assert refused(words) == []

@@ -24,6 +24,19 @@ OPTIONS_OF_LATENT = (
 EXPERTS = GPTCase(
     options=(("num_moe_experts", 2), ("moe_grouped_gemm", True), ("add_bias_linear", False))
 )
+# Experts whose layers are operations that TE may fuse, with as many tokens for each as fit.
+FUSED_EXPERTS = replace(
+    EXPERTS,
+    options=(
+        *EXPERTS.options,
+        ("use_transformer_engine_op_fuser", True),
+        ("gated_linear_unit", True),
+        ("activation_func", torch.nn.functional.silu),
+        ("moe_token_dispatcher_type", "alltoall"),
+        ("moe_expert_capacity_factor", 1.0),
+        ("moe_pad_expert_input_to_capacity", True),
+    ),
+)
 REFERENCES = "transformer_engine.pytorch.custom_recipes."
 CURRENT = f"{REFERENCES}reference_current_scaling.current_scaling_ref_factory"
 NVFP4 = f"{REFERENCES}reference_nvfp4.nvfp4_ref_rht_2d_factory"

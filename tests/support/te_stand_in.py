@@ -360,6 +360,31 @@ def dbias_drelu(gradient: torch.Tensor, x: torch.Tensor, quantizer: Any) -> tupl
     return te_quantization.bgrad_quantize(gradient * (x > 0), quantizer)
 
 
+def scaled_swiglu(
+    x: torch.Tensor, scales: torch.Tensor, quantizer: Any, interleaved: int
+) -> torch.Tensor:
+    """The activation between the operations of experts, with the probability of each token."""
+    if interleaved:
+        raise NotImplementedError("an interleaved SwiGLU has no stand-in")
+    gate, up = x.chunk(2, dim=-1)
+    return _quantized(torch.nn.functional.silu(gate) * up * scales[..., None], quantizer)
+
+
+def scaled_dswiglu(
+    gradient: torch.Tensor,
+    x: torch.Tensor,
+    scales: torch.Tensor,
+    quantizer: Any,
+    interleaved: int,
+    _of_scales: bool,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    with torch.enable_grad():
+        x, scales = x.detach().requires_grad_(), scales.detach().requires_grad_()
+        output = scaled_swiglu(x, scales, None, interleaved)
+        d_x, d_scales = torch.autograd.grad(output, (x, scales), gradient)
+    return _quantized(d_x, quantizer), d_scales
+
+
 def _quantized(result: torch.Tensor, quantizer: Any) -> Any:
     """Kernels quantise what they have computed, if they are given a quantizer."""
     return result if quantizer is None else quantizer(result)
@@ -382,5 +407,7 @@ _KERNELS: list[Callable[..., Any]] = [
     relu,
     drelu,
     dbias_drelu,
+    scaled_swiglu,
+    scaled_dswiglu,
     multi_tensor_l2norm,
 ]
