@@ -45,12 +45,12 @@ PRECISIONS = {
     "fp8_mx": "--bf16 --fp8-format e4m3 --fp8-recipe mxfp8",
     "nvfp4": "--bf16 --fp4-format e2m1 --fp4-recipe nvfp4",
 }
-# Of the columns that are no numbers of ranks: the flag of a setting that is on.
+# Of the columns that are no numbers of ranks: the flags of a setting that is on.
 SWITCHES = {
     "overlap_moe_expert_parallel_comm": "--overlap-moe-expert-parallel-comm",
     "delay_wgrad_compute": "--delay-wgrad-compute",
     "overlap_param_gather_with_optimizer_step": "--overlap-param-gather-with-optimizer-step",
-    "moe_paged_stash": "--moe-paged-stash",
+    "moe_paged_stash": "--moe-paged-stash --use-transformer-engine-op-fuser",  # which it needs
     "fine_grained_activation_offloading": "--fine-grained-activation-offloading",
     "tp_comm_overlap": "--tp-comm-overlap",
     "sequence_parallel": "--sequence-parallel",
@@ -86,7 +86,8 @@ NOT_A_FLAG = {
 def words_of(recipe: Recipe) -> list[str]:
     """Return a recipe as arguments of Megatron-LM."""
     words = PRECISIONS[recipe["precision"]].split()
-    words += [flag for column, flag in SWITCHES.items() if recipe[column] == "True"]
+    for column, flags in SWITCHES.items():
+        words += flags.split() if recipe[column] == "True" else []
     for column, flag in VALUES.items():
         if recipe[column]:
             words += [flag, recipe[column]]

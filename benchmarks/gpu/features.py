@@ -33,6 +33,13 @@ MODEL = """
 """
 EXPERTS = "--num-experts 8 --moe-router-topk 2 --moe-grouped-gemm --disable-bias-linear"
 SPREAD = f"{EXPERTS} --expert-model-parallel-size 2"
+# It needs a GPU with mxfp8, and NVTE_CUTEDSL_FUSED_GROUPED_MLP=1.
+STASH = (
+    "--moe-token-dispatcher-type flex --moe-flex-dispatcher-backend hybridep --moe-router-dtype "
+    "fp32 --moe-expert-rank-capacity-factor 1.5 --moe-paged-stash --swiglu "
+    "--moe-mlp-glu-interleave-size 32 --use-transformer-engine-op-fuser --fp8-format e4m3 "
+    "--fp8-recipe mxfp8"
+)
 FEATURES = {
     "baseline": "",
     "fp8, current scaling": "--fp8-format hybrid --fp8-recipe tensorwise",
@@ -52,6 +59,7 @@ FEATURES = {
     "--moe-flex-dispatcher-backend deepep --moe-router-dtype fp32",
     "experts, HybridEP": f"{SPREAD} --moe-token-dispatcher-type flex "
     "--moe-flex-dispatcher-backend hybridep --moe-router-dtype fp32",
+    "experts, paged stash": f"{SPREAD} {STASH}",
     "experts, tensor-parallel": f"{SPREAD} --expert-tensor-parallel-size 2 "
     "--tensor-model-parallel-size 2 --sequence-parallel",
     "shared expert, overlapped": f"{SPREAD} --moe-token-dispatcher-type alltoall "
