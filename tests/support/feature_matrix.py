@@ -20,6 +20,7 @@ class Verdict(Enum):
 
     PARITY = "losses and gradients equal"
     STEPS = "losses and weights equal after 3 optimizer steps"
+    ROUNDED = "losses and gradients equal but for the order of sums"
     LOSSES = "losses equal"
     DATA = "data equal"
     AGAIN = "equal again, and nothing left over"
@@ -117,6 +118,14 @@ _OVERLAPS = GPTCase(
 )
 
 ROWS = (
+    Row(
+        "output layer cut along the vocabulary over all pipeline ranks",
+        "`--pipeline-vocabulary on`, `--untie-embeddings-and-output-weights`",
+        GPTCase(),
+        Verdict.ROUNDED,
+        schedules=("v-half", "zb-h1", "1f1b", "v-zb"),
+        test="test_a_cut_output_layer_trains_as_megatrons",
+    ),
     # precision
     _shown("float32", "no `--bf16`", _GRADIENTS, GPTCase()),
     _shown("bfloat16", "`--bf16`", _GRADIENTS, GPTCase(dtype="bfloat16")),
@@ -224,7 +233,7 @@ ROWS = (
         "the same, tied, multi-token prediction",
         "`--hybrid-layer-pattern *-*-*-*-/*-`",
         GPTCase(hybrid="*-*-*-*-", layers=8, multi_token=1, rotary=True, tied=True),
-        schedules=("v-half", "zb-h1"),
+        schedules=_WITH_TE,
         since=_HYBRIDS,
     ),
     Row(
@@ -235,14 +244,14 @@ ROWS = (
             layers=8,
             options=_options(mamba_state_dim=8, mamba_head_dim=8, mamba_num_groups=2),
         ),
-        schedules=("v-half", "zb-h1"),
+        schedules=_WITH_TE,
         since=_HYBRIDS,
     ),
     Row(
         "gated delta layers in Megatron's deterministic mode, which is in torch",
         "`--hybrid-layer-pattern G*G-G-GG`",
         GPTCase(hybrid="G*G-G-GG", layers=8, options=_GATED_DELTA),
-        schedules=("v-half", "zb-h1"),
+        schedules=_WITH_TE,
         since=_HYBRIDS,
     ),
     Row(
@@ -327,7 +336,15 @@ ROWS = (
             ),
         ),
         ranks=4,
-        schedules=("v-half", "zb-h1"),
+        schedules=_WITH_TE,
+    ),
+    Row(
+        "experts fused by Transformer Engine's operations, and their paged stash, on stand-ins",
+        "`--use-transformer-engine-op-fuser`, `--moe-paged-stash`",
+        GPTCase(),
+        schedules=_WITH_TE,
+        test="test_a_stash_follows_the_order_of_a_schedule",
+        since=(0, 18),
     ),
     Row(
         "experts spread over ranks, all-gather dispatcher",
