@@ -23,7 +23,7 @@ from megatron.core.utils import get_attr_wrapped_model
 from megatron_zb.errors import UsageError
 from megatron_zb.megatron_core.linear import SplitBackward, accumulate, accumulate_fused
 from megatron_zb.megatron_core.placement import PhysicalPlacement
-from megatron_zb.megatron_core.stages import Iteration, MegatronStage
+from megatron_zb.megatron_core.stages import Iteration, MegatronStage, device
 from megatron_zb.runtime.activation_memory import ActivationMemory
 from megatron_zb.runtime.executor import TRAINING, Handler
 from megatron_zb.runtime.vocabulary import (
@@ -128,7 +128,7 @@ def cut(chunks: list[Any], physical: PhysicalPlacement) -> CutOutput:
     assert layer is not None
     layer.check(p)
     count = layer.rows // p
-    own = torch.empty(count, layer.width, dtype=layer.dtype, device=torch.cuda.current_device())
+    own = torch.empty(count, layer.width, dtype=layer.dtype, device=device())
     parts = None
     if model is not None:
         of_logical = model.output_layer.weight.detach().to(own.device).chunk(p)
@@ -356,7 +356,7 @@ def empty_message(
     """
     sequence, batch, width = shape
     tokens = sequence * batch
-    empty = partial(torch.empty, device=torch.cuda.current_device())
+    empty = partial(torch.empty, device=device())
     if not message.is_gradient:
         return empty(tokens, hidden_width(width, dtype), dtype=dtype)
     if message.stage > stages:

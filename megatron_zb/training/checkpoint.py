@@ -123,11 +123,11 @@ def _results_kept_here() -> Iterator[None]:
         writers.write_preloaded_data = staticmethod(write)
 
 
-def _write_until_end_of(rank: int, write: Callable[..., None], *args: Any, **keywords: Any) -> None:
+def _write_until_end_of(rank: int, write: Callable[..., Any], *args: Any, **keywords: Any) -> Any:
     """Write files; a process that does nothing else ends with its rank."""
     if os.getpid() != rank:  # newer Megatron writes a single file in the rank itself
         end_with(rank)
-    write(*args, **keywords)
+    return write(*args, **keywords)
 
 
 def _make_empty(directory: Path) -> None:

@@ -77,5 +77,5 @@ def test_segments_for_another_number_of_stages_are_refused(checkout: Path) -> No
     run = pretrain(
         checkout, HYBRID, pattern, V_HALF, ranks=2, script="pretrain_hybrid.py", environment=paths
     )
-    assert run.code == 2
+    assert run.code != 0
     assert "'*-*-|*-*-': it has 2 segments ('|') and the schedule has 4 stages" in run.error

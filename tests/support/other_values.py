@@ -113,7 +113,9 @@ def check(
     first, second = said[0].split(" on rank 0, but ")
     for text, value in ((first, pair.values[0]), (second.split(" on rank 1")[0], pair.values[1])):
         assert flag in text or pair.name in text, said[0]
-        if value is None or value is False:
+        if all(v is None or v is False for v in pair.values):  # "no" would be said of both
+            assert str(value) in text, said[0]
+        elif value is None or value is False:
             assert " no " in f" {text}", said[0]
         elif not isinstance(value, bool):
             assert _shown(value) in text, said[0]

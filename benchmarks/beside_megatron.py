@@ -1,0 +1,121 @@
+#!/usr/bin/env python3
+"""Step times of a real pretrain_gpt.py on CPU ranks: stock schedules, and ours, in turns.
+
+Every turn starts each contender once, in an order that rotates, so that a machine that gets slower
+in the meantime slows all of them. A contender's time is the median of the steps that all its turns
+have logged, without the first ones of each. Stock's interleaved schedule needs four layers a rank.
+
+  MEGATRON_LM_PATH=/path/to/Megatron-LM python benchmarks/beside_megatron.py
+  python benchmarks/beside_megatron.py --checkout /path/to/Megatron-LM --vocabulary 8192 --turns 2
+
+Each rank has one thread; a quiet machine with a core for each is needed for figures that count.
+Prints a table and, last, one JSON line with the milliseconds of a step and their ratio to stock's.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import re
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from statistics import median
+
+import provenance
+from rich.console import Console
+from rich.progress import track
+from rich.table import Table
+
+STOCK = "stock 1f1b"
+_OURS = ("zb-h1", "v-half", "v-zb")
+CONTENDERS = {
+    STOCK: "",
+    "stock interleaved": "--num-layers-per-virtual-pipeline-stage 2",
+    **{name: f"--pipeline-schedule {name}" for name in _OURS},
+    **{f"{name}, cut": f"--pipeline-schedule {name} --pipeline-vocabulary on" for name in _OURS},
+}
+_STEP = re.compile(r"iteration +(\d+)/ .*elapsed time per iteration \(ms\): ([0-9.]+)")
+
+
+def main() -> None:
+    args = _arguments()
+    names = args.contenders or list(CONTENDERS)
+    milliseconds: dict[str, list[float]] = {name: [] for name in names}
+    for turn in track(range(args.turns), "turns", console=Console(stderr=True)):
+        shift = turn % len(names)
+        for name in names[shift:] + names[:shift]:
+            milliseconds[name] += _steps(args, CONTENDERS[name])
+    found = {name: median(values) for name, values in milliseconds.items()}
+    stock = found.get(STOCK)
+    table = Table("contender", "ms a step", "of stock's", "steps")
+    for name, value in found.items():
+        ratio = f"{value / stock:.3f}" if stock else "-"
+        table.add_row(name, f"{value:.1f}", ratio, str(len(milliseconds[name])))
+    Console().print(table)
+    over_stock = {name: value / stock for name, value in found.items()} if stock else {}
+    sizes = {key: value for key, value in vars(args).items() if key != "checkout"}
+    last = {"sizes": sizes, "all_ms": milliseconds, "ms": found, "over_stock": over_stock}
+    print(json.dumps({**provenance.of_this_run(), **last}))
+
+
+def _arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    default = os.environ.get("MEGATRON_LM_PATH")
+    parser.add_argument("--checkout", type=Path, default=default, help="of Megatron-LM")
+    parser.add_argument("--ranks", type=int, default=2, help="pipeline ranks (default 2)")
+    parser.add_argument("--layers", type=int, default=8, help="of the model (default 8)")
+    parser.add_argument("--hidden", type=int, default=256, help="hidden size (default 256)")
+    parser.add_argument("--sequence", type=int, default=128, help="tokens (default 128)")
+    parser.add_argument("--vocabulary", type=int, default=1024, help="words (default 1024)")
+    parser.add_argument("--microbatches", type=int, default=8, help="of a step (default 8)")
+    parser.add_argument("--steps", type=int, default=8, help="of a turn (default 8)")
+    parser.add_argument("--warm-up", type=int, default=3, help="steps left out (default 3)")
+    parser.add_argument("--turns", type=int, default=2, help="of all contenders (default 2)")
+    parser.add_argument("--contenders", nargs="+", choices=CONTENDERS, metavar="NAME")
+    args = parser.parse_args()
+    if args.checkout is None:
+        parser.error("give --checkout, or set MEGATRON_LM_PATH")
+    if args.steps <= args.warm_up:
+        parser.error(f"--steps {args.steps} leaves nothing: give more than --warm-up")
+    return args
+
+
+def _steps(args: argparse.Namespace, flags: str) -> list[float]:
+    """Run one contender once; return the milliseconds of its steps."""
+    heads = max(1, args.hidden // 64)
+    model = f"""
+    --mock-data --tokenizer-type NullTokenizer --vocab-size {args.vocabulary} --split 90,5,5
+    --make-vocab-size-divisible-by {args.ranks} --untie-embeddings-and-output-weights
+    --num-layers {args.layers} --hidden-size {args.hidden} --num-attention-heads {heads}
+    --seq-length {args.sequence} --max-position-embeddings {args.sequence} --micro-batch-size 1
+    --global-batch-size {args.microbatches} --attention-dropout 0 --hidden-dropout 0 --lr 1e-4
+    --train-iters {args.steps} --eval-iters 0 --eval-interval 1000 --log-interval 1
+    --pipeline-model-parallel-size {args.ranks} {flags}
+    """
+    command = [
+        *(sys.executable, "-m", "torch.distributed.run", "--standalone"),
+        *(f"--nproc-per-node={args.ranks}", "-m", "megatron_zb.launch"),
+        *(str(args.checkout / "pretrain_gpt.py"), "--cpu", *model.split()),
+    ]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_DEVICE_MAX_CONNECTIONS": "1"}
+    done = subprocess.run(
+        command,
+        capture_output=True,
+        text=True,
+        check=False,
+        env=environment,
+        cwd=tempfile.gettempdir(),
+    )
+    found = {int(step): float(value) for step, value in _STEP.findall(done.stdout)}
+    if done.returncode or len(found) < args.steps:
+        sys.exit(f"{' '.join(command)} ended with {done.returncode}:\n{done.stdout[-3000:]}")
+    return [value for step, value in found.items() if step > args.warm_up]
+
+
+if __name__ == "__main__":
+    main()
