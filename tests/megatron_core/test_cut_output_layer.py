@@ -70,7 +70,10 @@ def differences(case: GPTCase, schedules: list[str]) -> list[str]:
     return found
 
 
-@pytest.mark.parametrize("name", [*CASES])
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=FULL if name == "two-ranks" else ()) for name in CASES],
+)
 @pytest.mark.parametrize("others", [["zb-h1"], pytest.param(["1f1b", "v-zb"], marks=FULL)], ids=str)
 def test_a_cut_output_layer_trains_as_megatrons(
     ranks: RankPools, name: str, others: list[str]

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from feature_matrix import ROWS, TRIED_HERE, Row, Verdict
+from feature_matrix import IN_EVERY_RUN, ROWS, TRIED_HERE, Row, Verdict
 from gpt_cases import (
     GPTCase,
     built,
@@ -41,7 +41,16 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 @pytest.mark.parametrize(
-    ("row", "schedule"), TRIED_HERE, ids=[f"{row.feature}-{name}" for row, name in TRIED_HERE]
+    ("row", "schedule"),
+    [
+        pytest.param(
+            row,
+            name,
+            id=f"{row.feature}-{name}",
+            marks=() if (row.feature, name) in IN_EVERY_RUN else pytest.mark.full,
+        )
+        for row, name in TRIED_HERE
+    ],
 )
 def test_a_feature_gives_what_megatron_gives(ranks: RankPools, row: Row, schedule: str) -> None:
     assert row.case is not None

@@ -20,7 +20,7 @@ from te_models import (
 )
 
 
-@pytest.mark.parametrize("schedule", ["v-half", "zb-h1"])
+@pytest.mark.parametrize("schedule", ["v-half", pytest.param("zb-h1", marks=pytest.mark.full)])
 @pytest.mark.parametrize(
     "case",
     [

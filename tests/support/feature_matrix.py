@@ -696,3 +696,9 @@ TRIED_HERE = [
     if row.case is not None and row.test is None
     for schedule in row.schedules
 ]
+IN_EVERY_RUN = {
+    (row.feature, row.schedules[(number + step) % len(row.schedules)])
+    for number, row in enumerate(ROWS)
+    for step in range(2)
+}
+"""Two of the schedules of each row, other ones for its neighbours; --full tries all."""
