@@ -7,7 +7,6 @@ of the tokens, as from Megatron's model. See :mod:`megatron_zb.runtime.vocabular
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, NamedTuple
@@ -38,7 +37,7 @@ from megatron_zb.runtime.vocabulary import (
 )
 from megatron_zb.schedules.passes import Message, PassKind
 
-HANDLERS: Mapping[PassKind, Handler] = {
+HANDLERS: dict[PassKind, Handler] = {
     **TRAINING,
     PassKind.O: lambda shard, microbatch, hidden=None: shard.output(microbatch, hidden),
     PassKind.P: lambda stage, microbatch, *parts: stage.put_together(microbatch, parts),

@@ -117,7 +117,6 @@ class Execution:
                 channels.send(channel, self._next_outgoing(message), self._send_slots)
             else:
                 self._post_receive(channel, message)
-        self._outgoing = None
 
     def _post_receive(self, channel: Channel, message: Message) -> None:
         allocate = partial(self._allocate, message)

@@ -93,14 +93,14 @@ def poison_activations(struck: Struck, model: list[Any]) -> None:
 def install(struck: Struck) -> None:
     """Hook the places at which a fault may strike."""
     from megatron_zb.megatron_core.forward_backward import ForwardBackward
-    from megatron_zb.runtime import executor
+    from megatron_zb.megatron_core.vocabulary import HANDLERS
     from megatron_zb.schedules import interchange
     from megatron_zb.schedules.passes import PassKind
     from megatron_zb.schedules.program.lowering import Run
     from megatron_zb.training import checkpoint, data, loop
 
     run = ForwardBackward._run
-    compute = dict(executor.TRAINING)
+    compute = dict(HANDLERS)
     count = [0]
 
     def counted_run(self: Any, iteration: Any, program: Any, allocate: Any) -> None:
@@ -141,7 +141,7 @@ def install(struck: Struck) -> None:
         return from_csv(path, name=source.name)
 
     ForwardBackward._run = counted_run  # type: ignore[method-assign]
-    executor.TRAINING.update({kind: counted(kind) for kind in compute})
+    HANDLERS.update({kind: counted(kind) for kind in compute})
     loop._update = before(loop._update, "optimizer step")
     data._collate = before(data._collate, "data")
     save = checkpoint.dist_checkpointing.save
