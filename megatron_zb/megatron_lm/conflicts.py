@@ -463,7 +463,7 @@ def _conflicting(
         if value is None or not conflict.applies(value):
             continue
         if _is_above(conflict, args, value) and _is_with(conflict, args):
-            said = conflict.flag if value is True else f"{conflict.flag} {value}"
+            said = conflict.flag if isinstance(value, bool) else f"{conflict.flag} {value}"
             yield Refusal(said, other, conflict.why)
 
 

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import pytest
-from jobs import run_script
 
 from real_megatron_lm.runs import (
     MODEL,
@@ -16,7 +14,6 @@ from real_megatron_lm.runs import (
     pretrain,
 )
 
-ROOT = Path(__file__).resolve().parents[2]
 FLAGS = f"{PIPELINE_OF_TWO} --untie-embeddings-and-output-weights"
 
 
@@ -59,15 +56,3 @@ def test_stock_goes_on_with_a_checkpoint_of_shards(
         found[name] = pretrain(checkout, MODEL, FLAGS, f"--load {tmp_path / name}", ranks=2)
     assert list(found["stock"].losses) == [5, 6, 7]
     check_equal(found["shards"], found["stock"])
-
-
-def test_the_benchmark_beside_megatron_times_both(checkout: Path) -> None:
-    sizes = "--layers 4 --hidden 64 --sequence 32 --vocabulary 128 --microbatches 4"
-    flags = f"{sizes} --steps 2 --warm-up 1 --turns 1 --checkout {checkout}"
-    names = ["stock 1f1b", "v-half, cut"]
-    script = ROOT / "benchmarks" / "beside_megatron.py"
-    done = run_script(script, *flags.split(), "--contenders", *names)
-    assert done.code == 0, done.stderr
-    line = json.loads(done.stdout.splitlines()[-1])
-    assert list(line["ms"]) == list(line["over_stock"]) == names
-    assert all(len(line["all_ms"][name]) == 1 and line["ms"][name] > 0 for name in names)
