@@ -113,9 +113,8 @@ def _steps(args: argparse.Namespace, flags: str) -> list[float]:
     )
     found = {int(step): float(value) for step, value in _STEP.findall(done.stdout)}
     if done.returncode or len(found) < args.steps:
-        sys.exit(
-            f"{' '.join(command)} ended with {done.returncode}:\n{done.stdout[-2000:]}{done.stderr[-2000:]}"
-        )
+        said = done.stdout[-2000:] + done.stderr[-2000:]
+        sys.exit(f"{' '.join(command)} ended with {done.returncode}:\n{said}")
     return [value for step, value in found.items() if step > args.warm_up]
 
 
