@@ -25,7 +25,7 @@ from megatron_zb.megatron_core.profiling import ITERATIONS
 from megatron_zb.megatron_core.random_streams import LayerStreams
 from megatron_zb.megatron_core.replanning import Replanning
 from megatron_zb.megatron_core.transformer_engine import split_transformer_engine
-from megatron_zb.megatron_core.vocabulary import CutOutput, cut
+from megatron_zb.megatron_core.vocabulary_shard import CutOutput, cut
 from megatron_zb.runtime.activation_memory import ActivationMemory
 from megatron_zb.runtime.groups import GroupOptions
 from megatron_zb.runtime.weight_grad import WeightGradQueue
@@ -497,7 +497,7 @@ def _with_vocabulary(costs: Costs, layers: int, output: float) -> Costs:
     Its logits and its part of the input gradient are O's, its weight gradient is V's.
     """
     layer = output * costs.pipeline_size / max(layers, 1)
-    return costs.with_vocabulary(output=2 * layer, weight=layer)
+    return costs.with_vocabulary(output=2 * layer, weight=layer, lookup=0.0)
 
 
 def _keeps_places(

@@ -20,6 +20,7 @@ from torch.distributed.distributed_c10d import _get_default_store
 from megatron_zb.errors import UsageError
 from megatron_zb.megatron_core import graphs, versions
 from megatron_zb.megatron_core.buckets import BucketReductions, overlaps_grad_reduce
+from megatron_zb.megatron_core.cut_embedding import FirstStage
 from megatron_zb.megatron_core.data_parallel import DataParallelSync, no_grad_sync
 from megatron_zb.megatron_core.linear import SplitBackward
 from megatron_zb.megatron_core.part_marks import marking, reading
@@ -29,12 +30,12 @@ from megatron_zb.megatron_core.redo import Start
 from megatron_zb.megatron_core.stages import Iteration, MegatronStage, device, timed
 from megatron_zb.megatron_core.vocabulary import (
     HANDLERS,
-    CutOutput,
     Desk,
     LastStage,
     ShardPasses,
     empty_message,
 )
+from megatron_zb.megatron_core.vocabulary_shard import CutOutput
 from megatron_zb.runtime.activation_memory import ActivationMemory
 from megatron_zb.runtime.channels import Channels
 from megatron_zb.runtime.executor import Transport, run_program
@@ -203,12 +204,13 @@ class ForwardBackward:
         self, config: Any, shape: Any, allocate: Callable[[], torch.Tensor]
     ) -> Callable[[Message], torch.Tensor]:
         """Return the function that gives an empty tensor for a message."""
-        stages, output = self._physical.placement.num_stages, self._output()
+        placement, output = self._physical.placement, self._output()
+        stages = placement.num_stages
 
         def empty(message: Message) -> torch.Tensor:
             if output is None or message.stage < stages:
                 return allocate()
-            return empty_message(message, shape, output.shard.weight.dtype, config, stages)
+            return empty_message(message, shape, config, output, placement)
 
         return empty
 
@@ -372,20 +374,24 @@ class ForwardBackward:
     def _stages(self, iteration: Iteration) -> dict[int, Any]:
         stages: dict[int, Any] = {}
         output, desk = self._output(), Desk()
-        if output is not None:
-            logical = self._physical.logical(iteration.pp_rank)
-            passes = ShardPasses(iteration, output, desk if logical == output.end else None)
-            passes.activation_memory = self._activation_memory
-            stages[self._physical.placement.num_stages + logical] = passes
         for vp_stage, split in enumerate(self._splits):
             split.hooks_need_gradients = overlaps_grad_reduce(iteration.model[vp_stage])
             stage = MegatronStage(iteration, vp_stage, split)
             if output is not None and stage.is_output:
                 stage = LastStage(iteration, vp_stage, split, output, desk)
+            elif output is not None and self._physical.stage(iteration.pp_rank, vp_stage) == 0:
+                assert output.embedding.lookups is not None
+                stage = FirstStage(iteration, vp_stage, split, output.embedding.lookups)
             stage.activation_memory = split.queue.activation_memory = self._activation_memory
             if iteration.sync is not None:
                 split.queue.on_gradient = iteration.sync.listener(vp_stage)
             stages[self._physical.stage(iteration.pp_rank, vp_stage)] = stage
+        if output is not None:
+            logical = self._physical.logical(iteration.pp_rank)
+            shard = self._physical.placement.num_stages + logical
+            here = desk if logical == output.end else None
+            stages[shard] = passes = ShardPasses(iteration, output, here, stages.get(0))
+            passes.activation_memory = self._activation_memory
         return stages
 
     def _sync(self, iteration: Iteration, program: Program, logical: int) -> DataParallelSync:
@@ -406,8 +412,11 @@ class ForwardBackward:
         number = program.schedule.num_microbatches
         counts = [number] * len(self._splits)
         output = self._output()
-        if output is not None and any(i.work.kind is PassKind.V for i in _passes(program, logical)):
-            counts[output.chunk] += number
+        if output is None:
+            return counts
+        kinds = {run.work.kind for run in _passes(program, logical)}
+        for kind, chunk in ((PassKind.V, output.chunk), (PassKind.G, output.embedding.chunk)):
+            counts[chunk] += number if kind in kinds else 0
         return counts
 
     def _bucket_reductions(self, chunks: list[Any]) -> list[BucketReductions | None]:

@@ -1,4 +1,4 @@
-"""Arithmetic of an output layer that is cut along the vocabulary: passes O, P and V.
+"""Arithmetic of an output layer and an embedding that are cut along the vocabulary.
 
 *Balancing Pipeline Parallelism with Vocabulary Parallelism* (arXiv 2411.05288) with one barrier:
 each shard scales its exponentials by its own maximum, and what is left to do when all parts are
@@ -144,6 +144,18 @@ class Rows:
         places = labels - self.start
         here = (places >= 0) & (places < self.count)
         return places.clamp(0, self.count - 1), here
+
+    def embedded(self, weight: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
+        """Run E: return the rows of the tokens (tokens, width), zeros for another shard's."""
+        places, here = self._places(tokens)
+        found = torch.nn.functional.embedding(places, weight)
+        return self._summed(found.masked_fill_(~here.unsqueeze(1), 0))
+
+    def embedding_gradient(self, gradient: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
+        """Run G: return the gradient of the weight from that of all rows of the tokens."""
+        places, here = self._places(tokens)
+        masked = gradient.masked_fill(~here.unsqueeze(1), 0)
+        return torch.ops.aten.embedding_dense_backward(masked, places, self.count, -1, False)
 
     def part(self, weight: torch.Tensor, logits: torch.Tensor, labels: torch.Tensor) -> Part:
         """Run what O does after the logits (tokens, rows), of which none is changed."""

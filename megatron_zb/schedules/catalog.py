@@ -16,6 +16,7 @@ from megatron_zb.schedules.families.auto import auto, candidates
 from megatron_zb.schedules.placement import Placement, looped
 from megatron_zb.schedules.request import MemoryLimit, Request, check_size
 from megatron_zb.schedules.schedule import Report, Schedule
+from megatron_zb.schedules.search.place_embedding import with_embedding
 from megatron_zb.schedules.search.place_vocabulary import search_with_vocabulary
 from megatron_zb.schedules.simulator import simulate
 
@@ -403,6 +404,8 @@ def _with_vocabulary(chosen: Family) -> Callable[[Request], Schedule]:
             search_with_vocabulary(chosen.name, place, request, peak, split=splits)
             for place in places
         ]
+        if request.costs.cuts_embedding:
+            found = [with_embedding(schedule, request.costs) for schedule in found]
         return min(found, key=lambda s: request.seconds(simulate(s, request.costs)))
 
     return build

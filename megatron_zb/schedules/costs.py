@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import pairwise
 from statistics import median
+from typing import Any
 
 from megatron_zb.errors import UsageError
 from megatron_zb.schedules.passes import Pass, PassKind
@@ -25,6 +26,8 @@ class Vocabulary:
     gradient), ``weight`` those of V (weight gradients), ``loss`` those of P, which puts the parts
     together. ``held`` is what all shards hold from O to V, in the unit of ``Costs.activation``.
     ``shares[r]`` is the share of the vocabulary on logical rank r, the same on all if left out.
+    ``lookup`` are the seconds of E of all shards together, and those of G, if the embedding is cut,
+    too; None if it is whole.
     """
 
     output: float
@@ -32,6 +35,7 @@ class Vocabulary:
     loss: float = 0.0
     held: float = 0.0
     shares: tuple[float, ...] = ()
+    lookup: float | None = None
 
     def _times(self, factor: float) -> Vocabulary:
         return Vocabulary(
@@ -40,6 +44,7 @@ class Vocabulary:
             factor * self.loss,
             factor * self.held,
             self.shares,
+            None if self.lookup is None else factor * self.lookup,
         )
 
 
@@ -48,7 +53,9 @@ class ShardCosts:
     """Costs of a cut output layer on one placement, by logical rank.
 
     ``arrival`` is the time of a message from the last stage to the farthest rank, ``back[r]`` that
-    from rank r to the last stage.
+    from rank r to the last stage. Where the embedding is cut, too, ``lookup`` are the seconds of E
+    and those of G, ``from_first`` is the time of a message from the first stage to the farthest
+    rank, and ``to_first[r]`` that from rank r to the first stage.
     """
 
     output: tuple[float, ...]
@@ -57,6 +64,9 @@ class ShardCosts:
     held: tuple[float, ...]
     arrival: float
     back: tuple[float, ...]
+    lookup: tuple[float, ...] = ()
+    from_first: float = 0.0
+    to_first: tuple[float, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -118,6 +128,7 @@ class StageCosts:
             PassKind.O: none + self.shards.output,
             PassKind.V: none + self.shards.weight,
             PassKind.P: (*none[1:], self.shards.loss),
+            **dict.fromkeys((PassKind.E, PassKind.G), none + self.shards.lookup),
         }
 
     @cached_property
@@ -132,7 +143,11 @@ class StageCosts:
             hops[PassKind.F] = (*self.forward_hop[:-1], arrival)
             hops[PassKind.P] = (*none[1:], arrival)
             hops[PassKind.O] = none + self.shards.back
-            hops[PassKind.V] = none + (0.0,) * len(self.shards.back)
+            hops[PassKind.V] = hops[PassKind.G] = none + (0.0,) * len(self.shards.back)
+            if self.shards.lookup:
+                hops[PassKind.E] = none + self.shards.to_first
+                first = (self.shards.from_first, *self.backward_hop[1:])
+                hops |= dict.fromkeys((PassKind.B, PassKind.BW), first)
         return hops
 
     @cached_property
@@ -308,6 +323,11 @@ class Costs:
         if not all(factor > 0 for factor in self.slowdown):
             raise UsageError("costs: slowdown is zero: give a positive factor, such as 1.0")
 
+    @property
+    def cuts_embedding(self) -> bool:
+        """Whether the embedding is cut along the vocabulary, like the output layer."""
+        return self.vocabulary is not None and self.vocabulary.lookup is not None
+
     def with_vocabulary(
         self,
         *,
@@ -316,11 +336,12 @@ class Costs:
         loss: float = 0.0,
         held: float = 0.0,
         shares: Sequence[float] | None = None,
+        lookup: float | None = None,
     ) -> Costs:
         """Return the costs with an output layer that is cut along the vocabulary over all ranks.
 
         Args:
-            output, weight, loss, held: see :class:`Vocabulary`.
+            output, weight, loss, held, lookup: see :class:`Vocabulary`.
             shares: the vocabulary's share of each logical rank, the same on all if left out.
 
         Raises:
@@ -329,7 +350,7 @@ class Costs:
         p = self.pipeline_size
         given = tuple([1 / p] * p if shares is None else shares)
         values = {"output": output, "weight": weight, "loss": loss, "held": held}
-        for name, value in values.items():
+        for name, value in (values | {"lookup": lookup or 0.0}).items():
             if not 0 <= value < float("inf"):
                 raise UsageError(
                     f"costs: {name} of the vocabulary is {value}: give a finite value of 0 or more"
@@ -339,7 +360,7 @@ class Costs:
                 f"costs: the shares of the vocabulary are {list(given)}: give one of 0 or more for "
                 f"each of the {p} ranks, 1 in all"
             )
-        vocabulary = Vocabulary(**values, shares=given)
+        vocabulary = Vocabulary(**values, shares=given, lookup=lookup)
         if self.microbatches:
             raise UsageError(
                 "costs: microbatches have lengths of their own already: give the costs of the "
@@ -453,7 +474,19 @@ class Costs:
             held=tuple(self.vocabulary.held * s for s in self.vocabulary.shares),
             arrival=max(self._hop(end, r) for r in ranks),
             back=tuple(self._hop(r, end) for r in ranks),
+            **self._lookups(placement, share),
         )
+
+    def _lookups(self, placement: Placement, share: list[float]) -> dict[str, Any]:
+        assert self.vocabulary is not None
+        if self.vocabulary.lookup is None:
+            return {}
+        ranks, start = range(self.pipeline_size), placement.rank_of[0]
+        return {
+            "lookup": tuple(self.vocabulary.lookup * s for s in share),
+            "from_first": max(self._hop(start, r) for r in ranks),
+            "to_first": tuple(self._hop(r, start) for r in ranks),
+        }
 
 
 def check_number(costs: Costs | StageCosts, num_microbatches: int) -> None:

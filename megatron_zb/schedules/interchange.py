@@ -20,20 +20,20 @@ from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
 
 from megatron_zb.errors import UsageError
-from megatron_zb.schedules import vocabulary
+from megatron_zb.schedules.cut_embedding import EmbeddingRules
 from megatron_zb.schedules.passes import Pass, PassKind
 from megatron_zb.schedules.placement import Placement, looped, wave
 from megatron_zb.schedules.request import MOST_FORWARDS
-from megatron_zb.schedules.rules import TRAINING
+from megatron_zb.schedules.rules import TRAINING, TrainingRules
 from megatron_zb.schedules.schedule import InvalidSchedule, Schedule
 from megatron_zb.schedules.simulator import Timeline
 from megatron_zb.schedules.vocabulary import VocabularyRules
 
 _LETTER = {PassKind.F: "F", PassKind.B: "I", PassKind.W: "W", PassKind.BW: "B"} | {
-    kind: str(kind) for kind in vocabulary.KINDS
+    kind: str(kind) for kind in EmbeddingRules.kinds
 }
 _KIND = {letter: kind for kind, letter in _LETTER.items()}
-_CELL = re.compile(r"([0-9]+)([FIWBOPV])([0-9]+)")
+_CELL = re.compile(r"([0-9]+)([FIWBOPVEG])([0-9]+)")
 _COMMUNICATION = re.compile(r"[0-9]+(SEND|RECV)_[FB][0-9]+")
 
 # Far above what any cluster needs; a file beyond them is no schedule.
@@ -118,13 +118,21 @@ def from_csv(source: str | Path, *, name: str | None = None) -> Schedule:
     placement = _infer_placement(name, rows)
     num_microbatches = 1 + max(cell.work.microbatch for row in rows for cell in row)
     ranks = tuple(tuple(cell.work for cell in row) for row in rows)
-    holders = tuple(r for r, row in enumerate(ranks) if any(p.kind is PassKind.O for p in row))
-    rules = VocabularyRules(holders) if holders else TRAINING
-    schedule = Schedule(name, placement, num_microbatches, ranks, rules=rules)
+    schedule = Schedule(name, placement, num_microbatches, ranks, rules=_rules(ranks))
     try:
         return schedule.validate()
     except InvalidSchedule as error:
         _point_at_cell(schedule, rows, error)
+
+
+def _rules(ranks: Sequence[Sequence[Pass]]) -> TrainingRules:
+    """Return the rules of passes by their kinds."""
+    kinds = [{p.kind for p in row} for row in ranks]
+    holders = tuple(rank for rank, row in enumerate(kinds) if PassKind.O in row)
+    if not holders:
+        return TRAINING
+    cut = EmbeddingRules if PassKind.E in set().union(*kinds) else VocabularyRules
+    return cut(holders)
 
 
 def _read(path: Path) -> str:
@@ -195,7 +203,7 @@ def _infer_placement(name: str, rows: Sequence[Sequence[_Cell]]) -> Placement:
     rank_of: dict[int, int] = {}
     for rank, row in enumerate(rows):
         for work, column in row:
-            if work.kind in vocabulary.KINDS:
+            if work.kind in EmbeddingRules.kinds:
                 continue
             if rank_of.setdefault(work.stage, rank) != rank:
                 raise InvalidSchedule(

@@ -25,7 +25,9 @@ class PassKind(str, Enum):
     shard of it as stage S + r: ``O`` computes the shard's logits, their softmax within the shard
     and its part of the input gradient; ``P``, on the rank of the last stage, puts the parts of all
     shards together to the loss and the gradient of that stage's output; ``V`` is the weight
-    gradient of the shard.
+    gradient of the shard. Where the embedding is cut, too, ``E`` looks up a microbatch's tokens in
+    the shard (on the rank of the first stage it reads them before), and ``G`` is the weight
+    gradient of these rows.
 
     The rules of a schedule define the inputs, outputs and valid orders of its passes:
     :class:`megatron_zb.schedules.rules.Rules`.
@@ -41,6 +43,8 @@ class PassKind(str, Enum):
     O = "O"  # noqa: E741
     P = "P"
     V = "V"
+    E = "E"
+    G = "G"
 
     def __str__(self) -> str:
         return self.value
@@ -49,7 +53,7 @@ class PassKind(str, Enum):
 class Pass(NamedTuple):
     """One unit of work: its kind, the stage (0 to S-1) and the microbatch (0 to m-1).
 
-    O and V of rank r have stage S + r.
+    O, V, E and G of rank r have stage S + r.
 
     T and S count microbatches through all steps: microbatch j of step n is n * m + j. In U the
     microbatch is the number of the step.

@@ -12,7 +12,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import NamedTuple
+from typing import ClassVar, NamedTuple
 
 from megatron_zb.schedules.costs import StageCosts
 from megatron_zb.schedules.passes import Message, Pass, PassKind
@@ -21,7 +21,7 @@ from megatron_zb.schedules.rules import Broken, Link, Orders, TrainingRules
 
 KINDS = (PassKind.O, PassKind.P, PassKind.V)
 _FORWARD = (PassKind.F, PassKind.O, PassKind.P)
-_NOTHING = Link((), None)
+NOTHING = Link((), None)
 
 
 class _Part(NamedTuple):
@@ -40,13 +40,15 @@ class VocabularyRules(TrainingRules):
     holders: tuple[int, ...]
 
     holds = MappingProxyType({**TrainingRules.holds, **dict.fromkeys(KINDS, (0, 0))})
-    forward_kinds = _FORWARD
+    forward_kinds: ClassVar[tuple[PassKind, ...]] = _FORWARD
+    kinds: ClassVar[tuple[PassKind, ...]] = KINDS
+    """Kinds of the passes of shards."""
 
     def memory_change(self, p: Pass, costs: StageCosts) -> float:
-        if p.kind not in KINDS:
+        if p.kind not in self.kinds:
             return super().memory_change(p, costs)
         shards = costs.of(p.microbatch).shards
-        if shards is None or p.kind is PassKind.P:
+        if shards is None or p.kind not in (PassKind.O, PassKind.V):
             return 0.0
         held = shards.held[p.stage - len(costs.activation)]
         return held if p.kind is PassKind.O else -held
@@ -69,7 +71,7 @@ class VocabularyRules(TrainingRules):
                 parts = tuple((True, stages + 1 + holder, j, None) for holder in others)
                 linked.append(Link(parts, loss if trains and others else None))
             elif p.kind in KINDS and rank == end:
-                linked.append(_NOTHING)
+                linked.append(NOTHING)
             elif p.kind is PassKind.O:
                 linked.append(Link((hidden,), (True, stages + 1 + rank, j, None)))
             elif p.kind is PassKind.V:
@@ -100,9 +102,9 @@ class VocabularyRules(TrainingRules):
         everywhere O before V) and *microbatch order* for O, P and V.
         """
         passes = schedule.ranks[rank]
-        others = [i for i, p in enumerate(passes) if p.kind not in KINDS]
+        others = [i for i, p in enumerate(passes) if p.kind not in self.kinds]
         part = tuple(
-            tuple(p for p in order if p.kind not in KINDS) if r == rank else order
+            tuple(p for p in order if p.kind not in self.kinds) if r == rank else order
             for r, order in enumerate(schedule.ranks)
         )
         sizes = schedule.placement, schedule.num_microbatches
@@ -117,7 +119,7 @@ class VocabularyRules(TrainingRules):
         done: Counter[tuple[PassKind, int]] = Counter()
         for position, p in enumerate(schedule.ranks[rank]):
             key = (PassKind.B if p.kind is PassKind.BW else p.kind, p.stage)
-            if p.kind in KINDS:
+            if p.kind in self.kinds:
                 if key not in due:
                     why = f"no {p.kind} of stage {p.stage} is due on rank {rank}"
                     return Broken("placement", why, position)

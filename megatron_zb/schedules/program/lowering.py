@@ -206,7 +206,7 @@ def _moments(schedule: Schedule, timeline: Timeline | None, *, late: bool) -> _M
     if timeline is None:
         p = len(schedule.ranks)
         costs = Costs.uniform(pipeline_size=p, forward=1.0, backward=1.0, weight=1.0)
-        timeline = simulate(schedule, costs.with_vocabulary(output=1.0, weight=1.0))
+        timeline = simulate(schedule, costs.with_vocabulary(output=1.0, weight=1.0, lookup=0.0))
     made = timeline.end if late else timeline.start
     return [
         [((start,), (end,)) for start, end in zip(starts, ends, strict=True)]

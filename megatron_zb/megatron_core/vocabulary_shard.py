@@ -1,0 +1,272 @@
+"""Shards of the output layer and the embedding, along the vocabulary, on all pipeline ranks.
+
+Rank r of p has the r-th part of the rows that its tensor-parallel rank has in Megatron. Where both
+layers are tied they are one parameter of each rank. *Balancing Pipeline Parallelism with Vocabulary
+Parallelism* (arXiv 2411.05288).
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from megatron.core.dist_checkpointing import ShardedTensor
+from megatron.core.tensor_parallel.layers import set_tensor_model_parallel_attributes
+from megatron.core.utils import get_attr_wrapped_model
+
+from megatron_zb.errors import UsageError
+from megatron_zb.megatron_core.placement import PhysicalPlacement
+from megatron_zb.megatron_core.stages import device
+from megatron_zb.runtime.vocabulary import Rows
+
+_OUTPUT, _EMBEDDING = "output_layer", "embedding_shard"
+_STORED_EMBEDDING = "embedding.word_embeddings.weight"
+
+
+class VocabularyShard(torch.nn.Module):
+    """The rows of a weight (rows, width) that one rank has of the whole vocabulary.
+
+    On the last stage Megatron's model calls that of the output layer in its place, and as its loss:
+    it keeps the labels, and hands on what it is given. Checkpoints have the rows under the name
+    that they have in Megatron, ``stored``, ``part`` of the parts of all ranks in its order.
+    """
+
+    def __init__(
+        self,
+        weight: torch.Tensor,
+        start: int,
+        group: dist.ProcessGroup,
+        part: tuple[int, int],
+        stored: str,
+    ) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(weight)
+        self.start, self.group, self._part, self._stored = start, group, part, stored
+        self._labels: torch.Tensor | None = None
+        set_tensor_model_parallel_attributes(self.weight, True, 0, 1)
+        self.weight.is_embedding_or_output_parameter = True  # type: ignore[attr-defined]
+
+    def forward(
+        self, x: torch.Tensor, *, logits: bool = False, rows: Rows | None = None, **_options: Any
+    ) -> Any:
+        """Return the logits (tokens, rows) of ``x`` (tokens, width), or hand ``x`` on to O.
+
+        With ``rows``, ``x`` (tokens) are numbers of the vocabulary: return their rows of the weight
+        (tokens, width). Data parallelism gathers weights ahead of a call, whichever it is.
+        """
+        if rows is not None:
+            return rows.embedded(self.weight, x)
+        return x @ self.weight.t() if logits else (x, None)
+
+    def loss(self, labels: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+        """Stand in for ``compute_language_model_loss``: labels are (batch, sequence)."""
+        self._labels = labels
+        return x
+
+    def labels(self) -> torch.Tensor:
+        """Return the labels (batch, sequence) of the forward that has just run.
+
+        Raises:
+            UsageError: the model was called without labels.
+        """
+        labels, self._labels = self._labels, None
+        if labels is None:
+            raise UsageError(
+                "the model was called without labels: where the vocabulary is cut over the "
+                "pipeline, no rank has its logits; give labels, or --pipeline-vocabulary off"
+            )
+        return labels
+
+    def rows(self, *, sequence_parallel: bool) -> Rows:
+        group = self.group if self.group.size() > 1 else None
+        return Rows(self.start, self.weight.size(0), group, sequence_parallel)
+
+    def sharded_state_dict(
+        self, prefix: str = "", sharded_offsets: Any = (), metadata: Any = None
+    ) -> dict[str, ShardedTensor]:
+        """Return the rows as a part of Megatron's weight; ``prefix`` ends with the module's name.
+
+        ``sharded_offsets`` are those of layers, of which this is none.
+        """
+        del sharded_offsets
+        group = (metadata or {}).get("dp_cp_group")
+        group = group or parallel_state.get_data_parallel_group(with_context_parallel=True)
+        of_model = prefix.removesuffix(f"{_OUTPUT}.").removesuffix(f"{_EMBEDDING}.")
+        weight = ShardedTensor.from_rank_offsets(
+            f"{of_model}{self._stored}",
+            self.weight,
+            (0, *self._part),
+            replica_id=(0, 0, group.rank()),
+            allow_shape_mismatch=True,  # of rows that are padding
+        )
+        return {f"{prefix}weight": weight}
+
+
+class Lookups(torch.nn.Module):
+    """The word embedding of the first stage, which gives on what all shards have looked up.
+
+    ``given`` (tokens, width) is that of the microbatch whose F runs next. ``spread`` says that each
+    tensor-parallel rank has the tokens of its part of the sequence (``reduce_scatter_embeddings``).
+    """
+
+    def __init__(self, spread: bool) -> None:
+        super().__init__()
+        self.spread = spread
+        self.given: torch.Tensor | None = None
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        """Return rows (sequence, batch, width) if they are spread, else (batch, sequence, width).
+
+        Args:
+            tokens: (batch, sequence), whose numbers have been looked up already.
+        """
+        given, self.given = self.given, None
+        assert given is not None, "the embedding is called once in each F"
+        rows = given.view(-1, tokens.size(0), given.size(1))
+        return rows if self.spread else rows.transpose(0, 1)
+
+
+class CutEmbedding(NamedTuple):
+    """A rank's part of a cut embedding, in its model ``chunk``.
+
+    ``lookups`` stands for it on the first stage, on the ``start``-th rank in logical order; None on
+    other ranks. ``spread`` is that of :class:`Lookups`; ``tied`` says that the weight is the output
+    layer's.
+    """
+
+    shard: VocabularyShard
+    chunk: int
+    start: int
+    lookups: Lookups | None
+    spread: bool
+    tied: bool
+
+
+class CutOutput(NamedTuple):
+    """A rank's part of a cut output layer, and of the embedding.
+
+    ``chunk`` of the rank holds it; ``end`` is the logical rank of the last stage.
+    """
+
+    shard: VocabularyShard
+    chunk: int
+    end: int
+    embedding: CutEmbedding
+
+
+def cut(chunks: list[Any], physical: PhysicalPlacement) -> CutOutput:
+    """Give every pipeline rank its rows of both layers; collective over the pipeline.
+
+    The last stage, or else the rank's first chunk, holds its shard as ``output_layer``; the rank's
+    first chunk that of an embedding with a weight of its own, as ``embedding_shard``.
+
+    Raises:
+        UsageError: the rows cannot be cut evenly, or the output layer is not a plain one.
+    """
+    scattering = _Scattering(physical, device())
+    models = [get_attr_wrapped_model(c, "post_process", return_model_obj=True) for c in chunks]
+    first = next((model for model in models if model.pre_process), None)
+    last = next((chunk for chunk, model in enumerate(models) if model.post_process), None)
+    end, start = physical.placement.rank_of[-1], physical.placement.rank_of[0]
+    layer = scattering.told(end, None if last is None else _Layer.of(models[last]))
+    layer.check(scattering.p)
+    spread = scattering.told(start, first and bool(first.embedding.reduce_scatter_embeddings))
+    chunk = 0 if last is None else last
+    words = None if first is None else first.embedding.word_embeddings.weight
+    if layer.tied:
+        output = embedding = scattering.shard(start, words, layer, _STORED_EMBEDDING)
+        output.weight.shared_embedding = True  # type: ignore[attr-defined]
+    else:
+        whole = None if last is None else models[last].output_layer.weight
+        output = scattering.shard(end, whole, layer, f"{_OUTPUT}.weight")
+        embedding = scattering.shard(start, words, layer, _STORED_EMBEDDING)
+        models[0].add_module(_EMBEDDING, embedding.to(_device_of(models[0])))
+    models[chunk].output_layer = output.to(_device_of(models[chunk]))
+    if last is not None:
+        models[last].compute_language_model_loss = output.loss
+    lookups = None
+    if first is not None:
+        first.embedding.word_embeddings = lookups = Lookups(spread)
+    for model in models:
+        model.share_embeddings_and_output_weights = False
+    holder = chunk if layer.tied else 0
+    of_embedding = CutEmbedding(embedding, holder, start, lookups, spread, layer.tied)
+    return CutOutput(output, chunk, end, of_embedding)
+
+
+def _device_of(model: Any) -> torch.device:
+    device: torch.device = next(model.decoder.parameters()).device
+    return device
+
+
+class _Layer(NamedTuple):
+    """What all ranks must know of the output layer; ``refused`` is why it cannot be cut."""
+
+    rows: int
+    width: int
+    dtype: torch.dtype
+    tied: bool
+    refused: str
+
+    @classmethod
+    def of(cls, model: Any) -> _Layer:
+        config = model.config
+        reasons = {
+            "it is run again for multi-token prediction": getattr(config, "mtp_num_layers", None),
+            "it has a bias": getattr(model.output_layer, "bias", None) is not None,
+            "its logits are scaled": getattr(config, "use_mup", False),
+        }
+        weight = model.output_layer.weight
+        refused = next((why for why, holds in reasons.items() if holds), "")
+        tied = bool(model.share_embeddings_and_output_weights)
+        return cls(weight.size(0), weight.size(1), weight.dtype, tied, refused)
+
+    def check(self, p: int) -> None:
+        if self.refused:
+            raise UsageError(
+                f"the output layer cannot be cut along the vocabulary: {self.refused}; give "
+                "--pipeline-vocabulary off"
+            )
+        if self.rows % p:
+            raise UsageError(
+                f"{self.rows} rows of the output layer cannot be cut evenly for {p} pipeline "
+                f"ranks: make --make-vocab-size-divisible-by a multiple of {p}"
+            )
+
+
+class _Scattering:
+    """Messages between the ranks of a pipeline while a model is built, by logical rank."""
+
+    def __init__(self, physical: PhysicalPlacement, device: Any) -> None:
+        self._physical, self._device = physical, device
+        self._group = parallel_state.get_pipeline_model_parallel_group()
+        self.p = self._group.size()
+
+    def _source(self, logical: int) -> int:
+        return dist.get_global_rank(self._group, self._physical.logical(logical))
+
+    def told(self, by: int, what: Any) -> Any:
+        """Return what a rank says, on all ranks."""
+        said = [what]
+        dist.broadcast_object_list(said, src=self._source(by), group=self._group)
+        return said[0]
+
+    def shard(
+        self, holder: int, weight: torch.Tensor | None, layer: _Layer, stored: str
+    ) -> VocabularyShard:
+        """Return this rank's rows of the weight that the ``holder`` has."""
+        count = layer.rows // self.p
+        own = torch.empty(count, layer.width, dtype=layer.dtype, device=self._device)
+        parts = None
+        if weight is not None:
+            of_logical = weight.detach().to(own.device).chunk(self.p)
+            order = map(self._physical.logical, range(self.p))
+            parts = [of_logical[logical].contiguous() for logical in order]
+        dist.scatter(own, parts, src=self._source(holder), group=self._group)
+        tensor_group = parallel_state.get_tensor_model_parallel_group()
+        part = tensor_group.rank() * self.p + self._physical.logical(self._group.rank())
+        return VocabularyShard(
+            own, part * count, tensor_group, (part, self.p * tensor_group.size()), stored
+        )
