@@ -334,12 +334,6 @@ LAYER_STREAMS_CONFLICTS = (
 _NOT_TIMED = "nothing measures the passes of its shards"
 VOCABULARY_CONFLICTS = (
     Conflict(
-        "untie_embeddings_and_output_weights",
-        "an output layer that is tied to the embedding",
-        "both would have to be cut; add --untie-embeddings-and-output-weights",
-        lambda unties: not unties,
-    ),
-    Conflict(
         "mtp_num_layers",
         "--mtp-num-layers",
         "multi-token prediction runs the output layer again",

@@ -55,7 +55,7 @@ class ShardCosts:
     ``arrival`` is the time of a message from the last stage to the farthest rank, ``back[r]`` that
     from rank r to the last stage. Where the embedding is cut, too, ``lookup`` are the seconds of E
     and those of G, ``from_first`` is the time of a message from the first stage to the farthest
-    rank, and ``to_first[r]`` that from rank r to the first stage.
+    rank, and ``told[r]`` that of what E of rank r makes, for the first stage or from it.
     """
 
     output: tuple[float, ...]
@@ -66,7 +66,7 @@ class ShardCosts:
     back: tuple[float, ...]
     lookup: tuple[float, ...] = ()
     from_first: float = 0.0
-    to_first: tuple[float, ...] = ()
+    told: tuple[float, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -145,7 +145,7 @@ class StageCosts:
             hops[PassKind.O] = none + self.shards.back
             hops[PassKind.V] = hops[PassKind.G] = none + (0.0,) * len(self.shards.back)
             if self.shards.lookup:
-                hops[PassKind.E] = none + self.shards.to_first
+                hops[PassKind.E] = none + self.shards.told
                 first = (self.shards.from_first, *self.backward_hop[1:])
                 hops |= dict.fromkeys((PassKind.B, PassKind.BW), first)
         return hops
@@ -482,10 +482,11 @@ class Costs:
         if self.vocabulary.lookup is None:
             return {}
         ranks, start = range(self.pipeline_size), placement.rank_of[0]
+        from_first = max(self._hop(start, r) for r in ranks)
         return {
             "lookup": tuple(self.vocabulary.lookup * s for s in share),
-            "from_first": max(self._hop(start, r) for r in ranks),
-            "to_first": tuple(self._hop(r, start) for r in ranks),
+            "from_first": from_first,
+            "told": tuple(from_first if r == start else self._hop(r, start) for r in ranks),
         }
 
 

@@ -1,4 +1,4 @@
-"""An output layer that is cut along the vocabulary over all pipeline ranks, beside Megatron's."""
+"""An output layer and an embedding cut along the vocabulary over all ranks, beside Megatron's."""
 
 from __future__ import annotations
 
@@ -23,11 +23,18 @@ CASES = {
     "per-token-loss": (2, GPTCase(per_token_loss=True, wrapped=True)),
     "tensor-parallel": (4, GPTCase(tensor_parallel=2)),
     "sequence-parallel": (4, GPTCase(tensor_parallel=2, sequence_parallel=True)),
+    "tied-rotary-sequence-parallel": (
+        4,
+        GPTCase(tied=True, rotary=True, tensor_parallel=2, sequence_parallel=True),
+    ),
     "tied": (2, GPTCase(tied=True)),
     "data-parallel": (4, GPTCase(data_parallel=2, overlap_grad_reduce=True)),
+    "tied-data-parallel": (4, GPTCase(tied=True, data_parallel=2, overlap_grad_reduce=True)),
+    "tied-bf16": (2, GPTCase(tied=True, dtype="bfloat16", fused_accumulation=True)),
 }
+ON_REQUEST = ("two-ranks", "tensor-parallel", "sequence-parallel", "data-parallel", "bf16")
 # Of the largest number. The sum of the exponentials is formed in another order.
-TOLERANCE = {"float32": 2e-6, "bfloat16": 2e-2}
+TOLERANCE = 2e-6
 
 
 def outcomes(case: GPTCase, schedules: list[str]) -> list[Outcome]:
@@ -58,15 +65,11 @@ def gathered(outcome: Outcome, schedule: str | None = None) -> Outcome:
 def differences(case: GPTCase, schedules: list[str]) -> list[str]:
     """Differences of the first schedule from stock, and of the others from the first."""
     stock, first, *others = outcomes(case, schedules)
-    tolerance = TOLERANCE[case.dtype]
     found = [f"only one has {name}" for name in stock.gradients.keys() ^ first.gradients.keys()]
-    for name in stock.gradients.keys() & first.gradients.keys():
-        ours, theirs = first.gradients[name], stock.gradients[name]
-        off = (ours - theirs).abs().max().item()
-        if not off <= tolerance * theirs.abs().max().item():
-            found.append(f"gradient of {name} is off by {off}")
-    if not torch.tensor(first.losses).allclose(torch.tensor(stock.losses), rtol=tolerance):
-        found.append(f"losses {first.losses} are not {stock.losses}")
+    if case.dtype == "float32":
+        found += unequal(stock, first)
+    else:
+        found += less_exact(case, stock, first)
     for name, other in zip(schedules[1:], others, strict=True):
         for key, value in first.gradients.items():
             if not torch.equal(value, other.gradients[key]):
@@ -76,9 +79,35 @@ def differences(case: GPTCase, schedules: list[str]) -> list[str]:
     return found
 
 
+def unequal(stock: Outcome, ours: Outcome) -> list[str]:
+    found = []
+    for name, gradient in stock.gradients.items():
+        off = (ours.gradients[name] - gradient).abs().max().item()
+        if not off <= TOLERANCE * gradient.abs().max().item():
+            found.append(f"gradient of {name} is off by {off}")
+    if not torch.tensor(ours.losses).allclose(torch.tensor(stock.losses), rtol=TOLERANCE):
+        found.append(f"losses {ours.losses} are not {stock.losses}")
+    return found
+
+
+def less_exact(case: GPTCase, stock: Outcome, ours: Outcome) -> list[str]:
+    """Whether gradients in 16 bits are farther from those in 32 than 1.2 times stock's."""
+    single = replace(case, dtype="float32", fused_accumulation=False)
+    exact = gathered(gpt_cases.run(single, None, [4])[4])
+    ratio = distance(ours, exact) / distance(stock, exact)
+    losses, exactly = torch.tensor(ours.losses), torch.tensor(exact.losses)
+    found = [] if ratio <= 1.2 else [f"gradients are {ratio} times as far off as stock's"]
+    return found if losses.allclose(exactly, rtol=5e-3) else [*found, f"{losses} are the losses"]
+
+
+def distance(one: Outcome, other: Outcome) -> float:
+    pairs = [(one.gradients[name], gradient) for name, gradient in other.gradients.items()]
+    return sum((a.double() - b.double()).square().sum().item() for a, b in pairs) ** 0.5
+
+
 @pytest.mark.parametrize(
     "name",
-    [pytest.param(name, marks=FULL if name == "two-ranks" else ()) for name in CASES],
+    [pytest.param(name, marks=FULL if name in ON_REQUEST else ()) for name in CASES],
 )
 @pytest.mark.parametrize("others", [["zb-h1"], pytest.param(["1f1b", "v-zb"], marks=FULL)], ids=str)
 def test_a_cut_output_layer_trains_as_megatrons(

@@ -119,8 +119,8 @@ _OVERLAPS = GPTCase(
 
 ROWS = (
     Row(
-        "output layer cut along the vocabulary over all pipeline ranks",
-        "`--pipeline-vocabulary on`, `--untie-embeddings-and-output-weights`",
+        "output layer and embedding cut along the vocabulary over all pipeline ranks",
+        "`--pipeline-vocabulary on`",
         GPTCase(),
         Verdict.ROUNDED,
         schedules=("v-half", "zb-h1", "1f1b", "v-zb"),

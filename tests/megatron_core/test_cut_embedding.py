@@ -1,0 +1,102 @@
+"""What the first stage reads ahead of its F, and sums of tied gradients."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from megatron_zb.errors import UsageError
+from megatron_zb.megatron_core.cut_embedding import FirstStage, TiedGradient
+from megatron_zb.megatron_core.vocabulary_shard import Lookups
+
+
+class Model(torch.nn.Module):
+    """A first stage in front of nothing: it returns what the embedding gives."""
+
+    pre_process = True
+
+    def __init__(self, lookups: Lookups) -> None:
+        super().__init__()
+        self.lookups = lookups
+
+    def forward(
+        self, input_ids: Any = None, labels: Any = None, decoder_input: Any = None
+    ) -> torch.Tensor:
+        return self.lookups(input_ids)
+
+
+def first_stage(step: Callable[..., Any], data: Iterator[Any]) -> FirstStage:
+    lookups = Lookups(spread=True)
+    iteration: Any = SimpleNamespace(
+        physical=SimpleNamespace(holds_output=lambda *_: False),
+        pp_rank=0,
+        pg_collection=SimpleNamespace(cp=SimpleNamespace(size=lambda: 1)),
+        forward_only=False,
+        forward_step_func=step,
+        data_iterators=[data],
+        model=[Model(lookups)],
+    )
+    split: Any = SimpleNamespace(queue=None)
+    return FirstStage(iteration, 0, split, lookups)
+
+
+def test_a_microbatch_is_read_up_to_the_call_of_the_model() -> None:
+    """Each once, its tokens in the order of the sequence."""
+    after: list[str] = []
+
+    def step(data: Iterator[torch.Tensor], model: Model) -> Any:
+        result = model(next(data), labels=1)
+        after.append("called")
+        return result, None
+
+    stage = first_stage(step, iter([torch.tensor([[1, 2, 3], [4, 5, 6]]), torch.ones(2, 3)]))
+    assert stage.read(0).tolist() == [1, 4, 2, 5, 3, 6]
+    assert stage.read(1).tolist() == [1.0] * 6
+    assert after == []
+
+
+def test_a_step_that_reads_no_tokens_is_refused() -> None:
+    stage = first_stage(lambda data, model: (torch.zeros(1), None), iter([]))
+    with pytest.raises(UsageError, match="did not call the model of the first stage"):
+        stage.read(0)
+    for options in ({}, {"input_ids": torch.ones(1, 2), "decoder_input": torch.ones(1)}):
+        stage = first_stage(lambda data, model, o=options: model(**o), iter([]))
+        with pytest.raises(UsageError, match="was not called with input_ids"):
+            stage.read(0)
+
+
+def test_an_error_of_the_users_own_step_is_raised_and_the_hook_goes() -> None:
+    def step(data: Iterator[Any], model: Model) -> Any:
+        raise KeyError("tokens")
+
+    stage = first_stage(step, iter([]))
+    with pytest.raises(KeyError, match="tokens"):
+        stage.read(0)
+    assert not stage._iteration.model[0]._forward_pre_hooks
+
+
+@pytest.mark.parametrize("spread", [True, False])
+def test_rows_have_the_shape_of_megatrons_embedding(spread: bool) -> None:
+    """Of 3 tokens in 2 samples, in which a row of one number says which token it is."""
+    lookups = Lookups(spread)
+    lookups.given = torch.tensor([[1.0], [4.0], [2.0], [5.0], [3.0], [6.0]])
+    rows = lookups(torch.ones(2, 3)).squeeze(2)
+    of_samples = rows.t() if spread else rows
+    assert of_samples.tolist() == [[1.0, 2.0, 3.0], [4.0, 5.0, 6.0]]
+
+
+def test_a_tied_gradient_is_added_after_all_passes() -> None:
+    weight = torch.nn.Parameter(torch.zeros(2))
+    main_grad = weight.main_grad = torch.tensor([1.0, 1.0])  # type: ignore[attr-defined]
+    tied = TiedGradient(weight, 3)
+    for gradient in (None, torch.tensor([2.0, 0.0])):
+        if gradient is not None:
+            tied.add(gradient)
+        tied.passed()
+    assert main_grad.tolist() == [1.0, 1.0]
+    tied.passed()
+    assert main_grad.tolist() == [3.0, 1.0]

@@ -1,0 +1,145 @@
+"""An embedding that is cut along the vocabulary: its rules, and its places in an order."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from sizes import every_value
+
+from megatron_zb import schedules
+from megatron_zb.errors import UsageError
+from megatron_zb.schedules.costs import Costs
+from megatron_zb.schedules.cut_embedding import EmbeddingRules
+from megatron_zb.schedules.interchange import from_csv, to_csv
+from megatron_zb.schedules.passes import Message, Pass, PassKind
+from megatron_zb.schedules.placement import looped
+from megatron_zb.schedules.program.lowering import Run, Send
+from megatron_zb.schedules.schedule import InvalidSchedule, Schedule
+
+pytestmark = pytest.mark.usefixtures("brief_searches")
+
+F, B, BW, O, P, V, E, G = (PassKind(kind) for kind in ("F", "B", "BW", "O", "P", "V", "E", "G"))  # noqa: E741
+
+
+def _costs(p: int, lookup: float | None = 0.02) -> Costs:
+    costs = Costs.uniform(pipeline_size=p, forward=1.0, backward=1.2, weight=0.8, p2p=0.05)
+    return costs.with_vocabulary(output=4.4, weight=1.6, held=0.05 * p, lookup=lookup)
+
+
+FIRST = (Pass(E, 2, 0), Pass(F, 0, 0), Pass(O, 2, 0), Pass(V, 2, 0), Pass(BW, 0, 0), Pass(G, 2, 0))
+LAST = (
+    *(Pass(E, 3, 0), Pass(F, 1, 0), Pass(O, 3, 0), Pass(P, 1, 0)),
+    *(Pass(BW, 1, 0), Pass(V, 3, 0), Pass(G, 3, 0)),
+)
+
+
+def _by_hand(first: tuple[Pass, ...] = FIRST, last: tuple[Pass, ...] = LAST) -> Schedule:
+    """Two ranks of one chunk, one microbatch: rank 0 has the tokens."""
+    return Schedule("by hand", looped(2, 1), 1, (first, last), rules=EmbeddingRules((0, 1)))
+
+
+def test_an_order_by_hand_is_timed() -> None:
+    """Sums by hand: tokens go to rank 1 and its rows come back, before the first F."""
+    costs = Costs.uniform(pipeline_size=2, forward=1.0, backward=1.0, weight=1.0, p2p=0.5)
+    costs = costs.with_vocabulary(output=2.0, weight=2.0, lookup=0.2)
+    timeline = schedules.simulate(_by_hand().validate(), costs)
+    first = dict(zip(FIRST, timeline.start[0], strict=True))
+    last = dict(zip(LAST, timeline.start[1], strict=True))
+    assert last[Pass(E, 3, 0)] == pytest.approx(0.1 + 0.5)
+    assert first[Pass(F, 0, 0)] == pytest.approx(0.7 + 0.5)
+    end = first[Pass(BW, 0, 0)] + 2.0
+    assert first[Pass(G, 2, 0)] == pytest.approx(end)
+    assert last[Pass(G, 3, 0)] == pytest.approx(end + 0.5)
+
+
+def test_messages_go_where_they_are_read() -> None:
+    placement, rules = looped(4), EmbeddingRules((0, 1, 3))
+    assert rules.readers(placement, Message(False, 9, 0)) == [1, 3]  # tokens
+    assert rules.readers(placement, Message(True, 9, 0)) == [1, 3]  # gradients of rows
+    assert rules.readers(placement, Message(False, 4 + 1 + 3, 0)) == (0,)  # rows of rank 3
+    assert rules.readers(placement, Message(True, 4 + 1 + 1, 0)) == (3,)  # a part of the loss
+    links = rules.more_links(placement)
+    assert {(1, 0), (3, 0), (0, 3), (1, 3)} <= links
+    assert (2, 0) not in links
+
+
+def _swapped(passes: tuple[Pass, ...], one: Pass, other: Pass) -> tuple[Pass, ...]:
+    places = {one: other, other: one}
+    return tuple(places.get(p, p) for p in passes)
+
+
+def test_a_broken_order_is_refused() -> None:
+    with pytest.raises(InvalidSchedule, match="its E has not run yet"):
+        _by_hand(first=_swapped(FIRST, Pass(E, 2, 0), Pass(F, 0, 0))).validate()
+    with pytest.raises(InvalidSchedule, match="its B has not run yet"):
+        _by_hand(first=_swapped(FIRST, Pass(BW, 0, 0), Pass(G, 2, 0))).validate()
+    with pytest.raises(InvalidSchedule, match="its E has not run yet"):
+        _by_hand(last=_swapped(LAST, Pass(E, 3, 0), Pass(G, 3, 0))).validate()
+    with pytest.raises(InvalidSchedule, match="0 of 1 G passes are listed"):
+        _by_hand(last=LAST[:-1]).validate()
+    with pytest.raises(InvalidSchedule, match="no E of stage 3 is due on rank 0"):
+        _by_hand(first=(*FIRST, Pass(E, 3, 0))).validate()
+
+
+def test_ranks_that_wait_for_rows_in_a_circle_are_refused() -> None:
+    """Rank 1 looks up what rank 0 waits for after a pass that follows from it."""
+    late = _swapped(LAST, Pass(E, 3, 0), Pass(F, 1, 0))
+    with pytest.raises(InvalidSchedule, match="wait for one another in a circle"):
+        _by_hand(last=late).validate()
+
+
+@pytest.mark.parametrize(
+    ("name", "p"), every_value(["v-half", "zb-h1", "1f1b", "interleaved", "auto"], [2, 4])
+)
+def test_the_rows_are_there_when_the_first_stage_wants_them(name: str, p: int) -> None:
+    """Nothing but the beginning takes longer, and no program can hang."""
+    m = 2 * p
+    whole, cut = (
+        schedules.build(name, pipeline_size=p, num_microbatches=m, costs=_costs(p, lookup))
+        for lookup in (None, 0.02)
+    )
+    costs = _costs(p)
+    timeline = schedules.simulate(cut, costs)
+    added = m * 2 * 0.02 / p + 4 * 0.05 + 0.04  # the passes themselves, and the first messages
+    assert timeline.makespan <= schedules.simulate(whole, _costs(p, None)).makespan + added
+    assert max(timeline.peak_memory) == pytest.approx(
+        max(schedules.simulate(whole, _costs(p, None)).peak_memory)
+    )
+    stages = cut.placement.num_stages
+    for rank, passes in enumerate(cut.ranks):
+        for kind in (E, G):
+            found = [q for q in passes if q.kind is kind]
+            assert found == [Pass(kind, stages + rank, j) for j in range(m)]
+    program = schedules.lower(cut, timeline)
+    schedules.lower(cut, timeline, waits_to_receive=True)
+    start = cut.placement.rank_of[0]
+    tokens = [
+        at.channel.target
+        for at in program.ranks[start]
+        if isinstance(at, Send) and at.message[:2] == (False, stages + p + 1)
+    ]
+    assert sorted(tokens) == sorted(r for r in range(p) for _ in range(m) if r != start)
+    evaluation = schedules.lower(cut.forwards().validate())
+    kinds = {at.work.kind for rank in evaluation.ranks for at in rank if isinstance(at, Run)}
+    assert kinds == {E, F, O, P}
+
+
+def test_a_table_keeps_the_passes() -> None:
+    schedule = _by_hand().validate()
+    text = to_csv(schedule)
+    assert "2E0" in text and "3G0" in text
+    again = from_csv(text, name="by hand")
+    assert (again.ranks, again.rules) == (schedule.ranks, schedule.rules)
+    without = _by_hand(*(tuple(p for p in row if p.kind not in (E, G)) for row in (FIRST, LAST)))
+    assert type(from_csv(to_csv(without)).rules) is EmbeddingRules.__mro__[1]
+
+
+def test_costs_of_lookups_are_checked_and_scaled() -> None:
+    with pytest.raises(UsageError, match=r"lookup of the vocabulary is -1\.0"):
+        _costs(2, -1.0)
+    assert _costs(2).cuts_embedding
+    assert not _costs(2, None).cuts_embedding
+    slow = replace(_costs(2), slowdown=(1.0, 3.0)).for_placement(looped(2))
+    assert slow.seconds[E][2:] == pytest.approx((0.01, 0.03))
+    assert slow.seconds[G] == slow.seconds[E]
