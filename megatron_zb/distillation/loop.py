@@ -135,7 +135,7 @@ class Run:
         self._rank, ranks = dist.get_rank(), dist.get_world_size()
         self._channels = Channels(range(ranks), distribution.placement, self._device)
         self._steps = step_by_step(distribution, args.num_microbatches, args.run_ahead)
-        self._progress = Progress(on_gpu=not args.cpu, rules=self._steps.schedule.rules)
+        self._progress = Progress(on_gpu=not args.cpu, schedule=self._steps.schedule)
         self._watch(dist.PrefixStore("watchdog", store), ranks)
         busy = BusyTime(on_gpu=not args.cpu)
         file = None

@@ -318,7 +318,15 @@ class PipelineAdapter:
 
         Every step has to be followed by one of the scheduler, and ``settle`` has to be called
         before anything else reads weights, gradients or states: see :class:`PostValidation`.
+
+        Raises:
+            UsageError: the output layer is cut along the vocabulary.
         """
+        if self.costs.vocabulary is not None:
+            raise UsageError(
+                "optimizer post-validation cannot be combined with an output layer that is cut "
+                "along the vocabulary: the forwards that run again have no passes of it"
+            )
         function = self.forward_backward_func
         ranks = function.pipeline_ranks(parallel_state.get_pipeline_model_parallel_group())
         validation = PostValidation(optimizer, scheduler, chunks, ranks, on_host=on_host)

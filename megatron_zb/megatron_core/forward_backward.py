@@ -438,7 +438,7 @@ class ForwardBackward:
                 more_links=schedule.rules.more_links(placement),
                 options=self._options.group_options,
             )
-            self._watch(ranks)
+            self._watch(ranks, schedule)
         return self._channels
 
     def _transport(self, iteration: Iteration, schedule: Schedule) -> Transport:
@@ -460,8 +460,9 @@ class ForwardBackward:
             )
         return ShapedChannels(channels, self._headers)
 
-    def _watch(self, ranks: list[int]) -> None:
-        self._progress = Progress(on_gpu=torch.device(device()).type == "cuda", phases=PHASES)
+    def _watch(self, ranks: list[int], schedule: Schedule) -> None:
+        on_gpu = torch.device(device()).type == "cuda"
+        self._progress = Progress(on_gpu=on_gpu, phases=PHASES, schedule=schedule)
         timeout = self._options.timeout
         if timeout is not None:
             me, job = torch.distributed.get_rank(), range(torch.distributed.get_world_size())

@@ -80,6 +80,22 @@ class EmbeddingRules(VocabularyRules):
             return (placement.rank_of[0],)
         return super().readers(placement, message)
 
+    def pass_in_words(self, p: Pass) -> str:
+        if p.kind in EMBEDDING_KINDS:
+            return f"{p.kind} of its rows of the vocabulary, microbatch {p.microbatch}"
+        return super().pass_in_words(p)
+
+    def message_in_words(self, placement: Placement | None, message: Message) -> str:
+        if placement is None or message.stage <= placement.num_stages:
+            return super().message_in_words(placement, message)
+        if message.stage == placement.num_stages + placement.pipeline_size + 1:
+            what = "the gradient of the embedding" if message.is_gradient else "the tokens"
+        elif message.is_gradient:
+            return super().message_in_words(placement, message)
+        else:
+            what = "a part of the embedding"
+        return f"{what}, microbatch {message.microbatch}"
+
     def more_links(self, placement: Placement) -> set[tuple[int, int]]:
         start = placement.rank_of[0]
         return super().more_links(placement) | {(r, start) for r in self._elsewhere(placement)}

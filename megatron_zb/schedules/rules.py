@@ -112,13 +112,20 @@ class Rules(ABC):
         """Describe a pass, such as ``F of stage 1, microbatch 3``."""
         return f"{p.kind.name} of stage {p.stage}, microbatch {p.microbatch}"
 
-    def awaited_in_words(self, channel: Channel, message: Message) -> str:
-        """Describe a message to a rank that waits for it: what comes, and from which rank."""
+    def message_in_words(self, placement: Placement | None, message: Message) -> str:
+        """Describe a message, such as ``the gradient for stage 1, microbatch 3``.
+
+        ``placement`` is None where nobody knows it yet.
+        """
         kind = "the gradient" if message.is_gradient else "the activation"
-        return (
-            f"{kind} for stage {message.stage}, microbatch {message.microbatch}, "
-            f"from {rank_in_words(channel.source)}"
-        )
+        return f"{kind} for stage {message.stage}, microbatch {message.microbatch}"
+
+    def awaited_in_words(
+        self, placement: Placement | None, channel: Channel, message: Message
+    ) -> str:
+        """Describe a message to a rank that waits for it: what comes, and from which rank."""
+        what = self.message_in_words(placement, message)
+        return f"{what}, from {rank_in_words(channel.source)}"
 
     def sizes_in_words(self, schedule: Orders) -> str:
         """Describe the amount of work of a schedule."""

@@ -90,6 +90,20 @@ class VocabularyRules(TrainingRules):
             return [holder for holder in self.holders if holder != end]
         return (end,)
 
+    def pass_in_words(self, p: Pass) -> str:
+        if p.kind in (PassKind.O, PassKind.V):
+            return f"{p.kind} of its rows of the vocabulary, microbatch {p.microbatch}"
+        return super().pass_in_words(p)
+
+    def message_in_words(self, placement: Placement | None, message: Message) -> str:
+        if placement is None or message.stage < placement.num_stages:
+            return super().message_in_words(placement, message)
+        what = "the output of the last stage"
+        if message.is_gradient:
+            is_part = message.stage > placement.num_stages
+            what = "a part of the loss" if is_part else "the gradient of the loss"
+        return f"{what}, microbatch {message.microbatch}"
+
     def more_links(self, placement: Placement) -> set[tuple[int, int]]:
         end = placement.rank_of[-1]
         return {(holder, end) for holder in self.holders if holder != end}

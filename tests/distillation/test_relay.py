@@ -301,7 +301,7 @@ def test_ends_of_steps_are_dropped_and_sends_are_waited_for_at_the_end() -> None
 
 def test_a_rank_that_waits_for_updates_says_so() -> None:
     program = step_by_step(Distribution.of([(1, 1), (1, 1)]), M, run_ahead=0)
-    progress = Progress(rules=program.schedule.rules)
+    progress = Progress(schedule=program.schedule)
     with progress.step():
         done = Message(False, 0, 7, done_by=3)
         with progress.running(Pass(PassKind.U, 0, 8)), progress.waiting(Channel(3, 0), done):

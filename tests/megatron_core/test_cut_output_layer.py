@@ -2,16 +2,26 @@
 
 from __future__ import annotations
 
+import re
+import threading
+import time
 from dataclasses import replace
+from typing import Any, NamedTuple
+from unittest import mock
 
 import gpt_cases
 import pytest
 import torch
+from brief_searches import briefly
 from gpt_cases import GPTCase, Outcome
 from megatron.core import parallel_state
+from megatron.core.pipeline_parallel.schedules import get_forward_backward_func
+from rank_process import Kind
 from ranks import RankPools
 
 from megatron_zb.errors import UsageError
+from megatron_zb.megatron_core.vocabulary import HANDLERS
+from megatron_zb.schedules.passes import PassKind
 
 FULL = pytest.mark.full
 OUTPUT, EMBEDDING = "output_layer.weight", "embedding.word_embeddings.weight"
@@ -131,6 +141,147 @@ def test_an_evaluation_has_the_same_losses(ranks: RankPools) -> None:
     for stock, ours in ranks(2).run(evaluations, case=GPTCase(layers=4)):
         assert len(stock) == 4
         assert ours == pytest.approx(stock, rel=1e-6)
+
+
+class Step(NamedTuple):
+    """One call of a schedule; in an evaluation no gradients."""
+
+    forward_only: bool
+    losses: list[float]
+    gradients: dict[str, torch.Tensor]
+
+
+CALLS = ((4, True), (4, False), (3, True), (6, False), (4, False), (4, True))
+"""Microbatches of each call, and whether it is an evaluation."""
+
+
+def calls(case: GPTCase, schedule: str | None) -> list[Step]:
+    """Training and evaluation in turns, over the same channels, as in a run."""
+    found = []
+    with briefly(), gpt_cases.built(case, schedule, CALLS[0][0]) as (adapter, chunks):
+        function = adapter.forward_backward_func if adapter else get_forward_backward_func()
+        for m, forward_only in CALLS:
+            for chunk in chunks:
+                chunk.zero_grad_buffer()
+            data = [gpt_cases.microbatches(case, m) for _ in chunks]
+            records = gpt_cases.forward_backward(
+                function, chunks, data, m, forward_only=forward_only
+            )
+            losses = [float(record["lm loss"]) for record in records]
+            gradients = {} if forward_only else dict(gpt_cases.gradients(chunks))
+            found.append(Step(forward_only, losses, gradients))
+        mirrored = adapter is not None and adapter.physical.mirrored
+    return [_of_all_ranks(step, schedule is not None, mirrored) for step in found]
+
+
+def _of_all_ranks(step: Step, is_cut: bool, mirrored: bool) -> Step:
+    group = parallel_state.get_pipeline_model_parallel_group()
+    all_ranks = [step] * group.size()
+    torch.distributed.all_gather_object(all_ranks, step, group=group)
+    gradients = {name: g for one in all_ranks for name, g in one.gradients.items()}
+    if is_cut and gradients:
+        logical = all_ranks[::-1] if mirrored else all_ranks
+        gradients[SHARD] = torch.cat([one.gradients[SHARD] for one in logical])
+    return Step(step.forward_only, next(one.losses for one in all_ranks if one.losses), gradients)
+
+
+def off_in_calls(case: GPTCase, schedule: str) -> list[str]:
+    """How calls differ from stock's."""
+    found = []
+    stock = calls(case, None)
+    for number, (ours, theirs) in enumerate(
+        zip(calls(replace(case, vocabulary=True), schedule), stock, strict=True)
+    ):
+        if not torch.tensor(ours.losses).allclose(torch.tensor(theirs.losses), rtol=1e-6):
+            found.append(f"call {number}: losses {ours.losses} are not {theirs.losses}")
+        if ours.gradients.keys() != theirs.gradients.keys():
+            found.append(f"call {number}: other gradients")
+        for name, gradient in theirs.gradients.items():
+            off = (ours.gradients[name] - gradient).abs().max().item()
+            if not off <= TOLERANCE[case.dtype] * gradient.abs().max().item():
+                found.append(f"call {number}: gradient of {name} is off by {off}")
+    return found
+
+
+@pytest.mark.parametrize("p", [2, 4])
+@pytest.mark.parametrize("name", ["v-half", "zb-h1", "auto"])
+def test_training_and_evaluation_take_turns_by_the_rules_of_a_gpu(
+    ranks: RankPools, name: str, p: int
+) -> None:
+    """Of hostile.py; with other numbers of microbatches, so that orders change, too."""
+    found = ranks(p, Kind.HOSTILE).run(off_in_calls, case=GPTCase(layers=8), schedule=name)
+    assert found == [[]] * p
+
+
+SLOW = 0.4
+"""Seconds for which a pass is held up, so that others wait for it."""
+
+
+def words_while_held_up(case: GPTCase, kind: PassKind, rank: int) -> set[str]:
+    """What the watchdog would say of this rank while a rank's passes of a kind take their time."""
+    said, done, usual = set[str](), threading.Event(), HANDLERS[kind]
+    with gpt_cases.built(replace(case, vocabulary=True), "zb-h1", 4) as (adapter, chunks):
+        assert adapter is not None
+        function = adapter.forward_backward_func
+
+        def look() -> None:
+            while not done.wait(SLOW / 10):
+                said.add(
+                    re.sub("microbatch [0-9]", "microbatch j", function._progress.state().doing)
+                )
+
+        def held_up(*given: Any) -> Any:
+            time.sleep(SLOW * (torch.distributed.get_rank() == rank))
+            return usual(*given)
+
+        looking = threading.Thread(target=look)
+        looking.start()
+        try:
+            with mock.patch.dict(HANDLERS, {kind: held_up}):
+                data = [gpt_cases.microbatches(case, 4) for _ in chunks]
+                gpt_cases.forward_backward(function, chunks, data, 4)
+        finally:
+            done.set()
+            looking.join()
+    return said
+
+
+@pytest.mark.parametrize(
+    ("kind", "rank", "doing", "waits"),
+    [
+        ("F", 1, "F of stage 1", "the output of the last stage"),
+        ("O", 0, "O of its rows of the vocabulary", "a part of the loss"),
+        ("P", 1, "P of stage 1", "the gradient of the loss"),
+    ],
+)
+def test_the_watchdog_tells_what_a_rank_waits_for(
+    ranks: RankPools, kind: str, rank: int, doing: str, waits: str
+) -> None:
+    """Rank 1 has the loss: it waits for the part of rank 0, and rank 0 for what comes of it."""
+    said = ranks(2).run(words_while_held_up, case=GPTCase(), kind=PassKind(kind), rank=rank)
+    assert f"is in {doing}, microbatch j" in said[rank]
+    source = f"from pipeline rank {rank} in schedule order"
+    assert f"waits for {waits}, microbatch j, {source}" in said[1 - rank]
+
+
+def refusal_of_post_validation(case: GPTCase) -> str:
+    case = replace(case, vocabulary=True)
+    with gpt_cases.built(case, "v-half", 4) as (adapter, chunks):
+        assert adapter is not None
+        try:
+            adapter.post_validate(gpt_cases.optimizer(case, chunks), None, chunks)
+        except UsageError as error:
+            return str(error)
+    return ""
+
+
+def test_post_validation_is_refused_by_a_program_of_its_own_too(ranks: RankPools) -> None:
+    """Megatron-LM's flags are refused before: see conflicts.py."""
+    for text in ranks(2).run(refusal_of_post_validation, case=GPTCase()):
+        assert text == (
+            "optimizer post-validation cannot be combined with an output layer that is cut along "
+            "the vocabulary: the forwards that run again have no passes of it"
+        )
 
 
 def steps(case: GPTCase) -> dict[str, float]:

@@ -16,7 +16,7 @@ from megatron_zb.schedules.costs import Costs
 from megatron_zb.schedules.interchange import from_csv, to_csv
 from megatron_zb.schedules.passes import Pass, PassKind
 from megatron_zb.schedules.placement import looped
-from megatron_zb.schedules.program.lowering import Receive, Run, Send
+from megatron_zb.schedules.program.lowering import Receive, Run, Send, Take
 from megatron_zb.schedules.schedule import InvalidSchedule, Schedule
 from megatron_zb.schedules.vocabulary import VocabularyRules
 
@@ -139,6 +139,50 @@ def test_every_schedule_has_an_order_that_cannot_hang(name: str, p: int) -> None
     assert max(timeline.peak_memory) <= peak + 1e-9
     assert schedule.report is not None
     assert timeline.makespan >= schedule.report.lower_bound - 1e-9
+
+
+@pytest.mark.parametrize("evaluates", [False, True], ids=["training", "evaluation"])
+@pytest.mark.parametrize("name", ["v-half", "zb-h1"])
+def test_a_rank_that_waits_is_told_for_what(name: str, evaluates: bool) -> None:
+    """By the pass that makes the message, as the program has it."""
+    schedule = schedules.build(name, pipeline_size=4, num_microbatches=4, costs=_costs(4))
+    program = schedules.lower(schedule.forwards() if evaluates else schedule)
+    rules, stages = schedule.rules, schedule.placement.num_stages
+    makers = {
+        instruction.makes: instruction.work
+        for rank in program.ranks
+        for instruction in rank
+        if isinstance(instruction, Run)
+    }
+    found = set()
+    for rank in program.ranks:
+        for instruction in rank:
+            if not isinstance(instruction, Take):
+                continue
+            kind, stage, microbatch = makers[instruction.message]
+            if kind is F:
+                what = f"the activation for stage {stage + 1}"
+                what = "the output of the last stage" if stage == stages - 1 else what
+            else:
+                words = {O: "a part of the loss", P: "the gradient of the loss"}
+                what = words.get(kind, f"the gradient for stage {stage - 1}")
+            source = instruction.channel.source
+            assert rules.awaited_in_words(schedule.placement, *instruction) == (
+                f"{what}, microbatch {microbatch}, from pipeline rank {source} in schedule order"
+            )
+            found.add(what.split(" for ")[0])
+    trained = {"the gradient", "the gradient of the loss"}
+    forward = {"the activation", "the output of the last stage", "a part of the loss"}
+    assert found == (forward if evaluates else forward | trained)
+
+
+def test_a_pass_of_a_shard_is_named_by_its_rows() -> None:
+    rules = VocabularyRules((0, 1))
+    assert [rules.pass_in_words(Pass(kind, 2, 3)) for kind in (O, V)] == [
+        "O of its rows of the vocabulary, microbatch 3",
+        "V of its rows of the vocabulary, microbatch 3",
+    ]
+    assert rules.pass_in_words(Pass(P, 1, 3)) == "P of stage 1, microbatch 3"
 
 
 def test_the_bound_counts_the_work_on_every_shard() -> None:

@@ -65,9 +65,16 @@ class Relay(Rules):
         counted = "step" if p.kind is PassKind.U else "microbatch"
         return f"{p.kind.name} of stage {p.stage}, {counted} {p.microbatch}"
 
-    def awaited_in_words(self, channel: Channel, message: Message) -> str:
+    def message_in_words(self, placement: Placement | None, message: Message) -> str:
         if not message.is_step_done:
-            return super().awaited_in_words(channel, message)
+            return super().message_in_words(placement, message)
+        return f"the end of step {message.microbatch} for stage {message.stage}"
+
+    def awaited_in_words(
+        self, placement: Placement | None, channel: Channel, message: Message
+    ) -> str:
+        if not message.is_step_done:
+            return super().awaited_in_words(placement, channel, message)
         sender = rank_in_words(channel.source)
         return f"{sender} to update its students in step {message.microbatch}"
 

@@ -22,7 +22,8 @@ import torch
 
 from megatron_zb.runtime.observer import NOTHING
 from megatron_zb.schedules.passes import Channel, Message, Pass
-from megatron_zb.schedules.rules import TRAINING, Rules
+from megatron_zb.schedules.rules import TRAINING
+from megatron_zb.schedules.schedule import Schedule
 
 REMEMBERED = 50
 _COLLECTIVES = "torch.distributed.distributed_c10d"
@@ -94,7 +95,7 @@ class Progress:
     Args:
         on_gpu: the host does not wait for what it launches; ``event`` makes the marks.
         phases: phrases for functions that are called between two steps.
-        rules: of the passes, which describe them.
+        schedule: of the steps, whose rules describe passes and messages; None for any training.
     """
 
     def __init__(
@@ -102,9 +103,10 @@ class Progress:
         on_gpu: bool = False,
         event: type[Event] = torch.cuda.Event,
         phases: Phases | None = None,
-        rules: Rules = TRAINING,
+        schedule: Schedule | None = None,
     ) -> None:
-        self._rules = rules
+        self._rules = TRAINING if schedule is None else schedule.rules
+        self._placement = None if schedule is None else schedule.placement
         self._marks_with = event if on_gpu else None
         self._event: type[Event] | None = None
         self._device: int | None = None
@@ -212,7 +214,8 @@ class Progress:
         if isinstance(situation, Pass):
             return f"is in {self._rules.pass_in_words(situation)}", None
         channel, message = situation
-        return f"waits for {self._rules.awaited_in_words(channel, message)}", channel.source
+        awaited = self._rules.awaited_in_words(self._placement, channel, message)
+        return f"waits for {awaited}", channel.source
 
 
 # The position of a thread, read from its stack by another one, without its cooperation.

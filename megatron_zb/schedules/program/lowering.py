@@ -103,25 +103,20 @@ def check_progress(program: Program) -> None:
     """
     stuck = unfinished(program)
     if stuck:
-        waits = "; ".join(f"rank {rank} {_wait_in_words(at)}" for rank, at in stuck.items())
+        waits = "; ".join(
+            f"rank {rank} {_wait_in_words(program.schedule, at)}" for rank, at in stuck.items()
+        )
         raise InvalidSchedule(
             f"{program.schedule.name}: rule 'progress': with sends and receives that wait for each "
             f"other, the ranks wait in a circle: {waits}"
         )
 
 
-def _wait_in_words(at: Instruction) -> str:
+def _wait_in_words(schedule: Schedule, at: Instruction) -> str:
     if isinstance(at, Run):
         return f"to run {at.work} with the other ranks of its stage"
     message, (source, target) = at.message, at.channel
-    kind = (
-        "end of step"
-        if message.is_step_done
-        else "gradient"
-        if message.is_gradient
-        else "activation"
-    )
-    what = f"the {kind} for stage {message.stage}, microbatch {message.microbatch},"
+    what = f"{schedule.rules.message_in_words(schedule.placement, message)},"
     if isinstance(at, Send):
         return f"to send {what} to rank {target}"
     verb = "receive" if isinstance(at, Receive) else "take"
