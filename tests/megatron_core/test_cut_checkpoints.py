@@ -1,0 +1,175 @@
+"""Checkpoints of a cut output layer and of Megatron's whole one hold the same, to the last bit."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import gpt_cases
+import pytest
+import torch
+from brief_searches import briefly
+from gpt_cases import GPTCase
+from megatron.core import dist_checkpointing
+from megatron.core.pipeline_parallel.schedules import get_forward_backward_func
+from ranks import RankPools
+
+from megatron_zb.megatron_core.initialisation import global_parameters
+from megatron_zb.training import checkpoint
+
+FULL = pytest.mark.full
+WEIGHT = "output_layer.weight"
+STATES = ("exp_avg", "exp_avg_sq")
+
+
+@dataclass(frozen=True)
+class Leg:
+    """A job that loads what the one before has saved, and saves it; the first trains it.
+
+    ``schedule`` is None for stock, else the output layer is cut, ``rows`` are those of the
+    vocabulary with padding; what is no data parallelism is pipeline.
+    """
+
+    schedule: str | None
+    data_parallel: int = 1
+    rows: int = 64
+
+
+class Job:
+    """The model and the optimizer of a leg."""
+
+    def __init__(self, case: GPTCase, adapter: Any, chunks: list[Any]) -> None:
+        self.chunks = chunks
+        self._function = adapter.forward_backward_func if adapter else get_forward_backward_func()
+        self._distributed = case.distributed_optimizer
+        self._case = case
+        self.trainee: Any = SimpleNamespace(
+            chunks=chunks, optimizer=gpt_cases.optimizer(case, chunks)
+        )
+        if not hasattr(self.trainee.optimizer, "chained_optimizers"):
+            self.trainee.optimizer.chained_optimizers = [self.trainee.optimizer]
+
+    def train(self, steps: int) -> None:
+        for _ in range(steps):
+            gpt_cases._zero_gradients(self.chunks)
+            data = [gpt_cases.microbatches(self._case, 4) for _ in self.chunks]
+            gpt_cases.forward_backward(self._function, self.chunks, data, 4)
+            self.trainee.optimizer.step()
+
+    def save(self, folder: Path) -> dict[str, torch.Tensor]:
+        """Return what is in the checkpoint, by Megatron's names."""
+        metadata = checkpoint._metadata(self._distributed)
+        state = checkpoint._state(self.trainee, metadata, loading=False)
+        checkpoint.write(folder, 1, state, checkpoint._storable(metadata))
+        found = dist_checkpointing.load_plain_tensors(str(checkpoint.checkpoint_path(folder, 1)))
+        return {name: value for name, value in found.items() if isinstance(value, torch.Tensor)}
+
+    def load(self, folder: Path) -> None:
+        if self._distributed:
+            checkpoint._prepare_torch_adam(self.trainee.optimizer)
+        metadata = checkpoint._metadata(self._distributed)
+        request = checkpoint._state(self.trainee, metadata, loading=True)
+        state = dist_checkpointing.load(request, str(checkpoint.checkpoint_path(folder, 1)))
+        for chunk, key in zip(self.chunks, checkpoint._model_keys(self.trainee), strict=True):
+            chunk.module.load_state_dict(state[key])
+        self.trainee.optimizer.load_state_dict(state["optimizer"])
+        if self._distributed:
+            checkpoint._separate_steps(self.trainee.optimizer)
+
+    def weights(self) -> dict[str, torch.Tensor]:
+        return {
+            name: parameter.detach().clone()
+            for chunk in self.chunks
+            for name, parameter in global_parameters(chunk).items()
+        }
+
+
+def handed_on(case: GPTCase, legs: list[Leg], folder: Path) -> list[str]:
+    """How the checkpoints differ from the first, and the weights of the last after a step."""
+    contents, weights = [], []
+    for number, leg in enumerate(legs):
+        (folder / str(number)).mkdir(exist_ok=True)
+        one = replace(case, data_parallel=leg.data_parallel, vocabulary=leg.schedule is not None)
+        with (
+            briefly(),
+            mock.patch.object(gpt_cases, "VOCABULARY", leg.rows),
+            gpt_cases.built(one, leg.schedule, 4) as (adapter, chunks),
+        ):
+            job = Job(one, adapter, chunks)
+            if number:
+                job.load(folder / str(number - 1))
+            else:
+                job.train(2)
+            contents.append(job.save(folder / str(number)))
+            job.train(1)
+            weights.append(job.weights())
+    first, *others = contents
+    rows = min(leg.rows for leg in legs)
+    found = [f"no {name} in the first" for name in (WEIGHT, *_states(first)) if name not in first]
+    for leg, content in zip(legs[1:], others, strict=True):
+        found += [f"{leg}: {text}" for text in _differences(first, content, rows)]
+    if legs[0] == legs[-1]:
+        found += [f"then: {text}" for text in _differences(weights[0], weights[-1], rows)]
+    return found
+
+
+def _states(content: dict[str, torch.Tensor]) -> list[str]:
+    return [f"optimizer.state.{state}.{WEIGHT}" for state in STATES]
+
+
+def _differences(
+    first: dict[str, torch.Tensor], other: dict[str, torch.Tensor], rows: int
+) -> list[str]:
+    found = [f"only one has {name}" for name in first.keys() ^ other.keys()]
+    for name in first.keys() & other.keys():
+        one, two = first[name], other[name]
+        if name.endswith((WEIGHT, "word_embeddings.weight")):
+            one, two = one[:rows], two[:rows]
+        if not torch.equal(one, two):
+            found.append(f"{name} is another")
+    return found
+
+
+V, H = Leg("v-half"), Leg("zb-h1")
+STOCK = Leg(None)
+JOURNEYS = {
+    "stock-shards-stock": [STOCK, V, STOCK],
+    "from-order-to-order": [V, H, V],
+    "four-shards-two-shards-stock": [STOCK, H, Leg("v-half", data_parallel=2), STOCK],
+    "padding": [STOCK, Leg("v-half", rows=68), Leg("zb-h1", 2, rows=66), STOCK],
+}
+OPTIMIZERS = {
+    "plain": GPTCase(layers=8),
+    "distributed": GPTCase(layers=8, distributed_optimizer=True, overlap_grad_reduce=True),
+    "bf16": GPTCase(layers=8, dtype="bfloat16"),
+    "distributed-bf16": GPTCase(layers=8, dtype="bfloat16", distributed_optimizer=True),
+}
+
+
+QUICK = [
+    ("plain", "stock-shards-stock"),
+    ("distributed", "stock-shards-stock"),
+    ("distributed-bf16", "four-shards-two-shards-stock"),
+    ("bf16", "padding"),
+]
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "journey"),
+    [
+        pytest.param(optimizer, journey, marks=() if (optimizer, journey) in QUICK else FULL)
+        for optimizer in OPTIMIZERS
+        for journey in JOURNEYS
+    ],
+)
+def test_a_checkpoint_is_handed_on_bit_for_bit(
+    ranks: RankPools, tmp_path: Path, optimizer: str, journey: str
+) -> None:
+    """Weights and the optimizer's states; and a step of the last is one of the first."""
+    found = ranks(4).run(
+        handed_on, case=OPTIMIZERS[optimizer], legs=JOURNEYS[journey], folder=tmp_path
+    )
+    assert found == [[]] * 4
