@@ -50,8 +50,9 @@ def _add_schedule(parser: argparse.ArgumentParser) -> None:
         choices=("on", "off"),
         help="cut the output layer and the embedding along the vocabulary over all pipeline "
         "ranks, whose logits, lookups and weight gradients then are passes of the schedule (on), "
-        "or leave them on the first and the last stage (default: off). Losses agree with those of the whole layer but for rounding, and are the "
-        "same to the last bit in every schedule. Checkpoints serve both",
+        "or leave them on the first and the last stage (default: off). Losses agree with those of "
+        "whole layers but for rounding, and are the same to the last bit in every schedule. "
+        "Checkpoints serve both",
     )
     add_run_arguments(group)
     group.add_argument(

@@ -21,7 +21,7 @@ from megatron_zb.megatron_core.initialisation import global_parameters
 from megatron_zb.training import checkpoint
 
 FULL = pytest.mark.full
-WEIGHT = "output_layer.weight"
+OUTPUT, EMBEDDING = "output_layer.weight", "embedding.word_embeddings.weight"
 STATES = ("exp_avg", "exp_avg_sq")
 
 
@@ -108,7 +108,8 @@ def handed_on(case: GPTCase, legs: list[Leg], folder: Path) -> list[str]:
             weights.append(job.weights())
     first, *others = contents
     rows = min(leg.rows for leg in legs)
-    found = [f"no {name} in the first" for name in (WEIGHT, *_states(first)) if name not in first]
+    names = _names(EMBEDDING if case.tied else OUTPUT) + _names(EMBEDDING)
+    found = [f"no {name} in the first" for name in names if name not in first]
     for leg, content in zip(legs[1:], others, strict=True):
         found += [f"{leg}: {text}" for text in _differences(first, content, rows)]
     if legs[0] == legs[-1]:
@@ -116,8 +117,8 @@ def handed_on(case: GPTCase, legs: list[Leg], folder: Path) -> list[str]:
     return found
 
 
-def _states(content: dict[str, torch.Tensor]) -> list[str]:
-    return [f"optimizer.state.{state}.{WEIGHT}" for state in STATES]
+def _names(weight: str) -> list[str]:
+    return [weight, *(f"optimizer.state.{state}.{weight}" for state in STATES)]
 
 
 def _differences(
@@ -126,7 +127,7 @@ def _differences(
     found = [f"only one has {name}" for name in first.keys() ^ other.keys()]
     for name in first.keys() & other.keys():
         one, two = first[name], other[name]
-        if name.endswith((WEIGHT, "word_embeddings.weight")):
+        if name.endswith((OUTPUT, EMBEDDING)):
             one, two = one[:rows], two[:rows]
         if not torch.equal(one, two):
             found.append(f"{name} is another")
@@ -143,6 +144,7 @@ JOURNEYS = {
 }
 OPTIMIZERS = {
     "plain": GPTCase(layers=8),
+    "tied": GPTCase(layers=8, tied=True),
     "distributed": GPTCase(layers=8, distributed_optimizer=True, overlap_grad_reduce=True),
     "bf16": GPTCase(layers=8, dtype="bfloat16"),
     "distributed-bf16": GPTCase(layers=8, dtype="bfloat16", distributed_optimizer=True),
@@ -150,7 +152,7 @@ OPTIMIZERS = {
 
 
 QUICK = [
-    ("plain", "stock-shards-stock"),
+    ("tied", "stock-shards-stock"),
     ("distributed", "stock-shards-stock"),
     ("distributed-bf16", "four-shards-two-shards-stock"),
     ("bf16", "padding"),

@@ -22,8 +22,9 @@ CUT = "--pipeline-schedule v-half --pipeline-vocabulary on"
 def check_near(run: Logged, stock: Logged) -> None:
     """What is logged, but for rounding: a unit of the last of seven digits."""
     assert run.code == 0, run.output
-    for ours, theirs in ((run.losses, stock.losses), (run.evaluations, stock.evaluations)):
-        assert ours and ours.keys() == theirs.keys()
+    for name in ("losses", "evaluations"):
+        ours, theirs = getattr(run, name), getattr(stock, name)
+        assert theirs and ours.keys() == theirs.keys()
         for key, text in theirs.items():
             assert float(ours[key]) == pytest.approx(float(text), rel=1e-6)
     assert run.norms.keys() == stock.norms.keys()

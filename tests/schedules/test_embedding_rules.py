@@ -64,6 +64,22 @@ def test_messages_go_where_they_are_read() -> None:
     assert (2, 0) not in links
 
 
+@pytest.mark.parametrize(
+    ("message", "said"),
+    [
+        (Message(False, 9, 3), "the tokens"),
+        (Message(True, 9, 3), "the gradient of the embedding"),
+        (Message(False, 6, 3), "a part of the embedding"),
+        (Message(True, 6, 3), "a part of the loss"),
+        (Message(False, 4, 3), "the output of the last stage"),
+        (Message(True, 2, 3), "the gradient for stage 2"),
+    ],
+)
+def test_messages_are_said_as_what_they_are(message: Message, said: str) -> None:
+    rules = EmbeddingRules((0, 1, 2, 3))
+    assert rules.message_in_words(looped(4), message) == f"{said}, microbatch 3"
+
+
 def _swapped(passes: tuple[Pass, ...], one: Pass, other: Pass) -> tuple[Pass, ...]:
     places = {one: other, other: one}
     return tuple(places.get(p, p) for p in passes)
