@@ -39,6 +39,8 @@ the table:
   bubble         share of the pipeline's time in which ranks do not compute
   GiB            memory of the rank that needs the most, at its fullest moment
   uneven         the layers are not spread evenly; the flags tell the layout
+  cut            what the schedule gains by an output layer that is cut along the vocabulary over
+                 the pipeline ranks (--pipeline-vocabulary on); only where a row has one
 
 --html writes all of it into one file for a browser, which needs no network: the table with the
 memory of each row, the flags of every row, pictures of the best schedules, and an explorer, in
@@ -135,6 +137,12 @@ def _add_choices(command: argparse.ArgumentParser) -> None:
         "--precision",
         choices=("bf16", "fp8"),
         help="of the products with the weights of layers (default bf16)",
+    )
+    group.add_argument(
+        "--vocabulary",
+        choices=("auto", "on", "off"),
+        help="cut the output layer along the vocabulary over the pipeline ranks: where that is "
+        "faster (auto, the default), in every schedule of this package (on), or in none (off)",
     )
     group.add_argument(
         "--no-overlap-data-parallel",

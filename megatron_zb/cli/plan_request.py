@@ -51,6 +51,7 @@ def read(arguments: argparse.Namespace) -> tuple[Job, list[Candidate]]:
         choices=_choices(arguments, model, device),
         post_validation=arguments.post_validation,
         snapshot=arguments.snapshot,
+        vocabulary=arguments.vocabulary or "auto",
     )
     _whole("--tries", arguments.tries, 3)
     _whole("--top", arguments.top, 8)
@@ -73,6 +74,7 @@ _OF_CONFIG = (
     "expert",
     "expert_tensor",
     "precision",
+    "vocabulary",
 )
 
 

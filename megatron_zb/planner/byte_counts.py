@@ -58,6 +58,15 @@ class States:
     def total(self) -> float:
         return self.weights + self.gradients + self.optimizer
 
+    def __add__(self, other: States) -> States:
+        return States(
+            self.weights + other.weights,
+            self.gradients + other.gradients,
+            self.optimizer + other.optimizer,
+            self.parameters + other.parameters,
+            self.routed + other.routed,
+        )
+
 
 def layer_held(load: Workload, index: int) -> Held:
     """Count the bytes of a microbatch in one layer, given what is recomputed."""

@@ -24,7 +24,8 @@ class Candidate:
     """A schedule to be compared; ``name`` is its name in the table.
 
     ``blocking`` tells that a rank cannot compute while its messages travel: Megatron's 1F1B always,
-    its interleaved schedule with ``--no-overlap-p2p-communication``.
+    its interleaved schedule with ``--no-overlap-p2p-communication``. ``cuts_vocabulary`` cuts its
+    output layer along the vocabulary over all pipeline ranks.
     """
 
     name: str
@@ -32,6 +33,7 @@ class Candidate:
     takes_chunks: bool = False
     blocking: bool = False
     megatron: bool = False
+    cuts_vocabulary: bool = False
 
     def chunk_counts(self, layers: int, pipeline: int) -> Iterator[int | None]:
         """Yield the numbers of chunks per rank that the layers allow; None if it has no choice."""

@@ -15,6 +15,7 @@ from megatron_zb.planner.byte_counts import Held, States
 from megatron_zb.planner.candidate import Candidate
 from megatron_zb.planner.stages import average_layer
 from megatron_zb.planner.step import by_formula
+from megatron_zb.planner.vocabulary import Shard
 from megatron_zb.planner.work import Work, Workload
 from megatron_zb.schedules import catalog
 from megatron_zb.schedules.placement import Placement
@@ -22,9 +23,13 @@ from megatron_zb.schedules.placement import Placement
 
 @dataclass(frozen=True)
 class EvenSplit:
-    """A workload cut evenly, ends included: average work and memory of a rank."""
+    """A workload cut evenly, ends included: average work and memory of a rank.
+
+    With ``cuts_vocabulary``, every rank has a shard of the output layer.
+    """
 
     load: Workload
+    cuts_vocabulary: bool = False
 
     @cached_property
     def _middle(self) -> int:
@@ -35,8 +40,22 @@ class EvenSplit:
         return average_layer(self.load), self.load.output()
 
     @cached_property
+    def _shard(self) -> Work:
+        shard = Shard(self.load)
+        return Work(shard.output, shard.loss, shard.weight)
+
+    @cached_property
+    def _rank_beside_shard(self) -> Work:
+        pipeline, layers = self.load.strategy.pipeline, self.load.model.layers
+        layer = self._parts[0]
+        equal = (layer * layers + self.load.embedding()) * (1 / pipeline)
+        return max(equal, layer * math.ceil(layers / pipeline - 0.5), key=lambda w: w.total)
+
+    @cached_property
     def rank(self) -> Work:
         """Seconds of a microbatch on the slowest rank of the best layout."""
+        if self.cuts_vocabulary:
+            return self._rank_beside_shard + self._shard
         pipeline, layers = self.load.strategy.pipeline, self.load.model.layers
         layer, output = self._parts
         whole = layer * layers + output + self.load.embedding()
@@ -47,10 +66,16 @@ class EvenSplit:
 
     def rank_with(self, placement: Placement) -> Work:
         """Return :attr:`rank` where every stage but the first and the last has a layer at least."""
+        if self.cuts_vocabulary:
+            return self.rank
         layer, output = self._parts
         others = [s for s in placement.stages_of[placement.rank_of[-1]] if s]
         fullest = output + layer * (len(others) - 1)
         return max(self.rank, fullest, key=lambda w: w.total)
+
+    def of_stages(self, placement: Placement) -> Work:
+        """Return :meth:`rank_with` without the shard of the rank, which fills waits."""
+        return self._rank_beside_shard if self.cuts_vocabulary else self.rank_with(placement)
 
     @cached_property
     def held(self) -> Held:
@@ -66,9 +91,10 @@ class EvenSplit:
         """States of a rank with its share of the layers, the last ones, and the embedding."""
         layers = self.load.model.layers
         count = math.ceil(layers / self.load.strategy.pipeline)
-        return byte_counts.rank_states(
+        states = byte_counts.rank_states(
             self.load, range(layers - count, layers), embedding=True, output=False
         )
+        return states + Shard(self.load).states if self.cuts_vocabulary else states
 
 
 def seconds(split: EvenSplit, candidate: Candidate, m: int, chunks: int | None) -> float:
@@ -78,18 +104,19 @@ def seconds(split: EvenSplit, candidate: Candidate, m: int, chunks: int | None) 
         return m * split.rank.total + by_formula(split.load, split.states, split.rank)
     placement = candidate.placement(p, chunks)
     work, hop, v = split.rank_with(placement), split.load.hop(False), placement.chunks
+    stages = split.of_stages(placement)
     if candidate.blocking:
-        work = work + Work(v * hop, v * hop)
+        work = stages = work + Work(v * hop, v * hop)
     family = catalog.family(candidate.family)
-    steady = m * max(work.total, family.interval(work))
+    steady = m * max(work.total, family.interval(stages))
     step = by_formula(split.load, split.states, work)
-    return steady + family.bubble(p, work, v) + 2 * (p - 1) * hop + step
+    return steady + family.bubble(p, stages, v) + 2 * (p - 1) * hop + step
 
 
 def memory(split: EvenSplit, candidate: Candidate, m: int, chunks: int | None) -> float:
     """Estimate the bytes of the first rank, by the peak that the catalog promises."""
     p = split.load.strategy.pipeline
-    peak = min(m, _peak(candidate, p, m, chunks))
+    peak = min(m, _peak(candidate, p, m, chunks) + split.cuts_vocabulary)
     fixed = split.states.total + split.load.device.reserved_bytes
     return fixed + peak * split.held.activation
 

@@ -67,6 +67,8 @@ def _schedule(prediction: Prediction) -> list[str]:
     is_ours = prediction.candidate not in _MEGATRON
     if is_ours:
         out.append(f"--pipeline-schedule {prediction.family}")
+    if prediction.cuts_vocabulary:
+        out.append("--pipeline-vocabulary on")
     chunks = prediction.chunks
     pattern = prediction.load.model.hybrid_layer_pattern
     if prediction.memory_limit is not None and prediction.schedule is not None:

@@ -79,14 +79,19 @@ def _of_rank(
 def peak_of(passes: Sequence[Pass], held: Sequence[Held]) -> tuple[float, float]:
     """Return the bytes of activations and the bytes waiting for W, when their sum is largest.
 
-    A backward that recomputes holds its layer's activations while it runs.
+    A backward that recomputes holds its layer's activations while it runs. Shards of the output
+    layer hold theirs from O to V.
     """
     live = queue = 0.0
     best = (0.0, 0.0)
     for kind, stage, _ in passes:
         here = held[stage]
-        if kind is PassKind.F:
+        if kind is PassKind.P:
+            continue
+        if kind in (PassKind.F, PassKind.O):
             live += here.activation
+        elif kind is PassKind.V:
+            live -= here.activation
         elif kind is PassKind.W:
             queue -= here.for_weight
         else:

@@ -29,7 +29,8 @@ class Prediction:
 
     ``schedule`` and the ``costs`` it was built for are None where there is no pipeline; where there
     are many microbatches, it is that of the first ones, from which the rest was continued.
-    ``memory_limit`` is the limit to give ``auto``, as a fraction of 1F1B's activations.
+    ``memory_limit`` is the limit to give ``auto``, as a fraction of 1F1B's activations;
+    ``cuts_vocabulary`` tells that the output layer is cut along the vocabulary.
     """
 
     candidate: str
@@ -47,6 +48,7 @@ class Prediction:
     costs: Costs | None = None
     post_validation: bool = False
     memory_limit: float | None = None
+    cuts_vocabulary: bool = False
 
     @property
     def seconds(self) -> float:
@@ -111,6 +113,7 @@ def predict(
     back_to_back = back_to_back and post_validation
     builder = _Builder(candidate, costs, chunks, staged.placement, back_to_back, build)
     seconds, timeline = builder.seconds(num_microbatches, post_validation)
+    seconds = max(seconds, num_microbatches * staged.link_seconds)
     schedule = timeline.schedule
     work = [staged.rank_work(r).total for r in range(staged.placement.pipeline_size)]
     bubble = 1 - num_microbatches * sum(work) / (len(work) * seconds)
@@ -129,6 +132,7 @@ def predict(
         schedule=schedule,
         costs=costs,
         post_validation=post_validation,
+        cuts_vocabulary=staged.cuts_vocabulary,
     )
 
 
@@ -194,4 +198,8 @@ class _Builder:
         stages = self.costs.for_placement(self.placement)
         times = zip(stages.forward, stages.backward, stages.weight, strict=True)
         work = [sum(of) for of in times]
-        return max(sum(work[s] for s in held) for held in self.placement.stages_of)
+        of_ranks = [sum(work[s] for s in held) for held in self.placement.stages_of]
+        if stages.shards is None:
+            return max(of_ranks)
+        of_ranks[self.placement.rank_of[-1]] += stages.shards.loss
+        return max(map(sum, zip(of_ranks, stages.shards.output, stages.shards.weight, strict=True)))

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from megatron_zb.planner.candidate import NO_PIPELINE
 from megatron_zb.planner.prediction import Prediction
-from megatron_zb.planner.search import Plan
+from megatron_zb.planner.search import WORTH_A_CHANGE, Plan
 
 _LEVEL = 0.0005
-_WORTH_A_CHANGE = 0.01  # of the tokens per second; predictions are not better than that
 
 
 def reason(plan: Plan, index: int) -> str:
@@ -30,7 +29,7 @@ def reason(plan: Plan, index: int) -> str:
 def recommended(plan: Plan) -> str | None:
     """Return the schedule that is worth a change from Megatron's own; None where none is."""
     first, own = plan.ranked[0], _best_own(plan)
-    if own is not None and first.tokens_per_gpu < own.tokens_per_gpu * (1 + _WORTH_A_CHANGE):
+    if own is not None and first.tokens_per_gpu < own.tokens_per_gpu * (1 + WORTH_A_CHANGE):
         return None
     return first.family
 
@@ -39,13 +38,47 @@ def recommendation(plan: Plan) -> str:
     """Return the recommendation of what to run, in one sentence."""
     first, own = plan.ranked[0], _best_own(plan)
     if own is None:
-        return f"run {first.family}: nothing of Megatron-LM's own fits"
+        return f"run {_said(first)}: nothing of Megatron-LM's own fits"
     if _is_own(first):
         return f"no schedule of this package is worth a change here: {first.candidate} is faster"
     lead = first.tokens_per_gpu / own.tokens_per_gpu - 1
     if recommended(plan) is None:
         return f"stay with {own.candidate}: {first.family} is ahead of it by {lead:.1%} alone"
-    return f"run {first.family}: {lead:.1%} more tokens per second than {own.candidate}"
+    return f"run {_said(first)}: {lead:.1%} more tokens per second than {own.candidate}"
+
+
+def _said(row: Prediction) -> str:
+    return f"{row.family} with --pipeline-vocabulary on" if row.cuts_vocabulary else row.family
+
+
+def gain_of_cut(plan: Plan, row: Prediction) -> float | None:
+    """Return the share of tokens per second that a row's schedule gains by a cut output layer.
+
+    None where it has a whole one, or has nothing that fits with a whole one.
+    """
+    whole = plan.without_cut.get(row.candidate) if row.cuts_vocabulary else None
+    return None if whole is None else row.tokens_per_gpu / whole.tokens_per_gpu - 1
+
+
+def vocabulary(plan: Plan) -> str:
+    """Return what cutting the output layer along the vocabulary brings, in one sentence."""
+    job, cut = plan.job, plan.cut
+    if (why := job.why_not_cut) is not None:
+        return f"the output layer is not cut along the vocabulary: {why}"
+    if job.vocabulary == "off":
+        return "the output layer is not cut along the vocabulary: --vocabulary off"
+    if cut is None:
+        return "no schedule with a cut output layer can be ahead here"
+    named = f"{cut.family} with a cut output layer ({cut.load.strategy})"
+    whole = [*(row for row in plan.ranked if not row.cuts_vocabulary), *plan.without_cut.values()]
+    if not whole:
+        return f"{named} is the best that fits; nothing fits with a whole one"
+    best = max(whole, key=lambda row: row.tokens_per_gpu)
+    lead = cut.tokens_per_gpu / best.tokens_per_gpu - 1
+    if any(row.cuts_vocabulary for row in plan.ranked):
+        how = f"{abs(lead):.1%} {'faster' if lead >= 0 else 'slower'} than"
+        return f"{named} is {how} the best with a whole one, {best.candidate}"
+    return f"{named} would be {lead:+.1%} beside {best.candidate}: too little for a change"
 
 
 def _is_own(row: Prediction) -> bool:

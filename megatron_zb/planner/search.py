@@ -7,7 +7,7 @@ recomputation, number of chunks and layout.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 
@@ -24,6 +24,7 @@ from megatron_zb.planner.prediction import Prediction, predict
 from megatron_zb.planner.stages import StageWorkload, average_layer
 from megatron_zb.planner.step import at_least
 from megatron_zb.planner.strategy import Choices, Strategy, strategies
+from megatron_zb.planner.vocabulary import Shard, can_be_shared, why_not_cut
 from megatron_zb.planner.work import Workload
 from megatron_zb.planner.workers import Each
 from megatron_zb.schedules import Costs, Schedule, layout
@@ -32,8 +33,12 @@ from megatron_zb.schedules.placement import Placement
 
 # The formula leaves out what a schedule can save; what is above by more is not simulated.
 _SLACK = 1.25
+WORTH_A_CHANGE = 0.01  # of the tokens per second; predictions are not better than that
 # A setting whose rate by formula is below this share of the best simulated one is left out.
 _HOPELESS = 0.97
+# Schedules whose output layer is cut, at most, and settings of each: such searches take seconds.
+_CUT_SCHEDULES = 3
+_CUT_TRIES = 2
 # Settings that auto searches, at most, and by how much one must be able to beat what is there.
 _SEARCHES = 3
 _WORTH_A_SEARCH = 1.001
@@ -48,7 +53,9 @@ class Job:
     """A training job: model, GPUs, bytes of memory per GPU, batch and allowed choices.
 
     With ``post_validation``, schedules are built for iterations back to back, unless
-    ``back_to_back`` is False.
+    ``back_to_back`` is False. ``vocabulary`` cuts the output layer along the vocabulary over the
+    pipeline ranks ("on"), does not ("off"), or does where a schedule is faster by more than
+    predictions are off ("auto").
     """
 
     model: ModelConfig
@@ -61,6 +68,12 @@ class Job:
     post_validation: bool = False
     back_to_back: bool = True
     snapshot: bool = False
+    vocabulary: str = "auto"
+
+    @property
+    def why_not_cut(self) -> str | None:
+        """Why the output layer cannot be cut, None if it can."""
+        return why_not_cut(self.model, post_validation=self.post_validation)
 
 
 @dataclass(frozen=True)
@@ -79,7 +92,9 @@ class Plan:
     """The best setting of each schedule, fastest first.
 
     ``too_large`` has, for each schedule, the most promising setting that does not fit;
-    ``nothing_for`` tells why a schedule is not in the table.
+    ``nothing_for`` tells why a schedule is not in the table. ``without_cut`` has the best setting
+    with a whole output layer of each schedule whose row has one that is cut, and ``cut`` is the
+    best with a cut output layer, whether it is in the table or not.
     """
 
     job: Job
@@ -88,6 +103,8 @@ class Plan:
     nothing_for: dict[str, str]
     settings: int
     simulated: int
+    without_cut: dict[str, Prediction] = field(default_factory=dict)
+    cut: Prediction | None = None
 
 
 @dataclass(frozen=True)
@@ -131,21 +148,33 @@ def search(
     Raises:
         UsageError: the sizes cannot be divided, or nothing fits into the memory.
     """
+    if job.vocabulary == "on" and (why := job.why_not_cut) is not None:
+        raise UsageError(
+            f"--vocabulary on: the output layer of {job.model.name} cannot be cut, because {why}: "
+            "give --vocabulary auto"
+        )
     splits = _splits(job)
     alone = Candidate(NO_PIPELINE, "1f1b", megatron=True)
     everyone = [alone, *with_those_of_auto(candidates)]
+    if job.vocabulary == "on":
+        everyone = [c if c.megatron else replace(c, cuts_vocabulary=True) for c in everyone]
     asked = {candidate.name for candidate in (alone, *candidates)}
     named = [candidate for candidate in everyone if not candidate.takes_the_best]
     found = _Everything(job, {}, [], {}, {})
-    watch(named[0].name, 0, len(everyone))
+    tries_cuts = job.vocabulary == "auto" and job.why_not_cut is None
+    total = len(everyone) + tries_cuts
+    watch(named[0].name, 0, total)
     for done, looked in enumerate(each(partial(_look_at, job, splits, tries), named), start=1):
         found.enter(looked)
-        watch(everyone[min(done, len(everyone) - 1)].name, done, len(everyone))
+        watch(everyone[min(done, len(everyone) - 1)].name, done, total)
     for candidate in everyone:
         if candidate.takes_the_best:
-            watch(candidate.name, len(named), len(everyone))
+            watch(candidate.name, len(named), total)
             found.take_the_best(candidate, each)
-    watch("", len(everyone), len(everyone))
+    if tries_cuts:
+        watch("a cut output layer", len(everyone), total)
+        found.cut_where_it_pays(_promising_cuts(job, splits, named), asked, each)
+    watch("", total, total)
     shown = [row for name, row in found.best.items() if name in asked]
     if not shown:
         smallest = {name: small for name, small in found.smallest.items() if name in asked}
@@ -156,7 +185,9 @@ def search(
         name: why for name, why in found.nothing.items() if name in asked and name != alone.name
     }
     large = {name: large for name, large in found.too_large.items() if name in asked}
-    return Plan(job, tuple(shown), large, nothing, found.settings, found.simulated)
+    whole = {name: row for name, row in found.without_cut.items() if name in asked}
+    counts = found.settings, found.simulated
+    return Plan(job, tuple(shown), large, nothing, *counts, whole, found.cut)
 
 
 @dataclass(frozen=True)
@@ -192,6 +223,8 @@ class _Everything:
     smallest: dict[str, tuple[float, str]] = field(default_factory=dict)
     settings: int = 0
     simulated: int = 0
+    without_cut: dict[str, Prediction] = field(default_factory=dict)
+    cut: Prediction | None = None
 
     def enter(self, found: _Found) -> None:
         """Add the results of one schedule."""
@@ -202,6 +235,41 @@ class _Everything:
         if found.smallest is not None:
             self.smallest[name] = found.smallest
         self._enter(name, found.prediction, found.too_large, found.settings > 0)
+        if found.candidate.cuts_vocabulary:
+            self._note_cut(found.prediction)
+
+    def _note_cut(self, row: Prediction | None) -> None:
+        if row is not None:
+            best = self.cut
+            faster = best is None or row.tokens_per_gpu > best.tokens_per_gpu
+            self.cut = row if faster else best
+
+    def cut_where_it_pays(
+        self, promising: Sequence[_Looked], asked: Collection[str], each: Each
+    ) -> None:
+        """Let schedules with a cut output layer take the place of those with a whole one.
+
+        One does where it is ahead of every row by more than predictions are off. ``asked`` are the
+        names of rows.
+        """
+        reached = [row.tokens_per_gpu for name, row in self.best.items() if name in asked]
+        floor = max(reached, default=0.0) * (1 + WORTH_A_CHANGE)
+        for found in each(partial(_simulated_cut, self.job, floor), promising):
+            self.settings += found.settings
+            self.simulated += len(found.tried)
+            row, name = found.prediction, found.candidate.name
+            self._note_cut(row)
+            if row is not None and row.tokens_per_gpu >= floor:
+                self._replace(name, row)
+                self.nothing.pop(name, None)
+        for candidate in filter(None, [self.best.get("auto")]):
+            if self.cut and self.cut.tokens_per_gpu >= max(floor, candidate.tokens_per_gpu):
+                self._replace("auto", replace(self.cut, candidate="auto"))
+
+    def _replace(self, name: str, row: Prediction) -> None:
+        if name in self.best:
+            self.without_cut[name] = self.best[name]
+        self.best[name] = row
 
     def take_the_best(self, candidate: Candidate, each: Each) -> None:
         """Add ``auto``: the best of all others, or of the searches in their best settings."""
@@ -231,6 +299,8 @@ class _Everything:
         for tried in self.tried:
             if tried.prediction is None or tried.staged.placement.pipeline_size == 1:
                 continue
+            if tried.staged.cuts_vocabulary is not candidate.cuts_vocabulary:
+                continue
             if not tried.setting.candidate.blocking:
                 found.append(tried.prediction)
             elif self.best[tried.setting.candidate.name] is tried.prediction:
@@ -251,6 +321,8 @@ class _Everything:
         for tried in self.tried:
             staged = tried.staged
             key = (staged.load.strategy, staged.placement, staged.layout)
+            if staged.cuts_vocabulary:
+                continue  # the search for an order with shards is that of the named schedules
             if staged.placement.pipeline_size > 1 and key not in seen:
                 rate = _optimistic(self.job, staged, tried.setting.m)
                 seen[key] = (rate, staged, tried.setting.m)
@@ -343,7 +415,18 @@ def _optimistic(job: Job, staged: StageWorkload, m: int) -> float:
     return m * staged.load.tokens * strategy.data / seconds / gpus
 
 
-def _splits(job: Job) -> list[EvenSplit]:
+@dataclass(frozen=True)
+class _Splits:
+    """Every strategy with the model cut evenly, with a whole output layer and with a cut one."""
+
+    whole: list[EvenSplit]
+    cut: list[EvenSplit]
+
+    def of(self, candidate: Candidate) -> list[EvenSplit]:
+        return self.cut if candidate.cuts_vocabulary else self.whole
+
+
+def _splits(job: Job) -> _Splits:
     found = [
         EvenSplit(Workload(job.model, job.device, strategy, job.sequence))
         for strategy in strategies(
@@ -354,12 +437,14 @@ def _splits(job: Job) -> list[EvenSplit]:
         raise UsageError(
             said_of_none(job.model, job.device, job.gpus, job.global_batch, job.choices)
         )
-    return found
+    shared = [s.load for s in found if can_be_shared(job.model, s.load.strategy)]
+    cut = [] if job.vocabulary == "off" or job.why_not_cut else shared
+    return _Splits(found, [EvenSplit(load, cuts_vocabulary=True) for load in cut])
 
 
-def _settings(splits: Sequence[EvenSplit], candidate: Candidate, job: Job) -> list[_Setting]:
+def _settings(splits: _Splits, candidate: Candidate, job: Job) -> list[_Setting]:
     out = []
-    for split in splits:
+    for split in splits.of(candidate):
         strategy = split.load.strategy
         m = strategy.num_microbatches(job.global_batch)
         if (strategy.pipeline == 1) != (candidate.name == NO_PIPELINE):
@@ -379,21 +464,55 @@ def _settings(splits: Sequence[EvenSplit], candidate: Candidate, job: Job) -> li
     return out
 
 
-def _look_at(job: Job, splits: Sequence[EvenSplit], tries: int, candidate: Candidate) -> _Found:
+def _look_at(job: Job, splits: _Splits, tries: int, candidate: Candidate) -> _Found:
     """Find the best setting of a schedule."""
     ordered = sorted(_settings(splits, candidate, job), key=lambda s: -s.rate)
     least = min(ordered, key=lambda s: s.memory, default=None)
     found = _Found(candidate, len(ordered))
     if least is not None:
         found.smallest = (least.memory, f"{candidate.name} with {least.load.strategy}")
-    _simulate_first(job, ordered, tries, found)
+    _simulate_first(job, _refined(job, ordered), tries, found)
     return found
 
 
-def _simulate_first(job: Job, ordered: Sequence[_Setting], tries: int, found: _Found) -> None:
-    """Simulate the most promising settings that may fit, until ``tries`` of them do."""
+@dataclass(frozen=True)
+class _Looked:
+    """A schedule with settings that have been looked at with their layouts, best first."""
+
+    candidate: Candidate
+    settings: list[_Setting]
+
+
+def _promising_cuts(job: Job, splits: _Splits, named: Sequence[Candidate]) -> list[_Looked]:
+    """Return the schedules that are the most promising with a cut output layer, by formula."""
+    found = []
+    for candidate in named:
+        if candidate.megatron:
+            continue
+        settings = _settings(splits, replace(candidate, cuts_vocabulary=True), job)
+        ordered = _refined(job, sorted(settings, key=lambda s: -s.rate))
+        fitting = [s for s in ordered if s.memory <= _SLACK * job.memory]
+        if fitting:
+            found.append(_Looked(fitting[0].candidate, fitting))
+    return sorted(found, key=lambda looked: -looked.settings[0].rate)[:_CUT_SCHEDULES]
+
+
+def _simulated_cut(job: Job, floor: float, looked: _Looked) -> _Found:
+    """Simulate the settings of a schedule with a cut output layer that may reach ``floor``."""
+    found = _Found(looked.candidate, len(looked.settings))
+    _simulate_first(job, looked.settings, _CUT_TRIES, found, floor)
+    return found
+
+
+def _simulate_first(
+    job: Job, ordered: Sequence[_Setting], tries: int, found: _Found, floor: float = 0.0
+) -> None:
+    """Simulate the most promising settings that may fit, until ``tries`` of them do.
+
+    Settings whose tokens per second and GPU no order could bring to ``floor`` are left out.
+    """
     fitting = 0
-    for setting in _refined(job, ordered):
+    for setting in ordered:
         reached = found.prediction.tokens_per_gpu * job.gpus if found.prediction else 0.0
         if fitting >= tries or setting.rate < _HOPELESS * reached:
             break
@@ -401,7 +520,7 @@ def _simulate_first(job: Job, ordered: Sequence[_Setting], tries: int, found: _F
             _note(found, setting, setting.memory)
             continue
         staged = cut_into_stages(setting.load, setting.candidate, setting.chunks)
-        if staged is None:
+        if staged is None or (floor and _optimistic(job, staged, setting.m) < floor):
             continue
         try:
             prediction = _predicted(job, setting, staged)
@@ -470,14 +589,16 @@ def cut_into_stages(
         return StageWorkload(load, Placement("whole", 1, (0,)), (layers,))
     placement = candidate.placement(pipeline, chunks)
     layer = average_layer(load).total
-    ends = (load.embedding().total / layer, load.output().total / layer)
+    output = Shard(load).loss if candidate.cuts_vocabulary else load.output().total
+    ends = (load.embedding().total / layer, output / layer)
     if load.model.kinds:
         works = {load.model.kind(i): load.layer(i) for i in load.model.alike(range(layers))}
         weights = tuple(works[kind].total / layer for kind in load.model.kinds[:layers])
         found = layout.weighed(weights, placement, *ends)
     else:
         found = layout.choices(layers, placement, *ends)
-    splits = [StageWorkload(load, placement, counts) for counts in found]
+    cut = candidate.cuts_vocabulary
+    splits = [StageWorkload(load, placement, counts, cut) for counts in found]
     return min(
         splits, key=lambda staged: staged.interval(in_groups=candidate.in_groups), default=None
     )

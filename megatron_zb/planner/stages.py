@@ -8,6 +8,7 @@ from functools import cached_property
 
 from megatron_zb.planner import byte_counts
 from megatron_zb.planner.byte_counts import Held, States
+from megatron_zb.planner.vocabulary import Shard
 from megatron_zb.planner.work import Work, Workload
 from megatron_zb.schedules import Costs
 from megatron_zb.schedules.layout import Layout
@@ -16,11 +17,21 @@ from megatron_zb.schedules.placement import Placement
 
 @dataclass(frozen=True)
 class StageWorkload:
-    """A workload cut into the stages of a placement."""
+    """A workload cut into the stages of a placement.
+
+    With ``cuts_vocabulary``, the output layer is cut along the vocabulary over all pipeline ranks:
+    the shard of rank r then counts as stage S + r where bytes are told by stage.
+    """
 
     load: Workload
     placement: Placement
     layout: Layout
+    cuts_vocabulary: bool = False
+
+    @property
+    def shard(self) -> Shard | None:
+        """The shard of each rank, None where the output layer is whole."""
+        return Shard(self.load) if self.cuts_vocabulary else None
 
     @cached_property
     def layers_of(self) -> tuple[range, ...]:
@@ -33,49 +44,62 @@ class StageWorkload:
 
     @cached_property
     def work(self) -> tuple[Work, ...]:
-        """Seconds of a microbatch on each stage."""
+        """Seconds of a microbatch on each stage, without those of shards."""
         out = [sum_of_works(self.load, layers) for layers in self.layers_of]
         out[0] += self.load.embedding()
-        out[-1] += self.load.output()
+        out[-1] += self.load.output() if self.shard is None else self.shard.last_norm
         return tuple(out)
 
     @cached_property
     def held(self) -> tuple[Held, ...]:
-        """Bytes of a microbatch on each stage."""
+        """Bytes of a microbatch on each stage, and on each shard."""
         out = [
             sum((byte_counts.layer_held(self.load, i) for i in layers), Held())
             for layers in self.layers_of
         ]
         out[0] += byte_counts.embedding_held(self.load)
-        out[-1] += byte_counts.output_held(self.load)
-        return tuple(out)
+        if self.shard is None:
+            out[-1] += byte_counts.output_held(self.load)
+            return tuple(out)
+        out[-1] += self.shard.last_norm_held
+        return (*out, *[self.shard.held] * self.placement.pipeline_size)
 
     @cached_property
     def states(self) -> tuple[States, ...]:
         """Bytes that each pipeline rank keeps from step to step."""
-        last = self.placement.num_stages - 1
-        return tuple(
+        last, shard = self.placement.num_stages - 1, self.shard
+        found = [
             byte_counts.rank_states(
                 self.load,
                 [i for s in stages for i in self.layers_of[s]],
                 embedding=0 in stages,
-                output=last in stages,
+                output=shard is None and last in stages,
             )
             for stages in self.placement.stages_of
-        )
+        ]
+        return tuple(found if shard is None else [held + shard.states for held in found])
 
     @cached_property
     def stage_states(self) -> tuple[States, ...]:
-        """Bytes that each stage keeps from step to step."""
-        last = self.placement.num_stages - 1
-        return tuple(
-            byte_counts.rank_states(self.load, layers, embedding=s == 0, output=s == last)
+        """Bytes that each stage, and each shard, keeps from step to step."""
+        last, shard = self.placement.num_stages - 1, self.shard
+        found = [
+            byte_counts.rank_states(
+                self.load, layers, embedding=s == 0, output=shard is None and s == last
+            )
             for s, layers in enumerate(self.layers_of)
-        )
+        ]
+        shards = [] if shard is None else [shard.states] * self.placement.pipeline_size
+        return tuple(found + shards)
 
     def rank_work(self, rank: int) -> Work:
-        """Return the seconds of a microbatch on a pipeline rank."""
-        return sum((self.work[s] for s in self.placement.stages_of[rank]), Work())
+        """Return the seconds of a microbatch on a pipeline rank; O counts as F, P as B."""
+        work = sum((self.work[s] for s in self.placement.stages_of[rank]), Work())
+        shard = self.shard
+        if shard is None:
+            return work
+        loss = shard.loss if rank == self.placement.rank_of[-1] else 0.0
+        return work + Work(shard.output, loss, shard.weight)
 
     @cached_property
     def busiest(self) -> Work:
@@ -87,18 +111,38 @@ class StageWorkload:
         """Return the least seconds that each microbatch takes in the steady state.
 
         ``in_groups`` is for the interleaved schedule: its ranks go through the chunks in step, so
-        that the slowest stage of each chunk counts.
+        that the slowest stage of each chunk counts. Shards run when they can.
         """
-        if not in_groups:
-            return self.busiest.total
+        if self.cuts_vocabulary or not in_groups:
+            return max(self.busiest.total, self.link_seconds)
         stages = [[self.work[s].total for s in held] for held in self.placement.stages_of]
         return sum(max(chunk) for chunk in zip(*stages, strict=True))
 
+    @property
+    def link_seconds(self) -> float:
+        """Seconds for which a microbatch's parts of all shards use the last stage's link."""
+        return 2 * self._crowding[0]
+
+    @cached_property
+    def _crowding(self) -> tuple[float, float]:
+        """Seconds of the messages of one to all shards, and of one of them alone."""
+        if self.shard is None:
+            return 0.0, 0.0
+        in_node, end = self._ranks_in_node, self.placement.rank_of[-1]
+        ranks = range(self.placement.pipeline_size)
+        near = sum(r // in_node == end // in_node for r in ranks) - 1
+        far = len(ranks) - 1 - near
+        alone = self.shard.crowding(0, 1) if far else self.shard.crowding(1, 0)
+        return self.shard.crowding(near, far), alone
+
+    @property
+    def _ranks_in_node(self) -> int:
+        """Pipeline ranks that share a node."""
+        return max(1, self.load.device.node.gpus // self.load.strategy.model_ranks)
+
     def hops(self, *, together: int = 1) -> list[list[float]]:
         """Return the seconds of a message between pipeline ranks, which may share a node."""
-        strategy = self.load.strategy
-        in_node = max(1, self.load.device.node.gpus // strategy.model_ranks)
-        ranks = range(strategy.pipeline)
+        in_node, ranks = self._ranks_in_node, range(self.load.strategy.pipeline)
         near, far = (self.load.hop(in_node, together=together) for in_node in (True, False))
         return [
             [0.0 if a == b else near if a // in_node == b // in_node else far for b in ranks]
@@ -116,15 +160,28 @@ class StageWorkload:
         """
         hops = self.hops(together=2 if blocking and self.placement.chunks > 1 else 1)
         extra = self._exchange(hops) if blocking else [(0.0, 0.0)] * len(self.work)
-        return Costs.of_slices(
+        held = self.held[: self.placement.num_stages]
+        costs = Costs.of_slices(
             pipeline_size=self.placement.pipeline_size,
             forward=[w.forward + e[0] for w, e in zip(self.work, extra, strict=True)],
             backward=[w.backward + e[1] for w, e in zip(self.work, extra, strict=True)],
             weight=[w.weight for w in self.work],
             p2p=0.0 if blocking else hops,
-            activation=[h.activation for h in self.held],
-            held_for_weight=[min(h.for_weight, h.activation) for h in self.held],
+            activation=[h.activation for h in held],
+            held_for_weight=[min(h.for_weight, h.activation) for h in held],
             fixed=[self.fixed(rank) for rank in range(self.placement.pipeline_size)],
+        )
+        return costs if self.shard is None else self._with_shards(costs, self.shard)
+
+    def _with_shards(self, costs: Costs, shard: Shard) -> Costs:
+        p, (crowded, alone) = self.placement.pipeline_size, self._crowding
+        return costs.with_vocabulary(
+            output=p * shard.output,
+            weight=p * shard.weight,
+            loss=shard.loss,
+            held=p * shard.held.activation,
+            scatter=crowded - alone,
+            gather=2 * crowded - alone,
         )
 
     def _exchange(self, hops: Sequence[Sequence[float]]) -> list[tuple[float, float]]:
@@ -149,8 +206,13 @@ class StageWorkload:
         )
 
     def logits(self, rank: int) -> float:
-        """Return the bytes of the logits on the rank with the output layer, 0 on others."""
+        """Return the bytes of logits, and of their parts, that a rank has for one microbatch.
+
+        A whole output layer has them on the last stage's rank alone.
+        """
         holds = self.placement.rank_of[-1] == rank
+        if self.shard is not None:
+            return self.shard.passing(is_last=holds)
         return byte_counts.logits(self.load) if holds else 0.0
 
 

@@ -167,5 +167,6 @@ class _Moving:
         return zip(line.schedule.ranks[rank], spans, strict=True)
 
     def _first(self, stage: int) -> float:
-        """Return the share of a stage that its first layer is."""
-        return 1 / max(1, self.staged.layout[stage])
+        """Return the share of a stage, or of a shard, that its first layer is."""
+        layers = self.staged.layout
+        return 1 / max(1, layers[stage]) if stage < len(layers) else 1.0

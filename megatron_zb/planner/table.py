@@ -12,7 +12,13 @@ from megatron_zb.measured.units import GIB, gib
 from megatron_zb.planner.flags import flags, named
 from megatron_zb.planner.memory import Memory
 from megatron_zb.planner.prediction import Prediction
-from megatron_zb.planner.reasons import reason, recommendation, recommended
+from megatron_zb.planner.reasons import (
+    gain_of_cut,
+    reason,
+    recommendation,
+    recommended,
+    vocabulary,
+)
 from megatron_zb.planner.search import Plan
 from megatron_zb.schedules import layout
 
@@ -56,6 +62,7 @@ def print_plan(plan: Plan, console: Console, top: int) -> None:
         console.print(Text(f"{index + 1:>2}  {reason(plan, index)}"), highlight=False)
     for name, why in plan.nothing_for.items():
         console.print(Text(f" -  {name}: {why}"), highlight=False)
+    console.print(Text(f" -  {vocabulary(plan)}"), highlight=False, soft_wrap=True)
     console.print(Text(f"\nrecommendation: {recommendation(plan)}", style="bold"), soft_wrap=True)
     console.print(Text("\nflags of the first:", style="bold"))
     to_paste = " \\\n  ".join(flags(plan.ranked[0], job.global_batch))
@@ -83,7 +90,8 @@ def _speed(plan: Plan, shown: list[int]) -> Table:
     table.add_column("#", justify="right")
     table.add_column("schedule", no_wrap=True)
     table.add_column("setting")
-    for title in ("tok/s/GPU", "MFU", "bubble", "GiB"):
+    is_cut = any(plan.ranked[index].cuts_vocabulary for index in shown)
+    for title in ("tok/s/GPU", "MFU", "bubble", "GiB", *["cut"] * is_cut):
         table.add_column(title, justify="right", no_wrap=True)
     for index in shown:
         row = plan.ranked[index]
@@ -95,9 +103,16 @@ def _speed(plan: Plan, shown: list[int]) -> Table:
             f"{row.mfu:.1%}",
             f"{row.bubble:.1%}",
             f"{row.memory.total / GIB:.1f}",
+            *[_cut(plan, row)] * is_cut,
             style="bold" if index == 0 else None,
         )
     return table
+
+
+def _cut(plan: Plan, row: Prediction) -> str:
+    """Return what cutting the output layer brings a row in tokens per second."""
+    gain = gain_of_cut(plan, row)
+    return "" if not row.cuts_vocabulary else "yes" if gain is None else f"{gain:+.1%}"
 
 
 def _memory(plan: Plan, shown: list[int]) -> Table:
@@ -125,8 +140,9 @@ def name_of(row: Prediction) -> str:
 
 
 def setting_of(row: Prediction) -> str:
-    """Return the strategy as text, marked where the layout is uneven."""
-    return f"{row.load.strategy}{'' if row.is_even else ' uneven'}"
+    """Return the strategy as text, marked where the layout is uneven or the output layer cut."""
+    uneven, cut = "" if row.is_even else " uneven", " cut" if row.cuts_vocabulary else ""
+    return f"{row.load.strategy}{uneven}{cut}"
 
 
 def as_json(plan: Plan) -> dict[str, Any]:
@@ -144,6 +160,7 @@ def as_json(plan: Plan) -> dict[str, Any]:
         "not_possible": plan.nothing_for,
         "recommended": recommended(plan),
         "recommendation": recommendation(plan),
+        "vocabulary": vocabulary(plan),
         "settings": plan.settings,
         "simulated": plan.simulated,
     }
@@ -167,6 +184,8 @@ def _row(plan: Plan, index: int) -> dict[str, Any]:
         "num_microbatches": row.num_microbatches,
         "recompute": strategy.recompute,
         "layout": layout.text(layout.lettered(row.layout)),
+        "vocabulary": "on" if row.cuts_vocabulary else "off",
+        "gain_of_cut": gain_of_cut(plan, row),
         "seconds": row.seconds,
         "tokens_per_second_per_gpu": row.tokens_per_gpu,
         "mfu": row.mfu,

@@ -25,6 +25,8 @@ class Vocabulary:
     ``output`` are the seconds of O of all shards together (logits, softmax and parts of the input
     gradient), ``weight`` those of V (weight gradients), ``loss`` those of P, which puts the parts
     together. ``held`` is what all shards hold from O to V, in the unit of ``Costs.activation``.
+    ``scatter`` and ``gather`` are the seconds by which the last stage's output takes longer to
+    reach all ranks, and their parts to come back, than one message from a stage to the next.
     ``shares[r]`` is the share of the vocabulary on logical rank r, the same on all if left out.
     ``lookup`` are the seconds of E of all shards together, and those of G, if the embedding is cut,
     too; None if it is whole.
@@ -34,6 +36,8 @@ class Vocabulary:
     weight: float
     loss: float = 0.0
     held: float = 0.0
+    scatter: float = 0.0
+    gather: float = 0.0
     shares: tuple[float, ...] = ()
     lookup: float | None = None
 
@@ -43,6 +47,8 @@ class Vocabulary:
             factor * self.weight,
             factor * self.loss,
             factor * self.held,
+            factor * self.scatter,
+            factor * self.gather,
             self.shares,
             None if self.lookup is None else factor * self.lookup,
         )
@@ -52,10 +58,11 @@ class Vocabulary:
 class ShardCosts:
     """Costs of a cut output layer on one placement, by logical rank.
 
-    ``arrival`` is the time of a message from the last stage to the farthest rank, ``back[r]`` that
-    from rank r to the last stage. Where the embedding is cut, too, ``lookup`` are the seconds of E
-    and those of G, ``from_first`` is the time of a message from the first stage to the farthest
-    rank, and ``told[r]`` that of what E of rank r makes, for the first stage or from it.
+    ``arrival`` is the time of the last stage's output to the farthest rank, ``back[r]`` that of a
+    part from rank r to the last stage, and ``told`` that of the loss from there to all ranks. Where
+    the embedding is cut, too, ``lookup`` are the seconds of E and those of G, ``from_first`` is the
+    time of a message from the first stage to the farthest rank, and ``of_lookup[r]`` that of what E
+    of rank r makes, for the first stage or from it.
     """
 
     output: tuple[float, ...]
@@ -64,9 +71,10 @@ class ShardCosts:
     held: tuple[float, ...]
     arrival: float
     back: tuple[float, ...]
+    told: float
     lookup: tuple[float, ...] = ()
     from_first: float = 0.0
-    told: tuple[float, ...] = ()
+    of_lookup: tuple[float, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -139,13 +147,12 @@ class StageCosts:
         backward = dict.fromkeys((PassKind.B, PassKind.BW), self.backward_hop)
         hops |= {PassKind.F: self.forward_hop} | backward
         if self.shards is not None:
-            arrival = self.shards.arrival
-            hops[PassKind.F] = (*self.forward_hop[:-1], arrival)
-            hops[PassKind.P] = (*none[1:], arrival)
+            hops[PassKind.F] = (*self.forward_hop[:-1], self.shards.arrival)
+            hops[PassKind.P] = (*none[1:], self.shards.told)
             hops[PassKind.O] = none + self.shards.back
             hops[PassKind.V] = hops[PassKind.G] = none + (0.0,) * len(self.shards.back)
             if self.shards.lookup:
-                hops[PassKind.E] = none + self.shards.told
+                hops[PassKind.E] = none + self.shards.of_lookup
                 first = (self.shards.from_first, *self.backward_hop[1:])
                 hops |= dict.fromkeys((PassKind.B, PassKind.BW), first)
         return hops
@@ -335,13 +342,15 @@ class Costs:
         weight: float,
         loss: float = 0.0,
         held: float = 0.0,
+        scatter: float = 0.0,
+        gather: float = 0.0,
         shares: Sequence[float] | None = None,
         lookup: float | None = None,
     ) -> Costs:
         """Return the costs with an output layer that is cut along the vocabulary over all ranks.
 
         Args:
-            output, weight, loss, held, lookup: see :class:`Vocabulary`.
+            output, weight, loss, held, scatter, gather, lookup: see :class:`Vocabulary`.
             shares: the vocabulary's share of each logical rank, the same on all if left out.
 
         Raises:
@@ -350,6 +359,7 @@ class Costs:
         p = self.pipeline_size
         given = tuple([1 / p] * p if shares is None else shares)
         values = {"output": output, "weight": weight, "loss": loss, "held": held}
+        values |= {"scatter": scatter, "gather": gather}
         for name, value in (values | {"lookup": lookup or 0.0}).items():
             if not 0 <= value < float("inf"):
                 raise UsageError(
@@ -466,14 +476,16 @@ class Costs:
         if self.vocabulary is None:
             return None
         ranks, end = range(self.pipeline_size), placement.rank_of[-1]
+        told, gather = max(self._hop(end, r) for r in ranks), self.vocabulary.gather
         share = [s * f for s, f in zip(self.vocabulary.shares, self.slowdown, strict=True)]
         return ShardCosts(
             output=tuple(self.vocabulary.output * s for s in share),
             weight=tuple(self.vocabulary.weight * s for s in share),
             loss=self.vocabulary.loss * self.slowdown[end],
             held=tuple(self.vocabulary.held * s for s in self.vocabulary.shares),
-            arrival=max(self._hop(end, r) for r in ranks),
-            back=tuple(self._hop(r, end) for r in ranks),
+            arrival=told + self.vocabulary.scatter,
+            back=tuple(0.0 if r == end else self._hop(r, end) + gather for r in ranks),
+            told=told,
             **self._lookups(placement, share),
         )
 
@@ -486,7 +498,7 @@ class Costs:
         return {
             "lookup": tuple(self.vocabulary.lookup * s for s in share),
             "from_first": from_first,
-            "told": tuple(from_first if r == start else self._hop(r, start) for r in ranks),
+            "of_lookup": tuple(from_first if r == start else self._hop(r, start) for r in ranks),
         }
 
 

@@ -1,0 +1,154 @@
+"""An output layer that is cut along the vocabulary over all pipeline ranks: seconds and bytes.
+
+Counted as :mod:`megatron_zb.planner.work` counts, kernel by kernel of the passes O, V and P:
+
+- O multiplies for the logits of its rows and for its part of the input gradient, V for its weight
+  gradient; each reads and writes its logits some times in 32 bits. All of it, and the kernels'
+  overhead with it, is spent on every rank: shards that are too thin gain nothing.
+- Tensor-parallel ranks gather the tokens in O and in V, and sum their parts and rows in O.
+- P, on the last stage's rank, adds the parts of all ranks.
+- The link of that rank carries a message to each of the others and takes one of twice the size from
+  each, in every microbatch.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from megatron_zb.planner.byte_counts import GRADIENT, OPTIMIZER, WEIGHT, Held, States
+from megatron_zb.planner.model import ModelConfig
+from megatron_zb.planner.strategy import Strategy
+from megatron_zb.planner.work import Work, Workload
+
+_KERNELS_OF_O, _KERNELS_OF_V = 16, 8
+_KERNELS_OF_P, _KERNELS_OF_A_PART = 14, 8
+# Bytes of each logit that kernels move. O: to 32 bits, maximum, difference, exponential, sum, to 16
+# bits. V: to 32 bits, difference, exponential, times the gradient, to 16 bits.
+_MOVED_BY_O, _MOVED_BY_V = 36, 36
+# Bytes of each number of a token: its row looked up and masked; the part packed. In P, each part
+# scaled and added in 32 bits, with its row; at last the sum divided and scaled.
+_ROW, _PACKED, _ADDED, _DIVIDED = 8, 8, 36, 28
+# Bytes of each logit that O has besides the logits, at most, and of each number of each part in P.
+_WHILE_O, _WHILE_P = 12, 12
+_LABEL = 8
+_GATHERS = 2  # of tokens: in O and in V
+_SUMS = 2  # in O: of the parts and of the rows
+
+
+def why_not_cut(model: ModelConfig, *, post_validation: bool = False) -> str | None:
+    """Return why the output layer of a model cannot be cut; None if it can."""
+    reasons = {
+        "its output layer is tied to the embedding": model.tied_embeddings,
+        "multi-token prediction runs its output layer again": model.prediction_layers > 0,
+        "it is a hybrid model": bool(model.kinds),
+        "the forwards that post-validation runs again have no passes of it": post_validation,
+    }
+    return next((why for why, holds in reasons.items() if holds), None)
+
+
+def can_be_shared(model: ModelConfig, strategy: Strategy) -> bool:
+    """Return whether the pipeline ranks can have equally many rows of the output layer."""
+    return model.vocabulary % (strategy.pipeline * strategy.tensor) == 0
+
+
+@dataclass(frozen=True)
+class Shard:
+    """The shard of one rank in one microbatch, all of equal size."""
+
+    load: Workload
+
+    @property
+    def _rows(self) -> float:
+        strategy = self.load.strategy
+        return self.load.model.vocabulary / (strategy.pipeline * strategy.tensor)
+
+    @property
+    def _logits(self) -> float:
+        return self.load.tokens * self._rows
+
+    @property
+    def _numbers(self) -> float:
+        """Numbers of all tokens on a tensor-parallel rank between the products."""
+        return self.load.kept_tokens * self.load.model.hidden_size
+
+    @property
+    def _product(self) -> float:
+        flops = 2 * self._logits * self.load.model.hidden_size
+        return flops / self.load.device.matrix_products.reached
+
+    def _moved(self, size: float) -> float:
+        return size / self.load.device.memory_bandwidth.reached
+
+    def _begun(self, kernels: int) -> float:
+        return kernels * self.load.device.kernels.seconds
+
+    def _collective(self) -> float:
+        """Return the seconds of one gathering of all tokens over the tensor-parallel ranks."""
+        ranks = self.load.strategy.tensor
+        size = 2 * self.load.tokens * self.load.model.hidden_size * (ranks - 1) / ranks
+        return self.load.device.collectives.in_node.seconds(size) if ranks > 1 else 0.0
+
+    @property
+    def output(self) -> float:
+        """Seconds of O."""
+        numbers = _ROW * self.load.tokens * self.load.model.hidden_size + _PACKED * self._numbers
+        moved = self._moved(_MOVED_BY_O * self._logits + numbers)
+        messages = (_GATHERS / 2 + 2 * _SUMS) * self._collective()
+        return 2 * self._product + moved + messages + self._begun(_KERNELS_OF_O)
+
+    @property
+    def weight(self) -> float:
+        """Seconds of V."""
+        moved = self._moved(_MOVED_BY_V * self._logits)
+        messages = _GATHERS / 2 * self._collective()
+        return self._product + moved + messages + self._begun(_KERNELS_OF_V)
+
+    @property
+    def loss(self) -> float:
+        """Seconds of P, on the last stage's rank."""
+        parts = self.load.strategy.pipeline
+        moved = self._moved((_ADDED * parts + _DIVIDED) * self._numbers)
+        return moved + self._begun(_KERNELS_OF_P + parts * _KERNELS_OF_A_PART)
+
+    @property
+    def last_norm(self) -> Work:
+        """Seconds of the norm before the output layer, which stays on the last stage."""
+        each = self._begun(1)
+        forward, backward = self._moved(4 * self._numbers), self._moved(6 * self._numbers)
+        return Work(forward + each, backward + each)
+
+    @property
+    def held(self) -> Held:
+        """Bytes from O to V: the last stage's output with its labels, and 16-bit logits."""
+        tokens = 2 * self._numbers + _LABEL * self.load.kept_tokens
+        return Held(tokens + 2 * self._logits)
+
+    @property
+    def last_norm_held(self) -> Held:
+        """Bytes of the input of the last norm."""
+        return Held(2 * self._numbers)
+
+    def passing(self, *, is_last: bool) -> float:
+        """Return the bytes while O runs, or P on the last stage's rank, and those of messages."""
+        parts = self.load.strategy.pipeline
+        while_o = _WHILE_O * self._logits
+        if not is_last:
+            return while_o + 6 * self._numbers
+        return max(while_o, _WHILE_P * parts * self._numbers) + 4 * parts * self._numbers
+
+    @property
+    def states(self) -> States:
+        """Bytes of the rows from step to step; their optimizer is distributed over replicas."""
+        here = self._rows * self.load.model.hidden_size
+        sharded = here / self.load.strategy.replicas
+        return States(WEIGHT * here, GRADIENT * here, OPTIMIZER * sharded, here)
+
+    def crowding(self, near: int, far: int) -> float:
+        """Return the seconds for which one microbatch's messages out use the last rank's links.
+
+        ``near`` and ``far`` are the other ranks of the pipeline in its node and beyond. Messages
+        in, of twice the size, take twice as long beside them.
+        """
+        links, size = self.load.device.messages, self.load.message()
+        in_node, between = links.in_node.bandwidth, links.between_nodes.bandwidth
+        return max(near * size / in_node, far * size / between)
