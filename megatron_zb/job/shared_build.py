@@ -91,6 +91,7 @@ class SharedBuild:
     def _give(
         self, number: int, values: dict[str, Any], name: str, request: dict[str, Any]
     ) -> Schedule:
+        self._has_told = False
         _put(self._store, f"{number}/asked", _as_flags(values))
         try:
             schedule = self._build(name, **request)

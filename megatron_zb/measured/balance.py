@@ -7,7 +7,7 @@ alone. The gain is that of the schedule that will run, simulated with either lay
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +17,7 @@ from megatron_zb.measured.fit import Fit
 from megatron_zb.measured.profile import Profile, read_profile
 from megatron_zb.schedules import Costs, Schedule, layout, simulate
 from megatron_zb.schedules.layout import Layers, Layout
+from megatron_zb.schedules.placement import Placement
 
 _SIZES = {
     "layers": "--num-layers",
@@ -30,14 +31,25 @@ TRANSFER = 0.05
 """Time of a transfer as a share of a rank's forward of one microbatch, until it is measured."""
 
 
+_BYTES_OF_A_PART = 36
+"""Bytes that are moved for each number of a token to add the part of one shard, in 32 bits."""
+_FLOPS_PER_BYTE = 200
+"""Operations of matrix products in the time of one byte of memory traffic, on usual GPUs."""
+
+
 @dataclass(frozen=True)
 class Ends:
-    """Number of layers that the embedding and the output layer count for, and its source."""
+    """Number of layers that the embedding and the output layer count for, and its source.
+
+    ``adding`` is the number of layers for whose forward it counts to add one rank's part of the
+    loss and of the input gradient, where the output layer is cut over all ranks.
+    """
 
     embedding: float
     output: float
     known: str
     profile: Profile | None = None
+    adding: float = 0.0
 
     def __str__(self) -> str:
         return (
@@ -91,6 +103,30 @@ def costs_of(layers: int, pipeline_size: int, ends: Ends) -> Costs:
     )
 
 
+def costs_beside(placement: Placement, layers: Layout, ends: Ends, *, cut: bool) -> Costs:
+    """Build the costs by which an output layer is compared, whole and cut over all ranks.
+
+    Measured ones where the ends come from a profile of as many ranks. Else F, B and W of a layer
+    take p / layers each, O of all shards together as long as F and B of the output layer, V as long
+    as its W, and a transfer :data:`TRANSFER`. P adds the parts of all ranks.
+    """
+    p, profile = placement.pipeline_size, ends.profile
+    if profile is not None and profile.pipeline_size == p:
+        fit = Fit.of(profile)
+        loss = p * ends.adding * fit.parts["forward"].layer
+        return fit.cut_costs(placement, layers, loss) if cut else fit.costs(placement, layers)
+    layer = p / max(sum(layers), 1)
+    work = [layer * count for count in layers]
+    work[0] += layer * ends.embedding
+    work[-1] += 0.0 if cut else layer * ends.output
+    costs = Costs.of_slices(pipeline_size=p, forward=work, backward=work, weight=work, p2p=TRANSFER)
+    output = layer * ends.output
+    if not cut:
+        return costs
+    loss = p * ends.adding * layer
+    return costs.with_vocabulary(output=2 * output, weight=output, loss=loss)
+
+
 def counted(layer_flops: float, output_flops: float, multi_token: int = 0) -> Ends:
     """Derive the ends from FLOPs; each multi-token prediction is a layer and an output layer."""
     output = output_flops / layer_flops
@@ -141,7 +177,8 @@ def of_arguments(value: str, args: Any) -> Ends:
             "sequence_length": args.seq_length,
             "tensor": args.tensor_model_parallel_size,
         }
-        return measured(Path(value), sizes)
+        found, by_sizes = measured(Path(value), sizes), ends_of(args)
+        return replace(found, adding=0.0 if by_sizes is None else by_sizes.adding)
     instead = f"give a file of --pipeline-profile instead of {AUTO_LAYOUT}"
     if getattr(args, "multi_latent_attention", False):
         raise UsageError(
@@ -161,11 +198,13 @@ def ends_of(args: Any) -> Ends | None:
     vocabulary = getattr(args, "padded_vocab_size", None) or getattr(args, "vocab_size", None)
     if vocabulary is None or getattr(args, "multi_latent_attention", False):
         return None
-    return counted(
-        _layer_flops(args),
+    layer = _layer_flops(args)
+    ends = counted(
+        layer,
         2.0 * args.hidden_size * vocabulary,
         getattr(args, "mtp_num_layers", None) or 0,
     )
+    return replace(ends, adding=_BYTES_OF_A_PART * args.hidden_size * _FLOPS_PER_BYTE / layer)
 
 
 def _layer_flops(args: Any) -> float:

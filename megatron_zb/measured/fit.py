@@ -61,11 +61,11 @@ class Part:
             max(0.0, values[-1] - counts[-1] * layer),
         )
 
-    def stages(self, counts: Layout) -> list[float]:
+    def stages(self, counts: Layout, *, with_output: bool = True) -> list[float]:
         """Return the sum of each stage, with ``counts[s]`` layers on stage s."""
         sums = [count * self.layer + self.stage for count in counts]
         sums[0] += self.embedding
-        sums[-1] += self.output
+        sums[-1] += self.output if with_output else 0.0
         return sums
 
 
@@ -90,13 +90,40 @@ class Fit:
             parts |= {name: Part.measured(profile.parts, name) for name in measured}
         return cls(profile, parts, _slowdowns(profile, parts))
 
-    def costs(self, placement: Placement, counts: Layout, *, blocking: bool = False) -> Costs:
+    def cut_costs(self, placement: Placement, counts: Layout, loss: float) -> Costs:
+        """Return the costs where the output layer is cut over all ranks.
+
+        What its F and B take is O's, its W is V's, and what it holds for W is held from O to V.
+
+        Args:
+            placement, counts: as for :meth:`costs`.
+            loss: seconds of P, which nothing has measured.
+        """
+        output = {name: part.output for name, part in self.parts.items()}
+        return self.costs(placement, counts, with_output=False).with_vocabulary(
+            output=output["forward"] + output["backward"],
+            weight=output["weight"],
+            loss=loss,
+            held=output["held_for_weight"],
+        )
+
+    def costs(
+        self,
+        placement: Placement,
+        counts: Layout,
+        *,
+        blocking: bool = False,
+        with_output: bool = True,
+    ) -> Costs:
         """Return the costs of a placement with ``counts[s]`` layers on stage s.
 
-        With ``blocking`` messages, a pass lasts until its message is there.
+        With ``blocking`` messages, a pass lasts until its message is there. ``with_output`` adds
+        the output layer to the last stage.
         """
         hops = self.profile.hops()
-        of = {name: part.stages(counts) for name, part in self.parts.items()}
+        of = {
+            name: part.stages(counts, with_output=with_output) for name, part in self.parts.items()
+        }
         for name in of.keys() - set(_BYTES):
             of[name] = [seconds + getattr(self.profile.host, name) for seconds in of[name]]
         if blocking:

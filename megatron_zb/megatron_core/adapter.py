@@ -75,6 +75,7 @@ class PipelineAdapter:
         self.program_for = lru_cache(maxsize=16)(self._build_program)
         self._step_options = StepOptions()
         self._output: CutOutput | None = None
+        self._said: list[str] = []
 
     @classmethod
     def create(
@@ -433,6 +434,10 @@ class PipelineAdapter:
             back_to_back=self._back_to_back,
         )
 
+    def say(self, line: str) -> None:
+        """Add a line to those that are said at the start."""
+        self._said.append(line)
+
     def describe(self) -> str:
         """Return the start-up lines: schedule, layers on ranks, expected bubble rate and memory."""
         timeline = simulate(self.schedule, self.costs)
@@ -453,6 +458,7 @@ class PipelineAdapter:
             lines.append(f"  {self._balance}")
         if self.draws_by_layer:
             lines.append("  every layer draws from random streams of its own")
+        lines += [f"  {line}" for line in self._said]
         return "\n".join(lines)
 
     def _known_costs(self) -> str:

@@ -11,6 +11,7 @@ from megatron_zb.job.run_flags import check_table_alone, placement_of
 from megatron_zb.measured.balance import Ends
 from megatron_zb.megatron_core import versions
 from megatron_zb.megatron_core.adapter import PipelineAdapter
+from megatron_zb.megatron_core.vocabulary_choice import WHOLE, faster
 from megatron_zb.runtime.groups import GroupOptions
 from megatron_zb.schedules import catalog, interchange
 from megatron_zb.schedules.catalog import Build
@@ -47,6 +48,8 @@ class Sizes:
     back_to_back: bool = False
     vocabulary: float | None = None
     """The layers that the output layer counts for, where it is cut over all ranks."""
+    vocabulary_if_faster: bool = False
+    """Whether it is cut only where that is faster in the simulator; needs known ends."""
 
 
 def build_adapter(
@@ -67,14 +70,34 @@ def build_adapter(
         UsageError: the flags cannot be combined, or the schedule cannot be built.
     """
     named = args.pipeline_schedule_file is None
-    adapter = (_named if named else _of_file)(args, sizes, build)
+    if named and sizes.vocabulary_if_faster:
+        adapter = _whole_or_cut(args, sizes, build)
+    else:
+        adapter = (_named if named else _of_file)(args, sizes, build)
     adapter.watch(args.pipeline_timeout, args.distributed_timeout_minutes)
     if group_options is not None:
         adapter.connect_with(group_options)
     profile = None if args.pipeline_profile is None else Path(args.pipeline_profile)
-    if versions.graphs_of(args) is versions.Graphs.NONE and sizes.vocabulary is None:
+    if versions.graphs_of(args) is versions.Graphs.NONE and adapter.costs.vocabulary is None:
         adapter.profile(profile, args.pipeline_replan_every, is_named=named)
     return adapter
+
+
+def _whole_or_cut(args: argparse.Namespace, sizes: Sizes, build: Build) -> PipelineAdapter:
+    """Create the adapters with a whole and with a cut output layer; return the faster one.
+
+    Every rank asks ``build`` for the same two schedules and comes to the same result.
+    """
+    whole = _named(args, replace(sizes, vocabulary=None), build)
+    try:
+        cut = _named(args, sizes, build)
+    except UsageError as error:
+        whole.say(f"{WHOLE}: {error}")
+        return whole
+    measured = sizes.layer_layout
+    ends = measured if isinstance(measured, Ends) else sizes.ends
+    assert ends is not None, "nobody can tell which is faster"
+    return faster(whole, cut, ends)
 
 
 def _of_file(args: argparse.Namespace, sizes: Sizes, build: Build) -> PipelineAdapter:

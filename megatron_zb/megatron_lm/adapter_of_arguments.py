@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable
+from dataclasses import replace
 
 from megatron_zb.errors import UsageError
 from megatron_zb.job.run_flags import (
@@ -16,6 +17,7 @@ from megatron_zb.measured import balance
 from megatron_zb.megatron_core.adapter import PipelineAdapter
 from megatron_zb.megatron_core.build_adapter import Chunks, Sizes, build_adapter
 from megatron_zb.megatron_core.group_options import group_options
+from megatron_zb.megatron_core.vocabulary_choice import WHOLE
 from megatron_zb.megatron_lm import conflicts, flags, hybrid_pattern
 from megatron_zb.parsing import flag_of
 from megatron_zb.schedules import catalog
@@ -80,7 +82,10 @@ def adapter_of(
     options = group_options(
         args.nccl_communicator_config_path, args.high_priority_stream_groups or ()
     )
-    adapter = build_adapter(args, _sizes(args), build, options)
+    sizes = _sizes(args)
+    adapter = build_adapter(args, sizes, build, options)
+    if _may_cut(args) and (why := _why_whole(args, _known_ends(sizes))) is not None:
+        adapter.say(f"{WHOLE}: {why}")
     conflicts.check(
         args, str(flags.choice(args)), adapter.schedule.placement, adapter.splits_backward
     )
@@ -136,16 +141,37 @@ def _steps_done() -> int:
 def _sizes(args: argparse.Namespace) -> Sizes:
     _check_sizes(args)
     ends = None if _is_hybrid(args) else balance.ends_of(args)
-    return Sizes(
+    sizes = Sizes(
         num_microbatches=_num_microbatches(args),
         layers=layers_of(args),
         layer_layout=_layout(args),
         chunks=_chunks(args),
         ends=ends,
-        vocabulary=_layers_of_output(ends) if conflicts.cuts_vocabulary(args) else None,
         group_size=getattr(args, "microbatch_group_size_per_vp_stage", None),
         back_to_back=args.enable_optimizer_post_validation,
     )
+    known = _known_ends(sizes)
+    if_faster = _may_cut(args) and _why_whole(args, known) is None
+    output = _layers_of_output(known) if if_faster or conflicts.cuts_vocabulary(args) else None
+    return replace(sizes, vocabulary=output, vocabulary_if_faster=if_faster)
+
+
+def _may_cut(args: argparse.Namespace) -> bool:
+    return bool(args.pipeline_vocabulary == "auto")
+
+
+def _known_ends(sizes: Sizes) -> balance.Ends | None:
+    """Return what the ends of the model take: by a profile, or else counted, where they can be."""
+    measured = sizes.layer_layout
+    return measured if isinstance(measured, balance.Ends) else sizes.ends
+
+
+def _why_whole(args: argparse.Namespace, ends: balance.Ends | None) -> str | None:
+    """Return why --pipeline-vocabulary auto leaves the output layer whole without a comparison."""
+    why = conflicts.why_not_cut(args)
+    if why is None and ends is None:
+        return "what it takes cannot be counted for this model"
+    return why
 
 
 def _layers_of_output(ends: balance.Ends | None) -> float:

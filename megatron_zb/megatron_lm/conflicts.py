@@ -380,6 +380,31 @@ def vocabulary_refusals(args: argparse.Namespace) -> Iterator[Refusal]:
         yield from _conflicting(VOCABULARY_CONFLICTS, args, "--pipeline-vocabulary on")
 
 
+_MULTIPLE, _USUAL_MULTIPLE = "make_vocab_size_divisible_by", 128
+
+
+def why_not_cut(args: argparse.Namespace) -> str | None:
+    """Return why no output layer can be cut along the vocabulary for such arguments, if none can.
+
+    Its rows are those of Megatron-LM's padding, where the vocabulary is known.
+    """
+    refused = next(_conflicting(VOCABULARY_CONFLICTS, args, ""), None)
+    if refused is not None:
+        return f"{refused.flag}: {refused.why}"
+    p, tensor = args.pipeline_model_parallel_size, args.tensor_model_parallel_size
+    rows = getattr(args, "padded_vocab_size", None) or getattr(args, "vocab_size", None)
+    if rows is None:
+        return "its size is not known before the tokenizer is read: give --vocab-size"
+    multiple = (getattr(args, _MULTIPLE, None) or _USUAL_MULTIPLE) * tensor
+    rows = -(-rows // multiple) * multiple // tensor
+    if rows % p:
+        return (
+            f"its {rows} rows cannot be cut evenly for {p} pipeline ranks: make "
+            f"{flag_of(_MULTIPLE)} a multiple of {p}"
+        )
+    return None
+
+
 def cuts_vocabulary(args: argparse.Namespace) -> bool:
     return bool(args.pipeline_vocabulary == "on")
 

@@ -47,12 +47,13 @@ def _add_schedule(parser: argparse.ArgumentParser) -> None:
     )
     group.add_argument(
         "--pipeline-vocabulary",
-        choices=("on", "off"),
+        choices=("auto", "on", "off"),
         help="cut the output layer and the embedding along the vocabulary over all pipeline "
         "ranks, whose logits, lookups and weight gradients then are passes of the schedule (on), "
-        "or leave them on the first and the last stage (default: off). Losses agree with those of "
-        "whole layers but for rounding, and are the same to the last bit in every schedule. "
-        "Checkpoints serve both",
+        "leave them on the first and the last stage (off, the default), or cut them where that "
+        "can be done and is faster in the simulator (auto); the start-up lines say why. Losses "
+        "agree with those of whole layers but for rounding, and are the same to the last bit in "
+        "every schedule. Checkpoints serve both",
     )
     add_run_arguments(group)
     group.add_argument(
