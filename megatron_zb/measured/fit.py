@@ -93,7 +93,7 @@ class Fit:
     def cut_costs(self, placement: Placement, counts: Layout, loss: float) -> Costs:
         """Return the costs where the output layer is cut over all ranks.
 
-        What its F and B take is O's, its W is V's, and what it holds for W is held from O to V.
+        What its F and B take is O's, its W is V's, and what it holds is held from O to V.
 
         Args:
             placement, counts: as for :meth:`costs`.
@@ -104,7 +104,7 @@ class Fit:
             output=output["forward"] + output["backward"],
             weight=output["weight"],
             loss=loss,
-            held=output["held_for_weight"],
+            held=output["activation"],
         )
 
     def costs(

@@ -174,12 +174,13 @@ class StageWorkload:
         return costs if self.shard is None else self._with_shards(costs, self.shard)
 
     def _with_shards(self, costs: Costs, shard: Shard) -> Costs:
+        # Bytes of shards are left out: a run builds its order without them, and the memory of all
+        # passes is counted afterwards.
         p, (crowded, alone) = self.placement.pipeline_size, self._crowding
         return costs.with_vocabulary(
             output=p * shard.output,
             weight=p * shard.weight,
             loss=shard.loss,
-            held=p * shard.held.activation,
             scatter=crowded - alone,
             gather=2 * crowded - alone,
         )

@@ -84,7 +84,8 @@ class MemoryLimit:
         """Return the limit, and the smallest that would do on a rank, in the user's terms."""
         if self.rank_bytes is not None:
             return f"{self.rank_bytes[rank]:g} bytes", f"{needed + costs.fixed[rank]:g} bytes"
-        return f"{self.fraction:g} of 1F1B", f"{needed / costs.one_f_one_b_peak():.4g} of 1F1B"
+        given = "its own" if self.fraction is None else f"{self.fraction:g} of 1F1B"
+        return given, f"{needed / costs.one_f_one_b_peak():.4g} of 1F1B"
 
 
 @dataclass(frozen=True)

@@ -281,3 +281,24 @@ def test_a_table_has_letters_for_the_shards() -> None:
 def test_what_has_no_colour_is_refused() -> None:
     with pytest.raises(UsageError, match="O passes cannot be drawn"):
         colour_of(O, 0)
+
+
+def test_messages_to_all_ranks_may_take_longer_than_one() -> None:
+    """The sums of the order by hand, with 0.3 s more to all ranks and 0.4 s more back."""
+    schedule = _by_hand().validate()
+    costs = Costs.uniform(pipeline_size=2, forward=1.0, backward=1.0, weight=1.0, p2p=0.5)
+    vocabulary = {"output": 2.0, "weight": 1.0, "loss": 0.1, "scatter": 0.3, "gather": 0.4}
+    timeline = schedules.simulate(schedule, costs.with_vocabulary(**vocabulary))
+    first, last = (dict(zip(schedule.ranks[r], timeline.start[r], strict=True)) for r in (0, 1))
+    assert first[Pass(O, 2, 0)] == pytest.approx(2.5 + 0.5 + 0.3)
+    assert last[Pass(P, 1, 0)] == pytest.approx(3.3 + 1.0 + 0.5 + 0.4)
+    assert first[Pass(V, 2, 0)] == pytest.approx(5.2 + 0.1 + 0.5)  # the loss is a small message
+    shards = costs.with_vocabulary(**vocabulary).for_placement(looped(2, 1)).shards
+    assert shards is not None
+    assert shards.back == (0.9, 0.0)
+
+
+def test_logits_beyond_the_memory_of_a_schedule_are_refused_in_a_sentence() -> None:
+    costs = _costs(4, held=40.0)
+    with pytest.raises(UsageError, match="v-half cannot keep the memory limit of its own: rank"):
+        schedules.build("v-half", pipeline_size=4, num_microbatches=8, costs=costs)

@@ -1,0 +1,353 @@
+"""An output layer that is cut along the vocabulary over the pipeline ranks, in plan."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from brief_searches import briefly
+from small_models import ROOT, SMALL, a100, load, small
+
+from megatron_zb import schedules
+from megatron_zb.cli import main as cli
+from megatron_zb.drawing.html.plan_page import save_plan
+from megatron_zb.errors import UsageError
+from megatron_zb.measured.units import GIB
+from megatron_zb.planner.candidate import Candidate, candidates_of
+from megatron_zb.planner.device import DeviceConfig, read_device
+from megatron_zb.planner.flags import flags
+from megatron_zb.planner.memory import peak_of
+from megatron_zb.planner.model import ModelConfig, read_model
+from megatron_zb.planner.prediction import predict
+from megatron_zb.planner.reasons import gain_of_cut, recommendation, vocabulary
+from megatron_zb.planner.search import (
+    WORTH_A_CHANGE,
+    Job,
+    Plan,
+    cut_into_stages,
+    search,
+)
+from megatron_zb.planner.stages import StageWorkload
+from megatron_zb.planner.strategy import Choices
+from megatron_zb.planner.vocabulary import Shard, can_be_shared, why_not_cut
+from megatron_zb.planner.work import Work
+from megatron_zb.schedules import Pass, PassKind
+from megatron_zb.schedules.placement import v_shape
+
+LARGE = 32_000 * 8
+"""Rows of a vocabulary that takes as long as some twenty layers of the small model."""
+ONE = Choices(tensor=(1,), pipeline=(4,), microbatch=(1,), recompute=("none",))
+
+
+def gapless() -> DeviceConfig:
+    """An A100 whose kernels begin at once."""
+    found = a100()
+    kernels = found.kernels.model_copy(update={"seconds": 0.0})
+    return found.model_copy(update={"kernels": kernels})
+
+
+def cut_stages(model: ModelConfig | None = None, **changes: Any) -> StageWorkload:
+    asked = load(model or small(), gapless(), **changes)
+    (candidate,) = candidates_of(["v-half"])[2:]
+    found = cut_into_stages(asked, replace(candidate, cuts_vocabulary=True), None)
+    assert found is not None
+    return found
+
+
+def plan(names: list[str], **changes: Any) -> Plan:
+    first = Job(small(vocabulary=LARGE), a100(), 4, 60 * GIB, 16, 1024, ONE)
+    with briefly():
+        return search(replace(first, **changes), candidates_of(names), tries=1)
+
+
+# --- seconds and bytes of a shard ----------------------------------------------------------------
+
+
+def test_the_seconds_of_a_shard_are_those_of_its_kernels() -> None:
+    """Sums by hand: 1024 tokens, 1024 numbers each, 8000 of 32000 rows on each of 4 ranks."""
+    shard, device = Shard(load(small(), gapless())), gapless()
+    logits, numbers = 1024 * 8000, 1024 * 1024
+    product = 2 * logits * 1024 / device.matrix_products.reached
+    speed = device.memory_bandwidth.reached
+    assert shard.output == pytest.approx(2 * product + (36 * logits + 16 * numbers) / speed)
+    assert shard.weight == pytest.approx(product + 36 * logits / speed)
+    assert shard.loss == pytest.approx((4 * 36 + 28) * numbers / speed)
+
+
+def test_thin_shards_lose_the_overhead_of_kernels_on_every_rank() -> None:
+    """Without it, shards of 4 and of 8 ranks take as long in all, but for each rank's packing."""
+    for device, is_level in ((gapless(), True), (a100(), False)):
+        in_all = [p * Shard(load(small(), device, pipeline=p)).weight for p in (4, 8)]
+        assert (in_all[1] == pytest.approx(in_all[0])) is is_level
+    gap = a100().kernels.seconds
+    assert in_all[1] - in_all[0] == pytest.approx(4 * 8 * gap)
+
+
+def test_tensor_parallel_ranks_gather_and_sum() -> None:
+    """One gathering and two sums, each as long as two gatherings, in O; one gathering in V."""
+    alone, shared = (Shard(load(small(), gapless(), tensor=t)) for t in (1, 2))
+    link = gapless().collectives.in_node
+    gathering = link.seconds(2 * 1024 * 1024 / 2)
+    assert shared.weight == pytest.approx(alone.weight / 2 + gathering)
+    look_up = 8 * 1024 * 1024 / 2 / gapless().memory_bandwidth.reached  # of rows, by every rank
+    assert shared.output == pytest.approx(alone.output / 2 + look_up + 5 * gathering)
+
+
+def test_states_of_all_shards_are_those_of_the_output_layer() -> None:
+    cut = cut_stages()
+    whole = replace(cut, cuts_vocabulary=False)
+    output = 1024 * 32000
+    for which in ("parameters", "weights", "gradients", "optimizer"):
+        sums = [sum(getattr(held, which) for held in of.states) for of in (whole, cut)]
+        assert sums[1] == pytest.approx(sums[0])
+    held = [[states.parameters for states in of.states] for of in (whole, cut)]
+    assert held[0][0] - held[1][0] == pytest.approx(output * 3 / 4)  # the V ends on rank 0
+    assert held[1][1] - held[0][1] == pytest.approx(output / 4)
+
+
+def test_logits_are_held_from_o_to_v() -> None:
+    cut = cut_stages()
+    kinds = (PassKind.O, PassKind.O, PassKind.P, PassKind.V, PassKind.V)
+    shard = cut.shard
+    assert shard is not None
+    each = shard.held.activation
+    assert each == 2 * 1024 * 8000 + (2 * 1024 + 8) * 1024
+    peaks = [
+        peak_of([Pass(kind, 8, 0) for kind in kinds[:count]], cut.held)[0] for count in (1, 3, 5)
+    ]
+    assert peaks == [each, 2 * each, 2 * each]
+    again = (*kinds, PassKind.O)
+    assert peak_of([Pass(kind, 8, 0) for kind in again], cut.held)[0] == 2 * each
+
+
+def test_the_rank_of_the_loss_has_parts_of_all() -> None:
+    cut = cut_stages(pipeline=4)
+    logits, numbers = 1024 * 8000, 1024 * 1024
+    assert cut.logits(1) == 12 * logits + 6 * numbers
+    assert cut.logits(0) == 12 * logits + 4 * 4 * numbers
+    thin = cut_stages(small(vocabulary=3200))
+    assert thin.logits(0) == 4 * (12 + 4) * numbers
+
+
+def test_what_a_rank_does_is_in_its_costs() -> None:
+    cut = cut_stages()
+    costs = cut.costs(blocking=False).for_placement(cut.placement)
+    shard = cut.shard
+    assert shard is not None and costs.shards is not None
+    assert costs.shards.output == pytest.approx([shard.output] * 4)
+    assert costs.shards.weight == pytest.approx([shard.weight] * 4)
+    assert costs.shards.held == pytest.approx([shard.held.activation] * 4)
+    assert len(costs.activation) == 8
+    whole = replace(cut, cuts_vocabulary=False)
+    norm = shard.last_norm
+    assert cut.work[-1].total == pytest.approx(
+        whole.work[-1].total - cut.load.output().total + norm.total
+    )
+    expected = sum((cut.work[s] for s in (0, 7)), Work()).total
+    expected += shard.output + shard.weight + shard.loss
+    assert cut.rank_work(0).total == pytest.approx(expected)
+    assert cut.busiest.total <= cut.interval(in_groups=False)
+
+
+def test_the_link_of_the_last_stage_carries_all_messages() -> None:
+    """Four ranks of 8 GPUs: each is a node of its own; of 2 GPUs: all are in one."""
+    for ranks, link in ((8, "between_nodes"), (2, "in_node")):
+        cut = cut_stages(small(global_batch_size=64), data=ranks)
+        place = getattr(gapless().messages, link)
+        one = 2 * 1024 * 1024 / place.bandwidth
+        found = cut.costs(blocking=False).for_placement(cut.placement).shards
+        assert found is not None
+        hop = one + place.latency
+        assert found.told == pytest.approx(hop)
+        assert found.arrival == pytest.approx(hop + 2 * one)  # three messages, one after another
+        assert found.back == pytest.approx([0.0, *[hop + 5 * one] * 3])  # of twice the size
+        assert cut.link_seconds == pytest.approx(6 * one)
+
+
+def test_no_iteration_is_shorter_than_the_messages_on_that_link() -> None:
+    slow = gapless()
+    link = slow.messages.in_node.model_copy(update={"bandwidth": 1e6})
+    both = slow.messages.model_copy(update={"in_node": link, "between_nodes": link})
+    cut = cut_stages()
+    cut = replace(cut, load=replace(cut.load, device=slow.model_copy(update={"messages": both})))
+    candidate = Candidate("v-half", "v-half", cuts_vocabulary=True)
+    with briefly():
+        found = predict(cut, candidate, 8, None, is_even=True)
+    assert found.pipeline_seconds >= 8 * 6 * 2 * 1024 * 1024 / 1e6
+
+
+# --- which can be cut ----------------------------------------------------------------------------
+
+
+def test_models_that_cannot_be_cut_are_named_with_the_reason() -> None:
+    assert why_not_cut(small()) is None
+    rotary = {"rotary": {"base": 10000}}
+    for changes, words in (
+        ({"tied_embeddings": True}, "tied to the embedding"),
+        ({"prediction_layers": 1, **rotary}, "multi-token prediction"),
+        ({"hybrid_layer_pattern": "*-*-*-*-", "layers": 8}, "hybrid"),
+    ):
+        why = why_not_cut(small(**changes))
+        assert why is not None and words in why
+    assert "post-validation" in (why_not_cut(small(), post_validation=True) or "")
+
+
+def test_a_plan_that_is_to_cut_what_cannot_be_cut_is_refused() -> None:
+    tied = small(tied_embeddings=True, vocabulary=LARGE)
+    with pytest.raises(UsageError, match="of small cannot be cut, because its output layer is tie"):
+        plan(["v-half"], model=tied, vocabulary="on")
+    said = vocabulary(plan(["zb-h1"], model=tied))
+    assert said == (
+        "the output layer is not cut along the vocabulary: its output layer is tied to the embeddi"
+        "ng"
+    )
+
+
+def test_rows_that_do_not_divide_are_left_whole() -> None:
+    odd = small(vocabulary=LARGE + 2)
+    assert not can_be_shared(odd, load(odd).strategy)
+    found = plan(["zb-h1"], model=odd)
+    assert found.cut is None
+    assert "zb-h1" not in {
+        row.candidate for row in plan(["zb-h1"], model=odd, vocabulary="on").ranked
+    }
+
+
+# --- what plan finds and says --------------------------------------------------------------------
+
+
+def test_a_cut_that_pays_takes_the_place_of_a_whole_output_layer() -> None:
+    """The output layer takes more than all layers of a rank: cutting it must pay."""
+    auto, off, on = (plan(["v-half"], vocabulary=asked) for asked in ("auto", "off", "on"))
+    first = auto.ranked[0]
+    assert (first.candidate, first.cuts_vocabulary) == ("v-half", True)
+    assert "--pipeline-vocabulary on" in flags(first, 16)
+    whole = next(row for row in off.ranked if row.candidate == "v-half")
+    gain = gain_of_cut(auto, first)
+    assert gain == pytest.approx(first.tokens_per_gpu / whole.tokens_per_gpu - 1)
+    assert gain > 0.5
+    assert recommendation(auto).startswith("run v-half with --pipeline-vocabulary on: ")
+    assert "is " in vocabulary(auto) and " faster than the best with a whole one" in vocabulary(
+        auto
+    )
+    assert not any(row.cuts_vocabulary for row in off.ranked)
+    assert not any("--pipeline-vocabulary" in flag for row in off.ranked for flag in flags(row, 16))
+    assert [row.cuts_vocabulary for row in on.ranked if row.candidate == "v-half"] == [True]
+    assert not any(row.cuts_vocabulary for row in on.ranked if row.candidate != "v-half")
+    assert first.memory.total < whole.memory.total  # its logits and its states were on one rank
+
+
+def test_auto_takes_the_best_with_a_cut_output_layer() -> None:
+    found = plan(["auto", "v-half"])
+    rows = {row.candidate: row for row in found.ranked}
+    assert rows["auto"].cuts_vocabulary
+    assert rows["auto"].tokens_per_gpu >= rows["v-half"].tokens_per_gpu
+    alone = plan(["auto"], vocabulary="on")
+    assert {row.candidate: row.cuts_vocabulary for row in alone.ranked}["auto"]
+
+
+def test_a_small_vocabulary_is_not_cut() -> None:
+    """A gain below what predictions are off is none."""
+    found = plan(["v-half"], model=small(vocabulary=512))
+    assert not any(row.cuts_vocabulary for row in found.ranked)
+    if found.cut is not None:
+        best = found.ranked[0].tokens_per_gpu
+        assert found.cut.tokens_per_gpu < best * (1 + WORTH_A_CHANGE)
+        assert "not worth a change" in vocabulary(found)
+
+
+def test_no_more_cuts_are_simulated_than_may_win() -> None:
+    """Where a plan without a pipeline is far ahead, none is."""
+    everything = Choices(microbatch=(1,), recompute=("none",))
+    asked = {"choices": everything, "gpus": 4, "model": small(global_batch_size=8)}
+    auto, off = (plan(["v-half"], vocabulary=v, **asked) for v in ("auto", "off"))
+    assert auto.ranked[0].candidate == "no pipeline"
+    assert auto.simulated == off.simulated
+
+
+MODELS = sorted(path.stem for path in (ROOT / "configs" / "models").glob("*.yaml"))
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_auto_is_never_behind_a_whole_or_a_cut_output_layer(name: str) -> None:
+    """With the planner's costs; behind a cut one by no more than predictions are off."""
+    model = read_model(ROOT / "configs" / "models" / f"{name}.yaml")
+    device = read_device(ROOT / "configs" / "devices" / "h100_sxm.yaml")
+    narrow = Choices(tensor=(8,), pipeline=(4,), microbatch=(1,), recompute=("none",), expert=None)
+    first = {"model": model, "device": device, "gpus": 32, "memory": 1e15, "choices": narrow}
+    first |= {"global_batch": 8, "sequence": model.sequence_length}
+    auto, off = (plan(["v-half"], vocabulary=asked, **first) for asked in ("auto", "off"))
+    assert auto.ranked[0].tokens_per_gpu >= off.ranked[0].tokens_per_gpu
+    if why_not_cut(model) is not None:
+        assert auto.ranked == off.ranked
+        return
+    on = plan(["v-half"], vocabulary="on", **first)
+    assert auto.ranked[0].tokens_per_gpu * (1 + WORTH_A_CHANGE) >= on.ranked[0].tokens_per_gpu
+    rows = {row.candidate: row for row in auto.ranked}
+    if rows["v-half"].cuts_vocabulary:
+        assert (
+            rows["v-half"].tokens_per_gpu
+            > {row.candidate: row.tokens_per_gpu for row in off.ranked}["v-half"]
+        )
+
+
+# --- the command ---------------------------------------------------------------------------------
+
+
+def test_the_command_tells_what_a_cut_brings(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "small.yaml"
+    path.write_text(SMALL.replace("32000", str(LARGE)), encoding="utf-8")
+    asked = ["plan", "--config", str(path), "--gpus", "4", "--pipeline", "4", "--tensor", "1"]
+    asked += ["--micro-batch-size", "1", "--schedules", "v-half", "--tries", "1"]
+    asked += ["--global-batch-size", "8"]
+    with briefly():
+        assert cli.main([*asked, "--format", "json"]) == 0
+        found = json.loads(capsys.readouterr().out)
+        assert cli.main(asked) == 0
+        printed = capsys.readouterr().out
+        assert cli.main([*asked, "--vocabulary", "off"]) == 0
+        without = capsys.readouterr().out
+    rows = {row["schedule"]: row for row in found["ranked"]}
+    assert rows["v-half"]["vocabulary"] == "on"
+    assert rows["v-half"]["gain_of_cut"] > 0.5
+    assert rows["Megatron 1F1B"]["vocabulary"] == "off"
+    assert rows["Megatron 1F1B"]["gain_of_cut"] is None
+    assert found["vocabulary"].startswith("v-half with a cut output layer")
+    assert f"{rows['v-half']['gain_of_cut']:+.1%}" in printed
+    assert "--pipeline-vocabulary on" in printed
+    assert "--vocabulary off" in without and "--pipeline-vocabulary" not in without
+    assert cli.main(["plan", "--profile", "run.yaml", "--vocabulary", "on"]) == 2
+    assert "--vocabulary cannot be combined with --profile" in capsys.readouterr().err
+
+
+def test_a_page_of_a_plan_draws_what_has_colours(tmp_path: Path) -> None:
+    pytest.importorskip("jinja2")
+    pytest.importorskip("matplotlib")
+    found = plan(["v-half"])
+    assert found.ranked[0].cuts_vocabulary
+    save_plan(tmp_path / "plan.html", found)
+    page = (tmp_path / "plan.html").read_text(encoding="utf-8")
+    assert "--pipeline-vocabulary on" in page
+    only_cut = replace(found, ranked=found.ranked[:1])
+    save_plan(tmp_path / "cut.html", only_cut)
+
+
+def test_a_cut_schedule_keeps_its_memory_and_its_order() -> None:
+    cut = cut_stages(small(vocabulary=LARGE))
+    candidate = Candidate("v-half", "v-half", cuts_vocabulary=True)
+    with briefly():
+        found = predict(cut, candidate, 8, None, is_even=True)
+    assert found.schedule is not None and found.costs is not None
+    timeline = schedules.simulate(found.schedule, found.costs)
+    share = sum(h.activation for h in cut.held[:8]) / 4
+    most = schedules.catalog.family("v-half").peak_microbatches(4, 8) + 1
+    worst = max(sum(cut.held[s].activation for s in stages) for stages in v_shape(4).stages_of)
+    assert share <= worst
+    assert max(timeline.peak_memory) <= most * worst * (1 + 1e-9)
+    assert found.memory.activations + found.memory.weight_queue > 0
+    assert 0 < found.bubble < 0.6
