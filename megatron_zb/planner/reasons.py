@@ -78,7 +78,8 @@ def vocabulary(plan: Plan) -> str:
     if any(row.cuts_vocabulary for row in plan.ranked):
         how = f"{abs(lead):.1%} {'faster' if lead >= 0 else 'slower'} than"
         return f"{named} is {how} the best with a whole one, {best.candidate}"
-    return f"{named} would be {lead:+.1%} beside {best.candidate}: too little for a change"
+    how = f"{abs(lead):.1%} {'ahead of' if lead >= 0 else 'behind'} {best.candidate}"
+    return f"{named}, the most promising, is {how}: that is not worth a change"
 
 
 def _is_own(row: Prediction) -> bool:

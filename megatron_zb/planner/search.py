@@ -484,10 +484,13 @@ class _Looked:
 
 
 def _promising_cuts(job: Job, splits: _Splits, named: Sequence[Candidate]) -> list[_Looked]:
-    """Return the schedules that are the most promising with a cut output layer, by formula."""
+    """Return the schedules that are the most promising with a cut output layer, by formula.
+
+    With more chunks than two the search for an order with shards falls behind the formula.
+    """
     found = []
     for candidate in named:
-        if candidate.megatron:
+        if candidate.megatron or candidate.takes_chunks:
             continue
         settings = _settings(splits, replace(candidate, cuts_vocabulary=True), job)
         ordered = _refined(job, sorted(settings, key=lambda s: -s.rate))
