@@ -15,7 +15,7 @@ from megatron_zb.errors import UsageError
 from megatron_zb.job.run_flags import AUTO_LAYOUT, LAYOUT_FLAG
 from megatron_zb.measured.fit import Fit
 from megatron_zb.measured.profile import Profile, read_profile
-from megatron_zb.schedules import Costs, Schedule, layout, simulate
+from megatron_zb.schedules import Costs, PassKind, Schedule, layout, simulate
 from megatron_zb.schedules.layout import Layers, Layout
 from megatron_zb.schedules.placement import Placement
 
@@ -136,17 +136,24 @@ def counted(layer_flops: float, output_flops: float, multi_token: int = 0) -> En
 def balanced(layers: int, schedule: Schedule, ends: Ends) -> Balance:
     """Distribute the layers of a model over the stages of a schedule.
 
+    An output layer that the schedule has cut over all ranks counts on none of them.
+
     Raises:
         UsageError: there are too few.
     """
     placement = schedule.placement
+    is_cut = any(p.kind is PassKind.O for rank in schedule.ranks for p in rank)
+    whole, ends = ends, replace(ends, output=0.0) if is_cut else ends
     asked = Layers(layers, embedding=ends.embedding, output=ends.output)
     found = layout.balanced(asked, placement)
     even, *_ = layout.choices(layers, placement, ends.embedding, ends.output)
-    seconds = {
-        counts: simulate(schedule, _costs(schedule, counts, ends)).makespan
-        for counts in (even, found)
-    }
+
+    def costs(counts: Layout) -> Costs:
+        if is_cut:
+            return costs_beside(placement, counts, whole, cut=True)
+        return _costs(schedule, counts, ends)
+
+    seconds = {counts: simulate(schedule, costs(counts)).makespan for counts in (even, found)}
     best = min((even, found), key=seconds.__getitem__)
     return Balance(best, 1 - seconds[best] / seconds[even], ends)
 

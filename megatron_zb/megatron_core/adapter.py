@@ -122,8 +122,6 @@ class PipelineAdapter:
                 placement = _placement_of(layer_layout, pipeline_size, layers.kinds)
         if vocabulary is not None:
             costs = _with_vocabulary(costs, layers.decoder, vocabulary)
-            if isinstance(layer_layout, Ends):
-                layer_layout = replace(layer_layout, output=0.0)
         schedule = build(
             name,
             pipeline_size=pipeline_size,

@@ -226,6 +226,7 @@ def test_a_cut_that_pays_takes_the_place_of_a_whole_output_layer() -> None:
     assert "--pipeline-vocabulary on" in flags(first, 16)
     whole = next(row for row in off.ranked if row.candidate == "v-half")
     gain = gain_of_cut(auto, first)
+    assert gain is not None
     assert gain == pytest.approx(first.tokens_per_gpu / whole.tokens_per_gpu - 1)
     assert gain > 0.5
     assert recommendation(auto).startswith("run v-half with --pipeline-vocabulary on: ")

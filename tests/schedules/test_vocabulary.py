@@ -287,13 +287,13 @@ def test_messages_to_all_ranks_may_take_longer_than_one() -> None:
     """The sums of the order by hand, with 0.3 s more to all ranks and 0.4 s more back."""
     schedule = _by_hand().validate()
     costs = Costs.uniform(pipeline_size=2, forward=1.0, backward=1.0, weight=1.0, p2p=0.5)
-    vocabulary = {"output": 2.0, "weight": 1.0, "loss": 0.1, "scatter": 0.3, "gather": 0.4}
-    timeline = schedules.simulate(schedule, costs.with_vocabulary(**vocabulary))
+    costs = costs.with_vocabulary(output=2.0, weight=1.0, loss=0.1, scatter=0.3, gather=0.4)
+    timeline = schedules.simulate(schedule, costs)
     first, last = (dict(zip(schedule.ranks[r], timeline.start[r], strict=True)) for r in (0, 1))
     assert first[Pass(O, 2, 0)] == pytest.approx(2.5 + 0.5 + 0.3)
     assert last[Pass(P, 1, 0)] == pytest.approx(3.3 + 1.0 + 0.5 + 0.4)
     assert first[Pass(V, 2, 0)] == pytest.approx(5.2 + 0.1 + 0.5)  # the loss is a small message
-    shards = costs.with_vocabulary(**vocabulary).for_placement(looped(2, 1)).shards
+    shards = costs.for_placement(looped(2, 1)).shards
     assert shards is not None
     assert shards.back == (0.9, 0.0)
 
