@@ -228,7 +228,8 @@ def test_distributions(text: str) -> None:
 
 _OF_PLAN = (
     "--gpus --device --gpu-memory --global-batch-size --seq-length --tensor --pipeline "
-    "--micro-batch-size --recompute --schedules --tries --top --microbatches --memory-limit"
+    "--micro-batch-size --recompute --schedules --vocabulary --tries --top --microbatches "
+    "--memory-limit"
 ).split()
 
 
