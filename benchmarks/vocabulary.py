@@ -7,8 +7,9 @@
 A model of --layers layers, whose F, B and W take .25, .3 and .2 and whose output layer takes as
 long as --output-layers of them, on --ranks pipeline ranks with messages of .05. Each schedule is
 built for even layers, for the best layers that count the output layer in, and for an output layer
-that is cut: barriers, messages and the memory of the shards included, in the schedule's own memory
-and one microbatch more. Prints a table and, last, one JSON line with every makespan.
+and an embedding that are cut: barriers, messages and the memory of the shards included, in the
+schedule's own memory and one microbatch more. Prints a table and, last, one
+JSON line with every makespan.
 """
 
 from __future__ import annotations
@@ -113,6 +114,7 @@ def _cut(args: argparse.Namespace, output: float) -> Costs:
         output=(_FORWARD + _BACKWARD) * output,
         weight=_WEIGHT * output,
         held=_LOGITS * output + _INPUT * args.ranks,
+        lookup=0.0,
     )
 
 

@@ -124,7 +124,7 @@ def costs_beside(placement: Placement, layers: Layout, ends: Ends, *, cut: bool)
     if not cut:
         return costs
     loss = p * ends.adding * layer
-    return costs.with_vocabulary(output=2 * output, weight=output, loss=loss)
+    return costs.with_vocabulary(output=2 * output, weight=output, loss=loss, lookup=0.0)
 
 
 def counted(layer_flops: float, output_flops: float, multi_token: int = 0) -> Ends:

@@ -105,6 +105,7 @@ class Fit:
             weight=output["weight"],
             loss=loss,
             held=output["activation"],
+            lookup=0.0,
         )
 
     def costs(

@@ -42,7 +42,7 @@ class EvenSplit:
     @cached_property
     def _shard(self) -> Work:
         shard = Shard(self.load)
-        return Work(shard.output, shard.loss, shard.weight)
+        return Work(shard.output + shard.lookup, shard.loss, shard.weight + shard.lookup)
 
     @cached_property
     def _rank_beside_shard(self) -> Work:
@@ -92,7 +92,10 @@ class EvenSplit:
         layers = self.load.model.layers
         count = math.ceil(layers / self.load.strategy.pipeline)
         states = byte_counts.rank_states(
-            self.load, range(layers - count, layers), embedding=True, output=False
+            self.load,
+            range(layers - count, layers),
+            embedding=not self.cuts_vocabulary,
+            output=False,
         )
         return states + Shard(self.load).states if self.cuts_vocabulary else states
 

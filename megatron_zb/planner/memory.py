@@ -76,6 +76,9 @@ def _of_rank(
     )
 
 
+_HOLD_NOTHING = (PassKind.P, PassKind.E, PassKind.G)
+
+
 def peak_of(passes: Sequence[Pass], held: Sequence[Held]) -> tuple[float, float]:
     """Return the bytes of activations and the bytes waiting for W, when their sum is largest.
 
@@ -86,7 +89,7 @@ def peak_of(passes: Sequence[Pass], held: Sequence[Held]) -> tuple[float, float]
     best = (0.0, 0.0)
     for kind, stage, _ in passes:
         here = held[stage]
-        if kind is PassKind.P:
+        if kind in _HOLD_NOTHING:
             continue
         if kind in (PassKind.F, PassKind.O):
             live += here.activation

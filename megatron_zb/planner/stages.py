@@ -19,8 +19,8 @@ from megatron_zb.schedules.placement import Placement
 class StageWorkload:
     """A workload cut into the stages of a placement.
 
-    With ``cuts_vocabulary``, the output layer is cut along the vocabulary over all pipeline ranks:
-    the shard of rank r then counts as stage S + r where bytes are told by stage.
+    With ``cuts_vocabulary``, output layer and embedding are cut along the vocabulary over all
+    ranks: the shard of rank r then counts as stage S + r where bytes are told by stage.
     """
 
     load: Workload
@@ -72,7 +72,7 @@ class StageWorkload:
             byte_counts.rank_states(
                 self.load,
                 [i for s in stages for i in self.layers_of[s]],
-                embedding=0 in stages,
+                embedding=shard is None and 0 in stages,
                 output=shard is None and last in stages,
             )
             for stages in self.placement.stages_of
@@ -85,7 +85,10 @@ class StageWorkload:
         last, shard = self.placement.num_stages - 1, self.shard
         found = [
             byte_counts.rank_states(
-                self.load, layers, embedding=s == 0, output=shard is None and s == last
+                self.load,
+                layers,
+                embedding=shard is None and s == 0,
+                output=shard is None and s == last,
             )
             for s, layers in enumerate(self.layers_of)
         ]
@@ -99,7 +102,8 @@ class StageWorkload:
         if shard is None:
             return work
         loss = shard.loss if rank == self.placement.rank_of[-1] else 0.0
-        return work + Work(shard.output, loss, shard.weight)
+        lookups = Work(shard.lookup, 0.0, shard.lookup)
+        return work + Work(shard.output, loss, shard.weight) + lookups
 
     @cached_property
     def busiest(self) -> Work:
@@ -120,8 +124,12 @@ class StageWorkload:
 
     @property
     def link_seconds(self) -> float:
-        """Seconds for which a microbatch's parts of all shards use the last stage's link."""
-        return 2 * self._crowding[0]
+        """Seconds for which what comes from all shards for a microbatch uses one rank's link.
+
+        The last stage takes parts of twice a message's size, the first what was looked up.
+        """
+        both = self.placement.rank_of[0] == self.placement.rank_of[-1]
+        return (3 if both else 2) * self._crowding[0]
 
     @cached_property
     def _crowding(self) -> tuple[float, float]:
@@ -183,6 +191,7 @@ class StageWorkload:
             loss=shard.loss,
             scatter=crowded - alone,
             gather=2 * crowded - alone,
+            lookup=p * shard.lookup,
         )
 
     def _exchange(self, hops: Sequence[Sequence[float]]) -> list[tuple[float, float]]:

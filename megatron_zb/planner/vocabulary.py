@@ -1,6 +1,6 @@
-"""An output layer that is cut along the vocabulary over all pipeline ranks: seconds and bytes.
+"""Seconds and bytes of layers that are cut along the vocabulary over all pipeline ranks.
 
-Counted as :mod:`megatron_zb.planner.work` counts, kernel by kernel of the passes O, V and P:
+Counted as :mod:`megatron_zb.planner.work` counts, kernel by kernel of the passes O, V, P, E and G:
 
 - O multiplies for the logits of its rows and for its part of the input gradient, V for its weight
   gradient; each reads and writes its logits some times in 32 bits. All of it, and the kernels'
@@ -9,6 +9,8 @@ Counted as :mod:`megatron_zb.planner.work` counts, kernel by kernel of the passe
 - P, on the last stage's rank, adds the parts of all ranks.
 - The link of that rank carries a message to each of the others and takes one of twice the size from
   each, in every microbatch.
+- E moves the rows of all tokens, and G their gradients; the link of the first stage's rank takes a
+  message from each of the others and carries one to each.
 """
 
 from __future__ import annotations
@@ -22,6 +24,7 @@ from megatron_zb.planner.work import Work, Workload
 
 _KERNELS_OF_O, _KERNELS_OF_V = 16, 8
 _KERNELS_OF_P, _KERNELS_OF_A_PART = 14, 8
+_KERNELS_OF_E = 4  # and of G
 # Bytes of each logit that kernels move. O: to 32 bits, maximum, difference, exponential, sum, to 16
 # bits. V: to 32 bits, difference, exponential, times the gradient, to 16 bits.
 _MOVED_BY_O, _MOVED_BY_V = 36, 36
@@ -38,7 +41,6 @@ _SUMS = 2  # in O: of the parts and of the rows
 def why_not_cut(model: ModelConfig, *, post_validation: bool = False) -> str | None:
     """Return why the output layer of a model cannot be cut; None if it can."""
     reasons = {
-        "its output layer is tied to the embedding": model.tied_embeddings,
         "multi-token prediction runs its output layer again": model.prediction_layers > 0,
         "it is a hybrid model": bool(model.kinds),
         "the forwards that post-validation runs again have no passes of it": post_validation,
@@ -111,6 +113,12 @@ class Shard:
         return moved + self._begun(_KERNELS_OF_P + parts * _KERNELS_OF_A_PART)
 
     @property
+    def lookup(self) -> float:
+        """Seconds of E, and of G."""
+        moved = self._moved(_ROW * self.load.tokens * self.load.model.hidden_size)
+        return moved + self._collective() + self._begun(_KERNELS_OF_E)
+
+    @property
     def last_norm(self) -> Work:
         """Seconds of the norm before the output layer, which stays on the last stage."""
         each = self._begun(1)
@@ -139,7 +147,8 @@ class Shard:
     @property
     def states(self) -> States:
         """Bytes of the rows from step to step; their optimizer is distributed over replicas."""
-        here = self._rows * self.load.model.hidden_size
+        weights = 1 if self.load.model.tied_embeddings else 2
+        here = weights * self._rows * self.load.model.hidden_size
         sharded = here / self.load.strategy.replicas
         return States(WEIGHT * here, GRADIENT * here, OPTIMIZER * sharded, here)
 

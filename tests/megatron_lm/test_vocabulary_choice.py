@@ -77,7 +77,6 @@ def test_auto_is_never_slower_than_either(name: str, rows: int) -> None:
     ("stock", "words"),
     [
         ({}, "its size is not known before the tokenizer is read: give --vocab-size"),
-        ({"untie_embeddings_and_output_weights": False}, "tied to the embedding"),
         ({"mtp_num_layers": 1}, "multi-token prediction runs the output layer again"),
         ({"cross_entropy_loss_fusion": True}, "--cross-entropy-loss-fusion: the loss is put toget"),
         ({"pipeline_profile": "run.yaml"}, "--pipeline-profile run.yaml: nothing measures"),

@@ -35,7 +35,7 @@ from megatron_zb.planner.strategy import Choices
 from megatron_zb.planner.vocabulary import Shard, can_be_shared, why_not_cut
 from megatron_zb.planner.work import Work
 from megatron_zb.schedules import Pass, PassKind
-from megatron_zb.schedules.placement import v_shape
+from megatron_zb.schedules.placement import looped, v_shape
 
 LARGE = 32_000 * 8
 """Rows of a vocabulary that takes as long as some twenty layers of the small model."""
@@ -96,7 +96,7 @@ def test_tensor_parallel_ranks_gather_and_sum() -> None:
     assert shared.output == pytest.approx(alone.output / 2 + look_up + 5 * gathering)
 
 
-def test_states_of_all_shards_are_those_of_the_output_layer() -> None:
+def test_states_of_all_shards_are_those_of_both_layers() -> None:
     cut = cut_stages()
     whole = replace(cut, cuts_vocabulary=False)
     output = 1024 * 32000
@@ -104,8 +104,21 @@ def test_states_of_all_shards_are_those_of_the_output_layer() -> None:
         sums = [sum(getattr(held, which) for held in of.states) for of in (whole, cut)]
         assert sums[1] == pytest.approx(sums[0])
     held = [[states.parameters for states in of.states] for of in (whole, cut)]
-    assert held[0][0] - held[1][0] == pytest.approx(output * 3 / 4)  # the V ends on rank 0
-    assert held[1][1] - held[0][1] == pytest.approx(output / 4)
+    assert held[0][0] - held[1][0] == pytest.approx(2 * output * 3 / 4)  # of a V, on rank 0
+    assert held[1][1] - held[0][1] == pytest.approx(2 * output / 4)
+
+
+def test_ranks_that_look_up_count_it_forth_and_back() -> None:
+    """Eight bytes of each number of a token, and a rank in a V takes three messages' worth."""
+    cut = cut_stages()
+    shard = cut.shard
+    assert shard is not None
+    moved = 8 * 1024 * 1024 / cut.load.device.memory_bandwidth.reached
+    assert shard.lookup == pytest.approx(moved + 4 * cut.load.device.kernels.seconds)
+    of_stages = sum(cut.work[s].weight for s in cut.placement.stages_of[1])
+    assert cut.rank_work(1).weight == pytest.approx(of_stages + shard.weight + shard.lookup)
+    looped_stages = replace(cut, placement=looped(4, 2))
+    assert cut.link_seconds == pytest.approx(1.5 * looped_stages.link_seconds)
 
 
 def test_logits_are_held_from_o_to_v() -> None:
@@ -146,7 +159,7 @@ def test_what_a_rank_does_is_in_its_costs() -> None:
         whole.work[-1].total - cut.load.output().total + norm.total
     )
     expected = sum((cut.work[s] for s in (0, 7)), Work()).total
-    expected += shard.output + shard.weight + shard.loss
+    expected += shard.output + shard.weight + shard.loss + 2 * shard.lookup
     assert cut.rank_work(0).total == pytest.approx(expected)
     assert cut.busiest.total <= cut.interval(in_groups=False)
 
@@ -163,7 +176,7 @@ def test_the_link_of_the_last_stage_carries_all_messages() -> None:
         assert found.told == pytest.approx(hop)
         assert found.arrival == pytest.approx(hop + 2 * one)  # three messages, one after another
         assert found.back == pytest.approx([0.0, *[hop + 5 * one] * 3])  # of twice the size
-        assert cut.link_seconds == pytest.approx(6 * one)
+        assert cut.link_seconds == pytest.approx(9 * one)  # two of a part, one of rows
 
 
 def test_no_iteration_is_shorter_than_the_messages_on_that_link() -> None:
@@ -185,7 +198,6 @@ def test_models_that_cannot_be_cut_are_named_with_the_reason() -> None:
     assert why_not_cut(small()) is None
     rotary = {"rotary": {"base": 10000}}
     for changes, words in (
-        ({"tied_embeddings": True}, "tied to the embedding"),
         ({"prediction_layers": 1, **rotary}, "multi-token prediction"),
         ({"hybrid_layer_pattern": "*-*-*-*-", "layers": 8}, "hybrid"),
     ):
@@ -195,14 +207,22 @@ def test_models_that_cannot_be_cut_are_named_with_the_reason() -> None:
 
 
 def test_a_plan_that_is_to_cut_what_cannot_be_cut_is_refused() -> None:
-    tied = small(tied_embeddings=True, vocabulary=LARGE)
-    with pytest.raises(UsageError, match="of small cannot be cut, because its output layer is tie"):
-        plan(["v-half"], model=tied, vocabulary="on")
-    said = vocabulary(plan(["zb-h1"], model=tied))
+    again = small(prediction_layers=1, rotary={"base": 10000}, vocabulary=LARGE)
+    with pytest.raises(UsageError, match="of small cannot be cut, because multi-token prediction"):
+        plan(["v-half"], model=again, vocabulary="on")
+    said = vocabulary(plan(["zb-h1"], model=again))
     assert said == (
-        "the output layer is not cut along the vocabulary: its output layer is tied to the embeddi"
-        "ng"
+        "the output layer is not cut along the vocabulary: multi-token prediction runs its output "
+        "layer again"
     )
+
+
+def test_a_tied_weight_is_one_shard_of_each_rank() -> None:
+    tied, untied = (
+        Shard(load(small(tied_embeddings=tied, vocabulary=LARGE))).states for tied in (True, False)
+    )
+    assert untied.weights == 2 * tied.weights
+    assert plan(["v-half"], model=small(tied_embeddings=True, vocabulary=LARGE)).cut is not None
 
 
 def test_rows_that_do_not_divide_are_left_whole() -> None:
