@@ -7,12 +7,13 @@ alone. The gain is that of the schedule that will run, simulated with either lay
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from megatron_zb.errors import UsageError
 from megatron_zb.job.run_flags import AUTO_LAYOUT, LAYOUT_FLAG
+from megatron_zb.measured.cutting import Cutting
 from megatron_zb.measured.fit import Fit
 from megatron_zb.measured.profile import Profile, read_profile
 from megatron_zb.schedules import Costs, PassKind, Schedule, layout, simulate
@@ -31,25 +32,18 @@ TRANSFER = 0.05
 """Time of a transfer as a share of a rank's forward of one microbatch, until it is measured."""
 
 
-_BYTES_OF_A_PART = 36
-"""Bytes that are moved for each number of a token to add the part of one shard, in 32 bits."""
-_FLOPS_PER_BYTE = 200
-"""Operations of matrix products in the time of one byte of memory traffic, on usual GPUs."""
-
-
 @dataclass(frozen=True)
 class Ends:
     """Number of layers that the embedding and the output layer count for, and its source.
 
-    ``adding`` is the number of layers for whose forward it counts to add one rank's part of the
-    loss and of the input gradient, where the output layer is cut over all ranks.
+    ``cutting`` is what it takes to cut the output layer over all ranks.
     """
 
     embedding: float
     output: float
     known: str
     profile: Profile | None = None
-    adding: float = 0.0
+    cutting: Cutting = field(default_factory=Cutting)
 
     def __str__(self) -> str:
         return (
@@ -107,14 +101,15 @@ def costs_beside(placement: Placement, layers: Layout, ends: Ends, *, cut: bool)
     """Build the costs by which an output layer is compared, whole and cut over all ranks.
 
     Measured ones where the ends come from a profile of as many ranks. Else F, B and W of a layer
-    take p / layers each, O of all shards together as long as F and B of the output layer, V as long
-    as its W, and a transfer :data:`TRANSFER`. P adds the parts of all ranks.
+    take p / layers each, the products of O of all shards together as long as F and B of the output
+    layer, that of V as long as its W, and a transfer :data:`TRANSFER`.
     """
     p, profile = placement.pipeline_size, ends.profile
     if profile is not None and profile.pipeline_size == p:
         fit = Fit.of(profile)
-        loss = p * ends.adding * fit.parts["forward"].layer
-        return fit.cut_costs(placement, layers, loss) if cut else fit.costs(placement, layers)
+        if cut:
+            return fit.cut_costs(placement, layers, ends.cutting)
+        return fit.costs(placement, layers)
     layer = p / max(sum(layers), 1)
     work = [layer * count for count in layers]
     work[0] += layer * ends.embedding
@@ -123,8 +118,7 @@ def costs_beside(placement: Placement, layers: Layout, ends: Ends, *, cut: bool)
     output = layer * ends.output
     if not cut:
         return costs
-    loss = p * ends.adding * layer
-    return costs.with_vocabulary(output=2 * output, weight=output, loss=loss, lookup=0.0)
+    return ends.cutting.costs(costs, layer, products=2 * output, weight=output)
 
 
 def counted(layer_flops: float, output_flops: float, multi_token: int = 0) -> Ends:
@@ -185,7 +179,7 @@ def of_arguments(value: str, args: Any) -> Ends:
             "tensor": args.tensor_model_parallel_size,
         }
         found, by_sizes = measured(Path(value), sizes), ends_of(args)
-        return replace(found, adding=0.0 if by_sizes is None else by_sizes.adding)
+        return found if by_sizes is None else replace(found, cutting=by_sizes.cutting)
     instead = f"give a file of --pipeline-profile instead of {AUTO_LAYOUT}"
     if getattr(args, "multi_latent_attention", False):
         raise UsageError(
@@ -211,7 +205,7 @@ def ends_of(args: Any) -> Ends | None:
         2.0 * args.hidden_size * vocabulary,
         getattr(args, "mtp_num_layers", None) or 0,
     )
-    return replace(ends, adding=_BYTES_OF_A_PART * args.hidden_size * _FLOPS_PER_BYTE / layer)
+    return replace(ends, cutting=Cutting.of_sizes(args, layer, vocabulary))
 
 
 def _layer_flops(args: Any) -> float:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from statistics import median
 
+from megatron_zb.measured.cutting import Cutting
 from megatron_zb.measured.profile import Parts, Profile
 from megatron_zb.schedules import Costs
 from megatron_zb.schedules.layout import Layout
@@ -90,20 +91,21 @@ class Fit:
             parts |= {name: Part.measured(profile.parts, name) for name in measured}
         return cls(profile, parts, _slowdowns(profile, parts))
 
-    def cut_costs(self, placement: Placement, counts: Layout, loss: float) -> Costs:
+    def cut_costs(self, placement: Placement, counts: Layout, cutting: Cutting) -> Costs:
         """Return the costs where the output layer is cut over all ranks.
 
         What its F and B take is O's, its W is V's, and what it holds is held from O to V.
 
         Args:
             placement, counts: as for :meth:`costs`.
-            loss: seconds of P, which nothing has measured.
+            cutting: what nothing has measured.
         """
         output = {name: part.output for name, part in self.parts.items()}
-        return self.costs(placement, counts, with_output=False).with_vocabulary(
-            output=output["forward"] + output["backward"],
+        return cutting.costs(
+            self.costs(placement, counts, with_output=False),
+            self.parts["forward"].layer,
+            products=output["forward"] + output["backward"],
             weight=output["weight"],
-            loss=loss,
             held=output["activation"],
             lookup=0.0,
         )
