@@ -36,7 +36,7 @@ TRANSFER = 0.05
 class Ends:
     """Number of layers that the embedding and the output layer count for, and its source.
 
-    ``cutting`` is what it takes to cut the output layer over all ranks.
+    ``cutting`` is what it takes besides to cut the output layer over all ranks.
     """
 
     embedding: float
