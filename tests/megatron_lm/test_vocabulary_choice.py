@@ -29,7 +29,12 @@ USUAL: dict[str, Any] = {
     "num_attention_heads": 32,
     "seq_length": 1024,
 }
-NARROW: dict[str, Any] = {"hidden_size": 64, "num_attention_heads": 4, "seq_length": 64, "vocab_size": 8192}
+NARROW: dict[str, Any] = {
+    "hidden_size": 64,
+    "num_attention_heads": 4,
+    "seq_length": 64,
+    "vocab_size": 8192,
+}
 
 
 def adapter(line: str, build: catalog.Build = catalog.build, **stock: Any) -> PipelineAdapter:
