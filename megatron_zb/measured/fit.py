@@ -107,7 +107,6 @@ class Fit:
             products=output["forward"] + output["backward"],
             weight=output["weight"],
             held=output["activation"],
-            lookup=0.0,
         )
 
     def costs(

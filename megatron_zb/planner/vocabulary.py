@@ -95,7 +95,7 @@ class Shard:
         """Seconds of O."""
         numbers = _ROW * self.load.tokens * self.load.model.hidden_size + _PACKED * self._numbers
         moved = self._moved(_MOVED_BY_O * self._logits + numbers)
-        messages = (_GATHERS / 2 + 2 * _SUMS) * self._collective()
+        messages = (_GATHERS / 2 + _SUMS) * self._collective()
         return 2 * self._product + moved + messages + self._begun(_KERNELS_OF_O)
 
     @property

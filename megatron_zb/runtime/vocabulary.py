@@ -130,8 +130,12 @@ class Rows:
         """Return the sum over the group, of this rank's own tokens if they are spread over it."""
         if self.group is None:
             return part
-        dist.all_reduce(part, group=self.group)
-        return self.own(part)
+        if not self.sequence_parallel:
+            dist.all_reduce(part, group=self.group)
+            return part
+        own = part.new_empty((part.size(0) // self.group.size(), *part.shape[1:]))
+        dist.reduce_scatter_tensor(own, part.contiguous(), group=self.group)
+        return own
 
     def own(self, tokens: torch.Tensor) -> torch.Tensor:
         """Return those of all tokens that this rank has."""

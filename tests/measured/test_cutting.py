@@ -42,9 +42,10 @@ def test_counted_costs_have_the_output_layer_on_all_ranks_or_on_the_last_stage()
     assert cut.p2p == whole.p2p
     found = cut.vocabulary
     assert found is not None
-    assert found.output == pytest.approx((2 * 3 + 0.2 + 4 * 5 * 0.2) * layer)
+    assert found.output == pytest.approx((2 * 3 + 0.2 + 4 * 3 * 0.2) * layer)
     assert found.weight == pytest.approx((3 + 0.2 + 4 * 0.2) * layer)
     assert found.loss == pytest.approx(4 * 0.1 * layer)
+    assert found.lookup == pytest.approx(4 * 0.2 * layer)
 
 
 def test_measured_costs_take_the_output_layer_off_the_last_stage() -> None:
