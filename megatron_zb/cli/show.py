@@ -14,6 +14,7 @@ from megatron_zb.errors import UsageError
 from megatron_zb.parsing import flag_of, positive, seconds
 from megatron_zb.schedules import interchange
 from megatron_zb.schedules.bounds import lower_bound
+from megatron_zb.schedules.passes import PassKind
 
 # The choices that a schedule may have, as build() and the command line name them.
 _CHOICES = ("memory_limit", "chunks", "group_size")
@@ -39,6 +40,7 @@ examples:
       --weight 0.9 --p2p 0.05
   megatron-zb show auto --pipeline-size 8 --num-microbatches 16 --memory-limit 0.5
   megatron-zb show v-half --pipeline-size 8 --num-microbatches 16 --output v-half.html
+  megatron-zb show v-half --pipeline-size 4 --num-microbatches 8 --cut-output 2
   megatron-zb show --csv table.csv
 
 pipe-bd draws blockwise distillation, for blocks with times of their own:
@@ -126,6 +128,13 @@ def _add_schedule(command: argparse.ArgumentParser) -> None:
     costs.add_argument(
         "--p2p", type=seconds, default=0.0, metavar="T", help="a transfer between ranks (default 0)"
     )
+    costs.add_argument(
+        "--cut-output",
+        type=seconds,
+        metavar="X",
+        help="with an output layer that takes X times as long as the passes of one rank, cut along "
+        "the vocabulary over all ranks",
+    )
 
 
 def show(arguments: argparse.Namespace) -> None:
@@ -166,6 +175,11 @@ def _save(arguments: argparse.Namespace) -> None:
 def _save_page(path: Path, arguments: argparse.Namespace) -> None:
     if arguments.name == NAME:
         raise UsageError(f"there is no page for {NAME}: give a name that ends in .png or .svg")
+    if arguments.cut_output is not None:
+        raise UsageError(
+            "--cut-output: there is no page for an output layer that is cut: give a name that ends "
+            "in .png or .svg"
+        )
     from megatron_zb.drawing.html import page
     from megatron_zb.drawing.html.schedule_page import save_schedule
 
@@ -220,6 +234,12 @@ def _timeline(arguments: argparse.Namespace, most: int | None = None) -> schedul
     """
     if arguments.csv is not None:
         table = _table(arguments)
+        is_cut = any(p.kind is PassKind.O for rank in table.ranks for p in rank)
+        if is_cut and arguments.cut_output is None:
+            raise UsageError(
+                f"--csv {arguments.csv} has passes of an output layer that is cut: say how long it "
+                "takes, with --cut-output X"
+            )
         _check_drawn(table.name, table.placement.pipeline_size, table.num_microbatches, most)
         return schedules.simulate(table, _costs(arguments, table.placement.pipeline_size))
     if arguments.name is None:
@@ -252,6 +272,8 @@ def _enough(ranks: int, most: int) -> int:
 
 def _built(arguments: argparse.Namespace) -> schedules.Timeline:
     if arguments.name == NAME:
+        if arguments.cut_output is not None:
+            raise UsageError(f"--cut-output: {NAME} has no output layer: leave it out")
         return pipe_bd_flags.timeline(arguments)
     costs = _costs(arguments, arguments.pipeline_size)
     schedule = schedules.build(
@@ -277,10 +299,15 @@ def _table(arguments: argparse.Namespace) -> schedules.Schedule:
 
 
 def _costs(arguments: argparse.Namespace, pipeline_size: int) -> schedules.Costs:
-    return schedules.Costs.uniform(
+    costs = schedules.Costs.uniform(
         pipeline_size=pipeline_size,
         forward=arguments.forward,
         backward=arguments.backward,
         weight=arguments.weight,
         p2p=arguments.p2p,
     )
+    output = arguments.cut_output
+    if output is None:
+        return costs
+    logits = output * (arguments.forward + arguments.backward)
+    return costs.with_vocabulary(output=logits, weight=output * arguments.weight)

@@ -17,6 +17,9 @@ KIND_NAMES = {
     PassKind.T: "teacher",
     PassKind.S: "students",
     PassKind.U: "update",
+    PassKind.O: "logits",
+    PassKind.P: "loss",
+    PassKind.V: "logit weights",
 }
 
 # One hue for each kind, from the shade of the first chunk of a rank to that of the last. Chosen by
@@ -30,7 +33,12 @@ _SHADES = {
     PassKind.T: ("#2A18A8", "#978FE6"),  # indigo
     PassKind.S: ("#970810", "#F3838A"),  # red
     PassKind.U: ("#8C7A00", "#F2DC2A"),  # yellow
+    PassKind.O: ("#68AC2B", "#C4F49A"),  # lime
+    PassKind.P: ("#2F882B", "#98CF96"),  # grass
+    PassKind.V: ("#2D88AA", "#68D0F6"),  # cyan
 }
+ONE_SHADE = (PassKind.O, PassKind.P, PassKind.V)
+"""Kinds of which a rank runs one for a microbatch, whatever chunks it has."""
 _KINDS_IN_WORDS = ", ".join(_SHADES)
 # A kind whose ranks have one chunk alone has the shade between the two.
 _ONE_CHUNK = 0.5
@@ -84,6 +92,7 @@ def colour_of(kind: PassKind, chunk: int, chunks: int = 2) -> str:
     """
     if kind not in _SHADES:
         raise UsageError(f"{kind} passes cannot be drawn: there are colours for {_KINDS_IN_WORDS}")
+    chunks = 1 if kind in ONE_SHADE else chunks
     return _mixed(*_SHADES[kind], chunk / (chunks - 1) if chunks > 1 else _ONE_CHUNK)
 
 
@@ -121,6 +130,8 @@ def variant_of(schedule: Schedule, p: Pass) -> int:
     """Return the index of a pass's colour among those of its kind."""
     if schedule.rules.has_steps:
         return schedule.rules.step_of(p) % 2
+    if p.kind in ONE_SHADE:
+        return 0
     return schedule.placement.chunk_of(p.stage)
 
 
@@ -145,7 +156,10 @@ def legend_of(timeline: Timeline) -> list[tuple[PassKind, int, str]]:
     else:
         chunks = timeline.schedule.placement.chunks
         said = [""] if chunks == 1 else [f", chunk {chunk}" for chunk in range(chunks)]
-    return [(kind, chunk, KIND_NAMES[kind] + said[chunk]) for kind, chunk in found]
+    return [
+        (kind, chunk, KIND_NAMES[kind] + ("" if kind in ONE_SHADE else said[chunk]))
+        for kind, chunk in found
+    ]
 
 
 def report_of(report: Report) -> str:

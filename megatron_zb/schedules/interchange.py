@@ -305,7 +305,7 @@ def _pass_events(timeline: Timeline, rank: int) -> Iterator[dict[str, Any]]:
             "dur": (end - start) * 1e6,
             "args": {
                 "stage": p.stage,
-                "chunk": placement.chunk_of(p.stage),
+                "chunk": placement.chunk_of(p.stage) if p.stage < placement.num_stages else 0,
                 "microbatch": p.microbatch,
             },
         }

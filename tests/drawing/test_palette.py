@@ -14,6 +14,7 @@ from megatron_zb.drawing.palette import (
     IDLE_COLOUR,
     KIND_NAMES,
     MEMORY_SHADES,
+    ONE_SHADE,
     TimeUnit,
     colour_of,
     luminance,
@@ -23,6 +24,7 @@ from megatron_zb.schedules import PassKind
 
 TRAINING = (PassKind.F, PassKind.B, PassKind.W, PassKind.BW)
 DISTILLATION = (PassKind.T, PassKind.S, PassKind.U)
+OF_CHUNKS = [kind for kind in KIND_NAMES if kind not in ONE_SHADE]
 # Machado, Oliveira and Fernandes 2009, "A Physiologically-based Model for Simulation of Color
 # Vision Deficiency", severity 1: what such an eye makes of linear red, green and blue.
 EYES = {
@@ -97,8 +99,20 @@ def test_kinds_of_one_picture_are_told_apart(
 
 
 @pytest.mark.parametrize("eye", EYES)
+@pytest.mark.parametrize("chunks", [1, 2, 4])
+def test_passes_of_a_cut_output_layer_are_told_apart(eye: str, chunks: int) -> None:
+    """They have one shade each, among those of a training step."""
+    of_training = [colour for kind in TRAINING for colour in shades(kind, chunks)]
+    own = {kind: shades(kind, chunks)[0] for kind in ONE_SHADE}
+    for kind, colour in own.items():
+        assert set(shades(kind, chunks)) == {colour}
+        others = [other for name, other in own.items() if name is not kind]
+        assert min(distance(colour, other, eye) for other in (*of_training, *others)) >= 11
+
+
+@pytest.mark.parametrize("eye", EYES)
 def test_chunks_are_told_apart_by_lightness(eye: str) -> None:
-    for kind in KIND_NAMES:
+    for kind in OF_CHUNKS:
         for chunks, least in ((2, 20), (4, 7)):
             light = [lab(colour, eye)[0] for colour in shades(kind, chunks)]
             assert all(b - a >= least for a, b in pairwise(light)), (kind, light)
@@ -134,7 +148,8 @@ def test_the_pages_ground_is_the_palettes() -> None:
 @pytest.mark.parametrize("chunks", [1, 2, 3, 4, 8])
 def test_numbers_on_bars_can_be_read(chunks: int) -> None:
     """WCAG 2 asks for a contrast of 4.5."""
-    colours = [colour for kind in KIND_NAMES for colour in shades(kind, chunks)]
+    colours = [colour for kind in OF_CHUNKS for colour in shades(kind, chunks)]
+    colours += [colour_of(kind, 0) for kind in ONE_SHADE]
     assert len(set(colours)) == len(colours)
     for colour in colours:
         light, dark = sorted((luminance(colour), luminance(text_colour_on(colour))), reverse=True)

@@ -9,7 +9,6 @@ import pytest
 from sizes import every_value
 
 from megatron_zb import schedules
-from megatron_zb.drawing.palette import colour_of
 from megatron_zb.errors import UsageError
 from megatron_zb.schedules.bounds import lower_bound, period_bound
 from megatron_zb.schedules.costs import Costs
@@ -276,11 +275,6 @@ def test_a_table_has_letters_for_the_shards() -> None:
         from_csv(text.replace("2O0", "3O0", 1))
     with pytest.raises(InvalidSchedule, match="the table has no F"):
         from_csv("2O0\n3O0\n")
-
-
-def test_what_has_no_colour_is_refused() -> None:
-    with pytest.raises(UsageError, match="O passes cannot be drawn"):
-        colour_of(O, 0)
 
 
 def test_messages_to_all_ranks_may_take_longer_than_one() -> None:
