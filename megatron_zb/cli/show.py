@@ -234,14 +234,15 @@ def _timeline(arguments: argparse.Namespace, most: int | None = None) -> schedul
     """
     if arguments.csv is not None:
         table = _table(arguments)
-        is_cut = any(p.kind is PassKind.O for rank in table.ranks for p in rank)
-        if is_cut and arguments.cut_output is None:
+        kinds = {p.kind for rank in table.ranks for p in rank}
+        if PassKind.O in kinds and arguments.cut_output is None:
             raise UsageError(
                 f"--csv {arguments.csv} has passes of an output layer that is cut: say how long it "
                 "takes, with --cut-output X"
             )
         _check_drawn(table.name, table.placement.pipeline_size, table.num_microbatches, most)
-        return schedules.simulate(table, _costs(arguments, table.placement.pipeline_size))
+        costs = _costs(arguments, table.placement.pipeline_size, lookups=PassKind.E in kinds)
+        return schedules.simulate(table, costs)
     if arguments.name is None:
         raise UsageError("no schedule was asked for: give NAME, such as v-half, or --csv FILE")
     if arguments.pipeline_size is None or arguments.num_microbatches is None:
@@ -298,7 +299,9 @@ def _table(arguments: argparse.Namespace) -> schedules.Schedule:
     return interchange.from_csv(arguments.csv)
 
 
-def _costs(arguments: argparse.Namespace, pipeline_size: int) -> schedules.Costs:
+def _costs(
+    arguments: argparse.Namespace, pipeline_size: int, *, lookups: bool = False
+) -> schedules.Costs:
     costs = schedules.Costs.uniform(
         pipeline_size=pipeline_size,
         forward=arguments.forward,
@@ -310,4 +313,5 @@ def _costs(arguments: argparse.Namespace, pipeline_size: int) -> schedules.Costs
     if output is None:
         return costs
     logits = output * (arguments.forward + arguments.backward)
-    return costs.with_vocabulary(output=logits, weight=output * arguments.weight)
+    weight, lookup = output * arguments.weight, 0.0 if lookups else None
+    return costs.with_vocabulary(output=logits, weight=weight, lookup=lookup)

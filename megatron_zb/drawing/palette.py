@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from megatron_zb.drawing.memory_lines import one_f_one_b_peak
 from megatron_zb.errors import UsageError
 from megatron_zb.schedules import Pass, PassKind, Report, Schedule, Timeline
+from megatron_zb.schedules.cut_embedding import EMBEDDING_KINDS
 
 KIND_NAMES = {
     PassKind.F: "forward",
@@ -136,10 +137,15 @@ def variant_of(schedule: Schedule, p: Pass) -> int:
 
 
 def bars_of(timeline: Timeline) -> Iterator[Bar]:
-    """Yield the bars of all ranks, rank by rank in the order they run."""
+    """Yield the bars of all ranks, rank by rank in the order they run.
+
+    Those of a cut embedding are left out: they take next to no time.
+    """
     schedule = timeline.schedule
     for rank, passes in enumerate(schedule.ranks):
         for p, start, end in zip(passes, timeline.start[rank], timeline.end[rank], strict=True):
+            if p.kind in EMBEDDING_KINDS:
+                continue
             chunk = variant_of(schedule, p)
             colour = colour_of(p.kind, chunk, variants_of(schedule))
             yield Bar(rank, start, end, p.kind, chunk, p.microbatch, colour)

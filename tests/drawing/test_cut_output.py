@@ -13,6 +13,8 @@ from megatron_zb.cli import main as cli
 from megatron_zb.drawing.palette import bars_of, colour_of, legend_of
 from megatron_zb.drawing.pictures import draw
 from megatron_zb.schedules import Costs, PassKind, Timeline
+from megatron_zb.schedules.cut_embedding import EMBEDDING_KINDS
+from megatron_zb.schedules.interchange import write_csv
 
 pytestmark = pytest.mark.usefixtures("brief_searches")
 
@@ -70,6 +72,22 @@ def test_what_is_exported_is_drawn_and_traced(
     assert cli.main(["export", *SIZES, "--format", "chrome-trace", "--output", str(trace)]) == 0
     events = json.loads(trace.read_text(encoding="utf-8"))["traceEvents"]
     assert sum(event.get("cat") == "V" for event in events) == 4 * 8
+
+
+def test_a_cut_embedding_is_read_and_left_out_of_a_drawing(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    costs = Costs.uniform(pipeline_size=4, forward=1.0, backward=1.0, weight=1.0)
+    costs = costs.with_vocabulary(output=2.0, weight=1.0, lookup=0.0)
+    schedule = schedules.build("v-half", pipeline_size=4, num_microbatches=8, costs=costs)
+    table = tmp_path / "cut.csv"
+    write_csv(schedule, table)
+    assert "8E0" in table.read_text(encoding="utf-8")
+    assert cli.main(["show", "--csv", str(table), "--cut-output", "1"]) == 0
+    assert "logit weights" in capsys.readouterr().out
+    drawn = {bar.kind for bar in bars_of(schedules.simulate(schedule, costs))}
+    assert drawn.isdisjoint(EMBEDDING_KINDS)
+    assert drawn >= set(OWN)
 
 
 @pytest.mark.parametrize(
