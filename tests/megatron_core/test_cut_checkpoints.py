@@ -153,9 +153,7 @@ OPTIMIZERS = {
 
 QUICK = [
     ("tied", "stock-shards-stock"),
-    ("distributed", "stock-shards-stock"),
     ("distributed-bf16", "four-shards-two-shards-stock"),
-    ("bf16", "padding"),
 ]
 
 

@@ -43,7 +43,7 @@ CASES = {
     "tied-data-parallel": (4, GPTCase(tied=True, data_parallel=2, overlap_grad_reduce=True)),
     "tied-bf16": (2, GPTCase(tied=True, dtype="bfloat16", fused_accumulation=True)),
 }
-ON_REQUEST = ("two-ranks", "tensor-parallel", "sequence-parallel", "data-parallel", "bf16")
+ON_REQUEST = ("plain", "two-ranks", "tensor-parallel", "sequence-parallel", "data-parallel", "bf16")
 # Of the largest number. The sum of the exponentials is formed in another order.
 TOLERANCE = 2e-6
 
@@ -215,8 +215,14 @@ def off_in_calls(case: GPTCase, schedule: str) -> list[str]:
     return found
 
 
-@pytest.mark.parametrize("p", [2, 4])
-@pytest.mark.parametrize("name", ["v-half", "zb-h1", "auto"])
+@pytest.mark.parametrize(
+    ("name", "p"),
+    [
+        pytest.param(name, p, marks=() if (name == "v-half") == (p == 4) else FULL)
+        for name in ("v-half", "zb-h1", "auto")
+        for p in (2, 4)
+    ],
+)
 def test_training_and_evaluation_take_turns_by_the_rules_of_a_gpu(
     ranks: RankPools, name: str, p: int
 ) -> None:
@@ -261,10 +267,10 @@ def words_while_held_up(case: GPTCase, kind: PassKind, rank: int) -> set[str]:
 @pytest.mark.parametrize(
     ("kind", "rank", "doing", "waits"),
     [
-        ("F", 1, "F of stage 1", "the output of the last stage"),
+        pytest.param("F", 1, "F of stage 1", "the output of the last stage", marks=FULL),
         ("E", 1, "E of its rows of the vocabulary", "a part of the embedding"),
         ("O", 0, "O of its rows of the vocabulary", "a part of the loss"),
-        ("P", 1, "P of stage 1", "the gradient of the loss"),
+        pytest.param("P", 1, "P of stage 1", "the gradient of the loss", marks=FULL),
     ],
 )
 def test_the_watchdog_tells_what_a_rank_waits_for(

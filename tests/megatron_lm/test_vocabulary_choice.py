@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from measured_runs import profile
 from megatron_arguments import parsed
+from sizes import every_value
 from torch.distributed import HashStore
 
 from megatron_zb import schedules
@@ -72,8 +73,10 @@ def test_a_large_output_layer_is_cut_and_a_tiny_one_is_not(name: str) -> None:
     assert said(tiny).startswith("the output layer stays whole: cut, a step would take ")
 
 
-@pytest.mark.parametrize("name", ["v-zb", "v-half", "zb-1p", "interleaved"])
-@pytest.mark.parametrize("rows", [128, 32_000, 64_000, 128_000, LARGE])
+@pytest.mark.parametrize(
+    ("name", "rows"),
+    every_value(["v-zb", "v-half", "zb-1p", "interleaved"], [128, 32_000, 64_000, 128_000, LARGE]),
+)
 def test_auto_is_never_slower_than_either(name: str, rows: int) -> None:
     of = {
         asked: seconds(

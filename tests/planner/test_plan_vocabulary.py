@@ -290,10 +290,17 @@ def test_no_more_cuts_are_simulated_than_may_win() -> None:
     assert auto.simulated == off.simulated
 
 
+FULL = pytest.mark.full
 MODELS = sorted(path.stem for path in (ROOT / "configs" / "models").glob("*.yaml"))
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize(
+    "name",
+    [
+        name if name in ("llama3_8b", "qwen3_8b", "gpt_1_5b") else pytest.param(name, marks=FULL)
+        for name in MODELS
+    ],
+)
 def test_auto_is_never_behind_a_whole_or_a_cut_output_layer(name: str) -> None:
     """With the planner's costs; behind a cut one by no more than predictions are off."""
     model = read_model(ROOT / "configs" / "models" / f"{name}.yaml")
