@@ -1,13 +1,14 @@
 """The launcher, printing in which order every rank captures the graphs of its layers.
 
 A CPU has no graphs: Megatron's function that captures is called before the first step, with a
-helper that prints the order which it would hand to Transformer-Engine, and has no layers.
+helper that prints the order which it would hand to Transformer-Engine, and has a layer without any.
 """
 
 from __future__ import annotations
 
 import os
 import sys
+from types import SimpleNamespace
 from typing import Any
 
 from megatron_zb.launch import main
@@ -20,7 +21,8 @@ class Helper:
         from megatron.core.utils import get_model_config
 
         self.config = get_model_config(model[0])
-        self.flattened_callables: list[Any] = []
+        # one, of no chunk: Megatron 0.19 captures nothing where there is none
+        self.flattened_callables: list[Any] = [SimpleNamespace(cuda_graphs=[])]
         self.callables_per_chunk: list[Any] = []
         self._chunks, self._table = len(model), [None] * (microbatches * len(model))
 
