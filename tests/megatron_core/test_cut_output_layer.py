@@ -43,7 +43,7 @@ CASES = {
     "tied-data-parallel": (4, GPTCase(tied=True, data_parallel=2, overlap_grad_reduce=True)),
     "tied-bf16": (2, GPTCase(tied=True, dtype="bfloat16", fused_accumulation=True)),
 }
-ON_REQUEST = ("plain", "two-ranks", "tensor-parallel", "sequence-parallel", "data-parallel", "bf16")
+ON_REQUEST = ("two-ranks", "tensor-parallel", "sequence-parallel", "data-parallel", "bf16")
 # Of the largest number. The sum of the exponentials is formed in another order.
 TOLERANCE = 2e-6
 
