@@ -52,12 +52,17 @@ class Job:
         if not hasattr(self.trainee.optimizer, "chained_optimizers"):
             self.trainee.optimizer.chained_optimizers = [self.trainee.optimizer]
 
-    def train(self, steps: int) -> None:
+    def train(self, steps: int) -> list[float]:
+        """Return the losses of the last step, which one rank of a pipeline has."""
+        records: list[Any] = []
         for _ in range(steps):
             gpt_cases._zero_gradients(self.chunks)
             data = [gpt_cases.microbatches(self._case, 4) for _ in self.chunks]
-            gpt_cases.forward_backward(self._function, self.chunks, data, 4)
+            records = gpt_cases.forward_backward(self._function, self.chunks, data, 4)
             self.trainee.optimizer.step()
+        found: list[Any] = [None] * torch.distributed.get_world_size()
+        torch.distributed.all_gather_object(found, [float(r["lm loss"]) for r in records])
+        return [loss for losses in found for loss in losses]
 
     def save(self, folder: Path) -> dict[str, torch.Tensor]:
         """Return what is in the checkpoint, by Megatron's names."""
@@ -88,8 +93,8 @@ class Job:
 
 
 def handed_on(case: GPTCase, legs: list[Leg], folder: Path) -> list[str]:
-    """How the checkpoints differ from the first, and the weights of the last after a step."""
-    contents, weights = [], []
+    """How the checkpoints differ from the first, and losses and weights of a step after them."""
+    contents, weights, losses = [], [], []
     for number, leg in enumerate(legs):
         (folder / str(number)).mkdir(exist_ok=True)
         one = replace(case, data_parallel=leg.data_parallel, vocabulary=leg.schedule is not None)
@@ -104,7 +109,7 @@ def handed_on(case: GPTCase, legs: list[Leg], folder: Path) -> list[str]:
             else:
                 job.train(2)
             contents.append(job.save(folder / str(number)))
-            job.train(1)
+            losses.append(job.train(1))
             weights.append(job.weights())
     first, *others = contents
     rows = min(leg.rows for leg in legs)
@@ -112,6 +117,12 @@ def handed_on(case: GPTCase, legs: list[Leg], folder: Path) -> list[str]:
     found = [f"no {name} in the first" for name in names if name not in first]
     for leg, content in zip(legs[1:], others, strict=True):
         found += [f"{leg}: {text}" for text in _differences(first, content, rows)]
+    for leg, ours in zip(legs, losses, strict=True):
+        alike = (leg.data_parallel, leg.rows) == (legs[0].data_parallel, legs[0].rows)
+        if alike and ours != pytest.approx(
+            losses[0], rel=1e-2 if case.dtype == "bfloat16" else 1e-5
+        ):
+            found.append(f"{leg}: goes on with losses {ours}, not {losses[0]}")
     if legs[0] == legs[-1]:
         found += [f"then: {text}" for text in _differences(weights[0], weights[-1], rows)]
     return found
