@@ -27,6 +27,7 @@ from megatron_zb.megatron_core.part_marks import marking, reading
 from megatron_zb.megatron_core.placement import PhysicalPlacement
 from megatron_zb.megatron_core.random_streams import LayerStreams
 from megatron_zb.megatron_core.redo import Start
+from megatron_zb.megatron_core.shared_reading import SharedReadings
 from megatron_zb.megatron_core.stages import Iteration, MegatronStage, device, timed
 from megatron_zb.megatron_core.vocabulary import (
     HANDLERS,
@@ -108,6 +109,7 @@ class ForwardBackward:
         self._buckets: list[BucketReductions | None] = []
         self._cuts: dict[int, tuple[Program, Rollback]] = {}
         self._activation_memory: ActivationMemory | None = None
+        self._shared_readings = SharedReadings()
         self._post_validation: PostValidation | None = None
         self._profiling: Profiling | None = None
         self._progress = Progress()
@@ -170,7 +172,7 @@ class ForwardBackward:
             config=config,
             pg_collection=groups,
             forward_step_func=forward_step_func,
-            data_iterators=iterators,
+            data_iterators=self._readings(iterators, groups.pp.rank()),
             model=chunks,
             num_microbatches=num_microbatches,
             seq_length=seq_length,
@@ -199,6 +201,14 @@ class ForwardBackward:
                     self._profiling.end_step()
         self._tell_what_was_measured(iteration, allocate)
         return iteration.forward_data_store
+
+    def _readings(self, iterators: list[Any], pp_rank: int) -> list[Any]:
+        """Return the iterators of all chunks; one rank with both ends of a model reads once."""
+        held = [self._physical.stage(pp_rank, chunk) for chunk in range(len(iterators))]
+        ends = (0, self._physical.placement.num_stages - 1)
+        if len(held) < 2 or any(end not in held for end in ends):
+            return iterators
+        return self._shared_readings.shared(iterators, *map(held.index, ends))
 
     def _allocate(
         self, config: Any, shape: Any, allocate: Callable[[], torch.Tensor]

@@ -1,7 +1,8 @@
 """Places for E and G in a finished order: an embedding that is cut along the vocabulary.
 
 Both take next to no time, so they change no other pass's place: E runs so early that what all ranks
-have found is there when the first stage's F begins, G as soon as its gradient has come.
+have found is there when the first stage's F begins, G when its gradient has long come: nobody waits
+for a G, and a rank should not wait in one because a pass of another has taken longer than expected.
 """
 
 from __future__ import annotations
@@ -50,7 +51,7 @@ def _additions(timeline: Timeline, rank: int) -> list[tuple[float, Pass]]:
             ahead = _TURNS * turn if rank == start else (_TURNS - 1) * turn
             found.append((begin - ahead, Pass(PassKind.E, shard, p.microbatch)))
         elif p.kind in (PassKind.B, PassKind.BW) and rank in rules.holders:
-            arrival = end if rank == start else end + costs.shards.from_first
+            arrival = end if rank == start else end + costs.shards.from_first + _TURNS * turn
             found.append((arrival, Pass(PassKind.G, shard, p.microbatch)))
     return sorted(found, key=lambda at: at[0])
 
