@@ -9,7 +9,9 @@ have logged, without the first ones of each. Stock's interleaved schedule needs 
   python benchmarks/beside_megatron.py --checkout /path/to/Megatron-LM --vocabulary 8192 --turns 2
 
 Each rank has one thread; a quiet machine with a core for each is needed for figures that count.
-Prints a table and, last, one JSON line with the milliseconds of a step and their ratio to stock's.
+Each contender runs once more to say where its time goes, rank by rank: in passes of each kind, and
+in the rest, which is waiting for other ranks and the optimizer. Prints tables and, last, one JSON
+line with the milliseconds of a step and their ratio to stock's.
 """
 
 from __future__ import annotations
@@ -21,6 +23,7 @@ import re
 import subprocess
 import sys
 import tempfile
+from collections import Counter
 from pathlib import Path
 from statistics import median
 
@@ -37,6 +40,7 @@ CONTENDERS = {
     **{name: f"--pipeline-schedule {name}" for name in _OURS},
     **{f"{name}, cut": f"--pipeline-schedule {name} --pipeline-vocabulary on" for name in _OURS},
 }
+_RANK = Path(__file__).with_name("accounted_rank.py")
 _STEP = re.compile(r"iteration +(\d+)/ .*elapsed time per iteration \(ms\): ([0-9.]+)")
 
 
@@ -48,6 +52,7 @@ def main() -> None:
         shift = turn % len(names)
         for name in names[shift:] + names[:shift]:
             milliseconds[name] += _steps(args, CONTENDERS[name])
+    accounts = {} if args.no_account else {name: _account(args, name) for name in names}
     found = {name: median(values) for name, values in milliseconds.items()}
     stock = found.get(STOCK)
     table = Table("contender", "ms a step", "of stock's", "steps")
@@ -55,10 +60,46 @@ def main() -> None:
         ratio = f"{value / stock:.3f}" if stock else "-"
         table.add_row(name, f"{value:.1f}", ratio, str(len(milliseconds[name])))
     Console().print(table)
+    _print_accounts(accounts)
     over_stock = {name: value / stock for name, value in found.items()} if stock else {}
     sizes = {key: value for key, value in vars(args).items() if key != "checkout"}
-    last = {"sizes": sizes, "all_ms": milliseconds, "ms": found, "over_stock": over_stock}
+    said = {"sizes": sizes, "all_ms": milliseconds, "account_ms": accounts}
+    last = {**said, "ms": found, "over_stock": over_stock}
     print(json.dumps({**provenance.of_this_run(), **last}))
+
+
+def _account(args: argparse.Namespace, name: str) -> list[dict[str, float]]:
+    """Return the milliseconds of a step of each rank by kind of pass, and the rest of its time."""
+    with tempfile.TemporaryDirectory() as folder:
+        steps = _steps(args, CONTENDERS[name], Path(folder) / "account")
+        ranks = [
+            json.loads((Path(folder) / f"account.{rank}").read_text()) for rank in range(args.ranks)
+        ]
+    counted = args.steps - args.warm_up
+    result = []
+    for events in ranks:
+        forwards = [i for i, (kind, _, _) in enumerate(events) if kind == "F"]
+        first = forwards[len(forwards) * args.warm_up // args.steps]
+        spent: Counter[str] = Counter()
+        for kind, start, end in events[first:]:
+            spent[kind] += 1e3 * (end - start) / counted
+        rest = sum(steps) / counted - sum(spent.values())
+        result.append({**dict(sorted(spent.items())), "rest": rest})
+    return result
+
+
+def _print_accounts(accounts: dict[str, list[dict[str, float]]]) -> None:
+    if not accounts:
+        return
+    kinds = list(dict.fromkeys(kind for ranks in accounts.values() for r in ranks for kind in r))
+    kinds = [*(kind for kind in kinds if kind != "rest"), "rest"]
+    table = Table("ms a step", "rank", "passes", *kinds)
+    for name, ranks in accounts.items():
+        for rank, spent in enumerate(ranks):
+            passes = sum(spent.values()) - spent["rest"]
+            columns = (f"{spent[kind]:.0f}" if kind in spent else "" for kind in kinds)
+            table.add_row(name, str(rank), f"{passes:.0f}", *columns)
+    Console().print(table)
 
 
 def _arguments() -> argparse.Namespace:
@@ -76,6 +117,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--steps", type=int, default=8, help="of a turn (default 8)")
     parser.add_argument("--warm-up", type=int, default=3, help="steps left out (default 3)")
     parser.add_argument("--turns", type=int, default=2, help="of all contenders (default 2)")
+    parser.add_argument("--no-account", action="store_true", help="only time the contenders")
     parser.add_argument("--contenders", nargs="+", choices=CONTENDERS, metavar="NAME")
     args = parser.parse_args()
     if args.checkout is None:
@@ -85,8 +127,11 @@ def _arguments() -> argparse.Namespace:
     return args
 
 
-def _steps(args: argparse.Namespace, flags: str) -> list[float]:
-    """Run one contender once; return the milliseconds of its steps."""
+def _steps(args: argparse.Namespace, flags: str, account: Path | None = None) -> list[float]:
+    """Run one contender once; return the milliseconds of its steps, without the first ones.
+
+    With ``account``, each rank writes what it has done there, its number appended.
+    """
     heads = max(1, args.hidden // 64)
     model = f"""
     --mock-data --tokenizer-type NullTokenizer --vocab-size {args.vocabulary} --split 90,5,5
@@ -99,10 +144,12 @@ def _steps(args: argparse.Namespace, flags: str) -> list[float]:
     """
     command = [
         *(sys.executable, "-m", "torch.distributed.run", "--standalone"),
-        *(f"--nproc-per-node={args.ranks}", "-m", "megatron_zb.launch"),
+        f"--nproc-per-node={args.ranks}",
+        *(["-m", "megatron_zb.launch"] if account is None else [str(_RANK)]),
         *(str(args.checkout / "pretrain_gpt.py"), "--cpu", *model.split()),
     ]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_DEVICE_MAX_CONNECTIONS": "1"}
+    environment["ACCOUNT"] = str(account)
     done = subprocess.run(
         command,
         capture_output=True,
