@@ -53,6 +53,7 @@ def run_on_cpu(*, training_loop: bool = False) -> None:
     if training_loop:
         _redirect_training_loop()
         redirect_experts()
+        keep_messages()
     cuda.redirected_to_cpu = True
 
 
@@ -143,6 +144,28 @@ def redirect_experts() -> None:
     token_dispatcher.maybe_move_tensor_to_cpu = to_cpu  # leaves tensors that are no CUDA tensors
     if not hasattr(moe_utils, "te_general_gemm"):  # 0.16 asks for it, but does not define it then
         moe_utils.te_general_gemm = None
+
+
+def keep_messages() -> None:
+    """Keep what Megatron's own schedules send in memory until it is sent; imports megatron-core.
+
+    Interleaved 1F1B gives an activation away right after it has begun to send it. A stream of a GPU
+    keeps it; gloo would read memory that has something else in it by then.
+    """
+    from megatron.core.pipeline_parallel import p2p_communication
+
+    usual = p2p_communication._p2p_ops
+    if hasattr(usual, "__wrapped__"):
+        return
+
+    @functools.wraps(usual)
+    def on_aliases(**options: Any) -> Any:
+        for name in ("tensor_send_prev", "tensor_send_next"):
+            if options[name] is not None:
+                options[name] = options[name].detach()  # keeps the memory, whatever the other does
+        return usual(**options)
+
+    p2p_communication._p2p_ops = on_aliases
 
 
 def _use_compiled_dataset_helpers() -> None:

@@ -1,0 +1,56 @@
+"""What Megatron takes for granted of a GPU and finds on a CPU, too."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from megatron_zb.megatron_core.cpu import keep_messages
+
+_NUMBERS, _MESSAGES = 8192, 64
+
+
+def _numbers_that_come(rank: int) -> list[float]:
+    """Give every activation away when its sending has begun, as interleaved 1F1B does."""
+    from megatron.core.pipeline_parallel import p2p_communication, schedules
+
+    keep_messages()
+    nothing = dict.fromkeys(
+        ("tensor_send_prev", "tensor_recv_prev", "tensor_send_next", "tensor_recv_next")
+    )
+    ranks = {"prev_pipeline_rank": 1 - rank, "next_pipeline_rank": 1 - rank}
+
+    def start(**tensors: torch.Tensor) -> Any:
+        options = {**nothing, **tensors, **ranks}
+        return p2p_communication._p2p_ops(**options, group=dist.group.WORLD)
+
+    if rank == 0:
+        handles = []
+        for number in range(_MESSAGES):
+            output = torch.full((_NUMBERS,), float(number), requires_grad=True) + 0
+            handles.append(start(tensor_send_next=output))
+            schedules.deallocate_output_tensor(output, True)
+        others = [torch.full((_NUMBERS,), -1.0) for _ in range(_MESSAGES)]
+        dist.barrier()
+        for handle in handles:
+            handle["send_next"].wait()
+        return [other[0].item() for other in others[:1]]
+    dist.barrier()
+    found = []
+    for _ in range(_MESSAGES):
+        buffer = torch.empty(_NUMBERS)
+        start(tensor_recv_prev=buffer)["recv_prev"].wait()
+        low, high = buffer.aminmax()
+        found += [low.item(), high.item()]
+    return found
+
+
+def numbers_that_come() -> list[float]:
+    return _numbers_that_come(dist.get_rank())
+
+
+def test_an_activation_that_was_given_away_is_sent_whole(ranks: Any) -> None:
+    _, found = ranks(2).run(numbers_that_come)
+    assert found == [float(number) for number in range(_MESSAGES) for _ in range(2)]
