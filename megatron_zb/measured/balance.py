@@ -102,7 +102,8 @@ def costs_beside(placement: Placement, layers: Layout, ends: Ends, *, cut: bool)
 
     Measured ones where the ends come from a profile of as many ranks. Else F, B and W of a layer
     take p / layers each, the products of O of all shards together as long as F and B of the output
-    layer, that of V as long as its W, and a transfer :data:`TRANSFER`.
+    layer, that of V as long as its W, E and G of every rank as long as the whole embedding, and a
+    transfer :data:`TRANSFER`.
     """
     p, profile = placement.pipeline_size, ends.profile
     if profile is not None and profile.pipeline_size == p:
@@ -112,13 +113,16 @@ def costs_beside(placement: Placement, layers: Layout, ends: Ends, *, cut: bool)
         return fit.costs(placement, layers)
     layer = p / max(sum(layers), 1)
     work = [layer * count for count in layers]
-    work[0] += layer * ends.embedding
-    work[-1] += 0.0 if cut else layer * ends.output
+    embedding, output = layer * ends.embedding, layer * ends.output
+    if not cut:
+        work[0] += embedding
+        work[-1] += output
     costs = Costs.of_slices(pipeline_size=p, forward=work, backward=work, weight=work, p2p=TRANSFER)
-    output = layer * ends.output
     if not cut:
         return costs
-    return ends.cutting.costs(costs, layer, products=2 * output, weight=output)
+    return ends.cutting.costs(
+        costs, layer, products=2 * output, weight=output, embedding=3 * embedding
+    )
 
 
 def counted(layer_flops: float, output_flops: float, multi_token: int = 0) -> Ends:
@@ -130,14 +134,14 @@ def counted(layer_flops: float, output_flops: float, multi_token: int = 0) -> En
 def balanced(layers: int, schedule: Schedule, ends: Ends) -> Balance:
     """Distribute the layers of a model over the stages of a schedule.
 
-    An output layer that the schedule has cut over all ranks counts on none of them.
+    Ends that the schedule has cut over all ranks count on none of them.
 
     Raises:
         UsageError: there are too few.
     """
     placement = schedule.placement
     is_cut = any(p.kind is PassKind.O for rank in schedule.ranks for p in rank)
-    whole, ends = ends, replace(ends, output=0.0) if is_cut else ends
+    whole, ends = ends, replace(ends, embedding=0.0, output=0.0) if is_cut else ends
     asked = Layers(layers, embedding=ends.embedding, output=ends.output)
     found = layout.balanced(asked, placement)
     even, *_ = layout.choices(layers, placement, ends.embedding, ends.output)

@@ -2,7 +2,7 @@
 
 Counted from the sizes of a model, in forwards of one of its layers, for usual GPUs: a byte of
 memory traffic takes as long as 200 operations, a byte between tensor-parallel ranks as long as
-2000.
+2000. The planner counts the same bytes for the device that it is asked for.
 """
 
 from __future__ import annotations
@@ -14,12 +14,17 @@ from megatron_zb.schedules import Costs
 
 _FLOPS_PER_BYTE = 200
 _FLOPS_PER_BYTE_SENT = 2000
-_BYTES_OF_A_PART = 36
-"""Bytes that P moves for each number of a token to add the part of one shard, in 32 bits."""
-_MORE_BYTES_OF_A_LOGIT = 20
-"""Bytes that O and V move for each logit beyond those of a whole output layer."""
-_GATHERED_IN_O, _GATHERED_IN_V, _GATHERED_IN_E = 3, 1, 1
+BYTES_OF_A_PART = 36
+"""Bytes that P moves for each number of a token to add the part of one shard, with its row."""
+LOGIT_IN_F, LOGIT_IN_B = 38, 14
+"""Bytes that a whole output layer moves for each logit. F: to 32 bits, maximum, difference,
+exponential, sum, quotient. B: scaled, to 16 bits."""
+LOGIT_IN_O, LOGIT_IN_V = 36, 36
+"""Bytes that shards move for each logit. O: to 32 bits, maximum, difference, exponential, sum, to
+16 bits. V: to 32 bits, difference, exponential, times the gradient, to 16 bits."""
+GATHERED_IN_O, GATHERED_IN_V, GATHERED_IN_E = 3, 1, 1
 """Gatherings over the tensor-parallel ranks, and sums: of parts and of rows in O, of rows in E."""
+_MORE_BYTES_OF_A_LOGIT = LOGIT_IN_O + LOGIT_IN_V - LOGIT_IN_F - LOGIT_IN_B
 
 
 @dataclass(frozen=True)
@@ -46,30 +51,39 @@ class Cutting:
         hidden, tensor = args.hidden_size, args.tensor_model_parallel_size
         sent = 2 * hidden * (tensor - 1)  # on each rank, for tensor times the layer's FLOPs
         return cls(
-            adding=_BYTES_OF_A_PART * hidden * _FLOPS_PER_BYTE / layer_flops,
+            adding=BYTES_OF_A_PART * hidden * _FLOPS_PER_BYTE / layer_flops,
             gathering=sent * _FLOPS_PER_BYTE_SENT / layer_flops,
             traffic=_MORE_BYTES_OF_A_LOGIT * vocabulary * _FLOPS_PER_BYTE / layer_flops,
         )
 
     def costs(
-        self, costs: Costs, layer: float, *, products: float, weight: float, held: float = 0.0
+        self,
+        costs: Costs,
+        layer: float,
+        *,
+        products: float,
+        weight: float,
+        embedding: float,
+        held: float = 0.0,
     ) -> Costs:
-        """Return the costs with a cut output layer.
+        """Return the costs with a cut output layer and a cut embedding.
 
         Args:
-            costs: those of the layers.
+            costs: those of the layers, without both.
             layer: seconds of the forward of a layer.
             products: seconds of the logits and of the input gradient on all ranks together.
             weight: seconds of the weight gradient.
+            embedding: seconds of a whole embedding, all its passes together. They are E's and G's
+                on every rank, where all tokens are looked up and most of them masked.
             held: what all shards hold from O to V.
         """
         p = costs.pipeline_size
         traffic = self.traffic * layer / 2
         gathering = p * self.gathering * layer
         return costs.with_vocabulary(
-            output=products + traffic + _GATHERED_IN_O * gathering,
-            weight=weight + traffic + _GATHERED_IN_V * gathering,
+            output=products + traffic + GATHERED_IN_O * gathering,
+            weight=weight + traffic + GATHERED_IN_V * gathering,
             loss=p * self.adding * layer,
             held=held,
-            lookup=_GATHERED_IN_E * gathering,
+            lookup=p * embedding / 2 + GATHERED_IN_E * gathering,
         )

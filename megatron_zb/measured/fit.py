@@ -62,11 +62,12 @@ class Part:
             max(0.0, values[-1] - counts[-1] * layer),
         )
 
-    def stages(self, counts: Layout, *, with_output: bool = True) -> list[float]:
+    def stages(self, counts: Layout, *, with_ends: bool = True) -> list[float]:
         """Return the sum of each stage, with ``counts[s]`` layers on stage s."""
         sums = [count * self.layer + self.stage for count in counts]
-        sums[0] += self.embedding
-        sums[-1] += self.output if with_output else 0.0
+        if with_ends:
+            sums[0] += self.embedding
+            sums[-1] += self.output
         return sums
 
 
@@ -92,9 +93,10 @@ class Fit:
         return cls(profile, parts, _slowdowns(profile, parts))
 
     def cut_costs(self, placement: Placement, counts: Layout, cutting: Cutting) -> Costs:
-        """Return the costs where the output layer is cut over all ranks.
+        """Return the costs where output layer and embedding are cut over all ranks.
 
-        What its F and B take is O's, its W is V's, and what it holds is held from O to V.
+        What F and B of the output layer take is O's, its W is V's, and what it holds is held from O
+        to V. What the embedding takes is E's and G's on every rank, its data included.
 
         Args:
             placement, counts: as for :meth:`costs`.
@@ -102,10 +104,11 @@ class Fit:
         """
         output = {name: part.output for name, part in self.parts.items()}
         return cutting.costs(
-            self.costs(placement, counts, with_output=False),
+            self.costs(placement, counts, with_ends=False),
             self.parts["forward"].layer,
             products=output["forward"] + output["backward"],
             weight=output["weight"],
+            embedding=sum(self.parts[name].embedding for name in _SECONDS),
             held=output["activation"],
         )
 
@@ -115,17 +118,15 @@ class Fit:
         counts: Layout,
         *,
         blocking: bool = False,
-        with_output: bool = True,
+        with_ends: bool = True,
     ) -> Costs:
         """Return the costs of a placement with ``counts[s]`` layers on stage s.
 
-        With ``blocking`` messages, a pass lasts until its message is there. ``with_output`` adds
-        the output layer to the last stage.
+        With ``blocking`` messages, a pass lasts until its message is there. ``with_ends`` adds
+        embedding and output layer to the first and the last stage.
         """
         hops = self.profile.hops()
-        of = {
-            name: part.stages(counts, with_output=with_output) for name, part in self.parts.items()
-        }
+        of = {name: part.stages(counts, with_ends=with_ends) for name, part in self.parts.items()}
         for name in of.keys() - set(_BYTES):
             of[name] = [seconds + getattr(self.profile.host, name) for seconds in of[name]]
         if blocking:

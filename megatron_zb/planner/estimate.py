@@ -48,7 +48,7 @@ class EvenSplit:
     def _rank_beside_shard(self) -> Work:
         pipeline, layers = self.load.strategy.pipeline, self.load.model.layers
         layer = self._parts[0]
-        equal = (layer * layers + self.load.embedding()) * (1 / pipeline)
+        equal = (layer * layers + Shard(self.load).looked_up) * (1 / pipeline)
         return max(equal, layer * math.ceil(layers / pipeline - 0.5), key=lambda w: w.total)
 
     @cached_property

@@ -592,8 +592,10 @@ def cut_into_stages(
         return StageWorkload(load, Placement("whole", 1, (0,)), (layers,))
     placement = candidate.placement(pipeline, chunks)
     layer = average_layer(load).total
-    output = Shard(load).loss if candidate.cuts_vocabulary else load.output().total
-    ends = (load.embedding().total / layer, output / layer)
+    shard = Shard(load) if candidate.cuts_vocabulary else None
+    embedding = (load.embedding() if shard is None else shard.looked_up).total
+    output = load.output().total if shard is None else shard.loss
+    ends = (embedding / layer, output / layer)
     if load.model.kinds:
         works = {load.model.kind(i): load.layer(i) for i in load.model.alike(range(layers))}
         weights = tuple(works[kind].total / layer for kind in load.model.kinds[:layers])

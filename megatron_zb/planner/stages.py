@@ -46,8 +46,9 @@ class StageWorkload:
     def work(self) -> tuple[Work, ...]:
         """Seconds of a microbatch on each stage, without those of shards."""
         out = [sum_of_works(self.load, layers) for layers in self.layers_of]
-        out[0] += self.load.embedding()
-        out[-1] += self.load.output() if self.shard is None else self.shard.last_norm
+        shard = self.shard
+        out[0] += self.load.embedding() if shard is None else shard.looked_up
+        out[-1] += self.load.output() if shard is None else shard.last_norm
         return tuple(out)
 
     @cached_property

@@ -17,6 +17,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from megatron_zb.measured.cutting import (
+    BYTES_OF_A_PART,
+    GATHERED_IN_E,
+    GATHERED_IN_O,
+    GATHERED_IN_V,
+    LOGIT_IN_O,
+    LOGIT_IN_V,
+)
 from megatron_zb.planner.byte_counts import GRADIENT, OPTIMIZER, WEIGHT, Held, States
 from megatron_zb.planner.model import ModelConfig
 from megatron_zb.planner.strategy import Strategy
@@ -25,17 +33,12 @@ from megatron_zb.planner.work import Work, Workload
 _KERNELS_OF_O, _KERNELS_OF_V = 16, 8
 _KERNELS_OF_P, _KERNELS_OF_A_PART = 14, 8
 _KERNELS_OF_E = 4  # and of G
-# Bytes of each logit that kernels move. O: to 32 bits, maximum, difference, exponential, sum, to 16
-# bits. V: to 32 bits, difference, exponential, times the gradient, to 16 bits.
-_MOVED_BY_O, _MOVED_BY_V = 36, 36
-# Bytes of each number of a token: its row looked up and masked; the part packed. In P, each part
-# scaled and added in 32 bits, with its row; at last the sum divided and scaled.
-_ROW, _PACKED, _ADDED, _DIVIDED = 8, 8, 36, 28
+# Bytes of each number of a token: its row looked up and masked; the part packed. In P, the sum
+# divided and scaled at last. On the first stage, one more rank's rows added, in 16 bits.
+_ROW, _PACKED, _DIVIDED, _ROW_ADDED = 8, 8, 28, 6
 # Bytes of each logit that O has besides the logits, at most, and of each number of each part in P.
 _WHILE_O, _WHILE_P = 12, 12
 _LABEL = 8
-_GATHERS = 2  # of tokens: in O and in V
-_SUMS = 2  # in O: of the parts and of the rows
 
 
 def why_not_cut(model: ModelConfig, *, post_validation: bool = False) -> str | None:
@@ -94,29 +97,36 @@ class Shard:
     def output(self) -> float:
         """Seconds of O."""
         numbers = _ROW * self.load.tokens * self.load.model.hidden_size + _PACKED * self._numbers
-        moved = self._moved(_MOVED_BY_O * self._logits + numbers)
-        messages = (_GATHERS / 2 + _SUMS) * self._collective()
+        moved = self._moved(LOGIT_IN_O * self._logits + numbers)
+        messages = GATHERED_IN_O * self._collective()
         return 2 * self._product + moved + messages + self._begun(_KERNELS_OF_O)
 
     @property
     def weight(self) -> float:
         """Seconds of V."""
-        moved = self._moved(_MOVED_BY_V * self._logits)
-        messages = _GATHERS / 2 * self._collective()
+        moved = self._moved(LOGIT_IN_V * self._logits)
+        messages = GATHERED_IN_V * self._collective()
         return self._product + moved + messages + self._begun(_KERNELS_OF_V)
 
     @property
     def loss(self) -> float:
         """Seconds of P, on the last stage's rank."""
         parts = self.load.strategy.pipeline
-        moved = self._moved((_ADDED * parts + _DIVIDED) * self._numbers)
+        moved = self._moved((BYTES_OF_A_PART * parts + _DIVIDED) * self._numbers)
         return moved + self._begun(_KERNELS_OF_P + parts * _KERNELS_OF_A_PART)
 
     @property
     def lookup(self) -> float:
         """Seconds of E, and of G."""
         moved = self._moved(_ROW * self.load.tokens * self.load.model.hidden_size)
-        return moved + self._collective() + self._begun(_KERNELS_OF_E)
+        return moved + GATHERED_IN_E * self._collective() + self._begun(_KERNELS_OF_E)
+
+    @property
+    def looked_up(self) -> Work:
+        """Seconds for which the first stage adds what all have looked up, and drops some of it."""
+        others = self.load.strategy.pipeline - 1
+        added = self._moved(_ROW_ADDED * others * self._numbers) + self._begun(others)
+        return Work(added) + self.load.embedding_dropout()
 
     @property
     def last_norm(self) -> Work:

@@ -26,6 +26,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from megatron_zb.measured.cutting import LOGIT_IN_B, LOGIT_IN_F
 from megatron_zb.planner.device import DeviceConfig, Rate
 from megatron_zb.planner.hybrid_layers import MambaMixer
 from megatron_zb.planner.model import ModelConfig
@@ -121,10 +122,15 @@ class Workload:
 
     def embedding(self) -> Work:
         """Return the work of the embedding: a look-up, and the sum of its gradients in 32 bits."""
+        elements = self.tokens * self.model.hidden_size
+        looked_up = Work(self._moved(4 * elements), 0.0, self._moved((2 + 2 * 4) * elements))
+        return looked_up + self._begun(1, 0, 1) + self.embedding_dropout()
+
+    def embedding_dropout(self) -> Work:
+        """Return the work between the rows of the embedding and the first layer."""
         random = 2 * _RANDOM if self.model.dropout else 0
         elements = self.tokens * self.model.hidden_size
-        forward, weight = elements * (4 + random), elements * (2 + 2 * 4)
-        return Work(self._moved(forward), 0.0, self._moved(weight)) + self._begun(2, 0, 1)
+        return Work(self._moved(random * elements)) + self._begun(1, 0)
 
     def output(self) -> Work:
         """Return the work of the output layer, once more for each layer of multi-token prediction.
@@ -141,9 +147,8 @@ class Workload:
         logits = self.tokens * self.model.vocabulary / self.strategy.tensor
         product = 2 * logits * self.model.hidden_size / self.device.matrix_products.reached
         normed = self.kept_tokens * self.model.hidden_size
-        # F: to 32 bits, maximum, difference, exponential, sum, quotient. B: scaled, to 16 bits.
-        forward = self._moved(38 * logits + 4 * normed)
-        backward = self._moved(14 * logits + 6 * normed)
+        forward = self._moved(LOGIT_IN_F * logits + 4 * normed)
+        backward = self._moved(LOGIT_IN_B * logits + 6 * normed)
         return Work(product + forward, product + backward, product) + self._begun(*_LOSS, 1)
 
     def message(self) -> float:

@@ -122,6 +122,19 @@ def test_ranks_that_look_up_count_it_forth_and_back() -> None:
     assert cut.link_seconds == pytest.approx(1.5 * looped_stages.link_seconds)
 
 
+def test_the_first_stage_adds_what_all_ranks_have_looked_up() -> None:
+    """Three more ranks' rows, and nothing of the look-up and its gradient."""
+    cut = cut_stages()
+    shard = cut.shard
+    assert shard is not None
+    device = cut.load.device
+    numbers, gaps = 1024 * 1024, 3 + 1  # three sums, and the kernel before the first layer
+    added = 3 * 6 * numbers / device.memory_bandwidth.reached + gaps * device.kernels.seconds
+    assert shard.looked_up == Work(pytest.approx(added))
+    layers = cut.work[1]
+    assert cut.work[0].total == pytest.approx(layers.total + added)
+
+
 def test_logits_are_held_from_o_to_v() -> None:
     cut = cut_stages()
     kinds = (PassKind.O, PassKind.O, PassKind.P, PassKind.V, PassKind.V)
