@@ -74,7 +74,6 @@ _OF_CONFIG = (
     "expert",
     "expert_tensor",
     "precision",
-    "vocabulary",
 )
 
 

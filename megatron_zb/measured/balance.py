@@ -125,6 +125,16 @@ def costs_beside(placement: Placement, layers: Layout, ends: Ends, *, cut: bool)
     )
 
 
+def with_counted_vocabulary(costs: Costs, layers: int, output: float) -> Costs:
+    """Return equal costs with an output layer, of so many layers, cut over all ranks.
+
+    Its logits and its part of the input gradient are O's, its weight gradient is V's. A run builds
+    named schedules for these.
+    """
+    layer = output * costs.pipeline_size / max(layers, 1)
+    return costs.with_vocabulary(output=2 * layer, weight=layer, lookup=0.0)
+
+
 def counted(layer_flops: float, output_flops: float, multi_token: int = 0) -> Ends:
     """Derive the ends from FLOPs; each multi-token prediction is a layer and an output layer."""
     output = output_flops / layer_flops
@@ -209,7 +219,8 @@ def ends_of(args: Any) -> Ends | None:
         2.0 * args.hidden_size * vocabulary,
         getattr(args, "mtp_num_layers", None) or 0,
     )
-    return replace(ends, cutting=Cutting.of_sizes(args, layer, vocabulary))
+    tensor = args.tensor_model_parallel_size
+    return replace(ends, cutting=Cutting.of_sizes(layer, vocabulary, args.hidden_size, tensor))
 
 
 def _layer_flops(args: Any) -> float:

@@ -8,7 +8,6 @@ memory traffic takes as long as 200 operations, a byte between tensor-parallel r
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 from megatron_zb.schedules import Costs
 
@@ -40,15 +39,15 @@ class Cutting:
     traffic: float = 0.0
 
     @classmethod
-    def of_sizes(cls, args: Any, layer_flops: float, vocabulary: int) -> Cutting:
-        """Count it for Megatron's arguments.
+    def of_sizes(cls, layer_flops: float, vocabulary: int, hidden: int, tensor: int) -> Cutting:
+        """Count it.
 
         Args:
-            args: ``hidden_size`` and ``tensor_model_parallel_size``.
             layer_flops: FLOPs of a token in the forward of a layer.
             vocabulary: rows of the output layer.
+            hidden: hidden size.
+            tensor: tensor-parallel ranks.
         """
-        hidden, tensor = args.hidden_size, args.tensor_model_parallel_size
         sent = 2 * hidden * (tensor - 1)  # on each rank, for tensor times the layer's FLOPs
         return cls(
             adding=BYTES_OF_A_PART * hidden * _FLOPS_PER_BYTE / layer_flops,

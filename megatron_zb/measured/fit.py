@@ -1,14 +1,18 @@
-"""Costs of the layers and the two ends of a model, derived from a profile of a run."""
+"""Costs of the layers and the two ends of a model, derived from a profile of a run.
+
+Whether that run had its ends whole or cut along the vocabulary, there are costs for both: what
+has run is measured, and the other is derived from it.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from statistics import median
 
 from megatron_zb.measured.cutting import Cutting
-from megatron_zb.measured.profile import Parts, Profile
+from megatron_zb.measured.profile import CutVocabulary, Parts, Profile
 from megatron_zb.schedules import Costs
 from megatron_zb.schedules.layout import Layout
 from megatron_zb.schedules.placement import Placement
@@ -62,21 +66,29 @@ class Part:
             max(0.0, values[-1] - counts[-1] * layer),
         )
 
-    def stages(self, counts: Layout, *, with_ends: bool = True) -> list[float]:
+    def with_ends(self, embedding: float, output: float) -> Part:
+        """Return the same with so much more at the two ends."""
+        return replace(self, embedding=self.embedding + embedding, output=self.output + output)
+
+    def stages(self, counts: Layout) -> list[float]:
         """Return the sum of each stage, with ``counts[s]`` layers on stage s."""
         sums = [count * self.layer + self.stage for count in counts]
-        if with_ends:
-            sums[0] += self.embedding
-            sums[-1] += self.output
+        sums[0] += self.embedding
+        sums[-1] += self.output
         return sums
 
 
 @dataclass(frozen=True)
 class Fit:
-    """Costs of the parts of a model, and the slowdown of each rank against the median."""
+    """Costs of the parts of a model, and the slowdown of each rank against the median.
+
+    ``parts`` are those of a model with whole ends, ``left`` what is left of them on the stages
+    where the vocabulary is cut.
+    """
 
     profile: Profile
     parts: dict[str, Part]
+    left: dict[str, Part]
     slowdown: tuple[float, ...]
 
     @classmethod
@@ -90,21 +102,41 @@ class Fit:
         if profile.parts is not None:
             measured = (*_SECONDS, "whole")
             parts |= {name: Part.measured(profile.parts, name) for name in measured}
-        return cls(profile, parts, _slowdowns(profile, parts))
+        slowdown = _slowdowns(profile, parts)
+        if profile.vocabulary is None:
+            left = {name: replace(part, embedding=0.0, output=0.0) for name, part in parts.items()}
+            return cls(profile, parts, left, slowdown)
+        ends = _whole_ends(profile.vocabulary, profile.rank_of[0])
+        whole = {name: part.with_ends(*ends[name]) for name, part in parts.items()}
+        return cls(profile, whole, parts, slowdown)
+
+    @property
+    def cutting(self) -> Cutting | None:
+        """What it takes to cut the ends, counted; None where the profile does not tell the rows."""
+        model, forward = self.profile.model, self.parts["forward"]
+        if model.vocabulary is None or not forward.output > 0:
+            return None
+        output_flops = 2.0 * model.hidden_size * model.vocabulary
+        layer_flops = output_flops * forward.layer / forward.output
+        return Cutting.of_sizes(layer_flops, model.vocabulary, model.hidden_size, model.tensor)
 
     def cut_costs(self, placement: Placement, counts: Layout, cutting: Cutting) -> Costs:
         """Return the costs where output layer and embedding are cut over all ranks.
 
-        What F and B of the output layer take is O's, its W is V's, and what it holds is held from O
-        to V. What the embedding takes is E's and G's on every rank, its data included.
+        Those of the shards that have been measured; else what F and B of the output layer take is
+        O's, its W is V's, and what it holds is held from O to V. What the embedding takes is E's
+        and G's on every rank then, its data included.
 
         Args:
             placement, counts: as for :meth:`costs`.
-            cutting: what nothing has measured.
+            cutting: what nothing has measured, if it was whole.
         """
+        costs, profile = self._costs(self.left, placement, counts), self.profile
+        if profile.vocabulary is not None:
+            return profile.vocabulary.added_to(costs, profile.rank_of[-1])
         output = {name: part.output for name, part in self.parts.items()}
         return cutting.costs(
-            self.costs(placement, counts, with_ends=False),
+            costs,
             self.parts["forward"].layer,
             products=output["forward"] + output["backward"],
             weight=output["weight"],
@@ -112,21 +144,23 @@ class Fit:
             held=output["activation"],
         )
 
-    def costs(
+    def costs(self, placement: Placement, counts: Layout, *, blocking: bool = False) -> Costs:
+        """Return the costs of a placement with ``counts[s]`` layers on stage s.
+
+        With ``blocking`` messages, a pass lasts until its message is there.
+        """
+        return self._costs(self.parts, placement, counts, blocking=blocking)
+
+    def _costs(
         self,
+        parts: dict[str, Part],
         placement: Placement,
         counts: Layout,
         *,
         blocking: bool = False,
-        with_ends: bool = True,
     ) -> Costs:
-        """Return the costs of a placement with ``counts[s]`` layers on stage s.
-
-        With ``blocking`` messages, a pass lasts until its message is there. ``with_ends`` adds
-        embedding and output layer to the first and the last stage.
-        """
         hops = self.profile.hops()
-        of = {name: part.stages(counts, with_ends=with_ends) for name, part in self.parts.items()}
+        of = {name: part.stages(counts) for name, part in parts.items()}
         for name in of.keys() - set(_BYTES):
             of[name] = [seconds + getattr(self.profile.host, name) for seconds in of[name]]
         if blocking:
@@ -148,14 +182,37 @@ class Fit:
             ],
         )
 
-    def in_layers(self) -> tuple[float, float]:
-        """Return the number of layers that embedding and output layer count for, by seconds."""
-        seconds = [self.parts[name] for name in _SECONDS]
+    def in_layers(self, *, cut: bool = False) -> tuple[float, float]:
+        """Return the number of layers that embedding and output layer count for, by seconds.
+
+        With ``cut``, what is left of them on the stages.
+        """
+        seconds = [(self.left if cut else self.parts)[name] for name in _SECONDS]
         layer = sum(part.layer for part in seconds)
         return (
             sum(part.embedding for part in seconds) / layer,
             sum(part.output for part in seconds) / layer,
         )
+
+
+def _whole_ends(cut: CutVocabulary, start: int) -> dict[str, tuple[float, float]]:
+    """Return what an embedding and an output layer would take whole, by quantity, of shards.
+
+    Half of O is F's and half of it B's, for it multiplies twice; all of V is W's. Every rank looks
+    up all tokens, and the rank ``start`` of the first stage reads their data besides. What cutting
+    takes in addition is counted with them.
+    """
+    shards, first = cut.shards, cut.shards[start]
+    output, weight = sum(s.output for s in shards) / 2, sum(s.weight for s in shards)
+    held = float(sum(s.held for s in shards))
+    return {
+        "forward": (first.lookup, output),
+        "backward": (first.gradient, output),
+        "weight": (0.0, weight),
+        "whole": (first.gradient, output + weight),
+        "activation": (0.0, held),
+        "held_for_weight": (0.0, held),
+    }
 
 
 def _slowdowns(profile: Profile, parts: dict[str, Part]) -> tuple[float, ...]:
@@ -166,4 +223,8 @@ def _slowdowns(profile: Profile, parts: dict[str, Part]) -> tuple[float, ...]:
         for stage, expected in zip(profile.stages, parts[name].stages(counts), strict=True):
             found[stage.rank] += getattr(stage, name)
             fitted[stage.rank] += expected
+    shards = [] if profile.vocabulary is None else profile.vocabulary.shards
+    for rank, shard in enumerate(shards):
+        found[rank] += shard.seconds
+        fitted[rank] += median(one.seconds for one in shards)
     return tuple(a / b for a, b in zip(found, fitted, strict=True))

@@ -109,6 +109,68 @@ class Parts(Section):
         return self
 
 
+class ShardProfile(Section):
+    """Shard of one rank, where the vocabulary is cut over all: the mean of a step, and bytes.
+
+    As of a stage, of its slowest replica.
+    """
+
+    output: float = _seconds("seconds of O, its part of the logits and of the loss")
+    weight: float = _seconds("seconds of V, the weight gradient of the output layer")
+    lookup: float = _seconds("seconds of E, its part of the embedding")
+    gradient: float = _seconds("seconds of G, the weight gradient of the embedding")
+    held: int = _bytes("bytes that are held from O to V")
+
+    @property
+    def seconds(self) -> float:
+        """Seconds of a microbatch."""
+        return self.output + self.weight + self.lookup + self.gradient
+
+
+class ShardHost(Section):
+    """Seconds of the rank's host before the passes of shards."""
+
+    output: float = _part("O")
+    loss: float = _part("P")
+    weight: float = _part("V")
+    lookup: float = _part("E")
+    gradient: float = _part("G")
+
+
+class CutVocabulary(Section):
+    """Output layer and embedding that are cut along the vocabulary over all ranks."""
+
+    shards: list[ShardProfile] = Field(
+        min_length=2, max_length=100_000, description="that of every rank, in logical order"
+    )
+    loss: float = _seconds("seconds of P, which puts the parts of all ranks together")
+    host: ShardHost = Field(description="seconds of the rank's host before each pass")
+
+    def added_to(self, costs: Costs, end: int, *, host: bool = True) -> Costs:
+        """Return the costs of stages, by rank as fast as these say, with those of the shards.
+
+        Args:
+            costs: those of the stages.
+            end: the rank of the last stage in the run that was measured.
+            host: count the host's time before a pass as part of it.
+        """
+        more = len(self.shards) if host else 0
+
+        def total(name: str) -> float:
+            pairs = zip(self.shards, costs.slowdown, strict=True)
+            seconds = sum(getattr(shard, name) / slowdown for shard, slowdown in pairs)
+            return float(seconds + more * getattr(self.host, name))
+
+        loss = self.loss / costs.slowdown[end] + (self.host.loss if host else 0.0)
+        return costs.with_vocabulary(
+            output=total("output"),
+            weight=total("weight"),
+            loss=loss,
+            held=len(self.shards) * max(shard.held for shard in self.shards),
+            lookup=(total("lookup") + total("gradient")) / 2,
+        )
+
+
 class ProfiledModel(Section):
     """Properties of the model that must be the same for the figures to hold."""
 
@@ -118,12 +180,15 @@ class ProfiledModel(Section):
     microbatch: int = Field(gt=0, le=_MOST, description="samples of a microbatch", examples=[1])
     tensor: int = Field(gt=0, le=_MOST, description="tensor-parallel ranks", examples=[8])
     context: int = Field(gt=0, le=_MOST, description="context-parallel ranks", examples=[1])
+    vocabulary: int | None = Field(
+        default=None, gt=0, le=_MOST, description="rows of the output layer", examples=[128256]
+    )
 
 
 class Profile(Section):
     """Whole file of a profile; stages in model order."""
 
-    version: Literal[1, 2] = Field(description="of this format", examples=[2])
+    version: Literal[1, 2, 3] = Field(description="of this format", examples=[3])
     device: str = Field(max_length=200, description="what it ran on", examples=["NVIDIA H200"])
     schedule: str = Field(max_length=80, description="that ran", examples=["v-half"])
     pipeline_size: int = Field(ge=2, le=100_000, description="pipeline ranks", examples=[8])
@@ -142,6 +207,9 @@ class Profile(Section):
     )
     outside: float = Field(
         default=0.0, ge=0, lt=1e5, description="seconds of a step outside of its passes"
+    )
+    vocabulary: CutVocabulary | None = Field(
+        default=None, description="of shards, where the run has cut its vocabulary over all ranks"
     )
 
     @model_validator(mode="after")
@@ -163,6 +231,11 @@ class Profile(Section):
             raise ValueError(
                 "stages: some tell their whole backward and some do not; every stage says it, for "
                 "example whole: 0.0125, or none"
+            )
+        if self.vocabulary is not None and len(self.vocabulary.shards) != p:
+            raise ValueError(
+                f"vocabulary.shards: there are {len(self.vocabulary.shards)} for {p} pipeline "
+                "ranks; every rank has one"
             )
         layers = sum(s.layers.count("t") for s in self.stages)
         if layers != self.model.layers:
@@ -194,16 +267,33 @@ class Profile(Section):
             )
         stages = self.stages
         more = self.host if host else _NOTHING
-        return Costs.of_slices(
+        slowdown = self._slowdown_of_shards()
+
+        def seconds(name: str) -> list[float]:
+            added = getattr(more, name)
+            return [(getattr(s, name) + added) / slowdown[s.rank] for s in stages]
+
+        costs = Costs.of_slices(
             pipeline_size=self.pipeline_size,
-            forward=[s.forward + more.forward for s in stages],
-            backward=[s.backward + more.backward for s in stages],
-            weight=[s.weight + more.weight for s in stages],
-            whole=[s.whole + more.whole for s in stages if s.whole is not None],
+            forward=seconds("forward"),
+            backward=seconds("backward"),
+            weight=seconds("weight"),
+            whole=[] if stages[0].whole is None else seconds("whole"),
             p2p=self.hops(),
+            slowdown=slowdown,
             activation=[s.activation for s in stages],
             held_for_weight=[s.held_for_weight for s in stages],
         )
+        if self.vocabulary is None:
+            return costs
+        return self.vocabulary.added_to(costs, placement.rank_of[-1], host=host)
+
+    def _slowdown_of_shards(self) -> list[float]:
+        """Return how slow the shard of each rank is against the mean of all; they are alike."""
+        if self.vocabulary is None:
+            return [1.0] * self.pipeline_size
+        seconds = [shard.seconds for shard in self.vocabulary.shards]
+        return [of_rank * len(seconds) / sum(seconds) for of_rank in seconds]
 
     def hops(self) -> list[list[float]]:
         """Return the seconds of a message by [source][target].
@@ -257,6 +347,16 @@ def merged(replicas: Sequence[Sequence[StageProfile]]) -> list[StageProfile]:
             whole=max((s.whole for s in seen if s.whole is not None), default=None),
             activation=max(s.activation for s in seen),
             held_for_weight=max(s.held_for_weight for s in seen),
+        )
+        for seen in replicas
+    ]
+
+
+def merged_shards(replicas: Sequence[Sequence[ShardProfile]]) -> list[ShardProfile]:
+    """Merge the shards that several ranks have measured, by logical rank: the slowest of each."""
+    return [
+        ShardProfile.model_validate(
+            {name: max(getattr(s, name) for s in seen) for name in ShardProfile.model_fields}
         )
         for seen in replicas
     ]

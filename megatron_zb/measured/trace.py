@@ -18,14 +18,16 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from megatron_zb.errors import UsageError
 from megatron_zb.measured.profile import Profile, read_profile
 from megatron_zb.schedules import Timeline, simulate
+from megatron_zb.schedules.interchange import rules_of
 from megatron_zb.schedules.passes import Pass, PassKind
 from megatron_zb.schedules.placement import Placement
+from megatron_zb.schedules.rules import TRAINING
 from megatron_zb.schedules.schedule import Schedule
 
 _LARGEST = 1 << 28  # bytes of a file
 _Count = Annotated[int, Field(ge=0, lt=10_000_000)]
 _Seconds = Annotated[float, Field(gt=-1e6, lt=1e6)]
-_Ran = tuple[Literal["F", "B", "W"], _Count, _Count, _Seconds, _Seconds]
+_Ran = tuple[Literal["F", "B", "W", "O", "P", "V", "E", "G"], _Count, _Count, _Seconds, _Seconds]
 _Waited = tuple[_Seconds, _Seconds]
 
 
@@ -162,14 +164,16 @@ def compared(profile: Profile, trace: Trace, name: str) -> Compared:
         UsageError: they are not of one run.
     """
     placement = Placement(profile.schedule, profile.pipeline_size, profile.rank_of)
+    ranks = tuple(
+        tuple(Pass(PassKind(kind), stage, mb) for kind, stage, mb, _, _ in rank.passes)
+        for rank in trace.ranks
+    )
     schedule = Schedule(
         profile.schedule,
         placement,
         profile.num_microbatches,
-        tuple(
-            tuple(Pass(PassKind(kind), stage, mb) for kind, stage, mb, _, _ in rank.passes)
-            for rank in trace.ranks
-        ),
+        ranks,
+        rules=rules_of(ranks) if profile.vocabulary is not None else TRAINING,
     )
     try:
         schedule.validate()

@@ -14,7 +14,14 @@ from megatron.core import parallel_state
 from megatron.core.distributed import finalize_model_grads as _finalize
 
 from megatron_zb.errors import UsageError
-from megatron_zb.measured.balance import TRANSFER, Balance, Ends, balanced, costs_of
+from megatron_zb.measured.balance import (
+    TRANSFER,
+    Balance,
+    Ends,
+    balanced,
+    costs_of,
+    with_counted_vocabulary,
+)
 from megatron_zb.megatron_core import embedding, encoder, graphs, versions
 from megatron_zb.megatron_core.forward_backward import ForwardBackward, Measurement, StepOptions
 from megatron_zb.megatron_core.initialisation import layers_draw_weights
@@ -121,7 +128,7 @@ class PipelineAdapter:
             if placement is None and isinstance(layer_layout, str):
                 placement = _placement_of(layer_layout, pipeline_size, layers.kinds)
         if vocabulary is not None:
-            costs = _with_vocabulary(costs, layers.decoder, vocabulary)
+            costs = with_counted_vocabulary(costs, layers.decoder, vocabulary)
         schedule = build(
             name,
             pipeline_size=pipeline_size,
@@ -501,15 +508,6 @@ def _assumed_costs(pipeline_size: int, layers: int, ends: Ends | None) -> Costs:
 def _equal_costs(pipeline_size: int, p2p: float = 0.0) -> Costs:
     p = max(pipeline_size, 1)
     return Costs.uniform(pipeline_size=p, forward=1.0, backward=1.0, weight=1.0, p2p=p2p)
-
-
-def _with_vocabulary(costs: Costs, layers: int, output: float) -> Costs:
-    """Return the costs with an output layer, of so many layers, cut over all ranks.
-
-    Its logits and its part of the input gradient are O's, its weight gradient is V's.
-    """
-    layer = output * costs.pipeline_size / max(layers, 1)
-    return costs.with_vocabulary(output=2 * layer, weight=layer, lookup=0.0)
 
 
 def _keeps_places(

@@ -199,7 +199,7 @@ class ForwardBackward:
                 self._reduce_gradients(iteration, force_all_reduce)
                 if self._profiling is not None:
                     self._profiling.end_step()
-        self._tell_what_was_measured(iteration, allocate)
+        self._tell_what_was_measured(iteration, program.schedule, allocate)
         return iteration.forward_data_store
 
     def _readings(self, iterators: list[Any], pp_rank: int) -> list[Any]:
@@ -318,7 +318,7 @@ class ForwardBackward:
         iteration.forward_step_func = usual
 
     def _tell_what_was_measured(
-        self, iteration: Iteration, allocate: Callable[[], torch.Tensor]
+        self, iteration: Iteration, schedule: Schedule, allocate: Callable[[], torch.Tensor]
     ) -> None:
         profiling, measurement = self._profiling, self._options.measurement
         if profiling is None or iteration.forward_only or not profiling.is_complete:
@@ -327,7 +327,8 @@ class ForwardBackward:
         assert measurement is not None
         logical = self._physical.logical(iteration.pp_rank)
         channels, placement = self._channels, self._physical.placement
-        links = link_times(channels, placement, logical, lambda: allocate().zero_())
+        more = schedule.rules.more_links(placement)
+        links = link_times(channels, placement, logical, lambda: allocate().zero_(), more)
         ahead = clock_ahead(channels, placement, logical, device())
         measurement.use(profiling.measured(links, allocate().nbytes, ahead), iteration)
 

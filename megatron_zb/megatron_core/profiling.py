@@ -15,7 +15,17 @@ import torch.distributed as dist
 
 from megatron_zb.measured import parts
 from megatron_zb.measured.parts import StageTimes
-from megatron_zb.measured.profile import LinkProfile, Parts, PartSeconds, StageProfile, merged
+from megatron_zb.measured.profile import (
+    CutVocabulary,
+    LinkProfile,
+    Parts,
+    PartSeconds,
+    ShardHost,
+    ShardProfile,
+    StageProfile,
+    merged,
+    merged_shards,
+)
 from megatron_zb.runtime.activation_memory import ActivationMemory
 from megatron_zb.runtime.observer import Observer
 from megatron_zb.runtime.recorder import AllocatedMemory, MemoryRecorder, Recorder, Span
@@ -33,6 +43,12 @@ counted and nothing is timed.
 _SHORTEST = 1e-9  # seconds: what a clock cannot tell from nothing, as on a stage without layers
 
 _TIMED_KINDS = (PassKind.F, PassKind.B, PassKind.W, PassKind.BW)
+_OF_SHARDS = {
+    "output": PassKind.O,
+    "weight": PassKind.V,
+    "lookup": PassKind.E,
+    "gradient": PassKind.G,
+}
 
 Steps = Sequence[Sequence[Span]]
 """Timed steps of a rank."""
@@ -46,7 +62,8 @@ class Measured(NamedTuple):
 
     ``spans`` has the last timed step of every logical rank of one pipeline, by one clock. ``parts``
     are None where the layers could not be told apart, ``host`` is the host's time before each
-    pass, and ``outside`` the seconds of a step outside of its passes.
+    pass, and ``outside`` the seconds of a step outside of its passes. ``vocabulary`` is that of
+    shards, None where the vocabulary is whole.
     """
 
     stages: list[StageProfile]
@@ -56,6 +73,7 @@ class Measured(NamedTuple):
     parts: Parts | None
     host: PartSeconds
     outside: float
+    vocabulary: CutVocabulary | None
 
 
 @dataclass(frozen=True)
@@ -76,6 +94,7 @@ class Profiling:
             told apart.
         join: called where every backward has to be whole from then on.
         held: the stages of this rank.
+        shard: the number as which its part of a cut vocabulary counts, behind the stages.
         num_microbatches: microbatches of an iteration that counts; others are left out.
         every: iterations from one profile to the next; None for one profile alone.
     """
@@ -88,9 +107,10 @@ class Profiling:
         held: Sequence[Held],
         num_microbatches: int,
         every: int | None = None,
+        shard: int | None = None,
     ) -> None:
         self._begin, self._split, self._join = begin, split, join
-        self._held, self._every = held, every
+        self._held, self._every, self._shard = held, every, shard
         self._num_microbatches = num_microbatches
         self._done = 0
         self._counts = False
@@ -183,6 +203,7 @@ class Profiling:
             self._stages(message, split, whole),
             self._times(split, whole),
             _before_passes(split, whole),
+            self._of_shard(split),
             outside,
             links,
             rank,
@@ -195,10 +216,13 @@ class Profiling:
         self._memory = None
         stages: dict[int, list[StageProfile]] = defaultdict(list)
         pipeline: dict[int, tuple[float, Spans]] = {}
-        for of_stages, *_, rank, ahead, spans in everyone:
+        shards: dict[int, list[_OfShard]] = defaultdict(list)
+        for of_stages, _, _, of_shard, *_, rank, ahead, spans in everyone:
             pipeline.setdefault(rank, (ahead, spans))  # of the first replica
             for number, stage in of_stages.items():
                 stages[number].append(stage)
+            if of_shard is not None:
+                shards[rank].append(of_shard)
         return Measured(
             merged([seen for _, seen in sorted(stages.items())]),
             slowest_links([of_links for *_, of_links, _, _, _ in everyone]),
@@ -208,7 +232,26 @@ class Profiling:
             _usual([host for _, _, host, *_ in everyone]),
             # who ends last waits for nobody
             median(map(min, zip(*(seconds for *_, seconds, _, _, _, _ in everyone), strict=True))),
+            _cut_vocabulary([of_rank for _, of_rank in sorted(shards.items())]),
         )
+
+    def _of_shard(self, split: Steps) -> _OfShard | None:
+        """Return what this rank's shard takes, with the seconds of P where this rank has it."""
+        if self._shard is None:
+            return None
+        assert self._memory is not None, "no step has been counted"
+        within = {key: sum(of.values()) for key, of in _mean_within(split).items()}
+        shard = ShardProfile(
+            **{
+                name: max(within[kind, self._shard], _SHORTEST) for name, kind in _OF_SHARDS.items()
+            },
+            # what V frees: O leaves its part besides, until that has been sent
+            held=max(0, -round(median(self._memory.changes[PassKind.V, self._shard]))),
+        )
+        loss = next((seconds for (kind, _), seconds in within.items() if kind is PassKind.P), 0.0)
+        gaps = _gaps(split)
+        host = {name: gaps[kind] for name, kind in (_OF_SHARDS | {"loss": PassKind.P}).items()}
+        return _OfShard(shard, loss, host)
 
     def _last_spans(self, spans: Sequence[Span]) -> Spans:
         began = self._recorders[TIMED - 1].began
@@ -276,18 +319,49 @@ def _mean_within(steps: Steps) -> dict[tuple[PassKind, int], dict[str, float]]:
     }
 
 
+class _OfShard(NamedTuple):
+    """What one rank has measured of a cut vocabulary; ``loss`` is 0 where no P runs."""
+
+    shard: ShardProfile
+    loss: float
+    host: dict[str, float]
+
+
+def _cut_vocabulary(ranks: Sequence[Sequence[_OfShard]]) -> CutVocabulary | None:
+    """Put together what the replicas of every logical rank have measured, in order."""
+    if not ranks:
+        return None
+    everyone = [of for seen in ranks for of in seen]
+
+    def usual(name: str) -> float:
+        who = [of for of in everyone if of.loss > 0] if name == "loss" else everyone
+        return median(of.host[name] for of in who)
+
+    return CutVocabulary(
+        shards=merged_shards([[of.shard for of in seen] for seen in ranks]),
+        loss=max(of.loss for of in everyone),
+        host=ShardHost(**{name: usual(name) for name in ShardHost.model_fields}),
+    )
+
+
 def _before_passes(split: Steps, whole: Steps) -> PartSeconds:
     """Return the host's seconds before a pass without waits: sends, and bookkeeping."""
+    gaps = _gaps([*split, *whole])
+    forward, backward, weight, together = (gaps[kind] for kind in _TIMED_KINDS)
+    return PartSeconds(forward=forward, backward=backward, weight=weight, whole=together)
+
+
+def _gaps(steps: Steps) -> dict[PassKind, float]:
+    """Return the host's seconds before a pass of each kind, 0 where none runs."""
     means: dict[PassKind, list[float]] = defaultdict(list)
-    for step in [*split, *whole]:
+    for step in steps:
         gaps: dict[PassKind, list[float]] = defaultdict(list)
         for before, span in pairwise(step):
             if isinstance(span.of, Pass):
                 gaps[span.of.kind].append(max(0.0, span.start - before.end))
         for kind, found in gaps.items():
             means[kind].append(fmean(found))
-    forward, backward, weight, together = (median(means[kind] or [0.0]) for kind in _TIMED_KINDS)
-    return PartSeconds(forward=forward, backward=backward, weight=weight, whole=together)
+    return {kind: median(means[kind] or [0.0]) for kind in PassKind}
 
 
 def _usual(ranks: Sequence[PartSeconds]) -> PartSeconds:

@@ -9,10 +9,12 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
+from megatron.core.utils import get_attr_wrapped_model
 
 from megatron_zb.errors import UsageError
 from megatron_zb.measured.profile import Profile, ProfiledModel, write_profile
 from megatron_zb.measured.trace import Trace, of_spans, write_trace
+from megatron_zb.megatron_core.encoder import language_model
 from megatron_zb.megatron_core.placement import PhysicalPlacement
 from megatron_zb.megatron_core.profiling import Held, Measured, Profiling
 from megatron_zb.megatron_core.stages import Iteration
@@ -29,6 +31,7 @@ class Replannable(Protocol):
 
     schedule: Schedule
     physical: PhysicalPlacement
+    costs: Costs
 
     def layers_of(self, stage: int) -> str:
         """Return the layers of a stage as letters, such as ``Ett``."""
@@ -65,8 +68,15 @@ class Replanning:
             Held(stage, rank, adapter.layers_of(stage))
             for stage in adapter.schedule.placement.stages_of[rank]
         ]
+        is_cut = adapter.costs.vocabulary is not None
         return Profiling(
-            self._begin, self._split, self._join, held, adapter.schedule.num_microbatches, every
+            self._begin,
+            self._split,
+            self._join,
+            held,
+            adapter.schedule.num_microbatches,
+            every,
+            adapter.schedule.placement.num_stages + rank if is_cut else None,
         )
 
     def _begin(self) -> None:
@@ -102,7 +112,7 @@ class Replanning:
     def _profile(self, measured: Measured, iteration: Iteration) -> Profile:
         config, schedule = iteration.config, self._usual
         return Profile(
-            version=2,
+            version=3,
             device=torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU",
             schedule=schedule.name,
             pipeline_size=schedule.placement.pipeline_size,
@@ -115,12 +125,14 @@ class Replanning:
                 microbatch=iteration.micro_batch_size,
                 tensor=iteration.pg_collection.tp.size(),
                 context=iteration.pg_collection.cp.size(),
+                vocabulary=_rows_of_output(iteration.model[0]),
             ),
             stages=measured.stages,
             links=measured.links,
             parts=measured.parts,
             host=measured.host,
             outside=measured.outside,
+            vocabulary=measured.vocabulary,
         )
 
     def _choose(self, profile: Profile) -> None:
@@ -159,3 +171,9 @@ class Replanning:
             return self._adapter.rebuilt(costs)
         except UsageError as error:
             return str(error)
+
+
+def _rows_of_output(chunk: Any) -> int | None:
+    """Return the rows of the whole output layer, which every chunk of Megatron's model knows."""
+    model = get_attr_wrapped_model(chunk, "pre_process", return_model_obj=True)
+    return getattr(language_model(model), "vocab_size", None)

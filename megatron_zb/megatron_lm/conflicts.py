@@ -331,7 +331,6 @@ LAYER_STREAMS_CONFLICTS = (
 )
 
 
-_NOT_TIMED = "nothing measures the passes of its shards"
 VOCABULARY_CONFLICTS = (
     Conflict(
         "mtp_num_layers",
@@ -346,8 +345,6 @@ VOCABULARY_CONFLICTS = (
     Conflict("use_mup", "--use-mup", "it scales the logits"),
     Conflict("hybrid_layer_pattern", "--hybrid-layer-pattern", "it is tried with GPTModel alone"),
     Conflict("pipeline_schedule_file", "--pipeline-schedule-file", "a table has no passes of it"),
-    Conflict("pipeline_profile", "--pipeline-profile", _NOT_TIMED),
-    Conflict("pipeline_replan_every", "--pipeline-replan-every", _NOT_TIMED),
     Conflict(
         "enable_optimizer_post_validation",
         POST_VALIDATION,

@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import json
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -18,6 +19,8 @@ from rich.text import Text
 
 from megatron_zb import schedules
 from megatron_zb.errors import UsageError
+from megatron_zb.measured.balance import with_counted_vocabulary
+from megatron_zb.measured.cutting import Cutting
 from megatron_zb.measured.fit import Fit
 from megatron_zb.measured.profile import Profile, read_profile
 from megatron_zb.measured.units import GIB
@@ -31,6 +34,9 @@ from megatron_zb.schedules.request import MemoryLimit
 
 _LARGE = 20_000  # passes: more are not lowered for their messages
 
+# Schedules that are looked at with a cut vocabulary, too, at most: such searches take seconds.
+_CUTS = 3
+
 
 @dataclass(frozen=True)
 class Row:
@@ -38,7 +44,7 @@ class Row:
 
     ``runs`` is the schedule that its flags name: for ``auto``, the fastest of all.
     ``megatron`` tells a schedule of Megatron's own, ``has_by_default`` that no flag is needed for
-    the layout.
+    the layout, ``cuts_vocabulary`` that output layer and embedding are cut over all ranks.
     """
 
     schedule: str
@@ -55,16 +61,38 @@ class Row:
     has_by_default: bool
     timeline: schedules.Timeline
     layers: Layout
+    cuts_vocabulary: bool = False
 
 
 @dataclass(frozen=True)
 class ProfileRequest:
-    """Request of the command line."""
+    """Request of the command line; ``vocabulary`` is whole and cut (auto), cut (on) or whole (off).
+
+    With ``auto``, the fastest schedules are looked at with a cut one, too.
+    """
 
     profile: Profile
     num_microbatches: int
     memory_limit: float | None
     post_validation: bool
+    vocabulary: str = "auto"
+
+    @property
+    def why_not_cut(self) -> str | None:
+        """Why there is no row with a cut vocabulary, None if there can be."""
+        profile = self.profile
+        rows, p = profile.model.vocabulary, profile.pipeline_size * profile.model.tensor
+        if any("m" in stage.layers for stage in profile.stages):
+            return "multi-token prediction runs its output layer again"
+        if self.post_validation:
+            return "the forwards that post-validation runs again have no passes of it"
+        if profile.vocabulary is not None:
+            return None
+        if Fit.of(profile).cutting is None:
+            return "the profile does not tell how many rows it has: profile again"
+        if rows is not None and rows % p:
+            return f"its {rows} rows cannot be cut evenly for {p} ranks"
+        return None
 
 
 Watch = Callable[[str, int, int], None]
@@ -77,6 +105,12 @@ def rows(
 ) -> tuple[list[Row], dict[str, str]]:
     """Return every schedule, the fastest first, and why others are missing."""
     fit = Fit.of(asked.profile)
+    if asked.vocabulary == "on":
+        if asked.why_not_cut is not None:
+            raise UsageError(
+                f"--vocabulary on: the output layer cannot be cut, because {asked.why_not_cut}"
+            )
+        candidates = [c if c.megatron else replace(c, cuts_vocabulary=True) for c in candidates]
     found: list[Row] = []
     missing: dict[str, str] = {}
     wanted = {candidate.name for candidate in candidates}
@@ -90,6 +124,8 @@ def rows(
         except UsageError as error:
             if candidate.name in wanted:
                 missing[name] = str(error)
+    if asked.vocabulary == "auto" and asked.why_not_cut is None:
+        found += _with_cut(asked, fit, settings, found, watch)
     for candidate in candidates:
         if candidate.takes_the_best and any(not row.megatron for row in found):
             watch(candidate.name, len(settings), len(settings) + 1)
@@ -99,6 +135,26 @@ def rows(
     if not found:
         raise UsageError(next(iter(missing.values()), "no schedule can be had"))
     return sorted(found, key=lambda row: row.seconds), missing
+
+
+def _with_cut(
+    asked: ProfileRequest,
+    fit: Fit,
+    settings: Sequence[tuple[Candidate, int | None]],
+    found: Sequence[Row],
+    watch: Watch,
+) -> list[Row]:
+    """Return the fastest schedules of one or two chunks with a cut vocabulary, as limits allow."""
+    ranked = sorted(found, key=lambda row: row.seconds)
+    fastest = [(row.schedule, row.chunks) for row in ranked if not row.megatron]
+    small = [at for at in fastest if at[1] in (None, 2)][:_CUTS]
+    rows = []
+    for candidate, chunks in settings:
+        if (candidate.name, chunks) in small:
+            watch(f"{candidate.name}, cut vocabulary", len(settings), len(settings) + 1)
+            with suppress(UsageError):
+                rows.append(_row(asked, fit, replace(candidate, cuts_vocabulary=True), chunks))
+    return rows
 
 
 def _settings(
@@ -124,9 +180,10 @@ def _row(asked: ProfileRequest, fit: Fit, candidate: Candidate, chunks: int | No
     placement = candidate.placement(profile.pipeline_size, chunks)
     layers = profile.model.layers
     even = layout.spread(Layers(layers), placement)
+    ends = fit.in_layers(cut=candidate.cuts_vocabulary)
     found = {
         counts: _simulated(asked, fit, candidate, chunks, placement, counts)
-        for counts in layout.choices(layers, placement, *fit.in_layers())
+        for counts in layout.choices(layers, placement, *ends)
     }
     back_to_back = asked.post_validation and candidate.splits
 
@@ -152,6 +209,7 @@ def _row(asked: ProfileRequest, fit: Fit, candidate: Candidate, chunks: int | No
         has_by_default=candidate.has_by_default(counts, placement),
         timeline=timeline,
         layers=counts,
+        cuts_vocabulary=candidate.cuts_vocabulary,
     )
 
 
@@ -161,6 +219,7 @@ def _best_of_all(
     """Return the fastest row, or the order that ``auto`` finds for its placement, if faster."""
     best = min((row for row in found if not row.megatron), key=lambda row: row.seconds)
     placement, counts = best.timeline.schedule.placement, best.layers
+    candidate = replace(candidate, cuts_vocabulary=best.cuts_vocabulary)
     try:
         timeline = _simulated(
             asked, fit, candidate, placement.chunks, placement, counts, quick=True
@@ -195,13 +254,16 @@ def _simulated(
     *,
     quick: bool = False,
 ) -> schedules.Timeline:
-    costs = fit.costs(placement, counts, blocking=candidate.blocking)
+    if candidate.cuts_vocabulary:
+        costs = fit.cut_costs(placement, counts, fit.cutting or Cutting())
+    else:
+        costs = fit.costs(placement, counts, blocking=candidate.blocking)
     schedule = schedules.build(
         candidate.family,
         pipeline_size=placement.pipeline_size,
         num_microbatches=asked.num_microbatches,
         # a run builds auto alone for what it measures, and every other one for equal costs
-        costs=costs if candidate.takes_the_best else None,
+        costs=costs if candidate.takes_the_best else _costs_of_a_run(fit, candidate),
         memory_limit=asked.memory_limit,
         chunks=chunks,
         placement=placement if quick else None,
@@ -209,6 +271,18 @@ def _simulated(
         quick=quick,
     )
     return schedules.simulate(schedule, costs)
+
+
+def _costs_of_a_run(fit: Fit, candidate: Candidate) -> schedules.Costs | None:
+    """Return the costs for which a run builds a named schedule; None where these are all equal."""
+    if not candidate.cuts_vocabulary:
+        return None
+    profile = fit.profile
+    costs = schedules.Costs.uniform(
+        pipeline_size=profile.pipeline_size, forward=1.0, backward=1.0, weight=1.0
+    )
+    _, output = fit.in_layers()
+    return with_counted_vocabulary(costs, profile.model.layers, output)
 
 
 def _peaks(timeline: schedules.Timeline, message: float) -> Sequence[float]:
@@ -247,6 +321,7 @@ def read(arguments: argparse.Namespace) -> tuple[ProfileRequest, list[Candidate]
             profile.num_microbatches if m is None else m,
             arguments.memory_limit,
             arguments.post_validation,
+            arguments.vocabulary or "auto",
         ),
         list(unique.values()),
     )
@@ -295,6 +370,8 @@ def _print(
     console.print(_table(found[:top]))
     for name, why in missing.items():
         console.print(Text(f" -  {name}: {why}"), highlight=False)
+    if asked.vocabulary == "auto" and (why_not := asked.why_not_cut) is not None:
+        console.print(Text(f" -  no cut vocabulary: {why_not}"), highlight=False)
     console.print(Text("\nflags of the first:", style="bold"))
     flags = flags_of(asked, found[0])
     console.print(Text("  " + " \\\n  ".join(flags)), highlight=False, soft_wrap=True)
@@ -311,6 +388,8 @@ def flags_of(asked: ProfileRequest, row: Row) -> list[str]:
             chunks = None
         if asked.memory_limit is not None:
             flags.append(f"--pipeline-memory-limit {asked.memory_limit:g}")
+        if row.cuts_vocabulary:
+            flags.append("--pipeline-vocabulary on")
         if asked.post_validation and catalog.family(row.runs).splits_backward:
             flags.append("--enable-optimizer-post-validation")
     written = None if row.has_by_default else row.layout
@@ -320,7 +399,8 @@ def flags_of(asked: ProfileRequest, row: Row) -> list[str]:
 def name_of(row: Row) -> str:
     """Return the name of a row in the table; for ``auto``, with what it runs."""
     chunks = "" if row.chunks is None else f" ×{row.chunks}"
-    return named(row.schedule, row.runs) + chunks
+    cut = ", cut vocabulary" if row.cuts_vocabulary else ""
+    return named(row.schedule, row.runs) + chunks + cut
 
 
 def _table(found: Sequence[Row]) -> Table:

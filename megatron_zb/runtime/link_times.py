@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 import torch
 import torch.distributed as dist
@@ -17,7 +17,11 @@ _SUMS = 4
 
 
 def link_times(
-    channels: Channels, placement: Placement, rank: int, allocate: Callable[[], torch.Tensor]
+    channels: Channels,
+    placement: Placement,
+    rank: int,
+    allocate: Callable[[], torch.Tensor],
+    more_links: Iterable[tuple[int, int]] = (),
 ) -> dict[Channel, float]:
     """Measure the seconds of one message on the channels to higher ranks and back; collective.
 
@@ -27,9 +31,10 @@ def link_times(
     Args:
         rank: this logical rank.
         allocate: gives a tensor such as the passes exchange.
+        more_links: pairs of ranks beside those of the placement, as the channels have them.
     """
     found: dict[Channel, float] = {}
-    for channel in channels_of(placement):
+    for channel in channels_of(placement, more_links):
         if channel.source < channel.target and rank in channel:
             begins = rank == channel.source
             seconds, _ = _fastest_round(channels, channel, begins, allocate)

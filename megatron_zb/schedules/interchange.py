@@ -118,14 +118,14 @@ def from_csv(source: str | Path, *, name: str | None = None) -> Schedule:
     placement = _infer_placement(name, rows)
     num_microbatches = 1 + max(cell.work.microbatch for row in rows for cell in row)
     ranks = tuple(tuple(cell.work for cell in row) for row in rows)
-    schedule = Schedule(name, placement, num_microbatches, ranks, rules=_rules(ranks))
+    schedule = Schedule(name, placement, num_microbatches, ranks, rules=rules_of(ranks))
     try:
         return schedule.validate()
     except InvalidSchedule as error:
         _point_at_cell(schedule, rows, error)
 
 
-def _rules(ranks: Sequence[Sequence[Pass]]) -> TrainingRules:
+def rules_of(ranks: Sequence[Sequence[Pass]]) -> TrainingRules:
     """Return the rules of passes by their kinds."""
     kinds = [{p.kind for p in row} for row in ranks]
     holders = tuple(rank for rank, row in enumerate(kinds) if PassKind.O in row)

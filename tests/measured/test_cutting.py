@@ -2,27 +2,23 @@
 
 from __future__ import annotations
 
-from argparse import Namespace
 from itertools import pairwise
 
 import pytest
-from measured_runs import HEAVY, LAYER, profile
+from measured_runs import HEAVY, LAYER, LOSS, SHARD, cut_profile, profile
 
 from megatron_zb.measured.balance import Ends, costs_beside
 from megatron_zb.measured.cutting import Cutting
 from megatron_zb.measured.fit import Fit
-from megatron_zb.schedules.placement import v_shape
-
-
-def sizes(tensor: int) -> Namespace:
-    return Namespace(hidden_size=1000, tensor_model_parallel_size=tensor)
+from megatron_zb.measured.profile import Profile
+from megatron_zb.schedules.placement import looped, v_shape
 
 
 def test_sums_by_hand() -> None:
     """A layer of 1e8 operations a token and a vocabulary of 50000 rows."""
-    found = Cutting.of_sizes(sizes(1), 1e8, 50_000)
+    found = Cutting.of_sizes(1e8, 50_000, 1000, 1)
     assert found == Cutting(adding=36 * 1000 * 200 / 1e8, traffic=20 * 50_000 * 200 / 1e8)
-    shared = Cutting.of_sizes(sizes(4), 1e8, 50_000)
+    shared = Cutting.of_sizes(1e8, 50_000, 1000, 4)
     # each of four ranks has a quarter of the operations, and receives three quarters of the tokens
     assert shared.gathering == pytest.approx((2 * 1000 * 3 / 4) * 2000 / (1e8 / 4))
     assert (shared.adding, shared.traffic) == (found.adding, found.traffic)
@@ -62,6 +58,49 @@ def test_measured_costs_take_the_output_layer_off_the_last_stage() -> None:
     assert found.weight == pytest.approx(HEAVY * LAYER["weight"])
     assert found.loss == pytest.approx(4 * 0.25 * LAYER["forward"])
     assert found.held == pytest.approx(100 * HEAVY)
+
+
+@pytest.mark.parametrize("slow", [{}, {2: 1.5}], ids=["equal", "slow"])
+def test_shards_that_were_measured_have_their_own_seconds(slow: dict[int, float]) -> None:
+    """On a rank that is slow they are slow, too, whether the stages are those that ran or not."""
+    measured, placement = cut_profile(slow), v_shape(4)
+    fit = Fit.of(measured)
+    for costs in (measured.costs(placement), fit.cut_costs(placement, (2,) * 8, Cutting())):
+        found = costs.for_placement(placement)
+        assert found.shards is not None
+        times = [slow.get(rank, 1.0) for rank in range(4)]
+        assert found.shards.output == pytest.approx([SHARD["output"] * t for t in times])
+        assert found.shards.weight == pytest.approx([SHARD["weight"] * t for t in times])
+        assert found.shards.lookup == pytest.approx([0.025 * t for t in times])
+        assert found.shards.loss == pytest.approx(LOSS)
+        assert found.shards.held == (SHARD["held"],) * 4
+        expected = [2 * LAYER["forward"] * times[rank] for rank in placement.rank_of]
+        assert found.forward == pytest.approx(expected)
+    looped_costs = fit.cut_costs(looped(4), (4,) * 4, Cutting()).for_placement(looped(4))
+    assert looped_costs.forward == pytest.approx([4 * slow.get(rank, 1.0) for rank in range(4)])
+
+
+def test_whole_ends_are_the_sum_of_measured_shards() -> None:
+    costs = Fit.of(cut_profile()).costs(v_shape(4), (2,) * 8)
+    assert costs.vocabulary is None
+    for name, output, embedding in (
+        ("forward", 2 * SHARD["output"], SHARD["lookup"]),
+        ("backward", 2 * SHARD["output"], SHARD["gradient"]),
+        ("weight", 4 * SHARD["weight"], 0.0),
+    ):
+        seconds = getattr(costs, name)
+        assert seconds[-1] - seconds[1] == pytest.approx(output), name
+        assert seconds[0] - seconds[1] == pytest.approx(embedding), name
+    assert costs.activation[-1] - costs.activation[1] == 4 * SHARD["held"]
+
+
+def test_a_measured_output_layer_tells_what_cutting_takes() -> None:
+    """Its forward is 2 h V operations a token: a layer of a third of it has a third of them."""
+    values = profile().model_dump()
+    values["model"]["vocabulary"] = 4096
+    found = Fit.of(Profile.model_validate(values)).cutting
+    assert found == Cutting.of_sizes(2 * 64 * 4096 / HEAVY, 4096, 64, 1)
+    assert Fit.of(profile()).cutting is None  # of a file that does not tell the rows
 
 
 def test_a_profile_of_other_ranks_gives_way_to_the_sizes() -> None:

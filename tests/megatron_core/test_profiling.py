@@ -3,13 +3,23 @@
 from __future__ import annotations
 
 import weakref
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, cast
 
 import pytest
 import torch
-from gpt_cases import GPTCase, built, forward_backward, gradients, microbatches
+from brief_searches import briefly
+from gpt_cases import (
+    SEQUENCE,
+    VOCABULARY,
+    GPTCase,
+    built,
+    forward_backward,
+    gradients,
+    microbatches,
+)
 from megatron.core import parallel_state
 from rank_process import Kind
 from ranks import RankPools
@@ -17,7 +27,14 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron_zb import schedules
 from megatron_zb.errors import UsageError
-from megatron_zb.measured.profile import Profile, StageProfile, read_profile, write_profile
+from megatron_zb.measured.profile import (
+    Profile,
+    ShardHost,
+    StageProfile,
+    read_profile,
+    write_profile,
+)
+from megatron_zb.measured.trace import compare
 from megatron_zb.megatron_core import profiling
 from megatron_zb.megatron_core.adapter import PipelineAdapter
 from megatron_zb.megatron_core.profiling import ITERATIONS, TIMED, WARM_UP, WHOLE, Held, Profiling
@@ -25,6 +42,7 @@ from megatron_zb.runtime.activation_memory import ActivationMemory
 from megatron_zb.runtime.recorder import MemoryRecorder, Recorder, Span
 from megatron_zb.schedules.layout import Layers
 from megatron_zb.schedules.passes import Pass, PassKind
+from megatron_zb.schedules.placement import v_shape
 from megatron_zb.schedules.program.memory import peak_with_messages
 
 M = 6
@@ -52,7 +70,8 @@ def train(
     """Iterations of the same batches; ``schedule=None`` is Megatron's own 1F1B."""
     from megatron.core.pipeline_parallel import get_forward_backward_func
 
-    with built(case, schedule, M) as (adapter, chunks):
+    search = briefly if case.vocabulary else nullcontext
+    with search(), built(case, schedule, M) as (adapter, chunks):
         seen = Seen(
             parallel_state.get_data_parallel_rank(), parallel_state.get_tensor_model_parallel_rank()
         )
@@ -124,6 +143,41 @@ def test_the_profile_of_a_run(ranks: RankPools, tmp_path: Path) -> None:
     assert len({(stage.activation, stage.held_for_weight) for stage in middle}) == 1
 
 
+@pytest.mark.parametrize("tied", [False, pytest.param(True, marks=pytest.mark.full)])
+def test_the_profile_of_a_run_with_a_cut_vocabulary(
+    ranks: RankPools, tmp_path: Path, tied: bool
+) -> None:
+    """Its losses and gradients are those of a run that does not measure."""
+    case, path = GPTCase(layers=8, vocabulary=True, tied=tied), tmp_path / "profile.yaml"
+    pool = ranks(4)
+    found = pool.run(train, case=case, schedule="v-half", iterations=ITERATIONS + 1, path=path)
+    usual = pool.run(train, case=case, schedule="v-half", iterations=1)
+    for measured, other in zip(found, usual, strict=True):
+        assert all(losses == other.losses[0] for losses in measured.losses)
+        for of_step in measured.gradients:
+            assert all(torch.equal(g, other.gradients[0][name]) for name, g in of_step.items())
+    assert found[-1].losses[0]
+    profile = read_profile(path)
+    cut = profile.vocabulary
+    assert cut is not None
+    assert len(cut.shards) == 4
+    assert profile.model.vocabulary == VOCABULARY
+    assert min(cut.loss, *(min(s.output, s.weight, s.lookup, s.gradient) for s in cut.shards)) > 0
+    assert min(getattr(cut.host, name) for name in ShardHost.model_fields) > 0
+    tokens, hidden = SEQUENCE * 2, 32
+    received = tokens * (4 * hidden + 8)  # the last stage's output and its labels
+    assert [s.held for s in cut.shards] == [received + tokens * 4 * VOCABULARY // 4] * 4
+    # every rank sends to that of the first and the last stage, which is rank 0, and back
+    assert len(profile.links) == 6 + 4
+    costs = profile.costs(found[0].orders[-1].placement).for_placement(v_shape(4))
+    expected = [stage.forward + profile.host.forward for stage in profile.stages]
+    assert costs.forward == pytest.approx(expected)
+    assert costs.shards is not None
+    assert set(costs.shards.held) == {cut.shards[0].held}
+    traced = compare(path)
+    assert {p.kind for p in traced.measured.schedule.ranks[0]} == set(map(PassKind, "FBWOPVEG"))
+
+
 def test_an_encoder_counts_as_a_part_of_the_embedding(ranks: RankPools, tmp_path: Path) -> None:
     case, path = GPTCase(images=(1, 2)), tmp_path / "profile.yaml"
     found = ranks(2).run(train, case=case, schedule="v-half", iterations=ITERATIONS, path=path)
@@ -148,6 +202,27 @@ def test_auto_goes_on_with_a_schedule_for_what_it_has_measured(
     pool = ranks(2 * case.data_parallel * case.tensor_parallel)
     found = pool.run(train, case=case, schedule="auto", iterations=ITERATIONS + 2)
     check_same(found, pool.run(train, case=case, schedule=None, iterations=1))
+    check_replanned(found)
+
+
+@pytest.mark.parametrize("tensor", [1, pytest.param(2, marks=pytest.mark.full)])
+def test_auto_goes_on_with_a_cut_vocabulary_too(ranks: RankPools, tensor: int) -> None:
+    case, pool = GPTCase(vocabulary=True, tensor_parallel=tensor), ranks(2 * tensor)
+    found = pool.run(train, case=case, schedule="auto", iterations=ITERATIONS + 2)
+    check_replanned(found)
+    for rank in found:
+        assert all(losses == rank.losses[0] for losses in rank.losses)
+        for of_step in rank.gradients:
+            assert all(torch.equal(g, of_step[name]) for name, g in rank.gradients[0].items())
+    counted_costs, measured_costs = (found[0].costs[i].vocabulary for i in (0, -1))
+    assert counted_costs is not None and measured_costs is not None
+    assert counted_costs.loss == 0 < measured_costs.loss
+    kinds = {p.kind for rank in found[0].orders[-1].ranks for p in rank}
+    assert kinds >= set(map(PassKind, "OPVEG"))
+
+
+def check_replanned(found: list[Seen]) -> None:
+    """All ranks have gone on with one order, which is no slower for what was measured."""
     first, *others = found
     assert all(rank.orders == first.orders and rank.costs == first.costs for rank in others)
     assert first.costs[0] != first.costs[-1] == first.costs[-2]
@@ -202,6 +277,15 @@ def test_predicted_activations_are_those_that_are_counted(
     ranks: RankPools, tmp_path: Path, schedule: str
 ) -> None:
     path, case = tmp_path / "profile.yaml", GPTCase(layers=8 if schedule == "wave" else 4)
+    for predicted, peak in ranks(2).run(counted, case=case, schedule=schedule, path=path):
+        assert predicted == pytest.approx(peak, rel=0.03)
+
+
+@pytest.mark.parametrize("schedule", ["v-half", pytest.param("zb-h1", marks=pytest.mark.full)])
+def test_predicted_activations_count_shards_of_a_cut_vocabulary(
+    ranks: RankPools, tmp_path: Path, schedule: str
+) -> None:
+    path, case = tmp_path / "profile.yaml", GPTCase(layers=8, vocabulary=True)
     for predicted, peak in ranks(2).run(counted, case=case, schedule=schedule, path=path):
         assert predicted == pytest.approx(peak, rel=0.03)
 
@@ -371,7 +455,7 @@ def stage(**changes: Any) -> list[dict[str, Any]]:
 @pytest.mark.parametrize(
     ("broken", "said"),
     [
-        (profile(version=3), "'version' is 3"),
+        (profile(version=4), "'version' is 4"),
         (profile(stages=stage(forward=0.0)), "'stages.0.forward' is 0.0: .*forward: 0.0125"),
         (profile(stages=stage(backward=-1.0)), "'stages.0.backward' is -1.0"),
         (profile(stages=stage(forwards=1.0)), "did you mean forward, such as forward: 0.0125"),

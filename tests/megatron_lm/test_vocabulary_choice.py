@@ -93,7 +93,6 @@ def test_auto_is_never_slower_than_either(name: str, rows: int) -> None:
         ({}, "its size is not known before the tokenizer is read: give --vocab-size"),
         ({"mtp_num_layers": 1}, "multi-token prediction runs the output layer again"),
         ({"cross_entropy_loss_fusion": True}, "--cross-entropy-loss-fusion: the loss is put toget"),
-        ({"pipeline_profile": "run.yaml"}, "--pipeline-profile run.yaml: nothing measures"),
         ({"multi_latent_attention": True}, "what it takes cannot be counted for this model"),
         (
             {"make_vocab_size_divisible_by": 2, "vocab_size": 8190},

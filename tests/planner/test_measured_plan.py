@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from brief_searches import briefly
-from measured_runs import HEAVY, LAYERS, P, profile
+from measured_runs import HEAVY, LAYERS, P, cut_profile, profile
 
 from megatron_zb import schedules
 from megatron_zb.cli import main as cli
 from megatron_zb.errors import UsageError
 from megatron_zb.measured.fit import Fit, Part
-from megatron_zb.measured.profile import write_profile
+from megatron_zb.measured.profile import Profile, write_profile
 from megatron_zb.planner.candidate import candidates_of
-from megatron_zb.planner.from_profile import ProfileRequest, rows
+from megatron_zb.planner.from_profile import ProfileRequest, flags_of, rows
 from megatron_zb.schedules.placement import looped, v_shape
 
 
@@ -58,6 +59,57 @@ def test_a_heavy_output_layer_asks_for_an_uneven_layout() -> None:
     even, _ = rows(ProfileRequest(profile(output=0.0), 8, None, False), candidates_of(["v-zb"])[2:])
     assert even[0].is_even
     assert even[0].seconds == even[0].seconds_even
+
+
+def with_rows(**model: int) -> Profile:
+    """The profile of a whole output layer that tells its rows."""
+    values = profile().model_dump()
+    values["model"] |= {"vocabulary": 262_144, "hidden_size": 16_384, **model}
+    return Profile.model_validate(values)
+
+
+@pytest.mark.parametrize("measured", [with_rows(), cut_profile()], ids=["whole", "cut"])
+def test_a_plan_has_rows_with_and_without_a_cut_vocabulary(measured: Profile) -> None:
+    """Whichever of both has run; a heavy output layer is faster cut than in any layout."""
+    asked = ProfileRequest(measured, 8, None, post_validation=False)
+    with briefly():
+        found, missing = rows(asked, candidates_of(["v-zb", "auto"])[2:])
+    assert missing == {}
+    named = {row.cuts_vocabulary: row for row in found if row.schedule == "v-zb"}
+    assert named[True].seconds < named[False].seconds
+    kinds = {p.kind for rank in named[True].timeline.schedule.ranks for p in rank}
+    assert kinds >= {*"OPVEG"}
+    assert "--pipeline-vocabulary on" in flags_of(asked, named[True])
+    assert "--pipeline-vocabulary on" not in flags_of(asked, named[False])
+    assert named[True].is_even
+    best = next(row for row in found if row.schedule == "auto")
+    assert best.cuts_vocabulary and best.seconds <= named[True].seconds
+
+
+def test_a_plan_cuts_every_row_or_none_if_asked() -> None:
+    asked = ProfileRequest(cut_profile(), 8, None, post_validation=False)
+    for vocabulary in ("on", "off"):
+        with briefly():
+            found, _ = rows(replace(asked, vocabulary=vocabulary), candidates_of(["v-half"])[2:])
+        assert [row.cuts_vocabulary for row in found] == [vocabulary == "on"]
+
+
+@pytest.mark.parametrize(
+    ("asked", "words"),
+    [
+        (ProfileRequest(profile(), 8, None, False, "on"), "how many rows it has: profile again"),
+        (ProfileRequest(cut_profile(), 8, None, True, "on"), "that post-validation runs again"),
+        (
+            ProfileRequest(with_rows(vocabulary=4098), 8, None, False, "on"),
+            "its 4098 rows cannot be cut evenly for 4 ranks",
+        ),
+    ],
+)
+def test_a_vocabulary_that_cannot_be_cut_is_a_reason(asked: ProfileRequest, words: str) -> None:
+    with pytest.raises(UsageError, match=words):
+        rows(asked, candidates_of(["v-half"])[2:])
+    found, _ = rows(replace(asked, vocabulary="auto"), candidates_of(["v-half"])[2:])
+    assert [row.cuts_vocabulary for row in found] == [False]
 
 
 def test_iterations_in_a_row_are_shorter() -> None:

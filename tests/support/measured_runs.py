@@ -51,3 +51,21 @@ def profile(slow: dict[int, float] | None = None, output: float = HEAVY) -> Prof
             "links": links,
         }
     )
+
+
+SHARD = {"output": 0.5, "weight": 0.25, "lookup": 0.02, "gradient": 0.03, "held": 60}
+LOSS = 0.04
+
+
+def cut_profile(slow: dict[int, float] | None = None) -> Profile:
+    """The same with shards on all ranks, as a run with a cut vocabulary would have measured it."""
+    slowness = slow or {}
+    shards: list[dict[str, Any]] = []
+    for rank in range(P):
+        seconds = {k: t * slowness.get(rank, 1.0) for k, t in SHARD.items() if k != "held"}
+        shards.append({**seconds, "held": SHARD["held"]})
+    host = dict.fromkeys(("output", "loss", "weight", "lookup", "gradient"), 0.0)
+    cut = {"shards": shards, "loss": LOSS * slowness.get(0, 1.0), "host": host}
+    values = profile(slow, output=0.0).model_dump()
+    values["model"]["vocabulary"] = 4096
+    return Profile.model_validate({**values, "version": 3, "vocabulary": cut})
