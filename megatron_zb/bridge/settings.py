@@ -13,7 +13,10 @@ from megatron_zb.errors import UsageError
 from megatron_zb.parsing import flag_of
 from megatron_zb.schedules import catalog
 
-_STREAMS = ("rank", "layer")
+_CHOICES = {
+    "pipeline_random_streams": ("rank", "layer"),
+    "pipeline_vocabulary": ("auto", "on", "off", None),
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,6 +36,8 @@ class Settings:
         microbatch_group_size_per_vp_stage: of schedules that take a group size.
         pipeline_model_parallel_layout: layers of every stage in model order, ``Ett|tt|tt|ttL``.
         pipeline_layer_layout: ``auto`` or a file of ``--pipeline-profile`` balances them.
+        pipeline_vocabulary: ``on`` cuts output layer and embedding over the pipeline ranks of one
+            model, which is then called with labels alone; ``auto`` where that is faster.
         pipeline_random_streams: ``rank``, or ``layer`` with a ``seed``.
         seed: of the streams of the layers.
         pipeline_timeout: seconds without progress in a step after which the job is ended; 0 never.
@@ -51,6 +56,7 @@ class Settings:
     microbatch_group_size_per_vp_stage: int | None = None
     pipeline_model_parallel_layout: str | None = None
     pipeline_layer_layout: str | None = None
+    pipeline_vocabulary: str | None = None
     pipeline_random_streams: str = "rank"
     seed: int | None = None
     pipeline_timeout: float = 0.0
@@ -67,11 +73,10 @@ class Settings:
             catalog.family(self.pipeline_schedule)
         if self.num_microbatches < 1:
             raise UsageError(f"num_microbatches is {self.num_microbatches}: it must be 1 or more")
-        if self.pipeline_random_streams not in _STREAMS:
-            raise UsageError(
-                f"pipeline_random_streams is '{self.pipeline_random_streams}': give "
-                f"{' or '.join(_STREAMS)}"
-            )
+        for name, values in _CHOICES.items():
+            if getattr(self, name) not in values:
+                words = " or ".join(value for value in values if value is not None)
+                raise UsageError(f"{name} is '{getattr(self, name)}': give {words}")
 
     def as_arguments(self, model: Any) -> argparse.Namespace:
         """Return the arguments that Megatron-LM would have for these settings and a model.

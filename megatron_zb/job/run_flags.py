@@ -51,6 +51,11 @@ def check_table_alone(args: argparse.Namespace) -> None:
         raise UsageError(
             "--pipeline-schedule-file is a finished schedule: leave --pipeline-memory-limit out"
         )
+    if args.pipeline_vocabulary == "on":
+        raise UsageError(
+            "--pipeline-schedule-file trains with a whole output layer: leave "
+            "--pipeline-vocabulary on out"
+        )
     for name in ("pipeline_placement", "pipeline_schedule_cache"):
         if getattr(args, name) is not None:
             raise UsageError(
@@ -140,6 +145,20 @@ def add_run_arguments(group: argparse._ArgumentGroup) -> None:
     )
     add_timeout(group)
     add_other_data(group)
+
+
+def add_vocabulary(group: argparse._ArgumentGroup) -> None:
+    """Add the argument that cuts output layer and embedding over the pipeline ranks."""
+    group.add_argument(
+        "--pipeline-vocabulary",
+        choices=("auto", "on", "off"),
+        help="cut the output layer and the embedding along the vocabulary over all pipeline "
+        "ranks, whose logits, lookups and weight gradients then are passes of the schedule (on), "
+        "leave them on the first and the last stage (off, the default), or cut them where that "
+        "can be done and is faster in the simulator (auto); the start-up lines say why. Losses "
+        "agree with those of whole layers but for rounding, and are the same to the last bit in "
+        "every schedule. Checkpoints serve both",
+    )
 
 
 def add_other_data(group: argparse._ArgumentGroup) -> None:

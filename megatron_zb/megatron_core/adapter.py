@@ -257,9 +257,17 @@ class PipelineAdapter:
         """Tie the embeddings and split the linear layers; before data parallelism wraps them.
 
         Where layers draw from streams of their own, their forwards choose these from now on.
+
+        Raises:
+            UsageError: the vocabulary cannot be cut as asked for.
         """
         embedding.tie(model_chunks)
         if self.costs.vocabulary is not None:
+            if self._output is not None:
+                raise UsageError(
+                    "a second model was built, but the shards of a cut vocabulary are those of one "
+                    "model: give --pipeline-vocabulary off, or build one"
+                )
             self._output = cut(model_chunks, self.physical)
         streams = self._step_options.streams
         for chunk, split in zip(model_chunks, self._splits, strict=True):

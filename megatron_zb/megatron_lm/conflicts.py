@@ -25,6 +25,7 @@ from megatron_zb.megatron_core.transformer_engine import (
     WHY_NOT_ZERO_COPY,
     ZERO_COPY_FLAG,
 )
+from megatron_zb.megatron_core.vocabulary_choice import why_rows_stay
 from megatron_zb.megatron_lm import flags
 from megatron_zb.parsing import flag_of
 from megatron_zb.schedules.placement import Placement
@@ -377,29 +378,12 @@ def vocabulary_refusals(args: argparse.Namespace) -> Iterator[Refusal]:
         yield from _conflicting(VOCABULARY_CONFLICTS, args, "--pipeline-vocabulary on")
 
 
-_MULTIPLE, _USUAL_MULTIPLE = "make_vocab_size_divisible_by", 128
-
-
 def why_not_cut(args: argparse.Namespace) -> str | None:
-    """Return why no output layer can be cut along the vocabulary for such arguments, if none can.
-
-    Its rows are those of Megatron-LM's padding, where the vocabulary is known.
-    """
+    """Return why no output layer can be cut along the vocabulary for such arguments, if so."""
     refused = next(_conflicting(VOCABULARY_CONFLICTS, args, ""), None)
     if refused is not None:
         return f"{refused.flag}: {refused.why}"
-    p, tensor = args.pipeline_model_parallel_size, args.tensor_model_parallel_size
-    rows = getattr(args, "padded_vocab_size", None) or getattr(args, "vocab_size", None)
-    if rows is None:
-        return "its size is not known before the tokenizer is read: give --vocab-size"
-    multiple = (getattr(args, _MULTIPLE, None) or _USUAL_MULTIPLE) * tensor
-    rows = -(-rows // multiple) * multiple // tensor
-    if rows % p:
-        return (
-            f"its {rows} rows cannot be cut evenly for {p} pipeline ranks: make "
-            f"{flag_of(_MULTIPLE)} a multiple of {p}"
-        )
-    return None
+    return why_rows_stay(args)
 
 
 def cuts_vocabulary(args: argparse.Namespace) -> bool:

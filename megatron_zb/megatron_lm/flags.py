@@ -6,7 +6,7 @@ import argparse
 from collections.abc import Sequence
 
 from megatron_zb.errors import UsageError
-from megatron_zb.job.run_flags import add_run_arguments, add_schedule
+from megatron_zb.job.run_flags import add_run_arguments, add_schedule, add_vocabulary
 from megatron_zb.parsing import flag_of
 
 _OLDER = "older zero-bubble arguments"
@@ -45,16 +45,7 @@ def _add_schedule(parser: argparse.ArgumentParser) -> None:
         "counted from the sizes of the model (auto), or by the seconds in a file of "
         "--pipeline-profile; --pipeline-model-parallel-layout writes them out",
     )
-    group.add_argument(
-        "--pipeline-vocabulary",
-        choices=("auto", "on", "off"),
-        help="cut the output layer and the embedding along the vocabulary over all pipeline "
-        "ranks, whose logits, lookups and weight gradients then are passes of the schedule (on), "
-        "leave them on the first and the last stage (off, the default), or cut them where that "
-        "can be done and is faster in the simulator (auto); the start-up lines say why. Losses "
-        "agree with those of whole layers but for rounding, and are the same to the last bit in "
-        "every schedule. Checkpoints serve both",
-    )
+    add_vocabulary(group)
     add_run_arguments(group)
     group.add_argument(
         "--enable-optimizer-post-validation",

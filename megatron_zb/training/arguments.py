@@ -218,6 +218,7 @@ def _check_schedule(args: argparse.Namespace, world_size: int) -> None:
             "pipeline_random_streams",
             "pipeline_placement",
             "pipeline_schedule_cache",
+            "pipeline_vocabulary",
             "num_virtual_stages_per_pipeline_rank",
         ):
             if getattr(args, name) is not None:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import argparse
 
-from megatron_zb.job.run_flags import add_run_arguments, add_schedule
+from megatron_zb.job.run_flags import add_run_arguments, add_schedule, add_vocabulary
 from megatron_zb.parsing import Parser
 
 _DESCRIPTION = """\
@@ -57,6 +57,7 @@ def _add_pipeline(parser: argparse.ArgumentParser) -> None:
         help="model chunks of a rank, where the schedule has the choice: interleaved, wave, auto",
     )
     add_run_arguments(group)
+    add_vocabulary(group)
     group.add_argument(
         "--pipeline-layer-layout",
         metavar="LAYOUT",

@@ -155,18 +155,30 @@ def _adapter(args: argparse.Namespace, build: Build) -> PipelineAdapter | None:
     """
     if not chooses_schedule(args):
         return None
-    from megatron_zb.measured.balance import ends_of
+    from megatron_zb.measured.balance import Ends, ends_of
     from megatron_zb.megatron_core.build_adapter import Chunks, Sizes, build_adapter
+    from megatron_zb.megatron_core.vocabulary_choice import WHOLE, why_rows_stay
     from megatron_zb.schedules.layout import Layers
 
+    layer_layout, ends = _layer_layout(args), ends_of(args)
+    known = layer_layout if isinstance(layer_layout, Ends) else ends
+    assert known is not None, "the sizes of a GPT suffice"
+    asked = args.pipeline_vocabulary
+    why_whole = why_rows_stay(args) if asked == "auto" else None
+    cuts = asked == "on" or (asked == "auto" and why_whole is None)
     sizes = Sizes(
         num_microbatches=args.num_microbatches,
         layers=Layers(args.num_layers),
-        layer_layout=_layer_layout(args),
+        layer_layout=layer_layout,
         chunks=Chunks(args.num_virtual_stages_per_pipeline_rank),
-        ends=ends_of(args),
+        ends=ends,
+        vocabulary=known.output if cuts else None,
+        vocabulary_if_faster=cuts and asked == "auto",
     )
-    return build_adapter(args, sizes, build)
+    adapter = build_adapter(args, sizes, build)
+    if why_whole is not None:
+        adapter.say(f"{WHOLE}: {why_whole}")
+    return adapter
 
 
 def _build_for_all(args: argparse.Namespace, store: Store, environment: Environment) -> SharedBuild:

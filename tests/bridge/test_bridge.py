@@ -16,6 +16,7 @@ from ranks import RankPools
 from megatron_zb.bridge import Settings, install
 from megatron_zb.errors import UsageError
 
+FULL = pytest.mark.full
 STEPS = [4, 6, 2]
 """Microbatches of each step."""
 
@@ -83,8 +84,13 @@ def test_a_trainer_for_reinforcement_learning_trains_as_with_megatrons_schedule(
         assert same(found[1], weights), name
 
 
-def provided(name: str | None, random_streams: str = "rank") -> Any:
-    """Losses and weights of a model that its own config provides, as in Megatron-Bridge."""
+def provided(
+    name: str | None, random_streams: str = "rank", vocabulary: str | None = None, models: int = 1
+) -> Any:
+    """Losses and weights of a model that its own config provides, as in Megatron-Bridge.
+
+    Of the last of so many ``models``.
+    """
     import trainers
 
     p = dist.get_world_size()
@@ -96,11 +102,12 @@ def provided(name: str | None, random_streams: str = "rank") -> Any:
         num_microbatches=4,
         pipeline_layer_layout="auto" if name == "v-half" else None,
         pipeline_random_streams=random_streams,
+        pipeline_vocabulary=vocabulary,
         seed=1,
     )
     with install(settings, provider) as pipeline:
         pipeline.prepare_provider(provider)
-        found = trainers.pretrain(provider, steps=2)
+        found = trainers.pretrain(provider, steps=2, models=models)
         assert pipeline.steps_done == 2
     return found
 
@@ -115,6 +122,45 @@ def test_a_provider_of_megatron_bridges_shape_trains_as_with_megatrons_schedule(
         found = whole(job.run(provided, name=name, random_streams=streams))
         assert same(found[0], losses), name
         assert same(found[1], weights), name
+
+
+@pytest.mark.parametrize(
+    ("name", "vocabulary"), [("v-half", "on"), pytest.param("zb-h1", "on", marks=FULL)]
+)
+def test_a_provider_trains_with_a_cut_vocabulary_to_megatrons_losses(
+    ranks: RankPools, name: str, vocabulary: str
+) -> None:
+    """But for the order of sums."""
+    job = ranks(2)
+    [expected], _ = whole(job.run(provided, name=None))
+    of_ranks = job.run(provided, name=name, vocabulary=vocabulary)
+    [found] = [losses for losses, _ in of_ranks if losses]
+    assert len(expected) == 8
+    assert found == pytest.approx(expected, rel=2e-6)
+    assert expected[4:] != pytest.approx(expected[:4], rel=1e-3)  # a step changes them
+    for _, weights in of_ranks:
+        assert weights["output_layer.weight"].size(0) == trainers_vocabulary() // 2
+
+
+def trainers_vocabulary() -> int:
+    import trainers
+
+    return trainers.VOCABULARY
+
+
+def a_second_model(vocabulary: str) -> str:
+    try:
+        provided("v-half", vocabulary=vocabulary, models=2)
+    except UsageError as error:
+        return str(error)
+    return ""
+
+
+def test_a_second_model_with_a_cut_vocabulary_is_refused(ranks: RankPools) -> None:
+    job = ranks(2)
+    for text in job.run(a_second_model, vocabulary="on"):
+        assert text.startswith("a second model was built, but the shards of a cut vocabulary are")
+    assert job.run(a_second_model, vocabulary="off") == ["", ""]
 
 
 # --- what is refused
@@ -198,6 +244,10 @@ def test_settings_say_what_is_wrong_with_them() -> None:
         (
             {"pipeline_schedule": "v-zb", "pipeline_random_streams": "stage"},
             "pipeline_random_streams is 'stage': give rank or layer",
+        ),
+        (
+            {"pipeline_schedule": "v-zb", "pipeline_vocabulary": "yes"},
+            "pipeline_vocabulary is 'yes': give auto or on or off",
         ),
     ]
     for given, expected in wrong:

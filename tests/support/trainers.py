@@ -233,7 +233,7 @@ class Provider(TransformerConfig):
     def provide(
         self, pre_process: bool, post_process: bool, vp_stage: int | None = None
     ) -> GPTModel:
-        return GPTModel(
+        chunk = GPTModel(
             self,
             get_gpt_layer_local_spec(),
             self.vocab_size,
@@ -243,6 +243,8 @@ class Provider(TransformerConfig):
             share_embeddings_and_output_weights=self.share_embeddings_and_output_weights,
             vp_stage=vp_stage,
         )
+        initialise_by_global_name([chunk], self, seed=1)
+        return chunk
 
     def provide_distributed_model(self, groups: Any) -> tuple[list[Any], Any]:
         size = self.virtual_pipeline_model_parallel_size
@@ -252,11 +254,12 @@ class Provider(TransformerConfig):
             last = is_vp_last_stage(i, size) and is_pp_last_stage(groups.pp)
             named = {} if i is None else {"vp_stage": i}
             chunks.append(self.provide(pre_process=first, post_process=last, **named))
-        initialise_by_global_name(chunks, self, seed=1)
         return wrapped(self, chunks)
 
 
-def pretrain(provider: Provider, steps: int) -> tuple[list[float], dict[str, torch.Tensor]]:
+def pretrain(
+    provider: Provider, steps: int, models: int = 1
+) -> tuple[list[float], dict[str, torch.Tensor]]:
     """Losses and weights of this rank after some steps; sequences have one length."""
     mpu.initialize_model_parallel(
         pipeline_model_parallel_size=provider.pipeline_model_parallel_size,
@@ -267,7 +270,8 @@ def pretrain(provider: Provider, steps: int) -> tuple[list[float], dict[str, tor
     model_parallel_cuda_manual_seed(1)
     groups = ProcessGroupCollection.use_mpu_process_groups()
     provider.finalize()
-    models, optimizer = provider.provide_distributed_model(groups)
+    for _ in range(models):
+        chunks, optimizer = provider.provide_distributed_model(groups)
     provider.finalize_model_grads_func = partial(finalize_model_grads, pg_collection=groups)
     provider.grad_scale_func = optimizer.scale_loss
     function = get_forward_backward_func(
@@ -275,20 +279,20 @@ def pretrain(provider: Provider, steps: int) -> tuple[list[float], dict[str, tor
     )
     losses = []
     for step in range(steps):
-        for model in models:
-            model.zero_grad_buffer()
+        for chunk in chunks:
+            chunk.zero_grad_buffer()
         optimizer.zero_grad()
         found = function(
             forward_step_func=partial(_step_of_provider, groups),
-            data_iterator=[_whole_samples(step) for _ in models],
-            model=models,
+            data_iterator=[_whole_samples(step) for _ in chunks],
+            model=chunks,
             num_microbatches=4,
             seq_length=LENGTH,
             micro_batch_size=BATCH,
         )
         optimizer.step()
         losses += [float(each["loss"]) for each in found]
-    return losses, weights_of(models)
+    return losses, weights_of(chunks)
 
 
 def _whole_samples(step: int) -> Iterator[torch.Tensor]:

@@ -286,6 +286,23 @@ def test_losses_are_stocks_with_balanced_layers(corpus: str, tmp_path: Path) -> 
     assert "layers are balanced for an embedding that counts for 0.00 layers" in balanced.printed
 
 
+@pytest.mark.parametrize("asked", ["on", pytest.param("auto", marks=pytest.mark.full)])
+def test_losses_are_stocks_with_a_cut_vocabulary(corpus: str, tmp_path: Path, asked: str) -> None:
+    """But for the order of sums; and stock goes on with the checkpoint."""
+    flags = {"--data-path": corpus, "--vocab-size": 1024, "--train-iters": 6}
+    cut = {"--pipeline-schedule": "zb-h1", "--pipeline-vocabulary": asked}
+    saving = {"--save": tmp_path / "saved", "--exit-interval": 4}
+    stock = trained(tmp_path, flags)
+    ours = trained(tmp_path, {**flags, **cut, **saving})
+    further = trained(tmp_path, {**flags, "--load": tmp_path / "saved"})
+    for key in ("lm_loss", "eval_loss", "grad_norm"):
+        expected, found = stock.by_iteration(key), ours.by_iteration(key)
+        assert list(found) == [i for i in expected if i <= 4]
+        assert found == pytest.approx({i: expected[i] for i in found}, rel=1e-5)
+    later = stock.by_iteration("lm_loss", after=4)
+    assert further.by_iteration("lm_loss", after=4) == pytest.approx(later, rel=1e-5)
+
+
 @pytest.mark.parametrize(
     ("flags", "parts"),
     [
@@ -298,6 +315,7 @@ def test_losses_are_stocks_with_balanced_layers(corpus: str, tmp_path: Path) -> 
             ["--pipeline-schedule v-half needs a pipeline", "of 2 or more"],
         ),
         ({"--pipeline-scheduel": "v-half"}, ["did you mean --pipeline-schedule?"]),
+        ({"--pipeline-vocabulary": "on"}, ["--pipeline-vocabulary needs --pipeline-schedule"]),
         (
             {"--data-path": "/no/text", "--pipeline-schedule": None},
             ["there is no file /no/text.bin", "scripts/prepare_text.py"],
