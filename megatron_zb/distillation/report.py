@@ -19,7 +19,7 @@ from torch.distributed import Store
 from megatron_zb.distillation.student_block import StudentBlock
 from megatron_zb.errors import UsageError
 from megatron_zb.runtime.recorder import Recorder
-from megatron_zb.schedules.passes import Channel, Message, Pass
+from megatron_zb.schedules.passes import Channel, Message, Pair, Pass
 
 _POLL = 0.02  # seconds
 
@@ -35,7 +35,7 @@ class BusyTime:
         self._recorder = Recorder(on_gpu)
 
     @contextmanager
-    def running(self, work: Pass) -> Iterator[None]:
+    def running(self, work: Pass | Pair) -> Iterator[None]:
         """Measure a pass while this context is active."""
         with self._recorder.running(work):
             yield

@@ -48,7 +48,7 @@ from megatron_zb.runtime.shaped_channels import ShapedChannels
 from megatron_zb.runtime.watchdog.progress import Progress
 from megatron_zb.runtime.watchdog.watchdog import Place, Watchdog
 from megatron_zb.schedules.passes import Message, PassKind
-from megatron_zb.schedules.program.lowering import Program, Run
+from megatron_zb.schedules.program.lowering import Program, Run, runs_of
 from megatron_zb.schedules.program.rollback import Rollback, rollback
 from megatron_zb.schedules.schedule import Schedule
 
@@ -506,7 +506,7 @@ def _by_first_forward(program: Program, logical: int) -> list[int]:
 
 
 def _passes(program: Program, logical: int) -> Iterator[Run]:
-    return (i for i in program.ranks[logical] if isinstance(i, Run))
+    return runs_of(program.ranks[logical])
 
 
 # What Megatron does between two steps, by its functions: for the watchdog's report.

@@ -4,13 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
-from typing import Any, Protocol, TypeAlias, cast
+from typing import Any, NamedTuple, Protocol, TypeAlias, cast
 
 import torch
 
 from megatron_zb.runtime.observer import NOBODY, Observer
 from megatron_zb.schedules.passes import Channel, Message, PassKind
-from megatron_zb.schedules.program.lowering import Instruction, Program, Receive, Run, Send, Take
+from megatron_zb.schedules.program.lowering import (
+    Instruction,
+    Program,
+    Receive,
+    Run,
+    RunPair,
+    Send,
+    Take,
+)
 
 Allocate = Callable[[Message], torch.Tensor]
 
@@ -26,6 +34,30 @@ TRAINING: dict[PassKind, Handler] = {
     PassKind.W: lambda stage, microbatch: stage.backward_weight(microbatch),
 }
 """Handlers of a training step's passes, on a :class:`megatron_zb.runtime.autograd_stage.Stage`."""
+
+
+class Side(NamedTuple):
+    """One side of a pair: its kind, its stage, the microbatch and the messages that it reads."""
+
+    kind: PassKind
+    stage: Any
+    microbatch: int
+    received: tuple[torch.Tensor | None, ...]
+
+
+PairHandler: TypeAlias = Callable[[Side, Side], tuple[torch.Tensor | None, torch.Tensor | None]]
+"""Function that runs a pair: from its F and its B or BW to the messages that the two make."""
+
+
+def one_after_the_other(
+    forward: Side, backward: Side
+) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+    """Run F, then B or BW: for stages that exchange nothing that could be hidden."""
+
+    def run(side: Side) -> torch.Tensor | None:
+        return TRAINING[side.kind](side.stage, side.microbatch, *side.received)
+
+    return run(forward), run(backward)
 
 
 class Transport(Protocol):
@@ -56,6 +88,7 @@ def run_program(
     observer: Observer | None = None,
     *,
     handlers: Mapping[PassKind, Handler] = TRAINING,
+    pairs: PairHandler = one_after_the_other,
 ) -> None:
     """Run the instructions of one logical rank, once.
 
@@ -68,9 +101,10 @@ def run_program(
             serves one that a step is done (``message.is_step_done``), if all ranks agree.
         observer: is told what the rank does.
         handlers: the function that runs each kind of pass.
+        pairs: the function that runs a pair.
     """
     execution = Execution(
-        program.send_slots, stages, channels, allocate, observer, handlers=handlers
+        program.send_slots, stages, channels, allocate, observer, handlers=handlers, pairs=pairs
     )
     execution.run(program.ranks[rank])
     channels.finish()
@@ -88,15 +122,17 @@ class Execution:
         observer: Observer | None = None,
         *,
         handlers: Mapping[PassKind, Handler] = TRAINING,
+        pairs: PairHandler = one_after_the_other,
     ) -> None:
         self._send_slots = send_slots
         self._stages = stages
         self._handlers = handlers
+        self._pairs = pairs
         self._channels = channels
         self._allocate = allocate
         self._observer = observer or NOBODY
         self._here: dict[Message, torch.Tensor | None] = {}
-        self._outgoing: torch.Tensor | None = None
+        self._outgoing: dict[Message, torch.Tensor | None] = {}
 
     def run(self, instructions: Iterable[Instruction]) -> None:
         """Execute instructions in their order."""
@@ -105,6 +141,9 @@ class Execution:
             kind = type(instruction)
             if kind is Run:
                 self._run_pass(cast(Run, instruction))
+                continue
+            if kind is RunPair:
+                self._run_pair(cast(RunPair, instruction))
                 continue
             channel, message = cast(Receive | Take | Send, instruction)
             if kind is Take:
@@ -129,18 +168,36 @@ class Execution:
     def _next_outgoing(self, message: Message) -> torch.Tensor:
         if message.is_step_done:
             return self._allocate(message).zero_()
-        assert self._outgoing is not None, f"nothing has been made to send as {message}"
-        return self._outgoing
+        outgoing = self._outgoing.get(message)
+        assert outgoing is not None, f"nothing has been made to send as {message}"
+        return outgoing
+
+    def _begin(self) -> None:
+        self._outgoing.clear()
+        self._channels.between_passes()
 
     def _run_pass(self, run: Run) -> None:
-        self._outgoing = None
-        self._channels.between_passes()
-        work, reads, makes, makes_local = run
-        kind, stage, microbatch = work
-        with self._observer.running(work):
-            received = map(self._here.pop, reads)
+        self._begin()
+        kind, stage, microbatch = run.work
+        with self._observer.running(run.work):
+            received = map(self._here.pop, run.reads)
             result = self._handlers[kind](self._stages[stage], microbatch, *received)
-        if makes_local:
-            self._here[cast(Message, makes)] = result
-        elif makes is not None:
-            self._outgoing = result
+        self._keep(run, result)
+
+    def _run_pair(self, pair: RunPair) -> None:
+        self._begin()
+        with self._observer.running(pair.work):
+            results = self._pairs(*map(self._side, pair))
+        for run, result in zip(pair, results, strict=True):
+            self._keep(run, result)
+
+    def _side(self, run: Run) -> Side:
+        kind, stage, microbatch = run.work
+        received = tuple(map(self._here.pop, run.reads))
+        return Side(kind, self._stages[stage], microbatch, received)
+
+    def _keep(self, run: Run, result: torch.Tensor | None) -> None:
+        if run.makes_local:
+            self._here[cast(Message, run.makes)] = result
+        elif run.makes is not None:
+            self._outgoing[run.makes] = result

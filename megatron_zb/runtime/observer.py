@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from typing import Any, Protocol
 
-from megatron_zb.schedules.passes import Channel, Message, Pass
+from megatron_zb.schedules.passes import Channel, Message, Pair, Pass
 
 NOTHING = nullcontext()
 """Context of an observer that has nothing to do after a pass or a wait."""
@@ -20,8 +20,8 @@ class Observer(Protocol):
     every training returns an object instead.
     """
 
-    def running(self, work: Pass) -> AbstractContextManager[None]:
-        """Return a context to run a pass in."""
+    def running(self, work: Pass | Pair) -> AbstractContextManager[None]:
+        """Return a context to run a pass or a pair in."""
 
     def waiting(self, channel: Channel, message: Message) -> AbstractContextManager[None]:
         """Return a context to wait for a message in."""
@@ -33,8 +33,8 @@ class Observers:
     def __init__(self, observers: Sequence[Observer]) -> None:
         self._observers = tuple(observers)
 
-    def running(self, work: Pass) -> AbstractContextManager[Any]:
-        """Return a context to run a pass in."""
+    def running(self, work: Pass | Pair) -> AbstractContextManager[Any]:
+        """Return a context to run a pass or a pair in."""
         if not self._observers:
             return NOTHING
         return _entered(observer.running(work) for observer in self._observers)

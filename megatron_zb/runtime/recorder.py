@@ -10,16 +10,17 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 
-from megatron_zb.schedules.passes import Channel, Message, Pass, PassKind
+from megatron_zb.schedules.passes import Channel, Message, Pair, Pass, PassKind
 
 
 class Span(NamedTuple):
-    """A pass that ran, or a message that was waited for; seconds since the recorder's beginning.
+    """A pass or pair that ran, or a message that was waited for.
 
-    ``marks`` are the names and times of what was begun within a pass, in this order.
+    Seconds are since the recorder's beginning; ``marks`` are the names and times of what was begun
+    within a pass, in this order.
     """
 
-    of: Pass | Message
+    of: Pass | Pair | Message
     start: float
     end: float
     marks: tuple[tuple[str, float], ...] = ()
@@ -52,13 +53,13 @@ class Recorder:
             self._beginning.synchronize()
         self.began = time.perf_counter()
         """The host's clock at the beginning."""
-        self._marks: list[tuple[Pass | Message, Any, Any, list[tuple[str, Any]]]] = []
+        self._marks: list[tuple[Pass | Pair | Message, Any, Any, list[tuple[str, Any]]]] = []
         self._within: list[tuple[str, Any]] = []
         self._finished: Any = None
 
     @contextmanager
-    def running(self, work: Pass) -> Iterator[None]:
-        """Record the span of a pass that runs in this context."""
+    def running(self, work: Pass | Pair) -> Iterator[None]:
+        """Record the span of a pass or pair that runs in this context."""
         self._within = []
         with self._marked(work):
             yield
@@ -78,7 +79,7 @@ class Recorder:
             yield
 
     @contextmanager
-    def _marked(self, what: Pass | Message) -> Iterator[None]:
+    def _marked(self, what: Pass | Pair | Message) -> Iterator[None]:
         start = self._now()
         yield
         within, self._within = self._within, []
@@ -146,8 +147,14 @@ class MemoryRecorder:
         """Bytes for each kind and stage, in the order of the passes."""
 
     @contextmanager
-    def running(self, work: Pass) -> Iterator[None]:
-        """Record the change of live bytes by the pass that runs in this context."""
+    def running(self, work: Pass | Pair) -> Iterator[None]:
+        """Record the change of live bytes by the pass that runs in this context.
+
+        That of a pair is left out: it is not known which of its passes holds what.
+        """
+        if isinstance(work, Pair):
+            yield
+            return
         before = self._memory.live_bytes
         yield
         self.changes[work.kind, work.stage].append(self._memory.live_bytes - before)

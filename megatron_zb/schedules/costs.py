@@ -11,7 +11,7 @@ from statistics import median
 from typing import Any
 
 from megatron_zb.errors import UsageError
-from megatron_zb.schedules.passes import Pass, PassKind
+from megatron_zb.schedules.passes import Pair, Pass, PassKind
 from megatron_zb.schedules.placement import Placement
 
 MOST_RANKS = 1024
@@ -88,6 +88,10 @@ class StageCosts:
     microbatches are not all alike, ``microbatches[j]`` has the costs of microbatch j, and these are
     those of a typical one; equal rows are one object. ``shards`` are the costs of an output layer
     that is cut along the vocabulary: rank r's shard counts as stage S + r.
+
+    ``forward_comm[s]`` of the seconds of F, and ``backward_comm[s]`` of those of B, are spent on
+    nothing but the exchange of tokens between experts: a :class:`~passes.Pair` hides them. They
+    are empty where nothing is exchanged.
     """
 
     forward: tuple[float, ...]
@@ -101,6 +105,9 @@ class StageCosts:
     others: tuple[tuple[PassKind, tuple[float, ...]], ...] = ()
     microbatches: tuple[StageCosts, ...] = ()
     shards: ShardCosts | None = None
+    forward_comm: tuple[float, ...] = ()
+    backward_comm: tuple[float, ...] = ()
+    pair_loss: float = 0.0
 
     def of(self, microbatch: int) -> StageCosts:
         """Return the costs of one microbatch."""
@@ -186,6 +193,24 @@ class StageCosts:
         """Return the seconds of one pass."""
         return self.of(p.microbatch).seconds[p.kind][p.stage]
 
+    @property
+    def communicates(self) -> bool:
+        """Whether there is anything that a pair could hide."""
+        return any(self.forward_comm) or any(self.backward_comm)
+
+    def pair_seconds(self, pair: Pair) -> float:
+        """Return the seconds of a pair.
+
+        What both compute, what both exchange, or all of one of them, whichever takes longest; a
+        share ``pair_loss`` more, because kernels that run at once slow each other down.
+        """
+        there, back = self.of(pair.forward.microbatch), self.of(pair.backward.microbatch)
+        forward, backward = self.duration(pair.forward), self.duration(pair.backward)
+        exchange = there.forward_comm[pair.forward.stage] if there.forward_comm else 0.0
+        exchange += back.backward_comm[pair.backward.stage] if back.backward_comm else 0.0
+        compute = forward + backward - exchange
+        return max(compute, exchange, forward, backward) * (1.0 + self.pair_loss)
+
 
 @dataclass(frozen=True)
 class Costs:
@@ -201,6 +226,11 @@ class Costs:
     Where microbatches are not all alike, ``microbatches[j]`` has the costs of microbatch j, and the
     other fields are those of a typical one: see :meth:`of_lengths`. ``vocabulary`` are the costs of
     an output layer that is cut along the vocabulary, and no part of the slices then.
+
+    ``forward_comm`` and ``backward_comm`` are seconds per slice in which F, and B or BW, only
+    exchange tokens between experts, beside those in which they compute; empty if there are none. A
+    pair of F and B takes a share ``pair_loss`` longer than it would if the two did not slow each
+    other down: see :meth:`with_communication`.
     """
 
     pipeline_size: int
@@ -215,6 +245,9 @@ class Costs:
     whole: tuple[float, ...] = ()
     microbatches: tuple[Costs, ...] = ()
     vocabulary: Vocabulary | None = None
+    forward_comm: tuple[float, ...] = ()
+    backward_comm: tuple[float, ...] = ()
+    pair_loss: float = 0.0
 
     @classmethod
     def uniform(
@@ -308,6 +341,9 @@ class Costs:
             ("slowdown", self.slowdown, self.pipeline_size),
             ("fixed", self.fixed, self.pipeline_size),
             ("whole", self.whole, slices if self.whole else 0),
+            ("forward_comm", self.forward_comm, slices if self.forward_comm else 0),
+            ("backward_comm", self.backward_comm, slices if self.forward_comm else 0),
+            ("pair_loss", (self.pair_loss,), 1),
             *(("p2p", row, self.pipeline_size) for row in self.p2p),
         ):
             if len(values) != length:
@@ -378,6 +414,42 @@ class Costs:
             )
         return replace(self, vocabulary=vocabulary)
 
+    def with_communication(
+        self,
+        *,
+        forward: float | Sequence[float],
+        backward: float | Sequence[float],
+        pair_loss: float = 0.0,
+    ) -> Costs:
+        """Return the costs with the exchange of tokens between experts that nothing hides.
+
+        Args:
+            forward, backward: seconds of it in F, and in B or BW, beside what they compute: of each
+                slice, or one number for a microbatch on one whole rank.
+            pair_loss: the share by which a pair of F and B takes longer because each slows the
+                other down.
+
+        Raises:
+            UsageError: a value is negative or not finite, or there is not one for each slice.
+        """
+        if self.microbatches:
+            raise UsageError(
+                "costs: microbatches have lengths of their own already: give the costs of "
+                "communication before"
+            )
+        slices = len(self.forward)
+
+        def each(values: float | Sequence[float]) -> tuple[float, ...]:
+            if isinstance(values, int | float):
+                return (values * self.pipeline_size / slices,) * slices
+            return tuple(values)
+
+        with_comm = replace(
+            self, forward_comm=each(forward), backward_comm=each(backward), pair_loss=pair_loss
+        )
+        with_comm._check()
+        return with_comm
+
     def of_lengths(self, lengths: Sequence[float]) -> Costs:
         """Return the costs of microbatches that take so many times what this one takes, in turn.
 
@@ -406,6 +478,8 @@ class Costs:
             activation=times(self.activation),
             held_for_weight=times(self.held_for_weight),
             whole=times(self.whole),
+            forward_comm=times(self.forward_comm),
+            backward_comm=times(self.backward_comm),
             microbatches=(),
             vocabulary=self.vocabulary and self.vocabulary._times(length),
         )
@@ -424,7 +498,7 @@ class Costs:
         Every slice, rank and link gets the median of its kind.
         """
         links = [self.p2p[a][a + 1] for a in range(self.pipeline_size - 1)]
-        return Costs.of_slices(
+        equal = Costs.of_slices(
             pipeline_size=self.pipeline_size,
             forward=[median(self.forward)] * len(self.forward),
             backward=[median(self.backward)] * len(self.backward),
@@ -434,6 +508,13 @@ class Costs:
             held_for_weight=self.held_for_weight,
             fixed=self.fixed,
             whole=[median(self.whole)] * len(self.whole) if self.whole else (),
+        )
+        if not self.forward_comm:
+            return equal
+        return equal.with_communication(
+            forward=[median(self.forward_comm)] * len(self.forward),
+            backward=[median(self.backward_comm)] * len(self.forward),
+            pair_loss=self.pair_loss,
         )
 
     def _hop(self, source: int, target: int) -> float:
@@ -456,20 +537,29 @@ class Costs:
             cut = _resample(values, stages)
             return tuple(v * self.slowdown[r] for v, r in zip(cut, rank_of, strict=True))
 
+        def alone(compute: tuple[float, ...], comm: tuple[float, ...]) -> tuple[float, ...]:
+            return tuple(map(sum, zip(compute, comm, strict=True))) if compute and comm else compute
+
+        forward_comm, backward_comm = (
+            seconds(comm) if comm else () for comm in (self.forward_comm, self.backward_comm)
+        )
         forward_hop = [self._hop(a, b) for a, b in pairwise(rank_of)]
         backward_hop = [self._hop(b, a) for a, b in pairwise(rank_of)]
         rows = {id(row): row.for_placement(placement) for row in self.microbatches}
         return StageCosts(
-            forward=seconds(self.forward),
-            backward=seconds(self.backward),
+            forward=alone(seconds(self.forward), forward_comm),
+            backward=alone(seconds(self.backward), backward_comm),
             weight=seconds(self.weight),
             forward_hop=(*forward_hop, 0.0),
             backward_hop=(0.0, *backward_hop),
             activation=_resample(self.activation, stages),
             held_for_weight=_resample(self.held_for_weight, stages),
-            whole=seconds(self.whole) if self.whole else (),
+            whole=alone(seconds(self.whole), backward_comm) if self.whole else (),
             microbatches=tuple(rows[id(row)] for row in self.microbatches),
             shards=self._shards(placement),
+            forward_comm=forward_comm,
+            backward_comm=backward_comm,
+            pair_loss=self.pair_loss,
         )
 
     def _shards(self, placement: Placement) -> ShardCosts | None:

@@ -67,6 +67,21 @@ class Pass(NamedTuple):
         return f"{self.stage}{self.kind.value}{self.microbatch}"
 
 
+class Pair(NamedTuple):
+    """A forward and a backward of two units (stage and microbatch) that a rank runs as one.
+
+    So the communication of the one can hide behind the computation of the other (DeepSeek-V3, arXiv
+    2412.19437, section 3.2.1). It needs both inputs before it begins and makes both outputs when it
+    ends. ``backward`` is a B or a BW.
+    """
+
+    forward: Pass
+    backward: Pass
+
+    def __str__(self) -> str:
+        return f"({self.forward};{self.backward})"
+
+
 class Channel(NamedTuple):
     """One direction between two logical ranks."""
 

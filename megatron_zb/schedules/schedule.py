@@ -6,9 +6,9 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
 from megatron_zb.errors import UsageError
-from megatron_zb.schedules.passes import Pass
+from megatron_zb.schedules.passes import Pair, Pass, PassKind
 from megatron_zb.schedules.placement import Placement
-from megatron_zb.schedules.rules import TRAINING, Product, Rules
+from megatron_zb.schedules.rules import TRAINING, Broken, Link, Product, Rules
 
 
 class InvalidSchedule(UsageError):
@@ -49,7 +49,8 @@ class Schedule:
     ``ranks[r]`` lists the passes of logical rank r. ``forward_only`` marks a schedule of F passes
     alone (evaluation). ``report`` compares it with the lower bound of its placement at the memory
     it was allowed; ``reason`` says why ``auto`` chose it. ``rules`` are those of its kind of work:
-    of a training step, or of another (blockwise distillation has its own).
+    of a training step, or of another (blockwise distillation has its own). ``pairs`` are the F that
+    run as one with the B or BW right behind them: see :class:`~passes.Pair`.
     """
 
     name: str
@@ -60,18 +61,45 @@ class Schedule:
     report: Report | None = field(default=None, compare=False)
     reason: str = field(default="", compare=False)
     rules: Rules = TRAINING
+    pairs: frozenset[Pass] = frozenset()
 
     def forwards(self) -> Schedule:
         """Return the same schedule with the passes of an evaluation alone, in the same order."""
         kinds = self.rules.forward_kinds
         ranks = tuple(tuple(p for p in rank if p.kind in kinds) for rank in self.ranks)
-        return replace(self, ranks=ranks, forward_only=True)
+        return replace(self, ranks=ranks, forward_only=True, pairs=frozenset())
+
+    def without_pairs(self) -> Schedule:
+        """Return the same order with every pass by itself: an F before what it was joined with."""
+        return replace(self, pairs=frozenset())
+
+    def pair_at(self, rank: int, position: int) -> Pair | None:
+        """Return the pair whose F stands there, None if there is none."""
+        passes = self.ranks[rank]
+        is_joined = bool(self.pairs) and passes[position] in self.pairs
+        return Pair(passes[position], passes[position + 1]) if is_joined else None
+
+    def links(self) -> list[list[Link]]:
+        """Return the inputs and the output of each pass of every rank.
+
+        F of a pair has the inputs of both, so that the two run one right after the other.
+        """
+        found = [
+            self.rules.links(self.placement, rank, passes) for rank, passes in enumerate(self.ranks)
+        ]
+        for links, passes in zip(found, self.ranks, strict=True) if self.pairs else ():
+            for i, p in enumerate(passes):
+                if p in self.pairs:
+                    (of_f, f_makes), (of_b, b_makes) = links[i : i + 2]
+                    links[i : i + 2] = Link((*of_f, *of_b), f_makes), Link((), b_makes)
+        return found
 
     def validate(self) -> Schedule:
         """Check every rule a schedule must keep and return the schedule itself.
 
         Rules of a rank are those of its kind of work, such as :meth:`TrainingRules.broken_rule`;
-        *progress* is of all ranks: their orders and the data dependencies contain no cycle.
+        *pair* (the F of a pair stands before a B or BW of another unit), and *progress* is of all
+        ranks: their orders and the data dependencies contain no cycle.
 
         Raises:
             InvalidSchedule: names the first broken rule, the rank and the pass.
@@ -83,6 +111,11 @@ class Schedule:
             )
         for rank, passes in enumerate(self.ranks):
             self._validate_rank(rank, passes)
+        nowhere = self.pairs.difference(*self.ranks)
+        if nowhere:
+            raise InvalidSchedule(
+                f"{self.name}: rule 'pair': no rank runs {min(nowhere)}, which is listed as joined"
+            )
         waiting = walk(self, lambda rank, position, p: None)
         if waiting:
             raise InvalidSchedule(
@@ -102,7 +135,7 @@ class Schedule:
         return "; ".join(f"rank {r} at {self.ranks[r][i]}" for r, i in waiting[:4])
 
     def _validate_rank(self, rank: int, passes: tuple[Pass, ...]) -> None:
-        broken = self.rules.broken_rule(self, rank)
+        broken = self.rules.broken_rule(self, rank) or self._broken_pair(passes)
         if broken is None:
             return
         rule, why, position, stage = broken
@@ -112,15 +145,30 @@ class Schedule:
             f"{self.name}: rank {rank}{at}: rule '{rule}': {why}", rank=rank, position=position
         )
 
+    def _broken_pair(self, passes: tuple[Pass, ...]) -> Broken | None:
+        for position, p in enumerate(passes) if self.pairs else ():
+            if p not in self.pairs:
+                continue
+            behind = passes[position + 1] if position + 1 < len(passes) else None
+            if p.kind is not PassKind.F or behind is None or behind.kind not in _BACKWARD:
+                why = "a pair is an F and the B or BW right behind it"
+                return Broken("pair", why, position)
+            if (p.stage, p.microbatch) == (behind.stage, behind.microbatch):
+                return Broken("pair", f"{behind} needs what it makes", position)
+        return None
+
+
+_BACKWARD = (PassKind.B, PassKind.BW)
+
 
 def walk(schedule: Schedule, visit: Callable[[int, int, Pass], object]) -> list[tuple[int, int]]:
     """Visit every pass after the passes it depends on, as ``visit(rank, position, pass)``.
 
-    Each rank is walked in its own order. Returns the ``(rank, position)`` of the passes that
-    could never run: empty for a schedule without circular waits.
+    Each rank is walked in its own order, the passes of a pair one right after the other. Returns
+    the ``(rank, position)`` of the passes that could never run: empty for a schedule without
+    circular waits.
     """
-    ranks, placement = schedule.ranks, schedule.placement
-    links = [schedule.rules.links(placement, rank, passes) for rank, passes in enumerate(ranks)]
+    ranks, links = schedule.ranks, schedule.links()
     position = [0] * len(ranks)
     produced: set[Product] = set()
     waiting: dict[Product, list[int]] = {}

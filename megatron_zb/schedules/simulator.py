@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Protocol
 
 from megatron_zb.schedules.costs import StageCosts, check_number
-from megatron_zb.schedules.passes import Pass
+from megatron_zb.schedules.passes import Pair, Pass
 from megatron_zb.schedules.placement import Placement
 from megatron_zb.schedules.rules import TRAINING, Product, Rules
 from megatron_zb.schedules.schedule import InvalidSchedule, Schedule
@@ -24,8 +24,9 @@ class Priced(Protocol):
 class Timeline:
     """Result of :func:`simulate`; ``start[r]`` and ``end[r]`` run beside ``schedule.ranks[r]``.
 
-    Times in seconds from the first start. ``bubble_rate`` is the share of the ranks' time, from
-    the first start to the last end anywhere, in which they do not compute.
+    Times in seconds from the first start; both passes of a pair have those of the pair.
+    ``bubble_rate`` is the share of the ranks' time, from the first start to the last end anywhere,
+    in which they run nothing.
     ``peak_activation[r]`` counts microbatches of a whole rank (every F holds 1/chunks of one until
     its W or BW ends, every T one until its S ends); ``peak_memory[r]`` is in the unit of
     ``costs.activation`` and lets B free its share.
@@ -65,13 +66,27 @@ class Timeline:
         return self._idle_share(self.period)
 
     def _idle_share(self, seconds: float) -> float:
-        busy = sum(self.costs.duration(p) for rank in self.schedule.ranks for p in rank)
-        return 1.0 - busy / (len(self.schedule.ranks) * seconds)
+        ranks = self.schedule.ranks
+        busy = sum(seconds for rank in range(len(ranks)) for seconds in self._durations(rank))
+        return 1.0 - busy / (len(ranks) * seconds)
+
+    def _durations(self, rank: int) -> Iterator[float]:
+        """Yield the seconds of every pass or pair of a rank."""
+        passes, pairs = self.schedule.ranks[rank], self.schedule.pairs
+        joined = False
+        for i, p in enumerate(passes):
+            if pairs and p in pairs:
+                joined = True
+                yield self.costs.pair_seconds(Pair(p, passes[i + 1]))
+            elif joined:
+                joined = False
+            else:
+                yield self.costs.duration(p)
 
     @cached_property
     def utilisation(self) -> tuple[float, ...]:
         """Share of the makespan in which each rank computes."""
-        busy = (sum(map(self.costs.duration, rank)) for rank in self.schedule.ranks)
+        busy = (sum(self._durations(rank)) for rank in range(len(self.schedule.ranks)))
         return tuple(seconds / self.makespan for seconds in busy)
 
     @cached_property
@@ -111,15 +126,16 @@ def simulate(schedule: Schedule, costs: Priced) -> Timeline:
     """Run every rank's passes in order, each as early as its inputs allow.
 
     Sends never block. B(stage) waits for B(stage+1) and, from another rank, one transfer more; a
-    fused BW keeps the previous stage waiting until all of it has ended. The rules of other kinds of
+    fused BW keeps the previous stage waiting until all of it has ended, and a pair the readers of
+    both of its outputs. The rules of other kinds of
     passes define what these wait for.
 
     Raises:
         InvalidSchedule: the ranks wait for one another in a circle.
         UsageError: the costs are for another pipeline size, or another number of microbatches.
     """
-    table, ranks, rules = costs.for_placement(schedule.placement), schedule.ranks, schedule.rules
-    links = [rules.links(schedule.placement, rank, passes) for rank, passes in enumerate(ranks)]
+    table, ranks, pairs = costs.for_placement(schedule.placement), schedule.ranks, schedule.pairs
+    links = schedule.links()
     check_number(table, schedule.num_microbatches)
     seconds, hops, uneven = table.seconds, table.hops, table.microbatches
     clock, position = [0.0] * len(ranks), [0] * len(ranks)
@@ -148,8 +164,13 @@ def simulate(schedule: Schedule, costs: Priced) -> Timeline:
             kind, stage, microbatch = passes[i]
             if uneven:
                 seconds, hops = uneven[microbatch].seconds, uneven[microbatch].hops
+            if pairs and i and passes[i - 1] in pairs:
+                begin = starts[-1]  # and ends with its F, too
+            elif pairs and passes[i] in pairs:
+                now = begin + table.pair_seconds(Pair(passes[i], passes[i + 1]))
+            else:
+                now = begin + seconds[kind][stage]
             starts.append(begin)
-            now = begin + seconds[kind][stage]
             ends.append(now)
             if makes is not None:
                 ready[makes] = now + hops[kind][stage]

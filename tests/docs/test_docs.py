@@ -135,7 +135,7 @@ def total_order(name: str, p: int, m: int) -> list[str]:
     for rank, at in lowering._total_order(schedule, moments):
         if isinstance(at, lowering.Receive):
             continue  # it stands in the line of its send
-        if isinstance(at, lowering.Run):
+        if isinstance(at, lowering.Run | lowering.RunPair):
             cells = {rank: str(at.work)}
         else:
             _, stage, microbatch, _ = at.message

@@ -16,8 +16,14 @@ from megatron_zb.runtime import link_times
 from megatron_zb.runtime.activation_memory import ActivationMemory
 from megatron_zb.runtime.channels import Channels
 from megatron_zb.runtime.executor import run_program
+from megatron_zb.runtime.observer import Observers
+from megatron_zb.runtime.recorder import MemoryRecorder, Recorder
 from megatron_zb.runtime.shaped_channels import ShapedChannels
 from megatron_zb.runtime.weight_grad import WeightGradQueue
+from megatron_zb.schedules.families.v_shape import dualpipe_v_order
+from megatron_zb.schedules.passes import Pair, Pass, PassKind
+
+PAIRS = "the published pairs of dualpipe-v"
 
 
 def test_weight_gradients_run_in_the_order_of_their_layers_and_microbatches() -> None:
@@ -95,7 +101,12 @@ def test_a_saved_tensor_that_is_emptied_is_no_longer_counted() -> None:
 def gradients_of_a_pipeline(name: str, num_microbatches: int) -> dict[int, torch.Tensor]:
     """One layer per stage, trained one step under a schedule: the gradient of each stage held."""
     rank, world_size = torch.distributed.get_rank(), torch.distributed.get_world_size()
-    schedule = schedules.build(name, pipeline_size=world_size, num_microbatches=num_microbatches)
+    if name == PAIRS:
+        schedule = dualpipe_v_order(world_size, num_microbatches)
+    else:
+        schedule = schedules.build(
+            name, pipeline_size=world_size, num_microbatches=num_microbatches
+        )
     channels = Channels(list(range(world_size)), schedule.placement, "cpu")
     layers, stages = layers_of_a_rank(schedule.placement)
     program = schedules.lower(schedule)
@@ -112,6 +123,18 @@ def gradients_of_a_pipeline(name: str, num_microbatches: int) -> dict[int, torch
 def test_the_executor_trains_like_one_process(
     ranks: RankPools, name: str, num_microbatches: int
 ) -> None:
+    check_gradients(ranks, name, num_microbatches)
+
+
+@pytest.mark.parametrize("num_microbatches", [8, 11])
+def test_both_outputs_of_a_pair_reach_their_readers(
+    ranks: RankPools, num_microbatches: int
+) -> None:
+    """The stages of these layers run a pair's F, then its BW."""
+    check_gradients(ranks, PAIRS, num_microbatches)
+
+
+def check_gradients(ranks: RankPools, name: str, num_microbatches: int) -> None:
     found = ranks(4).run(gradients_of_a_pipeline, name=name, num_microbatches=num_microbatches)
     gradients = {stage: g for of_rank in found for stage, g in of_rank.items()}
     queue = WeightGradQueue()
@@ -123,6 +146,18 @@ def test_the_executor_trains_like_one_process(
         x.square().sum().backward()
     for stage, layer in enumerate(layers):
         assert torch.equal(gradients[stage], layer.gradient)
+
+
+def test_recorders_are_told_of_a_pair_as_one() -> None:
+    """Its seconds are one span; what its passes hold cannot be told apart and is left out."""
+    pair = Pair(Pass(PassKind.F, 0, 1), Pass(PassKind.BW, 0, 0))
+    recorder, memory = Recorder(), MemoryRecorder(ActivationMemory())
+    observer = Observers([recorder, memory])
+    for work in (pair, pair.forward):
+        with observer.running(work):
+            pass
+    assert [span.of for span in recorder.spans()] == [pair, pair.forward]
+    assert dict(memory.changes) == {(PassKind.F, 0): [0]}
 
 
 class Grower:

@@ -26,7 +26,7 @@ from megatron_zb.runtime.watchdog.inquiry import Inquiry, Verdict
 from megatron_zb.runtime.watchdog.progress import REMEMBERED, Progress, State
 from megatron_zb.runtime.watchdog.verdict import judged, who_holds_up
 from megatron_zb.runtime.watchdog.watchdog import EXIT_CODE, Place, Watchdog
-from megatron_zb.schedules.passes import Channel, Message, Pass, PassKind
+from megatron_zb.schedules.passes import Channel, Message, Pair, Pass, PassKind
 
 
 def forward(stage: int, microbatch: int) -> Pass:
@@ -120,6 +120,14 @@ class Job:
         deadline = time.monotonic() + seconds
         while not happens() and time.monotonic() < deadline:
             time.sleep(0.05)
+
+
+def test_a_pair_is_told_with_both_of_its_passes() -> None:
+    progress = Progress()
+    with progress.step(), progress.running(Pair(forward(1, 3), Pass(PassKind.BW, 0, 2))):
+        state = progress.state()
+    assert state.doing == "is in F of stage 1, microbatch 3, with BW of stage 0, microbatch 2"
+    assert state.passes == ("F of stage 1, microbatch 3, with BW of stage 0, microbatch 2",)
 
 
 def test_a_rank_that_is_gone_is_named_by_all_others() -> None:

@@ -19,6 +19,7 @@ from megatron_zb.schedules.program.lowering import (
     Program,
     Receive,
     Run,
+    RunPair,
     Send,
     Take,
     lower,
@@ -65,7 +66,7 @@ class StepByStep:
         return [
             _shifted(at, step - pattern, self._relay.num_microbatches)
             for at in self._patterns[rank][pattern]
-            if isinstance(at, Run | Take)
+            if isinstance(at, Run | RunPair | Take)
             or not at.message.is_step_done
             or at.message.microbatch + step - pattern + 1 + self._relay.run_ahead < until
         ]
@@ -100,6 +101,7 @@ def _cut_into_steps(instructions: tuple[Instruction, ...]) -> list[tuple[Instruc
 
 def _shifted(at: Instruction, steps: int, num_microbatches: int) -> Instruction:
     """Return the instruction shifted by `steps` steps."""
+    assert not isinstance(at, RunPair), "a relay has no pairs"
     if not isinstance(at, Run):
         return at._replace(message=_shifted_message(at.message, steps, num_microbatches))
     number = steps if at.work.kind is PassKind.U else steps * num_microbatches

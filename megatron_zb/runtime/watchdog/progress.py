@@ -21,7 +21,7 @@ from typing import Protocol
 import torch
 
 from megatron_zb.runtime.observer import NOTHING
-from megatron_zb.schedules.passes import Channel, Message, Pass
+from megatron_zb.schedules.passes import Channel, Message, Pair, Pass
 from megatron_zb.schedules.rules import TRAINING
 from megatron_zb.schedules.schedule import Schedule
 
@@ -58,7 +58,7 @@ class Event(Protocol):
     def query(self) -> bool: ...
 
 
-_Situation = Pass | tuple[Channel, Message] | None
+_Situation = Pass | Pair | tuple[Channel, Message] | None
 
 
 class _Marked:
@@ -114,7 +114,7 @@ class Progress:
         self._thread = threading.get_ident()
         self._looking = threading.Lock()
         self._marks: deque[tuple[_Situation, Event]] = deque()
-        self._passes: deque[Pass] = deque(maxlen=REMEMBERED)
+        self._passes: deque[Pass | Pair] = deque(maxlen=REMEMBERED)
         self._situation: _Situation = None
         self._host_in_step = False
         self._moved = self._counted_from = time.monotonic()
@@ -143,8 +143,8 @@ class Progress:
             self._host_in_step = False
             self._moved = time.monotonic()
 
-    def running(self, work: Pass) -> AbstractContextManager[None]:
-        """Return a context to run a pass in."""
+    def running(self, work: Pass | Pair) -> AbstractContextManager[None]:
+        """Return a context to run a pass or a pair in."""
         self._passes.append(work)
         return self._in(work)
 
@@ -184,7 +184,7 @@ class Progress:
         Args:
             ranks: the number in ``waits_for`` for each of the pipeline's logical ranks.
         """
-        seconds, passes = self.seconds(), tuple(map(self._rules.pass_in_words, self._passes))
+        seconds, passes = self.seconds(), tuple(map(self._in_words, self._passes))
         frames = _frames_of(self._thread)
         doing, waits_for = self._situation_in_words()
         collective = _collective_of(frames)
@@ -211,11 +211,15 @@ class Progress:
             return "", None
         if situation is None:
             return "is before its first pass", None
-        if isinstance(situation, Pass):
-            return f"is in {self._rules.pass_in_words(situation)}", None
+        if isinstance(situation, Pass | Pair):
+            return f"is in {self._in_words(situation)}", None
         channel, message = situation
         awaited = self._rules.awaited_in_words(self._placement, channel, message)
         return f"waits for {awaited}", channel.source
+
+    def _in_words(self, work: Pass | Pair) -> str:
+        passes = (work,) if isinstance(work, Pass) else work
+        return ", with ".join(map(self._rules.pass_in_words, passes))
 
 
 # The position of a thread, read from its stack by another one, without its cooperation.

@@ -123,7 +123,7 @@ def dualpipe_v(request: Request) -> Schedule:
     Source: DeepSeek-V3, arXiv 2412.19437, and its V-shaped half.
     """
     p, m = request.pipeline_size, request.num_microbatches
-    known = [_dualpipe_v_order(p, m)] if m >= 2 * p else []
+    known = [dualpipe_v_order(p, m).without_pairs()] if m >= 2 * p else []
     return search_placement("dualpipe-v", v_shape(p), request, dualpipe_v_peak(p), known=known)
 
 
@@ -131,39 +131,54 @@ def dualpipe_v_peak(p: int) -> float:
     return p + 0.5
 
 
-def _dualpipe_v_order(p: int, m: int) -> Schedule:
-    ranks = []
+def dualpipe_v_order(p: int, m: int) -> Schedule:
+    """Return the published order with its pairs, for 2p microbatches or more.
+
+    The last rank's first backward comes earlier if nothing is joined with it.
+    """
+    lines = []
     for r in range(p):
         line = _Line(r, 2 * p - 1 - r)
         line.run("F0", 2 * (p - r - 1))
         line.run("F0 F1", r + 1)
         line.run("B1 W1 F1", p - r - 1)
-        line.run("F0 BW1 F1 BW0", m - 2 * p + r + 1)
-        line.run("BW1 F1 BW0", p - r - 1)
+        alone = 1 if r == p - 1 else 0
+        line.run("F0 BW1 F1+BW0", alone)
+        line.run("F0+BW1 F1+BW0", m - 2 * p + r + 1 - alone)
+        line.run("BW1 F1+BW0", p - r - 1)
         for i in range(2 * (r + 1)):  # from the middle on, W waits for the bubble
             line.run(f"{'BW' if i <= r else 'B'}{1 - i % 2}", 1)
         line.run("W B0", p - r - 1)
         line.drain()
-        ranks.append(tuple(line.passes))
-    return Schedule("dualpipe-v", v_shape(p), m, tuple(ranks))
+        lines.append(line)
+    ranks = tuple(tuple(line.passes) for line in lines)
+    pairs = frozenset().union(*(line.pairs for line in lines))
+    return Schedule("dualpipe-v", v_shape(p), m, ranks, pairs=pairs)
 
 
 class _Line:
-    """The passes of one rank, written as kinds and chunks; microbatches count up by themselves."""
+    """The passes of one rank, written as kinds and chunks; microbatches count up by themselves.
+
+    A plus joins an F and a backward to a pair.
+    """
 
     def __init__(self, *stages: int) -> None:
         self._stages = stages
         self._next: Counter[tuple[str, int]] = Counter()
         self._pending: deque[Pass] = deque()
         self.passes: list[Pass] = []
+        self.pairs: set[Pass] = set()
 
     def run(self, steps: str, times: int) -> None:
         for _ in range(times):
             for step in steps.split():
                 if step.startswith("W"):
                     self.passes.append(self._pending.popleft())
-                else:
-                    self._pass(step[:-1], self._stages[int(step[-1])])
+                    continue
+                for part in step.split("+"):
+                    self._pass(part[:-1], self._stages[int(part[-1])])
+                if "+" in step:
+                    self.pairs.add(self.passes[-2])
 
     def _pass(self, kind: str, stage: int) -> None:
         count = ("F" if kind == "F" else "B", stage)

@@ -11,12 +11,12 @@ can always happen. :func:`lower` replays what it made, to prove it.
 from __future__ import annotations
 
 import heapq
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import NamedTuple, TypeAlias
 
 from megatron_zb.schedules.costs import Costs
-from megatron_zb.schedules.passes import Channel, Message, Pass
+from megatron_zb.schedules.passes import Channel, Message, Pair, Pass
 from megatron_zb.schedules.rules import Link, Moment, Product
 from megatron_zb.schedules.schedule import InvalidSchedule, Schedule, walk
 from megatron_zb.schedules.simulator import Timeline, simulate
@@ -48,14 +48,34 @@ class Run(NamedTuple):
     makes_local: bool
 
 
+class RunPair(NamedTuple):
+    """Instruction to run a pair: its inputs were taken before, both outputs are sent after it."""
+
+    forward: Run
+    backward: Run
+
+    @property
+    def work(self) -> Pair:
+        return Pair(self.forward.work, self.backward.work)
+
+
 class Send(NamedTuple):
-    """Instruction to send the output of the pass that ran last, or that its step is done."""
+    """Instruction to send what the last pass or pair made for a message, or that a step is done."""
 
     channel: Channel
     message: Message
 
 
-Instruction: TypeAlias = Receive | Take | Run | Send
+Instruction: TypeAlias = Receive | Take | Run | RunPair | Send
+
+
+def runs_of(instructions: Iterable[Instruction]) -> Iterator[Run]:
+    """Yield every pass of a program, those of a pair one after the other."""
+    for at in instructions:
+        if isinstance(at, Run):
+            yield at
+        elif isinstance(at, RunPair):
+            yield from at
 
 
 @dataclass(frozen=True)
@@ -113,7 +133,7 @@ def check_progress(program: Program) -> None:
 
 
 def _wait_in_words(schedule: Schedule, at: Instruction) -> str:
-    if isinstance(at, Run):
+    if isinstance(at, Run | RunPair):
         return f"to run {at.work} with the other ranks of its stage"
     message, (source, target) = at.message, at.channel
     what = f"{schedule.rules.message_in_words(schedule.placement, message)},"
@@ -151,13 +171,21 @@ def _total_order(schedule: Schedule, moments: _Moments) -> Iterator[tuple[int, I
         stands, makes = moments[rank][position]
         while made and made[0][0] <= stands:
             yield from _messages(heapq.heappop(made)[-1])
-        link = links[rank][position]
-        for message in _travelling(*link.needs):
-            if source[message] != rank:
-                yield rank, Take(Channel(source[message], rank), message)
-        run, sends = _run(schedule, rank, schedule.ranks[rank][position], link)
-        source |= dict.fromkeys(_travelling(link.makes), rank)
-        yield rank, run
+        if position and schedule.pair_at(rank, position - 1):
+            continue  # with its F, which stands at the same moment
+        together = [position, position + 1] if schedule.pair_at(rank, position) else [position]
+        runs: list[Run] = []
+        sends: list[Send] = []
+        for at in together:
+            link = links[rank][at]
+            for message in _travelling(*link.needs):
+                if source[message] != rank:
+                    yield rank, Take(Channel(source[message], rank), message)
+            run, its_sends = _run(schedule, rank, schedule.ranks[rank][at], link)
+            source |= dict.fromkeys(_travelling(link.makes), rank)
+            runs.append(run)
+            sends += its_sends
+        yield rank, RunPair(*runs) if len(runs) > 1 else runs[0]
         heapq.heappush(made, (makes, number, sends))
     for _, _, sends in sorted(made):
         yield from _messages(sends)
@@ -228,6 +256,8 @@ def unfinished(program: Program) -> dict[int, Instruction]:
     def moves(rank: int) -> tuple[int, ...]:
         """Return the ranks that get past their instruction together with this one, if it does."""
         here = at(rank)
+        if isinstance(here, RunPair):
+            return (rank,)
         if isinstance(here, Run):
             met = schedule.rules.together(schedule.placement, rank, here.work)
             return met if all(at(other) == here for other in met) else ()

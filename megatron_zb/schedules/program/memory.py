@@ -3,7 +3,15 @@
 from __future__ import annotations
 
 from megatron_zb.schedules.costs import StageCosts
-from megatron_zb.schedules.program.lowering import Program, Receive, Run, Send, Take
+from megatron_zb.schedules.program.lowering import (
+    Program,
+    Receive,
+    Run,
+    RunPair,
+    Send,
+    Take,
+    runs_of,
+)
 
 
 def peak_with_messages(program: Program, rank: int, costs: StageCosts, message: float) -> float:
@@ -24,10 +32,11 @@ def peak_with_messages(program: Program, rank: int, costs: StageCosts, message: 
             posted -= 1
         elif isinstance(at, Send):
             sent += 1
-        elif isinstance(at, Run):
+        elif isinstance(at, Run | RunPair):
             sent = 0
-            change = program.schedule.rules.memory_change(at.work, costs)
-            peak = max(peak, held + max(0.0, change) + message * posted)
-            held += change
+            for run in runs_of([at]):
+                change = program.schedule.rules.memory_change(run.work, costs)
+                peak = max(peak, held + max(0.0, change) + message * posted)
+                held += change
         peak = max(peak, held + message * (posted + sent))
     return peak

@@ -12,7 +12,15 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from megatron_zb.schedules.passes import Channel, Message, PassKind
-from megatron_zb.schedules.program.lowering import Instruction, Program, Receive, Run, Send, Take
+from megatron_zb.schedules.program.lowering import (
+    Instruction,
+    Program,
+    Receive,
+    Run,
+    RunPair,
+    Send,
+    Take,
+)
 
 
 @dataclass(frozen=True)
@@ -52,6 +60,8 @@ def rollback(program: Program) -> Rollback:
 
 
 def _is_forward(at: Instruction) -> bool:
+    if isinstance(at, RunPair):
+        return False
     return at.work.kind is PassKind.F if isinstance(at, Run) else not at.message.is_gradient
 
 

@@ -18,8 +18,8 @@ def fuse_for_free(schedule: Schedule, costs: Costs) -> Schedule:
     """Join every B and the W right behind it to BW, if no pass of any rank starts later for it.
 
     A BW lets the previous stage wait until W has ended, too. Where that stage starts its B later
-    still, and the whole backward takes no longer than its halves, nothing is late; all such pairs
-    can be joined at once.
+    still, and the whole backward takes no longer than its halves, nothing is late; all of them can
+    be joined at once. A B that runs as one with an F stays as it is.
     """
     timeline = simulate(schedule, costs)
     table = timeline.costs
@@ -48,6 +48,7 @@ def fuse_for_free(schedule: Schedule, costs: Costs) -> Schedule:
             if (
                 p.kind is PassKind.W
                 and before == Pass(PassKind.B, p.stage, p.microbatch)
+                and not (len(joined) > 1 and joined[-2] in schedule.pairs)
                 and costs_nothing(p, end)
             ):
                 joined[-1] = Pass(PassKind.BW, p.stage, p.microbatch)

@@ -1,0 +1,211 @@
+"""Pairs, a forward and a backward in one pass: their rules, times, messages and memory."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from megatron_zb.errors import UsageError
+from megatron_zb.schedules.costs import Costs
+from megatron_zb.schedules.families.v_shape import dualpipe_v_order
+from megatron_zb.schedules.passes import Message, Pair, Pass, PassKind
+from megatron_zb.schedules.placement import looped, v_shape
+from megatron_zb.schedules.program.lowering import Run, RunPair, Send, Take, lower, runs_of
+from megatron_zb.schedules.program.memory import peak_with_messages
+from megatron_zb.schedules.program.rollback import rollback
+from megatron_zb.schedules.schedule import InvalidSchedule, Schedule
+from megatron_zb.schedules.search.fusing import fuse_for_free, join_all, split_all
+from megatron_zb.schedules.simulator import simulate
+
+F, B, W, BW = PassKind.F, PassKind.B, PassKind.W, PassKind.BW
+
+
+def equal_costs(p: int, comm: float = 0.5, pair_loss: float = 0.0) -> Costs:
+    """Costs of a microbatch on a whole rank: F, B, W = 1, 1.2, 0.8 and a hop of 0.05."""
+    costs = Costs.uniform(pipeline_size=p, forward=1.0, backward=1.2, weight=0.8, p2p=0.05)
+    return costs.with_communication(forward=comm, backward=comm, pair_loss=pair_loss)
+
+
+def two_ranks() -> Schedule:
+    """Rank 0 runs F of microbatch 2 and BW of microbatch 0 as one."""
+    ranks = (
+        (*(Pass(F, 0, j) for j in range(3)), *(Pass(BW, 0, j) for j in range(3))),
+        tuple(Pass(kind, 1, j) for j in range(3) for kind in (F, BW)),
+    )
+    pairs = frozenset({Pass(F, 0, 2)})
+    return Schedule("two ranks", looped(2, 1), 3, ranks, pairs=pairs).validate()
+
+
+def test_a_pair_waits_for_both_inputs_and_ends_both_outputs() -> None:
+    """Rank 1: F0 from 1.55 to 3.05, BW0 to 5.55; F and BW of rank 0 begin together at 5.6."""
+    timeline = simulate(two_ranks(), equal_costs(2))
+    assert timeline.start[0][2:4] == pytest.approx([5.6, 5.6])
+    assert timeline.end[0][2:4] == pytest.approx([8.6, 8.6]), "1 + 1.2 + .8 hide .5 and .5"
+    second_f = simulate(two_ranks().without_pairs(), equal_costs(2)).start[0][2]
+    assert second_f == pytest.approx(3.0), "alone it waits for nothing"
+
+
+@pytest.mark.parametrize(
+    ("forward", "backward", "loss", "seconds"),
+    [
+        (0.5, 0.5, 0.0, 3.0),  # the sum of what is computed
+        (2.0, 2.0, 0.0, 4.0),  # the sum of what is exchanged, as long as BW alone
+        (0.0, 4.0, 0.0, 6.0),  # all of BW
+        (2.5, 2.5, 0.0, 5.0),  # the sum of what is exchanged
+        (0.5, 0.5, 0.1, 3.3),
+    ],
+)
+def test_the_seconds_of_a_pair(
+    forward: float, backward: float, loss: float, seconds: float
+) -> None:
+    costs = Costs.uniform(pipeline_size=2, forward=1.0, backward=1.2, weight=0.8)
+    costs = costs.with_communication(forward=forward, backward=backward, pair_loss=loss)
+    table = costs.for_placement(looped(2))
+    pair = Pair(Pass(F, 0, 1), Pass(BW, 0, 0))
+    assert table.pair_seconds(pair) == pytest.approx(seconds)
+    assert table.duration(pair.forward) == pytest.approx(1.0 + forward)
+    assert table.duration(pair.backward) == pytest.approx(2.0 + backward)
+    assert table.duration(Pass(W, 0, 0)) == pytest.approx(0.8), "W exchanges nothing"
+
+
+def test_communication_is_spread_over_the_stages_of_a_rank() -> None:
+    table = equal_costs(4, comm=0.6).for_placement(v_shape(4))
+    assert table.forward_comm == pytest.approx([0.3] * 8)
+    assert table.forward == pytest.approx([0.8] * 8)
+    assert table.backward == pytest.approx([0.9] * 8)
+    assert equal_costs(4, comm=0.0).for_placement(v_shape(4)).communicates is False
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"forward": -1.0, "backward": 0.0}, "forward_comm is"),
+        ({"forward": 0.1, "backward": [0.1]}, "backward_comm has 1 entries, 2 are needed"),
+        ({"forward": 0.1, "backward": 0.1, "pair_loss": float("nan")}, "pair_loss is"),
+    ],
+)
+def test_wrong_communication_is_refused(options: dict[str, float], said: str) -> None:
+    costs = Costs.uniform(pipeline_size=2, forward=1.0, backward=1.0, weight=1.0)
+    with pytest.raises(UsageError, match=said):
+        costs.with_communication(**options)
+
+
+@pytest.mark.parametrize("comm", [0.3, 0.5, 0.8])
+def test_dualpipe_v_with_its_pairs_takes_the_published_time(comm: float) -> None:
+    """p = 8, m = 32: 114.7 at .3 and 118.7 at .5, as another simulator has it."""
+    schedule = dualpipe_v_order(8, 32).validate()
+    timeline = simulate(schedule, equal_costs(8, comm))
+    alone = simulate(schedule.without_pairs(), equal_costs(8, comm))
+    assert timeline.makespan < 0.93 * alone.makespan
+    assert timeline.makespan == pytest.approx({0.3: 114.7, 0.5: 118.7, 0.8: 124.7}[comm])
+    assert max(timeline.peak_activation) == 8.5
+    busy = [sum(e - s for s, e in set(zip(*of, strict=True))) for of in _spans(schedule, comm)]
+    assert timeline.bubble_rate == pytest.approx(1 - sum(busy) / (8 * timeline.makespan))
+
+
+def _spans(schedule: Schedule, comm: float) -> list[tuple[tuple[float, ...], tuple[float, ...]]]:
+    timeline = simulate(schedule, equal_costs(8, comm))
+    return list(zip(timeline.start, timeline.end, strict=True))
+
+
+@pytest.mark.parametrize(
+    ("joined", "said"),
+    [
+        (Pass(F, 0, 0), r"rank 0, position 0, .*rule 'pair': a pair is an F and the B or BW"),
+        (Pass(BW, 0, 2), r"rank 0, position 5, .*rule 'pair': a pair is an F and the B or BW"),
+        (Pass(F, 1, 0), r"rank 1, position 0, .*rule 'pair': 1BW0 needs what it makes"),
+        (Pass(F, 1, 7), r"rule 'pair': no rank runs 1F7"),
+    ],
+)
+def test_what_is_no_pair_is_refused(joined: Pass, said: str) -> None:
+    with pytest.raises(InvalidSchedule, match=said):
+        replace(two_ranks(), pairs=frozenset({joined})).validate()
+
+
+def test_pairs_that_wait_for_each_other_are_refused() -> None:
+    """F1 of rank 0 feeds F1 of rank 1, whose pair makes the gradient that F1's pair waits for."""
+    ranks = (
+        (Pass(F, 0, 0), Pass(F, 0, 1), Pass(BW, 0, 0), Pass(BW, 0, 1)),
+        (Pass(F, 1, 0), Pass(F, 1, 1), Pass(BW, 1, 0), Pass(BW, 1, 1)),
+    )
+    alone = Schedule("circle", looped(2, 1), 2, ranks).validate()
+    circle = replace(alone, pairs=frozenset({Pass(F, 0, 1), Pass(F, 1, 1)}))
+    assert circle.blocked() == "rank 0 at 0F1; rank 1 at 1F1"
+    with pytest.raises(InvalidSchedule, match="rule 'progress'"):
+        circle.validate()
+    with pytest.raises(InvalidSchedule, match="rule 'progress'"):
+        simulate(circle, equal_costs(2))
+    with pytest.raises(InvalidSchedule, match="rule 'progress'"):
+        lower(circle)
+
+
+@pytest.mark.parametrize("waits", [False, True])
+@pytest.mark.parametrize("p", [2, 3, 8])
+def test_a_pair_takes_both_inputs_and_sends_both_outputs(p: int, waits: bool) -> None:
+    schedule = dualpipe_v_order(p, 2 * p + 3).validate()
+    program = lower(schedule, simulate(schedule, equal_costs(p)), waits_to_receive=waits)
+    for rank, instructions in enumerate(program.ranks):
+        assert [run.work for run in runs_of(instructions)] == list(schedule.ranks[rank])
+        pairs = [at for at in instructions if isinstance(at, RunPair)]
+        assert {at.work.forward for at in pairs} == schedule.pairs & set(schedule.ranks[rank])
+        assert pairs
+        taken: set[Message] = set()
+        made: set[Message] = set()
+        for at in instructions:
+            if isinstance(at, Take):
+                taken.add(at.message)
+            elif isinstance(at, Run | RunPair):
+                runs = list(runs_of([at]))
+                arrived = {m for run in runs for m in run.reads}
+                assert {m for m in arrived if _travels(schedule, m)} == taken
+                assert not made, "all was sent before the next pass"
+                made = {run.makes for run in runs if run.makes is not None and not run.makes_local}
+                taken = set()
+            elif isinstance(at, Send):
+                made.remove(at.message)
+        assert not made
+
+
+def _travels(schedule: Schedule, message: Message) -> bool:
+    rank_of, stage = schedule.placement.rank_of, message.stage
+    return rank_of[stage] != rank_of[stage + 1 if message.is_gradient else stage - 1]
+
+
+def test_a_pair_holds_what_its_forward_takes_until_it_ends() -> None:
+    """Rank 0 of two holds three microbatches while the pair runs, and two after it."""
+    schedule = two_ranks()
+    timeline = simulate(schedule, equal_costs(2))
+    assert timeline.memory_steps(0)[2:4] == ((3.0, 3.0), (3.0, 2.0))
+    program = lower(schedule, timeline)
+    assert peak_with_messages(program, 0, timeline.costs, 0.0) == 3.0
+    posted = peak_with_messages(program, 0, timeline.costs, 10.0)
+    assert posted > 12.0
+
+
+def test_a_rollback_ends_before_the_first_pair() -> None:
+    program = lower(dualpipe_v_order(2, 6))
+    for rank, end in zip(program.ranks, rollback(program).ends, strict=True):
+        assert all(run.work.kind is F for run in runs_of(rank[:end]))
+        assert not any(isinstance(at, RunPair) for at in rank[:end])
+
+
+def test_pairs_stay_joined_where_passes_are_fused_and_split() -> None:
+    schedule = dualpipe_v_order(4, 12)
+    split = split_all(schedule).validate()
+    assert split.pairs == schedule.pairs and not any(
+        p.kind is BW for rank in split.ranks for p in rank
+    )
+    assert join_all(split).validate().pairs == schedule.pairs
+    again = fuse_for_free(split, equal_costs(4)).validate()
+    for rank, passes in enumerate(again.ranks):
+        joined = (again.pair_at(rank, i) for i in range(len(passes)))
+        assert all(pair.backward.kind is B for pair in joined if pair is not None)
+    before, after = (simulate(s, equal_costs(4)).makespan for s in (split, again))
+    assert after <= before * (1 + 1e-9)
+
+
+def test_an_evaluation_has_no_pairs() -> None:
+    forwards = dualpipe_v_order(2, 4).forwards().validate()
+    assert not forwards.pairs
+    assert not any(isinstance(at, RunPair) for rank in lower(forwards).ranks for at in rank)
