@@ -4,7 +4,7 @@ The table is the *compute-only* one that torch's pipeline runtime loads and dump
 rank, a cell for each pass, ``<stage><letter><microbatch>``. Its letters are F, I for the input
 gradient (our B), W, and B for a full backward (our BW). Empty cells are idle steps. Tables of
 schedules with a cut output layer have O, P and V, too, which torch does not know; the shard of rank
-r counts as stage S + r.
+r counts as stage S + r. A pair is one cell, such as ``(0F1;2B0)OVERLAP_F_B``.
 """
 
 from __future__ import annotations
@@ -34,6 +34,7 @@ _LETTER = {PassKind.F: "F", PassKind.B: "I", PassKind.W: "W", PassKind.BW: "B"} 
 }
 _KIND = {letter: kind for kind, letter in _LETTER.items()}
 _CELL = re.compile(r"([0-9]+)([FIWBOPVEG])([0-9]+)")
+_PAIR = re.compile(r"\(([^;()]*);([^;()]*)\)OVERLAP_F_B")
 _COMMUNICATION = re.compile(r"[0-9]+(SEND|RECV)_[FB][0-9]+")
 
 # Far above what any cluster needs; a file beyond them is no schedule.
@@ -44,10 +45,11 @@ _MOST_DIGITS = 7
 
 
 class _Cell(NamedTuple):
-    """A pass and its column in the table, counted from 1."""
+    """A pass and its column in the table, counted from 1; a pair has two, its F is ``joined``."""
 
     work: Pass
     column: int
+    joined: bool = False
 
 
 def to_csv(schedule: Schedule) -> str:
@@ -65,8 +67,20 @@ def to_csv(schedule: Schedule) -> str:
             "training step alone"
         )
     out = io.StringIO()
-    csv.writer(out, lineterminator="\n").writerows(map(_cell_text, rank) for rank in schedule.ranks)
+    ranks = range(len(schedule.ranks))
+    csv.writer(out, lineterminator="\n").writerows(_row(schedule, rank) for rank in ranks)
     return out.getvalue()
+
+
+def _row(schedule: Schedule, rank: int) -> Iterator[str]:
+    before = None
+    for position, p in enumerate(schedule.ranks[rank]):
+        pair = schedule.pair_at(rank, position)
+        if pair is not None:
+            yield f"({';'.join(map(_cell_text, pair))})OVERLAP_F_B"
+        elif before is None:
+            yield _cell_text(p)
+        before = pair
 
 
 def _cell_text(p: Pass) -> str:
@@ -118,7 +132,8 @@ def from_csv(source: str | Path, *, name: str | None = None) -> Schedule:
     placement = _infer_placement(name, rows)
     num_microbatches = 1 + max(cell.work.microbatch for row in rows for cell in row)
     ranks = tuple(tuple(cell.work for cell in row) for row in rows)
-    schedule = Schedule(name, placement, num_microbatches, ranks, rules=rules_of(ranks))
+    pairs = frozenset(cell.work for row in rows for cell in row if cell.joined)
+    schedule = Schedule(name, placement, num_microbatches, ranks, rules=rules_of(ranks), pairs=pairs)
     try:
         return schedule.validate()
     except InvalidSchedule as error:
@@ -159,9 +174,10 @@ def _cells(name: str, text: str) -> list[list[_Cell]]:
             raise UsageError(f"{name}: row {row}: a table may have {_MOST_CELLS:,} cells at most")
         rows.append(
             [
-                _Cell(_parse(name, row, column, cell.strip()), column)
-                for column, cell in enumerate(texts, start=1)
-                if cell.strip()
+                cell
+                for column, text in enumerate(texts, start=1)
+                if text.strip()
+                for cell in _parse(name, row, column, text.strip())
             ]
         )
     while rows and not rows[-1]:
@@ -178,7 +194,17 @@ def _split(name: str, text: str) -> Iterator[tuple[int, list[str]]]:
         raise UsageError(f"{name}: the text is no CSV: {error}") from error
 
 
-def _parse(name: str, row: int, column: int, text: str) -> Pass:
+def _parse(name: str, row: int, column: int, text: str) -> Iterator[_Cell]:
+    match = _PAIR.fullmatch(text)
+    if match is None:
+        yield _Cell(_parse_pass(name, row, column, text), column)
+        return
+    forward, backward = (_parse_pass(name, row, column, part.strip()) for part in match.groups())
+    yield _Cell(forward, column, joined=True)
+    yield _Cell(backward, column)
+
+
+def _parse_pass(name: str, row: int, column: int, text: str) -> Pass:
     shown = repr(text if len(text) <= 24 else text[:21] + "...")
     where = f"{name}: row {row}, column {column}"
     match = _CELL.fullmatch(text)
@@ -202,7 +228,7 @@ def _infer_placement(name: str, rows: Sequence[Sequence[_Cell]]) -> Placement:
         )
     rank_of: dict[int, int] = {}
     for rank, row in enumerate(rows):
-        for work, column in row:
+        for work, column, _ in row:
             if work.kind in EmbeddingRules.kinds:
                 continue
             if rank_of.setdefault(work.stage, rank) != rank:
@@ -245,7 +271,7 @@ def _point_at_cell(
     """Raise the error with its place in the table, which counts from 1 and has idle cells."""
     if error.rank is None or error.position is None:
         raise error
-    work, column = rows[error.rank][error.position]
+    work, column, _ = rows[error.rank][error.position]
     where = f"{schedule.name}: row {error.rank + 1}, column {column}, '{_cell_text(work)}'"
     what = str(error).removeprefix(f"{schedule.name}: ")
     raise InvalidSchedule(f"{where}: {what}") from error
@@ -292,13 +318,18 @@ def _thread_names(rank: int) -> list[dict[str, Any]]:
 
 
 def _pass_events(timeline: Timeline, rank: int) -> Iterator[dict[str, Any]]:
-    placement = timeline.schedule.placement
+    schedule, placement = timeline.schedule, timeline.schedule.placement
     times = zip(timeline.start[rank], timeline.end[rank], strict=True)
-    for p, (start, end) in zip(timeline.schedule.ranks[rank], times, strict=True):
+    pair = None
+    for position, (start, end) in enumerate(times):
+        if pair is not None:  # its event is there already
+            pair = None
+            continue
+        p, pair = schedule.ranks[rank][position], schedule.pair_at(rank, position)
         yield {
             "ph": "X",
             "tid": rank,
-            "name": str(p),
+            "name": str(pair or p),
             "cat": p.kind.value,
             "cname": _TRACE_COLOUR.get(p.kind, _OTHER_COLOUR),
             "ts": start * 1e6,

@@ -13,10 +13,12 @@ import pytest
 import sizes
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.distributed.pipelining._schedule_visualizer import get_schedule_ops
 
 from megatron_zb import schedules
 from megatron_zb.errors import UsageError
 from megatron_zb.schedules import interchange
+from megatron_zb.schedules.families.v_shape import dualpipe_v_order
 from megatron_zb.schedules.interchange import from_csv, to_csv, write_csv
 from megatron_zb.schedules.passes import Pass, PassKind
 from megatron_zb.schedules.placement import Placement, looped
@@ -47,6 +49,26 @@ def test_every_kind_has_the_letter_that_torch_gives_it() -> None:
     )
     schedule = Schedule("all kinds", looped(2), 1, ranks).validate()
     assert to_csv(schedule) == "0F0,0B0\n1F0,1I0,1W0\n"
+
+
+def test_a_pair_is_one_cell_as_in_torchs_dualpipe_v() -> None:
+    """Torch builds the same order with the same pairs, and writes them so."""
+    ours = dualpipe_v_order(4, 9).validate()
+    rows = get_schedule_ops("DualPipeV", 4, 9)
+    theirs = "\n".join(",".join("" if a is None else str(a) for a in row) for row in rows) + "\n"
+    assert "(4F4;3B0)OVERLAP_F_B" in theirs
+    assert from_csv(theirs, name=ours.name) == ours
+    assert to_csv(ours) == theirs
+    assert interchange.digest(ours) != interchange.digest(ours.without_pairs())
+
+
+def test_a_pair_is_one_event_of_a_trace() -> None:
+    ours = dualpipe_v_order(2, 4)
+    costs = schedules.Costs.uniform(pipeline_size=2, forward=1, backward=1, weight=1)
+    events = json.loads(interchange.to_chrome_trace(schedules.simulate(ours, costs)))["traceEvents"]
+    names = [event["name"] for event in events if event["ph"] == "X"]
+    assert len(names) == sum(map(len, ours.ranks)) - len(ours.pairs)
+    assert sum(name.startswith("(") for name in names) == len(ours.pairs)
 
 
 def test_idle_cells_spaces_and_empty_lines_at_the_end_do_not_matter() -> None:
@@ -81,6 +103,12 @@ def test_a_placement_of_no_known_shape_is_custom() -> None:
         ("0F0,0I0\n1F0,1B0\n", "rank 0, stage 0: rule 'completeness': 0 of 1 W passes"),
         ("0F0,0F1,0B1,0B0\n1F0,1F1,1B0,1B1\n", "row 1, column 3, '0B1': .*'microbatch order'"),
         ("0F0,3F0,3B0,0B0\n2F0,1F0,2B0,1B0\n", r"row \d, column \d, '\dF0': .*'progress'"),
+        ("(0F0;0B0)OVERLAP_F_B\n1F0,1B0\n", "row 1, column 1, '0F0': .*rule 'pair': 0BW0 needs"),
+        ("(0B0;0F0)OVERLAP_F_B\n1F0,1B0\n", "row 1, column 1, '0B0': .*'order'"),
+        ("(0F0;0W0)OVERLAP_F_B\n1F0,1B0\n", "row 1, column 1, '0W0': .*'order'"),
+        ("(0F0;0X0)OVERLAP_F_B\n1F0,1B0\n", "row 1, column 1: '0X0' is no pass"),
+        ("(0F0;0B0;0F1)OVERLAP_F_B\n1F0,1B0\n", r"row 1, column 1: '\(0F0;0B0;0F1.*is no pass"),
+        ("0F0,(0F1;0B0)\n1F0,1B0\n", r"row 1, column 2: '\(0F1;0B0\)' is no pass"),
         ('"0F0', "'placement': the table has one row"),
         ("0F0," + "9" * 200_000, "the text is no CSV: field larger than"),
     ],
@@ -128,8 +156,10 @@ def test_sizes_are_bounded(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> N
         from_csv(tmp_path / "large.csv")
 
 
+_PAIR = "(0F1;0B0)OVERLAP_F_B"
 _FRAGMENTS = st.sampled_from(
-    ["0F0", "1F0", "0B0", "1B0", "0I0", "0W0", "2F1", ",", "\n", '"', "\r", " ", "\0", "é", "٣F٣"]
+    ["0F0", "1F0", "0B0", "1B0", _PAIR, "0I0", "0W0", "2F1", ",", "\n", '"', "\r", " ", "\0", "é"]
+    + ["٣F٣"]
 )
 
 

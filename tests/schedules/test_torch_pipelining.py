@@ -95,7 +95,8 @@ def table_in_torchs_runtime(path: str) -> tuple[Gradients, list[torch.Tensor]]:
 def split_passes(schedule: _PipelineScheduleRuntime) -> int:
     """How many input gradients torch will compute on their own, on all ranks."""
     rows = schedule.pipeline_order_with_comms.values()
-    return sum(action.computation_type.value == "I" for row in rows for action in row)
+    passes = (part for row in rows for action in row for part in action.sub_actions or (action,))
+    return sum(action.computation_type.value == "I" for action in passes)
 
 
 def whole_model(results: list[tuple[Gradients, list[torch.Tensor]]]) -> Gradients:
@@ -119,8 +120,25 @@ def test_torchs_runtime_trains_with_our_table(
     name: str, tmp_path: Path, ranks: RankPools, expected: Gradients
 ) -> None:
     """Bit for bit: the weight gradients are summed in the order of the microbatches, as in 1F1B."""
-    path = tmp_path / f"{name}.csv"
     schedule = schedules.build(name, pipeline_size=RANKS, num_microbatches=MICROBATCHES)
+    check_training(schedule, tmp_path / f"{name}.csv", ranks, expected)
+
+
+@pytest.mark.parametrize("name", ["dualpipe-v", "interleaved"])
+def test_torchs_runtime_trains_with_our_pairs(
+    name: str, tmp_path: Path, ranks: RankPools, expected: Gradients
+) -> None:
+    costs = schedules.Costs.uniform(pipeline_size=RANKS, forward=1, backward=1, weight=1)
+    costs = costs.with_communication(forward=0.5, backward=0.5)
+    sizes = {"pipeline_size": RANKS, "num_microbatches": MICROBATCHES}
+    schedule = schedules.build(name, **sizes, costs=costs)
+    assert schedule.pairs
+    check_training(schedule, tmp_path / f"{name}.csv", ranks, expected)
+
+
+def check_training(
+    schedule: schedules.Schedule, path: Path, ranks: RankPools, expected: Gradients
+) -> None:
     write_csv(schedule, path)
     found = whole_model(ranks(RANKS).run(table_in_torchs_runtime, path=str(path)))
     assert found.keys() == expected.keys()
