@@ -467,6 +467,8 @@ class PipelineAdapter:
                 f"  pipeline rank {pp_rank}: {held}; activations of at most {peak:g} microbatches "
                 f"({peak / p:.2f} of 1F1B's first rank)"
             )
+        if self.costs.vocabulary is not None:
+            lines.append("  every pipeline rank: its rows of the embedding and the output layer")
         if self._balance is not None:
             lines.append(f"  {self._balance}")
         if self.draws_by_layer:
@@ -485,6 +487,8 @@ class PipelineAdapter:
         first = "".join(letters[:stage]).count("t") + 1
         count = letters[stage].count("t")
         parts = [f"layers {first}-{first + count - 1}"] if count else []
+        if self.costs.vocabulary is not None:
+            return f"stage {stage} ({''.join(parts) or 'empty'})"
         if "E" in letters[stage]:
             parts.insert(0, "embedding")
         if "L" in letters[stage]:

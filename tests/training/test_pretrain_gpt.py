@@ -295,6 +295,7 @@ def test_losses_are_stocks_with_a_cut_vocabulary(corpus: str, tmp_path: Path, as
     stock = trained(tmp_path, flags)
     ours = trained(tmp_path, {**flags, **cut, **saving})
     further = trained(tmp_path, {**flags, "--load": tmp_path / "saved"})
+    assert "every pipeline rank: its rows of the embedding and the output layer" in ours.printed
     for key in ("lm_loss", "eval_loss", "grad_norm"):
         expected, found = stock.by_iteration(key), ours.by_iteration(key)
         assert list(found) == [i for i in expected if i <= 4]
