@@ -286,11 +286,10 @@ def test_losses_are_stocks_with_balanced_layers(corpus: str, tmp_path: Path) -> 
     assert "layers are balanced for an embedding that counts for 0.00 layers" in balanced.printed
 
 
-@pytest.mark.parametrize("asked", ["on", pytest.param("auto", marks=pytest.mark.full)])
-def test_losses_are_stocks_with_a_cut_vocabulary(corpus: str, tmp_path: Path, asked: str) -> None:
+def test_losses_are_stocks_with_a_cut_vocabulary(corpus: str, tmp_path: Path) -> None:
     """But for the order of sums; and stock goes on with the checkpoint."""
     flags = {"--data-path": corpus, "--vocab-size": 1024, "--train-iters": 6}
-    cut = {"--pipeline-schedule": "zb-h1", "--pipeline-vocabulary": asked}
+    cut = {"--pipeline-schedule": "zb-h1", "--pipeline-vocabulary": "on"}
     saving = {"--save": tmp_path / "saved", "--exit-interval": 4}
     stock = trained(tmp_path, flags)
     ours = trained(tmp_path, {**flags, **cut, **saving})
