@@ -133,7 +133,8 @@ def from_csv(source: str | Path, *, name: str | None = None) -> Schedule:
     num_microbatches = 1 + max(cell.work.microbatch for row in rows for cell in row)
     ranks = tuple(tuple(cell.work for cell in row) for row in rows)
     pairs = frozenset(cell.work for row in rows for cell in row if cell.joined)
-    schedule = Schedule(name, placement, num_microbatches, ranks, rules=rules_of(ranks), pairs=pairs)
+    rules = rules_of(ranks)
+    schedule = Schedule(name, placement, num_microbatches, ranks, rules=rules, pairs=pairs)
     try:
         return schedule.validate()
     except InvalidSchedule as error:
