@@ -3,6 +3,8 @@
 
 python benchmarks/runtime_overhead.py | tail -n 1 > docs/results/runtime_overhead.cpu.json
 python benchmarks/prediction.py --output docs/results/prediction.cpu.json
+python benchmarks/beside_megatron.py --turns 3 --steps 6 --warm-up 2 | tail -n 1 \\
+    > docs/results/beside_megatron_1024.cpu.json
 python docs/make_performance.py
 """
 
@@ -32,16 +34,24 @@ def main() -> None:
 def page(text: str) -> str:
     """The page with its tables made anew."""
     split, ranks, runtime, prediction = (
-        json.loads((RESULTS / f"{name}.cpu.json").read_text(encoding="utf-8"))
+        _result(f"{name}.cpu")
         for name in ("split_backward", "rank_memory", "runtime_overhead", "prediction")
     )
     text = with_table(text, "times", times(split["results"]))
     text = with_table(text, "held bytes", held_bytes(split["results"]))
     text = with_table(text, "memory of ranks", memory_of_ranks(ranks))
     text = with_table(text, "sleeping stages", sleeping_stages(runtime))
+    steps = [_result(f"beside_megatron_{vocabulary}.cpu") for vocabulary in (1024, 8192)]
+    text = with_table(text, "cut, simulated", cut_makespans(_result("vocabulary")["makespans"]))
+    text = with_table(text, "cut, steps", cut_steps(steps))
     for name in prediction["shapes"]:
         text = with_table(text, name, predicted(prediction, name))
     return with_table(text, "predictions", [summary(prediction)])
+
+
+def _result(name: str) -> dict[str, Any]:
+    result: dict[str, Any] = json.loads((RESULTS / f"{name}.json").read_text(encoding="utf-8"))
+    return result
 
 
 def table(heads: str, numbers: int, rows: Iterable[str]) -> list[str]:
@@ -100,6 +110,38 @@ def sleeping_stages(runtime: dict[str, Any]) -> list[str]:
         )
     heads = f"| schedule | simulated s | measured s | ratio | worst of {len(steps)} |"
     return table(heads, 4, rows)
+
+
+def cut_makespans(makespans: Iterable[dict[str, Any]]) -> list[str]:
+    """A line for each output layer and schedule: the makespans of layouts, and of the cut."""
+    rows = []
+    for row in makespans:
+        columns = " | ".join(f"{row[key]:.1f}" for key in ("even", "best", "cut", "bound", "peak"))
+        rows.append(f"| {row['output_layers']:g} layers | `{row['schedule']}` | {columns} |")
+    heads = (
+        "| output layer | schedule | even layers | best layers | cut | bound of the cut | peak |"
+    )
+    return table(heads, 5, rows)
+
+
+def cut_steps(shapes: list[dict[str, Any]]) -> list[str]:
+    """A line for each contender: its median step for each vocabulary, and how it is to stock's.
+
+    The last of each three columns compares the fastest steps, which a busy machine delays least.
+    """
+    fastest = [{name: min(steps) for name, steps in shape["all_ms"].items()} for shape in shapes]
+    rows = []
+    for name in shapes[0]["ms"]:
+        columns = " | ".join(
+            f"{shape['ms'][name]:.0f} | {shape['over_stock'][name]:.3f} | "
+            f"{least[name] / least['stock 1f1b']:.3f}"
+            for shape, least in zip(shapes, fastest, strict=True)
+        )
+        rows.append(f"| {name} | {columns} |")
+    sizes = " | ".join(
+        f"{shape['sizes']['vocabulary']} words: ms | of stock's | fastest" for shape in shapes
+    )
+    return table(f"| | {sizes} |", 3 * len(shapes), rows)
 
 
 def predicted(prediction: dict[str, Any], shape: str) -> list[str]:
