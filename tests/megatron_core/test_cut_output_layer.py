@@ -6,13 +6,14 @@ import re
 import threading
 import time
 from dataclasses import replace
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple
 from unittest import mock
 
 import gpt_cases
 import pytest
 import torch
 from brief_searches import briefly
+from cut_outcomes import gathered, whole, with_shards
 from gpt_cases import GPTCase, Outcome
 from megatron.core import parallel_state
 from megatron.core.pipeline_parallel.schedules import get_forward_backward_func
@@ -24,9 +25,6 @@ from megatron_zb.megatron_core.vocabulary import HANDLERS
 from megatron_zb.schedules.passes import PassKind
 
 FULL = pytest.mark.full
-OUTPUT, EMBEDDING = "output_layer.weight", "embedding.word_embeddings.weight"
-SHARD_OF_EMBEDDING = "embedding_shard.weight"
-Gradients: TypeAlias = dict[str, torch.Tensor]
 CASES = {
     "plain": (4, GPTCase()),
     "two-ranks": (2, GPTCase()),
@@ -44,8 +42,9 @@ CASES = {
     "tied-bf16": (2, GPTCase(tied=True, dtype="bfloat16", fused_accumulation=True)),
 }
 ON_REQUEST = ("two-ranks", "tensor-parallel", "sequence-parallel", "data-parallel", "bf16")
-# Of the largest number. The sum of the exponentials is formed in another order.
-TOLERANCE = 2e-6
+# Of the largest number. The sum of the exponentials is formed in another order; in 16 bits,
+# test_cut_beside_float64.py tells what that is worth.
+TOLERANCE = {"float32": 2e-6, "bfloat16": 5e-2}
 
 
 def outcomes(case: GPTCase, schedules: list[str]) -> list[Outcome]:
@@ -57,41 +56,11 @@ def outcomes(case: GPTCase, schedules: list[str]) -> list[Outcome]:
     return found
 
 
-def gathered(outcome: Outcome, schedule: str | None = None) -> Outcome:
-    """Of all pipeline ranks, with the shards of the output layer put together."""
-    group = parallel_state.get_pipeline_model_parallel_group()
-    all_ranks = [outcome] * group.size()
-    torch.distributed.all_gather_object(all_ranks, outcome, group=group)
-    parts = [one.gradients for one in all_ranks]
-    if schedule is None:
-        return Outcome(all_ranks[-1].losses, whole(parts))
-    logical = parts[::-1] if schedule.startswith("v-") else parts
-    return Outcome(all_ranks[-1].losses, with_shards(logical))
-
-
-def whole(parts: list[Gradients]) -> Gradients:
-    return {name: gradient for part in parts for name, gradient in part.items()}
-
-
-def with_shards(parts: list[Gradients]) -> Gradients:
-    """Of all ranks in logical order, whose shards are put together under Megatron's names."""
-    gradients = whole(parts)
-    gradients[OUTPUT] = torch.cat([part[OUTPUT] for part in parts])
-    if gradients.pop(SHARD_OF_EMBEDDING, None) is None:  # tied: one weight
-        gradients[EMBEDDING] = gradients[OUTPUT]
-    else:
-        gradients[EMBEDDING] = torch.cat([part[SHARD_OF_EMBEDDING] for part in parts])
-    return gradients
-
-
 def differences(case: GPTCase, schedules: list[str]) -> list[str]:
     """Differences of the first schedule from stock, and of the others from the first."""
     stock, first, *others = outcomes(case, schedules)
     found = [f"only one has {name}" for name in stock.gradients.keys() ^ first.gradients.keys()]
-    if case.dtype == "float32":
-        found += unequal(stock, first)
-    else:
-        found += less_exact(case, stock, first)
+    found += unequal(stock, first, TOLERANCE[case.dtype])
     for name, other in zip(schedules[1:], others, strict=True):
         for key, value in first.gradients.items():
             if not torch.equal(value, other.gradients[key]):
@@ -101,30 +70,15 @@ def differences(case: GPTCase, schedules: list[str]) -> list[str]:
     return found
 
 
-def unequal(stock: Outcome, ours: Outcome) -> list[str]:
+def unequal(stock: Outcome, ours: Outcome, tolerance: float) -> list[str]:
     found = []
     for name, gradient in stock.gradients.items():
         off = (ours.gradients[name] - gradient).abs().max().item()
-        if not off <= TOLERANCE * gradient.abs().max().item():
+        if not off <= tolerance * gradient.abs().max().item():
             found.append(f"gradient of {name} is off by {off}")
-    if not torch.tensor(ours.losses).allclose(torch.tensor(stock.losses), rtol=TOLERANCE):
+    if not torch.tensor(ours.losses).allclose(torch.tensor(stock.losses), rtol=tolerance):
         found.append(f"losses {ours.losses} are not {stock.losses}")
     return found
-
-
-def less_exact(case: GPTCase, stock: Outcome, ours: Outcome) -> list[str]:
-    """Whether gradients in 16 bits are farther from those in 32 than 1.2 times stock's."""
-    single = replace(case, dtype="float32", fused_accumulation=False)
-    exact = gathered(gpt_cases.run(single, None, [4])[4])
-    ratio = distance(ours, exact) / distance(stock, exact)
-    losses, exactly = torch.tensor(ours.losses), torch.tensor(exact.losses)
-    found = [] if ratio <= 1.2 else [f"gradients are {ratio} times as far off as stock's"]
-    return found if losses.allclose(exactly, rtol=5e-3) else [*found, f"{losses} are the losses"]
-
-
-def distance(one: Outcome, other: Outcome) -> float:
-    pairs = [(one.gradients[name], gradient) for name, gradient in other.gradients.items()]
-    return sum((a.double() - b.double()).square().sum().item() for a, b in pairs) ** 0.5
 
 
 @pytest.mark.parametrize(
@@ -210,7 +164,7 @@ def off_in_calls(case: GPTCase, schedule: str) -> list[str]:
             found.append(f"call {number}: other gradients")
         for name, gradient in theirs.gradients.items():
             off = (ours.gradients[name] - gradient).abs().max().item()
-            if not off <= TOLERANCE * gradient.abs().max().item():
+            if not off <= TOLERANCE["float32"] * gradient.abs().max().item():
                 found.append(f"call {number}: gradient of {name} is off by {off}")
     return found
 

@@ -19,6 +19,7 @@ from megatron.core.distributed import DistributedDataParallelConfig, finalize_mo
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.pipeline_parallel.schedules import get_forward_backward_func
+from megatron.core.tensor_parallel.mappings import gather_from_tensor_model_parallel_region
 from megatron.core.transformer import multi_latent_attention
 from megatron.core.transformer.dot_product_attention import DotProductAttention
 from megatron.core.transformer.module import Float16Module
@@ -56,6 +57,7 @@ class GPTCase:
     ``images`` are the numbers of images of the samples, in turns, which the encoder of Megatron's
     LLaVAModel reads on its first stage; its language model is the GPT.
     With ``vocabulary``, our output layer is cut along the vocabulary over all pipeline ranks.
+    With ``exact``, stock has the weights that the type gives, and computes in 64 bits with them.
     """
 
     tied: bool = False
@@ -89,10 +91,11 @@ class GPTCase:
     hybrid: str | None = None
     images: tuple[int, ...] = ()
     vocabulary: bool = False
+    exact: bool = False
 
     @property
     def torch_dtype(self) -> torch.dtype:
-        return getattr(torch, self.dtype)
+        return torch.float64 if self.exact else getattr(torch, self.dtype)
 
 
 @dataclass(frozen=True)
@@ -259,7 +262,7 @@ def _build_chunks(case: GPTCase, adapter: PipelineAdapter | None, p: int) -> lis
     redirect_experts()
     if case.fused_accumulation:
         install_stand_in_for_fused_accumulation()
-    low_precision = case.torch_dtype is not torch.float32
+    low_precision = case.torch_dtype in (torch.bfloat16, torch.float16)
     options = dict(case.options)
     mla = options.get("multi_latent_attention", False)
     config = (MLATransformerConfig if mla else TransformerConfig)(
@@ -273,8 +276,8 @@ def _build_chunks(case: GPTCase, adapter: PipelineAdapter | None, p: int) -> lis
         pipeline_model_parallel_layout=_layout(case, adapter, p),
         pipeline_dtype=case.torch_dtype,
         params_dtype=case.torch_dtype,
-        bf16=case.dtype == "bfloat16",
-        fp16=case.dtype == "float16",
+        bf16=case.torch_dtype is torch.bfloat16,
+        fp16=case.torch_dtype is torch.float16,
         context_parallel_size=case.context_parallel,
         expert_model_parallel_size=case.expert_parallel,
         mtp_num_layers=case.multi_token or None,
@@ -319,13 +322,15 @@ def _build_chunks(case: GPTCase, adapter: PipelineAdapter | None, p: int) -> lis
         chunks.append(chunk)
     if not case.drawn:
         _initialise(case, chunks, config)
+    if case.exact:
+        _compute_exactly(chunks, getattr(torch, case.dtype))
     if adapter is not None:
         adapter.prepare_model(chunks)
     if low_precision:
         chunks = [Float16Module(config, chunk) for chunk in chunks]
     if case.wrapped:
         ddp = DistributedDataParallelConfig(
-            grad_reduce_in_fp32=True,
+            grad_reduce_in_fp32=not case.exact,
             overlap_grad_reduce=case.overlap_grad_reduce,
             bucket_size=case.bucket_size,
             use_distributed_optimizer=case.distributed_optimizer,
@@ -406,6 +411,21 @@ def _initialise(case: GPTCase, chunks: list[Any], config: TransformerConfig) -> 
                 parameter.data.mul_(1 + parallel_state.get_expert_model_parallel_rank())
             if case.frozen is not None and case.frozen in name:
                 parameter.requires_grad = False
+
+
+def _compute_exactly(chunks: list[Any], dtype: torch.dtype) -> None:
+    """Round weights of 64 bits to a type, and put a loss of 64 bits in the place of Megatron's."""
+
+    def losses(labels: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
+        whole = gather_from_tensor_model_parallel_region(logits)
+        of_tokens = torch.nn.functional.cross_entropy(
+            whole.flatten(0, 1), labels.t().flatten(), reduction="none"
+        )
+        return of_tokens.view(whole.shape[:2]).t()
+
+    for chunk in chunks:
+        chunk.compute_language_model_loss = losses
+        chunk.to(dtype).double()
 
 
 def install_stand_in_for_fused_accumulation() -> None:
@@ -490,9 +510,9 @@ def forward_backward(
     return records
 
 
-def microbatches(case: GPTCase, count: int) -> Iterator[dict[str, torch.Tensor]]:
+def microbatches(case: GPTCase, count: int, first: int = 0) -> Iterator[dict[str, torch.Tensor]]:
     """Tokens that depend on the microbatch and the data-parallel rank; some are masked out."""
-    for microbatch in range(count):
+    for microbatch in range(first, first + count):
         seed = 1000 * parallel_state.get_data_parallel_rank() + microbatch
         generator = torch.Generator().manual_seed(seed)
         yield _batch(case, microbatch, generator)  # which nothing here holds on to
@@ -540,7 +560,7 @@ def _with_loss(output: torch.Tensor, mask: torch.Tensor) -> tuple[Any, Any]:
 
 
 def _loss(mask: torch.Tensor, losses: torch.Tensor) -> tuple[Any, ...]:
-    total = (losses.float() * mask).sum()
+    total = (losses.to(torch.promote_types(losses.dtype, torch.float32)) * mask).sum()
     tokens = mask.sum().to(torch.int)
     return total, tokens, {"lm loss": total.detach().clone() / tokens}
 
