@@ -109,6 +109,27 @@ def test_what_cannot_be_cut_stays_whole_and_says_why(stock: dict[str, Any], word
     assert words in said(found)
 
 
+@pytest.mark.parametrize(
+    ("stock", "words"),
+    [
+        ({"mtp_num_layers": 1}, "multi-token prediction runs the output layer again"),
+        ({"hybrid_layer_pattern": "M*-E"}, "it is tried with GPTModel alone"),
+        ({"cuda_graph_impl": "transformer_engine"}, "its passes are not captured"),
+        ({"enable_optimizer_post_validation": True}, "the forwards that run again have no passes"),
+    ],
+    ids=["multi-token", "hybrid", "graphs", "post-validation"],
+)
+def test_what_cannot_be_combined_is_refused_in_a_sentence(
+    stock: dict[str, Any], words: str
+) -> None:
+    with pytest.raises(UsageError) as refused:
+        adapter("v-half --pipeline-vocabulary on", vocab_size=LARGE, **stock)
+    said, [name] = str(refused.value), stock
+    assert said.startswith(f"--{name.replace('_', '-')}")
+    assert "cannot be combined with --pipeline-vocabulary on: " in said and words in said
+    assert "\n" not in said
+
+
 def test_rows_are_those_of_megatrons_padding() -> None:
     """9001 rows are padded to 9088 on one tensor-parallel rank, and 2 times 4608 on two."""
     more: dict[str, Any] = {"tensor_model_parallel_size": 2, "world_size": 8}
