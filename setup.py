@@ -60,7 +60,7 @@ setup(
     package_dir={"megatron_zb.configs": "configs"},
     package_data={
         "megatron_zb.megatron_lm": ["*.csv", "*.yaml"],
-        "megatron_zb": ["py.typed", "drawing/html/parts/*", "schedules/search/presets.csv"],
+        "megatron_zb": ["py.typed", "drawing/html/parts/*", "schedules/search/*presets.csv"],
         "megatron_zb.configs": ["*/*.yaml"],
     },
     install_requires=[

@@ -42,6 +42,8 @@ examples:
   megatron-zb show v-half --pipeline-size 8 --num-microbatches 16 --output v-half.html
   megatron-zb show v-half --pipeline-size 4 --num-microbatches 8 --cut-output 2
   megatron-zb show --csv table.csv
+  megatron-zb show dualpipe-v --pipeline-size 4 --num-microbatches 10 --forward-comm 0.5 \\
+      --backward-comm 0.5
 
 pipe-bd draws blockwise distillation, for blocks with times of their own:
   megatron-zb show pipe-bd --pipeline-size 4 --num-microbatches 8 --steps 3 \\
@@ -129,6 +131,21 @@ def _add_schedule(command: argparse.ArgumentParser) -> None:
         "--p2p", type=seconds, default=0.0, metavar="T", help="a transfer between ranks (default 0)"
     )
     costs.add_argument(
+        "--forward-comm",
+        type=seconds,
+        default=0.0,
+        metavar="T",
+        help="of a forward pass, beside its time, the exchange of tokens between experts, which a "
+        "backward in the same pass can hide (default 0)",
+    )
+    costs.add_argument(
+        "--backward-comm",
+        type=seconds,
+        default=0.0,
+        metavar="T",
+        help="the same of an input gradient (default 0)",
+    )
+    costs.add_argument(
         "--cut-output",
         type=seconds,
         metavar="X",
@@ -179,6 +196,11 @@ def _save_page(path: Path, arguments: argparse.Namespace) -> None:
         raise UsageError(
             "--cut-output: there is no page for an output layer that is cut: give a name that ends "
             "in .png or .svg"
+        )
+    if arguments.forward_comm or arguments.backward_comm:
+        raise UsageError(
+            "--forward-comm, --backward-comm: there is no page for communication that is hidden: "
+            "give a name that ends in .png or .svg"
         )
     from megatron_zb.drawing.html import page
     from megatron_zb.drawing.html.schedule_page import save_schedule
@@ -309,6 +331,10 @@ def _costs(
         weight=arguments.weight,
         p2p=arguments.p2p,
     )
+    if arguments.forward_comm or arguments.backward_comm:
+        costs = costs.with_communication(
+            forward=arguments.forward_comm, backward=arguments.backward_comm
+        )
     output = arguments.cut_output
     if output is None:
         return costs

@@ -74,7 +74,10 @@ MILLISECONDS = TimeUnit("time, ms", "ms", 1000.0)
 
 @dataclass(frozen=True)
 class Bar:
-    """One pass on the row of its rank; ``chunk`` is 0 or 1 for even or odd steps of a relay."""
+    """One pass on the row of its rank; ``chunk`` is 0 or 1 for even or odd steps of a relay.
+
+    The two bars of a pair share its time: ``half`` is 0 for F and 1 for the backward.
+    """
 
     rank: int
     start: float
@@ -83,6 +86,7 @@ class Bar:
     chunk: int
     microbatch: int
     colour: str
+    half: int | None = None
 
 
 def colour_of(kind: PassKind, chunk: int, chunks: int = 2) -> str:
@@ -143,12 +147,17 @@ def bars_of(timeline: Timeline) -> Iterator[Bar]:
     """
     schedule = timeline.schedule
     for rank, passes in enumerate(schedule.ranks):
-        for p, start, end in zip(passes, timeline.start[rank], timeline.end[rank], strict=True):
+        half = None
+        times = zip(passes, timeline.start[rank], timeline.end[rank], strict=True)
+        for position, (p, start, end) in enumerate(times):
+            half = 1 if half == 0 else None
+            if schedule.pair_at(rank, position) is not None:
+                half = 0
             if p.kind in EMBEDDING_KINDS:
                 continue
             chunk = variant_of(schedule, p)
             colour = colour_of(p.kind, chunk, variants_of(schedule))
-            yield Bar(rank, start, end, p.kind, chunk, p.microbatch, colour)
+            yield Bar(rank, start, end, p.kind, chunk, p.microbatch, colour, half)
 
 
 def legend_of(timeline: Timeline) -> list[tuple[PassKind, int, str]]:

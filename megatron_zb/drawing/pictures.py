@@ -167,9 +167,9 @@ def _draw_bars(axes: Axes, timeline: Timeline, inches_per_second: float) -> None
     for bar, room in zip(bars, rooms, strict=True):  # barh finds limits, which are set, for seconds
         axes.add_artist(
             Rectangle(
-                (bar.start, bar.rank - BAR_HEIGHT / 2),
+                (bar.start, bar.rank - (0.0 if bar.half == 1 else BAR_HEIGHT / 2)),
                 bar.end - bar.start,
-                BAR_HEIGHT,
+                BAR_HEIGHT if bar.half is None else BAR_HEIGHT / 2,
                 facecolor=bar.colour,
                 edgecolor="white",
                 linewidth=min(GAP_POINTS, room * 72 * GAP_SHARE),
@@ -183,9 +183,9 @@ def _draw_bars(axes: Axes, timeline: Timeline, inches_per_second: float) -> None
             numbered += 1
             axes.text(
                 (bar.start + bar.end) / 2,
-                bar.rank,
+                bar.rank + (0.0 if bar.half is None else BAR_HEIGHT * (bar.half - 0.5) / 2),
                 number,
-                size=size,
+                size=size if bar.half is None else size * 0.7,
                 color=text_colour_on(bar.colour),
                 ha="center",
                 va="center_baseline",

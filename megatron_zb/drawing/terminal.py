@@ -5,6 +5,7 @@ even and small letter for odd model chunks, so that a drawing without colours ca
 The line below its title compares the schedule with the lower bound; at the end is the activation
 memory of each rank over time, in as many columns as the schedule, or as fit. A relay of blockwise
 distillation has T, S and U, as small letters in odd steps, and how busy each rank is at the end.
+A pair is one block: its forward, a plus, and its backward.
 Of a drawing that would fill many screens, the beginning and the end are shown, and in between a
 line that tells what is left out: a schedule repeats itself there.
 """
@@ -37,6 +38,7 @@ LETTERS = {kind: kind.value for kind in PassKind} | {PassKind.BW: "D"}
 IDLE = "·"
 LEVELS = " ▁▂▃▄▅▆▇█"
 MOST = "◀"
+JOINED = "+"
 _MOST_LINES = 240  # of bars; what is above is left out in the middle
 _MOST_CELLS = 10  # for each pass of a rank and each of the first and last microbatch's way
 
@@ -168,6 +170,8 @@ def _rows(timeline: Timeline, bars: Sequence[Bar], scale: float, columns: range)
     rows = [Text() for _ in timeline.schedule.ranks]
     for bar in bars:
         start, end = (round(time * scale) for time in (bar.start, bar.end))
+        if bar.half is not None:
+            start, end = ((start + end) // 2, end) if bar.half else (start, (start + end) // 2)
         if end <= columns.start or start >= columns.stop:
             continue
         row, cell = rows[bar.rank], _cell(bar, end - start)
@@ -185,6 +189,8 @@ def _cell(bar: Bar, width: int) -> Text:
     whole = f"{letter}{bar.microbatch}"
     # Part of a number would be a wrong number.
     text = whole if len(whole) <= width else letter[:width]
+    if bar.half == 0 and width > 1:
+        text = (whole if len(whole) < width else letter).ljust(width - 1) + JOINED
     return Text(text.ljust(width), style=_style(bar.colour))
 
 
@@ -216,7 +222,9 @@ def _legend(timeline: Timeline) -> list[Text]:
             "capital letter: even steps, small: odd; number: microbatch, of an update its step"
         )
         return [*lines, Text(f"{numbers}; {IDLE} idle", style="dim")]
-    return [*lines, Text(f"{_letters(chunks)}number: microbatch; {IDLE} idle", style="dim")]
+    joined = f"{JOINED} joins a pair; " if timeline.schedule.pairs else ""
+    numbers = f"{_letters(chunks)}number: microbatch; {joined}{IDLE} idle"
+    return [*lines, Text(numbers, style="dim")]
 
 
 def _letters(chunks: int) -> str:

@@ -23,7 +23,9 @@ def lower_bound(
     For every rank: its work, the wait until its first F or B, and the wait after its last F, when
     only what memory could hold is left to do; its work with that on its shard of an output layer
     that is cut, which may fill these waits, and the time until its first F; and Little's law, by
-    which memory times time cannot be less than what all activations take.
+    which memory times time cannot be less than what all activations take. Communication that a pair
+    can hide counts as work where nothing is there to hide it: before the first B, when all F run
+    alone.
     """
     usable = usable_limit(placement, num_microbatches, costs, limit)
     rows = _shortest_rows(costs, num_microbatches)
@@ -32,7 +34,7 @@ def lower_bound(
     return max(
         max(
             _waits(placement, rows, ends, usable[rank], rank),
-            starts[rank] + _whole_work(placement, rows, rank),
+            starts[rank] + _whole_work(placement, _hidden(rows), rank),
             residency,
         )
         for rank, residency in enumerate(_residencies(placement, rows, usable))
@@ -49,7 +51,8 @@ def period_bound(
     """
     usable = usable_limit(placement, num_microbatches, costs, limit)
     rows = _shortest_rows(costs, num_microbatches)
-    work = (_whole_work(placement, rows, rank) for rank in range(placement.pipeline_size))
+    hidden = _hidden(rows)
+    work = (_whole_work(placement, hidden, rank) for rank in range(placement.pipeline_size))
     return max(*work, *_residencies(placement, rows, usable))
 
 
@@ -59,6 +62,10 @@ _Rows: TypeAlias = Sequence[tuple[int, StageCosts]]
 
 def _shortest_rows(costs: StageCosts, num_microbatches: int) -> _Rows:
     return [(count, row.shortest()) for count, row in costs.rows(num_microbatches)]
+
+
+def _hidden(rows: _Rows) -> _Rows:
+    return [(count, row.hidden()) for count, row in rows]
 
 
 def earliest_starts(placement: Placement, costs: StageCosts) -> tuple[float, ...]:
@@ -100,16 +107,21 @@ def _usable(rows: _Rows, limit: float, stages: Sequence[int]) -> float:
 def _waits(
     placement: Placement, rows: _Rows, ends: tuple[StageCosts, StageCosts], limit: float, rank: int
 ) -> float:
-    """Return the work of a rank and its waits at both ends, for the first and last microbatch."""
+    """Return the work of a rank and its waits at both ends, for the first and last microbatch.
+
+    What only communicates at the beginning counts as a wait.
+    """
     first, last = ends
+    hidden = _hidden(rows)
     stages, stop = placement.stages_of[rank], placement.num_stages
     arrival = _forward_time(first, 0, stages[0])
     first_backward = _forward_time(first, 0, stop) + _backward_time(first, stop - 1, stages[-1])
     forwards = _most(
         limit,
-        ((count, row.forward[s], row.activation[s]) for count, row in rows for s in stages),
+        ((count, row.forward[s], row.activation[s]) for count, row in hidden for s in stages),
     )
-    before = max(arrival, first_backward - forwards)
+    exposed = min(_exposed_share(row, s) for _, row in rows for s in stages)
+    before = max(arrival + exposed * (first_backward - arrival), first_backward - forwards)
     back = (
         _forward_time(last, stages[-1] + 1, stop)
         + (last.forward_hop[stages[-1]] if stages[-1] + 1 < stop else 0.0)
@@ -120,13 +132,20 @@ def _waits(
         limit,
         (
             (count, row.backward[s] + row.weight[s], min(row.activation[s], _least(row, s)))
-            for count, row in rows
+            for count, row in hidden
             for s in stages
         ),
     )
     after = max(0.0, back - backwards)
     holds_all = _all_activations(rows, stages) <= limit
-    return _work(rows, stages) + (max(before, after) if holds_all else before + after)
+    return _work(hidden, stages) + (max(before, after) if holds_all else before + after)
+
+
+def _exposed_share(costs: StageCosts, stage: int) -> float:
+    """Return the share of F by itself in which it only communicates."""
+    if not costs.forward_comm or costs.forward[stage] <= 0:
+        return 0.0
+    return costs.forward_comm[stage] / costs.forward[stage]
 
 
 def _work(rows: _Rows, stages: Sequence[int]) -> float:

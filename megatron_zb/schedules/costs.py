@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import pairwise
+from operator import add, sub
 from statistics import median
 from typing import Any
 
@@ -197,6 +198,23 @@ class StageCosts:
     def communicates(self) -> bool:
         """Whether there is anything that a pair could hide."""
         return any(self.forward_comm) or any(self.backward_comm)
+
+    def hidden(self) -> StageCosts:
+        """Return the costs if every F and B hid all of its communication."""
+        if not self.communicates:
+            return self
+
+        def rest(alone: tuple[float, ...], comm: tuple[float, ...]) -> tuple[float, ...]:
+            return tuple(map(sub, alone, comm)) if alone and comm else alone
+
+        return replace(
+            self,
+            forward=rest(self.forward, self.forward_comm),
+            backward=rest(self.backward, self.backward_comm),
+            whole=rest(self.whole, self.backward_comm),
+            forward_comm=(),
+            backward_comm=(),
+        )
 
     def pair_seconds(self, pair: Pair) -> float:
         """Return the seconds of a pair.
@@ -449,6 +467,25 @@ class Costs:
         )
         with_comm._check()
         return with_comm
+
+    def without_communication(self) -> Costs:
+        """Return the costs with the exchange as a part of F and B that nothing can hide."""
+        if not self.forward_comm:
+            return self
+
+        def alone(compute: tuple[float, ...], comm: tuple[float, ...]) -> tuple[float, ...]:
+            return tuple(map(add, compute, comm)) if compute else ()
+
+        return replace(
+            self,
+            forward=alone(self.forward, self.forward_comm),
+            backward=alone(self.backward, self.backward_comm),
+            whole=alone(self.whole, self.backward_comm),
+            forward_comm=(),
+            backward_comm=(),
+            pair_loss=0.0,
+            microbatches=tuple(row.without_communication() for row in self.microbatches),
+        )
 
     def of_lengths(self, lengths: Sequence[float]) -> Costs:
         """Return the costs of microbatches that take so many times what this one takes, in turn.

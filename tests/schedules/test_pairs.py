@@ -3,19 +3,30 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
+import hypothesis
 import pytest
+import sizes
+from hypothesis import strategies as st
 
+from megatron_zb import schedules
 from megatron_zb.errors import UsageError
+from megatron_zb.schedules.bounds import lower_bound
 from megatron_zb.schedules.costs import Costs
+from megatron_zb.schedules.families.interleaved import overlapped
 from megatron_zb.schedules.families.v_shape import dualpipe_v_order
 from megatron_zb.schedules.passes import Message, Pair, Pass, PassKind
-from megatron_zb.schedules.placement import looped, v_shape
+from megatron_zb.schedules.placement import Placement, looped, v_shape, wave
 from megatron_zb.schedules.program.lowering import Run, RunPair, Send, Take, lower, runs_of
 from megatron_zb.schedules.program.memory import peak_with_messages
 from megatron_zb.schedules.program.rollback import rollback
 from megatron_zb.schedules.schedule import InvalidSchedule, Schedule
+from megatron_zb.schedules.search import kernels
 from megatron_zb.schedules.search.fusing import fuse_for_free, join_all, split_all
+from megatron_zb.schedules.search.hill_climbing import Effort
+from megatron_zb.schedules.search.pair_search import search_pairs
+from megatron_zb.schedules.search.runner import Problem
 from megatron_zb.schedules.simulator import simulate
 
 F, B, W, BW = PassKind.F, PassKind.B, PassKind.W, PassKind.BW
@@ -209,3 +220,138 @@ def test_an_evaluation_has_no_pairs() -> None:
     forwards = dualpipe_v_order(2, 4).forwards().validate()
     assert not forwards.pairs
     assert not any(isinstance(at, RunPair) for rank in lower(forwards).ranks for at in rank)
+
+
+@pytest.mark.parametrize(("chunks", "alone", "joined"), [(2, 143.5, 118.7), (4, 138.1, 117.45)])
+def test_interleaved_with_overlap_is_megatrons(chunks: int, alone: float, joined: float) -> None:
+    """At .5: the figures of another simulator, with one forward more of warm-up."""
+    costs = equal_costs(8)
+    given: dict[str, Any] = {"pipeline_size": 8, "num_microbatches": 32, "chunks": chunks}
+    schedule = schedules.build("interleaved", **given, costs=costs)
+    assert schedule == overlapped(8, 32, chunks)
+    stock = schedules.build("interleaved", **given)
+    assert not stock.pairs
+    assert simulate(stock, costs).makespan == pytest.approx(alone)
+    timeline = simulate(schedule, costs)
+    assert timeline.makespan == pytest.approx(joined)
+    more = max(timeline.peak_activation) - max(simulate(stock, costs).peak_activation)
+    assert 0 < more <= 0.5
+
+
+def test_interleaved_keeps_a_limit_that_pairs_would_break() -> None:
+    costs = equal_costs(8)
+    given: dict[str, Any] = {"pipeline_size": 8, "num_microbatches": 32}
+    schedule = schedules.build("interleaved", **given, costs=costs, memory_limit=11.5 / 8)
+    assert not schedule.pairs
+
+
+_communication = st.sampled_from([0.0, 0.1, 0.3, 0.5, 0.8, 2.0])
+
+
+@st.composite
+def problems(draw: st.DrawFn) -> tuple[Problem, Costs]:
+    """A zig-zag or a loop with costs and a limit of its own for every rank."""
+    p, m = draw(st.integers(2, 5)), draw(st.integers(1, 7))
+    chunks = draw(st.sampled_from([1, 2, 3, 4]))
+    place = draw(st.sampled_from([looped(p, chunks), wave(p, chunks)]))
+    times = [draw(st.lists(st.floats(0.2, 2.0), min_size=p, max_size=p)) for _ in range(3)]
+    costs = Costs.of_slices(
+        pipeline_size=p, forward=times[0], backward=times[1], weight=times[2], p2p=0.05
+    ).with_communication(
+        forward=[draw(_communication) for _ in range(p)],
+        backward=[draw(_communication) for _ in range(p)],
+        pair_loss=draw(st.sampled_from([0.0, 0.03])),
+    )
+    limit = tuple(draw(st.sampled_from([1.0, 1.5, 2.5, 6.0])) for _ in range(p))
+    split = draw(st.booleans())
+    return Problem(place, m, costs.for_placement(place), limit, split), costs
+
+
+def _one_by_one(place: Placement, m: int, split: bool) -> Schedule:
+    """Every microbatch through all stages before the next: the least memory."""
+    backward = (B, W) if split else (BW,)
+    ranks = tuple(
+        tuple(
+            Pass(kind, stage, j)
+            for j in range(m)
+            for kinds, stages in (((F,), held), (backward, held[::-1]))
+            for stage in stages
+            for kind in kinds
+        )
+        for held in place.stages_of
+    )
+    return Schedule("one by one", place, m, ranks)
+
+
+@hypothesis.settings(max_examples=60 if sizes.IS_FULL else 25, deadline=None)
+@hypothesis.given(problems())
+def test_what_is_found_runs_within_its_memory_and_is_no_slower_than_what_was_known(
+    drawn: tuple[Problem, Costs],
+) -> None:
+    problem, costs = drawn
+    place, m = problem.placement, problem.num_microbatches
+    known = _one_by_one(place, m, problem.split)
+    effort = Effort(runs=8, moves=150)
+    found = search_pairs("found", problem, effort, 0.0, [known]).validate()
+    timeline, before = simulate(found, costs), simulate(known, costs)
+    assert timeline.makespan <= before.makespan * (1 + 1e-12)
+    for peak, most in zip(timeline.peak_memory, problem.limit, strict=True):
+        assert peak <= most * (1 + 1e-6)
+    bound = lower_bound(place, m, timeline.costs, problem.limit)
+    assert timeline.makespan >= bound * (1 - 1e-9)
+    for waits in (False, True):
+        lower(found, timeline, waits_to_receive=waits)
+    lower(found)
+
+
+@pytest.mark.parametrize("name", ["v-zb", "v-half", "dualpipe-v", "auto"])
+@pytest.mark.parametrize(("p", "m"), [(2, 5), (4, 9)])
+def test_pairs_are_no_slower_than_the_same_request_without_them(
+    name: str, p: int, m: int, brief_searches: None
+) -> None:
+    costs = equal_costs(p, 0.5)
+    at = {"memory_limit": 1.0, "placement": v_shape(p)}
+    limit: dict[str, Any] = at if name == "auto" else {}
+    given: dict[str, Any] = {"pipeline_size": p, "num_microbatches": m}
+    joined = schedules.build(name, **given, costs=costs, **limit)
+    alone = schedules.build(name, **given, costs=costs.without_communication(), **limit)
+    assert not alone.pairs
+    assert simulate(joined, costs).makespan <= simulate(alone, costs).makespan * (1 + 1e-9)
+    allowed = max(simulate(alone, costs).peak_activation)
+    promised = schedules.catalog.family(name).peak
+    allowed = max(allowed, p if promised is None else promised(p, m))
+    assert max(simulate(joined, costs).peak_activation) <= allowed + 1e-9
+
+
+def test_pairs_pay_where_there_is_communication() -> None:
+    costs = equal_costs(4, 0.5)
+    given: dict[str, Any] = {"pipeline_size": 4, "num_microbatches": 16}
+    joined = schedules.build("v-zb", **given, costs=costs)
+    alone = schedules.build("v-zb", **given, costs=costs.without_communication())
+    assert joined.pairs
+    assert joined.report is not None and joined.report.gap >= 0
+    assert simulate(joined, costs).makespan < 0.97 * simulate(alone, costs).makespan
+
+
+def test_costs_without_communication_give_schedules_without_pairs() -> None:
+    costs = equal_costs(4, 0.0)
+    plain = Costs.uniform(pipeline_size=4, forward=1.0, backward=1.2, weight=0.8, p2p=0.05)
+    given: dict[str, Any] = {"pipeline_size": 4, "num_microbatches": 8}
+    for name in ("v-half", "interleaved", "dualpipe-v"):
+        built = [schedules.build(name, **given, costs=each) for each in (costs, plain)]
+        assert built[0] == built[1] and not built[0].pairs
+
+
+@pytest.mark.skipif(not kernels.available(), reason="numba compiles the inner loops")
+@pytest.mark.parametrize("split", [False, True])
+def test_compiled_inner_loops_find_the_same(split: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    costs, place = equal_costs(3), v_shape(3)
+    problem = Problem(place, 5, costs.for_placement(place), (2.0,) * 3, split)
+    known = [_one_by_one(place, 5, split)]
+    found = []
+    for made in (kernels.Plain, kernels.Compiled):
+        monkeypatch.setattr(
+            "megatron_zb.schedules.search.pair_search.engine", lambda _, m=made: m()
+        )
+        found.append(search_pairs("found", problem, Effort(60, 2000), 0.0, known))
+    assert found[0] == found[1]

@@ -130,8 +130,9 @@ def test_torchs_runtime_trains_with_our_pairs(
 ) -> None:
     costs = schedules.Costs.uniform(pipeline_size=RANKS, forward=1, backward=1, weight=1)
     costs = costs.with_communication(forward=0.5, backward=0.5)
-    sizes = {"pipeline_size": RANKS, "num_microbatches": MICROBATCHES}
-    schedule = schedules.build(name, **sizes, costs=costs)
+    schedule = schedules.build(
+        name, pipeline_size=RANKS, num_microbatches=MICROBATCHES, costs=costs
+    )
     assert schedule.pairs
     check_training(schedule, tmp_path / f"{name}.csv", ranks, expected)
 

@@ -16,11 +16,13 @@ from megatron_zb.schedules.passes import Pass
 from megatron_zb.schedules.search import (
     hill_climbing,
     kernels,
+    pair_search,
     place_vocabulary,
     placement_search,
 )
 from megatron_zb.schedules.search.hill_climbing import Effort, Found, Problem, search
 
+_effort_of_pairs = pair_search.effort_of
 _NO_EFFORT = Effort(0, 0)
 _MOST = Effort(runs=100, moves=1000)
 _MOST_WALKED = Effort(runs=60, moves=500)
@@ -34,6 +36,7 @@ def briefly() -> Iterator[None]:
             patch.setattr(placement_search, "search", brief_search)
             patch.setattr(place_vocabulary, "search", brief_search)
             patch.setattr(hill_climbing, "engine", lambda passes: kernels.engine(float("inf")))
+            patch.setattr(pair_search, "effort_of", lambda problem, seconds: Effort(30, 300))
         yield
 
 
@@ -44,6 +47,7 @@ def at_length() -> Iterator[None]:
         patch.setattr(placement_search, "search", search)
         patch.setattr(place_vocabulary, "search", search)
         patch.setattr(hill_climbing, "engine", kernels.engine)
+        patch.setattr(pair_search, "effort_of", _effort_of_pairs)
         yield
 
 

@@ -14,6 +14,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any, TypedDict
 
+from megatron_zb.errors import UsageError
 from megatron_zb.schedules import Pass, PassKind, Schedule, catalog
 from megatron_zb.schedules.placement import Placement
 
@@ -40,7 +41,15 @@ class Order(TypedDict):
 
 
 def encode(schedule: Schedule) -> Order:
-    """Write a schedule of F, B, W and BW passes as text."""
+    """Write a schedule of F, B, W and BW passes as text.
+
+    Raises:
+        UsageError: the schedule has pairs, which a page does not draw.
+    """
+    if schedule.pairs:
+        raise UsageError(
+            f"{schedule.name}: there is no page for pairs: give a name that ends in .png or .svg"
+        )
     placement = schedule.placement
     chunks, chunk_of = placement.chunks, placement.chunk_of
     codes = {kind: _FIRST + i * chunks for i, kind in enumerate(KINDS)}

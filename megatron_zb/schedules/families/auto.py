@@ -18,12 +18,13 @@ from megatron_zb.schedules.placement import Placement, looped, wave
 from megatron_zb.schedules.request import Request, keeps
 from megatron_zb.schedules.schedule import Schedule
 from megatron_zb.schedules.search.fusing import fuse_for_free
-from megatron_zb.schedules.search.placement_search import QUICK, search_placement
+from megatron_zb.schedules.search.placement_search import QUICK, search_placement, with_pairs
 from megatron_zb.schedules.simulator import simulate
 
 _QUICK_SECONDS = 0.5
 _SECONDS = {"v": 12.0, "wave": 3.0, "custom": 3.0, "looped": 0.5, "loop": 0.4}
 _SECONDS_OF_WALKS = 16.0  # estimated with caution: measured, about half
+_SECONDS_OF_PAIRS = 16.0
 _LARGE_LOOP = 24_000  # passes: its order is good as it is, and a search takes long
 _STARTS = 3  # known orders that a search starts from, the fastest ones
 
@@ -126,16 +127,50 @@ def _can_hold(placement: Placement, request: Request) -> bool:
 def _on(placement: Placement, request: Request, fastest: float) -> list[tuple[float, Schedule]]:
     """Return the named and searched schedules of a placement that fit, with their seconds.
 
-    Empty where no schedule of the placement can be faster than ``fastest``.
+    Empty where no schedule of the placement can be faster than ``fastest``. Where costs have
+    communication, the fastest alone, after a search for passes to join.
 
     Raises:
         UsageError: the limit is below what the placement needs.
     """
     limits = request.limit.per_rank(request.costs)
     assert limits is not None, "auto always has a limit"
-    bound = _bound(placement, request, limits)
-    if bound >= fastest:
+    if _bound(placement, request, limits) >= fastest:
         return []
+    alone = replace(request, costs=request.costs.without_communication())
+    found = _without_pairs(placement, alone, limits)
+    if not request.costs.for_placement(placement).communicates:
+        return found
+    best = _paired(placement, request, limits, [schedule for _, schedule in found])
+    return [(request.seconds(simulate(best, request.costs)), best)]
+
+
+def _paired(
+    placement: Placement, request: Request, limits: Sequence[float], alone: Sequence[Schedule]
+) -> Schedule:
+    """Return the fastest of known orders, with pairs and without, and of what a search joins."""
+    p, m = request.pipeline_size, request.num_microbatches
+    known = [_quick(request, placement)]
+    if _is_loop(placement):
+        known.append(interleaved.overlapped(p, m, placement.chunks))
+    elif placement == wave(p, 2) and m >= 2 * p:
+        known.append(v_shape.dualpipe_v_order(p, m))
+    fitting = [s for s in known if keeps(simulate(s, request.costs).peak_memory, limits)]
+    found = sorted(alone, key=lambda s: request.seconds(simulate(s, request.costs)))
+    seconds = _SECONDS_OF_PAIRS if placement.chunks == 2 else _SECONDS_OF_PAIRS / 4
+    best = with_pairs([*found[:_STARTS], *fitting], request, 2.0 * p, seconds)
+    return replace(best, name="auto")
+
+
+def _without_pairs(
+    placement: Placement, request: Request, limits: Sequence[float]
+) -> list[tuple[float, Schedule]]:
+    """Return the named and searched schedules of a placement that fit, with their seconds.
+
+    Raises:
+        UsageError: the limit is below what the placement needs.
+    """
+    bound = _bound(placement, request, limits)
     found: list[tuple[float, Schedule]] = []
 
     def enter(schedule: Schedule) -> None:

@@ -6,18 +6,25 @@ backward, as in ZB-H1 (Zero Bubble, arXiv 2401.10241).
 
 from __future__ import annotations
 
+from dataclasses import replace
+from itertools import pairwise
+
 from megatron_zb.errors import UsageError
 from megatron_zb.schedules.passes import Pass, PassKind
 from megatron_zb.schedules.placement import looped
-from megatron_zb.schedules.request import Request
+from megatron_zb.schedules.request import Request, keeps
 from megatron_zb.schedules.schedule import Schedule
-from megatron_zb.schedules.simulator import peak_held_chunks
+from megatron_zb.schedules.simulator import peak_held_chunks, simulate
 
 DEFAULT_CHUNKS = 2
 
 
 def interleaved(request: Request) -> Schedule:
-    """Build interleaved 1F1B, with BW alone, whatever the costs.
+    """Build interleaved 1F1B, with BW alone.
+
+    Where costs have communication, each F of the steady state runs as one with the BW behind it,
+    after one more forward of warm-up, as with Megatron's ``overlap_moe_expert_parallel_comm``, if
+    that is faster and fits; else the order does not depend on the costs.
 
     Groups of microbatches pass through all chunks in turn: ``request.group_size`` microbatches
     (default p) go through one chunk before the next chunk starts; what is left at the end joins the
@@ -33,24 +40,48 @@ def interleaved(request: Request) -> Schedule:
         raise UsageError(f"interleaved with {chunks} chunk is 1f1b: give 2 or more chunks")
     if group < 1:
         raise UsageError(f"interleaved: a group of {group} microbatches is empty: give 1 or more")
-    return _interleaved(p, m, chunks, group)
+    plain = _interleaved(p, m, chunks, group)
+    if not request.costs.for_placement(plain.placement).communicates:
+        return plain
+    limits = request.limit.per_rank(request.costs)
+    joined = overlapped(p, m, chunks, group)
+    both = [(schedule, simulate(schedule, request.costs)) for schedule in (plain, joined)]
+    fitting = [it for it in both if limits is None or keeps(it[1].peak_memory, limits)]
+    return min(fitting or both[:1], key=lambda it: request.seconds(it[1]))[0]
 
 
-def _interleaved(p: int, m: int, chunks: int, group: int) -> Schedule:
+def overlapped(p: int, m: int, chunks: int, group: int | None = None) -> Schedule:
+    """Return Megatron's order with overlap: one more forward of warm-up, and pairs behind it."""
+    return _interleaved(p, m, chunks, p if group is None else group, ahead=1)
+
+
+def _interleaved(p: int, m: int, chunks: int, group: int, ahead: int = 0) -> Schedule:
     """Build the order with the shortest warm-up at which no rank waits for ever.
 
-    That is the textbook's where groups are at least as large as the pipeline.
+    That is the textbook's where groups are at least as large as the pipeline. With forwards
+    ``ahead``, the warm-up is longer by these, and every F behind it is joined with its BW.
     """
     groups = _groups(p, m, group)
     sequence = _sequence(groups, chunks)
     longest = max(map(len, groups))
-    for extra in range(len(sequence) + 1):
+    for extra in range(ahead, len(sequence) + 1):
         warm_up = (chunks - 1) * longest + extra
         ranks = tuple(_rank(rank, p, chunks, warm_up, sequence) for rank in range(p))
         schedule = Schedule("interleaved", looped(p, chunks), m, ranks)
+        if ahead:
+            schedule = replace(schedule, pairs=frozenset().union(*map(_joined, ranks)))
         if schedule.blocked() is None:
             return schedule
     raise AssertionError("all forwards before all backwards always runs")
+
+
+def _joined(passes: tuple[Pass, ...]) -> set[Pass]:
+    """Return every F that stands right before a backward of another unit."""
+    return {
+        a
+        for a, b in pairwise(passes)
+        if a.kind is PassKind.F and b.kind is not PassKind.F and a[1:] != b[1:]
+    }
 
 
 def split_interleaved(p: int, m: int, chunks: int) -> list[Schedule]:

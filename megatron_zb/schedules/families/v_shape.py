@@ -118,12 +118,12 @@ def one_f_one_b_v_peak(p: int) -> float:
 
 
 def dualpipe_v(request: Request) -> Schedule:
-    """Build DualPipe-V: DualPipe's pairs of F and B on a V.
+    """Build DualPipe-V: DualPipe's pairs of F and B on a V, joined where costs have communication.
 
     Source: DeepSeek-V3, arXiv 2412.19437, and its V-shaped half.
     """
     p, m = request.pipeline_size, request.num_microbatches
-    known = [dualpipe_v_order(p, m).without_pairs()] if m >= 2 * p else []
+    known = [dualpipe_v_order(p, m)] if m >= 2 * p else []
     return search_placement("dualpipe-v", v_shape(p), request, dualpipe_v_peak(p), known=known)
 
 

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_zb.schedules.search.inner_loops import local_search, run_list_scheduler
+from megatron_zb.schedules.search.pair_loops import local_search_of_pairs, run_pair_scheduler
 
 
 def available() -> bool:
@@ -29,6 +30,8 @@ class Plain:
 
     run_list_scheduler: Callable[..., float] = staticmethod(run_list_scheduler)
     local_search: Callable[..., float] = staticmethod(local_search)
+    run_pair_scheduler: Callable[..., float] = staticmethod(run_pair_scheduler)
+    local_search_of_pairs: Callable[..., float] = staticmethod(local_search_of_pairs)
 
     @staticmethod
     def floats(values: Sequence[float]) -> Any:
@@ -56,6 +59,8 @@ class Compiled:
         self._numpy = numpy
         self.run_list_scheduler = compiled(run_list_scheduler)
         self.local_search = compiled(local_search)
+        self.run_pair_scheduler = compiled(run_pair_scheduler)
+        self.local_search_of_pairs = compiled(local_search_of_pairs)
 
     def floats(self, values: Sequence[float]) -> Any:
         return self._numpy.array(values, dtype=self._numpy.float64)

@@ -10,6 +10,7 @@ from megatron_zb.schedules.costs import StageCosts
 from megatron_zb.schedules.placement import Placement
 from megatron_zb.schedules.request import Request, keeps
 from megatron_zb.schedules.schedule import Schedule
+from megatron_zb.schedules.search import pair_search
 from megatron_zb.schedules.search.fusing import fuse_for_free
 from megatron_zb.schedules.search.hill_climbing import Effort, Found, search
 from megatron_zb.schedules.search.kernels import available
@@ -19,6 +20,7 @@ from megatron_zb.schedules.simulator import simulate
 NAMED_SECONDS = 0.25
 """Approximate seconds of the search for a named schedule, if it is compiled."""
 
+_PAIR_SECONDS = 1.0  # at least, where passes may be joined
 _SMALL = 1600  # passes of a problem that can be searched several times
 _STEPS_BELOW = 2
 _MOST = Effort(runs=4000, moves=120_000)  # longer finds next to nothing
@@ -74,7 +76,40 @@ def search_placement(
     if request.back_to_back:  # the search is luck in part: never worse than what is found for one
         found = min((found, at(limit, ())), key=period)
     schedule = Schedule(name, placement, m, found.ranks)
-    return fuse_for_free(schedule, request.costs) if split else schedule
+    if split:
+        schedule = fuse_for_free(schedule, request.costs)
+    if not table.communicates:
+        return schedule
+    peaks = [timeline.peak_memory for _, timeline in timed]
+    fitting = [s for s, peak in zip(known, peaks, strict=True) if keeps(peak, limit)]
+    more = max(seconds, _PAIR_SECONDS) + walking
+    return with_pairs([schedule, *fitting], request, peak_microbatches, more, split=split)
+
+
+def with_pairs(
+    known: Sequence[Schedule],
+    request: Request,
+    peak_microbatches: float,
+    seconds: float,
+    *,
+    split: bool = True,
+) -> Schedule:
+    """Return the fastest of known schedules of a placement that fit, and of what a search joins.
+
+    It has the name of the first.
+    """
+    name, placement, m = known[0].name, known[0].placement, request.num_microbatches
+    table = request.costs.for_placement(placement)
+    limit = usable_limit(placement, m, table, request.limits(placement, peak_microbatches))
+    tail_seconds = _tail_seconds(placement, table) if request.back_to_back else ()
+    problem = Problem(placement, m, table, limit, split, tail_seconds)
+    effort = pair_search.effort_of(problem, seconds)
+    found = pair_search.search_pairs(name, problem, effort, _bound(problem), known)
+    if split:
+        found = fuse_for_free(found, request.costs)
+    entries = [*known, found]
+    best = min(entries, key=lambda entry: request.seconds(simulate(entry, request.costs)))
+    return replace(best, name=name)
 
 
 def _tail_seconds(placement: Placement, costs: StageCosts) -> tuple[float, ...]:

@@ -106,9 +106,9 @@ class Runner:
 
     def __init__(self, problem: Problem, engine: Engine) -> None:
         self.problem, self.engine, self.runs = problem, engine, 0
-        self._graph = problem.graph(engine)
+        self.inputs = problem.graph(engine)
         self.order = engine.integers([0] * problem.num_passes)
-        self._greedy_space, self._replay_space = self._new_space()
+        self.spaces = self._new_space()
         self._quotas_of: dict[tuple[float, float, tuple[int, ...]], Any] = {}
         self._rank_bias_of: dict[tuple[float, ...], Any] = {}
         self.mean_pass = problem.mean_pass
@@ -167,13 +167,16 @@ class Runner:
     def makespan(self, weights: PriorityWeights) -> float:
         """Return the seconds of the order that the weights lead to; INFINITY if it gets stuck."""
         self.runs += 1
-        priorities = Priorities(
+        return self.engine.run_list_scheduler(
+            self.inputs, self.priorities(weights), self.spaces[0], self.order
+        )
+
+    def priorities(self, weights: PriorityWeights) -> Priorities:
+        """Return the weights as arrays of the engine."""
+        return Priorities(
             self._kept_quotas(weights),
             self.engine.floats(self._scores(weights)),
             self._kept_rank_bias(weights.rank_bias),
-        )
-        return self.engine.run_list_scheduler(
-            self._graph, priorities, self._greedy_space, self.order
         )
 
     def _kept_quotas(self, weights: PriorityWeights) -> Any:
@@ -244,8 +247,8 @@ class Runner:
         """Return the best order that so many single moves lead to, its makespan first."""
         make, best = self.engine, self.engine.integers(order)
         moves = Moves(steps, threshold * self.mean_pass, mean_weight, good_enough, seed)
-        space = self._replay_space
-        return make.local_search(self._graph, moves, space, make.integers(order), best), best
+        space = self.spaces[1]
+        return make.local_search(self.inputs, moves, space, make.integers(order), best), best
 
     def coded(self, ranks: Sequence[Sequence[Pass]]) -> Any:
         """Encode an order of F, B and W (or F and BW, if unsplit) in the kernels' numbers."""
