@@ -159,7 +159,8 @@ def _cell_width(timeline: Timeline) -> int:
 
 def _usual_seconds(timeline: Timeline, bars: Sequence[Bar]) -> float:
     """Return the seconds of a cell: the median pass, or more where others take far longer."""
-    usual = median(bar.end - bar.start for bar in bars if bar.end > bar.start)
+    widths = ((bar.end - bar.start) / (1 if bar.half is None else 2) for bar in bars)
+    usual = median(width for width in widths if width > 0)
     placement, busiest = timeline.schedule.placement, max(map(len, timeline.schedule.ranks))
     cells = _MOST_CELLS * (busiest + len(PassKind) * placement.num_stages)
     return max(usual, timeline.makespan / cells)

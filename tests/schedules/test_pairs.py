@@ -355,3 +355,12 @@ def test_compiled_inner_loops_find_the_same(split: bool, monkeypatch: pytest.Mon
         )
         found.append(search_pairs("found", problem, Effort(60, 2000), 0.0, known))
     assert found[0] == found[1]
+
+
+@pytest.mark.parametrize(("p", "m"), [(2, 1), (2, 2), (3, 4), (4, 6), (5, 13)])
+@pytest.mark.parametrize("chunks", [2, 3])
+def test_interleaved_with_overlap_runs_at_every_size(p: int, m: int, chunks: int) -> None:
+    """A rank whose forwards all come before its backwards joins none: it would wait for ever."""
+    schedule = overlapped(p, m, chunks).validate()
+    lower(schedule)
+    assert bool(schedule.pairs) or m < 2 * p

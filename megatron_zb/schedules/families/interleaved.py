@@ -69,7 +69,9 @@ def _interleaved(p: int, m: int, chunks: int, group: int, ahead: int = 0) -> Sch
         ranks = tuple(_rank(rank, p, chunks, warm_up, sequence) for rank in range(p))
         schedule = Schedule("interleaved", looped(p, chunks), m, ranks)
         if ahead:
-            schedule = replace(schedule, pairs=frozenset().union(*map(_joined, ranks)))
+            firsts = (2 * (p - rank - 1) + warm_up for rank in range(p))
+            pairs = (_joined(order[first:]) for order, first in zip(ranks, firsts, strict=True))
+            schedule = replace(schedule, pairs=frozenset().union(*pairs))
         if schedule.blocked() is None:
             return schedule
     raise AssertionError("all forwards before all backwards always runs")
