@@ -84,8 +84,10 @@ def wrong_recommendation(path: Path) -> str | None:
         return None
     plan = plan_of(model, folder("devices") / f"{written.device}.yaml", written.gpus)
     found = recommended(plan) or "none"
-    if found == written.schedule:
+    cuts = found != "none" and plan.ranked[0].cuts_vocabulary
+    if (found, cuts) == (written.schedule, written.cuts_vocabulary):
         return None
+    found += " with a cut vocabulary" if cuts else ""
     return f"{path.stem} recommends {written.schedule}, and plan says {found}"
 
 

@@ -94,7 +94,7 @@ check_variables() {
 
 # training_command: sets command.
 training_command() {
-    local model schedule save_or_load data=()
+    local model schedule words save_or_load data=()
     [[ $DATA_PATH != mock ]] || data=(--mock-data)
     model=$("$PYTHON" -m megatron_zb.cli flags --config "$CONFIG" ${data[@]+"${data[@]}"}) || exit 2
     mapfile -t model <<<"$model"
@@ -117,7 +117,10 @@ training_command() {
     command+=(--tensor-model-parallel-size "$TP" --pipeline-model-parallel-size "$PP")
     ((TP == 1)) || command+=(--sequence-parallel)
     ((EP == 1)) || command+=(--expert-model-parallel-size "$EP")
-    ((PP == 1)) || [[ -z $schedule || $schedule == none ]] || command+=(--pipeline-schedule "$schedule")
+    if ((PP > 1)) && [[ -n $schedule && $schedule != none ]]; then
+        read -ra words <<<"$schedule"  # the schedule, and flags that are recommended with it
+        command+=(--pipeline-schedule "${words[@]}")
+    fi
     if [[ $DATA_PATH != mock ]]; then
         command+=(--data-path "$DATA_PATH" --tokenizer-type "$TOKENIZER_TYPE")
         [[ -z ${TOKENIZER_MODEL-} ]] || command+=(--tokenizer-model "$TOKENIZER_MODEL")

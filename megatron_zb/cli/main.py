@@ -152,7 +152,9 @@ def _add_flags(commands: _Commands) -> None:
     add_model(flags, required=True)
     what = flags.add_mutually_exclusive_group()
     what.add_argument(
-        "--schedule", action="store_true", help="print the model's recommended schedule instead"
+        "--schedule",
+        action="store_true",
+        help="print the recommended schedule, with its flags, instead",
     )
     what.add_argument(
         "--mock-data",
@@ -168,7 +170,9 @@ def _flags(arguments: argparse.Namespace) -> None:
 
     model = read_model(path_of("--config", "models", arguments.config))
     if arguments.schedule:
-        print(model.recommended.schedule if model.recommended else "none")
+        asked = model.recommended
+        more = " --pipeline-vocabulary on" if asked and asked.cuts_vocabulary else ""
+        print(asked.schedule + more if asked else "none")
     else:
         words = mock_data_flags(model) if arguments.mock_data else []
         print("\n".join([*model_flags(model), *words]))
