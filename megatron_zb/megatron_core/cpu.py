@@ -104,6 +104,9 @@ def _redirect_devices() -> None:
     cuda.current_stream = lambda device=None: _Stream()
     cuda.default_stream = lambda device=None: _Stream()
     cuda.stream = _on_stream
+    # names of what runs, for a profiler of GPUs
+    cuda.nvtx.range_push = _nothing()
+    cuda.nvtx.range_pop = _nothing()
 
 
 def _redirect_training_loop() -> None:
@@ -263,6 +266,7 @@ def _redirect_tensor_methods() -> None:
     """Let a move to CUDA leave a tensor where it is, and report its type by the CUDA name."""
     tensor: Any = torch.Tensor
     tensor.cuda = lambda self, *args, **kwargs: self
+    tensor.record_stream = _nothing()
     move, name_type = tensor.to, tensor.type
 
     def to(self: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:

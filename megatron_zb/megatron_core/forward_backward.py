@@ -23,6 +23,7 @@ from megatron_zb.megatron_core.buckets import BucketReductions, overlaps_grad_re
 from megatron_zb.megatron_core.cut_embedding import FirstStage
 from megatron_zb.megatron_core.data_parallel import DataParallelSync, no_grad_sync
 from megatron_zb.megatron_core.linear import SplitBackward
+from megatron_zb.megatron_core.paired_stage import PairedStage, run_pair
 from megatron_zb.megatron_core.part_marks import marking, reading
 from megatron_zb.megatron_core.placement import PhysicalPlacement
 from megatron_zb.megatron_core.random_streams import LayerStreams
@@ -240,12 +241,19 @@ class ForwardBackward:
         logical = self._physical.logical(iteration.pp_rank)
         if not iteration.forward_only:
             iteration.sync = self._sync(iteration, program, logical)
-        stages = self._stages(iteration)
+        stages = self._stages(iteration, program.schedule)
         listening = iteration.sync.listening() if iteration.sync else nullcontext()
         with listening, self._looked_at() as observer:
             if not self._awaits_validation(iteration):
                 run_program(
-                    program, logical, stages, transport, allocate, observer, handlers=HANDLERS
+                    program,
+                    logical,
+                    stages,
+                    transport,
+                    allocate,
+                    observer,
+                    handlers=HANDLERS,
+                    pairs=run_pair,
                 )
             else:
                 self._run_from_cut(iteration, program, logical, stages, transport, allocate)
@@ -382,12 +390,14 @@ class ForwardBackward:
             self._cuts[count] = (program, rollback(program))
         return self._cuts[count][1]
 
-    def _stages(self, iteration: Iteration) -> dict[int, Any]:
+    def _stages(self, iteration: Iteration, schedule: Schedule) -> dict[int, Any]:
         stages: dict[int, Any] = {}
+        overlaps = getattr(iteration.config, "overlap_moe_expert_parallel_comm", False)
+        kind = PairedStage if overlaps and schedule.pairs else MegatronStage
         output, desk = self._output(), Desk()
         for vp_stage, split in enumerate(self._splits):
             split.hooks_need_gradients = overlaps_grad_reduce(iteration.model[vp_stage])
-            stage = MegatronStage(iteration, vp_stage, split)
+            stage = kind(iteration, vp_stage, split)
             if output is not None and stage.is_output:
                 stage = LastStage(iteration, vp_stage, split, output, desk)
             elif output is not None and self._physical.stage(iteration.pp_rank, vp_stage) == 0:
@@ -525,8 +535,6 @@ PHASES = {
 NOT_SERVED = {
     "num_microbatches_with_partial_activation_checkpoints": "it counts the microbatches in flight "
     "of Megatron's own schedules",
-    "overlap_moe_expert_parallel_comm": "it runs a forward and a backward of Megatron's own "
-    "schedule at once",
     "delay_wgrad_compute": "the schedule itself says where weight gradients go",
     "defer_embedding_wgrad_compute": "the schedule itself says where weight gradients go",
     "overlap_dispatch_backward_with_experts_wgrad": "the schedule itself says where weight "

@@ -16,10 +16,12 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from megatron.core import parallel_state
 from megatron.core.models.common.embeddings.language_model_embedding import LanguageModelEmbedding
+from megatron.core.pipeline_parallel.utils import ScheduleNode
 from megatron.core.tensor_parallel import get_cuda_rng_tracker, model_parallel_cuda_manual_seed
 
 _HOST, _DEVICE = "host", "device"
@@ -70,6 +72,7 @@ class LayerStreams:
         self._microbatch = 0
         self._calls: Counter[str] = Counter()
         self._is_inside = False
+        self._names: WeakKeyDictionary[torch.nn.Module, str] = WeakKeyDictionary()
 
     def start_step(self, step: int | None) -> None:
         """Switch to the streams of a step, counted from the start of training.
@@ -116,7 +119,19 @@ class LayerStreams:
             return
         self._learn_origins()  # not in a forward, where one of the tracker's states may be in use
         for name, module in _layers(chunk):
+            self._names[module] = name
             module.forward = partial(self._forward, name, module.forward)
+
+    def seed_plan(self, plan: Any) -> None:
+        """Let the parts of a plan's layers, which run one by one, draw as their layers do."""
+        for number in range(plan.num_layers()):
+            planned = plan.get_layer(number)
+            name = self._names.get(planned.layer)
+            if name is not None:
+                layer = _LayerInParts(self, f"{name}:{self._step}:{self._microbatch}:0")
+                for part in vars(planned).values():
+                    if isinstance(part, ScheduleNode):
+                        part.forward_func = partial(layer.run, part.forward_func)
 
     def _forward(
         self, name: str, forward: Callable[..., Any], *arguments: Any, **keywords: Any
@@ -169,6 +184,23 @@ class LayerStreams:
             self._origins = {name: _digest(name, state) for name, state in states.items()}
         finally:
             usual.restore()
+
+
+class _LayerInParts:
+    """The streams of a layer that is interrupted between its parts."""
+
+    def __init__(self, streams: LayerStreams, place: str) -> None:
+        self._streams, self._place = streams, place
+        self._state: RandomState | None = None
+
+    def run(self, part: Callable[..., Any], *arguments: Any) -> Any:
+        """Run a part, from the states that the part before has left."""
+        with self._streams.of_layer(self._place):
+            if self._state is not None:
+                self._state.restore()
+            result = part(*arguments)
+            self._state = RandomState()
+        return result
 
 
 def global_name(name: str, module: Any) -> str:

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from enum import Enum
 from functools import cache
 from importlib import import_module
+from inspect import signature
 from types import ModuleType
 from typing import Any
 
@@ -151,6 +152,15 @@ def forget_order_of_paged_stash() -> None:
     from megatron.core.transformer.moe.paged_stash import PagedStashManager
 
     PagedStashManager.get_instance().__init__()
+
+
+def set_streams(config: Any) -> None:
+    """Make the streams on which Megatron's plans of a chunk run; 0.19 knows their priority."""
+    from megatron.core.pipeline_parallel.utils import set_streams
+
+    options = {"high_priority": getattr(config, "high_priority_a2a_comm_stream", False)}
+    known = signature(set_streams).parameters
+    set_streams(**{name: value for name, value in options.items() if name in known})
 
 
 # In this series, --sft gives the ends of samples to the first and the last stage alone.

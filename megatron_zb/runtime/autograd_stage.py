@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch.autograd import Variable
@@ -69,7 +69,7 @@ class AutogradStage:
         self._weight_grads = weight_grads
         self._is_last = is_last
         self._forward_only = forward_only
-        self._live: dict[int, tuple[torch.Tensor | None, GradientEdge | None]] = {}
+        self._live: dict[int, tuple[torch.Tensor | None, Any]] = {}
         self.activation_memory: ActivationMemory | None = None
 
     def forward(self, microbatch: int, activation: torch.Tensor | None) -> torch.Tensor | None:
@@ -78,14 +78,13 @@ class AutogradStage:
         output = self._compute(microbatch, activation)
         if not self._forward_only:
             self._hold(activation)
-            edge = get_gradient_edge(output) if output.requires_grad else None
-            self._live[microbatch] = (activation, edge)
+            self._live[microbatch] = (activation, self._start_of_backward(output))
         return None if self._is_last else output.detach()
 
     def backward(self, microbatch: int, gradient: torch.Tensor | None) -> torch.Tensor | None:
-        activation, edge = self._live.pop(microbatch)
-        if edge is not None:
-            _backward(edge, gradient)
+        activation, start = self._live.pop(microbatch)
+        if start is not None:
+            self._run_backward(start, gradient)
         if activation is None:
             return None
         self._release(activation)
@@ -107,6 +106,13 @@ class AutogradStage:
             if activation is not None:
                 self._release(activation)
         self._live.clear()
+
+    def _start_of_backward(self, output: torch.Tensor) -> Any:
+        """Return what the backward of a forward needs, None if it needs no backward."""
+        return get_gradient_edge(output) if output.requires_grad else None
+
+    def _run_backward(self, start: Any, gradient: torch.Tensor | None) -> None:
+        _backward(start, gradient)
 
     def _hold(self, activation: torch.Tensor | None) -> None:
         if self.activation_memory is not None and activation is not None:

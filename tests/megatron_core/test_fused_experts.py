@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from itertools import zip_longest
 from typing import Any
 from unittest.mock import patch
 
@@ -14,9 +15,11 @@ import gpt_cases
 import paged_stash_stand_in
 import pytest
 from gpt_cases import GPTCase
+from joined import joined
 from megatron.core import parallel_state
 from megatron.core.utils import unwrap_model
-from ranks import RankPool
+from rank_process import Kind
+from ranks import RankPool, RankPools
 from te_models import (
     FUSED_EXPERTS,
     differences,
@@ -25,10 +28,12 @@ from te_models import (
     quantized_differences,
 )
 
+from megatron_zb import schedules
 from megatron_zb.megatron_core import versions
 from megatron_zb.runtime.weight_grad import WeightGradQueue
+from megatron_zb.schedules import Schedule
 from megatron_zb.schedules.passes import PassKind
-from megatron_zb.schedules.program.lowering import Run
+from megatron_zb.schedules.program.lowering import Run, RunPair, runs_of
 
 pytestmark = pytest.mark.skipif(
     versions.core_series() < (0, 18), reason="this Megatron does not have it"
@@ -84,18 +89,30 @@ STASH = {
 }
 
 
-def stashing(**more: Any) -> GPTCase:
-    return replace(FUSED_EXPERTS, options=(*FUSED_EXPERTS.options, *(STASH | more).items()))
+STASHES = (
+    *STASH,
+    "moe_paged_stash_buffer_size_factor_cuda",
+    "moe_paged_stash_buffer_size_factor_cpu",
+)
+_SPREAD = replace(
+    FUSED_EXPERTS, dtype="bfloat16", data_parallel=2, expert_parallel=2, exchange_overlaps=True
+)
+
+
+def stashing(case: GPTCase = FUSED_EXPERTS, **more: Any) -> GPTCase:
+    return replace(case, options=(*FUSED_EXPERTS.options, *(STASH | more).items()))
 
 
 class Steps:
     """Steps of training with a stash, compared with Megatron's own schedule without one."""
 
-    def __init__(self, schedule: str | None, counts: list[int], case: GPTCase) -> None:
+    def __init__(self, schedule: str | Schedule | None, counts: list[int], case: GPTCase) -> None:
         gpt_cases._specification = layers_of_te
         self.found: list[str] = []
         self._case = case
-        stock = gpt_cases._references(FUSED_EXPERTS, sorted(set(counts)), forward_only=False)
+        without = tuple(option for option in case.options if option[0] not in STASHES)
+        plain = replace(case, options=without, exchange_overlaps=False)
+        stock = gpt_cases._references(plain, sorted(set(counts)), forward_only=False)
         self._references = dict(zip(sorted(set(counts)), stock, strict=True))
         self._built = gpt_cases.built(case, schedule, counts[0])
         self.adapter, self.chunks = self._built.__enter__()
@@ -125,14 +142,20 @@ def manager() -> Any:
     return PagedStashManager.get_instance()
 
 
-def passes_of(steps: Steps, count: int) -> list[tuple[PassKind, int, int]]:
-    """Return the kind, chunk and microbatch of all passes of this rank, as the program has them."""
+def passes_of(steps: Steps, count: int) -> list[list[tuple[PassKind, int, int]]]:
+    """Return the kind, chunk and microbatch of all passes of this rank, those of pairs together."""
     function = steps.function
     rank = function._physical.logical(parallel_state.get_pipeline_model_parallel_rank())
     stages = function._physical.placement.stages_of[rank]
     program = function._program_for(count, False, False).ranks[rank]
-    passes = (item.work for item in program if isinstance(item, Run))
-    return [(p.kind, stages.index(p.stage), p.microbatch) for p in passes]
+    return [
+        [
+            (p.kind, stages.index(p.stage), p.microbatch)
+            for p in (run.work for run in runs_of([item]))
+        ]
+        for item in program
+        if isinstance(item, Run | RunPair)
+    ]
 
 
 def expected_order(steps: Steps, count: int) -> list[int]:
@@ -140,14 +163,20 @@ def expected_order(steps: Steps, count: int) -> list[int]:
 
     Every layer has experts.
     """
-    order = []
-    for kind, chunk, microbatch in passes_of(steps, count):
+
+    def of_pass(kind: PassKind, chunk: int, microbatch: int) -> list[int]:
         number = (chunk + 1) * 10**6 + microbatch + 1
         layers = len(unwrap_model(steps.chunks[chunk]).decoder.layers)
         if kind is PassKind.F:
-            order += [number + 1000 * layer for layer in range(1, layers + 1)]
-        elif kind is not PassKind.W:
-            order += [-number - 1000 * layer for layer in range(layers, 0, -1)]
+            return [number + 1000 * layer for layer in range(1, layers + 1)]
+        if kind is PassKind.W:
+            return []
+        return [-number - 1000 * layer for layer in range(layers, 0, -1)]
+
+    order = []
+    for passes in passes_of(steps, count):  # layer by layer, and a pair's backward first
+        in_turn = zip_longest(*(of_pass(*each) for each in reversed(passes)))
+        order += [number for layer in in_turn for number in layer if number is not None]
     return order
 
 
@@ -156,7 +185,8 @@ def left_to_w(steps: Steps, deferred: Counter[int], counts: list[int]) -> set[bo
     split = Counter(
         chunk
         for count in counts
-        for kind, chunk, _ in passes_of(steps, count)
+        for passes in passes_of(steps, count)
+        for kind, chunk, _ in passes
         if kind is PassKind.B
     )
     return {
@@ -167,12 +197,13 @@ def left_to_w(steps: Steps, deferred: Counter[int], counts: list[int]) -> set[bo
     }
 
 
-def stashed(schedule: str | None, counts: list[int], on_gpu: float = 1.0) -> list[str]:
+def stashed(schedule: str | Schedule | None, counts: list[int], on_gpu: float = 1.0) -> list[str]:
     """Train with a stash, with an evaluation before the last step.
 
     ``on_gpu`` is the share of the pages that are on the GPU; the host has as many as are missing.
     """
     case = stashing(
+        _SPREAD if isinstance(schedule, Schedule) else FUSED_EXPERTS,
         moe_paged_stash_buffer_size_factor_cuda=-on_gpu,
         moe_paged_stash_buffer_size_factor_cpu=on_gpu - 1.0,
     )
@@ -217,6 +248,13 @@ def test_a_stash_follows_the_order_of_a_schedule(
     counts = [5, 5, 5, 3, 3, 3]
     found = te_pool.run(stashed, schedule=schedule, counts=counts, on_gpu=on_gpu)
     assert found == [[], []]
+
+
+def test_a_stash_follows_the_order_of_pairs(ranks: RankPools) -> None:
+    schedule = joined(schedules.build("v-half", pipeline_size=2, num_microbatches=5))
+    assert schedule.pairs
+    pool = ranks(4, Kind.TRANSFORMER_ENGINE)
+    assert pool.run(stashed, schedule=schedule, counts=[5, 5, 5]) == [[]] * 4
 
 
 def rerun(schedule: str) -> list[str]:

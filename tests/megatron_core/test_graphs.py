@@ -22,6 +22,7 @@ from gpt_cases import (
     parameters,
     run,
 )
+from joined import EXPERTS, joined
 from megatron.core import optimizer as megatron_optimizer
 from megatron.core.full_cuda_graph import FullCudaGraphWrapper
 from megatron.core.pipeline_parallel.schedules import get_pp_rank_microbatches, get_schedule_table
@@ -42,6 +43,7 @@ from megatron_zb.megatron_core import graphs
 from megatron_zb.megatron_core.graphs import pass_order
 from megatron_zb.megatron_core.versions import Graphs, graphs_of
 from megatron_zb.runtime.channels import Channels
+from megatron_zb.schedules import Schedule
 from megatron_zb.schedules.passes import Channel, Message
 
 
@@ -256,7 +258,7 @@ def test_graphs_are_for_one_number_of_microbatches(ranks: RankPools) -> None:
 # Graphs of whole iterations.
 
 
-def _captured(case: GPTCase, schedule: str, forward_only: bool) -> list[str]:
+def _captured(case: GPTCase, schedule: str | Schedule, forward_only: bool) -> list[str]:
     """What a step and one that is captured have other than the same schedule without graphs."""
     gpt_cases._specification = LOCAL_LAYERS
     expected = run(case, schedule, [MICROBATCHES], forward_only)[MICROBATCHES]
@@ -303,6 +305,30 @@ def test_a_captured_step_gives_the_same_and_asks_nothing(
     ranks: RankPools, schedule: str, forward_only: bool
 ) -> None:
     found = ranks(4).run(_captured, case=WHOLE, schedule=schedule, forward_only=forward_only)
+    assert found == [[]] * 4
+
+
+def test_a_captured_step_may_have_pairs(ranks: RankPools) -> None:
+    """Experts that are padded to their capacity ask the device nothing, one on each rank."""
+    padded = {
+        "num_moe_experts": 2,
+        "moe_router_topk": 1,
+        "moe_router_pre_softmax": True,
+        "moe_expert_capacity_factor": 1.0,
+        "moe_pad_expert_input_to_capacity": True,
+    }
+    case = GPTCase(
+        dtype="bfloat16",
+        data_parallel=2,
+        expert_parallel=2,
+        overlap_grad_reduce=True,
+        exchange_overlaps=True,
+        options=tuple((EXPERTS | padded).items()),
+    )
+    order = schedules.build("v-half", pipeline_size=2, num_microbatches=MICROBATCHES)
+    schedule = joined(order)
+    assert schedule.pairs
+    found = ranks(4).run(_captured, case=case, schedule=schedule, forward_only=False)
     assert found == [[]] * 4
 
 

@@ -38,11 +38,21 @@ _NOT_CAPTURED: tuple[tuple[Any, tuple[str, ...]], ...] = (
 
 HOST_TENSORS = "megatron.core.tensor_parallel.random"
 """Compares states of the CPU's generator, which lie on the host on a GPU, too."""
+PLANS = (
+    "megatron.core.models.common.model_chunk_schedule_plan",
+    "megatron.core.models.common.utils",
+    "megatron.core.models.gpt.fine_grained_callables",
+    "megatron.core.pipeline_parallel.utils",
+    "megatron_zb.megatron_core.paired_stage",
+)
+STREAMS = ("Event", "stream", "record_stream")
+"""What joins the streams of Megatron's plans, which is captured, too."""
 
 
 def _raising(name: str, usual: Any) -> Callable[..., Any]:
     def asked(*arguments: Any, **keywords: Any) -> Any:
-        if sys._getframe(1).f_globals["__name__"] == HOST_TENSORS:
+        caller = sys._getframe(1).f_globals["__name__"]
+        if caller == HOST_TENSORS or (name in STREAMS and caller in PLANS):
             return usual(*arguments, **keywords)
         raise Asked(f"{name} during a capture")
 

@@ -17,7 +17,10 @@ from megatron.core import parallel_state
 from megatron.core.distributed import DistributedDataParallel as DDP
 from megatron.core.distributed import DistributedDataParallelConfig, finalize_model_grads
 from megatron.core.models.gpt import GPTModel
-from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+from megatron.core.models.gpt.gpt_layer_specs import (
+    get_gpt_decoder_block_spec,
+    get_gpt_layer_local_spec,
+)
 from megatron.core.pipeline_parallel.schedules import get_forward_backward_func
 from megatron.core.tensor_parallel.mappings import gather_from_tensor_model_parallel_region
 from megatron.core.transformer import multi_latent_attention
@@ -58,6 +61,7 @@ class GPTCase:
     LLaVAModel reads on its first stage; its language model is the GPT.
     With ``vocabulary``, our output layer is cut along the vocabulary over all pipeline ranks.
     With ``exact``, stock has the weights that the type gives, and computes in 64 bits with them.
+    With ``exchange_overlaps``, ours may run a forward and a backward in one pass.
     """
 
     tied: bool = False
@@ -92,6 +96,7 @@ class GPTCase:
     images: tuple[int, ...] = ()
     vocabulary: bool = False
     exact: bool = False
+    exchange_overlaps: bool = False
 
     @property
     def torch_dtype(self) -> torch.dtype:
@@ -263,7 +268,10 @@ def _build_chunks(case: GPTCase, adapter: PipelineAdapter | None, p: int) -> lis
     if case.fused_accumulation:
         install_stand_in_for_fused_accumulation()
     low_precision = case.torch_dtype in (torch.bfloat16, torch.float16)
-    options = dict(case.options)
+    options = {k: list(v) if isinstance(v, tuple) else v for k, v in case.options}
+    overlaps = case.exchange_overlaps and adapter is not None
+    if not overlaps:
+        options.pop("ep_overlap_early_attn_memory_release", None)
     mla = options.get("multi_latent_attention", False)
     config = (MLATransformerConfig if mla else TransformerConfig)(
         num_layers=case.layers,
@@ -292,8 +300,10 @@ def _build_chunks(case: GPTCase, adapter: PipelineAdapter | None, p: int) -> lis
         deallocate_pipeline_outputs=True,
         calculate_per_token_loss=case.per_token_loss,
         is_hybrid_model=case.hybrid is not None,
+        overlap_moe_expert_parallel_comm=overlaps and case.expert_parallel > 1,
         **options,
     )
+    config.overlap_moe_expert_parallel_comm = overlaps  # for experts of one rank, too
     rank = parallel_state.get_pipeline_model_parallel_rank()
     chunks: list[Any] = []
     count = adapter.chunks if adapter else 1
@@ -471,6 +481,8 @@ class LatentAttention(DotProductAttention):
 
 
 def _specification(config: TransformerConfig, vp_stage: int | None) -> Any:
+    if isinstance(config.moe_layer_freq, list):
+        return get_gpt_decoder_block_spec(config, use_transformer_engine=False, vp_stage=vp_stage)
     layer = get_gpt_layer_local_spec(
         num_experts=config.num_moe_experts,
         qk_layernorm=config.qk_layernorm,
@@ -544,14 +556,17 @@ def _of_context_rank(sequences: torch.Tensor) -> torch.Tensor:
     return torch.cat([chunks[rank], chunks[-1 - rank]], dim=1)
 
 
-def _forward_step(iterator: Iterator[dict[str, torch.Tensor]], model: Any) -> tuple[Any, Any]:
+def _forward_step(
+    iterator: Iterator[dict[str, torch.Tensor]], model: Any, return_schedule_plan: bool = False
+) -> tuple[Any, Any]:
     batch = next(iterator)
     length = batch["tokens"].size(1)
     if "images" in batch:
         text = (batch["tokens"], batch["positions"], None, batch["labels"], batch["mask"])
         return _with_loss(*model(batch["images"], *text))
     causal = torch.ones(1, 1, length, length, dtype=torch.bool).triu(1)
-    output = model(batch["tokens"], batch["positions"], causal, labels=batch["labels"])
+    compute = model.build_schedule_plan if return_schedule_plan else model
+    output = compute(batch["tokens"], batch["positions"], causal, labels=batch["labels"])
     return _with_loss(output, batch["mask"])
 
 
