@@ -47,7 +47,8 @@ PRECISIONS = {
 }
 # Of the columns that are no numbers of ranks: the flags of a setting that is on.
 SWITCHES = {
-    "overlap_moe_expert_parallel_comm": "--overlap-moe-expert-parallel-comm",
+    "overlap_moe_expert_parallel_comm": "--overlap-moe-expert-parallel-comm "
+    "--moe-token-dispatcher-type alltoall",  # the only ones with it are this and flex
     "delay_wgrad_compute": "--delay-wgrad-compute",
     "overlap_param_gather_with_optimizer_step": "--overlap-param-gather-with-optimizer-step",
     "moe_paged_stash": "--moe-paged-stash --use-transformer-engine-op-fuser",  # which it needs

@@ -31,6 +31,10 @@ from megatron_zb.megatron_core.graphs import (  # noqa: E402
 from megatron_zb.megatron_lm.conflicts import (  # noqa: E402
     CONFLICTS,
     GRAPH_CONFLICTS,
+    OVERLAP_FLAG,
+    PAIR_CONFLICTS,
+    WHY_NO_GRAPHS_OF_LAYERS,
+    WHY_NOT_FLOAT32,
     WHY_NOT_YAML,
     Concerned,
 )
@@ -159,6 +163,11 @@ def refused_flags() -> Iterator[tuple[str, ...]]:
     yield "`--cuda-graph-impl local`", Concerned.ALL.value, WHY_NOT_LOCAL
     for conflict in GRAPH_CONFLICTS:
         yield f"`{conflict.flag}`", "CUDA graphs", conflict.why
+    for conflict in PAIR_CONFLICTS:
+        yield f"`{conflict.flag}`", f"`{OVERLAP_FLAG}`", conflict.why
+    yield "neither `--bf16` nor `--fp16`", f"`{OVERLAP_FLAG}`", WHY_NOT_FLOAT32
+    layers = "`--cuda-graph-impl transformer_engine`"
+    yield layers, f"`{OVERLAP_FLAG}`", WHY_NO_GRAPHS_OF_LAYERS
     yield "`--yaml-cfg`", Concerned.ALL.value, WHY_NOT_YAML
 
 

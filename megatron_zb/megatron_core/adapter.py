@@ -46,6 +46,11 @@ from megatron_zb.schedules.program.lowering import Program, lower
 from megatron_zb.schedules.schedule import Schedule
 from megatron_zb.schedules.simulator import simulate
 
+EXCHANGE = 0.5
+"""What experts exchange in a forward, and in a backward, takes of the rest of a forward."""
+PAIR_LOSS = 0.03
+"""How much longer a forward and a backward in one pass take because each slows the other down."""
+
 # For another number of microbatches than a table's: evaluation, or a batch that is ramped up.
 _SUBSTITUTE = "auto"
 
@@ -100,6 +105,7 @@ class PipelineAdapter:
         ends: Ends | None = None,
         placement: Placement | None = None,
         vocabulary: float | None = None,
+        overlaps_exchange: bool = False,
         build: Build = catalog.build,
     ) -> PipelineAdapter:
         """Build the schedule and place the layers.
@@ -117,6 +123,8 @@ class PipelineAdapter:
             placement: the only placement that ``auto`` may choose.
             vocabulary: the number of layers that the output layer counts for, if it is to be cut
                 along the vocabulary over all pipeline ranks.
+            overlaps_exchange: a forward and a backward may run in one pass, so that what experts
+                exchange in one hides behind the other.
             build: the function that builds schedules, for example on one rank for all.
 
         Raises:
@@ -129,6 +137,8 @@ class PipelineAdapter:
                 placement = _placement_of(layer_layout, pipeline_size, layers.kinds)
         if vocabulary is not None:
             costs = with_counted_vocabulary(costs, layers.decoder, vocabulary)
+        if overlaps_exchange:
+            costs = _with_exchange(costs)
         schedule = build(
             name,
             pipeline_size=pipeline_size,
@@ -471,6 +481,10 @@ class PipelineAdapter:
             lines.append("  every pipeline rank: its rows of the embedding and the output layer")
         if self._balance is not None:
             lines.append(f"  {self._balance}")
+        if self.costs.forward_comm:
+            forwards = self.schedule.num_microbatches * self.schedule.placement.num_stages
+            joined = len(self.schedule.pairs)
+            lines.append(f"  {joined} of {forwards} forwards run in one pass with a backward")
         if self.draws_by_layer:
             lines.append("  every layer draws from random streams of its own")
         lines += [f"  {line}" for line in self._said]
@@ -479,7 +493,12 @@ class PipelineAdapter:
     def _known_costs(self) -> str:
         known = "equal costs" if len(set(self.costs.forward)) == 1 else "costs counted from sizes"
         messages = f" and transfers of {TRANSFER:.0%} of a forward"
-        return known + (messages if self.schedule.name == "auto" else "")
+        exchange = f" and an exchange between experts of {EXCHANGE:.0%} of a forward"
+        return (
+            known
+            + (messages if self.schedule.name == "auto" else "")
+            + (exchange if self.costs.forward_comm else "")
+        )
 
     def _describe_chunk(self, pp_rank: int, vp_stage: int) -> str:
         stage = self.physical.stage(pp_rank, vp_stage)
@@ -520,6 +539,12 @@ def _assumed_costs(pipeline_size: int, layers: int, ends: Ends | None) -> Costs:
 def _equal_costs(pipeline_size: int, p2p: float = 0.0) -> Costs:
     p = max(pipeline_size, 1)
     return Costs.uniform(pipeline_size=p, forward=1.0, backward=1.0, weight=1.0, p2p=p2p)
+
+
+def _with_exchange(costs: Costs) -> Costs:
+    """Return the costs with an exchange of tokens between experts that nobody has measured."""
+    seconds = EXCHANGE * sum(costs.forward) / costs.pipeline_size
+    return costs.with_communication(forward=seconds, backward=seconds, pair_loss=PAIR_LOSS)
 
 
 def _keeps_places(

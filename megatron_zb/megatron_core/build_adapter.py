@@ -46,6 +46,8 @@ class Sizes:
     """The costs of the model's ends, if they are known."""
     group_size: int | None = None
     back_to_back: bool = False
+    overlaps_exchange: bool = False
+    """Whether a forward and a backward may run in one pass, to hide what experts exchange."""
     vocabulary: float | None = None
     """The layers that the output layer counts for, where it is cut over all ranks."""
     vocabulary_if_faster: bool = False
@@ -78,7 +80,7 @@ def build_adapter(
     if group_options is not None:
         adapter.connect_with(group_options)
     profile = None if args.pipeline_profile is None else Path(args.pipeline_profile)
-    if versions.graphs_of(args) is versions.Graphs.NONE:
+    if versions.graphs_of(args) is versions.Graphs.NONE and not sizes.overlaps_exchange:
         adapter.profile(profile, args.pipeline_replan_every, is_named=named)
     return adapter
 
@@ -136,6 +138,7 @@ def _named(args: argparse.Namespace, sizes: Sizes, build: Build) -> PipelineAdap
             ends=sizes.ends,
             placement=placement,
             vocabulary=sizes.vocabulary,
+            overlaps_exchange=sizes.overlaps_exchange,
             build=build,
         )
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 from collections.abc import Callable
 from dataclasses import replace
 
@@ -79,6 +80,7 @@ def adapter_of(
     """
     args.mtp_num_layers = layers_of(args).multi_token or args.mtp_num_layers
     conflicts.check_vocabulary(args)
+    conflicts.check_pairs(args)
     options = group_options(
         args.nccl_communicator_config_path, args.high_priority_stream_groups or ()
     )
@@ -118,6 +120,27 @@ def without_bulk_overlap(args: argparse.Namespace, adapter: PipelineAdapter) -> 
     ]
 
 
+def prepare_overlap(args: argparse.Namespace) -> list[str]:
+    """Leave out Megatron's own delay of weight gradients, which the schedule places.
+
+    Returns:
+        A line that says so, if the arguments asked for it, and one about an environment in which
+        what experts exchange does not run beside anything.
+    """
+    lines = []
+    if getattr(args, "delay_wgrad_compute", False):
+        args.delay_wgrad_compute = False
+        lines.append(
+            "--delay-wgrad-compute is left out: the schedule itself says where weight gradients go"
+        )
+    if conflicts.overlaps_exchange(args) and os.environ.get(_CONNECTIONS) == "1":
+        lines.append(f"{conflicts.OVERLAP_FLAG} hides nothing with {_CONNECTIONS}=1: export 32")
+    return lines
+
+
+_CONNECTIONS = "CUDA_DEVICE_MAX_CONNECTIONS"
+
+
 def _choose_random_streams(
     args: argparse.Namespace, adapter: PipelineAdapter, steps_done: Callable[[], int]
 ) -> None:
@@ -149,6 +172,7 @@ def _sizes(args: argparse.Namespace) -> Sizes:
         ends=ends,
         group_size=getattr(args, "microbatch_group_size_per_vp_stage", None),
         back_to_back=args.enable_optimizer_post_validation,
+        overlaps_exchange=conflicts.overlaps_exchange(args),
     )
     known = _known_ends(sizes)
     if_faster = _may_cut(args) and _why_whole(args, known) is None

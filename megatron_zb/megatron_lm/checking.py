@@ -84,6 +84,7 @@ def check(args: argparse.Namespace, version: str, *, build: bool = True) -> Repo
     if args.enable_optimizer_post_validation:
         found += conflicts.post_validation_refusals(args)
     found += conflicts.vocabulary_refusals(args)
+    found += conflicts.pair_refusals(args)
     if asks_for_layer_streams(args.pipeline_random_streams, keeps_places=placement.chunks == 1):
         found += conflicts.layer_streams_refusals(args)
     refused = [Checked(r.flag, Finding(Verdict.REFUSED, _reason(r, choice))) for r in found]

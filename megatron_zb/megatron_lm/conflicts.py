@@ -93,9 +93,7 @@ class Refusal:
 
 # Those settings of Megatron's config that its command line knows.
 _NOT_SERVED_FLAGS = (
-    "overlap_moe_expert_parallel_comm",
     "overlap_dispatch_backward_with_experts_wgrad",
-    "delay_wgrad_compute",
     "defer_embedding_wgrad_compute",
     "fine_grained_activation_offloading",
 )
@@ -104,6 +102,9 @@ _NOT_SERVED_FLAGS = (
 def _not_served(setting: str) -> Conflict:
     return Conflict(setting, flag_of(setting), NOT_SERVED[setting])
 
+
+OVERLAP = "overlap_moe_expert_parallel_comm"
+OVERLAP_FLAG = flag_of(OVERLAP)
 
 _DIVIDED = (
     "where --decoder-num-layers is given, Megatron-LM compares a layout with the encoder's layers, "
@@ -114,6 +115,13 @@ WITH_THE_STEP = "overlap_param_gather_with_optimizer_step"
 
 CONFLICTS = (
     *map(_not_served, _NOT_SERVED_FLAGS),
+    Conflict(
+        OVERLAP,
+        OVERLAP_FLAG,
+        "a forward and a backward run in one pass only where a rank holds several chunks; use a "
+        "schedule such as v-half",
+        concerned=Concerned.ONE_CHUNK,
+    ),
     Conflict(
         "use_torch_fsdp2", "--use-torch-fsdp2", "it shards weights that the pipeline needs whole"
     ),
@@ -333,6 +341,7 @@ LAYER_STREAMS_CONFLICTS = (
 
 
 VOCABULARY_CONFLICTS = (
+    Conflict(OVERLAP, OVERLAP_FLAG, "its passes are not in Megatron's plans"),
     Conflict(
         "mtp_num_layers",
         "--mtp-num-layers",
@@ -361,6 +370,88 @@ VOCABULARY_CONFLICTS = (
         for setting in versions.GRAPH_SETTINGS
     ),
 )
+
+
+WHY_NOT_FLOAT32 = "Megatron's plans are for bf16 and fp16; add --bf16"
+WHY_NO_GRAPHS_OF_LAYERS = (
+    "they are captured in the order of whole passes, and replayed layer by layer then; use "
+    "full_iteration"
+)
+_NOT_TIMED_TOGETHER = "nothing measures two passes that run as one"
+_NOT_PLANNED = "it is not in Megatron's plans of a layer"
+PAIR_CONFLICTS = (
+    Conflict(
+        "expert_model_parallel_size",
+        "--expert-model-parallel-size",
+        "experts of one rank exchange nothing; leave it out",
+        lambda value: value < 2,
+    ),
+    Conflict(
+        "moe_token_dispatcher_type",
+        "--moe-token-dispatcher-type",
+        "only what alltoall and flex exchange can run beside something else",
+        lambda value: value == "allgather",
+    ),
+    Conflict(
+        "moe_shared_expert_overlap",
+        "--moe-shared-expert-overlap",
+        "it runs the shared expert beside the same exchange; leave one out",
+    ),
+    Conflict(
+        "recompute_granularity",
+        "--recompute-granularity",
+        "a layer runs in parts then, and is not computed again as a whole; use selective",
+        lambda value: value == "full",
+    ),
+    Conflict(
+        "recompute_modules",
+        "--recompute-modules",
+        "parts of the experts would be computed again without what they have exchanged; leave moe "
+        "out",
+        lambda value: "moe" in value,
+    ),
+    Conflict(
+        "mtp_num_layers",
+        "--mtp-num-layers",
+        "Megatron's plans have one layer of multi-token prediction at most",
+        lambda value: value > 1,
+    ),
+    Conflict("sft", "--sft", "Megatron's plans are not told where samples end"),
+    Conflict("fp4", "--fp4-format", f"{_NOT_PLANNED}, which would run in bf16"),
+    Conflict("hybrid_layer_pattern", "--hybrid-layer-pattern", "it is tried with GPTModel alone"),
+    Conflict("pipeline_profile", "--pipeline-profile", _NOT_TIMED_TOGETHER),
+    Conflict(
+        "pipeline_replan_every",
+        "--pipeline-replan-every",
+        _NOT_TIMED_TOGETHER,
+    ),
+)
+
+
+def check_pairs(args: argparse.Namespace) -> None:
+    """Refuse arguments with which no forward and backward can run in one pass.
+
+    Raises:
+        UsageError: names both flags and the reason.
+    """
+    _raise_first(pair_refusals(args))
+
+
+def pair_refusals(args: argparse.Namespace) -> Iterator[Refusal]:
+    """Yield the arguments with which no forward and backward can run in one pass."""
+    if not overlaps_exchange(args):
+        return
+    yield from _conflicting(PAIR_CONFLICTS, args, OVERLAP_FLAG)
+    if not (getattr(args, "bf16", False) or getattr(args, "fp16", False)):
+        yield Refusal("float32", OVERLAP_FLAG, WHY_NOT_FLOAT32)
+    kind = versions.graphs_of(args)
+    if kind is versions.Graphs.TRANSFORMER_ENGINE:
+        yield Refusal(f"CUDA graphs ({kind.value})", OVERLAP_FLAG, WHY_NO_GRAPHS_OF_LAYERS)
+
+
+def overlaps_exchange(args: argparse.Namespace) -> bool:
+    """Return whether the exchange of tokens between experts is to run beside computation."""
+    return bool(getattr(args, OVERLAP, False))
 
 
 def check_vocabulary(args: argparse.Namespace) -> None:
@@ -525,6 +616,30 @@ MODELS = {
 }
 
 
+def check_pairs_of_model(chunk: Any) -> None:
+    """Refuse models of which Megatron's plans would compute something else, or nothing at all.
+
+    Raises:
+        UsageError: says which part of the model is in the way.
+    """
+    name = type(chunk).__name__
+    if "GPTModel" not in (kind.__name__ for kind in type(chunk).__mro__):
+        raise UsageError(f"{OVERLAP_FLAG} cannot run a {name}: it is tried with GPTModel alone")
+    frozen = next((name for name, p in chunk.named_parameters() if not p.requires_grad), None)
+    if frozen is not None:
+        raise UsageError(
+            f"{OVERLAP_FLAG} cannot run a model with frozen weights, such as {frozen}: Megatron's "
+            "plans want a gradient of everything; leave the flag out"
+        )
+    layers = chunk.decoder.layers
+    norm = getattr(chunk.decoder, "final_layernorm", None)
+    if norm is not None and len(layers) and not hasattr(layers[-1].mlp, "experts"):
+        raise UsageError(
+            f"{OVERLAP_FLAG} cannot run a model whose last layer has no experts: Megatron's plans "
+            "would leave the final norm out; change --moe-layer-freq"
+        )
+
+
 def check_model(chunk: Any, schedule: str, in_a_v: bool, draws_by_layer: bool) -> None:
     """Refuse models whose chunks exchange more than one tensor, or that are unproven in a V.
 
@@ -552,3 +667,5 @@ def check_model(chunk: Any, schedule: str, in_a_v: bool, draws_by_layer: bool) -
             f"the layers of a {name} cannot draw their weights from random streams of their own: "
             f"{_RANK_STREAMS}"
         )
+    if getattr(getattr(chunk, "config", None), OVERLAP, False):
+        check_pairs_of_model(chunk)

@@ -36,7 +36,8 @@ def _add_schedule(parser: argparse.ArgumentParser) -> None:
         ". Chunks are placed in a V where the schedule asks for it; "
         "--pipeline-model-parallel-layout then names the layers of every stage in model order, and "
         "--num-virtual-stages-per-pipeline-rank the chunks of a rank where the schedule has the "
-        "choice",
+        "choice. With --overlap-moe-expert-parallel-comm, forwards and backwards run in one pass; "
+        "what experts exchange is taken to be half of a forward then",
     )
     group.add_argument(
         "--pipeline-layer-layout",

@@ -30,6 +30,7 @@ from megatron_zb.megatron_lm import (
 from megatron_zb.megatron_lm.adapter_of_arguments import (
     adapter_of,
     check_unscheduled,
+    prepare_overlap,
     without_bulk_overlap,
 )
 from megatron_zb.megatron_lm.ending import end_with
@@ -180,7 +181,7 @@ class _Hooks:
         self._translate(args)
         self._say_what_is_new(args)
         adapter = adapter_of(args, self._build_for_all(args, meeting))
-        for line in without_bulk_overlap(args, adapter):
+        for line in without_bulk_overlap(args, adapter) + prepare_overlap(args):
             _say(f"megatron_zb: {line}", args.rank)
         if args.enable_optimizer_post_validation:
             self._post_validation.enable(adapter, args)

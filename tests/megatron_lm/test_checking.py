@@ -68,11 +68,11 @@ def test_of_several_values_the_one_least_known_counts() -> None:
 
 def test_what_is_refused_is_refused_with_all_reasons() -> None:
     assert checked(RUN).runs
-    report = checked(f"{RUN} --use-megatron-fsdp --delay-wgrad-compute --bf16")
+    report = checked(f"{RUN} --use-megatron-fsdp --defer-embedding-wgrad-compute --bf16")
     assert not report.runs
     assert {each.flag for each in report.of(Verdict.REFUSED)} == {
         "--use-megatron-fsdp",
-        "--delay-wgrad-compute",
+        "--defer-embedding-wgrad-compute",
     }
     assert all(each.finding.why for each in report.checked)
     assert "--bf16" in {each.flag for each in report.of(Verdict.PROVEN)}

@@ -12,7 +12,11 @@ from megatron_arguments import parsed
 from megatron_zb.errors import UsageError
 from megatron_zb.megatron_core import graphs, versions
 from megatron_zb.megatron_lm import conflicts
-from megatron_zb.megatron_lm.adapter_of_arguments import adapter_of, check_unscheduled
+from megatron_zb.megatron_lm.adapter_of_arguments import (
+    adapter_of,
+    check_unscheduled,
+    prepare_overlap,
+)
 from megatron_zb.schedules.placement import looped, v_shape
 
 DOCS = Path(__file__).parents[2] / "docs"
@@ -176,6 +180,77 @@ def test_what_streams_of_layers_cannot_be_had_with(
     by_rank = "--pipeline-schedule zb-h1 --pipeline-random-streams rank"
     if conflict.argument != "enable_cuda_graph":  # those of layers, by Megatron itself
         adapter_of(parsed(by_rank, **{conflict.argument: value}))
+
+
+OVERLAPPING = {
+    "overlap_moe_expert_parallel_comm": True,
+    "moe_token_dispatcher_type": "alltoall",
+    "expert_model_parallel_size": 2,
+    "num_experts": 4,
+    "bf16": True,
+}
+WRONG = {
+    "expert_model_parallel_size": 1,
+    "moe_token_dispatcher_type": "allgather",
+    "recompute_granularity": "full",
+    "recompute_modules": ["moe"],
+    "mtp_num_layers": 2,
+    "fp4": "e2m1",
+    "hybrid_layer_pattern": "M*ME",
+}
+
+
+@pytest.mark.parametrize("conflict", conflicts.PAIR_CONFLICTS, ids=lambda c: c.argument)
+def test_what_no_pairs_can_be_had_with(conflict: conflicts.Conflict) -> None:
+    value = WRONG.get(conflict.argument, True)
+    line = "--pipeline-schedule v-half"
+    conflicts.check_pairs(parsed(line, **{conflict.argument: value}))
+    with pytest.raises(UsageError) as refused:
+        adapter_of(parsed(line, **{**OVERLAPPING, conflict.argument: value}))
+    said = conflict.flag if value is True else f"{conflict.flag} {value}"
+    assert str(refused.value) == (
+        f"{said} cannot be combined with --overlap-moe-expert-parallel-comm: {conflict.why}"
+    )
+
+
+@pytest.mark.parametrize(
+    ("stock", "said"),
+    [
+        ({"bf16": False}, "float32"),
+        ({"cuda_graph_impl": "transformer_engine"}, "CUDA graphs (transformer_engine)"),
+    ],
+)
+def test_precision_and_graphs_of_pairs(stock: dict[str, Any], said: str) -> None:
+    line = "--pipeline-schedule v-half --pipeline-random-streams rank"
+    with pytest.raises(UsageError) as refused:
+        adapter_of(parsed(line, **(OVERLAPPING | stock)))
+    assert str(refused.value).startswith(
+        f"{said} cannot be combined with --overlap-moe-expert-parallel-comm: "
+    )
+
+
+def test_pairs_are_looked_for_where_experts_exchange() -> None:
+    """And their schedule is not measured anew, as nothing measures pairs."""
+    line = "--pipeline-schedule v-half"
+    adapter, usual = adapter_of(parsed(line, **OVERLAPPING)), adapter_of(parsed(line))
+    assert adapter.costs.forward_comm
+    assert not usual.costs.forward_comm
+    assert "an exchange between experts of 50% of a forward" in adapter.describe()
+
+
+def test_what_megatron_delays_itself_is_left_to_the_schedule(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    args = parsed("--pipeline-schedule v-half", delay_wgrad_compute=True, **OVERLAPPING)
+    monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "1")
+    lines = prepare_overlap(args)
+    assert [line.split()[0] for line in lines] == [
+        "--delay-wgrad-compute",
+        "--overlap-moe-expert-parallel-comm",
+    ]
+    assert args.delay_wgrad_compute is False
+    monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "32")
+    assert prepare_overlap(args) == []
 
 
 @pytest.mark.parametrize("conflict", conflicts.GRAPH_CONFLICTS, ids=lambda c: c.argument)

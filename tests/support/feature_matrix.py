@@ -322,6 +322,24 @@ ROWS = (
         schedules=(*REPRESENTATIVE, "wave"),
     ),
     Row(
+        "the same, with a forward and a backward in one pass; also multi-token prediction of one "
+        "layer, dense first layers, the distributed optimizer",
+        "`--overlap-moe-expert-parallel-comm`",
+        GPTCase(layers=8, dtype="bfloat16", data_parallel=2, expert_parallel=2),
+        ranks=4,
+        schedules=("v-half", "v-zb", "dualpipe-v", "interleaved"),
+        test="test_pairs_compute_what_megatron_computes",
+    ),
+    Row(
+        "an exchange between experts that hides behind computation",
+        "`--overlap-moe-expert-parallel-comm`",
+        None,
+        Verdict.NOT_ON_CPU,
+        reason="a CPU has no streams: tests see equal losses and gradients, and which forwards run "
+        "together with which backwards; how much of the exchange is hidden has not been measured. "
+        "The streams, and the order of a pair's parts, are Megatron's own",
+    ),
+    Row(
         "a shared expert beside the dispatcher, on a stream that a CPU does not have",
         "`--moe-shared-expert-overlap`",
         GPTCase(

@@ -137,7 +137,10 @@ def about_connections(torch: Torch, environment: Mapping[str, str]) -> Iterator[
     value = environment.get(_CONNECTIONS)
     found = "not set" if value is None else value
     if value == "1":
-        advice = "tensor and context parallelism want it."
+        advice = (
+            "tensor and context parallelism want it; --overlap-moe-expert-parallel-comm hides "
+            "nothing with it: export 32 there."
+        )
         yield Finding(_CONNECTIONS, found, "ok", advice)
     elif torch.capability >= _BLACKWELL:
         yield Finding(_CONNECTIONS, found, "ok", "these GPUs do not need it.")

@@ -1,0 +1,55 @@
+"""Experts spread over ranks, with forwards and backwards in one pass: every digit is stock's."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+from joined import joined
+
+from megatron_zb import schedules
+from megatron_zb.schedules import interchange
+from real_megatron_lm.runs import MODEL, PIPELINE_OF_TWO, Logged, check_equal, pretrain
+
+EXPERTS = f"""
+{PIPELINE_OF_TWO} --expert-model-parallel-size 2 --bf16 --num-experts 4 --moe-router-topk 2
+--moe-router-load-balancing-type aux_loss --moe-aux-loss-coeff 0.01 --disable-bias-linear
+--moe-shared-expert-intermediate-size 64 --moe-token-dispatcher-type alltoall
+--untie-embeddings-and-output-weights --use-distributed-optimizer --overlap-grad-reduce
+--dist-ckpt-optim-fully-reshardable
+"""
+OVERLAP = "--overlap-moe-expert-parallel-comm --delay-wgrad-compute"
+
+
+@pytest.fixture(scope="module")
+def experts(checkout: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Logged]:
+    """Two iterations of stock without the flag, and what it logs in the next five."""
+    folder = tmp_path_factory.mktemp("experts")
+    saving = f"--exit-interval 2 --save {folder} --save-interval 2"
+    run = pretrain(checkout, MODEL, EXPERTS, saving)
+    assert run.code == 0, run.output
+    stock = pretrain(checkout, MODEL, EXPERTS, f"--load {folder}")
+    assert list(stock.losses) == [3, 4, 5, 6, 7], stock.output
+    return folder, stock
+
+
+@pytest.mark.parametrize("name", ["v-half", "v-zb"])
+def test_pairs_log_what_stock_logs(checkout: Path, experts: tuple[Path, Logged], name: str) -> None:
+    folder, stock = experts
+    run = pretrain(
+        checkout, MODEL, EXPERTS, f"--load {folder} --pipeline-schedule {name} {OVERLAP}"
+    )
+    check_equal(run, stock)
+    assert re.search(r"  [1-9]\d* of 16 forwards run in one pass with a backward", run.output)
+
+
+def test_pairs_of_a_table_log_what_stock_logs(
+    checkout: Path, experts: tuple[Path, Logged], tmp_path: Path
+) -> None:
+    folder, stock = experts
+    order = joined(schedules.build("interleaved", pipeline_size=2, num_microbatches=4))
+    table = tmp_path / "pairs.csv"
+    table.write_text(interchange.to_csv(order))
+    flags = f"--load {folder} --pipeline-schedule-file {table} {OVERLAP}"
+    check_equal(pretrain(checkout, MODEL, EXPERTS, flags), stock)
