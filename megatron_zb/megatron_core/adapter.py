@@ -38,7 +38,7 @@ from megatron_zb.runtime.groups import GroupOptions
 from megatron_zb.runtime.weight_grad import WeightGradQueue
 from megatron_zb.schedules import catalog, layout
 from megatron_zb.schedules.catalog import Build
-from megatron_zb.schedules.costs import Costs
+from megatron_zb.schedules.costs import PAIR_LOSS, Costs
 from megatron_zb.schedules.layout import Layers, Letters
 from megatron_zb.schedules.passes import PassKind
 from megatron_zb.schedules.placement import Placement, looped, wave
@@ -48,8 +48,6 @@ from megatron_zb.schedules.simulator import simulate
 
 EXCHANGE = 0.5
 """What experts exchange in a forward, and in a backward, takes of the rest of a forward."""
-PAIR_LOSS = 0.03
-"""How much longer a forward and a backward in one pass take because each slows the other down."""
 
 # For another number of microbatches than a table's: evaluation, or a batch that is ramped up.
 _SUBSTITUTE = "auto"

@@ -13,6 +13,7 @@ from megatron_zb.schedules.placement import Placement
 
 MEGATRON_1F1B = "Megatron 1F1B"
 MEGATRON_INTERLEAVED = "Megatron interleaved"
+MEGATRON_OVERLAP = "Megatron interleaved, overlap"
 NO_PIPELINE = "no pipeline"
 
 # Left out unless they are asked for: no user's choice at the sizes of a real job.
@@ -25,7 +26,8 @@ class Candidate:
 
     ``blocking`` tells that a rank cannot compute while its messages travel: Megatron's 1F1B always,
     its interleaved schedule with ``--no-overlap-p2p-communication``. ``cuts_vocabulary`` cuts its
-    output layer along the vocabulary over all pipeline ranks.
+    output layer along the vocabulary over all pipeline ranks. ``overlaps_exchange`` joins forwards
+    and backwards to pairs, which hide the exchange of tokens between experts.
     """
 
     name: str
@@ -34,6 +36,7 @@ class Candidate:
     blocking: bool = False
     megatron: bool = False
     cuts_vocabulary: bool = False
+    overlaps_exchange: bool = False
 
     def chunk_counts(self, layers: int, pipeline: int) -> Iterator[int | None]:
         """Yield the numbers of chunks per rank that the layers allow; None if it has no choice."""
@@ -69,6 +72,11 @@ class Candidate:
         return catalog.family(self.family).takes_group_size
 
     @property
+    def finds_pairs(self) -> bool:
+        """Whether its order with pairs is worth a search: that of a V with two stages a rank."""
+        return self.family in ("v-zb", "v-half", "v-min", "dualpipe-v")
+
+    @property
     def splits(self) -> bool:
         return catalog.family(self.family).splits_backward
 
@@ -96,6 +104,13 @@ def candidates_of(names: Sequence[str] | None, *, overlap: bool = True) -> list[
         Candidate(family.name, family.name, family.takes_chunks and family.placement is not None)
         for family in families
     ]
+
+
+def of_overlap() -> Candidate:
+    """Return Megatron's interleaved schedule with ``--overlap-moe-expert-parallel-comm``."""
+    return Candidate(
+        MEGATRON_OVERLAP, "interleaved", takes_chunks=True, megatron=True, overlaps_exchange=True
+    )
 
 
 def with_those_of_auto(chosen: Sequence[Candidate]) -> list[Candidate]:

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
-from megatron_zb.planner.candidate import MEGATRON_1F1B, MEGATRON_INTERLEAVED, NO_PIPELINE
+from megatron_zb.planner.candidate import (
+    MEGATRON_1F1B,
+    MEGATRON_INTERLEAVED,
+    MEGATRON_OVERLAP,
+    NO_PIPELINE,
+)
 from megatron_zb.planner.prediction import Prediction
 from megatron_zb.planner.strategy import Strategy
 from megatron_zb.schedules import layout
 from megatron_zb.schedules.hybrid_pattern import placed
 from megatron_zb.schedules.placement import Placement
 
-_MEGATRON = (MEGATRON_1F1B, MEGATRON_INTERLEAVED, NO_PIPELINE)
+_MEGATRON = (MEGATRON_1F1B, MEGATRON_INTERLEAVED, MEGATRON_OVERLAP, NO_PIPELINE)
 _RECOMPUTE = {
     "none": [],
     "selective": ["--recompute-granularity selective"],
@@ -69,6 +74,8 @@ def _schedule(prediction: Prediction) -> list[str]:
         out.append(f"--pipeline-schedule {prediction.family}")
     if prediction.cuts_vocabulary:
         out.append("--pipeline-vocabulary on")
+    if prediction.overlaps_exchange:
+        out.append("--overlap-moe-expert-parallel-comm")
     chunks = prediction.chunks
     pattern = prediction.load.model.hybrid_layer_pattern
     if prediction.memory_limit is not None and prediction.schedule is not None:

@@ -30,7 +30,8 @@ class Prediction:
     ``schedule`` and the ``costs`` it was built for are None where there is no pipeline; where there
     are many microbatches, it is that of the first ones, from which the rest was continued.
     ``memory_limit`` is the limit to give ``auto``, as a fraction of 1F1B's activations;
-    ``cuts_vocabulary`` tells that the output layer is cut along the vocabulary.
+    ``cuts_vocabulary`` tells that the output layer is cut along the vocabulary, and
+    ``overlaps_exchange`` that pairs hide the exchange of tokens between experts.
     """
 
     candidate: str
@@ -49,6 +50,7 @@ class Prediction:
     post_validation: bool = False
     memory_limit: float | None = None
     cuts_vocabulary: bool = False
+    overlaps_exchange: bool = False
 
     @property
     def seconds(self) -> float:
@@ -133,6 +135,7 @@ def predict(
         costs=costs,
         post_validation=post_validation,
         cuts_vocabulary=staged.cuts_vocabulary,
+        overlaps_exchange=staged.overlaps_exchange,
     )
 
 
@@ -195,7 +198,7 @@ class _Builder:
     @property
     def _least(self) -> float:
         """Seconds of a microbatch on the busiest rank: no schedule takes less for one more."""
-        stages = self.costs.for_placement(self.placement)
+        stages = self.costs.for_placement(self.placement).hidden()
         times = zip(stages.forward, stages.backward, stages.weight, strict=True)
         work = [sum(of) for of in times]
         of_ranks = [sum(work[s] for s in held) for held in self.placement.stages_of]

@@ -48,6 +48,8 @@ def recommendation(plan: Plan) -> str:
 
 
 def _said(row: Prediction) -> str:
+    if row.overlaps_exchange:
+        return f"{row.family} with --overlap-moe-expert-parallel-comm"
     return f"{row.family} with --pipeline-vocabulary on" if row.cuts_vocabulary else row.family
 
 

@@ -15,7 +15,13 @@ from megatron_zb import schedules
 from megatron_zb.errors import UsageError
 from megatron_zb.measured.units import gib
 from megatron_zb.planner import estimate
-from megatron_zb.planner.candidate import NO_PIPELINE, Candidate, with_those_of_auto
+from megatron_zb.planner.candidate import (
+    MEGATRON_OVERLAP,
+    NO_PIPELINE,
+    Candidate,
+    of_overlap,
+    with_those_of_auto,
+)
 from megatron_zb.planner.device import DeviceConfig
 from megatron_zb.planner.division import said_of_none
 from megatron_zb.planner.estimate import EvenSplit
@@ -156,13 +162,16 @@ def search(
     splits = _splits(job)
     alone = Candidate(NO_PIPELINE, "1f1b", megatron=True)
     everyone = [alone, *with_those_of_auto(candidates)]
+    overlaps = not job.post_validation and any(_exchanges(split.load) for split in splits.whole)
+    if overlaps:
+        everyone.insert(0, of_overlap())
     if job.vocabulary == "on":
         everyone = [c if c.megatron else replace(c, cuts_vocabulary=True) for c in everyone]
-    asked = {candidate.name for candidate in (alone, *candidates)}
+    asked = {candidate.name for candidate in (alone, *candidates)} | {everyone[0].name}
     named = [candidate for candidate in everyone if not candidate.takes_the_best]
     found = _Everything(job, {}, [], {}, {})
     tries_cuts = job.vocabulary == "auto" and job.why_not_cut is None
-    total = len(everyone) + tries_cuts
+    total = len(everyone) + tries_cuts + overlaps
     watch(named[0].name, 0, total)
     for done, looked in enumerate(each(partial(_look_at, job, splits, tries), named), start=1):
         found.enter(looked)
@@ -173,7 +182,12 @@ def search(
             found.take_the_best(candidate, each)
     if tries_cuts:
         watch("a cut output layer", len(everyone), total)
-        found.cut_where_it_pays(_promising_cuts(job, splits, named), asked, each)
+        cuttable = [candidate for candidate in named if not candidate.overlaps_exchange]
+        found.cut_where_it_pays(_promising(job, splits, cuttable, cuts=True), asked, each)
+    if overlaps:
+        watch("pairs", total - 1, total)
+        paired = [candidate for candidate in named if candidate.finds_pairs]
+        found.pair_where_it_pays(_promising(job, splits, paired, cuts=False), each)
     watch("", total, total)
     shown = [row for name, row in found.best.items() if name in asked]
     if not shown:
@@ -254,7 +268,7 @@ class _Everything:
         """
         reached = [row.tokens_per_gpu for name, row in self.best.items() if name in asked]
         floor = max(reached, default=0.0) * (1 + WORTH_A_CHANGE)
-        for found in each(partial(_simulated_cut, self.job, floor), promising):
+        for found in each(partial(_simulated_variant, self.job, floor), promising):
             self.settings += found.settings
             self.simulated += len(found.tried)
             row, name = found.prediction, found.candidate.name
@@ -265,6 +279,24 @@ class _Everything:
         for candidate in filter(None, [self.best.get("auto")]):
             if self.cut and self.cut.tokens_per_gpu >= max(floor, candidate.tokens_per_gpu):
                 self._replace("auto", replace(self.cut, candidate="auto"))
+
+    def pair_where_it_pays(self, promising: Sequence[_Looked], each: Each) -> None:
+        """Let schedules whose pairs hide the exchange of experts take the place of slower rows."""
+        if (own := self.best.get(MEGATRON_OVERLAP)) is not None:
+            self._enter_if_faster("auto", own)  # in this package's order of the same
+        for found in each(partial(_simulated_variant, self.job, 0.0), promising):
+            self.settings += found.settings
+            self.simulated += len(found.tried)
+            if found.prediction is not None:
+                self._enter_if_faster(found.candidate.name, found.prediction)
+                self._enter_if_faster("auto", found.prediction)
+
+    def _enter_if_faster(self, name: str, row: Prediction) -> None:
+        before = self.best.get(name)
+        known = name in self.best or name in self.nothing
+        if known and (before is None or row.tokens_per_gpu > before.tokens_per_gpu):
+            self.best[name] = replace(row, candidate=name)
+            self.nothing.pop(name, None)
 
     def _replace(self, name: str, row: Prediction) -> None:
         if name in self.best:
@@ -301,6 +333,8 @@ class _Everything:
                 continue
             if tried.staged.cuts_vocabulary is not candidate.cuts_vocabulary:
                 continue
+            if tried.staged.overlaps_exchange:
+                continue  # the searches for pairs are those of the named schedules
             if not tried.setting.candidate.blocking:
                 found.append(tried.prediction)
             elif self.best[tried.setting.candidate.name] is tried.prediction:
@@ -321,7 +355,7 @@ class _Everything:
         for tried in self.tried:
             staged = tried.staged
             key = (staged.load.strategy, staged.placement, staged.layout)
-            if staged.cuts_vocabulary:
+            if staged.cuts_vocabulary or staged.overlaps_exchange:
                 continue  # the search for an order with shards is that of the named schedules
             if staged.placement.pipeline_size > 1 and key not in seen:
                 rate = _optimistic(self.job, staged, tried.setting.m)
@@ -456,12 +490,30 @@ def _settings(splits: _Splits, candidate: Candidate, job: Job) -> list[_Setting]
             continue
         if candidate.megatron and candidate.takes_chunks and m % strategy.pipeline:
             continue  # Megatron's interleaved schedule takes whole groups of p alone
+        if candidate.overlaps_exchange and not _exchanges(split.load):
+            continue
         for chunks in candidate.chunk_counts(job.model.layers, strategy.pipeline):
             seconds = estimate.seconds(split, candidate, m, chunks)
+            if candidate.overlaps_exchange:
+                seconds *= _share_left(split)
             needed = estimate.memory(split, candidate, m, chunks)
             counted = split.rank_with(candidate.placement(strategy.pipeline, chunks)).total
             out.append(_Setting(split.load, candidate, chunks, m, seconds, needed, counted))
     return out
+
+
+def _exchanges(load: Workload) -> bool:
+    """Return whether there is an exchange between experts that Megatron can hide behind a pass."""
+    exchange = load.exchange(load.model.layers - 1)
+    return load.strategy.expert > 1 and load.strategy.recompute != "full" and exchange > 0
+
+
+def _share_left(split: EvenSplit) -> float:
+    """Return the share of the seconds of a rank that is left if its exchange hides all it can."""
+    load, whole = split.load, split.rank.total
+    layers = load.model.layers
+    exchange = 2 * sum(map(load.exchange, range(layers))) / load.strategy.pipeline
+    return min(1.0, max(whole - exchange, exchange) / whole)
 
 
 def _look_at(job: Job, splits: _Splits, tries: int, candidate: Candidate) -> _Found:
@@ -483,8 +535,10 @@ class _Looked:
     settings: list[_Setting]
 
 
-def _promising_cuts(job: Job, splits: _Splits, named: Sequence[Candidate]) -> list[_Looked]:
-    """Return the schedules that are the most promising with a cut output layer, by formula.
+def _promising(
+    job: Job, splits: _Splits, named: Sequence[Candidate], *, cuts: bool
+) -> list[_Looked]:
+    """Return the schedules that formulas promise most of, with a cut output layer or with pairs.
 
     With more chunks than two the search for an order with shards falls behind the formula.
     """
@@ -492,7 +546,8 @@ def _promising_cuts(job: Job, splits: _Splits, named: Sequence[Candidate]) -> li
     for candidate in named:
         if candidate.megatron or candidate.takes_chunks:
             continue
-        settings = _settings(splits, replace(candidate, cuts_vocabulary=True), job)
+        variant = replace(candidate, cuts_vocabulary=cuts, overlaps_exchange=not cuts)
+        settings = _settings(splits, variant, job)
         ordered = _refined(job, sorted(settings, key=lambda s: -s.rate))
         fitting = [s for s in ordered if s.memory <= _SLACK * job.memory]
         if fitting:
@@ -500,8 +555,11 @@ def _promising_cuts(job: Job, splits: _Splits, named: Sequence[Candidate]) -> li
     return sorted(found, key=lambda looked: -looked.settings[0].rate)[:_CUT_SCHEDULES]
 
 
-def _simulated_cut(job: Job, floor: float, looked: _Looked) -> _Found:
-    """Simulate the settings of a schedule with a cut output layer that may reach ``floor``."""
+def _simulated_variant(job: Job, floor: float, looked: _Looked) -> _Found:
+    """Simulate the settings of a schedule with a cut output layer, or with pairs.
+
+    Those that may reach ``floor``.
+    """
     found = _Found(looked.candidate, len(looked.settings))
     _simulate_first(job, looked.settings, _CUT_TRIES, found, floor)
     return found
@@ -602,8 +660,8 @@ def cut_into_stages(
         found = layout.weighed(weights, placement, *ends)
     else:
         found = layout.choices(layers, placement, *ends)
-    cut = candidate.cuts_vocabulary
-    splits = [StageWorkload(load, placement, counts, cut) for counts in found]
+    variant = candidate.cuts_vocabulary, candidate.overlaps_exchange
+    splits = [StageWorkload(load, placement, counts, *variant) for counts in found]
     return min(
         splits, key=lambda staged: staged.interval(in_groups=candidate.in_groups), default=None
     )

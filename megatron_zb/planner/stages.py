@@ -11,6 +11,7 @@ from megatron_zb.planner.byte_counts import Held, States
 from megatron_zb.planner.vocabulary import Shard
 from megatron_zb.planner.work import Work, Workload
 from megatron_zb.schedules import Costs
+from megatron_zb.schedules.costs import PAIR_LOSS
 from megatron_zb.schedules.layout import Layout
 from megatron_zb.schedules.placement import Placement
 
@@ -20,13 +21,15 @@ class StageWorkload:
     """A workload cut into the stages of a placement.
 
     With ``cuts_vocabulary``, output layer and embedding are cut along the vocabulary over all
-    ranks: the shard of rank r then counts as stage S + r where bytes are told by stage.
+    ranks: the shard of rank r then counts as stage S + r where bytes are told by stage. With
+    ``overlaps_exchange``, pairs may hide the exchange of tokens between experts.
     """
 
     load: Workload
     placement: Placement
     layout: Layout
     cuts_vocabulary: bool = False
+    overlaps_exchange: bool = False
 
     @property
     def shard(self) -> Shard | None:
@@ -44,12 +47,22 @@ class StageWorkload:
 
     @cached_property
     def work(self) -> tuple[Work, ...]:
-        """Seconds of a microbatch on each stage, without those of shards."""
-        out = [sum_of_works(self.load, layers) for layers in self.layers_of]
+        """Seconds of a microbatch on each stage, without shards and :attr:`exchange`."""
+        out = [
+            sum_of_works(self.load, layers) + Work(-seconds, -seconds)
+            for layers, seconds in zip(self.layers_of, self.exchange, strict=True)
+        ]
         shard = self.shard
         out[0] += self.load.embedding() if shard is None else shard.looked_up
         out[-1] += self.load.output() if shard is None else shard.last_norm
         return tuple(out)
+
+    @cached_property
+    def exchange(self) -> tuple[float, ...]:
+        """Seconds of each stage, in F and as many in B, that pairs may hide."""
+        if not self.overlaps_exchange:
+            return (0.0,) * len(self.layout)
+        return tuple(sum(map(self.load.exchange, layers)) for layers in self.layers_of)
 
     @cached_property
     def held(self) -> tuple[Held, ...]:
@@ -180,6 +193,10 @@ class StageWorkload:
             held_for_weight=[min(h.for_weight, h.activation) for h in held],
             fixed=[self.fixed(rank) for rank in range(self.placement.pipeline_size)],
         )
+        if self.overlaps_exchange:
+            return costs.with_communication(
+                forward=self.exchange, backward=self.exchange, pair_loss=PAIR_LOSS
+            )
         return costs if self.shard is None else self._with_shards(costs, self.shard)
 
     def _with_shards(self, costs: Costs, shard: Shard) -> Costs:

@@ -140,9 +140,10 @@ def name_of(row: Prediction) -> str:
 
 
 def setting_of(row: Prediction) -> str:
-    """Return the strategy as text, marked where the layout is uneven or the output layer cut."""
+    """Return the strategy as text, marked: uneven layers, a cut output layer, passes in pairs."""
     uneven, cut = "" if row.is_even else " uneven", " cut" if row.cuts_vocabulary else ""
-    return f"{row.load.strategy}{uneven}{cut}"
+    pairs = " pairs" if row.overlaps_exchange else ""
+    return f"{row.load.strategy}{uneven}{cut}{pairs}"
 
 
 def as_json(plan: Plan) -> dict[str, Any]:
@@ -186,6 +187,7 @@ def _row(plan: Plan, index: int) -> dict[str, Any]:
         "layout": layout.text(layout.lettered(row.layout)),
         "vocabulary": "on" if row.cuts_vocabulary else "off",
         "gain_of_cut": gain_of_cut(plan, row),
+        "overlaps_exchange": row.overlaps_exchange,
         "seconds": row.seconds,
         "tokens_per_second_per_gpu": row.tokens_per_gpu,
         "mfu": row.mfu,

@@ -266,6 +266,11 @@ class Workload:
             seconds = parts * self._tensor_parallel() + self._expert_parallel(experts.top_k)
         return Work(seconds, seconds)
 
+    def exchange(self, index: int) -> float:
+        """Return the seconds that F of a layer, and B as many, exchange tokens between experts."""
+        experts = self.model.experts_in(index)
+        return 0.0 if experts is None else self._expert_parallel(experts.top_k)
+
     def _tensor_parallel(self) -> float:
         """Return the seconds of an all-gather and a reduce-scatter around attention or MLP."""
         ranks = self.strategy.tensor

@@ -19,6 +19,10 @@ MOST_RANKS = 1024
 """Most ranks of a pipeline; there is a time for every link between two of them."""
 
 
+PAIR_LOSS = 0.03
+"""How much longer a pair takes because F and backward slow each other down. An assumption."""
+
+
 @dataclass(frozen=True)
 class Vocabulary:
     """Costs of one microbatch of an output layer that is cut along the vocabulary over all ranks.
