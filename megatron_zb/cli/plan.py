@@ -41,6 +41,8 @@ the table:
   uneven         the layers are not spread evenly; the flags tell the layout
   cut            what the schedule gains by an output layer that is cut along the vocabulary over
                  the pipeline ranks (--pipeline-vocabulary on); only where a row has one
+  pairs          forwards and backwards run in pairs, which hide the exchange of tokens between
+                 experts (--overlap-moe-expert-parallel-comm)
 
 --html writes all of it into one file for a browser, which needs no network: the table with the
 memory of each row, the flags of every row, pictures of the best schedules, and an explorer, in

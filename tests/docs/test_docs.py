@@ -516,3 +516,19 @@ def test_the_tables_of_what_was_measured_are_made_from_the_results(
     script = load_script("make_performance")
     assert page == script.page(page), "run docs/make_performance.py"
     assert page.count("<!-- generated: ") == page.count("<!-- end: ") == 10
+
+
+def test_the_times_with_pairs_are_those_of_the_results() -> None:
+    """And none is above a published order's that holds as much."""
+    results = json.loads((ROOT / "docs/results/pairs.json").read_text(encoding="utf-8"))
+    page = (ROOT / "docs/schedules.md").read_text(encoding="utf-8")
+    keys = ("without_pairs", "makespan", "bound")
+    for comm in (0.3, 0.5, 0.8):
+        rows = [row for row in results["rows"] if row["comm"] == comm]
+        found = [row for row in rows if row["schedule"] == "auto"]
+        for row in rows if comm == 0.5 else ():
+            times = " | ".join(f"{row[key]:.1f}" for key in keys)
+            assert f"| {row['peak']:g} | {times} |" in page, row
+        for row in rows:
+            as_much = [r for r in found if r["limit"] <= row["peak"]]
+            assert min(r["makespan"] for r in as_much) <= row["makespan"]
