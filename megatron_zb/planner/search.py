@@ -588,6 +588,8 @@ def _simulate_first(
         except UsageError:
             _note(found, setting, setting.memory)
             continue
+        if prediction.overlaps_exchange and not (prediction.schedule and prediction.schedule.pairs):
+            continue  # it is a row without pairs
         if prediction.memory.total > job.memory:
             found.tried.append(_Tried(setting, staged, None))
             _note(found, setting, prediction.memory.total)

@@ -1,0 +1,111 @@
+"""Pairs that hide the exchange of tokens between experts, in plan."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from brief_searches import briefly
+from small_models import a100, load, small
+
+from megatron_zb.measured.units import GIB
+from megatron_zb.planner.candidate import (
+    MEGATRON_1F1B,
+    MEGATRON_INTERLEAVED,
+    MEGATRON_OVERLAP,
+    candidates_of,
+)
+from megatron_zb.planner.flags import flags
+from megatron_zb.planner.model import ModelConfig
+from megatron_zb.planner.prediction import Prediction
+from megatron_zb.planner.search import Job, Plan, cut_into_stages, search
+from megatron_zb.planner.strategy import Choices
+from megatron_zb.planner.table import setting_of
+
+FLAG = "--overlap-moe-expert-parallel-comm"
+ONE = Choices(tensor=(1,), pipeline=(4,), microbatch=(4,), recompute=("none",), expert=(16,))
+
+
+def experts() -> ModelConfig:
+    return small(experts={"experts": 16, "top_k": 4, "ffn_hidden_size": 1024})
+
+
+def plan(names: list[str], **changes: Any) -> Plan:
+    """Experts lie on 16 of 64 GPUs: in two nodes, so that they exchange over slow links."""
+    first = Job(experts(), a100(), 64, 60 * GIB, 512, 1024, ONE, vocabulary="off")
+    with briefly():
+        return search(replace(first, **changes), candidates_of(names), tries=1)
+
+
+def rows_of(found: Plan) -> dict[str, Prediction]:
+    return {row.candidate: row for row in found.ranked}
+
+
+@pytest.fixture(scope="module")
+def rows() -> dict[str, Prediction]:
+    return rows_of(plan(["v-zb", "auto"]))
+
+
+def test_megatrons_own_overlap_stands_beside_its_other_schedules(
+    rows: dict[str, Prediction],
+) -> None:
+    hidden, shown = rows[MEGATRON_OVERLAP], rows[MEGATRON_INTERLEAVED]
+    assert MEGATRON_1F1B in rows
+    assert hidden.schedule is not None
+    assert hidden.schedule.pairs
+    assert hidden.seconds < shown.seconds
+    assert FLAG in flags(hidden, 512)
+    assert FLAG not in flags(shown, 512)
+    assert not any(words.startswith("--pipeline-schedule") for words in flags(hidden, 512))
+
+
+def test_a_schedule_with_pairs_takes_the_place_of_a_slower_one(rows: dict[str, Prediction]) -> None:
+    row = rows["v-zb"]
+    assert row.overlaps_exchange
+    assert row.schedule is not None
+    assert row.schedule.pairs
+    assert FLAG in flags(row, 512)
+    assert setting_of(row).endswith(" pairs")
+    assert 0 <= row.bubble < 1
+
+
+def test_auto_is_as_fast_as_every_order_with_pairs(rows: dict[str, Prediction]) -> None:
+    assert rows["auto"].seconds == min(row.seconds for row in rows.values())
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"choices": replace(ONE, expert=(1,))},
+        {"choices": replace(ONE, recompute=("full",))},
+        {"post_validation": True},
+        {"model": small(), "choices": replace(ONE, expert=None)},
+    ],
+    ids=["whole experts", "full recomputation", "post-validation", "no experts"],
+)
+def test_nothing_is_hidden_where_nothing_can_be(changes: dict[str, Any]) -> None:
+    found = rows_of(plan(["v-half"], **changes))
+    assert MEGATRON_OVERLAP not in found
+    assert not any(row.overlaps_exchange for row in found.values())
+
+
+def test_passes_of_a_pair_compute_for_what_they_take_without_the_exchange() -> None:
+    (candidate,) = candidates_of(["v-half"])[2:]
+    asked = load(experts(), expert=8, data=8)
+    whole, hidden = (
+        cut_into_stages(asked, replace(candidate, overlaps_exchange=overlaps), None)
+        for overlaps in (False, True)
+    )
+    assert whole is not None
+    assert hidden is not None
+    assert hidden.exchange == tuple(
+        pytest.approx(len(layers) * asked.exchange(0)) for layers in hidden.layers_of
+    )
+    assert sum(hidden.exchange) > 0
+    table, alone = (
+        staged.costs(blocking=False).for_placement(staged.placement) for staged in (hidden, whole)
+    )
+    for with_it, without in ((table.forward, alone.forward), (table.backward, alone.backward)):
+        assert with_it == pytest.approx(without)
+    assert table.forward_comm == pytest.approx(hidden.exchange)
