@@ -7,6 +7,10 @@ measured first, on the links of these ranks, and told to the simulator and to th
 built for it, as a profile would. Prints a table and, last, one JSON line {"ratio": {NAME: median
 over the repetitions}, ...} with every step. Ends with 1 where a ratio is above its bar.
 
+With --exchange, F and B also exchange tokens between experts: they sleep for that in a thread of
+its own. Schedules are built with pairs then, whose one side computes while the other exchanges, and
+every order also runs without its pairs.
+
 With --watchdog it compares something else: steps that a watchdog and its progress observer look at
 with steps that nobody looks at, in pairs, one after the other. The ratio of a pair is what they
 cost; the JSON line has the median, the quartiles around it, and what a look into the store and a
@@ -72,6 +76,14 @@ def _arguments() -> argparse.Namespace:
         help="times of one microbatch on one rank; one of four chunks takes a quarter "
         "(default 48 56 40)",
     )
+    parser.add_argument(
+        "--exchange",
+        type=float,
+        default=0.0,
+        metavar="SHARE",
+        help="seconds of the exchange of F, and of B, beside what they compute, as a share of F's "
+        "(default 0)",
+    )
     parser.add_argument("--schedules", nargs="*", default=schedules.names(), metavar="NAME")
     parser.add_argument(
         "--watchdog", action="store_true", help="what watching costs; repetitions are pairs then"
@@ -86,9 +98,15 @@ def _rank(rank: int, args: argparse.Namespace, meeting_point: str, port: int, re
     costs = schedules.Costs.uniform(
         pipeline_size=args.ranks, forward=forward, backward=backward, weight=weight, p2p=link
     )
+    if args.exchange:
+        exchange = args.exchange * forward
+        costs = costs.with_communication(forward=exchange, backward=exchange)
     results: dict[str, Any] = {}
-    for name in args.schedules:
-        schedule = _built_once(rank, name, args, costs)
+    orders = {name: _built_once(rank, name, args, costs) for name in args.schedules}
+    for name, built in tuple(orders.items()):
+        if built.pairs:
+            orders[f"{name}, no pairs"] = built.without_pairs()
+    for name, schedule in orders.items():
         steps = Steps(rank, schedule, costs)
         if args.watchdog:
             results[name] = _watched(steps, port, args.repetitions)
@@ -185,6 +203,7 @@ def _report(
                 "measured_seconds": {name: seconds for name, (_, seconds) in results.items()},
                 "message_seconds": link,
                 "milliseconds": args.milliseconds,
+                "exchange": args.exchange,
                 "ranks": args.ranks,
                 "microbatches": args.microbatches,
                 **provenance.of_this_run(),

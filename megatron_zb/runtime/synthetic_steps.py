@@ -6,6 +6,7 @@ import ctypes
 import os
 import sys
 import time
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import nullcontext
 
 import torch
@@ -13,7 +14,7 @@ import torch.distributed as dist
 
 from megatron_zb import schedules
 from megatron_zb.runtime.channels import Channels
-from megatron_zb.runtime.executor import run_program
+from megatron_zb.runtime.executor import Side, run_program
 from megatron_zb.runtime.link_times import link_times
 from megatron_zb.runtime.watchdog.progress import Progress
 from megatron_zb.schedules.costs import StageCosts
@@ -55,34 +56,76 @@ def seconds_of_link(rank: int, ranks: int) -> float:
 
 
 class SyntheticStage:
-    """A stage that sleeps for the seconds of F, B, W and BW and sends messages without content."""
+    """A stage that sleeps for the seconds of F, B, W and BW and sends messages without content.
+
+    What costs say of the exchange between experts is slept in a thread of its own.
+    """
 
     def __init__(self, stage: int, costs: StageCosts) -> None:
         self._stage, self._costs = stage, costs
         self._is_last = stage == len(costs.forward) - 1
         self._is_first = stage == 0
         self._payload = torch.zeros(64)
+        self._network = ThreadPoolExecutor(max_workers=1)
 
     def forward(self, microbatch: int, activation: torch.Tensor | None) -> torch.Tensor | None:
-        self._sleep(PassKind.F, microbatch)
-        return None if self._is_last else self._payload
+        self._run(PassKind.F, microbatch)
+        return self.output(PassKind.F)
 
     def backward_input(self, microbatch: int, gradient: torch.Tensor | None) -> torch.Tensor | None:
-        self._sleep(PassKind.B, microbatch)
-        return None if self._is_first else self._payload
+        self._run(PassKind.B, microbatch)
+        return self.output(PassKind.B)
 
     def backward_weight(self, microbatch: int) -> None:
-        self._sleep(PassKind.W, microbatch)
+        self._run(PassKind.W, microbatch)
 
     def backward(self, microbatch: int, gradient: torch.Tensor | None) -> torch.Tensor | None:
-        self._sleep(PassKind.BW, microbatch)
-        return None if self._is_first else self._payload
+        self._run(PassKind.BW, microbatch)
+        return self.output(PassKind.BW)
 
-    def _sleep(self, kind: PassKind, microbatch: int) -> None:
-        time.sleep(self._costs.duration(Pass(kind, self._stage, microbatch)))
+    def output(self, kind: PassKind) -> torch.Tensor | None:
+        """Return the message of a pass, None where no other stage reads one."""
+        is_end = self._is_last if kind is PassKind.F else self._is_first
+        return None if is_end else self._payload
+
+    def _run(self, kind: PassKind, microbatch: int) -> None:
+        self.compute(kind, microbatch)
+        if self._exchange_seconds(kind, microbatch):
+            self.exchange(kind, microbatch).result()
+
+    def compute(self, kind: PassKind, microbatch: int, share: float = 1.0) -> None:
+        """Sleep for a share of what a pass takes without its exchange."""
+        seconds = self._costs.duration(Pass(kind, self._stage, microbatch))
+        time.sleep(share * (seconds - self._exchange_seconds(kind, microbatch)))
+
+    def exchange(self, kind: PassKind, microbatch: int, share: float = 1.0) -> Future[None]:
+        """Begin a share of a pass's exchange."""
+        return self._network.submit(time.sleep, share * self._exchange_seconds(kind, microbatch))
+
+    def _exchange_seconds(self, kind: PassKind, microbatch: int) -> float:
+        costs = self._costs.of(microbatch)
+        by_kind = {PassKind.F: costs.forward_comm, PassKind.W: ()}
+        seconds = by_kind.get(kind, costs.backward_comm)
+        return seconds[self._stage] if seconds else 0.0
 
     def reset(self) -> None:
         """Do nothing: there is nothing to forget."""
+
+
+def run_together(forward: Side, backward: Side) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+    """Run a pair of stages that sleep: while one side computes, the other one exchanges.
+
+    F computes (attention), exchanges (dispatch), computes (experts) and exchanges (combine), the
+    backward the other way round; each part is half of its side and waits for the one before it.
+    """
+    for _ in range(2):
+        gradients = backward.stage.exchange(backward.kind, backward.microbatch, 0.5)
+        forward.stage.compute(forward.kind, forward.microbatch, 0.5)
+        gradients.result()
+        tokens = forward.stage.exchange(forward.kind, forward.microbatch, 0.5)
+        backward.stage.compute(backward.kind, backward.microbatch, 0.5)
+        tokens.result()
+    return forward.stage.output(forward.kind), backward.stage.output(backward.kind)
 
 
 class Steps:
@@ -109,6 +152,7 @@ class Steps:
                 self.channels,
                 lambda message: torch.empty(64),
                 progress,
+                pairs=run_together,
             )
         elapsed = torch.tensor(time.perf_counter() - start)
         dist.all_reduce(elapsed, op=dist.ReduceOp.MAX)
