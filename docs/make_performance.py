@@ -2,6 +2,9 @@
 """Make the tables of docs/performance.md from the results of the benchmarks in docs/results.
 
 python benchmarks/runtime_overhead.py | tail -n 1 > docs/results/runtime_overhead.cpu.json
+python benchmarks/runtime_overhead.py --ranks 4 --exchange 0.5 \\
+    --schedules v-half v-zb dualpipe-v interleaved | tail -n 1 \\
+    > docs/results/sleeping_pairs.cpu.json
 python benchmarks/prediction.py --output docs/results/prediction.cpu.json
 python benchmarks/beside_megatron.py --turns 3 --steps 6 --warm-up 2 | tail -n 1 \\
     > docs/results/beside_megatron_1024.cpu.json
@@ -41,6 +44,7 @@ def page(text: str) -> str:
     text = with_table(text, "held bytes", held_bytes(split["results"]))
     text = with_table(text, "memory of ranks", memory_of_ranks(ranks))
     text = with_table(text, "sleeping stages", sleeping_stages(runtime))
+    text = with_table(text, "sleeping pairs", sleeping_pairs(_result("sleeping_pairs.cpu")))
     steps = [_result(f"beside_megatron_{vocabulary}.cpu") for vocabulary in (1024, 8192)]
     text = with_table(text, "cut, simulated", cut_makespans(_result("vocabulary")["makespans"]))
     text = with_table(text, "cut, steps", cut_steps(steps))
@@ -110,6 +114,17 @@ def sleeping_stages(runtime: dict[str, Any]) -> list[str]:
         )
     heads = f"| schedule | simulated s | measured s | ratio | worst of {len(steps)} |"
     return table(heads, 4, rows)
+
+
+def sleeping_pairs(runtime: dict[str, Any]) -> list[str]:
+    """The same with an exchange between experts, and how far the worst median is off."""
+    worst, bar = max(runtime["ratio"].values()), runtime["bars"]["any"]
+    within = sum(ratio <= bar for ratio in runtime["ratio"].values())
+    said = (
+        f"The longest median is {100 * (worst - 1):.1f} % above the simulated time; {within} of "
+        f"{len(runtime['ratio'])} are within the bar of {100 * (bar - 1):.0f} %."
+    )
+    return [said, "", *sleeping_stages(runtime)]
 
 
 def cut_makespans(makespans: Iterable[dict[str, Any]]) -> list[str]:

@@ -210,6 +210,23 @@ def test_a_rank_finds_its_own_tensors() -> None:
     assert after["threads"] >= 1
 
 
+def test_sleeping_stages_exchange_in_pairs_and_without() -> None:
+    names = ["dualpipe-v", "interleaved"]
+    sizes = "--ranks 2 --microbatches 4 --repetitions 2 --milliseconds 8 8 8 --exchange 0.5"
+    done = benchmark("runtime_overhead.py", *sizes.split(), "--schedules", *names)
+    assert done.code in (0, 1), done.stderr  # 1: longer than it may be
+    line = json.loads(done.stdout.splitlines()[-1])
+    orders = [*names, *(f"{name}, no pairs" for name in names)]
+    simulated, measured = line["simulated_seconds"], line["measured_seconds"]
+    assert list(line["ratio"]) == list(simulated) == list(measured) == orders
+    for name in names:
+        assert simulated[name] < simulated[f"{name}, no pairs"]
+    for name, seconds in measured.items():
+        exchanged = 0.008 if name.endswith("no pairs") else 0.0
+        assert min(seconds) >= 4 * (0.024 + exchanged), "no sleep is shorter than it is told"
+    assert done.code == int("missed:" in done.stdout)
+
+
 def test_the_hosts_time_is_counted_alike_for_every_runtime() -> None:
     names = "1f1b megatron-1f1b zbv-table torch-zbv".split()
     sizes = "--ranks 2 --microbatches 4 --turns 2 --schedules".split()
