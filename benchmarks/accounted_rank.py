@@ -12,7 +12,7 @@ import json
 import os
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,8 +24,8 @@ _events: list[tuple[str, float, float]] = []
 def main() -> None:
     prepare = launch._prepare
 
-    def prepare_and_listen(*arguments: Any) -> Path:
-        script = prepare(*arguments)
+    def prepare_and_listen(arguments: Sequence[str], on_cpu: bool) -> Path:
+        script = prepare(arguments, on_cpu)
         _listen()
         return script
 
@@ -44,7 +44,8 @@ def _listen() -> None:
     def run_pass(self: Execution, run: Any) -> None:
         _noted(str(run.work.kind), usual, self, run)
 
-    Execution._run_pass = run_pass
+    patched: Any = Execution
+    patched._run_pass = run_pass
     if "--pipeline-schedule" not in sys.argv:
         for name, kind in (("forward_step", "F"), ("backward_step", "BW")):
             setattr(schedules, name, _noting(kind, getattr(schedules, name)))
