@@ -175,7 +175,7 @@ def test_the_profile_of_a_run_with_a_cut_vocabulary(
     expected = [stage.forward + profile.host.forward for stage in profile.stages]
     assert costs.forward == pytest.approx(expected)
     assert costs.shards is not None
-    assert set(costs.shards.held) == {cut.shards[0].held}
+    assert set(costs.shards.held) == {cut.shards[1].held}
     traced = compare(path)
     assert {p.kind for p in traced.measured.schedule.ranks[0]} == set(map(PassKind, "FBWOPVEG"))
 
