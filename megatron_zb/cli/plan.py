@@ -36,7 +36,7 @@ examples:
 the table:
   tok/s/GPU      tokens of the whole iteration, with the optimizer's step and its reductions
   MFU            FLOPs that training needs over the data sheet's; recomputation does not count
-  bubble         share of the pipeline's time in which ranks do not compute
+  bubble         share of the pipeline's time in which ranks run no pass
   GiB            memory of the rank that needs the most, at its fullest moment
   uneven         the layers are not spread evenly; the flags tell the layout
   cut            what the schedule gains by an output layer that is cut along the vocabulary over

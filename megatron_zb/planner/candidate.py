@@ -9,7 +9,7 @@ from megatron_zb import schedules
 from megatron_zb.errors import UsageError
 from megatron_zb.schedules import catalog
 from megatron_zb.schedules.layout import Layers, Layout, spread
-from megatron_zb.schedules.placement import Placement
+from megatron_zb.schedules.placement import Placement, v_shape
 
 MEGATRON_1F1B = "Megatron 1F1B"
 MEGATRON_INTERLEAVED = "Megatron interleaved"
@@ -73,8 +73,10 @@ class Candidate:
 
     @property
     def finds_pairs(self) -> bool:
-        """Whether its order with pairs is worth a search: that of a V with two stages a rank."""
-        return self.family in ("v-zb", "v-half", "v-min", "dualpipe-v")
+        """Whether its order with pairs is searched for: that of a V with two stages a rank."""
+        family = catalog.family(self.family)
+        place = family.placement
+        return family.searches and place is not None and place(2, None) == v_shape(2)
 
     @property
     def splits(self) -> bool:

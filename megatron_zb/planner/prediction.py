@@ -117,8 +117,7 @@ def predict(
     seconds, timeline = builder.seconds(num_microbatches, post_validation)
     seconds = max(seconds, num_microbatches * staged.link_seconds)
     schedule = timeline.schedule
-    work = [staged.rank_work(r).total for r in range(staged.placement.pipeline_size)]
-    bubble = 1 - num_microbatches * sum(work) / (len(work) * seconds)
+    bubble = 1 - num_microbatches * _busy(staged, timeline) / seconds
     return Prediction(
         candidate=candidate.name,
         family=candidate.family,
@@ -137,6 +136,19 @@ def predict(
         cuts_vocabulary=staged.cuts_vocabulary,
         overlaps_exchange=staged.overlaps_exchange,
     )
+
+
+def _busy(staged: StageWorkload, timeline: Timeline) -> float:
+    """Return the seconds in which a rank, on average, runs passes of one microbatch.
+
+    A pair counts once, with the exchange that it does not hide; a message that stops a rank is no
+    pass.
+    """
+    if staged.overlaps_exchange:
+        running = (1 - timeline.bubble_rate) * timeline.makespan
+        return running / timeline.schedule.num_microbatches
+    p = staged.placement.pipeline_size
+    return sum(staged.rank_work(r).total for r in range(p)) / p
 
 
 def _without_pipeline(staged: StageWorkload, candidate: Candidate, m: int) -> Prediction:

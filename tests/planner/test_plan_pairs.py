@@ -22,6 +22,7 @@ from megatron_zb.planner.prediction import Prediction
 from megatron_zb.planner.search import Job, Plan, cut_into_stages, search
 from megatron_zb.planner.strategy import Choices
 from megatron_zb.planner.table import setting_of
+from megatron_zb.schedules.simulator import simulate
 
 FLAG = "--overlap-moe-expert-parallel-comm"
 ONE = Choices(tensor=(1,), pipeline=(4,), microbatch=(4,), recompute=("none",), expert=(16,))
@@ -67,7 +68,16 @@ def test_a_schedule_with_pairs_takes_the_place_of_a_slower_one(rows: dict[str, P
     assert row.schedule.pairs
     assert FLAG in flags(row, 512)
     assert setting_of(row).endswith(" pairs")
-    assert 0 <= row.bubble < 1
+
+
+def test_the_bubble_of_a_row_counts_a_pair_once(rows: dict[str, Prediction]) -> None:
+    """The exchange that a pass or a pair does not hide is work, as in rows without pairs."""
+    for row in (rows["v-zb"], rows[MEGATRON_OVERLAP], rows[MEGATRON_INTERLEAVED]):
+        assert row.schedule is not None
+        assert row.costs is not None
+        timeline = simulate(row.schedule, row.costs)
+        assert row.schedule.num_microbatches == row.num_microbatches
+        assert row.bubble == pytest.approx(timeline.bubble_rate, abs=1e-6)
 
 
 def test_auto_is_as_fast_as_every_order_with_pairs(rows: dict[str, Prediction]) -> None:
