@@ -245,7 +245,7 @@ class Profiling:
             **{
                 name: max(within[kind, self._shard], _SHORTEST) for name, kind in _OF_SHARDS.items()
             },
-            # what V frees: O leaves its part besides, until that has been sent
+            # what V frees: O leaves its part besides, which is a message
             held=max(0, -round(median(self._memory.changes[PassKind.V, self._shard]))),
         )
         loss = next((seconds for (kind, _), seconds in within.items() if kind is PassKind.P), 0.0)

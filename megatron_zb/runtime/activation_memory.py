@@ -8,6 +8,7 @@ compared by one measure.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 
@@ -20,6 +21,7 @@ class ActivationMemory:
     def __init__(self, exclude: Iterable[torch.Tensor] = ()) -> None:
         self._excluded = {_key(t) for t in exclude}
         self._holders: dict[int, int] = {}
+        self._sent: Counter[int] = Counter()
         self._nbytes: dict[int, int] = {}
         self.live_bytes = 0
         self.peak_bytes = 0
@@ -47,6 +49,25 @@ class ActivationMemory:
     def release(self, tensor: torch.Tensor) -> None:
         """Undo one :meth:`hold`."""
         self.release_storage(_key(tensor))
+
+    def hold_sent(self, tensor: torch.Tensor) -> None:
+        """Count a message's storage until :meth:`release_sent`."""
+        self.hold(tensor)
+        self._sent[_key(tensor)] += 1
+
+    def release_sent(self, tensor: torch.Tensor) -> None:
+        """Undo one :meth:`hold_sent`."""
+        self._sent -= Counter([_key(tensor)])
+        self.release(tensor)
+
+    @property
+    def bytes_of_passes(self) -> int:
+        """Live bytes without those of messages that are held for nothing but their sending.
+
+        When these are let go is chance: gloo says that a message has been taken only if waited for.
+        """
+        messages = (key for key, sent in self._sent.items() if self._holders.get(key) == sent)
+        return self.live_bytes - sum(self._nbytes[key] for key in messages)
 
     def release_storage(self, key: int) -> None:
         """Undo one :meth:`hold` of a tensor that had this storage then."""

@@ -156,7 +156,7 @@ class Channels:
             self._forget(pending)
         tensor = tensor.contiguous()
         if self.activation_memory is not None:
-            self.activation_memory.hold(tensor)
+            self.activation_memory.hold_sent(tensor)
         pending.append((self._isend(channel, tensor), tensor))
 
     def between_passes(self) -> None:
@@ -180,7 +180,7 @@ class Channels:
     def _forget(self, pending: deque[tuple[dist.Work, torch.Tensor]]) -> None:
         _, tensor = pending.popleft()
         if self.activation_memory is not None:
-            self.activation_memory.release(tensor)
+            self.activation_memory.release_sent(tensor)
 
     def close(self) -> None:
         """Destroy the groups; collective over the pipeline."""

@@ -123,7 +123,7 @@ class Memory(Protocol):
     """Counter of bytes: an allocator, or hooks of autograd."""
 
     @property
-    def live_bytes(self) -> int: ...
+    def bytes_of_passes(self) -> int: ...
 
 
 class AllocatedMemory:
@@ -134,12 +134,12 @@ class AllocatedMemory:
     """
 
     @property
-    def live_bytes(self) -> int:
+    def bytes_of_passes(self) -> int:
         return torch.cuda.memory_allocated()
 
 
 class MemoryRecorder:
-    """An observer that records the change of live bytes by each pass."""
+    """An observer that records the change of bytes by each pass."""
 
     def __init__(self, memory: Memory) -> None:
         self._memory = memory
@@ -148,16 +148,16 @@ class MemoryRecorder:
 
     @contextmanager
     def running(self, work: Pass | Pair) -> Iterator[None]:
-        """Record the change of live bytes by the pass that runs in this context.
+        """Record the change of bytes by the pass that runs in this context.
 
         That of a pair is left out: it is not known which of its passes holds what.
         """
         if isinstance(work, Pair):
             yield
             return
-        before = self._memory.live_bytes
+        before = self._memory.bytes_of_passes
         yield
-        self.changes[work.kind, work.stage].append(self._memory.live_bytes - before)
+        self.changes[work.kind, work.stage].append(self._memory.bytes_of_passes - before)
 
     def waiting(self, channel: Channel, message: Message) -> nullcontext[None]:
         """Return an empty context: a wait changes nothing that a pass holds."""

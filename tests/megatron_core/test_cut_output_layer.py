@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import threading
 import time
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, NamedTuple
 from unittest import mock
@@ -13,7 +14,7 @@ import gpt_cases
 import pytest
 import torch
 from brief_searches import briefly
-from cut_outcomes import gathered, whole, with_shards
+from cut_outcomes import Gradients, gathered, whole, with_shards
 from gpt_cases import GPTCase, Outcome
 from megatron.core import parallel_state
 from megatron.core.pipeline_parallel.schedules import get_forward_backward_func
@@ -40,11 +41,23 @@ CASES = {
     "data-parallel": (4, GPTCase(data_parallel=2, overlap_grad_reduce=True)),
     "tied-data-parallel": (4, GPTCase(tied=True, data_parallel=2, overlap_grad_reduce=True)),
     "tied-bf16": (2, GPTCase(tied=True, dtype="bfloat16", fused_accumulation=True)),
+    "bf16-data-parallel": (4, GPTCase(dtype="bfloat16", data_parallel=2, overlap_grad_reduce=True)),
+    "tied-bf16-sequence-parallel": (
+        4,
+        GPTCase(tied=True, dtype="bfloat16", tensor_parallel=2, sequence_parallel=True),
+    ),
 }
-ON_REQUEST = ("two-ranks", "tensor-parallel", "sequence-parallel", "data-parallel", "bf16")
-# Of the largest number. The sum of the exponentials is formed in another order; in 16 bits,
-# test_cut_beside_float64.py tells what that is worth.
-TOLERANCE = {"float32": 2e-6, "bfloat16": 5e-2}
+ON_REQUEST = (
+    "two-ranks",
+    "tensor-parallel",
+    "sequence-parallel",
+    "data-parallel",
+    "bf16",
+    "tied-bf16",
+    "bf16-data-parallel",
+)
+# Of the largest number. The sum of the exponentials is formed in another order.
+TOLERANCE = 2e-6
 
 
 def outcomes(case: GPTCase, schedules: list[str]) -> list[Outcome]:
@@ -60,7 +73,7 @@ def differences(case: GPTCase, schedules: list[str]) -> list[str]:
     """Differences of the first schedule from stock, and of the others from the first."""
     stock, first, *others = outcomes(case, schedules)
     found = [f"only one has {name}" for name in stock.gradients.keys() ^ first.gradients.keys()]
-    found += unequal(stock, first, TOLERANCE[case.dtype])
+    found += unequal(stock, first, within_rounding if case.dtype == "bfloat16" else all_close)
     for name, other in zip(schedules[1:], others, strict=True):
         for key, value in first.gradients.items():
             if not torch.equal(value, other.gradients[key]):
@@ -70,15 +83,34 @@ def differences(case: GPTCase, schedules: list[str]) -> list[str]:
     return found
 
 
-def unequal(stock: Outcome, ours: Outcome, tolerance: float) -> list[str]:
-    found = []
-    for name, gradient in stock.gradients.items():
-        off = (ours.gradients[name] - gradient).abs().max().item()
-        if not off <= tolerance * gradient.abs().max().item():
-            found.append(f"gradient of {name} is off by {off}")
-    if not torch.tensor(ours.losses).allclose(torch.tensor(stock.losses), rtol=tolerance):
+def unequal(stock: Outcome, ours: Outcome, compare: Callable[..., list[str]]) -> list[str]:
+    found = compare(stock.gradients, ours.gradients)
+    if not torch.tensor(ours.losses).allclose(torch.tensor(stock.losses), rtol=TOLERANCE):
         found.append(f"losses {ours.losses} are not {stock.losses}")
     return found
+
+
+def all_close(stock: Gradients, ours: Gradients) -> list[str]:
+    off = {name: (ours[name] - g).abs().max() / g.abs().max() for name, g in stock.items()}
+    return [f"gradient of {name} is off by {by}" for name, by in off.items() if not by <= TOLERANCE]
+
+
+def within_rounding(stock: Gradients, ours: Gradients) -> list[str]:
+    """Compare norms of 16-bit gradients, whose roundings differ from the loss downwards.
+
+    The most that was seen is 2.0 % of a tensor, of 32 numbers, and 0.7 % of all; half as much again
+    is for processors that add in another order.
+    """
+    errors, norms = (
+        {name: of(name).double().norm() for name in stock}
+        for of in (lambda name: ours[name] - stock[name], lambda name: stock[name])
+    )
+    off = {name: (error / norms[name]).item() for name, error in errors.items()}
+    all_off = (
+        torch.stack([*errors.values()]).norm() / torch.stack([*norms.values()]).norm()
+    ).item()
+    found = [f"gradient of {name} is off by {by}" for name, by in off.items() if not by <= 0.03]
+    return found if all_off <= 0.01 else [*found, f"all gradients are off by {all_off}"]
 
 
 @pytest.mark.parametrize(
@@ -164,7 +196,7 @@ def off_in_calls(case: GPTCase, schedule: str) -> list[str]:
             found.append(f"call {number}: other gradients")
         for name, gradient in theirs.gradients.items():
             off = (ours.gradients[name] - gradient).abs().max().item()
-            if not off <= TOLERANCE["float32"] * gradient.abs().max().item():
+            if not off <= TOLERANCE * gradient.abs().max().item():
                 found.append(f"call {number}: gradient of {name} is off by {off}")
     return found
 

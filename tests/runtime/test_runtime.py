@@ -73,6 +73,25 @@ def test_saved_tensors_are_counted_once_and_until_backward() -> None:
     assert weight.grad is not None
 
 
+def test_messages_on_their_way_are_live_but_no_pass_holds_them() -> None:
+    """Unless a pass does, too; in whichever order both let go of it."""
+    memory, sent, kept = ActivationMemory(), torch.ones(100), torch.ones(50)
+    for tensor in (sent, sent, kept):  # to two ranks
+        memory.hold_sent(tensor)
+    memory.hold(kept)
+    assert (memory.live_bytes, memory.bytes_of_passes) == (600, 200)
+    memory.release_sent(sent)
+    assert (memory.live_bytes, memory.bytes_of_passes) == (600, 200)
+    memory.release(kept)
+    assert (memory.live_bytes, memory.bytes_of_passes) == (600, 0)
+    memory.hold(sent)
+    memory.release_sent(sent)
+    assert (memory.live_bytes, memory.bytes_of_passes) == (600, 400)
+    memory.release_sent(kept)
+    memory.release(sent)
+    assert (memory.live_bytes, memory.bytes_of_passes, memory.peak_bytes) == (0, 0, 600)
+
+
 class _Emptying(torch.autograd.Function):
     """Empties what it has used, as some of Transformer-Engine's backwards do."""
 
