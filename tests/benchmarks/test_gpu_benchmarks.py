@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 import torch
-from jobs import run_script, started
+from jobs import run_job, run_script, started
 from layer_sizes import LayerSizes
 from ranks import RankPool, RankPools
 
@@ -436,10 +436,9 @@ def test_messages_through_the_host_keep_their_order(ranks: RankPools) -> None:
 def test_graphs_are_not_captured_on_a_cpu_but_the_steps_are_run() -> None:
     sizes = "--hidden 32 --heads 4 --ffn-hidden 48 --seq-length 16 --micro-batch-size 1 --layers 4"
     script = str(BENCHMARKS / "gpu" / "graphs.py")
-    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
     options = f"--device cpu --microbatches 4 --schedules v-half zb-h1 {sizes}".split()
-    done = call(*launch, script, *options)
-    assert done.returncode == 0, done.stderr
+    done = run_job(2, script, options, 120)
+    assert done.code == 0, done.stderr
     lines = [json.loads(line) for line in done.stdout.splitlines()]
     assert [line["schedule"] for line in lines] == ["v-half", "zb-h1"]
     for line in lines:

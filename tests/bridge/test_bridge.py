@@ -64,11 +64,16 @@ def same(one: Any, other: Any) -> bool:
 
 
 @pytest.mark.parametrize(
-    ("ranks_of_job", "pipeline_size", "tied"),
-    [(4, 2, True), pytest.param(4, 4, False, marks=pytest.mark.full)],
+    ("ranks_of_job", "pipeline_size", "tied", "names"),
+    [
+        (4, 2, True, ("v-half", "zb-h1")),
+        pytest.param(4, 2, True, ("v-zb", "interleaved"), marks=FULL),
+        pytest.param(4, 4, False, ("v-half", "v-zb", "zb-h1", "interleaved"), marks=FULL),
+    ],
+    ids=["tied", "tied-others", "four"],
 )
 def test_a_trainer_for_reinforcement_learning_trains_as_with_megatrons_schedule(
-    ranks: RankPools, ranks_of_job: int, pipeline_size: int, tied: bool
+    ranks: RankPools, ranks_of_job: int, pipeline_size: int, tied: bool, names: tuple[str, ...]
 ) -> None:
     import trainers
 
@@ -76,7 +81,7 @@ def test_a_trainer_for_reinforcement_learning_trains_as_with_megatrons_schedule(
     job = ranks(ranks_of_job)
     losses, weights = whole(job.run(actor, settings=None, args=args))
     assert len(losses) == ranks_of_job // pipeline_size
-    for name in ("v-half", "v-zb", "zb-h1", "interleaved"):
+    for name in names:
         settings = pickle.dumps(Settings(pipeline_schedule=name, num_microbatches=4))
         found = whole(job.run(actor, settings=settings, args=args))
         assert same(found[0], losses), name

@@ -98,8 +98,8 @@ def all_close(stock: Gradients, ours: Gradients) -> list[str]:
 def within_rounding(stock: Gradients, ours: Gradients) -> list[str]:
     """Compare norms of 16-bit gradients, whose roundings differ from the loss downwards.
 
-    The most that was seen is 2.0 % of a tensor, of 32 numbers, and 0.7 % of all; half as much again
-    is for processors that add in another order.
+    The most that was seen is 2.0 % of a vector of 32 numbers, 0.86 % of a matrix and 0.7 % of all;
+    half as much again is for processors that add in another order.
     """
     errors, norms = (
         {name: of(name).double().norm() for name in stock}
@@ -109,7 +109,8 @@ def within_rounding(stock: Gradients, ours: Gradients) -> list[str]:
     all_off = (
         torch.stack([*errors.values()]).norm() / torch.stack([*norms.values()]).norm()
     ).item()
-    found = [f"gradient of {name} is off by {by}" for name, by in off.items() if not by <= 0.03]
+    most = {name: 0.03 if gradient.dim() == 1 else 0.0125 for name, gradient in stock.items()}
+    found = [f"gradient of {name} is off by {x}" for name, x in off.items() if not x <= most[name]]
     return found if all_off <= 0.01 else [*found, f"all gradients are off by {all_off}"]
 
 

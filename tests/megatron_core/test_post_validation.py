@@ -191,6 +191,7 @@ def both(training: Training) -> tuple[Run, Run]:
     return train(training, validated=False), train(training, validated=True)
 
 
+FULL = pytest.mark.full
 FP32 = GPTCase(layers=4)
 BF16 = GPTCase(dtype="bfloat16", layers=4)
 FP16 = GPTCase(dtype="float16", layers=4)
@@ -258,10 +259,10 @@ PARALLEL = {
     ("case", "schedule", "pipeline"),
     [
         (FP32, "1f1b", 2),
-        (BF16, "v-half", 2),
+        pytest.param(BF16, "v-half", 2, marks=FULL),
         (BF16, "zb-h1", 4),
         (FP16, "v-half", 4),
-        (FP16, "zb-h1", 2),
+        pytest.param(FP16, "zb-h1", 2, marks=FULL),
     ],
     ids=["fp32-1f1b", "bf16-v-half", "bf16-zb-h1", "fp16-v-half", "fp16-zb-h1"],
 )
@@ -291,7 +292,7 @@ def check_mended(found: list[tuple[Run, Run]], clip: float) -> None:
     ("name", "schedule"),
     [
         *((name, "v-half") for name in PARALLEL),
-        ("tied", "zb-h1"),
+        pytest.param("tied", "zb-h1", marks=FULL),
         pytest.param("tensor-parallel", "zb-h1", marks=pytest.mark.full),
     ],
 )
@@ -332,8 +333,10 @@ SETTLED = (5, 6, 7, 8, 10, 13, 15, MANY - 1)
     [
         (Training(FP32, "v-zb", clip=1e6, iterations=6), "none"),
         (Training(FP32, "v-half", clip=0.01, iterations=6), "all"),
-        (Training(BF16, "v-half", clip=CLIP_SOME, iterations=10), "some"),
-        (Training(FP16, "v-zb", iterations=MANY, infinite=INFINITE), "some"),
+        pytest.param(Training(BF16, "v-half", clip=CLIP_SOME, iterations=10), "some", marks=FULL),
+        pytest.param(
+            Training(FP16, "v-zb", iterations=MANY, infinite=INFINITE), "some", marks=FULL
+        ),
         (
             Training(
                 FP16,

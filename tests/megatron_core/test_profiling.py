@@ -270,7 +270,13 @@ def counted(case: GPTCase, schedule: str, path: Path) -> tuple[int, int]:
         return round(predicted), memory.peak_bytes
 
 
-SPLIT = ["zb-h1", "zb-h2", "zb-1p", "zb-2p", "v-zb", "v-half", "v-min", "dualpipe-v", "wave"]
+SPLIT = [
+    *("zb-h1", "v-half", "dualpipe-v", "wave"),
+    *(
+        pytest.param(s, marks=pytest.mark.full)
+        for s in ("zb-h2", "zb-1p", "zb-2p", "v-zb", "v-min")
+    ),
+]
 
 
 @pytest.mark.parametrize("schedule", SPLIT)

@@ -41,6 +41,9 @@ RECOMPUTED: tuple[tuple[str, Any], ...] = (
     ("recompute_method", "uniform"),
     ("recompute_num_layers", 1),
 )
+TIED = pytest.mark.parametrize(
+    "tied", [pytest.param(False, marks=pytest.mark.full), True], ids=["untied", "tied"]
+)
 
 
 @dataclass
@@ -123,7 +126,7 @@ def check_equal(ours: Run, reference: Run) -> None:
         assert ours.gradients[name] == reference.gradients[name], name
 
 
-@pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
+@TIED
 def test_all_schedules_and_sizes_draw_the_same(ranks: RankPools, tied: bool) -> None:
     case = replace(DROPOUT, tied=tied)
     reference = gathered(ranks, 2, case, "1f1b")
@@ -184,7 +187,7 @@ def test_experts_draw_the_same_under_every_schedule(ranks: RankPools) -> None:
     assert reference.weights[f"{name} 0"] != reference.weights[f"{name} 1"]
 
 
-@pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
+@TIED
 def test_multi_token_prediction_draws_the_same(ranks: RankPools, tied: bool) -> None:
     case = replace(DROPOUT, multi_token=2, rotary=True, tied=tied)
     reference = gathered(ranks, 2, case, "1f1b")

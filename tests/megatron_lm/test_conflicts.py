@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from brief_searches import briefly
 from megatron_arguments import parsed
 
 from megatron_zb.errors import UsageError
@@ -232,7 +233,8 @@ def test_precision_and_graphs_of_pairs(stock: dict[str, Any], said: str) -> None
 def test_pairs_are_looked_for_where_experts_exchange() -> None:
     """And their schedule is not measured anew, as nothing measures pairs."""
     line = "--pipeline-schedule v-half"
-    adapter, usual = adapter_of(parsed(line, **OVERLAPPING)), adapter_of(parsed(line))
+    with briefly():
+        adapter, usual = adapter_of(parsed(line, **OVERLAPPING)), adapter_of(parsed(line))
     assert adapter.costs.forward_comm
     assert not usual.costs.forward_comm
     assert "an exchange between experts of 50% of a forward" in adapter.describe()

@@ -254,7 +254,15 @@ def test_a_layer_of_prediction_is_counted_on_the_last_stage() -> None:
     assert held[1] > held[0] + byte_counts.layer_held(load(more), 15).activation
 
 
-@pytest.mark.parametrize("name", ["b200_sxm", "gb200_nvl72", "gb300_nvl72", "mi300x"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param("b200_sxm", marks=pytest.mark.full),
+        pytest.param("gb200_nvl72", marks=pytest.mark.full),
+        "gb300_nvl72",
+        "mi300x",
+    ],
+)
 def test_a_plan_on_every_new_device(name: str) -> None:
     model = read_model(ROOT / "configs" / "models" / "llama3_70b.yaml")
     found = device(name)
