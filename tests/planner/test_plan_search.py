@@ -184,7 +184,7 @@ def test_the_plan_is_the_same_whoever_looks(names: list[str]) -> None:
     """Several processes, and this one alone."""
     before = multiprocessing.active_children()
     choices = Choices(tensor=(1,), pipeline=(2, 4), microbatch=(1,), recompute=("none",))
-    wanted = job(gpus=4, choices=choices, global_batch=4)
+    wanted = job(gpus=4, choices=choices, global_batch=8)
     schedules = candidates_of(names)
     alone = search(wanted, schedules, tries=1)
     with workers(2, after=0.0) as each:
