@@ -39,6 +39,8 @@ if TYPE_CHECKING:
 
 _LONGEST_START = 300.0  # seconds: imports from a slow disk differ between ranks
 _TIME_FOR_RANK_0 = 2.0
+_LOST = ("Connection reset by peer", "Connection closed by peer", "Broken pipe")
+"""What gloo says where another rank has ended."""
 
 
 def launch(
@@ -69,6 +71,11 @@ def _describe(error: Exception) -> str:
 
     if isinstance(error, NotFinite):
         return f"megatron_zb: error: {error}"
+    if isinstance(error, RuntimeError) and any(said in str(error) for said in _LOST):
+        return (
+            f"megatron_zb: error: rank {Environment.read().rank} has lost the connection to "
+            "another rank, which has ended: what that one said, or torchrun's report, tells why"
+        )
     return traceback.format_exc()
 
 

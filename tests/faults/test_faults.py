@@ -168,6 +168,8 @@ def test_a_fault(fault: Fault, undisturbed: dict[int, Any], corpus: str, tmp_pat
     ended = run(faulty(fault, struck), tmp_path / "faulty.jsonl", *save, of_torchrun=of_torchrun)
     assert ended.code != 0, ended.output
     assert fault.says in ended.output, ended.output
+    if fault.what == "SIGKILL":
+        assert "RuntimeError" not in ended.output  # of those that have lost it
     assert ended.left == []
     seconds = ended.at - float(struck.read_text(encoding="utf-8"))
 
