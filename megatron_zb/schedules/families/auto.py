@@ -24,7 +24,7 @@ from megatron_zb.schedules.simulator import simulate
 _QUICK_SECONDS = 0.5
 _SECONDS = {"v": 12.0, "wave": 3.0, "custom": 3.0, "looped": 0.5, "loop": 0.4}
 _SECONDS_OF_WALKS = 16.0  # estimated with caution: measured, about half
-_SECONDS_OF_PAIRS = 16.0
+_SECONDS_OF_PAIRS = 24.0
 _LARGE_LOOP = 24_000  # passes: its order is good as it is, and a search takes long
 _STARTS = 3  # known orders that a search starts from, the fastest ones
 

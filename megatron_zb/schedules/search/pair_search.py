@@ -27,7 +27,9 @@ from megatron_zb.schedules.search.runner import Problem, Runner
 
 _FILE = Path(__file__).with_name("pair_presets.csv")
 _POOL = 4
-_POLISHED = 4  # starts that are polished, the fastest ones
+_CLIMBS = 8  # each with dice of its own: a long climb gains less than another one
+_RUNS = 500  # of a climb, at least
+_POLISHED = 8  # starts that are polished, the fastest ones
 _THRESHOLDS = (0.3, 0.15)  # the loss that polishing accepts at first, in mean passes
 _JOINING = 0.35  # share of the steps that change what is joined
 
@@ -75,10 +77,13 @@ def search_pairs(
     runner = _PairRunner(problem, effort)
     good_enough = lower_bound * (1 + 1e-9)
     starts = [runner.polished(runner.coded(schedule), 0, 0.0, 0.0, 0) for schedule in known]
-    for weights in _climb(runner, effort.runs, good_enough):
-        seconds = runner.makespan(weights)
-        if seconds < INFINITY:
-            starts.append((seconds, runner.copied()))
+    climbs = max(1, min(_CLIMBS, effort.runs // _RUNS))
+    for seed in range(climbs):
+        pool = _climb(runner, effort.runs // climbs, good_enough, seed)
+        for weights in pool if climbs == 1 else pool[:1]:
+            seconds = runner.makespan(weights)
+            if seconds < INFINITY:
+                starts.append((seconds, runner.copied()))
     starts = sorted(starts, key=lambda entry: entry[0])[:_POLISHED]
     best = starts[0]
     share = effort.moves // (len(starts) + len(_THRESHOLDS))
@@ -91,11 +96,11 @@ def search_pairs(
     return runner.schedule(name, best[1])
 
 
-def _climb(runner: _PairRunner, runs: int, good_enough: float) -> list[PairWeights]:
+def _climb(runner: _PairRunner, runs: int, good_enough: float, seed: int) -> list[PairWeights]:
     """Return the best few weights: presets first, then neighbours that do not lose."""
     placement = runner.problem.placement
     p, chunks = placement.pipeline_size, placement.chunks
-    dice = random.Random(0)
+    dice = random.Random(seed)
     pool = [(runner.makespan(weights), weights) for weights in _presets(chunks, p)]
     pool = sorted(pool, key=lambda entry: entry[0])[:_POOL]
     for _ in range(runs - len(pool)):
