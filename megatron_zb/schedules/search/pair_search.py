@@ -31,6 +31,7 @@ _CLIMBS = 8  # each with dice of its own: a long climb gains less than another o
 _RUNS = 500  # of a climb, at least
 _POLISHED = 8  # starts that are polished, the fastest ones
 _THRESHOLDS = (0.3, 0.15)  # the loss that polishing accepts at first, in mean passes
+_MOST = Effort(runs=20_000, moves=700_000)  # enough for 8 ranks and 32 microbatches
 _JOINING = 0.35  # share of the steps that change what is joined
 
 
@@ -64,7 +65,10 @@ def effort_of(problem: Problem, seconds: float) -> Effort:
     run = problem.num_passes * (50 + 30 * problem.placement.pipeline_size) * 1e-9
     if not available():
         return Effort(runs=min(100, int(seconds / (40 * run))), moves=0)
-    return Effort(runs=int(seconds / 3 / run), moves=int(seconds / (problem.num_passes * 24e-9)))
+    return Effort(
+        runs=min(_MOST.runs, int(seconds / 3 / run)),
+        moves=min(_MOST.moves, int(seconds / (problem.num_passes * 24e-9))),
+    )
 
 
 def search_pairs(
