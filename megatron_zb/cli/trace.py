@@ -17,7 +17,7 @@ HELP = """\
 Show one step of a run as it ran, beside what its own profile predicts for the same order of passes,
 and where the difference is: passes that took longer than their median, waiting for messages, and
 the host between the two. `--pipeline-profile run.yaml` of a run writes run.yaml and, next to it,
-run.trace.json; in that step every B and W ran by itself, as they were timed.
+run.trace.json; in that step every F, B and W ran by itself, as they were timed, and none in pairs.
 
 examples:
   megatron-zb trace run.yaml                        the table

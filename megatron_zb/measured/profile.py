@@ -5,7 +5,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from itertools import chain
 from pathlib import Path
 from statistics import median
 from typing import Any, Literal
@@ -16,6 +17,7 @@ from pydantic import Field, model_validator
 from megatron_zb.errors import UsageError
 from megatron_zb.measured import config
 from megatron_zb.measured.config import Section
+from megatron_zb.measured.exchange import Exchange, PairTimes
 from megatron_zb.schedules import Costs
 from megatron_zb.schedules.placement import Placement
 
@@ -59,6 +61,15 @@ class StageProfile(Section):
                 f"{self.activation}; give, for example, held_for_weight: {self.activation}"
             )
         return self
+
+
+class PairProfile(Section):
+    """F that ran as one with a backward of its rank: the mean of a step of its slowest replica."""
+
+    forward: int = Field(ge=0, le=_MOST, description="stage of F", examples=[0])
+    backward: int = Field(ge=0, le=_MOST, description="stage of B or BW", examples=[7])
+    whole: bool = Field(description="whether it was BW", examples=[True])
+    seconds: float = _seconds("seconds of both")
 
 
 class LinkProfile(Section):
@@ -188,7 +199,7 @@ class ProfiledModel(Section):
 class Profile(Section):
     """Whole file of a profile; stages in model order."""
 
-    version: Literal[1, 2, 3] = Field(description="of this format", examples=[3])
+    version: Literal[1, 2, 3, 4] = Field(description="of this format", examples=[4])
     device: str = Field(max_length=200, description="what it ran on", examples=["NVIDIA H200"])
     schedule: str = Field(max_length=80, description="that ran", examples=["v-half"])
     pipeline_size: int = Field(ge=2, le=100_000, description="pipeline ranks", examples=[8])
@@ -197,6 +208,9 @@ class Profile(Section):
     model: ProfiledModel = Field(description="what was trained")
     stages: list[StageProfile] = Field(
         min_length=2, max_length=10_000, description="every stage, in model order"
+    )
+    pairs: list[PairProfile] = Field(
+        default=[], max_length=100_000, description="forwards that ran as one with a backward"
     )
     links: list[LinkProfile] = Field(max_length=100_000, description="every link that is used")
     parts: Parts | None = Field(
@@ -226,6 +240,16 @@ class Profile(Section):
                 raise ValueError(
                     f"links.{number}: it goes from rank {link.source} to {link.target}; give two "
                     f"different ranks of 0 to {p - 1}, for example source: 0, target: 1"
+                )
+        ranks = [s.rank for s in self.stages]
+        for number, pair in enumerate(self.pairs):
+            if (
+                max(pair.forward, pair.backward) >= len(ranks)
+                or ranks[pair.forward] != ranks[pair.backward]
+            ):
+                raise ValueError(
+                    f"pairs.{number}: stages {pair.forward} and {pair.backward} are not on one "
+                    "rank; give two of one rank, for example forward: 0, backward: 0"
                 )
         if len({s.whole is None for s in self.stages}) > 1:
             raise ValueError(
@@ -284,9 +308,26 @@ class Profile(Section):
             activation=[s.activation for s in stages],
             held_for_weight=[s.held_for_weight for s in stages],
         )
+        if (exchange := self.exchange) is not None:
+            costs = exchange.told_apart(costs)
         if self.vocabulary is None:
             return costs
         return self.vocabulary.added_to(costs, placement.rank_of[-1], host=host)
+
+    @property
+    def exchange(self) -> Exchange | None:
+        """What pairs hide; None where none ran."""
+        if not self.pairs:
+            return None
+        stages = self.stages
+
+        def alone(pair: PairProfile) -> PairTimes:
+            forward, back = stages[pair.forward], stages[pair.backward]
+            whole = back.whole or back.backward + back.weight
+            backward = whole if pair.whole else back.backward
+            return PairTimes(pair.forward, pair.backward, forward.forward, backward, pair.seconds)
+
+        return Exchange.measured([s.forward for s in stages], list(map(alone, self.pairs)))
 
     def _slowdown_of_shards(self) -> list[float]:
         """Return how slow the shard of each rank is against the mean of all; they are alike."""
@@ -350,6 +391,15 @@ def merged(replicas: Sequence[Sequence[StageProfile]]) -> list[StageProfile]:
         )
         for seen in replicas
     ]
+
+
+def merged_pairs(ranks: Iterable[Iterable[PairProfile]]) -> list[PairProfile]:
+    """Merge the pairs that all ranks have measured: the slowest replica of each."""
+    slowest: dict[tuple[int, int, bool], PairProfile] = {}
+    for pair in chain.from_iterable(ranks):
+        key = pair.forward, pair.backward, pair.whole
+        slowest[key] = max(slowest.get(key, pair), pair, key=lambda one: one.seconds)
+    return [pair for _, pair in sorted(slowest.items())]
 
 
 def merged_shards(replicas: Sequence[Sequence[ShardProfile]]) -> list[ShardProfile]:

@@ -22,13 +22,14 @@ from megatron_zb.measured.balance import (
     costs_of,
     with_counted_vocabulary,
 )
+from megatron_zb.measured.exchange import with_exchange
 from megatron_zb.megatron_core import embedding, encoder, graphs, versions
 from megatron_zb.megatron_core.forward_backward import ForwardBackward, Measurement, StepOptions
 from megatron_zb.megatron_core.initialisation import layers_draw_weights
 from megatron_zb.megatron_core.linear import SplitBackward, split_linear_layers
 from megatron_zb.megatron_core.placement import PhysicalPlacement, StageLayout
 from megatron_zb.megatron_core.post_validation import PostValidation
-from megatron_zb.megatron_core.profiling import ITERATIONS
+from megatron_zb.megatron_core.profiling import ITERATIONS, PAIRED
 from megatron_zb.megatron_core.random_streams import LayerStreams
 from megatron_zb.megatron_core.replanning import Replanning
 from megatron_zb.megatron_core.transformer_engine import split_transformer_engine
@@ -38,16 +39,13 @@ from megatron_zb.runtime.groups import GroupOptions
 from megatron_zb.runtime.weight_grad import WeightGradQueue
 from megatron_zb.schedules import catalog, layout
 from megatron_zb.schedules.catalog import Build
-from megatron_zb.schedules.costs import PAIR_LOSS, Costs
+from megatron_zb.schedules.costs import Costs
 from megatron_zb.schedules.layout import Layers, Letters
 from megatron_zb.schedules.passes import PassKind
 from megatron_zb.schedules.placement import Placement, looped, wave
 from megatron_zb.schedules.program.lowering import Program, lower
 from megatron_zb.schedules.schedule import Schedule
 from megatron_zb.schedules.simulator import simulate
-
-EXCHANGE = 0.5
-"""What experts exchange in a forward, and in a backward, takes of the rest of a forward."""
 
 # For another number of microbatches than a table's: evaluation, or a batch that is ramped up.
 _SUBSTITUTE = "auto"
@@ -136,7 +134,7 @@ class PipelineAdapter:
         if vocabulary is not None:
             costs = with_counted_vocabulary(costs, layers.decoder, vocabulary)
         if overlaps_exchange:
-            costs = _with_exchange(costs)
+            costs = _with_exchange(costs, layer_layout)
         schedule = build(
             name,
             pipeline_size=pipeline_size,
@@ -370,10 +368,11 @@ class PipelineAdapter:
         Raises:
             UsageError: ``every`` is less than a profile takes, or there is nothing to tell apart.
         """
-        if every is not None and every <= ITERATIONS:
+        iterations = ITERATIONS + (PAIRED if self.schedule.pairs else 0)
+        if every is not None and every <= iterations:
             raise UsageError(
-                f"--pipeline-replan-every is {every}: a profile takes {ITERATIONS} iterations, so "
-                f"give {ITERATIONS + 1} or more"
+                f"--pipeline-replan-every is {every}: a profile takes {iterations} iterations, so "
+                f"give {iterations + 1} or more"
             )
         if every is not None and not is_named:
             raise UsageError(
@@ -491,7 +490,8 @@ class PipelineAdapter:
     def _known_costs(self) -> str:
         known = "equal costs" if len(set(self.costs.forward)) == 1 else "costs counted from sizes"
         messages = f" and transfers of {TRANSFER:.0%} of a forward"
-        exchange = f" and an exchange between experts of {EXCHANGE:.0%} of a forward"
+        share = sum(self.costs.forward_comm) / sum(self.costs.forward)
+        exchange = f" and an exchange between experts of {share:.0%} of a forward"
         return (
             known
             + (messages if self.schedule.name == "auto" else "")
@@ -539,10 +539,11 @@ def _equal_costs(pipeline_size: int, p2p: float = 0.0) -> Costs:
     return Costs.uniform(pipeline_size=p, forward=1.0, backward=1.0, weight=1.0, p2p=p2p)
 
 
-def _with_exchange(costs: Costs) -> Costs:
-    """Return the costs with an exchange of tokens between experts that nobody has measured."""
-    seconds = EXCHANGE * sum(costs.forward) / costs.pipeline_size
-    return costs.with_communication(forward=seconds, backward=seconds, pair_loss=PAIR_LOSS)
+def _with_exchange(costs: Costs, layer_layout: str | Ends | None) -> Costs:
+    """Return the costs with what experts exchange, by the profile that balances layers, if any."""
+    profile = layer_layout.profile if isinstance(layer_layout, Ends) else None
+    measured = profile and profile.exchange
+    return with_exchange(costs, measured.share, measured.loss) if measured else with_exchange(costs)
 
 
 def _keeps_places(

@@ -393,7 +393,11 @@ class ForwardBackward:
     def _stages(self, iteration: Iteration, schedule: Schedule) -> dict[int, Any]:
         stages: dict[int, Any] = {}
         overlaps = getattr(iteration.config, "overlap_moe_expert_parallel_comm", False)
-        kind = PairedStage if overlaps and schedule.pairs else MegatronStage
+        profiling = self._profiling
+        in_pairs = schedule.pairs or (
+            profiling is not None and profiling.is_for_pairs and not iteration.forward_only
+        )
+        kind = PairedStage if overlaps and in_pairs else MegatronStage
         output, desk = self._output(), Desk()
         for vp_stage, split in enumerate(self._splits):
             split.hooks_need_gradients = overlaps_grad_reduce(iteration.model[vp_stage])

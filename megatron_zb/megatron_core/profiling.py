@@ -8,7 +8,7 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
 from itertools import pairwise
 from statistics import fmean, median
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -18,25 +18,29 @@ from megatron_zb.measured.parts import StageTimes
 from megatron_zb.measured.profile import (
     CutVocabulary,
     LinkProfile,
+    PairProfile,
     Parts,
     PartSeconds,
     ShardHost,
     ShardProfile,
     StageProfile,
     merged,
+    merged_pairs,
     merged_shards,
 )
 from megatron_zb.runtime.activation_memory import ActivationMemory
 from megatron_zb.runtime.observer import Observer
 from megatron_zb.runtime.recorder import AllocatedMemory, MemoryRecorder, Recorder, Span
-from megatron_zb.schedules.passes import Channel, Pass, PassKind
+from megatron_zb.schedules.passes import Channel, Pair, Pass, PassKind
 
 WARM_UP = 2
 TIMED = 4
 WHOLE = 2
+PAIRED = 3
 ITERATIONS = WARM_UP + TIMED + WHOLE + 1
 """Iterations of a profile: B and W are timed apart, then each backward whole, and last, bytes are
-counted and nothing is timed.
+counted and nothing is timed. In all of them every pass runs by itself. Where the schedule has
+pairs, these are timed in ``PAIRED`` more before the last.
 """
 
 
@@ -67,6 +71,7 @@ class Measured(NamedTuple):
     """
 
     stages: list[StageProfile]
+    pairs: list[PairProfile]
     links: list[LinkProfile]
     message: int
     spans: list[Spans]
@@ -89,10 +94,11 @@ class Profiling:
     """Measurement in the first iterations of a job, and again every ``every`` iterations.
 
     Args:
-        begin: called before the first iteration that counts.
+        begin: called before the first iteration that counts; tells whether passes run in pairs.
         split: called where every backward has to be split from then on, so that B and W can be
             told apart.
         join: called where every backward has to be whole from then on.
+        pair: called where passes have to run in pairs from then on.
         held: the stages of this rank.
         shard: the number as which its part of a cut vocabulary counts, behind the stages.
         num_microbatches: microbatches of an iteration that counts; others are left out.
@@ -101,15 +107,17 @@ class Profiling:
 
     def __init__(
         self,
-        begin: Callable[[], None],
+        begin: Callable[[], bool],
         split: Callable[[], None],
         join: Callable[[], None],
+        pair: Callable[[], None],
         held: Sequence[Held],
         num_microbatches: int,
         every: int | None = None,
         shard: int | None = None,
     ) -> None:
-        self._begin, self._split, self._join = begin, split, join
+        self._begin, self._split, self._join, self._pair = begin, split, join, pair
+        self._timed = WARM_UP + TIMED + WHOLE
         self._held, self._every, self._shard = held, every, shard
         self._num_microbatches = num_microbatches
         self._done = 0
@@ -128,11 +136,22 @@ class Profiling:
         if self._done == self._every:
             self._done = 0
         if self._done == 0:
-            self._begin()
-        if self._done in (0, WARM_UP + TIMED + WHOLE):
+            has_pairs = self._begin()
+            self._timed = WARM_UP + TIMED + WHOLE + (PAIRED if has_pairs else 0)
+        if self._done in (0, self._timed):
             self._split()
         elif self._done == WARM_UP + TIMED:
             self._join()
+        elif self._done == WARM_UP + TIMED + WHOLE:
+            self._pair()
+
+    @property
+    def is_for_pairs(self) -> bool:
+        """Whether the current step is one of a profile of pairs and of their passes by themselves.
+
+        Then each has to run as it does where others run in pairs.
+        """
+        return self._counts and self._done <= self._timed > WARM_UP + TIMED + WHOLE
 
     @contextmanager
     def step(
@@ -154,11 +173,11 @@ class Profiling:
             if not self._counts:
                 yield memory
                 return
-            if WARM_UP <= self._done < WARM_UP + TIMED + WHOLE:
+            if WARM_UP <= self._done < self._timed:
                 self._recorders.append(Recorder(on_gpu))
                 self.observers = (self._recorders[-1],)
                 stack.enter_context(marking(self._recorders[-1].mark))
-            elif self._done == ITERATIONS - 1:
+            elif self._done == self._timed:
                 self._of_allocator = on_gpu
                 if on_gpu:
                     self._memory = MemoryRecorder(AllocatedMemory())
@@ -176,13 +195,13 @@ class Profiling:
 
     def end_step(self) -> None:
         """End a step, after all that belongs to it, such as the reduction of gradients."""
-        if self._counts and WARM_UP < self._done <= WARM_UP + TIMED + WHOLE:
+        if self._counts and WARM_UP < self._done <= self._timed:
             self._recorders[-1].finish()
 
     @property
     def is_complete(self) -> bool:
         """Whether the last step has ended a profile."""
-        return self._counts and self._done == ITERATIONS
+        return self._counts and self._done == self._timed + 1
 
     def measured(self, links: dict[Channel, float], message: int, ahead: float) -> Measured:
         """Gather the measurements of all ranks; collective over the job.
@@ -194,44 +213,46 @@ class Profiling:
         """
         rank = self._held[0].rank
         steps = [recorder.spans() for recorder in self._recorders]
-        split, whole = steps[:TIMED], steps[TIMED:]
+        split, whole, paired = steps[:TIMED], steps[TIMED:][:WHOLE], steps[TIMED + WHOLE :]
         outside = [
             recorder.seconds - (spans[-1].end - spans[0].start)
             for recorder, spans in zip(self._recorders, steps, strict=True)
         ]
-        mine = (
+        mine = _OfRank(
             self._stages(message, split, whole),
             self._times(split, whole),
             _before_passes(split, whole),
             self._of_shard(split),
+            _pairs(paired),
             outside,
             links,
             rank,
             ahead,
             self._last_spans(split[-1]),
         )
-        everyone: list[Any] = [None] * dist.get_world_size()
+        everyone: list[_OfRank] = [mine] * dist.get_world_size()
         dist.all_gather_object(everyone, mine)
         self._recorders.clear()
         self._memory = None
         stages: dict[int, list[StageProfile]] = defaultdict(list)
         pipeline: dict[int, tuple[float, Spans]] = {}
         shards: dict[int, list[_OfShard]] = defaultdict(list)
-        for of_stages, _, _, of_shard, *_, rank, ahead, spans in everyone:
-            pipeline.setdefault(rank, (ahead, spans))  # of the first replica
-            for number, stage in of_stages.items():
+        for one in everyone:
+            pipeline.setdefault(one.rank, (one.ahead, one.spans))  # of the first replica
+            for number, stage in one.stages.items():
                 stages[number].append(stage)
-            if of_shard is not None:
-                shards[rank].append(of_shard)
+            if one.shard is not None:
+                shards[one.rank].append(one.shard)
         return Measured(
             merged([seen for _, seen in sorted(stages.items())]),
-            slowest_links([of_links for *_, of_links, _, _, _ in everyone]),
+            merged_pairs(one.pairs for one in everyone),
+            slowest_links([one.links for one in everyone]),
             message,
             by_one_clock([of_rank for _, of_rank in sorted(pipeline.items())]),
-            parts.of_stages([times for _, of_rank, *_ in everyone for times in of_rank]),
-            _usual([host for _, _, host, *_ in everyone]),
+            parts.of_stages([times for one in everyone for times in one.times]),
+            _usual([one.host for one in everyone]),
             # who ends last waits for nobody
-            median(map(min, zip(*(seconds for *_, seconds, _, _, _, _ in everyone), strict=True))),
+            median(map(min, zip(*(one.outside for one in everyone), strict=True))),
             _cut_vocabulary([of_rank for _, of_rank in sorted(shards.items())]),
         )
 
@@ -319,12 +340,46 @@ def _mean_within(steps: Steps) -> dict[tuple[PassKind, int], dict[str, float]]:
     }
 
 
+def _pairs(steps: Steps) -> list[PairProfile]:
+    """Return the seconds of each kind of pair: the mean over a step, and the median of several."""
+    means: dict[tuple[int, int, bool], list[float]] = defaultdict(list)
+    for step in steps:
+        taken: dict[tuple[int, int, bool], list[float]] = defaultdict(list)
+        for of, start, end, _ in step:
+            if isinstance(of, Pair):
+                kind, stage, _ = of.backward
+                taken[of.forward.stage, stage, kind is PassKind.BW].append(end - start)
+        for key, seconds in taken.items():
+            means[key].append(fmean(seconds))
+    return [
+        PairProfile(
+            forward=f, backward=b, whole=whole, seconds=max(median(means[f, b, whole]), _SHORTEST)
+        )
+        for f, b, whole in means
+    ]
+
+
 class _OfShard(NamedTuple):
     """What one rank has measured of a cut vocabulary; ``loss`` is 0 where no P runs."""
 
     shard: ShardProfile
     loss: float
     host: dict[str, float]
+
+
+class _OfRank(NamedTuple):
+    """What one rank has measured."""
+
+    stages: dict[int, StageProfile]
+    times: list[StageTimes]
+    host: PartSeconds
+    shard: _OfShard | None
+    pairs: list[PairProfile]
+    outside: list[float]
+    links: dict[Channel, float]
+    rank: int
+    ahead: float
+    spans: Spans
 
 
 def _cut_vocabulary(ranks: Sequence[Sequence[_OfShard]]) -> CutVocabulary | None:

@@ -73,22 +73,28 @@ class Replanning:
             self._begin,
             self._split,
             self._join,
+            self._pair,
             held,
             adapter.schedule.num_microbatches,
             every,
             adapter.schedule.placement.num_stages + rank if is_cut else None,
         )
 
-    def _begin(self) -> None:
+    def _begin(self) -> bool:
         self._usual = self._adapter.schedule
+        return bool(self._usual.pairs)
 
     def _split(self) -> None:
         """Split every backward, since B and W can only be timed apart where each runs by itself."""
-        self._adapter.use(split_all(self._usual))
+        self._adapter.use(split_all(self._usual.without_pairs()))
 
     def _join(self) -> None:
         """Make every backward whole again: its time is not the sum of its halves'."""
-        self._adapter.use(join_all(self._usual))
+        self._adapter.use(join_all(self._usual.without_pairs()))
+
+    def _pair(self) -> None:
+        """Run the schedule as it is, with its pairs."""
+        self._adapter.use(self._usual)
 
     def use(self, measured: Measured, iteration: Iteration) -> None:
         """Write the measurements and choose a schedule, on every rank between two iterations."""
@@ -112,7 +118,7 @@ class Replanning:
     def _profile(self, measured: Measured, iteration: Iteration) -> Profile:
         config, schedule = iteration.config, self._usual
         return Profile(
-            version=3,
+            version=4,
             device=torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU",
             schedule=schedule.name,
             pipeline_size=schedule.placement.pipeline_size,
@@ -128,6 +134,7 @@ class Replanning:
                 vocabulary=_rows_of_output(iteration.model[0]),
             ),
             stages=measured.stages,
+            pairs=measured.pairs,
             links=measured.links,
             parts=measured.parts,
             host=measured.host,

@@ -377,7 +377,6 @@ WHY_NO_GRAPHS_OF_LAYERS = (
     "they are captured in the order of whole passes, and replayed layer by layer then; use "
     "full_iteration"
 )
-_NOT_TIMED_TOGETHER = "nothing measures two passes that run as one"
 _NOT_PLANNED = "it is not in Megatron's plans of a layer"
 PAIR_CONFLICTS = (
     Conflict(
@@ -419,12 +418,6 @@ PAIR_CONFLICTS = (
     Conflict("sft", "--sft", "Megatron's plans are not told where samples end"),
     Conflict("fp4", "--fp4-format", f"{_NOT_PLANNED}, which would run in bf16"),
     Conflict("hybrid_layer_pattern", "--hybrid-layer-pattern", "it is tried with GPTModel alone"),
-    Conflict("pipeline_profile", "--pipeline-profile", _NOT_TIMED_TOGETHER),
-    Conflict(
-        "pipeline_replan_every",
-        "--pipeline-replan-every",
-        _NOT_TIMED_TOGETHER,
-    ),
 )
 
 

@@ -5,8 +5,11 @@ from __future__ import annotations
 import weakref
 from contextlib import nullcontext
 from dataclasses import dataclass, field
+from itertools import pairwise
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, cast
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -20,7 +23,9 @@ from gpt_cases import (
     gradients,
     microbatches,
 )
+from joined import EXPERTS
 from megatron.core import parallel_state
+from megatron.core.models.common.model_chunk_schedule_plan import TransformerModelChunkSchedulePlan
 from rank_process import Kind
 from ranks import RankPools
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -37,11 +42,21 @@ from megatron_zb.measured.profile import (
 from megatron_zb.measured.trace import compare
 from megatron_zb.megatron_core import profiling
 from megatron_zb.megatron_core.adapter import PipelineAdapter
-from megatron_zb.megatron_core.profiling import ITERATIONS, TIMED, WARM_UP, WHOLE, Held, Profiling
+from megatron_zb.megatron_core.profiling import (
+    ITERATIONS,
+    PAIRED,
+    TIMED,
+    WARM_UP,
+    WHOLE,
+    Held,
+    Profiling,
+)
+from megatron_zb.runtime import recorder
 from megatron_zb.runtime.activation_memory import ActivationMemory
 from megatron_zb.runtime.recorder import MemoryRecorder, Recorder, Span
+from megatron_zb.runtime.weight_grad import WeightGradQueue
 from megatron_zb.schedules.layout import Layers
-from megatron_zb.schedules.passes import Pass, PassKind
+from megatron_zb.schedules.passes import Pair, Pass, PassKind
 from megatron_zb.schedules.placement import v_shape
 from megatron_zb.schedules.program.memory import peak_with_messages
 
@@ -66,12 +81,13 @@ def train(
     iterations: int,
     path: Path | None = None,
     every: int | None = None,
+    m: int = M,
 ) -> Seen:
     """Iterations of the same batches; ``schedule=None`` is Megatron's own 1F1B."""
     from megatron.core.pipeline_parallel import get_forward_backward_func
 
     search = briefly if case.vocabulary else nullcontext
-    with search(), built(case, schedule, M) as (adapter, chunks):
+    with search(), built(case, schedule, m) as (adapter, chunks):
         seen = Seen(
             parallel_state.get_data_parallel_rank(), parallel_state.get_tensor_model_parallel_rank()
         )
@@ -81,8 +97,8 @@ def train(
         for _ in range(iterations):
             for chunk in chunks:
                 chunk.zero_grad_buffer()
-            data = [microbatches(case, M) for _ in chunks]
-            records = forward_backward(function, chunks, data, M)
+            data = [microbatches(case, m) for _ in chunks]
+            records = forward_backward(function, chunks, data, m)
             seen.losses.append([float(record["lm loss"]) for record in records])
             seen.gradients.append({name: g.clone() for name, g in gradients(chunks)})
             if adapter is not None:
@@ -297,6 +313,96 @@ def test_predicted_activations_count_shards_of_a_cut_vocabulary(
         assert predicted == pytest.approx(peak, rel=0.03)
 
 
+EXCHANGING = GPTCase(
+    dtype="bfloat16",
+    data_parallel=2,
+    expert_parallel=2,
+    exchange_overlaps=True,
+    options=tuple(EXPERTS.items()),
+)
+# Of a chunk, in F and in B or BW; what a pair hides of either; and of a W.
+SECONDS, HIDDEN, WEIGHT = (0.03, 0.04), (0.008, 0.011), 0.02
+
+
+def train_by_made_up_seconds(schedule: str, **more: Any) -> Seen:
+    """Train with passes that take these seconds by the clock that measures them."""
+    run, run_weights = TransformerModelChunkSchedulePlan.run, WeightGradQueue.run
+    now = 0.0
+
+    def timed(forward: Any, backward: Any, **of_plans: Any) -> Any:
+        nonlocal now
+        plans = list(zip((forward, backward), SECONDS, strict=True))
+        now += sum(seconds for plan, seconds in plans if plan is not None)
+        if forward is not None and backward is not None:
+            now -= sum(HIDDEN[plan.vp_stage] for plan, _ in plans)
+        return run(forward, backward, **of_plans)
+
+    def timed_weights(self: WeightGradQueue, microbatch: int) -> None:
+        nonlocal now
+        now += WEIGHT
+        run_weights(self, microbatch)
+
+    with (
+        briefly(),
+        patch.object(TransformerModelChunkSchedulePlan, "run", staticmethod(timed)),
+        patch.object(WeightGradQueue, "run", timed_weights),
+        patch.object(recorder, "time", SimpleNamespace(perf_counter=lambda: now)),
+    ):
+        return train(EXCHANGING, schedule, m=4, **more)
+
+
+def test_the_profile_of_a_run_with_pairs(ranks: RankPools, tmp_path: Path) -> None:
+    """Its schedule is built anew for the seconds that pairs hide; training does not change."""
+    path, pool, profiling = tmp_path / "profile.yaml", ranks(4), ITERATIONS + PAIRED
+    found = pool.run(
+        train_by_made_up_seconds,
+        schedule="v-half",
+        iterations=profiling + 1,
+        path=path,
+        every=profiling + 1,
+    )
+    usual = pool.run(train, case=EXCHANGING, schedule="v-half", iterations=1, m=4)
+    for rank, other in zip(found, usual, strict=True):
+        assert all(losses == other.losses[0] for losses in rank.losses)
+        for of_step in rank.gradients:
+            assert all(torch.equal(g, other.gradients[0][n]) for n, g in of_step.items())
+    check_replanned(found)
+    orders = found[0].orders
+    assert [bool(order.pairs) for order in orders] == [False] * 8 + [True] * 5
+
+    profile = read_profile(path)
+    joined = {
+        (f.stage, b.stage, b.kind is PassKind.BW)
+        for rank in orders[8].ranks
+        for f, b in pairwise(rank)
+        if f in orders[8].pairs
+    }
+    assert {(pair.forward, pair.backward, pair.whole) for pair in profile.pairs} == joined
+    placement, (forward, backward) = orders[8].placement, SECONDS
+    assert placement.rank_of == (0, 1, 1, 0)
+    hidden = [HIDDEN[chunk] for chunk in (0, 0, 1, 1)]
+    for pair in profile.pairs:
+        saved = hidden[pair.forward] + hidden[pair.backward]
+        assert pair.seconds == pytest.approx(forward + backward - saved)
+    costs = profile.costs(placement, host=False).for_placement(placement)
+    assert costs.forward == pytest.approx([forward] * 4)
+    assert costs.backward == pytest.approx([backward] * 4)
+    assert costs.fused == pytest.approx([backward] * 4)
+    for pair in profile.pairs:
+        kind = PassKind.BW if pair.whole else PassKind.B
+        both = Pair(Pass(PassKind.F, pair.forward, 1), Pass(kind, pair.backward, 0))
+        assert costs.pair_seconds(both) == pytest.approx(pair.seconds)
+
+
+@pytest.mark.usefixtures("brief_searches")
+def test_a_profile_of_pairs_takes_longer() -> None:
+    adapter = PipelineAdapter.create(
+        "v-half", pipeline_size=4, num_microbatches=8, layers=Layers(8), overlaps_exchange=True
+    )
+    with pytest.raises(UsageError, match=r"--pipeline-replan-every is 12: .*give 13 or more"):
+        adapter.profile(None, ITERATIONS + PAIRED)
+
+
 def adapter_of(schedule: str) -> PipelineAdapter:
     return PipelineAdapter.create(schedule, pipeline_size=4, num_microbatches=8, layers=Layers(8))
 
@@ -438,7 +544,8 @@ def test_what_w_holds_beyond_the_activations_is_counted_from_f_on(
     after_f: int, of_b: int, activation: int, held_for_weight: int
 ) -> None:
     """A schedule takes B to free memory alone; a limit must hold all the same."""
-    one = Profiling(lambda: None, lambda: None, lambda: None, [Held(0, 0, "tL")], M)
+    held = [Held(0, 0, "tL")]
+    one = Profiling(lambda: False, lambda: None, lambda: None, lambda: None, held, M)
     memory = MemoryRecorder(ActivationMemory())
     memory.changes[PassKind.F, 0] = [after_f] * 3
     memory.changes[PassKind.B, 0] = [of_b] * 3
@@ -461,10 +568,14 @@ def stage(**changes: Any) -> list[dict[str, Any]]:
     return [{**first, **changes}, second]
 
 
+def pair_of(forward: int, backward: int, seconds: float = 0.2) -> dict[str, Any]:
+    return {"forward": forward, "backward": backward, "whole": False, "seconds": seconds}
+
+
 @pytest.mark.parametrize(
     ("broken", "said"),
     [
-        (profile(version=4), "'version' is 4"),
+        (profile(version=5), "'version' is 5"),
         (profile(stages=stage(forward=0.0)), "'stages.0.forward' is 0.0: .*forward: 0.0125"),
         (profile(stages=stage(backward=-1.0)), "'stages.0.backward' is -1.0"),
         (profile(stages=stage(forwards=1.0)), "did you mean forward, such as forward: 0.0125"),
@@ -477,6 +588,8 @@ def stage(**changes: Any) -> list[dict[str, Any]]:
         (profile(parts=parts(forward=-1.0)), "'parts.layer.forward' is -1.0"),
         (profile(parts=parts(forward=0.0)), "parts.layer: its forward and backward must be"),
         (profile(host={"forward": 0.1, "backward": 0.1}), "'host.weight' is missing"),
+        (profile(pairs=[pair_of(0, 1)]), "pairs.0: stages 0 and 1 are not on one rank"),
+        (profile(pairs=[pair_of(0, 2)]), "pairs.0: stages 0 and 2 are not on one rank"),
         (profile(stages=stage(whole=0.3)), "stages: some tell their whole backward and some do"),
         ({k: v for k, v in profile().items() if k != "model"}, "'model' is missing.*layers: 32"),
     ],

@@ -231,13 +231,14 @@ def test_precision_and_graphs_of_pairs(stock: dict[str, Any], said: str) -> None
 
 
 def test_pairs_are_looked_for_where_experts_exchange() -> None:
-    """And their schedule is not measured anew, as nothing measures pairs."""
-    line = "--pipeline-schedule v-half"
+    """And measured where a profile is asked for."""
+    line = "--pipeline-schedule v-half --pipeline-profile run.yaml"
     with briefly():
         adapter, usual = adapter_of(parsed(line, **OVERLAPPING)), adapter_of(parsed(line))
     assert adapter.costs.forward_comm
     assert not usual.costs.forward_comm
     assert "an exchange between experts of 50% of a forward" in adapter.describe()
+    assert adapter._step_options.measurement is not None
 
 
 def test_what_megatron_delays_itself_is_left_to_the_schedule(

@@ -165,6 +165,7 @@ def built(
             layers=Layers(case.layers, multi_token=case.multi_token, kinds=case.hybrid or ""),
             layer_layout=case.layout,
             **({"vocabulary": 1.0} if case.vocabulary else {}),
+            **({"overlaps_exchange": True} if _asks_for_pairs(case, schedule) else {}),
         )
         if steps_done is not None:
             adapter.draw_by_layer(1, steps_done)
@@ -172,6 +173,11 @@ def built(
     yield adapter, _build_chunks(case, adapter, p)
     if adapter is not None:
         adapter.forward_backward_func.close()
+
+
+def _asks_for_pairs(case: GPTCase, schedule: str | Schedule) -> bool:
+    """A table has its own."""
+    return case.exchange_overlaps and isinstance(schedule, str)
 
 
 def optimizer(case: GPTCase, chunks: list[Any]) -> Any:
