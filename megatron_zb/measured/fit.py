@@ -144,12 +144,26 @@ class Fit:
             held=output["activation"],
         )
 
-    def costs(self, placement: Placement, counts: Layout, *, blocking: bool = False) -> Costs:
+    def costs(
+        self,
+        placement: Placement,
+        counts: Layout,
+        *,
+        blocking: bool = False,
+        overlaps_exchange: bool = False,
+    ) -> Costs:
         """Return the costs of a placement with ``counts[s]`` layers on stage s.
 
-        With ``blocking`` messages, a pass lasts until its message is there.
+        With ``blocking`` messages, a pass lasts until its message is there. With
+        ``overlaps_exchange``, pairs hide of every layer what those that ran have hidden of one.
         """
-        return self._costs(self.parts, placement, counts, blocking=blocking)
+        costs = self._costs(self.parts, placement, counts, blocking=blocking)
+        exchange = self.profile.exchange if overlaps_exchange else None
+        if exchange is None:
+            return costs
+        ran = zip(exchange.seconds, self.profile.stages, strict=True)
+        layer = median(s / n for s, stage in ran if (n := stage.layers.count("t")))
+        return replace(exchange, seconds=tuple(n * layer for n in counts)).told_apart(costs)
 
     def _costs(
         self,

@@ -21,10 +21,19 @@ from megatron_zb import schedules
 from megatron_zb.errors import UsageError
 from megatron_zb.measured.balance import with_counted_vocabulary
 from megatron_zb.measured.cutting import Cutting
+from megatron_zb.measured.exchange import with_exchange
 from megatron_zb.measured.fit import Fit
 from megatron_zb.measured.profile import Profile, read_profile
 from megatron_zb.measured.units import GIB
-from megatron_zb.planner.candidate import Candidate, candidates_of, names_in, with_those_of_auto
+from megatron_zb.planner.candidate import (
+    MEGATRON_INTERLEAVED,
+    MEGATRON_OVERLAP,
+    Candidate,
+    candidates_of,
+    names_in,
+    of_overlap,
+    with_those_of_auto,
+)
 from megatron_zb.planner.flags import flags_of_layout, named, placement_flags
 from megatron_zb.schedules import catalog, layout
 from megatron_zb.schedules.layout import Layers, Layout
@@ -34,7 +43,8 @@ from megatron_zb.schedules.request import MemoryLimit
 
 _LARGE = 20_000  # passes: more are not lowered for their messages
 
-# Schedules that are looked at with a cut vocabulary, too, at most: such searches take seconds.
+# Schedules that are looked at with a cut vocabulary, or with pairs, too, at most: such searches
+# take seconds.
 _CUTS = 3
 
 
@@ -44,7 +54,8 @@ class Row:
 
     ``runs`` is the schedule that its flags name: for ``auto``, the fastest of all.
     ``megatron`` tells a schedule of Megatron's own, ``has_by_default`` that no flag is needed for
-    the layout, ``cuts_vocabulary`` that output layer and embedding are cut over all ranks.
+    the layout, ``cuts_vocabulary`` that output layer and embedding are cut over all ranks,
+    ``overlaps_exchange`` that pairs hide what experts exchange.
     """
 
     schedule: str
@@ -62,6 +73,7 @@ class Row:
     timeline: schedules.Timeline
     layers: Layout
     cuts_vocabulary: bool = False
+    overlaps_exchange: bool = False
 
 
 @dataclass(frozen=True)
@@ -104,7 +116,8 @@ def rows(
     watch: Watch = lambda text, done, of: None,
 ) -> tuple[list[Row], dict[str, str]]:
     """Return every schedule, the fastest first, and why others are missing."""
-    fit = Fit.of(asked.profile)
+    profile = asked.profile
+    fit = Fit.of(profile)
     if asked.vocabulary == "on":
         if asked.why_not_cut is not None:
             raise UsageError(
@@ -115,7 +128,7 @@ def rows(
     missing: dict[str, str] = {}
     wanted = {candidate.name for candidate in candidates}
     everyone = [c for c in with_those_of_auto(candidates) if c.name in wanted or not c.megatron]
-    settings = list(_settings(everyone, asked.profile))
+    settings = list(_settings(everyone, profile))
     for number, (candidate, chunks) in enumerate(settings):
         name = candidate.name if chunks is None else f"{candidate.name} ×{chunks}"
         watch(name, number, len(settings))
@@ -126,6 +139,11 @@ def rows(
                 missing[name] = str(error)
     if asked.vocabulary == "auto" and asked.why_not_cut is None:
         found += _with_cut(asked, fit, settings, found, watch)
+    if profile.pairs and asked.vocabulary != "on" and not asked.post_validation:
+        if MEGATRON_INTERLEAVED in wanted:
+            wanted.add(MEGATRON_OVERLAP)
+            settings += _settings([of_overlap()], profile)
+        found += _with_pairs(asked, fit, settings, found, watch)
     for candidate in candidates:
         if candidate.takes_the_best and any(not row.megatron for row in found):
             watch(candidate.name, len(settings), len(settings) + 1)
@@ -154,6 +172,27 @@ def _with_cut(
             watch(f"{candidate.name}, cut vocabulary", len(settings), len(settings) + 1)
             with suppress(UsageError):
                 rows.append(_row(asked, fit, replace(candidate, cuts_vocabulary=True), chunks))
+    return rows
+
+
+def _with_pairs(
+    asked: ProfileRequest,
+    fit: Fit,
+    settings: Sequence[tuple[Candidate, int | None]],
+    found: Sequence[Row],
+    watch: Watch,
+) -> list[Row]:
+    """Return the fastest schedules with the pairs that a run's search finds, and Megatron's own."""
+    ranked = sorted(found, key=lambda row: row.seconds)
+    able = {candidate.name for candidate, _ in settings if candidate.finds_pairs}
+    fastest = [row.schedule for row in ranked if row.schedule in able][:_CUTS]
+    rows = []
+    for candidate, chunks in settings:
+        if candidate.name in fastest or candidate.name == MEGATRON_OVERLAP:
+            watch(f"{candidate.name}, pairs", len(settings), len(settings) + 1)
+            with suppress(UsageError):
+                row = _row(asked, fit, replace(candidate, overlaps_exchange=True), chunks)
+                rows += [row] if row.timeline.schedule.pairs else []
     return rows
 
 
@@ -210,6 +249,7 @@ def _row(asked: ProfileRequest, fit: Fit, candidate: Candidate, chunks: int | No
         timeline=timeline,
         layers=counts,
         cuts_vocabulary=candidate.cuts_vocabulary,
+        overlaps_exchange=candidate.overlaps_exchange,
     )
 
 
@@ -219,7 +259,11 @@ def _best_of_all(
     """Return the fastest row, or the order that ``auto`` finds for its placement, if faster."""
     best = min((row for row in found if not row.megatron), key=lambda row: row.seconds)
     placement, counts = best.timeline.schedule.placement, best.layers
-    candidate = replace(candidate, cuts_vocabulary=best.cuts_vocabulary)
+    candidate = replace(
+        candidate,
+        cuts_vocabulary=best.cuts_vocabulary,
+        overlaps_exchange=best.overlaps_exchange,
+    )
     try:
         timeline = _simulated(
             asked, fit, candidate, placement.chunks, placement, counts, quick=True
@@ -257,7 +301,12 @@ def _simulated(
     if candidate.cuts_vocabulary:
         costs = fit.cut_costs(placement, counts, fit.cutting or Cutting())
     else:
-        costs = fit.costs(placement, counts, blocking=candidate.blocking)
+        costs = fit.costs(
+            placement,
+            counts,
+            blocking=candidate.blocking,
+            overlaps_exchange=candidate.overlaps_exchange,
+        )
     schedule = schedules.build(
         candidate.family,
         pipeline_size=placement.pipeline_size,
@@ -275,12 +324,14 @@ def _simulated(
 
 def _costs_of_a_run(fit: Fit, candidate: Candidate) -> schedules.Costs | None:
     """Return the costs for which a run builds a named schedule; None where these are all equal."""
-    if not candidate.cuts_vocabulary:
+    if not (candidate.cuts_vocabulary or candidate.overlaps_exchange):
         return None
     profile = fit.profile
     costs = schedules.Costs.uniform(
         pipeline_size=profile.pipeline_size, forward=1.0, backward=1.0, weight=1.0
     )
+    if candidate.overlaps_exchange:
+        return with_exchange(costs)
     _, output = fit.in_layers()
     return with_counted_vocabulary(costs, profile.model.layers, output)
 
@@ -392,6 +443,8 @@ def flags_of(asked: ProfileRequest, row: Row) -> list[str]:
             flags.append("--pipeline-vocabulary on")
         if asked.post_validation and catalog.family(row.runs).splits_backward:
             flags.append("--enable-optimizer-post-validation")
+    if row.overlaps_exchange:
+        flags.append("--overlap-moe-expert-parallel-comm")
     written = None if row.has_by_default else row.layout
     return flags + flags_of_layout(chunks, written, megatron=row.megatron)
 
@@ -400,7 +453,8 @@ def name_of(row: Row) -> str:
     """Return the name of a row in the table; for ``auto``, with what it runs."""
     chunks = "" if row.chunks is None else f" ×{row.chunks}"
     cut = ", cut vocabulary" if row.cuts_vocabulary else ""
-    return named(row.schedule, row.runs) + chunks + cut
+    pairs = ", pairs" if row.overlaps_exchange and not row.megatron else ""
+    return named(row.schedule, row.runs) + chunks + cut + pairs
 
 
 def _table(found: Sequence[Row]) -> Table:

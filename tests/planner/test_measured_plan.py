@@ -8,15 +8,19 @@ from pathlib import Path
 
 import pytest
 from brief_searches import briefly
-from measured_runs import HEAVY, LAYERS, P, cut_profile, profile
+from measured_runs import HEAVY, LAYER, LAYERS, P, cut_profile, profile
 
 from megatron_zb import schedules
 from megatron_zb.cli import main as cli
 from megatron_zb.errors import UsageError
 from megatron_zb.measured.fit import Fit, Part
 from megatron_zb.measured.profile import Profile, write_profile
-from megatron_zb.planner.candidate import candidates_of
-from megatron_zb.planner.from_profile import ProfileRequest, flags_of, rows
+from megatron_zb.planner.candidate import (
+    MEGATRON_INTERLEAVED,
+    MEGATRON_OVERLAP,
+    candidates_of,
+)
+from megatron_zb.planner.from_profile import ProfileRequest, flags_of, name_of, rows
 from megatron_zb.schedules.placement import looped, v_shape
 
 
@@ -119,6 +123,57 @@ def test_iterations_in_a_row_are_shorter() -> None:
     )
     assert back_to_back[0].seconds < alone[0].seconds
     assert back_to_back[0].bubble < alone[0].bubble
+
+
+def with_pairs() -> Profile:
+    """The profile of a run with pairs: a layer exchanges for .4 of its F and as long in B."""
+    values = profile(output=0.0).model_dump()
+    alone = 2 * (LAYER["forward"] + LAYER["backward"])
+    pairs = [
+        {"forward": f, "backward": b, "whole": False, "seconds": alone - 4 * 0.4}
+        for f in range(2 * P)
+        for b in (f, 2 * P - 1 - f)
+    ]
+    return Profile.model_validate({**values, "version": 4, "pairs": pairs})
+
+
+def test_measured_pairs_take_part_as_rows_of_their_own() -> None:
+    measured = with_pairs()
+    asked = ProfileRequest(measured, 8, None, post_validation=False)
+    settings = [*candidates_of(["v-zb", "zb-h1"])]
+    with briefly():
+        found, missing = rows(asked, settings)
+    assert not missing
+    by_name = {(row.schedule, row.overlaps_exchange): row for row in found}
+    paired, alone = by_name["v-zb", True], by_name["v-zb", False]
+    assert paired.timeline.schedule.pairs
+    assert not alone.timeline.schedule.pairs
+    assert paired.seconds < alone.seconds
+    assert name_of(paired) == "v-zb, pairs"
+    flag = "--overlap-moe-expert-parallel-comm"
+    assert flag in flags_of(asked, paired)
+    assert flag not in flags_of(asked, alone)
+    assert ("zb-h1", True) not in by_name, "one chunk is never a pair's"
+    own = by_name[MEGATRON_OVERLAP, True]
+    assert own.seconds < by_name[MEGATRON_INTERLEAVED, False].seconds
+    assert flag in flags_of(asked, own)
+    costs = Fit.of(measured).costs(v_shape(P), (1, 2, 2, 2, 2, 2, 2, 3), overlaps_exchange=True)
+    assert costs.forward_comm == pytest.approx([0.4 * n for n in (1, 2, 2, 2, 2, 2, 2, 3)])
+    table = costs.for_placement(v_shape(P))
+    assert table.forward == pytest.approx([LAYER["forward"] * n for n in (1, 2, 2, 2, 2, 2, 2, 3)])
+
+
+@pytest.mark.parametrize(
+    "asked",
+    [
+        ProfileRequest(profile(), 8, None, post_validation=False),
+        ProfileRequest(with_pairs(), 8, None, post_validation=True),
+    ],
+    ids=["none measured", "post-validation"],
+)
+def test_where_there_are_no_pairs_there_are_no_rows_of_them(asked: ProfileRequest) -> None:
+    found, _ = rows(asked, candidates_of(["v-half"]))
+    assert not any(row.overlaps_exchange for row in found)
 
 
 @pytest.fixture
