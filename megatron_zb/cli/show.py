@@ -197,11 +197,6 @@ def _save_page(path: Path, arguments: argparse.Namespace) -> None:
             "--cut-output: there is no page for an output layer that is cut: give a name that ends "
             "in .png or .svg"
         )
-    if arguments.forward_comm or arguments.backward_comm:
-        raise UsageError(
-            "--forward-comm, --backward-comm: there is no page for communication that is hidden: "
-            "give a name that ends in .png or .svg"
-        )
     from megatron_zb.drawing.html import page
     from megatron_zb.drawing.html.schedule_page import save_schedule
 

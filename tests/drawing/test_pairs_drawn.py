@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import io
+import json
+import re
 from pathlib import Path
 
 import pytest
+from pages import page_of
 from rich.console import Console
 
 from megatron_zb import schedules
 from megatron_zb.cli.main import main
-from megatron_zb.drawing.html import orders
-from megatron_zb.drawing.palette import bars_of
+from megatron_zb.drawing.html import drawing, orders
+from megatron_zb.drawing.html.drawing import SIZES
+from megatron_zb.drawing.palette import COST_UNIT, bars_of
 from megatron_zb.drawing.pictures import save_picture
 from megatron_zb.drawing.terminal import print_schedule
-from megatron_zb.errors import UsageError
 from megatron_zb.schedules.families.v_shape import dualpipe_v_order
 from megatron_zb.schedules.interchange import write_csv
 
@@ -77,9 +80,27 @@ class _as_costs:
         return self._costs
 
 
-def test_a_page_refuses_pairs() -> None:
-    with pytest.raises(UsageError, match="there is no page for pairs: give a name that ends in"):
-        orders.encode(dualpipe_v_order(2, 4))
+def test_an_order_keeps_its_pairs_as_text() -> None:
+    order = dualpipe_v_order(2, 5)
+    again = orders.decode(orders.encode(order))
+    assert (again.ranks, again.pairs) == (order.ranks, order.pairs)
+    assert "pairs" not in orders.encode(order.without_pairs())
+
+
+def test_a_page_draws_the_two_passes_of_a_pair_above_each_other() -> None:
+    line = timeline()
+    svg = str(drawing.draw(line, "pairs", COST_UNIT))
+    of_kind = {
+        kind: re.findall(r"M[\d.]+,([\d.]+)h[\d.]+v([\d.]+)", " ".join(paths))
+        for kind in ("F", "BW")
+        if (paths := re.findall(f'data-kind="{kind}" [^>]* d="([^"]+)"', svg))
+    }
+    half, gap = SIZES.bar / 2, (SIZES.row - SIZES.bar) / 2
+    for kind, bars in of_kind.items():
+        joined = [float(y) % SIZES.row for y, height in bars if float(height) == half]
+        assert len(joined) == len(line.schedule.pairs)
+        assert set(joined) == {gap if kind == "F" else gap + half}
+    assert set(of_kind) == {"F", "BW"}
 
 
 def test_show_draws_torchs_table_and_times_it(
@@ -91,5 +112,10 @@ def test_show_draws_torchs_table_and_times_it(
     out = capsys.readouterr().out
     assert "+ joins a pair" in out and f"makespan {timeline().makespan:.6g}" in out
     page = ["--output", str(tmp_path / "page.html")]
-    assert main(["show", "--csv", str(tmp_path / "table.csv"), *times, *page]) == 2
-    assert "there is no page for communication" in capsys.readouterr().err
+    assert main(["show", "--csv", str(tmp_path / "table.csv"), *times, *page]) == 0
+    data = page_of(tmp_path / "page.html").one("div", data_picture="").one("script").text
+    assert json.loads(data)["order"] == orders.encode(timeline().schedule) | {
+        "name": json.loads(data)["order"]["name"]
+    }
+    idle = 1 - timeline().utilisation[0]
+    assert f"{idle:.1%}" in page_of(tmp_path / "page.html").text

@@ -20,6 +20,7 @@ from megatron_zb.drawing.html import drawing, orders
 from megatron_zb.drawing.memory_lines import memory_lines
 from megatron_zb.drawing.palette import MILLISECONDS
 from megatron_zb.schedules import Costs, PassKind, Schedule, Timeline
+from megatron_zb.schedules.families.v_shape import dualpipe_v_order
 
 pytestmark = pytest.mark.skipif(find_browser() is None, reason=MISSING)
 
@@ -120,6 +121,30 @@ def test_times_agree_to_the_last_bit(name: str, p: int, m: int, functions: Brows
             f" const t = pipelines.timeline(order, costs); return {_RESULT}; }})()"
         )
         check_timeline(found, schedules.simulate(schedule(name, p, m), costs_of(p, costs)))
+
+
+def test_pairs_agree_to_the_last_bit(page: Browser) -> None:
+    stages = range(8)
+    costs = Costs.of_slices(
+        pipeline_size=4,
+        forward=[0.3 + 0.1 * s for s in stages],
+        backward=[0.4 + 0.07 * s for s in stages],
+        weight=[0.2 + 0.03 * s for s in stages],
+        whole=[0.5 + 0.09 * s for s in stages],
+        p2p=0.013,
+    ).with_communication(
+        forward=[0.1 + 0.01 * s for s in stages],
+        backward=[0.11 + 0.02 * s for s in stages],
+        pair_loss=0.03,
+    )
+    timeline = schedules.simulate(dualpipe_v_order(4, 10), costs)
+    data = json.dumps(drawing.data(timeline, "pairs", MILLISECONDS))
+    found = page.evaluate(
+        f"(() => {{ const data = {data}; const order = pipelines.decode(data.order);"
+        " const t = pipelines.timeline(order, pipelines.costsOf(order.place, data.costs));"
+        f" return {_RESULT}; }})()"
+    )
+    check_timeline(found, timeline)
 
 
 def test_unequal_stages_agree_to_the_last_bit(page: Browser) -> None:

@@ -109,6 +109,8 @@ def data(timeline: Timeline, title: str, unit: TimeUnit) -> dict[str, Any]:
 def costs(table: StageCosts) -> dict[str, list[float]]:
     """Return the costs of the stages by name, with one entry where all stages cost the same.
 
+    None where nothing tells them; ``pair_loss`` has one.
+
     Raises:
         UsageError: microbatches are not all alike; the scripts know one cost for all.
     """
@@ -118,9 +120,9 @@ def costs(table: StageCosts) -> dict[str, list[float]]:
     return {
         name: list(values[:1] if len(set(values)) == 1 else values)
         for name, values in named.items()
-        if name in ("forward", "backward", "weight", "activation", "held_for_weight")
-        or name.endswith("_hop")
-    }
+        if name in ("forward", "backward", "weight", "whole", "activation", "held_for_weight")
+        or name.endswith(("_hop", "_comm"))
+    } | {"pair_loss": [table.pair_loss]}
 
 
 def legend(timeline: Timeline) -> list[tuple[str, str]]:
@@ -190,7 +192,7 @@ def _same_colour(bars: Sequence[Bar], scale: _Scale) -> Iterator[str]:
     path = "".join(
         f"M{_number(scale.x(bar.start))},{_number(_top(bar))}"
         f"h{_number(width := (bar.end - bar.start) * scale.per_second)}"
-        f"v{SIZES.bar}h-{_number(width)}z"
+        f"v{_number(_height(bar))}h-{_number(width)}z"
         for bar in bars
     )
     kind, chunk = bars[0].kind.value, bars[0].chunk
@@ -199,13 +201,19 @@ def _same_colour(bars: Sequence[Bar], scale: _Scale) -> Iterator[str]:
     for bar in bars:
         number = str(bar.microbatch)
         if (bar.end - bar.start) * scale.per_second >= len(number) * SIZES.digit + 1:
-            x, y = scale.x((bar.start + bar.end) / 2), _top(bar) + SIZES.bar / 2
+            x, y = scale.x((bar.start + bar.end) / 2), _top(bar) + _height(bar) / 2
             yield f'<text x="{_number(x)}" y="{_number(y)}">{number}</text>'
     yield "</g>"
 
 
 def _top(bar: Bar) -> float:
-    return bar.rank * SIZES.row + (SIZES.row - SIZES.bar) / 2
+    lower = SIZES.bar / 2 if bar.half == 1 else 0
+    return bar.rank * SIZES.row + (SIZES.row - SIZES.bar) / 2 + lower
+
+
+def _height(bar: Bar) -> float:
+    """Return the height of a bar: the two of a pair share it, F above."""
+    return SIZES.bar if bar.half is None else SIZES.bar / 2
 
 
 def _axis(scale: _Scale, unit: TimeUnit) -> Iterator[str]:

@@ -14,7 +14,6 @@ from functools import cache
 from pathlib import Path
 from typing import Any, TypedDict
 
-from megatron_zb.errors import UsageError
 from megatron_zb.schedules import Pass, PassKind, Schedule, catalog
 from megatron_zb.schedules.placement import Placement
 
@@ -25,12 +24,17 @@ MOST_CHUNKS = 16
 _FIRST = ord("A")
 
 
-class Order(TypedDict):
+class _Joined(TypedDict, total=False):
+    pairs: list[list[int]]
+
+
+class Order(_Joined):
     """A schedule: ``ranks[r]`` has one character for each pass of rank r.
 
     The character is the ``kind * chunks + chunk``-th after A, with kinds counted as in
     :data:`KINDS`. Microbatches are not written: the F, the input and the weight
-    gradients of a stage each take them in turn.
+    gradients of a stage each take them in turn. ``pairs[r]`` are the positions of the F of rank r
+    that run as one with the pass behind them; left out where there are none.
     """
 
     name: str
@@ -41,19 +45,11 @@ class Order(TypedDict):
 
 
 def encode(schedule: Schedule) -> Order:
-    """Write a schedule of F, B, W and BW passes as text.
-
-    Raises:
-        UsageError: the schedule has pairs, which a page does not draw.
-    """
-    if schedule.pairs:
-        raise UsageError(
-            f"{schedule.name}: there is no page for pairs: give a name that ends in .png or .svg"
-        )
+    """Write a schedule of F, B, W and BW passes as text."""
     placement = schedule.placement
     chunks, chunk_of = placement.chunks, placement.chunk_of
     codes = {kind: _FIRST + i * chunks for i, kind in enumerate(KINDS)}
-    return {
+    order: Order = {
         "name": schedule.name,
         "p": placement.pipeline_size,
         "m": schedule.num_microbatches,
@@ -63,6 +59,11 @@ def encode(schedule: Schedule) -> Order:
             for passes in schedule.ranks
         ],
     }
+    if schedule.pairs:
+        order["pairs"] = [
+            [i for i, p in enumerate(passes) if p in schedule.pairs] for passes in schedule.ranks
+        ]
+    return order
 
 
 def decode(order: Order) -> Schedule:
@@ -80,7 +81,9 @@ def decode(order: Order) -> Schedule:
             for gradient in gradients:
                 done[gradient, stage] += 1
         ranks.append(tuple(passes))
-    return Schedule(order["name"], placement, order["m"], tuple(ranks))
+    joined = zip(ranks, order.get("pairs", ()), strict=False)
+    pairs = frozenset(passes[i] for passes, at in joined for i in at)
+    return Schedule(order["name"], placement, order["m"], tuple(ranks), pairs=pairs)
 
 
 def build(name: str, p: int, m: int) -> Order:

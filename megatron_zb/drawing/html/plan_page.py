@@ -128,7 +128,7 @@ def _pictures(plan: Plan) -> list[dict[str, Any]]:
 
 def _is_drawn(row: Prediction) -> bool:
     """Return whether a row has passes, all of which have colours."""
-    return row.schedule is not None and not row.cuts_vocabulary and not row.schedule.pairs
+    return row.schedule is not None and not row.cuts_vocabulary
 
 
 def _picture(row: Prediction, index: int) -> dict[str, Any]:

@@ -77,12 +77,11 @@ def _ranks(timeline: Timeline) -> list[dict[str, str]]:
     rows = []
     for line in memory_lines(timeline):
         passes = timeline.schedule.ranks[line.rank]
-        busy = sum(map(timeline.costs.duration, passes))
         rows.append(
             {
                 "rank": f"{line.rank}",
                 "passes": f"{len(passes)}",
-                "idle": f"{1 - busy / timeline.makespan:.1%}",
+                "idle": f"{1 - timeline.utilisation[line.rank]:.1%}",
                 "peak": f"{line.peak:.4g}",
                 "share": f"{line.peak / stock:.1%}",
             }

@@ -175,7 +175,7 @@ const pictures = (() => {
     wordsAt(time, y) {
       const { p } = this.timeline;
       const row = Math.floor(y / sizes.row);
-      if (row < p) return this.passAt(row, time);
+      if (row < p) return this.passAt(row, time, y % sizes.row > sizes.row / 2);
       const rank = Math.floor((y - this.top) / sizes.memory);
       return y >= this.top && rank < p ? this.heldAt(rank, time) : null;
     }
@@ -185,9 +185,10 @@ const pictures = (() => {
 
     length(value) { return `${digits(value * this.unit.scale, 6)} ${this.unit.symbol}`.trim(); }
 
-    passAt(rank, time) {
-      const { place, ranks, start, end } = this.timeline;
-      const at = lastBefore(start[rank], time);
+    passAt(rank, time, isLower) {
+      const { place, ranks, joined, start, end } = this.timeline;
+      let at = lastBefore(start[rank], time);
+      if (!isLower && joined[rank].has(at - 1)) at -= 1;
       if (at < 0 || time > end[rank][at]) {
         const from = at < 0 ? this.timeline.first : end[rank][at];
         const to = start[rank][at + 1] ?? this.timeline.first + this.timeline.makespan;
@@ -197,7 +198,10 @@ const pictures = (() => {
       const letter = LETTERS[kind];
       const chunk = place.chunks === 1 ? "" : ` (chunk ${place.chunkOf[stage]})`;
       const [from, to] = [start[rank][at], end[rank][at]];
-      return `${letter}, ${constants.kinds[letter]}\nrank ${rank}, stage ${stage}${chunk}, `
+      const pair = [joined[rank].has(at) && at + 1, joined[rank].has(at - 1) && at - 1]
+        .filter((other) => other !== false).map((other) => ranks[rank][other])
+        .map((q) => ` with ${LETTERS[q.kind]} of stage ${q.stage}, microbatch ${q.microbatch}`);
+      return `${letter}, ${constants.kinds[letter]}${pair.join("")}\nrank ${rank}, stage ${stage}${chunk}, `
         + `microbatch ${microbatch}\n${this.time(from)} to ${this.time(to)}: ${this.length(to - from)}`;
     }
 
@@ -246,17 +250,20 @@ const pictures = (() => {
 
     /** One path for all bars of a colour, and numbers where there is room. */
     bars() {
-      const { place, ranks, start, end } = this.timeline;
+      const { place, ranks, joined, start, end } = this.timeline;
       const groups = LETTERS.flatMap((letter) =>
         place.stagesOf[0].map((_, chunk) => ({ letter, chunk, path: [], numbers: [] })));
       const until = this.from + this.span;
       ranks.forEach((passes, rank) => {
-        const first = Math.max(lastBefore(start[rank], this.from), 0);
+        let first = Math.max(lastBefore(start[rank], this.from), 0);
+        if (joined[rank].has(first - 1)) first -= 1;
         for (let i = first; i < passes.length && start[rank][i] < until; i += 1) {
           if (end[rank][i] <= this.from) continue;
           const { kind, stage, microbatch } = passes[i];
           const group = groups[kind * place.chunks + place.chunkOf[stage]];
-          this.bar(group, rank, start[rank][i], end[rank][i], microbatch);
+          const lower = joined[rank].has(i - 1);
+          const half = lower || joined[rank].has(i) ? Number(lower) : null;
+          this.bar(group, rank, start[rank][i], end[rank][i], microbatch, half);
         }
       });
       // Gaps between bars of a pixel or two would hide the bars.
@@ -278,13 +285,15 @@ const pictures = (() => {
       return this.usual.span;
     }
 
-    bar(group, rank, start, end, microbatch) {
+    /** The two of a pair share its height: F, `half` 0, is above. */
+    bar(group, rank, start, end, microbatch, half) {
       const x = this.x(start), width = this.x(end) - x;
-      const y = rank * sizes.row + (sizes.row - sizes.bar) / 2;
-      group.path.push(`M${short(x)},${y}h${short(width)}v${sizes.bar}h-${short(width)}z`);
+      const height = half === null ? sizes.bar : sizes.bar / 2;
+      const y = rank * sizes.row + (sizes.row - sizes.bar) / 2 + (half ?? 0) * height;
+      group.path.push(`M${short(x)},${y}h${short(width)}v${height}h-${short(width)}z`);
       if (width < String(microbatch).length * sizes.digit + 1) return;
       group.numbers.push(
-        `<text x="${short(x + width / 2)}" y="${y + sizes.bar / 2}">${microbatch}</text>`);
+        `<text x="${short(x + width / 2)}" y="${y + height / 2}">${microbatch}</text>`);
     }
 
     axis() {

@@ -6,7 +6,7 @@
  * all come from the package (megatron_zb.drawing.html.orders).
  *
  * A pass is {kind, stage, microbatch}; times are in the unit of the costs, memory in microbatches of
- * the first rank.
+ * the first rank. joined[r] has the positions of the F of rank r that run as one with the pass behind.
  */
 const pipelines = (() => {
   const F = 0, B = 1, W = 2, BW = 3;
@@ -21,9 +21,13 @@ const pipelines = (() => {
   }
 
   /** The placement and the passes of each rank, from what orders.py has written. */
-  function decode({ name, p, m, rank_of: rankOf, ranks }) {
+  function decode({ name, p, m, rank_of: rankOf, ranks, pairs }) {
     const place = placement(p, rankOf);
-    return { name, p, m, place, ranks: ranks.map((text, rank) => passesOf(place, rank, text)) };
+    return {
+      name, p, m, place,
+      ranks: ranks.map((text, rank) => passesOf(place, rank, text)),
+      joined: ranks.map((_, rank) => new Set(pairs?.[rank])),
+    };
   }
 
   /** F, input gradients and weight gradients of a stage each take the microbatches in turn. */
@@ -53,6 +57,10 @@ const pipelines = (() => {
       heldForWeight: each(1),
       forwardHop: range(place.stages).map((s) => hop(s, s + 1)),
       backwardHop: range(place.stages).map((s) => hop(s, s - 1)),
+      whole: [],
+      forwardComm: each(0),
+      backwardComm: each(0),
+      pairLoss: 0,
     };
   }
 
@@ -67,6 +75,10 @@ const pipelines = (() => {
       heldForWeight: all(table.held_for_weight),
       forwardHop: all(table.forward_hop),
       backwardHop: all(table.backward_hop),
+      whole: all(table.whole),
+      forwardComm: table.forward_comm.length ? all(table.forward_comm) : range(place.stages).map(() => 0),
+      backwardComm: table.backward_comm.length ? all(table.backward_comm) : range(place.stages).map(() => 0),
+      pairLoss: table.pair_loss[0],
     };
   }
 
@@ -75,6 +87,7 @@ const pipelines = (() => {
     const equal = equalCosts(place, now);
     const scaled = (name, time) =>
       (before[time] > 0 ? costs[name].map((v) => v * (now[time] / before[time])) : equal[name]);
+    const both = (now.backward + now.weight) / (before.backward + before.weight);
     return {
       ...costs,
       forward: scaled("forward", "forward"),
@@ -82,19 +95,31 @@ const pipelines = (() => {
       weight: scaled("weight", "weight"),
       forwardHop: scaled("forwardHop", "p2p"),
       backwardHop: scaled("backwardHop", "p2p"),
+      whole: costs.whole.map((v) => v * both),
+      forwardComm: scaled("forwardComm", "forward"),
+      backwardComm: scaled("backwardComm", "backward"),
     };
   }
 
   function durations(costs) {
-    const fused = costs.backward.map((time, stage) => time + costs.weight[stage]);
+    const fused = costs.whole.length ? costs.whole
+      : costs.backward.map((time, stage) => time + costs.weight[stage]);
     return [costs.forward, costs.backward, costs.weight, fused];
+  }
+
+  /** What both compute, what both exchange, or all of one of them, whichever takes longest. */
+  function pairSeconds(costs, times, f, b) {
+    const forward = times[f.kind][f.stage], backward = times[b.kind][b.stage];
+    const exchange = costs.forwardComm[f.stage] + costs.backwardComm[b.stage];
+    const compute = forward + backward - exchange;
+    return Math.max(compute, exchange, forward, backward) * (1 + costs.pairLoss);
   }
 
   const key = (place, kind, stage, microbatch) =>
     (microbatch * (place.stages + 2) + stage + 1) * 2 + (kind === F ? 0 : 1);
 
   /** Run every rank's passes as early as its order and inputs allow. */
-  function simulate({ place, ranks }, costs) {
+  function simulate({ place, ranks, joined }, costs) {
     const times = durations(costs);
     const ready = new Map();
     const waiting = new Map();
@@ -108,9 +133,7 @@ const pipelines = (() => {
       return kind === W || stage === first ? null : key(place, kind, stage, microbatch);
     }
 
-    function run(rank, { kind, stage, microbatch }, input) {
-      const begin = Math.max(clock[rank], input === null ? 0 : ready.get(input));
-      const finish = begin + times[kind][stage];
+    function run(rank, { kind, stage, microbatch }, begin, finish) {
       clock[rank] = finish;
       start[rank].push(begin);
       end[rank].push(finish);
@@ -127,13 +150,19 @@ const pipelines = (() => {
     while (runnable.length) {
       const rank = runnable.pop();
       while (start[rank].length < ranks[rank].length) {
-        const pass = ranks[rank][start[rank].length];
-        const input = inputOf(pass);
-        if (input !== null && !ready.has(input)) {
-          waiting.set(input, rank);
+        const at = start[rank].length;
+        const passes = ranks[rank].slice(at, joined[rank].has(at) ? at + 2 : at + 1);
+        const inputs = passes.map(inputOf).filter((input) => input !== null);
+        const missing = inputs.find((input) => !ready.has(input));
+        if (missing !== undefined) {
+          waiting.set(missing, rank);
           break;
         }
-        run(rank, pass, input);
+        const begin = Math.max(clock[rank], ...inputs.map((input) => ready.get(input)));
+        const [{ kind, stage }] = passes;
+        const finish = begin + (passes.length === 2
+          ? pairSeconds(costs, times, ...passes) : times[kind][stage]);
+        for (const pass of passes) run(rank, pass, begin, finish);
       }
     }
     return { start, end };
@@ -141,12 +170,15 @@ const pipelines = (() => {
 
   /** What a timeline comes to; `start` and `end` run beside the passes of each rank. */
   function timeline(order, costs, { start, end } = simulate(order, costs)) {
-    const { place, ranks } = order;
+    const { place, ranks, joined } = order;
     const times = durations(costs);
     const first = Math.min(...start.filter((t) => t.length).map((t) => t[0]));
     const makespan = Math.max(...end.filter((t) => t.length).map((t) => t[t.length - 1])) - first;
     let busy = 0;
-    for (const passes of ranks) for (const { kind, stage } of passes) busy += times[kind][stage];
+    ranks.forEach((passes, rank) => passes.forEach((pass, i) => {
+      if (joined[rank].has(i)) busy += pairSeconds(costs, times, pass, passes[i + 1]);
+      else if (!joined[rank].has(i - 1)) busy += times[pass.kind][pass.stage];
+    }));
     const unit = costs.activation.slice(0, place.chunks).reduce((a, b) => a + b, 0) || 1;
     const lines = ranks.map((passes, rank) => memoryLine(passes, start[rank], end[rank], costs, unit));
     return {
