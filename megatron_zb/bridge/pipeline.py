@@ -28,7 +28,7 @@ from megatron_zb.megatron_core.forward_backward import refuse_what_is_not_served
 from megatron_zb.megatron_core.placement import StageLayout
 from megatron_zb.megatron_core.versions import HYBRID_PATTERNS
 from megatron_zb.megatron_lm import conflicts, fingerprint, flags
-from megatron_zb.megatron_lm.adapter_of_arguments import adapter_of
+from megatron_zb.megatron_lm.adapter_of_arguments import adapter_of, prepare_overlap
 from megatron_zb.megatron_lm.meeting import Meeting
 from megatron_zb.megatron_lm.replacing import (
     Undo,
@@ -67,6 +67,8 @@ class Pipeline:
         """Steps of training until now; to be set after a resume if layers have random streams."""
         args = _arguments(settings, model)
         self.adapter = adapter_of(args, steps_done=lambda: self.steps_done)
+        for line in prepare_overlap(args):
+            self.adapter.say(line)
         self._run = _Run(self, args)
         self.prepare(model)
         self._undo = list(self._hooks())
@@ -108,6 +110,7 @@ class Pipeline:
             UsageError: its sizes are others, or it cannot be combined with the schedule.
         """
         args = _arguments(self.settings, model)
+        prepare_overlap(args)
         self._check_sizes(args)
         adapter, schedule = self.adapter, self.adapter.schedule
         conflicts.check(args, str(flags.choice(args)), schedule.placement, adapter.splits_backward)
@@ -116,6 +119,8 @@ class Pipeline:
             if hasattr(model, name):
                 setattr(model, name, False if isinstance(getattr(model, name), bool) else None)
         model.virtual_pipeline_model_parallel_size = adapter.virtual_pipeline_size
+        if getattr(model, "delay_wgrad_compute", False):
+            model.delay_wgrad_compute = False
         if isinstance(model, argparse.Namespace):  # which is written into checkpoints
             model.pipeline_model_parallel_layout = str(adapter.layer_layout)
             return

@@ -6,6 +6,7 @@ import argparse
 import pickle
 import subprocess
 import sys
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -293,6 +294,40 @@ def test_a_model_that_cannot_be_served_is_refused(changes: dict[str, Any], expec
     with pytest.raises(UsageError) as found:
         install(V_HALF, model)
     assert str(found.value) == expected
+
+
+def test_delayed_weight_gradients_are_left_to_the_schedule(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As recipes for mixtures of experts turn them on, beside the overlap of their exchange."""
+    monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "32")
+    model = argparse.Namespace(
+        num_layers=8,
+        pipeline_model_parallel_size=2,
+        overlap_moe_expert_parallel_comm=True,
+        delay_wgrad_compute=True,
+        expert_model_parallel_size=2,
+        num_moe_experts=4,
+        moe_token_dispatcher_type="alltoall",
+        bf16=True,
+    )
+    with install(V_HALF, model) as pipeline:
+        assert not model.delay_wgrad_compute
+        assert model.overlap_moe_expert_parallel_comm
+        assert pipeline.adapter.schedule.pairs
+        assert "--delay-wgrad-compute is left out: the schedule itself says" in (
+            pipeline.adapter.describe()
+        )
+
+
+def test_no_vocabulary_is_cut_beside_an_exchange_that_overlaps() -> None:
+    model = argparse.Namespace(
+        num_layers=8, pipeline_model_parallel_size=2, overlap_moe_expert_parallel_comm=True
+    )
+    with pytest.raises(UsageError) as found:
+        install(replace(V_HALF, pipeline_vocabulary="on"), model)
+    assert str(found.value) == (
+        "--overlap-moe-expert-parallel-comm cannot be combined with --pipeline-vocabulary on: its "
+        "passes are not in Megatron's plans"
+    )
 
 
 def test_settings_are_made_without_torch() -> None:

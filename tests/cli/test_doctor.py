@@ -26,6 +26,7 @@ from megatron_zb.megatron_lm.checkout import Checkout, checkout_at
 ON_GPUS = Torch(
     "2.13.0+cu130", cuda="13.0", gpus=("H200", "H200"), capability=9, nccl=True, gloo=True
 )
+ON_BLACKWELL = Torch("2.13.0", cuda="13.0", gpus=("B200",), capability=10)
 ON_CPU = Torch("2.13.0+cpu", gloo=True)
 
 
@@ -306,21 +307,29 @@ def test_a_driver_that_fails_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize(
-    ("torch", "environment", "state"),
+    ("torch", "connections", "states"),
     [
-        (ON_CPU, {}, None),
-        (ON_GPUS, {}, "optional"),
-        (ON_GPUS, {"CUDA_DEVICE_MAX_CONNECTIONS": "8"}, "optional"),
-        (ON_GPUS, {"CUDA_DEVICE_MAX_CONNECTIONS": "1"}, "ok"),
-        (Torch("2.13.0", cuda="13.0", gpus=("B200",), capability=10), {}, "ok"),
+        (ON_CPU, None, []),
+        (ON_GPUS, None, ["optional", "ok"]),
+        (ON_GPUS, "8", ["optional", "ok"]),
+        (ON_GPUS, "1", ["ok", "optional"]),
+        (ON_BLACKWELL, None, ["ok", "ok"]),
+        (ON_BLACKWELL, "1", ["ok", "optional"]),
     ],
 )
 def test_connections_matter_on_gpus_alone(
-    torch: Torch, environment: dict[str, str], state: str | None
+    torch: Torch, connections: str | None, states: list[str]
 ) -> None:
+    """Tensor and context parallelism want one, hiding what experts exchange wants more."""
+    environment = {} if connections is None else {"CUDA_DEVICE_MAX_CONNECTIONS": connections}
     findings = list(devices.about_connections(torch, environment))
-    assert [finding.state for finding in findings] == ([] if state is None else [state])
+    assert [finding.state for finding in findings] == states
     assert_sentences(findings)
+    if states[1:] == ["ok"]:
+        assert "--expert-model-parallel-size 2 or more" in findings[1].advice
+    elif states:
+        assert "export CUDA_DEVICE_MAX_CONNECTIONS=32" in findings[1].advice
+        assert ("takes other values for tensor" in findings[1].advice) is (torch is ON_GPUS)
 
 
 # --- Megatron

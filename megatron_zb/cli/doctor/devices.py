@@ -124,26 +124,42 @@ def _about_backends(torch: Torch) -> Iterator[Finding]:
 
 
 _CONNECTIONS = "CUDA_DEVICE_MAX_CONNECTIONS"
+_OVERLAP = "--overlap-moe-expert-parallel-comm"
 _BLACKWELL = 10
 
 
 def about_connections(torch: Torch, environment: Mapping[str, str]) -> Iterator[Finding]:
-    """Check that CUDA_DEVICE_MAX_CONNECTIONS is 1.
+    """Check CUDA_DEVICE_MAX_CONNECTIONS, for which two features want opposite values.
 
-    Megatron-LM refuses tensor and context parallelism without it, up to Hopper.
+    Megatron-LM refuses tensor and context parallelism without 1, up to Hopper; where experts are to
+    exchange beside computation, which 1 forbids, it only warns.
     """
     if not torch.gpus:
         return
     value = environment.get(_CONNECTIONS)
     found = "not set" if value is None else value
     if value == "1":
-        advice = (
-            "tensor and context parallelism want it; --overlap-moe-expert-parallel-comm hides "
-            "nothing with it: export 32 there."
-        )
-        yield Finding(_CONNECTIONS, found, "ok", advice)
+        yield Finding(_CONNECTIONS, found, "ok", "tensor and context parallelism want it.")
     elif torch.capability >= _BLACKWELL:
         yield Finding(_CONNECTIONS, found, "ok", "these GPUs do not need it.")
     else:
         advice = f"export {_CONNECTIONS}=1 if you use tensor or context parallelism: it is refused "
         yield Finding(_CONNECTIONS, found, "optional", f"{advice}on these GPUs otherwise.")
+    yield _about_overlap(value, wants_one=torch.capability < _BLACKWELL)
+
+
+def _about_overlap(connections: str | None, *, wants_one: bool) -> Finding:
+    """Say what hiding the exchange between experts needs, and whether the environment lets it."""
+    if connections != "1":
+        advice = (
+            "it hides what experts exchange, with a schedule of several chunks per rank such as "
+            "v-half, --expert-model-parallel-size 2 or more, and --bf16 or --fp16."
+        )
+        return Finding(_OVERLAP, "can hide", "ok", advice)
+    advice = f"export {_CONNECTIONS}=32 if you use it, since it hides nothing with 1"
+    if wants_one:
+        advice += (
+            ": with it Megatron-LM takes other values for tensor and context parallelism, too, "
+            "whose own overlap suffers"
+        )
+    return Finding(_OVERLAP, "hides nothing", "optional", f"{advice}.")
