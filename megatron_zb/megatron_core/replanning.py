@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from operator import itemgetter
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -146,8 +147,9 @@ class Replanning:
         """Rebuild the schedule on one rank for all: it takes all cores and must be equal."""
         adapter = self._adapter
         costs = profile.costs(self._usual.placement)
-        usual = fuse_for_free(split_all(self._usual), costs)
-        now = adapter.seconds(usual, costs)
+        # a pair with a BW may be better than one with a B and a W behind it
+        orders = (fuse_for_free(split_all(self._usual), costs), self._usual)
+        now, usual = min(((adapter.seconds(o, costs), o) for o in orders), key=itemgetter(0))
         built: list[Any] = [None]
         if dist.get_rank() == 0:
             built[0] = self._built(profile)

@@ -9,6 +9,8 @@ import pytest
 from joined import joined
 
 from megatron_zb import schedules
+from megatron_zb.measured.profile import read_profile, write_profile
+from megatron_zb.measured.trace import compare
 from megatron_zb.schedules import interchange
 from real_megatron_lm.runs import MODEL, PIPELINE_OF_TWO, Logged, check_equal, pretrain
 
@@ -53,3 +55,33 @@ def test_pairs_of_a_table_log_what_stock_logs(
     table.write_text(interchange.to_csv(order))
     flags = f"--load {folder} --pipeline-schedule-file {table} {OVERLAP}"
     check_equal(pretrain(checkout, MODEL, EXPERTS, flags), stock)
+
+
+def test_pairs_are_profiled(checkout: Path, experts: tuple[Path, Logged], tmp_path: Path) -> None:
+    """A run goes on with what it has measured, and another one begins with it."""
+    folder, _ = experts
+    file = tmp_path / "run.yaml"
+    longer = MODEL.replace("--train-iters 7", "--train-iters 16")
+    flags = (longer, EXPERTS, f"--load {folder} --override-opt-param-scheduler")
+    stock = pretrain(checkout, *flags)
+    measuring = f"--pipeline-profile {file} --pipeline-replan-every 13"
+    run = pretrain(checkout, *flags, f"--pipeline-schedule v-half {OVERLAP} {measuring}")
+    check_equal(run, stock)
+    assert sum("measured: going on with v-half" in line for line in run.said) == 1, run.said
+    profile = read_profile(file)
+    assert {(pair.forward, pair.backward) for pair in profile.pairs} <= {
+        (f, b) for f in range(4) for b in (f, 3 - f)
+    }
+    assert profile.exchange is not None
+    assert len(compare(file).differences()) == 2
+
+    both = [s.forward + s.backward for s in profile.stages]
+    hiding = [p.model_copy(update={"seconds": 0.75 * both[p.forward]}) for p in profile.pairs]
+    write_profile(profile.model_copy(update={"pairs": hiding}), file)
+    known = pretrain(
+        checkout, *flags, f"--pipeline-schedule v-half {OVERLAP} --pipeline-layer-layout {file}"
+    )
+    exchange = read_profile(file).exchange
+    assert exchange is not None
+    assert f"an exchange between experts of {exchange.share:.0%} of a forward" in known.output
+    check_equal(known, stock)
