@@ -74,7 +74,10 @@ def test_pairs_that_take_longer_than_their_passes_have_a_loss() -> None:
 
 def test_no_pass_is_all_exchange() -> None:
     """As a clock may have it that was disturbed: what is left of F and B is still positive."""
-    costs = with_pairs([pair(0, 0, 0.01)]).costs(v_shape(4))
+    values = with_pairs([pair(0, 0, 0.01)]).model_dump()
+    for stage in values["stages"]:
+        stage["backward"] = 0.5 * stage["forward"]
+    costs = Profile.model_validate(values).costs(v_shape(4))
     assert min(*costs.forward, *costs.backward) > 0
 
 
