@@ -107,7 +107,7 @@ STUDENTS = [
 ]
 _LINK = "links:\n- {source: 0, target: 1, seconds: 0.1}"
 PROFILES = [
-    ("version", "version: 4", "'version' is 4: input should be 1, 2 or 3"),
+    ("version", "version: 5", "'version' is 5: input should be 1, 2, 3 or 4"),
     ("version", "", "'version' is missing"),
     ("version", "version: one", "'version' is 'one'"),
     ("pipeline_size", "pipeline_size: 3", "their ranks must be 0 to 2"),
@@ -333,7 +333,7 @@ plan --config gpt_1_5b --gpus 8 --student-config half_mlp --micro-batch-size x |
 plan --student-config half_mlp | --config is missing
 plan --profile none.yaml | none.yaml cannot be read: No such file or directory
 plan --profile folder.yaml | folder.yaml cannot be read: Is a directory
-plan --profile empty.yaml | empty.yaml has no fields: write lines such as 'version: 3'
+plan --profile empty.yaml | empty.yaml has no fields: write lines such as 'version: 4'
 plan --profile run.yaml --gpus 8 | the run that was measured has decided it
 plan --profile run.yaml --config gpt_1_5b | the run that was measured has decided it
 plan --profile run.yaml --tensor 2 | the run that was measured has decided it
