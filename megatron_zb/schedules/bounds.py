@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
-from typing import TypeAlias
+from typing import NamedTuple, TypeAlias
 
 from megatron_zb.schedules.costs import StageCosts
 from megatron_zb.schedules.placement import Placement
@@ -25,8 +25,11 @@ def lower_bound(
     that is cut, which may fill these waits, and the time until its first F; and Little's law, by
     which memory times time cannot be less than what all activations take. Communication that a pair
     can hide counts as work where nothing is there to hide it: before the first B, when all F run
-    alone.
+    alone. Where activations can be dropped and recomputed, those are whose memory times time costs
+    the fewest seconds.
     """
+    if costs.recompute:
+        return _recomputing_bound(placement, num_microbatches, costs, limit)
     usable = usable_limit(placement, num_microbatches, costs, limit)
     rows = _shortest_rows(costs, num_microbatches)
     ends = costs.of(0).shortest(), costs.of(num_microbatches - 1).shortest()
@@ -52,8 +55,62 @@ def period_bound(
     usable = usable_limit(placement, num_microbatches, costs, limit)
     rows = _shortest_rows(costs, num_microbatches)
     hidden = _hidden(rows)
+    if costs.recompute:
+        usable = (math.inf,) * placement.pipeline_size
     work = (_whole_work(placement, hidden, rank) for rank in range(placement.pipeline_size))
     return max(*work, *_residencies(placement, rows, usable))
+
+
+def _recomputing_bound(
+    placement: Placement, num_microbatches: int, costs: StageCosts, limit: Sequence[float]
+) -> float:
+    """Return a lower bound where units may be dropped: a fractional knapsack for every rank.
+
+    The waits at both ends are those without a limit, under which there may be more of them.
+    """
+    rows = _shortest_rows(costs, num_microbatches)
+    ends = costs.of(0).shortest(), costs.of(num_microbatches - 1).shortest()
+    starts, hidden = earliest_starts(placement, costs), _hidden(rows)
+    found = 0.0
+    for rank, options in enumerate(_options(placement, rows)):
+        found = max(found, _waits(placement, rows, ends, math.inf, rank))
+        seconds = starts[rank] + _whole_work(placement, hidden, rank)  # R may fill other waits
+        held = sum(option.kept for option in options)
+        for option in sorted(options, key=lambda o: o.seconds / o.saved if o.saved > 0 else 0.0):
+            too_much = held - limit[rank] * seconds
+            if too_much <= 0 or option.saved <= 0:
+                continue
+            share = min(1.0, too_much / (option.saved + limit[rank] * option.seconds))
+            seconds += share * option.seconds
+            held -= share * option.saved
+        found = max(found, seconds, held / limit[rank] if limit[rank] > 0 else 0.0)
+    return found
+
+
+class _Option(NamedTuple):
+    """Units of one stage: memory times time if kept, what dropping saves of it, and its seconds."""
+
+    kept: float
+    saved: float
+    seconds: float
+
+
+def _options(placement: Placement, rows: _Rows) -> list[list[_Option]]:
+    """Return, for every rank, what dropping would change on each of its stages."""
+    last = placement.num_stages - 1
+    found: list[list[_Option]] = [[] for _ in range(placement.pipeline_size)]
+    for count, row in rows:
+        for stage, (held, after) in enumerate(_residency(placement, row)):
+            rest = row.activation[stage] - row.kept_input[stage]
+            saved = rest * (held - row.recompute[stage] - row.backward[stage])
+            found[placement.rank_of[stage]].append(
+                _Option(
+                    count * (row.activation[stage] * held + after),
+                    count * max(0.0, saved) if stage < last else 0.0,
+                    count * row.recompute[stage],
+                )
+            )
+    return found
 
 
 _Rows: TypeAlias = Sequence[tuple[int, StageCosts]]
@@ -80,6 +137,8 @@ def usable_limit(
 
     Limits that differ only in what no schedule could use are the same problem.
     """
+    if costs.recompute:
+        return tuple(limit)
     rows = costs.rows(num_microbatches)
     return tuple(
         _usable(rows, min(most, _all_activations(rows, held)), held)
@@ -196,18 +255,27 @@ def _backward_time(costs: StageCosts, start: int, stop: int) -> float:
     return sum(costs.backward[s] + costs.backward_hop[s] for s in range(start, stop, -1))
 
 
+def _residency(placement: Placement, row: StageCosts) -> list[tuple[float, float]]:
+    """Return of every stage the seconds from the start of F to the end of B, at least.
+
+    Beside them, memory times time of what is still held for W after that.
+    """
+    found = []
+    there = back = 0.0  # from the end of F on stage s to the start of B on stage s
+    for stage in range(placement.num_stages - 1, -1, -1):
+        between = there + back
+        held = row.forward[stage] + between + row.backward[stage]
+        found.append((held, row.held_for_weight[stage] * row.weight[stage]))
+        if stage > 0:
+            there += row.forward[stage] + row.forward_hop[stage - 1]
+            back += row.backward[stage] + row.backward_hop[stage]
+    return found[::-1]
+
+
 def _residencies(placement: Placement, rows: _Rows, limit: Sequence[float]) -> Iterable[float]:
-    last = placement.num_stages - 1
     taken = [0.0] * placement.pipeline_size
     for count, row in rows:
-        there = back = 0.0  # from the end of F on stage s to the start of B on stage s
-        for stage in range(last, -1, -1):
-            between = there + back
-            held = row.forward[stage] + between + row.backward[stage]
-            kept = row.held_for_weight[stage] * row.weight[stage]
-            taken[placement.rank_of[stage]] += count * (row.activation[stage] * held + kept)
-            if stage > 0:
-                there += row.forward[stage] + row.forward_hop[stage - 1]
-                back += row.backward[stage] + row.backward_hop[stage]
+        for stage, (held, after) in reversed(list(enumerate(_residency(placement, row)))):
+            taken[placement.rank_of[stage]] += count * (row.activation[stage] * held + after)
     for rank, memory_time in enumerate(taken):
         yield memory_time / limit[rank] if limit[rank] > 0 else 0.0

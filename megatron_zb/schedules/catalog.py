@@ -371,6 +371,8 @@ def build(
     if costs is None:
         costs = Costs.uniform(pipeline_size=pipeline_size, forward=1, backward=1, weight=1)
     check_number(costs, num_microbatches)
+    if costs.vocabulary is not None or any(costs.forward_comm):
+        costs = costs.without_recomputation()
     limit = MemoryLimit.of(memory_limit, memory_limit_bytes, pipeline_size)
     request = Request(
         pipeline_size,

@@ -97,6 +97,9 @@ class StageCosts:
     ``forward_comm[s]`` of the seconds of F, and ``backward_comm[s]`` of those of B, are spent on
     nothing but the exchange of tokens between experts: a :class:`~passes.Pair` hides them. They
     are empty where nothing is exchanged.
+
+    ``recompute`` are the seconds of R, and ``kept_input[s]`` is the memory that an F holds whose R
+    makes its activation again. They are empty where everything is kept.
     """
 
     forward: tuple[float, ...]
@@ -113,6 +116,8 @@ class StageCosts:
     forward_comm: tuple[float, ...] = ()
     backward_comm: tuple[float, ...] = ()
     pair_loss: float = 0.0
+    recompute: tuple[float, ...] = ()
+    kept_input: tuple[float, ...] = ()
 
     def of(self, microbatch: int) -> StageCosts:
         """Return the costs of one microbatch."""
@@ -138,6 +143,7 @@ class StageCosts:
             PassKind.W: self.weight,
             PassKind.BW: self.fused,
         }
+        training[PassKind.R] = self.recompute or self.forward
         return training | dict(self.others) | self._seconds_of_shards()
 
     def _seconds_of_shards(self) -> dict[PassKind, tuple[float, ...]]:
@@ -253,6 +259,10 @@ class Costs:
     exchange tokens between experts, beside those in which they compute; empty if there are none. A
     pair of F and B takes a share ``pair_loss`` longer than it would if the two did not slow each
     other down: see :meth:`with_communication`.
+
+    ``recompute`` are the seconds per slice to make again what a forward has kept nothing of but the
+    input of its stage, which takes ``kept_input``, in the unit of ``activation``; empty if
+    everything is kept: see :meth:`with_recomputation`.
     """
 
     pipeline_size: int
@@ -270,6 +280,8 @@ class Costs:
     forward_comm: tuple[float, ...] = ()
     backward_comm: tuple[float, ...] = ()
     pair_loss: float = 0.0
+    recompute: tuple[float, ...] = ()
+    kept_input: float = 0.0
 
     @classmethod
     def uniform(
@@ -366,6 +378,8 @@ class Costs:
             ("forward_comm", self.forward_comm, slices if self.forward_comm else 0),
             ("backward_comm", self.backward_comm, slices if self.forward_comm else 0),
             ("pair_loss", (self.pair_loss,), 1),
+            ("recompute", self.recompute, slices if self.recompute else 0),
+            ("kept_input", (self.kept_input,), 1),
             *(("p2p", row, self.pipeline_size) for row in self.p2p),
         ):
             if len(values) != length:
@@ -491,6 +505,35 @@ class Costs:
             microbatches=tuple(row.without_communication() for row in self.microbatches),
         )
 
+    def with_recomputation(
+        self, *, kept_input: float, seconds: Sequence[float] | None = None
+    ) -> Costs:
+        """Return the costs with the choice to drop activations, and to make them again before B.
+
+        Args:
+            kept_input: memory of the input of a stage, in the unit of ``activation``.
+            seconds: what making them again takes, of each slice; as long as F if left out.
+
+        Raises:
+            UsageError: a value is negative or not finite, or there is not one for each slice.
+        """
+        if self.microbatches:
+            raise UsageError(
+                "costs: microbatches have lengths of their own already: give the costs of "
+                "recomputation before"
+            )
+        again = self.forward if seconds is None else tuple(seconds)
+        costs = replace(self, recompute=again, kept_input=kept_input)
+        costs._check()
+        return costs
+
+    def without_recomputation(self) -> Costs:
+        """Return the costs where every activation is kept."""
+        if not self.recompute:
+            return self
+        rows = tuple(row.without_recomputation() for row in self.microbatches)
+        return replace(self, recompute=(), kept_input=0.0, microbatches=rows)
+
     def of_lengths(self, lengths: Sequence[float]) -> Costs:
         """Return the costs of microbatches that take so many times what this one takes, in turn.
 
@@ -521,6 +564,8 @@ class Costs:
             whole=times(self.whole),
             forward_comm=times(self.forward_comm),
             backward_comm=times(self.backward_comm),
+            recompute=times(self.recompute),
+            kept_input=self.kept_input * length,
             microbatches=(),
             vocabulary=self.vocabulary and self.vocabulary._times(length),
         )
@@ -601,7 +646,14 @@ class Costs:
             forward_comm=forward_comm,
             backward_comm=backward_comm,
             pair_loss=self.pair_loss,
+            recompute=seconds(self.recompute) if self.recompute else (),
+            kept_input=self._kept_inputs(stages),
         )
+
+    def _kept_inputs(self, stages: int) -> tuple[float, ...]:
+        if not self.recompute:
+            return ()
+        return tuple(min(self.kept_input, held) for held in _resample(self.activation, stages))
 
     def _shards(self, placement: Placement) -> ShardCosts | None:
         if self.vocabulary is None:

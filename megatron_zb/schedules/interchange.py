@@ -2,9 +2,9 @@
 
 The table is the *compute-only* one that torch's pipeline runtime loads and dumps: a row for each
 rank, a cell for each pass, ``<stage><letter><microbatch>``. Its letters are F, I for the input
-gradient (our B), W, and B for a full backward (our BW). Empty cells are idle steps. Tables of
-schedules with a cut output layer have O, P and V, too, which torch does not know; the shard of rank
-r counts as stage S + r. A pair is one cell, such as ``(0F1;2B0)OVERLAP_F_B``.
+gradient (our B), W, and B for a full backward (our BW). Empty cells are idle steps. Two things
+torch does not know: R, where activations are recomputed, and O, P and V of schedules with a cut
+output layer, in which the shard of rank r counts as stage S + r. A pair is one cell, such as ``(0F1;2B0)OVERLAP_F_B``.
 """
 
 from __future__ import annotations
@@ -30,16 +30,16 @@ from megatron_zb.schedules.simulator import Timeline
 from megatron_zb.schedules.vocabulary import VocabularyRules
 
 _LETTER = {PassKind.F: "F", PassKind.B: "I", PassKind.W: "W", PassKind.BW: "B"} | {
-    kind: str(kind) for kind in EmbeddingRules.kinds
+    kind: str(kind) for kind in (PassKind.R, *EmbeddingRules.kinds)
 }
 _KIND = {letter: kind for kind, letter in _LETTER.items()}
-_CELL = re.compile(r"([0-9]+)([FIWBOPVEG])([0-9]+)")
+_CELL = re.compile(r"([0-9]+)([FIWBROPVEG])([0-9]+)")
 _PAIR = re.compile(r"\(([^;()]*);([^;()]*)\)OVERLAP_F_B")
 _COMMUNICATION = re.compile(r"[0-9]+(SEND|RECV)_[FB][0-9]+")
 
 # Far above what any cluster needs; a file beyond them is no schedule.
 _MOST_BYTES = 64 * 2**20
-_MOST_CELLS = 3 * MOST_FORWARDS
+_MOST_CELLS = 4 * MOST_FORWARDS
 _MOST_STAGES = 16_384
 _MOST_DIGITS = 7
 

@@ -15,6 +15,10 @@ class PassKind(str, Enum):
     ``F`` forward, ``B`` input gradient, ``W`` weight gradient, ``BW`` both gradients at once
     (*Zero Bubble Pipeline Parallelism*, arXiv 2401.10241, section 2).
 
+    ``R`` is the recomputation of an F that has kept nothing but its input, between that F and its
+    B, which needs what it makes (as in *Training Deep Nets with Sublinear Memory Cost*, arXiv
+    1604.06174, for a whole stage at once).
+
     Blockwise distillation has other kinds (*Pipe-BD*, arXiv 2301.12443): ``T`` is the teacher's
     forward, from the activation that the stage before relays to the one that the next stage reads;
     ``S`` the student's forward, loss and backward, which reads and makes no message and runs after
@@ -37,6 +41,7 @@ class PassKind(str, Enum):
     B = "B"
     W = "W"
     BW = "BW"
+    R = "R"
     T = "T"
     S = "S"
     U = "U"

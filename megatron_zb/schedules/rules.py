@@ -139,7 +139,7 @@ def rank_in_words(rank: int) -> str:
 
 @dataclass(frozen=True)
 class TrainingRules(Rules):
-    """F, B, W and BW of a training step (arXiv 2401.10241, section 2)."""
+    """F, B, W and BW of a training step (arXiv 2401.10241, section 2), and R of units dropped."""
 
     holds = MappingProxyType(
         {
@@ -147,6 +147,7 @@ class TrainingRules(Rules):
             PassKind.B: (-1, 1),
             PassKind.W: (0, -1),
             PassKind.BW: (-1, 0),
+            PassKind.R: (1, 0),
         }
     )
 
@@ -155,7 +156,7 @@ class TrainingRules(Rules):
         nothing = Link((), None)
         found = []
         for kind, stage, microbatch in passes:
-            if kind is PassKind.W:
+            if kind in (PassKind.W, PassKind.R):
                 found.append(nothing)
                 continue
             is_gradient = kind is not PassKind.F
@@ -172,12 +173,14 @@ class TrainingRules(Rules):
         """Return the first rule that the order of a rank breaks, None if it breaks none.
 
         Rules: *placement* (a pass runs on the rank of its stage), *completeness* (every stage and
-        microbatch has one F and either one BW or one B and one W), *order* (F before B before W)
-        and *microbatch order* (F, input gradients and weight gradients of a stage each rise with
-        the microbatch, so that sums are formed in 1F1B's order).
+        microbatch has one F and either one BW or one B and one W), *order* (F before B before W),
+        *recomputation* (R once, between F and B, and never on the last stage) and *microbatch
+        order* (F, input gradients and weight gradients of a stage each rise with the microbatch, so
+        that sums are formed in 1F1B's order).
         """
         m = schedule.num_microbatches
         done: dict[int, list[int]] = {s: [0, 0, 0] for s in schedule.placement.stages_of[rank]}
+        again: set[Pass] = set()
         for position, p in enumerate(schedule.ranks[rank]):
             if p.stage not in done:
                 why = f"stage {p.stage} does not live on rank {rank}"
@@ -187,6 +190,14 @@ class TrainingRules(Rules):
             if schedule.forward_only and p.kind is not PassKind.F:
                 why = "a forward-only schedule has F passes alone"
                 return Broken("completeness", why, position)
+            if p.kind is PassKind.R:
+                why_not = _why_not_again(p, done[p.stage], schedule.placement)
+                if why_not is None and p in again:
+                    why_not = "it has run before"
+                if why_not is not None:
+                    return Broken("recomputation", why_not, position)
+                again.add(p)
+                continue
             columns = _COLUMNS.get(p.kind)
             if columns is None:
                 why = f"a training step has no {p.kind} passes"
@@ -212,6 +223,15 @@ class TrainingRules(Rules):
                     why = f"{count} of {wanted} {letter} passes are listed"
                     return Broken("completeness", why, stage=stage)
         return None
+
+
+def _why_not_again(p: Pass, done: Sequence[int], placement: Placement) -> str | None:
+    """Return why R cannot run after so many F and B of its stage, None if it can."""
+    if p.stage == placement.num_stages - 1:
+        return "the last stage's B follows its F at once"
+    if done[0] <= p.microbatch:
+        return "its F has not run yet"
+    return "its B has run already" if done[1] > p.microbatch else None
 
 
 # Which of F, B and W of a microbatch a pass is, as columns of a count.

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 
 from megatron_zb.errors import UsageError
+from megatron_zb.schedules.costs import StageCosts
 from megatron_zb.schedules.passes import Pair, Pass, PassKind
 from megatron_zb.schedules.placement import Placement
 from megatron_zb.schedules.rules import TRAINING, Broken, Link, Product, Rules
@@ -62,6 +64,25 @@ class Schedule:
     reason: str = field(default="", compare=False)
     rules: Rules = TRAINING
     pairs: frozenset[Pass] = frozenset()
+
+    @cached_property
+    def dropped(self) -> frozenset[tuple[int, int]]:
+        """Units (stage and microbatch) whose F keeps its input alone: those that have an R."""
+        return frozenset(
+            (p.stage, p.microbatch) for rank in self.ranks for p in rank if p.kind is PassKind.R
+        )
+
+    def memory_change(self, p: Pass, costs: StageCosts) -> float:
+        """Return the memory that a pass takes at its start, or frees at its end if negative."""
+        change = self.rules.memory_change(p, costs)
+        if (p.stage, p.microbatch) not in self.dropped:
+            return change
+        kept = costs.of(p.microbatch).kept_input
+        if p.kind is PassKind.F:
+            return kept[p.stage] if kept else 0.0
+        if p.kind is PassKind.R and kept:
+            return change - kept[p.stage]
+        return change
 
     def forwards(self) -> Schedule:
         """Return the same schedule with the passes of an evaluation alone, in the same order."""

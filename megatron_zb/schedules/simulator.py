@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Protocol
 
 from megatron_zb.schedules.costs import StageCosts, check_number
-from megatron_zb.schedules.passes import Pair, Pass
+from megatron_zb.schedules.passes import Pair, Pass, PassKind
 from megatron_zb.schedules.placement import Placement
 from megatron_zb.schedules.rules import TRAINING, Product, Rules
 from megatron_zb.schedules.schedule import InvalidSchedule, Schedule
@@ -28,7 +28,7 @@ class Timeline:
     ``bubble_rate`` is the share of the ranks' time, from the first start to the last end anywhere,
     in which they run nothing.
     ``peak_activation[r]`` counts microbatches of a whole rank (every F holds 1/chunks of one until
-    its W or BW ends, every T one until its S ends); ``peak_memory[r]`` is in the unit of
+    its W or BW ends, or its R instead where it has one; every T one until its S ends); ``peak_memory[r]`` is in the unit of
     ``costs.activation`` and lets B free its share.
     """
 
@@ -92,7 +92,10 @@ class Timeline:
     @cached_property
     def peak_activation(self) -> tuple[float, ...]:
         schedule, chunks = self.schedule, self.schedule.placement.chunks
-        return tuple(peak_held_chunks(rank, schedule.rules) / chunks for rank in schedule.ranks)
+        return tuple(
+            peak_held_chunks(rank, schedule.rules, schedule.dropped) / chunks
+            for rank in schedule.ranks
+        )
 
     @cached_property
     def peak_memory(self) -> tuple[float, ...]:
@@ -106,18 +109,23 @@ class Timeline:
         """Return the memory held while each pass of a rank runs and after it, in the same unit."""
         held, steps = 0.0, []
         for p in self.schedule.ranks[rank]:
-            change = self.schedule.rules.memory_change(p, self.costs)
+            change = self.schedule.memory_change(p, self.costs)
             within = held + change if change > 0.0 else held
             held += change
             steps.append((within, held))
         return tuple(steps)
 
 
-def peak_held_chunks(passes: Sequence[Pass], rules: Rules = TRAINING) -> int:
+def peak_held_chunks(
+    passes: Sequence[Pass],
+    rules: Rules = TRAINING,
+    dropped: Collection[tuple[int, int]] = (),
+) -> int:
     """Count the most chunk activations a rank holds at once, each whole until no pass needs it."""
     held = peak = 0
     for p in passes:
-        held += sum(rules.holds[p.kind])
+        if p.kind is not PassKind.F or (p.stage, p.microbatch) not in dropped:
+            held += sum(rules.holds[p.kind])
         peak = max(peak, held)
     return peak
 

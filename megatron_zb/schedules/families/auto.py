@@ -18,13 +18,14 @@ from megatron_zb.schedules.placement import Placement, looped, wave
 from megatron_zb.schedules.request import Request, keeps
 from megatron_zb.schedules.schedule import Schedule
 from megatron_zb.schedules.search.fusing import fuse_for_free
-from megatron_zb.schedules.search.placement_search import QUICK, search_placement, with_pairs
+from megatron_zb.schedules.search.placement_search import QUICK, search_placement, with_pairs, with_states
 from megatron_zb.schedules.simulator import simulate
 
 _QUICK_SECONDS = 0.5
 _SECONDS = {"v": 12.0, "wave": 3.0, "custom": 3.0, "looped": 0.5, "loop": 0.4}
 _SECONDS_OF_WALKS = 16.0  # estimated with caution: measured, about half
 _SECONDS_OF_PAIRS = 24.0
+_MOST_CHUNKS_OF_STATES = 4
 _LARGE_LOOP = 24_000  # passes: its order is good as it is, and a search takes long
 _STARTS = 3  # known orders that a search starts from, the fastest ones
 
@@ -135,6 +136,8 @@ def _on(placement: Placement, request: Request, fastest: float) -> list[tuple[fl
     """
     limits = request.limit.per_rank(request.costs)
     assert limits is not None, "auto always has a limit"
+    if request.costs.recompute:
+        return _with_states(placement, request, fastest)
     if _bound(placement, request, limits) >= fastest:
         return []
     alone = replace(request, costs=request.costs.without_communication())
@@ -143,6 +146,38 @@ def _on(placement: Placement, request: Request, fastest: float) -> list[tuple[fl
         return found
     best = _paired(placement, request, limits, [schedule for _, schedule in found])
     return [(request.seconds(simulate(best, request.costs)), best)]
+
+
+def _with_states(
+    placement: Placement, request: Request, fastest: float
+) -> list[tuple[float, Schedule]]:
+    """Return what keeps every activation, and what drops some if that is faster.
+
+    Raises:
+        UsageError: the limit is below what the placement needs.
+    """
+    alone = replace(request, costs=request.costs.without_recomputation())
+    refused: UsageError | None = None
+    try:
+        found = _on(placement, alone, fastest)
+    except UsageError as error:
+        refused, found = error, []
+    limits = request.limit.per_rank(request.costs)
+    assert limits is not None, "auto always has a limit"
+    if placement.chunks > _MOST_CHUNKS_OF_STATES or _bound(placement, request, limits) >= fastest:
+        if refused is not None:
+            raise refused
+        return found
+    p, m = request.pipeline_size, request.num_microbatches
+    loops = interleaved.split_interleaved(p, m, placement.chunks) if _is_loop(placement) else []
+
+    def all_kept() -> Schedule:
+        if refused is not None or not found:
+            raise refused or UsageError("nothing that keeps every activation is as fast")
+        return min(found, key=lambda entry: entry[0])[1]
+
+    states = with_states("auto", placement, request, 2.0 * p, all_kept, loops)
+    return [*found, (request.seconds(simulate(states, request.costs)), states)]
 
 
 def _paired(

@@ -35,7 +35,7 @@ def peak_with_messages(program: Program, rank: int, costs: StageCosts, message: 
         elif isinstance(at, Run | RunPair):
             sent = 0
             for run in runs_of([at]):
-                change = program.schedule.rules.memory_change(run.work, costs)
+                change = program.schedule.memory_change(run.work, costs)
                 peak = max(peak, held + max(0.0, change) + message * posted)
                 held += change
         peak = max(peak, held + message * (posted + sent))

@@ -83,6 +83,20 @@ class Moves(NamedTuple):
     seed: int
 
 
+class States(NamedTuple):
+    """Units (stage and microbatch) whose activations F drops, so that R makes them again.
+
+    By unit: the seconds of R, the memory that dropping saves, 1 if it is ``dropped``, and space for
+    that of the best order. All are empty where no order has R. Otherwise it has R, of kind 3, of
+    every unit: one that is kept takes no time there.
+    """
+
+    seconds: Any
+    saved: Any
+    dropped: Any
+    best_dropped: Any
+
+
 class ReplaySpace(NamedTuple):
     """Working space of a local search: by code the first three, by rank the others."""
 
@@ -243,12 +257,15 @@ def run_list_scheduler(
     return makespan
 
 
-def local_search(graph: Graph, moves: Moves, space: ReplaySpace, order: Any, best: Any) -> float:
+def local_search(
+    graph: Graph, moves: Moves, space: ReplaySpace, states: States, order: Any, best: Any
+) -> float:
     """Improve ``order``, of each rank's codes; ``best`` gets the best order found.
 
     Threshold accepting on the orders themselves: a pass that the makespan depends on is moved by a
-    few places on its rank, the schedule is timed again, and the change is kept if it loses no more
-    than a threshold that falls to zero. Returns the makespan of ``best``.
+    few places on its rank, or a unit is kept there, and another one dropped instead if need be; the
+    schedule is timed again, and the change is kept if it loses no more than a threshold that falls
+    to zero. Returns the makespan of ``best``.
     """
     p, m, split = graph.pipeline_size, graph.num_microbatches, graph.split
     rank_of, maker, reader = graph.rank, graph.maker, graph.reader
@@ -257,17 +274,21 @@ def local_search(graph: Graph, moves: Moves, space: ReplaySpace, order: Any, bes
     end, blame, critical, position = space.end, space.blame, space.critical, space.position
     clock, waiting, stack = space.clock, space.waiting, space.stack
     steps, good_enough = moves.steps, moves.good_enough
+    of_r, saved, dropped, best_dropped = states
+    has_states = len(dropped) > 0
     block = p * graph.chunks * m
-    per_rank = (3 if split else 2) * graph.chunks * m
+    kinds = 4 if has_states else 3
+    per_rank = ((3 if split else 2) + kinds - 3) * graph.chunks * m
     total = p * per_rank
     dice = moves.seed % _MODULUS
     lowest = INFINITY
     current = INFINITY
     moved_from, moved_to = -1, -1
+    kept_now, dropped_now = -1, -1
     path = 0
     for step in range(steps + 1):
         # time the order; blame[code] is the pass that each start waited for, -1 if for none
-        for code in range(3 * block):
+        for code in range(kinds * block):
             end[code] = -1.0
         for r in range(p):
             position[r] = 0
@@ -295,9 +316,12 @@ def local_search(graph: Graph, moves: Moves, space: ReplaySpace, order: Any, bes
                     if end[need] + hop[code] > start:
                         start = end[need] + hop[code]
                         reason = need
-                finish = start + seconds[code]
-                if code >= block and not split:
-                    finish += seconds[code + block]
+                if code >= 3 * block:
+                    finish = start + of_r[code - 3 * block] * dropped[code - 3 * block]
+                else:
+                    finish = start + seconds[code]
+                    if code >= block and not split:
+                        finish += seconds[code + block]
                 end[code] = finish
                 sum_of_ends += finish
                 blame[code] = reason
@@ -330,9 +354,15 @@ def local_search(graph: Graph, moves: Moves, space: ReplaySpace, order: Any, bes
                 lowest = makespan
                 for i in range(total):
                     best[i] = order[i]
+                for i in range(len(dropped)):
+                    best_dropped[i] = dropped[i]
                 if lowest <= good_enough:
                     break
-        elif moved_from >= 0:  # undo
+        elif kept_now >= 0:  # undo
+            dropped[kept_now] = 1
+            if dropped_now >= 0:
+                dropped[dropped_now] = 0
+        elif moved_from >= 0:
             code = order[moved_to]
             if moved_to > moved_from:
                 for i in range(moved_to, moved_from, -1):
@@ -344,14 +374,50 @@ def local_search(graph: Graph, moves: Moves, space: ReplaySpace, order: Any, bes
         if step == steps:
             break
         moved_from, moved_to = -1, -1
+        kept_now, dropped_now = -1, -1
         for _ in range(50):  # until a move is possible
             dice = (dice * 1103515245 + 12345) % _MODULUS
             code = critical[(dice >> 8) % path]
             dice = (dice * 1103515245 + 12345) % _MODULUS
             choice = dice >> 12
-            r = rank_of[code]
+            r = rank_of[code % block]
             first = r * per_rank
             last = first + per_rank - 1
+            if has_states and (code >= 3 * block or choice % 16 == 0):
+                unit = code % block
+                if dropped[unit] == 0:  # another one of the same stage
+                    dice = (dice * 1103515245 + 12345) % _MODULUS
+                    unit = unit // m * m + (dice >> 8) % m
+                if dropped[unit] == 1 and (dice >> 4) % 4 != 0:
+                    dropped[unit] = 0
+                    other = -1
+                    if choice % 2 == 0:
+                        dice = (dice * 1103515245 + 12345) % _MODULUS
+                        other = order[first + (dice >> 8) % per_rank] % block
+                        if other == unit or dropped[other] == 1 or saved[other] <= 0.0:
+                            other = -1
+                        else:
+                            dropped[other] = 1
+                    held = 0.0
+                    ok = True
+                    for i in range(first, last + 1):
+                        code = order[i]
+                        if code >= 3 * block:
+                            held += saved[code - 3 * block] * dropped[code - 3 * block]
+                        else:
+                            held += memory[code]
+                            if code < block:
+                                held -= saved[code] * dropped[code]
+                        if held > limit[r]:
+                            ok = False
+                            break
+                    if ok:
+                        kept_now, dropped_now = unit, other
+                        break
+                    dropped[unit] = 1
+                    if other >= 0:
+                        dropped[other] = 0
+                    continue
             at = first
             while order[at] != code:
                 at += 1
@@ -390,7 +456,13 @@ def local_search(graph: Graph, moves: Moves, space: ReplaySpace, order: Any, bes
             order[to] = code
             held = 0.0
             for i in range(first, last + 1):
-                held += memory[order[i]]
+                here = order[i]
+                if here >= 3 * block:
+                    held += saved[here - 3 * block] * dropped[here - 3 * block]
+                else:
+                    held += memory[here]
+                    if has_states and here < block:
+                        held -= saved[here] * dropped[here]
                 if held > limit[r]:
                     ok = False
                     break

@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
+from megatron_zb.errors import UsageError
 from megatron_zb.schedules.bounds import earliest_starts, lower_bound, period_bound, usable_limit
 from megatron_zb.schedules.costs import StageCosts
 from megatron_zb.schedules.placement import Placement
 from megatron_zb.schedules.request import Request, keeps
 from megatron_zb.schedules.schedule import Schedule
-from megatron_zb.schedules.search import pair_search
+from megatron_zb.schedules.search import pair_search, state_search
 from megatron_zb.schedules.search.fusing import fuse_for_free
 from megatron_zb.schedules.search.hill_climbing import Effort, Found, search
 from megatron_zb.schedules.search.kernels import available
@@ -20,6 +21,8 @@ from megatron_zb.schedules.simulator import simulate
 NAMED_SECONDS = 0.25
 """Approximate seconds of the search for a named schedule, if it is compiled."""
 
+_STATE_SECONDS = 12.0
+_NEAR = 1.005  # of the lower bound: nothing to gain by dropping
 _PAIR_SECONDS = 1.0  # at least, where passes may be joined
 _SMALL = 1600  # passes of a problem that can be searched several times
 _STEPS_BELOW = 2
@@ -52,6 +55,24 @@ def search_placement(
     Raises:
         UsageError: the limit is below one microbatch in each chunk.
     """
+    if request.costs.recompute:
+        alone = replace(request, costs=request.costs.without_recomputation())
+
+        def all_kept() -> Schedule:
+            return search_placement(
+                name,
+                placement,
+                alone,
+                peak_microbatches,
+                split=split,
+                known=known,
+                seconds=seconds,
+                thorough=thorough,
+                walking=walking,
+                most=most,
+            )
+
+        return with_states(name, placement, request, peak_microbatches, all_kept, known)
     table = request.costs.for_placement(placement)
     m = request.num_microbatches
     limit = usable_limit(placement, m, table, request.limits(placement, peak_microbatches))
@@ -110,6 +131,45 @@ def with_pairs(
     entries = [*known, found]
     best = min(entries, key=lambda entry: request.seconds(simulate(entry, request.costs)))
     return replace(best, name=name)
+
+
+def with_states(
+    name: str,
+    placement: Placement,
+    request: Request,
+    peak_microbatches: float,
+    all_kept: Callable[[], Schedule],
+    orders: Sequence[Schedule] = (),
+) -> Schedule:
+    """Return the faster of the schedule that keeps every activation and one that drops some.
+
+    ``orders`` are schedules of the placement to start from, whatever they hold.
+
+    Raises:
+        UsageError: the limit is below one input in each chunk and one activation.
+    """
+    table, m = request.costs.for_placement(placement), request.num_microbatches
+    limit = usable_limit(placement, m, table, request.limits(placement, peak_microbatches))
+    problem = Problem(placement, m, table, limit)
+    ranks = range(placement.pipeline_size)
+    smallest = [state_search.smallest_limit(problem, rank) for rank in ranks]
+    request.check_feasible(name, limit, smallest)
+    found: list[Schedule] = []
+    refused: UsageError | None = None
+    try:
+        found.append(all_kept())
+    except UsageError as error:
+        refused = error
+    bound = _bound(problem)
+    if not (found and request.seconds(simulate(found[0], request.costs)) <= bound * _NEAR):
+        effort = state_search.effort_of(problem, _STATE_SECONDS)
+        states = state_search.search_states(name, problem, effort, bound, [*orders, *found])
+        if states is not None:
+            found.append(fuse_for_free(states, request.costs))
+    if not found:
+        assert refused is not None
+        raise refused
+    return min(found, key=lambda entry: request.seconds(simulate(entry, request.costs)))
 
 
 def _tail_seconds(placement: Placement, costs: StageCosts) -> tuple[float, ...]:

@@ -15,6 +15,7 @@ from megatron_zb.schedules.search.inner_loops import (
     Moves,
     Priorities,
     ReplaySpace,
+    States,
 )
 from megatron_zb.schedules.search.kernels import Engine
 from megatron_zb.schedules.search.priority_weights import PriorityWeights
@@ -77,10 +78,10 @@ class Problem:
             stage_at=make.integers([s for held in placement.stages_of for s in held]),
             rank=make.integers([r for r in placement.rank_of for _ in range(m)] * 3),
             maker=make.integers(
-                [*sources, *range(block - m), *range(block + m, 2 * block), *turns, *[-1] * block]
+                [*sources, *range(block - m), *range(block + m, 2 * block), *turns, *[-1] * 2 * block]
             ),
             reader=make.integers(
-                [*range(m, block), *sinks, *sources, *range(block, 2 * block - m), *[-1] * block]
+                [*range(m, block), *sinks, *sources, *range(block, 2 * block - m), *[-1] * 2 * block]
             ),
             seconds=each(
                 lambda row, s: row.forward[s],
@@ -248,7 +249,9 @@ class Runner:
         make, best = self.engine, self.engine.integers(order)
         moves = Moves(steps, threshold * self.mean_pass, mean_weight, good_enough, seed)
         space = self.spaces[1]
-        return make.local_search(self.inputs, moves, space, make.integers(order), best), best
+        none = States(make.floats([]), make.floats([]), make.integers([]), make.integers([]))
+        seconds = make.local_search(self.inputs, moves, space, none, make.integers(order), best)
+        return seconds, best
 
     def coded(self, ranks: Sequence[Sequence[Pass]]) -> Any:
         """Encode an order of F, B and W (or F and BW, if unsplit) in the kernels' numbers."""

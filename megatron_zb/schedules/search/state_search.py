@@ -1,0 +1,277 @@
+"""Search for an order and for what it keeps: activations held from F to B, or dropped and made again.
+
+Memory buys time in two ways: another order holds less, and a unit that is dropped holds its input
+alone until R makes its activation again. Neither by itself is good below half of 1F1B's memory. So
+orders are found as if every unit were dropped in part, for less memory and a longer B; then units
+are kept as long as there is room; and then a local search moves passes, R among them, and changes
+what is kept.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from megatron_zb.schedules.costs import StageCosts
+from megatron_zb.schedules.passes import Pass, PassKind
+from megatron_zb.schedules.placement import Placement
+from megatron_zb.schedules.schedule import Schedule
+from megatron_zb.schedules.search.hill_climbing import Effort, search
+from megatron_zb.schedules.search.inner_loops import Moves, ReplaySpace, States
+from megatron_zb.schedules.search.kernels import available, engine
+from megatron_zb.schedules.search.runner import Problem, Runner
+
+# Shares of units that are dropped while an order is looked for: of the chunks of a rank that hold
+# their activations longest, the first half, and of the others.
+_SHARES = ((1.0, 1.0), (0.9, 0.9), (0.75, 0.75), (0.5, 0.5), (0.25, 0.25), (1.0, 0.0), (0.5, 0.0))
+_THRESHOLD = 0.3  # the loss that polishing accepts at first, in mean passes
+_POOL = 3  # starts that are polished further, the fastest ones
+_LAST_THRESHOLDS = (0.3, 0.15, 0.3, 0.15)
+
+_Coded = tuple[Any, Any]
+"""An order as codes, and which units are dropped, by code of F."""
+
+
+def effort_of(problem: Problem, seconds: float) -> Effort:
+    """Estimate runs and moves for so many seconds, from counts alone so that every rank agrees.
+
+    A compiled run takes about 20 + 3p nanoseconds a pass and a move 25; plain Python is some forty
+    times slower, and looks at less.
+    """
+    run = problem.num_passes * (20 + 3 * problem.placement.pipeline_size) * 1e-9
+    if not available():
+        return Effort(runs=min(100, int(seconds / (40 * run))), moves=0)
+    moves = int(seconds / 2 / (problem.num_passes * 25e-9))
+    return Effort(runs=min(3000, int(seconds / 2 / run)), moves=min(600_000, moves))
+
+
+def smallest_limit(problem: Problem, rank: int) -> float:
+    """Return the memory that a rank needs to run at all: one input in each chunk, and one whole."""
+    costs, m = problem.costs, problem.num_microbatches
+    held = problem.placement.stages_of[rank]
+    kept = [max(row.kept_input[s] for _, row in costs.rows(m)) for s in held]
+    whole = [costs.largest_activation[s] for s in held]
+    extra = max(a - i for a, i in zip(whole, kept, strict=True))
+    last = problem.placement.num_stages - 1
+    if last in held:  # it is kept, while another may be made again
+        own = held.index(last)
+        rest = [a - i for s, a, i in zip(held, whole, kept, strict=True) if s != last]
+        extra = whole[own] - kept[own] + max(rest, default=0.0)
+    return sum(kept) + extra
+
+
+def search_states(
+    name: str, problem: Problem, effort: Effort, lower_bound: float, known: Iterable[Schedule]
+) -> Schedule | None:
+    """Return the fastest schedule found that keeps the limit, with R where units are dropped.
+
+    ``known`` are schedules of the placement, whatever they hold, whose orders take part. None if
+    none was found.
+    """
+    runner = _StateRunner(problem, effort)
+    good_enough = lower_bound * (1 + 1e-9)
+    orders = [*(s.ranks for s in known), *_mixed_orders(problem, effort)]
+    starts = [coded for order in orders if (coded := runner.coded(order)) is not None]
+    if not starts:
+        return None
+    moves = effort.moves // (2 * len(starts))
+    polished = sorted(
+        (
+            runner.polished(start, moves, _THRESHOLD, good_enough, number)
+            for number, start in enumerate(starts)
+        ),
+        key=lambda entry: entry[0],
+    )
+    pool = polished[:_POOL]
+    moves = effort.moves // (2 * len(pool) * len(_LAST_THRESHOLDS))
+    for number, threshold in enumerate(_LAST_THRESHOLDS):
+        for place, (seconds, coded) in enumerate(pool):
+            if pool[0][0] > good_enough:
+                found = runner.polished(coded, moves, threshold, good_enough, 100 + number)
+                pool[place] = min((seconds, coded), found, key=lambda entry: entry[0])
+    return runner.schedule(name, min(pool, key=lambda entry: entry[0])[1])
+
+
+def _mixed_orders(problem: Problem, effort: Effort) -> Iterator[tuple[tuple[Pass, ...], ...]]:
+    """Yield orders found for costs of units that are dropped in part.
+
+    With all memory, and with room for one activation that is being made again.
+    """
+    placement = problem.placement
+    runs = Effort(effort.runs // (2 * len(_SHARES)), effort.runs * 10 // len(_SHARES))
+    ranks = range(placement.pipeline_size)
+    room = [
+        max(problem.costs.activation[s] - problem.costs.kept_input[s] for s in placement.stages_of[r])
+        for r in ranks
+    ]
+    for shares in _SHARES:
+        mixed = replace(problem, costs=_mixed(placement, problem.costs, shares))
+        for free in (0.0, 1.0):
+            limit = tuple(most - free * extra for most, extra in zip(problem.limit, room, strict=True))
+            if all(mixed.smallest_limit(r) <= limit[r] for r in ranks):
+                yield search(replace(mixed, limit=limit), runs, 0.0).ranks
+
+
+def _mixed(placement: Placement, costs: StageCosts, shares: tuple[float, float]) -> StageCosts:
+    """Return the costs of units of which these shares are dropped: less memory, and a longer B."""
+    chunks = placement.chunks
+    share = [
+        shares[2 * placement.chunk_of(s) >= chunks] if s < placement.num_stages - 1 else 0.0
+        for s in range(placement.num_stages)
+    ]
+    rows = {id(row): _mixed(placement, row, shares) for row in costs.microbatches}
+
+    def less(held: Sequence[float]) -> tuple[float, ...]:
+        each = zip(held, costs.kept_input, share, strict=True)
+        return tuple(h - x * max(0.0, h - i) for h, i, x in each)
+
+    def longer(seconds: Sequence[float]) -> tuple[float, ...]:
+        return tuple(t + x * r for t, r, x in zip(seconds, costs.recompute, share, strict=True))
+
+    return replace(
+        costs,
+        backward=longer(costs.backward),
+        whole=longer(costs.whole) if costs.whole else (),
+        activation=less(costs.activation),
+        held_for_weight=less(costs.held_for_weight),
+        microbatches=tuple(rows[id(row)] for row in costs.microbatches),
+        recompute=(),
+        kept_input=(),
+    )
+
+
+@dataclass
+class _Rank:
+    """Codes of one rank's passes while R is put in, and the memory held after each."""
+
+    codes: list[int]
+    held: list[float]
+
+    def put(self, code: int, change: float) -> None:
+        self.codes.append(code)
+        self.held.append((self.held[-1] if self.held else 0.0) + change)
+
+    def has_room(self, extra: float, limit: float) -> bool:
+        return (self.held[-1] if self.held else 0.0) + extra <= limit
+
+
+class _StateRunner:
+    """Runner of the local search on one problem, whose orders have an R of every unit."""
+
+    def __init__(self, problem: Problem, effort: Effort) -> None:
+        self.problem = problem
+        make = self._make = engine(float(effort.runs + effort.moves) * problem.num_passes)
+        placement, m = problem.placement, problem.num_microbatches
+        self._graph = Runner(problem, make).inputs
+        stages, rows = range(placement.num_stages), [problem.costs.of(j) for j in range(m)]
+        last = placement.num_stages - 1
+        self._block = placement.num_stages * m
+        self._seconds = make.floats([row.recompute[s] for s in stages for row in rows])
+        self._saved = make.floats(
+            [
+                row.activation[s] - row.kept_input[s] if s < last else 0.0
+                for s in stages
+                for row in rows
+            ]
+        )
+        p, codes = placement.pipeline_size, 4 * self._block
+
+        def integers(count: int) -> Any:
+            return make.integers([0] * count)
+
+        self._space = ReplaySpace(
+            end=make.floats([0.0] * codes),
+            blame=integers(codes),
+            critical=integers(codes),
+            position=integers(p),
+            clock=make.floats([0.0] * p),
+            waiting=integers(p),
+            stack=integers(p + 1),
+        )
+
+    def coded(self, ranks: Sequence[Sequence[Pass]]) -> _Coded | None:
+        """Encode an order, with R right before each B and kept what there is room for.
+
+        A W that stands too late comes earlier where its memory is needed. None if that does not
+        help.
+        """
+        dropped = [0] * self._block
+        found: list[int] = []
+        for rank, passes in enumerate(ranks):
+            line = self._with_r(rank, passes)
+            if line is None:
+                return None
+            self._keep(line, float(self._graph.limit[rank]), dropped)
+            found += line.codes
+        return self._make.integers(found), self._make.integers(dropped)
+
+    def _with_r(self, rank: int, passes: Sequence[Pass]) -> _Rank | None:
+        """Return a rank's codes with everything dropped that can be."""
+        m, block, limit = self.problem.num_microbatches, self._block, float(self._graph.limit[rank])
+        memory, line = self._graph.memory, _Rank([], [])
+        pending: list[int] = []  # units whose W is to come
+        for kind, stage, microbatch in passes:
+            unit = stage * m + microbatch
+            saved = float(self._saved[unit])
+
+            def make_room(extra: float) -> None:
+                while pending and not line.has_room(extra, limit):
+                    code = 2 * block + pending.pop(0)
+                    line.put(code, float(memory[code]))
+
+            if kind is PassKind.F:
+                need = float(memory[unit]) - saved
+                make_room(need)
+                line.put(unit, need)
+            elif kind in (PassKind.B, PassKind.BW):
+                make_room(saved)
+                line.put(3 * block + unit, saved)
+                line.put(block + unit, float(memory[block + unit]))
+                pending.append(unit)
+            if kind is PassKind.BW or (kind is PassKind.W and unit in pending):
+                pending.remove(unit)
+                line.put(2 * block + unit, float(memory[2 * block + unit]))
+        line.codes += [2 * block + unit for unit in pending]
+        return line if max(line.held) <= limit else None
+
+    def _keep(self, line: _Rank, limit: float, dropped: list[int]) -> None:
+        """Keep what there is room for, the units first whose B follows their F soonest."""
+        block = self._block
+        place = {code: i for i, code in enumerate(line.codes)}
+        units = [code for code in line.codes if code < block]
+        for unit in sorted(units, key=lambda u: (place[3 * block + u] - place[u], u)):
+            saved = float(self._saved[unit])
+            span = range(place[unit], place[3 * block + unit])
+            if saved <= 0.0 or all(line.held[i] + saved <= limit for i in span):
+                for i in span:
+                    line.held[i] += saved
+            else:
+                dropped[unit] = 1
+
+    def polished(
+        self, start: _Coded, steps: int, threshold: float, good_enough: float, seed: int
+    ) -> tuple[float, _Coded]:
+        """Return the best order that so many moves lead to, its makespan first."""
+        make = self._make
+        order, dropped = map(make.integers, start)
+        best, best_dropped = map(make.integers, start)
+        moves = Moves(steps, threshold * self.problem.mean_pass, 0.0, good_enough, seed)
+        states = States(self._seconds, self._saved, dropped, best_dropped)
+        seconds = make.local_search(self._graph, moves, self._space, states, order, best)
+        return seconds, (best, best_dropped)
+
+    def schedule(self, name: str, coded: _Coded) -> Schedule:
+        """Decode a schedule; what is kept has no R."""
+        order, dropped = coded
+        placement, m = self.problem.placement, self.problem.num_microbatches
+        kinds = (PassKind.F, PassKind.B, PassKind.W, PassKind.R)
+        per_rank = len(order) // placement.pipeline_size
+        ranks: list[list[Pass]] = []
+        for index, code in enumerate(order):
+            if index % per_rank == 0:
+                ranks.append([])
+            kind, unit = divmod(int(code), self._block)
+            if kind < 3 or dropped[unit]:
+                ranks[-1].append(Pass(kinds[kind], *divmod(unit, m)))
+        return Schedule(name, placement, m, tuple(map(tuple, ranks)))
