@@ -127,6 +127,7 @@ _DEFAULTS = {
     "num_virtual_stages_per_pipeline_rank": None,
     "pipeline_layer_layout": None,
     "pipeline_vocabulary": None,
+    "pipeline_recompute": None,
     "pipeline_memory_limit": None,
     "pipeline_model_parallel_layout": None,
     "pipeline_placement": None,

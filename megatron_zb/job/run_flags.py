@@ -14,6 +14,7 @@ from megatron_zb.schedules.placement import Placement, looped, wave
 LAYOUT_FLAG = "--pipeline-layer-layout"
 AUTO_LAYOUT = "auto"
 STREAMS_FLAG = "--pipeline-random-streams"
+RECOMPUTE_FLAG = "--pipeline-recompute"
 
 
 def asks_for_balance(layout: str | None) -> bool:
@@ -56,11 +57,38 @@ def check_table_alone(args: argparse.Namespace) -> None:
             "--pipeline-schedule-file trains with a whole output layer: leave "
             "--pipeline-vocabulary on out"
         )
+    if args.pipeline_recompute == "auto":
+        raise UsageError(
+            f"--pipeline-schedule-file is a finished schedule: leave {RECOMPUTE_FLAG} out"
+        )
     for name in ("pipeline_placement", "pipeline_schedule_cache"):
         if getattr(args, name) is not None:
             raise UsageError(
                 f"--pipeline-schedule-file is a finished schedule: leave {flag_of(name)} out"
             )
+
+
+def check_recompute(args: argparse.Namespace) -> None:
+    """Refuse what cannot be combined with activations that a schedule drops and makes again.
+
+    Raises:
+        UsageError: names both flags and the reason.
+    """
+    if args.pipeline_recompute != "auto":
+        return
+    for name, why in _NOT_WITH_RECOMPUTE.items():
+        value = getattr(args, name)
+        if value not in (None, "off"):
+            raise UsageError(
+                f"{RECOMPUTE_FLAG} auto cannot be combined with {flag_of(name)} {value}: {why}"
+            )
+
+
+_NOT_WITH_RECOMPUTE = {
+    "pipeline_vocabulary": "passes of a cut output layer are not made again; give off",
+    "pipeline_profile": "it measures forwards that keep everything",
+    "pipeline_replan_every": "it measures forwards that keep everything",
+}
 
 
 def placement_of(args: argparse.Namespace) -> Placement | None:
@@ -158,6 +186,17 @@ def add_vocabulary(group: argparse._ArgumentGroup) -> None:
         "can be done and is faster in the simulator (auto); the start-up lines say why. Losses "
         "agree with those of whole layers but for rounding, and are the same to the last bit in "
         "every schedule. Checkpoints serve both",
+    )
+
+
+def add_recompute(group: argparse._ArgumentGroup) -> None:
+    """Add the argument that lets a schedule drop activations and compute them again."""
+    group.add_argument(
+        RECOMPUTE_FLAG,
+        choices=("auto", "off"),
+        help="whether activations may be dropped after a forward, and computed again by a pass of "
+        "the schedule before their backward: wherever that is faster under the memory limit "
+        "(auto), or nowhere (off, the default). Losses stay the same to the last bit",
     )
 
 

@@ -47,6 +47,10 @@ from megatron_zb.schedules.program.lowering import Program, lower
 from megatron_zb.schedules.schedule import Schedule
 from megatron_zb.schedules.simulator import simulate
 
+INPUT = 1 / 17
+"""What the input of a layer takes of its activation: 2 of about 34 bytes a number in 16 bits
+(Korthikanti et al., arXiv 2205.05198, without those of attention that are computed again)."""
+
 # For another number of microbatches than a table's: evaluation, or a batch that is ramped up.
 _SUBSTITUTE = "auto"
 
@@ -102,6 +106,7 @@ class PipelineAdapter:
         placement: Placement | None = None,
         vocabulary: float | None = None,
         overlaps_exchange: bool = False,
+        recomputes: bool = False,
         build: Build = catalog.build,
     ) -> PipelineAdapter:
         """Build the schedule and place the layers.
@@ -121,6 +126,8 @@ class PipelineAdapter:
                 along the vocabulary over all pipeline ranks.
             overlaps_exchange: a forward and a backward may run in one pass, so that what experts
                 exchange in one hides behind the other.
+            recomputes: activations may be dropped, and computed again before their backward, where
+                that is faster under the memory limit.
             build: the function that builds schedules, for example on one rank for all.
 
         Raises:
@@ -135,6 +142,8 @@ class PipelineAdapter:
             costs = with_counted_vocabulary(costs, layers.decoder, vocabulary)
         if overlaps_exchange:
             costs = _with_exchange(costs, layer_layout)
+        if recomputes:
+            costs = _with_recomputation(costs, layers.decoder)
         schedule = build(
             name,
             pipeline_size=pipeline_size,
@@ -482,6 +491,12 @@ class PipelineAdapter:
             forwards = self.schedule.num_microbatches * self.schedule.placement.num_stages
             joined = len(self.schedule.pairs)
             lines.append(f"  {joined} of {forwards} forwards run in one pass with a backward")
+        if self.costs.recompute or self.schedule.dropped:
+            forwards = self.schedule.num_microbatches * self.schedule.placement.num_stages
+            lines.append(
+                f"  {len(self.schedule.dropped)} of {forwards} forwards keep their input alone; "
+                "their activations are computed again"
+            )
         if self.draws_by_layer:
             lines.append("  every layer draws from random streams of its own")
         lines += [f"  {line}" for line in self._said]
@@ -544,6 +559,12 @@ def _with_exchange(costs: Costs, layer_layout: str | Ends | None) -> Costs:
     profile = layer_layout.profile if isinstance(layer_layout, Ends) else None
     measured = profile and profile.exchange
     return with_exchange(costs, measured.share, measured.loss) if measured else with_exchange(costs)
+
+
+def _with_recomputation(costs: Costs, layers: int) -> Costs:
+    """Return the costs with the choice to drop activations, which nobody has measured."""
+    layer = sum(costs.activation) / max(layers, 1)
+    return costs.with_recomputation(kept_input=INPUT * layer)
 
 
 def _keeps_places(

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from megatron_zb.errors import UsageError
-from megatron_zb.job.run_flags import check_table_alone, placement_of
+from megatron_zb.job.run_flags import check_recompute, check_table_alone, placement_of
 from megatron_zb.measured.balance import Ends
 from megatron_zb.megatron_core import versions
 from megatron_zb.megatron_core.adapter import PipelineAdapter
@@ -48,6 +48,8 @@ class Sizes:
     back_to_back: bool = False
     overlaps_exchange: bool = False
     """Whether a forward and a backward may run in one pass, to hide what experts exchange."""
+    recomputes: bool = False
+    """Whether activations may be dropped, and computed again before their backward."""
     vocabulary: float | None = None
     """The layers that the output layer counts for, where it is cut over all ranks."""
     vocabulary_if_faster: bool = False
@@ -71,6 +73,7 @@ def build_adapter(
     Raises:
         UsageError: the flags cannot be combined, or the schedule cannot be built.
     """
+    check_recompute(args)
     named = args.pipeline_schedule_file is None
     if named and sizes.vocabulary_if_faster:
         adapter = _whole_or_cut(args, sizes, build)
@@ -80,7 +83,7 @@ def build_adapter(
     if group_options is not None:
         adapter.connect_with(group_options)
     profile = None if args.pipeline_profile is None else Path(args.pipeline_profile)
-    if versions.graphs_of(args) is versions.Graphs.NONE:
+    if versions.graphs_of(args) is versions.Graphs.NONE and not sizes.recomputes:
         adapter.profile(profile, args.pipeline_replan_every, is_named=named)
     return adapter
 
@@ -139,6 +142,7 @@ def _named(args: argparse.Namespace, sizes: Sizes, build: Build) -> PipelineAdap
             placement=placement,
             vocabulary=sizes.vocabulary,
             overlaps_exchange=sizes.overlaps_exchange,
+            recomputes=sizes.recomputes,
             build=build,
         )
 

@@ -407,10 +407,12 @@ class ForwardBackward:
             elif output is not None and self._physical.stage(iteration.pp_rank, vp_stage) == 0:
                 assert output.embedding.lookups is not None
                 stage = FirstStage(iteration, vp_stage, split, output.embedding.lookups)
+            number = self._physical.stage(iteration.pp_rank, vp_stage)
+            stage.dropped = frozenset(m for held, m in schedule.dropped if held == number)
             stage.activation_memory = split.queue.activation_memory = self._activation_memory
             if iteration.sync is not None:
                 split.queue.on_gradient = iteration.sync.listener(vp_stage)
-            stages[self._physical.stage(iteration.pp_rank, vp_stage)] = stage
+            stages[number] = stage
         if output is not None:
             logical = self._physical.logical(iteration.pp_rank)
             shard = self._physical.placement.num_stages + logical

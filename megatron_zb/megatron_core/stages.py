@@ -15,7 +15,8 @@ from megatron_zb.errors import UsageError
 from megatron_zb.megatron_core.data_parallel import DataParallelSync
 from megatron_zb.megatron_core.linear import SplitBackward
 from megatron_zb.megatron_core.placement import PhysicalPlacement
-from megatron_zb.megatron_core.random_streams import LayerStreams
+from megatron_zb.megatron_core.random_streams import LayerStreams, RandomState
+from megatron_zb.megatron_core.redo import Start
 from megatron_zb.runtime.autograd_stage import AutogradStage
 from megatron_zb.runtime.observer import NOTHING
 
@@ -28,6 +29,7 @@ class MegatronStage(AutogradStage):
         self._vp_stage = vp_stage
         self.is_output = iteration.physical.holds_output(iteration.pp_rank, vp_stage)
         self._queue = split.queue
+        self._past: dict[int, Start] = {}
         self._context_parallel = iteration.pg_collection.cp.size()
         super().__init__(
             self._forward_step,
@@ -86,6 +88,34 @@ class MegatronStage(AutogradStage):
         """Choose a microbatch's random streams, for a forward or a backward's recomputation."""
         if self._iteration.streams is not None:
             self._iteration.streams.start_pass(microbatch)
+
+    @contextmanager
+    def _remembering(self, microbatch: int) -> Iterator[None]:
+        iterators, chunk = self._iteration.data_iterators, self._vp_stage
+        usual = iterators[chunk]
+        start = self._past[microbatch] = Start([usual])
+        (iterators[chunk],) = start.data_iterators
+        try:
+            yield
+        finally:
+            iterators[chunk] = usual
+
+    @contextmanager
+    def _repeating(self, microbatch: int) -> Iterator[None]:
+        """Read and draw again what the forward has read and drawn.
+
+        A router counts the tokens of a forward with gradients alone, and so once.
+        """
+        iterators, chunk = self._iteration.data_iterators, self._vp_stage
+        usual, now = iterators[chunk], RandomState()
+        start = self._past.pop(microbatch)
+        start.go_back()
+        (iterators[chunk],) = start.data_iterators
+        try:
+            yield
+        finally:
+            iterators[chunk] = usual
+            now.restore()
 
     def backward(self, microbatch: int, gradient: torch.Tensor | None) -> torch.Tensor | None:
         self._choose_streams(microbatch)

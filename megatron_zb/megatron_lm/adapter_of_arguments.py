@@ -42,6 +42,7 @@ _NEED_A_SCHEDULE = {
     "enable_optimizer_post_validation": "v-zb",
     "pipeline_layer_layout": "v-half",
     "pipeline_vocabulary": "v-half",
+    "pipeline_recompute": "v-half",
     "pipeline_profile": "v-half",
     "pipeline_replan_every": "auto",
     "pipeline_random_streams": "v-half",
@@ -81,6 +82,7 @@ def adapter_of(
     args.mtp_num_layers = layers_of(args).multi_token or args.mtp_num_layers
     conflicts.check_vocabulary(args)
     conflicts.check_pairs(args)
+    conflicts.check_recomputation(args)
     options = group_options(
         args.nccl_communicator_config_path, args.high_priority_stream_groups or ()
     )
@@ -173,6 +175,7 @@ def _sizes(args: argparse.Namespace) -> Sizes:
         group_size=getattr(args, "microbatch_group_size_per_vp_stage", None),
         back_to_back=args.enable_optimizer_post_validation,
         overlaps_exchange=conflicts.overlaps_exchange(args),
+        recomputes=conflicts.recomputes(args),
     )
     known = _known_ends(sizes)
     if_faster = _may_cut(args) and _why_whole(args, known) is None

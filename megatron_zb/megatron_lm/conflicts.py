@@ -13,7 +13,7 @@ from enum import Enum
 from typing import Any
 
 from megatron_zb.errors import UsageError
-from megatron_zb.job.run_flags import STREAMS_FLAG
+from megatron_zb.job.run_flags import RECOMPUTE_FLAG, STREAMS_FLAG
 from megatron_zb.megatron_core import graphs, versions
 from megatron_zb.megatron_core.encoder import language_model, why_not_placed
 from megatron_zb.megatron_core.forward_backward import NOT_SERVED, WHY_NOT_SHARDED
@@ -372,6 +372,34 @@ VOCABULARY_CONFLICTS = (
 )
 
 
+_TWICE = "what a forward keeps for the next step would be kept twice"
+RECOMPUTATION_CONFLICTS = (
+    Conflict(
+        "recompute_granularity",
+        "--recompute-granularity",
+        "it keeps the inputs of layers alone already; leave it out, or use selective",
+        lambda value: value == "full",
+    ),
+    Conflict(OVERLAP, OVERLAP_FLAG, "its plans of a forward are not made again"),
+    Conflict(
+        "enable_optimizer_post_validation",
+        POST_VALIDATION,
+        "the forwards that run again would be dropped twice",
+    ),
+    Conflict("fp8", "--fp8-format", _TWICE),
+    Conflict("fp4", "--fp4-format", _TWICE),
+    *(
+        Conflict(
+            setting,
+            flag_of(setting),
+            "forwards that keep their input alone are not captured",
+            lambda value: value not in (False, "none"),
+        )
+        for setting in versions.GRAPH_SETTINGS
+    ),
+)
+
+
 WHY_NOT_FLOAT32 = "Megatron's plans are for bf16 and fp16; add --bf16"
 WHY_NO_GRAPHS_OF_LAYERS = (
     "they are captured in the order of whole passes, and replayed layer by layer then; use "
@@ -445,6 +473,26 @@ def pair_refusals(args: argparse.Namespace) -> Iterator[Refusal]:
 def overlaps_exchange(args: argparse.Namespace) -> bool:
     """Return whether the exchange of tokens between experts is to run beside computation."""
     return bool(getattr(args, OVERLAP, False))
+
+
+def check_recomputation(args: argparse.Namespace) -> None:
+    """Refuse arguments with which no forward of a schedule runs again.
+
+    Raises:
+        UsageError: names both flags and the reason.
+    """
+    _raise_first(recomputation_refusals(args))
+
+
+def recomputation_refusals(args: argparse.Namespace) -> Iterator[Refusal]:
+    """Yield the arguments with which no forward of a schedule runs again."""
+    if recomputes(args):
+        yield from _conflicting(RECOMPUTATION_CONFLICTS, args, f"{RECOMPUTE_FLAG} auto")
+
+
+def recomputes(args: argparse.Namespace) -> bool:
+    """Return whether activations may be dropped, and computed again by the schedule."""
+    return bool(args.pipeline_recompute == "auto")
 
 
 def check_vocabulary(args: argparse.Namespace) -> None:

@@ -6,7 +6,12 @@ import argparse
 from collections.abc import Sequence
 
 from megatron_zb.errors import UsageError
-from megatron_zb.job.run_flags import add_run_arguments, add_schedule, add_vocabulary
+from megatron_zb.job.run_flags import (
+    add_recompute,
+    add_run_arguments,
+    add_schedule,
+    add_vocabulary,
+)
 from megatron_zb.parsing import flag_of
 
 _OLDER = "older zero-bubble arguments"
@@ -47,6 +52,7 @@ def _add_schedule(parser: argparse.ArgumentParser) -> None:
         "--pipeline-profile; --pipeline-model-parallel-layout writes them out",
     )
     add_vocabulary(group)
+    add_recompute(group)
     add_run_arguments(group)
     group.add_argument(
         "--enable-optimizer-post-validation",

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Protocol
 
 import torch
@@ -27,6 +28,9 @@ class Stage(Protocol):
 
     def backward_weight(self, microbatch: int) -> None:
         """Run W: the weight gradients that B has left."""
+
+    def recompute(self, microbatch: int) -> None:
+        """Run R: a forward again that has kept its input alone, now with all that B needs."""
 
 
 def _backward(edge: GradientEdge, gradient: torch.Tensor | None) -> None:
@@ -54,8 +58,11 @@ class AutogradStage:
 
     ``compute(microbatch, activation)`` returns the stage's output, or the loss on the last stage.
     Only the output's place in the graph is kept, never its data: the data goes with the message
-    and is freed when that has been sent, unless an operation saved it for itself.
+    and is freed when that has been sent, unless an operation saved it for itself. Of microbatches
+    in :attr:`dropped`, F keeps the input alone, and R computes the rest again.
     """
+
+    dropped: Collection[int] = ()
 
     def __init__(
         self,
@@ -70,9 +77,12 @@ class AutogradStage:
         self._is_last = is_last
         self._forward_only = forward_only
         self._live: dict[int, tuple[torch.Tensor | None, Any]] = {}
+        self._inputs: dict[int, torch.Tensor | None] = {}
         self.activation_memory: ActivationMemory | None = None
 
     def forward(self, microbatch: int, activation: torch.Tensor | None) -> torch.Tensor | None:
+        if microbatch in self.dropped:
+            return self._forward_dropped(microbatch, activation)
         if activation is not None and not self._forward_only:
             activation.requires_grad_()
         output = self._compute(microbatch, activation)
@@ -80,6 +90,29 @@ class AutogradStage:
             self._hold(activation)
             self._live[microbatch] = (activation, self._start_of_backward(output))
         return None if self._is_last else output.detach()
+
+    def _forward_dropped(self, microbatch: int, activation: torch.Tensor | None) -> torch.Tensor:
+        self._hold(activation)
+        self._inputs[microbatch] = activation
+        with torch.no_grad(), self._remembering(microbatch):
+            output = self._compute(microbatch, activation)
+        return output.detach()  # parts of Megatron's layers turn gradients on again
+
+    def recompute(self, microbatch: int) -> None:
+        activation = self._inputs.pop(microbatch)
+        if activation is not None:
+            activation.requires_grad_()
+        with self._repeating(microbatch):
+            output = self._compute(microbatch, activation)
+        self._live[microbatch] = (activation, self._start_of_backward(output))
+
+    def _remembering(self, microbatch: int) -> AbstractContextManager[None]:
+        """Return the context of a forward that is to run again."""
+        return nullcontext()
+
+    def _repeating(self, microbatch: int) -> AbstractContextManager[None]:
+        """Return the context in which it computes the same again."""
+        return nullcontext()
 
     def backward(self, microbatch: int, gradient: torch.Tensor | None) -> torch.Tensor | None:
         activation, start = self._live.pop(microbatch)
@@ -102,10 +135,11 @@ class AutogradStage:
 
     def reset(self) -> None:
         """Forget the forwards that have run; their backward will not come."""
-        for activation, _ in self._live.values():
+        for activation in (*(input for input, _ in self._live.values()), *self._inputs.values()):
             if activation is not None:
                 self._release(activation)
         self._live.clear()
+        self._inputs.clear()
 
     def _start_of_backward(self, output: torch.Tensor) -> Any:
         """Return what the backward of a forward needs, None if it needs no backward."""

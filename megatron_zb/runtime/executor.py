@@ -32,6 +32,7 @@ TRAINING: dict[PassKind, Handler] = {
     PassKind.B: lambda stage, microbatch, received=None: stage.backward_input(microbatch, received),
     PassKind.BW: lambda stage, microbatch, received=None: stage.backward(microbatch, received),
     PassKind.W: lambda stage, microbatch: stage.backward_weight(microbatch),
+    PassKind.R: lambda stage, microbatch: stage.recompute(microbatch),
 }
 """Handlers of a training step's passes, on a :class:`megatron_zb.runtime.autograd_stage.Stage`."""
 

@@ -7,7 +7,12 @@ from __future__ import annotations
 
 import argparse
 
-from megatron_zb.job.run_flags import add_run_arguments, add_schedule, add_vocabulary
+from megatron_zb.job.run_flags import (
+    add_recompute,
+    add_run_arguments,
+    add_schedule,
+    add_vocabulary,
+)
 from megatron_zb.parsing import Parser
 
 _DESCRIPTION = """\
@@ -58,6 +63,7 @@ def _add_pipeline(parser: argparse.ArgumentParser) -> None:
     )
     add_run_arguments(group)
     add_vocabulary(group)
+    add_recompute(group)
     group.add_argument(
         "--pipeline-layer-layout",
         metavar="LAYOUT",

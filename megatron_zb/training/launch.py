@@ -180,6 +180,7 @@ def _adapter(args: argparse.Namespace, build: Build) -> PipelineAdapter | None:
         chunks=Chunks(args.num_virtual_stages_per_pipeline_rank),
         ends=ends,
         vocabulary=known.output if cuts else None,
+        recomputes=args.pipeline_recompute == "auto",
         vocabulary_if_faster=cuts and asked == "auto",
     )
     adapter = build_adapter(args, sizes, build)

@@ -1,0 +1,108 @@
+"""Activations that are dropped and made again: losses and gradients are those of stock."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from gpt_cases import GPTCase, built, differences, forward_backward, gradients, microbatches
+from joined import EXPERTS
+from ranks import RankPools
+
+from megatron_zb import schedules
+from megatron_zb.schedules import Schedule
+from megatron_zb.schedules.passes import Pass, PassKind
+
+
+def dropping(schedule: Schedule, seed: int, share: float = 0.6) -> Schedule:
+    """The same order, with R of some units anywhere between their F and their B."""
+    dice = random.Random(seed)
+    last = schedule.placement.num_stages - 1
+    ranks = []
+    for passes in schedule.ranks:
+        line = list(passes)
+        for p in passes:
+            if p.kind is not PassKind.F or p.stage == last or dice.random() > share:
+                continue
+            end = next(i for i, q in enumerate(line) if q[1:] == p[1:] and q.kind in _BACKWARD)
+            line.insert(dice.randint(line.index(p) + 1, end), Pass(PassKind.R, p.stage, p.microbatch))
+        ranks.append(tuple(line))
+    return replace(schedule, ranks=tuple(ranks)).validate()
+
+
+_BACKWARD = (PassKind.B, PassKind.BW)
+
+
+def order(name: str, seed: int) -> Schedule:
+    found = dropping(schedules.build(name, pipeline_size=2, num_microbatches=5), seed)
+    assert found.dropped
+    return found
+
+
+CASES = {
+    "plain": GPTCase(),
+    "tied": GPTCase(tied=True),
+    "bf16": GPTCase(dtype="bfloat16"),
+    "experts": GPTCase(options=tuple(EXPERTS.items())),
+    "selective": GPTCase(
+        options=(("recompute_granularity", "selective"), ("recompute_modules", ("core_attn",)))
+    ),
+    "lengths": GPTCase(lengths=(16, 8, 12)),
+}
+PARALLEL = {
+    "tensor": GPTCase(tensor_parallel=2),
+    "sequence": GPTCase(tensor_parallel=2, sequence_parallel=True),
+    "data": GPTCase(data_parallel=2, overlap_grad_reduce=True),
+    "expert": GPTCase(
+        data_parallel=2, expert_parallel=2, dtype="bfloat16", options=tuple(EXPERTS.items())
+    ),
+    "distributed_optimizer": GPTCase(
+        data_parallel=2,
+        overlap_grad_reduce=True,
+        distributed_optimizer=True,
+        overlap_param_gather=True,
+        optimizer_steps=3,
+    ),
+}
+NAMES = ("v-half", "zb-h1", "interleaved")
+IN_EVERY_RUN = {("plain", "v-half"), ("experts", "v-half"), ("bf16", "interleaved")}
+
+
+@pytest.mark.parametrize(
+    ("what", "name"),
+    [
+        pytest.param(what, name, marks=() if (what, name) in IN_EVERY_RUN else pytest.mark.full)
+        for what in CASES
+        for name in NAMES
+    ],
+)
+def test_what_is_made_again_is_what_megatron_computes(
+    ranks: RankPools, what: str, name: str
+) -> None:
+    schedule = order(name, seed=len(what) + len(name))
+    found = ranks(2).run(
+        differences, case=CASES[what], schedule=schedule, num_microbatches=[5], iterations=2
+    )
+    assert found == [[]] * 2
+
+
+@pytest.mark.parametrize(
+    ("what", "name"),
+    [
+        pytest.param(what, name, marks=() if (what, name) == ("data", "v-half") else pytest.mark.full)
+        for what in PARALLEL
+        for name in ("v-half", "interleaved")
+    ],
+)
+def test_other_ranks_make_it_again_together(ranks: RankPools, what: str, name: str) -> None:
+    found = ranks(4).run(
+        differences,
+        case=PARALLEL[what],
+        schedule=order(name, seed=len(what)),
+        num_microbatches=[5],
+        iterations=2,
+    )
+    assert found == [[]] * 4
