@@ -50,7 +50,7 @@ CASES = {
     "selective": GPTCase(
         options=(("recompute_granularity", "selective"), ("recompute_modules", ("core_attn",)))
     ),
-    "lengths": GPTCase(lengths=(16, 8, 12)),
+    "lengths": GPTCase(lengths=(16, 8, 12), options=(("moe_token_dispatcher_type", "alltoall"),)),
 }
 PARALLEL = {
     "tensor": GPTCase(tensor_parallel=2),

@@ -26,6 +26,7 @@ from megatron_zb.schedules.search.runner import Problem, Runner
 # their activations longest, the first half, and of the others.
 _SHARES = ((1.0, 1.0), (0.9, 0.9), (0.75, 0.75), (0.5, 0.5), (0.25, 0.25), (1.0, 0.0), (0.5, 0.0))
 _THRESHOLD = 0.3  # the loss that polishing accepts at first, in mean passes
+_LEAST = 1e-6  # of an activation: orders are found for memory that is not nothing
 _POOL = 3  # starts that are polished further, the fastest ones
 _LAST_THRESHOLDS = (0.3, 0.15, 0.3, 0.15)
 
@@ -53,11 +54,6 @@ def smallest_limit(problem: Problem, rank: int) -> float:
     kept = [max(row.kept_input[s] for _, row in costs.rows(m)) for s in held]
     whole = [costs.largest_activation[s] for s in held]
     extra = max(a - i for a, i in zip(whole, kept, strict=True))
-    last = problem.placement.num_stages - 1
-    if last in held:  # it is kept, while another may be made again
-        own = held.index(last)
-        rest = [a - i for s, a, i in zip(held, whole, kept, strict=True) if s != last]
-        extra = whole[own] - kept[own] + max(rest, default=0.0)
     return sum(kept) + extra
 
 
@@ -124,7 +120,7 @@ def _mixed(placement: Placement, costs: StageCosts, shares: tuple[float, float])
 
     def less(held: Sequence[float]) -> tuple[float, ...]:
         each = zip(held, costs.kept_input, share, strict=True)
-        return tuple(h - x * max(0.0, h - i) for h, i, x in each)
+        return tuple(max(_LEAST * h, h - x * max(0.0, h - i)) for h, i, x in each)
 
     def longer(seconds: Sequence[float]) -> tuple[float, ...]:
         return tuple(t + x * r for t, r, x in zip(seconds, costs.recompute, share, strict=True))
