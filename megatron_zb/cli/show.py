@@ -146,6 +146,13 @@ def _add_schedule(command: argparse.ArgumentParser) -> None:
         help="the same of an input gradient (default 0)",
     )
     costs.add_argument(
+        "--recompute",
+        type=seconds,
+        metavar="X",
+        help="let forwards under a memory limit keep the input of their stage alone, and run again "
+        "before their backward: X is the memory of that input, in microbatches on a whole rank",
+    )
+    costs.add_argument(
         "--cut-output",
         type=seconds,
         metavar="X",
@@ -196,6 +203,11 @@ def _save_page(path: Path, arguments: argparse.Namespace) -> None:
         raise UsageError(
             "--cut-output: there is no page for an output layer that is cut: give a name that ends "
             "in .png or .svg"
+        )
+    if arguments.recompute is not None:
+        raise UsageError(
+            "--recompute: there is no page for activations that are made again: give a name that "
+            "ends in .png or .svg"
         )
     from megatron_zb.drawing.html import page
     from megatron_zb.drawing.html.schedule_page import save_schedule
@@ -330,6 +342,8 @@ def _costs(
         costs = costs.with_communication(
             forward=arguments.forward_comm, backward=arguments.backward_comm
         )
+    if arguments.recompute is not None:
+        costs = costs.with_recomputation(kept_input=arguments.recompute)
     output = arguments.cut_output
     if output is None:
         return costs

@@ -15,6 +15,7 @@ KIND_NAMES = {
     PassKind.B: "input gradient",
     PassKind.W: "weight gradient",
     PassKind.BW: "backward, fused",
+    PassKind.R: "recomputation",
     PassKind.T: "teacher",
     PassKind.S: "students",
     PassKind.U: "update",
@@ -31,6 +32,7 @@ _SHADES = {
     PassKind.B: ("#7A4C0F", "#F49417"),  # orange
     PassKind.W: ("#0A472B", "#3FC98A"),  # green
     PassKind.BW: ("#4F0A44", "#C556AC"),  # magenta
+    PassKind.R: ("#5C5C5C", "#B9B9B9"),  # gray
     PassKind.T: ("#2A18A8", "#978FE6"),  # indigo
     PassKind.S: ("#970810", "#F3838A"),  # red
     PassKind.U: ("#8C7A00", "#F2DC2A"),  # yellow

@@ -56,7 +56,7 @@ def seconds_of_link(rank: int, ranks: int) -> float:
 
 
 class SyntheticStage:
-    """A stage that sleeps for the seconds of F, B, W and BW and sends messages without content.
+    """A stage that sleeps for the seconds of F, B, W, BW and R and sends messages without content.
 
     What costs say of the exchange between experts is slept in a thread of its own.
     """
@@ -78,6 +78,9 @@ class SyntheticStage:
 
     def backward_weight(self, microbatch: int) -> None:
         self._run(PassKind.W, microbatch)
+
+    def recompute(self, microbatch: int) -> None:
+        self._run(PassKind.R, microbatch)
 
     def backward(self, microbatch: int, gradient: torch.Tensor | None) -> torch.Tensor | None:
         self._run(PassKind.BW, microbatch)
@@ -104,7 +107,7 @@ class SyntheticStage:
 
     def _exchange_seconds(self, kind: PassKind, microbatch: int) -> float:
         costs = self._costs.of(microbatch)
-        by_kind = {PassKind.F: costs.forward_comm, PassKind.W: ()}
+        by_kind = {PassKind.F: costs.forward_comm, PassKind.W: (), PassKind.R: ()}
         seconds = by_kind.get(kind, costs.backward_comm)
         return seconds[self._stage] if seconds else 0.0
 

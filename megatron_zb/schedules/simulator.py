@@ -28,8 +28,8 @@ class Timeline:
     ``bubble_rate`` is the share of the ranks' time, from the first start to the last end anywhere,
     in which they run nothing.
     ``peak_activation[r]`` counts microbatches of a whole rank (every F holds 1/chunks of one until
-    its W or BW ends, or its R instead where it has one; every T one until its S ends); ``peak_memory[r]`` is in the unit of
-    ``costs.activation`` and lets B free its share.
+    its W or BW ends, or its R instead where it has one; every T one until its S ends);
+    ``peak_memory[r]`` is in the unit of ``costs.activation`` and lets B free its share.
     """
 
     schedule: Schedule

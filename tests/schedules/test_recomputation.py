@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import hypothesis
 import pytest
@@ -68,9 +69,7 @@ def test_what_is_dropped_holds_its_input_until_it_is_made_again() -> None:
 )
 def test_what_cannot_be_made_again_is_refused(rank: int, passes: str, said: str) -> None:
     lines = list(two_ranks().ranks)
-    lines[rank] = tuple(
-        Pass(PassKind(text[:-1]), rank, int(text[-1])) for text in passes.split()
-    )
+    lines[rank] = tuple(Pass(PassKind(text[:-1]), rank, int(text[-1])) for text in passes.split())
     with pytest.raises(InvalidSchedule, match=said):
         replace(two_ranks(), ranks=tuple(lines)).validate()
 
@@ -97,20 +96,18 @@ def test_wrong_costs_are_refused(given: dict[str, float], said: str) -> None:
 
 def test_below_every_order_memory_is_had_by_dropping() -> None:
     """p = 4, a sixth of 1F1B: orders alone need a quarter, one microbatch in each chunk."""
-    given = {"pipeline_size": 4, "num_microbatches": 8, "memory_limit": 0.17}
-    with pytest.raises(UsageError, match="needs at least 0.25 of 1F1B"):
+    given: dict[str, Any] = {"pipeline_size": 4, "num_microbatches": 8, "memory_limit": 0.17}
+    with pytest.raises(UsageError, match=r"needs at least 0\.25 of 1F1B"):
         schedules.build("v-half", **given, costs=costs_of(4).without_recomputation())
     found = schedules.build("v-half", **given, costs=costs_of(4, kept=0.05))
     assert found.dropped
     assert max(simulate(found, costs_of(4, kept=0.05)).peak_memory) <= 0.17 * 4 + 1e-9
-    with pytest.raises(UsageError, match="needs at least 0.1375 of 1F1B"):
-        schedules.build(
-            "v-half", **(given | {"memory_limit": 0.1}), costs=costs_of(4, kept=0.05)
-        )
+    with pytest.raises(UsageError, match=r"needs at least 0\.1375 of 1F1B"):
+        schedules.build("v-half", **(given | {"memory_limit": 0.1}), costs=costs_of(4, kept=0.05))
 
 
 def test_a_limit_of_half_is_met_faster_by_dropping_some() -> None:
-    given = {"pipeline_size": 4, "num_microbatches": 16, "memory_limit": 0.5}
+    given: dict[str, Any] = {"pipeline_size": 4, "num_microbatches": 16, "memory_limit": 0.5}
     costs = costs_of(4, kept=0.03)
     mixed = schedules.build("v-half", **given, costs=costs)
     kept = schedules.build("v-half", **given, costs=costs.without_recomputation())
@@ -121,7 +118,7 @@ def test_a_limit_of_half_is_met_faster_by_dropping_some() -> None:
 def test_where_nothing_can_be_gained_nothing_is_dropped() -> None:
     """Full memory: the order without R is as fast as its bound."""
     costs = costs_of(2)
-    given = {"pipeline_size": 2, "num_microbatches": 4, "memory_limit": 2.0}
+    given: dict[str, Any] = {"pipeline_size": 2, "num_microbatches": 4, "memory_limit": 2.0}
     assert schedules.build("v-zb", **given, costs=costs).ranks == (
         schedules.build("v-zb", **given, costs=costs.without_recomputation()).ranks
     )
@@ -155,9 +152,7 @@ def problems(draw: st.DrawFn) -> tuple[Problem, Costs]:
 @hypothesis.settings(max_examples=40, deadline=None)
 def test_every_search_keeps_rules_limit_and_bound(found: tuple[Problem, Costs]) -> None:
     problem, costs = found
-    bound = lower_bound(
-        problem.placement, problem.num_microbatches, problem.costs, problem.limit
-    )
+    bound = lower_bound(problem.placement, problem.num_microbatches, problem.costs, problem.limit)
     schedule = state_search.search_states("any", problem, Effort(30, 60), bound, [])
     if schedule is None:  # the W of other chunks may need the room
         return
@@ -186,7 +181,7 @@ def test_compiled_or_not_the_result_is_the_same(monkeypatch: pytest.MonkeyPatch)
 @hypothesis.given(st.integers(2, 4), st.integers(1, 8), st.floats(0.3, 1.0))
 @hypothesis.settings(max_examples=sizes.SEARCHES, deadline=None)
 def test_states_never_make_a_request_slower(p: int, m: int, limit: float) -> None:
-    given = {"pipeline_size": p, "num_microbatches": m, "memory_limit": max(limit, 1.01 / p)}
+    given: dict[str, Any] = {"pipeline_size": p, "num_microbatches": m, "memory_limit": max(limit, 1.01 / p)}
     costs = costs_of(p, kept=0.05)
     mixed = schedules.build("v-zb", **given, costs=costs)
     kept = schedules.build("v-zb", **given, costs=costs.without_recomputation())

@@ -18,7 +18,12 @@ from megatron_zb.schedules.placement import Placement, looped, wave
 from megatron_zb.schedules.request import Request, keeps
 from megatron_zb.schedules.schedule import Schedule
 from megatron_zb.schedules.search.fusing import fuse_for_free
-from megatron_zb.schedules.search.placement_search import QUICK, search_placement, with_pairs, with_states
+from megatron_zb.schedules.search.placement_search import (
+    QUICK,
+    search_placement,
+    with_pairs,
+    with_states,
+)
 from megatron_zb.schedules.simulator import simulate
 
 _QUICK_SECONDS = 0.5

@@ -78,10 +78,22 @@ class Problem:
             stage_at=make.integers([s for held in placement.stages_of for s in held]),
             rank=make.integers([r for r in placement.rank_of for _ in range(m)] * 3),
             maker=make.integers(
-                [*sources, *range(block - m), *range(block + m, 2 * block), *turns, *[-1] * 2 * block]
+                [
+                    *sources,
+                    *range(block - m),
+                    *range(block + m, 2 * block),
+                    *turns,
+                    *[-1] * 2 * block,
+                ]
             ),
             reader=make.integers(
-                [*range(m, block), *sinks, *sources, *range(block, 2 * block - m), *[-1] * 2 * block]
+                [
+                    *range(m, block),
+                    *sinks,
+                    *sources,
+                    *range(block, 2 * block - m),
+                    *[-1] * 2 * block,
+                ]
             ),
             seconds=each(
                 lambda row, s: row.forward[s],

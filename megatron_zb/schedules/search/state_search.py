@@ -1,4 +1,4 @@
-"""Search for an order and for what it keeps: activations held from F to B, or dropped and made again.
+"""Search for an order and for its states: activations kept from F to B, or dropped and made again.
 
 Memory buys time in two ways: another order holds less, and a unit that is dropped holds its input
 alone until R makes its activation again. Neither by itself is good below half of 1F1B's memory. So
@@ -98,13 +98,18 @@ def _mixed_orders(problem: Problem, effort: Effort) -> Iterator[tuple[tuple[Pass
     runs = Effort(effort.runs // (2 * len(_SHARES)), effort.runs * 10 // len(_SHARES))
     ranks = range(placement.pipeline_size)
     room = [
-        max(problem.costs.activation[s] - problem.costs.kept_input[s] for s in placement.stages_of[r])
+        max(
+            problem.costs.activation[s] - problem.costs.kept_input[s]
+            for s in placement.stages_of[r]
+        )
         for r in ranks
     ]
     for shares in _SHARES:
         mixed = replace(problem, costs=_mixed(placement, problem.costs, shares))
         for free in (0.0, 1.0):
-            limit = tuple(most - free * extra for most, extra in zip(problem.limit, room, strict=True))
+            limit = tuple(
+                most - free * extra for most, extra in zip(problem.limit, room, strict=True)
+            )
             if all(mixed.smallest_limit(r) <= limit[r] for r in ranks):
                 yield search(replace(mixed, limit=limit), runs, 0.0).ranks
 

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import random
 from dataclasses import replace
-from typing import Any
 
 import pytest
 import torch
-from gpt_cases import GPTCase, built, differences, forward_backward, gradients, microbatches
+from gpt_cases import GPTCase, differences, run
 from joined import EXPERTS
 from ranks import RankPools
 
@@ -28,7 +27,9 @@ def dropping(schedule: Schedule, seed: int, share: float = 0.6) -> Schedule:
             if p.kind is not PassKind.F or p.stage == last or dice.random() > share:
                 continue
             end = next(i for i, q in enumerate(line) if q[1:] == p[1:] and q.kind in _BACKWARD)
-            line.insert(dice.randint(line.index(p) + 1, end), Pass(PassKind.R, p.stage, p.microbatch))
+            line.insert(
+                dice.randint(line.index(p) + 1, end), Pass(PassKind.R, p.stage, p.microbatch)
+            )
         ranks.append(tuple(line))
     return replace(schedule, ranks=tuple(ranks)).validate()
 
@@ -92,7 +93,9 @@ def test_what_is_made_again_is_what_megatron_computes(
 @pytest.mark.parametrize(
     ("what", "name"),
     [
-        pytest.param(what, name, marks=() if (what, name) == ("data", "v-half") else pytest.mark.full)
+        pytest.param(
+            what, name, marks=() if (what, name) == ("data", "v-half") else pytest.mark.full
+        )
         for what in PARALLEL
         for name in ("v-half", "interleaved")
     ],
@@ -106,3 +109,32 @@ def test_other_ranks_make_it_again_together(ranks: RankPools, what: str, name: s
         iterations=2,
     )
     assert found == [[]] * 4
+
+
+def drawn_again(case: GPTCase, seed: int) -> list[str]:
+    """Where dropout masks are others if some forwards run twice: [] is nowhere."""
+    kept = schedules.build("v-half", pipeline_size=2, num_microbatches=5)
+    one, other = (
+        run(case, schedule, [5], iterations=2)[5] for schedule in (kept, dropping(kept, seed))
+    )
+    found = [] if one.losses == other.losses else [f"{one.losses} are not {other.losses}"]
+    for name, gradient in one.gradients.items():
+        if not torch.equal(gradient, other.gradients[name]):
+            found.append(f"gradient of {name}")
+    return found
+
+
+def test_a_forward_that_runs_again_draws_the_same_masks(ranks: RankPools) -> None:
+    found = ranks(2).run(drawn_again, case=GPTCase(dropout=0.1), seed=4)
+    assert found == [[]] * 2
+
+
+def test_an_evaluation_drops_nothing(ranks: RankPools) -> None:
+    found = ranks(2).run(
+        differences,
+        case=GPTCase(),
+        schedule=order("v-half", 1),
+        num_microbatches=[5],
+        forward_only=True,
+    )
+    assert found == [[]] * 2

@@ -1,0 +1,115 @@
+#!/usr/bin/env python3
+"""Activations that are made again: how much time a step takes, at which memory.
+
+Per microbatch and rank F, B and W take 1, 1.2 and 0.8, a message 0.05; the input of a stage takes
+--kept of a microbatch on a rank. For each memory limit, `auto` with every activation kept, and with
+the choice to drop some. Beside it, 1F1B in which all layers are recomputed, as Megatron does with
+--recompute-granularity full: B takes F longer, and a rank holds inputs and one activation. The loss
+is what a step takes longer than its passes without recomputation. Bounds are those of the placement
+at the limit. Everything is simulated.
+
+Prints a table and, last, one JSON line.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from typing import Any
+
+import provenance
+
+from megatron_zb import schedules
+from megatron_zb.errors import UsageError
+
+WORK = 3.0  # seconds of F, B and W of a microbatch on a rank
+
+
+def costs_of(p: int, *, recomputed: float = 0.0) -> schedules.Costs:
+    return schedules.Costs.uniform(
+        pipeline_size=p, forward=1.0, backward=1.2 + recomputed, weight=0.8, p2p=0.05
+    )
+
+
+def built(p: int, m: int, limit: float, costs: schedules.Costs) -> dict[str, Any]:
+    """`auto` under a limit, as a fraction of 1F1B; empty where nothing fits."""
+    begin = time.process_time()
+    try:
+        found = schedules.build(
+            "auto", pipeline_size=p, num_microbatches=m, costs=costs, memory_limit=limit
+        )
+    except UsageError:
+        return {}
+    timeline = schedules.simulate(found, costs)
+    schedules.lower(found, timeline)
+    assert found.report is not None
+    return {
+        "makespan": timeline.makespan,
+        "loss": 1 - m * WORK / timeline.makespan,
+        "bound": found.report.lower_bound,
+        "peak": max(timeline.peak_memory) / p,
+        "placement": found.placement.name,
+        "chunks": found.placement.chunks,
+        "dropped": len(found.dropped) / (found.placement.num_stages * m),
+        "seconds": time.process_time() - begin,
+    }
+
+
+def stock_recomputed(p: int, m: int, kept: float) -> dict[str, float]:
+    """1F1B with every layer recomputed, and what its first rank holds."""
+    costs = costs_of(p, recomputed=1.0)
+    order = schedules.build("1f1b", pipeline_size=p, num_microbatches=m, costs=costs)
+    makespan = schedules.simulate(order, costs).makespan
+    return {"makespan": makespan, "loss": 1 - m * WORK / makespan, "peak": (1 + p * kept) / p}
+
+
+def parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--ranks", type=int, default=8, help="pipeline ranks (default 8)")
+    parser.add_argument("--microbatches", type=int, default=32, help="of a step (default 32)")
+    parser.add_argument("--kept", type=float, default=0.03, help="a stage's input (default 0.03)")
+    parser.add_argument(
+        "--limits",
+        type=float,
+        nargs="+",
+        default=[0.145, 0.18, 0.25, 0.333, 0.375, 0.5, 1.0],
+        metavar="X",
+        help="memory as a fraction of 1F1B's (default 0.145 0.18 0.25 0.333 0.375 0.5 1)",
+    )
+    return parser
+
+
+def main() -> int:
+    args = parser().parse_args()
+    p, m = args.ranks, args.microbatches
+    mixed = costs_of(p).with_recomputation(kept_input=args.kept)
+    rows = []
+    print("limit  all kept    loss  some dropped    loss  dropped  placement   bound")
+    for limit in args.limits:
+        kept, some = built(p, m, limit, costs_of(p)), built(p, m, limit, mixed)
+        rows.append({"limit": limit, "kept": kept, "some": some})
+        alone = f"{kept['makespan']:8.1f}  {kept['loss']:6.1%}" if kept else "       -       -"
+        if not some:
+            print(f"{limit:5g}  {alone}  nothing fits")
+            continue
+        print(
+            f"{limit:5g}  {alone}  {some['makespan']:12.1f}  {some['loss']:6.1%}  "
+            f"{some['dropped']:7.0%}  {some['placement']} x{some['chunks']}  {some['bound']:8.1f}",
+            flush=True,
+        )
+    stock = stock_recomputed(p, m, args.kept)
+    print(
+        f"1F1B, everything recomputed: {stock['makespan']:.1f}, loss {stock['loss']:.1%}, in "
+        f"{stock['peak']:.2f} of 1F1B's memory"
+    )
+    found = {"ranks": p, "microbatches": m, "kept": args.kept, "rows": rows, "stock": stock}
+    print(json.dumps({**found, **provenance.provenance()}))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
