@@ -107,7 +107,7 @@ def main() -> int:
         f"{stock['peak']:.2f} of 1F1B's memory"
     )
     found = {"ranks": p, "microbatches": m, "kept": args.kept, "rows": rows, "stock": stock}
-    print(json.dumps({**found, **provenance.provenance()}))
+    print(json.dumps({**found, **provenance.of_this_run()}))
     return 0
 
 
