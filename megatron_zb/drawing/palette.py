@@ -32,7 +32,7 @@ _SHADES = {
     PassKind.B: ("#7A4C0F", "#F49417"),  # orange
     PassKind.W: ("#0A472B", "#3FC98A"),  # green
     PassKind.BW: ("#4F0A44", "#C556AC"),  # magenta
-    PassKind.R: ("#5C5C5C", "#B9B9B9"),  # gray
+    PassKind.R: ("#DB9FB5", "#DB9FB5"),  # pink
     PassKind.T: ("#2A18A8", "#978FE6"),  # indigo
     PassKind.S: ("#970810", "#F3838A"),  # red
     PassKind.U: ("#8C7A00", "#F2DC2A"),  # yellow
@@ -40,8 +40,8 @@ _SHADES = {
     PassKind.P: ("#2F882B", "#98CF96"),  # grass
     PassKind.V: ("#2D88AA", "#68D0F6"),  # cyan
 }
-ONE_SHADE = (PassKind.O, PassKind.P, PassKind.V)
-"""Kinds of which a rank runs one for a microbatch, whatever chunks it has."""
+ONE_SHADE = (PassKind.R, PassKind.O, PassKind.P, PassKind.V)
+"""Kinds that look the same for all chunks; of O, P and V a rank runs one for a microbatch."""
 _KINDS_IN_WORDS = ", ".join(_SHADES)
 # A kind whose ranks have one chunk alone has the shade between the two.
 _ONE_CHUNK = 0.5

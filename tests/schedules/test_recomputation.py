@@ -181,7 +181,11 @@ def test_compiled_or_not_the_result_is_the_same(monkeypatch: pytest.MonkeyPatch)
 @hypothesis.given(st.integers(2, 4), st.integers(1, 8), st.floats(0.3, 1.0))
 @hypothesis.settings(max_examples=sizes.SEARCHES, deadline=None)
 def test_states_never_make_a_request_slower(p: int, m: int, limit: float) -> None:
-    given: dict[str, Any] = {"pipeline_size": p, "num_microbatches": m, "memory_limit": max(limit, 1.01 / p)}
+    given: dict[str, Any] = {
+        "pipeline_size": p,
+        "num_microbatches": m,
+        "memory_limit": max(limit, 1.01 / p),
+    }
     costs = costs_of(p, kept=0.05)
     mixed = schedules.build("v-zb", **given, costs=costs)
     kept = schedules.build("v-zb", **given, costs=costs.without_recomputation())
