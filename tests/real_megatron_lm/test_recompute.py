@@ -1,4 +1,4 @@
-"""Activations that are dropped and made again, in the real pretrain_gpt.py: every digit is stock's."""
+"""Activations that are dropped and made again in the real pretrain_gpt.py: stock's every digit."""
 
 from __future__ import annotations
 
