@@ -518,6 +518,20 @@ def test_the_tables_of_what_was_measured_are_made_from_the_results(
     assert page.count("<!-- generated: ") == page.count("<!-- end: ") == 11
 
 
+def test_the_times_with_recomputation_are_those_of_the_results() -> None:
+    """And none is above what keeps everything in the same memory, or breaks its limit."""
+    results = json.loads((ROOT / "docs/results/recomputation.json").read_text(encoding="utf-8"))
+    page = (ROOT / "docs/schedules.md").read_text(encoding="utf-8")
+    for row in results["rows"]:
+        kept, some = row["kept"], row["some"]
+        times = " | ".join(f"{of['makespan']:.1f} | {of['loss']:.1%}" for of in (kept, some))
+        assert f"| {row['limit']:g} | {times} | {some['dropped']:.0%} |" in page
+        assert some["makespan"] <= kept["makespan"]
+        assert some["peak"] <= row["limit"] * (1 + 1e-9)
+    stock = results["stock"]
+    assert f"takes {stock['makespan']:.1f} ({stock['loss']:.1%})" in page
+
+
 def test_the_times_with_pairs_are_those_of_the_results() -> None:
     """And none is above a published order's that holds as much."""
     results = json.loads((ROOT / "docs/results/pairs.json").read_text(encoding="utf-8"))
