@@ -39,6 +39,10 @@ CONTENDERS = {
     "stock interleaved": "--num-layers-per-virtual-pipeline-stage 2",
     **{name: f"--pipeline-schedule {name}" for name in _OURS},
     **{f"{name}, cut": f"--pipeline-schedule {name} --pipeline-vocabulary on" for name in _OURS},
+    "stock 1f1b, all recomputed": "--recompute-granularity full --recompute-method uniform "
+    "--recompute-num-layers 1",
+    "auto, half the memory": "--pipeline-schedule auto --pipeline-recompute auto "
+    "--pipeline-memory-limit 0.5",
 }
 _RANK = Path(__file__).with_name("accounted_rank.py")
 _STEP = re.compile(r"iteration +(\d+)/ .*elapsed time per iteration \(ms\): ([0-9.]+)")
