@@ -372,7 +372,7 @@ def build(
         costs = Costs.uniform(pipeline_size=pipeline_size, forward=1, backward=1, weight=1)
     check_number(costs, num_microbatches)
     if costs.vocabulary is not None or any(costs.forward_comm):
-        costs = costs.without_recomputation()
+        costs = costs.with_all_kept()
     limit = MemoryLimit.of(memory_limit, memory_limit_bytes, pipeline_size)
     request = Request(
         pipeline_size,

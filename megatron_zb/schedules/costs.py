@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -99,7 +100,9 @@ class StageCosts:
     are empty where nothing is exchanged.
 
     ``recompute`` are the seconds of R, and ``kept_input[s]`` is the memory that an F holds whose R
-    makes its activation again. They are empty where everything is kept.
+    makes its activation again; ``copy`` are the seconds in which an activation is copied to the
+    host, or from it, with both at once if ``full_duplex``, and ``host_limit`` is the memory of the
+    host for each rank. The tuples are empty where nothing is dropped, or moved.
     """
 
     forward: tuple[float, ...]
@@ -118,6 +121,9 @@ class StageCosts:
     pair_loss: float = 0.0
     recompute: tuple[float, ...] = ()
     kept_input: tuple[float, ...] = ()
+    copy: tuple[float, ...] = ()
+    full_duplex: bool = True
+    host_limit: float = math.inf
 
     def of(self, microbatch: int) -> StageCosts:
         """Return the costs of one microbatch."""
@@ -144,6 +150,7 @@ class StageCosts:
             PassKind.BW: self.fused,
         }
         training[PassKind.R] = self.recompute or self.forward
+        training[PassKind.D] = training[PassKind.H] = (0.0,) * len(self.forward)
         return training | dict(self.others) | self._seconds_of_shards()
 
     def _seconds_of_shards(self) -> dict[PassKind, tuple[float, ...]]:
@@ -205,6 +212,11 @@ class StageCosts:
         return self.of(p.microbatch).seconds[p.kind][p.stage]
 
     @property
+    def has_states(self) -> bool:
+        """Whether activations can be dropped, or moved to the host."""
+        return bool(self.recompute or self.copy)
+
+    @property
     def communicates(self) -> bool:
         """Whether there is anything that a pair could hide."""
         return any(self.forward_comm) or any(self.backward_comm)
@@ -262,7 +274,8 @@ class Costs:
 
     ``recompute`` are the seconds per slice to make again what a forward has kept nothing of but the
     input of its stage, which takes ``kept_input``, in the unit of ``activation``; empty if
-    everything is kept: see :meth:`with_recomputation`.
+    everything is kept: see :meth:`with_recomputation`. ``copy`` are the seconds per slice to copy
+    what it holds to the host, or back; empty if nothing is moved: see :meth:`with_offload`.
     """
 
     pipeline_size: int
@@ -282,6 +295,9 @@ class Costs:
     pair_loss: float = 0.0
     recompute: tuple[float, ...] = ()
     kept_input: float = 0.0
+    copy: tuple[float, ...] = ()
+    full_duplex: bool = True
+    host_limit: float = math.inf
 
     @classmethod
     def uniform(
@@ -380,6 +396,7 @@ class Costs:
             ("pair_loss", (self.pair_loss,), 1),
             ("recompute", self.recompute, slices if self.recompute else 0),
             ("kept_input", (self.kept_input,), 1),
+            ("copy", self.copy, slices if self.copy else 0),
             *(("p2p", row, self.pipeline_size) for row in self.p2p),
         ):
             if len(values) != length:
@@ -473,15 +490,11 @@ class Costs:
                 "costs: microbatches have lengths of their own already: give the costs of "
                 "communication before"
             )
-        slices = len(self.forward)
-
-        def each(values: float | Sequence[float]) -> tuple[float, ...]:
-            if isinstance(values, int | float):
-                return (values * self.pipeline_size / slices,) * slices
-            return tuple(values)
-
         with_comm = replace(
-            self, forward_comm=each(forward), backward_comm=each(backward), pair_loss=pair_loss
+            self,
+            forward_comm=self._each(forward),
+            backward_comm=self._each(backward),
+            pair_loss=pair_loss,
         )
         with_comm._check()
         return with_comm
@@ -527,12 +540,55 @@ class Costs:
         costs._check()
         return costs
 
-    def without_recomputation(self) -> Costs:
-        """Return the costs where every activation is kept."""
-        if not self.recompute:
+    def with_offload(
+        self,
+        *,
+        seconds: float | Sequence[float],
+        full_duplex: bool = True,
+        host_limit: float = math.inf,
+    ) -> Costs:
+        """Return the costs with the choice to move activations to the host, and back before B.
+
+        Args:
+            seconds: what copying an activation one way takes, of each slice, or one number for a
+                microbatch on one whole rank; longer where ranks share a link to the host.
+            full_duplex: whether the copies of both directions run at once without slowing down.
+            host_limit: memory of the host for each rank, in the unit of ``activation``.
+
+        Raises:
+            UsageError: a value is negative or not finite, or there is not one for each slice.
+        """
+        if self.microbatches:
+            raise UsageError(
+                "costs: microbatches have lengths of their own already: give the costs of offload "
+                "before"
+            )
+        if not host_limit >= 0:
+            raise UsageError(f"costs: host_limit is {host_limit}: give memory of 0 or more")
+        costs = replace(
+            self, copy=self._each(seconds), full_duplex=full_duplex, host_limit=host_limit
+        )
+        costs._check()
+        return costs
+
+    def _each(self, values: float | Sequence[float]) -> tuple[float, ...]:
+        """Return seconds of each slice, where one number is those of a whole rank."""
+        slices = len(self.forward)
+        if isinstance(values, int | float):
+            return (values * self.pipeline_size / slices,) * slices
+        return tuple(values)
+
+    @property
+    def has_states(self) -> bool:
+        """Whether activations can be dropped, or moved to the host."""
+        return bool(self.recompute or self.copy)
+
+    def with_all_kept(self) -> Costs:
+        """Return the costs where every activation is kept on its device."""
+        if not self.has_states:
             return self
-        rows = tuple(row.without_recomputation() for row in self.microbatches)
-        return replace(self, recompute=(), kept_input=0.0, microbatches=rows)
+        rows = tuple(row.with_all_kept() for row in self.microbatches)
+        return replace(self, recompute=(), kept_input=0.0, copy=(), microbatches=rows)
 
     def of_lengths(self, lengths: Sequence[float]) -> Costs:
         """Return the costs of microbatches that take so many times what this one takes, in turn.
@@ -566,6 +622,7 @@ class Costs:
             backward_comm=times(self.backward_comm),
             recompute=times(self.recompute),
             kept_input=self.kept_input * length,
+            copy=times(self.copy),
             microbatches=(),
             vocabulary=self.vocabulary and self.vocabulary._times(length),
         )
@@ -648,6 +705,9 @@ class Costs:
             pair_loss=self.pair_loss,
             recompute=seconds(self.recompute) if self.recompute else (),
             kept_input=self._kept_inputs(stages),
+            copy=_resample(self.copy, stages) if self.copy else (),
+            full_duplex=self.full_duplex,
+            host_limit=self.host_limit,
         )
 
     def _kept_inputs(self, stages: int) -> tuple[float, ...]:

@@ -32,10 +32,10 @@ from megatron_zb.schedules.simulator import Timeline
 from megatron_zb.schedules.vocabulary import VocabularyRules
 
 _LETTER = {PassKind.F: "F", PassKind.B: "I", PassKind.W: "W", PassKind.BW: "B"} | {
-    kind: str(kind) for kind in (PassKind.R, *EmbeddingRules.kinds)
+    kind: str(kind) for kind in (PassKind.R, PassKind.D, PassKind.H, *EmbeddingRules.kinds)
 }
 _KIND = {letter: kind for kind, letter in _LETTER.items()}
-_CELL = re.compile(r"([0-9]+)([FIWBROPVEG])([0-9]+)")
+_CELL = re.compile(r"([0-9]+)([FIWBRDHOPVEG])([0-9]+)")
 _PAIR = re.compile(r"\(([^;()]*);([^;()]*)\)OVERLAP_F_B")
 _COMMUNICATION = re.compile(r"[0-9]+(SEND|RECV)_[FB][0-9]+")
 

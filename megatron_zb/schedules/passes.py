@@ -19,6 +19,11 @@ class PassKind(str, Enum):
     B, which needs what it makes (as in *Training Deep Nets with Sublinear Memory Cost*, arXiv
     1604.06174, for a whole stage at once).
 
+    ``D`` and ``H`` are of a unit whose activation is moved to the host between its F and its B.
+    The copy from the device begins by itself when F ends; at D the rank waits until that copy has
+    ended, and the activation's memory is free. At H the copy from the host begins, into memory that
+    is taken there; B waits for its end. Neither takes a rank's time by itself.
+
     Blockwise distillation has other kinds (*Pipe-BD*, arXiv 2301.12443): ``T`` is the teacher's
     forward, from the activation that the stage before relays to the one that the next stage reads;
     ``S`` the student's forward, loss and backward, which reads and makes no message and runs after
@@ -42,6 +47,8 @@ class PassKind(str, Enum):
     W = "W"
     BW = "BW"
     R = "R"
+    D = "D"
+    H = "H"
     T = "T"
     S = "S"
     U = "U"

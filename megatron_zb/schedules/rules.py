@@ -8,7 +8,7 @@ of rules, and a handler for each of its kinds where a rank carries them out.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Collection, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import ClassVar, NamedTuple, Protocol, TypeAlias
@@ -139,7 +139,10 @@ def rank_in_words(rank: int) -> str:
 
 @dataclass(frozen=True)
 class TrainingRules(Rules):
-    """F, B, W and BW of a training step (arXiv 2401.10241, section 2), and R of units dropped."""
+    """F, B, W and BW of a training step (arXiv 2401.10241, section 2).
+
+    With R of units that are dropped, and D and H of those that are moved to the host.
+    """
 
     holds = MappingProxyType(
         {
@@ -148,6 +151,8 @@ class TrainingRules(Rules):
             PassKind.W: (0, -1),
             PassKind.BW: (-1, 0),
             PassKind.R: (1, 0),
+            PassKind.D: (-1, 0),
+            PassKind.H: (1, 0),
         }
     )
 
@@ -156,7 +161,7 @@ class TrainingRules(Rules):
         nothing = Link((), None)
         found = []
         for kind, stage, microbatch in passes:
-            if kind in (PassKind.W, PassKind.R):
+            if kind is PassKind.W or kind in _BETWEEN:
                 found.append(nothing)
                 continue
             is_gradient = kind is not PassKind.F
@@ -174,13 +179,14 @@ class TrainingRules(Rules):
 
         Rules: *placement* (a pass runs on the rank of its stage), *completeness* (every stage and
         microbatch has one F and either one BW or one B and one W), *order* (F before B before W),
-        *recomputation* (R once, between F and B, and never on the last stage) and *microbatch
-        order* (F, input gradients and weight gradients of a stage each rise with the microbatch, so
-        that sums are formed in 1F1B's order).
+        *recomputation* (R once, between F and B, and never on the last stage), *offload* (D and H
+        once each, D before H, between F and B of a unit without R, and never on the last stage) and
+        *microbatch order* (F, input gradients and weight gradients of a stage each rise with the
+        microbatch, so that sums are formed in 1F1B's order).
         """
         m = schedule.num_microbatches
         done: dict[int, list[int]] = {s: [0, 0, 0] for s in schedule.placement.stages_of[rank]}
-        again: set[Pass] = set()
+        between: set[Pass] = set()
         for position, p in enumerate(schedule.ranks[rank]):
             if p.stage not in done:
                 why = f"stage {p.stage} does not live on rank {rank}"
@@ -190,13 +196,13 @@ class TrainingRules(Rules):
             if schedule.forward_only and p.kind is not PassKind.F:
                 why = "a forward-only schedule has F passes alone"
                 return Broken("completeness", why, position)
-            if p.kind is PassKind.R:
-                why_not = _why_not_again(p, done[p.stage], schedule.placement)
-                if why_not is None and p in again:
-                    why_not = "it has run before"
+            if p.kind in _BETWEEN:
+                why_not = _why_not_between(p, done[p.stage], schedule.placement)
+                why_not = why_not or _why_not_after(p, between)
                 if why_not is not None:
-                    return Broken("recomputation", why_not, position)
-                again.add(p)
+                    rule = "recomputation" if p.kind is PassKind.R else "offload"
+                    return Broken(rule, why_not, position)
+                between.add(p)
                 continue
             columns = _COLUMNS.get(p.kind)
             if columns is None:
@@ -222,17 +228,32 @@ class TrainingRules(Rules):
                 if count != wanted:
                     why = f"{count} of {wanted} {letter} passes are listed"
                     return Broken("completeness", why, stage=stage)
+        for p in sorted(between):
+            if p.kind is PassKind.D and p._replace(kind=PassKind.H) not in between:
+                return Broken("offload", f"{p} has no H that fetches it", stage=p.stage)
         return None
 
 
-def _why_not_again(p: Pass, done: Sequence[int], placement: Placement) -> str | None:
-    """Return why R cannot run after so many F and B of its stage, None if it can."""
+def _why_not_after(p: Pass, between: Collection[Pass]) -> str | None:
+    """Return why R, D or H cannot run after those of its stage that have, None if it can."""
+    if p in between:
+        return "it has run before"
+    recomputed, moved = (p._replace(kind=kind) in between for kind in (PassKind.R, PassKind.D))
+    if p.kind is PassKind.H:
+        return None if moved else "its D has not run yet"
+    return "a unit is either dropped or moved" if recomputed or moved else None
+
+
+def _why_not_between(p: Pass, done: Sequence[int], placement: Placement) -> str | None:
+    """Return why R, D or H cannot run after so many F and B of its stage, None if it can."""
     if p.stage == placement.num_stages - 1:
         return "the last stage's B follows its F at once"
     if done[0] <= p.microbatch:
         return "its F has not run yet"
     return "its B has run already" if done[1] > p.microbatch else None
 
+
+_BETWEEN = (PassKind.R, PassKind.D, PassKind.H)
 
 # Which of F, B and W of a microbatch a pass is, as columns of a count.
 _COLUMNS = {PassKind.F: (0,), PassKind.B: (1,), PassKind.W: (2,), PassKind.BW: (1, 2)}

@@ -68,9 +68,15 @@ class Schedule:
     @cached_property
     def dropped(self) -> frozenset[tuple[int, int]]:
         """Units (stage and microbatch) whose F keeps its input alone: those that have an R."""
-        return frozenset(
-            (p.stage, p.microbatch) for rank in self.ranks for p in rank if p.kind is PassKind.R
-        )
+        return self._units_with(PassKind.R)
+
+    @cached_property
+    def moved(self) -> frozenset[tuple[int, int]]:
+        """Units (stage and microbatch) that the host holds from F to B: those that have a D."""
+        return self._units_with(PassKind.D)
+
+    def _units_with(self, kind: PassKind) -> frozenset[tuple[int, int]]:
+        return frozenset((p.stage, p.microbatch) for rank in self.ranks for p in rank if p.kind is kind)
 
     def memory_change(self, p: Pass, costs: StageCosts) -> float:
         """Return the memory that a pass takes at its start, or frees at its end if negative."""

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Protocol
 
+from megatron_zb.schedules.copies import Copy, CopyEngines
 from megatron_zb.schedules.costs import StageCosts, check_number
 from megatron_zb.schedules.passes import Pair, Pass, PassKind
 from megatron_zb.schedules.placement import Placement
@@ -30,12 +31,15 @@ class Timeline:
     ``peak_activation[r]`` counts microbatches of a whole rank (every F holds 1/chunks of one until
     its W or BW ends, or its R instead where it has one; every T one until its S ends);
     ``peak_memory[r]`` is in the unit of ``costs.activation`` and lets B free its share.
+    ``copies[r]`` are those of the rank's moved units, in the order in which they were asked for;
+    empty if there are none. ``peak_host[r]`` is what the host holds of them, in the same unit.
     """
 
     schedule: Schedule
     costs: StageCosts
     start: tuple[tuple[float, ...], ...]
     end: tuple[tuple[float, ...], ...]
+    copies: tuple[tuple[Copy, ...], ...] = ()
 
     @cached_property
     def makespan(self) -> float:
@@ -101,6 +105,27 @@ class Timeline:
     def peak_memory(self) -> tuple[float, ...]:
         return tuple(max(self.memory_curve(rank), default=0.0) for rank in range(len(self.start)))
 
+    @cached_property
+    def peak_host(self) -> tuple[float, ...]:
+        return tuple(max(self.host_curve(rank), default=0.0) for rank in range(len(self.start)))
+
+    def host_curve(self, rank: int) -> tuple[float, ...]:
+        """Return the memory that the host holds while each pass of a rank runs.
+
+        Of every moved unit, from the end of its F, when the copy out begins, to the start of its B,
+        which the copy in has ended before.
+        """
+        held, curve = 0.0, []
+        for p in self.schedule.ranks[rank]:
+            unit = (p.stage, p.microbatch)
+            size = self.costs.of(p.microbatch).activation[p.stage] if unit in self.schedule.moved else 0.0
+            if p.kind in (PassKind.B, PassKind.BW):
+                held -= size
+            curve.append(held)
+            if p.kind is PassKind.F:
+                held += size
+        return tuple(curve)
+
     def memory_curve(self, rank: int) -> tuple[float, ...]:
         """Return the memory held while each pass of a rank runs, in units of activation."""
         return tuple(held for held, _ in self.memory_steps(rank))
@@ -135,7 +160,7 @@ def simulate(schedule: Schedule, costs: Priced) -> Timeline:
 
     Sends never block. B(stage) waits for B(stage+1) and, from another rank, one transfer more; a
     fused BW keeps the previous stage waiting until all of it has ended, and a pair the readers of
-    both of its outputs. The rules of other kinds of
+    both of its outputs. D and B of a moved unit wait for its copies. The rules of other kinds of
     passes define what these wait for.
 
     Raises:
@@ -146,6 +171,8 @@ def simulate(schedule: Schedule, costs: Priced) -> Timeline:
     links = schedule.links()
     check_number(table, schedule.num_microbatches)
     seconds, hops, uneven = table.seconds, table.hops, table.microbatches
+    moved = schedule.moved
+    engines = [CopyEngines(table) for _ in ranks] if moved else []
     clock, position = [0.0] * len(ranks), [0] * len(ranks)
     start: list[list[float]] = [[] for _ in ranks]
     end: list[list[float]] = [[] for _ in ranks]
@@ -170,6 +197,9 @@ def simulate(schedule: Schedule, costs: Priced) -> Timeline:
                 waiting.setdefault(missing, []).append(rank)
                 break
             kind, stage, microbatch = passes[i]
+            is_moved = moved and (stage, microbatch) in moved
+            if is_moved:
+                begin = max(begin, engines[rank].awaited_by(passes[i]))
             if uneven:
                 seconds, hops = uneven[microbatch].seconds, uneven[microbatch].hops
             if pairs and i and passes[i - 1] in pairs:
@@ -180,13 +210,16 @@ def simulate(schedule: Schedule, costs: Priced) -> Timeline:
                 now = begin + seconds[kind][stage]
             starts.append(begin)
             ends.append(now)
+            if is_moved:
+                engines[rank].follow(passes[i], now)
             if makes is not None:
                 ready[makes] = now + hops[kind][stage]
                 if makes in waiting:
                     runnable += waiting.pop(makes)
         clock[rank], position[rank] = now, len(ends)
     _check_all_ran(schedule, [(r, i) for r, i in enumerate(position) if i < len(ranks[r])])
-    return Timeline(schedule, table, tuple(map(tuple, start)), tuple(map(tuple, end)))
+    copies = tuple(tuple(of_rank.copies) for of_rank in engines)
+    return Timeline(schedule, table, tuple(map(tuple, start)), tuple(map(tuple, end)), copies)
 
 
 def _check_all_ran(schedule: Schedule, blocked: list[tuple[int, int]]) -> None:

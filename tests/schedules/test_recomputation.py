@@ -98,7 +98,7 @@ def test_below_every_order_memory_is_had_by_dropping() -> None:
     """p = 4, a sixth of 1F1B: orders alone need a quarter, one microbatch in each chunk."""
     given: dict[str, Any] = {"pipeline_size": 4, "num_microbatches": 8, "memory_limit": 0.17}
     with pytest.raises(UsageError, match=r"needs at least 0\.25 of 1F1B"):
-        schedules.build("v-half", **given, costs=costs_of(4).without_recomputation())
+        schedules.build("v-half", **given, costs=costs_of(4).with_all_kept())
     found = schedules.build("v-half", **given, costs=costs_of(4, kept=0.05))
     assert found.dropped
     assert max(simulate(found, costs_of(4, kept=0.05)).peak_memory) <= 0.17 * 4 + 1e-9
@@ -110,7 +110,7 @@ def test_a_limit_of_half_is_met_faster_by_dropping_some() -> None:
     given: dict[str, Any] = {"pipeline_size": 4, "num_microbatches": 16, "memory_limit": 0.5}
     costs = costs_of(4, kept=0.03)
     mixed = schedules.build("v-half", **given, costs=costs)
-    kept = schedules.build("v-half", **given, costs=costs.without_recomputation())
+    kept = schedules.build("v-half", **given, costs=costs.with_all_kept())
     assert 0 < len(mixed.dropped) < 128
     assert simulate(mixed, costs).makespan < 0.97 * simulate(kept, costs).makespan
 
@@ -120,7 +120,7 @@ def test_where_nothing_can_be_gained_nothing_is_dropped() -> None:
     costs = costs_of(2)
     given: dict[str, Any] = {"pipeline_size": 2, "num_microbatches": 4, "memory_limit": 2.0}
     assert schedules.build("v-zb", **given, costs=costs).ranks == (
-        schedules.build("v-zb", **given, costs=costs.without_recomputation()).ranks
+        schedules.build("v-zb", **given, costs=costs.with_all_kept()).ranks
     )
 
 
@@ -188,7 +188,7 @@ def test_states_never_make_a_request_slower(p: int, m: int, limit: float) -> Non
     }
     costs = costs_of(p, kept=0.05)
     mixed = schedules.build("v-zb", **given, costs=costs)
-    kept = schedules.build("v-zb", **given, costs=costs.without_recomputation())
+    kept = schedules.build("v-zb", **given, costs=costs.with_all_kept())
     assert simulate(mixed, costs).makespan <= simulate(kept, costs).makespan * (1 + 1e-9)
     assert mixed.report is not None
     assert mixed.report.makespan >= mixed.report.lower_bound * (1 - 1e-9)

@@ -161,7 +161,7 @@ def _with_states(
     Raises:
         UsageError: the limit is below what the placement needs.
     """
-    alone = replace(request, costs=request.costs.without_recomputation())
+    alone = replace(request, costs=request.costs.with_all_kept())
     refused: UsageError | None = None
     try:
         found = _on(placement, alone, fastest)

@@ -56,7 +56,7 @@ def search_placement(
         UsageError: the limit is below one microbatch in each chunk.
     """
     if request.costs.recompute:
-        alone = replace(request, costs=request.costs.without_recomputation())
+        alone = replace(request, costs=request.costs.with_all_kept())
 
         def all_kept() -> Schedule:
             return search_placement(
