@@ -76,7 +76,9 @@ class Schedule:
         return self._units_with(PassKind.D)
 
     def _units_with(self, kind: PassKind) -> frozenset[tuple[int, int]]:
-        return frozenset((p.stage, p.microbatch) for rank in self.ranks for p in rank if p.kind is kind)
+        return frozenset(
+            (p.stage, p.microbatch) for rank in self.ranks for p in rank if p.kind is kind
+        )
 
     def memory_change(self, p: Pass, costs: StageCosts) -> float:
         """Return the memory that a pass takes at its start, or frees at its end if negative."""

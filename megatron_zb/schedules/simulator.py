@@ -118,12 +118,11 @@ class Timeline:
         held, curve = 0.0, []
         for p in self.schedule.ranks[rank]:
             unit = (p.stage, p.microbatch)
-            size = self.costs.of(p.microbatch).activation[p.stage] if unit in self.schedule.moved else 0.0
-            if p.kind in (PassKind.B, PassKind.BW):
-                held -= size
+            if unit in self.schedule.moved and p.kind in (PassKind.B, PassKind.BW):
+                held -= self.costs.of(p.microbatch).activation[p.stage]
             curve.append(held)
-            if p.kind is PassKind.F:
-                held += size
+            if unit in self.schedule.moved and p.kind is PassKind.F:
+                held += self.costs.of(p.microbatch).activation[p.stage]
         return tuple(curve)
 
     def memory_curve(self, rank: int) -> tuple[float, ...]:

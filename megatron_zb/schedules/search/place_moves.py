@@ -1,0 +1,177 @@
+"""Placement of moves to the host in an order that is known: which units, and when they come back.
+
+As in *PipeOffload* (arXiv 2503.01328), units that are held longest are moved first. Both ends of a
+move have their place in the order, so that memory is kept whatever a copy takes.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+
+from megatron_zb.schedules.passes import Pass, PassKind
+from megatron_zb.schedules.schedule import Schedule
+from megatron_zb.schedules.simulator import Priced, Timeline, simulate
+
+_BACKWARD = (PassKind.B, PassKind.BW)
+_EARLIER = (0.0, 0.5, 1.0, 2.0)  # than needed, in copies: where a wait would hold up others
+_TURNS = 3  # in each, units come back when the timeline of the one before needs them
+_ROUNDING = 1 + 1e-9
+
+
+def place_moves(schedule: Schedule, costs: Priced, limit: Sequence[float]) -> Schedule | None:
+    """Return an order with the moves that keep the limit, in as little time as a few turns find.
+
+    Args:
+        schedule: an order in which every activation is kept, whatever it holds.
+        costs: those with :meth:`~costs.Costs.with_offload`.
+        limit: memory of each rank, in units of activation.
+
+    None where moves do not keep the limit, or the host cannot hold what they move.
+    """
+    found = [
+        moved
+        for earlier in _EARLIER
+        if (moved := _in_turns(schedule, costs, limit, earlier)) is not None
+    ]
+    best = min(found, key=lambda timeline: timeline.makespan, default=None)
+    return best.schedule if best is not None else None
+
+
+def _in_turns(
+    schedule: Schedule, costs: Priced, limit: Sequence[float], earlier: float
+) -> Timeline | None:
+    timeline, best = simulate(schedule, costs), None
+    for _ in range(_TURNS):
+        placed = [_Line(timeline, rank, most).placed(earlier) for rank, most in enumerate(limit)]
+        ranks = [rank for rank in placed if rank is not None]
+        if len(ranks) < len(placed):
+            break
+        timeline = simulate(replace(schedule, ranks=tuple(ranks)), costs)
+        if max(timeline.peak_host) > timeline.costs.host_limit * _ROUNDING:
+            break
+        if best is None or timeline.makespan < best.makespan:
+            best = timeline
+    return best
+
+
+def _unit(p: Pass) -> tuple[int, int]:
+    return p.stage, p.microbatch
+
+
+class _Line:
+    """Passes of one rank, with the times of a timeline, while moves are put in."""
+
+    def __init__(self, timeline: Timeline, rank: int, limit: float) -> None:
+        schedule, costs = timeline.schedule, timeline.costs
+        last = schedule.placement.num_stages - 1
+        times = zip(schedule.ranks[rank], timeline.start[rank], timeline.end[rank], strict=True)
+        rest = [it for it in times if it[0].kind not in (PassKind.D, PassKind.H)]
+        self._passes = [p for p, _, _ in rest]
+        self._ends = [end for _, _, end in rest]
+        self._limit = limit * _ROUNDING
+        self._change = {p: schedule.rules.memory_change(p, costs) for p in self._passes}
+        self._size = {_unit(p): costs.of(p.microbatch).activation[p.stage] for p in self._passes}
+        self._forward_end = {_unit(p): end for p, _, end in rest if p.kind is PassKind.F}
+        self._backwards = [
+            (_unit(p), i, start)
+            for i, (p, start, _) in enumerate(rest)
+            if p.kind in _BACKWARD and p.stage != last
+        ]
+        self._copy = {u: costs.of(u[1]).copy[u[0]] for u, _, _ in self._backwards}
+
+    def placed(self, earlier: float) -> tuple[Pass, ...] | None:
+        """Return the passes with D and H of what is moved, None if that does not keep the limit."""
+        line = self._with_fetches(earlier)
+        if line is None:
+            return None
+        for unit in self._shortest_lives_first():
+            kept = [p for p in line if p != Pass(PassKind.H, *unit)]
+            if self._fits(kept):
+                line = kept
+        return tuple(self._with_releases(line))
+
+    def _shortest_lives_first(self) -> list[tuple[int, int]]:
+        lives = sorted((start - self._forward_end[unit], unit) for unit, _, start in self._backwards)
+        return [unit for _, unit in lives]
+
+    def _wanted(self) -> Iterator[tuple[tuple[int, int], int, float]]:
+        """Yield every unit, the place of its B, and when its copy should begin: as late as it can.
+
+        In the order of B; no B waits then, as long as there is memory.
+        """
+        free, wanted = float("inf"), []
+        for unit, place, start in reversed(self._backwards):
+            free = min(free, start) - self._copy[unit]
+            wanted.append((unit, place, free))
+        yield from reversed(wanted)
+
+    def _with_fetches(self, earlier: float) -> list[Pass] | None:
+        """Return the passes with an H of each unit: when it is wanted, or later, when it fits."""
+        wanted, line, held = deque(self._wanted()), list[Pass](), 0.0
+        moved, ran = {unit for unit, _, _ in self._backwards}, set[tuple[int, int]]()
+        for i, p in enumerate(self._passes):
+            while wanted and wanted[0][0] in ran:
+                unit, place, begin = wanted[0]
+                fits = held + self._most(moved, i, place) + self._size[unit] <= self._limit
+                begin -= earlier * self._copy[unit]
+                if place > i and not (fits and begin < self._ends[i]):
+                    break
+                line.append(Pass(PassKind.H, *unit))
+                held += self._size[unit]
+                wanted.popleft()
+            line.append(p)
+            if held + max(0.0, self._change[p]) > self._limit:
+                return None
+            held += self._after(p, moved)
+            if p.kind is PassKind.F:
+                ran.add(_unit(p))
+        return line
+
+    def _after(self, p: Pass, moved: set[tuple[int, int]]) -> float:
+        """Return what a pass leaves on the device, if the copies of moved units have ended."""
+        return 0.0 if p.kind is PassKind.F and _unit(p) in moved else self._change[p]
+
+    def _most(self, moved: set[tuple[int, int]], start: int, stop: int) -> float:
+        """Return the most memory that the passes from one place to another add to what is held."""
+        held = most = 0.0
+        for p in self._passes[start:stop]:
+            most = max(most, held + self._change[p])
+            held += self._after(p, moved)
+        return max(most, held)
+
+    def _fits(self, line: Sequence[Pass]) -> bool:
+        """Return whether an order keeps the limit if all copies of what it moves have ended."""
+        moved, held = {_unit(p) for p in line if p.kind is PassKind.H}, 0.0
+        for p in line:
+            if p.kind is PassKind.H:
+                held += self._size[_unit(p)]
+            elif held + self._change[p] > self._limit:
+                return False
+            else:
+                held += self._after(p, moved)
+            if held > self._limit:
+                return False
+        return True
+
+    def _with_releases(self, line: Sequence[Pass]) -> Iterator[Pass]:
+        """Yield the passes with a D of each moved unit, where its memory is needed and not before.
+
+        A unit whose memory nobody needs until it would come back is kept.
+        """
+        moved, held = {_unit(p) for p in line if p.kind is PassKind.H}, 0.0
+        on_device: deque[tuple[int, int]] = deque()
+        for p in line:
+            unit = _unit(p)
+            if p.kind is PassKind.H and unit in on_device:
+                on_device.remove(unit)
+                continue
+            change = self._size[unit] if p.kind is PassKind.H else self._change[p]
+            while change > 0.0 and held + change > self._limit and on_device:
+                yield Pass(PassKind.D, *on_device[0])
+                held -= self._size[on_device.popleft()]
+            yield p
+            held += change
+            if p.kind is PassKind.F and unit in moved:
+                on_device.append(unit)
