@@ -1,9 +1,10 @@
 #!/usr/bin/env python3
-"""Activations that are made again: how much time a step takes, at which memory.
+"""Activations made again, or moved to the host: how much time a step takes, at which memory.
 
 Per microbatch and rank F, B and W take 1, 1.2 and 0.8, a message 0.05; the input of a stage takes
 --kept of a microbatch on a rank. For each memory limit, `auto` with every activation kept, and with
-the choice to drop some. Beside it, 1F1B in which all layers are recomputed, as Megatron does with
+the choice to drop some; for each limit of --offload-limits, with the choice to move some to the
+host, each way in --copy of its passes' time. Beside it, 1F1B in which all layers are recomputed, as Megatron does with
 --recompute-granularity full: B takes F longer, and a rank holds inputs and one activation. The loss
 is what a step takes longer than its passes without recomputation. Bounds are those of the placement
 at the limit. Everything is simulated.
@@ -53,6 +54,8 @@ def built(p: int, m: int, limit: float, costs: schedules.Costs) -> dict[str, Any
         "placement": found.placement.name,
         "chunks": found.placement.chunks,
         "dropped": len(found.dropped) / (found.placement.num_stages * m),
+        "moved": len(found.moved) / (found.placement.num_stages * m),
+        "host": max(timeline.peak_host),
         "seconds": time.process_time() - begin,
     }
 
@@ -80,7 +83,42 @@ def parser() -> argparse.ArgumentParser:
         metavar="X",
         help="memory as a fraction of 1F1B's (default 0.145 0.18 0.25 0.333 0.375 0.5 1)",
     )
+    parser.add_argument(
+        "--offload-limits",
+        type=float,
+        nargs="*",
+        default=[0.0625, 0.125, 0.25, 0.5],
+        metavar="X",
+        help="the same where activations are moved to the host (default 0.0625 0.125 0.25 0.5)",
+    )
+    parser.add_argument(
+        "--copy",
+        type=float,
+        nargs="+",
+        default=[0.3, 0.5],
+        metavar="X",
+        help="time to copy an activation one way, in that of its F, B and W (default 0.3 0.5)",
+    )
     return parser
+
+
+def offloaded(p: int, m: int, limits: list[float], copy: float) -> list[dict[str, Any]]:
+    """Print and return `auto` with moves to the host, a row for each limit."""
+    rows = []
+    costs = costs_of(p).with_offload(seconds=WORK * copy)
+    print(f"\nto the host, {copy:g} of F, B and W each way")
+    print("limit  makespan    loss  moved   host  placement   bound")
+    for limit in limits:
+        moved = built(p, m, limit, costs)
+        rows.append({"limit": limit, "copy": copy, **moved})
+        if moved:
+            print(
+                f"{limit:5g}  {moved['makespan']:8.1f}  {moved['loss']:6.1%}  {moved['moved']:5.0%}"
+                f"  {moved['host']:5.1f}  {moved['placement']} x{moved['chunks']}  "
+                f"{moved['bound']:8.1f}",
+                flush=True,
+            )
+    return rows
 
 
 def main() -> int:
@@ -106,7 +144,9 @@ def main() -> int:
         f"1F1B, everything recomputed: {stock['makespan']:.1f}, loss {stock['loss']:.1%}, in "
         f"{stock['peak']:.2f} of 1F1B's memory"
     )
+    moved = [row for copy in args.copy for row in offloaded(p, m, args.offload_limits, copy)]
     found = {"ranks": p, "microbatches": m, "kept": args.kept, "rows": rows, "stock": stock}
+    found["moved"] = moved
     print(json.dumps({**found, **provenance.of_this_run()}))
     return 0
 

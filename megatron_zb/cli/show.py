@@ -153,6 +153,13 @@ def _add_schedule(command: argparse.ArgumentParser) -> None:
         "before their backward: X is the memory of that input, in microbatches on a whole rank",
     )
     costs.add_argument(
+        "--offload",
+        type=seconds,
+        metavar="T",
+        help="let activations under a memory limit be copied to the host and back between forward "
+        "and backward: T is the time to copy those of a microbatch on a whole rank one way",
+    )
+    costs.add_argument(
         "--cut-output",
         type=seconds,
         metavar="X",
@@ -204,11 +211,15 @@ def _save_page(path: Path, arguments: argparse.Namespace) -> None:
             "--cut-output: there is no page for an output layer that is cut: give a name that ends "
             "in .png or .svg"
         )
-    if arguments.recompute is not None:
-        raise UsageError(
-            "--recompute: there is no page for activations that are made again: give a name that "
-            "ends in .png or .svg"
-        )
+    for flag, given, what in (
+        ("--recompute", arguments.recompute, "made again"),
+        ("--offload", arguments.offload, "moved to the host"),
+    ):
+        if given is not None:
+            raise UsageError(
+                f"{flag}: there is no page for activations that are {what}: give a name that ends "
+                "in .png or .svg"
+            )
     from megatron_zb.drawing.html import page
     from megatron_zb.drawing.html.schedule_page import save_schedule
 
@@ -344,6 +355,8 @@ def _costs(
         )
     if arguments.recompute is not None:
         costs = costs.with_recomputation(kept_input=arguments.recompute)
+    if arguments.offload is not None:
+        costs = costs.with_offload(seconds=arguments.offload)
     output = arguments.cut_output
     if output is None:
         return costs

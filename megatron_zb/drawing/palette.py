@@ -145,7 +145,7 @@ def variant_of(schedule: Schedule, p: Pass) -> int:
 def bars_of(timeline: Timeline) -> Iterator[Bar]:
     """Yield the bars of all ranks, rank by rank in the order they run.
 
-    Those of a cut embedding are left out: they take next to no time.
+    Those of a cut embedding, and D and H, are left out: they take next to no time, or none.
     """
     schedule = timeline.schedule
     for rank, passes in enumerate(schedule.ranks):
@@ -155,7 +155,7 @@ def bars_of(timeline: Timeline) -> Iterator[Bar]:
             half = 1 if half == 0 else None
             if schedule.pair_at(rank, position) is not None:
                 half = 0
-            if p.kind in EMBEDDING_KINDS:
+            if p.kind in (*EMBEDDING_KINDS, PassKind.D, PassKind.H):
                 continue
             chunk = variant_of(schedule, p)
             colour = colour_of(p.kind, chunk, variants_of(schedule))

@@ -132,6 +132,24 @@ def _print_memory(timeline: Timeline, console: Console, columns: int, label_widt
         row.append(_sparkline(line, timeline, columns, top), style=MEMORY_COLOUR)
         row.append(f" {line.peak:.4g}", style="bold" if line is worst else "")
         _print_line(console, row.append(f" {MOST}" if line is worst else ""))
+    if timeline.copies:
+        console.print(Text(_copies_in_words(timeline)), highlight=False)
+
+
+def _copies_in_words(timeline: Timeline) -> str:
+    """Describe what is moved to the host: how many forwards, how much, and the busiest engine."""
+    costs, first = timeline.costs, 1 if timeline.costs.full_duplex else 2
+    busy = max(
+        sum(copy.end - copy.start for copy in copies if copy.to_host) for copies in timeline.copies
+    )
+    forwards = timeline.schedule.placement.num_stages * timeline.schedule.num_microbatches
+    held = max(timeline.peak_host)
+    limit = f" of {costs.host_limit:g}" if math.isfinite(costs.host_limit) else ""
+    return (
+        f"{len(timeline.schedule.moved)} of {forwards} forwards are moved to the host, which holds "
+        f"{held:.4g}{limit} of a rank; the busiest copy engine runs "
+        f"{first * busy / timeline.makespan:.0%} of the time"
+    )
 
 
 def _sparkline(line: MemoryLine, timeline: Timeline, columns: int, top: float) -> str:

@@ -196,6 +196,11 @@ class PipelineAdapter:
                 f"the schedule {schedule.name} has passes of an output layer that is cut: tables "
                 "train with a whole one; name a schedule, with --pipeline-vocabulary on"
             )
+        if schedule.moved:
+            raise UsageError(
+                f"the schedule {schedule.name} moves activations to the host (D and H), which is "
+                "simulated and drawn, but not trained with: take a table without"
+            )
         balance, letters = _placed(layers, layer_layout, schedule)
         return cls(
             schedule,

@@ -8,7 +8,7 @@ unequal costs, links and memory.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple, TypeAlias
 
 from megatron_zb.schedules.costs import StageCosts
@@ -26,10 +26,11 @@ def lower_bound(
     which memory times time cannot be less than what all activations take. Communication that a pair
     can hide counts as work where nothing is there to hide it: before the first B, when all F run
     alone. Where activations can be dropped and recomputed, those are whose memory times time costs
-    the fewest seconds.
+    the fewest seconds. Where they can be moved, those that hold most for the seconds of their
+    copies, as many as the copy engines carry.
     """
-    if costs.recompute:
-        return _recomputing_bound(placement, num_microbatches, costs, limit)
+    if costs.has_states:
+        return _bound_of_states(placement, num_microbatches, costs, limit)
     usable = usable_limit(placement, num_microbatches, costs, limit)
     rows = _shortest_rows(costs, num_microbatches)
     ends = costs.of(0).shortest(), costs.of(num_microbatches - 1).shortest()
@@ -55,61 +56,107 @@ def period_bound(
     usable = usable_limit(placement, num_microbatches, costs, limit)
     rows = _shortest_rows(costs, num_microbatches)
     hidden = _hidden(rows)
-    if costs.recompute:
+    if costs.has_states:
         usable = (math.inf,) * placement.pipeline_size
     work = (_whole_work(placement, hidden, rank) for rank in range(placement.pipeline_size))
     return max(*work, *_residencies(placement, rows, usable))
 
 
-def _recomputing_bound(
+def _bound_of_states(
     placement: Placement, num_microbatches: int, costs: StageCosts, limit: Sequence[float]
 ) -> float:
-    """Return a lower bound where units may be dropped: a fractional knapsack for every rank.
+    """Return a lower bound where units may be dropped or moved: two knapsacks for every rank.
 
-    The waits at both ends are those without a limit, under which there may be more of them.
+    Fractional ones: of the seconds that the rank has for R, and of those of its copy engines. The
+    waits at both ends are those without a limit, under which there may be more of them.
     """
     rows = _shortest_rows(costs, num_microbatches)
     ends = costs.of(0).shortest(), costs.of(num_microbatches - 1).shortest()
     starts, hidden = earliest_starts(placement, costs), _hidden(rows)
     found = 0.0
-    for rank, options in enumerate(_options(placement, rows)):
+    drops, moves = _drops(placement, rows), _moves(placement, rows)
+    for rank, kept in enumerate(_residencies(placement, rows, (1.0,) * placement.pipeline_size)):
         found = max(found, _waits(placement, rows, ends, math.inf, rank))
         seconds = starts[rank] + _whole_work(placement, hidden, rank)  # R may fill other waits
-        held = sum(option.kept for option in options)
-        for option in sorted(options, key=lambda o: o.seconds / o.saved if o.saved > 0 else 0.0):
-            too_much = held - limit[rank] * seconds
-            if too_much <= 0 or option.saved <= 0:
-                continue
-            share = min(1.0, too_much / (option.saved + limit[rank] * option.seconds))
-            seconds += share * option.seconds
-            held -= share * option.saved
-        found = max(found, seconds, held / limit[rank] if limit[rank] > 0 else 0.0)
+
+        def fits(time: float, rank: int = rank, kept: float = kept, work: float = seconds) -> bool:
+            saved = _most_saved(drops[rank], time - work) + _most_saved(moves[rank], time)
+            return kept - saved <= limit[rank] * time
+
+        found = max(found, _least_time(seconds, fits))
     return found
 
 
-class _Option(NamedTuple):
-    """Units of one stage: memory times time if kept, what dropping saves of it, and its seconds."""
+def _least_time(least: float, fits: Callable[[float], bool]) -> float:
+    """Return a time from ``least`` on that is just too short to fit, or ``least`` if that fits."""
+    if fits(least):
+        return least
+    short = long = least
+    while not fits(long):
+        if long > _NEVER * least:
+            return long
+        short, long = long, 2.0 * long
+    for _ in range(_HALVINGS):
+        middle = (short + long) / 2.0
+        short, long = (short, middle) if fits(middle) else (middle, long)
+    return short
 
-    kept: float
+
+_NEVER = 1e6  # times the least: nothing fits
+_HALVINGS = 50
+
+
+class _Saving(NamedTuple):
+    """Memory times time that units of one stage can do without, and the seconds it takes."""
+
     saved: float
     seconds: float
 
 
-def _options(placement: Placement, rows: _Rows) -> list[list[_Option]]:
-    """Return, for every rank, what dropping would change on each of its stages."""
+def _most_saved(savings: Iterable[_Saving], seconds: float) -> float:
+    """Return the most that is saved in so many seconds, with parts of units, too."""
+    total = 0.0
+    worthwhile = (s for s in savings if s.saved > 0)
+    for saving in sorted(worthwhile, key=lambda s: s.seconds / s.saved):
+        share = min(1.0, seconds / saving.seconds) if saving.seconds > 0 else 1.0
+        total += share * saving.saved
+        seconds -= share * saving.seconds
+    return total
+
+
+def _drops(placement: Placement, rows: _Rows) -> list[list[_Saving]]:
+    """Return, for every rank, what dropping saves on each of its stages, and the seconds of R."""
+
+    def saving(row: StageCosts, stage: int, held: float) -> tuple[float, float]:
+        again = row.recompute[stage]
+        rest = row.activation[stage] - row.kept_input[stage]
+        return rest * (held - again - row.backward[stage]), again
+
+    return _savings(placement, [it for it in rows if it[1].recompute], saving)
+
+
+def _moves(placement: Placement, rows: _Rows) -> list[list[_Saving]]:
+    """Return, for every rank, what moving saves on each of its stages, and seconds of an engine."""
+
+    def saving(row: StageCosts, stage: int, held: float) -> tuple[float, float]:
+        copy = row.copy[stage]
+        there = held - row.forward[stage] - 2.0 * copy - row.backward[stage]
+        return row.activation[stage] * there, copy if row.full_duplex else 2.0 * copy
+
+    return _savings(placement, [it for it in rows if it[1].copy], saving)
+
+
+def _savings(
+    placement: Placement,
+    rows: _Rows,
+    saving: Callable[[StageCosts, int, float], tuple[float, float]],
+) -> list[list[_Saving]]:
     last = placement.num_stages - 1
-    found: list[list[_Option]] = [[] for _ in range(placement.pipeline_size)]
+    found: list[list[_Saving]] = [[] for _ in range(placement.pipeline_size)]
     for count, row in rows:
-        for stage, (held, after) in enumerate(_residency(placement, row)):
-            rest = row.activation[stage] - row.kept_input[stage]
-            saved = rest * (held - row.recompute[stage] - row.backward[stage])
-            found[placement.rank_of[stage]].append(
-                _Option(
-                    count * (row.activation[stage] * held + after),
-                    count * max(0.0, saved) if stage < last else 0.0,
-                    count * row.recompute[stage],
-                )
-            )
+        for stage, (held, _) in enumerate(_residency(placement, row)[:last]):
+            saved, seconds = saving(row, stage, held)
+            found[placement.rank_of[stage]].append(_Saving(count * saved, count * seconds))
     return found
 
 
@@ -137,7 +184,7 @@ def usable_limit(
 
     Limits that differ only in what no schedule could use are the same problem.
     """
-    if costs.recompute:
+    if costs.has_states:
         return tuple(limit)
     rows = costs.rows(num_microbatches)
     return tuple(

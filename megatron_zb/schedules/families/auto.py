@@ -15,7 +15,7 @@ from megatron_zb.schedules.bounds import lower_bound, period_bound
 from megatron_zb.schedules.families import interleaved, one_f_one_b, v_shape, zero_bubble
 from megatron_zb.schedules.families.wave import wave as wave_schedule
 from megatron_zb.schedules.placement import Placement, looped, wave
-from megatron_zb.schedules.request import Request, keeps
+from megatron_zb.schedules.request import MemoryLimit, Request, keeps
 from megatron_zb.schedules.schedule import Schedule
 from megatron_zb.schedules.search.fusing import fuse_for_free
 from megatron_zb.schedules.search.placement_search import (
@@ -141,7 +141,7 @@ def _on(placement: Placement, request: Request, fastest: float) -> list[tuple[fl
     """
     limits = request.limit.per_rank(request.costs)
     assert limits is not None, "auto always has a limit"
-    if request.costs.recompute:
+    if request.costs.has_states:
         return _with_states(placement, request, fastest)
     if _bound(placement, request, limits) >= fastest:
         return []
@@ -173,16 +173,28 @@ def _with_states(
         if refused is not None:
             raise refused
         return found
-    p, m = request.pipeline_size, request.num_microbatches
-    loops = interleaved.split_interleaved(p, m, placement.chunks) if _is_loop(placement) else []
+    orders = _orders_of_states(placement, request)
 
     def all_kept() -> Schedule:
         if refused is not None or not found:
             raise refused or UsageError("nothing that keeps every activation is as fast")
         return min(found, key=lambda entry: entry[0])[1]
 
-    states = with_states("auto", placement, request, 2.0 * p, all_kept, loops)
+    states = with_states("auto", placement, request, 2.0 * request.pipeline_size, all_kept, orders)
     return [*found, (request.seconds(simulate(states, request.costs)), states)]
+
+
+def _orders_of_states(placement: Placement, request: Request) -> list[Schedule]:
+    """Return orders of a placement to start from, whatever they hold."""
+    p, m = request.pipeline_size, request.num_microbatches
+    if _is_loop(placement):
+        whole = replace(request, chunks=placement.chunks, group_size=None)
+        free = replace(whole, costs=request.costs.with_all_kept(), limit=MemoryLimit())
+        loop = [interleaved.interleaved(free)] if request.costs.copy and m % p == 0 else []
+        return [*interleaved.split_interleaved(p, m, placement.chunks), *loop]
+    if placement == looped(p) and request.costs.copy:
+        return [one_f_one_b.one_f_one_b(replace(request, limit=MemoryLimit()))]
+    return []
 
 
 def _paired(

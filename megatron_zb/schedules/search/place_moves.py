@@ -93,7 +93,9 @@ class _Line:
         return tuple(self._with_releases(line))
 
     def _shortest_lives_first(self) -> list[tuple[int, int]]:
-        lives = sorted((start - self._forward_end[unit], unit) for unit, _, start in self._backwards)
+        lives = sorted(
+            (start - self._forward_end[unit], unit) for unit, _, start in self._backwards
+        )
         return [unit for _, unit in lives]
 
     def _wanted(self) -> Iterator[tuple[tuple[int, int], int, float]]:

@@ -12,9 +12,10 @@ from megatron_zb.schedules.placement import Placement
 from megatron_zb.schedules.request import Request, keeps
 from megatron_zb.schedules.schedule import Schedule
 from megatron_zb.schedules.search import pair_search, state_search
-from megatron_zb.schedules.search.fusing import fuse_for_free
+from megatron_zb.schedules.search.fusing import fuse_for_free, split_all
 from megatron_zb.schedules.search.hill_climbing import Effort, Found, search
 from megatron_zb.schedules.search.kernels import available
+from megatron_zb.schedules.search.place_moves import place_moves
 from megatron_zb.schedules.search.runner import Problem
 from megatron_zb.schedules.simulator import simulate
 
@@ -55,7 +56,7 @@ def search_placement(
     Raises:
         UsageError: the limit is below one microbatch in each chunk.
     """
-    if request.costs.recompute:
+    if request.costs.has_states:
         alone = replace(request, costs=request.costs.with_all_kept())
 
         def all_kept() -> Schedule:
@@ -141,12 +142,12 @@ def with_states(
     all_kept: Callable[[], Schedule],
     orders: Sequence[Schedule] = (),
 ) -> Schedule:
-    """Return the faster of the schedule that keeps every activation and one that drops some.
+    """Return the fastest of what keeps every activation, drops some, or moves some to the host.
 
     ``orders`` are schedules of the placement to start from, whatever they hold.
 
     Raises:
-        UsageError: the limit is below one input in each chunk and one activation.
+        UsageError: the limit is below one activation, with one input in each chunk if none moves.
     """
     table, m = request.costs.for_placement(placement), request.num_microbatches
     limit = usable_limit(placement, m, table, request.limits(placement, peak_microbatches))
@@ -162,14 +163,30 @@ def with_states(
         refused = error
     bound = _bound(problem)
     if not (found and request.seconds(simulate(found[0], request.costs)) <= bound * _NEAR):
+        known = [*orders, *found]
+        found += _moved(name, known, request, limit) if table.copy else []
         effort = state_search.effort_of(problem, _STATE_SECONDS)
-        states = state_search.search_states(name, problem, effort, bound, [*orders, *found])
+        states = (
+            state_search.search_states(name, problem, effort, bound, known)
+            if table.recompute
+            else None
+        )
         if states is not None:
             found.append(fuse_for_free(states, request.costs))
     if not found:
-        assert refused is not None
-        raise refused
+        raise refused or UsageError(f"{name}: no order fits that moves activations to the host")
     return min(found, key=lambda entry: request.seconds(simulate(entry, request.costs)))
+
+
+def _moved(
+    name: str, orders: Sequence[Schedule], request: Request, limit: Sequence[float]
+) -> list[Schedule]:
+    """Return known orders that keep the limit with moves, each B by itself and its W behind it.
+
+    A W that comes later holds what moves are to free.
+    """
+    moved = (place_moves(split_all(order), request.costs, limit) for order in orders)
+    return [replace(fuse_for_free(s, request.costs), name=name) for s in moved if s is not None]
 
 
 def _tail_seconds(placement: Placement, costs: StageCosts) -> tuple[float, ...]:

@@ -48,9 +48,14 @@ def effort_of(problem: Problem, seconds: float) -> Effort:
 
 
 def smallest_limit(problem: Problem, rank: int) -> float:
-    """Return the memory that a rank needs to run at all: one input in each chunk, and one whole."""
+    """Return the memory that a rank needs to run at all.
+
+    One activation; where nothing can be moved, with one input in each chunk.
+    """
     costs, m = problem.costs, problem.num_microbatches
     held = problem.placement.stages_of[rank]
+    if costs.copy:
+        return max(costs.largest_activation[s] for s in held)
     kept = [max(row.kept_input[s] for _, row in costs.rows(m)) for s in held]
     whole = [costs.largest_activation[s] for s in held]
     extra = max(a - i for a, i in zip(whole, kept, strict=True))
