@@ -4,10 +4,10 @@
 Per microbatch and rank F, B and W take 1, 1.2 and 0.8, a message 0.05; the input of a stage takes
 --kept of a microbatch on a rank. For each memory limit, `auto` with every activation kept, and with
 the choice to drop some; for each limit of --offload-limits, with the choice to move some to the
-host, each way in --copy of its passes' time. Beside it, 1F1B in which all layers are recomputed, as Megatron does with
---recompute-granularity full: B takes F longer, and a rank holds inputs and one activation. The loss
-is what a step takes longer than its passes without recomputation. Bounds are those of the placement
-at the limit. Everything is simulated.
+host, each way in --copy of its passes' time. Beside it, 1F1B in which all layers are recomputed, as
+Megatron does with --recompute-granularity full: B takes F longer, and a rank holds inputs and one
+activation. The loss is what a step takes longer than its passes without recomputation. Bounds are
+those of the placement at the limit. Everything is simulated.
 
 Prints a table and, last, one JSON line.
 """

@@ -11,6 +11,9 @@ With --exchange, F and B also exchange tokens between experts: they sleep for th
 its own. Schedules are built with pairs then, whose one side computes while the other exchanges, and
 every order also runs without its pairs.
 
+With --memory-limit, --recompute and --offload, schedules drop activations and make them again, or
+move them to the host: threads sleep for the copies.
+
 With --watchdog it compares something else: steps that a watchdog and its progress observer look at
 with steps that nobody looks at, in pairs, one after the other. The ratio of a pair is what they
 cost; the JSON line has the median, the quartiles around it, and what a look into the store and a
@@ -84,6 +87,18 @@ def _arguments() -> argparse.Namespace:
         help="seconds of the exchange of F, and of B, beside what they compute, as a share of F's "
         "(default 0)",
     )
+    parser.add_argument(
+        "--memory-limit", type=float, metavar="X", help="as a fraction of 1F1B's (default: none)"
+    )
+    parser.add_argument(
+        "--recompute", type=float, metavar="X", help="let it drop activations: X is a stage's input"
+    )
+    parser.add_argument(
+        "--offload",
+        type=float,
+        metavar="SHARE",
+        help="let it move activations to the host, each way in a share of F, B and W",
+    )
     parser.add_argument("--schedules", nargs="*", default=schedules.names(), metavar="NAME")
     parser.add_argument(
         "--watchdog", action="store_true", help="what watching costs; repetitions are pairs then"
@@ -101,6 +116,10 @@ def _rank(rank: int, args: argparse.Namespace, meeting_point: str, port: int, re
     if args.exchange:
         exchange = args.exchange * forward
         costs = costs.with_communication(forward=exchange, backward=exchange)
+    if args.recompute is not None:
+        costs = costs.with_recomputation(kept_input=args.recompute)
+    if args.offload is not None:
+        costs = costs.with_offload(seconds=args.offload * (forward + backward + weight))
     results: dict[str, Any] = {}
     orders = {name: _built_once(rank, name, args, costs) for name in args.schedules}
     for name, built in tuple(orders.items()):
@@ -127,7 +146,11 @@ def _built_once(
     found: list[Any] = [None]
     if rank == 0:
         found[0] = schedules.build(
-            name, pipeline_size=args.ranks, num_microbatches=args.microbatches, costs=costs
+            name,
+            pipeline_size=args.ranks,
+            num_microbatches=args.microbatches,
+            costs=costs,
+            memory_limit=args.memory_limit,
         )
     dist.broadcast_object_list(found)
     schedule: schedules.Schedule = found[0]
@@ -204,6 +227,9 @@ def _report(
                 "message_seconds": link,
                 "milliseconds": args.milliseconds,
                 "exchange": args.exchange,
+                "memory_limit": args.memory_limit,
+                "recompute": args.recompute,
+                "offload": args.offload,
                 "ranks": args.ranks,
                 "microbatches": args.microbatches,
                 **provenance.of_this_run(),

@@ -33,6 +33,19 @@ class Stage(Protocol):
         """Run R: a forward again that has kept its input alone, now with all that B needs."""
 
 
+class MovingStage(Stage, Protocol):
+    """Interface of a stage whose activations can be moved to the host.
+
+    F begins the copy out of what is moved, and B waits for the copy in.
+    """
+
+    def end_copy_out(self, microbatch: int) -> None:
+        """Run D: wait until the copy to the host has ended, and free what it has copied."""
+
+    def begin_copy_in(self, microbatch: int) -> None:
+        """Run H: take memory on the device, and begin the copy from the host."""
+
+
 def _backward(edge: GradientEdge, gradient: torch.Tensor | None) -> None:
     """Run autograd backward from the edge of an output.
 

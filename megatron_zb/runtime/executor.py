@@ -33,8 +33,13 @@ TRAINING: dict[PassKind, Handler] = {
     PassKind.BW: lambda stage, microbatch, received=None: stage.backward(microbatch, received),
     PassKind.W: lambda stage, microbatch: stage.backward_weight(microbatch),
     PassKind.R: lambda stage, microbatch: stage.recompute(microbatch),
+    PassKind.D: lambda stage, microbatch: stage.end_copy_out(microbatch),
+    PassKind.H: lambda stage, microbatch: stage.begin_copy_in(microbatch),
 }
-"""Handlers of a training step's passes, on a :class:`megatron_zb.runtime.autograd_stage.Stage`."""
+"""Handlers of a training step's passes, on a :class:`megatron_zb.runtime.autograd_stage.Stage`.
+
+Those of D and H are for a :class:`megatron_zb.runtime.autograd_stage.MovingStage`.
+"""
 
 
 class Side(NamedTuple):

@@ -6,6 +6,7 @@ import ctypes
 import os
 import sys
 import time
+from collections.abc import Collection
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import nullcontext
 
@@ -55,14 +56,38 @@ def seconds_of_link(rank: int, ranks: int) -> float:
     return float(total[0] / total[1])
 
 
+class SleepingCopies:
+    """The copy engines of a rank, each a thread that sleeps for what a copy takes."""
+
+    def __init__(self, costs: StageCosts) -> None:
+        self._costs = costs
+        out = ThreadPoolExecutor(max_workers=1)
+        back = ThreadPoolExecutor(max_workers=1) if costs.full_duplex else out
+        self._engines = {True: out, False: back}
+        self._copies: dict[tuple[bool, int, int], Future[None]] = {}
+
+    def begin(self, stage: int, microbatch: int, *, to_host: bool) -> None:
+        """Begin the copy of a unit, after those that its engine has been given before."""
+        seconds = self._costs.of(microbatch).copy[stage]
+        copy = self._engines[to_host].submit(time.sleep, seconds)
+        self._copies[to_host, stage, microbatch] = copy
+
+    def end(self, stage: int, microbatch: int, *, to_host: bool) -> None:
+        """Wait until the copy of a unit has ended."""
+        self._copies.pop((to_host, stage, microbatch)).result()
+
+
 class SyntheticStage:
     """A stage that sleeps for the seconds of F, B, W, BW and R and sends messages without content.
 
-    What costs say of the exchange between experts is slept in a thread of its own.
+    What costs say of the exchange between experts is slept in a thread of its own; of microbatches
+    in ``moved``, ``copies`` sleep for the copies to the host and back.
     """
 
-    def __init__(self, stage: int, costs: StageCosts) -> None:
-        self._stage, self._costs = stage, costs
+    moved: Collection[int] = ()
+
+    def __init__(self, stage: int, costs: StageCosts, copies: SleepingCopies | None = None) -> None:
+        self._stage, self._costs, self._copies = stage, costs, copies
         self._is_last = stage == len(costs.forward) - 1
         self._is_first = stage == 0
         self._payload = torch.zeros(64)
@@ -82,6 +107,14 @@ class SyntheticStage:
     def recompute(self, microbatch: int) -> None:
         self._run(PassKind.R, microbatch)
 
+    def end_copy_out(self, microbatch: int) -> None:
+        if self._copies is not None:
+            self._copies.end(self._stage, microbatch, to_host=True)
+
+    def begin_copy_in(self, microbatch: int) -> None:
+        if self._copies is not None:
+            self._copies.begin(self._stage, microbatch, to_host=False)
+
     def backward(self, microbatch: int, gradient: torch.Tensor | None) -> torch.Tensor | None:
         self._run(PassKind.BW, microbatch)
         return self.output(PassKind.BW)
@@ -92,9 +125,14 @@ class SyntheticStage:
         return None if is_end else self._payload
 
     def _run(self, kind: PassKind, microbatch: int) -> None:
+        copies = self._copies if microbatch in self.moved else None
+        if copies is not None and kind in (PassKind.B, PassKind.BW):
+            copies.end(self._stage, microbatch, to_host=False)
         self.compute(kind, microbatch)
         if self._exchange_seconds(kind, microbatch):
             self.exchange(kind, microbatch).result()
+        if copies is not None and kind is PassKind.F:
+            copies.begin(self._stage, microbatch, to_host=True)
 
     def compute(self, kind: PassKind, microbatch: int, share: float = 1.0) -> None:
         """Sleep for a share of what a pass takes without its exchange."""
@@ -140,7 +178,10 @@ class Steps:
         self.rank, self.size = rank, placement.pipeline_size
         self.program = schedules.lower(schedule, schedules.simulate(schedule, costs))
         self.channels = Channels(list(range(self.size)), placement, "cpu")
-        self.stages = {s: SyntheticStage(s, table) for s in placement.stages_of[rank]}
+        copies = SleepingCopies(table) if schedule.moved else None
+        self.stages = {s: SyntheticStage(s, table, copies) for s in placement.stages_of[rank]}
+        for number, stage in self.stages.items():
+            stage.moved = frozenset(m for held, m in schedule.moved if held == number)
         self.seconds()
 
     def seconds(self, progress: Progress | None = None) -> float:

@@ -11,7 +11,7 @@ import pytest
 from megatron_zb import schedules
 from megatron_zb.runtime import synthetic_steps
 from megatron_zb.runtime.executor import Side
-from megatron_zb.runtime.synthetic_steps import SyntheticStage, run_together
+from megatron_zb.runtime.synthetic_steps import SleepingCopies, SyntheticStage, run_together
 from megatron_zb.schedules.passes import Pair, Pass, PassKind
 from megatron_zb.schedules.placement import v_shape
 
@@ -46,3 +46,30 @@ def test_each_side_of_a_pair_exchanges_beside_the_computation_of_the_other(
         (True, 0.01),
         (False, 0.005),
     ]
+
+
+def test_a_moved_microbatch_sleeps_for_its_copies_in_threads_that_d_and_b_wait_for(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    costs = schedules.Costs.uniform(pipeline_size=2, forward=0.02, backward=0.024, weight=0.016)
+    table = costs.with_offload(seconds=0.06).for_placement(v_shape(2))
+    main = threading.current_thread()
+    slept: list[tuple[bool, float]] = []
+
+    def sleep(seconds: float) -> None:
+        time.sleep(seconds)
+        slept.append((threading.current_thread() is main, round(seconds, 6)))
+
+    monkeypatch.setattr(synthetic_steps, "time", SimpleNamespace(sleep=sleep))
+    stage = SyntheticStage(0, table, SleepingCopies(table))
+    stage.moved = {1}
+    stage.forward(0, None)
+    stage.forward(1, None)
+    assert slept == [(True, 0.01)] * 2, "the copy out goes on beside what follows"
+    stage.end_copy_out(1)
+    assert slept[2:] == [(False, 0.03)], "D waits for its end"
+    stage.begin_copy_in(1)
+    stage.backward_input(0, None)
+    stage.backward_input(1, None)
+    # B of the other one runs beside the copy, and its own B behind it
+    assert slept[3:] == [(True, 0.012), (False, 0.03), (True, 0.012)]
