@@ -147,7 +147,7 @@ def _copies_in_words(timeline: Timeline) -> str:
     limit = f" of {costs.host_limit:g}" if math.isfinite(costs.host_limit) else ""
     return (
         f"{len(timeline.schedule.moved)} of {forwards} forwards are moved to the host, which holds "
-        f"{held:.4g}{limit} of a rank; the busiest copy engine runs "
+        f"{held:.4g}{limit} microbatches of one rank at most; the busiest copy engine runs "
         f"{first * busy / timeline.makespan:.0%} of the time"
     )
 

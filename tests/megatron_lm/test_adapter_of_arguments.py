@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from megatron_zb.megatron_lm.adapter_of_arguments import (
     without_bulk_overlap,
 )
 from megatron_zb.schedules import interchange
+from megatron_zb.schedules.passes import Pass, PassKind
 from megatron_zb.schedules.placement import looped, v_shape
 
 
@@ -323,6 +325,18 @@ def test_a_file_that_does_not_fit_the_job(table: Path, stock: dict[str, Any], wo
     with pytest.raises(UsageError) as refused:
         adapter_of(parsed(f"--pipeline-schedule-file {table}", **stock))
     assert words in str(refused.value)
+
+
+def test_a_file_that_moves_activations_to_the_host_does_not_train(tmp_path: Path) -> None:
+    path = tmp_path / "moves.csv"
+    schedule = schedules.build("1f1b", pipeline_size=4, num_microbatches=8)
+    first, *others = schedule.ranks
+    unit = (0, 3)
+    at = first.index(Pass(PassKind.BW, *unit))
+    moved = (*first[:at], Pass(PassKind.D, *unit), Pass(PassKind.H, *unit), *first[at:])
+    interchange.write_csv(replace(schedule, ranks=(moved, *others)).validate(), path)
+    with pytest.raises(UsageError, match="moves activations to the host .* take a table without"):
+        adapter_of(parsed(f"--pipeline-schedule-file {path}"))
 
 
 @pytest.mark.parametrize("name", versions.HYBRID_PATTERNS)
