@@ -335,7 +335,7 @@ def test_a_file_that_moves_activations_to_the_host_does_not_train(tmp_path: Path
     at = first.index(Pass(PassKind.BW, *unit))
     moved = (*first[:at], Pass(PassKind.D, *unit), Pass(PassKind.H, *unit), *first[at:])
     interchange.write_csv(replace(schedule, ranks=(moved, *others)).validate(), path)
-    with pytest.raises(UsageError, match="moves activations to the host .* take a table without"):
+    with pytest.raises(UsageError, match=r"moves activations to the host .* take a table without"):
         adapter_of(parsed(f"--pipeline-schedule-file {path}"))
 
 
