@@ -4,16 +4,22 @@ from __future__ import annotations
 
 import random
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
-from gpt_cases import GPTCase, differences, run
+from gpt_cases import GPTCase, built, differences, forward_backward, microbatches, run
 from joined import EXPERTS
+from megatron.core import parallel_state
 from ranks import RankPools
 
 from megatron_zb import schedules
+from megatron_zb.measured.profile import read_profile
+from megatron_zb.megatron_core.profiling import ITERATIONS
+from megatron_zb.runtime.activation_memory import ActivationMemory
 from megatron_zb.schedules import Schedule
 from megatron_zb.schedules.passes import Pass, PassKind
+from megatron_zb.schedules.program.memory import peak_with_messages
 
 
 def dropping(schedule: Schedule, seed: int, share: float = 0.6) -> Schedule:
@@ -138,3 +144,49 @@ def test_an_evaluation_drops_nothing(ranks: RankPools) -> None:
         forward_only=True,
     )
     assert found == [[]] * 2
+
+
+def counted(kept: Schedule, dropped: Schedule, path: Path) -> tuple[float, int]:
+    """The peak of activations on this rank where some are dropped: predicted, and counted.
+
+    Predicted from a profile of the order that keeps all; an input is as large as a message, and
+    the first stage has none.
+    """
+    case, m = GPTCase(), kept.num_microbatches
+    memory = ActivationMemory()
+    for schedule in (kept, dropped):
+        with built(case, schedule, m) as (adapter, chunks):
+            assert adapter is not None
+            if schedule is kept:
+                adapter.profile(path, None)
+            function = adapter.forward_backward_func
+            if schedule is kept:
+                for _ in range(ITERATIONS):
+                    forward_backward(function, chunks, [microbatches(case, m) for _ in chunks], m)
+            else:
+                memory = ActivationMemory(p for chunk in chunks for p in chunk.parameters())
+                adapter.track(memory)
+                with memory.watching():
+                    forward_backward(function, chunks, [microbatches(case, m) for _ in chunks], m)
+            rank = adapter.physical.logical(parallel_state.get_pipeline_model_parallel_rank())
+            torch.distributed.barrier()
+    profile, placement = read_profile(path), kept.placement
+    costs = profile.costs(placement).with_recomputation(kept_input=profile.message)
+    table = costs.for_placement(placement)
+    table = replace(table, kept_input=(0.0, *table.kept_input[1:]))
+    program = schedules.lower(dropped)
+    return peak_with_messages(program, rank, table, profile.message), memory.peak_bytes
+
+
+@pytest.mark.parametrize(
+    ("name", "share"),
+    [("v-half", 0.6), *(pytest.param(n, 1.0, marks=pytest.mark.full) for n in ("v-half", "zb-h1"))],
+)
+def test_counted_bytes_are_those_of_the_simulated_memory(
+    ranks: RankPools, tmp_path: Path, name: str, share: float
+) -> None:
+    kept = schedules.build(name, pipeline_size=2, num_microbatches=5)
+    dropped = dropping(kept, seed=3, share=share)
+    found = ranks(2).run(counted, kept=kept, dropped=dropped, path=tmp_path / "profile.yaml")
+    for predicted, peak in found:
+        assert predicted == pytest.approx(peak, rel=0.05)
