@@ -35,6 +35,7 @@ from megatron_zb.megatron_core.replanning import Replanning
 from megatron_zb.megatron_core.transformer_engine import split_transformer_engine
 from megatron_zb.megatron_core.vocabulary_shard import CutOutput, cut
 from megatron_zb.runtime.activation_memory import ActivationMemory
+from megatron_zb.runtime.copy_engines import CopyEngines
 from megatron_zb.runtime.groups import GroupOptions
 from megatron_zb.runtime.weight_grad import WeightGradQueue
 from megatron_zb.schedules import catalog, layout
@@ -196,11 +197,6 @@ class PipelineAdapter:
                 f"the schedule {schedule.name} has passes of an output layer that is cut: tables "
                 "train with a whole one; name a schedule, with --pipeline-vocabulary on"
             )
-        if schedule.moved:
-            raise UsageError(
-                f"the schedule {schedule.name} moves activations to the host (D and H), which is "
-                "simulated and drawn, but not trained with: take a table without"
-            )
         balance, letters = _placed(layers, layer_layout, schedule)
         return cls(
             schedule,
@@ -344,6 +340,10 @@ class PipelineAdapter:
     def connect_with(self, options: GroupOptions) -> None:
         """Make the process groups of the messages with these options; before the first step."""
         self._with_options(group_options=options)
+
+    def copy_with(self, engines: CopyEngines) -> None:
+        """Move activations to the host with these engines, not those of the device."""
+        self._with_options(copy_engines=engines)
 
     def post_validate(
         self, optimizer: Any, scheduler: Any, chunks: list[Any], *, on_host: bool = False

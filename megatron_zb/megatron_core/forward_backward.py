@@ -40,9 +40,11 @@ from megatron_zb.megatron_core.vocabulary import (
 from megatron_zb.megatron_core.vocabulary_shard import CutOutput
 from megatron_zb.runtime.activation_memory import ActivationMemory
 from megatron_zb.runtime.channels import Channels
+from megatron_zb.runtime.copy_engines import CopyEngines
 from megatron_zb.runtime.executor import Transport, run_program
 from megatron_zb.runtime.groups import GroupOptions
 from megatron_zb.runtime.link_times import clock_ahead, link_times
+from megatron_zb.runtime.moved_activations import HostMemory, MovedActivations
 from megatron_zb.runtime.observer import NOBODY, Observer, Observers
 from megatron_zb.runtime.post_validation import run_from_cut
 from megatron_zb.runtime.shaped_channels import ShapedChannels
@@ -83,6 +85,8 @@ class StepOptions:
     steps_done: Callable[[], int] | None = None
     """Function that returns the steps since the start of training; used with ``streams``."""
     measurement: Measurement | None = None
+    copy_engines: CopyEngines | None = None
+    """Engines that copy activations to the host and back; None for those of the device."""
 
 
 class ForwardBackward:
@@ -110,6 +114,7 @@ class ForwardBackward:
         self._buckets: list[BucketReductions | None] = []
         self._cuts: dict[int, tuple[Program, Rollback]] = {}
         self._activation_memory: ActivationMemory | None = None
+        self._host: HostMemory | None = None
         self._shared_readings = SharedReadings()
         self._post_validation: PostValidation | None = None
         self._profiling: Profiling | None = None
@@ -121,6 +126,11 @@ class ForwardBackward:
     def track(self, memory: ActivationMemory | None) -> None:
         """Count the activations of the steps from the next one on; None to stop."""
         self._activation_memory = memory
+
+    @property
+    def peak_host_bytes(self) -> int:
+        """The most memory of the host that moved activations have ever taken on this rank."""
+        return 0 if self._host is None else self._host.peak_bytes
 
     def validate_with(self, validation: PostValidation) -> None:
         """Let every step also validate the optimizer's last one where that is still open."""
@@ -409,6 +419,9 @@ class ForwardBackward:
                 stage = FirstStage(iteration, vp_stage, split, output.embedding.lookups)
             number = self._physical.stage(iteration.pp_rank, vp_stage)
             stage.dropped = frozenset(m for held, m in schedule.dropped if held == number)
+            stage.moved = frozenset(m for held, m in schedule.moved if held == number)
+            if stage.moved:
+                stage.moves = self._moves(iteration.model[vp_stage])
             stage.activation_memory = split.queue.activation_memory = self._activation_memory
             if iteration.sync is not None:
                 split.queue.on_gradient = iteration.sync.listener(vp_stage)
@@ -420,6 +433,15 @@ class ForwardBackward:
             stages[shard] = passes = ShardPasses(iteration, output, here, stages.get(0))
             passes.activation_memory = self._activation_memory
         return stages
+
+    def _moves(self, chunk: torch.nn.Module) -> MovedActivations:
+        if self._host is None:
+            here = torch.device(device())
+            self._host = HostMemory(here, self._options.copy_engines)
+        buffers = torch.nn.Module.buffers(chunk)  # Megatron's own wrappers have others
+        moves = MovedActivations(self._host, [*chunk.parameters(), *buffers])
+        moves.activation_memory = self._activation_memory
+        return moves
 
     def _sync(self, iteration: Iteration, program: Program, logical: int) -> DataParallelSync:
         held = self._physical.placement.stages_of[logical]

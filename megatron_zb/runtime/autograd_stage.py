@@ -11,6 +11,7 @@ from torch.autograd import Variable
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from megatron_zb.runtime.activation_memory import ActivationMemory
+from megatron_zb.runtime.moved_activations import MovedActivations
 from megatron_zb.runtime.weight_grad import WeightGradQueue
 
 
@@ -72,10 +73,13 @@ class AutogradStage:
     ``compute(microbatch, activation)`` returns the stage's output, or the loss on the last stage.
     Only the output's place in the graph is kept, never its data: the data goes with the message
     and is freed when that has been sent, unless an operation saved it for itself. Of microbatches
-    in :attr:`dropped`, F keeps the input alone, and R computes the rest again.
+    in :attr:`dropped`, F keeps the input alone, and R computes the rest again. Of those in
+    :attr:`moved`, :attr:`moves` takes what F saves to the host and back.
     """
 
     dropped: Collection[int] = ()
+    moved: Collection[int] = ()
+    moves: MovedActivations | None = None
 
     def __init__(
         self,
@@ -96,6 +100,8 @@ class AutogradStage:
     def forward(self, microbatch: int, activation: torch.Tensor | None) -> torch.Tensor | None:
         if microbatch in self.dropped:
             return self._forward_dropped(microbatch, activation)
+        if microbatch in self.moved:
+            return self._forward_moved(microbatch, activation)
         if activation is not None and not self._forward_only:
             activation.requires_grad_()
         output = self._compute(microbatch, activation)
@@ -119,6 +125,26 @@ class AutogradStage:
             output = self._compute(microbatch, activation)
         self._live[microbatch] = (activation, self._start_of_backward(output))
 
+    def _forward_moved(self, microbatch: int, activation: torch.Tensor | None) -> torch.Tensor:
+        assert self.moves is not None
+        if activation is not None:
+            activation.requires_grad_()
+        with self.moves.saving(microbatch):
+            output = self._compute(microbatch, activation)
+        self._live[microbatch] = (activation, self._start_of_backward(output))
+        if activation is not None:  # its gradient will have its shape; its data moves, too
+            activation.data = activation.new_empty(1).expand(activation.shape)
+        self.moves.begin_copy_out(microbatch)
+        return output.detach()
+
+    def end_copy_out(self, microbatch: int) -> None:
+        assert self.moves is not None
+        self.moves.end_copy_out(microbatch)
+
+    def begin_copy_in(self, microbatch: int) -> None:
+        assert self.moves is not None
+        self.moves.begin_copy_in(microbatch)
+
     def _remembering(self, microbatch: int) -> AbstractContextManager[None]:
         """Return the context of a forward that is to run again."""
         return nullcontext()
@@ -129,6 +155,8 @@ class AutogradStage:
 
     def backward(self, microbatch: int, gradient: torch.Tensor | None) -> torch.Tensor | None:
         activation, start = self._live.pop(microbatch)
+        if self.moves is not None and microbatch in self.moved:
+            self.moves.end_copy_in(microbatch)
         if start is not None:
             self._run_backward(start, gradient)
         if activation is None:
@@ -153,6 +181,8 @@ class AutogradStage:
                 self._release(activation)
         self._live.clear()
         self._inputs.clear()
+        if self.moves is not None:
+            self.moves.reset()
 
     def _start_of_backward(self, output: torch.Tensor) -> Any:
         """Return what the backward of a forward needs, None if it needs no backward."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 from dataclasses import replace
 from pathlib import Path
 
@@ -12,35 +11,19 @@ from gpt_cases import GPTCase, built, differences, forward_backward, microbatche
 from joined import EXPERTS
 from megatron.core import parallel_state
 from ranks import RankPools
+from states import with_states
 
 from megatron_zb import schedules
 from megatron_zb.measured.profile import read_profile
 from megatron_zb.megatron_core.profiling import ITERATIONS
 from megatron_zb.runtime.activation_memory import ActivationMemory
 from megatron_zb.schedules import Schedule
-from megatron_zb.schedules.passes import Pass, PassKind
 from megatron_zb.schedules.program.memory import peak_with_messages
 
 
 def dropping(schedule: Schedule, seed: int, share: float = 0.6) -> Schedule:
     """The same order, with R of some units anywhere between their F and their B."""
-    dice = random.Random(seed)
-    last = schedule.placement.num_stages - 1
-    ranks = []
-    for passes in schedule.ranks:
-        line = list(passes)
-        for p in passes:
-            if p.kind is not PassKind.F or p.stage == last or dice.random() > share:
-                continue
-            end = next(i for i, q in enumerate(line) if q[1:] == p[1:] and q.kind in _BACKWARD)
-            line.insert(
-                dice.randint(line.index(p) + 1, end), Pass(PassKind.R, p.stage, p.microbatch)
-            )
-        ranks.append(tuple(line))
-    return replace(schedule, ranks=tuple(ranks)).validate()
-
-
-_BACKWARD = (PassKind.B, PassKind.BW)
+    return with_states(schedule, seed, drop=share)
 
 
 def order(name: str, seed: int) -> Schedule:

@@ -1,0 +1,223 @@
+"""Activations that are moved to the host after their forward, and back before their backward.
+
+What autograd saves in the forward of a moved microbatch is kept by storage, so that views and
+tensors that several operations save are copied once. Parameters and buffers of the model stay, and
+what is small beside the rest. What others hold, such as a message on its way out, they go on
+holding: a storage is never emptied, only let go. A backward reads what has come back instead.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from megatron_zb.runtime.activation_memory import ActivationMemory
+from megatron_zb.runtime.copy_engines import CopyEngines, Wait, engines_of
+
+SMALL = 256
+"""What is smaller than the largest storage of a unit by this factor stays on the device."""
+
+_ALIGNED = 512
+"""Bytes to which a storage is aligned in the host's memory."""
+
+
+class HostMemory:
+    """Host memory of one rank: as many buffers as are in use at a time, used again and again.
+
+    ``live_bytes`` are those in use, ``peak_bytes`` the most there ever were.
+    """
+
+    def __init__(self, device: torch.device, engines: CopyEngines | None = None) -> None:
+        self.device = device
+        self.engines = engines or engines_of(device)
+        self._free: list[torch.Tensor] = []
+        self.live_bytes = 0
+        self.peak_bytes = 0
+
+    def take(self, nbytes: int) -> torch.Tensor:
+        """Return a buffer of at least so many bytes, until :meth:`give_back`."""
+        fitting = [buffer for buffer in self._free if buffer.nbytes >= nbytes]
+        if fitting:
+            buffer = min(fitting, key=lambda free: free.nbytes)
+            self._free = [free for free in self._free if free is not buffer]
+        else:
+            buffer = self.engines.host_buffer(nbytes)
+        self.live_bytes += buffer.nbytes
+        self.peak_bytes = max(self.peak_bytes, self.live_bytes)
+        return buffer
+
+    def give_back(self, buffer: torch.Tensor) -> None:
+        """Take a buffer back; what has been copied from it is read no more."""
+        self.live_bytes -= buffer.nbytes
+        self._free.append(buffer)
+
+
+class _Storage:
+    """A storage that autograd has saved, on the device or not; counted while it is."""
+
+    __slots__ = ("data", "memory", "nbytes")
+
+    def __init__(self, data: torch.UntypedStorage, memory: ActivationMemory | None) -> None:
+        self.data: torch.UntypedStorage | None = None
+        self.nbytes, self.memory = data.nbytes(), memory
+        self.put(data)
+
+    def put(self, data: torch.UntypedStorage) -> None:
+        self.data = data
+        if self.memory is not None:
+            self.memory.hold(_bytes_of(data))
+
+    def let_go(self) -> None:
+        if self.memory is not None and self.data is not None:
+            self.memory.release_storage(self.data._cdata)
+        self.data = None
+
+    def __del__(self) -> None:
+        self.let_go()
+
+
+class _Saved:
+    """Substitute that autograd keeps for a saved tensor: a view of a storage."""
+
+    __slots__ = ("dtype", "offset", "size", "storage", "stride")
+
+    def __init__(self, tensor: torch.Tensor, storage: _Storage) -> None:
+        self.storage, self.dtype = storage, tensor.dtype
+        self.offset, self.size, self.stride = (
+            tensor.storage_offset(),
+            tensor.size(),
+            tensor.stride(),
+        )
+
+    def tensor(self) -> torch.Tensor:
+        data = self.storage.data
+        assert data is not None, "a backward has begun before its activations were back"
+        empty = torch.empty(0, dtype=self.dtype, device=data.device)
+        return empty.set_(data, self.offset, self.size, self.stride)
+
+
+class _Unit:
+    """One microbatch of a stage, from its forward until its backward begins."""
+
+    def __init__(self) -> None:
+        self.storages: dict[int, _Storage] = {}
+        self.moved: list[tuple[_Storage, int]] = []  # and where in the buffer
+        self.buffer: torch.Tensor | None = None
+        self.wait: Wait | None = None
+
+    def choose(self) -> int:
+        """Choose what is moved, and return the bytes that it takes on the host."""
+        largest = max((storage.nbytes for storage in self.storages.values()), default=0)
+        at = 0
+        for storage in self.storages.values():
+            if storage.nbytes * SMALL >= largest and storage.nbytes:
+                self.moved.append((storage, at))
+                at += -(-storage.nbytes // _ALIGNED) * _ALIGNED
+        self.storages.clear()
+        return at
+
+    def copies(self, *, to_host: bool) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """Return the pairs of bytes to copy in one direction."""
+        assert self.buffer is not None
+        found = []
+        for storage, at in self.moved:
+            assert storage.data is not None
+            pair = (self.buffer[at : at + storage.nbytes], _bytes_of(storage.data))
+            found.append(pair if to_host else pair[::-1])
+        return found
+
+
+class MovedActivations:
+    """The activations of one stage that are moved to the host and back.
+
+    Args:
+        host: the memory of the host, and the engines that copy; one for all stages of a rank.
+        staying: tensors whose storages are never moved: parameters and buffers.
+    """
+
+    def __init__(self, host: HostMemory, staying: Collection[torch.Tensor] = ()) -> None:
+        self._host = host
+        self._staying = {tensor.untyped_storage()._cdata for tensor in staying}
+        self._units: dict[int, _Unit] = {}
+        self.activation_memory: ActivationMemory | None = None
+
+    @contextmanager
+    def saving(self, microbatch: int) -> Iterator[None]:
+        """Keep what autograd saves in a forward, and begin to copy it to the host at its end."""
+        unit = _Unit()
+
+        def pack(tensor: torch.Tensor) -> Any:
+            if not _is_plain(tensor) or tensor.device.type != self._host.device.type:
+                return tensor.detach()
+            data = tensor.untyped_storage()
+            if data._cdata in self._staying:
+                return tensor
+            storage = unit.storages.get(data._cdata)
+            if storage is None:
+                storage = unit.storages[data._cdata] = _Storage(data, self.activation_memory)
+            return _Saved(tensor, storage)
+
+        with torch.autograd.graph.saved_tensors_hooks(pack, _unpack):
+            yield
+        self._units[microbatch] = unit
+
+    def begin_copy_out(self, microbatch: int) -> None:
+        """Begin to copy what a forward has saved to the host."""
+        unit = self._units[microbatch]
+        unit.buffer = self._host.take(unit.choose())
+        unit.wait = self._host.engines.begin(unit.copies(to_host=True), to_host=True)
+
+    def end_copy_out(self, microbatch: int) -> None:
+        """Wait until what is moved is on the host, and let its memory on the device go."""
+        unit = self._units[microbatch]
+        _end(unit)
+        for storage, _ in unit.moved:
+            storage.let_go()
+
+    def begin_copy_in(self, microbatch: int) -> None:
+        """Take memory on the device, and begin to copy from the host."""
+        unit = self._units[microbatch]
+        assert unit.buffer is not None
+        for storage, _ in unit.moved:
+            empty = torch.empty(storage.nbytes, dtype=torch.uint8, device=self._host.device)
+            storage.put(empty.untyped_storage())
+        unit.wait = self._host.engines.begin(unit.copies(to_host=False), to_host=False)
+
+    def end_copy_in(self, microbatch: int) -> None:
+        """Wait until what a backward reads is back; from here on autograd alone holds it."""
+        unit = self._units.pop(microbatch)
+        _end(unit)
+        assert unit.buffer is not None
+        self._host.give_back(unit.buffer)
+
+    def reset(self) -> None:
+        """Forget all: no backward will come."""
+        while self._units:
+            _, unit = self._units.popitem()
+            _end(unit)
+            if unit.buffer is not None:
+                self._host.give_back(unit.buffer)
+
+
+def _end(unit: _Unit) -> None:
+    if unit.wait is not None:
+        unit.wait()
+        unit.wait = None
+
+
+def _unpack(saved: Any) -> torch.Tensor:
+    tensor: torch.Tensor = saved.tensor() if isinstance(saved, _Saved) else saved
+    return tensor
+
+
+def _is_plain(tensor: torch.Tensor) -> bool:
+    """Return whether a tensor is nothing but a strided view of its storage."""
+    plain = type(tensor) in (torch.Tensor, torch.nn.Parameter)
+    return plain and tensor.layout is torch.strided and not tensor.is_conj() and not tensor.is_neg()
+
+
+def _bytes_of(data: torch.UntypedStorage) -> torch.Tensor:
+    return torch.empty(0, dtype=torch.uint8, device=data.device).set_(data)

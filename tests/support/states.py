@@ -1,0 +1,43 @@
+"""Orders in which some activations are dropped and made again, and some moved to the host."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+
+from megatron_zb.schedules import Schedule
+from megatron_zb.schedules.passes import Pass, PassKind
+
+_BACKWARD = (PassKind.B, PassKind.BW)
+OF_STATE = {
+    "keep": (),
+    "drop": (PassKind.R,),
+    "move": (PassKind.D, PassKind.H),
+}
+
+
+def with_states(schedule: Schedule, seed: int, drop: float = 0.0, move: float = 0.0) -> Schedule:
+    """The same order, with R, or D and H, of shares of the units anywhere between F and B."""
+    dice = random.Random(seed)
+    last = schedule.placement.num_stages - 1
+    ranks = []
+    for passes in schedule.ranks:
+        line = list(passes)
+        for p in passes:
+            if p.kind is not PassKind.F or p.stage == last:
+                continue
+            at = dice.random()
+            state = "drop" if at < drop else "move" if at < drop + move else "keep"
+            _insert(line, p, OF_STATE[state], dice)
+        ranks.append(tuple(line))
+    return replace(schedule, ranks=tuple(ranks)).validate()
+
+
+def _insert(line: list[Pass], forward: Pass, kinds: tuple[PassKind, ...], dice: random.Random) -> None:
+    start = line.index(forward) + 1
+    for kind in kinds:
+        unit = (forward.stage, forward.microbatch)
+        end = next(i for i, p in enumerate(line) if p[1:] == unit and p.kind in _BACKWARD)
+        at = dice.randint(start, end)
+        line.insert(at, Pass(kind, *unit))
+        start = at + 1
