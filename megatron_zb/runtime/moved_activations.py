@@ -192,6 +192,7 @@ class MovedActivations:
         _end(unit)
         assert unit.buffer is not None
         self._host.give_back(unit.buffer)
+        unit.moved.clear()  # torch keeps the hooks, and so the unit, until the graph has gone
 
     def reset(self) -> None:
         """Forget all: no backward will come."""

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import time
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import hypothesis
 import pytest
 import torch
-from gpt_cases import GPTCase, built, differences, forward_backward, microbatches, run
+from gpt_cases import GPTCase, built, differences, forward_backward, gradients, microbatches
 from hypothesis import strategies as st
 from joined import EXPERTS
 from megatron.core import parallel_state
@@ -21,6 +24,7 @@ from megatron_zb.runtime.activation_memory import ActivationMemory
 from megatron_zb.runtime.copy_engines import ThreadEngines
 from megatron_zb.schedules import Schedule
 from megatron_zb.schedules.program.memory import peak_with_messages
+from megatron_zb.schedules.simulator import simulate
 
 CASES = {
     "plain": GPTCase(),
@@ -38,6 +42,20 @@ CASES = {
         options=(("recompute_granularity", "selective"), ("recompute_modules", ("core_attn",)))
     ),
     "lengths": GPTCase(lengths=(16, 8, 12), options=(("moe_token_dispatcher_type", "alltoall"),)),
+}
+PARALLEL = {
+    "tensor": GPTCase(tensor_parallel=2),
+    "sequence": GPTCase(tensor_parallel=2, sequence_parallel=True),
+    "expert": GPTCase(
+        data_parallel=2, expert_parallel=2, dtype="bfloat16", options=tuple(EXPERTS.items())
+    ),
+    "distributed_optimizer": GPTCase(
+        data_parallel=2,
+        overlap_grad_reduce=True,
+        distributed_optimizer=True,
+        overlap_param_gather=True,
+        optimizer_steps=3,
+    ),
 }
 NAMES = ("v-half", "zb-h1", "interleaved")
 IN_EVERY_RUN = {("plain", "v-half"), ("experts", "v-half")}
@@ -67,3 +85,169 @@ def test_what_was_moved_comes_back_as_it_was(ranks: RankPools, what: str, name: 
         iterations=2,
     )
     assert found == [[]] * 2
+
+
+@pytest.mark.parametrize(
+    "what",
+    [
+        pytest.param("tensor", marks=pytest.mark.full),
+        pytest.param("sequence", marks=pytest.mark.full),
+        "distributed_optimizer",
+        pytest.param("expert", marks=pytest.mark.full),
+    ],
+)
+def test_other_ranks_move_theirs(ranks: RankPools, what: str) -> None:
+    found = ranks(4).run(
+        differences,
+        case=PARALLEL[what],
+        schedule=order("v-half", seed=len(what), drop=0.3),
+        num_microbatches=[5],
+        iterations=2,
+    )
+    assert found == [[]] * 4
+
+
+def evaluated_between(case: GPTCase, schedule: Schedule) -> list[str]:
+    """Where two steps with an evaluation between them differ from those of the kept order."""
+    kept = schedules.build("v-half", pipeline_size=2, num_microbatches=5)
+    outcomes = []
+    for taken in (kept, schedule):
+        with built(case, taken, 5) as (adapter, chunks):
+            assert adapter is not None
+            found: list[float] = []
+            for forward_only in (False, True, False):
+                data = [microbatches(case, 5) for _ in chunks]
+                records = forward_backward(
+                    adapter.forward_backward_func, chunks, data, 5, forward_only=forward_only
+                )
+                found += [float(record["lm loss"]) for record in records]
+            outcomes.append((found, dict(gradients(chunks))))
+    (losses, expected), (others, ours) = outcomes
+    different = [name for name in expected if not torch.equal(expected[name], ours[name])]
+    return different if losses == others else [f"{others} are not {losses}", *different]
+
+
+@hypothesis.settings(
+    max_examples=8,
+    deadline=None,
+    derandomize=True,
+    suppress_health_check=[hypothesis.HealthCheck.function_scoped_fixture],
+)
+@hypothesis.given(seed=st.integers(0, 1 << 20), drop=st.floats(0, 0.5), move=st.floats(0, 0.5))
+def test_any_mix_of_states_draws_and_computes_the_same(
+    ranks: RankPools, seed: int, drop: float, move: float
+) -> None:
+    kept = schedules.build("v-half", pipeline_size=2, num_microbatches=5)
+    found = ranks(2).run(
+        evaluated_between,
+        case=GPTCase(dropout=0.1),
+        schedule=with_states(kept, seed, drop, move),
+    )
+    assert found == [[]] * 2
+
+
+@hypothesis.settings(
+    max_examples=4,
+    deadline=None,
+    derandomize=True,
+    suppress_health_check=[hypothesis.HealthCheck.function_scoped_fixture],
+)
+@hypothesis.given(
+    seed=st.integers(0, 1 << 20),
+    drop=st.floats(0, 0.5),
+    move=st.floats(0, 0.5),
+    name=st.sampled_from(["v-half", "zb-h1", "interleaved"]),
+    what=st.sampled_from(["plain", "experts"]),
+)
+def test_any_mix_of_states_on_four_ranks_is_stocks(
+    ranks: RankPools, seed: int, drop: float, move: float, name: str, what: str
+) -> None:
+    kept = schedules.build(name, pipeline_size=4, num_microbatches=4)
+    found = ranks(4).run(
+        differences,
+        case=replace(CASES[what], layers=8),
+        schedule=with_states(kept, seed, drop, move),
+        num_microbatches=[4],
+        iterations=2,
+    )
+    assert found == [[]] * 4
+
+
+def moved_slowly(case: GPTCase, schedule: Schedule, seconds_per_byte: float) -> tuple[Any, float]:
+    """Losses and gradients if every copy takes so long, and the seconds of the step."""
+    with built(case, schedule, 5) as (adapter, chunks):
+        assert adapter is not None
+        adapter.copy_with(ThreadEngines(seconds_per_byte))
+        start = time.perf_counter()
+        data = [microbatches(case, 5) for _ in chunks]
+        records = forward_backward(adapter.forward_backward_func, chunks, data, 5)
+        seconds = time.perf_counter() - start
+        return ([float(r["lm loss"]) for r in records], dict(gradients(chunks))), seconds
+
+
+def copied_at_two_speeds(case: GPTCase, schedule: Schedule) -> tuple[list[str], float, float]:
+    """What differs where copies are slow, and the seconds of both steps."""
+    (one, fast), (other, slow) = (moved_slowly(case, schedule, s) for s in (0.0, 2e-6))
+    different = [name for name in one[1] if not torch.equal(one[1][name], other[1][name])]
+    return different if one[0] == other[0] else ["losses", *different], fast, slow
+
+
+def test_slow_copies_change_time_and_no_number(ranks: RankPools) -> None:
+    found = ranks(2).run(copied_at_two_speeds, case=GPTCase(), schedule=order("v-half", 2))
+    for different, fast, slow in found:
+        assert different == []
+        assert slow > fast
+
+
+def counted(kept: Schedule, other: Schedule, path: Path) -> tuple[float, int, float, int]:
+    """Peaks on this rank, predicted and counted: of its device, then of its host, in bytes.
+
+    Predicted from a profile of the order that keeps all.
+    """
+    case, m = GPTCase(), kept.num_microbatches
+    memory, on_host = ActivationMemory(), 0
+    for schedule in (kept, other):
+        with built(case, schedule, m) as (adapter, chunks):
+            assert adapter is not None
+            if schedule is kept:
+                adapter.profile(path, None)
+            function = adapter.forward_backward_func
+            if schedule is kept:
+                for _ in range(ITERATIONS):
+                    forward_backward(function, chunks, [microbatches(case, m) for _ in chunks], m)
+            else:
+                memory = ActivationMemory(p for chunk in chunks for p in chunk.parameters())
+                adapter.track(memory)
+                with memory.watching():
+                    forward_backward(function, chunks, [microbatches(case, m) for _ in chunks], m)
+                on_host = function.peak_host_bytes
+            rank = adapter.physical.logical(parallel_state.get_pipeline_model_parallel_rank())
+            torch.distributed.barrier()
+    profile, placement = read_profile(path), kept.placement
+    costs = profile.costs(placement).with_recomputation(kept_input=profile.message)
+    costs = costs.with_offload(seconds=1e-6)
+    table = costs.for_placement(placement)
+    table = replace(table, kept_input=(0.0, *table.kept_input[1:]))
+    predicted = peak_with_messages(schedules.lower(other), rank, table, profile.message)
+    host = simulate(other, costs).peak_host[rank]
+    return predicted, memory.peak_bytes, host, on_host
+
+
+@pytest.mark.parametrize(
+    ("name", "drop", "move"),
+    [
+        ("v-half", 0.0, 1.0),
+        pytest.param("v-half", 0.4, 0.4, marks=pytest.mark.full),
+        pytest.param("zb-h1", 0.0, 1.0, marks=pytest.mark.full),
+        pytest.param("zb-h2", 0.3, 0.6, marks=pytest.mark.full),
+    ],
+)
+def test_counted_bytes_are_those_of_both_simulated_curves(
+    ranks: RankPools, tmp_path: Path, name: str, drop: float, move: float
+) -> None:
+    kept = schedules.build(name, pipeline_size=2, num_microbatches=5)
+    other = with_states(kept, 3, drop, move)
+    found = ranks(2).run(counted, kept=kept, other=other, path=tmp_path / "profile.yaml")
+    for device, counted_device, host, counted_host in found:
+        assert device == pytest.approx(counted_device, rel=0.05)
+        assert host == pytest.approx(counted_host, rel=0.05)
