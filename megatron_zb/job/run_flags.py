@@ -15,6 +15,7 @@ LAYOUT_FLAG = "--pipeline-layer-layout"
 AUTO_LAYOUT = "auto"
 STREAMS_FLAG = "--pipeline-random-streams"
 RECOMPUTE_FLAG = "--pipeline-recompute"
+OFFLOAD_FLAG = "--pipeline-offload"
 
 
 def asks_for_balance(layout: str | None) -> bool:
@@ -57,10 +58,8 @@ def check_table_alone(args: argparse.Namespace) -> None:
             "--pipeline-schedule-file trains with a whole output layer: leave "
             "--pipeline-vocabulary on out"
         )
-    if args.pipeline_recompute == "auto":
-        raise UsageError(
-            f"--pipeline-schedule-file is a finished schedule: leave {RECOMPUTE_FLAG} out"
-        )
+    for flag in states_asked_for(args):
+        raise UsageError(f"--pipeline-schedule-file is a finished schedule: leave {flag} out")
     for name in ("pipeline_placement", "pipeline_schedule_cache"):
         if getattr(args, name) is not None:
             raise UsageError(
@@ -68,24 +67,31 @@ def check_table_alone(args: argparse.Namespace) -> None:
             )
 
 
-def check_recompute(args: argparse.Namespace) -> None:
-    """Refuse what cannot be combined with activations that a schedule drops and makes again.
+def states_asked_for(args: argparse.Namespace) -> list[str]:
+    """Return the flags that let a schedule drop activations, or move them to the host."""
+    return [flag for flag in _STATE_FLAGS if getattr(args, flag[2:].replace("-", "_")) == "auto"]
+
+
+_STATE_FLAGS = (RECOMPUTE_FLAG, OFFLOAD_FLAG)
+
+
+def check_states(args: argparse.Namespace) -> None:
+    """Refuse what cannot be combined with activations that a schedule drops or moves.
 
     Raises:
         UsageError: names both flags and the reason.
     """
-    if args.pipeline_recompute != "auto":
-        return
-    for name, why in _NOT_WITH_RECOMPUTE.items():
-        value = getattr(args, name)
-        if value not in (None, "off"):
-            raise UsageError(
-                f"{RECOMPUTE_FLAG} auto cannot be combined with {flag_of(name)} {value}: {why}"
-            )
+    for flag in states_asked_for(args):
+        for name, why in _NOT_WITH_STATES.items():
+            value = getattr(args, name)
+            if value not in (None, "off"):
+                raise UsageError(
+                    f"{flag} auto cannot be combined with {flag_of(name)} {value}: {why}"
+                )
 
 
-_NOT_WITH_RECOMPUTE = {
-    "pipeline_vocabulary": "passes of a cut output layer are not made again; give off",
+_NOT_WITH_STATES = {
+    "pipeline_vocabulary": "what a cut output layer holds is not dropped or moved; give off",
     "pipeline_profile": "it measures forwards that keep everything",
     "pipeline_replan_every": "it measures forwards that keep everything",
 }
@@ -197,6 +203,17 @@ def add_recompute(group: argparse._ArgumentGroup) -> None:
         help="whether activations may be dropped after a forward, and computed again by a pass of "
         "the schedule before their backward: wherever that is faster under the memory limit "
         "(auto), or nowhere (off, the default). Losses stay the same to the last bit",
+    )
+
+
+def add_offload(group: argparse._ArgumentGroup) -> None:
+    """Add the argument that lets a schedule move activations to the host."""
+    group.add_argument(
+        OFFLOAD_FLAG,
+        choices=("auto", "off"),
+        help="whether activations may be moved to the host after a forward, and back before their "
+        "backward, beside what is computed: wherever that is faster under the memory limit (auto), "
+        "or nowhere (off, the default). Losses stay the same to the last bit",
     )
 
 

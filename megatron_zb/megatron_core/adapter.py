@@ -108,6 +108,7 @@ class PipelineAdapter:
         vocabulary: float | None = None,
         overlaps_exchange: bool = False,
         recomputes: bool = False,
+        copy: float | None = None,
         build: Build = catalog.build,
     ) -> PipelineAdapter:
         """Build the schedule and place the layers.
@@ -129,6 +130,8 @@ class PipelineAdapter:
                 exchange in one hides behind the other.
             recomputes: activations may be dropped, and computed again before their backward, where
                 that is faster under the memory limit.
+            copy: what copying an activation to the host takes, as a share of the passes that use
+                it; activations may be moved there where that is faster. None: none moves.
             build: the function that builds schedules, for example on one rank for all.
 
         Raises:
@@ -145,6 +148,8 @@ class PipelineAdapter:
             costs = _with_exchange(costs, layer_layout)
         if recomputes:
             costs = _with_recomputation(costs, layers.decoder)
+        if copy is not None:
+            costs = _with_offload(costs, copy)
         schedule = build(
             name,
             pipeline_size=pipeline_size,
@@ -502,10 +507,22 @@ class PipelineAdapter:
                 f"  {len(self.schedule.dropped)} of {forwards} forwards keep their input alone; "
                 "their activations are computed again"
             )
+        if self.costs.copy or self.schedule.moved:
+            lines.append(self._describe_moves())
         if self.draws_by_layer:
             lines.append("  every layer draws from random streams of its own")
         lines += [f"  {line}" for line in self._said]
         return "\n".join(lines)
+
+    def _describe_moves(self) -> str:
+        forwards = self.schedule.num_microbatches * self.schedule.placement.num_stages
+        line = f"  {len(self.schedule.moved)} of {forwards} activations move to the host and back"
+        if not self.costs.copy:
+            return line
+        share = sum(self.costs.copy) / sum(
+            map(sum, (self.costs.forward, self.costs.backward, self.costs.weight))
+        )
+        return f"{line}; a copy is assumed to take {share:.0%} of its passes"
 
     def _known_costs(self) -> str:
         known = "equal costs" if len(set(self.costs.forward)) == 1 else "costs counted from sizes"
@@ -570,6 +587,12 @@ def _with_recomputation(costs: Costs, layers: int) -> Costs:
     """Return the costs with the choice to drop activations, which nobody has measured."""
     layer = sum(costs.activation) / max(layers, 1)
     return costs.with_recomputation(kept_input=INPUT * layer)
+
+
+def _with_offload(costs: Costs, copy: float) -> Costs:
+    """Return the costs with the choice to move activations, which takes a share of their passes."""
+    passes = zip(costs.forward, costs.backward, costs.weight, strict=True)
+    return costs.with_offload(seconds=[copy * sum(of_slice) for of_slice in passes])
 
 
 def _keeps_places(

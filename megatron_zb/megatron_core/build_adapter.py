@@ -6,11 +6,21 @@ import argparse
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+import torch
+
 from megatron_zb.errors import UsageError
-from megatron_zb.job.run_flags import check_recompute, check_table_alone, placement_of
+from megatron_zb.job.run_flags import (
+    OFFLOAD_FLAG,
+    check_states,
+    check_table_alone,
+    placement_of,
+    states_asked_for,
+)
 from megatron_zb.measured.balance import Ends
+from megatron_zb.measured.host_link import copy_share
 from megatron_zb.megatron_core import versions
 from megatron_zb.megatron_core.adapter import PipelineAdapter
+from megatron_zb.megatron_core.stages import device
 from megatron_zb.megatron_core.vocabulary_choice import WHOLE, faster
 from megatron_zb.runtime.groups import GroupOptions
 from megatron_zb.schedules import catalog, interchange
@@ -50,10 +60,20 @@ class Sizes:
     """Whether a forward and a backward may run in one pass, to hide what experts exchange."""
     recomputes: bool = False
     """Whether activations may be dropped, and computed again before their backward."""
+    copy: float | None = None
+    """What copying activations to the host takes of the passes that use them, if any may move."""
     vocabulary: float | None = None
     """The layers that the output layer counts for, where it is cut over all ranks."""
     vocabulary_if_faster: bool = False
     """Whether it is cut only where that is faster in the simulator; needs known ends."""
+
+
+def copy_of(args: argparse.Namespace) -> float | None:
+    """Return what is assumed of copies to the host, None if nothing may be moved there."""
+    if OFFLOAD_FLAG not in states_asked_for(args):
+        return None
+    here = torch.device(device() if torch.cuda.is_available() else "cpu")
+    return copy_share(args.hidden_size, here.type)
 
 
 def build_adapter(
@@ -73,7 +93,7 @@ def build_adapter(
     Raises:
         UsageError: the flags cannot be combined, or the schedule cannot be built.
     """
-    check_recompute(args)
+    check_states(args)
     named = args.pipeline_schedule_file is None
     if named and sizes.vocabulary_if_faster:
         adapter = _whole_or_cut(args, sizes, build)
@@ -83,7 +103,7 @@ def build_adapter(
     if group_options is not None:
         adapter.connect_with(group_options)
     profile = None if args.pipeline_profile is None else Path(args.pipeline_profile)
-    if versions.graphs_of(args) is versions.Graphs.NONE and not sizes.recomputes:
+    if versions.graphs_of(args) is versions.Graphs.NONE and not states_asked_for(args):
         adapter.profile(profile, args.pipeline_replan_every, is_named=named)
     return adapter
 
@@ -143,6 +163,7 @@ def _named(args: argparse.Namespace, sizes: Sizes, build: Build) -> PipelineAdap
             vocabulary=sizes.vocabulary,
             overlaps_exchange=sizes.overlaps_exchange,
             recomputes=sizes.recomputes,
+            copy=sizes.copy,
             build=build,
         )
 

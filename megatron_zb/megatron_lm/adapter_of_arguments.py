@@ -16,7 +16,7 @@ from megatron_zb.job.run_flags import (
 )
 from megatron_zb.measured import balance
 from megatron_zb.megatron_core.adapter import PipelineAdapter
-from megatron_zb.megatron_core.build_adapter import Chunks, Sizes, build_adapter
+from megatron_zb.megatron_core.build_adapter import Chunks, Sizes, build_adapter, copy_of
 from megatron_zb.megatron_core.group_options import group_options
 from megatron_zb.megatron_core.vocabulary_choice import WHOLE
 from megatron_zb.megatron_lm import conflicts, flags, hybrid_pattern
@@ -43,6 +43,7 @@ _NEED_A_SCHEDULE = {
     "pipeline_layer_layout": "v-half",
     "pipeline_vocabulary": "v-half",
     "pipeline_recompute": "v-half",
+    "pipeline_offload": "v-half",
     "pipeline_profile": "v-half",
     "pipeline_replan_every": "auto",
     "pipeline_random_streams": "v-half",
@@ -82,7 +83,7 @@ def adapter_of(
     args.mtp_num_layers = layers_of(args).multi_token or args.mtp_num_layers
     conflicts.check_vocabulary(args)
     conflicts.check_pairs(args)
-    conflicts.check_recomputation(args)
+    conflicts.check_states(args)
     options = group_options(
         args.nccl_communicator_config_path, args.high_priority_stream_groups or ()
     )
@@ -176,6 +177,7 @@ def _sizes(args: argparse.Namespace) -> Sizes:
         back_to_back=args.enable_optimizer_post_validation,
         overlaps_exchange=conflicts.overlaps_exchange(args),
         recomputes=conflicts.recomputes(args),
+        copy=copy_of(args),
     )
     known = _known_ends(sizes)
     if_faster = _may_cut(args) and _why_whole(args, known) is None

@@ -13,7 +13,12 @@ from enum import Enum
 from typing import Any
 
 from megatron_zb.errors import UsageError
-from megatron_zb.job.run_flags import RECOMPUTE_FLAG, STREAMS_FLAG
+from megatron_zb.job.run_flags import (
+    OFFLOAD_FLAG,
+    RECOMPUTE_FLAG,
+    STREAMS_FLAG,
+    states_asked_for,
+)
 from megatron_zb.megatron_core import graphs, versions
 from megatron_zb.megatron_core.encoder import language_model, why_not_placed
 from megatron_zb.megatron_core.forward_backward import NOT_SERVED, WHY_NOT_SHARDED
@@ -373,6 +378,24 @@ VOCABULARY_CONFLICTS = (
 
 
 _TWICE = "what a forward keeps for the next step would be kept twice"
+_NOT_QUANTIZED = "what it has quantized is not moved"
+_NOT_WITH_STATES = (
+    Conflict(OVERLAP, OVERLAP_FLAG, "its plans of a forward keep what they compute"),
+    Conflict(
+        "enable_optimizer_post_validation",
+        POST_VALIDATION,
+        "a step that is taken back would leave activations behind",
+    ),
+    *(
+        Conflict(
+            setting,
+            flag_of(setting),
+            "forwards that keep less than they compute are not captured",
+            lambda value: value not in (False, "none"),
+        )
+        for setting in versions.GRAPH_SETTINGS
+    ),
+)
 RECOMPUTATION_CONFLICTS = (
     Conflict(
         "recompute_granularity",
@@ -380,23 +403,14 @@ RECOMPUTATION_CONFLICTS = (
         "it keeps the inputs of layers alone already; leave it out, or use selective",
         lambda value: value == "full",
     ),
-    Conflict(OVERLAP, OVERLAP_FLAG, "its plans of a forward are not made again"),
-    Conflict(
-        "enable_optimizer_post_validation",
-        POST_VALIDATION,
-        "the forwards that run again would be dropped twice",
-    ),
+    *_NOT_WITH_STATES,
     Conflict("fp8", "--fp8-format", _TWICE),
     Conflict("fp4", "--fp4-format", _TWICE),
-    *(
-        Conflict(
-            setting,
-            flag_of(setting),
-            "forwards that keep their input alone are not captured",
-            lambda value: value not in (False, "none"),
-        )
-        for setting in versions.GRAPH_SETTINGS
-    ),
+)
+OFFLOAD_CONFLICTS = (
+    *_NOT_WITH_STATES,
+    Conflict("fp8", "--fp8-format", _NOT_QUANTIZED),
+    Conflict("fp4", "--fp4-format", _NOT_QUANTIZED),
 )
 
 
@@ -475,19 +489,20 @@ def overlaps_exchange(args: argparse.Namespace) -> bool:
     return bool(getattr(args, OVERLAP, False))
 
 
-def check_recomputation(args: argparse.Namespace) -> None:
-    """Refuse arguments with which no forward of a schedule runs again.
+def check_states(args: argparse.Namespace) -> None:
+    """Refuse arguments with which no schedule drops activations, or moves them to the host.
 
     Raises:
         UsageError: names both flags and the reason.
     """
-    _raise_first(recomputation_refusals(args))
+    _raise_first(state_refusals(args))
 
 
-def recomputation_refusals(args: argparse.Namespace) -> Iterator[Refusal]:
-    """Yield the arguments with which no forward of a schedule runs again."""
-    if recomputes(args):
-        yield from _conflicting(RECOMPUTATION_CONFLICTS, args, f"{RECOMPUTE_FLAG} auto")
+def state_refusals(args: argparse.Namespace) -> Iterator[Refusal]:
+    """Yield the arguments with which no schedule drops activations, or moves them to the host."""
+    known = {RECOMPUTE_FLAG: RECOMPUTATION_CONFLICTS, OFFLOAD_FLAG: OFFLOAD_CONFLICTS}
+    for flag in states_asked_for(args):
+        yield from _conflicting(known[flag], args, f"{flag} auto")
 
 
 def recomputes(args: argparse.Namespace) -> bool:

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 from megatron_zb.errors import UsageError
 from megatron_zb.job.run_flags import (
+    add_offload,
     add_recompute,
     add_run_arguments,
     add_schedule,
@@ -53,6 +54,7 @@ def _add_schedule(parser: argparse.ArgumentParser) -> None:
     )
     add_vocabulary(group)
     add_recompute(group)
+    add_offload(group)
     add_run_arguments(group)
     group.add_argument(
         "--enable-optimizer-post-validation",

@@ -163,7 +163,7 @@ def _adapter(args: argparse.Namespace, build: Build) -> PipelineAdapter | None:
     if not chooses_schedule(args):
         return None
     from megatron_zb.measured.balance import Ends, ends_of
-    from megatron_zb.megatron_core.build_adapter import Chunks, Sizes, build_adapter
+    from megatron_zb.megatron_core.build_adapter import Chunks, Sizes, build_adapter, copy_of
     from megatron_zb.megatron_core.vocabulary_choice import WHOLE, why_rows_stay
     from megatron_zb.schedules.layout import Layers
 
@@ -181,6 +181,7 @@ def _adapter(args: argparse.Namespace, build: Build) -> PipelineAdapter | None:
         ends=ends,
         vocabulary=known.output if cuts else None,
         recomputes=args.pipeline_recompute == "auto",
+        copy=copy_of(args),
         vocabulary_if_faster=cuts and asked == "auto",
     )
     adapter = build_adapter(args, sizes, build)

@@ -327,7 +327,7 @@ def test_a_file_that_does_not_fit_the_job(table: Path, stock: dict[str, Any], wo
     assert words in str(refused.value)
 
 
-def test_a_file_that_moves_activations_to_the_host_does_not_train(tmp_path: Path) -> None:
+def test_a_file_may_move_activations_to_the_host(tmp_path: Path) -> None:
     path = tmp_path / "moves.csv"
     schedule = schedules.build("1f1b", pipeline_size=4, num_microbatches=8)
     first, *others = schedule.ranks
@@ -335,8 +335,21 @@ def test_a_file_that_moves_activations_to_the_host_does_not_train(tmp_path: Path
     at = first.index(Pass(PassKind.BW, *unit))
     moved = (*first[:at], Pass(PassKind.D, *unit), Pass(PassKind.H, *unit), *first[at:])
     interchange.write_csv(replace(schedule, ranks=(moved, *others)).validate(), path)
-    with pytest.raises(UsageError, match=r"moves activations to the host .* take a table without"):
-        adapter_of(parsed(f"--pipeline-schedule-file {path}"))
+    adapter = adapter_of(parsed(f"--pipeline-schedule-file {path}"))
+    assert adapter.schedule.moved == {unit}
+    assert "  1 of 32 activations move to the host and back\n" in adapter.describe() + "\n"
+
+
+def test_activations_move_under_a_limit_where_that_is_faster() -> None:
+    flags = "--pipeline-schedule v-half --pipeline-memory-limit 0.4"
+    kept = adapter_of(parsed(flags))
+    adapter = adapter_of(parsed(f"{flags} --pipeline-offload auto"))
+    assert adapter.schedule.moved
+    assert adapter.predicted_bubble_rate < kept.predicted_bubble_rate
+    assert f"  {len(adapter.schedule.moved)} of 64 activations move to the host" in (
+        adapter.describe()
+    )
+    assert "a copy is assumed to take " in adapter.describe()
 
 
 @pytest.mark.parametrize("name", versions.HYBRID_PATTERNS)

@@ -33,6 +33,17 @@ def test_what_is_made_again_logs_what_stock_logs(
     assert re.search(r"  [1-9]\d* of \d+ forwards keep their input alone", run.output)
 
 
+@pytest.mark.parametrize("name", ["v-half", "auto"])
+def test_what_moves_to_the_host_logs_what_stock_logs(
+    checkout: Path, start: tuple[Path, Logged], name: str
+) -> None:
+    folder, stock = start
+    flags = f"--pipeline-schedule {name} --pipeline-offload auto --pipeline-memory-limit 0.5"
+    run = pretrain(checkout, MODEL, PIPELINE_OF_TWO, f"--load {folder}", flags, ranks=2)
+    check_equal(run, stock)
+    assert re.search(r"  [1-9]\d* of \d+ activations move to the host", run.output)
+
+
 def test_what_recomputes_layers_already_is_refused(checkout: Path) -> None:
     flags = "--pipeline-schedule v-half --pipeline-recompute auto --recompute-granularity full"
     more = "--recompute-method uniform --recompute-num-layers 1"

@@ -33,7 +33,9 @@ def with_states(schedule: Schedule, seed: int, drop: float = 0.0, move: float = 
     return replace(schedule, ranks=tuple(ranks)).validate()
 
 
-def _insert(line: list[Pass], forward: Pass, kinds: tuple[PassKind, ...], dice: random.Random) -> None:
+def _insert(
+    line: list[Pass], forward: Pass, kinds: tuple[PassKind, ...], dice: random.Random
+) -> None:
     start = line.index(forward) + 1
     for kind in kinds:
         unit = (forward.stage, forward.microbatch)

@@ -9,7 +9,7 @@ from megatron_zb.errors import UsageError
 from megatron_zb.schedules.bounds import earliest_starts, lower_bound, period_bound, usable_limit
 from megatron_zb.schedules.costs import StageCosts
 from megatron_zb.schedules.placement import Placement
-from megatron_zb.schedules.request import Request, keeps
+from megatron_zb.schedules.request import MemoryLimit, Request, keeps
 from megatron_zb.schedules.schedule import Schedule
 from megatron_zb.schedules.search import pair_search, state_search
 from megatron_zb.schedules.search.fusing import fuse_for_free, split_all
@@ -73,7 +73,12 @@ def search_placement(
                 most=most,
             )
 
-        return with_states(name, placement, request, peak_microbatches, all_kept, known)
+        orders = [*known]
+        if request.costs.copy:  # what holds too much may be the best to move
+            free, p = replace(alone, limit=MemoryLimit()), request.pipeline_size
+            for held in (p, p / 2 + 1, p / 3 + 1):
+                orders.append(search_placement(name, placement, free, held, split=split))
+        return with_states(name, placement, request, peak_microbatches, all_kept, orders)
     table = request.costs.for_placement(placement)
     m = request.num_microbatches
     limit = usable_limit(placement, m, table, request.limits(placement, peak_microbatches))
