@@ -20,6 +20,7 @@ from megatron_zb.schedules.schedule import Schedule
 from megatron_zb.schedules.search.fusing import fuse_for_free
 from megatron_zb.schedules.search.placement_search import (
     QUICK,
+    orders_to_move,
     search_placement,
     with_pairs,
     with_states,
@@ -194,6 +195,9 @@ def _orders_of_states(placement: Placement, request: Request) -> list[Schedule]:
         return [*interleaved.split_interleaved(p, m, placement.chunks), *loop]
     if placement == looped(p) and request.costs.copy:
         return [one_f_one_b.one_f_one_b(replace(request, limit=MemoryLimit()))]
+    if request.costs.copy:
+        alone = replace(request, costs=request.costs.with_all_kept())
+        return orders_to_move("auto", placement, alone)
     return []
 
 

@@ -16,6 +16,7 @@ from megatron_zb.schedules.search.fusing import fuse_for_free, split_all
 from megatron_zb.schedules.search.hill_climbing import Effort, Found, search
 from megatron_zb.schedules.search.kernels import available
 from megatron_zb.schedules.search.place_moves import place_moves
+from megatron_zb.schedules.search.polish_moves import polish_moves
 from megatron_zb.schedules.search.runner import Problem
 from megatron_zb.schedules.simulator import simulate
 
@@ -23,6 +24,7 @@ NAMED_SECONDS = 0.25
 """Approximate seconds of the search for a named schedule, if it is compiled."""
 
 _STATE_SECONDS = 12.0
+_POLISHED = 2  # orders with moves, the fastest ones
 _NEAR = 1.005  # of the lower bound: nothing to gain by dropping
 _PAIR_SECONDS = 1.0  # at least, where passes may be joined
 _SMALL = 1600  # passes of a problem that can be searched several times
@@ -73,11 +75,7 @@ def search_placement(
                 most=most,
             )
 
-        orders = [*known]
-        if request.costs.copy:  # what holds too much may be the best to move
-            free, p = replace(alone, limit=MemoryLimit()), request.pipeline_size
-            for held in (p, p / 2 + 1, p / 3 + 1):
-                orders.append(search_placement(name, placement, free, held, split=split))
+        orders = [*known, *(orders_to_move(name, placement, alone) if request.costs.copy else ())]
         return with_states(name, placement, request, peak_microbatches, all_kept, orders)
     table = request.costs.for_placement(placement)
     m = request.num_microbatches
@@ -111,6 +109,12 @@ def search_placement(
     fitting = [s for s, peak in zip(known, peaks, strict=True) if keeps(peak, limit)]
     more = max(seconds, _PAIR_SECONDS) + walking
     return with_pairs([schedule, *fitting], request, peak_microbatches, more, split=split)
+
+
+def orders_to_move(name: str, placement: Placement, request: Request) -> list[Schedule]:
+    """Return orders of a placement that hold more than the limit, and less, to be moved from."""
+    p, free = request.pipeline_size, replace(request, limit=MemoryLimit())
+    return [search_placement(name, placement, free, held) for held in (p, p / 2 + 1, p / 3 + 1)]
 
 
 def with_pairs(
@@ -169,7 +173,7 @@ def with_states(
     bound = _bound(problem)
     if not (found and request.seconds(simulate(found[0], request.costs)) <= bound * _NEAR):
         known = [*orders, *found]
-        found += _moved(name, known, request, limit) if table.copy else []
+        found += _moved(name, known, request, limit, bound) if table.copy else []
         effort = state_search.effort_of(problem, _STATE_SECONDS)
         states = (
             state_search.search_states(name, problem, effort, bound, known)
@@ -184,14 +188,20 @@ def with_states(
 
 
 def _moved(
-    name: str, orders: Sequence[Schedule], request: Request, limit: Sequence[float]
+    name: str, orders: Sequence[Schedule], request: Request, limit: Sequence[float], bound: float
 ) -> list[Schedule]:
     """Return known orders that keep the limit with moves, each B by itself and its W behind it.
 
     A W that comes later holds what moves are to free.
     """
-    moved = (place_moves(split_all(order), request.costs, limit) for order in orders)
-    return [replace(fuse_for_free(s, request.costs), name=name) for s in moved if s is not None]
+    split = [split_all(order) for order in orders]
+    moved = [place_moves(order, request.costs, limit) for order in split]
+    kept = [s for s in split if keeps(simulate(s, request.costs).peak_memory, limit)]
+    starts = [*filter(None, moved), *kept]
+    starts.sort(key=lambda start: request.seconds(simulate(start, request.costs)))
+    polished = (polish_moves(s, request.costs, limit, bound) for s in starts[:_POLISHED])
+    fitting = [*polished, *starts[_POLISHED:]]
+    return [replace(fuse_for_free(s, request.costs), name=name) for s in fitting]
 
 
 def _tail_seconds(placement: Placement, costs: StageCosts) -> tuple[float, ...]:
