@@ -1,0 +1,151 @@
+"""Copy engines: those of a CPU, and what those of a GPU ask of CUDA, with stand-ins that note it."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+
+from megatron_zb.runtime.copy_engines import StreamEngines, ThreadEngines, engines_of
+from megatron_zb.runtime.moved_activations import HostMemory, MovedActivations
+
+
+def test_a_cpu_copies_each_way_in_turn_and_both_ways_at_once() -> None:
+    engines = ThreadEngines(seconds_per_byte=1e-5)
+    here, there, back = (torch.full((4096,), i, dtype=torch.uint8) for i in range(3))
+    start = time.perf_counter()
+    waits = [
+        engines.begin([(there, here)], to_host=True),
+        engines.begin([(there, here)], to_host=True),
+        engines.begin([(back, here)], to_host=False),
+    ]
+    assert time.perf_counter() - start < 0.04, "nobody waits where a copy begins"
+    waits[2]()
+    assert torch.equal(back, here)
+    waits[1]()
+    assert time.perf_counter() - start > 0.08, "two copies one way, one after the other"
+    assert torch.equal(there, here)
+
+
+class Cuda:
+    """Streams by name, and a note of what each does and waits for."""
+
+    def __init__(self) -> None:
+        self.now = "compute"
+        self.streams: list[str] = []
+        self.notes: list[str] = []
+
+    def make_stream(self, device: Any) -> Stream:
+        self.streams.append(f"copy {len(self.streams)}")
+        return Stream(self, self.streams[-1])
+
+    def make_event(self) -> Event:
+        return Event(self)
+
+    def current_stream(self) -> Stream:
+        return Stream(self, self.now)
+
+    @contextmanager
+    def stream(self, stream: Stream) -> Iterator[None]:
+        before, self.now = self.now, stream.name
+        yield
+        self.now = before
+
+
+class Stream:
+    def __init__(self, cuda: Cuda, name: str) -> None:
+        self.cuda, self.name = cuda, name
+
+    def wait_stream(self, other: Stream) -> None:
+        self.cuda.notes.append(f"{self.name} waits for {other.name}")
+
+    def wait_event(self, event: Event) -> None:
+        self.cuda.notes.append(f"{self.name} waits for the event of {event.of}")
+
+
+class Event:
+    def __init__(self, cuda: Cuda) -> None:
+        self.cuda = cuda
+
+    def record(self) -> None:
+        self.of = self.cuda.now
+        self.cuda.notes.append(f"{self.of} records an event")
+
+
+class Bytes:
+    def __init__(self, cuda: Cuda) -> None:
+        self.cuda = cuda
+
+    def copy_(self, source: Bytes, *, non_blocking: bool) -> None:
+        assert non_blocking, "the host would wait"
+        self.cuda.notes.append(f"{self.cuda.now} copies")
+
+
+def test_a_gpu_copies_beside_its_computation_and_the_host_waits_for_nothing(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    cuda = Cuda()
+    for name, stand_in in (
+        ("Stream", cuda.make_stream),
+        ("Event", cuda.make_event),
+        ("current_stream", cuda.current_stream),
+        ("stream", cuda.stream),
+    ):
+        monkeypatch.setattr(torch.cuda, name, stand_in)
+    engines: Any = engines_of(torch.device("cuda"))
+    assert isinstance(engines, StreamEngines)
+    out = engines.begin([(Bytes(cuda), Bytes(cuda))] * 2, to_host=True)
+    back = engines.begin([(Bytes(cuda), Bytes(cuda))], to_host=False)
+    out()
+    back()
+    assert cuda.notes == [
+        "copy 0 waits for compute",
+        "copy 0 copies",
+        "copy 0 copies",
+        "copy 0 records an event",
+        "copy 1 waits for compute",
+        "copy 1 copies",
+        "copy 1 records an event",
+        "compute waits for the event of copy 0",
+        "compute waits for the event of copy 1",
+    ]
+
+
+def test_what_is_saved_comes_back_once_however_often_it_is_saved() -> None:
+    host = HostMemory(torch.device("cpu"))
+    weight = torch.nn.Parameter(torch.randn(32, 32))
+    moves = MovedActivations(host, [weight])
+    given = torch.randn(32, 32, requires_grad=True)
+
+    def computed() -> torch.Tensor:
+        inner = torch.tanh(given @ weight)
+        return (inner * inner.t() + inner[3:5].sum()).sum()
+
+    (expected,) = torch.autograd.grad(computed(), given)
+    for _ in range(2):  # buffers of the host are used again
+        with moves.saving(0):
+            output = computed()
+        moves.begin_copy_out(0)
+        moves.end_copy_out(0)
+        moves.begin_copy_in(0)
+        moves.end_copy_in(0)
+        (gradient,) = torch.autograd.grad(output, given)
+        assert torch.equal(gradient, expected)
+    # tanh's output, which its views share, and the input of the product; the weight stays
+    assert host.peak_bytes == 2 * 32 * 32 * 4
+    assert host.live_bytes == 0
+
+
+def test_what_is_forgotten_gives_its_memory_back() -> None:
+    host = HostMemory(torch.device("cpu"))
+    moves = MovedActivations(host)
+    with moves.saving(0):
+        torch.ones(64, requires_grad=True).exp()
+    moves.begin_copy_out(0)
+    assert host.live_bytes == 512
+    moves.reset()
+    assert host.live_bytes == 0
