@@ -76,7 +76,10 @@ MEASUREMENTS = [
     *(_queues(connections, loading) for loading in ("LAZY", "EAGER") for connections in (1, 8)),
     _training("LAZY", "--seconds 25", 150, "--ranks 2 --schedules v-half --host-memory"),
     _training(
-        "EAGER", "--ranks 4 --schedules v-half v-zb --seconds 30", 80, "--ranks 2 --schedules v-zb"
+        "EAGER",
+        "--ranks 4 --schedules v-half v-half+moved --seconds 30",
+        80,
+        "--ranks 2 --schedules v-half+moved",
     ),
     Measurement(
         "quantized_gradients", "gpu/quantized_gradients.py", "", 60, "", needs="transformer_engine"

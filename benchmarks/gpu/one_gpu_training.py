@@ -96,7 +96,7 @@ def _arguments() -> argparse.Namespace:
         nargs="+",
         default=["v-half", "v-zb", "1f1b"],
         metavar="NAME",
-        help="(default v-half v-zb 1f1b)",
+        help="v-half+moved is one that moves activations to the host (default v-half v-zb 1f1b)",
     )
     parser.add_argument("--layers", type=positive, default=8, metavar="N", help="(default 8)")
     parser.add_argument("--microbatches", type=positive, default=8, metavar="N", help="(default 8)")

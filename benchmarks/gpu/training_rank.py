@@ -35,7 +35,8 @@ Batch = tuple[torch.Tensor, torch.Tensor]
 class Job:
     """One training, the same on all its ranks.
 
-    Without a ``schedule`` it is Megatron's own, on one rank. ``host_memory`` sends messages as
+    Without a ``schedule`` it is Megatron's own, on one rank; ``v-half+moved`` is v-half in less
+    memory, with activations that move to the host. ``host_memory`` sends messages as
     ranks of one GPU must. After ``stacks_after_seconds`` a rank prints where its threads are.
     """
 
@@ -127,8 +128,11 @@ def _adapter(job: Job) -> Any:
         from host_memory_channels import HostMemoryChannels
 
         forward_backward.Channels = HostMemoryChannels  # type: ignore[misc]
+    name, _, states = job.schedule.partition("+")
+    moved: dict[str, Any] = {"memory_limit": 0.55, "copy": 0.1} if states == "moved" else {}
     return PipelineAdapter.create(
-        job.schedule,
+        name,
+        **moved,
         pipeline_size=job.ranks,
         num_microbatches=job.microbatches,
         layers=Layers(job.layers),

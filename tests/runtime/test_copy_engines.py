@@ -1,4 +1,4 @@
-"""Copy engines: those of a CPU, and what those of a GPU ask of CUDA, with stand-ins that note it."""
+"""Copy engines: those of a CPU, and what those of a GPU ask of CUDA, with noting stand-ins."""
 
 from __future__ import annotations
 
@@ -98,8 +98,9 @@ def test_a_gpu_copies_beside_its_computation_and_the_host_waits_for_nothing(
         monkeypatch.setattr(torch.cuda, name, stand_in)
     engines: Any = engines_of(torch.device("cuda"))
     assert isinstance(engines, StreamEngines)
-    out = engines.begin([(Bytes(cuda), Bytes(cuda))] * 2, to_host=True)
-    back = engines.begin([(Bytes(cuda), Bytes(cuda))], to_host=False)
+    pair: Any = (Bytes(cuda), Bytes(cuda))
+    out = engines.begin([pair, pair], to_host=True)
+    back = engines.begin([pair], to_host=False)
     out()
     back()
     assert cuda.notes == [
