@@ -39,6 +39,7 @@ PLACES = {
     "runtime/channels.py:Channels.take": STREAM,
     "runtime/groups.py:new_groups": BETWEEN_STEPS,
     "runtime/watchdog/inquiry.py:Inquiry.ask": HOST,
+    "runtime/moved_activations.py:_end": STREAM + "; on a CPU for a thread of the host",
     "runtime/link_times.py:_fastest_round": "of a message that has been received",
     "runtime/link_times.py:_finished": "the current stream; the message's peer waits for nothing",
     "runtime/post_validation.py:StateExchange.finish": HOST,
