@@ -135,6 +135,16 @@ def _add_choices(command: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--recompute", metavar="NAMES", help="of none, selective, full; such as none,full"
     )
+    for flag, what in (
+        ("--pipeline-recompute", "drop activations and compute them again"),
+        ("--pipeline-offload", "move activations to the host and back"),
+    ):
+        group.add_argument(
+            flag,
+            choices=("auto", "off"),
+            help=f"whether --schedules auto may {what}, as in training, where that is faster "
+            "(auto), or not (off, the default)",
+        )
     group.add_argument(
         "--precision",
         choices=("bf16", "fp8"),

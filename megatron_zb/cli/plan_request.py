@@ -52,6 +52,8 @@ def read(arguments: argparse.Namespace) -> tuple[Job, list[Candidate]]:
         post_validation=arguments.post_validation,
         snapshot=arguments.snapshot,
         vocabulary=arguments.vocabulary or "auto",
+        drops=arguments.pipeline_recompute == "auto",
+        moves=_may_move(arguments, device),
     )
     _whole("--tries", arguments.tries, 3)
     _whole("--top", arguments.top, 8)
@@ -74,6 +76,8 @@ _OF_CONFIG = (
     "expert",
     "expert_tensor",
     "precision",
+    "pipeline_recompute",
+    "pipeline_offload",
 )
 
 
@@ -116,6 +120,17 @@ def _check_precision(precision: str, device: DeviceConfig) -> str:
             "--precision bf16, or a device that has them, such as --device h100_sxm"
         )
     return precision
+
+
+def _may_move(arguments: argparse.Namespace, device: DeviceConfig) -> bool:
+    if arguments.pipeline_offload != "auto":
+        return False
+    if device.host is None:
+        raise UsageError(
+            f"--pipeline-offload auto: the description of {device.name} has no host: give "
+            "--pipeline-offload off, or a device that has one, such as --device a100_80gb_sxm"
+        )
+    return True
 
 
 def _check_experts(arguments: argparse.Namespace, model: ModelConfig) -> None:

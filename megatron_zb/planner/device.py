@@ -79,6 +79,31 @@ class Places(Section):
     between_nodes: Link = Field(description="between nodes, for each GPU")
 
 
+class HostLink(Section):
+    """Link to the host's memory, for activations that are moved there."""
+
+    bandwidth: float = Field(
+        gt=0, lt=1e18, description="bytes/s in one direction, as reached", examples=["2.5e+10"]
+    )
+    gpus: int = Field(
+        1, gt=0, le=100_000, description="GPUs that share it, all at once", examples=[2]
+    )
+    full_duplex: bool = Field(True, description="whether both directions run at once")
+    memory_gib: float = Field(
+        gt=0, lt=1e6, description="memory of the host for each GPU", examples=[200]
+    )
+    source: str = _SOURCE
+
+    def seconds(self, size: float) -> float:
+        """Return the seconds in which ``size`` bytes are copied one way."""
+        return size * self.gpus / self.bandwidth
+
+    @property
+    def memory_bytes(self) -> float:
+        """Bytes of the host for each GPU."""
+        return self.memory_gib * GIB
+
+
 class Node(Section):
     """Number of GPUs that share the fast link."""
 
@@ -99,6 +124,7 @@ class DeviceConfig(Section):
     kernels: Kernels = Field(description="what is lost at every kernel")
     collectives: Places = Field(description="links under all-reduce, all-gather and all-to-all")
     messages: Places = Field(description="links under the messages between pipeline ranks")
+    host: HostLink | None = Field(None, description="link to the memory of the host")
 
     @property
     def memory_bytes(self) -> float:

@@ -74,13 +74,17 @@ def _schedule(prediction: Prediction) -> list[str]:
         out.append(f"--pipeline-schedule {prediction.family}")
     if prediction.cuts_vocabulary:
         out.append("--pipeline-vocabulary on")
+    if prediction.dropped:
+        out.append("--pipeline-recompute auto")
+    if prediction.moved:
+        out.append("--pipeline-offload auto")
     if prediction.overlaps_exchange:
         out.append("--overlap-moe-expert-parallel-comm")
     chunks = prediction.chunks
     pattern = prediction.load.model.hybrid_layer_pattern
     if prediction.memory_limit is not None and prediction.schedule is not None:
         out += placement_flags(prediction.schedule.placement)
-        out.append(f"--pipeline-memory-limit {prediction.memory_limit:.2f}")
+        out.append(f"--pipeline-memory-limit {prediction.memory_limit:.3g}")
         chunks = None
     if pattern is not None:  # its segments say the chunks, too
         out = [words for words in out if not words.startswith("--num-virtual")]

@@ -42,7 +42,8 @@ def worst_rank(staged: StageWorkload, schedule: Schedule, *, snapshot: bool) -> 
     ``snapshot`` keeps a copy of the optimizer's state, with which a step can be taken back.
     """
     ranks = range(staged.placement.pipeline_size)
-    peaks = [peak_of(schedule.ranks[r], staged.held) for r in ranks]
+    kept = staged.load.message() if staged.drops else 0.0
+    peaks = [peak_of(schedule.ranks[r], staged.held, kept) for r in ranks]
     return max(
         (_of_rank(staged, r, *peaks[r], snapshot=snapshot) for r in ranks), key=lambda m: m.total
     )
@@ -79,21 +80,29 @@ def _of_rank(
 _HOLD_NOTHING = (PassKind.P, PassKind.E, PassKind.G)
 
 
-def peak_of(passes: Sequence[Pass], held: Sequence[Held]) -> tuple[float, float]:
+def peak_of(
+    passes: Sequence[Pass], held: Sequence[Held], kept_input: float = 0.0
+) -> tuple[float, float]:
     """Return the bytes of activations and the bytes waiting for W, when their sum is largest.
 
     A backward that recomputes holds its layer's activations while it runs. Shards of the output
-    layer hold theirs from O to V.
+    layer hold theirs from O to V. What R makes again holds ``kept_input`` bytes until then, and
+    what is moved to the host nothing from D to H.
     """
     live = queue = 0.0
     best = (0.0, 0.0)
-    for kind, stage, _ in passes:
+    dropped = {(stage, microbatch) for kind, stage, microbatch in passes if kind is PassKind.R}
+    for kind, stage, microbatch in passes:
         here = held[stage]
         if kind in _HOLD_NOTHING:
             continue
-        if kind in (PassKind.F, PassKind.O):
+        if kind is PassKind.F and (stage, microbatch) in dropped:
+            live += min(kept_input, here.activation)
+        elif kind is PassKind.R:
+            live += max(0.0, here.activation - kept_input)
+        elif kind in (PassKind.F, PassKind.O, PassKind.H):
             live += here.activation
-        elif kind is PassKind.V:
+        elif kind in (PassKind.V, PassKind.D):
             live -= here.activation
         elif kind is PassKind.W:
             queue -= here.for_weight

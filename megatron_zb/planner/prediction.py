@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 
 from megatron_zb import schedules
@@ -31,7 +31,8 @@ class Prediction:
     are many microbatches, it is that of the first ones, from which the rest was continued.
     ``memory_limit`` is the limit to give ``auto``, as a fraction of 1F1B's activations;
     ``cuts_vocabulary`` tells that the output layer is cut along the vocabulary, and
-    ``overlaps_exchange`` that pairs hide the exchange of tokens between experts.
+    ``overlaps_exchange`` that pairs hide the exchange of tokens between experts. ``host_bytes`` are
+    the most that the host holds of the activations of any rank.
     """
 
     candidate: str
@@ -51,6 +52,17 @@ class Prediction:
     memory_limit: float | None = None
     cuts_vocabulary: bool = False
     overlaps_exchange: bool = False
+    host_bytes: float = 0.0
+
+    @property
+    def dropped(self) -> float:
+        """Share of the forwards whose activations are made again by the schedule."""
+        return 0.0 if self.schedule is None else _share(self.schedule, self.schedule.dropped)
+
+    @property
+    def moved(self) -> float:
+        """Share of the forwards whose activations are moved to the host."""
+        return 0.0 if self.schedule is None else _share(self.schedule, self.schedule.moved)
 
     @property
     def seconds(self) -> float:
@@ -135,16 +147,21 @@ def predict(
         post_validation=post_validation,
         cuts_vocabulary=staged.cuts_vocabulary,
         overlaps_exchange=staged.overlaps_exchange,
+        host_bytes=max(timeline.peak_host),
     )
+
+
+def _share(schedule: Schedule, units: Collection[tuple[int, int]]) -> float:
+    return len(units) / (schedule.num_microbatches * schedule.placement.num_stages)
 
 
 def _busy(staged: StageWorkload, timeline: Timeline) -> float:
     """Return the seconds in which a rank, on average, runs passes of one microbatch.
 
-    A pair counts once, with the exchange that it does not hide; a message that stops a rank is no
-    pass.
+    A pair counts once, with the exchange that it does not hide, and what is made again counts; a
+    message that stops a rank is no pass.
     """
-    if staged.overlaps_exchange:
+    if staged.overlaps_exchange or staged.drops:
         running = (1 - timeline.bubble_rate) * timeline.makespan
         return running / timeline.schedule.num_microbatches
     p = staged.placement.pipeline_size

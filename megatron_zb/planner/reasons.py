@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from megatron_zb.measured.units import gib
 from megatron_zb.planner.candidate import NO_PIPELINE
 from megatron_zb.planner.prediction import Prediction
 from megatron_zb.planner.search import WORTH_A_CHANGE, Plan
@@ -82,6 +83,24 @@ def vocabulary(plan: Plan) -> str:
         return f"{named} is {how} the best with a whole one, {best.candidate}"
     how = f"{abs(lead):.1%} {'ahead of' if lead >= 0 else 'behind'} {best.candidate}"
     return f"{named}, the most promising, is {how}: that is not worth a change"
+
+
+def activation_states(plan: Plan) -> str | None:
+    """Return what dropping or moving activations brings, in one sentence; None if not asked for."""
+    job, row, kept = plan.job, plan.with_states, plan.all_kept
+    if not (job.drops or job.moves):
+        return None
+    if row is None:
+        return "no setting that drops activations or moves them to the host can be ahead here"
+    done = [f"drops {row.dropped:.0%} of its activations"] if row.dropped else []
+    if row.moved:
+        done.append(f"moves {row.moved:.0%} to the host ({gib(row.host_bytes)} of each rank)")
+    named = f"{row.family} that {' and '.join(done)} ({row.load.strategy})"
+    if kept is None:
+        return f"{named} is the best that fits; nothing fits that keeps all"
+    lead = row.tokens_per_gpu / kept.tokens_per_gpu - 1
+    how = f"{abs(lead):.1%} {'ahead of' if lead >= 0 else 'behind'} auto that keeps all"
+    return f"{named} is {how}" + ("" if lead > WORTH_A_CHANGE else ": that is not worth a change")
 
 
 def _is_own(row: Prediction) -> bool:

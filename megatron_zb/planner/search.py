@@ -7,7 +7,7 @@ recomputation, number of chunks and layout.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 
@@ -48,6 +48,9 @@ _CUT_TRIES = 2
 # Settings that auto searches, at most, and by how much one must be able to beat what is there.
 _SEARCHES = 3
 _WORTH_A_SEARCH = 1.001
+# Settings whose activations may be dropped or moved, at most, and forwards of one: many take long.
+_SEARCHES_OF_STATES = 2
+_FORWARDS_WITH_STATES = 1100
 # Of 1F1B's memory: what auto holds at most, whatever is left.
 _MOST_FRACTION = 2.0
 # So many settings of each schedule are looked at with their layouts before some are simulated.
@@ -61,7 +64,8 @@ class Job:
     With ``post_validation``, schedules are built for iterations back to back, unless
     ``back_to_back`` is False. ``vocabulary`` cuts the output layer along the vocabulary over the
     pipeline ranks ("on"), does not ("off"), or does where a schedule is faster by more than
-    predictions are off ("auto").
+    predictions are off ("auto"). With ``drops``, ``auto`` may drop activations and make
+    them again, with ``moves`` move them to the host.
     """
 
     model: ModelConfig
@@ -75,6 +79,8 @@ class Job:
     back_to_back: bool = True
     snapshot: bool = False
     vocabulary: str = "auto"
+    drops: bool = False
+    moves: bool = False
 
     @property
     def why_not_cut(self) -> str | None:
@@ -100,7 +106,8 @@ class Plan:
     ``too_large`` has, for each schedule, the most promising setting that does not fit;
     ``nothing_for`` tells why a schedule is not in the table. ``without_cut`` has the best setting
     with a whole output layer of each schedule whose row has one that is cut, and ``cut`` is the
-    best with a cut output layer, whether it is in the table or not.
+    best with a cut output layer, whether it is in the table or not. ``with_states`` is the best
+    that drops activations or moves them to the host, and ``all_kept`` the best of ``auto`` without.
     """
 
     job: Job
@@ -111,6 +118,8 @@ class Plan:
     simulated: int
     without_cut: dict[str, Prediction] = field(default_factory=dict)
     cut: Prediction | None = None
+    with_states: Prediction | None = None
+    all_kept: Prediction | None = None
 
 
 @dataclass(frozen=True)
@@ -201,7 +210,8 @@ def search(
     large = {name: large for name, large in found.too_large.items() if name in asked}
     whole = {name: row for name, row in found.without_cut.items() if name in asked}
     counts = found.settings, found.simulated
-    return Plan(job, tuple(shown), large, nothing, *counts, whole, found.cut)
+    states = found.with_states, found.all_kept
+    return Plan(job, tuple(shown), large, nothing, *counts, whole, found.cut, *states)
 
 
 @dataclass(frozen=True)
@@ -239,6 +249,8 @@ class _Everything:
     simulated: int = 0
     without_cut: dict[str, Prediction] = field(default_factory=dict)
     cut: Prediction | None = None
+    with_states: Prediction | None = None
+    all_kept: Prediction | None = None
 
     def enter(self, found: _Found) -> None:
         """Add the results of one schedule."""
@@ -319,7 +331,31 @@ class _Everything:
             self.simulated += 1
             if searched is not None and searched.tokens_per_gpu > reached:
                 best = searched
+        settings = self._promising_with_states(best)
+        rows = each(partial(_searched, self.job, candidate), settings)
+        fitting = [row for row in rows if row is not None]
+        self.simulated += len(settings)
+        known = [best, *(row for row in fitting if not (row.dropped or row.moved))]
+        self.all_kept = best = _fastest(filter(None, known))
+        self.with_states = _fastest(row for row in fitting if row.dropped or row.moved)
+        if self.with_states is not None:
+            enough = best.tokens_per_gpu * (1 + WORTH_A_CHANGE) if best else 0.0
+            best = self.with_states if self.with_states.tokens_per_gpu > enough else best
         self._enter(candidate.name, best, None, bool(self.tried))
+
+    def _promising_with_states(
+        self, best: Prediction | None
+    ) -> list[tuple[float, StageWorkload, int]]:
+        """Return settings whose activations may be dropped or moved, the most promising ones."""
+        job, found = self.job, []
+        for _, kept, m in self._promising() if job.drops or job.moves else ():
+            drops = job.drops and kept.load.strategy.recompute != "full"  # it drops them already
+            staged = replace(kept, drops=drops, moves=job.moves)
+            if (drops or job.moves) and staged.placement.num_stages * m <= _FORWARDS_WITH_STATES:
+                found.append((optimistic(job, staged, m), staged, m))
+        enough = best.tokens_per_gpu * (1 + WORTH_A_CHANGE) if best else 0.0
+        found.sort(key=lambda entry: -entry[0])
+        return [entry for entry in found if entry[0] >= enough][:_SEARCHES_OF_STATES]
 
     def _best_of_the_others(self, candidate: Candidate) -> Prediction | None:
         """Return the best of the others as ``auto`` runs it.
@@ -358,7 +394,7 @@ class _Everything:
             if staged.cuts_vocabulary or staged.overlaps_exchange:
                 continue  # the search for an order with shards is that of the named schedules
             if staged.placement.pipeline_size > 1 and key not in seen:
-                rate = _optimistic(self.job, staged, tried.setting.m)
+                rate = optimistic(self.job, staged, tried.setting.m)
                 seen[key] = (rate, staged, tried.setting.m)
         return sorted(seen.values(), key=lambda entry: -entry[0])
 
@@ -373,6 +409,10 @@ class _Everything:
             self.nothing[name] = "no setting has layers and microbatches that divide"
         if too_large is not None:
             self.too_large[name] = too_large
+
+
+def _fastest(rows: Iterable[Prediction]) -> Prediction | None:
+    return max(rows, key=lambda row: row.tokens_per_gpu, default=None)
 
 
 def _searched(
@@ -424,17 +464,19 @@ def searched_by_auto(
 def memory_fraction(job: Job, staged: StageWorkload, costs: Costs) -> float | None:
     """Return the memory left for activations on the fullest rank, for ``--pipeline-memory-limit``.
 
-    It is a fraction of 1F1B's peak, rounded down to hundredths; None where nothing is left.
+    It is a fraction of 1F1B's peak, rounded down to hundredths, or to thousandths where little may
+    do; None where nothing is left.
     """
     ranks = range(staged.placement.pipeline_size)
     in_backward = max(held.in_backward for held in staged.held)
     snapshots = [staged.states[r].optimizer if job.snapshot else 0.0 for r in ranks]
     left = min(job.memory - costs.fixed[r] - snapshots[r] - in_backward for r in ranks)
-    limit = math.floor(100 * left / costs.one_f_one_b_peak()) / 100
+    steps = 1000 if staged.drops or staged.moves else 100
+    limit = math.floor(steps * left / costs.one_f_one_b_peak()) / steps
     return min(limit, _MOST_FRACTION) if limit > 0 else None
 
 
-def _optimistic(job: Job, staged: StageWorkload, m: int) -> float:
+def optimistic(job: Job, staged: StageWorkload, m: int) -> float:
     """Return the tokens per second and GPU that no order of passes exceeds in a setting."""
     costs = staged.costs(blocking=False)
     table = costs.for_placement(staged.placement)
@@ -581,7 +623,7 @@ def _simulate_first(
             _note(found, setting, setting.memory)
             continue
         staged = cut_into_stages(setting.load, setting.candidate, setting.chunks)
-        if staged is None or (floor and _optimistic(job, staged, setting.m) < floor):
+        if staged is None or (floor and optimistic(job, staged, setting.m) < floor):
             continue
         try:
             prediction = _predicted(job, setting, staged)

@@ -22,7 +22,8 @@ class StageWorkload:
 
     With ``cuts_vocabulary``, output layer and embedding are cut along the vocabulary over all
     ranks: the shard of rank r then counts as stage S + r where bytes are told by stage. With
-    ``overlaps_exchange``, pairs may hide the exchange of tokens between experts.
+    ``overlaps_exchange``, pairs may hide the exchange of tokens between experts. With ``drops``,
+    the schedule may drop activations and make them again, with ``moves`` move them to the host.
     """
 
     load: Workload
@@ -30,6 +31,8 @@ class StageWorkload:
     layout: Layout
     cuts_vocabulary: bool = False
     overlaps_exchange: bool = False
+    drops: bool = False
+    moves: bool = False
 
     @property
     def shard(self) -> Shard | None:
@@ -197,7 +200,20 @@ class StageWorkload:
             return costs.with_communication(
                 forward=self.exchange, backward=self.exchange, pair_loss=PAIR_LOSS
             )
-        return costs if self.shard is None else self._with_shards(costs, self.shard)
+        if self.shard is not None:
+            return self._with_shards(costs, self.shard)
+        return self._with_states(costs)
+
+    def _with_states(self, costs: Costs) -> Costs:
+        if self.drops:
+            costs = costs.with_recomputation(kept_input=self.load.message())
+        if self.moves and (host := self.load.device.host) is not None:
+            costs = costs.with_offload(
+                seconds=[host.seconds(held) for held in costs.activation],
+                full_duplex=host.full_duplex,
+                host_limit=host.memory_bytes,
+            )
+        return costs
 
     def _with_shards(self, costs: Costs, shard: Shard) -> Costs:
         # Bytes of shards are left out: a run builds its order without them, and the memory of all

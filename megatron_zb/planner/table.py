@@ -13,6 +13,7 @@ from megatron_zb.planner.flags import flags, named
 from megatron_zb.planner.memory import Memory
 from megatron_zb.planner.prediction import Prediction
 from megatron_zb.planner.reasons import (
+    activation_states,
     gain_of_cut,
     reason,
     recommendation,
@@ -62,7 +63,8 @@ def print_plan(plan: Plan, console: Console, top: int) -> None:
         console.print(Text(f"{index + 1:>2}  {reason(plan, index)}"), highlight=False)
     for name, why in plan.nothing_for.items():
         console.print(Text(f" -  {name}: {why}"), highlight=False)
-    console.print(Text(f" -  {vocabulary(plan)}"), highlight=False, soft_wrap=True)
+    for said in filter(None, (vocabulary(plan), activation_states(plan))):
+        console.print(Text(f" -  {said}"), highlight=False, soft_wrap=True)
     console.print(Text(f"\nrecommendation: {recommendation(plan)}", style="bold"), soft_wrap=True)
     console.print(Text("\nflags of the first:", style="bold"))
     to_paste = " \\\n  ".join(flags(plan.ranked[0], job.global_batch))
@@ -140,10 +142,11 @@ def name_of(row: Prediction) -> str:
 
 
 def setting_of(row: Prediction) -> str:
-    """Return the strategy as text, marked: uneven layers, a cut output layer, passes in pairs."""
+    """Return the strategy as text, marked: uneven layers, a cut output layer, pairs, states."""
     uneven, cut = "" if row.is_even else " uneven", " cut" if row.cuts_vocabulary else ""
     pairs = " pairs" if row.overlaps_exchange else ""
-    return f"{row.load.strategy}{uneven}{cut}{pairs}"
+    states = (" dropped" if row.dropped else "") + (" moved" if row.moved else "")
+    return f"{row.load.strategy}{uneven}{cut}{pairs}{states}"
 
 
 def as_json(plan: Plan) -> dict[str, Any]:
@@ -162,6 +165,7 @@ def as_json(plan: Plan) -> dict[str, Any]:
         "recommended": recommended(plan),
         "recommendation": recommendation(plan),
         "vocabulary": vocabulary(plan),
+        "activation_states": activation_states(plan),
         "settings": plan.settings,
         "simulated": plan.simulated,
     }
@@ -188,6 +192,9 @@ def _row(plan: Plan, index: int) -> dict[str, Any]:
         "vocabulary": "on" if row.cuts_vocabulary else "off",
         "gain_of_cut": gain_of_cut(plan, row),
         "overlaps_exchange": row.overlaps_exchange,
+        "dropped": row.dropped,
+        "moved": row.moved,
+        "host_bytes": row.host_bytes,
         "seconds": row.seconds,
         "tokens_per_second_per_gpu": row.tokens_per_gpu,
         "mfu": row.mfu,

@@ -288,6 +288,12 @@ def _quick(request: Request, placement: Placement) -> Schedule:
         UsageError: the limit is below what the placement needs.
     """
     peak = 2.0 * request.pipeline_size
+    if request.costs.has_states:
+        alone = replace(request, costs=request.costs.with_all_kept())
+        orders = _orders_of_states(placement, request)
+        return with_states(
+            "auto", placement, request, peak, lambda: _quick(alone, placement), orders
+        )
     known = _split_loops(request, placement) if _is_loop(placement) else []
     if known and _is_large(placement, request):
         return known[0]

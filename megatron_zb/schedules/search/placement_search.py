@@ -24,6 +24,7 @@ NAMED_SECONDS = 0.25
 """Approximate seconds of the search for a named schedule, if it is compiled."""
 
 _STATE_SECONDS = 12.0
+_QUICK_STATE_SECONDS = 1.5
 _POLISHED = 2  # orders with moves, the fastest ones
 _NEAR = 1.005  # of the lower bound: nothing to gain by dropping
 _PAIR_SECONDS = 1.0  # at least, where passes may be joined
@@ -174,7 +175,8 @@ def with_states(
     if not (found and request.seconds(simulate(found[0], request.costs)) <= bound * _NEAR):
         known = [*orders, *found]
         found += _moved(name, known, request, limit, bound) if table.copy else []
-        effort = state_search.effort_of(problem, _STATE_SECONDS)
+        seconds = _QUICK_STATE_SECONDS if request.quick else _STATE_SECONDS
+        effort = state_search.effort_of(problem, seconds)
         states = (
             state_search.search_states(name, problem, effort, bound, known)
             if table.recompute
