@@ -84,7 +84,7 @@ def _schedule(prediction: Prediction) -> list[str]:
     pattern = prediction.load.model.hybrid_layer_pattern
     if prediction.memory_limit is not None and prediction.schedule is not None:
         out += placement_flags(prediction.schedule.placement)
-        out.append(f"--pipeline-memory-limit {prediction.memory_limit:.3g}")
+        out.append(f"--pipeline-memory-limit {prediction.memory_limit:g}")
         chunks = None
     if pattern is not None:  # its segments say the chunks, too
         out = [words for words in out if not words.startswith("--num-virtual")]

@@ -352,7 +352,7 @@ class _Everything:
             drops = job.drops and kept.load.strategy.recompute != "full"  # it drops them already
             staged = replace(kept, drops=drops, moves=job.moves)
             if (drops or job.moves) and staged.placement.num_stages * m <= _FORWARDS_WITH_STATES:
-                found.append((optimistic(job, staged, m), staged, m))
+                found.append((_optimistic(job, staged, m), staged, m))
         enough = best.tokens_per_gpu * (1 + WORTH_A_CHANGE) if best else 0.0
         found.sort(key=lambda entry: -entry[0])
         return [entry for entry in found if entry[0] >= enough][:_SEARCHES_OF_STATES]
@@ -394,7 +394,7 @@ class _Everything:
             if staged.cuts_vocabulary or staged.overlaps_exchange:
                 continue  # the search for an order with shards is that of the named schedules
             if staged.placement.pipeline_size > 1 and key not in seen:
-                rate = optimistic(self.job, staged, tried.setting.m)
+                rate = _optimistic(self.job, staged, tried.setting.m)
                 seen[key] = (rate, staged, tried.setting.m)
         return sorted(seen.values(), key=lambda entry: -entry[0])
 
@@ -476,7 +476,7 @@ def memory_fraction(job: Job, staged: StageWorkload, costs: Costs) -> float | No
     return min(limit, _MOST_FRACTION) if limit > 0 else None
 
 
-def optimistic(job: Job, staged: StageWorkload, m: int) -> float:
+def _optimistic(job: Job, staged: StageWorkload, m: int) -> float:
     """Return the tokens per second and GPU that no order of passes exceeds in a setting."""
     costs = staged.costs(blocking=False)
     table = costs.for_placement(staged.placement)
@@ -623,7 +623,7 @@ def _simulate_first(
             _note(found, setting, setting.memory)
             continue
         staged = cut_into_stages(setting.load, setting.candidate, setting.chunks)
-        if staged is None or (floor and optimistic(job, staged, setting.m) < floor):
+        if staged is None or (floor and _optimistic(job, staged, setting.m) < floor):
             continue
         try:
             prediction = _predicted(job, setting, staged)

@@ -142,7 +142,7 @@ def test_what_is_predicted_for_auto_is_what_its_flags_build() -> None:
     assert "--pipeline-schedule auto" in said
     assert "--num-virtual-stages-per-pipeline-rank 2" in said
     assert "--pipeline-placement zigzag" in said
-    assert f"--pipeline-memory-limit {found.memory_limit:.2f}" in said
+    assert f"--pipeline-memory-limit {found.memory_limit:g}" in said
     with briefly():
         run = schedules.build(
             "auto",
