@@ -22,6 +22,7 @@ sys.path[:0] = [str(DOCS.parent / "tests" / "support"), str(DOCS.parent / "bench
 import recipes  # noqa: E402
 from feature_matrix import ROWS, Row, Verdict  # noqa: E402
 
+from megatron_zb.job.run_flags import OFFLOAD_FLAG, RECOMPUTE_FLAG  # noqa: E402
 from megatron_zb.megatron_core.forward_backward import NOT_SERVED, NOT_SERVED_ABOVE_1  # noqa: E402
 from megatron_zb.megatron_core.graphs import (  # noqa: E402
     WHY_A_STEP_BEFORE,
@@ -31,8 +32,10 @@ from megatron_zb.megatron_core.graphs import (  # noqa: E402
 from megatron_zb.megatron_lm.conflicts import (  # noqa: E402
     CONFLICTS,
     GRAPH_CONFLICTS,
+    OFFLOAD_CONFLICTS,
     OVERLAP_FLAG,
     PAIR_CONFLICTS,
+    RECOMPUTATION_CONFLICTS,
     WHY_NO_GRAPHS_OF_LAYERS,
     WHY_NOT_FLOAT32,
     WHY_NOT_YAML,
@@ -163,6 +166,12 @@ def refused_flags() -> Iterator[tuple[str, ...]]:
     yield "`--cuda-graph-impl local`", Concerned.ALL.value, WHY_NOT_LOCAL
     for conflict in GRAPH_CONFLICTS:
         yield f"`{conflict.flag}`", "CUDA graphs", conflict.why
+    for flag, passes, known in (
+        (RECOMPUTE_FLAG, "R", RECOMPUTATION_CONFLICTS),
+        (OFFLOAD_FLAG, "D and H", OFFLOAD_CONFLICTS),
+    ):
+        for conflict in known:
+            yield f"`{conflict.flag}`", f"`{flag} auto`, or a table with {passes}", conflict.why
     for conflict in PAIR_CONFLICTS:
         yield f"`{conflict.flag}`", f"`{OVERLAP_FLAG}`", conflict.why
     yield "neither `--bf16` nor `--fp16`", f"`{OVERLAP_FLAG}`", WHY_NOT_FLOAT32

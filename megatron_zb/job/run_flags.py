@@ -10,6 +10,7 @@ from megatron_zb.job.data_contents import ALLOW_OTHER_FLAG
 from megatron_zb.parsing import flag_of
 from megatron_zb.schedules import catalog
 from megatron_zb.schedules.placement import Placement, looped, wave
+from megatron_zb.schedules.schedule import Schedule
 
 LAYOUT_FLAG = "--pipeline-layer-layout"
 AUTO_LAYOUT = "auto"
@@ -69,10 +70,8 @@ def check_table_alone(args: argparse.Namespace) -> None:
 
 def states_asked_for(args: argparse.Namespace) -> list[str]:
     """Return the flags that let a schedule drop activations, or move them to the host."""
-    return [flag for flag in _STATE_FLAGS if getattr(args, flag[2:].replace("-", "_")) == "auto"]
-
-
-_STATE_FLAGS = (RECOMPUTE_FLAG, OFFLOAD_FLAG)
+    names = ("pipeline_recompute", "pipeline_offload")
+    return [flag_of(name) for name in names if getattr(args, name) == "auto"]
 
 
 def check_states(args: argparse.Namespace) -> None:
@@ -81,7 +80,13 @@ def check_states(args: argparse.Namespace) -> None:
     Raises:
         UsageError: names both flags and the reason.
     """
-    for flag in states_asked_for(args):
+    asked = states_asked_for(args)
+    if RECOMPUTE_FLAG in asked and getattr(args, "recompute_granularity", None) == "full":
+        raise UsageError(
+            f"{RECOMPUTE_FLAG} auto cannot be combined with --recompute-granularity full: "
+            f"{WHY_NOT_FULL}"
+        )
+    for flag in asked:
         for name, why in _NOT_WITH_STATES.items():
             value = getattr(args, name)
             if value not in (None, "off"):
@@ -90,11 +95,26 @@ def check_states(args: argparse.Namespace) -> None:
                 )
 
 
+WHY_NOT_FULL = "it keeps the inputs of layers alone already; leave it out, or use selective"
+_MEASURES_KEPT = "it measures forwards that keep everything"
 _NOT_WITH_STATES = {
     "pipeline_vocabulary": "what a cut output layer holds is not dropped or moved; give off",
-    "pipeline_profile": "it measures forwards that keep everything",
-    "pipeline_replan_every": "it measures forwards that keep everything",
+    "pipeline_profile": _MEASURES_KEPT,
+    "pipeline_replan_every": _MEASURES_KEPT,
 }
+
+
+def check_table(args: argparse.Namespace, table: Schedule) -> None:
+    """Refuse a profile of a table that drops or moves activations.
+
+    Raises:
+        UsageError: names both flags and the reason.
+    """
+    if args.pipeline_profile is not None and (table.dropped or table.moved):
+        raise UsageError(
+            f"--pipeline-profile cannot be combined with --pipeline-schedule-file "
+            f"{args.pipeline_schedule_file}, which drops or moves activations: {_MEASURES_KEPT}"
+        )
 
 
 def placement_of(args: argparse.Namespace) -> Placement | None:
@@ -195,26 +215,26 @@ def add_vocabulary(group: argparse._ArgumentGroup) -> None:
     )
 
 
-def add_recompute(group: argparse._ArgumentGroup) -> None:
-    """Add the argument that lets a schedule drop activations and compute them again."""
-    group.add_argument(
-        RECOMPUTE_FLAG,
-        choices=("auto", "off"),
-        help="whether activations may be dropped after a forward, and computed again by a pass of "
-        "the schedule before their backward: wherever that is faster under the memory limit "
-        "(auto), or nowhere (off, the default). Losses stay the same to the last bit",
-    )
-
-
-def add_offload(group: argparse._ArgumentGroup) -> None:
-    """Add the argument that lets a schedule move activations to the host."""
-    group.add_argument(
-        OFFLOAD_FLAG,
-        choices=("auto", "off"),
-        help="whether activations may be moved to the host after a forward, and back before their "
-        "backward, beside what is computed: wherever that is faster under the memory limit (auto), "
-        "or nowhere (off, the default). Losses stay the same to the last bit",
-    )
+def add_states(group: argparse._ArgumentGroup) -> None:
+    """Add the arguments that let a schedule drop activations, or move them to the host."""
+    for flag, what in (
+        (
+            RECOMPUTE_FLAG,
+            "dropped after a forward, and computed again by a pass of the schedule before their "
+            "backward",
+        ),
+        (
+            OFFLOAD_FLAG,
+            "moved to the host after a forward, and back before their backward, beside what is "
+            "computed",
+        ),
+    ):
+        group.add_argument(
+            flag,
+            choices=("auto", "off"),
+            help=f"whether activations may be {what}: wherever that is faster under the memory "
+            "limit (auto), or nowhere (off, the default). Losses stay the same to the last bit",
+        )
 
 
 def add_other_data(group: argparse._ArgumentGroup) -> None:

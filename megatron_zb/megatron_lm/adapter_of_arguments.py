@@ -89,6 +89,8 @@ def adapter_of(
     )
     sizes = _sizes(args)
     adapter = build_adapter(args, sizes, build, options)
+    if args.pipeline_schedule_file is not None:
+        conflicts.check_states(args, adapter.schedule)
     if _may_cut(args) and (why := _why_whole(args, _known_ends(sizes))) is not None:
         adapter.say(f"{WHOLE}: {why}")
     conflicts.check(

@@ -17,6 +17,7 @@ from megatron_zb.job.run_flags import (
     OFFLOAD_FLAG,
     RECOMPUTE_FLAG,
     STREAMS_FLAG,
+    WHY_NOT_FULL,
     states_asked_for,
 )
 from megatron_zb.megatron_core import graphs, versions
@@ -34,6 +35,7 @@ from megatron_zb.megatron_core.vocabulary_choice import why_rows_stay
 from megatron_zb.megatron_lm import flags
 from megatron_zb.parsing import flag_of
 from megatron_zb.schedules.placement import Placement
+from megatron_zb.schedules.schedule import Schedule
 
 
 class Concerned(Enum):
@@ -400,7 +402,7 @@ RECOMPUTATION_CONFLICTS = (
     Conflict(
         "recompute_granularity",
         "--recompute-granularity",
-        "it keeps the inputs of layers alone already; leave it out, or use selective",
+        WHY_NOT_FULL,
         lambda value: value == "full",
     ),
     *_NOT_WITH_STATES,
@@ -489,20 +491,30 @@ def overlaps_exchange(args: argparse.Namespace) -> bool:
     return bool(getattr(args, OVERLAP, False))
 
 
-def check_states(args: argparse.Namespace) -> None:
+def check_states(args: argparse.Namespace, table: Schedule | None = None) -> None:
     """Refuse arguments with which no schedule drops activations, or moves them to the host.
+
+    Args:
+        args: those of the run.
+        table: the schedule read from a file, which says itself what it drops and moves.
 
     Raises:
         UsageError: names both flags and the reason.
     """
-    _raise_first(state_refusals(args))
+    _raise_first(state_refusals(args, table))
 
 
-def state_refusals(args: argparse.Namespace) -> Iterator[Refusal]:
+def state_refusals(args: argparse.Namespace, table: Schedule | None = None) -> Iterator[Refusal]:
     """Yield the arguments with which no schedule drops activations, or moves them to the host."""
     known = {RECOMPUTE_FLAG: RECOMPUTATION_CONFLICTS, OFFLOAD_FLAG: OFFLOAD_CONFLICTS}
     for flag in states_asked_for(args):
         yield from _conflicting(known[flag], args, f"{flag} auto")
+    if table is not None:
+        file = f"--pipeline-schedule-file {args.pipeline_schedule_file}"
+        if table.dropped:
+            yield from _conflicting(RECOMPUTATION_CONFLICTS, args, f"{file}, which has R")
+        if table.moved:
+            yield from _conflicting(OFFLOAD_CONFLICTS, args, f"{file}, which has D and H")
 
 
 def recomputes(args: argparse.Namespace) -> bool:

@@ -7,10 +7,9 @@ from collections.abc import Sequence
 
 from megatron_zb.errors import UsageError
 from megatron_zb.job.run_flags import (
-    add_offload,
-    add_recompute,
     add_run_arguments,
     add_schedule,
+    add_states,
     add_vocabulary,
 )
 from megatron_zb.parsing import flag_of
@@ -53,8 +52,7 @@ def _add_schedule(parser: argparse.ArgumentParser) -> None:
         "--pipeline-profile; --pipeline-model-parallel-layout writes them out",
     )
     add_vocabulary(group)
-    add_recompute(group)
-    add_offload(group)
+    add_states(group)
     add_run_arguments(group)
     group.add_argument(
         "--enable-optimizer-post-validation",

@@ -146,7 +146,7 @@ class MovedActivations:
 
     @contextmanager
     def saving(self, microbatch: int) -> Iterator[None]:
-        """Keep what autograd saves in a forward, and begin to copy it to the host at its end."""
+        """Keep what autograd saves in a forward, by storage."""
         unit = _Unit()
 
         def pack(tensor: torch.Tensor) -> Any:

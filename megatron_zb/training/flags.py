@@ -8,10 +8,9 @@ from __future__ import annotations
 import argparse
 
 from megatron_zb.job.run_flags import (
-    add_offload,
-    add_recompute,
     add_run_arguments,
     add_schedule,
+    add_states,
     add_vocabulary,
 )
 from megatron_zb.parsing import Parser
@@ -64,8 +63,7 @@ def _add_pipeline(parser: argparse.ArgumentParser) -> None:
     )
     add_run_arguments(group)
     add_vocabulary(group)
-    add_recompute(group)
-    add_offload(group)
+    add_states(group)
     group.add_argument(
         "--pipeline-layer-layout",
         metavar="LAYOUT",

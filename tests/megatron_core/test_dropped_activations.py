@@ -2,23 +2,17 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
-from gpt_cases import GPTCase, built, differences, forward_backward, microbatches, run
-from joined import EXPERTS
-from megatron.core import parallel_state
+from gpt_cases import GPTCase, differences, run
 from ranks import RankPools
+from state_cases import PARALLEL, SMALL_GPTS, counted
 from states import with_states
 
 from megatron_zb import schedules
-from megatron_zb.measured.profile import read_profile
-from megatron_zb.megatron_core.profiling import ITERATIONS
-from megatron_zb.runtime.activation_memory import ActivationMemory
 from megatron_zb.schedules import Schedule
-from megatron_zb.schedules.program.memory import peak_with_messages
 
 
 def dropping(schedule: Schedule, seed: int, share: float = 0.6) -> Schedule:
@@ -32,31 +26,6 @@ def order(name: str, seed: int) -> Schedule:
     return found
 
 
-CASES = {
-    "plain": GPTCase(),
-    "tied": GPTCase(tied=True),
-    "bf16": GPTCase(dtype="bfloat16"),
-    "experts": GPTCase(options=tuple(EXPERTS.items())),
-    "selective": GPTCase(
-        options=(("recompute_granularity", "selective"), ("recompute_modules", ("core_attn",)))
-    ),
-    "lengths": GPTCase(lengths=(16, 8, 12), options=(("moe_token_dispatcher_type", "alltoall"),)),
-}
-PARALLEL = {
-    "tensor": GPTCase(tensor_parallel=2),
-    "sequence": GPTCase(tensor_parallel=2, sequence_parallel=True),
-    "data": GPTCase(data_parallel=2, overlap_grad_reduce=True),
-    "expert": GPTCase(
-        data_parallel=2, expert_parallel=2, dtype="bfloat16", options=tuple(EXPERTS.items())
-    ),
-    "distributed_optimizer": GPTCase(
-        data_parallel=2,
-        overlap_grad_reduce=True,
-        distributed_optimizer=True,
-        overlap_param_gather=True,
-        optimizer_steps=3,
-    ),
-}
 NAMES = ("v-half", "zb-h1", "interleaved")
 IN_EVERY_RUN = {("plain", "v-half"), ("experts", "v-half"), ("bf16", "interleaved")}
 
@@ -65,7 +34,7 @@ IN_EVERY_RUN = {("plain", "v-half"), ("experts", "v-half"), ("bf16", "interleave
     ("what", "name"),
     [
         pytest.param(what, name, marks=() if (what, name) in IN_EVERY_RUN else pytest.mark.full)
-        for what in CASES
+        for what in SMALL_GPTS
         for name in NAMES
     ],
 )
@@ -74,7 +43,7 @@ def test_what_is_made_again_is_what_megatron_computes(
 ) -> None:
     schedule = order(name, seed=len(what) + len(name))
     found = ranks(2).run(
-        differences, case=CASES[what], schedule=schedule, num_microbatches=[5], iterations=2
+        differences, case=SMALL_GPTS[what], schedule=schedule, num_microbatches=[5], iterations=2
     )
     assert found == [[]] * 2
 
@@ -129,38 +98,6 @@ def test_an_evaluation_drops_nothing(ranks: RankPools) -> None:
     assert found == [[]] * 2
 
 
-def counted(kept: Schedule, dropped: Schedule, path: Path) -> tuple[float, int]:
-    """The peak of activations on this rank where some are dropped: predicted, and counted.
-
-    Predicted from a profile of the order that keeps all; an input is as large as a message, and
-    the first stage has none.
-    """
-    case, m = GPTCase(), kept.num_microbatches
-    memory = ActivationMemory()
-    for schedule in (kept, dropped):
-        with built(case, schedule, m) as (adapter, chunks):
-            assert adapter is not None
-            if schedule is kept:
-                adapter.profile(path, None)
-            function = adapter.forward_backward_func
-            if schedule is kept:
-                for _ in range(ITERATIONS):
-                    forward_backward(function, chunks, [microbatches(case, m) for _ in chunks], m)
-            else:
-                memory = ActivationMemory(p for chunk in chunks for p in chunk.parameters())
-                adapter.track(memory)
-                with memory.watching():
-                    forward_backward(function, chunks, [microbatches(case, m) for _ in chunks], m)
-            rank = adapter.physical.logical(parallel_state.get_pipeline_model_parallel_rank())
-            torch.distributed.barrier()
-    profile, placement = read_profile(path), kept.placement
-    costs = profile.costs(placement).with_recomputation(kept_input=profile.message)
-    table = costs.for_placement(placement)
-    table = replace(table, kept_input=(0.0, *table.kept_input[1:]))
-    program = schedules.lower(dropped)
-    return peak_with_messages(program, rank, table, profile.message), memory.peak_bytes
-
-
 @pytest.mark.parametrize(
     ("name", "share"),
     [("v-half", 0.6), *(pytest.param(n, 1.0, marks=pytest.mark.full) for n in ("v-half", "zb-h1"))],
@@ -170,6 +107,6 @@ def test_counted_bytes_are_those_of_the_simulated_memory(
 ) -> None:
     kept = schedules.build(name, pipeline_size=2, num_microbatches=5)
     dropped = dropping(kept, seed=3, share=share)
-    found = ranks(2).run(counted, kept=kept, dropped=dropped, path=tmp_path / "profile.yaml")
-    for predicted, peak in found:
+    found = ranks(2).run(counted, kept=kept, other=dropped, path=tmp_path / "profile.yaml")
+    for predicted, peak, _, _ in found:
         assert predicted == pytest.approx(peak, rel=0.05)

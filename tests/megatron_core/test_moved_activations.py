@@ -12,49 +12,21 @@ import pytest
 import torch
 from gpt_cases import GPTCase, built, differences, forward_backward, gradients, microbatches
 from hypothesis import strategies as st
-from joined import EXPERTS
-from megatron.core import parallel_state
 from ranks import RankPools
+from state_cases import PARALLEL, SMALL_GPTS, counted
 from states import with_states
 
 from megatron_zb import schedules
-from megatron_zb.measured.profile import read_profile
-from megatron_zb.megatron_core.profiling import ITERATIONS
-from megatron_zb.runtime.activation_memory import ActivationMemory
 from megatron_zb.runtime.copy_engines import ThreadEngines
 from megatron_zb.schedules import Schedule
-from megatron_zb.schedules.program.memory import peak_with_messages
-from megatron_zb.schedules.simulator import simulate
 
-CASES = {
-    "plain": GPTCase(),
-    "tied": GPTCase(tied=True),
-    "bf16": GPTCase(dtype="bfloat16"),
-    "experts": GPTCase(options=tuple(EXPERTS.items())),
+CASES = SMALL_GPTS | {
     "full": GPTCase(
         options=(
             ("recompute_granularity", "full"),
             ("recompute_method", "uniform"),
             ("recompute_num_layers", 1),
         )
-    ),
-    "selective": GPTCase(
-        options=(("recompute_granularity", "selective"), ("recompute_modules", ("core_attn",)))
-    ),
-    "lengths": GPTCase(lengths=(16, 8, 12), options=(("moe_token_dispatcher_type", "alltoall"),)),
-}
-PARALLEL = {
-    "tensor": GPTCase(tensor_parallel=2),
-    "sequence": GPTCase(tensor_parallel=2, sequence_parallel=True),
-    "expert": GPTCase(
-        data_parallel=2, expert_parallel=2, dtype="bfloat16", options=tuple(EXPERTS.items())
-    ),
-    "distributed_optimizer": GPTCase(
-        data_parallel=2,
-        overlap_grad_reduce=True,
-        distributed_optimizer=True,
-        overlap_param_gather=True,
-        optimizer_steps=3,
     ),
 }
 NAMES = ("v-half", "zb-h1", "interleaved")
@@ -197,40 +169,6 @@ def test_slow_copies_change_time_and_no_number(ranks: RankPools) -> None:
     for different, fast, slow in found:
         assert different == []
         assert slow > fast
-
-
-def counted(kept: Schedule, other: Schedule, path: Path) -> tuple[float, int, float, int]:
-    """Peaks on this rank, predicted and counted: of its device, then of its host, in bytes.
-
-    Predicted from a profile of the order that keeps all.
-    """
-    case, m = GPTCase(), kept.num_microbatches
-    memory, on_host = ActivationMemory(), 0
-    for schedule in (kept, other):
-        with built(case, schedule, m) as (adapter, chunks):
-            assert adapter is not None
-            if schedule is kept:
-                adapter.profile(path, None)
-            function = adapter.forward_backward_func
-            if schedule is kept:
-                for _ in range(ITERATIONS):
-                    forward_backward(function, chunks, [microbatches(case, m) for _ in chunks], m)
-            else:
-                memory = ActivationMemory(p for chunk in chunks for p in chunk.parameters())
-                adapter.track(memory)
-                with memory.watching():
-                    forward_backward(function, chunks, [microbatches(case, m) for _ in chunks], m)
-                on_host = function.peak_host_bytes
-            rank = adapter.physical.logical(parallel_state.get_pipeline_model_parallel_rank())
-            torch.distributed.barrier()
-    profile, placement = read_profile(path), kept.placement
-    costs = profile.costs(placement).with_recomputation(kept_input=profile.message)
-    costs = costs.with_offload(seconds=1e-6)
-    table = costs.for_placement(placement)
-    table = replace(table, kept_input=(0.0, *table.kept_input[1:]))
-    predicted = peak_with_messages(schedules.lower(other), rank, table, profile.message)
-    host = simulate(other, costs).peak_host[rank]
-    return predicted, memory.peak_bytes, host, on_host
 
 
 @pytest.mark.parametrize(

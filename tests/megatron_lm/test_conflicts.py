@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import argparse
+import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +12,7 @@ import pytest
 from brief_searches import briefly
 from megatron_arguments import parsed
 
+from megatron_zb import schedules
 from megatron_zb.errors import UsageError
 from megatron_zb.megatron_core import graphs, versions
 from megatron_zb.megatron_lm import conflicts
@@ -18,6 +21,8 @@ from megatron_zb.megatron_lm.adapter_of_arguments import (
     check_unscheduled,
     prepare_overlap,
 )
+from megatron_zb.schedules import interchange
+from megatron_zb.schedules.passes import Pass, PassKind
 from megatron_zb.schedules.placement import looped, v_shape
 
 DOCS = Path(__file__).parents[2] / "docs"
@@ -254,6 +259,71 @@ def test_what_megatron_delays_itself_is_left_to_the_schedule(
     assert args.delay_wgrad_compute is False
     monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "32")
     assert prepare_overlap(args) == []
+
+
+STATES = [
+    ("--pipeline-recompute auto", conflicts.RECOMPUTATION_CONFLICTS, (PassKind.R,)),
+    ("--pipeline-offload auto", conflicts.OFFLOAD_CONFLICTS, (PassKind.D, PassKind.H)),
+]
+
+
+def table_of(path: Path, kinds: tuple[PassKind, ...]) -> Path:
+    """Write 1F1B's table in which a unit of the first rank has these passes before its BW."""
+    schedule = schedules.build("1f1b", pipeline_size=4, num_microbatches=8)
+    first, *others = schedule.ranks
+    at = first.index(Pass(PassKind.BW, 0, 3))
+    more = tuple(Pass(kind, 0, 3) for kind in kinds)
+    ranks = ((*first[:at], *more, *first[at:]), *others)
+    interchange.write_csv(replace(schedule, ranks=ranks).validate(), path)
+    return path
+
+
+@pytest.mark.parametrize("from_table", [False, True])
+@pytest.mark.parametrize(
+    ("asked", "conflict", "kinds"),
+    [(asked, conflict, kinds) for asked, known, kinds in STATES for conflict in known],
+    ids=lambda value: getattr(value, "argument", None),
+)
+def test_what_no_activations_are_dropped_or_moved_with(
+    tmp_path: Path,
+    asked: str,
+    conflict: conflicts.Conflict,
+    kinds: tuple[PassKind, ...],
+    from_table: bool,
+) -> None:
+    """Neither by a flag, nor by a table that has such passes."""
+    value = {"recompute_granularity": "full", "cuda_graph_impl": "transformer_engine"}.get(
+        conflict.argument, True
+    )
+    args = parsed("--pipeline-schedule v-half", **{conflict.argument: value})
+    conflicts.check_states(args)
+    table = None
+    if from_table:
+        path = table_of(tmp_path / "states.csv", kinds)
+        args = parsed(f"--pipeline-schedule-file {path}", **{conflict.argument: value})
+        table = interchange.from_csv(path)
+        asked = f"--pipeline-schedule-file {path}"
+    else:
+        args = parsed(f"--pipeline-schedule v-half {asked}", **{conflict.argument: value})
+    with pytest.raises(
+        UsageError, match=f"{conflict.flag}.* cannot be combined with {re.escape(asked)}"
+    ):
+        conflicts.check_states(args, table)
+
+
+@pytest.mark.parametrize(("asked", "known", "kinds"), STATES)
+def test_a_table_that_drops_or_moves_is_not_measured(
+    tmp_path: Path, asked: str, known: object, kinds: tuple[PassKind, ...]
+) -> None:
+    path = table_of(tmp_path / "states.csv", kinds)
+    for more, why in (
+        ("--pipeline-profile run.yaml", "which drops or moves activations"),
+        (asked, "is a finished schedule"),
+    ):
+        with pytest.raises(UsageError, match=why):
+            adapter_of(parsed(f"--pipeline-schedule-file {path} {more}"))
+    with pytest.raises(UsageError, match=r"--fp8-format .* cannot be combined with"):
+        adapter_of(parsed(f"--pipeline-schedule-file {path}", fp8="hybrid"))
 
 
 @pytest.mark.parametrize("conflict", conflicts.GRAPH_CONFLICTS, ids=lambda c: c.argument)

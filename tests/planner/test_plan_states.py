@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 from brief_searches import briefly
@@ -23,13 +24,13 @@ ONE = Choices(tensor=(1,), pipeline=(4,), microbatch=(1,), recompute=("none",))
 F, B, W, R, D, H = (getattr(PassKind, kind) for kind in "FBWRDH")
 
 
-def plan(gib_per_gpu: float, **changes: object) -> Plan:
+def plan(gib_per_gpu: float, **changes: Any) -> Plan:
     host = a100().host
     assert host is not None
     device = a100().model_copy(update={"host": host.model_copy(update={"bandwidth": 1e12})})
     job = Job(small(sequence_length=4096), device, 4, gib_per_gpu * GIB, 16, 4096, ONE)
     with briefly():
-        return search(replace(job, **changes), candidates_of(["auto"]), tries=1)  # type: ignore[arg-type]
+        return search(replace(job, **changes), candidates_of(["auto"]), tries=1)
 
 
 def test_memory_counts_what_is_dropped_and_what_is_on_the_host() -> None:

@@ -10,7 +10,6 @@ import random
 from collections.abc import Sequence
 from dataclasses import replace
 
-from megatron_zb.schedules.costs import StageCosts
 from megatron_zb.schedules.passes import Pass, PassKind
 from megatron_zb.schedules.request import keeps
 from megatron_zb.schedules.schedule import InvalidSchedule, Schedule
@@ -75,8 +74,9 @@ class _Polish:
             timeline = simulate(candidate.validate(), self._costs)
         except InvalidSchedule:
             return None
-        fits = keeps(timeline.peak_memory, self._limit)
-        return timeline if fits and _on_host(timeline, timeline.costs) else None
+        on_host = [timeline.costs.host_limit] * len(self._limit)
+        fits = keeps(timeline.peak_memory, self._limit) and keeps(timeline.peak_host, on_host)
+        return timeline if fits else None
 
     def _candidate(self) -> Schedule | None:
         """Return the present order with some changes, None where one breaks a rank's order."""
@@ -120,7 +120,3 @@ def _in_turn(p: Pass, q: Pass) -> bool:
     """Return whether one of two passes of a rank has to come before the other."""
     same_unit = p[1:] == q[1:]
     return same_unit or (p.stage == q.stage and p.kind is q.kind and p.kind not in _OF_MOVES)
-
-
-def _on_host(timeline: Timeline, costs: StageCosts) -> bool:
-    return max(timeline.peak_host) <= costs.host_limit * (1 + 1e-9)
