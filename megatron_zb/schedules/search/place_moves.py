@@ -10,6 +10,9 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
+import numpy as np
+import numpy.typing as npt
+
 from megatron_zb.schedules.passes import Pass, PassKind
 from megatron_zb.schedules.schedule import Schedule
 from megatron_zb.schedules.simulator import Priced, Timeline, simulate
@@ -86,10 +89,7 @@ class _Line:
         line = self._with_fetches(earlier)
         if line is None:
             return None
-        for unit in self._shortest_lives_first():
-            kept = [p for p in line if p != Pass(PassKind.H, *unit)]
-            if self._fits(kept):
-                line = kept
+        line = self._without_needless(line)
         return tuple(self._with_releases(line))
 
     def _shortest_lives_first(self) -> list[tuple[int, int]]:
@@ -143,19 +143,31 @@ class _Line:
             held += self._after(p, moved)
         return max(most, held)
 
-    def _fits(self, line: Sequence[Pass]) -> bool:
-        """Return whether an order keeps the limit if all copies of what it moves have ended."""
-        moved, held = {_unit(p) for p in line if p.kind is PassKind.H}, 0.0
+    def _without_needless(self, line: Sequence[Pass]) -> list[Pass]:
+        """Leave out the H of units that can stay on the device, those of the shortest lives first.
+
+        A unit that stays adds its size to what is held from its F to where its H was.
+        """
+        place, held, stay = {p: i for i, p in enumerate(line)}, self._held(line), set[Pass]()
+        for unit in self._shortest_lives_first():
+            fetch = Pass(PassKind.H, *unit)
+            between = held[place[Pass(PassKind.F, *unit)] + 1 : place[fetch]]
+            if between.max(initial=0.0) + self._size[unit] <= self._limit:
+                between += self._size[unit]
+                stay.add(fetch)
+        return [p for p in line if p not in stay]
+
+    def _held(self, line: Sequence[Pass]) -> npt.NDArray[np.float64]:
+        """Return what is held at most in each pass, if all copies of what it moves have ended."""
+        moved, held, most = {_unit(p) for p in line if p.kind is PassKind.H}, 0.0, []
         for p in line:
             if p.kind is PassKind.H:
-                held += self._size[_unit(p)]
-            elif held + self._change[p] > self._limit:
-                return False
+                during = after = held + self._size[_unit(p)]
             else:
-                held += self._after(p, moved)
-            if held > self._limit:
-                return False
-        return True
+                during, after = held + self._change[p], held + self._after(p, moved)
+            most.append(max(during, after))
+            held = after
+        return np.array(most)
 
     def _with_releases(self, line: Sequence[Pass]) -> Iterator[Pass]:
         """Yield the passes with a D of each moved unit, where its memory is needed and not before.
