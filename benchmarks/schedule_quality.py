@@ -1,13 +1,15 @@
 #!/usr/bin/env python3
 """How good are the schedules? Against every published one, the lower bound, and unequal costs.
 
-Four parts, each printed as a table:
+Five parts, each printed as a table:
   grid     `auto` in every cell of data/frontier.csv (best known makespan of public schedulers at
            the same memory limit, all timed in one simulator), and against the schedules of the
            installed torch.distributed.pipelining in our own simulator
   unequal  costs that differ between stages, ranks and links: built from the real costs against
            built from their median, both timed at the real ones
   parts    what each idea brings: four chunks, BW where it is free, memory that B frees
+  states   `auto` in every cell again where activations may be dropped or moved to the host, beside
+           the makespans of --kept, which are those of an earlier grid
   time     seconds to generate, lowering and the proof against deadlock included
 
 The last line is one JSON object with everything that was measured.
@@ -27,6 +29,7 @@ from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 from rich.console import Console
 from rich.progress import track
@@ -36,8 +39,12 @@ from torch_schedules import torch_schedules
 from megatron_zb import schedules
 from megatron_zb.errors import UsageError
 from megatron_zb.schedules.placement import v_shape
+from megatron_zb.schedules.search import placement_search
 
 FRONTIER = Path(__file__).with_name("data") / "frontier.csv"
+KEPT = Path(__file__).parents[1] / "docs" / "results" / "schedule_quality.json"
+KEPT_INPUT = 0.06  # of the activation of a rank's microbatch
+COPY = 0.3  # of its F, B and W, one way
 SAME = 1e-9  # relative: two makespans closer than this are equal
 PROVEN = 1e-3  # relative distance to the bound within which nothing is left to gain
 
@@ -69,6 +76,7 @@ def main() -> None:
         "grid": grid,
         "unequal": unequal,
         "parts": parts_of_the_gain,
+        "states": states,
         "time": generation_time,
     }
     for name in args.parts or parts:
@@ -82,9 +90,20 @@ def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--parts", nargs="*", choices=["grid", "unequal", "parts", "time"])
+    parser.add_argument(
+        "--parts", nargs="*", choices=["grid", "unequal", "parts", "states", "time"]
+    )
     parser.add_argument("--frontier", type=Path, default=FRONTIER, help="another grid to run")
     parser.add_argument("--ranks", type=int, nargs="*", help="only cells of these pipeline sizes")
+    parser.add_argument(
+        "--kept", type=Path, default=KEPT, help="JSON of a grid where all is kept (default: docs)"
+    )
+    parser.add_argument(
+        "--state-seconds",
+        type=float,
+        default=12.0,
+        help="of the search for what is dropped, on each placement (default 12, as in training)",
+    )
     parser.add_argument("--processes", type=int, default=2, help="cells at a time (default 2)")
     parser.add_argument("--output", type=Path, help="write every cell to this JSON file")
     return parser.parse_args()
@@ -380,6 +399,83 @@ def _share_of_bw(schedule: schedules.Schedule) -> float:
     passes = [p for rank in schedule.ranks for p in rank]
     whole = sum(p.kind is schedules.PassKind.BW for p in passes)
     return whole / (schedule.placement.num_stages * schedule.num_microbatches)
+
+
+# --- states of activations ------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class StateCell:
+    """A cell with the makespans of `auto` where all is kept, and where states are chosen."""
+
+    pipeline_size: int
+    num_microbatches: int
+    costs: tuple[float, float, float, float]
+    memory_limit: float
+    kept: float
+    chosen: float
+    dropped: int
+    moved: int
+    seconds: float
+
+
+def states(args: argparse.Namespace) -> dict[str, Any]:
+    kept = json.loads(args.kept.read_text(encoding="utf-8"))["grid"]["cells"]
+    makespans = {_key(Cell(**{**c, "costs": tuple(c["costs"])})): c["makespan"] for c in kept}
+    cells = [c for c in _read(args.frontier) if not args.ranks or c.pipeline_size in args.ranks]
+    cells.sort(key=lambda cell: cell.pipeline_size * cell.num_microbatches)
+    solve = partial(_with_states, seconds=args.state_seconds)
+    known = [makespans[_key(cell)] for cell in cells]
+    with ProcessPoolExecutor(args.processes) as pool:
+        found = pool.map(solve, cells, known)
+        done = list(track(found, "states", total=len(cells), transient=True))
+    _print_states(done)
+    slower = sum(c.chosen > c.kept * (1 + SAME) for c in done)
+    faster = sum(c.chosen < c.kept * (1 - SAME) for c in done)
+    summary = {
+        "cells": len(done),
+        "slower than all kept": slower,
+        "faster than all kept": faster,
+        "seconds of the search for drops": args.state_seconds,
+    }
+    _print_dictionary("states", summary)
+    return {"summary": summary, "cells": [asdict(cell) for cell in done]}
+
+
+def _key(cell: Cell) -> tuple[Any, ...]:
+    return cell.pipeline_size, cell.num_microbatches, cell.costs, cell.memory_limit
+
+
+def _with_states(cell: Cell, kept: float, seconds: float) -> StateCell:
+    costs = _costs(cell.pipeline_size, cell.costs).with_recomputation(kept_input=KEPT_INPUT)
+    costs = costs.with_offload(seconds=COPY * sum(cell.costs[:3]))
+    start = time.perf_counter()
+    with patch.object(placement_search, "STATE_SECONDS", seconds):
+        found = schedules.build(
+            "auto",
+            pipeline_size=cell.pipeline_size,
+            num_microbatches=cell.num_microbatches,
+            costs=costs,
+            memory_limit=cell.memory_limit,
+        )
+    took = time.perf_counter() - start
+    timeline = schedules.simulate(found.validate(), costs)
+    assert max(timeline.peak_memory) <= cell.memory_limit * cell.pipeline_size * (1 + 1e-6)
+    sizes = (cell.pipeline_size, cell.num_microbatches, cell.costs, cell.memory_limit)
+    counts = (len(found.dropped), len(found.moved))
+    return StateCell(*sizes, kept, timeline.makespan, *counts, took)
+
+
+def _print_states(cells: list[StateCell]) -> None:
+    table = Table(title="auto with states beside auto without, by memory limit")
+    for heading in ("limit", "cells", "slower", "faster", "median gain %", "largest %"):
+        table.add_column(heading, justify="right")
+    for limit in sorted({c.memory_limit for c in cells}):
+        gains = [c.kept / c.chosen for c in cells if c.memory_limit == limit]
+        slower, faster = sum(g < 1 - SAME for g in gains), sum(g > 1 + SAME for g in gains)
+        counts = map(str, (len(gains), slower, faster))
+        table.add_row(f"{limit:g}", *counts, _middle(gains), _highest(gains))
+    Console().print(table)
 
 
 # --- generation time ------------------------------------------------------------------------------

@@ -23,7 +23,9 @@ from megatron_zb.schedules.simulator import simulate
 NAMED_SECONDS = 0.25
 """Approximate seconds of the search for a named schedule, if it is compiled."""
 
-_STATE_SECONDS = 12.0
+STATE_SECONDS = 12.0
+"""Approximate seconds of the search for what is dropped, on one placement."""
+
 _QUICK_STATE_SECONDS = 1.5
 _POLISHED = 2  # orders with moves, the fastest ones
 _NEAR = 1.005  # of the lower bound: nothing to gain by dropping
@@ -175,7 +177,7 @@ def with_states(
     if not (found and request.seconds(simulate(found[0], request.costs)) <= bound * _NEAR):
         known = [*orders, *found]
         found += _moved(name, known, request, limit, bound) if table.copy else []
-        seconds = _QUICK_STATE_SECONDS if request.quick else _STATE_SECONDS
+        seconds = _QUICK_STATE_SECONDS if request.quick else STATE_SECONDS
         effort = state_search.effort_of(problem, seconds)
         states = (
             state_search.search_states(name, problem, effort, bound, known)
