@@ -1,4 +1,4 @@
-"""Activation memory of every rank over time, as every drawing shows it."""
+"""Activation memory of every rank, and of its host, over time, as every drawing shows it."""
 
 from __future__ import annotations
 
@@ -26,6 +26,15 @@ class MemoryLine:
 def memory_lines(timeline: Timeline) -> list[MemoryLine]:
     """Return a line for each rank; its highest step is the rank's ``timeline.peak_memory``."""
     return [_line(timeline, rank) for rank in range(len(timeline.start))]
+
+
+def host_lines(timeline: Timeline) -> list[MemoryLine]:
+    """Return a line for what the host holds of each rank, while each pass of the rank runs."""
+    unit = microbatch(timeline)
+    return [
+        MemoryLine(rank, start, tuple(held / unit for held in timeline.host_curve(rank)))
+        for rank, start in enumerate(timeline.start)
+    ]
 
 
 def worst_of(lines: list[MemoryLine]) -> MemoryLine:

@@ -1,7 +1,7 @@
 """Draw a schedule as a PNG or SVG picture: a row for each rank, a bar for each pass.
 
 Below the bars, on the same axis of time, is the activation memory that each rank holds, in a row of
-its own.
+its own. Where activations are moved, the copies of each rank follow, and what its host holds.
 """
 
 from __future__ import annotations
@@ -10,9 +10,17 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from megatron_zb.drawing.memory_lines import MemoryLine, memory_lines, one_f_one_b_peak, worst_of
+from megatron_zb.drawing.memory_lines import (
+    MemoryLine,
+    host_lines,
+    memory_lines,
+    one_f_one_b_peak,
+    worst_of,
+)
 from megatron_zb.drawing.palette import (
+    COPY_COLOURS,
     COST_UNIT,
+    HOST_COLOUR,
     IDLE_COLOUR,
     INK,
     MEMORY_COLOUR,
@@ -91,15 +99,19 @@ def draw(timeline: Timeline, unit: TimeUnit = COST_UNIT) -> Figure:
         return _draw_steps(timeline, unit)
     placement = timeline.schedule.placement
     width = _width(timeline)
-    heights = [placement.pipeline_size * row for row in (ROW_HEIGHT, MEMORY_ROW_HEIGHT)]
+    rows = (ROW_HEIGHT, *[MEMORY_ROW_HEIGHT] * (2 if timeline.copies else 1))
+    heights = [placement.pipeline_size * row for row in rows]
     legend = (placement.chunks + 1) * LEGEND_ROW_HEIGHT
     figure = _figure(width, sum(heights) + MARGINS[1] + legend)
-    bars, memory = figure.subplots(2, 1, sharex=True, height_ratios=heights)
+    panels = figure.subplots(len(rows), 1, sharex=True, height_ratios=heights)
     inner = width - MARGINS[0] - WIDTH_OF_PEAK
-    _draw_bars(bars, timeline, inches_per_second=inner / timeline.makespan)
-    _label(bars, timeline)
-    _draw_memory(memory, timeline)
-    _label_time(memory, unit)
+    _draw_bars(panels[0], timeline, inches_per_second=inner / timeline.makespan)
+    _label(panels[0], timeline)
+    _draw_memory(panels[1], timeline)
+    if timeline.copies:
+        panels[1].tick_params(axis="x", length=0, labelbottom=False)
+        _draw_copies(panels[2], timeline)
+    _label_time(panels[-1], unit)
     return figure
 
 
@@ -259,21 +271,51 @@ def _draw_memory(axes: Axes, timeline: Timeline) -> None:
     worst, stock = worst_of(lines), one_f_one_b_peak(timeline)
     top = max(worst.peak, stock)
     for line in lines:
-        _draw_line(axes, line, top, is_worst=line is worst)
+        _draw_line(axes, line, top, MEMORY_COLOUR, is_worst=line is worst)
         level = _height(line.rank, stock, top)
         axes.axhline(level, color=INK, linewidth=0.8, linestyle=(0, (5, 3)))
-    ranks = range(len(lines))
-    axes.set_yticks(ranks, [f"rank {rank}" for rank in ranks], size=NUMBER_SIZE)
-    axes.get_yticklabels()[worst.rank].set_fontweight("bold")
-    axes.set_ylim(len(lines) - 0.5, -0.5)
-    axes.set_title(
+    _label_rows(
+        axes,
+        len(lines),
         "activation memory of each rank over time, and its peak, in microbatches of a rank; "
         f"dashed: 1F1B's peak, {stock:g}",
-        size=9,
-        loc="left",
     )
+    axes.get_yticklabels()[worst.rank].set_fontweight("bold")
+
+
+def _label_rows(axes: Axes, rows: int, title: str) -> None:
+    axes.set_yticks(range(rows), [f"rank {rank}" for rank in range(rows)], size=NUMBER_SIZE)
+    axes.set_ylim(rows - 0.5, -0.5)
+    axes.set_title(title, size=9, loc="left")
     axes.spines[["top", "right", "left"]].set_visible(False)
     axes.tick_params(axis="y", length=0)
+
+
+def _draw_copies(axes: Axes, timeline: Timeline) -> None:
+    """Draw a row for each rank: what its host holds, its copies there and back, and the peak."""
+    from matplotlib.patches import Rectangle
+
+    lines = host_lines(timeline)
+    top = max(line.peak for line in lines)
+    for line, copies in zip(lines, timeline.copies, strict=True):
+        _draw_line(axes, line, top, HOST_COLOUR, is_worst=line is worst_of(lines))
+        for copy in copies:
+            axes.add_artist(
+                Rectangle(
+                    (copy.start, line.rank - (0.3 if copy.to_host else 0.0)),
+                    copy.end - copy.start,
+                    0.3,
+                    facecolor=COPY_COLOURS[copy.to_host],
+                    edgecolor="white",
+                    linewidth=GAP_POINTS / 2,
+                )
+            )
+    _label_rows(
+        axes,
+        len(lines),
+        "copies to the host (above) and back (below); behind them what the host holds, and the "
+        "peak, in microbatches of a rank",
+    )
 
 
 def _height(rank: int, held: float, top: float) -> float:
@@ -281,13 +323,13 @@ def _height(rank: int, held: float, top: float) -> float:
     return rank + 0.46 - 0.9 * held / top
 
 
-def _draw_line(axes: Axes, line: MemoryLine, top: float, *, is_worst: bool) -> None:
+def _draw_line(axes: Axes, line: MemoryLine, top: float, colour: str, *, is_worst: bool) -> None:
     axes.fill_between(
         line.times,
         [_height(line.rank, held, top) for held in line.held],
         _height(line.rank, 0, top),
         step="post",
-        color=MEMORY_COLOUR,
+        color=colour,
         linewidth=0,
     )
     axes.annotate(

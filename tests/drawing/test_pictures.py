@@ -16,7 +16,7 @@ from matplotlib.patches import Rectangle
 from megatron_zb import schedules
 from megatron_zb.drawing.html import orders
 from megatron_zb.drawing.memory_lines import memory_lines
-from megatron_zb.drawing.palette import MILLISECONDS, bars_of, legend_of, title_of
+from megatron_zb.drawing.palette import COPY_COLOURS, MILLISECONDS, bars_of, legend_of, title_of
 from megatron_zb.drawing.pictures import draw, draw_below
 from megatron_zb.schedules import PassKind, Timeline
 from megatron_zb.schedules.placement import looped
@@ -234,3 +234,29 @@ def test_the_title_compares_memory_with_1f1b() -> None:
     timeline = timeline_of("v-min", 8, 16)
     assert f"({max(timeline.peak_activation) / 8:.2f} of 1F1B's)" in title_of(timeline)
     assert f"bubble rate {timeline.bubble_rate:.1%}" in title_of(timeline)
+
+
+def test_copies_are_drawn_over_what_the_host_holds() -> None:
+    costs = schedules.Costs.uniform(pipeline_size=4, forward=1.0, backward=1.2, weight=0.8)
+    costs = costs.with_offload(seconds=0.9)
+    schedule = schedules.build(
+        "v-half", pipeline_size=4, num_microbatches=12, costs=costs, memory_limit=0.3
+    )
+    timeline = schedules.simulate(schedule, costs)
+    assert all(timeline.copies)
+    *_, axes = draw(timeline).axes
+    found = [
+        (patch.get_x(), patch.get_width(), patch.get_y(), to_hex(patch.get_facecolor()).upper())
+        for patch in axes.patches
+        if isinstance(patch, Rectangle)
+    ]
+    expected = [
+        (c.start, c.end - c.start, rank - (0.3 if c.to_host else 0.0), COPY_COLOURS[c.to_host])
+        for rank, copies in enumerate(timeline.copies)
+        for c in copies
+    ]
+    for drawn_copy, (*place, colour) in zip(found, expected, strict=True):
+        assert drawn_copy == (*map(pytest.approx, place), colour)
+    peaks = [text.get_text().removesuffix(" most") for text in axes.texts]
+    assert peaks == [f"{held:.4g}" for held in timeline.peak_host]
+    assert sum(text.get_text().endswith(" most") for text in axes.texts) == 1
