@@ -22,7 +22,11 @@ sys.path[:0] = [str(DOCS.parent / "tests" / "support"), str(DOCS.parent / "bench
 import recipes  # noqa: E402
 from feature_matrix import ROWS, Row, Verdict  # noqa: E402
 
-from megatron_zb.job.run_flags import OFFLOAD_FLAG, RECOMPUTE_FLAG  # noqa: E402
+from megatron_zb.job.run_flags import (  # noqa: E402
+    NOT_WITH_STATES,
+    OFFLOAD_FLAG,
+    RECOMPUTE_FLAG,
+)
 from megatron_zb.megatron_core.forward_backward import NOT_SERVED, NOT_SERVED_ABOVE_1  # noqa: E402
 from megatron_zb.megatron_core.graphs import (  # noqa: E402
     WHY_A_STEP_BEFORE,
@@ -170,8 +174,13 @@ def refused_flags() -> Iterator[tuple[str, ...]]:
         (RECOMPUTE_FLAG, "R", RECOMPUTATION_CONFLICTS),
         (OFFLOAD_FLAG, "D and H", OFFLOAD_CONFLICTS),
     ):
+        others = f"`{flag} auto`, or a table with {passes}"
+        for own in NOT_WITH_STATES:
+            if flag in own.states:
+                value = f" {own.value}" if own.value else ""
+                yield f"`{flag_of(own.argument)}{value}`", others, own.why
         for conflict in known:
-            yield f"`{conflict.flag}`", f"`{flag} auto`, or a table with {passes}", conflict.why
+            yield f"`{conflict.flag}`", others, conflict.why
     for conflict in PAIR_CONFLICTS:
         yield f"`{conflict.flag}`", f"`{OVERLAP_FLAG}`", conflict.why
     yield "neither `--bf16` nor `--fp16`", f"`{OVERLAP_FLAG}`", WHY_NOT_FLOAT32

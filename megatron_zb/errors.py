@@ -1,4 +1,9 @@
-"""The error for everything that the user can correct."""
+"""Errors for everything that the user can correct."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
 
 
 class UsageError(ValueError):
@@ -11,3 +16,22 @@ class UsageError(ValueError):
 
     def __str__(self) -> str:
         return "".join(c if c.isprintable() else repr(c)[1:-1] for c in super().__str__())
+
+
+@dataclass(frozen=True)
+class Refusal:
+    """An argument, as given, that cannot be combined with another."""
+
+    flag: str
+    other: str
+    why: str
+
+    @property
+    def error(self) -> UsageError:
+        return UsageError(f"{self.flag} cannot be combined with {self.other}: {self.why}")
+
+
+def raise_first(found: Iterable[Refusal]) -> None:
+    """Raise the error of the first refusal, if there is one."""
+    for refusal in found:
+        raise refusal.error

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
-from megatron_zb.errors import UsageError
+from megatron_zb.errors import Refusal, UsageError, raise_first
 from megatron_zb.job.data_contents import ALLOW_OTHER_FLAG
 from megatron_zb.parsing import flag_of
 from megatron_zb.schedules import catalog
@@ -74,47 +76,73 @@ def states_asked_for(args: argparse.Namespace) -> list[str]:
     return [flag_of(name) for name in names if getattr(args, name) == "auto"]
 
 
-def check_states(args: argparse.Namespace) -> None:
+def states_of(args: argparse.Namespace, table: Schedule | None = None) -> list[tuple[str, str]]:
+    """Return the flags of the states that passes may have, each with what asks for them.
+
+    Args:
+        args: those of the run.
+        table: the schedule read from a file, which says itself what it drops and moves.
+    """
+    asked = [(flag, f"{flag} auto") for flag in states_asked_for(args)]
+    if table is not None:
+        file = f"--pipeline-schedule-file {args.pipeline_schedule_file}"
+        if table.dropped:
+            asked.append((RECOMPUTE_FLAG, f"{file}, which has R"))
+        if table.moved:
+            asked.append((OFFLOAD_FLAG, f"{file}, which has D and H"))
+    return asked
+
+
+def check_states(args: argparse.Namespace, table: Schedule | None = None) -> None:
     """Refuse what cannot be combined with activations that a schedule drops or moves.
 
     Raises:
         UsageError: names both flags and the reason.
     """
-    asked = states_asked_for(args)
-    if RECOMPUTE_FLAG in asked and getattr(args, "recompute_granularity", None) == "full":
-        raise UsageError(
-            f"{RECOMPUTE_FLAG} auto cannot be combined with --recompute-granularity full: "
-            f"{WHY_NOT_FULL}"
-        )
-    for flag in asked:
-        for name, why in _NOT_WITH_STATES.items():
-            value = getattr(args, name)
-            if value not in (None, "off"):
-                raise UsageError(
-                    f"{flag} auto cannot be combined with {flag_of(name)} {value}: {why}"
-                )
+    raise_first(state_refusals(args, table))
 
 
-WHY_NOT_FULL = "it keeps the inputs of layers alone already; leave it out, or use selective"
-_MEASURES_KEPT = "it measures forwards that keep everything"
-_NOT_WITH_STATES = {
-    "pipeline_vocabulary": "what a cut output layer holds is not dropped or moved; give off",
-    "pipeline_profile": _MEASURES_KEPT,
-    "pipeline_replan_every": _MEASURES_KEPT,
-}
+def state_refusals(args: argparse.Namespace, table: Schedule | None = None) -> Iterator[Refusal]:
+    """Yield what cannot be combined with activations that a schedule drops or moves."""
+    for flag, asked in states_of(args, table):
+        for conflict in NOT_WITH_STATES:
+            value = getattr(args, conflict.argument, None)
+            if flag in conflict.states and conflict.applies(value):
+                yield Refusal(f"{flag_of(conflict.argument)} {value}", asked, conflict.why)
 
 
-def check_table(args: argparse.Namespace, table: Schedule) -> None:
-    """Refuse a profile of a table that drops or moves activations.
+@dataclass(frozen=True)
+class NotWithStates:
+    """An argument that cannot be combined with activations that are dropped or moved.
 
-    Raises:
-        UsageError: names both flags and the reason.
+    ``value`` is the only one that cannot; without it all are, but "off".
     """
-    if args.pipeline_profile is not None and (table.dropped or table.moved):
-        raise UsageError(
-            f"--pipeline-profile cannot be combined with --pipeline-schedule-file "
-            f"{args.pipeline_schedule_file}, which drops or moves activations: {_MEASURES_KEPT}"
-        )
+
+    argument: str
+    why: str
+    value: str | None = None
+    states: tuple[str, ...] = (RECOMPUTE_FLAG, OFFLOAD_FLAG)
+
+    def applies(self, value: object) -> bool:
+        """Return whether this value of the argument cannot be combined."""
+        return value == self.value if self.value else value not in (None, "off")
+
+
+_MEASURES_KEPT = "it measures forwards that keep everything"
+NOT_WITH_STATES = (
+    NotWithStates(
+        "recompute_granularity",
+        "it keeps the inputs of layers alone already; leave it out, or use selective",
+        value="full",
+        states=(RECOMPUTE_FLAG,),
+    ),
+    NotWithStates(
+        "pipeline_vocabulary",
+        "what a cut output layer holds is not dropped or moved; leave it out, or give off",
+    ),
+    NotWithStates("pipeline_profile", _MEASURES_KEPT),
+    NotWithStates("pipeline_replan_every", _MEASURES_KEPT),
+)
 
 
 def placement_of(args: argparse.Namespace) -> Placement | None:

@@ -12,7 +12,6 @@ from megatron_zb.errors import UsageError
 from megatron_zb.job.run_flags import (
     OFFLOAD_FLAG,
     check_states,
-    check_table,
     check_table_alone,
     placement_of,
     states_asked_for,
@@ -130,7 +129,7 @@ def _of_file(args: argparse.Namespace, sizes: Sizes, build: Build) -> PipelineAd
     check_table_alone(args)
     file = Path(args.pipeline_schedule_file)
     table = interchange.from_csv(file)
-    check_table(args, table)
+    check_states(args, table)
     chunks = table.placement.chunks
     sizes.chunks.check(chunks, f"--pipeline-schedule-file {file}")
     _check_ends(sizes.layers, chunks)

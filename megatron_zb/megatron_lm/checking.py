@@ -8,14 +8,14 @@ from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
-from megatron_zb.errors import UsageError
+from megatron_zb.errors import Refusal, UsageError
 from megatron_zb.job.run_flags import asks_for_layer_streams, placement_of
 from megatron_zb.megatron_lm import argument_table, conflicts, flags
 from megatron_zb.megatron_lm.adapter_of_arguments import adapter_of
 from megatron_zb.megatron_lm.argument_table import Finding, Verdict
-from megatron_zb.megatron_lm.conflicts import Refusal
 from megatron_zb.schedules import catalog, interchange
 from megatron_zb.schedules.placement import Placement, v_shape
+from megatron_zb.schedules.schedule import Schedule
 
 
 @dataclass(frozen=True)
@@ -79,12 +79,14 @@ def check(args: argparse.Namespace, version: str, *, build: bool = True) -> Repo
         UsageError: the schedule does not exist, or its placement has not enough sizes.
     """
     choice = str(flags.choice(args))
-    placement, splits = _placement(args)
+    table = _table(args)
+    placement, splits = _placement(args, table)
     found = [*conflicts.refusals(args, choice, placement, splits, _series(version))]
     if args.enable_optimizer_post_validation:
         found += conflicts.post_validation_refusals(args)
     found += conflicts.vocabulary_refusals(args)
     found += conflicts.pair_refusals(args)
+    found += conflicts.state_refusals(args, table)
     if asks_for_layer_streams(args.pipeline_random_streams, keeps_places=placement.chunks == 1):
         found += conflicts.layer_streams_refusals(args)
     refused = [Checked(r.flag, Finding(Verdict.REFUSED, _reason(r, choice))) for r in found]
@@ -97,13 +99,19 @@ def check(args: argparse.Namespace, version: str, *, build: bool = True) -> Repo
     return Report(choice, tuple(checked))
 
 
-def _placement(args: argparse.Namespace) -> tuple[Placement, bool]:
+def _table(args: argparse.Namespace) -> Schedule | None:
+    """Return the schedule of the file that is asked for, if one is."""
+    file = args.pipeline_schedule_file
+    return None if file is None else interchange.from_csv(Path(file))
+
+
+def _placement(args: argparse.Namespace, table: Schedule | None) -> tuple[Placement, bool]:
     """Return the placement that is asked for, and whether the backward is split.
 
     ``auto`` may choose a V; a table from a file may split.
     """
-    if args.pipeline_schedule_file is not None:
-        return interchange.from_csv(Path(args.pipeline_schedule_file)).placement, True
+    if table is not None:
+        return table.placement, True
     family, size = catalog.family(args.pipeline_schedule), args.pipeline_model_parallel_size
     if size < 2:
         raise UsageError(

@@ -12,14 +12,9 @@ from dataclasses import dataclass, replace
 from enum import Enum
 from typing import Any
 
-from megatron_zb.errors import UsageError
-from megatron_zb.job.run_flags import (
-    OFFLOAD_FLAG,
-    RECOMPUTE_FLAG,
-    STREAMS_FLAG,
-    WHY_NOT_FULL,
-    states_asked_for,
-)
+from megatron_zb.errors import Refusal, UsageError, raise_first
+from megatron_zb.job import run_flags
+from megatron_zb.job.run_flags import OFFLOAD_FLAG, RECOMPUTE_FLAG, STREAMS_FLAG
 from megatron_zb.megatron_core import graphs, versions
 from megatron_zb.megatron_core.encoder import language_model, why_not_placed
 from megatron_zb.megatron_core.forward_backward import NOT_SERVED, WHY_NOT_SHARDED
@@ -83,19 +78,6 @@ class Conflict:
     def is_in(self, series: tuple[int, int] | None) -> bool:
         """Return whether a series of Megatron-LM has the conflict, None for the one installed."""
         return self.last is None or (series or versions.core_series()) <= self.last
-
-
-@dataclass(frozen=True)
-class Refusal:
-    """An argument, as given, that cannot be combined with another."""
-
-    flag: str
-    other: str
-    why: str
-
-    @property
-    def error(self) -> UsageError:
-        return UsageError(f"{self.flag} cannot be combined with {self.other}: {self.why}")
 
 
 # Those settings of Megatron's config that its command line knows.
@@ -399,12 +381,6 @@ _NOT_WITH_STATES = (
     ),
 )
 RECOMPUTATION_CONFLICTS = (
-    Conflict(
-        "recompute_granularity",
-        "--recompute-granularity",
-        WHY_NOT_FULL,
-        lambda value: value == "full",
-    ),
     *_NOT_WITH_STATES,
     Conflict("fp8", "--fp8-format", _TWICE),
     Conflict("fp4", "--fp4-format", _TWICE),
@@ -471,7 +447,7 @@ def check_pairs(args: argparse.Namespace) -> None:
     Raises:
         UsageError: names both flags and the reason.
     """
-    _raise_first(pair_refusals(args))
+    raise_first(pair_refusals(args))
 
 
 def pair_refusals(args: argparse.Namespace) -> Iterator[Refusal]:
@@ -501,20 +477,15 @@ def check_states(args: argparse.Namespace, table: Schedule | None = None) -> Non
     Raises:
         UsageError: names both flags and the reason.
     """
-    _raise_first(state_refusals(args, table))
+    raise_first(state_refusals(args, table))
 
 
 def state_refusals(args: argparse.Namespace, table: Schedule | None = None) -> Iterator[Refusal]:
     """Yield the arguments with which no schedule drops activations, or moves them to the host."""
+    yield from run_flags.state_refusals(args, table)
     known = {RECOMPUTE_FLAG: RECOMPUTATION_CONFLICTS, OFFLOAD_FLAG: OFFLOAD_CONFLICTS}
-    for flag in states_asked_for(args):
-        yield from _conflicting(known[flag], args, f"{flag} auto")
-    if table is not None:
-        file = f"--pipeline-schedule-file {args.pipeline_schedule_file}"
-        if table.dropped:
-            yield from _conflicting(RECOMPUTATION_CONFLICTS, args, f"{file}, which has R")
-        if table.moved:
-            yield from _conflicting(OFFLOAD_CONFLICTS, args, f"{file}, which has D and H")
+    for flag, asked in run_flags.states_of(args, table):
+        yield from _conflicting(known[flag], args, asked)
 
 
 def recomputes(args: argparse.Namespace) -> bool:
@@ -528,7 +499,7 @@ def check_vocabulary(args: argparse.Namespace) -> None:
     Raises:
         UsageError: names both flags and the reason.
     """
-    _raise_first(vocabulary_refusals(args))
+    raise_first(vocabulary_refusals(args))
 
 
 def vocabulary_refusals(args: argparse.Namespace) -> Iterator[Refusal]:
@@ -555,7 +526,7 @@ def check(args: argparse.Namespace, choice: str, placement: Placement, splits: b
     Raises:
         UsageError: names both flags and the reason.
     """
-    _raise_first(refusals(args, choice, placement, splits))
+    raise_first(refusals(args, choice, placement, splits))
 
 
 def refusals(
@@ -577,18 +548,13 @@ def refusals(
     yield from _graphs(args, choice)
 
 
-def _raise_first(found: Iterator[Refusal]) -> None:
-    for refusal in found:
-        raise refusal.error
-
-
 def check_post_validation(args: argparse.Namespace) -> None:
     """Refuse arguments with which no optimizer step can be undone.
 
     Raises:
         UsageError: names both flags and the reason.
     """
-    _raise_first(post_validation_refusals(args))
+    raise_first(post_validation_refusals(args))
 
 
 def post_validation_refusals(args: argparse.Namespace) -> Iterator[Refusal]:
@@ -602,7 +568,7 @@ def check_layer_streams(args: argparse.Namespace) -> None:
     Raises:
         UsageError: names both flags and the reason.
     """
-    _raise_first(layer_streams_refusals(args))
+    raise_first(layer_streams_refusals(args))
 
 
 def layer_streams_refusals(args: argparse.Namespace) -> Iterator[Refusal]:

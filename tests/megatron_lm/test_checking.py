@@ -100,6 +100,15 @@ def test_post_validation_has_refusals_of_its_own() -> None:
     assert refused(f"{words} --enable-optimizer-post-validation") == ["--qk-clip"]
 
 
+def test_states_have_refusals_of_their_own() -> None:
+    words = f"{RUN} --fp8-format hybrid --pipeline-profile run.yaml"
+    assert refused(words) == []
+    report = checked(f"{words} --pipeline-recompute auto --pipeline-offload auto")
+    reasons = {each.flag: each.finding.why for each in report.of(Verdict.REFUSED)}
+    assert set(reasons) == {"--fp8-format hybrid", "--pipeline-profile run.yaml"}
+    assert all(why.startswith("with --pipeline-offload auto: ") for why in reasons.values())
+
+
 def test_what_the_start_would_refuse_is_refused() -> None:
     """The schedule is built, with the sizes of the run."""
     args = checking.parse(RUN.replace("--num-layers 16", "--num-layers 7").split(), "0.19")

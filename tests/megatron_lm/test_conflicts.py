@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import re
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ from megatron_arguments import parsed
 
 from megatron_zb import schedules
 from megatron_zb.errors import UsageError
+from megatron_zb.job import run_flags
 from megatron_zb.megatron_core import graphs, versions
 from megatron_zb.megatron_lm import conflicts
 from megatron_zb.megatron_lm.adapter_of_arguments import (
@@ -21,6 +23,7 @@ from megatron_zb.megatron_lm.adapter_of_arguments import (
     check_unscheduled,
     prepare_overlap,
 )
+from megatron_zb.parsing import flag_of
 from megatron_zb.schedules import interchange
 from megatron_zb.schedules.passes import Pass, PassKind
 from megatron_zb.schedules.placement import looped, v_shape
@@ -292,9 +295,7 @@ def test_what_no_activations_are_dropped_or_moved_with(
     from_table: bool,
 ) -> None:
     """Neither by a flag, nor by a table that has such passes."""
-    value = {"recompute_granularity": "full", "cuda_graph_impl": "transformer_engine"}.get(
-        conflict.argument, True
-    )
+    value = {"cuda_graph_impl": "transformer_engine"}.get(conflict.argument, True)
     args = parsed("--pipeline-schedule v-half", **{conflict.argument: value})
     conflicts.check_states(args)
     table = None
@@ -311,13 +312,49 @@ def test_what_no_activations_are_dropped_or_moved_with(
         conflicts.check_states(args, table)
 
 
+OWN_STATES = [
+    (asked, own, kinds)
+    for asked, _, kinds in STATES
+    for own in run_flags.NOT_WITH_STATES
+    if asked.split()[0] in own.states
+]
+
+
+@pytest.mark.parametrize("check", [run_flags.check_states, conflicts.check_states])
+@pytest.mark.parametrize("from_table", [False, True])
+@pytest.mark.parametrize(
+    ("asked", "own", "kinds"), OWN_STATES, ids=lambda value: getattr(value, "argument", None)
+)
+def test_what_of_a_run_is_not_had_with_states(
+    tmp_path: Path,
+    asked: str,
+    own: run_flags.NotWithStates,
+    kinds: tuple[PassKind, ...],
+    from_table: bool,
+    check: Callable[..., None],
+) -> None:
+    """Megatron-LM's start and our own training refuse it with the same sentence."""
+    given = {own.argument: own.value or "given"}
+    path = table_of(tmp_path / "states.csv", kinds)
+    table = interchange.from_csv(path) if from_table else None
+    states = f"--pipeline-schedule-file {path}" if from_table else f"v-half {asked}"
+    choice = states if from_table else f"--pipeline-schedule {states}"
+    check(parsed(choice), table)
+    flag = f"{flag_of(own.argument)} {own.value or 'given'}"
+    with pytest.raises(UsageError) as raised:
+        check(parsed(choice, **given), table)
+    other = f"{choice}, which has " if from_table else asked
+    assert str(raised.value).startswith(f"{flag} cannot be combined with {other}")
+    assert str(raised.value).endswith(own.why)
+
+
 @pytest.mark.parametrize(("asked", "known", "kinds"), STATES)
 def test_a_table_that_drops_or_moves_is_not_measured(
     tmp_path: Path, asked: str, known: object, kinds: tuple[PassKind, ...]
 ) -> None:
     path = table_of(tmp_path / "states.csv", kinds)
     for more, why in (
-        ("--pipeline-profile run.yaml", "which drops or moves activations"),
+        ("--pipeline-profile run.yaml", "which has .*: it measures forwards that keep everything"),
         (asked, "is a finished schedule"),
     ):
         with pytest.raises(UsageError, match=why):
