@@ -8,9 +8,10 @@ Five parts, each printed as a table:
   unequal  costs that differ between stages, ranks and links: built from the real costs against
            built from their median, both timed at the real ones
   parts    what each idea brings: four chunks, BW where it is free, memory that B frees
-  states   `auto` in every cell again where activations may be dropped or moved to the host, beside
-           the makespans of --kept, which are those of an earlier grid
   time     seconds to generate, lowering and the proof against deadlock included
+  states   `auto` in every cell again where activations may be dropped or moved to the host, beside
+           the makespans of --kept, which are those of an earlier grid; hours, so only where --parts
+           names it
 
 The last line is one JSON object with everything that was measured.
 """
@@ -50,13 +51,23 @@ PROVEN = 1e-3  # relative distance to the bound within which nothing is left to 
 
 
 @dataclass(frozen=True)
-class Cell:
-    """One line of the frontier, and what `auto` reached there (None: it refused the limit)."""
+class Request:
+    """What `auto` is asked for: F, B, W and a transfer cost ``costs``."""
 
     pipeline_size: int
     num_microbatches: int
     costs: tuple[float, float, float, float]
     memory_limit: float
+
+    @property
+    def request(self) -> tuple[int, int, tuple[float, float, float, float], float]:
+        return self.pipeline_size, self.num_microbatches, self.costs, self.memory_limit
+
+
+@dataclass(frozen=True)
+class Cell(Request):
+    """One line of the frontier, and what `auto` reached there (None: it refused the limit)."""
+
     bound_of_v: float
     best_known: float | None
     best_known_schedule: str
@@ -76,10 +87,10 @@ def main() -> None:
         "grid": grid,
         "unequal": unequal,
         "parts": parts_of_the_gain,
-        "states": states,
         "time": generation_time,
+        "states": states,
     }
-    for name in args.parts or parts:
+    for name in args.parts or (name for name in parts if name != "states"):
         results[name] = parts[name](args)
     if args.output:
         args.output.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
@@ -91,7 +102,10 @@ def _arguments() -> argparse.Namespace:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument(
-        "--parts", nargs="*", choices=["grid", "unequal", "parts", "states", "time"]
+        "--parts",
+        nargs="*",
+        choices=["grid", "unequal", "parts", "time", "states"],
+        help="only these (default: all but states)",
     )
     parser.add_argument("--frontier", type=Path, default=FRONTIER, help="another grid to run")
     parser.add_argument("--ranks", type=int, nargs="*", help="only cells of these pipeline sizes")
@@ -117,13 +131,17 @@ def _summary(result: Any) -> Any:
 
 
 def grid(args: argparse.Namespace) -> dict[str, Any]:
-    cells = [c for c in _read(args.frontier) if not args.ranks or c.pipeline_size in args.ranks]
+    cells = _asked_for(args)
     with ProcessPoolExecutor(args.processes) as pool:
         done = list(track(pool.map(_solve, cells), "grid", total=len(cells), transient=True))
     _print_limits(done)
     summary = _grid_summary(done)
     _print_dictionary("grid", summary)
     return {"summary": summary, "cells": [asdict(cell) for cell in done]}
+
+
+def _asked_for(args: argparse.Namespace) -> list[Cell]:
+    return [c for c in _read(args.frontier) if not args.ranks or c.pipeline_size in args.ranks]
 
 
 def _read(path: Path) -> list[Cell]:
@@ -405,13 +423,9 @@ def _share_of_bw(schedule: schedules.Schedule) -> float:
 
 
 @dataclass(frozen=True)
-class StateCell:
+class StateCell(Request):
     """A cell with the makespans of `auto` where all is kept, and where states are chosen."""
 
-    pipeline_size: int
-    num_microbatches: int
-    costs: tuple[float, float, float, float]
-    memory_limit: float
     kept: float
     chosen: float
     dropped: int
@@ -421,11 +435,11 @@ class StateCell:
 
 def states(args: argparse.Namespace) -> dict[str, Any]:
     kept = json.loads(args.kept.read_text(encoding="utf-8"))["grid"]["cells"]
-    makespans = {_key(Cell(**{**c, "costs": tuple(c["costs"])})): c["makespan"] for c in kept}
-    cells = [c for c in _read(args.frontier) if not args.ranks or c.pipeline_size in args.ranks]
+    makespans = {Cell(**{**c, "costs": tuple(c["costs"])}).request: c["makespan"] for c in kept}
+    cells = _asked_for(args)
     cells.sort(key=lambda cell: cell.pipeline_size * cell.num_microbatches)
     solve = partial(_with_states, seconds=args.state_seconds)
-    known = [makespans[_key(cell)] for cell in cells]
+    known = [makespans[cell.request] for cell in cells]
     with ProcessPoolExecutor(args.processes) as pool:
         found = pool.map(solve, cells, known)
         done = list(track(found, "states", total=len(cells), transient=True))
@@ -440,10 +454,6 @@ def states(args: argparse.Namespace) -> dict[str, Any]:
     }
     _print_dictionary("states", summary)
     return {"summary": summary, "cells": [asdict(cell) for cell in done]}
-
-
-def _key(cell: Cell) -> tuple[Any, ...]:
-    return cell.pipeline_size, cell.num_microbatches, cell.costs, cell.memory_limit
 
 
 def _with_states(cell: Cell, kept: float, seconds: float) -> StateCell:
@@ -461,9 +471,8 @@ def _with_states(cell: Cell, kept: float, seconds: float) -> StateCell:
     took = time.perf_counter() - start
     timeline = schedules.simulate(found.validate(), costs)
     assert max(timeline.peak_memory) <= cell.memory_limit * cell.pipeline_size * (1 + 1e-6)
-    sizes = (cell.pipeline_size, cell.num_microbatches, cell.costs, cell.memory_limit)
     counts = (len(found.dropped), len(found.moved))
-    return StateCell(*sizes, kept, timeline.makespan, *counts, took)
+    return StateCell(*cell.request, kept, timeline.makespan, *counts, took)
 
 
 def _print_states(cells: list[StateCell]) -> None:
