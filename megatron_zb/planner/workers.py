@@ -5,6 +5,7 @@ from __future__ import annotations
 import multiprocessing
 import os
 import signal
+import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ProcessPoolExecutor
@@ -46,9 +47,28 @@ def workers(count: int | None = None, after: float | None = None) -> Iterator[Ea
                     continue
                 if not pools:
                     pools.append(context.enter_context(_pool(count)))
-                yield from pools[0].map(call, [item, *rest])
+                with _held_back(signal.SIGINT):  # a process half started would be left behind
+                    results = pools[0].map(call, [item, *rest])
+                yield from results
 
         yield each
+
+
+@contextmanager
+def _held_back(number: signal.Signals) -> Iterator[None]:
+    """Hold a signal back until the context ends; only the main thread ever meets one."""
+    before = signal.getsignal(number)
+    if before is None or threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    came: list[int] = []
+    signal.signal(number, lambda number, frame: came.append(number))
+    try:
+        yield
+    finally:
+        signal.signal(number, before)
+    if came:
+        signal.raise_signal(number)
 
 
 @contextmanager

@@ -95,6 +95,42 @@ def test_the_signal_ends_a_long_search(words: list[str]) -> None:
     assert left_by([process.pid]) == ()
 
 
+INTERRUPTED_AT_A_START = """
+import signal, sys
+from multiprocessing import util
+from megatron_zb.cli import main as cli
+from megatron_zb.planner import workers
+
+spawn = util.spawnv_passfds
+
+def interrupted(path, arguments, descriptors):
+    started = spawn(path, arguments, descriptors)
+    if "spawn_main" in str(arguments):
+        signal.raise_signal(signal.SIGINT)
+    return started
+
+if __name__ == "__main__":
+    util.spawnv_passfds = interrupted
+    workers.AFTER = 0.0
+    sys.exit(cli.main(sys.argv[1:]))
+"""
+
+
+def test_a_signal_while_processes_start_leaves_none(tmp_path: Path) -> None:
+    """A process has been forked, but has not been told yet what to do."""
+    program = tmp_path / "interrupted.py"
+    program.write_text(INTERRUPTED_AT_A_START, encoding="utf-8")
+    done = subprocess.run(
+        [sys.executable, program, "plan", "--config", "gpt_1_5b", "--gpus", "8"],
+        capture_output=True,
+        text=True,
+        start_new_session=True,
+        timeout=120,
+    )
+    assert done.returncode == 130
+    assert done.stderr == "megatron-zb: interrupted\n"
+
+
 # --- nobody reads
 
 
