@@ -128,7 +128,6 @@ class NotWithStates:
         return value == self.value if self.value else value not in (None, "off")
 
 
-_MEASURES_KEPT = "it measures forwards that keep everything"
 NOT_WITH_STATES = (
     NotWithStates(
         "recompute_granularity",
@@ -140,8 +139,6 @@ NOT_WITH_STATES = (
         "pipeline_vocabulary",
         "what a cut output layer holds is not dropped or moved; leave it out, or give off",
     ),
-    NotWithStates("pipeline_profile", _MEASURES_KEPT),
-    NotWithStates("pipeline_replan_every", _MEASURES_KEPT),
 )
 
 

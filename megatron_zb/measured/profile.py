@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 from itertools import chain
 from pathlib import Path
@@ -50,6 +51,9 @@ class StageProfile(Section):
     whole: float | None = Field(
         default=None, gt=0, lt=1e5, description="seconds of BW, a backward in one pass"
     )
+    recompute: float | None = Field(
+        default=None, gt=0, lt=1e5, description="seconds of R; left out where none ran: those of F"
+    )
     activation: int = _bytes("bytes that F holds")
     held_for_weight: int = _bytes("bytes of them that are still held after B")
 
@@ -78,6 +82,15 @@ class LinkProfile(Section):
     source: int = Field(ge=0, le=_MOST, description="logical rank that sends", examples=[0])
     target: int = Field(ge=0, le=_MOST, description="logical rank that receives", examples=[1])
     seconds: float = Field(ge=0, lt=1e5, description="seconds of a message", examples=[0.0002])
+
+
+class HostLinkProfile(Section):
+    """Copies between a device and its host, on the slowest rank while all ranks copy at once."""
+
+    bandwidth: float = Field(
+        gt=0, lt=1e18, description="bytes/s in one direction", examples=["2.5e+10"]
+    )
+    full_duplex: bool = Field(description="whether both directions run at once", examples=[True])
 
 
 def _part(what: str) -> Any:
@@ -199,7 +212,7 @@ class ProfiledModel(Section):
 class Profile(Section):
     """Whole file of a profile; stages in model order."""
 
-    version: Literal[1, 2, 3, 4] = Field(description="of this format", examples=[4])
+    version: Literal[1, 2, 3, 4, 5] = Field(description="of this format", examples=[5])
     device: str = Field(max_length=200, description="what it ran on", examples=["NVIDIA H200"])
     schedule: str = Field(max_length=80, description="that ran", examples=["v-half"])
     pipeline_size: int = Field(ge=2, le=100_000, description="pipeline ranks", examples=[8])
@@ -224,6 +237,9 @@ class Profile(Section):
     )
     vocabulary: CutVocabulary | None = Field(
         default=None, description="of shards, where the run has cut its vocabulary over all ranks"
+    )
+    host_link: HostLinkProfile | None = Field(
+        default=None, description="of copies to the host and back; left out where none were timed"
     )
 
     @model_validator(mode="after")
@@ -314,6 +330,51 @@ class Profile(Section):
             return costs
         return self.vocabulary.added_to(costs, placement.rank_of[-1], host=host)
 
+    def with_recomputation(self, costs: Costs) -> Costs:
+        """Return the costs of the stages that ran, with the choice to drop activations.
+
+        R takes what it took in the run, or what F takes there where none has run.
+        """
+
+        def again(stage: StageProfile, forward: float) -> float:
+            if stage.recompute is None:
+                return forward
+            return forward + (stage.recompute - stage.forward) / costs.slowdown[stage.rank]
+
+        seconds = [again(*each) for each in zip(self.stages, costs.forward, strict=True)]
+        return costs.with_recomputation(kept_input=self.message, seconds=seconds)
+
+    def with_offload(self, costs: Costs, host_limit: float = math.inf) -> Costs:
+        """Return the costs of the stages that ran, with the choice to move activations to the host.
+
+        Args:
+            costs: those of the stages, in seconds and bytes.
+            host_limit: bytes of the host for each rank.
+
+        Raises:
+            UsageError: no copies were timed.
+        """
+        link = self.host_link
+        if link is None:
+            raise UsageError(
+                "the profile does not say how fast activations are copied to the host: profile a "
+                "run of this version"
+            )
+        return costs.with_offload(
+            seconds=[held / link.bandwidth for held in costs.activation],
+            full_duplex=link.full_duplex,
+            host_limit=host_limit,
+        )
+
+    @property
+    def copy_share(self) -> float | None:
+        """What copying activations one way takes, as a share of F, B and W; None if not timed."""
+        if self.host_link is None:
+            return None
+        held = sum(stage.activation for stage in self.stages)
+        passes = sum(stage.forward + stage.backward + stage.weight for stage in self.stages)
+        return held / self.host_link.bandwidth / passes
+
     @property
     def exchange(self) -> Exchange | None:
         """What pairs hide; None where none ran."""
@@ -386,6 +447,7 @@ def merged(replicas: Sequence[Sequence[StageProfile]]) -> list[StageProfile]:
             backward=max(s.backward for s in seen),
             weight=max(s.weight for s in seen),
             whole=max((s.whole for s in seen if s.whole is not None), default=None),
+            recompute=max((s.recompute for s in seen if s.recompute is not None), default=None),
             activation=max(s.activation for s in seen),
             held_for_weight=max(s.held_for_weight for s in seen),
         )

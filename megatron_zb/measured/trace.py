@@ -27,7 +27,8 @@ from megatron_zb.schedules.schedule import Schedule
 _LARGEST = 1 << 28  # bytes of a file
 _Count = Annotated[int, Field(ge=0, lt=10_000_000)]
 _Seconds = Annotated[float, Field(gt=-1e6, lt=1e6)]
-_Ran = tuple[Literal["F", "B", "W", "O", "P", "V", "E", "G"], _Count, _Count, _Seconds, _Seconds]
+_Kind = Literal["F", "B", "W", "R", "D", "H", "O", "P", "V", "E", "G"]
+_Ran = tuple[_Kind, _Count, _Count, _Seconds, _Seconds]
 _Waited = tuple[_Seconds, _Seconds]
 
 
@@ -179,7 +180,12 @@ def compared(profile: Profile, trace: Trace, name: str) -> Compared:
         schedule.validate()
     except UsageError as error:
         raise UsageError(f"{name} is not of the run of the profile: {error}") from error
-    predicted = simulate(schedule, profile.costs(placement, host=False))
+    costs = profile.costs(placement, host=False)
+    if schedule.dropped:
+        costs = profile.with_recomputation(costs)
+    if schedule.moved:
+        costs = profile.with_offload(costs)
+    predicted = simulate(schedule, costs)
     measured = Timeline(schedule, predicted.costs, _times(trace, 3), _times(trace, 4))
     waits = tuple(tuple(rank.waits) for rank in trace.ranks)
     return Compared(measured, predicted, waits)

@@ -131,7 +131,8 @@ class PipelineAdapter:
             recomputes: activations may be dropped, and computed again before their backward, where
                 that is faster under the memory limit.
             copy: what copying an activation to the host takes, as a share of the passes that use
-                it; activations may be moved there where that is faster. None: none moves.
+                it, unless the profile that balances layers tells; activations may be moved there
+                where that is faster. None: none moves.
             build: the function that builds schedules, for example on one rank for all.
 
         Raises:
@@ -149,7 +150,7 @@ class PipelineAdapter:
         if recomputes:
             costs = _with_recomputation(costs, layers.decoder)
         if copy is not None:
-            costs = _with_offload(costs, copy)
+            costs = _with_offload(costs, copy, layer_layout)
         schedule = build(
             name,
             pipeline_size=pipeline_size,
@@ -410,7 +411,11 @@ class PipelineAdapter:
             )
         replanning = Replanning(self, path=path, replan=replan, say=_say_on_first_rank)
         self._with_options(
-            measurement=Measurement(partial(replanning.start, every), replanning.use)
+            measurement=Measurement(
+                partial(replanning.start, every),
+                replanning.use,
+                copies=path is not None or bool(self.costs.copy or self.schedule.moved),
+            )
         )
 
     def use(self, schedule: Schedule, costs: Costs | None = None) -> None:
@@ -522,7 +527,7 @@ class PipelineAdapter:
         share = sum(self.costs.copy) / sum(
             map(sum, (self.costs.forward, self.costs.backward, self.costs.weight))
         )
-        return f"{line}; a copy is assumed to take {share:.0%} of its passes"
+        return f"{line}; a copy counts as {share:.0%} of its passes"
 
     def _known_costs(self) -> str:
         known = "equal costs" if len(set(self.costs.forward)) == 1 else "costs counted from sizes"
@@ -589,8 +594,13 @@ def _with_recomputation(costs: Costs, layers: int) -> Costs:
     return costs.with_recomputation(kept_input=INPUT * layer)
 
 
-def _with_offload(costs: Costs, copy: float) -> Costs:
-    """Return the costs with the choice to move activations, which takes a share of their passes."""
+def _with_offload(costs: Costs, copy: float, layer_layout: str | Ends | None) -> Costs:
+    """Return the costs with the choice to move activations, which takes a share of their passes.
+
+    By the profile that balances layers, if there is one in which copies were timed.
+    """
+    profile = layer_layout.profile if isinstance(layer_layout, Ends) else None
+    copy = (profile and profile.copy_share) or copy
     passes = zip(costs.forward, costs.backward, costs.weight, strict=True)
     return costs.with_offload(seconds=[copy * sum(of_slice) for of_slice in passes])
 

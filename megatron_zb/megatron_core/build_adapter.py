@@ -103,7 +103,7 @@ def build_adapter(
     if group_options is not None:
         adapter.connect_with(group_options)
     profile = None if args.pipeline_profile is None else Path(args.pipeline_profile)
-    if versions.graphs_of(args) is versions.Graphs.NONE and not states_asked_for(args):
+    if versions.graphs_of(args) is versions.Graphs.NONE:
         adapter.profile(profile, args.pipeline_replan_every, is_named=named)
     return adapter
 

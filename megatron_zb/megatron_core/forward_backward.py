@@ -41,6 +41,7 @@ from megatron_zb.megatron_core.vocabulary_shard import CutOutput
 from megatron_zb.runtime.activation_memory import ActivationMemory
 from megatron_zb.runtime.channels import Channels
 from megatron_zb.runtime.copy_engines import CopyEngines
+from megatron_zb.runtime.copy_times import CopyTimes, copy_times
 from megatron_zb.runtime.executor import Transport, run_program
 from megatron_zb.runtime.groups import GroupOptions
 from megatron_zb.runtime.link_times import clock_ahead, link_times
@@ -68,6 +69,8 @@ class Measurement:
     """Function called at the first step of training, when the process groups exist."""
     use: Callable[[Measured, Iteration], None]
     """Function called with every complete profile, between two steps."""
+    copies: bool = False
+    """Whether copies to the host and back are timed, too."""
 
 
 @dataclass(frozen=True)
@@ -348,7 +351,12 @@ class ForwardBackward:
         more = schedule.rules.more_links(placement)
         links = link_times(channels, placement, logical, lambda: allocate().zero_(), more)
         ahead = clock_ahead(channels, placement, logical, device())
-        measurement.use(profiling.measured(links, allocate().nbytes, ahead), iteration)
+        copies = self._copy_times() if measurement.copies else None
+        measurement.use(profiling.measured(links, allocate().nbytes, ahead, copies), iteration)
+
+    def _copy_times(self) -> CopyTimes:
+        host = self._host_memory()
+        return copy_times(host.engines, host.device)
 
     def _awaits_validation(self, iteration: Iteration) -> bool:
         validation = self._post_validation
@@ -434,12 +442,15 @@ class ForwardBackward:
             passes.activation_memory = self._activation_memory
         return stages
 
-    def _moves(self, chunk: torch.nn.Module) -> MovedActivations:
+    def _host_memory(self) -> HostMemory:
         if self._host is None:
             here = torch.device(device())
             self._host = HostMemory(here, self._options.copy_engines)
+        return self._host
+
+    def _moves(self, chunk: torch.nn.Module) -> MovedActivations:
         buffers = torch.nn.Module.buffers(chunk)  # Megatron's own wrappers have others
-        moves = MovedActivations(self._host, [*chunk.parameters(), *buffers])
+        moves = MovedActivations(self._host_memory(), [*chunk.parameters(), *buffers])
         moves.activation_memory = self._activation_memory
         return moves
 

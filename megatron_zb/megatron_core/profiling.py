@@ -17,6 +17,7 @@ from megatron_zb.measured import parts
 from megatron_zb.measured.parts import StageTimes
 from megatron_zb.measured.profile import (
     CutVocabulary,
+    HostLinkProfile,
     LinkProfile,
     PairProfile,
     Parts,
@@ -29,6 +30,7 @@ from megatron_zb.measured.profile import (
     merged_shards,
 )
 from megatron_zb.runtime.activation_memory import ActivationMemory
+from megatron_zb.runtime.copy_times import BYTES, CopyTimes
 from megatron_zb.runtime.observer import Observer
 from megatron_zb.runtime.recorder import AllocatedMemory, MemoryRecorder, Recorder, Span
 from megatron_zb.schedules.passes import Channel, Pair, Pass, PassKind
@@ -43,6 +45,9 @@ counted and nothing is timed. In all of them every pass runs by itself. Where th
 pairs, these are timed in ``PAIRED`` more before the last.
 """
 
+
+# Copies of both directions at once that take so much longer than one take turns.
+_HALF_DUPLEX = 1.6
 
 _SHORTEST = 1e-9  # seconds: what a clock cannot tell from nothing, as on a stage without layers
 
@@ -67,7 +72,8 @@ class Measured(NamedTuple):
     ``spans`` has the last timed step of every logical rank of one pipeline, by one clock. ``parts``
     are None where the layers could not be told apart, ``host`` is the host's time before each
     pass, and ``outside`` the seconds of a step outside of its passes. ``vocabulary`` is that of
-    shards, None where the vocabulary is whole.
+    shards, None where the vocabulary is whole, and ``host_link`` that of copies to the host, None
+    where none were timed.
     """
 
     stages: list[StageProfile]
@@ -79,6 +85,7 @@ class Measured(NamedTuple):
     host: PartSeconds
     outside: float
     vocabulary: CutVocabulary | None
+    host_link: HostLinkProfile | None
 
 
 @dataclass(frozen=True)
@@ -203,13 +210,20 @@ class Profiling:
         """Whether the last step has ended a profile."""
         return self._counts and self._done == self._timed + 1
 
-    def measured(self, links: dict[Channel, float], message: int, ahead: float) -> Measured:
+    def measured(
+        self,
+        links: dict[Channel, float],
+        message: int,
+        ahead: float,
+        copies: CopyTimes | None = None,
+    ) -> Measured:
         """Gather the measurements of all ranks; collective over the job.
 
         Args:
             links: the seconds of each channel that this rank has measured.
             message: bytes of one message.
             ahead: seconds by which the next rank's clock is ahead of this one's.
+            copies: the seconds of copies between this rank's device and its host, if timed.
         """
         rank = self._held[0].rank
         steps = [recorder.spans() for recorder in self._recorders]
@@ -229,6 +243,7 @@ class Profiling:
             rank,
             ahead,
             self._last_spans(split[-1]),
+            copies,
         )
         everyone: list[_OfRank] = [mine] * dist.get_world_size()
         dist.all_gather_object(everyone, mine)
@@ -254,6 +269,7 @@ class Profiling:
             # who ends last waits for nobody
             median(map(min, zip(*(one.outside for one in everyone), strict=True))),
             _cut_vocabulary([of_rank for _, of_rank in sorted(shards.items())]),
+            _host_link([one.copies for one in everyone if one.copies is not None]),
         )
 
     def _of_shard(self, split: Steps) -> _OfShard | None:
@@ -267,7 +283,7 @@ class Profiling:
                 name: max(within[kind, self._shard], _SHORTEST) for name, kind in _OF_SHARDS.items()
             },
             # what V frees: O leaves its part besides, which is a message
-            held=max(0, -round(median(self._memory.changes[PassKind.V, self._shard]))),
+            held=max(0, -round(median(self._memory.changes_of(PassKind.V, self._shard).values()))),
         )
         loss = next((seconds for (kind, _), seconds in within.items() if kind is PassKind.P), 0.0)
         gaps = _gaps(split)
@@ -300,10 +316,7 @@ class Profiling:
     def _stage(
         self, held: Held, seconds: dict[tuple[PassKind, int], float], message: int
     ) -> StageProfile:
-        assert self._memory is not None, "no step has been counted"
-        changes = self._memory.changes
-        after_f = round(median(changes[PassKind.F, held.stage]))
-        after_b = after_f + round(median(changes[PassKind.B, held.stage]))
+        after_f, after_b = self._left_after(held.stage)
         if self._of_allocator:
             after_f += _messages_of_f(held) * message
         return StageProfile(
@@ -313,11 +326,26 @@ class Profiling:
             backward=seconds[PassKind.B, held.stage],
             weight=seconds[PassKind.W, held.stage],
             whole=seconds[PassKind.BW, held.stage],
+            recompute=seconds.get((PassKind.R, held.stage)),
             # W may hold more than F did, such as the logits' gradient. Schedules keep to a limit of
             # memory where an F begins, so it is counted from then on: nothing is understated.
             activation=max(after_f, after_b, 0),
             held_for_weight=max(after_b, 0),
         )
+
+    def _left_after(self, stage: int) -> tuple[int, int]:
+        """Return the bytes that a microbatch's F leaves, with its R, and those after its B.
+
+        By those that stay on the device, where there are any: copies that end count elsewhere.
+        """
+        assert self._memory is not None, "no step has been counted"
+        forward, again, moved, backward = (
+            self._memory.changes_of(kind, stage)
+            for kind in (PassKind.F, PassKind.R, PassKind.D, PassKind.B)
+        )
+        usual = [m for m in forward if m not in moved] or list(forward)
+        after_f = round(median(forward[m] + again.get(m, 0) for m in usual))
+        return after_f, after_f + round(median(backward[m] for m in usual))
 
 
 def _mean_within(steps: Steps) -> dict[tuple[PassKind, int], dict[str, float]]:
@@ -380,6 +408,17 @@ class _OfRank(NamedTuple):
     rank: int
     ahead: float
     spans: Spans
+    copies: CopyTimes | None
+
+
+def _host_link(ranks: Sequence[CopyTimes]) -> HostLinkProfile | None:
+    """Put together what all ranks have measured of copies: the slowest counts."""
+    if not ranks:
+        return None
+    one_way, both_ways = (max(seconds) for seconds in zip(*ranks, strict=True))
+    full_duplex = both_ways < _HALF_DUPLEX * one_way
+    seconds = max(one_way, both_ways) if full_duplex else one_way
+    return HostLinkProfile(bandwidth=BYTES / seconds, full_duplex=full_duplex)
 
 
 def _cut_vocabulary(ranks: Sequence[Sequence[_OfShard]]) -> CutVocabulary | None:

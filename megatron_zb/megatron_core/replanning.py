@@ -119,7 +119,7 @@ class Replanning:
     def _profile(self, measured: Measured, iteration: Iteration) -> Profile:
         config, schedule = iteration.config, self._usual
         return Profile(
-            version=4,
+            version=5,
             device=torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU",
             schedule=schedule.name,
             pipeline_size=schedule.placement.pipeline_size,
@@ -141,12 +141,13 @@ class Replanning:
             host=measured.host,
             outside=measured.outside,
             vocabulary=measured.vocabulary,
+            host_link=measured.host_link,
         )
 
     def _choose(self, profile: Profile) -> None:
         """Rebuild the schedule on one rank for all: it takes all cores and must be equal."""
         adapter = self._adapter
-        costs = profile.costs(self._usual.placement)
+        costs = self._costs(profile)
         # a pair with a BW may be better than one with a B and a W behind it
         orders = (fuse_for_free(split_all(self._usual), costs), self._usual)
         now, usual = min(((adapter.seconds(o, costs), o) for o in orders), key=itemgetter(0))
@@ -175,11 +176,17 @@ class Replanning:
         )
 
     def _built(self, profile: Profile) -> Schedule | str:
-        costs = profile.costs(self._usual.placement)
         try:
-            return self._adapter.rebuilt(costs)
+            return self._adapter.rebuilt(self._costs(profile))
         except UsageError as error:
             return str(error)
+
+    def _costs(self, profile: Profile) -> Costs:
+        """Return the measured costs, with the choices that the flags leave to the schedule."""
+        assumed, costs = self._adapter.costs, profile.costs(self._usual.placement)
+        if assumed.recompute:
+            costs = profile.with_recomputation(costs)
+        return profile.with_offload(costs) if assumed.copy else costs
 
 
 def _rows_of_output(chunk: Any) -> int | None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any, NamedTuple, Protocol
@@ -143,8 +142,8 @@ class MemoryRecorder:
 
     def __init__(self, memory: Memory) -> None:
         self._memory = memory
-        self.changes: dict[tuple[PassKind, int], list[int]] = defaultdict(list)
-        """Bytes for each kind and stage, in the order of the passes."""
+        self.changes: dict[Pass, int] = {}
+        """Bytes of each pass, in their order."""
 
     @contextmanager
     def running(self, work: Pass | Pair) -> Iterator[None]:
@@ -157,7 +156,12 @@ class MemoryRecorder:
             return
         before = self._memory.bytes_of_passes
         yield
-        self.changes[work.kind, work.stage].append(self._memory.bytes_of_passes - before)
+        self.changes[work] = self._memory.bytes_of_passes - before
+
+    def changes_of(self, kind: PassKind, stage: int) -> dict[int, int]:
+        """Return the bytes of the passes of a kind and a stage, by microbatch."""
+        found = self.changes.items()
+        return {p.microbatch: n for p, n in found if (p.kind, p.stage) == (kind, stage)}
 
     def waiting(self, channel: Channel, message: Message) -> nullcontext[None]:
         """Return an empty context: a wait changes nothing that a pass holds."""

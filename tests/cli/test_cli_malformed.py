@@ -333,7 +333,7 @@ plan --config gpt_1_5b --gpus 8 --student-config half_mlp --micro-batch-size x |
 plan --student-config half_mlp | --config is missing
 plan --profile none.yaml | none.yaml cannot be read: No such file or directory
 plan --profile folder.yaml | folder.yaml cannot be read: Is a directory
-plan --profile empty.yaml | empty.yaml has no fields: write lines such as 'version: 4'
+plan --profile empty.yaml | empty.yaml has no fields: write lines such as 'version: 5'
 plan --profile run.yaml --gpus 8 | the run that was measured has decided it
 plan --profile run.yaml --config gpt_1_5b | the run that was measured has decided it
 plan --profile run.yaml --tensor 2 | the run that was measured has decided it

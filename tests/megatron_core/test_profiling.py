@@ -547,8 +547,9 @@ def test_what_w_holds_beyond_the_activations_is_counted_from_f_on(
     held = [Held(0, 0, "tL")]
     one = Profiling(lambda: False, lambda: None, lambda: None, lambda: None, held, M)
     memory = MemoryRecorder(ActivationMemory())
-    memory.changes[PassKind.F, 0] = [after_f] * 3
-    memory.changes[PassKind.B, 0] = [of_b] * 3
+    for microbatch in range(3):
+        memory.changes[Pass(PassKind.F, 0, microbatch)] = after_f
+        memory.changes[Pass(PassKind.B, 0, microbatch)] = of_b
     one._memory = memory
     passes = [Pass(kind, 0, 0) for kind in (PassKind.F, PassKind.B, PassKind.W, PassKind.BW)]
     one._recorders = [cast("Recorder", Clock(passes))]
@@ -575,7 +576,7 @@ def pair_of(forward: int, backward: int, seconds: float = 0.2) -> dict[str, Any]
 @pytest.mark.parametrize(
     ("broken", "said"),
     [
-        (profile(version=5), "'version' is 5"),
+        (profile(version=6), "'version' is 6"),
         (profile(stages=stage(forward=0.0)), "'stages.0.forward' is 0.0: .*forward: 0.0125"),
         (profile(stages=stage(backward=-1.0)), "'stages.0.backward' is -1.0"),
         (profile(stages=stage(forwards=1.0)), "did you mean forward, such as forward: 0.0125"),

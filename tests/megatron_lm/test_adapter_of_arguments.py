@@ -349,7 +349,7 @@ def test_activations_move_under_a_limit_where_that_is_faster() -> None:
     assert f"  {len(adapter.schedule.moved)} of 64 activations move to the host" in (
         adapter.describe()
     )
-    assert "a copy is assumed to take " in adapter.describe()
+    assert "; a copy counts as " in adapter.describe()
 
 
 @pytest.mark.parametrize("name", versions.HYBRID_PATTERNS)

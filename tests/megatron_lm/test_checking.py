@@ -101,11 +101,11 @@ def test_post_validation_has_refusals_of_its_own() -> None:
 
 
 def test_states_have_refusals_of_their_own() -> None:
-    words = f"{RUN} --fp8-format hybrid --pipeline-profile run.yaml"
+    words = f"{RUN} --fp8-format hybrid --pipeline-vocabulary auto"
     assert refused(words) == []
     report = checked(f"{words} --pipeline-recompute auto --pipeline-offload auto")
     reasons = {each.flag: each.finding.why for each in report.of(Verdict.REFUSED)}
-    assert set(reasons) == {"--fp8-format hybrid", "--pipeline-profile run.yaml"}
+    assert set(reasons) == {"--fp8-format hybrid", "--pipeline-vocabulary auto"}
     assert all(why.startswith("with --pipeline-offload auto: ") for why in reasons.values())
 
 

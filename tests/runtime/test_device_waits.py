@@ -37,6 +37,7 @@ PLACES = {
     "runtime/channels.py:Channels.finish": STREAM,
     "runtime/channels.py:Channels.send": STREAM,
     "runtime/channels.py:Channels.take": STREAM,
+    "runtime/copy_times.py:copy_times.seconds": BETWEEN_STEPS,
     "runtime/groups.py:new_groups": BETWEEN_STEPS,
     "runtime/watchdog/inquiry.py:Inquiry.ask": HOST,
     "runtime/moved_activations.py:_end": STREAM + "; on a CPU for a thread of the host",

@@ -186,7 +186,7 @@ def test_recorders_are_told_of_a_pair_as_one() -> None:
         with observer.running(work):
             pass
     assert [span.of for span in recorder.spans()] == [pair, pair.forward]
-    assert dict(memory.changes) == {(PassKind.F, 0): [0]}
+    assert memory.changes == {pair.forward: 0}
 
 
 class Grower:
