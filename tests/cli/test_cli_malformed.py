@@ -107,7 +107,7 @@ STUDENTS = [
 ]
 _LINK = "links:\n- {source: 0, target: 1, seconds: 0.1}"
 PROFILES = [
-    ("version", "version: 5", "'version' is 5: input should be 1, 2, 3 or 4"),
+    ("version", "version: 6", "'version' is 6: input should be 1, 2, 3, 4 or 5"),
     ("version", "", "'version' is missing"),
     ("version", "version: one", "'version' is 'one'"),
     ("pipeline_size", "pipeline_size: 3", "their ranks must be 0 to 2"),
