@@ -206,20 +206,6 @@ def _save(arguments: argparse.Namespace) -> None:
 def _save_page(path: Path, arguments: argparse.Namespace) -> None:
     if arguments.name == NAME:
         raise UsageError(f"there is no page for {NAME}: give a name that ends in .png or .svg")
-    if arguments.cut_output is not None:
-        raise UsageError(
-            "--cut-output: there is no page for an output layer that is cut: give a name that ends "
-            "in .png or .svg"
-        )
-    for flag, given, what in (
-        ("--recompute", arguments.recompute, "made again"),
-        ("--offload", arguments.offload, "moved to the host"),
-    ):
-        if given is not None:
-            raise UsageError(
-                f"{flag}: there is no page for activations that are {what}: give a name that ends "
-                "in .png or .svg"
-            )
     from megatron_zb.drawing.html import page
     from megatron_zb.drawing.html.schedule_page import save_schedule
 

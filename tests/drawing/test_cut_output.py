@@ -90,15 +90,6 @@ def test_a_cut_embedding_is_read_and_left_out_of_a_drawing(
     assert drawn >= set(OWN)
 
 
-@pytest.mark.parametrize(
-    ("arguments", "said"),
-    [
-        ([*SIZES, "--output", "x.html"], "there is no page for an output layer that is cut"),
-        (["pipe-bd", *SIZES[1:]], "pipe-bd has no output layer"),
-    ],
-)
-def test_what_has_none_says_so(
-    arguments: list[str], said: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert cli.main(["show", *arguments]) == 2
-    assert said in capsys.readouterr().err
+def test_what_has_none_says_so(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["show", "pipe-bd", *SIZES[1:]]) == 2
+    assert "pipe-bd has no output layer" in capsys.readouterr().err

@@ -7,14 +7,23 @@ and rows of the same height: it draws from :func:`data`.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
-from itertools import groupby
+from functools import partial
+from itertools import chain, groupby
 from typing import TYPE_CHECKING, Any
 
 from megatron_zb.drawing.html import orders
-from megatron_zb.drawing.memory_lines import MemoryLine, memory_lines, one_f_one_b_peak, worst_of
+from megatron_zb.drawing.memory_lines import (
+    MemoryLine,
+    host_lines,
+    memory_lines,
+    one_f_one_b_peak,
+    worst_of,
+)
 from megatron_zb.drawing.palette import (
+    COPY_COLOURS,
+    HOST_COLOUR,
     KIND_NAMES,
     MEMORY_COLOUR,
     Bar,
@@ -26,6 +35,7 @@ from megatron_zb.drawing.palette import (
 )
 from megatron_zb.errors import UsageError
 from megatron_zb.schedules import Timeline, simulate
+from megatron_zb.schedules.copies import Copy
 from megatron_zb.schedules.costs import StageCosts
 from megatron_zb.schedules.placement import Placement
 
@@ -59,6 +69,8 @@ class Sizes:
 SIZES = Sizes()
 MOST_STILL = 6500
 """Most passes of a still picture; a larger one, which is unreadable, is drawn by script alone."""
+COPY_HEIGHT = 6
+"""Pixels of a copy, in the row of its rank."""
 _STEPS = (1.0, 2.0, 5.0, 10.0)
 
 
@@ -142,7 +154,9 @@ def draw(timeline: Timeline, title: str, unit: TimeUnit) -> Markup | None:
         return None
     scale = _Scale(timeline)
     height = scale.bottom + SIZES.axis
-    body = "".join((*_bars(timeline, scale), *_axis(scale, unit), *_memory(timeline, scale)))
+    panels = (_bars, _memory, _copies) if timeline.copies else (_bars, _memory)
+    rows = "".join(chain.from_iterable(panel(timeline, scale) for panel in panels))
+    body = rows + "".join(_axis(scale, unit))
     return Markup(
         f'<svg class="schedule" role="img" width="{SIZES.width}" height="{height}" '
         f'viewBox="0 0 {SIZES.width} {height}"><title>{escape(title)}</title>{body}</svg>'
@@ -159,7 +173,10 @@ class _Scale:
         self.per_second = self.inner / timeline.makespan
         self.first = min(times[0] for times in timeline.start if times)
         self.top = ranks * SIZES.row + SIZES.gap
-        self.bottom = self.top + ranks * SIZES.memory
+        self.copies = self.top + ranks * SIZES.memory + SIZES.gap
+        self.bottom = self.copies - SIZES.gap
+        if timeline.copies:
+            self.bottom = self.copies + ranks * SIZES.memory
         self.most = max(one_f_one_b_peak(timeline), *(m.peak for m in memory_lines(timeline)))
 
     def x(self, time: float) -> float:
@@ -256,9 +273,50 @@ def _memory(timeline: Timeline, scale: _Scale) -> Iterator[str]:
 
 
 def _line(line: MemoryLine, scale: _Scale) -> str:
+    return _filled(line, "held", MEMORY_COLOUR, scale, partial(scale.y, line.rank))
+
+
+def _filled(
+    line: MemoryLine, name: str, colour: str, scale: _Scale, y: Callable[[float], float]
+) -> str:
     steps = zip(line.times, line.held, strict=True)
-    path = "".join(f"H{_number(scale.x(t))}V{_number(scale.y(line.rank, h))}" for t, h in steps)
+    path = "".join(f"H{_number(scale.x(t))}V{_number(y(h))}" for t, h in steps)
     return (
-        f'<path class="held" data-rank="{line.rank}" data-peak="{line.peak:.6g}" '
-        f'fill="{MEMORY_COLOUR}" d="M{SIZES.labels},{_number(scale.y(line.rank, 0))}{path}"/>'
+        f'<path class="{name}" data-rank="{line.rank}" data-peak="{line.peak:.6g}" '
+        f'fill="{colour}" d="M{SIZES.labels},{_number(y(0))}{path}"/>'
     )
+
+
+def _copies(timeline: Timeline, scale: _Scale) -> Iterator[str]:
+    """Yield a row for each rank: what its host holds, and its copies there and back."""
+    lines = host_lines(timeline)
+    most = max(line.peak for line in lines) or 1.0
+    yield (
+        f'<text class="caption" x="{SIZES.labels}" y="{scale.copies - 9}">copies to the host '
+        "(above) and back (below); behind them what the host holds, and the peak, in microbatches "
+        "of a rank</text>"
+    )
+    for line, copies in zip(lines, timeline.copies, strict=True):
+        top = scale.copies + line.rank * SIZES.memory
+        middle = top + SIZES.memory / 2
+
+        def y(held: float, bottom: float = top + SIZES.memory - 1) -> float:
+            return bottom - held / most * SIZES.most
+
+        x = SIZES.labels + scale.inner + 6
+        yield f'<text class="name" x="{SIZES.labels - 8}" y="{middle:g}">rank {line.rank}</text>'
+        yield _filled(line, "host", HOST_COLOUR, scale, y)
+        for to_host, colour in COPY_COLOURS.items():
+            own = [copy for copy in copies if copy.to_host is to_host]
+            yield _copied(own, middle - COPY_HEIGHT if to_host else middle, colour, scale)
+        yield f'<text class="peak" x="{x}" y="{middle:g}">{line.peak:.4g}</text>'
+
+
+def _copied(copies: Sequence[Copy], top: float, colour: str, scale: _Scale) -> str:
+    path = "".join(
+        f"M{_number(scale.x(copy.start))},{top:g}"
+        f"h{_number(width := (copy.end - copy.start) * scale.per_second)}"
+        f"v{COPY_HEIGHT}h-{_number(width)}z"
+        for copy in copies
+    )
+    return f'<path class="copies" fill="{colour}" d="{path}"/>'

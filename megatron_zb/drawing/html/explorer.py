@@ -8,7 +8,7 @@ ranks are alike, the orders that come with the package (see :mod:`megatron_zb.dr
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Any
 
 from megatron_zb.drawing.html import drawing, orders
@@ -51,12 +51,17 @@ def context(
 
     Args:
         own: the schedules of the page, of one pipeline size and number of microbatches; the first
-            is drawn first.
+            is drawn first. Left out are those with passes that the scripts do not know; where all
+            are, 1F1B is drawn.
         costs: the costs of all of them; None where their stages differ, as layers spread
             in several ways do.
         limit: the memory limit they were built for, as a share of 1F1B's peak.
         unit: unit of the times on the page.
     """
+    if costs is not None:
+        costs = replace(costs.with_all_kept(), vocabulary=None)
+    known = [timeline for timeline in own if orders.is_text(timeline.schedule)]
+    own, limit = (known, limit) if known else ([_stock(own[0], costs)], None)
     first = own[0]
     p, m = first.schedule.placement.pipeline_size, first.schedule.num_microbatches
     alike = costs is not None and _is_alike(costs)
@@ -97,6 +102,13 @@ def context(
         "ranks": sorted({p for p, _ in sizes}),
         "microbatches": sorted({m for _, m in sizes}),
     }
+
+
+def _stock(timeline: Timeline, costs: Costs | None) -> Timeline:
+    """Return 1F1B of the same sizes, for equal costs where none are given."""
+    p, m = timeline.schedule.placement.pipeline_size, timeline.schedule.num_microbatches
+    costs = costs or Costs.uniform(pipeline_size=p, forward=1.0, backward=1.0, weight=1.0)
+    return simulate(catalog.build("1f1b", pipeline_size=p, num_microbatches=m), costs)
 
 
 def _add(

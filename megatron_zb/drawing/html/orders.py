@@ -44,6 +44,11 @@ class Order(_Joined):
     ranks: list[str]
 
 
+def is_text(schedule: Schedule) -> bool:
+    """Return whether a schedule has passes of :data:`KINDS` alone, which can be written as text."""
+    return all(p.kind in KINDS for passes in schedule.ranks for p in passes)
+
+
 def encode(schedule: Schedule) -> Order:
     """Write a schedule of F, B, W and BW passes as text."""
     placement = schedule.placement

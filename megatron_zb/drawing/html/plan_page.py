@@ -117,18 +117,13 @@ def _parts(plan: Plan) -> list[tuple[str, str, str, str]]:
 
 def _pictures(plan: Plan) -> list[dict[str, Any]]:
     """Return pictures of the first few rows with a pipeline, and of Megatron's 1F1B to compare."""
-    with_pipeline = [i for i, row in enumerate(plan.ranked) if _is_drawn(row)]
+    with_pipeline = [i for i, row in enumerate(plan.ranked) if row.schedule is not None]
     drawn = [
         i
         for place, i in enumerate(with_pipeline)
         if place < _DRAWN or plan.ranked[i].candidate == MEGATRON_1F1B
     ]
     return [_picture(plan.ranked[index], index) for index in drawn]
-
-
-def _is_drawn(row: Prediction) -> bool:
-    """Return whether a row has passes, all of which have colours."""
-    return row.schedule is not None and not row.cuts_vocabulary
 
 
 def _picture(row: Prediction, index: int) -> dict[str, Any]:
@@ -156,7 +151,7 @@ def _explorer(plan: Plan) -> dict[str, Any]:
 
     The other rows of the same sizes and costs follow.
     """
-    with_pipeline = [row for row in plan.ranked if row.costs is not None and _is_drawn(row)]
+    with_pipeline = [r for r in plan.ranked if r.costs is not None and r.schedule is not None]
     if not with_pipeline:
         shown = schedules.build("1f1b", pipeline_size=4, num_microbatches=8)
         equal = schedules.Costs.uniform(pipeline_size=4, forward=1, backward=1, weight=1)

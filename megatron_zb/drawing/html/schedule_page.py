@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from megatron_zb.drawing.html import drawing, explorer, page
+from megatron_zb.drawing.html import drawing, explorer, orders, page
 from megatron_zb.drawing.memory_lines import memory_lines, one_f_one_b_peak
 from megatron_zb.drawing.palette import COST_UNIT, TimeUnit, report_of, title_of
 from megatron_zb.schedules import Costs, Report, Timeline
@@ -48,10 +48,14 @@ def save_schedule(
 
 
 def picture(timeline: Timeline, title: str, unit: TimeUnit = COST_UNIT) -> dict[str, Any]:
-    """Return the variables of the template of a picture."""
+    """Return the variables of the template of a picture.
+
+    There are no data for the scripts where passes are of kinds that these do not know.
+    """
+    is_text = orders.is_text(timeline.schedule)
     return {
         "svg": drawing.draw(timeline, title, unit),
-        "data": drawing.data(timeline, title, unit),
+        "data": drawing.data(timeline, title, unit) if is_text else None,
         "legend": drawing.legend(timeline),
     }
 
@@ -66,9 +70,19 @@ def _facts(timeline: Timeline, report: Report, costs: Costs) -> dict[str, str]:
         "chunks of a rank": f"{placement.chunks} ({placement.name})",
         "F, B, W of a microbatch on a rank": ", ".join(f"{time:g}" for time in times),
         "transfer between ranks": f"{costs.p2p[0][1]:g}",
+        **_facts_of_states(costs),
         "makespan": f"{timeline.makespan:.6g}",
         "lower bound": f"{report.lower_bound:.6g}",
         "bubble rate": f"{timeline.bubble_rate:.1%}",
+    }
+
+
+def _facts_of_states(costs: Costs) -> dict[str, str]:
+    facts = {"R": costs.recompute, "a copy to the host": costs.copy}
+    return {
+        f"{what} of a microbatch on a rank": f"{sum(slices) / costs.pipeline_size:g}"
+        for what, slices in facts.items()
+        if slices
     }
 
 
