@@ -129,6 +129,7 @@ _DEFAULTS = {
     "pipeline_vocabulary": None,
     "pipeline_recompute": None,
     "pipeline_offload": None,
+    "pipeline_host_limit": None,
     "pipeline_memory_limit": None,
     "pipeline_model_parallel_layout": None,
     "pipeline_placement": None,

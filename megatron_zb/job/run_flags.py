@@ -9,7 +9,7 @@ from pathlib import Path
 
 from megatron_zb.errors import Refusal, UsageError, raise_first
 from megatron_zb.job.data_contents import ALLOW_OTHER_FLAG
-from megatron_zb.parsing import flag_of
+from megatron_zb.parsing import flag_of, share_or_bytes
 from megatron_zb.schedules import catalog
 from megatron_zb.schedules.placement import Placement, looped, wave
 from megatron_zb.schedules.schedule import Schedule
@@ -19,6 +19,8 @@ AUTO_LAYOUT = "auto"
 STREAMS_FLAG = "--pipeline-random-streams"
 RECOMPUTE_FLAG = "--pipeline-recompute"
 OFFLOAD_FLAG = "--pipeline-offload"
+MEMORY_LIMIT_FLAG = "--pipeline-memory-limit"
+HOST_LIMIT_FLAG = "--pipeline-host-limit"
 
 
 def asks_for_balance(layout: str | None) -> bool:
@@ -99,6 +101,10 @@ def check_states(args: argparse.Namespace, table: Schedule | None = None) -> Non
     Raises:
         UsageError: names both flags and the reason.
     """
+    if args.pipeline_host_limit is not None and args.pipeline_offload != "auto":
+        raise UsageError(
+            f"{HOST_LIMIT_FLAG} is for activations that move to the host: add {OFFLOAD_FLAG} auto"
+        )
     raise_first(state_refusals(args, table))
 
 
@@ -179,10 +185,12 @@ def add_schedule(group: argparse._ArgumentGroup, about: str) -> None:
         "torch.distributed.pipelining, as `megatron-zb export` writes it",
     )
     group.add_argument(
-        "--pipeline-memory-limit",
-        type=float,
+        MEMORY_LIMIT_FLAG,
+        type=share_or_bytes,
         metavar="X",
-        help="the most activation memory of any rank, as a fraction of 1F1B's, such as 0.5",
+        help="the most activation memory of any rank, as a share of 1F1B's, such as 0.5, or in "
+        "bytes, such as 40GiB, which needs the profile of an earlier run as "
+        "--pipeline-layer-layout FILE.yaml",
     )
 
 
@@ -260,6 +268,13 @@ def add_states(group: argparse._ArgumentGroup) -> None:
             help=f"whether activations may be {what}: wherever that is faster under the memory "
             "limit (auto), or nowhere (off, the default). Losses stay the same to the last bit",
         )
+    group.add_argument(
+        HOST_LIMIT_FLAG,
+        type=share_or_bytes,
+        metavar="X",
+        help="the most memory of the host that a rank's activations may take with "
+        f"{OFFLOAD_FLAG} auto, in the units of {MEMORY_LIMIT_FLAG} (default: as much as is faster)",
+    )
 
 
 def add_other_data(group: argparse._ArgumentGroup) -> None:

@@ -367,6 +367,11 @@ class Profile(Section):
         )
 
     @property
+    def one_f_one_b_bytes(self) -> float:
+        """What 1F1B's first rank holds with as many layers on each: p microbatches of a p-th."""
+        return float(sum(stage.activation for stage in self.stages))
+
+    @property
     def copy_share(self) -> float | None:
         """What copying activations one way takes, as a share of F, B and W; None if not timed."""
         if self.host_link is None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
@@ -23,6 +24,7 @@ from megatron_zb.measured.balance import (
     with_counted_vocabulary,
 )
 from megatron_zb.measured.exchange import with_exchange
+from megatron_zb.measured.limits import Limit
 from megatron_zb.megatron_core import embedding, encoder, graphs, versions
 from megatron_zb.megatron_core.forward_backward import ForwardBackward, Measurement, StepOptions
 from megatron_zb.megatron_core.initialisation import layers_draw_weights
@@ -45,6 +47,7 @@ from megatron_zb.schedules.layout import Layers, Letters
 from megatron_zb.schedules.passes import PassKind
 from megatron_zb.schedules.placement import Placement, looped, wave
 from megatron_zb.schedules.program.lowering import Program, lower
+from megatron_zb.schedules.request import keeps
 from megatron_zb.schedules.schedule import Schedule
 from megatron_zb.schedules.simulator import simulate
 
@@ -63,9 +66,10 @@ class PipelineAdapter:
         self,
         schedule: Schedule,
         costs: Costs,
-        memory_limit: float | None,
+        memory_limit: Limit | None,
         letters: Letters,
         *,
+        host_limit: Limit | None = None,
         group_size: int | None = None,
         back_to_back: bool = False,
         balance: Balance | None = None,
@@ -76,7 +80,8 @@ class PipelineAdapter:
         self.schedule = schedule
         self._build = build
         self.costs = costs
-        self._memory_limit = memory_limit
+        self._memory_limit, self._host_limit = memory_limit, host_limit
+        self._is_measured = False
         self._group_size = group_size
         self._back_to_back = back_to_back
         self.physical = PhysicalPlacement(schedule.placement)
@@ -99,7 +104,7 @@ class PipelineAdapter:
         num_microbatches: int,
         layers: Layers,
         layer_layout: str | Ends | None = None,
-        memory_limit: float | None = None,
+        memory_limit: Limit | None = None,
         chunks: int | None = None,
         group_size: int | None = None,
         back_to_back: bool = False,
@@ -109,6 +114,7 @@ class PipelineAdapter:
         overlaps_exchange: bool = False,
         recomputes: bool = False,
         copy: float | None = None,
+        host_limit: Limit | None = None,
         build: Build = catalog.build,
     ) -> PipelineAdapter:
         """Build the schedule and place the layers.
@@ -119,7 +125,7 @@ class PipelineAdapter:
             layer_layout: the layers of every stage in model order, such as ``Ett|tt|tt|ttL``, or
                 the costs of the model's ends, to balance the stages. ``auto`` takes the V for a
                 text with two stages for each rank, as ``plan`` does, a zig-zag for four.
-            memory_limit: fraction of 1F1B's activation memory, see ``schedules.build``.
+            memory_limit: the most activation memory of a rank.
             chunks, group_size, back_to_back: see ``schedules.build``.
             ends: the costs of the model's ends, if known: ``auto`` chooses its placement by them,
                 which stays when costs have been measured.
@@ -133,6 +139,7 @@ class PipelineAdapter:
             copy: what copying an activation to the host takes, as a share of the passes that use
                 it, unless the profile that balances layers tells; activations may be moved there
                 where that is faster. None: none moves.
+            host_limit: the most memory of the host that the activations of a rank may take.
             build: the function that builds schedules, for example on one rank for all.
 
         Raises:
@@ -150,13 +157,14 @@ class PipelineAdapter:
         if recomputes:
             costs = _with_recomputation(costs, layers.decoder)
         if copy is not None:
-            costs = _with_offload(costs, copy, layer_layout)
+            most = _in_unit_of(costs, host_limit, is_measured=False)
+            costs = _with_offload(costs, copy, layer_layout, most)
         schedule = build(
             name,
             pipeline_size=pipeline_size,
             num_microbatches=num_microbatches,
             costs=costs,
-            memory_limit=memory_limit,
+            memory_limit=memory_limit and memory_limit.share,
             chunks=chunks,
             group_size=group_size,
             placement=placement,
@@ -169,6 +177,7 @@ class PipelineAdapter:
             costs,
             memory_limit,
             letters,
+            host_limit=host_limit,
             group_size=group_size,
             back_to_back=back_to_back,
             balance=balance,
@@ -422,6 +431,7 @@ class PipelineAdapter:
         """Switch to another order of passes on the same placement from the next step on."""
         assert schedule.placement == self.schedule.placement, "the model is placed already"
         self.schedule = schedule
+        self._is_measured = self._is_measured or costs is not None
         self.costs = costs or self.costs
         self.program_for.cache_clear()
 
@@ -432,7 +442,16 @@ class PipelineAdapter:
             UsageError: the memory limit cannot be kept with these costs.
         """
         name, m = self.schedule.name, self.schedule.num_microbatches
-        return self._built(name, m, costs, catalog.build)
+        return self._built(name, m, costs, catalog.build, is_measured=True)
+
+    def keeps_limit(self, schedule: Schedule, costs: Costs) -> bool:
+        """Return whether an order keeps the memory limit, for costs in bytes."""
+        most = _in_unit_of(costs, self._memory_limit, is_measured=True)
+        return keeps(simulate(schedule, costs).peak_memory, [most] * costs.pipeline_size)
+
+    def host_limit(self, costs: Costs) -> float:
+        """Return the most bytes of the host that a rank may take, for costs in bytes."""
+        return _in_unit_of(costs, self._host_limit, is_measured=True)
 
     def layers_of(self, stage: int) -> str:
         """Return the layers of a stage as letters, such as ``Ett``."""
@@ -457,21 +476,34 @@ class PipelineAdapter:
         schedule = self.schedule
         if num_microbatches != schedule.num_microbatches:
             name = schedule.name if schedule.name in catalog.names() else _SUBSTITUTE
-            schedule = self._built(name, num_microbatches, self.costs, self._build)
+            schedule = self._built(
+                name, num_microbatches, self.costs, self._build, is_measured=self._is_measured
+            )
         if forward_only:
             schedule = schedule.forwards()
         timeline = simulate(schedule, self.costs)
         return lower(schedule, timeline, waits_to_receive=waits_to_receive)
 
-    def _built(self, name: str, num_microbatches: int, costs: Costs, build: Build) -> Schedule:
+    def _built(
+        self,
+        name: str,
+        num_microbatches: int,
+        costs: Costs,
+        build: Build,
+        *,
+        is_measured: bool,
+    ) -> Schedule:
         placement = self.schedule.placement
         family = catalog.family(name)
+        limit = self._memory_limit
+        in_bytes = limit.bytes if limit is not None and is_measured else None
         return build(
             name,
             pipeline_size=placement.pipeline_size,
             num_microbatches=num_microbatches,
             costs=costs,
-            memory_limit=self._memory_limit,
+            memory_limit=limit.share if limit is not None and in_bytes is None else None,
+            memory_limit_bytes=in_bytes,
             chunks=self.chunks if family.takes_chunks else None,
             group_size=self._group_size if family.takes_group_size else None,
             placement=placement,
@@ -594,15 +626,24 @@ def _with_recomputation(costs: Costs, layers: int) -> Costs:
     return costs.with_recomputation(kept_input=INPUT * layer)
 
 
-def _with_offload(costs: Costs, copy: float, layer_layout: str | Ends | None) -> Costs:
+def _in_unit_of(costs: Costs, limit: Limit | None, *, is_measured: bool) -> float:
+    """Return a limit in the unit of the costs, which is bytes where they are measured."""
+    return math.inf if limit is None else limit.in_unit_of(costs, is_measured=is_measured)
+
+
+def _with_offload(
+    costs: Costs, copy: float, layer_layout: str | Ends | None, host_limit: float
+) -> Costs:
     """Return the costs with the choice to move activations, which takes a share of their passes.
 
-    By the profile that balances layers, if there is one in which copies were timed.
+    By the profile that balances layers, if there is one in which copies were timed. ``host_limit``
+    is the most memory of the host for a rank, in the unit of ``costs.activation``.
     """
     profile = layer_layout.profile if isinstance(layer_layout, Ends) else None
     copy = (profile and profile.copy_share) or copy
     passes = zip(costs.forward, costs.backward, costs.weight, strict=True)
-    return costs.with_offload(seconds=[copy * sum(of_slice) for of_slice in passes])
+    seconds = [copy * sum(of_slice) for of_slice in passes]
+    return costs.with_offload(seconds=seconds, host_limit=host_limit)
 
 
 def _keeps_places(

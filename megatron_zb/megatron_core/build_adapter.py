@@ -10,6 +10,8 @@ import torch
 
 from megatron_zb.errors import UsageError
 from megatron_zb.job.run_flags import (
+    HOST_LIMIT_FLAG,
+    MEMORY_LIMIT_FLAG,
     OFFLOAD_FLAG,
     check_states,
     check_table_alone,
@@ -18,6 +20,7 @@ from megatron_zb.job.run_flags import (
 )
 from megatron_zb.measured.balance import Ends
 from megatron_zb.measured.host_link import copy_share
+from megatron_zb.measured.limits import Limit
 from megatron_zb.megatron_core import versions
 from megatron_zb.megatron_core.adapter import PipelineAdapter
 from megatron_zb.megatron_core.stages import device
@@ -146,6 +149,7 @@ def _of_file(args: argparse.Namespace, sizes: Sizes, build: Build) -> PipelineAd
 def _named(args: argparse.Namespace, sizes: Sizes, build: Build) -> PipelineAdapter:
     family, layers, asked = catalog.family(args.pipeline_schedule), sizes.layers, sizes.chunks
     placement = placement_of(args)
+    memory_limit, host_limit = _limits(args, sizes)
     _check_ends(layers, asked.number or 1)
 
     def create(layers: Layers) -> PipelineAdapter:
@@ -155,7 +159,8 @@ def _named(args: argparse.Namespace, sizes: Sizes, build: Build) -> PipelineAdap
             num_microbatches=sizes.num_microbatches,
             layers=layers,
             layer_layout=sizes.layer_layout,
-            memory_limit=args.pipeline_memory_limit,
+            memory_limit=memory_limit,
+            host_limit=host_limit,
             chunks=asked.number if family.takes_chunks else None,
             group_size=sizes.group_size if family.takes_group_size else None,
             back_to_back=sizes.back_to_back,
@@ -175,6 +180,20 @@ def _named(args: argparse.Namespace, sizes: Sizes, build: Build) -> PipelineAdap
         return adapter
     _check_ends(layers, adapter.chunks)
     return create(layers)
+
+
+def _limits(args: argparse.Namespace, sizes: Sizes) -> tuple[Limit | None, Limit | None]:
+    """Return the limits of device and host; bytes by the profile that balances the layers."""
+    profile = sizes.layer_layout.profile if isinstance(sizes.layer_layout, Ends) else None
+    scale = 1.0
+    if profile is not None:
+        microbatch = getattr(args, "micro_batch_size", None) or profile.model.microbatch
+        context = getattr(args, "context_parallel_size", None) or profile.model.context
+        scale = microbatch * profile.model.context / (profile.model.microbatch * context)
+    return (
+        Limit.of(MEMORY_LIMIT_FLAG, args.pipeline_memory_limit, profile, scale),
+        Limit.of(HOST_LIMIT_FLAG, args.pipeline_host_limit, profile, scale),
+    )
 
 
 def _check_ends(layers: Layers, chunks: int) -> None:

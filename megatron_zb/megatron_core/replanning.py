@@ -43,6 +43,12 @@ class Replannable(Protocol):
     def rebuilt(self, costs: Costs) -> Schedule:
         """Build the same kind of schedule on the same placement for other costs, on this rank."""
 
+    def keeps_limit(self, schedule: Schedule, costs: Costs) -> bool:
+        """Return whether an order keeps the memory limit, for costs in bytes."""
+
+    def host_limit(self, costs: Costs) -> float:
+        """Return the most bytes of the host that a rank may take, for costs in bytes."""
+
     def seconds(self, schedule: Schedule, costs: Costs) -> float:
         """Predict the seconds of an iteration."""
 
@@ -161,6 +167,14 @@ class Replanning:
             self._say(f"going on with the schedule as it is: {found}")
             return
         then = adapter.seconds(found, costs)
+        if not adapter.keeps_limit(usual, costs):
+            adapter.use(found, costs)
+            self._say(
+                f"measured: going on with {found.name} built for these costs, {then:.4g} s "
+                "predicted for the pipeline's part of an iteration, since the order before, of "
+                f"{now:.4g} s, would exceed the memory limit"
+            )
+            return
         if then > now * (1 - _WORTH_A_CHANGE):
             adapter.use(usual, costs)
             self._say(
@@ -186,7 +200,9 @@ class Replanning:
         assumed, costs = self._adapter.costs, profile.costs(self._usual.placement)
         if assumed.recompute:
             costs = profile.with_recomputation(costs)
-        return profile.with_offload(costs) if assumed.copy else costs
+        if assumed.copy:
+            costs = profile.with_offload(costs, self._adapter.host_limit(costs))
+        return costs
 
 
 def _rows_of_output(chunk: Any) -> int | None:

@@ -44,6 +44,7 @@ _NEED_A_SCHEDULE = {
     "pipeline_vocabulary": "v-half",
     "pipeline_recompute": "v-half",
     "pipeline_offload": "v-half",
+    "pipeline_host_limit": "v-half",
     "pipeline_profile": "v-half",
     "pipeline_replan_every": "auto",
     "pipeline_random_streams": "v-half",

@@ -141,7 +141,7 @@ def _translate_schedule(args: argparse.Namespace, older: list[str]) -> str:
     else:
         _translate_pending(args)
     limit = args.pipeline_memory_limit
-    limited = "" if limit is None else f" --pipeline-memory-limit {limit:g}"
+    limited = "" if limit is None else f" --pipeline-memory-limit {limit}"
     return f"{said} is taken as --pipeline-schedule {args.pipeline_schedule}{limited}"
 
 

@@ -221,6 +221,7 @@ def _check_schedule(args: argparse.Namespace, world_size: int) -> None:
             "pipeline_vocabulary",
             "pipeline_recompute",
             "pipeline_offload",
+            "pipeline_host_limit",
             "num_virtual_stages_per_pipeline_rank",
         ):
             if getattr(args, name) is not None:

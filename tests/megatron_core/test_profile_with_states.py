@@ -16,6 +16,7 @@ from states import with_states
 from megatron_zb import schedules
 from megatron_zb.errors import UsageError
 from megatron_zb.measured.balance import Ends
+from megatron_zb.measured.limits import Limit
 from megatron_zb.measured.profile import Profile, read_profile
 from megatron_zb.measured.trace import compare
 from megatron_zb.megatron_core.adapter import PipelineAdapter
@@ -75,10 +76,17 @@ def check_link(profile: Profile) -> None:
     assert 0.2 / SECONDS_PER_BYTE < profile.host_link.bandwidth < 1 / SECONDS_PER_BYTE
 
 
-def replanned(limit: float) -> tuple[list[Schedule], list[schedules.Costs], list[list[float]]]:
+def replanned(
+    memory: Limit, host: Limit | None
+) -> tuple[list[Schedule], list[schedules.Costs], list[list[float]]]:
     """What ``auto`` runs in each iteration, for which costs, with which losses."""
     create = partial(
-        PipelineAdapter.create, recomputes=True, copy=0.3, memory_limit=limit, placement=None
+        PipelineAdapter.create,
+        recomputes=True,
+        copy=0.3,
+        memory_limit=memory,
+        host_limit=host,
+        placement=None,
     )
     orders, costs, seen = [], [], []
     with briefly(), patch.object(PipelineAdapter, "create", create), built(CASE, "auto", M) as job:
@@ -95,16 +103,27 @@ def replanned(limit: float) -> tuple[list[Schedule], list[schedules.Costs], list
 
 
 def test_auto_goes_on_with_states_for_measured_costs(ranks: RankPools) -> None:
-    for orders, costs, seen in ranks(2).run(replanned, limit=0.4):
+    for orders, costs, seen in ranks(2).run(replanned, memory=Limit(0.4), host=None):
         assert all(a == b for a, b in pairwise(seen))
         assumed, measured = costs[0], costs[-1]
         assert measured.activation != assumed.activation
         assert measured.recompute != assumed.recompute
-        assert measured.copy != assumed.copy
+        assert 0 < max(measured.copy) != max(assumed.copy)
         assert measured.kept_input > 0
         assert orders[-1].dropped or orders[-1].moved
         before, after = (schedules.simulate(o, measured).makespan for o in (orders[0], orders[-1]))
         assert after <= before * (1 + 1e-9)
+
+
+def test_limits_in_bytes_are_kept_in_bytes_once_these_are_measured(ranks: RankPools) -> None:
+    """The order for assumed costs is of another limit, which has no order for measured ones."""
+    host = Limit(0.3, 250_000.0)
+    for orders, costs, _ in ranks(2).run(replanned, memory=Limit(0.9, 300_000.0), host=host):
+        assert costs[0].host_limit == pytest.approx(0.3 * costs[0].one_f_one_b_peak())
+        assert costs[-1].host_limit == 250_000.0
+        timeline = schedules.simulate(orders[-1], costs[-1])
+        assert max(timeline.peak_memory) <= 300_000
+        assert max(timeline.peak_host) <= 250_000
 
 
 def two_stages(**changes: object) -> Profile:

@@ -6,18 +6,20 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import measured_runs
 import pytest
 from megatron_arguments import parsed
 
 from megatron_zb import schedules
 from megatron_zb.errors import UsageError
+from megatron_zb.measured.profile import write_profile
 from megatron_zb.megatron_core import versions
 from megatron_zb.megatron_lm.adapter_of_arguments import (
     adapter_of,
     check_unscheduled,
     without_bulk_overlap,
 )
-from megatron_zb.schedules import interchange
+from megatron_zb.schedules import interchange, simulate
 from megatron_zb.schedules.passes import Pass, PassKind
 from megatron_zb.schedules.placement import looped, v_shape
 
@@ -350,6 +352,33 @@ def test_activations_move_under_a_limit_where_that_is_faster() -> None:
         adapter.describe()
     )
     assert "; a copy counts as " in adapter.describe()
+
+
+def test_the_host_has_a_limit() -> None:
+    flags = "--pipeline-schedule v-half --pipeline-memory-limit 0.4 --pipeline-offload auto"
+    free = adapter_of(parsed(flags))
+    limited = adapter_of(parsed(f"{flags} --pipeline-host-limit 0.125"))
+    peaks = [max(simulate(a.schedule, a.costs).peak_host) for a in (free, limited)]
+    assert peaks[0] > 0.5 >= peaks[1]
+    with pytest.raises(UsageError, match="that move to the host: add --pipeline-offload auto"):
+        adapter_of(parsed("--pipeline-schedule v-half --pipeline-host-limit 0.25"))
+
+
+def test_a_limit_in_bytes_needs_a_profile(tmp_path: Path) -> None:
+    """The profile has 200 bytes for each of 8 stages, and what the output layer holds."""
+    path = tmp_path / "run.yaml"
+    write_profile(measured_runs.profile(output=0.0), path)
+    flags = "--pipeline-schedule auto --pipeline-memory-limit"
+    profiled = f"--pipeline-layer-layout {path}"
+    share = adapter_of(parsed(f"{flags} 0.625 {profiled}", seq_length=32))
+    in_bytes = adapter_of(parsed(f"{flags} 1KB {profiled}", seq_length=32))
+    assert share.schedule.ranks == in_bytes.schedule.ranks
+    twice = adapter_of(
+        parsed(f"{flags} 2KB {profiled}", seq_length=32, micro_batch_size=2, global_batch_size=16)
+    )
+    assert share.schedule.ranks == twice.schedule.ranks
+    with pytest.raises(UsageError, match="--pipeline-memory-limit 1KB is in bytes, and only"):
+        adapter_of(parsed(f"{flags} 1KB"))
 
 
 @pytest.mark.parametrize("name", versions.HYBRID_PATTERNS)
