@@ -111,6 +111,7 @@ class Pipeline:
         """
         args = _arguments(self.settings, model)
         prepare_overlap(args)
+        conflicts.check_states(args)
         self._check_sizes(args)
         adapter, schedule = self.adapter, self.adapter.schedule
         conflicts.check(args, str(flags.choice(args)), schedule.placement, adapter.splits_backward)

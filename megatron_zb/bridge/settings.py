@@ -16,6 +16,8 @@ from megatron_zb.schedules import catalog
 _CHOICES = {
     "pipeline_random_streams": ("rank", "layer"),
     "pipeline_vocabulary": ("auto", "on", "off", None),
+    "pipeline_recompute": ("auto", "off", None),
+    "pipeline_offload": ("auto", "off", None),
 }
 
 
@@ -38,6 +40,10 @@ class Settings:
         pipeline_layer_layout: ``auto`` or a file of ``--pipeline-profile`` balances them.
         pipeline_vocabulary: ``on`` cuts output layer and embedding over the pipeline ranks of one
             model, which is then called with labels alone; ``auto`` where that is faster.
+        pipeline_recompute: ``auto`` may drop activations and compute them again under the limit.
+        pipeline_offload: ``auto`` may move activations to the host under the limit.
+        pipeline_host_limit: the most memory of the host for the activations of any rank, as a
+            fraction of 1F1B's.
         pipeline_random_streams: ``rank``, or ``layer`` with a ``seed``.
         seed: of the streams of the layers.
         pipeline_timeout: seconds without progress in a step after which the job is ended; 0 never.
@@ -57,6 +63,9 @@ class Settings:
     pipeline_model_parallel_layout: str | None = None
     pipeline_layer_layout: str | None = None
     pipeline_vocabulary: str | None = None
+    pipeline_recompute: str | None = None
+    pipeline_offload: str | None = None
+    pipeline_host_limit: float | None = None
     pipeline_random_streams: str = "rank"
     seed: int | None = None
     pipeline_timeout: float = 0.0
@@ -73,6 +82,10 @@ class Settings:
             catalog.family(self.pipeline_schedule)
         if self.num_microbatches < 1:
             raise UsageError(f"num_microbatches is {self.num_microbatches}: it must be 1 or more")
+        for name in ("pipeline_memory_limit", "pipeline_host_limit"):
+            limit = getattr(self, name)
+            if limit is not None and not isinstance(limit, int | float):
+                raise UsageError(f"{name} is {limit!r}: give a fraction of 1F1B's, such as 0.5")
         for name, values in _CHOICES.items():
             if getattr(self, name) not in values:
                 words = " or ".join(value for value in values if value is not None)

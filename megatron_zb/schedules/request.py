@@ -88,6 +88,17 @@ class MemoryLimit:
         return given, f"{needed / costs.one_f_one_b_peak():.4g} of 1F1B"
 
 
+class LimitTooSmall(UsageError):
+    """Error for a memory limit that cannot be kept; ``needed`` is the smallest that can."""
+
+    def __init__(self, message: str, needed: float) -> None:
+        super().__init__(message)
+        self.needed = needed
+
+    def __reduce__(self) -> tuple[type[LimitTooSmall], tuple[str, float]]:
+        return type(self), (self.args[0], self.needed)
+
+
 @dataclass(frozen=True)
 class Request:
     """Sizes, costs and limits; ``chunks`` and ``group_size`` only where a family has the choice.
@@ -124,13 +135,14 @@ class Request:
         """Refuse limits below what each rank needs.
 
         Raises:
-            UsageError: names the rank that binds and the smallest limit that would do.
+            LimitTooSmall: names the rank that binds and the smallest limit that would do.
         """
         short = [n - limit for n, limit in zip(needed, limits, strict=True)]
         rank = max(range(len(short)), key=short.__getitem__)
         if short[rank] > 1e-9 * (1 + needed[rank]):
             given, smallest = self.limit.said(needed[rank], rank, self.costs)
-            raise UsageError(
+            raise LimitTooSmall(
                 f"{name} cannot keep the memory limit of {given}: rank {rank} needs at least "
-                f"{smallest}"
+                f"{smallest}",
+                needed[rank],
             )

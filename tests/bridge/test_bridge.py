@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from brief_searches import briefly
 from ranks import RankPools
 
 from megatron_zb.bridge import Settings, install
@@ -91,11 +92,15 @@ def test_a_trainer_for_reinforcement_learning_trains_as_with_megatrons_schedule(
 
 
 def provided(
-    name: str | None, random_streams: str = "rank", vocabulary: str | None = None, models: int = 1
+    name: str | None,
+    random_streams: str = "rank",
+    vocabulary: str | None = None,
+    models: int = 1,
+    **more: Any,
 ) -> Any:
     """Losses and weights of a model that its own config provides, as in Megatron-Bridge.
 
-    Of the last of so many ``models``.
+    Of the last of so many ``models``; with ``more`` settings.
     """
     import trainers
 
@@ -110,8 +115,13 @@ def provided(
         pipeline_random_streams=random_streams,
         pipeline_vocabulary=vocabulary,
         seed=1,
+        **more,
     )
-    with install(settings, provider) as pipeline:
+    with briefly(), install(settings, provider) as pipeline:
+        schedule = pipeline.adapter.schedule
+        states = [bool(units) for units in (schedule.dropped, schedule.moved)]
+        asked = ("pipeline_recompute", "pipeline_offload")
+        assert states == [more.get(state) == "auto" for state in asked]
         pipeline.prepare_provider(provider)
         found = trainers.pretrain(provider, steps=2, models=models)
         assert pipeline.steps_done == 2
@@ -128,6 +138,18 @@ def test_a_provider_of_megatron_bridges_shape_trains_as_with_megatrons_schedule(
         found = whole(job.run(provided, name=name, random_streams=streams))
         assert same(found[0], losses), name
         assert same(found[1], weights), name
+
+
+@pytest.mark.parametrize("state", ["pipeline_recompute", "pipeline_offload"])
+def test_a_provider_trains_with_states_as_with_megatrons_schedule(
+    ranks: RankPools, state: str
+) -> None:
+    more: dict[str, Any] = {state: "auto", "pipeline_memory_limit": 0.4}
+    job = ranks(2)
+    losses, weights = whole(job.run(provided, name=None))
+    found = whole(job.run(provided, name="v-half", **more))
+    assert same(found[0], losses)
+    assert same(found[1], weights)
 
 
 @pytest.mark.parametrize(
@@ -254,6 +276,14 @@ def test_settings_say_what_is_wrong_with_them() -> None:
         (
             {"pipeline_schedule": "v-zb", "pipeline_vocabulary": "yes"},
             "pipeline_vocabulary is 'yes': give auto or on or off",
+        ),
+        (
+            {"pipeline_schedule": "v-zb", "pipeline_offload": "yes"},
+            "pipeline_offload is 'yes': give auto or off",
+        ),
+        (
+            {"pipeline_schedule": "v-zb", "pipeline_memory_limit": "40GiB"},
+            "pipeline_memory_limit is '40GiB': give a fraction of 1F1B's, such as 0.5",
         ),
     ]
     for given, expected in wrong:

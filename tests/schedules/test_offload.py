@@ -204,6 +204,25 @@ def test_auto_moves_where_memory_is_short_and_is_never_slower_for_it() -> None:
     assert simulate(moves, costs).makespan <= simulate(kept, costs).makespan * (1 + 1e-9)
 
 
+@pytest.mark.parametrize(
+    ("name", "p", "smallest"), [("v-half", 2, 0.25), ("v-min", 4, 0.125), ("auto", 2, 0.125)]
+)
+def test_limits_are_served_down_to_one_activation(
+    brief_searches: None, name: str, p: int, smallest: float
+) -> None:
+    """Of one stage: the smallest limit that is told is one that can be kept, and none below."""
+    costs = costs_of(p)
+    for limit in (smallest, 1.5 * smallest):
+        found = schedules.build(
+            name, pipeline_size=p, num_microbatches=4, costs=costs, memory_limit=limit
+        )
+        assert max(simulate(found.validate(), costs).peak_memory) <= limit * p * (1 + 1e-9)
+    with pytest.raises(UsageError, match=rf"rank \d needs at least {smallest} of 1F1B"):
+        schedules.build(
+            name, pipeline_size=p, num_microbatches=4, costs=costs, memory_limit=0.99 * smallest
+        )
+
+
 def test_a_table_with_moves_is_read_as_it_was_written(tmp_path: Path) -> None:
     file = tmp_path / "moves.csv"
     file.write_text(interchange.to_csv(MOVES), encoding="utf-8")

@@ -15,7 +15,7 @@ from megatron_zb.schedules.bounds import lower_bound, period_bound
 from megatron_zb.schedules.families import interleaved, one_f_one_b, v_shape, zero_bubble
 from megatron_zb.schedules.families.wave import wave as wave_schedule
 from megatron_zb.schedules.placement import Placement, looped, wave
-from megatron_zb.schedules.request import MemoryLimit, Request, keeps
+from megatron_zb.schedules.request import LimitTooSmall, MemoryLimit, Request, keeps
 from megatron_zb.schedules.schedule import Schedule
 from megatron_zb.schedules.search.fusing import fuse_for_free
 from megatron_zb.schedules.search.placement_search import (
@@ -81,7 +81,8 @@ def auto(request: Request) -> Schedule:
             continue
         best += found
     if not best:
-        raise refused[0]
+        short = [error for error in refused if isinstance(error, LimitTooSmall)]
+        raise min(short, key=lambda error: error.needed, default=refused[0])
     best.sort(key=lambda entry: (entry[0], entry[1].placement.chunks))
     return replace(best[0][1], reason=_reason(best))
 

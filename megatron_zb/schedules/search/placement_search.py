@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 
 from megatron_zb.errors import UsageError
 from megatron_zb.schedules.bounds import earliest_starts, lower_bound, period_bound, usable_limit
 from megatron_zb.schedules.costs import StageCosts
+from megatron_zb.schedules.passes import Pass, PassKind
 from megatron_zb.schedules.placement import Placement
 from megatron_zb.schedules.request import MemoryLimit, Request, keeps
 from megatron_zb.schedules.schedule import Schedule
@@ -186,9 +187,28 @@ def with_states(
         )
         if states is not None:
             found.append(fuse_for_free(states, request.costs))
+    if not found and table.copy:
+        found = _moved(name, [_one_at_a_time(name, placement, m)], request, limit, bound)
     if not found:
         raise refused or UsageError(f"{name}: no order fits that moves activations to the host")
     return min(found, key=lambda entry: request.seconds(simulate(entry, request.costs)))
+
+
+def _one_at_a_time(name: str, placement: Placement, num_microbatches: int) -> Schedule:
+    """Return the order that holds the least: each microbatch when the one before it has ended."""
+
+    def passes(stages: Sequence[int], microbatch: int) -> Iterator[Pass]:
+        for stage in stages:
+            yield Pass(PassKind.F, stage, microbatch)
+        for stage in reversed(stages):
+            yield Pass(PassKind.B, stage, microbatch)
+            yield Pass(PassKind.W, stage, microbatch)
+
+    ranks = tuple(
+        tuple(p for microbatch in range(num_microbatches) for p in passes(stages, microbatch))
+        for stages in placement.stages_of
+    )
+    return Schedule(name, placement, num_microbatches, ranks)
 
 
 def _moved(
