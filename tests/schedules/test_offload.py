@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,7 @@ from megatron_zb.schedules.passes import Pass, PassKind
 from megatron_zb.schedules.placement import looped, wave
 from megatron_zb.schedules.program.lowering import Run, lower, unfinished
 from megatron_zb.schedules.schedule import InvalidSchedule, Schedule
-from megatron_zb.schedules.search.place_moves import place_moves
+from megatron_zb.schedules.search.place_moves import place_moves, with_drops
 from megatron_zb.schedules.simulator import simulate
 
 F, B, W, BW, R = PassKind.F, PassKind.B, PassKind.W, PassKind.BW, PassKind.R
@@ -202,6 +203,34 @@ def test_auto_moves_where_memory_is_short_and_is_never_slower_for_it() -> None:
     kept = schedules.build("auto", **given, costs=costs.with_all_kept(), memory_limit=0.5)
     moves = schedules.build("auto", **given, costs=costs, memory_limit=0.5)
     assert simulate(moves, costs).makespan <= simulate(kept, costs).makespan * (1 + 1e-9)
+
+
+def test_where_copies_take_long_some_units_are_dropped_instead(brief_searches: None) -> None:
+    """In one order; no slower than what may only move, or only drop."""
+    sizes: dict[str, Any] = {"pipeline_size": 4, "num_microbatches": 12, "memory_limit": 0.3}
+    sizes["placement"] = looped(4, 4)
+    moving = costs_of(4, 3.0)
+    both = moving.with_recomputation(kept_input=0.06)
+    dropping = replace(both, copy=())
+    found = schedules.build("auto", **sizes, costs=both)
+    assert found.dropped and found.moved
+    assert not found.dropped & found.moved
+    timeline = simulate(found.validate(), both)
+    assert max(timeline.peak_memory) <= 0.3 * 4 * (1 + 1e-9)
+    for costs in (moving, dropping):
+        other = schedules.build("auto", **sizes, costs=costs)
+        assert timeline.makespan <= simulate(other, costs).makespan * (1 + 1e-9)
+
+
+@pytest.mark.parametrize(("share", "count"), [(0.0, 0), (0.3, 2), (0.5, 4), (1.0, 8)])
+def test_a_share_of_the_units_of_each_stage_is_dropped(share: float, count: int) -> None:
+    order = schedules.build("interleaved", pipeline_size=2, num_microbatches=8, chunks=2)
+    found = with_drops(order, share).validate()
+    stages = [stage for stage, _ in found.dropped]
+    assert [stages.count(stage) for stage in range(4)] == [count] * 3 + [0]
+    for rank in found.ranks:
+        for p, behind in pairwise(rank):
+            assert p.kind is not R or behind == Pass(BW, p.stage, p.microbatch)
 
 
 @pytest.mark.parametrize(

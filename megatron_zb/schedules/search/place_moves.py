@@ -27,7 +27,7 @@ def place_moves(schedule: Schedule, costs: Priced, limit: Sequence[float]) -> Sc
     """Return an order with the moves that keep the limit, in as little time as a few turns find.
 
     Args:
-        schedule: an order in which every activation is kept, whatever it holds.
+        schedule: an order in which no activation is moved, whatever it holds.
         costs: those with :meth:`~costs.Costs.with_offload`.
         limit: memory of each rank, in units of activation.
 
@@ -40,6 +40,20 @@ def place_moves(schedule: Schedule, costs: Priced, limit: Sequence[float]) -> Sc
     ]
     best = min(found, key=lambda timeline: timeline.makespan, default=None)
     return best.schedule if best is not None else None
+
+
+def with_drops(schedule: Schedule, share: float) -> Schedule:
+    """Return the order with an R right before the B of a share of the units of each stage."""
+    last = schedule.placement.num_stages - 1
+
+    def passes(p: Pass) -> Iterator[Pass]:
+        dropped = int((p.microbatch + 1) * share) > int(p.microbatch * share)
+        if p.kind in _BACKWARD and p.stage != last and dropped:
+            yield Pass(PassKind.R, *_unit(p))
+        yield p
+
+    ranks = tuple(tuple(q for p in rank for q in passes(p)) for rank in schedule.ranks)
+    return replace(schedule, ranks=ranks)
 
 
 def _in_turns(
@@ -74,13 +88,13 @@ class _Line:
         self._passes = [p for p, _, _ in rest]
         self._ends = [end for _, _, end in rest]
         self._limit = limit * _ROUNDING
-        self._change = {p: schedule.rules.memory_change(p, costs) for p in self._passes}
+        self._change = {p: schedule.memory_change(p, costs) for p in self._passes}
         self._size = {_unit(p): costs.of(p.microbatch).activation[p.stage] for p in self._passes}
         self._forward_end = {_unit(p): end for p, _, end in rest if p.kind is PassKind.F}
         self._backwards = [
             (_unit(p), i, start)
             for i, (p, start, _) in enumerate(rest)
-            if p.kind in _BACKWARD and p.stage != last
+            if p.kind in _BACKWARD and p.stage != last and _unit(p) not in schedule.dropped
         ]
         self._copy = {u: costs.of(u[1]).copy[u[0]] for u, _, _ in self._backwards}
 

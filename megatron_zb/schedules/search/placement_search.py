@@ -16,10 +16,10 @@ from megatron_zb.schedules.search import pair_search, state_search
 from megatron_zb.schedules.search.fusing import fuse_for_free, split_all
 from megatron_zb.schedules.search.hill_climbing import Effort, Found, search
 from megatron_zb.schedules.search.kernels import available
-from megatron_zb.schedules.search.place_moves import place_moves
+from megatron_zb.schedules.search.place_moves import place_moves, with_drops
 from megatron_zb.schedules.search.polish_moves import polish_moves
 from megatron_zb.schedules.search.runner import Problem
-from megatron_zb.schedules.simulator import simulate
+from megatron_zb.schedules.simulator import Timeline, simulate
 
 NAMED_SECONDS = 0.25
 """Approximate seconds of the search for a named schedule, if it is compiled."""
@@ -29,6 +29,8 @@ STATE_SECONDS = 12.0
 
 _QUICK_STATE_SECONDS = 1.5
 _POLISHED = 2  # orders with moves, the fastest ones
+_DROPPED = (0.15, 0.3, 0.45)  # shares of units, where copies of all would take too long
+_BUSY = 0.5  # of the makespan: a copy engine that others wait for
 _NEAR = 1.005  # of the lower bound: nothing to gain by dropping
 _PAIR_SECONDS = 1.0  # at least, where passes may be joined
 _SMALL = 1600  # passes of a problem that can be searched several times
@@ -216,16 +218,33 @@ def _moved(
 ) -> list[Schedule]:
     """Return known orders that keep the limit with moves, each B by itself and its W behind it.
 
-    A W that comes later holds what moves are to free.
+    A W that comes later holds what moves are to free. Where copies take longer than passes, some
+    units of the fastest order are dropped instead, if that is allowed.
     """
     split = [split_all(order) for order in orders]
     moved = [place_moves(order, request.costs, limit) for order in split]
+    timelines = [(simulate(s, request.costs), i) for i, s in enumerate(moved) if s is not None]
+    if request.costs.recompute and timelines:
+        fastest, at = min(timelines, key=lambda entry: request.seconds(entry[0]))
+        if _waits_for_copies(fastest):
+            fewer = (with_drops(split[at], share) for share in _DROPPED)
+            moved += [place_moves(order, request.costs, limit) for order in fewer]
     kept = [s for s in split if keeps(simulate(s, request.costs).peak_memory, limit)]
     starts = [*filter(None, moved), *kept]
     starts.sort(key=lambda start: request.seconds(simulate(start, request.costs)))
     polished = (polish_moves(s, request.costs, limit, bound) for s in starts[:_POLISHED])
     fitting = [*polished, *starts[_POLISHED:]]
     return [replace(fuse_for_free(s, request.costs), name=name) for s in fitting]
+
+
+def _waits_for_copies(timeline: Timeline) -> bool:
+    """Return whether a copy engine of a rank has next to no rest."""
+    busy = [
+        sum(copy.end - copy.start for copy in copies if copy.to_host is to_host)
+        for copies in timeline.copies
+        for to_host in (True, False)
+    ]
+    return max(busy, default=0.0) > _BUSY * timeline.makespan
 
 
 def _tail_seconds(placement: Placement, costs: StageCosts) -> tuple[float, ...]:
