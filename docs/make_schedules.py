@@ -59,6 +59,7 @@ def main() -> None:
     for name, lines in {
         "catalog": catalog_table(),
         "grid": grid_table(quality),
+        "states": states_table(quality),
         "unequal": unequal_table(quality),
         "parts": parts_table(quality),
         "time": time_table(quality),
@@ -229,6 +230,28 @@ def unequal_table(quality: dict[str, Any]) -> list[str]:
         for kind, found in gains.items()
     ]
     return table(("costs", "cells", "median gain", "least", "most"), rows)
+
+
+def states_table(quality: dict[str, Any]) -> list[str]:
+    if "states" not in quality:
+        return missing("The grid with states has", f"{QUALITY_COMMAND} --parts states")
+    cells = quality["states"]["cells"]
+    rows = []
+    for limit in sorted({cell["memory_limit"] for cell in cells}):
+        own = [cell for cell in cells if cell["memory_limit"] == limit]
+        gains = [cell["kept"] / cell["chosen"] for cell in own]
+        rows.append(
+            [
+                f"{limit:g}",
+                len(own),
+                sum(gain < 1 - 1e-9 for gain in gains),
+                sum(gain > 1 + 1e-9 for gain in gains),
+                _median(gains),
+                _percent(100 * (max(gains) - 1)),
+            ]
+        )
+    headings = ("memory limit, of 1F1B's", "cells", "slower", "faster", "median gain", "largest")
+    return table(headings, rows)
 
 
 def parts_table(quality: dict[str, Any]) -> list[str]:
