@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from megatron_zb.measured.profile import read_profile
 from real_megatron_lm.runs import MODEL, PIPELINE_OF_TWO, Logged, check_equal, pretrain
 
 
@@ -38,6 +39,27 @@ def test_what_is_dropped_or_moved_logs_what_stock_logs(
     run = pretrain(checkout, MODEL, PIPELINE_OF_TWO, f"--load {folder}", chosen, ranks=2)
     check_equal(run, stock)
     assert re.search(rf"  [1-9]\d* of \d+ {said}", run.output)
+
+
+@pytest.mark.parametrize("flag", ["--pipeline-recompute", "--pipeline-offload"])
+def test_a_run_with_states_measures_itself_and_logs_what_stock_logs(
+    checkout: Path, start: tuple[Path, Logged], tmp_path: Path, flag: str
+) -> None:
+    """Nine iterations that measure, and some with the order for what was measured."""
+    folder, _ = start
+    more = f"--load {folder} --train-iters 14 --override-opt_param-scheduler"
+    stock = pretrain(checkout, MODEL, PIPELINE_OF_TWO, more, ranks=2)
+    assert list(stock.losses) == list(range(3, 15)), stock.output
+    path = tmp_path / "run.yaml"
+    chosen = f"--pipeline-schedule auto --pipeline-memory-limit 0.45 {flag} auto"
+    profiled = f"--pipeline-profile {path}"
+    run = pretrain(checkout, MODEL, PIPELINE_OF_TWO, more, chosen, profiled, ranks=2)
+    check_equal(run, stock)
+    assert "megatron_zb: measured: going on with auto" in run.output
+    profile = read_profile(path)
+    assert profile.host_link is not None
+    has_r = any(stage.recompute is not None for stage in profile.stages)
+    assert has_r is (flag == "--pipeline-recompute")
 
 
 def test_what_recomputes_layers_already_is_refused(checkout: Path) -> None:
