@@ -31,7 +31,7 @@ class Bytes(str):
     """A number of bytes as the user writes it, such as ``40GiB``."""
 
     @property
-    def count(self) -> float:  # type: ignore[override]
+    def number(self) -> float:
         """The number."""
         found = _BYTES.fullmatch(self.upper())
         assert found is not None, "it has been parsed"

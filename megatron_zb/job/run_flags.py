@@ -65,7 +65,7 @@ def check_table_alone(args: argparse.Namespace) -> None:
         )
     for flag in states_asked_for(args):
         raise UsageError(f"--pipeline-schedule-file is a finished schedule: leave {flag} out")
-    for name in ("pipeline_placement", "pipeline_schedule_cache"):
+    for name in ("pipeline_placement", "pipeline_schedule_cache", "pipeline_host_limit"):
         if getattr(args, name) is not None:
             raise UsageError(
                 f"--pipeline-schedule-file is a finished schedule: leave {flag_of(name)} out"
@@ -101,10 +101,6 @@ def check_states(args: argparse.Namespace, table: Schedule | None = None) -> Non
     Raises:
         UsageError: names both flags and the reason.
     """
-    if args.pipeline_host_limit is not None and args.pipeline_offload != "auto":
-        raise UsageError(
-            f"{HOST_LIMIT_FLAG} is for activations that move to the host: add {OFFLOAD_FLAG} auto"
-        )
     raise_first(state_refusals(args, table))
 
 

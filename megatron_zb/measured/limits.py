@@ -42,7 +42,7 @@ class Limit:
                 "name that of an earlier run with --pipeline-layer-layout FILE.yaml, or give a "
                 "share of 1F1B's memory, such as 0.5"
             )
-        return cls(given.count / (scale * profile.one_f_one_b_bytes), given.count)
+        return cls(given.number / (scale * profile.one_f_one_b_bytes), given.number)
 
     def in_unit_of(self, costs: Costs, *, is_measured: bool) -> float:
         """Return the limit in the unit of the costs' ``activation``; bytes, if it is measured."""

@@ -184,6 +184,10 @@ def _named(args: argparse.Namespace, sizes: Sizes, build: Build) -> PipelineAdap
 
 def _limits(args: argparse.Namespace, sizes: Sizes) -> tuple[Limit | None, Limit | None]:
     """Return the limits of device and host; bytes by the profile that balances the layers."""
+    if args.pipeline_host_limit is not None and args.pipeline_offload != "auto":
+        raise UsageError(
+            f"{HOST_LIMIT_FLAG} is for activations that move to the host: add {OFFLOAD_FLAG} auto"
+        )
     profile = sizes.layer_layout.profile if isinstance(sizes.layer_layout, Ends) else None
     scale = 1.0
     if profile is not None:

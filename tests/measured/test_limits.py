@@ -16,13 +16,13 @@ GIB = 2**30
 
 
 @pytest.mark.parametrize(
-    ("text", "count"),
+    ("text", "number"),
     [("40GiB", 40 * GIB), ("1.5gib", 1.5 * GIB), ("512MB", 512e6), ("2TiB", 2**41), ("3KB", 3e3)],
 )
-def test_bytes_have_a_unit(text: str, count: float) -> None:
+def test_bytes_have_a_unit(text: str, number: float) -> None:
     found = share_or_bytes(text)
     assert isinstance(found, Bytes)
-    assert found.count == count
+    assert found.number == number
     assert str(found) == text
 
 

@@ -353,8 +353,9 @@ def test_a_table_that_drops_or_moves_says_so_itself(
     tmp_path: Path, asked: str, known: object, kinds: tuple[PassKind, ...]
 ) -> None:
     path = table_of(tmp_path / "states.csv", kinds)
-    with pytest.raises(UsageError, match="is a finished schedule"):
-        adapter_of(parsed(f"--pipeline-schedule-file {path} {asked}"))
+    for flag in (asked, "--pipeline-host-limit 0.5"):
+        with pytest.raises(UsageError, match=r"is a finished schedule: leave .* out"):
+            adapter_of(parsed(f"--pipeline-schedule-file {path} {flag}"))
     with pytest.raises(UsageError, match=r"--fp8-format .* cannot be combined with"):
         adapter_of(parsed(f"--pipeline-schedule-file {path}", fp8="hybrid"))
 

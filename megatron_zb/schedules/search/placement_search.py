@@ -30,7 +30,7 @@ STATE_SECONDS = 12.0
 _QUICK_STATE_SECONDS = 1.5
 _POLISHED = 2  # orders with moves, the fastest ones
 _DROPPED = (0.15, 0.3, 0.45)  # shares of units, where copies of all would take too long
-_BUSY = 0.5  # of the makespan: a copy engine that others wait for
+_BUSY = 0.5  # of the makespan: a copy engine that others may wait for
 _NEAR = 1.005  # of the lower bound: nothing to gain by dropping
 _PAIR_SECONDS = 1.0  # at least, where passes may be joined
 _SMALL = 1600  # passes of a problem that can be searched several times
@@ -218,7 +218,7 @@ def _moved(
 ) -> list[Schedule]:
     """Return known orders that keep the limit with moves, each B by itself and its W behind it.
 
-    A W that comes later holds what moves are to free. Where copies take longer than passes, some
+    A W that comes later holds what moves are to free. Where copies take much of the time, some
     units of the fastest order are dropped instead, if that is allowed.
     """
     split = [split_all(order) for order in orders]
@@ -238,7 +238,7 @@ def _moved(
 
 
 def _waits_for_copies(timeline: Timeline) -> bool:
-    """Return whether a copy engine of a rank has next to no rest."""
+    """Return whether a copy engine of a rank works so long that others may wait for it."""
     busy = [
         sum(copy.end - copy.start for copy in copies if copy.to_host is to_host)
         for copies in timeline.copies
