@@ -46,6 +46,7 @@ class Settings:
             fraction of 1F1B's.
         pipeline_random_streams: ``rank``, or ``layer`` with a ``seed``.
         seed: of the streams of the layers.
+        pipeline_verify: compare the first step's gradients with those of an unsplit backward.
         pipeline_timeout: seconds without progress in a step after which the job is ended; 0 never.
         nccl_communicator_config_path, high_priority_stream_groups: as for Megatron-LM.
 
@@ -68,6 +69,7 @@ class Settings:
     pipeline_host_limit: float | None = None
     pipeline_random_streams: str = "rank"
     seed: int | None = None
+    pipeline_verify: bool = False
     pipeline_timeout: float = 0.0
     nccl_communicator_config_path: str | None = None
     high_priority_stream_groups: tuple[str, ...] = ()

@@ -21,6 +21,7 @@ RECOMPUTE_FLAG = "--pipeline-recompute"
 OFFLOAD_FLAG = "--pipeline-offload"
 MEMORY_LIMIT_FLAG = "--pipeline-memory-limit"
 HOST_LIMIT_FLAG = "--pipeline-host-limit"
+VERIFY_FLAG = "--pipeline-verify"
 
 
 def asks_for_balance(layout: str | None) -> bool:
@@ -197,6 +198,13 @@ def add_run_arguments(group: argparse._ArgumentGroup) -> None:
         metavar="FILE",
         help="measure passes, messages and activations in the first iterations and write this "
         "file for `megatron-zb plan --profile`",
+    )
+    group.add_argument(
+        VERIFY_FLAG,
+        action="store_true",
+        help="run the first step twice, once with nothing split, and compare the gradient of every "
+        "parameter: end with a sentence that names the first one that differs, or say how many are "
+        "equal and train on",
     )
     group.add_argument(
         "--pipeline-placement",

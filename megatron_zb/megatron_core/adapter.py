@@ -28,12 +28,13 @@ from megatron_zb.measured.limits import Limit
 from megatron_zb.megatron_core import embedding, encoder, graphs, versions
 from megatron_zb.megatron_core.forward_backward import ForwardBackward, Measurement, StepOptions
 from megatron_zb.megatron_core.initialisation import layers_draw_weights
-from megatron_zb.megatron_core.linear import SplitBackward, split_linear_layers
+from megatron_zb.megatron_core.linear import split_linear_layers
 from megatron_zb.megatron_core.placement import PhysicalPlacement, StageLayout
 from megatron_zb.megatron_core.post_validation import PostValidation
 from megatron_zb.megatron_core.profiling import ITERATIONS, PAIRED
 from megatron_zb.megatron_core.random_streams import LayerStreams
 from megatron_zb.megatron_core.replanning import Replanning
+from megatron_zb.megatron_core.split_backward import SplitBackward
 from megatron_zb.megatron_core.transformer_engine import split_transformer_engine
 from megatron_zb.megatron_core.vocabulary_shard import CutOutput, cut
 from megatron_zb.runtime.activation_memory import ActivationMemory
@@ -226,6 +227,8 @@ class PipelineAdapter:
     @cached_property
     def forward_backward_func(self) -> ForwardBackward:
         """Replacement of Megatron's ``forward_backward_func``, with the options given until now."""
+        if self.splits_backward:
+            self._step_options = replace(self._step_options, count_unsplit=self._count_unsplit)
         return ForwardBackward(
             self.physical,
             self.program_for,
@@ -425,6 +428,25 @@ class PipelineAdapter:
                 replanning.use,
                 copies=path is not None or bool(self.costs.copy or self.schedule.moved),
             )
+        )
+
+    def verify(self) -> None:
+        """Compare the gradients of the first training step with those of an unsplit backward.
+
+        To be called before the first step, which then takes twice as long.
+        """
+        self._with_options(verifies=True)
+
+    def _count_unsplit(self, shares: list[float]) -> None:
+        """Count what B computes since layers cannot be split, by a share of each stage."""
+        if not any(shares):
+            return
+        before = self.predicted_bubble_rate
+        self.costs = self.costs.with_unsplit(shares)
+        stages = ", ".join(f"{share:.0%} of stage {s}" for s, share in enumerate(shares) if share)
+        _say_on_first_rank(
+            f"B computes weight gradients that W cannot, by their sizes {stages}: the expected "
+            f"bubble is {100 * self.predicted_bubble_rate:.1f} %, not {100 * before:.1f} %"
         )
 
     def use(self, schedule: Schedule, costs: Costs | None = None) -> None:

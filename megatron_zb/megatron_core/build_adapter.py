@@ -105,6 +105,8 @@ def build_adapter(
     adapter.watch(args.pipeline_timeout, args.distributed_timeout_minutes)
     if group_options is not None:
         adapter.connect_with(group_options)
+    if args.pipeline_verify:
+        adapter.verify()
     profile = None if args.pipeline_profile is None else Path(args.pipeline_profile)
     if versions.graphs_of(args) is versions.Graphs.NONE:
         adapter.profile(profile, args.pipeline_replan_every, is_named=named)

@@ -13,7 +13,8 @@ import torch
 from megatron.core.utils import get_attr_wrapped_model
 
 from megatron_zb.errors import UsageError
-from megatron_zb.megatron_core.linear import SplitBackward, accumulate
+from megatron_zb.megatron_core.linear import accumulate
+from megatron_zb.megatron_core.split_backward import SplitBackward
 from megatron_zb.megatron_core.stages import Iteration, MegatronStage
 from megatron_zb.megatron_core.vocabulary_shard import CutEmbedding, Lookups
 

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from megatron.core.pipeline_parallel import schedules as megatron_schedules
@@ -22,14 +22,15 @@ from megatron_zb.megatron_core import graphs, versions
 from megatron_zb.megatron_core.buckets import BucketReductions, overlaps_grad_reduce
 from megatron_zb.megatron_core.cut_embedding import FirstStage
 from megatron_zb.megatron_core.data_parallel import DataParallelSync, no_grad_sync
-from megatron_zb.megatron_core.linear import SplitBackward
 from megatron_zb.megatron_core.paired_stage import PairedStage, run_pair
 from megatron_zb.megatron_core.part_marks import marking, reading
 from megatron_zb.megatron_core.placement import PhysicalPlacement
 from megatron_zb.megatron_core.random_streams import LayerStreams
 from megatron_zb.megatron_core.redo import Start
 from megatron_zb.megatron_core.shared_reading import SharedReadings
+from megatron_zb.megatron_core.split_backward import SplitBackward
 from megatron_zb.megatron_core.stages import Iteration, MegatronStage, device, timed
+from megatron_zb.megatron_core.verification import Verification, start_reductions
 from megatron_zb.megatron_core.vocabulary import (
     HANDLERS,
     Desk,
@@ -88,8 +89,22 @@ class StepOptions:
     steps_done: Callable[[], int] | None = None
     """Function that returns the steps since the start of training; used with ``streams``."""
     measurement: Measurement | None = None
+    verifies: bool = False
+    """Whether the first training step is compared with one in which nothing is split."""
+    count_unsplit: Callable[[list[float]], None] | None = None
+    """Function called after the first training step, with the share of each stage's weight
+    gradients that B computes since their layers cannot be split; None where nothing is split.
+    """
     copy_engines: CopyEngines | None = None
     """Engines that copy activations to the host and back; None for those of the device."""
+
+
+class _Step(NamedTuple):
+    """The passes of a call; ``allocate`` gives an empty tensor for a message."""
+
+    iteration: Iteration
+    program: Program
+    allocate: Callable[[Message], torch.Tensor]
 
 
 class ForwardBackward:
@@ -121,6 +136,8 @@ class ForwardBackward:
         self._shared_readings = SharedReadings()
         self._post_validation: PostValidation | None = None
         self._profiling: Profiling | None = None
+        self._verification = Verification(splits) if options.verifies else None
+        self._has_counted_unsplit = False
         self._progress = Progress()
         self._watchdog: Watchdog | None = None
         self._graphed: Schedule | None = None
@@ -207,12 +224,14 @@ class ForwardBackward:
         )
         allocate = partial(torch.empty, shape, dtype=config.pipeline_dtype, device=device())
         with timed(config, "forward-backward", log_level=1, barrier=config.barrier_with_L1_time):
+            step = _Step(iteration, program, self._allocate(config, shape, allocate))
+            if self._verification is not None and not forward_only:
+                self._run_unsplit(self._verification, step, force_all_reduce)
             with no_grad_sync(config, chunks), self._measuring(iteration):
-                self._run(iteration, program, self._allocate(config, shape, allocate))
+                self._run(step)
             if not forward_only:
                 self._reduce_gradients(iteration, force_all_reduce)
-                if self._profiling is not None:
-                    self._profiling.end_step()
+                self._end_training_step(iteration, program.schedule.name)
         self._tell_what_was_measured(iteration, program.schedule, allocate)
         return iteration.forward_data_store
 
@@ -247,13 +266,13 @@ class ForwardBackward:
             channels.close()
         self._channels = self._headers = None
 
-    def _run(
-        self, iteration: Iteration, program: Program, allocate: Callable[[Any], torch.Tensor]
-    ) -> None:
+    def _run(self, step: _Step, *, overlaps: bool = True) -> None:
+        """Run the passes of a step, whose reductions start within it where it ``overlaps`` them."""
+        iteration, program, allocate = step
         transport = self._transport(iteration, program.schedule)
         logical = self._physical.logical(iteration.pp_rank)
         if not iteration.forward_only:
-            iteration.sync = self._sync(iteration, program, logical)
+            iteration.sync = self._sync(iteration, program, logical, overlaps=overlaps)
         stages = self._stages(iteration, program.schedule)
         listening = iteration.sync.listening() if iteration.sync else nullcontext()
         with listening, self._looked_at() as observer:
@@ -269,7 +288,49 @@ class ForwardBackward:
                     pairs=run_pair,
                 )
             else:
-                self._run_from_cut(iteration, program, logical, stages, transport, allocate)
+                self._run_from_cut(step, logical, stages, transport)
+
+    def _run_unsplit(
+        self, verification: Verification, step: _Step, force_all_reduce: bool | None
+    ) -> None:
+        """Run a step with nothing split and all reductions at its end, to compare the next with."""
+        iteration = step.iteration
+        profiling, self._profiling = self._profiling, None
+        with verification.unsplit(iteration):
+            with no_grad_sync(iteration.config, iteration.model):
+                self._run(step, overlaps=False)
+            if not iteration.config.grad_sync_func:
+                start_reductions(iteration.model)
+            self._reduce_gradients(iteration, force_all_reduce)
+        self._profiling = profiling
+
+    def _end_training_step(self, iteration: Iteration, schedule: str) -> None:
+        if self._profiling is not None:
+            self._profiling.end_step()
+        if self._verification is not None:
+            verification, self._verification = self._verification, None
+            said = verification.check(iteration, schedule)
+            if torch.distributed.get_rank() == 0:
+                print(f"megatron_zb: {said}", flush=True)
+        if self._options.count_unsplit is not None:
+            self._say_what_is_unsplit(iteration, self._options.count_unsplit)
+
+    def _say_what_is_unsplit(
+        self, iteration: Iteration, count: Callable[[list[float]], None]
+    ) -> None:
+        """Name layers that are not split, once each; count them after the first step."""
+        groups = iteration.pg_collection
+        if groups.tp.rank() == 0 and versions.data_parallel_group(groups).rank() == 0:
+            for line in (line for split in self._splits for line in split.news()):
+                print(f"megatron_zb: {line}", flush=True)
+        if self._has_counted_unsplit:
+            return
+        self._has_counted_unsplit = True
+        shares = torch.zeros(self._physical.placement.num_stages, device=device())
+        for chunk, split in enumerate(self._splits):
+            shares[self._physical.stage(iteration.pp_rank, chunk)] = split.unsplit_share
+        torch.distributed.all_reduce(shares, op=torch.distributed.ReduceOp.MAX)
+        count(shares.tolist())
 
     def _check_graphs(self, config: Any, schedule: Schedule, forward_only: bool) -> None:
         other_order = self._graphed not in (None, schedule) and not forward_only
@@ -366,13 +427,12 @@ class ForwardBackward:
 
     def _run_from_cut(
         self,
-        iteration: Iteration,
-        program: Program,
+        step: _Step,
         logical: int,
         stages: dict[int, MegatronStage],
         transport: Transport,
-        allocate: Callable[[Any], torch.Tensor],
     ) -> None:
+        iteration, program, allocate = step
         validation = self._post_validation
         assert validation is not None
         start = Start(iteration.data_iterators)
@@ -454,7 +514,9 @@ class ForwardBackward:
         moves.activation_memory = self._activation_memory
         return moves
 
-    def _sync(self, iteration: Iteration, program: Program, logical: int) -> DataParallelSync:
+    def _sync(
+        self, iteration: Iteration, program: Program, logical: int, *, overlaps: bool
+    ) -> DataParallelSync:
         held = self._physical.placement.stages_of[logical]
         order: list[int] = []
         if iteration.config.param_sync_func is not None:
@@ -464,7 +526,9 @@ class ForwardBackward:
             iteration.model,
             order,
             passes=self._weight_passes(program, logical),
-            buckets=self._bucket_reductions(iteration.model),
+            buckets=self._bucket_reductions(iteration.model)
+            if overlaps
+            else [None] * len(iteration.model),
         )
 
     def _weight_passes(self, program: Program, logical: int) -> list[int]:

@@ -113,12 +113,23 @@ def global_parameters(chunk: torch.nn.Module) -> Mapping[str, torch.nn.Parameter
     A global name counts the layers of the whole model from 0, whichever chunk and rank hold them:
     `decoder.layers.5.mlp.linear_fc1.weight` is in the sixth layer.
     """
-    prefixes = {
+    prefixes = _prefixes(chunk)
+    return {_globalise(name, prefixes): value for name, value in chunk.named_parameters()}
+
+
+def global_modules(chunk: torch.nn.Module) -> Mapping[str, torch.nn.Module]:
+    """Return the chunk's modules by global name, as :func:`global_parameters` its parameters."""
+    prefixes = _prefixes(chunk)
+    return {_globalise(name, prefixes): module for name, module in chunk.named_modules()}
+
+
+def _prefixes(chunk: torch.nn.Module) -> Mapping[str, str]:
+    """Return the global names of the chunk's layers, by their names in it."""
+    return {
         name: global_name(name, module)
         for name, module in chunk.named_modules()
         if name.rpartition(".")[2].isdigit() and hasattr(module, "layer_number")
     }
-    return {_globalise(name, prefixes): value for name, value in chunk.named_parameters()}
 
 
 def _globalise(name: str, prefixes: Mapping[str, str]) -> str:

@@ -8,7 +8,7 @@ and the local experts are such layers too.
 from __future__ import annotations
 
 import inspect
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -23,7 +23,9 @@ from megatron.core.tensor_parallel.layers import (
     LinearWithGradAccumulationAndAsyncCommunication as MegatronLinear,
 )
 
+from megatron_zb.megatron_core.initialisation import global_modules
 from megatron_zb.megatron_core.shards import Shard, gathering, held, whole
+from megatron_zb.megatron_core.split_backward import SplitBackward, Unsplit
 from megatron_zb.runtime.weight_grad import WeightGradQueue
 
 _ARGUMENTS = list(inspect.signature(MegatronLinear.forward).parameters)[1:]
@@ -31,48 +33,53 @@ _ARGUMENTS = list(inspect.signature(MegatronLinear.forward).parameters)[1:]
 _NO_GRADIENTS = (None,) * (len(_ARGUMENTS) - 3)
 
 
-@dataclass
-class SplitBackward:
-    """Settings by which the layers of one chunk split their backward.
-
-    ``hooks_need_gradients``: see :func:`_placeholder`. ``whole``: weights whose gradient stays in
-    B, see :func:`split_linear_layers`.
-    """
-
-    queue: WeightGradQueue
-    hooks_need_gradients: bool = False
-    whole: list[torch.Tensor] = field(default_factory=list)
-
-    def splits(self, weight: torch.Tensor) -> bool:
-        if self.whole and any(weight is w for w in self.whole):
-            return False
-        return weight.requires_grad
+_BASES = (ColumnParallelLinear, RowParallelLinear)
+_OVERRIDDEN = "its class has a forward of its own"
 
 
 def split_linear_layers(chunk: torch.nn.Module, split: SplitBackward) -> None:
-    """Let every trainable column- and row-parallel layer of a chunk use the queue.
-
-    An output layer may have its weight from an embedding of the same chunk: tied weights and
-    multi-token prediction together. The lookup leaves its part of the gradient in B, and the sum
-    must be formed there, too. ``zero_out_wgrad`` is Megatron's word for such a weight: without it,
-    fused accumulation loses the part of the lookup.
-    """
-    for module in chunk.modules():
-        if isinstance(module, ColumnParallelLinear | RowParallelLinear):
-            module._forward_impl = partial(_forward, module._forward_impl, split, module)
-        elif isinstance(module, VocabParallelEmbedding):
-            split.whole.append(module.weight)
-            module.weight.zero_out_wgrad = True
+    """Let every column- and row-parallel layer of a chunk use the queue."""
+    for name, module in global_modules(chunk).items():
+        if isinstance(module, VocabParallelEmbedding):
+            split.keep_lookup(module.weight)
+        elif isinstance(module, _BASES):
+            if _runs_megatrons_forward(module):
+                layer = _Layer(name, module, split, module._forward_impl)
+                module._forward_impl = partial(_forward, layer)
+            elif module.weight is not None:
+                split.unsplit[name] = Unsplit(_OVERRIDDEN, module.weight.numel())
 
 
-def _forward(stock: Any, split: SplitBackward, module: Any, **arguments: Any) -> torch.Tensor:
-    """Run the forward with a split backward, or ``stock``, Megatron's own, if nothing is split."""
-    if not split.splits(arguments["weight"]) or arguments.get("grad_output_buffer") is not None:
+def _runs_megatrons_forward(module: Any) -> bool:
+    """Return whether neither the class of a layer nor the layer itself replaces the forward."""
+    own = "_forward_impl" in vars(module)
+    return not own and any(type(module)._forward_impl is base._forward_impl for base in _BASES)
+
+
+class _Layer(NamedTuple):
+    """A layer by its global name, with its own forward."""
+
+    name: str
+    module: Any
+    split: SplitBackward
+    stock: Any
+
+
+def _forward(layer: _Layer, *given: Any, **named: Any) -> torch.Tensor:
+    """Run the forward with a split backward, or Megatron's own if the layer is not to be split."""
+    _, module, split, stock = layer
+    arguments = dict(zip(_ARGUMENTS, given, strict=False)) | named
+    weight, fused = arguments["weight"], bool(arguments.get("gradient_accumulation_fusion"))
+    if (
+        not weight.requires_grad
+        or arguments.get("grad_output_buffer") is not None
+        or not split.takes(layer.name, module, weight, fused=fused)
+    ):
         result: torch.Tensor = stock(**arguments)
         return result
     if arguments.get("tp_group") is None:
         arguments["tp_group"] = parallel_state.get_tensor_model_parallel_group()
-    return SplitLinear.apply(split, _gathers_gradient(module), *map(arguments.get, _ARGUMENTS))
+    return SplitLinear.apply(layer, _gathers_gradient(module), *map(arguments.get, _ARGUMENTS))
 
 
 def _gathers_gradient(module: Any) -> torch.distributed.ProcessGroup | None:
@@ -89,46 +96,50 @@ def _gathers_gradient(module: Any) -> torch.distributed.ProcessGroup | None:
 class SplitLinear(torch.autograd.Function):
     """Megatron's linear function with a backward that defers to the queue."""
 
+    splits_backward = True
+
     @staticmethod
     def forward(
         ctx: Any,
-        split: SplitBackward,
+        layer: _Layer,
         gathers_gradient: torch.distributed.ProcessGroup | None,
         *arguments: Any,
     ) -> torch.Tensor:
-        ctx.split, ctx.gathers_gradient = split, gathers_gradient
+        ctx.layer, ctx.gathers_gradient = layer, gathers_gradient
         # saved tensors may come back as other objects, without what Megatron hangs on a weight
         ctx.parameter = arguments[1]
         return MegatronLinear.forward(ctx, *arguments)
 
     @staticmethod
     def backward(ctx: Any, grad_output: torch.Tensor) -> tuple[Any, ...]:
-        input_, weight = ctx.saved_tensors[0], ctx.parameter
-        if not ctx.split.queue.deferring:
-            if not ctx.gradient_accumulation_fusion:
-                weight.grad_added_to_main_grad = False
+        weight, queue = ctx.parameter, ctx.layer.split.queue
+        if not ctx.layer.split.defers((weight,)):
             return (None, None, *MegatronLinear.backward(ctx, grad_output))
-        grad_input = _input_gradient(ctx, grad_output, weight)
+        input_ = ctx.saved_tensors[0]  # asked for once: a checkpoint without reentry allows no more
+        grad_input = _input_gradient(ctx, grad_output, input_)
         grad_bias = grad_output.flatten(0, -2).sum(dim=0) if ctx.use_bias else None
-        scratch = ctx.split.queue.scratch
-        uses = scratch.get(id(weight))
-        if uses is None:
-            uses = scratch[id(weight)] = _Uses()
-        uses.left += 1
-        call = _Call(ctx.gradient_accumulation_fusion, ctx.main_grad, uses)
+        call = _Call(ctx.gradient_accumulation_fusion, ctx.main_grad, _uses(queue, weight))
         operands = _operands(ctx, input_, grad_output)
         add = partial(_add_weight_gradient, call, weight, *operands)
-        prepare = gathering(operands)
-        ctx.split.queue.defer(add, *map(held, operands), weights=(weight,), prepare=prepare)
-        gradients = grad_input, _placeholder(weight, ctx.split), grad_bias
-        return (None, None, *gradients, *_NO_GRADIENTS)
+        prepare, name = gathering(operands), ctx.layer.name
+        queue.defer(add, *map(held, operands), weights=(weight,), prepare=prepare, layer=name)
+        return (None, None, grad_input, None, grad_bias, *_NO_GRADIENTS)
+
+
+def _uses(queue: WeightGradQueue, weight: torch.Tensor) -> _Uses:
+    """Return the uses of a weight in the graph whose backward runs, with one more."""
+    key = torch._C._current_graph_task_id(), id(weight)
+    uses: _Uses = queue.scratch.setdefault(key, _Uses())
+    uses.left += 1
+    return uses
 
 
 @dataclass(slots=True)
 class _Uses:
-    """The uses of one weight in one microbatch: multi-token prediction runs the output layer again.
+    """The uses of one weight in a graph: multi-token prediction runs the output layer again.
 
-    Autograd sums the gradients of a microbatch before it adds them to the weight's: so does W.
+    Autograd sums the gradients of a graph before it adds them to the weight's: so does W. What is
+    recomputed in a backward is a graph of its own.
     """
 
     left: int = 0
@@ -162,27 +173,15 @@ def _operands(
     )
 
 
-def _input_gradient(ctx: Any, grad_output: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    grad_input = grad_output.matmul(weight)
+def _input_gradient(ctx: Any, grad_output: torch.Tensor, input_: torch.Tensor) -> torch.Tensor:
+    grad_input = grad_output.matmul(ctx.parameter)
     if ctx.allreduce_dgrad:
         torch.distributed.all_reduce(grad_input, group=ctx.tp_group)
     if ctx.sequence_parallel:
-        scattered = grad_input.new_empty(ctx.saved_tensors[0].size())
+        scattered = grad_input.new_empty(input_.size())
         torch.distributed.reduce_scatter_tensor(scattered, grad_input, group=ctx.tp_group)
         return scattered
     return grad_input
-
-
-def _placeholder(weight: Any, split: SplitBackward) -> torch.Tensor | None:
-    """Return the result of B for a weight whose gradient comes later.
-
-    Megatron's data-parallel hook fires even when there is no gradient; with overlapping reduction
-    it requires one, and leaves ``main_grad`` alone where ``grad_added_to_main_grad`` is set.
-    """
-    if not hasattr(weight, "main_grad"):
-        return None
-    weight.grad_added_to_main_grad = True
-    return torch.empty_like(weight) if split.hooks_need_gradients else None
 
 
 def _add_weight_gradient(

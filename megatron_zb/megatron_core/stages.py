@@ -13,10 +13,10 @@ from megatron.core.pipeline_parallel import schedules as megatron_schedules
 
 from megatron_zb.errors import UsageError
 from megatron_zb.megatron_core.data_parallel import DataParallelSync
-from megatron_zb.megatron_core.linear import SplitBackward
 from megatron_zb.megatron_core.placement import PhysicalPlacement
 from megatron_zb.megatron_core.random_streams import LayerStreams, RandomState
 from megatron_zb.megatron_core.redo import Start
+from megatron_zb.megatron_core.split_backward import SplitBackward
 from megatron_zb.runtime.autograd_stage import AutogradStage
 from megatron_zb.runtime.observer import NOTHING
 
@@ -28,7 +28,7 @@ class MegatronStage(AutogradStage):
         self._iteration = iteration
         self._vp_stage = vp_stage
         self.is_output = iteration.physical.holds_output(iteration.pp_rank, vp_stage)
-        self._queue = split.queue
+        self._split, self._queue = split, split.queue
         self._past: dict[int, Start] = {}
         self._context_parallel = iteration.pg_collection.cp.size()
         super().__init__(
@@ -71,6 +71,11 @@ class MegatronStage(AutogradStage):
         if self.is_output and self.computes_loss:
             return self._scaled(output, num_tokens)
         return output
+
+    def _start_of_backward(self, output: torch.Tensor) -> Any:
+        if not self._split.has_looked:
+            self._split.look_at(output)
+        return super()._start_of_backward(output)
 
     def _user_step(self, *arguments: Any, **options: Any) -> Any:
         return self._iteration.forward_step_func(*arguments, **options)

@@ -32,8 +32,10 @@ import torch
 
 from megatron_zb.errors import UsageError
 from megatron_zb.megatron_core import versions
-from megatron_zb.megatron_core.linear import SplitBackward, accumulate
+from megatron_zb.megatron_core.initialisation import global_modules
+from megatron_zb.megatron_core.linear import accumulate
 from megatron_zb.megatron_core.shards import Shard, gathering, held, whole
+from megatron_zb.megatron_core.split_backward import COMPUTED, SplitBackward
 
 
 def split_transformer_engine(chunk: torch.nn.Module, split: SplitBackward, schedule: str) -> None:
@@ -43,14 +45,14 @@ def split_transformer_engine(chunk: torch.nn.Module, split: SplitBackward, sched
         UsageError: this TE, or a setting of the model, cannot have its weight gradients deferred.
     """
     _refuse_operations(chunk, schedule)
-    modules = [module for module in chunk.modules() if _is_linear(module)]
+    modules = {name: m for name, m in global_modules(chunk).items() if _is_linear(m)}
     if not modules:
         return
     _refuse_old_version(schedule)
-    for module in modules:
+    for name, module in modules.items():
         _refuse_bulk_overlap(module, schedule)
         if _can_split(module):
-            _split(module, split)
+            _split(name, module, split)
     for module in chunk.modules():
         if getattr(module, "_with_fused_impl", False):
             _refuse_zero_copy(module, schedule)
@@ -121,15 +123,10 @@ def _gathers_sequence(module: Any) -> bool:
     return module.sequence_parallel and module.tp_size > 1 and module.tp_group is not None
 
 
-def _split(module: Any, split: SplitBackward) -> None:
-    store = _Store(module, split)
+def _split(name: str, module: Any, split: SplitBackward) -> None:
+    store = _Store(name, module, split)
     module.wgrad_store = store
     module.forward = partial(_forward, store, module.forward)
-    for results in store.results:
-        for parameter in results.weights:
-            _watch(parameter, split, fused=module.fuse_wgrad_accumulation)
-        for parameter in results.biases:
-            _watch(parameter, split, fused=False)
 
 
 def _split_operations(experts: Any, split: SplitBackward) -> None:
@@ -145,8 +142,10 @@ def _split_operations(experts: Any, split: SplitBackward) -> None:
         layers = experts.linear_fc1, experts.linear_fc2
         for operation, layer in zip(list(operations)[::2], layers, strict=True):
             if isinstance(layer.wgrad_store, _Store):
-                (results,) = layer.wgrad_store.results
-                operation.wgrad_store = _Store(layer, split, [replace(results, biases=[])])
+                name, (results,) = layer.wgrad_store.layer, layer.wgrad_store.results
+                store = _Store(name, layer, split, [replace(results, biases=[])])
+                store.takes()
+                operation.wgrad_store = store
         return operations
 
     experts._make_fused_ops = build_and_split
@@ -154,7 +153,7 @@ def _split_operations(experts: Any, split: SplitBackward) -> None:
 
 def _forward(store: _Store, whole: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Run TE's forward, marked in the store: TE delays if told so in forward *and* in backward."""
-    store.in_forward = True
+    store.in_forward = store.takes()
     _quantize_weights_anew(store.module)
     try:
         return whole(*args, **kwargs)
@@ -179,17 +178,46 @@ class _Store:
     """The replacement of a TE module's own ``WeightGradStore``."""
 
     def __init__(
-        self, module: Any, split: SplitBackward, results: list[_Results] | None = None
+        self,
+        layer: str,
+        module: Any,
+        split: SplitBackward,
+        results: list[_Results] | None = None,
     ) -> None:
+        self.layer, self.module = layer, module
         self.results = results or _results(module)
         self.in_forward = False
-        self.module = module
         self._split = split
         self._next = cycle(self.results)
 
+    def takes(self) -> bool:
+        """Return whether W may compute the gradients of all of the module's parameters."""
+        own = set(map(id, self.module._parameters.values()))
+        fused = self.module.fuse_wgrad_accumulation
+        for parameter, is_bias in self._parameters():
+            if id(parameter) not in own:  # a parametrization has taken its place
+                self._split.leave(self.layer, COMPUTED, parameter)
+                return False
+            traits = {"fused": fused and not is_bias, "is_bias": is_bias}
+            if not self._split.takes(self.layer, self.module, parameter, **traits):
+                return False
+        return self._is_trainable()
+
+    def _parameters(self) -> Iterator[tuple[Any, bool]]:
+        """Yield the trainable parameters, each with whether it is a bias."""
+        for results in self.results:
+            for is_bias, parameters in enumerate((results.weights, results.biases)):
+                for parameter in parameters:
+                    if parameter is not None and parameter.requires_grad:
+                        yield parameter, bool(is_bias)
+
     def delay_wgrad_compute(self) -> bool:
         """Return whether W computes the weight gradient: not in a BW, nor for a frozen weight."""
-        return self.in_forward or (self._split.queue.deferring and self._is_trainable())
+        return self.in_forward or (
+            self._split.queue.deferring
+            and self._is_trainable()
+            and self._split.defers(parameter for parameter, _ in self._parameters())
+        )
 
     def put(self, operands: list[Any], compute: Callable[..., Any]) -> None:
         """Defer ``compute(*operands)`` to W."""
@@ -202,7 +230,8 @@ class _Store:
         add = partial(self._add, results, operands, compute)
         parameters = [p for p in (*results.weights, *results.biases) if p is not None]
         prepare = gathering(operands)
-        self._split.queue.defer(add, *_tensors(operands[:2]), weights=parameters, prepare=prepare)
+        tensors, queue = _tensors(operands[:2]), self._split.queue
+        queue.defer(add, *tensors, weights=parameters, prepare=prepare, layer=self.layer)
 
     def _is_trainable(self) -> bool:
         return all(weight.requires_grad for results in self.results for weight in results.weights)
@@ -303,29 +332,6 @@ def _add_gradients(parameters: list[Any], gradients: list[Any]) -> None:
     for parameter, gradient in zip(parameters, gradients, strict=True):
         if gradient is not None and gradient.numel() and parameter.requires_grad:
             accumulate(parameter, gradient.to(parameter.dtype).view(parameter.shape))
-
-
-def _watch(parameter: Any, split: SplitBackward, *, fused: bool) -> None:
-    """Register a hook to prepare for Megatron's data-parallel one, see ``linear._placeholder``."""
-    if parameter is not None and parameter.requires_grad:
-        parameter.register_hook(partial(_before_hook, parameter, split, fused))
-
-
-def _before_hook(
-    parameter: Any, split: SplitBackward, fused: bool, gradient: torch.Tensor | None
-) -> None:
-    """Prepare for the data-parallel hook; ``gradient`` is None if the backward returns none.
-
-    A gradient that comes is added, although an earlier B may have set ``grad_added_to_main_grad``.
-    TE sets it itself for weights that it accumulates (``fused``), whose gradient is but a dummy.
-    """
-    if gradient is not None:
-        if not fused:
-            parameter.grad_added_to_main_grad = False
-    elif split.hooks_need_gradients and split.queue.deferring:
-        shape, device = parameter.shape, parameter.device  # the parameter may be quantised
-        parameter.grad = torch.empty(shape, dtype=parameter.dtype, device=device)
-        parameter.grad_added_to_main_grad = True
 
 
 def _refuse_old_version(schedule: str) -> None:

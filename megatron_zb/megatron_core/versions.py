@@ -10,8 +10,8 @@ import os
 import re
 import sys
 import warnings
-from collections.abc import Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from enum import Enum
 from functools import cache
@@ -245,6 +245,42 @@ def graphs_of(settings: Any) -> Graphs:
     names = {name for each in scopes for name in getattr(each, "name", str(each)).split(",")}
     whole = kind is Graphs.LOCAL and "full_iteration" in names
     return Graphs.FULL_ITERATION if whole else kind
+
+
+@contextmanager
+def losses_logged_apart() -> Iterator[None]:
+    """Keep what a step inside adds to the losses of experts and of predicted tokens from the log.
+
+    0.18 brings an object for those of experts; before, they are a dictionary.
+    """
+    from megatron.core.transformer.multi_token_prediction import MTPLossLoggingHelper
+
+    predicted, MTPLossLoggingHelper.tracker = MTPLossLoggingHelper.tracker, {}
+    try:
+        with _expert_losses_apart():
+            yield
+    finally:
+        MTPLossLoggingHelper.tracker = predicted
+
+
+@contextmanager
+def _expert_losses_apart() -> Iterator[None]:
+    try:
+        moe_logging: Any = import_module("megatron.core.transformer.moe.moe_logging")
+    except ModuleNotFoundError:
+        from megatron.core.transformer.moe import moe_utils
+
+        tracker = moe_utils.get_moe_layer_wise_logging_tracker()
+        usual = dict(tracker)
+        tracker.clear()
+        yield
+        tracker.clear()
+        tracker.update(usual)
+        return
+    before = moe_logging.get_moe_metrics_tracker()
+    moe_logging.set_moe_metrics_tracker(moe_logging.MoEMetricsTracker())
+    yield
+    moe_logging.set_moe_metrics_tracker(before)
 
 
 def skip_fused_kernels() -> None:

@@ -14,7 +14,8 @@ import torch
 from megatron.core.pipeline_parallel import schedules as megatron_schedules
 
 from megatron_zb.megatron_core.cut_embedding import EmbeddingPasses, FirstStage, TiedGradient
-from megatron_zb.megatron_core.linear import SplitBackward, accumulate, accumulate_fused
+from megatron_zb.megatron_core.linear import accumulate, accumulate_fused
+from megatron_zb.megatron_core.split_backward import SplitBackward
 from megatron_zb.megatron_core.stages import Iteration, MegatronStage, device
 from megatron_zb.megatron_core.vocabulary_shard import CutOutput
 from megatron_zb.runtime.activation_memory import ActivationMemory

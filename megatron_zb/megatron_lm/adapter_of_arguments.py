@@ -46,6 +46,7 @@ _NEED_A_SCHEDULE = {
     "pipeline_offload": "v-half",
     "pipeline_host_limit": "v-half",
     "pipeline_profile": "v-half",
+    "pipeline_verify": "v-half",
     "pipeline_replan_every": "auto",
     "pipeline_random_streams": "v-half",
     "pipeline_placement": "auto",

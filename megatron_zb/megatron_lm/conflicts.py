@@ -14,7 +14,7 @@ from typing import Any
 
 from megatron_zb.errors import Refusal, UsageError, raise_first
 from megatron_zb.job import run_flags
-from megatron_zb.job.run_flags import OFFLOAD_FLAG, RECOMPUTE_FLAG, STREAMS_FLAG
+from megatron_zb.job.run_flags import OFFLOAD_FLAG, RECOMPUTE_FLAG, STREAMS_FLAG, VERIFY_FLAG
 from megatron_zb.megatron_core import graphs, versions
 from megatron_zb.megatron_core.encoder import language_model, why_not_placed
 from megatron_zb.megatron_core.forward_backward import NOT_SERVED, WHY_NOT_SHARDED
@@ -295,8 +295,18 @@ POST_VALIDATION_CONFLICTS = (
 )
 
 
+_ONCE = "the first step runs twice, and this keeps something from one run to the next"
+VERIFY_CONFLICTS = (
+    Conflict(
+        "fp8_recipe", "--fp8-recipe", _ONCE, lambda value: value == "delayed", only_with=("fp8",)
+    ),
+    Conflict("fp4", "--fp4-format", "its rounding is random"),
+    Conflict("moe_paged_stash", "--moe-paged-stash", _ONCE),
+)
+
 _MEASURED, _ONE_COUNT = graphs.WHY_NOT_MEASURED, graphs.WHY_ONE_COUNT
 GRAPH_CONFLICTS = (
+    Conflict("pipeline_verify", VERIFY_FLAG, _ONCE),
     Conflict("pipeline_profile", "--pipeline-profile", _MEASURED),
     Conflict("pipeline_replan_every", "--pipeline-replan-every", _MEASURED),
     Conflict("enable_optimizer_post_validation", POST_VALIDATION, graphs.WHY_NOT_TWICE),
@@ -545,6 +555,8 @@ def refusals(
     """
     concerned = (c for c in CONFLICTS if c.concerned.holds(placement, splits) and c.is_in(series))
     yield from _conflicting(concerned, args, choice)
+    if getattr(args, "pipeline_verify", False):
+        yield from _conflicting(VERIFY_CONFLICTS, args, VERIFY_FLAG)
     yield from _graphs(args, choice)
 
 

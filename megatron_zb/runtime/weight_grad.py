@@ -9,19 +9,33 @@ from typing import Any, NamedTuple
 
 import torch
 
+from megatron_zb.errors import UsageError
 from megatron_zb.runtime.activation_memory import ActivationMemory
 
 
 class WeightGradTask(NamedTuple):
     """Weight gradients left to do in one go, and the tensors they keep alive until then.
 
-    ``prepare`` begins to communicate what they need, beside the task before.
+    ``prepare`` begins to communicate what they need, beside the task before. ``versions`` are those
+    of the operands in B, and ``layer`` is the name of the layer.
     """
 
     compute: Callable[..., None]
     operands: tuple[torch.Tensor, ...]
     weights: tuple[torch.Tensor, ...]
+    versions: tuple[int, ...]
     prepare: Callable[[], None] | None = None
+    layer: str = ""
+
+    def check(self, microbatch: int) -> None:
+        """Raise a UsageError if an operand has been changed in place since B."""
+        if tuple(operand._version for operand in self.operands) != self.versions:
+            raise UsageError(
+                f"an operand of the weight gradient of {self.layer or 'a layer'} was changed in "
+                f"place between B and W of microbatch {microbatch}: an operation, such as a custom "
+                "backward, overwrites the input or the output gradient of that layer; let it "
+                "return a new tensor"
+            )
 
 
 class WeightGradQueue:
@@ -41,6 +55,7 @@ class WeightGradQueue:
         self.activation_memory: ActivationMemory | None = None
         self.on_gradient: Callable[[torch.Tensor], None] | None = None
         self.on_task: Callable[[tuple[torch.Tensor, ...]], None] | None = None
+        self._awaited: set[int] = set()
         self._microbatches: deque[tuple[int, deque[WeightGradTask]]] = deque()
         self._without_graph = torch.no_grad()  # one for all W, as none runs inside another
 
@@ -62,6 +77,11 @@ class WeightGradQueue:
         """End the collection: the B has ended, or failed."""
         self.deferring = False
         self.scratch = {}
+        self._awaited = set()
+
+    def awaits(self, weight: torch.Tensor) -> bool:
+        """Return whether the B that runs has left a gradient of a weight to W."""
+        return id(weight) in self._awaited
 
     def defer(
         self,
@@ -69,15 +89,21 @@ class WeightGradQueue:
         *operands: torch.Tensor,
         weights: Iterable[torch.Tensor] = (),
         prepare: Callable[[], None] | None = None,
+        layer: str = "",
     ) -> None:
         """Leave ``compute(*operands)``, the gradients of ``weights``, to this microbatch's W.
 
-        ``prepare`` is called before the task ahead of it is computed.
+        ``prepare`` is called before the task ahead of it is computed. ``layer`` names the layer in
+        errors.
         """
         if self.activation_memory is not None:
             for tensor in operands:
                 self.activation_memory.hold(tensor)
-        self._microbatches[-1][1].append(WeightGradTask(compute, operands, tuple(weights), prepare))
+        weights = tuple(weights)
+        self._awaited.update(map(id, weights))
+        versions = tuple(operand._version for operand in operands)
+        task = WeightGradTask(compute, operands, weights, versions, prepare, layer)
+        self._microbatches[-1][1].append(task)
 
     def weights(self, microbatch: int) -> Counter[int]:
         """Count the gradients that W of a microbatch computes for each weight, by its ``id``."""
@@ -91,6 +117,7 @@ class WeightGradQueue:
 
         Raises:
             RuntimeError: another microbatch is older; sums would be formed in another order.
+            UsageError: what a weight gradient is computed from has been changed in place since B.
         """
         if not self._microbatches or self._microbatches[0][0] != microbatch:
             oldest = self._microbatches[0][0] if self._microbatches else "none"
@@ -100,7 +127,9 @@ class WeightGradQueue:
         with self._without_graph:
             _prepare_first(tasks)
             while tasks:
-                compute, operands, weights, _ = tasks.popleft()
+                task = tasks.popleft()
+                task.check(microbatch)
+                compute, operands, weights = task[:3]
                 if on_task is not None:
                     on_task(weights)
                 _prepare_first(tasks)
@@ -108,7 +137,7 @@ class WeightGradQueue:
                 if memory is not None:
                     for tensor in operands:
                         memory.release(tensor)
-                del compute, operands  # freed before the next task makes something as large
+                del task, compute, operands  # freed before the next task makes something as large
                 if on_gradient is not None:
                     for weight in weights:
                         on_gradient(weight)

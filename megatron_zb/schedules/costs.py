@@ -590,6 +590,28 @@ class Costs:
         rows = tuple(row.with_all_kept() for row in self.microbatches)
         return replace(self, recompute=(), kept_input=0.0, copy=(), microbatches=rows)
 
+    def with_unsplit(self, shares: Sequence[float]) -> Costs:
+        """Return the costs where B computes a share of each stage's weight gradients, not W.
+
+        Args:
+            shares: of the weight gradients of consecutive stages, from 0 to 1.
+        """
+        slices = len(self.weight)
+        mean = [total * slices / len(shares) for total in _resample(tuple(shares), slices)]
+
+        def rest(values: tuple[float, ...]) -> tuple[float, ...]:
+            return tuple(value * (1 - share) for value, share in zip(values, mean, strict=True))
+
+        weight = rest(self.weight)
+        moved = map(sub, self.weight, weight)
+        return replace(
+            self,
+            backward=tuple(map(add, self.backward, moved)),
+            weight=weight,
+            held_for_weight=rest(self.held_for_weight),
+            microbatches=tuple(row.with_unsplit(shares) for row in self.microbatches),
+        )
+
     def of_lengths(self, lengths: Sequence[float]) -> Costs:
         """Return the costs of microbatches that take so many times what this one takes, in turn.
 

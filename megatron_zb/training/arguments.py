@@ -222,9 +222,10 @@ def _check_schedule(args: argparse.Namespace, world_size: int) -> None:
             "pipeline_recompute",
             "pipeline_offload",
             "pipeline_host_limit",
+            "pipeline_verify",
             "num_virtual_stages_per_pipeline_rank",
         ):
-            if getattr(args, name) is not None:
+            if getattr(args, name) not in (None, False):
                 raise UsageError(f"{flag_of(name)} needs --pipeline-schedule")
         _check_stock_layers(args, size)
         return

@@ -103,7 +103,8 @@ def install(struck: Struck) -> None:
     compute = dict(HANDLERS)
     count = [0]
 
-    def counted_run(self: Any, iteration: Any, program: Any, allocate: Any) -> None:
+    def counted_run(self: Any, step: Any, *, overlaps: bool = True) -> None:
+        iteration, program, _ = step
         if not iteration.forward_only:
             struck.step += 1
             struck.passes = 0
@@ -111,7 +112,7 @@ def install(struck: Struck) -> None:
             count[0] = sum(isinstance(at, Run) for at in program.ranks[rank])
             if struck.step == 1 and struck.fault["phase"] == "activation":
                 poison_activations(struck, iteration.model)
-        run(self, iteration, program, allocate)
+        run(self, step, overlaps=overlaps)
         if struck.fault["phase"] == "gradient" and not iteration.forward_only:
             struck.strike_in_time()
             if struck.number is not None:

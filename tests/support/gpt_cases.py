@@ -35,6 +35,7 @@ from megatron.core.transformer.transformer_config import (
     TransformerConfig,
 )
 from megatron.core.utils import unwrap_model
+from user_changes import change
 
 from megatron_zb import schedules
 from megatron_zb.megatron_core.adapter import PipelineAdapter
@@ -62,6 +63,8 @@ class GPTCase:
     With ``vocabulary``, our output layer is cut along the vocabulary over all pipeline ranks.
     With ``exact``, stock has the weights that the type gives, and computes in 64 bits with them.
     With ``exchange_overlaps``, ours may run a forward and a backward in one pass.
+    ``changes`` are those of a user to the model that is built, ``late_changes`` those to the model
+    that data parallelism has wrapped, see ``user_changes``.
     """
 
     tied: bool = False
@@ -97,6 +100,8 @@ class GPTCase:
     vocabulary: bool = False
     exact: bool = False
     exchange_overlaps: bool = False
+    changes: tuple[str, ...] = ()
+    late_changes: tuple[str, ...] = ()
 
     @property
     def torch_dtype(self) -> torch.dtype:
@@ -340,6 +345,8 @@ def _build_chunks(case: GPTCase, adapter: PipelineAdapter | None, p: int) -> lis
         _initialise(case, chunks, config)
     if case.exact:
         _compute_exactly(chunks, getattr(torch, case.dtype))
+    models = list(chunks)
+    change(models, case.changes)
     if adapter is not None:
         adapter.prepare_model(chunks)
     if low_precision:
@@ -364,6 +371,7 @@ def _build_chunks(case: GPTCase, adapter: PipelineAdapter | None, p: int) -> lis
         if case.align_param_gather:
             gathers = [chunk.start_param_sync for chunk in chunks]
             config.param_sync_func = gathers if len(gathers) > 1 else gathers[0]
+    change(models, case.late_changes)
     if case.grad_scale is not None:
         scale = case.grad_scale
         config.grad_scale_func = lambda loss: loss * scale

@@ -1,0 +1,225 @@
+"""Weights whose gradient is left to W, and what B gives autograd in their place.
+
+W computes the gradient of one use of a weight: its product with the layer's input. So a layer is
+split only where that is the whole gradient, and where nobody waits for it in B:
+
+- the weight is a leaf parameter of the layer, not the result of a parametrization;
+- it has no hooks, which would get nothing in B and would not run in W;
+- no other operation uses it, such as a penalty in the loss.
+
+Each is decided from what is there when a forward or a backward runs, since users change models
+after they are built. A layer that is not split computes its weight gradient in B, by Megatron's own
+function.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import Any, NamedTuple
+
+import torch
+
+from megatron_zb.runtime.weight_grad import WeightGradQueue
+
+COMPUTED = "its weight is computed from other tensors"
+FOREIGN = "its weight is no parameter of its own"
+HOOKED = "its weight has a hook"
+USED_ELSEWHERE = "another operation uses its weight, too"
+
+
+class Unsplit(NamedTuple):
+    """Why a layer is not split, and how many numbers its weight has."""
+
+    reason: str
+    size: int
+
+
+class SplitBackward:
+    """The layers of one chunk whose weight gradients go to a queue.
+
+    ``hooks_need_gradients`` says that Megatron's data-parallel hook requires a gradient of every
+    weight: it overlaps the reduction. Nothing is split while ``is_off``.
+    """
+
+    def __init__(self, queue: WeightGradQueue, *, hooks_need_gradients: bool = False) -> None:
+        self.queue = queue
+        self.hooks_need_gradients = hooks_need_gradients
+        self.is_off = False
+        self.unsplit: dict[str, Unsplit] = {}
+        """The layers that are not split, by global name."""
+        self.has_looked = False
+        """Whether :meth:`look_at` has seen the graph of a forward."""
+        self._weights: dict[int, DeferredWeight] = {}
+        self._lookups: list[torch.Tensor] = []
+        self._told: set[str] = set()
+
+    def keep_lookup(self, weight: Any) -> None:
+        """Let B compute the gradient of a word embedding, also where an output layer uses it.
+
+        The lookup leaves its part of the gradient in B, and the sum must be formed there, too.
+        ``zero_out_wgrad`` is Megatron's word for such a weight: without it, fused accumulation
+        loses the part of the lookup.
+        """
+        self._lookups.append(weight)
+        weight.zero_out_wgrad = True
+
+    def takes(
+        self,
+        layer: str,
+        module: torch.nn.Module,
+        weight: Any,
+        *,
+        fused: bool = False,
+        is_bias: bool = False,
+    ) -> bool:
+        """Return whether W may compute the gradient of a weight; to be asked in every forward.
+
+        Args:
+            layer: global name of the layer.
+            module: the layer.
+            weight: the tensor that the layer multiplies with, which requires a gradient.
+            fused: its gradient is added to ``main_grad`` by the product itself.
+            is_bias: it is a bias, whose gradient may be computed in B as well.
+        """
+        known = self._weights.get(id(weight))
+        if known is None or known.weight is not weight:
+            if any(weight is lookup for lookup in self._lookups):
+                return False
+            reason = _why_not(module, weight)
+            if reason is not None:
+                self.leave(layer, reason, weight)
+                return False
+            known = DeferredWeight(self, layer, weight, Traits(fused, is_bias))
+            self._weights[id(weight)] = known
+        return known.can_wait and not self.is_off
+
+    def leave(self, layer: str, reason: str, weight: torch.Tensor) -> None:
+        """Remember that B computes the weight gradient of a layer, with the first reason for it."""
+        self.unsplit.setdefault(layer, Unsplit(reason, weight.numel()))
+
+    def defers(self, weights: Iterable[Any]) -> bool:
+        """Return whether W computes the gradients of these weights, to be asked in a backward."""
+        if not self.queue.deferring or self.is_off:
+            return False
+        known = [self._weights.get(id(weight)) for weight in weights]
+        for one in known:
+            if one is not None and one.can_wait and has_hooks(one.weight):
+                self._keep_in_b(one, HOOKED)
+        return all(one is not None and one.can_wait for one in known)
+
+    def look_at(self, output: torch.Tensor) -> None:
+        """Find the weights that other operations use, too, in the graph of a forward."""
+        self.has_looked = True
+        for node, leaf in uses_of_leaves(output.grad_fn):
+            known = self._weights.get(id(leaf))
+            if known is not None and known.weight is leaf and not _is_layer(node):
+                self.found_elsewhere(known)
+
+    def found_elsewhere(self, weight: DeferredWeight) -> None:
+        """Leave the gradient of a weight in B from now on: a part of it has come there."""
+        self._keep_in_b(weight, USED_ELSEWHERE)
+        weight.weight.zero_out_wgrad = True  # or fused accumulation loses that part
+
+    def _keep_in_b(self, weight: DeferredWeight, reason: str) -> None:
+        weight.can_wait = False
+        self.leave(weight.layer, reason, weight.weight)
+
+    def news(self) -> list[str]:
+        """Return a line for each reason why layers are not split, with those not named before."""
+        by_reason: dict[str, list[str]] = {}
+        for layer, unsplit in self.unsplit.items():
+            if layer not in self._told:
+                by_reason.setdefault(unsplit.reason, []).append(layer)
+        self._told |= self.unsplit.keys()
+        return [
+            f"{', '.join(layers)}: not split, B computes the weight gradient, since {reason}"
+            for reason, layers in by_reason.items()
+        ]
+
+    @property
+    def split_layers(self) -> set[str]:
+        """The global names of the layers whose weight gradients go to W."""
+        return {weight.layer for weight in self._weights.values() if weight.can_wait}
+
+    @property
+    def unsplit_share(self) -> float:
+        """Numbers in the weights of layers that are not split, as a share of all layers'."""
+        unsplit = sum(layer.size for layer in self.unsplit.values())
+        split = sum(w.weight.numel() for w in self._weights.values() if w.can_wait)
+        return unsplit / max(unsplit + split, 1)
+
+
+class Traits(NamedTuple):
+    """See :meth:`SplitBackward.takes`."""
+
+    fused: bool
+    is_bias: bool
+
+
+class DeferredWeight:
+    """A weight whose gradient W computes, and the hook that prepares for data parallelism's.
+
+    Megatron's data-parallel hook fires after each backward, also where there is no gradient. With
+    overlapping reduction it requires one, and leaves ``main_grad`` alone where
+    ``grad_added_to_main_grad`` is set. A gradient that has come is added, although an earlier B may
+    have set that. Fused accumulation sets it itself: its gradient is but a dummy.
+    """
+
+    def __init__(self, split: SplitBackward, layer: str, weight: Any, traits: Traits) -> None:
+        self.layer, self.weight = layer, weight
+        self.can_wait = True
+        self._split, self._traits = split, traits
+        weight.register_hook(self)
+
+    def __call__(self, gradient: torch.Tensor | None) -> None:
+        split, weight = self._split, self.weight
+        waits = split.queue.deferring and split.queue.awaits(weight)
+        if gradient is None:
+            if waits and split.hooks_need_gradients:
+                shape, device = weight.shape, weight.device  # the weight may be quantised
+                weight.grad = torch.empty(shape, dtype=weight.dtype, device=device)
+                weight.grad_added_to_main_grad = True
+            return
+        if self._traits.fused:
+            return
+        weight.grad_added_to_main_grad = False
+        if waits and not self._traits.is_bias:
+            split.found_elsewhere(self)
+
+
+def has_hooks(weight: Any) -> bool:
+    """Return whether a user has registered a hook on a weight."""
+    hooks = weight._backward_hooks
+    if hooks and any(not isinstance(hook, DeferredWeight) for hook in hooks.values()):
+        return True
+    return bool(weight._post_accumulate_grad_hooks)
+
+
+def uses_of_leaves(start: Any) -> Iterator[tuple[Any, torch.Tensor]]:
+    """Yield each node of an autograd graph that uses a leaf, with the leaf."""
+    seen, left = {start}, [start]
+    while left:
+        node = left.pop()
+        for other, _ in () if node is None else node.next_functions:
+            if type(other).__name__ == "AccumulateGrad":
+                yield node, other.variable
+            elif other not in seen:
+                seen.add(other)
+                left.append(other)
+
+
+def _why_not(module: torch.nn.Module, weight: torch.Tensor) -> str | None:
+    if not weight.is_leaf:
+        return COMPUTED
+    if not any(weight is parameter for parameter in module._parameters.values()):
+        return FOREIGN
+    return HOOKED if has_hooks(weight) else None
+
+
+def _is_layer(node: Any) -> bool:
+    """Return whether a node is that of a layer which can leave its weight gradient to W."""
+    function = getattr(type(node), "_forward_cls", None)
+    if function is None:
+        return False
+    splits: bool = getattr(function, "splits_backward", False)
+    return splits or function.__module__.startswith("transformer_engine.")

@@ -1,0 +1,241 @@
+"""What users do to the layers of a model that Megatron has built, by name.
+
+Each change is made to every decoder layer that a chunk has, and draws nothing at random, so that a
+model is the same however its layers are placed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from megatron.core import tensor_parallel
+from torch.nn.utils import parametrizations
+from torch.nn.utils.parametrize import register_parametrization
+from torch.utils.checkpoint import checkpoint
+
+Change = Callable[[Any], None]
+
+
+class _Scaled(torch.nn.Module):
+    def forward(self, weight: torch.Tensor) -> torch.Tensor:
+        return 0.5 * weight
+
+
+class _Rounded(torch.nn.Module):
+    """Fake quantization, whose gradient passes straight through."""
+
+    def forward(self, weight: torch.Tensor) -> torch.Tensor:
+        return weight + ((weight * 64).round() / 64 - weight).detach()
+
+
+class _LowRank(torch.nn.Module):
+    """A LoRA that is merged into its frozen weight in every forward."""
+
+    def __init__(self, weight: torch.Tensor) -> None:
+        super().__init__()
+        rows, columns = weight.shape
+        spread = torch.linspace(-0.1, 0.1, 2 * max(rows, columns)).to(weight.dtype)
+        self.a = torch.nn.Parameter(spread[: 2 * rows].view(rows, 2).clone())
+        self.b = torch.nn.Parameter(spread[: 2 * columns].view(2, columns).clone())
+
+    def forward(self, weight: torch.Tensor) -> torch.Tensor:
+        return weight + self.a @ self.b
+
+
+def scaled_fc2(layer: Any) -> None:
+    register_parametrization(layer.mlp.linear_fc2, "weight", _Scaled())
+
+
+def rounded_qkv(layer: Any) -> None:
+    register_parametrization(layer.self_attention.linear_qkv, "weight", _Rounded())
+
+
+def merged_lora(layer: Any) -> None:
+    linear = layer.self_attention.linear_proj
+    linear.weight.requires_grad = False
+    register_parametrization(linear, "weight", _LowRank(linear.weight))
+
+
+def weight_norm(layer: Any) -> None:
+    parametrizations.weight_norm(layer.mlp.linear_fc1)
+
+
+def hook(layer: Any) -> None:
+    layer.mlp.linear_fc1.weight.register_hook(lambda gradient: 3 * gradient)
+
+
+def multi_hook(layer: Any) -> None:
+    weights = [layer.mlp.linear_fc1.weight, layer.mlp.linear_fc2.weight]
+    torch.autograd.graph.register_multi_grad_hook(weights, lambda gradients: None)
+
+
+def post_accumulate_hook(layer: Any) -> None:
+    def halve(weight: torch.Tensor) -> None:
+        if weight.grad is not None:
+            weight.grad *= 0.5
+
+    layer.self_attention.linear_proj.weight.register_post_accumulate_grad_hook(halve)
+
+
+def hook_on_bias(layer: Any) -> None:
+    layer.mlp.linear_fc1.bias.register_hook(lambda gradient: 2 * gradient)
+
+
+def penalty(layer: Any) -> None:
+    def add(module: Any, _inputs: Any, output: Any) -> Any:
+        return output[0] + 0.01 * module.weight.square().mean(), *output[1:]
+
+    layer.mlp.linear_fc2.register_forward_hook(add)
+
+
+def direct_product(layer: Any) -> None:
+    def add(_module: Any, inputs: Any, output: Any) -> Any:
+        used = layer.self_attention.linear_proj.weight
+        return output[0] + 0.1 * torch.nn.functional.linear(inputs[0], used), *output[1:]
+
+    layer.mlp.register_forward_hook(add)
+
+
+def gradient_penalty(layer: Any) -> None:
+    """The gradient of an MLP with respect to its input, as a part of what the MLP gives."""
+
+    def add(_module: Any, inputs: Any, output: Any) -> Any:
+        if not torch.is_grad_enabled() or not inputs[0].requires_grad:
+            return output
+        (slope,) = torch.autograd.grad(output[0].sum(), inputs[0], create_graph=True)
+        return output[0] + 0.01 * slope, *output[1:]
+
+    layer.mlp.register_forward_hook(add)
+
+
+def used_twice(layer: Any) -> None:
+    """The same MLP one after the other."""
+    once = layer.mlp.forward
+
+    def twice(hidden: torch.Tensor, *more: Any, **named: Any) -> Any:
+        first = once(hidden, *more, **named)
+        return once(first[0], *more, **named)
+
+    layer.mlp.forward = twice
+
+
+def frozen_weight(layer: Any) -> None:
+    layer.mlp.linear_fc2.weight.requires_grad = False
+
+
+def frozen_attention(layer: Any) -> None:
+    for parameter in layer.self_attention.parameters():
+        parameter.requires_grad = False
+
+
+def own_function(layer: Any) -> None:
+    """A custom function around an MLP that scales the gradient."""
+
+    class Scale(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx: Any, *gradients: torch.Tensor) -> torch.Tensor:
+            return gradients[0] * 0.25
+
+    layer.mlp.register_forward_hook(lambda module, args, out: (Scale.apply(out[0]), *out[1:]))
+
+
+def own_module(layer: Any) -> None:
+    """A layer of torch's beside the MLP."""
+    width = layer.mlp.linear_fc1.weight.size(1)
+    adapter = torch.nn.Linear(width, width)
+    with torch.no_grad():
+        adapter.weight.copy_(torch.linspace(-0.1, 0.1, width * width).view(width, width))
+        adapter.bias.zero_()
+    layer.mlp.adapter = adapter.to(layer.mlp.linear_fc1.weight.dtype)
+    layer.mlp.register_forward_hook(
+        lambda module, args, out: (out[0] + module.adapter(args[0]), *out[1:])
+    )
+
+
+def own_forward(layer: Any) -> None:
+    """A projection whose forward multiplies by itself."""
+    linear = layer.self_attention.linear_proj
+    linear.forward = lambda x: (torch.nn.functional.linear(x, linear.weight), linear.bias)
+
+
+def _checkpointed(module: Any, run: Callable[..., Any]) -> None:
+    once = module.forward
+    module.forward = lambda *args, **named: run(once, *args, **named)
+
+
+def checkpoint_without_reentry(layer: Any) -> None:
+    _checkpointed(layer.mlp, lambda once, *a, **k: checkpoint(once, *a, use_reentrant=False, **k))
+
+
+def checkpoint_with_reentry(layer: Any) -> None:
+    _checkpointed_without_bias(layer, lambda run, x: checkpoint(run, x, use_reentrant=True))
+
+
+def _checkpointed_without_bias(layer: Any, run: Callable[..., Any]) -> None:
+    """Checkpoint an MLP but for its bias, a parameter, which no function of autograd may return."""
+    once = layer.mlp.forward
+
+    def forward(hidden: torch.Tensor, **_named: Any) -> Any:
+        return run(lambda x: once(x)[0], hidden), layer.mlp.linear_fc2.bias
+
+    layer.mlp.forward = forward
+
+
+def checkpoint_of_attention(layer: Any) -> None:
+    _checkpointed(
+        layer.self_attention,
+        lambda once, *a, **k: checkpoint(once, *a, use_reentrant=False, **k),
+    )
+
+
+def checkpoint_of_megatron(layer: Any) -> None:
+    _checkpointed_without_bias(layer, lambda run, x: tensor_parallel.checkpoint(run, False, x))
+
+
+def saved_on_the_host(layer: Any) -> None:
+    def run(once: Any, *args: Any, **named: Any) -> Any:
+        with torch.autograd.graph.save_on_cpu():
+            return once(*args, **named)
+
+    _checkpointed(layer.mlp, run)
+
+
+# Each with the layers, as they are called in a decoder layer, whose weight gradient B computes.
+CHANGES: dict[str, tuple[Change, set[str]]] = {
+    "scaled fc2": (scaled_fc2, {"mlp.linear_fc2"}),
+    "rounded qkv": (rounded_qkv, {"self_attention.linear_qkv"}),
+    "merged LoRA": (merged_lora, {"self_attention.linear_proj"}),
+    "weight norm": (weight_norm, {"mlp.linear_fc1"}),
+    "hook": (hook, {"mlp.linear_fc1"}),
+    "multi hook": (multi_hook, {"mlp.linear_fc1", "mlp.linear_fc2"}),
+    "post-accumulate hook": (post_accumulate_hook, {"self_attention.linear_proj"}),
+    "hook on bias": (hook_on_bias, set()),
+    "penalty": (penalty, {"mlp.linear_fc2"}),
+    "direct product": (direct_product, {"self_attention.linear_proj"}),
+    "gradient penalty": (gradient_penalty, {"mlp.linear_fc1", "mlp.linear_fc2"}),
+    "used twice": (used_twice, set()),
+    "frozen weight": (frozen_weight, set()),
+    "frozen attention": (frozen_attention, set()),
+    "own function": (own_function, set()),
+    "own module": (own_module, set()),
+    "own forward": (own_forward, set()),
+    "checkpoint": (checkpoint_without_reentry, set()),
+    "checkpoint with reentry": (checkpoint_with_reentry, set()),
+    "checkpoint of attention": (checkpoint_of_attention, set()),
+    "checkpoint of Megatron": (checkpoint_of_megatron, set()),
+    "saved on the host": (saved_on_the_host, set()),
+}
+
+
+def change(chunks: list[Any], names: tuple[str, ...]) -> None:
+    """Make some changes to the layers of chunks, in their order."""
+    for name in names:
+        for chunk in chunks:
+            for layer in chunk.decoder.layers:
+                CHANGES[name][0](layer)
