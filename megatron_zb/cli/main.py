@@ -54,6 +54,7 @@ def parser() -> argparse.ArgumentParser:
     _add_trace(commands)
     _add_flags(commands)
     _add_check(commands)
+    _add_verify(commands)
     _add_doctor(commands)
     return top
 
@@ -185,6 +186,13 @@ def _add_check(commands: _Commands) -> None:
     check.add_arguments(_added(commands, "check", check.run, summary, check.HELP))
 
 
+def _add_verify(commands: _Commands) -> None:
+    from megatron_zb.cli import verify
+
+    summary = "run a training with and without its schedule, and compare its losses"
+    verify.add_arguments(_added(commands, "verify", verify.run, summary, verify.HELP))
+
+
 def _add_doctor(commands: _Commands) -> None:
     summary = "say what is installed, what fits, and what to do about what is missing"
     doctor = _added(commands, "doctor", _doctor, summary, DOCTOR_HELP)
@@ -210,6 +218,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         from megatron_zb.cli.check import separated
 
         words = ["check", *separated(words[1:])]
+    if words[:1] == ["verify"]:
+        from megatron_zb.cli import verify
+
+        words = ["verify", *verify.separated(words[1:])]
 
     def run() -> int | None:
         arguments = parser().parse_args(words)

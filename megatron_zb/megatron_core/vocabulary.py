@@ -13,9 +13,10 @@ from typing import Any
 import torch
 from megatron.core.pipeline_parallel import schedules as megatron_schedules
 
+from megatron_zb.errors import UsageError
 from megatron_zb.megatron_core.cut_embedding import EmbeddingPasses, FirstStage, TiedGradient
 from megatron_zb.megatron_core.linear import accumulate, accumulate_fused
-from megatron_zb.megatron_core.split_backward import SplitBackward
+from megatron_zb.megatron_core.split_backward import SplitBackward, has_hooks, uses_of_leaves
 from megatron_zb.megatron_core.stages import Iteration, MegatronStage, device
 from megatron_zb.megatron_core.vocabulary_shard import CutOutput
 from megatron_zb.runtime.activation_memory import ActivationMemory
@@ -70,6 +71,12 @@ class ShardPasses:
         desk: Desk | None,
         first: FirstStage | None,
     ) -> None:
+        for shard in (output.shard, output.embedding.shard):
+            if has_hooks(shard.weight):
+                raise UsageError(
+                    "a shard of the vocabulary has a hook on its weight, which passes of the "
+                    "schedule do not call: give --pipeline-vocabulary off"
+                )
         self._tied = None
         if output.embedding.tied:
             passes = 2 * iteration.num_microbatches
@@ -153,6 +160,7 @@ class LastStage(MegatronStage):
         self._loss_func: Any = None
         self._open: dict[int, tuple[Any, torch.Size]] = {}
         self._gradients: dict[int, torch.Tensor] = {}
+        self._has_looked_at_loss = False
 
     def _user_step(self, *arguments: Any, **options: Any) -> Any:
         output, self._loss_func = super()._user_step(*arguments, **options)
@@ -182,6 +190,9 @@ class LastStage(MegatronStage):
         loss = self._loss(per_token, loss_func)
         if not trains:
             return log
+        if not self._has_looked_at_loss:  # its graph is small, and one for each step
+            self._has_looked_at_loss = True
+            self._refuse_other_uses(loss)
         torch.autograd.backward(loss)
         assert per_token.grad is not None
         gradient = per_token.grad.t().reshape(-1)
@@ -190,6 +201,19 @@ class LastStage(MegatronStage):
         message = Loss(log, gradient).packed()
         self._desk.losses[microbatch] = message
         return message
+
+    def _start_of_backward(self, output: torch.Tensor) -> Any:
+        if not self._split.has_looked:
+            self._refuse_other_uses(output)
+        return super()._start_of_backward(output)
+
+    def _refuse_other_uses(self, result: torch.Tensor) -> None:
+        """Refuse a graph that uses this rank's rows as if they were all, as a penalty in a loss."""
+        if any(leaf is self._shard.weight for _, leaf in uses_of_leaves(result.grad_fn)):
+            raise UsageError(
+                "the model or its loss uses the weight of the output layer by itself, of which "
+                "each rank has a part: give --pipeline-vocabulary off"
+            )
 
     def _loss(self, per_token: torch.Tensor, loss_func: Any) -> torch.Tensor:
         """Do with the losses of the tokens (batch, sequence) what Megatron does."""

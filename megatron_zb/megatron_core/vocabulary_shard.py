@@ -18,6 +18,7 @@ from megatron.core.utils import get_attr_wrapped_model
 
 from megatron_zb.errors import UsageError
 from megatron_zb.megatron_core.placement import PhysicalPlacement
+from megatron_zb.megatron_core.split_backward import COMPUTED, HOOKED, has_hooks
 from megatron_zb.megatron_core.stages import device
 from megatron_zb.runtime.vocabulary import Rows
 
@@ -172,7 +173,12 @@ def cut(chunks: list[Any], physical: PhysicalPlacement) -> CutOutput:
     end, start = physical.placement.rank_of[-1], physical.placement.rank_of[0]
     layer = scattering.told(end, None if last is None else _Layer.of(models[last]))
     layer.check(scattering.p)
-    spread = scattering.told(start, first and bool(first.embedding.reduce_scatter_embeddings))
+    spread, refused = scattering.told(start, first and _of_embedding(first)) or (False, "")
+    if refused:
+        raise UsageError(
+            f"the embedding cannot be cut along the vocabulary: {refused}; give "
+            "--pipeline-vocabulary off"
+        )
     chunk = 0 if last is None else last
     words = None if first is None else first.embedding.word_embeddings.weight
     if layer.tied:
@@ -201,6 +207,22 @@ def _device_of(model: Any) -> torch.device:
     return device
 
 
+def _of_embedding(model: Any) -> tuple[bool, str]:
+    """Return whether rows are spread over tensor-parallel ranks, and why they cannot be cut."""
+    embedding = model.embedding
+    why = changed_by_user(embedding.word_embeddings.weight)
+    return bool(embedding.reduce_scatter_embeddings), why
+
+
+def changed_by_user(weight: torch.Tensor) -> str:
+    """Return why a shard cannot take the place of a weight that a user has changed, if so."""
+    if not weight.is_leaf:
+        return COMPUTED
+    if has_hooks(weight):
+        return HOOKED
+    return "" if weight.requires_grad else "its weight is frozen"
+
+
 class _Layer(NamedTuple):
     """What all ranks must know of the output layer; ``refused`` is why it cannot be cut."""
 
@@ -219,7 +241,7 @@ class _Layer(NamedTuple):
             "its logits are scaled": getattr(config, "use_mup", False),
         }
         weight = model.output_layer.weight
-        refused = next((why for why, holds in reasons.items() if holds), "")
+        refused = next((why for why, holds in reasons.items() if holds), changed_by_user(weight))
         tied = bool(model.share_embeddings_and_output_weights)
         return cls(weight.size(0), weight.size(1), weight.dtype, tied, refused)
 

@@ -1,4 +1,4 @@
-"""Models that users have changed: gradients are Megatron's, and layers that stay whole are named."""
+"""Models that users have changed: gradients equal Megatron's, unsplit layers are named."""
 
 from __future__ import annotations
 
