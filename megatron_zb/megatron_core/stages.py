@@ -73,7 +73,7 @@ class MegatronStage(AutogradStage):
         return output
 
     def _start_of_backward(self, output: torch.Tensor) -> Any:
-        if not self._split.has_looked:
+        if not (self._split.has_looked or self._split.is_off):
             self._split.look_at(output)
         return super()._start_of_backward(output)
 

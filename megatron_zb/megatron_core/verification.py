@@ -40,12 +40,21 @@ class Difference(NamedTuple):
     norms: tuple[float, float]
 
 
+class _Checked(NamedTuple):
+    """What a rank has found: its difference nearest to the loss, with its stage, if any."""
+
+    found: tuple[int, Difference] | None
+    largest: float
+    parameters: int
+    layers: int
+
+
 class Verification:
     """The comparison of one step; ``splits`` are those of the rank's chunks."""
 
     def __init__(self, splits: list[SplitBackward]) -> None:
         self._splits = splits
-        self._expected: dict[str, torch.Tensor | None] = {}
+        self._expected: list[dict[str, torch.Tensor | None]] = []
 
     @contextmanager
     def unsplit(self, iteration: Iteration) -> Iterator[None]:
@@ -53,7 +62,7 @@ class Verification:
         start = Start(iteration.data_iterators)
         usual, iteration.data_iterators = iteration.data_iterators, start.data_iterators
         buffers = [(b, b.clone()) for c in iteration.model for b in torch.nn.Module.buffers(c)]
-        before = _gradients(iteration.model)
+        before = [_gradients(chunk) for chunk in iteration.model]
         for split in self._splits:
             split.is_off = True
         try:
@@ -65,40 +74,53 @@ class Verification:
         finally:
             for split in self._splits:
                 split.is_off = False
-        self._expected = _gradients(iteration.model)
+        self._expected = [_gradients(chunk) for chunk in iteration.model]
         start.go_back()
         iteration.forward_data_store.clear()
         iteration.total_num_tokens.zero_()
         with torch.no_grad():
             for buffer, value in buffers:
                 buffer.copy_(value)
-        _set_gradients(iteration.model, before)
+        for chunk, gradients in zip(iteration.model, before, strict=True):
+            _set_gradients(chunk, gradients)
 
     def check(self, iteration: Iteration, schedule: str) -> str:
         """Return what to say of the step that has run since; collective over the job.
 
         Raises:
-            UsageError: a gradient differs; on all ranks, with the first one that has been found.
+            UsageError: a gradient differs; on all ranks, with the one that is nearest to the loss,
+                as a fault of an input gradient spreads to all layers before it.
         """
-        found, largest = _differences(self._expected, iteration.model)
-        split = sum(1 for one in self._splits for _ in one.split_layers)
+        found: list[tuple[int, Difference]] = []
+        largest = 0.0
+        for number, chunk in enumerate(iteration.model):
+            differ, most = _differences(self._expected[number], chunk)
+            stage = iteration.physical.stage(iteration.pp_rank, number)
+            found += [(stage, one) for one in differ[-1:]]
+            largest = max(largest, most)
+        mine = _Checked(
+            found=max(found, default=None, key=lambda one: one[0]),
+            largest=largest,
+            parameters=sum(map(len, self._expected)),
+            layers=sum(len(split.split_layers) for split in self._splits),
+        )
+        self._expected = []
         told: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(told, (found[:1], len(found), largest, len(self._expected), split))
-        self._expected = {}
-        worst = next(((rank, *one) for rank, one in enumerate(told) if one[0]), None)
-        if worst is not None:
-            raise UsageError(_sentence(schedule, worst[0], worst[1][0], sum(t[1] for t in told)))
-        parameters, layers = (sum(one[i] for one in told) for i in (3, 4))
+        dist.all_gather_object(told, mine)
+        wrong = [(one.found, rank) for rank, one in enumerate(told) if one.found]
+        if wrong:
+            (_, worst), rank = max(wrong, key=lambda one: one[0][0])
+            raise UsageError(_sentence(schedule, rank, worst))
         return (
-            f"{VERIFY_FLAG}: the gradients of {parameters} parameters on {len(told)} ranks, "
-            f"{layers} of split layers, are those of an unsplit backward; the largest difference "
-            f"is {max(one[2] for one in told):.1e} of a gradient's norm"
+            f"{VERIFY_FLAG}: the gradients of {sum(one.parameters for one in told)} parameters on "
+            f"{len(told)} ranks, {sum(one.layers for one in told)} of split layers, are those of "
+            "an unsplit backward; the largest difference is "
+            f"{max(one.largest for one in told):.1e} of a gradient's norm"
         )
 
 
-def _sentence(schedule: str, rank: int, worst: Difference, count: int) -> str:
+def _sentence(schedule: str, rank: int, worst: Difference) -> str:
     name, share, (expected, ours) = worst
-    others = f", as are those of {count - 1} other parameters" if count > 1 else ""
     if not ours:
         wrong = f"is missing, where an unsplit backward has one of norm {expected:.3g}"
     else:
@@ -108,7 +130,7 @@ def _sentence(schedule: str, rank: int, worst: Difference, count: int) -> str:
         )
     return (
         f"{VERIFY_FLAG}: with --pipeline-schedule {schedule}, the gradient of {name} on rank "
-        f"{rank} {wrong}{others}: leave the schedule out or use 1f1b, and report this layer"
+        f"{rank} {wrong}: leave the schedule out or use 1f1b, and report this layer"
     )
 
 
@@ -119,32 +141,35 @@ def start_reductions(chunks: list[Any]) -> None:
             chunk.start_grad_sync()
 
 
-def _parameters(chunks: list[Any]) -> Iterator[tuple[str, Any]]:
-    for number, chunk in enumerate(chunks):
-        module = chunk
-        while hasattr(module, "module"):
-            module = module.module
-        for name, parameter in global_parameters(module).items():
-            if parameter.requires_grad:
-                yield (name if len(chunks) == 1 else f"{name} (chunk {number})"), parameter
+def _parameters(chunk: Any) -> Iterator[tuple[str, Any]]:
+    while hasattr(chunk, "module"):
+        chunk = chunk.module
+    for name, parameter in global_parameters(chunk).items():
+        if parameter.requires_grad:
+            yield name, parameter
 
 
-def _gradients(chunks: list[Any]) -> dict[str, torch.Tensor | None]:
-    """Return copies of the gradients of all parameters on the host, None for zeros."""
+def _gradients(chunk: Any) -> dict[str, torch.Tensor | None]:
+    """Return copies of the gradients of a chunk's parameters on the host, None for zeros."""
     found: dict[str, torch.Tensor | None] = {}
-    for name, parameter in _parameters(chunks):
-        gradient = gradient_of(parameter)
+    for name, parameter in _parameters(chunk):
+        gradient = _gradient(parameter)
         there = gradient is not None and bool(gradient.any())
-        found[name] = gradient.detach().to("cpu", copy=True) if there else None
+        found[name] = gradient.to("cpu", copy=True) if gradient is not None and there else None
     return found
 
 
-def _set_gradients(chunks: list[Any], gradients: dict[str, torch.Tensor | None]) -> None:
+def _gradient(parameter: Any) -> torch.Tensor | None:
+    """Return a gradient as :func:`embedding.gradient_of`, None where there is none."""
+    gradient: torch.Tensor | None = gradient_of(parameter)
+    return None if gradient is None else gradient.detach()
+
+
+def _set_gradients(chunk: Any, gradients: dict[str, torch.Tensor | None]) -> None:
     """Set gradients as they were, and let data parallelism count them anew."""
-    for chunk in chunks:
-        if isinstance(chunk, DistributedDataParallel):
-            chunk.zero_grad_buffer()
-    for name, parameter in _parameters(chunks):
+    if isinstance(chunk, DistributedDataParallel):
+        chunk.zero_grad_buffer()
+    for name, parameter in _parameters(chunk):
         before = gradients[name]
         if not hasattr(parameter, "main_grad"):
             parameter.grad = None if before is None else before.to(parameter.device)
@@ -153,23 +178,24 @@ def _set_gradients(chunks: list[Any], gradients: dict[str, torch.Tensor | None])
 
 
 def _differences(
-    expected: dict[str, torch.Tensor | None], chunks: list[Any]
+    expected: dict[str, torch.Tensor | None], chunk: Any
 ) -> tuple[list[Difference], float]:
     """Return the gradients that differ by more than is allowed, and the largest difference."""
     found, largest = [], 0.0
-    for name, parameter in _parameters(chunks):
-        mine, theirs = gradient_of(parameter), expected[name]
-        norms = tuple(0.0 if g is None else float(g.float().norm()) for g in (theirs, mine))
-        if norms == (0.0, 0.0):
+    for name, parameter in _parameters(chunk):
+        mine, theirs = _gradient(parameter), expected[name]
+        if mine is None and theirs is None:
             continue
-        if mine is None or theirs is None:
-            off = max(norms)
-        else:
-            off = _off(mine.detach().float(), theirs.to(mine.device).float())
-        share = off / (norms[0] or norms[1])
+        zero = torch.zeros(())
+        ours = (zero if mine is None else mine).float()
+        reference = (zero if theirs is None else theirs.to(ours.device)).float()
+        norms = float(reference.norm()), float(ours.norm())
+        if not any(norms):
+            continue
+        share = _off(ours, reference) / (norms[0] or norms[1])
         largest = max(largest, share)
         if not share <= TOLERANCE.get(parameter.dtype, TOLERANCE_16_BITS):
-            found.append(Difference(name, share, (norms[0], norms[1])))
+            found.append(Difference(name, share, norms))
     return found, largest
 
 

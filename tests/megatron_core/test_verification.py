@@ -1,0 +1,201 @@
+"""The comparison of a first step with one in which nothing is split finds what is wrong."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import redirect_stdout
+from io import StringIO
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+from gpt_cases import GPTCase, built, forward_backward, gradients, microbatches
+from ranks import RankPools
+
+from megatron_zb.errors import UsageError
+from megatron_zb.megatron_core import buckets, linear
+from megatron_zb.runtime.weight_grad import WeightGradQueue
+
+LAYER = "decoder.layers.1.mlp.linear_fc1"
+
+
+def steps(case: GPTCase, schedule: str, count: int, *, verifies: bool) -> list[Any]:
+    """The losses and gradients of so many steps, and what is said of the first."""
+    with redirect_stdout(StringIO()) as said, built(case, schedule, 4) as (adapter, chunks):
+        assert adapter is not None
+        if verifies:
+            adapter.verify()
+        data = [microbatches(case, 4 * count) for _ in chunks]
+        found: list[Any] = []
+        for _ in range(count):
+            for chunk in chunks:
+                chunk.zero_grad_buffer()
+            records = forward_backward(adapter.forward_backward_func, chunks, data, 4)
+            found.append(([float(r["lm loss"]) for r in records], dict(gradients(chunks))))
+    lines = [line for line in said.getvalue().splitlines() if "--pipeline-verify" in line]
+    return [lines, found]
+
+
+def compare_steps(case: GPTCase, schedule: str) -> list[str]:
+    """What is said, and whether the steps are those of a run that compares nothing."""
+    lines, found = steps(case, schedule, 2, verifies=True)
+    _, usual = steps(case, schedule, 2, verifies=False)
+    for (losses, ours), (expected, theirs) in zip(found, usual, strict=True):
+        assert losses == expected
+        assert ours.keys() == theirs.keys()
+        assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
+    return lines
+
+
+EXPERTS = (
+    ("num_moe_experts", 2),
+    ("moe_router_topk", 1),
+    ("moe_router_load_balancing_type", "aux_loss"),
+    ("moe_aux_loss_coeff", 0.01),
+    ("add_bias_linear", False),
+)
+
+
+@pytest.mark.parametrize(
+    ("case", "schedule", "split"),
+    [
+        (GPTCase(tied=True), "v-half", 17),
+        (GPTCase(dropout=0.1, overlap_grad_reduce=True), "zb-h1", 17),
+        (GPTCase(options=EXPERTS), "v-zb", 17),
+        (GPTCase(changes=("hook", "weight norm")), "v-zb", 13),
+        (GPTCase(dtype="bfloat16", vocabulary=True), "v-half", 16),
+        (GPTCase(data_parallel=2, overlap_grad_reduce=True, bucket_size=1000), "v-half", 34),
+    ],
+    ids=["tied", "dropout", "experts", "changed", "vocabulary", "data-parallel"],
+)
+def test_a_right_step_is_said_once(
+    ranks: RankPools, case: GPTCase, schedule: str, split: int
+) -> None:
+    """And leaves no trace: losses, draws and gradients of both steps are as without it."""
+    said = ranks(2 * case.data_parallel).run(compare_steps, case=case, schedule=schedule)
+    assert said[1:] == [[]] * (len(said) - 1)
+    assert len(said[0]) == 1
+    assert f", {split} of split layers, are those of an unsplit backward" in said[0][0]
+
+
+Fault = Callable[[], Any]
+
+
+def weight_unread() -> Any:
+    usual = WeightGradQueue.defer
+
+    def defer(self: Any, *arguments: Any, layer: str = "", **more: Any) -> None:
+        if layer != LAYER:
+            usual(self, *arguments, layer=layer, **more)
+
+    return patch.object(WeightGradQueue, "defer", defer)
+
+
+def doubled() -> Any:
+    usual = WeightGradQueue.defer
+
+    def defer(self: Any, compute: Any, *operands: Any, layer: str = "", **more: Any) -> None:
+        def twice(*given: Any) -> None:
+            for _ in range(2):
+                call, weight, *kept = compute.args
+                call.uses.left = 1
+                compute.func(call, weight, *kept, *given)
+
+        usual(self, twice if layer == LAYER else compute, *operands, layer=layer, **more)
+
+    return patch.object(WeightGradQueue, "defer", defer)
+
+
+def run_twice() -> Any:
+    usual = WeightGradQueue.run
+
+    def run(self: Any, microbatch: int) -> None:
+        number, tasks = self._microbatches[0]
+        for task in list(tasks) if number == 2 else []:
+            if task.layer == LAYER:
+                call, weight, *kept = task.compute.args
+                again = call._replace(uses=linear._Uses(left=1))
+                with torch.no_grad():
+                    task.compute.func(again, weight, *kept)
+        usual(self, microbatch)
+
+    return patch.object(WeightGradQueue, "run", run)
+
+
+def stale_operand() -> Any:
+    usual = linear._operands
+    last: dict[str, torch.Tensor] = {}
+
+    def operands(ctx: Any, input_: torch.Tensor, grad_output: torch.Tensor) -> Any:
+        before = last.get(ctx.layer.name, input_)
+        last[ctx.layer.name] = input_
+        return usual(ctx, before if ctx.layer.name == LAYER else input_, grad_output)
+
+    return patch.object(linear, "_operands", operands)
+
+
+def reduced_too_early() -> Any:
+    usual = buckets._Line.expect
+
+    def expect(self: Any, brings: Any, unknown: bool) -> None:
+        usual(self, brings, unknown)
+        self._awaited = [{} for _ in self.groups]
+
+    def came(self: Any, weight: Any, force: bool) -> None:
+        pass
+
+    return patch.multiple(buckets._Line, expect=expect, gradient_came=came)
+
+
+def not_summed() -> Any:
+    """Over tensor-parallel ranks, of the gradient of a column-parallel layer's input."""
+    usual = linear._input_gradient
+
+    def input_gradient(ctx: Any, grad_output: torch.Tensor, input_: torch.Tensor) -> torch.Tensor:
+        if ctx.layer.name == LAYER:
+            return grad_output.matmul(ctx.parameter)
+        return usual(ctx, grad_output, input_)
+
+    return patch.object(linear, "_input_gradient", input_gradient)
+
+
+def found(case: GPTCase, fault: Fault) -> str:
+    with fault():
+        try:
+            steps(case, "zb-h1", 1, verifies=True)
+        except UsageError as error:
+            return str(error)
+    return "nothing"
+
+
+PARALLEL = GPTCase(data_parallel=2, overlap_grad_reduce=True, bucket_size=1000)
+
+
+@pytest.mark.parametrize(
+    ("fault", "case", "said"),
+    [
+        (
+            weight_unread,
+            GPTCase(),
+            f"the gradient of {LAYER}.weight on rank 0 is missing, where an",
+        ),
+        (doubled, GPTCase(), f"the gradient of {LAYER}.weight on rank 0 has a norm of"),
+        (run_twice, GPTCase(), f"the gradient of {LAYER}.weight on rank 0 has a norm of"),
+        (stale_operand, GPTCase(), f"the gradient of {LAYER}.weight on rank 0 has a norm of"),
+        (reduced_too_early, PARALLEL, "is off by"),
+        (
+            not_summed,
+            GPTCase(tensor_parallel=2),
+            "the gradient of decoder.layers.1.pre_mlp_layernorm.bias on rank",
+        ),
+    ],
+    ids=lambda value: getattr(value, "__name__", ""),
+)
+def test_a_fault_is_found(ranks: RankPools, fault: Fault, case: GPTCase, said: str) -> None:
+    """On all ranks, and its layer named: that nearest to the loss, as input gradients spread."""
+    world = 2 * case.data_parallel * case.tensor_parallel
+    told = ranks(world).run(found, case=case, fault=fault)
+    assert len(set(told)) == 1
+    assert told[0].startswith("--pipeline-verify: with --pipeline-schedule zb-h1, the gradient of ")
+    assert said in told[0]
