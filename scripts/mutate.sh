@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Measures the tests: breaks the code at the places of tests/mutants.yaml, one at a time; see --help.
+# Measures the tests: breaks the package at places that a seed draws, one at a time; see --help.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 # shellcheck source=scripts/_environment.sh
