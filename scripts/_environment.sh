@@ -24,8 +24,8 @@ pyenv_python() {
     printf '%s/bin/python\n' "$(pyenv prefix "$name")"
 }
 
-# find_python VERSION: prints a command for that Python, or ends with one sentence.
-find_python() {
+# python_command VERSION: prints a command for that Python, or fails.
+python_command() {
     local candidate
     for candidate in "python$1" python3 python "$(pyenv_python "$1")"; do
         if [[ -n $candidate ]] && is_python "$candidate" "$1"; then
@@ -33,8 +33,33 @@ find_python() {
             return
         fi
     done
-    fail "no Python $1 with the venv and ensurepip modules is on PATH or under pyenv; install one" \
-        "(Debian and Ubuntu: python$1 and python$1-venv)"
+    return 1
+}
+
+# no_python VERSION...: ends with one sentence.
+no_python() {
+    local names
+    names=$(printf ' or %s' "$@")
+    fail "no Python ${names# or } with the venv and ensurepip modules is on PATH or under pyenv; install one" \
+        "(Debian and Ubuntu: python${*: -1} and python${*: -1}-venv)"
+}
+
+# find_python VERSION: prints a command for that Python, or ends with one sentence.
+find_python() { python_command "$1" || no_python "$1"; }
+
+# choose_python: prints the first version with pins in constraints/ that this machine has, and says which on stderr;
+# ends with one sentence if there is none.
+choose_python() {
+    local version pinned
+    mapfile -t pinned < <(printf '%s\n' constraints/py3*.txt | sort -V | sed 's/.*py3\(.*\)\.txt/3.\1/')
+    for version in "${pinned[@]}"; do
+        if is_python "$(environment_name "$version")/bin/python" "$version" || python_command "$version" >/dev/null; then
+            say "Python $version (the first on this machine of ${pinned[*]}; --python VERSION takes another)" >&2
+            printf '%s\n' "$version"
+            return
+        fi
+    done
+    no_python "${pinned[@]}"
 }
 
 # environment_name VERSION [CORE]: prints the folder of the virtual environment for that Python, and for that

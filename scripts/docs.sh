@@ -40,7 +40,8 @@ venv=.venv-docs constraints=constraints/docs.txt
 wanted=$(cksum <"$constraints")
 if [[ ! -f $venv/.installed || $(<"$venv/.installed") != "$wanted" ]]; then
     say "making $venv with the versions of $constraints"
-    "$(find_python 3.11)" -m venv --clear "$venv"
+    python=$(find_python "$(choose_python)")
+    "$python" -m venv --clear "$venv"
     pinned_pip "$venv" "$constraints" --requirement "$constraints"
     printf '%s\n' "$wanted" >"$venv/.installed"
 fi

@@ -13,8 +13,9 @@ usage: scripts/quickstart.sh [--python VERSION] [ARGUMENT ...]
 Trains a small GPT over 4 pipeline ranks on the CPU, first with stock Megatron and then with v-half,
 v-min, v-zb and zb-h1, and compares losses, gradient norms and activation memory. Needs no GPU.
 
-  1. makes a virtual environment (.venv) and installs the package with the pinned versions of
-     constraints/; skipped when that has been done and nothing has changed since
+  1. makes a virtual environment (.venv with Python 3.11, .venv-3.12 with 3.12) and installs the
+     package with the pinned versions of constraints/; skipped when that has been done and nothing has
+     changed since
   2. turns the source code of Python's standard library into a data set, runs/quickstart/text
   3. trains 5 times, about a minute each
   4. times steps of the same schedules whose stages sleep, half a minute: ranks that share cores fill
@@ -23,7 +24,7 @@ v-min, v-zb and zb-h1, and compares losses, gradient norms and activation memory
 Pictures of the schedules, logs and summary.json are written to runs/quickstart.
 
 options:
-  --python VERSION   3.11 (default) or 3.12
+  --python VERSION   3.11 or 3.12; without it, the first of them that is on this machine
   -h, --help         this text
 
 Everything else goes to python -m megatron_zb.cli.quickstart, for example --train-iters 100.
@@ -34,7 +35,6 @@ when the loss has fallen.
 END
 }
 
-version=3.11
 arguments=()
 while (($#)); do
     case $1 in
@@ -45,6 +45,7 @@ while (($#)); do
     esac
     shift
 done
+if [[ -z ${version+given} ]]; then version=$(choose_python); fi
 [[ -n $version ]] || fail "--python needs a version, for example 3.12"
 
 venv=$(environment_name "$version")

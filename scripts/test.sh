@@ -9,17 +9,18 @@ usage: scripts/test.sh [--quick | --faults | --everything] [--python VERSION] [-
 
 Checks and tests megatron-zb on the CPU; needs no GPU and nothing but a Python and a network.
 
-  1. makes a virtual environment (.venv) and installs the package with the pinned versions of
-     constraints/; skipped when that has been done and nothing has changed since. A folder of its own
-     in there gets the Python modules of Transformer-Engine, for its tests
+  1. makes a virtual environment (.venv with Python 3.11, .venv-3.12 with 3.12) and installs the
+     package with the pinned versions of constraints/; skipped when that has been done and nothing has
+     changed since. A folder of its own in there gets the Python modules of Transformer-Engine, for
+     its tests
   2. ruff and mypy
   3. pytest; the distributed tests run over gloo on CPU ranks
 
 options:
   --quick            a part for the inner loop: the rules of schedules, messages, layers and rooms, a small model's
                      gradients; no ruff and no mypy
-  --python VERSION   3.11 (default), or another that constraints/ has pins for, in .venv-VERSION: each has its
-                     megatron-core, 3.11 has 0.16 and 3.12 has 0.19
+  --python VERSION   3.11 or 3.12, those that constraints/ has pins for: each has its megatron-core, 3.11 has 0.16 and
+                     3.12 has 0.19. Without it, the first of them that is on this machine
   --megatron SERIES  a series that patches/ has one for, such as 0.17: with the Python whose pins have it, else with
                      the newest, in an environment of its own, and the version that the patch is for
   --tests-only       no ruff and no mypy
@@ -117,7 +118,7 @@ if [[ -n ${megatron+given} ]]; then
     [[ -z ${version+given} ]] || fail "give --megatron or --python, not both: each series has its Python"
     choose_megatron "$megatron"
 fi
-version=${version-3.11}
+if [[ -z ${version+given} ]]; then version=$(choose_python); fi
 [[ -n $version ]] || fail "--python needs a version, for example 3.12"
 venv=$(environment_name "$version" "$core")
 extras='test'

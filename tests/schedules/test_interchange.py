@@ -263,3 +263,16 @@ def test_a_trace_has_the_memory_of_each_rank() -> None:
         held = [e["args"]["held"] for e in events if e["ph"] == "C" and e["name"] == name]
         assert max(held) == 4 - rank
         assert held[-1] == 0
+
+
+def test_a_trace_has_its_memory_at_the_times_of_its_passes() -> None:
+    """A change at the start of each pass, and the end after the last: in microseconds, too."""
+    costs = schedules.Costs.uniform(pipeline_size=3, forward=0.002, backward=0.004, weight=0.001)
+    events = trace_of(build("v-half", 3), costs)
+    for rank in range(3):
+        passes = [e for e in events if e["ph"] == "X" and e["tid"] == rank]
+        name = f"activation memory, rank {rank}"
+        counted = [e["ts"] for e in events if e["ph"] == "C" and e["name"] == name]
+        assert len(passes) > 10
+        assert counted[:-1] == pytest.approx([e["ts"] for e in passes])
+        assert counted[-1] == pytest.approx(passes[-1]["ts"] + passes[-1]["dur"])

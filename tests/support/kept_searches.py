@@ -30,7 +30,7 @@ def install() -> None:
 
 def _kept(search: Callable[..., Any], folder: Path) -> Callable[..., Any]:
     def found(*arguments: Any) -> Any:
-        asked = repr((arguments, _settings()))
+        asked = repr((arguments, _settings(), _asking_file()))
         name = hashlib.sha256(asked.encode()).hexdigest()
         with (folder / name).open("a+b") as file:
             fcntl.flock(file, fcntl.LOCK_EX)
@@ -43,6 +43,12 @@ def _kept(search: Callable[..., Any], folder: Path) -> Callable[..., Any]:
 
     setattr(found, _KEPT, True)
     return found
+
+
+def _asking_file() -> str:
+    """Return the test file while reached.py records: there each file has to search itself."""
+    recorded = "TESTS_REACHED" in os.environ
+    return os.environ.get("PYTEST_CURRENT_TEST", "").partition("::")[0] if recorded else ""
 
 
 def _settings() -> list[tuple[str, object]]:

@@ -1,135 +1,148 @@
-"""Break the code on purpose, one place at a time, and see whether the tests nearest to it notice.
+"""Break the package on purpose, one drawn place at a time, and see which test notices.
 
-``tests/mutants.yaml`` lists the places: a file, what stands there and what is put in its place, and
-the tests that are to fail. Each mutant lives in a copy of the checkout. A mutant that survives is a
-hole in the tests, unless its ``equal`` says why nothing can tell it from the original. Ends with
-exit status 1 if fewer than the asked share of the others is killed.
+Each mutant lives in a copy of the checkout of its own. The tests that can reach it run, the most
+specific ones first, until one fails; a mutant survives when all of them have passed. Which test
+reaches what is recorded in a run of all tests, once for each state of the code, into build/reached.
 """
 
 from __future__ import annotations
 
 import argparse
 import os
-import random
+import re
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
 from pathlib import Path
 from queue import Queue
 
+import mutants
 import yaml
-from rich.console import Console
-from rich.table import Table
+from mutants import Mutant
+from reached import LEFT_OUT, ROOT, Reached
 
-ROOT = Path(__file__).resolve().parents[2]
-LIST = ROOT / "tests" / "mutants.yaml"
-_LEFT_OUT = shutil.ignore_patterns(".git", ".venv*", "__pycache__", "build", "*.egg-info", "runs")
-_PASSED, _FAILED = 0, 1  # exit codes of pytest
+EQUIVALENT = ROOT / "tests" / "equivalent_mutants.yaml"
+_PASSED, _NOT_FOUND = 0, 4  # exit statuses of pytest
 KILLED, SURVIVED = "killed", "survived"
 NO_ANSWER = "gave no answer in time"
 """It may hang, which would be noticed, or its tests are slow: not counted as killed."""
 
 
 @dataclass(frozen=True)
-class Mutant:
-    """``old`` of a file becomes ``new``; ``equal`` says why no test can tell, if none can."""
+class Verdict:
+    """What became of a mutant, and the test that failed, if one did."""
 
-    file: str
-    old: str
-    new: str
-    tests: tuple[str, ...]
-    equal: str = ""
-
-    def __str__(self) -> str:
-        return f"{self.file}: {self.old.strip()} -> {self.new.strip()}"
+    mutant: Mutant
+    word: str
+    by: str
+    tests: int
+    seconds: float
 
 
-def read(path: Path = LIST) -> list[Mutant]:
-    """The mutants of a list.
-
-    Raises:
-        ValueError: what stands at a place is not there, or is there more than once.
-    """
-    found = []
-    for entry in yaml.safe_load(path.read_text(encoding="utf-8")):
-        text = (ROOT / entry["file"]).read_text(encoding="utf-8")
-        for each in entry["mutants"]:
-            tests = tuple(each.get("tests", entry["tests"]))
-            mutant = Mutant(entry["file"], each["old"], each["new"], tests, each.get("equal", ""))
-            if text.count(mutant.old) != 1:
-                raise ValueError(f"{mutant}: found {text.count(mutant.old)} times, not once")
-            found.append(mutant)
-    return found
+def equivalent(path: Path = EQUIVALENT) -> dict[tuple[str, ...], str]:
+    """Read the anchors of mutants that no test can tell from the original, and why."""
+    listed = yaml.safe_load(path.read_text(encoding="utf-8")) or []
+    return {(e["at"], e["kind"], str(e["old"]), str(e["new"])): e["why"] for e in listed}
 
 
-def tried(mutant: Mutant, copy: Path, seconds: float) -> str:
-    """Whether the tests of a mutant fail once it is in a copy: KILLED, SURVIVED or NO_ANSWER."""
+def tried(mutant: Mutant, copy: Path, tests: Sequence[str], seconds: float) -> Verdict:
+    """Run tests in a new copy of the checkout that has the mutant in it."""
+    begin = time.monotonic()
+    shutil.rmtree(copy, ignore_errors=True)
+    shutil.copytree(ROOT, copy, ignore=LEFT_OUT)
     path = copy / mutant.file
-    text = path.read_text(encoding="utf-8")
-    path.write_text(text.replace(mutant.old, mutant.new), encoding="utf-8")
-    try:
-        return _verdict(copy, mutant.tests, seconds)
-    finally:
-        path.write_text(text, encoding="utf-8")
+    path.write_bytes(mutant.applied(path.read_bytes()))
+    word, by = verdict_of(copy, tests, seconds) if tests else (SURVIVED, "no test reaches it")
+    return Verdict(mutant, word, by, len(tests), time.monotonic() - begin)
 
 
-def _verdict(copy: Path, tests: tuple[str, ...], seconds: float) -> str:
-    command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", *tests]
+def verdict_of(copy: Path, tests: Sequence[str], seconds: float) -> tuple[str, str]:
+    """Run tests in a folder until one fails: whether one did, and which."""
+    code, printed = _pytest(copy, tests, seconds)
+    if code == _NOT_FOUND and "ERROR: not found:" in printed:  # the mutant changes a test's name
+        files = dict.fromkeys(test.split("::")[0] for test in tests)
+        code, printed = _pytest(copy, list(files), seconds)
+    if code is None:
+        return NO_ANSWER, ""
+    if code == _PASSED:
+        return SURVIVED, ""
+    failed = re.search(r"^(?:FAILED|ERROR) (\S+(?: in \S+)?)", printed, re.M)
+    if failed is not None:
+        return KILLED, failed[1]
+    if code == _NOT_FOUND and "ImportError while loading conftest" in printed:
+        return KILLED, "it cannot be imported"
+    raise RuntimeError(f"pytest ended with exit status {code}: {printed[-800:]}")
+
+
+def _pytest(copy: Path, tests: Sequence[str], seconds: float) -> tuple[int | None, str]:
+    """Run pytest until a test fails; its exit status, None if it took too long, and its output."""
+    command = [sys.executable, "-m", "pytest", "-x", "-q", "--tb=no", "-p", "no:cacheprovider"]
     path = os.pathsep.join(filter(None, [str(copy), os.environ.get("PYTHONPATH")]))
-    environment = {**os.environ, "PYTHONPATH": path, "PYTHONDONTWRITEBYTECODE": "1"}
-    try:
-        done = subprocess.run(
-            command, cwd=copy, env=environment, capture_output=True, timeout=seconds, check=False
+    with tempfile.NamedTemporaryFile("w", suffix=".txt") as listed, tempfile.TemporaryFile() as out:
+        listed.write("\n".join(tests))
+        listed.flush()
+        process = subprocess.Popen(
+            [*command, f"@{listed.name}"],
+            cwd=copy,
+            env={**os.environ, "PYTHONPATH": path},
+            stdin=subprocess.DEVNULL,
+            stdout=out,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
         )
-    except subprocess.TimeoutExpired:
-        return NO_ANSWER
-    if done.returncode not in (_PASSED, _FAILED):
-        raise RuntimeError(f"pytest could not run {' '.join(tests)}: {done.stdout.decode()[-800:]}")
-    return KILLED if done.returncode == _FAILED else SURVIVED
+        code: int | None
+        try:
+            code = process.wait(seconds)
+        except subprocess.TimeoutExpired:
+            code = None
+            os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+        out.seek(0)
+        return code, out.read().decode(errors="replace")
 
 
 def verdicts(
-    mutants: list[Mutant], seconds: float, processes: int
-) -> Iterator[tuple[Mutant, str, float]]:
-    """Yield each mutant, what became of it, and the seconds that took, as they end."""
+    drawn: Sequence[Mutant], reached: Reached, seconds: float, processes: int
+) -> Iterator[Verdict]:
+    """Yield what became of each mutant, as it ends."""
     copies: Queue[Path] = Queue()
 
-    def timed(mutant: Mutant) -> tuple[Mutant, str, float]:
-        copy, begin = copies.get(), time.monotonic()
+    def one(mutant: Mutant) -> Verdict:
+        copy = copies.get()
         try:
-            return mutant, tried(mutant, copy, seconds), time.monotonic() - begin
+            return tried(mutant, copy, reached.tests_of(mutant), seconds)
         finally:
             copies.put(copy)
 
     with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(processes) as pool:
         for number in range(processes):
             copies.put(Path(folder) / str(number))
-            shutil.copytree(ROOT, Path(folder) / str(number), ignore=_LEFT_OUT)
-        for done in as_completed([pool.submit(timed, mutant) for mutant in mutants]):
+        for done in as_completed([pool.submit(one, mutant) for mutant in drawn]):
             yield done.result()
 
 
 def _commit() -> str:
     command = ["git", "rev-parse", "HEAD"]
-    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
+    return done.stdout.strip()
 
 
 def parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="scripts/mutate.sh", description=__doc__.splitlines()[0])
-    parser.add_argument("--only", metavar="TEXT", default="", help="mutants that contain this")
+    parser.add_argument("--draw", type=int, default=4, metavar="N", help="mutants (default 4)")
+    parser.add_argument("--seed", metavar="S", help="of the draw (default: the commit)")
+    parser.add_argument("--only", metavar="TEXT", default="", help="those whose line contains this")
     parser.add_argument(
-        "--share", type=float, default=0.95, metavar="X", help="to be killed (default 0.95)"
+        "--share", type=float, default=0.0, metavar="X", help="to be killed, or exit status 1"
     )
     parser.add_argument(
-        "--seconds", type=float, default=300, metavar="N", help="of a mutant's tests (default 300)"
-    )
-    parser.add_argument(
-        "--draw", type=int, metavar="N", help="only N of them, others for each commit"
+        "--seconds", type=float, default=900, metavar="N", help="of a mutant's tests (default 900)"
     )
     parser.add_argument(
         "--processes", type=int, default=2, metavar="N", help="at the same time (default 2)"
@@ -139,25 +152,23 @@ def parser() -> argparse.ArgumentParser:
 
 def main() -> int:
     arguments = parser().parse_args()
-    mutants = [m for m in read() if arguments.only in str(m)]
-    if arguments.draw is not None:
-        mutants = random.Random(_commit()).sample(mutants, min(arguments.draw, len(mutants)))
-    begin = time.monotonic()
-    alive: list[Mutant] = []
-    found = verdicts(mutants, arguments.seconds, arguments.processes)
-    for number, (mutant, verdict, seconds) in enumerate(found, 1):
-        print(f"{number}/{len(mutants)} {verdict} ({seconds:.0f} s) {mutant}", flush=True)
-        alive += [mutant] if verdict != KILLED else []
-    table = Table("not killed", "why no test can tell")
-    for mutant in alive:
-        table.add_row(str(mutant), mutant.equal or "A HOLE")
-    if alive:
-        Console().print(table)
-    counted = [mutant for mutant in mutants if not mutant.equal]
-    holes = [mutant for mutant in alive if not mutant.equal]
-    share = 1 - len(holes) / len(counted) if counted else 1.0
-    took = f"{time.monotonic() - begin:.0f} s"
-    print(f"{len(counted) - len(holes)} of {len(counted)} mutants killed ({share:.1%}) in {took}")
+    seed = arguments.seed or _commit()
+    known = equivalent()
+    drawn = mutants.draw(ROOT, arguments.draw, seed)
+    same = [mutant for mutant in drawn if mutant.anchor in known]
+    drawn = [m for m in drawn if m not in same and arguments.only in str(m)]
+    for mutant in same:
+        print(f"equivalent: {mutant}: {known[mutant.anchor]}", flush=True)
+    holes = 0
+    found = verdicts(drawn, Reached.of(ROOT), arguments.seconds, arguments.processes)
+    for number, verdict in enumerate(found, 1):
+        holes += verdict.word != KILLED
+        by = f" by {verdict.by}" if verdict.word == KILLED else f" {verdict.by}".rstrip()
+        took = f"{verdict.tests} tests, {verdict.seconds:.0f} s"
+        print(f"\n{number}/{len(drawn)} {verdict.word}{by} ({took}): {verdict.mutant}")
+        print(verdict.mutant.diff(ROOT), flush=True)
+    share = 1 - holes / len(drawn) if drawn else 1.0
+    print(f"\nseed {seed}: {len(drawn) - holes} of {len(drawn)} mutants killed ({share:.1%})")
     return 0 if share >= arguments.share else 1
 
 

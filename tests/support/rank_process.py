@@ -67,6 +67,8 @@ class Case:
     arguments: dict[str, Any]
     # Where modules are looked for: what the test can import, its ranks can import.
     path: list[str]
+    # Which test asks, as pytest names it in the environment.
+    test: str = ""
 
     def function(self) -> Callable[..., Any]:
         found: Any = importlib.import_module(self.module)
@@ -123,6 +125,7 @@ def run_case(case: Case) -> Outcome:
     """Call the function; its result must be picklable."""
     import torch
 
+    os.environ["PYTEST_CURRENT_TEST"] = case.test
     torch.manual_seed(1234)
     try:
         return Outcome(result=pickle.dumps(case.function()(**case.arguments)))

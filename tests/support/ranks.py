@@ -168,6 +168,7 @@ class RankPool:
             qualified_name=function.__qualname__,
             arguments=arguments,
             path=[*sys.path, *self._path],
+            test=os.environ.get("PYTEST_CURRENT_TEST", ""),
         )
         for rank in self._ranks:
             rank.new_output()
