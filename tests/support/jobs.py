@@ -31,13 +31,17 @@ PATIENCE = 5.0
 
 @dataclass(frozen=True)
 class Ended:
-    """A job that has ended, and what it printed; ``left`` are processes that its ranks left."""
+    """A job that has ended, and what it printed; ``left`` are processes that its ranks left.
+
+    A job hung if no rank had failed when its time was over.
+    """
 
     code: int
     stdout: str
     stderr: str
     seconds: float
     left: tuple[int, ...] = ()
+    hung: bool = False
 
 
 @dataclass(frozen=True)
@@ -61,6 +65,20 @@ def run_job(ranks: int | None, program: str, words: Sequence[str], timeout: floa
         words: its command line.
         timeout: in seconds; the test fails after it.
     """
+    ended = try_job(ranks, program, words, timeout)
+    if ended.hung:
+        pytest.fail(f"did not end in {timeout:g} s:\n{ended.stdout}\n{ended.stderr}")
+    return ended
+
+
+def try_job(
+    ranks: int | None,
+    program: str,
+    words: Sequence[str],
+    timeout: float,
+    kind: Kind = Kind.PLAIN,
+) -> Ended:
+    """Run as `run_job` does, but report a job that hangs; ``kind`` is what its ranks import."""
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     environments = [{}] if ranks is None else [of_rank(r, ranks, store.port) for r in range(ranks)]
     start = time.monotonic()
@@ -68,7 +86,7 @@ def run_job(ranks: int | None, program: str, words: Sequence[str], timeout: floa
         printed = [Path(folder) / name for name in ("stdout", "stderr")]
         for path in printed:
             path.touch()
-        processes = [started(program, words, more, printed) for more in environments]
+        processes = [started(program, words, more, printed, kind) for more in environments]
         killed = ""
         try:
             in_time = _wait_for(processes, start + timeout)
@@ -76,13 +94,11 @@ def run_job(ranks: int | None, program: str, words: Sequence[str], timeout: floa
         finally:
             _end(processes)
         stdout, stderr = (path.read_text(encoding="utf-8", errors="replace") for path in printed)
-    if not in_time:
-        pytest.fail(f"did not end in {timeout:g} s:\n{stdout}\n{stderr}")
     codes = [process.exitcode for process in processes]
     code = codes[0] if ranks is None else int(any(codes))
     seconds = time.monotonic() - start
     left = left_by([process.pid for process in processes])
-    return Ended(code, stdout, stderr + killed, seconds, left)
+    return Ended(code, stdout, stderr + killed, seconds, left, hung=not in_time)
 
 
 def of_rank(rank: int, ranks: int, port: int, attempt: int = 0) -> dict[str, str]:
@@ -105,13 +121,17 @@ def run_script(program: str | Path, *words: str | Path) -> Ended:
 
 
 def started(
-    program: str, words: Sequence[str], more: Mapping[str, str], printed: Sequence[Path]
+    program: str,
+    words: Sequence[str],
+    more: Mapping[str, str],
+    printed: Sequence[Path],
+    kind: Kind = Kind.PLAIN,
 ) -> Any:
     """One rank under way: variables of its own, and the files for its stdout and its stderr."""
     environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1", **more}
     stdout, stderr = map(str, printed)
     given = _Program(program, list(words), os.getcwd(), environment, stdout, stderr)
-    return fork(Kind.PLAIN, _run, given)
+    return fork(kind, _run, given)
 
 
 def _run(given: _Program) -> None:

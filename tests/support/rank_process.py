@@ -39,6 +39,7 @@ class Kind(Enum):
     HOSTILE = "the rules of a GPU; see hostile.py"
     PLAIN = "gloo's own rules"
     TRANSFORMER_ENGINE = "Transformer-Engine, and the rules of a GPU"
+    MEGATRON_LM = "the Megatron-LM checkout of MEGATRON_LM_PATH, and gloo's own rules"
 
 
 @dataclass(frozen=True)

@@ -42,6 +42,12 @@ STACKS_TAKE = 0.5
 SHOWN_LINES = 60
 
 
+_PRELOADED = {
+    Kind.TRANSFORMER_ENGINE: "te_rank_imports",
+    Kind.MEGATRON_LM: "megatron_lm_rank_imports",
+}
+
+
 class RankFailure(AssertionError):
     """A case failed on a rank. The text has that rank's traceback and what the ranks printed."""
 
@@ -110,21 +116,21 @@ class RankProcess:
 def fork(kind: Kind, target: Callable[..., None], *arguments: Any) -> Any:
     """Start a process that has all that ranks of this kind import."""
     process = multiprocessing.get_context("forkserver").Process(target=target, args=arguments)
-    server = _server(kind is Kind.TRANSFORMER_ENGINE)
+    server = _server(_PRELOADED.get(kind, "rank_imports"))
     with mock.patch.object(forkserver, "connect_to_new_process", server.connect_to_new_process):
         process.start()
     return process
 
 
 @cache
-def _server(transformer_engine: bool) -> forkserver.ForkServer:
-    """Start the process that ranks are forked off; what it is to import, it finds by PYTHONPATH.
+def _server(preloaded: str) -> forkserver.ForkServer:
+    """Start the process that ranks are forked off; it finds the preloaded module by PYTHONPATH.
 
-    One with Transformer-Engine is another: Megatron looks for that when it is imported.
+    Kinds that import another Megatron, or Transformer-Engine before it, have a server of their own.
     """
     server = forkserver.ForkServer()
-    server.set_forkserver_preload(["te_rank_imports" if transformer_engine else "rank_imports"])
-    path = [*sys.path, *([str(TRANSFORMER_ENGINE)] if transformer_engine else [])]
+    server.set_forkserver_preload([preloaded])
+    path = [*sys.path, *([str(TRANSFORMER_ENGINE)] if preloaded == "te_rank_imports" else [])]
     with mock.patch.dict(os.environ, PYTHONPATH=os.pathsep.join(filter(None, path))):
         server.ensure_running()
     return server
