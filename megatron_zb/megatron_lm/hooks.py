@@ -19,6 +19,8 @@ from megatron_zb.errors import UsageError
 from megatron_zb.job import data_contents
 from megatron_zb.job.shared_build import SharedBuild, build_with_cache
 from megatron_zb.megatron_core import versions
+from megatron_zb.megatron_core.replicas import SHARING
+from megatron_zb.megatron_core.reshardable_states import RESHARDABLE
 from megatron_zb.megatron_lm import (
     argument_table,
     conflicts,
@@ -78,6 +80,8 @@ class _Hooks:
         from megatron.core.datasets.blended_megatron_dataset_builder import (
             BlendedMegatronDatasetBuilder,
         )
+        from megatron.core.dist_checkpointing.strategies import fully_parallel
+        from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
         from megatron.core.transformer import transformer_block
         from megatron.core.transformer.cuda_graphs import TECudaGraphHelper
         from megatron.core.transformer.pipeline_parallel_layer_layout import (
@@ -108,6 +112,8 @@ class _Hooks:
         replace_static(PipelineParallelLayerLayout, "from_str", layout_from_str)
         create_graphs = scheduled(ScheduledRun.create_graphs)
         replace_method(TECudaGraphHelper, "create_cudagraphs", create_graphs)
+        states = scheduled(ScheduledRun.sharded_param_state)
+        replace_method(DistributedOptimizer, RESHARDABLE, states)
 
         in_a_v = partial(when, self._run_in_a_v)
         for module, name, hook in (
@@ -115,10 +121,13 @@ class _Hooks:
             (parallel_state, "is_pipeline_first_stage", ScheduledRun.is_first_stage),
             (utils, "is_first_or_last_pipeline_stage", ScheduledRun.is_first_or_last_stage),
             (*versions.batch_broadcast(), ScheduledRun.get_batch_on_this_tp_rank),
+            (fully_parallel, SHARING, ScheduledRun.share_out_replicas),
         ):
             replace(module, name, in_a_v(hook))
         dataset_builder = in_a_v(ScheduledRun.dataset_builder)
         replace_method(BlendedMegatronDatasetBuilder, "__init__", dataset_builder)
+        load_apart = in_a_v(ScheduledRun.load_replicas_apart)
+        replace_method(fully_parallel.FullyParallelLoadStrategyWrapper, "load", load_apart)
         self._post_validation.install()
 
     def _run_in_a_v(self) -> ScheduledRun | None:
@@ -215,6 +224,7 @@ class _Hooks:
         try:
             stored_placement.check(loaded, args, None if run is None else run.adapter)
             if run is not None:
+                run.check_states(args, loaded[1])
                 _check_data(loaded, args, run.data)
         except UsageError as error:
             end_with(error, args.rank)

@@ -8,12 +8,14 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from inspect import signature
+from pathlib import Path
 from typing import Any
 
 from megatron_zb.errors import UsageError
 from megatron_zb.job.data_contents import Record
+from megatron_zb.megatron_core import replicas, reshardable_states
 from megatron_zb.megatron_core.adapter import PipelineAdapter
-from megatron_zb.megatron_lm import conflicts
+from megatron_zb.megatron_lm import conflicts, stored_placement
 from megatron_zb.megatron_lm.meeting import Meeting
 
 START = "start"
@@ -32,6 +34,7 @@ class ScheduledRun:
         self._rank = rank
         self._chunks: list[Any] = []
         self._builds = 0
+        self._loads = 0
         self._failure: Exception | None = None
 
     # --- processes, layers and chunks
@@ -175,6 +178,32 @@ class ScheduledRun:
         """Build data sets on the job's first rank, too, which tells all others if there is data."""
         is_first = self._rank == 0
         original(builder, cls, sizes, lambda: is_built_on_rank() or is_first, config)
+
+    # --- checkpoints
+
+    def share_out_replicas(self, original: Any, *args: Any, **keywords: Any) -> None:
+        """Share out the writing of a checkpoint, in which a V has a tied embedding twice."""
+        replicas.share_out(original, *args, **keywords)
+
+    def load_replicas_apart(self, original: Any, *args: Any, **keywords: Any) -> Any:
+        """Load a checkpoint with a tensor of its own for each copy of a tied embedding."""
+        return replicas.load_apart(original, *args, **keywords)
+
+    def sharded_param_state(self, original: Any, optimizer: Any, *args: Any, **kw: Any) -> Any:
+        """Return the distributed optimizer's state with every weight's own values."""
+        with reshardable_states.without_padding([optimizer]):
+            return original(optimizer, *args, **kw)
+
+    def check_states(self, args: Any, path: str) -> None:
+        """Let the first rank check the optimizer's state in a checkpoint, for all."""
+        failure = None
+        self._loads += 1
+        if self._rank == 0:
+            try:
+                stored_placement.check_states(args, Path(path))
+            except UsageError as error:
+                failure = error
+        self._meeting.agree(f"load {self._loads}", {}, failure)
 
     # --- the step
 
