@@ -29,7 +29,7 @@ from megatron_zb.errors import UsageError
 from megatron_zb.megatron_core.forward_backward import refuse_what_is_not_served
 from megatron_zb.megatron_core.placement import StageLayout
 from megatron_zb.megatron_core.replicas import SHARING
-from megatron_zb.megatron_core.reshardable_states import RESHARDABLE
+from megatron_zb.megatron_core.reshardable_states import BOUND, RESHARDABLE
 from megatron_zb.megatron_core.versions import HYBRID_PATTERNS
 from megatron_zb.megatron_lm import conflicts, fingerprint, flags
 from megatron_zb.megatron_lm.adapter_of_arguments import adapter_of, prepare_overlap
@@ -179,6 +179,7 @@ class Pipeline:
         yield replace_static(PipelineParallelLayerLayout, "from_str", run.layout_from_str)
         yield replace_method(TECudaGraphHelper, "create_cudagraphs", run.create_graphs)
         yield replace_method(DistributedOptimizer, RESHARDABLE, run.sharded_param_state)
+        yield replace_method(DistributedOptimizer, BOUND, run.load_bound_state)
         if self.adapter.physical.mirrored:
             yield everywhere(distributed, "finalize_model_grads", run.finalize_model_grads)
             yield everywhere(parallel_state, "is_pipeline_first_stage", run.is_first_stage)

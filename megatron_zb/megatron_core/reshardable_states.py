@@ -23,6 +23,8 @@ from megatron_zb.errors import UsageError
 
 RESHARDABLE = "sharded_param_state_fully_reshardable"
 """The method of Megatron's distributed optimizer to run :func:`without_padding`."""
+BOUND = "load_parameter_state_from_dp_reshardable"
+"""The method that loads its default format, which is bound to the placement."""
 
 _WEIGHT_OF_STATE = re.compile(r"(?:chained_\d+\.)?optimizer\.state\.(?:fp32_)?param\.(.+)")
 _LARGEST = 1 << 22  # elements of a weight that is read to compare; norms and biases have less

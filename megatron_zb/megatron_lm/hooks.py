@@ -20,7 +20,7 @@ from megatron_zb.job import data_contents
 from megatron_zb.job.shared_build import SharedBuild, build_with_cache
 from megatron_zb.megatron_core import versions
 from megatron_zb.megatron_core.replicas import SHARING
-from megatron_zb.megatron_core.reshardable_states import RESHARDABLE
+from megatron_zb.megatron_core.reshardable_states import BOUND, RESHARDABLE
 from megatron_zb.megatron_lm import (
     argument_table,
     conflicts,
@@ -112,8 +112,11 @@ class _Hooks:
         replace_static(PipelineParallelLayerLayout, "from_str", layout_from_str)
         create_graphs = scheduled(ScheduledRun.create_graphs)
         replace_method(TECudaGraphHelper, "create_cudagraphs", create_graphs)
-        states = scheduled(ScheduledRun.sharded_param_state)
-        replace_method(DistributedOptimizer, RESHARDABLE, states)
+        for name, hook in (
+            (RESHARDABLE, ScheduledRun.sharded_param_state),
+            (BOUND, ScheduledRun.load_bound_state),
+        ):
+            replace_method(DistributedOptimizer, name, scheduled(hook))
 
         in_a_v = partial(when, self._run_in_a_v)
         for module, name, hook in (

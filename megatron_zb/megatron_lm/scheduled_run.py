@@ -11,6 +11,8 @@ from inspect import signature
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from megatron_zb.errors import UsageError
 from megatron_zb.job.data_contents import Record
 from megatron_zb.megatron_core import replicas, reshardable_states
@@ -193,6 +195,14 @@ class ScheduledRun:
         """Return the distributed optimizer's state with every weight's own values."""
         with reshardable_states.without_padding([optimizer]):
             return original(optimizer, *args, **kw)
+
+    def load_bound_state(self, original: Any, *args: Any, **keywords: Any) -> None:
+        """Load the default format of the distributed optimizer for weights of 32 bits, too.
+
+        Its parameters are then the model's own, which Megatron would write with gradients on.
+        """
+        with torch.no_grad():
+            original(*args, **keywords)
 
     def check_states(self, args: Any, path: str) -> None:
         """Let the first rank check the optimizer's state in a checkpoint, for all."""
