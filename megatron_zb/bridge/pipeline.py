@@ -15,6 +15,8 @@ from weakref import WeakSet
 
 import torch.distributed as dist
 from megatron.core import distributed, parallel_state
+from megatron.core.dist_checkpointing.strategies import fully_parallel
+from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.pipeline_parallel import schedules
 from megatron.core.pipeline_parallel import utils as pipeline_utils
 from megatron.core.transformer.cuda_graphs import TECudaGraphHelper
@@ -26,6 +28,8 @@ from megatron_zb.bridge.settings import Settings
 from megatron_zb.errors import UsageError
 from megatron_zb.megatron_core.forward_backward import refuse_what_is_not_served
 from megatron_zb.megatron_core.placement import StageLayout
+from megatron_zb.megatron_core.replicas import SHARING
+from megatron_zb.megatron_core.reshardable_states import BOUND, RESHARDABLE
 from megatron_zb.megatron_core.versions import HYBRID_PATTERNS
 from megatron_zb.megatron_lm import conflicts, fingerprint, flags
 from megatron_zb.megatron_lm.adapter_of_arguments import adapter_of, prepare_overlap
@@ -174,6 +178,8 @@ class Pipeline:
         yield everywhere(parallel_state, "initialize_model_parallel", run.initialize_model_parallel)
         yield replace_static(PipelineParallelLayerLayout, "from_str", run.layout_from_str)
         yield replace_method(TECudaGraphHelper, "create_cudagraphs", run.create_graphs)
+        yield replace_method(DistributedOptimizer, RESHARDABLE, run.sharded_param_state)
+        yield replace_method(DistributedOptimizer, BOUND, run.load_bound_state)
         if self.adapter.physical.mirrored:
             stages = run.stage_data
             yield everywhere(distributed, "finalize_model_grads", run.finalize_model_grads)
@@ -184,6 +190,9 @@ class Pipeline:
                 lambda original, group: stages.is_first_stage(original),
                 _asks_for_embedding,
             )
+            yield replace(fully_parallel, SHARING, run.share_out_replicas)
+            wrapper = fully_parallel.FullyParallelLoadStrategyWrapper
+            yield replace_method(wrapper, "load", run.load_replicas_apart)
 
 
 def _asks_for_embedding(module: str) -> bool:

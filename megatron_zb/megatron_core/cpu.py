@@ -57,6 +57,7 @@ def run_on_cpu(*, training_loop: bool = False) -> None:
         redirect_experts()
         keep_messages()
         share_norms()
+        sum_norms_in_single_precision()
     cuda.redirected_to_cpu = True
 
 
@@ -189,6 +190,25 @@ def redirect_experts() -> None:
     token_dispatcher.maybe_move_tensor_to_cpu = to_cpu  # leaves tensors that are no CUDA tensors
     if not hasattr(moe_utils, "te_general_gemm"):  # 0.16 asks for it, but does not define it then
         moe_utils.te_general_gemm = None
+
+
+def sum_norms_in_single_precision() -> None:
+    """Sum norms of 16-bit weights in single precision, as a GPU's kernels do.
+
+    Megatron's substitute for them rounds the norm of every tensor, and that of a rank, to the type
+    of the weights, so that ``--log-params-norm`` would differ between placements.
+    """
+    from megatron.core import utils
+
+    usual = utils.local_multi_tensor_l2_norm
+    if hasattr(usual, "__wrapped__"):
+        return
+
+    @functools.wraps(usual)
+    def of_single_precision(chunk: Any, flag: Any, lists: Any, *options: Any) -> Any:
+        return usual(chunk, flag, [[each.float() for each in of] for of in lists], *options)
+
+    utils.local_multi_tensor_l2_norm = of_single_precision
 
 
 def keep_messages() -> None:

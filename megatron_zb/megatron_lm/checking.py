@@ -10,7 +10,7 @@ from pathlib import Path
 
 from megatron_zb.errors import Refusal, UsageError
 from megatron_zb.job.run_flags import asks_for_layer_streams, placement_of
-from megatron_zb.megatron_lm import argument_table, conflicts, flags
+from megatron_zb.megatron_lm import argument_table, conflicts, flags, stored_placement
 from megatron_zb.megatron_lm.adapter_of_arguments import adapter_of
 from megatron_zb.megatron_lm.argument_table import Finding, Verdict
 from megatron_zb.schedules import catalog, interchange
@@ -89,6 +89,7 @@ def check(args: argparse.Namespace, version: str, *, build: bool = True) -> Repo
     found += conflicts.state_refusals(args, table)
     if asks_for_layer_streams(args.pipeline_random_streams, keeps_places=placement.chunks == 1):
         found += conflicts.layer_streams_refusals(args)
+    found += _stored_refusals(args, choice)
     refused = [Checked(r.flag, Finding(Verdict.REFUSED, _reason(r, choice))) for r in found]
     checked = [*refused, *_others(args, version, {r.flag.split()[0] for r in found})]
     if build and not refused:
@@ -121,6 +122,16 @@ def _placement(args: argparse.Namespace, table: Schedule | None) -> tuple[Placem
     if family.placement is None:
         return placement_of(args) or v_shape(size), True
     return family.placement(size, None), family.splits_backward
+
+
+def _stored_refusals(args: argparse.Namespace, choice: str) -> Iterator[Refusal]:
+    """Yield what is wrong with the checkpoint to load, where this machine has it."""
+    path = stored_placement.latest(args)
+    try:
+        if path is not None:
+            stored_placement.check_states(args, path)
+    except UsageError as error:
+        yield Refusal("--load", choice, str(error))
 
 
 def _series(version: str) -> tuple[int, int]:

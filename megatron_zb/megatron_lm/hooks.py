@@ -19,6 +19,8 @@ from megatron_zb.errors import UsageError
 from megatron_zb.job import data_contents
 from megatron_zb.job.shared_build import SharedBuild, build_with_cache
 from megatron_zb.megatron_core import versions
+from megatron_zb.megatron_core.replicas import SHARING
+from megatron_zb.megatron_core.reshardable_states import BOUND, RESHARDABLE
 from megatron_zb.megatron_lm import (
     argument_table,
     conflicts,
@@ -76,6 +78,8 @@ class _Hooks:
 
     def install(self) -> None:
         from megatron.core import parallel_state
+        from megatron.core.dist_checkpointing.strategies import fully_parallel
+        from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
         from megatron.core.transformer import transformer_block
         from megatron.core.transformer.cuda_graphs import TECudaGraphHelper
         from megatron.core.transformer.pipeline_parallel_layer_layout import (
@@ -106,9 +110,17 @@ class _Hooks:
         replace_static(PipelineParallelLayerLayout, "from_str", layout_from_str)
         create_graphs = scheduled(ScheduledRun.create_graphs)
         replace_method(TECudaGraphHelper, "create_cudagraphs", create_graphs)
+        for name, hook in (
+            (RESHARDABLE, ScheduledRun.sharded_param_state),
+            (BOUND, ScheduledRun.load_bound_state),
+        ):
+            replace_method(DistributedOptimizer, name, scheduled(hook))
 
         in_a_v = partial(when, self._run_in_a_v)
         replace(training, "finalize_model_grads", in_a_v(ScheduledRun.finalize_model_grads))
+        replace(fully_parallel, SHARING, in_a_v(ScheduledRun.share_out_replicas))
+        load_apart = in_a_v(ScheduledRun.load_replicas_apart)
+        replace_method(fully_parallel.FullyParallelLoadStrategyWrapper, "load", load_apart)
         self._install_in_data()
         self._post_validation.install()
 
@@ -231,6 +243,7 @@ class _Hooks:
         try:
             stored_placement.check(loaded, args, None if run is None else run.adapter)
             if run is not None:
+                run.check_states(args, loaded[1])
                 _check_data(loaded, args, run.data)
         except UsageError as error:
             end_with(error, args.rank)

@@ -9,12 +9,16 @@ import argparse
 from collections.abc import Iterator
 from contextlib import contextmanager
 from inspect import signature
+from pathlib import Path
 from typing import Any
+
+import torch
 
 from megatron_zb.errors import UsageError
 from megatron_zb.job.data_contents import Record
+from megatron_zb.megatron_core import replicas, reshardable_states
 from megatron_zb.megatron_core.adapter import PipelineAdapter
-from megatron_zb.megatron_lm import conflicts
+from megatron_zb.megatron_lm import conflicts, stored_placement
 from megatron_zb.megatron_lm.meeting import Meeting
 from megatron_zb.megatron_lm.stage_data import StageData
 
@@ -34,8 +38,10 @@ class ScheduledRun:
         self.not_agreed: dict[str, Any] | None = None
         """Values that the ranks have not agreed on yet."""
         self._meeting = meeting
+        self._rank = args.rank
         self._chunks: list[Any] = []
         self._builds = 0
+        self._loads = 0
         self._failure: Exception | None = None
 
     # --- processes, layers and chunks
@@ -142,6 +148,40 @@ class ScheduledRun:
     @property
     def _building(self) -> str:
         return f"build {self._builds}"
+
+    # --- checkpoints
+
+    def share_out_replicas(self, original: Any, *args: Any, **keywords: Any) -> None:
+        """Share out the writing of a checkpoint, in which a V has a tied embedding twice."""
+        replicas.share_out(original, *args, **keywords)
+
+    def load_replicas_apart(self, original: Any, *args: Any, **keywords: Any) -> Any:
+        """Load a checkpoint with a tensor of its own for each copy of a tied embedding."""
+        return replicas.load_apart(original, *args, **keywords)
+
+    def sharded_param_state(self, original: Any, optimizer: Any, *args: Any, **kw: Any) -> Any:
+        """Return the distributed optimizer's state with every weight's own values."""
+        with reshardable_states.without_padding([optimizer]):
+            return original(optimizer, *args, **kw)
+
+    def load_bound_state(self, original: Any, *args: Any, **keywords: Any) -> None:
+        """Load the default format of the distributed optimizer for weights of 32 bits, too.
+
+        Its parameters are then the model's own, which Megatron would write with gradients on.
+        """
+        with torch.no_grad():
+            original(*args, **keywords)
+
+    def check_states(self, args: Any, path: str) -> None:
+        """Let the first rank check the optimizer's state in a checkpoint, for all."""
+        failure = None
+        self._loads += 1
+        if self._rank == 0:
+            try:
+                stored_placement.check_states(args, Path(path))
+            except UsageError as error:
+                failure = error
+        self._meeting.agree(f"load {self._loads}", {}, failure)
 
     # --- the step
 

@@ -8,12 +8,14 @@ the buffers of each rank, and the legacy format, which follows the pipeline rank
 from __future__ import annotations
 
 import argparse
+from pathlib import Path
 from typing import Any
 
 from megatron.core.dist_checkpointing import load_content_metadata
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
 from megatron_zb.errors import UsageError
+from megatron_zb.megatron_core import reshardable_states
 from megatron_zb.megatron_core.adapter import PipelineAdapter
 from megatron_zb.megatron_lm import hybrid_pattern
 from megatron_zb.megatron_lm.adapter_of_arguments import layers_of
@@ -104,7 +106,7 @@ def check(loaded: Any, args: argparse.Namespace, adapter: PipelineAdapter | None
             f"run has {placement}: load it with the schedule it was written with and save it with "
             "--ckpt-format torch_dist"
         )
-    if not args.use_distributed_optimizer or args.finetune or args.no_load_optim:
+    if not _loads_distributed(args):
         return
     metadata = load_content_metadata(preloaded_state_dict=state) or {}
     sharding = metadata.get("distrib_optim_sharding_type")
@@ -114,3 +116,30 @@ def check(loaded: Any, args: argparse.Namespace, adapter: PipelineAdapter | None
             f"written with {saved}, but this run has {placement}: save it with "
             "--dist-ckpt-optim-fully-reshardable, or load the weights alone with --no-load-optim"
         )
+
+
+def check_states(args: argparse.Namespace, path: Path) -> None:
+    """Refuse a checkpoint whose optimizer's state is to be loaded and is not of its weights.
+
+    Weights in 8 or 4 bits have been rounded, and are not compared.
+
+    Raises:
+        UsageError: says what to load instead.
+    """
+    rounded = any(getattr(args, name, False) for name in ("fp8_param_gather", "fp4_param"))
+    if _loads_distributed(args) and not rounded and (path / ".metadata").is_file():
+        reshardable_states.check(path)
+
+
+def latest(args: argparse.Namespace) -> Path | None:
+    """Return the directory of the checkpoint that a run is to load, if it is there."""
+    folder = Path(args.load or "")
+    tracker = folder / "latest_checkpointed_iteration.txt"
+    if not args.load or not tracker.is_file():
+        return None
+    step = getattr(args, "ckpt_step", None) or tracker.read_text().strip()
+    return folder / f"iter_{int(step):07d}" if str(step).isdecimal() else None
+
+
+def _loads_distributed(args: argparse.Namespace) -> bool:
+    return args.use_distributed_optimizer and not (args.finetune or args.no_load_optim)

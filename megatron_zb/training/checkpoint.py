@@ -25,6 +25,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from megatron_zb.errors import UsageError
 from megatron_zb.job import data_contents
+from megatron_zb.megatron_core.reshardable_states import without_padding
 from megatron_zb.parsing import flag_of
 from megatron_zb.training.checkpoint_contents import check_contents
 from megatron_zb.training.checkpoint_directory import (
@@ -269,9 +270,11 @@ def check_checkpoint(args: argparse.Namespace) -> tuple[Path, dict[str, Any]]:
 def _state(trainee: Trainee, metadata: dict[str, Any], *, loading: bool) -> dict[str, Any]:
     """Return model and optimizer as megatron-core's sharded tensors, by global layer numbers."""
     state = _model_state(trainee, metadata)
-    state["optimizer"] = trainee.optimizer.sharded_state_dict(
-        state, is_loading=loading, metadata=metadata
-    )
+    parts = getattr(trainee.optimizer, "chained_optimizers", [trainee.optimizer])
+    with without_padding(parts):
+        state["optimizer"] = trainee.optimizer.sharded_state_dict(
+            state, is_loading=loading, metadata=metadata
+        )
     return state
 
 

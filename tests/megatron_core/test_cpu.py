@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 
-from megatron_zb.megatron_core.cpu import keep_messages
+from megatron_zb.megatron_core.cpu import keep_messages, sum_norms_in_single_precision
 
 _NUMBERS, _MESSAGES = 8192, 64
 
@@ -54,3 +55,19 @@ def numbers_that_come() -> list[float]:
 def test_an_activation_that_was_given_away_is_sent_whole(ranks: Any) -> None:
     _, found = ranks(2).run(numbers_that_come)
     assert found == [float(number) for number in range(_MESSAGES) for _ in range(2)]
+
+
+def norm_of_halves() -> tuple[float, float]:
+    """The norm of 16-bit tensors by Megatron's function, and by torch in 64 bits."""
+    from megatron.core import utils
+
+    sum_norms_in_single_precision()
+    torch.manual_seed(0)
+    tensors = [(scale * torch.randn(50, 20)).half() for scale in (0.1, 0.5, 1.0)]
+    found, _ = utils.local_multi_tensor_l2_norm(0, None, [tensors], False)
+    return found.item(), torch.cat(tensors).double().norm().item()
+
+
+def test_norms_of_16_bits_are_not_rounded_to_16_bits(ranks: Any) -> None:
+    for found, exact in ranks(2).run(norm_of_halves):
+        assert found == pytest.approx(exact, rel=1e-6)

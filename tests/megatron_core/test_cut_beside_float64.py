@@ -22,10 +22,10 @@ from ranks import RankPools
 M, SAMPLES = 4, 16
 MOST = 1.2
 FULL = pytest.mark.full
-USUAL = [(2, 1, False, "float32"), (2, 1, True, "bfloat16")]
+USUAL = [(2, 1, False, "float32"), (2, 1, True, "bfloat16"), (2, 1, False, "float16")]
 SIZES = [
     pytest.param(*sizes, marks=() if sizes in USUAL else FULL)
-    for sizes in product((2, 4), (1, 2), (False, True), ("float32", "bfloat16"))
+    for sizes in product((2, 4), (1, 2), (False, True), ("float32", "bfloat16", "float16"))
 ]
 
 

@@ -7,6 +7,8 @@ import json
 from pathlib import Path
 
 import pytest
+import torch
+from torch.distributed import checkpoint as torch_checkpoint
 
 from megatron_zb.cli import main as cli
 from megatron_zb.cli.check import separated
@@ -26,6 +28,18 @@ def checked(words: str, version: str = "0.19") -> checking.Report:
 
 def refused(words: str, version: str = "0.19") -> list[str]:
     return [each.flag for each in checked(words, version).of(Verdict.REFUSED)]
+
+
+def test_a_checkpoint_whose_state_is_not_of_its_weights_is_refused(tmp_path: Path) -> None:
+    weight = torch.arange(128.0)
+    state = {"w": weight, "optimizer.state.param.w": weight.roll(64)}
+    torch_checkpoint.save(state, checkpoint_id=tmp_path / "iter_0000002", no_dist=True)
+    (tmp_path / "latest_checkpointed_iteration.txt").write_text("2")
+    words = f"{RUN} --use-distributed-optimizer --load {tmp_path}"
+    assert refused(words) == ["--load"]
+    assert refused(f"{words} --no-load-optim") == []
+    assert refused(f"{words} --ckpt-step 3") == []  # which is on another machine
+    assert refused(f"{words}/elsewhere") == []
 
 
 def test_every_argument_of_every_version_is_judged_or_refused() -> None:

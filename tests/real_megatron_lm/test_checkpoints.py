@@ -80,6 +80,76 @@ def test_the_distributed_optimizer(checkout: Path, tmp_path: Path, format_: str)
     check_equal(same_placement, pretrain(checkout, MODEL, DISTRIBUTED, load))
 
 
+REPLICAS = "--pipeline-model-parallel-size 2"  # of four ranks, so that each stage is there twice
+PREDICTION = (
+    "--untie-embeddings-and-output-weights --mtp-num-layers 1 --position-embedding-type rope"
+)
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        "",
+        PREDICTION,
+        "--use-distributed-optimizer --dist-ckpt-optim-fully-reshardable",
+        "--ckpt-assume-constant-structure",
+    ],
+    ids=["tied", "prediction", "distributed", "constant-structure"],
+)
+def test_a_v_with_replicas_saves_and_all_go_on(checkout: Path, tmp_path: Path, flags: str) -> None:
+    """One rank has a tied embedding twice; two steps, as the first is taken with loaded states."""
+    save = f"--exit-interval 2 --save {tmp_path} --save-interval 1"
+    saved = pretrain(checkout, MODEL, REPLICAS, flags, V_HALF, save)
+    assert saved.code == 0, saved.output
+    load = f"--load {tmp_path} --exit-interval 4 --ckpt-fully-parallel-load"
+    stock = pretrain(checkout, MODEL, REPLICAS, flags, load)
+    assert list(stock.losses) == [3, 4], stock.output
+    check_equal(pretrain(checkout, MODEL, REPLICAS, flags, load, V_HALF), stock)
+    check_equal(pretrain(checkout, MODEL, REPLICAS, flags, load, "--pipeline-schedule v-zb"), stock)
+
+
+def test_the_default_format_goes_on_in_32_bits(checkout: Path, tmp_path: Path) -> None:
+    """Megatron's own schedule cannot load it: it writes into weights that have gradients."""
+    flags = f"{REPLICAS} --use-distributed-optimizer {V_HALF}"
+    run = pretrain(checkout, MODEL, flags, f"--save {tmp_path} --save-interval 2 --exit-interval 3")
+    assert run.code == 0, run.output
+    (tmp_path / "latest_checkpointed_iteration.txt").write_text("2")
+    loaded = pretrain(checkout, MODEL, flags, f"--load {tmp_path} --exit-interval 3")
+    assert loaded.losses == {3: run.losses[3]}, loaded.output
+
+
+# Sizes that leave buckets to pad: Megatron shifts what it writes behind them.
+PADDED = f"""
+--num-layers 5 --hidden-size 32 --ffn-hidden-size 72 --qk-layernorm --ddp-bucket-size 5000
+--overlap-grad-reduce --use-distributed-optimizer --dist-ckpt-optim-fully-reshardable
+--num-experts 4 --expert-model-parallel-size 2 --moe-token-dispatcher-type alltoall
+--moe-router-dtype fp32 --disable-bias-linear --untie-embeddings-and-output-weights {REPLICAS}
+"""
+OWN = "--pipeline-model-parallel-layout Ettt|ttL"
+
+
+def test_states_of_padded_buckets_are_written_right_and_wrong_ones_refused(
+    checkout: Path, tmp_path: Path
+) -> None:
+    save = f"--exit-interval 2 --save-interval 2 --save {tmp_path}"
+    wrong = pretrain(checkout, MODEL, PADDED, OWN, f"{save}/stock")
+    assert wrong.code == 0, wrong.output
+    run = pretrain(checkout, MODEL, PADDED, V_HALF, f"--load {tmp_path}/stock")
+    assert run.code != 0
+    assert "is not that of its weights" in run.error
+    assert run.error.count("\n") == 0
+    flags = f"--load {tmp_path}/stock --no-load-optim --exit-interval 3"
+    weights = pretrain(checkout, MODEL, PADDED, V_HALF, flags)
+    assert list(weights.losses) == [3], weights.output
+
+    right = pretrain(checkout, MODEL, PADDED, V_HALF, f"{save}/ours")
+    assert right.code == 0, right.output
+    load = f"--load {tmp_path}/ours --exit-interval 4"
+    stock = pretrain(checkout, MODEL, PADDED, OWN, load)
+    assert list(stock.losses) == [3, 4], stock.output
+    check_equal(pretrain(checkout, MODEL, PADDED, load, "--pipeline-schedule v-zb"), stock)
+
+
 def test_the_legacy_format_is_refused_in_a_v(checkout: Path, tmp_path: Path) -> None:
     legacy = MODEL.replace("torch_dist", "torch")
     run = pretrain(checkout, legacy, PIPELINE, V_HALF, f"--save {tmp_path}")
