@@ -175,12 +175,13 @@ class Pipeline:
         yield replace_static(PipelineParallelLayerLayout, "from_str", run.layout_from_str)
         yield replace_method(TECudaGraphHelper, "create_cudagraphs", run.create_graphs)
         if self.adapter.physical.mirrored:
+            stages = run.stage_data
             yield everywhere(distributed, "finalize_model_grads", run.finalize_model_grads)
-            yield everywhere(parallel_state, "is_pipeline_first_stage", run.is_first_stage)
+            yield everywhere(parallel_state, "is_pipeline_first_stage", stages.is_first_stage)
             yield replace(
                 pipeline_utils,
                 "is_pp_first_stage",
-                lambda original, group: run.is_first_stage(original),
+                lambda original, group: stages.is_first_stage(original),
                 _asks_for_embedding,
             )
 
@@ -250,7 +251,7 @@ class _Run(ScheduledRun):
 
     def __init__(self, pipeline: Pipeline, args: argparse.Namespace) -> None:
         adapter = pipeline.adapter
-        super().__init__(adapter, _Meeting(60 * args.distributed_timeout_minutes), rank=-1)
+        super().__init__(adapter, _Meeting(60 * args.distributed_timeout_minutes), args)
         self._pipeline = pipeline
         self.not_agreed = pipeline.settings.as_values() | fingerprint.of_run(args, adapter, {})
         self._placed_chunks: WeakSet[Any] = WeakSet()

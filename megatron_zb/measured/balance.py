@@ -202,8 +202,9 @@ def of_arguments(value: str, args: Any) -> Ends:
     ends = ends_of(args)
     if ends is None:
         raise UsageError(
-            f"{LAYOUT_FLAG} {AUTO_LAYOUT} has to know how large the output layer is: give "
-            f"--vocab-size, or {instead}"
+            f"{LAYOUT_FLAG} {AUTO_LAYOUT} has to know how large layers and the output layer are: "
+            "give --hidden-size, --num-attention-heads, --seq-length and --vocab-size, or "
+            f"{instead}"
         )
     return ends
 
@@ -212,6 +213,8 @@ def ends_of(args: Any) -> Ends | None:
     """Derive the ends from the sizes of a model; return None where these do not suffice."""
     vocabulary = getattr(args, "padded_vocab_size", None) or getattr(args, "vocab_size", None)
     if vocabulary is None or getattr(args, "multi_latent_attention", False):
+        return None
+    if not all((args.hidden_size, args.num_attention_heads, args.seq_length)):
         return None
     layer = _layer_flops(args)
     ends = counted(

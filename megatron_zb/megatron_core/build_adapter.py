@@ -75,6 +75,8 @@ def copy_of(args: argparse.Namespace) -> float | None:
     """Return what is assumed of copies to the host, None if nothing may be moved there."""
     if OFFLOAD_FLAG not in states_asked_for(args):
         return None
+    if args.hidden_size is None:
+        raise UsageError(f"{OFFLOAD_FLAG} auto has to know the size of a layer: give --hidden-size")
     here = torch.device(device() if torch.cuda.is_available() else "cpu")
     return copy_share(args.hidden_size, here.type)
 

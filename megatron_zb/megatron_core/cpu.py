@@ -12,10 +12,12 @@ knows about it.
 from __future__ import annotations
 
 import contextlib
+import copy
 import functools
 import os
 import sys
 import sysconfig
+from collections import Counter
 from collections.abc import Callable, Iterator
 from importlib.metadata import PackageNotFoundError, distribution
 from importlib.util import module_from_spec, spec_from_file_location
@@ -54,6 +56,7 @@ def run_on_cpu(*, training_loop: bool = False) -> None:
         _redirect_training_loop()
         redirect_experts()
         keep_messages()
+        share_norms()
     cuda.redirected_to_cpu = True
 
 
@@ -120,13 +123,7 @@ def _redirect_training_loop() -> None:
     cuda.get_device_properties = lambda device=None: SimpleNamespace(
         name="cpu", major=0, minor=0, total_memory=0, multi_processor_count=os.cpu_count()
     )
-    # memory report after the first logged iteration
-    for name in ("allocated", "reserved"):
-        setattr(cuda, f"memory_{name}", lambda device=None: 0)
-        setattr(cuda, f"max_memory_{name}", lambda device=None: 0)
-    cuda.memory_stats = lambda device=None: {}
-    cuda.reset_peak_memory_stats = _nothing()
-    cuda.empty_cache = _nothing()
+    _redirect_reports()
     # data loaders would pin their memory for it
     accelerator: Any = torch.accelerator
     accelerator.is_available = lambda: False
@@ -135,6 +132,51 @@ def _redirect_training_loop() -> None:
     from megatron_zb.megatron_core.versions import skip_fused_kernels
 
     skip_fused_kernels()
+
+
+def _redirect_reports() -> None:
+    """Report a device without memory of its own, at rest, to logs and profilers."""
+    cuda: Any = torch.cuda
+    for name in ("memory_allocated", "memory_reserved"):
+        setattr(cuda, name, lambda device=None: 0)
+        setattr(cuda, f"max_{name}", lambda device=None: 0)
+    for name in ("device_memory_used", "temperature", "power_draw", "utilization", "clock_rate"):
+        setattr(cuda, name, lambda device=None: 0)
+    cuda.memory_stats = lambda device=None: Counter()  # 0, whatever the name
+    cuda.reset_peak_memory_stats = _nothing()
+    cuda.empty_cache = _nothing()
+    cuda.memory._snapshot = lambda device=None: {"segments": [], "device_traces": []}
+    cuda.memory._record_memory_history = _nothing()
+    bindings: Any = torch._C
+    bindings._cuda_attach_out_of_memory_observer = _nothing()
+    cuda.cudart = lambda: SimpleNamespace(cudaProfilerStart=int, cudaProfilerStop=int)
+    cuda.check_error = _nothing()
+    profiler: Any = torch.autograd.profiler
+    profiler.emit_nvtx = lambda enabled=True, record_shapes=False: contextlib.nullcontext()
+
+
+def share_norms() -> None:
+    """Let torch's norms run beside sequence parallelism; imports megatron-core.
+
+    Each rank normalises its part of the sequence, so that the gradients of a norm are summed over
+    the tensor-parallel ranks, as Megatron does for weights that are marked so.
+    """
+    from megatron.core.transformer.torch_norm import WrappedTorchNorm
+
+    build = WrappedTorchNorm.__new__
+    if hasattr(build, "__wrapped__"):
+        return
+
+    @functools.wraps(build)
+    def marked(cls: Any, config: Any, *args: Any, **keywords: Any) -> Any:
+        plain = copy.copy(config)
+        plain.sequence_parallel = False
+        norm = build(cls, plain, *args, **keywords)
+        for weight in norm.parameters():
+            weight.sequence_parallel = config.sequence_parallel
+        return norm
+
+    WrappedTorchNorm.__new__ = marked
 
 
 def redirect_experts() -> None:

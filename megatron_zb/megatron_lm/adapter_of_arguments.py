@@ -20,6 +20,7 @@ from megatron_zb.megatron_core.build_adapter import Chunks, Sizes, build_adapter
 from megatron_zb.megatron_core.group_options import group_options
 from megatron_zb.megatron_core.vocabulary_choice import WHOLE
 from megatron_zb.megatron_lm import conflicts, flags, hybrid_pattern
+from megatron_zb.megatron_lm.derived import num_layers, with_derived
 from megatron_zb.parsing import flag_of
 from megatron_zb.schedules import catalog
 from megatron_zb.schedules.catalog import Build
@@ -169,7 +170,7 @@ def _steps_done() -> int:
 
 def _sizes(args: argparse.Namespace) -> Sizes:
     _check_sizes(args)
-    ends = None if _is_hybrid(args) else balance.ends_of(args)
+    ends = None if _is_hybrid(args) else balance.ends_of(with_derived(args))
     sizes = Sizes(
         num_microbatches=_num_microbatches(args),
         layers=layers_of(args),
@@ -218,12 +219,12 @@ def _chunks(args: argparse.Namespace) -> Chunks:
     if args.num_layers_per_virtual_pipeline_stage is not None:
         flag = "--num-layers-per-virtual-pipeline-stage"
         _check_positive(flag, args.num_layers_per_virtual_pipeline_stage)
-        per_rank, rest = divmod(_num_layers(args), p)
+        per_rank, rest = divmod(num_layers(args), p)
         chunks, uneven = divmod(per_rank, args.num_layers_per_virtual_pipeline_stage)
         if rest or uneven:
             raise UsageError(
                 f"{flag} {args.num_layers_per_virtual_pipeline_stage} does not divide the "
-                f"{_num_layers(args)} layers of {p} pipeline ranks: give "
+                f"{num_layers(args)} layers of {p} pipeline ranks: give "
                 "--num-virtual-stages-per-pipeline-rank instead"
             )
         return Chunks(chunks, flag)
@@ -253,7 +254,7 @@ def layers_of(args: argparse.Namespace) -> Layers:
     """Return the layers that Megatron-LM's arguments ask to be placed."""
     pattern = hybrid_pattern.of_arguments(args) or ""
     return Layers(
-        decoder=_num_layers(args),
+        decoder=num_layers(args),
         multi_token=len(predicting_parts(pattern)) or args.mtp_num_layers or 0,
         embedding=int(args.account_for_embedding_in_pipeline_split),
         output=int(args.account_for_loss_in_pipeline_split),
@@ -277,7 +278,7 @@ def _layout(args: argparse.Namespace) -> str | balance.Ends | None:
     if asked is None:
         return None if layout is None else str(layout)
     _check_balance(args, asked)
-    return balance.of_arguments(asked, args)
+    return balance.of_arguments(asked, with_derived(args))
 
 
 def _check_balance(args: argparse.Namespace, asked: str) -> None:
@@ -299,17 +300,6 @@ def _check_alone(args: argparse.Namespace, asked: str) -> None:
             raise UsageError(
                 f"{asked} and {flag_of(name)} both say which layers a stage has: leave one out"
             )
-
-
-def _num_layers(args: argparse.Namespace) -> int:
-    pattern = hybrid_pattern.of_arguments(args)
-    if pattern:
-        return len(kinds(pattern))
-    names = ("num_layers", "decoder_num_layers", "encoder_num_layers")
-    number = next((n for name in names if (n := getattr(args, name, None)) is not None), None)
-    if number is None:
-        raise UsageError("--num-layers is missing: a schedule places layers on stages")
-    return int(number)
 
 
 def _is_hybrid(args: argparse.Namespace) -> bool:

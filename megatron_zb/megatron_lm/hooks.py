@@ -38,6 +38,7 @@ from megatron_zb.megatron_lm.meeting import Meeting
 from megatron_zb.megatron_lm.post_validation_hooks import PostValidationHooks
 from megatron_zb.megatron_lm.replacing import replace, replace_method, replace_static, when
 from megatron_zb.megatron_lm.scheduled_run import START, ScheduledRun
+from megatron_zb.megatron_lm.stage_data import StageData
 from megatron_zb.parsing import flag_of
 from megatron_zb.schedules.catalog import Build
 
@@ -75,15 +76,12 @@ class _Hooks:
 
     def install(self) -> None:
         from megatron.core import parallel_state
-        from megatron.core.datasets.blended_megatron_dataset_builder import (
-            BlendedMegatronDatasetBuilder,
-        )
         from megatron.core.transformer import transformer_block
         from megatron.core.transformer.cuda_graphs import TECudaGraphHelper
         from megatron.core.transformer.pipeline_parallel_layer_layout import (
             PipelineParallelLayerLayout,
         )
-        from megatron.training import arguments, checkpointing, initialize, training, utils
+        from megatron.training import arguments, checkpointing, initialize, training
 
         del initialize  # imported so that what it holds is replaced, too
         replace(arguments, "add_megatron_arguments", self._add_arguments)
@@ -110,20 +108,38 @@ class _Hooks:
         replace_method(TECudaGraphHelper, "create_cudagraphs", create_graphs)
 
         in_a_v = partial(when, self._run_in_a_v)
-        for module, name, hook in (
-            (training, "finalize_model_grads", ScheduledRun.finalize_model_grads),
-            (parallel_state, "is_pipeline_first_stage", ScheduledRun.is_first_stage),
-            (utils, "is_first_or_last_pipeline_stage", ScheduledRun.is_first_or_last_stage),
-            (*versions.batch_broadcast(), ScheduledRun.get_batch_on_this_tp_rank),
-        ):
-            replace(module, name, in_a_v(hook))
-        dataset_builder = in_a_v(ScheduledRun.dataset_builder)
-        replace_method(BlendedMegatronDatasetBuilder, "__init__", dataset_builder)
+        replace(training, "finalize_model_grads", in_a_v(ScheduledRun.finalize_model_grads))
+        self._install_in_data()
         self._post_validation.install()
+
+    def _install_in_data(self) -> None:
+        from megatron.core import parallel_state
+        from megatron.core.datasets.blended_megatron_dataset_builder import (
+            BlendedMegatronDatasetBuilder,
+        )
+        from megatron.training import training, utils
+
+        every = partial(when, lambda: self._stage_data(lambda run: True))
+        in_a_v = partial(when, lambda: self._stage_data(_is_mirrored))
+        placed = partial(when, lambda: self._stage_data(lambda run: run.stage_data.is_placed))
+        for module, name, hook in (
+            (parallel_state, "is_pipeline_first_stage", in_a_v(StageData.is_first_stage)),
+            (utils, "is_first_or_last_pipeline_stage", placed(StageData.is_first_or_last_stage)),
+            (*versions.batch_broadcast(), placed(StageData.get_batch_on_this_tp_rank)),
+            (training, "dummy_train_step", every(StageData.skip_step)),
+            (training, "evaluate_and_print_results", every(StageData.evaluate)),
+        ):
+            replace(module, name, hook)
+        dataset_builder = placed(StageData.dataset_builder)
+        replace_method(BlendedMegatronDatasetBuilder, "__init__", dataset_builder)
+
+    def _stage_data(self, concerned: Callable[[ScheduledRun], bool]) -> StageData | None:
+        run = self._run
+        return run.stage_data if run is not None and concerned(run) else None
 
     def _run_in_a_v(self) -> ScheduledRun | None:
         run = self._run
-        return run if run is not None and run.adapter.physical.mirrored else None
+        return run if run is not None and _is_mirrored(run) else None
 
     # --- arguments
 
@@ -187,7 +203,7 @@ class _Hooks:
             self._post_validation.enable(adapter, args)
             for line in post_validation_hooks.prepare(args):
                 _say(f"megatron_zb: {line}", args.rank)
-        return ScheduledRun(adapter, meeting, args.rank)
+        return ScheduledRun(adapter, meeting, args)
 
     def _say_what_is_new(self, args: Any) -> None:
         """Say which arguments no version that is known here has, if they are used."""
@@ -219,6 +235,10 @@ class _Hooks:
         except UsageError as error:
             end_with(error, args.rank)
         return loaded
+
+
+def _is_mirrored(run: ScheduledRun) -> bool:
+    return run.adapter.physical.mirrored
 
 
 def _check_data(loaded: Any, args: Any, data: data_contents.Record) -> None:

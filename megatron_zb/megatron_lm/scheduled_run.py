@@ -5,7 +5,8 @@ Its first argument is the function that it replaces.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import argparse
+from collections.abc import Iterator
 from contextlib import contextmanager
 from inspect import signature
 from typing import Any
@@ -15,6 +16,7 @@ from megatron_zb.job.data_contents import Record
 from megatron_zb.megatron_core.adapter import PipelineAdapter
 from megatron_zb.megatron_lm import conflicts
 from megatron_zb.megatron_lm.meeting import Meeting
+from megatron_zb.megatron_lm.stage_data import StageData
 
 START = "start"
 
@@ -22,14 +24,16 @@ START = "start"
 class ScheduledRun:
     """The part of this rank in a job with a schedule."""
 
-    def __init__(self, adapter: PipelineAdapter, meeting: Meeting, rank: int) -> None:
+    def __init__(
+        self, adapter: PipelineAdapter, meeting: Meeting, args: argparse.Namespace
+    ) -> None:
         self.adapter = adapter
+        self.stage_data = StageData(adapter, args)
         self.data: Record = {}
         """Record of the training data, once the arguments have been checked."""
         self.not_agreed: dict[str, Any] | None = None
         """Values that the ranks have not agreed on yet."""
         self._meeting = meeting
-        self._rank = rank
         self._chunks: list[Any] = []
         self._builds = 0
         self._failure: Exception | None = None
@@ -138,43 +142,6 @@ class ScheduledRun:
     @property
     def _building(self) -> str:
         return f"build {self._builds}"
-
-    # --- data, in a V
-
-    def is_first_stage(
-        self, original: Any, ignore_virtual: bool = True, vp_stage: int | None = None
-    ) -> bool:
-        """Return whether this stage has the embedding, which is on the last rank in a V."""
-        del original
-        return self._holds(self.adapter.pre_process, None if ignore_virtual else vp_stage)
-
-    def is_first_or_last_stage(self, original: Any, vp_stage: int | None) -> bool:
-        """Return whether this stage has the embedding or the output layer."""
-        del original
-        adapter = self.adapter
-        return self._holds(adapter.pre_process, vp_stage) or self._holds(
-            adapter.post_process, vp_stage
-        )
-
-    def _holds(self, part: Callable[[int, int], bool], vp_stage: int | None) -> bool:
-        """Return whether a chunk, or with None any chunk, of this rank has a part of the model."""
-        from megatron.core import parallel_state
-
-        pp_rank = parallel_state.get_pipeline_model_parallel_rank()
-        chunks = range(self.adapter.chunks) if vp_stage is None else (vp_stage,)
-        return any(part(pp_rank, chunk) for chunk in chunks)
-
-    def get_batch_on_this_tp_rank(self, original: Any, *args: Any, **keywords: Any) -> Any:
-        """Broadcast a batch as for MTP, since one rank needs tokens and labels."""
-        keywords["mtp_on_this_rank"] = True
-        return original(*args, **keywords)
-
-    def dataset_builder(
-        self, original: Any, builder: Any, cls: Any, sizes: Any, is_built_on_rank: Any, config: Any
-    ) -> None:
-        """Build data sets on the job's first rank, too, which tells all others if there is data."""
-        is_first = self._rank == 0
-        original(builder, cls, sizes, lambda: is_built_on_rank() or is_first, config)
 
     # --- the step
 

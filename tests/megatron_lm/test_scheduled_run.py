@@ -16,7 +16,8 @@ from megatron_zb.megatron_lm.scheduled_run import ScheduledRun
 
 def run_of(schedule: str) -> ScheduledRun:
     meeting: Any = None
-    return ScheduledRun(adapter_of(parsed(f"--pipeline-schedule {schedule}")), meeting, 0)
+    args = parsed(f"--pipeline-schedule {schedule}")
+    return ScheduledRun(adapter_of(args), meeting, args)
 
 
 def without_chunks(config: Any, pre_process: bool = True, post_process: bool = True) -> None:
