@@ -25,6 +25,7 @@ import torch
 torch.set_num_threads(1)
 
 import kept_searches  # noqa: E402
+from brief_searches import briefly  # noqa: E402
 
 from megatron_zb import launch, schedules  # noqa: E402
 
@@ -34,6 +35,7 @@ LATER = """
 gpt_builders model_provider modelopt numba tensorboard.compat torch._dynamo torch.utils.tensorboard
 transformers.models.auto megatron.core.models.gpt.experimental_attention_variant_module_specs
 megatron.post_training.loss_func megatron.post_training.model_builder
+megatron_zb.cli.check megatron_zb.cli.main megatron_zb.megatron_lm.checking
 """
 DIGITS = [(":.6E}", ":.9E}"), ("norm:.3f}", "norm:.9E}")]
 """Formats of Megatron-LM's log, and what takes their place."""
@@ -68,6 +70,8 @@ def rewrite(function: Callable[..., Any], replaced: Iterable[tuple[str, str]]) -
     function.__code__ = made[function.__name__].__code__
 
 
+searches = briefly()
+searches.__enter__()  # in every rank; orders are not what is looked at
 prepare()
 gc.collect()
 gc.freeze()  # no rank goes through all of this again

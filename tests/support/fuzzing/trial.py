@@ -1,0 +1,207 @@
+"""One combination, run by upstream's own schedule and by ours, and judged."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from enum import Enum
+from pathlib import Path
+
+from jobs import Ended, try_job
+from rank_process import Kind
+
+from fuzzing.command import Commands, commands_of, under_another
+from fuzzing.comparison import compare, logged
+from fuzzing.space import Combination, Space
+
+_CHECKED = Path(__file__).with_name("checked.py")
+_OURS = re.compile(r"^megatron(?:_zb|-zb): error: (.*)", re.MULTILINE)
+_ERROR = re.compile(r"^(?:\[rank\d+\]: ?)?([\w.]*(?:Error|Exception)\b.*)", re.MULTILINE)
+_USAGE = re.compile(r"^\S+: error: (.*)", re.MULTILINE)
+
+
+class Verdict(Enum):
+    """What has become of a combination."""
+
+    EQUAL = "equal"
+    REFUSED = "refused by ours, as check says"
+    REFUSED_BY_BOTH = "refused by both"
+    DIFFERENT = "different numbers"
+    CRASHED = "crashed"
+    HUNG = "hung"
+    DISAGREED = "check and start disagree"
+
+    @property
+    def is_failure(self) -> bool:
+        return self not in (Verdict.EQUAL, Verdict.REFUSED, Verdict.REFUSED_BY_BOTH)
+
+
+@dataclass(frozen=True)
+class Bench:
+    """Where trials run: a checkout of Megatron-LM, and the seconds that a job may take."""
+
+    space: Space
+    checkout: Path
+    seconds: float = 150.0
+
+
+@dataclass
+class Trial:
+    """The outcome of one combination, as it is written down."""
+
+    verdict: Verdict
+    why: str = ""
+    losses: float = 0.0
+    norms: float = 0.0
+    seconds: float = 0.0
+    jobs: list[float] = field(default_factory=list)
+
+    def as_json(self, **more: object) -> str:
+        return json.dumps({**more, **asdict(self), "verdict": self.verdict.value})
+
+
+class _Ended(Exception):
+    """The trial has its verdict."""
+
+    def __init__(self, verdict: Verdict, why: str) -> None:
+        super().__init__(why)
+        self.verdict = verdict
+
+
+def judge(bench: Bench, combination: Combination) -> Trial:
+    """Run a combination and compare; checkpoints are left nowhere."""
+    start = time.monotonic()
+    trial = Trial(Verdict.EQUAL)
+    folder = Path(tempfile.mkdtemp(prefix="fuzz-"))
+    try:
+        _Run(bench, combination, trial, folder).compared()
+    except _Ended as ended:
+        trial.verdict, trial.why = ended.verdict, str(ended)
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+    trial.seconds = round(time.monotonic() - start, 1)
+    return trial
+
+
+class _Run:
+    """The jobs of one trial."""
+
+    def __init__(self, bench: Bench, combination: Combination, trial: Trial, folder: Path) -> None:
+        self._bench, self._combination, self._trial = bench, combination, trial
+        self._folder = folder
+        self._commands = commands_of(bench.space, combination)
+
+    def compared(self) -> None:
+        """Raise what is wrong with the combination."""
+        both, load = self._commands, []
+        refusal = self._checked()
+        if self._combination["start"] == "checkpoint":
+            saving = ["--save", str(self._folder / "start"), "--save-interval", "1"]
+            self._upstream([*both.upstream, *saving, "--exit-interval", "1"], refusal)
+            load = ["--load", str(self._folder / "start")]
+        upstream = self._upstream([*both.upstream, *load, *self._keeping("upstream")], refusal)
+        ours = self._job(both, [*both.ours, *load, *self._keeping("ours")])
+        self._judge_start(ours, refusal)
+        self._same(upstream, ours)
+        if self._combination["continued"] != "without":
+            self._continued()
+
+    def _continued(self) -> None:
+        upstream = self._job(self._commands, self._from("upstream", self._commands.upstream))
+        if upstream.code:
+            return  # upstream cannot load what it has saved
+        commands, words = self._commands, self._commands.upstream
+        if self._combination["continued"] == "by-ours":
+            words = commands.ours
+        elif self._combination["continued"] == "by-another":
+            other = under_another(self._bench.space, self._combination)
+            commands = commands_of(self._bench.space, other, self._commands.layers)
+            words = commands.ours
+        ours = self._job(commands, self._from("ours", words))
+        self._judge_start(ours, None, "going on: ")
+        self._same(upstream, ours, "going on: ")
+
+    def _keeping(self, name: str) -> list[str]:
+        if self._combination["continued"] == "without":
+            return []
+        folder = str(self._folder / name)
+        return ["--save", folder, "--save-interval", "3", "--exit-interval", "3"]
+
+    def _from(self, name: str, words: Sequence[str]) -> list[str]:
+        return [*words, "--load", str(self._folder / name)]
+
+    def _upstream(self, words: Sequence[str], refusal: str | None) -> Ended:
+        """Run upstream's own schedule; where it does not run, ours may not hang."""
+        ended = self._job(self._commands, words)
+        if ended.code:
+            ours = self._job(self._commands, self._commands.ours)
+            if ours.hung and not ended.hung:
+                raise _Ended(Verdict.HUNG, f"where upstream says {_error(ended)}")
+            if (refusal is None) == bool(ours.code):
+                why = f"check: {refusal or 'runs'}; start: {_error(ours) if ours.code else 'runs'}"
+                raise _Ended(Verdict.DISAGREED, why)
+            raise _Ended(Verdict.REFUSED_BY_BOTH, _error(ended))
+        return ended
+
+    def _judge_start(self, ours: Ended, refusal: str | None, when: str = "") -> None:
+        if ours.hung:
+            raise _Ended(Verdict.HUNG, when + _error(ours))
+        said = _said(ours)
+        if ours.code and (not said or "Traceback (most recent" in ours.stderr):
+            raise _Ended(Verdict.CRASHED, when + _error(ours))
+        if (said or None) is None and refusal is not None or said and refusal is None:
+            raise _Ended(Verdict.DISAGREED, f"{when}check: {refusal}; start: {said or 'runs'}")
+        if said:
+            raise _Ended(Verdict.REFUSED, when + said)
+
+    def _same(self, upstream: Ended, ours: Ended, when: str = "") -> None:
+        found = compare(logged(upstream.stdout), logged(ours.stdout), self._combination)
+        self._trial.losses = max(self._trial.losses, found.losses)
+        self._trial.norms = max(self._trial.norms, found.norms)
+        if found.first:
+            raise _Ended(Verdict.DIFFERENT, when + found.first)
+
+    def _checked(self) -> str | None:
+        """Why megatron-zb check refuses the command of ours, None if it does not."""
+        commands, space = self._commands, self._bench.space
+        words = ["--megatron-version", space.series, "--gpus", str(commands.ranks), "--json", "--"]
+        program = str(_CHECKED)
+        ended = try_job(
+            None, program, ["check", *words, *commands.ours], self._bench.seconds, Kind.MEGATRON_LM
+        )
+        self._trial.jobs.append(round(ended.seconds, 1))
+        if "Traceback (most recent" in ended.stderr:
+            raise _Ended(Verdict.CRASHED, f"check: {_error(ended)}")
+        report = next((line for line in ended.stdout.splitlines() if line.startswith("{")), "")
+        if report:
+            found = json.loads(report)["arguments"]
+            why = [f"{a['argument']}: {a['why']}" for a in found if a["verdict"] == "refused"]
+            return "; ".join(why) or None
+        return _said(ended) or _error(ended) if ended.code else None
+
+    def _job(self, commands: Commands, words: Sequence[str]) -> Ended:
+        script = str(self._bench.checkout / commands.script)
+        given = [script, "--cpu", *words]
+        limit = self._bench.seconds
+        ended = try_job(commands.ranks, "megatron_zb.launch", given, limit, Kind.MEGATRON_LM)
+        self._trial.jobs.append(round(ended.seconds, 1))
+        return ended
+
+
+def _said(ended: Ended) -> str:
+    """The sentence of this package, if it has refused something."""
+    found = _OURS.search(ended.stderr)
+    return found[1][:500] if found else ""
+
+
+def _error(ended: Ended) -> str:
+    """The sentence of this package, or the first exception."""
+    if said := _said(ended):
+        return said
+    found = _ERROR.search(ended.stderr) or _USAGE.search(ended.stderr)
+    return found[1][:300] if found else ended.stderr[-200:]
