@@ -48,7 +48,9 @@ def commands_of(space: Space, combination: Combination, layers: int | None = Non
 
 def under_another(space: Space, combination: Combination) -> dict[str, str]:
     """The same training under another schedule, with nothing that is a choice of ours besides."""
-    other = {name: s.default if s.is_ours else combination[name] for name, s in space.settings.items()}
+    other = {
+        name: s.default if s.is_ours else combination[name] for name, s in space.settings.items()
+    }
     known = ["zb-h1", "v-half", "v-zb", "1f1b"]
     others = [name for name in known if name != combination["schedule"]]
     return {**other, "schedule": others[int(combination["pipeline"]) % len(others)]}
@@ -80,7 +82,9 @@ class Sizes:
         stages = self.pipeline * max(2, self.chunks)
         first_last = 2 + 2 * (self.pipeline - 2)
         others = {"uneven": stages + 1, "layout": stages + 1, "first-last": first_last}
-        return others.get(self.values["layers"], stages - 2 * (self.values["layers"] == "accounted"))
+        return others.get(
+            self.values["layers"], stages - 2 * (self.values["layers"] == "accounted")
+        )
 
     @property
     def microbatches(self) -> int:
