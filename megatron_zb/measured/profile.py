@@ -56,6 +56,13 @@ class StageProfile(Section):
     )
     activation: int = _bytes("bytes that F holds")
     held_for_weight: int = _bytes("bytes of them that are still held after B")
+    unsplit: float = Field(
+        default=0.0,
+        ge=0,
+        le=1,
+        description="share of its weight gradients that B computes, as layers cannot be split",
+        examples=[0.25],
+    )
 
     @model_validator(mode="after")
     def _b_only_frees(self) -> StageProfile:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import cached_property, lru_cache, partial
@@ -95,6 +95,8 @@ class PipelineAdapter:
         self._step_options = StepOptions()
         self._output: CutOutput | None = None
         self._said: list[str] = []
+        self.unsplit_shares: Sequence[float] = []
+        """Share of each stage's weight gradients that B computes, once a step has shown it."""
 
     @classmethod
     def create(
@@ -439,6 +441,7 @@ class PipelineAdapter:
 
     def _count_unsplit(self, shares: list[float]) -> None:
         """Count what B computes since layers cannot be split, by a share of each stage."""
+        self.unsplit_shares = [round(share, 4) for share in shares]
         if not any(shares):
             return
         before = self.predicted_bubble_rate

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from operator import itemgetter
 from pathlib import Path
 from typing import Any, Protocol
@@ -33,6 +33,7 @@ class Replannable(Protocol):
     schedule: Schedule
     physical: PhysicalPlacement
     costs: Costs
+    unsplit_shares: Sequence[float]
 
     def layers_of(self, stage: int) -> str:
         """Return the layers of a stage as letters, such as ``Ett``."""
@@ -140,7 +141,10 @@ class Replanning:
                 context=iteration.pg_collection.cp.size(),
                 vocabulary=_rows_of_output(iteration.model[0]),
             ),
-            stages=measured.stages,
+            stages=[
+                stage.model_copy(update={"unsplit": share})
+                for stage, share in zip(measured.stages, self._unsplit_shares(), strict=True)
+            ],
             pairs=measured.pairs,
             links=measured.links,
             parts=measured.parts,
@@ -149,6 +153,10 @@ class Replanning:
             vocabulary=measured.vocabulary,
             host_link=measured.host_link,
         )
+
+    def _unsplit_shares(self) -> Sequence[float]:
+        known = self._adapter.unsplit_shares
+        return known or [0.0] * self._usual.placement.num_stages
 
     def _choose(self, profile: Profile) -> None:
         """Rebuild the schedule on one rank for all: it takes all cores and must be equal."""

@@ -397,6 +397,7 @@ def _as_json(
     return {
         "schedule_of_the_profile": asked.profile.schedule,
         "num_microbatches": asked.num_microbatches,
+        "unsplit": [stage.unsplit for stage in asked.profile.stages],
         "ranked": [
             {name: value for name, value in vars(row).items() if name not in ("timeline", "layers")}
             for row in found
@@ -418,6 +419,10 @@ def _print(
             style="bold",
         )
     )
+    unsplit = {number: stage.unsplit for number, stage in enumerate(profile.stages)}
+    if any(unsplit.values()):
+        said = ", ".join(f"{share:.0%} of stage {s}" for s, share in unsplit.items() if share)
+        console.print(Text(f"weight gradients in B, of layers that cannot be split: {said}"))
     console.print(_table(found[:top]))
     for name, why in missing.items():
         console.print(Text(f" -  {name}: {why}"), highlight=False)
