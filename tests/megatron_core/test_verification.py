@@ -62,7 +62,7 @@ EXPERTS = (
     [
         (GPTCase(tied=True), "v-half", 17),
         (GPTCase(dropout=0.1, overlap_grad_reduce=True), "zb-h1", 17),
-        (GPTCase(options=EXPERTS), "v-zb", 17),
+        (GPTCase(options=EXPERTS), "v-zb", 25),
         (GPTCase(changes=("hook", "weight norm")), "v-zb", 13),
         (GPTCase(dtype="bfloat16", vocabulary=True), "v-half", 16),
         (GPTCase(data_parallel=2, overlap_grad_reduce=True, bucket_size=1000), "v-half", 34),
