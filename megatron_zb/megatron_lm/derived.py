@@ -17,10 +17,11 @@ def with_derived(args: argparse.Namespace) -> argparse.Namespace:
     """Return a copy of the arguments with sizes that stand for one another filled in."""
     filled = copy.copy(args)
     filled.num_layers = num_layers(args)
-    if filled.seq_length is None:
+    if getattr(args, "seq_length", None) is None:
         filled.seq_length = getattr(args, "encoder_seq_length", None)
-    if filled.ffn_hidden_size is None and filled.hidden_size is not None and filled.swiglu:
-        filled.ffn_hidden_size = int((4 * filled.hidden_size * 2 / 3) / 64) * 64
+    hidden, gated = getattr(args, "hidden_size", None), getattr(args, "swiglu", False)
+    if getattr(args, "ffn_hidden_size", None) is None and hidden is not None and gated:
+        filled.ffn_hidden_size = int((4 * hidden * 2 / 3) / 64) * 64
     return filled
 
 
