@@ -5,9 +5,13 @@ from __future__ import annotations
 import argparse
 import json
 from collections.abc import Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING
 
-from megatron_zb.megatron_core.versions import NEWEST, SERIES
+from megatron_zb.errors import UsageError
+from megatron_zb.megatron_core.versions import NEWEST, SERIES, training_loop_needs
+from megatron_zb.megatron_lm import own_validation
+from megatron_zb.megatron_lm.checkout import checkout_at
 from megatron_zb.parsing import positive
 
 if TYPE_CHECKING:
@@ -15,7 +19,8 @@ if TYPE_CHECKING:
 
 HELP = """\
 Check the arguments of a training against a pipeline schedule, as the start of the job does, before
-anything is started. Needs megatron-core, but no GPU and no Megatron-LM.
+anything is started. Needs megatron-core, but no GPU. With --megatron-lm, or where a Megatron-LM of
+that version is installed, its own validation of the arguments is run, too.
 
 Every argument that is not at its default is one of
   proven    a test shows the result of Megatron's own schedule with it
@@ -30,6 +35,7 @@ examples:
   megatron-zb check -- --pipeline-schedule v-half --pipeline-model-parallel-size 4 \\
       --num-layers 32 --micro-batch-size 1 --global-batch-size 64 --bf16
   megatron-zb check --json --gpus 64 --megatron-version 0.16 -- $MY_ARGUMENTS
+  megatron-zb check --megatron-lm ~/Megatron-LM -- $MY_ARGUMENTS
 """
 
 
@@ -37,8 +43,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--megatron-version",
         choices=[series.text for series in SERIES],
-        default=NEWEST,
-        help=f"of Megatron-LM (default: {NEWEST})",
+        help=f"of Megatron-LM (default: that of the checkout, or {NEWEST})",
+    )
+    parser.add_argument(
+        "--megatron-lm",
+        type=Path,
+        metavar="CHECKOUT",
+        help="whose own validation is run, too (default: one that is installed)",
     )
     parser.add_argument(
         "--gpus",
@@ -57,7 +68,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def separated(words: Sequence[str]) -> list[str]:
     """Put ``--`` before the first word that is none of the command's own options."""
-    own = {"--megatron-version": 1, "--gpus": 1, "--json": 0, "-h": 0, "--help": 0}
+    own = {
+        "--megatron-version": 1,
+        "--gpus": 1,
+        "--json": 0,
+        "--megatron-lm": 1,
+        "-h": 0,
+        "--help": 0,
+    }
     at = 0
     while at < len(words) and words[at].partition("=")[0] in own:
         at += 1 + own[words[at].partition("=")[0]] * ("=" not in words[at])
@@ -77,14 +95,41 @@ def run(arguments: argparse.Namespace) -> int:
         warnings.simplefilter("ignore")  # of Megatron's, about what a GPU would need
         from megatron_zb.megatron_lm import checking
 
-    version = arguments.megatron_version
+    root = _megatron_lm(arguments)
+    version = arguments.megatron_version or (NEWEST if root is None else _series_at(root))
     args = checking.parse(arguments.words, version, arguments.gpus)
     report = checking.check(args, version)
+    if report.runs and root is not None:
+        report = checking.validate(report, root, arguments.words, args.world_size)
     if arguments.json:
         print(json.dumps(as_json(report, version)))
     else:
         _print(report)
     return 0 if report.runs else 2
+
+
+def _megatron_lm(arguments: argparse.Namespace) -> Path | None:
+    """Return the folder of the Megatron-LM whose validation is to be run, None if there is none.
+
+    Raises:
+        UsageError: the checkout has another version than the one that is asked for.
+    """
+    asked = arguments.megatron_version
+    if arguments.megatron_lm is None:
+        found = own_validation.installed()
+        return found if found is not None and asked in (None, _series_at(found)) else None
+    found = checkout_at(arguments.megatron_lm).root
+    if asked not in (None, _series_at(found)):
+        raise UsageError(
+            f"--megatron-version is {asked}, but --megatron-lm {found} has {_series_at(found)}: "
+            "leave one out"
+        )
+    return found
+
+
+def _series_at(root: Path) -> str:
+    """Return the series of a checkout, at most the newest that is known here."""
+    return training_loop_needs(checkout_at(root).version).text
 
 
 def as_json(report: checking.Report, version: str) -> dict[str, object]:
@@ -93,6 +138,7 @@ def as_json(report: checking.Report, version: str) -> dict[str, object]:
         "megatron": version,
         "schedule": report.choice,
         "runs": report.runs,
+        "validated_by": report.validated,
         "arguments": [
             {
                 "argument": each.flag,
@@ -124,3 +170,9 @@ def _print(report: checking.Report) -> None:
     said = ", ".join(f"{count} {verdict.value}" for verdict, count in counted if count)
     verb = "runs" if report.runs else "does not run"
     console.print(Text(f"{verb} with {report.choice}: {said}"))
+    if report.validated is not None:
+        console.print(Text(f"Megatron-LM {report.validated} has validated the arguments itself"))
+    elif report.runs:
+        console.print(
+            Text("Megatron-LM has not validated the arguments itself: give --megatron-lm CHECKOUT")
+        )

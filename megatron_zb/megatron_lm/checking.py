@@ -4,13 +4,19 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 
 from megatron_zb.errors import Refusal, UsageError
 from megatron_zb.job.run_flags import asks_for_layer_streams, placement_of
-from megatron_zb.megatron_lm import argument_table, conflicts, flags, stored_placement
+from megatron_zb.megatron_lm import (
+    argument_table,
+    conflicts,
+    flags,
+    own_validation,
+    stored_placement,
+)
 from megatron_zb.megatron_lm.adapter_of_arguments import adapter_of
 from megatron_zb.megatron_lm.argument_table import Finding, Verdict
 from megatron_zb.schedules import catalog, interchange
@@ -28,10 +34,14 @@ class Checked:
 
 @dataclass(frozen=True)
 class Report:
-    """The findings on all arguments of a run that differ from their defaults."""
+    """The findings on all arguments of a run that differ from their defaults.
+
+    ``validated`` is the version of the Megatron-LM whose own validation was run, if any was.
+    """
 
     choice: str
     checked: tuple[Checked, ...]
+    validated: str | None = None
 
     @property
     def runs(self) -> bool:
@@ -67,6 +77,20 @@ def parse(words: Sequence[str], version: str, gpus: int | None = None) -> argpar
 @cache
 def _parser(version: str) -> argparse.ArgumentParser:
     return flags.add_arguments(argument_table.parser_of(version))
+
+
+def validate(report: Report, root: Path, words: Sequence[str], world_size: int) -> Report:
+    """Add to a report what the validation of the Megatron-LM in a folder says.
+
+    Raises:
+        UsageError: it cannot be run.
+    """
+    outcome = own_validation.validate(root, words, world_size)
+    checked = report.checked
+    if outcome.refusal is not None:
+        finding = Finding(Verdict.REFUSED, outcome.refusal)
+        checked = (Checked(f"Megatron-LM {outcome.version} itself", finding), *checked)
+    return replace(report, checked=checked, validated=outcome.version)
 
 
 def check(args: argparse.Namespace, version: str, *, build: bool = True) -> Report:

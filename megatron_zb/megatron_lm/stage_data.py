@@ -84,7 +84,7 @@ class StageData:
 
         iterators = data_iterator if isinstance(data_iterator, list) else [data_iterator]
         while get_rerun_state_machine().should_run_forward_backward(data_iterator):
-            for iterator in filter(None, iterators):
+            for iterator in (each for each in iterators if each is not None):
                 for _ in range(get_num_microbatches()):
                     next(iterator)
 
@@ -95,6 +95,7 @@ class StageData:
 
         Megatron-LM makes a list of sets for each chunk, and expects a list of chunks for each set.
         """
-        if self._args.multiple_validation_sets and self._adapter.chunks > 1:
+        several = self._args.multiple_validation_sets and self._adapter.chunks > 1
+        if several and None not in iterators:
             iterators = [list(of_one_set) for of_one_set in zip(*iterators, strict=True)]
         return original(prefix, forward_step, iterators, *rest, **more)

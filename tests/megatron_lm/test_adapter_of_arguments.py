@@ -19,6 +19,7 @@ from megatron_zb.megatron_lm.adapter_of_arguments import (
     check_unscheduled,
     without_bulk_overlap,
 )
+from megatron_zb.megatron_lm.derived import with_derived
 from megatron_zb.schedules import interchange, simulate
 from megatron_zb.schedules.passes import Pass, PassKind
 from megatron_zb.schedules.placement import looped, v_shape
@@ -518,3 +519,24 @@ def test_an_overlap_with_weight_gradients_is_left_out_where_they_come_later(
     assert args.tp_comm_bulk_wgrad == is_left
     assert len(lines) == (0 if is_left else 1)
     assert without_bulk_overlap(parsed(f"--pipeline-schedule {schedule}"), adapter_of(args)) == []
+
+
+def test_sizes_are_those_that_megatron_lm_derives() -> None:
+    args = parsed("", seq_length=None, encoder_seq_length=48, swiglu=True, num_layers=None)
+    args.encoder_num_layers = 12
+    found = with_derived(args)
+    assert (found.seq_length, found.num_layers, found.ffn_hidden_size) == (48, 12, 128)
+    assert (args.seq_length, args.num_layers, args.ffn_hidden_size) == (None, None, None)
+    assert with_derived(parsed("")).ffn_hidden_size is None
+
+
+@pytest.mark.parametrize("missing", ["hidden_size", "num_attention_heads", "seq_length"])
+def test_a_schedule_needs_no_size_of_a_layer(missing: str) -> None:
+    args = parsed("--pipeline-schedule v-half", vocab_size=128, **{missing: None})
+    assert adapter_of(args).schedule.name == "v-half"
+
+
+def test_offloading_needs_the_size_of_a_layer() -> None:
+    args = parsed("--pipeline-schedule auto --pipeline-offload auto", hidden_size=None)
+    with pytest.raises(UsageError, match="give --hidden-size"):
+        adapter_of(args)
