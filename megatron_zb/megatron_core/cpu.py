@@ -193,7 +193,7 @@ def redirect_experts() -> None:
 
 
 def sum_norms_in_single_precision() -> None:
-    """Sum norms of 16-bit weights in single precision, as a GPU's kernels do.
+    """Sum norms of 16-bit weights in 32 bits, as a GPU's kernels do; imports megatron-core.
 
     Megatron's substitute for them rounds the norm of every tensor, and that of a rank, to the type
     of the weights, so that ``--log-params-norm`` would differ between placements.

@@ -48,7 +48,8 @@ def handed_on(case: GPTCase, legs: list[Leg], folder: Path) -> list[str]:
                 job.load(folder / str(number - 1))
             else:
                 job.train(2)
-            contents.append(job.save(folder / str(number)))
+            job.save(folder / str(number))
+            contents.append(job.contents(folder / str(number)))
             losses.append(job.train(1))
             weights.append(job.weights())
     first, *others = contents

@@ -56,6 +56,22 @@ def test_a_stock_checkpoint_goes_on_at_another_size(
     check_equal(pretrain(checkout, MODEL, flags, ranks=2), stock)
 
 
+def test_where_gradients_are_clipped_the_last_digit_may_differ(
+    checkout: Path, stock_checkpoint: Path
+) -> None:
+    """The norm, by which they are divided, is summed over ranks that hold other layers."""
+    clipping = MODEL.replace("--clip-grad 100", "--clip-grad 0.3")
+    flags = f"{PIPELINE} --load {stock_checkpoint}"
+    stock = pretrain(checkout, clipping, flags)
+    assert all(float(norm) > 0.3 for norm in stock.norms.values())
+    for schedule in ("v-zb", "v-half", "auto"):
+        run = pretrain(checkout, clipping, flags, f"--pipeline-schedule {schedule}")
+        assert list(run.losses) == [3, 4, 5, 6, 7], run.output
+        for step, loss in stock.losses.items():
+            assert float(run.losses[step]) == pytest.approx(float(loss), abs=2.01e-6)
+            assert float(run.norms[step]) == pytest.approx(float(stock.norms[step]), abs=1.01e-3)
+
+
 DISTRIBUTED = (
     "--pipeline-model-parallel-size 2 --bf16 --use-distributed-optimizer --overlap-grad-reduce "
     "--overlap-param-gather"

@@ -42,11 +42,13 @@ class Job:
         torch.distributed.all_gather_object(found, [float(r["lm loss"]) for r in records])
         return [loss for losses in found for loss in losses]
 
-    def save(self, folder: Path) -> dict[str, torch.Tensor]:
-        """Return what is in the checkpoint, by Megatron's names."""
+    def save(self, folder: Path) -> None:
         metadata = checkpoint._metadata(self._distributed)
         state = checkpoint._state(self.trainee, metadata, loading=False)
         checkpoint.write(folder, 1, state, checkpoint._storable(metadata))
+
+    def contents(self, folder: Path) -> dict[str, torch.Tensor]:
+        """Return what is in the checkpoint, by Megatron's names."""
         found = dist_checkpointing.load_plain_tensors(str(checkpoint.checkpoint_path(folder, 1)))
         return {name: value for name, value in found.items() if isinstance(value, torch.Tensor)}
 
