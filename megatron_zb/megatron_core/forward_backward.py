@@ -387,17 +387,22 @@ class ForwardBackward:
         parameters = (p for chunk in iteration.model for p in chunk.parameters())
         on_gpu = torch.device(device()).type == "cuda"
         marking = partial(self._marking, iteration)
-        with self._profiling.step(usual, parameters, on_gpu, marking) as self._activation_memory:
-            yield
-        self._activation_memory = usual
+        try:
+            with self._profiling.step(usual, parameters, on_gpu, marking) as counter:
+                self._activation_memory = counter
+                yield
+        finally:
+            self._activation_memory = usual
 
     @contextmanager
     def _marking(self, iteration: Iteration, mark: Callable[[str], None]) -> Iterator[None]:
         usual = iteration.forward_step_func
         iteration.forward_step_func = reading(mark, usual)
-        with marking(mark, iteration.model, [split.queue for split in self._splits]):
-            yield
-        iteration.forward_step_func = usual
+        try:
+            with marking(mark, iteration.model, [split.queue for split in self._splits]):
+                yield
+        finally:
+            iteration.forward_step_func = usual
 
     def _tell_what_was_measured(
         self, iteration: Iteration, schedule: Schedule, allocate: Callable[[], torch.Tensor]

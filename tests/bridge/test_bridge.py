@@ -8,6 +8,7 @@ import subprocess
 import sys
 from dataclasses import replace
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -17,6 +18,7 @@ from ranks import RankPools
 
 from megatron_zb.bridge import Settings, install
 from megatron_zb.errors import UsageError
+from megatron_zb.megatron_core import forward_backward as runtime
 
 FULL = pytest.mark.full
 STEPS = [4, 6, 2]
@@ -230,6 +232,10 @@ def _misuse(case: str, args: Any, pipeline: Any, trainers: Any) -> None:
         if dist.get_rank() == 0:  # the other would wait for its first message
             process.train_one_step(0, 4)
         process.models[0](None, None, None)
+    elif case == "after an exception":
+        with patch.object(runtime, "run_program", side_effect=KeyError), pytest.raises(KeyError):
+            process.train_one_step(0, 4)
+        process.models[0](None, None, None)
     elif case == "late":
         pipeline.uninstall()
         install(V_HALF, trainers.arguments(dist.get_world_size()))
@@ -250,6 +256,9 @@ REFUSED = {
     "builder": "the pipeline schedule v-half runs the 2 chunks of a model whose builder was "
     "wrapped: wrap the builder of every model of this process, or take the schedule back",
     "schedule taken back": "a chunk of the pipeline schedule v-half was run by something else, "
+    "which has its stages in another order: run it with what get_forward_backward_func() returns "
+    "while the schedule is installed",
+    "after an exception": "a chunk of the pipeline schedule v-half was run by something else, "
     "which has its stages in another order: run it with what get_forward_backward_func() returns "
     "while the schedule is installed",
     "late": "the schedule was installed after initialize_model_parallel, which has to know of it: "
@@ -339,7 +348,7 @@ def test_delayed_weight_gradients_are_left_to_the_schedule(monkeypatch: pytest.M
         moe_token_dispatcher_type="alltoall",
         bf16=True,
     )
-    with install(V_HALF, model) as pipeline:
+    with briefly(), install(V_HALF, model) as pipeline:
         assert not model.delay_wgrad_compute
         assert model.overlap_moe_expert_parallel_comm
         assert pipeline.adapter.schedule.pairs

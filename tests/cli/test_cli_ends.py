@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import subprocess
 import sys
@@ -126,6 +127,7 @@ def test_a_signal_while_processes_start_leaves_none(tmp_path: Path) -> None:
         text=True,
         start_new_session=True,
         timeout=120,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # a job's may ignore it
     )
     assert done.returncode == 130
     assert done.stderr == "megatron-zb: interrupted\n"
@@ -148,7 +150,8 @@ def test_a_closed_pipe_is_no_error(words: list[str]) -> None:
     assert process.returncode in (0, 1)
 
 
-def test_a_full_disk_is_one_sentence() -> None:
+@pytest.mark.parametrize("unbuffered", ["", "1"])
+def test_a_full_disk_is_one_sentence(unbuffered: str) -> None:
     if not Path("/dev/full").exists():
         pytest.skip("no /dev/full on this system")
     with open("/dev/full", "w") as full:
@@ -157,6 +160,7 @@ def test_a_full_disk_is_one_sentence() -> None:
             stdout=full,
             stderr=subprocess.PIPE,
             text=True,
+            env={**os.environ, "PYTHONUNBUFFERED": unbuffered},  # empty: as if it were not there
         )
     assert done.returncode == 2
     assert done.stderr == (

@@ -361,7 +361,9 @@ def test_the_extras_are_those_of_the_packaging() -> None:
     source = (ROOT / "setup.py").read_text(encoding="utf-8")
     [extras] = re.findall(r"extras_require=\{(.*?)\}", source, re.S)
     said = plain(README).split("Extras:")[1]
-    for name in re.findall(r'"([\w-]+)":', extras):
+    names = re.findall(r'"([\w-]+)":', extras)
+    assert sorted(names) == ["docs", "fast", "megatron-lm", "plots", "te", "test"]
+    for name in names:
         assert f"`{name}`" in said or f"[{name}]" in README
 
 
@@ -496,7 +498,9 @@ def test_the_site_is_built_with_versions_that_the_packaging_allows() -> None:
     [listed] = re.findall(r"^DOCS = \[(.*?)\]$", source, re.M)
     lines = (ROOT / "constraints" / "docs.txt").read_text(encoding="utf-8").splitlines()
     pinned = dict(line.split("==") for line in lines if not line.startswith("#"))
-    for text in re.findall(r'"(.*?)"', listed):
+    texts = re.findall(r'"(.*?)"', listed)
+    assert len(texts) == 3
+    for text in texts:
         requirement = Requirement(text)
         assert requirement.specifier.contains(pinned[requirement.name])
 
@@ -553,6 +557,7 @@ def test_the_times_with_pairs_are_those_of_the_results() -> None:
     for comm in (0.3, 0.5, 0.8):
         rows = [row for row in results["rows"] if row["comm"] == comm]
         found = [row for row in rows if row["schedule"] == "auto"]
+        assert 0 < len(found) < len(rows)
         for row in rows if comm == 0.5 else ():
             times = " | ".join(f"{row[key]:.1f}" for key in keys)
             assert f"| {row['peak']:g} | {times} |" in page, row

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -145,30 +144,27 @@ def test_any_mix_of_states_on_four_ranks_is_stocks(
     assert found == [[]] * 4
 
 
-def moved_slowly(case: GPTCase, schedule: Schedule, seconds_per_byte: float) -> tuple[Any, float]:
-    """Losses and gradients if every copy takes so long, and the seconds of the step."""
+def moved_slowly(case: GPTCase, schedule: Schedule, seconds_per_byte: float) -> Any:
+    """Losses and gradients if every copy takes so long."""
     with built(case, schedule, 5) as (adapter, chunks):
         assert adapter is not None
         adapter.copy_with(ThreadEngines(seconds_per_byte))
-        start = time.perf_counter()
         data = [microbatches(case, 5) for _ in chunks]
         records = forward_backward(adapter.forward_backward_func, chunks, data, 5)
-        seconds = time.perf_counter() - start
-        return ([float(r["lm loss"]) for r in records], dict(gradients(chunks))), seconds
+        return [float(r["lm loss"]) for r in records], dict(gradients(chunks))
 
 
-def copied_at_two_speeds(case: GPTCase, schedule: Schedule) -> tuple[list[str], float, float]:
-    """What differs where copies are slow, and the seconds of both steps."""
-    (one, fast), (other, slow) = (moved_slowly(case, schedule, s) for s in (0.0, 2e-6))
+def copied_at_two_speeds(case: GPTCase, schedule: Schedule) -> list[str]:
+    """What differs where copies are slow."""
+    one, other = (moved_slowly(case, schedule, s) for s in (0.0, 2e-6))
+    assert one[1]
     different = [name for name in one[1] if not torch.equal(one[1][name], other[1][name])]
-    return different if one[0] == other[0] else ["losses", *different], fast, slow
+    return different if one[0] == other[0] else ["losses", *different]
 
 
-def test_slow_copies_change_time_and_no_number(ranks: RankPools) -> None:
+def test_slow_copies_change_no_number(ranks: RankPools) -> None:
     found = ranks(2).run(copied_at_two_speeds, case=GPTCase(), schedule=order("v-half", 2))
-    for different, fast, slow in found:
-        assert different == []
-        assert slow > fast
+    assert found == [[], []]
 
 
 @pytest.mark.parametrize(

@@ -2,33 +2,49 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from queue import Queue
+from threading import Semaphore
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
+from megatron_zb.runtime import copy_engines
 from megatron_zb.runtime.copy_engines import StreamEngines, ThreadEngines, engines_of
 from megatron_zb.runtime.moved_activations import HostMemory, MovedActivations
 
 
-def test_a_cpu_copies_each_way_in_turn_and_both_ways_at_once() -> None:
+def test_a_cpu_copies_each_way_in_turn_and_both_ways_at_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Each copy lasts until it is let go: `begin` does not wait, nor does the other direction."""
+    asked: Queue[float] = Queue()
+    let_go = Semaphore(0)
+
+    def last(seconds: float) -> None:
+        asked.put(seconds)
+        assert let_go.acquire(timeout=60)
+
+    monkeypatch.setattr(copy_engines, "time", SimpleNamespace(sleep=last))
     engines = ThreadEngines(seconds_per_byte=1e-5)
-    here, there, back = (torch.full((4096,), i, dtype=torch.uint8) for i in range(3))
-    start = time.perf_counter()
+    here, there, back, later = (torch.full((4096,), i, dtype=torch.uint8) for i in range(4))
     waits = [
         engines.begin([(there, here)], to_host=True),
-        engines.begin([(there, here)], to_host=True),
+        engines.begin([(later, here)], to_host=True),
         engines.begin([(back, here)], to_host=False),
     ]
-    assert time.perf_counter() - start < 0.04, "nobody waits where a copy begins"
-    waits[2]()
-    assert torch.equal(back, here)
-    waits[1]()
-    assert time.perf_counter() - start > 0.08, "two copies one way, one after the other"
+    assert [asked.get(timeout=60) for _ in range(2)] == pytest.approx([0.04096, 0.04096])
     assert torch.equal(there, here)
+    assert torch.equal(back, here)
+    assert torch.all(later == 3), "the second copy one way waits for the first"
+    for _ in range(3):
+        let_go.release()
+    for wait in waits:
+        wait()
+    assert torch.equal(later, here)
 
 
 class Cuda:

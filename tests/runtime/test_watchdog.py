@@ -507,6 +507,21 @@ class Devices:
         self._of_thread[threading.get_ident()] = device
 
 
+def test_a_pass_that_raises_leaves_no_mark(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing would ever look at it again: the step would seem to go on for ever."""
+    Devices(monkeypatch).set(0)
+    EventOfDevice.asked.clear()
+    progress = Progress(on_gpu=True, event=EventOfDevice)
+    progress.keep_marks()
+    with pytest.raises(KeyError), progress.step(), progress.running(forward(0, 0)):
+        assert progress.in_step
+        raise KeyError
+    assert not progress.in_step
+    with progress.step(), progress.running(forward(0, 1)):
+        pass
+    assert progress.in_step, "what has been launched has not passed"
+
+
 class EventOfDevice(StandInEvent):
     """Knows on which devices it was asked, and by how many threads."""
 

@@ -82,10 +82,11 @@ def test_auto_is_never_slower_than_what_torch_has_in_its_memory(p: int, m: int) 
     auto = schedules.build("auto", pipeline_size=p, num_microbatches=m, costs=costs)
     ours = schedules.simulate(auto, costs).makespan
     found = torch_schedules.torch_schedules(p, m, chunks=(2, 4, 8)).schedules
-    for name, theirs in found.items():
-        timeline = schedules.simulate(theirs, costs)
-        if max(timeline.peak_activation) <= p:
-            assert ours <= timeline.makespan * (1 + 1e-9), name
+    timelines = {name: schedules.simulate(theirs, costs) for name, theirs in found.items()}
+    within = {name for name, line in timelines.items() if max(line.peak_activation) <= p}
+    assert {"torch-1F1B", "torch-ZBVZeroBubble"} <= within
+    for name in within:
+        assert ours <= timelines[name].makespan * (1 + 1e-9), name
 
 
 def test_auto_has_the_memory_of_what_it_stands_beside() -> None:

@@ -1,0 +1,109 @@
+"""What is switched on for a step is off after it, also where the step has raised an exception."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+from gpt_cases import GPTCase, built, forward_backward, microbatches
+from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
+from ranks import RankPools
+
+from megatron_zb.megatron_core import forward_backward as runtime
+from megatron_zb.megatron_core.profiling import TIMED, WARM_UP, WHOLE
+from megatron_zb.megatron_core.random_streams import LayerStreams
+
+CASE, M = GPTCase(), 4
+MARKED, COUNTED = WARM_UP, WARM_UP + TIMED + WHOLE
+"""The steps of a profile in which hooks are set, and in which activations are counted."""
+
+
+def hooks(chunks: list[Any]) -> int:
+    kinds = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+    return sum(len(getattr(m, kind)) for c in chunks for m in c.modules() for kind in kinds)
+
+
+def left_on(adapter: Any, chunks: list[Any]) -> dict[str, Any]:
+    """What a step may have left switched on, by name."""
+    function = adapter.forward_backward_func
+    profiling = function._profiling
+    return {
+        "counter": function._activation_memory,
+        "observers": profiling.observers if profiling is not None else (),
+        "marks": [split.queue.on_task for split in adapter._splits],
+        "hooks": hooks(chunks),
+        "in a step": function._progress.in_step,
+    }
+
+
+class Broken(Exception):
+    """What a step raises."""
+
+
+def steps(path: Path | None, broken: set[int]) -> tuple[list[list[float]], list[dict[str, Any]]]:
+    """Losses of the steps that end, and what each step leaves on; some raise in the middle."""
+    found, left = [], []
+    with built(CASE, "v-half", M) as (adapter, chunks):
+        assert adapter is not None
+        if path is not None:
+            adapter.profile(path, None)
+        usual = left_on(adapter, chunks)
+        for step in range(COUNTED + 2):
+            data = [microbatches(CASE, M) for _ in chunks]
+
+            def train(data: list[Any] = data) -> list[Any]:
+                return forward_backward(adapter.forward_backward_func, chunks, data, M)
+
+            if step in broken:
+                with patch.object(runtime, "run_program", side_effect=Broken):
+                    with pytest.raises(Broken):
+                        train()
+            else:
+                found.append([float(record["lm loss"]) for record in train()])
+            now = left_on(adapter, chunks)
+            left.append({what: value for what, value in now.items() if value != usual[what]})
+    return found, left
+
+
+def test_a_step_leaves_nothing_switched_on(ranks: RankPools, tmp_path: Path) -> None:
+    plain = ranks(2).run(steps, path=None, broken=set())
+    measured = ranks(2).run(steps, path=tmp_path / "profile.yaml", broken={MARKED, COUNTED + 1})
+    for (losses, _), (others, left) in zip(plain, measured, strict=True):
+        assert left == [{}] * (COUNTED + 2)
+        assert others == losses[2:]
+    assert any(losses for (losses, _) in plain)
+
+
+def test_a_step_that_counts_activations_leaves_no_counter_if_it_raises(
+    ranks: RankPools, tmp_path: Path
+) -> None:
+    for _, left in ranks(2).run(steps, path=tmp_path / "profile.yaml", broken={COUNTED}):
+        assert left == [{}] * (COUNTED + 2)
+
+
+def repeated_calls() -> tuple[list[float], ...]:
+    """Numbers of a layer that runs twice in a pass, of two passes, and of the first one again."""
+    from megatron.core import parallel_state
+
+    parallel_state.initialize_model_parallel()
+    model_parallel_cuda_manual_seed(1)
+    streams = LayerStreams(1)
+    streams._learn_origins()
+    streams.start_step(3)
+
+    def of_pass(microbatch: int) -> list[float]:
+        streams.start_pass(microbatch)
+        return [streams._forward("layer", torch.rand, 1).item() for _ in range(2)]
+
+    return of_pass(0), of_pass(1), of_pass(0)
+
+
+def test_a_layer_that_runs_twice_draws_twice_and_the_same_when_its_pass_is_repeated(
+    ranks: RankPools,
+) -> None:
+    [(first, second, again)] = ranks(1).run(repeated_calls)
+    assert len({*first, *second}) == 4
+    assert again == first
