@@ -11,7 +11,7 @@ from fuzzing.space import Space
 def draw(space: Space, seed: str, least: int = 3, most: int = 12) -> dict[str, str]:
     """Draw a combination with a number of unusual settings; the seed alone decides."""
     drawn, solver = random.Random(seed), Solver(space)
-    names = sorted(space.settings)
+    names = sorted(name for name, s in space.settings.items() if len(s.values) > 1)
     chosen: dict[str, str] = {}
     for name in drawn.sample(names, drawn.randint(least, most)):
         setting = space.settings[name]

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -78,6 +78,23 @@ def space_of(series: str) -> Space:
     }
     impossible = tuple(_impossible(read["impossible"], settings, series))
     return Space(series, read["common"], settings, impossible)
+
+
+def without_unknown(space: Space, flags: Collection[str]) -> Space:
+    """The settings of this package's own trainer: those whose values need these flags alone."""
+    settings = {
+        name: Setting(name, {v: said for v, said in s.words.items() if _are_known(said, flags)})
+        for name, s in space.settings.items()
+    }
+    common = yaml.safe_load(FILE.read_text(encoding="utf-8"))["common-of-own-trainer"]
+    return replace(space, common=common, settings=settings)
+
+
+def _are_known(said: dict[str, str], flags: Collection[str]) -> bool:
+    """Whether all words of a value are flags that are known, and their values."""
+    words = " ".join(said.values()).split()
+    words = [word.replace("<unit>", "iters") for word in words]
+    return all(w in flags for w in words if w[0] in "-<" and w not in ("<layers>", "<iterations>"))
 
 
 def _sides(said: str | dict[str, str]) -> dict[str, str]:

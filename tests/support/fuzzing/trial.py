@@ -47,7 +47,7 @@ class Bench:
 
     space: Space
     checkout: Path
-    seconds: float = 150.0
+    seconds: float = 300.0
 
 
 @dataclass
