@@ -49,9 +49,9 @@ exit code: 0 if nothing failed, 1 otherwise.
 examples:
   scripts/fuzz.py --megatron-lm ~/Megatron-LM --pairs > pairs.jsonl
   scripts/fuzz.py --megatron-lm ~/Megatron-LM --random --seed 7 --count 20
-  scripts/fuzz.py --megatron-lm ~/Megatron-LM --show 7/12       the two commands of number 12, to type
+  scripts/fuzz.py --megatron-lm ~/Megatron-LM --show 7/12     prints two commands to type
   scripts/fuzz.py --megatron-lm ~/Megatron-LM --random --only 7/12
-  scripts/fuzz.py --megatron-lm ~/Megatron-LM --set schedule=v-zb experts=aux expert-parallel=2 data=2
+  scripts/fuzz.py --megatron-lm ~/Megatron-LM --set schedule=v-zb experts=aux data=2
 """
 
 

@@ -58,9 +58,9 @@ def steps(path: Path | None, broken: set[int]) -> tuple[list[list[float]], list[
                 return forward_backward(adapter.forward_backward_func, chunks, data, M)
 
             if step in broken:
-                with patch.object(runtime, "run_program", side_effect=Broken):
-                    with pytest.raises(Broken):
-                        train()
+                fails = patch.object(runtime, "run_program", side_effect=Broken)
+                with fails, pytest.raises(Broken):
+                    train()
             else:
                 found.append([float(record["lm loss"]) for record in train()])
             now = left_on(adapter, chunks)

@@ -55,9 +55,12 @@ def test_a_skipped_step_reads_each_chunks_batches(monkeypatch: pytest.MonkeyPatc
     from megatron.core import num_microbatches_calculator, rerun_state_machine
 
     asked: list[Any] = []
-    machine = SimpleNamespace(
-        should_run_forward_backward=lambda data: asked.append(data) or len(asked) == 1
-    )
+
+    def should_run(data: Any) -> bool:
+        asked.append(data)
+        return len(asked) == 1
+
+    machine = SimpleNamespace(should_run_forward_backward=should_run)
     monkeypatch.setattr(rerun_state_machine, "get_rerun_state_machine", lambda: machine)
     monkeypatch.setattr(num_microbatches_calculator, "get_num_microbatches", lambda: 3)
     first, last = iter(range(10)), iter(range(10))

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_zb import cli
+from megatron_zb.cli import main as cli
 
 RUN = """
 --pipeline-schedule v-half --pipeline-model-parallel-size 2 --num-layers 8 --hidden-size 64

@@ -6,6 +6,7 @@ import re
 import shlex
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from pathlib import Path
 
 from fuzzing.space import OURS, UPSTREAM, Combination, Space
@@ -120,7 +121,7 @@ class Sizes:
 
     def _layout(self, parts: int) -> str:
         cuts = [round(self.layers * i / parts) for i in range(parts + 1)]
-        layers = ["t" * (end - begin) for begin, end in zip(cuts, cuts[1:], strict=False)]
+        layers = ["t" * (end - begin) for begin, end in pairwise(cuts)]
         return "E" + "|".join(layers) + "m" * int(self.values["mtp"]) + "L"
 
     def _pattern(self) -> str:

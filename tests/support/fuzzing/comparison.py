@@ -71,7 +71,7 @@ def width(key: str, combination: Combination) -> float:
         return 0.0
     if key.endswith("norm"):
         return 5e-7
-    if combination["clip"] == "0.3" and "loss" in key or "PPL" in key:
+    if (combination["clip"] == "0.3" and "loss" in key) or "PPL" in key:
         return 1e-6 if combination["precision"] == "fp32" else 1e-4
     return 0.0
 

@@ -1,7 +1,7 @@
 """A covering array: combinations in which every possible pair of values occurs.
 
-Greedy, a combination at a time, after D. M. Cohen, S. R. Dalal, M. L. Fredman and G. C. Patton, "The
-AETG system", IEEE TSE 1997. Every value is chosen with a look at the rules that it leaves open, so
+Greedy, a combination at a time, after D. M. Cohen, S. R. Dalal, M. L. Fredman and G. C. Patton,
+"The AETG system", IEEE TSE 1997. Every value is chosen with a look at the rules that it leaves open, so
 a pair for which no combination is found is impossible.
 """
 

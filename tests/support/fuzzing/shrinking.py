@@ -10,7 +10,7 @@ from fuzzing.space import Combination, Space
 def shrink(
     space: Space, combination: Combination, fails: Callable[[Combination], bool]
 ) -> dict[str, str]:
-    """Give settings their defaults, many at once and then each, as long as it fails the same way."""
+    """Give settings their defaults, many at once and then each, while it fails the same way."""
     kept = dict(combination)
     at_once = max(1, len(space.unusual(kept)) // 2)
     while True:

@@ -154,7 +154,7 @@ class _Run:
         said = _said(ours)
         if ours.code and (not said or "Traceback (most recent" in ours.stderr):
             raise _Ended(Verdict.CRASHED, when + _error(ours))
-        if (said or None) is None and refusal is not None or said and refusal is None:
+        if ((said or None) is None and refusal is not None) or (said and refusal is None):
             raise _Ended(Verdict.DISAGREED, f"{when}check: {refusal}; start: {said or 'runs'}")
         if said:
             raise _Ended(Verdict.REFUSED, when + said)
