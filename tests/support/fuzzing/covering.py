@@ -1,8 +1,8 @@
 """A covering array: combinations in which every possible pair of values occurs.
 
-Greedy, a combination at a time, after D. M. Cohen, S. R. Dalal, M. L. Fredman and G. C. Patton,
-"The AETG system", IEEE TSE 1997. Every value is chosen with a look at the rules that it leaves open, so
-a pair for which no combination is found is impossible.
+Greedy, a combination at a time, after D. M. Cohen et al., "The AETG system", IEEE TSE 1997. Every
+value is chosen with a look at the rules that it leaves open, so a pair for which no combination is
+found is impossible.
 """
 
 from __future__ import annotations

@@ -1,0 +1,72 @@
+"""The space of combinations, and the comparison of their logs."""
+
+from __future__ import annotations
+
+from itertools import combinations
+
+import pytest
+from fuzzing.comparison import compare
+from fuzzing.covering import covering_array
+from fuzzing.drawing import draw
+from fuzzing.shrinking import shrink
+from fuzzing.space import Impossible, Setting, Space, space_of
+
+
+def setting(name: str, *values: str) -> Setting:
+    return Setting(name, {value: {} for value in values})
+
+
+SMALL = Space(
+    "0.16",
+    "",
+    {
+        s.name: s
+        for s in (setting("a", "1", "2", "3"), setting("b", "x", "y"), setting("c", "p", "q"))
+    },
+    (Impossible({"a": frozenset("3"), "b": frozenset("y")}, "for example"),),
+)
+
+
+def test_every_possible_pair_is_in_the_covering_array() -> None:
+    rows = list(covering_array(SMALL, "seed"))
+    seen = {pair for row in rows for pair in combinations(sorted(row.items()), 2)}
+    assert len(seen) == 3 * 2 + 3 * 2 + 2 * 2 - 1
+    assert (("a", "3"), ("b", "y")) not in seen
+
+
+def test_a_draw_follows_from_its_seed_and_keeps_the_rules() -> None:
+    space = space_of("0.19")
+    first = draw(space, "1/2")
+    assert first == draw(space, "1/2")
+    assert first != draw(space, "1/3")
+    assert first.keys() == space.settings.keys()
+    for number in range(5):
+        assert space.why_not(draw(space, f"rules/{number}")) is None
+
+
+def test_a_failure_is_shrunk_to_what_it_needs() -> None:
+    found = shrink(SMALL, {"a": "2", "b": "y", "c": "q"}, lambda tried: tried["b"] == "y")
+    assert found == {"a": "1", "b": "y", "c": "p"}
+
+
+@pytest.mark.parametrize(
+    ("ours", "schedule", "first"),
+    [
+        ({"1 lm loss": "4.0", "1 grad norm": "1.0"}, "zb-h1", ""),
+        ({"1 lm loss": "4.000000001", "1 grad norm": "1.0"}, "zb-h1", "1 lm loss"),
+        ({"1 lm loss": "4.0", "1 grad norm": "1.0000001"}, "v-half", ""),
+        ({"1 lm loss": "4.0", "1 grad norm": "1.001"}, "v-half", "1 grad norm"),
+        ({"1 lm loss": "4.0"}, "zb-h1", "logged by one alone"),
+    ],
+)
+def test_logs_are_compared(ours: dict[str, str], schedule: str, first: str) -> None:
+    combination = draw(space_of("0.16"), "compare/0") | {
+        "schedule": schedule,
+        "vocabulary": "whole",
+        "clip": "0",
+        "layers": "even",
+        "balanced": "without",
+    }
+    upstream = {"1 lm loss": "4.0", "1 grad norm": "1.0"}
+    assert compare(upstream, ours, combination).first.startswith(first)
+    assert bool(compare(upstream, ours, combination).first) is bool(first)
