@@ -5,8 +5,6 @@ What is drawn changes with the commit; ``TESTS_SEED`` draws that of another one.
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 from fuzzing.drawing import draw
 from fuzzing.own_trainer import OwnTrainer, own_space
