@@ -193,12 +193,14 @@ class Profiling:
                         memory = stack.enter_context(ActivationMemory(parameters).watching())
                     self._memory = MemoryRecorder(memory)
                 self.observers = (self._memory,)
-            stack.callback(self._after_step)
-            yield memory
-
-    def _after_step(self) -> None:
-        self.observers = ()
-        self._done += 1
+            try:
+                yield memory
+            except BaseException:  # the step was none: the next one is measured in its place
+                del self._recorders[max(0, self._done - WARM_UP) :]
+                raise
+            finally:
+                self.observers = ()
+            self._done += 1
 
     def end_step(self) -> None:
         """End a step, after all that belongs to it, such as the reduction of gradients."""

@@ -12,13 +12,15 @@ from gpt_cases import GPTCase, built, forward_backward, microbatches
 from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
 from ranks import RankPools
 
+from megatron_zb.measured.profile import read_profile
 from megatron_zb.megatron_core import forward_backward as runtime
 from megatron_zb.megatron_core.profiling import TIMED, WARM_UP, WHOLE
 from megatron_zb.megatron_core.random_streams import LayerStreams
 
 CASE, M = GPTCase(), 4
 MARKED, COUNTED = WARM_UP, WARM_UP + TIMED + WHOLE
-"""The steps of a profile in which hooks are set, and in which activations are counted."""
+"""The first step of a profile in which hooks are set, and that in which bytes are counted."""
+STEPS = COUNTED + 4
 
 
 def hooks(chunks: list[Any]) -> int:
@@ -51,15 +53,17 @@ def steps(path: Path | None, broken: set[int]) -> tuple[list[list[float]], list[
         if path is not None:
             adapter.profile(path, None)
         usual = left_on(adapter, chunks)
-        for step in range(COUNTED + 2):
+        for step in range(STEPS):
             data = [microbatches(CASE, M) for _ in chunks]
 
             def train(data: list[Any] = data) -> list[Any]:
                 return forward_backward(adapter.forward_backward_func, chunks, data, M)
 
             if step in broken:
-                fails = patch.object(runtime, "run_program", side_effect=Broken)
-                with fails, pytest.raises(Broken):
+                with (
+                    patch.object(runtime, "run_program", side_effect=Broken),
+                    pytest.raises(Broken),
+                ):
                     train()
             else:
                 found.append([float(record["lm loss"]) for record in train()])
@@ -68,20 +72,22 @@ def steps(path: Path | None, broken: set[int]) -> tuple[list[list[float]], list[
     return found, left
 
 
-def test_a_step_leaves_nothing_switched_on(ranks: RankPools, tmp_path: Path) -> None:
-    plain = ranks(2).run(steps, path=None, broken=set())
-    measured = ranks(2).run(steps, path=tmp_path / "profile.yaml", broken={MARKED, COUNTED + 1})
-    for (losses, _), (others, left) in zip(plain, measured, strict=True):
-        assert left == [{}] * (COUNTED + 2)
-        assert others == losses[2:]
-    assert any(losses for (losses, _) in plain)
-
-
-def test_a_step_that_counts_activations_leaves_no_counter_if_it_raises(
+def test_a_step_leaves_nothing_switched_on_and_one_that_raises_is_measured_again(
     ranks: RankPools, tmp_path: Path
 ) -> None:
-    for _, left in ranks(2).run(steps, path=tmp_path / "profile.yaml", broken={COUNTED}):
-        assert left == [{}] * (COUNTED + 2)
+    """Where hooks are set, in the middle of the steps that are timed, and where bytes are counted.
+
+    The second and the third number count the steps that have been broken before.
+    """
+    path = tmp_path / "profile.yaml"
+    broken = {MARKED, MARKED + 3, COUNTED + 2}
+    plain = ranks(2).run(steps, path=None, broken=set())
+    measured = ranks(2).run(steps, path=path, broken=broken)
+    for (losses, _), (others, left) in zip(plain, measured, strict=True):
+        assert left == [{}] * STEPS
+        assert others == losses[len(broken) :]
+    assert any(losses for losses, _ in plain)
+    assert [stage.layers for stage in read_profile(path).stages] == ["Et", "t", "t", "tL"]
 
 
 def repeated_calls() -> tuple[list[float], ...]:

@@ -32,11 +32,7 @@ from ranks import RankPools
 from megatron_zb.errors import UsageError
 from megatron_zb.megatron_core import versions
 from megatron_zb.megatron_core.data_parallel import DataParallelSync
-from megatron_zb.megatron_core.forward_backward import (
-    NOT_SERVED,
-    NOT_SERVED_ABOVE_1,
-    refuse_what_is_not_served,
-)
+from megatron_zb.megatron_core.forward_backward import refuse_what_is_not_served
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -73,7 +69,18 @@ def test_rows_name_tests_that_exist() -> None:
         assert (row.verdict is Verdict.NOT_ON_CPU) == bool(row.reason), row.feature
 
 
-@pytest.mark.parametrize("setting", [*NOT_SERVED, *NOT_SERVED_ABOVE_1])
+@pytest.mark.parametrize(
+    "setting",
+    [
+        "num_microbatches_with_partial_activation_checkpoints",
+        "delay_wgrad_compute",
+        "defer_embedding_wgrad_compute",
+        "overlap_dispatch_backward_with_experts_wgrad",
+        "fine_grained_activation_offloading",
+        "gtp_weight_remat_size",
+        "expert_gtp_weight_remat_size",
+    ],
+)
 def test_settings_that_cannot_be_served_are_refused(setting: str) -> None:
     config = SimpleNamespace(**{setting: 2})
     with pytest.raises(UsageError, match=rf"^{setting} cannot be combined with .* v-half: "):
@@ -81,7 +88,7 @@ def test_settings_that_cannot_be_served_are_refused(setting: str) -> None:
 
 
 def test_weights_of_which_a_rank_has_all_are_served() -> None:
-    config = SimpleNamespace(**dict.fromkeys(NOT_SERVED_ABOVE_1, 1))
+    config = SimpleNamespace(gtp_weight_remat_size=1, expert_gtp_weight_remat_size=1)
     refuse_what_is_not_served(config, None, "v-half")
 
 

@@ -29,6 +29,16 @@ PROMISES: dict[str, Callable[[int], float]] = {
 SEARCHED = ("zb-1p", "zb-2p", "v-zb", "v-half", "v-min")
 
 
+NAMES = (
+    "gpipe 1f1b interleaved 1f1b-v zb-h1 zb-h2 zb-1p zb-2p v-zb v-half v-min wave dualpipe-v auto"
+)
+
+
+def test_no_schedule_has_gone() -> None:
+    """Most tests take their schedules from the catalog, and would go with one."""
+    assert schedules.names() == NAMES.split()
+
+
 def costs_of(p: int) -> Costs:
     return Costs.uniform(pipeline_size=p, forward=1.0, backward=1.25, weight=0.75, p2p=0.05)
 

@@ -188,7 +188,7 @@ def test_placed_moves_keep_every_rule_and_limit(data: st.DataObject) -> None:
         assert len(copies) == 2 * sum(s in moved.placement.stages_of[rank] for s, _ in moved.moved)
 
 
-def test_auto_moves_where_memory_is_short_and_is_never_slower_for_it() -> None:
+def test_auto_moves_where_memory_is_short_and_is_never_slower_for_it(brief_searches: None) -> None:
     p, m = 4, 8
     given: dict[str, Any] = {"pipeline_size": p, "num_microbatches": m, "chunks": 2}
     costs = costs_of(p, 0.6)

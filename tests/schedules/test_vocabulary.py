@@ -140,6 +140,18 @@ def test_every_schedule_has_an_order_that_cannot_hang(name: str, p: int) -> None
     assert timeline.makespan >= schedule.report.lower_bound - 1e-9
 
 
+@pytest.mark.parametrize("limit", [0.5, 0.625, 0.75])
+@pytest.mark.parametrize(("name", "chunks"), [("v-half", 2), ("zb-h1", 1), ("1f1b", 1)])
+def test_a_limit_is_kept_to_the_last_chunk(name: str, chunks: int, limit: float) -> None:
+    """Logits take no memory here: whole chunks fill what four ranks may hold, and none is more."""
+    costs = _costs(4, held=0.0)
+    schedule = schedules.build(
+        name, pipeline_size=4, num_microbatches=12, costs=costs, memory_limit=limit
+    )
+    peak = max(schedules.simulate(schedule, costs).peak_memory)
+    assert peak == int(4 * limit * chunks) / chunks
+
+
 @pytest.mark.parametrize("evaluates", [False, True], ids=["training", "evaluation"])
 @pytest.mark.parametrize("name", ["v-half", "zb-h1"])
 def test_a_rank_that_waits_is_told_for_what(name: str, evaluates: bool) -> None:

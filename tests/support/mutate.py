@@ -72,7 +72,7 @@ def verdict_of(copy: Path, tests: Sequence[str], seconds: float) -> tuple[str, s
         return NO_ANSWER, ""
     if code == _PASSED:
         return SURVIVED, ""
-    failed = re.search(r"^(?:FAILED|ERROR) (\S+(?: in \S+)?)", printed, re.M)
+    failed = re.search(r"^(?:FAILED|ERROR) (.+?)(?: - .*)?$", printed, re.M)
     if failed is not None:
         return KILLED, failed[1]
     if code == _NOT_FOUND and "ImportError while loading conftest" in printed:

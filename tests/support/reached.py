@@ -43,7 +43,7 @@ def _forked():
     _out = None
 os.register_at_fork(after_in_child=_forked)
 
-def reached(place):
+def _note_reached(place):
     if _data.get(_key) is not _last:
         _turn()
     if place not in _seen:
@@ -128,7 +128,7 @@ def instrumented(text: str, name: str) -> str:
     notes = {}
     for block in blocks(tree, lines):
         indent = " " * block.statements[0].col_offset
-        notes[block.line] = f"{indent}reached('{name}:{block.line}')"
+        notes[block.line] = f"{indent}_note_reached('{name}:{block.line}')"
     after = [
         n.end_lineno
         for n in tree.body
@@ -140,7 +140,7 @@ def instrumented(text: str, name: str) -> str:
         made += [notes[number]] if number in notes else []
         made.append(line)
         if number == start:
-            made.append(f"from {PACKAGE}._reached import reached")
+            made.append(f"from {PACKAGE}._reached import _note_reached")
     return "\n".join(made) + "\n"
 
 

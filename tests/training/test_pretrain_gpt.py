@@ -110,7 +110,8 @@ def trained(folder: Path, flags: Flags, *, program: Sequence[str] | None = None)
     """
     log = folder / f"{len(list(folder.iterdir()))}.jsonl"
     flags = {**TRAINING, "--log-file": log, **flags}
-    ranks, words = flags["--pipeline-model-parallel-size"], written(flags)
+    ranks = flags["--pipeline-model-parallel-size"] * flags.get("--tensor-model-parallel-size", 1)
+    words = written(flags)
     if program is None:
         ended = run_job(ranks, MODULE, words, SECONDS_TO_TRAIN)
     else:
@@ -229,6 +230,30 @@ def test_dropout_is_that_of_every_other_schedule(corpus: str, tmp_path: Path) ->
         assert ours.by_iteration(key) == stock.by_iteration(key)
         assert stock_resumed.by_iteration(key) == stock.by_iteration(key, after=SAVED)
         assert stock.by_iteration(key) != whole.by_iteration(key)
+
+
+def test_tensor_parallel_ranks_continue_with_their_random_states(
+    corpus: str, tmp_path: Path
+) -> None:
+    """Bit for bit on as many ranks; on others it goes on, with other draws of dropout."""
+    flags: Flags = {
+        "--data-path": corpus,
+        "--hidden-dropout": 0.1,
+        "--attention-dropout": 0.1,
+        "--pipeline-schedule": "zb-h1",
+        "--tensor-model-parallel-size": 2,
+        "--train-iters": 2 + SAVED,
+    }
+    checkpoints = tmp_path / "checkpoints"
+    saves = {"--save": checkpoints, "--save-interval": SAVED}
+    whole = trained(tmp_path, {**flags, **saves})
+    load = {"--load": checkpoint_of(checkpoints, SAVED, tmp_path / "load")}
+    resumed = trained(tmp_path, {**flags, **load})
+    for key in ("lm_loss", "eval_loss", "grad_norm"):
+        assert resumed.by_iteration(key) == whole.by_iteration(key, after=SAVED) != {}
+    other = trained(tmp_path, {**flags, **load, "--tensor-model-parallel-size": 1})
+    assert list(other.by_iteration("lm_loss")) == list(resumed.by_iteration("lm_loss"))
+    assert other.by_iteration("lm_loss") != resumed.by_iteration("lm_loss")
 
 
 def test_without_the_flag_megatron_is_as_it_was(corpus: str, tmp_path: Path) -> None:
