@@ -319,9 +319,10 @@ class ForwardBackward:
         self, iteration: Iteration, count: Callable[[list[float]], None]
     ) -> None:
         """Name layers that are not split, once each; count them after the first step."""
-        groups = iteration.pg_collection
-        if groups.tp.rank() == 0 and versions.data_parallel_group(groups).rank() == 0:
-            for line in (line for split in self._splits for line in split.news()):
+        lines = [line for split in self._splits for line in split.news()]
+        groups = (getattr(iteration.pg_collection, name, None) for name in ("tp", "dp_cp"))
+        if lines and all(group is None or group.rank() == 0 for group in groups):
+            for line in lines:
                 print(f"megatron_zb: {line}", flush=True)
         if self._has_counted_unsplit:
             return

@@ -38,7 +38,7 @@ class ScheduledRun:
         self.not_agreed: dict[str, Any] | None = None
         """Values that the ranks have not agreed on yet."""
         self._meeting = meeting
-        self._rank = args.rank
+        self._args = args
         self._chunks: list[Any] = []
         self._builds = 0
         self._loads = 0
@@ -176,7 +176,7 @@ class ScheduledRun:
         """Let the first rank check the optimizer's state in a checkpoint, for all."""
         failure = None
         self._loads += 1
-        if self._rank == 0:
+        if self._args.rank == 0:
             try:
                 stored_placement.check_states(args, Path(path))
             except UsageError as error:
