@@ -171,6 +171,11 @@ WHY_NOT_PACKED = (
 )
 
 
+# Up to this series, the script of hybrid models cannot read a batch on stages between the first and
+# the last, which a mask of documents and the size of a whole validation set need.
+WITHOUT_HYBRID_BATCHES = (0, 17)
+
+
 def core_series() -> tuple[int, int]:
     """Return the series of the megatron-core that is imported here, such as (0, 19)."""
     from megatron.core.package_info import MAJOR, MINOR

@@ -88,6 +88,18 @@ _NOT_SERVED_FLAGS = (
 )
 
 
+def _without_hybrid_batches(argument: str) -> Conflict:
+    return Conflict(
+        argument,
+        flag_of(argument),
+        "the scripts of hybrid models cannot read a batch between the first and the last stage "
+        "before Megatron-LM 0.18; leave it out, or use a newer one",
+        concerned=Concerned.INNER_STAGES,
+        only_with=versions.HYBRID_PATTERNS,
+        last=versions.WITHOUT_HYBRID_BATCHES,
+    )
+
+
 def _not_served(setting: str) -> Conflict:
     return Conflict(setting, flag_of(setting), NOT_SERVED[setting])
 
@@ -160,6 +172,7 @@ CONFLICTS = (
         concerned=Concerned.INNER_STAGES,
         last=versions.WITHOUT_SAMPLE_ENDS,
     ),
+    *map(_without_hybrid_batches, ("reset_attention_mask", "full_validation")),
     Conflict(
         "moe_use_upcycling", "--moe-use-upcycling", "it builds two models on each pipeline rank"
     ),

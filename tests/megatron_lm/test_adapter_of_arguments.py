@@ -200,7 +200,7 @@ ENDS = "count the layers of a rank, which holds several chunks here"
         (
             "--pipeline-schedule v-half --pipeline-layer-layout auto",
             {},
-            "has to know how large the output layer is: give --vocab-size",
+            "has to know how large layers and the output layer are: give --hidden-size",
         ),
         (
             "--pipeline-schedule v-half --pipeline-layer-layout auto",

@@ -97,6 +97,11 @@ def test_a_refusal_is_of_a_placement_and_of_a_version() -> None:
     assert refused(f"{RUN} {pattern}", "0.16") == [pattern]
     assert refused(f"{RUN.replace('v-half', 'zb-h1')} {pattern}", "0.16") == []
     assert refused(f"{RUN} {pattern}", "0.19") == []
+    for flag in ("--reset-attention-mask", "--full-validation"):
+        hybrid = f"{RUN.replace('v-half', 'zb-h1')} {flag} {pattern}"
+        assert refused(hybrid, "0.16") == [flag]
+        assert refused(f"{RUN} {flag}", "0.16") == []
+        assert refused(f"{RUN} {flag} --hybrid-layer-pattern M*M*", "0.19") == []
     assert refused(f"{RUN} --sft", "0.16") == ["--sft"]
     assert refused(f"{RUN} --sft", "0.19") == []
 

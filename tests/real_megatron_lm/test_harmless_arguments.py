@@ -42,9 +42,9 @@ def start(checkout: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def save(checkout: Path, folder: Path, flags: str = "") -> None:
+def save(checkout: Path, folder: Path, flags: str = "", left_out: str = "") -> None:
     saving = f"{flags} --save {folder} --save-interval 2 --exit-interval 2"
-    saved = train(checkout, saving)
+    saved = train(checkout, saving, left_out=left_out)
     assert saved.ended.code == 0, saved.error
 
 
@@ -62,20 +62,21 @@ def run(checkout: Path, trial: Trial, schedule: str, places: dict[str, Any]) -> 
     return train(checkout, f"{flags} {chosen}", left_out=trial.without)
 
 
-def started(checkout: Path, trial: Trial, start: Path, folder: Path) -> Path:
+def started(checkout: Path, trial: Trial, places: dict[str, Any]) -> Path:
     """The checkpoint that a trial goes on from."""
     if not trial.own_start:
-        return start
-    own = folder / "own_start"
-    save(checkout, own, " ".join([*trial.words(VERSION), trial.beside]).format(folder=folder))
+        return Path(places["start"])
+    own: Path = places["folder"] / "own_start"
+    flags = trial.prepared or " ".join(trial.words(VERSION))
+    save(checkout, own, f"{flags} {trial.beside}".format(**places), trial.without)
     return own
 
 
 def check_trial(
     checkout: Path, trial: Trial, start: Path, folder: Path, texts: Path | None
 ) -> None:
-    own = started(checkout, trial, start, folder)
-    places = {"start": own, "folder": folder, "texts": texts}
+    places = {"start": start, "folder": folder, "texts": texts}
+    places["start"] = started(checkout, trial, places)
     stock = run(checkout, trial, "", places)
     assert stock.ended.code == 0, stock.error
     assert stock.losses or stock.evaluations

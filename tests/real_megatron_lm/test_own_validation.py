@@ -20,7 +20,7 @@ RUN = """
     ("more", "words"),
     [
         ("", None),
-        ("--fp8-format hybrid --tp-comm-overlap --tensor-model-parallel-size 2", None),
+        ("--fp8-format hybrid --tensor-model-parallel-size 2 --sequence-parallel", None),
         ("--mtp-num-layers 1", "is not supported with learned_absolute position embedding"),
         ("--seq-length 64", "max_position_embeddings (32) must be greater than or equal to"),
         ("--num-attention-heads 5", "assert args.hidden_size % args.num_attention_heads == 0"),

@@ -20,6 +20,7 @@ class Trial:
         beside: flags without which those that are tried say nothing.
         without: flags of the usual run that are left out.
         own_start: whether the model or its optimizer is another one, with a checkpoint of its own.
+        prepared: what takes the place of the flags that are tried in the run that saves that.
         texts: whether the run reads texts, not the numbers that Megatron-LM makes up.
     """
 
@@ -28,6 +29,7 @@ class Trial:
     without: str = ""
     own_start: bool = False
     texts: bool = False
+    prepared: str = ""
 
     def words(self, version: str) -> list[str]:
         """The flags that are tried, those alone that the version has, with their values."""
@@ -98,7 +100,11 @@ _LOGS = (
         "--disable-straggler-on-startup"
     ),
     Trial("--moe-per-layer-logging", _EXPERTS, own_start=True),
-    Trial("--dump-param-to-param-group-map {folder}/groups.json", "--use-distributed-optimizer"),
+    Trial(
+        "--dump-param-to-param-group-map {folder}/groups.json",
+        "--use-distributed-optimizer",
+        own_start=True,
+    ),
     Trial(
         "--flight-recorder-dump-path {folder} --flight-recorder-trace-buffer-size 100 "
         "--no-flight-recorder-dump-on-timeout --flight-recorder-include-stack-trace "
@@ -118,28 +124,31 @@ _LOGS = (
 
 _TEXTS = "--mock-data --split"
 _DATA = (
-    Trial("--data-path {texts}_a", "--split 90,5,5", _TEXTS, texts=True),
+    Trial("--data-path {texts}_a", "--split 60,20,20", _TEXTS, texts=True),
     Trial(
         "--train-data-path {texts}_a --valid-data-path {texts}_b --test-data-path {texts}_c",
         without=_TEXTS,
         texts=True,
     ),
-    Trial("--data-args-path {texts}_arguments", "--split 90,5,5", _TEXTS, texts=True),
+    Trial("--data-args-path {texts}_arguments", "--split 60,20,20", _TEXTS, texts=True),
     Trial("--per-split-data-args-path {texts}_splits.json", without=_TEXTS, texts=True),
     Trial(
         "--per-dataset-sequences-path {texts}_sequences.json --dataloader-fast-cache-load "
         "--dataloader-defer-npy-index-mmap --data-cache-path {texts}_cache",
-        "--split 90,5,5 --data-path 0.5 {texts}_a 0.5 {texts}_b",
+        "--train-data-path 0.5 {texts}_a 0.5 {texts}_b --valid-data-path {texts}_b "
+        "--test-data-path {texts}_b",
         _TEXTS,
+        own_start=True,
         texts=True,
+        prepared="--data-cache-path {texts}_cache",
     ),
     Trial(
         "--no-mmap-bin-files --num-dataset-builder-threads 2 --mid-level-dataset-surplus 0.1",
-        "--split 90,5,5 --data-path 0.5 {texts}_a 0.5 {texts}_b",
+        "--split 60,20,20 --data-path 0.5 {texts}_a 0.5 {texts}_b",
         _TEXTS,
         texts=True,
     ),
-    Trial("--dataloader-type cyclic", "--split 90,5,5 --data-path {texts}_a", _TEXTS, texts=True),
+    Trial("--dataloader-type cyclic", "--split 60,20,20 --data-path {texts}_a", _TEXTS, texts=True),
     Trial("--encoder-seq-length 32", without="--seq-length"),
     Trial("--decoder-seq-length 32 --sample-rate 0.5 --mask-prob 0.2 --short-seq-prob 0.2"),
     Trial("--num-workers 1", without="--num-workers"),
@@ -165,7 +174,7 @@ _OPTIMIZER = (
     Trial("--adam-beta1 0.8 --adam-beta2 0.9 --adam-eps 1e-6"),
     Trial("--sgd-momentum 0.8", "--optimizer sgd", own_start=True),
     Trial("--optimizer sgd", own_start=True),
-    Trial("--no-weight-decay-cond-type qk_layernorm", "--qk-layernorm", own_start=True),
+    Trial("--no-weight-decay-cond-type apply_wd_to_qk_layernorm", "--qk-layernorm", own_start=True),
     Trial("--lr-wsd-decay-style cosine --lr-wsd-decay-iters 4", "--lr-decay-style WSD"),
     Trial(
         "--lr-decay-samples 80 --lr-warmup-samples 16 --lr-warmup-init 1e-5",
@@ -246,7 +255,7 @@ _CHECKPOINTS = (
     ),
     Trial("--ckpt-assume-constant-structure --dist-ckpt-workers 2 --verify-integrity", _SAVE),
     Trial("--no-ckpt-load-validate-sharding-integrity --dist-ckpt-strictness log_all"),
-    Trial("--dist-ckpt-save-pre-mcore-014", f"--use-distributed-optimizer {_SAVE}", own_start=True),
+    Trial("--dist-ckpt-save-pre-mcore-014", _SAVE),
     Trial(
         "--distrib-optim-fully-reshardable-mem-efficient",
         f"--use-distributed-optimizer --dist-ckpt-optim-fully-reshardable {_SAVE}",
