@@ -25,7 +25,7 @@ from queue import Queue
 import mutants
 import yaml
 from mutants import Mutant
-from reached import LEFT_OUT, ROOT, Reached
+from reached import LEFT_OUT, ROOT, Nearby, Reached
 
 EQUIVALENT = ROOT / "tests" / "equivalent_mutants.yaml"
 _PASSED, _NOT_FOUND = 0, 4  # exit statuses of pytest
@@ -108,7 +108,7 @@ def _pytest(copy: Path, tests: Sequence[str], seconds: float) -> tuple[int | Non
 
 
 def verdicts(
-    drawn: Sequence[Mutant], reached: Reached, seconds: float, processes: int
+    drawn: Sequence[Mutant], reached: Reached | Nearby, seconds: float, processes: int
 ) -> Iterator[Verdict]:
     """Yield what became of each mutant, as it ends."""
     copies: Queue[Path] = Queue()
@@ -145,6 +145,12 @@ def parser() -> argparse.ArgumentParser:
         "--seconds", type=float, default=900, metavar="N", help="of a mutant's tests (default 900)"
     )
     parser.add_argument(
+        "--nearby",
+        action="store_true",
+        help="run the test files that name a mutant's module and lie beside it, not all that reach "
+        "it: nothing is recorded first",
+    )
+    parser.add_argument(
         "--processes", type=int, default=2, metavar="N", help="at the same time (default 2)"
     )
     return parser
@@ -160,7 +166,8 @@ def main() -> int:
     for mutant in same:
         print(f"equivalent: {mutant}: {known[mutant.anchor]}", flush=True)
     holes = 0
-    found = verdicts(drawn, Reached.of(ROOT), arguments.seconds, arguments.processes)
+    reached = Nearby(ROOT) if arguments.nearby else Reached.of(ROOT)
+    found = verdicts(drawn, reached, arguments.seconds, arguments.processes)
     for number, verdict in enumerate(found, 1):
         holes += verdict.word != KILLED
         by = f" by {verdict.by}" if verdict.word == KILLED else f" {verdict.by}".rstrip()
