@@ -18,7 +18,7 @@ from rank_process import Kind
 from real_megatron_lm.runs import MODEL
 
 SIZES = f"{MODEL} --num-workers 0 --untie-embeddings-and-output-weights --num-layers 4"
-SECONDS = 400
+SECONDS = 300
 _ENDS = {"train": "a", "valid": "b", "test": "c"}
 
 _LOSSES = re.compile(r"iteration +(\d+)/.*?lm loss: (\S+).*?grad norm: (\S+)")
@@ -66,10 +66,9 @@ def train(
 def check_same(run: Logged, stock: Logged) -> None:
     """The same iterations and losses; sums over other ranks differ in the last bits of fp32."""
     assert run.ended.code == 0, run.error
-    assert run.losses.keys() == stock.losses.keys()
-    assert run.losses == pytest.approx(stock.losses, rel=3e-7)
-    assert run.norms == pytest.approx(stock.norms, rel=3e-6)
-    assert run.evaluations == pytest.approx(stock.evaluations, rel=3e-7)
+    for name, rel in (("losses", 3e-7), ("norms", 3e-6), ("evaluations", 3e-7)):
+        ours, theirs = getattr(run, name), getattr(stock, name)
+        assert ours == pytest.approx(theirs, rel=rel), f"{name} {ours}, but stock has {theirs}"
 
 
 def check_schedules(

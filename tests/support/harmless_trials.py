@@ -151,13 +151,13 @@ _DATA = (
     Trial("--dataloader-type cyclic", "--split 60,20,20 --data-path {texts}_a", _TEXTS, texts=True),
     Trial("--encoder-seq-length 32", without="--seq-length"),
     Trial("--decoder-seq-length 32 --sample-rate 0.5 --mask-prob 0.2 --short-seq-prob 0.2"),
-    Trial("--num-workers 1", without="--num-workers"),
+    Trial("--num-workers 0", without="--num-workers"),
     Trial("--reset-attention-mask"),
     Trial("--reset-position-ids --eod-mask-loss"),
     Trial("--reset-attention-mask --reset-position-ids --eod-mask-loss", _ROPE, own_start=True),
     Trial("--no-create-attention-mask-in-dataloader"),
     Trial("--allow-ambiguous-pad-tokens"),
-    Trial("--phase-transition-iterations 4", "--train-samples 56", _SAMPLES),
+    Trial("--phase-transition-iterations 4", "--train-samples 56", _SAMPLES, own_start=True),
     Trial("--padded-vocab-size 256", own_start=True),
     Trial("--make-vocab-size-divisible-by 64 --vocab-extra-ids 3", own_start=True),
     Trial("--no-pad-vocab-size", own_start=True),
@@ -171,25 +171,32 @@ _DATA = (
 
 _OPTIMIZER = (
     Trial("--apply-wd-to-qk-layernorm", "--qk-layernorm", own_start=True),
-    Trial("--adam-beta1 0.8 --adam-beta2 0.9 --adam-eps 1e-6"),
+    Trial("--adam-beta1 0.8 --adam-beta2 0.9 --adam-eps 1e-6", own_start=True),
     Trial("--sgd-momentum 0.8", "--optimizer sgd", own_start=True),
     Trial("--optimizer sgd", own_start=True),
     Trial("--no-weight-decay-cond-type apply_wd_to_qk_layernorm", "--qk-layernorm", own_start=True),
-    Trial("--lr-wsd-decay-style cosine --lr-wsd-decay-iters 4", "--lr-decay-style WSD"),
+    Trial(
+        "--lr-wsd-decay-style cosine --lr-wsd-decay-iters 4", "--lr-decay-style WSD", own_start=True
+    ),
     Trial(
         "--lr-decay-samples 80 --lr-warmup-samples 16 --lr-warmup-init 1e-5",
         "--train-samples 56",
         _SAMPLES,
+        own_start=True,
     ),
     Trial(
         "--lr-wsd-decay-samples 24",
         "--lr-decay-style WSD --train-samples 56 --lr-decay-samples 80",
         _SAMPLES,
+        own_start=True,
     ),
-    Trial("--lr-warmup-fraction 0.2"),
+    Trial("--lr-warmup-fraction 0.2", own_start=True),
     Trial("--override-opt-param-scheduler", "--lr 2e-3"),
     Trial("--use-checkpoint-opt-param-scheduler", "--lr 2e-3"),
-    Trial("--start-weight-decay 0.01 --end-weight-decay 0.1 --weight-decay-incr-style linear"),
+    Trial(
+        "--start-weight-decay 0.01 --end-weight-decay 0.1 --weight-decay-incr-style linear",
+        own_start=True,
+    ),
     Trial("--decoupled-lr 2e-3 --decoupled-min-lr 1e-4", own_start=True),
     Trial("--loss-scale 16", "--fp16", own_start=True),
     Trial(
@@ -203,7 +210,7 @@ _OPTIMIZER = (
 )
 
 _LOOP = (
-    Trial("--train-samples 56", without=_SAMPLES),
+    Trial("--train-samples 56", without=_SAMPLES, own_start=True),
     Trial("--exit-duration-in-mins 500 --manual-gc --manual-gc-interval 2 --no-manual-gc-eval"),
     Trial("--exit-signal-handler --exit-signal SIGUSR2 --exit-signal-handler-for-dataloader"),
     Trial("--exit-signal-handler-for-training"),
@@ -230,9 +237,9 @@ _LOOP = (
         "--fault-injector-delay-start-iteration 100 --fault-injector-seed 3",
         "--fault-injector-ranks 0",
     ),
-    Trial("--rampup-batch-size 4 2 16", without="--exit-interval"),
-    Trial("--decrease-batch-size-if-needed", "--rampup-batch-size 4 2 16"),
-    Trial("--step-batch-size-schedule 0:4,16:8", "--train-samples 56", _SAMPLES),
+    Trial("--rampup-batch-size 4 2 16", without="--exit-interval", own_start=True),
+    Trial("--decrease-batch-size-if-needed", "--rampup-batch-size 4 2 16", own_start=True),
+    Trial("--step-batch-size-schedule 0:4,16:8", "--train-samples 56", _SAMPLES, own_start=True),
     Trial("--eval-global-batch-size 4 --eval-micro-batch-size 2", "--eval-interval 2"),
 )
 
