@@ -13,6 +13,7 @@ import sys
 import tempfile
 from collections import Counter
 from collections.abc import Iterator
+from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -23,7 +24,9 @@ sys.path[:0] = [str(ROOT), str(ROOT / "tests" / "support")]
 from fuzzing.command import commands_of  # noqa: E402
 from fuzzing.covering import all_pairs, covering_array, pairs_of, possible_pairs  # noqa: E402
 from fuzzing.drawing import draw  # noqa: E402
-from fuzzing.space import Space, space_of  # noqa: E402
+from fuzzing.shrinking import shrink  # noqa: E402
+from fuzzing.space import Combination, Space, space_of  # noqa: E402
+from fuzzing.trial import Bench, Trial, Verdict, judge  # noqa: E402
 
 from megatron_zb.megatron_lm.checkout import checkout_at  # noqa: E402
 
@@ -69,7 +72,7 @@ def main() -> int:
     os.environ["MEGATRON_LM_PATH"] = str(checkout.root)
     with tempfile.TemporaryDirectory(prefix="searches-") as folder:
         os.environ["TESTS_KEPT_SEARCHES"] = folder
-        return _run_all(space, checkout.root, chosen)
+        return _run_all(Bench(space, checkout.root), chosen, arguments.shrink)
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -85,6 +88,9 @@ def _parser() -> argparse.ArgumentParser:
     kinds.add_argument("--set", nargs="+", metavar="SETTING=VALUE", help="run this one, else usual")
     parser.add_argument("--seed", default="0", help="of what is drawn (default: 0)")
     parser.add_argument("--count", type=int, help="at most so many (default: all pairs, 10 drawn)")
+    parser.add_argument(
+        "--shrink", action="store_true", help="find the few settings that each failure needs"
+    )
     parser.add_argument("--first", type=int, default=0, help="leave out those before this number")
     return parser
 
@@ -106,10 +112,8 @@ def _chosen(arguments: argparse.Namespace, space: Space) -> Iterator[tuple[str, 
         yield from ((name, draw(space, name)) for name in names)
 
 
-def _run_all(space: Space, checkout: Path, chosen: list[tuple[str, dict[str, str]]]) -> int:
-    from fuzzing.trial import Bench, Verdict, judge
-
-    bench, counts, covered = Bench(space, checkout), Counter[Verdict](), set[Any]()
+def _run_all(bench: Bench, chosen: list[tuple[str, dict[str, str]]], shrinks: bool) -> int:
+    space, counts, covered = bench.space, Counter[Verdict](), set[Any]()
     for name, combination in chosen:
         trial = judge(bench, combination)
         counts[trial.verdict] += 1
@@ -117,11 +121,18 @@ def _run_all(space: Space, checkout: Path, chosen: list[tuple[str, dict[str, str
             covered |= pairs_of(combination)
         unusual = space.unusual(combination)
         print(trial.as_json(name=name, megatron=space.series, unusual=unusual), flush=True)
+        if shrinks and trial.verdict.is_failure:
+            small = shrink(space, combination, partial(_fails_alike, bench, trial))
+            print(json.dumps({"name": name, "shrunk": space.unusual(small)}), flush=True)
     possible = len(possible_pairs(space))
     summary = {verdict.value: counts[verdict] for verdict in Verdict if counts[verdict]}
     pairs = {"all": len(all_pairs(space)), "possible": possible, "equal": len(covered)}
     print(json.dumps({"verdicts": summary, "pairs": pairs}), file=sys.stderr)
     return int(any(verdict.is_failure for verdict in counts))
+
+
+def _fails_alike(bench: Bench, trial: Trial, combination: Combination) -> bool:
+    return judge(bench, combination).kind == trial.kind
 
 
 if __name__ == "__main__":

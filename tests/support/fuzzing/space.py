@@ -34,8 +34,9 @@ class Setting:
 
     @property
     def is_ours(self) -> bool:
-        """Whether the words of every value are ours alone."""
-        return all(not said.get(UPSTREAM) for said in self.words.values())
+        """Whether its words are ours alone."""
+        said = self.words.values()
+        return any(s.get(OURS) for s in said) and not any(s.get(UPSTREAM) for s in said)
 
 
 @dataclass(frozen=True)

@@ -22,6 +22,8 @@ from fuzzing.space import Combination, Space
 _CHECKED = Path(__file__).with_name("checked.py")
 _OURS = re.compile(r"^megatron(?:_zb|-zb): error: (.*)", re.MULTILINE)
 _ERROR = re.compile(r"^(?:\[rank\d+\]: ?)?([\w.]*(?:Error|Exception)\b.*)", re.MULTILINE)
+_OF_ANOTHER_RANK = "gloo/transport"
+_FRAME = re.compile(r'File "(?:.*/)?(\S+)", line (\d+)')
 _USAGE = re.compile(r"^\S+: error: (.*)", re.MULTILINE)
 
 
@@ -60,6 +62,11 @@ class Trial:
     norms: float = 0.0
     seconds: float = 0.0
     jobs: list[float] = field(default_factory=list)
+
+    @property
+    def kind(self) -> tuple[Verdict, str]:
+        """What failures of one cause are likely to have in common: no numbers, and no values."""
+        return self.verdict, re.sub(r"[-+]?\d[\d.E+-]*", "#", self.why.partition(": ")[0])[:60]
 
     def as_json(self, **more: object) -> str:
         return json.dumps({**more, **asdict(self), "verdict": self.verdict.value})
@@ -200,8 +207,12 @@ def _said(ended: Ended) -> str:
 
 
 def _error(ended: Ended) -> str:
-    """The sentence of this package, or the first exception."""
+    """The sentence of this package, or the first exception, and where it was raised."""
     if said := _said(ended):
         return said
-    found = _ERROR.search(ended.stderr) or _USAGE.search(ended.stderr)
-    return found[1][:300] if found else ended.stderr[-200:]
+    errors = (found for found in _ERROR.finditer(ended.stderr) if _OF_ANOTHER_RANK not in found[1])
+    found = next(errors, None) or _USAGE.search(ended.stderr)
+    if found is None:
+        return ended.stderr[-200:]
+    frames = _FRAME.findall(ended.stderr, 0, found.start())
+    return f"{found[1][:300]} ({':'.join(frames[-1]) if frames else 'no traceback'})"
