@@ -164,7 +164,13 @@ def _wait_for(processes: Sequence[Any], deadline: float) -> bool:
 
 
 def _who_was_killed(processes: Sequence[Any]) -> str:
-    """Lines as torchrun has them in its report, of ranks that a signal has ended."""
+    """Lines as torchrun has them in its report, of ranks that a signal has ended.
+
+    The server of the forks may tell of a rank a little later than of another that has noticed.
+    """
+    if any(process.exitcode for process in processes):
+        for process in processes:
+            process.join(0.3)
     ended = ((rank, -(process.exitcode or 0)) for rank, process in enumerate(processes))
     return "".join(
         f"rank {rank}: Signal {number} ({signal.Signals(number).name})\n"
