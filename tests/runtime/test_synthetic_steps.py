@@ -55,9 +55,10 @@ def test_a_moved_microbatch_sleeps_for_its_copies_in_threads_that_d_and_b_wait_f
     table = costs.with_offload(seconds=0.06).for_placement(v_shape(2))
     main = threading.current_thread()
     slept: list[tuple[bool, float]] = []
+    copied = threading.Event()
 
     def sleep(seconds: float) -> None:
-        time.sleep(seconds)
+        assert threading.current_thread() is main or copied.wait(60)
         slept.append((threading.current_thread() is main, round(seconds, 6)))
 
     monkeypatch.setattr(synthetic_steps, "time", SimpleNamespace(sleep=sleep))
@@ -66,10 +67,13 @@ def test_a_moved_microbatch_sleeps_for_its_copies_in_threads_that_d_and_b_wait_f
     stage.forward(0, None)
     stage.forward(1, None)
     assert slept == [(True, 0.01)] * 2, "the copy out goes on beside what follows"
+    copied.set()
     stage.end_copy_out(1)
     assert slept[2:] == [(False, 0.03)], "D waits for its end"
+    copied.clear()
     stage.begin_copy_in(1)
     stage.backward_input(0, None)
+    copied.set()
     stage.backward_input(1, None)
     # B of the other one runs beside the copy, and its own B behind it
     assert slept[3:] == [(True, 0.012), (False, 0.03), (True, 0.012)]
