@@ -185,3 +185,19 @@ def positive(text: str) -> int:
     if int(text) > _MOST:
         raise argparse.ArgumentTypeError(f"{text} is more than {_MOST}")
     return int(text)
+
+
+def values_of_flags(parser: argparse.ArgumentParser) -> dict[str, int]:
+    """Return the flags of a parser, each with the number of values that it takes, 0 or 1."""
+    return {
+        flag: int(action.nargs != 0) for action in parser._actions for flag in action.option_strings
+    }
+
+
+def separated(words: Sequence[str], parser: argparse.ArgumentParser) -> list[str]:
+    """Put ``--`` before the first word that is none of a parser's own flags and their values."""
+    own, at = values_of_flags(parser), 0
+    while at < len(words) and words[at].partition("=")[0] in own:
+        at += 1 + own[words[at].partition("=")[0]] * ("=" not in words[at])
+    rest = list(words[at:])
+    return [*words[:at], *([] if rest[:1] == ["--"] or not rest else ["--"]), *rest]

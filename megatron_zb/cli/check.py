@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -64,23 +63,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="ARGUMENT",
         help="of the training, with --pipeline-schedule, after --",
     )
-
-
-def separated(words: Sequence[str]) -> list[str]:
-    """Put ``--`` before the first word that is none of the command's own options."""
-    own = {
-        "--megatron-version": 1,
-        "--gpus": 1,
-        "--json": 0,
-        "--megatron-lm": 1,
-        "-h": 0,
-        "--help": 0,
-    }
-    at = 0
-    while at < len(words) and words[at].partition("=")[0] in own:
-        at += 1 + own[words[at].partition("=")[0]] * ("=" not in words[at])
-    rest = list(words[at:])
-    return [*words[:at], *([] if rest[:1] == ["--"] or not rest else ["--"]), *rest]
 
 
 def run(arguments: argparse.Namespace) -> int:

@@ -210,21 +210,25 @@ def _doctor(arguments: argparse.Namespace) -> int:
     return exit_code(findings)
 
 
+def _separated(words: Sequence[str]) -> list[str]:
+    """Put ``--`` before the words of a training, for the commands that take them."""
+    if words[:1] not in (["check"], ["verify"]):
+        return list(words)
+    from megatron_zb.cli import check, verify
+    from megatron_zb.parsing import separated
+
+    own = argparse.ArgumentParser()
+    (check if words[0] == "check" else verify).add_arguments(own)
+    return [words[0], *separated(words[1:], own)]
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command; a UsageError is printed as one sentence, with exit code 2."""
 
     words = sys.argv[1:] if argv is None else list(argv)
-    if words[:1] == ["check"]:
-        from megatron_zb.cli.check import separated
-
-        words = ["check", *separated(words[1:])]
-    if words[:1] == ["verify"]:
-        from megatron_zb.cli import verify
-
-        words = ["verify", *verify.separated(words[1:])]
 
     def run() -> int | None:
-        arguments = parser().parse_args(words)
+        arguments = parser().parse_args(_separated(words))
         code: int | None = arguments.command(arguments)
         return code
 

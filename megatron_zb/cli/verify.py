@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_zb.errors import UsageError
-from megatron_zb.parsing import positive
+from megatron_zb.parsing import positive, values_of_flags
 
 HELP = """\
 Run a training of Megatron-LM for a few iterations with and without its --pipeline-schedule, from
@@ -84,16 +84,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="folder for the checkpoint and the logs, which stay there (default: a temporary one)",
     )
     parser.add_argument("words", nargs="*", metavar="COMMAND", help="the training, after --")
-
-
-def separated(words: Sequence[str]) -> list[str]:
-    """Put ``--`` before the first word that is none of the command's own options."""
-    own = {"--iterations": 1, "--without": 1, "--directory": 1, "-h": 0, "--help": 0}
-    at = 0
-    while at < len(words) and words[at].partition("=")[0] in own:
-        at += 1 + own[words[at].partition("=")[0]] * ("=" not in words[at])
-    rest = list(words[at:])
-    return [*words[:at], *([] if rest[:1] == ["--"] or not rest else ["--"]), *rest]
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -195,12 +185,7 @@ def _own_flags() -> dict[str, int]:
     """Return the flags that this package adds to Megatron-LM's, each with its number of values."""
     from megatron_zb.megatron_lm import flags
 
-    parser = flags.add_arguments(argparse.ArgumentParser(add_help=False))
-    return {
-        flag: 0 if action.nargs == 0 else 1
-        for action in parser._actions
-        for flag in action.option_strings
-    }
+    return values_of_flags(flags.add_arguments(argparse.ArgumentParser(add_help=False)))
 
 
 def left_out(words: Sequence[str], flags: Mapping[str, int]) -> list[str]:

@@ -30,6 +30,7 @@ from megatron_zb.megatron_core.redo import Start
 from megatron_zb.megatron_core.shared_reading import SharedReadings
 from megatron_zb.megatron_core.split_backward import SplitBackward
 from megatron_zb.megatron_core.stages import Iteration, MegatronStage, device, timed
+from megatron_zb.megatron_core.unsplit_layers import UnsplitLayers
 from megatron_zb.megatron_core.verification import Verification, start_reductions
 from megatron_zb.megatron_core.vocabulary import (
     HANDLERS,
@@ -137,7 +138,8 @@ class ForwardBackward:
         self._post_validation: PostValidation | None = None
         self._profiling: Profiling | None = None
         self._verification = Verification(splits) if options.verifies else None
-        self._has_counted_unsplit = False
+        count = options.count_unsplit
+        self._unsplit = UnsplitLayers(splits, physical, count) if count is not None else None
         self._progress = Progress()
         self._watchdog: Watchdog | None = None
         self._graphed: Schedule | None = None
@@ -296,13 +298,15 @@ class ForwardBackward:
         """Run a step with nothing split and all reductions at its end, to compare the next with."""
         iteration = step.iteration
         profiling, self._profiling = self._profiling, None
-        with verification.unsplit(iteration):
-            with no_grad_sync(iteration.config, iteration.model):
-                self._run(step, overlaps=False)
-            if not iteration.config.grad_sync_func:
-                start_reductions(iteration.model)
-            self._reduce_gradients(iteration, force_all_reduce)
-        self._profiling = profiling
+        try:
+            with verification.unsplit(iteration):
+                with no_grad_sync(iteration.config, iteration.model):
+                    self._run(step, overlaps=False)
+                if not iteration.config.grad_sync_func:
+                    start_reductions(iteration.model)
+                self._reduce_gradients(iteration, force_all_reduce)
+        finally:
+            self._profiling = profiling
 
     def _end_training_step(self, iteration: Iteration, schedule: str) -> None:
         if self._profiling is not None:
@@ -312,26 +316,8 @@ class ForwardBackward:
             said = verification.check(iteration, schedule)
             if torch.distributed.get_rank() == 0:
                 print(f"megatron_zb: {said}", flush=True)
-        if self._options.count_unsplit is not None:
-            self._say_what_is_unsplit(iteration, self._options.count_unsplit)
-
-    def _say_what_is_unsplit(
-        self, iteration: Iteration, count: Callable[[list[float]], None]
-    ) -> None:
-        """Name layers that are not split, once each; count them after the first step."""
-        lines = [line for split in self._splits for line in split.news()]
-        groups = (getattr(iteration.pg_collection, name, None) for name in ("tp", "dp_cp"))
-        if lines and all(group is None or group.rank() == 0 for group in groups):
-            for line in lines:
-                print(f"megatron_zb: {line}", flush=True)
-        if self._has_counted_unsplit:
-            return
-        self._has_counted_unsplit = True
-        shares = torch.zeros(self._physical.placement.num_stages, device=device())
-        for chunk, split in enumerate(self._splits):
-            shares[self._physical.stage(iteration.pp_rank, chunk)] = split.unsplit_share
-        torch.distributed.all_reduce(shares, op=torch.distributed.ReduceOp.MAX)
-        count(shares.tolist())
+        if self._unsplit is not None:
+            self._unsplit.after_step(iteration)
 
     def _check_graphs(self, config: Any, schedule: Schedule, forward_only: bool) -> None:
         other_order = self._graphed not in (None, schedule) and not forward_only

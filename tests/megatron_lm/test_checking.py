@@ -10,12 +10,13 @@ import pytest
 import torch
 from torch.distributed import checkpoint as torch_checkpoint
 
+from megatron_zb.cli import check as command
 from megatron_zb.cli import main as cli
-from megatron_zb.cli.check import separated
 from megatron_zb.errors import UsageError
 from megatron_zb.megatron_core.versions import SERIES
 from megatron_zb.megatron_lm import argument_table, checking, conflicts
 from megatron_zb.megatron_lm.argument_table import Argument, Verdict
+from megatron_zb.parsing import separated
 
 ROOT = Path(__file__).resolve().parents[2]
 SIZES = "--pipeline-model-parallel-size 4 --num-layers 16 --micro-batch-size 1 "
@@ -186,15 +187,17 @@ def test_the_command(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_words_of_the_training_need_no_dashes_before_them() -> None:
-    assert separated(["--json", "--gpus", "8", "--bf16"]) == [
+    own = argparse.ArgumentParser()
+    command.add_arguments(own)
+    assert separated(["--json", "--gpus", "8", "--bf16"], own) == [
         "--json",
         "--gpus",
         "8",
         "--",
         "--bf16",
     ]
-    assert separated(["--gpus=8", "--", "--bf16"]) == ["--gpus=8", "--", "--bf16"]
-    assert separated(["--help"]) == ["--help"]
+    assert separated(["--gpus=8", "--", "--bf16"], own) == ["--gpus=8", "--", "--bf16"]
+    assert separated(["--help"], own) == ["--help"]
 
 
 def test_the_parser_has_the_defaults_of_megatron() -> None:

@@ -61,7 +61,7 @@ PLACES = {
     "megatron_core/post_validation.py:_StatisticsGroups.__init__": BETWEEN_STEPS,
     "megatron_core/post_validation.py:_in_single_precision": HOST,
     "megatron_core/random_streams.py:_digest": HOST,
-    "megatron_core/forward_backward.py:ForwardBackward._say_what_is_unsplit": BETWEEN_STEPS,
+    "megatron_core/unsplit_layers.py:UnsplitLayers._shares": BETWEEN_STEPS,
     "megatron_core/verification.py:Verification.check": BETWEEN_STEPS,
     "megatron_core/profiling.py:Profiling.measured": BETWEEN_STEPS,
     "megatron_core/shards.py:Shard.whole": STREAM,

@@ -75,8 +75,10 @@ def order(names: tuple[str, ...]) -> Schedule:
         backwards[1].insert(0, Pass(H, 0, 1))
     ranks = (tuple(first + [p for j in range(M) for p in backwards[j]]), tuple(last))
     pairs = frozenset([Pass(F, 1, 1)] if "pairs" in names else [])
-    rules = {"rules": VocabularyRules((0, 1))} if "vocabulary" in names else {}
-    return Schedule("two ranks", looped(2), M, ranks, pairs=pairs, **rules).validate()  # type: ignore[arg-type]
+    schedule = Schedule("two ranks", looped(2), M, ranks, pairs=pairs)
+    if "vocabulary" in names:
+        schedule = replace(schedule, rules=VocabularyRules((0, 1)))
+    return schedule.validate()
 
 
 def numbers(timeline: Timeline) -> list[float]:

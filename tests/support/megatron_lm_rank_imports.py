@@ -20,15 +20,13 @@ from typing import Any
 
 os.environ |= {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
 
+import kept_searches
 import torch
+from brief_searches import briefly
+
+from megatron_zb import launch, schedules
 
 torch.set_num_threads(1)
-
-import kept_searches  # noqa: E402
-from brief_searches import briefly  # noqa: E402
-
-from megatron_zb import launch, schedules  # noqa: E402
-
 CHECKOUT = Path(os.environ["MEGATRON_LM_PATH"]).resolve()
 # What a rank would import after its start, some of it in one version of Megatron-LM alone.
 LATER = """

@@ -142,8 +142,10 @@ def _walk(node: ast.AST, name: tuple[str, ...]) -> Iterator[tuple[tuple[str, ...
             continue
         for child in value if isinstance(value, list) else [value]:
             if isinstance(child, ast.AST) and not _is_left_out(child):
-                named = isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef)
-                yield from _walk(child, (*name, child.name) if named else name)  # type: ignore[attr-defined]
+                inside = name
+                if isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+                    inside = (*name, child.name)
+                yield from _walk(child, inside)
 
 
 def _is_left_out(node: ast.AST) -> bool:
@@ -228,15 +230,20 @@ def _is_number(node: ast.AST | None) -> bool:
     return isinstance(node, ast.Constant) and isinstance(node.value, bool | int | float)
 
 
-def _other(value: bool | int | float) -> ast.Constant:
+def _another_number(kind: str, node: ast.AST | None) -> Iterator[Change]:
+    """Yield the change of a constant to another number, if it is a number."""
+    value = node.value if isinstance(node, ast.Constant) else None
+    if node is None or not isinstance(value, bool | int | float):
+        return
     if isinstance(value, bool):
-        return ast.Constant(not value)
-    return ast.Constant(value + 1 if isinstance(value, int) else value * 2 or 1.0)
+        yield Change(kind, node, ast.Constant(not value))
+    else:
+        other = value + 1 if isinstance(value, int) else value * 2 or 1.0
+        yield Change(kind, node, ast.Constant(other))
 
 
 def _constant(node: ast.Constant) -> Iterator[Change]:
-    if _is_number(node):
-        yield Change("constant", node, _other(node.value))  # type: ignore[arg-type]
+    yield from _another_number("constant", node)
 
 
 def _entries(node: ast.Dict) -> Iterator[Change]:
@@ -254,15 +261,13 @@ def _elements(node: ast.List | ast.Set | ast.Tuple) -> Iterator[Change]:
 
 def _defaults(node: ast.arguments) -> Iterator[Change]:
     for default in (*node.defaults, *node.kw_defaults):
-        if isinstance(default, ast.Constant) and _is_number(default):
-            yield Change("default", default, _other(default.value))  # type: ignore[arg-type]
+        yield from _another_number("default", default)
 
 
 def _field(node: ast.ClassDef) -> Iterator[Change]:
     for statement in node.body:
-        value = statement.value if isinstance(statement, ast.AnnAssign) else None
-        if isinstance(value, ast.Constant) and _is_number(value):
-            yield Change("default", value, _other(value.value))  # type: ignore[arg-type]
+        if isinstance(statement, ast.AnnAssign):
+            yield from _another_number("default", statement.value)
 
 
 def _of_statement(node: ast.stmt) -> Iterator[Change]:
