@@ -26,6 +26,7 @@ from megatron_zb.job.run_flags import (  # noqa: E402
     NOT_WITH_STATES,
     OFFLOAD_FLAG,
     RECOMPUTE_FLAG,
+    VERIFY_FLAG,
 )
 from megatron_zb.megatron_core.forward_backward import NOT_SERVED, NOT_SERVED_ABOVE_1  # noqa: E402
 from megatron_zb.megatron_core.graphs import (  # noqa: E402
@@ -40,6 +41,7 @@ from megatron_zb.megatron_lm.conflicts import (  # noqa: E402
     OVERLAP_FLAG,
     PAIR_CONFLICTS,
     RECOMPUTATION_CONFLICTS,
+    VERIFY_CONFLICTS,
     WHY_NO_GRAPHS_OF_LAYERS,
     WHY_NOT_FLOAT32,
     WHY_NOT_YAML,
@@ -170,6 +172,9 @@ def refused_flags() -> Iterator[tuple[str, ...]]:
     yield "`--cuda-graph-impl local`", Concerned.ALL.value, WHY_NOT_LOCAL
     for conflict in GRAPH_CONFLICTS:
         yield f"`{conflict.flag}`", "CUDA graphs", conflict.why
+    for conflict in VERIFY_CONFLICTS:
+        value = " delayed" if conflict.argument == "fp8_recipe" else ""
+        yield f"`{conflict.flag}{value}`", f"`{VERIFY_FLAG}`", conflict.why
     for flag, passes, known in (
         (RECOMPUTE_FLAG, "R", RECOMPUTATION_CONFLICTS),
         (OFFLOAD_FLAG, "D and H", OFFLOAD_CONFLICTS),

@@ -19,7 +19,7 @@ from gpt_cases import GPTCase, Outcome
 from megatron.core import parallel_state
 from megatron.core.pipeline_parallel.schedules import get_forward_backward_func
 from rank_process import Kind
-from ranks import RankPools
+from ranks import RankFailure, RankPools
 
 from megatron_zb.errors import UsageError
 from megatron_zb.megatron_core.vocabulary import HANDLERS
@@ -334,8 +334,11 @@ def refused(case: GPTCase) -> str:
     ("case", "said"),
     [
         (GPTCase(multi_token=1, layers=5), "it is run again for multi-token prediction"),
+        (GPTCase(frozen="output_layer"), "its weight is frozen"),
+        (GPTCase(changes=("hook on output",)), "its weight has a hook"),
+        (GPTCase(changes=("scaled output",)), "its weight is computed from other tensors"),
     ],
-    ids=["multi-token"],
+    ids=["multi-token", "frozen", "hook", "parametrization"],
 )
 def test_what_cannot_be_cut_is_refused_on_all_ranks(
     ranks: RankPools, case: GPTCase, said: str
@@ -345,3 +348,28 @@ def test_what_cannot_be_cut_is_refused_on_all_ranks(
             f"the output layer cannot be cut along the vocabulary: {said}; give "
             "--pipeline-vocabulary off"
         )
+
+
+def test_an_embedding_that_a_user_has_changed_is_refused_on_all_ranks(ranks: RankPools) -> None:
+    for text in ranks(2).run(refused, case=GPTCase(frozen="word_embeddings")):
+        assert text == (
+            "the embedding cannot be cut along the vocabulary: its weight is frozen; give "
+            "--pipeline-vocabulary off"
+        )
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ("hook on shard", "a shard of the vocabulary has a hook on its weight"),
+        ("penalty on shard", "the model or its loss uses the weight of the output layer by itself"),
+    ],
+)
+def test_a_later_change_of_a_shard_ends_the_step(ranks: RankPools, change: str, said: str) -> None:
+    """On the rank that finds it; torchrun ends the others."""
+    with pytest.raises(RankFailure, match=f"UsageError: {said}"):
+        ranks(2).run(gpt_cases.run, case=late(change), schedule="v-half", num_microbatches=[4])
+
+
+def late(change: str) -> GPTCase:
+    return GPTCase(vocabulary=True, late_changes=(change,))

@@ -29,9 +29,10 @@ from te_cases import (
     microbatch_of,
     unlike,
 )
+from torch.nn.utils.parametrize import register_parametrization
 
 from megatron_zb.errors import UsageError
-from megatron_zb.megatron_core.linear import SplitBackward
+from megatron_zb.megatron_core.split_backward import SplitBackward
 from megatron_zb.megatron_core.transformer_engine import (
     WHY_NOT_OPERATIONS,
     WHY_NOT_ZERO_COPY,
@@ -67,6 +68,59 @@ def test_gradients_equal_torchs(te_pool: RankPool, kind: str) -> None:
     nothing of a delay here: the bias's gradient must be there all the same.
     """
     assert te_pool.run(compare_everywhere, kind=kind) == [[], []]
+
+
+def triple(module: Any, name: str) -> None:
+    module._parameters[name].register_hook(lambda gradient: 3 * gradient)
+
+
+def halve(module: Any, name: str) -> None:
+    register_parametrization(module, name, Half(), unsafe=True)
+
+
+class Half(torch.nn.Module):
+    def forward(self, weight: torch.Tensor) -> torch.Tensor:
+        return 0.5 * weight
+
+
+USER_CHANGES: dict[str, tuple[Any, str]] = {
+    "hook": (triple, "its weight has a hook"),
+    "parametrization": (halve, "its weight is computed from other tensors"),
+}
+
+
+def compare_changed(kind: str, name: str, change: str) -> list[str]:
+    """A module that a user changes after it was split: deferred as whole passes, bit for bit.
+
+    A parametrization gives a weight another accumulator, whose gradients Megatron's data
+    parallelism does not see if it has wrapped the module before.
+    """
+    found = []
+    for takes in ("autograd", *(["overlapping-ddp"] if change == "hook" else [])):
+        runs = []
+        for passes in (WHOLE, DEFERRED):
+            run = Run(Case(kind, torch.float32, takes=takes))
+            USER_CHANGES[change][0](run.module, name)
+            runs.append(run.run(passes))
+        found += unlike(runs[1].gradients(), runs[0].gradients())
+        reasons = {layer: unsplit.reason for layer, unsplit in runs[1].split.unsplit.items()}
+        if reasons != {"layer": USER_CHANGES[change][1]}:
+            found.append(f"named {reasons}")
+        missing = [name for name, of in runs[1].gradients().items() if not of.any()]
+        found += [f"no gradient of {name} for {takes}" for name in missing]
+    return found
+
+
+@pytest.mark.parametrize("change", USER_CHANGES)
+@pytest.mark.parametrize(
+    ("kind", "name"),
+    [("Linear", "weight"), ("LayerNormMLP-relu", "fc1_weight"), ("GroupedLinear", "weight1")],
+)
+def test_a_module_that_a_user_has_changed_stays_whole(
+    te_pool: RankPool, kind: str, name: str, change: str
+) -> None:
+    found = te_pool.run(compare_changed, kind=kind, name=name, change=change)
+    assert found == [[], []]
 
 
 def compare_options(case: Case) -> list[str]:

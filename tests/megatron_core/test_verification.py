@@ -11,16 +11,21 @@ from unittest.mock import patch
 import pytest
 import torch
 from gpt_cases import GPTCase, built, forward_backward, gradients, microbatches
+from joined import EXPERTS as PAIRED
+from joined import joined
 from ranks import RankPools
+from states import with_states
 
+from megatron_zb import schedules
 from megatron_zb.errors import UsageError
 from megatron_zb.megatron_core import buckets, linear
 from megatron_zb.runtime.weight_grad import WeightGradQueue
+from megatron_zb.schedules import Schedule
 
 LAYER = "decoder.layers.3.mlp.linear_fc1"
 
 
-def steps(case: GPTCase, schedule: str, count: int, *, verifies: bool) -> list[Any]:
+def steps(case: GPTCase, schedule: str | Schedule, count: int, *, verifies: bool) -> list[Any]:
     """The losses and gradients of so many steps, and what is said of the first."""
     with redirect_stdout(StringIO()) as said, built(case, schedule, 4) as (adapter, chunks):
         assert adapter is not None
@@ -37,7 +42,7 @@ def steps(case: GPTCase, schedule: str, count: int, *, verifies: bool) -> list[A
     return [lines, found]
 
 
-def compare_steps(case: GPTCase, schedule: str) -> list[str]:
+def compare_steps(case: GPTCase, schedule: str | Schedule) -> list[str]:
     """What is said, and whether the steps are those of a run that compares nothing."""
     lines, found = steps(case, schedule, 2, verifies=True)
     _, usual = steps(case, schedule, 2, verifies=False)
@@ -77,6 +82,31 @@ def test_a_right_step_is_said_once(
     assert said[1:] == [[]] * (len(said) - 1)
     assert len(said[0]) == 1
     assert f", {split} of split layers, are those of an unsplit backward" in said[0][0]
+
+
+@pytest.mark.parametrize("drop", [0.4, 0.0])
+def test_a_step_that_recomputes_and_offloads_is_verified(ranks: RankPools, drop: float) -> None:
+    kept = schedules.build("v-half", pipeline_size=2, num_microbatches=4)
+    order = with_states(kept, seed=1, drop=drop, move=0.4)
+    case = GPTCase(dropout=0.1)
+    said = ranks(2).run(compare_steps, case=case, schedule=order)
+    assert ", 17 of split layers, are those of an unsplit backward" in said[0][0]
+
+
+def test_a_step_in_overlapped_pairs_is_verified(ranks: RankPools) -> None:
+    case = GPTCase(
+        dtype="bfloat16",
+        data_parallel=2,
+        expert_parallel=2,
+        layers=8,
+        exchange_overlaps=True,
+        options=tuple(PAIRED.items()),
+    )
+    order = joined(schedules.build("v-half", pipeline_size=2, num_microbatches=4))
+    assert order.pairs
+    said = ranks(4).run(compare_steps, case=case, schedule=order)
+    assert " of split layers, are those of an unsplit backward" in said[0][0]
+    assert " 0 of split layers" not in said[0][0]
 
 
 Fault = Callable[[], Any]

@@ -136,6 +136,7 @@ def test_what_no_step_can_be_taken_back_with_is_refused(conflict: conflicts.Conf
         "--pipeline-memory-limit 0.5",
         "--pipeline-layer-layout auto",
         "--pipeline-schedule-cache x",
+        "--pipeline-verify",
     ],
 )
 def test_flags_that_need_a_schedule(line: str) -> None:
@@ -399,3 +400,18 @@ def test_a_schedule_that_graphs_keep_to_is_not_measured() -> None:
     for kind, measured in (("none", True), ("full_iteration", False)):
         adapter = adapter_of(parsed(line, cuda_graph_impl=kind))
         assert (adapter._step_options.measurement is not None) == measured
+
+
+@pytest.mark.parametrize(
+    ("stock", "flag"),
+    [
+        ({"fp8": "hybrid", "fp8_recipe": "delayed"}, "--fp8-recipe delayed"),
+        ({"fp4": "e2m1"}, "--fp4-format e2m1"),
+        ({"moe_paged_stash": True}, "--moe-paged-stash"),
+    ],
+)
+def test_a_step_that_cannot_run_twice_is_not_verified(stock: dict[str, Any], flag: str) -> None:
+    adapter_of(parsed("--pipeline-schedule v-half", **stock))
+    with pytest.raises(UsageError, match=f"^{flag} cannot be combined with --pipeline-verify: "):
+        adapter_of(parsed("--pipeline-schedule v-half --pipeline-verify", **stock))
+    adapter_of(parsed("--pipeline-schedule v-half --pipeline-verify", fp8_recipe="delayed"))

@@ -14,7 +14,7 @@ from megatron_zb import schedules
 from megatron_zb.cli import main as cli
 from megatron_zb.errors import UsageError
 from megatron_zb.measured.fit import Fit, Part
-from megatron_zb.measured.profile import Profile, write_profile
+from megatron_zb.measured.profile import Profile, read_profile, write_profile
 from megatron_zb.planner.candidate import (
     MEGATRON_INTERLEAVED,
     MEGATRON_OVERLAP,
@@ -189,6 +189,20 @@ def test_the_command(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert "the output layer for 3.00" in text
     assert "--pipeline-schedule v-zb" in text
     assert "--pipeline-model-parallel-layout 'E" in text
+
+
+def test_the_command_says_what_b_computes_in_place_of_w(
+    file: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    found = read_profile(file)
+    stages = [s.model_copy(update={"unsplit": 0.25 * (n == 2)}) for n, s in enumerate(found.stages)]
+    write_profile(found.model_copy(update={"stages": stages}), file)
+    words = ["plan", "--profile", str(file), "--schedules", "v-half"]
+    assert cli.main(words) == 0
+    said = "weight gradients in B, of layers that cannot be split: 25% of stage 2\n"
+    assert said in capsys.readouterr().out
+    assert cli.main([*words, "--format", "json"]) == 0
+    assert json.loads(capsys.readouterr().out)["unsplit"][:4] == [0.0, 0.0, 0.25, 0.0]
 
 
 def test_the_command_for_programs(file: Path, capsys: pytest.CaptureFixture[str]) -> None:

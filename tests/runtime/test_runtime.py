@@ -12,6 +12,7 @@ from ranks import RankPools
 from toy_layers import Layer, _input, empty_message, layers_of_a_rank
 
 from megatron_zb import schedules
+from megatron_zb.errors import UsageError
 from megatron_zb.runtime import link_times
 from megatron_zb.runtime.activation_memory import ActivationMemory
 from megatron_zb.runtime.channels import Channels
@@ -251,6 +252,20 @@ def test_messages_of_any_shape_arrive(ranks: RankPools, name: str) -> None:
                 read(hops, m) for hops in (forward, backward) if hops for m in range(microbatches)
             ]
             assert seen == sorted(2 * expected), (rank, stage)
+
+
+def test_an_operand_that_is_overwritten_before_w_is_an_error() -> None:
+    """Also through another tensor of the same memory, as a custom backward does it."""
+    queue, done = WeightGradQueue(), list[int]()
+    gradient = torch.ones(3)
+    for microbatch in range(2):
+        with queue.collecting(microbatch):
+            queue.defer(lambda x: done.append(int(x.sum())), gradient.detach(), layer="mlp.fc1")
+    queue.run(0)
+    gradient.view(3)[0] = 5.0
+    with pytest.raises(UsageError, match=r"^an operand of the weight gradient of mlp.fc1 was "):
+        queue.run(1)
+    assert done == [3]
 
 
 def test_what_a_weight_gradient_needs_is_prepared_beside_the_one_before() -> None:

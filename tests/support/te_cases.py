@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch.nn import functional
 
-from megatron_zb.megatron_core.linear import SplitBackward
+from megatron_zb.megatron_core.split_backward import SplitBackward
 from megatron_zb.megatron_core.transformer_engine import (
     split_transformer_engine,
 )
@@ -156,7 +156,8 @@ class Run:
             self.module = build(case)
         self.queue = WeightGradQueue()
         self.queue.activation_memory = self.memory = ActivationMemory()
-        split = SplitBackward(self.queue, hooks_need_gradients=case.takes == "overlapping-ddp")
+        overlaps = case.takes == "overlapping-ddp"
+        self.split = split = SplitBackward(self.queue, hooks_need_gradients=overlaps)
         for name, parameter in self.module.named_parameters():
             parameter.requires_grad = name not in case.frozen
         chunk = torch.nn.ModuleDict({"layer": self.module})

@@ -90,6 +90,19 @@ def penalty(layer: Any) -> None:
     layer.mlp.linear_fc2.register_forward_hook(add)
 
 
+def late_penalty(layer: Any) -> None:
+    """From the second microbatch on."""
+    calls: list[None] = []
+
+    def add(module: Any, _inputs: Any, output: Any) -> Any:
+        calls.append(None)
+        if len(calls) == 1:
+            return output
+        return output[0] + 0.01 * module.weight.square().mean(), *output[1:]
+
+    layer.mlp.linear_fc2.register_forward_hook(add)
+
+
 def direct_product(layer: Any) -> None:
     def add(_module: Any, inputs: Any, output: Any) -> Any:
         used = layer.self_attention.linear_proj.weight
@@ -233,9 +246,48 @@ CHANGES: dict[str, tuple[Change, set[str]]] = {
 }
 
 
+def hook_on_output(model: Any) -> None:
+    if model.post_process:
+        model.output_layer.weight.register_hook(lambda gradient: gradient)
+
+
+def scaled_output(model: Any) -> None:
+    if model.post_process:
+        register_parametrization(model.output_layer, "weight", _Scaled())
+
+
+def hook_on_shard(model: Any) -> None:
+    if getattr(model, "output_layer", None) is not None:
+        model.output_layer.weight.register_hook(lambda gradient: gradient)
+
+
+def penalty_on_shard(model: Any) -> None:
+    """In the last hidden states, of the weight that the model calls its output layer's."""
+
+    def add(_module: Any, _inputs: Any, output: torch.Tensor) -> torch.Tensor:
+        return output + 0.01 * model.output_layer.weight.square().mean()
+
+    if model.post_process:
+        model.decoder.register_forward_hook(add)
+
+
+OF_MODELS: dict[str, Change] = {
+    "hook on output": hook_on_output,
+    "scaled output": scaled_output,
+    "hook on shard": hook_on_shard,
+    "penalty on shard": penalty_on_shard,
+}
+"""Those to a whole chunk, for the refusals of a vocabulary that is cut over the ranks."""
+OTHERS: dict[str, Change] = {"late penalty": late_penalty}
+"""Those whose sums W and B form in another order than Megatron, once."""
+
+
 def change(chunks: list[Any], names: tuple[str, ...]) -> None:
-    """Make some changes to the layers of chunks, in their order."""
+    """Make some changes to chunks, or to the layers of each, in their order."""
     for name in names:
         for chunk in chunks:
+            if name in OF_MODELS:
+                OF_MODELS[name](chunk)
+                continue
             for layer in chunk.decoder.layers:
-                CHANGES[name][0](layer)
+                (OTHERS[name] if name in OTHERS else CHANGES[name][0])(layer)

@@ -431,6 +431,7 @@ def test_a_rank_that_holds_up_all_others_is_named(
         ({"--loss-scale": 8}, "--loss-scale is for --fp16"),
         ({"--pipeline-memory-limit": 0.5}, "--pipeline-memory-limit needs --pipeline-schedule"),
         ({"--pipeline-random-streams": "rank"}, "-random-streams needs --pipeline-schedule"),
+        ({"--pipeline-verify": True}, "--pipeline-verify needs --pipeline-schedule"),
         (
             {"--pipeline-schedule": "v-half", "--pipeline-schedule-file": "v-half.csv"},
             "--pipeline-schedule and --pipeline-schedule-file both choose a schedule",
