@@ -136,7 +136,7 @@ def _redirect_training_loop() -> None:
 
 
 def _redirect_reports() -> None:
-    """Report a device without memory of its own, at rest, to logs and profilers."""
+    """Redirect device statistics: logs and profilers read zeros."""
     cuda: Any = torch.cuda
     for name in ("memory_allocated", "memory_reserved"):
         setattr(cuda, name, lambda device=None: 0)

@@ -156,7 +156,7 @@ class ScheduledRun:
         replicas.share_out(original, *args, **keywords)
 
     def load_replicas_apart(self, original: Any, *args: Any, **keywords: Any) -> Any:
-        """Load a checkpoint with a tensor of its own for each copy of a tied embedding."""
+        """Load a checkpoint with separate tensors for both copies of a tied embedding."""
         return replicas.load_apart(original, *args, **keywords)
 
     def sharded_param_state(self, original: Any, optimizer: Any, *args: Any, **kw: Any) -> Any:

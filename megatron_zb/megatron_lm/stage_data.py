@@ -45,7 +45,7 @@ class StageData:
         return self._holds(self._adapter.pre_process, None if ignore_virtual else vp_stage)
 
     def is_first_or_last_stage(self, original: Any, vp_stage: int | None) -> bool:
-        """Return whether this stage reads data: by itself those with embedding or output layer."""
+        """Return whether this stage reads data: first, last, or all stages."""
         del original
         if self._on_every_stage:
             return True

@@ -10,7 +10,7 @@ import pytest
 from megatron_zb.cli.main import main
 from megatron_zb.cli.verify import Command, first_difference, logged
 
-# In the place of a training: it logs what it is told to, and its arguments.
+# Stands in for a training: prints its arguments, then Megatron-LM's iteration lines.
 SCRIPT = """
 import sys
 words = sys.argv[1:]

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from argparse import Namespace
 from pathlib import Path
-from typing import Any
 
 import pytest
+from counted_sizes import arguments
 from measured_runs import HEAVY, LAYERS, P, profile
 
 from megatron_zb import schedules
@@ -19,22 +18,6 @@ SIZES = {"layers": LAYERS, "hidden_size": 64, "sequence_length": 32, "tensor": 1
 
 def v_half() -> schedules.Schedule:
     return schedules.build("v-half", pipeline_size=P, num_microbatches=16)
-
-
-def arguments(**changes: Any) -> Namespace:
-    sizes = {
-        "num_layers": 16,
-        "hidden_size": 1024,
-        "seq_length": 1,
-        "num_attention_heads": 16,
-        "group_query_attention": False,
-        "num_query_groups": None,
-        "ffn_hidden_size": None,
-        "swiglu": False,
-        "vocab_size": 32 * 1024,
-        "tensor_model_parallel_size": 1,
-    }
-    return Namespace(**{**sizes, **changes})
 
 
 def test_a_vocabulary_of_32_hidden_sizes_counts_for_eight_thirds_of_a_layer() -> None:

@@ -71,7 +71,7 @@ def test_the_bytes_are_those_of_a_run_that_keeps_all(
 
 
 def check_link(profile: Profile) -> None:
-    """Copies take as long as the engines are told at least; a busy machine adds to that."""
+    """The engines' delay is a lower bound of a copy's time; a busy machine adds to it."""
     assert profile.host_link is not None
     assert 0 < profile.host_link.bandwidth < 1 / SECONDS_PER_BYTE
 

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from argparse import Namespace
 from typing import Any
 
 import pytest
+from counted_sizes import arguments
 from measured_runs import P, profile
 from small_models import a100, load, small
 
@@ -87,22 +87,6 @@ def test_the_seconds_between_two_iterations_without_a_timeline() -> None:
     for overlap, expected in by_hand.items():
         chosen = load(small(), pipeline=1, data=16, overlap=overlap)
         assert by_formula(chosen, STATES, rank) == pytest.approx(expected)
-
-
-def arguments(**changes: Any) -> Namespace:
-    sizes: dict[str, Any] = {
-        "num_layers": 16,
-        "hidden_size": 1024,
-        "seq_length": 1,
-        "num_attention_heads": 16,
-        "group_query_attention": False,
-        "num_query_groups": None,
-        "ffn_hidden_size": None,
-        "swiglu": False,
-        "vocab_size": 32 * 1024,
-        "tensor_model_parallel_size": 1,
-    }
-    return Namespace(**{**sizes, **changes})
 
 
 @pytest.mark.parametrize(

@@ -10,8 +10,6 @@ from typing import Any
 import pytest
 from harmless_trials import TRIALS, Trial
 
-from megatron_zb.megatron_lm import argument_table
-from megatron_zb.megatron_lm.argument_table import Verdict
 from megatron_zb.megatron_lm.checkout import checkout_at
 from real_megatron_lm.flag_runs import Logged, check_same, make_texts, train
 
@@ -104,14 +102,3 @@ def test_a_harmless_argument_is_harmless(
     checkout: Path, start: Path, tmp_path: Path, texts: Path, trial: Trial
 ) -> None:
     check_trial(checkout, trial, start, tmp_path, texts)
-
-
-def test_every_harmless_argument_is_tried() -> None:
-    harmless = {
-        name
-        for name in argument_table.judged()
-        if argument_table._findings()[name].verdict is Verdict.HARMLESS
-    }
-    known = {a.name for a in argument_table.arguments() if VERSION in a.versions}
-    tried = {name for trial in TRIALS for name in trial.names(VERSION)}
-    assert {name.partition("=")[0] for name in harmless} & known <= tried

@@ -20,7 +20,7 @@ from megatron_zb.runtime.moved_activations import HostMemory, MovedActivations
 def test_a_cpu_copies_each_way_in_turn_and_both_ways_at_once(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Each copy lasts until it is let go: `begin` does not wait, nor does the other direction."""
+    """Copies end on request: `begin` blocks neither the caller nor the other direction."""
     asked: Queue[float] = Queue()
     let_go = Semaphore(0)
 

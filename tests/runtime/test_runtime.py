@@ -67,7 +67,7 @@ def test_saved_tensors_are_counted_once_and_until_backward() -> None:
         memory = ActivationMemory(exclude=[weight] if excluded else [])
         with memory.watching():
             y = (x @ weight).exp()  # matmul saves x and weight, exp its result
-            z = x[0] * y.sum()  # saves a view of x, which is no storage of its own
+            z = x[0] * y.sum()  # saves a view, which shares the storage of x
         assert memory.live_bytes == saved * 400 + 4  # of y.sum()
         z.sum().backward()
         del y, z

@@ -53,7 +53,7 @@ def shards(placement: Placement) -> tuple[StageCosts, ShardCosts]:
 
 
 def test_shards_hear_from_the_last_stage_and_answer_it() -> None:
-    """The slowest rank is told after 8 s; each answers over its own link to the last rank."""
+    """The slowest rank receives after 8 s; each answers over its own link to the last rank."""
     table, found = shards(looped(3))
     assert found.told == 8.0
     assert found.arrival == 8.0 + 16.0

@@ -92,7 +92,6 @@ _LOGS = (
     ),
     Trial("--profile --profile-step-start 2 --profile-step-end 4 --profile-ranks 0 1"),
     Trial("--record-memory-history --memory-snapshot-path {folder}/snapshot.pickle"),
-    Trial("--config-logger-dir {folder}"),
     Trial("--no-one-logger --app-tag-run-name a --app-tag-run-version 1.0.0"),
     Trial("--one-logger-project p --one-logger-run-name r --one-logger-async", "--no-one-logger"),
     Trial(
@@ -117,7 +116,6 @@ _LOGS = (
         _EXPERTS,
         own_start=True,
     ),
-    Trial("--save-wgrads-interval 2 --save-dgrads-interval 2", _SAVE),
     Trial("--save-activations-interval 2 --save-params-interval 2", _SAVE),
     Trial("--save-tokens-per-expert-interval 2", f"{_EXPERTS} {_SAVE}", own_start=True),
 )
@@ -234,7 +232,7 @@ _LOOP = (
     Trial(
         "--fault-injector-num-ranks 1 --fault-injector-fault-types SIGKILL "
         "--fault-injector-fault-probabilities 1.0 --fault-injector-fault-delay 5000 "
-        "--fault-injector-delay-start-iteration 100 --fault-injector-seed 3",
+        "--fault-injector-delay-start-iteration 100 --fault-injector-seed 3 "
         "--fault-injector-ranks 0",
     ),
     Trial("--rampup-batch-size 4 2 16", without="--exit-interval", own_start=True),
@@ -262,7 +260,6 @@ _CHECKPOINTS = (
     ),
     Trial("--ckpt-assume-constant-structure --dist-ckpt-workers 2 --verify-integrity", _SAVE),
     Trial("--no-ckpt-load-validate-sharding-integrity --dist-ckpt-strictness log_all"),
-    Trial("--dist-ckpt-save-pre-mcore-014", _SAVE),
     Trial(
         "--distrib-optim-fully-reshardable-mem-efficient",
         f"--use-distributed-optimizer --dist-ckpt-optim-fully-reshardable {_SAVE}",

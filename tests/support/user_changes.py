@@ -172,7 +172,7 @@ def own_module(layer: Any) -> None:
 
 
 def own_forward(layer: Any) -> None:
-    """A projection whose forward multiplies by itself."""
+    """A projection whose forward calls torch's linear function."""
     linear = layer.self_attention.linear_proj
     linear.forward = lambda x: (torch.nn.functional.linear(x, linear.weight), linear.bias)
 
