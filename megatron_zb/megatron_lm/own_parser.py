@@ -1,22 +1,16 @@
-"""The parser of a Megatron-LM checkout: a program that prints what it has, and what calls it.
-
-It is a process of its own, on a CPU, since importing Megatron changes the process that does.
-"""
+"""The parser of a Megatron-LM checkout: a program that prints what it has, and what calls it."""
 
 from __future__ import annotations
 
 import argparse
 import json
-import os
-import subprocess
 import sys
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from megatron_zb.errors import UsageError
+from megatron_zb.megatron_lm import own_process
 
-_ARGUMENTS = Path("megatron/training/arguments.py")
 _ACTIONS = {
     "_StoreTrueAction": "true",
     "_StoreFalseAction": "false",
@@ -44,20 +38,8 @@ def read(root: Path) -> OwnParser:
     Raises:
         UsageError: it cannot be imported here.
     """
-    said = f"the arguments of the Megatron-LM in '{root}' cannot be read"
-    if not (root / _ARGUMENTS).is_file():
-        raise UsageError(f"{said}: it has no {_ARGUMENTS}")
-    paths = [str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH", "")]
-    done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-m", __name__, str(root.resolve())],
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths))},
-        capture_output=True,
-        text=True,
-    )
-    if done.returncode:
-        why = (done.stderr.strip().splitlines() or ["no reason was given"])[-1]
-        raise UsageError(f"{said}: {why}")
-    return OwnParser(**json.loads(done.stdout.splitlines()[-1]))
+    failed = f"the arguments of the Megatron-LM in '{root}' cannot be read"
+    return OwnParser(**own_process.answer(__name__, root, failed))
 
 
 def _parser(root: str) -> OwnParser:

@@ -1,15 +1,13 @@
 """Megatron-LM's own validation of a run's arguments: a program that runs it, and what calls it.
 
-It is a process of its own, on a CPU, since importing Megatron changes the process that does. No
-argument is refused there for what this machine lacks: a recent GPU and a recent Transformer-Engine
-are assumed.
+No argument is refused for what this machine lacks: a recent GPU and a recent Transformer-Engine are
+assumed.
 """
 
 from __future__ import annotations
 
 import json
 import os
-import subprocess
 import sys
 import traceback
 from collections.abc import Sequence
@@ -21,9 +19,8 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from megatron_zb.errors import UsageError
+from megatron_zb.megatron_lm import own_process
 
-_ARGUMENTS = Path("megatron/training/arguments.py")
 # What pretrain_gpt.py gives to the validation.
 _DEFAULTS = {"tokenizer_type": "GPT2BPETokenizer"}
 
@@ -42,7 +39,7 @@ def installed() -> Path | None:
     roots = (
         [] if found is None else [Path(p).parent for p in found.submodule_search_locations or ()]
     )
-    return next((root for root in roots if (root / _ARGUMENTS).is_file()), None)
+    return next((root for root in roots if (root / own_process.ARGUMENTS).is_file()), None)
 
 
 def validate(root: Path, words: Sequence[str], world_size: int) -> Outcome:
@@ -56,28 +53,18 @@ def validate(root: Path, words: Sequence[str], world_size: int) -> Outcome:
     Raises:
         UsageError: it cannot be imported here.
     """
-    said = f"the validation of the Megatron-LM in '{root}' cannot be run"
-    if not (root / _ARGUMENTS).is_file():
-        raise UsageError(f"{said}: it has no {_ARGUMENTS}")
-    paths = [str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH", "")]
-    connections = os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS", "1")
-    done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-m", __name__, str(root.resolve())],
-        env={
-            **os.environ,
-            "PYTHONPATH": os.pathsep.join(filter(None, paths)),
+    found = own_process.answer(
+        __name__,
+        root,
+        f"the validation of the Megatron-LM in '{root}' cannot be run",
+        given=json.dumps(list(words)),
+        environment={
             "RANK": "0",
             "WORLD_SIZE": str(world_size),
-            "CUDA_DEVICE_MAX_CONNECTIONS": connections,
+            "CUDA_DEVICE_MAX_CONNECTIONS": os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS", "1"),
         },
-        input=json.dumps(list(words)),
-        capture_output=True,
-        text=True,
     )
-    if done.returncode:
-        why = (done.stderr.strip().splitlines() or ["no reason was given"])[-1]
-        raise UsageError(f"{said}: {why}")
-    return Outcome(**json.loads(done.stdout.splitlines()[-1]))
+    return Outcome(**found)
 
 
 def _outcome(root: str, words: list[str]) -> Outcome:
