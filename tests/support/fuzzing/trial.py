@@ -111,6 +111,7 @@ class _Run:
             saving = ["--save", str(self._folder / "start"), "--save-interval", "1"]
             self._upstream([*both.upstream, *saving, "--exit-interval", "1"], refusal)
             load = ["--load", str(self._folder / "start")]
+            refusal = refusal or self._checked(load)  # of what is in the checkpoint
         upstream = self._upstream([*both.upstream, *load, *self._keeping("upstream")], refusal)
         ours = self._job(both, [*both.ours, *load, *self._keeping("ours")])
         self._judge_start(ours, refusal)
@@ -173,13 +174,17 @@ class _Run:
         if found.first:
             raise _Ended(Verdict.DIFFERENT, when + found.first)
 
-    def _checked(self) -> str | None:
+    def _checked(self, load: Sequence[str] = ()) -> str | None:
         """Why megatron-zb check refuses the command of ours, None if it does not."""
         commands, space = self._commands, self._bench.space
         words = ["--megatron-version", space.series, "--gpus", str(commands.ranks), "--json", "--"]
         program = str(_CHECKED)
         ended = try_job(
-            None, program, ["check", *words, *commands.ours], self._bench.seconds, Kind.MEGATRON_LM
+            None,
+            program,
+            ["check", *words, *commands.ours, *load],
+            self._bench.seconds,
+            Kind.MEGATRON_LM,
         )
         self._trial.jobs.append(round(ended.seconds, 1))
         if "Traceback (most recent" in ended.stderr:
