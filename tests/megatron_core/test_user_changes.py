@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 from gpt_cases import GPTCase, built, differences, forward_backward, microbatches, run
-from ranks import RankPools
+from ranks import RankPool, RankPools
 from states import with_states
 from user_changes import CHANGES
 
@@ -22,6 +22,7 @@ from megatron_zb.schedules import Schedule
 
 SCHEDULES = ("zb-h1", "zb-2p", "v-half", "v-zb", "auto")
 SPLITTING = (*SCHEDULES, "1f1b")
+WITH_REENTRY = ("checkpoint with reentry", "checkpoint of Megatron")
 
 
 def said_and_different(case: GPTCase, schedule: str | Schedule) -> tuple[str, list[str]]:
@@ -73,14 +74,24 @@ def drawn(number: int) -> tuple[GPTCase, str]:
     )
 
 
+def hides_a_use(case: GPTCase) -> bool:
+    """Whether another use of a weight is in no graph of a forward, but in one of a backward."""
+    changes = {*case.changes, *case.late_changes}
+    uses = {"penalty", "direct product", "gradient penalty"}
+    return not changes.isdisjoint(WITH_REENTRY) and not changes.isdisjoint(uses)
+
+
 @pytest.mark.parametrize(
     "number", [*range(15), *(pytest.param(n, marks=pytest.mark.full) for n in range(15, 60))]
 )
 def test_mixtures_equal_megatrons(ranks: RankPools, number: int) -> None:
     case, schedule = drawn(number)
     expected = set().union(*(CHANGES[name][1] for name in (*case.changes, *case.late_changes)))
-    world = 2 * case.data_parallel * case.tensor_parallel
-    for said, found in ranks(world).run(said_and_different, case=case, schedule=schedule):
+    pool = ranks(2 * case.data_parallel * case.tensor_parallel)
+    if hides_a_use(case):
+        assert_close_to_megatrons(pool, case, schedule)
+        return
+    for said, found in pool.run(said_and_different, case=case, schedule=schedule):
         assert found == [], (case, schedule)
         if said:
             assert whole_layers(said) <= expected
@@ -128,16 +139,22 @@ def gradients_of(case: GPTCase, schedule: str | None) -> tuple[str, dict[str, to
 
 @pytest.mark.parametrize("wrapped", [True, False])
 def test_a_use_that_begins_later_is_found(ranks: RankPools, wrapped: bool) -> None:
-    """It is in no graph of the first microbatch; the sum is right but for its order, once."""
+    """It is in no graph of the first microbatch."""
     case = GPTCase(wrapped=wrapped, overlap_grad_reduce=wrapped, late_changes=("late penalty",))
-    pool = ranks(2)
-    expected = {
-        n: g for _, of in pool.run(gradients_of, case=case, schedule=None) for n, g in of.items()
-    }
-    for said, found in pool.run(gradients_of, case=case, schedule="v-half"):
+    for said in assert_close_to_megatrons(ranks(2), case, "v-half"):
         assert whole_layers(said) == {"mlp.linear_fc2"}
+
+
+def assert_close_to_megatrons(pool: RankPool, case: GPTCase, schedule: str) -> list[str]:
+    """Compare gradients whose sums are in another order, once; return what each rank says."""
+    stock = pool.run(gradients_of, case=case, schedule=None)
+    expected = {name: gradient for _, of in stock for name, gradient in of.items()}
+    ours = pool.run(gradients_of, case=case, schedule=schedule)
+    for _, found in ours:
+        assert found
         for name, gradient in found.items():
             torch.testing.assert_close(gradient, expected[name], rtol=1e-5, atol=1e-7)
+    return [said for said, _ in ours]
 
 
 def test_fused_accumulation_keeps_the_gradient_of_another_use(ranks: RankPools) -> None:

@@ -105,8 +105,9 @@ def late_penalty(layer: Any) -> None:
 
 def direct_product(layer: Any) -> None:
     def add(_module: Any, inputs: Any, output: Any) -> Any:
-        used = layer.self_attention.linear_proj.weight
-        return output[0] + 0.1 * torch.nn.functional.linear(inputs[0], used), *output[1:]
+        used = layer.self_attention.linear_proj.weight  # tensor parallel: a part of it
+        read = inputs[0][..., : used.size(1)]
+        return output[0] + 0.1 * torch.nn.functional.linear(read, used), *output[1:]
 
     layer.mlp.register_forward_hook(add)
 
