@@ -40,17 +40,24 @@ def answer(
     """
     if not (root / ARGUMENTS).is_file():
         raise UsageError(f"{failed}: it has no {ARGUMENTS}")
-    paths = [str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH", "")]
-    path = {"PYTHONPATH": os.pathsep.join(filter(None, paths))}
-    done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-m", module, str(root.resolve())],
-        env={**os.environ, **path, **(environment or {})},
-        input=given,
-        capture_output=True,
-        text=True,
-    )
+    done = run_module(module, str(root.resolve()), given, environment or {})
     if done.returncode:
         why = (done.stderr.strip().splitlines() or ["no reason was given"])[-1]
         raise UsageError(f"{failed}: {why}")
     found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
     return found
+
+
+def run_module(
+    module: str, root: str, given: str, environment: Mapping[str, str]
+) -> subprocess.CompletedProcess[str]:
+    """Run a module of this package in a new interpreter; see :func:`answer`."""
+    paths = [str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH", "")]
+    path = {"PYTHONPATH": os.pathsep.join(filter(None, paths))}
+    return subprocess.run(
+        [sys.executable, "-W", "ignore", "-m", module, root],
+        env={**os.environ, **path, **environment},
+        input=given,
+        capture_output=True,
+        text=True,
+    )

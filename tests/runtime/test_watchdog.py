@@ -329,6 +329,32 @@ def test_a_verdict_ends_the_wait_for_answers() -> None:
     assert one.verdict() == Verdict("rank 1 holds up all others", (0, 1))
 
 
+def test_a_rank_that_reports_waits_for_those_that_the_verdict_names() -> None:
+    """Its end would end them, too; it does not wait for ever, nor for other ranks."""
+    store = HashStore()
+    one, other = (Inquiry(store, rank, (0, 1, 2), patience=60.0) for rank in range(2))
+    verdict = Verdict("rank 2 holds up all others", (0, 1))
+    waiting = threading.Thread(target=one.told, args=(verdict, 60.0))
+    waiting.start()
+    waiting.join(0.3)
+    assert waiting.is_alive()
+    other.told(verdict, 60.0)
+    waiting.join(20.0)
+    assert not waiting.is_alive()
+    begin = time.monotonic()
+    one.told(Verdict("rank 0 holds up all others", (0, 1, 2)), 0.1)
+    assert time.monotonic() - begin >= 0.1
+
+
+def test_the_first_verdict_counts() -> None:
+    store = HashStore()
+    one, other = (Inquiry(store, rank, (0, 1), patience=60.0) for rank in range(2))
+    assert one.verdict() is None
+    one.end(Verdict("rank 1 holds up all others", (0, 1)))
+    other.end(Verdict("rank 0 holds up all others", (0,)))
+    assert other.verdict() == one.verdict() == Verdict("rank 1 holds up all others", (0, 1))
+
+
 def test_of_two_that_ask_at_once_one_is_the_first() -> None:
     store, state = HashStore(), State("is between two steps", None, 9.0, ())
     ranks = [Inquiry(store, rank, (0, 1), patience=20.0) for rank in range(2)]

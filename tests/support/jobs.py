@@ -128,7 +128,9 @@ def started(
     kind: Kind = Kind.PLAIN,
 ) -> Any:
     """One rank under way: variables of its own, and the files for its stdout and its stderr."""
-    environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1", **more}
+    as_scripts_do = {"CUDA_DEVICE_MAX_CONNECTIONS": "1"} if kind is Kind.MEGATRON_LM else {}
+    fixed = {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
+    environment = {**as_scripts_do, **os.environ, **fixed, **more}
     stdout, stderr = map(str, printed)
     given = _Program(program, list(words), os.getcwd(), environment, stdout, stderr)
     return fork(kind, _run, given)

@@ -1,0 +1,58 @@
+"""What a finished student says of its layers: Megatron's configuration of heterogeneous layers."""
+
+from __future__ import annotations
+
+import argparse
+import json
+
+from megatron_zb.distillation.shapes import BlockShape
+from megatron_zb.distillation.stitching import described, is_uniform
+
+FULL = BlockShape("full", "attention", 4, "mlp", 256, None)
+FEWER = BlockShape("fewer", "attention", 2, "mlp", 128, None)
+LINEAR = BlockShape("linear", "linear", 4, "linear", 256, None)
+NOTHING = BlockShape("nothing", "no_op", 4, "no_op", 256, None)
+TEACHER = {
+    "num_layers": 4,
+    "hidden_size": 64,
+    "num_attention_heads": 8,
+    "untie_embeddings_and_output_weights": True,
+}
+
+
+def of_attention(groups: int | None, heads: int | None, **kind: bool) -> dict[str, object]:
+    kinds = {"no_op": False, "replace_with_linear": False}
+    return {**kinds, **kind, "num_query_groups": groups, "n_heads_in_group": heads}
+
+
+def of_mlp(width: int | None, **kind: bool) -> dict[str, object]:
+    return {"no_op": False, "replace_with_linear": False, **kind, "ffn_hidden_size": width}
+
+
+def test_every_layer_is_described() -> None:
+    shapes = [FULL, FEWER, LINEAR, NOTHING]
+    assert json.loads(described(argparse.Namespace(**TEACHER), shapes)) == {
+        "hidden_act": "silu",
+        "num_hidden_layers": 4,
+        "hidden_size": 64,
+        "num_attention_heads": 8,
+        "tie_word_embeddings": False,
+        "rope_theta": 10000,
+        "rope_scaling": {"factor": 8.0},
+        "block_configs": [
+            {"attention": of_attention(4, 2), "mlp": of_mlp(256)},
+            {"attention": of_attention(2, 4), "mlp": of_mlp(128)},
+            {
+                "attention": of_attention(None, None, replace_with_linear=True),
+                "mlp": of_mlp(None, replace_with_linear=True),
+            },
+            {"attention": of_attention(None, None, no_op=True), "mlp": of_mlp(None, no_op=True)},
+        ],
+    }
+
+
+def test_layers_of_one_model_have_the_same_sizes() -> None:
+    assert is_uniform([FULL, FULL])
+    assert not is_uniform([FULL, FEWER])
+    assert not is_uniform([LINEAR, LINEAR])
+    assert not is_uniform([NOTHING])
