@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import importlib
 import json
 import sys
 from dataclasses import asdict, dataclass
@@ -48,12 +49,13 @@ def _parser(root: str) -> OwnParser:
     from megatron_zb.megatron_core.cpu import run_on_cpu
 
     run_on_cpu(training_loop=True)
-    from megatron.training.arguments import add_megatron_arguments
+    from megatron.training import arguments
 
+    importlib.reload(arguments)  # a patched checkout has hooked it
     from megatron_zb.megatron_core.versions import core_series
     from megatron_zb.megatron_lm.argument_table import new_arguments
 
-    parser = add_megatron_arguments(argparse.ArgumentParser())
+    parser = arguments.add_megatron_arguments(argparse.ArgumentParser())
     actions = [action for action in parser._actions if action.dest != "help"]
     new = new_arguments(parser)
     return OwnParser(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -21,6 +22,8 @@ RUN = """
     [
         ("", None),
         ("--fp8-format hybrid --tensor-model-parallel-size 2 --sequence-parallel", None),
+        ("--position-embedding-type rope --transformer-impl transformer_engine", None),
+        ("--num-experts 4 --disable-bias-linear --moe-permute-fusion", None),
         ("--mtp-num-layers 1", "is not supported with learned_absolute position embedding"),
         ("--seq-length 64", "max_position_embeddings (32) must be greater than or equal to"),
         ("--num-attention-heads 5", "assert args.hidden_size % args.num_attention_heads == 0"),
@@ -42,6 +45,21 @@ def test_check_validates_as_megatron_lm_does(
     assert (code, found["runs"]) == (2, False)
     assert words in why
     assert "\n" not in why
+
+
+def test_a_patched_checkout_is_validated_like_any_other(
+    checkout: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It has the flags of this package already."""
+    patched = tmp_path / "patched"
+    shutil.copytree(checkout, patched, ignore=shutil.ignore_patterns(".git", "tests"))
+    start = patched / "megatron" / "training" / "__init__.py"
+    start.write_text(start.read_text() + "\nimport megatron_zb\n\nmegatron_zb.install()\n")
+    for words, refused in (("", 0), ("--seq-length 64", 1)):
+        line = ["check", "--json", "--megatron-lm", str(patched), "--", *RUN.split()]
+        cli.main([*line, *words.split()])
+        found = json.loads(capsys.readouterr().out)
+        assert [a["verdict"] for a in found["arguments"]].count("refused") == refused
 
 
 def test_without_a_checkout_check_says_so(

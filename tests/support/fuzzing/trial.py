@@ -176,8 +176,8 @@ class _Run:
 
     def _checked(self, load: Sequence[str] = ()) -> str | None:
         """Why megatron-zb check refuses the command of ours, None if it does not."""
-        commands, space = self._commands, self._bench.space
-        words = ["--megatron-version", space.series, "--gpus", str(commands.ranks), "--json", "--"]
+        commands, root = self._commands, str(self._bench.checkout)
+        words = ["--megatron-lm", root, "--gpus", str(commands.ranks), "--json", "--"]
         program = str(_CHECKED)
         ended = try_job(
             None,
