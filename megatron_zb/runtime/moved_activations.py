@@ -2,8 +2,9 @@
 
 What autograd saves in the forward of a moved microbatch is kept by storage, so that views and
 tensors that several operations save are copied once. Parameters and buffers of the model stay, and
-what is small beside the rest. What others hold, such as a message on its way out, they go on
-holding: a storage is never emptied, only let go. A backward reads what has come back instead.
+so do what is small beside the rest and what the forward empties to compute it again. What others
+hold, such as a message on its way out, they go on holding: a storage is never emptied, only let go.
+A backward reads what has come back instead.
 """
 
 from __future__ import annotations
@@ -70,6 +71,11 @@ class _Storage:
         if self.memory is not None:
             self.memory.hold(_bytes_of(data))
 
+    @property
+    def is_whole(self) -> bool:
+        """Whether nobody has resized it since it was saved."""
+        return self.data is not None and self.data.nbytes() == self.nbytes
+
     def let_go(self) -> None:
         if self.memory is not None and self.data is not None:
             self.memory.release_storage(self.data._cdata)
@@ -109,10 +115,15 @@ class _Unit:
         self.wait: Wait | None = None
 
     def choose(self) -> int:
-        """Choose what is moved, and return the bytes that it takes on the host."""
-        largest = max((storage.nbytes for storage in self.storages.values()), default=0)
+        """Choose what is moved, and return the bytes that it takes on the host.
+
+        A storage that the forward has emptied since stays: recomputation will refill it, and a
+        backward is to read that.
+        """
+        whole = [storage for storage in self.storages.values() if storage.is_whole]
+        largest = max((storage.nbytes for storage in whole), default=0)
         at = 0
-        for storage in self.storages.values():
+        for storage in whole:
             if storage.nbytes * SMALL >= largest and storage.nbytes:
                 self.moved.append((storage, at))
                 at += -(-storage.nbytes // _ALIGNED) * _ALIGNED

@@ -16,7 +16,11 @@ from gpt_cases import GPTCase
 from rank_process import Kind
 from ranks import RankPool, RankPools
 from sizes import every_value
+from states import with_states
 from te_models import OPTIONS_OF_LATENT, differences, quantized, quantized_differences
+
+from megatron_zb import schedules
+from megatron_zb.schedules import Schedule
 
 # What Megatron computes again for each name of --recompute-modules.
 FUNCTIONS = {
@@ -66,7 +70,7 @@ CASES = {
 }
 
 
-def compare(case: GPTCase, schedule: str) -> tuple[list[str], set[str]]:
+def compare(case: GPTCase, schedule: str | Schedule) -> tuple[list[str], set[str]]:
     """What differs, and which functions have been recomputed, by either schedule."""
     with recording() as recomputed:
         if case.optimizer_steps:
@@ -114,6 +118,20 @@ def expected(case: GPTCase, ranks: int) -> list[tuple[list[str], set[str]]]:
 def test_recomputed_models_equal_megatrons(te_pool: RankPool, name: str, schedule: str) -> None:
     case = CASES[name]
     assert te_pool.run(compare, case=case, schedule=schedule) == expected(case, 2)
+
+
+@pytest.mark.parametrize("state", ["dropped", "moved"])
+@pytest.mark.parametrize("name", ["dense", "parts", "moe"])
+def test_units_that_are_dropped_or_moved_equal_megatrons(
+    te_pool: RankPool, name: str, state: str
+) -> None:
+    """What Megatron has emptied is not copied, and what it refills is what a backward reads."""
+    kept = schedules.build("v-half", pipeline_size=2, num_microbatches=5)
+    shares = {"drop": 0.6} if state == "dropped" else {"move": 0.6}
+    order = with_states(kept, seed=len(name), **shares)
+    assert order.dropped if state == "dropped" else order.moved
+    case = CASES[name]
+    assert te_pool.run(compare, case=case, schedule=order) == expected(case, 2)
 
 
 @pytest.mark.full

@@ -9,6 +9,8 @@ import gpt_cases
 import torch
 from gpt_cases import GPTCase
 
+from megatron_zb.schedules import Schedule
+
 # Of multi-latent attention, in sizes that have whole blocks of 32.
 OPTIONS_OF_LATENT = (
     ("multi_latent_attention", True),
@@ -61,7 +63,7 @@ def layers_of_te(config: Any, vp_stage: int | None) -> Any:
     return layer
 
 
-def differences(case: GPTCase, schedule: str, microbatches: list[int]) -> list[str]:
+def differences(case: GPTCase, schedule: str | Schedule, microbatches: list[int]) -> list[str]:
     """From Megatron's own schedule over the same modules, which then know nothing of a split."""
     gpt_cases._specification = layers_of_te
     return gpt_cases.differences(case, schedule, microbatches, iterations=2)
@@ -83,7 +85,7 @@ def quantized(kind: str, recipe: str, case: GPTCase = FUSED, **more: Any) -> GPT
     return replace(case, dtype="bfloat16", optimizer_steps=3, options=options)
 
 
-def quantized_differences(case: GPTCase, schedule: str) -> list[str]:
+def quantized_differences(case: GPTCase, schedule: str | Schedule) -> list[str]:
     """With torch's Adam, as those of TE and apex are kernels."""
     from megatron.core import optimizer
     from transformer_engine.pytorch.quantization import FP8GlobalStateManager
