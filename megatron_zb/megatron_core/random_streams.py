@@ -13,7 +13,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -36,17 +36,37 @@ _DRAWING = (
 
 
 class RandomState:
-    """The states of all random generators that a model draws from."""
+    """The states of all random generators that a model draws from.
+
+    A tracker that CUDA graphs may capture (``--te-rng-tracker``, ``use_te_rng_tracker``) tracks
+    generators, which move on in place. Others track tensors, which it replaces.
+    """
 
     def __init__(self) -> None:
         self._host = torch.get_rng_state()
         self._device = torch.cuda.get_rng_state()
-        self._tracked = get_cuda_rng_tracker().get_states()
+        self._tracked = dict(get_cuda_rng_tracker().get_states())
+        self._values = {name: _value(state) for name, state in self._tracked.items()}
 
     def restore(self) -> None:
         torch.set_rng_state(self._host)
         torch.cuda.set_rng_state(self._device)
-        get_cuda_rng_tracker().set_states(dict(self._tracked))
+        get_cuda_rng_tracker().set_states(_set(self._tracked, self._values))
+
+
+def _value(state: torch.Tensor | torch.Generator) -> torch.Tensor:
+    """Return a tracked state as a tensor that stays as it is."""
+    return state.get_state() if isinstance(state, torch.Generator) else state
+
+
+def _set(tracked: Mapping[str, Any], values: Mapping[str, torch.Tensor]) -> dict[str, Any]:
+    """Set tracked generators to values; return what is to be tracked."""
+    states: dict[str, Any] = dict(values)
+    for name, state in tracked.items():
+        if isinstance(state, torch.Generator):
+            state.set_state(values[name])
+            states[name] = state
+    return states
 
 
 def seed_of(*words: object) -> int:
@@ -149,7 +169,7 @@ class LayerStreams:
         states = {
             name: self._state(name, place) for name in self._origins if name not in (_HOST, _DEVICE)
         }
-        tracker.set_states(states)
+        tracker.set_states(_set(tracker.get_states(), states))
         torch.set_rng_state(self._seeded(seed_of(self._origins[_HOST], place), "cpu"))
         # in sequence parallelism, Megatron draws from one of its tracked states all along
         current = states.get(getattr(tracker, "_current_state_name", _DEVICE))
@@ -179,7 +199,7 @@ class LayerStreams:
             states = {
                 _HOST: self._seeded(seed, "cpu"),
                 _DEVICE: torch.cuda.get_rng_state(),
-                **get_cuda_rng_tracker().get_states(),
+                **{n: _value(s) for n, s in get_cuda_rng_tracker().get_states().items()},
             }
             self._origins = {name: _digest(name, state) for name, state in states.items()}
         finally:

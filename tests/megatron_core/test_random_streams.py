@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import itertools
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -15,13 +17,14 @@ from megatron.core import parallel_state
 from megatron.core.pipeline_parallel.schedules import get_forward_backward_func
 from megatron.core.tensor_parallel import get_cuda_rng_tracker, model_parallel_cuda_manual_seed
 from ranks import RankPools
+from states import with_states
 
 from megatron_zb.job.run_flags import asks_for_layer_streams
 from megatron_zb.megatron_core import versions
 from megatron_zb.megatron_core.adapter import PipelineAdapter
 from megatron_zb.megatron_core.initialisation import global_parameters
 from megatron_zb.megatron_core.random_streams import LayerStreams, RandomState
-from megatron_zb.schedules import build, layout
+from megatron_zb.schedules import Schedule, build, layout
 from megatron_zb.schedules.layout import Layers
 
 DROPOUT = GPTCase(layers=8, dropout=0.1, drawn=True)
@@ -64,7 +67,7 @@ class Run:
 
 def train(
     case: GPTCase,
-    schedule: str | None,
+    schedule: str | Schedule | None,
     steps: tuple[int, ...] = (0, 1),
     count: int = 4,
     by_layer: bool = True,
@@ -292,7 +295,58 @@ def draws() -> dict[str, list[float]]:
     return found
 
 
-def test_every_random_state_has_a_stream_in_every_layer(ranks: RankPools) -> None:
+@contextmanager
+def tracked_generators() -> Iterator[None]:
+    """Let Megatron's tracker hold generators, as for CUDA graphs, and draw from them.
+
+    They are the CPU's. In place of Megatron's functions for a GPU's generators, which are handles
+    as well: the one in use is a copy of the tracked one, and moves it on at the end.
+    """
+    from megatron.core.tensor_parallel import random
+
+    kind: Any = random.CudaRNGStatesTracker
+    names = ("add", "fork")
+    usual = [getattr(kind, name) for name in names]
+
+    def add(tracker: Any, name: str, seed: int) -> None:
+        tracker.states_[name] = torch.Generator().manual_seed(seed)
+
+    @contextmanager
+    def fork(tracker: Any, name: str = "model-parallel-rng") -> Iterator[None]:
+        outside, outer = torch.get_rng_state(), tracker._current_state_name
+        if outer in tracker.states_:
+            tracker.states_[outer].set_state(outside)
+        torch.set_rng_state(tracker.states_[name].get_state())
+        tracker._current_state_name = name
+        try:
+            yield
+        finally:
+            tracker.states_[name].set_state(torch.get_rng_state())
+            tracked = tracker.states_.get(outer)
+            torch.set_rng_state(outside if tracked is None else tracked.get_state())
+            tracker._current_state_name = outer
+
+    for name, function in zip(names, (add, fork), strict=True):
+        setattr(kind, name, function)
+    try:
+        yield
+    finally:
+        for name, function in zip(names, usual, strict=True):
+            setattr(kind, name, function)
+
+
+def draws_from_generators() -> dict[str, list[float]]:
+    with tracked_generators():
+        found = draws()
+        assert all(isinstance(s, torch.Generator) for s in get_cuda_rng_tracker().states_.values())
+    get_cuda_rng_tracker().reset()
+    return found
+
+
+@pytest.mark.parametrize("draws", [draws, draws_from_generators], ids=["tensors", "generators"])
+def test_every_random_state_has_a_stream_in_every_layer(
+    ranks: RankPools, draws: Callable[[], dict[str, list[float]]]
+) -> None:
     """On the ranks that Megatron gives equal states, equal numbers."""
     first, second = ranks(2).run(draws)
     for place in ("0:0:0", "1:0:0", "0:1:0", "0:0:1"):
@@ -304,3 +358,24 @@ def test_every_random_state_has_a_stream_in_every_layer(ranks: RankPools) -> Non
     assert len(set(itertools.chain(*(first[p] for p in first if p != "sequence")))) == 4 * 4
     assert first["sequence"] == first["0:0:0"][3:]
     assert first["sequence"] != second["sequence"]
+
+
+def train_with_generators(**more: Any) -> Run:
+    with tracked_generators():
+        try:
+            return train(**more)
+        finally:
+            get_cuda_rng_tracker().reset()
+
+
+def test_recomputation_draws_the_masks_of_its_forward_from_generators(ranks: RankPools) -> None:
+    """A generator moves on in place: what was kept of it must be its state."""
+    kept = build("zb-h1", pipeline_size=2, num_microbatches=4)
+    order = with_states(kept, seed=1, drop=0.7)
+    assert order.dropped
+    stock, ours = Run(), Run()
+    for found, schedule in ((stock, None), (ours, order)):
+        more: Any = {"case": DROPOUT, "schedule": schedule, "by_layer": False}
+        for run in ranks(2).run(train_with_generators, **more):
+            found.add(run)
+    check_equal(ours, stock)
