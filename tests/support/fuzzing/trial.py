@@ -33,6 +33,7 @@ class Verdict(Enum):
     EQUAL = "equal"
     REFUSED = "refused by ours, as check says"
     REFUSED_BY_BOTH = "refused by both"
+    CRASHED_BY_BOTH = "crashed by both"
     DIFFERENT = "different numbers"
     CRASHED = "crashed"
     HUNG = "hung"
@@ -40,7 +41,7 @@ class Verdict(Enum):
 
     @property
     def is_failure(self) -> bool:
-        return self not in (Verdict.EQUAL, Verdict.REFUSED, Verdict.REFUSED_BY_BOTH)
+        return self in (Verdict.DIFFERENT, Verdict.CRASHED, Verdict.HUNG, Verdict.DISAGREED)
 
 
 @dataclass(frozen=True)
@@ -150,6 +151,8 @@ class _Run:
             ours = self._job(self._commands, self._commands.ours)
             if ours.hung and not ended.hung:
                 raise _Ended(Verdict.HUNG, f"where upstream says {_error(ended)}")
+            if refusal is None and ours.code and not _said(ours):
+                raise _Ended(Verdict.CRASHED_BY_BOTH, _error(ended))
             if (refusal is None) == bool(ours.code):
                 why = f"check: {refusal or 'runs'}; start: {_error(ours) if ours.code else 'runs'}"
                 raise _Ended(Verdict.DISAGREED, why)
