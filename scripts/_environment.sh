@@ -121,15 +121,19 @@ ensure_environment() {
     printf '%s\n' "$wanted" >"$stamp"
 }
 
-# ensure_transformer_engine VENV: afterwards VENV/transformer-engine has its Python modules, which only
-# the tests look for there: megatron-core would take one that it can import for a whole one.
+# ensure_transformer_engine VENV: afterwards VENV/transformer-engine has its Python modules, and
+# VENV/transformer-engine-2.14 older ones. Only the tests look for them there: megatron-core would take one
+# that it can import for a whole one.
 ensure_transformer_engine() {
-    local folder=$1/transformer-engine versions=constraints/transformer-engine.txt
-    if cmp --silent "$versions" "$folder/.installed"; then
-        return
-    fi
-    say "installing the Python modules of Transformer-Engine for its tests"
-    rm -rf "$folder"
-    pinned_pip "$1" "$versions" --no-deps --target "$folder" --requirement "$versions"
-    cp "$versions" "$folder/.installed"
+    local name folder versions
+    for name in transformer-engine transformer-engine-2.14; do
+        folder=$1/$name versions=constraints/$name.txt
+        if cmp --silent "$versions" "$folder/.installed"; then
+            continue
+        fi
+        say "installing the Python modules of Transformer-Engine for its tests ($name)"
+        rm -rf "$folder"
+        pinned_pip "$1" "$versions" --no-deps --target "$folder" --requirement "$versions"
+        cp "$versions" "$folder/.installed"
+    done
 }

@@ -11,7 +11,7 @@ from typing import Any
 import kept_searches
 import pytest
 from brief_searches import briefly
-from rank_process import TRANSFORMER_ENGINE, Kind
+from rank_process import Kind, missing_transformer_engine
 from ranks import RankPool, RankPools
 from texts import prepared
 
@@ -97,9 +97,17 @@ def ranks() -> Iterator[RankPools]:
 @pytest.fixture(scope="module")
 def te_pool(ranks: RankPools) -> RankPool:
     """Two ranks that have Transformer-Engine."""
-    if not (TRANSFORMER_ENGINE / "transformer_engine").is_dir():
-        pytest.skip(f"TRANSFORMER-ENGINE IS NOT TESTED: it is not in {TRANSFORMER_ENGINE}")
+    if missing := missing_transformer_engine(Kind.TRANSFORMER_ENGINE):
+        pytest.skip(missing)
     return ranks(2, Kind.TRANSFORMER_ENGINE)
+
+
+@pytest.fixture(scope="module")
+def older_te_pool(ranks: RankPools) -> RankPool:
+    """Two ranks that have an older Transformer-Engine."""
+    if missing := missing_transformer_engine(Kind.OLDER_TRANSFORMER_ENGINE):
+        pytest.skip(missing)
+    return ranks(2, Kind.OLDER_TRANSFORMER_ENGINE)
 
 
 @pytest.fixture(scope="session")

@@ -175,16 +175,27 @@ class DeferredWeight:
         split, weight = self._split, self.weight
         waits = split.queue.deferring and split.queue.awaits(weight)
         if gradient is None:
-            if waits and split.hooks_need_gradients:
-                shape, device = weight.shape, weight.device  # the weight may be quantised
-                weight.grad = torch.empty(shape, dtype=weight.dtype, device=device)
-                weight.grad_added_to_main_grad = True
+            if split.hooks_need_gradients and (waits or self._traits.fused):
+                self._give_dummy()
             return
         if self._traits.fused:
             return
         weight.grad_added_to_main_grad = False
         if waits and not self._traits.is_bias:
             split.found_elsewhere(self)
+
+    def _give_dummy(self) -> None:
+        """Give the hook the gradient that it requires; ``main_grad`` has or will have the real one.
+
+        Where nothing waits, the weight's fused product has run and has left no dummy: before 2.15,
+        Transformer-Engine does not see a parameter in what saved-tensor hooks give back. Megatron
+        adds the dummy of a weight with ``zero_out_wgrad``.
+        """
+        weight = self.weight
+        make = torch.zeros if getattr(weight, "zero_out_wgrad", False) else torch.empty
+        shape, device = weight.shape, weight.device  # the weight may be quantised
+        weight.grad = make(shape, dtype=weight.dtype, device=device)
+        weight.grad_added_to_main_grad = True
 
 
 def has_hooks(weight: Any) -> bool:

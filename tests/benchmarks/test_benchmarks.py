@@ -17,7 +17,7 @@ import split_backward
 import torch
 from jobs import Ended, run_script
 from layer_sizes import LayerSizes, chosen
-from rank_process import TRANSFORMER_ENGINE, Kind
+from rank_process import Kind, missing_transformer_engine
 from ranks import RankPools
 
 from megatron_zb.errors import UsageError
@@ -163,8 +163,8 @@ def transformer_engine_layers() -> tuple[int, int, int]:
 
 
 def test_layers_of_transformer_engine_are_measured_alike(ranks: RankPools) -> None:
-    if not (TRANSFORMER_ENGINE / "transformer_engine").is_dir():
-        pytest.skip(f"TRANSFORMER-ENGINE IS NOT TESTED: it is not in {TRANSFORMER_ENGINE}")
+    if missing := missing_transformer_engine(Kind.TRANSFORMER_ENGINE):
+        pytest.skip(missing)
     pool = ranks(1, Kind.TRANSFORMER_ENGINE)
     ((after_forward, after_backward, after_weights),) = pool.run(transformer_engine_layers)
     assert after_forward > after_backward > after_weights == 0

@@ -28,10 +28,6 @@ from typing import Any, cast
 # Not torch's default, so that a test can tell whether a group has it.
 COLLECTIVE_TIMEOUT = timedelta(minutes=31)
 
-# Where Transformer-Engine is installed, out of the sight of the tests that are not about it:
-# megatron-core takes any that it can import for a whole one.
-TRANSFORMER_ENGINE = Path(sys.prefix) / "transformer-engine"
-
 
 class Kind(Enum):
     """What the ranks of a pool have, and which rules their messages obey."""
@@ -39,7 +35,23 @@ class Kind(Enum):
     HOSTILE = "the rules of a GPU; see hostile.py"
     PLAIN = "gloo's own rules"
     TRANSFORMER_ENGINE = "Transformer-Engine, and the rules of a GPU"
+    OLDER_TRANSFORMER_ENGINE = "one of 2.14, whose modules lose parameters in saved-tensor hooks"
     MEGATRON_LM = "the Megatron-LM checkout of MEGATRON_LM_PATH, and gloo's own rules"
+
+
+# Where Transformer-Engine is installed, out of the sight of the tests that are not about it:
+# megatron-core takes any that it can import for a whole one.
+TRANSFORMER_ENGINES = {
+    Kind.TRANSFORMER_ENGINE: Path(sys.prefix) / "transformer-engine",
+    Kind.OLDER_TRANSFORMER_ENGINE: Path(sys.prefix) / "transformer-engine-2.14",
+}
+
+
+def missing_transformer_engine(kind: Kind) -> str:
+    """Return what a test says that is skipped for want of one, nothing if it is installed."""
+    folder = TRANSFORMER_ENGINES[kind]
+    installed = (folder / "transformer_engine").is_dir()
+    return "" if installed else f"TRANSFORMER-ENGINE IS NOT TESTED: it is not in {folder}"
 
 
 @dataclass(frozen=True)
@@ -105,7 +117,7 @@ def join_group(rank: int, world_size: int, meeting_point: str) -> None:
 
 def import_megatron(start: Start) -> None:
     """Import torch and Megatron, so that cases start at once."""
-    if start.kind is Kind.TRANSFORMER_ENGINE:
+    if start.kind in TRANSFORMER_ENGINES:
         import te_rank_imports  # noqa: F401
     import rank_imports  # noqa: F401
 

@@ -32,7 +32,7 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-from rank_process import TRANSFORMER_ENGINE, Case, Kind, Outcome, Start, main
+from rank_process import TRANSFORMER_ENGINES, Case, Kind, Outcome, Start, main
 
 START_TIMEOUT = 120.0
 # When one rank has failed, the others are likely to wait for it for ever: how long they get.
@@ -44,6 +44,7 @@ SHOWN_LINES = 60
 
 _PRELOADED = {
     Kind.TRANSFORMER_ENGINE: "te_rank_imports",
+    Kind.OLDER_TRANSFORMER_ENGINE: "te_rank_imports",
     Kind.MEGATRON_LM: "megatron_lm_rank_imports",
 }
 
@@ -116,21 +117,21 @@ class RankProcess:
 def fork(kind: Kind, target: Callable[..., None], *arguments: Any) -> Any:
     """Start a process that has all that ranks of this kind import."""
     process = multiprocessing.get_context("forkserver").Process(target=target, args=arguments)
-    server = _server(_PRELOADED.get(kind, "rank_imports"))
+    server = _server(_PRELOADED.get(kind, "rank_imports"), TRANSFORMER_ENGINES.get(kind))
     with mock.patch.object(forkserver, "connect_to_new_process", server.connect_to_new_process):
         process.start()
     return process
 
 
 @cache
-def _server(preloaded: str) -> forkserver.ForkServer:
+def _server(preloaded: str, folder: Path | None) -> forkserver.ForkServer:
     """Start the process that ranks are forked off; it finds the preloaded module by PYTHONPATH.
 
     Kinds that import another Megatron, or Transformer-Engine before it, have a server of their own.
     """
     server = forkserver.ForkServer()
     server.set_forkserver_preload([preloaded])
-    path = [*sys.path, *([str(TRANSFORMER_ENGINE)] if preloaded == "te_rank_imports" else [])]
+    path = [*sys.path, *([] if folder is None else [str(folder)])]
     with mock.patch.dict(os.environ, PYTHONPATH=os.pathsep.join(filter(None, path))):
         server.ensure_running()
     return server
@@ -139,14 +140,16 @@ def _server(preloaded: str) -> forkserver.ForkServer:
 class RankPool:
     """`world_size` rank processes, started with the first case and again after a failed one.
 
-    Of `Kind.TRANSFORMER_ENGINE` they have it, over stand-ins for its kernels: see te_stand_in.py.
+    Of the kinds with Transformer-Engine they have it over stand-ins for its kernels, see
+    te_stand_in.py.
     Their messages obey the rules of a GPU, see hostile.py, unless they are of `Kind.PLAIN`.
     """
 
     def __init__(self, world_size: int, kind: Kind = Kind.HOSTILE) -> None:
         self.world_size = world_size
         self._kind = kind
-        self._path = [str(TRANSFORMER_ENGINE)] if kind is Kind.TRANSFORMER_ENGINE else []
+        folder = TRANSFORMER_ENGINES.get(kind)
+        self._path = [] if folder is None else [str(folder)]
         self._ranks: list[RankProcess] = []
         self._folder = tempfile.TemporaryDirectory(prefix="ranks-")
         self._starts = 0

@@ -17,17 +17,19 @@ import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from enum import IntEnum
+from importlib.util import find_spec
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import te_quantization
 import torch
-from rank_process import TRANSFORMER_ENGINE
 
 
 def install() -> None:
-    """Import Transformer-Engine over the stand-ins, before anything imports megatron."""
-    sys.path.append(str(TRANSFORMER_ENGINE))
+    """Import Transformer-Engine over the stand-ins, before anything imports megatron.
+
+    It is the one on the path; of an older one, no reference of a quantised format is mended.
+    """
     os.environ["NVTE_PROJECT_BUILDING"] = "1"  # its libraries are not loaded
     os.environ["NVTE_TORCH_COMPILE"] = "0"
     os.environ["NVTE_UNFUSED_FP8_UPDATE"] = "1"  # scales follow from maxima in Python
@@ -42,7 +44,8 @@ def install() -> None:
         from transformer_engine.pytorch import cpp_extensions
     cpp_extensions.__getattr__ = extension.__getattr__  # import * takes what is there only
     cpp_extensions.gemm.get_cublas_workspace_size_bytes = lambda: 1
-    te_quantization.mend_references()
+    if find_spec("transformer_engine.pytorch.custom_recipes.reference_nvfp4") is not None:
+        te_quantization.mend_references()
     te_quantization.read_on_the_cpu()
     te_quantization.gather_one_by_one()
     _accept_every_format()
@@ -76,6 +79,7 @@ class _DType(IntEnum):
 
 class _AttentionBackend(IntEnum):
     NVTE_No_Backend = -1
+    NVTE_F16_max512_seqlen = 0
     NVTE_F16_arbitrary_seqlen = 1
     NVTE_FP8 = 2
 
