@@ -355,6 +355,7 @@ class PipelineAdapter:
             self.forward_backward_func.keep_to(schedule)
             return graphs.pass_order(schedule, rank)
 
+        self.forward_backward_func.forget_marks()
         graphs.create(capture or type(helper).create_cudagraphs, helper, order)
 
     def connect_with(self, options: GroupOptions) -> None:

@@ -158,6 +158,12 @@ class ForwardBackward:
         """Let every step also validate the optimizer's last one where that is still open."""
         self._post_validation = validation
 
+    def forget_marks(self) -> None:
+        """Wait for the device, and let the watchdog ask it nothing until the next step."""
+        if torch.device(device()).type == "cuda":
+            torch.cuda.synchronize()
+        self._progress.forget_marks()
+
     def keep_to(self, schedule: Schedule) -> None:
         """Refuse to train in another order than this from now on: graphs have been captured."""
         self._graphed = schedule

@@ -43,8 +43,9 @@ from megatron_zb.megatron_core import graphs
 from megatron_zb.megatron_core.graphs import pass_order
 from megatron_zb.megatron_core.versions import Graphs, graphs_of
 from megatron_zb.runtime.channels import Channels
+from megatron_zb.runtime.watchdog.progress import Progress
 from megatron_zb.schedules import Schedule
-from megatron_zb.schedules.passes import Channel, Message
+from megatron_zb.schedules.passes import Channel, Message, Pass, PassKind
 
 
 def _megatrons_order(p: int, rank: int, m: int, chunks: int, group: int) -> list[int]:
@@ -253,6 +254,34 @@ def test_graphs_are_for_one_number_of_microbatches(ranks: RankPools) -> None:
     expected = f"3 microbatches: CUDA graphs (transformer_engine) {said}"
     pool = ranks(2, Kind.TRANSFORMER_ENGINE)
     assert pool.run(_another_count, schedule="v-half") == [expected] * 2
+
+
+class _Mark:
+    """In place of a CUDA event that has not happened."""
+
+    def record(self) -> None:
+        """Nothing is under way."""
+
+    def query(self) -> bool:
+        raise AssertionError("a query would invalidate the capture")
+
+
+def _in_step_at_capture() -> tuple[bool, bool]:
+    """Whether marks of a step are left, which a watchdog would ask for, before and in a capture."""
+    with built(GPTCase(), "v-half", MICROBATCHES) as (adapter, chunks):
+        assert adapter is not None
+        adapter.forward_backward_func._progress = progress = Progress(on_gpu=True, event=_Mark)
+        progress._event = _Mark
+        with progress.step(), progress.running(Pass(PassKind.F, 0, 0)):
+            pass
+        before, seen = progress.in_step, list[bool]()
+        helper = SimpleNamespace(config=get_model_config(chunks[0]), flattened_callables=[])
+        adapter.create_graphs(helper, lambda helper: seen.append(progress.in_step))
+        return before, seen[0]
+
+
+def test_nothing_is_asked_of_the_device_while_graphs_are_captured(ranks: RankPools) -> None:
+    assert ranks(2).run(_in_step_at_capture) == [(True, False)] * 2
 
 
 # Graphs of whole iterations.

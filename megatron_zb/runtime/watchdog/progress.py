@@ -11,7 +11,7 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from pathlib import PurePath
@@ -28,6 +28,7 @@ from megatron_zb.schedules.schedule import Schedule
 REMEMBERED = 50
 _COLLECTIVES = "torch.distributed.distributed_c10d"
 _DEPTH = 5  # frames that are told
+_ANSWER = 0.5  # seconds that the driver has for an answer before one goes on without it
 
 Phases = Mapping[tuple[str, str], str]
 """Phrases such as ``in the optimizer step``, by the start of a module's name and a function."""
@@ -86,10 +87,53 @@ class _Marked:
             self._marks.append((self._situation, event))
 
 
+class _Looker:
+    """A thread that asks the driver, which may keep it for as long as the device is drained.
+
+    A call of the driver waits while another thread synchronizes the device or frees memory there.
+    Whoever wants to know gets an answer, new or old, and the rank is not taken for a dead one.
+
+    Args:
+        device: on which the events are; on another one, the thread would take memory there.
+        look: asks the driver.
+    """
+
+    def __init__(self, device: int, look: Callable[[], None]) -> None:
+        self._device, self._look = device, look
+        self._asked, self._answered = threading.Event(), threading.Event()
+        self._answered.set()
+        self._asking = threading.Lock()
+        self._since = 0.0
+        threading.Thread(target=self._run, name="pipeline watchdog looker", daemon=True).start()
+
+    def ask(self) -> None:
+        """Look, and return when the driver has answered, or has not for a while."""
+        with self._asking:
+            if self._answered.is_set():
+                self._since = time.monotonic()
+                self._answered.clear()
+                self._asked.set()
+        self._answered.wait(_ANSWER)
+
+    def unanswered(self) -> float:
+        """Return the seconds that the driver has not answered, 0 if it has."""
+        return 0.0 if self._answered.is_set() else time.monotonic() - self._since
+
+    def _run(self) -> None:
+        torch.cuda.set_device(self._device)
+        while True:
+            self._asked.wait()
+            self._asked.clear()
+            try:
+                self._look()
+            finally:
+                self._answered.set()
+
+
 class Progress:
     """Progress of one rank, told by the executor and read by the watchdog's threads.
 
-    On a GPU, marks are kept only after :meth:`keep_marks`: whoever looks also drops those that
+    On a GPU, marks are kept only after :meth:`keep_marks`: a thread of their own drops those that
     have been passed, see :meth:`moved`.
 
     Args:
@@ -109,7 +153,7 @@ class Progress:
         self._placement = None if schedule is None else schedule.placement
         self._marks_with = event if on_gpu else None
         self._event: type[Event] | None = None
-        self._device: int | None = None
+        self._looker: _Looker | None = None
         self._phases: Phases = phases or {}
         self._thread = threading.get_ident()
         self._looking = threading.Lock()
@@ -122,13 +166,16 @@ class Progress:
     def keep_marks(self) -> None:
         """Keep marks from now on, because somebody will look; call it on the thread that trains."""
         self._event = self._marks_with
-        if self._event is not None:
-            self._device = torch.cuda.current_device()
+        if self._event is not None and self._looker is None:
+            self._looker = _Looker(torch.cuda.current_device(), self._drop_passed)
 
-    def enter_thread(self) -> None:
-        """Set the GPU of another thread before it looks: on GPU 0, it would take memory there."""
-        if self._device is not None:
-            torch.cuda.set_device(self._device)
+    def forget_marks(self) -> None:
+        """Drop all marks, so that nobody asks the driver; the device has done what they marked.
+
+        While a graph is captured in CUDA's global mode, a query by any thread invalidates it.
+        """
+        with self._looking:
+            self._marks.clear()
 
     @contextmanager
     def step(self) -> Iterator[None]:
@@ -164,11 +211,15 @@ class Progress:
 
     def moved(self) -> float:
         """Return the ``time.monotonic`` of the last progress: one wait has one such time."""
+        if self._looker is not None and self._marks:
+            self._looker.ask()
+        return self._moved
+
+    def _drop_passed(self) -> None:
         with self._looking:
             while self._marks and self._marks[0][1].query():
                 self._marks.popleft()
                 self._moved = time.monotonic()
-        return self._moved
 
     def seconds(self) -> float:
         """Return the seconds since the last progress, or since the count began anew."""
@@ -193,6 +244,9 @@ class Progress:
             phase = _phase_of(frames, self._phases)
             parts = ("is between two steps", phase, collective and f"waiting in {collective}")
             doing = ", ".join(filter(None, parts))
+        silent = 0.0 if self._looker is None else self._looker.unanswered()
+        if silent > _ANSWER:
+            doing += f" (as last known: the driver does not answer for {silent:.0f} s)"
         return State(
             doing,
             waits_for if ranks is None or waits_for is None else ranks[waits_for],

@@ -106,7 +106,6 @@ class Watchdog:
             thread.join(self._patience)  # longer only where the store does not answer
 
     def _watch(self) -> None:
-        self._progress.enter_thread()
         with suppress(Exception):
             self._inquiry.come()
         while self._goes_on():
@@ -197,7 +196,6 @@ class Watchdog:
             self._finish()
 
     def _watch_the_store(self) -> None:
-        self._progress.enter_thread()
         while self._goes_on():
             unheard = time.monotonic() - self._inquiry.heard
             if unheard < self._patience + self._interval or not self._is_still():
