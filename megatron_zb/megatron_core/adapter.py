@@ -348,10 +348,9 @@ class PipelineAdapter:
             helper: a ``TECudaGraphHelper`` of Megatron.
         """
         rank = self.physical.logical(parallel_state.get_pipeline_model_parallel_rank())
-        variable = bool(helper.config.variable_seq_lengths)
 
         def order(num_microbatches: int) -> list[int]:
-            schedule = self.program_for(num_microbatches, False, variable).schedule
+            schedule = self.program_for(num_microbatches, False, False).schedule
             self.forward_backward_func.keep_to(schedule)
             return graphs.pass_order(schedule, rank)
 
@@ -496,9 +495,7 @@ class PipelineAdapter:
         timeline = simulate(self.schedule, self.costs)
         return timeline.bubble_rate_back_to_back if self._back_to_back else timeline.bubble_rate
 
-    def _build_program(
-        self, num_microbatches: int, forward_only: bool, waits_to_receive: bool
-    ) -> Program:
+    def _build_program(self, num_microbatches: int, forward_only: bool, captured: bool) -> Program:
         schedule = self.schedule
         if num_microbatches != schedule.num_microbatches:
             name = schedule.name if schedule.name in catalog.names() else _SUBSTITUTE
@@ -508,7 +505,7 @@ class PipelineAdapter:
         if forward_only:
             schedule = schedule.forwards()
         timeline = simulate(schedule, self.costs)
-        return lower(schedule, timeline, waits_to_receive=waits_to_receive)
+        return lower(schedule, timeline, captured=captured)
 
     def _built(
         self,

@@ -111,7 +111,7 @@ class _Step(NamedTuple):
 class ForwardBackward:
     """A pipeline schedule with the calling contract of Megatron's ``forward_backward_func``.
 
-    ``program_for(num_microbatches, forward_only, variable_shapes)`` gives the program. The channels
+    ``program_for(num_microbatches, forward_only, captured)`` gives the program. The channels
     to other ranks are created at the first call, which is collective over the job.
     """
 
@@ -199,8 +199,8 @@ class ForwardBackward:
             self._before_training_step(num_microbatches)
         if self._options.streams is not None:
             self._options.streams.start_step(None if forward_only else self._steps_done())
-        variable = bool(config.variable_seq_lengths)
-        program = self._program_for(num_microbatches, forward_only, variable)
+        captured = graphs.is_capturing(device())
+        program = self._program_for(num_microbatches, forward_only, captured)
         refuse_what_is_not_served(config, adjust_tensor_shapes_fn, program.schedule.name)
         self._check_graphs(config, program.schedule, forward_only)
         self._start_paged_stash(config, program.schedule, forward_only)

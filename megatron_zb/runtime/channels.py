@@ -2,9 +2,13 @@
 
 Each direction of a link has a process group of its own, and so, with NCCL, a communicator and a
 stream in which nothing else can stand in front of a message. On a GPU nothing here blocks the host:
-receives are enqueued from a stream of their own, so that they wait for no computation, ``take``
-makes the current stream wait, and finished sends are found by asking. Only how far the host runs
-ahead is bounded, which bounds what messages hold.
+receives are enqueued from a stream of their own, ``take`` makes the current stream wait, and
+finished sends are found by asking. Only how far the host runs ahead is bounded, which bounds what
+messages hold.
+
+A receive that waits for its message is a kernel that occupies thread blocks beside the computation.
+So it begins no earlier than the pass behind which it stands in the program, although the host has
+enqueued it up to three passes before.
 
 Nothing can be asked while a CUDA graph is captured. Then the stream waits for a send when its slot
 is needed, and receives are enqueued behind the computation, whose memory they may take over.
@@ -24,9 +28,7 @@ from megatron_zb.runtime.activation_memory import ActivationMemory
 from megatron_zb.runtime.groups import GroupOptions, new_groups
 from megatron_zb.schedules.passes import Channel, Message
 from megatron_zb.schedules.placement import Placement
-
-RUN_AHEAD = 3
-"""Largest number of passes that the host has enqueued and the GPU has not ended."""
+from megatron_zb.schedules.program.waiting_kernels import RUN_AHEAD
 
 
 class Header(NamedTuple):
@@ -54,7 +56,7 @@ class Channels:
     Args:
         more_links: pairs of ranks that messages travel between beside those of the placement.
         backend: of the groups; None for that of the job.
-        options: how the groups are made.
+        options: how the groups are made; those of ``more_links`` with one thread block each.
     """
 
     waits_to_receive = False
@@ -71,14 +73,24 @@ class Channels:
     ) -> None:
         self._ranks = list(pipeline_ranks)
         me = self._ranks.index(dist.get_rank())
-        mine = [channel for channel in channels_of(placement, more_links) if me in channel]
-        pairs = [(self._ranks[a], self._ranks[b]) for a, b in mine]
-        groups = new_groups(pairs, backend, options or GroupOptions())
-        rank = dist.get_rank()  # in a group of two, the peer is the first or the second
-        peers = [int(max(pair) != rank) for pair in pairs]
-        self._links = dict(zip(mine, zip(groups, peers, strict=True), strict=True))
+        options = options or GroupOptions()
+        usual = channels_of(placement)
+        more = [c for c in channels_of(placement, more_links) if c not in usual]
+        self._links: dict[Channel, tuple[dist.ProcessGroup, int]] = {}
+        for channels, how in ((usual, options), (more, options.with_one_block())):
+            self._link([channel for channel in channels if me in channel], backend, how)
         self._prepare(torch.empty(0, device=device).device)
-        self._connect(mine, me, device)
+        self._connect(sorted(self._links), me, device)
+
+    def _link(
+        self, channels: Sequence[Channel], backend: str | None, options: GroupOptions
+    ) -> None:
+        pairs = [(self._ranks[a], self._ranks[b]) for a, b in channels]
+        rank = dist.get_rank()  # in a group of two, the peer is the first or the second
+        for channel, pair, group in zip(
+            channels, pairs, new_groups(pairs, backend, options), strict=True
+        ):
+            self._links[channel] = group, int(max(pair) != rank)
 
     def _prepare(self, device: torch.device) -> None:
         """Initialise the state, with no message under way."""
@@ -128,6 +140,8 @@ class Channels:
         self, channel: Channel, message: Message | Header, allocate: Callable[[], torch.Tensor]
     ) -> None:
         """Receive the channel's next message into a new buffer; :meth:`take` hands it out."""
+        if self._receiving is not None and self._enqueued:
+            self._receiving.wait_event(self._enqueued[-1])
         with self._apart():  # a buffer from elsewhere could still be in use by the computation
             buffer = allocate()
             work = self._irecv(channel, buffer)
@@ -159,15 +173,19 @@ class Channels:
             self.activation_memory.hold_sent(tensor)
         pending.append((self._isend(channel, tensor), tensor))
 
-    def between_passes(self) -> None:
-        """Release the sends that have been taken, and keep the host from running too far ahead."""
+    def between_passes(self, launches_little: bool = False) -> None:
+        """Release the sends that have been taken, and keep the host from running too far ahead.
+
+        Args:
+            launches_little: the next pass is of a kind that keeps a GPU busy for microseconds.
+        """
         if self._captures:
             return
+        if self._receiving is not None and not launches_little:
+            self._hold_back()
         for pending in self._sends.values():
             while pending and pending[0][0].is_completed():
                 self._forget(pending)
-        if self._receiving is not None:
-            self._hold_back()
 
     def _hold_back(self) -> None:
         """Wait for an earlier pass: it needs nothing that comes after it in the program."""

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple, Protocol, TypeAlias, cast
 import torch
 
 from megatron_zb.runtime.observer import NOBODY, Observer
-from megatron_zb.schedules.passes import Channel, Message, PassKind
+from megatron_zb.schedules.passes import LAUNCH_LITTLE, Channel, Message, PassKind
 from megatron_zb.schedules.program.lowering import (
     Instruction,
     Program,
@@ -80,7 +80,7 @@ class Transport(Protocol):
 
     def send(self, channel: Channel, tensor: torch.Tensor, slots: int) -> None: ...
 
-    def between_passes(self) -> None: ...
+    def between_passes(self, launches_little: bool) -> None: ...
 
     def finish(self) -> None: ...
 
@@ -178,20 +178,20 @@ class Execution:
         assert outgoing is not None, f"nothing has been made to send as {message}"
         return outgoing
 
-    def _begin(self) -> None:
+    def _begin(self, launches_little: bool) -> None:
         self._outgoing.clear()
-        self._channels.between_passes()
+        self._channels.between_passes(launches_little)
 
     def _run_pass(self, run: Run) -> None:
-        self._begin()
         kind, stage, microbatch = run.work
+        self._begin(kind in LAUNCH_LITTLE)
         with self._observer.running(run.work):
             received = map(self._here.pop, run.reads)
             result = self._handlers[kind](self._stages[stage], microbatch, *received)
         self._keep(run, result)
 
     def _run_pair(self, pair: RunPair) -> None:
-        self._begin()
+        self._begin(False)
         with self._observer.running(pair.work):
             results = self._pairs(*map(self._side, pair))
         for run, result in zip(pair, results, strict=True):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from typing import Any
 
@@ -20,8 +20,13 @@ class GroupOptions:
     """
 
     nccl: Mapping[str, Any] = field(
-        default_factory=lambda: {"max_ctas": 4, "is_high_priority_stream": True}
+        default_factory=lambda: {"max_ctas": 2, "is_high_priority_stream": True}
     )
+
+    def with_one_block(self) -> GroupOptions:
+        """Return these options, with kernels of one thread block: a rank may have many links."""
+        others = {name: value for name, value in self.nccl.items() if name != "min_ctas"}
+        return replace(self, nccl={**others, "max_ctas": 1})
 
     def for_backend(self, backend: str) -> Any:
         """Return the ``pg_options`` for ``dist.new_group``."""

@@ -51,10 +51,10 @@ class ShapedChannels:
         self._headers.send(channel, header, slots)
         self._channels.send(channel, tensor, slots)
 
-    def between_passes(self) -> None:
-        """Release the sends that have been taken."""
-        self._headers.between_passes()
-        self._channels.between_passes()
+    def between_passes(self, launches_little: bool = False) -> None:
+        """Release the sends that have been taken, and keep the host from running too far ahead."""
+        self._headers.between_passes(launches_little)
+        self._channels.between_passes(launches_little)
 
     def finish(self) -> None:
         """Wait for every send of this step."""

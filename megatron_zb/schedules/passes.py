@@ -62,6 +62,10 @@ class PassKind(str, Enum):
         return self.value
 
 
+LAUNCH_LITTLE = frozenset({PassKind.D, PassKind.H, PassKind.E, PassKind.G})
+"""Kinds of passes that keep a GPU busy for microseconds, or not at all."""
+
+
 class Pass(NamedTuple):
     """One unit of work: its kind, the stage (0 to S-1) and the microbatch (0 to m-1).
 

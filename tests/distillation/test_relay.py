@@ -268,7 +268,7 @@ class StandIn:
     def send(self, channel: Channel, tensor: torch.Tensor, slots: int) -> None:
         """Nobody reads it."""
 
-    def between_passes(self) -> None:
+    def between_passes(self, launches_little: bool = False) -> None:
         """There is nothing to forget."""
 
     def finish(self) -> None:

@@ -99,7 +99,7 @@ class Transport:
     def send(self, channel: Channel, tensor: torch.Tensor, slots: int) -> None:
         pass
 
-    def between_passes(self) -> None:
+    def between_passes(self, launches_little: bool = False) -> None:
         self.notes.append("between")
 
     def finish(self) -> None:

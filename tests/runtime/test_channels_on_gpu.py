@@ -2,21 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
 import torch.distributed as dist
+from states import with_states
 
+from megatron_zb import schedules
 from megatron_zb.errors import UsageError
 from megatron_zb.megatron_core.group_options import group_options
 from megatron_zb.runtime.channels import RUN_AHEAD, Channels
+from megatron_zb.runtime.executor import Execution
 from megatron_zb.runtime.groups import GroupOptions
-from megatron_zb.schedules.passes import Channel, Message
+from megatron_zb.schedules import Schedule
+from megatron_zb.schedules.costs import Costs
+from megatron_zb.schedules.passes import LAUNCH_LITTLE, Channel, Message, PassKind
 
 THERE, MESSAGE = Channel(0, 1), Message(False, 1, 0)
 
@@ -36,6 +43,19 @@ class Cuda:
         before, self.current = self.current, name
         yield
         self.current = before
+
+
+class Receives(str):
+    """The stream of the receives, which is its name."""
+
+    def __new__(cls, cuda: Cuda) -> Receives:
+        return super().__new__(cls, "receives")
+
+    def __init__(self, cuda: Cuda) -> None:
+        self._cuda = cuda
+
+    def wait_event(self, event: Any) -> None:
+        self._cuda.note(f"receives wait for mark {event.number}")
 
 
 class Buffer:
@@ -72,11 +92,12 @@ def cuda(monkeypatch: pytest.MonkeyPatch) -> Cuda:
         number = next(events)
         assert blocking, "a host that waits should leave its core to others"
         return SimpleNamespace(
+            number=number,
             record=lambda: cuda.note(f"mark {number}"),
             synchronize=lambda: cuda.note(f"host waits for mark {number}"),
         )
 
-    monkeypatch.setattr(torch.cuda, "Stream", lambda device: "receives")
+    monkeypatch.setattr(torch.cuda, "Stream", lambda device: Receives(cuda))
     monkeypatch.setattr(torch.cuda, "stream", cuda.stream)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda: cuda.current)
     monkeypatch.setattr(torch.cuda, "Event", event)
@@ -111,6 +132,92 @@ def test_the_host_runs_ahead_by_a_few_passes_and_no_more(cuda: Cuda) -> None:
     assert not any(what.startswith("host") for what, _ in cuda.notes)
 
 
+def test_a_receive_begins_with_the_pass_behind_which_it_stands(cuda: Cuda) -> None:
+    """It would occupy thread blocks from the moment when the host has enqueued it."""
+    channels = OnGpu(cuda)
+    for _ in range(2):
+        channels.between_passes()
+    cuda.notes.clear()
+    channels.post_receive(THERE, MESSAGE, lambda: Buffer(cuda))  # type: ignore[arg-type,return-value]
+    assert cuda.notes[0][0] == "receives wait for mark 1"
+
+
+class Device:
+    """A GPU that computes only what the host waits for, and at once where it has nothing else."""
+
+    def __init__(self) -> None:
+        self.launched = self.ended = 0
+        self.launched_when_idle: list[int] = []
+
+    def run(self, kind: PassKind, *_: Any) -> torch.Tensor:
+        if kind not in LAUNCH_LITTLE:
+            if self.ended == self.launched:
+                self.launched_when_idle.append(self.launched)
+            self.launched += 1
+        return torch.empty(0)
+
+    def event(self, blocking: bool) -> Any:
+        event = SimpleNamespace(behind=0)
+
+        def synchronize() -> None:
+            self.ended = max(self.ended, event.behind)
+
+        event.record = lambda: setattr(event, "behind", self.launched)
+        event.synchronize = synchronize
+        return event
+
+
+def moved() -> Schedule:
+    kept = schedules.build("v-half", pipeline_size=4, num_microbatches=12)
+    return with_states(kept, seed=1, move=1.0)
+
+
+def dropped() -> Schedule:
+    kept = schedules.build("v-half", pipeline_size=4, num_microbatches=12)
+    return with_states(kept, seed=1, drop=1.0)
+
+
+def cut() -> Schedule:
+    costs = Costs.uniform(pipeline_size=4, forward=1.0, backward=1.0, weight=1.0)
+    costs = costs.with_vocabulary(output=0.5, weight=0.25, lookup=0.01)
+    return schedules.build("v-half", pipeline_size=4, num_microbatches=12, costs=costs)
+
+
+@pytest.mark.parametrize("make", [moved, dropped, cut])
+def test_the_host_does_not_wait_until_the_device_has_nothing_to_do(
+    make: Callable[[], Schedule], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Passes that launch next to nothing do not count as being ahead."""
+    schedule = make()
+    program = schedules.lower(schedule)
+    stages = dict.fromkeys(range(schedule.placement.num_stages + 4))
+    for rank in range(4):
+        device, channels = Device(), OnDevice()
+        monkeypatch.setattr(torch.cuda, "Event", device.event)
+        handlers = {kind: partial(device.run, kind) for kind in PassKind}
+        execution = Execution(2, stages, channels, Mock(), handlers=handlers)
+        execution.run(program.ranks[rank])
+        assert device.launched > 36
+        assert device.launched_when_idle == [0]
+
+
+class OnDevice(OnGpu):
+    """Channels whose messages cost nothing."""
+
+    def __init__(self) -> None:
+        Channels._prepare(self, torch.device("cpu"))
+        self._receiving = Mock()
+
+    def post_receive(self, *_: Any) -> None:
+        """Nothing comes."""
+
+    def take(self, message: Any) -> torch.Tensor:
+        return torch.empty(0)
+
+    def send(self, *_: Any) -> None:
+        """Nothing goes."""
+
+
 class Options:
     """In the place of ProcessGroupNCCL.Options, which a torch without CUDA lacks."""
 
@@ -128,7 +235,7 @@ def applied(options: GroupOptions, monkeypatch: pytest.MonkeyPatch) -> dict[str,
 def test_nccl_is_asked_for_few_thread_blocks_on_a_stream_of_high_priority(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    assert applied(GroupOptions(), monkeypatch) == {"is_high_priority_stream": True, "max_ctas": 4}
+    assert applied(GroupOptions(), monkeypatch) == {"is_high_priority_stream": True, "max_ctas": 2}
     assert GroupOptions().for_backend("gloo") is None
 
 

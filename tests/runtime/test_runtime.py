@@ -224,7 +224,7 @@ def shapes_seen(name: str, num_microbatches: int) -> list[list[tuple[int, ...]]]
     channels, headers = (
         Channels(list(range(world_size)), schedule.placement, "cpu") for _ in range(2)
     )
-    program = schedules.lower(schedule, waits_to_receive=True)
+    program = schedules.lower(schedule)
     for _ in range(2):
         shaped = ShapedChannels(channels, headers)
         run_program(program, rank, stages, shaped, lambda message: torch.empty(()))

@@ -128,7 +128,7 @@ def test_the_rows_are_there_when_the_first_stage_wants_them(name: str, p: int) -
             found = [q for q in passes if q.kind is kind]
             assert found == [Pass(kind, stages + rank, j) for j in range(m)]
     program = schedules.lower(cut, timeline)
-    schedules.lower(cut, timeline, waits_to_receive=True)
+    schedules.lower(cut, timeline, captured=True)
     start = cut.placement.rank_of[0]
     tokens = [
         at.channel.target

@@ -51,20 +51,18 @@ def _two_ranks() -> Schedule:
     return Schedule("two ranks", looped(2, 1), 2, ranks).validate()
 
 
-@pytest.mark.parametrize("waits", [False, True])
-def test_a_receive_that_waits_stands_where_the_pass_that_makes_its_message_ends(
-    waits: bool,
-) -> None:
+@pytest.mark.parametrize("captured", [False, True])
+def test_a_receive_stands_where_the_pass_that_makes_its_message_ends(captured: bool) -> None:
     """Rank 0's second F runs from 1 to 2, as rank 1's first F does.
 
-    A receive posted where that F of rank 0 begins stands before F of rank 1; one that waits stands
+    In a CUDA graph, the receive stands where that F of rank 0 begins, before F of rank 1; otherwise
     behind it.
     """
-    program = lower(_two_ranks(), waits_to_receive=waits)
+    program = lower(_two_ranks(), captured=captured)
     rank = program.ranks[1]
     second = next(i for i, at in enumerate(rank) if isinstance(at, Receive) and at.message[2] == 1)
     first_pass = next(i for i, at in enumerate(rank) if isinstance(at, Run))
-    assert (second > first_pass) is waits
+    assert (second < first_pass) is captured
 
 
 @pytest.mark.parametrize("name", ["zb-h1", "v-half"])

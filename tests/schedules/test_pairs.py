@@ -151,11 +151,11 @@ def test_pairs_that_wait_for_each_other_are_refused() -> None:
         lower(circle)
 
 
-@pytest.mark.parametrize("waits", [False, True])
+@pytest.mark.parametrize("captured", [False, True])
 @pytest.mark.parametrize("p", [2, 3, 8])
-def test_a_pair_takes_both_inputs_and_sends_both_outputs(p: int, waits: bool) -> None:
+def test_a_pair_takes_both_inputs_and_sends_both_outputs(p: int, captured: bool) -> None:
     schedule = dualpipe_v_order(p, 2 * p + 3).validate()
-    program = lower(schedule, simulate(schedule, equal_costs(p)), waits_to_receive=waits)
+    program = lower(schedule, simulate(schedule, equal_costs(p)), captured=captured)
     for rank, instructions in enumerate(program.ranks):
         assert [run.work for run in runs_of(instructions)] == list(schedule.ranks[rank])
         pairs = [at for at in instructions if isinstance(at, RunPair)]
@@ -299,8 +299,8 @@ def test_what_is_found_runs_within_its_memory_and_is_no_slower_than_what_was_kno
         assert peak <= most * (1 + 1e-6)
     bound = lower_bound(place, m, timeline.costs, problem.limit)
     assert timeline.makespan >= bound * (1 - 1e-9)
-    for waits in (False, True):
-        lower(found, timeline, waits_to_receive=waits)
+    for captured in (False, True):
+        lower(found, timeline, captured=captured)
     lower(found)
 
 

@@ -92,7 +92,7 @@ def _check(name: str, problem: tuple[int, int, schedules.Costs]) -> None:
     for program in (
         schedules.lower(schedule),
         schedules.lower(schedule, timeline),
-        schedules.lower(schedule, timeline, waits_to_receive=True),
+        schedules.lower(schedule, timeline, captured=True),
         schedules.lower(schedule.forwards()),
     ):
         assert finishes(program)

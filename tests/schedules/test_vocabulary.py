@@ -116,7 +116,7 @@ def test_every_schedule_has_an_order_that_cannot_hang(name: str, p: int) -> None
         assert [q for q in passes if q.kind is O] == [Pass(O, stage, j) for j in range(m)]
         assert [q for q in passes if q.kind is V] == [Pass(V, stage, j) for j in range(m)]
     program = schedules.lower(schedule, timeline)
-    schedules.lower(schedule, timeline, waits_to_receive=True)
+    schedules.lower(schedule, timeline, captured=True)
     end = schedule.placement.rank_of[-1]
     hidden = [
         at.channel.target

@@ -111,8 +111,8 @@ def install(folder: Path) -> None:
         _OPEN.append(opened)
         return opened
 
-    def hostile_between_passes(self: Channels) -> None:
-        between_passes(self)
+    def hostile_between_passes(self: Channels, launches_little: bool = False) -> None:
+        between_passes(self, launches_little)
         if dice.random() < DRAINS:
             _drain()
 

@@ -92,22 +92,22 @@ class Program:
 
 
 def lower(
-    schedule: Schedule, timeline: Timeline | None = None, *, waits_to_receive: bool = False
+    schedule: Schedule, timeline: Timeline | None = None, *, captured: bool = False
 ) -> Program:
     """Add the sends and receives to a schedule and prove that they cannot deadlock.
 
     Args:
         timeline: of this schedule; it says what comes first in the order of all passes. Without
             one, passes of equal time. All ranks of a job must be given the same.
-        waits_to_receive: a rank waits where it posts a receive. Then a message stands where the
-            pass that makes it ends, so that its reader has nothing else to do meanwhile; otherwise
-            where that pass begins, so that the receive is posted by the time that it ends.
+        captured: for a CUDA graph, in which a receive stands behind the computation. Then a message
+            stands where the pass that makes it begins; otherwise where that pass ends, so that its
+            receive occupies the reader's thread blocks, or its host, no longer than it has to.
 
     Raises:
         InvalidSchedule: the ranks would wait for one another in a circle.
     """
     ranks: list[list[Instruction]] = [[] for _ in schedule.ranks]
-    moments = _moments(schedule, timeline, late=waits_to_receive)
+    moments = _moments(schedule, timeline, late=not captured)
     for rank, instruction in _total_order(schedule, moments):
         ranks[rank].append(instruction)
     program = Program(schedule, tuple(map(tuple, ranks)), schedule.rules.send_slots)
