@@ -80,6 +80,7 @@ class _Hooks:
         from megatron.core import parallel_state
         from megatron.core.dist_checkpointing.strategies import fully_parallel
         from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+        from megatron.core.optimizer.optimizer import Float16OptimizerWithFloat16Params
         from megatron.core.transformer import transformer_block
         from megatron.core.transformer.cuda_graphs import TECudaGraphHelper
         from megatron.core.transformer.pipeline_parallel_layer_layout import (
@@ -119,6 +120,8 @@ class _Hooks:
         in_a_v = partial(when, self._run_in_a_v)
         replace(training, "finalize_model_grads", in_a_v(ScheduledRun.finalize_model_grads))
         replace(fully_parallel, SHARING, in_a_v(ScheduledRun.share_out_replicas))
+        masters = in_a_v(ScheduledRun.sharded_masters)
+        replace_method(Float16OptimizerWithFloat16Params, "sharded_state_dict", masters)
         load_apart = in_a_v(ScheduledRun.load_replicas_apart)
         replace_method(fully_parallel.FullyParallelLoadStrategyWrapper, "load", load_apart)
         self._install_in_data()

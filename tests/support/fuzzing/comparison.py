@@ -69,6 +69,8 @@ def width(key: str, combination: Combination) -> float:
     if key.endswith("learning rate"):
         return 1e-7  # upstream's has been through an fp32 tensor
     if combination["vocabulary"] != "whole":
+        if key.endswith("num zeros"):
+            return math.inf  # what one rounds to zero, the other may not
         losses, norms = _CUT[precision]
         return norms if is_norm else losses
     if not places_elsewhere(combination):
