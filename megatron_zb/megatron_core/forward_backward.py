@@ -152,7 +152,7 @@ class ForwardBackward:
     @property
     def peak_host_bytes(self) -> int:
         """The most memory of the host that moved activations have ever taken on this rank."""
-        return 0 if self._host is None else self._host.peak_bytes
+        return 0 if self._host is None else self._host.taken_bytes
 
     def validate_with(self, validation: PostValidation) -> None:
         """Let every step also validate the optimizer's last one where that is still open."""

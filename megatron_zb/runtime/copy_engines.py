@@ -17,7 +17,12 @@ Wait = Callable[[], None]
 
 
 class CopyEngines(Protocol):
-    """The two copy engines of a device; each copies what it is given in turn."""
+    """The two copy engines of a device; each copies what it is given in turn.
+
+    ``piece`` is the number of bytes in which memory of the host is to be asked for, None for any.
+    """
+
+    piece: int | None
 
     def begin(self, copied: Copied, *, to_host: bool) -> Wait:
         """Begin to copy, behind what the device has been given to compute until now."""
@@ -37,6 +42,8 @@ class ThreadEngines:
     With ``seconds_per_byte``, a copy takes so long at least.
     """
 
+    piece: int | None = None
+
     def __init__(self, seconds_per_byte: float = 0.0) -> None:
         self._seconds_per_byte = seconds_per_byte
         self._threads = {to_host: ThreadPoolExecutor(max_workers=1) for to_host in (True, False)}
@@ -54,7 +61,13 @@ class ThreadEngines:
 
 
 class StreamEngines:
-    """Engines of a GPU: a stream for each direction. The host waits for nothing."""
+    """Engines of a GPU: a stream for each direction. The host waits for nothing.
+
+    Pieces are of a power of two, to which torch rounds up whatever pinned memory it is asked for.
+    To pin a GiB takes some tenths of a second, once for each piece.
+    """
+
+    piece: int | None = 64 * 2**20
 
     def __init__(self, device: torch.device) -> None:
         self._streams = {to_host: torch.cuda.Stream(device) for to_host in (True, False)}

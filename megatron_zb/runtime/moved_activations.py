@@ -9,9 +9,9 @@ A backward reads what has come back instead.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -26,34 +26,72 @@ _ALIGNED = 512
 
 
 class HostMemory:
-    """Host memory of one rank: as many buffers as are in use at a time, used again and again.
+    """Host memory of one rank, in pieces that are used again and again.
 
-    ``live_bytes`` are those in use, ``peak_bytes`` the most there ever were.
+    What is taken may lie in parts of several pieces, so that units of other lengths fit into what
+    is there already. ``taken_bytes`` is what the pieces take, which is the most that was ever in
+    use at a time, rounded up to a whole piece.
     """
 
     def __init__(self, device: torch.device, engines: CopyEngines | None = None) -> None:
         self.device = device
         self.engines = engines or engines_of(device)
-        self._free: list[torch.Tensor] = []
-        self.live_bytes = 0
-        self.peak_bytes = 0
+        self._pieces: list[torch.Tensor] = []
+        self._free: list[Segment] = []
+        self.taken_bytes = 0
 
-    def take(self, nbytes: int) -> torch.Tensor:
-        """Return a buffer of at least so many bytes, until :meth:`give_back`."""
-        fitting = [buffer for buffer in self._free if buffer.nbytes >= nbytes]
-        if fitting:
-            buffer = min(fitting, key=lambda free: free.nbytes)
-            self._free = [free for free in self._free if free is not buffer]
-        else:
-            buffer = self.engines.host_buffer(nbytes)
-        self.live_bytes += buffer.nbytes
-        self.peak_bytes = max(self.peak_bytes, self.live_bytes)
-        return buffer
+    def take(self, nbytes: int) -> list[Segment]:
+        """Return memory of so many bytes, in parts, until :meth:`give_back`."""
+        parts: list[Segment] = []
+        while nbytes:
+            piece, start, end = self._free.pop() if self._free else self._new_piece(nbytes)
+            cut = min(end, start + nbytes)
+            if cut < end:
+                self._free.append(Segment(piece, cut, end))
+            parts.append(Segment(piece, start, cut))
+            nbytes -= cut - start
+        return parts
 
-    def give_back(self, buffer: torch.Tensor) -> None:
-        """Take a buffer back; what has been copied from it is read no more."""
-        self.live_bytes -= buffer.nbytes
-        self._free.append(buffer)
+    @property
+    def used_bytes(self) -> int:
+        """Bytes of what is in use now."""
+        return self.taken_bytes - sum(end - start for _, start, end in self._free)
+
+    def bytes_of(self, part: Segment) -> torch.Tensor:
+        """Return the memory of a part."""
+        return self._pieces[part.piece][part.start : part.end]
+
+    def give_back(self, parts: Iterable[Segment]) -> None:
+        """Take memory back; what has been copied from it is read no more."""
+        self._free = list(_joined(sorted([*self._free, *parts])))
+
+    def _new_piece(self, nbytes: int) -> Segment:
+        piece = self.engines.host_buffer(self.engines.piece or nbytes)
+        self._pieces.append(piece)
+        self.taken_bytes += piece.nbytes
+        return Segment(len(self._pieces) - 1, 0, piece.nbytes)
+
+
+class Segment(NamedTuple):
+    """Bytes of a piece, from ``start`` to ``end``."""
+
+    piece: int
+    start: int
+    end: int
+
+
+def _joined(segments: Iterable[Segment]) -> Iterator[Segment]:
+    """Join segments, in their order, that touch each other."""
+    last: Segment | None = None
+    for segment in segments:
+        if last is not None and last[::2] == segment[:2]:
+            last = last._replace(end=segment.end)
+            continue
+        if last is not None:
+            yield last
+        last = segment
+    if last is not None:
+        yield last
 
 
 class _Storage:
@@ -110,35 +148,44 @@ class _Unit:
 
     def __init__(self) -> None:
         self.storages: dict[int, _Storage] = {}
-        self.moved: list[tuple[_Storage, int]] = []  # and where in the buffer
-        self.buffer: torch.Tensor | None = None
+        self.moved: list[tuple[_Storage, list[Segment]]] = []  # and where on the host
         self.wait: Wait | None = None
 
-    def choose(self) -> int:
-        """Choose what is moved, and return the bytes that it takes on the host.
+    def choose(self, host: HostMemory) -> None:
+        """Choose what is moved, and take memory of the host for it.
 
         A storage that the forward has emptied since stays: recomputation will refill it, and a
         backward is to read that.
         """
         whole = [storage for storage in self.storages.values() if storage.is_whole]
         largest = max((storage.nbytes for storage in whole), default=0)
-        at = 0
+        self.storages.clear()
         for storage in whole:
             if storage.nbytes * SMALL >= largest and storage.nbytes:
-                self.moved.append((storage, at))
-                at += -(-storage.nbytes // _ALIGNED) * _ALIGNED
-        self.storages.clear()
-        return at
+                self.moved.append((storage, host.take(_aligned(storage.nbytes))))
 
-    def copies(self, *, to_host: bool) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    def copies(self, host: HostMemory, *, to_host: bool) -> list[tuple[torch.Tensor, torch.Tensor]]:
         """Return the pairs of bytes to copy in one direction."""
-        assert self.buffer is not None
         found = []
-        for storage, at in self.moved:
+        for storage, parts in self.moved:
             assert storage.data is not None
-            pair = (self.buffer[at : at + storage.nbytes], _bytes_of(storage.data))
-            found.append(pair if to_host else pair[::-1])
+            here = _bytes_of(storage.data)
+            for part in parts:
+                there = host.bytes_of(part)[: here.nbytes]
+                pair = (there, here[: there.nbytes])
+                found.append(pair if to_host else pair[::-1])
+                here = here[there.nbytes :]
         return found
+
+    def leave(self, host: HostMemory) -> None:
+        """Give the memory of the host back."""
+        for _, parts in self.moved:
+            host.give_back(parts)
+        self.moved.clear()
+
+
+def _aligned(nbytes: int) -> int:
+    return -(-nbytes // _ALIGNED) * _ALIGNED
 
 
 class MovedActivations:
@@ -178,8 +225,9 @@ class MovedActivations:
     def begin_copy_out(self, microbatch: int) -> None:
         """Begin to copy what a forward has saved to the host."""
         unit = self._units[microbatch]
-        unit.buffer = self._host.take(unit.choose())
-        unit.wait = self._host.engines.begin(unit.copies(to_host=True), to_host=True)
+        unit.choose(self._host)
+        copied = unit.copies(self._host, to_host=True)
+        unit.wait = self._host.engines.begin(copied, to_host=True)
 
     def end_copy_out(self, microbatch: int) -> None:
         """Wait until what is moved is on the host, and let its memory on the device go."""
@@ -191,27 +239,24 @@ class MovedActivations:
     def begin_copy_in(self, microbatch: int) -> None:
         """Take memory on the device, and begin to copy from the host."""
         unit = self._units[microbatch]
-        assert unit.buffer is not None
         for storage, _ in unit.moved:
             empty = torch.empty(storage.nbytes, dtype=torch.uint8, device=self._host.device)
             storage.put(empty.untyped_storage())
-        unit.wait = self._host.engines.begin(unit.copies(to_host=False), to_host=False)
+        copied = unit.copies(self._host, to_host=False)
+        unit.wait = self._host.engines.begin(copied, to_host=False)
 
     def end_copy_in(self, microbatch: int) -> None:
         """Wait until what a backward reads is back; from here on autograd alone holds it."""
         unit = self._units.pop(microbatch)
         _end(unit)
-        assert unit.buffer is not None
-        self._host.give_back(unit.buffer)
-        unit.moved.clear()  # torch keeps the hooks, and so the unit, until the graph has gone
+        unit.leave(self._host)  # torch keeps the hooks, and so the unit, until the graph has gone
 
     def reset(self) -> None:
         """Forget all: no backward will come."""
         while self._units:
             _, unit = self._units.popitem()
             _end(unit)
-            if unit.buffer is not None:
-                self._host.give_back(unit.buffer)
+            unit.leave(self._host)
 
 
 def _end(unit: _Unit) -> None:

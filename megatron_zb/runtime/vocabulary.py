@@ -17,6 +17,8 @@ import torch.distributed as dist
 
 _LABEL, _NUMBER = torch.int64, torch.float32
 _STATISTICS = 3
+_LABELS = 2
+"""How often a row has its label: after 16 bytes, the next row is aligned for matrix products."""
 
 
 class Hidden(NamedTuple):
@@ -27,12 +29,13 @@ class Hidden(NamedTuple):
 
     def packed(self) -> torch.Tensor:
         """Return one tensor, of :func:`hidden_width` columns."""
-        return torch.cat([self.x, _bits(self.labels.unsqueeze(1), self.x.dtype)], 1)
+        twice = self.labels.unsqueeze(1).expand(-1, _LABELS)
+        return torch.cat([self.x, _bits(twice, self.x.dtype)], 1)
 
     @classmethod
     def of(cls, message: torch.Tensor) -> Hidden:
-        width = message.size(1) - _columns(_LABEL, message.dtype)
-        return cls(message[:, :width], _bits(message[:, width:], _LABEL).squeeze(1))
+        width = message.size(1) - _columns(_LABEL, message.dtype, _LABELS)
+        return cls(message[:, :width], _bits(message[:, width:], _LABEL)[:, 0])
 
 
 class Part(NamedTuple):
@@ -63,7 +66,7 @@ class Part(NamedTuple):
 
 def hidden_width(width: int, dtype: torch.dtype) -> int:
     """Return the columns of a message with the last stage's output."""
-    return width + _columns(_LABEL, dtype)
+    return width + _columns(_LABEL, dtype, _LABELS)
 
 
 def part_width(width: int, dtype: torch.dtype) -> int:

@@ -5,16 +5,20 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from queue import Queue
+from random import Random
 from threading import Semaphore
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from hypothesis import given as given_by
+from hypothesis import settings
+from hypothesis import strategies as st
 
 from megatron_zb.runtime import copy_engines
 from megatron_zb.runtime.copy_engines import StreamEngines, ThreadEngines, engines_of
-from megatron_zb.runtime.moved_activations import HostMemory, MovedActivations
+from megatron_zb.runtime.moved_activations import HostMemory, MovedActivations, Segment
 
 
 def test_a_cpu_copies_each_way_in_turn_and_both_ways_at_once(
@@ -153,8 +157,8 @@ def test_what_is_saved_comes_back_once_however_often_it_is_saved() -> None:
         (gradient,) = torch.autograd.grad(output, given)
         assert torch.equal(gradient, expected)
     # tanh's output, which its views share, and the input of the product; the weight stays
-    assert host.peak_bytes == 2 * 32 * 32 * 4
-    assert host.live_bytes == 0
+    assert host.taken_bytes == 2 * 32 * 32 * 4
+    assert host.used_bytes == 0
 
 
 def test_what_is_forgotten_gives_its_memory_back() -> None:
@@ -163,6 +167,53 @@ def test_what_is_forgotten_gives_its_memory_back() -> None:
     with moves.saving(0):
         torch.ones(64, requires_grad=True).exp()
     moves.begin_copy_out(0)
-    assert host.live_bytes == 512
+    assert host.used_bytes == 512
     moves.reset()
-    assert host.live_bytes == 0
+    assert host.used_bytes == 0
+
+
+class InPieces(ThreadEngines):
+    piece: int | None = 4096
+
+
+@settings(deadline=None)
+@given_by(st.lists(st.integers(1, 30), min_size=1, max_size=40), st.randoms(use_true_random=False))
+def test_memory_of_the_host_is_what_is_in_use_at_a_time(sizes: list[int], dice: Random) -> None:
+    """To a whole piece, whatever lengths come one after the other; no two units share a byte."""
+    host, most = HostMemory(torch.device("cpu"), InPieces()), 0
+    live: list[tuple[int, list[Segment]]] = []
+    for number, size in enumerate(sizes):
+        while live and dice.random() < 0.5:
+            written, parts = live.pop(dice.randrange(len(live)))
+            assert all(bool((host.bytes_of(part) == written).all()) for part in parts)
+            host.give_back(parts)
+        parts = host.take(512 * size)
+        assert sum(end - start for _, start, end in parts) == 512 * size
+        for part in parts:
+            host.bytes_of(part).fill_(number)
+        live.append((number, parts))
+        most = max(most, host.used_bytes)
+    assert host.used_bytes == sum(end - start for _, of in live for _, start, end in of)
+    assert host.taken_bytes == -(-most // 4096) * 4096
+
+
+def test_pinned_memory_is_asked_for_in_powers_of_two() -> None:
+    """To which torch rounds it up: what is counted is what is taken."""
+    piece = StreamEngines.piece
+    assert piece is not None
+    assert piece == 2 ** (piece.bit_length() - 1)
+
+
+def test_moved_activations_lie_in_parts_of_pieces() -> None:
+    host = HostMemory(torch.device("cpu"), InPieces())
+    moves, given = MovedActivations(host), torch.randn(50, 50, requires_grad=True)
+    with moves.saving(0):
+        output = given.exp().tanh().sum()
+    moves.begin_copy_out(0)
+    moves.end_copy_out(0)
+    moves.begin_copy_in(0)
+    moves.end_copy_in(0)
+    (gradient,) = torch.autograd.grad(output, given)
+    (expected,) = torch.autograd.grad(given.exp().tanh().sum(), given)
+    assert torch.equal(gradient, expected)
+    assert host.taken_bytes == 5 * 4096

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch.nn import functional
 
-from megatron_zb.runtime.vocabulary import Hidden, Loss, Part, Rows, put_together
+from megatron_zb.runtime.vocabulary import Hidden, Loss, Part, Rows, hidden_width, put_together
 
 TOKENS, WIDTH, VOCABULARY = 96, 64, 512
 
@@ -100,3 +100,15 @@ def test_extreme_logits_do_not_overflow() -> None:
     found, expected = of_shards(given, [256, 256]), exact(given)
     assert all(torch.isfinite(one).all() for one in found)
     assert off(found.loss, expected.loss) < 1e-6
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64])
+def test_rows_of_hidden_states_begin_at_multiples_of_16_bytes(dtype: torch.dtype) -> None:
+    """O multiplies a view of the message, and a GPU's fastest kernels want its rows aligned."""
+    hidden = Hidden(torch.randn(3, 64).to(dtype), torch.tensor([5, 1 << 40, -100]))
+    message = hidden.packed()
+    assert message.shape == (3, hidden_width(64, dtype))
+    found = Hidden.of(message)
+    assert found.x.stride(0) * dtype.itemsize % 16 == 0
+    assert torch.equal(found.x, hidden.x)
+    assert torch.equal(found.labels, hidden.labels)
