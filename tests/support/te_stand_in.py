@@ -17,12 +17,14 @@ import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from enum import IntEnum
+from importlib.metadata import version
 from importlib.util import find_spec
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import te_quantization
 import torch
+from packaging.version import Version
 
 
 def install() -> None:
@@ -57,7 +59,10 @@ def install() -> None:
 def _extension() -> ModuleType:
     extension: Any = _Stub("transformer_engine_torch")
     extension.DType = _DType
-    extension.NVTE_Fused_Attn_Backend = _AttentionBackend
+    is_older = Version(version("transformer-engine")) < Version("2.15")
+    backends = _OLDER_BACKENDS if is_older else _BACKENDS
+    make: Any = IntEnum
+    extension.NVTE_Fused_Attn_Backend = make("NVTE_Fused_Attn_Backend", backends)
     extension.FP8FwdTensors = _numbered(_FORWARD)
     extension.FP8BwdTensors = _numbered(_BACKWARD)
     for kernel in _KERNELS + te_quantization.KERNELS:
@@ -77,11 +82,8 @@ class _DType(IntEnum):
     kFloat4E2M1 = 10
 
 
-class _AttentionBackend(IntEnum):
-    NVTE_No_Backend = -1
-    NVTE_F16_max512_seqlen = 0
-    NVTE_F16_arbitrary_seqlen = 1
-    NVTE_FP8 = 2
+_BACKENDS = {"NVTE_No_Backend": -1, "NVTE_F16_arbitrary_seqlen": 1, "NVTE_FP8": 2}
+_OLDER_BACKENDS = {**_BACKENDS, "NVTE_F16_max512_seqlen": 0}
 
 
 # Each tensor of a module has a quantizer of its own, by these numbers.
