@@ -7,7 +7,10 @@ from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from typing import Any
 
+import torch
 import torch.distributed as dist
+
+from megatron_zb.errors import UsageError
 
 
 @dataclass(frozen=True)
@@ -29,12 +32,22 @@ class GroupOptions:
         return replace(self, nccl={**others, "max_ctas": 1})
 
     def for_backend(self, backend: str) -> Any:
-        """Return the ``pg_options`` for ``dist.new_group``."""
+        """Return the ``pg_options`` for ``dist.new_group``.
+
+        Raises:
+            UsageError: this torch's NCCL has no option of one of the names.
+        """
         if "nccl" not in backend:
             return None
         options: Any = dist.ProcessGroupNCCL.Options()
         for name, value in self.nccl.items():
-            setattr(options if hasattr(options, name) else options.config, name, value)
+            owner = options if hasattr(options, name) else options.config
+            if not hasattr(owner, name):
+                raise UsageError(
+                    f"NCCL's process groups have no option '{name}' in torch {torch.__version__}: "
+                    "take it out of pp in the file of --nccl-communicator-config-path"
+                )
+            setattr(owner, name, value)
         return options
 
 

@@ -140,4 +140,5 @@ def _collate(rows: Sequence[Batch], args: argparse.Namespace) -> Batch:
         )
     if args.cpu:
         return batch
-    return {name: tensor.cuda(non_blocking=True) for name, tensor in batch.items()}
+    # from memory that is not pinned, the driver may wait for the computation
+    return {name: tensor.pin_memory().cuda(non_blocking=True) for name, tensor in batch.items()}

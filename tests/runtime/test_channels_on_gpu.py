@@ -223,13 +223,28 @@ class Options:
 
     def __init__(self) -> None:
         self.is_high_priority_stream = False
-        self.config = SimpleNamespace()
+        self.config = SimpleNamespace(max_ctas=0, min_ctas=0)
 
 
 def applied(options: GroupOptions, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     monkeypatch.setattr(dist, "ProcessGroupNCCL", SimpleNamespace(Options=Options), raising=False)
     made = options.for_backend("cpu:gloo,cuda:nccl")
-    return {"is_high_priority_stream": made.is_high_priority_stream, **vars(made.config)}
+    chosen = {name: value for name, value in vars(made.config).items() if value}
+    return {"is_high_priority_stream": made.is_high_priority_stream, **chosen}
+
+
+def test_an_option_that_nccl_does_not_have_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(UsageError, match=r"no option 'max_ctas_' in torch .*: take it out of pp"):
+        applied(GroupOptions(nccl={"max_ctas_": 4}), monkeypatch)
+
+
+def test_links_of_a_cut_vocabulary_have_one_thread_block_each(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A rank has two for every other rank; that of a user's settings is for the usual links."""
+    given = GroupOptions(nccl={"min_ctas": 6, "max_ctas": 6, "is_high_priority_stream": True})
+    expected = {"is_high_priority_stream": True, "max_ctas": 1}
+    assert applied(given.with_one_block(), monkeypatch) == expected
 
 
 def test_nccl_is_asked_for_few_thread_blocks_on_a_stream_of_high_priority(
