@@ -181,7 +181,7 @@ def test_the_profile_of_a_run_with_a_cut_vocabulary(
     assert min(cut.loss, *(min(s.output, s.weight, s.lookup, s.gradient) for s in cut.shards)) > 0
     assert min(getattr(cut.host, name) for name in ShardHost.model_fields) > 0
     tokens, hidden = SEQUENCE * 2, 32
-    received = tokens * (4 * hidden + 8)  # the last stage's output and its labels
+    received = tokens * (4 * hidden + 16)  # the last stage's output and its labels
     logits = tokens * 4 * VOCABULARY // 4
     assert [s.held for s in cut.shards] == [received + logits] * 4
     # every rank sends to that of the first and the last stage, which is rank 0, and back
