@@ -38,7 +38,7 @@ _KERNELS_OF_E = 4  # and of G
 _ROW, _PACKED, _DIVIDED, _ROW_ADDED = 8, 8, 28, 6
 # Bytes of each logit that O has besides the logits, at most, and of each number of each part in P.
 _WHILE_O, _WHILE_P = 12, 12
-_LABEL = 8
+_LABEL = 16
 
 
 def why_not_cut(model: ModelConfig, *, post_validation: bool = False) -> str | None:

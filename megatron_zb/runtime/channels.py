@@ -2,7 +2,7 @@
 
 Each direction of a link has a process group of its own, and so, with NCCL, a communicator and a
 stream in which nothing else can stand in front of a message. On a GPU nothing here blocks the host:
-receives are enqueued from a stream of their own, ``take`` makes the current stream wait, and
+receives are enqueued from a separate stream, ``take`` makes the current stream wait, and
 finished sends are found by asking. Only how far the host runs ahead is bounded, which bounds what
 messages hold.
 

@@ -179,8 +179,7 @@ class _Unit:
 
     def leave(self, host: HostMemory) -> None:
         """Give the memory of the host back."""
-        for _, parts in self.moved:
-            host.give_back(parts)
+        host.give_back(part for _, parts in self.moved for part in parts)
         self.moved.clear()
 
 

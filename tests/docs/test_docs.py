@@ -130,7 +130,7 @@ def test_the_example_of_a_new_schedule_works(monkeypatch: pytest.MonkeyPatch) ->
 def total_order(name: str, p: int, m: int) -> list[str]:
     """The events of a lowering from first to last, each in the columns of its ranks."""
     schedule = schedules.build(name, pipeline_size=p, num_microbatches=m)
-    moments = lowering._moments(schedule, None, late=False)
+    moments = lowering._moments(schedule, None, captured=False)
     lines = []
     for rank, at in lowering._total_order(schedule, moments):
         if isinstance(at, lowering.Receive):

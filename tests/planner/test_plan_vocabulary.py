@@ -141,7 +141,7 @@ def test_logits_are_held_from_o_to_v() -> None:
     shard = cut.shard
     assert shard is not None
     each = shard.held.activation
-    assert each == 2 * 1024 * 8000 + (2 * 1024 + 8) * 1024
+    assert each == 2 * 1024 * 8000 + (2 * 1024 + 16) * 1024
     peaks = [
         peak_of([Pass(kind, 8, 0) for kind in kinds[:count]], cut.held)[0] for count in (1, 3, 5)
     ]

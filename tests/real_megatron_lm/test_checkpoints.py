@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from megatron_zb.megatron_lm.checkout import checkout_at
 from real_megatron_lm.runs import MODEL, PIPELINE, Logged, check_equal, pretrain
 
 V_HALF = "--pipeline-schedule v-half"
@@ -122,6 +123,20 @@ def test_a_v_with_replicas_saves_and_all_go_on(checkout: Path, tmp_path: Path, f
     assert list(stock.losses) == [3, 4], stock.output
     check_equal(pretrain(checkout, MODEL, REPLICAS, flags, load, V_HALF), stock)
     check_equal(pretrain(checkout, MODEL, REPLICAS, flags, load, "--pipeline-schedule v-zb"), stock)
+
+
+def test_a_v_with_two_learning_rates_saves_and_all_go_on(checkout: Path, tmp_path: Path) -> None:
+    """The first rank of a mirrored V has no weight of the group with the second rate."""
+    if checkout_at(checkout).version < (0, 17):
+        pytest.skip("--decoupled-lr: Megatron-LM 0.16 cannot save it under its own schedule")
+    flags = "--bf16 --untie-embeddings-and-output-weights --decoupled-lr 5e-4"
+    saving = f"--save {tmp_path} --save-interval 2 --exit-interval 2"
+    saved = pretrain(checkout, MODEL, PIPELINE, flags, V_HALF, saving)
+    assert saved.code == 0, saved.output
+    load = f"--load {tmp_path} --exit-interval 4"
+    stock = pretrain(checkout, MODEL, PIPELINE, flags, load)
+    assert list(stock.losses) == [3, 4], stock.output
+    check_equal(pretrain(checkout, MODEL, PIPELINE, flags, load, V_HALF), stock)
 
 
 def test_the_default_format_goes_on_in_32_bits(checkout: Path, tmp_path: Path) -> None:

@@ -138,8 +138,13 @@ def test_a_receive_begins_with_the_pass_behind_which_it_stands(cuda: Cuda) -> No
     for _ in range(2):
         channels.between_passes()
     cuda.notes.clear()
-    channels.post_receive(THERE, MESSAGE, lambda: Buffer(cuda))  # type: ignore[arg-type,return-value]
-    assert cuda.notes[0][0] == "receives wait for mark 1"
+    buffer: Any = Buffer(cuda)
+    channels.post_receive(THERE, MESSAGE, lambda: buffer)
+    assert [what for what, _ in cuda.notes] == [
+        "allocate",
+        "receives wait for mark 1",
+        "receive",
+    ]
 
 
 class Device:

@@ -45,7 +45,7 @@ PLACES = {
     "runtime/link_times.py:_finished": "the current stream; the message's peer waits for nothing",
     "runtime/post_validation.py:StateExchange.finish": HOST,
     "runtime/post_validation.py:StateExchange.full": HOST,
-    "runtime/watchdog/progress.py:Progress._drop_passed": "polls, on a thread of its own",
+    "runtime/watchdog/progress.py:Progress._drop_passed": "polls on a separate thread",
     "runtime/watchdog/progress.py:_Looker._run": HOST,
     "runtime/watchdog/progress.py:_Looker.ask": HOST,
     "runtime/recorder.py:Recorder.__init__": BETWEEN_STEPS,

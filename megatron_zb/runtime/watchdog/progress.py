@@ -12,7 +12,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import PurePath
 from types import FrameType
@@ -88,14 +88,14 @@ class _Marked:
 
 
 class _Looker:
-    """A thread that asks the driver, which may keep it for as long as the device is drained.
+    """Query CUDA events on a separate thread.
 
-    A call of the driver waits while another thread synchronizes the device or frees memory there.
-    Whoever wants to know gets an answer, new or old, and the rank is not taken for a dead one.
+    A query may block while another thread synchronizes the device or frees its memory. The
+    watchdog's threads then go on with the last known state, and the rank is not taken for dead.
 
     Args:
         device: on which the events are; on another one, the thread would take memory there.
-        look: asks the driver.
+        look: queries the events.
     """
 
     def __init__(self, device: int, look: Callable[[], None]) -> None:
@@ -107,7 +107,7 @@ class _Looker:
         threading.Thread(target=self._run, name="pipeline watchdog looker", daemon=True).start()
 
     def ask(self) -> None:
-        """Look, and return when the driver has answered, or has not for a while."""
+        """Query the events; return when that is done, or after half a second."""
         with self._asking:
             if self._answered.is_set():
                 self._since = time.monotonic()
@@ -124,17 +124,16 @@ class _Looker:
         while True:
             self._asked.wait()
             self._asked.clear()
-            try:
+            with suppress(Exception):  # of the device, which the thread that trains raises, too
                 self._look()
-            finally:
-                self._answered.set()
+            self._answered.set()
 
 
 class Progress:
     """Progress of one rank, told by the executor and read by the watchdog's threads.
 
-    On a GPU, marks are kept only after :meth:`keep_marks`: a thread of their own drops those that
-    have been passed, see :meth:`moved`.
+    On a GPU, marks are kept only after :meth:`keep_marks`: a separate thread drops those that have
+    been passed, see :meth:`moved`.
 
     Args:
         on_gpu: the host does not wait for what it launches; ``event`` makes the marks.

@@ -107,7 +107,7 @@ def lower(
         InvalidSchedule: the ranks would wait for one another in a circle.
     """
     ranks: list[list[Instruction]] = [[] for _ in schedule.ranks]
-    moments = _moments(schedule, timeline, late=not captured)
+    moments = _moments(schedule, timeline, captured=captured)
     for rank, instruction in _total_order(schedule, moments):
         ranks[rank].append(instruction)
     program = Program(schedule, tuple(map(tuple, ranks)), schedule.rules.send_slots)
@@ -222,7 +222,7 @@ def _messages(sends: list[Send]) -> Iterator[tuple[int, Instruction]]:
         yield send.channel.target, Receive(*send)
 
 
-def _moments(schedule: Schedule, timeline: Timeline | None, *, late: bool) -> _Moments:
+def _moments(schedule: Schedule, timeline: Timeline | None, *, captured: bool) -> _Moments:
     moments = schedule.rules.moments(schedule)
     if moments is not None:
         return moments
@@ -230,7 +230,7 @@ def _moments(schedule: Schedule, timeline: Timeline | None, *, late: bool) -> _M
         p = len(schedule.ranks)
         costs = Costs.uniform(pipeline_size=p, forward=1.0, backward=1.0, weight=1.0)
         timeline = simulate(schedule, costs.with_vocabulary(output=1.0, weight=1.0, lookup=0.0))
-    made = timeline.end if late else timeline.start
+    made = timeline.start if captured else timeline.end
     return [
         [((start,), (end,)) for start, end in zip(starts, ends, strict=True)]
         for starts, ends in zip(timeline.start, made, strict=True)

@@ -24,15 +24,10 @@ Those that launch little are not counted: behind three of them, the GPU would ha
 
 @dataclass(frozen=True)
 class Waiting:
-    """Kernels that wait on a rank while it computes: their ``mean`` number, and the most at once.
-
-    ``empty`` is how many passes were enqueued when the GPU had nothing left to do although none of
-    their inputs was missing.
-    """
+    """Kernels that wait on a rank while it computes: the ``mean`` number and the ``peak``."""
 
     mean: float
     peak: int
-    empty: int
     end: float
     """When the rank has computed all of its passes, in seconds."""
 
@@ -65,7 +60,6 @@ class _Rank:
     """Ends of the passes that the host counts as under way."""
     busy: list[tuple[float, float]] = field(default_factory=list)
     waits: list[tuple[float, float]] = field(default_factory=list)
-    empty: int = 0
 
 
 class _Replay:
@@ -125,7 +119,6 @@ class _Replay:
             rank.ends.append(rank.free)
         if len(rank.ends) > RUN_AHEAD:
             rank.host = max(rank.host, rank.ends.popleft())
-        rank.empty += rank.host >= rank.free > 0 and rank.ready <= rank.free
         rank.begins = max(rank.free, rank.host, rank.ready)
         rank.free = rank.begins + seconds
         rank.busy.append((rank.begins, rank.free))
@@ -142,7 +135,7 @@ def _counted(rank: _Rank) -> Waiting:
             waited += waits * (moment - last)
             peak = max(peak, waits if moment > last else 0)
         busy, waits, last = busy + of_busy, waits + of_waits, moment
-    return Waiting(waited / computed if computed else 0.0, peak, rank.empty, rank.free)
+    return Waiting(waited / computed if computed else 0.0, peak, rank.free)
 
 
 def _changes(rank: _Rank) -> Iterator[tuple[float, int, int]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -14,6 +15,9 @@ from fuzzing.space import Combination, Space, without_unknown
 from megatron_zb.training import flags
 
 _SECONDS = 120.0
+_LEAST = re.compile(
+    r"cannot keep the memory limit of (\S+) of 1F1B: .* needs at least (\S+) of 1F1B"
+)
 _COMPARED = ("lm_loss", "eval_loss", "grad_norm", "loss_scale", "learning_rate", "skipped")
 
 
@@ -35,7 +39,8 @@ class OwnTrainer:
     def why_different(self, combination: Combination) -> str:
         """Train with both; the first number that differs, or the error, or nothing.
 
-        A memory limit that no order of the passes keeps is refused, and nothing is wrong with that.
+        A memory limit that no order of the passes keeps is refused. Then the limit that the refusal
+        names is a larger one, and trains.
         """
         both, load = commands_of(self._space, combination), []
         if combination["start"] == "checkpoint":
@@ -46,10 +51,12 @@ class OwnTrainer:
         try:
             ours = self._train(both, [*both.ours, *load])
         except RefusedError as refused:
-            has_limit = combination["memory-limit"] != "without"
-            if has_limit and "cannot keep the memory limit" in str(refused):
-                return ""
-            return f"refused: {refused}"
+            limit = _LEAST.search(str(refused))
+            if limit is None or float(limit[2]) <= float(limit[1]):
+                return f"refused: {refused}"
+            asked = both.ours.index("--pipeline-memory-limit") + 1
+            larger = [*both.ours[:asked], limit[2], *both.ours[asked + 1 :]]
+            ours = self._train(both, [*larger, *load])
         return compare(self._train(both, [*both.upstream, *load]), ours, combination).first
 
     def _train(self, commands: Commands, words: Sequence[str]) -> dict[str, str]:

@@ -33,7 +33,7 @@ line of JSON tells what has become of it:
   equal                            all numbers agree
   refused by ours, as check says   upstream trains, ours ends with one sentence
   refused by both                  upstream does not train, and check says so
-  crashed by both                  upstream ends in an exception of its own, which no check foresees
+  crashed by both                  upstream raises or hangs in mid-training, which no check foresees
   different numbers | crashed | hung | check and start disagree    a failure
 
 A combination gives each of the settings in tests/support/fuzzing/settings.yaml a value. --pairs
