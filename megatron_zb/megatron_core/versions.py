@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import os
 import re
-import sys
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -216,9 +215,14 @@ def hybrid_segments() -> list[tuple[ModuleType, str]]:
 
 
 def hybrid_block() -> ModuleType | None:
-    """Return the module that builds the layers of hybrid models, where it has been imported."""
-    names = ("models.hybrid.hybrid_block", "ssm.mamba_block")
-    return next(filter(None, (sys.modules.get(f"megatron.core.{name}") for name in names)), None)
+    """Return the module that builds the layers of hybrid models, None where it cannot be imported.
+
+    A model's builder may import it only when it runs.
+    """
+    for name in ("models.hybrid.hybrid_block", "ssm.mamba_block"):
+        with suppress(ImportError):
+            return import_module(f"megatron.core.{name}")
+    return None
 
 
 class Graphs(Enum):

@@ -20,8 +20,13 @@ from states import with_states
 from te_models import OPTIONS_OF_LATENT, differences, quantized, quantized_differences
 
 from megatron_zb import schedules
+from megatron_zb.megatron_core.versions import core_series
 from megatron_zb.schedules import Schedule
 
+_WHOLE = (
+    "TransformerBlock._checkpointed_forward.<locals>.custom.<locals>.custom_forward",
+    "checkpointed_forward.<locals>.custom.<locals>.custom_forward",  # from 0.19 on
+)
 # What Megatron computes again for each name of --recompute-modules.
 FUNCTIONS = {
     "core_attn": "Attention._checkpointed_attention_forward.<locals>.custom_forward",
@@ -32,8 +37,7 @@ FUNCTIONS = {
     "mla_up_proj": "MLASelfAttention.get_query_key_value_tensors.<locals>"
     ".qkv_up_proj_and_rope_apply",
     "shared_experts": "SharedExpertMLP",
-    "whole layers": "TransformerBlock._checkpointed_forward.<locals>.custom.<locals>"
-    ".custom_forward",
+    "whole layers": _WHOLE[core_series() >= (0, 19)],
 }
 
 
