@@ -34,6 +34,7 @@ class Kind(Enum):
 
     HOSTILE = "the rules of a GPU; see hostile.py"
     PLAIN = "gloo's own rules"
+    STREAMS = "the streams of a GPU, whose order is noted; see sanitizer"
     TRANSFORMER_ENGINE = "Transformer-Engine, and the rules of a GPU"
     OLDER_TRANSFORMER_ENGINE = "one of 2.14, whose modules lose parameters in saved-tensor hooks"
     MEGATRON_LM = "the Megatron-LM checkout of MEGATRON_LM_PATH, and gloo's own rules"
@@ -115,13 +116,17 @@ def join_group(rank: int, world_size: int, meeting_point: str) -> None:
     )
 
 
-def import_megatron(start: Start) -> None:
+def import_megatron(start: Start, rank: int) -> None:
     """Import torch and Megatron, so that cases start at once."""
     if start.kind in TRANSFORMER_ENGINES:
         import te_rank_imports  # noqa: F401
     import rank_imports  # noqa: F401
 
-    if start.kind is not Kind.PLAIN:
+    if start.kind is Kind.STREAMS:
+        from sanitizer import device
+
+        device.install(rank)
+    elif start.kind is not Kind.PLAIN:
         import hostile
 
         hostile.install(start.folder / "sent")
@@ -187,7 +192,7 @@ def main(pool: Connection, rank: int, start: Start) -> None:
     faulthandler.enable()
     faulthandler.register(signal.SIGUSR1)
     end_with_parent()
-    import_megatron(start)
+    import_megatron(start, rank)
     join_group(rank, start.world_size, str(start.meeting_point))
     pool.send(Outcome(result=pickle.dumps("ready")))
     while True:

@@ -50,7 +50,7 @@ class Bench:
 
     space: Space
     checkout: Path
-    seconds: float = 300.0
+    seconds: float = 120.0
 
 
 @dataclass

@@ -1,0 +1,98 @@
+"""The order of streams on a GPU: every kind of pass, of state and of parallelism, and planted bugs.
+
+See the sanitizer for what is noted and what is not.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from gpt_cases import GPTCase
+from rank_process import Kind
+from ranks import RankPools
+from sanitizer.plants import PLANTS
+from sanitizer.trials import Noted, Trial, noted_of, run
+from small_relay import distilled_on_ranks
+from state_cases import PARALLEL, SMALL_GPTS
+from validated_training import Training, train
+
+RECOMPUTED: dict[str, Any] = {"drop": 0.6}
+OFFLOADED: dict[str, Any] = {"move": 0.6}
+BOTH: dict[str, Any] = {"drop": 0.3, "move": 0.4}
+VOCABULARY = GPTCase(vocabulary=True)
+
+ON_TWO = {
+    **{f"kept, {name}": Trial(schedule=name) for name in ("v-zb", "zb-h1", "1f1b", "interleaved")},
+    **{f"recomputed, {name}": Trial(schedule=name, **RECOMPUTED) for name in ("v-half", "zb-h1")},
+    **{f"offloaded, {name}": Trial(schedule=name, **OFFLOADED) for name in ("v-half", "zb-h1")},
+    **{f"both, {name}": Trial(schedule=name, **BOTH) for name in ("v-zb", "interleaved")},
+    **{f"both, {name}": Trial(case, **BOTH) for name, case in SMALL_GPTS.items()},
+    "kept, lengths": Trial(SMALL_GPTS["lengths"]),
+    "vocabulary, v-half": Trial(VOCABULARY),
+    "vocabulary, zb-h1": Trial(VOCABULARY, "zb-h1"),
+    "vocabulary, tied": Trial(replace(VOCABULARY, tied=True)),
+}
+ON_FOUR = {
+    **{f"both, {name}": Trial(case, **BOTH) for name, case in PARALLEL.items()},
+    "kept, data": Trial(PARALLEL["data"]),
+    "pairs": Trial(replace(PARALLEL["expert"], exchange_overlaps=True), "v-zb", pairs=True),
+}
+
+OF_MEGATRON = {
+    "_local_scalar_dense in fork (random.py)",  # of a random state, which the host has
+    "_local_scalar_dense in custom_forward (attention.py)",  # of an enumerator, as a number
+    "masked_select in permute (moe_utils.py)",
+    "Event.synchronize in _maybe_dtoh_and_synchronize (token_dispatcher.py)",
+}
+"""Host waits that Megatron's own schedule has in its forwards, too."""
+
+ONCE = {"equal in _equal (shared_reading.py)"}
+"""Host waits of this package for the first microbatch of data iterators; each step has new ones."""
+
+MOST_ONCE = 16
+"""Four tensors of a microbatch, in the most steps that a run here has."""
+
+
+def check(found: list[Noted]) -> None:
+    for noted in found:
+        assert noted.kernels > 20
+        assert not noted.violations, next(iter(noted.violations))
+        assert set(noted.host_waits) <= OF_MEGATRON | ONCE
+        assert sum(noted.host_waits.get(wait, 0) for wait in ONCE) <= MOST_ONCE
+
+
+@pytest.mark.parametrize("name", ON_TWO)
+def test_uses_of_memory_are_in_order(ranks: RankPools, name: str) -> None:
+    check(ranks(2, Kind.STREAMS).run(run, trial=ON_TWO[name]))
+
+
+@pytest.mark.parametrize("name", ON_FOUR)
+def test_uses_of_memory_are_in_order_with_other_parallelism(ranks: RankPools, name: str) -> None:
+    check(ranks(4, Kind.STREAMS).run(run, trial=ON_FOUR[name]))
+
+
+@pytest.mark.parametrize("clip", [1e6, 1.2], ids=["right", "mended"])
+def test_post_validated_steps_are_in_order(ranks: RankPools, clip: float) -> None:
+    training = Training(GPTCase(dtype="bfloat16"), clip=clip, iterations=4)
+    found = ranks(2, Kind.STREAMS).run(noted_of, function=train, training=training, validated=True)
+    check(found)
+
+
+@pytest.mark.parametrize("any_shape", [False, True])
+def test_a_distillation_is_in_order(ranks: RankPools, any_shape: bool) -> None:
+    found = ranks(2, Kind.STREAMS).run(
+        noted_of,
+        function=distilled_on_ranks,
+        stages=[(1, 1), (2, 1)],
+        runs=[(0, 3)],
+        any_shape=any_shape,
+    )
+    check(found)
+
+
+@pytest.mark.parametrize("plant", PLANTS)
+def test_planted_bugs_are_found(ranks: RankPools, plant: str) -> None:
+    found = ranks(2, Kind.STREAMS).run(run, trial=Trial(**OFFLOADED), plant=plant)
+    assert any(noted.violations for noted in found)

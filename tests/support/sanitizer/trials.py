@@ -1,0 +1,95 @@
+"""Runs of small models whose order is noted: what a rank does, and what it has found."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+from unittest import mock
+
+import gpt_cases
+import torch.distributed as dist
+from gpt_cases import GPTCase, built, forward_backward, microbatches
+from joined import joined
+from states import with_states
+
+from megatron_zb import schedules
+from megatron_zb.runtime.copy_engines import StreamEngines
+from megatron_zb.schedules import Schedule
+from sanitizer.device import noting
+from sanitizer.plants import planted
+
+_STEPS = 2
+_PIECE = 2**12
+"""Bytes of a piece of the host's memory: few, so that memory of one unit is used for the next."""
+
+
+@dataclass(frozen=True)
+class Trial:
+    """A small GPT and its schedule, with shares of units that are dropped and moved.
+
+    ``pairs`` joins every F with the backward behind it.
+    """
+
+    case: GPTCase = field(default_factory=GPTCase)
+    schedule: str = "v-half"
+    drop: float = 0.0
+    move: float = 0.0
+    pairs: bool = False
+    microbatches: int = 5
+
+    def order(self, pipeline_size: int) -> str | Schedule:
+        """Return what the adapter is made of."""
+        if not (self.drop or self.move or self.pairs):
+            return self.schedule
+        kept = schedules.build(
+            self.schedule, pipeline_size=pipeline_size, num_microbatches=self.microbatches
+        )
+        return joined(kept) if self.pairs else with_states(kept, 3, self.drop, self.move)
+
+
+@dataclass(frozen=True)
+class Noted:
+    """What a rank has done: kernels; violations, and host waits in passes, with their numbers."""
+
+    kernels: int
+    violations: dict[str, int]
+    host_waits: dict[str, int]
+
+
+@contextmanager
+def _notes() -> Iterator[Callable[[], Noted]]:
+    found: list[Noted] = []
+    with noting() as order:
+        before = order.kernels
+        yield lambda: found[0]
+        violations = {
+            f"{v.kind}: {v.first}\n  with {v.second}": n for v, n in order.violations.items()
+        }
+        found.append(Noted(order.kernels - before, violations, dict(order.host_waits)))
+
+
+def run(trial: Trial, plant: str = "") -> Noted:
+    """Train a small GPT for two steps on this rank."""
+    case, m = trial.case, trial.microbatches
+    p = dist.get_world_size() // (case.tensor_parallel * case.data_parallel)
+    with (
+        mock.patch.object(StreamEngines, "piece", _PIECE),
+        planted(plant),
+        built(case, trial.order(p), m) as (adapter, chunks),
+        _notes() as noted,
+    ):
+        assert adapter is not None
+        for _ in range(_STEPS):
+            gpt_cases._zero_gradients(chunks)
+            data: list[Any] = [microbatches(case, m) for _ in chunks]
+            forward_backward(adapter.forward_backward_func, chunks, data, m)
+    return noted()
+
+
+def noted_of(function: Callable[..., Any], **arguments: Any) -> Noted:
+    """Note the order of any function that runs passes."""
+    with _notes() as noted:
+        function(**arguments)
+    return noted()
