@@ -467,7 +467,7 @@ class PipelineAdapter:
             UsageError: the memory limit cannot be kept with these costs.
         """
         name, m = self.schedule.name, self.schedule.num_microbatches
-        return self._built(name, m, costs, catalog.build, is_measured=True)
+        return self._built(name, m, costs, catalog.build, self._memory_limit, is_measured=True)
 
     def keeps_limit(self, schedule: Schedule, costs: Costs) -> bool:
         """Return whether an order keeps the memory limit, for costs in bytes."""
@@ -499,8 +499,9 @@ class PipelineAdapter:
         schedule = self.schedule
         if num_microbatches != schedule.num_microbatches:
             name = schedule.name if schedule.name in catalog.names() else _SUBSTITUTE
+            limit = None if forward_only else self._memory_limit  # which keeps no activations
             schedule = self._built(
-                name, num_microbatches, self.costs, self._build, is_measured=self._is_measured
+                name, num_microbatches, self.costs, self._build, limit, self._is_measured
             )
         if forward_only:
             schedule = schedule.forwards()
@@ -513,12 +514,11 @@ class PipelineAdapter:
         num_microbatches: int,
         costs: Costs,
         build: Build,
-        *,
+        limit: Limit | None,
         is_measured: bool,
     ) -> Schedule:
         placement = self.schedule.placement
         family = catalog.family(name)
-        limit = self._memory_limit
         in_bytes = limit.bytes if limit is not None and is_measured else None
         return build(
             name,

@@ -18,7 +18,7 @@ from megatron.core.utils import get_model_config
 from torch.distributed.distributed_c10d import _get_default_store
 
 from megatron_zb.errors import UsageError
-from megatron_zb.megatron_core import graphs, versions
+from megatron_zb.megatron_core import expert_metrics, graphs, versions
 from megatron_zb.megatron_core.buckets import BucketReductions, overlaps_grad_reduce
 from megatron_zb.megatron_core.cut_embedding import FirstStage
 from megatron_zb.megatron_core.data_parallel import DataParallelSync, no_grad_sync
@@ -144,6 +144,7 @@ class ForwardBackward:
         self._watchdog: Watchdog | None = None
         self._graphed: Schedule | None = None
         self._stashed: Schedule | None = None
+        self._shares_metrics = True
 
     def track(self, memory: ActivationMemory | None) -> None:
         """Count the activations of the steps from the next one on; None to stop."""
@@ -240,6 +241,8 @@ class ForwardBackward:
             if not forward_only:
                 self._reduce_gradients(iteration, force_all_reduce)
                 self._end_training_step(iteration, program.schedule.name)
+                if not captured:
+                    self._share_metrics(iteration)
         self._tell_what_was_measured(iteration, program.schedule, allocate)
         return iteration.forward_data_store
 
@@ -324,6 +327,12 @@ class ForwardBackward:
                 print(f"megatron_zb: {said}", flush=True)
         if self._unsplit is not None:
             self._unsplit.after_step(iteration)
+
+    def _share_metrics(self, iteration: Iteration) -> None:
+        """Make the metrics of experts known to all ranks, once: no later step counts others."""
+        if self._shares_metrics and getattr(iteration.config, "num_moe_experts", None):
+            expert_metrics.share(iteration.pg_collection.pp, device())
+        self._shares_metrics = False
 
     def _check_graphs(self, config: Any, schedule: Schedule, forward_only: bool) -> None:
         other_order = self._graphed not in (None, schedule) and not forward_only

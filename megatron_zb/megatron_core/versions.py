@@ -272,14 +272,47 @@ def losses_logged_apart() -> Iterator[None]:
         MTPLossLoggingHelper.tracker = predicted
 
 
+def expert_metrics() -> dict[str, dict[str, Any]]:
+    """Return the fields of each entry of the metrics of experts, by its name."""
+    moe_logging = _moe_logging()
+    if moe_logging is None:
+        return {name: dict(entry) for name, entry in _dictionary_of_metrics().items()}
+    metrics = moe_logging.get_moe_metrics_tracker()._metrics
+    return {name: dict(vars(entry)) for name, entry in metrics.items()}
+
+
+def set_expert_metric(name: str, fields: dict[str, Any]) -> None:
+    """Set fields of an entry, which is made where there is none."""
+    moe_logging = _moe_logging()
+    if moe_logging is None:
+        _dictionary_of_metrics().setdefault(name, {}).update(fields)
+        return
+    metrics = moe_logging.get_moe_metrics_tracker()._metrics
+    if name not in metrics:
+        metrics[name] = moe_logging.MetricEntry(**fields)
+    vars(metrics[name]).update(fields)
+
+
+def _moe_logging() -> Any:
+    """Return the module of the metrics of experts, None where a dictionary has them."""
+    try:
+        return import_module("megatron.core.transformer.moe.moe_logging")
+    except ModuleNotFoundError:
+        return None
+
+
+def _dictionary_of_metrics() -> dict[str, dict[str, Any]]:
+    from megatron.core.transformer.moe import moe_utils
+
+    found: dict[str, dict[str, Any]] = moe_utils.get_moe_layer_wise_logging_tracker()
+    return found
+
+
 @contextmanager
 def _expert_losses_apart() -> Iterator[None]:
-    try:
-        moe_logging: Any = import_module("megatron.core.transformer.moe.moe_logging")
-    except ModuleNotFoundError:
-        from megatron.core.transformer.moe import moe_utils
-
-        tracker = moe_utils.get_moe_layer_wise_logging_tracker()
+    moe_logging = _moe_logging()
+    if moe_logging is None:
+        tracker = _dictionary_of_metrics()
         usual = dict(tracker)
         tracker.clear()
         yield

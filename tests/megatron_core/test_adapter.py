@@ -5,8 +5,10 @@ from __future__ import annotations
 import pytest
 
 from megatron_zb.errors import UsageError
+from megatron_zb.measured.limits import Limit
 from megatron_zb.megatron_core.adapter import PipelineAdapter
 from megatron_zb.schedules.layout import Layers
+from megatron_zb.schedules.passes import PassKind
 
 
 def adapter_of(name: str) -> PipelineAdapter:
@@ -45,3 +47,15 @@ def test_the_watchdog_ends_a_job_a_little_before_torch_does(
 def test_a_timeout_below_zero_is_refused() -> None:
     with pytest.raises(UsageError, match=r"^--pipeline-timeout is -1: it must be 0 or greater$"):
         adapter_of("v-half").watch(-1, distributed_timeout_minutes=10)
+
+
+def test_an_evaluation_of_more_microbatches_has_no_memory_limit() -> None:
+    """Forwards keep no activations, and an evaluation may have a batch of its own."""
+    adapter = PipelineAdapter.create(
+        "zb-h2", pipeline_size=2, num_microbatches=1, layers=Layers(4), memory_limit=Limit(0.6)
+    )
+    with pytest.raises(UsageError, match=r"cannot keep the memory limit of 0\.6 of 1F1B"):
+        adapter.program_for(3, False, False)
+    program = adapter.program_for(3, True, False)
+    kinds = {p.kind for rank in program.schedule.ranks for p in rank}
+    assert (program.schedule.num_microbatches, kinds) == (3, {PassKind.F})
