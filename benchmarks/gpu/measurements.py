@@ -1,15 +1,20 @@
 #!/usr/bin/env python3
-"""Runs the benchmarks of one GPU, each with a time limit, and writes what they found to one file.
+"""Run the benchmarks of a GPU machine, each with a time limit; write what they found to one file.
 
 The file is written anew after each. What hangs is killed with all its processes, and the next one
-begins. benchmarks/gpu/run_all.sh starts it with the packages it needs; see there.
+begins; what no time is left for is "not measured". scripts/gpu_check.sh and, for one GPU,
+benchmarks/gpu/run_all.sh start it with the packages it needs; see there. The file has no names of
+hosts or folders in it.
 """
 
 from __future__ import annotations
 
 import argparse
+import datetime
 import json
 import os
+import platform
+import re
 import shutil
 import signal
 import subprocess
@@ -28,7 +33,9 @@ NEEDED = ("torch", "numpy", "rich", "megatron.core", "megatron_zb")
 
 
 TINY_LAYER = "--hidden 64 --heads 4 --ffn-hidden 96 --seq-length 32"
-TOTAL_SECONDS = 465.0  # of all measurements; less than 8 minutes with what is around them
+TOTAL_SECONDS = {"one-gpu": 465.0, "check": 570.0}
+"""Seconds of all measurements: with what is around them, less than 8 and than 10 minutes."""
+LEAST_SECONDS = 5.0  # in which nothing can be measured
 KILLED_WITHIN = 5.0  # seconds; a process that waits for a driver may never end
 
 
@@ -36,7 +43,8 @@ KILLED_WITHIN = 5.0  # seconds; a process that waits for a driver may never end
 class Measurement:
     """One run of a benchmark, in an environment with these variables set.
 
-    ``needs`` is a module without which there is nothing to measure.
+    ``needs`` is a module without which there is nothing to measure, ``gpus`` are the GPUs that it
+    takes; a CPU has as many as it likes.
     """
 
     name: str
@@ -46,6 +54,7 @@ class Measurement:
     tiny_arguments: str
     environment: Mapping[str, str] = field(default_factory=dict)
     needs: str | None = None
+    gpus: int = 1
 
 
 def _queues(connections: int, loading: str) -> Measurement:
@@ -65,35 +74,61 @@ def _training(loading: str, arguments: str, limit_seconds: float, tiny: str) -> 
         "gpu/one_gpu_training.py",
         arguments,
         limit_seconds,
-        f"--vocabulary 64 --layers 4 --microbatches 4 --steps 2 --seconds 100 {tiny} {TINY_LAYER}",
+        f"{_TINY_TRAINING} --layers 4 --microbatches 4 --steps 2 {tiny}",
         {"CUDA_MODULE_LOADING": loading},
     )
 
 
+_TINY_TRAINING = f"--vocabulary 64 --seconds 100 {TINY_LAYER}"
 _TINY_RANKS = f"--ranks 4 --microbatches 8 --layers-per-rank 2 --schedules v-half {TINY_LAYER}"
+_WAITING_RECEIVE = Measurement("waiting_receive", "gpu/waiting_receive.py", "", 70, "")
+_QUANTIZED = Measurement(
+    "quantized_gradients", "gpu/quantized_gradients.py", "", 60, "", needs="transformer_engine"
+)
+_SPLIT_BACKWARD = Measurement(
+    "split_backward", "split_backward.py", "", 90, f"--repetitions 3 {TINY_LAYER}"
+)
+_TE_MEMORY = Measurement(
+    "rank_memory_transformer_engine",
+    "rank_memory.py",
+    "--implementation transformer-engine",
+    120,
+    _TINY_RANKS,
+    needs="transformer_engine",
+)
+_TRAINING_ON_EACH = Measurement(
+    "training_on_several_gpus",
+    "gpu/one_gpu_training.py",
+    "--device-each --ranks 2 --schedules v-half v-zb zb-h1 --seconds 40",
+    150,
+    f"{_TINY_TRAINING} --device-each --layers 4 --microbatches 4 --steps 2 --ranks 2 "
+    "--schedules v-half v-zb zb-h1",
+    gpus=2,
+)
+_STEP_TIMES = Measurement(
+    "step_times",
+    "gpu/step_times.py",
+    "",
+    220,
+    f"{_TINY_TRAINING} --steps 2 --microbatches 4",
+    gpus=2,
+)
+
 # What decides how a program is lowered comes first, what is only slow last.
-MEASUREMENTS = [
+ONE_GPU = [
     *(_queues(connections, loading) for loading in ("LAZY", "EAGER") for connections in (1, 8)),
-    _training("LAZY", "--seconds 25", 150, "--ranks 2 --schedules v-half --host-memory"),
+    _WAITING_RECEIVE,
+    _training("LAZY", "--seconds 30", 200, "--ranks 2 --schedules v-half --host-memory"),
     _training(
         "EAGER",
-        "--ranks 4 --schedules v-half v-half+moved --seconds 30",
-        80,
+        "--ranks 4 --schedules v-half v-half+moved --seconds 60",
+        150,
         "--ranks 2 --schedules v-half+moved",
     ),
-    Measurement(
-        "quantized_gradients", "gpu/quantized_gradients.py", "", 60, "", needs="transformer_engine"
-    ),
-    Measurement("split_backward", "split_backward.py", "", 90, f"--repetitions 3 {TINY_LAYER}"),
+    _QUANTIZED,
+    _SPLIT_BACKWARD,
     Measurement("rank_memory", "rank_memory.py", "", 150, _TINY_RANKS),
-    Measurement(
-        "rank_memory_transformer_engine",
-        "rank_memory.py",
-        "--implementation transformer-engine",
-        120,
-        _TINY_RANKS,
-        needs="transformer_engine",
-    ),
+    _TE_MEMORY,
     Measurement(
         "split_backward_fp32",
         "split_backward.py",
@@ -109,31 +144,61 @@ MEASUREMENTS = [
         f"{_TINY_RANKS} --vocabulary 512",
     ),
 ]
+CHECK = [
+    _queues(8, "LAZY"),
+    _WAITING_RECEIVE,
+    _TRAINING_ON_EACH,
+    _training(
+        "LAZY",
+        "--ranks 2 --schedules v-half v-zb zb-h1 --seconds 40",
+        150,
+        "--ranks 2 --schedules v-half v-zb zb-h1 --host-memory",
+    ),
+    _SPLIT_BACKWARD,
+    Measurement("rank_memory", "rank_memory.py", "--schedules v-zb v-half v-min", 120, _TINY_RANKS),
+    _STEP_TIMES,
+    _QUANTIZED,
+    _TE_MEMORY,
+]
+PARTS = {"one-gpu": ONE_GPU, "check": CHECK}
 
 
 def main() -> int:
     args = _arguments()
     problem = _problem(args)
     if problem is not None:
-        print(f"run_all.sh: error: {problem}", file=sys.stderr)
+        print(f"{args.called}: error: {problem}", file=sys.stderr)
         return 2
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # kills what runs
     begin = time.monotonic()
-    results: dict[str, Any] = {"machine": _machine(args.device), "commit": _commit()}
+    date = datetime.datetime.now(datetime.timezone.utc).date().isoformat()
+    results: dict[str, Any] = {"machine": _machine(args.device), "commit": _commit(), "date": date}
     results["measurements"] = {}
-    for measurement in MEASUREMENTS:
+    for measurement in PARTS[args.parts]:
         print(f"==> {measurement.name}", flush=True)
-        left = TOTAL_SECONDS - (time.monotonic() - begin)
+        left = TOTAL_SECONDS[args.parts] - (time.monotonic() - begin)
         found = _missing(measurement, args.device) or _run(measurement, args.device, left)
-        results["measurements"][measurement.name] = found
+        results["measurements"][measurement.name] = without_places(found)
         results["seconds"] = round(time.monotonic() - begin, 1)
         args.output.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
+    _print_table(results)
     failed = [name for name, found in results["measurements"].items() if "failed" in found]
     for name in failed:
         found = results["measurements"][name]
         print(f"==> {name} failed, {found['failed']}: {found['last_line']}", file=sys.stderr)
     print(f"==> {args.output} is written, after {results['seconds']} s", flush=True)
     return 1 if failed else 0
+
+
+def _print_table(results: dict[str, Any]) -> None:
+    import report
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table("part", "what", "measured")
+    for row in report.rows(results):
+        table.add_row(*row)
+    Console(width=110).print(table)
 
 
 def _arguments() -> argparse.Namespace:
@@ -147,6 +212,10 @@ def _arguments() -> argparse.Namespace:
         help="cpu: tiny sizes, to try it out (default cuda)",
     )
     parser.add_argument("--output", type=Path, required=True, metavar="FILE.json")
+    parser.add_argument(
+        "--parts", choices=list(PARTS), default="one-gpu", help="which benchmarks (default one-gpu)"
+    )
+    parser.add_argument("--called", default="measurements.py", help=argparse.SUPPRESS)
     return parser.parse_args()
 
 
@@ -154,11 +223,11 @@ def _problem(args: argparse.Namespace) -> str | None:
     """What keeps every benchmark from running, in one sentence."""
     if not args.output.parent.is_dir():
         return f"--output {args.output}: there is no folder {args.output.parent}"
-    missing = [name for name in NEEDED if not _is_there(name)]
-    if missing:
+    problem = _not_importable()
+    if problem is not None:
         return (
-            f"this Python has no {' and no '.join(missing)}: pack with --pack where there is a "
-            "network and give --carried FOLDER, or name another Python with --python"
+            f"this Python cannot import what is needed ({problem}): pack with run_all.sh --pack "
+            "where there is a network and give --carried FOLDER, or name another one with --python"
         )
     import torch
 
@@ -167,11 +236,17 @@ def _problem(args: argparse.Namespace) -> str | None:
     return None
 
 
+def _not_importable() -> str | None:
+    """Why a process cannot import what all benchmarks do: wheels may be of another Python."""
+    program = f"import {', '.join(NEEDED)}"
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", program], capture_output=True, text=True, check=False
+    )
+    return None if done.returncode == 0 else _last_line(done.stderr)
+
+
 def _is_there(module: str) -> bool:
-    try:
-        return find_spec(module) is not None
-    except ModuleNotFoundError:
-        return False
+    return find_spec(module) is not None
 
 
 def _machine(device: str) -> dict[str, Any]:
@@ -182,6 +257,7 @@ def _machine(device: str) -> dict[str, Any]:
     if device == "cuda":
         properties = torch.cuda.get_device_properties(0)
         machine["gpu"] = properties.name
+        machine["gpus"] = torch.cuda.device_count()
         machine["gpu_bytes"] = properties.total_memory
         machine["cuda"] = torch.version.cuda
         machine["driver"] = _output_of(
@@ -197,6 +273,20 @@ def _commit() -> str | None:
     return f"{commit} with changes" if commit and changed else commit
 
 
+_FOLDERS = re.compile(r"(?<![\w./])(?:/[\w.+@~-]+)+/")
+
+
+def without_places(value: Any) -> Any:
+    """Return a JSON value without the folders and the host's name that its texts have."""
+    if isinstance(value, dict):
+        return {key: without_places(each) for key, each in value.items()}
+    if isinstance(value, list):
+        return [without_places(each) for each in value]
+    if not isinstance(value, str):
+        return value
+    return _FOLDERS.sub("", value).replace(platform.node() or "\0", "HOST")
+
+
 def _output_of(command: str, *arguments: str) -> str | None:
     if shutil.which(command) is None:
         return None
@@ -208,7 +298,12 @@ def _output_of(command: str, *arguments: str) -> str | None:
 
 def _missing(measurement: Measurement, device: str) -> dict[str, Any] | None:
     """Why there is nothing to measure, or None."""
-    needs = measurement.needs
+    needs, gpus = measurement.needs, measurement.gpus
+    if device == "cuda" and gpus > 1:
+        import torch
+
+        if torch.cuda.device_count() < gpus:
+            return {"not_measured": f"it takes {gpus} GPUs"}
     if needs is None or (device == "cuda" and _is_there(needs)):
         return None
     reason = f"{needs} is not installed" if device == "cuda" else f"{needs} needs a GPU"
@@ -221,8 +316,8 @@ def _run(measurement: Measurement, device: str, left: float) -> dict[str, Any]:
     A benchmark with many answers writes a line after each: those before a failure are kept.
     """
     limit = min(measurement.limit_seconds, left)
-    if limit <= 0:
-        return {"failed": f"the {TOTAL_SECONDS:g} s of all were over", "last_line": ""}
+    if limit <= LEAST_SECONDS:
+        return {"not_measured": "no time was left"}
     arguments = measurement.tiny_arguments if device == "cpu" else measurement.arguments
     script = str(BENCHMARKS / measurement.script)
     begin = time.monotonic()
@@ -235,6 +330,12 @@ def _run(measurement: Measurement, device: str, left: float) -> dict[str, Any]:
     print(output, flush=True)
     found = _last_json(output)
     reason = None
+    if status is None and limit < measurement.limit_seconds:
+        return {
+            "not_measured": "no time was left",
+            **seconds,
+            **({"found": found} if found else {}),
+        }
     if status is None:
         reason = f"it took more than {limit:.0f} s"
     elif status:

@@ -1,11 +1,12 @@
 #!/usr/bin/env python3
-"""Do ranks that share one GPU train to the losses of Megatron without a pipeline, and to the end?
+"""Do ranks train to the losses of Megatron without a pipeline, to the end, on one GPU or several?
 
 A small GPT is trained for a few steps by Megatron's own schedule on one rank, and by this package's
 on several, which are processes of one device. All losses and all weights must be equal to the last
 bit. NCCL refuses two ranks on one device, so the ranks meet over gloo and messages go through the
 host's memory; what computes is real: the adapter, streams and events, and kernels that are loaded
-when they are first launched. Every training has processes of its own, which start cold, and a time
+when they are first launched. With --device-each, every rank has a GPU, and messages go over NCCL.
+On a CPU, they go over gloo. Every training has processes of its own, which start cold, and a time
 limit; one that does not end tells where its ranks stand.
 
 Prints a JSON line after every training, each with all results so far, and ends with exit status 1
@@ -48,6 +49,7 @@ class Trained:
     losses: list[list[float]]
     weights: dict[str, str]
     step_seconds: list[float]
+    peak_bytes: int | None = None
 
 
 class Failed(Exception):
@@ -69,7 +71,7 @@ def main() -> int:
         "results": [],
     }
     try:
-        expected = _train(job, args.seconds)
+        expected = train(job, args.seconds)
     except Failed as failure:
         line["reference"] = {"failed": str(failure), "printed": failure.printed}
         return _end(line, [f"Megatron's own schedule on one rank: {failure}"])
@@ -107,6 +109,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument(
         "--seconds", type=positive, default=30, metavar="N", help="of one training (default 30)"
     )
+    parser.add_argument("--device-each", action="store_true", help="a GPU for each rank, and NCCL")
     parser.add_argument(
         "--host-memory",
         action="store_true",
@@ -125,16 +128,17 @@ def _job(args: argparse.Namespace) -> Job:
         steps=args.steps,
         dtype=args.dtype,
         device=device.type,
-        host_memory=args.host_memory or device.type == "cuda",
+        host_memory=args.host_memory or (device.type == "cuda" and not args.device_each),
         stacks_after_seconds=0.8 * args.seconds,
         sizes=layer_sizes.chosen(args, device, SIZES, SIZES),
+        device_each=args.device_each,
     )
 
 
 def _compare(job: Job, expected: Trained, seconds: float) -> dict[str, Any]:
     result: dict[str, Any] = {"ranks": job.ranks, "schedule": job.schedule}
     try:
-        found = _train(job, seconds)
+        found = train(job, seconds)
     except Failed as failure:
         return {**result, "failed": str(failure), "printed": failure.printed}
     pairs = [
@@ -173,7 +177,7 @@ def _end(line: dict[str, Any], problems: list[str]) -> int:
     return 1 if problems else 0
 
 
-def _train(job: Job, seconds: float) -> Trained:
+def train(job: Job, seconds: float) -> Trained:
     """Run all ranks of a training.
 
     Raises:
@@ -236,11 +240,12 @@ def _printed(job: Job, folder: Path) -> dict[str, list[str]]:
 
 
 def _together(found: list[dict[str, Any]]) -> Trained:
-    """Losses from the rank that has them, weights from all, and the slowest rank's seconds."""
+    """Losses of the rank that has them, weights of all, the most seconds, and the most bytes."""
     return Trained(
         losses=next((f["losses"] for f in found if any(f["losses"])), []),
         weights={name: digest for f in found for name, digest in f["weights"].items()},
         step_seconds=[max(s) for s in zip(*(f["step_seconds"] for f in found), strict=True)],
+        peak_bytes=max((f["peak_bytes"] for f in found if f["peak_bytes"]), default=None),
     )
 
 

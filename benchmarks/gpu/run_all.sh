@@ -101,12 +101,13 @@ pack() {
 
 python=python3
 device=cuda
+parts=one-gpu called=run_all.sh # scripts/gpu_check.sh gives others
 pack_folder='' carried='' output='' version=''
 while (($#)); do
     case $1 in
         -h | --help) usage; exit ;;
         --with-numpy) packages+=(numpy); shift; continue ;;
-        --pack | --for | --carried | --output | --device | --python)
+        --pack | --for | --carried | --output | --device | --python | --parts | --called)
             (($# > 1)) && [[ -n $2 ]] || fail "$1 needs a value, see --help"
             ;;
         *) fail "$1 is not an option of this script, see --help" ;;
@@ -118,6 +119,8 @@ while (($#)); do
         --output) output=$2 ;;
         --device) device=$2 ;;
         --python) python=$2 ;;
+        --parts) parts=$2 ;;
+        --called) called=$2 ;;
     esac
     shift 2
 done
@@ -143,4 +146,5 @@ fi
 
 # No fusing by a compiler, for there may be none on the machine.
 export PYTHONPATH=$path${PYTHONPATH:+:$PYTHONPATH} PYTHONDONTWRITEBYTECODE=1 TORCHDYNAMO_DISABLE=1
-"$python" "$root/benchmarks/gpu/measurements.py" --device "$device" --output "$output"
+"$python" "$root/benchmarks/gpu/measurements.py" --parts "$parts" --called "$called" \
+    --device "$device" --output "$output"

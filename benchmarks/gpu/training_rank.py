@@ -1,6 +1,6 @@
-"""One rank of the small GPT that one_gpu_training.py trains; that script starts it.
+"""One rank of the small GPT that one_gpu_training.py and step_times.py train; they start it.
 
-Every rank uses the first GPU, or the CPU. Writes what it found to a file, as JSON.
+Writes what it found to a file, as JSON.
 """
 
 from __future__ import annotations
@@ -35,9 +35,11 @@ Batch = tuple[torch.Tensor, torch.Tensor]
 class Job:
     """One training, the same on all its ranks.
 
-    Without a ``schedule`` it is Megatron's own, on one rank; ``v-half+moved`` is v-half in less
-    memory, with activations that move to the host. ``host_memory`` sends messages as
-    ranks of one GPU must. After ``stacks_after_seconds`` a rank prints where its threads are.
+    Without a ``schedule`` it is Megatron's own, on one rank; ``megatron`` and
+    ``megatron-interleaved`` are Megatron's own on all ranks; ``v-half+moved`` is v-half in less
+    memory, with activations that move to the host. ``host_memory`` sends messages as ranks of one
+    GPU must. After ``stacks_after_seconds`` a rank prints where its threads are. With
+    ``device_each``, each rank has a GPU, and NCCL; else all have the first one, and gloo.
     """
 
     ranks: int
@@ -50,6 +52,12 @@ class Job:
     host_memory: bool
     stacks_after_seconds: float
     sizes: LayerSizes
+    device_each: bool = False
+
+    @property
+    def chunks_of_megatron(self) -> int:
+        """Chunks per rank of Megatron's own schedule."""
+        return 2 if self.schedule == "megatron-interleaved" else 1
 
     @classmethod
     def of_text(cls, text: str) -> Job:
@@ -68,16 +76,16 @@ def main() -> None:
 
 
 def _start(job: Job, rank: int, folder: Path) -> None:
-    """Join the other ranks over gloo, which does not mind that they share a device."""
+    """Join the other ranks; gloo does not mind that they share a device."""
     if job.device == "cpu":
         from megatron_zb.megatron_core.cpu import run_on_cpu
 
         run_on_cpu()
         torch.set_num_threads(1)
     else:
-        torch.cuda.set_device(0)
+        torch.cuda.set_device(rank if job.device_each else 0)
     dist.init_process_group(
-        "gloo",
+        "nccl" if job.device_each and job.device == "cuda" else "gloo",
         init_method=f"file://{folder / 'meeting_point'}",
         rank=rank,
         world_size=job.ranks,
@@ -113,13 +121,16 @@ def train(job: Job, rank: int) -> dict[str, Any]:
         seconds.append(time.perf_counter() - begin)
     if adapter is not None:
         adapter.forward_backward_func.close()
-    return {"losses": losses, "step_seconds": seconds, "weights": _digests(chunks)}
+    peak = torch.cuda.max_memory_allocated() if job.device == "cuda" else None
+    weights = _digests(chunks)
+    return {"losses": losses, "step_seconds": seconds, "weights": weights, "peak_bytes": peak}
 
 
 def _adapter(job: Job) -> Any:
     """The schedule as a training script has it; None for Megatron's own."""
-    if job.schedule is None:
+    if job.schedule is None or job.schedule.startswith("megatron"):
         return None
+    from megatron_zb.measured.limits import Limit
     from megatron_zb.megatron_core import forward_backward
     from megatron_zb.megatron_core.adapter import PipelineAdapter
     from megatron_zb.schedules.layout import Layers
@@ -129,7 +140,7 @@ def _adapter(job: Job) -> Any:
 
         forward_backward.Channels = HostMemoryChannels  # type: ignore[misc]
     name, _, states = job.schedule.partition("+")
-    moved: dict[str, Any] = {"memory_limit": 0.55, "copy": 0.1} if states == "moved" else {}
+    moved: dict[str, Any] = {"memory_limit": Limit(0.55), "copy": 0.1} if states == "moved" else {}
     return PipelineAdapter.create(
         name,
         **moved,
@@ -149,11 +160,18 @@ def _make_parallel_groups(job: Job, adapter: Any) -> None:
         more["get_embedding_ranks"] = lambda ranks, _=None: choose(ranks)
     parallel_state.initialize_model_parallel(
         pipeline_model_parallel_size=job.ranks,
-        virtual_pipeline_model_parallel_size=adapter.virtual_pipeline_size if adapter else None,
+        virtual_pipeline_model_parallel_size=_virtual_size(job, adapter),
         create_gloo_process_groups=False,
         **more,
     )
     model_parallel_cuda_manual_seed(SEED)
+
+
+def _virtual_size(job: Job, adapter: Any) -> int | None:
+    if adapter is not None:
+        found: int | None = adapter.virtual_pipeline_size
+        return found
+    return job.chunks_of_megatron if job.chunks_of_megatron > 1 else None
 
 
 def _build_chunks(job: Job, adapter: Any, rank: int) -> list[Any]:
@@ -170,19 +188,21 @@ def _build_chunks(job: Job, adapter: Any, rank: int) -> list[Any]:
         device,
         LOCAL,
         pipeline_model_parallel_size=job.ranks,
-        virtual_pipeline_model_parallel_size=adapter.virtual_pipeline_size if adapter else None,
+        virtual_pipeline_model_parallel_size=_virtual_size(job, adapter),
         pipeline_model_parallel_layout=adapter.layer_layout if adapter else None,
         deallocate_pipeline_outputs=True,
     )
-    count = adapter.chunks if adapter else 1
+    count, last = adapter.chunks if adapter else job.chunks_of_megatron, job.ranks - 1
     chunks = [
         gpt_layers.build(
             config,
             job.sizes,
             LOCAL,
             device,
-            embedding=adapter.pre_process(rank, chunk) if adapter else True,
-            output_layer=adapter.post_process(rank, chunk) if adapter else True,
+            embedding=adapter.pre_process(rank, chunk) if adapter else rank == chunk == 0,
+            output_layer=(
+                adapter.post_process(rank, chunk) if adapter else (rank, chunk) == (last, count - 1)
+            ),
             vp_stage=chunk if count > 1 else None,
         )
         for chunk in range(count)
