@@ -16,11 +16,15 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
+import sys
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 from make_reliability import with_table
+
+sys.path.append(str(Path(__file__).resolve().parents[1] / "benchmarks" / "gpu"))
+import report
 
 PAGE = Path(__file__).resolve().parent / "performance.md"
 RESULTS = PAGE.parent / "results"
@@ -50,7 +54,27 @@ def page(text: str) -> str:
     text = with_table(text, "cut, steps", cut_steps(steps))
     for name in prediction["shapes"]:
         text = with_table(text, name, predicted(prediction, name))
+    text = with_table(text, "gpus", of_gpus(_of_machines()))
     return with_table(text, "predictions", [summary(prediction)])
+
+
+def _of_machines() -> list[dict[str, Any]]:
+    """The files that scripts/gpu_check.sh has written, of machines with GPUs."""
+    files = sorted(RESULTS.glob("gpu_check.*.json"))
+    found = [json.loads(file.read_text(encoding="utf-8")) for file in files]
+    return [results for results in found if results["machine"].get("gpus")]
+
+
+def of_gpus(machines: list[dict[str, Any]]) -> list[str]:
+    """A table of each machine, or a line that says that there is none."""
+    if not machines:
+        return ["Nobody has sent a file yet: no figure of this page is of a GPU."]
+    lines = []
+    for results in machines:
+        lines += ["", f"commit {results['commit']}, {results['date']}, {results['seconds']} s", ""]
+        lines += ["| part | what | measured |", "|---|---|---|"]
+        lines += [f"| {' | '.join(row)} |" for row in report.rows(results)]
+    return lines[1:]
 
 
 def _result(name: str) -> dict[str, Any]:

@@ -316,7 +316,7 @@ def _run(measurement: Measurement, device: str, left: float) -> dict[str, Any]:
     A benchmark with many answers writes a line after each: those before a failure are kept.
     """
     limit = min(measurement.limit_seconds, left)
-    if limit <= LEAST_SECONDS:
+    if left <= LEAST_SECONDS:
         return {"not_measured": "no time was left"}
     arguments = measurement.tiny_arguments if device == "cpu" else measurement.arguments
     script = str(BENCHMARKS / measurement.script)

@@ -217,6 +217,119 @@ def test_results_have_no_names_of_folders_and_hosts() -> None:
     assert found == {"a": ["File x.py:3 on HOST, 1/2 of a/b", 3], "b": None}
 
 
+def test_the_check_of_gpus_refuses_in_one_sentence() -> None:
+    script = BENCHMARKS.parent / "scripts" / "gpu_check.sh"
+    assert "usage: scripts/gpu_check.sh" in call(script, "--help").stdout
+    for words, sentence in (
+        (["--fast"], "--fast is not an option of this script, see --help"),
+        (["--output"], "--output needs a value, see --help"),
+        (["--python", sys.executable], "--device cpu tries it out without one"),
+    ):
+        if words[0] == "--python" and torch.cuda.is_available():
+            continue
+        done = call(script, *words)
+        assert done.returncode == 2
+        assert done.stderr.startswith("gpu_check.sh: error: ")
+        assert done.stderr.endswith(f"{sentence}\n")
+        assert done.stderr.count("\n") == 1
+
+
+MEASURED: dict[str, Any] = {
+    "machine": {"device": "cuda", "gpu": "H100", "gpus": 2, "torch": "2.9", "driver": None},
+    "commit": "abc",
+    "date": "2026-11-25",
+    "seconds": 100.0,
+    "measurements": {
+        "queues": {
+            "benchmark": "queues",
+            "answers": {"a": {"held_up": True}, "b": {"held_up": False}, "c": {"held_up": 0}},
+        },
+        "waiting": {
+            "benchmark": "waiting_receive",
+            "receives": "NCCL",
+            "product_ms": {"channels": {"0": 2.0, "4": 3.0}},
+            "pinned": {"asked": 100, "taken": 200},
+        },
+        "training": {
+            "failed": "it took more than 3 s",
+            "last_line": "x",
+            "found": {
+                "benchmark": "one_gpu_training",
+                "results": [
+                    {
+                        "schedule": "v-zb",
+                        "ranks": 2,
+                        "equal_losses": True,
+                        "differing_weights": [],
+                    },
+                    {
+                        "schedule": "v-half",
+                        "ranks": 2,
+                        "equal_losses": True,
+                        "differing_weights": ["w"],
+                    },
+                    {
+                        "schedule": "zb-h1",
+                        "ranks": 2,
+                        "equal_losses": False,
+                        "largest_loss_difference": 0.5,
+                    },
+                ],
+            },
+        },
+        "steps": {
+            "benchmark": "step_times",
+            "ranks": 2,
+            "results": {
+                "v-zb": {"step_seconds": 0.5, "of_megatron": 0.9, "peak_bytes": 2**31},
+                "v-half": {"failed": "no"},
+            },
+        },
+        "late": {"not_measured": "no time was left"},
+    },
+}
+
+
+def test_a_table_has_what_was_measured_failed_or_had_no_time() -> None:
+    sys.path.append(str(BENCHMARKS.parent / "docs"))
+    from make_performance import of_gpus
+
+    lines = of_gpus([MEASURED])
+    assert lines[0] == "commit abc, 2026-11-25, 100.0 s"
+    assert lines[4:] == [
+        "| machine | device | 2 x H100 |",
+        "| machine | torch | 2.9 |",
+        "| queues | held up while a kernel spins | a |",
+        "| waiting | time of a product beside n receives (NCCL, channels) | 0: 1.00, 4: 1.50 |",
+        "| waiting | pinned memory taken, of what was asked | 2.00 |",
+        "| training | failed | it took more than 3 s: x |",
+        "| training | v-zb on 2 ranks, losses and weights | bit-equal to Megatron's |",
+        "| training | v-half on 2 ranks, losses and weights | 1 weights differ |",
+        "| training | zb-h1 on 2 ranks, losses and weights | losses differ by up to 0.5 |",
+        "| steps | v-zb: a step on 2 ranks | "
+        "500.0 ms, 0.900 of Megatron's 1F1B, 2.00 GiB at most |",
+        "| steps | v-half | failed: no |",
+        "| late | not measured | no time was left |",
+    ]
+    assert len(of_gpus([])) == 1
+
+
+@pytest.mark.full
+def test_the_check_of_gpus_runs_on_a_cpu(tmp_path: Path) -> None:
+    """With tiny sizes: the same programs, and the file that the page is made of."""
+    output = tmp_path / "check.json"
+    script = BENCHMARKS.parent / "scripts" / "gpu_check.sh"
+    words = ["--cpu", "--output", str(output), "--python", sys.executable]
+    done = subprocess.run([script, *words], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    results = json.loads(output.read_text(encoding="utf-8"))
+    assert all("failed" not in found for found in results["measurements"].values())
+    assert list(results["measurements"]) == [m.name for m in measurements.CHECK]
+    text = output.read_text(encoding="utf-8")
+    assert str(BENCHMARKS.parent) not in text
+    assert platform.node() not in text
+
+
 def test_a_measurement_has_its_environment_and_what_it_needs(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
