@@ -14,6 +14,7 @@ import argparse
 import json
 import sys
 from collections.abc import Callable, Iterator
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -88,16 +89,30 @@ def _results(sizes: list[int], device: torch.device) -> Iterator[dict[str, Any]]
 
 def _missing(recipe: str) -> str | None:
     from transformer_engine.common import recipe as recipes
-    from transformer_engine.pytorch import fp8
 
     if not hasattr(recipes, RECIPES[recipe]):
         return "this Transformer-Engine does not have it"
     asked = {"blockwise": "fp8_block_scaling", "mxfp8": "mxfp8", "nvfp4": "nvfp4"}
-    manager = fp8.FP8GlobalStateManager
+    manager = _manager()
     available: Callable[[], tuple[bool, str]]
     available = getattr(manager, f"is_{asked.get(recipe, 'fp8')}_available")
     has_it, reason = available()
     return None if has_it else reason
+
+
+def _manager() -> Any:
+    """Return the state of quantization, which newer versions have in another module."""
+    try:
+        module = import_module("transformer_engine.pytorch.quantization")
+    except ModuleNotFoundError:
+        module = import_module("transformer_engine.pytorch.fp8")
+    return module.FP8GlobalStateManager
+
+
+def _quantizing(te: Any, recipe: Any) -> Any:
+    if hasattr(te, "autocast"):
+        return te.autocast(recipe=recipe)
+    return te.fp8_autocast(fp8_recipe=recipe)
 
 
 def compare(
@@ -124,9 +139,8 @@ class Run:
     ) -> None:
         from transformer_engine import pytorch as te
         from transformer_engine.common import recipe as recipes
-        from transformer_engine.pytorch import fp8
 
-        fp8.FP8GlobalStateManager.reset()
+        _manager().reset()
         torch.manual_seed(1)
         self._sizes, self._device = sizes, device
         _, inputs, outputs = sizes
@@ -144,7 +158,7 @@ class Run:
         for parameter in self._module.parameters():
             parameter.main_grad = torch.zeros(parameter.shape, device=device)
         made = getattr(recipes, RECIPES[recipe])()
-        self._quantizing = lambda: te.fp8_autocast(fp8_recipe=made)
+        self._quantizing = lambda: _quantizing(te, made)
         self._inputs: dict[int, torch.Tensor] = {}
         self._outputs: dict[int, torch.Tensor] = {}
 

@@ -53,6 +53,8 @@ def under_another(space: Space, combination: Combination) -> dict[str, str]:
         name: s.default if s.is_ours else combination[name] for name, s in space.settings.items()
     }
     known = ["zb-h1", "v-half", "v-zb", "1f1b"]
+    if combination["layers"] in ("first-last", "accounted"):  # too few layers for a V
+        known = ["zb-h1", "1f1b"]
     others = [name for name in known if name != combination["schedule"]]
     return {**other, "schedule": others[int(combination["pipeline"]) % len(others)]}
 
