@@ -328,3 +328,7 @@ def test_passes_of_a_relay_have_no_place_elsewhere() -> None:
 def test_what_cannot_be_is_refused_in_a_sentence(wrong: Callable[[], object], said: str) -> None:
     with pytest.raises(UsageError, match=said):
         wrong()
+
+
+def test_a_schedule_has_one_step_and_runs_one_ahead_unless_told() -> None:
+    assert pipe_bd(HYBRID, 4) == pipe_bd(HYBRID, 4, steps=1, run_ahead=1)

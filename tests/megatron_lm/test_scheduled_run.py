@@ -10,6 +10,7 @@ import pytest
 from megatron_arguments import parsed
 
 from megatron_zb.errors import UsageError
+from megatron_zb.megatron_lm import conflicts
 from megatron_zb.megatron_lm.adapter_of_arguments import adapter_of
 from megatron_zb.megatron_lm.scheduled_run import ScheduledRun
 
@@ -40,3 +41,20 @@ def test_a_model_provider_that_knows_no_chunks_is_refused_where_there_are_some()
 def test_an_encoder_has_all_of_its_layers(pipeline_size: int, expected: int) -> None:
     config = SimpleNamespace(num_layers=3, pipeline_model_parallel_size=pipeline_size)
     assert run_of("zb-h1").num_layers_to_build(lambda config, vp_stage: 2, config, 0) == expected
+
+
+def test_the_first_chunk_that_is_refused_is_the_one_that_is_told(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    run = run_of("v-half")
+    first, second = UsageError("the first"), UsageError("the second")
+    refusals = iter([first, second])
+
+    def refuse(*_: Any) -> None:
+        raise next(refusals)
+
+    monkeypatch.setattr(conflicts, "check_model", refuse)
+    run._failure = None
+    for _ in range(2):
+        run._check_model(None)
+    assert run._failure is first

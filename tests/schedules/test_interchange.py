@@ -276,3 +276,12 @@ def test_a_trace_has_its_memory_at_the_times_of_its_passes() -> None:
         assert len(passes) > 10
         assert counted[:-1] == pytest.approx([e["ts"] for e in passes])
         assert counted[-1] == pytest.approx(passes[-1]["ts"] + passes[-1]["dur"])
+
+
+def test_a_trace_tells_forwards_and_backwards_apart_by_their_colours() -> None:
+    costs = schedules.Costs.uniform(pipeline_size=4, forward=1, backward=1, weight=1)
+    colours: dict[str, set[str]] = {}
+    for event in trace_of(build("zb-h1"), costs):
+        if event["ph"] == "X":
+            colours.setdefault(event["name"].strip("0123456789"), set()).add(event["cname"])
+    assert colours == {"F": {"rail_response"}, "B": {"bad"}, "W": {"good"}, "BW": {"terrible"}}
