@@ -122,6 +122,8 @@ class _Hooks:
         replace(fully_parallel, SHARING, in_a_v(ScheduledRun.share_out_replicas))
         masters = in_a_v(ScheduledRun.sharded_masters)
         replace_method(Float16OptimizerWithFloat16Params, "sharded_state_dict", masters)
+        load_masters = scheduled(ScheduledRun.load_masters)
+        replace_method(Float16OptimizerWithFloat16Params, "load_state_dict", load_masters)
         load_apart = in_a_v(ScheduledRun.load_replicas_apart)
         replace_method(fully_parallel.FullyParallelLoadStrategyWrapper, "load", load_apart)
         self._install_in_data()

@@ -163,6 +163,10 @@ class ScheduledRun:
         """Return the state of an optimizer to be saved, without groups that are empty here."""
         return empty_groups.leave_out(original, *args, **keywords)
 
+    def load_masters(self, original: Any, *args: Any, **keywords: Any) -> None:
+        """Load the state of an optimizer, which may have no weights here."""
+        empty_groups.load(original, *args, **keywords)
+
     def sharded_param_state(self, original: Any, optimizer: Any, *args: Any, **kw: Any) -> Any:
         """Return the distributed optimizer's state with every weight's own values."""
         with reshardable_states.without_padding([optimizer]):

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from megatron_zb.megatron_core.empty_groups import MASTERS, leave_out
+from megatron_zb.megatron_core.empty_groups import MASTERS, leave_out, load
 
 
 def of_three_groups(_optimizer: Any, state: Any, _is_loading: bool, **more: Any) -> dict[str, Any]:
@@ -23,3 +24,21 @@ def test_an_empty_group_is_not_saved(is_loading: bool) -> None:
 
 def test_an_optimizer_without_masters_is_as_it_was() -> None:
     assert leave_out(lambda *_: {"state": {}}, None, None) == {"state": {}}
+
+
+@pytest.mark.parametrize(
+    ("groups", "state", "loaded"),
+    [
+        ([[], []], {}, {MASTERS: []}),
+        ([[], []], {MASTERS: [[]]}, {MASTERS: [[]]}),
+        ([["a"]], {"fp32_from_fp16": [["a"]]}, {"fp32_from_fp16": [["a"]]}),
+    ],
+    ids=["without weights", "without weights, with a list", "an older checkpoint"],
+)
+def test_an_optimizer_without_weights_is_loaded(
+    groups: list[list[str]], state: dict[str, Any], loaded: dict[str, Any]
+) -> None:
+    given: list[dict[str, Any]] = []
+    optimizer = SimpleNamespace(fp32_from_float16_groups=groups)
+    load(lambda _, found: given.append(found), optimizer, state)
+    assert given == [loaded]

@@ -139,6 +139,20 @@ def test_a_v_with_two_learning_rates_saves_and_all_go_on(checkout: Path, tmp_pat
     check_equal(pretrain(checkout, MODEL, PIPELINE, flags, load, V_HALF), stock)
 
 
+def test_ranks_without_experts_load_an_optimizer_without_weights(
+    checkout: Path, tmp_path: Path
+) -> None:
+    """The rank with both ends of a V has the dense layers alone; stock has experts on all ranks."""
+    experts = "--num-experts 4 --moe-router-topk 2 --moe-ffn-hidden-size 64 --disable-bias-linear"
+    flags = f"--fp16 --loss-scale 512 {experts} --moe-layer-freq [0,1,1,1,1,1,1,0]"
+    saving = f"--save {tmp_path} --save-interval 2 --exit-interval 2"
+    saved = pretrain(checkout, MODEL, PIPELINE, flags, saving)
+    assert saved.code == 0, saved.output
+    load = f"--load {tmp_path} --exit-interval 4"
+    stock = pretrain(checkout, MODEL, PIPELINE, flags, load)
+    check_equal(pretrain(checkout, MODEL, PIPELINE, flags, load, V_HALF), stock)
+
+
 def test_the_default_format_goes_on_in_32_bits(checkout: Path, tmp_path: Path) -> None:
     """Megatron's own schedule cannot load it: it writes into weights that have gradients."""
     flags = f"{REPLICAS} --use-distributed-optimizer {V_HALF}"
