@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 
-from megatron_zb.planner import byte_counts
 from megatron_zb.planner.byte_counts import Held
 from megatron_zb.planner.stages import StageWorkload
 from megatron_zb.schedules import Pass, PassKind, Schedule
@@ -70,7 +69,7 @@ def _of_rank(
         activations=activations,
         weight_queue=queue,
         logits=staged.logits(rank),
-        messages=byte_counts.message_buffers(staged.load, staged.placement.chunks),
+        messages=staged.messages(rank),
         snapshot=states.optimizer if snapshot else 0.0,
         reserved=device.reserved_bytes - device.fragmentation_bytes,
         fragmentation=device.fragmentation_bytes,

@@ -8,7 +8,7 @@ from functools import cached_property
 
 from megatron_zb.planner import byte_counts
 from megatron_zb.planner.byte_counts import Held, States
-from megatron_zb.planner.vocabulary import Shard
+from megatron_zb.planner.vocabulary import CONNECTION, Shard, more_connections
 from megatron_zb.planner.work import Work, Workload
 from megatron_zb.schedules import Costs
 from megatron_zb.schedules.costs import PAIR_LOSS
@@ -245,9 +245,16 @@ class StageWorkload:
         return (
             self.states[rank].total
             + self.logits(rank)
-            + byte_counts.message_buffers(self.load, self.placement.chunks)
+            + self.messages(rank)
             + self.load.device.reserved_bytes
         )
+
+    def messages(self, rank: int) -> float:
+        """Return the bytes of messages under way, and of NCCL's buffers for those of shards."""
+        buffers = byte_counts.message_buffers(self.load, self.placement.chunks)
+        if self.shard is None:
+            return buffers
+        return buffers + more_connections(self.placement, rank) * CONNECTION
 
     def logits(self, rank: int) -> float:
         """Return the bytes of logits, and of their parts, that a rank has for one microbatch.

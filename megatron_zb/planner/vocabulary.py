@@ -29,6 +29,7 @@ from megatron_zb.planner.byte_counts import GRADIENT, OPTIMIZER, WEIGHT, Held, S
 from megatron_zb.planner.model import ModelConfig
 from megatron_zb.planner.strategy import Strategy
 from megatron_zb.planner.work import Work, Workload
+from megatron_zb.schedules.placement import Placement
 
 _KERNELS_OF_O, _KERNELS_OF_V = 16, 8
 _KERNELS_OF_P, _KERNELS_OF_A_PART = 14, 8
@@ -39,6 +40,10 @@ _ROW, _PACKED, _DIVIDED, _ROW_ADDED = 8, 8, 28, 6
 # Bytes of each logit that O has besides the logits, at most, and of each number of each part in P.
 _WHILE_O, _WHILE_P = 12, 12
 _LABEL = 16
+CONNECTION = 4 * 2**20 + 524_288 + 4_915_200
+"""Bytes that NCCL allocates by default to receive over a connection of one thread block.
+
+They are the buffers of its three protocols (NCCL, src/init.cc)."""
 
 
 def why_not_cut(model: ModelConfig, *, post_validation: bool = False) -> str | None:
@@ -54,6 +59,15 @@ def why_not_cut(model: ModelConfig, *, post_validation: bool = False) -> str | N
 def can_be_shared(model: ModelConfig, strategy: Strategy) -> bool:
     """Return whether the pipeline ranks can have equally many rows of the output layer."""
     return model.vocabulary % (strategy.pipeline * strategy.tensor) == 0
+
+
+def more_connections(placement: Placement, rank: int) -> int:
+    """Return the ranks that send to a rank for the shards alone, not for its stages."""
+    usual = {frozenset(link) for link in placement.links}
+    ends = (placement.rank_of[0], placement.rank_of[-1])
+    others = range(placement.pipeline_size)
+    links = {frozenset((r, end)) for r in others for end in ends if r != end}
+    return sum(rank in link for link in links - usual)
 
 
 @dataclass(frozen=True)

@@ -33,7 +33,13 @@ from megatron_zb.planner.search import (
 )
 from megatron_zb.planner.stages import StageWorkload
 from megatron_zb.planner.strategy import Choices
-from megatron_zb.planner.vocabulary import Shard, can_be_shared, why_not_cut
+from megatron_zb.planner.vocabulary import (
+    CONNECTION,
+    Shard,
+    can_be_shared,
+    more_connections,
+    why_not_cut,
+)
 from megatron_zb.planner.work import Work
 from megatron_zb.schedules import Pass, PassKind
 from megatron_zb.schedules.placement import looped, v_shape
@@ -391,3 +397,22 @@ def test_a_cut_schedule_keeps_its_memory_and_its_order() -> None:
     assert max(timeline.peak_memory) <= most * worst * (1 + 1e-9)
     assert found.memory.activations + found.memory.weight_queue > 0
     assert 0 < found.bubble < 0.6
+
+
+@pytest.mark.parametrize(
+    ("placement", "expected"),
+    [(v_shape(4), [2, 0, 1, 1]), (looped(4, 1), [2, 1, 1, 2]), (v_shape(2), [0, 0])],
+    ids=["v", "loop", "v of two"],
+)
+def test_messages_of_shards_take_connections(placement: Any, expected: list[int]) -> None:
+    """Those with a neighbour are there already; a rank of a V with both ends takes two kinds."""
+    found = [more_connections(placement, rank) for rank in range(placement.pipeline_size)]
+    assert found == expected
+
+
+def test_connections_of_shards_count_as_messages() -> None:
+    cut = cut_stages()
+    whole = replace(cut, cuts_vocabulary=False)
+    more = [cut.messages(rank) - whole.messages(rank) for rank in range(4)]
+    assert more == [more_connections(cut.placement, rank) * CONNECTION for rank in range(4)]
+    assert max(more) == 2 * 9_633_792
