@@ -257,7 +257,8 @@ def _redirect_adam() -> None:
 
     Megatron asks a fresh optimizer for its state before it loads a checkpoint into it, but torch's
     makes it at the first step; and it takes every entry of a parameter's state for a tensor of the
-    parameter's shape, so the number of steps has to be kept with the group.
+    parameter's shape, so the number of steps has to be kept with the group. An optimizer without
+    parameters, such as that of experts on a rank that holds none, is asked for its steps, too.
     """
     optim: Any = torch.optim
 
@@ -279,6 +280,9 @@ def _redirect_adam() -> None:
             self._steps_to_parameters()
             loss = super().step(closure)
             self._steps_to_groups()
+            for group in self.param_groups:
+                if not group["params"]:
+                    group["step"] = group.get("step", 0) + 1
             return loss
 
         def state_dict(self) -> dict[str, Any]:
@@ -289,6 +293,9 @@ def _redirect_adam() -> None:
             self._steps_to_parameters()
             state: dict[str, Any] = super().state_dict()
             state["state"] = {key: dict(value) for key, value in state["state"].items()}
+            if not state["state"]:
+                step = max(group.get("step", 0) for group in self.param_groups)
+                state["state"] = {0: {"step": torch.tensor(float(step))}}
             self._steps_to_groups()
             return state
 

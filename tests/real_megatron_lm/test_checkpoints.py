@@ -139,18 +139,30 @@ def test_a_v_with_two_learning_rates_saves_and_all_go_on(checkout: Path, tmp_pat
     check_equal(pretrain(checkout, MODEL, PIPELINE, flags, load, V_HALF), stock)
 
 
-def test_ranks_without_experts_load_an_optimizer_without_weights(
-    checkout: Path, tmp_path: Path
+@pytest.mark.parametrize(
+    "optimizer",
+    ["--fp16 --loss-scale 512", "--bf16 --use-distributed-optimizer"],
+    ids=["fp16", "distributed"],
+)
+def test_ranks_without_experts_load_and_save_an_optimizer_without_weights(
+    checkout: Path, tmp_path: Path, optimizer: str
 ) -> None:
     """The rank with both ends of a V has the dense layers alone; stock has experts on all ranks."""
     experts = "--num-experts 4 --moe-router-topk 2 --moe-ffn-hidden-size 64 --disable-bias-linear"
-    flags = f"--fp16 --loss-scale 512 {experts} --moe-layer-freq [0,1,1,1,1,1,1,0]"
+    spread = "--expert-model-parallel-size 2 --moe-token-dispatcher-type alltoall"
+    model = f"{REPLICAS} {experts} {spread} --num-layers 4 --moe-layer-freq [0,1,1,0]"
+    flags = f"{model} {optimizer} --dist-ckpt-optim-fully-reshardable"
     saving = f"--save {tmp_path} --save-interval 2 --exit-interval 2"
-    saved = pretrain(checkout, MODEL, PIPELINE, flags, saving)
+    saved = pretrain(checkout, MODEL, flags, saving)
     assert saved.code == 0, saved.output
     load = f"--load {tmp_path} --exit-interval 4"
-    stock = pretrain(checkout, MODEL, PIPELINE, flags, load)
-    check_equal(pretrain(checkout, MODEL, PIPELINE, flags, load, V_HALF), stock)
+    stock = pretrain(checkout, MODEL, flags, load)
+    again = f"--save {tmp_path} --save-interval 4"
+    check_equal(pretrain(checkout, MODEL, flags, load, V_HALF, again), stock)
+    load = f"--load {tmp_path} --exit-interval 6"
+    stock = pretrain(checkout, MODEL, flags, load)
+    assert list(stock.losses) == [5, 6], stock.output
+    check_equal(pretrain(checkout, MODEL, flags, load, V_HALF), stock)
 
 
 def test_the_default_format_goes_on_in_32_bits(checkout: Path, tmp_path: Path) -> None:
