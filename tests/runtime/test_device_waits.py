@@ -57,6 +57,7 @@ PLACES = {
     "runtime/synthetic_steps.py:Steps.seconds": HOST,
     "runtime/watchdog/watchdog.py:Watchdog._goes_on": HOST,
     "megatron_core/cpu.py:redirect_experts.to_cpu": "there is no GPU",
+    "megatron_core/expert_metrics.py:share": BETWEEN_STEPS,
     "megatron_core/forward_backward.py:ForwardBackward.forget_marks": BETWEEN_STEPS,
     "megatron_core/post_validation.py:PostValidation._close": HOST,
     "megatron_core/post_validation.py:PostValidation._judge": HOST,
