@@ -499,7 +499,7 @@ class PipelineAdapter:
         schedule = self.schedule
         if num_microbatches != schedule.num_microbatches:
             name = schedule.name if schedule.name in catalog.names() else _SUBSTITUTE
-            limit = None if forward_only else self._memory_limit  # which keeps no activations
+            limit = None if forward_only else self._memory_limit  # forwards keep nothing
             schedule = self._built(
                 name, num_microbatches, self.costs, self._build, limit, self._is_measured
             )

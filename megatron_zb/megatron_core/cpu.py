@@ -129,7 +129,7 @@ def _redirect_training_loop() -> None:
     accelerator: Any = torch.accelerator
     accelerator.is_available = lambda: False
     _use_compiled_dataset_helpers()
-    _redirect_adam()
+    redirect_adam()
     from megatron_zb.megatron_core.versions import skip_fused_kernels
 
     skip_fused_kernels()
@@ -252,7 +252,7 @@ def _use_compiled_dataset_helpers() -> None:
             utils.compile_helpers = _nothing()
 
 
-def _redirect_adam() -> None:
+def redirect_adam() -> None:
     """Adapt torch's Adam to Megatron's distributed optimizer, which expects a GPU's fused one.
 
     Megatron asks a fresh optimizer for its state before it loads a checkpoint into it, but torch's

@@ -50,7 +50,7 @@ def test_a_timeout_below_zero_is_refused() -> None:
 
 
 def test_an_evaluation_of_more_microbatches_has_no_memory_limit() -> None:
-    """Forwards keep no activations, and an evaluation may have a batch of its own."""
+    """An evaluation keeps no activations and may have another batch size than training."""
     adapter = PipelineAdapter.create(
         "zb-h2", pipeline_size=2, num_microbatches=1, layers=Layers(4), memory_limit=Limit(0.6)
     )

@@ -8,7 +8,11 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megatron_zb.megatron_core.cpu import keep_messages, sum_norms_in_single_precision
+from megatron_zb.megatron_core.cpu import (
+    keep_messages,
+    redirect_adam,
+    sum_norms_in_single_precision,
+)
 
 _NUMBERS, _MESSAGES = 8192, 64
 
@@ -71,3 +75,19 @@ def norm_of_halves() -> tuple[float, float]:
 def test_norms_of_16_bits_are_not_rounded_to_16_bits(ranks: Any) -> None:
     for found, exact in ranks(2).run(norm_of_halves):
         assert found == pytest.approx(exact, rel=1e-6)
+
+
+@pytest.mark.parametrize("parameters", [0, 2])
+def test_an_optimizer_tells_its_steps_with_and_without_parameters(
+    parameters: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.optim, "AdamW", torch.optim.AdamW)  # which is restored afterwards
+    redirect_adam()
+    held = [torch.nn.Parameter(torch.ones(2)) for _ in range(parameters)]
+    optimizer = torch.optim.AdamW([{"params": held}])
+    for _ in range(2):
+        for parameter in held:
+            parameter.grad = torch.ones(2)
+        optimizer.step()
+    state = optimizer.state_dict()["state"]
+    assert [each["step"].item() for each in state.values()] == [2.0] * max(1, parameters)

@@ -67,7 +67,7 @@ def test_a_gpu_is_where_its_first_open_event_is(monkeypatch: pytest.MonkeyPatch)
 
 
 def test_without_a_watchdog_no_marks_are_kept() -> None:
-    """Nobody would look at them, and let go of them: a job of weeks would drown in them."""
+    """Without a watchdog no thread drops marks, so their number would grow with every step."""
     StandInEvent.made.clear()
     progress = Progress(on_gpu=True, event=StandInEvent)
     with progress.step(), progress.running(forward(1, 0)):

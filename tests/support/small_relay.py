@@ -47,7 +47,7 @@ class Block:
 
 
 class BlockStage:
-    """Blocks in a row as a stage; gradients are summed over ``group``."""
+    """Stage of consecutive blocks that all-reduces their gradients over ``group``."""
 
     def __init__(self, blocks: Sequence[Block], group: dist.ProcessGroup, is_last: bool) -> None:
         self.blocks, self.group, self.is_last = blocks, group, is_last
