@@ -70,3 +70,17 @@ def test_logs_are_compared(ours: dict[str, str], schedule: str, first: str) -> N
     upstream = {"1 lm loss": "4.0", "1 grad norm": "1.0"}
     assert compare(upstream, ours, combination).first.startswith(first)
     assert bool(compare(upstream, ours, combination).first) is bool(first)
+
+
+def test_a_run_that_goes_on_has_the_rounding_of_both_its_schedules() -> None:
+    usual = draw(space_of("0.16"), "compare/0") | {
+        "vocabulary": "whole",
+        "clip": "0",
+        "layers": "even",
+        "balanced": "without",
+    }
+    logs = {"4 grad norm": "1.0"}, {"4 grad norm": "1.0000001"}
+    first, then = usual | {"schedule": "zb-1p"}, usual | {"schedule": "v-zb"}
+    assert compare(*logs, first).first
+    assert not compare(*logs, first, then).first
+    assert not compare(*logs, then, first).first

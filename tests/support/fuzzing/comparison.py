@@ -49,8 +49,11 @@ class Difference:
     norms: float
 
 
-def compare(upstream: Log, ours: Log, combination: Combination) -> Difference:
-    """Compare all numbers; the first difference is empty if there is none beyond rounding."""
+def compare(upstream: Log, ours: Log, *combinations: Combination) -> Difference:
+    """Compare all numbers; the first difference is empty if there is none beyond rounding.
+
+    A run that goes on from another is given both combinations: each has rounded its sums.
+    """
     first, widest = "", {"norm": 0.0, "loss": 0.0}
     if not upstream or upstream.keys() != ours.keys():
         first = f"logged by one alone: {sorted(upstream.keys() ^ ours.keys())[:3] or 'nothing'}"
@@ -58,7 +61,7 @@ def compare(upstream: Log, ours: Log, combination: Combination) -> Difference:
         apart = _apart(upstream[key], ours[key])
         kind = "norm" if key.endswith("norm") else "loss"
         widest[kind] = max(widest[kind], apart)
-        if apart > width(key, combination) and not first:
+        if apart > max(width(key, each) for each in combinations) and not first:
             first = f"{key}: {upstream[key]}, {ours[key]}"
     return Difference(first, widest["loss"], widest["norm"])
 

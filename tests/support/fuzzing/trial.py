@@ -124,7 +124,7 @@ class _Run:
         upstream = self._job(self._commands, self._from("upstream", self._commands.upstream))
         if upstream.code:
             return  # upstream cannot load what it has saved
-        commands, words = self._commands, self._commands.upstream
+        commands, words, other = self._commands, self._commands.upstream, self._combination
         if self._combination["continued"] == "by-ours":
             words = commands.ours
         elif self._combination["continued"] == "by-another":
@@ -133,7 +133,7 @@ class _Run:
             words = commands.ours
         ours = self._job(commands, self._from("ours", words))
         self._judge_start(ours, None, "going on: ")
-        self._same(upstream, ours, "going on: ")
+        self._same(upstream, ours, "going on: ", other)
 
     def _keeping(self, name: str) -> list[str]:
         if self._combination["continued"] == "without":
@@ -170,8 +170,9 @@ class _Run:
         if said:
             raise _Ended(Verdict.REFUSED, when + said)
 
-    def _same(self, upstream: Ended, ours: Ended, when: str = "") -> None:
-        found = compare(logged(upstream.stdout), logged(ours.stdout), self._combination)
+    def _same(self, upstream: Ended, ours: Ended, when: str = "", *others: Combination) -> None:
+        logs = logged(upstream.stdout), logged(ours.stdout)
+        found = compare(*logs, self._combination, *others)
         self._trial.losses = max(self._trial.losses, found.losses)
         self._trial.norms = max(self._trial.norms, found.norms)
         if found.first:
