@@ -48,7 +48,8 @@ the table:
 memory of each row, the flags of every row, pictures of the best schedules, and an explorer, in
 which sizes, costs, the memory limit and the schedule can be changed.
 
-What is not known is not guessed: kernels that slow one another down, jitter, data loading.
+What is not known is not guessed: kernels that slow one another down, jitter, data loading. A line
+below the table counts the NCCL kernels that wait beside the computation of the first row.
 docs/validation.md compares predictions with published measurements.
 
 exit code: 0, or 2 with one sentence if a file, a field or a size is wrong or nothing fits."""

@@ -11,6 +11,7 @@ from rich.text import Text
 from megatron_zb.measured.units import GIB, gib
 from megatron_zb.planner.flags import flags, named
 from megatron_zb.planner.memory import Memory
+from megatron_zb.planner.overheads import overheads
 from megatron_zb.planner.prediction import Prediction
 from megatron_zb.planner.reasons import (
     activation_states,
@@ -65,6 +66,8 @@ def print_plan(plan: Plan, console: Console, top: int) -> None:
         console.print(Text(f" -  {name}: {why}"), highlight=False)
     for said in filter(None, (vocabulary(plan), activation_states(plan))):
         console.print(Text(f" -  {said}"), highlight=False, soft_wrap=True)
+    if (beside := _overheads(plan.ranked[0])) is not None:
+        console.print(Text(f" -  {beside}"), highlight=False, soft_wrap=True)
     console.print(Text(f"\nrecommendation: {recommendation(plan)}", style="bold"), soft_wrap=True)
     console.print(Text("\nflags of the first:", style="bold"))
     to_paste = " \\\n  ".join(flags(plan.ranked[0], job.global_batch))
@@ -76,6 +79,23 @@ def print_plan(plan: Plan, console: Console, top: int) -> None:
             style="dim",
         )
     )
+
+
+def _overheads(row: Prediction) -> str | None:
+    """Describe what the seconds of a row do not show; None where Megatron itself runs it."""
+    found = overheads(row)
+    if found is None:
+        return None
+    said = (
+        f"{row.candidate}: {found.waiting:.2f} NCCL kernels of a message wait beside the "
+        "computation on average, which is in no time above"
+    )
+    if found.exposed:
+        said += (
+            f"; collectives of TP{row.load.strategy.tensor} in B that Megatron hides behind the "
+            f"weight gradient are {found.exposed:.1%} of an iteration, and are counted in all rows"
+        )
+    return said
 
 
 def _shown(plan: Plan, top: int) -> list[int]:
@@ -173,7 +193,7 @@ def as_json(plan: Plan) -> dict[str, Any]:
 
 def _row(plan: Plan, index: int) -> dict[str, Any]:
     row = plan.ranked[index]
-    strategy = row.load.strategy
+    strategy, beside = row.load.strategy, overheads(row)
     return {
         "schedule": row.candidate,
         "runs": row.family,
@@ -199,6 +219,8 @@ def _row(plan: Plan, index: int) -> dict[str, Any]:
         "tokens_per_second_per_gpu": row.tokens_per_gpu,
         "mfu": row.mfu,
         "bubble": row.bubble,
+        "waiting_kernels": None if beside is None else beside.waiting,
+        "exposed_tensor_parallel": None if beside is None else beside.exposed,
         "memory": {"rank": row.memory.rank, "total": row.memory.total, **row.memory.parts()},
         "flags": flags(row, plan.job.global_batch),
         "reason": reason(plan, index),

@@ -258,13 +258,18 @@ class Workload:
         return self.model.dense_inner(index) + self.model.routed_inner(index)
 
     def _messages(self, index: int) -> Work:
-        experts, parts = self.model.experts_in(index), self.model.parts
-        if experts is None:
-            seconds = parts * self._tensor_parallel()
-        else:
-            parts -= 0 if experts.shared_ffn_hidden_size else 1
-            seconds = parts * self._tensor_parallel() + self._expert_parallel(experts.top_k)
+        experts = self.model.experts_in(index)
+        seconds = self.tensor_parallel(index)
+        if experts is not None:
+            seconds += self._expert_parallel(experts.top_k)
         return Work(seconds, seconds)
+
+    def tensor_parallel(self, index: int) -> float:
+        """Return the seconds of a layer's all-gathers and reduce-scatters in F, as many in B."""
+        experts, parts = self.model.experts_in(index), self.model.parts
+        if experts is not None and not experts.shared_ffn_hidden_size:
+            parts -= 1
+        return parts * self._tensor_parallel()
 
     def exchange(self, index: int) -> float:
         """Return the seconds that F of a layer, and B as many, exchange tokens between experts."""
