@@ -19,7 +19,7 @@ from megatron.core.utils import get_attr_wrapped_model
 from megatron_zb.job.run_flags import asks_for_layer_streams
 from megatron_zb.training import checkpoint, data
 from megatron_zb.training.checkpoint import Progress
-from megatron_zb.training.finite import check_loss, said_in_a_sentence
+from megatron_zb.training.finite import LossCheck, said_in_a_sentence
 from megatron_zb.training.log import RunLog
 from megatron_zb.training.model import Trainee, build
 from megatron_zb.training.ranks import is_log_rank
@@ -160,9 +160,10 @@ def _forward_backward(
             chunk.zero_grad_buffer()
         trainee.optimizer.zero_grad()
     single = len(trainee.chunks) == 1
+    check = LossCheck() if args.check_for_nan_in_loss_and_grad else None
     with said_in_a_sentence(iteration):
-        return trainee.forward_backward(
-            forward_step_func=partial(_forward_step, args.check_for_nan_in_loss_and_grad),
+        losses = trainee.forward_backward(
+            forward_step_func=partial(_forward_step, check),
             data_iterator=sources[0] if single else sources,
             model=trainee.chunks[0] if single else trainee.chunks,
             num_microbatches=args.num_microbatches,
@@ -170,19 +171,22 @@ def _forward_backward(
             micro_batch_size=args.micro_batch_size,
             forward_only=forward_only,
         )
+        if check is not None:
+            check.finish()
+    return losses
 
 
 def _forward_step(
-    checked: bool, source: Iterator[data.Batch | None], model: Any
+    check: LossCheck | None, source: Iterator[data.Batch | None], model: Any
 ) -> tuple[torch.Tensor, Any]:
     """Run one microbatch through one chunk; return its output, and the function for its loss."""
     batch = next(source) or {}
     output = model(batch.get("tokens"), batch.get("position_ids"), None, labels=batch.get("labels"))
-    return output, partial(_loss, batch.get("loss_mask"), checked)
+    return output, partial(_loss, batch.get("loss_mask"), check)
 
 
 def _loss(
-    mask: torch.Tensor | None, checked: bool, losses: torch.Tensor
+    mask: torch.Tensor | None, check: LossCheck | None, losses: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:
     """Return the sum of the loss over unmasked tokens, their number, and both for the report.
 
@@ -192,8 +196,8 @@ def _loss(
     counts = mask.reshape(-1).float()
     total = (losses.reshape(-1).float() * counts).sum()
     tokens = counts.sum()
-    if checked:
-        check_loss(total)
+    if check is not None:
+        check.add(total)
     report = torch.stack([total.detach().clone(), tokens])
     return total, tokens.to(torch.int), {"lm loss": report}
 
