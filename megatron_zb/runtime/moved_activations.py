@@ -14,6 +14,7 @@ from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from megatron_zb.runtime.activation_memory import ActivationMemory
 from megatron_zb.runtime.copy_engines import CopyEngines, Wait, engines_of
@@ -199,12 +200,18 @@ class MovedActivations:
         self._host = host
         self._staying = {tensor.untyped_storage()._cdata for tensor in staying}
         self._units: dict[int, _Unit] = {}
+        self._seen: dict[int, StorageWeakRef] = {}  # of earlier microbatches, by address
         self.activation_memory: ActivationMemory | None = None
 
     @contextmanager
     def saving(self, microbatch: int) -> Iterator[None]:
-        """Keep what autograd saves in a forward, by storage."""
+        """Keep what autograd saves in a forward, by storage.
+
+        A storage that an earlier microbatch has saved, too, such as a table of rotary embeddings,
+        stays on the device: its owner keeps it there, so that moving it would free nothing.
+        """
         unit = _Unit()
+        self._seen = {at: seen for at, seen in self._seen.items() if not seen.expired()}
 
         def pack(tensor: torch.Tensor) -> Any:
             if not _is_plain(tensor) or tensor.device.type != self._host.device.type:
@@ -214,12 +221,17 @@ class MovedActivations:
                 return tensor
             storage = unit.storages.get(data._cdata)
             if storage is None:
+                if data._cdata in self._seen:
+                    return tensor.detach()
                 storage = unit.storages[data._cdata] = _Storage(data, self.activation_memory)
             return _Saved(tensor, storage)
 
         with torch.autograd.graph.saved_tensors_hooks(pack, _unpack):
             yield
         self._units[microbatch] = unit
+        for storage in unit.storages.values():
+            if storage.data is not None:
+                self._seen[storage.data._cdata] = StorageWeakRef(storage.data)
 
     def begin_copy_out(self, microbatch: int) -> None:
         """Begin to copy what a forward has saved to the host."""

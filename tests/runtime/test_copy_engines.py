@@ -161,6 +161,38 @@ def test_what_is_saved_comes_back_once_however_often_it_is_saved() -> None:
     assert host.used_bytes == 0
 
 
+def test_what_all_microbatches_save_is_moved_for_the_first_alone() -> None:
+    """A table that its owner keeps, and that autograd saves in every microbatch."""
+    host = HostMemory(torch.device("cpu"))
+    moves = MovedActivations(host)
+    table = torch.randn(32, 32)
+    given = [torch.randn(32, 32, requires_grad=True) for _ in range(3)]
+    outputs = []
+    for microbatch, one in enumerate(given):
+        with moves.saving(microbatch):
+            outputs.append((torch.tanh(one) * table).sum())
+        moves.begin_copy_out(microbatch)
+        # tanh's output, and with the first the table
+        assert host.used_bytes == (microbatch + 2) * 32 * 32 * 4
+        moves.end_copy_out(microbatch)
+    for microbatch, one in enumerate(given):
+        moves.begin_copy_in(microbatch)
+        moves.end_copy_in(microbatch)
+        (gradient,) = torch.autograd.grad(outputs[microbatch], one)
+        torch.testing.assert_close(gradient, table * (1 - torch.tanh(one) ** 2))
+
+
+def test_an_activation_at_the_address_of_an_earlier_one_is_moved() -> None:
+    host = HostMemory(torch.device("cpu"))
+    moves = MovedActivations(host)
+    for microbatch in range(20):  # storages that have gone leave their addresses to others
+        with moves.saving(microbatch):
+            torch.ones(64, requires_grad=True).exp()
+        moves.begin_copy_out(microbatch)
+        moves.end_copy_out(microbatch)
+        assert host.used_bytes == 512 * (microbatch + 1)
+
+
 def test_what_is_forgotten_gives_its_memory_back() -> None:
     host = HostMemory(torch.device("cpu"))
     moves = MovedActivations(host)
