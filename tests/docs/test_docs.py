@@ -22,7 +22,7 @@ import yaml
 from packaging.requirements import Requirement
 
 from megatron_zb import schedules
-from megatron_zb.megatron_core.versions import SERIES, SUPPORTED
+from megatron_zb.megatron_core.versions import SERIES
 from megatron_zb.schedules import catalog
 from megatron_zb.schedules.catalog import Family
 from megatron_zb.schedules.placement import looped
@@ -215,45 +215,25 @@ def plain(text: str) -> str:
     return " ".join(re.sub(r"!?\[([^\]]*)\](?:\([^)]*\)|\[[^\]]*\])", r"\1", text).split())
 
 
-def blocks(page: str) -> list[str]:
-    """Paragraphs and bullets, without code, tables, headings, pictures and link definitions."""
-    for left_out in (r"<!--.*?-->", r"^```.*?^```$", r"^\[[\w-]+\]: \S+$"):
-        page = re.sub(left_out, "", page, flags=re.M | re.S)
-    found = (block.strip() for block in re.split(r"\n\s*\n|\n(?=- )", page))
-    return [plain(x.removeprefix("- ")) for x in found if x and not x.startswith(("#", "|", "!["))]
+def test_every_page_has_evidence() -> None:
+    pages = {page.relative_to(ROOT).as_posix() for page in PAGES} - {"CONTRIBUTING.md"}
+    assert set(CLAIMS) == pages
+    assert all(CLAIMS.values())
 
 
-def table_rows(page: str) -> list[list[str]]:
-    """The cells of all tables' rows, without their headings."""
-    lines = [line for line in page.splitlines() if line.startswith("|")]
-    rules = {i for i, line in enumerate(lines) if re.fullmatch(r"[|:\- ]+", line)}
-    rows = [line for i, line in enumerate(lines) if i not in rules and i + 1 not in rules]
-    return [[plain(cell) for cell in re.split(r"(?<!\\)\|", row)[1:-1]] for row in rows]
-
-
-def test_every_sentence_of_the_first_page_is_a_known_claim() -> None:
-    """Taken out of its paragraph, each claim leaves nothing; a new sentence needs what shows it."""
-    unused = set(CLAIMS["readme"])
-    for block_text in blocks(README):
-        rest = block_text
-        for claim in CLAIMS["readme"]:
-            said = claim.replace("SUPPORTED", SUPPORTED)  # the versions of Megatron
-            if said in rest:
-                rest = rest.replace(said, "")
-                unused.discard(claim)
-        assert not rest.strip(), f"tests/claims.yaml does not have: {rest.strip()}"
-    assert not unused, "README no longer says this"
-
-
-def test_every_row_of_the_first_page_is_a_known_claim() -> None:
-    guide = {row[0] for row in table_rows(README.split("## Which schedule?")[0])}
-    rows = {row[0] for row in table_rows(README)} - guide
-    assert rows == set(CLAIMS["rows"])
+@pytest.mark.parametrize("name", sorted({name for names in CLAIMS.values() for name in names}))
+def test_evidence_exists(name: str) -> None:
+    path, _, test = name.partition("::")
+    assert (ROOT / path).is_file()
+    if path.startswith("tests/"):
+        source = (ROOT / path).read_text(encoding="utf-8")
+        assert re.search(rf"^def {re.escape(test)}\(", source, re.M), test
 
 
 def test_a_feature_of_others_has_its_link() -> None:
     """What is said of others has a link, but for what is missing and what their heading links."""
-    [table] = re.findall(r"^\| \| megatron_zb.*?(?=\n\n)", README, re.M | re.S)
+    page = (ROOT / "docs" / "comparison.md").read_text(encoding="utf-8")
+    [table] = re.findall(r"^\| \| megatron_zb.*?(?=\n\n)", page, re.M | re.S)
     said_by_the_heading = {"version", "in Megatron-LM", "overlapped gradient reduction"}
     for line in table.splitlines()[2:]:
         first, _, *others = [cell.strip() for cell in line.split("|")[1:-1]]
@@ -261,31 +241,6 @@ def test_a_feature_of_others_has_its_link() -> None:
             for cell in others:
                 plain_words = ("-", "?", "no V", "the user's", "1F1B, interleaved")
                 assert "](" in cell or "][" in cell or cell in plain_words, (first, cell)
-
-
-def test_every_page_says_what_shows_it() -> None:
-    assert set(CLAIMS["pages"]) == {page.name for page in (ROOT / "docs").glob("*.md")}
-    for name, page in CLAIMS["pages"].items():
-        assert page["shown_by"]
-        text = plain((ROOT / "docs" / name).read_text(encoding="utf-8")).replace("**", "")
-        for sentence in page.get("sentences", {}):
-            assert sentence in text, f"{name} no longer says: {sentence}"
-
-
-def evidence() -> list[str]:
-    lists = [*CLAIMS["readme"].values(), *CLAIMS["rows"].values()]
-    for page in CLAIMS["pages"].values():
-        lists += [page["shown_by"], *page.get("sentences", {}).values()]
-    return sorted({name for names in lists for name in names})
-
-
-@pytest.mark.parametrize("name", evidence())
-def test_what_shows_a_claim_exists(name: str) -> None:
-    path, _, test = name.partition("::")
-    assert (ROOT / path).is_file()
-    if path.startswith("tests/"):
-        source = (ROOT / path).read_text(encoding="utf-8")
-        assert re.search(rf"^def {re.escape(test)}\(", source, re.M), test
 
 
 def results(name: str) -> dict[str, Any]:
@@ -323,38 +278,6 @@ def test_what_is_said_of_auto_was_measured() -> None:
     assert f"ahead of all in {ahead}, by up to {max(leads):.1%}".replace("%", " %") in page
     took = f"{min(seconds):.0f} to {max(seconds):.0f} seconds of a processor"
     assert f"{took}, {statistics.median(seconds):.0f} in the median." in page
-
-
-def test_the_figures_of_the_first_page() -> None:
-    text = plain(README)
-    costs = schedules.Costs.uniform(pipeline_size=8, forward=1, backward=1.2, weight=0.8, p2p=0.05)
-    bubble, peak = {}, {}
-    for name in ("1f1b", "v-zb", "v-half"):
-        built = schedules.build(name, pipeline_size=8, num_microbatches=32, costs=costs)
-        timeline = schedules.simulate(built, costs)
-        bubble[name] = f"{100 * timeline.bubble_rate:.1f} %"
-        peak[name] = max(timeline.peak_activation) / 8
-    assert f"1F1B idles {bubble['1f1b']} of the time" in text
-    assert peak["v-zb"] == 1
-    assert f"`v-zb` {bubble['v-zb']} in the same memory" in text
-    assert f"`v-half` {bubble['v-half']} in {peak['v-half']:.2f} of it" in text
-    assert len(schedules.names()) == 14
-    equal = schedules.Costs.uniform(pipeline_size=4, forward=1, backward=1, weight=1)
-    for name, microbatches in (("v-half", 3), ("1f1b", 4)):
-        built = schedules.build(name, pipeline_size=4, num_microbatches=8, costs=equal)
-        timeline = schedules.simulate(built, equal)
-        assert max(timeline.peak_activation) == microbatches
-        assert f"{100 * timeline.bubble_rate:.0f} %" in text
-    measured = results("runtime_overhead.cpu.json")["ratio"].values()
-    longer = 100 * (statistics.median(measured) - 1)
-    assert f"take {longer:.1f} % longer than predicted (median over {len(measured)}" in text
-    shapes = results("prediction.cpu.json")["off_by"].values()
-    off = [abs(value) for shape in shapes for value in shape.values()]
-    assert f"is predicted within {100 * max(off):.0f} %" in text
-    assert f"({100 * statistics.median(off):.0f} % in the median" in text
-    held = results("rank_memory.cpu.json")["results"]
-    half, least = (held[name]["peak_bytes_ratio"] for name in ("v-half", "v-min"))
-    assert f"`v-half` holds {half:.2f} of 1F1B's activations, `v-min` {least:.2f}" in text
 
 
 def test_the_extras_are_those_of_the_packaging() -> None:

@@ -1,0 +1,171 @@
+"""README: every figure is computed and every command is run."""
+
+from __future__ import annotations
+
+import json
+import re
+import shlex
+import statistics
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from small_trees import checkout_tree
+
+from megatron_zb import schedules
+from megatron_zb.cli import main as cli
+from megatron_zb.megatron_core.versions import SERIES, SUPPORTED
+from megatron_zb.schedules import Costs
+
+ROOT = Path(__file__).resolve().parents[2]
+README = (ROOT / "README.md").read_text(encoding="utf-8")
+BELOW_THE_FOLD = "## Next to others"
+FENCED = re.compile(r"^```\n(.*?)^```$", re.M | re.S)
+
+
+def results(name: str) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads((ROOT / "docs" / "results" / name).read_text())
+    return found
+
+
+def simulated(name: str, p: int, m: int, costs: Costs) -> tuple[float, float]:
+    """The bubble in percent, and the most activations of a rank in microbatches."""
+    schedule = schedules.build(name, pipeline_size=p, num_microbatches=m, costs=costs)
+    timeline = schedules.simulate(schedule, costs)
+    return 100 * timeline.bubble_rate, max(timeline.peak_activation)
+
+
+def bubbles() -> Iterator[str]:
+    costs = Costs.uniform(pipeline_size=8, forward=1, backward=1.2, weight=0.8, p2p=0.05)
+    (own, most), (zero, same), (half, less) = (
+        simulated(name, 8, 32, costs) for name in ("1f1b", "v-zb", "v-half")
+    )
+    assert same == most
+    yield "On 8 pipeline ranks with 32 microbatches"
+    yield f"1F1B is idle {own:.1f} % of the time"
+    yield f"`v-zb` is idle {zero:.1f} % and needs the same memory"
+    yield f"`v-half` is idle {half:.1f} % and needs {less / most:.2f} of the memory"
+    yield "F, B and W take 1, 1.2 and 0.8, a message 0.05"
+
+
+def the_picture() -> Iterator[str]:
+    costs = Costs.uniform(pipeline_size=4, forward=1, backward=1, weight=1)
+    (half, less), (own, most) = (simulated(name, 4, 8, costs) for name in ("v-half", "1f1b"))
+    yield "`v-half` on 4 ranks with 8 microbatches"
+    yield (
+        f"a bubble of {half:.0f} % instead of {own:.0f} %, and {less:.0f} microbatches in memory "
+        f"instead of {most:.0f}"
+    )
+
+
+def measurements() -> Iterator[str]:
+    took = results("runtime_overhead.cpu.json")["ratio"].values()
+    assert len(took) == len(schedules.names())
+    yield (
+        f"a step takes {100 * (statistics.median(took) - 1):.1f} % longer than simulated when "
+        f"ranks sleep instead of computing (median of {len(took)} schedules)"
+    )
+    yield f"explains all {len(schedules.names())}"
+    held = results("rank_memory.cpu.json")["results"]
+    half, least = (held[name]["peak_bytes_ratio"] for name in ("v-half", "v-min"))
+    yield f"`v-half` holds {half:.2f} of 1F1B's activations and `v-min` {least:.2f}"
+
+
+def predictions() -> Iterator[str]:
+    """The counts of docs/validation.md, which tests/planner/test_published.py computes."""
+    page = (ROOT / "docs" / "validation.md").read_text(encoding="utf-8")
+    [(near, ratios)] = re.findall(r"\*: (\d+) of (\d+) are within 10%", page.replace("**", "*"))
+    [(met, runs, gpus)] = re.findall(
+        r"(\d+) of (\d+) published runs on (8 to 16,384) GPUs are met within 10%", page
+    )
+    yield f"meets {met} of {runs} published runs on {gpus} GPUs within 10 %"
+    yield f"{near} of {ratios} published ratios between schedules"
+
+
+def versions() -> Iterator[str]:
+    yield f"Pipeline schedules for Megatron-LM {SUPPORTED}."
+    first, *others = [series.text for series in SERIES]
+    yield f"| Megatron-LM {first} | {' | '.join(others)} | Python 3.10 to 3.12"
+    yield f"megatron-core {SUPPORTED}"
+    yield f"unmodified, {SUPPORTED}"
+    setup = (ROOT / "setup.py").read_text(encoding="utf-8")
+    assert 'python_requires=">=3.10"' in setup
+    assert '"torch >= 2.6"' in setup
+    assert "transformer-engine[pytorch] >= 2.3" in setup
+    pins = {file.stem: file.read_text() for file in (ROOT / "constraints").glob("*.txt")}
+    assert re.search(r"^torch==2\.15\.", pins["py312"], re.M)
+    assert "2.20." in pins["transformer-engine"]
+    assert {"py311", "py312"} < set(pins)
+    yield "torch 2.6 to 2.15 | Transformer-Engine 2.3 to 2.20"
+    yield "Python 3.11 or 3.12"
+    yield "Python 3.10 or newer, PyTorch 2.6 or newer"
+
+
+def plain(text: str) -> str:
+    """Prose on one line, with the texts of links alone, without bold, code fences and addresses."""
+    text = re.sub(r"^```.*?^```$", "", text, flags=re.M | re.S)
+    text = re.sub(r"!\[[^\]]*\]\([^)]*\)", "", text)
+    return " ".join(re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", text).replace("**", "").split())
+
+
+def test_every_figure_of_the_first_page_is_computed() -> None:
+    """What is computed is in the text, and no other figure is left when it is taken out."""
+    text = plain(README)
+    groups = (bubbles(), the_picture(), measurements(), predictions(), versions())
+    for said in (said for group in groups for said in group):
+        assert said in text, said
+        text = text.replace(said, "")
+    names = r"`[^`]*`|1F1B(?:'s)?|Apache-2\.0|(?:10|15) minutes|with 5 schedules"
+    others = r"a (?:copy|commit) of 0\.\d+|\(p\+[24]\)//[23]"
+    left = re.findall(r"\S*\d\S*", re.sub(f"{names}|{others}", "", text))
+    assert not left
+
+
+def test_the_quickstart_trains_as_often_as_the_first_page_says() -> None:
+    from megatron_zb.cli import quickstart
+
+    assert len(quickstart.SCHEDULES) + 1 == 5
+
+
+def test_the_first_page_begins_with_what_a_reader_needs() -> None:
+    lines = README.splitlines()
+    assert lines.index(BELOW_THE_FOLD) <= 90
+    install = next(n for n, line in enumerate(lines) if line.startswith("pip install ."))
+    assert install < 25
+    assert "scripts/quickstart.sh" in README.split(BELOW_THE_FOLD)[0]
+    assert "scripts/test.sh" in README.split(BELOW_THE_FOLD)[0]
+
+
+def commands() -> list[str]:
+    """The lines of README's code that start this package's command."""
+    lines = [line for block in FENCED.findall(README) for line in block.splitlines()]
+    return [line for line in lines if line.startswith("megatron-zb ")]
+
+
+@pytest.mark.parametrize("line", commands())
+def test_the_commands_of_the_first_page_run(
+    line: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    arguments = (
+        "--pipeline-model-parallel-size 2 --pipeline-schedule v-half --num-layers 4 "
+        "--micro-batch-size 1 --global-batch-size 4 --seq-length 16"
+    )
+    line = line.replace("$MY_ARGUMENTS", arguments)
+    words = shlex.split(line, comments=True)[1:]
+    if words[0] == "doctor":
+        checkout_tree(tmp_path / "Megatron-LM", "0.16.1")
+        assert cli.main(words) in (0, 1)  # 1 where this machine lacks something
+        assert re.search(r"Megatron-LM .*0\.16\.1", capsys.readouterr().out)
+        return
+    assert cli.main(words) == 0
+    if "--output" in words:
+        assert (tmp_path / words[-1]).stat().st_size > 10_000
+
+
+def test_scripts_of_the_first_page_explain_themselves() -> None:
+    named = set(re.findall(r"`(?:scripts/)?(\w+\.sh)\b[^`]*`", README))
+    assert {"quickstart.sh", "test.sh", "gpu_check.sh", "pretrain_gpt.sh"} <= named
+    for name in named:
+        assert "usage:" in (ROOT / "scripts" / name).read_text(encoding="utf-8"), name
