@@ -1,0 +1,136 @@
+#!/usr/bin/env python3
+"""Simulate what public recipes gain by a schedule of this package at the same memory.
+
+data/recipes.csv and data/recipes_other.csv have the settings of the 294 recipes of Megatron-Bridge
+(August 2026) that have a pipeline: performance pre-training, and pre-training, fine-tuning and
+LoRA of its library. For each recipe whose number of GPUs is in its name, this simulates
+
+  its own schedule       1F1B, or Megatron's interleaved schedule with the recipe's chunks
+  auto, same memory      the fastest order that `auto` finds on a V within its own schedule's memory
+  v-half                 time and memory beside its own schedule
+
+with equal stages: F, B and W of 1, 1.2 and 0.8 and messages of 0.05 on each rank, 1F1B and chunks
+alike. Models, layers and overlaps are left out, so this ranks recipes; `megatron-zb plan` predicts
+one of them. Above 6p microbatches, steps are continued from two shorter ones.
+
+Writes docs/results/recipe_gains.json; docs/make_recipes.py makes the page. About 15 minutes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import json
+import re
+from dataclasses import asdict, dataclass
+from functools import cache
+from pathlib import Path
+
+from megatron_zb import schedules
+from megatron_zb.schedules import Costs
+
+ROOT = Path(__file__).resolve().parents[1]
+DATA = (ROOT / "benchmarks/data/recipes.csv", ROOT / "benchmarks/data/recipes_other.csv")
+RESULT = ROOT / "docs/results/recipe_gains.json"
+FORWARD, BACKWARD, WEIGHT, P2P = 1.0, 1.2, 0.8, 0.05
+
+
+@dataclass(frozen=True)
+class Shape:
+    """What decides the bubble of a recipe: pipeline ranks, microbatches, chunks per rank."""
+
+    pipeline: int
+    microbatches: int
+    chunks: int
+
+
+@dataclass(frozen=True)
+class Gain:
+    """Steps in the time of one microbatch on a rank, and memory in microbatches of 1F1B's ranks."""
+
+    own: float
+    own_memory: float
+    auto: float
+    v_half: float
+    v_half_memory: float
+
+
+def shape_of(recipe: dict[str, str]) -> Shape | None:
+    """Return the shape of a recipe; None if its name has no number of GPUs that divides."""
+    gpus = re.search(r"_(\d+)gpu_", recipe["recipe"])
+    if gpus is None or not recipe["global_batch_size"]:
+        return None
+    columns = ("pipeline", "tensor")
+    pipeline, tensor = (int(recipe[f"{name}_model_parallel_size"] or 1) for name in columns)
+    context = int(recipe["context_parallel_size"] or 1)
+    data, rest = divmod(int(gpus[1]), pipeline * tensor * context)
+    if rest or data == 0:
+        return None
+    samples = int(recipe["micro_batch_size"] or 1) * data
+    microbatches, rest = divmod(int(recipe["global_batch_size"]), samples)
+    if rest or microbatches == 0:
+        return None
+    return Shape(pipeline, microbatches, int(recipe["virtual_pipeline_model_parallel_size"] or 1))
+
+
+@cache
+def gain_of(shape: Shape) -> Gain:
+    """Simulate a shape's own schedule, ``auto`` within its memory, and ``v-half``."""
+    p = shape.pipeline
+    if shape.chunks == 1:
+        own, memory = _step("1f1b", shape)
+    else:
+        own, memory = _step("interleaved", shape, chunks=shape.chunks)
+    limit = memory / min(p, shape.microbatches)
+    auto, _ = _step("auto", shape, chunks=2, memory_limit=max(limit, 1e-9))
+    half, held = _step("v-half", shape)
+    return Gain(own, memory, min(auto, half) if held <= memory else auto, half, held)
+
+
+def _step(name: str, shape: Shape, **options: float) -> tuple[float, float]:
+    """Return the makespan of a step and the peak of its activations."""
+    p, m = shape.pipeline, shape.microbatches
+    if m <= 6 * p:
+        return _simulated(name, p, m, **options)
+    (some, _), (more, memory) = (_simulated(name, p, n * p, **options) for n in (4, 5))
+    least = FORWARD + BACKWARD + WEIGHT
+    return more + (m - 5 * p) * max((more - some) / p, least), memory
+
+
+@cache
+def _simulated(name: str, p: int, m: int, **options: float) -> tuple[float, float]:
+    costs = Costs.uniform(
+        pipeline_size=p, forward=FORWARD, backward=BACKWARD, weight=WEIGHT, p2p=P2P
+    )
+    built = schedules.build(name, pipeline_size=p, num_microbatches=m, costs=costs, **options)  # type: ignore[arg-type]
+    timeline = schedules.simulate(built, costs)
+    return timeline.makespan, max(timeline.peak_activation)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--output", type=Path, default=RESULT, metavar="FILE")
+    arguments = parser.parse_args()
+    rows, unsized = [], []
+    for path in DATA:
+        with path.open(encoding="utf-8", newline="") as file:
+            recipes = list(csv.DictReader(file))
+        for recipe in recipes:
+            shape = shape_of(recipe)
+            if shape is None:
+                unsized.append(recipe["recipe"])
+                continue
+            gain = gain_of(shape)
+            about = {"recipe": recipe["recipe"], "recompute": recipe["recompute_granularity"]}
+            rows.append({**about, "from": path.stem, **asdict(shape), **asdict(gain)})
+            print(f"{recipe['recipe']}: {gain.own / gain.auto - 1:+.1%}", flush=True)
+    costs = {"forward": FORWARD, "backward": BACKWARD, "weight": WEIGHT, "p2p": P2P}
+    result = {"costs": costs, "rows": rows, "without_a_size": unsized}
+    arguments.output.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+    print(json.dumps({"recipes": len(rows), "without_a_size": len(unsized)}))
+
+
+if __name__ == "__main__":
+    main()
