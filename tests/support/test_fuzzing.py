@@ -72,12 +72,26 @@ def test_logs_are_compared(ours: dict[str, str], schedule: str, first: str) -> N
     assert bool(compare(upstream, ours, combination).first) is bool(first)
 
 
+@pytest.mark.parametrize(("post_validation", "differs"), [("with", False), ("without", True)])
+def test_post_validation_sums_norms_along_the_pipeline(post_validation: str, differs: bool) -> None:
+    combination = draw(space_of("0.16"), "compare/0") | {
+        "schedule": "zb-h1",
+        "vocabulary": "whole",
+        "layers": "even",
+        "balanced": "without",
+        "post-validation": post_validation,
+    }
+    logs = {"4 grad norm": "1.0"}, {"4 grad norm": "1.0000001"}
+    assert bool(compare(*logs, combination).first) is differs
+
+
 def test_a_run_that_goes_on_has_the_rounding_of_both_its_schedules() -> None:
     usual = draw(space_of("0.16"), "compare/0") | {
         "vocabulary": "whole",
         "clip": "0",
         "layers": "even",
         "balanced": "without",
+        "post-validation": "without",
     }
     logs = {"4 grad norm": "1.0"}, {"4 grad norm": "1.0000001"}
     first, then = usual | {"schedule": "zb-1p"}, usual | {"schedule": "v-zb"}

@@ -3,7 +3,8 @@
 Losses are equal to the last digit: a stage's sums do not depend on the order of its passes. What
 does differ is fp32 rounding of sums over ranks, where a schedule has placed layers on other ranks:
 
-- norms are summed over the layers of a rank first, so their last bits differ;
+- norms are summed over the layers of a rank first, so their last bits differ, and with
+  post-validation along the pipeline, rank by rank;
 - where the norm clips gradients, its last bit is in every weight, and so in later losses and norms;
 - upstream's learning rate has been rounded to fp32, which that of post-validation has not;
 - logits of a cut output layer are normalized over the ranks that hold parts of the vocabulary.
@@ -77,7 +78,7 @@ def width(key: str, combination: Combination) -> float:
         losses, norms = _CUT[precision]
         return norms if is_norm else losses
     if not places_elsewhere(combination):
-        return 0.0
+        return 5e-7 if is_norm and combination["post-validation"] == "with" else 0.0
     if combination["clip"] == "0.3" and (is_norm or "loss" in key):
         return 1e-6 if precision == "fp32" else 1e-4
     return 5e-7 if is_norm else 0.0
