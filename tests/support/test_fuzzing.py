@@ -6,7 +6,7 @@ from itertools import combinations
 
 import pytest
 from fuzzing.comparison import compare
-from fuzzing.covering import covering_array
+from fuzzing.covering import covering_array, pairs_of
 from fuzzing.drawing import draw
 from fuzzing.shrinking import shrink
 from fuzzing.space import Impossible, Setting, Space, space_of
@@ -32,6 +32,15 @@ def test_every_possible_pair_is_in_the_covering_array() -> None:
     seen = {pair for row in rows for pair in combinations(sorted(row.items()), 2)}
     assert len(seen) == 3 * 2 + 3 * 2 + 2 * 2 - 1
     assert (("a", "3"), ("b", "y")) not in seen
+
+
+def test_pairs_of_earlier_runs_are_left_out() -> None:
+    first, *others = covering_array(SMALL, "seed")
+    rows = list(covering_array(SMALL, "other", pairs_of(first)))
+    assert 0 < len(rows) <= len(others) + 1
+    every = {pair for row in covering_array(SMALL, "seed") for pair in pairs_of(row)}
+    assert {pair for row in rows for pair in pairs_of(row)} >= every - pairs_of(first)
+    assert not list(covering_array(SMALL, "other", every))
 
 
 def test_a_draw_follows_from_its_seed_and_keeps_the_rules() -> None:

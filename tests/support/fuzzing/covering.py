@@ -8,7 +8,7 @@ found is impossible.
 from __future__ import annotations
 
 import random
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from itertools import combinations
 
 from fuzzing.space import Combination, Impossible, Space
@@ -19,10 +19,12 @@ TRIED = 4
 """Combinations of which the one with the most new pairs is taken."""
 
 
-def covering_array(space: Space, seed: str) -> Iterator[dict[str, str]]:
-    """Choose combinations until every possible pair of values has occurred."""
+def covering_array(
+    space: Space, seed: str, covered: Collection[Pair] = ()
+) -> Iterator[dict[str, str]]:
+    """Choose combinations until every possible pair of values that is not covered has occurred."""
     drawn = random.Random(seed)
-    left = sorted(all_pairs(space))
+    left = sorted(all_pairs(space) - set(covered))
     drawn.shuffle(left)
     missing = set(left)
     solver = Solver(space)

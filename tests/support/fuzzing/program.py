@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from fuzzing.command import commands_of
-from fuzzing.covering import all_pairs, covering_array, pairs_of, possible_pairs
+from fuzzing.covering import Pair, all_pairs, covering_array, pairs_of, possible_pairs
 from fuzzing.drawing import draw
 from fuzzing.shrinking import shrink
 from fuzzing.space import Combination, Space, space_of
@@ -37,13 +37,15 @@ line of JSON tells what has become of it:
   different numbers | crashed | hung | check and start disagree    a failure
 
 A combination gives each of the settings in tests/support/fuzzing/settings.yaml a value. --pairs
-runs combinations in which every possible pair of values occurs; --random draws combinations of
+runs combinations in which every possible pair of values occurs; with --beyond, every pair that no
+equal run of earlier results has; --random draws combinations of
 three and more unusual settings each, by --seed and their number.
 
 exit code: 0 if nothing failed, 1 otherwise.
 
 examples:
   scripts/fuzz.py --megatron-lm ~/Megatron-LM --pairs > pairs.jsonl
+  scripts/fuzz.py --megatron-lm ~/Megatron-LM --pairs --seed 2 --beyond pairs.jsonl >> pairs.jsonl
   scripts/fuzz.py --megatron-lm ~/Megatron-LM --random --seed 7 --count 20
   scripts/fuzz.py --megatron-lm ~/Megatron-LM --show 7/12     prints two commands to type
   scripts/fuzz.py --megatron-lm ~/Megatron-LM --random --only 7/12
@@ -84,6 +86,9 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--shrink", action="store_true", help="find the few settings that each failure needs"
     )
+    parser.add_argument(
+        "--beyond", nargs="+", type=Path, default=[], metavar="FILE", help="results of earlier runs"
+    )
     parser.add_argument("--first", type=int, default=0, help="leave out those before this number")
     return parser
 
@@ -97,12 +102,22 @@ def _chosen(arguments: argparse.Namespace, space: Space) -> Iterator[tuple[str, 
         usual = {name: setting.default for name, setting in space.settings.items()}
         yield "set", {**usual, **dict(each.split("=", 1) for each in arguments.set)}
     elif arguments.pairs:
-        rows = enumerate(covering_array(space, seed))
+        covered = {pair for file in arguments.beyond for pair in _equal_pairs(space, file)}
+        rows = enumerate(covering_array(space, seed, covered))
         stop = None if count is None else first + count
         yield from ((f"pairs {seed}/{n}", row) for n, row in islice(rows, first, stop))
     else:
         names = (f"{seed}/{n}" for n in range(first, first + (count or 10)))
         yield from ((name, draw(space, name)) for name in names)
+
+
+def _equal_pairs(space: Space, file: Path) -> Iterator[Pair]:
+    """Yield the pairs of the equal runs among results; those of another series are left out."""
+    usual = {name: setting.default for name, setting in space.settings.items()}
+    for line in file.read_text(encoding="utf-8").splitlines():
+        run = json.loads(line)
+        if run.get("verdict") == Verdict.EQUAL.value and run["megatron"] == space.series:
+            yield from pairs_of({**usual, **run["unusual"]})
 
 
 def _run_all(bench: Bench, chosen: list[tuple[str, dict[str, str]]], shrinks: bool) -> int:

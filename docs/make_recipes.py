@@ -1,0 +1,112 @@
+#!/usr/bin/env python3
+"""Write docs/recipes.md from docs/results/recipe_gains.json, which benchmarks/recipe_gains.py makes."""
+
+from __future__ import annotations
+
+import json
+import re
+import statistics
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+PAGE = ROOT / "docs" / "recipes.md"
+RESULT = ROOT / "docs" / "results" / "recipe_gains.json"
+WORTH_IT = 0.05
+GROUPS = {
+    "recipes": "performance pre-training",
+    "recipes_other": "other pre-training, fine-tuning, LoRA",
+}
+
+Row = dict[str, Any]
+
+INTRODUCTION = """\
+# What does my recipe gain?
+
+{sized} public recipes of Megatron-Bridge (August 2026) with a pipeline and a known number of GPUs, simulated by
+`benchmarks/recipe_gains.py`. Each has its own schedule (1F1B, or interleaved with its chunks), and beside it the fastest V
+schedule within the same memory, and `v-half`. Stages are equal: F, B and W take {forward}, {backward} and {weight} per
+rank, a message {p2p}. Layers, overlaps and kernels are left out, so use the table to find recipes like yours, then run
+`megatron-zb plan` for your model. {unsized} more recipes do not name their number of GPUs.
+"""
+
+
+def gain(row: Row) -> float:
+    """Return how much faster the best order in the same memory is."""
+    return float(row["own"] / row["auto"] - 1)
+
+
+def bubble(row: Row) -> float:
+    """Return the bubble of the recipe's own schedule."""
+    costs = result()["costs"]
+    work = row["microbatches"] * (costs["forward"] + costs["backward"] + costs["weight"])
+    return float(1 - work / row["own"])
+
+
+def halves(row: Row) -> bool:
+    """Return whether v-half takes at most 0.65 of the memory and is no slower."""
+    return bool(row["v_half_memory"] <= 0.65 * row["own_memory"] and row["v_half"] <= row["own"])
+
+
+def result() -> dict[str, Any]:
+    """Read the result of the simulation."""
+    found: dict[str, Any] = json.loads(RESULT.read_text(encoding="utf-8"))
+    return found
+
+
+def lines() -> Iterator[str]:
+    """Yield the blocks of the page."""
+    found = result()
+    rows = found["rows"]
+    yield INTRODUCTION.format(
+        sized=len(rows), unsized=len(found["without_a_size"]), **found["costs"]
+    )
+    yield "\n".join(_summary(rows))
+    yield "## Recipes that gain more than 5 % in the same memory"
+    yield "\n".join(_table([row for row in rows if gain(row) > WORTH_IT]))
+    yield "## Flags"
+    yield (
+        "Add `--pipeline-schedule auto`, and take out the recipe's number of virtual stages and its layout. `auto` keeps "
+        "1F1B's memory unless `--pipeline-memory-limit` says otherwise: the last column has the value for the memory of "
+        "the recipe's own schedule. Where the table has no row for your recipe, no schedule of this package is worth a "
+        "change for speed; `v-half` may still save memory."
+    )
+
+
+def _summary(rows: Sequence[Row]) -> Iterator[str]:
+    yield (
+        "| recipes | number | median bubble | gain more than 5 % | median gain of these | no slower with 0.65 of the "
+        "memory (`v-half`) | of these recompute |"
+    )
+    yield "|---|---:|---:|---:|---:|---:|---:|"
+    for stem, name in GROUPS.items():
+        group = [row for row in rows if row["from"] == stem]
+        gains = [gain(row) for row in group if gain(row) > WORTH_IT]
+        halved = [row for row in group if halves(row)]
+        median = f"{statistics.median(gains):.0%}" if gains else "-"
+        yield (
+            f"| {name} | {len(group)} | {statistics.median(map(bubble, group)):.1%} | {len(gains)} | {median} "
+            f"| {len(halved)} | {sum(bool(row['recompute']) for row in halved)} |"
+        )
+
+
+def _table(rows: Sequence[Row]) -> Iterator[str]:
+    yield "| recipe | p | m | chunks | its bubble | gain | `v-half`: time, memory | `--pipeline-memory-limit` |"
+    yield "|---|---:|---:|---:|---:|---:|---:|---:|"
+    for row in sorted(rows, key=gain, reverse=True):
+        name = re.sub(r"_config$", "", row["recipe"])
+        limit = row["own_memory"] / min(row["pipeline"], row["microbatches"])
+        half = f"{row['v_half'] / row['own']:.2f}, {row['v_half_memory'] / row['own_memory']:.2f}"
+        yield (
+            f"| {name} | {row['pipeline']} | {row['microbatches']} | {row['chunks']} | {bubble(row):.0%} "
+            f"| {gain(row):+.0%} | {half} | {'' if limit <= 1 else f'{limit:.2f}'} |"
+        )
+
+
+def main() -> None:
+    PAGE.write_text("\n\n".join(block.rstrip("\n") for block in lines()) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
