@@ -335,6 +335,39 @@ def test_a_model_that_cannot_be_served_is_refused(changes: dict[str, Any], expec
     assert str(found.value) == expected
 
 
+def prepared_divisions() -> dict[str, Any]:
+    """The values that divide layers, from a config that sets all of them, prepared for v-half."""
+    import trainers
+
+    args = trainers.arguments(dist.get_world_size())
+    pipeline = install(V_HALF, args)
+    try:
+        config = trainers.arguments(dist.get_world_size())
+        for name in DIVISIONS:
+            setattr(config, name, True if name.startswith("account") else 1)
+        pipeline.prepare(config)
+        return {name: getattr(config, name) for name in DIVISIONS}
+    finally:
+        pipeline._take_back()
+
+
+# Every field of Megatron's configs and arguments that divides layers among ranks.
+DIVISIONS = {
+    "account_for_embedding_in_pipeline_split": False,
+    "account_for_loss_in_pipeline_split": False,
+    "decoder_first_pipeline_num_layers": None,
+    "decoder_last_pipeline_num_layers": None,
+    "num_layers_in_first_pipeline_stage": None,
+    "num_layers_in_last_pipeline_stage": None,
+    "num_layers_per_virtual_pipeline_stage": None,
+    "num_virtual_stages_per_pipeline_rank": None,
+}
+
+
+def test_a_layout_takes_the_place_of_all_other_divisions(ranks: RankPools) -> None:
+    assert ranks(2).run(prepared_divisions) == [DIVISIONS] * 2
+
+
 def test_delayed_weight_gradients_are_left_to_the_schedule(monkeypatch: pytest.MonkeyPatch) -> None:
     """As recipes for mixtures of experts turn them on, beside the overlap of their exchange."""
     monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "32")

@@ -217,7 +217,15 @@ def test_each_kind_has_a_column_in_the_legend_and_none_is_cut_off(name: str) -> 
     for kind in PassKind:
         column = [places[words] for k, _, words in legend_of(timeline) if k is kind]
         assert len({round(place.x0) for place in column}) <= 1
+        chunks = [c for k, c, _ in legend_of(timeline) if k is kind]
+        assert chunks == sorted(chunks)
         assert column == sorted(column, key=lambda place: -place.y0)
+    empty = [
+        handle
+        for handle, text in zip(legend.legend_handles, legend.get_texts(), strict=True)
+        if not text.get_text()
+    ]
+    assert all(handle is not None and handle.get_alpha() == 0 for handle in empty)
     _, axes = figure.axes
     box = legend.get_window_extent()
     assert 0 <= box.x0 < box.x1 <= figure.bbox.x1

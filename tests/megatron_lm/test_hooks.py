@@ -1,0 +1,83 @@
+"""The hook of Megatron-LM's validation of arguments. tests/real_megatron_lm runs all hooks."""
+
+from __future__ import annotations
+
+import argparse
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from megatron_zb.errors import UsageError
+from megatron_zb.megatron_lm import flags, hooks
+
+
+def arguments(*given: str) -> argparse.Namespace:
+    parser = flags.add_arguments(argparse.ArgumentParser())
+    args: argparse.Namespace = parser.parse_args(given)
+    args.rank, args.world_size, args.distributed_timeout_minutes = 0, 1, 1
+    return args
+
+
+@pytest.fixture
+def met(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, ...]]:
+    """What a meeting of the ranks is asked for, in order."""
+    asked: list[tuple[str, ...]] = []
+
+    class Meeting:
+        def __init__(self, rank: int, world_size: int, seconds: float) -> None:
+            asked.append(("made", str(rank), str(world_size), str(seconds)))
+
+        def agree(self, where: str, values: Any, failure: Exception | None) -> bool:
+            asked.append(("agree", where))
+            return True
+
+        def stay_away(self, where: str, values: Any) -> None:
+            asked.append(("stay away", where))
+
+    monkeypatch.setattr(hooks, "Meeting", Meeting)
+    return asked
+
+
+def test_without_a_schedule_megatron_validates_and_nothing_runs(met: list[tuple[str, ...]]) -> None:
+    given = hooks._Hooks()
+    args = arguments()
+    validated = given._validate_args(lambda args, *rest, **more: (args, rest, more), args, 1, a=2)
+    assert validated == (args, (1,), {"a": 2})
+    assert met == [("made", "0", "1", "60"), ("stay away", "arguments")]
+    assert given._run is None
+
+
+def test_an_argument_that_needs_a_schedule_ends_a_run_without_one(
+    met: list[tuple[str, ...]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def end(error: UsageError, rank: int) -> None:
+        raise error
+
+    monkeypatch.setattr(hooks, "end_with", end)  # which ends the process
+    args = arguments("--pipeline-memory-limit", "0.5")
+    with pytest.raises(UsageError, match="--pipeline-memory-limit needs --pipeline-schedule"):
+        hooks._Hooks()._validate_args(lambda args: "validated", args)
+
+
+def test_with_a_schedule_the_ranks_agree_before_and_after_megatron_validates(
+    met: list[tuple[str, ...]], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    given, args = hooks._Hooks(), arguments("--pipeline-schedule", "v-half")
+    adapter = SimpleNamespace(describe=lambda: "the schedule")
+    run: Any = SimpleNamespace(adapter=adapter)
+    monkeypatch.setattr(given, "_scheduled_run", lambda args, meeting: run)
+    monkeypatch.setattr(hooks.fingerprint, "data_of", lambda args: "contents")
+    monkeypatch.setattr(hooks.fingerprint, "of_run", lambda args, adapter, data: {"data": data})
+    monkeypatch.setattr(hooks.stored_placement, "mark", lambda args, adapter: None)
+
+    def validate(args: Any) -> str:
+        met.append(("validate",))
+        return "validated"
+
+    assert given._validate_args(validate, args) == "validated"
+    assert met[1:] == [("agree", "arguments"), ("validate",), ("agree", hooks.START)]
+    assert vars(given)["_run"] is run
+    assert run.data == getattr(args, hooks.data_contents.RECORD) == "contents"
+    assert run.not_agreed is None
+    assert "the schedule" in capsys.readouterr().out
