@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Write docs/recipes.md from docs/results/recipe_gains.json, which benchmarks/recipe_gains.py makes."""
+"""Write docs/recipes.md from docs/results/recipe_gains.json, of benchmarks/recipe_gains.py."""
 
 from __future__ import annotations
 
@@ -24,11 +24,18 @@ Row = dict[str, Any]
 INTRODUCTION = """\
 # What does my recipe gain?
 
-{sized} public recipes of Megatron-Bridge (August 2026) with a pipeline and a known number of GPUs, simulated by
-`benchmarks/recipe_gains.py`. Each has its own schedule (1F1B, or interleaved with its chunks), and beside it the fastest V
-schedule within the same memory, and `v-half`. Stages are equal: F, B and W take {forward}, {backward} and {weight} per
-rank, a message {p2p}. Layers, overlaps and kernels are left out, so use the table to find recipes like yours, then run
-`megatron-zb plan` for your model. {unsized} more recipes do not name their number of GPUs.
+{sized} public recipes of Megatron-Bridge (August 2026) have a pipeline and a known number of GPUs.
+`benchmarks/recipe_gains.py` simulates each with its own schedule (1F1B, or interleaved with its
+chunks), with the fastest V schedule within the same memory, and with `v-half`. Stages are equal: F,
+B and W take {forward}, {backward} and {weight} per rank, a message {p2p}. Layers, overlaps and
+kernels are left out, so find recipes like yours here, then run `megatron-zb plan` for your model.
+{unsized} more recipes do not name their number of GPUs.
+"""
+FLAGS = """\
+Add `--pipeline-schedule auto`, and remove the recipe's virtual stages and layout. `auto` uses
+1F1B's memory; the last column has the `--pipeline-memory-limit` for the memory of the recipe's own
+schedule. For a recipe without a row, no schedule of this package is worth a change for speed.
+`v-half` may still save memory.
 """
 
 
@@ -66,42 +73,62 @@ def lines() -> Iterator[str]:
     yield "## Recipes that gain more than 5 % in the same memory"
     yield "\n".join(_table([row for row in rows if gain(row) > WORTH_IT]))
     yield "## Flags"
-    yield (
-        "Add `--pipeline-schedule auto`, and take out the recipe's number of virtual stages and its layout. `auto` keeps "
-        "1F1B's memory unless `--pipeline-memory-limit` says otherwise: the last column has the value for the memory of "
-        "the recipe's own schedule. Where the table has no row for your recipe, no schedule of this package is worth a "
-        "change for speed; `v-half` may still save memory."
-    )
+    yield FLAGS
+
+
+HEADINGS = (
+    "recipes",
+    "number",
+    "median bubble",
+    "gain more than 5 %",
+    "median gain of these",
+    "no slower in 0.65 of the memory (`v-half`)",
+    "of these recompute",
+)
+COLUMNS = ("recipe", "p", "m", "chunks", "its bubble", "gain", "`v-half`: time, memory", "limit")
 
 
 def _summary(rows: Sequence[Row]) -> Iterator[str]:
-    yield (
-        "| recipes | number | median bubble | gain more than 5 % | median gain of these | no slower with 0.65 of the "
-        "memory (`v-half`) | of these recompute |"
-    )
-    yield "|---|---:|---:|---:|---:|---:|---:|"
+    yield from _headings(HEADINGS)
     for stem, name in GROUPS.items():
         group = [row for row in rows if row["from"] == stem]
         gains = [gain(row) for row in group if gain(row) > WORTH_IT]
         halved = [row for row in group if halves(row)]
-        median = f"{statistics.median(gains):.0%}" if gains else "-"
-        yield (
-            f"| {name} | {len(group)} | {statistics.median(map(bubble, group)):.1%} | {len(gains)} | {median} "
-            f"| {len(halved)} | {sum(bool(row['recompute']) for row in halved)} |"
+        yield _line(
+            name,
+            len(group),
+            f"{statistics.median(map(bubble, group)):.1%}",
+            len(gains),
+            f"{statistics.median(gains):.0%}" if gains else "-",
+            len(halved),
+            sum(bool(row["recompute"]) for row in halved),
         )
 
 
 def _table(rows: Sequence[Row]) -> Iterator[str]:
-    yield "| recipe | p | m | chunks | its bubble | gain | `v-half`: time, memory | `--pipeline-memory-limit` |"
-    yield "|---|---:|---:|---:|---:|---:|---:|---:|"
+    yield from _headings(COLUMNS)
     for row in sorted(rows, key=gain, reverse=True):
-        name = re.sub(r"_config$", "", row["recipe"])
         limit = row["own_memory"] / min(row["pipeline"], row["microbatches"])
-        half = f"{row['v_half'] / row['own']:.2f}, {row['v_half_memory'] / row['own_memory']:.2f}"
-        yield (
-            f"| {name} | {row['pipeline']} | {row['microbatches']} | {row['chunks']} | {bubble(row):.0%} "
-            f"| {gain(row):+.0%} | {half} | {'' if limit <= 1 else f'{limit:.2f}'} |"
+        time, memory = row["v_half"] / row["own"], row["v_half_memory"] / row["own_memory"]
+        yield _line(
+            re.sub(r"_config$", "", row["recipe"]),
+            row["pipeline"],
+            row["microbatches"],
+            row["chunks"],
+            f"{bubble(row):.0%}",
+            f"{gain(row):+.0%}",
+            f"{time:.2f}, {memory:.2f}",
+            "" if limit <= 1 else f"{limit:.2f}",
         )
+
+
+def _headings(names: Sequence[str]) -> Iterator[str]:
+    yield _line(*names)
+    yield "|---|" + "---:|" * (len(names) - 1)
+
+
+def _line(*cells: object) -> str:
+    return f"| {' | '.join(map(str, cells))} |"
 
 
 def main() -> None:

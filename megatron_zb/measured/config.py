@@ -7,6 +7,7 @@ Every field has an example, so that a mistake can be answered with a right value
 from __future__ import annotations
 
 import difflib
+import errno
 import re
 from itertools import accumulate
 from pathlib import Path
@@ -16,6 +17,7 @@ import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from pydantic.fields import FieldInfo
 
+from megatron_zb import files
 from megatron_zb.errors import UsageError
 
 _LARGEST = 1 << 20  # bytes of a file: a description has a few hundred
@@ -51,13 +53,13 @@ def read(path: Path, kind: type[_Section]) -> _Section:
         UsageError: it cannot be read, is no YAML, or a field is missing, unknown or wrong.
     """
     try:
-        with path.open("rb") as file:
-            raw = file.read(_LARGEST + 1)
-    except (OSError, ValueError) as error:
-        reason = getattr(error, "strerror", None) or "it is no path"
-        raise UsageError(f"{path} cannot be read: {reason}") from error
-    if len(raw) > _LARGEST:
-        raise UsageError(f"{path} is larger than {_LARGEST} bytes: give a file of a few lines")
+        raw = files.read_bytes(path, _LARGEST)
+    except OSError as error:
+        if error.errno == errno.EFBIG:
+            raise UsageError(
+                f"{path} is larger than {_LARGEST} bytes: give a file of a few lines"
+            ) from error
+        raise UsageError(f"{path} cannot be read: {error.strerror}") from error
     return parse(raw, str(path), kind)
 
 

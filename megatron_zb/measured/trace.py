@@ -15,6 +15,7 @@ from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
+from megatron_zb import files
 from megatron_zb.errors import UsageError
 from megatron_zb.measured.profile import Profile, read_profile
 from megatron_zb.schedules import Timeline, simulate
@@ -73,15 +74,12 @@ def read_trace(path: Path) -> Trace:
         UsageError: it cannot be read, or is no trace.
     """
     try:
-        with path.open("rb") as file:
-            raw = file.read(_LARGEST + 1)
+        raw = files.read_bytes(path, _LARGEST)
     except OSError as error:
         raise UsageError(
             f"{path} cannot be read: {error.strerror}; --pipeline-profile writes it next to the "
             "profile"
         ) from error
-    if len(raw) > _LARGEST:
-        raise UsageError(f"{path} is larger than {_LARGEST} bytes: it is no trace of one step")
     try:
         return Trace.model_validate_json(raw)
     except ValidationError as error:

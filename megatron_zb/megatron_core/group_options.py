@@ -8,6 +8,7 @@ from typing import Any
 
 import yaml
 
+from megatron_zb import files
 from megatron_zb.errors import UsageError
 from megatron_zb.runtime.groups import GroupOptions
 
@@ -39,7 +40,7 @@ def _settings(config_path: str | None) -> dict[str, Any]:
         return {}
     flag = f"--nccl-communicator-config-path {config_path}"
     try:
-        found = yaml.safe_load(Path(config_path).read_text(encoding="utf-8"))
+        found = yaml.safe_load(files.read_text(Path(config_path)))
     except (OSError, yaml.YAMLError, UnicodeDecodeError) as error:
         raise UsageError(f"{flag} cannot be read: {' '.join(str(error).split())}") from None
     settings = (found or {}).get(_PIPELINE) or {} if isinstance(found or {}, dict) else None

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from megatron_zb import files
 from megatron_zb.errors import UsageError
 from megatron_zb.megatron_core.versions import warning_of
 
@@ -82,7 +83,7 @@ def check_pretrain_script(script: Path) -> None:
 
 def _parsed(script: Path) -> ast.Module:
     try:
-        return ast.parse(script.read_text(encoding="utf-8"))
+        return ast.parse(files.read_text(script))
     except (OSError, SyntaxError, ValueError) as error:
         raise UsageError(f"'{script}' cannot be read as Python: {error}") from error
 
@@ -111,7 +112,7 @@ def _version(file: Path) -> tuple[int, int, int]:
     """Read MAJOR, MINOR and PATCH without running the file."""
     numbers: dict[str, int] = {}
     try:
-        tree = ast.parse(file.read_text(encoding="utf-8"))
+        tree = ast.parse(files.read_text(file))
     except (OSError, SyntaxError, ValueError):
         tree = ast.Module(body=[], type_ignores=[])
     for node in tree.body:

@@ -10,7 +10,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from megatron_zb import __version__
+from megatron_zb import __version__, files
 from megatron_zb.job import data_contents
 from megatron_zb.job.comparable import named_arguments
 from megatron_zb.job.data_contents import Record
@@ -107,9 +107,9 @@ def _listed(args: argparse.Namespace) -> dict[str, list[str]]:
     found: dict[str, list[str]] = {}
     try:
         if getattr(args, "data_args_path", None):
-            found["--data-args-path"] = Path(args.data_args_path).read_text("utf-8").split()
+            found["--data-args-path"] = files.read_text(Path(args.data_args_path)).split()
         if getattr(args, "per_split_data_args_path", None):
-            splits = json.loads(Path(args.per_split_data_args_path).read_text("utf-8"))
+            splits = json.loads(files.read_text(Path(args.per_split_data_args_path)))
             for split, words in splits.items():
                 name = f"--per-split-data-args-path ({split})"
                 found[name] = words.split() if isinstance(words, str) else list(map(str, words))

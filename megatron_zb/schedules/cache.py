@@ -15,7 +15,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from megatron_zb import __version__
+from megatron_zb import __version__, files
 from megatron_zb.errors import UsageError
 from megatron_zb.schedules import catalog, interchange
 from megatron_zb.schedules.costs import Costs
@@ -108,9 +108,7 @@ class Cache:
         """
         path = self.path(name, request)
         try:
-            if path.stat().st_size > _MOST_BYTES:
-                raise UsageError(f"{path} is larger than {_MOST_BYTES >> 20} MiB")
-            text = path.read_text(encoding="utf-8")
+            text = files.read_text(path, _MOST_BYTES)
         except FileNotFoundError:
             return None
         except (OSError, UnicodeDecodeError) as error:

@@ -21,6 +21,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
 
+from megatron_zb import files
 from megatron_zb.errors import UsageError
 from megatron_zb.schedules.cut_embedding import EmbeddingRules
 from megatron_zb.schedules.passes import Pass, PassKind
@@ -155,12 +156,7 @@ def rules_of(ranks: Sequence[Sequence[Pass]]) -> TrainingRules:
 
 def _read(path: Path) -> str:
     try:
-        if path.stat().st_size > _MOST_BYTES:
-            raise UsageError(
-                f"cannot read '{path}': it is larger than {_MOST_BYTES >> 20} MiB, "
-                "the most that a table may have"
-            )
-        return path.read_bytes().decode("utf-8-sig")
+        return files.read_bytes(path, _MOST_BYTES).decode("utf-8-sig")
     except OSError as error:
         raise UsageError(f"cannot read '{path}': {error.strerror}") from error
     except UnicodeDecodeError as error:

@@ -11,6 +11,7 @@ from contextlib import suppress
 from importlib.util import find_spec
 from pathlib import Path
 
+from megatron_zb import files
 from megatron_zb.cli.doctor.devices import Torch
 from megatron_zb.cli.doctor.finding import NOT_INSTALLED, Finding, State
 from megatron_zb.cli.doctor.packages import (
@@ -99,7 +100,7 @@ def about_checkout(checkout: Checkout) -> Iterator[Finding]:
     """
     yield _about_version(_PART, checkout.version_text)
     try:
-        text = (checkout.root / "megatron/training/__init__.py").read_text(encoding="utf-8")
+        text = files.read_text(checkout.root / "megatron/training/__init__.py")
     except (OSError, ValueError):
         text = ""
     script = shlex.quote(str(checkout.root / "pretrain_gpt.py"))

@@ -1,0 +1,47 @@
+"""Reading of files that a user names: regular ones, up to a size."""
+
+from __future__ import annotations
+
+import errno
+import stat
+from pathlib import Path
+
+MOST_TEXT = 16 * 2**20
+"""Bytes of a script, a list of paths or a table of settings; more is something else."""
+
+
+def read_bytes(path: Path, most: int) -> bytes:
+    """Read a whole file.
+
+    Args:
+        path: a regular file; devices and pipes may have no end.
+        most: largest number of bytes.
+
+    Raises:
+        OSError: it cannot be read, is no regular file, or is larger; ``strerror`` says which.
+    """
+    try:
+        mode = path.stat().st_mode
+    except ValueError as error:  # a null byte
+        raise OSError(errno.EINVAL, "it is no path") from error
+    if not stat.S_ISREG(mode) and not stat.S_ISDIR(mode):
+        raise OSError(errno.EINVAL, "it is no regular file")
+    with path.open("rb") as file:
+        raw = file.read(most + 1)
+    if len(raw) > most:
+        raise OSError(errno.EFBIG, f"it is larger than {_size(most)}")
+    return raw
+
+
+def read_text(path: Path, most: int = MOST_TEXT) -> str:
+    """Read a file as UTF-8, like :func:`read_bytes`.
+
+    Raises:
+        OSError: as :func:`read_bytes`.
+        UnicodeDecodeError: it is no text in UTF-8.
+    """
+    return read_bytes(path, most).decode("utf-8")
+
+
+def _size(most: int) -> str:
+    return f"{most >> 20} MiB" if most >= 1 << 20 else f"{most} bytes"
