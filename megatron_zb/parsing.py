@@ -6,6 +6,7 @@ import argparse
 import difflib
 import re
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any, NoReturn
 
 from megatron_zb.errors import UsageError
@@ -48,6 +49,7 @@ class Parser(argparse.ArgumentParser):
         super().__init__(*args, **kwargs)
         self.register("type", int, _whole_number)
         self.register("type", float, _number)
+        self.register("type", Path, _path)
 
     def defaults(self) -> dict[str, Any]:
         """Return the default of every argument, required ones included."""
@@ -149,6 +151,12 @@ def _number(text: str) -> float:
         return float(text)
     except ValueError:
         raise argparse.ArgumentTypeError(f"'{text}' is not a number, such as 0.5") from None
+
+
+def _path(text: str) -> Path:
+    if not text:
+        raise argparse.ArgumentTypeError("the path is empty: give the name of a file or folder")
+    return Path(text)
 
 
 def flag_of(name: str) -> str:

@@ -12,7 +12,7 @@ from megatron_zb.cli.ending import told_if_slow
 from megatron_zb.distillation.schedule.pipe_bd import NAME
 from megatron_zb.errors import UsageError
 from megatron_zb.parsing import flag_of, positive, seconds
-from megatron_zb.schedules import interchange
+from megatron_zb.schedules import catalog, interchange
 from megatron_zb.schedules.bounds import lower_bound
 from megatron_zb.schedules.passes import PassKind
 
@@ -60,6 +60,10 @@ examples:
   megatron-zb export v-half --pipeline-size 4 --num-microbatches 8 --format csv --output v-half.csv
   megatron-zb export v-min --pipeline-size 8 --num-microbatches 16 --forward 0.010 \\
       --backward 0.012 --weight 0.009 --format chrome-trace --output v-min.json
+
+pipe-bd writes the timeline of blockwise distillation, as chrome-trace:
+  megatron-zb export pipe-bd --pipeline-size 4 --num-microbatches 8 --steps 3 \\
+      --teacher 1 1 2 1 1 1 --student 3 3 5 3 3 2 --update 1 --format chrome-trace --output bd.json
 
 schedules: """
 
@@ -302,6 +306,7 @@ def _built(arguments: argparse.Namespace) -> schedules.Timeline:
         if arguments.cut_output is not None:
             raise UsageError(f"--cut-output: {NAME} has no output layer: leave it out")
         return pipe_bd_flags.timeline(arguments)
+    _check_states(arguments)
     costs = _costs(arguments, arguments.pipeline_size)
     schedule = schedules.build(
         arguments.name,
@@ -311,6 +316,27 @@ def _built(arguments: argparse.Namespace) -> schedules.Timeline:
         **{name: getattr(arguments, name) for name in _CHOICES},
     )
     return schedules.simulate(schedule, costs)
+
+
+def _check_states(arguments: argparse.Namespace) -> None:
+    """Refuse recomputation and offload where a schedule has a fixed order, and an input too large.
+
+    Raises:
+        UsageError: names the flag.
+    """
+    for flag in ("recompute", "offload"):
+        if getattr(arguments, flag) is None:
+            continue
+        if not catalog.family(arguments.name).searches:
+            raise UsageError(
+                f"--{flag}: {arguments.name} has a fixed order, which keeps every activation: "
+                f"leave --{flag} out, or give a schedule that is searched for, such as v-half"
+            )
+    if arguments.recompute is not None and arguments.recompute >= 1:
+        raise UsageError(
+            f"--recompute is {arguments.recompute:g}: the input of a stage takes less than its "
+            "activations, 1 for a whole rank: give a share such as 0.03"
+        )
 
 
 def _table(arguments: argparse.Namespace) -> schedules.Schedule:

@@ -128,7 +128,7 @@ def test_show_draws_no_wider_where_few_passes_take_nearly_all_the_time(
 def test_show_writes_a_picture(
     ending: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    path = tmp_path / "new" / f"schedule.{ending}"
+    path = tmp_path / f"schedule.{ending}"
     assert cli.main(["show", "v-half", *SIZES, "--output", str(path)]) == 0
     assert capsys.readouterr().out.strip() == str(path)
     start = path.read_bytes()[:200]

@@ -17,7 +17,7 @@ SIZES = ["--pipeline-size", "4", "--num-microbatches", "8"]
 
 
 def export(tmp_path: Path, *arguments: str) -> Path:
-    path = tmp_path / "new" / "exported"
+    path = tmp_path / "exported"
     assert cli.main(["export", *arguments, "--output", str(path)]) == 0
     return path
 

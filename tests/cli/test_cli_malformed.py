@@ -181,6 +181,16 @@ show | no schedule was asked for: give NAME, such as v-half, or --csv FILE
 show v-half | v-half needs --pipeline-size P and --num-microbatches M
 show v-half -p 4 | v-half needs --pipeline-size P and --num-microbatches M
 show v-half -m 4 | v-half needs --pipeline-size P and --num-microbatches M
+show gpipe -p 4 -m 8 --recompute 0.1 | gpipe has a fixed order, which keeps every activation
+show zb-h1 -p 4 -m 8 --offload 0.1 | --offload: zb-h1 has a fixed order
+show v-half -p 4 -m 8 --recompute 2 | --recompute is 2: the input of a stage takes less than
+show --csv "" | --csv: the path is empty: give the name of a file or folder
+show v-half -p 4 -m 8 -o "" | --output: the path is empty
+show v-half -p 4 -m 8 -o missing/x.png | there is no folder 'missing': make it first
+export v-half -p 4 -m 8 --format csv -o missing/deeper/x.csv | there is no folder 'missing/deeper'
+show v-half -p 4 -m 8 -o /proc/x.png | cannot write '/proc/x.png'
+plan --config "" --gpus 8 | --config: the path is empty
+trace "" | PROFILE: the path is empty
 show v-halv -p 4 -m 8 | did you mean v-half
 show "" -p 4 -m 8 | unknown pipeline schedule ''
 show v-half -p | --pipeline-size is given without a value: write --pipeline-size P
