@@ -37,7 +37,7 @@ global_batch_size: 32
 
 @pytest.fixture(scope="module")
 def v_half(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("pages") / "new" / "v-half.html"
+    path = tmp_path_factory.mktemp("pages") / "v-half.html"
     costs = ["--forward", "1", "--backward", "1.2", "--weight", "0.9", "--p2p", "0.05"]
     assert cli.main(["show", "v-half", *SIZES, *costs, "--output", str(path)]) == 0
     return path

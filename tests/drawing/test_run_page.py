@@ -25,7 +25,7 @@ def cells(table: Element) -> list[list[str]]:
 
 
 def test_a_plan_for_measured_costs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    path, html = tmp_path / "run.yaml", tmp_path / "out" / "run.html"
+    path, html = tmp_path / "run.yaml", tmp_path / "run.html"
     write_profile(measured_runs.profile(), path)
     names = ["v-half", "zb-h1", "1f1b", "v-min"]
     plan = ["plan", "--profile", str(path), "--schedules", ",".join(names), "--html", str(html)]
