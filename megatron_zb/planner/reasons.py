@@ -8,6 +8,9 @@ from megatron_zb.planner.prediction import Prediction
 from megatron_zb.planner.search import WORTH_A_CHANGE, Plan
 
 _LEVEL = 0.0005
+AUTO = "auto"
+LITTLE = 0.03
+"""Share of a GPU's memory that a recommendation should leave free."""
 
 
 def reason(plan: Plan, index: int) -> str:
@@ -25,6 +28,37 @@ def reason(plan: Plan, index: int) -> str:
         said = f"{slower:.1%} slower than the first: {_largest(first, row)}"
     large = plan.too_large.get(row.candidate)
     return "; ".join(filter(None, (said, beside, str(large) if large else "")))
+
+
+def is_named_too(plan: Plan, row: Prediction) -> bool:
+    """Return whether a row of ``auto`` is the run of a named schedule's row, with all its flags."""
+    return row.candidate == AUTO and any(
+        other.candidate == row.family
+        and (other.load, other.layout, other.schedule) == (row.load, row.layout, row.schedule)
+        for other in plan.ranked
+    )
+
+
+def margin(plan: Plan) -> str:
+    """Return how much memory the first row leaves, in one sentence, and a safer row if little is.
+
+    The share is of the memory that the driver reports.
+    """
+    job, first = plan.job, plan.ranked[0]
+    left = job.memory - first.memory.total
+    said = f"{first.family} leaves {gib(left)} of {gib(job.memory)} ({left / job.memory:.1%}) free"
+    if left >= LITTLE * job.memory:
+        return said
+    roomy = (r for r in plan.ranked if job.memory - r.memory.total >= LITTLE * job.memory)
+    safer = next(roomy, None)
+    if safer is None:
+        return f"{said}; no row leaves {LITTLE:.0%}"
+    slower = first.tokens_per_gpu / safer.tokens_per_gpu - 1
+    return (
+        f"{said}, which fragments or another batch may exceed; {safer.candidate} "
+        f"({safer.load.strategy}) leaves {gib(job.memory - safer.memory.total)} and is "
+        f"{slower:.1%} slower"
+    )
 
 
 def recommended(plan: Plan) -> str | None:

@@ -96,7 +96,7 @@ class TooLarge:
     needed: float
 
     def __str__(self) -> str:
-        return f"{self.strategy} needs {gib(self.needed)}"
+        return f"a faster setting, {self.strategy}, needs {gib(self.needed)} and does not fit"
 
 
 @dataclass(frozen=True)
@@ -404,7 +404,8 @@ class _Everything:
         if best is not None:
             self.best[name] = best
         elif has_settings:
-            self.nothing[name] = f"nothing fits: {too_large or 'see the others'}"
+            least = f": {too_large}" if too_large is not None else ""
+            self.nothing[name] = f"nothing fits{least}"
         else:
             self.nothing[name] = "no setting has layers and microbatches that divide"
         if too_large is not None:

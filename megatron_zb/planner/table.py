@@ -16,6 +16,8 @@ from megatron_zb.planner.prediction import Prediction
 from megatron_zb.planner.reasons import (
     activation_states,
     gain_of_cut,
+    is_named_too,
+    margin,
     reason,
     recommendation,
     recommended,
@@ -60,8 +62,9 @@ def print_plan(plan: Plan, console: Console, top: int) -> None:
     shown = _shown(plan, top)
     console.print(_speed(plan, shown))
     console.print(_memory(plan, shown))
-    for index in shown:
-        console.print(Text(f"{index + 1:>2}  {reason(plan, index)}"), highlight=False)
+    for place, index in shown:
+        text = Text(f"{place:>2}  {reason(plan, index)}")
+        console.print(text, highlight=False, soft_wrap=True)
     for name, why in plan.nothing_for.items():
         console.print(Text(f" -  {name}: {why}"), highlight=False)
     for said in filter(None, (vocabulary(plan), activation_states(plan))):
@@ -69,6 +72,7 @@ def print_plan(plan: Plan, console: Console, top: int) -> None:
     if (beside := _overheads(plan.ranked[0])) is not None:
         console.print(Text(f" -  {beside}"), highlight=False, soft_wrap=True)
     console.print(Text(f"\nrecommendation: {recommendation(plan)}", style="bold"), soft_wrap=True)
+    console.print(Text(f"memory: {margin(plan)}"), highlight=False, soft_wrap=True)
     console.print(Text("\nflags of the first:", style="bold"))
     to_paste = " \\\n  ".join(flags(plan.ranked[0], job.global_batch))
     console.print(Text(f"  {to_paste}"), highlight=False, soft_wrap=True)
@@ -98,35 +102,42 @@ def _overheads(row: Prediction) -> str | None:
     return said
 
 
-def _shown(plan: Plan, top: int) -> list[int]:
-    """Return the indices of the first rows, and of Megatron's own wherever they rank."""
+def places(plan: Plan) -> list[tuple[int, int]]:
+    """Return the place and the index of each row, without those that are another row's run."""
+    rows = enumerate(plan.ranked)
+    runs = [index for index, row in rows if not is_named_too(plan, row)]
+    return list(enumerate(runs, start=1))
+
+
+def _shown(plan: Plan, top: int) -> list[tuple[int, int]]:
+    """Return the places and indices of the first rows, and of Megatron's own wherever they rank."""
     return [
-        index
-        for index, row in enumerate(plan.ranked)
-        if index < top or row.candidate.startswith("Megatron")
+        (place, index)
+        for place, index in places(plan)
+        if place <= top or plan.ranked[index].candidate.startswith("Megatron")
     ]
 
 
-def _speed(plan: Plan, shown: list[int]) -> Table:
+def _speed(plan: Plan, shown: list[tuple[int, int]]) -> Table:
     table = Table(box=None, pad_edge=False, header_style="bold", padding=(0, 1, 0, 0))
     table.add_column("#", justify="right")
     table.add_column("schedule", no_wrap=True)
     table.add_column("setting")
-    is_cut = any(plan.ranked[index].cuts_vocabulary for index in shown)
+    is_cut = any(plan.ranked[index].cuts_vocabulary for _, index in shown)
     for title in ("tok/s/GPU", "MFU", "bubble", "GiB", *["cut"] * is_cut):
         table.add_column(title, justify="right", no_wrap=True)
-    for index in shown:
+    for place, index in shown:
         row = plan.ranked[index]
         table.add_row(
-            str(index + 1),
-            name_of(row),
+            str(place),
+            name_in(plan, row),
             setting_of(row),
             f"{row.tokens_per_gpu:.0f}",
             f"{row.mfu:.1%}",
             f"{row.bubble:.1%}",
             f"{row.memory.total / GIB:.1f}",
             *[_cut(plan, row)] * is_cut,
-            style="bold" if index == 0 else None,
+            style="bold" if place == 1 else None,
         )
     return table
 
@@ -137,21 +148,19 @@ def _cut(plan: Plan, row: Prediction) -> str:
     return "" if not row.cuts_vocabulary else "yes" if gain is None else f"{gain:+.1%}"
 
 
-def _memory(plan: Plan, shown: list[int]) -> Table:
+def _memory(plan: Plan, shown: list[tuple[int, int]]) -> Table:
     """Build the table of the worst rank's GiB, part by part; parts that no row has are left out."""
-    parts = [p for p in _SHORT if any(plan.ranked[i].memory.parts()[p] for i in shown)]
+    parts = [p for p in _SHORT if any(plan.ranked[i].memory.parts()[p] for _, i in shown)]
     table = Table(box=None, pad_edge=False, header_style="bold", title_justify="left")
     table.title = Text("\nGiB of the worst rank", style="bold")
     table.add_column("#", justify="right")
     table.add_column("rank", justify="right")
     for part in parts:
         table.add_column(_SHORT[part], justify="right", no_wrap=True)
-    for index in shown:
+    for place, index in shown:
         memory: Memory = plan.ranked[index].memory
         sizes = memory.parts()
-        table.add_row(
-            str(index + 1), str(memory.rank), *(f"{sizes[part] / GIB:.1f}" for part in parts)
-        )
+        table.add_row(str(place), str(memory.rank), *(f"{sizes[part] / GIB:.1f}" for part in parts))
     return table
 
 
@@ -159,6 +168,14 @@ def name_of(row: Prediction) -> str:
     """Return the name of a row in the table; for ``auto``, with what it runs."""
     chunks = "" if row.chunks is None else f" ×{row.chunks}"
     return named(row.candidate, row.family) + chunks
+
+
+def name_in(plan: Plan, row: Prediction) -> str:
+    """Return :func:`name_of` a row, marked where ``auto`` is the same run."""
+    is_auto = any(
+        is_named_too(plan, other) and other.family == row.candidate for other in plan.ranked
+    )
+    return f"{name_of(row)} (auto)" if is_auto else name_of(row)
 
 
 def setting_of(row: Prediction) -> str:
@@ -184,6 +201,7 @@ def as_json(plan: Plan) -> dict[str, Any]:
         "not_possible": plan.nothing_for,
         "recommended": recommended(plan),
         "recommendation": recommendation(plan),
+        "margin": margin(plan),
         "vocabulary": vocabulary(plan),
         "activation_states": activation_states(plan),
         "settings": plan.settings,

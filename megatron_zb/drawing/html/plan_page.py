@@ -56,7 +56,7 @@ def save_plan(path: Path, plan: Plan) -> None:
             "title": f"{job.model.name} on {job.gpus} {job.device.name} - megatron_zb",
             "job": job,
             "memory": gib(job.memory),
-            "rows": [_row(plan, index) for index in range(len(plan.ranked))],
+            "rows": [_row(plan, place, index) for place, index in table.places(plan)],
             "parts": _parts(plan),
             "missing": plan.nothing_for,
             "plan": plan,
@@ -66,11 +66,11 @@ def save_plan(path: Path, plan: Plan) -> None:
     )
 
 
-def _row(plan: Plan, index: int) -> dict[str, Any]:
+def _row(plan: Plan, place: int, index: int) -> dict[str, Any]:
     row, job = plan.ranked[index], plan.job
     return {
-        "place": index + 1,
-        "name": table.name_of(row),
+        "place": place,
+        "name": table.name_in(plan, row),
         "title": f"{table.name_of(row)}, {table.setting_of(row)}",
         "setting": table.setting_of(row),
         "tokens": f"{row.tokens_per_gpu:.0f}",
