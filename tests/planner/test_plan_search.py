@@ -63,6 +63,25 @@ def test_megatrons_own_always_stand_in_the_table() -> None:
     assert names[0] == "no pipeline"
 
 
+def test_progress_has_a_name_and_how_much_is_done() -> None:
+    told: list[tuple[str, int, int]] = []
+    search(job(vocabulary="off"), candidates_of(["zb-h1"]), watch=lambda *each: told.append(each))
+    names = ["no pipeline", MEGATRON_1F1B, MEGATRON_INTERLEAVED, "zb-h1", "zb-h1", ""]
+    assert told == [(name, min(done, 4), 4) for done, name in enumerate(names)]
+
+
+def test_a_row_in_json_has_all_that_was_chosen_and_predicted() -> None:
+    rows = table.as_json(search(job(vocabulary="off"), candidates_of(["zb-h1"])))["ranked"]
+    assert {frozenset(row) for row in rows} == {
+        frozenset(
+            "schedule runs chunks tensor pipeline data context expert expert_tensor precision "
+            "microbatch num_microbatches recompute layout vocabulary gain_of_cut "
+            "overlaps_exchange dropped moved host_bytes seconds tokens_per_second_per_gpu mfu "
+            "bubble waiting_kernels exposed_tensor_parallel memory flags reason".split()
+        )
+    }
+
+
 def test_interleaved_is_tuned_over_all_its_chunks() -> None:
     choices = Choices(tensor=(1,), pipeline=(4,), microbatch=(1,), recompute=("none",))
     plan = search(job(choices=choices, gpus=4), candidates_of(["zb-h1"]))

@@ -268,3 +268,11 @@ def test_a_hybrid_pattern_says_the_layers_of_each_stage() -> None:
     )
     assert adapter.schedule.placement.name == "v"
     assert told(adapter) == ["Ett", "t", "tt", "tmL"]
+
+
+def test_borders_move_away_from_the_rank_of_the_embedding() -> None:
+    placement = looped(2)
+    weights = (1.0,) * 8
+    assert layout._evened((4, 4), weights, placement, 4.0, 0.0) == (2, 6)
+    assert layout._evened((4, 4), weights, placement, 0.0, 4.0) == (6, 2)
+    assert layout._evened((4, 4), weights, placement, 4.0, 4.0) == (4, 4)

@@ -13,7 +13,7 @@ import pytest
 from megatron_zb import schedules
 from megatron_zb.schedules.bounds import lower_bound
 from megatron_zb.schedules.placement import v_shape
-from megatron_zb.schedules.search import hill_climbing
+from megatron_zb.schedules.search import hill_climbing, runner
 from megatron_zb.schedules.search.hill_climbing import Effort
 from megatron_zb.schedules.search.kernels import (
     Compiled,
@@ -109,3 +109,19 @@ def test_what_another_version_has_compiled_is_in_nobodys_way(tmp_path: Path) -> 
         index.write_bytes(pickle.dumps("0.1") + body)
     forget_unreadable(tmp_path, _problem)
     assert [path.name.partition(".")[0] for path in tmp_path.iterdir()] == ["good"]
+
+
+def test_the_numbers_of_a_preset_have_their_places() -> None:
+    weights = PriorityWeights.from_preset(list(range(20)), 2, _P)
+    named = ("quota", "quota_slope", "early", "pending", "pending_share")
+    assert [getattr(weights, name) for name in named] == [15, 16, 17, 18, 19]
+
+
+@pytest.mark.parametrize("chunks", [1, 2, 3, 4, 8])
+def test_earlier_chunks_have_a_larger_share_of_a_quota(chunks: int) -> None:
+    portions = [runner._portion(chunk, chunks) for chunk in range(chunks)]
+    if chunks <= 2:
+        assert portions == [1.0] * chunks
+        return
+    assert portions == sorted(portions, reverse=True)
+    assert sum(portions) == pytest.approx(chunks**2 / (chunks**2 - 1))

@@ -77,7 +77,9 @@ def verdict_of(copy: Path, tests: Sequence[str], seconds: float) -> tuple[str, s
         return KILLED, failed[1]
     if code == _NOT_FOUND and "ImportError while loading conftest" in printed:
         return KILLED, "it cannot be imported"
-    raise RuntimeError(f"pytest ended with exit status {code}: {printed[-800:]}")
+    if code == _NOT_FOUND:
+        raise RuntimeError(f"pytest has not found its tests: {printed[-800:]}")
+    return KILLED, f"the end of pytest with exit status {code}"  # of its process, or before tests
 
 
 def _pytest(copy: Path, tests: Sequence[str], seconds: float) -> tuple[int | None, str]:
