@@ -276,3 +276,8 @@ def test_borders_move_away_from_the_rank_of_the_embedding() -> None:
     assert layout._evened((4, 4), weights, placement, 4.0, 0.0) == (2, 6)
     assert layout._evened((4, 4), weights, placement, 0.0, 4.0) == (6, 2)
     assert layout._evened((4, 4), weights, placement, 4.0, 4.0) == (4, 4)
+
+
+def test_ranks_with_an_end_of_the_model_have_fewer_layers_among_equals() -> None:
+    assert layout.spread(Layers(6), looped(4)) == (1, 2, 2, 1)
+    assert layout.spread(Layers(5), looped(4)) == (1, 2, 1, 1)
