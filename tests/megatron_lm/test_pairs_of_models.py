@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 
@@ -22,11 +24,11 @@ class Layer(torch.nn.Module):
 
 
 class GPTModel(torch.nn.Module):
-    """What the check looks at of Megatron's model: the last layer of a chunk, and its final norm."""
+    """The parts of Megatron's model that the check reads: layers of a chunk, and the final norm."""
 
     def __init__(self, last: torch.nn.Module | None, norm: bool) -> None:
         super().__init__()
-        self.decoder = torch.nn.Module()
+        self.decoder: Any = torch.nn.Module()
         layers = [] if last is None else [Layer(torch.nn.Linear(2, 2)), Layer(last)]
         self.decoder.layers = torch.nn.ModuleList(layers)
         self.decoder.final_layernorm = torch.nn.LayerNorm(2) if norm else None
