@@ -28,10 +28,11 @@ class GPTModel(torch.nn.Module):
 
     def __init__(self, last: torch.nn.Module | None, norm: bool) -> None:
         super().__init__()
-        self.decoder: Any = torch.nn.Module()
+        decoder: Any = torch.nn.Module()
+        self.decoder = decoder
         layers = [] if last is None else [Layer(torch.nn.Linear(2, 2)), Layer(last)]
-        self.decoder.layers = torch.nn.ModuleList(layers)
-        self.decoder.final_layernorm = torch.nn.LayerNorm(2) if norm else None
+        decoder.layers = torch.nn.ModuleList(layers)
+        decoder.final_layernorm = torch.nn.LayerNorm(2) if norm else None
 
 
 class Other(torch.nn.Module):
@@ -52,7 +53,8 @@ def test_chunks_that_can_run_overlapped_passes(chunk: GPTModel) -> None:
 
 def frozen() -> GPTModel:
     chunk = GPTModel(Experts(), norm=True)
-    chunk.decoder.layers[0].mlp.weight.requires_grad_(False)
+    decoder: Any = chunk.decoder
+    decoder.layers[0].mlp.weight.requires_grad_(False)
     return chunk
 
 
