@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from megatron_zb.cli import verify
 from megatron_zb.cli.main import main
 from megatron_zb.cli.verify import Command, first_difference, logged
 
@@ -115,3 +116,23 @@ def test_what_is_logged_is_compared_by_its_digits() -> None:
     assert first_difference(one, other) == (2, "lm loss", ("4.853973E+00", "4.853972E+00"))
     assert first_difference(one, {}) == (2, "grad norm", ("1.001", "not logged"))
     assert first_difference(one, {2: {"lm loss": "4.853973E+00"}}) is not None
+
+
+@pytest.mark.parametrize("flag", sorted(verify._LEFT_OUT))
+def test_an_argument_is_left_out_with_its_value(flag: str) -> None:
+    """All of them take a value in Megatron-LM, but for a switch."""
+    value = [] if flag == "--async-save" else ["7"]
+    words = [
+        "python",
+        "train.py",
+        flag,
+        *value,
+        "--num-layers",
+        "4",
+        "--pipeline-schedule",
+        "v-half",
+    ]
+    command = Command.of(words, [])
+    rest = ["python", "train.py", "--num-layers", "4"]
+    assert command.scheduled == [*rest, "--pipeline-schedule", "v-half"]
+    assert command.without == rest

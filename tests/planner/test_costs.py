@@ -296,3 +296,11 @@ def test_with_post_validation_an_iteration_does_not_wait_for_the_last_rank() -> 
     assert back_to_back.costs is not None
     timeline = schedules.simulate(back_to_back.schedule, back_to_back.costs)
     assert back_to_back.pipeline_seconds == timeline.period
+
+
+def test_dropout_of_the_embedding_draws_a_random_number_for_each_of_its_values() -> None:
+    """A random number counts as 6 values of 2 bytes, that is 12 bytes of traffic."""
+    with_it, without = (load(small(dropout=d), gapless()) for d in (True, False))
+    drawn = with_it.embedding().forward - without.embedding().forward
+    elements = with_it.tokens * with_it.model.hidden_size
+    assert drawn == pytest.approx(12 * elements / with_it.device.memory_bandwidth.reached)
