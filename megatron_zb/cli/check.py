@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
+from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from megatron_zb.errors import UsageError
-from megatron_zb.megatron_core.versions import NEWEST, SERIES, training_loop_needs
+from megatron_zb.megatron_core.versions import SERIES, training_loop_needs
 from megatron_zb.megatron_lm import own_validation
 from megatron_zb.megatron_lm.checkout import checkout_at
 from megatron_zb.parsing import positive
@@ -42,7 +44,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--megatron-version",
         choices=[series.text for series in SERIES],
-        help=f"of Megatron-LM (default: that of the checkout, or {NEWEST})",
+        help="of Megatron-LM (default: that of the checkout, or of the installed megatron-core)",
     )
     parser.add_argument(
         "--megatron-lm",
@@ -78,7 +80,7 @@ def run(arguments: argparse.Namespace) -> int:
         from megatron_zb.megatron_lm import checking
 
     root = _megatron_lm(arguments)
-    version = arguments.megatron_version or (NEWEST if root is None else _series_at(root))
+    version, of = _version(arguments.megatron_version, root)
     args = checking.parse(arguments.words, version, arguments.gpus)
     report = checking.check(args, version)
     if report.runs and root is not None:
@@ -86,8 +88,18 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.json:
         print(json.dumps(as_json(report, version)))
     else:
-        _print(report)
+        _print(report, f"Megatron {version}, {of}")
     return 0 if report.runs else 2
+
+
+def _version(asked: str | None, root: Path | None) -> tuple[str, str]:
+    """Return the series whose arguments are checked, and where it comes from."""
+    if asked is not None:
+        return asked, "as asked"
+    if root is not None:
+        return _series_at(root), f"of {root}"
+    numbers = re.findall(r"\d+", metadata.version("megatron-core"))
+    return training_loop_needs([*map(int, numbers)]).text, "as megatron-core is installed"
 
 
 def _megatron_lm(arguments: argparse.Namespace) -> Path | None:
@@ -133,7 +145,8 @@ def as_json(report: checking.Report, version: str) -> dict[str, object]:
     }
 
 
-def _print(report: checking.Report) -> None:
+def _print(report: checking.Report, version: str) -> None:
+    """Print the arguments that need a look, a summary, and the version that was checked."""
     from rich.console import Console
     from rich.table import Table
     from rich.text import Text
@@ -151,7 +164,7 @@ def _print(report: checking.Report) -> None:
     counted = ((verdict, len(report.of(verdict))) for verdict in Verdict)
     said = ", ".join(f"{count} {verdict.value}" for verdict, count in counted if count)
     verb = "runs" if report.runs else "does not run"
-    console.print(Text(f"{verb} with {report.choice}: {said}"))
+    console.print(Text(f"{verb} with {report.choice}: {said} ({version})"), soft_wrap=True)
     if report.validated is not None:
         console.print(Text(f"Megatron-LM {report.validated} has validated the arguments itself"))
     elif report.runs:

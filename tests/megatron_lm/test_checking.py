@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+from importlib import metadata
 from pathlib import Path
 
 import pytest
@@ -174,13 +175,17 @@ def test_a_mistake_is_one_sentence(
 
 
 def test_the_command(capsys: pytest.CaptureFixture[str]) -> None:
+    installed = ".".join(metadata.version("megatron-core").split(".")[:2])
     assert cli.main(["check", "--gpus", "8", *RUN.split(), "--tp-comm-overlap"]) == 0
     printed = capsys.readouterr().out
     assert "--tp-comm-overlap" in printed
     assert "runs with --pipeline-schedule v-half: " in printed
+    assert f"(Megatron {installed}, as megatron-core is installed)" in printed
+    assert cli.main(["check", "--megatron-version", "0.17", "--gpus", "8", *RUN.split()]) == 0
+    assert "(Megatron 0.17, as asked)" in capsys.readouterr().out
     assert cli.main(["check", "--json", "--", *RUN.split(), "--use-torch-fsdp2"]) == 2
     found = json.loads(capsys.readouterr().out)
-    assert (found["megatron"], found["runs"]) == ("0.19", False)
+    assert (found["megatron"], found["runs"]) == (installed, False)
     (argument,) = (a for a in found["arguments"] if a["verdict"] == "refused")
     assert argument["argument"] == "--use-torch-fsdp2"
     assert argument["why"]
