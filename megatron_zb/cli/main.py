@@ -6,6 +6,7 @@ The imports of a command are deferred until it runs, so that Ctrl-C is handled f
 from __future__ import annotations
 
 import argparse
+import json
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -199,14 +200,18 @@ def _add_doctor(commands: _Commands) -> None:
     doctor.add_argument(
         "checkout", type=Path, nargs="?", metavar="MEGATRON_LM", help="a Megatron-LM checkout"
     )
+    doctor.add_argument("--json", action="store_true", help="print all findings as JSON")
 
 
 def _doctor(arguments: argparse.Namespace) -> int:
     from megatron_zb.cli.doctor.examine import examine
-    from megatron_zb.cli.doctor.printing import exit_code, print_findings
+    from megatron_zb.cli.doctor.printing import as_json, exit_code, print_findings
 
     findings = examine(arguments.checkout)
-    print_findings(findings)
+    if arguments.json:
+        print(json.dumps(as_json(findings), indent=2))
+    else:
+        print_findings(findings)
     return exit_code(findings)
 
 

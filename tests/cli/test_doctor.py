@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import shlex
 import subprocess
@@ -492,14 +493,27 @@ def test_every_finding_is_a_sentence(core_016: None, tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("core_016")
+def test_findings_are_printed_as_json(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["doctor", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["ready"] is True
+    parts = {one["part"]: one for one in found["findings"]}
+    assert parts["numba"]["state"] == "ok"
+    assert "first rank" in parts["numba"]["advice"]
+    wrong = printing.as_json(FINDINGS)
+    assert wrong["ready"] is False
+    assert wrong["command"] == printing.mending_command(FINDINGS)
+
+
+@pytest.mark.parametrize("width", [80, 100])
 def test_the_command_prints_every_finding(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    width: int, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("COLUMNS", "100")
+    monkeypatch.setenv("COLUMNS", str(width))
     assert cli.main(["doctor"]) == 0
     printed = capsys.readouterr().out
     table = printed.split("\n\n")[0]
-    assert max(map(len, table.splitlines())) <= 100
+    assert max(map(len, table.splitlines())) <= width
     words = " ".join(printed.split())
     for part in ("Python", "torch", "GPUs", "NCCL", "gloo", "megatron-core", "numba", "apex"):
         assert f"{part} " in words

@@ -64,10 +64,9 @@ USES = {
         Requirement(
             "numba",
             "numba",
-            "the search for schedules is compiled with it; have it on all ranks of a job or on "
-            "none",
-            without="the search for schedules looks at less; have it on all ranks of a job or on "
-            "none",
+            "the search for schedules is compiled with it; the first rank of a job needs it, the "
+            "others take what it finds",
+            without="the search for schedules looks at less; the first rank of a job needs it",
         ),
         Requirement(
             "matplotlib",

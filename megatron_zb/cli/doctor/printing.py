@@ -5,6 +5,7 @@ from __future__ import annotations
 import shlex
 import sys
 from collections.abc import Sequence
+from dataclasses import asdict
 
 from megatron_zb.cli.doctor.finding import FORCED, Finding
 
@@ -39,6 +40,15 @@ def print_findings(findings: Sequence[Finding]) -> None:
     print(f"\n{summary(findings)}")
     if command := mending_command(findings):
         print(f"What pip can mend, all of it:\n  {command}")
+
+
+def as_json(findings: Sequence[Finding]) -> dict[str, object]:
+    """Return the findings for other programs."""
+    return {
+        "ready": not any(finding.stops for finding in findings),
+        "findings": [asdict(finding) for finding in findings],
+        "command": mending_command(findings),
+    }
 
 
 def mending_command(findings: Sequence[Finding]) -> str:
