@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from megatron_zb.errors import UsageError
+from megatron_zb.job import lost_peer
 from megatron_zb.megatron_lm.ending import end_with
 from megatron_zb.missing import told_if_missing
 
@@ -45,13 +46,20 @@ def main(argv: Sequence[str]) -> None:
     if rest[:1] in (["-h"], ["--help"]):
         print(USAGE, end="")
         sys.exit(0)
+    rank = int(os.environ.get("RANK", "0"))
     try:
         with told_if_missing():
             script = _prepare(rest, on_cpu)
             sys.argv = [str(script), *rest[1:]]
             runpy.run_path(str(script), run_name="__main__")
     except UsageError as error:
-        end_with(error, int(os.environ.get("RANK", "0")))
+        end_with(error, rank)
+    except RuntimeError as error:
+        lost = lost_peer.describe(error, rank)
+        if lost is None:
+            raise
+        print(lost, file=sys.stderr, flush=True)
+        os._exit(1)  # an orderly end would wait for the rank that has ended
 
 
 def _prepare(arguments: Sequence[str], on_cpu: bool) -> Path:

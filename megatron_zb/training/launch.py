@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from megatron_zb import __version__
 from megatron_zb.errors import UsageError
-from megatron_zb.job import data_contents
+from megatron_zb.job import data_contents, lost_peer
 from megatron_zb.job.comparable import named_arguments
 from megatron_zb.job.data_contents import RECORD
 from megatron_zb.job.run_flags import asks_for_balance, chooses_schedule
@@ -39,8 +39,6 @@ if TYPE_CHECKING:
 
 _LONGEST_START = 300.0  # seconds: imports from a slow disk differ between ranks
 _TIME_FOR_RANK_0 = 2.0
-_LOST = ("Connection reset by peer", "Connection closed by peer", "Broken pipe")
-"""What gloo says where another rank has ended."""
 
 
 def launch(
@@ -71,12 +69,8 @@ def _describe(error: Exception) -> str:
 
     if isinstance(error, NotFinite):
         return f"megatron_zb: error: {error}"
-    if isinstance(error, RuntimeError) and any(said in str(error) for said in _LOST):
-        return (
-            f"megatron_zb: error: rank {Environment.read().rank} has lost the connection to "
-            "another rank, which has ended: what that one said, or torchrun's report, tells why"
-        )
-    return traceback.format_exc()
+    lost = lost_peer.describe(error, Environment.read().rank)
+    return lost if lost is not None else traceback.format_exc()
 
 
 class _SaidByRankZero(Exception):

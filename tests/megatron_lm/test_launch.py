@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -52,3 +53,37 @@ def test_a_python_that_is_too_old_is_told(monkeypatch: pytest.MonkeyPatch) -> No
     launch._check_python(Checkout(Path("/Megatron-LM"), (0, 16, 1)))
     with pytest.raises(UsageError, match=r"0\.19\.1 in '/Megatron-LM' needs Python 3\.12 or newer"):
         launch._check_python(Checkout(Path("/Megatron-LM"), (0, 19, 1)))
+
+
+_RUN = """
+import pathlib, sys
+from megatron_zb import launch
+launch._prepare = lambda arguments, on_cpu: pathlib.Path(arguments[0])
+launch.main(sys.argv[1:])
+"""
+
+
+@pytest.mark.parametrize(
+    ("message", "is_lost"),
+    [
+        ("[../gloo/transport/tcp/pair.cc:547] Connection closed by peer [127.0.0.1]:2", True),
+        ("Connection reset by peer", True),
+        ("shapes do not match", False),
+    ],
+)
+def test_a_rank_whose_peer_has_ended_says_so_in_one_sentence(
+    message: str, is_lost: bool, tmp_path: Path
+) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(f"raise RuntimeError({message!r})\n")
+    done = subprocess.run(
+        [sys.executable, "-c", _RUN, str(script)],
+        capture_output=True,
+        text=True,
+        env={**os.environ, "RANK": "3"},
+    )
+    assert done.returncode == 1
+    assert ("Traceback" not in done.stderr) is is_lost
+    lost = "megatron_zb: error: rank 3 has lost the connection to another rank, which has ended"
+    assert (lost in done.stderr) is is_lost
+    assert (done.stderr.count("\n") == 1) is is_lost
