@@ -39,7 +39,7 @@ from megatron_zb.schedules import catalog, layout
 from megatron_zb.schedules.layout import Layers, Layout
 from megatron_zb.schedules.placement import Placement
 from megatron_zb.schedules.program.memory import peak_with_messages
-from megatron_zb.schedules.request import MemoryLimit
+from megatron_zb.schedules.request import LimitTooSmall, MemoryLimit
 
 _LARGE = 20_000  # passes: more are not lowered for their messages
 
@@ -126,6 +126,7 @@ def rows(
         candidates = [c if c.megatron else replace(c, cuts_vocabulary=True) for c in candidates]
     found: list[Row] = []
     missing: dict[str, str] = {}
+    limits: list[LimitTooSmall] = []
     wanted = {candidate.name for candidate in candidates}
     everyone = [c for c in with_those_of_auto(candidates) if c.name in wanted or not c.megatron]
     settings = list(_settings(everyone, profile))
@@ -137,6 +138,7 @@ def rows(
         except UsageError as error:
             if candidate.name in wanted:
                 missing[name] = str(error)
+                limits += [error] if isinstance(error, LimitTooSmall) else []
     if asked.vocabulary == "auto" and asked.why_not_cut is None:
         found += _with_cut(asked, fit, settings, found, watch)
     if profile.pairs and asked.vocabulary != "on" and not asked.post_validation:
@@ -150,6 +152,8 @@ def rows(
             found.append(_best_of_all(asked, fit, candidate, found))
     watch("", len(settings), len(settings))
     found = [row for row in found if row.schedule in wanted]
+    if not found and limits:
+        raise min(limits, key=lambda error: error.needed)
     if not found:
         raise UsageError(next(iter(missing.values()), "no schedule can be had"))
     return sorted(found, key=lambda row: row.seconds), missing

@@ -22,6 +22,7 @@ from megatron_zb.planner.candidate import (
 )
 from megatron_zb.planner.from_profile import ProfileRequest, flags_of, name_of, rows
 from megatron_zb.schedules.placement import looped, v_shape
+from megatron_zb.schedules.request import LimitTooSmall
 
 
 def test_parts_are_read_off_the_stages() -> None:
@@ -268,3 +269,17 @@ def test_auto_is_as_fast_as_every_named_schedule_with_a_heavy_output_layer() -> 
         else:
             compared += 1
     assert compared >= 9
+
+
+def test_a_limit_that_no_schedule_keeps_names_the_smallest_that_one_does() -> None:
+    candidates = candidates_of(["1f1b", "zb-h1", "v-half", "v-min"])[2:]
+    asked = ProfileRequest(profile(), 8, 0.001, post_validation=False)
+    with briefly(), pytest.raises(LimitTooSmall) as refused:
+        rows(asked, candidates)
+    needed = refused.value.needed / P  # of 1F1B's, which is a microbatch of each rank
+    assert str(refused.value).endswith(f"needs at least {needed:.4g} of 1F1B")
+    with briefly():
+        found, _ = rows(replace(asked, memory_limit=1.001 * needed), candidates)
+    assert found
+    with briefly(), pytest.raises(LimitTooSmall):
+        rows(replace(asked, memory_limit=0.99 * needed), candidates)
