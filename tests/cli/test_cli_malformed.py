@@ -21,7 +21,7 @@ from traced_steps import profile, ran
 
 from megatron_zb import launch
 from megatron_zb.cli import main as cli
-from megatron_zb.cli import quickstart, sleeping_steps
+from megatron_zb.cli import output_file, quickstart, sleeping_steps
 from megatron_zb.distillation import arguments as distillation
 from megatron_zb.errors import UsageError
 from megatron_zb.measured.profile import write_profile
@@ -187,7 +187,6 @@ show --csv "" | --csv: the path is empty: give the name of a file or folder
 show v-half -p 4 -m 8 -o "" | --output: the path is empty
 show v-half -p 4 -m 8 -o missing/x.png | there is no folder 'missing': make it first
 export v-half -p 4 -m 8 --format csv -o missing/deeper/x.csv | there is no folder 'missing/deeper'
-show v-half -p 4 -m 8 -o /proc/x.png | cannot write '/proc/x.png'
 plan --config "" --gpus 8 | --config: the path is empty
 trace "" | PROFILE: the path is empty
 show v-halv -p 4 -m 8 | did you mean v-half
@@ -472,6 +471,24 @@ def test_traces(
     trace_path(path).write_text(text.replace(old, new, 1), encoding="utf-8")
     assert cli.main(["trace", str(path)]) == 2
     one_sentence(capsys.readouterr().err, "megatron-zb", piece)
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        "show v-half -p 4 -m 8 -o x.png",
+        "export v-half -p 4 -m 8 --format csv -o x.csv",
+        "plan --config gpt_1_5b --gpus 8 --html x.html",
+        "trace run.yaml -o x.json",
+    ],
+)
+def test_a_folder_in_which_nothing_may_be_written(
+    words: str, folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The answer of the system is made up: to root, every folder is writable."""
+    monkeypatch.setattr(output_file.os, "access", lambda path, mode: False)
+    assert cli.main(shlex.split(words)) == 2
+    one_sentence(capsys.readouterr().err, "megatron-zb", "nothing may be written")
 
 
 # --- python -m megatron_zb. ...
