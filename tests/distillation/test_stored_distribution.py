@@ -42,6 +42,6 @@ def test_a_run_goes_on(monkeypatch: pytest.MonkeyPatch, mine: Any, allowed: bool
 
 def test_other_data_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(
-        UsageError, match="was trained with --data-path 1 a .*--pipeline-allow-other-data"
+        UsageError, match=r"was trained with --data-path 1 a .*--pipeline-allow-other-data"
     ):
         resumed(monkeypatch, OTHER, allowed=False)
