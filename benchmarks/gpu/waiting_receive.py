@@ -145,14 +145,14 @@ def _rank(rank: int, folder: Path, device: torch.device) -> None:
 
 def _beside_receives(rank: int, device: torch.device, options: GroupOptions) -> dict[str, float]:
     """Return the time of a product beside receives that wait, by their number, on rank 0."""
-    groups = [
+    groups: list[Any] = [
         dist.new_group([0, 1], pg_options=options.for_backend(dist.get_backend()))
         for _ in range(max(COUNTS))
     ]
     message = torch.zeros(1 << 20, device=device)
     for group in groups:
         dist.all_reduce(message, group=group)  # which connects the two
-    meeting = dist.new_group([0, 1], backend="gloo")
+    meeting: Any = dist.new_group([0, 1], backend="gloo")
     found = {}
     for count in COUNTS:
         if rank == 1:

@@ -70,7 +70,9 @@ class BlockStage:
     def update(self, step: int) -> None:
         self.updates.append(step)
         for block in self.blocks:
-            dist.all_reduce(block.student.grad, group=self.group)
+            gradient = block.student.grad
+            assert gradient is not None
+            dist.all_reduce(gradient, group=self.group)
             block.update()
 
 

@@ -166,7 +166,8 @@ class _Line:
         for unit in self._shortest_lives_first():
             fetch = Pass(PassKind.H, *unit)
             between = held[place[Pass(PassKind.F, *unit)] + 1 : place[fetch]]
-            if between.max(initial=0.0) + self._size[unit] <= self._limit:
+            most = float(np.max(between, initial=0.0))
+            if most + self._size[unit] <= self._limit:
                 between += self._size[unit]
                 stay.add(fetch)
         return [p for p in line if p not in stay]
