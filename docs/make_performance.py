@@ -221,19 +221,15 @@ def host_overhead(found: dict[str, Any]) -> list[str]:
         ("torch", ("zbv-table", "torch's ZBV order", "torch's runtime")),
         ("torch", ("dualpipe-v-table", "torch's DualPipeV order", "torch's runtime")),
     ):
-        ratios = [
-            f"{found['by_ranks'][n][f'{part}over_{of}'][ours]:.3f}"
+        cells = [
+            ", ".join(f"{found['by_ranks'][n][f'{part}over_{of}'][ours]:.3f}" for n in ranks)
             for part in ("", "outside_")
-            for n in ranks
         ]
-        outside = [
-            f"{found['by_ranks'][n]['contenders'][ours]['outside']['us_per_pass']:.0f}"
-            for n in ranks
-        ]
-        rows.append(f"| {shown} | {other} | {' | '.join(ratios)} | {' and '.join(outside)} |")
-    first, *others = (f"{part}, {n} ranks" for part in ("whole step", "outside") for n in ranks)
-    heads = f"| order | baseline | {' | '.join([first, *others])} | outside, µs |"
-    return table(heads, 2 * len(ranks) + 1, rows)
+        passes = [found["by_ranks"][n]["contenders"][ours]["outside"] for n in ranks]
+        cells.append(", ".join(f"{each['us_per_pass']:.0f}" for each in passes))
+        rows.append(f"| {shown} | {other} | {' | '.join(cells)} |")
+    heads = "| order | baseline | whole step | outside | our µs outside |"
+    return [f"On {' and '.join(ranks)} ranks:", "", *table(heads, 3, rows)]
 
 
 def predicted(prediction: dict[str, Any]) -> list[str]:
