@@ -28,6 +28,7 @@ import report
 
 PAGE = Path(__file__).resolve().parent / "performance.md"
 RESULTS = PAGE.parent / "results"
+NO_PAIRS = ", no pairs"
 
 
 def main() -> None:
@@ -44,18 +45,18 @@ def page(text: str) -> str:
         _result(f"{name}.cpu")
         for name in ("split_backward", "rank_memory", "runtime_overhead", "prediction")
     )
-    text = with_table(text, "times", times(split["results"]))
-    text = with_table(text, "held bytes", held_bytes(split["results"]))
-    text = with_table(text, "memory of ranks", memory_of_ranks(ranks))
-    text = with_table(text, "sleeping stages", sleeping_stages(runtime))
-    text = with_table(text, "sleeping pairs", sleeping_pairs(_result("sleeping_pairs.cpu")))
+    text = with_table(text, "split", split_backward(split["results"]))
+    text = with_table(text, "memory", memory_of_ranks(ranks))
+    text = with_table(text, "stages", sleeping_stages(runtime))
+    text = with_table(text, "pairs", sleeping_pairs(_result("sleeping_pairs.cpu")))
     steps = [_result(f"beside_megatron_{vocabulary}.cpu") for vocabulary in (1024, 8192)]
-    text = with_table(text, "cut, simulated", cut_makespans(_result("vocabulary")["makespans"]))
-    text = with_table(text, "cut, steps", cut_steps(steps))
-    for name in prediction["shapes"]:
-        text = with_table(text, name, predicted(prediction, name))
+    makespans = _result("vocabulary")["makespans"]
+    text = with_table(text, "vocabulary", vocabulary_makespans(makespans))
+    text = with_table(text, "steps", vocabulary_steps(steps))
+    text = with_table(text, "heavy", heavy_output(_result("heavy_output.cpu")))
+    text = with_table(text, "host", host_overhead(_result("host_overhead.cpu")))
     text = with_table(text, "gpus", of_gpus(_of_machines()))
-    return with_table(text, "predictions", [summary(prediction)])
+    return with_table(text, "predictions", [summary(prediction), "", *predicted(prediction)])
 
 
 def _of_machines() -> list[dict[str, Any]]:
@@ -66,9 +67,9 @@ def _of_machines() -> list[dict[str, Any]]:
 
 
 def of_gpus(machines: list[dict[str, Any]]) -> list[str]:
-    """A table of each machine, or a line that says that there is none."""
+    """A table of each machine, or one line where there is none."""
     if not machines:
-        return ["Nobody has sent a file yet: no figure of this page is of a GPU."]
+        return ["No GPU result has been submitted yet."]
     lines = []
     for results in machines:
         lines += ["", f"commit {results['commit']}, {results['date']}, {results['seconds']} s", ""]
@@ -88,27 +89,20 @@ def table(heads: str, numbers: int, rows: Iterable[str]) -> list[str]:
     return [heads, "|" + "---|" * texts + "---:|" * numbers, *rows]
 
 
-def times(results: Iterable[dict[str, Any]]) -> list[str]:
-    """A line for each layer and type: milliseconds of its passes, and what splitting costs."""
+def split_backward(results: Iterable[dict[str, Any]]) -> list[str]:
+    """A line for each layer and type: milliseconds of its passes, their ratio, and MiB held."""
     rows = []
     for result in results:
         seconds = (f"{1000 * result['seconds'][p]:.1f}" for p in ("F", "B", "W", "BW"))
         low, high = result["middle_half_of_ratios"]
+        *held, last = (f"{number / 2**20:.1f}" for number in result["held_bytes"].values())
+        assert last == "0.0", "the page states that nothing is held after W"
         rows.append(
             f"| `{result['implementation']}` | {result['dtype']} | {' | '.join(seconds)} | "
-            f"{result['ratio']:.3f} | {low:.3f} to {high:.3f} |"
+            f"{result['ratio']:.3f} | {low:.3f} to {high:.3f} | {' | '.join(held)} |"
         )
-    heads = "| layer | type | F | B | W | BW | (F+B+W) / (F+BW) | middle half |"
-    return table(heads, 6, rows)
-
-
-def held_bytes(results: Iterable[dict[str, Any]]) -> list[str]:
-    """A line for each layer and type: MiB that a microbatch holds after each pass."""
-    rows = []
-    for result in results:
-        held = (f"{number / 2**20:.1f}" for number in result["held_bytes"].values())
-        rows.append(f"| `{result['implementation']}` | {result['dtype']} | {' | '.join(held)} |")
-    return table("| layer | type | after F | after B | after W |", 3, rows)
+    heads = "| layer | type | F | B | W | BW | ratio | middle half | MiB after F | after B |"
+    return table(heads, 8, rows)
 
 
 def memory_of_ranks(ranks: dict[str, Any]) -> list[str]:
@@ -121,10 +115,10 @@ def memory_of_ranks(ranks: dict[str, Any]) -> list[str]:
             f"{result['peak_bytes'] / 2**20:.1f}",
             f"{result['peak_bytes_ratio']:.3f}",
             f"{result['promised_microbatches_ratio']:.3f}",
-            f"at most {target}" if target else "",
+            f"{target}" if target else "",
         )
         rows.append(f"| {' | '.join(cells)} |")
-    return table("| schedule | peak, MiB | of 1F1B's | simulated | target on a GPU |", 4, rows)
+    return table("| schedule | peak, MiB | over 1F1B | simulated | GPU target |", 4, rows)
 
 
 def sleeping_stages(runtime: dict[str, Any]) -> list[str]:
@@ -141,61 +135,124 @@ def sleeping_stages(runtime: dict[str, Any]) -> list[str]:
 
 
 def sleeping_pairs(runtime: dict[str, Any]) -> list[str]:
-    """The same with an exchange between experts, and how far the worst median is off."""
+    """The same with an expert all-to-all: each order with its pairs, and without them."""
     worst, bar = max(runtime["ratio"].values()), runtime["bars"]["any"]
     within = sum(ratio <= bar for ratio in runtime["ratio"].values())
-    said = (
-        f"The longest median is {100 * (worst - 1):.1f} % above the simulated time; {within} of "
-        f"{len(runtime['ratio'])} are within the bar of {100 * (bar - 1):.0f} %."
+    summary = (
+        f"Medians are at most {100 * (worst - 1):.1f} % above the simulated time; {within} of "
+        f"{len(runtime['ratio'])} meet the bar of {100 * (bar - 1):.0f} %."
     )
-    return [said, "", *sleeping_stages(runtime)]
+    rows = []
+    for name in runtime["ratio"]:
+        if name.endswith(NO_PAIRS):
+            continue
+        columns = []
+        for each in (name, f"{name}{NO_PAIRS}"):
+            steps, simulated = runtime["measured_seconds"][each], runtime["simulated_seconds"][each]
+            columns += [
+                f"{simulated:.3f}",
+                f"{statistics.median(steps):.3f}",
+                f"{runtime['ratio'][each]:.3f}",
+            ]
+        rows.append(f"| `{name}` | {' | '.join(columns)} |")
+    kinds = "simulated s | measured s | ratio"
+    heads = f"| schedule | pairs: {kinds} | none: {kinds} |"
+    return [summary, "", *table(heads, 6, rows)]
 
 
-def cut_makespans(makespans: Iterable[dict[str, Any]]) -> list[str]:
-    """A line for each output layer and schedule: the makespans of layouts, and of the cut."""
+def vocabulary_makespans(makespans: Iterable[dict[str, Any]]) -> list[str]:
+    """A line for each output layer and schedule: the makespans of layouts, and of the shards."""
     rows = []
     for row in makespans:
         columns = " | ".join(f"{row[key]:.1f}" for key in ("even", "best", "cut", "bound", "peak"))
-        rows.append(f"| {row['output_layers']:g} layers | `{row['schedule']}` | {columns} |")
+        rows.append(f"| {row['output_layers']:g} | `{row['schedule']}` | {columns} |")
     heads = (
-        "| output layer | schedule | even layers | best layers | cut | bound of the cut | peak |"
+        "| output layer | schedule | even layers | best layers | vocabulary parallel | "
+        "lower bound | peak |"
     )
     return table(heads, 5, rows)
 
 
-def cut_steps(shapes: list[dict[str, Any]]) -> list[str]:
-    """A line for each contender: its median step for each vocabulary, and how it is to stock's.
+def vocabulary_steps(shapes: list[dict[str, Any]]) -> list[str]:
+    """A line for each contender: its median step for each vocabulary, and its fastest step.
 
-    The last of each three columns compares the fastest steps, which a busy machine delays least.
+    The fastest is relative to Megatron's 1F1B; a busy machine delays the fastest steps least.
     """
     fastest = [{name: min(steps) for name, steps in shape["all_ms"].items()} for shape in shapes]
     rows = []
     for name in shapes[0]["ms"]:
         columns = " | ".join(
-            f"{shape['ms'][name]:.0f} | {shape['over_stock'][name]:.3f} | "
-            f"{least[name] / least['stock 1f1b']:.3f}"
+            f"{shape['ms'][name]:.0f} | {least[name] / least['stock 1f1b']:.3f}"
             for shape, least in zip(shapes, fastest, strict=True)
         )
-        rows.append(f"| {name} | {columns} |")
+        shown = name.replace("stock", "Megatron").replace(", cut", ", vocabulary parallel")
+        rows.append(f"| {shown} | {columns} |")
     sizes = " | ".join(
-        f"{shape['sizes']['vocabulary']} words: ms | of stock's | fastest" for shape in shapes
+        f"{shape['sizes']['vocabulary']} words: median ms | fastest" for shape in shapes
     )
-    return table(f"| | {sizes} |", 3 * len(shapes), rows)
+    return table(f"| | {sizes} |", 2 * len(shapes), rows)
 
 
-def predicted(prediction: dict[str, Any], shape: str) -> list[str]:
-    """A line for each schedule, the one that is predicted to be the fastest first."""
+def heavy_output(found: dict[str, Any]) -> list[str]:
+    """A line for each schedule, the one with the shortest simulated step first."""
+    simulated, measured = found["simulated"], found["measured"]
+    best = min(measured, key=lambda name: float(measured[name]))
+    behind = measured["auto"] / measured[best] - 1
+    summary = (
+        f"No schedule is simulated faster than `auto`. Measured, `auto` is {100 * behind:.2f} % "
+        f"behind the fastest, `{best}`."
+    )
+    assert simulated["auto"] <= min(simulated.values()) * (1 + 1e-9)
+    names = sorted(simulated, key=lambda name: round(simulated[name], 6))
+    rows = [
+        f"| `{name}` | {1000 * simulated[name]:.1f} | {1000 * measured[name]:.1f} |"
+        for name in names
+    ]
+    return [summary, "", *table("| schedule | simulated ms | measured ms |", 2, rows)]
+
+
+def host_overhead(found: dict[str, Any]) -> list[str]:
+    """A line for each pair of runtimes: ratios of processor time on each number of ranks."""
+    ranks = list(found["by_ranks"])
     rows = []
-    for row in prediction["shapes"][shape]["rows"]:
-        name, steps = row["schedule"], [1000 * seconds for seconds in row["steps"]]
-        low, median, high = statistics.quantiles(steps, n=4)
-        shown = name if name.startswith("Megatron") else f"`{name}`"
-        rows.append(
-            f"| {shown} | `{row['layers'].replace('|', ' ')}` | {1000 * row['predicted']:.1f} | "
-            f"{median:.1f} | {low:.1f} to {high:.1f} | {prediction['off_by'][shape][name]:+.1%} |"
-        )
-    heads = "| schedule | layers | predicted ms | measured ms | middle half | off by |"
-    return table(heads, 4, rows)
+    for of, (ours, shown, other) in (
+        ("megatron", ("1f1b", "`1f1b`", "Megatron's 1F1B")),
+        ("megatron", ("interleaved", "`interleaved`", "Megatron's interleaved")),
+        ("torch", ("zbv-table", "torch's ZBV order", "torch's runtime")),
+        ("torch", ("dualpipe-v-table", "torch's DualPipeV order", "torch's runtime")),
+    ):
+        cells = [
+            ", ".join(f"{found['by_ranks'][n][f'{part}over_{of}'][ours]:.3f}" for n in ranks)
+            for part in ("", "outside_")
+        ]
+        passes = [found["by_ranks"][n]["contenders"][ours]["outside"] for n in ranks]
+        cells.append(", ".join(f"{each['us_per_pass']:.0f}" for each in passes))
+        rows.append(f"| {shown} | {other} | {' | '.join(cells)} |")
+    heads = "| order | baseline | whole step | outside | our µs outside |"
+    return [f"On {' and '.join(ranks)} ranks:", "", *table(heads, 3, rows)]
+
+
+def predicted(prediction: dict[str, Any]) -> list[str]:
+    """A line for each schedule: its milliseconds in each shape, and how far a prediction is off."""
+    shapes = prediction["shapes"]
+    cells: dict[str, dict[str, str]] = {}
+    chosen = []
+    for shape, found in shapes.items():
+        for row in found["rows"]:
+            name = row["schedule"]
+            if name.startswith("auto: "):
+                name, schedule = name.split(": ")
+                chosen.append(f"`{schedule}` for {shape}")
+            median = statistics.median(1000 * seconds for seconds in row["steps"])
+            off = prediction["off_by"][shape][row["schedule"]]
+            cells.setdefault(name, {})[shape] = f"{median:.1f} ({off:+.1%})"
+    rows = [
+        f"| {name if name.startswith('Megatron') else f'`{name}`'} | "
+        f"{' | '.join(of.get(shape, '') for shape in shapes)} |"
+        for name, of in cells.items()
+    ]
+    heads = f"| schedule | {' | '.join(f'{shape}, ms' for shape in shapes)} |"
+    return [f"`auto` chose {', '.join(chosen)}.", "", *table(heads, len(shapes), rows)]
 
 
 def summary(prediction: dict[str, Any]) -> str:
@@ -205,12 +262,11 @@ def summary(prediction: dict[str, Any]) -> str:
     behind = (f"{100 * value:.1f} %" for value in prediction["first_behind_fastest"].values())
     machine = prediction["machine"]
     return (
-        f"{within} of {len(off)} predictions are within 5 % of the measured median, the worst is "
-        f"off by {100 * max(off):.1f} %, the median one by {100 * statistics.median(off):.1f} %. "
-        "The schedule that is predicted to be the fastest was "
-        f"{', '.join(behind)} behind the fastest measured. "
-        f"Measured on {machine['name']}, {machine['cores']} cores, {prediction['date'][:10]}, "
-        f"{prediction['rounds']} turns of each."
+        f"{within} of {len(off)} predictions are within 5 % of the measured median; the median "
+        f"error is {100 * statistics.median(off):.1f} %, the largest {100 * max(off):.1f} %.\n"
+        f"The schedule predicted to be fastest was {', '.join(behind)} behind the fastest "
+        f"measured.\n{machine['name']}, {machine['cores']} cores, {prediction['date'][:10]}, "
+        f"{prediction['rounds']} runs of each."
     )
 
 

@@ -50,17 +50,13 @@ def computing_table(cells: Iterable[dict[str, Any]]) -> list[str]:
     """The same for blocks that compute, by the clock and by the processor time of a rank."""
     cells = list(cells)
     ways = _ways(cells[0])
-    rows = [
-        [
-            cell["blocks"],
-            name,
-            f"{cell['ways'][BASE][key]:.3f}",
-            *(f"{_gain(cell, way, key):.2f}" for way in ways),
-        ]
-        for cell in cells
-        for name, key in (("clock", "seconds"), ("processor", "busiest"))
-    ]
-    return table(["blocks", "seconds of", f"{BASE}, s", *map(_named, ways)], rows)
+    rows: list[list[object]] = []
+    for cell in cells:
+        keys = ("seconds", "busiest")
+        base = ", ".join(f"{cell['ways'][BASE][key]:.3f}" for key in keys)
+        gains = (", ".join(f"{_gain(cell, way, key):.2f}" for key in keys) for way in ways)
+        rows.append([cell["blocks"], base, *gains])
+    return table(["blocks", f"{BASE}, s", *map(_named, ways)], rows)
 
 
 def _ways(cell: dict[str, Any]) -> list[str]:

@@ -51,14 +51,16 @@ def _kept(path: Path) -> Any:
 
 
 def fault_rows(seen: Iterable[dict[str, Any]]) -> list[str]:
-    """Lines of a table: what became of each kind of fault, wherever it has struck."""
+    """Lines of a table: what became of each kind of fault, wherever it has struck.
+
+    Only where a run has not resumed to equal losses does its line have the number that have.
+    """
     kinds: dict[str, list[dict[str, Any]]] = {}
     for one in seen:
         kinds.setdefault(one["fault"], []).append(one)
     return [
-        "| fault | strikes in | faults | what is printed | seconds to the end | losses after "
-        "resuming |",
-        "| --- | --- | ---: | --- | ---: | --- |",
+        "| fault | strikes in | count | printed | seconds to the end |",
+        "| --- | --- | ---: | --- | ---: |",
         *(_fault_row(fault, found) for fault, found in kinds.items()),
     ]
 
@@ -70,10 +72,10 @@ def _fault_row(fault: str, found: list[dict[str, Any]]) -> str:
     seconds = [one["seconds"] for one in found]
     range_ = f"{min(seconds)} to {max(seconds)}" if len(set(seconds)) > 1 else f"{seconds[0]}"
     equal = sum(one["resume"] == "equal" for one in found)
+    unequal = "" if equal == len(found) else f", equal in {equal} of {len(found)}"
     printed = "<br>".join(f"`{line}`" for line in dict.fromkeys(_of_any_rank(found)))
     return (
-        f"| {fault} | {', '.join(each('phase'))} | {len(found)} | {printed} | {range_} | "
-        f"{'equal' if equal == len(found) else f'equal in {equal} of {len(found)}'} |"
+        f"| {fault} | {', '.join(each('phase'))} | {len(found)} | {printed} | {range_}{unequal} |"
     )
 
 
@@ -85,24 +87,32 @@ def _of_any_rank(found: list[dict[str, Any]]) -> Iterator[str]:
 
 
 def long_run_rows(run: dict[str, Any]) -> list[str]:
-    """A line for every rank: the last quarter of the steps, and how it differs from the second."""
-    names = list(run["second_and_last_quarter"][0])
-    heads = [f"{name}, MiB" if name in _MIB else name for name in names]
-    return [
-        f"| rank | {' | '.join(heads)} |",
-        "| ---: |" + " ---: |" * len(names),
-        *(
-            f"| {rank} | {' | '.join(_cell(name, *found[name]) for name in names)} |"
-            for rank, found in enumerate(run["second_and_last_quarter"])
-        ),
-    ]
+    """A line for each quantity: the last quarter of the steps, and how it differs from the second.
+
+    Both from the least to the most of all ranks.
+    """
+    ranks = run["second_and_last_quarter"]
+    rows = []
+    for name in ranks[0]:
+        counts = name in ("handles", "threads")
+        scale, digits = (2**20, 1) if name in _MIB else (1, 0)
+        last = [found[name][1] / scale for found in ranks]
+        changes = [
+            last - second if counts else 100 * (last / second - 1)
+            for second, last in (found[name] for found in ranks)
+        ]
+        shown = _range(f"{value:.{digits}f}" for value in (min(last), max(last)))
+        change = _range(
+            f"{value:+.0f}" if counts else f"{value:+.2f}%"
+            for value in (min(changes), max(changes))
+        )
+        rows.append(f"| {name}{', MiB' if name in _MIB else ''} | {shown} | {change} |")
+    heads = f"| | ranks 0 to {len(ranks) - 1} | change |"
+    return [heads, "| --- | ---: | ---: |", *rows]
 
 
-def _cell(name: str, second: float, last: float) -> str:
-    if name in ("handles", "threads"):
-        return f"{last} ({last - second:+d})"
-    shown = f"{last / 2**20:.1f}" if name in _MIB else f"{last:.0f}"
-    return f"{shown} ({100 * (last / second - 1):+.2f} %)"
+def _range(ends: Iterable[str]) -> str:
+    return " to ".join(dict.fromkeys(ends))
 
 
 def with_table(text: str, name: str, rows: list[str]) -> str:

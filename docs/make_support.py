@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import csv
 import sys
+import textwrap
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from functools import cache
@@ -53,43 +54,57 @@ ESCAPED = r"\|"
 PAGE = DOCS / "support.md"
 
 INTRODUCTION = """\
-# What works with a pipeline schedule
+# Supported features
 
-Every line of the first table is a test: the same small GPT, with the same weights and batches,
-under Megatron-LM's own 1F1B and under our schedules, on CPU ranks over gloo. *Equal* means equal in
-every bit. The tests run with megatron-core 0.16, some also with [others](#versions); "every
-schedule" means all of [schedules.md](schedules.md).
+Each row is a test on CPU ranks over gloo: the same small GPT, weights and batches under
+Megatron-LM's own 1F1B and under our schedules. *Equal* means bit-identical. Tests run
+megatron-core 0.16, some [others](#versions), with PP=2 unless a row differs.
+
+Schedules: *all* of [schedules.md](schedules.md); *two*: v-half, zb-h1; *three*: these and
+interleaved; *four*: these and v-zb.
 """
 
 VERSIONS = """\
-What ran on which version of Megatron, on CPU ranks: the adapter with megatron-core, and with a
-checkout of Megatron-LM its own `pretrain_gpt.py`, launched and patched. A newer version than all of
-these runs with a warning, an older one is refused.
+Tests passed on CPU ranks: the adapter with megatron-core (gradient parity, vocabulary parallel) and
+Megatron-LM's `pretrain_gpt.py` (all tests with 0.16, training on two ranks with others;
+[commands](results/megatron/0.16.csv)). Newer versions run with a warning; older ones are refused.
 """
 
 RECIPES = """\
-Before a training starts, `megatron-zb check` says of its arguments what goes with a schedule, what
-has never been seen on a GPU, and what is refused. By it, of the 175 pre-training recipes of
-Megatron-Bridge that have a pipeline (August 2026), {runs} go with v-half; nothing was trained for
-this count. `benchmarks/recipes.py` makes it for every schedule, with what only a GPU can show. A
-recipe can have several of these in its way:
+`megatron-zb check` accepts v-half for {runs} of Megatron-Bridge's 175 pre-training recipes with a
+pipeline (August 2026), and lists settings unseen on a GPU. None was trained.
+`benchmarks/recipes.py` counts for every schedule. Obstacles ([reasons](#refused); a recipe can have
+several):
 """
 
 NOT_ON_CPU = """\
-No test shows that these give the same numbers: no CPU can run them.
+No CPU can run these; nothing has run on a GPU.
 """
 
 REFUSED = """\
-Refused with one sentence before the first step: with any schedule, only where ranks hold several
-chunks, only where there are stages between the first and the last, only with schedules that split
-the backward, or only in a V, where the model ends on the rank where it begins (v-half, v-min, v-zb,
-1f1b-v, dualpipe-v and wave). What one rank alone finds, such as a layer that no other has, ends all
-of them, with one sentence of one rank.
+Refused before the first step, on all ranks, together with what each heading names. A table with R
+passes counts as `--pipeline-recompute auto`, with D and H as `--pipeline-offload auto`.
 """
 
 SETTINGS = """\
-Refused at the first step, for programs that set Megatron's config themselves:
+### Settings of Megatron's config
+
+Refused at the first step, for programs that set the config themselves:
 """
+
+TITLES = {
+    Concerned.ALL.value: "Any schedule",
+    Concerned.ONE_CHUNK.value: "One chunk per rank",
+    Concerned.INNER_STAGES.value: "More than two stages",
+    Concerned.CHUNKS.value: "Several chunks per rank",
+    Concerned.V.value: "V schedules (v-half, v-min, v-zb, 1f1b-v, dualpipe-v, wave)",
+    Concerned.SPLIT.value: "Split backward",
+}
+LISTS = {
+    ("v-half", "zb-h1"): "two",
+    ("v-half", "zb-h1", "interleaved"): "three",
+    ("v-half", "zb-h1", "interleaved", "v-zb"): "four",
+}
 
 
 def page() -> str:
@@ -98,22 +113,26 @@ def page() -> str:
         [
             INTRODUCTION,
             "## Tested\n",
-            *table(("Feature", "Settings", "Ranks", "Schedules", "Result"), tested()),
+            "Losses and gradients equal:\n",
+            *table(("Feature", "Schedules"), tested(Verdict.PARITY)),
+            f"\n{Verdict.STEPS.value.capitalize()}:\n",
+            *table(("Feature", "Schedules"), tested(Verdict.STEPS)),
+            "\nOther results:\n",
+            *table(("Feature", "Schedules", "Result"), others()),
             "\n## Versions\n",
             VERSIONS,
-            *table(("Megatron", "With", "Tests", "Passed", "When"), versions()),
+            *table(("Megatron", "Python, torch", "Adapter", "Megatron-LM", "Date"), versions()),
             "\n## Public recipes\n",
             RECIPES.format(runs=counted_recipes()[0]),
-            *table(("In the way", "Recipes", "Reason"), in_the_way()),
+            *in_the_way(),
             "\n## Not runnable on a CPU\n",
             NOT_ON_CPU,
-            *table(("Feature", "Settings", "Reason"), not_on_cpu()),
+            *not_on_cpu(),
             "\n## Refused\n",
             REFUSED,
-            *table(("Flag", "With", "Reason"), refused_flags()),
-            "",
+            *refused(),
             SETTINGS,
-            *table(("Setting", "Reason"), refused_settings()),
+            *grouped(refused_settings()),
             "",
         ]
     )
@@ -126,35 +145,64 @@ def table(head: Iterable[str], rows: Iterable[Iterable[str]]) -> Iterator[str]:
         yield f"| {' | '.join(cell.replace('|', ESCAPED) for cell in cells)} |"
 
 
-def tested() -> Iterator[tuple[str, ...]]:
+def tested(verdict: Verdict) -> Iterator[tuple[str, ...]]:
     for row in ROWS:
-        if row.verdict is not Verdict.NOT_ON_CPU:
-            yield row.feature, row.settings, row.parallel, _schedules(row), row.verdict.value
+        if row.verdict is verdict:
+            yield _feature(row), _schedules(row)
+
+
+def others() -> Iterator[tuple[str, ...]]:
+    """What has another result than most rows."""
+    for row in ROWS:
+        if row.verdict not in (Verdict.PARITY, Verdict.STEPS, Verdict.NOT_ON_CPU):
+            yield _feature(row), _schedules(row), row.verdict.value
+
+
+def _feature(row: Row) -> str:
+    """With its settings and the parallel sizes, but for PP=2."""
+    sizes = row.parallel.removeprefix("PP=2").strip()
+    return f"{row.feature}: " + ", ".join(dict.fromkeys(filter(None, (row.settings, sizes))))
+
+
+def _schedules(row: Row) -> str:
+    if row.every_schedule:
+        return "all"
+    known = {frozenset(names): name for names, name in LISTS.items()}
+    return known.get(frozenset(row.schedules), ", ".join(row.schedules))
 
 
 def versions() -> Iterator[tuple[str, ...]]:
     """What has run on each version, from a file for each series."""
     for path in sorted((DOCS / "results" / "megatron").glob("*.csv")):
         with path.open(encoding="utf-8", newline="") as file:
-            for row in csv.DictReader(file):
-                with_ = f"Python {row['python']}, torch {row['torch']}"
-                yield row["megatron"], with_, f"`{row['tests']}`", row["passed"], row["date"]
+            rows = list(csv.DictReader(file))
+        with_ = {f"{row['python']}, {row['torch']}" for row in rows}
+        cells = [
+            ", ".join(
+                f"{row['passed']} ({row['megatron']})" for row in rows if kind in row["tests"]
+            )
+            for kind in ("tests/megatron_core", "tests/real_megatron_lm")
+        ]
+        dates = sorted({row["date"] for row in rows})
+        yield path.stem, "; ".join(sorted(with_)), *cells, ", ".join(dates)
 
 
-def _schedules(row: Row) -> str:
-    return "every schedule" if row.every_schedule else ", ".join(row.schedules)
-
-
-def not_on_cpu() -> Iterator[tuple[str, ...]]:
+def not_on_cpu() -> Iterator[str]:
     for row in ROWS:
         if row.verdict is Verdict.NOT_ON_CPU:
-            yield row.feature, row.settings, row.reason
+            yield from item(f"**{row.feature}** ({row.settings})", row.reason)
 
 
-def in_the_way() -> Iterator[tuple[str, ...]]:
+def in_the_way() -> Iterator[str]:
+    """With the reasons that are not those of a refusal below."""
     _, stopped, reasons = counted_recipes()
+    refusals = [why for _, _, _, why in refused_flags()]
     for flag, count in stopped.most_common():
-        yield (f"`{flag}`" if flag.startswith("--") else flag), str(count), reasons[flag]
+        why = reasons[flag]
+        for known in refusals:
+            why = why.replace(known, "").removesuffix(": ")
+        name = f"`{flag}`" if flag.startswith("--") else flag
+        yield from item(name, "; ".join(filter(None, (str(count), why))))
 
 
 @cache
@@ -163,50 +211,99 @@ def counted_recipes() -> tuple[int, Counter[str], dict[str, str]]:
     return recipes.counted(recipes.read(), "v-half")
 
 
-def refused_flags() -> Iterator[tuple[str, ...]]:
+def refused() -> Iterator[str]:
+    """A list for each thing that flags cannot be combined with."""
+    groups: dict[str, list[tuple[str, str, str]]] = {}
+    for flag, with_, given, why in refused_flags():
+        groups.setdefault(with_, []).append((flag, given, why))
+    both = [f"`{flag} auto`" for flag in (RECOMPUTE_FLAG, OFFLOAD_FLAG)]
+    either = [row for row in groups[both[0]] if row in groups[both[1]]]
+    for with_ in both:
+        groups[with_] = [row for row in groups[with_] if row not in either]
+    ordered: dict[str, list[tuple[str, str, str]]] = {}
+    for with_, rows in groups.items():
+        if with_ == both[0]:
+            ordered[" or ".join(both)] = either
+        ordered[with_] = rows
+    for with_, rows in ordered.items():
+        yield f"### {TITLES.get(with_, with_)}\n"
+        yield from grouped(rows)
+        yield ""
+
+
+def grouped(rows: Iterable[tuple[str, str, str]]) -> Iterator[str]:
+    """An item for each reason, with all that is refused for it."""
+    reasons: dict[tuple[str, str], list[str]] = {}
+    for name, given, why in rows:
+        reasons.setdefault((given, why), []).append(name)
+    for (given, why), names in reasons.items():
+        yield from item(f"{', '.join(names)}{given}", why)
+
+
+def item(name: str, text: str) -> list[str]:
+    """The lines of an item of a list."""
+    return textwrap.wrap(
+        f"- {name}: {text}.",
+        100,
+        subsequent_indent="  ",
+        break_long_words=False,
+        break_on_hyphens=False,
+    )
+
+
+def refused_flags() -> Iterator[tuple[str, str, str, str]]:
+    """Flags, what each cannot be combined with, its further conditions, and why."""
     for conflict in CONFLICTS:
-        only = f" (Megatron-LM {_text(conflict.last)})" if conflict.last else ""
+        version = f"Megatron-LM {_text(conflict.last)}" if conflict.last else ""
+        only = "" if version in conflict.why else f" ({version})"
         others = " or ".join(f"`{flag_of(name)}`" for name in conflict.only_with)
-        concerned = conflict.concerned.value + (f", {others}" if others else "")
-        yield f"`{conflict.flag}`{only}", concerned, conflict.why
-    yield "`--cuda-graph-impl local`", Concerned.ALL.value, WHY_NOT_LOCAL
+        given = only + (f" with {others}" if others else "")
+        yield f"`{conflict.flag}`", conflict.concerned.value, given, conflict.why
+    yield "`--cuda-graph-impl local`", Concerned.ALL.value, "", WHY_NOT_LOCAL
     for conflict in GRAPH_CONFLICTS:
-        yield f"`{conflict.flag}`", "CUDA graphs", conflict.why
+        if conflict.flag != VERIFY_FLAG:
+            yield f"`{conflict.flag}`", "CUDA graphs", "", conflict.why
+    for conflict in GRAPH_CONFLICTS:
+        if conflict.flag == VERIFY_FLAG:
+            yield "CUDA graphs", f"`{VERIFY_FLAG}`", "", conflict.why
     for conflict in VERIFY_CONFLICTS:
         value = " delayed" if conflict.argument == "fp8_recipe" else ""
-        yield f"`{conflict.flag}{value}`", f"`{VERIFY_FLAG}`", conflict.why
-    for flag, passes, known in (
-        (RECOMPUTE_FLAG, "R", RECOMPUTATION_CONFLICTS),
-        (OFFLOAD_FLAG, "D and H", OFFLOAD_CONFLICTS),
+        yield f"`{conflict.flag}{value}`", f"`{VERIFY_FLAG}`", "", conflict.why
+    for flag, known in (
+        (RECOMPUTE_FLAG, RECOMPUTATION_CONFLICTS),
+        (OFFLOAD_FLAG, OFFLOAD_CONFLICTS),
     ):
-        others = f"`{flag} auto`, or a table with {passes}"
+        others = f"`{flag} auto`"
         for own in NOT_WITH_STATES:
             if flag in own.states:
                 value = f" {own.value}" if own.value else ""
-                yield f"`{flag_of(own.argument)}{value}`", others, own.why
+                yield f"`{flag_of(own.argument)}{value}`", others, "", own.why
         for conflict in known:
-            yield f"`{conflict.flag}`", others, conflict.why
+            yield f"`{conflict.flag}`", others, "", conflict.why
     for conflict in PAIR_CONFLICTS:
-        yield f"`{conflict.flag}`", f"`{OVERLAP_FLAG}`", conflict.why
-    yield "neither `--bf16` nor `--fp16`", f"`{OVERLAP_FLAG}`", WHY_NOT_FLOAT32
+        yield f"`{conflict.flag}`", f"`{OVERLAP_FLAG}`", "", conflict.why
+    yield "neither `--bf16` nor `--fp16`", f"`{OVERLAP_FLAG}`", "", WHY_NOT_FLOAT32
     layers = "`--cuda-graph-impl transformer_engine`"
-    yield layers, f"`{OVERLAP_FLAG}`", WHY_NO_GRAPHS_OF_LAYERS
-    yield "`--yaml-cfg`", Concerned.ALL.value, WHY_NOT_YAML
+    yield layers, f"`{OVERLAP_FLAG}`", "", WHY_NO_GRAPHS_OF_LAYERS
+    yield "`--yaml-cfg`", Concerned.ALL.value, "", WHY_NOT_YAML
 
 
 def _text(series: tuple[int, int]) -> str:
     return ".".join(map(str, series))
 
 
-def refused_settings() -> Iterator[tuple[str, ...]]:
+def refused_settings() -> Iterator[tuple[str, str, str]]:
+    """Settings, their further conditions and why; the reasons of flags are not repeated."""
+    known = {why for _, with_, _, why in refused_flags() if with_ == Concerned.ALL.value}
+    above = "for the reasons [above](#any-schedule)"
     for setting, why in NOT_SERVED.items():
-        yield f"`{setting}`", why
+        yield f"`{setting}`", "", above if why in known else why
     for setting, why in NOT_SERVED_ABOVE_1.items():
-        yield f"`{setting}` above 1", why
-    whole = "with CUDA graphs of whole iterations"
-    yield f"`variable_seq_lengths` {whole}", WHY_KNOWN_SHAPES
-    yield f"`cuda_graph_warmup_steps` 0 {whole}", WHY_A_STEP_BEFORE
-    yield "`adjust_tensor_shapes_fn`", "unless `variable_seq_lengths` is set"
+        yield f"`{setting}` above 1", "", above if why in known else why
+    whole = " with CUDA graphs per iteration"
+    yield "`variable_seq_lengths`", whole, WHY_KNOWN_SHAPES
+    yield "`cuda_graph_warmup_steps` 0", whole, WHY_A_STEP_BEFORE
+    yield "`adjust_tensor_shapes_fn`", "", "needs `variable_seq_lengths`"
 
 
 if __name__ == "__main__":

@@ -12,7 +12,9 @@ from __future__ import annotations
 
 import argparse
 import csv
+import re
 import sys
+import textwrap
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from itertools import groupby
@@ -43,6 +45,7 @@ RATIOS = ROOT / "docs" / "results" / "validation_ratios.csv"
 THROUGHPUT = ROOT / "docs" / "results" / "validation_throughput.csv"
 BASE = "Megatron 1F1B"
 CLOSE = 0.10
+LARGE = 2000  # GPUs
 TIE = 0.005  # published figures nearer than this are no order
 
 # Profiled milliseconds of F, B, W and a message (arXiv 2401.10241, table 9, fewest microbatches).
@@ -229,15 +232,18 @@ def _describe_misses(found: list[Row]) -> Iterator[str]:
     for row in found:
         if not row.is_close:
             yield (
-                f"{row.setup}: `{row.schedule}` was published at {row.published:.3f} and is "
-                f"predicted at {row.predicted:.3f} ({row.miss:+.1%})"
+                f"{_short(row)}: `{row.schedule}` {row.published:.3f}; {row.predicted:.3f} "
+                f"({row.miss:+.1%})"
             )
     for fast, slow in order_misses(found):
         yield (
-            f"{fast.setup}: `{fast.schedule}` was measured faster than `{slow.schedule}` "
-            f"({fast.published:.3f} and {slow.published:.3f}); predicted are {fast.predicted:.3f} "
-            f"and {slow.predicted:.3f}"
+            f"{_short(fast)}: `{fast.schedule}` {fast.published:.3f}, `{slow.schedule}` "
+            f"{slow.published:.3f}; {fast.predicted:.3f}, {slow.predicted:.3f}"
         )
+
+
+def _short(row: Row) -> str:
+    return row.setup.split(", b=")[0]
 
 
 def profile_lines() -> list[str]:
@@ -254,8 +260,7 @@ def profile_lines() -> list[str]:
         work = load.layer(0) * -(-of.layers // p)
         counted = (work.forward, work.backward, work.weight, load.hop(True))
         cells = [
-            f"{1e3 * c:.2f} / {t:.2f} ({1e3 * c / t - 1:+.0%})"
-            for c, t in zip(counted, times, strict=True)
+            f"{1e3 * c:.2f} ({1e3 * c / t - 1:+.0%})" for c, t in zip(counted, times, strict=True)
         ]
         out.append(f"| {of.name} | {' | '.join(cells)} |")
     return out
@@ -327,47 +332,61 @@ def setups(found: Sequence[Row]) -> list[list[Row]]:
 
 
 def _ratio_lines(found: Sequence[Row]) -> Iterator[str]:
-    yield "| table | within 10 % | median | worst | setups in order |"
-    yield "| --- | ---: | ---: | ---: | ---: |"
+    yield "| table | within 10 % | median, worst | in order |"
+    yield "| --- | ---: | ---: | ---: |"
     for name, of in groupby(found, lambda row: row.table):
         rows_of = list(of)
         columns = setups(rows_of)
         compared = [row for row in rows_of if row.published != 1]
         worst = max(compared, key=lambda row: abs(row.miss))
         yield (
-            f"| {name} | {_met(compared)} | {_middle(compared):.1%} | {worst.miss:+.1%} "
-            f"| {sum(not order_misses(column) for column in columns)} of {len(columns)} |"
+            f"| {name} | {_met(compared, '/')} | {_middle(compared):.1%}, {worst.miss:+.1%} "
+            f"| {sum(not order_misses(column) for column in columns)}/{len(columns)} |"
         )
 
 
 def _throughput_lines(found: Sequence[Throughput]) -> Iterator[str]:
-    yield "| table | within 10 % | median | worst | held out, within 10 % |"
-    yield "| --- | ---: | ---: | ---: | ---: |"
+    yield "| table | within 10 % | median, worst | held out |"
+    yield "| --- | ---: | ---: | ---: |"
     for name, of in groupby(found, lambda row: row.table):
         rows_of = list(of)
         worst = max(rows_of, key=lambda row: abs(row.miss))
         out = [row for row in rows_of if not row.fitted]
         yield (
-            f"| {name} | {_met(rows_of)} | {_middle(rows_of):.1%} | {worst.miss:+.1%} "
-            f"| {_met(out)} |"
+            f"| {name} | {_met(rows_of, '/')} | {_middle(rows_of):.1%}, {worst.miss:+.1%} "
+            f"| {_met(out, '/')} |"
         )
 
 
-def _headline_lines(found: Sequence[Throughput]) -> Iterator[str]:
-    """The rows of 175 billion weights and more on their published machines."""
-    yield "| table | run | published | predicted | off by |"
-    yield "| --- | --- | ---: | ---: | ---: |"
+def _large_lines(found: Sequence[Throughput]) -> Iterator[str]:
+    """The runs on thousands of GPUs."""
+    yield "| run | published | predicted |"
+    yield "| --- | ---: | ---: |"
     for row in found:
-        if any(row.setup.startswith(size) for size in HEADLINE):
+        if int(re.findall(r"(\d+) GPUs", row.setup)[0]) >= LARGE:
             fitted = " (fitted)" if row.fitted else ""
             yield (
-                f"| {row.table} | {row.setup}{fitted} | {row.published:.1f} | {row.predicted:.1f} "
-                f"| {row.miss:+.1%} |"
+                f"| {_run(row)}{fitted} | {row.published:.1f} | "
+                f"{row.predicted:.1f} ({row.miss:+.1%}) |"
             )
 
 
-def _met(found: Sequence[Row] | Sequence[Throughput]) -> str:
-    return f"{sum(row.is_close for row in found)} of {len(found)}"
+def _run(row: Throughput) -> str:
+    """The model and the GPUs of a run, without its batch."""
+    return row.setup.split(", batch")[0].replace(" on ", ", ")
+
+
+def _throughput_misses(found: Sequence[Throughput]) -> Iterator[str]:
+    """An item for each reason, with all that it explains."""
+    for why, of in groupby(found, _reason):
+        rows_of = [f"{_run(row)} ({row.miss:+.1%})" for row in of]
+        yield from textwrap.wrap(
+            f"- {'; '.join(rows_of)}: {why}.", 100, subsequent_indent="  ", break_on_hyphens=False
+        )
+
+
+def _met(found: Sequence[Row] | Sequence[Throughput], of: str = " of ") -> str:
+    return f"{sum(row.is_close for row in found)}{of}{len(found)}"
 
 
 def _middle(found: Sequence[Row] | Sequence[Throughput]) -> float:
@@ -375,89 +394,54 @@ def _middle(found: Sequence[Row] | Sequence[Throughput]) -> float:
     return sorted(abs(row.miss) for row in found)[len(found) // 2]
 
 
-HEADLINE = (
-    "145.6B",
-    "175B on",
-    "177B",
-    "314B",
-    "310.1B",
-    "405B",
-    "530B on",
-    "529.6B",
-    "1T on",
-    "1008B",
-)
-
 INTRODUCTION = """\
 # Validation of `megatron-zb plan`
 
-What the planner predicts, beside what others have measured and published. This page is made by
-`python docs/make_validation.py`; nothing on it was measured by this project. It sums up the rows
-of [validation_ratios.csv](results/validation_ratios.csv) and
-[validation_throughput.csv](results/validation_throughput.csv); what was published, with its
-sources, is in [published_tables.yaml](results/published_tables.yaml) and
-[published_throughput.yaml](results/published_throughput.yaml).
+This page compares predictions with measurements that others published. Sources:
+[ratios](results/published_tables.yaml), [throughput](results/published_throughput.yaml); rows:
+[ratios](results/validation_ratios.csv), [throughput](results/validation_throughput.csv).
 
-Predictions come from counted operations and bytes and from the device file alone. There is no
-correction for single tables or rows: one `configs/devices/a100_80gb_sxm.yaml` and one
-`h100_sxm.yaml` serve all of them.
+Predictions use counted operations and bytes and one device file for each GPU.
+`python docs/make_validation.py` repeats them.
 """
 
 FITTED = """\
 ## What was fitted
 
-- **A100**, to the times of a rank that one paper profiled (above): the efficiency of matrix
-  products, the efficiency of the memory bandwidth, what is lost at every kernel, and bandwidth and
-  latency of a message, which there include launch and synchronisation; and, with them, what a
-  random number of dropout costs (6 bytes of traffic, in `planner/work.py`). No throughput was
-  fitted.
-- **H100**: the efficiency of matrix products alone, to every second row of Megatron-LM's table and
-  to the first of its strong scaling. Its other rows and those of Llama 3 are held out. Those runs
-  overlapped the communication of tensor parallelism, for which there is no term: what this hides,
-  and what it costs, is in that one figure.
-- **Everything else is an assumption**, and its device file says so: no published run was compared
-  for the H200, B200, GB200, GB300 and MI300X, nor for fp8, for context parallelism and for
-  mixtures of experts.
+- **A100**, to the times of a rank above: efficiency of matrix products and of memory bandwidth,
+  kernel overhead, bandwidth and latency of a message with launch and synchronization, dropout's
+  random numbers. No throughput.
+- **H100**: efficiency of matrix products, to every second row of Megatron-LM's table and the first
+  of its strong scaling, with overlapped tensor-parallel communication.
+- **Assumed**: everything else. No published run was compared for the H200, B200, GB200, GB300 and
+  MI300X, for fp8, context parallelism or mixtures of experts.
 """
 
 ASSUMED = """\
-## What was assumed
+## Assumptions
 
-**Ratios.** *Predicted* is the published schedule: `v-min`, `v-half` and `v-zb` as their building
-block, made once for equal costs, `zb-1p` and `zb-2p` as a solver finds them that sees one cost
-for all stages; the rows have *ours*, too, what this package builds under the same name from the
-costs of every stage, on the same layers and ranks, within the microbatches that the name
-promises. The papers do not tell their vocabulary: 32,000 is taken, as the published scripts use a
-SentencePiece model. For the models of *Controllable Memory* the sequence length (2048, except in
-its grid) and FlashAttention are taken such that a microbatch of 38.5B holds the published 1 GB on
-a rank. Megatron's schedules run without overlapped messages, as the published scripts have it:
-each exchange keeps its rank; an interleaved rank exchanges for an F and a B together. Schedules
-that split the backward step with post-validation, as in the papers: an iteration takes as long as
-the rank that is busy the longest from its own first pass to its own last. The layers stand on the
-stages as the planner chooses.
+**Ratios.** Predictions are for the published schedules: building blocks of `v-min`, `v-half` and
+`v-zb` for equal costs, `zb-1p` and `zb-2p` solved for one cost of all stages. The rows' *ours* is
+this package's schedule. The vocabulary is 32,000. *Controllable Memory* uses FlashAttention and a
+sequence length of 2048 (but for its grid), to match its memory. Megatron's messages do not overlap;
+a split backward comes with post-validation, as published.
 
-**Throughput.** FLOPs are counted as the sources count them, masked scores included (the table of
-`plan` leaves them out, so that its MFU is lower). Where microbatch and chunks are not told, the
-planner chooses them, as for a user. Gradients and weights travel beside the passes as far as the
-schedule leaves time for it, with one network card for each GPU of a node; the runs on the A100
-are predicted without that.
+**Throughput.** FLOPs include masked scores, as in the sources; `plan` omits them, so its MFU is
+lower. The planner chooses unpublished microbatches and chunks. Reductions and gathers overlap where
+the schedule leaves time, except on the A100.
 
-**What is known to be missing.** Twice the microbatch was measured to bring 2 to 10 % (arXiv
-2401.10241, table 7). What a kernel loses by itself, as far as the profiled times tell it, is
-less: `zb-2p` with half the microbatch is predicted too fast. One reached share stands for
-products of all shapes. Users' reports do not tell their setups, so that their rows say little
-about the model of costs."""
+**Known gaps.** Doubling the microbatch gained 2 to 10 % (arXiv 2401.10241, table 7). Less is
+predicted, so `zb-2p` with half the microbatch is too fast. One efficiency serves all shapes. Users'
+reports omit their setups."""
 
 # Why a published throughput is not met within 10 %, by the start of the table and of the run.
 REASONS = {
     ("Megatron-LM's table", "1.7B"): (
-        "the products of this narrow model (2048) reach less than those of the wide ones, and one "
-        "reached share stands for all; the source gives the same reason for its lower MFU"
+        "products of this narrow model (2048) are less efficient, as the source states"
     ),
     ("Efficient Large-Scale", ""): (
-        "the code of 2021: the same 530B with full recomputation on the same machines was "
-        "published 10 % faster a year later (arXiv 2205.05198, the baseline of its table 5), and "
-        "that row is predicted within 1 %"
+        "code of 2021; a year later, 530B with full recomputation was 10 % faster there "
+        "(arXiv 2205.05198, baseline of table 5), which is predicted within 1 %"
     ),
 }
 
@@ -474,7 +458,7 @@ def page(ratios: Sequence[Row], throughput: Sequence[Throughput]) -> str:
     """The whole page for these rows."""
     compared = [row for row in ratios if row.published != 1]
     columns = setups(ratios)
-    misses = [said for column in columns for said in _describe_misses(column)]
+    misses = [miss for column in columns for miss in _describe_misses(column)]
     in_order = sum(not order_misses(column) for column in columns)
     held_out = [row for row in throughput if not row.fitted]
     lines = [
@@ -482,41 +466,36 @@ def page(ratios: Sequence[Row], throughput: Sequence[Throughput]) -> str:
         "## In short",
         "",
         f"- **Ratios to 1F1B**: {_met(compared)} are within {CLOSE:.0%} of the published ones; the "
-        f"median is off by {_middle(compared):.1%}. The published order of all schedules is "
-        f"reproduced in {in_order} of {len(columns)} setups (differences below {TIE:.1%} are no "
-        "order).",
+        f"median error is {_middle(compared):.1%}.",
+        f"  {in_order} of {len(columns)} setups have the published order of all schedules "
+        f"(differences below {TIE:.1%} are ties).",
         f"- **Throughput**: {_met(throughput)} published runs on 8 to 16,384 GPUs are met within "
-        f"{CLOSE:.0%}, {_met(held_out)} of those to which nothing was fitted; the median is off by "
-        f"{_middle(throughput):.1%}.",
+        f"{CLOSE:.0%}, {_met(held_out)} of those",
+        f"  not fitted; the median error is {_middle(throughput):.1%}.",
         "",
         "## Throughput",
         "",
         *_throughput_lines(throughput),
         "",
-        "The large ones, in model TFLOP/s of a GPU:",
+        "Runs on at least 2,000 GPUs, model TFLOP/s per GPU:",
         "",
-        *_headline_lines(throughput),
+        *_large_lines(throughput),
         "",
-        "Where it misses:",
+        "Misses:",
         "",
-        *(
-            f"- {row.table}, {row.setup}: published {row.published:.1f}, predicted "
-            f"{row.predicted:.1f} ({row.miss:+.1%}): {_reason(row)}."
-            for row in throughput
-            if not row.is_close
-        ),
+        *_throughput_misses([row for row in throughput if not row.is_close]),
         "",
         "## Ratios between schedules",
         "",
         *_ratio_lines(ratios),
         "",
-        "Where it misses:",
+        "Misses (published; predicted):",
         "",
-        *([f"- {said}." for said in misses] or ["- nowhere."]),
+        *([f"- {miss}." for miss in misses] or ["- none."]),
         "",
         "## Times of a rank",
         "",
-        "Milliseconds, counted / profiled (arXiv 2401.10241, table 9):",
+        "Counted milliseconds, against profiled ones (arXiv 2401.10241, table 9):",
         "",
         *profile_lines(),
         "",

@@ -20,10 +20,10 @@ class Verdict(Enum):
 
     PARITY = "losses and gradients equal"
     STEPS = "losses and weights equal after 3 optimizer steps"
-    ROUNDED = "losses and gradients equal but for the order of sums"
+    ROUNDED = "equal up to the order of sums"
     LOSSES = "losses equal"
     DATA = "data equal"
-    AGAIN = "equal again, and nothing left over"
+    AGAIN = "equal again, nothing left over"
     NOT_ON_CPU = "not runnable on a CPU"
 
 
@@ -119,7 +119,7 @@ _OVERLAPS = GPTCase(
 
 ROWS = (
     Row(
-        "output layer and embedding cut along the vocabulary over all pipeline ranks",
+        "vocabulary parallel",
         "`--pipeline-vocabulary on`",
         GPTCase(),
         Verdict.ROUNDED,
@@ -130,12 +130,12 @@ ROWS = (
     _shown("float32", "no `--bf16`", _GRADIENTS, GPTCase()),
     _shown("bfloat16", "`--bf16`", _GRADIENTS, GPTCase(dtype="bfloat16")),
     Row(
-        "float16 with a loss scale",
+        "float16, loss scale",
         "`--fp16`, `grad_scale_func`",
         GPTCase(dtype="float16", grad_scale=1024.0),
     ),
     Row(
-        "fp8 and fp4: Transformer Engine's recipes in Python, current scaling and nvfp4",
+        "fp8 (current scaling) and nvfp4, Transformer Engine's Python recipes",
         "`--fp8-format`, `--fp4-format`",
         GPTCase(dtype="bfloat16", optimizer_steps=3),
         Verdict.STEPS,
@@ -143,47 +143,43 @@ ROWS = (
         test="test_quantized_models_equal_megatrons",
     ),
     Row(
-        "kernels of fp8 and fp4",
+        "fp8 and fp4 kernels",
         "`--fp8-format`, `--fp4-format`, `--fp8-param-gather`, `--moe-grouped-gemm`",
         None,
         Verdict.NOT_ON_CPU,
-        reason="not seen on a GPU. Tests run Transformer Engine's own modules on stand-ins for the "
-        "kernels of delayed, current, blockwise and mxfp8 scaling, and see equal weights after 3 "
-        "steps, with experts, too; those of nvfp4 have no stand-in. Weights that are kept in fp8 "
-        "are compared layer by layer. What sequence parallelism gathers in fp8 or fp4 is held "
-        "whole, not as a shard, until W",
+        reason="with stand-ins for kernels of delayed, current, blockwise and mxfp8 scaling, "
+        "weights are equal after 3 steps, also with experts; nvfp4 has none. Until W, a rank holds "
+        "gathered inputs of sequence parallelism in fp8 or fp4 unsharded",
     ),
     Row(
-        "kernels of Transformer Engine",
+        "Transformer Engine kernels",
         "`--transformer-impl transformer_engine`",
         None,
         Verdict.NOT_ON_CPU,
-        reason="tests run its own Python layers on kernels that stand in for those of a GPU, "
-        "and see equal gradients with v-half and zb-h1; the kernels themselves need a GPU",
+        reason="with stand-ins, its Python layers have equal gradients under v-half and zb-h1",
     ),
     Row(
-        "CUDA graphs of layers",
+        "CUDA graphs per layer",
         "`--cuda-graph-impl transformer_engine`",
         None,
         Verdict.NOT_ON_CPU,
-        reason="never seen on a GPU: tests see Megatron's own order for its own schedule, and "
-        "equal gradients, and equal weights after steps in fp8, from stand-ins that overwrite "
-        "memory as graphs do; a graph has the weight gradients of its layers, so nothing of them "
-        "is left to W. Kernels of fp4 have no stand-in",
+        reason="stand-ins that overwrite memory as graphs do give equal gradients, equal fp8 "
+        "weights, and Megatron's order for its own schedule; fp4 has none. A graph computes its "
+        "layers' weight gradients, so W has none",
     ),
     Row(
-        "CUDA graphs of whole iterations",
+        "CUDA graphs per iteration",
         "`--cuda-graph-impl local --cuda-graph-scope full_iteration`; 0.19: "
         "`--cuda-graph-impl full_iteration`",
         None,
         Verdict.NOT_ON_CPU,
-        reason="never seen on a GPU: tests see equal gradients, and nothing asked of the device",
+        reason="equal gradients, no synchronization with the device in tests",
     ),
     # model
     _shown("untied embeddings", "`--untie-embeddings-and-output-weights`", _GRADIENTS, GPTCase()),
     _shown("tied embeddings", "the default", _GRADIENTS, GPTCase(tied=True), ranks=4),
     Row(
-        "GQA, RoPE, SwiGLU and RMSNorm together",
+        "Llama-style layers",
         "`--group-query-attention`, `--position-embedding-type rope`, `--swiglu`, "
         "`--normalization RMSNorm`, `--disable-bias-linear`",
         GPTCase(
@@ -199,23 +195,23 @@ ROWS = (
     ),
     Row(
         "multi-latent attention",
-        "`--multi-latent-attention` with equal head sizes of keys and values",
+        "`--multi-latent-attention`, equal key and value sizes",
         GPTCase(rotary=True, options=_LATENT),
     ),
     Row(
-        "multi-token prediction, untied",
+        "multi-token prediction",
         "`--mtp-num-layers 1`",
         GPTCase(multi_token=1, rotary=True),
         schedules=(*REPRESENTATIVE, "v-zb"),
     ),
     Row(
-        "multi-token prediction, tied",
+        "the same, tied",
         "`--mtp-num-layers 1`",
         GPTCase(multi_token=1, rotary=True, tied=True),
         schedules=(*REPRESENTATIVE, "v-zb"),
     ),
     Row(
-        "multi-token prediction, tied, overlapped gradient reduction",
+        "the same, tied, overlapped gradient reduction",
         "`--mtp-num-layers 1`, `--overlap-grad-reduce`",
         GPTCase(multi_token=1, rotary=True, tied=True, data_parallel=2, overlap_grad_reduce=True),
         ranks=4,
@@ -223,21 +219,21 @@ ROWS = (
     ),
     Row("frozen weights", "`requires_grad = False`", GPTCase(frozen="linear_fc1.weight")),
     Row(
-        "hybrid models of attention, MLP and expert layers",
+        "hybrid models (attention, MLP, experts)",
         "`pretrain_hybrid.py`, `--hybrid-layer-pattern *-*E*E*-`",
         GPTCase(hybrid="*-*E*E*-", layers=8, options=_options(**_MOE)),
         schedules=(*REPRESENTATIVE, "v-zb"),
         since=_HYBRIDS,
     ),
     Row(
-        "the same, tied, multi-token prediction",
+        "hybrid, tied, multi-token prediction",
         "`--hybrid-layer-pattern *-*-*-*-/*-`",
         GPTCase(hybrid="*-*-*-*-", layers=8, multi_token=1, rotary=True, tied=True),
         schedules=_WITH_TE,
         since=_HYBRIDS,
     ),
     Row(
-        "Mamba layers, whose scan is replaced by the same sums in torch",
+        "Mamba layers (scan in torch)",
         "`--hybrid-layer-pattern M*M-M-MM`",
         GPTCase(
             hybrid="M*M-M-MM",
@@ -248,56 +244,54 @@ ROWS = (
         since=_HYBRIDS,
     ),
     Row(
-        "gated delta layers in Megatron's deterministic mode, which is in torch",
+        "gated delta layers (deterministic, in torch)",
         "`--hybrid-layer-pattern G*G-G-GG`",
         GPTCase(hybrid="G*G-G-GG", layers=8, options=_GATED_DELTA),
         schedules=_WITH_TE,
         since=_HYBRIDS,
     ),
     Row(
-        "kernels of Mamba and gated delta layers",
+        "Mamba and gated delta kernels",
         "`pretrain_mamba.py`, `pretrain_hybrid.py`",
         None,
         Verdict.NOT_ON_CPU,
-        reason="never seen on a GPU: what stands in for them is above; of these layers only the "
-        "linear ones are split, and everything else stays in B. Before 0.17, `pretrain_mamba.py` "
-        "runs schedules with one chunk per rank alone",
+        reason="stand-ins are above. Only linear layers are split; the rest stays in B. Before "
+        "0.17, `pretrain_mamba.py` runs only schedules with one chunk per rank",
     ),
     Row(
         "BERT",
         "`pretrain_bert.py`, schedules with one chunk per rank",
         None,
         Verdict.NOT_ON_CPU,
-        reason="its script cannot be imported without Transformer Engine",
+        reason="its script needs Transformer Engine",
     ),
     Row(
-        "images: Megatron's LLaVAModel, with its encoder and projection on the first stage",
-        "`LLaVAModel`, built with `vp_stage` where a rank has several chunks; some microbatches "
-        "have no image",
+        "images, encoder on the first stage",
+        "`LLaVAModel`, built with `vp_stage`; some microbatches without images",
         GPTCase(images=_IMAGES, tied=True, rotary=True, dtype="bfloat16"),
         ranks=4,
         schedules=(*REPRESENTATIVE, "v-zb"),
     ),
     Row(
-        "the same, fewer layers beside the encoder",
+        "images, fewer layers beside the encoder",
         "`--pipeline-model-parallel-layout`",
         GPTCase(images=_IMAGES, layers=6, layout="E|tt|tt|ttL"),
         schedules=("v-half", "interleaved"),
     ),
     Row(
-        "the same, frozen encoder",
+        "images, frozen encoder",
         "`--freeze-ViT`",
         GPTCase(images=_IMAGES, frozen="vision_model"),
         schedules=("v-half", "zb-h1"),
     ),
     Row(
-        "the same, frozen language model",
+        "images, frozen language model",
         "`--freeze-LM`",
         GPTCase(images=_IMAGES, frozen="language_model"),
         schedules=("v-half", "zb-h1"),
     ),
     Row(
-        "the same, overlapped gradient reduction",
+        "images, overlapped gradient reduction",
         "`--overlap-grad-reduce`",
         GPTCase(images=_IMAGES, data_parallel=2, overlap_grad_reduce=True),
         ranks=4,
@@ -305,7 +299,7 @@ ROWS = (
     ),
     # mixture of experts
     Row(
-        "experts spread over ranks, aux loss, shared expert, all-to-all dispatcher",
+        "expert parallelism",
         "`--expert-model-parallel-size 2`, `--moe-router-load-balancing-type aux_loss`, "
         "`--moe-shared-expert-intermediate-size`, `--moe-token-dispatcher-type alltoall`",
         GPTCase(
@@ -322,8 +316,8 @@ ROWS = (
         schedules=(*REPRESENTATIVE, "wave"),
     ),
     Row(
-        "the same, with a forward and a backward in one pass; also multi-token prediction of one "
-        "layer, dense first layers, the distributed optimizer",
+        "overlapped forward-backward; also with one multi-token prediction layer, dense first "
+        "layers, distributed optimizer",
         "`--overlap-moe-expert-parallel-comm`",
         GPTCase(layers=8, dtype="bfloat16", data_parallel=2, expert_parallel=2),
         ranks=4,
@@ -331,16 +325,15 @@ ROWS = (
         test="test_pairs_compute_what_megatron_computes",
     ),
     Row(
-        "an exchange between experts that hides behind computation",
+        "overlap of the expert all-to-all",
         "`--overlap-moe-expert-parallel-comm`",
         None,
         Verdict.NOT_ON_CPU,
-        reason="a CPU has no streams: tests see equal losses and gradients, and which forwards run "
-        "together with which backwards; how much of the exchange is hidden has not been measured. "
-        "The streams, and the order of a pair's parts, are Megatron's own",
+        reason="a CPU has no streams, so the overlap is unmeasured; tests see the pairing of "
+        "passes. Streams and the order within a pair are Megatron's",
     ),
     Row(
-        "a shared expert beside the dispatcher, on a stream that a CPU does not have",
+        "shared expert overlap (without its stream)",
         "`--moe-shared-expert-overlap`",
         GPTCase(
             layers=4,
@@ -357,7 +350,7 @@ ROWS = (
         schedules=_WITH_TE,
     ),
     Row(
-        "experts fused by Transformer Engine's operations, and their paged stash, on stand-ins",
+        "fused experts and paged stash (Transformer Engine stand-ins)",
         "`--use-transformer-engine-op-fuser`, `--moe-paged-stash`",
         GPTCase(),
         schedules=_WITH_TE,
@@ -365,7 +358,7 @@ ROWS = (
         since=(0, 18),
     ),
     Row(
-        "experts spread over ranks, all-gather dispatcher",
+        "expert parallelism, all-gather",
         "`--expert-model-parallel-size 2`, `--moe-token-dispatcher-type allgather`",
         GPTCase(
             data_parallel=2,
@@ -376,7 +369,7 @@ ROWS = (
         schedules=("v-half", "zb-h1"),
     ),
     Row(
-        "experts balanced by a bias",
+        "expert bias",
         "`--moe-router-enable-expert-bias`, `--moe-router-score-function sigmoid`",
         GPTCase(
             data_parallel=2,
@@ -394,8 +387,8 @@ ROWS = (
         schedules=("v-half", "zb-h1"),
     ),
     Row(
-        "experts that receive no tokens",
-        "32 experts, 64 choices in a microbatch",
+        "experts without tokens",
+        "32 experts, 64 choices",
         GPTCase(
             layers=4,
             options=_options(
@@ -416,11 +409,11 @@ ROWS = (
         schedules=("v-half", "zb-h1"),
     ),
     Row(
-        "kernels of grouped GEMM experts",
+        "grouped GEMM kernels",
         "`--moe-grouped-gemm`",
         None,
         Verdict.NOT_ON_CPU,
-        reason="as for Transformer Engine, whose grouped layers they are",
+        reason="needs Transformer Engine's kernels",
     ),
     Row(
         "DeepEP dispatcher",
@@ -440,7 +433,7 @@ ROWS = (
     ),
     _shown("data parallelism", "DP=2", _PARALLEL, GPTCase(data_parallel=2, tied=True), 4),
     Row(
-        "context parallelism (Transformer Engine's attention on stand-ins for its kernels)",
+        "context parallelism (Transformer Engine stand-ins)",
         "`--context-parallel-size 2`, `--cp-comm-type all_gather` and `a2a`",
         GPTCase(context_parallel=2, dtype="bfloat16"),
         ranks=4,
@@ -448,12 +441,11 @@ ROWS = (
         test="test_context_parallel_models_equal_megatrons",
     ),
     Row(
-        "context parallelism by a ring",
+        "ring context parallelism",
         "`--cp-comm-type p2p`, the default",
         None,
         Verdict.NOT_ON_CPU,
-        reason="Transformer Engine's ring has not come through a backward over gloo, under "
-        "Megatron's own schedule either",
+        reason="its backward fails over gloo, also under Megatron's own schedule",
     ),
     # gradients and optimizer
     _shown(
@@ -465,7 +457,7 @@ ROWS = (
     ),
     _shown(
         "fused gradient accumulation",
-        "`gradient_accumulation_fusion` (the kernels replaced by the same sums in torch)",
+        "`gradient_accumulation_fusion`, in torch",
         _VARIANTS,
         GPTCase(fused_accumulation=True, dtype="bfloat16"),
     ),
@@ -477,16 +469,16 @@ ROWS = (
     ),
     _shown("no data-parallel wrapper", "plain chunks", _VARIANTS, GPTCase(wrapped=False)),
     Row(
-        "optimizer steps, tied",
-        "Adam",
+        "Adam, tied",
+        "the default",
         GPTCase(data_parallel=2, tied=True, optimizer_steps=3),
         Verdict.STEPS,
         ranks=4,
         schedules=("v-half",),
     ),
     Row(
-        "Muon, whose orthogonalisation is done in plain torch",
-        "`--optimizer muon` of Megatron 0.16 and 0.17",
+        "Muon, tied (in torch)",
+        "`--optimizer muon` (0.16, 0.17)",
         GPTCase(data_parallel=2, tied=True, optimizer_steps=3, optimizer="muon"),
         Verdict.STEPS,
         ranks=4,
@@ -495,7 +487,7 @@ ROWS = (
     ),
     Row(
         "Muon, tensor-parallel",
-        "`--optimizer muon` of Megatron 0.16 and 0.17, `--muon-tp-mode duplicated`",
+        "`--optimizer muon` (0.16, 0.17), `--muon-tp-mode duplicated`",
         GPTCase(tensor_parallel=2, optimizer_steps=3, optimizer="muon"),
         Verdict.STEPS,
         ranks=4,
@@ -503,8 +495,8 @@ ROWS = (
         until=(0, 18),
     ),
     Row(
-        "Muon, layers dealt out to data-parallel ranks",
-        "`--optimizer dist_muon` of Megatron 0.16 and 0.17, `--overlap-grad-reduce`, `--bf16`",
+        "Muon, layer-wise",
+        "`--optimizer dist_muon` (0.16, 0.17), `--overlap-grad-reduce`, `--bf16`",
         GPTCase(
             data_parallel=2,
             dtype="bfloat16",
@@ -538,7 +530,7 @@ ROWS = (
         ranks=4,
     ),
     Row(
-        "distributed optimizer with overlapped gradient reduction",
+        "distributed optimizer, overlapped gradient reduction",
         "`--use-distributed-optimizer`, `--overlap-grad-reduce`",
         GPTCase(
             data_parallel=2,
@@ -551,7 +543,7 @@ ROWS = (
         schedules=("v-half", "interleaved"),
     ),
     Row(
-        "both overlaps, gathers aligned over the pipeline",
+        "overlapped gather, aligned, tied",
         "`--use-distributed-optimizer`, `--overlap-grad-reduce`, `--overlap-param-gather`",
         GPTCase(**{**vars(_OVERLAPS), "align_param_gather": True, "tied": True}),
         Verdict.STEPS,
@@ -559,7 +551,7 @@ ROWS = (
         schedules=(*REPRESENTATIVE, "v-zb"),
     ),
     Row(
-        "both overlaps, every gather on its own",
+        "overlapped gather, not aligned",
         "`--use-distributed-optimizer`, `--overlap-grad-reduce`, `--overlap-param-gather`, "
         "`--no-align-param-gather`",
         _OVERLAPS,
@@ -568,7 +560,7 @@ ROWS = (
         schedules=("v-half", "zb-h1"),
     ),
     Row(
-        "gathers of the first chunk during the optimizer's step",
+        "gather overlapped with the optimizer step",
         "`--overlap-param-gather-with-optimizer-step`",
         GPTCase(**{**vars(_OVERLAPS), "gather_in_optimizer": True}),
         Verdict.STEPS,
@@ -576,7 +568,7 @@ ROWS = (
         schedules=("v-half", "v-zb", "interleaved", "wave"),
     ),
     Row(
-        "the same, tied, bfloat16, the other gathers aligned over the pipeline",
+        "the same, tied, bfloat16, aligned",
         "`--overlap-param-gather-with-optimizer-step`, `--bf16`",
         GPTCase(
             **{
@@ -592,7 +584,7 @@ ROWS = (
         schedules=("v-half", "v-zb", "interleaved"),
     ),
     Row(
-        "the same, experts spread over all data-parallel ranks",
+        "the same, expert parallelism",
         "`--overlap-param-gather-with-optimizer-step`, `--expert-model-parallel-size 2`",
         GPTCase(
             **{
@@ -607,7 +599,7 @@ ROWS = (
         schedules=("v-half",),
     ),
     Row(
-        "the same, replicas of experts that are spread over ranks",
+        "the same, replicated expert parallelism",
         "`--overlap-param-gather-with-optimizer-step`, `--expert-model-parallel-size 2`",
         GPTCase(
             **{
@@ -640,16 +632,15 @@ ROWS = (
         GPTCase(options=_options(recompute_granularity="selective")),
     ),
     Row(
-        "selective recomputation of every module (Transformer Engine's layers on stand-ins for "
-        "their kernels)",
+        "selective recomputation, every module (Transformer Engine stand-ins)",
         "`--recompute-modules core_attn layernorm mla_up_proj moe moe_act shared_experts`; `mlp` "
-        "with `--disable-bias-linear`, as Megatron's own schedule does not end with biases",
+        "needs `--disable-bias-linear`, as under Megatron's own schedule",
         GPTCase(),
         schedules=_WITH_TE,
         test="test_recomputed_models_equal_megatrons",
     ),
     Row(
-        "the same in fp8, and full recomputation",
+        "fp8 with selective or full recomputation",
         "`--fp8-format`, delayed, current and mxfp8 scaling",
         GPTCase(dtype="bfloat16", optimizer_steps=3),
         Verdict.STEPS,
@@ -658,25 +649,25 @@ ROWS = (
     ),
     # layers and shapes
     Row(
-        "layers that do not divide by the stages",
+        "layers not divisible by stages",
         "`--num-layers 7`",
         GPTCase(layers=7),
         schedules=(*REPRESENTATIVE, "wave"),
     ),
     Row(
-        "a layout with an empty stage in the middle",
+        "layout with an empty stage",
         "`--pipeline-model-parallel-layout Ettt||t|ttL`",
         GPTCase(layers=6, layout="Ettt||t|ttL"),
         schedules=("v-half", "v-zb", "interleaved"),
     ),
     Row(
-        "a layout with neither layers beside the embedding nor beside the loss",
+        "layout with separate embedding and loss",
         "`--pipeline-model-parallel-layout E|tttt|tt|L`",
         GPTCase(layers=6, tied=True, layout="E|tttt|tt|L"),
         schedules=("v-half", "interleaved"),
     ),
     Row(
-        "microbatches of different lengths",
+        "variable sequence lengths",
         "`variable_seq_lengths`",
         GPTCase(lengths=(16, 5, 9), options=_options(moe_token_dispatcher_type="alltoall")),
         schedules=(*REPRESENTATIVE, "v-zb", "wave"),
@@ -692,14 +683,14 @@ ROWS = (
         every_schedule=True,
     ),
     Row(
-        "other data than losses from an evaluation",
+        "non-loss data",
         "`collect_non_loss_data`",
         GPTCase(),
         Verdict.DATA,
         test="test_an_evaluation_collects_other_data",
     ),
     Row(
-        "a step run again",
+        "rerun of a step",
         "`--rerun-mode`",
         GPTCase(tied=True),
         Verdict.AGAIN,
