@@ -9,7 +9,7 @@ LoRA of its library. For each recipe whose number of GPUs is in its name, this s
   auto, same memory      the fastest order that `auto` finds on a V within its own schedule's memory
   v-half                 time and memory beside its own schedule
 
-with equal stages: F, B and W of 1, 1.2 and 0.8 and messages of 0.05 on each rank, 1F1B and chunks
+with equal stages: F, B and W of 1, 1.2 and 0.8 and messages of 0.01 on each rank, 1F1B and chunks
 alike. Models, layers and overlaps are left out, so this ranks recipes; `megatron-zb plan` predicts
 one of them. Above 6p microbatches, steps are continued from two shorter ones.
 
@@ -32,7 +32,7 @@ from megatron_zb.schedules import Costs
 ROOT = Path(__file__).resolve().parents[1]
 DATA = (ROOT / "benchmarks/data/recipes.csv", ROOT / "benchmarks/data/recipes_other.csv")
 RESULT = ROOT / "docs/results/recipe_gains.json"
-FORWARD, BACKWARD, WEIGHT, P2P = 1.0, 1.2, 0.8, 0.05
+FORWARD, BACKWARD, WEIGHT, P2P = 1.0, 1.2, 0.8, 0.01
 
 
 @dataclass(frozen=True)

@@ -14,6 +14,7 @@ ROOT = Path(__file__).resolve().parents[1]
 PAGE = ROOT / "docs" / "recipes.md"
 RESULT = ROOT / "docs" / "results" / "recipe_gains.json"
 WORTH_IT = 0.05
+SHOWN = 30
 GROUPS = {
     "recipes": "performance pre-training",
     "recipes_other": "other pre-training, fine-tuning, LoRA",
@@ -70,8 +71,10 @@ def lines() -> Iterator[str]:
         sized=len(rows), unsized=len(found["without_a_size"]), **found["costs"]
     )
     yield "\n".join(_summary(rows))
-    yield "## Recipes that gain more than 5 % in the same memory"
-    yield "\n".join(_table([row for row in rows if gain(row) > WORTH_IT]))
+    better = sorted((row for row in rows if gain(row) > WORTH_IT), key=gain, reverse=True)
+    yield f"## The {SHOWN} recipes that gain the most in the same memory"
+    yield "\n".join(_table(better[:SHOWN]))
+    yield f"[The results](results/{RESULT.name}) have all {len(rows)} recipes."
     yield "## Flags"
     yield FLAGS
 
@@ -107,7 +110,7 @@ def _summary(rows: Sequence[Row]) -> Iterator[str]:
 
 def _table(rows: Sequence[Row]) -> Iterator[str]:
     yield from _headings(COLUMNS)
-    for row in sorted(rows, key=gain, reverse=True):
+    for row in rows:
         limit = row["own_memory"] / min(row["pipeline"], row["microbatches"])
         time, memory = row["v_half"] / row["own"], row["v_half_memory"] / row["own_memory"]
         yield _line(

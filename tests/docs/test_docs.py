@@ -487,3 +487,23 @@ def test_the_times_with_pairs_are_those_of_the_results() -> None:
         for row in rows:
             as_much = [r for r in found if r["limit"] <= row["peak"]]
             assert min(r["makespan"] for r in as_much) <= row["makespan"]
+
+
+def test_the_page_of_recipes_is_made_from_the_results() -> None:
+    script = load_script("make_recipes")
+    made = "\n\n".join(block.rstrip("\n") for block in script.lines()) + "\n"
+    assert (ROOT / "docs" / "recipes.md").read_text(encoding="utf-8") == made
+    rows = results("recipe_gains.json")["rows"]
+    shapes = {(row["pipeline"], row["microbatches"], row["chunks"]): row for row in rows}
+    assert len(rows) > 250
+    for (p, m, chunks), row in list(shapes.items())[:8]:
+        if m <= 6 * p and chunks == 1:
+            costs = schedules.Costs.uniform(
+                pipeline_size=p,
+                forward=1.0,
+                backward=1.2,
+                weight=0.8,
+                p2p=script.result()["costs"]["p2p"],
+            )
+            own = schedules.build("1f1b", pipeline_size=p, num_microbatches=m, costs=costs)
+            assert schedules.simulate(own, costs).makespan == pytest.approx(row["own"])

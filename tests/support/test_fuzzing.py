@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 from itertools import combinations
+from pathlib import Path
 
 import pytest
 from fuzzing.comparison import compare
@@ -10,6 +12,9 @@ from fuzzing.covering import covering_array, pairs_of
 from fuzzing.drawing import draw
 from fuzzing.shrinking import shrink
 from fuzzing.space import Impossible, Setting, Space, space_of
+from fuzzing.trial import Verdict
+
+RESULTS = Path(__file__).resolve().parents[2] / "docs/results/fuzzing.jsonl"
 
 
 def setting(name: str, *values: str) -> Setting:
@@ -107,3 +112,14 @@ def test_a_run_that_goes_on_has_the_rounding_of_both_its_schedules() -> None:
     assert compare(*logs, first).first
     assert not compare(*logs, first, then).first
     assert not compare(*logs, then, first).first
+
+
+def test_kept_results_are_of_settings_that_there_are() -> None:
+    rows = [json.loads(line) for line in RESULTS.read_text(encoding="utf-8").splitlines()]
+    for row in rows:
+        space = space_of(row["megatron"])
+        usual = {name: each.default for name, each in space.settings.items()}
+        assert all(value in space.settings[name].values for name, value in row["unusual"].items())
+        assert row["verdict"] not in [each.value for each in Verdict if each.is_failure]
+        assert space.unusual({**usual, **row["unusual"]}) == row["unusual"]
+    assert sum(row["verdict"] == Verdict.EQUAL.value for row in rows) > 200
