@@ -150,7 +150,9 @@ def test_the_commands_of_the_first_page_run(
     monkeypatch.chdir(tmp_path)
     arguments = (
         "--pipeline-model-parallel-size 2 --pipeline-schedule v-half --num-layers 4 "
-        "--micro-batch-size 1 --global-batch-size 4 --seq-length 16"
+        "--micro-batch-size 1 --global-batch-size 4 --seq-length 16 --hidden-size 32 --bf16 "
+        "--num-attention-heads 4 --max-position-embeddings 16 --transformer-impl local "
+        "--lr 1e-3 --train-iters 1 --mock-data --tokenizer-type NullTokenizer --vocab-size 128"
     )
     line = line.replace("$MY_ARGUMENTS", arguments)
     words = shlex.split(line, comments=True)[1:]

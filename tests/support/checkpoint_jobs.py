@@ -8,9 +8,12 @@ from typing import Any
 
 import gpt_cases
 import torch
+import torch.distributed.checkpoint as dcp
 from gpt_cases import GPTCase
 from megatron.core import dist_checkpointing
 from megatron.core.pipeline_parallel.schedules import get_forward_backward_func
+from torch.distributed.checkpoint import FileSystemReader
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from megatron_zb.megatron_core.initialisation import global_parameters
 from megatron_zb.training import checkpoint
@@ -48,9 +51,19 @@ class Job:
         checkpoint.write(folder, 1, state, checkpoint._storable(metadata))
 
     def contents(self, folder: Path) -> dict[str, torch.Tensor]:
-        """Return what is in the checkpoint, by Megatron's names."""
-        found = dist_checkpointing.load_plain_tensors(str(checkpoint.checkpoint_path(folder, 1)))
-        return {name: value for name, value in found.items() if isinstance(value, torch.Tensor)}
+        """Return what is in the checkpoint, by Megatron's names.
+
+        Read by torch: Megatron's own function for this fails with torch 2.15.
+        """
+        reader = FileSystemReader(checkpoint.checkpoint_path(folder, 1))
+        stored = reader.read_metadata().state_dict_metadata
+        found: dict[str, Any] = {
+            name: torch.empty(about.size, dtype=about.properties.dtype)
+            for name, about in stored.items()
+            if isinstance(about, TensorStorageMetadata)
+        }
+        dcp.load(found, storage_reader=reader, no_dist=True)
+        return found
 
     def load(self, folder: Path) -> None:
         if self._distributed:
