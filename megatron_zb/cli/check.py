@@ -98,8 +98,13 @@ def _version(asked: str | None, root: Path | None) -> tuple[str, str]:
         return asked, "as asked"
     if root is not None:
         return _series_at(root), f"of {root}"
+    return installed_series(), "as megatron-core is installed"
+
+
+def installed_series() -> str:
+    """Return the series of the installed megatron-core, at most the newest that is known here."""
     numbers = re.findall(r"\d+", metadata.version("megatron-core"))
-    return training_loop_needs([*map(int, numbers)]).text, "as megatron-core is installed"
+    return training_loop_needs([*map(int, numbers)]).text
 
 
 def _megatron_lm(arguments: argparse.Namespace) -> Path | None:

@@ -28,6 +28,9 @@ examples:
       --device h100_sxm --format json
   megatron-zb plan --profile run.yaml     what --pipeline-profile run.yaml of a run has measured:
                                           other schedules and layer layouts on the same ranks
+  megatron-zb plan --gpus 64 -- $MY_ARGUMENTS
+                                          the same from the arguments of a training: their model,
+                                          and the sizes that they give
   megatron-zb plan --config gpt_28b --gpus 64 --html plan.html
   megatron-zb plan --config llama3_70b --gpus 64 --device b200_sxm --precision fp8 --context 2
   megatron-zb plan --config llama3_8b --gpus 8 --device h100_sxm --student-config half_mlp
@@ -102,6 +105,13 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
     )
     command.add_argument(
         "--html", type=Path, metavar="FILE", help="write a page with pictures into FILE.html, too"
+    )
+    command.add_argument(
+        "words",
+        nargs="*",
+        metavar="ARGUMENT",
+        help="of a training, after --, in place of --config: sizes that they give are kept, and "
+        "those that they leave out are chosen",
     )
 
 

@@ -25,8 +25,7 @@ def read(arguments: argparse.Namespace) -> tuple[Job, list[Candidate]]:
     Raises:
         UsageError: a file, a field or an argument is wrong.
     """
-    _check_given(arguments)
-    model = read_model(path_of("--config", "models", arguments.config))
+    model = _model(arguments)
     asked = _USUAL_DEVICE if arguments.device is None else arguments.device
     device = read_device(path_of("--device", "devices", asked))
     if arguments.gpu_memory is not None:
@@ -87,6 +86,11 @@ def check_only_measured(arguments: argparse.Namespace) -> None:
     Raises:
         UsageError: names the flag.
     """
+    if arguments.words:
+        raise UsageError(
+            f"the arguments of a training, {arguments.words[0]} first, cannot be combined with "
+            "--profile: the run that was measured has decided them"
+        )
     for name in _OF_CONFIG:
         if getattr(arguments, name) is not None:
             raise UsageError(
@@ -96,9 +100,27 @@ def check_only_measured(arguments: argparse.Namespace) -> None:
     _whole("--top", arguments.top, 8)
 
 
+def _model(arguments: argparse.Namespace) -> ModelConfig:
+    """Return the model that is planned; sizes that a training's arguments give become choices."""
+    _check_given(arguments)
+    if not arguments.words:
+        return read_model(path_of("--config", "models", arguments.config))
+    if arguments.config is not None:
+        raise UsageError(
+            "--config and the arguments of a training both describe a model: leave one out"
+        )
+    from megatron_zb.cli import plan_arguments
+
+    model, sizes = plan_arguments.read(arguments.words)
+    for name, value in sizes.items():
+        if getattr(arguments, name) is None:
+            setattr(arguments, name, value)
+    return model
+
+
 def _check_given(arguments: argparse.Namespace) -> None:
     for name, example in (("config", "gpt_28b"), ("gpus", "64")):
-        if getattr(arguments, name) is None:
+        if getattr(arguments, name) is None and not (name == "config" and arguments.words):
             raise UsageError(f"--{name} is missing: give, for example, --{name} {example}")
     for name in ("microbatches", "memory_limit"):
         if getattr(arguments, name) is not None:

@@ -1,0 +1,106 @@
+"""``plan -- ARGUMENTS`` plans what the arguments of a training describe."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from megatron_zb.cli import main, plan_arguments
+from megatron_zb.errors import UsageError
+from megatron_zb.planner.model import ModelConfig, read_model
+from megatron_zb.planner.model_flags import mock_data_flags, model_flags
+
+CONFIGS = sorted((Path(__file__).resolve().parents[2] / "configs/models").glob("*.yaml"))
+DENSE = (
+    "--num-layers 8 --hidden-size 512 --num-attention-heads 8 --seq-length 1024 "
+    "--global-batch-size 64 --padded-vocab-size 32000"
+).split()
+SPARSE = [*DENSE, "--num-experts", "8"]
+
+
+def words_of(model: ModelConfig) -> list[str]:
+    unfused = [] if model.flash_attention else ["--attention-backend", "unfused"]
+    return [*model_flags(model), *mock_data_flags(model), *unfused]
+
+
+@pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
+def test_the_words_of_a_model_describe_it(path: Path) -> None:
+    model = read_model(path)
+    read, sizes = plan_arguments.read(words_of(model))
+    unsaid = dict.fromkeys(("name", "source", "recommended", "published", "tokenizer"))
+    explicit = {"ffn_hidden_size": model.ffn}
+    assert read.model_copy(update=unsaid) == model.model_copy(update={**unsaid, **explicit})
+    assert sizes == {}
+
+
+def test_a_plan_of_arguments_equals_that_of_a_file(capsys: pytest.CaptureFixture[str]) -> None:
+    sizes = "--gpus 16 --pipeline 4 --tensor 2 --schedules zb-h1 --vocabulary off --tries 1 --format json".split()
+    plans = []
+    words = words_of(read_model(CONFIGS[0].parent / "llama3_8b.yaml"))
+    for of in (["--config", "llama3_8b"], ["--", *words]):
+        assert main.main(["plan", *sizes, *of]) == 0
+        plans.append(json.loads(capsys.readouterr().out))
+        plans[-1].pop("model")
+    assert plans[0]["ranked"]
+    assert plans[0] == plans[1]
+
+
+def test_given_sizes_are_kept_and_the_others_chosen() -> None:
+    words = "--tensor-model-parallel-size 1 --pipeline-model-parallel-size 4 --micro-batch-size 2"
+    more = "--recompute-granularity full --fp8-format hybrid --expert-model-parallel-size 8"
+    sizes = {"tensor": "1", "pipeline": "4", "micro_batch_size": "2"}
+    assert plan_arguments.read([*DENSE, *words.split()])[1] == sizes
+    more_sizes = {"recompute": "full", "precision": "fp8", "expert": "8"}
+    found = plan_arguments.read([*SPARSE, *words.split(), *more.split()])[1]
+    assert found == {**sizes, **more_sizes}
+    assert plan_arguments.read([*DENSE, "--recompute-activations"])[1] == {"recompute": "selective"}
+
+
+@pytest.mark.parametrize(
+    ("words", "dense"),
+    [("1", 0), ("([0]*3+[1]*5)", 3), ("[0,0,1,1,1,1,1,1]", 2), ("([0]+[1]*7)", 1)],
+)
+def test_dense_layers_before_those_with_experts(words: str, dense: int) -> None:
+    model, _ = plan_arguments.read([*SPARSE, "--moe-layer-freq", words])
+    assert model.experts is not None
+    assert model.experts.dense_layers == dense
+
+
+@pytest.mark.parametrize(
+    ("words", "named"),
+    [
+        (DENSE[2:], "--num-layers is missing"),
+        (DENSE[:-2], "--padded-vocab-size"),
+        ([*DENSE, "--experimental-attention-variant", "dsa"], "--experimental-attention-variant"),
+        ([*DENSE, "--group-query-attention", "--num-query-groups", "3"], "query_groups"),
+        ([*DENSE, "--nonsense"], "unknown argument '--nonsense'"),
+        ([*SPARSE, "--moe-layer-freq", "2"], "--moe-layer-freq 2"),
+        ([*SPARSE, "--moe-layer-freq", "([0]*3+[1]*4)"], "--moe-layer-freq"),
+        ([*SPARSE, "--moe-layer-freq", "[1]*10**9"], "--moe-layer-freq"),
+        ([*SPARSE, "--moe-layer-freq", "print(1)"], "--moe-layer-freq"),
+        ([*SPARSE, "--moe-layer-freq", "(" * 500], "--moe-layer-freq"),
+        ([*SPARSE, "--moe-router-topk", "9"], "top_k"),
+    ],
+)
+def test_what_cannot_be_planned_is_refused_in_one_sentence(words: list[str], named: str) -> None:
+    with pytest.raises(UsageError) as raised:
+        plan_arguments.read(words)
+    assert named in str(raised.value)
+    assert "\n" not in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("before", "named"),
+    [
+        (["--gpus", "8", "--config", "gpt_28b"], "leave one out"),
+        (["--profile", "run.yaml"], "cannot be combined with --profile"),
+        ([], "--gpus is missing"),
+    ],
+)
+def test_two_descriptions_are_refused(
+    before: list[str], named: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main.main(["plan", *before, "--", *DENSE]) == 2
+    assert named in capsys.readouterr().err
