@@ -36,11 +36,11 @@ def test_the_words_of_a_model_describe_it(path: Path) -> None:
 
 
 def test_a_plan_of_arguments_equals_that_of_a_file(capsys: pytest.CaptureFixture[str]) -> None:
-    sizes = "--gpus 16 --pipeline 4 --tensor 2 --schedules zb-h1 --vocabulary off --tries 1 --format json".split()
+    sizes = "--gpus 16 --pipeline 4 --tensor 2 --schedules zb-h1 --vocabulary off --tries 1".split()
     plans = []
     words = words_of(read_model(CONFIGS[0].parent / "llama3_8b.yaml"))
     for of in (["--config", "llama3_8b"], ["--", *words]):
-        assert main.main(["plan", *sizes, *of]) == 0
+        assert main.main(["plan", *sizes, "--format", "json", *of]) == 0
         plans.append(json.loads(capsys.readouterr().out))
         plans[-1].pop("model")
     assert plans[0]["ranked"]
