@@ -72,6 +72,8 @@ class Parser(argparse.ArgumentParser):
         """Rewrite argparse's message as one sentence that says what would be right."""
         if missing := re.fullmatch(r"the following arguments are required: (.*)", message):
             return self._describe_of_missing(missing.group(1).split(", "))
+        if one_of := re.fullmatch(r"one of the arguments (.*) is required", message):
+            return f"one argument is missing: give {' or '.join(one_of.group(1).split())}"
         if ambiguous := re.fullmatch(r"ambiguous option: (\S+) could match (.*)", message):
             return f"{ambiguous.group(1)} is short for several: write out {ambiguous.group(2)}"
         found = re.fullmatch(r"argument (.+?): (.*)", message, flags=re.DOTALL)

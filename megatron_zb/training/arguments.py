@@ -61,6 +61,8 @@ def complete(args: argparse.Namespace, world_size: int) -> None:
 
 
 def _contents_of_data(args: argparse.Namespace) -> Record:
+    if args.mock_data:
+        return data_contents.record({}, {}, {"--mock-data": True})
     return data_contents.record({"--data-path": args.data_path}, {}, {"--split": args.split})
 
 
@@ -312,8 +314,11 @@ def _check_recompute(args: argparse.Namespace, world_size: int) -> None:
 
 
 def data_prefixes(args: argparse.Namespace) -> tuple[list[str], list[float] | None]:
-    """Return the prefixes in --data-path and their weights, None where they are mixed by size."""
-    entries = list(data_contents.blend_entries(args.data_path))
+    """Return the prefixes in --data-path and their weights, None where they are mixed by size.
+
+    With --mock-data there are none.
+    """
+    entries = list(data_contents.blend_entries(args.data_path or ()))
     weights = [float(weight) for weight, _ in entries if weight]
     return [prefix for _, prefix in entries], weights or None
 

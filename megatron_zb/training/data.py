@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from megatron.core import parallel_state
 from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
-from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig
+from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig, MockGPTDataset
 from megatron.core.datasets.indexed_dataset import IndexedDataset
 from megatron.core.datasets.utils import normalize
 
@@ -73,7 +73,7 @@ def build_datasets(args: argparse.Namespace) -> tuple[Any, Any]:
     config = GPTDatasetConfig(
         random_seed=args.seed,
         sequence_length=args.seq_length,
-        blend=data_prefixes(args),
+        blend=None if args.mock_data else data_prefixes(args),
         split=args.split,
         path_to_cache=args.data_cache_path,
         tokenizer=NumberedTokens(args.vocab_size),
@@ -88,9 +88,8 @@ def build_datasets(args: argparse.Namespace) -> tuple[Any, Any]:
     ]
     sizes = [args.train_iters * args.global_batch_size, args.eval_iters * args.global_batch_size, 0]
     try:
-        train, valid, _ = BlendedMegatronDatasetBuilder(
-            GPTDataset, sizes, lambda: True, config
-        ).build()
+        kind = MockGPTDataset if args.mock_data else GPTDataset
+        train, valid, _ = BlendedMegatronDatasetBuilder(kind, sizes, lambda: True, config).build()
     except Exception as error:
         if isinstance(error.__cause__, OSError):
             raise UsageError(

@@ -251,10 +251,13 @@ def add_evaluation(group: argparse._ArgumentGroup, about: str) -> None:
 
 def add_sources(group: argparse._ArgumentGroup) -> None:
     """Add the flags of data sets and their splits."""
-    group.add_argument(
+    source = group.add_mutually_exclusive_group(required=True)
+    source.add_argument(
+        "--mock-data", action="store_true", help="train on made-up tokens, which need no file"
+    )
+    source.add_argument(
         "--data-path",
         nargs="+",
-        required=True,
         metavar="PREFIX",
         help="data set(s) in Megatron's format: PREFIX.bin and PREFIX.idx; several are mixed "
         "by size, or by weight when each is written as WEIGHT PREFIX",
@@ -263,6 +266,12 @@ def add_sources(group: argparse._ArgumentGroup) -> None:
         "--data-cache-path",
         metavar="DIR",
         help="where the order of the samples is kept; default: 'cache' beside the data",
+    )
+    group.add_argument(
+        "--tokenizer-type",
+        choices=("NullTokenizer",),
+        default="NullTokenizer",
+        help="data sets hold numbers of tokens already: --vocab-size describes them",
     )
     group.add_argument(
         "--split",

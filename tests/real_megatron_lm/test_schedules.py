@@ -69,6 +69,32 @@ def test_a_patched_checkout_logs_the_same(
     assert ("pipeline schedule" in run.output) == bool(name)
 
 
+def test_a_patched_checkout_runs_on_a_cpu_under_the_launcher(
+    patched: Path, stock_checkpoint: Path, stock: Logged
+) -> None:
+    flags = (MODEL, PIPELINE, f"--load {stock_checkpoint}", "--pipeline-schedule v-half")
+    check_equal(pretrain(patched, *flags), stock)
+
+
+def test_a_script_that_installs_the_schedules_runs_on_a_cpu(
+    checkout: Path, stock_checkpoint: Path, stock: Logged, tmp_path: Path
+) -> None:
+    program = tmp_path / "pretrain.py"
+    program.write_text(
+        "import runpy, sys\n"
+        "script = sys.argv[1]\n"
+        "sys.argv = [script, *(word for word in sys.argv[2:] if word != '--cpu')]\n"
+        f"sys.path.insert(0, {str(checkout)!r})\n"
+        "import megatron_zb\n"
+        "megatron_zb.install(cpu=True)\n"
+        "runpy.run_path(script, run_name='__main__')\n"
+    )
+    flags = (MODEL, PIPELINE, f"--load {stock_checkpoint}", "--pipeline-schedule v-half")
+    run = pretrain(checkout, *flags, program=program)
+    check_equal(run, stock)
+    assert "pipeline schedule v-half" in run.output
+
+
 def test_a_table_from_a_file(
     checkout: Path, stock_checkpoint: Path, stock: Logged, tmp_path: Path
 ) -> None:

@@ -159,6 +159,15 @@ def test_losses_are_stocks_while_memory_is_measured(whole: Whole) -> None:
     assert all(peak > 0 for peak in (*stock.peaks, *ours.peaks))
 
 
+def test_mock_data_needs_no_file(tmp_path: Path) -> None:
+    data = {"--mock-data": True, "--tokenizer-type": "NullTokenizer", "--vocab-size": 64}
+    flags = {**data, "--split": None, "--train-iters": 3}
+    own, ours = (trained(tmp_path, {**flags, "--pipeline-schedule": s}) for s in (None, "v-half"))
+    assert list(own.by_iteration("lm_loss")) == [1, 2, 3]
+    for key in ("lm_loss", "eval_loss"):
+        assert ours.by_iteration(key) == own.by_iteration(key)
+
+
 @pytest.mark.parametrize(
     ("before", "after"), [("v-half", "v-half"), (None, "v-half"), ("v-half", None)]
 )
