@@ -1,13 +1,14 @@
-"""The inner loops of the search: a greedy run of all ranks, and moves of single passes.
+"""The inner loops of the search: a greedy run of all ranks, moves of single passes, gap filling.
 
-Both read one :class:`Graph`. Written on flat sequences and plain arithmetic alone, with a random
-generator of their own, so that the same lines run as Python or compiled, with the same result to
-the last bit. The tuples that they take stand in this file because numba keeps what it compiled for
-as long as this very file stays the same.
+The first two read one :class:`Graph`, the last one :class:`Gaps`. Written on flat sequences and
+plain arithmetic alone, with a random generator of their own, so that the same lines run as Python
+or compiled, with the same result to the last bit. The tuples that they take stand in this file
+because numba keeps what it compiled for as long as this very file stays the same.
 """
 
 from __future__ import annotations
 
+from heapq import heappop, heappush
 from typing import Any, NamedTuple
 
 INFINITY = 1e300
@@ -475,3 +476,167 @@ def local_search(
                 i -= step_to
             order[at] = code
     return lowest
+
+
+class Gaps(NamedTuple):
+    """Passes of a gap filler as numbers, coded ``row * m + microbatch``.
+
+    The rows are F of each stage, then B, W, one P, and O and V of each rank; those of shards count
+    only if ``cut``. With ``split``, every B is followed by a W. ``end`` is the rank of the last
+    stage and ``holders[r]`` is 1 for a rank with a shard. By row is the rank; by code are the
+    seconds, the memory that the pass takes, or frees if negative, and the ``hop`` of its output.
+    ``leads[r * width + k]`` is the code of the k-th F or B of rank r, of ``num_leads[r]``.
+    """
+
+    num_microbatches: int
+    stages: int
+    split: bool
+    cut: bool
+    end: int
+    rank: Any
+    holders: Any
+    seconds: Any
+    memory: Any
+    hop: Any
+    limit: Any
+    leads: Any
+    num_leads: Any
+
+
+class GapSpace(NamedTuple):
+    """State of one run of a gap filler.
+
+    By code ``ready``; by rank and position ``order``, ``pending`` and ``of_shards``; by microbatch
+    ``parts`` and ``latest``; by rank the others, of ``counts`` nine numbers each.
+    """
+
+    ready: Any
+    order: Any
+    pending: Any
+    of_shards: Any
+    parts: Any
+    latest: Any
+    clock: Any
+    begin: Any
+    held: Any
+    counts: Any
+
+
+def fill_gaps(
+    gaps: Gaps, space: GapSpace, eagerness: float, eagerness_of_shards: float, room: int
+) -> int:
+    """Run all ranks in order of time; fill waits with W and V. Return the number of passes placed.
+
+    F and B keep the order of ``gaps.leads``. P and O run as soon as they are ready, at most
+    ``room`` O before their V. A W fills a wait of at least ``eagerness`` times its seconds, or runs
+    at once where the next F would exceed the memory; a V likewise with ``eagerness_of_shards``,
+    or where ``room`` is used up.
+
+    ``space.counts[c * ranks + r]`` counts on rank r what has been taken from ``leads`` (c = 0),
+    placed (1), put into ``pending`` and taken from it (2, 3), put into ``of_shards`` and taken from
+    it (4, 5), the O (6), and the O without a V (7); ``counts[8 * ranks]`` counts P.
+    """
+    m, stages = gaps.num_microbatches, gaps.stages
+    ranks, needed = len(gaps.num_leads), 0
+    width, length = len(gaps.leads) // ranks, len(space.order) // ranks
+    losses, outputs = 3 * stages * m, (3 * stages + 1) * m
+    for rank in range(ranks):
+        needed += gaps.holders[rank]
+    events = [(0.0, 0)]
+    for rank in range(1, ranks):
+        heappush(events, (0.0, rank))
+    counts, ready, placed = space.counts, space.ready, 0
+    while len(events) > 0:
+        now, rank = heappop(events)
+        if now < space.clock[rank]:
+            continue
+        # Choice: P, O, then the next F or B if it is ready; W or V in the wait for them.
+        chosen, wait = -1, INFINITY
+        if gaps.cut:
+            if rank == gaps.end and counts[8 * ranks] < m:
+                code = losses + counts[8 * ranks]
+                if ready[code] <= now:
+                    chosen = code
+                wait = min(wait, ready[code] - now)
+            if chosen < 0 and counts[7 * ranks + rank] < room and counts[6 * ranks + rank] < m:
+                code = outputs + rank * m + counts[6 * ranks + rank]
+                if ready[code] <= now:
+                    chosen = code
+                wait = min(wait, ready[code] - now)
+        if chosen < 0:
+            upcoming, full = -1, False
+            if counts[rank] < gaps.num_leads[rank]:
+                upcoming = gaps.leads[rank * width + counts[rank]]
+                most = gaps.limit[rank]
+                after = space.held[rank] + gaps.memory[upcoming]
+                full = upcoming < stages * m and after > most + 1e-9 * (1 + most)
+                if not full:
+                    wait = min(wait, max(0.0, ready[upcoming] - now))
+            if counts[3 * ranks + rank] < counts[2 * ranks + rank]:
+                code = space.pending[rank * width + counts[3 * ranks + rank]]
+                if full or (wait > 0 and wait >= eagerness * gaps.seconds[code]):
+                    chosen = code
+                    counts[3 * ranks + rank] += 1
+            if chosen < 0 and counts[5 * ranks + rank] < counts[4 * ranks + rank]:
+                code = space.of_shards[rank * m + counts[5 * ranks + rank]]
+                fills = wait > 0 and wait >= eagerness_of_shards * gaps.seconds[code]
+                if ready[code] <= now and (counts[7 * ranks + rank] >= room or fills):
+                    chosen = code
+                    counts[5 * ranks + rank] += 1
+            if chosen < 0 and wait <= 0:
+                chosen = upcoming
+                counts[rank] += 1
+        if chosen < 0:
+            continue
+        # Start of the chosen pass; its end and its output wake ranks.
+        end = now + gaps.seconds[chosen]
+        if counts[ranks + rank] == 0:
+            space.begin[rank] = now
+        space.order[rank * length + counts[ranks + rank]] = chosen
+        counts[ranks + rank] += 1
+        placed += 1
+        space.clock[rank] = end
+        heappush(events, (end, rank))
+        row, j = chosen // m, chosen % m
+        arrival = end + gaps.hop[chosen]
+        if row < 3 * stages:
+            space.held[rank] += gaps.memory[chosen]
+        if row < stages - 1:
+            ready[chosen + m] = arrival
+            heappush(events, (arrival, gaps.rank[row + 1]))
+        elif row == stages - 1 and gaps.cut:
+            for holder in range(ranks):
+                if gaps.holders[holder]:
+                    at = end if holder == gaps.end else arrival
+                    ready[outputs + holder * m + j] = at
+                    heappush(events, (at, holder))
+        elif stages <= row < 2 * stages:
+            if gaps.split:
+                space.pending[rank * width + counts[2 * ranks + rank]] = chosen + stages * m
+                counts[2 * ranks + rank] += 1
+            if row > stages:
+                ready[chosen - m] = arrival
+                heappush(events, (arrival, gaps.rank[row - 1]))
+        elif row == 3 * stages:
+            counts[8 * ranks] += 1
+            ready[(2 * stages - 1) * m + j] = end
+            heappush(events, (end, gaps.end))
+            for holder in range(ranks):
+                if gaps.holders[holder]:
+                    at = end if holder == gaps.end else arrival
+                    code = outputs + (ranks + holder) * m + j
+                    space.of_shards[holder * m + counts[4 * ranks + holder]] = code
+                    counts[4 * ranks + holder] += 1
+                    ready[code] = at
+                    heappush(events, (at, holder))
+        elif 3 * stages < row <= 3 * stages + ranks:
+            counts[6 * ranks + rank] += 1
+            counts[7 * ranks + rank] += 1
+            space.parts[j] += 1
+            space.latest[j] = max(space.latest[j], arrival)
+            if space.parts[j] == needed:
+                ready[losses + j] = space.latest[j]
+                heappush(events, (space.latest[j], gaps.end))
+        elif row > 3 * stages + ranks:
+            counts[7 * ranks + rank] -= 1
+    return placed

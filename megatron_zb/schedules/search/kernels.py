@@ -16,7 +16,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from megatron_zb.schedules.search.inner_loops import local_search, run_list_scheduler
+from megatron_zb.schedules.search.inner_loops import fill_gaps, local_search, run_list_scheduler
 from megatron_zb.schedules.search.pair_loops import local_search_of_pairs, run_pair_scheduler
 
 
@@ -32,6 +32,7 @@ class Plain:
     local_search: Callable[..., float] = staticmethod(local_search)
     run_pair_scheduler: Callable[..., float] = staticmethod(run_pair_scheduler)
     local_search_of_pairs: Callable[..., float] = staticmethod(local_search_of_pairs)
+    fill_gaps: Callable[..., float] = staticmethod(fill_gaps)
 
     @staticmethod
     def floats(values: Sequence[float]) -> Any:
@@ -61,6 +62,7 @@ class Compiled:
         self.local_search = compiled(local_search)
         self.run_pair_scheduler = compiled(run_pair_scheduler)
         self.local_search_of_pairs = compiled(local_search_of_pairs)
+        self.fill_gaps = compiled(fill_gaps)
 
     def floats(self, values: Sequence[float]) -> Any:
         return self._numpy.array(values, dtype=self._numpy.float64)
@@ -96,7 +98,10 @@ def _compiled() -> Compiled:
 
 def engine(passes: float) -> Engine:
     """Return the faster engine for so many passes: small jobs do not wait for a compiler."""
-    return _compiled() if passes > _WORTH_COMPILING and available() else Plain()
+    is_ready = _compiled.cache_info().currsize > 0
+    least = _WORTH_LOADING if is_ready else _WORTH_COMPILING
+    return _compiled() if passes > least and available() else Plain()
 
 
 _WORTH_COMPILING = 2e5  # about a second of plain Python
+_WORTH_LOADING = 2e4  # where numba has been imported for another search
