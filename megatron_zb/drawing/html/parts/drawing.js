@@ -97,6 +97,12 @@ const pictures = (() => {
       this.all();
     }
 
+    clear() {
+      this.timeline = null;
+      this.svg.replaceChildren();
+      this.shown.textContent = "";
+    }
+
     // --- the window ---------------------------------------------------------------------------------
 
     all() {
