@@ -272,11 +272,11 @@ def test_a_row_of_the_comparison_can_be_chosen(page: Browser) -> None:
 def test_every_size_that_is_offered_answers(name: str, page: Browser) -> None:
     """The choices are those of the sentence, and each has an order of the package."""
     change(page, schedule=name)
-    said = {}
+    said: dict[str, list[str]] = {}
     words = shown(page, "offered").removeprefix(f"This page has {name} on ").rstrip(".")
     for part in words.replace(" ranks", "").replace(" microbatches", "").split("; "):
-        p, _, ms = part.partition(" with ")
-        said[p] = ms.split(", ")
+        p, _, listed = part.partition(" with ")
+        said[p] = listed.split(", ")
     assert list(said) == offered(page, "p")
     assert [(int(p), int(m)) for p, ms in said.items() for m in ms] == sorted(orders.SIZES)
     for p, ms in said.items():
@@ -284,6 +284,7 @@ def test_every_size_that_is_offered_answers(name: str, page: Browser) -> None:
         assert offered(page, "m") == ms
         for m in ms:
             change(page, m=m)
+            assert set(comparison(page)) == set(NAMES)
             timeline = in_python(name, int(p), int(m), (1.0, 1.0, 1.0, 0.1))
             check_readings(page, timeline, min(int(p), int(m)))
 
@@ -328,13 +329,8 @@ def test_what_the_reader_can_mend_is_a_sentence_without_figures(
     change(page, **{element: value})
     assert not page.evaluate("document.getElementById('problem').hidden")
     assert shown(page, "problem") == words
-    assert page.evaluate(figures) == {
-        "outputs": [""] * 5,
-        "drawn": 0,
-        "rows": 0,
-        "said": "",
-        "seen": 0,
-    }
+    nothing = {"outputs": [""] * 5, "drawn": 0, "rows": 0, "said": "", "seen": 0}
+    assert page.evaluate(figures) == nothing
     change(page, **{element: "" if element == "limit" else 1})
     assert page.evaluate("document.getElementById('problem').hidden")
     check_readings(page, in_python("1f1b", 4, 8, (1.0, 1.0, 1.0, 0.1)), 4)
