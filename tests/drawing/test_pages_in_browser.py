@@ -213,6 +213,13 @@ def test_both_pictures_of_a_step_have_one_scale(width: int, shown: Callable[...,
     assert windows[0] == windows[1] != windows[2]
 
 
+def test_both_pictures_of_a_step_scroll_together(shown: Callable[..., Browser]) -> None:
+    page = shown("step", 400)
+    page.evaluate("document.querySelector('#step .view').scrollLeft = 90")
+    page.wait_for("document.querySelectorAll('#step .view')[1].scrollLeft === 90")
+    assert page.evaluate("document.querySelector('#drawn .view').scrollLeft") == 0
+
+
 # --- a plan ---------------------------------------------------------------------------------------
 
 

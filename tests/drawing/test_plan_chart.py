@@ -17,7 +17,7 @@ from megatron_zb.drawing.html import plan_chart
 from megatron_zb.measured.units import GIB
 from megatron_zb.planner import table
 from megatron_zb.planner.candidate import candidates_of
-from megatron_zb.planner.front import Point, points
+from megatron_zb.planner.front import Point, is_on_front, points
 from megatron_zb.planner.search import Job, Plan, search
 from megatron_zb.planner.strategy import Choices
 
@@ -62,6 +62,11 @@ def test_points_are_the_rows_of_the_table(plan: Plan) -> None:
     assert [p.on_front for p in found] == [front(*size, sizes) for size in sizes]
     assert found[0].on_front
     assert f"{sizes[0][1]:.0f} tokens/s/GPU in {sizes[0][0]:.1f} GiB" in found[0].sentence
+
+
+def test_a_row_that_is_equal_in_one_and_worse_in_the_other_is_not_on_the_front() -> None:
+    sizes = [(10.0, 900.0), (10.0, 800.0), (12.0, 900.0), (12.0, 950.0), (12.0, 950.0)]
+    assert [is_on_front(size, sizes) for size in sizes] == [True, False, False, True, True]
 
 
 @given(values=st.lists(st.floats(0.01, 1e6), min_size=1, max_size=9), about=st.integers(2, 9))

@@ -87,6 +87,9 @@ const pictures = (() => {
       frame.addEventListener("pointermove", (event) => this.point(event));
       addEventListener("pointerup", () => { this.drag = null; });
       frame.addEventListener("pointerleave", () => { this.tip.hidden = true; });
+      frame.addEventListener("scroll", () => this.peers.forEach((peer) => {
+        peer.frame.scrollLeft = frame.scrollLeft;
+      }));
       new ResizeObserver(() => { if (this.timeline) this.draw(); }).observe(frame);
     }
 
