@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import json
 import re
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from pages import Element, Page
-from small_models import a100, small
+from small_models import SMALL, a100, small
 
+from megatron_zb.cli import main as cli
 from megatron_zb.drawing import text_chart
 from megatron_zb.drawing.axis import Axis
 from megatron_zb.drawing.html import plan_chart
@@ -118,6 +121,31 @@ def test_points_apart_have_their_numbers_beside_them() -> None:
     rows = rows_of(text_chart.chart(found, 80))
     assert [re.sub("[ :]", "", row) for row in rows if re.search(r"\d", row)] == ["*1", "*2", "o3"]
     assert {row[67] for row in rows} == {":"}  # the limit, at the last tick
+
+
+def test_the_command_prints_the_chart_where_it_is_asked_for(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = tmp_path / "model.yaml"
+    model.write_text(SMALL, encoding="utf-8")
+    choices = ["--pipeline", "1,4", "--schedules", "zb-h1", "--tries", "1"]
+    command = ["plan", "--config", str(model), "--gpus", "4", *choices]
+    printed = []
+    for more in ([], ["--chart"], ["--format", "json"]):
+        assert cli.main([*command, *more]) == 0
+        printed.append(capsys.readouterr().out)
+    without, with_chart, told = printed
+    assert with_chart.startswith(without)
+    chart = with_chart.removeprefix(without)
+    assert max(map(len, chart.splitlines())) <= text_chart.WIDTH
+    ranked = json.loads(told)["ranked"]
+    sizes = [(row["memory"]["total"] / GIB, row["tokens_per_second_per_gpu"]) for row in ranked]
+    for place, (gib, tokens) in enumerate(sizes, 1):
+        said = f"{tokens:.0f} tokens/s/GPU in {gib:.1f} GiB"
+        assert bool(re.search(rf"^  {place}\. .*: {said}$", chart, re.M)) is front(
+            gib, tokens, sizes
+        )
+    assert f": all of a GPU, {json.loads(told)['gpu_memory'] / GIB:.1f} GiB" in chart
 
 
 # --- on the page ----------------------------------------------------------------------------------
