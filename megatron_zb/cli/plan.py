@@ -48,8 +48,9 @@ the table:
                  experts (--overlap-moe-expert-parallel-comm)
 
 --html writes all of it into one file for a browser, which needs no network: the table with the
-memory of each row, the flags of every row, pictures of the best schedules, and an explorer, in
-which sizes, costs, the memory limit and the schedule can be changed.
+memory of each row, a chart of speed over memory, the flags of every row, pictures of the best
+schedules, and an explorer, in which sizes, costs, the memory limit and the schedule can be changed.
+--chart prints the chart below the table.
 
 What is not known is not guessed: kernels that slow one another down, jitter, data loading. A line
 below the table counts the NCCL kernels that wait beside the computation of the first row.
@@ -105,6 +106,9 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
     )
     command.add_argument(
         "--html", type=Path, metavar="FILE", help="write a page with pictures into FILE.html, too"
+    )
+    command.add_argument(
+        "--chart", action="store_true", help="draw speed over memory of all rows below the table"
     )
     command.add_argument(
         "words",
@@ -206,7 +210,10 @@ def run(arguments: argparse.Namespace) -> Plan:
     from rich.console import Console
 
     from megatron_zb.cli import plan_request
+    from megatron_zb.drawing import text_chart
+    from megatron_zb.measured.units import GIB
     from megatron_zb.planner import table
+    from megatron_zb.planner.front import points
     from megatron_zb.planner.search import search
     from megatron_zb.planner.workers import workers
 
@@ -217,6 +224,8 @@ def run(arguments: argparse.Namespace) -> Plan:
         print(json.dumps(table.as_json(plan), indent=2))
     else:
         table.print_plan(plan, Console(), arguments.top)
+    if arguments.chart:
+        print(f"\n{text_chart.chart(points(plan), plan.job.memory / GIB)}")
     return plan
 
 

@@ -32,6 +32,7 @@ _OF_OTHERS = {
     "post_validation": False,
     "snapshot": False,
     "html": None,
+    "chart": False,
 }
 
 

@@ -97,6 +97,8 @@ def check_only_measured(arguments: argparse.Namespace) -> None:
                 f"{flag_of(name)} cannot be combined with --profile: the run that was "
                 "measured has decided it"
             )
+    if arguments.chart:
+        raise UsageError("--chart needs --config: a profile does not know the memory of a GPU")
     _whole("--top", arguments.top, 8)
 
 
@@ -125,6 +127,8 @@ def _check_given(arguments: argparse.Namespace) -> None:
     for name in ("microbatches", "memory_limit"):
         if getattr(arguments, name) is not None:
             raise UsageError(f"{flag_of(name)} needs --profile")
+    if arguments.chart and arguments.format == "json":
+        raise UsageError("--chart cannot be combined with --format json: leave one of them out")
 
 
 def _whole(flag: str, value: int, example: int, most: int = 10_000_000) -> int:

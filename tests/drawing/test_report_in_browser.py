@@ -16,7 +16,7 @@ from browser import MISSING, Browser, find_browser
 
 from megatron_zb import schedules
 from megatron_zb.cli import main as cli
-from megatron_zb.drawing.html import drawing, orders
+from megatron_zb.drawing.html import drawing, explorer, orders
 from megatron_zb.drawing.memory_lines import memory_lines
 from megatron_zb.drawing.palette import MILLISECONDS
 from megatron_zb.schedules import Costs, PassKind, Schedule, Timeline
@@ -191,18 +191,26 @@ def redrawn(page: Browser) -> int:
 
 
 def change(page: Browser, **values: object) -> None:
-    """Type into inputs, choose a schedule, and wait until it is drawn."""
+    """Type into inputs, choose a schedule or a size, and wait until it is drawn."""
     for element, value in values.items():
         before = redrawn(page)
-        if element == "schedule":
+        if element in ("schedule", "p", "m"):
+            assert str(value) in offered(page, element)
             page.evaluate(
-                "(() => { const s = document.getElementById('schedule');"
+                f"(() => {{ const s = document.getElementById('{element}');"
                 f"s.value = {json.dumps(value)};"
                 "s.dispatchEvent(new Event('input', {bubbles: true})); })()"
             )
         else:
             page.type_into(element, str(value))
         page.wait_for(f"Number(document.getElementById('explorer').dataset.redrawn) > {before}")
+
+
+def offered(page: Browser, element: str) -> list[str]:
+    found: list[str] = page.evaluate(
+        f"[...document.getElementById({json.dumps(element)}).options].map((o) => o.value)"
+    )
+    return found
 
 
 def shown(page: Browser, element: str) -> str:
@@ -250,8 +258,7 @@ def comparison(page: Browser) -> dict[str, list[str]]:
 
 def test_a_row_of_the_comparison_can_be_chosen(page: Browser) -> None:
     rows = comparison(page)
-    assert set(rows) == set(schedules.names())
-    assert rows["auto"][1] == "this page has no order of this size"
+    assert set(rows) == set(NAMES)
     for name in NAMES:
         timeline = in_python(name, 4, 8, (1.0, 1.0, 1.0, 0.1))
         assert float(rows[name][1]) == pytest.approx(timeline.makespan, rel=1e-5)
@@ -261,29 +268,73 @@ def test_a_row_of_the_comparison_can_be_chosen(page: Browser) -> None:
     check_readings(page, in_python("zb-h2", 4, 8, (1.0, 1.0, 1.0, 0.1)), 4)
 
 
+@pytest.mark.parametrize("name", sizes.one_of_each_shape(NAMES))
+def test_every_size_that_is_offered_answers(name: str, page: Browser) -> None:
+    """The choices are those of the sentence, and each has an order of the package."""
+    change(page, schedule=name)
+    said: dict[str, list[str]] = {}
+    words = shown(page, "offered").removeprefix(f"This page has {name} on ").rstrip(".")
+    for part in words.replace(" ranks", "").replace(" microbatches", "").split("; "):
+        p, _, listed = part.partition(" with ")
+        said[p] = listed.split(", ")
+    assert list(said) == offered(page, "p")
+    assert [(int(p), int(m)) for p, ms in said.items() for m in ms] == sorted(orders.SIZES)
+    for p, ms in said.items():
+        change(page, p=p)
+        assert offered(page, "m") == ms
+        for m in ms:
+            change(page, m=m)
+            assert set(comparison(page)) == set(NAMES)
+            timeline = in_python(name, int(p), int(m), (1.0, 1.0, 1.0, 0.1))
+            check_readings(page, timeline, min(int(p), int(m)))
+
+
+def test_what_is_listed_is_offered_in_every_size_of_the_page(
+    browser: Browser, tmp_path: Path
+) -> None:
+    """A page of its own size has what is built at once in that size, too."""
+    path = tmp_path / "odd.html"
+    assert cli.main(["show", "v-min", "-p", "5", "-m", "7", "--output", str(path)]) == 0
+    browser.open(path)
+    assert set(comparison(browser)) == {"v-min", *explorer.QUICK}
+    for name in offered(browser, "schedule"):
+        change(browser, schedule=name)
+        assert ("5" in offered(browser, "p")) is (name in ("v-min", *explorer.QUICK))
+        assert float(shown(browser, "makespan")) > 0
+
+
 @pytest.mark.parametrize(
     ("element", "value", "words"),
     [
-        ("p", "1", "ranks, p: give a whole number from 2 to 1024"),
-        ("p", "2.5", "ranks, p: give a whole number from 2 to 1024"),
-        ("m", "", "microbatches, m: give a whole number from 1 to 1048576"),
         ("forward", "0", "forward, F: give a number above 0, such as 1.0"),
+        ("forward", "", "forward, F: give a number above 0, such as 1.0"),
         ("weight", "-1", "weight gradient, W: give a number of 0 or more, such as 1.0"),
-        ("m", "9", "This page has no order of 1f1b for 4 ranks and 9 microbatches. It has 2 × 2,"),
-        ("p", "128", "This page has no order of 1f1b for 128 ranks and 8 microbatches. It has"),
+        ("limit", "0", "memory limit: give a number above 0, such as 1.0"),
     ],
 )
-def test_what_the_reader_can_mend_is_a_sentence(
+def test_what_the_reader_can_mend_is_a_sentence_without_figures(
     element: str, value: str, words: str, page: Browser
 ) -> None:
+    figures = (
+        "({outputs: [...document.querySelectorAll('#explorer output')].map((e) => e.textContent),"
+        " drawn: document.querySelectorAll('#drawing svg > *').length,"
+        " rows: document.querySelectorAll('#comparison tbody tr').length,"
+        " said: document.getElementById('kind').textContent"
+        " + document.getElementById('command').textContent,"
+        " seen: document.getElementById('results').getClientRects().length})"
+    )
+    before = page.evaluate(figures)
+    assert all(before["outputs"])
+    assert before["drawn"] and before["rows"] and before["said"] and before["seen"]
     change(page, **{element: value})
     assert not page.evaluate("document.getElementById('problem').hidden")
-    assert shown(page, "problem").startswith(words)
-    assert page.evaluate("document.getElementById('drawn').classList.contains('stale')")
-    change(page, **{element: {"p": 4, "m": 8}.get(element, 1)})
+    assert shown(page, "problem") == words
+    nothing = {"outputs": [""] * 5, "drawn": 0, "rows": 0, "said": "", "seen": 0}
+    assert page.evaluate(figures) == nothing
+    change(page, **{element: "" if element == "limit" else 1})
     assert page.evaluate("document.getElementById('problem').hidden")
-    assert not page.evaluate("document.getElementById('drawn').classList.contains('stale')")
     check_readings(page, in_python("1f1b", 4, 8, (1.0, 1.0, 1.0, 0.1)), 4)
+    assert page.evaluate(figures) == before
 
 
 def makespan_of(command: str, capsys: pytest.CaptureFixture[str]) -> float:
@@ -300,7 +351,6 @@ def makespan_of(command: str, capsys: pytest.CaptureFixture[str]) -> float:
     ("name", "more"),
     [
         ("1f1b", {}),
-        ("interleaved", {"m": 6}),
         ("zb-h1", {}),
         ("zb-h2", {}),
         ("interleaved", {"p2p": 0.4}),
@@ -314,10 +364,6 @@ def test_the_command_draws_the_same_where_the_page_says_so(
 ) -> None:
     change(page, schedule=name, **more)
     told = makespan_of(shown(page, "command"), capsys)
-    if (more.get("m", 8), name) == (6, "interleaved"):
-        assert shown(page, "kind") == "The package builds it:"
-        assert "has no order of interleaved for 4 ranks and 6" in shown(page, "problem")
-        return
     assert "The command draws the same" in shown(page, "kind")
     assert told == pytest.approx(float(shown(page, "makespan")), rel=1e-5)
 

@@ -10,9 +10,14 @@ import pytest
 import traced_steps
 from pages import EVIL, Element, Page
 
+from megatron_zb import schedules
 from megatron_zb.cli import main as cli
+from megatron_zb.drawing.html import drawing
+from megatron_zb.drawing.palette import COST_UNIT
 from megatron_zb.measured.profile import Profile, write_profile
 from megatron_zb.measured.trace import compare, write_trace
+
+EQUAL = schedules.Costs.uniform(pipeline_size=4, forward=1, backward=1, weight=1)
 
 
 def page_of(path: Path) -> Element:
@@ -74,6 +79,44 @@ def test_the_step_of_a_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
     arguments = ["--schedules", "zb-h1", "--html", str(both)]
     assert cli.main(["plan", "--profile", str(path), *arguments]) == 0
     assert cells(page_of(both).one("section", id="step").one("table")) == rows
+
+
+def test_both_still_pictures_of_a_step_have_one_scale(tmp_path: Path) -> None:
+    """Of time, and of memory: without scripts, too."""
+    path, html = tmp_path / "run.yaml", tmp_path / "step.html"
+    values = traced_steps.profile().model_dump()
+    for stage in values["stages"]:
+        stage |= {"forward": stage["forward"] / 4, "backward": stage["backward"] / 4}
+    write_profile(Profile.model_validate(values), path)
+    write_trace(traced_steps.ran(), path)
+    assert cli.main(["trace", str(path), "--output", str(html)]) == 0
+    found = compare(path)
+    assert found.measured.makespan > 1.5 * found.predicted.makespan
+    pictures = page_of(html).one("section", id="step").all("svg", of="schedule")
+    scales = []
+    for svg, timeline in zip(pictures, (found.measured, found.predicted), strict=True):
+        ticks = [(text.text, text.attributes["x"]) for text in svg.all("text", of="tick")]
+        ground = float(svg.one("rect", of="ground").attributes["width"])
+        levels = [line.attributes["d"] for line in svg.all("path", of="reference")]
+        scales.append((ticks, round(ground / timeline.makespan, 1), levels))
+    assert scales[0] == scales[1]
+    assert len(scales[0][0]) > 3
+
+
+def test_pictures_of_one_extent_have_one_scale_of_memory() -> None:
+    found = [
+        schedules.simulate(schedules.build(name, pipeline_size=4, num_microbatches=8), EQUAL)
+        for name in ("zb-h2", "1f1b")
+    ]
+
+    def levels(extent: drawing.Extent | None) -> list[str]:
+        """Of 1F1B's peak on the first rank."""
+        drawn = [str(drawing.draw(timeline, "", COST_UNIT, extent)) for timeline in found]
+        svgs = [Page(text).root.one("svg") for text in drawn]
+        return [svg.all("path", of="reference")[0].attributes["d"] for svg in svgs]
+
+    assert len(set(levels(drawing.Extent.of(found)))) == 1
+    assert len(set(levels(None))) == 2
 
 
 def test_what_a_profile_says_stays_text(tmp_path: Path) -> None:

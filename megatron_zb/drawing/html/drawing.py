@@ -6,13 +6,13 @@ and rows of the same height: it draws from :func:`data`.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from itertools import chain, groupby
 from typing import TYPE_CHECKING, Any
 
+from megatron_zb.drawing.axis import ticks
 from megatron_zb.drawing.html import orders
 from megatron_zb.drawing.memory_lines import (
     MemoryLine,
@@ -71,7 +71,6 @@ MOST_STILL = 6500
 """Most passes of a still picture; a larger one, which is unreadable, is drawn by script alone."""
 COPY_HEIGHT = 6
 """Pixels of a copy, in the row of its rank."""
-_STEPS = (1.0, 2.0, 5.0, 10.0)
 
 
 def constants() -> dict[str, Any]:
@@ -93,6 +92,21 @@ def constants() -> dict[str, Any]:
 
 
 @dataclass(frozen=True)
+class Extent:
+    """Room of a drawing: seconds, and microbatches on a rank; the same for pictures to compare."""
+
+    seconds: float
+    held: float
+
+    @classmethod
+    def of(cls, timelines: Sequence[Timeline]) -> Extent:
+        """Return the room that the largest takes."""
+        held = [line.peak for timeline in timelines for line in memory_lines(timeline)]
+        stock = [one_f_one_b_peak(timeline) for timeline in timelines]
+        return cls(max(timeline.makespan for timeline in timelines), max(*held, *stock))
+
+
+@dataclass(frozen=True)
 class _Table:
     """Costs of stages that are known for one placement alone."""
 
@@ -102,10 +116,13 @@ class _Table:
         return self.costs
 
 
-def data(timeline: Timeline, title: str, unit: TimeUnit) -> dict[str, Any]:
+def data(
+    timeline: Timeline, title: str, unit: TimeUnit, extent: Extent | None = None
+) -> dict[str, Any]:
     """Return the data that the scripts draw a timeline from.
 
-    Times are included only where simulating the schedule does not reproduce them.
+    Times are included only where simulating the schedule does not reproduce them. Pictures of one
+    section that have an ``extent`` move and zoom together.
     """
     simulated = simulate(timeline.schedule, _Table(timeline.costs))
     is_simulated = (simulated.start, simulated.end) == (timeline.start, timeline.end)
@@ -115,6 +132,7 @@ def data(timeline: Timeline, title: str, unit: TimeUnit) -> dict[str, Any]:
         "order": orders.encode(timeline.schedule),
         "costs": costs(timeline.costs),
         "times": None if is_simulated else [timeline.start, timeline.end],
+        "extent": None if extent is None else asdict(extent),
     }
 
 
@@ -143,16 +161,19 @@ def legend(timeline: Timeline) -> list[tuple[str, str]]:
     return [(colour_of(kind, chunk, chunks), words) for kind, chunk, words in legend_of(timeline)]
 
 
-def draw(timeline: Timeline, title: str, unit: TimeUnit) -> Markup | None:
+def draw(
+    timeline: Timeline, title: str, unit: TimeUnit, extent: Extent | None = None
+) -> Markup | None:
     """Draw bars above, memory below and one axis of time; ``title`` is the picture's title.
 
-    None if the schedule has more than :data:`MOST_STILL` passes.
+    Without an ``extent``, the timeline fills the width. None if the schedule has more than
+    :data:`MOST_STILL` passes.
     """
     from markupsafe import Markup, escape
 
     if sum(map(len, timeline.schedule.ranks)) > MOST_STILL:
         return None
-    scale = _Scale(timeline)
+    scale = _Scale(timeline, extent or Extent.of([timeline]))
     height = scale.bottom + SIZES.axis
     panels = (_bars, _memory, _copies) if timeline.copies else (_bars, _memory)
     rows = "".join(chain.from_iterable(panel(timeline, scale) for panel in panels))
@@ -166,18 +187,18 @@ def draw(timeline: Timeline, title: str, unit: TimeUnit) -> Markup | None:
 class _Scale:
     """Conversion of seconds, ranks and microbatches to pixels."""
 
-    def __init__(self, timeline: Timeline) -> None:
+    def __init__(self, timeline: Timeline, extent: Extent) -> None:
         ranks = timeline.schedule.placement.pipeline_size
         self.inner = SIZES.width - SIZES.labels - SIZES.right
-        self.makespan = timeline.makespan
-        self.per_second = self.inner / timeline.makespan
+        self.seconds = extent.seconds
+        self.per_second = self.inner / extent.seconds
         self.first = min(times[0] for times in timeline.start if times)
         self.top = ranks * SIZES.row + SIZES.gap
         self.copies = self.top + ranks * SIZES.memory + SIZES.gap
         self.bottom = self.copies - SIZES.gap
         if timeline.copies:
             self.bottom = self.copies + ranks * SIZES.memory
-        self.most = max(one_f_one_b_peak(timeline), *(m.peak for m in memory_lines(timeline)))
+        self.most = extent.held
 
     def x(self, time: float) -> float:
         return SIZES.labels + (time - self.first) * self.per_second
@@ -194,8 +215,8 @@ def _number(value: float) -> str:
 def _bars(timeline: Timeline, scale: _Scale) -> Iterator[str]:
     """Yield the names of the ranks, one path per colour of bars, and numbers where they fit."""
     ranks = timeline.schedule.placement.pipeline_size
-    ground = ranks * SIZES.row
-    yield f'<rect class="ground" x="{SIZES.labels}" y="0" width="{scale.inner}" height="{ground}"/>'
+    width, height = _number(timeline.makespan * scale.per_second), ranks * SIZES.row
+    yield f'<rect class="ground" x="{SIZES.labels}" y="0" width="{width}" height="{height}"/>'
     for rank in range(ranks):
         y = rank * SIZES.row + SIZES.row / 2
         yield f'<text class="name" x="{SIZES.labels - 8}" y="{_number(y)}">rank {rank}</text>'
@@ -236,20 +257,12 @@ def _height(bar: Bar) -> float:
 def _axis(scale: _Scale, unit: TimeUnit) -> Iterator[str]:
     y = scale.bottom
     yield f'<path class="axis" d="M{SIZES.labels},{y}h{scale.inner}"/>'
-    for time in ticks(scale.makespan * unit.scale, scale.inner / 90):
+    for time in ticks(scale.seconds * unit.scale, scale.inner / 90):
         x = _number(scale.x(scale.first + time / unit.scale))
         yield f'<path class="axis" d="M{x},{y}v4"/>'
         yield f'<text class="tick" x="{x}" y="{y + 15}">{time:.6g}</text>'
     middle = SIZES.labels + scale.inner / 2
     yield f'<text class="tick" x="{middle:g}" y="{y + 31}">{unit.words}</text>'
-
-
-def ticks(most: float, about: float) -> list[float]:
-    """Return round numbers from 0 to ``most``, about ``about`` of them."""
-    rough = most / max(about, 1.0)
-    power = 10.0 ** math.floor(math.log10(rough))
-    step = next(s * power for s in _STEPS if s * power >= rough * (1 - 1e-9))
-    return [i * step for i in range(int(most / step + 1e-9) + 1)]
 
 
 def _memory(timeline: Timeline, scale: _Scale) -> Iterator[str]:

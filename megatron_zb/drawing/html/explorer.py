@@ -84,23 +84,15 @@ def context(
                 "choices": "",
             },
         )
-    choices: dict[str, str | None] = {
-        entry["order"]["name"]: entry["choices"] for entry in entries.values()
-    }
-    if alike:
-        choices |= {name: "" for name in catalog.names() if name not in choices}
-    data = {
-        "initial": {"schedule": first.schedule.name, "p": p, "m": m, **built},
-        "names": [{"name": name, "choices": found} for name, found in choices.items()],
-        "orders": list(entries.values()),
-        "alike": alike,
-        "unit": asdict(unit),
-    }
-    sizes = [(p, m) for _, p, m in entries]
+    names = dict.fromkeys(entry["order"]["name"] for entry in entries.values())
     return {
-        "data": data,
-        "ranks": sorted({p for p, _ in sizes}),
-        "microbatches": sorted({m for _, m in sizes}),
+        "data": {
+            "initial": {"schedule": first.schedule.name, "p": p, "m": m, **built},
+            "names": list(names),
+            "orders": list(entries.values()),
+            "alike": alike,
+            "unit": asdict(unit),
+        }
     }
 
 

@@ -19,7 +19,10 @@ from megatron_zb.schedules.placement import Placement
 
 KINDS = (PassKind.F, PassKind.B, PassKind.W, PassKind.BW)
 FILE = Path(__file__).resolve().parent / "parts" / "orders.json"
-SIZES = tuple((p, m * p) for p in (2, 4, 8, 16) for m in (1, 2, 4))
+MOST_MICROBATCHES = 64
+SIZES = tuple(
+    (p, m * p) for p in (2, 3, 4, 6, 8, 12, 16) for m in (1, 2, 4, 8) if m * p <= MOST_MICROBATCHES
+)
 MOST_CHUNKS = 16
 _FIRST = ord("A")
 

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from jinja2 import Environment
 
 ENDING = ".html"
-SCRIPTS = ("simulator.js", "drawing.js", "explorer.js")
+SCRIPTS = ("simulator.js", "drawing.js", "explorer.js", "wider.js")
 STYLE = "style.css"
 _PARTS = Path(__file__).resolve().parent / "parts"
 

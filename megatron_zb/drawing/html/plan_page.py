@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_zb import schedules
-from megatron_zb.drawing.html import explorer, page
+from megatron_zb.drawing.html import explorer, page, plan_chart
 from megatron_zb.drawing.html.schedule_page import picture
 from megatron_zb.drawing.memory_lines import memory_lines, one_f_one_b_peak, worst_of
 from megatron_zb.drawing.palette import MEMORY_SHADES, MILLISECONDS
@@ -14,6 +14,7 @@ from megatron_zb.measured.units import GIB, gib
 from megatron_zb.planner import table
 from megatron_zb.planner.candidate import MEGATRON_1F1B
 from megatron_zb.planner.flags import flags
+from megatron_zb.planner.front import points
 from megatron_zb.planner.prediction import Prediction
 from megatron_zb.planner.reasons import reason
 from megatron_zb.planner.search import Plan
@@ -59,11 +60,21 @@ def save_plan(path: Path, plan: Plan) -> None:
             "rows": [_row(plan, place, index) for place, index in table.places(plan)],
             "parts": _parts(plan),
             "missing": plan.nothing_for,
+            **_chart(plan),
             "plan": plan,
             "pictures": _pictures(plan),
             "explorer": _explorer(plan),
         },
     )
+
+
+def _chart(plan: Plan) -> dict[str, Any]:
+    found = points(plan)
+    title = "tokens per second and GPU over the memory of the worst rank"
+    return {
+        "chart": plan_chart.draw(found, plan.job.memory / GIB, title),
+        "front": [point for point in found if point.on_front],
+    }
 
 
 def _row(plan: Plan, place: int, index: int) -> dict[str, Any]:
@@ -117,19 +128,19 @@ def _parts(plan: Plan) -> list[tuple[str, str, str, str]]:
 
 def _pictures(plan: Plan) -> list[dict[str, Any]]:
     """Return pictures of the first few rows with a pipeline, and of Megatron's 1F1B to compare."""
-    with_pipeline = [i for i, row in enumerate(plan.ranked) if row.schedule is not None]
-    drawn = [
-        i
-        for place, i in enumerate(with_pipeline)
-        if place < _DRAWN or plan.ranked[i].candidate == MEGATRON_1F1B
+    rows = [(place, plan.ranked[index]) for place, index in table.places(plan)]
+    with_pipeline = [(place, row) for place, row in rows if row.schedule is not None]
+    return [
+        _picture(row, place)
+        for number, (place, row) in enumerate(with_pipeline)
+        if number < _DRAWN or row.candidate == MEGATRON_1F1B
     ]
-    return [_picture(plan.ranked[index], index) for index in drawn]
 
 
-def _picture(row: Prediction, index: int) -> dict[str, Any]:
+def _picture(row: Prediction, place: int) -> dict[str, Any]:
     timeline = _timeline(row)
     peak, stock = worst_of(memory_lines(timeline)).peak, one_f_one_b_peak(timeline)
-    name = f"{index + 1}. {table.name_of(row)}: {table.setting_of(row)}"
+    name = f"{place}. {table.name_of(row)}: {table.setting_of(row)}"
     return {
         "name": name,
         "microbatches": row.num_microbatches,

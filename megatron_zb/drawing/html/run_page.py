@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from megatron_zb.drawing.html import explorer, page
+from megatron_zb.drawing.html import drawing, explorer, page
 from megatron_zb.drawing.html.schedule_page import picture
 from megatron_zb.drawing.memory_lines import memory_lines, one_f_one_b_peak, worst_of
 from megatron_zb.drawing.palette import MILLISECONDS
@@ -32,10 +33,7 @@ def save_plan(
     Raises:
         UsageError: the file cannot be written, or jinja2 is missing.
     """
-    pictures = [
-        _picture(row.timeline, f"{place}. {name_of(row)}")
-        for place, row in enumerate(found[:_DRAWN], 1)
-    ]
+    best = {f"{place}. {name_of(row)}": row.timeline for place, row in enumerate(found, 1)}
     _write(
         path,
         asked.profile,
@@ -43,7 +41,7 @@ def save_plan(
             "microbatches": asked.num_microbatches,
             "rows": [_row(asked, row, place) for place, row in enumerate(found, 1)],
             "missing": missing,
-            "pictures": pictures,
+            "pictures": _pictures(dict(islice(best.items(), _DRAWN))),
             **_step(compared),
         },
         [row.timeline for row in found],
@@ -119,10 +117,12 @@ def _step(compared: Compared | None) -> dict[str, Any]:
     if compared is None:
         return {"step": [], "differences": []}
     return {
-        "step": [
-            _picture(compared.measured, "measured"),
-            _picture(compared.predicted, "predicted from the medians of its passes"),
-        ],
+        "step": _pictures(
+            {
+                "measured": compared.measured,
+                "predicted from the medians of its passes": compared.predicted,
+            }
+        ),
         "differences": [_difference(d) for d in compared.differences()],
     }
 
@@ -138,11 +138,17 @@ def _difference(d: Difference) -> dict[str, str]:
     }
 
 
-def _picture(timeline: Timeline, name: str) -> dict[str, Any]:
+def _pictures(timelines: dict[str, Timeline]) -> list[dict[str, Any]]:
+    """Return pictures of one scale, by name."""
+    extent = drawing.Extent.of(list(timelines.values()))
+    return [_picture(timeline, name, extent) for name, timeline in timelines.items()]
+
+
+def _picture(timeline: Timeline, name: str, extent: drawing.Extent) -> dict[str, Any]:
     peak, stock = worst_of(memory_lines(timeline)).peak, one_f_one_b_peak(timeline)
     return {
         "name": name,
         "sentence": f"bubble {timeline.bubble_rate:.1%}; at most {peak:.4g} microbatches on a rank "
         f"({peak / stock:.2f} of 1F1B's); {1000 * timeline.makespan:.4g} ms",
-        **picture(timeline, name, MILLISECONDS),
+        **picture(timeline, name, MILLISECONDS, extent),
     }

@@ -47,15 +47,20 @@ def save_schedule(
     )
 
 
-def picture(timeline: Timeline, title: str, unit: TimeUnit = COST_UNIT) -> dict[str, Any]:
-    """Return the variables of the template of a picture.
+def picture(
+    timeline: Timeline,
+    title: str,
+    unit: TimeUnit = COST_UNIT,
+    extent: drawing.Extent | None = None,
+) -> dict[str, Any]:
+    """Return the variables of the template of a picture; with an ``extent``, one of several.
 
     There are no data for the scripts where passes are of kinds that these do not know.
     """
     is_text = orders.is_text(timeline.schedule)
     return {
-        "svg": drawing.draw(timeline, title, unit),
-        "data": drawing.data(timeline, title, unit) if is_text else None,
+        "svg": drawing.draw(timeline, title, unit, extent),
+        "data": drawing.data(timeline, title, unit, extent) if is_text else None,
         "legend": drawing.legend(timeline),
     }
 

@@ -55,6 +55,7 @@ const pictures = (() => {
       box.replaceChildren(this.buttons(), this.frame, this.tip);
       this.box = box;
       this.drag = null;
+      this.peers = [this];
       this.listen();
     }
 
@@ -86,38 +87,48 @@ const pictures = (() => {
       frame.addEventListener("pointermove", (event) => this.point(event));
       addEventListener("pointerup", () => { this.drag = null; });
       frame.addEventListener("pointerleave", () => { this.tip.hidden = true; });
+      frame.addEventListener("scroll", () => this.peers.forEach((peer) => {
+        peer.frame.scrollLeft = frame.scrollLeft;
+      }));
       new ResizeObserver(() => { if (this.timeline) this.draw(); }).observe(frame);
     }
 
-    /** Draw a timeline; `unit` is {words, symbol, scale}, `limit` microbatches or null. */
-    show(timeline, { title, unit, stock, limit = null }) {
+    /** Draw a timeline; `unit` is {words, symbol, scale}, `limit` microbatches or null, `extent` the room. */
+    show(timeline, { title, unit, stock, limit = null, extent = null }) {
       Object.assign(this, { timeline, unit, stock, limit });
-      this.most = Math.max(stock, limit ?? 0, ...timeline.peaks);
+      this.room = extent?.seconds ?? timeline.makespan;
+      this.most = extent?.held ?? Math.max(stock, limit ?? 0, ...timeline.peaks);
       this.svg.setAttribute("aria-label", title);
       this.all();
     }
 
+    clear() {
+      this.timeline = null;
+      this.svg.replaceChildren();
+      this.shown.textContent = "";
+    }
+
     // --- the window ---------------------------------------------------------------------------------
 
-    all() {
-      this.from = this.timeline.first;
-      this.span = this.timeline.makespan;
-      this.draw();
-    }
+    all() { this.look(this.timeline.first, this.room); }
 
     /** Make the window so many times as long; what is at `share` of it stays there. */
     zoom(factor, share = 0.5) {
-      const { makespan } = this.timeline;
-      const span = clamp(this.span * factor, makespan / MOST_ZOOM, makespan);
+      const span = clamp(this.span * factor, this.room / MOST_ZOOM, this.room);
       this.look(this.from + (this.span - span) * share, span);
     }
 
     move(share) { this.look(this.from + share * this.span, this.span); }
 
     look(from, span) {
-      const { first, makespan } = this.timeline;
+      const after = clamp(from - this.timeline.first, 0, this.room - span);
+      this.peers.forEach((peer) => peer.see(after, span));
+    }
+
+    /** Show so much time, from so long after the first start. */
+    see(after, span) {
       this.span = span;
-      this.from = clamp(from, first, first + makespan - span);
+      this.from = this.timeline.first + after;
       this.draw();
     }
 
@@ -161,7 +172,8 @@ const pictures = (() => {
       }
       const time = this.timeOf(event);
       const y = event.clientY - this.svg.getBoundingClientRect().top;
-      const isInside = time >= this.from && time <= this.from + this.span;
+      const { first, makespan } = this.timeline;
+      const isInside = time >= this.from && time <= Math.min(this.from + this.span, first + makespan);
       const words = isInside ? this.wordsAt(time, y) : null;
       this.tip.hidden = words === null;
       if (words === null) return;
@@ -240,11 +252,12 @@ const pictures = (() => {
     }
 
     names() {
-      const { p } = this.timeline;
+      const { p, first, makespan } = this.timeline;
+      const left = this.x(first), width = this.x(first + makespan) - left;
       const rows = Array.from({ length: p }, (_, rank) =>
         `<text class="name" x="${sizes.labels - 8}" y="${rank * sizes.row + sizes.row / 2}">`
         + `rank ${rank}</text>`);
-      return `<rect class="ground" x="${sizes.labels}" y="0" width="${this.inner}" `
+      return `<rect class="ground" x="${left}" y="0" width="${width}" `
         + `height="${p * sizes.row}"/>${rows.join("")}`;
     }
 
@@ -372,13 +385,18 @@ const pictures = (() => {
       : pipelines.timeline(decoded, table, { start: times[0], end: times[1] });
   }
 
-  const all = [...document.querySelectorAll(".picture[data-picture]")].map((box) => {
+  const ofSection = new Map();
+  for (const box of document.querySelectorAll(".picture[data-picture]")) {
     const data = JSON.parse(box.querySelector("script").textContent);
     const timeline = timelineOf(data);
     const picture = new Picture(box.querySelector(".still"));
     picture.show(timeline, { ...data, stock: Math.min(timeline.p, timeline.m) });
-    return picture;
-  });
+    if (data.extent === null) continue;
+    const section = box.closest("section");
+    picture.peers = [...(ofSection.get(section) ?? []), picture];
+    picture.peers.forEach((peer) => { peer.peers = picture.peers; });
+    ofSection.set(section, picture.peers);
+  }
 
-  return { Picture, keys, all, make, digits };
+  return { Picture, keys, make, digits };
 })();

@@ -2,7 +2,7 @@
 
 /*
  * The explorer of a page: carries the orders that the page has out with the reader's costs. It makes
- * no order of its own: where the page has none for what is asked, it says so and names the command.
+ * no order of its own, and offers the sizes that the page has.
  */
 (() => {
   const data = JSON.parse(document.getElementById("explorer-data").textContent);
@@ -18,8 +18,6 @@
   // --- controls ---------------------------------------------------------------------------------------
 
   const FIELDS = [
-    { id: "p", what: "ranks, p", whole: true, least: 2, most: 1024 },
-    { id: "m", what: "microbatches, m", whole: true, least: 1, most: 1048576 },
     { id: "forward", what: "forward, F", positive: true },
     { id: "backward", what: "input gradient, B", positive: true },
     { id: "weight", what: "weight gradient, W" },
@@ -32,9 +30,6 @@
     const text = input.value.trim();
     if (text === "" && field.optional && !input.validity.badInput) return null;
     const value = text === "" ? NaN : Number(text);
-    if (field.whole && !(Number.isInteger(value) && value >= field.least && value <= field.most)) {
-      throw new Refused(`${field.what}: give a whole number from ${field.least} to ${field.most}`);
-    }
     if (!Number.isFinite(value) || value < 0 || (field.positive && value === 0)) {
       const least = field.positive ? "above 0" : "of 0 or more";
       throw new Refused(`${field.what}: give a number ${least}, such as 1.0`);
@@ -42,13 +37,45 @@
     return value;
   }
 
-  const setting = () => Object.fromEntries(FIELDS.map((field) => [field.id, read(field)]));
+  const setting = () => ({
+    p: Number(at("p").value), m: Number(at("m").value),
+    ...Object.fromEntries(FIELDS.map((field) => [field.id, read(field)])),
+  });
+
+  // --- sizes ------------------------------------------------------------------------------------------
+
+  /** The microbatches of each number of ranks that the page has of a schedule. */
+  function sizesOf(name) {
+    const sizes = new Map();
+    const own = data.orders.map(({ order }) => order).filter((order) => order.name === name)
+      .sort((a, b) => a.p - b.p || a.m - b.m);
+    for (const { p, m } of own) sizes.set(p, [...(sizes.get(p) ?? []), m]);
+    return sizes;
+  }
+
+  /** Choices of a field; the one nearest to what it had is chosen. */
+  function offer(id, values) {
+    const before = Number(at(id).value || data.initial[id]);
+    const nearest = values.reduce((a, b) => (Math.abs(b - before) < Math.abs(a - before) ? b : a));
+    at(id).replaceChildren(...values.map((value) => make("option", { textContent: value })));
+    at(id).value = nearest;
+    return nearest;
+  }
+
+  function offerSizes(name) {
+    const sizes = sizesOf(name);
+    const p = offer("p", [...sizes.keys()]);
+    offer("m", sizes.get(p));
+    const listed = [...sizes].map(([ranks, ms], i) =>
+      `${ranks}${i ? "" : " ranks"} with ${ms.join(", ")}${i ? "" : " microbatches"}`);
+    at("offered").textContent = `This page has ${name} on ${listed.join("; ")}.`;
+  }
 
   // --- orders -----------------------------------------------------------------------------------------
 
   const decoded = new Map();
 
-  /** The order of a schedule at the sizes of a setting, or undefined. */
+  /** The order of a schedule at the sizes of a setting; undefined where the page has none. */
   function find(name, now) {
     const found = data.orders.find(({ order }) =>
       order.name === name && order.p === now.p && order.m === now.m);
@@ -65,16 +92,6 @@
       COSTS.map((name) => [name, data.initial[name] / data.unit.scale]));
     return pipelines.timeline(order,
       isAsBefore ? table : pipelines.scaledCosts(order.place, table, before, times));
-  }
-
-  const sizesOf = (name) => data.orders.map(({ order }) => order)
-    .filter((order) => order.name === name).sort((a, b) => a.p - b.p || a.m - b.m)
-    .map(({ p, m }) => `${p} × ${m}`);
-
-  function missing(name, now) {
-    const sizes = sizesOf(name);
-    return `This page has no order of ${name} for ${now.p} ranks and ${now.m} microbatches. It has `
-      + `${sizes.length ? `${sizes.join(", ")} (ranks × microbatches)` : "none at all"}.`;
   }
 
   // --- text -------------------------------------------------------------------------------------------
@@ -101,7 +118,7 @@
   }
 
   function showCommand(name, now, found) {
-    const choices = (found ?? data.names.find((choice) => choice.name === name)).choices;
+    const { choices } = found;
     at("command").parentElement.hidden = choices === null;
     const words = [
       "megatron-zb show", name,
@@ -147,7 +164,7 @@
 
   function compare(now, stock) {
     at("comparison").tBodies[0].replaceChildren(
-      ...data.names.map(({ name }) => row(name, now, stock)));
+      ...data.names.filter((name) => find(name, now)).map((name) => row(name, now, stock)));
   }
 
   function row(name, now, stock) {
@@ -163,10 +180,6 @@
     first.className = "words";
     first.append(choose);
     const found = find(name, now);
-    if (!found) {
-      Object.assign(cell("this page has no order of this size"), { colSpan: 6, className: "words" });
-      return tr;
-    }
     const timeline = timelineOf(found, now);
     const peak = peakOf(timeline);
     cell(timeOf(timeline.makespan));
@@ -192,26 +205,31 @@
 
   function redraw() {
     const name = at("schedule").value;
+    offerSizes(name);
     const now = attempt(setting);
-    const found = now.refused ? undefined : find(name, now);
-    const problem = now.refused ?? (found ? undefined : missing(name, now));
-    at("problem").hidden = problem === undefined;
-    at("problem").textContent = problem ?? "";
-    for (const id of ["readings", "drawn"]) at(id).classList.toggle("stale", problem !== undefined);
-    if (!now.refused) {
-      showCommand(name, now, found);
-      const reference = find("1f1b", now);
-      const stock = reference && timelineOf(reference, now);
-      compare(now, stock);
-      at("kind").textContent = found ? "" : "The package builds it:";
-      if (found) draw(name, found, now, stock);
-    }
+    at("problem").hidden = true;
+    at("results").hidden = now.refused !== undefined;
+    if (now.refused) clear(now.refused);
+    else draw(name, now);
     explorer.dataset.redrawn = String(Number(explorer.dataset.redrawn) + 1);
   }
 
-  function draw(name, found, now, stock) {
+  /** No figure of an earlier setting stays beside the sentence. */
+  function clear(problem) {
+    at("problem").hidden = false;
+    at("problem").textContent = problem;
+    explorer.querySelectorAll("output, #kind, #command, tbody, #drawn-keys")
+      .forEach((element) => element.replaceChildren());
+    picture.clear();
+  }
+
+  function draw(name, now) {
+    const found = find(name, now), reference = find("1f1b", now);
+    const stock = reference && timelineOf(reference, now);
     const timeline = timelineOf(found, now);
     show(timeline, stock, now);
+    showCommand(name, now, found);
+    compare(now, stock);
     at("kind").textContent = kindOf(found, timeline, now);
     picture.show(timeline, {
       title: `${name}: ${now.p} ranks, ${now.m} microbatches`,
