@@ -40,7 +40,7 @@ def sleeping_table(cells: Iterable[dict[str, Any]]) -> list[str]:
     for (student_ms, times), found in groups.items():
         gains = [[_gain(cell, way, "seconds") for cell in found] for way in ways]
         rows.append(
-            [f"{student_ms:g}", times, *(f"{min(each):.2f} to {max(each):.2f}" for each in gains)]
+            [f"{student_ms:g}", times, *(f"{min(each):.2f}-{max(each):.2f}" for each in gains)]
         )
     blocks = f"{counts[0]} to {counts[-1]} blocks"
     return table(["students, ms", f"times of {blocks}", *map(_named, ways)], rows)
