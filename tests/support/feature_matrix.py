@@ -148,24 +148,23 @@ ROWS = (
         None,
         Verdict.NOT_ON_CPU,
         reason="with stand-ins for kernels of delayed, current, blockwise and mxfp8 scaling, "
-        "weights are equal after 3 steps, also with experts; nvfp4 has none. Until W, a rank holds "
-        "gathered inputs of sequence parallelism in fp8 or fp4 unsharded",
+        "weights are equal after 3 steps, also with experts; nvfp4 has no stand-in. Until W, a rank "
+        "holds gathered inputs of sequence parallelism in fp8 or fp4 unsharded",
     ),
     Row(
         "Transformer Engine kernels",
         "`--transformer-impl transformer_engine`",
         None,
         Verdict.NOT_ON_CPU,
-        reason="with stand-ins, its Python layers have equal gradients under v-half and zb-h1",
+        reason="with stand-ins, gradients are equal under v-half and zb-h1",
     ),
     Row(
         "CUDA graphs per layer",
         "`--cuda-graph-impl transformer_engine`",
         None,
         Verdict.NOT_ON_CPU,
-        reason="stand-ins that overwrite memory as graphs do give equal gradients, equal fp8 "
-        "weights, and Megatron's order for its own schedule; fp4 has none. A graph computes its "
-        "layers' weight gradients, so W has none",
+        reason="with stand-ins that overwrite memory as graphs do, gradients and fp8 weights are "
+        "equal; fp4 has no stand-in. A graph computes its layers' weight gradients, so W has none",
     ),
     Row(
         "CUDA graphs per iteration",
@@ -173,7 +172,7 @@ ROWS = (
         "`--cuda-graph-impl full_iteration`",
         None,
         Verdict.NOT_ON_CPU,
-        reason="equal gradients, no synchronization with the device in tests",
+        reason="in tests, gradients are equal and nothing waits for the device",
     ),
     # model
     _shown("untied embeddings", "`--untie-embeddings-and-output-weights`", _GRADIENTS, GPTCase()),
@@ -255,8 +254,8 @@ ROWS = (
         "`pretrain_mamba.py`, `pretrain_hybrid.py`",
         None,
         Verdict.NOT_ON_CPU,
-        reason="stand-ins are above. Only linear layers are split; the rest stays in B. Before "
-        "0.17, `pretrain_mamba.py` runs only schedules with one chunk per rank",
+        reason="stand-ins are above. Only linear layers are split. Before 0.17, "
+        "`pretrain_mamba.py` runs only schedules with one chunk per rank",
     ),
     Row(
         "BERT",
@@ -329,8 +328,8 @@ ROWS = (
         "`--overlap-moe-expert-parallel-comm`",
         None,
         Verdict.NOT_ON_CPU,
-        reason="a CPU has no streams, so the overlap is unmeasured; tests see the pairing of "
-        "passes. Streams and the order within a pair are Megatron's",
+        reason="a CPU has no streams, so tests see the pairing of passes, not the overlap. Streams "
+        "and the order within a pair are Megatron's",
     ),
     Row(
         "shared expert overlap (without its stream)",
