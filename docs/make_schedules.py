@@ -43,8 +43,6 @@ COSTS = (1.0, 1.2, 0.8, 0.05)
 # The pictures: small enough to read every number in a page.
 PICTURE_SIZES = (4, 8)
 PICTURE_LIMITS = {"auto": 0.5}
-# The searches that the ablation compares.
-V, ANY = "V, two chunks", "any placement"
 COLOURS = 96
 
 
@@ -62,9 +60,7 @@ def main() -> None:
     for name, lines in {
         "catalog": catalog_table(),
         "grid": grid_table(quality),
-        "states": states_table(quality),
         "unequal": unequal_table(quality),
-        "parts": parts_table(quality),
         "time": time_table(quality),
         "exact": exact_table(_read(args.docs / EXACT)),
         "others": others_table(_read(args.docs / OTHERS)),
@@ -180,23 +176,31 @@ def catalog_table() -> list[str]:
 
 def grid_table(quality: dict[str, Any]) -> list[str]:
     if "grid" not in quality:
-        return missing("The grid has", f"{QUALITY_COMMAND} --parts grid")
-    cells, summary = quality["grid"]["cells"], quality["grid"]["summary"]
+        return missing("The grid has", f"{QUALITY_COMMAND} --parts grid states")
+    cells = quality["grid"]["cells"]
+    states, said = _states(quality)
     rows = []
     for limit in sorted({cell["memory_limit"] for cell in cells}):
         own = [cell for cell in cells if cell["memory_limit"] == limit]
         served = [cell for cell in own if cell["makespan"] is not None]
-        known = [cell for cell in own if cell["best_known"] is not None]
-        both = [cell for cell in known if cell["makespan"] is not None]
+        both = [cell for cell in served if cell["best_known"] is not None]
+        gains = states.get(limit, [])
         rows.append(
             [
                 f"{limit:g}",
                 _median([cell["best_known"] / cell["makespan"] for cell in both]),
                 _median([cell["makespan"] / cell["bound_of_v"] for cell in served]),
+                _median(gains),
+                _percent(100 * (max(gains) - 1)) if gains else "-",
             ]
         )
-    headings = ("limit", "median gain", "above the V's bound")
-    return [*_grid_summary(cells, summary), "", *table(headings, rows)]
+    headings = ("limit", "median gain", "above the V's bound", "median with states", "largest")
+    summary = [*_grid_summary(cells, quality["grid"]["summary"]), said]
+    return [
+        *textwrap.wrap(" ".join(summary), 120, break_on_hyphens=False),
+        "",
+        *table(headings, rows),
+    ]
 
 
 def _grid_summary(cells: Sequence[dict[str, Any]], summary: dict[str, Any]) -> list[str]:
@@ -204,22 +208,22 @@ def _grid_summary(cells: Sequence[dict[str, Any]], summary: dict[str, Any]) -> l
     served = [cell for cell in cells if cell["makespan"] is not None]
     known = [cell for cell in served if cell["best_known"] is not None]
     lost = sum(cell["makespan"] > cell["best_known"] * (1 + 1e-9) for cell in known)
-    limits = len({cell["memory_limit"] for cell in cells})
+    at_16 = "bubble at p=16, m=64, limit "
     bubbles = [
-        f"{value}% ({name.removeprefix('bubble at p=16, m=64, limit ').removesuffix(' (%)')})"
+        f"{value}% ({name.removeprefix(at_16).removesuffix(' (%)')})"
         for name, value in summary.items()
-        if name.startswith("bubble at p=16, m=64, limit ")
+        if name.startswith(at_16)
     ]
     gain_on_torch = summary["median gain on torch's best (%)"]
-    said = (
-        f"`auto` serves {len(served)} of {len(cells)} cells, {len(cells) // limits} for each "
-        f"limit. In {len(served) - len(known)} of them no published schedule fits. It is slower "
-        f"than the best published one in {lost} cells, slower than the best of torch in "
-        f"{summary['worse than installed torch']} (median gain {gain_on_torch}%), and faster in "
+    return [
+        f"`auto` serves {len(served)} of {len(cells)} cells; in {len(served) - len(known)} of them "
+        "no published schedule fits.",
+        f"It is slower than the best published one in {lost} cells, slower than the best of torch "
+        f"in {summary['worse than installed torch']} (median gain {gain_on_torch}%), and faster in "
         f"{summary['strictly better, where there is anything to gain']} cells that leave anything "
-        f"to gain. Its bubble rate at p = 16 and m = 64, by limit: {', '.join(bubbles)}."
-    )
-    return textwrap.wrap(said, 120, break_on_hyphens=False)
+        "to gain.",
+        f"Its bubble rate at p = 16 and m = 64, by limit: {', '.join(bubbles)}.",
+    ]
 
 
 def unequal_table(quality: dict[str, Any]) -> list[str]:
@@ -236,41 +240,16 @@ def unequal_table(quality: dict[str, Any]) -> list[str]:
     return table((f"costs, {count} cells each", "median", "least", "most"), rows)
 
 
-def states_table(quality: dict[str, Any]) -> list[str]:
-    if "states" not in quality:
-        return missing("The grid with states has", f"{QUALITY_COMMAND} --parts states")
-    cells = quality["states"]["cells"]
-    rows = []
-    for limit in sorted({cell["memory_limit"] for cell in cells}):
-        own = [cell for cell in cells if cell["memory_limit"] == limit]
-        gains = [cell["kept"] / cell["chosen"] for cell in own]
-        rows.append([f"{limit:g}", _median(gains), _percent(100 * (max(gains) - 1))])
-    slower, faster = (
-        sum(cell[a] > cell[b] * (1 + 1e-9) for cell in cells)
-        for a, b in (("chosen", "kept"), ("kept", "chosen"))
-    )
-    return [
-        f"Of {len(cells)} cells, {faster} are faster and {slower} slower.",
-        "",
-        *table(("limit", "median gain", "largest"), rows),
-    ]
-
-
-def parts_table(quality: dict[str, Any]) -> list[str]:
-    if "parts" not in quality:
-        return missing("The parts have", f"{QUALITY_COMMAND} --parts parts")
-    shown = {cell.replace(" ", ", "): values for cell, values in quality["parts"].items()}
-    same = [cell for cell, values in shown.items() if values[V] == values[ANY]]
-    other = [
-        f"{values[V]}% instead of {values[ANY]}% at {cell}"
-        for cell, values in shown.items()
-        if cell not in same
-    ]
-    said = (
-        f"On the V with two chunks, `auto` has the same bubble rate as on any placement at "
-        f"{'; '.join(same)}. It has {'; '.join(other)}."
-    )
-    return textwrap.wrap(said, 120, break_on_hyphens=False)
+def _states(quality: dict[str, Any]) -> tuple[dict[float, list[float]], str]:
+    """What recomputation or offload gain, by limit, and how many cells gain or lose."""
+    cells = quality.get("states", {"cells": []})["cells"]
+    gains: dict[float, list[float]] = {}
+    for cell in cells:
+        gains.setdefault(cell["memory_limit"], []).append(cell["kept"] / cell["chosen"])
+    faster = sum(gain > 1 + 1e-9 for of in gains.values() for gain in of)
+    slower = sum(gain < 1 - 1e-9 for of in gains.values() for gain in of)
+    said = f"Of {len(cells)} cells with recomputation or offload, {faster} are faster and {slower} "
+    return gains, f"{said}slower than without."
 
 
 def time_table(quality: dict[str, Any]) -> list[str]:
