@@ -56,24 +56,24 @@ PAGE = DOCS / "support.md"
 INTRODUCTION = """\
 # Supported features
 
-Each item is a test on CPU ranks over gloo: the same small GPT, weights and batches under Megatron-LM's own 1F1B and
-under our schedules. *Equal* means bit-identical. Tests run megatron-core 0.16, some [others](#versions), with PP=2
-unless an item differs.
+Each item is a test on CPU ranks over gloo: the same small GPT, weights and batches under
+Megatron-LM's own 1F1B and under our schedules. *Equal* means bit-identical. Tests run megatron-core
+0.16, some [others](#versions), with PP=2 unless an item differs.
 
-Schedules are in parentheses: *all* of [schedules.md](schedules.md), *two* (v-half, zb-h1), *three* (and interleaved),
-*four* (and v-zb), or as named.
+Schedules are in parentheses: *all* of [schedules.md](schedules.md), *two* (v-half, zb-h1), *three*
+(and interleaved), *four* (and v-zb), or as named.
 """
 
 VERSIONS = """\
-Tests passed on CPU ranks: the adapter with megatron-core (gradient parity, vocabulary parallel) and Megatron-LM's
-`pretrain_gpt.py` (all tests with 0.16, training on two ranks with others; [commands](results/megatron/0.16.csv)).
-Newer versions run with a warning; older ones are refused.
+Tests passed on CPU ranks: the adapter with megatron-core (gradient parity, vocabulary parallel) and
+Megatron-LM's `pretrain_gpt.py` (all tests with 0.16, training on two ranks with others;
+[commands](results/megatron/0.16.csv)). Newer versions run with a warning; older ones are refused.
 """
 
 RECIPES = """\
-`megatron-zb check` accepts v-half for {runs} of Megatron-Bridge's 175 pre-training recipes with a pipeline (August
-2026). None was trained. `benchmarks/recipes.py` counts for every schedule. Obstacles ([reasons](#refused); a recipe can
-have several):
+`megatron-zb check` accepts v-half for {runs} of Megatron-Bridge's 175 pre-training recipes with a
+pipeline (August 2026). None was trained. `benchmarks/recipes.py` counts for every schedule.
+Obstacles ([reasons](#refused); a recipe can have several):
 """
 
 NOT_ON_CPU = """\
@@ -81,8 +81,9 @@ Nothing of this has run on a GPU.
 """
 
 REFUSED = """\
-Refused before the first step, on all ranks, together with what each heading names. Leave one of the two out where no
-other value is named. A table with R passes counts as `--pipeline-recompute auto`, with D and H as `--pipeline-offload auto`.
+Refused before the first step, on all ranks, together with what each heading names. Leave one of the
+two out where no other value is named. A table with R passes counts as `--pipeline-recompute auto`,
+with D and H as `--pipeline-offload auto`.
 """
 
 SETTINGS = """\
