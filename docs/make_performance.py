@@ -17,6 +17,7 @@ import argparse
 import json
 import statistics
 import sys
+import textwrap
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -29,6 +30,7 @@ import report
 PAGE = Path(__file__).resolve().parent / "performance.md"
 RESULTS = PAGE.parent / "results"
 NO_PAIRS = ", no pairs"
+HEAVY = ("auto", "v-half", "v-zb", "v-min", "zb-h1", "1f1b")
 
 
 def main() -> None:
@@ -120,17 +122,21 @@ def memory_of_ranks(ranks: dict[str, Any]) -> list[str]:
 
 
 def sleeping_stages(runtime: dict[str, Any]) -> list[str]:
-    """A line for each schedule: measured steps as ratios to the simulated one."""
-    rows = []
-    for name, ratio in runtime["ratio"].items():
-        simulated, steps = runtime["simulated_seconds"][name], runtime["measured_seconds"][name]
-        rows.append(f"| `{name}` | {ratio:.3f} | {max(steps) / simulated:.3f} |")
+    """How measured steps of all schedules compare with simulated ones, the slowest by name."""
+    ratios = sorted((ratio, name) for name, ratio in runtime["ratio"].items())
+    (second, _), (last, slowest) = ratios[-2:]
+    steps = runtime["measured_seconds"]
+    worst = {name: max(steps[name]) / runtime["simulated_seconds"][name] for name in steps}
+    most = max(each for name, each in worst.items() if name != slowest)
     seconds = runtime["simulated_seconds"].values()
-    summary = (
-        f"Measured over simulated steps, which take {min(seconds):.3f} to {max(seconds):.3f} s:"
+    said = (
+        f"Simulated steps take {min(seconds):.3f} to {max(seconds):.3f} s. For "
+        f"{len(ratios) - 1} schedules, medians of {len(steps[slowest])} measured steps are "
+        f"{ratios[0][0]:.3f} to {second:.3f} times as long, and no step more than {most:.3f} "
+        f"times. For `{slowest}`, the median is {last:.3f} times, the worst step "
+        f"{worst[slowest]:.3f} times as long."
     )
-    heads = f"| schedule | median | worst of {len(steps)} |"
-    return [summary, "", *table(heads, 2, rows)]
+    return textwrap.wrap(said, 120, break_on_hyphens=False)
 
 
 def sleeping_pairs(runtime: dict[str, Any]) -> list[str]:
@@ -180,7 +186,7 @@ def vocabulary_steps(shapes: list[dict[str, Any]]) -> list[str]:
 
 
 def heavy_output(found: dict[str, Any]) -> list[str]:
-    """A line for each schedule, the one with the shortest simulated step first."""
+    """How `auto` compares with the best of the others, and some measured steps."""
     simulated, measured = found["simulated"], found["measured"]
     best = min(measured, key=lambda name: float(measured[name]))
     behind = measured["auto"] / measured[best] - 1
@@ -189,12 +195,8 @@ def heavy_output(found: dict[str, Any]) -> list[str]:
         f"behind the fastest, `{best}`."
     )
     assert simulated["auto"] <= min(simulated.values()) * (1 + 1e-9)
-    names = sorted(simulated, key=lambda name: round(simulated[name], 6))
-    rows = [
-        f"| `{name}` | {1000 * simulated[name]:.1f} | {1000 * measured[name]:.1f} |"
-        for name in names
-    ]
-    return [summary, "", *table("| schedule | simulated ms | measured ms |", 2, rows)]
+    shown = ", ".join(f"`{name}` {1000 * measured[name]:.1f}" for name in HEAVY)
+    return [summary, "", f"Measured milliseconds: {shown}."]
 
 
 def host_overhead(found: dict[str, Any]) -> list[str]:
@@ -219,26 +221,32 @@ def host_overhead(found: dict[str, Any]) -> list[str]:
 
 
 def predicted(prediction: dict[str, Any]) -> list[str]:
-    """A line for each schedule: its milliseconds in each shape, and how far a prediction is off."""
+    """A line for each schedule of interest: its milliseconds, and how far a prediction is off."""
     shapes = prediction["shapes"]
-    cells: dict[str, dict[str, str]] = {}
-    chosen = []
+    lines: dict[str, list[str]] = {}
     for shape, found in shapes.items():
-        for row in found["rows"]:
-            name = row["schedule"]
-            if name.startswith("auto: "):
-                name, schedule = name.split(": ")
-                chosen.append(f"`{schedule}` for {shape}")
-            median = statistics.median(1000 * seconds for seconds in row["steps"])
-            off = prediction["off_by"][shape][row["schedule"]]
-            cells.setdefault(name, {})[shape] = f"{median:.1f} ({off:+.1%})"
-    rows = [
-        f"| {name if name.startswith('Megatron') else f'`{name}`'} | "
-        f"{' | '.join(of.get(shape, '') for shape in shapes)} |"
-        for name, of in cells.items()
-    ]
-    heads = f"| schedule | {' | '.join(f'{shape}, ms' for shape in shapes)} |"
-    return [f"`auto` chose {', '.join(chosen)}.", "", *table(heads, len(shapes), rows)]
+        medians = {row["schedule"]: statistics.median(row["steps"]) for row in found["rows"]}
+        times = {row["schedule"]: row["predicted"] for row in found["rows"]}
+        own = [name for name in medians if name.startswith("Megatron")]
+        first = min(times, key=lambda name: float(times[name]))
+        best = min(medians, key=lambda name: medians[name])
+        auto = next(name for name in medians if name.startswith("auto: "))
+        megatron = min(own, key=lambda name: medians[name])
+        for kind, name, shown in (
+            ("predicted to be the fastest", first, f"`{first.split(': ')[-1]}` "),
+            ("fastest", best, f"`{best}` "),
+            ("`auto`", auto, f"`{auto.split(': ')[-1]}` "),
+            ("`v-zb`", "v-zb", ""),
+            ("`v-half`", "v-half", ""),
+            ("fastest of Megatron's", megatron, f"{megatron.removeprefix('Megatron ')} "),
+            ("Megatron 1F1B", "Megatron 1F1B", ""),
+        ):
+            off = prediction["off_by"][shape][name]
+            cell = f"{shown}{1000 * medians[name]:.1f} ({off:+.1%})"
+            lines.setdefault(kind, []).append(cell)
+    heads = f"| schedule | {' | '.join(shapes)} |"
+    rows = (f"| {kind} | {' | '.join(cells)} |" for kind, cells in lines.items())
+    return table(heads, len(shapes), rows)
 
 
 def summary(prediction: dict[str, Any]) -> str:
