@@ -58,10 +58,9 @@ INTRODUCTION = """\
 
 Each item is a test on CPU ranks over gloo: the same small GPT, weights and batches under
 Megatron-LM's own 1F1B and under our schedules. *Equal* means bit-identical. Tests run megatron-core
-0.16, some [others](#versions), with PP=2 unless an item differs.
-
-Schedules are in parentheses: *all* of [schedules.md](schedules.md), *two* (v-half, zb-h1), *three*
-(and interleaved), *four* (and v-zb), or as named.
+0.16, some [others](#versions), with PP=2 unless an item differs. The schedules are v-half, zb-h1,
+interleaved and v-zb, or those in parentheses: *all* of [schedules.md](schedules.md), *three*
+(v-half, zb-h1, interleaved), *two* (v-half, zb-h1), or as named.
 """
 
 VERSIONS = """\
@@ -100,10 +99,14 @@ TITLES = {
     Concerned.V.value: "V schedules (v-half, v-min, v-zb, 1f1b-v, dualpipe-v, wave)",
     Concerned.SPLIT.value: "Split backward",
 }
+REMEDIES = {
+    Concerned.ONE_CHUNK.value: "Use a schedule with several chunks per rank, such as v-half.",
+    Concerned.CHUNKS.value: "Use a schedule with one chunk per rank, such as zb-h1.",
+}
 LISTS = {
     ("v-half", "zb-h1"): "two",
     ("v-half", "zb-h1", "interleaved"): "three",
-    ("v-half", "zb-h1", "interleaved", "v-zb"): "four",
+    ("v-half", "zb-h1", "interleaved", "v-zb"): "",
 }
 
 
@@ -167,12 +170,12 @@ def _feature(row: Row, before: str = "") -> tuple[str, str]:
     With the schedules under which it is tested.
     """
     settings = row.settings
-    if row.feature.startswith("the same"):
+    if row.feature.startswith("the same") or settings.startswith(f"{before}, "):
         settings = settings.removeprefix(before).removeprefix(", ")
     sizes = row.parallel.removeprefix("PP=2").strip()
     what = ", ".join(dict.fromkeys(filter(None, (settings, sizes))))
-    schedules = f"({_schedules(row)})"
-    return (row.feature, f"{what} {schedules}") if what else (f"{row.feature} {schedules}", "")
+    schedules = f" ({_schedules(row)})" if _schedules(row) else ""
+    return (row.feature, f"{what}{schedules}") if what else (f"{row.feature}{schedules}", "")
 
 
 def _schedules(row: Row) -> str:
@@ -182,6 +185,8 @@ def _schedules(row: Row) -> str:
     inside = [names for names in LISTS if set(names) <= set(row.schedules)]
     longest = max(inside, key=len, default=())
     rest = [name for name in row.schedules if name not in longest]
+    if rest and not LISTS.get(longest, "rest"):
+        return f"and {', '.join(rest)}"  # those that need no name
     return ", ".join([*([LISTS[longest]] if longest else []), *rest])
 
 
@@ -240,8 +245,17 @@ def refused() -> Iterator[str]:
         ordered[with_] = rows
     for with_, rows in ordered.items():
         yield f"### {TITLES.get(with_, with_)}\n"
+        if with_ in REMEDIES:
+            yield f"{REMEDIES[with_]}\n"
+            rows = [(flag, given, _without_remedy(why)) for flag, given, why in rows]
         yield from grouped(rows)
         yield ""
+
+
+def _without_remedy(why: str) -> str:
+    """Without the schedule to use, which the group has once."""
+    why = re.sub(r"; use a schedule [^;]*such as (?:v-half|zb-h1)", "", why)
+    return re.sub(r", or a newer one$", "; or use a newer one", why)
 
 
 def grouped(rows: Iterable[tuple[str, str, str]]) -> Iterator[str]:
