@@ -293,6 +293,9 @@ def others_table(others: dict[str, Any]) -> list[str]:
     if not others:
         return missing("What others ship has", OTHERS_COMMAND)
     headings = ("schedule", "memory, of 1F1B's", "bubble rate", "`auto` is faster by")
+    fastest: dict[str, dict[str, Any]] = {}  # with any number of chunks
+    for row in sorted(others["rows"], key=lambda row: float(row["bubble"])):
+        fastest.setdefault(row["schedule"].split(",")[0], row)
     rows = [
         [
             row["schedule"],
@@ -300,7 +303,7 @@ def others_table(others: dict[str, Any]) -> list[str]:
             f"{row['bubble']:.1%}",
             f"{row['auto_faster']:.1%}",
         ]
-        for row in others["rows"]
+        for row in fastest.values()
     ]
     return table(headings, rows)
 
