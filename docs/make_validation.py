@@ -228,18 +228,20 @@ def order_misses(found: list[Row]) -> list[tuple[Row, Row]]:
     ]
 
 
-def _describe_misses(found: list[Row]) -> Iterator[str]:
-    for row in found:
-        if not row.is_close:
-            yield (
-                f"{_short(row)}: `{row.schedule}` {row.published:.3f}; {row.predicted:.3f} "
-                f"({row.miss:+.1%})"
-            )
-    for fast, slow in order_misses(found):
-        yield (
-            f"{_short(fast)}: `{fast.schedule}` {fast.published:.3f}, `{slow.schedule}` "
-            f"{slow.published:.3f}; {fast.predicted:.3f}, {slow.predicted:.3f}"
-        )
+def _describe_misses(columns: Sequence[list[Row]]) -> Iterator[str]:
+    """An item for each ratio that is not close, and for each pair of schedules in another order."""
+    pairs: dict[tuple[str, str], list[str]] = {}
+    for found in columns:
+        for row in found:
+            if not row.is_close:
+                yield (
+                    f"{_short(row)}: `{row.schedule}` {row.published:.3f}, predicted "
+                    f"{row.predicted:.3f} ({row.miss:+.1%})"
+                )
+        for fast, slow in order_misses(found):
+            pairs.setdefault((fast.schedule, slow.schedule), []).append(_short(fast))
+    for (fast_name, slow_name), setups_of in pairs.items():
+        yield f"`{fast_name}` ahead of `{slow_name}`: {'; '.join(setups_of)}"
 
 
 def _short(row: Row) -> str:
@@ -373,13 +375,15 @@ def _run(row: Throughput) -> str:
     return row.setup.split(", batch")[0].replace(" on ", ", ")
 
 
+def _item(text: str) -> list[str]:
+    return textwrap.wrap(f"- {text}.", 100, subsequent_indent="  ", break_on_hyphens=False)
+
+
 def _throughput_misses(found: Sequence[Throughput]) -> Iterator[str]:
     """An item for each reason, with all that it explains."""
     for why, of in groupby(found, _reason):
         rows_of = [f"{_run(row)} ({row.miss:+.1%})" for row in of]
-        yield from textwrap.wrap(
-            f"- {'; '.join(rows_of)}: {why}.", 100, subsequent_indent="  ", break_on_hyphens=False
-        )
+        yield from _item(f"{'; '.join(rows_of)}: {why}")
 
 
 def _met(found: Sequence[Row] | Sequence[Throughput], of: str = " of ") -> str:
@@ -451,7 +455,7 @@ def page(ratios: Sequence[Row], throughput: Sequence[Throughput]) -> str:
     """The whole page for these rows."""
     compared = [row for row in ratios if row.published != 1]
     columns = setups(ratios)
-    misses = [miss for column in columns for miss in _describe_misses(column)]
+    misses = list(_describe_misses(columns))
     in_order = sum(not order_misses(column) for column in columns)
     held_out = [row for row in throughput if not row.fitted]
     lines = [
@@ -482,9 +486,9 @@ def page(ratios: Sequence[Row], throughput: Sequence[Throughput]) -> str:
         "",
         *_ratio_lines(ratios),
         "",
-        "Misses (published; predicted):",
+        "Misses, and orders that are published but not predicted:",
         "",
-        *([f"- {miss}." for miss in misses] or ["- none."]),
+        *(line for miss in misses for line in _item(miss)),
         "",
         "## Times of a rank",
         "",
