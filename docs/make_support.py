@@ -64,15 +64,16 @@ interleaved and v-zb, or those in parentheses: *all* of [schedules.md](schedules
 """
 
 VERSIONS = """\
-Tests passed on CPU ranks: the adapter with megatron-core (gradient parity, vocabulary parallel) and
-Megatron-LM's `pretrain_gpt.py` (all tests with 0.16, training on two ranks with others;
-[commands](results/megatron/0.16.csv)). Newer versions run with a warning; older ones are refused.
+Tests passed on CPU ranks, last on {date}: of the adapter with megatron-core (gradient parity,
+vocabulary parallel), and of Megatron-LM's `pretrain_gpt.py` (all with 0.16, training on two ranks
+with others; [commands](results/megatron/0.16.csv)). Newer versions run with a warning; older ones
+are refused.
 """
 
 RECIPES = """\
 `megatron-zb check` accepts v-half for {runs} of Megatron-Bridge's 175 pre-training recipes with a
-pipeline (August 2026). None was trained. `benchmarks/recipes.py` counts for every schedule.
-Obstacles ([reasons](#refused); a recipe can have several):
+pipeline (August 2026); none was trained. `benchmarks/recipes.py` counts for every schedule. In the
+way of the others ([reasons](#refused)):
 """
 
 NOT_ON_CPU = """\
@@ -123,8 +124,8 @@ def page() -> str:
             "\nOther results:\n",
             *others(),
             "\n## Versions\n",
-            VERSIONS,
-            *table(("Python, torch", "Adapter", "Megatron-LM", "Date"), versions()),
+            VERSIONS.format(date=max(row["date"] for row in _runs())),
+            *table(("Python, torch", "Adapter", "Megatron-LM"), versions()),
             "\n## Public recipes\n",
             RECIPES.format(runs=counted_recipes()[0]),
             *in_the_way(),
@@ -190,11 +191,19 @@ def _schedules(row: Row) -> str:
     return ", ".join([*([LISTS[longest]] if longest else []), *rest])
 
 
-def versions() -> Iterator[tuple[str, ...]]:
-    """What has run on each version, from a file for each series."""
+def _runs() -> Iterator[dict[str, str]]:
     for path in sorted((DOCS / "results" / "megatron").glob("*.csv")):
         with path.open(encoding="utf-8", newline="") as file:
-            rows = list(csv.DictReader(file))
+            for row in csv.DictReader(file):
+                yield {**row, "series": path.stem}
+
+
+def versions() -> Iterator[tuple[str, ...]]:
+    """What has run on each version, from a file for each series."""
+    series: dict[str, list[dict[str, str]]] = {}
+    for row in _runs():
+        series.setdefault(row["series"], []).append(row)
+    for rows in series.values():
         with_ = {f"{row['python']}, {row['torch']}" for row in rows}
         cells = [
             ", ".join(
@@ -202,7 +211,7 @@ def versions() -> Iterator[tuple[str, ...]]:
             )
             for kind in ("tests/megatron_core", "tests/real_megatron_lm")
         ]
-        yield "; ".join(sorted(with_)), *cells, max(row["date"] for row in rows)
+        yield "; ".join(sorted(with_)), *cells
 
 
 def not_on_cpu() -> Iterator[str]:

@@ -147,9 +147,9 @@ ROWS = (
         "`--fp8-format`, `--fp4-format`, `--fp8-param-gather`, `--moe-grouped-gemm`",
         None,
         Verdict.NOT_ON_CPU,
-        reason="with stand-ins for kernels of delayed, current, blockwise and mxfp8 scaling, "
-        "weights are equal after 3 steps, also with experts; nvfp4 has no stand-in. Until W, a "
-        "rank holds gathered inputs of sequence parallelism in fp8 or fp4 unsharded",
+        reason="with stand-ins for delayed, current, blockwise and mxfp8 scaling, weights are "
+        "equal after 3 steps, also with experts; nvfp4 has no stand-in. Until W, a rank holds gathered "
+        "inputs of sequence parallelism in fp8 or fp4 unsharded",
     ),
     Row(
         "Transformer Engine kernels",
@@ -164,7 +164,7 @@ ROWS = (
         None,
         Verdict.NOT_ON_CPU,
         reason="with stand-ins that overwrite memory as graphs do, gradients and fp8 weights are "
-        "equal; fp4 has no stand-in. A graph computes its layers' weight gradients, so W has none",
+        "equal; fp4 has no stand-in. Graphs compute weight gradients in B",
     ),
     Row(
         "CUDA graphs per iteration",
@@ -328,8 +328,8 @@ ROWS = (
         "`--overlap-moe-expert-parallel-comm`",
         None,
         Verdict.NOT_ON_CPU,
-        reason="a CPU has no streams, so tests see the pairing of passes, not the overlap. Streams "
-        "and the order within a pair are Megatron's",
+        reason="tests see the pairing of passes. Streams and the order within a pair are "
+        "Megatron's",
     ),
     Row(
         "shared expert overlap (without its stream)",
@@ -444,7 +444,7 @@ ROWS = (
         "`--cp-comm-type p2p`, the default",
         None,
         Verdict.NOT_ON_CPU,
-        reason="its backward fails over gloo, also under Megatron's own schedule",
+        reason="its backward fails over gloo, also in Megatron itself",
     ),
     # gradients and optimizer
     _shown(
