@@ -156,27 +156,27 @@ def sleeping_pairs(runtime: dict[str, Any]) -> list[str]:
         f"Medians are at most {100 * (worst - 1):.1f} % above the simulated time; {within} of "
         f"{len(runtime['ratio'])} meet the bar of {100 * (bar - 1):.0f} %."
     )
-    rows = []
-    for name in runtime["ratio"]:
-        if name.endswith(NO_PAIRS):
-            continue
-        columns = []
-        for each in (name, f"{name}{NO_PAIRS}"):
-            simulated = runtime["simulated_seconds"][each]
-            columns += [f"{simulated:.3f}", f"{runtime['ratio'][each]:.3f}"]
-        rows.append(f"| `{name}` | {' | '.join(columns)} |")
-    heads = "| schedule | pairs: simulated s | ratio | none: simulated s | ratio |"
-    return [summary, "", *table(heads, 4, rows)]
+    simulated = runtime["simulated_seconds"]
+    gains = ", ".join(
+        f"{simulated[name]:.3f} instead of {simulated[f'{name}{NO_PAIRS}']:.3f} s with `{name}`"
+        for name in runtime["ratio"]
+        if not name.endswith(NO_PAIRS)
+    )
+    return [summary, "", *textwrap.wrap(f"With pairs, simulated steps take {gains}.", 120)]
 
 
 def vocabulary_makespans(makespans: Iterable[dict[str, Any]]) -> list[str]:
-    """A line for each output layer and schedule: the makespans of layouts, and of the shards."""
-    rows = []
+    """A line for each schedule: the makespans of layouts and of the shards, by output layer."""
+    layers: dict[str, None] = {}
+    cells: dict[str, list[str]] = {}
     for row in makespans:
-        columns = " | ".join(f"{row[key]:.1f}" for key in ("even", "best", "cut", "peak"))
-        rows.append(f"| {row['output_layers']:g} | `{row['schedule']}` | {columns} |")
-    heads = "| output layer | schedule | even layers | best layers | vocabulary parallel | peak |"
-    return table(heads, 4, rows)
+        layers[f"{row['output_layers']:g}"] = None
+        cells.setdefault(row["schedule"], []).extend(
+            f"{row[key]:.1f}" for key in ("even", "best", "cut")
+        )
+    rows = [f"| `{name}` | {' | '.join(of)} |" for name, of in cells.items()]
+    heads = " | ".join(f"{each}: even | best | parallel" for each in layers)
+    return table(f"| schedule | {heads} |", 3 * len(layers), rows)
 
 
 def vocabulary_steps(shapes: list[dict[str, Any]]) -> list[str]:
@@ -187,11 +187,16 @@ def vocabulary_steps(shapes: list[dict[str, Any]]) -> list[str]:
     fastest = [{name: min(steps) for name, steps in shape["all_ms"].items()} for shape in shapes]
     rows = []
     for name in shapes[0]["ms"]:
-        columns = " | ".join(f"{least[name] / least['stock 1f1b']:.3f}" for least in fastest)
-        shown = name.replace("stock", "Megatron").replace(", cut", ", vocabulary parallel")
-        rows.append(f"| {shown} | {columns} |")
-    sizes = " | ".join(f"{shape['sizes']['vocabulary']} words" for shape in shapes)
-    return table(f"| | {sizes} |", len(shapes), rows)
+        if name.endswith(", cut"):
+            continue
+        cells = [
+            f"{least[each] / least['stock 1f1b']:.3f}" if each in least else ""
+            for least in fastest
+            for each in (name, f"{name}, cut")
+        ]
+        rows.append(f"| {name.replace('stock', 'Megatron')} | {' | '.join(cells)} |")
+    sizes = " | ".join(f"{shape['sizes']['vocabulary']} words | parallel" for shape in shapes)
+    return table(f"| | {sizes} |", 2 * len(shapes), rows)
 
 
 def heavy_output(found: dict[str, Any]) -> list[str]:

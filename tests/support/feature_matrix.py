@@ -148,8 +148,8 @@ ROWS = (
         None,
         Verdict.NOT_ON_CPU,
         reason="with stand-ins for delayed, current, blockwise and mxfp8 scaling, weights are "
-        "equal after 3 steps, also with experts; nvfp4 has no stand-in. Until W, a rank holds gathered "
-        "inputs of sequence parallelism in fp8 or fp4 unsharded",
+        "equal after 3 steps, also with experts; nvfp4 has no stand-in. Until W, a rank holds "
+        "gathered inputs of sequence parallelism in fp8 or fp4 unsharded",
     ),
     Row(
         "Transformer Engine kernels",
