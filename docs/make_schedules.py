@@ -191,10 +191,9 @@ def grid_table(quality: dict[str, Any]) -> list[str]:
                 _median([cell["best_known"] / cell["makespan"] for cell in both]),
                 _median([cell["makespan"] / cell["bound_of_v"] for cell in served]),
                 _median(gains),
-                _percent(100 * (max(gains) - 1)) if gains else "-",
             ]
         )
-    headings = ("limit", "median gain", "above the V's bound", "median with states", "largest")
+    headings = ("limit", "median gain", "above the V's bound", "median with states")
     summary = [*_grid_summary(cells, quality["grid"]["summary"]), said]
     return [
         *textwrap.wrap(" ".join(summary), 120, break_on_hyphens=False),
@@ -233,11 +232,11 @@ def unequal_table(quality: dict[str, Any]) -> list[str]:
     for kind, *_, percent in quality["unequal"]["cells"]:
         gains.setdefault(kind, []).append(percent)
     rows = [
-        [kind, *(_percent(f(found)) for f in (statistics.median, min, max))]
+        [kind, _percent(statistics.median(found)), f"{min(found):.2f}-{_percent(max(found))}"]
         for kind, found in gains.items()
     ]
     (count,) = {len(found) for found in gains.values()}
-    return table((f"costs, {count} cells each", "median", "least", "most"), rows)
+    return table((f"costs, {count} cells each", "median", "range"), rows)
 
 
 def _states(quality: dict[str, Any]) -> tuple[dict[float, list[float]], str]:

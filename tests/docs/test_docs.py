@@ -182,7 +182,7 @@ def test_tables_are_made_from_the_results() -> None:
     }
     grid = {"cells": cells, "summary": summary}
     lines = script.grid_table({"grid": grid})
-    assert "| 0.5 | 10.00% | 15.00% | - | - |" in lines
+    assert "| 0.5 | 10.00% | 15.00% | - |" in lines
     said = " ".join(lines)
     for each in (
         "serves 2 of 3 cells; in 1 of them no published schedule fits",
@@ -200,11 +200,11 @@ def test_tables_are_made_from_the_results() -> None:
     ]
     lines = script.grid_table({"grid": grid, "states": {"cells": states}})
     assert "Of 4 cells with recomputation or offload, 2 are faster and 1 slower" in " ".join(lines)
-    assert any(line.endswith("| 15.00% | 40.00% | 50.00% |") for line in lines)
+    assert any(line.endswith("| 15.00% | 40.00% |") for line in lines)
     unequal = {"cells": [["slow rank", 4, 8, 1.0, 2.0], ["slow rank", 8, 16, 1.0, 4.0]]}
     lines = script.unequal_table({"unequal": unequal})
     assert lines[0].startswith("| costs, 2 cells each |")
-    assert "| slow rank | 3.00% | 2.00% | 4.00% |" in lines
+    assert "| slow rank | 3.00% | 2.00-4.00% |" in lines
     seconds = {"a p=2 m=4": 0.1, "b p=2 m=4": 0.3, "auto p=2 m=4": 1, "auto p=2 m=4 limit 0.5": 2}
     assert script.time_table({"time": seconds}) == [
         "- p = 2, m = 4. Named schedules: 0.1 to 0.3; `auto`: 1; `auto` limit 0.5: 2."
