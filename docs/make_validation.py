@@ -421,15 +421,15 @@ ASSUMED = """\
 **Ratios.** Predictions are for the published schedules: building blocks of `v-min`, `v-half` and
 `v-zb` for equal costs, `zb-1p` and `zb-2p` solved for one cost of all stages. The rows' *ours* is
 this package's schedule. The vocabulary is 32,000. *Controllable Memory* has FlashAttention and a
-sequence length of 2048 (but for its grid), to match its memory. Megatron's messages do not overlap;
-a split backward comes with post-validation, as published.
+sequence length of 2048 (but for its grid), to match its memory. As published, Megatron's messages
+do not overlap, and a split backward comes with post-validation.
 
 **Throughput.** FLOPs include masked scores, as in the sources; `plan` omits them, so its MFU is
 lower. The planner chooses unpublished microbatches and chunks. Reductions and gathers overlap where
 the schedule leaves time, except on the A100.
 
 **Known gaps.** Doubling the microbatch gained 2 to 10 % (arXiv 2401.10241, table 7). Less is
-predicted, so `zb-2p` with half the microbatch is too fast. Users' reports omit their setups."""
+predicted, so `zb-2p` with half the microbatch is too fast."""
 
 # Why a published throughput is not met within 10 %, by the start of the table and of the run.
 REASONS = {
