@@ -26,11 +26,11 @@ INTRODUCTION = """\
 # What does my recipe gain?
 
 {sized} public recipes of Megatron-Bridge (August 2026) have a pipeline and a known number of GPUs;
-{unsized} more do not name their GPUs. `benchmarks/recipe_gains.py` simulates each with its own
-schedule (1F1B, or interleaved with its chunks), with the fastest V schedule within the same memory,
-and with `v-half`. Stages are equal: F, B and W take {forward}, {backward} and {weight} per rank, a
-message {p2p}. Layers, overlaps and kernels are left out, so find recipes like yours here, then run
-`megatron-zb plan` for your model.
+{unsized} more do not name it. `benchmarks/recipe_gains.py` simulates each with its own schedule
+(1F1B, or interleaved with its chunks), with the fastest V schedule within the same memory, and with
+`v-half`, for equal stages: F, B and W take {forward}, {backward} and {weight} per rank, a message
+{p2p}. Find recipes like yours, then run `megatron-zb plan` for your model, which also counts
+layers, overlaps and kernels.
 """
 FLAGS = """\
 Add `--pipeline-schedule auto`, and remove the recipe's virtual stages and layout. `auto` uses

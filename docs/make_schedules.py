@@ -274,14 +274,13 @@ def exact_table(exact: dict[str, Any]) -> list[str]:
     if not exact:
         return missing("The distance to exact optima has", EXACT_COMMAND)
     found = [
-        f"- `{name}` is optimal in {gap['optimal']} of {gap['problems']} problems on the V, with a "
-        f"median gap of {_percent(100 * gap['median'])} and a largest of "
-        f"{_percent(100 * gap['largest'])}."
+        f"- `{name}` is optimal in {gap['optimal']} of {gap['problems']} problems on the V (median "
+        f"gap {_percent(100 * gap['median'])}, largest {_percent(100 * gap['largest'])})."
         for name, gap in exact["gap"].items()
     ]
     return [
         f"{exact['proven']} of {exact['problems']} optima were proven; the lower bound is the "
-        f"optimum itself in {exact['bound_is_optimum']} of them, and above it in "
+        f"optimum in {exact['bound_is_optimum']} of them, above it in "
         f"{exact['bounds_above_a_schedule']}.",
         "",
         *found,

@@ -633,7 +633,7 @@ ROWS = (
     Row(
         "selective recomputation, every module (Transformer Engine stand-ins)",
         "`--recompute-modules core_attn layernorm mla_up_proj moe moe_act shared_experts`; `mlp` "
-        "needs `--disable-bias-linear`, as under Megatron's own schedule",
+        "needs `--disable-bias-linear`, as in Megatron",
         GPTCase(),
         schedules=_WITH_TE,
         test="test_recomputed_models_equal_megatrons",
