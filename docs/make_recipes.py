@@ -112,7 +112,7 @@ def _table(rows: Sequence[Row]) -> Iterator[str]:
     shapes: dict[tuple[int, ...], list[Row]] = {}
     for row in rows:
         assert row["own_memory"] <= min(row["pipeline"], row["microbatches"]), "needs a limit"
-        shape = (row["pipeline"], row["microbatches"], row["chunks"])
+        shape: tuple[int, ...] = (row["pipeline"], row["microbatches"], row["chunks"])
         shapes.setdefault(shape, []).append(row)
     for shape, same in shapes.items():
         row = same[0]
