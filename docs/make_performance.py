@@ -1,13 +1,22 @@
 #!/usr/bin/env python3
 """Make the tables of docs/performance.md from the results of the benchmarks in docs/results.
 
+The page names the benchmarks. These need options; prediction.py takes half an hour, the others up
+to five minutes. Run them on an idle machine.
+
+python benchmarks/split_backward.py --device cpu --repetitions 61 --dtypes bf16 fp32
+python benchmarks/rank_memory.py --device cpu \\
+    --schedules 1f1b zb-h1 zb-h2 v-zb wave dualpipe-v v-half v-min
 python benchmarks/runtime_overhead.py | tail -n 1 > docs/results/runtime_overhead.cpu.json
 python benchmarks/runtime_overhead.py --ranks 4 --exchange 0.5 \\
     --schedules v-half v-zb dualpipe-v interleaved | tail -n 1 \\
     > docs/results/sleeping_pairs.cpu.json
 python benchmarks/prediction.py --output docs/results/prediction.cpu.json
-python benchmarks/beside_megatron.py --turns 3 --steps 6 --warm-up 2 | tail -n 1 \\
-    > docs/results/beside_megatron_1024.cpu.json
+python benchmarks/vocabulary_training.py --hidden 256 --sequence 128 --layers 16 --steps 8
+python benchmarks/beside_megatron.py --checkout Megatron-LM --turns 3 --steps 6 --warm-up 2 \\
+    | tail -n 1 > docs/results/beside_megatron_1024.cpu.json
+python benchmarks/beside_megatron.py --checkout Megatron-LM --turns 3 --steps 6 --warm-up 2 \\
+    --vocabulary 8192 | tail -n 1 > docs/results/beside_megatron_8192.cpu.json
 python docs/make_performance.py
 """
 
@@ -17,6 +26,7 @@ import argparse
 import json
 import statistics
 import sys
+import textwrap
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -29,6 +39,7 @@ import report
 PAGE = Path(__file__).resolve().parent / "performance.md"
 RESULTS = PAGE.parent / "results"
 NO_PAIRS = ", no pairs"
+HEAVY = ("auto", "v-half", "v-zb", "v-min", "zb-h1", "1f1b")
 
 
 def main() -> None:
@@ -99,7 +110,7 @@ def split_backward(results: Iterable[dict[str, Any]]) -> list[str]:
         assert last == "0.0", "the page states that nothing is held after W"
         rows.append(
             f"| `{result['implementation']}` | {result['dtype']} | {' | '.join(seconds)} | "
-            f"{result['ratio']:.3f} | {low:.3f} to {high:.3f} | {' | '.join(held)} |"
+            f"{result['ratio']:.3f} | {low:.3f}-{high:.3f} | {' | '.join(held)} |"
         )
     heads = "| layer | type | F | B | W | BW | ratio | middle half | MiB after F | after B |"
     return table(heads, 8, rows)
@@ -109,29 +120,32 @@ def memory_of_ranks(ranks: dict[str, Any]) -> list[str]:
     """A line for each schedule: the peak of its worst rank."""
     rows = []
     for name, result in ranks["results"].items():
-        target = ranks["targets_on_a_gpu"].get(name)
-        cells = (
-            f"`{name}`",
-            f"{result['peak_bytes'] / 2**20:.1f}",
-            f"{result['peak_bytes_ratio']:.3f}",
-            f"{result['promised_microbatches_ratio']:.3f}",
-            f"{target}" if target else "",
+        rows.append(
+            f"| `{name}` | {result['peak_bytes_ratio']:.3f} | "
+            f"{result['promised_microbatches_ratio']:.3f} |"
         )
-        rows.append(f"| {' | '.join(cells)} |")
-    return table("| schedule | peak, MiB | over 1F1B | simulated | GPU target |", 4, rows)
+    base = ranks["results"]["1f1b"]
+    assert base["peak_bytes_ratio"] == 1
+    summary = f"Ratios to the {base['peak_bytes'] / 2**20:.1f} MiB of 1F1B:"
+    return [summary, "", *table("| schedule | measured | simulated |", 2, rows)]
 
 
 def sleeping_stages(runtime: dict[str, Any]) -> list[str]:
-    """A line for each schedule: seconds of a step, simulated and measured."""
-    rows = []
-    for name, ratio in runtime["ratio"].items():
-        simulated, steps = runtime["simulated_seconds"][name], runtime["measured_seconds"][name]
-        rows.append(
-            f"| `{name}` | {simulated:.3f} | {statistics.median(steps):.3f} | {ratio:.3f} | "
-            f"{max(steps) / simulated:.3f} |"
-        )
-    heads = f"| schedule | simulated s | measured s | ratio | worst of {len(steps)} |"
-    return table(heads, 4, rows)
+    """How measured steps of all schedules compare with simulated ones, the slowest by name."""
+    ratios = sorted((ratio, name) for name, ratio in runtime["ratio"].items())
+    (second, _), (last, slowest) = ratios[-2:]
+    steps = runtime["measured_seconds"]
+    worst = {name: max(steps[name]) / runtime["simulated_seconds"][name] for name in steps}
+    most = max(each for name, each in worst.items() if name != slowest)
+    seconds = runtime["simulated_seconds"].values()
+    said = (
+        f"Simulated steps take {min(seconds):.3f} to {max(seconds):.3f} s. For "
+        f"{len(ratios) - 1} schedules, medians of {len(steps[slowest])} measured steps are "
+        f"{ratios[0][0]:.3f} to {second:.3f} times as long, and no step more than {most:.3f} "
+        f"times. For `{slowest}`, the median is {last:.3f} times, the worst step "
+        f"{worst[slowest]:.3f} times as long."
+    )
+    return textwrap.wrap(said, 120, break_on_hyphens=False)
 
 
 def sleeping_pairs(runtime: dict[str, Any]) -> list[str]:
@@ -142,59 +156,51 @@ def sleeping_pairs(runtime: dict[str, Any]) -> list[str]:
         f"Medians are at most {100 * (worst - 1):.1f} % above the simulated time; {within} of "
         f"{len(runtime['ratio'])} meet the bar of {100 * (bar - 1):.0f} %."
     )
-    rows = []
-    for name in runtime["ratio"]:
-        if name.endswith(NO_PAIRS):
-            continue
-        columns = []
-        for each in (name, f"{name}{NO_PAIRS}"):
-            steps, simulated = runtime["measured_seconds"][each], runtime["simulated_seconds"][each]
-            columns += [
-                f"{simulated:.3f}",
-                f"{statistics.median(steps):.3f}",
-                f"{runtime['ratio'][each]:.3f}",
-            ]
-        rows.append(f"| `{name}` | {' | '.join(columns)} |")
-    kinds = "simulated s | measured s | ratio"
-    heads = f"| schedule | pairs: {kinds} | none: {kinds} |"
-    return [summary, "", *table(heads, 6, rows)]
+    simulated = runtime["simulated_seconds"]
+    gains = ", ".join(
+        f"{simulated[name]:.3f} instead of {simulated[f'{name}{NO_PAIRS}']:.3f} s with `{name}`"
+        for name in runtime["ratio"]
+        if not name.endswith(NO_PAIRS)
+    )
+    return [summary, "", *textwrap.wrap(f"With pairs, simulated steps take {gains}.", 120)]
 
 
 def vocabulary_makespans(makespans: Iterable[dict[str, Any]]) -> list[str]:
-    """A line for each output layer and schedule: the makespans of layouts, and of the shards."""
-    rows = []
+    """A line for each schedule: the makespans of layouts and of the shards, by output layer."""
+    layers: dict[str, None] = {}
+    cells: dict[str, list[str]] = {}
     for row in makespans:
-        columns = " | ".join(f"{row[key]:.1f}" for key in ("even", "best", "cut", "bound", "peak"))
-        rows.append(f"| {row['output_layers']:g} | `{row['schedule']}` | {columns} |")
-    heads = (
-        "| output layer | schedule | even layers | best layers | vocabulary parallel | "
-        "lower bound | peak |"
-    )
-    return table(heads, 5, rows)
+        layers[f"{row['output_layers']:g}"] = None
+        cells.setdefault(row["schedule"], []).extend(
+            f"{row[key]:.1f}" for key in ("even", "best", "cut")
+        )
+    rows = [f"| `{name}` | {' | '.join(of)} |" for name, of in cells.items()]
+    heads = " | ".join(f"{each}: even | best | parallel" for each in layers)
+    return table(f"| schedule | {heads} |", 3 * len(layers), rows)
 
 
 def vocabulary_steps(shapes: list[dict[str, Any]]) -> list[str]:
-    """A line for each contender: its median step for each vocabulary, and its fastest step.
+    """A line for each contender: its fastest step for each vocabulary, relative to Megatron's 1F1B.
 
-    The fastest is relative to Megatron's 1F1B; a busy machine delays the fastest steps least.
+    A busy machine delays the fastest steps least.
     """
     fastest = [{name: min(steps) for name, steps in shape["all_ms"].items()} for shape in shapes]
     rows = []
     for name in shapes[0]["ms"]:
-        columns = " | ".join(
-            f"{shape['ms'][name]:.0f} | {least[name] / least['stock 1f1b']:.3f}"
-            for shape, least in zip(shapes, fastest, strict=True)
-        )
-        shown = name.replace("stock", "Megatron").replace(", cut", ", vocabulary parallel")
-        rows.append(f"| {shown} | {columns} |")
-    sizes = " | ".join(
-        f"{shape['sizes']['vocabulary']} words: median ms | fastest" for shape in shapes
-    )
+        if name.endswith(", cut"):
+            continue
+        cells = [
+            f"{least[each] / least['stock 1f1b']:.3f}" if each in least else ""
+            for least in fastest
+            for each in (name, f"{name}, cut")
+        ]
+        rows.append(f"| {name.replace('stock', 'Megatron')} | {' | '.join(cells)} |")
+    sizes = " | ".join(f"{shape['sizes']['vocabulary']} words | parallel" for shape in shapes)
     return table(f"| | {sizes} |", 2 * len(shapes), rows)
 
 
 def heavy_output(found: dict[str, Any]) -> list[str]:
-    """A line for each schedule, the one with the shortest simulated step first."""
+    """How `auto` compares with the best of the others, and some measured steps."""
     simulated, measured = found["simulated"], found["measured"]
     best = min(measured, key=lambda name: float(measured[name]))
     behind = measured["auto"] / measured[best] - 1
@@ -203,12 +209,8 @@ def heavy_output(found: dict[str, Any]) -> list[str]:
         f"behind the fastest, `{best}`."
     )
     assert simulated["auto"] <= min(simulated.values()) * (1 + 1e-9)
-    names = sorted(simulated, key=lambda name: round(simulated[name], 6))
-    rows = [
-        f"| `{name}` | {1000 * simulated[name]:.1f} | {1000 * measured[name]:.1f} |"
-        for name in names
-    ]
-    return [summary, "", *table("| schedule | simulated ms | measured ms |", 2, rows)]
+    shown = ", ".join(f"`{name}` {1000 * measured[name]:.1f}" for name in HEAVY)
+    return [summary, "", f"Measured milliseconds: {shown}."]
 
 
 def host_overhead(found: dict[str, Any]) -> list[str]:
@@ -233,26 +235,32 @@ def host_overhead(found: dict[str, Any]) -> list[str]:
 
 
 def predicted(prediction: dict[str, Any]) -> list[str]:
-    """A line for each schedule: its milliseconds in each shape, and how far a prediction is off."""
+    """A line for each schedule of interest: its milliseconds, and how far a prediction is off."""
     shapes = prediction["shapes"]
-    cells: dict[str, dict[str, str]] = {}
-    chosen = []
+    lines: dict[str, list[str]] = {}
     for shape, found in shapes.items():
-        for row in found["rows"]:
-            name = row["schedule"]
-            if name.startswith("auto: "):
-                name, schedule = name.split(": ")
-                chosen.append(f"`{schedule}` for {shape}")
-            median = statistics.median(1000 * seconds for seconds in row["steps"])
-            off = prediction["off_by"][shape][row["schedule"]]
-            cells.setdefault(name, {})[shape] = f"{median:.1f} ({off:+.1%})"
-    rows = [
-        f"| {name if name.startswith('Megatron') else f'`{name}`'} | "
-        f"{' | '.join(of.get(shape, '') for shape in shapes)} |"
-        for name, of in cells.items()
-    ]
-    heads = f"| schedule | {' | '.join(f'{shape}, ms' for shape in shapes)} |"
-    return [f"`auto` chose {', '.join(chosen)}.", "", *table(heads, len(shapes), rows)]
+        medians = {row["schedule"]: statistics.median(row["steps"]) for row in found["rows"]}
+        times = {row["schedule"]: row["predicted"] for row in found["rows"]}
+        own = [name for name in medians if name.startswith("Megatron")]
+        first = min(times, key=lambda name: float(times[name]))
+        best = min(medians, key=lambda name: medians[name])
+        auto = next(name for name in medians if name.startswith("auto: "))
+        megatron = min(own, key=lambda name: medians[name])
+        for kind, name, shown in (
+            ("predicted to be the fastest", first, f"`{first.split(': ')[-1]}` "),
+            ("fastest", best, f"`{best}` "),
+            ("`auto`", auto, f"`{auto.split(': ')[-1]}` "),
+            ("`v-zb`", "v-zb", ""),
+            ("`v-half`", "v-half", ""),
+            ("fastest of Megatron's", megatron, f"{megatron.removeprefix('Megatron ')} "),
+            ("Megatron 1F1B", "Megatron 1F1B", ""),
+        ):
+            off = prediction["off_by"][shape][name]
+            cell = f"{shown}{1000 * medians[name]:.1f} ({off:+.1%})"
+            lines.setdefault(kind, []).append(cell)
+    heads = f"| schedule | {' | '.join(shapes)} |"
+    rows = (f"| {kind} | {' | '.join(cells)} |" for kind, cells in lines.items())
+    return table(heads, len(shapes), rows)
 
 
 def summary(prediction: dict[str, Any]) -> str:

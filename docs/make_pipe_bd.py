@@ -40,23 +40,31 @@ def sleeping_table(cells: Iterable[dict[str, Any]]) -> list[str]:
     for (student_ms, times), found in groups.items():
         gains = [[_gain(cell, way, "seconds") for cell in found] for way in ways]
         rows.append(
-            [f"{student_ms:g}", times, *(f"{min(each):.2f} to {max(each):.2f}" for each in gains)]
+            [f"{student_ms:g}", times, *(f"{min(each):.2f}-{max(each):.2f}" for each in gains)]
         )
     blocks = f"{counts[0]} to {counts[-1]} blocks"
     return table(["students, ms", f"times of {blocks}", *map(_named, ways)], rows)
 
 
 def computing_table(cells: Iterable[dict[str, Any]]) -> list[str]:
-    """The same for blocks that compute, by the clock and by the processor time of a rank."""
+    """The same for blocks that compute, by the clock, and how much processor times differ."""
     cells = list(cells)
     ways = _ways(cells[0])
-    rows: list[list[object]] = []
-    for cell in cells:
-        keys = ("seconds", "busiest")
-        base = ", ".join(f"{cell['ways'][BASE][key]:.3f}" for key in keys)
-        gains = (", ".join(f"{_gain(cell, way, key):.2f}" for key in keys) for way in ways)
-        rows.append([cell["blocks"], base, *gains])
-    return table(["blocks", f"{BASE}, s", *map(_named, ways)], rows)
+    gains = [[_gain(cell, way, "seconds") for way in ways] for cell in cells]
+    off = [
+        abs(_gain(cell, way, "busiest") - _gain(cell, way, "seconds"))
+        for cell in cells
+        for way in ways
+    ]
+    rows = [
+        [cell["blocks"], f"{cell['ways'][BASE]['seconds']:.3f}", *(f"{gain:.2f}" for gain in of)]
+        for cell, of in zip(cells, gains, strict=True)
+    ]
+    return [
+        f"By the processor time of the busiest rank, speedups differ by at most {max(off):.2f}.",
+        "",
+        *table(["blocks", f"{BASE}, s", *map(_named, ways)], rows),
+    ]
 
 
 def _ways(cell: dict[str, Any]) -> list[str]:

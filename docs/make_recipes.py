@@ -25,18 +25,18 @@ Row = dict[str, Any]
 INTRODUCTION = """\
 # What does my recipe gain?
 
-{sized} public recipes of Megatron-Bridge (August 2026) have a pipeline and a known number of GPUs.
-`benchmarks/recipe_gains.py` simulates each with its own schedule (1F1B, or interleaved with its
-chunks), with the fastest V schedule within the same memory, and with `v-half`. Stages are equal: F,
-B and W take {forward}, {backward} and {weight} per rank, a message {p2p}. Layers, overlaps and
-kernels are left out, so find recipes like yours here, then run `megatron-zb plan` for your model.
-{unsized} more recipes do not name their number of GPUs.
+{sized} public recipes of Megatron-Bridge (August 2026) have a pipeline and a known number of GPUs;
+{unsized} more do not name it. `benchmarks/recipe_gains.py` simulates each with its own schedule
+(1F1B, or interleaved with its chunks), with the fastest V schedule within the same memory, and with
+`v-half`, for equal stages: F, B and W take {forward}, {backward} and {weight} per rank, a message
+{p2p}. Find recipes like yours, then run `megatron-zb plan` for your model, which also counts
+layers, overlaps and kernels.
 """
 FLAGS = """\
 Add `--pipeline-schedule auto`, and remove the recipe's virtual stages and layout. `auto` uses
-1F1B's memory; the last column has the `--pipeline-memory-limit` for the memory of the recipe's own
-schedule. For a recipe without a row, no schedule of this package is worth a change for speed.
-`v-half` may still save memory.
+1F1B's memory. An interleaved recipe may hold more: its `own_memory` in the results, divided by p or
+by a smaller m, is the `--pipeline-memory-limit` for the same memory. A recipe with a small gain is
+not worth a change for speed, but `v-half` may save memory.
 """
 
 
@@ -85,10 +85,9 @@ HEADINGS = (
     "median bubble",
     "gain more than 5 %",
     "median gain of these",
-    "no slower in 0.65 of the memory (`v-half`)",
-    "of these recompute",
+    "`v-half` no slower in 0.65 of the memory",
 )
-COLUMNS = ("recipe", "p", "m", "chunks", "its bubble", "gain", "`v-half`: time, memory", "limit")
+COLUMNS = ("recipes", "p, m, chunks", "bubble", "gain", "`v-half`: time, memory")
 
 
 def _summary(rows: Sequence[Row]) -> Iterator[str]:
@@ -104,24 +103,27 @@ def _summary(rows: Sequence[Row]) -> Iterator[str]:
             len(gains),
             f"{statistics.median(gains):.0%}" if gains else "-",
             len(halved),
-            sum(bool(row["recompute"]) for row in halved),
         )
 
 
 def _table(rows: Sequence[Row]) -> Iterator[str]:
+    """Yield a line for each shape, with the recipes that have it."""
     yield from _headings(COLUMNS)
+    shapes: dict[tuple[int, ...], list[Row]] = {}
     for row in rows:
-        limit = row["own_memory"] / min(row["pipeline"], row["microbatches"])
+        assert row["own_memory"] <= min(row["pipeline"], row["microbatches"]), "needs a limit"
+        shape: tuple[int, ...] = (row["pipeline"], row["microbatches"], row["chunks"])
+        shapes.setdefault(shape, []).append(row)
+    for shape, same in shapes.items():
+        row = same[0]
+        assert all(other["own"] == row["own"] and other["auto"] == row["auto"] for other in same)
         time, memory = row["v_half"] / row["own"], row["v_half_memory"] / row["own_memory"]
         yield _line(
-            re.sub(r"_config$", "", row["recipe"]),
-            row["pipeline"],
-            row["microbatches"],
-            row["chunks"],
+            ", ".join(re.sub(r"_config$", "", each["recipe"]) for each in same),
+            ", ".join(map(str, shape)),
             f"{bubble(row):.0%}",
             f"{gain(row):+.0%}",
             f"{time:.2f}, {memory:.2f}",
-            "" if limit <= 1 else f"{limit:.2f}",
         )
 
 

@@ -17,6 +17,7 @@ import json
 import re
 import statistics
 import tempfile
+import textwrap
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
@@ -59,9 +60,7 @@ def main() -> None:
     for name, lines in {
         "catalog": catalog_table(),
         "grid": grid_table(quality),
-        "states": states_table(quality),
         "unequal": unequal_table(quality),
-        "parts": parts_table(quality),
         "time": time_table(quality),
         "exact": exact_table(_read(args.docs / EXACT)),
         "others": others_table(_read(args.docs / OTHERS)),
@@ -106,8 +105,8 @@ def replaced(text: str, name: str, lines: Iterable[str]) -> str:
 
 def table(headings: Sequence[str], rows: Iterable[Sequence[object]]) -> list[str]:
     """Lines of a Markdown table: the first column to the left, the others to the right."""
-    lines = [headings, ["---", *["---:"] * (len(headings) - 1)], *rows]
-    return [f"| {' | '.join(map(str, line))} |" for line in lines]
+    head, *body = [f"| {' | '.join(map(str, line))} |" for line in (headings, *rows)]
+    return [head, "|---|" + "---:|" * (len(headings) - 1), *body]
 
 
 def missing(what: str, command: str) -> list[str]:
@@ -150,7 +149,6 @@ def catalog_table() -> list[str]:
     stock = _timeline("1f1b", SIZES, COSTS)
     rows = []
     for name in schedules.names():
-        family = catalog.family(name)
         timeline = _timeline(name, SIZES, COSTS)
         report = timeline.schedule.report
         assert report is not None
@@ -158,25 +156,19 @@ def catalog_table() -> list[str]:
             [
                 f"[`{name}`](#{name})",
                 f"{timeline.bubble_rate:.1%}",
-                f"{100 * (stock.makespan / timeline.makespan - 1):+.1f} %",
+                f"{stock.makespan / timeline.makespan - 1:+.1%}",
                 f"{max(timeline.peak_activation):g}",
-                f"{max(timeline.peak_activation) / max(stock.peak_activation):.2f}",
-                f"{100 * abs(report.gap):.1f} %",
+                f"{abs(report.gap):.1%}",
                 timeline.schedule.placement.chunks,
-                "yes" if family.splits_backward else "no",
             ]
         )
-    headings = (
-        "schedule",
-        "bubble rate",
-        "throughput against 1F1B",
-        "peak, in microbatches",
-        "of 1F1B's",
-        "at most left to gain",
-        "chunks per rank",
-        "splits the backward",
-    )
-    return table(headings, rows)
+    headings = ("schedule", "bubble rate", "throughput", "peak", "gap", "chunks")
+    whole = [f"`{name}`" for name in schedules.names() if not catalog.family(name).splits_backward]
+    return [
+        *table(headings, rows),
+        "",
+        f"{', '.join(whole[:-1])} and {whole[-1]} do not split the backward.",
+    ]
 
 
 # --- from the results -----------------------------------------------------------------------------
@@ -184,39 +176,53 @@ def catalog_table() -> list[str]:
 
 def grid_table(quality: dict[str, Any]) -> list[str]:
     if "grid" not in quality:
-        return missing("The grid has", f"{QUALITY_COMMAND} --parts grid")
-    cells, summary = quality["grid"]["cells"], quality["grid"]["summary"]
+        return missing("The grid has", f"{QUALITY_COMMAND} --parts grid states")
+    cells = quality["grid"]["cells"]
+    states, said = _states(quality)
     rows = []
     for limit in sorted({cell["memory_limit"] for cell in cells}):
         own = [cell for cell in cells if cell["memory_limit"] == limit]
         served = [cell for cell in own if cell["makespan"] is not None]
-        known = [cell for cell in own if cell["best_known"] is not None]
-        both = [cell for cell in known if cell["makespan"] is not None]
-        won = [cell for cell in both if cell["makespan"] <= cell["best_known"] * (1 + 1e-9)]
+        both = [cell for cell in served if cell["best_known"] is not None]
+        gains = states.get(limit, [])
         rows.append(
             [
                 f"{limit:g}",
-                len(own),
-                len(served),
-                len(known),
                 _median([cell["best_known"] / cell["makespan"] for cell in both]),
-                len(known) - len(won),
                 _median([cell["makespan"] / cell["bound_of_v"] for cell in served]),
-                sum(cell["chunks"] > 2 for cell in served),
+                _median(gains),
             ]
         )
-    headings = (
-        "memory limit, of 1F1B's",
-        "cells",
-        "served by `auto`",
-        "by a published schedule",
-        "median gain on the best of these",
-        "cells lost to it",
-        "median distance to the V's bound",
-        "on more than 2 chunks",
-    )
-    facts = [f"- {name}: {value}" for name, value in summary.items()]
-    return [*table(headings, rows), "", *facts]
+    headings = ("limit", "median gain", "above the V's bound", "median with states")
+    summary = [*_grid_summary(cells, quality["grid"]["summary"]), said]
+    return [
+        *textwrap.wrap(" ".join(summary), 120, break_on_hyphens=False),
+        "",
+        *table(headings, rows),
+    ]
+
+
+def _grid_summary(cells: Sequence[dict[str, Any]], summary: dict[str, Any]) -> list[str]:
+    """Counts of the cells, and what the benchmark sums up itself."""
+    served = [cell for cell in cells if cell["makespan"] is not None]
+    known = [cell for cell in served if cell["best_known"] is not None]
+    lost = sum(cell["makespan"] > cell["best_known"] * (1 + 1e-9) for cell in known)
+    at_16 = "bubble at p=16, m=64, limit "
+    bubbles = [
+        f"{value}% ({name.removeprefix(at_16).removesuffix(' (%)')})"
+        for name, value in summary.items()
+        if name.startswith(at_16)
+    ]
+    gain_on_torch = summary["median gain on torch's best (%)"]
+    return [
+        f"`auto` serves {len(served)} of {len(cells)} cells; in {len(served) - len(known)} of them "
+        "no published schedule fits.",
+        f"It is slower than the best published one in {lost} cells, slower than the best of torch "
+        f"in {summary['worse than installed torch']} (median gain {gain_on_torch}%), and faster in "
+        f"{summary['strictly better, where there is anything to gain']} cells that leave anything "
+        "to gain.",
+        f"Its bubble rate at p = 16 and m = 64, by limit: {', '.join(bubbles)}.",
+    ]
 
 
 def unequal_table(quality: dict[str, Any]) -> list[str]:
@@ -226,93 +232,76 @@ def unequal_table(quality: dict[str, Any]) -> list[str]:
     for kind, *_, percent in quality["unequal"]["cells"]:
         gains.setdefault(kind, []).append(percent)
     rows = [
-        [kind, len(found), *(_percent(f(found)) for f in (statistics.median, min, max))]
+        [kind, _percent(statistics.median(found)), f"{min(found):.2f}-{_percent(max(found))}"]
         for kind, found in gains.items()
     ]
-    return table(("costs", "cells", "median gain", "least", "most"), rows)
+    (count,) = {len(found) for found in gains.values()}
+    return table((f"costs, {count} cells each", "median", "range"), rows)
 
 
-def states_table(quality: dict[str, Any]) -> list[str]:
-    if "states" not in quality:
-        return missing("The grid with states has", f"{QUALITY_COMMAND} --parts states")
-    cells = quality["states"]["cells"]
-    rows = []
-    for limit in sorted({cell["memory_limit"] for cell in cells}):
-        own = [cell for cell in cells if cell["memory_limit"] == limit]
-        gains = [cell["kept"] / cell["chosen"] for cell in own]
-        rows.append(
-            [
-                f"{limit:g}",
-                len(own),
-                sum(gain < 1 - 1e-9 for gain in gains),
-                sum(gain > 1 + 1e-9 for gain in gains),
-                _median(gains),
-                _percent(100 * (max(gains) - 1)),
-            ]
-        )
-    headings = ("memory limit, of 1F1B's", "cells", "slower", "faster", "median gain", "largest")
-    return table(headings, rows)
-
-
-def parts_table(quality: dict[str, Any]) -> list[str]:
-    if "parts" not in quality:
-        return missing("The parts have", f"{QUALITY_COMMAND} --parts parts")
-    rows = quality["parts"]
-    names = list(next(iter(rows.values())))
-    headings = ["cell", *(name if "BW" in name else f"{name}: bubble %" for name in names)]
-    return table(headings, ([cell, *values.values()] for cell, values in rows.items()))
+def _states(quality: dict[str, Any]) -> tuple[dict[float, list[float]], str]:
+    """What recomputation or offload gain, by limit, and how many cells gain or lose."""
+    cells = quality.get("states", {"cells": []})["cells"]
+    gains: dict[float, list[float]] = {}
+    for cell in cells:
+        gains.setdefault(cell["memory_limit"], []).append(cell["kept"] / cell["chosen"])
+    faster = sum(gain > 1 + 1e-9 for of in gains.values() for gain in of)
+    slower = sum(gain < 1 - 1e-9 for of in gains.values() for gain in of)
+    said = f"Of {len(cells)} cells with recomputation or offload, {faster} are faster and {slower} "
+    return gains, f"{said}slower than without."
 
 
 def time_table(quality: dict[str, Any]) -> list[str]:
     if "time" not in quality:
         return missing("The times have", f"{QUALITY_COMMAND} --parts time")
-    return table(("schedule", "seconds"), quality["time"].items())
+    groups: dict[str, dict[str, list[float]]] = {}
+    for key, seconds in quality["time"].items():
+        name, p, m, *limit = key.split()
+        size = f"{p.replace('=', ' = ')}, {m.replace('=', ' = ')}"
+        kind = " ".join(["`auto`" if name == "auto" else "named schedules", *limit]) + ":"
+        groups.setdefault(size, {}).setdefault(kind, []).append(seconds)
+    lines = []
+    for size, kinds in groups.items():
+        said = []
+        for kind, found in kinds.items():
+            ends = dict.fromkeys((min(found), max(found)))
+            said.append(f"{kind} {' to '.join(f'{each:g}' for each in ends)}")
+        lines.append(f"- {size}. {'; '.join(said).capitalize()}.")
+    return lines
 
 
 def exact_table(exact: dict[str, Any]) -> list[str]:
     if not exact:
         return missing("The distance to exact optima has", EXACT_COMMAND)
-    rows = [
-        [
-            f"`{name}`",
-            gap["problems"],
-            gap["optimal"],
-            _percent(100 * gap["median"]),
-            _percent(100 * gap["largest"]),
-        ]
+    found = [
+        f"- `{name}` is optimal in {gap['optimal']} of {gap['problems']} problems on the V (median "
+        f"gap {_percent(100 * gap['median'])}, largest {_percent(100 * gap['largest'])})."
         for name, gap in exact["gap"].items()
     ]
-    headings = ("schedule", "problems on the V", "of these optimal", "median gap", "largest gap")
     return [
         f"{exact['proven']} of {exact['problems']} optima were proven; the lower bound is the "
-        f"optimum itself in {exact['bound_is_optimum']} of them, and above it in "
+        f"optimum in {exact['bound_is_optimum']} of them, above it in "
         f"{exact['bounds_above_a_schedule']}.",
         "",
-        *table(headings, rows),
+        *found,
     ]
 
 
 def others_table(others: dict[str, Any]) -> list[str]:
     if not others:
         return missing("What others ship has", OTHERS_COMMAND)
-    headings = (
-        "schedule",
-        "bubble rate",
-        "memory, of 1F1B's",
-        "`auto` within it: bubble rate",
-        "its memory",
-        "it is faster by",
-    )
+    headings = ("schedule", "memory, of 1F1B's", "bubble rate", "`auto` is faster by")
+    fastest: dict[str, dict[str, Any]] = {}  # with any number of chunks
+    for row in sorted(others["rows"], key=lambda row: float(row["bubble"])):
+        fastest.setdefault(row["schedule"].split(",")[0], row)
     rows = [
         [
             row["schedule"],
-            f"{row['bubble']:.1%}",
             f"{row['peak_of_1f1b']:.2f}",
-            f"{row['auto_bubble']:.1%}",
-            f"{row['auto_peak_of_1f1b']:.2f}",
-            f"{100 * row['auto_faster']:.1f} %",
+            f"{row['bubble']:.1%}",
+            f"{row['auto_faster']:.1%}",
         ]
-        for row in others["rows"]
+        for row in fastest.values()
     ]
     return table(headings, rows)
 
@@ -322,7 +311,7 @@ def _median(ratios: Sequence[float]) -> str:
 
 
 def _percent(value: float) -> str:
-    return f"{value:.2f} %"
+    return f"{value:.2f}%"
 
 
 if __name__ == "__main__":

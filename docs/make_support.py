@@ -10,6 +10,7 @@ that the launcher and the schedules make.
 from __future__ import annotations
 
 import csv
+import re
 import sys
 import textwrap
 from collections import Counter
@@ -50,40 +51,39 @@ from megatron_zb.megatron_lm.conflicts import (  # noqa: E402
 )
 from megatron_zb.parsing import flag_of  # noqa: E402
 
-ESCAPED = r"\|"
 PAGE = DOCS / "support.md"
 
 INTRODUCTION = """\
 # Supported features
 
-Each row is a test on CPU ranks over gloo: the same small GPT, weights and batches under
-Megatron-LM's own 1F1B and under our schedules. *Equal* means bit-identical. Tests run
-megatron-core 0.16, some [others](#versions), with PP=2 unless a row differs.
-
-Schedules: *all* of [schedules.md](schedules.md); *two*: v-half, zb-h1; *three*: these and
-interleaved; *four*: these and v-zb.
+Each item is a test on CPU ranks over gloo: the same small GPT, weights and batches under
+Megatron-LM's own 1F1B and under our schedules. *Equal* means bit-identical. Tests run megatron-core
+0.16, some [others](#versions), with PP=2 unless an item differs. The schedules are v-half, zb-h1,
+interleaved and v-zb, or those in parentheses: *all* of [schedules.md](schedules.md), *three*
+(v-half, zb-h1, interleaved), *two* (v-half, zb-h1), or as named.
 """
 
 VERSIONS = """\
-Tests passed on CPU ranks: the adapter with megatron-core (gradient parity, vocabulary parallel) and
-Megatron-LM's `pretrain_gpt.py` (all tests with 0.16, training on two ranks with others;
-[commands](results/megatron/0.16.csv)). Newer versions run with a warning; older ones are refused.
+Tests passed on CPU ranks, last on {date}: of the adapter with megatron-core (gradient parity,
+vocabulary parallel), and of Megatron-LM's `pretrain_gpt.py` (all with 0.16, training on two ranks
+with others; [commands](results/megatron/0.16.csv)). Newer versions run with a warning; older ones
+are refused.
 """
 
 RECIPES = """\
 `megatron-zb check` accepts v-half for {runs} of Megatron-Bridge's 175 pre-training recipes with a
-pipeline (August 2026), and lists settings unseen on a GPU. None was trained.
-`benchmarks/recipes.py` counts for every schedule. Obstacles ([reasons](#refused); a recipe can have
-several):
+pipeline (August 2026); none was trained. `benchmarks/recipes.py` counts for every schedule. In the
+way of the others ([reasons](#refused)):
 """
 
 NOT_ON_CPU = """\
-No CPU can run these; nothing has run on a GPU.
+Nothing of this has run on a GPU.
 """
 
 REFUSED = """\
-Refused before the first step, on all ranks, together with what each heading names. A table with R
-passes counts as `--pipeline-recompute auto`, with D and H as `--pipeline-offload auto`.
+Refused before the first step, on all ranks, together with what each heading names. Leave one of the
+two out where no other value is named. A table with R passes counts as `--pipeline-recompute auto`,
+with D and H as `--pipeline-offload auto`.
 """
 
 SETTINGS = """\
@@ -100,10 +100,14 @@ TITLES = {
     Concerned.V.value: "V schedules (v-half, v-min, v-zb, 1f1b-v, dualpipe-v, wave)",
     Concerned.SPLIT.value: "Split backward",
 }
+REMEDIES = {
+    Concerned.ONE_CHUNK.value: "Use a schedule with several chunks per rank, such as v-half.",
+    Concerned.CHUNKS.value: "Use a schedule with one chunk per rank, such as zb-h1.",
+}
 LISTS = {
     ("v-half", "zb-h1"): "two",
     ("v-half", "zb-h1", "interleaved"): "three",
-    ("v-half", "zb-h1", "interleaved", "v-zb"): "four",
+    ("v-half", "zb-h1", "interleaved", "v-zb"): "",
 }
 
 
@@ -114,14 +118,14 @@ def page() -> str:
             INTRODUCTION,
             "## Tested\n",
             "Losses and gradients equal:\n",
-            *table(("Feature", "Schedules"), tested(Verdict.PARITY)),
+            *tested(Verdict.PARITY),
             f"\n{Verdict.STEPS.value.capitalize()}:\n",
-            *table(("Feature", "Schedules"), tested(Verdict.STEPS)),
+            *tested(Verdict.STEPS),
             "\nOther results:\n",
-            *table(("Feature", "Schedules", "Result"), others()),
+            *others(),
             "\n## Versions\n",
-            VERSIONS,
-            *table(("Megatron", "Python, torch", "Adapter", "Megatron-LM", "Date"), versions()),
+            VERSIONS.format(date=max(row["date"] for row in _runs())),
+            *table(("Python, torch", "Adapter", "Megatron-LM"), versions()),
             "\n## Public recipes\n",
             RECIPES.format(runs=counted_recipes()[0]),
             *in_the_way(),
@@ -141,41 +145,65 @@ def page() -> str:
 def table(head: Iterable[str], rows: Iterable[Iterable[str]]) -> Iterator[str]:
     """The lines of a Markdown table."""
     head = list(head)
-    for cells in (head, ["---"] * len(head), *rows):
-        yield f"| {' | '.join(cell.replace('|', ESCAPED) for cell in cells)} |"
+    first, *others = (f"| {' | '.join(cells)} |" for cells in (head, *rows))
+    yield from (first, "|" + "---|" * len(head), *others)
 
 
-def tested(verdict: Verdict) -> Iterator[tuple[str, ...]]:
+def tested(verdict: Verdict) -> Iterator[str]:
+    before = ""
     for row in ROWS:
         if row.verdict is verdict:
-            yield _feature(row), _schedules(row)
+            yield from item(*_feature(row, before))
+            before = row.settings
 
 
-def others() -> Iterator[tuple[str, ...]]:
+def others() -> Iterator[str]:
     """What has another result than most rows."""
     for row in ROWS:
         if row.verdict not in (Verdict.PARITY, Verdict.STEPS, Verdict.NOT_ON_CPU):
-            yield _feature(row), _schedules(row), row.verdict.value
+            name, what = _feature(row)
+            yield from item(name, f"{what}: {row.verdict.value}")
 
 
-def _feature(row: Row) -> str:
-    """With its settings and the parallel sizes, but for PP=2."""
+def _feature(row: Row, before: str = "") -> tuple[str, str]:
+    """Its name, and its settings and parallel sizes, but for PP=2 and settings of the row before.
+
+    With the schedules under which it is tested.
+    """
+    settings = row.settings
+    if row.feature.startswith("the same") or settings.startswith(f"{before}, "):
+        settings = settings.removeprefix(before).removeprefix(", ")
     sizes = row.parallel.removeprefix("PP=2").strip()
-    return f"{row.feature}: " + ", ".join(dict.fromkeys(filter(None, (row.settings, sizes))))
+    what = ", ".join(dict.fromkeys(filter(None, (settings, sizes))))
+    schedules = f" ({_schedules(row)})" if _schedules(row) else ""
+    return (row.feature, f"{what}{schedules}") if what else (f"{row.feature}{schedules}", "")
 
 
 def _schedules(row: Row) -> str:
+    """A name of a list, or a list that is longer than it with the rest."""
     if row.every_schedule:
         return "all"
-    known = {frozenset(names): name for names, name in LISTS.items()}
-    return known.get(frozenset(row.schedules), ", ".join(row.schedules))
+    inside = [names for names in LISTS if set(names) <= set(row.schedules)]
+    longest = max(inside, key=len, default=())
+    rest = [name for name in row.schedules if name not in longest]
+    if rest and not LISTS.get(longest, "rest"):
+        return f"and {', '.join(rest)}"  # those that need no name
+    return ", ".join([*([LISTS[longest]] if longest else []), *rest])
+
+
+def _runs() -> Iterator[dict[str, str]]:
+    for path in sorted((DOCS / "results" / "megatron").glob("*.csv")):
+        with path.open(encoding="utf-8", newline="") as file:
+            for row in csv.DictReader(file):
+                yield {**row, "series": path.stem}
 
 
 def versions() -> Iterator[tuple[str, ...]]:
     """What has run on each version, from a file for each series."""
-    for path in sorted((DOCS / "results" / "megatron").glob("*.csv")):
-        with path.open(encoding="utf-8", newline="") as file:
-            rows = list(csv.DictReader(file))
+    series: dict[str, list[dict[str, str]]] = {}
+    for row in _runs():
+        series.setdefault(row["series"], []).append(row)
+    for rows in series.values():
         with_ = {f"{row['python']}, {row['torch']}" for row in rows}
         cells = [
             ", ".join(
@@ -183,8 +211,7 @@ def versions() -> Iterator[tuple[str, ...]]:
             )
             for kind in ("tests/megatron_core", "tests/real_megatron_lm")
         ]
-        dates = sorted({row["date"] for row in rows})
-        yield path.stem, "; ".join(sorted(with_)), *cells, ", ".join(dates)
+        yield "; ".join(sorted(with_)), *cells
 
 
 def not_on_cpu() -> Iterator[str]:
@@ -227,14 +254,24 @@ def refused() -> Iterator[str]:
         ordered[with_] = rows
     for with_, rows in ordered.items():
         yield f"### {TITLES.get(with_, with_)}\n"
+        if with_ in REMEDIES:
+            yield f"{REMEDIES[with_]}\n"
+            rows = [(flag, given, _without_remedy(why)) for flag, given, why in rows]
         yield from grouped(rows)
         yield ""
+
+
+def _without_remedy(why: str) -> str:
+    """Without the schedule to use, which the group has once."""
+    why = re.sub(r"; use a schedule [^;]*such as (?:v-half|zb-h1)", "", why)
+    return re.sub(r", or a newer one$", "; or use a newer one", why)
 
 
 def grouped(rows: Iterable[tuple[str, str, str]]) -> Iterator[str]:
     """An item for each reason, with all that is refused for it."""
     reasons: dict[tuple[str, str], list[str]] = {}
     for name, given, why in rows:
+        why = re.sub(r"; leave \w+ out$", "", why)  # the page has it once
         reasons.setdefault((given, why), []).append(name)
     for (given, why), names in reasons.items():
         yield from item(f"{', '.join(names)}{given}", why)
@@ -243,8 +280,8 @@ def grouped(rows: Iterable[tuple[str, str, str]]) -> Iterator[str]:
 def item(name: str, text: str) -> list[str]:
     """The lines of an item of a list."""
     return textwrap.wrap(
-        f"- {name}: {text}.",
-        100,
+        f"- {name}: {text}." if text else f"- {name}.",
+        120,
         subsequent_indent="  ",
         break_long_words=False,
         break_on_hyphens=False,

@@ -228,18 +228,20 @@ def order_misses(found: list[Row]) -> list[tuple[Row, Row]]:
     ]
 
 
-def _describe_misses(found: list[Row]) -> Iterator[str]:
-    for row in found:
-        if not row.is_close:
-            yield (
-                f"{_short(row)}: `{row.schedule}` {row.published:.3f}; {row.predicted:.3f} "
-                f"({row.miss:+.1%})"
-            )
-    for fast, slow in order_misses(found):
-        yield (
-            f"{_short(fast)}: `{fast.schedule}` {fast.published:.3f}, `{slow.schedule}` "
-            f"{slow.published:.3f}; {fast.predicted:.3f}, {slow.predicted:.3f}"
-        )
+def _describe_misses(columns: Sequence[list[Row]]) -> Iterator[str]:
+    """An item for each ratio that is not close, and for each pair of schedules in another order."""
+    pairs: dict[tuple[str, str], list[str]] = {}
+    for found in columns:
+        for row in found:
+            if not row.is_close:
+                yield (
+                    f"{_short(row)}: `{row.schedule}` {row.published:.3f}, predicted "
+                    f"{row.predicted:.3f} ({row.miss:+.1%})"
+                )
+        for fast, slow in order_misses(found):
+            pairs.setdefault((fast.schedule, slow.schedule), []).append(_short(fast))
+    for (fast_name, slow_name), setups_of in pairs.items():
+        yield f"`{fast_name}` ahead of `{slow_name}`: {'; '.join(setups_of)}"
 
 
 def _short(row: Row) -> str:
@@ -250,7 +252,7 @@ def profile_lines() -> list[str]:
     """Predicted and profiled times of a rank in the middle of the pipeline."""
     out = [
         "| model | F | B | W | message |",
-        "| --- | ---: | ---: | ---: | ---: |",
+        "|---|---:|---:|---:|---:|",
     ]
     for name, (p, b, times) in PROFILED.items():
         of = model(name)
@@ -333,7 +335,7 @@ def setups(found: Sequence[Row]) -> list[list[Row]]:
 
 def _ratio_lines(found: Sequence[Row]) -> Iterator[str]:
     yield "| table | within 10 % | median, worst | in order |"
-    yield "| --- | ---: | ---: | ---: |"
+    yield "|---|---:|---:|---:|"
     for name, of in groupby(found, lambda row: row.table):
         rows_of = list(of)
         columns = setups(rows_of)
@@ -347,7 +349,7 @@ def _ratio_lines(found: Sequence[Row]) -> Iterator[str]:
 
 def _throughput_lines(found: Sequence[Throughput]) -> Iterator[str]:
     yield "| table | within 10 % | median, worst | held out |"
-    yield "| --- | ---: | ---: | ---: |"
+    yield "|---|---:|---:|---:|"
     for name, of in groupby(found, lambda row: row.table):
         rows_of = list(of)
         worst = max(rows_of, key=lambda row: abs(row.miss))
@@ -361,14 +363,11 @@ def _throughput_lines(found: Sequence[Throughput]) -> Iterator[str]:
 def _large_lines(found: Sequence[Throughput]) -> Iterator[str]:
     """The runs on thousands of GPUs."""
     yield "| run | published | predicted |"
-    yield "| --- | ---: | ---: |"
+    yield "|---|---:|---:|"
     for row in found:
         if int(re.findall(r"(\d+) GPUs", row.setup)[0]) >= LARGE:
             fitted = " (fitted)" if row.fitted else ""
-            yield (
-                f"| {_run(row)}{fitted} | {row.published:.1f} | "
-                f"{row.predicted:.1f} ({row.miss:+.1%}) |"
-            )
+            yield f"| {_run(row)}{fitted} | {row.published:.1f} | {row.miss:+.1%} |"
 
 
 def _run(row: Throughput) -> str:
@@ -376,13 +375,15 @@ def _run(row: Throughput) -> str:
     return row.setup.split(", batch")[0].replace(" on ", ", ")
 
 
+def _item(text: str) -> list[str]:
+    return textwrap.wrap(f"- {text}.", 100, subsequent_indent="  ", break_on_hyphens=False)
+
+
 def _throughput_misses(found: Sequence[Throughput]) -> Iterator[str]:
     """An item for each reason, with all that it explains."""
     for why, of in groupby(found, _reason):
         rows_of = [f"{_run(row)} ({row.miss:+.1%})" for row in of]
-        yield from textwrap.wrap(
-            f"- {'; '.join(rows_of)}: {why}.", 100, subsequent_indent="  ", break_on_hyphens=False
-        )
+        yield from _item(f"{'; '.join(rows_of)}: {why}")
 
 
 def _met(found: Sequence[Row] | Sequence[Throughput], of: str = " of ") -> str:
@@ -397,20 +398,17 @@ def _middle(found: Sequence[Row] | Sequence[Throughput]) -> float:
 INTRODUCTION = """\
 # Validation of `megatron-zb plan`
 
-This page compares predictions with measurements that others published. Sources:
-[ratios](results/published_tables.yaml), [throughput](results/published_throughput.yaml); rows:
-[ratios](results/validation_ratios.csv), [throughput](results/validation_throughput.csv).
-
-Predictions use counted operations and bytes and one device file for each GPU.
-`python docs/make_validation.py` repeats them.
+Predictions, from counted operations and bytes and one device file for each GPU, next to
+measurements that others published: [ratios](results/published_tables.yaml) with
+[all rows](results/validation_ratios.csv), [throughput](results/published_throughput.yaml) with
+[all rows](results/validation_throughput.csv). `python docs/make_validation.py` repeats them.
 """
 
 FITTED = """\
 ## What was fitted
 
-- **A100**, to the times of a rank above: efficiency of matrix products and of memory bandwidth,
-  kernel overhead, bandwidth and latency of a message with launch and synchronization, dropout's
-  random numbers. No throughput.
+- **A100**, to the times of a rank above: efficiency of matrix products and memory bandwidth, kernel
+  overhead, bandwidth and latency of a message, dropout's random numbers. No throughput.
 - **H100**: efficiency of matrix products, to every second row of Megatron-LM's table and the first
   of its strong scaling, with overlapped tensor-parallel communication.
 - **Assumed**: everything else. No published run was compared for the H200, B200, GB200, GB300 and
@@ -422,26 +420,25 @@ ASSUMED = """\
 
 **Ratios.** Predictions are for the published schedules: building blocks of `v-min`, `v-half` and
 `v-zb` for equal costs, `zb-1p` and `zb-2p` solved for one cost of all stages. The rows' *ours* is
-this package's schedule. The vocabulary is 32,000. *Controllable Memory* uses FlashAttention and a
-sequence length of 2048 (but for its grid), to match its memory. Megatron's messages do not overlap;
-a split backward comes with post-validation, as published.
+this package's schedule. The vocabulary is 32,000. *Controllable Memory* has FlashAttention and a
+sequence length of 2048 (but for its grid), to match its memory. As published, Megatron's messages
+do not overlap, and a split backward comes with post-validation.
 
 **Throughput.** FLOPs include masked scores, as in the sources; `plan` omits them, so its MFU is
 lower. The planner chooses unpublished microbatches and chunks. Reductions and gathers overlap where
 the schedule leaves time, except on the A100.
 
 **Known gaps.** Doubling the microbatch gained 2 to 10 % (arXiv 2401.10241, table 7). Less is
-predicted, so `zb-2p` with half the microbatch is too fast. One efficiency serves all shapes. Users'
-reports omit their setups."""
+predicted, so `zb-2p` with half the microbatch is too fast."""
 
 # Why a published throughput is not met within 10 %, by the start of the table and of the run.
 REASONS = {
     ("Megatron-LM's table", "1.7B"): (
-        "products of this narrow model (2048) are less efficient, as the source states"
+        "products of a narrow model (2048) are less efficient, as the source states"
     ),
     ("Efficient Large-Scale", ""): (
-        "code of 2021; a year later, 530B with full recomputation was 10 % faster there "
-        "(arXiv 2205.05198, baseline of table 5), which is predicted within 1 %"
+        "code of 2021; a year later, 530B with full recomputation was 10 % faster (arXiv "
+        "2205.05198, baseline of table 5), which is predicted within 1 %"
     ),
 }
 
@@ -458,7 +455,7 @@ def page(ratios: Sequence[Row], throughput: Sequence[Throughput]) -> str:
     """The whole page for these rows."""
     compared = [row for row in ratios if row.published != 1]
     columns = setups(ratios)
-    misses = [miss for column in columns for miss in _describe_misses(column)]
+    misses = list(_describe_misses(columns))
     in_order = sum(not order_misses(column) for column in columns)
     held_out = [row for row in throughput if not row.fitted]
     lines = [
@@ -489,9 +486,9 @@ def page(ratios: Sequence[Row], throughput: Sequence[Throughput]) -> str:
         "",
         *_ratio_lines(ratios),
         "",
-        "Misses (published; predicted):",
+        "Misses, and orders that are published but not predicted:",
         "",
-        *([f"- {miss}." for miss in misses] or ["- none."]),
+        *(line for miss in misses for line in _item(miss)),
         "",
         "## Times of a rank",
         "",

@@ -28,13 +28,13 @@ from megatron_zb.schedules.passes import PassKind
 from megatron_zb.schedules.schedule import Schedule
 
 WHY_NOT_LOCAL = (
-    "its graphs hand tensors to one another without a copy, and messages and weight gradients "
-    "would read what later graphs have overwritten; use transformer_engine, or full_iteration"
+    "its graphs share tensors, so messages and weight gradients would read what later graphs have "
+    "overwritten; use transformer_engine, or full_iteration"
 )
 WHY_NOT_MEASURED = "a pass of a graph cannot be measured, and its order cannot be changed"
 WHY_NOT_TWICE = "a step that is made again runs its passes in another order"
 WHY_NOT_LAYER_STREAMS = "the generators in a graph are those of a rank, not of a layer"
-WHY_KNOWN_SHAPES = "the host reads the shape of every message, which no graph of a step can hold"
+WHY_KNOWN_SHAPES = "the host reads the shape of every message, which no graph can hold"
 WHY_ONE_COUNT = "graphs are captured for one number of microbatches"
 WHY_A_STEP_BEFORE = "ranks connect in the first step, before a graph is captured"
 

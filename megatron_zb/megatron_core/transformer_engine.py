@@ -348,8 +348,8 @@ def _refuse_old_version(schedule: str) -> None:
 
 OP_FUSER_FLAG = "--use-transformer-engine-op-fuser"
 WHY_NOT_OPERATIONS = (
-    "operations of transformer_engine.pytorch.ops other than those of grouped experts compute "
-    "weight gradients in B alone, so nothing would be left for W"
+    "operations of transformer_engine.pytorch.ops, except those of grouped experts, compute weight "
+    "gradients in B"
 )
 
 
@@ -365,10 +365,7 @@ def _refuse_operations(chunk: Any, schedule: str) -> None:
 
 
 ZERO_COPY_FLAG = "--moe-ncclep-zero-copy"
-WHY_NOT_ZERO_COPY = (
-    "B of the experts writes its input gradient over the output gradient that W is to read; leave "
-    "it out"
-)
+WHY_NOT_ZERO_COPY = "B of the experts overwrites the output gradient that W reads; leave it out"
 
 
 def _refuse_zero_copy(experts: Any, schedule: str) -> None:

@@ -165,8 +165,8 @@ def set_streams(config: Any) -> None:
 # In this series, --sft gives the ends of samples to the first and the last stage alone.
 WITHOUT_SAMPLE_ENDS = (0, 16)
 WHY_NOT_PACKED = (
-    "Megatron-LM 0.16 does not tell stages between the first and the last where samples end, and "
-    "their attention would go across; use a newer one"
+    "Megatron-LM 0.16 does not tell inner stages where samples end, so attention would go across; "
+    "use a newer one"
 )
 
 

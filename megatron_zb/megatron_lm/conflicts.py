@@ -92,8 +92,8 @@ def _without_hybrid_batches(argument: str) -> Conflict:
     return Conflict(
         argument,
         flag_of(argument),
-        "the scripts of hybrid models cannot read a batch between the first and the last stage "
-        "before Megatron-LM 0.18; leave it out, or use a newer one",
+        "scripts of hybrid models read batches on inner stages only since Megatron-LM 0.18; leave "
+        "it out, or use a newer one",
         concerned=Concerned.INNER_STAGES,
         only_with=versions.HYBRID_PATTERNS,
         last=versions.WITHOUT_HYBRID_BATCHES,
@@ -107,11 +107,8 @@ def _not_served(setting: str) -> Conflict:
 OVERLAP = "overlap_moe_expert_parallel_comm"
 OVERLAP_FLAG = flag_of(OVERLAP)
 
-_DIVIDED = (
-    "where --decoder-num-layers is given, Megatron-LM compares a layout with the encoder's layers, "
-    "so it divides those of the decoder itself"
-)
-_LOGITS = "that every sample meets its own logits has not been shown in another order"
+_DIVIDED = "with --decoder-num-layers, Megatron-LM compares a layout with the encoder's layers"
+_LOGITS = "in another order, samples have not been shown to meet their own logits"
 WITH_THE_STEP = "overlap_param_gather_with_optimizer_step"
 
 CONFLICTS = (
@@ -119,8 +116,7 @@ CONFLICTS = (
     Conflict(
         OVERLAP,
         OVERLAP_FLAG,
-        "a forward and a backward run in one pass only where a rank holds several chunks; use a "
-        "schedule such as v-half",
+        "overlapped passes need several chunks per rank; use a schedule such as v-half",
         concerned=Concerned.ONE_CHUNK,
     ),
     Conflict(
@@ -129,11 +125,9 @@ CONFLICTS = (
     Conflict(
         "use_megatron_fsdp",
         "--use-megatron-fsdp",
-        "its gradients are reduced in backward hooks, before the weight gradients are there",
+        "it reduces gradients in backward hooks, before W has computed them",
     ),
-    Conflict(
-        "use_legacy_models", "--use-legacy-models", "models of megatron-core are what it places"
-    ),
+    Conflict("use_legacy_models", "--use-legacy-models", "only models of megatron-core are placed"),
     Conflict(
         WITH_THE_STEP,
         flag_of(WITH_THE_STEP),
@@ -156,13 +150,12 @@ CONFLICTS = (
     Conflict(
         "inprocess_restart",
         "--inprocess-restart",
-        "schedule and channels are made once, and a restart would go on with process groups that "
-        "are no more",
+        "schedule and channels keep their process groups, which a restart replaces",
     ),
     Conflict(
         "pipeline_model_parallel_comm_backend",
         "--pipeline-model-parallel-comm-backend",
-        "messages between stages go over the backend of the job",
+        "messages between stages use the backend of the job",
         lambda value: value != "nccl",
     ),
     Conflict(
@@ -180,8 +173,8 @@ CONFLICTS = (
     Conflict(
         "ckpt_format",
         "--ckpt-format",
-        "checkpoints of other formats are written by pipeline rank, and Megatron would load them "
-        "with the layers in another order; use torch_dist",
+        "other formats store layers by pipeline rank, so Megatron would load them in another "
+        "order; use torch_dist",
         lambda value: value != "torch_dist",
         concerned=Concerned.V,
         only_with=("save", "load", "pretrained_checkpoint", "non_persistent_save_interval"),
@@ -189,13 +182,13 @@ CONFLICTS = (
     Conflict(
         "init_model_with_meta_device",
         "--init-model-with-meta-device",
-        "both copies of the embedding must be made equal when they are built",
+        "both copies of the embedding must be built equal",
         concerned=Concerned.V,
     ),
     Conflict(
         "non_persistent_ckpt_type",
         "--non-persistent-ckpt-type",
-        "local checkpoints are written by rank, and say nothing of their placement; use global",
+        "local checkpoints do not record their placement; use global",
         lambda value: value == "local",
         concerned=Concerned.V,
     ),
@@ -308,7 +301,7 @@ POST_VALIDATION_CONFLICTS = (
 )
 
 
-_ONCE = "the first step runs twice, and this keeps something from one run to the next"
+_ONCE = "the first step runs twice, and this keeps state between the runs"
 VERIFY_CONFLICTS = (
     Conflict(
         "fp8_recipe", "--fp8-recipe", _ONCE, lambda value: value == "delayed", only_with=("fp8",)
@@ -417,8 +410,7 @@ OFFLOAD_CONFLICTS = (
 
 WHY_NOT_FLOAT32 = "Megatron's plans are for bf16 and fp16; add --bf16"
 WHY_NO_GRAPHS_OF_LAYERS = (
-    "they are captured in the order of whole passes, and replayed layer by layer then; use "
-    "full_iteration"
+    "they are captured pass by pass, and would be replayed layer by layer; use full_iteration"
 )
 _NOT_PLANNED = "it is not in Megatron's plans of a layer"
 PAIR_CONFLICTS = (
@@ -431,25 +423,24 @@ PAIR_CONFLICTS = (
     Conflict(
         "moe_token_dispatcher_type",
         "--moe-token-dispatcher-type",
-        "only what alltoall and flex exchange can run beside something else",
+        "only alltoall and flex can overlap",
         lambda value: value == "allgather",
     ),
     Conflict(
         "moe_shared_expert_overlap",
         "--moe-shared-expert-overlap",
-        "it runs the shared expert beside the same exchange; leave one out",
+        "both overlap the same exchange; leave one out",
     ),
     Conflict(
         "recompute_granularity",
         "--recompute-granularity",
-        "a layer runs in parts then, and is not computed again as a whole; use selective",
+        "a layer runs in parts, and is not recomputed as a whole; use selective",
         lambda value: value == "full",
     ),
     Conflict(
         "recompute_modules",
         "--recompute-modules",
-        "parts of the experts would be computed again without what they have exchanged; leave moe "
-        "out",
+        "experts would be recomputed without what they have exchanged; leave moe out",
         lambda value: "moe" in value,
     ),
     Conflict(
@@ -458,7 +449,7 @@ PAIR_CONFLICTS = (
         "Megatron's plans have one layer of multi-token prediction at most",
         lambda value: value > 1,
     ),
-    Conflict("sft", "--sft", "Megatron's plans are not told where samples end"),
+    Conflict("sft", "--sft", "Megatron's plans do not know where samples end"),
     Conflict("fp4", "--fp4-format", f"{_NOT_PLANNED}, which would run in bf16"),
     Conflict("hybrid_layer_pattern", "--hybrid-layer-pattern", "it is tried with GPTModel alone"),
 )
@@ -641,9 +632,7 @@ def _graphs(args: argparse.Namespace, choice: str) -> Iterator[Refusal]:
         yield from _conflicting(GRAPH_CONFLICTS, args, said)
 
 
-WHY_NOT_YAML = (
-    "its arguments are not checked as the command line's are; give them all on the command line"
-)
+WHY_NOT_YAML = "its arguments are not checked; give them all on the command line"
 
 
 def of_yaml(path: str, choice: str) -> UsageError:

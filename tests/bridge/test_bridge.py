@@ -263,8 +263,8 @@ REFUSED = {
     "while the schedule is installed",
     "late": "the schedule was installed after initialize_model_parallel, which has to know of it: "
     "install it before",
-    "fsdp": "--use-megatron-fsdp cannot be combined with the pipeline schedule v-half: its "
-    "gradients are reduced in backward hooks, before the weight gradients are there",
+    "fsdp": "--use-megatron-fsdp cannot be combined with the pipeline schedule v-half: it "
+    "reduces gradients in backward hooks, before W has computed them",
 }
 
 

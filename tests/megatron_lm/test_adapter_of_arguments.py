@@ -40,7 +40,7 @@ def test_a_decoder_beside_an_encoder_is_divided_by_megatron() -> None:
     assert str(adapter_of(args).layer_layout) == "Ett|tt|tt|ttL"
     assert args.pipeline_model_parallel_layout is None
     for line in ("v-half", "zb-h1 --pipeline-layer-layout auto"):
-        with pytest.raises(UsageError, match="where --decoder-num-layers is given"):
+        with pytest.raises(UsageError, match="with --decoder-num-layers, Megatron-LM compares"):
             adapter_of(parsed(f"--pipeline-schedule {line}", vocab_size=64, **numbers))
 
 

@@ -147,8 +147,8 @@ ROWS = (
         "`--fp8-format`, `--fp4-format`, `--fp8-param-gather`, `--moe-grouped-gemm`",
         None,
         Verdict.NOT_ON_CPU,
-        reason="with stand-ins for kernels of delayed, current, blockwise and mxfp8 scaling, "
-        "weights are equal after 3 steps, also with experts; nvfp4 has none. Until W, a rank holds "
+        reason="with stand-ins for delayed, current, blockwise and mxfp8 scaling, weights are "
+        "equal after 3 steps, also with experts; nvfp4 has no stand-in. Until W, a rank holds "
         "gathered inputs of sequence parallelism in fp8 or fp4 unsharded",
     ),
     Row(
@@ -156,16 +156,15 @@ ROWS = (
         "`--transformer-impl transformer_engine`",
         None,
         Verdict.NOT_ON_CPU,
-        reason="with stand-ins, its Python layers have equal gradients under v-half and zb-h1",
+        reason="with stand-ins, gradients are equal under v-half and zb-h1",
     ),
     Row(
         "CUDA graphs per layer",
         "`--cuda-graph-impl transformer_engine`",
         None,
         Verdict.NOT_ON_CPU,
-        reason="stand-ins that overwrite memory as graphs do give equal gradients, equal fp8 "
-        "weights, and Megatron's order for its own schedule; fp4 has none. A graph computes its "
-        "layers' weight gradients, so W has none",
+        reason="with stand-ins that overwrite memory as graphs do, gradients and fp8 weights are "
+        "equal; fp4 has no stand-in. Graphs compute weight gradients in B",
     ),
     Row(
         "CUDA graphs per iteration",
@@ -173,7 +172,7 @@ ROWS = (
         "`--cuda-graph-impl full_iteration`",
         None,
         Verdict.NOT_ON_CPU,
-        reason="equal gradients, no synchronization with the device in tests",
+        reason="in tests, gradients are equal and nothing waits for the device",
     ),
     # model
     _shown("untied embeddings", "`--untie-embeddings-and-output-weights`", _GRADIENTS, GPTCase()),
@@ -255,8 +254,8 @@ ROWS = (
         "`pretrain_mamba.py`, `pretrain_hybrid.py`",
         None,
         Verdict.NOT_ON_CPU,
-        reason="stand-ins are above. Only linear layers are split; the rest stays in B. Before "
-        "0.17, `pretrain_mamba.py` runs only schedules with one chunk per rank",
+        reason="stand-ins are above. Only linear layers are split. Before 0.17, "
+        "`pretrain_mamba.py` runs only schedules with one chunk per rank",
     ),
     Row(
         "BERT",
@@ -329,8 +328,8 @@ ROWS = (
         "`--overlap-moe-expert-parallel-comm`",
         None,
         Verdict.NOT_ON_CPU,
-        reason="a CPU has no streams, so the overlap is unmeasured; tests see the pairing of "
-        "passes. Streams and the order within a pair are Megatron's",
+        reason="tests see the pairing of passes. Streams and the order within a pair are "
+        "Megatron's",
     ),
     Row(
         "shared expert overlap (without its stream)",
@@ -445,7 +444,7 @@ ROWS = (
         "`--cp-comm-type p2p`, the default",
         None,
         Verdict.NOT_ON_CPU,
-        reason="its backward fails over gloo, also under Megatron's own schedule",
+        reason="its backward fails over gloo, also in Megatron itself",
     ),
     # gradients and optimizer
     _shown(
@@ -634,7 +633,7 @@ ROWS = (
     Row(
         "selective recomputation, every module (Transformer Engine stand-ins)",
         "`--recompute-modules core_attn layernorm mla_up_proj moe moe_act shared_experts`; `mlp` "
-        "needs `--disable-bias-linear`, as under Megatron's own schedule",
+        "needs `--disable-bias-linear`, as in Megatron",
         GPTCase(),
         schedules=_WITH_TE,
         test="test_recomputed_models_equal_megatrons",

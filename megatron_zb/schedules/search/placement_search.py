@@ -178,7 +178,7 @@ def with_states(
         refused = error
     bound = _bound(problem)
     if not (found and request.seconds(simulate(found[0], request.costs)) <= bound * _NEAR):
-        known = [*orders, *found]
+        known = [*(order.without_pairs() for order in orders), *found]
         found += _moved(name, known, request, limit, bound) if table.copy else []
         seconds = _QUICK_STATE_SECONDS if request.quick else STATE_SECONDS
         effort = state_search.effort_of(problem, seconds)

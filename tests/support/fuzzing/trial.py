@@ -22,6 +22,7 @@ from fuzzing.space import Combination, Space
 _CHECKED = Path(__file__).with_name("checked.py")
 _OURS = re.compile(r"^megatron(?:_zb|-zb): error: (.*)", re.MULTILINE)
 _ERROR = re.compile(r"^(?:\[rank\d+\]: ?)?([\w.]*(?:Error|Exception)\b.*)", re.MULTILINE)
+_LOST = "has lost the connection to another rank"  # a consequence, and no refusal
 _OF_ANOTHER_RANK = "gloo/transport"
 _FRAME = re.compile(r'File "(?:.*/)?(\S+)", line (\d+)')
 _USAGE = re.compile(r"^\S+: error: (.*)", re.MULTILINE)
@@ -211,7 +212,7 @@ class _Run:
 
 def _said(ended: Ended) -> str:
     """The sentence of this package, if it has refused something."""
-    found = _OURS.search(ended.stderr)
+    found = next((f for f in _OURS.finditer(ended.stderr) if _LOST not in f[1]), None)
     return found[1][:500] if found else ""
 
 
