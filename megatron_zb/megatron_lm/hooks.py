@@ -243,7 +243,12 @@ class _Hooks:
     def _load_base_checkpoint(
         self, original: Any, load_dir: Any, args: Any, *rest: Any, **keywords: Any
     ) -> Any:
-        loaded = original(load_dir, args, *rest, **keywords)
+        try:
+            loaded = original(load_dir, args, *rest, **keywords)
+        except ValueError as error:
+            if (why := stored_placement.other_groups(error, load_dir)) is None:
+                raise
+            end_with(why, args.rank, speaks=True)  # rank 0 may have loaded its own
         run = self._run
         try:
             stored_placement.check(loaded, args, None if run is None else run.adapter)

@@ -131,6 +131,22 @@ def check_states(args: argparse.Namespace, path: Path) -> None:
         reshardable_states.check(path)
 
 
+def other_groups(error: ValueError, path: object) -> UsageError | None:
+    """Explain why Megatron cannot load an optimizer's state; None for an error of another kind.
+
+    Without ``--use-distributed-optimizer``, Megatron stores the list of parameter groups of the
+    first rank. It fails on a rank with other groups, such as that of a decoupled learning rate,
+    which is where the embedding is.
+    """
+    if "encountered at level ('optimizer'" not in str(error):
+        return None
+    return UsageError(
+        f"the optimizer's state in the checkpoint {path} has the parameter groups of the rank that "
+        "wrote it, and this rank has others: save and load with --use-distributed-optimizer, or "
+        "load the weights without the optimizer by --no-load-optim"
+    )
+
+
 def latest(args: argparse.Namespace) -> Path | None:
     """Return the directory of the checkpoint that a run is to load, if it is there."""
     folder = Path(args.load or "")

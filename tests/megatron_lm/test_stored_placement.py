@@ -34,6 +34,16 @@ def stock(**changed: Any) -> argparse.Namespace:
     return argparse.Namespace(**{**sizes, **flags, **changed})
 
 
+def test_groups_of_another_rank_are_explained() -> None:
+    level = "(encountered at level ('optimizer', 'fp32_from_fp16_params'))"
+    error = ValueError(f"Dict key 2 out of bound for list of length2 {level}")
+    found = stored_placement.other_groups(error, "runs/a")
+    assert found is not None
+    assert "checkpoint runs/a" in str(found)
+    assert "--no-load-optim" in str(found)
+    assert stored_placement.other_groups(ValueError("another"), "runs/a") is None
+
+
 def load(
     saved: PipelineAdapter | argparse.Namespace,
     run: PipelineAdapter | argparse.Namespace,

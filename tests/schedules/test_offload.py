@@ -134,6 +134,16 @@ def test_copies_are_cut_with_the_stages_and_grow_with_the_microbatch() -> None:
     assert not costs.with_all_kept().for_placement(wave(2, 2)).has_states
 
 
+def test_states_split_the_pairs_of_a_published_order() -> None:
+    """R, D and H stand between an F and its B, and a pair has nothing to hide here."""
+    costs = costs_of(2, 0.3).with_recomputation(kept_input=0.05)
+    built = schedules.build(
+        "dualpipe-v", pipeline_size=2, num_microbatches=8, costs=costs, memory_limit=0.6
+    )
+    assert built.dropped or built.moved
+    assert not built.pairs
+
+
 def test_moves_keep_a_limit_that_no_order_keeps() -> None:
     """An eighth of 1F1B's memory for 8 % of a step, with copies of 0.3 of the passes' time."""
     p, m = 8, 16
