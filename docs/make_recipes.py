@@ -14,7 +14,7 @@ ROOT = Path(__file__).resolve().parents[1]
 PAGE = ROOT / "docs" / "recipes.md"
 RESULT = ROOT / "docs" / "results" / "recipe_gains.json"
 WORTH_IT = 0.05
-SHOWN = 30
+SHOWN = 12
 GROUPS = {
     "recipes": "performance pre-training",
     "recipes_other": "other pre-training, fine-tuning, LoRA",

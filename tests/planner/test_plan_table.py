@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 from rich.console import Console
@@ -15,6 +16,8 @@ from megatron_zb.planner.candidate import candidates_of
 from megatron_zb.planner.reasons import is_named_too, margin, reason
 from megatron_zb.planner.search import Job, Plan, search
 from megatron_zb.planner.strategy import Choices
+
+SNAPSHOTS = Path(__file__).with_name("snapshots")
 
 pytestmark = pytest.mark.usefixtures("brief_searches")
 
@@ -36,6 +39,27 @@ def printed(plan: Plan, width: int = 200) -> str:
     console = Console(record=True, width=width)
     table.print_plan(plan, console, 8)
     return console.export_text()
+
+
+@pytest.fixture(scope="module")
+def unsearched() -> Plan:
+    """A plan whose orders follow from formulas: the same on every machine."""
+    choices = Choices(tensor=(1,), pipeline=(2, 4), microbatch=(1, 2), recompute=("none", "full"))
+    job = Job(small(), a100(), 4, 20 * GIB, 32, 1024, choices, vocabulary="off")
+    return search(job, candidates_of(["zb-h1", "zb-h2"]))
+
+
+@pytest.mark.parametrize("width", [80, 120])
+def test_the_text_at_a_width_is_the_one_that_was_looked_at(unsearched: Plan, width: int) -> None:
+    """Where a change is meant, delete the file, run the test once and look at the new one."""
+    path, text = SNAPSHOTS / f"plan_{width}.txt", printed(unsearched, width)
+    text = "".join(f"{line.rstrip()}\n" for line in text.splitlines())
+    if not path.exists():
+        path.write_text(text, encoding="utf-8")
+        pytest.fail(f"{path} was missing and has been written")
+    assert text == path.read_text(encoding="utf-8")
+    tables = text[text.index("# schedule") : text.index(" 1  ")]
+    assert max(map(len, tables.splitlines())) <= width
 
 
 def test_a_row_of_auto_that_is_another_rows_run_is_merged_with_it(plan: Plan) -> None:
