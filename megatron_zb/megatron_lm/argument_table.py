@@ -140,9 +140,13 @@ def finding(name: str, value: Any) -> Finding:
 
 
 def given(args: argparse.Namespace, version: str) -> Iterator[tuple[Argument, Any]]:
-    """Yield the arguments of a version that have another value than their default, with it."""
+    """Yield the arguments of a version that have another value than their default, with it.
+
+    Of several arguments with one name, the first has the default, as in argparse.
+    """
+    defaults: dict[str, Any] = {}
     for argument in arguments():
         if version in argument.versions and hasattr(args, argument.name):
-            value = getattr(args, argument.name)
-            if value != argument.default:
+            value, is_first = getattr(args, argument.name), argument.name not in defaults
+            if is_first and value != defaults.setdefault(argument.name, argument.default):
                 yield argument, value

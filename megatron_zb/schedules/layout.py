@@ -11,6 +11,8 @@ from itertools import accumulate, pairwise
 from megatron_zb.errors import UsageError
 from megatron_zb.schedules.placement import Placement
 
+FLAG = "--pipeline-model-parallel-layout"
+
 Layout = tuple[int, ...]
 """Decoder layers of each stage, in model order."""
 
@@ -51,7 +53,7 @@ def spread(layers: Layers, placement: Placement) -> Layout:
         raise UsageError(
             f"{layers.decoder} layers cannot be placed on {placement.num_stages} stages with at "
             f"least one on each{_describe_ends(layers)}: give more layers, or say the layers of "
-            "each stage with a pipeline layer layout"
+            f"each stage with {FLAG}"
         )
     return counts
 
@@ -66,7 +68,7 @@ def balanced(layers: Layers, placement: Placement) -> Layout:
     if sum(counts) != layers.decoder:
         raise UsageError(
             f"{layers.decoder} layers cannot be balanced over {placement.num_stages} stages: give "
-            "more layers, or say the layers of each stage with a pipeline layer layout"
+            f"more layers, or say the layers of each stage with {FLAG}"
         )
     return counts
 
@@ -247,13 +249,19 @@ def read(layout: str, layers: Layers, num_stages: int) -> Letters:
     if set(flat) - set("EtmL"):
         problem = "use E, t, m, L and |, such as 'Ett|tt|tt|ttL'"
     elif len(letters) != num_stages:
-        problem = f"it names {len(letters)} stages and the schedule has {num_stages}"
+        problem = (
+            f"it names {len(letters)} stages and the schedule has {num_stages}: write {num_stages} "
+            "parts between '|', in the order in which a microbatch passes them"
+        )
     elif flat.count("t") != layers.decoder:
-        problem = f"it names {flat.count('t')} layers and the model has {layers.decoder}"
+        problem = (
+            f"it names {flat.count('t')} layers and the model has {layers.decoder}: write one t "
+            "for each"
+        )
     elif flat.count("m") != layers.multi_token:
         problem = (
             f"it names {flat.count('m')} multi-token prediction layers (m) and the model has "
-            f"{layers.multi_token}"
+            f"{layers.multi_token}: write one m for each, before L"
         )
     elif letters[-1].count("m") != layers.multi_token:
         problem = "multi-token prediction layers (m) must be on the last stage, before L"
@@ -262,7 +270,7 @@ def read(layout: str, layers: Layers, num_stages: int) -> Letters:
     elif flat.count("E") != 1 or flat.count("L") != 1:
         problem = "E and L must each stand in it once"
     if problem:
-        raise UsageError(f"pipeline layer layout '{layout}': {problem}")
+        raise UsageError(f"the layer layout '{layout}' ({FLAG}): {problem}")
     return letters
 
 
@@ -287,7 +295,7 @@ def _unrolled(layout: str) -> str:
         parts = [len(one) * int(times) for one, times in pattern.findall(found)]
         if sum(parts) > _LONGEST:
             raise UsageError(
-                f"pipeline layer layout '{layout}': it has more than {_LONGEST} letters"
+                f"the layer layout '{layout}' ({FLAG}): it has more than {_LONGEST} letters"
             )
         found = pattern.sub(lambda match: match[1] * int(match[2]), found)
     return found

@@ -66,8 +66,9 @@ def _add_pipeline(parser: argparse.ArgumentParser) -> None:
     add_states(group)
     group.add_argument(
         "--pipeline-layer-layout",
+        "--pipeline-model-parallel-layout",
         metavar="LAYOUT",
-        help="which layers each stage holds, as in Megatron's --pipeline-model-parallel-layout: "
+        help="which layers each stage holds, as in Megatron-LM: "
         "'Ett|ttt|ttt|ttL' has four stages, embedding first, loss last; stages are written in "
         "the order in which a microbatch passes them. With a schedule also 'auto': fewer where "
         "embedding and output layer are, counted from the sizes of the model; or a file of "

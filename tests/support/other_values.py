@@ -36,11 +36,28 @@ def pairs(parser: argparse.ArgumentParser, base: list[str], seed: int) -> Iterat
 
     Args:
         base: what the parser requires.
+
+    An argument with one choice has no other value.
     """
     draw = random.Random(seed)
-    actions = {a.dest: a for a in parser._actions if a.option_strings and a.dest != "help"}
+    actions = {
+        a.dest: a
+        for a in parser._actions
+        if a.option_strings and a.dest != "help" and len(list(a.choices or "ab")) > 1
+    }
     for name in draw.sample(sorted(actions), len(actions)):
         yield Pair(name, *_different(parser, base, actions[name], draw))
+
+
+def _without_rivals(
+    parser: argparse.ArgumentParser, base: list[str], action: argparse.Action
+) -> list[str]:
+    """Leave out what excludes an argument, with its one value."""
+    groups = [g._group_actions for g in parser._mutually_exclusive_groups]
+    rivals = [a for group in groups if action in group for a in group if a is not action]
+    flags = {flag for rival in rivals for flag in rival.option_strings}
+    at = {i for i, word in enumerate(base) if word in flags}
+    return [word for i, word in enumerate(base) if i not in at and i - 1 not in at]
 
 
 def _different(
@@ -49,8 +66,9 @@ def _different(
     default = _parsed(parser, base)
     assert default is not None
     found: list[argparse.Namespace] = []
+    rest = _without_rivals(parser, base, action)
     for words in ([flag, *w] for w in _words(action, draw) for flag in action.option_strings):
-        args = _parsed(parser, [*base, *words])
+        args = _parsed(parser, [*rest, *words])
         if args is not None and _is_new(action.dest, args, found):
             found.append(args)
         if len(found) == 2:
