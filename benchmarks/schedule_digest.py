@@ -1,9 +1,12 @@
 #!/usr/bin/env python3
-"""One digest of many schedules, to see that a change of the code has not changed them.
+"""Digests of many schedules, to see that a change of the code has not changed them.
 
-Draws requests (schedule, sizes, costs, memory limit, chunks; one iteration or many without a
-barrier) from a seed, builds each, and hashes its table of passes or the error it ends with. Prints
-one JSON line; equal digests of two commits mean equal schedules.
+Draws requests from a seed, builds each, and hashes its table of passes or the error it ends with.
+Prints one JSON line with a digest per kind of request; equal digests of two commits mean equal
+schedules. The kinds are plain (equal stages; schedule, sizes, costs, memory limit, chunks; one
+iteration or many without a barrier), and what plain requests never have: overlapped pairs,
+recomputation, offload, both, vocabulary parallelism without and with the embedding, unequal stages
+and unequal microbatches. Searches are cut short, so that hundreds take minutes.
 """
 
 from __future__ import annotations
@@ -14,6 +17,7 @@ import json
 import random
 import sys
 import time
+from collections.abc import Iterator
 from typing import Any
 
 import provenance
@@ -21,7 +25,14 @@ import provenance
 from megatron_zb import schedules
 from megatron_zb.errors import UsageError
 from megatron_zb.schedules import catalog, interchange
+from megatron_zb.schedules.search import placement_search
 
+PLAIN = "plain"
+KINDS = ("pairs", "R", "DH", "R+DH", "vocabulary", "embedding", "stages", "lengths")
+_STATES = ("R", "DH", "R+DH")
+_WITH_STATES = ["v-zb", "v-half", "v-min", "zb-1p", "zb-2p"]
+_WITH_OTHERS = ["zb-1p", "v-zb", "v-half", "v-min", "dualpipe-v", "wave", "zb-h1", "interleaved"]
+_SECONDS = {"NAMED_SECONDS": 0.1, "STATE_SECONDS": 1.0, "_PAIR_SECONDS": 0.3}
 _AUTO_EVERY = 50  # requests: it searches for seconds
 
 
@@ -45,6 +56,49 @@ def draw(dice: random.Random, number: int) -> tuple[str, dict[str, Any]]:
     return name, {**given, "chunks": chunks, "back_to_back": dice.random() < 0.2}
 
 
+def draw_other(dice: random.Random, kind: str) -> tuple[str, dict[str, Any]]:
+    """A request of a kind that is not plain."""
+    p, m = dice.randint(2, 5), dice.randint(2, 10)
+    slices = p * dice.choice([1, 2])
+
+    def each(least: float, most: float) -> list[float]:
+        if kind in ("stages", "lengths"):
+            return [dice.uniform(least, most) for _ in range(slices)]
+        return [dice.uniform(least, most)] * slices
+
+    costs = schedules.Costs.of_slices(
+        pipeline_size=p,
+        forward=each(0.5, 2),
+        backward=each(0.5, 2),
+        weight=each(0.2, 1),
+        p2p=dice.choice([0.0, 0.1]),
+    )
+    if kind == "pairs":
+        exchange = {"forward": dice.uniform(0.1, 0.6), "backward": dice.uniform(0.1, 0.6)}
+        costs = costs.with_communication(**exchange)
+    if kind in ("R", "R+DH"):
+        costs = costs.with_recomputation(kept_input=dice.uniform(0.01, 0.1))
+    if kind in ("DH", "R+DH"):
+        costs = costs.with_offload(seconds=dice.uniform(0.2, 1.0))
+    if kind in ("vocabulary", "embedding"):
+        output, weight = dice.uniform(1, 3), dice.uniform(0.5, 1.5)
+        lookup = 0.01 if kind == "embedding" else None
+        costs = costs.with_vocabulary(output=output, weight=weight, lookup=lookup)
+    if kind == "lengths":
+        costs = costs.of_lengths([dice.uniform(0.5, 2) for _ in range(m)])
+    name = dice.choice(_WITH_STATES if kind in _STATES else _WITH_OTHERS)
+    limit = dice.choice([None, dice.uniform(0.4, 1.2)])
+    sizes = {"pipeline_size": p, "num_microbatches": m}
+    return name, {**sizes, "costs": costs, "memory_limit": limit}
+
+
+def requests(kind: str, count: int, seed: int) -> Iterator[tuple[str, dict[str, Any]]]:
+    """The requests of a kind."""
+    dice = random.Random(seed if kind == PLAIN else f"{seed} {kind}")
+    for number in range(count):
+        yield draw(dice, number) if kind == PLAIN else draw_other(dice, kind)
+
+
 def built(name: str, given: dict[str, Any]) -> str:
     """The schedule as a table, or what is wrong with the request."""
     try:
@@ -55,28 +109,33 @@ def built(name: str, given: dict[str, Any]) -> str:
 
 def parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--requests", type=int, default=300, metavar="N")
+    parser.add_argument("--requests", type=int, default=300, metavar="N", help="plain ones")
+    parser.add_argument("--others", type=int, default=25, metavar="N", help="of each other kind")
     parser.add_argument("--seed", type=int, default=0, metavar="N")
     return parser
 
 
 def main() -> int:
     arguments = parser().parse_args()
-    dice = random.Random(arguments.seed)
-    digest = hashlib.sha256()
-    begin = time.process_time()
-    refused = 0
-    for number in range(arguments.requests):
-        name, given = draw(dice, number)
-        text = built(name, given)
-        refused += "\n" not in text
-        digest.update(text.encode())
+    digests, seconds, refused = {}, {}, {}
+    for kind in (PLAIN, *KINDS):
+        if kind != PLAIN:
+            for name, brief in _SECONDS.items():
+                setattr(placement_search, name, brief)
+        count = arguments.requests if kind == PLAIN else arguments.others
+        digest, begin, errors = hashlib.sha256(), time.process_time(), 0
+        for name, given in requests(kind, count, arguments.seed):
+            text = built(name, given)
+            errors += "\n" not in text
+            digest.update(text.encode())
+        digests[kind], refused[kind] = digest.hexdigest()[:16], errors
+        seconds[kind] = round(time.process_time() - begin, 1)
     result = {
-        "requests": arguments.requests,
+        "requests": {PLAIN: arguments.requests, **dict.fromkeys(KINDS, arguments.others)},
         "seed": arguments.seed,
         "refused": refused,
-        "digest": digest.hexdigest(),
-        "seconds": time.process_time() - begin,
+        "digests": digests,
+        "seconds": seconds,
         **provenance.of_this_run(),
     }
     print(json.dumps(result))
