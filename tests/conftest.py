@@ -11,6 +11,7 @@ from typing import Any
 import kept_searches
 import pytest
 from brief_searches import briefly
+from browser import Browser, find_browser
 from rank_process import Kind, missing_transformer_engine
 from ranks import RankPool, RankPools
 from texts import prepared
@@ -114,3 +115,12 @@ def older_te_pool(ranks: RankPools) -> RankPool:
 def corpus(tmp_path_factory: pytest.TempPathFactory) -> str:
     """The prefix of a data set in Megatron's format: 400 kB of real text, a byte a token."""
     return prepared(tmp_path_factory.mktemp("corpus"), most_bytes=400_000)
+
+
+@pytest.fixture(scope="module")
+def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
+    """A real browser for the tests of pages; their modules skip where there is none."""
+    command = find_browser()
+    assert command is not None
+    with Browser(command, tmp_path_factory.mktemp("profile")) as opened:
+        yield opened

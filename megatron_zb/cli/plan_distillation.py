@@ -57,6 +57,11 @@ def _read(arguments: argparse.Namespace) -> Job:
                 f"{flag_of(name)} says nothing about a distillation: leave it out, or "
                 "leave out --student-config"
             )
+    if arguments.words:
+        raise UsageError(
+            "the arguments of a training do not describe a distillation: give the teacher with "
+            "--config, or leave out --student-config"
+        )
     plan, _ = plan_request.read(argparse.Namespace(**{**vars(arguments), "micro_batch_size": None}))
     path = path_of("--student-config", "students", arguments.student_config)
     return Job(

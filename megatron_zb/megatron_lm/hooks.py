@@ -246,7 +246,8 @@ class _Hooks:
         try:
             loaded = original(load_dir, args, *rest, **keywords)
         except ValueError as error:
-            if (why := stored_placement.other_groups(error, load_dir)) is None:
+            why = None if self._run is None else stored_placement.other_groups(error, load_dir)
+            if why is None:
                 raise
             end_with(why, args.rank, speaks=True)  # rank 0 may have loaded its own
         run = self._run

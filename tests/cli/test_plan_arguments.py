@@ -97,6 +97,7 @@ def test_what_cannot_be_planned_is_refused_in_one_sentence(words: list[str], nam
         (["--gpus", "8", "--config", "gpt_28b"], "leave one out"),
         (["--profile", "run.yaml"], "cannot be combined with --profile"),
         ([], "--gpus is missing"),
+        (["--gpus", "8", "--student-config", "half_mlp"], "leave out --student-config"),
     ],
 )
 def test_two_descriptions_are_refused(

@@ -62,14 +62,6 @@ WRITERS: dict[str, Callable[[Path], None]] = {
 
 
 @pytest.fixture(scope="module")
-def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
-    command = find_browser()
-    assert command is not None
-    with Browser(command, tmp_path_factory.mktemp("profile")) as opened:
-        yield opened
-
-
-@pytest.fixture(scope="module")
 def pages(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     folder = tmp_path_factory.mktemp("pages")
     found = {kind: folder / f"{kind.replace(' ', '_')}.html" for kind in WRITERS}

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -27,14 +26,6 @@ pytestmark = pytest.mark.skipif(find_browser() is None, reason=MISSING)
 NAMES = orders.names()
 COSTS = [(1.0, 1.0, 1.0, 0.0), (1.0, 1.2, 0.9, 0.05), (1.3, 1.7, 0.4, 0.3), (1.0, 2.0, 0.0, 0.1)]
 EVIL = "</title></script><script>alert(1)</script><img src=x onerror=alert(2)>"
-
-
-@pytest.fixture(scope="module")
-def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
-    command = find_browser()
-    assert command is not None
-    with Browser(command, tmp_path_factory.mktemp("profile")) as opened:
-        yield opened
 
 
 @pytest.fixture(scope="module")
@@ -292,7 +283,7 @@ def test_every_size_that_is_offered_answers(name: str, page: Browser) -> None:
 def test_what_is_listed_is_offered_in_every_size_of_the_page(
     browser: Browser, tmp_path: Path
 ) -> None:
-    """A page of its own size has what is built at once in that size, too."""
+    """At a size that the package has no orders for, a page offers what its script builds itself."""
     path = tmp_path / "odd.html"
     assert cli.main(["show", "v-min", "-p", "5", "-m", "7", "--output", str(path)]) == 0
     browser.open(path)

@@ -163,6 +163,7 @@ def test_links_are_measured_by_blocking_messages(ranks: RankPools, size: int) ->
 def timeout_of_a_new_group() -> float:
     [group] = new_groups([range(dist.get_world_size())])
     seconds: float = group._get_backend(torch.device("cpu")).options._timeout.total_seconds()
+    dist.barrier()  # a rank may still be connecting
     dist.destroy_process_group(group)
     return seconds
 

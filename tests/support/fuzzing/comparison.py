@@ -79,20 +79,9 @@ def width(key: str, combination: Combination) -> float:
         return norms if is_norm else losses
     if not places_elsewhere(combination):
         return 5e-7 if is_norm and combination["post-validation"] == "with" else 0.0
-    if combination["clip"] == "0.3":
-        return _clipped(key, precision, routes=combination["experts"] != "without")
+    if combination["clip"] == "0.3" and (is_norm or "loss" in key):
+        return 1e-6 if precision == "fp32" else 1e-4
     return 5e-7 if is_norm else 0.0
-
-
-def _clipped(key: str, precision: str, *, routes: bool) -> float:
-    """How far apart a number may be where the last bit of the norm is in every weight.
-
-    In half precision that bit may send a token to another expert, without clipping it does not.
-    """
-    is_log = key.endswith("norm") or "loss" in key
-    if precision == "fp32" or not routes:
-        return (1e-6 if precision == "fp32" else 1e-4) if is_log else 0.0
-    return 1e-3 if is_log else 1e-2 if key.endswith("num zeros") else 0.0
 
 
 def places_elsewhere(combination: Combination) -> bool:
