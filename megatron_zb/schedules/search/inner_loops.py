@@ -192,7 +192,10 @@ def run_list_scheduler(
             if waiting > 0 and waiting > forced:
                 best_kind, best_start, best = 2 * chunks, now, -INFINITY
             else:
-                for k in range(2 * chunks):
+                for i in range(2 * chunks):
+                    # among equal scores the first one wins: F of a chunk, then its B; but with
+                    # pairs all F first, each with the pairs that it could be in
+                    k = i if has_pairs else i // 2 + i % 2 * chunks
                     c = k if k < chunks else k - chunks
                     mb = counts[base + k]
                     if mb >= m:
@@ -320,11 +323,13 @@ def run_list_scheduler(
                     length = max(length + alone - both, both, length, alone) * (1.0 + loss)
                     joined[f_code] = 1
                 else:
-                    length = alone
+                    length = seconds[b_code]
                 order[place] = b_code
                 place += 1
                 held[r] += memory[b_code]
             end = choice_start[r] + length
+            if backward >= 0 and not is_pair and not split:
+                end += seconds[b_code + block]
             clock[r] = end
             counts[base + 2 * chunks + 2] += 2 if is_pair else 1
             done += 2 if is_pair else 1
