@@ -358,14 +358,14 @@ def local_search(
     best: Any,
     best_flags: Any,
 ) -> float:
-    """Improve ``order``, of each rank's codes, and ``flags``; ``best`` and ``best_flags`` get the best.
+    """Improve ``order``, of each rank's codes, and ``flags``, into ``best`` and ``best_flags``.
 
     Threshold accepting on the orders themselves: a move changes one rank, the schedule is timed
     again, and the change is kept if it loses no more than a threshold that falls to zero. ``flags``
     say by code of F what is joined with the backward behind it, where passes communicate, and what
     is recomputed otherwise. Returns the makespan of ``best``.
     """
-    end, critical, kept, kept_flags = space.end, space.critical, space.kept, space.kept_flags
+    critical, kept, kept_flags = space.critical, space.kept, space.kept_flags
     has_pairs = len(exchange.seconds) > 0
     block = graph.pipeline_size * graph.chunks * graph.num_microbatches
     kinds = 4 if len(states.seconds) > 0 else 3
@@ -894,9 +894,7 @@ def choose(
     return -1
 
 
-def hand_on(
-    gaps: Gaps, space: GapSpace, events: Any, code: int, rank: int, end: float
-) -> None:
+def hand_on(gaps: Gaps, space: GapSpace, events: Any, code: int, rank: int, end: float) -> None:
     """Make the output of a pass known to the passes that read it, and wake their ranks."""
     m, stages, ranks = gaps.num_microbatches, gaps.stages, len(gaps.num_leads)
     counts, ready, width = space.counts, space.ready, len(gaps.leads) // ranks
