@@ -32,7 +32,7 @@ compares the ways better than the clock; it means nothing for blocks that sleep.
 
 Prints tables and, last, one JSON line; --output writes that into a file as well.
 
-examples:
+Examples:
   benchmarks/pipe_bd.py
   benchmarks/pipe_bd.py --blocks 6 --teacher 4 --student 4 --skip-real
   benchmarks/pipe_bd.py --skip-sleeping --real-blocks 8 --hidden 256

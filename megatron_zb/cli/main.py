@@ -229,7 +229,6 @@ def _separated(words: Sequence[str]) -> list[str]:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command; a UsageError is printed as one sentence, with exit code 2."""
-
     words = sys.argv[1:] if argv is None else list(argv)
 
     def run() -> int | None:

@@ -1,6 +1,6 @@
-"""Time steps whose stages sleep, on the ranks that torchrun has started.
+r"""Time steps whose stages sleep, on the ranks that torchrun has started.
 
-    torchrun --nproc-per-node 4 -m megatron_zb.cli.sleeping_steps --schedules 1f1b v-half \\
+    torchrun --nproc-per-node 4 -m megatron_zb.cli.sleeping_steps --schedules 1f1b v-half \
         --num-microbatches 8 --milliseconds 16 16 16 --repetitions 3 --log-file steps.jsonl
 
 A rank that sleeps needs no core, so that the bubbles of as many ranks as one likes are seen on any

@@ -59,6 +59,7 @@ def relay_steps(
     observer: Observer | None = None,
 ) -> Iterator[int]:
     """Run the steps ``first`` to ``until - 1``; yield each when its update is done on this rank.
+
     Other ranks may be in other steps then, at most ``run_ahead`` ahead. Messages for later steps
     are under way between two steps; after the last none is, so what waits for all ranks, such as
     a checkpoint, belongs there. To be exhausted: the end is where the last sends are waited for.
