@@ -5,6 +5,6 @@ from __future__ import annotations
 from setuptools import find_packages, setup
 
 setup(
-    packages=[*find_packages(include=["megatron_zb", "megatron_zb.*"]), "megatron_zb.configs"],
+    packages=[*find_packages(include=["megatron_zb*"]), "megatron_zb.configs"],
     package_dir={"megatron_zb.configs": "configs"},
 )

@@ -76,15 +76,15 @@ from ways_to_distil import (
     unrelayed,
 )
 
-from megatron_zb.distillation.schedule.distribution import (
+from megatron_zb.schedules import simulate
+from megatron_zb_distill.schedule.distribution import (
     BlockCosts,
     Distribution,
     RelayCosts,
     distribute,
     evenly,
 )
-from megatron_zb.distillation.schedule.pipe_bd import pipe_bd
-from megatron_zb.schedules import simulate
+from megatron_zb_distill.schedule.pipe_bd import pipe_bd
 
 PUBLISHED = (2.37, 7.38)
 BASELINE = "block by block"

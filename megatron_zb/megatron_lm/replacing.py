@@ -19,7 +19,7 @@ def is_megatrons(module: str) -> bool:
 
 def is_anybodys(module: str) -> bool:
     """Return whether a module may hold replacements: any but those that call the originals."""
-    return module.split(".")[0] != "megatron_zb"
+    return not module.startswith("megatron_zb")
 
 
 def hooked(original: Any, hook: Any) -> Any:

@@ -13,10 +13,6 @@ from rank_process import Kind
 from ranks import RankPools
 from small_relay import Block, M, data, distilled_on_ranks, empty
 
-from megatron_zb.distillation.relay_steps import HANDLERS, relay_steps
-from megatron_zb.distillation.schedule.distribution import Distribution
-from megatron_zb.distillation.schedule.pipe_bd import pipe_bd
-from megatron_zb.distillation.schedule.step_by_step import step_by_step
 from megatron_zb.runtime.channels import Channels
 from megatron_zb.runtime.executor import run_program
 from megatron_zb.runtime.link_times import seconds_over_a_link
@@ -24,6 +20,10 @@ from megatron_zb.runtime.recorder import Recorder
 from megatron_zb.runtime.watchdog.progress import Progress
 from megatron_zb.schedules import lower
 from megatron_zb.schedules.passes import Channel, Message, Pass, PassKind
+from megatron_zb_distill.relay_steps import HANDLERS, relay_steps
+from megatron_zb_distill.schedule.distribution import Distribution
+from megatron_zb_distill.schedule.pipe_bd import pipe_bd
+from megatron_zb_distill.schedule.step_by_step import step_by_step
 
 
 def distilled_alone(num_blocks: int, steps: int) -> list[torch.Tensor]:

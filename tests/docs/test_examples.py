@@ -208,7 +208,8 @@ def test_the_dockerfile_can_be_read_and_copies_what_is_there() -> None:
             subprocess.run(["bash", "-n", "-c", rest], check=True)
         elif name == "CMD":
             assert json.loads(rest)[0] == "megatron-zb"
-    needed = {"setup.py", "pyproject.toml", "README.md", "megatron_zb", "configs", "scripts"}
+    packages = {path.name for path in ROOT.glob("megatron_zb*") if path.is_dir()}
+    needed = {"setup.py", "pyproject.toml", "README.md", "configs", "scripts", *packages}
     assert needed <= copied
     (install,) = [rest for name, rest in found if name == "RUN" and "--no-deps . " in rest]
     of_the_base = {"torch", "megatron-core"}

@@ -124,7 +124,7 @@ def test_every_figure_of_the_first_page_is_computed() -> None:
 
 
 def test_the_quickstart_trains_as_often_as_the_first_page_says() -> None:
-    from megatron_zb.cli import quickstart
+    from megatron_zb_train import quickstart
 
     assert len(quickstart.SCHEDULES) + 1 == 5
 

@@ -28,7 +28,7 @@ SECONDS_TO_TRAIN = 120.0
 # for the functions that --cpu redirects.
 REPORT = """
 import json, os, sys
-from megatron_zb.training.launch import launch
+from megatron_zb_train.launch import launch
 
 def ours(thing):
     home = getattr(thing, "__module__", None) or ""

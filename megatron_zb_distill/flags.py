@@ -1,0 +1,137 @@
+"""The flags of `megatron_zb.distill_gpt` and their `--help` texts.
+
+Nothing here imports torch or Megatron, so that `--help` answers at once.
+"""
+
+from __future__ import annotations
+
+import argparse
+
+from megatron_zb.job.run_flags import add_other_data, add_timeout
+from megatron_zb.parsing import Parser
+from megatron_zb_train import flags
+
+LOSSES = ("mse", "normalised-mse", "cosine")
+FIRST, BEST = "first", "best"
+
+_DESCRIPTION = """\
+Distil a GPT block by block: every block of a student learns from the block of its teacher in the
+same place, on the activations that the teacher's blocks relay from rank to rank (Pipe-BD,
+arXiv 2301.12443).
+
+  torchrun --nproc-per-node 2 -m megatron_zb.distill_gpt --cpu \\
+      --teacher-load checkpoints/teacher --student-config configs/students/half_mlp.yaml \\
+      --micro-batch-size 2 --global-batch-size 16 --train-iters 300 --lr 1e-3 \\
+      --data-path data/corpus_text --save checkpoints/distillation \\
+      --save-student checkpoints/student
+
+The sizes of the model are those of the teacher's checkpoint.
+"""
+
+
+def parser() -> Parser:
+    """Build the parser of the command line, which raises UsageError on mistakes."""
+    command_line = Parser(
+        prog="python -m megatron_zb.distill_gpt",
+        description=_DESCRIPTION,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    _add_distillation(command_line)
+    _add_ranks(command_line)
+    _add_training(command_line)
+    _add_data(command_line)
+    _add_checkpoint(command_line)
+    _add_log(command_line)
+    return command_line
+
+
+def _add_distillation(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("distillation")
+    group.add_argument(
+        "--teacher-load",
+        required=True,
+        metavar="DIR",
+        help="the teacher: a torch_dist checkpoint of a GPT, as --save of pretrain_gpt writes it",
+    )
+    group.add_argument(
+        "--student-config",
+        required=True,
+        metavar="FILE",
+        help="the shapes of the student's blocks, see configs/students",
+    )
+    group.add_argument(
+        "--loss",
+        choices=LOSSES,
+        default="normalised-mse",
+        help="between the outputs of a student block and its teacher's; default: %(default)s",
+    )
+    group.add_argument(
+        "--candidate",
+        default=FIRST,
+        metavar="NAME",
+        help="which candidate of each block is stitched into the student: one by its name, the "
+        "first, or the best, which has the lowest loss at the end; default: %(default)s",
+    )
+
+
+def _add_ranks(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("ranks")
+    flags.add_processes(group)
+    group.add_argument(
+        "--distribution",
+        metavar="SPEC",
+        help="which blocks run on how many ranks: 0-3:1,4-7:2 is blocks 0 to 3 on one rank and 4 "
+        "to 7 on two; by default blocks are timed, and what should be fastest is chosen",
+    )
+    group.add_argument(
+        "--run-ahead",
+        type=int,
+        default=2,
+        metavar="N",
+        help="steps that the first rank may be ahead of the slowest; default: %(default)s",
+    )
+    add_timeout(group)
+
+
+def _add_training(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("training")
+    flags.add_batches(
+        group,
+        "sequences per iteration, over all microbatches; a stage on several ranks gives them "
+        "microbatches in turn",
+    )
+    group.add_argument(
+        "--seq-length", type=int, metavar="N", help="in tokens; default: the teacher's"
+    )
+    flags.add_optimizer(group)
+    group.add_argument("--bf16", action="store_true", help="float32 without it")
+
+
+def _add_data(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("data and evaluation")
+    flags.add_sources(group)
+    flags.add_evaluation(
+        group,
+        "batches of held-out text on which teacher and stitched student are compared at the end",
+    )
+
+
+def _add_checkpoint(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("checkpoints")
+    flags.add_checkpoints(
+        group,
+        "write a checkpoint of all candidates and their optimizers at the end of the run",
+        "continue from the latest checkpoint there",
+    )
+    add_other_data(group)
+    group.add_argument(
+        "--save-student",
+        metavar="DIR",
+        help="write the stitched student as a checkpoint of Megatron at the end of the run",
+    )
+
+
+def _add_log(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("log")
+    flags.add_records(group, interval=10)
