@@ -14,11 +14,19 @@ from importlib.machinery import ModuleSpec
 from importlib.util import find_spec, spec_from_loader
 from types import CodeType, ModuleType
 
+# The first that fits a name counts: modules come before their package.
 MOVED = {
-    "megatron_zb.training": "megatron_zb_train",
+    "megatron_zb.distillation.arguments": "megatron_zb_distill.flags",
+    "megatron_zb.distillation.losses": "megatron_zb_distill.student_block",
+    "megatron_zb.distillation.optimizer": "megatron_zb_distill.student_block",
+    "megatron_zb.distillation.shapes": "megatron_zb_distill.student",
+    "megatron_zb.distillation.stage_blocks": "megatron_zb_distill.stage",
     "megatron_zb.distillation": "megatron_zb_distill",
+    "megatron_zb.training": "megatron_zb_train",
     "megatron_zb.pretrain_gpt": "megatron_zb_train.pretrain_gpt",
     "megatron_zb.distill_gpt": "megatron_zb_distill.distill_gpt",
+    "megatron_zb.cli.pipe_bd_flags": "megatron_zb_distill.cli",
+    "megatron_zb.cli.plan_distillation": "megatron_zb_distill.plan",
     "megatron_zb.cli.quickstart": "megatron_zb_train.quickstart",
     "megatron_zb.cli.sleeping_steps": "megatron_zb_train.sleeping_steps",
 }

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from megatron_zb.runtime.link_times import seconds_over_a_link
 from megatron_zb_distill.blocks import rotary, teacher_layer
 from megatron_zb_distill.schedule.distribution import BlockCosts
-from megatron_zb_distill.shapes import BlockShape, TeacherShape
+from megatron_zb_distill.student import BlockShape, TeacherShape
 from megatron_zb_distill.student_block import StudentBlock
 
 _REPEATS = 4  # after one that allocates what then stays

@@ -18,7 +18,7 @@ from megatron.core.transformer.identity_op import IdentityFuncOp, IdentityOp
 from megatron.core.transformer.spec_utils import ModuleSpec, build_module
 from megatron.core.transformer.transformer_layer import TransformerLayer
 
-from megatron_zb_distill.shapes import BlockShape
+from megatron_zb_distill.student import BlockShape
 from megatron_zb_train.model import transformer_config
 
 _FIRST_NORM, _SECOND_NORM = "input_layernorm.", "pre_mlp_layernorm."

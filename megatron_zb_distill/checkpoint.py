@@ -16,8 +16,8 @@ from megatron_zb.job import data_contents
 from megatron_zb.parsing import flag_of
 from megatron_zb_distill import weights
 from megatron_zb_distill.schedule.distribution import Distribution
-from megatron_zb_distill.shapes import BlockShape
-from megatron_zb_distill.stage_blocks import StageBlocks
+from megatron_zb_distill.stage import StageBlocks
+from megatron_zb_distill.student import BlockShape
 from megatron_zb_distill.student_block import StudentBlock
 from megatron_zb_train.checkpoint import read, write
 from megatron_zb_train.checkpoint_contents import check_contents

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_zb_distill.schedule.distribution import Distribution
-from megatron_zb_distill.stage_blocks import StageBlocks
+from megatron_zb_distill.stage import StageBlocks
 from megatron_zb_distill.student_block import StudentBlock
 from megatron_zb_train import data
 

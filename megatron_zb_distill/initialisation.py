@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from megatron_zb_distill.shapes import BlockShape, TeacherShape
+from megatron_zb_distill.student import BlockShape, TeacherShape
 
 Weights = dict[str, torch.Tensor]
 

@@ -26,9 +26,9 @@ from megatron_zb_distill.relay_steps import relay_steps
 from megatron_zb_distill.report import BusyTime, Report, Steps
 from megatron_zb_distill.schedule.distribution import Distribution, distribute
 from megatron_zb_distill.schedule.step_by_step import step_by_step
-from megatron_zb_distill.shapes import BlockShape
-from megatron_zb_distill.stage_blocks import StageBlocks, open_stage_blocks
+from megatron_zb_distill.stage import StageBlocks, open_stage_blocks
 from megatron_zb_distill.stitching import choose, save_student
+from megatron_zb_distill.student import BlockShape
 from megatron_zb_distill.teacher import Teacher
 from megatron_zb_train import data
 from megatron_zb_train.log import open_records

@@ -25,8 +25,7 @@ from megatron_zb_distill.schedule.distribution import (
     distribute,
     evenly,
 )
-from megatron_zb_distill.shapes import BlockShape, TeacherShape
-from megatron_zb_distill.student import StudentConfig, library
+from megatron_zb_distill.student import BlockShape, StudentConfig, TeacherShape, library
 
 _LOSS = 12
 """Bytes of traffic for each element of a block's output in the loss and its gradient."""

@@ -14,8 +14,8 @@ from megatron_zb.errors import UsageError
 from megatron_zb.parsing import flag_of
 from megatron_zb_distill import weights
 from megatron_zb_distill.flags import BEST, FIRST
-from megatron_zb_distill.shapes import BlockShape
-from megatron_zb_distill.stage_blocks import StageBlocks
+from megatron_zb_distill.stage import StageBlocks
+from megatron_zb_distill.student import BlockShape
 from megatron_zb_distill.student_block import StudentBlock
 from megatron_zb_train.checkpoint import write
 

@@ -1,16 +1,55 @@
-"""Student configurations, ``configs/students/*.yaml``. Imports neither torch nor Megatron."""
+"""Shapes of student blocks, and their files, ``configs/students/*.yaml``. Imports no torch."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from pydantic import Field, model_validator
 
 from megatron_zb.errors import UsageError
 from megatron_zb.measured import config
 from megatron_zb.measured.config import Section, optional_size
-from megatron_zb_distill.shapes import AttentionKind, BlockShape, MlpKind, TeacherShape
+
+AttentionKind = Literal["attention", "linear", "no_op"]
+MlpKind = Literal["mlp", "linear", "no_op"]
+
+
+@dataclass(frozen=True)
+class TeacherShape:
+    """Sizes of a teacher, in elements."""
+
+    num_layers: int
+    hidden_size: int
+    num_attention_heads: int
+    num_query_groups: int
+    ffn_hidden_size: int
+
+
+@dataclass(frozen=True)
+class BlockShape:
+    """The shape of one candidate for one block; width and heads are the teacher's."""
+
+    name: str
+    attention: AttentionKind
+    num_query_groups: int
+    """Number of heads of keys and values; the teacher's where there is no attention."""
+    mlp: MlpKind
+    ffn_hidden_size: int
+    """Width of the MLP; the teacher's where there is no MLP."""
+    learning_rate: float | None
+    """Peak learning rate; None for the run's."""
+
+    @property
+    def is_layer(self) -> bool:
+        """Whether the block has attention and an MLP, as every layer of a GPTModel has."""
+        return self.attention == "attention" and self.mlp == "mlp"
+
+    @property
+    def sizes(self) -> tuple[int, int]:
+        """Sizes that must be equal in all layers of a GPTModel: query groups and MLP width."""
+        return self.num_query_groups, self.ffn_hidden_size
 
 
 class Attention(Section):

@@ -10,7 +10,7 @@ from typing import Any
 from megatron.core import dist_checkpointing
 
 from megatron_zb.errors import UsageError
-from megatron_zb_distill.shapes import TeacherShape
+from megatron_zb_distill.student import TeacherShape
 from megatron_zb_train.checkpoint import read
 from megatron_zb_train.checkpoint_contents import check_contents
 from megatron_zb_train.checkpoint_directory import latest_checkpoint

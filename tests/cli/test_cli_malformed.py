@@ -25,7 +25,7 @@ from megatron_zb.cli import output_file
 from megatron_zb.errors import UsageError
 from megatron_zb.measured.profile import write_profile
 from megatron_zb.measured.trace import trace_path, write_trace
-from megatron_zb_distill import arguments as distillation
+from megatron_zb_distill import flags as distillation
 from megatron_zb_train import arguments as training
 from megatron_zb_train import quickstart, sleeping_steps
 

@@ -13,7 +13,7 @@ from texts import prepared
 from training_jobs import written
 
 from megatron_zb_distill.blocks import student_layer
-from megatron_zb_distill.shapes import BlockShape
+from megatron_zb_distill.student import BlockShape
 from megatron_zb_train.arguments import parse
 
 FLAGS = {

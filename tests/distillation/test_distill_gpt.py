@@ -341,7 +341,7 @@ def _script(*options: str, **variables: str) -> subprocess.CompletedProcess[str]
 
 
 def test_the_script_writes_a_command_that_is_understood(teacher: Path, corpus: str) -> None:
-    from megatron_zb_distill.arguments import parse
+    from megatron_zb_distill.flags import parse
 
     said = _script("--dry-run", "--cpu", TEACHER=str(teacher), DATA_PATH=corpus)
     assert said.returncode == 0, said.stderr

@@ -33,10 +33,9 @@ from texts import prepared
 
 from megatron_zb.errors import UsageError
 from megatron_zb.measured import config
-from megatron_zb_distill.losses import cosine, mse, normalised_mse
 from megatron_zb_distill.place import parse_distribution
-from megatron_zb_distill.shapes import TeacherShape
-from megatron_zb_distill.student import StudentConfig, library
+from megatron_zb_distill.student import StudentConfig, TeacherShape, library
+from megatron_zb_distill.student_block import cosine, mse, normalised_mse
 from megatron_zb_train.checkpoint_contents import check_contents
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -377,7 +376,7 @@ def steps_in_low_precision() -> tuple[list[float], float]:
     """What bfloat16 weights become under steps that are too small for them, and their sum."""
     import argparse
 
-    from megatron_zb_distill.optimizer import BlockOptimizer
+    from megatron_zb_distill.student_block import BlockOptimizer
     from megatron_zb_train import flags
 
     known = flags.parser().defaults()

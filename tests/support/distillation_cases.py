@@ -17,12 +17,11 @@ from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from megatron_zb.megatron_core.initialisation import initialise_by_global_name
-from megatron_zb_distill import arguments
 from megatron_zb_distill.blocks import student_layer, teacher_layer
+from megatron_zb_distill.flags import complete, parse
 from megatron_zb_distill.initialisation import inherit
 from megatron_zb_distill.loop import Job, distribution_of, open_job
-from megatron_zb_distill.shapes import BlockShape
-from megatron_zb_distill.student import StudentConfig, library
+from megatron_zb_distill.student import BlockShape, StudentConfig, library
 from megatron_zb_distill.teacher import read_teacher
 from megatron_zb_train import data
 from megatron_zb_train.checkpoint import write
@@ -118,7 +117,7 @@ def job_of(corpus: str, teacher: str, candidates: Sequence[Mapping[str, Any]], *
     """A job over that teacher; `flags` are added to those of the command line."""
     words = [*TRAINING.split(), "--teacher-load", teacher, "--data-path", corpus, *flags]
     found = read_teacher(Path(teacher))
-    args = arguments.complete(arguments.parse(words), found.arguments)
+    args = complete(parse(words), found.arguments)
     student = StudentConfig.model_validate({"name": "a student", "candidates": list(candidates)})
     return Job(args, found, library(student, found.shape), None)
 
