@@ -22,8 +22,8 @@ from megatron_zb_distill import block_times, checkpoint
 from megatron_zb_distill.evaluation import compare
 from megatron_zb_distill.flags import BEST
 from megatron_zb_distill.place import Place, check_distribution, parse_distribution
-from megatron_zb_distill.relay_steps import relay_steps
-from megatron_zb_distill.report import BusyTime, Report, Steps
+from megatron_zb_distill.relay_steps import Exchange, relay_steps
+from megatron_zb_distill.report import Board, BusyTime, Report, Steps
 from megatron_zb_distill.schedule.distribution import Distribution, distribute
 from megatron_zb_distill.schedule.step_by_step import step_by_step
 from megatron_zb_distill.stage import StageBlocks, open_stage_blocks
@@ -142,9 +142,7 @@ class Run:
         if self._rank == 0 and args.log_file:
             file = open_records(args.log_file, append=first_step > 0)
         self.report = Report(
-            dist.PrefixStore("report", store),
-            self._rank,
-            distribution.num_ranks,
+            Board(dist.PrefixStore("report", store), self._rank, distribution.num_ranks),
             Steps(first_step, args.train_iters, args.log_interval, args.global_batch_size),
             list(stage_blocks.all_student_blocks()),
             busy,
@@ -176,11 +174,9 @@ class Run:
                 self._steps,
                 self._rank,
                 self.stage_blocks.stage(self._embedded),
-                self._channels,
-                self._buffer,
+                Exchange(self._channels, self._buffer, self._observer),
                 first=first,
                 until=end,
-                observer=self._observer,
             )
             for step in done:
                 self.report.after(step + 1)

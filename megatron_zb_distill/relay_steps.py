@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from typing import Protocol
 
 import torch
@@ -47,16 +48,24 @@ HANDLERS: Mapping[PassKind, Handler] = {
 }
 
 
+@dataclass(frozen=True)
+class Exchange:
+    """How a rank exchanges messages with other ranks, and who observes it."""
+
+    channels: Transport
+    allocate: Allocate
+    """Function from a message to an empty tensor for it, as for ``run_program``."""
+    observer: Observer | None = None
+
+
 def relay_steps(
     program: StepByStep,
     rank: int,
     stage: DistillationStage,
-    channels: Transport,
-    allocate: Allocate,
+    exchange: Exchange,
     *,
     first: int,
     until: int,
-    observer: Observer | None = None,
 ) -> Iterator[int]:
     """Run the steps ``first`` to ``until - 1``; yield each when its update is done on this rank.
 
@@ -68,12 +77,11 @@ def relay_steps(
         program: from :func:`megatron_zb_distill.schedule.step_by_step.step_by_step`.
         rank: the logical rank.
         stage: the stage of this rank.
-        channels: the channels of this rank to other ranks.
-        allocate: as for :func:`megatron_zb.runtime.executor.run_program`.
+        exchange: the messages of this rank.
         first, until: the same on all ranks.
-        observer: receives the passes and waits of this rank.
     """
     stages: Mapping[int, DistillationStage] = {program.stage_on(rank): stage}
+    channels, allocate, observer = exchange.channels, exchange.allocate, exchange.observer
     execution = Execution(
         program.send_slots, stages, channels, allocate, observer, handlers=HANDLERS
     )

@@ -69,23 +69,42 @@ class Steps:
         return step % self.interval == 0 or step == end
 
 
+@dataclass(frozen=True)
+class Board:
+    """Where the ranks 0 to ``ranks`` - 1 leave their parts of a line for rank 0."""
+
+    store: Store
+    rank: int
+    ranks: int
+
+    def leave(self, step: int, part: Mapping[str, Any]) -> None:
+        """Leave this rank's part of a step."""
+        self.store.set(f"step{step}/{self.rank}", json.dumps(part))
+
+    def pick_up(self, step: int) -> list[Any] | None:
+        """Return and remove the parts of all ranks; None if one is missing yet."""
+        keys = [f"step{step}/{rank}" for rank in range(self.ranks)]
+        if not self.store.check(keys):
+            return None
+        parts = [json.loads(self.store.get(key)) for key in keys]
+        for key in keys:
+            self.store.delete_key(key)
+        return parts
+
+
 class Report:
     """Progress reports: rank 0 prints and writes them, the other ranks contribute to them."""
 
     def __init__(
         self,
-        store: Store,
-        rank: int,
-        ranks: int,
+        board: Board,
         steps: Steps,
         student_blocks: Sequence[StudentBlock],
         busy: BusyTime,
         file: TextIO | None,
     ) -> None:
-        """Report on the ranks 0 to `ranks` - 1; only rank 0 writes to the file."""
-        self._store = store
-        self._rank = rank
-        self._ranks = ranks
+        """Report on the ranks of the board; only rank 0 writes to the file."""
+        self._board = board
         self._steps = steps
         self._student_blocks = student_blocks
         self._busy = busy
@@ -104,7 +123,7 @@ class Report:
         """Record that this rank has updated its students in step `step`, from 1."""
         if self._steps.is_told(step, self._end):
             self._leave(step)
-            if self._rank == 0:
+            if self._board.rank == 0:
                 self._expected.append(step)
                 self._pick_up()
 
@@ -122,23 +141,19 @@ class Report:
 
     def say(self, text: str) -> None:
         """Print on rank 0."""
-        if self._rank == 0:
+        if self._board.rank == 0:
             print(text, flush=True)
 
     def _leave(self, step: int) -> None:
         busy, passed = self._busy.take()
         learnt = [[p.block, p.shape.name, *p.take_losses()] for p in self._student_blocks]
-        part = {"busy": busy, "seconds": passed, "losses": learnt}
-        self._store.set(f"step{step}/{self._rank}", json.dumps(part))
+        self._board.leave(step, {"busy": busy, "seconds": passed, "losses": learnt})
 
     def _pick_up(self) -> None:
         while self._expected:
-            keys = [f"step{self._expected[0]}/{rank}" for rank in range(self._ranks)]
-            if not self._store.check(keys):
+            parts = self._board.pick_up(self._expected[0])
+            if parts is None:
                 return
-            parts = [json.loads(self._store.get(key)) for key in keys]
-            for key in keys:
-                self._store.delete_key(key)
             self._tell(self._expected.pop(0), parts)
 
     def _tell(self, step: int, parts: Sequence[Any]) -> None:

@@ -16,7 +16,7 @@ from megatron_zb_distill.blocks import Embedding, OutputHead, rotary, teacher_la
 from megatron_zb_distill.place import Place
 from megatron_zb_distill.student import BlockShape
 from megatron_zb_distill.student_block import StudentBlock
-from megatron_zb_distill.teacher import FLAG, Teacher
+from megatron_zb_distill.teacher import Teacher
 
 
 class Target(NamedTuple):
@@ -143,16 +143,9 @@ def open_stage_blocks(
     layers = {block: teacher_layer(args, block) for block in place.blocks}
     embedding = Embedding(args) if place.is_first else None
     head = OutputHead(args) if place.is_last else None
-    weights.load_teacher(
-        teacher.path,
-        layers,
-        args.num_layers,
-        embedding,
-        head,
-        args.untie_embeddings_and_output_weights,
-        place.group,
-        FLAG,
-    )
+    untied = args.untie_embeddings_and_output_weights
+    part = weights.TeacherPart(layers, args.num_layers, embedding, head, untied)
+    weights.load_teacher(teacher.path, part, place.group)
     student_blocks = [
         [StudentBlock(args, block, shape, layers[block], teacher.shape) for shape in library[block]]
         for block in place.blocks

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from megatron.core.dist_checkpointing.utils import replace_prefix_for_sharding
 from megatron.core.transformer.utils import sharded_state_dict_default
 
 from megatron_zb_distill.blocks import Embedding, OutputHead
+from megatron_zb_distill.teacher import FLAG
 from megatron_zb_train.checkpoint import read
 
 State = dict[str, Any]
@@ -68,45 +70,49 @@ def head_state(head: OutputHead, untied: bool, group: dist.ProcessGroup) -> Stat
     return state
 
 
-def load_teacher(
-    path: Path,
-    layers: Mapping[int, Any],
-    num_layers: int,
-    embedding: Embedding | None,
-    head: OutputHead | None,
-    untied: bool,
-    group: dist.ProcessGroup,
-    flag: str,
-) -> None:
+@dataclass(frozen=True)
+class TeacherPart:
+    """The modules of a teacher that a rank holds."""
+
+    layers: Mapping[int, Any]
+    """The layers by block."""
+    num_layers: int
+    """Layers of the whole teacher."""
+    embedding: Embedding | None
+    """On a rank of the first stage."""
+    head: OutputHead | None
+    """On a rank of the last stage."""
+    untied: bool
+    """Whether the output layer has its own weight."""
+
+
+def load_teacher(path: Path, part: TeacherPart, group: dist.ProcessGroup) -> None:
     """Load this rank's part of the teacher from a checkpoint; collective over all ranks.
 
     Args:
         path: the directory of the checkpoint's files.
-        layers: the layers of this rank, by block.
-        num_layers: the number of layers of the teacher.
-        embedding: the embedding, on a rank of the first stage.
-        head: the output head, on a rank of the last stage.
-        untied: whether the output layer has a weight of its own.
+        part: the modules to fill.
         group: the ranks that hold the same.
-        flag: the flag that named the checkpoint.
 
     Raises:
         UsageError: the files are damaged, or are of another model.
     """
+    layers, embedding, head = part.layers, part.embedding, part.head
     request: State = {
-        str(block): layer_state(layer, block, num_layers, group) for block, layer in layers.items()
+        str(block): layer_state(layer, block, part.num_layers, group)
+        for block, layer in layers.items()
     }
     if embedding is not None:
         request["embedding"] = embedding_state(embedding, group)
     if head is not None:
         request["norm"] = module_state(head.final_layernorm, _FINAL_NORM, group)
-        stored = _UNTIED if untied else _TIED
+        stored = _UNTIED if part.untied else _TIED
         request["output"] = tensor_state(stored, head.weight.detach(), group)
     # first and last stage both read an embedding that is the output layer, too
     state = read(
         path,
         lambda: dist_checkpointing.load(request, str(path), validate_access_integrity=False),
-        flag,
+        FLAG,
     )
     for block, layer in layers.items():
         fill(layer, state[str(block)], f"layer{block}.")
