@@ -203,6 +203,11 @@ def _layer_layout(args: argparse.Namespace) -> Any:
 
 
 def check_gpu() -> None:
+    """Check that torch can use a GPU.
+
+    Raises:
+        UsageError: it cannot.
+    """
     import torch
 
     if not torch.cuda.is_available():
