@@ -29,7 +29,7 @@ from megatron_zb.measured.units import GIB
 from megatron_zb.planner.candidate import Candidate, candidates_of
 from megatron_zb.planner.device import DeviceConfig, read_device
 from megatron_zb.planner.model import ModelConfig, read_model
-from megatron_zb.planner.prediction import Build, Prediction, predict
+from megatron_zb.planner.prediction import Build, Iteration, Prediction, predict
 from megatron_zb.planner.search import Job, cut_into_stages, search
 from megatron_zb.planner.stages import StageWorkload
 from megatron_zb.planner.strategy import Choices, Strategy
@@ -153,14 +153,8 @@ def _prediction(table: dict[str, Any], column: dict[str, Any], name: str) -> Pre
     chunks = column["chunks"] if candidate.takes_chunks else None
     staged = cut_into_stages(Workload(of, gpu, strategy, of.sequence_length), candidate, chunks)
     assert staged is not None
-    return predict(
-        staged,
-        candidate,
-        column["m"] * halves,
-        chunks,
-        is_even=candidate.has_by_default(staged.layout, staged.placement),
-        post_validation=candidate.splits,
-    )
+    iteration = Iteration(column["m"] * halves, post_validation=candidate.splits)
+    return predict(staged, candidate, iteration, chunks)
 
 
 def _as_published(column: dict[str, Any], ours: Prediction) -> Prediction:
@@ -173,12 +167,9 @@ def _as_published(column: dict[str, Any], ours: Prediction) -> Prediction:
     return predict(
         StageWorkload(ours.load, placement, ours.layout),
         candidate,
-        ours.num_microbatches,
+        Iteration(ours.num_microbatches, post_validation=candidate.splits, back_to_back=False),
         ours.chunks,
-        is_even=ours.is_even,
-        post_validation=candidate.splits,
-        back_to_back=False,
-        build=_published_build(candidate.family),
+        _published_build(candidate.family),
     )
 
 

@@ -13,7 +13,7 @@ from megatron_zb.measured.units import GIB
 from megatron_zb.planner.candidate import candidates_of
 from megatron_zb.planner.device import DeviceConfig, read_device
 from megatron_zb.planner.model import ModelConfig, read_model
-from megatron_zb.planner.prediction import Prediction, predict
+from megatron_zb.planner.prediction import Iteration, Prediction, predict
 from megatron_zb.planner.search import Job, cut_into_stages, search
 from megatron_zb.planner.strategy import Choices, Strategy
 from megatron_zb.planner.table import name_of
@@ -121,13 +121,7 @@ def _as_told(
     )
     assert staged is not None
     m = strategy.num_microbatches(row["batch"])
-    return predict(
-        staged,
-        candidate,
-        m,
-        chunks,
-        is_even=candidate.has_by_default(staged.layout, staged.placement),
-    )
+    return predict(staged, candidate, Iteration(m), chunks)
 
 
 def _model(table: dict[str, Any], row: dict[str, Any]) -> ModelConfig:

@@ -88,7 +88,7 @@ def peak_of(
     layer hold theirs from O to V. What R makes again holds ``kept_input`` bytes until then, and
     what is moved to the host nothing from D to H.
     """
-    live = queue = 0.0
+    live = queue = most = 0.0
     best = (0.0, 0.0)
     dropped = {(stage, microbatch) for kind, stage, microbatch in passes if kind is PassKind.R}
     for kind, stage, microbatch in passes:
@@ -106,9 +106,11 @@ def peak_of(
         elif kind is PassKind.W:
             queue -= here.for_weight
         else:
-            best = max(best, (live + here.in_backward, queue), key=sum)
+            if live + here.in_backward + queue > most:
+                most, best = live + here.in_backward + queue, (live + here.in_backward, queue)
             live -= here.activation
             if kind is PassKind.B:
                 queue += here.for_weight
-        best = max(best, (live, queue), key=sum)
+        if live + queue > most:
+            most, best = live + queue, (live, queue)
     return best

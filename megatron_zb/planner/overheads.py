@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from megatron_zb.planner.prediction import Prediction
 from megatron_zb.planner.work import Workload
-from megatron_zb.schedules import catalog, lower, simulate
+from megatron_zb.schedules import catalog, lower
 from megatron_zb.schedules.program.waiting_kernels import waiting_kernels
 
 
@@ -34,10 +34,10 @@ class Overheads:
 
 def overheads(row: Prediction) -> Overheads | None:
     """Return the overheads of a row; None where Megatron itself runs it."""
-    if row.schedule is None or row.costs is None or row.candidate.startswith("Megatron"):
+    timeline = row.timeline
+    if timeline is None or row.candidate.startswith("Megatron"):
         return None
-    timeline = simulate(row.schedule, row.costs)
-    found = waiting_kernels(lower(row.schedule, timeline), timeline.costs)
+    found = waiting_kernels(lower(timeline.schedule, timeline), timeline.costs)
     return Overheads(sum(rank.mean for rank in found) / len(found), _exposed(row))
 
 

@@ -26,7 +26,7 @@ from megatron_zb.planner.device import DeviceConfig
 from megatron_zb.planner.division import said_of_none
 from megatron_zb.planner.estimate import EvenSplit
 from megatron_zb.planner.model import ModelConfig
-from megatron_zb.planner.prediction import Prediction, predict
+from megatron_zb.planner.prediction import Iteration, Ordered, Prediction, ordered
 from megatron_zb.planner.stages import StageWorkload, average_layer
 from megatron_zb.planner.step import at_least
 from megatron_zb.planner.strategy import Choices, Strategy, strategies
@@ -81,6 +81,12 @@ class Job:
     vocabulary: str = "auto"
     drops: bool = False
     moves: bool = False
+
+    def iteration(self, m: int, *, splits: bool = True) -> Iteration:
+        """Return an iteration of m microbatches; steps are taken back where backwards are split."""
+        return Iteration(
+            m, self.post_validation and splits, self.back_to_back, self.snapshot and splits
+        )
 
     @property
     def why_not_cut(self) -> str | None:
@@ -377,7 +383,8 @@ class _Everything:
                 blocking[tried.setting.candidate.name] = tried
         for tried in blocking.values():
             ours = replace(tried.setting.candidate, blocking=False)
-            found.append(_predicted(self.job, replace(tried.setting, candidate=ours), tried.staged))
+            setting = replace(tried.setting, candidate=ours)
+            found.append(_ordered(self.job, setting, tried.staged).predicted())
         if not found:
             return None
         best = max(found, key=lambda row: row.tokens_per_gpu)
@@ -446,20 +453,13 @@ def searched_by_auto(
 
     chunks = staged.placement.chunks
     try:
-        found = predict(
-            staged,
-            candidate,
-            m,
-            chunks if chunks > 1 else None,
-            is_even=candidate.has_by_default(staged.layout, staged.placement),
-            post_validation=job.post_validation,
-            back_to_back=job.back_to_back,
-            snapshot=job.snapshot,
-            build=build,
-        )
+        chosen = chunks if chunks > 1 else None
+        order = ordered(staged, candidate, job.iteration(m), chosen, build)
     except UsageError:
         return None
-    return replace(found, memory_limit=limit) if found.memory.total <= job.memory else None
+    if order.memory.total > job.memory:
+        return None
+    return replace(order.predicted(), memory_limit=limit)
 
 
 def memory_fraction(job: Job, staged: StageWorkload, costs: Costs) -> float | None:
@@ -627,16 +627,17 @@ def _simulate_first(
         if staged is None or (floor and _optimistic(job, staged, setting.m) < floor):
             continue
         try:
-            prediction = _predicted(job, setting, staged)
+            order = _ordered(job, setting, staged)
         except UsageError:
             _note(found, setting, setting.memory)
             continue
-        if prediction.overlaps_exchange and not (prediction.schedule and prediction.schedule.pairs):
+        if staged.overlaps_exchange and not (order.schedule and order.schedule.pairs):
             continue  # it is a row without pairs
-        if prediction.memory.total > job.memory:
+        if order.memory.total > job.memory:
             found.tried.append(_Tried(setting, staged, None))
-            _note(found, setting, prediction.memory.total)
+            _note(found, setting, order.memory.total)
             continue
+        prediction = order.predicted()
         found.tried.append(_Tried(setting, staged, prediction))
         fitting += 1
         before = found.prediction
@@ -670,17 +671,9 @@ def _note(found: _Found, setting: _Setting, needed: float) -> None:
         found.too_large = TooLarge(setting.load.strategy, needed)
 
 
-def _predicted(job: Job, setting: _Setting, staged: StageWorkload) -> Prediction:
-    return predict(
-        staged,
-        setting.candidate,
-        setting.m,
-        setting.chunks,
-        is_even=setting.candidate.has_by_default(staged.layout, staged.placement),
-        post_validation=job.post_validation and setting.candidate.splits,
-        back_to_back=job.back_to_back,
-        snapshot=job.snapshot and setting.candidate.splits,
-    )
+def _ordered(job: Job, setting: _Setting, staged: StageWorkload) -> Ordered:
+    iteration = job.iteration(setting.m, splits=setting.candidate.splits)
+    return ordered(staged, setting.candidate, iteration, setting.chunks)
 
 
 def cut_into_stages(

@@ -25,6 +25,7 @@ Counted from floating-point operations and bytes, on one tensor-parallel rank:
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 
 from megatron_zb.measured.cutting import LOGIT_IN_B, LOGIT_IN_F
 from megatron_zb.planner.device import DeviceConfig, Rate
@@ -106,6 +107,17 @@ class Workload:
 
     def layer(self, index: int) -> Work:
         """Return the work of one layer, with what it recomputes."""
+        kind = self.model.kind(index)
+        if kind not in self._layers:
+            self._layers[kind] = self._layer(index)
+        return self._layers[kind]
+
+    @cached_property
+    def _layers(self) -> dict[str, Work]:
+        """Work of the layers counted so far, by their kind."""
+        return {}
+
+    def _layer(self, index: int) -> Work:
         attends = self.model.attends(index)
         scores = self._scores() + self._context_parallel() if attends else Work()
         rest = self._products(index) + self._traffic(index) + self._messages(index)

@@ -14,7 +14,7 @@ from megatron_zb.planner.device import DeviceConfig, Link, Places
 from megatron_zb.planner.memory import peak_of, worst_rank
 from megatron_zb.planner.model import ModelConfig
 from megatron_zb.planner.parameters import all_weights
-from megatron_zb.planner.prediction import predict
+from megatron_zb.planner.prediction import Iteration, predict
 from megatron_zb.planner.search import (
     cut_into_stages,
 )
@@ -277,9 +277,9 @@ def test_many_microbatches_are_continued_from_the_steady_state(
         staged = cut_into_stages(load(model), candidate, chunks)
         assert staged is not None
         monkeypatch.setattr("megatron_zb.planner.prediction._MOST_PASSES", 10**9)
-        whole = predict(staged, candidate, 64, chunks, is_even=True)
+        whole = predict(staged, candidate, Iteration(64), chunks)
         monkeypatch.setattr("megatron_zb.planner.prediction._MOST_PASSES", 1)
-        continued = predict(staged, candidate, 64, chunks, is_even=True)
+        continued = predict(staged, candidate, Iteration(64), chunks)
         assert continued.pipeline_seconds == pytest.approx(whole.pipeline_seconds, rel=0.01)
 
 
@@ -288,14 +288,12 @@ def test_with_post_validation_an_iteration_does_not_wait_for_the_last_rank() -> 
     staged = cut_into_stages(load(small(layers=16)), candidate, None)
     assert staged is not None
     alone, back_to_back = (
-        predict(staged, candidate, 24, None, is_even=True, post_validation=flag)
+        predict(staged, candidate, Iteration(24, post_validation=flag), None)
         for flag in (False, True)
     )
     assert back_to_back.pipeline_seconds < alone.pipeline_seconds
-    assert back_to_back.schedule is not None
-    assert back_to_back.costs is not None
-    timeline = schedules.simulate(back_to_back.schedule, back_to_back.costs)
-    assert back_to_back.pipeline_seconds == timeline.period
+    assert back_to_back.timeline is not None
+    assert back_to_back.pipeline_seconds == back_to_back.timeline.period
 
 
 def test_dropout_of_the_embedding_draws_a_random_number_for_each_of_its_values() -> None:

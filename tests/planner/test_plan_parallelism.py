@@ -15,7 +15,7 @@ from megatron_zb.planner.device import DeviceConfig, read_device
 from megatron_zb.planner.flags import flags
 from megatron_zb.planner.model import ModelConfig, read_model
 from megatron_zb.planner.parameters import all_weights
-from megatron_zb.planner.prediction import predict
+from megatron_zb.planner.prediction import Iteration, predict
 from megatron_zb.planner.search import Job, cut_into_stages, search
 from megatron_zb.planner.step import Travel
 from megatron_zb.planner.strategy import Choices, Strategy, strategies
@@ -213,7 +213,7 @@ def staged_seconds(overlap: bool, schedule: str = MEGATRON_1F1B, **changes: Any)
     (found,) = (c for c in candidates_of(["v-zb"]) if c.name == schedule)
     staged = cut_into_stages(load(model, tensor=8, data=8, overlap=overlap), found, None)
     assert staged is not None
-    return predict(staged, found, 8, None, is_even=True, **changes).step_seconds
+    return predict(staged, found, Iteration(8, **changes), None).step_seconds
 
 
 def test_overlap_hides_some_of_what_travels_and_never_more() -> None:

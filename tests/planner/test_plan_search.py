@@ -22,7 +22,7 @@ from megatron_zb.measured.units import GIB
 from megatron_zb.planner import table
 from megatron_zb.planner.candidate import MEGATRON_1F1B, MEGATRON_INTERLEAVED, candidates_of
 from megatron_zb.planner.flags import flags
-from megatron_zb.planner.prediction import predict
+from megatron_zb.planner.prediction import Iteration, predict
 from megatron_zb.planner.reasons import reason, recommendation, recommended
 from megatron_zb.planner.search import (
     Job,
@@ -91,7 +91,7 @@ def test_interleaved_is_tuned_over_all_its_chunks() -> None:
     for chunks in own.chunk_counts(8, 4):
         staged = cut_into_stages(found.load, own, chunks)
         assert staged is not None
-        other = predict(staged, own, 32, chunks, is_even=True)
+        other = predict(staged, own, Iteration(32), chunks)
         assert other.tokens_per_gpu <= found.tokens_per_gpu * (1 + 1e-9)
 
 

@@ -22,7 +22,7 @@ from megatron_zb.planner.device import DeviceConfig, read_device
 from megatron_zb.planner.flags import flags
 from megatron_zb.planner.memory import peak_of
 from megatron_zb.planner.model import ModelConfig, read_model
-from megatron_zb.planner.prediction import predict
+from megatron_zb.planner.prediction import Iteration, predict
 from megatron_zb.planner.reasons import gain_of_cut, recommendation, vocabulary
 from megatron_zb.planner.search import (
     WORTH_A_CHANGE,
@@ -207,7 +207,7 @@ def test_no_iteration_is_shorter_than_the_messages_on_that_link() -> None:
     cut = replace(cut, load=replace(cut.load, device=slow.model_copy(update={"messages": both})))
     candidate = Candidate("v-half", "v-half", cuts_vocabulary=True)
     with briefly():
-        found = predict(cut, candidate, 8, None, is_even=True)
+        found = predict(cut, candidate, Iteration(8), None)
     assert found.pipeline_seconds >= 8 * 6 * 2 * 1024 * 1024 / 1e6
 
 
@@ -387,9 +387,8 @@ def test_a_cut_schedule_keeps_its_memory_and_its_order() -> None:
     cut = cut_stages(small(vocabulary=LARGE))
     candidate = Candidate("v-half", "v-half", cuts_vocabulary=True)
     with briefly():
-        found = predict(cut, candidate, 8, None, is_even=True)
-    assert found.schedule is not None and found.costs is not None
-    timeline = schedules.simulate(found.schedule, found.costs)
+        found = predict(cut, candidate, Iteration(8), None)
+    assert (timeline := found.timeline) is not None
     share = sum(h.activation for h in cut.held[:8]) / 4
     most = schedules.catalog.family("v-half").peak_microbatches(4, 8) + 1
     worst = max(sum(cut.held[s].activation for s in stages) for stages in v_shape(4).stages_of)

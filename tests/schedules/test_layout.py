@@ -21,7 +21,7 @@ from megatron_zb.megatron_lm.adapter_of_arguments import adapter_of
 from megatron_zb.planner.candidate import Candidate, candidates_of
 from megatron_zb.planner.flags import flags
 from megatron_zb.planner.from_profile import ProfileRequest, flags_of, rows
-from megatron_zb.planner.prediction import predict
+from megatron_zb.planner.prediction import Iteration, predict
 from megatron_zb.planner.search import cut_into_stages
 from megatron_zb.schedules import layout
 from megatron_zb.schedules.layout import Layers
@@ -153,8 +153,7 @@ def test_the_flags_of_a_plan_for_a_config_run_the_layout_that_was_predicted(laye
             for chunks in list(candidate.chunk_counts(layers, 4))[:3]:
                 staged = cut_into_stages(workload, candidate, chunks)
                 assert staged is not None
-                default = candidate.has_by_default(staged.layout, staged.placement)
-                found = predict(staged, candidate, 8, chunks, is_even=default)
+                found = predict(staged, candidate, Iteration(8), chunks)
                 printed = [f for f in flags(found, 8) if f.startswith(SCHEDULE_FLAGS)]
                 run = as_run(candidate, printed, layers, 4)
                 assert run == list(layout.lettered(staged.layout)), (candidate.name, chunks)
