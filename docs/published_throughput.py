@@ -14,7 +14,8 @@ from megatron_zb.planner.candidate import candidates_of
 from megatron_zb.planner.device import DeviceConfig, read_device
 from megatron_zb.planner.model import ModelConfig, read_model
 from megatron_zb.planner.prediction import Iteration, Prediction, predict
-from megatron_zb.planner.search import Job, cut_into_stages, search
+from megatron_zb.planner.search import Job, search
+from megatron_zb.planner.stages import cut_into_stages
 from megatron_zb.planner.strategy import Choices, Strategy
 from megatron_zb.planner.table import name_of
 from megatron_zb.planner.work import Workload, model_flops

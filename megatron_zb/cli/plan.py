@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from megatron_zb.planner.from_profile import ProfileRequest, Row
+    from megatron_zb.planner.from_profile import MeasuredRow, ProfileRequest
     from megatron_zb.planner.search import Plan
 
 HELP = """\
@@ -229,7 +229,9 @@ def run(arguments: argparse.Namespace) -> Plan:
     return plan
 
 
-def run_measured(arguments: argparse.Namespace) -> tuple[ProfileRequest, list[Row], dict[str, str]]:
+def run_measured(
+    arguments: argparse.Namespace,
+) -> tuple[ProfileRequest, list[MeasuredRow], dict[str, str]]:
     """Run ``plan --profile``; return the request, the rows, and why other schedules are missing.
 
     Raises:

@@ -11,15 +11,17 @@ from dataclasses import dataclass, replace
 from itertools import pairwise
 from statistics import median
 
+from megatron_zb.measured.cost_model import Variant
 from megatron_zb.measured.cutting import Cutting
 from megatron_zb.measured.profile import CutVocabulary, Parts, Profile
-from megatron_zb.schedules import Costs
+from megatron_zb.schedules import Costs, layout
 from megatron_zb.schedules.layout import Layout
 from megatron_zb.schedules.placement import Placement
 
 _SECONDS = ("forward", "backward", "weight")
 _BYTES = ("activation", "held_for_weight")
 _QUANTITIES = (*_SECONDS, *_BYTES)
+_USUAL = Variant()
 
 
 @dataclass(frozen=True)
@@ -144,21 +146,21 @@ class Fit:
             held=output["activation"],
         )
 
-    def costs(
-        self,
-        placement: Placement,
-        counts: Layout,
-        *,
-        blocking: bool = False,
-        overlaps_exchange: bool = False,
-    ) -> Costs:
+    def layouts(self, placement: Placement, variant: Variant) -> Sequence[Layout]:
+        """Return the even layout, and the one that counts the ends as so many layers."""
+        ends = self.in_layers(cut=variant.cuts_vocabulary)
+        return layout.choices(self.profile.model.layers, placement, *ends)
+
+    def costs(self, placement: Placement, counts: Layout, variant: Variant = _USUAL) -> Costs:
         """Return the costs of a placement with ``counts[s]`` layers on stage s.
 
-        With ``blocking`` messages, a pass lasts until its message is there. With
-        ``overlaps_exchange``, pairs hide of every layer what those that ran have hidden of one.
+        Where messages are blocking, a pass lasts until its message is there. Pairs hide the same
+        seconds of every layer as those of the run.
         """
-        costs = self._costs(self.parts, placement, counts, blocking=blocking)
-        exchange = self.profile.exchange if overlaps_exchange else None
+        if variant.cuts_vocabulary:
+            return self.cut_costs(placement, counts, self.cutting or Cutting())
+        costs = self._costs(self.parts, placement, counts, blocking=variant.blocking)
+        exchange = self.profile.exchange if variant.overlaps_exchange else None
         if exchange is None:
             return costs
         ran = zip(exchange.seconds, self.profile.stages, strict=True)

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from megatron_zb import schedules
 from megatron_zb.errors import UsageError
+from megatron_zb.measured.cost_model import Variant
 from megatron_zb.schedules import catalog
 from megatron_zb.schedules.layout import Layers, Layout, spread
 from megatron_zb.schedules.placement import Placement, v_shape
@@ -21,22 +22,17 @@ _SELDOM = ("gpipe", "zb-h2", "1f1b", "interleaved")
 
 
 @dataclass(frozen=True)
-class Candidate:
-    """A schedule to be compared; ``name`` is its name in the table.
+class Candidate(Variant):
+    """A schedule to compare, by its name in the table and its family in the catalog.
 
-    ``blocking`` tells that a rank cannot compute while its messages travel: Megatron's 1F1B always,
-    its interleaved schedule with ``--no-overlap-p2p-communication``. ``cuts_vocabulary`` cuts its
-    output layer along the vocabulary over all pipeline ranks. ``overlaps_exchange`` joins forwards
-    and backwards to pairs, which hide the exchange of tokens between experts.
+    Megatron's 1F1B is blocking, and so is its interleaved schedule with
+    ``--no-overlap-p2p-communication``.
     """
 
     name: str
     family: str
     takes_chunks: bool = False
-    blocking: bool = False
     megatron: bool = False
-    cuts_vocabulary: bool = False
-    overlaps_exchange: bool = False
 
     def chunk_counts(self, layers: int, pipeline: int) -> Iterator[int | None]:
         """Yield the numbers of chunks per rank that the layers allow; None if it has no choice."""

@@ -27,13 +27,13 @@ from megatron_zb.planner.division import said_of_none
 from megatron_zb.planner.estimate import EvenSplit
 from megatron_zb.planner.model import ModelConfig
 from megatron_zb.planner.prediction import Iteration, Ordered, Prediction, ordered
-from megatron_zb.planner.stages import StageWorkload, average_layer
+from megatron_zb.planner.stages import StageWorkload, cut_into_stages
 from megatron_zb.planner.step import at_least
 from megatron_zb.planner.strategy import Choices, Strategy, strategies
-from megatron_zb.planner.vocabulary import Shard, can_be_shared, why_not_cut
+from megatron_zb.planner.vocabulary import can_be_shared, why_not_cut
 from megatron_zb.planner.work import Workload
 from megatron_zb.planner.workers import Each
-from megatron_zb.schedules import Costs, Schedule, layout
+from megatron_zb.schedules import Costs, Schedule
 from megatron_zb.schedules.bounds import lower_bound, period_bound
 from megatron_zb.schedules.placement import Placement
 
@@ -674,35 +674,6 @@ def _note(found: _Found, setting: _Setting, needed: float) -> None:
 def _ordered(job: Job, setting: _Setting, staged: StageWorkload) -> Ordered:
     iteration = job.iteration(setting.m, splits=setting.candidate.splits)
     return ordered(staged, setting.candidate, iteration, setting.chunks)
-
-
-def cut_into_stages(
-    load: Workload, candidate: Candidate, chunks: int | None
-) -> StageWorkload | None:
-    """Cut a workload evenly or counting the ends, whichever has the shorter steady state.
-
-    The layers of a hybrid model count for as much as those of their kind take.
-    """
-    pipeline, layers = load.strategy.pipeline, load.model.layers
-    if pipeline == 1:
-        return StageWorkload(load, Placement("whole", 1, (0,)), (layers,))
-    placement = candidate.placement(pipeline, chunks)
-    layer = average_layer(load).total
-    shard = Shard(load) if candidate.cuts_vocabulary else None
-    embedding = (load.embedding() if shard is None else shard.looked_up).total
-    output = load.output().total if shard is None else shard.loss
-    ends = (embedding / layer, output / layer)
-    if load.model.kinds:
-        works = {load.model.kind(i): load.layer(i) for i in load.model.alike(range(layers))}
-        weights = tuple(works[kind].total / layer for kind in load.model.kinds[:layers])
-        found = layout.weighed(weights, placement, *ends)
-    else:
-        found = layout.choices(layers, placement, *ends)
-    variant = candidate.cuts_vocabulary, candidate.overlaps_exchange
-    splits = [StageWorkload(load, placement, counts, *variant) for counts in found]
-    return min(
-        splits, key=lambda staged: staged.interval(in_groups=candidate.in_groups), default=None
-    )
 
 
 def _describe_too_small(

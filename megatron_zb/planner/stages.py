@@ -6,11 +6,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
+from megatron_zb.measured.cost_model import Variant
 from megatron_zb.planner import byte_counts
 from megatron_zb.planner.byte_counts import Held, States
+from megatron_zb.planner.candidate import Candidate
 from megatron_zb.planner.vocabulary import CONNECTION, Shard, more_connections
 from megatron_zb.planner.work import Work, Workload
-from megatron_zb.schedules import Costs
+from megatron_zb.schedules import Costs, layout
 from megatron_zb.schedules.costs import PAIR_LOSS
 from megatron_zb.schedules.layout import Layout
 from megatron_zb.schedules.placement import Placement
@@ -265,6 +267,56 @@ class StageWorkload:
         if self.shard is not None:
             return self.shard.passing(is_last=holds)
         return byte_counts.logits(self.load) if holds else 0.0
+
+
+@dataclass(frozen=True)
+class CountedCosts:
+    """Cost model of a workload, counted for its device."""
+
+    load: Workload
+
+    def layouts(self, placement: Placement, variant: Variant) -> Sequence[Layout]:
+        """Return the even layout, and the one that counts the ends as so many layers.
+
+        A layer of a hybrid model counts for as much as those of its kind take.
+        """
+        load, model = self.load, self.load.model
+        layer = average_layer(load).total
+        shard = Shard(load) if variant.cuts_vocabulary else None
+        embedding = (load.embedding() if shard is None else shard.looked_up).total
+        output = load.output().total if shard is None else shard.loss
+        ends = (embedding / layer, output / layer)
+        if not model.kinds:
+            return layout.choices(model.layers, placement, *ends)
+        works = {model.kind(i): load.layer(i) for i in model.alike(range(model.layers))}
+        weights = tuple(works[kind].total / layer for kind in model.kinds[: model.layers])
+        return layout.weighed(weights, placement, *ends)
+
+    def staged(self, placement: Placement, counts: Layout, variant: Variant) -> StageWorkload:
+        """Cut the workload into the stages of a layout."""
+        return StageWorkload(
+            self.load, placement, counts, variant.cuts_vocabulary, variant.overlaps_exchange
+        )
+
+    def costs(self, placement: Placement, counts: Layout, variant: Variant) -> Costs:
+        """Return the costs with ``counts[s]`` layers on stage s."""
+        return self.staged(placement, counts, variant).costs(blocking=variant.blocking)
+
+
+def cut_into_stages(
+    load: Workload, candidate: Candidate, chunks: int | None
+) -> StageWorkload | None:
+    """Cut a workload by the layout with the shortest steady state; None if layers are too few."""
+    pipeline, counted = load.strategy.pipeline, CountedCosts(load)
+    if pipeline == 1:
+        return StageWorkload(load, Placement("whole", 1, (0,)), (load.model.layers,))
+    placement = candidate.placement(pipeline, chunks)
+    found = counted.layouts(placement, candidate)
+    return min(
+        (counted.staged(placement, counts, candidate) for counts in found),
+        key=lambda staged: staged.interval(in_groups=candidate.in_groups),
+        default=None,
+    )
 
 
 def sum_of_works(load: Workload, layers: range) -> Work:

@@ -15,9 +15,7 @@ from megatron_zb.planner.memory import peak_of, worst_rank
 from megatron_zb.planner.model import ModelConfig
 from megatron_zb.planner.parameters import all_weights
 from megatron_zb.planner.prediction import Iteration, predict
-from megatron_zb.planner.search import (
-    cut_into_stages,
-)
+from megatron_zb.planner.stages import cut_into_stages
 from megatron_zb.planner.step import seconds_apart
 from megatron_zb.planner.work import Work, model_flops
 from megatron_zb.schedules import layout

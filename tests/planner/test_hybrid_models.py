@@ -27,7 +27,7 @@ from megatron_zb.planner.parameters import (
     mlp_weights,
 )
 from megatron_zb.planner.prediction import Iteration, predict
-from megatron_zb.planner.search import cut_into_stages
+from megatron_zb.planner.stages import cut_into_stages
 from megatron_zb.planner.strategy import Choices, strategies
 from megatron_zb.planner.work import model_flops
 from megatron_zb.schedules import layout

@@ -13,6 +13,7 @@ from measured_runs import HEAVY, LAYER, LAYERS, P, cut_profile, profile
 from megatron_zb import schedules
 from megatron_zb.cli import main as cli
 from megatron_zb.errors import UsageError
+from megatron_zb.measured.cost_model import Variant
 from megatron_zb.measured.fit import Fit, Part
 from megatron_zb.measured.profile import Profile, read_profile, write_profile
 from megatron_zb.planner.candidate import (
@@ -158,7 +159,9 @@ def test_measured_pairs_take_part_as_rows_of_their_own() -> None:
     own = by_name[MEGATRON_OVERLAP, True]
     assert own.seconds < by_name[MEGATRON_INTERLEAVED, False].seconds
     assert flag in flags_of(asked, own)
-    costs = Fit.of(measured).costs(v_shape(P), (1, 2, 2, 2, 2, 2, 2, 3), overlaps_exchange=True)
+    costs = Fit.of(measured).costs(
+        v_shape(P), (1, 2, 2, 2, 2, 2, 2, 3), Variant(overlaps_exchange=True)
+    )
     assert costs.forward_comm == pytest.approx([0.4 * n for n in (1, 2, 2, 2, 2, 2, 2, 3)])
     table = costs.for_placement(v_shape(P))
     assert table.forward == pytest.approx([LAYER["forward"] * n for n in (1, 2, 2, 2, 2, 2, 2, 3)])

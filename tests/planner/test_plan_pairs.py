@@ -19,7 +19,8 @@ from megatron_zb.planner.candidate import (
 from megatron_zb.planner.flags import flags
 from megatron_zb.planner.model import ModelConfig
 from megatron_zb.planner.prediction import Prediction
-from megatron_zb.planner.search import Job, Plan, cut_into_stages, search
+from megatron_zb.planner.search import Job, Plan, search
+from megatron_zb.planner.stages import cut_into_stages
 from megatron_zb.planner.strategy import Choices
 from megatron_zb.planner.table import setting_of
 from megatron_zb.schedules.simulator import simulate

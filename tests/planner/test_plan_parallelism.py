@@ -16,7 +16,8 @@ from megatron_zb.planner.flags import flags
 from megatron_zb.planner.model import ModelConfig, read_model
 from megatron_zb.planner.parameters import all_weights
 from megatron_zb.planner.prediction import Iteration, predict
-from megatron_zb.planner.search import Job, cut_into_stages, search
+from megatron_zb.planner.search import Job, search
+from megatron_zb.planner.stages import cut_into_stages
 from megatron_zb.planner.step import Travel
 from megatron_zb.planner.strategy import Choices, Strategy, strategies
 from megatron_zb.planner.work import Workload, model_flops

@@ -24,14 +24,8 @@ from megatron_zb.planner.candidate import MEGATRON_1F1B, MEGATRON_INTERLEAVED, c
 from megatron_zb.planner.flags import flags
 from megatron_zb.planner.prediction import Iteration, predict
 from megatron_zb.planner.reasons import reason, recommendation, recommended
-from megatron_zb.planner.search import (
-    Job,
-    Plan,
-    cut_into_stages,
-    memory_fraction,
-    search,
-    searched_by_auto,
-)
+from megatron_zb.planner.search import Job, Plan, memory_fraction, search, searched_by_auto
+from megatron_zb.planner.stages import cut_into_stages
 from megatron_zb.planner.strategy import Choices
 from megatron_zb.planner.workers import workers
 from megatron_zb.schedules.placement import wave

@@ -15,7 +15,8 @@ from megatron_zb.planner.byte_counts import Held
 from megatron_zb.planner.candidate import candidates_of
 from megatron_zb.planner.flags import flags
 from megatron_zb.planner.memory import peak_of
-from megatron_zb.planner.search import Job, Plan, cut_into_stages, search
+from megatron_zb.planner.search import Job, Plan, search
+from megatron_zb.planner.stages import cut_into_stages
 from megatron_zb.planner.strategy import Choices
 from megatron_zb.planner.table import as_json
 from megatron_zb.schedules import Pass, PassKind

@@ -24,14 +24,8 @@ from megatron_zb.planner.memory import peak_of
 from megatron_zb.planner.model import ModelConfig, read_model
 from megatron_zb.planner.prediction import Iteration, predict
 from megatron_zb.planner.reasons import gain_of_cut, recommendation, vocabulary
-from megatron_zb.planner.search import (
-    WORTH_A_CHANGE,
-    Job,
-    Plan,
-    cut_into_stages,
-    search,
-)
-from megatron_zb.planner.stages import StageWorkload
+from megatron_zb.planner.search import WORTH_A_CHANGE, Job, Plan, search
+from megatron_zb.planner.stages import StageWorkload, cut_into_stages
 from megatron_zb.planner.strategy import Choices
 from megatron_zb.planner.vocabulary import (
     CONNECTION,

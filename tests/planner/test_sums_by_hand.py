@@ -10,6 +10,7 @@ from measured_runs import P, profile
 from small_models import a100, load, small
 
 from megatron_zb.measured.balance import of_arguments
+from megatron_zb.measured.cost_model import Variant
 from megatron_zb.measured.fit import Fit
 from megatron_zb.measured.profile import Profile
 from megatron_zb.planner import from_profile
@@ -126,7 +127,7 @@ def with_links(there: float, back: float) -> Profile:
 def test_a_pass_that_waits_for_its_message_takes_the_link_in_its_direction() -> None:
     """Four stages of four layers; the output layer counts for three, with all else in them."""
     fit = Fit.of(with_links(0.25, 0.75))
-    found = fit.costs(looped(P), (4, 4, 4, 4), blocking=True)
+    found = fit.costs(looped(P), (4, 4, 4, 4), Variant(blocking=True))
     free = fit.costs(looped(P), (4, 4, 4, 4))
     forward = [b - a for a, b in zip(free.forward, found.forward, strict=True)]
     backward = [b - a for a, b in zip(free.backward, found.backward, strict=True)]

@@ -22,7 +22,7 @@ from megatron_zb.planner.candidate import Candidate, candidates_of
 from megatron_zb.planner.flags import flags
 from megatron_zb.planner.from_profile import ProfileRequest, flags_of, rows
 from megatron_zb.planner.prediction import Iteration, predict
-from megatron_zb.planner.search import cut_into_stages
+from megatron_zb.planner.stages import cut_into_stages
 from megatron_zb.schedules import layout
 from megatron_zb.schedules.layout import Layers
 from megatron_zb.schedules.placement import Placement, looped, v_shape, wave

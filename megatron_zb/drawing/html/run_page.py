@@ -15,7 +15,7 @@ from megatron_zb.measured.fit import Fit
 from megatron_zb.measured.profile import Profile
 from megatron_zb.measured.trace import Compared, Difference
 from megatron_zb.measured.units import GIB
-from megatron_zb.planner.from_profile import ProfileRequest, Row, flags_of, name_of
+from megatron_zb.planner.from_profile import MeasuredRow, ProfileRequest, flags_of, name_of
 from megatron_zb.schedules import Timeline
 
 _DRAWN = 3
@@ -24,7 +24,7 @@ _DRAWN = 3
 def save_plan(
     path: Path,
     asked: ProfileRequest,
-    found: Sequence[Row],
+    found: Sequence[MeasuredRow],
     missing: dict[str, str],
     compared: Compared | None,
 ) -> None:
@@ -81,7 +81,7 @@ def _write(path: Path, profile: Profile, context: dict[str, Any], own: list[Time
     )
 
 
-def _row(asked: ProfileRequest, row: Row, place: int) -> dict[str, str]:
+def _row(asked: ProfileRequest, row: MeasuredRow, place: int) -> dict[str, str]:
     return {
         "place": str(place),
         "name": name_of(row),
