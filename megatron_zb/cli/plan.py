@@ -213,8 +213,8 @@ def run(arguments: argparse.Namespace) -> Plan:
     from megatron_zb.drawing import text_chart
     from megatron_zb.measured.units import GIB
     from megatron_zb.planner import table
-    from megatron_zb.planner.front import points
     from megatron_zb.planner.search import search
+    from megatron_zb.planner.table import points
     from megatron_zb.planner.workers import workers
 
     job, candidates = plan_request.read(arguments)

@@ -12,8 +12,8 @@ from itertools import pairwise
 from statistics import median
 
 from megatron_zb.measured.cost_model import Variant
-from megatron_zb.measured.cutting import Cutting
 from megatron_zb.measured.profile import CutVocabulary, Parts, Profile
+from megatron_zb.measured.usual_gpu import Cutting
 from megatron_zb.schedules import Costs, layout
 from megatron_zb.schedules.layout import Layout
 from megatron_zb.schedules.placement import Placement

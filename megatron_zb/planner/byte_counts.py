@@ -13,8 +13,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from megatron_zb.planner.hybrid_layers import MambaMixer
-from megatron_zb.planner.model import ModelConfig
-from megatron_zb.planner.parameters import (
+from megatron_zb.planner.model import (
+    ModelConfig,
     expert_weights,
     joining_weights,
     mixer_weights,

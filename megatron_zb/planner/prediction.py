@@ -12,9 +12,10 @@ from megatron_zb.planner.memory import Memory, without_pipeline, worst_rank
 from megatron_zb.planner.stages import StageWorkload
 from megatron_zb.planner.step import by_timeline
 from megatron_zb.planner.work import Workload, model_flops
-from megatron_zb.schedules import Costs, Schedule
+from megatron_zb.schedules import Costs, Schedule, catalog, lower
 from megatron_zb.schedules.layout import Layout
 from megatron_zb.schedules.placement import Placement
+from megatron_zb.schedules.program.waiting_kernels import waiting_kernels
 from megatron_zb.schedules.simulator import Timeline
 
 Build = Callable[[Costs, int], Schedule]
@@ -264,3 +265,48 @@ def _least(costs: Costs, placement: Placement) -> float:
         return max(of_ranks)
     of_ranks[placement.rank_of[-1]] += stages.shards.loss
     return max(map(sum, zip(of_ranks, stages.shards.output, stages.shards.weight, strict=True)))
+
+
+# --- overheads that the seconds leave out ---------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Overheads:
+    """Overheads of one schedule of this package that the predicted seconds leave out.
+
+    A receive is a kernel that waits for its message beside the computation and occupies thread
+    blocks meanwhile. How much that slows the computation down has not been measured, so it is in
+    no time. Megatron's backward hides the reduce-scatter of tensor parallelism in its input
+    gradient behind the weight gradient; a split backward exposes it in B. The seconds of all rows
+    include it as exposed, so the lead of a split schedule may be smaller by its share.
+
+    Attributes:
+        waiting: message kernels that wait on a rank while it computes, the mean over time and
+            ranks.
+        exposed: share of an iteration in which B waits for collectives of tensor parallelism that
+            Megatron's own backward hides.
+    """
+
+    waiting: float
+    exposed: float
+
+
+def overheads(row: Prediction) -> Overheads | None:
+    """Return the overheads of a row; None where Megatron itself runs it."""
+    timeline = row.timeline
+    if timeline is None or row.candidate.startswith("Megatron"):
+        return None
+    found = waiting_kernels(lower(timeline.schedule, timeline), timeline.costs)
+    return Overheads(sum(rank.mean for rank in found) / len(found), _exposed(row))
+
+
+def _exposed(row: Prediction) -> float:
+    if not catalog.family(row.family).splits_backward:
+        return 0.0
+    seconds = sum(_hidden_by_weight_gradient(row.load, i) for i in range(row.load.model.layers))
+    return row.num_microbatches * seconds / row.load.strategy.pipeline / row.seconds
+
+
+def _hidden_by_weight_gradient(load: Workload, index: int) -> float:
+    """Return the seconds of a layer's reduce-scatters in B that its W could hide."""
+    return min(load.tensor_parallel(index) / 2, load.layer(index).weight)

@@ -23,13 +23,12 @@ from megatron_zb.planner.candidate import (
     with_those_of_auto,
 )
 from megatron_zb.planner.device import DeviceConfig
-from megatron_zb.planner.division import said_of_none
 from megatron_zb.planner.estimate import EvenSplit
 from megatron_zb.planner.model import ModelConfig
 from megatron_zb.planner.prediction import Iteration, Ordered, Prediction, ordered
 from megatron_zb.planner.stages import StageWorkload, cut_into_stages
 from megatron_zb.planner.step import at_least
-from megatron_zb.planner.strategy import Choices, Strategy, strategies
+from megatron_zb.planner.strategy import Choices, Strategy, said_of_none, strategies
 from megatron_zb.planner.vocabulary import can_be_shared, why_not_cut
 from megatron_zb.planner.work import Workload
 from megatron_zb.planner.workers import Each

@@ -27,11 +27,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import cached_property
 
-from megatron_zb.measured.cutting import LOGIT_IN_B, LOGIT_IN_F
+from megatron_zb.measured.usual_gpu import LOGIT_IN_B, LOGIT_IN_F
 from megatron_zb.planner.device import DeviceConfig, Rate
 from megatron_zb.planner.hybrid_layers import MambaMixer
-from megatron_zb.planner.model import ModelConfig
-from megatron_zb.planner.parameters import (
+from megatron_zb.planner.model import (
+    ModelConfig,
     expert_weights,
     joining_weights,
     mixer_weights,
@@ -135,14 +135,14 @@ class Workload:
     def embedding(self) -> Work:
         """Return the work of the embedding: a look-up, and the sum of its gradients in 32 bits."""
         elements = self.tokens * self.model.hidden_size
-        looked_up = Work(self._moved(4 * elements), 0.0, self._moved((2 + 2 * 4) * elements))
+        looked_up = Work(self.moved(4 * elements), 0.0, self.moved((2 + 2 * 4) * elements))
         return looked_up + self._begun(1, 0, 1) + self.embedding_dropout()
 
     def embedding_dropout(self) -> Work:
         """Return the work between the rows of the embedding and the first layer."""
         random = 2 * _RANDOM if self.model.dropout else 0
         elements = self.tokens * self.model.hidden_size
-        return Work(self._moved(random * elements)) + self._begun(1, 0)
+        return Work(self.moved(random * elements)) + self._begun(1, 0)
 
     def output(self) -> Work:
         """Return the work of the output layer, once more for each layer of multi-token prediction.
@@ -159,8 +159,8 @@ class Workload:
         logits = self.tokens * self.model.vocabulary / self.strategy.tensor
         product = 2 * logits * self.model.hidden_size / self.device.matrix_products.reached
         normed = self.kept_tokens * self.model.hidden_size
-        forward = self._moved(LOGIT_IN_F * logits + 4 * normed)
-        backward = self._moved(LOGIT_IN_B * logits + 6 * normed)
+        forward = self.moved(LOGIT_IN_F * logits + 4 * normed)
+        backward = self.moved(LOGIT_IN_B * logits + 6 * normed)
         return Work(product + forward, product + backward, product) + self._begun(*_LOSS, 1)
 
     def message(self) -> float:
@@ -173,8 +173,13 @@ class Workload:
         link = links.in_node if in_node else links.between_nodes
         return link.seconds(together * self.message()) / together
 
-    def _moved(self, size: float) -> float:
+    def moved(self, size: float) -> float:
+        """Return the seconds in which kernels read and write so many bytes."""
         return size / self.device.memory_bandwidth.reached
+
+    def launches(self, kernels: int) -> float:
+        """Return the overhead of so many kernels."""
+        return kernels * self.device.kernels.seconds
 
     def _begun(self, forward: int, backward: int, weight: int = 0) -> Work:
         """Return the overhead of so many kernels in F, B and W."""
@@ -204,7 +209,7 @@ class Workload:
         inputs = parts * model.hidden_size + attended + inner
         outputs = projected + parts * model.hidden_size + model.gates * inner
         share = 4 * self.tokens / self.strategy.tensor
-        moved = Work(self._moved(inputs * share), self._moved(outputs * share))
+        moved = Work(self.moved(inputs * share), self.moved(outputs * share))
         return moved + self._begun(*[_PRODUCTS * parts] * 2)
 
     def _mixed(self, index: int) -> tuple[int, int]:
@@ -224,7 +229,7 @@ class Workload:
             return Work()
         share = self.tokens / self.strategy.tensor
         flops = mixer.scan_flops / self.device.attention.reached
-        seconds = share * (flops + self._moved(mixer.scan_bytes))
+        seconds = share * (flops + self.moved(mixer.scan_bytes))
         return Work(seconds, _AGAIN * seconds) + self._begun(*_SCAN)
 
     def _scores(self) -> Work:
@@ -237,7 +242,7 @@ class Workload:
         scores = self.tokens * self.sequence * model.attention_heads / self.strategy.tensor
         # F: written, softmax, dropout with its mask, read. B: the same backwards, four products.
         forward, backward = (13 + _RANDOM, 19) if model.dropout else (8, 14)
-        moved = Work(self._moved(forward * scores), self._moved(backward * scores))
+        moved = Work(self.moved(forward * scores), self.moved(backward * scores))
         return Work(seconds, 2 * seconds) + moved + self._begun(*_SCORES_STORED)
 
     def _traffic(self, index: int) -> Work:
@@ -261,8 +266,8 @@ class Workload:
             begun += self._begun(*_ROUTING)
         share, kept = self.tokens / self.strategy.tensor, self.kept_tokens
         return begun + Work(
-            self._moved(forward * share + kept_forward * kept),
-            self._moved(backward * share + kept_backward * kept),
+            self.moved(forward * share + kept_forward * kept),
+            self.moved(backward * share + kept_backward * kept),
         )
 
     def _inner(self, index: int) -> int:
@@ -281,20 +286,20 @@ class Workload:
         experts, parts = self.model.experts_in(index), self.model.parts
         if experts is not None and not experts.shared_ffn_hidden_size:
             parts -= 1
-        return parts * self._tensor_parallel()
+        return parts * (2 * self.collective())
 
     def exchange(self, index: int) -> float:
         """Return the seconds that F of a layer, and B as many, exchange tokens between experts."""
         experts = self.model.experts_in(index)
         return 0.0 if experts is None else self._expert_parallel(experts.top_k)
 
-    def _tensor_parallel(self) -> float:
-        """Return the seconds of an all-gather and a reduce-scatter around attention or MLP."""
+    def collective(self) -> float:
+        """Return the seconds of gathering or scattering all tokens over tensor-parallel ranks."""
         ranks = self.strategy.tensor
         if ranks == 1:
             return 0.0
-        each = 2 * self.tokens * self.model.hidden_size * (ranks - 1) / ranks
-        return 2 * self.device.collectives.in_node.seconds(each)
+        size = 2 * self.tokens * self.model.hidden_size * (ranks - 1) / ranks
+        return self.device.collectives.in_node.seconds(size)
 
     def _expert_parallel(self, top_k: int) -> float:
         """Return the seconds of sending tokens to their experts and back.

@@ -12,8 +12,7 @@ from megatron_zb.planner import byte_counts
 from megatron_zb.planner.candidate import candidates_of
 from megatron_zb.planner.device import DeviceConfig, Link, Places
 from megatron_zb.planner.memory import peak_of, worst_rank
-from megatron_zb.planner.model import ModelConfig
-from megatron_zb.planner.parameters import all_weights
+from megatron_zb.planner.model import ModelConfig, all_weights
 from megatron_zb.planner.prediction import Iteration, predict
 from megatron_zb.planner.stages import cut_into_stages
 from megatron_zb.planner.step import seconds_apart

@@ -18,14 +18,14 @@ from megatron_zb.megatron_core.initialisation import global_parameters
 from megatron_zb.planner import byte_counts
 from megatron_zb.planner.candidate import candidates_of
 from megatron_zb.planner.flags import flags
-from megatron_zb.planner.model import ModelConfig
-from megatron_zb.planner.model_flags import model_flags
-from megatron_zb.planner.parameters import (
+from megatron_zb.planner.model import (
+    ModelConfig,
     all_weights,
     expert_weights,
     mixer_weights,
     mlp_weights,
 )
+from megatron_zb.planner.model_flags import model_flags
 from megatron_zb.planner.prediction import Iteration, predict
 from megatron_zb.planner.stages import cut_into_stages
 from megatron_zb.planner.strategy import Choices, strategies

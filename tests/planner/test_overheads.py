@@ -11,7 +11,7 @@ from small_models import a100, small
 from megatron_zb.measured.units import GIB
 from megatron_zb.planner import table
 from megatron_zb.planner.candidate import candidates_of
-from megatron_zb.planner.overheads import overheads
+from megatron_zb.planner.prediction import overheads
 from megatron_zb.planner.search import Job, Plan, search
 from megatron_zb.planner.strategy import Choices
 from megatron_zb.schedules import lower, simulate

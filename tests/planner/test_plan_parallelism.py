@@ -13,8 +13,7 @@ from megatron_zb.planner import byte_counts
 from megatron_zb.planner.candidate import MEGATRON_1F1B, candidates_of
 from megatron_zb.planner.device import DeviceConfig, read_device
 from megatron_zb.planner.flags import flags
-from megatron_zb.planner.model import ModelConfig, read_model
-from megatron_zb.planner.parameters import all_weights
+from megatron_zb.planner.model import ModelConfig, all_weights, read_model
 from megatron_zb.planner.prediction import Iteration, predict
 from megatron_zb.planner.search import Job, search
 from megatron_zb.planner.stages import cut_into_stages

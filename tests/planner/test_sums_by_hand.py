@@ -14,10 +14,10 @@ from megatron_zb.measured.cost_model import Variant
 from megatron_zb.measured.fit import Fit
 from megatron_zb.measured.profile import Profile
 from megatron_zb.planner import from_profile
+from megatron_zb.planner.attention import LatentAttention, LatentHeads
 from megatron_zb.planner.byte_counts import States
 from megatron_zb.planner.candidate import candidates_of
 from megatron_zb.planner.from_profile import ProfileRequest
-from megatron_zb.planner.latent_attention import LatentAttention, LatentHeads
 from megatron_zb.planner.step import Travel, by_formula, seconds_apart
 from megatron_zb.planner.work import Work
 from megatron_zb.schedules.placement import looped

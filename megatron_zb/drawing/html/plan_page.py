@@ -14,10 +14,10 @@ from megatron_zb.measured.units import GIB, gib
 from megatron_zb.planner import table
 from megatron_zb.planner.candidate import MEGATRON_1F1B
 from megatron_zb.planner.flags import flags
-from megatron_zb.planner.front import points
 from megatron_zb.planner.prediction import Prediction
 from megatron_zb.planner.reasons import reason
 from megatron_zb.planner.search import Plan
+from megatron_zb.planner.table import points
 
 _DRAWN = 3
 _NAMES = {
