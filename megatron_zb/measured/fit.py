@@ -25,7 +25,7 @@ _USUAL = Variant()
 
 
 @dataclass(frozen=True)
-class Part:
+class FittedPart:
     """One quantity of a layer, of the two ends of the model, and of a stage by itself."""
 
     layer: float
@@ -34,7 +34,7 @@ class Part:
     stage: float = 0.0
 
     @classmethod
-    def measured(cls, parts: Parts, name: str) -> Part:
+    def measured(cls, parts: Parts, name: str) -> FittedPart:
         """Return the seconds of a kind of pass, as timed for each part."""
         layer, embedding, output, multi_token, stage = (
             getattr(part, name)
@@ -49,7 +49,7 @@ class Part:
         return cls(layer, embedding, output + multi_token, stage)
 
     @classmethod
-    def fitted(cls, values: Sequence[float], layers: Sequence[str]) -> Part:
+    def fitted(cls, values: Sequence[float], layers: Sequence[str]) -> FittedPart:
         """Fit a quantity to the sums of some stages, each with its layers as letters.
 
         A layer is the median of the stages without ends; where every stage has an end, the
@@ -68,7 +68,7 @@ class Part:
             max(0.0, values[-1] - counts[-1] * layer),
         )
 
-    def with_ends(self, embedding: float, output: float) -> Part:
+    def with_ends(self, embedding: float, output: float) -> FittedPart:
         """Return the same with so much more at the two ends."""
         return replace(self, embedding=self.embedding + embedding, output=self.output + output)
 
@@ -89,8 +89,8 @@ class Fit:
     """
 
     profile: Profile
-    parts: dict[str, Part]
-    left: dict[str, Part]
+    parts: dict[str, FittedPart]
+    left: dict[str, FittedPart]
     slowdown: tuple[float, ...]
 
     @classmethod
@@ -98,12 +98,12 @@ class Fit:
         """Derive the costs from a profile."""
         layers = [stage.layers for stage in profile.stages]
         parts = {
-            name: Part.fitted([getattr(stage, name) for stage in profile.stages], layers)
+            name: FittedPart.fitted([getattr(stage, name) for stage in profile.stages], layers)
             for name in _QUANTITIES
         }
         if profile.parts is not None:
             measured = (*_SECONDS, "whole")
-            parts |= {name: Part.measured(profile.parts, name) for name in measured}
+            parts |= {name: FittedPart.measured(profile.parts, name) for name in measured}
         slowdown = _slowdowns(profile, parts)
         if profile.vocabulary is None:
             left = {name: replace(part, embedding=0.0, output=0.0) for name, part in parts.items()}
@@ -169,7 +169,7 @@ class Fit:
 
     def _costs(
         self,
-        parts: dict[str, Part],
+        parts: dict[str, FittedPart],
         placement: Placement,
         counts: Layout,
         *,
@@ -231,7 +231,7 @@ def _whole_ends(cut: CutVocabulary, start: int) -> dict[str, tuple[float, float]
     }
 
 
-def _slowdowns(profile: Profile, parts: dict[str, Part]) -> tuple[float, ...]:
+def _slowdowns(profile: Profile, parts: dict[str, FittedPart]) -> tuple[float, ...]:
     counts = tuple(stage.layers.count("t") for stage in profile.stages)
     fitted = [0.0] * profile.pipeline_size
     found = [0.0] * profile.pipeline_size

@@ -12,7 +12,7 @@ from typing import ClassVar
 from megatron_zb.measured.config import Section, optional_size, size
 
 
-class Attention(ABC):
+class LayerAttention(ABC):
     """Attention of one layer; sizes in elements, those of activations for one token."""
 
     name: ClassVar[str]
@@ -58,7 +58,7 @@ class Attention(ABC):
 
 
 @dataclass(frozen=True)
-class GroupedAttention(Attention):
+class GroupedAttention(LayerAttention):
     """Attention whose heads share keys and values in groups; as many groups as heads share none."""
 
     name = "grouped attention"
@@ -113,7 +113,7 @@ class LatentAttention(Section):
 
 
 @dataclass(frozen=True)
-class LatentHeads(Attention):
+class LatentHeads(LayerAttention):
     """What the planner counts of multi-latent attention."""
 
     name = "latent attention"

@@ -22,7 +22,7 @@ _SELDOM = ("gpipe", "zb-h2", "1f1b", "interleaved")
 
 
 @dataclass(frozen=True)
-class Candidate(Variant):
+class ScheduleCandidate(Variant):
     """A schedule to compare, by its name in the table and its family in the catalog.
 
     Megatron's 1F1B is blocking, and so is its interleaved schedule with
@@ -79,15 +79,15 @@ class Candidate(Variant):
         return catalog.family(self.family).splits_backward
 
 
-def candidates_of(names: Sequence[str] | None, *, overlap: bool = True) -> list[Candidate]:
+def candidates_of(names: Sequence[str] | None, *, overlap: bool = True) -> list[ScheduleCandidate]:
     """Return Megatron's own schedules, and those that are named, or else the usual ones.
 
     Raises:
         UsageError: a name is unknown.
     """
     own = [
-        Candidate(MEGATRON_1F1B, "1f1b", blocking=True, megatron=True),
-        Candidate(
+        ScheduleCandidate(MEGATRON_1F1B, "1f1b", blocking=True, megatron=True),
+        ScheduleCandidate(
             MEGATRON_INTERLEAVED,
             "interleaved",
             takes_chunks=True,
@@ -99,19 +99,21 @@ def candidates_of(names: Sequence[str] | None, *, overlap: bool = True) -> list[
     chosen = dict.fromkeys(catalog.family(name).name for name in names or usual)
     families = [catalog.family(name) for name in chosen]
     return own + [
-        Candidate(family.name, family.name, family.takes_chunks and family.placement is not None)
+        ScheduleCandidate(
+            family.name, family.name, family.takes_chunks and family.placement is not None
+        )
         for family in families
     ]
 
 
-def of_overlap() -> Candidate:
+def of_overlap() -> ScheduleCandidate:
     """Return Megatron's interleaved schedule with ``--overlap-moe-expert-parallel-comm``."""
-    return Candidate(
+    return ScheduleCandidate(
         MEGATRON_OVERLAP, "interleaved", takes_chunks=True, megatron=True, overlaps_exchange=True
     )
 
 
-def with_those_of_auto(chosen: Sequence[Candidate]) -> list[Candidate]:
+def with_those_of_auto(chosen: Sequence[ScheduleCandidate]) -> list[ScheduleCandidate]:
     """Return the chosen ones; with ``auto`` also the usual ones, of which it takes the best."""
     if not any(candidate.takes_the_best for candidate in chosen):
         return list(chosen)

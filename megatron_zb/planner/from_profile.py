@@ -28,7 +28,7 @@ from megatron_zb.measured.units import GIB
 from megatron_zb.planner.candidate import (
     MEGATRON_INTERLEAVED,
     MEGATRON_OVERLAP,
-    Candidate,
+    ScheduleCandidate,
     candidates_of,
     names_in,
     of_overlap,
@@ -61,11 +61,11 @@ class ProfileRequest:
     post_validation: bool
     vocabulary: str = "auto"
 
-    def is_back_to_back(self, candidate: Candidate) -> bool:
+    def is_back_to_back(self, candidate: ScheduleCandidate) -> bool:
         """Return whether iterations of a schedule follow one another with no barrier."""
         return self.post_validation and candidate.splits
 
-    def seconds(self, candidate: Candidate, timeline: schedules.Timeline) -> float:
+    def seconds(self, candidate: ScheduleCandidate, timeline: schedules.Timeline) -> float:
         """Return the seconds of an iteration, with those outside of its passes."""
         seconds = timeline.seconds(back_to_back=self.is_back_to_back(candidate))
         return seconds + self.profile.outside
@@ -97,7 +97,7 @@ class MeasuredRow:
 
     asked: ProfileRequest
     schedule: str
-    candidate: Candidate
+    candidate: ScheduleCandidate
     chunks: int | None
     layers: Layout
     timeline: schedules.Timeline
@@ -178,13 +178,13 @@ _IN_JSON = (
     "schedule runs chunks layout is_even seconds seconds_even bubble activation_bytes rank "
     "megatron has_by_default cuts_vocabulary overlaps_exchange"
 ).split()
-_Setting = tuple[Candidate, int | None]  # a schedule and its chunks per rank
+_Setting = tuple[ScheduleCandidate, int | None]  # a schedule and its chunks per rank
 Watch = Callable[[str, int, int], None]
 
 
 def rows(
     asked: ProfileRequest,
-    candidates: Sequence[Candidate],
+    candidates: Sequence[ScheduleCandidate],
     watch: Watch = lambda text, done, of: None,
 ) -> tuple[list[MeasuredRow], dict[str, str]]:
     """Return every schedule, the fastest first, and why others are missing."""
@@ -228,7 +228,7 @@ class _Search:
         self.missing: dict[str, str] = {}
         self.limits: list[LimitTooSmall] = []
 
-    def settings_of(self, candidates: Sequence[Candidate]) -> list[_Setting]:
+    def settings_of(self, candidates: Sequence[ScheduleCandidate]) -> list[_Setting]:
         """Return the schedules with the numbers of chunks to try."""
         profile = self.asked.profile
         return [
@@ -239,7 +239,7 @@ class _Search:
             if chunks in (None, 2, 4, 8)
         ]
 
-    def look_at(self, candidates: Sequence[Candidate], wanted: Collection[str]) -> None:
+    def look_at(self, candidates: Sequence[ScheduleCandidate], wanted: Collection[str]) -> None:
         """Find the best layout of each schedule, and why a wanted one is missing."""
         self.settings += self.settings_of(candidates)
         for number, (candidate, chunks) in enumerate(self.settings):
@@ -281,7 +281,7 @@ class _Search:
                     rows.append(self.row(replace(candidate, **change), chunks))
         return rows
 
-    def row(self, candidate: Candidate, chunks: int | None) -> MeasuredRow:
+    def row(self, candidate: ScheduleCandidate, chunks: int | None) -> MeasuredRow:
         """Return the fastest layout of a schedule.
 
         Raises:
@@ -303,7 +303,7 @@ class _Search:
             asked, candidate.name, candidate, chunks, best, found[best], seconds[even]
         )
 
-    def best_of_all(self, candidate: Candidate) -> MeasuredRow:
+    def best_of_all(self, candidate: ScheduleCandidate) -> MeasuredRow:
         """Return the fastest row, or the order that ``auto`` finds for its placement, if faster."""
         best = min((row for row in self.found if not row.megatron), key=lambda row: row.seconds)
         best = replace(best, schedule=candidate.name)
@@ -321,7 +321,7 @@ class _Search:
         return best
 
     def _simulated(
-        self, candidate: Candidate, chunks: int | None, placement: Placement, counts: Layout
+        self, candidate: ScheduleCandidate, chunks: int | None, placement: Placement, counts: Layout
     ) -> schedules.Timeline:
         costs, is_auto = self.fit.costs(placement, counts, candidate), candidate.takes_the_best
         schedule = schedules.build(
@@ -338,7 +338,7 @@ class _Search:
         )
         return schedules.simulate(schedule, costs)
 
-    def _costs_of_a_run(self, candidate: Candidate) -> schedules.Costs | None:
+    def _costs_of_a_run(self, candidate: ScheduleCandidate) -> schedules.Costs | None:
         """Return the costs for which a run builds a named schedule; None where all are equal."""
         if not (candidate.cuts_vocabulary or candidate.overlaps_exchange):
             return None
@@ -352,7 +352,7 @@ class _Search:
         return with_counted_vocabulary(costs, profile.model.layers, output)
 
 
-def read(arguments: argparse.Namespace) -> tuple[ProfileRequest, list[Candidate]]:
+def read(arguments: argparse.Namespace) -> tuple[ProfileRequest, list[ScheduleCandidate]]:
     """Read the profile and check the sizes.
 
     Raises:

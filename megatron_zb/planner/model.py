@@ -10,7 +10,12 @@ from pydantic import Field, model_validator
 from megatron_zb.measured import config
 from megatron_zb.measured.config import LARGEST_SIZE, Section, optional_size, size
 from megatron_zb.planner import hybrid_layers
-from megatron_zb.planner.attention import Attention, GroupedAttention, LatentAttention, LatentHeads
+from megatron_zb.planner.attention import (
+    GroupedAttention,
+    LatentAttention,
+    LatentHeads,
+    LayerAttention,
+)
 from megatron_zb.planner.hybrid_layers import Mamba, MambaMixer, Mixer
 
 
@@ -310,7 +315,7 @@ class ModelConfig(Section):
         return 2 if self.gated_mlp else 1
 
     @property
-    def attention(self) -> Attention:
+    def attention(self) -> LayerAttention:
         """The attention of a layer."""
         if self.latent_attention is not None:
             return LatentHeads(self.hidden_size, self.attention_heads, self.latent_attention)

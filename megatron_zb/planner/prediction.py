@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from megatron_zb import schedules
-from megatron_zb.planner.candidate import Candidate
-from megatron_zb.planner.memory import Memory, without_pipeline, worst_rank
+from megatron_zb.planner.candidate import ScheduleCandidate
+from megatron_zb.planner.memory import RankMemory, without_pipeline, worst_rank
 from megatron_zb.planner.stages import StageWorkload
 from megatron_zb.planner.step import by_timeline
 from megatron_zb.planner.work import Workload, model_flops
@@ -26,7 +26,7 @@ _MOST_PASSES = 16_000
 
 
 @dataclass(frozen=True)
-class Iteration:
+class IterationSettings:
     """Settings of an iteration that do not change the order of passes within the model.
 
     Attributes:
@@ -65,7 +65,7 @@ class Prediction:
     pipeline_seconds: float
     bubble: float
     step_seconds: float
-    memory: Memory
+    memory: RankMemory
     timeline: Timeline | None = None
     costs: Costs | None = None
     post_validation: bool = False
@@ -126,15 +126,15 @@ class Ordered:
     """
 
     staged: StageWorkload
-    candidate: Candidate
-    iteration: Iteration
+    candidate: ScheduleCandidate
+    iteration: IterationSettings
     chunks: int | None
     schedule: Schedule | None
     costs: Costs
     build: Build
 
     @cached_property
-    def memory(self) -> Memory:
+    def memory(self) -> RankMemory:
         """Memory of the worst rank."""
         if self.schedule is None:
             return without_pipeline(self.staged)
@@ -190,8 +190,8 @@ class Ordered:
 
 def ordered(
     staged: StageWorkload,
-    candidate: Candidate,
-    iteration: Iteration,
+    candidate: ScheduleCandidate,
+    iteration: IterationSettings,
     chunks: int | None,
     build: Build | None = None,
 ) -> Ordered:
@@ -229,8 +229,8 @@ def ordered(
 
 def predict(
     staged: StageWorkload,
-    candidate: Candidate,
-    iteration: Iteration,
+    candidate: ScheduleCandidate,
+    iteration: IterationSettings,
     chunks: int | None,
     build: Build | None = None,
 ) -> Prediction:

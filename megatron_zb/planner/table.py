@@ -11,7 +11,7 @@ from rich.text import Text
 
 from megatron_zb.measured.units import GIB, gib
 from megatron_zb.planner.flags import flags, named
-from megatron_zb.planner.memory import Memory
+from megatron_zb.planner.memory import RankMemory
 from megatron_zb.planner.prediction import Prediction, overheads
 from megatron_zb.planner.reasons import (
     activation_states,
@@ -158,7 +158,7 @@ def _memory(plan: Plan, shown: list[tuple[int, int]]) -> Table:
     for part in parts:
         table.add_column(_SHORT[part], justify="right", no_wrap=True)
     for place, index in shown:
-        memory: Memory = plan.ranked[index].memory
+        memory: RankMemory = plan.ranked[index].memory
         sizes = memory.parts()
         table.add_row(str(place), str(memory.rank), *(f"{sizes[part] / GIB:.1f}" for part in parts))
     return table

@@ -26,7 +26,7 @@ from megatron_zb.planner.model import (
     mlp_weights,
 )
 from megatron_zb.planner.model_flags import model_flags
-from megatron_zb.planner.prediction import Iteration, predict
+from megatron_zb.planner.prediction import IterationSettings, predict
 from megatron_zb.planner.stages import cut_into_stages
 from megatron_zb.planner.strategy import Choices, strategies
 from megatron_zb.planner.work import model_flops
@@ -224,7 +224,7 @@ def test_stages_cost_what_their_kinds_cost_and_the_flags_say_them() -> None:
     for candidate, stages in ((zb_h1, 4), (v_half, 8)):
         staged = cut_into_stages(load(model), candidate, None)
         assert staged is not None
-        found = predict(staged, candidate, Iteration(8), None)
+        found = predict(staged, candidate, IterationSettings(8), None)
         words = shlex.split(" ".join(flags(found, 8)))
         segments = words[words.index("--hybrid-layer-pattern") + 1].split("|")
         assert "".join(segments) == model.hybrid_layer_pattern

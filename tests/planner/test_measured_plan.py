@@ -14,7 +14,7 @@ from megatron_zb import schedules
 from megatron_zb.cli import main as cli
 from megatron_zb.errors import UsageError
 from megatron_zb.measured.cost_model import Variant
-from megatron_zb.measured.fit import Fit, Part
+from megatron_zb.measured.fit import Fit, FittedPart
 from megatron_zb.measured.profile import Profile, read_profile, write_profile
 from megatron_zb.planner.candidate import (
     MEGATRON_INTERLEAVED,
@@ -28,14 +28,16 @@ from megatron_zb.schedules.request import LimitTooSmall
 
 def test_parts_are_read_off_the_stages() -> None:
     letters = ["Ett", "ttt", "tt", "tL"]
-    part = Part.fitted([2 * 3 + 1, 3 * 3, 2 * 3, 3 + 5], letters)
-    assert part == Part(layer=3, embedding=1, output=5)
+    part = FittedPart.fitted([2 * 3 + 1, 3 * 3, 2 * 3, 3 + 5], letters)
+    assert part == FittedPart(layer=3, embedding=1, output=5)
     assert part.stages((1, 4, 3, 0)) == [4, 12, 9, 5]
-    empty = Part.fitted([0.0, 3.0, 2 * 3.0], ["E", "t", "tt" + "L"])
-    assert empty == Part(layer=3, embedding=0, output=0)
-    assert Part.fitted([1.0, 0.5, 4.0], ["Et", "", "tL"]).layer == 1.0  # no stage of layers alone
-    no_middle = Part.fitted([6.0, 6.0 + 4.0], ["Ett", "ttL"])
-    assert no_middle == Part(layer=3, embedding=0, output=4)
+    empty = FittedPart.fitted([0.0, 3.0, 2 * 3.0], ["E", "t", "tt" + "L"])
+    assert empty == FittedPart(layer=3, embedding=0, output=0)
+    assert (
+        FittedPart.fitted([1.0, 0.5, 4.0], ["Et", "", "tL"]).layer == 1.0
+    )  # no stage of layers alone
+    no_middle = FittedPart.fitted([6.0, 6.0 + 4.0], ["Ett", "ttL"])
+    assert no_middle == FittedPart(layer=3, embedding=0, output=4)
 
 
 def test_the_costs_of_the_placement_that_ran_are_those_it_has_measured() -> None:
