@@ -9,6 +9,8 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from megatron_zb.cli.extensions import extensions
+
 if TYPE_CHECKING:
     from megatron_zb.planner.from_profile import MeasuredRow, ProfileRequest
     from megatron_zb.planner.search import Plan
@@ -75,12 +77,8 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
     add_model(command, required=False)
     command.add_argument("--gpus", type=int, metavar="N", help="GPUs of the job")
     _add_measured(command)
-    command.add_argument_group("blockwise distillation").add_argument(
-        "--student-config",
-        type=Path,
-        metavar="NAME|FILE",
-        help="distil the model into this student: a name of configs/students, or a file like those",
-    )
+    for extension in extensions():
+        extension.add_plan_arguments(command)
     command.add_argument(
         "--device",
         type=Path,

@@ -10,21 +10,21 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from rendezvous import finishes
 
-from megatron_zb.distillation.schedule.distribution import (
-    BlockCosts,
-    Distribution,
-    RelayCosts,
-    evenly,
-)
-from megatron_zb.distillation.schedule.pipe_bd import pipe_bd
-from megatron_zb.distillation.schedule.relay import Relay
-from megatron_zb.distillation.schedule.step_by_step import step_by_step
 from megatron_zb.errors import UsageError
 from megatron_zb.schedules import InvalidSchedule, Pass, PassKind, Schedule, lower, simulate
 from megatron_zb.schedules.passes import Pass as P
 from megatron_zb.schedules.placement import grouped
 from megatron_zb.schedules.program.lowering import Receive, Run, Send, Take, unfinished
 from megatron_zb.schedules.simulator import Timeline, peak_held_chunks
+from megatron_zb_distill.schedule.distribution import (
+    BlockCosts,
+    Distribution,
+    RelayCosts,
+    evenly,
+)
+from megatron_zb_distill.schedule.pipe_bd import pipe_bd
+from megatron_zb_distill.schedule.relay import Relay
+from megatron_zb_distill.schedule.step_by_step import step_by_step
 
 T, S, U = PassKind.T, PassKind.S, PassKind.U
 HYBRID = Distribution.of([(2, 1), (1, 2), (3, 4), (1, 1)])

@@ -4,6 +4,9 @@ The first two read one :class:`Graph`, the last one :class:`Gaps`. Written on fl
 plain arithmetic alone, with a random generator of their own, so that the same lines run as Python
 or compiled, with the same result to the last bit. The tuples that they take stand in this file
 because numba keeps what it compiled for as long as this very file stays the same.
+
+What a problem does not have, such as an exchange or states, is None. The compiler leaves out
+branches behind a nested ``if it is not None``, and only those: one ``and`` more and they stay.
 """
 
 from __future__ import annotations
@@ -85,10 +88,10 @@ class Moves(NamedTuple):
 
 
 class States(NamedTuple):
-    """Units (stage and microbatch) whose activations F drops, so that R makes them again.
+    """Units (stage and microbatch) whose activations F drops and R recomputes.
 
-    By unit: the seconds of R, and the memory that dropping saves. Both are empty where no order has
-    R. Otherwise it has R, of kind 3, of every unit: one that is kept takes no time there.
+    By unit: the seconds of R, and the memory that it saves. An order has R, of kind 3, of every
+    unit: one that is kept takes no time there.
     """
 
     seconds: Any
@@ -98,8 +101,8 @@ class States(NamedTuple):
 class ReplaySpace(NamedTuple):
     """Working space of a local search.
 
-    By code the first three, by rank the next four; ``next_of`` by kind and stage, and the last two
-    by place on a rank.
+    By code the first three, by rank the next four; ``next_of`` by kind and stage, ``kept`` and
+    ``kept_flags`` by place. ``span`` has the first place that a move changed, and how many.
     """
 
     end: Any
@@ -112,6 +115,7 @@ class ReplaySpace(NamedTuple):
     next_of: Any
     kept: Any
     kept_flags: Any
+    span: Any
 
 
 class Exchange(NamedTuple):
@@ -134,7 +138,7 @@ class PairPriorities(NamedTuple):
 
 def run_list_scheduler(
     graph: Graph,
-    exchange: Exchange,
+    exchange: Exchange | None,
     priorities: Priorities,
     pair_priorities: PairPriorities,
     space: GreedySpace,
@@ -152,9 +156,6 @@ def run_list_scheduler(
     seconds, hop, memory = graph.seconds, graph.hop, graph.memory
     limit, tail_seconds = graph.limit, graph.tail_seconds
     quota, score, rank_bias = priorities
-    comm, loss = exchange
-    has_pairs = len(comm) > 0
-    gain, pair_bias = pair_priorities
     ready_at, pending, counts, clock = space.ready, space.pending, space.counts, space.clock
     held, choice, choice_start = space.held, space.choice, space.choice_start
     block = p * chunks * m
@@ -165,8 +166,9 @@ def run_list_scheduler(
     width = 2 * chunks + 3
     for code in range(2 * block):
         ready_at[code] = 0.0 if code < m else INFINITY
-    for code in range(block):
-        joined[code] = 0
+    if exchange is not None:
+        for code in range(block):
+            joined[code] = 0
     for r in range(p):
         clock[r] = 0.0
         held[r] = 0.0
@@ -177,8 +179,16 @@ def run_list_scheduler(
     dirty_a, dirty_b, dirty_c = -1, -1, -1
     first = True
     while done < p * per_rank:
-        for r in range(p):
-            if not (first or r in (dirty_a, dirty_b, dirty_c)):
+        for turn in range(p if first else 3):
+            if first:
+                r = turn
+            elif turn == 0:
+                r = dirty_a
+            elif turn == 1:
+                r = dirty_b if dirty_b != dirty_a else -1
+            else:
+                r = dirty_c if dirty_c != dirty_a and dirty_c != dirty_b else -1
+            if r < 0:
                 continue
             base = r * width
             now = clock[r]
@@ -195,7 +205,7 @@ def run_list_scheduler(
                 for i in range(2 * chunks):
                     # among equal scores the first one wins: F of a chunk, then its B; but with
                     # pairs all F first, each with the pairs that it could be in
-                    k = i if has_pairs else i // 2 + i % 2 * chunks
+                    k = i // 2 + i % 2 * chunks if exchange is None else i
                     c = k if k < chunks else k - chunks
                     mb = counts[base + k]
                     if mb >= m:
@@ -229,34 +239,37 @@ def run_list_scheduler(
                         best = start + own
                         best_kind = k if after == now else 2 * chunks
                         best_start = start if after == now else now
-                    if k >= chunks or not has_pairs:
-                        continue
-                    for d in range(chunks):
-                        other_mb = counts[base + chunks + d]
-                        if other_mb >= m:
-                            continue
-                        other = block + stage_at[r * chunks + d] * m + other_mb
-                        if other == code + block or ready_at[other] >= INFINITY:
-                            continue
-                        begin = ready_at[other] if ready_at[other] > start else start
-                        alone = seconds[other] + (0.0 if split else seconds[other + block])
-                        both = comm[code] + comm[other]
-                        length = max(seconds[code] + alone - both, both, seconds[code], alone)
-                        hides = seconds[code] + alone - length * (1.0 + loss)
-                        if hides <= 0.0:
-                            continue
-                        b = chunks + d
-                        its = score[b] + score[kinds + b] * position + rank_bias[r * kinds + b]
-                        lead = ready_at[other] - now
-                        if lead < 0.0:
-                            its += early * lead
-                        if late:
-                            its += score[2 * kinds + b]
-                        value = begin + (own + its) / 2 + pair_bias[c * chunks + d] - gain * hides
-                        if value < best:
-                            best = value
-                            best_kind = kinds + c * chunks + d if after == now else 2 * chunks
-                            best_start = begin if after == now else now
+                    if exchange is not None:
+                        for d in range(chunks if k < chunks else 0):
+                            other_mb = counts[base + chunks + d]
+                            if other_mb >= m:
+                                continue
+                            other = block + stage_at[r * chunks + d] * m + other_mb
+                            if other == code + block or ready_at[other] >= INFINITY:
+                                continue
+                            begin = ready_at[other] if ready_at[other] > start else start
+                            alone = seconds[other] + (0.0 if split else seconds[other + block])
+                            together = pair_seconds(graph, exchange, code, other)
+                            hides = seconds[code] + alone - together
+                            if hides <= 0.0:
+                                continue
+                            b = chunks + d
+                            its = score[b] + score[kinds + b] * position + rank_bias[r * kinds + b]
+                            lead = ready_at[other] - now
+                            if lead < 0.0:
+                                its += early * lead
+                            if late:
+                                its += score[2 * kinds + b]
+                            value = (
+                                begin
+                                + (own + its) / 2
+                                + pair_priorities.bias[c * chunks + d]
+                                - pair_priorities.gain * hides
+                            )
+                            if value < best:
+                                best = value
+                                best_kind = kinds + c * chunks + d if after == now else 2 * chunks
+                                best_start = begin if after == now else now
                 if waiting > 0:
                     k = 2 * chunks
                     value = now - gamma * (waiting - 1) + score[k] + score[kinds + k] * position
@@ -278,81 +291,70 @@ def run_list_scheduler(
         r = rank
         base = r * width
         kind = choice[r]
-        dirty_a, dirty_b, dirty_c = r, -1, -1
-        place = r * per_rank + counts[base + 2 * chunks + 2]
+        other = -1  # the backward of a pair
         if kind == 2 * chunks:  # W, wanted for itself or to make room
             head = counts[base + 2 * chunks]
             counts[base + 2 * chunks] = head + 1
             code = pending[r * chunks * m + head]
-            order[place] = code
+        else:
+            if exchange is not None:
+                if kind > 2 * chunks:
+                    d = (kind - kinds) % chunks
+                    kind = (kind - kinds) // chunks
+                    mb = counts[base + chunks + d]
+                    counts[base + chunks + d] = mb + 1
+                    other = block + stage_at[r * chunks + d] * m + mb
+            mb = counts[base + kind]
+            counts[base + kind] = mb + 1
+            if kind < chunks:
+                code = stage_at[r * chunks + kind] * m + mb
+            else:
+                code = block + stage_at[r * chunks + kind - chunks] * m + mb
+        end = choice_start[r] + seconds[code]
+        if not split and code >= block:
+            end += seconds[code + block]
+        if exchange is not None:
+            if other >= 0:
+                end = choice_start[r] + pair_seconds(graph, exchange, code, other)
+                joined[code] = 1
+        clock[r] = end
+        dirty_a, dirty_b, dirty_c = r, -1, -1
+        while code >= 0:
+            order[r * per_rank + counts[base + 2 * chunks + 2]] = code
             counts[base + 2 * chunks + 2] += 1
             done += 1
-            clock[r] = choice_start[r] + seconds[code]
             held[r] += memory[code]
-            end = clock[r]
-        else:
-            is_pair = kind > 2 * chunks
-            forward, backward = -1, -1
-            if is_pair:
-                forward, backward = (kind - kinds) // chunks, (kind - kinds) % chunks
-            elif kind < chunks:
-                forward = kind
-            else:
-                backward = kind - chunks
-            length = 0.0
-            f_code, b_code = -1, -1
-            if forward >= 0:
-                mb = counts[base + forward]
-                counts[base + forward] = mb + 1
-                f_code = stage_at[r * chunks + forward] * m + mb
-                length = seconds[f_code]
-                order[place] = f_code
-                place += 1
-                held[r] += memory[f_code]
-            if backward >= 0:
-                mb = counts[base + chunks + backward]
-                counts[base + chunks + backward] = mb + 1
-                b_code = block + stage_at[r * chunks + backward] * m + mb
-                if split:
-                    tail = counts[base + 2 * chunks + 1]
-                    counts[base + 2 * chunks + 1] = tail + 1
-                    pending[r * chunks * m + tail] = b_code + block
-                alone = seconds[b_code] + (0.0 if split else seconds[b_code + block])
-                if is_pair:
-                    both = comm[f_code] + comm[b_code]
-                    length = max(length + alone - both, both, length, alone) * (1.0 + loss)
-                    joined[f_code] = 1
-                else:
-                    length = seconds[b_code]
-                order[place] = b_code
-                place += 1
-                held[r] += memory[b_code]
-            end = choice_start[r] + length
-            if backward >= 0 and not is_pair and not split:
-                end += seconds[b_code + block]
-            clock[r] = end
-            counts[base + 2 * chunks + 2] += 2 if is_pair else 1
-            done += 2 if is_pair else 1
-            if f_code >= 0:
-                following = reader[f_code]
+            if split and block <= code < 2 * block:
+                tail = counts[base + 2 * chunks + 1]
+                counts[base + 2 * chunks + 1] = tail + 1
+                pending[r * chunks * m + tail] = code + block
+            following = reader[code]
+            if following >= 0:
                 ready_at[following] = end + hop[following]
-                dirty_b = rank_of[following]
-            if b_code >= 0:
-                following = reader[b_code]
-                if following >= 0:
-                    ready_at[following] = end + hop[following]
-                    dirty_c = rank_of[following]
+                dirty_b, dirty_c = rank_of[following], dirty_b
+            code, other = other, -1
         if end + tail_seconds[r] > makespan:
             makespan = end + tail_seconds[r]
     return makespan
 
 
+def pair_seconds(graph: Graph, exchange: Exchange, forward: int, backward: int) -> float:
+    """Return the seconds of a pair; see :meth:`StageCosts.pair_seconds`."""
+    block = graph.pipeline_size * graph.chunks * graph.num_microbatches
+    length = graph.seconds[forward]
+    alone = graph.seconds[backward]
+    if not graph.split:
+        alone += graph.seconds[backward + block]
+    both = exchange.seconds[forward] + exchange.seconds[backward]
+    return max(length + alone - both, both, length, alone) * (1.0 + exchange.loss)
+
+
 def local_search(
     graph: Graph,
-    exchange: Exchange,
+    exchange: Exchange | None,
     moves: Moves,
     space: ReplaySpace,
-    states: States,
+    states: States | None,
     order: Any,
     flags: Any,
     best: Any,
@@ -365,10 +367,8 @@ def local_search(
     say by code of F what is joined with the backward behind it, where passes communicate, and what
     is recomputed otherwise. Returns the makespan of ``best``.
     """
-    critical, kept, kept_flags = space.critical, space.kept, space.kept_flags
-    has_pairs = len(exchange.seconds) > 0
-    block = graph.pipeline_size * graph.chunks * graph.num_microbatches
-    kinds = 4 if len(states.seconds) > 0 else 3
+    critical = space.critical
+    kinds = 3 if states is None else 4
     per_rank = ((3 if graph.split else 2) + kinds - 3) * graph.chunks * graph.num_microbatches
     total = graph.pipeline_size * per_rank
     steps = moves.steps
@@ -395,53 +395,56 @@ def local_search(
                 lowest = makespan
                 for i in range(total):
                     best[i] = order[i]
-                for i in range(len(flags)):
-                    best_flags[i] = flags[i]
+                if flags is not None:
+                    for i in range(len(flags)):
+                        best_flags[i] = flags[i]
                 if lowest <= moves.good_enough:
                     break
         elif moved >= 0:
-            restore(moved * per_rank, per_rank, block, kept, kept_flags, order, flags)
+            restore(graph, space, order, flags)
         if step == steps or path == 0:
             break
         moved = -1
         for _ in range(50):  # until a move is possible
             dice = (dice * 1103515245 + 12345) % _MODULUS
             code = critical[(dice >> 8) % path]
-            if has_pairs:
-                dice, moved = move_pair(graph, space, order, flags, code, per_rank, dice)
-            else:
+            if exchange is None:
                 dice, moved = move_pass(graph, space, states, order, flags, code, per_rank, dice)
+            else:
+                dice, moved = move_pair(graph, space, order, flags, code, per_rank, dice)
             if moved >= 0:
                 break
     return lowest
 
 
-def keep(
-    first: int, per_rank: int, block: int, kept: Any, kept_flags: Any, order: Any, flags: Any
-) -> None:
-    """Copy the order and the flags of a rank, to restore them."""
-    for i in range(per_rank):
-        code = order[first + i]
-        kept[i] = code
-        kept_flags[i] = flags[code] if code < block and len(flags) > 0 else 0
+def keep(graph: Graph, space: ReplaySpace, low: int, count: int, order: Any, flags: Any) -> None:
+    """Copy a part of the order and its flags, for :func:`restore`."""
+    space.span[0], space.span[1] = low, count
+    block = graph.pipeline_size * graph.chunks * graph.num_microbatches
+    for i in range(count):
+        code = order[low + i]
+        space.kept[i] = code
+        if flags is not None:
+            space.kept_flags[i] = flags[code] if code < block else 0
 
 
-def restore(
-    first: int, per_rank: int, block: int, kept: Any, kept_flags: Any, order: Any, flags: Any
-) -> None:
-    """Take back a move."""
-    for i in range(per_rank):
-        code = kept[i]
-        order[first + i] = code
-        if code < block and len(flags) > 0:
-            flags[code] = kept_flags[i]
+def restore(graph: Graph, space: ReplaySpace, order: Any, flags: Any) -> None:
+    """Take back the move of which :func:`keep` has kept the part that it changed."""
+    low, count = space.span[0], space.span[1]
+    block = graph.pipeline_size * graph.chunks * graph.num_microbatches
+    for i in range(count):
+        code = space.kept[i]
+        order[low + i] = code
+        if flags is not None:
+            if code < block:
+                flags[code] = space.kept_flags[i]
 
 
 def replay(
     graph: Graph,
-    exchange: Exchange,
+    exchange: Exchange | None,
     space: ReplaySpace,
-    states: States,
+    states: States | None,
     order: Any,
     flags: Any,
     kinds: int,
@@ -454,8 +457,6 @@ def replay(
     p, split = graph.pipeline_size, graph.split
     rank_of, maker, reader = graph.rank, graph.maker, graph.reader
     seconds, hop, tail_seconds = graph.seconds, graph.hop, graph.tail_seconds
-    comm, loss = exchange
-    has_pairs = len(comm) > 0
     end, blame, position = space.end, space.blame, space.position
     clock, waiting, stack = space.clock, space.waiting, space.stack
     block = p * graph.chunks * graph.num_microbatches
@@ -479,70 +480,80 @@ def replay(
             code = order[r * per_rank + i]
             start = clock[r]
             reason = order[r * per_rank + i - 1] if i > 0 else -1
-            is_pair = has_pairs and code < block and flags[code] == 1
-            other = order[r * per_rank + i + 1] if is_pair else code
-            missing = -1
-            for each in range(2 if is_pair else 1):
-                mine = code if each == 0 else other
-                need = maker[mine]
-                if need >= 0 and missing < 0:
-                    if end[need] < 0.0:
-                        missing = need
-                    elif end[need] + hop[mine] > start:
-                        start = end[need] + hop[mine]
-                        reason = need
-            if missing >= 0:
-                waiting[r] = missing
-                break
-            if is_pair:
-                length = seconds[code]
-                alone = seconds[other] + (0.0 if split else seconds[other + block])
-                both = comm[code] + comm[other]
-                finish = start + max(length + alone - both, both, length, alone) * (1.0 + loss)
+            need = maker[code]
+            if need >= 0:
+                if end[need] < 0.0:
+                    waiting[r] = need
+                    break
+                if end[need] + hop[code] > start:
+                    start = end[need] + hop[code]
+                    reason = need
+            other = -1
+            if exchange is not None:
+                if code < block and flags[code] == 1:  # a pair waits for the inputs of both
+                    other = order[r * per_rank + i + 1]
+                    need = maker[other]
+                    if need >= 0:
+                        if end[need] < 0.0:
+                            waiting[r] = need
+                            break
+                        if end[need] + hop[other] > start:
+                            start = end[need] + hop[other]
+                            reason = need
+            if states is None:
+                finish = start + seconds[code]
             elif code >= 3 * block:
                 finish = start + states.seconds[code - 3 * block] * flags[code - 3 * block]
-            elif code >= block and not split and has_pairs:
-                finish = start + (seconds[code] + seconds[code + block])
             else:
                 finish = start + seconds[code]
-                if code >= block and not split:
+            if not split and block <= code < 2 * block:
+                if exchange is None:
                     finish += seconds[code + block]
+                else:
+                    finish = start + (seconds[code] + seconds[code + block])
+            if exchange is not None:
+                if other >= 0:
+                    finish = start + pair_seconds(graph, exchange, code, other)
             clock[r] = finish
             if finish + tail_seconds[r] > makespan:
                 makespan = finish + tail_seconds[r]
                 final = code
-            for each in range(2 if is_pair else 1):
-                mine = code if each == 0 else other
-                end[mine] = finish
+            while code >= 0:
+                end[code] = finish
                 sum_of_ends += finish
-                blame[mine] = reason
+                blame[code] = reason
                 done += 1
                 i += 1
-                following = reader[mine]
+                following = reader[code]
                 if following >= 0:
                     q = rank_of[following]
-                    if q != r and waiting[q] == mine:
+                    if q != r and waiting[q] == code:
                         waiting[q] = -1
                         stack[depth] = q
                         depth += 1
+                code, other = other, -1
         position[r] = i
     return done, makespan, sum_of_ends, final
 
 
-def fits(graph: Graph, states: States, order: Any, flags: Any, r: int, per_rank: int) -> bool:
+def fits(
+    graph: Graph, states: States | None, order: Any, flags: Any, r: int, per_rank: int
+) -> bool:
     """Return whether a rank keeps its memory limit."""
     block = graph.pipeline_size * graph.chunks * graph.num_microbatches
-    has_states = len(states.seconds) > 0
+    memory, limit = graph.memory, graph.limit[r]
     held = 0.0
     for i in range(r * per_rank, (r + 1) * per_rank):
         code = order[i]
-        if code >= 3 * block:
+        if states is None:
+            held += memory[code]
+        elif code >= 3 * block:
             held += states.saved[code - 3 * block] * flags[code - 3 * block]
         else:
-            held += graph.memory[code]
-            if has_states and code < block:
+            held += memory[code]
+            if code < block:
                 held -= states.saved[code] * flags[code]
-        if held > graph.limit[r]:
+        if held > limit:
             return False
     return True
 
@@ -550,7 +561,7 @@ def fits(graph: Graph, states: States, order: Any, flags: Any, r: int, per_rank:
 def move_pass(
     graph: Graph,
     space: ReplaySpace,
-    states: States,
+    states: States | None,
     order: Any,
     flags: Any,
     code: int,
@@ -562,31 +573,30 @@ def move_pass(
     Returns the dice, and the rank that was changed, -1 if none could be.
     """
     m = graph.num_microbatches
-    has_states = len(states.seconds) > 0
     block = graph.pipeline_size * graph.chunks * m
-    kept, kept_flags = space.kept, space.kept_flags
     dice = (dice * 1103515245 + 12345) % _MODULUS
     choice = dice >> 12
     r = graph.rank[code % block]
     first = r * per_rank
     last = first + per_rank - 1
-    if has_states and (code >= 3 * block or choice % 16 == 0):
-        unit = code % block
-        if flags[unit] == 0:  # another one of the same stage
-            dice = (dice * 1103515245 + 12345) % _MODULUS
-            unit = unit // m * m + (dice >> 8) % m
-        if flags[unit] == 1 and (dice >> 4) % 4 != 0:
-            keep(first, per_rank, block, kept, kept_flags, order, flags)
-            flags[unit] = 0
-            if choice % 2 == 0:
+    if states is not None:
+        if code >= 3 * block or choice % 16 == 0:
+            unit = code % block
+            if flags[unit] == 0:  # another one of the same stage
                 dice = (dice * 1103515245 + 12345) % _MODULUS
-                other = order[first + (dice >> 8) % per_rank] % block
-                if other != unit and flags[other] == 0 and states.saved[other] > 0.0:
-                    flags[other] = 1
-            if fits(graph, states, order, flags, r, per_rank):
-                return dice, r
-            restore(first, per_rank, block, kept, kept_flags, order, flags)
-            return dice, -1
+                unit = unit // m * m + (dice >> 8) % m
+            if flags[unit] == 1 and (dice >> 4) % 4 != 0:
+                keep(graph, space, first, per_rank, order, flags)
+                flags[unit] = 0
+                if choice % 2 == 0:
+                    dice = (dice * 1103515245 + 12345) % _MODULUS
+                    other = order[first + (dice >> 8) % per_rank] % block
+                    if other != unit and flags[other] == 0 and states.saved[other] > 0.0:
+                        flags[other] = 1
+                if fits(graph, states, order, flags, r, per_rank):
+                    return dice, r
+                restore(graph, space, order, flags)
+                return dice, -1
     at = first
     while order[at] != code:
         at += 1
@@ -611,7 +621,7 @@ def move_pass(
         # the order within a stage: microbatches rise, and F, B, W of one follow each other
         if other // m == code // m or other % block == code % block:
             return dice, -1
-    keep(first, per_rank, block, kept, kept_flags, order, flags)
+    keep(graph, space, min(at, to), abs(at - to) + 1, order, flags)
     i = at
     while i != to:
         order[i] = order[i + step_to]
@@ -619,7 +629,7 @@ def move_pass(
     order[to] = code
     if fits(graph, states, order, flags, r, per_rank):
         return dice, r
-    restore(first, per_rank, block, kept, kept_flags, order, flags)
+    restore(graph, space, order, flags)
     return dice, -1
 
 
@@ -632,7 +642,7 @@ def move_pair(
     """
     p, m, chunks = graph.pipeline_size, graph.num_microbatches, graph.chunks
     rank_of, memory, limit = graph.rank, graph.memory, graph.limit
-    next_of, kept, kept_flags = space.next_of, space.kept, space.kept_flags
+    next_of = space.next_of
     block = p * chunks * m
     dice = (dice * 1103515245 + 12345) % _MODULUS
     choice = (dice >> 12) % 16
@@ -648,7 +658,7 @@ def move_pair(
     if choice < 3 and at > first:  # take what stands before it
         at -= 1
         code = order[at]
-    keep(first, per_rank, block, kept, kept_flags, order, joined)
+    keep(graph, space, first, per_rank, order, joined)
     # the pair it belongs to, if any
     head = at
     if code >= block and code < 2 * block and at > first:
@@ -755,7 +765,7 @@ def move_pair(
             next_of[row] = mine % m + 1
     if ok:
         return dice, r
-    restore(first, per_rank, block, kept, kept_flags, order, joined)
+    restore(graph, space, order, joined)
     return dice, -1
 
 

@@ -93,6 +93,7 @@ Engine = Plain | Compiled
 _FUNCTIONS = (
     "keep",
     "restore",
+    "pair_seconds",
     "replay",
     "fits",
     "move_pass",

@@ -24,7 +24,6 @@ from megatron_zb.schedules.search.inner_loops import (
     Exchange,
     Moves,
     PairPriorities,
-    States,
 )
 from megatron_zb.schedules.search.kernels import available, engine
 from megatron_zb.schedules.search.priority_weights import PriorityWeights
@@ -201,7 +200,7 @@ class _PairRunner:
             self._exchange,
             moves,
             self._replay_space,
-            States(make.floats([]), make.floats([])),
+            None,
             order,
             joined,
             best,

@@ -10,14 +10,12 @@ from megatron_zb.schedules.costs import StageCosts
 from megatron_zb.schedules.passes import Pass, PassKind
 from megatron_zb.schedules.placement import Placement
 from megatron_zb.schedules.search.inner_loops import (
-    Exchange,
     Graph,
     GreedySpace,
     Moves,
     PairPriorities,
     Priorities,
     ReplaySpace,
-    States,
 )
 from megatron_zb.schedules.search.kernels import Engine
 from megatron_zb.schedules.search.priority_weights import PriorityWeights
@@ -126,7 +124,6 @@ class Runner:
         self.flags = engine.integers(
             [0] * (problem.placement.num_stages * problem.num_microbatches)
         )
-        self.alone = Exchange(engine.floats([]), 0.0)
         self.spaces = self._new_space()
         self._quotas_of: dict[tuple[float, float, tuple[int, ...]], Any] = {}
         self._rank_bias_of: dict[tuple[float, ...], Any] = {}
@@ -163,6 +160,7 @@ class Runner:
             next_of=integers(3 * placement.num_stages),
             kept=integers(self.problem.num_passes // p),
             kept_flags=integers(self.problem.num_passes // p),
+            span=integers(2),
         )
         return greedy, replay
 
@@ -191,7 +189,7 @@ class Runner:
         self.runs += 1
         return self.engine.run_list_scheduler(
             self.inputs,
-            self.alone,
+            None,
             self.priorities(weights),
             PairPriorities(0.0, self.engine.floats([0.0])),
             self.spaces[0],
@@ -276,9 +274,8 @@ class Runner:
         make, best = self.engine, self.engine.integers(order)
         moves = Moves(steps, threshold * self.mean_pass, mean_weight, good_enough, seed)
         space = self.spaces[1]
-        none, flags = States(make.floats([]), make.floats([])), make.integers([])
         seconds = make.local_search(
-            self.inputs, self.alone, moves, space, none, make.integers(order), flags, best, flags
+            self.inputs, None, moves, space, None, make.integers(order), None, best, None
         )
         return seconds, best
 

@@ -18,7 +18,7 @@ from megatron_zb.schedules.passes import Pass, PassKind
 from megatron_zb.schedules.placement import Placement
 from megatron_zb.schedules.schedule import Schedule
 from megatron_zb.schedules.search.hill_climbing import Effort, search
-from megatron_zb.schedules.search.inner_loops import Exchange, Moves, ReplaySpace, States
+from megatron_zb.schedules.search.inner_loops import Moves, ReplaySpace, States
 from megatron_zb.schedules.search.kernels import available, engine
 from megatron_zb.schedules.search.runner import Problem, Runner
 
@@ -197,6 +197,7 @@ class _StateRunner:
             next_of=integers(3 * placement.num_stages),
             kept=integers(codes // p),
             kept_flags=integers(codes // p),
+            span=integers(2),
         )
 
     def coded(self, ranks: Sequence[Sequence[Pass]]) -> _Coded | None:
@@ -266,9 +267,9 @@ class _StateRunner:
         order, dropped = map(make.integers, start)
         best, best_dropped = map(make.integers, start)
         moves = Moves(steps, threshold * self.problem.mean_pass, 0.0, good_enough, seed)
-        states, alone = States(self._seconds, self._saved), Exchange(make.floats([]), 0.0)
+        states = States(self._seconds, self._saved)
         seconds = make.local_search(
-            self._graph, alone, moves, self._space, states, order, dropped, best, best_dropped
+            self._graph, None, moves, self._space, states, order, dropped, best, best_dropped
         )
         return seconds, (best, best_dropped)
 
