@@ -15,8 +15,7 @@ from megatron_zb.planner import byte_counts
 from megatron_zb.planner.attention import GroupedAttention
 from megatron_zb.planner.byte_counts import GRADIENT, OPTIMIZER, WEIGHT
 from megatron_zb.planner.device import DeviceConfig
-from megatron_zb.planner.model import ModelConfig
-from megatron_zb.planner.parameters import mlp_weights
+from megatron_zb.planner.model import ModelConfig, mlp_weights
 from megatron_zb.planner.strategy import Strategy
 from megatron_zb.planner.work import Workload
 from megatron_zb_distill.schedule.distribution import (

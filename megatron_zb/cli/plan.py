@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from megatron_zb.cli.extensions import extensions
 
 if TYPE_CHECKING:
-    from megatron_zb.planner.from_profile import ProfileRequest, Row
+    from megatron_zb.planner.from_profile import MeasuredRow, ProfileRequest
     from megatron_zb.planner.search import Plan
 
 HELP = """\
@@ -211,8 +211,8 @@ def run(arguments: argparse.Namespace) -> Plan:
     from megatron_zb.drawing import text_chart
     from megatron_zb.measured.units import GIB
     from megatron_zb.planner import table
-    from megatron_zb.planner.front import points
     from megatron_zb.planner.search import search
+    from megatron_zb.planner.table import points
     from megatron_zb.planner.workers import workers
 
     job, candidates = plan_request.read(arguments)
@@ -227,7 +227,9 @@ def run(arguments: argparse.Namespace) -> Plan:
     return plan
 
 
-def run_measured(arguments: argparse.Namespace) -> tuple[ProfileRequest, list[Row], dict[str, str]]:
+def run_measured(
+    arguments: argparse.Namespace,
+) -> tuple[ProfileRequest, list[MeasuredRow], dict[str, str]]:
     """Run ``plan --profile``; return the request, the rows, and why other schedules are missing.
 
     Raises:

@@ -1,8 +1,9 @@
-"""What it takes to cut an output layer over all ranks, besides its products with the weight.
+"""Costs on a usual GPU, counted from the sizes of a model, until a profile measures them.
 
-Counted from the sizes of a model, in forwards of one of its layers, for usual GPUs: a byte of
-memory traffic takes as long as 200 operations, a byte between tensor-parallel ranks as long as
-2000. The planner counts the same bytes for the device that it is asked for.
+Vocabulary parallelism takes more than the products with the weight. Those costs are in forwards of
+one layer: a byte of memory traffic takes as long as 200 operations, a byte between tensor-parallel
+ranks as long as 2000. The planner counts the same bytes for the device of the plan. Copies to the
+host have the bandwidth of PCIe 5.
 """
 
 from __future__ import annotations
@@ -86,3 +87,20 @@ class Cutting:
             held=held,
             lookup=p * embedding / 2 + GATHERED_IN_E * gathering,
         )
+
+
+# --- copies to the host ---------------------------------------------------------------------------
+
+
+# FLOPs that a device does while its link carries one byte. A GPU: 400 TFLOP/s and 55 GB/s each way
+# (PCIe 5); a CPU, which copies within its own memory: 50 GFLOP/s and 5 GB/s.
+FLOPS_PER_BYTE = {"cuda": 400e12 / 55e9, "cpu": 50e9 / 5e9}
+
+
+def copy_share(hidden_size: int, device_type: str) -> float:
+    """Return what copying a layer's activations one way takes, as a share of its F, B and W.
+
+    A layer of ``hidden_size`` h holds about 34 h bytes of each token in 16 bits, for 72 h^2 FLOPs.
+    Where ranks share a layer, both are divided alike.
+    """
+    return 34 / (72 * hidden_size) * FLOPS_PER_BYTE[device_type]
