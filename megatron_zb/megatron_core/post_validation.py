@@ -22,14 +22,19 @@ from megatron.core.optimizer_param_scheduler import get_canonical_lr_for_logging
 from megatron.core.utils import get_model_config
 
 from megatron_zb.errors import UsageError
+from megatron_zb.megatron_core.data_iterators import Start
+from megatron_zb.megatron_core.graphs import WHY_NOT_TWICE
 from megatron_zb.megatron_core.optimizer_snapshot import (
     GroupOptions,
     OptimizerSnapshot,
     bring_to_model,
     is_stub,
 )
+from megatron_zb.megatron_core.step import Passes, Step, StepPart
 from megatron_zb.runtime.groups import new_groups
-from megatron_zb.runtime.post_validation import StateExchange
+from megatron_zb.runtime.post_validation import StateExchange, run_from_cut
+from megatron_zb.schedules.program.lowering import Program
+from megatron_zb.schedules.program.rollback import Rollback, rollback
 
 # Where the numbers of a state are; the rest of it counts infinite gradients, for each optimizer.
 _HELD_BACK, _SQUARES, _ZEROS, _INFINITE = range(4)
@@ -266,6 +271,57 @@ class PostValidation:
                 function(*args, **keywords)
 
         return call
+
+
+class PostValidationPart(StepPart):
+    """Lets every step also validate the optimizer's last one where that is still open."""
+
+    why_no_graphs = WHY_NOT_TWICE
+
+    def __init__(self, validation: PostValidation) -> None:
+        self._validation = validation
+        self._cuts: dict[int, tuple[Program, Rollback]] = {}
+
+    def run_passes(self, passes: Passes, step: Step) -> bool:
+        """Run the passes up to the cut; run them again if the optimizer's step was wrong."""
+        validation = self._validation
+        if step.forward_only:
+            validation.settle()
+        if not validation.is_open:
+            return False
+        start = Start(step.data_iterators)
+        step.data_iterators = start.data_iterators
+
+        def was_right() -> bool:
+            right = validation.was_right()
+            if right:
+                start.forget()
+            return right
+
+        def start_anew() -> None:
+            validation.mend()
+            start.go_back()
+            step.forward_data_store.clear()
+            step.total_num_tokens.zero_()
+
+        run_from_cut(
+            step.program,
+            self._cut(step.program),
+            step.logical,
+            passes.stages,
+            passes.transport,
+            passes.allocate,
+            is_right=was_right,
+            start_anew=start_anew,
+            observer=passes.observer,
+        )
+        return True
+
+    def _cut(self, program: Program) -> Rollback:
+        count = program.schedule.num_microbatches
+        if count not in self._cuts or self._cuts[count][0] is not program:
+            self._cuts[count] = (program, rollback(program))
+        return self._cuts[count][1]
 
 
 @dataclass

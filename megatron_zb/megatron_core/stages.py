@@ -1,66 +1,85 @@
-"""Stages of a model in Megatron's forward and backward functions."""
+"""Stages of a model in Megatron's forward and backward functions.
+
+Two stages can run the forward of one microbatch and the backward of another in one pass, so that
+the all-to-all of experts hides. Megatron can build a plan of a chunk's forward: its layers cut into
+attention, dispatch, experts and combine. Running two plans together, one forward and one backward,
+puts computation on one stream and communication between experts on another, layer by layer.
+Megatron's own interleaved schedule does so with ``--overlap-moe-expert-parallel-comm``; here the
+pairs of a schedule do.
+"""
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass, field
-from functools import partial
-from typing import Any
+from contextlib import contextmanager, nullcontext
+from functools import cached_property, partial
+from typing import Any, NamedTuple
 
 import torch
+from megatron.core.enums import Fp8Recipe
+from megatron.core.fp8_utils import get_fp8_context
 from megatron.core.pipeline_parallel import schedules as megatron_schedules
+from megatron.core.utils import get_attr_wrapped_model
+from torch.autograd.graph import GradientEdge
 
 from megatron_zb.errors import UsageError
+from megatron_zb.megatron_core import versions
+from megatron_zb.megatron_core.data_iterators import Start
 from megatron_zb.megatron_core.data_parallel import DataParallelSync
-from megatron_zb.megatron_core.placement import PhysicalPlacement
 from megatron_zb.megatron_core.random_streams import LayerStreams, RandomState
-from megatron_zb.megatron_core.redo import Start
 from megatron_zb.megatron_core.split_backward import SplitBackward
+from megatron_zb.megatron_core.step import Step, StepPart, device, timed
 from megatron_zb.runtime.autograd_stage import AutogradStage
-from megatron_zb.runtime.observer import NOTHING
+from megatron_zb.runtime.copy_engines import CopyEngines
+from megatron_zb.runtime.executor import TRAINING, Side, one_after_the_other
+from megatron_zb.runtime.moved_activations import HostMemory, MovedActivations
+
+FLAG = "--overlap-moe-expert-parallel-comm"
 
 
 class MegatronStage(AutogradStage):
-    """One model chunk in one iteration, computed by Megatron's own ``forward_step``."""
-
-    def __init__(self, iteration: Iteration, vp_stage: int, split: SplitBackward) -> None:
-        self._iteration = iteration
-        self._vp_stage = vp_stage
-        self.is_output = iteration.physical.holds_output(iteration.pp_rank, vp_stage)
-        self._split, self._queue = split, split.queue
-        self._past: dict[int, Start] = {}
-        self._context_parallel = iteration.pg_collection.cp.size()
-        super().__init__(
-            self._forward_step,
-            split.queue,
-            is_last=self.is_output and self.computes_loss,
-            forward_only=iteration.forward_only,
-        )
+    """One model chunk in one step, computed by Megatron's own ``forward_step``."""
 
     computes_loss = True
     """Whether the loss is a part of the last stage's F."""
 
+    def __init__(self, step: Step, chunk: int, split: SplitBackward) -> None:
+        self._step = step
+        self.chunk, self.split = chunk, split
+        self.is_output = step.physical.holds_output(step.pp_rank, chunk)
+        self.streams: LayerStreams | None = None
+        self.sync: DataParallelSync | None = None
+        self._past: dict[int, Start] = {}
+        self._context_parallel = step.pg_collection.cp.size()
+        super().__init__(
+            self._forward_step,
+            split.queue,
+            is_last=self.is_output and self.computes_loss,
+            forward_only=step.forward_only,
+        )
+        self.activation_memory = split.queue.activation_memory = step.memory
+
     def _forward_step(self, microbatch: int, activation: torch.Tensor | None) -> torch.Tensor:
-        it = self._iteration
+        step = self._step
         self._choose_streams(microbatch)
-        if it.sync is not None:
-            it.sync.before_forward(self._vp_stage)
+        if self.sync is not None:
+            self.sync.before_forward(self.chunk)
         output, num_tokens = megatron_schedules.forward_step(
             self._user_step,
-            it.data_iterators[self._vp_stage],
-            it.model[self._vp_stage],
-            it.num_microbatches,
+            step.data_iterators[self.chunk],
+            step.model[self.chunk],
+            step.num_microbatches,
             activation,
-            it.forward_data_store,
-            it.config,
+            step.forward_data_store,
+            step.config,
             self._context_parallel,
-            collect_non_loss_data=it.collect_non_loss_data,
+            collect_non_loss_data=step.collect_non_loss_data,
             is_first_microbatch=megatron_schedules.check_first_val_step(
-                it.first_val_step, it.forward_only, microbatch == 0
+                step.first_val_step, step.forward_only, microbatch == 0
             ),
             current_microbatch=microbatch,
-            vp_stage=self._vp_stage if len(it.model) > 1 else None,
+            vp_stage=self.chunk if len(step.model) > 1 else None,
             is_last_stage=self.is_output and self.computes_loss,
         )
         if not isinstance(output, torch.Tensor):
@@ -73,30 +92,30 @@ class MegatronStage(AutogradStage):
         return output
 
     def _start_of_backward(self, output: torch.Tensor) -> Any:
-        if not (self._split.has_looked or self._split.is_off):
-            self._split.look_at(output)
+        if not (self.split.has_looked or self.split.is_off):
+            self.split.look_at(output)
         return super()._start_of_backward(output)
 
     def _user_step(self, *arguments: Any, **options: Any) -> Any:
-        return self._iteration.forward_step_func(*arguments, **options)
+        return self._step.forward_step_func(*arguments, **options)
 
     def _scaled(self, loss: torch.Tensor, num_tokens: torch.Tensor) -> torch.Tensor:
         """Count the tokens of a loss, and return it as the backward starts from it."""
-        it = self._iteration
-        it.total_num_tokens += num_tokens
-        if it.forward_only or it.config.grad_scale_func is None:
+        step = self._step
+        step.total_num_tokens += num_tokens
+        if step.forward_only or step.config.grad_scale_func is None:
             return loss
-        scaled: torch.Tensor = it.config.grad_scale_func(loss)
+        scaled: torch.Tensor = step.config.grad_scale_func(loss)
         return scaled
 
     def _choose_streams(self, microbatch: int) -> None:
         """Choose a microbatch's random streams, for a forward or a backward's recomputation."""
-        if self._iteration.streams is not None:
-            self._iteration.streams.start_pass(microbatch)
+        if self.streams is not None:
+            self.streams.start_pass(microbatch)
 
     @contextmanager
     def _remembering(self, microbatch: int) -> Iterator[None]:
-        iterators, chunk = self._iteration.data_iterators, self._vp_stage
+        iterators, chunk = self._step.data_iterators, self.chunk
         usual = iterators[chunk]
         start = self._past[microbatch] = Start([usual])
         (iterators[chunk],) = start.data_iterators
@@ -107,11 +126,11 @@ class MegatronStage(AutogradStage):
 
     @contextmanager
     def _repeating(self, microbatch: int) -> Iterator[None]:
-        """Read and draw again what the forward has read and drawn.
+        """Read and draw the same as the forward has done.
 
-        A router counts the tokens of a forward with gradients alone, and so once.
+        A router counts the tokens of a forward only if it has gradients, and so once.
         """
-        iterators, chunk = self._iteration.data_iterators, self._vp_stage
+        iterators, chunk = self._step.data_iterators, self.chunk
         usual, now = iterators[chunk], RandomState()
         start = self._past.pop(microbatch)
         start.go_back()
@@ -124,69 +143,221 @@ class MegatronStage(AutogradStage):
 
     def backward(self, microbatch: int, gradient: torch.Tensor | None) -> torch.Tensor | None:
         self._choose_streams(microbatch)
-        with timed(self._iteration.config, "backward-compute", log_level=2):
-            if self._queue.deferring:
+        with timed(self._step.config, "backward-compute", log_level=2):
+            if self.split.queue.deferring:
                 return super().backward(microbatch, gradient)
-            sync = self._sync
-            sync.before_weight_gradients(self._vp_stage, None)
+            sync = self._training_sync
+            sync.before_weight_gradients(self.chunk, None)
             result = super().backward(microbatch, gradient)
-            sync.after_weight_gradients(self._vp_stage)
+            sync.after_weight_gradients(self.chunk)
             return result
 
     def backward_weight(self, microbatch: int) -> None:
-        sync = self._sync
-        sync.before_weight_gradients(self._vp_stage, partial(self._queue.weights, microbatch))
+        sync = self._training_sync
+        sync.before_weight_gradients(self.chunk, partial(self.split.queue.weights, microbatch))
         super().backward_weight(microbatch)
-        sync.after_weight_gradients(self._vp_stage)
+        sync.after_weight_gradients(self.chunk)
 
     @property
-    def _sync(self) -> DataParallelSync:
-        sync = self._iteration.sync
-        assert sync is not None, "an evaluation has no backward"
-        return sync
+    def _training_sync(self) -> DataParallelSync:
+        assert self.sync is not None, "an evaluation has no backward"
+        return self.sync
 
 
-@dataclass
-class Iteration:
-    """The arguments of one call of ``forward_backward_func``, and its results.
+class Ran(NamedTuple):
+    """A plan whose forward has run.
 
-    ``sync`` is None where nothing is trained: an evaluation gathers and reduces nothing.
+    ``output`` is what it has made; on the last stage ``loss`` is where the loss computed from it
+    stands in the graph of autograd.
     """
 
-    physical: PhysicalPlacement
-    pp_rank: int
-    config: Any
-    pg_collection: Any
-    forward_step_func: Callable[..., Any]
-    data_iterators: list[Any]
-    model: list[Any]
-    num_microbatches: int
-    seq_length: int
-    micro_batch_size: int
-    forward_only: bool
-    collect_non_loss_data: bool
-    first_val_step: bool | None
-    total_num_tokens: torch.Tensor
-    streams: LayerStreams | None = None
-    sync: DataParallelSync | None = None
-    forward_data_store: list[Any] = field(default_factory=list)
+    plan: Any
+    output: torch.Tensor
+    loss: GradientEdge | None = None
 
 
-def device() -> Any:
-    """Return the device on which Megatron creates its tensors."""
-    return torch.cuda.current_device()
+class PairedStage(MegatronStage):
+    """A chunk whose passes run through Megatron's plans, each alone or a forward and a backward.
+
+    A backward can only run through the plan of its forward, so those run alone through one, too.
+    """
+
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        _check_builds_plans(self._step.forward_step_func)
+        versions.set_streams(self._step.config)
+        self._ran: Ran | None = None
+        self._with_forward: Callable[[Any], torch.Tensor] = self._forward_alone
+        self._with_backward: Callable[[Any, Any], None] = self._backward_alone
+
+    # --- alone
+
+    def forward(self, microbatch: int, activation: torch.Tensor | None) -> torch.Tensor | None:
+        output = super().forward(microbatch, activation)
+        ran, self._ran = self._ran, None
+        if output is not None:
+            assert ran is not None
+            # it may come from the stream of the experts; this one sends it
+            output.record_stream(torch.cuda.current_stream())
+            megatron_schedules.deallocate_output_tensor(
+                ran.output, deallocate_pipeline_outputs=True
+            )
+        return output
+
+    def _user_step(self, data_iterator: Any, model: Any) -> Any:
+        """Build the plan of a forward, run it, and return what Megatron computes the loss from."""
+        build = self._step.forward_step_func
+        planned = get_attr_wrapped_model(model, "build_schedule_plan", return_model_obj=True)
+        plan, loss_func = build(data_iterator, planned, return_schedule_plan=True)
+        _keep_input_of_only_experts(plan)
+        if self.streams is not None:
+            self.streams.seed_plan(plan)
+        output = self._with_forward(plan)
+        if self._is_last:
+            output = output.detach().requires_grad_()
+        self._ran = Ran(plan, output)
+        return output, loss_func
+
+    def _start_of_backward(self, output: torch.Tensor) -> Ran:
+        assert self._ran is not None
+        if self._is_last:
+            return self._ran._replace(loss=super()._start_of_backward(output))
+        return self._ran
+
+    def _run_backward(self, start: Ran, gradient: torch.Tensor | None) -> None:
+        if start.loss is not None:
+            super()._run_backward(start.loss, gradient)
+            gradient = start.output.grad
+        self._with_backward(start.plan, gradient)
+
+    def _forward_alone(self, plan: Any) -> torch.Tensor:
+        return self.run_plans(plan, None, None)
+
+    def _backward_alone(self, plan: Any, gradient: torch.Tensor) -> None:
+        self.run_plans(None, plan, gradient)
+
+    def run_plans(self, forward: Any, backward: Any, gradient: torch.Tensor | None) -> torch.Tensor:
+        """Run the plan of a forward, of a backward, or both, and return the forward's output."""
+        with _quantizing(self._step.config):
+            output: torch.Tensor = type(forward or backward).run(forward, backward, b_grad=gradient)
+        return output
+
+    # --- together
+
+    @contextmanager
+    def carrying_out(
+        self,
+        *,
+        forward: Callable[[Any], torch.Tensor] | None = None,
+        backward: Callable[[Any, Any], None] | None = None,
+    ) -> Iterator[None]:
+        """Run the plan of the forward or the backward inside by other functions than alone."""
+        usual = self._with_forward, self._with_backward
+        self._with_forward = forward or self._with_forward
+        self._with_backward = backward or self._with_backward
+        try:
+            yield
+        finally:
+            self._with_forward, self._with_backward = usual
 
 
-def timed(
-    config: Any, name: str, *, log_level: int, barrier: bool = False
-) -> AbstractContextManager[None]:
-    """Return the context of one of Megatron's timers, if the user has asked for them."""
-    return NOTHING if config.timers is None else _timer(config, name, log_level, barrier)
+def run_pair(forward: Side, backward: Side) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+    """Run a forward and a backward through one run of their plans; see ``executor.PairHandler``.
+
+    The backward runs within the forward, where the plan of the latter would run alone, so each has
+    around it all that it has alone: streams, timers, the queue of a B, the reductions of a BW.
+    """
+    f, b = forward.stage, backward.stage
+    if not (isinstance(f, PairedStage) and isinstance(b, PairedStage)):
+        return one_after_the_other(forward, backward)
+    gradient: torch.Tensor | None = None
+
+    def with_backward(f_plan: Any) -> torch.Tensor:
+        nonlocal gradient
+        outputs = []
+
+        def both(b_plan: Any, received: torch.Tensor | None) -> None:
+            f._choose_streams(forward.microbatch)
+            outputs.append(b.run_plans(f_plan, b_plan, received))
+
+        with b.carrying_out(backward=both):
+            gradient = TRAINING[backward.kind](b, backward.microbatch, *backward.received)
+        return outputs.pop()
+
+    with f.carrying_out(forward=with_backward):
+        activation = TRAINING[forward.kind](f, forward.microbatch, *forward.received)
+    return activation, gradient
 
 
-@contextmanager
-def _timer(config: Any, name: str, log_level: int, barrier: bool) -> Iterator[None]:
-    timer = config.timers(name, log_level=log_level)
-    timer.start(barrier=barrier)
-    yield
-    timer.stop()
+def _quantizing(config: Any) -> Any:
+    """Return the context of fp8 whose scales follow from earlier steps; other recipes' are inside.
+
+    Megatron enters those for each layer of a plan itself.
+    """
+    delayed = config.fp8 and config.fp8_recipe == Fp8Recipe.delayed
+    return get_fp8_context(config) if delayed else nullcontext()
+
+
+def _check_builds_plans(forward_step: Callable[..., Any]) -> None:
+    """Raise a UsageError where the script's forward step does not return plans."""
+    taken = inspect.signature(forward_step).parameters.values()
+    if not any(p.name == "return_schedule_plan" or p.kind is p.VAR_KEYWORD for p in taken):
+        raise UsageError(
+            f"{FLAG} needs a forward step that takes return_schedule_plan, as that of "
+            "pretrain_gpt.py does: leave the flag out for this script"
+        )
+
+
+def _keep_input_of_only_experts(plan: Any) -> None:
+    """Keep the tokens of experts that are alone on their rank until the backward.
+
+    Up to 0.18, Megatron frees what an all-to-all has brought, as if it were sorted by expert then.
+    """
+    for number in range(plan.num_layers()):
+        part = plan.get_layer(number)
+        if part.config.moe_token_dispatcher_type == "alltoall" and any(
+            getattr(module, "num_local_experts", None) == 1 for module in part.layer.modules()
+        ):
+            part.mlp.free_input = False
+
+
+class OverlapPart(StepPart):
+    """Runs the pairs of a schedule through Megatron's plans, if Megatron overlaps experts."""
+
+    pair_handler = staticmethod(run_pair)
+
+    def stage_type(self, number: int, step: Step) -> Callable[..., Any] | None:
+        overlaps = getattr(step.config, "overlap_moe_expert_parallel_comm", False)
+        in_pairs = step.profiles_pairs or step.program.schedule.pairs
+        return PairedStage if overlaps and in_pairs else None
+
+
+class OffloadPart(StepPart):
+    """Lets stages keep only the input of recomputed microbatches, and offload others to the host.
+
+    Args:
+        engines: copy activations to the host and back; None for those of the device.
+    """
+
+    def __init__(self, engines: CopyEngines | None = None) -> None:
+        self._engines = engines
+
+    @cached_property
+    def host(self) -> HostMemory:
+        """Memory of the host for the activations of this rank, created at its first use."""
+        return HostMemory(torch.device(device()), self._engines)
+
+    @property
+    def peak_host_bytes(self) -> int:
+        """The most memory of the host that offloaded activations have taken on this rank."""
+        return self.host.taken_bytes if "host" in vars(self) else 0
+
+    def wrap_stage(self, number: int, stage: Any, step: Step) -> None:
+        schedule = step.program.schedule
+        stage.dropped = frozenset(m for held, m in schedule.dropped if held == number)
+        stage.moved = frozenset(m for held, m in schedule.moved if held == number)
+        if stage.moved:
+            chunk = step.model[stage.chunk]
+            buffers = torch.nn.Module.buffers(chunk)  # Megatron's own wrappers have others
+            stage.moves = MovedActivations(self.host, [*chunk.parameters(), *buffers])
+            stage.moves.activation_memory = step.memory

@@ -19,7 +19,7 @@ from megatron.core.utils import get_attr_wrapped_model
 from megatron_zb.errors import UsageError
 from megatron_zb.megatron_core.placement import PhysicalPlacement
 from megatron_zb.megatron_core.split_backward import COMPUTED, HOOKED, has_hooks
-from megatron_zb.megatron_core.stages import device
+from megatron_zb.megatron_core.step import device
 from megatron_zb.runtime.vocabulary import Rows
 
 _OUTPUT, _EMBEDDING = "output_layer", "embedding_shard"
