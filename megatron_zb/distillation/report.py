@@ -18,7 +18,7 @@ from torch.distributed import Store
 
 from megatron_zb.distillation.student_block import StudentBlock
 from megatron_zb.errors import UsageError
-from megatron_zb.runtime.recorder import Recorder
+from megatron_zb.runtime.observer import Recorder
 from megatron_zb.schedules.passes import Channel, Message, Pair, Pass
 
 _POLL = 0.02  # seconds

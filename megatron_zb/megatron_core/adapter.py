@@ -24,7 +24,7 @@ from megatron_zb.measured.balance import (
 )
 from megatron_zb.measured.exchange import with_exchange
 from megatron_zb.measured.limits import Limit
-from megatron_zb.megatron_core import embedding, encoder, graphs, versions
+from megatron_zb.megatron_core import graphs, model_ends, versions
 from megatron_zb.megatron_core.connections import ChannelsPart, WatchPart
 from megatron_zb.megatron_core.data_iterators import ReadingsPart
 from megatron_zb.megatron_core.data_parallel import DataParallelPart
@@ -46,8 +46,8 @@ from megatron_zb.megatron_core.transformer_engine import split_transformer_engin
 from megatron_zb.megatron_core.verification import UnsplitLayers, Verification
 from megatron_zb.megatron_core.vocabulary import VocabularyPart
 from megatron_zb.runtime.activation_memory import ActivationMemory
-from megatron_zb.runtime.copy_engines import CopyEngines
 from megatron_zb.runtime.groups import GroupOptions
+from megatron_zb.runtime.offload import CopyEngines
 from megatron_zb.runtime.weight_grad import WeightGradQueue
 from megatron_zb.schedules import catalog, layout
 from megatron_zb.schedules.catalog import Build
@@ -347,11 +347,11 @@ class PipelineAdapter:
         Raises:
             UsageError: the vocabulary cannot be cut as asked for.
         """
-        embedding.tie(model_chunks)
+        model_ends.tie_embeddings(model_chunks)
         for part in self._parts.values():
             part.prepare_model(model_chunks)
         for chunk, split in zip(model_chunks, self._splits, strict=True):
-            encoder.convert_inputs(chunk)
+            model_ends.convert_inputs(chunk)
             split_linear_layers(chunk, split)
             if self.splits_backward:
                 split_transformer_engine(chunk, split, self.schedule.name)
@@ -364,7 +364,7 @@ class PipelineAdapter:
     @property
     def finalize_model_grads(self) -> Callable[..., None]:
         """Value for ``config.finalize_model_grads_func``."""
-        return embedding.finalize_with_tied_weights if self.physical.mirrored else _finalize
+        return model_ends.finalize_with_tied_weights if self.physical.mirrored else _finalize
 
     def watch(self, seconds: float | None, distributed_timeout_minutes: float) -> None:
         """Let a watchdog end the job after so many seconds without progress in a step; 0 is never.

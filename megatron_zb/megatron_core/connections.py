@@ -14,10 +14,9 @@ from torch.distributed.distributed_c10d import _get_default_store
 from megatron_zb import files
 from megatron_zb.errors import UsageError
 from megatron_zb.megatron_core.step import Step, StepPart, device, on_gpu
-from megatron_zb.runtime.channels import Channels
+from megatron_zb.runtime.channels import Channels, ShapedChannels
 from megatron_zb.runtime.groups import GroupOptions
 from megatron_zb.runtime.observer import Observer
-from megatron_zb.runtime.shaped_channels import ShapedChannels
 from megatron_zb.runtime.watchdog.progress import Progress
 from megatron_zb.runtime.watchdog.watchdog import Place, Watchdog
 

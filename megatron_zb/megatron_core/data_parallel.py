@@ -257,7 +257,7 @@ class BucketReductions:
     def __init__(self, chunk: Any) -> None:
         self.chunk = chunk
         dense, experts = chunk.bucket_groups, chunk.expert_parallel_bucket_groups
-        self._lines = [_Line(groups) for groups in (dense, experts)]
+        self._lines = [_BucketQueue(groups) for groups in (dense, experts)]
         self._in_backward: Counter[int] = Counter()
         self._usual: Counter[int] = Counter()
         self._listens = False
@@ -314,7 +314,7 @@ class BucketReductions:
         return bool(getattr(self.chunk, "force_all_reduce", False))
 
 
-class _Line:
+class _BucketQueue:
     """Bucket groups that start one after another, and the gradients each still waits for."""
 
     def __init__(self, groups: Sequence[Any]) -> None:

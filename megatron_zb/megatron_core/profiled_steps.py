@@ -11,15 +11,14 @@ import torch
 from megatron.core.utils import get_attr_wrapped_model
 
 from megatron_zb.measured.parts import AFTER, BEFORE, DATA, ENCODER, LAYERS, MULTI_TOKEN, OUTPUT
-from megatron_zb.megatron_core.encoder import language_model
 from megatron_zb.megatron_core.graphs import WHY_NOT_MEASURED
+from megatron_zb.megatron_core.model_ends import language_model
 from megatron_zb.megatron_core.profiling import Measured, Profiling
 from megatron_zb.megatron_core.split_backward import SplitBackward
 from megatron_zb.megatron_core.step import Step, StepPart, device, on_gpu
-from megatron_zb.runtime.copy_times import copy_times
-from megatron_zb.runtime.link_times import clock_ahead, link_times
-from megatron_zb.runtime.moved_activations import HostMemory
+from megatron_zb.runtime.link_times import clock_ahead, copy_times, link_times
 from megatron_zb.runtime.observer import Observer
+from megatron_zb.runtime.offload import HostMemory
 from megatron_zb.runtime.weight_grad import WeightGradQueue
 
 Mark = Callable[[str], None]

@@ -15,9 +15,9 @@ from megatron.core.utils import get_attr_wrapped_model
 from megatron_zb.errors import UsageError
 from megatron_zb.measured.profile import Profile, ProfiledModel, write_profile
 from megatron_zb.measured.trace import Trace, of_spans, write_trace
-from megatron_zb.megatron_core.encoder import language_model
+from megatron_zb.megatron_core.model_ends import language_model
 from megatron_zb.megatron_core.placement import PhysicalPlacement
-from megatron_zb.megatron_core.profiling import Held, Measured, Profiling
+from megatron_zb.megatron_core.profiling import HeldStage, Measured, Profiling
 from megatron_zb.megatron_core.step import Step
 from megatron_zb.schedules.costs import Costs
 from megatron_zb.schedules.schedule import Schedule
@@ -73,7 +73,7 @@ class Replanning:
         adapter = self._adapter
         rank = adapter.physical.logical(parallel_state.get_pipeline_model_parallel_rank())
         held = [
-            Held(stage, rank, adapter.layers_of(stage))
+            HeldStage(stage, rank, adapter.layers_of(stage))
             for stage in adapter.schedule.placement.stages_of[rank]
         ]
         is_cut = adapter.costs.vocabulary is not None

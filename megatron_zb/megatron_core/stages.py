@@ -31,9 +31,8 @@ from megatron_zb.megatron_core.random_streams import LayerStreams, RandomState
 from megatron_zb.megatron_core.split_backward import SplitBackward
 from megatron_zb.megatron_core.step import Step, StepPart, device, timed
 from megatron_zb.runtime.autograd_stage import AutogradStage
-from megatron_zb.runtime.copy_engines import CopyEngines
 from megatron_zb.runtime.executor import TRAINING, Side, one_after_the_other
-from megatron_zb.runtime.moved_activations import HostMemory, MovedActivations
+from megatron_zb.runtime.offload import CopyEngines, HostMemory, MovedActivations
 
 FLAG = "--overlap-moe-expert-parallel-comm"
 

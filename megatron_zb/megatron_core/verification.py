@@ -20,8 +20,8 @@ from megatron_zb.errors import UsageError
 from megatron_zb.job.run_flags import VERIFY_FLAG
 from megatron_zb.megatron_core import versions
 from megatron_zb.megatron_core.data_iterators import Start
-from megatron_zb.megatron_core.embedding import gradient_of
 from megatron_zb.megatron_core.initialisation import global_parameters
+from megatron_zb.megatron_core.model_ends import gradient_of
 from megatron_zb.megatron_core.placement import PhysicalPlacement
 from megatron_zb.megatron_core.split_backward import SplitBackward
 from megatron_zb.megatron_core.step import Step, StepPart, device
@@ -34,7 +34,7 @@ as those of an attention's backward, give a difference at all."""
 TOLERANCE_16_BITS = 2e-3
 
 
-class Difference(NamedTuple):
+class GradientDifference(NamedTuple):
     """A parameter whose gradients differ, by a share of the norm of the unsplit one."""
 
     name: str
@@ -45,7 +45,7 @@ class Difference(NamedTuple):
 class _Checked(NamedTuple):
     """The result of a rank: its difference nearest to the loss, with its stage, if any."""
 
-    found: tuple[int, Difference] | None
+    found: tuple[int, GradientDifference] | None
     largest: float
     parameters: int
     layers: int
@@ -110,7 +110,7 @@ class Verification(StepPart):
             UsageError: a gradient differs; on all ranks, with the one that is nearest to the loss,
                 as a fault of an input gradient spreads to all layers before it.
         """
-        found: list[tuple[int, Difference]] = []
+        found: list[tuple[int, GradientDifference]] = []
         largest = 0.0
         for number, chunk in enumerate(step.model):
             differ, most = _differences(self._expected[number], chunk)
@@ -138,7 +138,7 @@ class Verification(StepPart):
         )
 
 
-def _sentence(schedule: str, rank: int, worst: Difference) -> str:
+def _sentence(schedule: str, rank: int, worst: GradientDifference) -> str:
     name, share, (expected, ours) = worst
     if not ours:
         wrong = f"is missing, where an unsplit backward has one of norm {expected:.3g}"
@@ -172,7 +172,7 @@ def _gradients(chunk: Any) -> dict[str, torch.Tensor | None]:
 
 
 def _gradient(parameter: Any) -> torch.Tensor | None:
-    """Return a gradient as :func:`embedding.gradient_of`, None where there is none."""
+    """Return a gradient as :func:`gradient_of`, None where there is none."""
     gradient: torch.Tensor | None = gradient_of(parameter)
     return None if gradient is None else gradient.detach()
 
@@ -191,7 +191,7 @@ def _set_gradients(chunk: Any, gradients: dict[str, torch.Tensor | None]) -> Non
 
 def _differences(
     expected: dict[str, torch.Tensor | None], chunk: Any
-) -> tuple[list[Difference], float]:
+) -> tuple[list[GradientDifference], float]:
     """Return the gradients that differ by more than is allowed, and the largest difference."""
     found, largest = [], 0.0
     for name, parameter in _parameters(chunk):
@@ -207,7 +207,7 @@ def _differences(
         share = _off(ours, reference) / (norms[0] or norms[1])
         largest = max(largest, share)
         if not share <= TOLERANCE.get(parameter.dtype, TOLERANCE_16_BITS):
-            found.append(Difference(name, share, norms))
+            found.append(GradientDifference(name, share, norms))
     return found, largest
 
 

@@ -168,7 +168,7 @@ def stale_operand() -> Any:
 
 
 def reduced_too_early() -> Any:
-    usual = data_parallel._Line.expect
+    usual = data_parallel._BucketQueue.expect
 
     def expect(self: Any, brings: Any, unknown: bool) -> None:
         usual(self, brings, unknown)
@@ -177,7 +177,7 @@ def reduced_too_early() -> Any:
     def came(self: Any, weight: Any, force: bool) -> None:
         pass
 
-    return patch.multiple(data_parallel._Line, expect=expect, gradient_came=came)
+    return patch.multiple(data_parallel._BucketQueue, expect=expect, gradient_came=came)
 
 
 def not_summed() -> Any:

@@ -10,10 +10,9 @@ import torch.distributed as dist
 from megatron_zb.distillation.relay_steps import relay_steps
 from megatron_zb.distillation.schedule.distribution import Distribution
 from megatron_zb.distillation.schedule.step_by_step import step_by_step
-from megatron_zb.runtime.channels import Channels
+from megatron_zb.runtime.channels import Channels, ShapedChannels
 from megatron_zb.runtime.executor import Transport
 from megatron_zb.runtime.groups import new_groups
-from megatron_zb.runtime.shaped_channels import ShapedChannels
 from megatron_zb.schedules.passes import Message
 
 M = 4  # microbatches of a step
