@@ -33,6 +33,7 @@ from megatron_zb.megatron_core.forward_backward import ForwardBackward
 from megatron_zb.megatron_core.graphs import GraphsPart
 from megatron_zb.megatron_core.initialisation import layers_draw_weights
 from megatron_zb.megatron_core.linear import split_linear_layers
+from megatron_zb.megatron_core.overlap import OverlapPart
 from megatron_zb.megatron_core.placement import PhysicalPlacement, StageLayout
 from megatron_zb.megatron_core.post_validation import PostValidation, PostValidationPart
 from megatron_zb.megatron_core.profiled_steps import ProfilePart
@@ -40,7 +41,7 @@ from megatron_zb.megatron_core.profiling import ITERATIONS, PAIRED
 from megatron_zb.megatron_core.random_streams import LayerStreams, StreamsPart
 from megatron_zb.megatron_core.replanning import Replanning
 from megatron_zb.megatron_core.split_backward import SplitBackward
-from megatron_zb.megatron_core.stages import OffloadPart, OverlapPart
+from megatron_zb.megatron_core.stages import OffloadPart
 from megatron_zb.megatron_core.step import StepPart
 from megatron_zb.megatron_core.transformer_engine import split_transformer_engine
 from megatron_zb.megatron_core.verification import UnsplitLayers, Verification
