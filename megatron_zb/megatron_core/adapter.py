@@ -26,26 +26,23 @@ from megatron_zb.measured.exchange import with_exchange
 from megatron_zb.measured.limits import Limit
 from megatron_zb.megatron_core import graphs, model_ends, versions
 from megatron_zb.megatron_core.connections import ChannelsPart, WatchPart
-from megatron_zb.megatron_core.data_iterators import ReadingsPart
-from megatron_zb.megatron_core.data_parallel import DataParallelPart
-from megatron_zb.megatron_core.experts import ExpertMetricsPart, PagedStashPart
 from megatron_zb.megatron_core.forward_backward import ForwardBackward
 from megatron_zb.megatron_core.graphs import GraphsPart
 from megatron_zb.megatron_core.initialisation import layers_draw_weights
 from megatron_zb.megatron_core.linear import split_linear_layers
-from megatron_zb.megatron_core.overlap import OverlapPart
+from megatron_zb.megatron_core.parts import Parts
 from megatron_zb.megatron_core.placement import PhysicalPlacement, StageLayout
 from megatron_zb.megatron_core.post_validation import PostValidation, PostValidationPart
 from megatron_zb.megatron_core.profiled_steps import ProfilePart
 from megatron_zb.megatron_core.profiling import ITERATIONS, PAIRED
 from megatron_zb.megatron_core.random_streams import LayerStreams, StreamsPart
 from megatron_zb.megatron_core.replanning import Replanning
+from megatron_zb.megatron_core.report import StartReport
 from megatron_zb.megatron_core.split_backward import SplitBackward
 from megatron_zb.megatron_core.stages import OffloadPart
 from megatron_zb.megatron_core.step import StepPart
 from megatron_zb.megatron_core.transformer_engine import split_transformer_engine
 from megatron_zb.megatron_core.verification import UnsplitLayers, Verification
-from megatron_zb.megatron_core.vocabulary import VocabularyPart
 from megatron_zb.runtime.activation_memory import ActivationMemory
 from megatron_zb.runtime.groups import GroupOptions
 from megatron_zb.runtime.offload import CopyEngines
@@ -68,25 +65,8 @@ INPUT = 1 / 17
 # For another number of microbatches than a table's: evaluation, or a batch that is ramped up.
 _SUBSTITUTE = "auto"
 
-_Part = TypeVar("_Part", bound=StepPart)
 
-# The order in which steps call the parts; the calls after a step come in the reverse order.
-_ORDER: tuple[type[StepPart], ...] = (
-    ExpertMetricsPart,
-    UnsplitLayers,
-    Verification,  # rehearses the first step, outside of what the parts below do for a step
-    ProfilePart,  # switches the schedule, so no part above may ask for the program before a step
-    StreamsPart,
-    GraphsPart,
-    PagedStashPart,
-    ReadingsPart,
-    ChannelsPart,  # hands the counter of activations, which a profile may replace, to the channels
-    WatchPart,
-    VocabularyPart,
-    DataParallelPart,
-    OverlapPart,
-    OffloadPart,
-)
+_Part = TypeVar("_Part", bound=StepPart)
 
 
 class PipelineAdapter:
@@ -121,8 +101,7 @@ class PipelineAdapter:
         """Whether every rank holds the layers that it has in Megatron without a schedule."""
         self._splits = [SplitBackward(WeightGradQueue()) for _ in range(self.chunks)]
         self.program_for = lru_cache(maxsize=16)(self._build_program)
-        self._parts: dict[type[StepPart], StepPart] = {}
-        self._add_usual_parts()
+        self._parts = Parts(self.physical, cuts_vocabulary=costs.vocabulary is not None)
         self._said: list[str] = []
         self.unsplit_shares: Sequence[float] = []
         """Share of each stage's weight gradients that B computes, once a step has shown it."""
@@ -260,38 +239,16 @@ class PipelineAdapter:
         """Replacement of Megatron's ``forward_backward_func``, with the options given until now."""
         if self.splits_backward:
             self._add(UnsplitLayers(self._splits, self.physical, self._count_unsplit))
-        parts = (self._parts[kind] for kind in _ORDER if kind in self._parts)
+        parts = self._parts.in_order()
         return ForwardBackward(self.physical, self.program_for, self._splits, parts)
 
-    def _add_usual_parts(self) -> None:
-        reductions = DataParallelPart()
-        if self.costs.vocabulary is not None:
-            vocabulary = VocabularyPart(self.physical)
-            self._add(vocabulary)
-            reductions = DataParallelPart(vocabulary.weight_passes)
-        for part in (
-            reductions,
-            ExpertMetricsPart(),
-            GraphsPart(),
-            PagedStashPart(),
-            ReadingsPart(),
-            ChannelsPart(),
-            WatchPart(),
-            OverlapPart(),
-            OffloadPart(),
-        ):
-            self._add(part)
-
     def _add(self, part: StepPart) -> None:
-        """Add a part of the steps, in place of one of the same type."""
         assert "forward_backward_func" not in vars(self), "parts come before the function"
-        self._parts[type(part)] = part
+        self._parts.add(part)
 
     def part(self, kind: type[_Part]) -> _Part:
         """Return the part of a type, such as the one that watches or connects the ranks."""
-        found = self._parts[kind]
-        assert isinstance(found, kind)
-        return found
+        return self._parts[kind]
 
     @property
     def chunks(self) -> int:
@@ -349,7 +306,7 @@ class PipelineAdapter:
             UsageError: the vocabulary cannot be cut as asked for.
         """
         model_ends.tie_embeddings(model_chunks)
-        for part in self._parts.values():
+        for part in self._parts.in_order():
             part.prepare_model(model_chunks)
         for chunk, split in zip(model_chunks, self._splits, strict=True):
             model_ends.convert_inputs(chunk)
@@ -579,75 +536,11 @@ class PipelineAdapter:
 
     def describe(self) -> str:
         """Return the start-up lines: schedule, layers on ranks, expected bubble rate and memory."""
-        timeline = simulate(self.schedule, self.costs)
-        p = self.schedule.placement.pipeline_size
-        lines = [
-            f"pipeline schedule {self.schedule.name}: {p} ranks x {self.chunks} chunks, "
-            f"{self.schedule.num_microbatches} microbatches, expected bubble "
-            f"{100 * self.predicted_bubble_rate:.1f} % at {self._known_costs()}"
-        ]
-        for pp_rank in range(p):
-            held = " + ".join(self._describe_chunk(pp_rank, c) for c in range(self.chunks))
-            peak = timeline.peak_activation[self.physical.logical(pp_rank)]
-            lines.append(
-                f"  pipeline rank {pp_rank}: {held}; activations of at most {peak:g} microbatches "
-                f"({peak / p:.2f} of 1F1B's first rank)"
-            )
-        if self.costs.vocabulary is not None:
-            lines.append("  every pipeline rank: its rows of the embedding and the output layer")
-        if self._balance is not None:
-            lines.append(f"  {self._balance}")
-        if self.costs.forward_comm:
-            forwards = self.schedule.num_microbatches * self.schedule.placement.num_stages
-            joined = len(self.schedule.pairs)
-            lines.append(f"  {joined} of {forwards} forwards run in one pass with a backward")
-        if self.costs.recompute or self.schedule.dropped:
-            forwards = self.schedule.num_microbatches * self.schedule.placement.num_stages
-            lines.append(
-                f"  {len(self.schedule.dropped)} of {forwards} forwards keep their input alone; "
-                "their activations are computed again"
-            )
-        if self.costs.copy or self.schedule.moved:
-            lines.append(self._describe_moves())
-        if self.draws_by_layer:
-            lines.append("  every layer draws from random streams of its own")
-        lines += [f"  {line}" for line in self._said]
-        return "\n".join(lines)
-
-    def _describe_moves(self) -> str:
-        forwards = self.schedule.num_microbatches * self.schedule.placement.num_stages
-        line = f"  {len(self.schedule.moved)} of {forwards} activations move to the host and back"
-        if not self.costs.copy:
-            return line
-        share = sum(self.costs.copy) / sum(
-            map(sum, (self.costs.forward, self.costs.backward, self.costs.weight))
+        said = ["every layer draws from random streams of its own"] if self.draws_by_layer else []
+        report = StartReport(
+            self.schedule, self.costs, self.layer_layout, self.predicted_bubble_rate
         )
-        return f"{line}; a copy counts as {share:.0%} of its passes"
-
-    def _known_costs(self) -> str:
-        known = "equal costs" if len(set(self.costs.forward)) == 1 else "costs counted from sizes"
-        messages = f" and transfers of {TRANSFER:.0%} of a forward"
-        share = sum(self.costs.forward_comm) / sum(self.costs.forward)
-        exchange = f" and an exchange between experts of {share:.0%} of a forward"
-        return (
-            known
-            + (messages if self.schedule.name == "auto" else "")
-            + (exchange if self.costs.forward_comm else "")
-        )
-
-    def _describe_chunk(self, pp_rank: int, vp_stage: int) -> str:
-        stage = self.physical.stage(pp_rank, vp_stage)
-        letters = self.layer_layout.letters
-        first = "".join(letters[:stage]).count("t") + 1
-        count = letters[stage].count("t")
-        parts = [f"layers {first}-{first + count - 1}"] if count else []
-        if self.costs.vocabulary is not None:
-            return f"stage {stage} ({''.join(parts) or 'empty'})"
-        if "E" in letters[stage]:
-            parts.insert(0, "embedding")
-        if "L" in letters[stage]:
-            parts.append("output layer")
-        return f"stage {stage} ({', '.join(parts) or 'empty'})"
+        return report.text(self._balance, [*said, *self._said])
 
 
 def _say_on_first_rank(line: str) -> None:

@@ -62,7 +62,7 @@ class StageLayout(PipelineParallelLayerLayout):
 
     def __init__(self, letters: Letters, physical: PhysicalPlacement) -> None:
         placement = physical.placement
-        self._physical = physical
+        self.physical = physical
         self.letters = letters
         segments = [[_TYPES[letter] for letter in of_stage] for of_stage in letters]
         by_virtual_stage = [
@@ -88,7 +88,7 @@ class StageLayout(PipelineParallelLayerLayout):
             from megatron.core import parallel_state
 
             pp_rank = parallel_state.get_pipeline_model_parallel_rank()
-        stage = self._physical.stage(pp_rank, vp_stage)
+        stage = self.physical.stage(pp_rank, vp_stage)
         return sum(segment.count(layer_type) for segment in self._segments[:stage])
 
     def segment(self, pattern: str, vp_stage: int | None) -> tuple[list[str], int]:

@@ -33,8 +33,8 @@ def hooks(chunks: list[Any]) -> int:
 def left_on(adapter: Any, chunks: list[Any]) -> dict[str, Any]:
     """What a step may have left switched on, by name."""
     function = adapter.forward_backward_func
-    part = adapter._parts.get(ProfilePart)
-    profiling = None if part is None else part.profiling
+    measures = ProfilePart in adapter._parts
+    profiling = adapter.part(ProfilePart).profiling if measures else None
     return {
         "counter": function._memory,
         "observers": profiling.observers if profiling is not None else (),
