@@ -26,8 +26,8 @@ that version is installed, its own validation of the arguments is run, too.
 Every argument that is not at its default is one of
   proven    a test shows the result of Megatron's own schedule with it
   harmless  of no concern to a schedule
-  unseen    works as far as it has been tried; the reason says what is missing, such as a GPU
-  refused   cannot be combined; the reason says what to change
+  unseen    works as far as it has been tried; the reason names what is missing, such as a GPU
+  refused   cannot be combined; the reason names the change to make
   unknown   not looked at, as it is new in this version
 
 exit code: 0 if nothing is refused, 2 otherwise.

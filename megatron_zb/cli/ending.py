@@ -12,7 +12,7 @@ from megatron_zb.errors import UsageError
 from megatron_zb.missing import told_if_missing
 
 WRONG = 2
-INTERRUPTED = 130  # what shells say of a program that Ctrl-C has ended
+INTERRUPTED = 130  # the exit status of shells for a program that Ctrl-C has ended
 _NOBODY_READS = 1  # what Python's documentation and rich end with
 _PATIENCE = 2.0  # seconds
 

@@ -19,8 +19,8 @@ FLAGS_HELP = """\
 Print the arguments of Megatron-LM that describe a model, one word on a line, for scripts. Data and
 parallel sizes are not among them."""
 DOCTOR_HELP = """\
-Say what is installed here, which versions fit, which optional parts are live, and what to do about
-each thing that is missing. Given a Megatron-LM checkout, say also whether it is served, what its
+List the installed versions, which of them fit, which optional parts are active, and a remedy for
+each missing part. Given a Megatron-LM checkout, list also whether it is supported, what its
 training loop lacks, which of its arguments are new, and how to start it. Nothing is changed, and
 nothing but torch is imported; the checkout's parser by another process.
 
@@ -195,7 +195,7 @@ def _add_verify(commands: _Commands) -> None:
 
 
 def _add_doctor(commands: _Commands) -> None:
-    summary = "say what is installed, what fits, and what to do about what is missing"
+    summary = "list what is installed, what fits, and a remedy for each missing part"
     doctor = _added(commands, "doctor", _doctor, summary, DOCTOR_HELP)
     doctor.add_argument(
         "checkout", type=Path, nargs="?", metavar="MEGATRON_LM", help="a Megatron-LM checkout"

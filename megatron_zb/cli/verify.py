@@ -81,7 +81,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--directory",
         type=Path,
         metavar="DIR",
-        help="folder for the checkpoint and the logs, which stay there (default: a temporary one)",
+        help="folder for the checkpoint and the logs, which are kept (default: a temporary one)",
     )
     parser.add_argument("words", nargs="*", metavar="COMMAND", help="the training, after --")
 

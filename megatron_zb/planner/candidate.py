@@ -24,7 +24,7 @@ _SELDOM = ("gpipe", "zb-h2", "1f1b", "interleaved")
 class Candidate:
     """A schedule to be compared; ``name`` is its name in the table.
 
-    ``blocking`` tells that a rank cannot compute while its messages travel: Megatron's 1F1B always,
+    ``blocking``: a rank cannot compute while its messages travel: Megatron's 1F1B always,
     its interleaved schedule with ``--no-overlap-p2p-communication``. ``cuts_vocabulary`` cuts its
     output layer along the vocabulary over all pipeline ranks. ``overlaps_exchange`` joins forwards
     and backwards to pairs, which hide the exchange of tokens between experts.
@@ -47,7 +47,7 @@ class Candidate:
         yield from range(2 * step, layers // pipeline + 1, step)
 
     def placement(self, pipeline: int, chunks: int | None) -> Placement:
-        """Return the placement of its stages; ``auto`` has none of its own."""
+        """Return the placement of its stages; ``auto`` has none."""
         place = catalog.family(self.family).placement
         assert place is not None, "auto takes the placements of the others"
         return place(pipeline, chunks)
@@ -60,11 +60,11 @@ class Candidate:
     def has_by_default(self, counts: Layout, placement: Placement) -> bool:
         """Return whether a run has this layout without a flag for it.
 
-        Megatron's own schedules have it where the layers divide.
+        Megatron's own schedules have it where the layers divide. Without a flag, no stage is empty.
         """
         if self.megatron:
             return len(set(counts)) == 1
-        return counts == spread(Layers(sum(counts)), placement)
+        return min(counts) > 0 and counts == spread(Layers(sum(counts)), placement)
 
     @property
     def in_groups(self) -> bool:

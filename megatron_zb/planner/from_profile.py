@@ -53,7 +53,7 @@ class Row:
     """A schedule with its best layout; seconds of the pipeline's part of an iteration.
 
     ``runs`` is the schedule that its flags name: for ``auto``, the fastest of all.
-    ``megatron`` tells a schedule of Megatron's own, ``has_by_default`` that no flag is needed for
+    ``megatron`` marks a schedule of Megatron's own, ``has_by_default`` that no flag is needed for
     the layout, ``cuts_vocabulary`` that output layer and embedding are cut over all ranks,
     ``overlaps_exchange`` that pairs hide what experts exchange.
     """
@@ -101,7 +101,7 @@ class ProfileRequest:
         if profile.vocabulary is not None:
             return None
         if Fit.of(profile).cutting is None:
-            return "the profile does not tell how many rows it has: profile again"
+            return "the profile lacks its number of rows: profile again"
         if rows is not None and rows % p:
             return f"its {rows} rows cannot be cut evenly for {p} ranks"
         return None
@@ -315,7 +315,7 @@ def _simulated(
         candidate.family,
         pipeline_size=placement.pipeline_size,
         num_microbatches=asked.num_microbatches,
-        # a run builds auto alone for what it measures, and every other one for equal costs
+        # a run builds only auto for its measured costs, and every other one for equal costs
         costs=costs if candidate.takes_the_best else _costs_of_a_run(fit, candidate),
         memory_limit=asked.memory_limit,
         chunks=chunks,

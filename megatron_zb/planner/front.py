@@ -13,7 +13,7 @@ from megatron_zb.planner.table import name_in, places, setting_of
 class Point:
     """A row of a plan: its place in the table, GiB of its worst rank, tokens per second and GPU.
 
-    ``on_front`` tells that no other row is as fast in as little memory, or better in one of them.
+    ``on_front``: no other row is as fast in as little memory, or better in one of them.
     """
 
     place: int

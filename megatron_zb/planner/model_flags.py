@@ -64,7 +64,7 @@ def _number(value: float) -> str:
 
 
 def _of_hybrid(model: ModelConfig) -> list[str]:
-    """Return the words for pretrain_hybrid.py, which needs to be told the modules of each kind."""
+    """Return the words for pretrain_hybrid.py, which needs the modules of each kind."""
     words = ["--hybrid-layer-pattern", model.hybrid_layer_pattern or ""]
     words += ["--spec", "megatron.core.models.hybrid.hybrid_layer_specs", "hybrid_stack_spec"]
     if model.rotary is None:

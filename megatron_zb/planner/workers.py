@@ -31,7 +31,7 @@ class Each(Protocol):
 def workers(count: int | None = None, after: float | None = None) -> Iterator[Each]:
     """Yield a ``map`` over ``count`` processes; without one, over one for each core, 8 at most.
 
-    This process works alone for the first ``after`` seconds (2, if not given). The others end with
+    Only this process works for the first ``after`` seconds (2, if not given). The others end with
     the context, at once where an exception leaves it.
     """
     count = count or min(len(os.sched_getaffinity(0)), MOST)

@@ -339,7 +339,7 @@ plan --config gpt_1_5b --gpus 8 --html file/x.html | is a file and no folder
 plan --config gpt_1_5b --gpus 8 --microbatches 4 | --microbatches needs --profile
 plan --config gpt_1_5b --gpus 8 --memory-limit 0.5 | --memory-limit needs --profile
 plan --config gpt_1_5b --gpus 8 --chart --format json | --chart cannot be combined with
-plan --config gpt_1_5b --gpus 8 --student-config half_mlp --chart | --chart says nothing about a
+plan --config gpt_1_5b --gpus 8 --student-config half_mlp --chart | --chart has no meaning for a
 plan --config gpt_1_5b --gpus 8 --schedule v-half --gpuz 3 | did you mean --gpus?
 plan --config gpt_1_5b --gpus 8 --student-config no | give a file, or one of fewer_kv_heads
 plan --config gpt_1_5b --gpus 8 --student-config half_mlp --tensor 2 | leave it out, or leave out
