@@ -9,6 +9,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from megatron_zb.cli.ending import told_if_slow
 from megatron_zb.errors import UsageError
 from megatron_zb.megatron_core.versions import SERIES, training_loop_needs
 from megatron_zb.megatron_lm import own_validation
@@ -75,16 +76,17 @@ def run(arguments: argparse.Namespace) -> int:
     """
     import warnings
 
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of Megatron's, about what a GPU would need
-        from megatron_zb.megatron_lm import checking
+    with told_if_slow("checking the arguments"):
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of Megatron's, about what a GPU would need
+            from megatron_zb.megatron_lm import checking
 
-    root = _megatron_lm(arguments)
-    version, of = _version(arguments.megatron_version, root)
-    args = checking.parse(arguments.words, version, arguments.gpus)
-    report = checking.check(args, version)
-    if report.runs and root is not None:
-        report = checking.validate(report, root, arguments.words, args.world_size)
+        root = _megatron_lm(arguments)
+        version, of = _version(arguments.megatron_version, root)
+        args = checking.parse(arguments.words, version, arguments.gpus)
+        report = checking.check(args, version)
+        if report.runs and root is not None:
+            report = checking.validate(report, root, arguments.words, args.world_size)
     if arguments.json:
         print(json.dumps(as_json(report, version)))
     else:

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TypeAlias
 
 from megatron_zb import __version__
-from megatron_zb.cli.ending import ended
+from megatron_zb.cli.ending import ended, told_if_slow
 
 FLAGS_HELP = """\
 Print the arguments of Megatron-LM that describe a model, one word on a line, for scripts. Data and
@@ -113,7 +113,8 @@ def _plan(arguments: argparse.Namespace) -> None:
     if arguments.student_config is not None:
         from megatron_zb.cli import plan_distillation
 
-        plan_distillation.run(arguments)
+        with told_if_slow("distributing the blocks"):
+            plan_distillation.run(arguments)
         return
     run = planning.run if arguments.profile is None else planning.run_measured
     if arguments.html is None:
@@ -127,14 +128,18 @@ def _plan(arguments: argparse.Namespace) -> None:
     if arguments.profile is None:
         from megatron_zb.drawing.html import plan_page
 
-        plan_page.save_plan(arguments.html, planning.run(arguments))
+        found = planning.run(arguments)
+        with told_if_slow(f"drawing {arguments.html}"):
+            plan_page.save_plan(arguments.html, found)
     else:
         from megatron_zb.drawing.html import run_page
         from megatron_zb.measured import trace
 
         path = trace.trace_path(arguments.profile)
         step = trace.compare(arguments.profile) if path.is_file() else None
-        run_page.save_plan(arguments.html, *planning.run_measured(arguments), step)
+        measured = planning.run_measured(arguments)
+        with told_if_slow(f"drawing {arguments.html}"):
+            run_page.save_plan(arguments.html, *measured, step)
     if arguments.format != "json":
         print(arguments.html)
 
@@ -207,7 +212,8 @@ def _doctor(arguments: argparse.Namespace) -> int:
     from megatron_zb.cli.doctor.examine import examine
     from megatron_zb.cli.doctor.printing import as_json, exit_code, print_findings
 
-    findings = examine(arguments.checkout)
+    with told_if_slow("examining the installation"):
+        findings = examine(arguments.checkout)
     if arguments.json:
         print(json.dumps(as_json(findings), indent=2))
     else:

@@ -39,6 +39,8 @@ def model_flags(model: ModelConfig) -> list[str]:
         words.append("--untie-embeddings-and-output-weights")
     if not model.dropout:
         words += ["--attention-dropout", "0", "--hidden-dropout", "0"]
+    if not model.flash_attention:
+        words += ["--attention-backend", "unfused"]
     if model.tokenizer is not None:
         words += _of_vocabulary(model)
     if model.experts is not None:
