@@ -605,12 +605,24 @@ TRAINING = """
 --lr-decay-style bent | give one of
 --transformer-impl transformer_engine | leave out --cpu
 --cpu=yes | --cpu takes no value
+--data-path /dev/zero | there is no file /dev/zero.bin
+--data-path binary.yaml | there is no file binary.yaml.bin
+--data-path folder.yaml | there is no file folder.yaml.bin
+--pipeline-schedule /dev/zero | unknown pipeline schedule '/dev/zero'
+--pipeline-schedule sparse.yaml | unknown pipeline schedule 'sparse.yaml'
+--pipeline-schedule v-half --pipeline-layer-layout pipe.yaml | there is no such file: give one that
+--pipeline-schedule v-half --pipeline-layer-layout folder.yaml | there is no such file: give one
+--pipeline-schedule v-half --pipeline-layer-layout none.yaml | there is no such file: give one that
 """
 DISTILLATION = """
  | --teacher-load is missing: give --teacher-load DIR
 --teacher-load old | --student-config is missing: give --student-config FILE
 --teacher-load | --teacher-load is given without a value
 --teacher-load nowhere | there is no such directory
+--teacher-load /dev/zero | there is no such directory
+--teacher-load pipe.yaml | there is no such directory
+--teacher-load sparse.yaml | there is no such directory
+--teacher-load binary.yaml | there is no such directory
 --loss angle | give one of mse, normalised-mse, cosine
 --train-iters 0 | --train-iters is 0: it must be greater than 0
 --run-ahead 0 | --run-ahead is 0: it must be 1 or greater
@@ -631,6 +643,11 @@ broken.py | 'broken.py' cannot be read as Python
 no_pretrain.py | it does not import pretrain from megatron.training
 pretrain.py | does not lie in a Megatron-LM checkout
 /dev/zero | there is no file '/dev/zero'
+pipe.yaml | there is no file 'pipe.yaml'
+folder.yaml | there is no file 'folder.yaml'
+binary.yaml | 'binary.yaml' cannot be read as Python
+empty.yaml | it does not import pretrain from megatron.training
+word.yaml | it does not import pretrain from megatron.training
 sparse.yaml | 'sparse.yaml' cannot be read as Python: [Errno 27] it is larger than 16 MiB
 old/pretrain_gpt.py | has version 0.12.0, which is older than all that are known here
 """
