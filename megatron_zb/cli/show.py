@@ -139,7 +139,7 @@ def _add_schedule(command: argparse.ArgumentParser) -> None:
         type=seconds,
         default=0.0,
         metavar="T",
-        help="of a forward pass, beside its time, the exchange of tokens between experts, which a "
+        help="seconds of the expert all-to-all in a forward pass, beside its time, which a "
         "backward in the same pass can hide (default 0)",
     )
     costs.add_argument(

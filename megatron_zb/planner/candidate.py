@@ -27,7 +27,7 @@ class Candidate:
     ``blocking``: a rank cannot compute while its messages travel: Megatron's 1F1B always,
     its interleaved schedule with ``--no-overlap-p2p-communication``. ``cuts_vocabulary`` cuts its
     output layer along the vocabulary over all pipeline ranks. ``overlaps_exchange`` joins forwards
-    and backwards to pairs, which hide the exchange of tokens between experts.
+    and backwards to pairs, which hide the expert all-to-all.
     """
 
     name: str

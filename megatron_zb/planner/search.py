@@ -293,7 +293,7 @@ class _Everything:
                 self._replace("auto", replace(self.cut, candidate="auto"))
 
     def pair_where_it_pays(self, promising: Sequence[_Looked], each: Each) -> None:
-        """Let schedules whose pairs hide the exchange of experts take the place of slower rows."""
+        """Let schedules whose pairs hide the expert all-to-all take the place of slower rows."""
         if (own := self.best.get(MEGATRON_OVERLAP)) is not None:
             self._enter_if_faster("auto", own)  # in this package's order of the same
         for found in each(partial(_simulated_variant, self.job, 0.0), promising):
@@ -546,13 +546,13 @@ def _settings(splits: _Splits, candidate: Candidate, job: Job) -> list[_Setting]
 
 
 def _exchanges(load: Workload) -> bool:
-    """Return whether there is an exchange between experts that Megatron can hide behind a pass."""
+    """Return whether there is an expert all-to-all that Megatron can hide behind a pass."""
     exchange = load.exchange(load.model.layers - 1)
     return load.strategy.expert > 1 and load.strategy.recompute != "full" and exchange > 0
 
 
 def _share_left(split: EvenSplit) -> float:
-    """Return the share of the seconds of a rank that is left if its exchange hides all it can."""
+    """Return the share of a rank's seconds that is left at best with a hidden all-to-all."""
     load, whole = split.load, split.rank.total
     layers = load.model.layers
     exchange = 2 * sum(map(load.exchange, range(layers))) / load.strategy.pipeline

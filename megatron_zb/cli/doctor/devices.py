@@ -154,7 +154,7 @@ def _about_overlap(connections: str | None, *, wants_one: bool) -> Finding:
     """Check the environment that overlapping the expert all-to-all needs."""
     if connections != "1":
         advice = (
-            "it hides what experts exchange, with a schedule of several chunks per rank such as "
+            "it overlaps the expert all-to-all, with a schedule of several chunks per rank such as "
             "v-half, --expert-model-parallel-size 2 or more, and --bf16 or --fp16."
         )
         return Finding(_OVERLAP, "can hide", "ok", advice)
