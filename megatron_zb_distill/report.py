@@ -17,7 +17,7 @@ from typing import Any, TextIO
 from torch.distributed import Store
 
 from megatron_zb.errors import UsageError
-from megatron_zb.runtime.recorder import Recorder
+from megatron_zb.runtime.observer import Recorder
 from megatron_zb.schedules.passes import Channel, Message, Pair, Pass
 from megatron_zb_distill.student_block import StudentBlock
 

@@ -25,7 +25,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from megatron_zb.errors import UsageError
 from megatron_zb.job import data_contents
-from megatron_zb.megatron_core.reshardable_states import without_padding
+from megatron_zb.megatron_core.checkpoints import without_padding
 from megatron_zb.parsing import flag_of
 from megatron_zb_train.checkpoint_contents import check_contents
 from megatron_zb_train.checkpoint_directory import (

@@ -131,14 +131,14 @@ def _adapter(job: Job) -> Any:
     if job.schedule is None or job.schedule.startswith("megatron"):
         return None
     from megatron_zb.measured.limits import Limit
-    from megatron_zb.megatron_core import forward_backward
+    from megatron_zb.megatron_core import connections
     from megatron_zb.megatron_core.adapter import PipelineAdapter
     from megatron_zb.schedules.layout import Layers
 
     if job.host_memory:
         from host_memory_channels import HostMemoryChannels
 
-        forward_backward.Channels = HostMemoryChannels  # type: ignore[misc]
+        connections.Channels = HostMemoryChannels  # type: ignore[misc]
     name, _, states = job.schedule.partition("+")
     moved: dict[str, Any] = {"memory_limit": Limit(0.55), "copy": 0.1} if states == "moved" else {}
     return PipelineAdapter.create(

@@ -26,10 +26,9 @@ from torch.distributed.distributed_c10d import _get_default_store
 
 from megatron_zb.bridge.settings import Settings
 from megatron_zb.errors import UsageError
+from megatron_zb.megatron_core.checkpoints import BOUND, RESHARDABLE, SHARING
 from megatron_zb.megatron_core.forward_backward import refuse_what_is_not_served
 from megatron_zb.megatron_core.placement import StageLayout
-from megatron_zb.megatron_core.replicas import SHARING
-from megatron_zb.megatron_core.reshardable_states import BOUND, RESHARDABLE
 from megatron_zb.megatron_core.versions import HYBRID_PATTERNS
 from megatron_zb.megatron_lm import conflicts, fingerprint, flags
 from megatron_zb.megatron_lm.adapter_of_arguments import adapter_of, prepare_overlap

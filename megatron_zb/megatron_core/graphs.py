@@ -23,6 +23,8 @@ from torch.utils._pytree import tree_map
 
 from megatron_zb.errors import UsageError
 from megatron_zb.megatron_core import versions
+from megatron_zb.megatron_core.random_streams import WHY_NOT_LAYER_STREAMS
+from megatron_zb.megatron_core.step import Step, StepPart
 from megatron_zb.megatron_core.versions import Graphs
 from megatron_zb.schedules.passes import PassKind
 from megatron_zb.schedules.schedule import Schedule
@@ -33,10 +35,28 @@ WHY_NOT_LOCAL = (
 )
 WHY_NOT_MEASURED = "a pass of a graph cannot be measured, and its order cannot be changed"
 WHY_NOT_TWICE = "a step that is made again runs its passes in another order"
-WHY_NOT_LAYER_STREAMS = "the generators in a graph are those of a rank, not of a layer"
 WHY_KNOWN_SHAPES = "the host reads the shape of every message, which no graph can hold"
 WHY_ONE_COUNT = "graphs are captured for one number of microbatches"
 WHY_A_STEP_BEFORE = "ranks connect in the first step, before a graph is captured"
+
+
+class GraphsPart(StepPart):
+    """Refuses graphs that would be wrong, and another order of passes than the captured one."""
+
+    def __init__(self) -> None:
+        self._captured: Schedule | None = None
+
+    def keep_to(self, schedule: Schedule) -> None:
+        """Refuse to train in another order than this from now on: graphs have been captured."""
+        self._captured = schedule
+
+    def before_step(self, step: Step) -> None:
+        schedule = step.program.schedule
+        present = {part.why_no_graphs for part in step.parts}
+        reasons = (WHY_NOT_LAYER_STREAMS, WHY_NOT_MEASURED, WHY_NOT_TWICE)
+        uses = {why: why in present for why in reasons}
+        uses[WHY_ONE_COUNT] = self._captured not in (None, schedule) and not step.forward_only
+        check(step.config, f"the pipeline schedule {schedule.name}", uses)
 
 
 def check(config: Any, schedule: str, uses: Mapping[str, bool]) -> None:

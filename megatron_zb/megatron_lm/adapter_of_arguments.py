@@ -17,7 +17,7 @@ from megatron_zb.job.run_flags import (
 from megatron_zb.measured import balance
 from megatron_zb.megatron_core.adapter import PipelineAdapter
 from megatron_zb.megatron_core.build_adapter import Chunks, Sizes, build_adapter, copy_of
-from megatron_zb.megatron_core.group_options import group_options
+from megatron_zb.megatron_core.connections import group_options
 from megatron_zb.megatron_core.vocabulary_choice import WHOLE
 from megatron_zb.megatron_lm import conflicts, flags, hybrid_pattern
 from megatron_zb.megatron_lm.derived import num_layers, with_derived

@@ -16,8 +16,8 @@ from megatron_zb.errors import Refusal, UsageError, raise_first
 from megatron_zb.job import run_flags
 from megatron_zb.job.run_flags import OFFLOAD_FLAG, RECOMPUTE_FLAG, STREAMS_FLAG, VERIFY_FLAG
 from megatron_zb.megatron_core import graphs, versions
-from megatron_zb.megatron_core.encoder import language_model, why_not_placed
 from megatron_zb.megatron_core.forward_backward import NOT_SERVED, WHY_NOT_SHARDED
+from megatron_zb.megatron_core.model_ends import language_model, why_not_placed
 from megatron_zb.megatron_core.placement import PhysicalPlacement
 from megatron_zb.megatron_core.post_validation import NOT_TAKEN_BACK
 from megatron_zb.megatron_core.transformer_engine import (

@@ -204,7 +204,7 @@ def search(
             watch(candidate.name, len(named), total)
             found.take_the_best(candidate, each)
     if tries_cuts:
-        watch("a cut output layer", len(everyone), total)
+        watch("vocabulary parallelism", len(everyone), total)
         cuttable = [candidate for candidate in named if not candidate.overlaps_exchange]
         found.cut_where_it_pays(_promising(job, splits, cuttable, cuts=True), asked, each)
     if overlaps:
@@ -303,7 +303,7 @@ class _Everything:
     def cut_where_it_pays(
         self, promising: Sequence[Sequence[_Setting]], asked: Collection[str], each: Each
     ) -> None:
-        """Let schedules with a cut output layer take the place of those with a whole one.
+        """Let schedules with vocabulary parallelism take the place of those without.
 
         One does where it is ahead of every row by more than predictions are off. ``asked`` are the
         names of rows.
@@ -322,7 +322,7 @@ class _Everything:
             self._replace("auto", replace(cut, candidate="auto"))
 
     def pair_where_it_pays(self, promising: Sequence[Sequence[_Setting]], each: Each) -> None:
-        """Let schedules whose pairs hide the exchange of experts take the place of slower rows."""
+        """Let schedules whose pairs hide the expert all-to-all take the place of slower rows."""
         if (own := self.best.get(MEGATRON_OVERLAP)) is not None:
             self._enter_if_faster("auto", own)  # in this package's order of the same
         for found in each(partial(_simulated_variant, self.job, 0.0), promising):
@@ -374,7 +374,7 @@ class _Everything:
     def _promising_with_states(
         self, best: Prediction | None
     ) -> list[tuple[float, StageWorkload, int]]:
-        """Return settings whose activations may be dropped or moved, the most promising ones."""
+        """Return the most promising settings for recomputation or offload."""
         job, found = self.job, []
         for _, kept, m in self._promising() if job.drops or job.moves else ():
             drops = job.drops and kept.load.strategy.recompute != "full"  # it drops them already
@@ -557,7 +557,7 @@ def _settings(splits: _EvenSplits, candidate: ScheduleCandidate, job: PlanJob) -
             out.append(_Setting(split.load, candidate, None, m, seconds, needed, split.rank.total))
             continue
         if candidate.megatron and candidate.takes_chunks and m % strategy.pipeline:
-            continue  # Megatron's interleaved schedule takes whole groups of p alone
+            continue  # Megatron's interleaved schedule takes only whole groups of p
         if candidate.overlaps_exchange and not _exchanges(split.load):
             continue
         for chunks in candidate.chunk_counts(job.model.layers, strategy.pipeline):
@@ -571,13 +571,13 @@ def _settings(splits: _EvenSplits, candidate: ScheduleCandidate, job: PlanJob) -
 
 
 def _exchanges(load: Workload) -> bool:
-    """Return whether there is an exchange between experts that Megatron can hide behind a pass."""
+    """Return whether there is an expert all-to-all that Megatron can hide behind a pass."""
     exchange = load.exchange(load.model.layers - 1)
     return load.strategy.expert > 1 and load.strategy.recompute != "full" and exchange > 0
 
 
 def _share_left(split: EvenSplit) -> float:
-    """Return the share of the seconds of a rank that is left if its exchange hides all it can."""
+    """Return the share of a rank's seconds that is left at best with a hidden all-to-all."""
     load, whole = split.load, split.rank.total
     layers = load.model.layers
     exchange = 2 * sum(map(load.exchange, range(layers))) / load.strategy.pipeline

@@ -8,7 +8,7 @@ nothing here knows a kind by name.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
 from typing import NamedTuple, Protocol
@@ -305,79 +305,100 @@ def replay(orders: Orders, costs: StageCosts | None = None) -> Replay:
     never block. A pair waits for the inputs of both of its passes and makes both outputs at its
     end; a pass that awaits a copy begins once its engine has ended it.
     """
-    graph, ranks, pairs, units = orders.graph, orders.ranks, orders.pairs, orders.graph.units
-    prices = _Prices(graph, costs)
-    seconds, hops, each = prices.seconds, prices.hops, prices.of_units
-    inputs, roles, rows, more = graph.inputs, graph.roles, graph.rows, graph.more
-    engines = [CopyEngines(costs) for _ in ranks] if orders.moved and costs is not None else []
-    coded = [
-        [number[p[0], p[1]] for p in passes]
-        for number, passes in zip(graph.number, ranks, strict=True)
-    ]
-    arrival, waiting = [_NEVER] * len(graph), dict[int, list[int]]()
-    start, end = ([list[float]() for _ in ranks] for _ in range(2))
-    sequence: list[tuple[int, int]] = []
-    runnable = list(range(len(ranks) - 1, -1, -1))
-    while runnable:
-        rank = runnable.pop()
-        passes, rows_of, starts, ends = ranks[rank], coded[rank], start[rank], end[rank]
-        now = ends[-1] if ends else 0.0
-        for i in range(len(ends), len(passes)):
-            p, row = passes[i], rows_of[i]
-            unit = p[2]
-            begin, missing = now, -1
-            is_second = pairs and i > 0 and passes[i - 1] in pairs
-            if not is_second:
-                for maker in inputs[row]:
-                    at = arrival[maker * units + unit]
-                    if at > begin:
-                        begin = at
-                    elif at < 0.0:
-                        missing = maker * units + unit
-                        break
-                if more and missing < 0:
-                    begin, missing = _last(graph.others(row * units + unit), arrival, begin)
-                if pairs and p in pairs and missing < 0:
-                    partner = rows_of[i + 1] * units + passes[i + 1][2]
-                    begin, missing = _last(graph.makers_of(partner), arrival, begin)
-            if missing >= 0:
-                waiting.setdefault(missing, []).append(rank)
-                break
-            if each:
-                seconds, hops = each[unit]
-            is_moved = engines and (p[1], unit) in orders.moved
-            if is_moved:
-                begin = max(begin, engines[rank].awaited_by(rows[row].kind, p))
-            if is_second:
-                begin = starts[-1]  # and it ends with the pass before, too
-            elif pairs and p in pairs and costs is not None:
-                now = begin + costs.pair_seconds(Pair(p, passes[i + 1]))
-            else:
-                now = begin + seconds[row]
-            starts.append(begin)
-            ends.append(now)
-            sequence.append((rank, i))
-            if is_moved:
-                engines[rank].follow(rows[row].kind, p, now)
-            for made in roles[row]:
-                code = made * units + unit
-                arrival[code] = now + hops[row]
-                if code in waiting:
-                    runnable += waiting.pop(code)
-    blocked = [(r, len(ends)) for r, ends in enumerate(end) if len(ends) < len(ranks[r])]
-    return Replay(start, end, sequence, blocked, engines)
+    return _Replaying(orders, costs).replay()
 
 
 _NEVER = -1.0
 
 
-def _last(makers: Iterable[int], arrival: Sequence[float], begin: float) -> tuple[float, int]:
-    """Return when the last input arrives, and the first input that has not been made, or -1."""
-    for maker in makers:
-        if arrival[maker] < 0.0:
-            return begin, maker
-        begin = max(begin, arrival[maker])
-    return begin, -1
+class _Replaying:
+    """State of a replay: when the output of each node arrives, and which ranks wait for it."""
+
+    def __init__(self, orders: Orders, costs: StageCosts | None) -> None:
+        graph, ranks = orders.graph, orders.ranks
+        self._graph, self._orders, self._costs = graph, orders, costs
+        self._prices = _Prices(graph, costs)
+        self._rows = [
+            [number[p[0], p[1]] for p in passes]
+            for number, passes in zip(graph.number, ranks, strict=True)
+        ]
+        self._arrival = [_NEVER] * len(graph)
+        self._waiting: dict[int, list[int]] = {}
+        self._runnable = list(range(len(ranks) - 1, -1, -1))
+        start, end = ([list[float]() for _ in ranks] for _ in range(2))
+        has_copies = orders.moved and costs is not None
+        engines = [CopyEngines(costs) for _ in ranks] if has_copies and costs is not None else []
+        self._done = Replay(start, end, [], [], engines)
+
+    def replay(self) -> Replay:
+        """Run all ranks as far as they can."""
+        while self._runnable:
+            self._advance(self._runnable.pop())
+        lengths = zip(self._done.end, self._orders.ranks, strict=True)
+        blocked = [(r, len(ends)) for r, (ends, of) in enumerate(lengths) if len(ends) < len(of)]
+        return self._done._replace(blocked=blocked)
+
+    def _advance(self, rank: int) -> None:
+        """Run a rank up to the first pass whose input has not been made."""
+        graph, arrival, waiting = self._graph, self._arrival, self._waiting
+        inputs, roles, units, prices = graph.inputs, graph.roles, graph.units, self._prices
+        passes, rows = self._orders.ranks[rank], self._rows[rank]
+        starts, ends = self._done.start[rank], self._done.end[rank]
+        is_plain = not (graph.more or self._orders.pairs or self._done.engines)
+        seconds, hops = prices.all
+        end = ends[-1] if ends else 0.0
+        for i in range(len(ends), len(passes)):
+            row, unit = rows[i], passes[i][2]
+            begin, missing = end, -1
+            for maker in inputs[row]:
+                at = arrival[maker * units + unit]
+                if at > begin:
+                    begin = at
+                elif at < 0.0:
+                    missing = maker * units + unit
+                    break
+            if prices.of_units:
+                seconds, hops = prices.of_units[unit]
+            if is_plain or missing >= 0:
+                end = begin + seconds[row]
+            else:
+                begin, end, missing = self._run(rank, i, begin, seconds[row])
+            if missing >= 0:
+                waiting.setdefault(missing, []).append(rank)
+                return
+            starts.append(begin)
+            ends.append(end)
+            self._done.sequence.append((rank, i))
+            for made in roles[row]:
+                arrival[made * units + unit] = end + hops[row]
+                if made * units + unit in waiting:
+                    self._runnable += waiting.pop(made * units + unit)
+
+    def _run(self, rank: int, i: int, begin: float, seconds: float) -> tuple[float, float, int]:
+        """Return the start and end of a pass with further inputs, a partner or a copy.
+
+        ``begin`` is when its rank and its usual inputs are ready. The third number is the first
+        input that has not been made yet, or -1.
+        """
+        passes, rows, graph = self._orders.ranks[rank], self._rows[rank], self._graph
+        pairs, p = self._orders.pairs, passes[i]
+        if i > 0 and passes[i - 1] in pairs:  # with the pass before
+            return self._done.start[rank][-1], self._done.end[rank][-1], -1
+        more = list(graph.others(rows[i] * graph.units + p[2]))
+        if p in pairs:
+            more += graph.makers_of(rows[i + 1] * graph.units + passes[i + 1][2])
+        for code in more:
+            if self._arrival[code] < 0.0:
+                return begin, begin, code
+            begin = max(begin, self._arrival[code])
+        if p in pairs and self._costs is not None:
+            seconds = self._costs.pair_seconds(Pair(p, passes[i + 1]))
+        if not self._done.engines or p[1:] not in self._orders.moved:
+            return begin, begin + seconds, -1
+        engine, kind = self._done.engines[rank], graph.rows[rows[i]].kind
+        begin = max(begin, engine.awaited_by(kind, p))
+        engine.follow(kind, p, begin + seconds)
+        return begin, begin + seconds, -1
 
 
 class _Prices:
@@ -386,7 +407,7 @@ class _Prices:
     def __init__(self, graph: TaskGraph, costs: StageCosts | None) -> None:
         self._graph = graph
         none = [0.0] * len(graph.rows)
-        self.seconds, self.hops = (none, none) if costs is None else self._of(costs)
+        self.all = (none, none) if costs is None else self._of(costs)
         self.of_units: list[tuple[list[float], list[float]]] = []
         if costs is not None and costs.microbatches:
             found = {id(row): self._of(row) for row in costs.microbatches}

@@ -16,7 +16,7 @@ from small_relay import Block, M, data, distilled_on_ranks, empty
 from megatron_zb.runtime.channels import Channels
 from megatron_zb.runtime.executor import run_program
 from megatron_zb.runtime.link_times import seconds_over_a_link
-from megatron_zb.runtime.recorder import Recorder
+from megatron_zb.runtime.observer import Recorder
 from megatron_zb.runtime.watchdog.progress import Progress
 from megatron_zb.schedules import lower
 from megatron_zb.schedules.passes import Channel, Message, Pass, PassKind

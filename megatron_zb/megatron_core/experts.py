@@ -1,9 +1,9 @@
-"""Metrics of experts, such as their auxiliary losses, on pipeline ranks that hold no experts.
+"""Experts under a schedule: their metrics on ranks without experts, and their paged stash.
 
-Megatron sums a metric over the pipeline, and then over the group that its routers have named. A
-rank without routers has no entry, or one without a group. Where it is the rank that logs, it logs
-the part of its tensor rank alone; where it is not, it leaves the others waiting. Whether the rank
-that logs has experts depends on the placement.
+Megatron sums a metric of experts, such as an auxiliary loss, over the pipeline, and then over the
+group that its routers have named. A rank without routers has no entry, or one without a group.
+Where it is the rank that logs, it logs the part of its tensor rank only; where it is not, the
+others wait for it. Whether the rank that logs has experts depends on the placement.
 """
 
 from __future__ import annotations
@@ -15,10 +15,41 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 
 from megatron_zb.megatron_core import versions
+from megatron_zb.megatron_core.step import Step, StepPart, device
+from megatron_zb.schedules.schedule import Schedule
+
+
+class ExpertMetricsPart(StepPart):
+    """Shares the metrics of experts after the first step: no later step counts others."""
+
+    def __init__(self) -> None:
+        self._is_due = True
+
+    def after_step(self, step: Step) -> None:
+        if step.forward_only or step.captured:
+            return
+        if self._is_due and getattr(step.config, "num_moe_experts", None):
+            share(step.pg_collection.pp, device())
+        self._is_due = False
+
+
+class PagedStashPart(StepPart):
+    """Starts the steps of the paged stash, which keeps to the order that it has recorded once."""
+
+    def __init__(self) -> None:
+        self._recorded: Schedule | None = None
+
+    def before_step(self, step: Step) -> None:
+        if not getattr(step.config, "moe_paged_stash", False):
+            return
+        if not step.forward_only and step.program.schedule != self._recorded:
+            versions.forget_order_of_paged_stash()
+            self._recorded = step.program.schedule
+        versions.start_paged_stash(step.config, forward_only=step.forward_only)
 
 
 class _Metric(NamedTuple):
-    """What other ranks have to know of an entry: its size, and its fields with groups by name."""
+    """A metric as it is sent to other ranks: its size, and its fields with groups by name."""
 
     size: int
     fields: dict[str, Any]
@@ -31,7 +62,7 @@ def share(pipeline: dist.ProcessGroup, device: torch.device | str | int) -> None
     Collective over the pipeline; to be called after a training step and before its log.
     """
     known = _groups()
-    own = {name: _told(entry, known) for name, entry in versions.expert_metrics().items()}
+    own = {name: _described(entry, known) for name, entry in versions.expert_metrics().items()}
     everyone: list[dict[str, _Metric]] = [{}] * pipeline.size()
     dist.all_gather_object(everyone, own, group=pipeline)
     for name, metric in _of_routers(everyone).items():
@@ -50,7 +81,7 @@ def _groups() -> dict[str, dist.ProcessGroup]:
     }
 
 
-def _told(entry: dict[str, Any], known: dict[str, dist.ProcessGroup]) -> _Metric:
+def _described(entry: dict[str, Any], known: dict[str, dist.ProcessGroup]) -> _Metric:
     fields = {n: v for n, v in entry.items() if n != "values" and not n.endswith("_group")}
     groups = {n: _name_of(v, known) for n, v in entry.items() if n.endswith("_group")}
     return _Metric(entry["values"].numel(), fields, groups)
@@ -66,8 +97,8 @@ def _name_of(group: Any, known: dict[str, dist.ProcessGroup]) -> str | None:
 def _of_routers(everyone: list[dict[str, _Metric]]) -> dict[str, _Metric]:
     """Return the metrics of all ranks, each as a rank has it whose routers have named a group."""
     found: dict[str, _Metric] = {}
-    for told in everyone:
-        for name, metric in told.items():
+    for of_rank in everyone:
+        for name, metric in of_rank.items():
             if name not in found or not any(found[name].groups.values()):
                 found[name] = metric
     return found

@@ -1,17 +1,35 @@
-"""One reading of each microbatch for both ends of a model that lie on one rank.
+"""Iterators over microbatches: read once for both ends of a model, or read again from the start.
 
 Megatron gives every chunk of a rank an iterator of its own over the same microbatches, and both
 the first and the last stage read theirs. Where one rank has both, as in a V, it would load all data
-twice.
+twice: :class:`SharedReading` avoids that. A step that runs twice reads and draws the same both
+times: see :class:`Start`.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
+
+from megatron_zb.megatron_core.random_streams import RandomState
+from megatron_zb.megatron_core.step import Step, StepPart
+
+
+class ReadingsPart(StepPart):
+    """Reads each microbatch once on a rank that has the first and the last stage."""
+
+    def __init__(self) -> None:
+        self._readings = SharedReadings()
+
+    def before_step(self, step: Step) -> None:
+        iterators = step.data_iterators
+        held = [step.physical.stage(step.pp_rank, chunk) for chunk in range(len(iterators))]
+        ends = (0, step.physical.placement.num_stages - 1)
+        if len(held) > 1 and all(end in held for end in ends):
+            step.data_iterators = self._readings.shared(iterators, *map(held.index, ends))
 
 
 class SharedReading:
@@ -114,3 +132,53 @@ def _equal(one: Any, other: Any) -> bool:
 def _copied(microbatch: Any) -> Any:
     """Return a microbatch whose entries can be replaced, on the same tensors."""
     return microbatch.copy() if isinstance(microbatch, dict | list) else microbatch
+
+
+class Replayed:
+    """An iterator over data that can go back once to where it started."""
+
+    def __init__(self, iterator: Iterator[Any]) -> None:
+        self._iterator = iterator
+        self._seen: list[Any] | None = []
+        self._again: deque[Any] = deque()
+
+    def __iter__(self) -> Replayed:
+        return self
+
+    def __next__(self) -> Any:
+        if self._again:
+            return self._again.popleft()
+        item = next(self._iterator)
+        if self._seen is not None:
+            self._seen.append(item)
+        return item
+
+    def go_back(self) -> None:
+        """Go back to the start and repeat the items read so far."""
+        assert self._seen is not None, "what has been given was not kept"
+        self._again.extend(self._seen)
+        self._seen = None
+
+    def go_on(self) -> None:
+        """Stop recording items, as no return to the start follows."""
+        self._seen = None
+
+
+class Start:
+    """The state at the start of an iteration whose chunks read from some iterators, or none."""
+
+    def __init__(self, data_iterators: Sequence[Iterator[Any] | None]) -> None:
+        self._random = RandomState()
+        self.data_iterators = [it if it is None else Replayed(it) for it in data_iterators]
+        """Iterators to read from instead."""
+
+    def go_back(self) -> None:
+        """Draw and read again what has been drawn and read since."""
+        self._random.restore()
+        for data in filter(None, self.data_iterators):
+            data.go_back()
+
+    def forget(self) -> None:
+        """Stop recording, as no return to the start follows."""
+        for data in filter(None, self.data_iterators):
+            data.go_on()

@@ -1,9 +1,9 @@
 """Forward and backward of two microbatches in one pass, so that the all-to-all of experts hides.
 
 Megatron can build a plan of a chunk's forward: its layers cut into attention, dispatch, experts and
-combine. Running two plans together, one forward and one backward, puts what is computed on one
-stream and what is sent between experts on another, layer by layer. Megatron's own interleaved
-schedule does so with ``--overlap-moe-expert-parallel-comm``; here a schedule's pairs do.
+combine. Running two plans together, one forward and one backward, puts computation on one stream
+and communication between experts on another, layer by layer. Megatron's own interleaved schedule
+does so with ``--overlap-moe-expert-parallel-comm``; here the pairs of a schedule do.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from torch.autograd.graph import GradientEdge
 from megatron_zb.errors import UsageError
 from megatron_zb.megatron_core import versions
 from megatron_zb.megatron_core.stages import MegatronStage
+from megatron_zb.megatron_core.step import Step, StepPart
 from megatron_zb.runtime.executor import TRAINING, Side, one_after_the_other
 
 FLAG = "--overlap-moe-expert-parallel-comm"
@@ -48,8 +49,8 @@ class PairedStage(MegatronStage):
 
     def __init__(self, *arguments: Any) -> None:
         super().__init__(*arguments)
-        _check_builds_plans(self._iteration.forward_step_func)
-        versions.set_streams(self._iteration.config)
+        _check_builds_plans(self._step.forward_step_func)
+        versions.set_streams(self._step.config)
         self._ran: Ran | None = None
         self._with_forward: Callable[[Any], torch.Tensor] = self._forward_alone
         self._with_backward: Callable[[Any, Any], None] = self._backward_alone
@@ -70,12 +71,12 @@ class PairedStage(MegatronStage):
 
     def _user_step(self, data_iterator: Any, model: Any) -> Any:
         """Build the plan of a forward, run it, and return what Megatron computes the loss from."""
-        build = self._iteration.forward_step_func
+        build = self._step.forward_step_func
         planned = get_attr_wrapped_model(model, "build_schedule_plan", return_model_obj=True)
         plan, loss_func = build(data_iterator, planned, return_schedule_plan=True)
         _keep_input_of_only_experts(plan)
-        if self._iteration.streams is not None:
-            self._iteration.streams.seed_plan(plan)
+        if self.streams is not None:
+            self.streams.seed_plan(plan)
         output = self._with_forward(plan)
         if self._is_last:
             output = output.detach().requires_grad_()
@@ -102,7 +103,7 @@ class PairedStage(MegatronStage):
 
     def run_plans(self, forward: Any, backward: Any, gradient: torch.Tensor | None) -> torch.Tensor:
         """Run the plan of a forward, of a backward, or both, and return the forward's output."""
-        with _quantizing(self._iteration.config):
+        with _quantizing(self._step.config):
             output: torch.Tensor = type(forward or backward).run(forward, backward, b_grad=gradient)
         return output
 
@@ -183,3 +184,14 @@ def _keep_input_of_only_experts(plan: Any) -> None:
             getattr(module, "num_local_experts", None) == 1 for module in part.layer.modules()
         ):
             part.mlp.free_input = False
+
+
+class OverlapPart(StepPart):
+    """Runs the pairs of a schedule through Megatron's plans, if Megatron overlaps experts."""
+
+    pair_handler = staticmethod(run_pair)
+
+    def stage_type(self, number: int, step: Step) -> Callable[..., Any] | None:
+        overlaps = getattr(step.config, "overlap_moe_expert_parallel_comm", False)
+        in_pairs = step.profiles_pairs or step.program.schedule.pairs
+        return PairedStage if overlaps and in_pairs else None

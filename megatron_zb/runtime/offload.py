@@ -1,23 +1,24 @@
-"""Activations that are moved to the host after their forward, and back before their backward.
+"""Offload of activations to the host after their forward, and their reload before the backward.
 
-What autograd saves in the forward of a moved microbatch is kept by storage, so that views and
-tensors that several operations save are copied once. Parameters and buffers of the model stay, and
-so do what is small beside the rest and what the forward empties to compute it again. What others
-hold, such as a message on its way out, they go on holding: a storage is never emptied, only let go.
-A backward reads what has come back instead.
+Tensors that autograd saves in the forward of an offloaded microbatch are kept by storage, so that
+views and tensors that several operations save are copied once. Parameters and buffers of the model
+stay on the device, and so do storages that are small beside the rest, and those that the forward
+empties to compute them again. A storage is never emptied, only released: others that hold it, such
+as a message on its way out, keep it. A backward reads the reloaded storage instead.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator
+import time
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from megatron_zb.runtime.activation_memory import ActivationMemory
-from megatron_zb.runtime.copy_engines import CopyEngines, Wait, engines_of
 
 SMALL = 256
 """What is smaller than the largest storage of a unit by this factor stays on the device."""
@@ -124,7 +125,7 @@ class _Storage:
         self.let_go()
 
 
-class _Saved:
+class _OffloadedTensor:
     """Substitute that autograd keeps for a saved tensor: a view of a storage."""
 
     __slots__ = ("dtype", "offset", "size", "storage", "stride")
@@ -224,7 +225,7 @@ class MovedActivations:
                 if data._cdata in self._seen:
                     return tensor.detach()
                 storage = unit.storages[data._cdata] = _Storage(data, self.activation_memory)
-            return _Saved(tensor, storage)
+            return _OffloadedTensor(tensor, storage)
 
         with torch.autograd.graph.saved_tensors_hooks(pack, _unpack):
             yield
@@ -277,7 +278,7 @@ def _end(unit: _Unit) -> None:
 
 
 def _unpack(saved: Any) -> torch.Tensor:
-    tensor: torch.Tensor = saved.tensor() if isinstance(saved, _Saved) else saved
+    tensor: torch.Tensor = saved.tensor() if isinstance(saved, _OffloadedTensor) else saved
     return tensor
 
 
@@ -289,3 +290,83 @@ def _is_plain(tensor: torch.Tensor) -> bool:
 
 def _bytes_of(data: torch.UntypedStorage) -> torch.Tensor:
     return torch.empty(0, dtype=torch.uint8, device=data.device).set_(data)
+
+
+Copied = Sequence[tuple[torch.Tensor, torch.Tensor]]
+"""Pairs of tensors of bytes: where to, and where from."""
+
+Wait = Callable[[], None]
+"""Function that makes what is computed from here on wait for a copy."""
+
+
+class CopyEngines(Protocol):
+    """The two copy engines of a device; each copies what it is given in turn.
+
+    ``piece`` is the number of bytes in which memory of the host is to be asked for, None for any.
+    """
+
+    piece: int | None
+
+    def begin(self, copied: Copied, *, to_host: bool) -> Wait:
+        """Begin to copy, behind what the device has been given to compute until now."""
+
+    def host_buffer(self, nbytes: int) -> torch.Tensor:
+        """Return memory of the host that the engines reach."""
+
+
+def engines_of(device: torch.device) -> CopyEngines:
+    """Return the copy engines of a device."""
+    return StreamEngines(device) if device.type == "cuda" else ThreadEngines()
+
+
+class ThreadEngines:
+    """Engines of a rank on a CPU: a thread for each direction, between two parts of its memory.
+
+    With ``seconds_per_byte``, a copy takes so long at least.
+    """
+
+    piece: int | None = None
+
+    def __init__(self, seconds_per_byte: float = 0.0) -> None:
+        self._seconds_per_byte = seconds_per_byte
+        self._threads = {to_host: ThreadPoolExecutor(max_workers=1) for to_host in (True, False)}
+
+    def begin(self, copied: Copied, *, to_host: bool) -> Wait:
+        return self._threads[to_host].submit(self._copy, copied).result
+
+    def _copy(self, copied: Copied) -> None:
+        for there, here in copied:
+            there.copy_(here)
+        time.sleep(self._seconds_per_byte * sum(here.nbytes for _, here in copied))
+
+    def host_buffer(self, nbytes: int) -> torch.Tensor:
+        return torch.empty(nbytes, dtype=torch.uint8)
+
+
+class StreamEngines:
+    """Engines of a GPU: a stream for each direction. The host waits for nothing.
+
+    Pieces are of a power of two, to which torch rounds up whatever pinned memory it is asked for.
+    To pin a GiB takes some tenths of a second, once for each piece.
+    """
+
+    piece: int | None = 64 * 2**20
+
+    def __init__(self, device: torch.device) -> None:
+        self._streams = {to_host: torch.cuda.Stream(device) for to_host in (True, False)}
+
+    def begin(self, copied: Copied, *, to_host: bool) -> Wait:
+        stream, ended = self._streams[to_host], torch.cuda.Event()
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            for there, here in copied:
+                there.copy_(here, non_blocking=True)
+            ended.record()
+
+        def wait() -> None:
+            torch.cuda.current_stream().wait_event(ended)
+
+        return wait
+
+    def host_buffer(self, nbytes: int) -> torch.Tensor:
+        return torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)

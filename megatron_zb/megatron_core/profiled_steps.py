@@ -1,19 +1,103 @@
-"""Marks within passes at the beginning and the end of the layers of Megatron's model."""
+"""Steps that are measured for a profile, with marks between the parts of a model's passes."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from typing import Any
 
 import torch
 from megatron.core.utils import get_attr_wrapped_model
 
 from megatron_zb.measured.parts import AFTER, BEFORE, DATA, ENCODER, LAYERS, MULTI_TOKEN, OUTPUT
-from megatron_zb.megatron_core.encoder import language_model
+from megatron_zb.megatron_core.graphs import WHY_NOT_MEASURED
+from megatron_zb.megatron_core.model_ends import language_model
+from megatron_zb.megatron_core.profiling import Measured, Profiling
+from megatron_zb.megatron_core.split_backward import SplitBackward
+from megatron_zb.megatron_core.step import Step, StepPart, device, on_gpu
+from megatron_zb.runtime.link_times import clock_ahead, copy_times, link_times
+from megatron_zb.runtime.observer import Observer
+from megatron_zb.runtime.offload import HostMemory
 from megatron_zb.runtime.weight_grad import WeightGradQueue
 
 Mark = Callable[[str], None]
+
+
+class ProfilePart(StepPart):
+    """Measures the passes and links of the first steps of training.
+
+    Args:
+        start: called at the first step of training, when the process groups exist.
+        use: called with every complete profile, between two steps.
+        splits: those of the rank's chunks.
+        host: returns the memory of the host whose copies are timed; None to time none.
+    """
+
+    why_no_graphs = WHY_NOT_MEASURED
+
+    def __init__(
+        self,
+        start: Callable[[], Profiling],
+        use: Callable[[Measured, Step], None],
+        splits: Sequence[SplitBackward],
+        host: Callable[[], HostMemory] | None = None,
+    ) -> None:
+        self._start, self._use, self._splits, self._host = start, use, splits, host
+        self.profiling: Profiling | None = None
+
+    def before_step(self, step: Step) -> None:
+        if step.forward_only:
+            return
+        if self.profiling is None:
+            self.profiling = self._start()
+        self.profiling.before_step(step.num_microbatches)
+
+    def observers(self, step: Step) -> Sequence[Observer]:
+        return () if self.profiling is None else self.profiling.observers
+
+    @contextmanager
+    def around(self, step: Step) -> Iterator[None]:
+        profiling, usual = self.profiling, step.memory
+        if profiling is None or step.forward_only or step.is_rehearsal:
+            yield
+            return
+        parameters = (p for chunk in step.model for p in chunk.parameters())
+        step.profiles_pairs = profiling.is_for_pairs
+        marks = partial(self._marking, step)
+        try:
+            with profiling.step(usual, parameters, on_gpu(), marks) as counter:
+                step.memory = counter
+                yield
+        finally:
+            step.memory = usual
+
+    @contextmanager
+    def _marking(self, step: Step, mark: Mark) -> Iterator[None]:
+        usual = step.forward_step_func
+        step.forward_step_func = reading(mark, usual)
+        try:
+            with marking(mark, step.model, [split.queue for split in self._splits]):
+                yield
+        finally:
+            step.forward_step_func = usual
+
+    def after_step(self, step: Step) -> None:
+        """Record the end of the step, and hand over a profile that it has completed."""
+        profiling = self.profiling
+        if profiling is None or step.forward_only:
+            return
+        profiling.end_step()
+        if not profiling.is_complete:
+            return
+        channels, placement = step.channels, step.physical.placement
+        assert channels is not None, "a step has run"
+        more = step.program.schedule.rules.more_links(placement)
+        links = link_times(channels, placement, step.logical, lambda: step.empty().zero_(), more)
+        ahead = clock_ahead(channels, placement, step.logical, device())
+        host = None if self._host is None else self._host()
+        copies = None if host is None else copy_times(host.engines, host.device)
+        self._use(profiling.measured(links, step.empty().nbytes, ahead, copies), step)
 
 
 @contextmanager
