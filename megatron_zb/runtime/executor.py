@@ -36,9 +36,8 @@ TRAINING: dict[PassKind, Handler] = {
     PassKind.D: lambda stage, microbatch: stage.end_copy_out(microbatch),
     PassKind.H: lambda stage, microbatch: stage.begin_copy_in(microbatch),
 }
-"""Handlers of a training step's passes, on a :class:`megatron_zb.runtime.autograd_stage.Stage`.
-
-Those of D and H are for a :class:`megatron_zb.runtime.autograd_stage.MovingStage`.
+"""Handlers of a training step's passes, on a stage such as
+:class:`megatron_zb.runtime.autograd_stage.AutogradStage`.
 """
 
 
