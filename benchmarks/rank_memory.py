@@ -270,8 +270,10 @@ def _build_chunks(adapter: Any, rank: int, job: Job) -> tuple[list[Any], list[Ro
                 job.sizes,
                 job.implementation,
                 job.device,
-                embedding=role.is_first and job.sizes.vocabulary > 0,
-                output_layer=role.is_last and job.sizes.vocabulary > 0,
+                ends=(
+                    role.is_first and job.sizes.vocabulary > 0,
+                    role.is_last and job.sizes.vocabulary > 0,
+                ),
             )
         )
     adapter.prepare_model(chunks)

@@ -26,12 +26,12 @@ from published_throughput import Throughput, all_rows
 
 from megatron_zb import schedules
 from megatron_zb.measured.units import GIB
-from megatron_zb.planner.candidate import Candidate, candidates_of
+from megatron_zb.planner.candidate import ScheduleCandidate, candidates_of
 from megatron_zb.planner.device import DeviceConfig, read_device
 from megatron_zb.planner.model import ModelConfig, read_model
-from megatron_zb.planner.prediction import Build, Prediction, predict
-from megatron_zb.planner.search import Job, cut_into_stages, search
-from megatron_zb.planner.stages import StageWorkload
+from megatron_zb.planner.prediction import Build, IterationSettings, Prediction, predict
+from megatron_zb.planner.search import PlanJob, search
+from megatron_zb.planner.stages import StageWorkload, cut_into_stages
 from megatron_zb.planner.strategy import Choices, Strategy
 from megatron_zb.planner.work import Workload
 from megatron_zb.schedules import Costs, Schedule
@@ -137,7 +137,7 @@ def _setup(column: dict[str, Any]) -> str:
     return f"{name}, p={column['pipeline']}, m={column['m']}, b={column['microbatch']}"
 
 
-def _contender(name: str) -> Candidate:
+def _contender(name: str) -> ScheduleCandidate:
     """The papers' scripts run Megatron with --no-overlap-p2p-communication."""
     asked = None if name.startswith("Megatron") else [name]
     return next(c for c in candidates_of(asked, overlap=False) if c.name == name)
@@ -153,14 +153,8 @@ def _prediction(table: dict[str, Any], column: dict[str, Any], name: str) -> Pre
     chunks = column["chunks"] if candidate.takes_chunks else None
     staged = cut_into_stages(Workload(of, gpu, strategy, of.sequence_length), candidate, chunks)
     assert staged is not None
-    return predict(
-        staged,
-        candidate,
-        column["m"] * halves,
-        chunks,
-        is_even=candidate.has_by_default(staged.layout, staged.placement),
-        post_validation=candidate.splits,
-    )
+    iteration = IterationSettings(column["m"] * halves, post_validation=candidate.splits)
+    return predict(staged, candidate, iteration, chunks)
 
 
 def _as_published(column: dict[str, Any], ours: Prediction) -> Prediction:
@@ -173,12 +167,11 @@ def _as_published(column: dict[str, Any], ours: Prediction) -> Prediction:
     return predict(
         StageWorkload(ours.load, placement, ours.layout),
         candidate,
-        ours.num_microbatches,
+        IterationSettings(
+            ours.num_microbatches, post_validation=candidate.splits, back_to_back=False
+        ),
         ours.chunks,
-        is_even=ours.is_even,
-        post_validation=candidate.splits,
-        back_to_back=False,
-        build=_published_build(candidate.family),
+        _published_build(candidate.family),
     )
 
 
@@ -202,9 +195,9 @@ def _published_build(family: str) -> Build:
 
 
 def _best_of_grid(
-    gpu: DeviceConfig, of: ModelConfig, column: dict[str, Any], candidate: Candidate
+    gpu: DeviceConfig, of: ModelConfig, column: dict[str, Any], candidate: ScheduleCandidate
 ) -> Prediction:
-    job = Job(
+    job = PlanJob(
         of,
         gpu,
         column["gpus"],

@@ -199,9 +199,11 @@ def _build_chunks(job: Job, adapter: Any, rank: int) -> list[Any]:
             job.sizes,
             LOCAL,
             device,
-            embedding=adapter.pre_process(rank, chunk) if adapter else rank == chunk == 0,
-            output_layer=(
-                adapter.post_process(rank, chunk) if adapter else (rank, chunk) == (last, count - 1)
+            ends=(
+                adapter.pre_process(rank, chunk) if adapter else rank == chunk == 0,
+                adapter.post_process(rank, chunk)
+                if adapter
+                else (rank, chunk) == (last, count - 1),
             ),
             vp_stage=chunk if count > 1 else None,
         )

@@ -41,6 +41,7 @@ examples:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of ``check``."""
     parser.add_argument(
         "--megatron-version",
         choices=[series.text for series in SERIES],

@@ -84,19 +84,24 @@ def _added(
 def _add_show(commands: _Commands) -> None:
     from megatron_zb import schedules
     from megatron_zb.cli import show
-    from megatron_zb.distillation.schedule.pipe_bd import NAME
+    from megatron_zb.cli.extensions import extensions
 
     summary = "draw a schedule and its memory in the terminal, as a picture or as a page"
-    description = show.SHOW_HELP + ", ".join([*schedules.names(), NAME])
+    added = extensions()
+    names = [*schedules.names(), *(extension.NAME for extension in added)]
+    helps = [show.SHOW_HELP, *(extension.SHOW_HELP for extension in added)]
+    description = "\n".join([*helps, f"schedules: {', '.join(names)}"])
     show.add_show(_added(commands, "show", show.show, summary, description))
 
 
 def _add_export(commands: _Commands) -> None:
     from megatron_zb import schedules
     from megatron_zb.cli import show
+    from megatron_zb.cli.extensions import extensions
 
     summary = "write a schedule for torch.distributed.pipelining or a trace viewer"
-    description = show.EXPORT_HELP + ", ".join(schedules.names())
+    helps = [show.EXPORT_HELP, *(extension.EXPORT_HELP for extension in extensions())]
+    description = "\n".join([*helps, f"schedules: {', '.join(schedules.names())}"])
     show.add_export(_added(commands, "export", show.export, summary, description))
 
 
@@ -109,11 +114,9 @@ def _add_plan(commands: _Commands) -> None:
 
 def _plan(arguments: argparse.Namespace) -> None:
     from megatron_zb.cli import plan as planning
+    from megatron_zb.cli.extensions import extensions
 
-    if arguments.student_config is not None:
-        from megatron_zb.cli import plan_distillation
-
-        plan_distillation.run(arguments)
+    if any(extension.plan(arguments) for extension in extensions()):
         return
     run = planning.run if arguments.profile is None else planning.run_measured
     if arguments.html is None:
@@ -229,7 +232,6 @@ def _separated(words: Sequence[str]) -> list[str]:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command; a UsageError is printed as one sentence, with exit code 2."""
-
     words = sys.argv[1:] if argv is None else list(argv)
 
     def run() -> int | None:

@@ -9,8 +9,10 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from megatron_zb.cli.extensions import extensions
+
 if TYPE_CHECKING:
-    from megatron_zb.planner.from_profile import ProfileRequest, Row
+    from megatron_zb.planner.from_profile import MeasuredRow, ProfileRequest
     from megatron_zb.planner.search import Plan
 
 HELP = """\
@@ -75,12 +77,8 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
     add_model(command, required=False)
     command.add_argument("--gpus", type=int, metavar="N", help="GPUs of the job")
     _add_measured(command)
-    command.add_argument_group("blockwise distillation").add_argument(
-        "--student-config",
-        type=Path,
-        metavar="NAME|FILE",
-        help="distil the model into this student: a name of configs/students, or a file like those",
-    )
+    for extension in extensions():
+        extension.add_plan_arguments(command)
     command.add_argument(
         "--device",
         type=Path,
@@ -213,8 +211,8 @@ def run(arguments: argparse.Namespace) -> Plan:
     from megatron_zb.drawing import text_chart
     from megatron_zb.measured.units import GIB
     from megatron_zb.planner import table
-    from megatron_zb.planner.front import points
     from megatron_zb.planner.search import search
+    from megatron_zb.planner.table import points
     from megatron_zb.planner.workers import workers
 
     job, candidates = plan_request.read(arguments)
@@ -229,7 +227,9 @@ def run(arguments: argparse.Namespace) -> Plan:
     return plan
 
 
-def run_measured(arguments: argparse.Namespace) -> tuple[ProfileRequest, list[Row], dict[str, str]]:
+def run_measured(
+    arguments: argparse.Namespace,
+) -> tuple[ProfileRequest, list[MeasuredRow], dict[str, str]]:
     """Run ``plan --profile``; return the request, the rows, and why other schedules are missing.
 
     Raises:

@@ -7,9 +7,9 @@ import sys
 from pathlib import Path
 
 from megatron_zb import schedules
-from megatron_zb.cli import output_file, pipe_bd_flags
+from megatron_zb.cli import output_file
 from megatron_zb.cli.ending import told_if_slow
-from megatron_zb.distillation.schedule.pipe_bd import NAME
+from megatron_zb.cli.extensions import extension_of, extensions
 from megatron_zb.errors import UsageError
 from megatron_zb.parsing import flag_of, positive, seconds
 from megatron_zb.schedules import catalog, interchange
@@ -44,12 +44,7 @@ examples:
   megatron-zb show --csv table.csv
   megatron-zb show dualpipe-v --pipeline-size 4 --num-microbatches 10 --forward-comm 0.5 \\
       --backward-comm 0.5
-
-pipe-bd draws blockwise distillation, for blocks with times of their own:
-  megatron-zb show pipe-bd --pipeline-size 4 --num-microbatches 8 --steps 3 \\
-      --teacher 1 1 2 1 1 1 --student 3 3 5 3 3 2 --update 1
-
-schedules: """
+"""
 
 EXPORT_HELP = """\
 Write a schedule into a file: as csv, the compute-only table that the pipeline runtime of
@@ -60,18 +55,14 @@ examples:
   megatron-zb export v-half --pipeline-size 4 --num-microbatches 8 --format csv --output v-half.csv
   megatron-zb export v-min --pipeline-size 8 --num-microbatches 16 --forward 0.010 \\
       --backward 0.012 --weight 0.009 --format chrome-trace --output v-min.json
-
-pipe-bd writes the timeline of blockwise distillation, as chrome-trace:
-  megatron-zb export pipe-bd --pipeline-size 4 --num-microbatches 8 --steps 3 \\
-      --teacher 1 1 2 1 1 1 --student 3 3 5 3 3 2 --update 1 --format chrome-trace --output bd.json
-
-schedules: """
+"""
 
 
 def add_show(command: argparse.ArgumentParser) -> None:
     """Add the arguments of ``show``."""
     _add_schedule(command)
-    pipe_bd_flags.add_arguments(command)
+    for extension in extensions():
+        extension.add_arguments(command)
     command.add_argument(
         "--output",
         "-o",
@@ -84,7 +75,8 @@ def add_show(command: argparse.ArgumentParser) -> None:
 def add_export(command: argparse.ArgumentParser) -> None:
     """Add the arguments of ``export``."""
     _add_schedule(command)
-    pipe_bd_flags.add_arguments(command)
+    for extension in extensions():
+        extension.add_arguments(command)
     command.add_argument(
         "--format", choices=("csv", "chrome-trace"), required=True, help="what to write"
     )
@@ -208,8 +200,10 @@ def _save(arguments: argparse.Namespace) -> None:
 
 
 def _save_page(path: Path, arguments: argparse.Namespace) -> None:
-    if arguments.name == NAME:
-        raise UsageError(f"there is no page for {NAME}: give a name that ends in .png or .svg")
+    if extension_of(arguments.name) is not None:
+        raise UsageError(
+            f"there is no page for {arguments.name}: give a name that ends in .png or .svg"
+        )
     from megatron_zb.drawing.html import page
     from megatron_zb.drawing.html.schedule_page import save_schedule
 
@@ -238,8 +232,10 @@ def export(arguments: argparse.Namespace) -> None:
     path = arguments.output
     if path != _STDOUT:
         output_file.check(path)
-    if arguments.format == "csv" and arguments.name == NAME:
-        raise UsageError(f"a csv table has no passes of {NAME}: give --format chrome-trace")
+    if arguments.format == "csv" and extension_of(arguments.name) is not None:
+        raise UsageError(
+            f"a csv table has no passes of {arguments.name}: give --format chrome-trace"
+        )
     timeline = _timeline(arguments)
     if arguments.format == "csv":
         text = interchange.to_csv(timeline.schedule)
@@ -277,7 +273,8 @@ def _timeline(arguments: argparse.Namespace, most: int | None = None) -> schedul
         raise UsageError("no schedule was asked for: give NAME, such as v-half, or --csv FILE")
     if arguments.pipeline_size is None or arguments.num_microbatches is None:
         raise UsageError(f"{arguments.name} needs --pipeline-size P and --num-microbatches M")
-    pipe_bd_flags.check(arguments)
+    for extension in extensions():
+        extension.check(arguments)
     ranks, microbatches = arguments.pipeline_size, arguments.num_microbatches
     _check_drawn(arguments.name, ranks, microbatches, most)
     with told_if_slow(
@@ -302,10 +299,9 @@ def _enough(ranks: int, most: int) -> int:
 
 
 def _built(arguments: argparse.Namespace) -> schedules.Timeline:
-    if arguments.name == NAME:
-        if arguments.cut_output is not None:
-            raise UsageError(f"--cut-output: {NAME} has no output layer: leave it out")
-        return pipe_bd_flags.timeline(arguments)
+    extension = extension_of(arguments.name)
+    if extension is not None:
+        return extension.timeline(arguments)
     _check_states(arguments)
     costs = _costs(arguments, arguments.pipeline_size)
     schedule = schedules.build(

@@ -67,6 +67,7 @@ _NUMBER = re.compile(r"[-+.0-9Ee]+")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of ``verify``."""
     parser.add_argument(
         "--iterations", type=positive, default=3, metavar="N", help="to compare (default: 3)"
     )

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from megatron_zb.drawing.memory_lines import one_f_one_b_peak
 from megatron_zb.errors import UsageError
 from megatron_zb.schedules import Pass, PassKind, Report, Schedule, Timeline
-from megatron_zb.schedules.cut_embedding import EMBEDDING_KINDS
+from megatron_zb.schedules.passes import LAUNCH_LITTLE
 
 KIND_NAMES = {
     PassKind.F: "forward",
@@ -157,7 +157,7 @@ def bars_of(timeline: Timeline) -> Iterator[Bar]:
             half = 1 if half == 0 else None
             if schedule.pair_at(rank, position) is not None:
                 half = 0
-            if p.kind in (*EMBEDDING_KINDS, PassKind.D, PassKind.H):
+            if p.kind in LAUNCH_LITTLE:
                 continue
             chunk = variant_of(schedule, p)
             colour = colour_of(p.kind, chunk, variants_of(schedule))

@@ -209,6 +209,7 @@ def _add_weight_gradient(
 def accumulate_fused(
     input_: torch.Tensor, grad_output: torch.Tensor, main_grad: torch.Tensor | None
 ) -> None:
+    """Add a weight gradient to ``main_grad`` with apex's kernel."""
     import fused_weight_gradient_mlp_cuda as kernels
 
     assert main_grad is not None

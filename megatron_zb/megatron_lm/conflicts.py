@@ -531,6 +531,7 @@ def why_not_cut(args: argparse.Namespace) -> str | None:
 
 
 def cuts_vocabulary(args: argparse.Namespace) -> bool:
+    """Return whether the arguments demand vocabulary parallelism."""
     return bool(args.pipeline_vocabulary == "on")
 
 

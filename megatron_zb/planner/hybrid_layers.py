@@ -18,7 +18,7 @@ from functools import lru_cache
 from pydantic import Field
 
 from megatron_zb.measured.config import LARGEST_SIZE, Section, optional_size
-from megatron_zb.planner.attention import Attention
+from megatron_zb.planner.attention import LayerAttention
 from megatron_zb.schedules import hybrid_pattern
 
 MAMBA, ATTENTION, MLP, EXPERTS = "M*-E"
@@ -114,7 +114,7 @@ class MambaMixer:
             )
 
 
-Mixer = Attention | MambaMixer
+Mixer = LayerAttention | MambaMixer
 
 
 @lru_cache

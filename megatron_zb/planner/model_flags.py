@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from megatron_zb.planner.attention import Attention
+from megatron_zb.planner.attention import LayerAttention
 from megatron_zb.planner.hybrid_layers import MAMBA
 from megatron_zb.planner.model import Experts, ModelConfig, Rotary, Router
 
@@ -76,7 +76,7 @@ def _of_vocabulary(model: ModelConfig) -> list[str]:
     return ["--padded-vocab-size", str(model.vocabulary)]
 
 
-def _of_rotary(rotary: Rotary, attention: Attention) -> list[str]:
+def _of_rotary(rotary: Rotary, attention: LayerAttention) -> list[str]:
     words = ["--position-embedding-type", "rope", "--rotary-base", str(rotary.base)]
     if rotary.scaling is not None:
         words += ["--use-rope-scaling", "--rope-scaling-factor", _number(rotary.scaling.factor)]

@@ -16,11 +16,12 @@ from jobs import left_by, run_job
 
 from megatron_zb.cli import main as cli
 from megatron_zb.cli import plan as planning
-from megatron_zb.cli import quickstart, show
+from megatron_zb.cli import show
 from megatron_zb.cli.doctor import examine
 from megatron_zb.cli.ending import ended, told_if_slow
 from megatron_zb.errors import UsageError
 from megatron_zb.missing import told_if_missing
+from megatron_zb_train import quickstart
 
 COMMAND = [sys.executable, "-m", "megatron_zb.cli"]
 SIZES = ["-p", "4", "-m", "8"]

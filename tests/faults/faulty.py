@@ -98,7 +98,7 @@ def install(struck: Struck) -> None:
     from megatron_zb.schedules import interchange
     from megatron_zb.schedules.passes import PassKind
     from megatron_zb.schedules.program.lowering import Run
-    from megatron_zb.training import checkpoint, data, loop
+    from megatron_zb_train import checkpoint, data, loop
 
     run = ForwardBackward._run_passes
     compute = TRAINING | HANDLERS
@@ -157,7 +157,7 @@ def install(struck: Struck) -> None:
 def main() -> None:
     install(Struck(json.loads(sys.argv[1]), Path(sys.argv[2])))
     sys.argv[1:] = sys.argv[3:]
-    from megatron_zb.pretrain_gpt import main as train
+    from megatron_zb_train.pretrain_gpt import main as train
 
     train()
 

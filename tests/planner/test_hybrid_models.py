@@ -18,16 +18,16 @@ from megatron_zb.megatron_core.initialisation import global_parameters
 from megatron_zb.planner import byte_counts
 from megatron_zb.planner.candidate import candidates_of
 from megatron_zb.planner.flags import flags
-from megatron_zb.planner.model import ModelConfig
-from megatron_zb.planner.model_flags import model_flags
-from megatron_zb.planner.parameters import (
+from megatron_zb.planner.model import (
+    ModelConfig,
     all_weights,
     expert_weights,
     mixer_weights,
     mlp_weights,
 )
-from megatron_zb.planner.prediction import predict
-from megatron_zb.planner.search import cut_into_stages
+from megatron_zb.planner.model_flags import model_flags
+from megatron_zb.planner.prediction import IterationSettings, predict
+from megatron_zb.planner.stages import cut_into_stages
 from megatron_zb.planner.strategy import Choices, strategies
 from megatron_zb.planner.work import model_flops
 from megatron_zb.schedules import layout
@@ -224,7 +224,7 @@ def test_stages_cost_what_their_kinds_cost_and_the_flags_say_them() -> None:
     for candidate, stages in ((zb_h1, 4), (v_half, 8)):
         staged = cut_into_stages(load(model), candidate, None)
         assert staged is not None
-        found = predict(staged, candidate, 8, None, is_even=False)
+        found = predict(staged, candidate, IterationSettings(8), None)
         words = shlex.split(" ".join(flags(found, 8)))
         segments = words[words.index("--hybrid-layer-pattern") + 1].split("|")
         assert "".join(segments) == model.hybrid_layer_pattern

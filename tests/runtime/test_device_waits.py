@@ -6,8 +6,8 @@ import ast
 from collections.abc import Iterator
 from pathlib import Path
 
-PACKAGE = Path(__file__).resolve().parents[2] / "megatron_zb"
-ROOMS = ("runtime", "megatron_core", "distillation")
+ROOT = Path(__file__).resolve().parents[2]
+FOLDERS = ("megatron_zb/runtime", "megatron_zb/megatron_core", "megatron_zb_distill")
 """Where tensors of a GPU are handled."""
 WAITS = {
     "all_gather_object",
@@ -69,10 +69,10 @@ PLACES = {
     "megatron_core/verification.py:Verification._compare": BETWEEN_STEPS,
     "megatron_core/profiling.py:Profiling.measured": BETWEEN_STEPS,
     "megatron_core/split_backward.py:SequenceShard.whole": STREAM,
-    "distillation/block_times.py:_seconds": BETWEEN_STEPS,
-    "distillation/block_times.py:measure": BETWEEN_STEPS,
-    "distillation/evaluation.py:compare": BETWEEN_STEPS,
-    "distillation/stitching.py:_all_shapes": BETWEEN_STEPS,
+    "megatron_zb_distill/block_times.py:_seconds": BETWEEN_STEPS,
+    "megatron_zb_distill/block_times.py:measure": BETWEEN_STEPS,
+    "megatron_zb_distill/evaluation.py:compare": BETWEEN_STEPS,
+    "megatron_zb_distill/stitching.py:_all_shapes": BETWEEN_STEPS,
 }
 
 
@@ -92,9 +92,9 @@ def waits(node: ast.AST, names: tuple[str, ...] = ()) -> Iterator[str]:
 
 def test_every_place_that_may_wait_for_a_device_is_known() -> None:
     found = {
-        f"{file.relative_to(PACKAGE)}:{name}"
-        for room in ROOMS
-        for file in (PACKAGE / room).rglob("*.py")
+        f"{file.relative_to((ROOT / folder).parent)}:{name}"
+        for folder in FOLDERS
+        for file in (ROOT / folder).rglob("*.py")
         for name in waits(ast.parse(file.read_text(encoding="utf-8")))
     }
     assert found == set(PLACES)
