@@ -12,12 +12,12 @@ from megatron_zb.runtime.observer import NOBODY, Observer
 from megatron_zb.schedules.passes import LAUNCH_LITTLE, Channel, Message, PassKind
 from megatron_zb.schedules.program.lowering import (
     Instruction,
+    PostReceive,
     Program,
-    Receive,
     Run,
     RunPair,
     Send,
-    Take,
+    WaitReceive,
 )
 
 Allocate = Callable[[Message], torch.Tensor]
@@ -150,8 +150,8 @@ class Execution:
             if kind is RunPair:
                 self._run_pair(cast(RunPair, instruction))
                 continue
-            channel, message = cast(Receive | Take | Send, instruction)
-            if kind is Take:
+            channel, message = cast(PostReceive | WaitReceive | Send, instruction)
+            if kind is WaitReceive:
                 with waiting(channel, message):
                     taken = channels.take(message)
                 if not message.is_step_done:
