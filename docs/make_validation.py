@@ -391,10 +391,10 @@ def _middle(found: Sequence[Row] | Sequence[Throughput]) -> float:
 INTRODUCTION = """\
 # Validation of `megatron-zb plan`
 
-Predictions, from counted operations and bytes and one device file for each GPU, next to
-measurements that others published: [ratios](results/published_tables.yaml) with
-[all rows](results/validation_ratios.csv), [throughput](results/published_throughput.yaml) with
-[all rows](results/validation_throughput.csv). `python docs/make_validation.py` repeats them.
+Predictions from counted operations and bytes and one device file per GPU, next to published
+measurements: [ratios](results/published_tables.yaml) ([all rows](results/validation_ratios.csv)),
+[throughput](results/published_throughput.yaml) ([all rows](results/validation_throughput.csv)).
+`python docs/make_validation.py` repeats them.
 """
 
 FITTED = """\
@@ -412,14 +412,14 @@ ASSUMED = """\
 ## Assumptions
 
 **Ratios.** Predictions are for the published schedules: building blocks of `v-min`, `v-half` and
-`v-zb` for equal costs, `zb-1p` and `zb-2p` solved for one cost of all stages. The rows' *ours* is
-this package's schedule. The vocabulary is 32,000. *Controllable Memory* has FlashAttention and a
-sequence length of 2048 (but for its grid), to match its memory. As published, Megatron's messages
-do not overlap, and a split backward comes with post-validation.
+`v-zb` for equal costs, `zb-1p` and `zb-2p` solved for one cost of all stages. *Ours* in the rows is
+this package's schedule. The vocabulary is 32,000. *Controllable Memory* has FlashAttention and
+sequences of 2048 (but for its grid), to match its memory. As published, Megatron's messages do not
+overlap, and a split backward includes post-validation.
 
 **Throughput.** FLOPs include masked scores, as in the sources; `plan` omits them, so its MFU is
-lower. The planner chooses unpublished microbatches and chunks. Reductions and gathers overlap where
-the schedule leaves time, except on the A100.
+lower. The planner chooses unpublished microbatches and chunks. Reductions and gathers overlap,
+except on the A100.
 
 **Known gaps.** Doubling the microbatch gained 2 to 10 % (arXiv 2401.10241, table 7). Less is
 predicted, so `zb-2p` with half the microbatch is too fast."""

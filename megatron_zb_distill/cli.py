@@ -88,9 +88,11 @@ def plan(arguments: argparse.Namespace) -> bool:
     """
     if arguments.student_config is None:
         return False
+    from megatron_zb.cli.ending import told_if_slow
     from megatron_zb_distill import plan as planning
 
-    planning.run(arguments)
+    with told_if_slow("distributing the blocks"):
+        planning.run(arguments)
     return True
 
 

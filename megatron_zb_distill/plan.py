@@ -54,7 +54,7 @@ def _read(arguments: argparse.Namespace) -> Job:
     for name, nothing in _OF_OTHERS.items():
         if getattr(arguments, name) != nothing:
             raise UsageError(
-                f"{flag_of(name)} says nothing about a distillation: leave it out, or "
+                f"{flag_of(name)} has no meaning for a distillation: leave it out, or "
                 "leave out --student-config"
             )
     if arguments.words:

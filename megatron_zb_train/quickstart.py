@@ -1,6 +1,6 @@
-"""Train a small GPT on 4 CPU ranks with stock Megatron and with four schedules and compare them.
+"""Train a small GPT on 4 CPU ranks with Megatron's own schedule and with four of this package.
 
-Run as `python -m megatron_zb.cli.quickstart`. Stock Megatron goes first; the others must have its
+Run as `python -m megatron_zb.cli.quickstart`. Megatron's own goes first; the others must have its
 losses, bit for bit, and its gradient norms in every iteration. Bubbles are shown by steps of the
 same programs whose stages sleep, since ranks that share cores fill one another's bubbles.
 """
@@ -56,8 +56,8 @@ MILLISECONDS = (16.0, 16.0, 16.0)
 REPETITIONS = 3
 
 SMALLEST_FALL_OF_LOSS = 1.0
-LARGEST_NORM_DIFFERENCE = 1e-6  # of stock's norm, see --clip-grad above
-# Of stock's peak: 3/4 and 1/2 of the microbatches, and what a chunk holds besides activations.
+LARGEST_NORM_DIFFERENCE = 1e-6  # of the norm of Megatron's own, see --clip-grad above
+# Of the peak of Megatron's own: 3/4 and 1/2 of the microbatches, and what a chunk holds besides.
 LARGEST_PEAK = {"v-half": 0.80, "v-min": 0.55}
 
 
@@ -233,7 +233,7 @@ def _progress_bar(
 def read_result(records: Sequence[Record], predicted_bubble_rate: float) -> Result:
     """Read the results that a run has logged.
 
-    ``predicted_bubble_rate`` is for a run that has predicted none, such as stock's.
+    ``predicted_bubble_rate`` is for a run that has predicted none, such as Megatron's own.
     """
     iterations = [record for record in records if "lm_loss" in record]
     final = records[-1]
@@ -250,9 +250,9 @@ def read_result(records: Sequence[Record], predicted_bubble_rate: float) -> Resu
 
 
 def check(results: Mapping[str, Result]) -> None:
-    """Check the results of all runs against stock Megatron's.
+    """Check the results of all runs against those of Megatron's own schedule.
 
-    Losses must be stock's and fall, norms stock's but for rounding, memory as promised.
+    Losses must be equal and fall, norms equal but for rounding, memory as promised.
 
     Raises:
         QuickstartFailure: one of these does not hold.
@@ -277,7 +277,7 @@ def check(results: Mapping[str, Result]) -> None:
 
 
 def first_difference(result: Result, stock: Result) -> str | None:
-    """Describe the first loss that is not exactly stock Megatron's; None if there is none."""
+    """Describe the first loss that differs from Megatron's own schedule; None if there is none."""
     pairs = zip(result.losses, stock.losses, strict=True)
     for iteration, (mine, theirs) in enumerate(pairs, start=1):
         if mine != theirs:
@@ -288,7 +288,7 @@ def first_difference(result: Result, stock: Result) -> str | None:
 
 
 def first_other_norm(result: Result, stock: Result) -> str | None:
-    """Describe the first gradient norm that differs from stock's beyond rounding; None if none."""
+    """Describe the first gradient norm that differs beyond rounding; None if there is none."""
     pairs = zip(result.grad_norms, stock.grad_norms, strict=True)
     for iteration, (mine, theirs) in enumerate(pairs, start=1):
         # Written so that a norm that is not a number differs, too.
@@ -298,7 +298,7 @@ def first_other_norm(result: Result, stock: Result) -> str | None:
 
 
 def peak_of_stock(result: Result, stock: Result) -> float:
-    """Return the peak activation memory of the worst rank, as a fraction of stock's."""
+    """Return the peak activation memory of the worst rank, as a fraction of Megatron's own."""
     return max(result.peak_activation_bytes) / max(stock.peak_activation_bytes)
 
 
@@ -342,7 +342,7 @@ def _cores() -> int:
 
 
 def why_times_tell_little(cores: int) -> str:
-    """Explain why the times of the table say nothing about bubbles, on so many cores."""
+    """Explain why the times of the table show no bubbles on so few cores."""
     if cores < PIPELINE_SIZE:
         why = (
             f"{PIPELINE_SIZE} ranks share {cores} {'core' if cores == 1 else 'cores'}, so that "
@@ -354,7 +354,7 @@ def why_times_tell_little(cores: int) -> str:
             "one another down"
         )
     return (
-        f"\nThe times above say nothing about bubbles: {why}. A rank that sleeps needs no core: "
+        f"\nThe times above do not show bubbles: {why}. A rank that sleeps needs no core: "
         f"below, F, B and W of a microbatch on a rank sleep for {MILLISECONDS[0]:g} ms each, in "
         "the same programs."
     )
@@ -370,7 +370,7 @@ def sleeping_command(records: Path, scheduled: Sequence[str]) -> list[str]:
 
 
 def _sleep(output: Path, console: Console) -> dict[str, SleepingStep]:
-    """Time steps of 1F1B, which is stock Megatron's schedule, and of this package's schedules."""
+    """Time steps of 1F1B, which is Megatron's own schedule, and of this package's schedules."""
     records = output / "sleeping_steps.jsonl"
     records.unlink(missing_ok=True)
     command = sleeping_command(records, ["1f1b", *SCHEDULES])
@@ -397,7 +397,7 @@ def table_of_steps(steps: Mapping[str, SleepingStep]) -> Table:
     stock = steps["1f1b"]
     columns = Table(
         title="the same programs, with stages that sleep",
-        caption="step: milliseconds, the median measured; 1f1b is stock Megatron's schedule",
+        caption="step: milliseconds, the median measured; 1f1b is Megatron's own schedule",
     )
     columns.add_column("schedule")
     for heading in (

@@ -43,11 +43,11 @@ the table:
   MFU            FLOPs that training needs over the data sheet's; recomputation does not count
   bubble         share of the pipeline's time in which ranks run no pass
   GiB            memory of the rank that needs the most, at its fullest moment
-  uneven         the layers are not spread evenly; the flags tell the layout
-  cut            what the schedule gains by an output layer that is cut along the vocabulary over
-                 the pipeline ranks (--pipeline-vocabulary on); only where a row has one
-  pairs          forwards and backwards run in pairs, which hide the exchange of tokens between
-                 experts (--overlap-moe-expert-parallel-comm)
+  uneven         the layers are not spread evenly; the flags have the layout
+  cut            gain of the schedule by vocabulary parallelism, which shards the output layer over
+                 the pipeline ranks (--pipeline-vocabulary on); only where a row has it
+  pairs          overlapped forward-backward, which hides the expert all-to-all
+                 (--overlap-moe-expert-parallel-comm)
 
 --html writes all of it into one file for a browser, which needs no network: the table with the
 memory of each row, a chart of speed over memory, the flags of every row, pictures of the best
@@ -249,7 +249,7 @@ def run_measured(
 class _Progress:
     """Progress of the search on standard error: a bar on a terminal, else a line at times."""
 
-    AFTER = 2.0  # seconds until something is said
+    AFTER = 2.0  # seconds until the first line
     EVERY = 3.0  # seconds between two lines
 
     def __init__(self) -> None:

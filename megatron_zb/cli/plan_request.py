@@ -98,7 +98,7 @@ def check_only_measured(arguments: argparse.Namespace) -> None:
                 "measured has decided it"
             )
     if arguments.chart:
-        raise UsageError("--chart needs --config: a profile does not know the memory of a GPU")
+        raise UsageError("--chart needs --config: a profile lacks the memory of a GPU")
     _whole("--top", arguments.top, 8)
 
 
@@ -109,7 +109,8 @@ def _model(arguments: argparse.Namespace) -> ModelConfig:
         return read_model(path_of("--config", "models", arguments.config))
     if arguments.config is not None:
         raise UsageError(
-            "--config and the arguments of a training both describe a model: leave one out"
+            f"--config and the arguments of a training, {arguments.words[0]} first, both describe "
+            "a model: leave one out"
         )
     from megatron_zb.cli import plan_arguments
 

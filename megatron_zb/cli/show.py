@@ -27,7 +27,7 @@ MOST_IN_PICTURE = 2**13
 SHOW_HELP = """\
 Draw a schedule: a row for each pipeline rank, a bar for each pass, the number of its microbatch in
 the bar. The title has the bubble rate and the activation memory that its costs lead to; the next
-line tells how far the time is from the lower bound, which no order of passes can beat. Below is the
+line has the distance to the lower bound, which no order of passes can beat. Below is the
 activation memory that each rank holds over time, beside 1F1B's peak.
 
 --output FILE.html writes all of it into one page for a browser, which needs no network, with an
@@ -131,7 +131,7 @@ def _add_schedule(command: argparse.ArgumentParser) -> None:
         type=seconds,
         default=0.0,
         metavar="T",
-        help="of a forward pass, beside its time, the exchange of tokens between experts, which a "
+        help="seconds of the expert all-to-all in a forward pass, beside its time, which a "
         "backward in the same pass can hide (default 0)",
     )
     costs.add_argument(
@@ -145,22 +145,23 @@ def _add_schedule(command: argparse.ArgumentParser) -> None:
         "--recompute",
         type=seconds,
         metavar="X",
-        help="let forwards under a memory limit keep the input of their stage alone, and run again "
-        "before their backward: X is the memory of that input, in microbatches on a whole rank",
+        help="recomputation: forwards under a memory limit may keep only the input of their stage "
+        "and run again before their backward; X is the memory of that input, in microbatches on a "
+        "whole rank",
     )
     costs.add_argument(
         "--offload",
         type=seconds,
         metavar="T",
-        help="let activations under a memory limit be copied to the host and back between forward "
-        "and backward: T is the time to copy those of a microbatch on a whole rank one way",
+        help="offload: activations under a memory limit may be copied to the host and back between "
+        "forward and backward; T is the time to copy those of a microbatch on a whole rank one way",
     )
     costs.add_argument(
         "--cut-output",
         type=seconds,
         metavar="X",
-        help="with an output layer that takes X times as long as the passes of one rank, cut along "
-        "the vocabulary over all ranks",
+        help="vocabulary parallelism: an output layer that takes X times as long as the passes of "
+        "one rank is sharded over all ranks",
     )
 
 
@@ -263,8 +264,8 @@ def _timeline(arguments: argparse.Namespace, most: int | None = None) -> schedul
         kinds = {p.kind for rank in table.ranks for p in rank}
         if PassKind.O in kinds and arguments.cut_output is None:
             raise UsageError(
-                f"--csv {arguments.csv} has passes of an output layer that is cut: say how long it "
-                "takes, with --cut-output X"
+                f"--csv {arguments.csv} has passes of a vocabulary-parallel output layer: give its "
+                "time, with --cut-output X"
             )
         _check_drawn(table.name, table.placement.pipeline_size, table.num_microbatches, most)
         costs = _costs(arguments, table.placement.pipeline_size, lookups=PassKind.E in kinds)

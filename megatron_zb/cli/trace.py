@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from megatron_zb.cli import output_file
+from megatron_zb.cli.ending import told_if_slow
 from megatron_zb.errors import UsageError
 
 if TYPE_CHECKING:
@@ -44,7 +45,8 @@ def run(arguments: argparse.Namespace) -> None:
     """
     from megatron_zb.measured.trace import compare
 
-    found = compare(arguments.profile)
+    with told_if_slow(f"simulating the step of {arguments.profile}"):
+        found = compare(arguments.profile)
     if arguments.output is None:
         _print(found)
         return
@@ -55,7 +57,8 @@ def run(arguments: argparse.Namespace) -> None:
             f"{', '.join(_WRITERS)}"
         )
     output_file.check(arguments.output)
-    writer(found, arguments.output, arguments.profile)
+    with told_if_slow(f"drawing {arguments.output}"):
+        writer(found, arguments.output, arguments.profile)
     print(arguments.output)
 
 

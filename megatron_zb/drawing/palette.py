@@ -26,7 +26,7 @@ KIND_NAMES = {
 
 # One hue for each kind, from the shade of the first chunk of a rank to that of the last. Chosen by
 # a search for colours that stay apart in the eyes of colour-blind people, too: a test simulates
-# these eyes and measures. Grey stands for idle alone, violet for memory.
+# these eyes and measures. Grey stands only for idle, violet for memory.
 _SHADES = {
     PassKind.F: ("#0545C3", "#88AFFC"),  # blue
     PassKind.B: ("#7A4C0F", "#F49417"),  # orange
@@ -43,7 +43,7 @@ _SHADES = {
 ONE_SHADE = (PassKind.R, PassKind.O, PassKind.P, PassKind.V)
 """Kinds that look the same for all chunks; of O, P and V a rank runs one for a microbatch."""
 _KINDS_IN_WORDS = ", ".join(_SHADES)
-# A kind whose ranks have one chunk alone has the shade between the two.
+# A kind whose ranks have only one chunk has the shade between the two.
 _ONE_CHUNK = 0.5
 IDLE_COLOUR = "#E9ECF0"
 DARK_IDLE_COLOUR = "#6E757F"

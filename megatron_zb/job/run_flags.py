@@ -116,7 +116,7 @@ def state_refusals(args: argparse.Namespace, table: Schedule | None = None) -> I
 
 @dataclass(frozen=True)
 class NotWithStates:
-    """An argument that cannot be combined with activations that are dropped or moved.
+    """An argument that cannot be combined with recomputation or offload by the schedule.
 
     ``value`` is the only one that cannot; without it all are, but "off".
     """
@@ -134,13 +134,14 @@ class NotWithStates:
 NOT_WITH_STATES = (
     NotWithStates(
         "recompute_granularity",
-        "it keeps the inputs of layers alone already; leave it out, or use selective",
+        "it already keeps only the inputs of layers; leave it out, or use selective",
         value="full",
         states=(RECOMPUTE_FLAG,),
     ),
     NotWithStates(
         "pipeline_vocabulary",
-        "what a cut output layer holds is not dropped or moved; leave it out, or give off",
+        "activations of vocabulary parallelism are not recomputed or offloaded; leave it out, or "
+        "give off",
     ),
 )
 

@@ -171,4 +171,4 @@ class LatentHeads(LayerAttention):
         return words
 
     def rotary_flags(self) -> list[str]:
-        return ["--rope-type", "rope", "--no-rope-fusion"]  # the fused kernel is for YaRN alone
+        return ["--rope-type", "rope", "--no-rope-fusion"]  # the fused kernel is only for YaRN

@@ -43,7 +43,7 @@ class ScheduleCandidate(Variant):
         yield from range(2 * step, layers // pipeline + 1, step)
 
     def placement(self, pipeline: int, chunks: int | None) -> Placement:
-        """Return the placement of its stages; ``auto`` has none of its own."""
+        """Return the placement of its stages; ``auto`` has none."""
         place = catalog.family(self.family).placement
         assert place is not None, "auto takes the placements of the others"
         return place(pipeline, chunks)
@@ -56,11 +56,11 @@ class ScheduleCandidate(Variant):
     def has_by_default(self, counts: Layout, placement: Placement) -> bool:
         """Return whether a run has this layout without a flag for it.
 
-        Megatron's own schedules have it where the layers divide.
+        Megatron's own schedules have it where the layers divide. Without a flag, no stage is empty.
         """
         if self.megatron:
             return len(set(counts)) == 1
-        return counts == spread(Layers(sum(counts)), placement)
+        return min(counts) > 0 and counts == spread(Layers(sum(counts)), placement)
 
     @property
     def in_groups(self) -> bool:

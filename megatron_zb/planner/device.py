@@ -80,7 +80,7 @@ class Places(Section):
 
 
 class HostLink(Section):
-    """Link to the host's memory, for activations that are moved there."""
+    """Link to the host's memory, for offload."""
 
     bandwidth: float = Field(
         gt=0, lt=1e18, description="bytes/s in one direction, as reached", examples=["2.5e+10"]

@@ -82,7 +82,7 @@ class ProfileRequest:
         if profile.vocabulary is not None:
             return None
         if Fit.of(profile).cutting is None:
-            return "the profile does not tell how many rows it has: profile again"
+            return "the profile lacks its number of rows: profile again"
         if rows is not None and rows % p:
             return f"its {rows} rows cannot be cut evenly for {p} ranks"
         return None

@@ -128,13 +128,13 @@ def check(pattern: str, layers: int, prediction_layers: int) -> None:
     named = f"hybrid_layer_pattern '{pattern}'"
     if "|" in pattern:
         raise ValueError(
-            f"{named} says the layers of each stage, which the plan is to find: leave out '|'"
+            f"{named} fixes the layers of each stage, which the plan is to find: leave out '|'"
         )
     kinds = all_kinds(pattern)
     if other := sorted(set(kinds) - {MAMBA, ATTENTION, MLP, EXPERTS}):
         raise ValueError(
             f"{named} has layers of the kind {other[0]}, whose costs the planner cannot count: "
-            "give M (Mamba-2), * (attention), - (MLP) and E (experts) alone"
+            "give only M (Mamba-2), * (attention), - (MLP) and E (experts)"
         )
     written, depths = len(hybrid_pattern.kinds(pattern)), hybrid_pattern.predicting_parts(pattern)
     if written != layers:

@@ -86,7 +86,7 @@ def peak_of(
 
     A backward that recomputes holds its layer's activations while it runs. Shards of the output
     layer hold theirs from O to V. What R makes again holds ``kept_input`` bytes until then, and
-    what is moved to the host nothing from D to H.
+    offloaded activations nothing from D to H.
     """
     live = queue = most = 0.0
     best = (0.0, 0.0)

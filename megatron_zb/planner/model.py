@@ -262,7 +262,7 @@ class ModelConfig(Section):
         return "" if pattern is None else hybrid_layers.all_kinds(pattern)
 
     def kind(self, layer: int) -> str:
-        """Return what tells a layer from others: layers of one kind cost the same."""
+        """Return the kind of a layer: layers of one kind cost the same."""
         return self.kinds[layer] if self.kinds else str(self.experts_in(layer) is None)
 
     def alike(self, layers: range) -> dict[int, int]:

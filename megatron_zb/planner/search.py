@@ -47,7 +47,7 @@ _CUT_TRIES = 2
 # Settings that auto searches, at most, and by how much one must be able to beat what is there.
 _SEARCHES = 3
 _WORTH_A_SEARCH = 1.001
-# Settings whose activations may be dropped or moved, at most, and forwards of one: many take long.
+# The most settings with recomputation or offload, and forwards of one: many take long.
 _SEARCHES_OF_STATES = 2
 _FORWARDS_WITH_STATES = 1100
 # Of 1F1B's memory: what auto holds at most, whatever is left.
@@ -109,9 +109,9 @@ class Plan:
     """The best setting of each schedule, fastest first.
 
     ``too_large`` has, for each schedule, the most promising setting that does not fit;
-    ``nothing_for`` tells why a schedule is not in the table. ``without_cut`` has the best setting
-    with a whole output layer of each schedule whose row has one that is cut, and ``cut`` is the
-    best with a cut output layer, whether it is in the table or not. ``with_states`` is the best
+    ``nothing_for`` has the reason why a schedule is not in the table. ``without_cut`` has the best
+    setting without vocabulary parallelism of each schedule whose row has it, and ``cut`` is
+    the best with it, whether it is in the table or not. ``with_states`` is the best
     that drops activations or moves them to the host, and ``all_kept`` the best of ``auto`` without.
     """
 
@@ -195,7 +195,7 @@ def search(
             watch(candidate.name, len(named), total)
             found.take_the_best(candidate, each)
     if tries_cuts:
-        watch("a cut output layer", len(everyone), total)
+        watch("vocabulary parallelism", len(everyone), total)
         cuttable = [candidate for candidate in named if not candidate.overlaps_exchange]
         found.cut_where_it_pays(_promising(job, splits, cuttable, cuts=True), asked, each)
     if overlaps:
@@ -278,7 +278,7 @@ class _Everything:
     def cut_where_it_pays(
         self, promising: Sequence[_Looked], asked: Collection[str], each: Each
     ) -> None:
-        """Let schedules with a cut output layer take the place of those with a whole one.
+        """Let schedules with vocabulary parallelism take the place of those without.
 
         One does where it is ahead of every row by more than predictions are off. ``asked`` are the
         names of rows.
@@ -298,7 +298,7 @@ class _Everything:
                 self._replace("auto", replace(self.cut, candidate="auto"))
 
     def pair_where_it_pays(self, promising: Sequence[_Looked], each: Each) -> None:
-        """Let schedules whose pairs hide the exchange of experts take the place of slower rows."""
+        """Let schedules whose pairs hide the expert all-to-all take the place of slower rows."""
         if (own := self.best.get(MEGATRON_OVERLAP)) is not None:
             self._enter_if_faster("auto", own)  # in this package's order of the same
         for found in each(partial(_simulated_variant, self.job, 0.0), promising):
@@ -351,7 +351,7 @@ class _Everything:
     def _promising_with_states(
         self, best: Prediction | None
     ) -> list[tuple[float, StageWorkload, int]]:
-        """Return settings whose activations may be dropped or moved, the most promising ones."""
+        """Return the most promising settings for recomputation or offload."""
         job, found = self.job, []
         for _, kept, m in self._promising() if job.drops or job.moves else ():
             drops = job.drops and kept.load.strategy.recompute != "full"  # it drops them already
@@ -531,7 +531,7 @@ def _settings(splits: _Splits, candidate: ScheduleCandidate, job: PlanJob) -> li
             out.append(_Setting(split.load, candidate, None, m, seconds, needed, split.rank.total))
             continue
         if candidate.megatron and candidate.takes_chunks and m % strategy.pipeline:
-            continue  # Megatron's interleaved schedule takes whole groups of p alone
+            continue  # Megatron's interleaved schedule takes only whole groups of p
         if candidate.overlaps_exchange and not _exchanges(split.load):
             continue
         for chunks in candidate.chunk_counts(job.model.layers, strategy.pipeline):
@@ -545,13 +545,13 @@ def _settings(splits: _Splits, candidate: ScheduleCandidate, job: PlanJob) -> li
 
 
 def _exchanges(load: Workload) -> bool:
-    """Return whether there is an exchange between experts that Megatron can hide behind a pass."""
+    """Return whether there is an expert all-to-all that Megatron can hide behind a pass."""
     exchange = load.exchange(load.model.layers - 1)
     return load.strategy.expert > 1 and load.strategy.recompute != "full" and exchange > 0
 
 
 def _share_left(split: EvenSplit) -> float:
-    """Return the share of the seconds of a rank that is left if its exchange hides all it can."""
+    """Return the share of a rank's seconds that is left at best with a hidden all-to-all."""
     load, whole = split.load, split.rank.total
     layers = load.model.layers
     exchange = 2 * sum(map(load.exchange, range(layers))) / load.strategy.pipeline
@@ -580,7 +580,7 @@ class _Looked:
 def _promising(
     job: PlanJob, splits: _Splits, named: Sequence[ScheduleCandidate], *, cuts: bool
 ) -> list[_Looked]:
-    """Return the schedules that formulas promise most of, with a cut output layer or with pairs.
+    """Return the schedules with the best formulas, with vocabulary parallelism or with pairs.
 
     With more chunks than two the search for an order with shards falls behind the formula.
     """
@@ -598,7 +598,7 @@ def _promising(
 
 
 def _simulated_variant(job: PlanJob, floor: float, looked: _Looked) -> _Found:
-    """Simulate the settings of a schedule with a cut output layer, or with pairs.
+    """Simulate the settings of a schedule with vocabulary parallelism, or with pairs.
 
     Those that may reach ``floor``.
     """

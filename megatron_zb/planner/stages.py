@@ -22,8 +22,8 @@ from megatron_zb.schedules.placement import Placement
 class StageWorkload:
     """A workload cut into the stages of a placement.
 
-    With ``cuts_vocabulary``, output layer and embedding are cut along the vocabulary over all
-    ranks: the shard of rank r then counts as stage S + r where bytes are told by stage. With
+    With ``cuts_vocabulary``, output layer and embedding are vocabulary parallel over all
+    ranks: the shard of rank r then counts as stage S + r where bytes are listed by stage. With
     ``overlaps_exchange``, pairs may hide the exchange of tokens between experts. With ``drops``,
     the schedule may drop activations and make them again, with ``moves`` move them to the host.
     """
@@ -152,7 +152,7 @@ class StageWorkload:
 
     @cached_property
     def _crowding(self) -> tuple[float, float]:
-        """Seconds of the messages of one to all shards, and of one of them alone."""
+        """Seconds of the messages of one to all shards, and of a single one of them."""
         if self.shard is None:
             return 0.0, 0.0
         in_node, end = self._ranks_in_node, self.placement.rank_of[-1]
@@ -261,7 +261,7 @@ class StageWorkload:
     def logits(self, rank: int) -> float:
         """Return the bytes of logits, and of their parts, that a rank has for one microbatch.
 
-        A whole output layer has them on the last stage's rank alone.
+        A whole output layer has them only on the last stage's rank.
         """
         holds = self.placement.rank_of[-1] == rank
         if self.shard is not None:

@@ -79,7 +79,7 @@ def print_plan(plan: Plan, console: Console, top: int) -> None:
     console.print(
         Text(
             f"\n{plan.settings} settings by formula, {plan.simulated} simulated. Costs are "
-            "counted, not measured: docs/validation.md tells how far they were off.",
+            "counted, not measured: docs/validation.md lists the errors.",
             style="dim",
         )
     )
@@ -179,7 +179,7 @@ def name_in(plan: Plan, row: Prediction) -> str:
 
 
 def setting_of(row: Prediction) -> str:
-    """Return the strategy as text, marked: uneven layers, a cut output layer, pairs, states."""
+    """Return the strategy as text, marked: uneven layers, vocabulary parallelism, pairs, states."""
     uneven, cut = "" if row.is_even else " uneven", " cut" if row.cuts_vocabulary else ""
     pairs = " pairs" if row.overlaps_exchange else ""
     states = (" dropped" if row.dropped else "") + (" moved" if row.moved else "")
@@ -252,7 +252,7 @@ def _row(plan: Plan, index: int) -> dict[str, Any]:
 class Point:
     """A row of a plan: its place in the table, GiB of its worst rank, tokens per second and GPU.
 
-    ``on_front`` tells that no other row is as fast in as little memory, or better in one of them.
+    ``on_front``: no other row is as fast in as little memory, or better in one of them.
     """
 
     place: int

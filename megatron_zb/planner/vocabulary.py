@@ -1,4 +1,4 @@
-"""Seconds and bytes of layers that are cut along the vocabulary over all pipeline ranks.
+"""Seconds and bytes of vocabulary parallelism over all pipeline ranks.
 
 Counted as :mod:`megatron_zb.planner.work` counts, kernel by kernel of the passes O, V, P, E and G:
 
@@ -62,7 +62,7 @@ def can_be_shared(model: ModelConfig, strategy: Strategy) -> bool:
 
 
 def more_connections(placement: Placement, rank: int) -> int:
-    """Return the ranks that send to a rank for the shards alone, not for its stages."""
+    """Return the ranks that send to a rank only for the shards, not for its stages."""
     usual = {frozenset(link) for link in placement.links}
     ends = (placement.rank_of[0], placement.rank_of[-1])
     others = range(placement.pipeline_size)
@@ -132,7 +132,7 @@ class CountedShard:
 
     @property
     def last_norm(self) -> PassSeconds:
-        """Seconds of the norm before the output layer, which stays on the last stage."""
+        """Seconds of the norm before the output layer, which is on the last stage."""
         each = self.load.launches(1)
         forward, backward = self.load.moved(4 * self._numbers), self.load.moved(6 * self._numbers)
         return PassSeconds(forward + each, backward + each)

@@ -289,7 +289,7 @@ class Workload:
         return parts * (2 * self.collective())
 
     def exchange(self, index: int) -> float:
-        """Return the seconds that F of a layer, and B as many, exchange tokens between experts."""
+        """Return the seconds of the expert all-to-all in F of a layer; B has as many."""
         experts = self.model.experts_in(index)
         return 0.0 if experts is None else self._expert_parallel(experts.top_k)
 

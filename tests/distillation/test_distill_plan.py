@@ -134,8 +134,8 @@ def test_the_table_and_the_same_as_json(capsys: pytest.CaptureFixture[str]) -> N
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (["--schedules", "v-half"], "--schedules says nothing about a distillation"),
-        (["--post-validation"], "--post-validation says nothing about a distillation"),
+        (["--schedules", "v-half"], "--schedules has no meaning for a distillation"),
+        (["--post-validation"], "--post-validation has no meaning for a distillation"),
         (["--micro-batch-size", "1,2"], "--micro-batch-size '1,2' is no number of samples"),
         (["--micro-batch-size", "3"], "64 is not a multiple of --micro-batch-size 3"),
         (["--student-config", "none"], "'none' is unknown: give a file, or one of fewer_kv_heads,"),

@@ -68,7 +68,7 @@ def test_what_is_exported_is_drawn_and_traced(
     assert cli.main(["show", "--csv", str(table), "--cut-output", "1"]) == 0
     assert "logit weights" in capsys.readouterr().out
     assert cli.main(["show", "--csv", str(table)]) == 2
-    assert "say how long it takes, with --cut-output X" in capsys.readouterr().err
+    assert "give its time, with --cut-output X" in capsys.readouterr().err
     assert cli.main(["export", *SIZES, "--format", "chrome-trace", "--output", str(trace)]) == 0
     events = json.loads(trace.read_text(encoding="utf-8"))["traceEvents"]
     assert sum(event.get("cat") == "V" for event in events) == 4 * 8

@@ -259,8 +259,8 @@ def test_sizes_are_divided_by_the_kinds_that_there_are() -> None:
 @pytest.mark.parametrize(
     ("lines", "words"),
     [
-        ("hybrid_layer_pattern: MMMM|----", "says the layers of each stage.* leave out '|'"),
-        ("hybrid_layer_pattern: MMMM---G", "layers of the kind G, whose costs .*give M"),
+        ("hybrid_layer_pattern: MMMM|----", "fixes the layers of each stage.* leave out '|'"),
+        ("hybrid_layer_pattern: MMMM---G", "layers of the kind G, whose costs .*give only M"),
         ("hybrid_layer_pattern: M-M-", "has 4 layers, and layers is 8; give as many"),
         ("hybrid_layer_pattern: M-M-M-M-/M-", "same layers after each '/'.* prediction_layers: 1"),
         ("hybrid_layer_pattern: M-M-M-ME", "experts and the layers E .* go together"),

@@ -105,7 +105,7 @@ def test_a_plan_cuts_every_row_or_none_if_asked() -> None:
 @pytest.mark.parametrize(
     ("asked", "words"),
     [
-        (ProfileRequest(profile(), 8, None, False, "on"), "how many rows it has: profile again"),
+        (ProfileRequest(profile(), 8, None, False, "on"), "lacks its number of rows"),
         (ProfileRequest(cut_profile(), 8, None, True, "on"), "that post-validation runs again"),
         (
             ProfileRequest(with_rows(vocabulary=4098), 8, None, False, "on"),

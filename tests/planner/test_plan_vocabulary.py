@@ -225,10 +225,7 @@ def test_a_plan_that_is_to_cut_what_cannot_be_cut_is_refused() -> None:
     with pytest.raises(UsageError, match="of small cannot be cut, because multi-token prediction"):
         plan(["v-half"], model=again, vocabulary="on")
     said = vocabulary(plan(["zb-h1"], model=again))
-    assert said == (
-        "the output layer is not cut along the vocabulary: multi-token prediction runs its output "
-        "layer again"
-    )
+    assert said == ("no vocabulary parallelism: multi-token prediction runs its output layer again")
 
 
 def test_a_tied_weight_is_one_shard_of_each_rank() -> None:
@@ -265,9 +262,7 @@ def test_a_cut_that_pays_takes_the_place_of_a_whole_output_layer() -> None:
     assert gain == pytest.approx(first.tokens_per_gpu / whole.tokens_per_gpu - 1)
     assert gain > 0.5
     assert recommendation(auto).startswith("run v-half with --pipeline-vocabulary on: ")
-    assert "is " in vocabulary(auto) and " faster than the best with a whole one" in vocabulary(
-        auto
-    )
+    assert "is " in vocabulary(auto) and " faster than the best without" in vocabulary(auto)
     assert not any(row.cuts_vocabulary for row in off.ranked)
     assert not any("--pipeline-vocabulary" in flag for row in off.ranked for flag in flags(row, 16))
     assert [row.cuts_vocabulary for row in on.ranked if row.candidate == "v-half"] == [True]
@@ -360,7 +355,7 @@ def test_the_command_tells_what_a_cut_brings(
     assert rows["v-half"]["gain_of_cut"] > 0.5
     assert rows["Megatron 1F1B"]["vocabulary"] == "off"
     assert rows["Megatron 1F1B"]["gain_of_cut"] is None
-    assert found["vocabulary"].startswith("v-half with a cut output layer")
+    assert found["vocabulary"].startswith("v-half with vocabulary parallelism")
     assert f"{rows['v-half']['gain_of_cut']:+.1%}" in printed
     assert "--pipeline-vocabulary on" in printed
     assert "--vocabulary off" in without and "--pipeline-vocabulary" not in without

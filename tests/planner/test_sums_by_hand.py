@@ -148,7 +148,7 @@ def test_a_pass_that_waits_for_its_message_takes_the_link_in_its_direction() -> 
         (4098, 1, "its 4098 rows cannot be cut evenly for 4 ranks"),
         (4100, 2, "its 4100 rows cannot be cut evenly for 8 ranks"),
         (4104, 2, None),
-        (None, 1, "the profile does not tell how many rows it has: profile again"),
+        (None, 1, "the profile lacks its number of rows: profile again"),
     ],
 )
 def test_a_vocabulary_is_cut_if_its_rows_can_be_divided(
