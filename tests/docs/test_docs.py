@@ -134,7 +134,7 @@ def total_order(name: str, p: int, m: int) -> list[str]:
     moments = lowering._moments(schedule, None, captured=False)
     lines = []
     for rank, at in lowering._total_order(schedule, moments):
-        if isinstance(at, lowering.Receive):
+        if isinstance(at, lowering.PostReceive):
             continue  # it stands in the line of its send
         if isinstance(at, lowering.Run | lowering.RunPair):
             cells = {rank: str(at.work)}
