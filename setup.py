@@ -60,6 +60,7 @@ setup(
     packages=[*find_packages(include=["megatron_zb", "megatron_zb.*"]), "megatron_zb.configs"],
     package_dir={"megatron_zb.configs": "configs"},
     package_data={
+        "megatron_zb.megatron_core": ["*.yaml"],
         "megatron_zb.megatron_lm": ["*.csv", "*.yaml"],
         "megatron_zb": ["py.typed", "drawing/html/parts/*", "schedules/search/*presets.csv"],
         "megatron_zb.configs": ["*/*.yaml"],

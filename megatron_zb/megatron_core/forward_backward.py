@@ -17,8 +17,7 @@ from megatron.core.pipeline_parallel import schedules as megatron_schedules
 from megatron.core.utils import get_model_config
 from torch.distributed.distributed_c10d import _get_default_store
 
-from megatron_zb.errors import UsageError
-from megatron_zb.megatron_core import expert_metrics, graphs, versions
+from megatron_zb.megatron_core import expert_metrics, graphs, refusals, versions
 from megatron_zb.megatron_core.buckets import BucketReductions, overlaps_grad_reduce
 from megatron_zb.megatron_core.cut_embedding import FirstStage
 from megatron_zb.megatron_core.data_parallel import DataParallelSync, no_grad_sync
@@ -202,8 +201,8 @@ class ForwardBackward:
             self._options.streams.start_step(None if forward_only else self._steps_done())
         captured = graphs.is_capturing(device())
         program = self._program_for(num_microbatches, forward_only, captured)
-        refuse_what_is_not_served(config, adjust_tensor_shapes_fn, program.schedule.name)
-        self._check_graphs(config, program.schedule, forward_only)
+        facts = self._facts(program.schedule, forward_only)
+        refusals.check_step(config, program.schedule.name, adjust_tensor_shapes_fn, **facts)
         self._start_paged_stash(config, program.schedule, forward_only)
         groups = pg_collection or versions.process_groups()
         iteration = Iteration(
@@ -334,15 +333,14 @@ class ForwardBackward:
             expert_metrics.share(iteration.pg_collection.pp, device())
         self._shares_metrics = False
 
-    def _check_graphs(self, config: Any, schedule: Schedule, forward_only: bool) -> None:
-        other_order = self._graphed not in (None, schedule) and not forward_only
-        uses = {
-            graphs.WHY_NOT_LAYER_STREAMS: self._options.streams is not None,
-            graphs.WHY_NOT_MEASURED: self._options.measurement is not None,
-            graphs.WHY_NOT_TWICE: self._post_validation is not None,
-            graphs.WHY_ONE_COUNT: other_order,
+    def _facts(self, schedule: Schedule, forward_only: bool) -> dict[str, bool]:
+        """Return what CUDA graphs depend on in a step, by the names in ``refusals.yaml``."""
+        return {
+            "draws_by_layer": self._options.streams is not None,
+            "is_measured": self._options.measurement is not None,
+            "is_validated_later": self._post_validation is not None,
+            "has_another_order": self._graphed not in (None, schedule) and not forward_only,
         }
-        graphs.check(config, f"the pipeline schedule {schedule.name}", uses)
 
     def _start_paged_stash(self, config: Any, schedule: Schedule, forward_only: bool) -> None:
         """Start a step of the paged stash, which keeps to the order that it has recorded once."""
@@ -639,39 +637,3 @@ PHASES = {
     "gradients",
     ("megatron.training.training", "evaluate"): "in an evaluation",
 }
-
-
-# Settings of Megatron's config that its own schedules serve and that these do not, with the reason.
-NOT_SERVED = {
-    "num_microbatches_with_partial_activation_checkpoints": "it counts the microbatches in flight "
-    "of Megatron's own schedules",
-    "delay_wgrad_compute": "the schedule itself says where weight gradients go",
-    "defer_embedding_wgrad_compute": "the schedule itself says where weight gradients go",
-    "overlap_dispatch_backward_with_experts_wgrad": "the schedule itself says where weight "
-    "gradients go",
-    "fine_grained_activation_offloading": "it assumes the order of Megatron's interleaved schedule",
-}
-
-
-# The same for numbers that are 1 where nothing is chosen.
-WHY_NOT_SHARDED = "a rank holds shards of weights that passes need whole"
-NOT_SERVED_ABOVE_1 = {
-    "gtp_weight_remat_size": WHY_NOT_SHARDED,
-    "expert_gtp_weight_remat_size": WHY_NOT_SHARDED,
-}
-
-
-def refuse_what_is_not_served(config: Any, adjust_tensor_shapes_fn: Any, schedule: str) -> None:
-    """Raise a UsageError for settings that would give wrong results silently."""
-    if adjust_tensor_shapes_fn is not None and not config.variable_seq_lengths:
-        raise UsageError(
-            f"adjust_tensor_shapes_fn cannot be combined with the pipeline schedule {schedule}: "
-            "set variable_seq_lengths, with which every message tells its shape"
-        )
-    chosen = [name for name in NOT_SERVED if getattr(config, name, None)]
-    chosen += [name for name in NOT_SERVED_ABOVE_1 if (getattr(config, name, None) or 1) > 1]
-    for setting in chosen:
-        why = NOT_SERVED.get(setting) or NOT_SERVED_ABOVE_1[setting]
-        raise UsageError(
-            f"{setting} cannot be combined with the pipeline schedule {schedule}: {why}"
-        )
