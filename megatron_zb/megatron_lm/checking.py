@@ -14,6 +14,8 @@ from megatron_zb.megatron_core import refusals
 from megatron_zb.megatron_lm import argument_table, flags, own_validation, stored_placement
 from megatron_zb.megatron_lm.adapter_of_arguments import adapter_of, asked_of
 from megatron_zb.megatron_lm.argument_table import Finding, Verdict
+from megatron_zb.schedules import catalog
+from megatron_zb.schedules.catalog import Build
 
 
 @dataclass(frozen=True)
@@ -85,11 +87,11 @@ def validate(report: Report, root: Path, words: Sequence[str], world_size: int) 
     return replace(report, checked=checked, validated=outcome.version)
 
 
-def check(args: argparse.Namespace, version: str, *, build: bool = True) -> Report:
+def check(args: argparse.Namespace, version: str, *, build: Build | None = catalog.build) -> Report:
     """Check parsed arguments as the start of the job does.
 
     Args:
-        build: build the schedule, too, whose sizes may be wrong.
+        build: builds the schedule, whose sizes may be wrong; None builds none.
 
     Raises:
         UsageError: the schedule does not exist, or its placement has not enough sizes.
@@ -99,9 +101,9 @@ def check(args: argparse.Namespace, version: str, *, build: bool = True) -> Repo
     found += _stored_refusals(args, choice)
     refused = [Checked(r.flag, Finding(Verdict.REFUSED, _reason(r, choice))) for r in found]
     checked = [*refused, *_others(args, version, {r.flag.split()[0] for r in found})]
-    if build and not refused:
+    if build is not None and not refused:
         try:
-            adapter_of(args, series=_series(version))
+            adapter_of(args, build, series=_series(version))
         except UsageError as error:
             checked.insert(0, Checked(choice, Finding(Verdict.REFUSED, str(error))))
     return Report(choice, tuple(checked))
