@@ -31,7 +31,7 @@ from megatron_zb.planner.candidate import candidates_of
 from megatron_zb.planner.device import read_device
 from megatron_zb.planner.model import ModelConfig, read_model
 from megatron_zb.planner.reasons import recommended
-from megatron_zb.planner.search import Job, Plan, search
+from megatron_zb.planner.search import Plan, PlanJob, search
 
 _LEVEL = 1e-9  # rounding
 
@@ -52,7 +52,7 @@ def plan_of(model: ModelConfig, device: Path, gpus: int) -> Plan:
     """What ``megatron-zb plan`` finds with its defaults."""
     gpu = read_device(device)
     batch, sequence = model.global_batch_size, model.sequence_length
-    job = Job(model, gpu, gpus, gpu.memory_bytes, batch, sequence)
+    job = PlanJob(model, gpu, gpus, gpu.memory_bytes, batch, sequence)
     return search(job, candidates_of(None))
 
 

@@ -12,7 +12,7 @@ has a memory limit: what the schedule beside it holds at its peak.
 
 Prints a table and, last, one JSON line; --output writes that into a file as well.
 
-examples:
+Examples:
   benchmarks/beside_others.py
   benchmarks/beside_others.py --pipeline-size 16 --num-microbatches 64
 """

@@ -104,18 +104,17 @@ def build(
     implementation: str,
     device: torch.device,
     *,
-    embedding: bool = False,
-    output_layer: bool = False,
+    ends: tuple[bool, bool] = (False, False),
     vp_stage: int | None = None,
 ) -> GPTModel:
-    """One model chunk as ``prepare_model`` takes it, with the layers that its config gives it."""
+    """One model chunk as ``prepare_model`` takes it; `ends`: embedding, output layer."""
     chunk = GPTModel(
         config=config,
         transformer_layer_spec=_specification(implementation),
         vocab_size=max(sizes.vocabulary, 1),
         max_sequence_length=sizes.seq_length,
-        pre_process=embedding,
-        post_process=output_layer,
+        pre_process=ends[0],
+        post_process=ends[1],
         share_embeddings_and_output_weights=False,
         position_embedding_type="rope",
         vp_stage=vp_stage,

@@ -104,8 +104,8 @@ def _arguments() -> argparse.Namespace:
 
 def train_and_look(folder: Path, every: int, arguments: list[str]) -> None:
     """Train, and note after every so many iterations what this rank has; ends the process."""
-    from megatron_zb.training.launch import launch
-    from megatron_zb.training.log import RunLog
+    from megatron_zb_train.launch import launch
+    from megatron_zb_train.log import RunLog
 
     iteration = RunLog.iteration
     with (folder / f"looks-{os.environ['RANK']}.jsonl").open("w", encoding="utf-8") as file:

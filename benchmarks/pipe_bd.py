@@ -32,7 +32,7 @@ compares the ways better than the clock; it means nothing for blocks that sleep.
 
 Prints tables and, last, one JSON line; --output writes that into a file as well.
 
-examples:
+Examples:
   benchmarks/pipe_bd.py
   benchmarks/pipe_bd.py --blocks 6 --teacher 4 --student 4 --skip-real
   benchmarks/pipe_bd.py --skip-sleeping --real-blocks 8 --hidden 256
@@ -76,15 +76,15 @@ from ways_to_distil import (
     unrelayed,
 )
 
-from megatron_zb.distillation.schedule.distribution import (
+from megatron_zb.schedules import simulate
+from megatron_zb_distill.schedule.distribution import (
     BlockCosts,
     Distribution,
     RelayCosts,
     distribute,
     evenly,
 )
-from megatron_zb.distillation.schedule.pipe_bd import pipe_bd
-from megatron_zb.schedules import simulate
+from megatron_zb_distill.schedule.pipe_bd import pipe_bd
 
 PUBLISHED = (2.37, 7.38)
 BASELINE = "block by block"

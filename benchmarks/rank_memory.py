@@ -222,6 +222,7 @@ def _warm_up(schedule: schedules.Schedule, job: Job) -> None:
 def _replay(schedule: schedules.Schedule, rank: int, job: Job) -> tuple[int, str]:
     """The peak of one physical rank in one training step, and what was counted."""
     from megatron_zb.megatron_core.adapter import PipelineAdapter
+    from megatron_zb.megatron_core.connections import ChannelsPart
     from megatron_zb.schedules.layout import Layers
 
     gc.collect()  # the models of the rank before
@@ -235,7 +236,7 @@ def _replay(schedule: schedules.Schedule, rank: int, job: Job) -> tuple[int, str
     meter = one_device.meter_of(job.device, chunks)
     adapter.track(meter.activation_memory)
     function = adapter.forward_backward_func
-    function._channels = StandInPeers()
+    adapter.part(ChannelsPart).channels = StandInPeers()
     step = partial(
         function,
         forward_step_func=partial(_forward_step, job),
@@ -269,8 +270,10 @@ def _build_chunks(adapter: Any, rank: int, job: Job) -> tuple[list[Any], list[Ro
                 job.sizes,
                 job.implementation,
                 job.device,
-                embedding=role.is_first and job.sizes.vocabulary > 0,
-                output_layer=role.is_last and job.sizes.vocabulary > 0,
+                ends=(
+                    role.is_first and job.sizes.vocabulary > 0,
+                    role.is_last and job.sizes.vocabulary > 0,
+                ),
             )
         )
     adapter.prepare_model(chunks)

@@ -15,7 +15,7 @@ from torch.distributed.pipelining.schedules import _Action
 
 from megatron_zb.schedules.passes import Pass, PassKind
 from megatron_zb.schedules.placement import Placement, looped, v_shape
-from megatron_zb.schedules.schedule import Schedule, walk
+from megatron_zb.schedules.schedule import Schedule
 
 LOOPED_ONE_CHUNK = ("GPipe", "1F1B")
 LOOPED = ("LoopedBFS", "Interleaved1F1B", "InterleavedZeroBubble")
@@ -123,5 +123,5 @@ def _check(schedule: Schedule) -> None:
     )
     if found != wanted:
         raise Refused(f"{schedule.name}: its table does not have every pass once")
-    if walk(schedule, lambda rank, position, p: None):
+    if schedule.blocked() is not None:
         raise Refused(f"{schedule.name}: its ranks would wait for one another for ever")

@@ -261,8 +261,10 @@ def _model(job: Job, adapter: Any) -> list[Any]:
             job.sizes,
             LOCAL_FLASH,
             device,
-            embedding=adapter.pre_process(rank, chunk) if adapter else rank == 0,
-            output_layer=adapter.post_process(rank, chunk) if adapter else rank == p - 1,
+            ends=(
+                adapter.pre_process(rank, chunk) if adapter else rank == 0,
+                adapter.post_process(rank, chunk) if adapter else rank == p - 1,
+            ),
             vp_stage=chunk if adapter and adapter.chunks > 1 else None,
         )
         for chunk in range(adapter.chunks if adapter else 1)

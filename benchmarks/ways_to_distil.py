@@ -9,12 +9,12 @@ import torch
 import torch.distributed as dist
 from distilled_blocks import Blocks
 
-from megatron_zb.distillation.relay_steps import relay_steps
-from megatron_zb.distillation.schedule.distribution import BlockCosts, Distribution
-from megatron_zb.distillation.schedule.step_by_step import step_by_step
 from megatron_zb.runtime.channels import Channels
 from megatron_zb.runtime.groups import new_groups
 from megatron_zb.schedules.placement import Placement
+from megatron_zb_distill.relay_steps import Exchange, relay_steps
+from megatron_zb_distill.schedule.distribution import BlockCosts, Distribution
+from megatron_zb_distill.schedule.step_by_step import step_by_step
 
 Run = Callable[[int], None]
 """Carries out so many steps on this rank."""
@@ -70,11 +70,10 @@ def pipelined(blocks: Blocks, distribution: Distribution, microbatches: int, run
     channels = Channels(list(range(distribution.num_ranks)), placement, "cpu")
     program = step_by_step(distribution, microbatches, run_ahead)
     stage = _Stage(blocks, held, group)
+    exchange = Exchange(channels, lambda _: blocks.empty())
 
     def run(steps: int) -> None:
-        for _ in relay_steps(
-            program, rank, stage, channels, lambda _: blocks.empty(), first=0, until=steps
-        ):
+        for _ in relay_steps(program, rank, stage, exchange, first=0, until=steps):
             pass
 
     return run

@@ -1,21 +1,21 @@
 #!/usr/bin/env python3
-"""Make the tables of docs/performance.md from the results of the benchmarks in docs/results.
+r"""Make the tables of docs/performance.md from the results of the benchmarks in docs/results.
 
 The page names the benchmarks. These need options; prediction.py takes half an hour, the others up
 to five minutes. Run them on an idle machine.
 
 python benchmarks/split_backward.py --device cpu --repetitions 61 --dtypes bf16 fp32
-python benchmarks/rank_memory.py --device cpu \\
+python benchmarks/rank_memory.py --device cpu \
     --schedules 1f1b zb-h1 zb-h2 v-zb wave dualpipe-v v-half v-min
 python benchmarks/runtime_overhead.py | tail -n 1 > docs/results/runtime_overhead.cpu.json
-python benchmarks/runtime_overhead.py --ranks 4 --exchange 0.5 \\
-    --schedules v-half v-zb dualpipe-v interleaved | tail -n 1 \\
+python benchmarks/runtime_overhead.py --ranks 4 --exchange 0.5 \
+    --schedules v-half v-zb dualpipe-v interleaved | tail -n 1 \
     > docs/results/sleeping_pairs.cpu.json
 python benchmarks/prediction.py --output docs/results/prediction.cpu.json
 python benchmarks/vocabulary_training.py --hidden 256 --sequence 128 --layers 16 --steps 8
-python benchmarks/beside_megatron.py --checkout Megatron-LM --turns 3 --steps 6 --warm-up 2 \\
+python benchmarks/beside_megatron.py --checkout Megatron-LM --turns 3 --steps 6 --warm-up 2 \
     | tail -n 1 > docs/results/beside_megatron_1024.cpu.json
-python benchmarks/beside_megatron.py --checkout Megatron-LM --turns 3 --steps 6 --warm-up 2 \\
+python benchmarks/beside_megatron.py --checkout Megatron-LM --turns 3 --steps 6 --warm-up 2 \
     --vocabulary 8192 | tail -n 1 > docs/results/beside_megatron_8192.cpu.json
 python docs/make_performance.py
 """

@@ -14,7 +14,7 @@ ROOT = Path(__file__).resolve().parents[1]
 PAGE = ROOT / "docs" / "recipes.md"
 RESULT = ROOT / "docs" / "results" / "recipe_gains.json"
 WORTH_IT = 0.05
-SHOWN = 12
+SHOWN = 8
 GROUPS = {
     "recipes": "performance pre-training",
     "recipes_other": "other pre-training, fine-tuning, LoRA",
@@ -25,12 +25,11 @@ Row = dict[str, Any]
 INTRODUCTION = """\
 # What does my recipe gain?
 
-{sized} public recipes of Megatron-Bridge (August 2026) have a pipeline and a known number of GPUs;
-{unsized} more do not name it. `benchmarks/recipe_gains.py` simulates each with its own schedule
-(1F1B, or interleaved with its chunks), with the fastest V schedule within the same memory, and with
-`v-half`, for equal stages: F, B and W take {forward}, {backward} and {weight} per rank, a message
-{p2p}. Find recipes like yours, then run `megatron-zb plan` for your model, which also counts
-layers, overlaps and kernels.
+{sized} public recipes of Megatron-Bridge (August 2026) have a pipeline and a known number of GPUs
+({unsized} more do not). `benchmarks/recipe_gains.py` simulates each with its own schedule (1F1B, or
+interleaved), the fastest V schedule within the same memory, and `v-half`, for equal stages: F, B
+and W take {forward}, {backward} and {weight} per rank, a message {p2p}. Find recipes like yours,
+then run `megatron-zb plan` for your model, which also counts layers, overlaps and kernels.
 """
 FLAGS = """\
 Add `--pipeline-schedule auto`, and remove the recipe's virtual stages and layout. `auto` uses

@@ -26,12 +26,12 @@ from published_throughput import Throughput, all_rows
 
 from megatron_zb import schedules
 from megatron_zb.measured.units import GIB
-from megatron_zb.planner.candidate import Candidate, candidates_of
+from megatron_zb.planner.candidate import ScheduleCandidate, candidates_of
 from megatron_zb.planner.device import DeviceConfig, read_device
 from megatron_zb.planner.model import ModelConfig, read_model
-from megatron_zb.planner.prediction import Build, Prediction, predict
-from megatron_zb.planner.search import Job, cut_into_stages, search
-from megatron_zb.planner.stages import StageWorkload
+from megatron_zb.planner.prediction import Build, IterationSettings, Prediction, predict
+from megatron_zb.planner.search import PlanJob, search
+from megatron_zb.planner.stages import StageWorkload, cut_into_stages
 from megatron_zb.planner.strategy import Choices, Strategy
 from megatron_zb.planner.work import Workload
 from megatron_zb.schedules import Costs, Schedule
@@ -137,7 +137,7 @@ def _setup(column: dict[str, Any]) -> str:
     return f"{name}, p={column['pipeline']}, m={column['m']}, b={column['microbatch']}"
 
 
-def _contender(name: str) -> Candidate:
+def _contender(name: str) -> ScheduleCandidate:
     """The papers' scripts run Megatron with --no-overlap-p2p-communication."""
     asked = None if name.startswith("Megatron") else [name]
     return next(c for c in candidates_of(asked, overlap=False) if c.name == name)
@@ -153,14 +153,8 @@ def _prediction(table: dict[str, Any], column: dict[str, Any], name: str) -> Pre
     chunks = column["chunks"] if candidate.takes_chunks else None
     staged = cut_into_stages(Workload(of, gpu, strategy, of.sequence_length), candidate, chunks)
     assert staged is not None
-    return predict(
-        staged,
-        candidate,
-        column["m"] * halves,
-        chunks,
-        is_even=candidate.has_by_default(staged.layout, staged.placement),
-        post_validation=candidate.splits,
-    )
+    iteration = IterationSettings(column["m"] * halves, post_validation=candidate.splits)
+    return predict(staged, candidate, iteration, chunks)
 
 
 def _as_published(column: dict[str, Any], ours: Prediction) -> Prediction:
@@ -173,12 +167,11 @@ def _as_published(column: dict[str, Any], ours: Prediction) -> Prediction:
     return predict(
         StageWorkload(ours.load, placement, ours.layout),
         candidate,
-        ours.num_microbatches,
+        IterationSettings(
+            ours.num_microbatches, post_validation=candidate.splits, back_to_back=False
+        ),
         ours.chunks,
-        is_even=ours.is_even,
-        post_validation=candidate.splits,
-        back_to_back=False,
-        build=_published_build(candidate.family),
+        _published_build(candidate.family),
     )
 
 
@@ -202,9 +195,9 @@ def _published_build(family: str) -> Build:
 
 
 def _best_of_grid(
-    gpu: DeviceConfig, of: ModelConfig, column: dict[str, Any], candidate: Candidate
+    gpu: DeviceConfig, of: ModelConfig, column: dict[str, Any], candidate: ScheduleCandidate
 ) -> Prediction:
-    job = Job(
+    job = PlanJob(
         of,
         gpu,
         column["gpus"],
@@ -398,10 +391,10 @@ def _middle(found: Sequence[Row] | Sequence[Throughput]) -> float:
 INTRODUCTION = """\
 # Validation of `megatron-zb plan`
 
-Predictions, from counted operations and bytes and one device file for each GPU, next to
-measurements that others published: [ratios](results/published_tables.yaml) with
-[all rows](results/validation_ratios.csv), [throughput](results/published_throughput.yaml) with
-[all rows](results/validation_throughput.csv). `python docs/make_validation.py` repeats them.
+Predictions from counted operations and bytes and one device file per GPU, next to published
+measurements: [ratios](results/published_tables.yaml) ([all rows](results/validation_ratios.csv)),
+[throughput](results/published_throughput.yaml) ([all rows](results/validation_throughput.csv)).
+`python docs/make_validation.py` repeats them.
 """
 
 FITTED = """\
@@ -419,14 +412,14 @@ ASSUMED = """\
 ## Assumptions
 
 **Ratios.** Predictions are for the published schedules: building blocks of `v-min`, `v-half` and
-`v-zb` for equal costs, `zb-1p` and `zb-2p` solved for one cost of all stages. The rows' *ours* is
-this package's schedule. The vocabulary is 32,000. *Controllable Memory* has FlashAttention and a
-sequence length of 2048 (but for its grid), to match its memory. As published, Megatron's messages
-do not overlap, and a split backward comes with post-validation.
+`v-zb` for equal costs, `zb-1p` and `zb-2p` solved for one cost of all stages. *Ours* in the rows is
+this package's schedule. The vocabulary is 32,000. *Controllable Memory* has FlashAttention and
+sequences of 2048 (but for its grid), to match its memory. As published, Megatron's messages do not
+overlap, and a split backward includes post-validation.
 
 **Throughput.** FLOPs include masked scores, as in the sources; `plan` omits them, so its MFU is
-lower. The planner chooses unpublished microbatches and chunks. Reductions and gathers overlap where
-the schedule leaves time, except on the A100.
+lower. The planner chooses unpublished microbatches and chunks. Reductions and gathers overlap,
+except on the A100.
 
 **Known gaps.** Doubling the microbatch gained 2 to 10 % (arXiv 2401.10241, table 7). Less is
 predicted, so `zb-2p` with half the microbatch is too fast."""

@@ -13,8 +13,9 @@ from megatron_zb.measured.units import GIB
 from megatron_zb.planner.candidate import candidates_of
 from megatron_zb.planner.device import DeviceConfig, read_device
 from megatron_zb.planner.model import ModelConfig, read_model
-from megatron_zb.planner.prediction import Prediction, predict
-from megatron_zb.planner.search import Job, cut_into_stages, search
+from megatron_zb.planner.prediction import IterationSettings, Prediction, predict
+from megatron_zb.planner.search import PlanJob, search
+from megatron_zb.planner.stages import cut_into_stages
 from megatron_zb.planner.strategy import Choices, Strategy
 from megatron_zb.planner.table import name_of
 from megatron_zb.planner.work import Workload, model_flops
@@ -90,7 +91,7 @@ def _prediction(table: dict[str, Any], row: dict[str, Any]) -> Prediction:
         overlap=table.get("overlap", True),
         sequence_parallel=table.get("sequence_parallel", True),
     )
-    job = Job(
+    job = PlanJob(
         model,
         device,
         row["gpus"],
@@ -121,13 +122,7 @@ def _as_told(
     )
     assert staged is not None
     m = strategy.num_microbatches(row["batch"])
-    return predict(
-        staged,
-        candidate,
-        m,
-        chunks,
-        is_even=candidate.has_by_default(staged.layout, staged.placement),
-    )
+    return predict(staged, candidate, IterationSettings(m), chunks)
 
 
 def _model(table: dict[str, Any], row: dict[str, Any]) -> ModelConfig:

@@ -1,4 +1,4 @@
-"""A trainer for reinforcement learning: torchrun --nproc-per-node 2 examples/rl_trainer.py v-half
+"""A trainer for reinforcement learning: torchrun --nproc-per-node 2 examples/rl_trainer.py v-half.
 
 It builds its model and calls Megatron's schedules itself: of this package are settings and zb.
 """

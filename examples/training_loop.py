@@ -1,4 +1,4 @@
-"""A training loop of one's own: torchrun --nproc-per-node 2 examples/training_loop.py v-half"""
+"""A training loop of one's own: torchrun --nproc-per-node 2 examples/training_loop.py v-half."""
 
 import sys
 from typing import Any

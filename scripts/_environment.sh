@@ -93,7 +93,24 @@ what_is_installed() {
 pinned_pip() {
     "$1/bin/python" -m pip install --disable-pip-version-check --no-input --progress-bar off \
         --constraint "$2" "${@:3}" </dev/null \
-        | sed -n -u -E -e 's/^ *(Collecting [^ ]+).*/    \1/p' -e 's/^(Installing) collected.*/    \1/p'
+        | sed -n -u -E -e 's/^ *(Collecting [^ ]+).*/    \1/p' -e 's/^(Installing) collected.*/    \1/p' \
+        | with_progress
+}
+
+# with_progress: prints the lines that it reads, and the elapsed seconds after each 10 s without a line.
+with_progress() {
+    local line status begun=$SECONDS
+    while true; do
+        status=0
+        IFS= read -r -t "${PROGRESS_SECONDS:-10}" line || status=$?
+        if ((status == 0)); then
+            printf '%s\n' "$line"
+        elif ((status > 128)); then
+            printf '    ... %d s\n' $((SECONDS - begun))
+        else
+            break
+        fi
+    done
 }
 
 # install_package VENV EXTRA CONSTRAINTS: installs this tree, editable, with the pinned versions.

@@ -211,8 +211,7 @@ def _built(
             sizes,
             implementation,
             device,
-            embedding=adapter.pre_process(rank, chunk),
-            output_layer=adapter.post_process(rank, chunk),
+            ends=(adapter.pre_process(rank, chunk), adapter.post_process(rank, chunk)),
             vp_stage=chunk if adapter.chunks > 1 else None,
         )
         for chunk in range(adapter.chunks)

@@ -131,14 +131,14 @@ def _adapter(job: Job) -> Any:
     if job.schedule is None or job.schedule.startswith("megatron"):
         return None
     from megatron_zb.measured.limits import Limit
-    from megatron_zb.megatron_core import forward_backward
+    from megatron_zb.megatron_core import connections
     from megatron_zb.megatron_core.adapter import PipelineAdapter
     from megatron_zb.schedules.layout import Layers
 
     if job.host_memory:
         from host_memory_channels import HostMemoryChannels
 
-        forward_backward.Channels = HostMemoryChannels  # type: ignore[misc]
+        connections.Channels = HostMemoryChannels  # type: ignore[misc]
     name, _, states = job.schedule.partition("+")
     moved: dict[str, Any] = {"memory_limit": Limit(0.55), "copy": 0.1} if states == "moved" else {}
     return PipelineAdapter.create(
@@ -199,9 +199,11 @@ def _build_chunks(job: Job, adapter: Any, rank: int) -> list[Any]:
             job.sizes,
             LOCAL,
             device,
-            embedding=adapter.pre_process(rank, chunk) if adapter else rank == chunk == 0,
-            output_layer=(
-                adapter.post_process(rank, chunk) if adapter else (rank, chunk) == (last, count - 1)
+            ends=(
+                adapter.pre_process(rank, chunk) if adapter else rank == chunk == 0,
+                adapter.post_process(rank, chunk)
+                if adapter
+                else (rank, chunk) == (last, count - 1),
             ),
             vp_stage=chunk if count > 1 else None,
         )

@@ -27,10 +27,9 @@ from torch.distributed.distributed_c10d import _get_default_store
 from megatron_zb.bridge.settings import Settings
 from megatron_zb.errors import UsageError
 from megatron_zb.megatron_core import refusals
+from megatron_zb.megatron_core.checkpoints import BOUND, RESHARDABLE, SHARING
 from megatron_zb.megatron_core.placement import StageLayout
 from megatron_zb.megatron_core.refusals import Asked
-from megatron_zb.megatron_core.replicas import SHARING
-from megatron_zb.megatron_core.reshardable_states import BOUND, RESHARDABLE
 from megatron_zb.megatron_core.versions import HYBRID_PATTERNS
 from megatron_zb.megatron_lm import fingerprint
 from megatron_zb.megatron_lm.adapter_of_arguments import adapter_of, asked_of, prepare_overlap

@@ -9,6 +9,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from megatron_zb.cli.ending import told_if_slow
 from megatron_zb.errors import UsageError
 from megatron_zb.megatron_core.versions import SERIES, training_loop_needs
 from megatron_zb.megatron_lm import own_validation
@@ -26,8 +27,8 @@ that version is installed, its own validation of the arguments is run, too.
 Every argument that is not at its default is one of
   proven    a test shows the result of Megatron's own schedule with it
   harmless  of no concern to a schedule
-  unseen    works as far as it has been tried; the reason says what is missing, such as a GPU
-  refused   cannot be combined; the reason says what to change
+  unseen    works as far as it has been tried; the reason names what is missing, such as a GPU
+  refused   cannot be combined; the reason names the change to make
   unknown   not looked at, as it is new in this version
 
 exit code: 0 if nothing is refused, 2 otherwise.
@@ -41,6 +42,7 @@ examples:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of ``check``."""
     parser.add_argument(
         "--megatron-version",
         choices=[series.text for series in SERIES],
@@ -75,16 +77,17 @@ def run(arguments: argparse.Namespace) -> int:
     """
     import warnings
 
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of Megatron's, about what a GPU would need
-        from megatron_zb.megatron_lm import checking
+    with told_if_slow("checking the arguments"):
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of Megatron's, about what a GPU would need
+            from megatron_zb.megatron_lm import checking
 
-    root = _megatron_lm(arguments)
-    version, of = _version(arguments.megatron_version, root)
-    args = checking.parse(arguments.words, version, arguments.gpus)
-    report = checking.check(args, version)
-    if report.runs and root is not None:
-        report = checking.validate(report, root, arguments.words, args.world_size)
+        root = _megatron_lm(arguments)
+        version, of = _version(arguments.megatron_version, root)
+        args = checking.parse(arguments.words, version, arguments.gpus)
+        report = checking.check(args, version)
+        if report.runs and root is not None:
+            report = checking.validate(report, root, arguments.words, args.world_size)
     if arguments.json:
         print(json.dumps(as_json(report, version)))
     else:

@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import os
 import sys
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from threading import Timer
+from threading import Event, Thread
 
 from megatron_zb.errors import UsageError
 from megatron_zb.missing import told_if_missing
 
 WRONG = 2
-INTERRUPTED = 130  # what shells say of a program that Ctrl-C has ended
+INTERRUPTED = 130  # the exit status of shells for a program that Ctrl-C has ended
 _NOBODY_READS = 1  # what Python's documentation and rich end with
-_PATIENCE = 2.0  # seconds
+PATIENCE = 2.0  # seconds until a slow step is reported
+_EVERY = 5.0  # seconds between its further lines
 
 
 def ended(program: str, command: Callable[[], int | None]) -> int:
@@ -66,12 +68,31 @@ def _write_no_more() -> None:
 
 
 @contextmanager
-def told_if_slow(what: str, after: float = _PATIENCE) -> Iterator[None]:
-    """Print on standard error what is being done, once it has taken ``after`` seconds."""
-    timer = Timer(after, print, [f"{what} ..."], {"file": sys.stderr, "flush": True})
-    timer.daemon = True
-    timer.start()
+def told_if_slow(what: str, after: float | None = None, every: float = _EVERY) -> Iterator[None]:
+    """Report a slow step on standard error, also where that is no terminal.
+
+    Args:
+        what: the step.
+        after: seconds until the first line; None for ``PATIENCE``.
+        every: seconds until each further line, which has the elapsed seconds.
+    """
+    done = Event()
+    patience = PATIENCE if after is None else after
+    thread = Thread(target=_report_until, args=(done, what, patience, every), daemon=True)
+    thread.start()
     try:
         yield
     finally:
-        timer.cancel()
+        done.set()
+        thread.join()
+
+
+def _report_until(done: Event, what: str, after: float, every: float) -> None:
+    begun = time.monotonic()
+    if done.wait(after):
+        return
+    with suppress(OSError, ValueError):  # standard error is closed, or nobody reads it
+        print(f"{what} ...", file=sys.stderr, flush=True)
+        while not done.wait(every):
+            seconds = time.monotonic() - begun
+            print(f"{what} ... {seconds:.0f} s", file=sys.stderr, flush=True)

@@ -13,14 +13,14 @@ from pathlib import Path
 from typing import TypeAlias
 
 from megatron_zb import __version__
-from megatron_zb.cli.ending import ended
+from megatron_zb.cli.ending import ended, told_if_slow
 
 FLAGS_HELP = """\
 Print the arguments of Megatron-LM that describe a model, one word on a line, for scripts. Data and
 parallel sizes are not among them."""
 DOCTOR_HELP = """\
-Say what is installed here, which versions fit, which optional parts are live, and what to do about
-each thing that is missing. Given a Megatron-LM checkout, say also whether it is served, what its
+List the installed versions, which of them fit, which optional parts are active, and a remedy for
+each missing part. Given a Megatron-LM checkout, list also whether it is supported, what its
 training loop lacks, which of its arguments are new, and how to start it. Nothing is changed, and
 nothing but torch is imported; the checkout's parser by another process.
 
@@ -84,19 +84,24 @@ def _added(
 def _add_show(commands: _Commands) -> None:
     from megatron_zb import schedules
     from megatron_zb.cli import show
-    from megatron_zb.distillation.schedule.pipe_bd import NAME
+    from megatron_zb.cli.extensions import extensions
 
     summary = "draw a schedule and its memory in the terminal, as a picture or as a page"
-    description = show.SHOW_HELP + ", ".join([*schedules.names(), NAME])
+    added = extensions()
+    names = [*schedules.names(), *(extension.NAME for extension in added)]
+    helps = [show.SHOW_HELP, *(extension.SHOW_HELP for extension in added)]
+    description = "\n".join([*helps, f"schedules: {', '.join(names)}"])
     show.add_show(_added(commands, "show", show.show, summary, description))
 
 
 def _add_export(commands: _Commands) -> None:
     from megatron_zb import schedules
     from megatron_zb.cli import show
+    from megatron_zb.cli.extensions import extensions
 
     summary = "write a schedule for torch.distributed.pipelining or a trace viewer"
-    description = show.EXPORT_HELP + ", ".join(schedules.names())
+    helps = [show.EXPORT_HELP, *(extension.EXPORT_HELP for extension in extensions())]
+    description = "\n".join([*helps, f"schedules: {', '.join(schedules.names())}"])
     show.add_export(_added(commands, "export", show.export, summary, description))
 
 
@@ -109,11 +114,9 @@ def _add_plan(commands: _Commands) -> None:
 
 def _plan(arguments: argparse.Namespace) -> None:
     from megatron_zb.cli import plan as planning
+    from megatron_zb.cli.extensions import extensions
 
-    if arguments.student_config is not None:
-        from megatron_zb.cli import plan_distillation
-
-        plan_distillation.run(arguments)
+    if any(extension.plan(arguments) for extension in extensions()):
         return
     run = planning.run if arguments.profile is None else planning.run_measured
     if arguments.html is None:
@@ -127,14 +130,18 @@ def _plan(arguments: argparse.Namespace) -> None:
     if arguments.profile is None:
         from megatron_zb.drawing.html import plan_page
 
-        plan_page.save_plan(arguments.html, planning.run(arguments))
+        found = planning.run(arguments)
+        with told_if_slow(f"drawing {arguments.html}"):
+            plan_page.save_plan(arguments.html, found)
     else:
         from megatron_zb.drawing.html import run_page
         from megatron_zb.measured import trace
 
         path = trace.trace_path(arguments.profile)
         step = trace.compare(arguments.profile) if path.is_file() else None
-        run_page.save_plan(arguments.html, *planning.run_measured(arguments), step)
+        measured = planning.run_measured(arguments)
+        with told_if_slow(f"drawing {arguments.html}"):
+            run_page.save_plan(arguments.html, *measured, step)
     if arguments.format != "json":
         print(arguments.html)
 
@@ -195,7 +202,7 @@ def _add_verify(commands: _Commands) -> None:
 
 
 def _add_doctor(commands: _Commands) -> None:
-    summary = "say what is installed, what fits, and what to do about what is missing"
+    summary = "list what is installed, what fits, and a remedy for each missing part"
     doctor = _added(commands, "doctor", _doctor, summary, DOCTOR_HELP)
     doctor.add_argument(
         "checkout", type=Path, nargs="?", metavar="MEGATRON_LM", help="a Megatron-LM checkout"
@@ -207,7 +214,8 @@ def _doctor(arguments: argparse.Namespace) -> int:
     from megatron_zb.cli.doctor.examine import examine
     from megatron_zb.cli.doctor.printing import as_json, exit_code, print_findings
 
-    findings = examine(arguments.checkout)
+    with told_if_slow("examining the installation"):
+        findings = examine(arguments.checkout)
     if arguments.json:
         print(json.dumps(as_json(findings), indent=2))
     else:
@@ -229,7 +237,6 @@ def _separated(words: Sequence[str]) -> list[str]:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command; a UsageError is printed as one sentence, with exit code 2."""
-
     words = sys.argv[1:] if argv is None else list(argv)
 
     def run() -> int | None:

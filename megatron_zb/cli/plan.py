@@ -9,8 +9,10 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from megatron_zb.cli.extensions import extensions
+
 if TYPE_CHECKING:
-    from megatron_zb.planner.from_profile import ProfileRequest, Row
+    from megatron_zb.planner.from_profile import MeasuredRow, ProfileRequest
     from megatron_zb.planner.search import Plan
 
 HELP = """\
@@ -41,11 +43,11 @@ the table:
   MFU            FLOPs that training needs over the data sheet's; recomputation does not count
   bubble         share of the pipeline's time in which ranks run no pass
   GiB            memory of the rank that needs the most, at its fullest moment
-  uneven         the layers are not spread evenly; the flags tell the layout
-  cut            what the schedule gains by an output layer that is cut along the vocabulary over
-                 the pipeline ranks (--pipeline-vocabulary on); only where a row has one
-  pairs          forwards and backwards run in pairs, which hide the exchange of tokens between
-                 experts (--overlap-moe-expert-parallel-comm)
+  uneven         the layers are not spread evenly; the flags have the layout
+  cut            gain of the schedule by vocabulary parallelism, which shards the output layer over
+                 the pipeline ranks (--pipeline-vocabulary on); only where a row has it
+  pairs          overlapped forward-backward, which hides the expert all-to-all
+                 (--overlap-moe-expert-parallel-comm)
 
 --html writes all of it into one file for a browser, which needs no network: the table with the
 memory of each row, a chart of speed over memory, the flags of every row, pictures of the best
@@ -75,12 +77,8 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
     add_model(command, required=False)
     command.add_argument("--gpus", type=int, metavar="N", help="GPUs of the job")
     _add_measured(command)
-    command.add_argument_group("blockwise distillation").add_argument(
-        "--student-config",
-        type=Path,
-        metavar="NAME|FILE",
-        help="distil the model into this student: a name of configs/students, or a file like those",
-    )
+    for extension in extensions():
+        extension.add_plan_arguments(command)
     command.add_argument(
         "--device",
         type=Path,
@@ -213,8 +211,8 @@ def run(arguments: argparse.Namespace) -> Plan:
     from megatron_zb.drawing import text_chart
     from megatron_zb.measured.units import GIB
     from megatron_zb.planner import table
-    from megatron_zb.planner.front import points
     from megatron_zb.planner.search import search
+    from megatron_zb.planner.table import points
     from megatron_zb.planner.workers import workers
 
     job, candidates = plan_request.read(arguments)
@@ -229,7 +227,9 @@ def run(arguments: argparse.Namespace) -> Plan:
     return plan
 
 
-def run_measured(arguments: argparse.Namespace) -> tuple[ProfileRequest, list[Row], dict[str, str]]:
+def run_measured(
+    arguments: argparse.Namespace,
+) -> tuple[ProfileRequest, list[MeasuredRow], dict[str, str]]:
     """Run ``plan --profile``; return the request, the rows, and why other schedules are missing.
 
     Raises:
@@ -249,7 +249,7 @@ def run_measured(arguments: argparse.Namespace) -> tuple[ProfileRequest, list[Ro
 class _Progress:
     """Progress of the search on standard error: a bar on a terminal, else a line at times."""
 
-    AFTER = 2.0  # seconds until something is said
+    AFTER = 2.0  # seconds until the first line
     EVERY = 3.0  # seconds between two lines
 
     def __init__(self) -> None:

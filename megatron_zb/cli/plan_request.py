@@ -9,17 +9,17 @@ from megatron_zb.errors import UsageError
 from megatron_zb.measured.units import size_in_bytes
 from megatron_zb.parsing import flag_of
 from megatron_zb.planner.builtin_configs import path_of
-from megatron_zb.planner.candidate import Candidate, candidates_of, names_in
+from megatron_zb.planner.candidate import ScheduleCandidate, candidates_of, names_in
 from megatron_zb.planner.device import DeviceConfig, read_device
 from megatron_zb.planner.model import ModelConfig, read_model
-from megatron_zb.planner.search import Job
+from megatron_zb.planner.search import PlanJob
 from megatron_zb.planner.strategy import RECOMPUTE, Choices
 
 _MOST_GPUS = 65_536
 _USUAL_DEVICE = Path("a100_80gb_sxm")
 
 
-def read(arguments: argparse.Namespace) -> tuple[Job, list[Candidate]]:
+def read(arguments: argparse.Namespace) -> tuple[PlanJob, list[ScheduleCandidate]]:
     """Read the files and check the sizes.
 
     Raises:
@@ -30,7 +30,7 @@ def read(arguments: argparse.Namespace) -> tuple[Job, list[Candidate]]:
     device = read_device(path_of("--device", "devices", asked))
     if arguments.gpu_memory is not None:
         device = device.with_memory(size_in_bytes(arguments.gpu_memory, "--gpu-memory"))
-    job = Job(
+    job = PlanJob(
         model=model,
         device=device,
         gpus=_whole("--gpus", arguments.gpus, 64, _MOST_GPUS),
@@ -98,7 +98,7 @@ def check_only_measured(arguments: argparse.Namespace) -> None:
                 "measured has decided it"
             )
     if arguments.chart:
-        raise UsageError("--chart needs --config: a profile does not know the memory of a GPU")
+        raise UsageError("--chart needs --config: a profile lacks the memory of a GPU")
     _whole("--top", arguments.top, 8)
 
 
@@ -109,7 +109,8 @@ def _model(arguments: argparse.Namespace) -> ModelConfig:
         return read_model(path_of("--config", "models", arguments.config))
     if arguments.config is not None:
         raise UsageError(
-            "--config and the arguments of a training both describe a model: leave one out"
+            f"--config and the arguments of a training, {arguments.words[0]} first, both describe "
+            "a model: leave one out"
         )
     from megatron_zb.cli import plan_arguments
 

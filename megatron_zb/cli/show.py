@@ -7,9 +7,9 @@ import sys
 from pathlib import Path
 
 from megatron_zb import schedules
-from megatron_zb.cli import output_file, pipe_bd_flags
+from megatron_zb.cli import output_file
 from megatron_zb.cli.ending import told_if_slow
-from megatron_zb.distillation.schedule.pipe_bd import NAME
+from megatron_zb.cli.extensions import extension_of, extensions
 from megatron_zb.errors import UsageError
 from megatron_zb.parsing import flag_of, positive, seconds
 from megatron_zb.schedules import catalog, interchange
@@ -27,7 +27,7 @@ MOST_IN_PICTURE = 2**13
 SHOW_HELP = """\
 Draw a schedule: a row for each pipeline rank, a bar for each pass, the number of its microbatch in
 the bar. The title has the bubble rate and the activation memory that its costs lead to; the next
-line tells how far the time is from the lower bound, which no order of passes can beat. Below is the
+line has the distance to the lower bound, which no order of passes can beat. Below is the
 activation memory that each rank holds over time, beside 1F1B's peak.
 
 --output FILE.html writes all of it into one page for a browser, which needs no network, with an
@@ -44,12 +44,7 @@ examples:
   megatron-zb show --csv table.csv
   megatron-zb show dualpipe-v --pipeline-size 4 --num-microbatches 10 --forward-comm 0.5 \\
       --backward-comm 0.5
-
-pipe-bd draws blockwise distillation, for blocks with times of their own:
-  megatron-zb show pipe-bd --pipeline-size 4 --num-microbatches 8 --steps 3 \\
-      --teacher 1 1 2 1 1 1 --student 3 3 5 3 3 2 --update 1
-
-schedules: """
+"""
 
 EXPORT_HELP = """\
 Write a schedule into a file: as csv, the compute-only table that the pipeline runtime of
@@ -60,18 +55,14 @@ examples:
   megatron-zb export v-half --pipeline-size 4 --num-microbatches 8 --format csv --output v-half.csv
   megatron-zb export v-min --pipeline-size 8 --num-microbatches 16 --forward 0.010 \\
       --backward 0.012 --weight 0.009 --format chrome-trace --output v-min.json
-
-pipe-bd writes the timeline of blockwise distillation, as chrome-trace:
-  megatron-zb export pipe-bd --pipeline-size 4 --num-microbatches 8 --steps 3 \\
-      --teacher 1 1 2 1 1 1 --student 3 3 5 3 3 2 --update 1 --format chrome-trace --output bd.json
-
-schedules: """
+"""
 
 
 def add_show(command: argparse.ArgumentParser) -> None:
     """Add the arguments of ``show``."""
     _add_schedule(command)
-    pipe_bd_flags.add_arguments(command)
+    for extension in extensions():
+        extension.add_arguments(command)
     command.add_argument(
         "--output",
         "-o",
@@ -84,7 +75,8 @@ def add_show(command: argparse.ArgumentParser) -> None:
 def add_export(command: argparse.ArgumentParser) -> None:
     """Add the arguments of ``export``."""
     _add_schedule(command)
-    pipe_bd_flags.add_arguments(command)
+    for extension in extensions():
+        extension.add_arguments(command)
     command.add_argument(
         "--format", choices=("csv", "chrome-trace"), required=True, help="what to write"
     )
@@ -139,7 +131,7 @@ def _add_schedule(command: argparse.ArgumentParser) -> None:
         type=seconds,
         default=0.0,
         metavar="T",
-        help="of a forward pass, beside its time, the exchange of tokens between experts, which a "
+        help="seconds of the expert all-to-all in a forward pass, beside its time, which a "
         "backward in the same pass can hide (default 0)",
     )
     costs.add_argument(
@@ -153,22 +145,23 @@ def _add_schedule(command: argparse.ArgumentParser) -> None:
         "--recompute",
         type=seconds,
         metavar="X",
-        help="let forwards under a memory limit keep the input of their stage alone, and run again "
-        "before their backward: X is the memory of that input, in microbatches on a whole rank",
+        help="recomputation: forwards under a memory limit may keep only the input of their stage "
+        "and run again before their backward; X is the memory of that input, in microbatches on a "
+        "whole rank",
     )
     costs.add_argument(
         "--offload",
         type=seconds,
         metavar="T",
-        help="let activations under a memory limit be copied to the host and back between forward "
-        "and backward: T is the time to copy those of a microbatch on a whole rank one way",
+        help="offload: activations under a memory limit may be copied to the host and back between "
+        "forward and backward; T is the time to copy those of a microbatch on a whole rank one way",
     )
     costs.add_argument(
         "--cut-output",
         type=seconds,
         metavar="X",
-        help="with an output layer that takes X times as long as the passes of one rank, cut along "
-        "the vocabulary over all ranks",
+        help="vocabulary parallelism: an output layer that takes X times as long as the passes of "
+        "one rank is sharded over all ranks",
     )
 
 
@@ -208,8 +201,10 @@ def _save(arguments: argparse.Namespace) -> None:
 
 
 def _save_page(path: Path, arguments: argparse.Namespace) -> None:
-    if arguments.name == NAME:
-        raise UsageError(f"there is no page for {NAME}: give a name that ends in .png or .svg")
+    if extension_of(arguments.name) is not None:
+        raise UsageError(
+            f"there is no page for {arguments.name}: give a name that ends in .png or .svg"
+        )
     from megatron_zb.drawing.html import page
     from megatron_zb.drawing.html.schedule_page import save_schedule
 
@@ -238,8 +233,10 @@ def export(arguments: argparse.Namespace) -> None:
     path = arguments.output
     if path != _STDOUT:
         output_file.check(path)
-    if arguments.format == "csv" and arguments.name == NAME:
-        raise UsageError(f"a csv table has no passes of {NAME}: give --format chrome-trace")
+    if arguments.format == "csv" and extension_of(arguments.name) is not None:
+        raise UsageError(
+            f"a csv table has no passes of {arguments.name}: give --format chrome-trace"
+        )
     timeline = _timeline(arguments)
     if arguments.format == "csv":
         text = interchange.to_csv(timeline.schedule)
@@ -267,8 +264,8 @@ def _timeline(arguments: argparse.Namespace, most: int | None = None) -> schedul
         kinds = {p.kind for rank in table.ranks for p in rank}
         if PassKind.O in kinds and arguments.cut_output is None:
             raise UsageError(
-                f"--csv {arguments.csv} has passes of an output layer that is cut: say how long it "
-                "takes, with --cut-output X"
+                f"--csv {arguments.csv} has passes of a vocabulary-parallel output layer: give its "
+                "time, with --cut-output X"
             )
         _check_drawn(table.name, table.placement.pipeline_size, table.num_microbatches, most)
         costs = _costs(arguments, table.placement.pipeline_size, lookups=PassKind.E in kinds)
@@ -277,7 +274,8 @@ def _timeline(arguments: argparse.Namespace, most: int | None = None) -> schedul
         raise UsageError("no schedule was asked for: give NAME, such as v-half, or --csv FILE")
     if arguments.pipeline_size is None or arguments.num_microbatches is None:
         raise UsageError(f"{arguments.name} needs --pipeline-size P and --num-microbatches M")
-    pipe_bd_flags.check(arguments)
+    for extension in extensions():
+        extension.check(arguments)
     ranks, microbatches = arguments.pipeline_size, arguments.num_microbatches
     _check_drawn(arguments.name, ranks, microbatches, most)
     with told_if_slow(
@@ -302,10 +300,9 @@ def _enough(ranks: int, most: int) -> int:
 
 
 def _built(arguments: argparse.Namespace) -> schedules.Timeline:
-    if arguments.name == NAME:
-        if arguments.cut_output is not None:
-            raise UsageError(f"--cut-output: {NAME} has no output layer: leave it out")
-        return pipe_bd_flags.timeline(arguments)
+    extension = extension_of(arguments.name)
+    if extension is not None:
+        return extension.timeline(arguments)
     _check_states(arguments)
     costs = _costs(arguments, arguments.pipeline_size)
     schedule = schedules.build(

@@ -8,10 +8,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from megatron_zb.cli import output_file
+from megatron_zb.cli.ending import told_if_slow
 from megatron_zb.errors import UsageError
 
 if TYPE_CHECKING:
-    from megatron_zb.measured.trace import Compared, Difference
+    from megatron_zb.measured.trace import ComparedStep, StepDifference
 
 HELP = """\
 Show one step of a run as it ran, beside what its own profile predicts for the same order of passes,
@@ -44,7 +45,8 @@ def run(arguments: argparse.Namespace) -> None:
     """
     from megatron_zb.measured.trace import compare
 
-    found = compare(arguments.profile)
+    with told_if_slow(f"simulating the step of {arguments.profile}"):
+        found = compare(arguments.profile)
     if arguments.output is None:
         _print(found)
         return
@@ -55,31 +57,32 @@ def run(arguments: argparse.Namespace) -> None:
             f"{', '.join(_WRITERS)}"
         )
     output_file.check(arguments.output)
-    writer(found, arguments.output, arguments.profile)
+    with told_if_slow(f"drawing {arguments.output}"):
+        writer(found, arguments.output, arguments.profile)
     print(arguments.output)
 
 
-def _write_picture(found: Compared, path: Path, profile: Path) -> None:
+def _write_picture(found: ComparedStep, path: Path, profile: Path) -> None:
     from megatron_zb.drawing.pictures import save_pictures
 
     save_pictures({"measured": found.measured, "predicted": found.predicted}, path)
 
 
-def _write_page(found: Compared, path: Path, profile: Path) -> None:
+def _write_page(found: ComparedStep, path: Path, profile: Path) -> None:
     from megatron_zb.drawing.html.run_page import save_step
     from megatron_zb.measured.profile import read_profile
 
     save_step(path, read_profile(profile), found)
 
 
-def _write_json(found: Compared, path: Path, profile: Path) -> None:
+def _write_json(found: ComparedStep, path: Path, profile: Path) -> None:
     from megatron_zb.schedules import interchange
 
     both = {"measured": found.measured, "predicted": found.predicted}
     interchange.write_text(path, interchange.to_chrome_trace(both))
 
 
-_WRITERS: dict[str, Callable[[Compared, Path, Path], None]] = {
+_WRITERS: dict[str, Callable[[ComparedStep, Path, Path], None]] = {
     ".png": _write_picture,
     ".svg": _write_picture,
     ".html": _write_page,
@@ -87,7 +90,7 @@ _WRITERS: dict[str, Callable[[Compared, Path, Path], None]] = {
 }
 
 
-def _print(found: Compared) -> None:
+def _print(found: ComparedStep) -> None:
     from rich.console import Console
     from rich.table import Table
 
@@ -114,7 +117,7 @@ def _print(found: Compared) -> None:
     )
 
 
-def _cells(d: Difference) -> list[str]:
+def _cells(d: StepDifference) -> list[str]:
     more = (
         d.compute_measured - d.compute_predicted,
         d.waiting_measured - d.waiting_predicted,

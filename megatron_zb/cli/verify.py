@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from megatron_zb.cli.ending import told_if_slow
 from megatron_zb.errors import UsageError
 from megatron_zb.parsing import positive, values_of_flags
 
@@ -67,6 +68,7 @@ _NUMBER = re.compile(r"[-+.0-9Ee]+")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of ``verify``."""
     parser.add_argument(
         "--iterations", type=positive, default=3, metavar="N", help="to compare (default: 3)"
     )
@@ -81,7 +83,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--directory",
         type=Path,
         metavar="DIR",
-        help="folder for the checkpoint and the logs, which stay there (default: a temporary one)",
+        help="folder for the checkpoint and the logs, which are kept (default: a temporary one)",
     )
     parser.add_argument("words", nargs="*", metavar="COMMAND", help="the training, after --")
 
@@ -219,7 +221,7 @@ def _output(words: list[str], folder: Path, name: str) -> str:
         UsageError: it could not be started, or ended with an error.
     """
     log = folder / f"{name}.log"
-    with log.open("wb") as file:
+    with log.open("wb") as file, told_if_slow(f"training for '{name}'"):
         try:
             ended = subprocess.run(
                 words, stdin=subprocess.DEVNULL, stdout=file, stderr=subprocess.STDOUT, check=False

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from megatron_zb.drawing.memory_lines import one_f_one_b_peak
 from megatron_zb.errors import UsageError
 from megatron_zb.schedules import Pass, PassKind, Report, Schedule, Timeline
-from megatron_zb.schedules.cut_embedding import EMBEDDING_KINDS
+from megatron_zb.schedules.passes import LAUNCH_LITTLE
 
 KIND_NAMES = {
     PassKind.F: "forward",
@@ -26,7 +26,7 @@ KIND_NAMES = {
 
 # One hue for each kind, from the shade of the first chunk of a rank to that of the last. Chosen by
 # a search for colours that stay apart in the eyes of colour-blind people, too: a test simulates
-# these eyes and measures. Grey stands for idle alone, violet for memory.
+# these eyes and measures. Grey stands only for idle, violet for memory.
 _SHADES = {
     PassKind.F: ("#0545C3", "#88AFFC"),  # blue
     PassKind.B: ("#7A4C0F", "#F49417"),  # orange
@@ -43,7 +43,7 @@ _SHADES = {
 ONE_SHADE = (PassKind.R, PassKind.O, PassKind.P, PassKind.V)
 """Kinds that look the same for all chunks; of O, P and V a rank runs one for a microbatch."""
 _KINDS_IN_WORDS = ", ".join(_SHADES)
-# A kind whose ranks have one chunk alone has the shade between the two.
+# A kind whose ranks have only one chunk has the shade between the two.
 _ONE_CHUNK = 0.5
 IDLE_COLOUR = "#E9ECF0"
 DARK_IDLE_COLOUR = "#6E757F"
@@ -157,7 +157,7 @@ def bars_of(timeline: Timeline) -> Iterator[Bar]:
             half = 1 if half == 0 else None
             if schedule.pair_at(rank, position) is not None:
                 half = 0
-            if p.kind in (*EMBEDDING_KINDS, PassKind.D, PassKind.H):
+            if p.kind in LAUNCH_LITTLE:
                 continue
             chunk = variant_of(schedule, p)
             colour = colour_of(p.kind, chunk, variants_of(schedule))

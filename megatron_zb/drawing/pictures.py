@@ -1,7 +1,7 @@
 """Draw a schedule as a PNG or SVG picture: a row for each rank, a bar for each pass.
 
 Below the bars, on the same axis of time, is the activation memory that each rank holds, in a row of
-its own. Where activations are moved, the copies of each rank follow, and what its host holds.
+its own. Where activations are offloaded, the copies of each rank follow, and what its host holds.
 """
 
 from __future__ import annotations
@@ -116,7 +116,7 @@ def draw(timeline: Timeline, unit: TimeUnit = COST_UNIT) -> Figure:
 
 
 def _draw_steps(timeline: Timeline, unit: TimeUnit) -> Figure:
-    """Draw bars alone, with the share of the time in which a rank computes beside its name."""
+    """Draw only bars, with the share of the time in which a rank computes beside its name."""
     width = _width(timeline)
     rows = timeline.schedule.placement.pipeline_size
     figure = _figure(width, rows * ROW_HEIGHT + MARGINS[1] + LEGEND_ROW_HEIGHT)

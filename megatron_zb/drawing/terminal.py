@@ -7,7 +7,7 @@ memory of each rank over time, in as many columns as the schedule, or as fit. A 
 distillation has T, S and U, as small letters in odd steps, and how busy each rank is at the end.
 A pair is one block: its forward, a plus, and its backward.
 Of a drawing that would fill many screens, the beginning and the end are shown, and in between a
-line that tells what is left out: a schedule repeats itself there.
+line that names what is left out: a schedule repeats itself there.
 """
 
 from __future__ import annotations
@@ -137,7 +137,7 @@ def _print_memory(timeline: Timeline, console: Console, columns: int, label_widt
 
 
 def _copies_in_words(timeline: Timeline) -> str:
-    """Describe what is moved to the host: how many forwards, how much, and the busiest engine."""
+    """Describe the offload: how many forwards, how much, and the busiest copy engine."""
     costs, first = timeline.costs, 1 if timeline.costs.full_duplex else 2
     busy = max(
         sum(copy.end - copy.start for copy in copies if copy.to_host) for copies in timeline.copies
@@ -146,8 +146,8 @@ def _copies_in_words(timeline: Timeline) -> str:
     held = max(timeline.peak_host)
     limit = f" of {costs.host_limit:g}" if math.isfinite(costs.host_limit) else ""
     return (
-        f"{len(timeline.schedule.moved)} of {forwards} forwards are moved to the host, which holds "
-        f"{held:.4g}{limit} microbatches of one rank at most; the busiest copy engine runs "
+        f"{len(timeline.schedule.moved)} of {forwards} forwards are offloaded to the host, which "
+        f"holds {held:.4g}{limit} microbatches of one rank at most; the busiest copy engine runs "
         f"{first * busy / timeline.makespan:.0%} of the time"
     )
 

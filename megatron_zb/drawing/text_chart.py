@@ -7,7 +7,7 @@ from collections import defaultdict
 from collections.abc import Iterator, Sequence
 
 from megatron_zb.drawing.axis import Axis
-from megatron_zb.planner.front import Point
+from megatron_zb.planner.table import Point
 
 WIDTH = 80
 ON_FRONT, OTHER, LIMIT = "*", "o", ":"

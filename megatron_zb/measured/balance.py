@@ -13,9 +13,9 @@ from typing import Any
 
 from megatron_zb.errors import UsageError
 from megatron_zb.job.run_flags import AUTO_LAYOUT, LAYOUT_FLAG
-from megatron_zb.measured.cutting import Cutting
 from megatron_zb.measured.fit import Fit
 from megatron_zb.measured.profile import Profile, read_profile
+from megatron_zb.measured.usual_gpu import Cutting
 from megatron_zb.schedules import Costs, PassKind, Schedule, layout, simulate
 from megatron_zb.schedules.layout import Layers, Layout
 from megatron_zb.schedules.placement import Placement

@@ -38,7 +38,7 @@ class PairTimes(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Exchange:
+class HiddenExchange:
     """Seconds of each stage that a pair hides of its F, and as many of its B or BW; see the module.
 
     ``loss`` is ``Costs.pair_loss``, and ``share`` the exchange as a share of the rest of a forward.
@@ -49,7 +49,7 @@ class Exchange:
     share: float
 
     @classmethod
-    def measured(cls, forward: Sequence[float], pairs: Sequence[PairTimes]) -> Exchange:
+    def measured(cls, forward: Sequence[float], pairs: Sequence[PairTimes]) -> HiddenExchange:
         """Derive what fits the pairs best, at least one; ``forward`` is each stage's seconds of F.
 
         A stage that no pair has run exchanges the usual share of its forward.

@@ -11,19 +11,21 @@ from dataclasses import dataclass, replace
 from itertools import pairwise
 from statistics import median
 
-from megatron_zb.measured.cutting import Cutting
+from megatron_zb.measured.cost_model import Variant
 from megatron_zb.measured.profile import CutVocabulary, Parts, Profile
-from megatron_zb.schedules import Costs
+from megatron_zb.measured.usual_gpu import Cutting
+from megatron_zb.schedules import Costs, layout
 from megatron_zb.schedules.layout import Layout
 from megatron_zb.schedules.placement import Placement
 
 _SECONDS = ("forward", "backward", "weight")
 _BYTES = ("activation", "held_for_weight")
 _QUANTITIES = (*_SECONDS, *_BYTES)
+_USUAL = Variant()
 
 
 @dataclass(frozen=True)
-class Part:
+class FittedPart:
     """One quantity of a layer, of the two ends of the model, and of a stage by itself."""
 
     layer: float
@@ -32,7 +34,7 @@ class Part:
     stage: float = 0.0
 
     @classmethod
-    def measured(cls, parts: Parts, name: str) -> Part:
+    def measured(cls, parts: Parts, name: str) -> FittedPart:
         """Return the seconds of a kind of pass, as timed for each part."""
         layer, embedding, output, multi_token, stage = (
             getattr(part, name)
@@ -47,7 +49,7 @@ class Part:
         return cls(layer, embedding, output + multi_token, stage)
 
     @classmethod
-    def fitted(cls, values: Sequence[float], layers: Sequence[str]) -> Part:
+    def fitted(cls, values: Sequence[float], layers: Sequence[str]) -> FittedPart:
         """Fit a quantity to the sums of some stages, each with its layers as letters.
 
         A layer is the median of the stages without ends; where every stage has an end, the
@@ -66,7 +68,7 @@ class Part:
             max(0.0, values[-1] - counts[-1] * layer),
         )
 
-    def with_ends(self, embedding: float, output: float) -> Part:
+    def with_ends(self, embedding: float, output: float) -> FittedPart:
         """Return the same with so much more at the two ends."""
         return replace(self, embedding=self.embedding + embedding, output=self.output + output)
 
@@ -87,8 +89,8 @@ class Fit:
     """
 
     profile: Profile
-    parts: dict[str, Part]
-    left: dict[str, Part]
+    parts: dict[str, FittedPart]
+    left: dict[str, FittedPart]
     slowdown: tuple[float, ...]
 
     @classmethod
@@ -96,12 +98,12 @@ class Fit:
         """Derive the costs from a profile."""
         layers = [stage.layers for stage in profile.stages]
         parts = {
-            name: Part.fitted([getattr(stage, name) for stage in profile.stages], layers)
+            name: FittedPart.fitted([getattr(stage, name) for stage in profile.stages], layers)
             for name in _QUANTITIES
         }
         if profile.parts is not None:
             measured = (*_SECONDS, "whole")
-            parts |= {name: Part.measured(profile.parts, name) for name in measured}
+            parts |= {name: FittedPart.measured(profile.parts, name) for name in measured}
         slowdown = _slowdowns(profile, parts)
         if profile.vocabulary is None:
             left = {name: replace(part, embedding=0.0, output=0.0) for name, part in parts.items()}
@@ -144,21 +146,21 @@ class Fit:
             held=output["activation"],
         )
 
-    def costs(
-        self,
-        placement: Placement,
-        counts: Layout,
-        *,
-        blocking: bool = False,
-        overlaps_exchange: bool = False,
-    ) -> Costs:
+    def layouts(self, placement: Placement, variant: Variant) -> Sequence[Layout]:
+        """Return the even layout, and the one that counts the ends as so many layers."""
+        ends = self.in_layers(cut=variant.cuts_vocabulary)
+        return layout.choices(self.profile.model.layers, placement, *ends)
+
+    def costs(self, placement: Placement, counts: Layout, variant: Variant = _USUAL) -> Costs:
         """Return the costs of a placement with ``counts[s]`` layers on stage s.
 
-        With ``blocking`` messages, a pass lasts until its message is there. With
-        ``overlaps_exchange``, pairs hide of every layer what those that ran have hidden of one.
+        Where messages are blocking, a pass lasts until its message is there. Pairs hide the same
+        seconds of every layer as those of the run.
         """
-        costs = self._costs(self.parts, placement, counts, blocking=blocking)
-        exchange = self.profile.exchange if overlaps_exchange else None
+        if variant.cuts_vocabulary:
+            return self.cut_costs(placement, counts, self.cutting or Cutting())
+        costs = self._costs(self.parts, placement, counts, blocking=variant.blocking)
+        exchange = self.profile.exchange if variant.overlaps_exchange else None
         if exchange is None:
             return costs
         ran = zip(exchange.seconds, self.profile.stages, strict=True)
@@ -167,7 +169,7 @@ class Fit:
 
     def _costs(
         self,
-        parts: dict[str, Part],
+        parts: dict[str, FittedPart],
         placement: Placement,
         counts: Layout,
         *,
@@ -229,7 +231,7 @@ def _whole_ends(cut: CutVocabulary, start: int) -> dict[str, tuple[float, float]
     }
 
 
-def _slowdowns(profile: Profile, parts: dict[str, Part]) -> tuple[float, ...]:
+def _slowdowns(profile: Profile, parts: dict[str, FittedPart]) -> tuple[float, ...]:
     counts = tuple(stage.layers.count("t") for stage in profile.stages)
     fitted = [0.0] * profile.pipeline_size
     found = [0.0] * profile.pipeline_size

@@ -18,7 +18,7 @@ from pydantic import Field, model_validator
 from megatron_zb.errors import UsageError
 from megatron_zb.measured import config
 from megatron_zb.measured.config import Section
-from megatron_zb.measured.exchange import Exchange, PairTimes
+from megatron_zb.measured.exchange import HiddenExchange, PairTimes
 from megatron_zb.schedules import Costs
 from megatron_zb.schedules.placement import Placement
 
@@ -388,7 +388,7 @@ class Profile(Section):
         return held / self.host_link.bandwidth / passes
 
     @property
-    def exchange(self) -> Exchange | None:
+    def exchange(self) -> HiddenExchange | None:
         """What pairs hide; None where none ran."""
         if not self.pairs:
             return None
@@ -400,7 +400,7 @@ class Profile(Section):
             backward = whole if pair.whole else back.backward
             return PairTimes(pair.forward, pair.backward, forward.forward, backward, pair.seconds)
 
-        return Exchange.measured([s.forward for s in stages], list(map(alone, self.pairs)))
+        return HiddenExchange.measured([s.forward for s in stages], list(map(alone, self.pairs)))
 
     def _slowdown_of_shards(self) -> list[float]:
         """Return how slow the shard of each rank is against the mean of all; they are alike."""

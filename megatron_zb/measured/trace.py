@@ -92,7 +92,7 @@ def read_trace(path: Path) -> Trace:
 
 
 @dataclass(frozen=True)
-class Difference:
+class StepDifference:
     """Seconds of one rank from its first start to its last end, and their parts.
 
     ``host`` is the time between passes and waits.
@@ -109,23 +109,23 @@ class Difference:
 
 
 @dataclass(frozen=True)
-class Compared:
+class ComparedStep:
     """A step as it ran and as the profile predicts it: the same passes in the same order."""
 
     measured: Timeline
     predicted: Timeline
     waits: tuple[tuple[tuple[float, float], ...], ...]
 
-    def differences(self) -> list[Difference]:
+    def differences(self) -> list[StepDifference]:
         """Return the difference and its parts for every rank."""
         return [self._difference(rank) for rank in range(len(self.waits))]
 
-    def _difference(self, rank: int) -> Difference:
+    def _difference(self, rank: int) -> StepDifference:
         spans = [_span(timeline, rank) for timeline in (self.measured, self.predicted)]
         computes = [_compute(timeline, rank) for timeline in (self.measured, self.predicted)]
         begin = self.measured.start[rank][0]
         waiting = sum(end - start for start, end in self.waits[rank] if start >= begin)
-        return Difference(
+        return StepDifference(
             rank,
             spans[0],
             spans[1],
@@ -145,7 +145,7 @@ def _compute(timeline: Timeline, rank: int) -> float:
     return sum(b - a for a, b in zip(timeline.start[rank], timeline.end[rank], strict=True))
 
 
-def compare(profile_path: Path) -> Compared:
+def compare(profile_path: Path) -> ComparedStep:
     """Read a profile and its trace, and simulate the step.
 
     Raises:
@@ -156,7 +156,7 @@ def compare(profile_path: Path) -> Compared:
     return compared(profile, read_trace(path), str(path))
 
 
-def compared(profile: Profile, trace: Trace, name: str) -> Compared:
+def compared(profile: Profile, trace: Trace, name: str) -> ComparedStep:
     """Simulate the step of a profile and a trace; ``name`` is the trace's name in errors.
 
     Raises:
@@ -186,7 +186,7 @@ def compared(profile: Profile, trace: Trace, name: str) -> Compared:
     predicted = simulate(schedule, costs)
     measured = Timeline(schedule, predicted.costs, _times(trace, 3), _times(trace, 4))
     waits = tuple(tuple(rank.waits) for rank in trace.ranks)
-    return Compared(measured, predicted, waits)
+    return ComparedStep(measured, predicted, waits)
 
 
 def _times(trace: Trace, column: Literal[3, 4]) -> tuple[tuple[float, ...], ...]:

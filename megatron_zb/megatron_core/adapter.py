@@ -5,10 +5,9 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import replace
 from functools import cached_property, lru_cache, partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from megatron.core import parallel_state
@@ -25,21 +24,28 @@ from megatron_zb.measured.balance import (
 )
 from megatron_zb.measured.exchange import with_exchange
 from megatron_zb.measured.limits import Limit
-from megatron_zb.megatron_core import embedding, encoder, graphs, versions
-from megatron_zb.megatron_core.forward_backward import ForwardBackward, Measurement, StepOptions
+from megatron_zb.megatron_core import graphs, model_ends, versions
+from megatron_zb.megatron_core.connections import ChannelsPart, WatchPart
+from megatron_zb.megatron_core.forward_backward import ForwardBackward
+from megatron_zb.megatron_core.graphs import GraphsPart
 from megatron_zb.megatron_core.initialisation import layers_draw_weights
 from megatron_zb.megatron_core.linear import split_linear_layers
+from megatron_zb.megatron_core.parts import Parts
 from megatron_zb.megatron_core.placement import PhysicalPlacement, StageLayout
-from megatron_zb.megatron_core.post_validation import PostValidation
+from megatron_zb.megatron_core.post_validation import PostValidation, PostValidationPart
+from megatron_zb.megatron_core.profiled_steps import ProfilePart
 from megatron_zb.megatron_core.profiling import ITERATIONS, PAIRED
-from megatron_zb.megatron_core.random_streams import LayerStreams
+from megatron_zb.megatron_core.random_streams import LayerStreams, StreamsPart
 from megatron_zb.megatron_core.replanning import Replanning
+from megatron_zb.megatron_core.report import StartReport
 from megatron_zb.megatron_core.split_backward import SplitBackward
+from megatron_zb.megatron_core.stages import OffloadPart
+from megatron_zb.megatron_core.step import StepPart
 from megatron_zb.megatron_core.transformer_engine import split_transformer_engine
-from megatron_zb.megatron_core.vocabulary_shard import CutOutput, cut
+from megatron_zb.megatron_core.verification import UnsplitLayers, Verification
 from megatron_zb.runtime.activation_memory import ActivationMemory
-from megatron_zb.runtime.copy_engines import CopyEngines
 from megatron_zb.runtime.groups import GroupOptions
+from megatron_zb.runtime.offload import CopyEngines
 from megatron_zb.runtime.weight_grad import WeightGradQueue
 from megatron_zb.schedules import catalog, layout
 from megatron_zb.schedules.catalog import Build
@@ -58,6 +64,9 @@ INPUT = 1 / 17
 
 # For another number of microbatches than a table's: evaluation, or a batch that is ramped up.
 _SUBSTITUTE = "auto"
+
+
+_Part = TypeVar("_Part", bound=StepPart)
 
 
 class PipelineAdapter:
@@ -92,8 +101,7 @@ class PipelineAdapter:
         """Whether every rank holds the layers that it has in Megatron without a schedule."""
         self._splits = [SplitBackward(WeightGradQueue()) for _ in range(self.chunks)]
         self.program_for = lru_cache(maxsize=16)(self._build_program)
-        self._step_options = StepOptions()
-        self._output: CutOutput | None = None
+        self._parts = Parts(self.physical, cuts_vocabulary=costs.vocabulary is not None)
         self._said: list[str] = []
         self.unsplit_shares: Sequence[float] = []
         """Share of each stage's weight gradients that B computes, once a step has shown it."""
@@ -230,18 +238,17 @@ class PipelineAdapter:
     def forward_backward_func(self) -> ForwardBackward:
         """Replacement of Megatron's ``forward_backward_func``, with the options given until now."""
         if self.splits_backward:
-            self._step_options = replace(self._step_options, count_unsplit=self._count_unsplit)
-        return ForwardBackward(
-            self.physical,
-            self.program_for,
-            self._splits,
-            self._step_options,
-            output=lambda: self._output,
-        )
+            self._add(UnsplitLayers(self._splits, self.physical, self._count_unsplit))
+        parts = self._parts.in_order()
+        return ForwardBackward(self.physical, self.program_for, self._splits, parts)
 
-    def _with_options(self, **options: Any) -> None:
-        assert "forward_backward_func" not in vars(self), "options come before the function"
-        self._step_options = replace(self._step_options, **options)
+    def _add(self, part: StepPart) -> None:
+        assert "forward_backward_func" not in vars(self), "parts come before the function"
+        self._parts.add(part)
+
+    def part(self, kind: type[_Part]) -> _Part:
+        """Return the part of a type, such as the one that watches or connects the ranks."""
+        return self._parts[kind]
 
     @property
     def chunks(self) -> int:
@@ -278,16 +285,17 @@ class PipelineAdapter:
             replicas_differ: data-parallel ranks draw differently (``data_parallel_random_init``).
         """
         streams = LayerStreams(seed, replicas_differ=replicas_differ)
-        self._with_options(streams=streams, steps_done=steps_done)
+        self._add(StreamsPart(streams, steps_done))
 
     @property
     def draws_by_layer(self) -> bool:
-        return self._step_options.streams is not None
+        return StreamsPart in self._parts
 
     def drawing_weights(self) -> AbstractContextManager[None]:
         """Return the context for Megatron to build a chunk in, with its layers' own streams."""
-        streams = self._step_options.streams
-        return nullcontext() if streams is None else layers_draw_weights(streams)
+        if not self.draws_by_layer:
+            return nullcontext()
+        return layers_draw_weights(self.part(StreamsPart).streams)
 
     def prepare_model(self, model_chunks: list[Any]) -> None:
         """Tie the embeddings and split the linear layers; before data parallelism wraps them.
@@ -297,19 +305,11 @@ class PipelineAdapter:
         Raises:
             UsageError: the vocabulary cannot be cut as asked for.
         """
-        embedding.tie(model_chunks)
-        if self.costs.vocabulary is not None:
-            if self._output is not None:
-                raise UsageError(
-                    "a second model was built, but the shards of a cut vocabulary are those of one "
-                    "model: give --pipeline-vocabulary off, or build one"
-                )
-            self._output = cut(model_chunks, self.physical)
-        streams = self._step_options.streams
+        model_ends.tie_embeddings(model_chunks)
+        for part in self._parts.in_order():
+            part.prepare_model(model_chunks)
         for chunk, split in zip(model_chunks, self._splits, strict=True):
-            if streams is not None:
-                streams.seed_forwards(chunk)
-            encoder.convert_inputs(chunk)
+            model_ends.convert_inputs(chunk)
             split_linear_layers(chunk, split)
             if self.splits_backward:
                 split_transformer_engine(chunk, split, self.schedule.name)
@@ -322,7 +322,7 @@ class PipelineAdapter:
     @property
     def finalize_model_grads(self) -> Callable[..., None]:
         """Value for ``config.finalize_model_grads_func``."""
-        return embedding.finalize_with_tied_weights if self.physical.mirrored else _finalize
+        return model_ends.finalize_with_tied_weights if self.physical.mirrored else _finalize
 
     def watch(self, seconds: float | None, distributed_timeout_minutes: float) -> None:
         """Let a watchdog end the job after so many seconds without progress in a step; 0 is never.
@@ -336,7 +336,7 @@ class PipelineAdapter:
         if seconds is not None and seconds < 0:
             raise UsageError(f"--pipeline-timeout is {seconds:g}: it must be 0 or greater")
         default = 0.9 * 60 * distributed_timeout_minutes
-        self._with_options(timeout=(default if seconds is None else seconds) or None)
+        self._add(WatchPart((default if seconds is None else seconds) or None))
 
     def create_graphs(self, helper: Any, capture: Callable[[Any], None] | None = None) -> None:
         """Capture Transformer-Engine's CUDA graphs in the order of the schedule.
@@ -351,19 +351,19 @@ class PipelineAdapter:
 
         def order(num_microbatches: int) -> list[int]:
             schedule = self.program_for(num_microbatches, False, False).schedule
-            self.forward_backward_func.keep_to(schedule)
+            self.part(GraphsPart).keep_to(schedule)
             return graphs.pass_order(schedule, rank)
 
-        self.forward_backward_func.forget_marks()
+        self.part(WatchPart).forget_marks()
         graphs.create(capture or type(helper).create_cudagraphs, helper, order)
 
     def connect_with(self, options: GroupOptions) -> None:
         """Make the process groups of the messages with these options; before the first step."""
-        self._with_options(group_options=options)
+        self._add(ChannelsPart(options))
 
     def copy_with(self, engines: CopyEngines) -> None:
         """Move activations to the host with these engines, not those of the device."""
-        self._with_options(copy_engines=engines)
+        self._add(OffloadPart(engines))
 
     def post_validate(
         self, optimizer: Any, scheduler: Any, chunks: list[Any], *, on_host: bool = False
@@ -381,10 +381,10 @@ class PipelineAdapter:
                 "optimizer post-validation cannot be combined with an output layer that is cut "
                 "along the vocabulary: the forwards that run again have no passes of it"
             )
-        function = self.forward_backward_func
-        ranks = function.pipeline_ranks(parallel_state.get_pipeline_model_parallel_group())
+        pipeline = parallel_state.get_pipeline_model_parallel_group()
+        ranks = self.physical.pipeline_ranks(pipeline)
         validation = PostValidation(optimizer, scheduler, chunks, ranks, on_host=on_host)
-        function.validate_with(validation)
+        self.forward_backward_func.add(PostValidationPart(validation))
         return validation
 
     def profile(self, path: Path | None, every: int | None, *, is_named: bool = True) -> None:
@@ -424,20 +424,17 @@ class PipelineAdapter:
                 f"that splits the backward, such as zb-h1 or v-half: {self.schedule.name} does not"
             )
         replanning = Replanning(self, path=path, replan=replan, say=_say_on_first_rank)
-        self._with_options(
-            measurement=Measurement(
-                partial(replanning.start, every),
-                replanning.use,
-                copies=path is not None or bool(self.costs.copy or self.schedule.moved),
-            )
-        )
+        times_copies = path is not None or bool(self.costs.copy or self.schedule.moved)
+        host = (lambda: self.part(OffloadPart).host) if times_copies else None
+        start = partial(replanning.start, every)
+        self._add(ProfilePart(start, replanning.use, self._splits, host))
 
     def verify(self) -> None:
         """Compare the gradients of the first training step with those of an unsplit backward.
 
         To be called before the first step, which then takes twice as long.
         """
-        self._with_options(verifies=True)
+        self._add(Verification(self._splits))
 
     def _count_unsplit(self, shares: list[float]) -> None:
         """Count what B computes since layers cannot be split, by a share of each stage."""
@@ -539,75 +536,11 @@ class PipelineAdapter:
 
     def describe(self) -> str:
         """Return the start-up lines: schedule, layers on ranks, expected bubble rate and memory."""
-        timeline = simulate(self.schedule, self.costs)
-        p = self.schedule.placement.pipeline_size
-        lines = [
-            f"pipeline schedule {self.schedule.name}: {p} ranks x {self.chunks} chunks, "
-            f"{self.schedule.num_microbatches} microbatches, expected bubble "
-            f"{100 * self.predicted_bubble_rate:.1f} % at {self._known_costs()}"
-        ]
-        for pp_rank in range(p):
-            held = " + ".join(self._describe_chunk(pp_rank, c) for c in range(self.chunks))
-            peak = timeline.peak_activation[self.physical.logical(pp_rank)]
-            lines.append(
-                f"  pipeline rank {pp_rank}: {held}; activations of at most {peak:g} microbatches "
-                f"({peak / p:.2f} of 1F1B's first rank)"
-            )
-        if self.costs.vocabulary is not None:
-            lines.append("  every pipeline rank: its rows of the embedding and the output layer")
-        if self._balance is not None:
-            lines.append(f"  {self._balance}")
-        if self.costs.forward_comm:
-            forwards = self.schedule.num_microbatches * self.schedule.placement.num_stages
-            joined = len(self.schedule.pairs)
-            lines.append(f"  {joined} of {forwards} forwards run in one pass with a backward")
-        if self.costs.recompute or self.schedule.dropped:
-            forwards = self.schedule.num_microbatches * self.schedule.placement.num_stages
-            lines.append(
-                f"  {len(self.schedule.dropped)} of {forwards} forwards keep their input alone; "
-                "their activations are computed again"
-            )
-        if self.costs.copy or self.schedule.moved:
-            lines.append(self._describe_moves())
-        if self.draws_by_layer:
-            lines.append("  every layer draws from random streams of its own")
-        lines += [f"  {line}" for line in self._said]
-        return "\n".join(lines)
-
-    def _describe_moves(self) -> str:
-        forwards = self.schedule.num_microbatches * self.schedule.placement.num_stages
-        line = f"  {len(self.schedule.moved)} of {forwards} activations move to the host and back"
-        if not self.costs.copy:
-            return line
-        share = sum(self.costs.copy) / sum(
-            map(sum, (self.costs.forward, self.costs.backward, self.costs.weight))
+        said = ["every layer draws from random streams of its own"] if self.draws_by_layer else []
+        report = StartReport(
+            self.schedule, self.costs, self.layer_layout, self.predicted_bubble_rate
         )
-        return f"{line}; a copy counts as {share:.0%} of its passes"
-
-    def _known_costs(self) -> str:
-        known = "equal costs" if len(set(self.costs.forward)) == 1 else "costs counted from sizes"
-        messages = f" and transfers of {TRANSFER:.0%} of a forward"
-        share = sum(self.costs.forward_comm) / sum(self.costs.forward)
-        exchange = f" and an exchange between experts of {share:.0%} of a forward"
-        return (
-            known
-            + (messages if self.schedule.name == "auto" else "")
-            + (exchange if self.costs.forward_comm else "")
-        )
-
-    def _describe_chunk(self, pp_rank: int, vp_stage: int) -> str:
-        stage = self.physical.stage(pp_rank, vp_stage)
-        letters = self.layer_layout.letters
-        first = "".join(letters[:stage]).count("t") + 1
-        count = letters[stage].count("t")
-        parts = [f"layers {first}-{first + count - 1}"] if count else []
-        if self.costs.vocabulary is not None:
-            return f"stage {stage} ({''.join(parts) or 'empty'})"
-        if "E" in letters[stage]:
-            parts.insert(0, "embedding")
-        if "L" in letters[stage]:
-            parts.append("output layer")
-        return f"stage {stage} ({', '.join(parts) or 'empty'})"
+        return report.text(self._balance, [*said, *self._said])
 
 
 def _say_on_first_rank(line: str) -> None:

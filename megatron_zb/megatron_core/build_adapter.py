@@ -17,11 +17,11 @@ from megatron_zb.job.run_flags import (
     states_asked_for,
 )
 from megatron_zb.measured.balance import Ends
-from megatron_zb.measured.host_link import copy_share
 from megatron_zb.measured.limits import Limit
+from megatron_zb.measured.usual_gpu import copy_share
 from megatron_zb.megatron_core import versions
 from megatron_zb.megatron_core.adapter import PipelineAdapter
-from megatron_zb.megatron_core.stages import device
+from megatron_zb.megatron_core.step import device
 from megatron_zb.megatron_core.vocabulary_choice import WHOLE, faster
 from megatron_zb.runtime.groups import GroupOptions
 from megatron_zb.schedules import catalog, interchange

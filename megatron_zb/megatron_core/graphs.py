@@ -21,8 +21,27 @@ import torch
 from megatron.core.transformer import cuda_graphs
 from torch.utils._pytree import tree_map
 
+from megatron_zb.megatron_core import refusals
+from megatron_zb.megatron_core.step import Step, StepPart
 from megatron_zb.schedules.passes import PassKind
 from megatron_zb.schedules.schedule import Schedule
+
+
+class GraphsPart(StepPart):
+    """Refuses graphs that would be wrong, and another order of passes than the captured one."""
+
+    def __init__(self) -> None:
+        self._captured: Schedule | None = None
+
+    def keep_to(self, schedule: Schedule) -> None:
+        """Refuse to train in another order than this from now on: graphs have been captured."""
+        self._captured = schedule
+
+    def before_step(self, step: Step) -> None:
+        schedule = step.program.schedule
+        facts = {part.fact: True for part in step.parts if part.fact}
+        other = self._captured not in (None, schedule) and not step.forward_only
+        refusals.check_step(step.config, schedule.name, has_another_order=other, **facts)
 
 
 def pass_order(schedule: Schedule, rank: int) -> list[int]:

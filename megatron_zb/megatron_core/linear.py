@@ -24,8 +24,14 @@ from megatron.core.tensor_parallel.layers import (
 )
 
 from megatron_zb.megatron_core.initialisation import global_modules
-from megatron_zb.megatron_core.shards import Shard, gathering, held, whole
-from megatron_zb.megatron_core.split_backward import SplitBackward, Unsplit
+from megatron_zb.megatron_core.split_backward import (
+    SequenceShard,
+    SplitBackward,
+    Unsplit,
+    gathering,
+    held,
+    whole,
+)
 from megatron_zb.runtime.weight_grad import WeightGradQueue
 
 _ARGUMENTS = list(inspect.signature(MegatronLinear.forward).parameters)[1:]
@@ -163,13 +169,13 @@ class _Call(NamedTuple):
 
 def _operands(
     ctx: Any, input_: torch.Tensor, grad_output: torch.Tensor
-) -> tuple[torch.Tensor | Shard, torch.Tensor | Shard]:
+) -> tuple[torch.Tensor | SequenceShard, torch.Tensor | SequenceShard]:
     """Return the operands of W; those gathered along the sequence are kept as shards until W."""
     group = ctx.gathers_gradient
     input_ = input_.detach()  # with its graph, it would keep the input of the whole stage
     return (
-        Shard(input_, ctx.tp_group) if ctx.sequence_parallel else input_,
-        grad_output if group is None else Shard.of(grad_output, group),
+        SequenceShard(input_, ctx.tp_group) if ctx.sequence_parallel else input_,
+        grad_output if group is None else SequenceShard.of(grad_output, group),
     )
 
 
@@ -187,8 +193,8 @@ def _input_gradient(ctx: Any, grad_output: torch.Tensor, input_: torch.Tensor) -
 def _add_weight_gradient(
     call: _Call,
     weight: torch.Tensor,
-    kept_input: torch.Tensor | Shard,
-    kept_gradient: torch.Tensor | Shard,
+    kept_input: torch.Tensor | SequenceShard,
+    kept_gradient: torch.Tensor | SequenceShard,
     *_held: torch.Tensor,
 ) -> None:
     input_, grad_output = whole(kept_input), whole(kept_gradient)
@@ -203,6 +209,7 @@ def _add_weight_gradient(
 def accumulate_fused(
     input_: torch.Tensor, grad_output: torch.Tensor, main_grad: torch.Tensor | None
 ) -> None:
+    """Add a weight gradient to ``main_grad`` with apex's kernel."""
     import fused_weight_gradient_mlp_cuda as kernels
 
     assert main_grad is not None

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import torch.distributed as dist
 from megatron.core.transformer.enums import LayerType
 from megatron.core.transformer.pipeline_parallel_layer_layout import PipelineParallelLayerLayout
 
@@ -31,6 +32,11 @@ class PhysicalPlacement:
     def logical(self, pp_rank: int) -> int:
         """Return the logical rank of a physical pipeline rank, or the physical of a logical one."""
         return self.placement.pipeline_size - 1 - pp_rank if self.mirrored else pp_rank
+
+    def pipeline_ranks(self, pp_group: dist.ProcessGroup) -> list[int]:
+        """Return the global ranks of a pipeline in logical order."""
+        ranks = dist.get_process_group_ranks(pp_group)
+        return ranks[::-1] if self.mirrored else ranks
 
     def stage(self, pp_rank: int, vp_stage: int | None) -> int:
         """Return the stage that a chunk of a physical rank holds."""
@@ -56,7 +62,7 @@ class StageLayout(PipelineParallelLayerLayout):
 
     def __init__(self, letters: Letters, physical: PhysicalPlacement) -> None:
         placement = physical.placement
-        self._physical = physical
+        self.physical = physical
         self.letters = letters
         segments = [[_TYPES[letter] for letter in of_stage] for of_stage in letters]
         by_virtual_stage = [
@@ -82,7 +88,7 @@ class StageLayout(PipelineParallelLayerLayout):
             from megatron.core import parallel_state
 
             pp_rank = parallel_state.get_pipeline_model_parallel_rank()
-        stage = self._physical.stage(pp_rank, vp_stage)
+        stage = self.physical.stage(pp_rank, vp_stage)
         return sum(segment.count(layer_type) for segment in self._segments[:stage])
 
     def segment(self, pattern: str, vp_stage: int | None) -> tuple[list[str], int]:

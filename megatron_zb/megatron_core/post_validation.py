@@ -22,15 +22,13 @@ from megatron.core.optimizer_param_scheduler import get_canonical_lr_for_logging
 from megatron.core.utils import get_model_config
 
 from megatron_zb.errors import UsageError
-from megatron_zb.megatron_core.optimizer_snapshot import (
-    GroupOptions,
-    OptimizerSnapshot,
-    bring_to_model,
-    is_stub,
-)
+from megatron_zb.megatron_core.data_iterators import Start
 from megatron_zb.megatron_core.refusals import check_steps_taken_back
+from megatron_zb.megatron_core.step import Passes, Step, StepPart
 from megatron_zb.runtime.groups import new_groups
-from megatron_zb.runtime.post_validation import StateExchange
+from megatron_zb.runtime.post_validation import StateExchange, run_from_cut
+from megatron_zb.schedules.program.lowering import Program
+from megatron_zb.schedules.program.rollback import Rollback, rollback
 
 # Where the numbers of a state are; the rest of it counts infinite gradients, for each optimizer.
 _HELD_BACK, _SQUARES, _ZEROS, _INFINITE = range(4)
@@ -41,7 +39,7 @@ _SERVED_INNER = ("Adam", "AdamW", "SGD", "FusedAdam", "FusedSGD")
 
 
 @dataclass(frozen=True)
-class Outcome:
+class StepOutcome:
     """The outcome of a step, as Megatron's training loop reports it."""
 
     skipped: bool
@@ -92,8 +90,8 @@ class PostValidation:
         self._groups = _StatisticsGroups(self._optimizers)
         self._before: _Before | None = None
         self._put_off: list[Callable[[], None]] = []
-        self.outcome: Outcome | None = None
-        """Outcome of the latest step that has been validated."""
+        self.outcome: StepOutcome | None = None
+        """StepOutcome of the latest step that has been validated."""
         self._take_over(chunks)
 
     def _take_over(self, chunks: Sequence[Any]) -> None:
@@ -118,7 +116,7 @@ class PostValidation:
         """Step in place of ``optimizer.step``; assume success, with norm and zeros unknown yet."""
         self.settle()
         before = _Before(
-            GroupOptions(self._optimizers),
+            ParamGroupOptions(self._optimizers),
             [dict(vars(s)) if s else {} for s in map(_scaler, self._optimizers)],
             None if self._scheduler is None else self._scheduler.num_steps,
         )
@@ -175,7 +173,7 @@ class PostValidation:
         assert before is not None
         judgement = self._judge(self._exchange.full())
         self._mend_scalers(before, judgement)
-        ahead = GroupOptions(self._optimizers)
+        ahead = ParamGroupOptions(self._optimizers)
         before.options.restore()
         if before.stepped:
             self._snapshot.restore()
@@ -191,7 +189,7 @@ class PostValidation:
 
     def _close(self, judgement: _Judgement) -> None:
         known = not judgement.skips
-        self.outcome = Outcome(
+        self.outcome = StepOutcome(
             skipped=judgement.skips,
             grad_norm=_in_single_precision(judgement.norm) if known else None,
             num_zeros=_in_single_precision(judgement.zeros)
@@ -256,11 +254,62 @@ class PostValidation:
         return call
 
 
+class PostValidationPart(StepPart):
+    """Lets every step also validate the optimizer's last one where that is still open."""
+
+    fact = "is_validated_later"
+
+    def __init__(self, validation: PostValidation) -> None:
+        self._validation = validation
+        self._cuts: dict[int, tuple[Program, Rollback]] = {}
+
+    def run_passes(self, passes: Passes, step: Step) -> bool:
+        """Run the passes up to the cut; run them again if the optimizer's step was wrong."""
+        validation = self._validation
+        if step.forward_only:
+            validation.settle()
+        if not validation.is_open:
+            return False
+        start = Start(step.data_iterators)
+        step.data_iterators = start.data_iterators
+
+        def was_right() -> bool:
+            right = validation.was_right()
+            if right:
+                start.forget()
+            return right
+
+        def start_anew() -> None:
+            validation.mend()
+            start.go_back()
+            step.forward_data_store.clear()
+            step.total_num_tokens.zero_()
+
+        run_from_cut(
+            step.program,
+            self._cut(step.program),
+            step.logical,
+            passes.stages,
+            passes.transport,
+            passes.allocate,
+            is_right=was_right,
+            start_anew=start_anew,
+            observer=passes.observer,
+        )
+        return True
+
+    def _cut(self, program: Program) -> Rollback:
+        count = program.schedule.num_microbatches
+        if count not in self._cuts or self._cuts[count][0] is not program:
+            self._cuts[count] = (program, rollback(program))
+        return self._cuts[count][1]
+
+
 @dataclass
 class _Before:
     """The state before a step, to undo it, and whether this rank has made the step."""
 
-    options: GroupOptions
+    options: ParamGroupOptions
     scalers: list[dict[str, Any]]
     num_steps: int | None
     stepped: bool = False
@@ -345,3 +394,151 @@ def _scaler(optimizer: Any) -> Any:
 def _in_single_precision(number: float) -> float:
     """Round to float32, as Megatron's reduction over the ranks does."""
     return torch.tensor(number, dtype=torch.float32, device="cpu").item()
+
+
+class OptimizerSnapshot:
+    """A copy of the parameters and states of optimizers; its memory is reused every step.
+
+    On a GPU the host waits for no copy: taking, the optimizer's step and restoring follow one
+    another on the current stream, and nothing but a later copy on it reads the host's memory, which
+    is pinned.
+
+    Args:
+        optimizers: Megatron's, each around one of torch's; those around none are left out.
+        on_host: keep the copies in host memory.
+    """
+
+    def __init__(self, optimizers: list[Any], *, on_host: bool = False) -> None:
+        self._optimizers = [o for o in optimizers if not is_stub(o)]
+        self._on_host = on_host
+        self._copies: dict[tuple[int, str], torch.Tensor] = {}
+        self._states: list[dict[str, Any] | None] = []
+
+    def take(self) -> None:
+        """Copy parameters and states, over the copies of the previous step."""
+        self._states = []
+        for parameter, states in self._parameters():
+            self._copy(parameter, "", parameter.data)
+            state = states.get(parameter)  # it has none before its first step
+            self._states.append(
+                None
+                if state is None
+                else {
+                    name: self._copy(parameter, name, value) if torch.is_tensor(value) else value
+                    for name, value in state.items()
+                }
+            )
+
+    @torch.no_grad()
+    def restore(self) -> None:
+        """Restore the copied parameters and states; the model's copies of them are not updated."""
+        for (parameter, states), values in zip(self._parameters(), self._states, strict=True):
+            parameter.data.copy_(self._copies[id(parameter), ""], non_blocking=True)
+            if values is None:
+                states.pop(parameter, None)
+            else:
+                _restore_state(states[parameter], values)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of a copy, including the states that the first step will create."""
+        total = 0
+        for optimizer in self._optimizers:
+            for group in optimizer.optimizer.param_groups:
+                for parameter in group["params"]:
+                    states = optimizer.optimizer.state.get(parameter)
+                    own = _nbytes(parameter)
+                    total += own + (
+                        _averages(group) * own
+                        if states is None
+                        else sum(map(_nbytes, states.values()))
+                    )
+        return total
+
+    def _parameters(self) -> Iterator[tuple[torch.Tensor, dict[torch.Tensor, dict[str, Any]]]]:
+        """Yield every parameter, with the mapping that may hold its state."""
+        for optimizer in self._optimizers:
+            for group in optimizer.optimizer.param_groups:
+                for parameter in group["params"]:
+                    yield parameter, optimizer.optimizer.state
+
+    def _copy(self, parameter: torch.Tensor, name: str, value: torch.Tensor) -> torch.Tensor:
+        copy = self._copies.get((id(parameter), name))
+        if copy is None:
+            device = torch.device("cpu") if self._on_host else value.device
+            pinned = self._on_host and value.device.type == "cuda"
+            copy = torch.empty_like(value, device=device, pin_memory=pinned)
+            self._copies[id(parameter), name] = copy
+        copy.copy_(value, non_blocking=True)
+        return copy
+
+
+def _averages(group: dict[str, Any]) -> int:
+    """Count the tensors an optimizer will keep for a parameter, of its size: Adam two, SGD one."""
+    return 2 if "betas" in group else int(bool(group.get("momentum")))
+
+
+def _nbytes(value: Any) -> int:
+    return value.numel() * value.element_size() if torch.is_tensor(value) else 0
+
+
+def _restore_state(state: dict[str, Any], values: dict[str, Any]) -> None:
+    for name in state.keys() - values.keys():
+        del state[name]
+    for name, value in values.items():
+        if torch.is_tensor(value):
+            state[name].copy_(value, non_blocking=True)
+        else:
+            state[name] = value
+
+
+class ParamGroupOptions:
+    """A copy of the options of the parameter groups: learning rate, steps, ..."""
+
+    def __init__(self, optimizers: list[Any]) -> None:
+        self._groups = [g for o in optimizers if not is_stub(o) for g in o.optimizer.param_groups]
+        self._values = [
+            {name: _own(value) for name, value in group.items() if name != "params"}
+            for group in self._groups
+        ]
+
+    def restore(self, *names: str) -> None:
+        """Restore the options of these names in all groups, or all options without names."""
+        for group, values in zip(self._groups, self._values, strict=True):
+            for name in names or values:
+                if torch.is_tensor(group.get(name)) and torch.is_tensor(values[name]):
+                    group[name].copy_(values[name])
+                else:
+                    group[name] = _own(values[name])
+            for name in [] if names else [n for n in group if n not in values and n != "params"]:
+                del group[name]
+
+
+def is_stub(optimizer: Any) -> bool:
+    """Return whether there is nothing to optimize, as on a rank where everything is frozen."""
+    return bool(getattr(optimizer, "is_stub_optimizer", False))
+
+
+def bring_to_model(optimizers: list[Any]) -> None:
+    """Copy the optimizers' parameters to the model, and gather them, as after a step."""
+    for optimizer in optimizers:
+        if not is_stub(optimizer):
+            with _idle(optimizer.optimizer):
+                optimizer.step_with_ready_grads()
+
+
+@contextmanager
+def _idle(optimizer: Any) -> Iterator[None]:
+    """Let Megatron do everything in a step except for the step of torch's optimizer."""
+    own = vars(optimizer).get("step")
+    optimizer.step = lambda: None
+    try:
+        yield
+    finally:
+        del optimizer.step
+        if own is not None:
+            optimizer.step = own
+
+
+def _own(value: Any) -> Any:
+    return value.clone() if torch.is_tensor(value) else value

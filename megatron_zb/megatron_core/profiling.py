@@ -30,9 +30,8 @@ from megatron_zb.measured.profile import (
     merged_shards,
 )
 from megatron_zb.runtime.activation_memory import ActivationMemory
-from megatron_zb.runtime.copy_times import BYTES, CopyTimes
-from megatron_zb.runtime.observer import Observer
-from megatron_zb.runtime.recorder import AllocatedMemory, MemoryRecorder, Recorder, Span
+from megatron_zb.runtime.link_times import BYTES, CopyTimes
+from megatron_zb.runtime.observer import AllocatedMemory, MemoryRecorder, Observer, Recorder, Span
 from megatron_zb.schedules.passes import Channel, Pair, Pass, PassKind
 
 WARM_UP = 2
@@ -89,7 +88,7 @@ class Measured(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Held:
+class HeldStage:
     """A stage that this rank holds: its number, its logical rank, its layers as letters."""
 
     stage: int
@@ -118,7 +117,7 @@ class Profiling:
         split: Callable[[], None],
         join: Callable[[], None],
         pair: Callable[[], None],
-        held: Sequence[Held],
+        held: Sequence[HeldStage],
         num_microbatches: int,
         every: int | None = None,
         shard: int | None = None,
@@ -316,7 +315,7 @@ class Profiling:
         ]
 
     def _stage(
-        self, held: Held, seconds: dict[tuple[PassKind, int], float], message: int
+        self, held: HeldStage, seconds: dict[tuple[PassKind, int], float], message: int
     ) -> StageProfile:
         after_f, after_b = self._left_after(held.stage)
         if self._of_allocator:
@@ -469,7 +468,7 @@ def _usual(ranks: Sequence[PartSeconds]) -> PartSeconds:
     )
 
 
-def _messages_of_f(held: Held) -> int:
+def _messages_of_f(held: HeldStage) -> int:
     """Count the messages that F holds beyond those it allocates: plus its input, minus its output.
 
     The input was there before F, and counts as held from F to B; the output is allocated in F, and

@@ -15,10 +15,10 @@ from megatron.core.utils import get_attr_wrapped_model
 from megatron_zb.errors import UsageError
 from megatron_zb.measured.profile import Profile, ProfiledModel, write_profile
 from megatron_zb.measured.trace import Trace, of_spans, write_trace
-from megatron_zb.megatron_core.encoder import language_model
+from megatron_zb.megatron_core.model_ends import language_model
 from megatron_zb.megatron_core.placement import PhysicalPlacement
-from megatron_zb.megatron_core.profiling import Held, Measured, Profiling
-from megatron_zb.megatron_core.stages import Iteration
+from megatron_zb.megatron_core.profiling import HeldStage, Measured, Profiling
+from megatron_zb.megatron_core.step import Step
 from megatron_zb.schedules.costs import Costs
 from megatron_zb.schedules.schedule import Schedule
 from megatron_zb.schedules.search.fusing import fuse_for_free, join_all, split_all
@@ -73,7 +73,7 @@ class Replanning:
         adapter = self._adapter
         rank = adapter.physical.logical(parallel_state.get_pipeline_model_parallel_rank())
         held = [
-            Held(stage, rank, adapter.layers_of(stage))
+            HeldStage(stage, rank, adapter.layers_of(stage))
             for stage in adapter.schedule.placement.stages_of[rank]
         ]
         is_cut = adapter.costs.vocabulary is not None
@@ -104,9 +104,9 @@ class Replanning:
         """Run the schedule as it is, with its pairs."""
         self._adapter.use(self._usual)
 
-    def use(self, measured: Measured, iteration: Iteration) -> None:
+    def use(self, measured: Measured, step: Step) -> None:
         """Write the measurements and choose a schedule, on every rank between two iterations."""
-        profile = self._profile(measured, iteration)
+        profile = self._profile(measured, step)
         self._adapter.use(self._usual)
         if self._path is not None and dist.get_rank() == 0:
             self._write(profile, of_spans(measured.spans), self._path)
@@ -123,8 +123,8 @@ class Replanning:
         else:
             self._say(f"the profile is in {path}")
 
-    def _profile(self, measured: Measured, iteration: Iteration) -> Profile:
-        config, schedule = iteration.config, self._usual
+    def _profile(self, measured: Measured, step: Step) -> Profile:
+        config, schedule = step.config, self._usual
         return Profile(
             version=5,
             device=torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU",
@@ -135,11 +135,11 @@ class Replanning:
             model=ProfiledModel(
                 layers=sum(stage.layers.count("t") for stage in measured.stages),
                 hidden_size=config.hidden_size,
-                sequence_length=iteration.seq_length,
-                microbatch=iteration.micro_batch_size,
-                tensor=iteration.pg_collection.tp.size(),
-                context=iteration.pg_collection.cp.size(),
-                vocabulary=_rows_of_output(iteration.model[0]),
+                sequence_length=step.seq_length,
+                microbatch=step.micro_batch_size,
+                tensor=step.pg_collection.tp.size(),
+                context=step.pg_collection.cp.size(),
+                vocabulary=_rows_of_output(step.model[0]),
             ),
             stages=[
                 stage.model_copy(update={"unsplit": share})

@@ -2,65 +2,66 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass, field
-from functools import partial
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import cached_property, partial
 from typing import Any
 
 import torch
 from megatron.core.pipeline_parallel import schedules as megatron_schedules
 
 from megatron_zb.errors import UsageError
+from megatron_zb.megatron_core.data_iterators import Start
 from megatron_zb.megatron_core.data_parallel import DataParallelSync
-from megatron_zb.megatron_core.placement import PhysicalPlacement
 from megatron_zb.megatron_core.random_streams import LayerStreams, RandomState
-from megatron_zb.megatron_core.redo import Start
 from megatron_zb.megatron_core.split_backward import SplitBackward
+from megatron_zb.megatron_core.step import Step, StepPart, device, timed
 from megatron_zb.runtime.autograd_stage import AutogradStage
-from megatron_zb.runtime.observer import NOTHING
+from megatron_zb.runtime.offload import CopyEngines, HostMemory, MovedActivations
 
 
 class MegatronStage(AutogradStage):
-    """One model chunk in one iteration, computed by Megatron's own ``forward_step``."""
-
-    def __init__(self, iteration: Iteration, vp_stage: int, split: SplitBackward) -> None:
-        self._iteration = iteration
-        self._vp_stage = vp_stage
-        self.is_output = iteration.physical.holds_output(iteration.pp_rank, vp_stage)
-        self._split, self._queue = split, split.queue
-        self._past: dict[int, Start] = {}
-        self._context_parallel = iteration.pg_collection.cp.size()
-        super().__init__(
-            self._forward_step,
-            split.queue,
-            is_last=self.is_output and self.computes_loss,
-            forward_only=iteration.forward_only,
-        )
+    """One model chunk in one step, computed by Megatron's own ``forward_step``."""
 
     computes_loss = True
     """Whether the loss is a part of the last stage's F."""
 
+    def __init__(self, step: Step, chunk: int, split: SplitBackward) -> None:
+        self._step = step
+        self.chunk, self.split = chunk, split
+        self.is_output = step.physical.holds_output(step.pp_rank, chunk)
+        self.streams: LayerStreams | None = None
+        self.sync: DataParallelSync | None = None
+        self._past: dict[int, Start] = {}
+        self._context_parallel = step.pg_collection.cp.size()
+        super().__init__(
+            self._forward_step,
+            split.queue,
+            is_last=self.is_output and self.computes_loss,
+            forward_only=step.forward_only,
+        )
+        self.activation_memory = split.queue.activation_memory = step.memory
+
     def _forward_step(self, microbatch: int, activation: torch.Tensor | None) -> torch.Tensor:
-        it = self._iteration
+        step = self._step
         self._choose_streams(microbatch)
-        if it.sync is not None:
-            it.sync.before_forward(self._vp_stage)
+        if self.sync is not None:
+            self.sync.before_forward(self.chunk)
         output, num_tokens = megatron_schedules.forward_step(
             self._user_step,
-            it.data_iterators[self._vp_stage],
-            it.model[self._vp_stage],
-            it.num_microbatches,
+            step.data_iterators[self.chunk],
+            step.model[self.chunk],
+            step.num_microbatches,
             activation,
-            it.forward_data_store,
-            it.config,
+            step.forward_data_store,
+            step.config,
             self._context_parallel,
-            collect_non_loss_data=it.collect_non_loss_data,
+            collect_non_loss_data=step.collect_non_loss_data,
             is_first_microbatch=megatron_schedules.check_first_val_step(
-                it.first_val_step, it.forward_only, microbatch == 0
+                step.first_val_step, step.forward_only, microbatch == 0
             ),
             current_microbatch=microbatch,
-            vp_stage=self._vp_stage if len(it.model) > 1 else None,
+            vp_stage=self.chunk if len(step.model) > 1 else None,
             is_last_stage=self.is_output and self.computes_loss,
         )
         if not isinstance(output, torch.Tensor):
@@ -73,30 +74,30 @@ class MegatronStage(AutogradStage):
         return output
 
     def _start_of_backward(self, output: torch.Tensor) -> Any:
-        if not (self._split.has_looked or self._split.is_off):
-            self._split.look_at(output)
+        if not (self.split.has_looked or self.split.is_off):
+            self.split.look_at(output)
         return super()._start_of_backward(output)
 
     def _user_step(self, *arguments: Any, **options: Any) -> Any:
-        return self._iteration.forward_step_func(*arguments, **options)
+        return self._step.forward_step_func(*arguments, **options)
 
     def _scaled(self, loss: torch.Tensor, num_tokens: torch.Tensor) -> torch.Tensor:
         """Count the tokens of a loss, and return it as the backward starts from it."""
-        it = self._iteration
-        it.total_num_tokens += num_tokens
-        if it.forward_only or it.config.grad_scale_func is None:
+        step = self._step
+        step.total_num_tokens += num_tokens
+        if step.forward_only or step.config.grad_scale_func is None:
             return loss
-        scaled: torch.Tensor = it.config.grad_scale_func(loss)
+        scaled: torch.Tensor = step.config.grad_scale_func(loss)
         return scaled
 
     def _choose_streams(self, microbatch: int) -> None:
         """Choose a microbatch's random streams, for a forward or a backward's recomputation."""
-        if self._iteration.streams is not None:
-            self._iteration.streams.start_pass(microbatch)
+        if self.streams is not None:
+            self.streams.start_pass(microbatch)
 
     @contextmanager
     def _remembering(self, microbatch: int) -> Iterator[None]:
-        iterators, chunk = self._iteration.data_iterators, self._vp_stage
+        iterators, chunk = self._step.data_iterators, self.chunk
         usual = iterators[chunk]
         start = self._past[microbatch] = Start([usual])
         (iterators[chunk],) = start.data_iterators
@@ -107,11 +108,11 @@ class MegatronStage(AutogradStage):
 
     @contextmanager
     def _repeating(self, microbatch: int) -> Iterator[None]:
-        """Read and draw again what the forward has read and drawn.
+        """Read and draw the same as the forward has done.
 
-        A router counts the tokens of a forward with gradients alone, and so once.
+        A router counts the tokens of a forward only if it has gradients, and so once.
         """
-        iterators, chunk = self._iteration.data_iterators, self._vp_stage
+        iterators, chunk = self._step.data_iterators, self.chunk
         usual, now = iterators[chunk], RandomState()
         start = self._past.pop(microbatch)
         start.go_back()
@@ -124,69 +125,53 @@ class MegatronStage(AutogradStage):
 
     def backward(self, microbatch: int, gradient: torch.Tensor | None) -> torch.Tensor | None:
         self._choose_streams(microbatch)
-        with timed(self._iteration.config, "backward-compute", log_level=2):
-            if self._queue.deferring:
+        with timed(self._step.config, "backward-compute", log_level=2):
+            if self.split.queue.deferring:
                 return super().backward(microbatch, gradient)
-            sync = self._sync
-            sync.before_weight_gradients(self._vp_stage, None)
+            sync = self._training_sync
+            sync.before_weight_gradients(self.chunk, None)
             result = super().backward(microbatch, gradient)
-            sync.after_weight_gradients(self._vp_stage)
+            sync.after_weight_gradients(self.chunk)
             return result
 
     def backward_weight(self, microbatch: int) -> None:
-        sync = self._sync
-        sync.before_weight_gradients(self._vp_stage, partial(self._queue.weights, microbatch))
+        sync = self._training_sync
+        sync.before_weight_gradients(self.chunk, partial(self.split.queue.weights, microbatch))
         super().backward_weight(microbatch)
-        sync.after_weight_gradients(self._vp_stage)
+        sync.after_weight_gradients(self.chunk)
 
     @property
-    def _sync(self) -> DataParallelSync:
-        sync = self._iteration.sync
-        assert sync is not None, "an evaluation has no backward"
-        return sync
+    def _training_sync(self) -> DataParallelSync:
+        assert self.sync is not None, "an evaluation has no backward"
+        return self.sync
 
 
-@dataclass
-class Iteration:
-    """The arguments of one call of ``forward_backward_func``, and its results.
+class OffloadPart(StepPart):
+    """Lets stages keep only the input of recomputed microbatches, and offload others to the host.
 
-    ``sync`` is None where nothing is trained: an evaluation gathers and reduces nothing.
+    Args:
+        engines: copy activations to the host and back; None for those of the device.
     """
 
-    physical: PhysicalPlacement
-    pp_rank: int
-    config: Any
-    pg_collection: Any
-    forward_step_func: Callable[..., Any]
-    data_iterators: list[Any]
-    model: list[Any]
-    num_microbatches: int
-    seq_length: int
-    micro_batch_size: int
-    forward_only: bool
-    collect_non_loss_data: bool
-    first_val_step: bool | None
-    total_num_tokens: torch.Tensor
-    streams: LayerStreams | None = None
-    sync: DataParallelSync | None = None
-    forward_data_store: list[Any] = field(default_factory=list)
+    def __init__(self, engines: CopyEngines | None = None) -> None:
+        self._engines = engines
 
+    @cached_property
+    def host(self) -> HostMemory:
+        """Memory of the host for the activations of this rank, created at its first use."""
+        return HostMemory(torch.device(device()), self._engines)
 
-def device() -> Any:
-    """Return the device on which Megatron creates its tensors."""
-    return torch.cuda.current_device()
+    @property
+    def peak_host_bytes(self) -> int:
+        """The most memory of the host that offloaded activations have taken on this rank."""
+        return self.host.taken_bytes if "host" in vars(self) else 0
 
-
-def timed(
-    config: Any, name: str, *, log_level: int, barrier: bool = False
-) -> AbstractContextManager[None]:
-    """Return the context of one of Megatron's timers, if the user has asked for them."""
-    return NOTHING if config.timers is None else _timer(config, name, log_level, barrier)
-
-
-@contextmanager
-def _timer(config: Any, name: str, log_level: int, barrier: bool) -> Iterator[None]:
-    timer = config.timers(name, log_level=log_level)
-    timer.start(barrier=barrier)
-    yield
-    timer.stop()
+    def wrap_stage(self, number: int, stage: Any, step: Step) -> None:
+        schedule = step.program.schedule
+        stage.dropped = frozenset(m for held, m in schedule.dropped if held == number)
+        stage.moved = frozenset(m for held, m in schedule.moved if held == number)
+        if stage.moved:
+            chunk = step.model[stage.chunk]
+            buffers = torch.nn.Module.buffers(chunk)  # Megatron's own wrappers have others
+            stage.moves = MovedActivations(self.host, [*chunk.parameters(), *buffers])
+            stage.moves.activation_memory = step.memory

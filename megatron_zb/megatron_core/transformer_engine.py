@@ -35,8 +35,14 @@ from megatron_zb.megatron_core import versions
 from megatron_zb.megatron_core.initialisation import global_modules
 from megatron_zb.megatron_core.linear import accumulate
 from megatron_zb.megatron_core.refusals import reason
-from megatron_zb.megatron_core.shards import Shard, gathering, held, whole
-from megatron_zb.megatron_core.split_backward import COMPUTED, SplitBackward
+from megatron_zb.megatron_core.split_backward import (
+    COMPUTED,
+    SequenceShard,
+    SplitBackward,
+    gathering,
+    held,
+    whole,
+)
 from megatron_zb.parsing import flag_of
 
 
@@ -285,7 +291,7 @@ def _with_shard(operands: list[Any], gathered: int, module: Any) -> list[Any]:
     """
     kept = list(operands)
     if not _is_quantized(operands[gathered]):
-        kept[gathered] = Shard.of(operands[gathered], module.tp_group)
+        kept[gathered] = SequenceShard.of(operands[gathered], module.tp_group)
     elif any(value is True for name, value in vars(module).items() if name.startswith("ub_")):
         _leave_buffers(operands[gathered])
     return kept

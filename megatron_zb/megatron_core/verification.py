@@ -1,4 +1,4 @@
-"""Comparison of a step's gradients with those of the same step with nothing split.
+"""Checks of the split backward: its gradients, and the layers that cannot be split.
 
 ``--pipeline-verify`` runs the first step of training twice: once with every weight gradient in B,
 by Megatron's own functions, and its reductions at the end; then as it will run from then on. Data,
@@ -8,8 +8,8 @@ doubled, computed from the wrong tensors or reduced too early then differs by na
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from typing import Any, NamedTuple
 
 import torch
@@ -19,11 +19,13 @@ from megatron.core.distributed import DistributedDataParallel
 from megatron_zb.errors import UsageError
 from megatron_zb.job.run_flags import VERIFY_FLAG
 from megatron_zb.megatron_core import versions
-from megatron_zb.megatron_core.embedding import gradient_of
+from megatron_zb.megatron_core.data_iterators import Start
 from megatron_zb.megatron_core.initialisation import global_parameters
-from megatron_zb.megatron_core.redo import Start
+from megatron_zb.megatron_core.model_ends import gradient_of
+from megatron_zb.megatron_core.placement import PhysicalPlacement
 from megatron_zb.megatron_core.split_backward import SplitBackward
-from megatron_zb.megatron_core.stages import Iteration
+from megatron_zb.megatron_core.step import Step, StepPart, device
+from megatron_zb.runtime.observer import NOTHING
 
 TOLERANCE = {torch.float32: 1e-5, torch.float64: 1e-10}
 """The most that a gradient may differ, as a share of its norm, by the type of its weight. Both
@@ -32,7 +34,7 @@ as those of an attention's backward, give a difference at all."""
 TOLERANCE_16_BITS = 2e-3
 
 
-class Difference(NamedTuple):
+class GradientDifference(NamedTuple):
     """A parameter whose gradients differ, by a share of the norm of the unsplit one."""
 
     name: str
@@ -41,61 +43,78 @@ class Difference(NamedTuple):
 
 
 class _Checked(NamedTuple):
-    """What a rank has found: its difference nearest to the loss, with its stage, if any."""
+    """The result of a rank: its difference nearest to the loss, with its stage, if any."""
 
-    found: tuple[int, Difference] | None
+    found: tuple[int, GradientDifference] | None
     largest: float
     parameters: int
     layers: int
 
 
-class Verification:
-    """The comparison of one step; ``splits`` are those of the rank's chunks."""
+class Verification(StepPart):
+    """The comparison of the first step of training; ``splits`` are those of the rank's chunks."""
 
     def __init__(self, splits: list[SplitBackward]) -> None:
         self._splits = splits
+        self._is_due = True
         self._expected: list[dict[str, torch.Tensor | None]] = []
 
-    @contextmanager
-    def unsplit(self, iteration: Iteration) -> Iterator[None]:
-        """Run the step that is compared with inside, and put back what it has changed."""
-        start = Start(iteration.data_iterators)
-        usual, iteration.data_iterators = iteration.data_iterators, start.data_iterators
-        buffers = [(b, b.clone()) for c in iteration.model for b in torch.nn.Module.buffers(c)]
-        before = [_gradients(chunk) for chunk in iteration.model]
+    def around(self, step: Step) -> AbstractContextManager[None]:
+        """Rehearse the first step with nothing split, before the contexts of other parts."""
+        if self._is_due and not step.forward_only and not step.is_rehearsal:
+            step.is_rehearsal = True
+            try:
+                self._rehearse(step)
+            finally:
+                step.is_rehearsal = False
+        return NOTHING
+
+    def after_step(self, step: Step) -> None:
+        if self._is_due and not step.forward_only:
+            self._is_due = False
+            line = self._compare(step)
+            if dist.get_rank() == 0:
+                print(f"megatron_zb: {line}", flush=True)
+
+    def _rehearse(self, step: Step) -> None:
+        """Run the step that is compared with, and undo everything that it has changed."""
+        start = Start(step.data_iterators)
+        usual, step.data_iterators = step.data_iterators, start.data_iterators
+        buffers = [(b, b.clone()) for c in step.model for b in torch.nn.Module.buffers(c)]
+        before = [_gradients(chunk) for chunk in step.model]
         for split in self._splits:
             split.is_off = True
         try:
             with versions.losses_logged_apart():
-                yield
+                step.run(step)
         except BaseException:
-            iteration.data_iterators = usual
+            step.data_iterators = usual
             raise
         finally:
             for split in self._splits:
                 split.is_off = False
-        self._expected = [_gradients(chunk) for chunk in iteration.model]
+        self._expected = [_gradients(chunk) for chunk in step.model]
         start.go_back()
-        iteration.forward_data_store.clear()
-        iteration.total_num_tokens.zero_()
+        step.forward_data_store.clear()
+        step.total_num_tokens.zero_()
         with torch.no_grad():
             for buffer, value in buffers:
                 buffer.copy_(value)
-        for chunk, gradients in zip(iteration.model, before, strict=True):
+        for chunk, gradients in zip(step.model, before, strict=True):
             _set_gradients(chunk, gradients)
 
-    def check(self, iteration: Iteration, schedule: str) -> str:
-        """Return what to say of the step that has run since; collective over the job.
+    def _compare(self, step: Step) -> str:
+        """Return the line to print about the step that has run since; collective over the job.
 
         Raises:
             UsageError: a gradient differs; on all ranks, with the one that is nearest to the loss,
                 as a fault of an input gradient spreads to all layers before it.
         """
-        found: list[tuple[int, Difference]] = []
+        found: list[tuple[int, GradientDifference]] = []
         largest = 0.0
-        for number, chunk in enumerate(iteration.model):
+        for number, chunk in enumerate(step.model):
             differ, most = _differences(self._expected[number], chunk)
-            stage = iteration.physical.stage(iteration.pp_rank, number)
+            stage = step.physical.stage(step.pp_rank, number)
             found += [(stage, one) for one in differ[-1:]]
             largest = max(largest, most)
         mine = _Checked(
@@ -105,21 +124,21 @@ class Verification:
             layers=sum(len(split.split_layers) for split in self._splits),
         )
         self._expected = []
-        told: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(told, mine)
-        wrong = [(one.found, rank) for rank, one in enumerate(told) if one.found]
+        everyone: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(everyone, mine)
+        wrong = [(one.found, rank) for rank, one in enumerate(everyone) if one.found]
         if wrong:
             (_, worst), rank = max(wrong, key=lambda one: one[0][0])
-            raise UsageError(_sentence(schedule, rank, worst))
+            raise UsageError(_sentence(step.program.schedule.name, rank, worst))
         return (
-            f"{VERIFY_FLAG}: the gradients of {sum(one.parameters for one in told)} parameters on "
-            f"{len(told)} ranks, {sum(one.layers for one in told)} of split layers, are those of "
-            "an unsplit backward; the largest difference is "
-            f"{max(one.largest for one in told):.1e} of a gradient's norm"
+            f"{VERIFY_FLAG}: the gradients of {sum(one.parameters for one in everyone)} parameters "
+            f"on {len(everyone)} ranks, {sum(one.layers for one in everyone)} of split layers, are "
+            "those of an unsplit backward; the largest difference is "
+            f"{max(one.largest for one in everyone):.1e} of a gradient's norm"
         )
 
 
-def _sentence(schedule: str, rank: int, worst: Difference) -> str:
+def _sentence(schedule: str, rank: int, worst: GradientDifference) -> str:
     name, share, (expected, ours) = worst
     if not ours:
         wrong = f"is missing, where an unsplit backward has one of norm {expected:.3g}"
@@ -132,13 +151,6 @@ def _sentence(schedule: str, rank: int, worst: Difference) -> str:
         f"{VERIFY_FLAG}: with --pipeline-schedule {schedule}, the gradient of {name} on rank "
         f"{rank} {wrong}: leave the schedule out or use 1f1b, and report this layer"
     )
-
-
-def start_reductions(chunks: list[Any]) -> None:
-    """Start the reductions of chunks that overlap them, for a step that has not done so."""
-    for chunk in chunks:
-        if isinstance(chunk, DistributedDataParallel) and chunk.ddp_config.overlap_grad_reduce:
-            chunk.start_grad_sync()
 
 
 def _parameters(chunk: Any) -> Iterator[tuple[str, Any]]:
@@ -160,7 +172,7 @@ def _gradients(chunk: Any) -> dict[str, torch.Tensor | None]:
 
 
 def _gradient(parameter: Any) -> torch.Tensor | None:
-    """Return a gradient as :func:`embedding.gradient_of`, None where there is none."""
+    """Return a gradient as :func:`gradient_of`, None where there is none."""
     gradient: torch.Tensor | None = gradient_of(parameter)
     return None if gradient is None else gradient.detach()
 
@@ -179,7 +191,7 @@ def _set_gradients(chunk: Any, gradients: dict[str, torch.Tensor | None]) -> Non
 
 def _differences(
     expected: dict[str, torch.Tensor | None], chunk: Any
-) -> tuple[list[Difference], float]:
+) -> tuple[list[GradientDifference], float]:
     """Return the gradients that differ by more than is allowed, and the largest difference."""
     found, largest = [], 0.0
     for name, parameter in _parameters(chunk):
@@ -195,7 +207,7 @@ def _differences(
         share = _off(ours, reference) / (norms[0] or norms[1])
         largest = max(largest, share)
         if not share <= TOLERANCE.get(parameter.dtype, TOLERANCE_16_BITS):
-            found.append(Difference(name, share, norms))
+            found.append(GradientDifference(name, share, norms))
     return found, largest
 
 
@@ -203,3 +215,45 @@ def _off(mine: torch.Tensor, theirs: torch.Tensor) -> float:
     """Return the norm of a difference; numbers that are not finite in both are equal."""
     both = ~(mine.isfinite() | theirs.isfinite())
     return float((mine - theirs).masked_fill(both, 0.0).norm())
+
+
+class UnsplitLayers(StepPart):
+    """The unsplit layers of a rank's chunks: named once each, counted after the first step.
+
+    Args:
+        splits: one for each chunk.
+        physical: the stages that the chunks hold.
+        count: function called on every rank with the share of each stage's weight gradients, by
+            their sizes, that B computes.
+    """
+
+    def __init__(
+        self,
+        splits: Sequence[SplitBackward],
+        physical: PhysicalPlacement,
+        count: Callable[[list[float]], None],
+    ) -> None:
+        self._splits, self._physical = splits, physical
+        self._count: Callable[[list[float]], None] | None = count
+
+    def after_step(self, step: Step) -> None:
+        """Name new layers on the first replica; the first call is collective over the job."""
+        if step.forward_only:
+            return
+        lines = [line for split in self._splits for line in split.news()]
+        groups = (getattr(step.pg_collection, name, None) for name in ("tp", "dp_cp"))
+        if lines and all(group is None or group.rank() == 0 for group in groups):
+            for line in lines:
+                print(f"megatron_zb: {line}", flush=True)
+        if self._count is not None:
+            count, self._count = self._count, None
+            count(self._shares(step.pp_rank))
+
+    def _shares(self, pp_rank: int) -> list[float]:
+        """Return the largest share of each stage on any rank; schedules must be equal on all."""
+        shares = torch.zeros(self._physical.placement.num_stages, device=device())
+        for chunk, split in enumerate(self._splits):
+            shares[self._physical.stage(pp_rank, chunk)] = split.unsplit_share
+        dist.all_reduce(shares, op=dist.ReduceOp.MAX)
+        found: list[float] = shares.tolist()
+        return found

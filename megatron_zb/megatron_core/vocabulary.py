@@ -1,26 +1,34 @@
-"""Passes of an output layer that is cut along the vocabulary over all pipeline ranks.
+"""Vocabulary parallelism: passes of an output layer and an embedding that all ranks share.
 
-The last stage hands over what would go into the output layer; the loss function of the user gets
-the losses of the tokens, as from Megatron's model. See :mod:`megatron_zb.runtime.vocabulary` for
-their arithmetic.
+The last stage hands over the input of the output layer; the loss function of the user gets the
+losses of the tokens, as from Megatron's model. The rank of the first stage reads a microbatch ahead
+of its F, by the user's own forward step up to the call of the model; every rank looks up its rows,
+and the F continues with their sum. See :mod:`megatron_zb.runtime.vocabulary` for the arithmetic.
 """
 
 from __future__ import annotations
 
+import inspect
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from functools import partial
+from typing import Any, NamedTuple
 
 import torch
 from megatron.core.pipeline_parallel import schedules as megatron_schedules
+from megatron.core.utils import get_attr_wrapped_model
 
 from megatron_zb.errors import UsageError
-from megatron_zb.megatron_core.cut_embedding import EmbeddingPasses, FirstStage, TiedGradient
+from megatron_zb.megatron_core.data_parallel import DataParallelSync
 from megatron_zb.megatron_core.linear import accumulate, accumulate_fused
+from megatron_zb.megatron_core.placement import PhysicalPlacement
 from megatron_zb.megatron_core.split_backward import SplitBackward, has_hooks, uses_of_leaves
-from megatron_zb.megatron_core.stages import Iteration, MegatronStage, device
-from megatron_zb.megatron_core.vocabulary_shard import CutOutput
-from megatron_zb.runtime.activation_memory import ActivationMemory
-from megatron_zb.runtime.executor import TRAINING, Handler
+from megatron_zb.megatron_core.stages import MegatronStage
+from megatron_zb.megatron_core.step import Step, StepPart, device
+from megatron_zb.megatron_core.vocabulary_shard import CutEmbedding, CutOutput, Lookups, cut
+from megatron_zb.runtime.executor import Allocate, Handler
 from megatron_zb.runtime.vocabulary import (
     LOSS_WIDTH,
     Hidden,
@@ -32,9 +40,9 @@ from megatron_zb.runtime.vocabulary import (
 )
 from megatron_zb.schedules.passes import Message, PassKind
 from megatron_zb.schedules.placement import Placement
+from megatron_zb.schedules.program.lowering import runs_of
 
 HANDLERS: dict[PassKind, Handler] = {
-    **TRAINING,
     PassKind.F: lambda stage, microbatch, *received: stage.forward(
         microbatch, *received or (None,)
     ),
@@ -43,14 +51,76 @@ HANDLERS: dict[PassKind, Handler] = {
     PassKind.V: lambda shard, microbatch, loss=None: shard.backward_weight(microbatch, loss),
     PassKind.E: lambda shard, microbatch, tokens=None: shard.embedding.lookup(microbatch, tokens),
     PassKind.G: lambda shard, microbatch, gradient=None: shard.embedding.backward_weight(
-        microbatch, gradient
+        microbatch, gradient, shard.sync
     ),
 }
 
 
+class VocabularyPart(StepPart):
+    """Passes of the shards of a vocabulary, in the steps of one model."""
+
+    handlers = HANDLERS
+
+    def __init__(self, physical: PhysicalPlacement) -> None:
+        self._physical = physical
+        self._output: CutOutput | None = None
+        self._handoff = HandoffBuffer()
+
+    @property
+    def output(self) -> CutOutput:
+        assert self._output is not None, "the model is built before the first step"
+        return self._output
+
+    def prepare_model(self, chunks: list[Any]) -> None:
+        if self._output is not None:
+            raise UsageError(
+                "a second model was built, but the shards of a cut vocabulary are those of one "
+                "model: give --pipeline-vocabulary off, or build one"
+            )
+        self._output = cut(chunks, self._physical)
+
+    def weight_passes(self, step: Step) -> Mapping[int, int]:
+        """Count the V and G of each chunk of this rank, which compute weight gradients."""
+        kinds = {run.work.kind for run in runs_of(step.program.ranks[step.logical])}
+        found: Counter[int] = Counter()
+        holders = {PassKind.V: self.output.chunk, PassKind.G: self.output.embedding.chunk}
+        for kind, chunk in holders.items():
+            found[chunk] += step.program.schedule.num_microbatches * (kind in kinds)
+        return found
+
+    @contextmanager
+    def around(self, step: Step) -> Iterator[None]:
+        self._handoff = HandoffBuffer()
+        yield
+
+    def stage_type(self, number: int, step: Step) -> Callable[..., Any] | None:
+        if number == step.physical.placement.num_stages - 1:
+            return partial(LastStage, output=self.output, handoff=self._handoff)
+        if number != 0:
+            return None
+        # on ranks that do not hold it there are no lookups, and nobody creates the stage
+        return partial(FirstStage, lookups=self.output.embedding.lookups)
+
+    def more_stages(self, stages: Mapping[int, Any], step: Step) -> Mapping[int, Any]:
+        number = step.physical.placement.num_stages + step.logical
+        handoff = self._handoff if step.logical == self.output.end else None
+        return {number: ShardPasses(step, self.output, handoff, stages.get(0))}
+
+    def allocation(self, usual: Allocate, step: Step) -> Allocate:
+        output, placement = self.output, step.physical.placement
+        stages = placement.num_stages
+
+        def empty(message: Message) -> torch.Tensor:
+            if message.stage < stages:
+                return usual(message)
+            return empty_message(message, step.shape, step.config, output, placement)
+
+        return empty
+
+
 @dataclass
-class Desk:
-    """What the last stage and the shard of the same rank hand to each other, by microbatch."""
+class HandoffBuffer:
+    """Tensors that the last stage and the shard of its rank hand to each other, by microbatch."""
 
     hidden: dict[int, torch.Tensor] = field(default_factory=dict)
     parts: dict[int, torch.Tensor] = field(default_factory=dict)
@@ -58,17 +128,20 @@ class Desk:
 
 
 class ShardPasses:
-    """Passes O and V of one rank in one iteration, and those of its shard of the ``embedding``.
+    """Passes O and V of one rank in one step, and those of its shard of the ``embedding``.
 
-    ``desk`` is that of the rank of the last stage, None on others; ``first`` the first stage where
-    this rank has it.
+    ``handoff`` is that of the rank of the last stage, None on others; ``first`` the first stage
+    where this rank has step.
     """
+
+    split = None
+    """Marks a stage without layers that could be split."""
 
     def __init__(
         self,
-        iteration: Iteration,
+        step: Step,
         output: CutOutput,
-        desk: Desk | None,
+        handoff: HandoffBuffer | None,
         first: FirstStage | None,
     ) -> None:
         for shard in (output.shard, output.embedding.shard):
@@ -79,41 +152,42 @@ class ShardPasses:
                 )
         self._tied = None
         if output.embedding.tied:
-            passes = 2 * iteration.num_microbatches
+            passes = 2 * step.num_microbatches
             self._tied = TiedGradient(output.shard.weight, passes)
-        self.embedding = EmbeddingPasses(iteration, output.embedding, first, self._tied)
-        self._iteration, self._chunk, self._desk = iteration, output.chunk, desk
+        self.embedding = EmbeddingPasses(step, output.embedding, first, self._tied)
+        self._step, self._chunk, self._handoff = step, output.chunk, handoff
         self._shard = shard = output.shard
-        self._fused = bool(iteration.config.gradient_accumulation_fusion)
-        self._rows = shard.rows(sequence_parallel=bool(iteration.config.sequence_parallel))
+        self._fused = bool(step.config.gradient_accumulation_fusion)
+        self._rows = shard.rows(sequence_parallel=bool(step.config.sequence_parallel))
         self._live: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
-        self.activation_memory: ActivationMemory | None = None
+        self.activation_memory = step.memory
+        self.sync: DataParallelSync | None = None
 
     @torch.no_grad()
     def output(self, microbatch: int, received: torch.Tensor | None) -> torch.Tensor | None:
         """Run O; the part goes to the last stage's rank."""
         if received is None:
-            assert self._desk is not None
-            received = self._desk.hidden.pop(microbatch)
+            assert self._handoff is not None
+            received = self._handoff.hidden.pop(microbatch)
         x, labels = Hidden.of(self._rows.gathered(received))
         logits = self._shard(x, logits=True)
         part = self._rows.part(self._shard.weight, logits, labels).packed()
-        if not self._iteration.forward_only:
+        if not self._step.forward_only:
             self._live[microbatch] = (received, logits)
             self._hold(received, logits)
-        if self._desk is None:
+        if self._handoff is None:
             return part
-        self._desk.parts[microbatch] = part
+        self._handoff.parts[microbatch] = part
         return None
 
     @torch.no_grad()
     def backward_weight(self, microbatch: int, received: torch.Tensor | None) -> None:
         """Run V."""
         if received is None:
-            assert self._desk is not None
-            received = self._desk.losses.pop(microbatch)
+            assert self._handoff is not None
+            received = self._handoff.losses.pop(microbatch)
         hidden, logits = self._live.pop(microbatch)
-        weight, sync = self._shard.weight, self._iteration.sync
+        weight, sync = self._shard.weight, self.sync
         assert sync is not None, "an evaluation has no V"
         sync.before_weight_gradients(self._chunk, lambda: {id(weight): 1})
         x, labels = Hidden.of(self._rows.gathered(hidden))
@@ -147,15 +221,15 @@ class LastStage(MegatronStage):
 
     def __init__(
         self,
-        iteration: Iteration,
-        vp_stage: int,
+        step: Step,
+        chunk: int,
         split: SplitBackward,
         output: CutOutput,
-        desk: Desk,
+        handoff: HandoffBuffer,
     ) -> None:
-        super().__init__(iteration, vp_stage, split)
-        self._shard, self._desk, self._end = output.shard, desk, output.end
-        self._rows = output.shard.rows(sequence_parallel=bool(iteration.config.sequence_parallel))
+        super().__init__(step, chunk, split)
+        self._shard, self._handoff, self._end = output.shard, handoff, output.end
+        self._rows = output.shard.rows(sequence_parallel=bool(step.config.sequence_parallel))
         self._dtype = output.shard.weight.dtype
         self._loss_func: Any = None
         self._open: dict[int, tuple[Any, torch.Size]] = {}
@@ -174,15 +248,15 @@ class LastStage(MegatronStage):
         rows = x.reshape(-1, x.size(-1)).to(self._dtype)
         message = Hidden(rows, labels.reshape(-1)).packed()
         self._open[microbatch] = (self._loss_func, x.shape)
-        self._desk.hidden[microbatch] = message
+        self._handoff.hidden[microbatch] = message
         return message
 
     def put_together(self, microbatch: int, received: tuple[torch.Tensor, ...]) -> torch.Tensor:
         """Run P; return what V needs, for all ranks."""
         loss_func, shape = self._open.pop(microbatch)
         parts = list(received)
-        parts.insert(self._end, self._desk.parts.pop(microbatch))
-        trains = not self._iteration.forward_only
+        parts.insert(self._end, self._handoff.parts.pop(microbatch))
+        trains = not self._step.forward_only
         with torch.no_grad():
             whole = put_together([Part.of(part) for part in parts], with_gradient=trains)
             log, losses = map(self._rows.gathered, (whole.log, whole.per_token))
@@ -199,11 +273,11 @@ class LastStage(MegatronStage):
         direction = whole.direction * self._rows.own(gradient).unsqueeze(1)
         self._gradients[microbatch] = direction.view(shape)
         message = Loss(log, gradient).packed()
-        self._desk.losses[microbatch] = message
+        self._handoff.losses[microbatch] = message
         return message
 
     def _start_of_backward(self, output: torch.Tensor) -> Any:
-        if not self._split.has_looked:
+        if not self.split.has_looked:
             self._refuse_other_uses(output)
         return super()._start_of_backward(output)
 
@@ -217,18 +291,18 @@ class LastStage(MegatronStage):
 
     def _loss(self, per_token: torch.Tensor, loss_func: Any) -> torch.Tensor:
         """Do with the losses of the tokens (batch, sequence) what Megatron does."""
-        it = self._iteration
-        if it.config.timers is not None:
-            it.config.timers("forward-compute", log_level=2).start()
+        step = self._step
+        if step.config.timers is not None:
+            step.config.timers("forward-compute", log_level=2).start()
         loss, num_tokens = megatron_schedules.forward_step_calc_loss(
-            it.model[self._vp_stage],
+            step.model[self.chunk],
             per_token,
             loss_func,
-            it.config,
-            self._vp_stage if len(it.model) > 1 else None,
-            it.collect_non_loss_data,
-            it.num_microbatches,
-            it.forward_data_store,
+            step.config,
+            self.chunk if len(step.model) > 1 else None,
+            step.collect_non_loss_data,
+            step.num_microbatches,
+            step.forward_data_store,
             cp_group_size=self._context_parallel,
             is_last_stage=True,
         )
@@ -265,3 +339,194 @@ def empty_message(
     tokens, columns, kind = sizes[message.is_gradient]
     size = (tokens, columns) if columns else (tokens,)
     return torch.empty(size, dtype=kind, device=device())
+
+
+class _ModelCall(NamedTuple):
+    """The arguments of a call of the model."""
+
+    arguments: tuple[Any, ...]
+    options: dict[str, Any]
+
+
+class _Called(Exception):
+    """The user's forward step has called the model."""
+
+    def __init__(self, call: _ModelCall) -> None:
+        super().__init__()
+        self.call = call
+
+
+class FirstStage(MegatronStage):
+    """The first stage where the embedding is cut: its F is given what has been looked up."""
+
+    def __init__(
+        self, step: Step, chunk: int, split: SplitBackward, lookups: Lookups | None
+    ) -> None:
+        super().__init__(step, chunk, split)
+        assert lookups is not None, "the rank of the first stage looks up tokens"
+        self._lookups = lookups
+        self._calls: dict[int, _ModelCall] = {}
+        self._running: _ModelCall | None = None
+        self._found: dict[int, torch.Tensor] = {}
+        self._gradients: dict[int, torch.Tensor] = {}
+
+    def read(self, microbatch: int) -> torch.Tensor:
+        """Run the user's forward step up to the call of the model.
+
+        Returns:
+            The tokens (sequence x batch) of the microbatch, all of each position together.
+
+        Raises:
+            UsageError: it does not call the model, or not with tokens.
+        """
+        step, chunk = self._step, self.chunk
+        model = step.model[chunk]
+
+        def stop(_model: Any, arguments: tuple[Any, ...], options: dict[str, Any]) -> None:
+            raise _Called(_ModelCall(arguments, options))
+
+        hook = model.register_forward_pre_hook(stop, with_kwargs=True, prepend=True)
+        try:
+            step.forward_step_func(step.data_iterators[chunk], model)
+        except _Called as called:
+            call = called.call
+        else:
+            raise UsageError(
+                "the forward step did not call the model of the first stage, so the embedding "
+                "cannot be cut along the vocabulary: give --pipeline-vocabulary off"
+            )
+        finally:
+            hook.remove()
+        self._calls[microbatch] = call
+        return self._tokens(call).t().reshape(-1).contiguous()
+
+    def _tokens(self, call: _ModelCall) -> torch.Tensor:
+        whole = get_attr_wrapped_model(
+            self._step.model[self.chunk], "pre_process", return_model_obj=True
+        )
+        bound = inspect.signature(whole.forward).bind(*call.arguments, **call.options)
+        tokens = bound.arguments.get("input_ids")
+        if not isinstance(tokens, torch.Tensor) or bound.arguments.get("decoder_input") is not None:
+            raise UsageError(
+                "the model was not called with input_ids, so the embedding cannot be cut along the "
+                "vocabulary: give --pipeline-vocabulary off"
+            )
+        return tokens
+
+    def give(self, microbatch: int, rows: torch.Tensor) -> None:
+        """Take what this rank itself has looked up (tokens, width)."""
+        self._found[microbatch] = rows
+
+    def gradient(self, microbatch: int) -> torch.Tensor:
+        """Return the gradient (tokens, width) of what was looked up, once."""
+        return self._gradients.pop(microbatch)
+
+    def forward(
+        self, microbatch: int, activation: torch.Tensor | None, *more: torch.Tensor
+    ) -> torch.Tensor | None:
+        """Run F on the sum of what all ranks have looked up (tokens, width), each row by one."""
+        rows = self._found.pop(microbatch)
+        for others in (activation, *more):
+            assert others is not None, "every other rank has a shard"
+            rows = rows + others
+        self._running = self._calls.pop(microbatch)
+        return super().forward(microbatch, rows)
+
+    def _forward_step(self, microbatch: int, activation: torch.Tensor | None) -> torch.Tensor:
+        self._lookups.given = activation
+        return super()._forward_step(microbatch, None)
+
+    def _user_step(self, _data_iterator: Any, model: Any, *_more: Any) -> Any:
+        call, self._running = self._running, None
+        assert call is not None, "each F follows a reading of its microbatch"
+        return model(*call.arguments, **call.options), None
+
+    def backward(self, microbatch: int, gradient: torch.Tensor | None) -> torch.Tensor:
+        """Run B or BW; return the gradient of what was looked up (tokens, width), for all ranks."""
+        found = super().backward(microbatch, gradient)
+        assert found is not None, "the first stage embeds its tokens"
+        self._gradients[microbatch] = found = found.contiguous()
+        return found
+
+
+class TiedGradient:
+    """The embedding's part of the gradient of a weight that is the output layer's, too.
+
+    It is added when the last of so many ``passes`` has run, so that sums have the same order in
+    every schedule.
+    """
+
+    def __init__(self, weight: torch.Tensor, passes: int) -> None:
+        self._weight, self._left = weight, passes
+        self._sum: torch.Tensor | None = None
+
+    def add(self, gradient: torch.Tensor) -> None:
+        """Take what a G has made, before :meth:`passed`."""
+        if self._sum is None:
+            main_grad = getattr(self._weight, "main_grad", None)
+            self._sum = torch.zeros_like(self._weight if main_grad is None else main_grad)
+        self._sum.add_(gradient)
+
+    def passed(self) -> None:
+        """Count a V or a G."""
+        self._left -= 1
+        if not self._left:
+            assert self._sum is not None
+            accumulate(self._weight, self._sum)
+            self._sum = None
+
+
+class EmbeddingPasses:
+    """Passes E and G of one rank in one step.
+
+    ``first`` is the first stage where this rank has it, else None; ``tied`` collects the gradients
+    of a weight that is the output layer's, too.
+    """
+
+    def __init__(
+        self,
+        step: Step,
+        embedding: CutEmbedding,
+        first: FirstStage | None,
+        tied: TiedGradient | None,
+    ) -> None:
+        self._step, self._first, self._tied = step, first, tied
+        self._shard, self._chunk = embedding.shard, embedding.chunk
+        self._rows = embedding.shard.rows(sequence_parallel=embedding.spread)
+        self._tokens: dict[int, torch.Tensor] = {}
+
+    @torch.no_grad()
+    def lookup(self, microbatch: int, tokens: torch.Tensor | None) -> torch.Tensor:
+        """Run E; return the rows for the first stage, or on its rank the tokens for all others."""
+        if self._first is not None:
+            tokens = self._first.read(microbatch)
+        assert tokens is not None
+        rows: torch.Tensor = self._shard(tokens, rows=self._rows)
+        if not self._step.forward_only:
+            self._tokens[microbatch] = tokens
+        if self._first is None:
+            return rows
+        self._first.give(microbatch, rows)
+        return tokens
+
+    @torch.no_grad()
+    def backward_weight(
+        self, microbatch: int, gradient: torch.Tensor | None, sync: DataParallelSync | None
+    ) -> None:
+        """Run G from the gradient of the rows (tokens, width)."""
+        if self._first is not None:
+            gradient = self._first.gradient(microbatch)
+        assert gradient is not None
+        weight = self._shard.weight
+        assert sync is not None, "an evaluation has no G"
+        sync.before_weight_gradients(self._chunk, lambda: {id(weight): 1})
+        tokens = self._tokens.pop(microbatch)
+        own = self._rows.embedding_gradient(self._rows.gathered(gradient), tokens)
+        if self._tied is None:
+            accumulate(weight, own)
+        else:
+            self._tied.add(own)
+            self._tied.passed()
+        if (listener := sync.listener(self._chunk)) is not None:
+            listener(weight)
+        sync.after_weight_gradients(self._chunk)

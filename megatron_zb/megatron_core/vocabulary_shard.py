@@ -19,7 +19,7 @@ from megatron.core.utils import get_attr_wrapped_model
 from megatron_zb.errors import UsageError
 from megatron_zb.megatron_core.placement import PhysicalPlacement
 from megatron_zb.megatron_core.split_backward import COMPUTED, HOOKED, has_hooks
-from megatron_zb.megatron_core.stages import device
+from megatron_zb.megatron_core.step import device
 from megatron_zb.runtime.vocabulary import Rows
 
 _OUTPUT, _EMBEDDING = "output_layer", "embedding_shard"
@@ -171,7 +171,7 @@ def cut(chunks: list[Any], physical: PhysicalPlacement) -> CutOutput:
     first = next((model for model in models if model.pre_process), None)
     last = next((chunk for chunk, model in enumerate(models) if model.post_process), None)
     end, start = physical.placement.rank_of[-1], physical.placement.rank_of[0]
-    layer = scattering.told(end, None if last is None else _Layer.of(models[last]))
+    layer = scattering.told(end, None if last is None else _OutputLayer.of(models[last]))
     layer.check(scattering.p)
     spread, refused = scattering.told(start, first and _of_embedding(first)) or (False, "")
     if refused:
@@ -223,7 +223,7 @@ def changed_by_user(weight: torch.Tensor) -> str:
     return "" if weight.requires_grad else "its weight is frozen"
 
 
-class _Layer(NamedTuple):
+class _OutputLayer(NamedTuple):
     """What all ranks must know of the output layer; ``refused`` is why it cannot be cut."""
 
     rows: int
@@ -233,7 +233,7 @@ class _Layer(NamedTuple):
     refused: str
 
     @classmethod
-    def of(cls, model: Any) -> _Layer:
+    def of(cls, model: Any) -> _OutputLayer:
         config = model.config
         reasons = {
             "it is run again for multi-token prediction": getattr(config, "mtp_num_layers", None),
@@ -276,7 +276,7 @@ class _Scattering:
         return said[0]
 
     def shard(
-        self, holder: int, weight: torch.Tensor | None, layer: _Layer, stored: str
+        self, holder: int, weight: torch.Tensor | None, layer: _OutputLayer, stored: str
     ) -> VocabularyShard:
         """Return this rank's rows of the weight that the ``holder`` has."""
         count = layer.rows // self.p

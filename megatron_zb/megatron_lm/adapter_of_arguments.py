@@ -18,7 +18,7 @@ from megatron_zb.measured import balance
 from megatron_zb.megatron_core import refusals
 from megatron_zb.megatron_core.adapter import PipelineAdapter
 from megatron_zb.megatron_core.build_adapter import Chunks, Sizes, build_adapter, copy_of
-from megatron_zb.megatron_core.group_options import group_options
+from megatron_zb.megatron_core.connections import group_options
 from megatron_zb.megatron_core.refusals import OVERLAP, Asked
 from megatron_zb.megatron_core.vocabulary_choice import WHOLE, why_rows_stay
 from megatron_zb.megatron_lm import hybrid_pattern

@@ -20,9 +20,8 @@ from megatron_zb.errors import UsageError
 from megatron_zb.job import data_contents
 from megatron_zb.job.shared_build import SharedBuild, build_with_cache
 from megatron_zb.megatron_core import refusals, versions
+from megatron_zb.megatron_core.checkpoints import BOUND, RESHARDABLE, SHARING
 from megatron_zb.megatron_core.refusals import Asked
-from megatron_zb.megatron_core.replicas import SHARING
-from megatron_zb.megatron_core.reshardable_states import BOUND, RESHARDABLE
 from megatron_zb.megatron_lm import (
     argument_table,
     fingerprint,

@@ -8,7 +8,7 @@ from typing import Any
 from megatron_zb.errors import UsageError
 from megatron_zb.job.run_flags import STREAMS_FLAG
 from megatron_zb.megatron_core import versions
-from megatron_zb.megatron_core.encoder import language_model, why_not_placed
+from megatron_zb.megatron_core.model_ends import language_model, why_not_placed
 from megatron_zb.megatron_core.refusals import OVERLAP
 from megatron_zb.parsing import flag_of
 

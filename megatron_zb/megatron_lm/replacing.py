@@ -19,7 +19,7 @@ def is_megatrons(module: str) -> bool:
 
 def is_anybodys(module: str) -> bool:
     """Return whether a module may hold replacements: any but those that call the originals."""
-    return module.split(".")[0] != "megatron_zb"
+    return not module.startswith("megatron_zb")
 
 
 def hooked(original: Any, hook: Any) -> Any:
@@ -52,12 +52,14 @@ def _exchange(old: Any, new: Any, holds: Callable[[str], bool]) -> None:
 
 
 def replace_method(cls: Any, name: str, hook: Any) -> Undo:
+    """Replace a method of a class; return what undoes that."""
     original = getattr(cls, name)
     setattr(cls, name, hooked(original, hook))
     return partial(setattr, cls, name, original)
 
 
 def replace_static(cls: Any, name: str, hook: Any) -> Undo:
+    """Replace a static method of a class; return what undoes that."""
     original = getattr(cls, name)
     setattr(cls, name, staticmethod(hooked(original, hook)))
     return partial(setattr, cls, name, staticmethod(original))

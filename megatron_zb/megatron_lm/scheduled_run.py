@@ -16,7 +16,7 @@ import torch
 
 from megatron_zb.errors import UsageError
 from megatron_zb.job.data_contents import Record
-from megatron_zb.megatron_core import empty_groups, replicas, reshardable_states
+from megatron_zb.megatron_core import checkpoints
 from megatron_zb.megatron_core.adapter import PipelineAdapter
 from megatron_zb.megatron_lm import models, stored_placement
 from megatron_zb.megatron_lm.meeting import Meeting
@@ -153,23 +153,23 @@ class ScheduledRun:
 
     def share_out_replicas(self, original: Any, *args: Any, **keywords: Any) -> None:
         """Share out the writing of a checkpoint, in which a V has a tied embedding twice."""
-        replicas.share_out(original, *args, **keywords)
+        checkpoints.share_out(original, *args, **keywords)
 
     def load_replicas_apart(self, original: Any, *args: Any, **keywords: Any) -> Any:
         """Load a checkpoint with separate tensors for both copies of a tied embedding."""
-        return replicas.load_apart(original, *args, **keywords)
+        return checkpoints.load_apart(original, *args, **keywords)
 
     def sharded_masters(self, original: Any, *args: Any, **keywords: Any) -> Any:
         """Return the state of an optimizer to be saved, without groups that are empty here."""
-        return empty_groups.leave_out(original, *args, **keywords)
+        return checkpoints.leave_out_empty_groups(original, *args, **keywords)
 
     def load_masters(self, original: Any, *args: Any, **keywords: Any) -> None:
         """Load the state of an optimizer, which may have no weights here."""
-        empty_groups.load(original, *args, **keywords)
+        checkpoints.load_empty_groups(original, *args, **keywords)
 
     def sharded_param_state(self, original: Any, optimizer: Any, *args: Any, **kw: Any) -> Any:
         """Return the distributed optimizer's state with every weight's own values."""
-        with reshardable_states.without_padding([optimizer]):
+        with checkpoints.without_padding([optimizer]):
             return original(optimizer, *args, **kw)
 
     def load_bound_state(self, original: Any, *args: Any, **keywords: Any) -> None:

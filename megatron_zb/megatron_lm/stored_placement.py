@@ -15,7 +15,7 @@ from megatron.core.dist_checkpointing import load_content_metadata
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
 from megatron_zb.errors import UsageError
-from megatron_zb.megatron_core import reshardable_states
+from megatron_zb.megatron_core import checkpoints
 from megatron_zb.megatron_core.adapter import PipelineAdapter
 from megatron_zb.megatron_lm import hybrid_pattern
 from megatron_zb.megatron_lm.adapter_of_arguments import layers_of
@@ -128,7 +128,7 @@ def check_states(args: argparse.Namespace, path: Path) -> None:
     """
     rounded = any(getattr(args, name, False) for name in ("fp8_param_gather", "fp4_param"))
     if _loads_distributed(args) and not rounded and (path / ".metadata").is_file():
-        reshardable_states.check(path)
+        checkpoints.check(path)
 
 
 def other_groups(error: ValueError, path: object) -> UsageError | None:

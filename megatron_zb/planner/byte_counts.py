@@ -13,8 +13,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from megatron_zb.planner.hybrid_layers import MambaMixer
-from megatron_zb.planner.model import ModelConfig
-from megatron_zb.planner.parameters import (
+from megatron_zb.planner.model import (
+    ModelConfig,
     expert_weights,
     joining_weights,
     mixer_weights,
@@ -29,15 +29,15 @@ FP8_COPIES = 2  # of a layer's weight: in 8 bits, and transposed in 8 bits
 
 
 @dataclass(frozen=True)
-class Held:
+class ActivationBytes:
     """Bytes of one microbatch: after its F, after its B, and at most while its B runs."""
 
     activation: float = 0.0
     for_weight: float = 0.0
     in_backward: float = 0.0
 
-    def __add__(self, other: Held) -> Held:
-        return Held(
+    def __add__(self, other: ActivationBytes) -> ActivationBytes:
+        return ActivationBytes(
             self.activation + other.activation,
             self.for_weight + other.for_weight,
             max(self.in_backward, other.in_backward),
@@ -45,7 +45,7 @@ class Held:
 
 
 @dataclass(frozen=True)
-class States:
+class StateBytes:
     """Bytes that a rank keeps from step to step."""
 
     weights: float = 0.0
@@ -58,8 +58,8 @@ class States:
     def total(self) -> float:
         return self.weights + self.gradients + self.optimizer
 
-    def __add__(self, other: States) -> States:
-        return States(
+    def __add__(self, other: StateBytes) -> StateBytes:
+        return StateBytes(
             self.weights + other.weights,
             self.gradients + other.gradients,
             self.optimizer + other.optimizer,
@@ -68,7 +68,7 @@ class States:
         )
 
 
-def layer_held(load: Workload, index: int) -> Held:
+def layer_held(load: Workload, index: int) -> ActivationBytes:
     """Count the bytes of a microbatch in one layer, given what is recomputed."""
     share = load.tokens / load.strategy.tensor
     # What sequence parallelism would share out weighs more without it.
@@ -81,13 +81,15 @@ def layer_held(load: Workload, index: int) -> Held:
         needed /= 2
     for_weight = needed * share
     if load.strategy.recompute == "full":
-        return Held(2 * load.model.hidden_size * load.kept_tokens, for_weight, everything * share)
+        return ActivationBytes(
+            2 * load.model.hidden_size * load.kept_tokens, for_weight, everything * share
+        )
     if load.strategy.recompute == "selective":
-        return Held((everything - scores) * share, for_weight, scores * share)
-    return Held(everything * share, min(for_weight, everything * share))
+        return ActivationBytes((everything - scores) * share, for_weight, scores * share)
+    return ActivationBytes(everything * share, min(for_weight, everything * share))
 
 
-def output_held(load: Workload) -> Held:
+def output_held(load: Workload) -> ActivationBytes:
     """Count the bytes of the output layer, once more for each layer of multi-token prediction.
 
     The layers of prediction themselves are included.
@@ -97,24 +99,24 @@ def output_held(load: Workload) -> Held:
     for index in predicted_layers(load.model):
         held += layer_held(load, index)
     for _ in range(load.model.prediction_layers):
-        held = held + Held(joined, joined) + one
+        held = held + ActivationBytes(joined, joined) + one
     return held
 
 
-def _output_held(load: Workload) -> Held:
+def _output_held(load: Workload) -> ActivationBytes:
     """Count the inputs of the last norm and of the output layer, and the logits' gradient for W.
 
     That gradient has 16 bits. The rest of the logits is counted separately.
     """
     size = 2 * load.tokens * load.model.hidden_size / load.strategy.tensor
     gradient = 2 * load.tokens * load.model.vocabulary / load.strategy.tensor
-    return Held(2 * size, size + gradient)
+    return ActivationBytes(2 * size, size + gradient)
 
 
-def embedding_held(load: Workload) -> Held:
+def embedding_held(load: Workload) -> ActivationBytes:
     """Count the bytes of the dropout mask, if there is dropout."""
     size = load.tokens * load.model.hidden_size / load.strategy.tensor
-    return Held(size) if load.model.dropout else Held()
+    return ActivationBytes(size) if load.model.dropout else ActivationBytes()
 
 
 def logits(load: Workload) -> float:
@@ -127,7 +129,7 @@ def message_buffers(load: Workload, chunks: int) -> float:
     return 4 * chunks * load.message() if load.strategy.pipeline > 1 else 0.0
 
 
-def rank_states(load: Workload, layers: Sequence[int], embedding: bool, output: bool) -> States:
+def rank_states(load: Workload, layers: Sequence[int], embedding: bool, output: bool) -> StateBytes:
     """Count the states of a rank with these layers; the optimizer is distributed over data ranks.
 
     In fp8, a layer's weights keep two more bytes: themselves and their transpose in 8 bits.
@@ -148,7 +150,7 @@ def rank_states(load: Workload, layers: Sequence[int], embedding: bool, output: 
     here = in_layers + ends_here
     sharded = (here - routed_here) / strategy.replicas + routed_here / strategy.expert_replicas
     weights = WEIGHT * here + (0 if strategy.precision == "bf16" else FP8_COPIES * in_layers)
-    return States(weights, GRADIENT * here, OPTIMIZER * sharded, here, routed_here)
+    return StateBytes(weights, GRADIENT * here, OPTIMIZER * sharded, here, routed_here)
 
 
 def _scores(model: ModelConfig, index: int, sequence: int) -> float:

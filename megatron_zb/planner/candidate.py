@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from megatron_zb import schedules
 from megatron_zb.errors import UsageError
+from megatron_zb.measured.cost_model import Variant
 from megatron_zb.schedules import catalog
 from megatron_zb.schedules.layout import Layers, Layout, spread
 from megatron_zb.schedules.placement import Placement, v_shape
@@ -21,22 +22,17 @@ _SELDOM = ("gpipe", "zb-h2", "1f1b", "interleaved")
 
 
 @dataclass(frozen=True)
-class Candidate:
-    """A schedule to be compared; ``name`` is its name in the table.
+class ScheduleCandidate(Variant):
+    """A schedule to compare, by its name in the table and its family in the catalog.
 
-    ``blocking`` tells that a rank cannot compute while its messages travel: Megatron's 1F1B always,
-    its interleaved schedule with ``--no-overlap-p2p-communication``. ``cuts_vocabulary`` cuts its
-    output layer along the vocabulary over all pipeline ranks. ``overlaps_exchange`` joins forwards
-    and backwards to pairs, which hide the exchange of tokens between experts.
+    Megatron's 1F1B is blocking, and so is its interleaved schedule with
+    ``--no-overlap-p2p-communication``.
     """
 
     name: str
     family: str
     takes_chunks: bool = False
-    blocking: bool = False
     megatron: bool = False
-    cuts_vocabulary: bool = False
-    overlaps_exchange: bool = False
 
     def chunk_counts(self, layers: int, pipeline: int) -> Iterator[int | None]:
         """Yield the numbers of chunks per rank that the layers allow; None if it has no choice."""
@@ -47,7 +43,7 @@ class Candidate:
         yield from range(2 * step, layers // pipeline + 1, step)
 
     def placement(self, pipeline: int, chunks: int | None) -> Placement:
-        """Return the placement of its stages; ``auto`` has none of its own."""
+        """Return the placement of its stages; ``auto`` has none."""
         place = catalog.family(self.family).placement
         assert place is not None, "auto takes the placements of the others"
         return place(pipeline, chunks)
@@ -60,11 +56,11 @@ class Candidate:
     def has_by_default(self, counts: Layout, placement: Placement) -> bool:
         """Return whether a run has this layout without a flag for it.
 
-        Megatron's own schedules have it where the layers divide.
+        Megatron's own schedules have it where the layers divide. Without a flag, no stage is empty.
         """
         if self.megatron:
             return len(set(counts)) == 1
-        return counts == spread(Layers(sum(counts)), placement)
+        return min(counts) > 0 and counts == spread(Layers(sum(counts)), placement)
 
     @property
     def in_groups(self) -> bool:
@@ -83,15 +79,15 @@ class Candidate:
         return catalog.family(self.family).splits_backward
 
 
-def candidates_of(names: Sequence[str] | None, *, overlap: bool = True) -> list[Candidate]:
+def candidates_of(names: Sequence[str] | None, *, overlap: bool = True) -> list[ScheduleCandidate]:
     """Return Megatron's own schedules, and those that are named, or else the usual ones.
 
     Raises:
         UsageError: a name is unknown.
     """
     own = [
-        Candidate(MEGATRON_1F1B, "1f1b", blocking=True, megatron=True),
-        Candidate(
+        ScheduleCandidate(MEGATRON_1F1B, "1f1b", blocking=True, megatron=True),
+        ScheduleCandidate(
             MEGATRON_INTERLEAVED,
             "interleaved",
             takes_chunks=True,
@@ -103,19 +99,21 @@ def candidates_of(names: Sequence[str] | None, *, overlap: bool = True) -> list[
     chosen = dict.fromkeys(catalog.family(name).name for name in names or usual)
     families = [catalog.family(name) for name in chosen]
     return own + [
-        Candidate(family.name, family.name, family.takes_chunks and family.placement is not None)
+        ScheduleCandidate(
+            family.name, family.name, family.takes_chunks and family.placement is not None
+        )
         for family in families
     ]
 
 
-def of_overlap() -> Candidate:
+def of_overlap() -> ScheduleCandidate:
     """Return Megatron's interleaved schedule with ``--overlap-moe-expert-parallel-comm``."""
-    return Candidate(
+    return ScheduleCandidate(
         MEGATRON_OVERLAP, "interleaved", takes_chunks=True, megatron=True, overlaps_exchange=True
     )
 
 
-def with_those_of_auto(chosen: Sequence[Candidate]) -> list[Candidate]:
+def with_those_of_auto(chosen: Sequence[ScheduleCandidate]) -> list[ScheduleCandidate]:
     """Return the chosen ones; with ``auto`` also the usual ones, of which it takes the best."""
     if not any(candidate.takes_the_best for candidate in chosen):
         return list(chosen)

@@ -31,7 +31,7 @@ class Rate(Section):
         return self.peak * self.efficiency
 
 
-class Memory(Section):
+class DeviceMemory(Section):
     """Memory of a GPU in GiB."""
 
     size_gib: float = Field(
@@ -80,7 +80,7 @@ class Places(Section):
 
 
 class HostLink(Section):
-    """Link to the host's memory, for activations that are moved there."""
+    """Link to the host's memory, for offload."""
 
     bandwidth: float = Field(
         gt=0, lt=1e18, description="bytes/s in one direction, as reached", examples=["2.5e+10"]
@@ -115,7 +115,7 @@ class DeviceConfig(Section):
     """One GPU of a cluster, for training in bf16 or fp16, or with fp8 in the layers."""
 
     name: str = Field(min_length=1, max_length=80, description="as shown", examples=["H100 SXM"])
-    memory: Memory = Field(description="memory of a GPU")
+    memory: DeviceMemory = Field(description="memory of a GPU")
     node: Node = Field(description="a node")
     matrix_products: Rate = Field(description="FLOP/s of dense 16-bit matrix products")
     fp8_products: Rate | None = Field(None, description="the same in fp8, if the GPU has it")

@@ -11,12 +11,12 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from megatron_zb.planner import byte_counts
-from megatron_zb.planner.byte_counts import Held, States
-from megatron_zb.planner.candidate import Candidate
+from megatron_zb.planner.byte_counts import ActivationBytes, StateBytes
+from megatron_zb.planner.candidate import ScheduleCandidate
 from megatron_zb.planner.stages import average_layer
 from megatron_zb.planner.step import by_formula
-from megatron_zb.planner.vocabulary import Shard
-from megatron_zb.planner.work import Work, Workload
+from megatron_zb.planner.vocabulary import CountedShard
+from megatron_zb.planner.work import PassSeconds, Workload
 from megatron_zb.schedules import catalog
 from megatron_zb.schedules.placement import Placement
 
@@ -36,23 +36,23 @@ class EvenSplit:
         return self.load.model.layers - 1
 
     @cached_property
-    def _parts(self) -> tuple[Work, Work]:
+    def _parts(self) -> tuple[PassSeconds, PassSeconds]:
         return average_layer(self.load), self.load.output()
 
     @cached_property
-    def _shard(self) -> Work:
-        shard = Shard(self.load)
-        return Work(shard.output + shard.lookup, shard.loss, shard.weight + shard.lookup)
+    def _shard(self) -> PassSeconds:
+        shard = CountedShard(self.load)
+        return PassSeconds(shard.output + shard.lookup, shard.loss, shard.weight + shard.lookup)
 
     @cached_property
-    def _rank_beside_shard(self) -> Work:
+    def _rank_beside_shard(self) -> PassSeconds:
         pipeline, layers = self.load.strategy.pipeline, self.load.model.layers
         layer = self._parts[0]
-        equal = (layer * layers + Shard(self.load).looked_up) * (1 / pipeline)
+        equal = (layer * layers + CountedShard(self.load).looked_up) * (1 / pipeline)
         return max(equal, layer * math.ceil(layers / pipeline - 0.5), key=lambda w: w.total)
 
     @cached_property
-    def rank(self) -> Work:
+    def rank(self) -> PassSeconds:
         """Seconds of a microbatch on the slowest rank of the best layout."""
         if self.cuts_vocabulary:
             return self._rank_beside_shard + self._shard
@@ -64,7 +64,7 @@ class EvenSplit:
         slowest = max(equal, layer * in_layers, key=lambda w: w.total)
         return max(slowest, output, key=lambda w: w.total)
 
-    def rank_with(self, placement: Placement) -> Work:
+    def rank_with(self, placement: Placement) -> PassSeconds:
         """Return :attr:`rank` where every stage but the first and the last has a layer at least."""
         if self.cuts_vocabulary:
             return self.rank
@@ -73,21 +73,24 @@ class EvenSplit:
         fullest = output + layer * (len(others) - 1)
         return max(self.rank, fullest, key=lambda w: w.total)
 
-    def of_stages(self, placement: Placement) -> Work:
+    def of_stages(self, placement: Placement) -> PassSeconds:
         """Return :meth:`rank_with` without the shard of the rank, which fills waits."""
         return self._rank_beside_shard if self.cuts_vocabulary else self.rank_with(placement)
 
     @cached_property
-    def held(self) -> Held:
+    def held(self) -> ActivationBytes:
         """Bytes of a microbatch on one rank."""
         model, pipeline = self.load.model, self.load.strategy.pipeline
         alike = model.alike(range(model.layers)) if model.kinds else {self._middle: model.layers}
         held = [(byte_counts.layer_held(self.load, i), n / pipeline) for i, n in alike.items()]
-        parts = (Held(one.activation * n, one.for_weight * n, one.in_backward) for one, n in held)
-        return sum(parts, Held())
+        parts = (
+            ActivationBytes(one.activation * n, one.for_weight * n, one.in_backward)
+            for one, n in held
+        )
+        return sum(parts, ActivationBytes())
 
     @cached_property
-    def states(self) -> States:
+    def states(self) -> StateBytes:
         """States of a rank with its share of the layers, the last ones, and the embedding."""
         layers = self.load.model.layers
         count = math.ceil(layers / self.load.strategy.pipeline)
@@ -97,10 +100,10 @@ class EvenSplit:
             embedding=not self.cuts_vocabulary,
             output=False,
         )
-        return states + Shard(self.load).states if self.cuts_vocabulary else states
+        return states + CountedShard(self.load).states if self.cuts_vocabulary else states
 
 
-def seconds(split: EvenSplit, candidate: Candidate, m: int, chunks: int | None) -> float:
+def seconds(split: EvenSplit, candidate: ScheduleCandidate, m: int, chunks: int | None) -> float:
     """Estimate the seconds of an iteration by formula."""
     p = split.load.strategy.pipeline
     if p == 1:
@@ -109,14 +112,14 @@ def seconds(split: EvenSplit, candidate: Candidate, m: int, chunks: int | None) 
     work, hop, v = split.rank_with(placement), split.load.hop(False), placement.chunks
     stages = split.of_stages(placement)
     if candidate.blocking:
-        work = stages = work + Work(v * hop, v * hop)
+        work = stages = work + PassSeconds(v * hop, v * hop)
     family = catalog.family(candidate.family)
     steady = m * max(work.total, family.interval(stages))
     step = by_formula(split.load, split.states, work)
     return steady + family.bubble(p, stages, v) + 2 * (p - 1) * hop + step
 
 
-def memory(split: EvenSplit, candidate: Candidate, m: int, chunks: int | None) -> float:
+def memory(split: EvenSplit, candidate: ScheduleCandidate, m: int, chunks: int | None) -> float:
     """Estimate the bytes of the first rank, by the peak that the catalog promises."""
     p = split.load.strategy.pipeline
     peak = min(m, _peak(candidate, p, m, chunks) + split.cuts_vocabulary)
@@ -124,7 +127,7 @@ def memory(split: EvenSplit, candidate: Candidate, m: int, chunks: int | None) -
     return fixed + peak * split.held.activation
 
 
-def _peak(candidate: Candidate, p: int, m: int, chunks: int | None) -> float:
+def _peak(candidate: ScheduleCandidate, p: int, m: int, chunks: int | None) -> float:
     if candidate.family == "interleaved" and chunks:
         return p + (p - 1) / chunks
     return catalog.family(candidate.family).peak_microbatches(p, m) if m > 1 else 1

@@ -86,7 +86,7 @@ def _schedule(prediction: Prediction) -> list[str]:
         out += placement_flags(prediction.schedule.placement)
         out.append(f"--pipeline-memory-limit {prediction.memory_limit:g}")
         chunks = None
-    if pattern is not None:  # its segments say the chunks, too
+    if pattern is not None:  # its segments give the chunks, too
         out = [words for words in out if not words.startswith("--num-virtual")]
         return [*out, f"--hybrid-layer-pattern '{placed(pattern, prediction.layout)}'"]
     written = layout.text(
@@ -124,7 +124,7 @@ def placement_flags(placement: Placement) -> list[str]:
 def named(schedule: str, runs: str) -> str:
     """Return the name of a schedule in tables.
 
-    For ``auto``, it tells what ``auto`` runs: the order of its search, or another schedule.
+    For ``auto``, it names what ``auto`` runs: the order of its search, or another schedule.
     """
     if schedule != "auto":
         return schedule

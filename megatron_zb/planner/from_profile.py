@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
 from rich.console import Console
@@ -20,7 +21,6 @@ from rich.text import Text
 from megatron_zb import schedules
 from megatron_zb.errors import UsageError
 from megatron_zb.measured.balance import with_counted_vocabulary
-from megatron_zb.measured.cutting import Cutting
 from megatron_zb.measured.exchange import with_exchange
 from megatron_zb.measured.fit import Fit
 from megatron_zb.measured.profile import Profile, read_profile
@@ -28,7 +28,7 @@ from megatron_zb.measured.units import GIB
 from megatron_zb.planner.candidate import (
     MEGATRON_INTERLEAVED,
     MEGATRON_OVERLAP,
-    Candidate,
+    ScheduleCandidate,
     candidates_of,
     names_in,
     of_overlap,
@@ -43,44 +43,16 @@ from megatron_zb.schedules.request import LimitTooSmall, MemoryLimit
 
 _LARGE = 20_000  # passes: more are not lowered for their messages
 
-# Schedules that are looked at with a cut vocabulary, or with pairs, too, at most: such searches
-# take seconds.
-_CUTS = 3
-
-
-@dataclass(frozen=True)
-class Row:
-    """A schedule with its best layout; seconds of the pipeline's part of an iteration.
-
-    ``runs`` is the schedule that its flags name: for ``auto``, the fastest of all.
-    ``megatron`` tells a schedule of Megatron's own, ``has_by_default`` that no flag is needed for
-    the layout, ``cuts_vocabulary`` that output layer and embedding are cut over all ranks,
-    ``overlaps_exchange`` that pairs hide what experts exchange.
-    """
-
-    schedule: str
-    runs: str
-    chunks: int | None
-    layout: str
-    is_even: bool
-    seconds: float
-    seconds_even: float
-    bubble: float
-    activation_bytes: float
-    rank: int
-    megatron: bool
-    has_by_default: bool
-    timeline: schedules.Timeline
-    layers: Layout
-    cuts_vocabulary: bool = False
-    overlaps_exchange: bool = False
+# Most schedules to try with vocabulary parallelism, or with pairs: such searches take seconds.
+_VARIANTS = 3
 
 
 @dataclass(frozen=True)
 class ProfileRequest:
-    """Request of the command line; ``vocabulary`` is whole and cut (auto), cut (on) or whole (off).
+    """Request of the command line.
 
-    With ``auto``, the fastest schedules are looked at with a cut one, too.
+    ``vocabulary`` parallelism is in every schedule of this package (on), in none (off), or in the
+    fastest ones besides (auto).
     """
 
     profile: Profile
@@ -88,6 +60,15 @@ class ProfileRequest:
     memory_limit: float | None
     post_validation: bool
     vocabulary: str = "auto"
+
+    def is_back_to_back(self, candidate: ScheduleCandidate) -> bool:
+        """Return whether iterations of a schedule follow one another with no barrier."""
+        return self.post_validation and candidate.splits
+
+    def seconds(self, candidate: ScheduleCandidate, timeline: schedules.Timeline) -> float:
+        """Return the seconds of an iteration, with those outside of its passes."""
+        seconds = timeline.seconds(back_to_back=self.is_back_to_back(candidate))
+        return seconds + self.profile.outside
 
     @property
     def why_not_cut(self) -> str | None:
@@ -101,260 +82,277 @@ class ProfileRequest:
         if profile.vocabulary is not None:
             return None
         if Fit.of(profile).cutting is None:
-            return "the profile does not tell how many rows it has: profile again"
+            return "the profile lacks its number of rows: profile again"
         if rows is not None and rows % p:
             return f"its {rows} rows cannot be cut evenly for {p} ranks"
         return None
 
 
+@dataclass(frozen=True)
+class MeasuredRow:
+    """A schedule with its best layout; seconds of the pipeline's part of an iteration.
+
+    ``schedule`` is its name in the table. For ``auto``, ``candidate`` is the fastest of all.
+    """
+
+    asked: ProfileRequest
+    schedule: str
+    candidate: ScheduleCandidate
+    chunks: int | None
+    layers: Layout
+    timeline: schedules.Timeline
+    seconds_even: float
+
+    @property
+    def runs(self) -> str:
+        """Name of the schedule in the flags."""
+        return self.candidate.family
+
+    @property
+    def layout(self) -> str:
+        """Layers of the stages, as Megatron's flag has them."""
+        multi_token = self.asked.profile.stages[-1].layers.count("m")
+        return layout.text(layout.lettered(self.layers, multi_token))
+
+    @property
+    def is_even(self) -> bool:
+        """Whether the layers are spread evenly."""
+        return self.layers == layout.spread(Layers(sum(self.layers)), self._placement)
+
+    @property
+    def seconds(self) -> float:
+        """Seconds of the pipeline's part of an iteration."""
+        return self.asked.seconds(self.candidate, self.timeline)
+
+    @property
+    def bubble(self) -> float:
+        """Share of the ranks' time in which they run nothing."""
+        timeline, back_to_back = self.timeline, self.asked.is_back_to_back(self.candidate)
+        return timeline.bubble_rate_back_to_back if back_to_back else timeline.bubble_rate
+
+    @property
+    def activation_bytes(self) -> float:
+        """Most bytes of activations and messages on any rank."""
+        return self._peaks[self.rank]
+
+    @property
+    def rank(self) -> int:
+        """The rank that holds the most."""
+        return max(range(len(self._peaks)), key=self._peaks.__getitem__)
+
+    @property
+    def megatron(self) -> bool:
+        """Whether it is a schedule of Megatron's own."""
+        return self.candidate.megatron
+
+    @property
+    def has_by_default(self) -> bool:
+        """Whether the layout needs no flag."""
+        return self.candidate.has_by_default(self.layers, self._placement)
+
+    @property
+    def cuts_vocabulary(self) -> bool:
+        """Whether output layer and embedding are cut over all ranks."""
+        return self.candidate.cuts_vocabulary
+
+    @property
+    def overlaps_exchange(self) -> bool:
+        """Whether pairs hide the expert all-to-all."""
+        return self.candidate.overlaps_exchange
+
+    @property
+    def _placement(self) -> Placement:
+        return self.timeline.schedule.placement
+
+    @cached_property
+    def _peaks(self) -> Sequence[float]:
+        timeline, schedule = self.timeline, self.timeline.schedule
+        if sum(map(len, schedule.ranks)) > _LARGE:
+            return timeline.peak_memory
+        program, message = schedules.lower(schedule, timeline), self.asked.profile.message
+        ranks = range(schedule.placement.pipeline_size)
+        return [peak_with_messages(program, rank, timeline.costs, message) for rank in ranks]
+
+
+_IN_JSON = (
+    "schedule runs chunks layout is_even seconds seconds_even bubble activation_bytes rank "
+    "megatron has_by_default cuts_vocabulary overlaps_exchange"
+).split()
+_Setting = tuple[ScheduleCandidate, int | None]  # a schedule and its chunks per rank
 Watch = Callable[[str, int, int], None]
 
 
 def rows(
     asked: ProfileRequest,
-    candidates: Sequence[Candidate],
+    candidates: Sequence[ScheduleCandidate],
     watch: Watch = lambda text, done, of: None,
-) -> tuple[list[Row], dict[str, str]]:
+) -> tuple[list[MeasuredRow], dict[str, str]]:
     """Return every schedule, the fastest first, and why others are missing."""
-    profile = asked.profile
-    fit = Fit.of(profile)
     if asked.vocabulary == "on":
         if asked.why_not_cut is not None:
             raise UsageError(
                 f"--vocabulary on: the output layer cannot be cut, because {asked.why_not_cut}"
             )
         candidates = [c if c.megatron else replace(c, cuts_vocabulary=True) for c in candidates]
-    found: list[Row] = []
-    missing: dict[str, str] = {}
-    limits: list[LimitTooSmall] = []
+    search = _Search(asked, watch)
     wanted = {candidate.name for candidate in candidates}
     everyone = [c for c in with_those_of_auto(candidates) if c.name in wanted or not c.megatron]
-    settings = list(_settings(everyone, profile))
-    for number, (candidate, chunks) in enumerate(settings):
-        name = candidate.name if chunks is None else f"{candidate.name} ×{chunks}"
-        watch(name, number, len(settings))
-        try:
-            found.append(_row(asked, fit, candidate, chunks))
-        except UsageError as error:
-            if candidate.name in wanted:
-                missing[name] = str(error)
-                limits += [error] if isinstance(error, LimitTooSmall) else []
+    search.look_at(everyone, wanted)
     if asked.vocabulary == "auto" and asked.why_not_cut is None:
-        found += _with_cut(asked, fit, settings, found, watch)
-    if profile.pairs and asked.vocabulary != "on" and not asked.post_validation:
+        search.look_at_cut()
+    if asked.profile.pairs and asked.vocabulary != "on" and not asked.post_validation:
         if MEGATRON_INTERLEAVED in wanted:
             wanted.add(MEGATRON_OVERLAP)
-            settings += _settings([of_overlap()], profile)
-        found += _with_pairs(asked, fit, settings, found, watch)
+            search.settings += search.settings_of([of_overlap()])
+        search.look_at_pairs()
     for candidate in candidates:
-        if candidate.takes_the_best and any(not row.megatron for row in found):
-            watch(candidate.name, len(settings), len(settings) + 1)
-            found.append(_best_of_all(asked, fit, candidate, found))
-    watch("", len(settings), len(settings))
-    found = [row for row in found if row.schedule in wanted]
-    if not found and limits:
-        raise min(limits, key=lambda error: error.needed)
+        if candidate.takes_the_best and any(not row.megatron for row in search.found):
+            search.watch(candidate.name, len(search.settings), len(search.settings) + 1)
+            search.found.append(search.best_of_all(candidate))
+    watch("", len(search.settings), len(search.settings))
+    found = [row for row in search.found if row.schedule in wanted]
+    if not found and search.limits:
+        raise min(search.limits, key=lambda error: error.needed)
     if not found:
-        raise UsageError(next(iter(missing.values()), "no schedule can be had"))
-    return sorted(found, key=lambda row: row.seconds), missing
+        raise UsageError(next(iter(search.missing.values()), "no schedule can be had"))
+    return sorted(found, key=lambda row: row.seconds), search.missing
 
 
-def _with_cut(
-    asked: ProfileRequest,
-    fit: Fit,
-    settings: Sequence[tuple[Candidate, int | None]],
-    found: Sequence[Row],
-    watch: Watch,
-) -> list[Row]:
-    """Return the fastest schedules of one or two chunks with a cut vocabulary, as limits allow."""
-    ranked = sorted(found, key=lambda row: row.seconds)
-    fastest = [(row.schedule, row.chunks) for row in ranked if not row.megatron]
-    small = [at for at in fastest if at[1] in (None, 2)][:_CUTS]
-    rows = []
-    for candidate, chunks in settings:
-        if (candidate.name, chunks) in small:
-            watch(f"{candidate.name}, cut vocabulary", len(settings), len(settings) + 1)
-            with suppress(UsageError):
-                rows.append(_row(asked, fit, replace(candidate, cuts_vocabulary=True), chunks))
-    return rows
+class _Search:
+    """Search over schedules and layouts for the costs of one profile."""
 
+    def __init__(self, asked: ProfileRequest, watch: Watch) -> None:
+        self.asked, self.watch, self.fit = asked, watch, Fit.of(asked.profile)
+        self.settings: list[_Setting] = []
+        self.found: list[MeasuredRow] = []
+        self.missing: dict[str, str] = {}
+        self.limits: list[LimitTooSmall] = []
 
-def _with_pairs(
-    asked: ProfileRequest,
-    fit: Fit,
-    settings: Sequence[tuple[Candidate, int | None]],
-    found: Sequence[Row],
-    watch: Watch,
-) -> list[Row]:
-    """Return the fastest schedules with the pairs that a run's search finds, and Megatron's own."""
-    ranked = sorted(found, key=lambda row: row.seconds)
-    able = {candidate.name for candidate, _ in settings if candidate.finds_pairs}
-    fastest = [row.schedule for row in ranked if row.schedule in able][:_CUTS]
-    rows = []
-    for candidate, chunks in settings:
-        if candidate.name in fastest or candidate.name == MEGATRON_OVERLAP:
-            watch(f"{candidate.name}, pairs", len(settings), len(settings) + 1)
-            with suppress(UsageError):
-                row = _row(asked, fit, replace(candidate, overlaps_exchange=True), chunks)
-                rows += [row] if row.timeline.schedule.pairs else []
-    return rows
+    def settings_of(self, candidates: Sequence[ScheduleCandidate]) -> list[_Setting]:
+        """Return the schedules with the numbers of chunks to try."""
+        profile = self.asked.profile
+        return [
+            (candidate, chunks)
+            for candidate in candidates
+            if not candidate.takes_the_best
+            for chunks in candidate.chunk_counts(profile.model.layers, profile.pipeline_size)
+            if chunks in (None, 2, 4, 8)
+        ]
 
+    def look_at(self, candidates: Sequence[ScheduleCandidate], wanted: Collection[str]) -> None:
+        """Find the best layout of each schedule, and why a wanted one is missing."""
+        self.settings += self.settings_of(candidates)
+        for number, (candidate, chunks) in enumerate(self.settings):
+            name = candidate.name if chunks is None else f"{candidate.name} ×{chunks}"
+            self.watch(name, number, len(self.settings))
+            try:
+                self.found.append(self.row(candidate, chunks))
+            except UsageError as error:
+                if candidate.name in wanted:
+                    self.missing[name] = str(error)
+                    self.limits += [error] if isinstance(error, LimitTooSmall) else []
 
-def _settings(
-    candidates: Sequence[Candidate], profile: Profile
-) -> Iterator[tuple[Candidate, int | None]]:
-    for candidate in candidates:
-        if candidate.takes_the_best:
-            continue
-        for chunks in candidate.chunk_counts(profile.model.layers, profile.pipeline_size):
-            if chunks is None or chunks in (2, 4, 8):
-                yield candidate, chunks
+    def look_at_cut(self) -> None:
+        """Look at the fastest schedules of one or two chunks with vocabulary parallelism."""
+        ours = [(row.schedule, row.chunks) for row in self._ranked() if not row.megatron]
+        small = [setting for setting in ours if setting[1] in (None, 2)][:_VARIANTS]
+        self.found += self._variants(small, "cut vocabulary", cuts_vocabulary=True)
 
+    def look_at_pairs(self) -> None:
+        """Look at the fastest schedules with the pairs of a run's search, and Megatron's own."""
+        able = {candidate.name for candidate, _ in self.settings if candidate.finds_pairs}
+        fastest = [(row.schedule, row.chunks) for row in self._ranked() if row.schedule in able]
+        own = [(c.name, chunks) for c, chunks in self.settings if c.name == MEGATRON_OVERLAP]
+        found = self._variants([*fastest[:_VARIANTS], *own], "pairs", overlaps_exchange=True)
+        self.found += [row for row in found if row.timeline.schedule.pairs]
 
-def _check_groups(asked: ProfileRequest, candidate: Candidate) -> None:
-    p, m = asked.profile.pipeline_size, asked.num_microbatches
-    if candidate.megatron and candidate.takes_chunks and m % p:
-        raise UsageError(f"it needs whole groups of {p} microbatches, and there are {m}")
+    def _ranked(self) -> list[MeasuredRow]:
+        return sorted(self.found, key=lambda row: row.seconds)
 
+    def _variants(
+        self, chosen: Collection[tuple[str, int | None]], what: str, **change: Any
+    ) -> list[MeasuredRow]:
+        """Return the rows of a variant of the chosen schedules, as limits allow."""
+        rows = []
+        for candidate, chunks in self.settings:
+            if (candidate.name, chunks) in chosen:
+                self.watch(f"{candidate.name}, {what}", len(self.settings), len(self.settings) + 1)
+                with suppress(UsageError):
+                    rows.append(self.row(replace(candidate, **change), chunks))
+        return rows
 
-def _row(asked: ProfileRequest, fit: Fit, candidate: Candidate, chunks: int | None) -> Row:
-    profile = asked.profile
-    _check_groups(asked, candidate)
-    placement = candidate.placement(profile.pipeline_size, chunks)
-    layers = profile.model.layers
-    even = layout.spread(Layers(layers), placement)
-    ends = fit.in_layers(cut=candidate.cuts_vocabulary)
-    found = {
-        counts: _simulated(asked, fit, candidate, chunks, placement, counts)
-        for counts in layout.choices(layers, placement, *ends)
-    }
-    back_to_back = asked.post_validation and candidate.splits
+    def row(self, candidate: ScheduleCandidate, chunks: int | None) -> MeasuredRow:
+        """Return the fastest layout of a schedule.
 
-    def seconds(timeline: schedules.Timeline) -> float:
-        return timeline.seconds(back_to_back=back_to_back) + profile.outside
-
-    counts, timeline = min(found.items(), key=lambda entry: seconds(entry[1]))
-    peaks = _peaks(timeline, profile.message)
-    worst = max(range(len(peaks)), key=peaks.__getitem__)
-    bubble = timeline.bubble_rate_back_to_back if back_to_back else timeline.bubble_rate
-    return Row(
-        schedule=candidate.name,
-        runs=candidate.family,
-        chunks=chunks,
-        layout=_layout_text(counts, profile),
-        is_even=counts == even,
-        seconds=seconds(timeline),
-        seconds_even=seconds(found[even]),
-        bubble=bubble,
-        activation_bytes=peaks[worst],
-        rank=worst,
-        megatron=candidate.megatron,
-        has_by_default=candidate.has_by_default(counts, placement),
-        timeline=timeline,
-        layers=counts,
-        cuts_vocabulary=candidate.cuts_vocabulary,
-        overlaps_exchange=candidate.overlaps_exchange,
-    )
-
-
-def _best_of_all(
-    asked: ProfileRequest, fit: Fit, candidate: Candidate, found: Sequence[Row]
-) -> Row:
-    """Return the fastest row, or the order that ``auto`` finds for its placement, if faster."""
-    best = min((row for row in found if not row.megatron), key=lambda row: row.seconds)
-    placement, counts = best.timeline.schedule.placement, best.layers
-    candidate = replace(
-        candidate,
-        cuts_vocabulary=best.cuts_vocabulary,
-        overlaps_exchange=best.overlaps_exchange,
-    )
-    try:
-        timeline = _simulated(
-            asked, fit, candidate, placement.chunks, placement, counts, quick=True
+        Raises:
+            UsageError: the schedule cannot be built within the limit.
+        """
+        asked, p = self.asked, self.asked.profile.pipeline_size
+        m = asked.num_microbatches
+        if candidate.megatron and candidate.takes_chunks and m % p:
+            raise UsageError(f"it needs whole groups of {p} microbatches, and there are {m}")
+        placement = candidate.placement(p, chunks)
+        even = layout.spread(Layers(asked.profile.model.layers), placement)
+        found = {
+            counts: self._simulated(candidate, chunks, placement, counts)
+            for counts in self.fit.layouts(placement, candidate)
+        }
+        seconds = {counts: asked.seconds(candidate, timeline) for counts, timeline in found.items()}
+        best = min(found, key=seconds.__getitem__)
+        return MeasuredRow(
+            asked, candidate.name, candidate, chunks, best, found[best], seconds[even]
         )
-    except UsageError:
-        return replace(best, schedule=candidate.name)
-    seconds = timeline.seconds(back_to_back=asked.post_validation) + asked.profile.outside
-    if seconds >= best.seconds:
-        return replace(best, schedule=candidate.name)
-    peaks = _peaks(timeline, asked.profile.message)
-    bubble = timeline.bubble_rate_back_to_back if asked.post_validation else timeline.bubble_rate
-    return replace(
-        best,
-        schedule=candidate.name,
-        runs=candidate.family,
-        chunks=placement.chunks,
-        seconds=seconds,
-        bubble=bubble,
-        activation_bytes=max(peaks),
-        rank=max(range(len(peaks)), key=peaks.__getitem__),
-        timeline=timeline,
-    )
 
-
-def _simulated(
-    asked: ProfileRequest,
-    fit: Fit,
-    candidate: Candidate,
-    chunks: int | None,
-    placement: Placement,
-    counts: Layout,
-    *,
-    quick: bool = False,
-) -> schedules.Timeline:
-    if candidate.cuts_vocabulary:
-        costs = fit.cut_costs(placement, counts, fit.cutting or Cutting())
-    else:
-        costs = fit.costs(
-            placement,
-            counts,
-            blocking=candidate.blocking,
-            overlaps_exchange=candidate.overlaps_exchange,
+    def best_of_all(self, candidate: ScheduleCandidate) -> MeasuredRow:
+        """Return the fastest row, or the order that ``auto`` finds for its placement, if faster."""
+        best = min((row for row in self.found if not row.megatron), key=lambda row: row.seconds)
+        best = replace(best, schedule=candidate.name)
+        placement = best.timeline.schedule.placement
+        candidate = replace(
+            candidate,
+            cuts_vocabulary=best.cuts_vocabulary,
+            overlaps_exchange=best.overlaps_exchange,
         )
-    schedule = schedules.build(
-        candidate.family,
-        pipeline_size=placement.pipeline_size,
-        num_microbatches=asked.num_microbatches,
-        # a run builds auto alone for what it measures, and every other one for equal costs
-        costs=costs if candidate.takes_the_best else _costs_of_a_run(fit, candidate),
-        memory_limit=asked.memory_limit,
-        chunks=chunks,
-        placement=placement if quick else None,
-        back_to_back=asked.post_validation and candidate.splits,
-        quick=quick,
-    )
-    return schedules.simulate(schedule, costs)
+        with suppress(UsageError):
+            timeline = self._simulated(candidate, placement.chunks, placement, best.layers)
+            chunks = placement.chunks
+            searched = replace(best, candidate=candidate, chunks=chunks, timeline=timeline)
+            return searched if searched.seconds < best.seconds else best
+        return best
+
+    def _simulated(
+        self, candidate: ScheduleCandidate, chunks: int | None, placement: Placement, counts: Layout
+    ) -> schedules.Timeline:
+        costs, is_auto = self.fit.costs(placement, counts, candidate), candidate.takes_the_best
+        schedule = schedules.build(
+            candidate.family,
+            pipeline_size=placement.pipeline_size,
+            num_microbatches=self.asked.num_microbatches,
+            # a run builds only auto for measured costs, and every other one for equal costs
+            costs=costs if is_auto else self._costs_of_a_run(candidate),
+            memory_limit=self.asked.memory_limit,
+            chunks=chunks,
+            placement=placement if is_auto else None,
+            back_to_back=self.asked.is_back_to_back(candidate),
+            quick=is_auto,
+        )
+        return schedules.simulate(schedule, costs)
+
+    def _costs_of_a_run(self, candidate: ScheduleCandidate) -> schedules.Costs | None:
+        """Return the costs for which a run builds a named schedule; None where all are equal."""
+        if not (candidate.cuts_vocabulary or candidate.overlaps_exchange):
+            return None
+        profile = self.fit.profile
+        costs = schedules.Costs.uniform(
+            pipeline_size=profile.pipeline_size, forward=1.0, backward=1.0, weight=1.0
+        )
+        if candidate.overlaps_exchange:
+            return with_exchange(costs)
+        _, output = self.fit.in_layers()
+        return with_counted_vocabulary(costs, profile.model.layers, output)
 
 
-def _costs_of_a_run(fit: Fit, candidate: Candidate) -> schedules.Costs | None:
-    """Return the costs for which a run builds a named schedule; None where these are all equal."""
-    if not (candidate.cuts_vocabulary or candidate.overlaps_exchange):
-        return None
-    profile = fit.profile
-    costs = schedules.Costs.uniform(
-        pipeline_size=profile.pipeline_size, forward=1.0, backward=1.0, weight=1.0
-    )
-    if candidate.overlaps_exchange:
-        return with_exchange(costs)
-    _, output = fit.in_layers()
-    return with_counted_vocabulary(costs, profile.model.layers, output)
-
-
-def _peaks(timeline: schedules.Timeline, message: float) -> Sequence[float]:
-    schedule = timeline.schedule
-    if sum(map(len, schedule.ranks)) > _LARGE:
-        return timeline.peak_memory
-    program = schedules.lower(schedule, timeline)
-    ranks = range(schedule.placement.pipeline_size)
-    return [peak_with_messages(program, rank, timeline.costs, message) for rank in ranks]
-
-
-def _layout_text(counts: Layout, profile: Profile) -> str:
-    multi_token = profile.stages[-1].layers.count("m")
-    return layout.text(layout.lettered(counts, multi_token))
-
-
-def read(arguments: argparse.Namespace) -> tuple[ProfileRequest, list[Candidate]]:
+def read(arguments: argparse.Namespace) -> tuple[ProfileRequest, list[ScheduleCandidate]]:
     """Read the profile and check the sizes.
 
     Raises:
@@ -384,7 +382,7 @@ def read(arguments: argparse.Namespace) -> tuple[ProfileRequest, list[Candidate]
 
 def show(
     asked: ProfileRequest,
-    found: Sequence[Row],
+    found: Sequence[MeasuredRow],
     missing: dict[str, str],
     arguments: argparse.Namespace,
 ) -> None:
@@ -396,22 +394,23 @@ def show(
 
 
 def _as_json(
-    asked: ProfileRequest, found: Sequence[Row], missing: dict[str, str]
+    asked: ProfileRequest, found: Sequence[MeasuredRow], missing: dict[str, str]
 ) -> dict[str, Any]:
     return {
         "schedule_of_the_profile": asked.profile.schedule,
         "num_microbatches": asked.num_microbatches,
         "unsplit": [stage.unsplit for stage in asked.profile.stages],
-        "ranked": [
-            {name: value for name, value in vars(row).items() if name not in ("timeline", "layers")}
-            for row in found
-        ],
+        "ranked": [{name: getattr(row, name) for name in _IN_JSON} for row in found],
         "not_possible": missing,
     }
 
 
 def _print(
-    asked: ProfileRequest, found: Sequence[Row], missing: dict[str, str], console: Console, top: int
+    asked: ProfileRequest,
+    found: Sequence[MeasuredRow],
+    missing: dict[str, str],
+    console: Console,
+    top: int,
 ) -> None:
     profile = asked.profile
     embedding, output = Fit.of(profile).in_layers()
@@ -437,7 +436,7 @@ def _print(
     console.print(Text("  " + " \\\n  ".join(flags)), highlight=False, soft_wrap=True)
 
 
-def flags_of(asked: ProfileRequest, row: Row) -> list[str]:
+def flags_of(asked: ProfileRequest, row: MeasuredRow) -> list[str]:
     """Return the arguments of a row for a pretrain script of Megatron-LM."""
     ranks = f"--pipeline-model-parallel-size {asked.profile.pipeline_size}"
     flags = [ranks] if row.megatron else [f"--pipeline-schedule {row.runs}", ranks]
@@ -458,7 +457,7 @@ def flags_of(asked: ProfileRequest, row: Row) -> list[str]:
     return flags + flags_of_layout(chunks, written, megatron=row.megatron)
 
 
-def name_of(row: Row) -> str:
+def name_of(row: MeasuredRow) -> str:
     """Return the name of a row in the table; for ``auto``, with what it runs."""
     chunks = "" if row.chunks is None else f" ×{row.chunks}"
     cut = ", cut vocabulary" if row.cuts_vocabulary else ""
@@ -466,7 +465,7 @@ def name_of(row: Row) -> str:
     return named(row.schedule, row.runs) + chunks + cut + pairs
 
 
-def _table(found: Sequence[Row]) -> Table:
+def _table(found: Sequence[MeasuredRow]) -> Table:
     table = Table(box=None, pad_edge=False, header_style="bold", padding=(0, 1, 0, 0))
     table.add_column("#", justify="right")
     table.add_column("schedule", no_wrap=True)

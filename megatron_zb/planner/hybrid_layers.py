@@ -18,7 +18,7 @@ from functools import lru_cache
 from pydantic import Field
 
 from megatron_zb.measured.config import LARGEST_SIZE, Section, optional_size
-from megatron_zb.planner.attention import Attention
+from megatron_zb.planner.attention import LayerAttention
 from megatron_zb.schedules import hybrid_pattern
 
 MAMBA, ATTENTION, MLP, EXPERTS = "M*-E"
@@ -114,7 +114,7 @@ class MambaMixer:
             )
 
 
-Mixer = Attention | MambaMixer
+Mixer = LayerAttention | MambaMixer
 
 
 @lru_cache
@@ -128,13 +128,13 @@ def check(pattern: str, layers: int, prediction_layers: int) -> None:
     named = f"hybrid_layer_pattern '{pattern}'"
     if "|" in pattern:
         raise ValueError(
-            f"{named} says the layers of each stage, which the plan is to find: leave out '|'"
+            f"{named} fixes the layers of each stage, which the plan is to find: leave out '|'"
         )
     kinds = all_kinds(pattern)
     if other := sorted(set(kinds) - {MAMBA, ATTENTION, MLP, EXPERTS}):
         raise ValueError(
             f"{named} has layers of the kind {other[0]}, whose costs the planner cannot count: "
-            "give M (Mamba-2), * (attention), - (MLP) and E (experts) alone"
+            "give only M (Mamba-2), * (attention), - (MLP) and E (experts)"
         )
     written, depths = len(hybrid_pattern.kinds(pattern)), hybrid_pattern.predicting_parts(pattern)
     if written != layers:

@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 
-from megatron_zb.planner.byte_counts import Held
+from megatron_zb.planner.byte_counts import ActivationBytes
 from megatron_zb.planner.stages import StageWorkload
 from megatron_zb.schedules import Pass, PassKind, Schedule
 
 
 @dataclass(frozen=True)
-class Memory:
+class RankMemory:
     """Bytes of one rank at its peak; ``weight_queue`` is what W still needs after B."""
 
     rank: int
@@ -35,7 +35,7 @@ class Memory:
         return {name: size for name, size in asdict(self).items() if name != "rank"}
 
 
-def worst_rank(staged: StageWorkload, schedule: Schedule, *, snapshot: bool) -> Memory:
+def worst_rank(staged: StageWorkload, schedule: Schedule, *, snapshot: bool) -> RankMemory:
     """Return the memory of the rank that needs the most.
 
     ``snapshot`` keeps a copy of the optimizer's state, with which a step can be taken back.
@@ -48,7 +48,7 @@ def worst_rank(staged: StageWorkload, schedule: Schedule, *, snapshot: bool) -> 
     )
 
 
-def without_pipeline(staged: StageWorkload) -> Memory:
+def without_pipeline(staged: StageWorkload) -> RankMemory:
     """Return the memory of one rank that runs F and BW of each microbatch in turn."""
     passes = (
         *(Pass(PassKind.F, s, 0) for s in range(len(staged.held))),
@@ -59,9 +59,9 @@ def without_pipeline(staged: StageWorkload) -> Memory:
 
 def _of_rank(
     staged: StageWorkload, rank: int, activations: float, queue: float, *, snapshot: bool
-) -> Memory:
+) -> RankMemory:
     states, device = staged.states[rank], staged.load.device
-    return Memory(
+    return RankMemory(
         rank=rank,
         weights=states.weights,
         gradients=states.gradients,
@@ -80,15 +80,15 @@ _HOLD_NOTHING = (PassKind.P, PassKind.E, PassKind.G)
 
 
 def peak_of(
-    passes: Sequence[Pass], held: Sequence[Held], kept_input: float = 0.0
+    passes: Sequence[Pass], held: Sequence[ActivationBytes], kept_input: float = 0.0
 ) -> tuple[float, float]:
     """Return the bytes of activations and the bytes waiting for W, when their sum is largest.
 
     A backward that recomputes holds its layer's activations while it runs. Shards of the output
     layer hold theirs from O to V. What R makes again holds ``kept_input`` bytes until then, and
-    what is moved to the host nothing from D to H.
+    offloaded activations nothing from D to H.
     """
-    live = queue = 0.0
+    live = queue = most = 0.0
     best = (0.0, 0.0)
     dropped = {(stage, microbatch) for kind, stage, microbatch in passes if kind is PassKind.R}
     for kind, stage, microbatch in passes:
@@ -106,9 +106,11 @@ def peak_of(
         elif kind is PassKind.W:
             queue -= here.for_weight
         else:
-            best = max(best, (live + here.in_backward, queue), key=sum)
+            if live + here.in_backward + queue > most:
+                most, best = live + here.in_backward + queue, (live + here.in_backward, queue)
             live -= here.activation
             if kind is PassKind.B:
                 queue += here.for_weight
-        best = max(best, (live, queue), key=sum)
+        if live + queue > most:
+            most, best = live + queue, (live, queue)
     return best

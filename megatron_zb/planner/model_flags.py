@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from megatron_zb.planner.attention import Attention
+from megatron_zb.planner.attention import LayerAttention
 from megatron_zb.planner.hybrid_layers import MAMBA
 from megatron_zb.planner.model import Experts, ModelConfig, Rotary, Router
 
@@ -39,6 +39,8 @@ def model_flags(model: ModelConfig) -> list[str]:
         words.append("--untie-embeddings-and-output-weights")
     if not model.dropout:
         words += ["--attention-dropout", "0", "--hidden-dropout", "0"]
+    if not model.flash_attention:
+        words += ["--attention-backend", "unfused"]
     if model.tokenizer is not None:
         words += _of_vocabulary(model)
     if model.experts is not None:
@@ -64,7 +66,7 @@ def _number(value: float) -> str:
 
 
 def _of_hybrid(model: ModelConfig) -> list[str]:
-    """Return the words for pretrain_hybrid.py, which needs to be told the modules of each kind."""
+    """Return the words for pretrain_hybrid.py, which needs the modules of each kind."""
     words = ["--hybrid-layer-pattern", model.hybrid_layer_pattern or ""]
     words += ["--spec", "megatron.core.models.hybrid.hybrid_layer_specs", "hybrid_stack_spec"]
     if model.rotary is None:
@@ -76,7 +78,7 @@ def _of_vocabulary(model: ModelConfig) -> list[str]:
     return ["--padded-vocab-size", str(model.vocabulary)]
 
 
-def _of_rotary(rotary: Rotary, attention: Attention) -> list[str]:
+def _of_rotary(rotary: Rotary, attention: LayerAttention) -> list[str]:
     words = ["--position-embedding-type", "rope", "--rotary-base", str(rotary.base)]
     if rotary.scaling is not None:
         words += ["--use-rope-scaling", "--rope-scaling-factor", _number(rotary.scaling.factor)]

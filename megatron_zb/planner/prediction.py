@@ -4,16 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
+from functools import cached_property
 
 from megatron_zb import schedules
-from megatron_zb.planner.candidate import Candidate
-from megatron_zb.planner.memory import Memory, without_pipeline, worst_rank
+from megatron_zb.planner.candidate import ScheduleCandidate
+from megatron_zb.planner.memory import RankMemory, without_pipeline, worst_rank
 from megatron_zb.planner.stages import StageWorkload
 from megatron_zb.planner.step import by_timeline
 from megatron_zb.planner.work import Workload, model_flops
-from megatron_zb.schedules import Costs, Schedule
+from megatron_zb.schedules import Costs, Schedule, catalog, lower
 from megatron_zb.schedules.layout import Layout
 from megatron_zb.schedules.placement import Placement
+from megatron_zb.schedules.program.waiting_kernels import waiting_kernels
 from megatron_zb.schedules.simulator import Timeline
 
 Build = Callable[[Costs, int], Schedule]
@@ -24,11 +26,29 @@ _MOST_PASSES = 16_000
 
 
 @dataclass(frozen=True)
+class IterationSettings:
+    """Settings of an iteration that do not change the order of passes within the model.
+
+    Attributes:
+        num_microbatches: microbatches of each pipeline.
+        post_validation: ranks start the next iteration one by one instead of together.
+        back_to_back: build the schedule for that, where there is post-validation.
+        snapshot: keep a copy of the optimizer's state to take a step back with.
+    """
+
+    num_microbatches: int
+    post_validation: bool = False
+    back_to_back: bool = True
+    snapshot: bool = False
+
+
+@dataclass(frozen=True)
 class Prediction:
     """Predicted time and memory of one choice.
 
-    ``schedule`` and the ``costs`` it was built for are None where there is no pipeline; where there
-    are many microbatches, it is that of the first ones, from which the rest was continued.
+    ``timeline`` and ``costs`` are None where there is no pipeline. Where there are many
+    microbatches, the timeline is that of the first ones, from which the seconds of the rest are
+    extrapolated.
     ``memory_limit`` is the limit to give ``auto``, as a fraction of 1F1B's activations;
     ``cuts_vocabulary`` tells that the output layer is cut along the vocabulary, and
     ``overlaps_exchange`` that pairs hide the exchange of tokens between experts. ``host_bytes`` are
@@ -45,14 +65,19 @@ class Prediction:
     pipeline_seconds: float
     bubble: float
     step_seconds: float
-    memory: Memory
-    schedule: Schedule | None = None
+    memory: RankMemory
+    timeline: Timeline | None = None
     costs: Costs | None = None
     post_validation: bool = False
     memory_limit: float | None = None
     cuts_vocabulary: bool = False
     overlaps_exchange: bool = False
     host_bytes: float = 0.0
+
+    @property
+    def schedule(self) -> Schedule | None:
+        """Schedule of the timeline."""
+        return None if self.timeline is None else self.timeline.schedule
 
     @property
     def dropped(self) -> float:
@@ -93,62 +118,124 @@ class Prediction:
         return flops / self.seconds / self.gpus / self.load.rate.peak
 
 
-def predict(
+@dataclass(frozen=True)
+class Ordered:
+    """A workload with the schedule that runs it; the schedule is None without a pipeline.
+
+    The memory is known before the time is: only what fits is worth a simulation.
+    """
+
+    staged: StageWorkload
+    candidate: ScheduleCandidate
+    iteration: IterationSettings
+    chunks: int | None
+    schedule: Schedule | None
+    costs: Costs
+    build: Build
+
+    @cached_property
+    def memory(self) -> RankMemory:
+        """Memory of the worst rank."""
+        if self.schedule is None:
+            return without_pipeline(self.staged)
+        return worst_rank(self.staged, self.schedule, snapshot=self.iteration.snapshot)
+
+    def predicted(self) -> Prediction:
+        """Simulate the schedule."""
+        staged, candidate, iteration = self.staged, self.candidate, self.iteration
+        m, post_validation = iteration.num_microbatches, iteration.post_validation
+        timeline, bubble = None, 0.0
+        seconds = m * staged.busiest.total
+        if self.schedule is None:
+            post_validation = False
+        else:
+            timeline = schedules.simulate(self.schedule, self.costs)
+            seconds = max(self._seconds(timeline), m * staged.link_seconds)
+            bubble = 1 - m * _busy(staged, timeline) / seconds
+        return Prediction(
+            candidate=candidate.name,
+            family=candidate.family,
+            load=staged.load,
+            num_microbatches=m,
+            chunks=self.chunks,
+            layout=staged.layout,
+            is_even=candidate.has_by_default(staged.layout, staged.placement),
+            pipeline_seconds=seconds,
+            bubble=bubble,
+            step_seconds=by_timeline(staged, timeline, post_validation=post_validation),
+            memory=self.memory,
+            timeline=timeline,
+            costs=None if timeline is None else self.costs,
+            post_validation=post_validation,
+            cuts_vocabulary=staged.cuts_vocabulary,
+            overlaps_exchange=staged.overlaps_exchange,
+            host_bytes=0.0 if timeline is None else max(timeline.peak_host),
+        )
+
+    def _seconds(self, timeline: Timeline) -> float:
+        """Return the pipeline's seconds of an iteration.
+
+        Where the timeline is that of the first microbatches, the others take as long as the last
+        of these do, found from one more schedule of fewer.
+        """
+        back_to_back, m = self.iteration.post_validation, self.iteration.num_microbatches
+        seconds = timeline.seconds(back_to_back=back_to_back)
+        more, p = timeline.schedule.num_microbatches, self.staged.placement.pipeline_size
+        if more == m:
+            return seconds
+        shorter = schedules.simulate(self.build(self.costs, more - p), self.costs)
+        each = (seconds - shorter.seconds(back_to_back=back_to_back)) / p
+        return seconds + (m - more) * max(each, _least(self.costs, self.staged.placement))
+
+
+def ordered(
     staged: StageWorkload,
-    candidate: Candidate,
-    num_microbatches: int,
+    candidate: ScheduleCandidate,
+    iteration: IterationSettings,
     chunks: int | None,
-    *,
-    is_even: bool,
-    post_validation: bool = False,
-    back_to_back: bool = True,
-    snapshot: bool = False,
     build: Build | None = None,
-) -> Prediction:
-    """Simulate a schedule.
+) -> Ordered:
+    """Build the schedule of a workload.
 
     Args:
         staged: the workload on the placement of the schedule.
         candidate: the schedule.
-        num_microbatches: microbatches of each pipeline in an iteration.
+        iteration: number of microbatches and post-validation.
         chunks: chunks per rank where the schedule has the choice.
-        is_even: whether the layout is the one that needs no flag.
-        post_validation: ranks start the next iteration one by one instead of together.
-        back_to_back: build the schedule for that, where there is post-validation.
-        snapshot: keep a copy of the optimizer's state to take a step back with.
         build: function that builds the schedule in another way than the catalog.
 
     Raises:
         UsageError: the schedule cannot be built within the memory.
     """
-    if staged.placement.pipeline_size == 1:
-        return _without_pipeline(staged, candidate, num_microbatches)
     costs = staged.costs(blocking=candidate.blocking)
-    back_to_back = back_to_back and post_validation
-    builder = _Builder(candidate, costs, chunks, staged.placement, back_to_back, build)
-    seconds, timeline = builder.seconds(num_microbatches, post_validation)
-    seconds = max(seconds, num_microbatches * staged.link_seconds)
-    schedule = timeline.schedule
-    bubble = 1 - num_microbatches * _busy(staged, timeline) / seconds
-    return Prediction(
-        candidate=candidate.name,
-        family=candidate.family,
-        load=staged.load,
-        num_microbatches=num_microbatches,
-        chunks=chunks,
-        layout=staged.layout,
-        is_even=is_even,
-        pipeline_seconds=seconds,
-        bubble=bubble,
-        step_seconds=by_timeline(staged, timeline, post_validation=post_validation),
-        memory=worst_rank(staged, schedule, snapshot=snapshot),
-        schedule=schedule,
-        costs=costs,
-        post_validation=post_validation,
-        cuts_vocabulary=staged.cuts_vocabulary,
-        overlaps_exchange=staged.overlaps_exchange,
-        host_bytes=max(timeline.peak_host),
-    )
+
+    def by_name(costs: Costs, num_microbatches: int) -> Schedule:
+        return schedules.build(
+            candidate.family,
+            pipeline_size=staged.placement.pipeline_size,
+            num_microbatches=num_microbatches,
+            costs=costs,
+            chunks=chunks,
+            back_to_back=iteration.back_to_back and iteration.post_validation,
+        )
+
+    build, schedule = build or by_name, None
+    p, m = staged.placement.pipeline_size, iteration.num_microbatches
+    if p > 1:
+        is_small = 3 * m * staged.placement.num_stages <= _MOST_PASSES or m <= 4 * p
+        schedule = build(costs, m if is_small else 4 * p)
+    return Ordered(staged, candidate, iteration, chunks, schedule, costs, build)
+
+
+def predict(
+    staged: StageWorkload,
+    candidate: ScheduleCandidate,
+    iteration: IterationSettings,
+    chunks: int | None,
+    build: Build | None = None,
+) -> Prediction:
+    """Build and simulate a schedule; the arguments and errors are those of :func:`ordered`."""
+    return ordered(staged, candidate, iteration, chunks, build).predicted()
 
 
 def _share(schedule: Schedule, units: Collection[tuple[int, int]]) -> float:
@@ -168,70 +255,58 @@ def _busy(staged: StageWorkload, timeline: Timeline) -> float:
     return sum(staged.rank_work(r).total for r in range(p)) / p
 
 
-def _without_pipeline(staged: StageWorkload, candidate: Candidate, m: int) -> Prediction:
-    return Prediction(
-        candidate=candidate.name,
-        family=candidate.family,
-        load=staged.load,
-        num_microbatches=m,
-        chunks=None,
-        layout=staged.layout,
-        is_even=True,
-        pipeline_seconds=m * staged.busiest.total,
-        bubble=0.0,
-        step_seconds=by_timeline(staged, None, post_validation=False),
-        memory=without_pipeline(staged),
-    )
+def _least(costs: Costs, placement: Placement) -> float:
+    """Return a microbatch's seconds on the busiest rank: one more takes no schedule less."""
+    stages = costs.for_placement(placement).hidden()
+    times = zip(stages.forward, stages.backward, stages.weight, strict=True)
+    work = [sum(of) for of in times]
+    of_ranks = [sum(work[s] for s in held) for held in placement.stages_of]
+    if stages.shards is None:
+        return max(of_ranks)
+    of_ranks[placement.rank_of[-1]] += stages.shards.loss
+    return max(map(sum, zip(of_ranks, stages.shards.output, stages.shards.weight, strict=True)))
+
+
+# --- overheads that the seconds leave out ---------------------------------------------------------
 
 
 @dataclass(frozen=True)
-class _Builder:
-    """Builder of one schedule for any number of microbatches."""
+class Overheads:
+    """Overheads of one schedule of this package that the predicted seconds leave out.
 
-    candidate: Candidate
-    costs: Costs
-    chunks: int | None
-    placement: Placement
-    back_to_back: bool
-    other: Build | None = None
+    A receive is a kernel that waits for its message beside the computation and occupies thread
+    blocks meanwhile. How much that slows the computation down has not been measured, so it is in
+    no time. Megatron's backward hides the reduce-scatter of tensor parallelism in its input
+    gradient behind the weight gradient; a split backward exposes it in B. The seconds of all rows
+    include it as exposed, so the lead of a split schedule may be smaller by its share.
 
-    def build(self, m: int) -> Schedule:
-        if self.other is not None:
-            return self.other(self.costs, m)
-        return schedules.build(
-            self.candidate.family,
-            pipeline_size=self.placement.pipeline_size,
-            num_microbatches=m,
-            costs=self.costs,
-            chunks=self.chunks,
-            back_to_back=self.back_to_back,
-        )
+    Attributes:
+        waiting: message kernels that wait on a rank while it computes, the mean over time and
+            ranks.
+        exposed: share of an iteration in which B waits for collectives of tensor parallelism that
+            Megatron's own backward hides.
+    """
 
-    def seconds(self, m: int, post_validation: bool) -> tuple[float, Timeline]:
-        """Return an iteration's seconds and its timeline.
+    waiting: float
+    exposed: float
 
-        Seconds of many microbatches are extrapolated from two schedules of fewer; the timeline is
-        that of the larger one.
-        """
 
-        def simulated(microbatches: int) -> tuple[float, Timeline]:
-            timeline = schedules.simulate(self.build(microbatches), self.costs)
-            return timeline.seconds(back_to_back=post_validation), timeline
+def overheads(row: Prediction) -> Overheads | None:
+    """Return the overheads of a row; None where Megatron itself runs it."""
+    timeline = row.timeline
+    if timeline is None or row.candidate.startswith("Megatron"):
+        return None
+    found = waiting_kernels(lower(timeline.schedule, timeline), timeline.costs)
+    return Overheads(sum(rank.mean for rank in found) / len(found), _exposed(row))
 
-        p = self.placement.pipeline_size
-        if 3 * m * self.placement.num_stages <= _MOST_PASSES or m <= 4 * p:
-            return simulated(m)
-        (some, _), (more, timeline) = simulated(3 * p), simulated(4 * p)
-        return more + (m - 4 * p) * max((more - some) / p, self._least), timeline
 
-    @property
-    def _least(self) -> float:
-        """Seconds of a microbatch on the busiest rank: no schedule takes less for one more."""
-        stages = self.costs.for_placement(self.placement).hidden()
-        times = zip(stages.forward, stages.backward, stages.weight, strict=True)
-        work = [sum(of) for of in times]
-        of_ranks = [sum(work[s] for s in held) for held in self.placement.stages_of]
-        if stages.shards is None:
-            return max(of_ranks)
-        of_ranks[self.placement.rank_of[-1]] += stages.shards.loss
-        return max(map(sum, zip(of_ranks, stages.shards.output, stages.shards.weight, strict=True)))
+def _exposed(row: Prediction) -> float:
+    if not catalog.family(row.family).splits_backward:
+        return 0.0
+    seconds = sum(_hidden_by_weight_gradient(row.load, i) for i in range(row.load.model.layers))
+    return row.num_microbatches * seconds / row.load.strategy.pipeline / row.seconds
+
+
+def _hidden_by_weight_gradient(load: Workload, index: int) -> float:
+    """Return the seconds of a layer's reduce-scatters in B that its W could hide."""
+    return min(load.tensor_parallel(index) / 2, load.layer(index).weight)

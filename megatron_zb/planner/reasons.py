@@ -78,7 +78,7 @@ def recommendation(plan: Plan) -> str:
         return f"no schedule of this package is worth a change here: {first.candidate} is faster"
     lead = first.tokens_per_gpu / own.tokens_per_gpu - 1
     if recommended(plan) is None:
-        return f"stay with {own.candidate}: {first.family} is ahead of it by {lead:.1%} alone"
+        return f"keep {own.candidate}: {first.family} is ahead of it by only {lead:.1%}"
     return f"run {_said(first)}: {lead:.1%} more tokens per second than {own.candidate}"
 
 
@@ -89,7 +89,7 @@ def _said(row: Prediction) -> str:
 
 
 def gain_of_cut(plan: Plan, row: Prediction) -> float | None:
-    """Return the share of tokens per second that a row's schedule gains by a cut output layer.
+    """Return the share of tokens per second that a row's schedule gains by vocabulary parallelism.
 
     None where it has a whole one, or has nothing that fits with a whole one.
     """
@@ -98,37 +98,37 @@ def gain_of_cut(plan: Plan, row: Prediction) -> float | None:
 
 
 def vocabulary(plan: Plan) -> str:
-    """Return what cutting the output layer along the vocabulary brings, in one sentence."""
+    """Return the gain of vocabulary parallelism, in one sentence."""
     job, cut = plan.job, plan.cut
     if (why := job.why_not_cut) is not None:
-        return f"the output layer is not cut along the vocabulary: {why}"
+        return f"no vocabulary parallelism: {why}"
     if job.vocabulary == "off":
-        return "the output layer is not cut along the vocabulary: --vocabulary off"
+        return "no vocabulary parallelism: --vocabulary off"
     if cut is None:
-        return "no schedule with a cut output layer can be ahead here"
-    named = f"{cut.family} with a cut output layer ({cut.load.strategy})"
+        return "no schedule with vocabulary parallelism can be ahead here"
+    named = f"{cut.family} with vocabulary parallelism ({cut.load.strategy})"
     whole = [*(row for row in plan.ranked if not row.cuts_vocabulary), *plan.without_cut.values()]
     if not whole:
-        return f"{named} is the best that fits; nothing fits with a whole one"
+        return f"{named} is the best that fits; nothing fits without"
     best = max(whole, key=lambda row: row.tokens_per_gpu)
     lead = cut.tokens_per_gpu / best.tokens_per_gpu - 1
     if any(row.cuts_vocabulary for row in plan.ranked):
         how = f"{abs(lead):.1%} {'faster' if lead >= 0 else 'slower'} than"
-        return f"{named} is {how} the best with a whole one, {best.candidate}"
+        return f"{named} is {how} the best without, {best.candidate}"
     how = f"{abs(lead):.1%} {'ahead of' if lead >= 0 else 'behind'} {best.candidate}"
     return f"{named}, the most promising, is {how}: that is not worth a change"
 
 
 def activation_states(plan: Plan) -> str | None:
-    """Return what dropping or moving activations brings, in one sentence; None if not asked for."""
+    """Return the gain of recomputation or offload, in one sentence; None if not requested."""
     job, row, kept = plan.job, plan.with_states, plan.all_kept
     if not (job.drops or job.moves):
         return None
     if row is None:
-        return "no setting that drops activations or moves them to the host can be ahead here"
-    done = [f"drops {row.dropped:.0%} of its activations"] if row.dropped else []
+        return "no setting with recomputation or offload by the schedule can be ahead here"
+    done = [f"recomputes {row.dropped:.0%} of its activations"] if row.dropped else []
     if row.moved:
-        done.append(f"moves {row.moved:.0%} to the host ({gib(row.host_bytes)} of each rank)")
+        done.append(f"offloads {row.moved:.0%} to the host ({gib(row.host_bytes)} of each rank)")
     named = f"{row.family} that {' and '.join(done)} ({row.load.strategy})"
     if kept is None:
         return f"{named} is the best that fits; nothing fits that keeps all"
@@ -138,7 +138,7 @@ def activation_states(plan: Plan) -> str | None:
 
 
 def _is_own(row: Prediction) -> bool:
-    """Return whether Megatron-LM alone runs it."""
+    """Return whether Megatron-LM runs it without this package."""
     return row.candidate.startswith("Megatron") or row.candidate == NO_PIPELINE
 
 

@@ -18,22 +18,21 @@ from megatron_zb.planner import estimate
 from megatron_zb.planner.candidate import (
     MEGATRON_OVERLAP,
     NO_PIPELINE,
-    Candidate,
+    ScheduleCandidate,
     of_overlap,
     with_those_of_auto,
 )
 from megatron_zb.planner.device import DeviceConfig
-from megatron_zb.planner.division import said_of_none
 from megatron_zb.planner.estimate import EvenSplit
 from megatron_zb.planner.model import ModelConfig
-from megatron_zb.planner.prediction import Prediction, predict
-from megatron_zb.planner.stages import StageWorkload, average_layer
+from megatron_zb.planner.prediction import IterationSettings, Ordered, Prediction, ordered
+from megatron_zb.planner.stages import StageWorkload, cut_into_stages
 from megatron_zb.planner.step import at_least
-from megatron_zb.planner.strategy import Choices, Strategy, strategies
-from megatron_zb.planner.vocabulary import Shard, can_be_shared, why_not_cut
+from megatron_zb.planner.strategy import Choices, Strategy, said_of_none, strategies
+from megatron_zb.planner.vocabulary import can_be_shared, why_not_cut
 from megatron_zb.planner.work import Workload
 from megatron_zb.planner.workers import Each
-from megatron_zb.schedules import Costs, Schedule, layout
+from megatron_zb.schedules import Costs, Schedule
 from megatron_zb.schedules.bounds import lower_bound, period_bound
 from megatron_zb.schedules.placement import Placement
 
@@ -48,7 +47,7 @@ _CUT_TRIES = 2
 # Settings that auto searches, at most, and by how much one must be able to beat what is there.
 _SEARCHES = 3
 _WORTH_A_SEARCH = 1.001
-# Settings whose activations may be dropped or moved, at most, and forwards of one: many take long.
+# The most settings with recomputation or offload, and forwards of one: many take long.
 _SEARCHES_OF_STATES = 2
 _FORWARDS_WITH_STATES = 1100
 # Of 1F1B's memory: what auto holds at most, whatever is left.
@@ -58,7 +57,7 @@ _REFINED = 40
 
 
 @dataclass(frozen=True)
-class Job:
+class PlanJob:
     """A training job: model, GPUs, bytes of memory per GPU, batch and allowed choices.
 
     With ``post_validation``, schedules are built for iterations back to back, unless
@@ -82,6 +81,12 @@ class Job:
     drops: bool = False
     moves: bool = False
 
+    def iteration(self, m: int, *, splits: bool = True) -> IterationSettings:
+        """Return an iteration of m microbatches; steps are taken back where backwards are split."""
+        return IterationSettings(
+            m, self.post_validation and splits, self.back_to_back, self.snapshot and splits
+        )
+
     @property
     def why_not_cut(self) -> str | None:
         """Why the output layer cannot be cut, None if it can."""
@@ -104,13 +109,13 @@ class Plan:
     """The best setting of each schedule, fastest first.
 
     ``too_large`` has, for each schedule, the most promising setting that does not fit;
-    ``nothing_for`` tells why a schedule is not in the table. ``without_cut`` has the best setting
-    with a whole output layer of each schedule whose row has one that is cut, and ``cut`` is the
-    best with a cut output layer, whether it is in the table or not. ``with_states`` is the best
+    ``nothing_for`` has the reason why a schedule is not in the table. ``without_cut`` has the best
+    setting without vocabulary parallelism of each schedule whose row has it, and ``cut`` is
+    the best with it, whether it is in the table or not. ``with_states`` is the best
     that drops activations or moves them to the host, and ``all_kept`` the best of ``auto`` without.
     """
 
-    job: Job
+    job: PlanJob
     ranked: tuple[Prediction, ...]
     too_large: dict[str, TooLarge]
     nothing_for: dict[str, str]
@@ -125,7 +130,7 @@ class Plan:
 @dataclass(frozen=True)
 class _Setting:
     load: Workload
-    candidate: Candidate
+    candidate: ScheduleCandidate
     chunks: int | None
     m: int
     seconds: float
@@ -143,8 +148,8 @@ Watch = Callable[[str, int, int], None]
 
 
 def search(
-    job: Job,
-    candidates: Sequence[Candidate],
+    job: PlanJob,
+    candidates: Sequence[ScheduleCandidate],
     *,
     tries: int = 3,
     watch: Watch = lambda text, done, of: None,
@@ -169,7 +174,7 @@ def search(
             "give --vocabulary auto"
         )
     splits = _splits(job)
-    alone = Candidate(NO_PIPELINE, "1f1b", megatron=True)
+    alone = ScheduleCandidate(NO_PIPELINE, "1f1b", megatron=True)
     everyone = [alone, *with_those_of_auto(candidates)]
     overlaps = not job.post_validation and any(_exchanges(split.load) for split in splits.whole)
     if overlaps:
@@ -190,7 +195,7 @@ def search(
             watch(candidate.name, len(named), total)
             found.take_the_best(candidate, each)
     if tries_cuts:
-        watch("a cut output layer", len(everyone), total)
+        watch("vocabulary parallelism", len(everyone), total)
         cuttable = [candidate for candidate in named if not candidate.overlaps_exchange]
         found.cut_where_it_pays(_promising(job, splits, cuttable, cuts=True), asked, each)
     if overlaps:
@@ -227,7 +232,7 @@ class _Tried:
 class _Found:
     """Results of one schedule; ``smallest`` has the least memory that would do, and its setting."""
 
-    candidate: Candidate
+    candidate: ScheduleCandidate
     settings: int
     smallest: tuple[float, str] | None = None
     prediction: Prediction | None = None
@@ -239,7 +244,7 @@ class _Found:
 class _Everything:
     """Results of all schedules so far, by their names."""
 
-    job: Job
+    job: PlanJob
     best: dict[str, Prediction]
     tried: list[_Tried]
     too_large: dict[str, TooLarge]
@@ -273,7 +278,7 @@ class _Everything:
     def cut_where_it_pays(
         self, promising: Sequence[_Looked], asked: Collection[str], each: Each
     ) -> None:
-        """Let schedules with a cut output layer take the place of those with a whole one.
+        """Let schedules with vocabulary parallelism take the place of those without.
 
         One does where it is ahead of every row by more than predictions are off. ``asked`` are the
         names of rows.
@@ -293,7 +298,7 @@ class _Everything:
                 self._replace("auto", replace(self.cut, candidate="auto"))
 
     def pair_where_it_pays(self, promising: Sequence[_Looked], each: Each) -> None:
-        """Let schedules whose pairs hide the exchange of experts take the place of slower rows."""
+        """Let schedules whose pairs hide the expert all-to-all take the place of slower rows."""
         if (own := self.best.get(MEGATRON_OVERLAP)) is not None:
             self._enter_if_faster("auto", own)  # in this package's order of the same
         for found in each(partial(_simulated_variant, self.job, 0.0), promising):
@@ -315,7 +320,7 @@ class _Everything:
             self.without_cut[name] = self.best[name]
         self.best[name] = row
 
-    def take_the_best(self, candidate: Candidate, each: Each) -> None:
+    def take_the_best(self, candidate: ScheduleCandidate, each: Each) -> None:
         """Add ``auto``: the best of all others, or of the searches in their best settings."""
         best = self._best_of_the_others(candidate)
         promising = self._promising()[:_SEARCHES]
@@ -346,7 +351,7 @@ class _Everything:
     def _promising_with_states(
         self, best: Prediction | None
     ) -> list[tuple[float, StageWorkload, int]]:
-        """Return settings whose activations may be dropped or moved, the most promising ones."""
+        """Return the most promising settings for recomputation or offload."""
         job, found = self.job, []
         for _, kept, m in self._promising() if job.drops or job.moves else ():
             drops = job.drops and kept.load.strategy.recompute != "full"  # it drops them already
@@ -357,7 +362,7 @@ class _Everything:
         found.sort(key=lambda entry: -entry[0])
         return [entry for entry in found if entry[0] >= enough][:_SEARCHES_OF_STATES]
 
-    def _best_of_the_others(self, candidate: Candidate) -> Prediction | None:
+    def _best_of_the_others(self, candidate: ScheduleCandidate) -> Prediction | None:
         """Return the best of the others as ``auto`` runs it.
 
         For Megatron's own schedules, that is this package's order of the same.
@@ -377,7 +382,8 @@ class _Everything:
                 blocking[tried.setting.candidate.name] = tried
         for tried in blocking.values():
             ours = replace(tried.setting.candidate, blocking=False)
-            found.append(_predicted(self.job, replace(tried.setting, candidate=ours), tried.staged))
+            setting = replace(tried.setting, candidate=ours)
+            found.append(_ordered(self.job, setting, tried.staged).predicted())
         if not found:
             return None
         best = max(found, key=lambda row: row.tokens_per_gpu)
@@ -417,14 +423,14 @@ def _fastest(rows: Iterable[Prediction]) -> Prediction | None:
 
 
 def _searched(
-    job: Job, candidate: Candidate, setting: tuple[float, StageWorkload, int]
+    job: PlanJob, candidate: ScheduleCandidate, setting: tuple[float, StageWorkload, int]
 ) -> Prediction | None:
     _, staged, m = setting
     return searched_by_auto(job, candidate, staged, m)
 
 
 def searched_by_auto(
-    job: Job, candidate: Candidate, staged: StageWorkload, m: int
+    job: PlanJob, candidate: ScheduleCandidate, staged: StageWorkload, m: int
 ) -> Prediction | None:
     """Predict the order that ``auto`` finds in a setting within its memory limit; None if none."""
     costs = staged.costs(blocking=False)
@@ -446,23 +452,16 @@ def searched_by_auto(
 
     chunks = staged.placement.chunks
     try:
-        found = predict(
-            staged,
-            candidate,
-            m,
-            chunks if chunks > 1 else None,
-            is_even=candidate.has_by_default(staged.layout, staged.placement),
-            post_validation=job.post_validation,
-            back_to_back=job.back_to_back,
-            snapshot=job.snapshot,
-            build=build,
-        )
+        chosen = chunks if chunks > 1 else None
+        order = ordered(staged, candidate, job.iteration(m), chosen, build)
     except UsageError:
         return None
-    return replace(found, memory_limit=limit) if found.memory.total <= job.memory else None
+    if order.memory.total > job.memory:
+        return None
+    return replace(order.predicted(), memory_limit=limit)
 
 
-def memory_fraction(job: Job, staged: StageWorkload, costs: Costs) -> float | None:
+def memory_fraction(job: PlanJob, staged: StageWorkload, costs: Costs) -> float | None:
     """Return the memory left for activations on the fullest rank, for ``--pipeline-memory-limit``.
 
     It is a fraction of 1F1B's peak, rounded down to hundredths, or to thousandths where little may
@@ -477,7 +476,7 @@ def memory_fraction(job: Job, staged: StageWorkload, costs: Costs) -> float | No
     return min(limit, _MOST_FRACTION) if limit > 0 else None
 
 
-def _optimistic(job: Job, staged: StageWorkload, m: int) -> float:
+def _optimistic(job: PlanJob, staged: StageWorkload, m: int) -> float:
     """Return the tokens per second and GPU that no order of passes exceeds in a setting."""
     costs = staged.costs(blocking=False)
     table = costs.for_placement(staged.placement)
@@ -499,11 +498,11 @@ class _Splits:
     whole: list[EvenSplit]
     cut: list[EvenSplit]
 
-    def of(self, candidate: Candidate) -> list[EvenSplit]:
+    def of(self, candidate: ScheduleCandidate) -> list[EvenSplit]:
         return self.cut if candidate.cuts_vocabulary else self.whole
 
 
-def _splits(job: Job) -> _Splits:
+def _splits(job: PlanJob) -> _Splits:
     found = [
         EvenSplit(Workload(job.model, job.device, strategy, job.sequence))
         for strategy in strategies(
@@ -519,7 +518,7 @@ def _splits(job: Job) -> _Splits:
     return _Splits(found, [EvenSplit(load, cuts_vocabulary=True) for load in cut])
 
 
-def _settings(splits: _Splits, candidate: Candidate, job: Job) -> list[_Setting]:
+def _settings(splits: _Splits, candidate: ScheduleCandidate, job: PlanJob) -> list[_Setting]:
     out = []
     for split in splits.of(candidate):
         strategy = split.load.strategy
@@ -532,7 +531,7 @@ def _settings(splits: _Splits, candidate: Candidate, job: Job) -> list[_Setting]
             out.append(_Setting(split.load, candidate, None, m, seconds, needed, split.rank.total))
             continue
         if candidate.megatron and candidate.takes_chunks and m % strategy.pipeline:
-            continue  # Megatron's interleaved schedule takes whole groups of p alone
+            continue  # Megatron's interleaved schedule takes only whole groups of p
         if candidate.overlaps_exchange and not _exchanges(split.load):
             continue
         for chunks in candidate.chunk_counts(job.model.layers, strategy.pipeline):
@@ -546,20 +545,20 @@ def _settings(splits: _Splits, candidate: Candidate, job: Job) -> list[_Setting]
 
 
 def _exchanges(load: Workload) -> bool:
-    """Return whether there is an exchange between experts that Megatron can hide behind a pass."""
+    """Return whether there is an expert all-to-all that Megatron can hide behind a pass."""
     exchange = load.exchange(load.model.layers - 1)
     return load.strategy.expert > 1 and load.strategy.recompute != "full" and exchange > 0
 
 
 def _share_left(split: EvenSplit) -> float:
-    """Return the share of the seconds of a rank that is left if its exchange hides all it can."""
+    """Return the share of a rank's seconds that is left at best with a hidden all-to-all."""
     load, whole = split.load, split.rank.total
     layers = load.model.layers
     exchange = 2 * sum(map(load.exchange, range(layers))) / load.strategy.pipeline
     return min(1.0, max(whole - exchange, exchange) / whole)
 
 
-def _look_at(job: Job, splits: _Splits, tries: int, candidate: Candidate) -> _Found:
+def _look_at(job: PlanJob, splits: _Splits, tries: int, candidate: ScheduleCandidate) -> _Found:
     """Find the best setting of a schedule."""
     ordered = sorted(_settings(splits, candidate, job), key=lambda s: -s.rate)
     least = min(ordered, key=lambda s: s.memory, default=None)
@@ -574,14 +573,14 @@ def _look_at(job: Job, splits: _Splits, tries: int, candidate: Candidate) -> _Fo
 class _Looked:
     """A schedule with settings that have been looked at with their layouts, best first."""
 
-    candidate: Candidate
+    candidate: ScheduleCandidate
     settings: list[_Setting]
 
 
 def _promising(
-    job: Job, splits: _Splits, named: Sequence[Candidate], *, cuts: bool
+    job: PlanJob, splits: _Splits, named: Sequence[ScheduleCandidate], *, cuts: bool
 ) -> list[_Looked]:
-    """Return the schedules that formulas promise most of, with a cut output layer or with pairs.
+    """Return the schedules with the best formulas, with vocabulary parallelism or with pairs.
 
     With more chunks than two the search for an order with shards falls behind the formula.
     """
@@ -598,8 +597,8 @@ def _promising(
     return sorted(found, key=lambda looked: -looked.settings[0].rate)[:_CUT_SCHEDULES]
 
 
-def _simulated_variant(job: Job, floor: float, looked: _Looked) -> _Found:
-    """Simulate the settings of a schedule with a cut output layer, or with pairs.
+def _simulated_variant(job: PlanJob, floor: float, looked: _Looked) -> _Found:
+    """Simulate the settings of a schedule with vocabulary parallelism, or with pairs.
 
     Those that may reach ``floor``.
     """
@@ -609,7 +608,7 @@ def _simulated_variant(job: Job, floor: float, looked: _Looked) -> _Found:
 
 
 def _simulate_first(
-    job: Job, ordered: Sequence[_Setting], tries: int, found: _Found, floor: float = 0.0
+    job: PlanJob, ordered: Sequence[_Setting], tries: int, found: _Found, floor: float = 0.0
 ) -> None:
     """Simulate the most promising settings that may fit, until ``tries`` of them do.
 
@@ -627,16 +626,17 @@ def _simulate_first(
         if staged is None or (floor and _optimistic(job, staged, setting.m) < floor):
             continue
         try:
-            prediction = _predicted(job, setting, staged)
+            order = _ordered(job, setting, staged)
         except UsageError:
             _note(found, setting, setting.memory)
             continue
-        if prediction.overlaps_exchange and not (prediction.schedule and prediction.schedule.pairs):
+        if staged.overlaps_exchange and not (order.schedule and order.schedule.pairs):
             continue  # it is a row without pairs
-        if prediction.memory.total > job.memory:
+        if order.memory.total > job.memory:
             found.tried.append(_Tried(setting, staged, None))
-            _note(found, setting, prediction.memory.total)
+            _note(found, setting, order.memory.total)
             continue
+        prediction = order.predicted()
         found.tried.append(_Tried(setting, staged, prediction))
         fitting += 1
         before = found.prediction
@@ -644,7 +644,7 @@ def _simulate_first(
             found.prediction = prediction
 
 
-def _refined(job: Job, ordered: Sequence[_Setting]) -> list[_Setting]:
+def _refined(job: PlanJob, ordered: Sequence[_Setting]) -> list[_Setting]:
     """Reorder the first settings that may fit by the steady state of their layouts."""
     out: list[_Setting] = []
     fitting = 0
@@ -670,50 +670,13 @@ def _note(found: _Found, setting: _Setting, needed: float) -> None:
         found.too_large = TooLarge(setting.load.strategy, needed)
 
 
-def _predicted(job: Job, setting: _Setting, staged: StageWorkload) -> Prediction:
-    return predict(
-        staged,
-        setting.candidate,
-        setting.m,
-        setting.chunks,
-        is_even=setting.candidate.has_by_default(staged.layout, staged.placement),
-        post_validation=job.post_validation and setting.candidate.splits,
-        back_to_back=job.back_to_back,
-        snapshot=job.snapshot and setting.candidate.splits,
-    )
-
-
-def cut_into_stages(
-    load: Workload, candidate: Candidate, chunks: int | None
-) -> StageWorkload | None:
-    """Cut a workload evenly or counting the ends, whichever has the shorter steady state.
-
-    The layers of a hybrid model count for as much as those of their kind take.
-    """
-    pipeline, layers = load.strategy.pipeline, load.model.layers
-    if pipeline == 1:
-        return StageWorkload(load, Placement("whole", 1, (0,)), (layers,))
-    placement = candidate.placement(pipeline, chunks)
-    layer = average_layer(load).total
-    shard = Shard(load) if candidate.cuts_vocabulary else None
-    embedding = (load.embedding() if shard is None else shard.looked_up).total
-    output = load.output().total if shard is None else shard.loss
-    ends = (embedding / layer, output / layer)
-    if load.model.kinds:
-        works = {load.model.kind(i): load.layer(i) for i in load.model.alike(range(layers))}
-        weights = tuple(works[kind].total / layer for kind in load.model.kinds[:layers])
-        found = layout.weighed(weights, placement, *ends)
-    else:
-        found = layout.choices(layers, placement, *ends)
-    variant = candidate.cuts_vocabulary, candidate.overlaps_exchange
-    splits = [StageWorkload(load, placement, counts, *variant) for counts in found]
-    return min(
-        splits, key=lambda staged: staged.interval(in_groups=candidate.in_groups), default=None
-    )
+def _ordered(job: PlanJob, setting: _Setting, staged: StageWorkload) -> Ordered:
+    iteration = job.iteration(setting.m, splits=setting.candidate.splits)
+    return ordered(staged, setting.candidate, iteration, setting.chunks)
 
 
 def _describe_too_small(
-    job: Job, smallest: Sequence[tuple[float, str]], too_large: dict[str, TooLarge]
+    job: PlanJob, smallest: Sequence[tuple[float, str]], too_large: dict[str, TooLarge]
 ) -> str:
     counted = [(large.needed, f"{name} with {large.strategy}") for name, large in too_large.items()]
     needed, what = min([*smallest, *counted])

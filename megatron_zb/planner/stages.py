@@ -6,11 +6,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
+from megatron_zb.measured.cost_model import Variant
 from megatron_zb.planner import byte_counts
-from megatron_zb.planner.byte_counts import Held, States
-from megatron_zb.planner.vocabulary import CONNECTION, Shard, more_connections
-from megatron_zb.planner.work import Work, Workload
-from megatron_zb.schedules import Costs
+from megatron_zb.planner.byte_counts import ActivationBytes, StateBytes
+from megatron_zb.planner.candidate import ScheduleCandidate
+from megatron_zb.planner.vocabulary import CONNECTION, CountedShard, more_connections
+from megatron_zb.planner.work import PassSeconds, Workload
+from megatron_zb.schedules import Costs, layout
 from megatron_zb.schedules.costs import PAIR_LOSS
 from megatron_zb.schedules.layout import Layout
 from megatron_zb.schedules.placement import Placement
@@ -20,8 +22,8 @@ from megatron_zb.schedules.placement import Placement
 class StageWorkload:
     """A workload cut into the stages of a placement.
 
-    With ``cuts_vocabulary``, output layer and embedding are cut along the vocabulary over all
-    ranks: the shard of rank r then counts as stage S + r where bytes are told by stage. With
+    With ``cuts_vocabulary``, output layer and embedding are vocabulary parallel over all
+    ranks: the shard of rank r then counts as stage S + r where bytes are listed by stage. With
     ``overlaps_exchange``, pairs may hide the exchange of tokens between experts. With ``drops``,
     the schedule may drop activations and make them again, with ``moves`` move them to the host.
     """
@@ -35,9 +37,9 @@ class StageWorkload:
     moves: bool = False
 
     @property
-    def shard(self) -> Shard | None:
+    def shard(self) -> CountedShard | None:
         """The shard of each rank, None where the output layer is whole."""
-        return Shard(self.load) if self.cuts_vocabulary else None
+        return CountedShard(self.load) if self.cuts_vocabulary else None
 
     @cached_property
     def layers_of(self) -> tuple[range, ...]:
@@ -49,10 +51,10 @@ class StageWorkload:
         return tuple(out)
 
     @cached_property
-    def work(self) -> tuple[Work, ...]:
+    def work(self) -> tuple[PassSeconds, ...]:
         """Seconds of a microbatch on each stage, without shards and :attr:`exchange`."""
         out = [
-            sum_of_works(self.load, layers) + Work(-seconds, -seconds)
+            sum_of_works(self.load, layers) + PassSeconds(-seconds, -seconds)
             for layers, seconds in zip(self.layers_of, self.exchange, strict=True)
         ]
         shard = self.shard
@@ -68,10 +70,10 @@ class StageWorkload:
         return tuple(sum(map(self.load.exchange, layers)) for layers in self.layers_of)
 
     @cached_property
-    def held(self) -> tuple[Held, ...]:
+    def held(self) -> tuple[ActivationBytes, ...]:
         """Bytes of a microbatch on each stage, and on each shard."""
         out = [
-            sum((byte_counts.layer_held(self.load, i) for i in layers), Held())
+            sum((byte_counts.layer_held(self.load, i) for i in layers), ActivationBytes())
             for layers in self.layers_of
         ]
         out[0] += byte_counts.embedding_held(self.load)
@@ -82,7 +84,7 @@ class StageWorkload:
         return (*out, *[self.shard.held] * self.placement.pipeline_size)
 
     @cached_property
-    def states(self) -> tuple[States, ...]:
+    def states(self) -> tuple[StateBytes, ...]:
         """Bytes that each pipeline rank keeps from step to step."""
         last, shard = self.placement.num_stages - 1, self.shard
         found = [
@@ -97,7 +99,7 @@ class StageWorkload:
         return tuple(found if shard is None else [held + shard.states for held in found])
 
     @cached_property
-    def stage_states(self) -> tuple[States, ...]:
+    def stage_states(self) -> tuple[StateBytes, ...]:
         """Bytes that each stage, and each shard, keeps from step to step."""
         last, shard = self.placement.num_stages - 1, self.shard
         found = [
@@ -112,18 +114,18 @@ class StageWorkload:
         shards = [] if shard is None else [shard.states] * self.placement.pipeline_size
         return tuple(found + shards)
 
-    def rank_work(self, rank: int) -> Work:
+    def rank_work(self, rank: int) -> PassSeconds:
         """Return the seconds of a microbatch on a pipeline rank; O counts as F, P as B."""
-        work = sum((self.work[s] for s in self.placement.stages_of[rank]), Work())
+        work = sum((self.work[s] for s in self.placement.stages_of[rank]), PassSeconds())
         shard = self.shard
         if shard is None:
             return work
         loss = shard.loss if rank == self.placement.rank_of[-1] else 0.0
-        lookups = Work(shard.lookup, 0.0, shard.lookup)
-        return work + Work(shard.output, loss, shard.weight) + lookups
+        lookups = PassSeconds(shard.lookup, 0.0, shard.lookup)
+        return work + PassSeconds(shard.output, loss, shard.weight) + lookups
 
     @cached_property
-    def busiest(self) -> Work:
+    def busiest(self) -> PassSeconds:
         """Seconds of a microbatch on the busiest rank."""
         ranks = range(self.placement.pipeline_size)
         return max((self.rank_work(r) for r in ranks), key=lambda work: work.total)
@@ -150,7 +152,7 @@ class StageWorkload:
 
     @cached_property
     def _crowding(self) -> tuple[float, float]:
-        """Seconds of the messages of one to all shards, and of one of them alone."""
+        """Seconds of the messages of one to all shards, and of a single one of them."""
         if self.shard is None:
             return 0.0, 0.0
         in_node, end = self._ranks_in_node, self.placement.rank_of[-1]
@@ -215,7 +217,7 @@ class StageWorkload:
             )
         return costs
 
-    def _with_shards(self, costs: Costs, shard: Shard) -> Costs:
+    def _with_shards(self, costs: Costs, shard: CountedShard) -> Costs:
         # Bytes of shards are left out: a run builds its order without them, and the memory of all
         # passes is counted afterwards.
         p, (crowded, alone) = self.placement.pipeline_size, self._crowding
@@ -259,7 +261,7 @@ class StageWorkload:
     def logits(self, rank: int) -> float:
         """Return the bytes of logits, and of their parts, that a rank has for one microbatch.
 
-        A whole output layer has them on the last stage's rank alone.
+        A whole output layer has them only on the last stage's rank.
         """
         holds = self.placement.rank_of[-1] == rank
         if self.shard is not None:
@@ -267,13 +269,63 @@ class StageWorkload:
         return byte_counts.logits(self.load) if holds else 0.0
 
 
-def sum_of_works(load: Workload, layers: range) -> Work:
+@dataclass(frozen=True)
+class CountedCosts:
+    """Cost model of a workload, counted for its device."""
+
+    load: Workload
+
+    def layouts(self, placement: Placement, variant: Variant) -> Sequence[Layout]:
+        """Return the even layout, and the one that counts the ends as so many layers.
+
+        A layer of a hybrid model counts for as much as those of its kind take.
+        """
+        load, model = self.load, self.load.model
+        layer = average_layer(load).total
+        shard = CountedShard(load) if variant.cuts_vocabulary else None
+        embedding = (load.embedding() if shard is None else shard.looked_up).total
+        output = load.output().total if shard is None else shard.loss
+        ends = (embedding / layer, output / layer)
+        if not model.kinds:
+            return layout.choices(model.layers, placement, *ends)
+        works = {model.kind(i): load.layer(i) for i in model.alike(range(model.layers))}
+        weights = tuple(works[kind].total / layer for kind in model.kinds[: model.layers])
+        return layout.weighed(weights, placement, *ends)
+
+    def staged(self, placement: Placement, counts: Layout, variant: Variant) -> StageWorkload:
+        """Cut the workload into the stages of a layout."""
+        return StageWorkload(
+            self.load, placement, counts, variant.cuts_vocabulary, variant.overlaps_exchange
+        )
+
+    def costs(self, placement: Placement, counts: Layout, variant: Variant) -> Costs:
+        """Return the costs with ``counts[s]`` layers on stage s."""
+        return self.staged(placement, counts, variant).costs(blocking=variant.blocking)
+
+
+def cut_into_stages(
+    load: Workload, candidate: ScheduleCandidate, chunks: int | None
+) -> StageWorkload | None:
+    """Cut a workload by the layout with the shortest steady state; None if layers are too few."""
+    pipeline, counted = load.strategy.pipeline, CountedCosts(load)
+    if pipeline == 1:
+        return StageWorkload(load, Placement("whole", 1, (0,)), (load.model.layers,))
+    placement = candidate.placement(pipeline, chunks)
+    found = counted.layouts(placement, candidate)
+    return min(
+        (counted.staged(placement, counts, candidate) for counts in found),
+        key=lambda staged: staged.interval(in_groups=candidate.in_groups),
+        default=None,
+    )
+
+
+def sum_of_works(load: Workload, layers: range) -> PassSeconds:
     """Add up the work of layers: those of one kind cost the same, so one of each is counted."""
     alike = load.model.alike(layers)
-    return sum((load.layer(one) * count for one, count in alike.items()), Work())
+    return sum((load.layer(one) * count for one, count in alike.items()), PassSeconds())
 
 
-def average_layer(load: Workload) -> Work:
+def average_layer(load: Workload) -> PassSeconds:
     """Return the work of a layer that stands for all: a hybrid model's average, or the last one."""
     layers = load.model.layers
     if not load.model.kinds:

@@ -11,10 +11,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from megatron_zb.planner.byte_counts import GRADIENT, OPTIMIZER, WEIGHT, States
+from megatron_zb.planner.byte_counts import GRADIENT, OPTIMIZER, WEIGHT, StateBytes
 from megatron_zb.planner.device import Link
 from megatron_zb.planner.stages import StageWorkload
-from megatron_zb.planner.work import Work, Workload
+from megatron_zb.planner.work import PassSeconds, Workload
 from megatron_zb.schedules import Pass, PassKind
 from megatron_zb.schedules.simulator import Timeline
 
@@ -27,7 +27,7 @@ class Travel:
     gathering: float
 
     @classmethod
-    def of(cls, load: Workload, states: States) -> Travel:
+    def of(cls, load: Workload, states: StateBytes) -> Travel:
         """Return the seconds for the states of a rank.
 
         Dense weights have replicas over context and data ranks, experts over fewer.
@@ -71,7 +71,7 @@ def _seconds(load: Workload, size: float, ranks: int, apart: int) -> float:
     return link.seconds(size * (ranks - 1) / ranks)
 
 
-def seconds_apart(load: Workload, states: States, *, post_validation: bool) -> float:
+def seconds_apart(load: Workload, states: StateBytes, *, post_validation: bool) -> float:
     """Return the seconds that nothing hides: the optimizer's step, and what comes before it.
 
     The step reads and writes the gradient, the state and the weight; without post-validation two
@@ -85,7 +85,7 @@ def seconds_apart(load: Workload, states: States, *, post_validation: bool) -> f
     return seconds
 
 
-def by_formula(load: Workload, states: States, rank: Work) -> float:
+def by_formula(load: Workload, states: StateBytes, rank: PassSeconds) -> float:
     """Return the seconds between two iterations, from the work of one rank."""
     travel = Travel.of(load, states)
     alone = seconds_apart(load, states, post_validation=False)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 from rich.console import Console
@@ -10,9 +11,8 @@ from rich.text import Text
 
 from megatron_zb.measured.units import GIB, gib
 from megatron_zb.planner.flags import flags, named
-from megatron_zb.planner.memory import Memory
-from megatron_zb.planner.overheads import overheads
-from megatron_zb.planner.prediction import Prediction
+from megatron_zb.planner.memory import RankMemory
+from megatron_zb.planner.prediction import Prediction, overheads
 from megatron_zb.planner.reasons import (
     activation_states,
     gain_of_cut,
@@ -79,7 +79,7 @@ def print_plan(plan: Plan, console: Console, top: int) -> None:
     console.print(
         Text(
             f"\n{plan.settings} settings by formula, {plan.simulated} simulated. Costs are "
-            "counted, not measured: docs/validation.md tells how far they were off.",
+            "counted, not measured: docs/validation.md lists the errors.",
             style="dim",
         )
     )
@@ -158,7 +158,7 @@ def _memory(plan: Plan, shown: list[tuple[int, int]]) -> Table:
     for part in parts:
         table.add_column(_SHORT[part], justify="right", no_wrap=True)
     for place, index in shown:
-        memory: Memory = plan.ranked[index].memory
+        memory: RankMemory = plan.ranked[index].memory
         sizes = memory.parts()
         table.add_row(str(place), str(memory.rank), *(f"{sizes[part] / GIB:.1f}" for part in parts))
     return table
@@ -179,7 +179,7 @@ def name_in(plan: Plan, row: Prediction) -> str:
 
 
 def setting_of(row: Prediction) -> str:
-    """Return the strategy as text, marked: uneven layers, a cut output layer, pairs, states."""
+    """Return the strategy as text, marked: uneven layers, vocabulary parallelism, pairs, states."""
     uneven, cut = "" if row.is_even else " uneven", " cut" if row.cuts_vocabulary else ""
     pairs = " pairs" if row.overlaps_exchange else ""
     states = (" dropped" if row.dropped else "") + (" moved" if row.moved else "")
@@ -243,3 +243,42 @@ def _row(plan: Plan, index: int) -> dict[str, Any]:
         "flags": flags(row, plan.job.global_batch),
         "reason": reason(plan, index),
     }
+
+
+# --- points of speed and memory, and the Pareto front ---------------------------------------------
+
+
+@dataclass(frozen=True)
+class Point:
+    """A row of a plan: its place in the table, GiB of its worst rank, tokens per second and GPU.
+
+    ``on_front``: no other row is as fast in as little memory, or better in one of them.
+    """
+
+    place: int
+    name: str
+    setting: str
+    gib: float
+    tokens: float
+    on_front: bool
+
+    @property
+    def sentence(self) -> str:
+        """The row in words, without its place."""
+        return f"{self.name}, {self.setting}: {self.tokens:.0f} tokens/s/GPU in {self.gib:.1f} GiB"
+
+
+def points(plan: Plan) -> list[Point]:
+    """Return a point for each row of the table, fastest first."""
+    rows = [(place, plan.ranked[index]) for place, index in places(plan)]
+    sizes = [(row.memory.total / GIB, row.tokens_per_gpu) for _, row in rows]
+    return [
+        Point(place, name_in(plan, row), setting_of(row), *size, on_front=is_on_front(size, sizes))
+        for (place, row), size in zip(rows, sizes, strict=True)
+    ]
+
+
+def is_on_front(size: tuple[float, float], sizes: list[tuple[float, float]]) -> bool:
+    """Return whether none of ``sizes`` has less memory and as many tokens, or more and as much."""
+    memory, tokens = size
+    return not any(other != size and other[0] <= memory and other[1] >= tokens for other in sizes)

@@ -1,4 +1,4 @@
-"""Seconds and bytes of layers that are cut along the vocabulary over all pipeline ranks.
+"""Seconds and bytes of vocabulary parallelism over all pipeline ranks.
 
 Counted as :mod:`megatron_zb.planner.work` counts, kernel by kernel of the passes O, V, P, E and G:
 
@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from megatron_zb.measured.cutting import (
+from megatron_zb.measured.usual_gpu import (
     BYTES_OF_A_PART,
     GATHERED_IN_E,
     GATHERED_IN_O,
@@ -25,10 +25,10 @@ from megatron_zb.measured.cutting import (
     LOGIT_IN_O,
     LOGIT_IN_V,
 )
-from megatron_zb.planner.byte_counts import GRADIENT, OPTIMIZER, WEIGHT, Held, States
+from megatron_zb.planner.byte_counts import GRADIENT, OPTIMIZER, WEIGHT, ActivationBytes, StateBytes
 from megatron_zb.planner.model import ModelConfig
 from megatron_zb.planner.strategy import Strategy
-from megatron_zb.planner.work import Work, Workload
+from megatron_zb.planner.work import PassSeconds, Workload
 from megatron_zb.schedules.placement import Placement
 
 _KERNELS_OF_O, _KERNELS_OF_V = 16, 8
@@ -62,7 +62,7 @@ def can_be_shared(model: ModelConfig, strategy: Strategy) -> bool:
 
 
 def more_connections(placement: Placement, rank: int) -> int:
-    """Return the ranks that send to a rank for the shards alone, not for its stages."""
+    """Return the ranks that send to a rank only for the shards, not for its stages."""
     usual = {frozenset(link) for link in placement.links}
     ends = (placement.rank_of[0], placement.rank_of[-1])
     others = range(placement.pipeline_size)
@@ -71,7 +71,7 @@ def more_connections(placement: Placement, rank: int) -> int:
 
 
 @dataclass(frozen=True)
-class Shard:
+class CountedShard:
     """The shard of one rank in one microbatch, all of equal size."""
 
     load: Workload
@@ -95,70 +95,58 @@ class Shard:
         flops = 2 * self._logits * self.load.model.hidden_size
         return flops / self.load.device.matrix_products.reached
 
-    def _moved(self, size: float) -> float:
-        return size / self.load.device.memory_bandwidth.reached
-
-    def _begun(self, kernels: int) -> float:
-        return kernels * self.load.device.kernels.seconds
-
-    def _collective(self) -> float:
-        """Return the seconds of one gathering of all tokens over the tensor-parallel ranks."""
-        ranks = self.load.strategy.tensor
-        size = 2 * self.load.tokens * self.load.model.hidden_size * (ranks - 1) / ranks
-        return self.load.device.collectives.in_node.seconds(size) if ranks > 1 else 0.0
-
     @property
     def output(self) -> float:
         """Seconds of O."""
         numbers = _ROW * self.load.tokens * self.load.model.hidden_size + _PACKED * self._numbers
-        moved = self._moved(LOGIT_IN_O * self._logits + numbers)
-        messages = GATHERED_IN_O * self._collective()
-        return 2 * self._product + moved + messages + self._begun(_KERNELS_OF_O)
+        moved = self.load.moved(LOGIT_IN_O * self._logits + numbers)
+        messages = GATHERED_IN_O * self.load.collective()
+        return 2 * self._product + moved + messages + self.load.launches(_KERNELS_OF_O)
 
     @property
     def weight(self) -> float:
         """Seconds of V."""
-        moved = self._moved(LOGIT_IN_V * self._logits)
-        messages = GATHERED_IN_V * self._collective()
-        return self._product + moved + messages + self._begun(_KERNELS_OF_V)
+        moved = self.load.moved(LOGIT_IN_V * self._logits)
+        messages = GATHERED_IN_V * self.load.collective()
+        return self._product + moved + messages + self.load.launches(_KERNELS_OF_V)
 
     @property
     def loss(self) -> float:
         """Seconds of P, on the last stage's rank."""
         parts = self.load.strategy.pipeline
-        moved = self._moved((BYTES_OF_A_PART * parts + _DIVIDED) * self._numbers)
-        return moved + self._begun(_KERNELS_OF_P + parts * _KERNELS_OF_A_PART)
+        moved = self.load.moved((BYTES_OF_A_PART * parts + _DIVIDED) * self._numbers)
+        return moved + self.load.launches(_KERNELS_OF_P + parts * _KERNELS_OF_A_PART)
 
     @property
     def lookup(self) -> float:
         """Seconds of E, and of G."""
-        moved = self._moved(_ROW * self.load.tokens * self.load.model.hidden_size)
-        return moved + GATHERED_IN_E * self._collective() + self._begun(_KERNELS_OF_E)
+        moved = self.load.moved(_ROW * self.load.tokens * self.load.model.hidden_size)
+        return moved + GATHERED_IN_E * self.load.collective() + self.load.launches(_KERNELS_OF_E)
 
     @property
-    def looked_up(self) -> Work:
+    def looked_up(self) -> PassSeconds:
         """Seconds for which the first stage adds what all have looked up, and drops some of it."""
         others = self.load.strategy.pipeline - 1
-        added = self._moved(_ROW_ADDED * others * self._numbers) + self._begun(others)
-        return Work(added) + self.load.embedding_dropout()
+        added = self.load.moved(_ROW_ADDED * others * self._numbers) + self.load.launches(others)
+        return PassSeconds(added) + self.load.embedding_dropout()
 
     @property
-    def last_norm(self) -> Work:
-        """Seconds of the norm before the output layer, which stays on the last stage."""
-        each = self._begun(1)
-        forward, backward = self._moved(4 * self._numbers), self._moved(6 * self._numbers)
-        return Work(forward + each, backward + each)
+    def last_norm(self) -> PassSeconds:
+        """Seconds of the norm before the output layer, which is on the last stage."""
+        each = self.load.launches(1)
+        forward, backward = self.load.moved(4 * self._numbers), self.load.moved(6 * self._numbers)
+        return PassSeconds(forward + each, backward + each)
 
     @property
-    def held(self) -> Held:
+    def held(self) -> ActivationBytes:
         """Bytes from O to V: the last stage's output with its labels, and 16-bit logits."""
         tokens = 2 * self._numbers + _LABEL * self.load.kept_tokens
-        return Held(tokens + 2 * self._logits)
+        return ActivationBytes(tokens + 2 * self._logits)
 
     @property
-    def last_norm_held(self) -> Held:
+    def last_norm_held(self) -> ActivationBytes:
         """Bytes of the input of the last norm."""
-        return Held(2 * self._numbers)
+        return ActivationBytes(2 * self._numbers)
 
     def passing(self, *, is_last: bool) -> float:
         """Return the bytes while O runs, or P on the last stage's rank, and those of messages."""
@@ -169,12 +157,12 @@ class Shard:
         return max(while_o, _WHILE_P * parts * self._numbers) + 4 * parts * self._numbers
 
     @property
-    def states(self) -> States:
+    def states(self) -> StateBytes:
         """Bytes of the rows from step to step; their optimizer is distributed over replicas."""
         weights = 1 if self.load.model.tied_embeddings else 2
         here = weights * self._rows * self.load.model.hidden_size
         sharded = here / self.load.strategy.replicas
-        return States(WEIGHT * here, GRADIENT * here, OPTIMIZER * sharded, here)
+        return StateBytes(WEIGHT * here, GRADIENT * here, OPTIMIZER * sharded, here)
 
     def crowding(self, near: int, far: int) -> float:
         """Return the seconds for which one microbatch's messages out use the last rank's links.

@@ -25,12 +25,13 @@ Counted from floating-point operations and bytes, on one tensor-parallel rank:
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 
-from megatron_zb.measured.cutting import LOGIT_IN_B, LOGIT_IN_F
+from megatron_zb.measured.usual_gpu import LOGIT_IN_B, LOGIT_IN_F
 from megatron_zb.planner.device import DeviceConfig, Rate
 from megatron_zb.planner.hybrid_layers import MambaMixer
-from megatron_zb.planner.model import ModelConfig
-from megatron_zb.planner.parameters import (
+from megatron_zb.planner.model import (
+    ModelConfig,
     expert_weights,
     joining_weights,
     mixer_weights,
@@ -55,22 +56,22 @@ _LOSS = (7, 4)
 
 
 @dataclass(frozen=True)
-class Work:
+class PassSeconds:
     """Seconds of F, B and W."""
 
     forward: float = 0.0
     backward: float = 0.0
     weight: float = 0.0
 
-    def __add__(self, other: Work) -> Work:
-        return Work(
+    def __add__(self, other: PassSeconds) -> PassSeconds:
+        return PassSeconds(
             self.forward + other.forward,
             self.backward + other.backward,
             self.weight + other.weight,
         )
 
-    def __mul__(self, count: float) -> Work:
-        return Work(self.forward * count, self.backward * count, self.weight * count)
+    def __mul__(self, count: float) -> PassSeconds:
+        return PassSeconds(self.forward * count, self.backward * count, self.weight * count)
 
     @property
     def total(self) -> float:
@@ -104,52 +105,63 @@ class Workload:
         assert self.device.fp8_products is not None  # checked where the precision is read
         return self.device.fp8_products
 
-    def layer(self, index: int) -> Work:
+    def layer(self, index: int) -> PassSeconds:
         """Return the work of one layer, with what it recomputes."""
+        kind = self.model.kind(index)
+        if kind not in self._layers:
+            self._layers[kind] = self._layer(index)
+        return self._layers[kind]
+
+    @cached_property
+    def _layers(self) -> dict[str, PassSeconds]:
+        """Work of the layers counted so far, by their kind."""
+        return {}
+
+    def _layer(self, index: int) -> PassSeconds:
         attends = self.model.attends(index)
-        scores = self._scores() + self._context_parallel() if attends else Work()
+        scores = self._scores() + self._context_parallel() if attends else PassSeconds()
         rest = self._products(index) + self._traffic(index) + self._messages(index)
         rest += self._scan(index)
         again = {"none": 0.0, "selective": scores.forward}.get(
             self.strategy.recompute, scores.forward + rest.forward
         )
-        return scores + rest + Work(backward=again)
+        return scores + rest + PassSeconds(backward=again)
 
-    def block(self, weights: int, *, attends: bool) -> Work:
+    def block(self, weights: int, *, attends: bool) -> PassSeconds:
         """Return the work of a dense layer of so many weights; ``attends`` adds the scores."""
         work = self._weights(weights, parts=2) + self._traffic(0)
         return work + self._scores() if attends else work
 
-    def embedding(self) -> Work:
+    def embedding(self) -> PassSeconds:
         """Return the work of the embedding: a look-up, and the sum of its gradients in 32 bits."""
         elements = self.tokens * self.model.hidden_size
-        looked_up = Work(self._moved(4 * elements), 0.0, self._moved((2 + 2 * 4) * elements))
+        looked_up = PassSeconds(self.moved(4 * elements), 0.0, self.moved((2 + 2 * 4) * elements))
         return looked_up + self._begun(1, 0, 1) + self.embedding_dropout()
 
-    def embedding_dropout(self) -> Work:
+    def embedding_dropout(self) -> PassSeconds:
         """Return the work between the rows of the embedding and the first layer."""
         random = 2 * _RANDOM if self.model.dropout else 0
         elements = self.tokens * self.model.hidden_size
-        return Work(self._moved(random * elements)) + self._begun(1, 0)
+        return PassSeconds(self.moved(random * elements)) + self._begun(1, 0)
 
-    def output(self) -> Work:
+    def output(self) -> PassSeconds:
         """Return the work of the output layer, once more for each layer of multi-token prediction.
 
         The layers of prediction themselves are included.
         """
         one = self._output()
         joined = self._weights(2 * self.model.hidden_size**2, parts=2)
-        layers = sum(map(self.layer, predicted_layers(self.model)), Work())
+        layers = sum(map(self.layer, predicted_layers(self.model)), PassSeconds())
         return one + layers + (joined + one) * self.model.prediction_layers
 
-    def _output(self) -> Work:
+    def _output(self) -> PassSeconds:
         """Return the work of the last norm, the vocabulary product and the loss in 32 bits."""
         logits = self.tokens * self.model.vocabulary / self.strategy.tensor
         product = 2 * logits * self.model.hidden_size / self.device.matrix_products.reached
         normed = self.kept_tokens * self.model.hidden_size
-        forward = self._moved(LOGIT_IN_F * logits + 4 * normed)
-        backward = self._moved(LOGIT_IN_B * logits + 6 * normed)
-        return Work(product + forward, product + backward, product) + self._begun(*_LOSS, 1)
+        forward = self.moved(LOGIT_IN_F * logits + 4 * normed)
+        backward = self.moved(LOGIT_IN_B * logits + 6 * normed)
+        return PassSeconds(product + forward, product + backward, product) + self._begun(*_LOSS, 1)
 
     def message(self) -> float:
         """Return the bytes of one message between pipeline ranks, for each tensor rank."""
@@ -161,38 +173,43 @@ class Workload:
         link = links.in_node if in_node else links.between_nodes
         return link.seconds(together * self.message()) / together
 
-    def _moved(self, size: float) -> float:
+    def moved(self, size: float) -> float:
+        """Return the seconds in which kernels read and write so many bytes."""
         return size / self.device.memory_bandwidth.reached
 
-    def _begun(self, forward: int, backward: int, weight: int = 0) -> Work:
-        """Return the overhead of so many kernels in F, B and W."""
-        return Work(forward, backward, weight) * self.device.kernels.seconds
+    def launches(self, kernels: int) -> float:
+        """Return the overhead of so many kernels."""
+        return kernels * self.device.kernels.seconds
 
-    def _products(self, index: int) -> Work:
+    def _begun(self, forward: int, backward: int, weight: int = 0) -> PassSeconds:
+        """Return the overhead of so many kernels in F, B and W."""
+        return PassSeconds(forward, backward, weight) * self.device.kernels.seconds
+
+    def _products(self, index: int) -> PassSeconds:
         model = self.model
         experts = expert_weights(model, index, model.experts.top_k) if model.experts else 0
         weights = mixer_weights(model, index) + mlp_weights(model, index) + experts
         return self._weights(weights, parts=model.parts) + self._casts(index)
 
-    def _weights(self, weights: int, *, parts: int) -> Work:
+    def _weights(self, weights: int, *, parts: int) -> PassSeconds:
         flops = 2 * self.tokens * weights / self.strategy.tensor
         seconds = flops / self.rate.reached
-        return Work(seconds, seconds, seconds) + self._begun(*[_PRODUCTS * parts] * 3)
+        return PassSeconds(seconds, seconds, seconds) + self._begun(*[_PRODUCTS * parts] * 3)
 
-    def _casts(self, index: int) -> Work:
+    def _casts(self, index: int) -> PassSeconds:
         """Return the work of casts to fp8: inputs in F, gradients of outputs in B.
 
         Each element is read in 2 bytes and written twice in 1 byte.
         """
         if self.strategy.precision == "bf16":
-            return Work()
+            return PassSeconds()
         model, inner = self.model, self._inner(index)
         projected, attended = self._mixed(index)
         parts = model.parts
         inputs = parts * model.hidden_size + attended + inner
         outputs = projected + parts * model.hidden_size + model.gates * inner
         share = 4 * self.tokens / self.strategy.tensor
-        moved = Work(self._moved(inputs * share), self._moved(outputs * share))
+        moved = PassSeconds(self.moved(inputs * share), self.moved(outputs * share))
         return moved + self._begun(*[_PRODUCTS * parts] * 2)
 
     def _mixed(self, index: int) -> tuple[int, int]:
@@ -205,30 +222,30 @@ class Workload:
         heads = (model.attention_heads + 2 * model.groups) * model.head
         return heads, model.attention_heads * model.head
 
-    def _scan(self, index: int) -> Work:
+    def _scan(self, index: int) -> PassSeconds:
         """Return the work of Mamba-2 between its projections."""
         mixer = self.model.mixer_in(index)
         if not isinstance(mixer, MambaMixer):
-            return Work()
+            return PassSeconds()
         share = self.tokens / self.strategy.tensor
         flops = mixer.scan_flops / self.device.attention.reached
-        seconds = share * (flops + self._moved(mixer.scan_bytes))
-        return Work(seconds, _AGAIN * seconds) + self._begun(*_SCAN)
+        seconds = share * (flops + self.moved(mixer.scan_bytes))
+        return PassSeconds(seconds, _AGAIN * seconds) + self._begun(*_SCAN)
 
-    def _scores(self) -> Work:
+    def _scores(self) -> PassSeconds:
         """Return the work of products with the scores, and of the scores where they are stored."""
         model = self.model
         flops = attention_flops(model, self.tokens, self.sequence) / self.strategy.tensor
         seconds = flops / self.device.attention.reached
         if model.flash_attention:
-            return Work(seconds / 2, _AGAIN * seconds / 2) + self._begun(*_SCORES_AGAIN)
+            return PassSeconds(seconds / 2, _AGAIN * seconds / 2) + self._begun(*_SCORES_AGAIN)
         scores = self.tokens * self.sequence * model.attention_heads / self.strategy.tensor
         # F: written, softmax, dropout with its mask, read. B: the same backwards, four products.
         forward, backward = (13 + _RANDOM, 19) if model.dropout else (8, 14)
-        moved = Work(self._moved(forward * scores), self._moved(backward * scores))
-        return Work(seconds, 2 * seconds) + moved + self._begun(*_SCORES_STORED)
+        moved = PassSeconds(self.moved(forward * scores), self.moved(backward * scores))
+        return PassSeconds(seconds, 2 * seconds) + moved + self._begun(*_SCORES_STORED)
 
-    def _traffic(self, index: int) -> Work:
+    def _traffic(self, index: int) -> PassSeconds:
         """Return the work that is limited by the memory.
 
         Norms, residuals, dropout, activation function, layout of heads, tokens for experts.
@@ -248,41 +265,41 @@ class Workload:
             backward += 8 * experts.top_k * hidden
             begun += self._begun(*_ROUTING)
         share, kept = self.tokens / self.strategy.tensor, self.kept_tokens
-        return begun + Work(
-            self._moved(forward * share + kept_forward * kept),
-            self._moved(backward * share + kept_backward * kept),
+        return begun + PassSeconds(
+            self.moved(forward * share + kept_forward * kept),
+            self.moved(backward * share + kept_backward * kept),
         )
 
     def _inner(self, index: int) -> int:
         """Count the elements of an MLP's activation function for each token."""
         return self.model.dense_inner(index) + self.model.routed_inner(index)
 
-    def _messages(self, index: int) -> Work:
+    def _messages(self, index: int) -> PassSeconds:
         experts = self.model.experts_in(index)
         seconds = self.tensor_parallel(index)
         if experts is not None:
             seconds += self._expert_parallel(experts.top_k)
-        return Work(seconds, seconds)
+        return PassSeconds(seconds, seconds)
 
     def tensor_parallel(self, index: int) -> float:
         """Return the seconds of a layer's all-gathers and reduce-scatters in F, as many in B."""
         experts, parts = self.model.experts_in(index), self.model.parts
         if experts is not None and not experts.shared_ffn_hidden_size:
             parts -= 1
-        return parts * self._tensor_parallel()
+        return parts * (2 * self.collective())
 
     def exchange(self, index: int) -> float:
-        """Return the seconds that F of a layer, and B as many, exchange tokens between experts."""
+        """Return the seconds of the expert all-to-all in F of a layer; B has as many."""
         experts = self.model.experts_in(index)
         return 0.0 if experts is None else self._expert_parallel(experts.top_k)
 
-    def _tensor_parallel(self) -> float:
-        """Return the seconds of an all-gather and a reduce-scatter around attention or MLP."""
+    def collective(self) -> float:
+        """Return the seconds of gathering or scattering all tokens over tensor-parallel ranks."""
         ranks = self.strategy.tensor
         if ranks == 1:
             return 0.0
-        each = 2 * self.tokens * self.model.hidden_size * (ranks - 1) / ranks
-        return 2 * self.device.collectives.in_node.seconds(each)
+        size = 2 * self.tokens * self.model.hidden_size * (ranks - 1) / ranks
+        return self.device.collectives.in_node.seconds(size)
 
     def _expert_parallel(self, top_k: int) -> float:
         """Return the seconds of sending tokens to their experts and back.
@@ -303,7 +320,7 @@ class Workload:
             seconds += 2 * links.in_node.seconds(sent * (split - 1))
         return seconds
 
-    def _context_parallel(self) -> Work:
+    def _context_parallel(self) -> PassSeconds:
         """Return the seconds that keys, values and their gradients take beyond the scores.
 
         They travel step by step around the ring: all but the first step is hidden by the scores.
@@ -311,7 +328,7 @@ class Workload:
         strategy, model = self.strategy, self.model
         ranks = strategy.context
         if ranks == 1:
-            return Work()
+            return PassSeconds()
         near = strategy.tensor * ranks <= self.device.node.gpus
         links = self.device.collectives
         link = links.in_node if near else links.between_nodes
@@ -319,7 +336,7 @@ class Workload:
         scores = self._scores()
         forward = (ranks - 1) * max(0.0, step - scores.forward / ranks)
         backward = (ranks - 1) * max(0.0, 2 * step - scores.backward / ranks)
-        return Work(forward, backward)
+        return PassSeconds(forward, backward)
 
 
 def attention_flops(model: ModelConfig, tokens: int, sequence: int) -> float:

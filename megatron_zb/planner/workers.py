@@ -7,8 +7,8 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import ProcessPoolExecutor
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import Future, ProcessPoolExecutor
 from contextlib import ExitStack, contextmanager
 from typing import Protocol, TypeVar
 
@@ -29,10 +29,10 @@ class Each(Protocol):
 
 @contextmanager
 def workers(count: int | None = None, after: float | None = None) -> Iterator[Each]:
-    """Yield a ``map`` over ``count`` processes; without one, over one for each core, 8 at most.
+    """Yield a ``map`` over ``count`` processes; by default one for each core, 8 at most.
 
-    This process works alone for the first ``after`` seconds (2, if not given). The others end with
-    the context, at once where an exception leaves it.
+    This process is one of them. It starts the others after ``after`` seconds (2 by default), and
+    they end with the context: at once where an exception leaves it.
     """
     count = count or min(len(os.sched_getaffinity(0)), MOST)
     others = time.monotonic() + (AFTER if after is None else after)
@@ -46,12 +46,27 @@ def workers(count: int | None = None, after: float | None = None) -> Iterator[Ea
                     yield call(item)
                     continue
                 if not pools:
-                    pools.append(context.enter_context(_pool(count)))
+                    pools.append(context.enter_context(_pool(count - 1)))
+                left = [item, *rest]
                 with _held_back(signal.SIGINT):  # a process half started would be left behind
-                    results = pools[0].map(call, [item, *rest])
-                yield from results
+                    futures = [pools[0].submit(call, one) for one in left]
+                yield from _results(call, left, futures)
 
         yield each
+
+
+def _results(
+    call: Callable[[_Item], _Result], items: Sequence[_Item], futures: Sequence[Future[_Result]]
+) -> Iterator[_Result]:
+    """Yield the results in order; while one is computed elsewhere, compute a later one here."""
+    here: dict[int, _Result] = {}
+    for number, future in enumerate(futures):
+        for later in range(number, len(futures)):
+            if number in here or future.done():
+                break
+            if futures[later].cancel():
+                here[later] = call(items[later])
+        yield here.pop(number) if number in here else future.result()
 
 
 @contextmanager

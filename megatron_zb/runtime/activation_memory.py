@@ -32,8 +32,8 @@ class ActivationMemory:
         with torch.autograd.graph.saved_tensors_hooks(self._pack, _unpack):
             yield self
 
-    def _pack(self, tensor: torch.Tensor) -> _Saved:
-        return _Saved(tensor, self)
+    def _pack(self, tensor: torch.Tensor) -> _CountedTensor:
+        return _CountedTensor(tensor, self)
 
     def hold(self, tensor: torch.Tensor) -> None:
         """Count a tensor's storage, unless it is counted already."""
@@ -85,7 +85,7 @@ def _key(tensor: torch.Tensor) -> int:
     return tensor.untyped_storage()._cdata
 
 
-class _Saved:
+class _CountedTensor:
     """Substitute that autograd keeps for a saved tensor; counted for as long as it lives.
 
     It may have another storage by then: Transformer-Engine empties tensors that it has used.
@@ -101,5 +101,5 @@ class _Saved:
         self.memory.release_storage(self.key)
 
 
-def _unpack(saved: _Saved) -> torch.Tensor:
+def _unpack(saved: _CountedTensor) -> torch.Tensor:
     return saved.tensor

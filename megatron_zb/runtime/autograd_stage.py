@@ -11,7 +11,7 @@ from torch.autograd import Variable
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from megatron_zb.runtime.activation_memory import ActivationMemory
-from megatron_zb.runtime.moved_activations import MovedActivations
+from megatron_zb.runtime.offload import MovedActivations
 from megatron_zb.runtime.weight_grad import WeightGradQueue
 
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from megatron_zb.schedules.costs import StageCosts
-from megatron_zb.schedules.passes import Pass, PassKind
+from megatron_zb.schedules.kinds import Copies, Kind
+from megatron_zb.schedules.passes import Pass
 
 
 class Copy(NamedTuple):
@@ -27,28 +28,24 @@ class CopyEngines:
 
     def __init__(self, costs: StageCosts) -> None:
         self._costs = costs
-        self._free = {True: 0.0, False: 0.0}
-        self._ended: dict[tuple[bool, int, int], float] = {}
+        self._free = dict.fromkeys(Copies, 0.0)
+        self._ended: dict[tuple[Copies, int, int], float] = {}
         self.copies: list[Copy] = []
 
-    def awaited_by(self, p: Pass) -> float:
+    def awaited_by(self, kind: Kind, p: Pass) -> float:
         """Return when the copy ends that a pass of a moved unit waits for, 0 if for none."""
-        if p.kind is PassKind.D:
-            return self._ended[True, p.stage, p.microbatch]
-        if p.kind in (PassKind.B, PassKind.BW):
-            return self._ended[False, p.stage, p.microbatch]
-        return 0.0
+        return 0.0 if kind.awaits is None else self._ended[kind.awaits, p.stage, p.microbatch]
 
-    def follow(self, p: Pass, end: float) -> None:
-        """Begin the copy that follows a pass of a moved unit, which has ended."""
-        if p.kind in (PassKind.F, PassKind.H):
-            self._copy(p, end, to_host=p.kind is PassKind.F)
+    def follow(self, kind: Kind, p: Pass, end: float) -> None:
+        """Start the copy that follows a pass of a moved unit, which has ended."""
+        if kind.moves is not None:
+            self._copy(p, end, kind.moves)
 
-    def _copy(self, p: Pass, now: float, *, to_host: bool) -> None:
+    def _copy(self, p: Pass, now: float, direction: Copies) -> None:
         costs = self._costs.of(p.microbatch)
-        start = max(now, self._free[to_host])
+        start = max(now, self._free[direction])
         end = start + (costs.copy[p.stage] if costs.copy else 0.0)
-        for engine in (to_host,) if costs.full_duplex else (True, False):
+        for engine in (direction,) if costs.full_duplex else Copies:
             self._free[engine] = end
-        self._ended[to_host, p.stage, p.microbatch] = end
-        self.copies.append(Copy(p.stage, p.microbatch, to_host, start, end))
+        self._ended[direction, p.stage, p.microbatch] = end
+        self.copies.append(Copy(p.stage, p.microbatch, direction is Copies.OUT, start, end))

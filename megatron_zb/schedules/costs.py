@@ -183,14 +183,30 @@ class StageCosts:
         return hops
 
     @cached_property
-    def changes(self) -> dict[tuple[int, int], tuple[float, ...]]:
-        """Memory of so many activations held whole, and so many held for W alone, by stage.
+    def memory(self) -> dict[str, tuple[float, ...]]:
+        """Tables of memory by stage; one that is left out is of nothing."""
+        shards = () if self.shards is None else (0.0,) * len(self.activation) + self.shards.held
+        tables = {
+            "activation": self.activation,
+            "held_for_weight": self.held_for_weight,
+            "kept_input": self.kept_input,
+            "logits": shards,
+        }
+        return {name: table for name, table in tables.items() if table}
 
-        For up to one of each, more or less; :attr:`Rules.holds` says what a pass changes.
-        """
-        held = list(zip(self.activation, self.held_for_weight, strict=True))
-        few = (-1, 0, 1)
-        return {(n, k): tuple(n * a + k * b for a, b in held) for n in few for k in few}
+    @cached_property
+    def _changes(self) -> dict[tuple[tuple[str, int], ...], tuple[float, ...]]:
+        return {}
+
+    def change(self, memory: tuple[tuple[str, int], ...], stage: int) -> float:
+        """Return a change of memory on a stage: so many times each of the tables."""
+        if (found := self._changes.get(memory)) is None:
+            tables = [(n, self.memory[name]) for name, n in memory if name in self.memory]
+            length = max((len(table) for _, table in tables), default=0)
+            each = zip(*([n * value for value in table] for n, table in tables), strict=True)
+            found = tuple(map(sum, each)) if length else ()
+            self._changes[memory] = found
+        return found[stage] if found else 0.0
 
     @property
     def fused(self) -> tuple[float, ...]:

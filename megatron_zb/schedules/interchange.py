@@ -23,20 +23,23 @@ from typing import Any, NamedTuple, NoReturn
 
 from megatron_zb import files
 from megatron_zb.errors import UsageError
-from megatron_zb.schedules.cut_embedding import EmbeddingRules
+from megatron_zb.schedules.kinds import EMBEDDING_KINDS, Home
 from megatron_zb.schedules.passes import Pass, PassKind
 from megatron_zb.schedules.placement import Placement, looped, wave
 from megatron_zb.schedules.request import MOST_FORWARDS
-from megatron_zb.schedules.rules import TRAINING, TrainingRules
+from megatron_zb.schedules.rules import (
+    TRAINING,
+    EmbeddingRules,
+    TrainingRules,
+    VocabularyRules,
+)
 from megatron_zb.schedules.schedule import InvalidSchedule, Schedule
 from megatron_zb.schedules.simulator import Timeline
-from megatron_zb.schedules.vocabulary import VocabularyRules
 
-_LETTER = {PassKind.F: "F", PassKind.B: "I", PassKind.W: "W", PassKind.BW: "B"} | {
-    kind: str(kind) for kind in (PassKind.R, PassKind.D, PassKind.H, *EmbeddingRules.kinds)
-}
+_LETTER = {it.kind: it.letter or str(it.kind) for it in EMBEDDING_KINDS}
 _KIND = {letter: kind for kind, letter in _LETTER.items()}
-_CELL = re.compile(r"([0-9]+)([FIWBRDHOPVEG])([0-9]+)")
+_OF_SHARDS = {it.kind for it in EMBEDDING_KINDS if it.home not in (Home.STAGES, Home.INNER)}
+_CELL = re.compile(rf"([0-9]+)([{''.join(_KIND)}])([0-9]+)")
 _PAIR = re.compile(r"\(([^;()]*);([^;()]*)\)OVERLAP_F_B")
 _COMMUNICATION = re.compile(r"[0-9]+(SEND|RECV)_[FB][0-9]+")
 
@@ -228,7 +231,7 @@ def _infer_placement(name: str, rows: Sequence[Sequence[_Cell]]) -> Placement:
     rank_of: dict[int, int] = {}
     for rank, row in enumerate(rows):
         for work, column, _ in row:
-            if work.kind in EmbeddingRules.kinds:
+            if work.kind in _OF_SHARDS:
                 continue
             if rank_of.setdefault(work.stage, rank) != rank:
                 raise InvalidSchedule(

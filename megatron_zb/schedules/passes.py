@@ -58,6 +58,8 @@ class PassKind(str, Enum):
     E = "E"
     G = "G"
 
+    __hash__ = str.__hash__  # as that of Enum, without a call of Python: passes are hashed a lot
+
     def __str__(self) -> str:
         return self.value
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
@@ -10,7 +9,9 @@ from megatron_zb.errors import UsageError
 from megatron_zb.schedules.costs import StageCosts
 from megatron_zb.schedules.passes import Pair, Pass, PassKind
 from megatron_zb.schedules.placement import Placement
-from megatron_zb.schedules.rules import TRAINING, Broken, Link, Product, Rules
+from megatron_zb.schedules.rules import TRAINING, Rules
+from megatron_zb.schedules.task_graph import Orders, TaskGraph, replay
+from megatron_zb.schedules.violations import broken_pair, violation
 
 
 class InvalidSchedule(UsageError):
@@ -82,15 +83,8 @@ class Schedule:
 
     def memory_change(self, p: Pass, costs: StageCosts) -> float:
         """Return the memory that a pass takes at its start, or frees at its end if negative."""
-        change = self.rules.memory_change(p, costs)
-        if (p.stage, p.microbatch) not in self.dropped:
-            return change
-        kept = costs.of(p.microbatch).kept_input
-        if p.kind is PassKind.F:
-            return kept[p.stage] if kept else 0.0
-        if p.kind is PassKind.R and kept:
-            return change - kept[p.stage]
-        return change
+        recomputed = (p.stage, p.microbatch) in self.dropped
+        return self.rules.memory_change(p, costs, recomputed=recomputed)
 
     def forwards(self) -> Schedule:
         """Return the same schedule with the passes of an evaluation alone, in the same order."""
@@ -108,27 +102,24 @@ class Schedule:
         is_joined = bool(self.pairs) and passes[position] in self.pairs
         return Pair(passes[position], passes[position + 1]) if is_joined else None
 
-    def links(self) -> list[list[Link]]:
-        """Return the inputs and the output of each pass of every rank.
+    @property
+    def graph(self) -> TaskGraph:
+        """Graph of all passes that a schedule of these sizes can have."""
+        return TaskGraph.of(
+            self.rules, self.placement, self.num_microbatches, forward_only=self.forward_only
+        )
 
-        F of a pair has the inputs of both, so that the two run one right after the other.
-        """
-        found = [
-            self.rules.links(self.placement, rank, passes) for rank, passes in enumerate(self.ranks)
-        ]
-        for links, passes in zip(found, self.ranks, strict=True) if self.pairs else ():
-            for i, p in enumerate(passes):
-                if p in self.pairs:
-                    (of_f, f_makes), (of_b, b_makes) = links[i : i + 2]
-                    links[i : i + 2] = Link((*of_f, *of_b), f_makes), Link((), b_makes)
-        return found
+    @property
+    def orders(self) -> Orders:
+        """Orders of all ranks on :attr:`graph`."""
+        return Orders(self.graph, self.ranks, self.pairs, self.moved)
 
     def validate(self) -> Schedule:
         """Check every rule a schedule must keep and return the schedule itself.
 
-        Rules of a rank are those of its kind of work, such as :meth:`TrainingRules.broken_rule`;
-        *pair* (the F of a pair stands before a B or BW of another unit), and *progress* is of all
-        ranks: their orders and the data dependencies contain no cycle.
+        Rules of a rank are those of :func:`~violations.violation`, and *pair* (the F of a pair
+        stands before a B or BW of another unit). *Progress* is of all ranks: their orders and the
+        data dependencies contain no cycle.
 
         Raises:
             InvalidSchedule: names the first broken rule, the rank and the pass.
@@ -145,7 +136,7 @@ class Schedule:
             raise InvalidSchedule(
                 f"{self.name}: rule 'pair': no rank runs {min(nowhere)}, which is listed as joined"
             )
-        waiting = walk(self, lambda rank, position, p: None)
+        waiting = replay(self.orders).blocked
         if waiting:
             raise InvalidSchedule(
                 f"{self.name}: rule 'progress': the ranks wait for one another in a circle: "
@@ -157,14 +148,14 @@ class Schedule:
 
     def blocked(self) -> str | None:
         """Describe the circular wait of the first ranks; return None if every pass can run."""
-        waiting = walk(self, lambda rank, position, p: None)
-        return self._describe(waiting) or None
+        return self._describe(replay(self.orders).blocked) or None
 
     def _describe(self, waiting: list[tuple[int, int]]) -> str:
         return "; ".join(f"rank {r} at {self.ranks[r][i]}" for r, i in waiting[:4])
 
     def _validate_rank(self, rank: int, passes: tuple[Pass, ...]) -> None:
-        broken = self.rules.broken_rule(self, rank) or self._broken_pair(passes)
+        broken = violation(self.graph, self.rules, rank, passes)
+        broken = broken or broken_pair(self.graph, rank, passes, self.pairs)
         if broken is None:
             return
         rule, why, position, stage = broken
@@ -173,48 +164,3 @@ class Schedule:
         raise InvalidSchedule(
             f"{self.name}: rank {rank}{at}: rule '{rule}': {why}", rank=rank, position=position
         )
-
-    def _broken_pair(self, passes: tuple[Pass, ...]) -> Broken | None:
-        for position, p in enumerate(passes) if self.pairs else ():
-            if p not in self.pairs:
-                continue
-            behind = passes[position + 1] if position + 1 < len(passes) else None
-            if p.kind is not PassKind.F or behind is None or behind.kind not in _BACKWARD:
-                why = "a pair is an F and the B or BW right behind it"
-                return Broken("pair", why, position)
-            if (p.stage, p.microbatch) == (behind.stage, behind.microbatch):
-                return Broken("pair", f"{behind} needs what it makes", position)
-        return None
-
-
-_BACKWARD = (PassKind.B, PassKind.BW)
-
-
-def walk(schedule: Schedule, visit: Callable[[int, int, Pass], object]) -> list[tuple[int, int]]:
-    """Visit every pass after the passes it depends on, as ``visit(rank, position, pass)``.
-
-    Each rank is walked in its own order, the passes of a pair one right after the other. Returns
-    the ``(rank, position)`` of the passes that could never run: empty for a schedule without
-    circular waits.
-    """
-    ranks, links = schedule.ranks, schedule.links()
-    position = [0] * len(ranks)
-    produced: set[Product] = set()
-    waiting: dict[Product, list[int]] = {}
-    runnable = list(range(len(ranks) - 1, -1, -1))
-    while runnable:
-        rank = runnable.pop()
-        passes, linked, i = ranks[rank], links[rank], position[rank]
-        while i < len(linked):
-            needs, makes = linked[i]
-            missing = next((need for need in needs if need not in produced), None)
-            if missing is not None:
-                waiting.setdefault(missing, []).append(rank)
-                break
-            visit(rank, i, passes[i])
-            i += 1
-            if makes is not None:
-                produced.add(makes)
-                runnable += waiting.pop(makes, ())
-        position[rank] = i
-    return [(r, i) for r, i in enumerate(position) if i < len(ranks[r])]

@@ -7,12 +7,13 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Protocol
 
-from megatron_zb.schedules.copies import Copy, CopyEngines
+from megatron_zb.schedules.copies import Copy
 from megatron_zb.schedules.costs import StageCosts, check_number
 from megatron_zb.schedules.passes import Pair, Pass, PassKind
 from megatron_zb.schedules.placement import Placement
-from megatron_zb.schedules.rules import TRAINING, Product, Rules
+from megatron_zb.schedules.rules import TRAINING, Rules
 from megatron_zb.schedules.schedule import InvalidSchedule, Schedule
+from megatron_zb.schedules.task_graph import replay
 
 
 class Priced(Protocol):
@@ -143,13 +144,14 @@ class Timeline:
 def peak_held_chunks(
     passes: Sequence[Pass],
     rules: Rules = TRAINING,
-    dropped: Collection[tuple[int, int]] = (),
+    recomputed: Collection[tuple[int, int]] = (),
 ) -> int:
     """Count the most chunk activations a rank holds at once, each whole until no pass needs it."""
     held = peak = 0
     for p in passes:
-        if p.kind is not PassKind.F or (p.stage, p.microbatch) not in dropped:
-            held += sum(rules.holds[p.kind])
+        kind = rules.kind(p.kind)
+        assert kind is not None, f"{rules.name} has no {p.kind} passes"
+        held += kind.change_of_count(recomputed=(p.stage, p.microbatch) in recomputed)
         peak = max(peak, held)
     return peak
 
@@ -157,68 +159,20 @@ def peak_held_chunks(
 def simulate(schedule: Schedule, costs: Priced) -> Timeline:
     """Run every rank's passes in order, each as early as its inputs allow.
 
-    Sends never block. B(stage) waits for B(stage+1) and, from another rank, one transfer more; a
-    fused BW keeps the previous stage waiting until all of it has ended, and a pair the readers of
-    both of its outputs. D and B of a moved unit wait for its copies. The rules of other kinds of
-    passes define what these wait for.
+    B(stage) waits for B(stage+1) and, from another rank, one transfer more; a fused BW keeps the
+    previous stage waiting until all of it has ended. See :func:`~task_graph.replay`.
 
     Raises:
         InvalidSchedule: the ranks wait for one another in a circle.
         UsageError: the costs are for another pipeline size, or another number of microbatches.
     """
-    table, ranks, pairs = costs.for_placement(schedule.placement), schedule.ranks, schedule.pairs
-    links = schedule.links()
+    table = costs.for_placement(schedule.placement)
     check_number(table, schedule.num_microbatches)
-    seconds, hops, uneven = table.seconds, table.hops, table.microbatches
-    moved = schedule.moved
-    engines = [CopyEngines(table) for _ in ranks] if moved else []
-    clock, position = [0.0] * len(ranks), [0] * len(ranks)
-    start: list[list[float]] = [[] for _ in ranks]
-    end: list[list[float]] = [[] for _ in ranks]
-    ready: dict[Product, float] = {}
-    waiting: dict[Product, list[int]] = {}
-    runnable = list(range(len(ranks) - 1, -1, -1))
-    while runnable:
-        rank = runnable.pop()
-        now, passes, linked = clock[rank], ranks[rank], links[rank]
-        starts, ends = start[rank], end[rank]
-        for i in range(position[rank], len(passes)):
-            needs, makes = linked[i]
-            begin, missing = now, None
-            for need in needs:
-                arrival = ready.get(need)
-                if arrival is None:
-                    missing = need
-                    break
-                if arrival > begin:
-                    begin = arrival
-            if missing is not None:
-                waiting.setdefault(missing, []).append(rank)
-                break
-            kind, stage, microbatch = passes[i]
-            is_moved = moved and (stage, microbatch) in moved
-            if is_moved:
-                begin = max(begin, engines[rank].awaited_by(passes[i]))
-            if uneven:
-                seconds, hops = uneven[microbatch].seconds, uneven[microbatch].hops
-            if pairs and i and passes[i - 1] in pairs:
-                begin = starts[-1]  # and ends with its F, too
-            elif pairs and passes[i] in pairs:
-                now = begin + table.pair_seconds(Pair(passes[i], passes[i + 1]))
-            else:
-                now = begin + seconds[kind][stage]
-            starts.append(begin)
-            ends.append(now)
-            if is_moved:
-                engines[rank].follow(passes[i], now)
-            if makes is not None:
-                ready[makes] = now + hops[kind][stage]
-                if makes in waiting:
-                    runnable += waiting.pop(makes)
-        clock[rank], position[rank] = now, len(ends)
-    _check_all_ran(schedule, [(r, i) for r, i in enumerate(position) if i < len(ranks[r])])
-    copies = tuple(tuple(of_rank.copies) for of_rank in engines)
-    return Timeline(schedule, table, tuple(map(tuple, start)), tuple(map(tuple, end)), copies)
+    done = replay(schedule.orders, table)
+    _check_all_ran(schedule, done.blocked)
+    copies = tuple(tuple(of_rank.copies) for of_rank in done.engines)
+    start, end = (tuple(map(tuple, times)) for times in (done.start, done.end))
+    return Timeline(schedule, table, start, end, copies)
 
 
 def _check_all_ran(schedule: Schedule, blocked: list[tuple[int, int]]) -> None:

@@ -11,7 +11,7 @@ from distilled_blocks import synthetic_costs
 from jobs import run_script
 from ways_to_distil import WithoutRelay, seconds_all_at_once, seconds_block_by_block
 
-from megatron_zb.distillation.schedule.distribution import BlockCosts, evenly
+from megatron_zb_distill.schedule.distribution import BlockCosts, evenly
 
 SCRIPT = Path(__file__).resolve().parents[2] / "benchmarks" / "pipe_bd.py"
 WAYS = [

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -13,14 +14,18 @@ from pathlib import Path
 
 import pytest
 from jobs import left_by, run_job
+from traced_steps import profile, ran
 
+from megatron_zb.cli import check, show, trace, verify
 from megatron_zb.cli import main as cli
 from megatron_zb.cli import plan as planning
-from megatron_zb.cli import quickstart, show
 from megatron_zb.cli.doctor import examine
 from megatron_zb.cli.ending import ended, told_if_slow
 from megatron_zb.errors import UsageError
+from megatron_zb.measured.profile import write_profile
+from megatron_zb.measured.trace import write_trace
 from megatron_zb.missing import told_if_missing
+from megatron_zb_train import quickstart
 
 COMMAND = [sys.executable, "-m", "megatron_zb.cli"]
 SIZES = ["-p", "4", "-m", "8"]
@@ -146,7 +151,8 @@ def test_a_closed_pipe_is_no_error(words: list[str]) -> None:
     process.stdout.close()
     said = process.stderr.read().decode().splitlines()
     process.wait(120)
-    assert [line for line in said if not line.startswith("putting the passes of")] == []
+    slow = ("putting the passes of", "examining the installation")
+    assert [line for line in said if not line.startswith(slow)] == []
     assert process.returncode in (0, 1)
 
 
@@ -187,6 +193,12 @@ def test_what_takes_long_is_told(capsys: pytest.CaptureFixture[str]) -> None:
     with told_if_slow("counting", after=60):
         pass
     assert capsys.readouterr().err == ""
+    printed = ""
+    with told_if_slow("counting", after=0.01, every=0.01):
+        while not re.search(r"^counting \.\.\. \d+ s$", printed, re.M):
+            time.sleep(0.01)
+            printed += capsys.readouterr().err
+    assert printed.startswith("counting ...\n")  # no terminal is needed
 
 
 def test_show_and_export_say_what_takes_long(
@@ -204,6 +216,39 @@ def test_show_and_export_say_what_takes_long(
         "putting the passes of 8 microbatches on 4 ranks in order",
         f"drawing {tmp_path / 'x.png'}",
     ]
+    table = ["export", "v-half", *SIZES, "--format", "csv", "-o", str(tmp_path / "x.csv")]
+    assert cli.main(table) == 0
+    assert told[2:] == told[:1]
+
+
+def test_other_slow_commands_report_what_they_do(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    reported: list[str] = []
+
+    def watch(what: str) -> AbstractContextManager[None]:
+        reported.append(what)
+        return told_if_slow(what, after=3600)
+
+    for module in (check, cli, trace, verify):
+        monkeypatch.setattr(module, "told_if_slow", watch)
+    profiled = tmp_path / "run.yaml"
+    write_profile(profile(), profiled)
+    write_trace(ran(), profiled)
+    for words, code, steps in (
+        ("check -- --pipeline-schedule v-half", 2, ["checking the arguments"]),
+        ("verify -- ./none --pipeline-schedule v-half", 2, ["training for 'checkpoint'"]),
+        (f"trace {profiled}", 0, [f"simulating the step of {profiled}"]),
+        ("doctor", None, ["examining the installation"]),
+        (
+            "plan --config llama3_8b --gpus 8 --student-config half_mlp",
+            0,
+            ["distributing the blocks"],
+        ),
+    ):
+        reported.clear()
+        assert cli.main(words.split()) == code or code is None
+        assert reported == steps
 
 
 # --- packages

@@ -11,6 +11,7 @@ import re
 import shlex
 import subprocess
 import sys
+from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -20,13 +21,14 @@ from small_trees import checkout_tree
 from traced_steps import profile, ran
 
 from megatron_zb import launch
+from megatron_zb.cli import ending, output_file
 from megatron_zb.cli import main as cli
-from megatron_zb.cli import output_file, quickstart, sleeping_steps
-from megatron_zb.distillation import arguments as distillation
 from megatron_zb.errors import UsageError
 from megatron_zb.measured.profile import write_profile
 from megatron_zb.measured.trace import trace_path, write_trace
-from megatron_zb.training import arguments as training
+from megatron_zb_distill import flags as distillation
+from megatron_zb_train import arguments as training
+from megatron_zb_train import quickstart, sleeping_steps
 
 ROOT = Path(__file__).resolve().parents[2]
 MOST_SECONDS = 3.0  # of the processor, until the sentence stands there
@@ -168,6 +170,12 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     os.chdir(place)
     yield place
     os.chdir(before)
+
+
+@pytest.fixture(autouse=True)
+def no_progress(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Imports may be slow; the lines that report them are no part of an answer."""
+    monkeypatch.setattr(ending, "PATIENCE", 3600.0)
 
 
 # --- megatron-zb
@@ -339,7 +347,7 @@ plan --config gpt_1_5b --gpus 8 --html file/x.html | is a file and no folder
 plan --config gpt_1_5b --gpus 8 --microbatches 4 | --microbatches needs --profile
 plan --config gpt_1_5b --gpus 8 --memory-limit 0.5 | --memory-limit needs --profile
 plan --config gpt_1_5b --gpus 8 --chart --format json | --chart cannot be combined with
-plan --config gpt_1_5b --gpus 8 --student-config half_mlp --chart | --chart says nothing about a
+plan --config gpt_1_5b --gpus 8 --student-config half_mlp --chart | --chart has no meaning for a
 plan --config gpt_1_5b --gpus 8 --schedule v-half --gpuz 3 | did you mean --gpus?
 plan --config gpt_1_5b --gpus 8 --student-config no | give a file, or one of fewer_kv_heads
 plan --config gpt_1_5b --gpus 8 --student-config half_mlp --tensor 2 | leave it out, or leave out
@@ -382,6 +390,64 @@ doctor file | there is no folder 'file'
 doctor folder.yaml | is not a Megatron-LM checkout: it has no megatron/core/package_info.py
 doctor old new | unknown argument 'new'
 doctor --fix | unknown argument '--fix'
+doctor --jsn | did you mean --json?
+doctor "" | MEGATRON_LM: the path is empty
+flags --config folder.yaml | folder.yaml cannot be read: Is a directory
+flags --config binary.yaml | binary.yaml is not YAML
+flags --config list.yaml | list.yaml has no fields
+flags --config word.yaml | word.yaml has no fields
+flags --config deep.yaml | has brackets within brackets 5000 deep
+flags --config long.yaml | long.yaml is larger than 1048576 bytes
+flags --config | --config is given without a value: write --config NAME|FILE
+flags --config "" | --config: the path is empty
+flags --config gpt_1_5b --schedule --mock-data | not allowed with argument --schedule
+trace binary.yaml | binary.yaml is not YAML
+trace list.yaml | list.yaml has no fields
+trace word.yaml | word.yaml has no fields
+trace deep.yaml | has brackets within brackets 5000 deep
+trace long.yaml | long.yaml is larger than 1048576 bytes
+"""
+_CHECKED = (
+    "--num-layers 4 --hidden-size 32 --num-attention-heads 4 --seq-length 32 "
+    "--max-position-embeddings 32 --micro-batch-size 1 --global-batch-size 4 --train-iters 2 "
+    "--lr 0.01 --mock-data --tokenizer-type NullTokenizer --vocab-size 128 --bf16 "
+    "--transformer-impl local --pipeline-model-parallel-size 2 "
+)
+# More arguments of a training that is checked, after those above.
+CHECK = """
+ | no schedule is chosen: add --pipeline-schedule, such as v-half
+--pipeline-schedule v-halv | did you mean v-half
+--pipeline-schedule /dev/zero | unknown pipeline schedule '/dev/zero'
+--pipeline-schedule binary.csv | unknown pipeline schedule 'binary.csv'
+--pipeline-schedule folder.csv | unknown pipeline schedule 'folder.csv'
+--pipeline-schedule | --pipeline-schedule is given without a value
+--pipeline-schedule v-half --nonsense | unknown argument '--nonsense'
+--pipeline-schedule v-half --num-layers x | --num-layers: 'x' is not a whole number, such as 8
+--pipeline-schedule v-half --num-layers 3.5 | --num-layers: '3.5' is not a whole number
+--pipeline-schedule v-half --num-layers | --num-layers is given without a value
+--pipeline-schedule v-half --lr fast | --lr: 'fast' is not a number
+"""
+CHECK_ITSELF = """
+check | no schedule is chosen: add --pipeline-schedule, such as v-half
+check -- | no schedule is chosen: add --pipeline-schedule, such as v-half
+check -- --pipeline-schedule v-half | needs a pipeline: give --pipeline-model-parallel-size of 2
+check --gpus | --gpus is given without a value: write --gpus N
+check --gpus 0 | --gpus: '0' is not a whole number of 1 or more
+check --gpus x | --gpus: 'x' is not a whole number of 1 or more
+check --megatron-version 0.1 | give one of 0.16, 0.17, 0.18, 0.19 (did you mean 0.19?)
+check --megatron-version | --megatron-version is given without a value
+check --megatron-lm | --megatron-lm is given without a value: write --megatron-lm CHECKOUT
+"""
+VERIFY = """
+verify | the command chooses no schedule
+verify -- | the command chooses no schedule
+verify -- echo hello | the command chooses no schedule
+verify -- torchrun pretrain.py | the command chooses no schedule
+verify --iterations | --iterations is given without a value: write --iterations N
+verify --iterations 0 -- x | --iterations: '0' is not a whole number of 1 or more
+verify --iterations x -- x | --iterations: 'x' is not a whole number of 1 or more
+verify --directory | --directory is given without a value: write --directory DIR
+verify --directory "" -- x | --directory: the path is empty: give the name of a file or folder
 """
 
 
@@ -428,8 +494,16 @@ ODD_FILES = {
     "pipe.yaml": "it is no regular file",
     "sparse.yaml": "larger than",
 }
+# Commands that look for a folder, and what they print of anything else.
+FOLDERS = (
+    ("doctor {}", "there is no folder"),
+    ("check --megatron-lm {} -- --pipeline-schedule v-half", "there is no folder"),
+    ("verify --directory {} -- x --pipeline-schedule v-half", "cannot be used: File exists"),
+)
 COMMANDS = [
-    *(row for table in (SHOW, EXPORT, PLAN, OTHERS) for row in rows(table)),
+    *(row for table in (SHOW, EXPORT, PLAN, OTHERS, CHECK_ITSELF, VERIFY) for row in rows(table)),
+    *((f"check -- {_CHECKED}{words}", piece) for words, piece in rows(CHECK)),
+    *((words.format(name), why) for words, why in FOLDERS for name in (*ODD_FILES, "binary.yaml")),
     *((f"show --csv {name}", piece) for name, (_, piece) in TABLES.items()),
     *((words.format(name), why) for words in READERS for name, why in ODD_FILES.items()),
 ]
@@ -532,12 +606,24 @@ TRAINING = """
 --lr-decay-style bent | give one of
 --transformer-impl transformer_engine | leave out --cpu
 --cpu=yes | --cpu takes no value
+--data-path /dev/zero | there is no file /dev/zero.bin
+--data-path binary.yaml | there is no file binary.yaml.bin
+--data-path folder.yaml | there is no file folder.yaml.bin
+--pipeline-schedule /dev/zero | unknown pipeline schedule '/dev/zero'
+--pipeline-schedule sparse.yaml | unknown pipeline schedule 'sparse.yaml'
+--pipeline-schedule v-half --pipeline-layer-layout pipe.yaml | there is no such file: give one that
+--pipeline-schedule v-half --pipeline-layer-layout folder.yaml | there is no such file: give one
+--pipeline-schedule v-half --pipeline-layer-layout none.yaml | there is no such file: give one that
 """
 DISTILLATION = """
  | --teacher-load is missing: give --teacher-load DIR
 --teacher-load old | --student-config is missing: give --student-config FILE
 --teacher-load | --teacher-load is given without a value
 --teacher-load nowhere | there is no such directory
+--teacher-load /dev/zero | there is no such directory
+--teacher-load pipe.yaml | there is no such directory
+--teacher-load sparse.yaml | there is no such directory
+--teacher-load binary.yaml | there is no such directory
 --loss angle | give one of mse, normalised-mse, cosine
 --train-iters 0 | --train-iters is 0: it must be greater than 0
 --run-ahead 0 | --run-ahead is 0: it must be 1 or greater
@@ -558,6 +644,11 @@ broken.py | 'broken.py' cannot be read as Python
 no_pretrain.py | it does not import pretrain from megatron.training
 pretrain.py | does not lie in a Megatron-LM checkout
 /dev/zero | there is no file '/dev/zero'
+pipe.yaml | there is no file 'pipe.yaml'
+folder.yaml | there is no file 'folder.yaml'
+binary.yaml | 'binary.yaml' cannot be read as Python
+empty.yaml | it does not import pretrain from megatron.training
+word.yaml | it does not import pretrain from megatron.training
 sparse.yaml | 'sparse.yaml' cannot be read as Python: [Errno 27] it is larger than 16 MiB
 old/pretrain_gpt.py | has version 0.12.0, which is older than all that are known here
 """
@@ -671,7 +762,11 @@ EVERYTHING = [
 
 
 def test_there_are_so_many_rows() -> None:
-    assert len(EVERYTHING) >= 300
+    assert len(EVERYTHING) >= 430
+    commands = Counter(words.split()[0] for words, _ in COMMANDS if words)
+    commands.update(row[2].split()[0] for row in FILES)
+    for name in ("show", "export", "plan", "trace", "flags", "check", "verify", "doctor"):
+        assert commands[name] >= 9, name
 
 
 SAMPLE = [

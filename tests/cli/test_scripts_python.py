@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import os
+import re
 import shutil
 import subprocess
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -107,3 +110,34 @@ def test_a_version_that_is_given_is_a_demand(machine: Path, script: str) -> None
     assert "error: no Python 3.11 with the venv" in done.stderr
     add_python(machine, "python3.11", "3.11")
     assert ".venv-3.12\n" in started(machine, script, "--python=3.12").stdout
+
+
+def test_what_pip_prints_is_followed_by_seconds() -> None:
+    """Where pip is silent, as while it reads a large package, lines with the seconds go on."""
+    script = """
+        source scripts/_environment.sh
+        { echo one; until [[ -s $1 ]]; do :; done; echo two; } | with_progress | tee "$1.all" \
+            | while IFS= read -r line; do
+                echo "$line"
+                if [[ $line == *" s" ]]; then echo seen >"$1"; fi
+            done
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        done = subprocess.run(
+            ["bash", "-euo", "pipefail", "-c", script, "test", f"{folder}/seen"],
+            cwd=ROOT,
+            env={"PATH": os.environ["PATH"], "PROGRESS_SECONDS": "0.1"},
+            capture_output=True,
+            text=True,
+            check=True,
+        )
+    first, *seconds, last = done.stdout.splitlines()
+    assert (first, last) == ("one", "two")
+    assert seconds
+    assert all(re.fullmatch(r"    \.\.\. \d+ s", line) for line in seconds)
+
+
+def test_a_failure_of_pip_is_not_hidden_by_its_progress() -> None:
+    script = "source scripts/_environment.sh; { echo one; exit 3; } | with_progress"
+    done = subprocess.run(["bash", "-euo", "pipefail", "-c", script], cwd=ROOT, capture_output=True)
+    assert done.returncode == 3

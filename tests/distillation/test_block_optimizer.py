@@ -8,7 +8,7 @@ import math
 import pytest
 import torch
 
-from megatron_zb.distillation.optimizer import BlockOptimizer
+from megatron_zb_distill.student_block import BlockOptimizer
 
 
 def arguments(**changed: object) -> argparse.Namespace:

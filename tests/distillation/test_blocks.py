@@ -12,9 +12,9 @@ from ranks import RankPools
 from texts import prepared
 from training_jobs import written
 
-from megatron_zb.distillation.blocks import student_layer
-from megatron_zb.distillation.shapes import BlockShape
-from megatron_zb.training.arguments import parse
+from megatron_zb_distill.blocks import student_layer
+from megatron_zb_distill.student import BlockShape
+from megatron_zb_train.arguments import parse
 
 FLAGS = {
     "--cpu": True,

@@ -66,7 +66,7 @@ HELD_OUT: Flags = {"--eval-iters": 2, "--split": "90,10,0"}
 STRUCK = """
 import os, signal, sys
 from megatron_zb.distill_gpt import main
-from megatron_zb.distillation.stage import BlockwiseStage
+from megatron_zb_distill.stage import BlockwiseStage
 name, step = sys.argv[1], int(sys.argv[2])
 sys.argv[1:] = sys.argv[3:]
 update = BlockwiseStage.update
@@ -341,7 +341,7 @@ def _script(*options: str, **variables: str) -> subprocess.CompletedProcess[str]
 
 
 def test_the_script_writes_a_command_that_is_understood(teacher: Path, corpus: str) -> None:
-    from megatron_zb.distillation.arguments import parse
+    from megatron_zb_distill.flags import parse
 
     said = _script("--dry-run", "--cpu", TEACHER=str(teacher), DATA_PATH=corpus)
     assert said.returncode == 0, said.stderr

@@ -13,8 +13,6 @@ from typing import Any
 import pytest
 
 from megatron_zb.cli import main as cli
-from megatron_zb.distillation.planning import Job, block_costs, rows
-from megatron_zb.distillation.student import StudentConfig
 from megatron_zb.errors import UsageError
 from megatron_zb.measured.units import GIB
 from megatron_zb.planner.builtin_configs import folder
@@ -22,6 +20,8 @@ from megatron_zb.planner.device import read_device
 from megatron_zb.planner.model import ModelConfig
 from megatron_zb.planner.strategy import Strategy
 from megatron_zb.planner.work import Workload
+from megatron_zb_distill.planning import Job, block_costs, rows
+from megatron_zb_distill.student import StudentConfig
 
 BLOCKS = 8
 TEACHER = ModelConfig.model_validate(
@@ -134,8 +134,8 @@ def test_the_table_and_the_same_as_json(capsys: pytest.CaptureFixture[str]) -> N
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (["--schedules", "v-half"], "--schedules says nothing about a distillation"),
-        (["--post-validation"], "--post-validation says nothing about a distillation"),
+        (["--schedules", "v-half"], "--schedules has no meaning for a distillation"),
+        (["--post-validation"], "--post-validation has no meaning for a distillation"),
         (["--micro-batch-size", "1,2"], "--micro-batch-size '1,2' is no number of samples"),
         (["--micro-batch-size", "3"], "64 is not a multiple of --micro-batch-size 3"),
         (["--student-config", "none"], "'none' is unknown: give a file, or one of fewer_kv_heads,"),

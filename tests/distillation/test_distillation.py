@@ -31,13 +31,12 @@ from distillation_cases import (
 from ranks import RankPools
 from texts import prepared
 
-from megatron_zb.distillation.losses import cosine, mse, normalised_mse
-from megatron_zb.distillation.place import parse_distribution
-from megatron_zb.distillation.shapes import TeacherShape
-from megatron_zb.distillation.student import StudentConfig, library
 from megatron_zb.errors import UsageError
 from megatron_zb.measured import config
-from megatron_zb.training.checkpoint_contents import check_contents
+from megatron_zb_distill.place import parse_distribution
+from megatron_zb_distill.student import StudentConfig, TeacherShape, library
+from megatron_zb_distill.student_block import cosine, mse, normalised_mse
+from megatron_zb_train.checkpoint_contents import check_contents
 
 ROOT = Path(__file__).resolve().parents[2]
 MODELS = {"gpt": GPT, "llama": LLAMA}
@@ -133,7 +132,7 @@ def inherited_exactly(corpus: str, teacher: str, model: Mapping[str, Any]) -> li
     """The largest error of candidates for a teacher that they can imitate from the start."""
     from distillation_cases import student_layer, teacher_layer
 
-    from megatron_zb.distillation.initialisation import inherit
+    from megatron_zb_distill.initialisation import inherit
 
     enter(model, teacher)
     job = job_of(corpus, teacher, [HALF, SLOW, LINEAR])
@@ -188,7 +187,7 @@ def merged_heads(corpus: str, teacher: str, model: Mapping[str, Any]) -> tuple[A
     """Keys and values of a teacher's four groups, and of a student's two: (groups, 2, ...)."""
     from distillation_cases import student_layer, teacher_layer
 
-    from megatron_zb.distillation.initialisation import inherit
+    from megatron_zb_distill.initialisation import inherit
 
     enter(model, teacher)
     job = job_of(corpus, teacher, [SLOW])
@@ -221,8 +220,8 @@ def counted_times(corpus: str, teacher: str, model: Mapping[str, Any]) -> list[A
     """Times of two blocks by a clock that stands still but where a part of the work is done."""
     from unittest import mock
 
-    from megatron_zb.distillation import block_times
-    from megatron_zb.distillation.student_block import StudentBlock
+    from megatron_zb_distill import block_times
+    from megatron_zb_distill.student_block import StudentBlock
 
     enter(model, teacher)
     job = job_of(corpus, teacher, [{"name": "same"}, HALF])
@@ -279,11 +278,11 @@ def stitched(corpus: str, teacher: str, folder: str, mixed: bool) -> tuple[float
         HeterogeneousTransformerConfig,
     )
 
-    from megatron_zb.distillation.evaluation import compare
-    from megatron_zb.distillation.flags import BEST
-    from megatron_zb.distillation.loop import distribution_of, open_job
-    from megatron_zb.distillation.stitching import choose, save_student
-    from megatron_zb.training import data
+    from megatron_zb_distill.evaluation import compare
+    from megatron_zb_distill.flags import BEST
+    from megatron_zb_distill.loop import distribution_of, open_job
+    from megatron_zb_distill.stitching import choose, save_student
+    from megatron_zb_train import data
 
     enter(LLAMA, teacher)
     job = job_of(
@@ -377,8 +376,8 @@ def steps_in_low_precision() -> tuple[list[float], float]:
     """What bfloat16 weights become under steps that are too small for them, and their sum."""
     import argparse
 
-    from megatron_zb.distillation.optimizer import BlockOptimizer
-    from megatron_zb.training import flags
+    from megatron_zb_distill.student_block import BlockOptimizer
+    from megatron_zb_train import flags
 
     known = flags.parser().defaults()
     known |= {"lr": 1e-4, "train_iters": 100, "lr_decay_iters": 100, "clip_grad": 0.0}

@@ -9,13 +9,13 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from megatron_zb.distillation.schedule.distribution import (
+from megatron_zb.errors import UsageError
+from megatron_zb_distill.schedule.distribution import (
     BlockCosts,
     Distribution,
     distribute,
     evenly,
 )
-from megatron_zb.errors import UsageError
 
 SECONDS = st.floats(0, 10, allow_subnormal=False)
 

@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 
 from megatron_zb.cli import main as cli
-from megatron_zb.cli.pipe_bd_flags import timeline
 from megatron_zb.drawing.palette import bars_of, legend_of, text_colour_on, title_of
 from megatron_zb.drawing.pictures import draw
 from megatron_zb.schedules import PassKind, Timeline
+from megatron_zb_distill.cli import timeline
 
 SIZES = ["pipe-bd", "--pipeline-size", "4", "--num-microbatches", "4"]
 TIMES = "--teacher 1 1 2 1 --student 3 3 6 3 --update 2 --relay 0.25".split()

@@ -13,17 +13,17 @@ from rank_process import Kind
 from ranks import RankPools
 from small_relay import Block, M, data, distilled_on_ranks, empty
 
-from megatron_zb.distillation.relay_steps import HANDLERS, relay_steps
-from megatron_zb.distillation.schedule.distribution import Distribution
-from megatron_zb.distillation.schedule.pipe_bd import pipe_bd
-from megatron_zb.distillation.schedule.step_by_step import step_by_step
 from megatron_zb.runtime.channels import Channels
 from megatron_zb.runtime.executor import run_program
 from megatron_zb.runtime.link_times import seconds_over_a_link
-from megatron_zb.runtime.recorder import Recorder
+from megatron_zb.runtime.observer import Recorder
 from megatron_zb.runtime.watchdog.progress import Progress
 from megatron_zb.schedules import lower
 from megatron_zb.schedules.passes import Channel, Message, Pass, PassKind
+from megatron_zb_distill.relay_steps import HANDLERS, Exchange, relay_steps
+from megatron_zb_distill.schedule.distribution import Distribution
+from megatron_zb_distill.schedule.pipe_bd import pipe_bd
+from megatron_zb_distill.schedule.step_by_step import step_by_step
 
 
 def distilled_alone(num_blocks: int, steps: int) -> list[torch.Tensor]:
@@ -115,7 +115,7 @@ def drift(sleeper: int, run_ahead: int, steps: int) -> tuple[list[float], list[f
     stage = Sleeper(0.02 if rank == sleeper else 0.0)
     program = step_by_step(distribution, M, run_ahead)
     dist.barrier()
-    for _ in relay_steps(program, rank, stage, channels, empty, first=0, until=steps):
+    for _ in relay_steps(program, rank, stage, Exchange(channels, empty), first=0, until=steps):
         pass
     channels.close()
     return list(stage.begins.values()), stage.ends
@@ -203,7 +203,7 @@ def test_summing_gradients_is_timed_alike_on_all_ranks(ranks: RankPools) -> None
 def test_ends_of_steps_are_dropped_and_sends_are_waited_for_at_the_end() -> None:
     transport = StandIn()
     program = step_by_step(Distribution.of([(1, 1), (1, 1)]), M, run_ahead=0)
-    steps = relay_steps(program, 0, Sleeper(0), transport, empty, first=0, until=4)
+    steps = relay_steps(program, 0, Sleeper(0), Exchange(transport, empty), first=0, until=4)
     assert [next(steps) for _ in range(4)] == [0, 1, 2, 3]
     assert len(transport.taken) == 3  # before each step but the first
     assert all(tensor() is None for tensor in transport.taken)

@@ -5,8 +5,8 @@ from __future__ import annotations
 import argparse
 import json
 
-from megatron_zb.distillation.shapes import BlockShape
-from megatron_zb.distillation.stitching import described, is_uniform
+from megatron_zb_distill.stitching import described, is_uniform
+from megatron_zb_distill.student import BlockShape
 
 FULL = BlockShape("full", "attention", 4, "mlp", 256, None)
 FEWER = BlockShape("fewer", "attention", 2, "mlp", 128, None)

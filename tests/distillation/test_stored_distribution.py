@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from megatron_zb.distillation import checkpoint
 from megatron_zb.errors import UsageError
 from megatron_zb.job import data_contents
+from megatron_zb_distill import checkpoint
 
 SETTINGS: dict[str, Any] = dict.fromkeys(checkpoint._SAME, 1)
 

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import yaml
 from jobs import run_job
+from project import project
 from small_trees import checkout_tree
 from training_jobs import end_of, torchrun
 
@@ -185,10 +186,11 @@ def instructions() -> list[tuple[str, str]]:
 
 
 def requirements() -> set[str]:
-    """The names of what setup.py asks for, and of its extras for pictures and a fast search."""
-    source = (ROOT / "setup.py").read_text(encoding="utf-8")
-    lists = re.findall(r"(?:install_requires=|^PLOTS = |^FAST = )\[(.*?)\]", source, re.M | re.S)
-    return {name for each in lists for name in re.findall(r'"([\w-]+) >=', each)}
+    """Return the names of all dependencies, and of those for pictures and a fast search."""
+    table = project()
+    extras = table["optional-dependencies"]
+    listed = (*table["dependencies"], *extras["plots"], *extras["fast"])
+    return {requirement.split(" ")[0] for requirement in listed}
 
 
 def test_the_dockerfile_can_be_read_and_copies_what_is_there() -> None:
@@ -206,7 +208,8 @@ def test_the_dockerfile_can_be_read_and_copies_what_is_there() -> None:
             subprocess.run(["bash", "-n", "-c", rest], check=True)
         elif name == "CMD":
             assert json.loads(rest)[0] == "megatron-zb"
-    needed = {"setup.py", "pyproject.toml", "README.md", "megatron_zb", "configs", "scripts"}
+    packages = {path.name for path in ROOT.glob("megatron_zb*") if path.is_dir()}
+    needed = {"setup.py", "pyproject.toml", "README.md", "configs", "scripts", *packages}
     assert needed <= copied
     (install,) = [rest for name, rest in found if name == "RUN" and "--no-deps . " in rest]
     of_the_base = {"torch", "megatron-core"}

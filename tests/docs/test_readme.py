@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from project import project
 from small_trees import checkout_tree
 
 from megatron_zb import schedules
@@ -89,10 +90,10 @@ def versions() -> Iterator[str]:
     yield f"| Megatron-LM {first} | {' | '.join(others)} | Python 3.10 to 3.12"
     yield f"megatron-core {SUPPORTED}"
     yield f"unmodified, {SUPPORTED}"
-    setup = (ROOT / "setup.py").read_text(encoding="utf-8")
-    assert 'python_requires=">=3.10"' in setup
-    assert '"torch >= 2.6"' in setup
-    assert "transformer-engine[pytorch] >= 2.3" in setup
+    table = project()
+    assert table["requires-python"] == ">=3.10"
+    assert "torch >= 2.6" in table["dependencies"]
+    assert table["optional-dependencies"]["te"] == ["transformer-engine[pytorch] >= 2.3"]
     pins = {file.stem: file.read_text() for file in (ROOT / "constraints").glob("*.txt")}
     assert re.search(r"^torch==2\.15\.", pins["py312"], re.M)
     assert "2.20." in pins["transformer-engine"]
@@ -123,7 +124,7 @@ def test_every_figure_of_the_first_page_is_computed() -> None:
 
 
 def test_the_quickstart_trains_as_often_as_the_first_page_says() -> None:
-    from megatron_zb.cli import quickstart
+    from megatron_zb_train import quickstart
 
     assert len(quickstart.SCHEDULES) + 1 == 5
 

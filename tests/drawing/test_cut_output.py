@@ -13,8 +13,8 @@ from megatron_zb.cli import main as cli
 from megatron_zb.drawing.palette import bars_of, colour_of, legend_of
 from megatron_zb.drawing.pictures import draw
 from megatron_zb.schedules import Costs, PassKind, Timeline
-from megatron_zb.schedules.cut_embedding import EMBEDDING_KINDS
 from megatron_zb.schedules.interchange import write_csv
+from megatron_zb.schedules.passes import LAUNCH_LITTLE
 
 pytestmark = pytest.mark.usefixtures("brief_searches")
 
@@ -68,7 +68,7 @@ def test_what_is_exported_is_drawn_and_traced(
     assert cli.main(["show", "--csv", str(table), "--cut-output", "1"]) == 0
     assert "logit weights" in capsys.readouterr().out
     assert cli.main(["show", "--csv", str(table)]) == 2
-    assert "say how long it takes, with --cut-output X" in capsys.readouterr().err
+    assert "give its time, with --cut-output X" in capsys.readouterr().err
     assert cli.main(["export", *SIZES, "--format", "chrome-trace", "--output", str(trace)]) == 0
     events = json.loads(trace.read_text(encoding="utf-8"))["traceEvents"]
     assert sum(event.get("cat") == "V" for event in events) == 4 * 8
@@ -86,7 +86,7 @@ def test_a_cut_embedding_is_read_and_left_out_of_a_drawing(
     assert cli.main(["show", "--csv", str(table), "--cut-output", "1"]) == 0
     assert "logit weights" in capsys.readouterr().out
     drawn = {bar.kind for bar in bars_of(schedules.simulate(schedule, costs))}
-    assert drawn.isdisjoint(EMBEDDING_KINDS)
+    assert drawn.isdisjoint(LAUNCH_LITTLE)
     assert drawn >= set(OWN)
 
 

@@ -63,14 +63,14 @@ def test_the_terminal_draws_a_pair_as_one_block_with_both_names() -> None:
 
 def test_a_picture_draws_both_halves_of_a_pair(tmp_path: Path) -> None:
     line = timeline()
-    apart = schedules.simulate(line.schedule.without_pairs(), _as_costs(line))
+    apart = schedules.simulate(line.schedule.without_pairs(), _AsCosts(line))
     for name, drawn in (("pairs", line), ("apart", apart)):
         save_picture(drawn, tmp_path / f"{name}.svg")
     pictures = [(tmp_path / f"{name}.svg").read_text() for name in ("pairs", "apart")]
     assert pictures[0] != pictures[1]
 
 
-class _as_costs:
+class _AsCosts:
     """The costs of a timeline, for any schedule of its placement."""
 
     def __init__(self, line: schedules.Timeline) -> None:

@@ -20,9 +20,9 @@ from megatron_zb.drawing.html import plan_chart
 from megatron_zb.measured.units import GIB
 from megatron_zb.planner import table
 from megatron_zb.planner.candidate import candidates_of
-from megatron_zb.planner.front import Point, is_on_front, points
-from megatron_zb.planner.search import Job, Plan, search
+from megatron_zb.planner.search import Plan, PlanJob, search
 from megatron_zb.planner.strategy import Choices
+from megatron_zb.planner.table import Point, is_on_front, points
 
 pytestmark = pytest.mark.usefixtures("brief_searches")
 
@@ -32,7 +32,7 @@ SIZES = st.tuples(st.floats(0.5, 300), st.floats(1, 90_000))
 @pytest.fixture(scope="module")
 def plan() -> Plan:
     choices = Choices(tensor=(1,), pipeline=(4,), microbatch=(1, 2), recompute=("none",))
-    job = Job(small(), a100(), 4, 20 * GIB, 32, 1024, choices, vocabulary="off")
+    job = PlanJob(small(), a100(), 4, 20 * GIB, 32, 1024, choices, vocabulary="off")
     return search(job, candidates_of(["zb-h1", "v-zb", "v-half"]))
 
 

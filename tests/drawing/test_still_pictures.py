@@ -14,7 +14,7 @@ from megatron_zb import schedules
 from megatron_zb.cli import main as cli
 from megatron_zb.drawing.html.run_page import save_step
 from megatron_zb.measured.profile import HostLinkProfile, Profile
-from megatron_zb.measured.trace import Compared, compared, of_spans
+from megatron_zb.measured.trace import ComparedStep, compared, of_spans
 from megatron_zb.schedules import Costs, PassKind, Schedule
 from megatron_zb.schedules.search.fusing import split_all
 
@@ -57,7 +57,7 @@ def test_a_page_of_a_schedule(
     assert (data["initial"]["schedule"], data["initial"]["limit"]) == ("1f1b", None)
 
 
-def ran(schedule: Schedule, profile: Profile) -> Compared:
+def ran(schedule: Schedule, profile: Profile) -> ComparedStep:
     """A step that took what the profile says, a little later."""
     costs = profile.costs(schedule.placement, host=False)
     costs = profile.with_offload(profile.with_recomputation(costs))

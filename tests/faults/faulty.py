@@ -94,29 +94,28 @@ def install(struck: Struck) -> None:
     """Hook the places at which a fault may strike."""
     from megatron_zb.megatron_core.forward_backward import ForwardBackward
     from megatron_zb.megatron_core.vocabulary import HANDLERS
+    from megatron_zb.runtime.executor import TRAINING
     from megatron_zb.schedules import interchange
     from megatron_zb.schedules.passes import PassKind
     from megatron_zb.schedules.program.lowering import Run
-    from megatron_zb.training import checkpoint, data, loop
+    from megatron_zb_train import checkpoint, data, loop
 
-    run = ForwardBackward._run
-    compute = dict(HANDLERS)
+    run = ForwardBackward._run_passes
+    compute = TRAINING | HANDLERS
     count = [0]
 
-    def counted_run(self: Any, step: Any, *, overlaps: bool = True) -> None:
-        iteration, program, _ = step
-        if not iteration.forward_only:
+    def counted_run(self: Any, passes: Any, step: Any) -> None:
+        if not step.forward_only:
             struck.step += 1
             struck.passes = 0
-            rank = self._physical.logical(iteration.pp_rank)
-            count[0] = sum(isinstance(at, Run) for at in program.ranks[rank])
+            count[0] = sum(isinstance(at, Run) for at in step.program.ranks[step.logical])
             if struck.step == 1 and struck.fault["phase"] == "activation":
-                poison_activations(struck, iteration.model)
-        run(self, step, overlaps=overlaps)
-        if struck.fault["phase"] == "gradient" and not iteration.forward_only:
+                poison_activations(struck, step.model)
+        run(self, passes, step)
+        if struck.fault["phase"] == "gradient" and not step.forward_only:
             struck.strike_in_time()
             if struck.number is not None:
-                iteration.model[0].buffers[0].grad_data[0] = struck.number
+                step.model[0].buffers[0].grad_data[0] = struck.number
 
     def counted(kind: PassKind) -> Callable[..., Any]:
         def counted_pass(*arguments: Any) -> Any:
@@ -141,8 +140,9 @@ def install(struck: Struck) -> None:
         path = source.with_suffix(".altered") if struck.altered else source
         return from_csv(path, name=source.name)
 
-    ForwardBackward._run = counted_run  # type: ignore[method-assign]
-    HANDLERS.update({kind: counted(kind) for kind in compute})
+    ForwardBackward._run_passes = counted_run  # type: ignore[method-assign]
+    TRAINING.update({kind: counted(kind) for kind in TRAINING})
+    HANDLERS.update({kind: counted(kind) for kind in HANDLERS})
     loop._update = before(loop._update, "optimizer step")
     data._collate = before(data._collate, "data")
     save = checkpoint.dist_checkpointing.save
@@ -157,7 +157,7 @@ def install(struck: Struck) -> None:
 def main() -> None:
     install(Struck(json.loads(sys.argv[1]), Path(sys.argv[2])))
     sys.argv[1:] = sys.argv[3:]
-    from megatron_zb.pretrain_gpt import main as train
+    from megatron_zb_train.pretrain_gpt import main as train
 
     train()
 

@@ -8,9 +8,9 @@ import pytest
 from measured_runs import HEAVY, LAYER, LOSS, SHARD, cut_profile, profile
 
 from megatron_zb.measured.balance import Ends, costs_beside
-from megatron_zb.measured.cutting import Cutting
 from megatron_zb.measured.fit import Fit
 from megatron_zb.measured.profile import Profile
+from megatron_zb.measured.usual_gpu import Cutting
 from megatron_zb.schedules.placement import looped, v_shape
 
 

@@ -16,7 +16,7 @@ from megatron_zb.measured.profile import Profile
 from megatron_zb.megatron_core.profiling import _before_passes, _mean_within
 from megatron_zb.planner.candidate import MEGATRON_1F1B, MEGATRON_INTERLEAVED, candidates_of
 from megatron_zb.planner.from_profile import ProfileRequest, rows
-from megatron_zb.runtime.recorder import Span
+from megatron_zb.runtime.observer import Span
 from megatron_zb.schedules import layout
 from megatron_zb.schedules.layout import Layers, Letters
 from megatron_zb.schedules.passes import PassKind

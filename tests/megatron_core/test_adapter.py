@@ -7,6 +7,7 @@ import pytest
 from megatron_zb.errors import UsageError
 from megatron_zb.measured.limits import Limit
 from megatron_zb.megatron_core.adapter import PipelineAdapter
+from megatron_zb.megatron_core.connections import WatchPart
 from megatron_zb.schedules.layout import Layers
 from megatron_zb.schedules.passes import PassKind
 
@@ -41,7 +42,7 @@ def test_the_watchdog_ends_a_job_a_little_before_torch_does(
 ) -> None:
     adapter = adapter_of("v-half")
     adapter.watch(given, distributed_timeout_minutes=10)
-    assert adapter._step_options.timeout == timeout
+    assert adapter.part(WatchPart).timeout == timeout
 
 
 def test_a_timeout_below_zero_is_refused() -> None:

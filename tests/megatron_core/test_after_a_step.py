@@ -14,6 +14,8 @@ from ranks import RankPools
 
 from megatron_zb.measured.profile import read_profile
 from megatron_zb.megatron_core import forward_backward as runtime
+from megatron_zb.megatron_core.connections import WatchPart
+from megatron_zb.megatron_core.profiled_steps import ProfilePart
 from megatron_zb.megatron_core.profiling import TIMED, WARM_UP, WHOLE
 from megatron_zb.megatron_core.random_streams import LayerStreams
 
@@ -31,13 +33,14 @@ def hooks(chunks: list[Any]) -> int:
 def left_on(adapter: Any, chunks: list[Any]) -> dict[str, Any]:
     """What a step may have left switched on, by name."""
     function = adapter.forward_backward_func
-    profiling = function._profiling
+    measures = ProfilePart in adapter._parts
+    profiling = adapter.part(ProfilePart).profiling if measures else None
     return {
-        "counter": function._activation_memory,
+        "counter": function._memory,
         "observers": profiling.observers if profiling is not None else (),
         "marks": [split.queue.on_task for split in adapter._splits],
         "hooks": hooks(chunks),
-        "in a step": function._progress.in_step,
+        "in a step": adapter.part(WatchPart).progress.in_step,
     }
 
 

@@ -19,7 +19,7 @@ from gpt_cases import (
 from megatron.core import parallel_state
 from ranks import RankPools
 
-from megatron_zb.megatron_core.buckets import BucketReductions
+from megatron_zb.megatron_core.data_parallel import BucketReductions
 
 # One bucket for every few weights; Megatron makes several only on the first pipeline rank.
 CASE = GPTCase(data_parallel=2, overlap_grad_reduce=True, bucket_size=5000, layers=8)

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from megatron_zb.errors import UsageError
-from megatron_zb.megatron_core.cut_embedding import FirstStage, TiedGradient
+from megatron_zb.megatron_core.vocabulary import FirstStage, TiedGradient
 from megatron_zb.megatron_core.vocabulary_shard import Lookups
 
 
@@ -31,17 +31,18 @@ class Model(torch.nn.Module):
 
 def first_stage(step: Callable[..., Any], data: Iterator[Any]) -> FirstStage:
     lookups = Lookups(spread=True)
-    iteration: Any = SimpleNamespace(
+    called: Any = SimpleNamespace(
         physical=SimpleNamespace(holds_output=lambda *_: False),
         pp_rank=0,
         pg_collection=SimpleNamespace(cp=SimpleNamespace(size=lambda: 1)),
         forward_only=False,
+        memory=None,
         forward_step_func=step,
         data_iterators=[data],
         model=[Model(lookups)],
     )
-    split: Any = SimpleNamespace(queue=None)
-    return FirstStage(iteration, 0, split, lookups)
+    split: Any = SimpleNamespace(queue=SimpleNamespace())
+    return FirstStage(called, 0, split, lookups)
 
 
 def test_a_microbatch_is_read_up_to_the_call_of_the_model() -> None:
@@ -76,7 +77,7 @@ def test_an_error_of_the_users_own_step_is_raised_and_the_hook_goes() -> None:
     stage = first_stage(step, iter([]))
     with pytest.raises(KeyError, match="tokens"):
         stage.read(0)
-    assert not stage._iteration.model[0]._forward_pre_hooks
+    assert not stage._step.model[0]._forward_pre_hooks
 
 
 @pytest.mark.parametrize("spread", [True, False])

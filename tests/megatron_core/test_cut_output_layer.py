@@ -22,6 +22,7 @@ from rank_process import Kind
 from ranks import RankFailure, RankPools
 
 from megatron_zb.errors import UsageError
+from megatron_zb.megatron_core.connections import WatchPart
 from megatron_zb.megatron_core.vocabulary import HANDLERS
 from megatron_zb.schedules.passes import PassKind
 
@@ -231,9 +232,8 @@ def words_while_held_up(case: GPTCase, kind: PassKind, rank: int) -> set[str]:
 
         def look() -> None:
             while not done.wait(SLOW / 10):
-                said.add(
-                    re.sub("microbatch [0-9]", "microbatch j", function._progress.state().doing)
-                )
+                progress = adapter.part(WatchPart).progress
+                said.add(re.sub("microbatch [0-9]", "microbatch j", progress.state().doing))
 
         def held_up(*given: Any) -> Any:
             time.sleep(SLOW * (torch.distributed.get_rank() == rank))

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from megatron_zb.megatron_core.empty_groups import MASTERS, leave_out, load
+from megatron_zb.megatron_core.checkpoints import MASTERS, leave_out_empty_groups, load_empty_groups
 
 
 def of_three_groups(_optimizer: Any, state: Any, _is_loading: bool, **more: Any) -> dict[str, Any]:
@@ -17,13 +17,13 @@ def of_three_groups(_optimizer: Any, state: Any, _is_loading: bool, **more: Any)
 @pytest.mark.parametrize("is_loading", [False, True])
 def test_an_empty_group_is_not_saved(is_loading: bool) -> None:
     """What is asked for in a load has a list for each group of the optimizer."""
-    found = leave_out(of_three_groups, None, "model", is_loading, metadata="m")
+    found = leave_out_empty_groups(of_three_groups, None, "model", is_loading, metadata="m")
     groups = [["a"], [], ["b"]] if is_loading else [["a"], ["b"]]
     assert found == {MASTERS: groups, "state": "model", "metadata": "m"}
 
 
 def test_an_optimizer_without_masters_is_as_it_was() -> None:
-    assert leave_out(lambda *_: {"state": {}}, None, None) == {"state": {}}
+    assert leave_out_empty_groups(lambda *_: {"state": {}}, None, None) == {"state": {}}
 
 
 @pytest.mark.parametrize(
@@ -40,5 +40,5 @@ def test_an_optimizer_without_weights_is_loaded(
 ) -> None:
     given: list[dict[str, Any]] = []
     optimizer = SimpleNamespace(fp32_from_float16_groups=groups)
-    load(lambda _, found: given.append(found), optimizer, state)
+    load_empty_groups(lambda _, found: given.append(found), optimizer, state)
     assert given == [loaded]

@@ -109,8 +109,8 @@ def test_a_stage_that_returns_several_tensors_is_refused(monkeypatch: pytest.Mon
         "megatron_zb.megatron_core.forward_backward.megatron_schedules.forward_step",
         lambda *arguments, **keywords: (several, 0),
     )
-    iteration: Any = SimpleNamespace(
-        **dict.fromkeys(("sync", "streams", "forward_step_func", "config", "first_val_step")),
+    step: Any = SimpleNamespace(
+        **dict.fromkeys(("memory", "forward_step_func", "config", "first_val_step")),
         physical=PhysicalPlacement(looped(2)),
         pp_rank=0,
         pg_collection=SimpleNamespace(cp=SimpleNamespace(size=lambda: 1)),
@@ -121,6 +121,6 @@ def test_a_stage_that_returns_several_tensors_is_refused(monkeypatch: pytest.Mon
         forward_data_store=[],
         collect_non_loss_data=False,
     )
-    stage = MegatronStage(iteration, 0, SplitBackward(WeightGradQueue()))
+    stage = MegatronStage(step, 0, SplitBackward(WeightGradQueue()))
     with pytest.raises(UsageError, match=r"returned a list: .* one tensor from stage to stage"):
         stage.forward(0, None)

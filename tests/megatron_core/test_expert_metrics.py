@@ -10,7 +10,7 @@ from joined import EXPERTS
 from megatron.core import parallel_state
 from ranks import RankPools
 
-from megatron_zb.megatron_core import expert_metrics, versions
+from megatron_zb.megatron_core import experts, versions
 
 M = 4
 WITHOUT_ON_THE_LAST = {**EXPERTS, "moe_layer_freq": [0, 1, 1, 0]}
@@ -63,7 +63,7 @@ def shared(groups: dict[str, bool]) -> dict[str, dict[str, Any]]:
             for name, has_group in groups.items():
                 fields = {"values": torch.ones(3), "reduce_group": group if has_group else None}
                 versions.set_expert_metric(name, {**fields, "avg_group": None})
-        expert_metrics.share(pipeline, "cpu")
+        experts.share(pipeline, "cpu")
         found = versions.expert_metrics()
         return {
             name: {"sum": e["values"].sum().item(), "size": len(e["values"]), **_sizes(e)}

@@ -31,6 +31,7 @@ from ranks import RankPools
 
 from megatron_zb.errors import UsageError
 from megatron_zb.megatron_core import versions
+from megatron_zb.megatron_core.connections import ChannelsPart
 from megatron_zb.megatron_core.data_parallel import DataParallelSync
 from megatron_zb.megatron_core.refusals import check_step
 
@@ -264,7 +265,7 @@ def what_a_second_run_finds(schedule: str) -> list[str]:
                 left[-1] -= 4  # the last stage reads with the first, once the first batch is equal
             found += [f"batches left: {count}" for count in left if count]
             found += [f"W left: {len(s.queue)}" for s in adapter._splits if len(s.queue)]
-            channels = function._channels
+            channels = adapter.part(ChannelsPart).channels
             assert channels is not None
             if channels._received or any(channels._sends.values()):
                 found.append("messages left")

@@ -39,6 +39,7 @@ from te_models import layers_of_te, quantized
 
 from megatron_zb import schedules
 from megatron_zb.errors import UsageError
+from megatron_zb.megatron_core.connections import ChannelsPart, WatchPart
 from megatron_zb.megatron_core.graphs import pass_order
 from megatron_zb.megatron_core.refusals import check_step
 from megatron_zb.megatron_core.versions import Graphs, graphs_of
@@ -271,7 +272,7 @@ def _in_step_at_capture() -> tuple[bool, bool]:
     """Whether marks of a step are left, which a watchdog would ask for, before and in a capture."""
     with built(GPTCase(), "v-half", MICROBATCHES) as (adapter, chunks):
         assert adapter is not None
-        adapter.forward_backward_func._progress = progress = Progress(on_gpu=True, event=_Mark)
+        adapter.part(WatchPart).progress = progress = Progress(on_gpu=True, event=_Mark)
         progress._event = _Mark
         with progress.step(), progress.running(Pass(PassKind.F, 0, 0)):
             pass
@@ -316,8 +317,9 @@ def _captured(case: GPTCase, schedule: str | Schedule, forward_only: bool) -> li
                 for name, gradient in gradients(chunks)
                 if not torch.equal(gradient, expected.gradients[name])
             ]
-        assert adapter.forward_backward_func._channels is not None
-        if any(adapter.forward_backward_func._channels._sends.values()):
+        channels = adapter.part(ChannelsPart).channels
+        assert channels is not None
+        if any(channels._sends.values()):
             found.append("messages left")
         if (function.cuda_graph["validation" if forward_only else "training"]) is None:
             found.append("nothing was captured")

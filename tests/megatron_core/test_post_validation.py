@@ -15,7 +15,7 @@ from torch.overrides import TorchFunctionMode
 from validated_training import Run, Training, both, train
 
 from megatron_zb.errors import UsageError
-from megatron_zb.megatron_core.optimizer_snapshot import OptimizerSnapshot
+from megatron_zb.megatron_core.post_validation import OptimizerSnapshot
 
 FULL = pytest.mark.full
 FP32 = GPTCase(layers=4)

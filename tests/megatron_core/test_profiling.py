@@ -48,12 +48,12 @@ from megatron_zb.megatron_core.profiling import (
     TIMED,
     WARM_UP,
     WHOLE,
-    Held,
+    HeldStage,
     Profiling,
 )
-from megatron_zb.runtime import recorder
+from megatron_zb.runtime import observer
 from megatron_zb.runtime.activation_memory import ActivationMemory
-from megatron_zb.runtime.recorder import MemoryRecorder, Recorder, Span
+from megatron_zb.runtime.observer import MemoryRecorder, Recorder, Span
 from megatron_zb.runtime.weight_grad import WeightGradQueue
 from megatron_zb.schedules.layout import Layers
 from megatron_zb.schedules.passes import Pair, Pass, PassKind
@@ -346,7 +346,7 @@ def train_by_made_up_seconds(schedule: str, **more: Any) -> Seen:
         briefly(),
         patch.object(TransformerModelChunkSchedulePlan, "run", staticmethod(timed)),
         patch.object(WeightGradQueue, "run", timed_weights),
-        patch.object(recorder, "time", SimpleNamespace(perf_counter=lambda: now)),
+        patch.object(observer, "time", SimpleNamespace(perf_counter=lambda: now)),
     ):
         return train(EXCHANGING, schedule, m=4, **more)
 
@@ -544,7 +544,7 @@ def test_what_w_holds_beyond_the_activations_is_counted_from_f_on(
     after_f: int, of_b: int, activation: int, held_for_weight: int
 ) -> None:
     """A schedule takes B to free memory alone; a limit must hold all the same."""
-    held = [Held(0, 0, "tL")]
+    held = [HeldStage(0, 0, "tL")]
     one = Profiling(lambda: False, lambda: None, lambda: None, lambda: None, held, M)
     memory = MemoryRecorder(ActivationMemory())
     for microbatch in range(3):

@@ -20,7 +20,7 @@ from megatron.core.dist_checkpointing import serialization
 from megatron.core.dist_checkpointing.strategies import fully_parallel
 from ranks import RankPools
 
-from megatron_zb.megatron_core import replicas
+from megatron_zb.megatron_core import checkpoints
 from megatron_zb.megatron_lm.replacing import replace as replaced
 from megatron_zb.megatron_lm.replacing import replace_method
 
@@ -60,9 +60,9 @@ def shared_out() -> Iterator[None]:
 @contextmanager
 def hooked() -> Iterator[None]:
     with ExitStack() as undo:
-        undo.callback(replaced(fully_parallel, replicas.SHARING, replicas.share_out))
+        undo.callback(replaced(fully_parallel, checkpoints.SHARING, checkpoints.share_out))
         wrapper = fully_parallel.FullyParallelLoadStrategyWrapper
-        undo.callback(replace_method(wrapper, "load", replicas.load_apart))
+        undo.callback(replace_method(wrapper, "load", checkpoints.load_apart))
         yield
 
 

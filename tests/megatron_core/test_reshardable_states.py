@@ -11,7 +11,7 @@ import torch
 from torch.distributed import checkpoint
 
 from megatron_zb.errors import UsageError
-from megatron_zb.megatron_core import reshardable_states
+from megatron_zb.megatron_core import checkpoints
 
 WEIGHT = "decoder.layers.mlp.router.weight"
 
@@ -36,7 +36,7 @@ def test_weights_are_found_where_the_buckets_are_joined() -> None:
         SimpleNamespace(),
         SimpleNamespace(buffers=[other]),
     ]
-    with pytest.raises(KeyError), reshardable_states.without_padding(optimizers):
+    with pytest.raises(KeyError), checkpoints.without_padding(optimizers):
         assert one.param_index_map == {
             "a": (0, 200, 0),
             "b": (200, 244, 1),
@@ -67,7 +67,7 @@ def weights() -> torch.Tensor:
 def test_a_state_that_is_the_weight_before_rounding_is_loaded(
     tmp_path: Path, dtype: torch.dtype
 ) -> None:
-    reshardable_states.check(saved(tmp_path, weights().to(dtype), weights()))
+    checkpoints.check(saved(tmp_path, weights().to(dtype), weights()))
 
 
 @pytest.mark.parametrize("prefix", ["", "chained_1."])
@@ -75,7 +75,7 @@ def test_a_shifted_state_is_refused_by_the_name_of_its_weight(tmp_path: Path, pr
     shifted = weights().flatten().roll(-64).reshape(4, 96)
     folder = saved(tmp_path, weights().bfloat16(), shifted, prefix)
     with pytest.raises(UsageError) as refusal:
-        reshardable_states.check(folder)
+        checkpoints.check(folder)
     said = str(refusal.value)
     assert f"{tmp_path} is not that of its weights (see {WEIGHT})" in said
     assert "--no-load-optim" in said

@@ -12,7 +12,7 @@ from gpt_cases import GPTCase, _enter_parallel_groups, install_stand_in_for_fuse
 from ranks import RankPools
 
 from megatron_zb.megatron_core.linear import SplitBackward, split_linear_layers
-from megatron_zb.megatron_core.shards import Shard
+from megatron_zb.megatron_core.split_backward import SequenceShard
 from megatron_zb.runtime.activation_memory import ActivationMemory
 from megatron_zb.runtime.weight_grad import WeightGradQueue
 
@@ -156,17 +156,17 @@ def gathers_and_uses() -> list[str]:
         for microbatch in range(2):  # as two layers, in one B
             run.backward(microbatch)
     said: list[str] = []
-    gather, whole = dist.all_gather_into_tensor, Shard.whole
+    gather, whole = dist.all_gather_into_tensor, SequenceShard.whole
 
     def gathers(*args: Any, **more: Any) -> Any:
         said.append("gather")
         return gather(*args, **more)
 
-    def uses(self: Shard) -> torch.Tensor:
+    def uses(self: SequenceShard) -> torch.Tensor:
         said.append("use")
         return whole(self)
 
-    change: Any = Shard
+    change: Any = SequenceShard
     dist.all_gather_into_tensor, change.whole = gathers, uses
     try:
         run.queue.run(0)

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from megatron_zb.megatron_core.shared_reading import SharedReadings
+from megatron_zb.megatron_core.data_iterators import SharedReadings
 
 
 class _Data:

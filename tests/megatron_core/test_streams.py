@@ -48,7 +48,7 @@ OF_MEGATRON = {
 }
 """Host waits that Megatron's own schedule has in its forwards, too."""
 
-ONCE = {"equal in _equal (shared_reading.py)"}
+ONCE = {"equal in _equal (data_iterators.py)"}
 """Host waits of this package for the first microbatch of data iterators; each step has new ones."""
 
 MOST_ONCE = 16

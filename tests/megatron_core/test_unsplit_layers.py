@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from megatron_zb.megatron_core.unsplit_layers import UnsplitLayers
+from megatron_zb.megatron_core.verification import UnsplitLayers
 
 
 def group(rank: int) -> Any:
@@ -31,6 +31,8 @@ def test_the_first_replica_names_new_layers(
     split: Any = SimpleNamespace(news=lambda: ["layer 3 stays whole"], unsplit_share=0.0)
     layers = UnsplitLayers([split], SimpleNamespace(), lambda shares: None)  # type: ignore[arg-type]
     layers._count = None  # which is collective
-    iteration: Any = SimpleNamespace(pg_collection=SimpleNamespace(**groups), pp_rank=0)
-    layers.after_step(iteration)
+    step: Any = SimpleNamespace(
+        pg_collection=SimpleNamespace(**groups), pp_rank=0, forward_only=False
+    )
+    layers.after_step(step)
     assert capsys.readouterr().out == ("megatron_zb: layer 3 stays whole\n" if speaks else "")

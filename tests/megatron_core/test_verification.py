@@ -18,7 +18,7 @@ from states import with_states
 
 from megatron_zb import schedules
 from megatron_zb.errors import UsageError
-from megatron_zb.megatron_core import buckets, linear
+from megatron_zb.megatron_core import data_parallel, linear
 from megatron_zb.runtime.weight_grad import WeightGradQueue
 from megatron_zb.schedules import Schedule
 
@@ -168,7 +168,7 @@ def stale_operand() -> Any:
 
 
 def reduced_too_early() -> Any:
-    usual = buckets._Line.expect
+    usual = data_parallel._BucketQueue.expect
 
     def expect(self: Any, brings: Any, unknown: bool) -> None:
         usual(self, brings, unknown)
@@ -177,7 +177,7 @@ def reduced_too_early() -> Any:
     def came(self: Any, weight: Any, force: bool) -> None:
         pass
 
-    return patch.multiple(buckets._Line, expect=expect, gradient_came=came)
+    return patch.multiple(data_parallel._BucketQueue, expect=expect, gradient_came=came)
 
 
 def not_summed() -> Any:

@@ -13,6 +13,7 @@ from megatron_zb.errors import UsageError
 from megatron_zb.megatron_core import refusals
 from megatron_zb.megatron_lm import argument_table, checking, hooks
 from megatron_zb.megatron_lm.argument_table import Argument, Verdict
+from megatron_zb.megatron_lm.meeting import Meeting
 from megatron_zb.schedules import catalog
 from megatron_zb.schedules.schedule import Schedule
 
@@ -90,7 +91,7 @@ def started(words: list[str], version: str, monkeypatch: pytest.MonkeyPatch) -> 
     given = hooks._Hooks()
     monkeypatch.setattr(given, "_build_for_all", lambda args, meeting: search)
     try:
-        given._scheduled_run(args, None)
+        given._scheduled_run(args, Meeting(0, 1, 60))
     except SearchBegins:
         return None
     except UsageError as error:

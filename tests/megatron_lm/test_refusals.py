@@ -14,6 +14,7 @@ from megatron_arguments import parsed
 from megatron_zb import schedules
 from megatron_zb.errors import UsageError
 from megatron_zb.megatron_core import refusals, versions
+from megatron_zb.megatron_core.profiled_steps import ProfilePart
 from megatron_zb.megatron_core.refusals import Asked
 from megatron_zb.megatron_lm import models
 from megatron_zb.megatron_lm.adapter_of_arguments import (
@@ -290,7 +291,7 @@ def test_pairs_are_looked_for_where_experts_exchange() -> None:
     assert adapter.costs.forward_comm
     assert not usual.costs.forward_comm
     assert "an exchange between experts of 50% of a forward" in adapter.describe()
-    assert adapter._step_options.measurement is not None
+    assert ProfilePart in adapter._parts
 
 
 def test_what_megatron_delays_itself_is_left_to_the_schedule(
@@ -362,7 +363,7 @@ def test_a_schedule_that_graphs_keep_to_is_not_measured() -> None:
     line = "--pipeline-schedule auto --pipeline-random-streams rank"
     for kind, measured in (("none", True), ("full_iteration", False)):
         adapter = adapter_of(parsed(line, cuda_graph_impl=kind))
-        assert (adapter._step_options.measurement is not None) == measured
+        assert (ProfilePart in adapter._parts) == measured
 
 
 @pytest.mark.parametrize(

@@ -12,14 +12,11 @@ from megatron_zb.planner import byte_counts
 from megatron_zb.planner.candidate import candidates_of
 from megatron_zb.planner.device import DeviceConfig, Link, Places
 from megatron_zb.planner.memory import peak_of, worst_rank
-from megatron_zb.planner.model import ModelConfig
-from megatron_zb.planner.parameters import all_weights
-from megatron_zb.planner.prediction import predict
-from megatron_zb.planner.search import (
-    cut_into_stages,
-)
+from megatron_zb.planner.model import ModelConfig, all_weights
+from megatron_zb.planner.prediction import IterationSettings, predict
+from megatron_zb.planner.stages import cut_into_stages
 from megatron_zb.planner.step import seconds_apart
-from megatron_zb.planner.work import Work, model_flops
+from megatron_zb.planner.work import PassSeconds, model_flops
 from megatron_zb.schedules import layout
 from megatron_zb.schedules.layout import Layers
 from megatron_zb.schedules.placement import looped, v_shape
@@ -192,7 +189,7 @@ def test_tensor_parallelism_costs_messages_and_saves_the_rest() -> None:
     assert eight.weight == pytest.approx(one.weight / 8)
 
 
-def communication(model: ModelConfig, index: int, **strategy: int) -> Work:
+def communication(model: ModelConfig, index: int, **strategy: int) -> PassSeconds:
     """Seconds of a layer's collectives: what it takes beyond one with links that take no time."""
     free = Link.model_construct(bandwidth=float("inf"), latency=0.0)
     device = a100().model_copy(update={"collectives": Places(in_node=free, between_nodes=free)})
@@ -257,7 +254,7 @@ def test_a_heavy_output_layer_takes_layers_from_its_rank() -> None:
 
 
 def test_the_peak_counts_what_waits_for_w() -> None:
-    held = [byte_counts.Held(10.0, 6.0, 3.0)]
+    held = [byte_counts.ActivationBytes(10.0, 6.0, 3.0)]
     passes = [schedules.Pass(schedules.PassKind(kind), 0, i) for kind, i in [("F", 0), ("F", 1)]]
     assert peak_of(passes, held) == (20.0, 0.0)
     passes += [schedules.Pass(schedules.PassKind(kind), 0, 0) for kind in ("B", "W")]
@@ -277,9 +274,9 @@ def test_many_microbatches_are_continued_from_the_steady_state(
         staged = cut_into_stages(load(model), candidate, chunks)
         assert staged is not None
         monkeypatch.setattr("megatron_zb.planner.prediction._MOST_PASSES", 10**9)
-        whole = predict(staged, candidate, 64, chunks, is_even=True)
+        whole = predict(staged, candidate, IterationSettings(64), chunks)
         monkeypatch.setattr("megatron_zb.planner.prediction._MOST_PASSES", 1)
-        continued = predict(staged, candidate, 64, chunks, is_even=True)
+        continued = predict(staged, candidate, IterationSettings(64), chunks)
         assert continued.pipeline_seconds == pytest.approx(whole.pipeline_seconds, rel=0.01)
 
 
@@ -288,14 +285,12 @@ def test_with_post_validation_an_iteration_does_not_wait_for_the_last_rank() -> 
     staged = cut_into_stages(load(small(layers=16)), candidate, None)
     assert staged is not None
     alone, back_to_back = (
-        predict(staged, candidate, 24, None, is_even=True, post_validation=flag)
+        predict(staged, candidate, IterationSettings(24, post_validation=flag), None)
         for flag in (False, True)
     )
     assert back_to_back.pipeline_seconds < alone.pipeline_seconds
-    assert back_to_back.schedule is not None
-    assert back_to_back.costs is not None
-    timeline = schedules.simulate(back_to_back.schedule, back_to_back.costs)
-    assert back_to_back.pipeline_seconds == timeline.period
+    assert back_to_back.timeline is not None
+    assert back_to_back.pipeline_seconds == back_to_back.timeline.period
 
 
 def test_dropout_of_the_embedding_draws_a_random_number_for_each_of_its_values() -> None:

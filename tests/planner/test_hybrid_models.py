@@ -18,16 +18,16 @@ from megatron_zb.megatron_core.initialisation import global_parameters
 from megatron_zb.planner import byte_counts
 from megatron_zb.planner.candidate import candidates_of
 from megatron_zb.planner.flags import flags
-from megatron_zb.planner.model import ModelConfig
-from megatron_zb.planner.model_flags import model_flags
-from megatron_zb.planner.parameters import (
+from megatron_zb.planner.model import (
+    ModelConfig,
     all_weights,
     expert_weights,
     mixer_weights,
     mlp_weights,
 )
-from megatron_zb.planner.prediction import predict
-from megatron_zb.planner.search import cut_into_stages
+from megatron_zb.planner.model_flags import model_flags
+from megatron_zb.planner.prediction import IterationSettings, predict
+from megatron_zb.planner.stages import cut_into_stages
 from megatron_zb.planner.strategy import Choices, strategies
 from megatron_zb.planner.work import model_flops
 from megatron_zb.schedules import layout
@@ -224,7 +224,7 @@ def test_stages_cost_what_their_kinds_cost_and_the_flags_say_them() -> None:
     for candidate, stages in ((zb_h1, 4), (v_half, 8)):
         staged = cut_into_stages(load(model), candidate, None)
         assert staged is not None
-        found = predict(staged, candidate, 8, None, is_even=False)
+        found = predict(staged, candidate, IterationSettings(8), None)
         words = shlex.split(" ".join(flags(found, 8)))
         segments = words[words.index("--hybrid-layer-pattern") + 1].split("|")
         assert "".join(segments) == model.hybrid_layer_pattern
@@ -259,8 +259,8 @@ def test_sizes_are_divided_by_the_kinds_that_there_are() -> None:
 @pytest.mark.parametrize(
     ("lines", "words"),
     [
-        ("hybrid_layer_pattern: MMMM|----", "says the layers of each stage.* leave out '|'"),
-        ("hybrid_layer_pattern: MMMM---G", "layers of the kind G, whose costs .*give M"),
+        ("hybrid_layer_pattern: MMMM|----", "fixes the layers of each stage.* leave out '|'"),
+        ("hybrid_layer_pattern: MMMM---G", "layers of the kind G, whose costs .*give only M"),
         ("hybrid_layer_pattern: M-M-", "has 4 layers, and layers is 8; give as many"),
         ("hybrid_layer_pattern: M-M-M-M-/M-", "same layers after each '/'.* prediction_layers: 1"),
         ("hybrid_layer_pattern: M-M-M-ME", "experts and the layers E .* go together"),

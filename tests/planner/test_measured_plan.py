@@ -13,7 +13,8 @@ from measured_runs import HEAVY, LAYER, LAYERS, P, cut_profile, profile
 from megatron_zb import schedules
 from megatron_zb.cli import main as cli
 from megatron_zb.errors import UsageError
-from megatron_zb.measured.fit import Fit, Part
+from megatron_zb.measured.cost_model import Variant
+from megatron_zb.measured.fit import Fit, FittedPart
 from megatron_zb.measured.profile import Profile, read_profile, write_profile
 from megatron_zb.planner.candidate import (
     MEGATRON_INTERLEAVED,
@@ -27,14 +28,16 @@ from megatron_zb.schedules.request import LimitTooSmall
 
 def test_parts_are_read_off_the_stages() -> None:
     letters = ["Ett", "ttt", "tt", "tL"]
-    part = Part.fitted([2 * 3 + 1, 3 * 3, 2 * 3, 3 + 5], letters)
-    assert part == Part(layer=3, embedding=1, output=5)
+    part = FittedPart.fitted([2 * 3 + 1, 3 * 3, 2 * 3, 3 + 5], letters)
+    assert part == FittedPart(layer=3, embedding=1, output=5)
     assert part.stages((1, 4, 3, 0)) == [4, 12, 9, 5]
-    empty = Part.fitted([0.0, 3.0, 2 * 3.0], ["E", "t", "tt" + "L"])
-    assert empty == Part(layer=3, embedding=0, output=0)
-    assert Part.fitted([1.0, 0.5, 4.0], ["Et", "", "tL"]).layer == 1.0  # no stage of layers alone
-    no_middle = Part.fitted([6.0, 6.0 + 4.0], ["Ett", "ttL"])
-    assert no_middle == Part(layer=3, embedding=0, output=4)
+    empty = FittedPart.fitted([0.0, 3.0, 2 * 3.0], ["E", "t", "tt" + "L"])
+    assert empty == FittedPart(layer=3, embedding=0, output=0)
+    assert (
+        FittedPart.fitted([1.0, 0.5, 4.0], ["Et", "", "tL"]).layer == 1.0
+    )  # no stage of layers alone
+    no_middle = FittedPart.fitted([6.0, 6.0 + 4.0], ["Ett", "ttL"])
+    assert no_middle == FittedPart(layer=3, embedding=0, output=4)
 
 
 def test_the_costs_of_the_placement_that_ran_are_those_it_has_measured() -> None:
@@ -102,7 +105,7 @@ def test_a_plan_cuts_every_row_or_none_if_asked() -> None:
 @pytest.mark.parametrize(
     ("asked", "words"),
     [
-        (ProfileRequest(profile(), 8, None, False, "on"), "how many rows it has: profile again"),
+        (ProfileRequest(profile(), 8, None, False, "on"), "lacks its number of rows"),
         (ProfileRequest(cut_profile(), 8, None, True, "on"), "that post-validation runs again"),
         (
             ProfileRequest(with_rows(vocabulary=4098), 8, None, False, "on"),
@@ -158,7 +161,9 @@ def test_measured_pairs_take_part_as_rows_of_their_own() -> None:
     own = by_name[MEGATRON_OVERLAP, True]
     assert own.seconds < by_name[MEGATRON_INTERLEAVED, False].seconds
     assert flag in flags_of(asked, own)
-    costs = Fit.of(measured).costs(v_shape(P), (1, 2, 2, 2, 2, 2, 2, 3), overlaps_exchange=True)
+    costs = Fit.of(measured).costs(
+        v_shape(P), (1, 2, 2, 2, 2, 2, 2, 3), Variant(overlaps_exchange=True)
+    )
     assert costs.forward_comm == pytest.approx([0.4 * n for n in (1, 2, 2, 2, 2, 2, 2, 3)])
     table = costs.for_placement(v_shape(P))
     assert table.forward == pytest.approx([LAYER["forward"] * n for n in (1, 2, 2, 2, 2, 2, 2, 3)])

@@ -11,8 +11,8 @@ from small_models import a100, small
 from megatron_zb.measured.units import GIB
 from megatron_zb.planner import table
 from megatron_zb.planner.candidate import candidates_of
-from megatron_zb.planner.overheads import overheads
-from megatron_zb.planner.search import Job, Plan, search
+from megatron_zb.planner.prediction import overheads
+from megatron_zb.planner.search import Plan, PlanJob, search
 from megatron_zb.planner.strategy import Choices
 from megatron_zb.schedules import lower, simulate
 from megatron_zb.schedules.program.waiting_kernels import waiting_kernels
@@ -21,7 +21,7 @@ from megatron_zb.schedules.program.waiting_kernels import waiting_kernels
 def plan(tensor: int) -> Plan:
     choices = Choices(tensor=(tensor,), pipeline=(4,), microbatch=(1,), recompute=("none",))
     gpus = 4 * tensor
-    job = Job(small(), a100(), gpus, 40 * GIB, 32, 1024, choices, vocabulary="off")
+    job = PlanJob(small(), a100(), gpus, 40 * GIB, 32, 1024, choices, vocabulary="off")
     return search(job, candidates_of(["zb-h1", "1f1b"]))
 
 

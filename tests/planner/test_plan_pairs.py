@@ -19,7 +19,8 @@ from megatron_zb.planner.candidate import (
 from megatron_zb.planner.flags import flags
 from megatron_zb.planner.model import ModelConfig
 from megatron_zb.planner.prediction import Prediction
-from megatron_zb.planner.search import Job, Plan, cut_into_stages, search
+from megatron_zb.planner.search import Plan, PlanJob, search
+from megatron_zb.planner.stages import cut_into_stages
 from megatron_zb.planner.strategy import Choices
 from megatron_zb.planner.table import setting_of
 from megatron_zb.schedules.simulator import simulate
@@ -34,7 +35,7 @@ def experts() -> ModelConfig:
 
 def plan(names: list[str], **changes: Any) -> Plan:
     """Experts lie on 16 of 64 GPUs: in two nodes, so that they exchange over slow links."""
-    first = Job(experts(), a100(), 64, 60 * GIB, 512, 1024, ONE, vocabulary="off")
+    first = PlanJob(experts(), a100(), 64, 60 * GIB, 512, 1024, ONE, vocabulary="off")
     with briefly():
         return search(replace(first, **changes), candidates_of(names), tries=1)
 

@@ -13,10 +13,10 @@ from megatron_zb.planner import byte_counts
 from megatron_zb.planner.candidate import MEGATRON_1F1B, candidates_of
 from megatron_zb.planner.device import DeviceConfig, read_device
 from megatron_zb.planner.flags import flags
-from megatron_zb.planner.model import ModelConfig, read_model
-from megatron_zb.planner.parameters import all_weights
-from megatron_zb.planner.prediction import predict
-from megatron_zb.planner.search import Job, cut_into_stages, search
+from megatron_zb.planner.model import ModelConfig, all_weights, read_model
+from megatron_zb.planner.prediction import IterationSettings, predict
+from megatron_zb.planner.search import PlanJob, search
+from megatron_zb.planner.stages import cut_into_stages
 from megatron_zb.planner.step import Travel
 from megatron_zb.planner.strategy import Choices, Strategy, strategies
 from megatron_zb.planner.work import Workload, model_flops
@@ -193,7 +193,7 @@ def test_flags_tell_all_of_it() -> None:
         precision="fp8",
     )
     model = sparse(rotary={"base": 10000}, prediction_layers=1)
-    job = Job(model, device("b200_sxm"), 16, 1e12, 64, 4096, choices)
+    job = PlanJob(model, device("b200_sxm"), 16, 1e12, 64, 4096, choices)
     plan = search(job, candidates_of(["zb-h1"]))
     for row in plan.ranked:
         words = flags(row, 64)
@@ -213,7 +213,7 @@ def staged_seconds(overlap: bool, schedule: str = MEGATRON_1F1B, **changes: Any)
     (found,) = (c for c in candidates_of(["v-zb"]) if c.name == schedule)
     staged = cut_into_stages(load(model, tensor=8, data=8, overlap=overlap), found, None)
     assert staged is not None
-    return predict(staged, found, 8, None, is_even=True, **changes).step_seconds
+    return predict(staged, found, IterationSettings(8, **changes), None).step_seconds
 
 
 def test_overlap_hides_some_of_what_travels_and_never_more() -> None:
@@ -227,7 +227,7 @@ def test_with_post_validation_weights_are_gathered_after_the_step() -> None:
 
 
 def test_ranks_of_a_node_use_all_its_links_to_the_others() -> None:
-    states = byte_counts.States(parameters=1e9)
+    states = byte_counts.StateBytes(parameters=1e9)
     one = Travel.of(load(dense(), tensor=8, data=16), states)
     eight = Travel.of(load(dense(), tensor=1, data=16), states)
     links = device().collectives
@@ -269,7 +269,7 @@ def test_a_plan_on_every_new_device(name: str) -> None:
     assert found.fp8_products is not None
     assert found.fp8_products.peak == pytest.approx(2 * found.matrix_products.peak, rel=0.001)
     choices = Choices(tensor=(4,), pipeline=(4,), microbatch=(1,), precision="fp8")
-    job = Job(model, found, 64, found.memory_bytes, 128, 8192, choices)
+    job = PlanJob(model, found, 64, found.memory_bytes, 128, 8192, choices)
     plan = search(job, candidates_of(["v-half"]), tries=1)
     assert {"v-half", MEGATRON_1F1B} <= {row.candidate for row in plan.ranked}
     assert all(0.05 < row.mfu < 0.6 for row in plan.ranked)

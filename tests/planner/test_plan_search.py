@@ -22,23 +22,17 @@ from megatron_zb.measured.units import GIB
 from megatron_zb.planner import table
 from megatron_zb.planner.candidate import MEGATRON_1F1B, MEGATRON_INTERLEAVED, candidates_of
 from megatron_zb.planner.flags import flags
-from megatron_zb.planner.prediction import predict
+from megatron_zb.planner.prediction import IterationSettings, predict
 from megatron_zb.planner.reasons import reason, recommendation, recommended
-from megatron_zb.planner.search import (
-    Job,
-    Plan,
-    cut_into_stages,
-    memory_fraction,
-    search,
-    searched_by_auto,
-)
+from megatron_zb.planner.search import Plan, PlanJob, memory_fraction, search, searched_by_auto
+from megatron_zb.planner.stages import cut_into_stages
 from megatron_zb.planner.strategy import Choices
 from megatron_zb.planner.workers import workers
 from megatron_zb.schedules.placement import wave
 
 
-def job(**changes: Any) -> Job:
-    first = Job(small(), a100(), 8, 20 * GIB, 32, 1024, Choices(recompute=("none",)))
+def job(**changes: Any) -> PlanJob:
+    first = PlanJob(small(), a100(), 8, 20 * GIB, 32, 1024, Choices(recompute=("none",)))
     return replace(first, **changes)
 
 
@@ -91,7 +85,7 @@ def test_interleaved_is_tuned_over_all_its_chunks() -> None:
     for chunks in own.chunk_counts(8, 4):
         staged = cut_into_stages(found.load, own, chunks)
         assert staged is not None
-        other = predict(staged, own, 32, chunks, is_even=True)
+        other = predict(staged, own, IterationSettings(32), chunks)
         assert other.tokens_per_gpu <= found.tokens_per_gpu * (1 + 1e-9)
 
 

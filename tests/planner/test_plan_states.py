@@ -11,11 +11,12 @@ from small_models import a100, load, small
 
 from megatron_zb.cli import main as cli
 from megatron_zb.measured.units import GIB, gib
-from megatron_zb.planner.byte_counts import Held
+from megatron_zb.planner.byte_counts import ActivationBytes
 from megatron_zb.planner.candidate import candidates_of
 from megatron_zb.planner.flags import flags
 from megatron_zb.planner.memory import peak_of
-from megatron_zb.planner.search import Job, Plan, cut_into_stages, search
+from megatron_zb.planner.search import Plan, PlanJob, search
+from megatron_zb.planner.stages import cut_into_stages
 from megatron_zb.planner.strategy import Choices
 from megatron_zb.planner.table import as_json
 from megatron_zb.schedules import Pass, PassKind
@@ -28,13 +29,13 @@ def plan(gib_per_gpu: float, **changes: Any) -> Plan:
     host = a100().host
     assert host is not None
     device = a100().model_copy(update={"host": host.model_copy(update={"bandwidth": 1e12})})
-    job = Job(small(sequence_length=4096), device, 4, gib_per_gpu * GIB, 16, 4096, ONE)
+    job = PlanJob(small(sequence_length=4096), device, 4, gib_per_gpu * GIB, 16, 4096, ONE)
     with briefly():
         return search(replace(job, **changes), candidates_of(["auto"]), tries=1)
 
 
 def test_memory_counts_what_is_dropped_and_what_is_on_the_host() -> None:
-    held = (Held(activation=10.0, for_weight=4.0, in_backward=0.0),)
+    held = (ActivationBytes(activation=10.0, for_weight=4.0, in_backward=0.0),)
 
     def peak(*kinds: tuple[PassKind, int]) -> float:
         return sum(peak_of([Pass(kind, 0, j) for kind, j in kinds], held, kept_input=1.0))
@@ -65,7 +66,7 @@ def test_what_moving_brings_is_told_beside_what_keeps_all() -> None:
     assert row.moved > 0
     assert row.memory.total <= 6.2 * GIB
     said = as_json(moved)["activation_states"]
-    assert f"moves {row.moved:.0%} to the host ({gib(row.host_bytes)} of each rank)" in said
+    assert f"offloads {row.moved:.0%} to the host ({gib(row.host_bytes)} of each rank)" in said
     lead = row.tokens_per_gpu / usual.tokens_per_gpu - 1
     assert f"{abs(lead):.1%} {'ahead of' if lead >= 0 else 'behind'} auto that keeps all" in said
     assert "--pipeline-offload auto" in flags(row, 16)

@@ -14,7 +14,7 @@ from megatron_zb.measured.units import GIB
 from megatron_zb.planner import table
 from megatron_zb.planner.candidate import candidates_of
 from megatron_zb.planner.reasons import is_named_too, margin, reason
-from megatron_zb.planner.search import Job, Plan, search
+from megatron_zb.planner.search import Plan, PlanJob, search
 from megatron_zb.planner.strategy import Choices
 
 SNAPSHOTS = Path(__file__).with_name("snapshots")
@@ -25,7 +25,7 @@ pytestmark = pytest.mark.usefixtures("brief_searches")
 @pytest.fixture(scope="module")
 def plan() -> Plan:
     choices = Choices(tensor=(1,), pipeline=(4,), microbatch=(1, 2), recompute=("none",))
-    job = Job(small(), a100(), 4, 20 * GIB, 32, 1024, choices, vocabulary="off")
+    job = PlanJob(small(), a100(), 4, 20 * GIB, 32, 1024, choices, vocabulary="off")
     return search(job, candidates_of(["zb-h1", "v-zb", "v-half"]))
 
 
@@ -45,7 +45,7 @@ def printed(plan: Plan, width: int = 200) -> str:
 def unsearched() -> Plan:
     """A plan whose orders follow from formulas: the same on every machine."""
     choices = Choices(tensor=(1,), pipeline=(2, 4), microbatch=(1, 2), recompute=("none", "full"))
-    job = Job(small(), a100(), 4, 20 * GIB, 32, 1024, choices, vocabulary="off")
+    job = PlanJob(small(), a100(), 4, 20 * GIB, 32, 1024, choices, vocabulary="off")
     return search(job, candidates_of(["zb-h1", "zb-h2"]))
 
 

@@ -17,30 +17,24 @@ from megatron_zb.drawing.html.plan_page import save_plan
 from megatron_zb.errors import UsageError
 from megatron_zb.measured.units import GIB
 from megatron_zb.planner import search as planner_search
-from megatron_zb.planner.candidate import Candidate, candidates_of
+from megatron_zb.planner.candidate import ScheduleCandidate, candidates_of
 from megatron_zb.planner.device import DeviceConfig, read_device
 from megatron_zb.planner.flags import flags
 from megatron_zb.planner.memory import peak_of
 from megatron_zb.planner.model import ModelConfig, read_model
-from megatron_zb.planner.prediction import predict
+from megatron_zb.planner.prediction import IterationSettings, predict
 from megatron_zb.planner.reasons import gain_of_cut, recommendation, vocabulary
-from megatron_zb.planner.search import (
-    WORTH_A_CHANGE,
-    Job,
-    Plan,
-    cut_into_stages,
-    search,
-)
-from megatron_zb.planner.stages import StageWorkload
+from megatron_zb.planner.search import WORTH_A_CHANGE, Plan, PlanJob, search
+from megatron_zb.planner.stages import StageWorkload, cut_into_stages
 from megatron_zb.planner.strategy import Choices
 from megatron_zb.planner.vocabulary import (
     CONNECTION,
-    Shard,
+    CountedShard,
     can_be_shared,
     more_connections,
     why_not_cut,
 )
-from megatron_zb.planner.work import Work
+from megatron_zb.planner.work import PassSeconds
 from megatron_zb.schedules import Pass, PassKind
 from megatron_zb.schedules.placement import looped, v_shape
 
@@ -65,7 +59,7 @@ def cut_stages(model: ModelConfig | None = None, **changes: Any) -> StageWorkloa
 
 
 def plan(names: list[str], **changes: Any) -> Plan:
-    first = Job(small(vocabulary=LARGE), a100(), 4, 60 * GIB, 16, 1024, ONE)
+    first = PlanJob(small(vocabulary=LARGE), a100(), 4, 60 * GIB, 16, 1024, ONE)
     with briefly():
         return search(replace(first, **changes), candidates_of(names), tries=1)
 
@@ -75,7 +69,7 @@ def plan(names: list[str], **changes: Any) -> Plan:
 
 def test_the_seconds_of_a_shard_are_those_of_its_kernels() -> None:
     """Sums by hand: 1024 tokens, 1024 numbers each, 8000 of 32000 rows on each of 4 ranks."""
-    shard, device = Shard(load(small(), gapless())), gapless()
+    shard, device = CountedShard(load(small(), gapless())), gapless()
     logits, numbers = 1024 * 8000, 1024 * 1024
     product = 2 * logits * 1024 / device.matrix_products.reached
     speed = device.memory_bandwidth.reached
@@ -87,7 +81,7 @@ def test_the_seconds_of_a_shard_are_those_of_its_kernels() -> None:
 def test_thin_shards_lose_the_overhead_of_kernels_on_every_rank() -> None:
     """Without it, shards of 4 and of 8 ranks take as long in all, but for each rank's packing."""
     for device, is_level in ((gapless(), True), (a100(), False)):
-        in_all = [p * Shard(load(small(), device, pipeline=p)).weight for p in (4, 8)]
+        in_all = [p * CountedShard(load(small(), device, pipeline=p)).weight for p in (4, 8)]
         assert (in_all[1] == pytest.approx(in_all[0])) is is_level
     gap = a100().kernels.seconds
     assert in_all[1] - in_all[0] == pytest.approx(4 * 8 * gap)
@@ -95,7 +89,7 @@ def test_thin_shards_lose_the_overhead_of_kernels_on_every_rank() -> None:
 
 def test_tensor_parallel_ranks_gather_and_sum() -> None:
     """One gathering and two sums, each as long, in O; one gathering in V."""
-    alone, shared = (Shard(load(small(), gapless(), tensor=t)) for t in (1, 2))
+    alone, shared = (CountedShard(load(small(), gapless(), tensor=t)) for t in (1, 2))
     link = gapless().collectives.in_node
     gathering = link.seconds(2 * 1024 * 1024 / 2)
     assert shared.weight == pytest.approx(alone.weight / 2 + gathering)
@@ -178,7 +172,7 @@ def test_what_a_rank_does_is_in_its_costs() -> None:
     assert cut.work[-1].total == pytest.approx(
         whole.work[-1].total - cut.load.output().total + norm.total
     )
-    expected = sum((cut.work[s] for s in (0, 7)), Work()).total
+    expected = sum((cut.work[s] for s in (0, 7)), PassSeconds()).total
     expected += shard.output + shard.weight + shard.loss + 2 * shard.lookup
     assert cut.rank_work(0).total == pytest.approx(expected)
     assert cut.busiest.total <= cut.interval(in_groups=False)
@@ -205,9 +199,9 @@ def test_no_iteration_is_shorter_than_the_messages_on_that_link() -> None:
     both = slow.messages.model_copy(update={"in_node": link, "between_nodes": link})
     cut = cut_stages()
     cut = replace(cut, load=replace(cut.load, device=slow.model_copy(update={"messages": both})))
-    candidate = Candidate("v-half", "v-half", cuts_vocabulary=True)
+    candidate = ScheduleCandidate("v-half", "v-half", cuts_vocabulary=True)
     with briefly():
-        found = predict(cut, candidate, 8, None, is_even=True)
+        found = predict(cut, candidate, IterationSettings(8), None)
     assert found.pipeline_seconds >= 8 * 6 * 2 * 1024 * 1024 / 1e6
 
 
@@ -231,15 +225,13 @@ def test_a_plan_that_is_to_cut_what_cannot_be_cut_is_refused() -> None:
     with pytest.raises(UsageError, match="of small cannot be cut, because multi-token prediction"):
         plan(["v-half"], model=again, vocabulary="on")
     said = vocabulary(plan(["zb-h1"], model=again))
-    assert said == (
-        "the output layer is not cut along the vocabulary: multi-token prediction runs its output "
-        "layer again"
-    )
+    assert said == ("no vocabulary parallelism: multi-token prediction runs its output layer again")
 
 
 def test_a_tied_weight_is_one_shard_of_each_rank() -> None:
     tied, untied = (
-        Shard(load(small(tied_embeddings=tied, vocabulary=LARGE))).states for tied in (True, False)
+        CountedShard(load(small(tied_embeddings=tied, vocabulary=LARGE))).states
+        for tied in (True, False)
     )
     assert untied.weights == 2 * tied.weights
     assert plan(["v-half"], model=small(tied_embeddings=True, vocabulary=LARGE)).cut is not None
@@ -270,9 +262,7 @@ def test_a_cut_that_pays_takes_the_place_of_a_whole_output_layer() -> None:
     assert gain == pytest.approx(first.tokens_per_gpu / whole.tokens_per_gpu - 1)
     assert gain > 0.5
     assert recommendation(auto).startswith("run v-half with --pipeline-vocabulary on: ")
-    assert "is " in vocabulary(auto) and " faster than the best with a whole one" in vocabulary(
-        auto
-    )
+    assert "is " in vocabulary(auto) and " faster than the best without" in vocabulary(auto)
     assert not any(row.cuts_vocabulary for row in off.ranked)
     assert not any("--pipeline-vocabulary" in flag for row in off.ranked for flag in flags(row, 16))
     assert [row.cuts_vocabulary for row in on.ranked if row.candidate == "v-half"] == [True]
@@ -365,7 +355,7 @@ def test_the_command_tells_what_a_cut_brings(
     assert rows["v-half"]["gain_of_cut"] > 0.5
     assert rows["Megatron 1F1B"]["vocabulary"] == "off"
     assert rows["Megatron 1F1B"]["gain_of_cut"] is None
-    assert found["vocabulary"].startswith("v-half with a cut output layer")
+    assert found["vocabulary"].startswith("v-half with vocabulary parallelism")
     assert f"{rows['v-half']['gain_of_cut']:+.1%}" in printed
     assert "--pipeline-vocabulary on" in printed
     assert "--vocabulary off" in without and "--pipeline-vocabulary" not in without
@@ -385,11 +375,10 @@ def test_a_page_of_a_plan_draws_what_has_colours(tmp_path: Path) -> None:
 
 def test_a_cut_schedule_keeps_its_memory_and_its_order() -> None:
     cut = cut_stages(small(vocabulary=LARGE))
-    candidate = Candidate("v-half", "v-half", cuts_vocabulary=True)
+    candidate = ScheduleCandidate("v-half", "v-half", cuts_vocabulary=True)
     with briefly():
-        found = predict(cut, candidate, 8, None, is_even=True)
-    assert found.schedule is not None and found.costs is not None
-    timeline = schedules.simulate(found.schedule, found.costs)
+        found = predict(cut, candidate, IterationSettings(8), None)
+    assert (timeline := found.timeline) is not None
     share = sum(h.activation for h in cut.held[:8]) / 4
     most = schedules.catalog.family("v-half").peak_microbatches(4, 8) + 1
     worst = max(sum(cut.held[s].activation for s in stages) for stages in v_shape(4).stages_of)

@@ -10,6 +10,8 @@ import pytest
 from brief_searches import briefly
 from small_models import ROOT
 
+from megatron_zb.planner.candidate import candidates_of
+
 
 def validation() -> ModuleType:
     sys.path.insert(0, str(ROOT / "docs"))  # it has a part beside it
@@ -122,3 +124,11 @@ def test_what_was_fitted_is_little_of_what_is_compared() -> None:
     assert not any(row.fitted for row in rows if "405B" in row.setup or "A100" in row.table)
     held_out = [row for row in rows if not row.fitted]
     assert sum(not row.is_close for row in held_out) <= 3
+
+
+def test_a_published_layout_with_an_empty_stage_needs_its_flag() -> None:
+    """30 layers on the 32 stages of a V, whose ends hold no layer beside embedding and output."""
+    (v_zb,) = (c for c in candidates_of(["v-zb"]) if c.name == "v-zb")
+    counts = (0, *[1] * 30, 0)
+    assert not v_zb.has_by_default(counts, v_zb.placement(16, 2))
+    assert v_zb.has_by_default((1,) * 32, v_zb.placement(16, 2))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from megatron_zb.planner.byte_counts import States
+from megatron_zb.planner.byte_counts import StateBytes
 from megatron_zb.planner.strategy import Strategy
 
 
@@ -26,5 +26,5 @@ def test_a_strategy_names_what_is_not_usual(changes: dict[str, int | str], text:
 
 
 def test_states_are_added_part_by_part() -> None:
-    one, other = States(1, 2, 3, 4, 5), States(10, 20, 30, 40, 50)
-    assert one + other == States(11, 22, 33, 44, 55)
+    one, other = StateBytes(1, 2, 3, 4, 5), StateBytes(10, 20, 30, 40, 50)
+    assert one + other == StateBytes(11, 22, 33, 44, 55)

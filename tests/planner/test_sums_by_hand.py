@@ -10,15 +10,16 @@ from measured_runs import P, profile
 from small_models import a100, load, small
 
 from megatron_zb.measured.balance import of_arguments
+from megatron_zb.measured.cost_model import Variant
 from megatron_zb.measured.fit import Fit
 from megatron_zb.measured.profile import Profile
 from megatron_zb.planner import from_profile
-from megatron_zb.planner.byte_counts import States
+from megatron_zb.planner.attention import LatentAttention, LatentHeads
+from megatron_zb.planner.byte_counts import StateBytes
 from megatron_zb.planner.candidate import candidates_of
 from megatron_zb.planner.from_profile import ProfileRequest
-from megatron_zb.planner.latent_attention import LatentAttention, LatentHeads
 from megatron_zb.planner.step import Travel, by_formula, seconds_apart
-from megatron_zb.planner.work import Work
+from megatron_zb.planner.work import PassSeconds
 from megatron_zb.schedules.placement import looped
 
 
@@ -43,7 +44,7 @@ def test_latent_attention(query_rank: int | None, weights: int, projected: int) 
     assert found.divided == (3,)
 
 
-STATES = States(2e9, 4e9, 3e9, 1e9, 0.0)
+STATES = StateBytes(2e9, 4e9, 3e9, 1e9, 0.0)
 
 
 def test_the_seconds_of_a_step() -> None:
@@ -81,7 +82,7 @@ def test_the_seconds_between_two_iterations_without_a_timeline() -> None:
     workload = load(small(), pipeline=1, data=16)
     found = Travel.of(workload, STATES)
     apart = seconds_apart(workload, STATES, post_validation=False)
-    rank = Work(0.001, 0.002, 0.003)
+    rank = PassSeconds(0.001, 0.002, 0.003)
     hidden = apart + found.exposed(0.001, 0.005, 8)
     by_hand = {True: hidden, False: apart + found.total}
     for overlap, expected in by_hand.items():
@@ -126,7 +127,7 @@ def with_links(there: float, back: float) -> Profile:
 def test_a_pass_that_waits_for_its_message_takes_the_link_in_its_direction() -> None:
     """Four stages of four layers; the output layer counts for three, with all else in them."""
     fit = Fit.of(with_links(0.25, 0.75))
-    found = fit.costs(looped(P), (4, 4, 4, 4), blocking=True)
+    found = fit.costs(looped(P), (4, 4, 4, 4), Variant(blocking=True))
     free = fit.costs(looped(P), (4, 4, 4, 4))
     forward = [b - a for a, b in zip(free.forward, found.forward, strict=True)]
     backward = [b - a for a, b in zip(free.backward, found.backward, strict=True)]
@@ -147,7 +148,7 @@ def test_a_pass_that_waits_for_its_message_takes_the_link_in_its_direction() -> 
         (4098, 1, "its 4098 rows cannot be cut evenly for 4 ranks"),
         (4100, 2, "its 4100 rows cannot be cut evenly for 8 ranks"),
         (4104, 2, None),
-        (None, 1, "the profile does not tell how many rows it has: profile again"),
+        (None, 1, "the profile lacks its number of rows: profile again"),
     ],
 )
 def test_a_vocabulary_is_cut_if_its_rows_can_be_divided(

@@ -7,6 +7,7 @@ import os
 import shlex
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +18,8 @@ from megatron_zb.planner.device import read_device
 from megatron_zb.planner.flags import flags
 from megatron_zb.planner.model import ModelConfig, read_model
 from megatron_zb.planner.model_flags import mock_data_flags, model_flags
-from megatron_zb.planner.prediction import predict
-from megatron_zb.planner.search import cut_into_stages
+from megatron_zb.planner.prediction import IterationSettings, predict
+from megatron_zb.planner.stages import cut_into_stages
 from megatron_zb.planner.strategy import RECOMPUTE, Strategy
 from megatron_zb.planner.work import Workload
 
@@ -121,7 +122,8 @@ def planned_words() -> list[list[str]]:
             staged = cut_into_stages(load, candidate, 2 if candidate.takes_chunks else None)
             assert staged is not None
             chunks = staged.placement.chunks if candidate.takes_chunks else None
-            found = predict(staged, candidate, 8, chunks, is_even=recompute == "full")
+            found = predict(staged, candidate, IterationSettings(8), chunks)
+            found = replace(found, is_even=recompute == "full")
             words = [shlex.split(flag) for flag in flags(found, 16)]
             out.append([word for of in words if of[0] != "--pipeline-schedule" for word in of])
     return out

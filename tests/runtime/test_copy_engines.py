@@ -16,9 +16,15 @@ from hypothesis import given as given_by
 from hypothesis import settings
 from hypothesis import strategies as st
 
-from megatron_zb.runtime import copy_engines
-from megatron_zb.runtime.copy_engines import StreamEngines, ThreadEngines, engines_of
-from megatron_zb.runtime.moved_activations import HostMemory, MovedActivations, Segment
+from megatron_zb.runtime import offload
+from megatron_zb.runtime.offload import (
+    HostMemory,
+    MovedActivations,
+    Segment,
+    StreamEngines,
+    ThreadEngines,
+    engines_of,
+)
 
 
 def test_a_cpu_copies_each_way_in_turn_and_both_ways_at_once(
@@ -32,7 +38,7 @@ def test_a_cpu_copies_each_way_in_turn_and_both_ways_at_once(
         asked.put(seconds)
         assert let_go.acquire(timeout=60)
 
-    monkeypatch.setattr(copy_engines, "time", SimpleNamespace(sleep=last))
+    monkeypatch.setattr(offload, "time", SimpleNamespace(sleep=last))
     engines = ThreadEngines(seconds_per_byte=1e-5)
     here, there, back, later = (torch.full((4096,), i, dtype=torch.uint8) for i in range(4))
     waits = [

@@ -6,8 +6,8 @@ import ast
 from collections.abc import Iterator
 from pathlib import Path
 
-PACKAGE = Path(__file__).resolve().parents[2] / "megatron_zb"
-ROOMS = ("runtime", "megatron_core", "distillation")
+ROOT = Path(__file__).resolve().parents[2]
+FOLDERS = ("megatron_zb/runtime", "megatron_zb/megatron_core", "megatron_zb_distill")
 """Where tensors of a GPU are handled."""
 WAITS = {
     "all_gather_object",
@@ -37,10 +37,10 @@ PLACES = {
     "runtime/channels.py:Channels.finish": STREAM,
     "runtime/channels.py:Channels.send": STREAM,
     "runtime/channels.py:Channels.take": STREAM,
-    "runtime/copy_times.py:copy_times.seconds": BETWEEN_STEPS,
+    "runtime/link_times.py:copy_times.seconds": BETWEEN_STEPS,
     "runtime/groups.py:new_groups": BETWEEN_STEPS,
     "runtime/watchdog/inquiry.py:Inquiry.ask": HOST,
-    "runtime/moved_activations.py:_end": STREAM + "; on a CPU for a thread of the host",
+    "runtime/offload.py:_end": STREAM + "; on a CPU for a thread of the host",
     "runtime/link_times.py:_fastest_round": "of a message that has been received",
     "runtime/link_times.py:_finished": "the current stream; the message's peer waits for nothing",
     "runtime/post_validation.py:StateExchange.finish": HOST,
@@ -48,31 +48,31 @@ PLACES = {
     "runtime/watchdog/progress.py:Progress._drop_passed": "polls on a separate thread",
     "runtime/watchdog/progress.py:_Looker._run": HOST,
     "runtime/watchdog/progress.py:_Looker.ask": HOST,
-    "runtime/recorder.py:Recorder.__init__": BETWEEN_STEPS,
-    "runtime/recorder.py:Recorder._seconds": BETWEEN_STEPS,
-    "runtime/recorder.py:Recorder.seconds": BETWEEN_STEPS,
-    "runtime/recorder.py:Recorder.spans": BETWEEN_STEPS,
+    "runtime/observer.py:Recorder.__init__": BETWEEN_STEPS,
+    "runtime/observer.py:Recorder._seconds": BETWEEN_STEPS,
+    "runtime/observer.py:Recorder.seconds": BETWEEN_STEPS,
+    "runtime/observer.py:Recorder.spans": BETWEEN_STEPS,
     "runtime/link_times.py:_seconds_to_sum": BETWEEN_STEPS,
-    "runtime/shaped_channels.py:ShapedChannels.post_receive": ORDERED + "; a tensor of the host",
+    "runtime/channels.py:ShapedChannels.post_receive": ORDERED + "; a tensor of the host",
     "runtime/synthetic_steps.py:Steps.seconds": HOST,
     "runtime/watchdog/watchdog.py:Watchdog._goes_on": HOST,
     "megatron_core/cpu.py:redirect_experts.to_cpu": "there is no GPU",
-    "megatron_core/expert_metrics.py:share": BETWEEN_STEPS,
-    "megatron_core/forward_backward.py:ForwardBackward.forget_marks": BETWEEN_STEPS,
+    "megatron_core/experts.py:share": BETWEEN_STEPS,
+    "megatron_core/connections.py:WatchPart.forget_marks": BETWEEN_STEPS,
     "megatron_core/post_validation.py:PostValidation._close": HOST,
     "megatron_core/post_validation.py:PostValidation._judge": HOST,
     "megatron_core/post_validation.py:PostValidation.was_right": HOST,
     "megatron_core/post_validation.py:_StatisticsGroups.__init__": BETWEEN_STEPS,
     "megatron_core/post_validation.py:_in_single_precision": HOST,
     "megatron_core/random_streams.py:_digest": HOST,
-    "megatron_core/unsplit_layers.py:UnsplitLayers._shares": BETWEEN_STEPS,
-    "megatron_core/verification.py:Verification.check": BETWEEN_STEPS,
+    "megatron_core/verification.py:UnsplitLayers._shares": BETWEEN_STEPS,
+    "megatron_core/verification.py:Verification._compare": BETWEEN_STEPS,
     "megatron_core/profiling.py:Profiling.measured": BETWEEN_STEPS,
-    "megatron_core/shards.py:Shard.whole": STREAM,
-    "distillation/block_times.py:_seconds": BETWEEN_STEPS,
-    "distillation/block_times.py:measure": BETWEEN_STEPS,
-    "distillation/evaluation.py:compare": BETWEEN_STEPS,
-    "distillation/stitching.py:_all_shapes": BETWEEN_STEPS,
+    "megatron_core/split_backward.py:SequenceShard.whole": STREAM,
+    "megatron_zb_distill/block_times.py:_seconds": BETWEEN_STEPS,
+    "megatron_zb_distill/block_times.py:measure": BETWEEN_STEPS,
+    "megatron_zb_distill/evaluation.py:compare": BETWEEN_STEPS,
+    "megatron_zb_distill/stitching.py:_all_shapes": BETWEEN_STEPS,
 }
 
 
@@ -92,9 +92,9 @@ def waits(node: ast.AST, names: tuple[str, ...] = ()) -> Iterator[str]:
 
 def test_every_place_that_may_wait_for_a_device_is_known() -> None:
     found = {
-        f"{file.relative_to(PACKAGE)}:{name}"
-        for room in ROOMS
-        for file in (PACKAGE / room).rglob("*.py")
+        f"{file.relative_to((ROOT / folder).parent)}:{name}"
+        for folder in FOLDERS
+        for file in (ROOT / folder).rglob("*.py")
         for name in waits(ast.parse(file.read_text(encoding="utf-8")))
     }
     assert found == set(PLACES)

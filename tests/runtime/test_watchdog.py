@@ -21,9 +21,8 @@ from jobs import started
 from torch.distributed import HashStore, Store
 from waiting import wait_until
 
-from megatron_zb.runtime.watchdog.inquiry import Inquiry, Verdict
+from megatron_zb.runtime.watchdog.inquiry import Inquiry, Verdict, judged, who_holds_up
 from megatron_zb.runtime.watchdog.progress import REMEMBERED, Progress, State
-from megatron_zb.runtime.watchdog.verdict import judged, who_holds_up
 from megatron_zb.runtime.watchdog.watchdog import EXIT_CODE, Place, Watchdog
 from megatron_zb.schedules.passes import Channel, Message, Pair, Pass, PassKind
 

@@ -10,12 +10,13 @@ from sizes import every_value
 from megatron_zb import schedules
 from megatron_zb.errors import UsageError
 from megatron_zb.schedules.costs import Costs
-from megatron_zb.schedules.cut_embedding import EmbeddingRules
 from megatron_zb.schedules.interchange import from_csv, to_csv
 from megatron_zb.schedules.passes import Message, Pass, PassKind
 from megatron_zb.schedules.placement import looped
 from megatron_zb.schedules.program.lowering import Run, Send
+from megatron_zb.schedules.rules import EmbeddingRules
 from megatron_zb.schedules.schedule import InvalidSchedule, Schedule
+from megatron_zb.schedules.task_graph import TaskGraph
 
 pytestmark = pytest.mark.usefixtures("brief_searches")
 
@@ -55,13 +56,19 @@ def test_an_order_by_hand_is_timed() -> None:
 
 def test_messages_go_where_they_are_read() -> None:
     placement, rules = looped(4), EmbeddingRules((0, 1, 3))
-    assert rules.readers(placement, Message(False, 9, 0)) == [1, 3]  # tokens
-    assert rules.readers(placement, Message(True, 9, 0)) == [1, 3]  # gradients of rows
-    assert rules.readers(placement, Message(False, 4 + 1 + 3, 0)) == (0,)  # rows of rank 3
-    assert rules.readers(placement, Message(True, 4 + 1 + 1, 0)) == (3,)  # a part of the loss
+    graph = TaskGraph.of(rules, placement, 2)
+
+    def sent(kind: PassKind, stage: int, rank: int) -> tuple[Message | None, tuple[int, ...]]:
+        code = graph.code_of(Pass(kind, stage, 1), rank)
+        return graph.message_of(code), graph.reader_ranks(code)
+
+    assert sent(E, 4, 0) == (Message(False, 9, 1), (1, 3))  # tokens
+    assert sent(B, 0, 0) == (Message(True, 9, 1), (1, 3))  # gradients of rows
+    assert sent(E, 7, 3) == (Message(False, 4 + 1 + 3, 1), (0,))  # rows of rank 3
+    assert sent(O, 5, 1) == (Message(True, 4 + 1 + 1, 1), (3,))  # a part of the loss
+    assert sent(V, 5, 1) == (None, ())
     links = rules.more_links(placement)
-    assert {(1, 0), (3, 0), (0, 3), (1, 3)} <= links
-    assert (2, 0) not in links
+    assert links == {(0, 3), (1, 3)}, "0 and 1, which are neighbours, have a link already"
 
 
 @pytest.mark.parametrize(

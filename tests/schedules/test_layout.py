@@ -18,11 +18,11 @@ from megatron_zb.errors import UsageError
 from megatron_zb.measured.balance import Ends
 from megatron_zb.megatron_core.adapter import PipelineAdapter
 from megatron_zb.megatron_lm.adapter_of_arguments import adapter_of
-from megatron_zb.planner.candidate import Candidate, candidates_of
+from megatron_zb.planner.candidate import ScheduleCandidate, candidates_of
 from megatron_zb.planner.flags import flags
 from megatron_zb.planner.from_profile import ProfileRequest, flags_of, rows
-from megatron_zb.planner.prediction import predict
-from megatron_zb.planner.search import cut_into_stages
+from megatron_zb.planner.prediction import IterationSettings, predict
+from megatron_zb.planner.stages import cut_into_stages
 from megatron_zb.schedules import layout
 from megatron_zb.schedules.layout import Layers
 from megatron_zb.schedules.placement import Placement, looped, v_shape, wave
@@ -104,7 +104,7 @@ def test_the_predicted_layout_is_the_adapters_in_a_thousand_cases() -> None:
     assert uneven > CASES / 2
 
 
-def as_run(candidate: Candidate, printed: list[str], layers: int, ranks: int) -> list[str]:
+def as_run(candidate: ScheduleCandidate, printed: list[str], layers: int, ranks: int) -> list[str]:
     """The layers of the stages of a run with these flags."""
     words = shlex.split(" ".join(printed))
     known = {
@@ -153,8 +153,7 @@ def test_the_flags_of_a_plan_for_a_config_run_the_layout_that_was_predicted(laye
             for chunks in list(candidate.chunk_counts(layers, 4))[:3]:
                 staged = cut_into_stages(workload, candidate, chunks)
                 assert staged is not None
-                default = candidate.has_by_default(staged.layout, staged.placement)
-                found = predict(staged, candidate, 8, chunks, is_even=default)
+                found = predict(staged, candidate, IterationSettings(8), chunks)
                 printed = [f for f in flags(found, 8) if f.startswith(SCHEDULE_FLAGS)]
                 run = as_run(candidate, printed, layers, 4)
                 assert run == list(layout.lettered(staged.layout)), (candidate.name, chunks)

@@ -94,8 +94,11 @@ def test_moves_become_runs_that_read_and_send_nothing() -> None:
         (((F, 0), (D, 0), (H, 0), (H, 0), (BW, 0)), "'offload': it has run before"),
         (((F, 0), (D, 0), (BW, 0), (H, 0)), "'offload': its B has run already"),
         (((F, 0), (D, 0), (BW, 0)), "'offload': 0D0 has no H"),
-        (((F, 0), (D, 0), (R, 0), (BW, 0)), "'recomputation': a unit is either dropped or moved"),
-        (((F, 0), (R, 0), (D, 0), (BW, 0)), "'offload': a unit is either dropped or moved"),
+        (
+            ((F, 0), (D, 0), (R, 0), (BW, 0)),
+            "'recomputation': a unit is either recomputed",
+        ),
+        (((F, 0), (R, 0), (D, 0), (BW, 0)), "'offload': a unit is either recomputed"),
     ],
 )
 def test_orders_of_moves_are_checked(first: tuple[tuple[PassKind, int], ...], why: str) -> None:

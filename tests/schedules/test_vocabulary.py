@@ -16,8 +16,8 @@ from megatron_zb.schedules.interchange import from_csv, to_csv
 from megatron_zb.schedules.passes import Pass, PassKind
 from megatron_zb.schedules.placement import looped
 from megatron_zb.schedules.program.lowering import Receive, Run, Send, Take
+from megatron_zb.schedules.rules import VocabularyRules
 from megatron_zb.schedules.schedule import InvalidSchedule, Schedule
-from megatron_zb.schedules.vocabulary import VocabularyRules
 
 pytestmark = pytest.mark.usefixtures("brief_searches")
 

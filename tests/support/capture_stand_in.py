@@ -43,7 +43,7 @@ PLANS = (
     "megatron.core.models.common.utils",
     "megatron.core.models.gpt.fine_grained_callables",
     "megatron.core.pipeline_parallel.utils",
-    "megatron_zb.megatron_core.paired_stage",
+    "megatron_zb.megatron_core.overlap",
 )
 STREAMS = ("Event", "stream", "record_stream")
 """What joins the streams of Megatron's plans, which is captured, too."""

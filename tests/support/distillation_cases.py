@@ -16,17 +16,16 @@ from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from megatron_zb.distillation import arguments
-from megatron_zb.distillation.blocks import student_layer, teacher_layer
-from megatron_zb.distillation.initialisation import inherit
-from megatron_zb.distillation.loop import Job, distribution_of, open_job
-from megatron_zb.distillation.shapes import BlockShape
-from megatron_zb.distillation.student import StudentConfig, library
-from megatron_zb.distillation.teacher import read_teacher
 from megatron_zb.megatron_core.initialisation import initialise_by_global_name
-from megatron_zb.training import data
-from megatron_zb.training.checkpoint import write
-from megatron_zb.training.model import transformer_config
+from megatron_zb_distill.blocks import student_layer, teacher_layer
+from megatron_zb_distill.flags import complete, parse
+from megatron_zb_distill.initialisation import inherit
+from megatron_zb_distill.loop import Job, distribution_of, open_job
+from megatron_zb_distill.student import BlockShape, StudentConfig, library
+from megatron_zb_distill.teacher import read_teacher
+from megatron_zb_train import data
+from megatron_zb_train.checkpoint import write
+from megatron_zb_train.model import transformer_config
 
 Key = tuple[int, str]
 """A block and the name of a candidate."""
@@ -88,7 +87,7 @@ def enter(model: Mapping[str, Any], folder: str) -> None:
 
 
 def _defaults() -> argparse.Namespace:
-    from megatron_zb.training import flags
+    from megatron_zb_train import flags
 
     values = flags.parser().defaults()
     return argparse.Namespace(**(values | {"cpu": True, "num_query_groups": 4}))
@@ -118,7 +117,7 @@ def job_of(corpus: str, teacher: str, candidates: Sequence[Mapping[str, Any]], *
     """A job over that teacher; `flags` are added to those of the command line."""
     words = [*TRAINING.split(), "--teacher-load", teacher, "--data-path", corpus, *flags]
     found = read_teacher(Path(teacher))
-    args = arguments.complete(arguments.parse(words), found.arguments)
+    args = complete(parse(words), found.arguments)
     student = StudentConfig.model_validate({"name": "a student", "candidates": list(candidates)})
     return Job(args, found, library(student, found.shape), None)
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
-PACKAGE = "megatron_zb"
+PACKAGES = ("megatron_zb", "megatron_zb_train", "megatron_zb_distill")
 
 _COMPARED: dict[type[ast.cmpop], type[ast.cmpop]] = {
     ast.Lt: ast.LtE,
@@ -88,11 +88,16 @@ class Place:
     change: Change
 
 
+def sources_of(root: Path) -> list[Path]:
+    """Return the files of all packages."""
+    return sorted(path for package in PACKAGES for path in (root / package).rglob("*.py"))
+
+
 def draw(root: Path, count: int, seed: str) -> list[Mutant]:
-    """Draw mutants: first a kind, all alike, then one of that kind from the whole package."""
+    """Draw mutants: first a kind, all alike, then one of that kind from all packages."""
     by_kind: dict[str, list[Place]] = {}
     sources = {}
-    for path in sorted((root / PACKAGE).rglob("*.py")):
+    for path in sources_of(root):
         file = path.relative_to(root).as_posix()
         sources[file] = path.read_bytes()
         for place in places_of(sources[file], file):

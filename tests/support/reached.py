@@ -18,13 +18,15 @@ import tempfile
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import chain
 from pathlib import Path
 from xml.etree import ElementTree
 
-from mutants import PACKAGE, Mutant
+from mutants import PACKAGES, Mutant, sources_of
 
 ROOT = Path(__file__).resolve().parents[2]
+PACKAGE = PACKAGES[0]
+TESTS_OF = {"megatron_zb_train": "training", "megatron_zb_distill": "distillation"}
+"""Folders of ``tests`` for packages that have one; a core module has that of its subpackage."""
 LEFT_OUT = shutil.ignore_patterns(".git", ".venv*", "build", "*.egg-info", "runs", "site")
 FOLDER = "TESTS_REACHED"
 """In the environment: where processes write their notes."""
@@ -147,7 +149,7 @@ def instrumented(text: str, name: str) -> str:
 def record(copy: Path, notes: Path, words: Sequence[str]) -> None:
     """Run the ordinary tests in an instrumented copy; what they reach goes into the folder."""
     shutil.copytree(ROOT, copy, ignore=LEFT_OUT)
-    for path in (copy / PACKAGE).rglob("*.py"):
+    for path in sources_of(copy):
         text = path.read_text(encoding="utf-8")
         if path.name not in _COMPILED and "from __future__" in text:
             name = path.relative_to(copy).as_posix()
@@ -248,7 +250,8 @@ class Nearby:
     def tests_of(self, mutant: Mutant) -> list[str]:
         """Return the files, the smallest first."""
         module = Path(mutant.file)
-        room = module.parts[1] if len(module.parts) > 2 else "."
+        within = module.parts[1] if len(module.parts) > 2 else "."
+        room = TESTS_OF.get(module.parts[0], within)
         beside = sorted((self._root / "tests" / room).glob("test_*.py"), key=_size)
         names = re.compile(rf"\b{module.stem}\b")
         naming = [file for file in beside if names.search(file.read_text(encoding="utf-8"))]
@@ -286,7 +289,7 @@ def _importers(root: Path, file: str) -> Iterator[str]:
     written = re.compile(
         rf"^\s*from {re.escape(room)}(\.{name} import | import (\(|.*\b{name}\b))", re.M
     )
-    for path in (root / PACKAGE).rglob("*.py"):
+    for path in sources_of(root):
         if written.search(path.read_text(encoding="utf-8")):
             yield path.relative_to(root).as_posix()
 
@@ -294,6 +297,6 @@ def _importers(root: Path, file: str) -> Iterator[str]:
 def _state(root: Path) -> str:
     """Return a name for the code of the package and its tests as they are."""
     state = hashlib.sha256()
-    for path in sorted(chain.from_iterable((root / of).rglob("*.py") for of in (PACKAGE, "tests"))):
+    for path in [*sources_of(root), *sorted((root / "tests").rglob("*.py"))]:
         state.update(path.read_bytes())
     return state.hexdigest()[:16]

@@ -7,14 +7,13 @@ from collections.abc import Sequence
 import torch
 import torch.distributed as dist
 
-from megatron_zb.distillation.relay_steps import relay_steps
-from megatron_zb.distillation.schedule.distribution import Distribution
-from megatron_zb.distillation.schedule.step_by_step import step_by_step
-from megatron_zb.runtime.channels import Channels
+from megatron_zb.runtime.channels import Channels, ShapedChannels
 from megatron_zb.runtime.executor import Transport
 from megatron_zb.runtime.groups import new_groups
-from megatron_zb.runtime.shaped_channels import ShapedChannels
 from megatron_zb.schedules.passes import Message
+from megatron_zb_distill.relay_steps import Exchange, relay_steps
+from megatron_zb_distill.schedule.distribution import Distribution
+from megatron_zb_distill.schedule.step_by_step import step_by_step
 
 M = 4  # microbatches of a step
 RATE = 0.05
@@ -93,7 +92,9 @@ def distilled_on_ranks(
     held = BlockStage(list(blocks.values()), group, is_last)
     for first, until in runs:
         transport: Transport = ShapedChannels(channels, headers) if any_shape else channels
-        steps = relay_steps(program, rank, held, transport, empty, first=first, until=until)
+        steps = relay_steps(
+            program, rank, held, Exchange(transport, empty), first=first, until=until
+        )
         assert list(steps) == list(range(first, until))
     assert held.updates == [step for first, until in runs for step in range(first, until)]
     channels.close()

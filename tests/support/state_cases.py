@@ -13,6 +13,7 @@ from megatron.core import parallel_state
 from megatron_zb import schedules
 from megatron_zb.measured.profile import read_profile
 from megatron_zb.megatron_core.profiling import ITERATIONS
+from megatron_zb.megatron_core.stages import OffloadPart
 from megatron_zb.runtime.activation_memory import ActivationMemory
 from megatron_zb.schedules import Schedule
 from megatron_zb.schedules.program.memory import peak_with_messages
@@ -66,7 +67,7 @@ def counted(kept: Schedule, other: Schedule, path: Path) -> tuple[float, int, fl
                 adapter.track(memory)
                 with memory.watching():
                     forward_backward(function, chunks, [microbatches(case, m) for _ in chunks], m)
-                on_host = function.peak_host_bytes
+                on_host = adapter.part(OffloadPart).peak_host_bytes
             rank = adapter.physical.logical(parallel_state.get_pipeline_model_parallel_rank())
             torch.distributed.barrier()
     profile, placement = read_profile(path), kept.placement

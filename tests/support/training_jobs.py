@@ -28,7 +28,7 @@ SECONDS_TO_TRAIN = 120.0
 # for the functions that --cpu redirects.
 REPORT = """
 import json, os, sys
-from megatron_zb.training.launch import launch
+from megatron_zb_train.launch import launch
 
 def ours(thing):
     home = getattr(thing, "__module__", None) or ""
@@ -49,7 +49,7 @@ try:
     launch(sys.argv[2:])
 except SystemExit as end:
     report = {
-        "imported": sorted(name for name in sys.modules if name.startswith("megatron_zb.")),
+        "imported": sorted(name for name in sys.modules if name.startswith("megatron_zb")),
         "in_megatron": sorted(names_from_this_package()),
     }
     with open(f"{sys.argv[1]}.{os.environ['RANK']}", "w") as file:

@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 from other_values import Pair, check, pairs
 
-from megatron_zb.distillation import flags as distillation_flags
-from megatron_zb.training import flags as training_flags
-from megatron_zb.training.launch import LOCAL, given_arguments
+from megatron_zb_distill import flags as distillation_flags
+from megatron_zb_train import flags as training_flags
+from megatron_zb_train.launch import LOCAL, given_arguments
 
 TRAINING = (
     "--num-layers 4 --hidden-size 32 --num-attention-heads 4 --seq-length 16 --micro-batch-size 1 "

@@ -6,8 +6,8 @@ import pytest
 import torch
 from ranks import RankPools
 
-from megatron_zb.training import finite
-from megatron_zb.training.finite import LossCheck, NotFinite, said_in_a_sentence
+from megatron_zb_train import finite
+from megatron_zb_train.finite import LossCheck, NotFinite, said_in_a_sentence
 
 
 class Copied:

@@ -13,10 +13,10 @@ from ranks import RankPools
 from texts import prepared
 from training_jobs import written
 
-from megatron_zb.training import data, loop
-from megatron_zb.training.arguments import parse
-from megatron_zb.training.checkpoint import Progress
-from megatron_zb.training.model import Trainee, build
+from megatron_zb_train import data, loop
+from megatron_zb_train.arguments import parse
+from megatron_zb_train.checkpoint import Progress
+from megatron_zb_train.model import Trainee, build
 
 FLAGS = {
     "--cpu": True,

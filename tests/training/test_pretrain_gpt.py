@@ -27,7 +27,7 @@ from training_jobs import (
 )
 
 from megatron_zb.errors import UsageError
-from megatron_zb.training import arguments as training_arguments
+from megatron_zb_train import arguments as training_arguments
 
 ITERATIONS = 6
 SAVED = 3
@@ -272,7 +272,7 @@ def test_without_the_flag_megatron_is_as_it_was(corpus: str, tmp_path: Path) -> 
     trained(tmp_path, flags, program=(script(tmp_path, REPORT), str(report)))
     for rank in range(2):
         found = json.loads(report.with_name(f"report.{rank}").read_text())
-        assert "megatron_zb.training.loop" in found["imported"]
+        assert "megatron_zb_train.loop" in found["imported"]
         assert [
             name
             for name in found["imported"]
@@ -281,7 +281,7 @@ def test_without_the_flag_megatron_is_as_it_was(corpus: str, tmp_path: Path) -> 
             "megatron_zb.megatron_core.cpu",
             "megatron_zb.megatron_core.initialisation",
             "megatron_zb.megatron_core.random_streams",
-            "megatron_zb.megatron_core.reshardable_states",
+            "megatron_zb.megatron_core.checkpoints",
             "megatron_zb.megatron_core.versions",
         ]
         assert found["in_megatron"] == []

@@ -79,7 +79,9 @@ def about_torch(torch: Torch, requirement: Requirement = USES["torch"]) -> Itera
         return
     if torch.broken:
         found, advice = f"{torch.version}, but broken", "install it anew from https://pytorch.org"
-        yield Finding("torch", found, "wrong", f"{advice}: importing it says '{torch.broken}'.")
+        yield Finding(
+            "torch", found, "wrong", f"{advice}: importing it fails with '{torch.broken}'."
+        )
         return
     if torch.cuda:
         yield Finding("torch", f"{torch.version}, CUDA {torch.cuda}", "ok", "it is built for GPUs.")
@@ -100,7 +102,7 @@ def _about_gpus(torch: Torch) -> Finding:
             f"start at most {len(torch.gpus)} ranks here: --nproc-per-node {len(torch.gpus)}.",
         )
     if torch.driver:
-        advice = f"mend the driver, for torch says '{torch.driver}'; until then {_ONLY_CPU}."
+        advice = f"mend the driver: torch reports '{torch.driver}'; until then {_ONLY_CPU}."
         return Finding("GPUs", "none usable", "wrong", advice)
     if torch.cuda:
         advice = f"{_ONLY_CPU}; where there should be some, look at nvidia-smi and at the "
@@ -149,10 +151,10 @@ def about_connections(torch: Torch, environment: Mapping[str, str]) -> Iterator[
 
 
 def _about_overlap(connections: str | None, *, wants_one: bool) -> Finding:
-    """Say what hiding the exchange between experts needs, and whether the environment lets it."""
+    """Check the environment that overlapping the expert all-to-all needs."""
     if connections != "1":
         advice = (
-            "it hides what experts exchange, with a schedule of several chunks per rank such as "
+            "it overlaps the expert all-to-all, with a schedule of several chunks per rank such as "
             "v-half, --expert-model-parallel-size 2 or more, and --bf16 or --fp16."
         )
         return Finding(_OVERLAP, "can hide", "ok", advice)

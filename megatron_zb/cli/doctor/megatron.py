@@ -1,4 +1,4 @@
-"""Check of megatron-core, and of a Megatron-LM checkout; of this, its parser alone is run."""
+"""Check of megatron-core, and of a Megatron-LM checkout, of which only the parser is run."""
 
 from __future__ import annotations
 
@@ -137,7 +137,7 @@ def about_arguments(checkout: Checkout) -> Finding:
     if new:
         advice = f"whether they go with a schedule has not been looked at: {', '.join(new)}."
         return Finding(part, f"{len(new)} unknown", "optional", advice)
-    return Finding(part, "all known", "ok", "megatron-zb check says which go with a schedule.")
+    return Finding(part, "all known", "ok", "megatron-zb check lists which go with a schedule.")
 
 
 def is_compiled(checkout: Checkout) -> bool:

@@ -1,4 +1,4 @@
-"""Check of installed packages, by their metadata alone: nothing is imported."""
+"""Check of installed packages by their metadata: nothing is imported."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class Installed:
     """Whether its module can be found."""
 
 
-# What is required is known from the package's own metadata; what for is told here.
+# The package's metadata list the requirements; this table has their uses.
 USES = {
     use.name: use
     for use in (
@@ -72,13 +72,13 @@ USES = {
             "matplotlib",
             "matplotlib",
             "megatron-zb show --output writes pictures with it",
-            without="megatron-zb show draws in the terminal alone",
+            without="megatron-zb show draws only in the terminal",
         ),
         Requirement(
             "jinja2",
             "jinja2",
             "megatron-zb plan --html and megatron-zb show --output FILE.html write pages with it",
-            without="megatron-zb plan and megatron-zb show print in the terminal alone",
+            without="megatron-zb plan and megatron-zb show print only in the terminal",
         ),
         # What Megatron-LM's training loop imports only for what some arguments ask for.
         Requirement(
@@ -101,7 +101,7 @@ USES = {
         ),
     )
 }
-_SEPARATE = ("megatron-core", "torch")  # there is more to say about them
+_SEPARATE = ("megatron-core", "torch")  # they have more findings
 OPTIONAL = ("fast", "plots", "te")  # extras
 ON_DEMAND = ("einops", "tensorboard", "transformers")
 

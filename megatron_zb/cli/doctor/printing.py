@@ -63,7 +63,7 @@ def mending_command(findings: Sequence[Finding]) -> str:
 
 
 def summary(findings: Sequence[Finding]) -> str:
-    """Return the last line, which says whether training can start."""
+    """Return the last line, with the verdict whether training can start."""
     stopping = [finding.part for finding in findings if finding.stops]
     if not stopping:
         return "All that is required is here."

@@ -68,7 +68,7 @@ class Sizes:
 
 SIZES = Sizes()
 MOST_STILL = 6500
-"""Most passes of a still picture; a larger one, which is unreadable, is drawn by script alone."""
+"""Most passes of a still picture; a larger one, which is unreadable, is drawn only by script."""
 COPY_HEIGHT = 6
 """Pixels of a copy, in the row of its rank."""
 
@@ -108,7 +108,7 @@ class Extent:
 
 @dataclass(frozen=True)
 class _Table:
-    """Costs of stages that are known for one placement alone."""
+    """Costs of stages that are known only for one placement."""
 
     costs: StageCosts
 
@@ -139,10 +139,10 @@ def data(
 def costs(table: StageCosts) -> dict[str, list[float]]:
     """Return the costs of the stages by name, with one entry where all stages cost the same.
 
-    None where nothing tells them; ``pair_loss`` has one.
+    None where they are unknown; ``pair_loss`` has one.
 
     Raises:
-        UsageError: microbatches are not all alike; the scripts know one cost for all.
+        UsageError: microbatches are not all alike; the scripts have one cost for all.
     """
     if table.microbatches:
         raise UsageError("a page draws microbatches that all cost the same: give it such costs")

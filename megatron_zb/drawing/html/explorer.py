@@ -51,7 +51,7 @@ def context(
 
     Args:
         own: the schedules of the page, of one pipeline size and number of microbatches; the first
-            is drawn first. Left out are those with passes that the scripts do not know; where all
+            is drawn first. Those with passes that the scripts lack are left out; where all
             are, 1F1B is drawn.
         costs: the costs of all of them; None where their stages differ, as layers spread
             in several ways do.

@@ -48,7 +48,7 @@ class Order(_Joined):
 
 
 def is_text(schedule: Schedule) -> bool:
-    """Return whether a schedule has passes of :data:`KINDS` alone, which can be written as text."""
+    """Return whether a schedule has only passes of :data:`KINDS`, which can be written as text."""
     return all(p.kind in KINDS for passes in schedule.ranks for p in passes)
 
 

@@ -12,7 +12,7 @@ from itertools import chain, pairwise
 from typing import TYPE_CHECKING
 
 from megatron_zb.drawing.axis import Axis
-from megatron_zb.planner.front import Point
+from megatron_zb.planner.table import Point
 
 if TYPE_CHECKING:
     from markupsafe import Markup

@@ -14,11 +14,10 @@ from megatron_zb.measured.units import GIB, gib
 from megatron_zb.planner import table
 from megatron_zb.planner.candidate import MEGATRON_1F1B
 from megatron_zb.planner.flags import flags
-from megatron_zb.planner.front import points
 from megatron_zb.planner.prediction import Prediction
 from megatron_zb.planner.reasons import reason
 from megatron_zb.planner.search import Plan
-from megatron_zb.schedules import Timeline
+from megatron_zb.planner.table import points
 
 _DRAWN = 3
 _NAMES = {
@@ -138,7 +137,8 @@ def _pictures(plan: Plan) -> list[dict[str, Any]]:
 
 
 def _picture(row: Prediction, place: int) -> dict[str, Any]:
-    timeline = _timeline(row)
+    timeline = row.timeline
+    assert timeline is not None
     peak, stock = worst_of(memory_lines(timeline)).peak, one_f_one_b_peak(timeline)
     name = f"{place}. {table.name_of(row)}: {table.setting_of(row)}"
     return {
@@ -151,24 +151,18 @@ def _picture(row: Prediction, place: int) -> dict[str, Any]:
     }
 
 
-def _timeline(row: Prediction) -> Timeline:
-    assert row.schedule is not None
-    assert row.costs is not None
-    return schedules.simulate(row.schedule, row.costs)
-
-
 def _explorer(plan: Plan) -> dict[str, Any]:
     """Return the explorer's variables: the fastest row with a pipeline comes first.
 
     The other rows of the same sizes and costs follow.
     """
-    with_pipeline = [r for r in plan.ranked if r.costs is not None and r.schedule is not None]
+    with_pipeline = [(r.costs, r.timeline) for r in plan.ranked if r.costs and r.timeline]
     if not with_pipeline:
         shown = schedules.build("1f1b", pipeline_size=4, num_microbatches=8)
         equal = schedules.Costs.uniform(pipeline_size=4, forward=1, backward=1, weight=1)
         return explorer.context([schedules.simulate(shown, equal)], equal)
-    costs = with_pipeline[0].costs
-    own = [_timeline(row) for row in with_pipeline if row.costs == costs]
+    costs, _ = with_pipeline[0]
+    own = [timeline for of, timeline in with_pipeline if of == costs]
     m = own[0].schedule.num_microbatches
     alike = [timeline for timeline in own if timeline.schedule.num_microbatches == m]
     return explorer.context(alike, costs, unit=MILLISECONDS)

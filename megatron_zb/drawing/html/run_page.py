@@ -13,9 +13,9 @@ from megatron_zb.drawing.memory_lines import memory_lines, one_f_one_b_peak, wor
 from megatron_zb.drawing.palette import MILLISECONDS
 from megatron_zb.measured.fit import Fit
 from megatron_zb.measured.profile import Profile
-from megatron_zb.measured.trace import Compared, Difference
+from megatron_zb.measured.trace import ComparedStep, StepDifference
 from megatron_zb.measured.units import GIB
-from megatron_zb.planner.from_profile import ProfileRequest, Row, flags_of, name_of
+from megatron_zb.planner.from_profile import MeasuredRow, ProfileRequest, flags_of, name_of
 from megatron_zb.schedules import Timeline
 
 _DRAWN = 3
@@ -24,9 +24,9 @@ _DRAWN = 3
 def save_plan(
     path: Path,
     asked: ProfileRequest,
-    found: Sequence[Row],
+    found: Sequence[MeasuredRow],
     missing: dict[str, str],
-    compared: Compared | None,
+    compared: ComparedStep | None,
 ) -> None:
     """Write the page of a plan for measured costs, with the step that was measured if there is one.
 
@@ -48,7 +48,7 @@ def save_plan(
     )
 
 
-def save_step(path: Path, profile: Profile, compared: Compared) -> None:
+def save_step(path: Path, profile: Profile, compared: ComparedStep) -> None:
     """Write the page of one step, as it ran and as its profile predicts it.
 
     Raises:
@@ -81,7 +81,7 @@ def _write(path: Path, profile: Profile, context: dict[str, Any], own: list[Time
     )
 
 
-def _row(asked: ProfileRequest, row: Row, place: int) -> dict[str, str]:
+def _row(asked: ProfileRequest, row: MeasuredRow, place: int) -> dict[str, str]:
     return {
         "place": str(place),
         "name": name_of(row),
@@ -112,7 +112,7 @@ def _stages(profile: Profile) -> list[dict[str, str]]:
     ]
 
 
-def _step(compared: Compared | None) -> dict[str, Any]:
+def _step(compared: ComparedStep | None) -> dict[str, Any]:
     """Return both pictures of a step, and the table of where they differ."""
     if compared is None:
         return {"step": [], "differences": []}
@@ -127,7 +127,7 @@ def _step(compared: Compared | None) -> dict[str, Any]:
     }
 
 
-def _difference(d: Difference) -> dict[str, str]:
+def _difference(d: StepDifference) -> dict[str, str]:
     return {
         "rank": str(d.rank),
         "measured": f"{1000 * d.measured:.2f}",

@@ -55,7 +55,7 @@ def picture(
 ) -> dict[str, Any]:
     """Return the variables of the template of a picture; with an ``extent``, one of several.
 
-    There are no data for the scripts where passes are of kinds that these do not know.
+    There are no data for the scripts where passes are of kinds that these do not support.
     """
     is_text = orders.is_text(timeline.schedule)
     return {

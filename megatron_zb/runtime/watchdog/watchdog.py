@@ -23,9 +23,8 @@ from typing import Any
 
 from torch.distributed import Store
 
-from megatron_zb.runtime.watchdog.inquiry import Inquiry, Verdict
+from megatron_zb.runtime.watchdog.inquiry import Inquiry, Verdict, judged, sentence, slowest
 from megatron_zb.runtime.watchdog.progress import Progress, State
-from megatron_zb.runtime.watchdog.verdict import judged, sentence, slowest
 
 EXIT_CODE = 3
 _TIME_TO_ANSWER = 5.0, 30.0  # seconds, for all ranks together: at least and at most

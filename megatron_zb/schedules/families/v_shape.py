@@ -114,6 +114,7 @@ def one_f_one_b_v(request: Request) -> Schedule:
 
 
 def one_f_one_b_v_peak(p: int) -> float:
+    """Return the peak of 1F1B-V, in microbatches of a whole rank."""
     return (3 * p + 3) // 4
 
 
@@ -128,6 +129,7 @@ def dualpipe_v(request: Request) -> Schedule:
 
 
 def dualpipe_v_peak(p: int) -> float:
+    """Return the peak of DualPipe-V, in microbatches of a whole rank."""
     return p + 0.5
 
 

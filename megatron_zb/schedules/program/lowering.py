@@ -17,9 +17,10 @@ from typing import NamedTuple, TypeAlias
 
 from megatron_zb.schedules.costs import Costs
 from megatron_zb.schedules.passes import Channel, Message, Pair, Pass
-from megatron_zb.schedules.rules import Link, Moment, Product
-from megatron_zb.schedules.schedule import InvalidSchedule, Schedule, walk
+from megatron_zb.schedules.rules import Moment
+from megatron_zb.schedules.schedule import InvalidSchedule, Schedule
 from megatron_zb.schedules.simulator import Timeline, simulate
+from megatron_zb.schedules.task_graph import TaskGraph, replay
 
 
 class Receive(NamedTuple):
@@ -157,16 +158,16 @@ def _total_order(schedule: Schedule, moments: _Moments) -> Iterator[tuple[int, I
     Raises:
         InvalidSchedule: some pass can never run.
     """
-    places: list[tuple[int, int]] = []  # each after what it depends on, and so within a moment
-    if walk(schedule, lambda rank, position, p: places.append((rank, position))):
+    done = replay(schedule.orders)
+    places = done.sequence  # each after what it depends on, and so within a moment
+    if done.blocked:
         raise InvalidSchedule(
             f"{schedule.name}: rule 'progress': the ranks wait for one another in a circle: "
             f"{schedule.blocked()}"
         )
     places.sort(key=lambda place: moments[place[0]][place[1]][0])
-    links = _links(schedule)
+    graph = schedule.graph
     made: list[tuple[Moment, int, list[Send]]] = []
-    source: dict[Message, int] = {}
     for number, (rank, position) in enumerate(places):
         stands, makes = moments[rank][position]
         while made and made[0][0] <= stands:
@@ -177,12 +178,11 @@ def _total_order(schedule: Schedule, moments: _Moments) -> Iterator[tuple[int, I
         runs: list[Run] = []
         sends: list[Send] = []
         for at in together:
-            link = links[rank][at]
-            for message in _travelling(*link.needs):
-                if source[message] != rank:
-                    yield rank, Take(Channel(source[message], rank), message)
-            run, its_sends = _run(schedule, rank, schedule.ranks[rank][at], link)
-            source |= dict.fromkeys(_travelling(link.makes), rank)
+            code = graph.code_of(schedule.ranks[rank][at], rank)
+            for message, source in _awaited(graph, code):
+                if source != rank:
+                    yield rank, Take(Channel(source, rank), message)
+            run, its_sends = _run(graph, code, rank, schedule.ranks[rank][at])
             runs.append(run)
             sends += its_sends
         yield rank, RunPair(*runs) if len(runs) > 1 else runs[0]
@@ -191,25 +191,24 @@ def _total_order(schedule: Schedule, moments: _Moments) -> Iterator[tuple[int, I
         yield from _messages(sends)
 
 
-def _links(schedule: Schedule) -> list[list[Link]]:
-    return [
-        schedule.rules.links(schedule.placement, rank, passes)
-        for rank, passes in enumerate(schedule.ranks)
-    ]
+def _awaited(graph: TaskGraph, code: int) -> Iterator[tuple[Message, int]]:
+    """Yield the messages that a pass waits for, each with the rank that makes it."""
+    for maker in graph.makers_of(code):
+        message = graph.message_of(maker)
+        if message is not None:
+            yield message, graph.rank_of(maker)
 
 
-def _travelling(*products: Product | None) -> list[Message]:
-    """Return those products that messages can carry."""
-    width = len(Message._fields)
-    return [Message(*it) for it in products if isinstance(it, tuple) and len(it) == width]
-
-
-def _run(schedule: Schedule, rank: int, p: Pass, link: Link) -> tuple[Run, list[Send]]:
+def _run(graph: TaskGraph, code: int, rank: int, p: Pass) -> tuple[Run, list[Send]]:
     """Return a pass with its inputs and output, and what its rank sends when it has run."""
-    reads = tuple(need for need in _travelling(*link.needs) if not need.is_step_done)
+    reads = tuple(it for it, _ in _awaited(graph, code) if not it.is_step_done)
     sends, makes, makes_local = [], None, False
-    for message in _travelling(link.makes):
-        readers = schedule.rules.readers(schedule.placement, message)
+    for role in graph.roles[code // graph.units]:
+        made = role * graph.units + code % graph.units
+        message = graph.message_of(made)
+        if message is None:
+            continue
+        readers = graph.reader_ranks(made)
         sends = [Send(Channel(rank, reader), message) for reader in readers if reader != rank]
         if not message.is_step_done:
             makes, makes_local = message, rank in readers

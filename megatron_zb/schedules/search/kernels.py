@@ -16,8 +16,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from megatron_zb.schedules.search.inner_loops import fill_gaps, local_search, run_list_scheduler
-from megatron_zb.schedules.search.pair_loops import local_search_of_pairs, run_pair_scheduler
+from megatron_zb.schedules.search import inner_loops
 
 
 def available() -> bool:
@@ -28,11 +27,9 @@ def available() -> bool:
 class Plain:
     """The inner loops as plain Python on lists."""
 
-    run_list_scheduler: Callable[..., float] = staticmethod(run_list_scheduler)
-    local_search: Callable[..., float] = staticmethod(local_search)
-    run_pair_scheduler: Callable[..., float] = staticmethod(run_pair_scheduler)
-    local_search_of_pairs: Callable[..., float] = staticmethod(local_search_of_pairs)
-    fill_gaps: Callable[..., float] = staticmethod(fill_gaps)
+    run_list_scheduler: Callable[..., float] = staticmethod(inner_loops.run_list_scheduler)
+    local_search: Callable[..., float] = staticmethod(inner_loops.local_search)
+    fill_gaps: Callable[..., int] = staticmethod(inner_loops.fill_gaps)
 
     @staticmethod
     def floats(values: Sequence[float]) -> Any:
@@ -50,19 +47,23 @@ class Compiled:
         import numba
         import numpy
 
-        def compiled(loop: Callable[..., float]) -> Callable[..., float]:
-            found = numba.njit(cache=True)(loop)
+        # a copy of the module, in which each function calls the compiled others
+        source = Path(inner_loops.__file__)
+        spec = importlib.util.spec_from_file_location(f"{inner_loops.__name__}_compiled", source)
+        assert spec is not None
+        assert spec.loader is not None
+        loops = importlib.util.module_from_spec(spec)
+        sys.modules[spec.name] = loops
+        spec.loader.exec_module(loops)
+        for name in _FUNCTIONS:
+            found = numba.njit(cache=True)(getattr(loops, name))
             if kept_in := found.stats.cache_path:
-                forget_unreadable(Path(kept_in), loop)
-            function: Callable[..., float] = found
-            return function
-
+                forget_unreadable(Path(kept_in), getattr(loops, name))
+            setattr(loops, name, found)
         self._numpy = numpy
-        self.run_list_scheduler = compiled(run_list_scheduler)
-        self.local_search = compiled(local_search)
-        self.run_pair_scheduler = compiled(run_pair_scheduler)
-        self.local_search_of_pairs = compiled(local_search_of_pairs)
-        self.fill_gaps = compiled(fill_gaps)
+        self.run_list_scheduler: Callable[..., float] = loops.run_list_scheduler
+        self.local_search: Callable[..., float] = loops.local_search
+        self.fill_gaps: Callable[..., int] = loops.fill_gaps
 
     def floats(self, values: Sequence[float]) -> Any:
         return self._numpy.array(values, dtype=self._numpy.float64)
@@ -89,6 +90,21 @@ def forget_unreadable(folder: Path, function: Callable[..., object]) -> None:
 
 
 Engine = Plain | Compiled
+_FUNCTIONS = (
+    "keep",
+    "restore",
+    "pair_seconds",
+    "replay",
+    "fits",
+    "move_pass",
+    "move_pair",
+    "local_search",
+    "run_list_scheduler",
+    "sum_of",
+    "choose",
+    "hand_on",
+    "fill_gaps",
+)
 
 
 @cache

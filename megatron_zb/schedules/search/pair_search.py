@@ -19,9 +19,13 @@ from typing import Any
 from megatron_zb.schedules.passes import Pass, PassKind
 from megatron_zb.schedules.schedule import Schedule
 from megatron_zb.schedules.search.hill_climbing import Effort
-from megatron_zb.schedules.search.inner_loops import INFINITY, Moves
+from megatron_zb.schedules.search.inner_loops import (
+    INFINITY,
+    Exchange,
+    Moves,
+    PairPriorities,
+)
 from megatron_zb.schedules.search.kernels import available, engine
-from megatron_zb.schedules.search.pair_loops import Exchange, PairPriorities, PairSpace
 from megatron_zb.schedules.search.priority_weights import PriorityWeights
 from megatron_zb.schedules.search.runner import Problem, Runner
 
@@ -156,15 +160,7 @@ class _PairRunner:
         self._exchange = Exchange(
             make.floats(each + [0.0] * (stages * m)), float(problem.costs.pair_loss)
         )
-        per_rank = problem.num_passes // problem.placement.pipeline_size
-        greedy, replay = self._single.spaces
-        self._greedy_space = greedy
-        self._replay_space = PairSpace(
-            *replay,
-            next_of=make.integers([0] * (3 * stages)),
-            kept=make.integers([0] * per_rank),
-            kept_joined=make.integers([0] * per_rank),
-        )
+        self._greedy_space, self._replay_space = self._single.spaces
         self._joined = make.integers([0] * (stages * m))
 
     def makespan(self, weights: PairWeights) -> float:
@@ -177,7 +173,7 @@ class _PairRunner:
             for forward in chunks
             for backward in chunks
         ]
-        return self._engine.run_pair_scheduler(
+        return self._engine.run_list_scheduler(
             self._single.inputs,
             self._exchange,
             self._single.priorities(weights.single),
@@ -199,11 +195,12 @@ class _PairRunner:
         order, joined = map(make.integers, start)
         best, best_joined = map(make.integers, start)
         moves = Moves(steps, threshold * self.problem.mean_pass, 0.0, good_enough, seed)
-        seconds = make.local_search_of_pairs(
+        seconds = make.local_search(
             self._single.inputs,
             self._exchange,
             moves,
             self._replay_space,
+            None,
             order,
             joined,
             best,

@@ -10,11 +10,10 @@ from __future__ import annotations
 from dataclasses import replace
 
 from megatron_zb.schedules.costs import Costs
-from megatron_zb.schedules.cut_embedding import EmbeddingRules
 from megatron_zb.schedules.passes import Pass, PassKind
+from megatron_zb.schedules.rules import EmbeddingRules, VocabularyRules
 from megatron_zb.schedules.schedule import Schedule
 from megatron_zb.schedules.simulator import Timeline, simulate
-from megatron_zb.schedules.vocabulary import VocabularyRules
 
 _TURNS = 3
 """Of the longest pass and of a message: what E is ahead of F by, since a rank runs E only between

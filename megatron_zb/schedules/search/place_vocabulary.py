@@ -17,6 +17,7 @@ from megatron_zb.schedules.costs import StageCosts
 from megatron_zb.schedules.passes import Pass, PassKind
 from megatron_zb.schedules.placement import Placement
 from megatron_zb.schedules.request import Request
+from megatron_zb.schedules.rules import VocabularyRules
 from megatron_zb.schedules.schedule import Schedule
 from megatron_zb.schedules.search.fusing import fuse_for_free
 from megatron_zb.schedules.search.gap_filler import GapFiller
@@ -24,7 +25,6 @@ from megatron_zb.schedules.search.hill_climbing import search
 from megatron_zb.schedules.search.kernels import engine
 from megatron_zb.schedules.search.placement_search import NAMED_SECONDS, effort_of
 from megatron_zb.schedules.search.runner import Problem
-from megatron_zb.schedules.vocabulary import VocabularyRules
 
 
 class _Choices(NamedTuple):

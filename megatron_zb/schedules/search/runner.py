@@ -13,9 +13,9 @@ from megatron_zb.schedules.search.inner_loops import (
     Graph,
     GreedySpace,
     Moves,
+    PairPriorities,
     Priorities,
     ReplaySpace,
-    States,
 )
 from megatron_zb.schedules.search.kernels import Engine
 from megatron_zb.schedules.search.priority_weights import PriorityWeights
@@ -121,6 +121,9 @@ class Runner:
         self.problem, self.engine, self.runs = problem, engine, 0
         self.inputs = problem.graph(engine)
         self.order = engine.integers([0] * problem.num_passes)
+        self.flags = engine.integers(
+            [0] * (problem.placement.num_stages * problem.num_microbatches)
+        )
         self.spaces = self._new_space()
         self._quotas_of: dict[tuple[float, float, tuple[int, ...]], Any] = {}
         self._rank_bias_of: dict[tuple[float, ...], Any] = {}
@@ -154,6 +157,10 @@ class Runner:
             clock=floats(p),
             waiting=integers(p),
             stack=integers(p + 1),
+            next_of=integers(3 * placement.num_stages),
+            kept=integers(self.problem.num_passes // p),
+            kept_flags=integers(self.problem.num_passes // p),
+            span=integers(2),
         )
         return greedy, replay
 
@@ -181,7 +188,13 @@ class Runner:
         """Return the seconds of the order that the weights lead to; INFINITY if it gets stuck."""
         self.runs += 1
         return self.engine.run_list_scheduler(
-            self.inputs, self.priorities(weights), self.spaces[0], self.order
+            self.inputs,
+            None,
+            self.priorities(weights),
+            PairPriorities(0.0, self.engine.floats([0.0])),
+            self.spaces[0],
+            self.order,
+            self.flags,
         )
 
     def priorities(self, weights: PriorityWeights) -> Priorities:
@@ -261,8 +274,9 @@ class Runner:
         make, best = self.engine, self.engine.integers(order)
         moves = Moves(steps, threshold * self.mean_pass, mean_weight, good_enough, seed)
         space = self.spaces[1]
-        none = States(make.floats([]), make.floats([]), make.integers([]), make.integers([]))
-        seconds = make.local_search(self.inputs, moves, space, none, make.integers(order), best)
+        seconds = make.local_search(
+            self.inputs, None, moves, space, None, make.integers(order), None, best, None
+        )
         return seconds, best
 
     def coded(self, ranks: Sequence[Sequence[Pass]]) -> Any:

@@ -194,6 +194,10 @@ class _StateRunner:
             clock=make.floats([0.0] * p),
             waiting=integers(p),
             stack=integers(p + 1),
+            next_of=integers(3 * placement.num_stages),
+            kept=integers(codes // p),
+            kept_flags=integers(codes // p),
+            span=integers(2),
         )
 
     def coded(self, ranks: Sequence[Sequence[Pass]]) -> _Coded | None:
@@ -263,8 +267,10 @@ class _StateRunner:
         order, dropped = map(make.integers, start)
         best, best_dropped = map(make.integers, start)
         moves = Moves(steps, threshold * self.problem.mean_pass, 0.0, good_enough, seed)
-        states = States(self._seconds, self._saved, dropped, best_dropped)
-        seconds = make.local_search(self._graph, moves, self._space, states, order, best)
+        states = States(self._seconds, self._saved)
+        seconds = make.local_search(
+            self._graph, None, moves, self._space, states, order, dropped, best, best_dropped
+        )
         return seconds, (best, best_dropped)
 
     def schedule(self, name: str, coded: _Coded) -> Schedule:

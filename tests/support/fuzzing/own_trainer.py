@@ -12,7 +12,7 @@ from jobs import try_job
 from fuzzing.command import Commands, commands_of
 from fuzzing.comparison import compare
 from fuzzing.space import Combination, Space, without_unknown
-from megatron_zb.training import flags
+from megatron_zb_train import flags
 
 _SECONDS = 120.0
 _LEAST = re.compile(

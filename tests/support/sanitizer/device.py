@@ -14,7 +14,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils import _pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from megatron_zb.runtime import copy_engines, executor, moved_activations, shaped_channels
+from megatron_zb.runtime import channels, executor, offload
 from megatron_zb.runtime.channels import Channels
 from megatron_zb.runtime.post_validation import StateExchange
 from sanitizer.order import BETWEEN, COMPUTE, Bytes, Order
@@ -197,8 +197,8 @@ def install(rank: int) -> None:
     _run_channels_as_on_a_gpu()
     _keep_on_host()
     _label_passes()
-    engines: Any = moved_activations
-    engines.engines_of = copy_engines.StreamEngines
+    engines: Any = offload
+    engines.engines_of = offload.StreamEngines
 
 
 def _take_the_place_of_cuda() -> None:
@@ -253,7 +253,7 @@ def _run_channels_as_on_a_gpu() -> None:
 
 def _keep_on_host() -> None:
     """Keep what travels from host to host apart: headers, and states of post-validation."""
-    headers: Any = shaped_channels
+    headers: Any = channels
     empty_header = headers._empty_header
     headers._empty_header = lambda: DEVICE.keep_on_host(empty_header())
     exchange: Any = StateExchange

@@ -10,8 +10,7 @@ from unittest import mock
 import torch
 
 from megatron_zb.runtime.channels import Channels
-from megatron_zb.runtime.copy_engines import StreamEngines
-from megatron_zb.runtime.moved_activations import MovedActivations, _end
+from megatron_zb.runtime.offload import MovedActivations, StreamEngines, _end
 
 _TAKE, _BEGIN_IN = Channels.take, MovedActivations.begin_copy_in
 

@@ -1,0 +1,184 @@
+"""Iterators over microbatches: read once for both ends of a model, or read again from the start.
+
+Megatron gives every chunk of a rank an iterator of its own over the same microbatches, and both
+the first and the last stage read theirs. Where one rank has both, as in a V, it would load all data
+twice: :class:`SharedReading` avoids that. A step that runs twice reads and draws the same both
+times: see :class:`Start`.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+
+from megatron_zb.megatron_core.random_streams import RandomState
+from megatron_zb.megatron_core.step import Step, StepPart
+
+
+class ReadingsPart(StepPart):
+    """Reads each microbatch once on a rank that has the first and the last stage."""
+
+    def __init__(self) -> None:
+        self._readings = SharedReadings()
+
+    def before_step(self, step: Step) -> None:
+        iterators = step.data_iterators
+        held = [step.physical.stage(step.pp_rank, chunk) for chunk in range(len(iterators))]
+        ends = (0, step.physical.placement.num_stages - 1)
+        if len(held) > 1 and all(end in held for end in ends):
+            step.data_iterators = self._readings.shared(iterators, *map(held.index, ends))
+
+
+class SharedReading:
+    """Two iterators of one rank, of which only the first is read once both were seen to agree.
+
+    The first microbatch is read from both and compared. If it differs, each goes on by itself.
+    """
+
+    def __init__(self, first: Iterator[Any], last: Iterator[Any]) -> None:
+        self.iterators = (first, last)
+        self._agree: bool | None = None
+        self._ahead: tuple[deque[Any], deque[Any]] = (deque(), deque())
+
+    def views(self) -> tuple[Iterator[Any], Iterator[Any]]:
+        """Return what each stage is to read instead of its own iterator."""
+        return _View(self, 0), _View(self, 1)
+
+    def next(self, end: int) -> Any:
+        """Return the next microbatch of the first (0) or the last stage (1).
+
+        Raises:
+            StopIteration: there is none.
+        """
+        ahead = self._ahead[end]
+        if ahead:
+            return ahead.popleft()
+        if self._agree is None:
+            both = [next(iterator) for iterator in self.iterators]
+            self._agree = _equal(*both)
+            for queue, found in zip(self._ahead, both, strict=True):
+                queue.append(found)
+            return ahead.popleft()
+        if not self._agree:
+            return next(self.iterators[end])
+        found = next(self.iterators[0])
+        self._ahead[1 - end].append(_copied(found))
+        return found
+
+
+class _View:
+    """One end's view of a shared reading; all else is asked of the end's own iterator."""
+
+    def __init__(self, reading: SharedReading, end: int) -> None:
+        self._reading, self._end = reading, end
+
+    def __iter__(self) -> _View:
+        return self
+
+    def __next__(self) -> Any:
+        return self._reading.next(self._end)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._reading.iterators[self._end], name)
+
+
+class SharedReadings:
+    """The shared readings of a job, one for each pair of iterators: training has its own."""
+
+    def __init__(self) -> None:
+        self._found: list[SharedReading] = []
+
+    def shared(self, iterators: list[Any], first: int, last: int) -> list[Any]:
+        """Return the iterators of all chunks, of which those of the ends read together.
+
+        Iterators that are one object, or save a state of their own, are left alone.
+        """
+        ends = (iterators[first], iterators[last])
+        if None in ends or ends[0] is ends[1] or any(map(_saves_a_state, ends)):
+            return iterators
+        reading = next((it for it in self._found if it.iterators == ends), None)
+        if reading is None:
+            reading = SharedReading(*ends)
+            self._found = [*self._found[-_MOST_PAIRS + 1 :], reading]
+        result = list(iterators)
+        result[first], result[last] = reading.views()
+        return result
+
+
+_MOST_PAIRS = 4
+"""Of iterators that are remembered: training, validation, test, and one to spare."""
+
+
+def _saves_a_state(iterator: Any) -> bool:
+    return hasattr(getattr(iterator, "iterable", iterator), "save_state")
+
+
+def _equal(one: Any, other: Any) -> bool:
+    """Return whether two microbatches are the same, as far as that can be seen."""
+    if type(one) is not type(other):
+        return False
+    if isinstance(one, torch.Tensor):
+        return one.dtype == other.dtype and torch.equal(one, other)
+    if isinstance(one, dict):
+        return one.keys() == other.keys() and all(_equal(one[key], other[key]) for key in one)
+    if isinstance(one, list | tuple):
+        return len(one) == len(other) and all(map(_equal, one, other))
+    return one is None or (isinstance(one, str | bytes | int | float) and one == other)
+
+
+def _copied(microbatch: Any) -> Any:
+    """Return a microbatch whose entries can be replaced, on the same tensors."""
+    return microbatch.copy() if isinstance(microbatch, dict | list) else microbatch
+
+
+class Replayed:
+    """An iterator over data that can go back once to where it started."""
+
+    def __init__(self, iterator: Iterator[Any]) -> None:
+        self._iterator = iterator
+        self._seen: list[Any] | None = []
+        self._again: deque[Any] = deque()
+
+    def __iter__(self) -> Replayed:
+        return self
+
+    def __next__(self) -> Any:
+        if self._again:
+            return self._again.popleft()
+        item = next(self._iterator)
+        if self._seen is not None:
+            self._seen.append(item)
+        return item
+
+    def go_back(self) -> None:
+        """Go back to the start and repeat the items read so far."""
+        assert self._seen is not None, "what has been given was not kept"
+        self._again.extend(self._seen)
+        self._seen = None
+
+    def go_on(self) -> None:
+        """Stop recording items, as no return to the start follows."""
+        self._seen = None
+
+
+class Start:
+    """The state at the start of an iteration whose chunks read from some iterators, or none."""
+
+    def __init__(self, data_iterators: Sequence[Iterator[Any] | None]) -> None:
+        self._random = RandomState()
+        self.data_iterators = [it if it is None else Replayed(it) for it in data_iterators]
+        """Iterators to read from instead."""
+
+    def go_back(self) -> None:
+        """Draw and read again what has been drawn and read since."""
+        self._random.restore()
+        for data in filter(None, self.data_iterators):
+            data.go_back()
+
+    def forget(self) -> None:
+        """Stop recording, as no return to the start follows."""
+        for data in filter(None, self.data_iterators):
+            data.go_on()

@@ -1,0 +1,70 @@
+"""The parts of the steps of a job, in the order in which steps call them."""
+
+from __future__ import annotations
+
+from typing import TypeVar
+
+from megatron_zb.megatron_core.connections import ChannelsPart, WatchPart
+from megatron_zb.megatron_core.data_iterators import ReadingsPart
+from megatron_zb.megatron_core.data_parallel import DataParallelPart
+from megatron_zb.megatron_core.experts import ExpertMetricsPart, PagedStashPart
+from megatron_zb.megatron_core.graphs import GraphsPart
+from megatron_zb.megatron_core.overlap import OverlapPart
+from megatron_zb.megatron_core.placement import PhysicalPlacement
+from megatron_zb.megatron_core.profiled_steps import ProfilePart
+from megatron_zb.megatron_core.random_streams import StreamsPart
+from megatron_zb.megatron_core.stages import OffloadPart
+from megatron_zb.megatron_core.step import StepPart
+from megatron_zb.megatron_core.verification import UnsplitLayers, Verification
+from megatron_zb.megatron_core.vocabulary import VocabularyPart
+
+_Part = TypeVar("_Part", bound=StepPart)
+
+# Contexts nest in this order, and the calls after a step come in the reverse order.
+_ORDER: tuple[type[StepPart], ...] = (
+    ExpertMetricsPart,
+    UnsplitLayers,
+    Verification,  # rehearses the first step, outside of the contexts of the parts below
+    ProfilePart,  # switches the schedule: no part above may ask for the program before a step
+    StreamsPart,
+    GraphsPart,
+    PagedStashPart,
+    ReadingsPart,
+    ChannelsPart,  # passes on the counter of activations, which a profile may have replaced
+    WatchPart,
+    VocabularyPart,
+    DataParallelPart,
+    OverlapPart,
+    OffloadPart,
+)
+
+
+class Parts:
+    """At most one part of each type; those that need no option are there from the beginning."""
+
+    def __init__(self, physical: PhysicalPlacement, *, cuts_vocabulary: bool) -> None:
+        self._found: dict[type[StepPart], StepPart] = {}
+        for kind in (ExpertMetricsPart, GraphsPart, PagedStashPart, ReadingsPart, OverlapPart):
+            self.add(kind())
+        for part in (ChannelsPart(), WatchPart(), OffloadPart(), DataParallelPart()):
+            self.add(part)
+        if cuts_vocabulary:
+            vocabulary = VocabularyPart(physical)
+            self.add(vocabulary)
+            self.add(DataParallelPart(vocabulary.weight_passes))
+
+    def add(self, part: StepPart) -> None:
+        """Add a part, in place of one of the same type."""
+        self._found[type(part)] = part
+
+    def __contains__(self, kind: type[StepPart]) -> bool:
+        return kind in self._found
+
+    def __getitem__(self, kind: type[_Part]) -> _Part:
+        found = self._found[kind]
+        assert isinstance(found, kind)
+        return found
+
+    def in_order(self) -> list[StepPart]:
+        """Return all parts in the order in which steps call them."""
+        return [self._found[kind] for kind in _ORDER if kind in self._found]

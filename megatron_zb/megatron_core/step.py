@@ -1,0 +1,181 @@
+"""A step of training or evaluation, and the interface of the parts that take part in it.
+
+A feature of the runtime, such as profiling or vocabulary parallelism, is a :class:`StepPart`: an
+object with its own state and a few optional hooks. ``ForwardBackward`` calls the hooks of all parts
+in the order of its list and knows no feature.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass, field
+from functools import cached_property, partial
+from typing import Any, NamedTuple
+
+import torch
+
+from megatron_zb.megatron_core.placement import PhysicalPlacement
+from megatron_zb.runtime.activation_memory import ActivationMemory
+from megatron_zb.runtime.channels import Channels
+from megatron_zb.runtime.executor import Allocate, Handler, PairHandler, Transport
+from megatron_zb.runtime.observer import NOTHING, Observer
+from megatron_zb.schedules.passes import PassKind
+from megatron_zb.schedules.program.lowering import Program
+
+
+@dataclass
+class Step:
+    """The arguments of one call of ``forward_backward_func``, its state and its results.
+
+    Stages refer to their step, so a step must not refer to its stages: a reference cycle would keep
+    activations alive after an exception.
+    """
+
+    parts: Sequence[StepPart]
+    physical: PhysicalPlacement
+    pp_rank: int
+    config: Any
+    pg_collection: Any
+    forward_step_func: Callable[..., Any]
+    data_iterators: list[Any]
+    model: list[Any]
+    num_microbatches: int
+    seq_length: int
+    micro_batch_size: int
+    forward_only: bool
+    collect_non_loss_data: bool
+    first_val_step: bool | None
+    force_all_reduce: bool | None
+    shape: tuple[int, int, int]
+    """Shape of an activation between stages: sequence, batch, width."""
+    captured: bool
+    """Whether the step is captured into a CUDA graph: then nothing may ask the device."""
+    program_for: Callable[[int, bool, bool], Program]
+    run: Callable[[Step], None]
+    """Function that runs the passes of this step, and reduces its gradients."""
+    total_num_tokens: torch.Tensor
+    memory: ActivationMemory | None = None
+    """Counter of the step's activations, if any."""
+    is_rehearsal: bool = False
+    """Whether this run only gives the gradients to compare with: nothing is split or measured, and
+    all reductions start at its end.
+    """
+    profiles_pairs: bool = False
+    """Whether a profile of overlapped passes needs stages that can run them."""
+    channels: Channels | None = None
+    """Channels to the other ranks of the pipeline, once they are connected."""
+    transport: Transport | None = None
+    """Interface to those channels for the executor."""
+    forward_data_store: list[Any] = field(default_factory=list)
+
+    @cached_property
+    def program(self) -> Program:
+        """Program of this step, chosen at its first use.
+
+        A profile switches the schedule in its ``before_step``. So no part before it in the list may
+        ask for the program in that hook.
+        """
+        return self.program_for(self.num_microbatches, self.forward_only, self.captured)
+
+    @property
+    def logical(self) -> int:
+        """The logical rank of this process in its pipeline."""
+        return self.physical.logical(self.pp_rank)
+
+    @cached_property
+    def empty(self) -> Callable[[], torch.Tensor]:
+        """Function that returns an empty tensor for an activation between stages."""
+        return partial(torch.empty, self.shape, dtype=self.config.pipeline_dtype, device=device())
+
+
+class Passes(NamedTuple):
+    """Everything that the passes of a step run with."""
+
+    stages: dict[int, Any]
+    transport: Transport
+    allocate: Allocate
+    observer: Observer
+
+
+class StepPart:
+    """One feature of the steps. All hooks are optional.
+
+    ``ForwardBackward`` calls a hook for all parts in the order of its list, and ``after_step`` in
+    the reverse order. A part keeps its own state: what it sets in a step is visible to the parts
+    behind it.
+    """
+
+    handlers: Mapping[PassKind, Handler] = {}
+    """Functions that run kinds of passes, in addition to those of training."""
+    pair_handler: PairHandler | None = None
+    """Function that runs two overlapped passes."""
+    fact: str | None = None
+    """What this part makes true of a step, by its name in ``refusals.yaml``."""
+
+    def prepare_model(self, chunks: list[Any]) -> None:
+        """Prepare the model chunks of this rank, before data parallelism wraps them."""
+
+    def before_step(self, step: Step) -> None:
+        """Prepare for a call, before anything runs; called once, also if the step is rehearsed."""
+
+    def stage_type(self, number: int, step: Step) -> Callable[..., Any] | None:
+        """Return the type of a stage in place of the usual one, None to leave it.
+
+        It is asked for all stages of the model on every rank. Only one part may replace a stage.
+        """
+        return None
+
+    def wrap_stage(self, number: int, stage: Any, step: Step) -> None:
+        """Set attributes of a stage of this rank."""
+
+    def more_stages(self, stages: Mapping[int, Any], step: Step) -> Mapping[int, Any]:
+        """Return stages of this rank in addition to those of the model, by number."""
+        return {}
+
+    def allocation(self, usual: Allocate, step: Step) -> Allocate:
+        """Return the function that gives an empty tensor for a message."""
+        return usual
+
+    def observers(self, step: Step) -> Sequence[Observer]:
+        """Return the observers of the passes, which a captured step does not have."""
+        return ()
+
+    def around(self, step: Step) -> AbstractContextManager[None]:
+        """Return the context of a run of the passes, entered before the stages are created."""
+        return NOTHING
+
+    def run_passes(self, passes: Passes, step: Step) -> bool:
+        """Run the passes in place of the executor, or return False to leave them to it."""
+        return False
+
+    def after_step(self, step: Step) -> None:
+        """Finish a call whose passes and reductions have succeeded."""
+
+    def close(self) -> None:
+        """Release process groups and threads, collectively; the next step creates new ones."""
+
+
+def device() -> Any:
+    """Return the device on which Megatron creates its tensors."""
+    return torch.cuda.current_device()
+
+
+def on_gpu() -> bool:
+    """Return whether that device is a GPU."""
+    return torch.device(device()).type == "cuda"
+
+
+def timed(
+    config: Any, name: str, *, log_level: int, barrier: bool = False
+) -> AbstractContextManager[None]:
+    """Return the context of one of Megatron's timers, if the user has asked for them."""
+    return NOTHING if config.timers is None else _timer(config, name, log_level, barrier)
+
+
+@contextmanager
+def _timer(config: Any, name: str, log_level: int, barrier: bool) -> Iterator[None]:
+    timer = config.timers(name, log_level=log_level)
+    timer.start(barrier=barrier)
+    yield
+    timer.stop()

@@ -1,0 +1,229 @@
+"""Table of pass kinds: what a pass needs, where it runs, what memory it takes.
+
+A kind of pass is one entry here, or in the file of the feature that brings it. Validation,
+simulation, the search and lowering read the entries and know no kind by name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from enum import Enum
+from typing import NamedTuple, TypeAlias
+
+from megatron_zb.schedules.passes import PassKind
+
+
+class At(Enum):
+    """Place of the pass that makes an input, relative to the pass that needs it."""
+
+    PREVIOUS = "the stage before"
+    NEXT = "the stage after"
+    SAME = "the same stage"
+    FIRST = "the first stage"
+    LAST = "the last stage"
+    SHARDS = "all shards"
+    READER = "the shard on the first stage's rank"
+
+
+class Need(NamedTuple):
+    """Input of a pass: the output of a pass of kind ``role`` of the same microbatch.
+
+    ``on`` limits the input to passes of the first or the last stage. An input from the pass's own
+    rank and stage is an *order rule*; any other travels as a message.
+    """
+
+    role: PassKind
+    at: At
+    on: At | None = None
+
+
+class Home(Enum):
+    """Stages that have passes of a kind."""
+
+    STAGES = "every stage"
+    INNER = "every stage but the last"
+    LAST = "the last stage"
+    SHARDS = "every shard"
+    LOOKUPS = "every shard, and the rank of the first stage"
+    RANKS = "every rank of every stage"
+
+
+class Due(Enum):
+    """When a schedule must have the passes of a kind."""
+
+    ALWAYS = "in every schedule"
+    TRAINING = "in a training step"
+    INSTEAD = "in a training step, in place of the kinds that it plays"
+    CHOSEN = "for chosen units of a training step"
+
+
+class Copies(Enum):
+    """Directions of the copies between a device and its host."""
+
+    OUT = "to the host"
+    IN = "to the device"
+
+
+Memory: TypeAlias = tuple[tuple[str, int], ...]
+"""A change of memory: how many times each table of :class:`~costs.StageCosts` is taken or freed."""
+
+
+@dataclass(frozen=True)
+class Kind:
+    """One kind of pass.
+
+    ``plays`` are the kinds whose output a pass makes in place of its own. ``memory`` is the change
+    of device memory, taken at the start or freed at the end; ``if_recomputed`` replaces it for a
+    unit that has an R. A pass with ``moves`` starts a copy of its unit in that direction when it
+    ends; one with ``awaits`` begins once that copy has ended. A chosen pass runs ``before``
+    another one of its unit, ``requires`` a later one and ``excludes`` others. ``joins`` is the
+    kind that it may run as one with. ``rule`` names what an order breaks that has it elsewhere.
+    ``letter`` stands for the kind in tables for torch.distributed.pipelining, if not its name.
+    """
+
+    kind: PassKind
+    home: Home = Home.STAGES
+    needs: tuple[Need, ...] = ()
+    due: Due = Due.TRAINING
+    plays: tuple[PassKind, ...] = ()
+    is_gradient: bool = False
+    memory: Memory = ()
+    if_recomputed: Memory | None = None
+    moves: Copies | None = None
+    awaits: Copies | None = None
+    before: PassKind | None = None
+    requires: PassKind | None = None
+    excludes: tuple[PassKind, ...] = ()
+    joins: PassKind | None = None
+    rule: str = "order"
+    letter: str = ""
+
+    @property
+    def roles(self) -> tuple[PassKind, ...]:
+        """Kinds whose output a pass of this kind makes."""
+        return self.plays or (self.kind,)
+
+    def change(self, *, recomputed: bool) -> Memory:
+        """Return the change of memory of a pass of a unit that has an R, or of one that has not."""
+        return self.if_recomputed if recomputed and self.if_recomputed is not None else self.memory
+
+    def change_of_count(self, *, recomputed: bool) -> int:
+        """Return by how many activations a pass changes those that its rank holds."""
+        counted = ("activation", "held_for_weight")
+        return sum(n for table, n in self.change(recomputed=recomputed) if table in counted)
+
+
+_F, _B, _W, _R, _D, _H = (PassKind(letter) for letter in "FBWRDH")
+_O, _P, _V, _E, _G = (PassKind(letter) for letter in "OPVEG")
+
+_BACKWARD = Kind(
+    _B,
+    needs=(Need(_F, At.SAME), Need(_B, At.NEXT)),
+    is_gradient=True,
+    memory=(("activation", -1), ("held_for_weight", 1)),
+    awaits=Copies.IN,
+    letter="I",
+)
+
+TRAINING_KINDS = (
+    Kind(
+        _F,
+        needs=(Need(_F, At.PREVIOUS),),
+        due=Due.ALWAYS,
+        memory=(("activation", 1),),
+        if_recomputed=(("kept_input", 1),),
+        moves=Copies.OUT,
+        joins=_B,
+    ),
+    _BACKWARD,
+    Kind(_W, needs=(Need(_B, At.SAME),), is_gradient=True, memory=(("held_for_weight", -1),)),
+    replace(
+        _BACKWARD,
+        kind=PassKind.BW,
+        due=Due.INSTEAD,
+        plays=(_B, _W),
+        memory=(("activation", -1),),
+        letter="B",
+    ),
+    Kind(
+        _R,
+        Home.INNER,
+        needs=(Need(_F, At.SAME),),
+        due=Due.CHOSEN,
+        memory=(("activation", 1),),
+        if_recomputed=(("activation", 1), ("kept_input", -1)),
+        before=_B,
+        excludes=(_D,),
+        rule="recomputation",
+    ),
+    Kind(
+        _D,
+        Home.INNER,
+        needs=(Need(_F, At.SAME),),
+        due=Due.CHOSEN,
+        memory=(("activation", -1),),
+        awaits=Copies.OUT,
+        before=_B,
+        requires=_H,
+        excludes=(_R,),
+        rule="offload",
+    ),
+    Kind(
+        _H,
+        Home.INNER,
+        needs=(Need(_F, At.SAME), Need(_D, At.SAME)),
+        due=Due.CHOSEN,
+        memory=(("activation", 1),),
+        moves=Copies.IN,
+        before=_B,
+        rule="offload",
+    ),
+)
+"""F, B, W and BW of a training step (arXiv 2401.10241, section 2); R, D and H of chosen units."""
+
+
+def with_needs(
+    kinds: tuple[Kind, ...], more: Mapping[PassKind, tuple[Need, ...]]
+) -> tuple[Kind, ...]:
+    """Return the kinds with further inputs of those that play a role of ``more``."""
+    return tuple(
+        replace(
+            it, needs=it.needs + tuple(need for role in it.roles for need in more.get(role, ()))
+        )
+        for it in kinds
+    )
+
+
+VOCABULARY_KINDS = (
+    *with_needs(TRAINING_KINDS, {_B: (Need(_P, At.SAME, At.LAST),)}),
+    Kind(
+        _O, Home.SHARDS, (Need(_F, At.LAST),), Due.ALWAYS, is_gradient=True, memory=(("logits", 1),)
+    ),
+    Kind(_P, Home.LAST, (Need(_F, At.SAME), Need(_O, At.SHARDS)), Due.ALWAYS, is_gradient=True),
+    Kind(
+        _V,
+        Home.SHARDS,
+        (Need(_O, At.SAME), Need(_P, At.LAST)),
+        is_gradient=True,
+        memory=(("logits", -1),),
+    ),
+)
+"""Those of a vocabulary parallel output layer (arXiv 2411.05288), with one barrier a microbatch.
+
+The last stage's output goes to every rank. Each runs O and sends its part of the softmax and of the
+input gradient back. P puts the parts together and sends the gradient of the loss to all ranks,
+whose V needs it; the B of the last stage follows.
+"""
+
+EMBEDDING_KINDS = (
+    *with_needs(VOCABULARY_KINDS, {_F: (Need(_E, At.SHARDS, At.FIRST),)}),
+    Kind(_E, Home.LOOKUPS, (Need(_E, At.READER),), Due.ALWAYS),
+    Kind(_G, Home.SHARDS, (Need(_E, At.SAME), Need(_B, At.FIRST)), is_gradient=True),
+)
+"""Those of a vocabulary parallel output layer and embedding (arXiv 2411.05288, its input layers).
+
+E on the rank of the first stage reads the tokens of a microbatch and sends them to all ranks; E of
+each rank looks up those of its rows, and the first stage's F needs the sum of all. The gradient
+that the B of the first stage makes goes to all ranks, whose G adds those of their rows.
+"""

@@ -1,0 +1,176 @@
+"""Blockwise distillation in ``megatron-zb show``, ``export`` and ``plan``."""
+
+from __future__ import annotations
+
+import argparse
+from dataclasses import replace
+from pathlib import Path
+
+from megatron_zb.errors import UsageError
+from megatron_zb.parsing import flag_of, seconds
+from megatron_zb.schedules import Report, Timeline, simulate
+from megatron_zb_distill.schedule.distribution import (
+    BlockCosts,
+    Distribution,
+    RelayCosts,
+    distribute,
+    evenly,
+)
+from megatron_zb_distill.schedule.pipe_bd import NAME, pipe_bd
+
+SHOW_HELP = """\
+pipe-bd draws blockwise distillation, for blocks with times of their own:
+  megatron-zb show pipe-bd --pipeline-size 4 --num-microbatches 8 --steps 3 \\
+      --teacher 1 1 2 1 1 1 --student 3 3 5 3 3 2 --update 1
+"""
+EXPORT_HELP = """\
+pipe-bd writes the timeline of blockwise distillation, as chrome-trace:
+  megatron-zb export pipe-bd --pipeline-size 4 --num-microbatches 8 --steps 3 \\
+      --teacher 1 1 2 1 1 1 --student 3 3 5 3 3 2 --update 1 --format chrome-trace --output bd.json
+"""
+
+_TIMES = {
+    "teacher": (1.0, "the teacher's forward of one microbatch"),
+    "student": (3.0, "forward, loss and backward of its students on one microbatch"),
+    "update": (0.0, "the update of its students, once a step"),
+    "relay": (0.0, "handing its output of one microbatch to the next rank"),
+    "reduce": (4.0, "its students' gradients over a link; k ranks take 2(k-1)/k of it"),
+}
+_MOST_BLOCKS = 512  # the solver takes seconds for them
+_OWN = (*_TIMES, "blocks", "steps", "run_ahead", "distribution")
+_OF_OTHERS = {"memory_limit": None, "chunks": None, "group_size": None}
+_COSTS_OF_OTHERS = {"forward": 1.0, "backward": 1.0, "weight": 1.0, "p2p": 0.0}
+
+
+def add_arguments(command: argparse.ArgumentParser) -> None:
+    """Add the arguments that only pipe-bd takes."""
+    group = command.add_argument_group(
+        "blockwise distillation (pipe-bd), times in any unit, one for all blocks or one for each"
+    )
+    group.add_argument(
+        "--blocks", type=int, metavar="N", help="of the teacher (default: as many as times, or P)"
+    )
+    group.add_argument("--steps", type=int, metavar="N", help="in a row (default 3)")
+    group.add_argument(
+        "--run-ahead",
+        type=int,
+        metavar="N",
+        help="steps that a rank may be ahead of another: 0 begins a step when all have ended the "
+        "one before (default 1)",
+    )
+    group.add_argument(
+        "--distribution",
+        metavar="SPEC",
+        help="'even', or which blocks run on how many ranks: 0-3:1,4-7:2 is blocks 0 to 3 on one "
+        "rank and 4 to 7 on two (default: the fastest there is)",
+    )
+    for name, (default, what) in _TIMES.items():
+        group.add_argument(
+            f"--{name}", type=seconds, nargs="+", metavar="T", help=f"{what} (default {default:g})"
+        )
+
+
+def add_plan_arguments(command: argparse.ArgumentParser) -> None:
+    """Add the argument that asks for the plan of a distillation."""
+    command.add_argument_group("blockwise distillation").add_argument(
+        "--student-config",
+        type=Path,
+        metavar="NAME|FILE",
+        help="distil the model into this student: a name of configs/students, or a file like those",
+    )
+
+
+def plan(arguments: argparse.Namespace) -> bool:
+    """Print the plan of a distillation if a student is given; return whether one is.
+
+    Raises:
+        UsageError: a file, a field or an argument is wrong, or nothing fits.
+    """
+    if arguments.student_config is None:
+        return False
+    from megatron_zb.cli.ending import told_if_slow
+    from megatron_zb_distill import plan as planning
+
+    with told_if_slow("distributing the blocks"):
+        planning.run(arguments)
+    return True
+
+
+def check(arguments: argparse.Namespace) -> None:
+    """Reject arguments that do not apply to the schedule that is named.
+
+    Raises:
+        UsageError: names the argument.
+    """
+    if arguments.name == NAME:
+        refused = [
+            name
+            for name, default in {**_OF_OTHERS, **_COSTS_OF_OTHERS}.items()
+            if getattr(arguments, name) != default
+        ]
+        said = f"{NAME} does not take it: leave it out; see --teacher and --student for times"
+    else:
+        refused = [name for name in _OWN if getattr(arguments, name) is not None]
+        said = f"only {NAME} takes it, not {arguments.name}: leave it out"
+    if refused:
+        raise UsageError(f"{flag_of(refused[0])}: {said}")
+
+
+def timeline(arguments: argparse.Namespace) -> Timeline:
+    """Simulate the schedule that the arguments describe.
+
+    Raises:
+        UsageError: they contradict one another.
+    """
+    if arguments.cut_output is not None:
+        raise UsageError(f"--cut-output: {NAME} has no output layer: leave it out")
+    costs = _block_costs(arguments)
+    ranks, microbatches = arguments.pipeline_size, arguments.num_microbatches
+    distribution = _distribution(arguments.distribution, costs, ranks, microbatches)
+    steps = 3 if arguments.steps is None else arguments.steps
+    run_ahead = 1 if arguments.run_ahead is None else arguments.run_ahead
+    schedule = pipe_bd(distribution, microbatches, steps, run_ahead).validate()
+    timeline = simulate(schedule, RelayCosts(costs, distribution))
+    bound = costs.lower_bound(distribution, microbatches, steps)
+    idle = ranks - distribution.num_ranks
+    reason = (
+        f"{distribution}; the slowest takes {costs.slowest(distribution, microbatches):.6g} a step"
+    )
+    if idle:
+        reason += f"; {idle} of {ranks} ranks would gain nothing, and are left out"
+    report = Report(timeline.makespan, bound)
+    return replace(timeline, schedule=replace(schedule, report=report, reason=reason))
+
+
+def _distribution(
+    text: str | None, costs: BlockCosts, ranks: int, microbatches: int
+) -> Distribution:
+    if text is None:
+        return distribute(costs, ranks, microbatches)
+    if text == "even":
+        return evenly(costs.num_blocks, ranks)
+    found = Distribution.parse(text)
+    if found.num_blocks != costs.num_blocks or found.num_ranks > ranks:
+        raise UsageError(
+            f"--distribution {text} has {found.num_blocks} blocks on {found.num_ranks} ranks: "
+            f"there are {costs.num_blocks} blocks and {ranks} ranks"
+        )
+    return found
+
+
+def _block_costs(arguments: argparse.Namespace) -> BlockCosts:
+    given = {name: getattr(arguments, name) or [default] for name, (default, _) in _TIMES.items()}
+    lengths = {len(values) for values in given.values() if len(values) > 1}
+    blocks = arguments.blocks
+    if blocks is None:
+        blocks = max(lengths, default=arguments.pipeline_size)
+    if blocks > _MOST_BLOCKS:
+        raise UsageError(f"{blocks} blocks are too many: give at most {_MOST_BLOCKS}")
+    if blocks < 1 or lengths - {blocks}:
+        raise UsageError(
+            f"times of {sorted(lengths)} blocks are given for {blocks} blocks: "
+            "give one time for all of them, or one for each"
+        )
+    return BlockCosts.of(
+        **{name: values * (1 if len(values) > 1 else blocks) for name, values in given.items()}
+    )

@@ -1,0 +1,219 @@
+"""The flags of `megatron_zb.distill_gpt`, their `--help` texts and their checks.
+
+Nothing here imports torch or Megatron, so that `--help` and mistakes are answered at once.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from megatron_zb.errors import UsageError
+from megatron_zb.job.run_flags import add_other_data, add_timeout
+from megatron_zb.parsing import Parser, flag_of
+from megatron_zb_train import arguments, flags
+
+if TYPE_CHECKING:
+    from megatron_zb_distill.student import BlockShape
+
+LOSSES = ("mse", "normalised-mse", "cosine")
+FIRST, BEST = "first", "best"
+
+_DESCRIPTION = """\
+Distil a GPT block by block: every block of a student learns from the block of its teacher in the
+same place, on the activations that the teacher's blocks relay from rank to rank (Pipe-BD,
+arXiv 2301.12443).
+
+  torchrun --nproc-per-node 2 -m megatron_zb.distill_gpt --cpu \\
+      --teacher-load checkpoints/teacher --student-config configs/students/half_mlp.yaml \\
+      --micro-batch-size 2 --global-batch-size 16 --train-iters 300 --lr 1e-3 \\
+      --data-path data/corpus_text --save checkpoints/distillation \\
+      --save-student checkpoints/student
+
+The sizes of the model are those of the teacher's checkpoint.
+"""
+
+
+def parser() -> Parser:
+    """Build the parser of the command line, which raises UsageError on mistakes."""
+    command_line = Parser(
+        prog="python -m megatron_zb.distill_gpt",
+        description=_DESCRIPTION,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    _add_distillation(command_line)
+    _add_ranks(command_line)
+    _add_training(command_line)
+    _add_data(command_line)
+    _add_checkpoint(command_line)
+    _add_log(command_line)
+    return command_line
+
+
+def _add_distillation(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("distillation")
+    group.add_argument(
+        "--teacher-load",
+        required=True,
+        metavar="DIR",
+        help="the teacher: a torch_dist checkpoint of a GPT, as --save of pretrain_gpt writes it",
+    )
+    group.add_argument(
+        "--student-config",
+        required=True,
+        metavar="FILE",
+        help="the shapes of the student's blocks, see configs/students",
+    )
+    group.add_argument(
+        "--loss",
+        choices=LOSSES,
+        default="normalised-mse",
+        help="between the outputs of a student block and its teacher's; default: %(default)s",
+    )
+    group.add_argument(
+        "--candidate",
+        default=FIRST,
+        metavar="NAME",
+        help="which candidate of each block is stitched into the student: one by its name, the "
+        "first, or the best, which has the lowest loss at the end; default: %(default)s",
+    )
+
+
+def _add_ranks(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("ranks")
+    flags.add_processes(group)
+    group.add_argument(
+        "--distribution",
+        metavar="SPEC",
+        help="which blocks run on how many ranks: 0-3:1,4-7:2 is blocks 0 to 3 on one rank and 4 "
+        "to 7 on two; by default blocks are timed, and what should be fastest is chosen",
+    )
+    group.add_argument(
+        "--run-ahead",
+        type=int,
+        default=2,
+        metavar="N",
+        help="steps that the first rank may be ahead of the slowest; default: %(default)s",
+    )
+    add_timeout(group)
+
+
+def _add_training(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("training")
+    flags.add_batches(
+        group,
+        "sequences per iteration, over all microbatches; a stage on several ranks gives them "
+        "microbatches in turn",
+    )
+    group.add_argument(
+        "--seq-length", type=int, metavar="N", help="in tokens; default: the teacher's"
+    )
+    flags.add_optimizer(group)
+    group.add_argument("--bf16", action="store_true", help="float32 without it")
+
+
+def _add_data(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("data and evaluation")
+    flags.add_sources(group)
+    flags.add_evaluation(
+        group,
+        "batches of held-out text on which teacher and stitched student are compared at the end",
+    )
+
+
+def _add_checkpoint(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("checkpoints")
+    flags.add_checkpoints(
+        group,
+        "write a checkpoint of all candidates and their optimizers at the end of the run",
+        "continue from the latest checkpoint there",
+    )
+    add_other_data(group)
+    group.add_argument(
+        "--save-student",
+        metavar="DIR",
+        help="write the stitched student as a checkpoint of Megatron at the end of the run",
+    )
+
+
+def _add_log(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("log")
+    flags.add_records(group, interval=10)
+
+
+_POSITIVE = ("train_iters", "micro_batch_size", "global_batch_size", "log_interval")
+
+
+def parse(argv: Sequence[str]) -> argparse.Namespace:
+    """Parse and check the command line; the model's arguments are not known yet.
+
+    Raises:
+        UsageError: something is missing or contradictory.
+    """
+    args = parser().parse_args(argv)
+    check(args)
+    return args
+
+
+def check(args: argparse.Namespace) -> None:
+    """Check parsed arguments, as :func:`parse` does.
+
+    Raises:
+        UsageError: something is missing or contradictory.
+    """
+    for name in _POSITIVE:
+        if getattr(args, name) <= 0:
+            raise UsageError(f"{flag_of(name)} is {getattr(args, name)}: it must be greater than 0")
+    if args.run_ahead < 1:
+        raise UsageError(f"--run-ahead is {args.run_ahead}: it must be 1 or greater")
+    if not Path(args.teacher_load).is_dir():
+        raise UsageError(
+            f"--teacher-load {args.teacher_load}: there is no such directory; give the one that "
+            "was given to --save when the teacher was trained"
+        )
+
+
+def complete(args: argparse.Namespace, model: Mapping[str, Any]) -> argparse.Namespace:
+    """Return all arguments for building and training a GPT, with those of the teacher's model.
+
+    Args:
+        args: the result of :func:`parse`.
+        model: the model's arguments by the names of megatron_zb.pretrain_gpt.
+
+    Raises:
+        UsageError: something does not fit the model.
+    """
+    seq_length = args.seq_length or model["seq_length"] or model["max_position_embeddings"]
+    if seq_length > model["max_position_embeddings"]:
+        raise UsageError(
+            f"--seq-length {seq_length} is more than the {model['max_position_embeddings']} "
+            "positions of the teacher: give fewer"
+        )
+    known = {name: value for name, value in model.items() if value is not None}
+    # how many of its tokens a tokenizer uses is not always stored with a model
+    known["vocab_size"] = model["padded_vocab_size"]
+    given = vars(args) | {"seq_length": seq_length}
+    whole = argparse.Namespace(**(flags.parser().defaults() | known | given))
+    arguments.complete(whole, world_size=1)
+    whole.padded_vocab_size = model["padded_vocab_size"]
+    return whole
+
+
+def check_candidate(args: argparse.Namespace, library: Sequence[Sequence[BlockShape]]) -> None:
+    """Check that --candidate names a candidate of every block.
+
+    Raises:
+        UsageError: it does not.
+    """
+    if args.candidate in (FIRST, BEST):
+        return
+    for block, candidates in enumerate(library):
+        names = [candidate.name for candidate in candidates]
+        if args.candidate not in names:
+            raise UsageError(
+                f"--candidate {args.candidate}: block {block} has no such candidate; give one of "
+                f"{', '.join((FIRST, BEST, *names))}"
+            )

@@ -1,0 +1,115 @@
+"""Initial weights of student blocks, derived from the teacher's.
+
+All weights follow from the teacher's alone, so that every placement begins with the same student.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from megatron_zb_distill.student import BlockShape, TeacherShape
+
+Weights = dict[str, torch.Tensor]
+
+_ATTENTION, _MLP = "self_attention.", "mlp."
+_QKV, _PROJECTION = "self_attention.linear_qkv.", "self_attention.linear_proj."
+_FC1, _FC2 = "mlp.linear_fc1.", "mlp.linear_fc2."
+
+
+def inherit(student: Any, teacher: Any, shape: BlockShape, sizes: TeacherShape) -> None:
+    """Initialise a student layer from the weights of its teacher's layer.
+
+    Norms and parts of the teacher's shape are copied. A narrower MLP keeps the channels with the
+    largest products of norms of their weights in and out. Fewer heads of keys and values are means
+    of the teacher's (GQA, Ainslie et al., arXiv 2305.13245, section 2.1). A linear layer is the
+    product of the matrices that it stands for (Puzzle, arXiv 2411.19146, section 3).
+
+    Args:
+        student: a TransformerLayer of `shape`.
+        teacher: the TransformerLayer of the same block.
+        sizes: the sizes of the teacher.
+    """
+    weights = {name: value.detach() for name, value in teacher.named_parameters()}
+    weights |= _attention(weights, shape, sizes) | _mlp(weights, shape, sizes)
+    with torch.no_grad():
+        for name, parameter in student.named_parameters():
+            parameter.copy_(weights[name])
+
+
+def _attention(weights: Weights, shape: BlockShape, sizes: TeacherShape) -> Weights:
+    if shape.attention == "no_op":
+        return {}
+    if shape.attention == "linear":
+        return _linear_attention(weights, sizes)
+    if shape.num_query_groups == sizes.num_query_groups:
+        return {}
+    return {
+        name: _fewer_groups(value, shape.num_query_groups, sizes)
+        for name, value in weights.items()
+        if name.startswith(_QKV)
+    }
+
+
+def _by_group(rows: torch.Tensor, sizes: TeacherShape) -> torch.Tensor:
+    """Reshape rows of queries, keys and values to (groups, queries of a group + 2, head, ...)."""
+    head = sizes.hidden_size // sizes.num_attention_heads
+    queries = sizes.num_attention_heads // sizes.num_query_groups
+    return rows.reshape(sizes.num_query_groups, queries + 2, head, *rows.shape[1:])
+
+
+def _fewer_groups(rows: torch.Tensor, groups: int, sizes: TeacherShape) -> torch.Tensor:
+    whole = _by_group(rows, sizes)
+    merged = whole.reshape(groups, -1, *whole.shape[1:])  # (groups, merged, queries + 2, head, ...)
+    queries = merged[:, :, :-2].flatten(1, 2)
+    keys_and_values = merged[:, :, -2:].mean(dim=1)
+    return torch.cat([queries, keys_and_values], dim=1).flatten(0, 2)
+
+
+def _linear_attention(weights: Weights, sizes: TeacherShape) -> Weights:
+    """Return the weights of attention in which every token attends to itself alone."""
+    queries = sizes.num_attention_heads // sizes.num_query_groups
+    projection = weights[f"{_PROJECTION}weight"]
+
+    def values(rows: torch.Tensor) -> torch.Tensor:
+        return _by_group(rows, sizes)[:, -1].repeat_interleave(queries, dim=0).flatten(0, 1)
+
+    linear = {f"{_ATTENTION}weight": projection @ values(weights[f"{_QKV}weight"])}
+    if f"{_PROJECTION}bias" in weights:
+        bias = projection @ values(weights[f"{_QKV}bias"]) if f"{_QKV}bias" in weights else 0
+        linear[f"{_ATTENTION}bias"] = weights[f"{_PROJECTION}bias"] + bias
+    return linear
+
+
+def _mlp(weights: Weights, shape: BlockShape, sizes: TeacherShape) -> Weights:
+    if shape.mlp == "no_op":
+        return {}
+    if shape.mlp == "linear":
+        return _linear_mlp(weights, sizes)
+    if shape.ffn_hidden_size == sizes.ffn_hidden_size:
+        return {}
+    kept = _strongest(weights, shape.ffn_hidden_size, sizes)
+    parts = weights[f"{_FC1}weight"].shape[0] // sizes.ffn_hidden_size  # 2: a gate and a value
+    rows = torch.cat([kept + part * sizes.ffn_hidden_size for part in range(parts)])
+    narrow = {name: value[rows] for name, value in weights.items() if name.startswith(_FC1)}
+    narrow[f"{_FC2}weight"] = weights[f"{_FC2}weight"][:, kept]
+    return narrow
+
+
+def _strongest(weights: Weights, count: int, sizes: TeacherShape) -> torch.Tensor:
+    """Return the indices of the `count` strongest channels of the MLP, in ascending order."""
+    into = weights[f"{_FC1}weight"].float().norm(dim=1).view(-1, sizes.ffn_hidden_size).prod(dim=0)
+    strength = into * weights[f"{_FC2}weight"].float().norm(dim=0)
+    return strength.argsort(descending=True, stable=True)[:count].sort().values
+
+
+def _linear_mlp(weights: Weights, sizes: TeacherShape) -> Weights:
+    """Return the MLP without non-linearity and gate: half the product of up and down projection."""
+    width = sizes.ffn_hidden_size
+    into, out = weights[f"{_FC1}weight"][-width:], weights[f"{_FC2}weight"]
+    linear = {f"{_MLP}weight": 0.5 * (out @ into)}
+    if f"{_FC2}bias" in weights:
+        bias = 0.5 * (out @ weights[f"{_FC1}bias"][-width:])
+        linear[f"{_MLP}bias"] = weights[f"{_FC2}bias"] + bias
+    return linear

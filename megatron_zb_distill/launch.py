@@ -1,0 +1,111 @@
+"""Launch of a distillation from its command line; all ranks agree on the arguments first."""
+
+from __future__ import annotations
+
+import argparse
+import warnings
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NoReturn
+
+from megatron_zb.errors import UsageError
+from megatron_zb.job import data_contents
+from megatron_zb.missing import told_if_missing
+from megatron_zb_distill.flags import check, check_candidate, complete, parser
+from megatron_zb_train import launch as training_launch
+from megatron_zb_train.processes import Environment, is_lost_connection
+
+if TYPE_CHECKING:
+    from megatron_zb_distill.loop import Job
+
+
+def launch(argv: Sequence[str]) -> NoReturn:
+    """Distil as `argv` says and end the process: code 0 done, 2 UsageError, 1 anything else."""
+    training_launch.launch(argv, _run)
+
+
+def _run(argv: Sequence[str], environment: Environment) -> None:
+    from megatron_zb.job.agreement import store_of_job
+
+    problem, job = None, None
+    values: dict[str, Any] = {}
+    try:
+        with told_if_missing():
+            args = parser().parse_args(argv)
+            values = training_launch.given_arguments(args)
+            check(args)
+            job = _job(args, environment.world_size)
+            values |= _made_of_files(job)
+    except UsageError as error:
+        problem = str(error)
+    store = store_of_job(environment.world_size, environment.attempt)
+    training_launch.agree_on(store, environment, values, problem)
+    assert job is not None, "ranks do not agree on what one cannot do"
+
+    from megatron_zb_distill.loop import distil
+    from megatron_zb_train.ranks import start_ranks, stop_ranks
+
+    start_ranks(job.args, None, store, environment)
+    try:
+        distil(job, store)
+    except RuntimeError as error:
+        if not is_lost_connection(error):
+            raise
+        training_launch.end(1, _lost(job.args, environment.rank))
+    stop_ranks()
+
+
+def _made_of_files(job: Job) -> dict[str, Any]:
+    """Return what each rank has read from files by itself: data, teacher and student."""
+    files = {
+        "--teacher-load": str(job.teacher.path),
+        "--student-config": str(job.args.student_config),
+    }
+    read = data_contents.record({}, files, {}) | getattr(job.args, data_contents.RECORD)
+    return dict(data_contents.to_agree_on(read))
+
+
+def _lost(args: argparse.Namespace, rank: int) -> str:
+    again = f"--load {args.save}" if args.save else "--load, where --save has left a checkpoint"
+    return (
+        f"megatron_zb: error: rank {rank} has lost the connection to another rank, which has "
+        f"ended: see what that one or the launcher says of it, and continue with {again}"
+    )
+
+
+def _job(args: argparse.Namespace, world_size: int) -> Job:
+    """Build the job from the arguments and check all that needs no other rank; imports Megatron.
+
+    Raises:
+        UsageError: teacher, student, data and checkpoint do not fit together.
+    """
+    from megatron_zb_distill.student import library, read_student
+
+    student = read_student(Path(args.student_config))
+    # about fused kernels that are not installed, and old names inside Megatron
+    warnings.filterwarnings("ignore", category=UserWarning, module=r"megatron\.core")
+    warnings.filterwarnings("ignore", category=FutureWarning, module=r"torch\.|megatron\.core")
+    if args.cpu:
+        from megatron_zb.megatron_core.cpu import run_on_cpu
+
+        run_on_cpu()
+    else:
+        training_launch.check_gpu()
+    from megatron_zb_distill.checkpoint import stored_distribution
+    from megatron_zb_distill.loop import Job
+    from megatron_zb_distill.place import check_distribution, parse_distribution
+    from megatron_zb_distill.stitching import check_stitchable
+    from megatron_zb_distill.teacher import read_teacher
+    from megatron_zb_train.data import check_data
+
+    teacher = read_teacher(Path(args.teacher_load))
+    args = complete(args, teacher.arguments)
+    shapes = library(student, teacher.shape)
+    check_candidate(args, shapes)
+    check_stitchable(args, shapes)
+    check_data(args)
+    if args.distribution is not None:
+        distribution = parse_distribution(args.distribution, len(shapes), world_size)
+        check_distribution(distribution, args.num_microbatches)
+    resume = None if args.load is None else stored_distribution(args, shapes)
+    return Job(args, teacher, shapes, resume)

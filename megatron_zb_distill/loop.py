@@ -1,0 +1,244 @@
+"""The training loop of a distillation, from the start or a checkpoint to the end."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from megatron_zb.errors import UsageError
+from megatron_zb.runtime.channels import Channels
+from megatron_zb.runtime.observer import Observers
+from megatron_zb.runtime.watchdog.progress import Progress
+from megatron_zb.runtime.watchdog.watchdog import Place as WatchedPlace
+from megatron_zb.runtime.watchdog.watchdog import Watchdog
+from megatron_zb.schedules.passes import Message
+from megatron_zb_distill import block_times, checkpoint
+from megatron_zb_distill.evaluation import compare
+from megatron_zb_distill.flags import BEST
+from megatron_zb_distill.place import Place, check_distribution, parse_distribution
+from megatron_zb_distill.relay_steps import Exchange, relay_steps
+from megatron_zb_distill.report import Board, BusyTime, Report, Steps
+from megatron_zb_distill.schedule.distribution import Distribution, distribute
+from megatron_zb_distill.schedule.step_by_step import step_by_step
+from megatron_zb_distill.stage import StageBlocks, open_stage_blocks
+from megatron_zb_distill.stitching import choose, save_student
+from megatron_zb_distill.student import BlockShape
+from megatron_zb_distill.teacher import Teacher
+from megatron_zb_train import data
+from megatron_zb_train.log import open_records
+
+Library = Sequence[Sequence[BlockShape]]
+
+
+@dataclass(frozen=True)
+class Job:
+    """A distillation job: arguments, teacher, candidates and the checkpoint to resume from."""
+
+    args: argparse.Namespace
+    teacher: Teacher
+    library: Library
+    resume: tuple[Path, str] | None
+    """The checkpoint to continue from, and its distribution."""
+
+
+def distil(job: Job, store: dist.Store) -> None:
+    """Run a job; collective over all ranks.
+
+    Raises:
+        UsageError: data, log or a checkpoint cannot be used, or a block does not learn.
+    """
+    args = job.args
+    run = open_job(job, distribution_of(job), store)
+    run.announce(job)
+    step = run.first_step
+    while not _is_end(args, step) or step == run.first_step < args.train_iters:
+        end = _end_of_run(args, step)
+        run.steps(step, end)
+        step = end
+        if args.save and (_divides(args.save_interval, step) or _is_end(args, step)):
+            checkpoint.save(args, job.library, run.distribution, run.stage_blocks, step)
+    run.report.finish()
+    _finish(args, run, step)
+    run.close()
+
+
+def open_job(job: Job, distribution: Distribution, store: dist.Store) -> Run:
+    """Build everything that this rank needs for its steps; collective over all ranks.
+
+    Raises:
+        UsageError: data, log or a checkpoint cannot be used.
+    """
+    check_distribution(distribution, job.args.num_microbatches)
+    place = Place.of_this_rank(distribution)
+    stage_blocks = open_stage_blocks(job.args, job.teacher, job.library, place)
+    datasets = data.build_datasets(job.args)
+    step = 0 if job.resume is None else checkpoint.load(job.resume[0], stage_blocks)
+    return Run(job.args, distribution, stage_blocks, store, datasets, step)
+
+
+def distribution_of(job: Job) -> Distribution:
+    """Return the distribution: as given, the checkpoint's if its ranks match, or the fastest."""
+    args, blocks, ranks = job.args, len(job.library), dist.get_world_size()
+    if args.distribution is not None:
+        return parse_distribution(args.distribution, blocks, ranks)
+    if job.resume is not None:
+        stored = parse_distribution(job.resume[1], blocks, None)
+        if stored.num_ranks == ranks:
+            return stored
+    times = block_times.measure(args, job.library, job.teacher.shape)
+    return distribute(block_times.costs(times), ranks, args.num_microbatches)
+
+
+def _divides(interval: int | None, step: int) -> bool:
+    return interval is not None and step % interval == 0
+
+
+def _is_exit(args: argparse.Namespace, step: int) -> bool:
+    return _divides(args.exit_interval, step)
+
+
+def _is_end(args: argparse.Namespace, step: int) -> bool:
+    return step >= args.train_iters or _is_exit(args, step)
+
+
+def _end_of_run(args: argparse.Namespace, step: int) -> int:
+    """Return the next step after which all ranks meet, to write a checkpoint or to end."""
+    intervals = [i for i in (args.save_interval, args.exit_interval) if i]
+    return min([args.train_iters, *(step - step % i + i for i in intervals)])
+
+
+class Run:
+    """Consecutive training steps on this rank."""
+
+    def __init__(
+        self,
+        args: argparse.Namespace,
+        distribution: Distribution,
+        stage_blocks: StageBlocks,
+        store: dist.Store,
+        datasets: tuple[Any, Any],
+        first_step: int,
+    ) -> None:
+        """Connect the ranks; ``datasets`` are those for training and for evaluation."""
+        self._args = args
+        self.distribution = distribution
+        self.stage_blocks = stage_blocks
+        self.first_step = first_step
+        self._dataset, self.held_out = datasets
+        self._device = "cpu" if args.cpu else "cuda"
+        self._rank, ranks = dist.get_rank(), dist.get_world_size()
+        self._channels = Channels(range(ranks), distribution.placement, self._device)
+        self._steps = step_by_step(distribution, args.num_microbatches, args.run_ahead)
+        self._progress = Progress(on_gpu=not args.cpu, schedule=self._steps.schedule)
+        self._watch(dist.PrefixStore("watchdog", store), ranks)
+        busy = BusyTime(on_gpu=not args.cpu)
+        file = None
+        if self._rank == 0 and args.log_file:
+            file = open_records(args.log_file, append=first_step > 0)
+        self.report = Report(
+            Board(dist.PrefixStore("report", store), self._rank, distribution.num_ranks),
+            Steps(first_step, args.train_iters, args.log_interval, args.global_batch_size),
+            list(stage_blocks.all_student_blocks()),
+            busy,
+            file,
+        )
+        self._observer = Observers([self._progress, busy])
+
+    def announce(self, job: Job) -> None:
+        """Print the start-up lines of the job."""
+        args = self._args
+        candidates = sum(len(candidates) for candidates in job.library)
+        self.report.say(
+            f"{candidates} student blocks learn from the {args.num_layers} blocks of "
+            f"{job.teacher.path}: {self.distribution}"
+        )
+        if job.resume is not None:
+            self.report.say(f"continuing from {job.resume[0]}")
+        idle = dist.get_world_size() - self.distribution.num_ranks
+        if idle:
+            self.report.say(f"{idle} of the ranks gain nothing and idle")
+
+    def steps(self, first: int, end: int) -> None:
+        """Train from the state after `first` steps to that after `end`."""
+        if self._rank >= self.distribution.num_ranks:
+            return
+        self.report.ends_with(_last_step(self._args, end))
+        with self._progress.step():
+            done = relay_steps(
+                self._steps,
+                self._rank,
+                self.stage_blocks.stage(self._embedded),
+                Exchange(self._channels, self._buffer, self._observer),
+                first=first,
+                until=end,
+            )
+            for step in done:
+                self.report.after(step + 1)
+
+    def close(self) -> None:
+        """Stop the watchdog."""
+        if self._watchdog is not None:
+            self._watchdog.stop()
+
+    def _embedded(self, number: int) -> torch.Tensor:
+        """Return the embedding of a microbatch, counted through the whole training."""
+        batch = data.microbatch(self._dataset, self._args, number * self._args.micro_batch_size)
+        assert self.stage_blocks.embedding is not None, "only the first stage reads data"
+        embedded: torch.Tensor = self.stage_blocks.embedding(batch["tokens"], batch["position_ids"])
+        return embedded
+
+    def _buffer(self, message: Message) -> torch.Tensor:
+        args = self._args
+        if message.is_step_done:
+            return torch.empty(1, device=self._device)
+        shape = (args.seq_length, args.micro_batch_size, args.hidden_size)
+        dtype = torch.bfloat16 if args.bf16 else torch.float32
+        return torch.empty(shape, dtype=dtype, device=self._device)
+
+    def _watch(self, store: dist.Store, ranks: int) -> None:
+        seconds = self._args.pipeline_timeout
+        if seconds is None:
+            seconds = 0.9 * 60 * self._args.distributed_timeout_minutes
+        self._watchdog: Watchdog | None = None
+        if seconds:
+            place = WatchedPlace(self._rank, tuple(range(ranks)))
+            self._watchdog = Watchdog(self._progress, place, store, seconds)
+
+
+def _last_step(args: argparse.Namespace, end: int) -> int:
+    """Return the step that is reported in any case, which is the last of the training."""
+    return end if _is_end(args, end) else args.train_iters
+
+
+def _finish(args: argparse.Namespace, run: Run, step: int) -> None:
+    """Evaluate and write the stitched student, and report the result."""
+    told = [run.report.last]
+    dist.broadcast_object_list(told, src=0)
+    losses = {
+        (block, name): loss for block, named in told[0].items() for name, loss in named.items()
+    }
+    if args.candidate == BEST and not losses:
+        raise UsageError("--candidate best needs a step to compare by, and this run had none")
+    chosen = choose(args.candidate, run.stage_blocks, losses)
+    if run.held_out is not None:
+        compared = compare(args, run.distribution, run.stage_blocks, chosen, run.held_out)
+        run.report.say(
+            f" held-out loss at step {step} | teacher: {compared.teacher:.6f} | stitched student: "
+            f"{compared.student:.6f} |"
+        )
+        run.report.write(
+            {
+                "iteration": step,
+                "teacher_eval_loss": compared.teacher,
+                "student_eval_loss": compared.student,
+            }
+        )
+    if args.save_student:
+        save_student(args, run.stage_blocks, chosen, step)
+        run.report.say(f"the student is in {args.save_student}")

@@ -1,0 +1,145 @@
+"""``megatron-zb plan --student-config``: the command line and the table. Imports no torch."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Sequence
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from megatron_zb.cli import plan_request
+from megatron_zb.errors import UsageError
+from megatron_zb.measured.units import GIB, gib
+from megatron_zb.parsing import flag_of
+from megatron_zb.planner.builtin_configs import path_of
+from megatron_zb_distill.planning import Job, Row, flags_of, rows
+from megatron_zb_distill.student import read_student
+
+# Of other plans, with what they have when they are not given.
+_OF_OTHERS = {
+    "profile": None,
+    "microbatches": None,
+    "memory_limit": None,
+    "schedules": None,
+    "tensor": None,
+    "pipeline": None,
+    "recompute": None,
+    "no_overlap_p2p": False,
+    "post_validation": False,
+    "snapshot": False,
+    "html": None,
+    "chart": False,
+}
+
+
+def run(arguments: argparse.Namespace) -> None:
+    """Find the ways to distil and print them.
+
+    Raises:
+        UsageError: a file, a field or an argument is wrong, or nothing fits.
+    """
+    job = _read(arguments)
+    found = rows(job)
+    if arguments.format == "json":
+        print(json.dumps(_as_json(job, found), indent=2))
+    else:
+        _print(job, found, Console())
+
+
+def _read(arguments: argparse.Namespace) -> Job:
+    for name, nothing in _OF_OTHERS.items():
+        if getattr(arguments, name) != nothing:
+            raise UsageError(
+                f"{flag_of(name)} has no meaning for a distillation: leave it out, or "
+                "leave out --student-config"
+            )
+    if arguments.words:
+        raise UsageError(
+            "the arguments of a training do not describe a distillation: give the teacher with "
+            "--config, or leave out --student-config"
+        )
+    plan, _ = plan_request.read(argparse.Namespace(**{**vars(arguments), "micro_batch_size": None}))
+    path = path_of("--student-config", "students", arguments.student_config)
+    return Job(
+        teacher=plan.model,
+        student=read_student(path),
+        device=plan.device,
+        gpus=plan.gpus,
+        memory=plan.memory,
+        microbatch=_microbatch(arguments.micro_batch_size),
+        global_batch=plan.global_batch,
+        sequence=plan.sequence,
+    )
+
+
+def _microbatch(text: str | None) -> int:
+    if text is None:
+        return 1
+    if not (text.isascii() and text.isdecimal() and 0 < len(text) < 8 and int(text) > 0):
+        raise UsageError(
+            f"--micro-batch-size '{text}' is no number of samples: give one, such as 1"
+        )
+    return int(text)
+
+
+def _slowest(found: Sequence[Row]) -> float:
+    """Return the published practice's seconds per step; nan where the batch does not allow it."""
+    return next((row.seconds for row in found if row.distribution is None), float("nan"))
+
+
+def _as_json(job: Job, found: Sequence[Row]) -> dict[str, Any]:
+    return {
+        "ranked": [
+            {
+                "way": row.name,
+                "distribution": None if row.distribution is None else row.distribution.spec,
+                "seconds_per_step": row.seconds,
+                "samples_per_second": job.global_batch / row.seconds,
+                "gib": row.memory / GIB,
+                "flags": list(flags_of(job, row)),
+            }
+            for row in found
+        ]
+    }
+
+
+def _print(job: Job, found: Sequence[Row], console: Console) -> None:
+    console.print(
+        Text(
+            f"{job.student.name}, of {job.teacher.name}, on {job.gpus} {job.device.name}, "
+            f"{gib(job.memory)} each; {job.global_batch} samples of {job.sequence} tokens in a "
+            "step",
+            style="bold",
+        )
+    )
+    table = Table(box=None, pad_edge=False, header_style="bold", padding=(0, 1, 0, 0))
+    table.add_column("#", justify="right")
+    table.add_column("way", no_wrap=True)
+    for title in ("ms a step", "samples/s", "speed-up", "GiB", "ranges"):
+        table.add_column(title, justify="right")
+    practice = _slowest(found)
+    for number, row in enumerate(found, 1):
+        gain = practice / row.seconds
+        table.add_row(
+            str(number),
+            row.name,
+            f"{1000 * row.seconds:.4g}",
+            f"{job.global_batch / row.seconds:.4g}",
+            f"{gain:.2f}" if gain == gain else "",
+            f"{row.memory / GIB:.1f}",
+            "" if row.distribution is None else str(len(row.distribution.ranges)),
+        )
+    console.print(table)
+    console.print(
+        "counted, not measured; speed-up: over data-parallel, block by block; ranges of blocks",
+        style="dim",
+    )
+    flags = flags_of(job, found[0])
+    if flags:
+        console.print(Text("\nflags of the first:", style="bold"))
+        text = Text("  " + " \\\n  ".join(flags))
+        console.print(text, highlight=False, soft_wrap=True)

@@ -1,0 +1,202 @@
+"""Progress reports of a distillation: losses, throughput and the busy time of every rank.
+
+Reports need no collective: each rank leaves its part in the store when it has updated its students,
+and rank 0 collects what has arrived whenever it has updated its own.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, TextIO
+
+from torch.distributed import Store
+
+from megatron_zb.errors import UsageError
+from megatron_zb.runtime.observer import Recorder
+from megatron_zb.schedules.passes import Channel, Message, Pair, Pass
+from megatron_zb_distill.student_block import StudentBlock
+
+_POLL = 0.02  # seconds
+
+Losses = dict[int, dict[str, float]]
+"""Losses by block and candidate: means over the microbatches since the previous line."""
+
+
+class BusyTime:
+    """An observer that sums the seconds of passes since the last :meth:`take`."""
+
+    def __init__(self, on_gpu: bool) -> None:
+        self._on_gpu = on_gpu
+        self._recorder = Recorder(on_gpu)
+
+    @contextmanager
+    def running(self, work: Pass | Pair) -> Iterator[None]:
+        """Measure a pass while this context is active."""
+        with self._recorder.running(work):
+            yield
+
+    def waiting(self, channel: Channel, message: Message) -> Any:
+        """Return a context for the wait for a message, which does not count as busy."""
+        return self._recorder.waiting(channel, message)
+
+    def take(self) -> tuple[float, float]:
+        """Return the seconds of passes and the elapsed seconds since the last call."""
+        spans, began = self._recorder.spans(), self._recorder.began
+        self._recorder = Recorder(self._on_gpu)
+        passes = [span.end - span.start for span in spans if isinstance(span.of, Pass)]
+        return sum(passes), time.perf_counter() - began
+
+
+@dataclass(frozen=True)
+class Steps:
+    """Numbering of a run's steps, and the choice of those that are reported."""
+
+    done: int
+    """Steps before this run."""
+    last: int
+    """Last step of the whole training, for `step 3/ 30`."""
+    interval: int
+    samples: int
+    """Samples of one step."""
+
+    def is_told(self, step: int, end: int) -> bool:
+        """Return whether step `step`, from 1, is reported in a run that ends with `end`."""
+        return step % self.interval == 0 or step == end
+
+
+@dataclass(frozen=True)
+class Board:
+    """Where the ranks 0 to ``ranks`` - 1 leave their parts of a line for rank 0."""
+
+    store: Store
+    rank: int
+    ranks: int
+
+    def leave(self, step: int, part: Mapping[str, Any]) -> None:
+        """Leave this rank's part of a step."""
+        self.store.set(f"step{step}/{self.rank}", json.dumps(part))
+
+    def pick_up(self, step: int) -> list[Any] | None:
+        """Return and remove the parts of all ranks; None if one is missing yet."""
+        keys = [f"step{step}/{rank}" for rank in range(self.ranks)]
+        if not self.store.check(keys):
+            return None
+        parts = [json.loads(self.store.get(key)) for key in keys]
+        for key in keys:
+            self.store.delete_key(key)
+        return parts
+
+
+class Report:
+    """Progress reports: rank 0 prints and writes them, the other ranks contribute to them."""
+
+    def __init__(
+        self,
+        board: Board,
+        steps: Steps,
+        student_blocks: Sequence[StudentBlock],
+        busy: BusyTime,
+        file: TextIO | None,
+    ) -> None:
+        """Report on the ranks of the board; only rank 0 writes to the file."""
+        self._board = board
+        self._steps = steps
+        self._student_blocks = student_blocks
+        self._busy = busy
+        self._file = file
+        self._told = steps.done
+        self._end = steps.last
+        self._expected: list[int] = []
+        self.last: Losses = {}
+        """Losses of the last line; on rank 0 alone."""
+
+    def ends_with(self, step: int) -> None:
+        """Set the last step of the run, which is reported in any case."""
+        self._end = step
+
+    def after(self, step: int) -> None:
+        """Record that this rank has updated its students in step `step`, from 1."""
+        if self._steps.is_told(step, self._end):
+            self._leave(step)
+            if self._board.rank == 0:
+                self._expected.append(step)
+                self._pick_up()
+
+    def finish(self) -> None:
+        """Wait on rank 0 until all other ranks have reported the last step."""
+        while self._expected:
+            self._pick_up()
+            time.sleep(_POLL)
+
+    def write(self, record: Mapping[str, Any]) -> None:
+        """Write a record as a line of JSON, if there is a file."""
+        if self._file is not None:
+            self._file.write(json.dumps(record) + "\n")
+            self._file.flush()
+
+    def say(self, text: str) -> None:
+        """Print on rank 0."""
+        if self._board.rank == 0:
+            print(text, flush=True)
+
+    def _leave(self, step: int) -> None:
+        busy, passed = self._busy.take()
+        learnt = [[p.block, p.shape.name, *p.take_losses()] for p in self._student_blocks]
+        self._board.leave(step, {"busy": busy, "seconds": passed, "losses": learnt})
+
+    def _pick_up(self) -> None:
+        while self._expected:
+            parts = self._board.pick_up(self._expected[0])
+            if parts is None:
+                return
+            self._tell(self._expected.pop(0), parts)
+
+    def _tell(self, step: int, parts: Sequence[Any]) -> None:
+        self.last = _means(parts)
+        _check_finite(self.last, step)
+        seconds = max(part["seconds"] for part in parts)
+        samples = (step - self._told) * self._steps.samples
+        self._told = step
+        utilisation = [part["busy"] / part["seconds"] for part in parts]
+        record = {
+            "iteration": step,
+            "losses": self.last,
+            "samples_per_second": samples / seconds,
+            "utilisation": utilisation,
+        }
+        self.write(record)
+        lowest = " ".join(f"{min(self.last[block].values()):.2e}" for block in sorted(self.last))
+        width = len(str(self._steps.last))
+        self.say(
+            f" [{time.strftime('%Y-%m-%d %H:%M:%S')}] step {step:{width}d}/{self._steps.last} | "
+            f"samples per second: {samples / seconds:.1f} | loss by block: {lowest} | "
+            f"ranks busy: {' '.join(f'{part:.0%}' for part in utilisation)} |"
+        )
+
+
+def _means(parts: Sequence[Any]) -> Losses:
+    sums: dict[tuple[int, str], tuple[float, int]] = {}
+    for part in parts:
+        for block, name, total, count in part["losses"]:
+            so_far = sums.get((block, name), (0.0, 0))
+            sums[block, name] = so_far[0] + total, so_far[1] + count
+    means: Losses = {}
+    for (block, name), (total, count) in sorted(sums.items()):
+        means.setdefault(block, {})[name] = total / count
+    return means
+
+
+def _check_finite(losses: Losses, step: int) -> None:
+    for block, candidates in losses.items():
+        for name, loss in candidates.items():
+            if not math.isfinite(loss):
+                raise UsageError(
+                    f"the loss of block {block}, candidate {name}, is not a number any more in "
+                    f"step {step}: give a lower --lr, or a lower learning_rate for it in the "
+                    "--student-config"
+                )

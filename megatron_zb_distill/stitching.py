@@ -1,0 +1,177 @@
+"""The finished student as an ordinary checkpoint of Megatron."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+
+from megatron_zb.errors import UsageError
+from megatron_zb.parsing import flag_of
+from megatron_zb_distill import weights
+from megatron_zb_distill.flags import BEST, FIRST
+from megatron_zb_distill.stage import StageBlocks
+from megatron_zb_distill.student import BlockShape
+from megatron_zb_distill.student_block import StudentBlock
+from megatron_zb_train.checkpoint import write
+
+_CONTENT = {"singleton_local_shards": False}
+
+# What Megatron-LM calls what its arguments for heterogeneous layers ask of a model.
+_HETEROGENEOUS_NEEDS = {
+    "normalization": "RMSNorm",
+    "position_embedding_type": "rope",
+    "swiglu": True,
+}
+
+
+def is_uniform(shapes: Sequence[BlockShape]) -> bool:
+    """Return whether blocks of these shapes can be the layers of one GPTModel."""
+    return all(s.is_layer for s in shapes) and len({s.sizes for s in shapes}) == 1
+
+
+def check_stitchable(args: argparse.Namespace, library: Sequence[Sequence[BlockShape]]) -> None:
+    """Check that every possible student can be written as a checkpoint.
+
+    Raises:
+        UsageError: --save-student is given and one cannot.
+    """
+    if args.save_student is None:
+        return
+    if args.candidate == BEST:
+        possible = [shape for candidates in library for shape in candidates]
+    else:
+        possible = [_named(candidates, args.candidate) for candidates in library]
+    if is_uniform(possible):
+        return
+    for name, needed in _HETEROGENEOUS_NEEDS.items():
+        if getattr(args, name) != needed:
+            raise UsageError(
+                f"--save-student: a heterogeneous student cannot be stitched to a uniform "
+                f"checkpoint, and Megatron's heterogeneous layers need {flag_of(name)} "
+                f"{needed} where this teacher has {getattr(args, name)}: give every block the same "
+                "candidate, with attention and an MLP, or leave --save-student out"
+            )
+
+
+def _named(candidates: Sequence[Any], name: str) -> Any:
+    if name in (FIRST, BEST):
+        return candidates[0]
+    return next(c for c in candidates if getattr(c, "shape", c).name == name)
+
+
+def choose(
+    candidate: str, stage_blocks: StageBlocks, losses: dict[tuple[int, str], float]
+) -> list[StudentBlock]:
+    """Choose a candidate for each of this rank's blocks.
+
+    `losses` by (block, name) are for the best.
+    """
+    if candidate != BEST:
+        return [_named(candidates, candidate) for candidates in stage_blocks.student_blocks]
+    return [
+        min(
+            candidates,
+            key=lambda student_block: losses[student_block.block, student_block.shape.name],
+        )
+        for candidates in stage_blocks.student_blocks
+    ]
+
+
+def save_student(
+    args: argparse.Namespace, stage_blocks: StageBlocks, chosen: Sequence[StudentBlock], step: int
+) -> None:
+    """Write the student: chosen blocks, and the teacher's embedding, last norm and output layer.
+
+    Collective over all ranks. The layers are stored as a GPTModel's, or under
+    HeterogeneousTransformerConfig's names where they differ in shape.
+
+    Raises:
+        UsageError: the directory cannot be written.
+    """
+    shapes = _all_shapes(chosen)
+    uniform = is_uniform(shapes)
+    group = stage_blocks.place.group
+    parts = [
+        weights.layer_state(p.layer, p.block, args.num_layers, group, alike=uniform) for p in chosen
+    ]
+    if stage_blocks.embedding is not None:
+        parts.append(weights.embedding_state(stage_blocks.embedding, group))
+    if stage_blocks.head is not None:
+        untied = args.untie_embeddings_and_output_weights
+        parts.append(weights.head_state(stage_blocks.head, untied, group))
+    state = {
+        "model": weights.merged(parts),
+        "args": argparse.Namespace(**_model_arguments(args, shapes)),
+        "iteration": step,
+        "checkpoint_version": 3.0,
+    }
+    write(Path(args.save_student), step, state, _CONTENT)
+
+
+def _all_shapes(chosen: Sequence[StudentBlock]) -> list[BlockShape]:
+    """Gather the shapes of all blocks, in order; collective over all ranks."""
+    everywhere: list[dict[int, BlockShape]] = [{}] * dist.get_world_size()
+    dist.all_gather_object(
+        everywhere, {student_block.block: student_block.shape for student_block in chosen}
+    )
+    shapes = {block: shape for on_rank in everywhere for block, shape in on_rank.items()}
+    return [shapes[block] for block in sorted(shapes)]
+
+
+def _model_arguments(args: argparse.Namespace, shapes: Sequence[BlockShape]) -> dict[str, Any]:
+    """Return the arguments under the names of megatron_zb.pretrain_gpt, then of Megatron-LM."""
+    stored = dict(vars(args))
+    stored["group_query_attention"] = True
+    stored["num_query_groups"], stored["ffn_hidden_size"] = shapes[0].sizes
+    if not is_uniform(shapes):
+        stored["heterogeneous_layers_config_encoded_json"] = described(args, shapes)
+    return stored | {
+        "add_bias_linear": not args.disable_bias_linear,
+        "add_position_embedding": args.position_embedding_type == "learned_absolute",
+        "kv_channels": args.hidden_size // args.num_attention_heads,
+        "world_size": 1,
+        "tokenizer_type": None,
+        "consumed_train_samples": 0,
+        "consumed_valid_samples": 0,
+        "no_save_optim": True,
+        "no_save_rng": True,
+    }
+
+
+def described(args: argparse.Namespace, shapes: Sequence[BlockShape]) -> str:
+    """Describe blocks of different shapes for megatron-core's HeterogeneousTransformerConfig."""
+    blocks = [
+        {
+            "attention": {
+                "no_op": s.attention == "no_op",
+                "replace_with_linear": s.attention == "linear",
+                "num_query_groups": s.num_query_groups if s.attention == "attention" else None,
+                "n_heads_in_group": (
+                    args.num_attention_heads // s.num_query_groups
+                    if s.attention == "attention"
+                    else None
+                ),
+            },
+            "mlp": {
+                "no_op": s.mlp == "no_op",
+                "replace_with_linear": s.mlp == "linear",
+                "ffn_hidden_size": s.ffn_hidden_size if s.mlp == "mlp" else None,
+            },
+        }
+        for s in shapes
+    ]
+    model = {
+        "hidden_act": "silu",
+        "num_hidden_layers": args.num_layers,
+        "hidden_size": args.hidden_size,
+        "num_attention_heads": args.num_attention_heads,
+        "tie_word_embeddings": not args.untie_embeddings_and_output_weights,
+        "rope_theta": 10000,
+        "rope_scaling": {"factor": 8.0},
+    }
+    return json.dumps(model | {"block_configs": blocks})

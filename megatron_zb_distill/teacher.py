@@ -1,0 +1,146 @@
+"""The teacher: the model of a torch_dist checkpoint, described by its stored arguments."""
+
+from __future__ import annotations
+
+import argparse
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from megatron.core import dist_checkpointing
+
+from megatron_zb.errors import UsageError
+from megatron_zb_distill.student import TeacherShape
+from megatron_zb_train.checkpoint import read
+from megatron_zb_train.checkpoint_contents import check_contents
+from megatron_zb_train.checkpoint_directory import latest_checkpoint
+
+FLAG = "--teacher-load"
+
+# As the arguments of megatron_zb.pretrain_gpt and of Megatron-LM call them.
+_NEEDED = (
+    "num_layers",
+    "hidden_size",
+    "ffn_hidden_size",
+    "num_attention_heads",
+    "padded_vocab_size",
+    "max_position_embeddings",
+    "position_embedding_type",
+    "normalization",
+    "swiglu",
+    "untie_embeddings_and_output_weights",
+)
+_OPTIONAL = {"norm_epsilon": 1e-5, "init_method_std": 0.02, "seq_length": None}
+
+# What is not built here, and what it is in a model that has none of it.
+_PLAIN: dict[str, tuple[Any, ...]] = {
+    "num_experts": (None, 0),
+    "multi_latent_attention": (None, False),
+    "mtp_num_layers": (None, 0),
+    "qk_layernorm": (None, False),
+    "qk_l2_norm": (None, False),
+    "squared_relu": (None, False),
+    "openai_gelu": (None, False),
+    "apply_layernorm_1p": (None, False),
+    "fp32_residual_connection": (None, False),
+    "apply_residual_connection_post_layernorm": (None, False),
+    "heterogeneous_layers_config_path": (None, ""),
+    "heterogeneous_layers_config_encoded_json": (None, ""),
+    "use_rope_scaling": (None, False),
+    "rotary_interleaved": (None, False),
+    "rotary_base": (None, 10000),
+    "rotary_percent": (None, 1.0),
+    "rotary_seq_len_interpolation_factor": (None, 1),
+    "window_size": (None,),
+    "softmax_type": (None, "vanilla"),
+    "linear_attention_freq": (None,),
+    "experimental_attention_variant": (None,),
+    "attention_output_gate": (None, False),
+    "hybrid_override_pattern": (None,),
+}
+_POSITIONS = ("learned_absolute", "rope", "none")
+
+
+@dataclass(frozen=True)
+class Teacher:
+    """The checkpoint of a teacher, and the arguments of its model."""
+
+    path: Path
+    """Directory of the checkpoint's files, such as DIR/iter_0000010."""
+    arguments: dict[str, Any]
+    """The model's arguments by the names of megatron_zb.pretrain_gpt."""
+
+    @property
+    def shape(self) -> TeacherShape:
+        names = ("num_layers", "hidden_size", "num_attention_heads", "ffn_hidden_size")
+        sizes = {name: self.arguments[name] for name in names}
+        groups = self.arguments["num_query_groups"] or sizes["num_attention_heads"]
+        return TeacherShape(**sizes, num_query_groups=groups)
+
+
+def read_teacher(directory: Path) -> Teacher:
+    """Read the teacher from the latest checkpoint of a directory; needs no process group.
+
+    Raises:
+        UsageError: there is none, it is damaged, or it is of a model that is not built here.
+    """
+    try:
+        _, path = latest_checkpoint(directory)
+    except UsageError as error:
+        raise UsageError(str(error).replace("--load", FLAG)) from error
+    check_contents(path, FLAG)
+    common = read(path, lambda: dist_checkpointing.load_common_state_dict(str(path)), FLAG)
+    saved = common.get("args")
+    if isinstance(saved, argparse.Namespace):  # Megatron-LM's
+        saved = vars(saved)
+    if not isinstance(saved, dict):
+        raise UsageError(
+            f"{FLAG}: {path} does not say what model it holds: give a checkpoint that "
+            "megatron_zb.pretrain_gpt or Megatron-LM's pretrain_gpt.py has written"
+        )
+    return Teacher(path, _model_arguments(saved, path))
+
+
+def _model_arguments(saved: dict[str, Any], path: Path) -> dict[str, Any]:
+    missing = [name for name in _NEEDED if saved.get(name) is None]
+    if missing:
+        raise UsageError(
+            f"{FLAG}: {path} does not say its {missing[0]}: give a checkpoint that "
+            "megatron_zb.pretrain_gpt or Megatron-LM's pretrain_gpt.py has written"
+        )
+    _check_plain(saved, path)
+    arguments = {name: saved[name] for name in _NEEDED}
+    arguments |= {name: saved.get(name) or value for name, value in _OPTIONAL.items()}
+    grouped = saved.get("group_query_attention", False)
+    arguments["group_query_attention"] = bool(grouped)
+    arguments["num_query_groups"] = saved.get("num_query_groups") if grouped else None
+    bias = not saved["disable_bias_linear"] if "disable_bias_linear" in saved else None
+    arguments["disable_bias_linear"] = not (
+        saved.get("add_bias_linear", True) if bias is None else bias
+    )
+    return arguments
+
+
+def _check_plain(saved: dict[str, Any], path: Path) -> None:
+    for name, plain in _PLAIN.items():
+        if saved.get(name) not in plain:
+            raise UsageError(
+                f"{FLAG}: {path} is of a model with {name} {saved[name]}, which blockwise "
+                "distillation does not know: give a plain GPT"
+            )
+    if saved["position_embedding_type"] not in _POSITIONS:
+        raise UsageError(
+            f"{FLAG}: {path} has position_embedding_type {saved['position_embedding_type']}: "
+            f"known are {', '.join(_POSITIONS)}"
+        )
+    if saved.get("add_qkv_bias") and not saved.get("add_bias_linear", True):
+        raise UsageError(
+            f"{FLAG}: {path} has biases in queries, keys and values alone, which blockwise "
+            "distillation does not know: give a GPT with all biases or none"
+        )
+    channels, heads = saved.get("kv_channels"), saved["num_attention_heads"]
+    if channels is not None and channels * heads != saved["hidden_size"]:
+        raise UsageError(
+            f"{FLAG}: {path} has kv_channels {channels}, but only hidden_size / "
+            f"num_attention_heads = {saved['hidden_size'] // heads} is known"
+        )

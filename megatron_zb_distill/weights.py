@@ -1,0 +1,139 @@
+"""Layers, embedding and output head as Megatron's sharded tensors, on whichever rank."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core import dist_checkpointing
+from megatron.core.dist_checkpointing import ShardedTensor
+from megatron.core.dist_checkpointing.utils import replace_prefix_for_sharding
+from megatron.core.transformer.utils import sharded_state_dict_default
+
+from megatron_zb_distill.blocks import Embedding, OutputHead
+from megatron_zb_distill.teacher import FLAG
+from megatron_zb_train.checkpoint import read
+
+State = dict[str, Any]
+
+_LAYERS = "decoder.layers."
+_EMBEDDING = "embedding."
+_FINAL_NORM = "decoder.final_layernorm."
+_TIED, _UNTIED = "embedding.word_embeddings.weight", "output_layer.weight"
+
+
+def layer_state(
+    layer: Any, block: int, num_layers: int, group: dist.ProcessGroup, *, alike: bool = True
+) -> State:
+    """Return the sharded tensors of a layer, under a GPTModel's names in a checkpoint.
+
+    Args:
+        layer: a TransformerLayer.
+        block: the index of the layer in the model, from 0.
+        num_layers: the number of layers of the model.
+        group: the ranks that hold this layer.
+        alike: whether all layers have one shape, and so are stored as slices of one tensor.
+    """
+    prefix = f"layer{block}."
+    offsets = [(0, block, num_layers)] if alike else []
+    state: State = layer.sharded_state_dict(prefix, offsets, _held_by(group))
+    stored = _LAYERS if alike else f"{_LAYERS}{block}."
+    replace_prefix_for_sharding(state, prefix, stored)
+    return state
+
+
+def module_state(module: Any, prefix: str, group: dist.ProcessGroup) -> State:
+    """Return the sharded tensors of a Megatron module that the ranks of a group hold."""
+    state: State = sharded_state_dict_default(module, prefix, (), _held_by(group))
+    return state
+
+
+def tensor_state(name: str, tensor: torch.Tensor, group: dist.ProcessGroup) -> ShardedTensor:
+    """Return the sharded tensor of a whole tensor that the ranks of a group hold."""
+    return ShardedTensor.from_rank_offsets(name, tensor, replica_id=(0, 0, dist.get_rank(group)))
+
+
+def embedding_state(embedding: Embedding, group: dist.ProcessGroup) -> State:
+    """Return the sharded tensors of the embedding of a GPTModel."""
+    return module_state(embedding.embedding, _EMBEDDING, group)
+
+
+def head_state(head: OutputHead, untied: bool, group: dist.ProcessGroup) -> State:
+    """Return the sharded tensors of the last norm, and of the output layer if it is untied."""
+    state = module_state(head.final_layernorm, _FINAL_NORM, group)
+    if untied:
+        state[_UNTIED] = tensor_state(_UNTIED, head.weight.detach(), group)
+    return state
+
+
+@dataclass(frozen=True)
+class TeacherPart:
+    """The modules of a teacher that a rank holds."""
+
+    layers: Mapping[int, Any]
+    """The layers by block."""
+    num_layers: int
+    """Layers of the whole teacher."""
+    embedding: Embedding | None
+    """On a rank of the first stage."""
+    head: OutputHead | None
+    """On a rank of the last stage."""
+    untied: bool
+    """Whether the output layer has its own weight."""
+
+
+def load_teacher(path: Path, part: TeacherPart, group: dist.ProcessGroup) -> None:
+    """Load this rank's part of the teacher from a checkpoint; collective over all ranks.
+
+    Args:
+        path: the directory of the checkpoint's files.
+        part: the modules to fill.
+        group: the ranks that hold the same.
+
+    Raises:
+        UsageError: the files are damaged, or are of another model.
+    """
+    layers, embedding, head = part.layers, part.embedding, part.head
+    request: State = {
+        str(block): layer_state(layer, block, part.num_layers, group)
+        for block, layer in layers.items()
+    }
+    if embedding is not None:
+        request["embedding"] = embedding_state(embedding, group)
+    if head is not None:
+        request["norm"] = module_state(head.final_layernorm, _FINAL_NORM, group)
+        stored = _UNTIED if part.untied else _TIED
+        request["output"] = tensor_state(stored, head.weight.detach(), group)
+    # first and last stage both read an embedding that is the output layer, too
+    state = read(
+        path,
+        lambda: dist_checkpointing.load(request, str(path), validate_access_integrity=False),
+        FLAG,
+    )
+    for block, layer in layers.items():
+        fill(layer, state[str(block)], f"layer{block}.")
+    if embedding is not None:
+        fill(embedding.embedding, state["embedding"], _EMBEDDING)
+    if head is not None:
+        fill(head.final_layernorm, state["norm"], _FINAL_NORM)
+        with torch.no_grad():
+            head.weight.copy_(state["output"])
+
+
+def fill(module: Any, state: Mapping[str, Any], prefix: str) -> None:
+    """Copy the loaded tensors of :func:`module_state` or :func:`layer_state` into a module."""
+    module.load_state_dict({name.removeprefix(prefix): value for name, value in state.items()})
+
+
+def _held_by(group: dist.ProcessGroup) -> dict[str, Any]:
+    """Return Megatron's metadata for tensors of which the ranks of a group hold copies."""
+    return {"dp_cp_group": group, "singleton_local_shards": False}
+
+
+def merged(states: Iterable[State]) -> State:
+    """Merge several states into one."""
+    return {name: value for state in states for name, value in state.items()}

@@ -1,0 +1,260 @@
+"""Launch of a job from its command line: all ranks agree on the arguments, and errors end the job.
+
+Ranks that disagree would wait for each other for ever. So before any communicator is made, each
+rank leaves its arguments, or their error, in the store that torchrun provides; rank 0 compares
+them and leaves a verdict, which every rank obeys.
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import os
+import sys
+import time
+import traceback
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import TYPE_CHECKING, Any, NoReturn
+
+from megatron_zb import __version__
+from megatron_zb.errors import UsageError
+from megatron_zb.job import data_contents, lost_peer
+from megatron_zb.job.comparable import named_arguments
+from megatron_zb.job.data_contents import RECORD
+from megatron_zb.job.run_flags import asks_for_balance, chooses_schedule
+from megatron_zb.missing import told_if_missing
+from megatron_zb_train.arguments import complete
+from megatron_zb_train.flags import parser
+from megatron_zb_train.processes import Environment
+
+if TYPE_CHECKING:
+    from torch.distributed import Store
+
+    from megatron_zb.job.shared_build import SharedBuild
+    from megatron_zb.megatron_core.adapter import PipelineAdapter
+    from megatron_zb.schedules.catalog import Build
+
+
+_LONGEST_START = 300.0  # seconds: imports from a slow disk differ between ranks
+_TIME_FOR_RANK_0 = 2.0
+
+
+def launch(
+    argv: Sequence[str], run: Callable[[Sequence[str], Environment], None] | None = None
+) -> NoReturn:
+    """Train as `argv` says and end the process: code 0 done, 2 UsageError, 1 anything else.
+
+    `run` replaces the training of `megatron_zb.pretrain_gpt` by another function.
+    """
+    environment = Environment.read()
+    if environment.rank and {"-h", "--help"} & set(argv):
+        sys.exit(0)  # rank 0 prints it
+    try:
+        with told_if_missing():
+            (run or _run)(argv, environment)
+    except UsageError as error:
+        end(2, f"megatron_zb: error: {error}")
+    except _SaidByRankZero:
+        end(2, "")
+    except Exception as error:
+        end(1, _describe(error))
+    sys.exit(0)
+
+
+def _describe(error: Exception) -> str:
+    """Describe an error in one sentence where there is one, else by Python's traceback."""
+    from megatron_zb_train.finite import NotFinite
+
+    if isinstance(error, NotFinite):
+        return f"megatron_zb: error: {error}"
+    lost = lost_peer.describe(error, Environment.read().rank)
+    return lost if lost is not None else traceback.format_exc()
+
+
+class _SaidByRankZero(Exception):
+    """A UsageError of the whole job, which rank 0 reports."""
+
+
+def end(code: int, message: str) -> NoReturn:
+    """End the process at once: an orderly end could wait for ranks that wait for this one."""
+    if message:
+        print(message, file=sys.stderr)
+    sys.stderr.flush()
+    sys.stdout.flush()
+    os._exit(code)
+
+
+def _run(argv: Sequence[str], environment: Environment) -> None:
+    from megatron_zb.job.agreement import store_of_job
+
+    problem, adapter = None, None
+    values: dict[str, Any] = {}
+    args = argparse.Namespace()
+    try:
+        with told_if_missing():
+            args = parser().parse_args(argv)
+            values = given_arguments(args)
+            complete(args, environment.world_size)
+            _check_surroundings(args)
+    except UsageError as error:
+        problem = str(error)
+    store = store_of_job(environment.world_size, environment.attempt)
+
+    from torch.distributed import PrefixStore
+
+    agree_on(PrefixStore("arguments", store), environment, values, problem)
+    build = _build_for_all(args, store, environment)
+    try:
+        with told_if_missing():
+            adapter = _adapter(args, build)
+            values |= _made_of_files(args, adapter)
+    except UsageError as error:
+        problem = str(error)
+        build.abandon(error)
+    agree_on(store, environment, values, problem)
+
+    from megatron_zb_train.loop import train
+    from megatron_zb_train.ranks import start_ranks, stop_ranks
+
+    start_ranks(args, adapter, store, environment)
+    train(args, adapter, partial(agree_on, PrefixStore("model", store), environment, {}))
+    stop_ranks()
+
+
+def _check_surroundings(args: argparse.Namespace) -> None:
+    """Check the GPU, the data and the checkpoint; imports Megatron.
+
+    Raises:
+        UsageError: one of them is not there, or cannot be read.
+    """
+    # about fused kernels that are not installed, and old names inside Megatron
+    warnings.filterwarnings("ignore", category=UserWarning, module=r"megatron\.core")
+    # that it has been made, by the first check of a number
+    logging.getLogger("megatron.core.rerun_state_machine").setLevel(logging.ERROR)
+    if args.cpu:
+        from megatron_zb.megatron_core.cpu import run_on_cpu
+
+        run_on_cpu()
+    else:
+        check_gpu()
+    from megatron_zb_train.data import check_data
+
+    check_data(args)
+    if args.load is not None:
+        from megatron_zb_train.checkpoint import check_checkpoint
+
+        check_checkpoint(args)
+
+
+def _adapter(args: argparse.Namespace, build: Build) -> PipelineAdapter | None:
+    """Create the adapter of the chosen schedule, None for Megatron's own.
+
+    Raises:
+        UsageError: the schedule cannot be built with these arguments.
+    """
+    if not chooses_schedule(args):
+        return None
+    from megatron_zb.measured.balance import Ends, ends_of
+    from megatron_zb.megatron_core.build_adapter import Chunks, Sizes, build_adapter, copy_of
+    from megatron_zb.megatron_core.vocabulary_choice import WHOLE, why_rows_stay
+    from megatron_zb.schedules.layout import Layers
+
+    layer_layout, ends = _layer_layout(args), ends_of(args)
+    known = layer_layout if isinstance(layer_layout, Ends) else ends
+    assert known is not None, "the sizes of a GPT suffice"
+    asked = args.pipeline_vocabulary
+    why_whole = why_rows_stay(args) if asked == "auto" else None
+    cuts = asked == "on" or (asked == "auto" and why_whole is None)
+    sizes = Sizes(
+        num_microbatches=args.num_microbatches,
+        layers=Layers(args.num_layers),
+        layer_layout=layer_layout,
+        chunks=Chunks(args.num_virtual_stages_per_pipeline_rank),
+        ends=ends,
+        vocabulary=known.output if cuts else None,
+        recomputes=args.pipeline_recompute == "auto",
+        copy=copy_of(args),
+        vocabulary_if_faster=cuts and asked == "auto",
+    )
+    adapter = build_adapter(args, sizes, build)
+    if why_whole is not None:
+        adapter.say(f"{WHOLE}: {why_whole}")
+    return adapter
+
+
+def _build_for_all(args: argparse.Namespace, store: Store, environment: Environment) -> SharedBuild:
+    """Return the function that builds schedules on one rank for all, with their cache, if any."""
+    from megatron_zb.job.shared_build import SharedBuild, build_with_cache
+
+    build = build_with_cache(args.pipeline_schedule_cache, environment.rank)
+    return SharedBuild(lambda: store, environment.rank, environment.world_size, build)
+
+
+def _layer_layout(args: argparse.Namespace) -> Any:
+    """Return the layer layout as text, or the costs of the model's ends."""
+    asked = args.pipeline_layer_layout
+    if not asks_for_balance(asked):
+        return asked
+    from megatron_zb.measured import balance
+
+    return balance.of_arguments(asked, args)
+
+
+def check_gpu() -> None:
+    """Check that torch can use a GPU.
+
+    Raises:
+        UsageError: it cannot.
+    """
+    import torch
+
+    if not torch.cuda.is_available():
+        raise UsageError("no GPU can be used here: give --cpu to run on the CPU")
+
+
+def agree_on(
+    store: Store, environment: Environment, values: Mapping[str, Any], problem: str | None
+) -> None:
+    """Go on if every rank has the same values and no problem.
+
+    Raises:
+        UsageError: on rank 0; the others raise an error that prints nothing.
+    """
+    from megatron_zb.job.agreement import Disagreement, agree
+
+    try:
+        agree(
+            store,
+            environment.rank,
+            environment.world_size,
+            values,
+            problem,
+            seconds=_LONGEST_START,
+        )
+    except Disagreement as error:
+        if error.speaks:
+            raise
+        time.sleep(_TIME_FOR_RANK_0)  # the launcher ends every process when one has ended
+        raise _SaidByRankZero from None
+
+
+# Arguments that a host may have its own value of, see named_arguments.
+LOCAL = ("data_cache_path", "log_file", "pipeline_profile")
+
+
+def given_arguments(args: argparse.Namespace) -> dict[str, Any]:
+    """Return every argument of a command line, to agree on, before anything is filled in."""
+    return {**named_arguments(args, local=LOCAL), "megatron_zb version": __version__}
+
+
+def _made_of_files(args: argparse.Namespace, adapter: PipelineAdapter | None) -> dict[str, Any]:
+    """Return what each rank has read from files by itself."""
+    values: dict[str, Any] = dict(data_contents.to_agree_on(getattr(args, RECORD)))
+    if adapter is not None:
+        from megatron_zb.schedules.interchange import digest
+
+        values["a table with the digest"] = digest(adapter.schedule)
+        values["layers placed as"] = str(adapter.layer_layout)
+    return values
