@@ -26,7 +26,6 @@ from megatron.core.tensor_parallel import get_cuda_rng_tracker, model_parallel_c
 
 from megatron_zb.megatron_core.step import Step, StepPart
 
-WHY_NOT_LAYER_STREAMS = "the generators in a graph are those of a rank, not of a layer"
 _HOST, _DEVICE = "host", "device"
 # What makes a model draw random numbers in training, by the names of Megatron's config.
 _DRAWING = (
@@ -216,7 +215,7 @@ class StreamsPart(StepPart):
         steps_done: returns the number of steps since the start of training, resumed or not.
     """
 
-    why_no_graphs = WHY_NOT_LAYER_STREAMS
+    fact = "draws_by_layer"
 
     def __init__(self, streams: LayerStreams, steps_done: Callable[[], int]) -> None:
         self.streams, self._steps_done = streams, steps_done

@@ -423,6 +423,22 @@ def _places_with_vocabulary(chosen: Family, request: Request) -> list[Placement]
     return [place for place in places if place.chunks <= 2] or places[:1]
 
 
+def possible_placements(
+    chosen: Family, pipeline_size: int, chunks: int | None, num_layers: int | None
+) -> list[Placement]:
+    """Return the placements that a schedule may have; several only where the costs decide.
+
+    Raises:
+        UsageError: there are too few layers for any, or the chunks that are asked for are wrong.
+    """
+    if chosen.placement is not None:
+        return [chosen.placement(pipeline_size, chunks)]
+    costs = Costs.uniform(pipeline_size=pipeline_size, forward=1.0, backward=1.0, weight=1.0)
+    return candidates(
+        Request(pipeline_size, 1, costs, MemoryLimit(), chunks=chunks, num_layers=num_layers)
+    )
+
+
 def _check_choice(chosen: Family, choice: str, value: int | None, takes_it: bool) -> None:
     if value is not None and not takes_it:
         able = [f.name for f in _FAMILIES if getattr(f, f"takes_{choice}")]
