@@ -13,7 +13,7 @@ from megatron_zb.schedules.bounds import lower_bound
 from megatron_zb.schedules.costs import Costs, check_number
 from megatron_zb.schedules.families import interleaved, one_f_one_b, v_shape, wave, zero_bubble
 from megatron_zb.schedules.families.auto import auto, candidates
-from megatron_zb.schedules.parts import with_part
+from megatron_zb.schedules.parts import Part, with_part
 from megatron_zb.schedules.placement import Placement, looped
 from megatron_zb.schedules.request import MemoryLimit, Request, check_size
 from megatron_zb.schedules.schedule import Report, Schedule
@@ -390,6 +390,7 @@ def build(
     )
     schedule = (chosen.build if searched.vocabulary is None else _with_vocabulary(chosen))(request)
     for part in costs.parts:
+        assert isinstance(part, Part)
         schedule = with_part(schedule, part)
     request = replace(request, costs=costs)
     return _reported(replace(schedule, name=chosen.name).validate(), request)

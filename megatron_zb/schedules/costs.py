@@ -784,8 +784,9 @@ class Costs:
             more = {name: seconds, "activation": memory}
             if self.whole and part.follows is not PassKind.F:
                 more["whole"] = seconds
-            changes = {it: tuple(map(add, getattr(costs, it), of)) for it, of in more.items()}
-            costs = replace(costs, **changes)
+            for table, values in more.items():
+                changed: Any = {table: tuple(map(add, getattr(costs, table), values))}
+                costs = replace(costs, **changed)
         return costs
 
     def _kept_inputs(self, stages: int) -> tuple[float, ...]:
