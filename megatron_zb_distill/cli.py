@@ -6,6 +6,7 @@ import argparse
 from dataclasses import replace
 from pathlib import Path
 
+from megatron_zb.cli.ending import told_if_slow
 from megatron_zb.errors import UsageError
 from megatron_zb.parsing import flag_of, seconds
 from megatron_zb.schedules import Report, Timeline, simulate
@@ -88,7 +89,6 @@ def plan(arguments: argparse.Namespace) -> bool:
     """
     if arguments.student_config is None:
         return False
-    from megatron_zb.cli.ending import told_if_slow
     from megatron_zb_distill import plan as planning
 
     with told_if_slow("distributing the blocks"):

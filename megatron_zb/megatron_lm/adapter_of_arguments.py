@@ -121,8 +121,9 @@ def asked_of(args: argparse.Namespace, series: tuple[int, int] | None = None) ->
         UsageError: there is no such schedule, no such file, or nothing to schedule.
     """
     written = args.pipeline_model_parallel_layout or hybrid_pattern.segments(args)
+    unknown = written or args.pipeline_model_parallel_size < 2  # which is refused before
     asked = refusals.of_arguments(
-        args, chunks=_chunks(args).number, num_layers=None if written else num_layers(args)
+        args, chunks=_chunks(args).number, num_layers=None if unknown else num_layers(args)
     )
     draws = bool(asked.placements) and all(
         asks_for_layer_streams(args.pipeline_random_streams, _keeps_places(args, placement))

@@ -25,6 +25,7 @@ from megatron_zb.errors import UsageError
 from megatron_zb.measured.profile import write_profile
 from megatron_zb.measured.trace import write_trace
 from megatron_zb.missing import told_if_missing
+from megatron_zb_distill import cli as distillation
 from megatron_zb_train import quickstart
 
 COMMAND = [sys.executable, "-m", "megatron_zb.cli"]
@@ -230,7 +231,7 @@ def test_other_slow_commands_report_what_they_do(
         reported.append(what)
         return told_if_slow(what, after=3600)
 
-    for module in (check, cli, trace, verify):
+    for module in (check, cli, distillation, trace, verify):
         monkeypatch.setattr(module, "told_if_slow", watch)
     profiled = tmp_path / "run.yaml"
     write_profile(profile(), profiled)
