@@ -137,7 +137,7 @@ def _report(recipe: Recipe, schedule: str) -> checking.Report:
     words = [*words_of(recipe), "--pipeline-schedule", schedule]
     with contextlib.redirect_stdout(io.StringIO()):
         args = checking.parse(words, VERSION, int(gpus[1]) if gpus else None)
-        return checking.check(args, VERSION, build=False)
+        return checking.check(args, VERSION, build=None)
 
 
 def read() -> list[Recipe]:

@@ -24,31 +24,8 @@ sys.path[:0] = [str(DOCS.parent / "tests" / "support"), str(DOCS.parent / "bench
 import recipes  # noqa: E402
 from feature_matrix import ROWS, Row, Verdict  # noqa: E402
 
-from megatron_zb.job.run_flags import (  # noqa: E402
-    NOT_WITH_STATES,
-    OFFLOAD_FLAG,
-    RECOMPUTE_FLAG,
-    VERIFY_FLAG,
-)
-from megatron_zb.megatron_core.forward_backward import NOT_SERVED, NOT_SERVED_ABOVE_1  # noqa: E402
-from megatron_zb.megatron_core.graphs import (  # noqa: E402
-    WHY_A_STEP_BEFORE,
-    WHY_KNOWN_SHAPES,
-    WHY_NOT_LOCAL,
-)
-from megatron_zb.megatron_lm.conflicts import (  # noqa: E402
-    CONFLICTS,
-    GRAPH_CONFLICTS,
-    OFFLOAD_CONFLICTS,
-    OVERLAP_FLAG,
-    PAIR_CONFLICTS,
-    RECOMPUTATION_CONFLICTS,
-    VERIFY_CONFLICTS,
-    WHY_NO_GRAPHS_OF_LAYERS,
-    WHY_NOT_FLOAT32,
-    WHY_NOT_YAML,
-    Concerned,
-)
+from megatron_zb.megatron_core import refusals  # noqa: E402
+from megatron_zb.megatron_core.refusals import Row as Refused  # noqa: E402
 from megatron_zb.parsing import flag_of  # noqa: E402
 
 PAGE = DOCS / "support.md"
@@ -93,16 +70,21 @@ Refused at the first step, for programs that set the config themselves:
 """
 
 TITLES = {
-    Concerned.ALL.value: "Any schedule",
-    Concerned.ONE_CHUNK.value: "One chunk per rank",
-    Concerned.INNER_STAGES.value: "More than two stages",
-    Concerned.CHUNKS.value: "Several chunks per rank",
-    Concerned.V.value: "V schedules (v-half, v-min, v-zb, 1f1b-v, dualpipe-v, wave)",
-    Concerned.SPLIT.value: "Split backward",
+    "any": "Any schedule",
+    "one_chunk": "One chunk per rank",
+    "inner_stages": "More than two stages",
+    "v": "V schedules (v-half, v-min, v-zb, 1f1b-v, dualpipe-v, wave)",
+    "split": "Split backward",
+    "chunks": "Several chunks per rank",
+    "graphs": "CUDA graphs",
+    "verify": "`--pipeline-verify`",
+    "recompute": "`--pipeline-recompute auto`",
+    "offload": "`--pipeline-offload auto`",
+    "overlap": f"`{flag_of(refusals.OVERLAP)}`",
 }
 REMEDIES = {
-    Concerned.ONE_CHUNK.value: "Use a schedule with several chunks per rank, such as v-half.",
-    Concerned.CHUNKS.value: "Use a schedule with one chunk per rank, such as zb-h1.",
+    "one_chunk": "Use a schedule with several chunks per rank, such as v-half.",
+    "chunks": "Use a schedule with one chunk per rank, such as zb-h1.",
 }
 LISTS = {
     ("v-half", "zb-h1"): "two",
@@ -243,15 +225,15 @@ def refused() -> Iterator[str]:
     groups: dict[str, list[tuple[str, str, str]]] = {}
     for flag, with_, given, why in refused_flags():
         groups.setdefault(with_, []).append((flag, given, why))
-    both = [f"`{flag} auto`" for flag in (RECOMPUTE_FLAG, OFFLOAD_FLAG)]
+    both = ["recompute", "offload"]
     either = [row for row in groups[both[0]] if row in groups[both[1]]]
     for with_ in both:
         groups[with_] = [row for row in groups[with_] if row not in either]
     ordered: dict[str, list[tuple[str, str, str]]] = {}
-    for with_, rows in groups.items():
+    for with_ in filter(groups.get, TITLES):
         if with_ == both[0]:
-            ordered[" or ".join(both)] = either
-        ordered[with_] = rows
+            ordered[" or ".join(TITLES[each] for each in both)] = either
+        ordered[with_] = groups[with_]
     for with_, rows in ordered.items():
         yield f"### {TITLES.get(with_, with_)}\n"
         if with_ in REMEDIES:
@@ -290,39 +272,30 @@ def item(name: str, text: str) -> list[str]:
 
 def refused_flags() -> Iterator[tuple[str, str, str, str]]:
     """Flags, what each cannot be combined with, its further conditions, and why."""
-    for conflict in CONFLICTS:
-        version = f"Megatron-LM {_text(conflict.last)}" if conflict.last else ""
-        only = "" if version in conflict.why else f" ({version})"
-        others = " or ".join(f"`{flag_of(name)}`" for name in conflict.only_with)
-        given = only + (f" with {others}" if others else "")
-        yield f"`{conflict.flag}`", conflict.concerned.value, given, conflict.why
-    yield "`--cuda-graph-impl local`", Concerned.ALL.value, "", WHY_NOT_LOCAL
-    for conflict in GRAPH_CONFLICTS:
-        if conflict.flag != VERIFY_FLAG:
-            yield f"`{conflict.flag}`", "CUDA graphs", "", conflict.why
-    for conflict in GRAPH_CONFLICTS:
-        if conflict.flag == VERIFY_FLAG:
-            yield "CUDA graphs", f"`{VERIFY_FLAG}`", "", conflict.why
-    for conflict in VERIFY_CONFLICTS:
-        value = " delayed" if conflict.argument == "fp8_recipe" else ""
-        yield f"`{conflict.flag}{value}`", f"`{VERIFY_FLAG}`", "", conflict.why
-    for flag, known in (
-        (RECOMPUTE_FLAG, RECOMPUTATION_CONFLICTS),
-        (OFFLOAD_FLAG, OFFLOAD_CONFLICTS),
-    ):
-        others = f"`{flag} auto`"
-        for own in NOT_WITH_STATES:
-            if flag in own.states:
-                value = f" {own.value}" if own.value else ""
-                yield f"`{flag_of(own.argument)}{value}`", others, "", own.why
-        for conflict in known:
-            yield f"`{conflict.flag}`", others, "", conflict.why
-    for conflict in PAIR_CONFLICTS:
-        yield f"`{conflict.flag}`", f"`{OVERLAP_FLAG}`", "", conflict.why
-    yield "neither `--bf16` nor `--fp16`", f"`{OVERLAP_FLAG}`", "", WHY_NOT_FLOAT32
-    layers = "`--cuda-graph-impl transformer_engine`"
-    yield layers, f"`{OVERLAP_FLAG}`", "", WHY_NO_GRAPHS_OF_LAYERS
-    yield "`--yaml-cfg`", Concerned.ALL.value, "", WHY_NOT_YAML
+    for row in refusals.rows():
+        version = f"Megatron-LM {_text(row.until)}" if row.until else ""
+        only = "" if version in row.why else f" ({version})"
+        others = " or ".join(f"`{refusals.said_flag(name)}`" for name in row.if_any)
+        if refusals.START not in row.stage or row.says or ("graphs" in row.when and row.if_any):
+            continue
+        for name in row.when:
+            for with_ in row.with_:
+                conditions = only + (f" with {others}" if others and with_ != "verify" else "")
+                if with_ == "graphs" and name == "pipeline_verify":
+                    yield "CUDA graphs", "verify", "", row.why
+                elif with_ in TITLES:
+                    yield _name(row, name, with_), with_, conditions, row.why
+
+
+def _name(row: Refused, name: str, with_: str) -> str:
+    """The flag, with the only value that is refused."""
+    if name == "precision":
+        return "neither `--bf16` nor `--fp16`"
+    value = row.when[name].get("is")
+    if name == "graphs":
+        return f"`--cuda-graph-impl {value}`"
+    shown = value is not None and with_ in ("verify", "recompute", "offload")
+    return f"`{refusals.said_flag(name)}{f' {value}' if shown else ''}`"
 
 
 def _text(series: tuple[int, int]) -> str:
@@ -331,15 +304,19 @@ def _text(series: tuple[int, int]) -> str:
 
 def refused_settings() -> Iterator[tuple[str, str, str]]:
     """Settings, their further conditions and why; the reasons of flags are not repeated."""
-    known = {why for _, with_, _, why in refused_flags() if with_ == Concerned.ALL.value}
+    known = {why for _, with_, _, why in refused_flags() if with_ == "any"}
     above = "for the reasons [above](#any-schedule)"
-    for setting, why in NOT_SERVED.items():
-        yield f"`{setting}`", "", above if why in known else why
-    for setting, why in NOT_SERVED_ABOVE_1.items():
-        yield f"`{setting}` above 1", "", above if why in known else why
-    whole = " with CUDA graphs per iteration"
-    yield "`variable_seq_lengths`", whole, WHY_KNOWN_SHAPES
-    yield "`cuda_graph_warmup_steps` 0", whole, WHY_A_STEP_BEFORE
+    for row in refusals.rows():
+        if refusals.STEP not in row.stage or "any" not in row.with_ or "graphs" in row.when:
+            continue
+        for setting, test in row.when.items():
+            more = " above 1" if "above" in test else ""
+            yield f"`{setting}`{more}", "", above if row.why in known else row.why
+    for row in refusals.rows():
+        for setting, test in row.if_any.items():
+            if row.when.get("graphs") == {"is": "full_iteration"}:
+                value = f" {test['is']}" if "is" in test else ""
+                yield f"`{setting}`{value}", " with CUDA graphs per iteration", row.why
     yield "`adjust_tensor_shapes_fn`", "", "needs `variable_seq_lengths`"
 
 

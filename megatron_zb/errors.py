@@ -25,10 +25,13 @@ class Refusal:
     flag: str
     other: str
     why: str
+    sentence: str = ""
+    """The whole message, where the usual one does not fit."""
 
     @property
     def error(self) -> UsageError:
-        return UsageError(f"{self.flag} cannot be combined with {self.other}: {self.why}")
+        usual = f"{self.flag} cannot be combined with {self.other}: {self.why}"
+        return UsageError(self.sentence or usual)
 
 
 def raise_first(found: Iterable[Refusal]) -> None:

@@ -15,7 +15,7 @@ from typing import Any
 from megatron_zb.errors import UsageError
 from megatron_zb.job import data_contents
 from megatron_zb.job.data_contents import Record
-from megatron_zb.job.run_flags import AUTO_LAYOUT, LAYOUT_FLAG, asks_for_balance, check_table_alone
+from megatron_zb.job.run_flags import AUTO_LAYOUT, LAYOUT_FLAG, asks_for_balance, choice_of
 from megatron_zb.parsing import flag_of
 from megatron_zb.schedules import catalog
 from megatron_zb_train.checkpoint_directory import latest_checkpoint
@@ -231,21 +231,22 @@ def _check_schedule(args: argparse.Namespace, world_size: int) -> None:
                 raise UsageError(f"{flag_of(name)} needs --pipeline-schedule")
         _check_stock_layers(args, size)
         return
-    chosen = _chosen_schedule(args)
     if size == 1:
         raise UsageError(
-            f"{chosen} needs a pipeline: give "
+            f"{_chosen_schedule(args)} needs a pipeline: give "
             "--pipeline-model-parallel-size of 2 or more, or leave the schedule out"
         )
+    from megatron_zb.megatron_core import refusals  # only where a schedule is chosen
+
+    chunks, layers = args.num_virtual_stages_per_pipeline_rank, args.num_layers
+    refusals.check(refusals.of_arguments(args, chunks=chunks, num_layers=layers))
 
 
 def _chosen_schedule(args: argparse.Namespace) -> str:
     """Return the flag that chooses a schedule, with its value as written."""
-    if args.pipeline_schedule_file is None:
+    if args.pipeline_schedule is not None:
         catalog.family(args.pipeline_schedule)
-        return f"--pipeline-schedule {args.pipeline_schedule}"
-    check_table_alone(args)
-    return f"--pipeline-schedule-file {args.pipeline_schedule_file}"
+    return choice_of(args)
 
 
 def _check_stock_layers(args: argparse.Namespace, size: int) -> None:

@@ -26,12 +26,13 @@ from torch.distributed.distributed_c10d import _get_default_store
 
 from megatron_zb.bridge.settings import Settings
 from megatron_zb.errors import UsageError
+from megatron_zb.megatron_core import refusals
 from megatron_zb.megatron_core.checkpoints import BOUND, RESHARDABLE, SHARING
-from megatron_zb.megatron_core.forward_backward import refuse_what_is_not_served
 from megatron_zb.megatron_core.placement import StageLayout
+from megatron_zb.megatron_core.refusals import Asked
 from megatron_zb.megatron_core.versions import HYBRID_PATTERNS
-from megatron_zb.megatron_lm import conflicts, fingerprint, flags
-from megatron_zb.megatron_lm.adapter_of_arguments import adapter_of, prepare_overlap
+from megatron_zb.megatron_lm import fingerprint
+from megatron_zb.megatron_lm.adapter_of_arguments import adapter_of, asked_of, prepare_overlap
 from megatron_zb.megatron_lm.meeting import Meeting
 from megatron_zb.megatron_lm.replacing import (
     Undo,
@@ -114,11 +115,11 @@ class Pipeline:
         """
         args = _arguments(self.settings, model)
         prepare_overlap(args)
-        conflicts.check_states(args)
         self._check_sizes(args)
         adapter, schedule = self.adapter, self.adapter.schedule
-        conflicts.check(args, str(flags.choice(args)), schedule.placement, adapter.splits_backward)
-        refuse_what_is_not_served(args, None, schedule.name)
+        placements, draws = (schedule.placement,), adapter.draws_by_layer
+        refusals.check(asked_of(args).known(placements, draws_by_layer=draws))
+        refusals.check_step(args, schedule.name)
         for name in _DIVISION:
             if hasattr(model, name):
                 setattr(model, name, False if isinstance(getattr(model, name), bool) else None)
@@ -326,8 +327,8 @@ class _Run(ScheduledRun):
             wrapper = type(chunk).__name__
             if wrapper in _WRAPPERS:
                 args = argparse.Namespace(**{_WRAPPERS[wrapper]: True})
-                name, schedule = self.adapter.schedule.name, self.adapter.schedule
-                conflicts.check(args, f"the pipeline schedule {name}", schedule.placement)
+                choice = f"the pipeline schedule {self.adapter.schedule.name}"
+                refusals.check(Asked(args=args, choice=choice))
         found = [get_attr_wrapped_model(c, "pre_process", return_model_obj=True) for c in chunks]
         if len(found) != self.adapter.chunks or any(c not in self._placed_chunks for c in found):
             raise UsageError(

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 
-from megatron_zb.errors import Refusal, UsageError, raise_first
+from megatron_zb.errors import UsageError
 from megatron_zb.job.data_contents import ALLOW_OTHER_FLAG
 from megatron_zb.parsing import flag_of, share_or_bytes
 from megatron_zb.schedules import catalog
@@ -45,38 +43,17 @@ def chooses_schedule(args: argparse.Namespace) -> bool:
     return args.pipeline_schedule is not None or args.pipeline_schedule_file is not None
 
 
-def check_table_alone(args: argparse.Namespace) -> None:
-    """Refuse flags that conflict with ``--pipeline-schedule-file``.
-
-    Raises:
-        UsageError: names the flag.
-    """
-    if args.pipeline_schedule is not None:
-        raise UsageError(
-            "--pipeline-schedule and --pipeline-schedule-file both choose a schedule: leave one out"
-        )
-    if args.pipeline_memory_limit is not None:
-        raise UsageError(
-            "--pipeline-schedule-file is a finished schedule: leave --pipeline-memory-limit out"
-        )
-    if args.pipeline_vocabulary == "on":
-        raise UsageError(
-            "--pipeline-schedule-file trains with a whole output layer: leave "
-            "--pipeline-vocabulary on out"
-        )
-    for flag in states_asked_for(args):
-        raise UsageError(f"--pipeline-schedule-file is a finished schedule: leave {flag} out")
-    for name in ("pipeline_placement", "pipeline_schedule_cache", "pipeline_host_limit"):
-        if getattr(args, name) is not None:
-            raise UsageError(
-                f"--pipeline-schedule-file is a finished schedule: leave {flag_of(name)} out"
-            )
+def choice_of(args: argparse.Namespace) -> str:
+    """Return the flag that chooses a schedule, with its value."""
+    if getattr(args, "pipeline_schedule", None) is not None:
+        return f"--pipeline-schedule {args.pipeline_schedule}"
+    return f"--pipeline-schedule-file {getattr(args, 'pipeline_schedule_file', None)}"
 
 
 def states_asked_for(args: argparse.Namespace) -> list[str]:
     """Return the flags that let a schedule drop activations, or move them to the host."""
     names = ("pipeline_recompute", "pipeline_offload")
-    return [flag_of(name) for name in names if getattr(args, name) == "auto"]
+    return [flag_of(name) for name in names if getattr(args, name, None) == "auto"]
 
 
 def states_of(args: argparse.Namespace, table: Schedule | None = None) -> list[tuple[str, str]]:
@@ -94,56 +71,6 @@ def states_of(args: argparse.Namespace, table: Schedule | None = None) -> list[t
         if table.moved:
             asked.append((OFFLOAD_FLAG, f"{file}, which has D and H"))
     return asked
-
-
-def check_states(args: argparse.Namespace, table: Schedule | None = None) -> None:
-    """Refuse what cannot be combined with activations that a schedule drops or moves.
-
-    Raises:
-        UsageError: names both flags and the reason.
-    """
-    raise_first(state_refusals(args, table))
-
-
-def state_refusals(args: argparse.Namespace, table: Schedule | None = None) -> Iterator[Refusal]:
-    """Yield what cannot be combined with activations that a schedule drops or moves."""
-    for flag, asked in states_of(args, table):
-        for conflict in NOT_WITH_STATES:
-            value = getattr(args, conflict.argument, None)
-            if flag in conflict.states and conflict.applies(value):
-                yield Refusal(f"{flag_of(conflict.argument)} {value}", asked, conflict.why)
-
-
-@dataclass(frozen=True)
-class NotWithStates:
-    """An argument that cannot be combined with recomputation or offload by the schedule.
-
-    ``value`` is the only one that cannot; without it all are, but "off".
-    """
-
-    argument: str
-    why: str
-    value: str | None = None
-    states: tuple[str, ...] = (RECOMPUTE_FLAG, OFFLOAD_FLAG)
-
-    def applies(self, value: object) -> bool:
-        """Return whether this value of the argument cannot be combined."""
-        return value == self.value if self.value else value not in (None, "off")
-
-
-NOT_WITH_STATES = (
-    NotWithStates(
-        "recompute_granularity",
-        "it already keeps only the inputs of layers; leave it out, or use selective",
-        value="full",
-        states=(RECOMPUTE_FLAG,),
-    ),
-    NotWithStates(
-        "pipeline_vocabulary",
-        "activations of vocabulary parallelism are not recomputed or offloaded; leave it out, or "
-        "give off",
-    ),
-)
 
 
 def placement_of(args: argparse.Namespace) -> Placement | None:

@@ -13,8 +13,6 @@ from megatron_zb.job.run_flags import (
     HOST_LIMIT_FLAG,
     MEMORY_LIMIT_FLAG,
     OFFLOAD_FLAG,
-    check_states,
-    check_table_alone,
     placement_of,
     states_asked_for,
 )
@@ -98,7 +96,6 @@ def build_adapter(
     Raises:
         UsageError: the flags cannot be combined, or the schedule cannot be built.
     """
-    check_states(args)
     named = args.pipeline_schedule_file is None
     if named and sizes.vocabulary_if_faster:
         adapter = _whole_or_cut(args, sizes, build)
@@ -133,10 +130,8 @@ def _whole_or_cut(args: argparse.Namespace, sizes: Sizes, build: Build) -> Pipel
 
 
 def _of_file(args: argparse.Namespace, sizes: Sizes, build: Build) -> PipelineAdapter:
-    check_table_alone(args)
     file = Path(args.pipeline_schedule_file)
     table = interchange.from_csv(file)
-    check_states(args, table)
     chunks = table.placement.chunks
     sizes.chunks.check(chunks, f"--pipeline-schedule-file {file}")
     _check_ends(sizes.layers, chunks)
@@ -188,10 +183,6 @@ def _named(args: argparse.Namespace, sizes: Sizes, build: Build) -> PipelineAdap
 
 def _limits(args: argparse.Namespace, sizes: Sizes) -> tuple[Limit | None, Limit | None]:
     """Return the limits of device and host; bytes by the profile that balances the layers."""
-    if args.pipeline_host_limit is not None and args.pipeline_offload != "auto":
-        raise UsageError(
-            f"{HOST_LIMIT_FLAG} is for activations that move to the host: add {OFFLOAD_FLAG} auto"
-        )
     profile = sizes.layer_layout.profile if isinstance(sizes.layer_layout, Ends) else None
     scale = 1.0
     if profile is not None:

@@ -15,7 +15,7 @@ from megatron.core.pipeline_parallel import schedules as megatron_schedules
 from megatron.core.utils import get_model_config
 
 from megatron_zb.errors import UsageError
-from megatron_zb.megatron_core import graphs, versions
+from megatron_zb.megatron_core import graphs, refusals, versions
 from megatron_zb.megatron_core.placement import PhysicalPlacement
 from megatron_zb.megatron_core.split_backward import SplitBackward
 from megatron_zb.megatron_core.stages import MegatronStage
@@ -121,7 +121,7 @@ class ForwardBackward:
         )
         for part in self._parts:
             part.before_step(step)
-        refuse_what_is_not_served(config, adjust_tensor_shapes_fn, step.program.schedule.name)
+        refusals.check_step(config, step.program.schedule.name, adjust_tensor_shapes_fn)
         with timed(config, "forward-backward", log_level=1, barrier=config.barrier_with_L1_time):
             self._run(step)
         for part in reversed(self._parts):
@@ -209,39 +209,3 @@ class ForwardBackward:
         # Without Observers around a single one: it is entered at every pass and every wait.
         found = [observer for part in self._parts for observer in part.observers(step)]
         return found[0] if len(found) == 1 else Observers(found)
-
-
-# Settings of Megatron's config that its own schedules serve and that these do not, with the reason.
-NOT_SERVED = {
-    "num_microbatches_with_partial_activation_checkpoints": "it counts the microbatches in flight "
-    "of Megatron's own schedules",
-    "delay_wgrad_compute": "the schedule itself says where weight gradients go",
-    "defer_embedding_wgrad_compute": "the schedule itself says where weight gradients go",
-    "overlap_dispatch_backward_with_experts_wgrad": "the schedule itself says where weight "
-    "gradients go",
-    "fine_grained_activation_offloading": "it assumes the order of Megatron's interleaved schedule",
-}
-
-
-# The same for numbers that are 1 where nothing is chosen.
-WHY_NOT_SHARDED = "a rank holds shards of weights that passes need whole"
-NOT_SERVED_ABOVE_1 = {
-    "gtp_weight_remat_size": WHY_NOT_SHARDED,
-    "expert_gtp_weight_remat_size": WHY_NOT_SHARDED,
-}
-
-
-def refuse_what_is_not_served(config: Any, adjust_tensor_shapes_fn: Any, schedule: str) -> None:
-    """Raise a UsageError for settings that would give wrong results silently."""
-    if adjust_tensor_shapes_fn is not None and not config.variable_seq_lengths:
-        raise UsageError(
-            f"adjust_tensor_shapes_fn cannot be combined with the pipeline schedule {schedule}: "
-            "set variable_seq_lengths, with which every message tells its shape"
-        )
-    chosen = [name for name in NOT_SERVED if getattr(config, name, None)]
-    chosen += [name for name in NOT_SERVED_ABOVE_1 if (getattr(config, name, None) or 1) > 1]
-    for setting in chosen:
-        why = NOT_SERVED.get(setting) or NOT_SERVED_ABOVE_1[setting]
-        raise UsageError(
-            f"{setting} cannot be combined with the pipeline schedule {schedule}: {why}"
-        )

@@ -12,7 +12,7 @@ the host asks nothing of the device, and nothing looks on.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import wraps
 from typing import Any
@@ -21,23 +21,10 @@ import torch
 from megatron.core.transformer import cuda_graphs
 from torch.utils._pytree import tree_map
 
-from megatron_zb.errors import UsageError
-from megatron_zb.megatron_core import versions
-from megatron_zb.megatron_core.random_streams import WHY_NOT_LAYER_STREAMS
+from megatron_zb.megatron_core import refusals
 from megatron_zb.megatron_core.step import Step, StepPart
-from megatron_zb.megatron_core.versions import Graphs
 from megatron_zb.schedules.passes import PassKind
 from megatron_zb.schedules.schedule import Schedule
-
-WHY_NOT_LOCAL = (
-    "its graphs share tensors, so messages and weight gradients would read what later graphs have "
-    "overwritten; use transformer_engine, or full_iteration"
-)
-WHY_NOT_MEASURED = "a pass of a graph cannot be measured, and its order cannot be changed"
-WHY_NOT_TWICE = "a step that is made again runs its passes in another order"
-WHY_KNOWN_SHAPES = "the host reads the shape of every message, which no graph can hold"
-WHY_ONE_COUNT = "graphs are captured for one number of microbatches"
-WHY_A_STEP_BEFORE = "ranks connect in the first step, before a graph is captured"
 
 
 class GraphsPart(StepPart):
@@ -52,39 +39,9 @@ class GraphsPart(StepPart):
 
     def before_step(self, step: Step) -> None:
         schedule = step.program.schedule
-        present = {part.why_no_graphs for part in step.parts}
-        reasons = (WHY_NOT_LAYER_STREAMS, WHY_NOT_MEASURED, WHY_NOT_TWICE)
-        uses = {why: why in present for why in reasons}
-        uses[WHY_ONE_COUNT] = self._captured not in (None, schedule) and not step.forward_only
-        check(step.config, f"the pipeline schedule {schedule.name}", uses)
-
-
-def check(config: Any, schedule: str, uses: Mapping[str, bool]) -> None:
-    """Refuse CUDA graphs that would be wrong, or what would be wrong with them.
-
-    Args:
-        config: of Megatron, or its arguments.
-        schedule: the name of the schedule, or the flag that chose it.
-        uses: reasons for which no graphs can be had, and whether each holds.
-
-    Raises:
-        UsageError: names the setting and the reason.
-    """
-    for why in reasons_against(config, uses):
-        kind = versions.graphs_of(config)
-        raise UsageError(f"CUDA graphs ({kind.value}) cannot be combined with {schedule}: {why}")
-
-
-def reasons_against(config: Any, uses: Mapping[str, bool]) -> list[str]:
-    """Return the reasons for which CUDA graphs cannot be had; see :func:`check`."""
-    kind = versions.graphs_of(config)
-    if kind is Graphs.NONE:
-        return []
-    whole = kind is Graphs.FULL_ITERATION
-    reasons = {WHY_NOT_LOCAL: kind is Graphs.LOCAL, **uses}
-    reasons[WHY_KNOWN_SHAPES] = whole and bool(getattr(config, "variable_seq_lengths", False))
-    reasons[WHY_A_STEP_BEFORE] = whole and getattr(config, "cuda_graph_warmup_steps", None) == 0
-    return [why for why, holds in reasons.items() if holds]
+        facts = {part.fact: True for part in step.parts if part.fact}
+        other = self._captured not in (None, schedule) and not step.forward_only
+        refusals.check_step(step.config, schedule.name, has_another_order=other, **facts)
 
 
 def pass_order(schedule: Schedule, rank: int) -> list[int]:

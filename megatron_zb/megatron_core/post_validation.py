@@ -23,7 +23,7 @@ from megatron.core.utils import get_model_config
 
 from megatron_zb.errors import UsageError
 from megatron_zb.megatron_core.data_iterators import Start
-from megatron_zb.megatron_core.graphs import WHY_NOT_TWICE
+from megatron_zb.megatron_core.refusals import check_steps_taken_back
 from megatron_zb.megatron_core.step import Passes, Step, StepPart
 from megatron_zb.runtime.groups import new_groups
 from megatron_zb.runtime.post_validation import StateExchange, run_from_cut
@@ -36,20 +36,6 @@ _HELD_BACK, _SQUARES, _ZEROS, _INFINITE = range(4)
 _SERVED = ("FP32Optimizer", "Float16OptimizerWithFloat16Params", "DistributedOptimizer")
 # Of torch, and Transformer-Engine's or apex's fused one.
 _SERVED_INNER = ("Adam", "AdamW", "SGD", "FusedAdam", "FusedSGD")
-
-
-# Settings of Megatron's configs with which no step can be taken back, with the reason.
-NOT_TAKEN_BACK = {
-    "variable_seq_lengths": "messages under way are dropped by their known shape",
-    "calculate_per_token_loss": "the number of tokens is told to all ranks first",
-    "num_moe_experts": "the loss of its router is summed over the pipeline after every iteration",
-    "mtp_num_layers": "its loss is summed over the pipeline after every iteration",
-    "fp8": "its scales follow forwards that may run twice",
-    "fp4": "its scales follow forwards that may run twice",
-    "overlap_param_gather": "weights are gathered while it is not known whether they are right",
-    "optimizer_cpu_offload": "the offloaded part of a step cannot be taken back",
-    "use_precision_aware_optimizer": "its states are kept where no copy is taken of them",
-}
 
 
 @dataclass(frozen=True)
@@ -93,7 +79,8 @@ class PostValidation:
         self.optimizer = optimizer
         self._scheduler = scheduler
         self._optimizers: list[Any] = getattr(optimizer, "chained_optimizers", [optimizer])
-        check_settings(optimizer.config, get_model_config(chunks[0]))
+        for config in (optimizer.config, get_model_config(chunks[0])):
+            check_steps_taken_back(config)
         for each in self._optimizers:
             check_optimizer(each)
         self._clip: float = optimizer.config.clip_grad
@@ -270,7 +257,7 @@ class PostValidation:
 class PostValidationPart(StepPart):
     """Lets every step also validate the optimizer's last one where that is still open."""
 
-    why_no_graphs = WHY_NOT_TWICE
+    fact = "is_validated_later"
 
     def __init__(self, validation: PostValidation) -> None:
         self._validation = validation
@@ -345,20 +332,6 @@ class _Judgement:
     def is_plain(self) -> bool:
         """Whether the step uses the gradients as they are."""
         return not self.skips and not self.clips
-
-
-def check_settings(*configs: Any) -> None:
-    """Refuse settings with which no step can be undone.
-
-    Raises:
-        UsageError: names the setting and the reason.
-    """
-    for config in configs:
-        for setting, why in NOT_TAKEN_BACK.items():
-            if getattr(config, setting, None):
-                raise UsageError(
-                    f"{setting} cannot be combined with optimizer post-validation: {why}"
-                )
 
 
 def check_optimizer(optimizer: Any) -> None:

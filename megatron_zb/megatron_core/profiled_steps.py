@@ -11,7 +11,6 @@ import torch
 from megatron.core.utils import get_attr_wrapped_model
 
 from megatron_zb.measured.parts import AFTER, BEFORE, DATA, ENCODER, LAYERS, MULTI_TOKEN, OUTPUT
-from megatron_zb.megatron_core.graphs import WHY_NOT_MEASURED
 from megatron_zb.megatron_core.model_ends import language_model
 from megatron_zb.megatron_core.profiling import Measured, Profiling
 from megatron_zb.megatron_core.split_backward import SplitBackward
@@ -34,7 +33,7 @@ class ProfilePart(StepPart):
         host: returns the memory of the host whose copies are timed; None to time none.
     """
 
-    why_no_graphs = WHY_NOT_MEASURED
+    fact = "is_measured"
 
     def __init__(
         self,

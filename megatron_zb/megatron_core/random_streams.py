@@ -24,7 +24,6 @@ from megatron.core.models.common.embeddings.language_model_embedding import Lang
 from megatron.core.pipeline_parallel.utils import ScheduleNode
 from megatron.core.tensor_parallel import get_cuda_rng_tracker, model_parallel_cuda_manual_seed
 
-WHY_NOT_LAYER_STREAMS = "the generators in a graph are those of a rank, not of a layer"
 _HOST, _DEVICE = "host", "device"
 # What makes a model draw random numbers in training, by the names of Megatron's config.
 _DRAWING = (

@@ -14,7 +14,6 @@ from megatron_zb.errors import UsageError
 from megatron_zb.megatron_core.data_iterators import Start
 from megatron_zb.megatron_core.data_parallel import DataParallelSync
 from megatron_zb.megatron_core.random_streams import (
-    WHY_NOT_LAYER_STREAMS,
     LayerStreams,
     RandomState,
 )
@@ -157,7 +156,7 @@ class StreamsPart(StepPart):
         steps_done: returns the number of steps since the start of training, resumed or not.
     """
 
-    why_no_graphs = WHY_NOT_LAYER_STREAMS
+    fact = "draws_by_layer"
 
     def __init__(self, streams: LayerStreams, steps_done: Callable[[], int]) -> None:
         self.streams, self._steps_done = streams, steps_done

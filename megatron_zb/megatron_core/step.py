@@ -110,8 +110,8 @@ class StepPart:
     """Functions that run kinds of passes, in addition to those of training."""
     pair_handler: PairHandler | None = None
     """Function that runs two overlapped passes."""
-    why_no_graphs: str | None = None
-    """Reason for which CUDA graphs cannot be captured together with this part, if any."""
+    fact: str | None = None
+    """What this part makes true of a step, by its name in ``refusals.yaml``."""
 
     def prepare_model(self, chunks: list[Any]) -> None:
         """Prepare the model chunks of this rank, before data parallelism wraps them."""

@@ -34,6 +34,7 @@ from megatron_zb.errors import UsageError
 from megatron_zb.megatron_core import versions
 from megatron_zb.megatron_core.initialisation import global_modules
 from megatron_zb.megatron_core.linear import accumulate
+from megatron_zb.megatron_core.refusals import reason
 from megatron_zb.megatron_core.split_backward import (
     COMPUTED,
     SequenceShard,
@@ -42,6 +43,7 @@ from megatron_zb.megatron_core.split_backward import (
     held,
     whole,
 )
+from megatron_zb.parsing import flag_of
 
 
 def split_transformer_engine(chunk: torch.nn.Module, split: SplitBackward, schedule: str) -> None:
@@ -352,34 +354,27 @@ def _refuse_old_version(schedule: str) -> None:
         )
 
 
-OP_FUSER_FLAG = "--use-transformer-engine-op-fuser"
-WHY_NOT_OPERATIONS = (
-    "operations of transformer_engine.pytorch.ops, except those of grouped experts, compute weight "
-    "gradients in B"
-)
-
-
 def _refuse_operations(chunk: Any, schedule: str) -> None:
     """Refuse TE's operations, and dense layers of Megatron's that fuse them out of sight."""
-    fuses = getattr(getattr(chunk, "config", None), "use_transformer_engine_op_fuser", False)
+    fuses = getattr(getattr(chunk, "config", None), _OPERATIONS, False)
     operations = [m for m in chunk.modules() if _is_operation(type(m))]
     if operations:
-        said = OP_FUSER_FLAG if fuses else f"a {type(operations[0]).__name__}"
-        raise UsageError(
-            f"{said} cannot be combined with --pipeline-schedule {schedule}: {WHY_NOT_OPERATIONS}"
-        )
-
-
-ZERO_COPY_FLAG = "--moe-ncclep-zero-copy"
-WHY_NOT_ZERO_COPY = "B of the experts overwrites the output gradient that W reads; leave it out"
+        said = f"a {type(operations[0]).__name__}"
+        raise UsageError(_refused(_OPERATIONS, schedule, None if fuses else said))
 
 
 def _refuse_zero_copy(experts: Any, schedule: str) -> None:
-    if getattr(experts.config, "moe_ncclep_zero_copy", False):
-        raise UsageError(
-            f"{ZERO_COPY_FLAG} cannot be combined with --pipeline-schedule {schedule}: "
-            f"{WHY_NOT_ZERO_COPY}"
-        )
+    if getattr(experts.config, _ZERO_COPY, False):
+        raise UsageError(_refused(_ZERO_COPY, schedule))
+
+
+_OPERATIONS, _ZERO_COPY = "use_transformer_engine_op_fuser", "moe_ncclep_zero_copy"
+
+
+def _refused(name: str, schedule: str, said: str | None = None) -> str:
+    """Return the refusal of an argument, or of the class ``said``, that stands for it."""
+    why = reason(name, "split")
+    return f"{said or flag_of(name)} cannot be combined with --pipeline-schedule {schedule}: {why}"
 
 
 def _is_operation(kind: type) -> bool:

@@ -164,10 +164,6 @@ def set_streams(config: Any) -> None:
 
 # In this series, --sft gives the ends of samples to the first and the last stage alone.
 WITHOUT_SAMPLE_ENDS = (0, 16)
-WHY_NOT_PACKED = (
-    "Megatron-LM 0.16 does not tell inner stages where samples end, so attention would go across; "
-    "use a newer one"
-)
 
 
 # Up to this series, the script of hybrid models cannot read a batch on stages between the first and

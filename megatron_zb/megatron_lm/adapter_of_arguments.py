@@ -15,17 +15,20 @@ from megatron_zb.job.run_flags import (
     asks_for_layer_streams,
 )
 from megatron_zb.measured import balance
+from megatron_zb.megatron_core import refusals
 from megatron_zb.megatron_core.adapter import PipelineAdapter
 from megatron_zb.megatron_core.build_adapter import Chunks, Sizes, build_adapter, copy_of
 from megatron_zb.megatron_core.connections import group_options
-from megatron_zb.megatron_core.vocabulary_choice import WHOLE
-from megatron_zb.megatron_lm import conflicts, flags, hybrid_pattern
+from megatron_zb.megatron_core.refusals import OVERLAP, Asked
+from megatron_zb.megatron_core.vocabulary_choice import WHOLE, why_rows_stay
+from megatron_zb.megatron_lm import hybrid_pattern
 from megatron_zb.megatron_lm.derived import num_layers, with_derived
 from megatron_zb.parsing import flag_of
-from megatron_zb.schedules import catalog
+from megatron_zb.schedules import catalog, layout
 from megatron_zb.schedules.catalog import Build
 from megatron_zb.schedules.hybrid_pattern import kinds, predicting_parts
 from megatron_zb.schedules.layout import Layers
+from megatron_zb.schedules.placement import Placement
 
 # How Megatron-LM divides layers over ranks where no layout is given; a layout takes their place.
 _DIVISION = (
@@ -71,6 +74,7 @@ def adapter_of(
     args: argparse.Namespace,
     build: Build = catalog.build,
     steps_done: Callable[[], int] | None = None,
+    series: tuple[int, int] | None = None,
 ) -> PipelineAdapter:
     """Create the adapter that the parsed arguments ask for; they choose a schedule.
 
@@ -79,29 +83,27 @@ def adapter_of(
     Args:
         build: builds schedules, such as on one rank for all.
         steps_done: returns the steps since the start of training; None asks Megatron-LM's loop.
+        series: of Megatron-LM, such as (0, 19); None is the one installed.
 
     Raises:
         UsageError: the arguments cannot be combined, or the schedule cannot be built.
     """
     args.mtp_num_layers = layers_of(args).multi_token or args.mtp_num_layers
-    conflicts.check_vocabulary(args)
-    conflicts.check_pairs(args)
-    conflicts.check_states(args)
+    asked = asked_of(args, series)
+    refusals.check(asked)
     options = group_options(
         args.nccl_communicator_config_path, args.high_priority_stream_groups or ()
     )
     sizes = _sizes(args)
     adapter = build_adapter(args, sizes, build, options)
-    if args.pipeline_schedule_file is not None:
-        conflicts.check_states(args, adapter.schedule)
     if _may_cut(args) and (why := _why_whole(args, _known_ends(sizes))) is not None:
         adapter.say(f"{WHOLE}: {why}")
-    conflicts.check(
-        args, str(flags.choice(args)), adapter.schedule.placement, adapter.splits_backward
-    )
-    _choose_random_streams(args, adapter, steps_done or _steps_done)
-    if args.enable_optimizer_post_validation:
-        conflicts.check_post_validation(args)
+    keeps_places = adapter.keeps_places or not _is_placed(args)
+    draws = asks_for_layer_streams(args.pipeline_random_streams, keeps_places)
+    refusals.check(asked.known((adapter.schedule.placement,), draws_by_layer=draws))
+    if draws:
+        differ = args.data_parallel_random_init
+        adapter.draw_by_layer(args.seed, steps_done or _steps_done, replicas_differ=differ)
     if _is_placed(args) and not getattr(args, "decoder_num_layers", None):
         for name in _DIVISION:
             setattr(args, name, False if isinstance(getattr(args, name, None), bool) else None)
@@ -110,6 +112,38 @@ def adapter_of(
         else:
             hybrid_pattern.place(args, adapter.layer_layout.letters)
     return adapter
+
+
+def asked_of(args: argparse.Namespace, series: tuple[int, int] | None = None) -> Asked:
+    """Return the run that the arguments ask for, as far as it is known without a search.
+
+    Raises:
+        UsageError: there is no such schedule, no such file, or nothing to schedule.
+    """
+    written = args.pipeline_model_parallel_layout or hybrid_pattern.segments(args)
+    asked = refusals.of_arguments(
+        args, chunks=_chunks(args).number, num_layers=None if written else num_layers(args)
+    )
+    draws = bool(asked.placements) and all(
+        asks_for_layer_streams(args.pipeline_random_streams, _keeps_places(args, placement))
+        for placement in asked.placements
+    )
+    return replace(asked, series=series, draws_by_layer=draws)
+
+
+def _keeps_places(args: argparse.Namespace, placement: Placement) -> bool:
+    """Return whether every rank may hold the layers that it has in Megatron without a schedule."""
+    if placement.chunks > 1 or not _is_placed(args):
+        return not _is_placed(args)
+    written = args.pipeline_model_parallel_layout or hybrid_pattern.segments(args)
+    if written or args.pipeline_layer_layout is not None:
+        return True
+    layers = layers_of(args)
+    try:
+        letters = layout.lettered(layout.spread(layers, placement), layers.multi_token)
+    except UsageError:  # building will report it
+        return True
+    return layout.is_megatrons(letters, layers, placement)
 
 
 def without_bulk_overlap(args: argparse.Namespace, adapter: PipelineAdapter) -> list[str]:
@@ -141,24 +175,12 @@ def prepare_overlap(args: argparse.Namespace) -> list[str]:
         lines.append(
             "--delay-wgrad-compute is left out: the schedule itself says where weight gradients go"
         )
-    if conflicts.overlaps_exchange(args) and os.environ.get(_CONNECTIONS) == "1":
-        lines.append(f"{conflicts.OVERLAP_FLAG} hides nothing with {_CONNECTIONS}=1: export 32")
+    if getattr(args, OVERLAP, False) and os.environ.get(_CONNECTIONS) == "1":
+        lines.append(f"{flag_of(OVERLAP)} hides nothing with {_CONNECTIONS}=1: export 32")
     return lines
 
 
 _CONNECTIONS = "CUDA_DEVICE_MAX_CONNECTIONS"
-
-
-def _choose_random_streams(
-    args: argparse.Namespace, adapter: PipelineAdapter, steps_done: Callable[[], int]
-) -> None:
-    asked = args.pipeline_random_streams
-    keeps_places = adapter.keeps_places or not _is_placed(args)
-    if not asks_for_layer_streams(asked, keeps_places):
-        return
-    conflicts.check_layer_streams(args)
-    replicas_differ = args.data_parallel_random_init
-    adapter.draw_by_layer(args.seed, steps_done, replicas_differ=replicas_differ)
 
 
 def _steps_done() -> int:
@@ -180,13 +202,13 @@ def _sizes(args: argparse.Namespace) -> Sizes:
         ends=ends,
         group_size=getattr(args, "microbatch_group_size_per_vp_stage", None),
         back_to_back=args.enable_optimizer_post_validation,
-        overlaps_exchange=conflicts.overlaps_exchange(args),
-        recomputes=conflicts.recomputes(args),
+        overlaps_exchange=bool(getattr(args, OVERLAP, False)),
+        recomputes=args.pipeline_recompute == "auto",
         copy=copy_of(args),
     )
     known = _known_ends(sizes)
     if_faster = _may_cut(args) and _why_whole(args, known) is None
-    output = _layers_of_output(known) if if_faster or conflicts.cuts_vocabulary(args) else None
+    output = _layers_of_output(known) if if_faster or args.pipeline_vocabulary == "on" else None
     return replace(sizes, vocabulary=output, vocabulary_if_faster=if_faster)
 
 
@@ -202,7 +224,7 @@ def _known_ends(sizes: Sizes) -> balance.Ends | None:
 
 def _why_whole(args: argparse.Namespace, ends: balance.Ends | None) -> str | None:
     """Return why --pipeline-vocabulary auto leaves the output layer whole without a comparison."""
-    why = conflicts.why_not_cut(args)
+    why = refusals.why_whole(args) or why_rows_stay(args)
     if why is None and ends is None:
         return "what it takes cannot be counted for this model"
     return why
@@ -266,18 +288,18 @@ def layers_of(args: argparse.Namespace) -> Layers:
 
 
 def _layout(args: argparse.Namespace) -> str | balance.Ends | None:
-    layout, asked = args.pipeline_model_parallel_layout, args.pipeline_layer_layout
+    written, asked = args.pipeline_model_parallel_layout, args.pipeline_layer_layout
     segments = hybrid_pattern.segments(args)
     if segments is not None:
         _check_alone(args, hybrid_pattern.SEGMENTS)
-        layout = segments
-    elif layout is not None and hybrid_pattern.of_arguments(args) is not None:
+        written = segments
+    elif written is not None and hybrid_pattern.of_arguments(args) is not None:
         raise UsageError(
             "--pipeline-model-parallel-layout cannot tell the layers of a hybrid model apart: "
             "write '|' into its pattern, or leave it out"
         )
     if asked is None:
-        return None if layout is None else str(layout)
+        return None if written is None else str(written)
     _check_balance(args, asked)
     return balance.of_arguments(asked, with_derived(args))
 

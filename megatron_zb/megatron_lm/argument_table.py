@@ -1,7 +1,7 @@
 """Arguments of every supported Megatron-LM, and what each does together with a schedule.
 
 ``arguments.csv`` is written from Megatron-LM's own parsers by ``docs/make_arguments.py``;
-``verdicts.yaml`` is written by hand. What is refused is in ``conflicts.py``.
+``verdicts.yaml`` is written by hand. What is refused is in ``megatron_core/refusals.yaml``.
 """
 
 from __future__ import annotations

@@ -9,19 +9,13 @@ from functools import cache
 from pathlib import Path
 
 from megatron_zb.errors import Refusal, UsageError
-from megatron_zb.job.run_flags import asks_for_layer_streams, placement_of
-from megatron_zb.megatron_lm import (
-    argument_table,
-    conflicts,
-    flags,
-    own_validation,
-    stored_placement,
-)
-from megatron_zb.megatron_lm.adapter_of_arguments import adapter_of
+from megatron_zb.job.run_flags import choice_of
+from megatron_zb.megatron_core import refusals
+from megatron_zb.megatron_lm import argument_table, flags, own_validation, stored_placement
+from megatron_zb.megatron_lm.adapter_of_arguments import adapter_of, asked_of
 from megatron_zb.megatron_lm.argument_table import Finding, Verdict
-from megatron_zb.schedules import catalog, interchange
-from megatron_zb.schedules.placement import Placement, v_shape
-from megatron_zb.schedules.schedule import Schedule
+from megatron_zb.schedules import catalog
+from megatron_zb.schedules.catalog import Build
 
 
 @dataclass(frozen=True)
@@ -93,59 +87,26 @@ def validate(report: Report, root: Path, words: Sequence[str], world_size: int) 
     return replace(report, checked=checked, validated=outcome.version)
 
 
-def check(args: argparse.Namespace, version: str, *, build: bool = True) -> Report:
+def check(args: argparse.Namespace, version: str, *, build: Build | None = catalog.build) -> Report:
     """Check parsed arguments as the start of the job does.
 
     Args:
-        build: build the schedule, too, whose sizes may be wrong.
+        build: builds the schedule, whose sizes may be wrong; None builds none.
 
     Raises:
         UsageError: the schedule does not exist, or its placement has not enough sizes.
     """
-    choice = str(flags.choice(args))
-    table = _table(args)
-    placement, splits = _placement(args, table)
-    found = [*conflicts.refusals(args, choice, placement, splits, _series(version))]
-    if args.enable_optimizer_post_validation:
-        found += conflicts.post_validation_refusals(args)
-    found += conflicts.vocabulary_refusals(args)
-    found += conflicts.pair_refusals(args)
-    found += conflicts.state_refusals(args, table)
-    if asks_for_layer_streams(args.pipeline_random_streams, keeps_places=placement.chunks == 1):
-        found += conflicts.layer_streams_refusals(args)
+    choice = choice_of(args)
+    found = [*refusals.refusals(asked_of(args, _series(version)))]
     found += _stored_refusals(args, choice)
     refused = [Checked(r.flag, Finding(Verdict.REFUSED, _reason(r, choice))) for r in found]
     checked = [*refused, *_others(args, version, {r.flag.split()[0] for r in found})]
-    if build and not refused:
+    if build is not None and not refused:
         try:
-            adapter_of(args)
+            adapter_of(args, build, series=_series(version))
         except UsageError as error:
             checked.insert(0, Checked(choice, Finding(Verdict.REFUSED, str(error))))
     return Report(choice, tuple(checked))
-
-
-def _table(args: argparse.Namespace) -> Schedule | None:
-    """Return the schedule of the file that is asked for, if one is."""
-    file = args.pipeline_schedule_file
-    return None if file is None else interchange.from_csv(Path(file))
-
-
-def _placement(args: argparse.Namespace, table: Schedule | None) -> tuple[Placement, bool]:
-    """Return the placement that is asked for, and whether the backward is split.
-
-    ``auto`` may choose a V; a table from a file may split.
-    """
-    if table is not None:
-        return table.placement, True
-    family, size = catalog.family(args.pipeline_schedule), args.pipeline_model_parallel_size
-    if size < 2:
-        raise UsageError(
-            f"--pipeline-schedule {family.name} needs a pipeline: give "
-            "--pipeline-model-parallel-size of 2 or more"
-        )
-    if family.placement is None:
-        return placement_of(args) or v_shape(size), True
-    return family.placement(size, None), family.splits_backward
 
 
 def _stored_refusals(args: argparse.Namespace, choice: str) -> Iterator[Refusal]:
@@ -164,6 +125,8 @@ def _series(version: str) -> tuple[int, int]:
 
 
 def _reason(refusal: Refusal, choice: str) -> str:
+    if refusal.sentence:
+        return refusal.sentence
     return refusal.why if refusal.other == choice else f"with {refusal.other}: {refusal.why}"
 
 

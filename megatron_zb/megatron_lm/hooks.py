@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 import sys
+from argparse import Namespace
 from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
@@ -18,11 +19,11 @@ from typing import Any
 from megatron_zb.errors import UsageError
 from megatron_zb.job import data_contents
 from megatron_zb.job.shared_build import SharedBuild, build_with_cache
-from megatron_zb.megatron_core import versions
+from megatron_zb.megatron_core import refusals, versions
 from megatron_zb.megatron_core.checkpoints import BOUND, RESHARDABLE, SHARING
+from megatron_zb.megatron_core.refusals import Asked
 from megatron_zb.megatron_lm import (
     argument_table,
-    conflicts,
     fingerprint,
     flags,
     post_validation_hooks,
@@ -280,7 +281,9 @@ def _load_yaml(original: Any, path: str) -> Any:
     if chosen is None and getattr(loaded, "pipeline_schedule", None):
         chosen = f"pipeline_schedule: {loaded.pipeline_schedule} in it"
     if chosen is not None:
-        end_with(conflicts.of_yaml(path, chosen), int(os.environ.get("RANK", "0")))
+        asked = Asked(args=Namespace(yaml_cfg=path), choice=chosen, splits=False)
+        for refusal in refusals.refusals(asked):
+            end_with(refusal.error, int(os.environ.get("RANK", "0")))
     return loaded
 
 

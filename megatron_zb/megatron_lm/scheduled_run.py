@@ -18,7 +18,7 @@ from megatron_zb.errors import UsageError
 from megatron_zb.job.data_contents import Record
 from megatron_zb.megatron_core import checkpoints
 from megatron_zb.megatron_core.adapter import PipelineAdapter
-from megatron_zb.megatron_lm import conflicts, stored_placement
+from megatron_zb.megatron_lm import models, stored_placement
 from megatron_zb.megatron_lm.meeting import Meeting
 from megatron_zb.megatron_lm.stage_data import StageData
 
@@ -128,7 +128,7 @@ class ScheduledRun:
     def _check_model(self, chunk: Any) -> None:
         """Check a chunk; keep a refusal until all is built, since other ranks build along."""
         try:
-            conflicts.check_model(
+            models.check_model(
                 chunk,
                 self.adapter.schedule.name,
                 self.adapter.physical.mirrored,

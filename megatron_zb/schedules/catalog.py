@@ -13,6 +13,7 @@ from megatron_zb.schedules.bounds import lower_bound
 from megatron_zb.schedules.costs import Costs, check_number
 from megatron_zb.schedules.families import interleaved, one_f_one_b, v_shape, wave, zero_bubble
 from megatron_zb.schedules.families.auto import auto, candidates
+from megatron_zb.schedules.parts import Part, with_part
 from megatron_zb.schedules.placement import Placement, looped
 from megatron_zb.schedules.request import MemoryLimit, Request, check_size
 from megatron_zb.schedules.schedule import Report, Schedule
@@ -373,11 +374,12 @@ def build(
     check_number(costs, num_microbatches)
     if costs.vocabulary is not None or any(costs.forward_comm):
         costs = costs.with_all_kept()
+    searched = costs.folded()
     limit = MemoryLimit.of(memory_limit, memory_limit_bytes, pipeline_size)
     request = Request(
         pipeline_size,
         num_microbatches,
-        costs,
+        searched,
         limit,
         chunks=chunks,
         group_size=group_size,
@@ -386,7 +388,11 @@ def build(
         back_to_back=back_to_back,
         quick=quick,
     )
-    schedule = (chosen.build if costs.vocabulary is None else _with_vocabulary(chosen))(request)
+    schedule = (chosen.build if searched.vocabulary is None else _with_vocabulary(chosen))(request)
+    for part in costs.parts:
+        assert isinstance(part, Part)
+        schedule = with_part(schedule, part)
+    request = replace(request, costs=costs)
     return _reported(replace(schedule, name=chosen.name).validate(), request)
 
 
@@ -421,6 +427,22 @@ def _places_with_vocabulary(chosen: Family, request: Request) -> list[Placement]
     if request.chunks is not None or request.placement is not None:
         return places
     return [place for place in places if place.chunks <= 2] or places[:1]
+
+
+def possible_placements(
+    chosen: Family, pipeline_size: int, chunks: int | None, num_layers: int | None
+) -> list[Placement]:
+    """Return the placements that a schedule may have; several only where the costs decide.
+
+    Raises:
+        UsageError: there are too few layers for any, or the chunks that are asked for are wrong.
+    """
+    if chosen.placement is not None:
+        return [chosen.placement(pipeline_size, chunks)]
+    costs = Costs.uniform(pipeline_size=pipeline_size, forward=1.0, backward=1.0, weight=1.0)
+    return candidates(
+        Request(pipeline_size, 1, costs, MemoryLimit(), chunks=chunks, num_layers=num_layers)
+    )
 
 
 def _check_choice(chosen: Family, choice: str, value: int | None, takes_it: bool) -> None:

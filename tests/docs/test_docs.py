@@ -518,7 +518,7 @@ def test_the_times_with_moves_are_those_of_the_results() -> None:
         assert f"The lower bound is {row['bound']:.1f}." in page
         assert row["peak"] <= row["limit"] * (1 + 1e-9)
     fast, slow = sorted({row["copy"] for row in results["moved"]})
-    assert f"| limit | {fast:g} | moved | host | {slow:g} | moved | host |" in page
+    assert f"| limit | {fast:g} | offloaded | host | {slow:g} | offloaded | host |" in page
     for limit, line in lines.items():
         assert f"| {limit:g} {line}" in page
 

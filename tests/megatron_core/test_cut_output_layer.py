@@ -285,7 +285,7 @@ def refusal_of_post_validation(case: GPTCase) -> str:
 
 
 def test_post_validation_is_refused_by_a_program_of_its_own_too(ranks: RankPools) -> None:
-    """Megatron-LM's flags are refused before: see conflicts.py."""
+    """Megatron-LM's flags are refused before: see refusals.yaml."""
     for text in ranks(2).run(refusal_of_post_validation, case=GPTCase()):
         assert text == (
             "optimizer post-validation cannot be combined with an output layer that is cut along "

@@ -15,7 +15,7 @@ from megatron_zb.errors import UsageError
 from megatron_zb.megatron_core.linear import SplitBackward
 from megatron_zb.megatron_core.placement import PhysicalPlacement
 from megatron_zb.megatron_core.stages import MegatronStage
-from megatron_zb.megatron_lm.conflicts import check_model
+from megatron_zb.megatron_lm.models import check_model
 from megatron_zb.runtime.weight_grad import WeightGradQueue
 from megatron_zb.schedules.placement import looped
 

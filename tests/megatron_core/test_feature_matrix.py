@@ -33,7 +33,7 @@ from megatron_zb.errors import UsageError
 from megatron_zb.megatron_core import versions
 from megatron_zb.megatron_core.connections import ChannelsPart
 from megatron_zb.megatron_core.data_parallel import DataParallelSync
-from megatron_zb.megatron_core.forward_backward import refuse_what_is_not_served
+from megatron_zb.megatron_core.refusals import check_step
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -85,12 +85,12 @@ def test_rows_name_tests_that_exist() -> None:
 def test_settings_that_cannot_be_served_are_refused(setting: str) -> None:
     config = SimpleNamespace(**{setting: 2})
     with pytest.raises(UsageError, match=rf"^{setting} cannot be combined with .* v-half: "):
-        refuse_what_is_not_served(config, None, "v-half")
+        check_step(config, "v-half")
 
 
 def test_weights_of_which_a_rank_has_all_are_served() -> None:
     config = SimpleNamespace(gtp_weight_remat_size=1, expert_gtp_weight_remat_size=1)
-    refuse_what_is_not_served(config, None, "v-half")
+    check_step(config, "v-half")
 
 
 def sizes_of_groups() -> dict[str, int]:
@@ -110,9 +110,9 @@ def test_all_groups_are_handed_to_the_reduction_of_gradients(ranks: RankPools) -
 def test_shapes_of_a_function_are_refused_unless_they_travel() -> None:
     config = SimpleNamespace(variable_seq_lengths=False)
     with pytest.raises(UsageError, match=r"adjust_tensor_shapes_fn .* set variable_seq_lengths"):
-        refuse_what_is_not_served(config, lambda *shapes: shapes, "zb-h1")
+        check_step(config, "zb-h1", lambda *shapes: shapes)
     config.variable_seq_lengths = True
-    refuse_what_is_not_served(config, lambda *shapes: shapes, "zb-h1")
+    check_step(config, "zb-h1", lambda *shapes: shapes)
 
 
 class Chunk:

@@ -39,9 +39,9 @@ from te_models import layers_of_te, quantized
 
 from megatron_zb import schedules
 from megatron_zb.errors import UsageError
-from megatron_zb.megatron_core import graphs
 from megatron_zb.megatron_core.connections import ChannelsPart, WatchPart
 from megatron_zb.megatron_core.graphs import pass_order
+from megatron_zb.megatron_core.refusals import check_step
 from megatron_zb.megatron_core.versions import Graphs, graphs_of
 from megatron_zb.runtime.channels import Channels
 from megatron_zb.runtime.watchdog.progress import RankProgress
@@ -251,7 +251,8 @@ def _another_count(schedule: str) -> str:
 
 
 def test_graphs_are_for_one_number_of_microbatches(ranks: RankPools) -> None:
-    said = f"cannot be combined with the pipeline schedule v-half: {graphs.WHY_ONE_COUNT}"
+    said = "cannot be combined with the pipeline schedule v-half: graphs are "
+    said += "captured for one number of microbatches"
     expected = f"3 microbatches: CUDA graphs (transformer_engine) {said}"
     pool = ranks(2, Kind.TRANSFORMER_ENGINE)
     assert pool.run(_another_count, schedule="v-half") == [expected] * 2
@@ -382,33 +383,23 @@ def test_receives_stay_on_the_stream_that_is_captured() -> None:
 
 
 @pytest.mark.parametrize(
-    ("settings", "why"),
-    [
-        ({"variable_seq_lengths": True}, graphs.WHY_KNOWN_SHAPES),
-        ({"cuda_graph_warmup_steps": 0}, graphs.WHY_A_STEP_BEFORE),
-    ],
+    "settings", [{"variable_seq_lengths": True}, {"cuda_graph_warmup_steps": 0}]
 )
-def test_what_no_step_can_be_captured_with(settings: dict[str, Any], why: str) -> None:
+def test_what_no_step_can_be_captured_with(settings: dict[str, Any]) -> None:
     config = {"variable_seq_lengths": False, "cuda_graph_warmup_steps": 1}
     whole = {"cuda_graph_impl": "full_iteration", **config}
-    graphs.check(SimpleNamespace(**whole), "v-half", {})
-    with pytest.raises(UsageError, match=f"^CUDA graphs .full_iteration. .* v-half: {why}$"):
-        graphs.check(SimpleNamespace(**{**whole, **settings}), "v-half", {})
-    graphs.check(SimpleNamespace(**{**config, **settings}), "v-half", {})
+    check_step(SimpleNamespace(**whole), "v-half")
+    with pytest.raises(UsageError, match=r"^CUDA graphs .full_iteration. .* v-half: "):
+        check_step(SimpleNamespace(**{**whole, **settings}), "v-half")
+    check_step(SimpleNamespace(**{**config, **settings}), "v-half")
 
 
 @pytest.mark.parametrize(
-    "why",
-    [
-        graphs.WHY_NOT_LAYER_STREAMS,
-        graphs.WHY_NOT_MEASURED,
-        graphs.WHY_NOT_TWICE,
-        graphs.WHY_ONE_COUNT,
-    ],
+    "fact", ["draws_by_layer", "is_measured", "is_validated_later", "has_another_order"]
 )
-def test_a_step_is_refused_with_what_a_graph_cannot_hold(why: str) -> None:
+def test_a_step_is_refused_with_what_a_graph_cannot_hold(fact: str) -> None:
     config = SimpleNamespace(cuda_graph_impl="transformer_engine")
-    with pytest.raises(UsageError, match=f"{why}$"):
-        graphs.check(config, "v-half", {why: True})
-    graphs.check(config, "v-half", {why: False})
-    graphs.check(SimpleNamespace(cuda_graph_impl="none"), "v-half", {why: True})
+    with pytest.raises(UsageError, match=r"^CUDA graphs .transformer_engine. .* v-half: "):
+        check_step(config, "v-half", **{fact: True})
+    check_step(config, "v-half", **{fact: False})
+    check_step(SimpleNamespace(cuda_graph_impl="none"), "v-half", **{fact: True})

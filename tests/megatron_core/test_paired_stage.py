@@ -27,7 +27,7 @@ from ranks import RankPools
 
 from megatron_zb import schedules
 from megatron_zb.errors import UsageError
-from megatron_zb.megatron_lm.conflicts import check_model
+from megatron_zb.megatron_lm.models import check_model
 from megatron_zb.schedules import Schedule
 from megatron_zb.schedules.families.v_shape import dualpipe_v_order
 

@@ -259,9 +259,16 @@ def test_an_optimizer_that_cannot_be_taken_back_is_refused() -> None:
 
 
 def test_a_setting_that_cannot_be_taken_back_is_refused() -> None:
-    from megatron_zb.megatron_core.post_validation import NOT_TAKEN_BACK, check_settings
+    from megatron_zb.megatron_core.refusals import STEP, check_steps_taken_back, rows
 
-    for setting, why in NOT_TAKEN_BACK.items():
+    settings = {
+        name: row.why
+        for row in rows()
+        if STEP in row.stage and "post_validation" in row.with_
+        for name in row.when
+    }
+    assert len(settings) == 9
+    for setting, why in settings.items():
         with pytest.raises(UsageError, match=f"^{setting} cannot be combined .*{why}$"):
-            check_settings(SimpleNamespace(), SimpleNamespace(**{setting: 1}))
-    check_settings(SimpleNamespace(**dict.fromkeys(NOT_TAKEN_BACK)))
+            check_steps_taken_back(SimpleNamespace(**{setting: 1}))
+    check_steps_taken_back(SimpleNamespace(**dict.fromkeys(settings)))

@@ -33,11 +33,7 @@ from torch.nn.utils.parametrize import register_parametrization
 
 from megatron_zb.errors import UsageError
 from megatron_zb.megatron_core.split_backward import SplitBackward
-from megatron_zb.megatron_core.transformer_engine import (
-    WHY_NOT_OPERATIONS,
-    WHY_NOT_ZERO_COPY,
-    split_transformer_engine,
-)
+from megatron_zb.megatron_core.transformer_engine import split_transformer_engine
 from megatron_zb.megatron_core.versions import transformer_engine_is_supported
 from megatron_zb.runtime.weight_grad import WeightGradQueue
 
@@ -295,7 +291,9 @@ def refusal(setting: str) -> str:
         *(
             (
                 setting,
-                f"{said} cannot be combined with --pipeline-schedule v-half: {WHY_NOT_OPERATIONS}",
+                f"{said} cannot be combined with --pipeline-schedule v-half: "
+                "operations of transformer_engine.pytorch.ops, except those of grouped experts, "
+                "compute weight gradients in B",
             )
             for setting, said in (
                 ("fuser", "--use-transformer-engine-op-fuser"),
@@ -305,7 +303,7 @@ def refusal(setting: str) -> str:
         (
             "zero-copy",
             "--moe-ncclep-zero-copy cannot be combined with --pipeline-schedule v-half: "
-            f"{WHY_NOT_ZERO_COPY}",
+            "B of the experts overwrites the output gradient that W reads; leave it out",
         ),
         (
             "version",

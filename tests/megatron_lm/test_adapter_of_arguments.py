@@ -225,7 +225,11 @@ ENDS = "count the layers of a rank, which holds several chunks here"
             {"tensor_model_parallel_size": 0},
             "--tensor-model-parallel-size is 0",
         ),
-        ("--pipeline-schedule v-half", {"pipeline_model_parallel_size": 1}, "pipeline size 1"),
+        (
+            "--pipeline-schedule v-half",
+            {"pipeline_model_parallel_size": 1},
+            "needs a pipeline: give --pipeline-model-parallel-size",
+        ),
         (
             "--pipeline-schedule v-half",
             {"pipeline_model_parallel_layout": "Ettt|tttt|tttt|ttttL"},

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from megatron_zb.errors import UsageError
-from megatron_zb.megatron_lm.conflicts import check_pairs_of_model
+from megatron_zb.megatron_lm.models import check_pairs_of_model
 
 
 class Experts(torch.nn.Module):

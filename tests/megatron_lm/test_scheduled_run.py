@@ -10,7 +10,7 @@ import pytest
 from megatron_arguments import parsed
 
 from megatron_zb.errors import UsageError
-from megatron_zb.megatron_lm import conflicts
+from megatron_zb.megatron_lm import models
 from megatron_zb.megatron_lm.adapter_of_arguments import adapter_of
 from megatron_zb.megatron_lm.scheduled_run import ScheduledRun
 
@@ -53,7 +53,7 @@ def test_the_first_chunk_that_is_refused_is_the_one_that_is_told(
     def refuse(*_: Any) -> None:
         raise next(refusals)
 
-    monkeypatch.setattr(conflicts, "check_model", refuse)
+    monkeypatch.setattr(models, "check_model", refuse)
     run._failure = None
     for _ in range(2):
         run._check_model(None)

@@ -1,0 +1,92 @@
+"""Models that a schedule can run, by the names of Megatron's classes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+from megatron_zb.errors import UsageError
+from megatron_zb.job.run_flags import STREAMS_FLAG
+from megatron_zb.megatron_core import versions
+from megatron_zb.megatron_core.model_ends import language_model, why_not_placed
+from megatron_zb.megatron_core.refusals import OVERLAP
+from megatron_zb.parsing import flag_of
+
+
+@dataclass(frozen=True)
+class Served:
+    """What has been proven for the models of a class; all run one chunk per rank."""
+
+    in_a_v: bool = False
+    draws_by_layer: bool = False
+    """Whether each layer can draw its weights from random streams of its own."""
+    last: tuple[int, int] | None = None
+    """The last series of Megatron-LM in which neither has been proven, if there is one."""
+
+    def is_proven(self) -> bool:
+        return self.last is None or versions.core_series() > self.last
+
+
+# A HybridModel was called MambaModel before 0.18. Each may have
+# an encoder in front, as its `language_model`.
+MODELS = {
+    "GPTModel": Served(in_a_v=True, draws_by_layer=True),
+    "BertModel": Served(draws_by_layer=True),
+    "MambaModel": Served(in_a_v=True, draws_by_layer=True, last=versions.WITHOUT_HYBRID_CHUNKS),
+    "HybridModel": Served(in_a_v=True, draws_by_layer=True),
+}
+
+
+def check_pairs_of_model(chunk: Any) -> None:
+    """Refuse models of which Megatron's plans would compute something else, or nothing at all.
+
+    Raises:
+        UsageError: says which part of the model is in the way.
+    """
+    name = type(chunk).__name__
+    if "GPTModel" not in (kind.__name__ for kind in type(chunk).__mro__):
+        raise UsageError(f"{flag_of(OVERLAP)} cannot run a {name}: it is tried with GPTModel alone")
+    frozen = next((name for name, p in chunk.named_parameters() if not p.requires_grad), None)
+    if frozen is not None:
+        raise UsageError(
+            f"{flag_of(OVERLAP)} cannot run a model with frozen weights, such as {frozen}: "
+            "Megatron's plans want a gradient of everything; leave the flag out"
+        )
+    layers = chunk.decoder.layers
+    norm = getattr(chunk.decoder, "final_layernorm", None)
+    if norm is not None and len(layers) and not hasattr(layers[-1].mlp, "experts"):
+        raise UsageError(
+            f"{flag_of(OVERLAP)} cannot run a model whose last layer has no experts: Megatron's "
+            "plans would leave the final norm out; change --moe-layer-freq"
+        )
+
+
+def check_model(chunk: Any, schedule: str, in_a_v: bool, draws_by_layer: bool) -> None:
+    """Refuse models whose chunks exchange more than one tensor, or that are unproven in a V.
+
+    Raises:
+        UsageError: names the model and those that are supported.
+    """
+    name, staged = type(chunk).__name__, language_model(chunk)
+    served = next((MODELS[c.__name__] for c in type(staged).__mro__ if c.__name__ in MODELS), None)
+    refused = f"--pipeline-schedule {schedule} cannot run a {name}"
+    if served is None:
+        raise UsageError(
+            f"{refused}: it runs {', '.join(MODELS)}, and models with one of these as their "
+            "language_model on every stage and encoders on the first"
+        )
+    if not served.is_proven():
+        served = Served()
+    if staged is not chunk:
+        if why := why_not_placed(chunk):
+            raise UsageError(f"{refused}: {why}")
+        served = replace(served, draws_by_layer=False)
+    if in_a_v and not served.in_a_v:
+        raise UsageError(f"{refused}: use one with one chunk per rank, such as zb-h1")
+    if draws_by_layer and not served.draws_by_layer:
+        raise UsageError(
+            f"the layers of a {name} cannot draw their weights from random streams of their own: "
+            f"add {STREAMS_FLAG} rank"
+        )
+    if getattr(getattr(chunk, "config", None), OVERLAP, False):
+        check_pairs_of_model(chunk)
