@@ -35,11 +35,11 @@ from megatron_zb.megatron_core.placement import PhysicalPlacement, StageLayout
 from megatron_zb.megatron_core.post_validation import PostValidation, PostValidationPart
 from megatron_zb.megatron_core.profiled_steps import ProfilePart
 from megatron_zb.megatron_core.profiling import ITERATIONS, PAIRED
-from megatron_zb.megatron_core.random_streams import LayerStreams, StreamsPart
+from megatron_zb.megatron_core.random_streams import LayerStreams
 from megatron_zb.megatron_core.replanning import Replanning
 from megatron_zb.megatron_core.report import StartReport
 from megatron_zb.megatron_core.split_backward import SplitBackward
-from megatron_zb.megatron_core.stages import OffloadPart
+from megatron_zb.megatron_core.stages import OffloadPart, StreamsPart
 from megatron_zb.megatron_core.step import StepPart
 from megatron_zb.megatron_core.transformer_engine import split_transformer_engine
 from megatron_zb.megatron_core.verification import UnsplitLayers, Verification

@@ -12,8 +12,7 @@ from megatron_zb.megatron_core.graphs import GraphsPart
 from megatron_zb.megatron_core.overlap import OverlapPart
 from megatron_zb.megatron_core.placement import PhysicalPlacement
 from megatron_zb.megatron_core.profiled_steps import ProfilePart
-from megatron_zb.megatron_core.random_streams import StreamsPart
-from megatron_zb.megatron_core.stages import OffloadPart
+from megatron_zb.megatron_core.stages import OffloadPart, StreamsPart
 from megatron_zb.megatron_core.step import StepPart
 from megatron_zb.megatron_core.verification import UnsplitLayers, Verification
 from megatron_zb.megatron_core.vocabulary import VocabularyPart

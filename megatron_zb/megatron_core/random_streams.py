@@ -24,8 +24,6 @@ from megatron.core.models.common.embeddings.language_model_embedding import Lang
 from megatron.core.pipeline_parallel.utils import ScheduleNode
 from megatron.core.tensor_parallel import get_cuda_rng_tracker, model_parallel_cuda_manual_seed
 
-from megatron_zb.megatron_core.step import Step, StepPart
-
 _HOST, _DEVICE = "host", "device"
 # What makes a model draw random numbers in training, by the names of Megatron's config.
 _DRAWING = (
@@ -206,29 +204,6 @@ class LayerStreams:
             self._origins = {name: _digest(name, state) for name, state in states.items()}
         finally:
             usual.restore()
-
-
-class StreamsPart(StepPart):
-    """Lets the layers of a model draw from random streams of their own.
-
-    Args:
-        steps_done: returns the number of steps since the start of training, resumed or not.
-    """
-
-    fact = "draws_by_layer"
-
-    def __init__(self, streams: LayerStreams, steps_done: Callable[[], int]) -> None:
-        self.streams, self._steps_done = streams, steps_done
-
-    def prepare_model(self, chunks: list[Any]) -> None:
-        for chunk in chunks:
-            self.streams.seed_forwards(chunk)
-
-    def before_step(self, step: Step) -> None:
-        self.streams.start_step(None if step.forward_only else self._steps_done())
-
-    def wrap_stage(self, number: int, stage: Any, step: Step) -> None:
-        stage.streams = self.streams
 
 
 class _LayerInParts:

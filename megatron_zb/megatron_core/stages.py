@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cached_property, partial
 from typing import Any
@@ -13,7 +13,10 @@ from megatron.core.pipeline_parallel import schedules as megatron_schedules
 from megatron_zb.errors import UsageError
 from megatron_zb.megatron_core.data_iterators import Start
 from megatron_zb.megatron_core.data_parallel import DataParallelSync
-from megatron_zb.megatron_core.random_streams import LayerStreams, RandomState
+from megatron_zb.megatron_core.random_streams import (
+    LayerStreams,
+    RandomState,
+)
 from megatron_zb.megatron_core.split_backward import SplitBackward
 from megatron_zb.megatron_core.step import Step, StepPart, device, timed
 from megatron_zb.runtime.autograd_stage import AutogradStage
@@ -144,6 +147,29 @@ class MegatronStage(AutogradStage):
     def _training_sync(self) -> DataParallelSync:
         assert self.sync is not None, "an evaluation has no backward"
         return self.sync
+
+
+class StreamsPart(StepPart):
+    """Lets the layers of a model draw from random streams of their own.
+
+    Args:
+        steps_done: returns the number of steps since the start of training, resumed or not.
+    """
+
+    fact = "draws_by_layer"
+
+    def __init__(self, streams: LayerStreams, steps_done: Callable[[], int]) -> None:
+        self.streams, self._steps_done = streams, steps_done
+
+    def prepare_model(self, chunks: list[Any]) -> None:
+        for chunk in chunks:
+            self.streams.seed_forwards(chunk)
+
+    def before_step(self, step: Step) -> None:
+        self.streams.start_step(None if step.forward_only else self._steps_done())
+
+    def wrap_stage(self, number: int, stage: Any, step: Step) -> None:
+        stage.streams = self.streams
 
 
 class OffloadPart(StepPart):
