@@ -36,7 +36,8 @@ from megatron_zb.planner.strategy import Choices, Strategy
 from megatron_zb.planner.work import Workload
 from megatron_zb.schedules import Costs, Schedule
 from megatron_zb.schedules.families import v_shape
-from megatron_zb.schedules.request import MemoryLimit, Request
+from megatron_zb.schedules.limit import Limit
+from megatron_zb.schedules.request import Request
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGE = ROOT / "docs" / "validation.md"
@@ -187,7 +188,7 @@ def _published_build(family: str) -> Build:
         p = costs.pipeline_size
         offsets, peak = BLOCKS[family]
         equal = Costs.uniform(pipeline_size=p, forward=1, backward=1, weight=1)
-        request = Request(pipeline_size=p, num_microbatches=m, costs=equal, limit=MemoryLimit())
+        request = Request(pipeline_size=p, num_microbatches=m, costs=equal, limit=Limit())
         (schedule,) = v_shape.of_block(family, offsets, request, peak(p))
         return schedule
 

@@ -16,32 +16,6 @@ LONGEST_TIME = 1e12
 """Longest time of a pass, in any unit; sums of longer ones would lose their digits."""
 
 
-_UNITS = {
-    "KB": 10**3,
-    "MB": 10**6,
-    "GB": 10**9,
-    "TB": 10**12,
-    "KIB": 2**10,
-    "MIB": 2**20,
-    "GIB": 2**30,
-    "TIB": 2**40,
-}
-
-
-class Bytes(str):
-    """A number of bytes as the user writes it, such as ``40GiB``."""
-
-    @property
-    def number(self) -> float:
-        """The number."""
-        found = _BYTES.fullmatch(self.upper())
-        assert found is not None, "it has been parsed"
-        return float(found[1]) * _UNITS[found[2]]
-
-
-_BYTES = re.compile(rf"(\d+(?:\.\d+)?)({'|'.join(_UNITS)})")
-
-
 class Parser(argparse.ArgumentParser):
     """Argument parser that reports mistakes as UsageError."""
 
@@ -174,18 +148,6 @@ def seconds(text: str) -> float:
             f"'{text}' is not a time: give a number from 0 to {LONGEST_TIME:g}, such as 1.5"
         )
     return time
-
-
-def share_or_bytes(text: str) -> float | Bytes:
-    """Parse a share, such as 0.5, or a number of bytes with its unit, such as 40GiB."""
-    if _BYTES.fullmatch(text.upper()):
-        return Bytes(text)
-    try:
-        return float(text)
-    except ValueError:
-        raise argparse.ArgumentTypeError(
-            f"'{text}' is neither a share, such as 0.5, nor a number of bytes, such as 40GiB"
-        ) from None
 
 
 def positive(text: str) -> int:

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megatron_zb.errors import UsageError
-from megatron_zb.job.run_flags import add_other_data, add_timeout
+from megatron_zb.job import settings
 from megatron_zb.parsing import Parser, flag_of
 from megatron_zb_train import arguments, flags
 
@@ -98,7 +98,7 @@ def _add_ranks(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         help="steps that the first rank may be ahead of the slowest; default: %(default)s",
     )
-    add_timeout(group)
+    settings.add_arguments(group, settings.DISTILLATION, "pipeline_timeout")
 
 
 def _add_training(parser: argparse.ArgumentParser) -> None:
@@ -131,7 +131,7 @@ def _add_checkpoint(parser: argparse.ArgumentParser) -> None:
         "write a checkpoint of all candidates and their optimizers at the end of the run",
         "continue from the latest checkpoint there",
     )
-    add_other_data(group)
+    settings.add_arguments(group, settings.DISTILLATION, "pipeline_allow_other_data")
     group.add_argument(
         "--save-student",
         metavar="DIR",

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_zb.errors import UsageError
-from megatron_zb.job import data_contents
+from megatron_zb.job import data_contents, settings
 from megatron_zb.job.data_contents import Record
 from megatron_zb.job.run_flags import AUTO_LAYOUT, LAYOUT_FLAG, asks_for_balance, choice_of
 from megatron_zb.parsing import flag_of
@@ -213,22 +213,7 @@ def _neighbours(number: int, step: int) -> str:
 def _check_schedule(args: argparse.Namespace, world_size: int) -> None:
     size = args.pipeline_model_parallel_size
     if args.pipeline_schedule is None and args.pipeline_schedule_file is None:
-        for name in (
-            "pipeline_memory_limit",
-            "pipeline_profile",
-            "pipeline_replan_every",
-            "pipeline_random_streams",
-            "pipeline_placement",
-            "pipeline_schedule_cache",
-            "pipeline_vocabulary",
-            "pipeline_recompute",
-            "pipeline_offload",
-            "pipeline_host_limit",
-            "pipeline_verify",
-            "num_virtual_stages_per_pipeline_rank",
-        ):
-            if getattr(args, name) not in (None, False):
-                raise UsageError(f"{flag_of(name)} needs --pipeline-schedule")
+        settings.check_unscheduled(args, settings.TRAINER)
         _check_stock_layers(args, size)
         return
     if size == 1:

@@ -7,12 +7,7 @@ from __future__ import annotations
 
 import argparse
 
-from megatron_zb.job.run_flags import (
-    add_run_arguments,
-    add_schedule,
-    add_states,
-    add_vocabulary,
-)
+from megatron_zb.job import settings
 from megatron_zb.parsing import Parser
 
 _DESCRIPTION = """\
@@ -54,26 +49,7 @@ def parser() -> Parser:
 
 def _add_pipeline(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("pipeline schedule")
-    add_schedule(group, "; without it, Megatron's own 1F1B runs, untouched")
-    group.add_argument(
-        "--num-virtual-stages-per-pipeline-rank",
-        type=int,
-        metavar="N",
-        help="model chunks of a rank, where the schedule has the choice: interleaved, wave, auto",
-    )
-    add_run_arguments(group)
-    add_vocabulary(group)
-    add_states(group)
-    group.add_argument(
-        "--pipeline-layer-layout",
-        "--pipeline-model-parallel-layout",
-        metavar="LAYOUT",
-        help="which layers each stage holds, as in Megatron-LM: "
-        "'Ett|ttt|ttt|ttL' has four stages, embedding first, loss last; stages are written in "
-        "the order in which a microbatch passes them. With a schedule also 'auto': fewer where "
-        "embedding and output layer are, counted from the sizes of the model; or a file of "
-        "--pipeline-profile: by the seconds measured there",
-    )
+    settings.add_arguments(group, settings.TRAINER)
 
 
 def _add_model(parser: argparse.ArgumentParser) -> None:

@@ -22,7 +22,7 @@ ROOMS: dict[str, set[str]] = {
     "runtime": {"schedules"},
     "megatron_core": {"schedules", "job", "measured", "runtime"},
     "megatron_lm": {"schedules", "job", "measured", "runtime", "megatron_core"},
-    "bridge": {"schedules", "megatron_core", "megatron_lm"},
+    "bridge": {"schedules", "job", "megatron_core", "megatron_lm"},
     "planner": {"schedules", "measured"},
     "drawing": {"schedules", "measured", "planner"},
     "cli": {

@@ -130,10 +130,10 @@ def _adapter(job: Job) -> Any:
     """The schedule as a training script has it; None for Megatron's own."""
     if job.schedule is None or job.schedule.startswith("megatron"):
         return None
-    from megatron_zb.measured.limits import Limit
     from megatron_zb.megatron_core import connections
     from megatron_zb.megatron_core.adapter import PipelineAdapter
     from megatron_zb.schedules.layout import Layers
+    from megatron_zb.schedules.limit import Limit
 
     if job.host_memory:
         from host_memory_channels import HostMemoryChannels

@@ -6,23 +6,28 @@ Importing this file imports neither torch nor Megatron.
 from __future__ import annotations
 
 import argparse
-from dataclasses import asdict, dataclass, fields
+from dataclasses import dataclass, fields
 from typing import Any
 
 from megatron_zb.errors import UsageError
+from megatron_zb.job import settings
+from megatron_zb.job.settings import ScheduleSettings
 from megatron_zb.parsing import flag_of
 from megatron_zb.schedules import catalog
 
-_CHOICES = {
-    "pipeline_random_streams": ("rank", "layer"),
-    "pipeline_vocabulary": ("auto", "on", "off", None),
-    "pipeline_recompute": ("auto", "off", None),
-    "pipeline_offload": ("auto", "off", None),
-}
+# What a program sets in its own way, or what only a command line has.
+_ELSEWHERE = (
+    "enable_optimizer_post_validation",
+    "pipeline_allow_other_data",
+    "pipeline_profile",
+    "pipeline_replan_every",
+    "pipeline_schedule_cache",
+    "post_validation_snapshot",
+)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Settings:
+class Settings(ScheduleSettings):
     """The settings of a schedule, by the names of the command line's flags.
 
     They can be pickled, and hold nothing of torch or Megatron. What is None is taken from the
@@ -32,7 +37,8 @@ class Settings:
         num_microbatches: of a usual step; others may have more or fewer.
         pipeline_schedule: one of ``schedules.names()``.
         pipeline_schedule_file: a table of ``megatron-zb export`` instead.
-        pipeline_memory_limit: the most activation memory of any rank, as a fraction of 1F1B's.
+        pipeline_memory_limit: the most activation memory of any rank, as a fraction of 1F1B's, or
+            in bytes, such as ``40GiB``, with a file of a profile as ``pipeline_layer_layout``.
         pipeline_placement: ``loop`` or ``zigzag``, for ``auto``.
         num_virtual_stages_per_pipeline_rank: chunks, where the schedule has the choice.
         microbatch_group_size_per_vp_stage: of schedules that take a group size.
@@ -42,8 +48,7 @@ class Settings:
             model, which is then called with labels alone; ``auto`` where that is faster.
         pipeline_recompute: ``auto`` may drop activations and compute them again under the limit.
         pipeline_offload: ``auto`` may move activations to the host under the limit.
-        pipeline_host_limit: the most memory of the host for the activations of any rank, as a
-            fraction of 1F1B's.
+        pipeline_host_limit: the most memory of the host for the activations of any rank, alike.
         pipeline_random_streams: ``rank``, or ``layer`` with a ``seed``.
         seed: of the streams of the layers.
         pipeline_verify: compare the first step's gradients with those of an unsplit backward.
@@ -55,24 +60,8 @@ class Settings:
     """
 
     num_microbatches: int
-    pipeline_schedule: str | None = None
-    pipeline_schedule_file: str | None = None
-    pipeline_memory_limit: float | None = None
-    pipeline_placement: str | None = None
-    num_virtual_stages_per_pipeline_rank: int | None = None
-    microbatch_group_size_per_vp_stage: int | None = None
-    pipeline_model_parallel_layout: str | None = None
-    pipeline_layer_layout: str | None = None
-    pipeline_vocabulary: str | None = None
-    pipeline_recompute: str | None = None
-    pipeline_offload: str | None = None
-    pipeline_host_limit: float | None = None
-    pipeline_random_streams: str = "rank"
-    seed: int | None = None
-    pipeline_verify: bool = False
-    pipeline_timeout: float = 0.0
-    nccl_communicator_config_path: str | None = None
-    high_priority_stream_groups: tuple[str, ...] = ()
+    pipeline_random_streams: str | None = "rank"
+    pipeline_timeout: float | None = 0.0
 
     def __post_init__(self) -> None:
         if (self.pipeline_schedule is None) is (self.pipeline_schedule_file is None):
@@ -84,14 +73,12 @@ class Settings:
             catalog.family(self.pipeline_schedule)
         if self.num_microbatches < 1:
             raise UsageError(f"num_microbatches is {self.num_microbatches}: it must be 1 or more")
-        for name in ("pipeline_memory_limit", "pipeline_host_limit"):
-            limit = getattr(self, name)
-            if limit is not None and not isinstance(limit, int | float):
-                raise UsageError(f"{name} is {limit!r}: give a fraction of 1F1B's, such as 0.5")
-        for name, values in _CHOICES.items():
-            if getattr(self, name) not in values:
-                words = " or ".join(value for value in values if value is not None)
-                raise UsageError(f"{name} is '{getattr(self, name)}': give {words}")
+        for each in fields(ScheduleSettings):
+            name, value = each.name, getattr(self, each.name)
+            if name in _ELSEWHERE and value != each.default:
+                raise UsageError(f"{name} is a setting of command lines: leave it out")
+            choices = ("rank", "layer") if name == "pipeline_random_streams" else None
+            object.__setattr__(self, name, settings.parsed(name, value, choices))
 
     def as_arguments(self, model: Any) -> argparse.Namespace:
         """Return the arguments that Megatron-LM would have for these settings and a model.
@@ -110,7 +97,8 @@ class Settings:
                     "for it stays in the process that has checked them: leave it out, and give it "
                     "to the settings"
                 )
-        chosen = {name: value for name, value in asdict(self).items() if value is not None}
+        values = {name: getattr(self, name) for name in _NAMES}
+        chosen = {name: value for name, value in values.items() if value is not None}
         args = argparse.Namespace(**{**_DEFAULTS, **_of_config(given), **given, **chosen})
         # a config has a default of its own here, which nobody has chosen
         args.microbatch_group_size_per_vp_stage = self.microbatch_group_size_per_vp_stage
@@ -121,13 +109,14 @@ class Settings:
 
     def as_values(self) -> dict[str, Any]:
         """Return the settings by the names that messages use."""
-        return {flag_of(field.name): getattr(self, field.name) for field in fields(self)}
+        return {flag_of(name): getattr(self, name) for name in _NAMES}
 
 
+_NAMES = tuple(each.name for each in fields(Settings) if each.name not in _ELSEWHERE)
 _SIZES = ("num_layers", "pipeline_model_parallel_size")
 
 # What Megatron-LM's arguments have where neither the settings nor the model say anything.
-_DEFAULTS = {
+_DEFAULTS = {each.name: each.default for each in fields(ScheduleSettings)} | {
     "account_for_embedding_in_pipeline_split": False,
     "account_for_loss_in_pipeline_split": False,
     "context_parallel_size": 1,
@@ -135,25 +124,8 @@ _DEFAULTS = {
     "decoder_first_pipeline_num_layers": None,
     "decoder_last_pipeline_num_layers": None,
     "distributed_timeout_minutes": 10,
-    "enable_optimizer_post_validation": False,
     "mtp_num_layers": None,
-    "nccl_communicator_config_path": None,
     "num_layers_per_virtual_pipeline_stage": None,
-    "num_virtual_stages_per_pipeline_rank": None,
-    "pipeline_layer_layout": None,
-    "pipeline_vocabulary": None,
-    "pipeline_recompute": None,
-    "pipeline_offload": None,
-    "pipeline_host_limit": None,
-    "pipeline_memory_limit": None,
-    "pipeline_model_parallel_layout": None,
-    "pipeline_placement": None,
-    "pipeline_profile": None,
-    "pipeline_replan_every": None,
-    "pipeline_schedule": None,
-    "pipeline_schedule_cache": None,
-    "pipeline_schedule_file": None,
-    "seed": None,
     "seq_length": None,
     "tensor_model_parallel_size": 1,
 }

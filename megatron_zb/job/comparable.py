@@ -13,6 +13,7 @@ from pathlib import PurePath
 from typing import Any
 
 from megatron_zb.parsing import flag_of
+from megatron_zb.schedules.limit import Limit
 
 _ADDRESS = re.compile(r" at 0x[0-9a-fA-F]+")
 
@@ -35,7 +36,7 @@ def comparable(value: Any) -> Any:
         return sorted(map(comparable, value), key=str)
     if isinstance(value, list | tuple):
         return [comparable(one) for one in value]
-    if isinstance(value, PurePath):
+    if isinstance(value, PurePath | Limit):
         return str(value)
     return _described(value)
 

@@ -23,7 +23,6 @@ from megatron_zb.measured.balance import (
     with_counted_vocabulary,
 )
 from megatron_zb.measured.exchange import with_exchange
-from megatron_zb.measured.limits import Limit
 from megatron_zb.megatron_core import graphs, model_ends, versions
 from megatron_zb.megatron_core.connections import ChannelsPart, WatchPart
 from megatron_zb.megatron_core.forward_backward import ForwardBackward
@@ -51,6 +50,7 @@ from megatron_zb.schedules import catalog, layout
 from megatron_zb.schedules.catalog import Build
 from megatron_zb.schedules.costs import Costs
 from megatron_zb.schedules.layout import Layers, Letters
+from megatron_zb.schedules.limit import Limit
 from megatron_zb.schedules.passes import PassKind
 from megatron_zb.schedules.placement import Placement, looped, wave
 from megatron_zb.schedules.program.lowering import Program, lower

@@ -17,7 +17,6 @@ from megatron_zb.job.run_flags import (
     states_asked_for,
 )
 from megatron_zb.measured.balance import Ends
-from megatron_zb.measured.limits import Limit
 from megatron_zb.measured.usual_gpu import copy_share
 from megatron_zb.megatron_core import versions
 from megatron_zb.megatron_core.adapter import PipelineAdapter
@@ -27,6 +26,7 @@ from megatron_zb.runtime.groups import GroupOptions
 from megatron_zb.schedules import catalog, interchange
 from megatron_zb.schedules.catalog import Build
 from megatron_zb.schedules.layout import Layers
+from megatron_zb.schedules.limit import Limit
 
 
 @dataclass(frozen=True)
@@ -107,6 +107,9 @@ def build_adapter(
     if args.pipeline_verify:
         adapter.verify()
     profile = None if args.pipeline_profile is None else Path(args.pipeline_profile)
+    for name in ("pipeline_memory_limit", "pipeline_host_limit"):
+        if (limit := getattr(args, name)) is not None:
+            setattr(args, name, str(limit))  # checkpoints have the arguments as plain values
     if versions.graphs_of(args) is versions.Graphs.NONE:
         adapter.profile(profile, args.pipeline_replan_every, is_named=named)
     return adapter
@@ -189,9 +192,14 @@ def _limits(args: argparse.Namespace, sizes: Sizes) -> tuple[Limit | None, Limit
         microbatch = getattr(args, "micro_batch_size", None) or profile.model.microbatch
         context = getattr(args, "context_parallel_size", None) or profile.model.context
         scale = microbatch * profile.model.context / (profile.model.microbatch * context)
+    whole = None if profile is None else scale * profile.one_f_one_b_bytes
+
+    def known(flag: str, given: Limit | None) -> Limit | None:
+        return None if given is None else Limit.given(given).with_share(flag, whole)
+
     return (
-        Limit.of(MEMORY_LIMIT_FLAG, args.pipeline_memory_limit, profile, scale),
-        Limit.of(HOST_LIMIT_FLAG, args.pipeline_host_limit, profile, scale),
+        known(MEMORY_LIMIT_FLAG, args.pipeline_memory_limit),
+        known(HOST_LIMIT_FLAG, args.pipeline_host_limit),
     )
 
 

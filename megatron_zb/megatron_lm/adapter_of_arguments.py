@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import os
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import replace
 
 from megatron_zb.errors import UsageError
@@ -39,35 +40,6 @@ _DIVISION = (
     "num_layers_per_virtual_pipeline_stage",
     "num_virtual_stages_per_pipeline_rank",
 )
-
-
-_NEED_A_SCHEDULE = {
-    "pipeline_memory_limit": "auto",
-    "enable_optimizer_post_validation": "v-zb",
-    "pipeline_layer_layout": "v-half",
-    "pipeline_vocabulary": "v-half",
-    "pipeline_recompute": "v-half",
-    "pipeline_offload": "v-half",
-    "pipeline_host_limit": "v-half",
-    "pipeline_profile": "v-half",
-    "pipeline_verify": "v-half",
-    "pipeline_replan_every": "auto",
-    "pipeline_random_streams": "v-half",
-    "pipeline_placement": "auto",
-    "pipeline_schedule_cache": "auto",
-}
-
-
-def check_unscheduled(args: argparse.Namespace) -> None:
-    """Refuse arguments that need a schedule where none is chosen.
-
-    Raises:
-        UsageError: names the argument.
-    """
-    for name, example in _NEED_A_SCHEDULE.items():
-        if not any(getattr(args, name) is nothing for nothing in (None, False)):
-            said = flag_of(name)
-            raise UsageError(f"{said} needs --pipeline-schedule, such as {example}")
 
 
 def adapter_of(
@@ -121,10 +93,11 @@ def asked_of(args: argparse.Namespace, series: tuple[int, int] | None = None) ->
         UsageError: there is no such schedule, no such file, or nothing to schedule.
     """
     written = args.pipeline_model_parallel_layout or hybrid_pattern.segments(args)
-    unknown = written or args.pipeline_model_parallel_size < 2  # which is refused before
-    asked = refusals.of_arguments(
-        args, chunks=_chunks(args).number, num_layers=None if unknown else num_layers(args)
-    )
+    layers = None
+    if not written:
+        with suppress(UsageError):  # a missing number is reported when the layers are placed
+            layers = num_layers(args)
+    asked = refusals.of_arguments(args, chunks=_chunks(args).number, num_layers=layers)
     draws = bool(asked.placements) and all(
         asks_for_layer_streams(args.pipeline_random_streams, _keeps_places(args, placement))
         for placement in asked.placements
@@ -139,8 +112,8 @@ def _keeps_places(args: argparse.Namespace, placement: Placement) -> bool:
     written = args.pipeline_model_parallel_layout or hybrid_pattern.segments(args)
     if written or args.pipeline_layer_layout is not None:
         return True
-    layers = layers_of(args)
     try:
+        layers = layers_of(args)
         letters = layout.lettered(layout.spread(layers, placement), layers.multi_token)
     except UsageError:  # building will report it
         return True

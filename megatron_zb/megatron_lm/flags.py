@@ -6,13 +6,9 @@ import argparse
 from collections.abc import Sequence
 
 from megatron_zb.errors import UsageError
-from megatron_zb.job.run_flags import (
-    add_run_arguments,
-    add_schedule,
-    add_states,
-    add_vocabulary,
-)
+from megatron_zb.job import settings
 from megatron_zb.parsing import flag_of
+from megatron_zb.schedules.limit import Limit
 
 _OLDER = "older zero-bubble arguments"
 
@@ -36,37 +32,7 @@ def _add_schedule(parser: argparse.ArgumentParser) -> None:
         "Without --pipeline-schedule and --pipeline-schedule-file, Megatron's own schedule runs, "
         "untouched.",
     )
-    add_schedule(
-        group,
-        ". Chunks are placed in a V where the schedule asks for it; "
-        "--pipeline-model-parallel-layout then names the layers of every stage in model order, and "
-        "--num-virtual-stages-per-pipeline-rank the chunks of a rank where the schedule has the "
-        "choice. With --overlap-moe-expert-parallel-comm, forwards and backwards run in one pass; "
-        "what experts exchange is taken to be half of a forward then",
-    )
-    group.add_argument(
-        "--pipeline-layer-layout",
-        metavar="auto|FILE",
-        help="balance the layers of the stages: fewer where embedding and output layer are, "
-        "counted from the sizes of the model (auto), or by the seconds in a file of "
-        "--pipeline-profile; --pipeline-model-parallel-layout writes them out",
-    )
-    add_vocabulary(group)
-    add_states(group)
-    add_run_arguments(group)
-    group.add_argument(
-        "--enable-optimizer-post-validation",
-        action="store_true",
-        help="step the optimizer without waiting for the gradient norm of the whole pipeline; it "
-        "is validated in the next iteration's warm-up, and a step that was wrong is taken back "
-        "and made again. Losses stay the same; each line of the log comes one iteration later",
-    )
-    group.add_argument(
-        "--post-validation-snapshot",
-        choices=("device", "host"),
-        default="device",
-        help="where what is needed to take a step back is kept (default: device)",
-    )
+    settings.add_arguments(group, settings.MEGATRON_LM)
 
 
 def _add_older(parser: argparse.ArgumentParser) -> None:
@@ -157,4 +123,4 @@ def _translate_pending(args: argparse.Namespace) -> None:
     pending = p if given == "auto" else int(given)
     args.pipeline_schedule = "zb-2p" if pending > p else "zb-1p"
     if args.pipeline_memory_limit is None and pending != p and pending < 2 * p:
-        args.pipeline_memory_limit = pending / p
+        args.pipeline_memory_limit = Limit(pending / p)

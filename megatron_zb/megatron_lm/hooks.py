@@ -17,7 +17,7 @@ from importlib import import_module
 from typing import Any
 
 from megatron_zb.errors import UsageError
-from megatron_zb.job import data_contents
+from megatron_zb.job import data_contents, settings
 from megatron_zb.job.shared_build import SharedBuild, build_with_cache
 from megatron_zb.megatron_core import refusals, versions
 from megatron_zb.megatron_core.checkpoints import BOUND, RESHARDABLE, SHARING
@@ -31,7 +31,6 @@ from megatron_zb.megatron_lm import (
 )
 from megatron_zb.megatron_lm.adapter_of_arguments import (
     adapter_of,
-    check_unscheduled,
     prepare_overlap,
     without_bulk_overlap,
 )
@@ -199,7 +198,7 @@ class _Hooks:
         """End the job if an argument needs a schedule, and none is chosen."""
         try:
             self._translate(args)
-            check_unscheduled(args)
+            settings.check_unscheduled(args, settings.MEGATRON_LM)
         except UsageError as error:
             end_with(error, args.rank)
 

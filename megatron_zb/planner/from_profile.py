@@ -37,9 +37,10 @@ from megatron_zb.planner.candidate import (
 from megatron_zb.planner.flags import flags_of_layout, named, placement_flags
 from megatron_zb.schedules import catalog, layout
 from megatron_zb.schedules.layout import Layers, Layout
+from megatron_zb.schedules.limit import Limit
 from megatron_zb.schedules.placement import Placement
 from megatron_zb.schedules.program.memory import peak_with_messages
-from megatron_zb.schedules.request import LimitTooSmall, MemoryLimit
+from megatron_zb.schedules.request import LimitTooSmall
 
 _LARGE = 20_000  # passes: more are not lowered for their messages
 
@@ -362,7 +363,7 @@ def read(arguments: argparse.Namespace) -> tuple[ProfileRequest, list[ScheduleCa
     m = arguments.microbatches
     if m is not None and m < 1:
         raise UsageError(f"--microbatches is {m}: give 1 or more")
-    MemoryLimit.of(arguments.memory_limit, None, profile.pipeline_size)  # refuses what is none
+    Limit.of(arguments.memory_limit, None, profile.pipeline_size)  # refuses what is none
     names = None if arguments.schedules is None else names_in(arguments.schedules)
     candidates = candidates_of(names)
     if names is None:

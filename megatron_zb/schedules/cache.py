@@ -19,8 +19,9 @@ from megatron_zb import __version__, files
 from megatron_zb.errors import UsageError
 from megatron_zb.schedules import catalog, interchange
 from megatron_zb.schedules.costs import Costs
+from megatron_zb.schedules.limit import Limit
 from megatron_zb.schedules.placement import Placement
-from megatron_zb.schedules.request import MemoryLimit, keeps
+from megatron_zb.schedules.request import keeps
 from megatron_zb.schedules.schedule import Schedule
 from megatron_zb.schedules.search import kernels
 from megatron_zb.schedules.simulator import simulate
@@ -81,7 +82,7 @@ def unpack(texts: Any, name: str, request: dict[str, Any]) -> Schedule:
         raise UsageError("its stages stand elsewhere")
     if request.get("chunks") not in (None, found.placement.chunks):
         raise UsageError(f"it has {found.placement.chunks} chunks per rank")
-    limit = MemoryLimit.of(request.get("memory_limit"), request.get("memory_limit_bytes"), p)
+    limit = Limit.of(request.get("memory_limit"), request.get("memory_limit_bytes"), p)
     costs: Costs | None = request.get("costs")
     if costs is not None:
         most = limit.per_rank(costs)

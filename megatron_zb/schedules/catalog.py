@@ -13,9 +13,10 @@ from megatron_zb.schedules.bounds import lower_bound
 from megatron_zb.schedules.costs import Costs, check_number
 from megatron_zb.schedules.families import interleaved, one_f_one_b, v_shape, wave, zero_bubble
 from megatron_zb.schedules.families.auto import auto, candidates
+from megatron_zb.schedules.limit import Limit
 from megatron_zb.schedules.parts import Part, with_part
 from megatron_zb.schedules.placement import Placement, looped
-from megatron_zb.schedules.request import MemoryLimit, Request, check_size
+from megatron_zb.schedules.request import Request, check_size
 from megatron_zb.schedules.schedule import Report, Schedule
 from megatron_zb.schedules.search.place_embedding import with_embedding
 from megatron_zb.schedules.search.place_vocabulary import search_with_vocabulary
@@ -375,7 +376,7 @@ def build(
     if costs.vocabulary is not None or any(costs.forward_comm):
         costs = costs.with_all_kept()
     searched = costs.folded()
-    limit = MemoryLimit.of(memory_limit, memory_limit_bytes, pipeline_size)
+    limit = Limit.of(memory_limit, memory_limit_bytes, pipeline_size)
     request = Request(
         pipeline_size,
         num_microbatches,
@@ -441,7 +442,7 @@ def possible_placements(
         return [chosen.placement(pipeline_size, chunks)]
     costs = Costs.uniform(pipeline_size=pipeline_size, forward=1.0, backward=1.0, weight=1.0)
     return candidates(
-        Request(pipeline_size, 1, costs, MemoryLimit(), chunks=chunks, num_layers=num_layers)
+        Request(pipeline_size, 1, costs, Limit(), chunks=chunks, num_layers=num_layers)
     )
 
 

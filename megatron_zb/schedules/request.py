@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from megatron_zb.errors import UsageError
 from megatron_zb.schedules.costs import Costs
+from megatron_zb.schedules.limit import Limit
 from megatron_zb.schedules.placement import Placement
 from megatron_zb.schedules.simulator import Timeline
 
@@ -30,62 +31,6 @@ def check_size(name: str, stages: int, microbatches: int) -> None:
 def keeps(peaks: Sequence[float], limits: Sequence[float]) -> bool:
     """Return whether no rank holds more than it may, but for rounding."""
     return all(peak <= most * (1 + 1e-9) + 1e-9 for peak, most in zip(peaks, limits, strict=True))
-
-
-@dataclass(frozen=True)
-class MemoryLimit:
-    """The most activation memory each rank may hold.
-
-    Either ``fraction`` of 1F1B's peak, which is p microbatches of the first rank's activations, or
-    ``rank_bytes[r]`` in the unit of the costs' ``activation`` and ``fixed``, all of it included.
-    """
-
-    fraction: float | None = None
-    rank_bytes: tuple[float, ...] | None = None
-
-    @classmethod
-    def of(
-        cls, fraction: float | None, rank_bytes: float | Sequence[float] | None, pipeline_size: int
-    ) -> MemoryLimit:
-        """Build the limit from the user's values, and check them.
-
-        Raises:
-            UsageError: both kinds of limit at once, or a limit that is not a positive number.
-        """
-        if fraction is not None and rank_bytes is not None:
-            raise UsageError(
-                "give the memory limit as a fraction of 1F1B or in bytes per rank, not both"
-            )
-        if fraction is not None and not 0 < fraction < float("inf"):
-            raise UsageError(
-                f"memory limit {fraction:g} is not a fraction of 1F1B's memory: give, for example, "
-                "0.5"
-            )
-        if isinstance(rank_bytes, int | float):
-            rank_bytes = [float(rank_bytes)] * pipeline_size
-        if rank_bytes is None:
-            return cls(fraction)
-        if len(rank_bytes) != pipeline_size or not all(0 < b < float("inf") for b in rank_bytes):
-            raise UsageError(
-                f"memory limit in bytes: give one positive number, or one for each of the "
-                f"{pipeline_size} ranks"
-            )
-        return cls(None, tuple(rank_bytes))
-
-    def per_rank(self, costs: Costs) -> tuple[float, ...] | None:
-        """Return the memory left for activations on every rank; None where there is no limit."""
-        if self.rank_bytes is not None:
-            return tuple(b - f for b, f in zip(self.rank_bytes, costs.fixed, strict=True))
-        if self.fraction is not None:
-            return (self.fraction * costs.one_f_one_b_peak(),) * costs.pipeline_size
-        return None
-
-    def said(self, needed: float, rank: int, costs: Costs) -> tuple[str, str]:
-        """Return the limit, and the smallest that would do on a rank, in the user's terms."""
-        if self.rank_bytes is not None:
-            return f"{self.rank_bytes[rank]:g} bytes", f"{needed + costs.fixed[rank]:g} bytes"
-        given = "its own" if self.fraction is None else f"{self.fraction:g} of 1F1B"
-        return given, f"{needed / costs.one_f_one_b_peak():.4g} of 1F1B"
 
 
 class LimitTooSmall(UsageError):
@@ -112,7 +57,7 @@ class Request:
     pipeline_size: int
     num_microbatches: int
     costs: Costs
-    limit: MemoryLimit
+    limit: Limit
     chunks: int | None = None
     group_size: int | None = None
     num_layers: int | None = None

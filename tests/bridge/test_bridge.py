@@ -19,6 +19,7 @@ from ranks import RankPools
 from megatron_zb.bridge import Settings, install
 from megatron_zb.errors import UsageError
 from megatron_zb.megatron_core import forward_backward as runtime
+from megatron_zb.schedules.limit import Limit
 
 FULL = pytest.mark.full
 STEPS = [4, 6, 2]
@@ -291,14 +292,24 @@ def test_settings_say_what_is_wrong_with_them() -> None:
             "pipeline_offload is 'yes': give auto or off",
         ),
         (
-            {"pipeline_schedule": "v-zb", "pipeline_memory_limit": "40GiB"},
-            "pipeline_memory_limit is '40GiB': give a fraction of 1F1B's, such as 0.5",
+            {"pipeline_schedule": "v-zb", "pipeline_memory_limit": "40 apples"},
+            "pipeline_memory_limit is '40 apples': give a fraction of 1F1B's, such as 0.5, or",
+        ),
+        (
+            {"pipeline_schedule": "v-zb", "pipeline_profile": "run.yaml"},
+            "pipeline_profile is a setting of command lines: leave it out",
         ),
     ]
     for given, expected in wrong:
         with pytest.raises(UsageError) as found:
             Settings(**{"num_microbatches": 4, **given})
         assert str(found.value).startswith(expected)
+    for limit in (0.5, "0.5", "40GiB", Limit(0.5)):
+        settings = Settings(
+            num_microbatches=4, pipeline_schedule="auto", pipeline_memory_limit=limit
+        )
+        assert pickle.loads(pickle.dumps(settings)) == settings
+        assert isinstance(settings.pipeline_memory_limit, Limit)
 
 
 @pytest.mark.parametrize(

@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 
 from megatron_zb.errors import UsageError
-from megatron_zb.measured.limits import Limit
 from megatron_zb.megatron_core.adapter import PipelineAdapter
 from megatron_zb.megatron_core.connections import WatchPart
 from megatron_zb.schedules.layout import Layers
+from megatron_zb.schedules.limit import Limit
 from megatron_zb.schedules.passes import PassKind
 
 

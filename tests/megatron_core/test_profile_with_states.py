@@ -16,7 +16,6 @@ from states import with_states
 from megatron_zb import schedules
 from megatron_zb.errors import UsageError
 from megatron_zb.measured.balance import Ends
-from megatron_zb.measured.limits import Limit
 from megatron_zb.measured.profile import Profile, read_profile
 from megatron_zb.measured.trace import compare
 from megatron_zb.megatron_core.adapter import PipelineAdapter
@@ -24,6 +23,7 @@ from megatron_zb.megatron_core.profiling import ITERATIONS
 from megatron_zb.runtime.offload import ThreadEngines
 from megatron_zb.schedules import Schedule
 from megatron_zb.schedules.layout import Layers
+from megatron_zb.schedules.limit import Limit
 from megatron_zb.schedules.passes import PassKind
 
 CASE = GPTCase(layers=8)

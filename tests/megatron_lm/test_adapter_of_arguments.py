@@ -13,11 +13,11 @@ from megatron_arguments import parsed
 
 from megatron_zb import schedules
 from megatron_zb.errors import UsageError
+from megatron_zb.job.settings import MEGATRON_LM, check_unscheduled
 from megatron_zb.measured.profile import write_profile
 from megatron_zb.megatron_core import versions
 from megatron_zb.megatron_lm.adapter_of_arguments import (
     adapter_of,
-    check_unscheduled,
     without_bulk_overlap,
 )
 from megatron_zb.megatron_lm.derived import with_derived
@@ -47,7 +47,7 @@ def test_a_decoder_beside_an_encoder_is_divided_by_megatron() -> None:
 def test_without_a_schedule_nothing_changes() -> None:
     args = parsed()
     before = vars(args).copy()
-    check_unscheduled(args)
+    check_unscheduled(args, MEGATRON_LM)
     assert vars(args) == before
 
 

@@ -7,6 +7,7 @@ from megatron_arguments import parsed
 
 from megatron_zb.errors import UsageError
 from megatron_zb.megatron_lm import flags
+from megatron_zb.schedules.limit import Limit
 
 
 @pytest.mark.parametrize(
@@ -33,7 +34,8 @@ from megatron_zb.megatron_lm import flags
 def test_older_arguments_choose_a_schedule(older: str, schedule: str, limit: float | None) -> None:
     args = parsed(older)
     [line] = flags.translate_older(args)
-    assert (args.pipeline_schedule, args.pipeline_memory_limit) == (schedule, limit)
+    expected = None if limit is None else Limit(limit)
+    assert (args.pipeline_schedule, args.pipeline_memory_limit) == (schedule, expected)
     limited = "" if limit is None else f" --pipeline-memory-limit {limit:g}"
     assert line.endswith(f" is taken as --pipeline-schedule {schedule}{limited}")
     for flag in older.split():
@@ -45,7 +47,7 @@ def test_a_memory_limit_of_ones_own_stays() -> None:
     older = "--enable-zero-bubble --zero-bubble-max-pending-backward 2"
     args = parsed(f"{older} --pipeline-memory-limit 0.75")
     flags.translate_older(args)
-    assert (args.pipeline_schedule, args.pipeline_memory_limit) == ("zb-1p", 0.75)
+    assert (args.pipeline_schedule, args.pipeline_memory_limit) == ("zb-1p", Limit(0.75))
 
 
 @pytest.mark.parametrize(

@@ -13,6 +13,7 @@ from megatron_arguments import parsed
 
 from megatron_zb import schedules
 from megatron_zb.errors import UsageError
+from megatron_zb.job.settings import MEGATRON_LM, check_unscheduled
 from megatron_zb.megatron_core import refusals, versions
 from megatron_zb.megatron_core.profiled_steps import ProfilePart
 from megatron_zb.megatron_core.refusals import Asked
@@ -20,7 +21,6 @@ from megatron_zb.megatron_lm import models
 from megatron_zb.megatron_lm.adapter_of_arguments import (
     adapter_of,
     asked_of,
-    check_unscheduled,
     prepare_overlap,
 )
 from megatron_zb.schedules import interchange
@@ -218,7 +218,7 @@ def test_what_no_step_can_be_taken_back_with_is_documented() -> None:
 )
 def test_flags_that_need_a_schedule(line: str) -> None:
     with pytest.raises(UsageError, match=f"{line.split()[0]} needs --pipeline-schedule, such as"):
-        check_unscheduled(parsed(line))
+        check_unscheduled(parsed(line), MEGATRON_LM)
     stock = {"optimizer": "adam", "rerun_mode": "validate_results"}
     line = f"{POST_VALIDATION} --pipeline-schedule v-zb"
     adapter_of(parsed(line, **stock))

@@ -14,8 +14,9 @@ from megatron_zb.errors import UsageError
 from megatron_zb.schedules.bounds import lower_bound, period_bound
 from megatron_zb.schedules.families import interleaved, one_f_one_b, v_shape, zero_bubble
 from megatron_zb.schedules.families.wave import wave as wave_schedule
+from megatron_zb.schedules.limit import Limit
 from megatron_zb.schedules.placement import Placement, looped, wave
-from megatron_zb.schedules.request import LimitTooSmall, MemoryLimit, Request, keeps
+from megatron_zb.schedules.request import LimitTooSmall, Request, keeps
 from megatron_zb.schedules.schedule import Schedule
 from megatron_zb.schedules.search.fusing import fuse_for_free
 from megatron_zb.schedules.search.placement_search import (
@@ -65,7 +66,7 @@ def auto(request: Request) -> Schedule:
         UsageError: no placement fits under the limit, or a quick search has no placement.
     """
     if request.limit.per_rank(request.costs) is None:
-        request = replace(request, limit=replace(request.limit, fraction=1.0))
+        request = replace(request, limit=replace(request.limit, share=1.0))
     if request.quick:
         if request.placement is None:
             raise UsageError("auto: a quick search needs the placement of the stages")
@@ -191,11 +192,11 @@ def _orders_of_states(placement: Placement, request: Request) -> list[Schedule]:
     p, m = request.pipeline_size, request.num_microbatches
     if _is_loop(placement):
         whole = replace(request, chunks=placement.chunks, group_size=None)
-        free = replace(whole, costs=request.costs.with_all_kept(), limit=MemoryLimit())
+        free = replace(whole, costs=request.costs.with_all_kept(), limit=Limit())
         loop = [interleaved.interleaved(free)] if request.costs.copy and m % p == 0 else []
         return [*interleaved.split_interleaved(p, m, placement.chunks), *loop]
     if placement == looped(p) and request.costs.copy:
-        return [one_f_one_b.one_f_one_b(replace(request, limit=MemoryLimit()))]
+        return [one_f_one_b.one_f_one_b(replace(request, limit=Limit()))]
     if request.costs.copy:
         alone = replace(request, costs=request.costs.with_all_kept())
         return orders_to_move("auto", placement, alone)

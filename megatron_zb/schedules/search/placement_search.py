@@ -8,9 +8,10 @@ from dataclasses import replace
 from megatron_zb.errors import UsageError
 from megatron_zb.schedules.bounds import earliest_starts, lower_bound, period_bound, usable_limit
 from megatron_zb.schedules.costs import StageCosts
+from megatron_zb.schedules.limit import Limit
 from megatron_zb.schedules.passes import Pass, PassKind
 from megatron_zb.schedules.placement import Placement
-from megatron_zb.schedules.request import MemoryLimit, Request, keeps
+from megatron_zb.schedules.request import Request, keeps
 from megatron_zb.schedules.schedule import Schedule
 from megatron_zb.schedules.search import pair_search, state_search
 from megatron_zb.schedules.search.fusing import fuse_for_free, split_all
@@ -119,7 +120,7 @@ def search_placement(
 
 def orders_to_move(name: str, placement: Placement, request: Request) -> list[Schedule]:
     """Return orders of a placement that hold more than the limit, and less, to be moved from."""
-    p, free = request.pipeline_size, replace(request, limit=MemoryLimit())
+    p, free = request.pipeline_size, replace(request, limit=Limit())
     return [search_placement(name, placement, free, held) for held in (p, p / 2 + 1, p / 3 + 1)]
 
 

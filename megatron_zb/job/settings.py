@@ -1,0 +1,276 @@
+"""The settings of a schedule: one dataclass that generates the flags of every command line.
+
+Each field has its flag's argument for argparse as metadata. Megatron-LM's own arguments, such as
+``seed``, are fields as well: a command line reads them, and only the trainer adds some.
+"""
+
+from __future__ import annotations
+
+import argparse
+from dataclasses import dataclass, field, fields
+from typing import Any
+
+from megatron_zb.errors import UsageError
+from megatron_zb.parsing import flag_of
+from megatron_zb.schedules import catalog
+from megatron_zb.schedules.limit import Limit
+
+MEGATRON_LM, TRAINER, DISTILLATION = "megatron_lm", "trainer", "distillation"
+
+
+def _setting(default: Any = None, *, example: str | None = "v-half", **argument: Any) -> Any:
+    """Return a field with its flag.
+
+    Args:
+        example: a schedule that the flag goes with; None if it needs none.
+        argument: the arguments of ``add_argument``, as a mapping where they differ by source.
+    """
+    return field(default=default, metadata={"example": example, **argument})
+
+
+_ANY_SCHEDULE = f"the schedule: {', '.join(catalog.names())}"
+_STATES = (
+    ": wherever that is faster under the memory limit (auto), or nowhere (off, the default). "
+    "Losses stay the same to the last bit"
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ScheduleSettings:
+    """The settings of a schedule, by the names of the command line's flags."""
+
+    pipeline_schedule: str | None = _setting(
+        example=None,
+        metavar="NAME",
+        help={
+            TRAINER: f"{_ANY_SCHEDULE}; without it, Megatron's own 1F1B runs, untouched",
+            MEGATRON_LM: f"{_ANY_SCHEDULE}. Chunks are placed in a V where the schedule asks for "
+            "it; --pipeline-model-parallel-layout then names the layers of every stage in model "
+            "order, and --num-virtual-stages-per-pipeline-rank the chunks of a rank where the "
+            "schedule has the choice. With --overlap-moe-expert-parallel-comm, forwards and "
+            "backwards run in one pass; what experts exchange is taken to be half of a forward "
+            "then",
+        },
+    )
+    pipeline_schedule_file: str | None = _setting(
+        example=None,
+        metavar="CSV",
+        help="run this table instead of a named schedule: compute-only, in the format of "
+        "torch.distributed.pipelining, as `megatron-zb export` writes it",
+    )
+    pipeline_memory_limit: Limit | float | str | None = _setting(  # noqa: RUF009
+        type=Limit.parse,
+        metavar="X",
+        example="auto",
+        help="the most activation memory of any rank, as a share of 1F1B's, such as 0.5, or in "
+        "bytes, such as 40GiB, which needs the profile of an earlier run as "
+        "--pipeline-layer-layout FILE.yaml",
+    )
+    num_virtual_stages_per_pipeline_rank: int | None = _setting(
+        example="interleaved",
+        type=int,
+        metavar="N",
+        help="model chunks of a rank, where the schedule has the choice: interleaved, wave, auto",
+    )
+    microbatch_group_size_per_vp_stage: int | None = None
+    pipeline_model_parallel_layout: str | None = None
+    pipeline_profile: str | None = _setting(
+        metavar="FILE",
+        help="measure passes, messages and activations in the first iterations and write this "
+        "file for `megatron-zb plan --profile`",
+    )
+    pipeline_verify: bool = _setting(
+        False,
+        action="store_true",
+        help="run the first step twice, once with nothing split, and compare the gradient of every "
+        "parameter: end with a sentence that names the first one that differs, or say how many are "
+        "equal and train on",
+    )
+    pipeline_placement: str | None = _setting(
+        choices=("loop", "zigzag"),
+        example="auto",
+        help="where auto places the chunks of a rank: in turn (loop), or there and back (zigzag, a "
+        "V with two); with --num-virtual-stages-per-pipeline-rank (default: what is faster)",
+    )
+    pipeline_schedule_cache: str | None = _setting(
+        metavar="DIR",
+        example="auto",
+        help="keep schedules that were searched in this folder of the first rank, and find them "
+        "there again",
+    )
+    pipeline_replan_every: int | None = _setting(
+        type=int,
+        metavar="N",
+        example="auto",
+        help="build the schedule anew for measured costs after the first iterations and every N "
+        "(default: auto once, after the first ones; others never)",
+    )
+    pipeline_random_streams: str | None = _setting(
+        choices=("auto", "layer", "rank"),
+        help="where layers draw random numbers from. layer: each from streams of its own, so that "
+        "dropout masks, and initial weights, are those of every other schedule and pipeline size "
+        "with the same seed; rank: from one stream of each pipeline rank, as in Megatron without "
+        "a schedule; auto (default): rank where every rank holds the layers it has there, else "
+        "layer",
+    )
+    seed: int | None = None
+    pipeline_timeout: float | None = _setting(
+        example=None,
+        type=float,
+        metavar="SECONDS",
+        help="after so long without progress, ask all ranks, end a job that has stopped, and say "
+        "which rank holds up all others; 0 is never (default: nine tenths of "
+        "--distributed-timeout-minutes)",
+    )
+    pipeline_allow_other_data: bool = _setting(
+        False,
+        example=None,
+        action="store_true",
+        help="go on from a checkpoint that was trained on other data, which is refused otherwise: "
+        "a checkpoint keeps the sizes of its data sets and a digest of their contents",
+    )
+    pipeline_vocabulary: str | None = _setting(
+        choices=("auto", "on", "off"),
+        help="cut the output layer and the embedding along the vocabulary over all pipeline "
+        "ranks, whose logits, lookups and weight gradients then are passes of the schedule (on), "
+        "leave them on the first and the last stage (off, the default), or cut them where that "
+        "can be done and is faster in the simulator (auto); the start-up lines say why. Losses "
+        "agree with those of whole layers but for rounding, and are the same to the last bit in "
+        "every schedule. Checkpoints serve both",
+    )
+    pipeline_recompute: str | None = _setting(
+        choices=("auto", "off"),
+        help="whether activations may be dropped after a forward, and computed again by a pass of "
+        f"the schedule before their backward{_STATES}",
+    )
+    pipeline_offload: str | None = _setting(
+        choices=("auto", "off"),
+        help="whether activations may be moved to the host after a forward, and back before their "
+        f"backward, beside what is computed{_STATES}",
+    )
+    pipeline_host_limit: Limit | float | str | None = _setting(  # noqa: RUF009
+        type=Limit.parse,
+        metavar="X",
+        help="the most memory of the host that a rank's activations may take with "
+        "--pipeline-offload auto, in the units of --pipeline-memory-limit (default: as much as is "
+        "faster)",
+    )
+    pipeline_layer_layout: str | None = _setting(
+        metavar={MEGATRON_LM: "auto|FILE", TRAINER: "LAYOUT"},
+        help={
+            MEGATRON_LM: "balance the layers of the stages: fewer where embedding and output layer "
+            "are, counted from the sizes of the model (auto), or by the seconds in a file of "
+            "--pipeline-profile; --pipeline-model-parallel-layout writes them out",
+            TRAINER: "which layers each stage holds, as in Megatron-LM: "
+            "'Ett|ttt|ttt|ttL' has four stages, embedding first, loss last; stages are written in "
+            "the order in which a microbatch passes them. With a schedule also 'auto': fewer where "
+            "embedding and output layer are, counted from the sizes of the model; or a file of "
+            "--pipeline-profile: by the seconds measured there",
+        },
+    )
+    enable_optimizer_post_validation: bool = _setting(
+        False,
+        action="store_true",
+        example="v-zb",
+        help="step the optimizer without waiting for the gradient norm of the whole pipeline; it "
+        "is validated in the next iteration's warm-up, and a step that was wrong is taken back "
+        "and made again. Losses stay the same; each line of the log comes one iteration later",
+    )
+    post_validation_snapshot: str = _setting(
+        "device",
+        example=None,
+        choices=("device", "host"),
+        help="where what is needed to take a step back is kept (default: device)",
+    )
+    nccl_communicator_config_path: str | None = None
+    high_priority_stream_groups: tuple[str, ...] = ()
+
+
+_FIELDS = {each.name: each for each in fields(ScheduleSettings)}
+
+
+def parsed(name: str, value: Any, choices: tuple[str | None, ...] | None = None) -> Any:
+    """Return the value of a setting as its flag's parser returns it.
+
+    Args:
+        choices: those to take instead of the flag's.
+
+    Raises:
+        UsageError: it is none of the choices, or no limit.
+    """
+    argument = _FIELDS[name].metadata
+    if argument.get("type") == Limit.parse:
+        try:
+            return None if value is None else Limit.given(value)
+        except (TypeError, argparse.ArgumentTypeError):
+            example = "give a fraction of 1F1B's, such as 0.5, or bytes, such as 40GiB"
+            raise UsageError(f"{name} is {value!r}: {example}") from None
+    allowed: tuple[str | None, ...] = choices or (*argument.get("choices", ()), None)
+    if "choices" in argument and value not in allowed:
+        words = " or ".join(each for each in allowed if each is not None)
+        raise UsageError(f"{name} is '{value}': give {words}")
+    return value
+
+
+_STATE_NAMES = ("pipeline_recompute", "pipeline_offload", "pipeline_host_limit")
+_RUN_NAMES = (
+    "pipeline_profile",
+    "pipeline_verify",
+    "pipeline_placement",
+    "pipeline_schedule_cache",
+    "pipeline_replan_every",
+    "pipeline_random_streams",
+    "pipeline_timeout",
+    "pipeline_allow_other_data",
+)
+_CHOOSING = ("pipeline_schedule", "pipeline_schedule_file", "pipeline_memory_limit")
+FLAGS: dict[str, tuple[str, ...]] = {
+    MEGATRON_LM: (
+        *_CHOOSING,
+        "pipeline_layer_layout",
+        "pipeline_vocabulary",
+        *_STATE_NAMES,
+        *_RUN_NAMES,
+        "enable_optimizer_post_validation",
+        "post_validation_snapshot",
+    ),
+    TRAINER: (
+        *_CHOOSING,
+        "num_virtual_stages_per_pipeline_rank",
+        *_RUN_NAMES,
+        "pipeline_vocabulary",
+        *_STATE_NAMES,
+        "pipeline_layer_layout",
+    ),
+    DISTILLATION: ("pipeline_timeout", "pipeline_allow_other_data"),
+}
+"""The settings that each source has as flags, in the order of its ``--help``."""
+
+_MORE_FLAGS = {(TRAINER, "pipeline_layer_layout"): ("--pipeline-model-parallel-layout",)}
+
+
+def add_arguments(group: argparse._ArgumentGroup, source: str, *names: str) -> None:
+    """Add the flags of a source to a group, all of them or those of some settings."""
+    for name in names or FLAGS[source]:
+        setting = _FIELDS[name]
+        argument = {
+            key: value[source] if isinstance(value, dict) else value
+            for key, value in setting.metadata.items()
+            if key != "example"
+        }
+        group.add_argument(
+            flag_of(name), *_MORE_FLAGS.get((source, name), ()), default=setting.default, **argument
+        )
+
+
+def check_unscheduled(args: argparse.Namespace, source: str) -> None:
+    """Refuse arguments that need a schedule where none is chosen.
+
+    Raises:
+        UsageError: names the argument.
+    """
+    for name in FLAGS[source]:
+        example, default = _FIELDS[name].metadata["example"], _FIELDS[name].default
+        is_megatrons = (source, name) in _MORE_FLAGS  # and so goes without a schedule
+        if example and not is_megatrons and getattr(args, name) != default:
+            raise UsageError(f"{flag_of(name)} needs --pipeline-schedule, such as {example}")
