@@ -35,7 +35,7 @@ from megatron_zb.errors import UsageError
 from megatron_zb.measured.balance import costs_of, counted
 from megatron_zb.measured.fit import Fit
 from megatron_zb.measured.profile import read_profile
-from megatron_zb.runtime.synthetic_steps import Steps, join
+from megatron_zb.runtime.synthetic_steps import SyntheticSteps, join
 from megatron_zb.schedules.layout import Layers, spread
 from megatron_zb.schedules.placement import Placement
 
@@ -164,7 +164,7 @@ def _costs(args: argparse.Namespace, fit: Fit, placement: Placement) -> schedule
 
 def _rank(rank: int, args: argparse.Namespace, built: Built, results: str) -> None:
     join(rank, args.ranks, f"{results}.meeting")
-    steps = {name: Steps(rank, *pair) for name, pair in built.items()}
+    steps = {name: SyntheticSteps(rank, *pair) for name, pair in built.items()}
     seconds: dict[str, list[float]] = {name: [] for name in steps}
     for _ in range(args.repetitions):  # in turn, so that a load meets all alike
         for name, step in steps.items():

@@ -39,10 +39,10 @@ from rich.console import Console
 from rich.table import Table
 
 from megatron_zb import schedules
-from megatron_zb.runtime.synthetic_steps import Steps, join, seconds_of_link
+from megatron_zb.runtime.synthetic_steps import SyntheticSteps, join, seconds_of_link
 from megatron_zb.runtime.watchdog.inquiry import Inquiry
-from megatron_zb.runtime.watchdog.progress import Progress
-from megatron_zb.runtime.watchdog.watchdog import Place, Watchdog
+from megatron_zb.runtime.watchdog.progress import RankProgress
+from megatron_zb.runtime.watchdog.watchdog import Watchdog, WatchedRank
 from megatron_zb.schedules.passes import Pass, PassKind
 
 MOST = 1.005
@@ -126,7 +126,7 @@ def _rank(rank: int, args: argparse.Namespace, meeting_point: str, port: int, re
         if built.pairs:
             orders[f"{name}, no pairs"] = built.without_pairs()
     for name, schedule in orders.items():
-        steps = Steps(rank, schedule, costs)
+        steps = SyntheticSteps(rank, schedule, costs)
         if args.watchdog:
             results[name] = _watched(steps, port, args.repetitions)
         else:
@@ -157,7 +157,7 @@ def _built_once(
     return schedule
 
 
-def _watched(steps: Steps, port: int, pairs: int) -> dict[str, Any]:
+def _watched(steps: SyntheticSteps, port: int, pairs: int) -> dict[str, Any]:
     """Ratios of steps with a watchdog to steps without; which comes first changes."""
     store = dist.TCPStore("127.0.0.1", port, is_master=False)
     ranks = tuple(range(steps.size))
@@ -168,8 +168,8 @@ def _watched(steps: Steps, port: int, pairs: int) -> dict[str, Any]:
             if not is_watched:
                 taken[False] = steps.seconds()
                 continue
-            progress = Progress()
-            watchdog = Watchdog(progress, Place(steps.rank, ranks), store, _TIMEOUT)
+            progress = RankProgress()
+            watchdog = Watchdog(progress, WatchedRank(steps.rank, ranks), store, _TIMEOUT)
             taken[True] = steps.seconds(progress)
             watchdog.stop()
         ratios.append(taken[True] / taken[False])
@@ -180,7 +180,7 @@ def _watched(steps: Steps, port: int, pairs: int) -> dict[str, Any]:
 
 def _by_itself(store: dist.Store, told: int) -> dict[str, float]:
     """Microseconds of a pass that is told, and of a look into the store; passes told in a step."""
-    progress, work = Progress(), Pass(PassKind.F, 0, 0)
+    progress, work = RankProgress(), Pass(PassKind.F, 0, 0)
     start = time.perf_counter()
     for _ in range(_CALLS):
         with progress.running(work):

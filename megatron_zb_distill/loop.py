@@ -14,9 +14,8 @@ import torch.distributed as dist
 from megatron_zb.errors import UsageError
 from megatron_zb.runtime.channels import Channels
 from megatron_zb.runtime.observer import Observers
-from megatron_zb.runtime.watchdog.progress import Progress
-from megatron_zb.runtime.watchdog.watchdog import Place as WatchedPlace
-from megatron_zb.runtime.watchdog.watchdog import Watchdog
+from megatron_zb.runtime.watchdog.progress import RankProgress
+from megatron_zb.runtime.watchdog.watchdog import Watchdog, WatchedRank
 from megatron_zb.schedules.passes import Message
 from megatron_zb_distill import block_times, checkpoint
 from megatron_zb_distill.evaluation import compare
@@ -135,7 +134,7 @@ class Run:
         self._rank, ranks = dist.get_rank(), dist.get_world_size()
         self._channels = Channels(range(ranks), distribution.placement, self._device)
         self._steps = step_by_step(distribution, args.num_microbatches, args.run_ahead)
-        self._progress = Progress(on_gpu=not args.cpu, schedule=self._steps.schedule)
+        self._progress = RankProgress(on_gpu=not args.cpu, schedule=self._steps.schedule)
         self._watch(dist.PrefixStore("watchdog", store), ranks)
         busy = BusyTime(on_gpu=not args.cpu)
         file = None
@@ -207,7 +206,7 @@ class Run:
             seconds = 0.9 * 60 * self._args.distributed_timeout_minutes
         self._watchdog: Watchdog | None = None
         if seconds:
-            place = WatchedPlace(self._rank, tuple(range(ranks)))
+            place = WatchedRank(self._rank, tuple(range(ranks)))
             self._watchdog = Watchdog(self._progress, place, store, seconds)
 
 

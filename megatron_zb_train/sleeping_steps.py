@@ -22,7 +22,7 @@ import torch.distributed as dist
 from megatron_zb import schedules
 from megatron_zb.cli.ending import ended
 from megatron_zb.parsing import Parser, positive, seconds
-from megatron_zb.runtime.synthetic_steps import Steps, join
+from megatron_zb.runtime.synthetic_steps import SyntheticSteps, join
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -54,7 +54,7 @@ def _timed(
     schedule = schedules.build(
         name, pipeline_size=ranks, num_microbatches=microbatches, costs=costs
     )
-    steps = Steps(rank, schedule, costs)
+    steps = SyntheticSteps(rank, schedule, costs)
     measured = median(steps.seconds() for _ in range(repetitions))
     steps.channels.close()
     timeline = schedules.simulate(schedule, costs)

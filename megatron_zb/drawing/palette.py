@@ -8,41 +8,9 @@ from dataclasses import dataclass
 from megatron_zb.drawing.memory_lines import one_f_one_b_peak
 from megatron_zb.errors import UsageError
 from megatron_zb.schedules import Pass, PassKind, Report, Schedule, Timeline
-from megatron_zb.schedules.passes import LAUNCH_LITTLE
 
-KIND_NAMES = {
-    PassKind.F: "forward",
-    PassKind.B: "input gradient",
-    PassKind.W: "weight gradient",
-    PassKind.BW: "backward, fused",
-    PassKind.R: "recomputation",
-    PassKind.T: "teacher",
-    PassKind.S: "students",
-    PassKind.U: "update",
-    PassKind.O: "logits",
-    PassKind.P: "loss",
-    PassKind.V: "logit weights",
-}
-
-# One hue for each kind, from the shade of the first chunk of a rank to that of the last. Chosen by
-# a search for colours that stay apart in the eyes of colour-blind people, too: a test simulates
-# these eyes and measures. Grey stands only for idle, violet for memory.
-_SHADES = {
-    PassKind.F: ("#0545C3", "#88AFFC"),  # blue
-    PassKind.B: ("#7A4C0F", "#F49417"),  # orange
-    PassKind.W: ("#0A472B", "#3FC98A"),  # green
-    PassKind.BW: ("#4F0A44", "#C556AC"),  # magenta
-    PassKind.R: ("#DB9FB5", "#DB9FB5"),  # pink
-    PassKind.T: ("#2A18A8", "#978FE6"),  # indigo
-    PassKind.S: ("#970810", "#F3838A"),  # red
-    PassKind.U: ("#8C7A00", "#F2DC2A"),  # yellow
-    PassKind.O: ("#68AC2B", "#C4F49A"),  # lime
-    PassKind.P: ("#2F882B", "#98CF96"),  # grass
-    PassKind.V: ("#2D88AA", "#68D0F6"),  # cyan
-}
 ONE_SHADE = (PassKind.R, PassKind.O, PassKind.P, PassKind.V)
 """Kinds that look the same for all chunks; of O, P and V a rank runs one for a microbatch."""
-_KINDS_IN_WORDS = ", ".join(_SHADES)
 # A kind whose ranks have only one chunk has the shade between the two.
 _ONE_CHUNK = 0.5
 IDLE_COLOUR = "#E9ECF0"
@@ -99,10 +67,11 @@ def colour_of(kind: PassKind, chunk: int, chunks: int = 2) -> str:
     Raises:
         UsageError: passes of this kind have no colour.
     """
-    if kind not in _SHADES:
-        raise UsageError(f"{kind} passes cannot be drawn: there are colours for {_KINDS_IN_WORDS}")
+    if kind.shades is None:
+        able = ", ".join(it for it in PassKind.all() if it.shades is not None)
+        raise UsageError(f"{kind} passes cannot be drawn: there are colours for {able}")
     chunks = 1 if kind in ONE_SHADE else chunks
-    return _mixed(*_SHADES[kind], chunk / (chunks - 1) if chunks > 1 else _ONE_CHUNK)
+    return _mixed(*kind.shades, chunk / (chunks - 1) if chunks > 1 else _ONE_CHUNK)
 
 
 def _mixed(dark: str, light: str, share: float) -> str:
@@ -157,7 +126,7 @@ def bars_of(timeline: Timeline) -> Iterator[Bar]:
             half = 1 if half == 0 else None
             if schedule.pair_at(rank, position) is not None:
                 half = 0
-            if p.kind in LAUNCH_LITTLE:
+            if p.kind.shades is None:
                 continue
             chunk = variant_of(schedule, p)
             colour = colour_of(p.kind, chunk, variants_of(schedule))
@@ -168,7 +137,7 @@ def legend_of(timeline: Timeline) -> list[tuple[PassKind, int, str]]:
     """Return the kinds and chunks, or even and odd steps, that occur, each with its label."""
     found = sorted(
         {(bar.kind, bar.chunk) for bar in bars_of(timeline)},
-        key=lambda pair: (list(KIND_NAMES).index(pair[0]), pair[1]),
+        key=lambda pair: (PassKind.all().index(pair[0]), pair[1]),
     )
     if timeline.schedule.rules.has_steps:
         said = [", even steps", ", odd steps"]
@@ -176,7 +145,7 @@ def legend_of(timeline: Timeline) -> list[tuple[PassKind, int, str]]:
         chunks = timeline.schedule.placement.chunks
         said = [""] if chunks == 1 else [f", chunk {chunk}" for chunk in range(chunks)]
     return [
-        (kind, chunk, KIND_NAMES[kind] + ("" if kind in ONE_SHADE else said[chunk]))
+        (kind, chunk, kind.words + ("" if kind in ONE_SHADE else said[chunk]))
         for kind, chunk in found
     ]
 

@@ -21,7 +21,6 @@ from rich.text import Text
 
 from megatron_zb.drawing.memory_lines import MemoryLine, memory_lines, one_f_one_b_peak, worst_of
 from megatron_zb.drawing.palette import (
-    KIND_NAMES,
     MEMORY_COLOUR,
     Bar,
     bars_of,
@@ -34,7 +33,8 @@ from megatron_zb.drawing.palette import (
 )
 from megatron_zb.schedules import PassKind, Report, Timeline
 
-LETTERS = {kind: kind.value for kind in PassKind} | {PassKind.BW: "D"}
+LETTERS = {PassKind.BW: "D"}
+"""Letters of kinds in a drawing, where they are not their names."""
 IDLE = "·"
 LEVELS = " ▁▂▃▄▅▆▇█"
 MOST = "◀"
@@ -180,7 +180,7 @@ def _usual_seconds(timeline: Timeline, bars: Sequence[Bar]) -> float:
     widths = ((bar.end - bar.start) / (1 if bar.half is None else 2) for bar in bars)
     usual = median(width for width in widths if width > 0)
     placement, busiest = timeline.schedule.placement, max(map(len, timeline.schedule.ranks))
-    cells = _MOST_CELLS * (busiest + len(PassKind) * placement.num_stages)
+    cells = _MOST_CELLS * (busiest + len(PassKind.all()) * placement.num_stages)
     return max(usual, timeline.makespan / cells)
 
 
@@ -214,7 +214,8 @@ def _cell(bar: Bar, width: int) -> Text:
 
 
 def _letter(kind: PassKind, chunk: int) -> str:
-    return LETTERS[kind] if chunk % 2 == 0 else LETTERS[kind].lower()
+    letter = LETTERS.get(kind, kind.value)
+    return letter if chunk % 2 == 0 else letter.lower()
 
 
 def _style(colour: str) -> str:
@@ -234,7 +235,7 @@ def _legend(timeline: Timeline) -> list[Text]:
         for chunk in its_chunks:
             style = _style(colour_of(kind, chunk, chunks))
             line.append(f" {_letter(kind, chunk)} ", style=style).append(" ")
-        line.append(" " * (width - len(line)) + KIND_NAMES[kind])
+        line.append(" " * (width - len(line)) + kind.words)
         lines.append(line)
     if timeline.schedule.rules.has_steps:
         numbers = (

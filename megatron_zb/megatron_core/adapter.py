@@ -29,7 +29,7 @@ from megatron_zb.megatron_core.forward_backward import ForwardBackward
 from megatron_zb.megatron_core.graphs import GraphsPart
 from megatron_zb.megatron_core.initialisation import layers_draw_weights
 from megatron_zb.megatron_core.linear import split_linear_layers
-from megatron_zb.megatron_core.parts import Parts
+from megatron_zb.megatron_core.parts import PartList
 from megatron_zb.megatron_core.placement import PhysicalPlacement, StageLayout
 from megatron_zb.megatron_core.post_validation import PostValidation, PostValidationPart
 from megatron_zb.megatron_core.profiled_steps import ProfilePart
@@ -44,7 +44,7 @@ from megatron_zb.megatron_core.transformer_engine import split_transformer_engin
 from megatron_zb.megatron_core.verification import UnsplitLayers, Verification
 from megatron_zb.runtime.activation_memory import ActivationMemory
 from megatron_zb.runtime.groups import GroupOptions
-from megatron_zb.runtime.offload import CopyEngines
+from megatron_zb.runtime.offload import HostCopyEngines
 from megatron_zb.runtime.weight_grad import WeightGradQueue
 from megatron_zb.schedules import catalog, layout
 from megatron_zb.schedules.catalog import Build
@@ -101,7 +101,7 @@ class PipelineAdapter:
         """Whether every rank holds the layers that it has in Megatron without a schedule."""
         self._splits = [SplitBackward(WeightGradQueue()) for _ in range(self.chunks)]
         self.program_for = lru_cache(maxsize=16)(self._build_program)
-        self._parts = Parts(self.physical, cuts_vocabulary=costs.vocabulary is not None)
+        self._parts = PartList(self.physical, cuts_vocabulary=costs.vocabulary is not None)
         self._said: list[str] = []
         self.unsplit_shares: Sequence[float] = []
         """Share of each stage's weight gradients that B computes, once a step has shown it."""
@@ -361,7 +361,7 @@ class PipelineAdapter:
         """Make the process groups of the messages with these options; before the first step."""
         self._add(ChannelsPart(options))
 
-    def copy_with(self, engines: CopyEngines) -> None:
+    def copy_with(self, engines: HostCopyEngines) -> None:
         """Move activations to the host with these engines, not those of the device."""
         self._add(OffloadPart(engines))
 

@@ -17,8 +17,8 @@ from megatron_zb.megatron_core.step import Step, StepPart, device, on_gpu
 from megatron_zb.runtime.channels import Channels, ShapedChannels
 from megatron_zb.runtime.groups import GroupOptions
 from megatron_zb.runtime.observer import Observer
-from megatron_zb.runtime.watchdog.progress import Progress
-from megatron_zb.runtime.watchdog.watchdog import Place, Watchdog
+from megatron_zb.runtime.watchdog.progress import RankProgress
+from megatron_zb.runtime.watchdog.watchdog import Watchdog, WatchedRank
 
 _PIPELINE = "pp"
 
@@ -86,7 +86,7 @@ class WatchPart(StepPart):
 
     def __init__(self, timeout: float | None = None) -> None:
         self.timeout = timeout
-        self.progress = Progress()
+        self.progress = RankProgress()
         self._watchdog: Watchdog | None = None
         self._is_watching = False
 
@@ -103,11 +103,11 @@ class WatchPart(StepPart):
 
     def _watch(self, step: Step) -> None:
         schedule = step.program.schedule
-        self.progress = Progress(on_gpu=on_gpu(), phases=PHASES, schedule=schedule)
+        self.progress = RankProgress(on_gpu=on_gpu(), phases=PHASES, schedule=schedule)
         if self.timeout is not None:
             ranks = step.physical.pipeline_ranks(step.pg_collection.pp)
             me, job = torch.distributed.get_rank(), range(torch.distributed.get_world_size())
-            place = Place(ranks.index(me), tuple(ranks), tuple(job))
+            place = WatchedRank(ranks.index(me), tuple(ranks), tuple(job))
             store = torch.distributed.PrefixStore("megatron_zb/watchdog", _get_default_store())
             self._watchdog = Watchdog(self.progress, place, store, self.timeout)
 

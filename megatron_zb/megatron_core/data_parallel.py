@@ -42,11 +42,10 @@ class DataParallelPart(StepPart):
     @contextmanager
     def around(self, step: Step) -> Iterator[None]:
         config, chunks = step.config, step.model
-        self._sync = None
         with no_grad_sync(config, chunks):
-            if not step.forward_only:  # an evaluation gathers and reduces nothing
-                self._sync = self._start(step)
-            with self._sync.listening() if self._sync is not None else nullcontext():
+            # an evaluation gathers and reduces nothing
+            self._sync = None if step.forward_only else self._start(step)
+            with nullcontext() if self._sync is None else self._sync.listening():
                 yield
         if step.is_rehearsal and not config.grad_sync_func:
             _start_reductions(chunks)

@@ -192,6 +192,6 @@ class OverlapPart(StepPart):
     pair_handler = staticmethod(run_pair)
 
     def stage_type(self, number: int, step: Step) -> Callable[..., Any] | None:
-        overlaps = getattr(step.config, "overlap_moe_expert_parallel_comm", False)
-        in_pairs = step.profiles_pairs or step.program.schedule.pairs
-        return PairedStage if overlaps and in_pairs else None
+        if not getattr(step.config, "overlap_moe_expert_parallel_comm", False):
+            return None
+        return PairedStage if step.profiles_pairs or step.program.schedule.pairs else None

@@ -39,7 +39,7 @@ _ORDER: tuple[type[StepPart], ...] = (
 )
 
 
-class Parts:
+class PartList:
     """At most one part of each type; those that need no option are there from the beginning."""
 
     def __init__(self, physical: PhysicalPlacement, *, cuts_vocabulary: bool) -> None:

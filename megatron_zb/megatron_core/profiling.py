@@ -456,7 +456,7 @@ def _gaps(steps: Steps) -> dict[PassKind, float]:
                 gaps[span.of.kind].append(max(0.0, span.start - before.end))
         for kind, found in gaps.items():
             means[kind].append(fmean(found))
-    return {kind: median(means[kind] or [0.0]) for kind in PassKind}
+    return {kind: median(means[kind] or [0.0]) for kind in PassKind.all()}
 
 
 def _usual(ranks: Sequence[PartSeconds]) -> PartSeconds:

@@ -17,7 +17,7 @@ from megatron_zb.megatron_core.random_streams import LayerStreams, RandomState
 from megatron_zb.megatron_core.split_backward import SplitBackward
 from megatron_zb.megatron_core.step import Step, StepPart, device, timed
 from megatron_zb.runtime.autograd_stage import AutogradStage
-from megatron_zb.runtime.offload import CopyEngines, HostMemory, MovedActivations
+from megatron_zb.runtime.offload import HostCopyEngines, HostMemory, MovedActivations
 
 
 class MegatronStage(AutogradStage):
@@ -153,7 +153,7 @@ class OffloadPart(StepPart):
         engines: copy activations to the host and back; None for those of the device.
     """
 
-    def __init__(self, engines: CopyEngines | None = None) -> None:
+    def __init__(self, engines: HostCopyEngines | None = None) -> None:
         self._engines = engines
 
     @cached_property

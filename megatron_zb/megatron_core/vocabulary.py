@@ -90,8 +90,10 @@ class VocabularyPart(StepPart):
 
     @contextmanager
     def around(self, step: Step) -> Iterator[None]:
-        self._handoff = HandoffBuffer()
-        yield
+        try:
+            yield
+        finally:  # a step that has failed may leave tensors
+            self._handoff = HandoffBuffer()
 
     def stage_type(self, number: int, step: Step) -> Callable[..., Any] | None:
         if number == step.physical.placement.num_stages - 1:

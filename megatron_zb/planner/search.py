@@ -1,4 +1,4 @@
-"""Search for the best setting of every schedule: ordered by formula, decided by simulation.
+"""Search for the best setting of every schedule: formulas order the settings, simulation decides.
 
 Each schedule, Megatron's own included, gets its best division of the GPUs, microbatch,
 recomputation, number of chunks and layout.
@@ -10,6 +10,7 @@ import math
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
+from typing import TypeVar
 
 from megatron_zb import schedules
 from megatron_zb.errors import UsageError
@@ -36,23 +37,24 @@ from megatron_zb.schedules import Costs, Schedule
 from megatron_zb.schedules.bounds import lower_bound, period_bound
 from megatron_zb.schedules.placement import Placement
 
-# The formula leaves out what a schedule can save; what is above by more is not simulated.
+# Skip settings whose memory by formula exceeds the GPU's by more: schedules save less than that.
 _SLACK = 1.25
 WORTH_A_CHANGE = 0.01  # of the tokens per second; predictions are not better than that
-# A setting whose rate by formula is below this share of the best simulated one is left out.
+# Skip settings whose rate by formula is below this share of the best simulated one.
 _HOPELESS = 0.97
-# Schedules whose output layer is cut, at most, and settings of each: such searches take seconds.
-_CUT_SCHEDULES = 3
-_CUT_TRIES = 2
-# Settings that auto searches, at most, and by how much one must be able to beat what is there.
+# Most schedules to try with vocabulary parallelism or pairs, and settings of each: these searches
+# take seconds.
+_VARIANTS = 3
+_VARIANT_TRIES = 2
+# Most settings in which auto searches, and the least lead that a setting must allow.
 _SEARCHES = 3
 _WORTH_A_SEARCH = 1.001
-# The most settings with recomputation or offload, and forwards of one: many take long.
+# Most settings to search with recomputation or offload, and most forwards of one.
 _SEARCHES_OF_STATES = 2
 _FORWARDS_WITH_STATES = 1100
-# Of 1F1B's memory: what auto holds at most, whatever is left.
+# Largest memory limit of auto, as a fraction of 1F1B's activations.
 _MOST_FRACTION = 2.0
-# So many settings of each schedule are looked at with their layouts before some are simulated.
+# Settings of each schedule whose layouts refine the formula before some are simulated.
 _REFINED = 40
 
 
@@ -61,10 +63,10 @@ class PlanJob:
     """A training job: model, GPUs, bytes of memory per GPU, batch and allowed choices.
 
     With ``post_validation``, schedules are built for iterations back to back, unless
-    ``back_to_back`` is False. ``vocabulary`` cuts the output layer along the vocabulary over the
-    pipeline ranks ("on"), does not ("off"), or does where a schedule is faster by more than
-    predictions are off ("auto"). With ``drops``, ``auto`` may drop activations and make
-    them again, with ``moves`` move them to the host.
+    ``back_to_back`` is False. ``vocabulary`` parallelism over the pipeline ranks is in every
+    schedule of this package ("on"), in none ("off"), or where a schedule is faster by more than
+    the error of predictions ("auto"). ``drops`` allows ``auto`` to recompute activations, and
+    ``moves`` to offload them to the host.
     """
 
     model: ModelConfig
@@ -108,11 +110,17 @@ class TooLarge:
 class Plan:
     """The best setting of each schedule, fastest first.
 
-    ``too_large`` has, for each schedule, the most promising setting that does not fit;
-    ``nothing_for`` has the reason why a schedule is not in the table. ``without_cut`` has the best
-    setting without vocabulary parallelism of each schedule whose row has it, and ``cut`` is
-    the best with it, whether it is in the table or not. ``with_states`` is the best
-    that drops activations or moves them to the host, and ``all_kept`` the best of ``auto`` without.
+    Attributes:
+        job: the training job.
+        ranked: the best setting of each schedule.
+        too_large: for each schedule, the most promising setting that does not fit.
+        nothing_for: why a schedule is not in the table.
+        settings: number of settings counted by formula.
+        simulated: number of settings whose schedule was built.
+        without_cut: for each row with vocabulary parallelism, the best setting without.
+        cut: the best with vocabulary parallelism, in the table or not.
+        with_states: the best that recomputes or offloads activations.
+        all_kept: the best of ``auto`` that does neither.
     """
 
     job: PlanJob
@@ -145,6 +153,7 @@ class _Setting:
 
 
 Watch = Callable[[str, int, int], None]
+_Value = TypeVar("_Value")
 
 
 def search(
@@ -173,7 +182,7 @@ def search(
             f"--vocabulary on: the output layer of {job.model.name} cannot be cut, because {why}: "
             "give --vocabulary auto"
         )
-    splits = _splits(job)
+    splits = _EvenSplits.of(job)
     alone = ScheduleCandidate(NO_PIPELINE, "1f1b", megatron=True)
     everyone = [alone, *with_those_of_auto(candidates)]
     overlaps = not job.post_validation and any(_exchanges(split.load) for split in splits.whole)
@@ -203,20 +212,7 @@ def search(
         paired = [candidate for candidate in named if candidate.finds_pairs]
         found.pair_where_it_pays(_promising(job, splits, paired, cuts=False), each)
     watch("", total, total)
-    shown = [row for name, row in found.best.items() if name in asked]
-    if not shown:
-        smallest = {name: small for name, small in found.smallest.items() if name in asked}
-        large = {name: large for name, large in found.too_large.items() if name in asked}
-        raise UsageError(_describe_too_small(job, list(smallest.values()), large))
-    shown.sort(key=lambda row: -row.tokens_per_gpu)
-    nothing = {
-        name: why for name, why in found.nothing.items() if name in asked and name != alone.name
-    }
-    large = {name: large for name, large in found.too_large.items() if name in asked}
-    whole = {name: row for name, row in found.without_cut.items() if name in asked}
-    counts = found.settings, found.simulated
-    states = found.with_states, found.all_kept
-    return Plan(job, tuple(shown), large, nothing, *counts, whole, found.cut, *states)
+    return found.plan(asked)
 
 
 @dataclass(frozen=True)
@@ -257,11 +253,39 @@ class _Everything:
     with_states: Prediction | None = None
     all_kept: Prediction | None = None
 
+    def plan(self, asked: Collection[str]) -> Plan:
+        """Return the rows of the schedules that were asked for.
+
+        Raises:
+            UsageError: nothing fits into the memory.
+        """
+
+        def of_asked(found: dict[str, _Value]) -> dict[str, _Value]:
+            return {name: value for name, value in found.items() if name in asked}
+
+        rows, too_large = list(of_asked(self.best).values()), of_asked(self.too_large)
+        if not rows:
+            smallest = list(of_asked(self.smallest).values())
+            raise UsageError(_describe_too_small(self.job, smallest, too_large))
+        nothing = of_asked(self.nothing)
+        nothing.pop(NO_PIPELINE, None)
+        return Plan(
+            job=self.job,
+            ranked=tuple(sorted(rows, key=lambda row: -row.tokens_per_gpu)),
+            too_large=too_large,
+            nothing_for=nothing,
+            settings=self.settings,
+            simulated=self.simulated,
+            without_cut=of_asked(self.without_cut),
+            cut=self.cut,
+            with_states=self.with_states,
+            all_kept=self.all_kept,
+        )
+
     def enter(self, found: _Found) -> None:
         """Add the results of one schedule."""
         name = found.candidate.name
-        self.settings += found.settings
-        self.simulated += len(found.tried)
+        self._count(found)
         self.tried += found.tried
         if found.smallest is not None:
             self.smallest[name] = found.smallest
@@ -269,14 +293,15 @@ class _Everything:
         if found.candidate.cuts_vocabulary:
             self._note_cut(found.prediction)
 
+    def _count(self, found: _Found) -> None:
+        self.settings += found.settings
+        self.simulated += len(found.tried)
+
     def _note_cut(self, row: Prediction | None) -> None:
-        if row is not None:
-            best = self.cut
-            faster = best is None or row.tokens_per_gpu > best.tokens_per_gpu
-            self.cut = row if faster else best
+        self.cut = _fastest(filter(None, (self.cut, row)))
 
     def cut_where_it_pays(
-        self, promising: Sequence[_Looked], asked: Collection[str], each: Each
+        self, promising: Sequence[Sequence[_Setting]], asked: Collection[str], each: Each
     ) -> None:
         """Let schedules with vocabulary parallelism take the place of those without.
 
@@ -286,24 +311,22 @@ class _Everything:
         reached = [row.tokens_per_gpu for name, row in self.best.items() if name in asked]
         floor = max(reached, default=0.0) * (1 + WORTH_A_CHANGE)
         for found in each(partial(_simulated_variant, self.job, floor), promising):
-            self.settings += found.settings
-            self.simulated += len(found.tried)
+            self._count(found)
             row, name = found.prediction, found.candidate.name
             self._note_cut(row)
             if row is not None and row.tokens_per_gpu >= floor:
                 self._replace(name, row)
                 self.nothing.pop(name, None)
-        for candidate in filter(None, [self.best.get("auto")]):
-            if self.cut and self.cut.tokens_per_gpu >= max(floor, candidate.tokens_per_gpu):
-                self._replace("auto", replace(self.cut, candidate="auto"))
+        auto, cut = self.best.get("auto"), self.cut
+        if auto and cut and cut.tokens_per_gpu >= max(floor, auto.tokens_per_gpu):
+            self._replace("auto", replace(cut, candidate="auto"))
 
-    def pair_where_it_pays(self, promising: Sequence[_Looked], each: Each) -> None:
+    def pair_where_it_pays(self, promising: Sequence[Sequence[_Setting]], each: Each) -> None:
         """Let schedules whose pairs hide the expert all-to-all take the place of slower rows."""
         if (own := self.best.get(MEGATRON_OVERLAP)) is not None:
             self._enter_if_faster("auto", own)  # in this package's order of the same
         for found in each(partial(_simulated_variant, self.job, 0.0), promising):
-            self.settings += found.settings
-            self.simulated += len(found.tried)
+            self._count(found)
             if found.prediction is not None:
                 self._enter_if_faster(found.candidate.name, found.prediction)
                 self._enter_if_faster("auto", found.prediction)
@@ -492,35 +515,38 @@ def _optimistic(job: PlanJob, staged: StageWorkload, m: int) -> float:
 
 
 @dataclass(frozen=True)
-class _Splits:
-    """Every strategy with the model cut evenly, with a whole output layer and with a cut one."""
+class _EvenSplits:
+    """Every strategy with an even split of the model: without and with vocabulary parallelism."""
 
     whole: list[EvenSplit]
     cut: list[EvenSplit]
 
-    def of(self, candidate: ScheduleCandidate) -> list[EvenSplit]:
+    @classmethod
+    def of(cls, job: PlanJob) -> _EvenSplits:
+        """Return the splits of a job.
+
+        Raises:
+            UsageError: the sizes cannot be divided.
+        """
+        sizes = job.model, job.device, job.gpus, job.global_batch, job.choices
+        found = [
+            EvenSplit(Workload(job.model, job.device, strategy, job.sequence))
+            for strategy in strategies(*sizes, job.sequence)
+        ]
+        if not found:
+            raise UsageError(said_of_none(*sizes))
+        shared = [s.load for s in found if can_be_shared(job.model, s.load.strategy)]
+        cut = [] if job.vocabulary == "off" or job.why_not_cut else shared
+        return cls(found, [EvenSplit(load, cuts_vocabulary=True) for load in cut])
+
+    def for_schedule(self, candidate: ScheduleCandidate) -> list[EvenSplit]:
+        """Return the splits that a schedule can have."""
         return self.cut if candidate.cuts_vocabulary else self.whole
 
 
-def _splits(job: PlanJob) -> _Splits:
-    found = [
-        EvenSplit(Workload(job.model, job.device, strategy, job.sequence))
-        for strategy in strategies(
-            job.model, job.device, job.gpus, job.global_batch, job.choices, job.sequence
-        )
-    ]
-    if not found:
-        raise UsageError(
-            said_of_none(job.model, job.device, job.gpus, job.global_batch, job.choices)
-        )
-    shared = [s.load for s in found if can_be_shared(job.model, s.load.strategy)]
-    cut = [] if job.vocabulary == "off" or job.why_not_cut else shared
-    return _Splits(found, [EvenSplit(load, cuts_vocabulary=True) for load in cut])
-
-
-def _settings(splits: _Splits, candidate: ScheduleCandidate, job: PlanJob) -> list[_Setting]:
+def _settings(splits: _EvenSplits, candidate: ScheduleCandidate, job: PlanJob) -> list[_Setting]:
     out = []
-    for split in splits.of(candidate):
+    for split in splits.for_schedule(candidate):
         strategy = split.load.strategy
         m = strategy.num_microbatches(job.global_batch)
         if (strategy.pipeline == 1) != (candidate.name == NO_PIPELINE):
@@ -558,7 +584,7 @@ def _share_left(split: EvenSplit) -> float:
     return min(1.0, max(whole - exchange, exchange) / whole)
 
 
-def _look_at(job: PlanJob, splits: _Splits, tries: int, candidate: ScheduleCandidate) -> _Found:
+def _look_at(job: PlanJob, splits: _EvenSplits, tries: int, candidate: ScheduleCandidate) -> _Found:
     """Find the best setting of a schedule."""
     ordered = sorted(_settings(splits, candidate, job), key=lambda s: -s.rate)
     least = min(ordered, key=lambda s: s.memory, default=None)
@@ -569,20 +595,13 @@ def _look_at(job: PlanJob, splits: _Splits, tries: int, candidate: ScheduleCandi
     return found
 
 
-@dataclass(frozen=True)
-class _Looked:
-    """A schedule with settings that have been looked at with their layouts, best first."""
-
-    candidate: ScheduleCandidate
-    settings: list[_Setting]
-
-
 def _promising(
-    job: PlanJob, splits: _Splits, named: Sequence[ScheduleCandidate], *, cuts: bool
-) -> list[_Looked]:
-    """Return the schedules with the best formulas, with vocabulary parallelism or with pairs.
+    job: PlanJob, splits: _EvenSplits, named: Sequence[ScheduleCandidate], *, cuts: bool
+) -> list[list[_Setting]]:
+    """Return the settings of the schedules that formulas promise most of, the best setting first.
 
-    With more chunks than two the search for an order with shards falls behind the formula.
+    The schedules have vocabulary parallelism, or else pairs. With more than two chunks, the search
+    for an order with shards falls behind the formula.
     """
     found = []
     for candidate in named:
@@ -593,17 +612,14 @@ def _promising(
         ordered = _refined(job, sorted(settings, key=lambda s: -s.rate))
         fitting = [s for s in ordered if s.memory <= _SLACK * job.memory]
         if fitting:
-            found.append(_Looked(fitting[0].candidate, fitting))
-    return sorted(found, key=lambda looked: -looked.settings[0].rate)[:_CUT_SCHEDULES]
+            found.append(fitting)
+    return sorted(found, key=lambda settings: -settings[0].rate)[:_VARIANTS]
 
 
-def _simulated_variant(job: PlanJob, floor: float, looked: _Looked) -> _Found:
-    """Simulate the settings of a schedule with vocabulary parallelism, or with pairs.
-
-    Those that may reach ``floor``.
-    """
-    found = _Found(looked.candidate, len(looked.settings))
-    _simulate_first(job, looked.settings, _CUT_TRIES, found, floor)
+def _simulated_variant(job: PlanJob, floor: float, settings: Sequence[_Setting]) -> _Found:
+    """Simulate the settings of one schedule that may reach ``floor``."""
+    found = _Found(settings[0].candidate, len(settings))
+    _simulate_first(job, settings, _VARIANT_TRIES, found, floor)
     return found
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch.autograd import Variable
@@ -13,38 +13,6 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from megatron_zb.runtime.activation_memory import ActivationMemory
 from megatron_zb.runtime.offload import MovedActivations
 from megatron_zb.runtime.weight_grad import WeightGradQueue
-
-
-class Stage(Protocol):
-    """Interface of a stage to the executor."""
-
-    def forward(self, microbatch: int, activation: torch.Tensor | None) -> torch.Tensor | None:
-        """Run F: from the previous stage's activation to this stage's (None at either end)."""
-
-    def backward(self, microbatch: int, gradient: torch.Tensor | None) -> torch.Tensor | None:
-        """Run BW: from the gradient of the output to that of the input, weights included."""
-
-    def backward_input(self, microbatch: int, gradient: torch.Tensor | None) -> torch.Tensor | None:
-        """Run B: from the gradient of the output to that of the input, weights left for W."""
-
-    def backward_weight(self, microbatch: int) -> None:
-        """Run W: the weight gradients that B has left."""
-
-    def recompute(self, microbatch: int) -> None:
-        """Run R: a forward again that has kept its input alone, now with all that B needs."""
-
-
-class MovingStage(Stage, Protocol):
-    """Interface of a stage whose activations can be moved to the host.
-
-    F begins the copy out of what is moved, and B waits for the copy in.
-    """
-
-    def end_copy_out(self, microbatch: int) -> None:
-        """Run D: wait until the copy to the host has ended, and free what it has copied."""
-
-    def begin_copy_in(self, microbatch: int) -> None:
-        """Run H: take memory on the device, and begin the copy from the host."""
 
 
 def _backward(edge: GradientEdge, gradient: torch.Tensor | None) -> None:
@@ -98,6 +66,7 @@ class AutogradStage:
         self.activation_memory: ActivationMemory | None = None
 
     def forward(self, microbatch: int, activation: torch.Tensor | None) -> torch.Tensor | None:
+        """Run F: from the previous stage's activation to this stage's (None at either end)."""
         if microbatch in self.dropped:
             return self._forward_dropped(microbatch, activation)
         if microbatch in self.moved:
@@ -118,6 +87,7 @@ class AutogradStage:
         return output.detach()  # parts of Megatron's layers turn gradients on again
 
     def recompute(self, microbatch: int) -> None:
+        """Run R: repeat a forward that kept only its input, now with all that B needs."""
         activation = self._inputs.pop(microbatch)
         if activation is not None:
             activation.requires_grad_()
@@ -138,10 +108,12 @@ class AutogradStage:
         return output.detach()
 
     def end_copy_out(self, microbatch: int) -> None:
+        """Run D: wait until the copy to the host has ended, and free the copied memory."""
         assert self.moves is not None
         self.moves.end_copy_out(microbatch)
 
     def begin_copy_in(self, microbatch: int) -> None:
+        """Run H: take memory on the device, and begin the copy from the host."""
         assert self.moves is not None
         self.moves.begin_copy_in(microbatch)
 
@@ -154,6 +126,7 @@ class AutogradStage:
         return nullcontext()
 
     def backward(self, microbatch: int, gradient: torch.Tensor | None) -> torch.Tensor | None:
+        """Run BW: from the gradient of the output to that of the input, weights included."""
         activation, start = self._live.pop(microbatch)
         if self.moves is not None and microbatch in self.moved:
             self.moves.end_copy_in(microbatch)
@@ -165,6 +138,7 @@ class AutogradStage:
         return activation.grad
 
     def backward_input(self, microbatch: int, gradient: torch.Tensor | None) -> torch.Tensor | None:
+        """Run B: from the gradient of the output to that of the input, weights left for W."""
         self._weight_grads.begin(microbatch)
         try:
             return self.backward(microbatch, gradient)
@@ -172,6 +146,7 @@ class AutogradStage:
             self._weight_grads.end()
 
     def backward_weight(self, microbatch: int) -> None:
+        """Run W: the weight gradients that B has left."""
         self._weight_grads.run(microbatch)
 
     def reset(self) -> None:

@@ -12,12 +12,12 @@ from megatron_zb.runtime.observer import NOBODY, Observer
 from megatron_zb.schedules.passes import LAUNCH_LITTLE, Channel, Message, PassKind
 from megatron_zb.schedules.program.lowering import (
     Instruction,
+    PostReceive,
     Program,
-    Receive,
     Run,
     RunPair,
     Send,
-    Take,
+    WaitReceive,
 )
 
 Allocate = Callable[[Message], torch.Tensor]
@@ -36,9 +36,8 @@ TRAINING: dict[PassKind, Handler] = {
     PassKind.D: lambda stage, microbatch: stage.end_copy_out(microbatch),
     PassKind.H: lambda stage, microbatch: stage.begin_copy_in(microbatch),
 }
-"""Handlers of a training step's passes, on a :class:`megatron_zb.runtime.autograd_stage.Stage`.
-
-Those of D and H are for a :class:`megatron_zb.runtime.autograd_stage.MovingStage`.
+"""Handlers of a training step's passes, on a stage such as
+:class:`megatron_zb.runtime.autograd_stage.AutogradStage`.
 """
 
 
@@ -151,8 +150,8 @@ class Execution:
             if kind is RunPair:
                 self._run_pair(cast(RunPair, instruction))
                 continue
-            channel, message = cast(Receive | Take | Send, instruction)
-            if kind is Take:
+            channel, message = cast(PostReceive | WaitReceive | Send, instruction)
+            if kind is WaitReceive:
                 with waiting(channel, message):
                     taken = channels.take(message)
                 if not message.is_step_done:

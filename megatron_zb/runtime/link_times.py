@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_zb.runtime.channels import Channels, channels_of
-from megatron_zb.runtime.offload import CopyEngines
+from megatron_zb.runtime.offload import HostCopyEngines
 from megatron_zb.schedules.passes import Channel, Message
 from megatron_zb.schedules.placement import Placement
 
@@ -148,7 +148,7 @@ class CopyTimes(NamedTuple):
     both_ways: float
 
 
-def copy_times(engines: CopyEngines, device: torch.device) -> CopyTimes:
+def copy_times(engines: HostCopyEngines, device: torch.device) -> CopyTimes:
     """Measure the seconds of a copy on the engines of this rank; collective over the job.
 
     All ranks copy at the same time, so that a link that several share is as slow as in a step. One

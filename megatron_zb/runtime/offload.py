@@ -35,7 +35,7 @@ class HostMemory:
     use at a time, rounded up to a whole piece.
     """
 
-    def __init__(self, device: torch.device, engines: CopyEngines | None = None) -> None:
+    def __init__(self, device: torch.device, engines: HostCopyEngines | None = None) -> None:
         self.device = device
         self.engines = engines or engines_of(device)
         self._pieces: list[torch.Tensor] = []
@@ -299,7 +299,7 @@ Wait = Callable[[], None]
 """Function that makes what is computed from here on wait for a copy."""
 
 
-class CopyEngines(Protocol):
+class HostCopyEngines(Protocol):
     """The two copy engines of a device; each copies what it is given in turn.
 
     ``piece`` is the number of bytes in which memory of the host is to be asked for, None for any.
@@ -314,7 +314,7 @@ class CopyEngines(Protocol):
         """Return memory of the host that the engines reach."""
 
 
-def engines_of(device: torch.device) -> CopyEngines:
+def engines_of(device: torch.device) -> HostCopyEngines:
     """Return the copy engines of a device."""
     return StreamEngines(device) if device.type == "cuda" else ThreadEngines()
 

@@ -12,12 +12,11 @@ Source: Zero Bubble Pipeline Parallelism, arXiv 2401.10241, on bypassing optimiz
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from megatron_zb.runtime.autograd_stage import Stage
 from megatron_zb.runtime.executor import Allocate, Execution, Transport
 from megatron_zb.runtime.groups import new_groups
 from megatron_zb.runtime.observer import Observer
@@ -97,18 +96,11 @@ class StateExchange:
         self._sends.append((dist.isend(state, rank, group=self._group), state))
 
 
-class Restartable(Stage, Protocol):
-    """A stage whose forwards may be taken back."""
-
-    def reset(self) -> None:
-        """Forget the forwards that have run."""
-
-
 def run_from_cut(
     program: Program,
     cut: Rollback,
     rank: int,
-    stages: Mapping[int, Restartable],
+    stages: Mapping[int, Any],
     channels: Transport,
     allocate: Allocate,
     *,
@@ -119,6 +111,7 @@ def run_from_cut(
     """Run a program whose forwards up to the cut may have to run twice.
 
     Args:
+        stages: stages whose ``reset`` forgets the forwards that have run.
         is_right: waits until it is known whether the weights are right.
         start_anew: makes them right, and takes back what forwards have done outside the stages. No
             message is under way then, so it may wait for any rank.

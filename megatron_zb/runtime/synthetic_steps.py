@@ -17,7 +17,7 @@ from megatron_zb import schedules
 from megatron_zb.runtime.channels import Channels
 from megatron_zb.runtime.executor import Side, run_program
 from megatron_zb.runtime.link_times import link_times
-from megatron_zb.runtime.watchdog.progress import Progress
+from megatron_zb.runtime.watchdog.progress import RankProgress
 from megatron_zb.schedules.costs import StageCosts
 from megatron_zb.schedules.passes import Pass, PassKind
 from megatron_zb.schedules.placement import v_shape
@@ -169,7 +169,7 @@ def run_together(forward: Side, backward: Side) -> tuple[torch.Tensor | None, to
     return forward.stage.output(forward.kind), backward.stage.output(backward.kind)
 
 
-class Steps:
+class SyntheticSteps:
     """Steps of one rank under a schedule; one to warm up has run."""
 
     def __init__(self, rank: int, schedule: schedules.Schedule, costs: schedules.Costs) -> None:
@@ -184,7 +184,7 @@ class Steps:
             stage.moved = frozenset(m for held, m in schedule.moved if held == number)
         self.seconds()
 
-    def seconds(self, progress: Progress | None = None) -> float:
+    def seconds(self, progress: RankProgress | None = None) -> float:
         """Run a step and return its seconds, from a barrier to the end of the last rank."""
         dist.barrier()
         start = time.perf_counter()

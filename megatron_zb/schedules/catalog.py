@@ -14,6 +14,7 @@ from megatron_zb.schedules.costs import Costs, check_number
 from megatron_zb.schedules.families import interleaved, one_f_one_b, v_shape, wave, zero_bubble
 from megatron_zb.schedules.families.auto import auto, candidates
 from megatron_zb.schedules.limit import Limit
+from megatron_zb.schedules.parts import Part, with_part
 from megatron_zb.schedules.placement import Placement, looped
 from megatron_zb.schedules.request import Request, check_size
 from megatron_zb.schedules.schedule import Report, Schedule
@@ -374,11 +375,12 @@ def build(
     check_number(costs, num_microbatches)
     if costs.vocabulary is not None or any(costs.forward_comm):
         costs = costs.with_all_kept()
+    searched = costs.folded()
     limit = Limit.of(memory_limit, memory_limit_bytes, pipeline_size)
     request = Request(
         pipeline_size,
         num_microbatches,
-        costs,
+        searched,
         limit,
         chunks=chunks,
         group_size=group_size,
@@ -387,7 +389,11 @@ def build(
         back_to_back=back_to_back,
         quick=quick,
     )
-    schedule = (chosen.build if costs.vocabulary is None else _with_vocabulary(chosen))(request)
+    schedule = (chosen.build if searched.vocabulary is None else _with_vocabulary(chosen))(request)
+    for part in costs.parts:
+        assert isinstance(part, Part)
+        schedule = with_part(schedule, part)
+    request = replace(request, costs=costs)
     return _reported(replace(schedule, name=chosen.name).validate(), request)
 
 

@@ -10,9 +10,10 @@ from functools import cached_property
 from itertools import pairwise
 from operator import add, sub
 from statistics import median
-from typing import Any
+from typing import Any, Protocol
 
 from megatron_zb.errors import UsageError
+from megatron_zb.schedules.kinds import Kind
 from megatron_zb.schedules.passes import Pair, Pass, PassKind
 from megatron_zb.schedules.placement import Placement
 
@@ -90,7 +91,8 @@ class StageCosts:
     ``forward_hop[s]`` is the time of the message from stage s to s+1 and ``backward_hop[s]`` from
     stage s to s-1, 0 on the same rank. ``activation[s]`` is the memory that F(s) holds and
     ``held_for_weight[s]`` the part still held between B(s) and W(s). ``whole`` are the seconds of
-    BW; where it is empty, BW takes as long as B and W. ``others`` has those of other kinds. Where
+    BW; where it is empty, BW takes as long as B and W. ``others`` has those of other kinds, and
+    ``memory_of_others`` what they hold. Where
     microbatches are not all alike, ``microbatches[j]`` has the costs of microbatch j, and these are
     those of a typical one; equal rows are one object. ``shards`` are the costs of an output layer
     that is cut along the vocabulary: rank r's shard counts as stage S + r.
@@ -114,6 +116,7 @@ class StageCosts:
     held_for_weight: tuple[float, ...]
     whole: tuple[float, ...] = ()
     others: tuple[tuple[PassKind, tuple[float, ...]], ...] = ()
+    memory_of_others: tuple[tuple[str, tuple[float, ...]], ...] = ()
     microbatches: tuple[StageCosts, ...] = ()
     shards: ShardCosts | None = None
     forward_comm: tuple[float, ...] = ()
@@ -168,7 +171,7 @@ class StageCosts:
     def hops(self) -> dict[PassKind, tuple[float, ...]]:
         """Transfer seconds of the output of a pass of each kind and stage."""
         none = (0.0,) * len(self.forward_hop)
-        hops = dict.fromkeys(PassKind, none)
+        hops = dict.fromkeys(PassKind.all(), none)
         backward = dict.fromkeys((PassKind.B, PassKind.BW), self.backward_hop)
         hops |= {PassKind.F: self.forward_hop} | backward
         if self.shards is not None:
@@ -191,6 +194,7 @@ class StageCosts:
             "held_for_weight": self.held_for_weight,
             "kept_input": self.kept_input,
             "logits": shards,
+            **dict(self.memory_of_others),
         }
         return {name: table for name, table in tables.items() if table}
 
@@ -268,6 +272,22 @@ class StageCosts:
         return max(compute, exchange, forward, backward) * (1.0 + self.pair_loss)
 
 
+class FurtherPasses(Protocol):
+    """A kind of passes that the costs have beside those of training: see :mod:`parts`."""
+
+    @property
+    def kind(self) -> Kind: ...
+    @property
+    def follows(self) -> PassKind: ...
+    @property
+    def seconds(self) -> float: ...
+    @property
+    def memory(self) -> float: ...
+    def times(self, length: float) -> FurtherPasses:
+        """Return those of a microbatch that is so many times as long."""
+        ...
+
+
 @dataclass(frozen=True)
 class Costs:
     """Costs of one microbatch, independent of how the model will be cut into stages.
@@ -314,6 +334,7 @@ class Costs:
     copy: tuple[float, ...] = ()
     full_duplex: bool = True
     host_limit: float = math.inf
+    parts: tuple[FurtherPasses, ...] = ()
 
     @classmethod
     def uniform(
@@ -663,6 +684,7 @@ class Costs:
             copy=times(self.copy),
             microbatches=(),
             vocabulary=self.vocabulary and self.vocabulary._times(length),
+            parts=tuple(part.times(length) for part in self.parts),
         )
 
     def one_f_one_b_peak(self) -> float:
@@ -746,7 +768,26 @@ class Costs:
             copy=_resample(self.copy, stages) if self.copy else (),
             full_duplex=self.full_duplex,
             host_limit=self.host_limit,
+            others=tuple((it.kind.kind, seconds(self._each(it.seconds))) for it in self.parts),
+            memory_of_others=tuple(
+                (str(it.kind.kind), _resample(self._each(it.memory), stages)) for it in self.parts
+            ),
         )
+
+    def folded(self) -> Costs:
+        """Return the costs with the passes of parts counted as parts of those that they follow."""
+        costs = replace(self, parts=())
+        for part in self.parts:
+            seconds, memory = self._each(part.seconds), self._each(part.memory)
+            tables = {PassKind.F: "forward", PassKind.B: "backward", PassKind.W: "weight"}
+            name = tables[part.follows]
+            more = {name: seconds, "activation": memory}
+            if self.whole and part.follows is not PassKind.F:
+                more["whole"] = seconds
+            for table, values in more.items():
+                changed: Any = {table: tuple(map(add, getattr(costs, table), values))}
+                costs = replace(costs, **changed)
+        return costs
 
     def _kept_inputs(self, stages: int) -> tuple[float, ...]:
         if not self.recompute:

@@ -67,6 +67,7 @@ def to_csv(schedule: Schedule) -> str:
     if schedule.forward_only:
         raise UsageError(f"{schedule.name} has forward passes alone: a table is for training")
     others = {p.kind for rank in schedule.ranks for p in rank} - _LETTER.keys()
+    others -= {it.kind for it in getattr(schedule.rules, "more", ())}
     if others:
         raise UsageError(
             f"{schedule.name} has passes {', '.join(sorted(others))}: a table has those of a "
@@ -90,7 +91,7 @@ def _row(schedule: Schedule, rank: int) -> Iterator[str]:
 
 
 def _cell_text(p: Pass) -> str:
-    return f"{p.stage}{_LETTER[p.kind]}{p.microbatch}"
+    return f"{p.stage}{_LETTER.get(p.kind, p.kind)}{p.microbatch}"
 
 
 def digest(schedule: Schedule) -> str:

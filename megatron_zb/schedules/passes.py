@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from enum import Enum
-from typing import NamedTuple
+from typing import ClassVar, NamedTuple
 
 
-class PassKind(str, Enum):
+class PassKind(str):
     """Computation of a pass for one stage and one microbatch.
 
-    Kinds of all work stand here, since tables of schedules, pictures and handlers are keyed by one
-    enum; what each means is up to the rules of its work.
+    There is one object for each kind, so that kinds are compared by identity. A further kind is
+    registered with :meth:`add` in the file of its feature; the rules of its work define it.
 
     ``F`` forward, ``B`` input gradient, ``W`` weight gradient, ``BW`` both gradients at once
     (*Zero Bubble Pipeline Parallelism*, arXiv 2401.10241, section 2).
@@ -42,26 +41,85 @@ class PassKind(str, Enum):
     :class:`megatron_zb.schedules.rules.Rules`.
     """
 
-    F = "F"
-    B = "B"
-    W = "W"
-    BW = "BW"
-    R = "R"
-    D = "D"
-    H = "H"
-    T = "T"
-    S = "S"
-    U = "U"
-    O = "O"  # noqa: E741
-    P = "P"
-    V = "V"
-    E = "E"
-    G = "G"
+    F: ClassVar[PassKind]
+    B: ClassVar[PassKind]
+    W: ClassVar[PassKind]
+    BW: ClassVar[PassKind]
+    R: ClassVar[PassKind]
+    D: ClassVar[PassKind]
+    H: ClassVar[PassKind]
+    T: ClassVar[PassKind]
+    S: ClassVar[PassKind]
+    U: ClassVar[PassKind]
+    O: ClassVar[PassKind]  # noqa: E741
+    P: ClassVar[PassKind]
+    V: ClassVar[PassKind]
+    E: ClassVar[PassKind]
+    G: ClassVar[PassKind]
 
-    __hash__ = str.__hash__  # as that of Enum, without a call of Python: passes are hashed a lot
+    words: str
+    shades: tuple[str, str] | None
+    _registered: ClassVar[dict[str, PassKind]] = {}
 
-    def __str__(self) -> str:
-        return self.value
+    def __new__(cls, letters: str) -> PassKind:
+        """Return the registered kind of that name, such as ``PassKind("F")``."""
+        if letters not in cls._registered:
+            raise ValueError(f"'{letters}' is no kind of pass")
+        return cls._registered[letters]
+
+    @classmethod
+    def add(cls, letters: str, words: str, shades: tuple[str, str] | None = None) -> PassKind:
+        """Register a kind, or return it if it is registered already.
+
+        Args:
+            letters: its name in tables, one letter in most.
+            words: its name in a legend.
+            shades: its colours in pictures as #RRGGBB, of the first and of the last chunk of a
+                rank; pictures leave out a kind without.
+        """
+        if letters not in cls._registered:
+            made = str.__new__(cls, letters)
+            made.words, made.shades = words, shades
+            cls._registered[letters] = made
+        return cls._registered[letters]
+
+    @classmethod
+    def all(cls) -> tuple[PassKind, ...]:
+        """Return all kinds, in the order in which they were registered."""
+        return tuple(cls._registered.values())
+
+    @property
+    def value(self) -> str:
+        """The letters of the kind as a plain string."""
+        return str(self)
+
+    @property
+    def name(self) -> str:
+        """The letters of the kind, as members of an enumeration have them."""
+        return str(self)
+
+
+# One hue for each kind, from the shade of the first chunk of a rank to that of the last. Chosen by
+# a search for colours that stay apart in the eyes of colour-blind people, too: a test simulates
+# these eyes and measures. Grey stands only for idle, violet for memory.
+for _letters, _words, _shades in (
+    ("F", "forward", ("#0545C3", "#88AFFC")),  # blue
+    ("B", "input gradient", ("#7A4C0F", "#F49417")),  # orange
+    ("W", "weight gradient", ("#0A472B", "#3FC98A")),  # green
+    ("BW", "backward, fused", ("#4F0A44", "#C556AC")),  # magenta
+    ("R", "recomputation", ("#DB9FB5", "#DB9FB5")),  # pink
+    ("D", "release", None),
+    ("H", "reload", None),
+    ("T", "teacher", ("#2A18A8", "#978FE6")),  # indigo
+    ("S", "students", ("#970810", "#F3838A")),  # red
+    ("U", "update", ("#8C7A00", "#F2DC2A")),  # yellow
+    ("O", "logits", ("#68AC2B", "#C4F49A")),  # lime
+    ("P", "loss", ("#2F882B", "#98CF96")),  # grass
+    ("V", "logit weights", ("#2D88AA", "#68D0F6")),  # cyan
+    ("E", "embedding", None),
+    ("G", "embedding weights", None),
+):
+    setattr(PassKind, _letters, PassKind.add(_letters, _words, _shades))
 
 
 LAUNCH_LITTLE = frozenset({PassKind.D, PassKind.H, PassKind.E, PassKind.G})

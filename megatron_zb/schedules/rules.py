@@ -7,7 +7,8 @@ add what a table cannot say. A schedule holds its rules, and whatever walks thro
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import cached_property
 from typing import ClassVar, Protocol, TypeAlias
 
 from megatron_zb.schedules.costs import StageCosts
@@ -41,17 +42,23 @@ class Sizes(Protocol):
 class Rules:
     """Rules of the passes of a kind of work."""
 
-    kinds: ClassVar[tuple[Kind, ...]] = ()
-    by_kind: ClassVar[Mapping[PassKind, Kind]] = {}
+    table: ClassVar[tuple[Kind, ...]] = ()
+    """Kinds that all work of this class has."""
 
     name: ClassVar[str] = "a training step"
 
     has_steps = False
     """Whether one schedule goes through several steps of the optimizer, one after the other."""
 
-    def __init_subclass__(cls) -> None:
-        super().__init_subclass__()
-        cls.by_kind = {it.kind: it for it in cls.kinds}
+    @property
+    def kinds(self) -> tuple[Kind, ...]:
+        """Kinds of the passes."""
+        return tuple(self.by_kind.values())
+
+    @cached_property
+    def by_kind(self) -> Mapping[PassKind, Kind]:
+        """Entries of the table, or those that replace them, by kind."""
+        return {it.kind: it for it in self.table}
 
     @property
     def shard_ranks(self) -> tuple[int, ...]:
@@ -160,7 +167,15 @@ def rank_in_words(rank: int) -> str:
 class TrainingRules(Rules):
     """Rules of a training step."""
 
-    kinds: ClassVar[tuple[Kind, ...]] = TRAINING_KINDS
+    more: tuple[Kind, ...] = field(default=(), kw_only=True)
+    """Entries of :mod:`parts`: further kinds, and those that they change."""
+
+    table: ClassVar[tuple[Kind, ...]] = TRAINING_KINDS
+
+    @cached_property
+    def by_kind(self) -> Mapping[PassKind, Kind]:
+        """Entries of the table, or those that replace them, by kind."""
+        return {it.kind: it for it in (*self.table, *self.more)}
 
 
 @dataclass(frozen=True)
@@ -172,7 +187,7 @@ class VocabularyRules(TrainingRules):
 
     holders: tuple[int, ...]
 
-    kinds = VOCABULARY_KINDS
+    table = VOCABULARY_KINDS
 
     @property
     def shard_ranks(self) -> tuple[int, ...]:
@@ -189,7 +204,7 @@ class VocabularyRules(TrainingRules):
 class EmbeddingRules(VocabularyRules):
     """Rules of a training step whose output layer and embedding are vocabulary parallel."""
 
-    kinds = EMBEDDING_KINDS
+    table = EMBEDDING_KINDS
 
 
 def _place(placement: Placement, message: Message) -> str:

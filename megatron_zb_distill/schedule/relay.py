@@ -39,7 +39,7 @@ class Relay(Rules):
     steps: int
     run_ahead: int
 
-    kinds = RELAY_KINDS
+    table = RELAY_KINDS
     name = "a relay"
     has_steps = True
 

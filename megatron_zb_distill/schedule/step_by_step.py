@@ -13,12 +13,12 @@ from functools import cached_property
 from megatron_zb.schedules.passes import Message, PassKind
 from megatron_zb.schedules.program.lowering import (
     Instruction,
+    PostReceive,
     Program,
-    Receive,
     Run,
     RunPair,
     Send,
-    Take,
+    WaitReceive,
     lower,
 )
 from megatron_zb.schedules.schedule import Schedule
@@ -66,7 +66,7 @@ class StepByStep:
         return [
             _shifted(at, step - pattern, self._relay.num_microbatches)
             for at in self._patterns[rank][pattern]
-            if isinstance(at, Run | RunPair | Take)
+            if isinstance(at, Run | RunPair | WaitReceive)
             or not at.message.is_step_done
             or at.message.microbatch + step - pattern + 1 + self._relay.run_ahead < until
         ]
@@ -90,7 +90,7 @@ def _cut_into_steps(instructions: tuple[Instruction, ...]) -> list[tuple[Instruc
     steps: list[list[Instruction]] = [[]]
     has_updated = False
     for at in instructions:
-        is_step_done = isinstance(at, Send | Receive) and at.message.is_step_done
+        is_step_done = isinstance(at, Send | PostReceive) and at.message.is_step_done
         if has_updated and not is_step_done:
             steps.append([])
             has_updated = False

@@ -14,7 +14,7 @@ from megatron_zb.errors import UsageError
 from megatron_zb.schedules import InvalidSchedule, Pass, PassKind, Schedule, lower, simulate
 from megatron_zb.schedules.passes import Pass as P
 from megatron_zb.schedules.placement import grouped
-from megatron_zb.schedules.program.lowering import Receive, Run, Send, Take, unfinished
+from megatron_zb.schedules.program.lowering import PostReceive, Run, Send, WaitReceive, unfinished
 from megatron_zb.schedules.simulator import Timeline, peak_held_chunks
 from megatron_zb_distill.schedule.distribution import (
     BlockCosts,
@@ -76,7 +76,7 @@ def test_every_pass_once_and_no_deadlock(
     messages = [at.message for rank in program.ranks for at in rank if isinstance(at, Send)]
     relayed = [message for message in messages if not message.is_step_done]
     assert len(relayed) == len(set(relayed)) == (len(distribution.ranges) - 1) * m * steps
-    for kind_of_end in (Receive, Take):
+    for kind_of_end in (PostReceive, WaitReceive):
         ends = [at.message for r in program.ranks for at in r if isinstance(at, kind_of_end)]
         assert sorted(map(repr, ends)) == sorted(map(repr, messages))
     told = [message for message in messages if message.is_step_done]
@@ -270,7 +270,7 @@ def test_a_program_in_which_a_rank_never_comes_is_found_on_paper() -> None:
     program = lower(pipe_bd(Distribution.of([(1, 1), (1, 2)]), 8, steps=1))
     assert unfinished(program) == {}
     no_receives = tuple(
-        tuple(at for at in rank if not isinstance(at, Receive)) for rank in program.ranks
+        tuple(at for at in rank if not isinstance(at, PostReceive)) for rank in program.ranks
     )
     assert set(unfinished(replace(program, ranks=no_receives))) == {0, 1, 2}
     no_last = (program.ranks[0], program.ranks[1][:-2], program.ranks[2])

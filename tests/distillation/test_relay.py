@@ -17,7 +17,7 @@ from megatron_zb.runtime.channels import Channels
 from megatron_zb.runtime.executor import run_program
 from megatron_zb.runtime.link_times import seconds_over_a_link
 from megatron_zb.runtime.observer import Recorder
-from megatron_zb.runtime.watchdog.progress import Progress
+from megatron_zb.runtime.watchdog.progress import RankProgress
 from megatron_zb.schedules import lower
 from megatron_zb.schedules.passes import Channel, Message, Pass, PassKind
 from megatron_zb_distill.relay_steps import HANDLERS, Exchange, relay_steps
@@ -214,7 +214,7 @@ def test_ends_of_steps_are_dropped_and_sends_are_waited_for_at_the_end() -> None
 
 def test_a_rank_that_waits_for_updates_says_so() -> None:
     program = step_by_step(Distribution.of([(1, 1), (1, 1)]), M, run_ahead=0)
-    progress = Progress(schedule=program.schedule)
+    progress = RankProgress(schedule=program.schedule)
     with progress.step():
         done = Message(False, 0, 7, done_by=3)
         with progress.running(Pass(PassKind.U, 0, 8)), progress.waiting(Channel(3, 0), done):

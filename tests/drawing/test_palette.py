@@ -12,7 +12,6 @@ from megatron_zb.drawing.html.page import STYLE, _part
 from megatron_zb.drawing.palette import (
     DARK_IDLE_COLOUR,
     IDLE_COLOUR,
-    KIND_NAMES,
     MEMORY_SHADES,
     ONE_SHADE,
     TimeUnit,
@@ -24,7 +23,8 @@ from megatron_zb.schedules import PassKind
 
 TRAINING = (PassKind.F, PassKind.B, PassKind.W, PassKind.BW)
 DISTILLATION = (PassKind.T, PassKind.S, PassKind.U)
-OF_CHUNKS = [kind for kind in KIND_NAMES if kind not in ONE_SHADE]
+DRAWN = [kind for kind in PassKind.all() if kind.shades is not None and hasattr(PassKind, kind)]
+OF_CHUNKS = [kind for kind in DRAWN if kind not in ONE_SHADE]
 # Machado, Oliveira and Fernandes 2009, "A Physiologically-based Model for Simulation of Color
 # Vision Deficiency", severity 1: what such an eye makes of linear red, green and blue.
 EYES = {
@@ -119,8 +119,8 @@ def test_chunks_are_told_apart_by_lightness(eye: str) -> None:
 
 
 def test_each_kind_has_one_hue_of_its_own() -> None:
-    hues = {kind: hue(colour_of(kind, 0)) for kind in KIND_NAMES}
-    for kind in KIND_NAMES:
+    hues = {kind: hue(colour_of(kind, 0)) for kind in DRAWN}
+    for kind in DRAWN:
         for chunks in (1, 2, 3, 4, 8):
             assert all(turn(hue(c), hues[kind]) <= 12 for c in shades(kind, chunks)), kind
     taken = [*hues.values(), hue(MEMORY_SHADES[1])]
@@ -133,7 +133,7 @@ def test_each_kind_has_one_hue_of_its_own() -> None:
 def test_grey_is_idle_alone(ground: str, eye: str) -> None:
     red, green, blue = channels(ground)
     assert max(red, green, blue) - min(red, green, blue) < 0.08
-    for kind in KIND_NAMES:
+    for kind in DRAWN:
         for colour in shades(kind, 2):
             assert max(channels(colour)) - min(channels(colour)) > 0.2
             assert distance(colour, ground, eye) >= 14, (kind, colour)

@@ -214,7 +214,7 @@ def test_each_kind_has_a_column_in_the_legend_and_none_is_cut_off(name: str) -> 
         text.get_text(): text.get_window_extent() for text in legend.get_texts() if text.get_text()
     }
     assert list(places) == [*(words for _, _, words in legend_of(timeline)), "idle"]
-    for kind in PassKind:
+    for kind in PassKind.all():
         column = [places[words] for k, _, words in legend_of(timeline) if k is kind]
         assert len({round(place.x0) for place in column}) <= 1
         chunks = [c for k, c, _ in legend_of(timeline) if k is kind]

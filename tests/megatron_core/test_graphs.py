@@ -44,7 +44,7 @@ from megatron_zb.megatron_core.graphs import pass_order
 from megatron_zb.megatron_core.refusals import check_step
 from megatron_zb.megatron_core.versions import Graphs, graphs_of
 from megatron_zb.runtime.channels import Channels
-from megatron_zb.runtime.watchdog.progress import Progress
+from megatron_zb.runtime.watchdog.progress import RankProgress
 from megatron_zb.schedules import Schedule
 from megatron_zb.schedules.passes import Channel, Message, Pass, PassKind
 
@@ -272,7 +272,7 @@ def _in_step_at_capture() -> tuple[bool, bool]:
     """Whether marks of a step are left, which a watchdog would ask for, before and in a capture."""
     with built(GPTCase(), "v-half", MICROBATCHES) as (adapter, chunks):
         assert adapter is not None
-        adapter.part(WatchPart).progress = progress = Progress(on_gpu=True, event=_Mark)
+        adapter.part(WatchPart).progress = progress = RankProgress(on_gpu=True, event=_Mark)
         progress._event = _Mark
         with progress.step(), progress.running(Pass(PassKind.F, 0, 0)):
             pass

@@ -199,7 +199,7 @@ def test_the_host_does_not_wait_until_the_device_has_nothing_to_do(
     for rank in range(4):
         device, channels = Device(), OnDevice()
         monkeypatch.setattr(torch.cuda, "Event", device.event)
-        handlers = {kind: partial(device.run, kind) for kind in PassKind}
+        handlers = {kind: partial(device.run, kind) for kind in PassKind.all()}
         execution = Execution(2, stages, channels, Mock(), handlers=handlers)
         execution.run(program.ranks[rank])
         assert device.launched > 36

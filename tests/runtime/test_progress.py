@@ -11,8 +11,8 @@ import torch
 from torch.distributed import HashStore
 
 from megatron_zb.runtime.watchdog.inquiry import Inquiry
-from megatron_zb.runtime.watchdog.progress import REMEMBERED, Progress, State
-from megatron_zb.runtime.watchdog.watchdog import Place, Watchdog
+from megatron_zb.runtime.watchdog.progress import REMEMBERED, RankProgress, State
+from megatron_zb.runtime.watchdog.watchdog import Watchdog, WatchedRank
 from megatron_zb.schedules.passes import Channel, Message, Pass, PassKind
 
 
@@ -21,7 +21,7 @@ def forward(stage: int, microbatch: int) -> Pass:
 
 
 def test_the_last_passes_are_remembered() -> None:
-    progress = Progress()
+    progress = RankProgress()
     for microbatch in range(2 * REMEMBERED):
         with progress.running(forward(0, microbatch)):
             pass
@@ -49,7 +49,7 @@ class StandInEvent:
 def test_a_gpu_is_where_its_first_open_event_is(monkeypatch: pytest.MonkeyPatch) -> None:
     StandInEvent.made.clear()
     Devices(monkeypatch).set(0)
-    progress = Progress(on_gpu=True, event=StandInEvent)
+    progress = RankProgress(on_gpu=True, event=StandInEvent)
     progress.keep_marks()
     with progress.step():
         with progress.waiting(Channel(0, 1), Message(False, 1, 0)):
@@ -69,7 +69,7 @@ def test_a_gpu_is_where_its_first_open_event_is(monkeypatch: pytest.MonkeyPatch)
 def test_without_a_watchdog_no_marks_are_kept() -> None:
     """Without a watchdog no thread drops marks, so their number would grow with every step."""
     StandInEvent.made.clear()
-    progress = Progress(on_gpu=True, event=StandInEvent)
+    progress = RankProgress(on_gpu=True, event=StandInEvent)
     with progress.step(), progress.running(forward(1, 0)):
         pass
     assert not StandInEvent.made
@@ -95,7 +95,7 @@ def test_a_pass_that_raises_leaves_no_mark(monkeypatch: pytest.MonkeyPatch) -> N
     """Nothing would ever look at it again: the step would seem to go on for ever."""
     Devices(monkeypatch).set(0)
     EventOfDevice.asked.clear()
-    progress = Progress(on_gpu=True, event=EventOfDevice)
+    progress = RankProgress(on_gpu=True, event=EventOfDevice)
     progress.keep_marks()
     with pytest.raises(KeyError), progress.step(), progress.running(forward(0, 0)):
         assert progress.in_step
@@ -120,9 +120,9 @@ def test_watchdogs_ask_a_gpu_from_the_device_of_the_rank(monkeypatch: pytest.Mon
     """A thread that asks from GPU 0 takes half a GiB there, for every rank of a host."""
     EventOfDevice.asked.clear()
     Devices(monkeypatch).set(3)
-    progress = Progress(on_gpu=True, event=EventOfDevice)
+    progress = RankProgress(on_gpu=True, event=EventOfDevice)
     dog = Watchdog(
-        progress, Place(0, (0,)), HashStore(), 0.2, tell=said_to_nobody, end=said_to_nobody
+        progress, WatchedRank(0, (0,)), HashStore(), 0.2, tell=said_to_nobody, end=said_to_nobody
     )
     with progress.step(), progress.running(forward(0, 0)):
         pass
@@ -151,9 +151,11 @@ def test_a_rank_that_drains_its_device_answers(monkeypatch: pytest.MonkeyPatch) 
     """It waits behind the message of another rank, and is not to be named in its place."""
     Devices(monkeypatch).set(0)
     DrainedDevice.is_drained.clear()
-    progress = Progress(on_gpu=True, event=DrainedDevice)
+    progress = RankProgress(on_gpu=True, event=DrainedDevice)
     store, answers = HashStore(), list[dict[int, State]]()
-    dog = Watchdog(progress, Place(0, (0, 1)), store, 60.0, tell=said_to_nobody, end=said_to_nobody)
+    dog = Watchdog(
+        progress, WatchedRank(0, (0, 1)), store, 60.0, tell=said_to_nobody, end=said_to_nobody
+    )
     with progress.step(), progress.waiting(Channel(1, 0), Message(False, 0, 0)):
         pass
     other = Inquiry(store, 1, (0, 1), patience=20.0)
@@ -175,7 +177,7 @@ class LostDevice(StandInEvent):
 def test_an_error_of_the_device_ends_no_thread(monkeypatch: pytest.MonkeyPatch) -> None:
     """The thread that trains raises it; until then, the rank answers, and nothing is silent."""
     Devices(monkeypatch).set(0)
-    progress = Progress(on_gpu=True, event=LostDevice)
+    progress = RankProgress(on_gpu=True, event=LostDevice)
     progress.keep_marks()
     with progress.step(), progress.running(forward(0, 0)):
         pass
@@ -186,7 +188,7 @@ def test_an_error_of_the_device_ends_no_thread(monkeypatch: pytest.MonkeyPatch) 
 def test_marks_that_are_forgotten_are_asked_for_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
     """A query would invalidate a CUDA graph that is captured meanwhile."""
     Devices(monkeypatch).set(0)
-    progress = Progress(on_gpu=True, event=EventOfDevice)
+    progress = RankProgress(on_gpu=True, event=EventOfDevice)
     progress.keep_marks()
     with progress.step(), progress.running(forward(0, 0)):
         pass
@@ -204,7 +206,7 @@ def optimizer_step(entered: threading.Event, leave: threading.Event) -> None:
 
 def test_between_two_steps_the_stack_says_where() -> None:
     entered, leave = threading.Event(), threading.Event()
-    progress = Progress(phases={(__name__, "optimizer_step"): "in the optimizer step"})
+    progress = RankProgress(phases={(__name__, "optimizer_step"): "in the optimizer step"})
 
     def train() -> None:
         with progress.step():

@@ -17,7 +17,14 @@ from megatron_zb.runtime.activation_memory import ActivationMemory
 from megatron_zb.runtime.channels import Channels
 from megatron_zb.runtime.post_validation import StateExchange, run_from_cut
 from megatron_zb.schedules.passes import PassKind
-from megatron_zb.schedules.program.lowering import Program, Receive, Run, RunPair, Send, Take
+from megatron_zb.schedules.program.lowering import (
+    PostReceive,
+    Program,
+    Run,
+    RunPair,
+    Send,
+    WaitReceive,
+)
 from megatron_zb.schedules.program.rollback import rollback
 
 pytestmark = pytest.mark.usefixtures("brief_searches")
@@ -40,16 +47,18 @@ def test_only_forwards_run_before_the_cut_and_they_read_what_was_sent_before_it(
     before = [rank[:end] for rank, end in zip(program.ranks, ends, strict=True)]
     sent, received = (
         {(at.channel, at.message) for rank in before for at in rank if isinstance(at, kind)}
-        for kind in (Send, Receive)
+        for kind in (Send, PostReceive)
     )
     assert sent == received
     for rank, end, prefix in zip(program.ranks, ends, before, strict=True):
         assert all(at.work.kind is PassKind.F for at in prefix if isinstance(at, Run))
-        assert {(at.channel, at.message) for at in prefix if isinstance(at, Take)} <= received
+        assert {
+            (at.channel, at.message) for at in prefix if isinstance(at, WaitReceive)
+        } <= received
         after = rank[end]
         if isinstance(after, Run):
             assert after.work.kind is not PassKind.F
-        elif isinstance(after, Take):
+        elif isinstance(after, WaitReceive):
             assert after.message.is_gradient
         elif not isinstance(after, RunPair):  # the other end of the message is beyond the cut
             assert (after.channel, after.message) not in sent
@@ -63,8 +72,8 @@ def test_what_is_before_the_cut_finishes_and_leaves_no_message(name: str, p: int
     prefixes = [rank[:end] for rank, end in zip(program.ranks, found.ends, strict=True)]
     assert finishes(replace(program, ranks=tuple(prefixes)))
     for prefix, drops in zip(prefixes, found.drops, strict=True):
-        received = [at.message for at in prefix if isinstance(at, Receive)]
-        taken = [at.message for at in prefix if isinstance(at, Take)]
+        received = [at.message for at in prefix if isinstance(at, PostReceive)]
+        taken = [at.message for at in prefix if isinstance(at, WaitReceive)]
         assert sorted(received) == sorted([*taken, *drops])
 
 

@@ -21,9 +21,9 @@ from jobs import started
 from torch.distributed import HashStore, Store
 from waiting import wait_until
 
-from megatron_zb.runtime.watchdog.inquiry import Inquiry, Verdict, judged, who_holds_up
-from megatron_zb.runtime.watchdog.progress import REMEMBERED, Progress, State
-from megatron_zb.runtime.watchdog.watchdog import EXIT_CODE, Place, Watchdog
+from megatron_zb.runtime.watchdog.inquiry import Conclusion, Inquiry, judged, who_holds_up
+from megatron_zb.runtime.watchdog.progress import REMEMBERED, RankProgress, State
+from megatron_zb.runtime.watchdog.watchdog import EXIT_CODE, Watchdog, WatchedRank
 from megatron_zb.schedules.passes import Channel, Message, Pair, Pass, PassKind
 
 
@@ -31,8 +31,8 @@ def forward(stage: int, microbatch: int) -> Pass:
     return Pass(PassKind.F, stage, microbatch)
 
 
-def waiting(source: int, target: int) -> Callable[[Progress, ExitStack], None]:
-    def tell(progress: Progress, stack: ExitStack) -> None:
+def waiting(source: int, target: int) -> Callable[[RankProgress, ExitStack], None]:
+    def tell(progress: RankProgress, stack: ExitStack) -> None:
         stack.enter_context(progress.step())
         with progress.running(forward(target, 0)):
             pass
@@ -41,17 +41,17 @@ def waiting(source: int, target: int) -> Callable[[Progress, ExitStack], None]:
     return tell
 
 
-def running(progress: Progress, stack: ExitStack) -> None:
+def running(progress: RankProgress, stack: ExitStack) -> None:
     stack.enter_context(progress.step())
     stack.enter_context(progress.running(forward(1, 7)))
 
 
-def between(progress: Progress, stack: ExitStack) -> None:
+def between(progress: RankProgress, stack: ExitStack) -> None:
     with progress.step():
         pass
 
 
-def stopped(progress: Progress, stack: ExitStack) -> None:
+def stopped(progress: RankProgress, stack: ExitStack) -> None:
     """It has come, and answers no more; see Job."""
 
 
@@ -67,7 +67,7 @@ class Job:
 
     def __init__(
         self,
-        ranks: list[Callable[[Progress, ExitStack], None] | None],
+        ranks: list[Callable[[RankProgress, ExitStack], None] | None],
         seconds: float,
         *,
         pipelines: int = 1,
@@ -75,7 +75,7 @@ class Job:
     ) -> None:
         self.lines: dict[int, list[str]] = {}
         self.codes: dict[int, int] = {}
-        self.progress: dict[int, Progress] = {}
+        self.progress: dict[int, RankProgress] = {}
         self.dogs: list[Watchdog] = []
         self.store, self.stack = store or HashStore(), ExitStack()
         everyone = tuple(range(FIRST, FIRST + len(ranks)))
@@ -87,13 +87,13 @@ class Job:
                 Inquiry(self.store, everyone[number], everyone, patience=5.0).come()
                 continue
             start = number // size * size
-            self.progress[number] = progress = Progress()
+            self.progress[number] = progress = RankProgress()
             tell(progress, self.stack)
             self.lines[number] = []
             self.dogs.append(
                 Watchdog(
                     progress,
-                    Place(number - start, everyone[start : start + size], everyone),
+                    WatchedRank(number - start, everyone[start : start + size], everyone),
                     self.store,
                     seconds,
                     tell=self.lines[number].append,
@@ -121,7 +121,7 @@ class Job:
 
 
 def test_a_pair_is_told_with_both_of_its_passes() -> None:
-    progress = Progress()
+    progress = RankProgress()
     with progress.step(), progress.running(Pair(forward(1, 3), Pass(PassKind.BW, 0, 2))):
         state = progress.state()
     assert state.doing == "is in F of stage 1, microbatch 3, with BW of stage 0, microbatch 2"
@@ -147,7 +147,7 @@ def test_a_rank_in_a_long_pass_is_named_with_the_pass() -> None:
 
 @pytest.mark.parametrize("others", [waiting(1, 0), between])
 def test_a_rank_that_is_stopped_is_named_wherever_the_others_are(
-    others: Callable[[Progress, ExitStack], None],
+    others: Callable[[RankProgress, ExitStack], None],
 ) -> None:
     """Here in the other of two pipelines, which waits for it between two steps."""
     job = Job([others, between, between, stopped], seconds=0.4, pipelines=2)
@@ -160,7 +160,7 @@ def test_a_rank_that_is_stopped_is_named_wherever_the_others_are(
 
 @pytest.mark.parametrize("other", [waiting(1, 0), between])
 def test_a_rank_between_steps_may_take_its_time(
-    other: Callable[[Progress, ExitStack], None],
+    other: Callable[[RankProgress, ExitStack], None],
 ) -> None:
     """It loads data, or writes a checkpoint: the others wait, and one of them says so, once."""
     job = Job([other, between], seconds=0.4)
@@ -243,8 +243,8 @@ class Asked:
     """A watchdog of rank 10 that looks when it is told to, at a clock that stands still."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, others: dict[int, State]) -> None:
-        self.progress, self.lines = Progress(), list[str]()
-        place = Place(0, (FIRST,), (FIRST,))
+        self.progress, self.lines = RankProgress(), list[str]()
+        place = WatchedRank(0, (FIRST,), (FIRST,))
         self.dog = Watchdog(
             self.progress, place, HashStore(), 10.0, tell=self.lines.append, patience=1.0
         )
@@ -321,17 +321,17 @@ def test_a_verdict_ends_the_wait_for_answers() -> None:
     answers: list[dict[int, State]] = []
     thread = threading.Thread(target=lambda: answers.append(one.ask(state)))
     thread.start()
-    other.end(Verdict("rank 1 holds up all others", (0, 1)))
+    other.end(Conclusion("rank 1 holds up all others", (0, 1)))
     thread.join(20.0)
     assert [list(found) for found in answers] == [[0]]
-    assert one.verdict() == Verdict("rank 1 holds up all others", (0, 1))
+    assert one.verdict() == Conclusion("rank 1 holds up all others", (0, 1))
 
 
 def test_a_rank_that_reports_waits_for_those_that_the_verdict_names() -> None:
     """Its end would end them, too; it does not wait for ever, nor for other ranks."""
     store = HashStore()
     one, other = (Inquiry(store, rank, (0, 1, 2), patience=60.0) for rank in range(2))
-    verdict = Verdict("rank 2 holds up all others", (0, 1))
+    verdict = Conclusion("rank 2 holds up all others", (0, 1))
     waiting = threading.Thread(target=one.told, args=(verdict, 60.0))
     waiting.start()
     waiting.join(0.3)
@@ -340,7 +340,7 @@ def test_a_rank_that_reports_waits_for_those_that_the_verdict_names() -> None:
     waiting.join(20.0)
     assert not waiting.is_alive()
     begin = time.monotonic()
-    one.told(Verdict("rank 0 holds up all others", (0, 1, 2)), 0.1)
+    one.told(Conclusion("rank 0 holds up all others", (0, 1, 2)), 0.1)
     assert time.monotonic() - begin >= 0.1
 
 
@@ -348,9 +348,9 @@ def test_the_first_verdict_counts() -> None:
     store = HashStore()
     one, other = (Inquiry(store, rank, (0, 1), patience=60.0) for rank in range(2))
     assert one.verdict() is None
-    one.end(Verdict("rank 1 holds up all others", (0, 1)))
-    other.end(Verdict("rank 0 holds up all others", (0,)))
-    assert other.verdict() == one.verdict() == Verdict("rank 1 holds up all others", (0, 1))
+    one.end(Conclusion("rank 1 holds up all others", (0, 1)))
+    other.end(Conclusion("rank 0 holds up all others", (0,)))
+    assert other.verdict() == one.verdict() == Conclusion("rank 1 holds up all others", (0, 1))
 
 
 def test_of_two_that_ask_at_once_one_is_the_first() -> None:
@@ -477,8 +477,8 @@ def test_who_holds_up(waits: dict[int, int | None], rank: int, held_up_by: int) 
 ENDS_WHILE_WATCHED = """
 import sys, threading
 from torch.distributed import HashStore
-from megatron_zb.runtime.watchdog.progress import Progress
-from megatron_zb.runtime.watchdog.watchdog import Place, Watchdog
+from megatron_zb.runtime.watchdog.progress import RankProgress
+from megatron_zb.runtime.watchdog.watchdog import WatchedRank, Watchdog
 
 class SlowStore(HashStore):
     def clone(self):
@@ -496,7 +496,7 @@ class SlowStore(HashStore):
             return False
 
 asked = threading.Event()
-Watchdog(Progress(), Place(0, (0,)), SlowStore(), 0.2)
+Watchdog(RankProgress(), WatchedRank(0, (0,)), SlowStore(), 0.2)
 asked.wait()
 """
 
@@ -513,13 +513,13 @@ STOPPED_FOR_A_WHILE = """
 import sys, time
 from pathlib import Path
 from torch.distributed import HashStore
-from megatron_zb.runtime.watchdog.progress import Progress
-from megatron_zb.runtime.watchdog.watchdog import Place, Watchdog
+from megatron_zb.runtime.watchdog.progress import RankProgress
+from megatron_zb.runtime.watchdog.watchdog import WatchedRank, Watchdog
 from megatron_zb.schedules.passes import Pass, PassKind
 
-progress = Progress()
+progress = RankProgress()
 with progress.step(), progress.running(Pass(PassKind.F, 0, 0)):
-    Watchdog(progress, Place(0, (0,)), HashStore(), 1.0)
+    Watchdog(progress, WatchedRank(0, (0,)), HashStore(), 1.0)
     print("runs", flush=True)
     while not Path(sys.argv[1]).exists():
         time.sleep(0.05)

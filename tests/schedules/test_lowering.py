@@ -12,11 +12,11 @@ from megatron_zb.schedules.passes import Pass, PassKind
 from megatron_zb.schedules.placement import looped
 from megatron_zb.schedules.program.lowering import (
     Instruction,
+    PostReceive,
     Program,
-    Receive,
     Run,
     Send,
-    Take,
+    WaitReceive,
     lower,
 )
 from megatron_zb.schedules.program.memory import peak_with_messages
@@ -60,7 +60,9 @@ def test_a_receive_stands_where_the_pass_that_makes_its_message_ends(captured: b
     """
     program = lower(_two_ranks(), captured=captured)
     rank = program.ranks[1]
-    second = next(i for i, at in enumerate(rank) if isinstance(at, Receive) and at.message[2] == 1)
+    second = next(
+        i for i, at in enumerate(rank) if isinstance(at, PostReceive) and at.message[2] == 1
+    )
     first_pass = next(i for i, at in enumerate(rank) if isinstance(at, Run))
     assert (second < first_pass) is captured
 
@@ -84,7 +86,7 @@ def _open(instructions: Sequence[Instruction]) -> tuple[int, int]:
     """How many messages are received and not taken, and sent since the last pass."""
     last_run = max((i for i, at in enumerate(instructions) if isinstance(at, Run)), default=-1)
     kinds = [type(at) for at in instructions]
-    return kinds.count(Receive) - kinds.count(Take), kinds[last_run + 1 :].count(Send)
+    return kinds.count(PostReceive) - kinds.count(WaitReceive), kinds[last_run + 1 :].count(Send)
 
 
 def _peak_by_hand(program: Program, rank: int, costs: StageCosts, message: float) -> float:

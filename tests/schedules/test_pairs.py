@@ -18,7 +18,7 @@ from megatron_zb.schedules.families.interleaved import overlapped
 from megatron_zb.schedules.families.v_shape import dualpipe_v_order
 from megatron_zb.schedules.passes import Message, Pair, Pass, PassKind
 from megatron_zb.schedules.placement import Placement, looped, v_shape, wave
-from megatron_zb.schedules.program.lowering import Run, RunPair, Send, Take, lower, runs_of
+from megatron_zb.schedules.program.lowering import Run, RunPair, Send, WaitReceive, lower, runs_of
 from megatron_zb.schedules.program.memory import peak_with_messages
 from megatron_zb.schedules.program.rollback import rollback
 from megatron_zb.schedules.schedule import InvalidSchedule, Schedule
@@ -164,7 +164,7 @@ def test_a_pair_takes_both_inputs_and_sends_both_outputs(p: int, captured: bool)
         taken: set[Message] = set()
         made: set[Message] = set()
         for at in instructions:
-            if isinstance(at, Take):
+            if isinstance(at, WaitReceive):
                 taken.add(at.message)
             elif isinstance(at, Run | RunPair):
                 runs = list(runs_of([at]))

@@ -168,8 +168,8 @@ def test_ranks_that_both_send_first_are_refused_and_named() -> None:
     forward, gradient = lowering.Message(False, 1, 1), lowering.Message(True, 0, 0)
     program = schedules.lower(schedules.build("1f1b", pipeline_size=2, num_microbatches=2))
     crossed = (
-        (lowering.Send(there, forward), lowering.Receive(back, gradient)),
-        (lowering.Send(back, gradient), lowering.Receive(there, forward)),
+        (lowering.Send(there, forward), lowering.PostReceive(back, gradient)),
+        (lowering.Send(back, gradient), lowering.PostReceive(there, forward)),
     )
     with pytest.raises(
         InvalidSchedule,
@@ -405,11 +405,11 @@ def test_the_deadlock_check_sees_what_would_deadlock(name: str) -> None:
 def test_the_deadlock_check_knows_that_a_message_needs_a_receive() -> None:
     program = schedules.lower(_example())
     none_posted = tuple(
-        tuple(i for i in rank if not isinstance(i, lowering.Receive)) for rank in program.ranks
+        tuple(i for i in rank if not isinstance(i, lowering.PostReceive)) for rank in program.ranks
     )
     stuck = lowering.unfinished(replace(program, ranks=none_posted))
     kinds = {type(instruction) for instruction in stuck.values()}
-    assert kinds == {lowering.Send, lowering.Take}
+    assert kinds == {lowering.Send, lowering.WaitReceive}
 
 
 @pytest.mark.parametrize("name", sizes.AUTO_WITH_FULL)
@@ -421,7 +421,8 @@ def test_few_receives_are_open_at_once(name: str) -> None:
     most = 13 if holds_all and chunks > 1 else 6  # where a chunk ends before the next begins
     for instructions in program.ranks:
         opened = itertools.accumulate(
-            isinstance(i, lowering.Receive) - isinstance(i, lowering.Take) for i in instructions
+            isinstance(i, lowering.PostReceive) - isinstance(i, lowering.WaitReceive)
+            for i in instructions
         )
         assert max(opened) <= most
 

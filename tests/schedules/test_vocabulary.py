@@ -15,7 +15,7 @@ from megatron_zb.schedules.costs import Costs
 from megatron_zb.schedules.interchange import from_csv, to_csv
 from megatron_zb.schedules.passes import Pass, PassKind
 from megatron_zb.schedules.placement import looped
-from megatron_zb.schedules.program.lowering import Receive, Run, Send, Take
+from megatron_zb.schedules.program.lowering import PostReceive, Run, Send, WaitReceive
 from megatron_zb.schedules.rules import VocabularyRules
 from megatron_zb.schedules.schedule import InvalidSchedule, Schedule
 
@@ -168,7 +168,7 @@ def test_a_rank_that_waits_is_told_for_what(name: str, evaluates: bool) -> None:
     found = set()
     for rank in program.ranks:
         for instruction in rank:
-            if not isinstance(instruction, Take):
+            if not isinstance(instruction, WaitReceive):
                 continue
             kind, stage, microbatch = makers[instruction.message]
             if kind is F:
@@ -225,7 +225,7 @@ def test_auto_keeps_to_the_chunks_and_layers_that_are_given(
 def test_an_evaluation_tells_no_rank_its_loss() -> None:
     evaluation = _by_hand().forwards()
     program = schedules.lower(evaluation)
-    received = [at.message for at in program.ranks[0] if isinstance(at, Receive)]
+    received = [at.message for at in program.ranks[0] if isinstance(at, PostReceive)]
     assert {message.is_gradient for message in received} == {False}
 
 

@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_zb.megatron_core import graphs
-from megatron_zb.runtime.watchdog.progress import Progress
+from megatron_zb.runtime.watchdog.progress import RankProgress
 
 
 class Asked(AssertionError):
@@ -32,7 +32,7 @@ _NOT_CAPTURED: tuple[tuple[Any, tuple[str, ...]], ...] = (
     (dist.Work, ("is_completed",)),
     (hostile._Sent, ("is_completed",)),
     (hostile._Open, ("is_completed",)),
-    (Progress, ("step", "running", "waiting")),
+    (RankProgress, ("step", "running", "waiting")),
 )
 
 

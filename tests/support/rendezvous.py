@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from megatron_zb.schedules.passes import PassKind
-from megatron_zb.schedules.program.lowering import Program, Receive, Run, Send, Take
+from megatron_zb.schedules.program.lowering import PostReceive, Program, Run, Send, WaitReceive
 
 
 def finishes(program: Program) -> bool:
@@ -22,12 +22,12 @@ def finishes(program: Program) -> bool:
                 if all(left[peer] and left[peer][0] == first for peer in peers):
                     for peer in peers:
                         left[peer].pop(0)
-            elif isinstance(first, Take):
+            elif isinstance(first, WaitReceive):
                 if first.message in arrived[rank]:
                     mine.pop(0)
             elif isinstance(first, Send):
                 theirs = left[first.channel.target]
-                if theirs and isinstance(theirs[0], Receive) and theirs[0] == (*first,):
+                if theirs and isinstance(theirs[0], PostReceive) and theirs[0] == (*first,):
                     arrived[first.channel.target].append(first.message)
                     theirs.pop(0)
                     mine.pop(0)

@@ -20,9 +20,9 @@ from megatron_zb.schedules.passes import Channel, Message
 from megatron_zb.schedules.placement import looped
 from megatron_zb.schedules.program.lowering import (
     Instruction,
+    PostReceive,
     Program,
-    Receive,
-    Take,
+    WaitReceive,
     check_progress,
 )
 from megatron_zb.schedules.schedule import InvalidSchedule
@@ -133,9 +133,9 @@ def crossed(program: Program) -> Program:
     for rank in program.ranks:
         order: list[Instruction] = []
         for at in rank:
-            if isinstance(at, Take):
-                order.append(Receive(*at))
-            if not isinstance(at, Receive):
+            if isinstance(at, WaitReceive):
+                order.append(PostReceive(*at))
+            if not isinstance(at, PostReceive):
                 order.append(at)
         ranks.append(tuple(order))
     return replace(program, ranks=tuple(ranks))

@@ -24,7 +24,6 @@ from megatron_zb.drawing.memory_lines import (
 from megatron_zb.drawing.palette import (
     COPY_COLOURS,
     HOST_COLOUR,
-    KIND_NAMES,
     MEMORY_COLOUR,
     Bar,
     TimeUnit,
@@ -82,7 +81,7 @@ def constants() -> dict[str, Any]:
     }
     return {
         "sizes": asdict(SIZES),
-        "kinds": {kind.value: KIND_NAMES[kind] for kind in orders.KINDS},
+        "kinds": {kind.value: kind.words for kind in orders.KINDS},
         "shades": shades,
         "texts": {
             k: [list(map(text_colour_on, row)) for row in rows] for k, rows in shades.items()

@@ -23,7 +23,7 @@ _WATCHED, _LEFT = "watched", "left"
 
 
 @dataclass(frozen=True)
-class Verdict:
+class Conclusion:
     """Reason for the end of a job: a sentence, and the ranks that are there to report it."""
 
     sentence: str
@@ -124,21 +124,21 @@ class Inquiry:
             (silent if is_watched else left).append(rank)
         return silent, left
 
-    def end(self, verdict: Verdict) -> None:
+    def end(self, verdict: Conclusion) -> None:
         """Store the verdict for all ranks; the first one counts."""
         self._call(self._store.compare_set, "verdict", "", json.dumps(asdict(verdict)))
 
-    def verdict(self) -> Verdict | None:
+    def verdict(self) -> Conclusion | None:
         """Return the verdict, None if there is none."""
         if not self._has_verdict():
             return None
         found = json.loads(self._call(self._store.get, "verdict"))
-        return Verdict(found["sentence"], tuple(found["ranks"]))
+        return Conclusion(found["sentence"], tuple(found["ranks"]))
 
     def _has_verdict(self) -> bool:
         return bool(self._call(self._store.check, ["verdict"]))
 
-    def told(self, verdict: Verdict, seconds: float) -> None:
+    def told(self, verdict: Conclusion, seconds: float) -> None:
         """Confirm that this rank has reported; wait for the others, whom its end would end, too."""
         self._call(self._store.set, f"told/{self._rank}", "")
         keys = [f"told/{rank}" for rank in verdict.ranks]

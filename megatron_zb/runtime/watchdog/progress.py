@@ -129,7 +129,7 @@ class _Looker:
             self._answered.set()
 
 
-class Progress:
+class RankProgress:
     """Progress of one rank, told by the executor and read by the watchdog's threads.
 
     On a GPU, marks are kept only after :meth:`keep_marks`: a separate thread drops those that have

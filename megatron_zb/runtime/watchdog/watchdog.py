@@ -23,8 +23,8 @@ from typing import Any
 
 from torch.distributed import Store
 
-from megatron_zb.runtime.watchdog.inquiry import Inquiry, Verdict, judged, sentence, slowest
-from megatron_zb.runtime.watchdog.progress import Progress, State
+from megatron_zb.runtime.watchdog.inquiry import Conclusion, Inquiry, judged, sentence, slowest
+from megatron_zb.runtime.watchdog.progress import RankProgress, State
 
 EXIT_CODE = 3
 _TIME_TO_ANSWER = 5.0, 30.0  # seconds, for all ranks together: at least and at most
@@ -34,7 +34,7 @@ _LOOKS = 1000  # at the store in a second, of all ranks together
 
 
 @dataclass(frozen=True)
-class Place:
+class WatchedRank:
     """A rank's place: ``logical`` in its ``pipeline``, the global ranks in logical order.
 
     ``job`` are the global ranks of all pipelines; without any, there is this one alone.
@@ -62,8 +62,8 @@ class Watchdog:
 
     def __init__(
         self,
-        progress: Progress,
-        place: Place,
+        progress: RankProgress,
+        place: WatchedRank,
         store: Store,
         seconds: float,
         *,
@@ -157,8 +157,8 @@ class Watchdog:
         rank = judged(states, silent, self._seconds)
         if rank is not None:
             said = sentence(rank, states, rank in left, self._patience)
-            self._inquiry.end(Verdict(said, tuple(states)))
-            self._end_with(self._inquiry.verdict() or Verdict(said, ()))
+            self._inquiry.end(Conclusion(said, tuple(states)))
+            self._end_with(self._inquiry.verdict() or Conclusion(said, ()))
         elif not self._inquiry.asked_first:
             self._known_wait = self._progress.moved()
         elif self._progress.moved() != self._known_wait:
@@ -177,7 +177,7 @@ class Watchdog:
             f"{states[rank].seconds:.0f} s, in {states[rank].place}"
         )
 
-    def _end_with(self, verdict: Verdict) -> None:
+    def _end_with(self, verdict: Conclusion) -> None:
         """Write all that is known, let the others do so, and end."""
         if not self._ending.acquire(blocking=False):
             return

@@ -23,14 +23,14 @@ from megatron_zb.schedules.simulator import Timeline, simulate
 from megatron_zb.schedules.task_graph import TaskGraph, replay
 
 
-class Receive(NamedTuple):
+class PostReceive(NamedTuple):
     """Instruction to post a receive into a buffer of its own."""
 
     channel: Channel
     message: Message
 
 
-class Take(NamedTuple):
+class WaitReceive(NamedTuple):
     """Instruction to wait for a posted message; its buffer becomes the next pass's input."""
 
     channel: Channel
@@ -67,7 +67,7 @@ class Send(NamedTuple):
     message: Message
 
 
-Instruction: TypeAlias = Receive | Take | Run | RunPair | Send
+Instruction: TypeAlias = PostReceive | WaitReceive | Run | RunPair | Send
 
 
 def runs_of(instructions: Iterable[Instruction]) -> Iterator[Run]:
@@ -140,7 +140,7 @@ def _wait_in_words(schedule: Schedule, at: Instruction) -> str:
     what = f"{schedule.rules.message_in_words(schedule.placement, message)},"
     if isinstance(at, Send):
         return f"to send {what} to rank {target}"
-    verb = "receive" if isinstance(at, Receive) else "take"
+    verb = "receive" if isinstance(at, PostReceive) else "take"
     return f"to {verb} {what} from rank {source}"
 
 
@@ -181,7 +181,7 @@ def _total_order(schedule: Schedule, moments: _Moments) -> Iterator[tuple[int, I
             code = graph.code_of(schedule.ranks[rank][at], rank)
             for message, source in _awaited(graph, code):
                 if source != rank:
-                    yield rank, Take(Channel(source, rank), message)
+                    yield rank, WaitReceive(Channel(source, rank), message)
             run, its_sends = _run(graph, code, rank, schedule.ranks[rank][at])
             runs.append(run)
             sends += its_sends
@@ -218,7 +218,7 @@ def _run(graph: TaskGraph, code: int, rank: int, p: Pass) -> tuple[Run, list[Sen
 def _messages(sends: list[Send]) -> Iterator[tuple[int, Instruction]]:
     for send in sends:
         yield send.channel.source, send
-        yield send.channel.target, Receive(*send)
+        yield send.channel.target, PostReceive(*send)
 
 
 def _moments(schedule: Schedule, timeline: Timeline | None, *, captured: bool) -> _Moments:
@@ -260,12 +260,14 @@ def unfinished(program: Program) -> dict[int, Instruction]:
         if isinstance(here, Run):
             met = schedule.rules.together(schedule.placement, rank, here.work)
             return met if all(at(other) == here for other in met) else ()
-        if isinstance(here, Take):
+        if isinstance(here, WaitReceive):
             return (rank,) if (rank, here.message) in received else ()
         if here is None:
             return ()
         send, receive = (at(other) for other in here.channel)
-        if not (isinstance(send, Send) and isinstance(receive, Receive) and receive == (*send,)):
+        if not (
+            isinstance(send, Send) and isinstance(receive, PostReceive) and receive == (*send,)
+        ):
             return ()
         received.add((here.channel.target, here.message))
         return here.channel

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from megatron_zb.schedules.costs import StageCosts
 from megatron_zb.schedules.program.lowering import (
+    PostReceive,
     Program,
-    Receive,
     Run,
     RunPair,
     Send,
-    Take,
+    WaitReceive,
     runs_of,
 )
 
@@ -26,9 +26,9 @@ def peak_with_messages(program: Program, rank: int, costs: StageCosts, message: 
     held = peak = 0.0
     posted = sent = 0
     for at in program.ranks[rank]:
-        if isinstance(at, Receive):
+        if isinstance(at, PostReceive):
             posted += 1
-        elif isinstance(at, Take):
+        elif isinstance(at, WaitReceive):
             posted -= 1
         elif isinstance(at, Send):
             sent += 1

@@ -14,12 +14,12 @@ from dataclasses import dataclass
 from megatron_zb.schedules.passes import Channel, Message, PassKind
 from megatron_zb.schedules.program.lowering import (
     Instruction,
+    PostReceive,
     Program,
-    Receive,
     Run,
     RunPair,
     Send,
-    Take,
+    WaitReceive,
 )
 
 
@@ -69,20 +69,20 @@ def _ends_of_messages(
     instructions: tuple[Instruction, ...],
 ) -> Iterator[tuple[type, Channel, Message]]:
     for at in instructions:
-        if isinstance(at, Send | Receive):
+        if isinstance(at, Send | PostReceive):
             yield type(at), at.channel, at.message
 
 
 def _is_whole(at: Instruction, held: list[set[tuple[type, Channel, Message]]]) -> bool:
     """Return whether the other end of a message is before the cut, too."""
     if isinstance(at, Send):
-        return (Receive, *at) in held[at.channel.target]
-    if isinstance(at, Receive):
+        return (PostReceive, *at) in held[at.channel.target]
+    if isinstance(at, PostReceive):
         return (Send, *at) in held[at.channel.source]
     return True
 
 
 def _unread(prefix: tuple[Instruction, ...]) -> tuple[Message, ...]:
-    taken = {at.message for at in prefix if isinstance(at, Take)}
-    received = (at.message for at in prefix if isinstance(at, Receive))
+    taken = {at.message for at in prefix if isinstance(at, WaitReceive)}
+    received = (at.message for at in prefix if isinstance(at, PostReceive))
     return tuple(message for message in received if message not in taken)

@@ -13,7 +13,14 @@ from dataclasses import dataclass, field
 
 from megatron_zb.schedules.costs import StageCosts
 from megatron_zb.schedules.passes import LAUNCH_LITTLE, Channel, Message, Pair, Pass
-from megatron_zb.schedules.program.lowering import Program, Receive, Run, RunPair, Send, Take
+from megatron_zb.schedules.program.lowering import (
+    PostReceive,
+    Program,
+    Run,
+    RunPair,
+    Send,
+    WaitReceive,
+)
 
 RUN_AHEAD = 3
 """Largest number of passes that the host has enqueued and the GPU has not ended.
@@ -88,18 +95,18 @@ class _Replay:
         rank = self._ranks[number]
         if isinstance(at, Run | RunPair):
             self._compute(rank, at)
-        elif isinstance(at, Receive):
+        elif isinstance(at, PostReceive):
             begins = max(rank.host, rank.begins) if self._gated else rank.host
             self._posted[number, at.message] = begins
         elif isinstance(at, Send):
             self._sent[at.channel.target, at.message] = rank.free
-        elif isinstance(at, Take):
+        elif isinstance(at, WaitReceive):
             if (number, at.message) not in self._sent:
                 return False
             rank.ready = max(rank.ready, self._arrival(at))
         return True
 
-    def _arrival(self, at: Take) -> float:
+    def _arrival(self, at: WaitReceive) -> float:
         """Let both kernels of a message wait for each other; return when it is there."""
         source, target = at.channel
         free = self._free_channel[at.channel]

@@ -1,0 +1,116 @@
+"""The parts of a step: their order, and what happens where two want the same stage."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from gpt_cases import GPTCase, built, forward_backward, microbatches
+from ranks import RankPools
+
+from megatron_zb.errors import UsageError
+from megatron_zb.megatron_core import parts
+from megatron_zb.megatron_core.connections import WatchPart
+from megatron_zb.megatron_core.forward_backward import ForwardBackward
+from megatron_zb.megatron_core.placement import PhysicalPlacement
+from megatron_zb.megatron_core.post_validation import PostValidationPart
+from megatron_zb.megatron_core.stages import MegatronStage
+from megatron_zb.megatron_core.step import Step, StepPart
+from megatron_zb.schedules.placement import looped
+
+PHYSICAL = PhysicalPlacement(looped(2))
+
+
+class Replacing(StepPart):
+    """Replaces the first stage."""
+
+    def stage_type(self, number: int, step: Step) -> Callable[..., Any] | None:
+        return type(self) if number == 0 else None
+
+
+class AlsoReplacing(Replacing):
+    """Replaces it, too."""
+
+
+def test_two_parts_that_replace_the_same_stage_are_refused() -> None:
+    schedule = SimpleNamespace(name="v-half")
+    step: Any = SimpleNamespace(program=SimpleNamespace(schedule=schedule))
+    one = ForwardBackward(PHYSICAL, lambda *_: step.program, [], [StepPart(), Replacing()])
+    assert one._type_of_stage(0, step) is Replacing
+    assert one._type_of_stage(1, step) is MegatronStage
+    one.add(AlsoReplacing())
+    with pytest.raises(
+        UsageError, match=r"^Replacing and AlsoReplacing cannot be combined: both replace stage 0"
+    ):
+        one._type_of_stage(0, step)
+    assert one._type_of_stage(1, step) is MegatronStage
+
+
+@pytest.mark.parametrize("cuts_vocabulary", [True, False])
+def test_a_part_takes_the_place_of_one_of_its_type(cuts_vocabulary: bool) -> None:
+    found = parts.PartList(PHYSICAL, cuts_vocabulary=cuts_vocabulary)
+    before = [type(part) for part in found.in_order()]
+    assert found[WatchPart].timeout is None
+    found.add(WatchPart(7.0))
+    assert found[WatchPart].timeout == 7.0
+    assert [type(part) for part in found.in_order()] == before
+    assert (parts.VocabularyPart in found) is cuts_vocabulary
+
+
+def test_every_part_has_a_place_in_the_order() -> None:
+    """But that of post-validation, which is added behind all others when the optimizer is there."""
+    known = {
+        each for each in StepPart.__subclasses__() if each.__module__.startswith("megatron_zb")
+    }
+    assert known - {PostValidationPart} == set(parts._ORDER)
+    assert len(parts._ORDER) == len(set(parts._ORDER))
+
+
+class Logging(StepPart):
+    """Notes the calls of its hooks."""
+
+    def __init__(self, name: str, log: list[str]) -> None:
+        self._name, self._log = name, log
+
+    def before_step(self, step: Step) -> None:
+        self._log.append(f"before {self._name}")
+
+    @contextmanager
+    def around(self, step: Step) -> Iterator[None]:
+        self._log.append(f"enter {self._name}")
+        yield
+        self._log.append(f"leave {self._name}")
+
+    def wrap_stage(self, number: int, stage: Any, step: Step) -> None:
+        self._log.append(f"wrap {number} {self._name}")
+
+    def after_step(self, step: Step) -> None:
+        self._log.append(f"after {self._name}")
+
+    def close(self) -> None:
+        self._log.append(f"close {self._name}")
+
+
+def _calls() -> list[str]:
+    """The calls of the hooks of two parts in a step, and when the channels are closed."""
+    case, log = GPTCase(), list[str]()
+    with built(case, "1f1b", 4) as (adapter, chunks):
+        assert adapter is not None
+        function = adapter.forward_backward_func
+        for name in "ab":
+            function.add(Logging(name, log))
+        forward_backward(function, chunks, [microbatches(case, 4) for _ in chunks], 4)
+    return log
+
+
+def test_hooks_are_called_in_the_order_of_the_list_and_after_a_step_in_reverse(
+    ranks: RankPools,
+) -> None:
+    for rank, log in enumerate(ranks(2).run(_calls)):
+        assert log == [
+            *("before a", "before b", "enter a", "enter b", f"wrap {rank} a", f"wrap {rank} b"),
+            *("leave b", "leave a", "after b", "after a", "close b", "close a"),
+        ]
