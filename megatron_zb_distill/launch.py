@@ -27,7 +27,7 @@ def launch(argv: Sequence[str]) -> NoReturn:
 def _run(argv: Sequence[str], environment: Environment) -> None:
     from megatron_zb.job.agreement import store_of_job
 
-    problem, job = None, None
+    failure, job = None, None
     values: dict[str, Any] = {}
     try:
         with told_if_missing():
@@ -37,9 +37,9 @@ def _run(argv: Sequence[str], environment: Environment) -> None:
             job = _job(args, environment.world_size)
             values |= _made_of_files(job)
     except UsageError as error:
-        problem = str(error)
+        failure = error
     store = store_of_job(environment.world_size, environment.attempt)
-    training_launch.agree_on(store, environment, values, problem)
+    training_launch.rendezvous(store, environment).agree("start", values, failure)
     assert job is not None, "ranks do not agree on what one cannot do"
 
     from megatron_zb_distill.loop import distil

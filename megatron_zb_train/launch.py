@@ -14,7 +14,7 @@ import sys
 import time
 import traceback
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -32,6 +32,7 @@ from megatron_zb_train.processes import Environment
 if TYPE_CHECKING:
     from torch.distributed import Store
 
+    from megatron_zb.job.rendezvous import Rendezvous
     from megatron_zb.job.shared_build import SharedBuild
     from megatron_zb.megatron_core.adapter import PipelineAdapter
     from megatron_zb.schedules.catalog import Build
@@ -89,7 +90,7 @@ def end(code: int, message: str) -> NoReturn:
 def _run(argv: Sequence[str], environment: Environment) -> None:
     from megatron_zb.job.agreement import store_of_job
 
-    problem, adapter = None, None
+    failure, adapter = None, None
     values: dict[str, Any] = {}
     args = argparse.Namespace()
     try:
@@ -99,27 +100,25 @@ def _run(argv: Sequence[str], environment: Environment) -> None:
             complete(args, environment.world_size)
             _check_surroundings(args)
     except UsageError as error:
-        problem = str(error)
+        failure = error
     store = store_of_job(environment.world_size, environment.attempt)
-
-    from torch.distributed import PrefixStore
-
-    agree_on(PrefixStore("arguments", store), environment, values, problem)
+    ranks = rendezvous(store, environment)
+    ranks.agree("arguments", values, failure)
     build = _build_for_all(args, store, environment)
     try:
         with told_if_missing():
             adapter = _adapter(args, build)
             values |= _made_of_files(args, adapter)
     except UsageError as error:
-        problem = str(error)
+        failure = error
         build.abandon(error)
-    agree_on(store, environment, values, problem)
+    ranks.agree("start", values, failure)
 
     from megatron_zb_train.loop import train
     from megatron_zb_train.ranks import start_ranks, stop_ranks
 
     start_ranks(args, adapter, store, environment)
-    train(args, adapter, partial(agree_on, PrefixStore("model", store), environment, {}))
+    train(args, adapter, partial(ranks.agree, "model", {}))
     stop_ranks()
 
 
@@ -214,30 +213,21 @@ def check_gpu() -> None:
         raise UsageError("no GPU can be used here: give --cpu to run on the CPU")
 
 
-def agree_on(
-    store: Store, environment: Environment, values: Mapping[str, Any], problem: str | None
-) -> None:
-    """Go on if every rank has the same values and no problem.
+def rendezvous(store: Store, environment: Environment) -> Rendezvous:
+    """Return the part of this rank in the agreements of the job.
 
-    Raises:
-        UsageError: on rank 0; the others raise an error that prints nothing.
+    An error is raised on rank 0; the other ranks raise one that prints nothing.
     """
-    from megatron_zb.job.agreement import Disagreement, agree
+    from megatron_zb.job.rendezvous import Rendezvous
 
-    try:
-        agree(
-            store,
-            environment.rank,
-            environment.world_size,
-            values,
-            problem,
-            seconds=_LONGEST_START,
-        )
-    except Disagreement as error:
-        if error.speaks:
-            raise
+    def end(error: UsageError, *, speaks: bool | None = None) -> NoReturn:
+        if speaks is not False:
+            raise error
         time.sleep(_TIME_FOR_RANK_0)  # the launcher ends every process when one has ended
         raise _SaidByRankZero from None
+
+    rank, size = environment.rank, environment.world_size
+    return Rendezvous(rank, size, _LONGEST_START, end=end, store=store)
 
 
 # Arguments that a host may have its own value of, see named_arguments.

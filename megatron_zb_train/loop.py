@@ -16,6 +16,7 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.utils import get_attr_wrapped_model
 
+from megatron_zb.errors import UsageError
 from megatron_zb.job.run_flags import asks_for_layer_streams
 from megatron_zb_train import checkpoint, data
 from megatron_zb_train.checkpoint import Progress
@@ -31,7 +32,9 @@ _MEASURED_ITERATIONS = (2, 3)  # of this run: the first allocates what then stay
 
 
 def train(
-    args: argparse.Namespace, adapter: PipelineAdapter | None, agree: Callable[[str | None], None]
+    args: argparse.Namespace,
+    adapter: PipelineAdapter | None,
+    agree: Callable[[UsageError | None], object],
 ) -> None:
     """Train from the start or the loaded checkpoint to the end.
 

@@ -49,7 +49,9 @@ class Trainee:
 
 
 def build(
-    args: argparse.Namespace, adapter: PipelineAdapter | None, agree: Callable[[str | None], None]
+    args: argparse.Namespace,
+    adapter: PipelineAdapter | None,
+    agree: Callable[[UsageError | None], object],
 ) -> Trainee:
     """Build and initialise the model chunks, the optimizer and the scheduler of this rank.
 
@@ -79,12 +81,12 @@ def build(
     )
 
 
-def _prepared(adapter: PipelineAdapter, models: list[GPTModel]) -> str | None:
+def _prepared(adapter: PipelineAdapter, models: list[GPTModel]) -> UsageError | None:
     """Prepare the chunks for the schedule; return the reason if that is impossible."""
     try:
         adapter.prepare_model(models)
     except UsageError as error:
-        return str(error)
+        return error
     return None
 
 

@@ -10,10 +10,9 @@ import argparse
 import inspect
 from collections.abc import Callable, Iterator
 from functools import partial
-from typing import Any, NoReturn
+from typing import Any
 from weakref import WeakSet
 
-import torch.distributed as dist
 from megatron.core import distributed, parallel_state
 from megatron.core.dist_checkpointing.strategies import fully_parallel
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
@@ -22,10 +21,10 @@ from megatron.core.pipeline_parallel import utils as pipeline_utils
 from megatron.core.transformer.cuda_graphs import TECudaGraphHelper
 from megatron.core.transformer.pipeline_parallel_layer_layout import PipelineParallelLayerLayout
 from megatron.core.utils import get_attr_wrapped_model
-from torch.distributed.distributed_c10d import _get_default_store
 
 from megatron_zb.bridge.settings import Settings
 from megatron_zb.errors import UsageError
+from megatron_zb.job.rendezvous import Rendezvous
 from megatron_zb.megatron_core import refusals
 from megatron_zb.megatron_core.checkpoints import BOUND, RESHARDABLE, SHARING
 from megatron_zb.megatron_core.placement import StageLayout
@@ -33,7 +32,6 @@ from megatron_zb.megatron_core.refusals import Asked
 from megatron_zb.megatron_core.versions import HYBRID_PATTERNS
 from megatron_zb.megatron_lm import fingerprint
 from megatron_zb.megatron_lm.adapter_of_arguments import adapter_of, asked_of, prepare_overlap
-from megatron_zb.megatron_lm.meeting import Meeting
 from megatron_zb.megatron_lm.replacing import (
     Undo,
     is_anybodys,
@@ -235,32 +233,13 @@ _WRAPPERS = {
 }
 
 
-class _Meeting(Meeting):
-    """A meeting of ranks that are known when it begins; its errors are the trainer's to handle."""
-
-    def __init__(self, seconds: float) -> None:
-        super().__init__(-1, -1, seconds)
-
-    def begin(self) -> None:
-        """Take this rank's place, when torch.distributed has been initialised."""
-        self._rank, self._world_size = dist.get_rank(), dist.get_world_size()
-        store = dist.PrefixStore("megatron_zb/bridge", _get_default_store())
-        number = store.add(f"begun by {self._rank}", 1)  # of this process group
-        self._store = dist.PrefixStore(str(number), store)
-
-    def end(self, error: UsageError, *, speaks: bool | None = None) -> NoReturn:
-        """Raise the error, which every rank has."""
-        raise error
-
-
 class _Run(ScheduledRun):
     """The part of this rank: as in Megatron-LM's loop, and nothing else may run its chunks."""
 
-    _meeting: _Meeting
-
     def __init__(self, pipeline: Pipeline, args: argparse.Namespace) -> None:
         adapter = pipeline.adapter
-        super().__init__(adapter, _Meeting(60 * args.distributed_timeout_minutes), args)
+        rendezvous = Rendezvous(-1, -1, 60 * args.distributed_timeout_minutes)
+        super().__init__(adapter, rendezvous, args)
         self._pipeline = pipeline
         self.not_agreed = pipeline.settings.as_values() | fingerprint.of_run(args, adapter, {})
         self._placed_chunks: WeakSet[Any] = WeakSet()
@@ -277,7 +256,7 @@ class _Run(ScheduledRun):
                 f"for {p}"
             )
         given["virtual_pipeline_model_parallel_size"] = self.adapter.virtual_pipeline_size
-        self._meeting.begin()
+        self._rendezvous.begin("megatron_zb/bridge")
         result = super().initialize_model_parallel(original, **given)
         self.not_agreed = None
         return result

@@ -18,6 +18,7 @@ from typing import Any
 
 from megatron_zb.errors import UsageError
 from megatron_zb.job import data_contents, settings
+from megatron_zb.job.rendezvous import Rendezvous
 from megatron_zb.job.shared_build import SharedBuild, build_with_cache
 from megatron_zb.megatron_core import refusals, versions
 from megatron_zb.megatron_core.checkpoints import BOUND, RESHARDABLE, SHARING
@@ -35,7 +36,6 @@ from megatron_zb.megatron_lm.adapter_of_arguments import (
     without_bulk_overlap,
 )
 from megatron_zb.megatron_lm.ending import end_with
-from megatron_zb.megatron_lm.meeting import Meeting
 from megatron_zb.megatron_lm.post_validation_hooks import PostValidationHooks
 from megatron_zb.megatron_lm.replacing import replace, replace_method, replace_static, when
 from megatron_zb.megatron_lm.scheduled_run import START, ScheduledRun
@@ -168,17 +168,19 @@ class _Hooks:
 
     def _validate_args(self, original: Any, args: Any, *rest: Any, **defaults: Any) -> Any:
         """Let the ranks agree on the arguments, before anything that hangs where they disagree."""
-        meeting = Meeting(args.rank, args.world_size, 60 * args.distributed_timeout_minutes)
+        seconds = 60 * args.distributed_timeout_minutes
+        end = partial(end_with, rank=args.rank)
+        rendezvous = Rendezvous(args.rank, args.world_size, seconds, end=end)
         values = fingerprint.of_arguments(args, self._flags)
         validate = partial(original, args, *rest, **defaults)
         if flags.choice(args) is None:
-            meeting.stay_away(_ARGUMENTS, values)
+            rendezvous.stay_away(_ARGUMENTS, values)
             self._check_unscheduled(args)
             return validate()
-        meeting.agree(_ARGUMENTS, values, None)
+        rendezvous.agree(_ARGUMENTS, values, None)
         result, run, failure = None, None, None
         try:
-            run = self._run = self._scheduled_run(args, meeting)
+            run = self._run = self._scheduled_run(args, rendezvous)
             result = validate()
             run.data = fingerprint.data_of(args)
             values |= fingerprint.of_run(args, run.adapter, run.data)
@@ -186,7 +188,7 @@ class _Hooks:
             failure = error
             if self._shared_build is not None:
                 self._shared_build.abandon(error)
-        has_met = meeting.agree(START, values, failure)
+        has_met = rendezvous.agree(START, values, failure)
         assert run is not None, "ranks do not agree on what one cannot do"
         run.not_agreed = None if has_met else values
         stored_placement.mark(args, run.adapter)
@@ -209,17 +211,17 @@ class _Hooks:
         for line in flags.translate_older(args):
             _say(f"megatron_zb: {line}", args.rank)
 
-    def _scheduled_run(self, args: Any, meeting: Meeting) -> ScheduledRun:
+    def _scheduled_run(self, args: Any, rendezvous: Rendezvous) -> ScheduledRun:
         self._translate(args)
         self._say_what_is_new(args)
-        adapter = adapter_of(args, self._build_for_all(args, meeting))
+        adapter = adapter_of(args, self._build_for_all(args, rendezvous))
         for line in without_bulk_overlap(args, adapter) + prepare_overlap(args):
             _say(f"megatron_zb: {line}", args.rank)
         if args.enable_optimizer_post_validation:
             self._post_validation.enable(adapter, args)
             for line in post_validation_hooks.prepare(args):
                 _say(f"megatron_zb: {line}", args.rank)
-        return ScheduledRun(adapter, meeting, args)
+        return ScheduledRun(adapter, rendezvous, args)
 
     def _say_what_is_new(self, args: Any) -> None:
         """Say which arguments no version that is known here has, if they are used."""
@@ -229,12 +231,12 @@ class _Hooks:
                     f"megatron_zb: {flag_of(name)} is new: {argument_table.UNKNOWN.why}", args.rank
                 )
 
-    def _build_for_all(self, args: Any, meeting: Meeting) -> Build:
+    def _build_for_all(self, args: Any, rendezvous: Rendezvous) -> Build:
         """Return the function that builds schedules, on one rank for all if they can meet yet."""
         build = build_with_cache(args.pipeline_schedule_cache, args.rank)
-        if args.world_size == 1 or not meeting.is_possible:
+        if args.world_size == 1 or not rendezvous.is_possible:
             return build
-        self._shared_build = SharedBuild(meeting.store, args.rank, args.world_size, build)
+        self._shared_build = SharedBuild(rendezvous.store, args.rank, args.world_size, build)
         return self._shared_build
 
     # --- checkpoints

@@ -16,10 +16,10 @@ import torch
 
 from megatron_zb.errors import UsageError
 from megatron_zb.job.data_contents import Record
+from megatron_zb.job.rendezvous import Rendezvous
 from megatron_zb.megatron_core import checkpoints
 from megatron_zb.megatron_core.adapter import PipelineAdapter
 from megatron_zb.megatron_lm import models, stored_placement
-from megatron_zb.megatron_lm.meeting import Meeting
 from megatron_zb.megatron_lm.stage_data import StageData
 
 START = "start"
@@ -29,7 +29,7 @@ class ScheduledRun:
     """The part of this rank in a job with a schedule."""
 
     def __init__(
-        self, adapter: PipelineAdapter, meeting: Meeting, args: argparse.Namespace
+        self, adapter: PipelineAdapter, rendezvous: Rendezvous, args: argparse.Namespace
     ) -> None:
         self.adapter = adapter
         self.stage_data = StageData(adapter, args)
@@ -37,7 +37,7 @@ class ScheduledRun:
         """Record of the training data, once the arguments have been checked."""
         self.not_agreed: dict[str, Any] | None = None
         """Values that the ranks have not agreed on yet."""
-        self._meeting = meeting
+        self._rendezvous = rendezvous
         self._args = args
         self._chunks: list[Any] = []
         self._builds = 0
@@ -49,7 +49,7 @@ class ScheduledRun:
     def initialize_model_parallel(self, original: Any, *args: Any, **keywords: Any) -> Any:
         """Let the ranks agree, where they could not before, and set the embedding ranks."""
         if self.not_agreed is not None:
-            self._meeting.agree(START, self.not_agreed, None)
+            self._rendezvous.agree(START, self.not_agreed, None)
         if self.adapter.embedding_ranks is not None:
             keywords["get_embedding_ranks"] = self.adapter.embedding_ranks
         return original(*args, **keywords)
@@ -119,10 +119,10 @@ class ScheduledRun:
         try:
             yield
         except UsageError as error:
-            self._meeting.leave(self._building, error)
-            self._meeting.end(error)
+            self._rendezvous.leave(self._building, error)
+            self._rendezvous.end(error)
         except Exception as error:
-            self._meeting.leave(self._building, error)
+            self._rendezvous.leave(self._building, error)
             raise
 
     def _check_model(self, chunk: Any) -> None:
@@ -143,7 +143,7 @@ class ScheduledRun:
                 self.adapter.prepare_model(self._chunks)
         except Exception as error:
             self._failure = error
-        self._meeting.agree(self._building, {}, self._failure)
+        self._rendezvous.agree(self._building, {}, self._failure)
 
     @property
     def _building(self) -> str:
@@ -189,7 +189,7 @@ class ScheduledRun:
                 stored_placement.check_states(args, Path(path))
             except UsageError as error:
                 failure = error
-        self._meeting.agree(f"load {self._loads}", {}, failure)
+        self._rendezvous.agree(f"load {self._loads}", {}, failure)
 
     # --- the step
 
@@ -201,7 +201,7 @@ class ScheduledRun:
         try:
             return self.adapter.forward_backward_func(**arguments)
         except UsageError as error:
-            self._meeting.end(error)
+            self._rendezvous.end(error)
 
     def create_graphs(self, original: Any, helper: Any) -> None:
         """Capture the graphs of layers in the order of the schedule."""

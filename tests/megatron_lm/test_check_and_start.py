@@ -10,10 +10,10 @@ import pytest
 
 from megatron_zb.cli.check import installed_series
 from megatron_zb.errors import UsageError
+from megatron_zb.job.rendezvous import Rendezvous
 from megatron_zb.megatron_core import refusals
 from megatron_zb.megatron_lm import argument_table, checking, hooks
 from megatron_zb.megatron_lm.argument_table import Argument, Verdict
-from megatron_zb.megatron_lm.meeting import Meeting
 from megatron_zb.schedules import catalog
 from megatron_zb.schedules.schedule import Schedule
 
@@ -89,9 +89,9 @@ def started(words: list[str], version: str, monkeypatch: pytest.MonkeyPatch) -> 
     args = checking.parse(words, version)
     args.rank = 0
     given = hooks._Hooks()
-    monkeypatch.setattr(given, "_build_for_all", lambda args, meeting: search)
+    monkeypatch.setattr(given, "_build_for_all", lambda args, rendezvous: search)
     try:
-        given._scheduled_run(args, Meeting(0, 1, 60))
+        given._scheduled_run(args, Rendezvous(0, 1, 60))
     except SearchBegins:
         return None
     except UsageError as error:

@@ -24,8 +24,8 @@ def met(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, ...]]:
     """What a meeting of the ranks is asked for, in order."""
     asked: list[tuple[str, ...]] = []
 
-    class Meeting:
-        def __init__(self, rank: int, world_size: int, seconds: float) -> None:
+    class Rendezvous:
+        def __init__(self, rank: int, world_size: int, seconds: float, *, end: Any) -> None:
             asked.append(("made", str(rank), str(world_size), str(seconds)))
 
         def agree(self, where: str, values: Any, failure: Exception | None) -> bool:
@@ -35,7 +35,7 @@ def met(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, ...]]:
         def stay_away(self, where: str, values: Any) -> None:
             asked.append(("stay away", where))
 
-    monkeypatch.setattr(hooks, "Meeting", Meeting)
+    monkeypatch.setattr(hooks, "Rendezvous", Rendezvous)
     return asked
 
 
@@ -66,7 +66,7 @@ def test_with_a_schedule_the_ranks_agree_before_and_after_megatron_validates(
     given, args = hooks._Hooks(), arguments("--pipeline-schedule", "v-half")
     adapter = SimpleNamespace(describe=lambda: "the schedule")
     run: Any = SimpleNamespace(adapter=adapter)
-    monkeypatch.setattr(given, "_scheduled_run", lambda args, meeting: run)
+    monkeypatch.setattr(given, "_scheduled_run", lambda args, rendezvous: run)
     monkeypatch.setattr(hooks.fingerprint, "data_of", lambda args: "contents")
     monkeypatch.setattr(hooks.fingerprint, "of_run", lambda args, adapter, data: {"data": data})
     monkeypatch.setattr(hooks.stored_placement, "mark", lambda args, adapter: None)

@@ -16,9 +16,9 @@ from megatron_zb.megatron_lm.scheduled_run import ScheduledRun
 
 
 def run_of(schedule: str) -> ScheduledRun:
-    meeting: Any = None
+    rendezvous: Any = None
     args = parsed(f"--pipeline-schedule {schedule}")
-    return ScheduledRun(adapter_of(args), meeting, args)
+    return ScheduledRun(adapter_of(args), rendezvous, args)
 
 
 def without_chunks(config: Any, pre_process: bool = True, post_process: bool = True) -> None:

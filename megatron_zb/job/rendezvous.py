@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 import traceback
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from typing import Any, NoReturn
 
@@ -16,22 +16,50 @@ from torch.distributed.distributed_c10d import _get_default_store
 
 from megatron_zb.errors import UsageError
 from megatron_zb.job.agreement import Disagreement, agree, leave, store_of_job, store_of_launcher
-from megatron_zb.megatron_lm.ending import end_with
 
 
-class Meeting:
-    """The part of this rank in the agreement; ``seconds`` is the longest wait for another rank."""
+def raise_it(error: UsageError, *, speaks: bool | None = None) -> NoReturn:
+    """Raise an error that every rank has."""
+    raise error
 
-    def __init__(self, rank: int, world_size: int, seconds: float) -> None:
+
+class Rendezvous:
+    """The part of this rank in the agreement.
+
+    Args:
+        seconds: the longest wait for another rank.
+        end: ends this rank for an error of the user; ``speaks`` is true on the rank that reports.
+        store: of the job, where it is known already.
+    """
+
+    def __init__(
+        self,
+        rank: int,
+        world_size: int,
+        seconds: float,
+        *,
+        end: Callable[..., NoReturn] = raise_it,
+        store: dist.Store | None = None,
+    ) -> None:
         self._rank = rank
         self._world_size = world_size
         self._seconds = seconds
-        self._store: dist.Store | None = None
+        self._store = store
+        self.end = end
+
+    def begin(self, name: str) -> None:
+        """Take this rank's place in torch.distributed, which has been initialised."""
+        self._rank, self._world_size = dist.get_rank(), dist.get_world_size()
+        store = dist.PrefixStore(name, _get_default_store())
+        number = store.add(f"begun by {self._rank}", 1)  # of this process group
+        self._store = dist.PrefixStore(str(number), store)
 
     @property
     def is_possible(self) -> bool:
         """Whether the address of the job's store is known."""
-        return self._world_size == 1 or dist.is_initialized() or "MASTER_ADDR" in os.environ
+        if self._store is not None or self._world_size == 1:
+            return True
+        return dist.is_initialized() or "MASTER_ADDR" in os.environ
 
     def store(self) -> dist.Store:
         """Connect to the store of the job, once."""
@@ -42,7 +70,7 @@ class Meeting:
     def agree(self, where: str, values: Mapping[str, Any], failure: Exception | None) -> bool:
         """Go on if every rank comes here with the same values and without a failure.
 
-        Ends the process with one sentence otherwise, or raises ``failure`` where that is what ends
+        Ends this rank with one sentence otherwise, or raises ``failure`` where that is what ends
         the job and nothing that the user can mend.
 
         Returns:
@@ -61,10 +89,6 @@ class Meeting:
         except UsageError as error:
             self.end(error)
         return can_meet
-
-    def end(self, error: UsageError, *, speaks: bool | None = None) -> NoReturn:
-        """End this process for a mistake that ends every rank."""
-        end_with(error, self._rank, speaks=speaks)
 
     def _agree(self, where: str, values: Mapping[str, Any], failure: Exception | None) -> None:
         agree(
