@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import math
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -127,6 +128,16 @@ class Limit:
     def said(self, needed: float, rank: int, costs: Costs) -> tuple[str, str]:
         """Return the limit, and the smallest that would do on a rank, in the user's terms."""
         if isinstance(self.bytes, tuple):
-            return f"{self.bytes[rank]:g} bytes", f"{needed + costs.fixed[rank]:g} bytes"
+            smallest = _rounded_up(needed + costs.fixed[rank], 6)
+            return f"{self.bytes[rank]:g} bytes", f"{smallest} bytes"
         given = "its own" if self.share is None else f"{self.share:g} of 1F1B"
-        return given, f"{needed / costs.one_f_one_b_peak():.4g} of 1F1B"
+        return given, f"{_rounded_up(needed / costs.one_f_one_b_peak(), 4)} of 1F1B"
+
+
+def _rounded_up(value: float, digits: int) -> str:
+    """Return a number with so many digits that a limit of it suffices."""
+    text = f"{value:.{digits}g}"
+    if float(text) >= value * (1 - 1e-9):
+        return text
+    last = 10.0 ** (math.floor(math.log10(value)) - digits + 1)
+    return f"{value + last / 2:.{digits}g}"

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import argparse
+import re
+from typing import Any
 
 import pytest
 from measured_runs import profile
 
+from megatron_zb import schedules
 from megatron_zb.errors import UsageError
 from megatron_zb.schedules import Costs
 from megatron_zb.schedules.limit import Limit
@@ -59,3 +62,21 @@ def test_a_limit_is_a_positive_finite_fraction(fraction: float) -> None:
 def test_a_limit_is_of_one_kind() -> None:
     with pytest.raises(UsageError, match="not both"):
         Limit.of(0.5, 1e9, 4)
+
+
+@pytest.mark.parametrize("activation", [1.0, 1.3, 0.7, 3.3333333, 1e9 / 7])
+def test_the_smallest_limit_that_is_named_is_served(activation: float) -> None:
+    """The number is rounded up: 1.4444 is named 1.445, not 1.444."""
+    costs = Costs.of_slices(
+        pipeline_size=3,
+        forward=[1.0] * 3,
+        backward=[1.0] * 3,
+        weight=[1.0] * 3,
+        activation=[activation, activation / 7, activation / 3],
+    )
+    given: dict[str, Any] = {"pipeline_size": 3, "num_microbatches": 6, "costs": costs, "chunks": 3}
+    with pytest.raises(UsageError, match="needs at least") as raised:
+        schedules.build("interleaved", memory_limit=0.01, **given)
+    named = re.search(r"at least (\S+) of 1F1B", str(raised.value))
+    assert named is not None
+    schedules.build("interleaved", memory_limit=float(named[1]), **given)
