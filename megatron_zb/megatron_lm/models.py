@@ -19,7 +19,7 @@ class Served:
 
     in_a_v: bool = False
     draws_by_layer: bool = False
-    """Whether each layer can draw its weights from random streams of its own."""
+    """Whether each layer can draw its weights from separate RNG states."""
     last: tuple[int, int] | None = None
     """The last series of Megatron-LM in which neither has been proven, if there is one."""
 

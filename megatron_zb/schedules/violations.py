@@ -68,7 +68,7 @@ class _Order:
         return self._incomplete()
 
     def _expected(self, row: int) -> int:
-        """Return the unit that comes next in a row."""
+        """Return the next unit of a row on this rank."""
         ranks = self._graph.rows[row].ranks
         last = self._last[row]
         return ranks.index(self._rank) if last < 0 else last + len(ranks)
