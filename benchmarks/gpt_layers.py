@@ -60,6 +60,7 @@ def configuration(
 
     ``more`` goes to Megatron's config as it is, such as the pipeline's sizes.
     """
+    more = {"hidden_dropout": 0.0, **more}
     return TransformerConfig(
         num_layers=layers,
         hidden_size=sizes.hidden,
@@ -69,7 +70,6 @@ def configuration(
         activation_func=functional.silu,
         add_bias_linear=False,
         attention_dropout=0.0,
-        hidden_dropout=0.0,
         bf16=dtype is torch.bfloat16,
         params_dtype=dtype,
         pipeline_dtype=dtype,

@@ -68,6 +68,17 @@ def _queues(connections: int, loading: str) -> Measurement:
     )
 
 
+def _te_training(name: str, arguments: str) -> Measurement:
+    return Measurement(
+        f"one_gpu_training_{name}",
+        "gpu/one_gpu_training.py",
+        f"--implementation transformer-engine --dtype bf16 --ranks 2 --seconds 60 {arguments}",
+        120,
+        "",
+        needs="transformer_engine",
+    )
+
+
 def _training(loading: str, arguments: str, limit_seconds: float, tiny: str) -> Measurement:
     return Measurement(
         f"one_gpu_training_{loading.lower()}",
@@ -80,6 +91,7 @@ def _training(loading: str, arguments: str, limit_seconds: float, tiny: str) -> 
 
 
 _TINY_TRAINING = f"--vocabulary 64 --seconds 100 {TINY_LAYER}"
+_DROPOUT = "--dropout 0.1 --schedules v-half+dropped v-half+moved"
 _TINY_RANKS = f"--ranks 4 --microbatches 8 --layers-per-rank 2 --schedules v-half {TINY_LAYER}"
 _WAITING_RECEIVE = Measurement("waiting_receive", "gpu/waiting_receive.py", "", 70, "")
 _QUANTIZED = Measurement(
@@ -125,6 +137,16 @@ ONE_GPU = [
         150,
         "--ranks 2 --schedules v-half+moved",
     ),
+    Measurement(
+        "one_gpu_training_dropout",
+        "gpu/one_gpu_training.py",
+        f"--ranks 4 --reference v-half {_DROPOUT} --seconds 60",
+        150,
+        f"{_TINY_TRAINING} --layers 4 --microbatches 4 --steps 2 --ranks 2 --reference v-half "
+        f"{_DROPOUT}",
+    ),
+    _te_training("te", "--schedules v-half zb-h1"),
+    _te_training("te_fp8", "--schedules v-half --fp8 tensorwise"),
     _QUANTIZED,
     _SPLIT_BACKWARD,
     Measurement("rank_memory", "rank_memory.py", "", 150, _TINY_RANKS),

@@ -2,12 +2,14 @@
 """Do ranks train to the losses of Megatron without a pipeline, to the end, on one GPU or several?
 
 A small GPT is trained for a few steps by Megatron's own schedule on one rank, and by this package's
-on several, which are processes of one device. All losses and all weights must be equal to the last
-bit. NCCL refuses two ranks on one device, so the ranks meet over gloo and messages go through the
-host's memory; what computes is real: the adapter, streams and events, and kernels that are loaded
-when they are first launched. With --device-each, every rank has a GPU, and messages go over NCCL.
-On a CPU, they go over gloo. Every training has processes of its own, which start cold, and a time
-limit; one that does not end tells where its ranks stand.
+on several, which are processes of one device. With --reference, a schedule of this package takes
+the place of Megatron's, as dropout needs: Megatron's masks depend on the order of forwards. All
+losses and all weights must be equal to the last bit. NCCL refuses two ranks on one device, so the
+ranks meet over gloo and messages go through the host's memory; what computes is real: the adapter,
+streams and events, and kernels that are loaded when they are first launched. With --device-each,
+every rank has a GPU, and messages go over NCCL. On a CPU, they go over gloo. Every training has
+processes of its own, which start cold, and a time limit; one that does not end tells where its
+ranks stand.
 
 Prints a JSON line after every training, each with all results so far, and ends with exit status 1
 when a training failed or came to other losses.
@@ -40,6 +42,7 @@ SIZES = layer_sizes.LayerSizes(
     hidden=1024, heads=16, ffn_hidden=2752, seq_length=512, micro_batch_size=1
 )
 SHOWN_LINES = 25
+MEGATRON = "Megatron's own schedule on one rank"
 
 
 @dataclass(frozen=True)
@@ -63,6 +66,9 @@ class Failed(Exception):
 def main() -> int:
     args = _arguments()
     job = _job(args)
+    missing = layer_sizes.missing(args.implementation, one_device.choose(args.device))
+    if missing is not None:
+        raise UsageError(f"--implementation {args.implementation}: {missing}")
     line: dict[str, Any] = {
         "benchmark": "one_gpu_training",
         "machine": one_device.describe(one_device.choose(args.device)),
@@ -70,12 +76,16 @@ def main() -> int:
         "job": {k: v for k, v in asdict(job).items() if k not in ("ranks", "schedule")},
         "results": [],
     }
+    of = job
+    if args.reference is not None:
+        of = replace(job, ranks=args.ranks[0], schedule=args.reference)
+    line["reference"] = {"schedule": of.schedule, "ranks": of.ranks}
     try:
-        expected = train(job, args.seconds)
+        expected = train(of, args.seconds)
     except Failed as failure:
-        line["reference"] = {"failed": str(failure), "printed": failure.printed}
-        return _end(line, [f"Megatron's own schedule on one rank: {failure}"])
-    line["reference"] = {"losses": expected.losses, "step_seconds": expected.step_seconds}
+        line["reference"] |= {"failed": str(failure), "printed": failure.printed}
+        return _end(line, [f"the reference, {args.reference or MEGATRON}: {failure}"])
+    line["reference"] |= {"losses": expected.losses, "step_seconds": expected.step_seconds}
     for ranks in args.ranks:
         for schedule in args.schedules:
             result = _compare(replace(job, ranks=ranks, schedule=schedule), expected, args.seconds)
@@ -98,7 +108,21 @@ def _arguments() -> argparse.Namespace:
         nargs="+",
         default=["v-half", "v-zb", "1f1b"],
         metavar="NAME",
-        help="v-half+moved is one that moves activations to the host (default v-half v-zb 1f1b)",
+        help="v-half+moved offloads activations to the host, v-half+dropped recomputes them "
+        "(default v-half v-zb 1f1b)",
+    )
+    parser.add_argument(
+        "--reference", metavar="NAME", help="the schedule to compare with, on the first --ranks"
+    )
+    parser.add_argument(
+        "--implementation",
+        choices=layer_sizes.IMPLEMENTATIONS,
+        default=layer_sizes.LOCAL,
+        help="of the layers (default local)",
+    )
+    parser.add_argument("--fp8", metavar="RECIPE", help="Megatron's --fp8-recipe, in hybrid format")
+    parser.add_argument(
+        "--dropout", type=float, default=0.0, metavar="P", help="needs --reference (default 0)"
     )
     parser.add_argument("--layers", type=positive, default=8, metavar="N", help="(default 8)")
     parser.add_argument("--microbatches", type=positive, default=8, metavar="N", help="(default 8)")
@@ -132,6 +156,9 @@ def _job(args: argparse.Namespace) -> Job:
         stacks_after_seconds=0.8 * args.seconds,
         sizes=layer_sizes.chosen(args, device, SIZES, SIZES),
         device_each=args.device_each,
+        implementation=args.implementation,
+        dropout=args.dropout,
+        fp8=args.fp8,
     )
 
 
@@ -201,6 +228,7 @@ def _started(job: Job, rank: int, folder: Path) -> subprocess.Popen[bytes]:
     environment = {
         "GLOO_SOCKET_IFNAME": "lo",
         "CUBLAS_WORKSPACE_CONFIG": ":4096:8",  # sums in the same order on every stream
+        "NVTE_ALLOW_NONDETERMINISTIC_ALGO": "0",  # likewise in attention
         "TORCHDYNAMO_DISABLE": "1",
         **os.environ,
         "PYTHONWARNINGS": "ignore",

@@ -64,6 +64,7 @@ def _receives(found: dict[str, Any]) -> Iterator[Row]:
 
 
 def _training(found: dict[str, Any]) -> Iterator[Row]:
+    of = found.get("reference", {}).get("schedule") or "Megatron"
     for result in found.get("results", []):
         problem = result.get("failed")
         if problem is None and not result["equal_losses"]:
@@ -71,7 +72,7 @@ def _training(found: dict[str, Any]) -> Iterator[Row]:
         elif problem is None and result["differing_weights"]:
             problem = f"{len(result['differing_weights'])} weights differ"
         what = f"{result['schedule']} on {result['ranks']} ranks, losses and weights"
-        yield Row("", what, problem or "bit-equal to Megatron's")
+        yield Row("", what, problem or f"bit-equal to {of}'s")
 
 
 def _split(found: dict[str, Any]) -> Iterator[Row]:

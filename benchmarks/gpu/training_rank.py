@@ -25,6 +25,8 @@ import torch.distributed as dist
 from layer_sizes import LOCAL, LayerSizes
 from one_device import DTYPES
 
+from megatron_zb.schedules.limit import Limit
+
 SEED = 7
 LEARNING_RATE = 0.1
 
@@ -37,9 +39,11 @@ class Job:
 
     Without a ``schedule`` it is Megatron's own, on one rank; ``megatron`` and
     ``megatron-interleaved`` are Megatron's own on all ranks; ``v-half+moved`` is v-half in less
-    memory, with activations that move to the host. ``host_memory`` sends messages as ranks of one
-    GPU must. After ``stacks_after_seconds`` a rank prints where its threads are. With
-    ``device_each``, each rank has a GPU, and NCCL; else all have the first one, and gloo.
+    memory, with activations that move to the host, and ``v-half+dropped`` with activations that
+    are computed again. ``host_memory`` sends messages as ranks of one GPU must. After
+    ``stacks_after_seconds`` a rank prints where its threads are. With ``device_each``, each rank
+    has a GPU, and NCCL; else all have the first one, and gloo. ``fp8`` is Megatron's name of an fp8
+    recipe.
     """
 
     ranks: int
@@ -53,6 +57,9 @@ class Job:
     stacks_after_seconds: float
     sizes: LayerSizes
     device_each: bool = False
+    implementation: str = LOCAL
+    dropout: float = 0.0
+    fp8: str | None = None
 
     @property
     def chunks_of_megatron(self) -> int:
@@ -98,12 +105,13 @@ def train(job: Job, rank: int) -> dict[str, Any]:
     import gpt_layers
     from megatron.core.pipeline_parallel.schedules import get_forward_backward_func
 
-    adapter = _adapter(job)
+    losses: list[list[float]] = []
+    seconds = []
+    adapter = _adapter(job, losses)
     _make_parallel_groups(job, adapter)
     chunks = _build_chunks(job, adapter, rank)
     models = [gpt_layers.with_main_grads(chunk) for chunk in chunks]
     function = adapter.forward_backward_func if adapter else get_forward_backward_func()
-    losses, seconds = [], []
     for step in range(job.steps):
         begin = time.perf_counter()
         data = [_batches(job, step) for _ in models]
@@ -126,28 +134,40 @@ def train(job: Job, rank: int) -> dict[str, Any]:
     return {"losses": losses, "step_seconds": seconds, "weights": weights, "peak_bytes": peak}
 
 
-def _adapter(job: Job) -> Any:
-    """The schedule as a training script has it; None for Megatron's own."""
+_STATES: dict[str, dict[str, Any]] = {
+    "": {},
+    "moved": {"memory_limit": Limit(0.55), "copy": 0.1},
+    "dropped": {"memory_limit": Limit(0.55), "recomputes": True},
+}
+
+
+def _adapter(job: Job, losses: list[list[float]]) -> Any:
+    """The schedule as a training script has it; None for Megatron's own.
+
+    With dropout every layer has RNG states of its own: masks depend on the steps in ``losses``, the
+    layer and the microbatch, not on the schedule.
+    """
     if job.schedule is None or job.schedule.startswith("megatron"):
         return None
     from megatron_zb.megatron_core import connections
     from megatron_zb.megatron_core.adapter import PipelineAdapter
     from megatron_zb.schedules.layout import Layers
-    from megatron_zb.schedules.limit import Limit
 
     if job.host_memory:
         from host_memory_channels import HostMemoryChannels
 
         connections.Channels = HostMemoryChannels  # type: ignore[misc]
     name, _, states = job.schedule.partition("+")
-    moved: dict[str, Any] = {"memory_limit": Limit(0.55), "copy": 0.1} if states == "moved" else {}
-    return PipelineAdapter.create(
+    adapter = PipelineAdapter.create(
         name,
-        **moved,
+        **_STATES[states],
         pipeline_size=job.ranks,
         num_microbatches=job.microbatches,
         layers=Layers(job.layers),
     )
+    if job.dropout:
+        adapter.draw_by_layer(SEED, lambda: len(losses))
+    return adapter
 
 
 def _make_parallel_groups(job: Job, adapter: Any) -> None:
@@ -186,18 +206,20 @@ def _build_chunks(job: Job, adapter: Any, rank: int) -> list[Any]:
         job.layers,
         DTYPES[job.dtype],
         device,
-        LOCAL,
+        job.implementation,
         pipeline_model_parallel_size=job.ranks,
         virtual_pipeline_model_parallel_size=_virtual_size(job, adapter),
         pipeline_model_parallel_layout=adapter.layer_layout if adapter else None,
         deallocate_pipeline_outputs=True,
+        hidden_dropout=job.dropout,
+        **({} if job.fp8 is None else {"fp8": "hybrid", "fp8_recipe": job.fp8}),
     )
     count, last = adapter.chunks if adapter else job.chunks_of_megatron, job.ranks - 1
     chunks = [
         gpt_layers.build(
             config,
             job.sizes,
-            LOCAL,
+            job.implementation,
             device,
             ends=(
                 adapter.pre_process(rank, chunk) if adapter else rank == chunk == 0,
