@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from importlib.util import find_spec
 from typing import Any
 
 import torch
@@ -79,7 +80,7 @@ def configuration(
             else "local"
         ),
         use_cpu_initialization=device.type == "cpu",
-        gradient_accumulation_fusion=implementation == TRANSFORMER_ENGINE,
+        gradient_accumulation_fusion=_is_fused(implementation, sizes, device),
         bias_activation_fusion=False,
         bias_dropout_fusion=False,
         masked_softmax_fusion=False,
@@ -89,10 +90,40 @@ def configuration(
     )
 
 
-def _specification(implementation: str) -> Any:
+def _is_fused(implementation: str, sizes: LayerSizes, device: torch.device) -> bool:
+    """Whether weight gradients are added to main_grad by the kernel that computes them.
+
+    Megatron's local layers need apex for it, and so does the output layer, which is always local.
+    """
+    if implementation == TRANSFORMER_ENGINE and not sizes.vocabulary:
+        return True
+    return device.type == "cuda" and find_spec("fused_weight_gradient_mlp_cuda") is not None
+
+
+def of_experts(implementation: str, experts: int, ffn_hidden: int) -> dict[str, Any]:
+    """Settings of Megatron's config for layers with experts, two of which compute each token.
+
+    Where two terms are added in any order, the sum is the same: kernels with atomic additions give
+    equal bits in every run.
+    """
+    return {
+        "num_moe_experts": experts,
+        "moe_router_topk": 2,
+        "moe_router_load_balancing_type": "none",
+        "moe_token_dispatcher_type": "alltoall",
+        "moe_ffn_hidden_size": ffn_hidden,
+        "moe_grouped_gemm": implementation == TRANSFORMER_ENGINE,
+    }
+
+
+def _specification(implementation: str, config: TransformerConfig) -> Any:
+    experts = {
+        "num_experts": config.num_moe_experts,
+        "moe_grouped_gemm": config.moe_grouped_gemm,
+    }
     if implementation == TRANSFORMER_ENGINE:
-        return get_gpt_layer_with_transformer_engine_spec()
-    layer = get_gpt_layer_local_spec()
+        return get_gpt_layer_with_transformer_engine_spec(**experts)
+    layer = get_gpt_layer_local_spec(**experts)
     if implementation == LOCAL_FLASH:
         layer.submodules.self_attention.submodules.core_attention = FlashAttention
     return layer
@@ -110,7 +141,7 @@ def build(
     """One model chunk as ``prepare_model`` takes it; `ends`: embedding, output layer."""
     chunk = GPTModel(
         config=config,
-        transformer_layer_spec=_specification(implementation),
+        transformer_layer_spec=_specification(implementation, config),
         vocab_size=max(sizes.vocabulary, 1),
         max_sequence_length=sizes.seq_length,
         pre_process=ends[0],

@@ -15,6 +15,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from importlib.metadata import PackageNotFoundError, version
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -95,6 +96,7 @@ def describe(device: torch.device) -> dict[str, Any]:
     if device.type == "cuda":
         machine["name"] = torch.cuda.get_device_name()
         machine["cuda"] = torch.version.cuda
+        machine["apex"] = find_spec("fused_weight_gradient_mlp_cuda") is not None
     else:
         machine["name"] = _processor()
         machine["cores"] = os.cpu_count()

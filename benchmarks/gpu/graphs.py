@@ -1,9 +1,9 @@
 #!/usr/bin/env python3
-"""Do steps that are replayed from CUDA graphs give what they give without, over NCCL?
+"""Do steps that are replayed from CUDA graphs give what they give without, over NCCL or gloo?
 
 Takes a few steps down the gradient, without graphs and with them: the first before they are
 captured, the others from them. Losses and gradients of every step must be equal to the last bit.
-Every rank has a GPU of its own:
+Every rank has a GPU:
 
   torchrun --nproc-per-node 4 benchmarks/gpu/graphs.py --graphs full_iteration
   torchrun --nproc-per-node 4 benchmarks/gpu/graphs.py --graphs transformer_engine
@@ -12,9 +12,10 @@ Every rank has a GPU of its own:
 
 The first captures whole iterations of Megatron's local layers, messages included; the second every
 layer of Transformer-Engine's by itself, which needs Transformer-Engine; the third the same in fp8,
-with an evaluation after the capture, which may not touch the weights that graphs have quantised. On
-a CPU nothing can be
-captured: ``--device cpu`` says whether the steps around it work, and nothing about graphs.
+with an evaluation after the capture, which may not touch the weights that graphs have quantised.
+With ``--share-device`` all ranks have one GPU, and messages go over gloo, which no graph can have:
+it goes with the second and the third. On a CPU nothing can be captured: ``--device cpu`` says
+whether the steps around it work, and nothing about graphs.
 
 The first rank prints a JSON line for every schedule, and all end with exit status 1 when a result
 was another. A replay that hangs is ended by torch after ``--seconds``.
@@ -64,7 +65,7 @@ Outcome = tuple[list[float], list[torch.Tensor]]
 def main() -> None:
     args = _arguments()
     device = one_device.choose(args.device)
-    _start(device, args.seconds)
+    _start(device, args.seconds, args.share_device)
     equal = [_try(args, device, schedule) for schedule in args.schedules]
     dist.destroy_process_group()
     sys.exit(not all(equal))
@@ -84,14 +85,17 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--layers", type=positive, default=16, metavar="N", help="(default 16)")
     parser.add_argument("--microbatches", type=positive, default=8, metavar="N", help="(default 8)")
     parser.add_argument("--seconds", type=positive, default=60, metavar="N", help="(default 60)")
+    parser.add_argument("--share-device", action="store_true", help="one GPU for all ranks, gloo")
     layer_sizes.add_options(parser, SIZES, SIZES)
     args = parser.parse_args()
+    if args.share_device and args.graphs == "full_iteration":
+        parser.error("--share-device goes with --graphs transformer_engine: gloo is in no graph")
     if args.graphs == "full_iteration" and args.precision != "bf16":
         parser.error("--precision goes with --graphs transformer_engine: local layers have bf16")
     return args
 
 
-def _start(device: torch.device, seconds: int) -> None:
+def _start(device: torch.device, seconds: int, share_device: bool) -> None:
     os.environ["NVTE_NVFP4_DISABLE_STOCHASTIC_ROUNDING"] = "1"  # or no two runs are equal
     if device.type == "cpu":
         from megatron_zb.megatron_core.cpu import run_on_cpu
@@ -99,8 +103,14 @@ def _start(device: torch.device, seconds: int) -> None:
         run_on_cpu()
         torch.set_num_threads(1)
     else:
-        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
-    backend = "nccl" if device.type == "cuda" else "gloo"
+        torch.cuda.set_device(0 if share_device else int(os.environ["LOCAL_RANK"]))
+    if share_device:
+        from host_memory_channels import HostMemoryChannels
+
+        from megatron_zb.megatron_core import connections
+
+        connections.Channels = HostMemoryChannels  # type: ignore[misc]
+    backend = "nccl" if device.type == "cuda" and not share_device else "gloo"
     dist.init_process_group(backend, timeout=timedelta(seconds=seconds))
 
 

@@ -145,8 +145,9 @@ ONE_GPU = [
         f"{_TINY_TRAINING} --layers 4 --microbatches 4 --steps 2 --ranks 2 --reference v-half "
         f"{_DROPOUT}",
     ),
-    _te_training("te", "--schedules v-half zb-h1"),
+    _te_training("te", "--schedules v-half v-half+moved v-half+dropped"),
     _te_training("te_fp8", "--schedules v-half --fp8 tensorwise"),
+    _te_training("te_experts", "--schedules v-half --experts 4"),
     _QUANTIZED,
     _SPLIT_BACKWARD,
     Measurement("rank_memory", "rank_memory.py", "", 150, _TINY_RANKS),

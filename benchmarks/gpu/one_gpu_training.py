@@ -122,6 +122,9 @@ def _arguments() -> argparse.Namespace:
     )
     parser.add_argument("--fp8", metavar="RECIPE", help="Megatron's --fp8-recipe, in hybrid format")
     parser.add_argument(
+        "--experts", type=positive, metavar="N", help="in every MLP (default: no experts)"
+    )
+    parser.add_argument(
         "--dropout", type=float, default=0.0, metavar="P", help="needs --reference (default 0)"
     )
     parser.add_argument("--layers", type=positive, default=8, metavar="N", help="(default 8)")
@@ -159,6 +162,7 @@ def _job(args: argparse.Namespace) -> Job:
         implementation=args.implementation,
         dropout=args.dropout,
         fp8=args.fp8,
+        experts=args.experts,
     )
 
 

@@ -43,7 +43,7 @@ class Job:
     are computed again. ``host_memory`` sends messages as ranks of one GPU must. After
     ``stacks_after_seconds`` a rank prints where its threads are. With ``device_each``, each rank
     has a GPU, and NCCL; else all have the first one, and gloo. ``fp8`` is Megatron's name of an fp8
-    recipe.
+    recipe. With ``experts``, every MLP is one of so many experts.
     """
 
     ranks: int
@@ -60,6 +60,7 @@ class Job:
     implementation: str = LOCAL
     dropout: float = 0.0
     fp8: str | None = None
+    experts: int | None = None
 
     @property
     def chunks_of_megatron(self) -> int:
@@ -85,9 +86,11 @@ def main() -> None:
 def _start(job: Job, rank: int, folder: Path) -> None:
     """Join the other ranks; gloo does not mind that they share a device."""
     if job.device == "cpu":
-        from megatron_zb.megatron_core.cpu import run_on_cpu
+        from megatron_zb.megatron_core.cpu import redirect_experts, run_on_cpu
 
         run_on_cpu()
+        if job.experts is not None:
+            redirect_experts()
         torch.set_num_threads(1)
     else:
         torch.cuda.set_device(rank if job.device_each else 0)
@@ -201,6 +204,11 @@ def _build_chunks(job: Job, adapter: Any, rank: int) -> list[Any]:
     from megatron_zb.megatron_core.initialisation import initialise_by_global_name
 
     device = torch.device(job.device)
+    more: dict[str, Any] = {}
+    if job.fp8 is not None:
+        more |= {"fp8": "hybrid", "fp8_recipe": job.fp8}
+    if job.experts is not None:
+        more |= gpt_layers.of_experts(job.implementation, job.experts, job.sizes.ffn_hidden)
     config = gpt_layers.configuration(
         job.sizes,
         job.layers,
@@ -212,7 +220,7 @@ def _build_chunks(job: Job, adapter: Any, rank: int) -> list[Any]:
         pipeline_model_parallel_layout=adapter.layer_layout if adapter else None,
         deallocate_pipeline_outputs=True,
         hidden_dropout=job.dropout,
-        **({} if job.fp8 is None else {"fp8": "hybrid", "fp8_recipe": job.fp8}),
+        **more,
     )
     count, last = adapter.chunks if adapter else job.chunks_of_megatron, job.ranks - 1
     chunks = [
