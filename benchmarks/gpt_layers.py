@@ -154,9 +154,20 @@ def build(
 
 
 def with_main_grads(chunk: GPTModel) -> DistributedDataParallel:
-    """Wrapped as for training: gradients are summed in fp32."""
+    """Wrapped as for training: gradients are summed in fp32.
+
+    On a stream apart, as Megatron-LM does it: autograd adds gradients on the stream on which their
+    hooks were made, and no graph can be captured if that is the default stream.
+    """
     settings = DistributedDataParallelConfig(grad_reduce_in_fp32=True)
-    return DistributedDataParallel(chunk.config, settings, chunk)
+    if next(chunk.parameters()).device.type == "cpu":
+        return DistributedDataParallel(chunk.config, settings, chunk)
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        wrapped = DistributedDataParallel(chunk.config, settings, chunk)
+    torch.cuda.current_stream().wait_stream(stream)
+    return wrapped
 
 
 def message(sizes: LayerSizes, dtype: torch.dtype, device: torch.device) -> torch.Tensor:

@@ -33,8 +33,7 @@ NEEDED = ("torch", "numpy", "rich", "megatron.core", "megatron_zb")
 
 
 TINY_LAYER = "--hidden 64 --heads 4 --ffn-hidden 96 --seq-length 32"
-TOTAL_SECONDS = {"one-gpu": 465.0, "check": 570.0}
-"""Seconds of all measurements: with what is around them, less than 8 and than 10 minutes."""
+TOTAL_SECONDS = 570.0  # of all measurements: with what is around them, less than 10 minutes
 LEAST_SECONDS = 5.0  # in which nothing can be measured
 KILLED_WITHIN = 5.0  # seconds; a process that waits for a driver may never end
 
@@ -44,7 +43,7 @@ class Measurement:
     """One run of a benchmark, in an environment with these variables set.
 
     ``needs`` is a module without which there is nothing to measure, ``gpus`` are the GPUs that it
-    takes; a CPU has as many as it likes.
+    takes; a CPU has as many as it likes. torchrun starts more ``processes`` than one.
     """
 
     name: str
@@ -55,6 +54,7 @@ class Measurement:
     environment: Mapping[str, str] = field(default_factory=dict)
     needs: str | None = None
     gpus: int = 1
+    processes: int = 1
 
 
 def _queues(connections: int, loading: str) -> Measurement:
@@ -76,6 +76,19 @@ def _te_training(name: str, arguments: str) -> Measurement:
         120,
         "",
         needs="transformer_engine",
+    )
+
+
+def _graphs(precision: str) -> Measurement:
+    arguments = f"--graphs transformer_engine --share-device --schedules v-half {precision}"
+    return Measurement(
+        f"graphs_{precision.split()[-1]}",
+        "gpu/graphs.py",
+        f"{arguments} --layers 8",
+        60,
+        "",
+        needs="transformer_engine",
+        processes=2,
     )
 
 
@@ -128,37 +141,39 @@ _STEP_TIMES = Measurement(
 
 # What decides how a program is lowered comes first, what is only slow last.
 ONE_GPU = [
-    *(_queues(connections, loading) for loading in ("LAZY", "EAGER") for connections in (1, 8)),
+    _queues(1, "LAZY"),
+    _queues(8, "EAGER"),
     _WAITING_RECEIVE,
-    _training("LAZY", "--seconds 30", 200, "--ranks 2 --schedules v-half --host-memory"),
+    _training(
+        "LAZY",
+        "--ranks 4 --schedules v-half v-zb 1f1b --seconds 30",
+        150,
+        "--ranks 2 --schedules v-half --host-memory",
+    ),
     _training(
         "EAGER",
-        "--ranks 4 --schedules v-half v-half+moved --seconds 60",
-        150,
+        "--ranks 4 --schedules v-half+moved --seconds 60",
+        100,
         "--ranks 2 --schedules v-half+moved",
     ),
     Measurement(
         "one_gpu_training_dropout",
         "gpu/one_gpu_training.py",
-        f"--ranks 4 --reference v-half {_DROPOUT} --seconds 60",
-        150,
+        f"--ranks 2 --reference v-half {_DROPOUT} --seconds 60",
+        120,
         f"{_TINY_TRAINING} --layers 4 --microbatches 4 --steps 2 --ranks 2 --reference v-half "
         f"{_DROPOUT}",
     ),
-    _te_training("te", "--schedules v-half v-half+moved v-half+dropped"),
-    _te_training("te_fp8", "--schedules v-half --fp8 tensorwise"),
-    _te_training("te_experts", "--schedules v-half --experts 4"),
+    _te_training("te", "--schedules v-half+moved v-half+dropped"),
+    _te_training("te_fp8", "--schedules v-half --fp8 delayed"),
+    _te_training("te_experts", "--schedules v-half --experts 4 --fp8 tensorwise"),
+    _graphs("--precision bf16"),
+    _graphs("--precision delayed"),
+    Measurement("random_states", "gpu/random_states.py", "", 40, ""),
     _QUANTIZED,
     _SPLIT_BACKWARD,
-    Measurement("rank_memory", "rank_memory.py", "", 150, _TINY_RANKS),
+    Measurement("rank_memory", "rank_memory.py", "", 100, _TINY_RANKS),
     _TE_MEMORY,
-    Measurement(
-        "split_backward_fp32",
-        "split_backward.py",
-        "--dtypes fp32",
-        80,
-        f"--dtypes fp32 --repetitions 3 {TINY_LAYER}",
-    ),
     Measurement(
         "rank_memory_of_a_whole_model",
         "rank_memory.py",
@@ -199,7 +214,7 @@ def main() -> int:
     results["measurements"] = {}
     for measurement in PARTS[args.parts]:
         print(f"==> {measurement.name}", flush=True)
-        left = TOTAL_SECONDS[args.parts] - (time.monotonic() - begin)
+        left = TOTAL_SECONDS - (time.monotonic() - begin)
         found = _missing(measurement, args.device) or _run(measurement, args.device, left)
         results["measurements"][measurement.name] = without_places(found)
         results["seconds"] = round(time.monotonic() - begin, 1)
@@ -345,7 +360,7 @@ def _run(measurement: Measurement, device: str, left: float) -> dict[str, Any]:
     script = str(BENCHMARKS / measurement.script)
     begin = time.monotonic()
     status, output, errors = _finished(
-        [sys.executable, script, "--device", device, *arguments.split()],
+        [sys.executable, *_launcher(measurement), script, "--device", device, *arguments.split()],
         {**os.environ, **measurement.environment},
         limit,
     )
@@ -369,6 +384,13 @@ def _run(measurement: Measurement, device: str, left: float) -> dict[str, Any]:
         return {**(found or {}), **seconds}
     failure: dict[str, Any] = {"failed": reason, "last_line": _last_line(errors or output)}
     return {**failure, **seconds, **({} if found is None else {"found": found})}
+
+
+def _launcher(measurement: Measurement) -> list[str]:
+    if measurement.processes == 1:
+        return []
+    number = str(measurement.processes)
+    return ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", number]
 
 
 def _finished(

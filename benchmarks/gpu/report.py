@@ -65,14 +65,27 @@ def _receives(found: dict[str, Any]) -> Iterator[Row]:
 
 def _training(found: dict[str, Any]) -> Iterator[Row]:
     of = found.get("reference", {}).get("schedule") or "Megatron"
+    kind = _kind(found["job"])
     for result in found.get("results", []):
         problem = result.get("failed")
         if problem is None and not result["equal_losses"]:
             problem = f"losses differ by up to {result['largest_loss_difference']:g}"
         elif problem is None and result["differing_weights"]:
             problem = f"{len(result['differing_weights'])} weights differ"
-        what = f"{result['schedule']} on {result['ranks']} ranks, losses and weights"
+        what = f"{result['schedule']}{kind} on {result['ranks']} ranks, losses and weights"
         yield Row("", what, problem or f"bit-equal to {of}'s")
+
+
+def _kind(job: dict[str, Any]) -> str:
+    """What a training has besides its schedule."""
+    words = [job["dtype"] if job.get("fp8") is None else f"fp8 {job['fp8']}"]
+    if job.get("implementation") == "transformer-engine":
+        words.append("Transformer-Engine")
+    if job.get("experts"):
+        words.append(f"{job['experts']} experts")
+    if job.get("dropout"):
+        words.append("dropout")
+    return f" ({', '.join(words)})"
 
 
 def _split(found: dict[str, Any]) -> Iterator[Row]:
@@ -105,9 +118,28 @@ def _steps(found: dict[str, Any]) -> Iterator[Row]:
 
 
 def _quantized(found: dict[str, Any]) -> Iterator[Row]:
-    for key, value in found.items():
-        if isinstance(value, (list, dict)) and key in ("results", "problems"):
-            yield Row("", key, str(value)[:200] or "none")
+    recipes: dict[str, list[dict[str, Any]]] = {}
+    for result in found.get("results", []):
+        recipes.setdefault(result["recipe"], []).append(result)
+    for recipe, results in recipes.items():
+        what = f"gradients of W in {recipe} scaling"
+        if len(results) == 1 and "not_measured" in results[0]:
+            yield Row("", what, results[0]["not_measured"])
+            continue
+        wrong = [r["kind"] for r in results if r.get("unequal") or "failed" in r]
+        text = f"other in {', '.join(wrong)}" if wrong else "bit-equal to a whole backward's"
+        yield Row("", what, f"{text}, {len(results)} modules")
+
+
+def _graphs(found: dict[str, Any]) -> Iterator[Row]:
+    equal = all(all(steps) for steps in found["equal"])
+    what = f"{found['schedule']} in {found['precision']} on {found['ranks']} ranks, graphs replayed"
+    yield Row("", what, "bit-equal to steps without" if equal else "other than steps without")
+
+
+def _random_states(found: dict[str, Any]) -> Iterator[Row]:
+    for tracker, equal in found["equal"].items():
+        yield Row("", f"masks drawn again, RNG tracker {tracker}", "equal" if equal else "other")
 
 
 def _ratio(found: dict[str, Any], part: str, whole: str) -> str:
@@ -122,4 +154,6 @@ _READERS: dict[str, Callable[[dict[str, Any]], Iterator[Row]]] = {
     "rank_memory": _memory,
     "step_times": _steps,
     "quantized_gradients": _quantized,
+    "graphs": _graphs,
+    "random_states": _random_states,
 }
