@@ -4,9 +4,6 @@ r"""Make the tables of docs/performance.md from the results of the benchmarks in
 The page names the benchmarks. These need options; prediction.py takes half an hour, the others up
 to five minutes. Run them on an idle machine.
 
-python benchmarks/split_backward.py --device cpu --repetitions 61 --dtypes bf16 fp32
-python benchmarks/rank_memory.py --device cpu \
-    --schedules 1f1b zb-h1 zb-h2 v-zb wave dualpipe-v v-half v-min
 python benchmarks/runtime_overhead.py | tail -n 1 > docs/results/runtime_overhead.cpu.json
 python benchmarks/runtime_overhead.py --ranks 4 --exchange 0.5 \
     --schedules v-half v-zb dualpipe-v interleaved | tail -n 1 \
@@ -52,12 +49,7 @@ def main() -> None:
 
 def page(text: str) -> str:
     """The page with its tables made anew."""
-    split, ranks, runtime, prediction = (
-        _result(f"{name}.cpu")
-        for name in ("split_backward", "rank_memory", "runtime_overhead", "prediction")
-    )
-    text = with_table(text, "split", split_backward(split["results"]))
-    text = with_table(text, "memory", memory_of_ranks(ranks))
+    runtime, prediction = (_result(f"{name}.cpu") for name in ("runtime_overhead", "prediction"))
     text = with_table(text, "stages", sleeping_stages(runtime))
     text = with_table(text, "pairs", sleeping_pairs(_result("sleeping_pairs.cpu")))
     steps = [_result(f"beside_megatron_{vocabulary}.cpu") for vocabulary in (1024, 8192)]
@@ -83,10 +75,22 @@ def of_gpus(machines: list[dict[str, Any]]) -> list[str]:
         return ["No GPU result has been submitted yet."]
     lines = []
     for results in machines:
-        lines += ["", f"commit {results['commit']}, {results['date']}, {results['seconds']} s", ""]
-        lines += ["| part | what | measured |", "|---|---|---|"]
-        lines += [f"| {' | '.join(row)} |" for row in report.rows(results)]
+        rows = report.rows(results)
+        machine = [f"{row.what} {row.measured}" for row in rows if row.part == "machine"]
+        lines += ["", ", ".join([f"commit {results['commit']}", results["date"], *machine]), ""]
+        lines += ["| what | measured |", "|---|---|"]
+        lines += [f"| {what} | {measured} |" for measured, what in _by_outcome(rows).items()]
     return lines[1:]
+
+
+def _by_outcome(rows: Iterable[report.Row]) -> dict[str, str]:
+    """Join what came to the same; the queues of a GPU go by the part's name."""
+    found: dict[str, list[str]] = {}
+    for part, what, measured in rows:
+        if part != "machine":
+            names = found.setdefault(measured, [])
+            names.append(f"{what} ({part})" if part.startswith("queues") else what)
+    return {measured: "; ".join(names) for measured, names in found.items()}
 
 
 def _result(name: str) -> dict[str, Any]:
@@ -98,36 +102,6 @@ def table(heads: str, numbers: int, rows: Iterable[str]) -> list[str]:
     """Lines of a table; the last columns are numbers."""
     texts = heads.count("|") - 1 - numbers
     return [heads, "|" + "---|" * texts + "---:|" * numbers, *rows]
-
-
-def split_backward(results: Iterable[dict[str, Any]]) -> list[str]:
-    """A line for each layer and type: milliseconds of its passes, their ratio, and MiB held."""
-    rows = []
-    for result in results:
-        seconds = (f"{1000 * result['seconds'][p]:.1f}" for p in ("F", "B", "W", "BW"))
-        low, high = result["middle_half_of_ratios"]
-        *held, last = (f"{number / 2**20:.1f}" for number in result["held_bytes"].values())
-        assert last == "0.0", "the page states that nothing is held after W"
-        rows.append(
-            f"| `{result['implementation']}` | {result['dtype']} | {' | '.join(seconds)} | "
-            f"{result['ratio']:.3f} | {low:.3f}-{high:.3f} | {' | '.join(held)} |"
-        )
-    heads = "| layer | type | F | B | W | BW | ratio | middle half | MiB after F | after B |"
-    return table(heads, 8, rows)
-
-
-def memory_of_ranks(ranks: dict[str, Any]) -> list[str]:
-    """A line for each schedule: the peak of its worst rank."""
-    rows = []
-    for name, result in ranks["results"].items():
-        rows.append(
-            f"| `{name}` | {result['peak_bytes_ratio']:.3f} | "
-            f"{result['promised_microbatches_ratio']:.3f} |"
-        )
-    base = ranks["results"]["1f1b"]
-    assert base["peak_bytes_ratio"] == 1
-    summary = f"Ratios to the {base['peak_bytes'] / 2**20:.1f} MiB of 1F1B:"
-    return [summary, "", *table("| schedule | measured | simulated |", 2, rows)]
 
 
 def sleeping_stages(runtime: dict[str, Any]) -> list[str]:

@@ -54,7 +54,7 @@ way of the others ([reasons](#refused)):
 """
 
 NOT_ON_CPU = """\
-Nothing of this has run on a GPU.
+"On a GPU" is [one H200](performance.md#on-gpus), which 2 ranks shared; the rest has run on no GPU.
 """
 
 REFUSED = """\

@@ -1,4 +1,7 @@
-"""Rows of a table from the JSON that measurements.py writes; docs/performance.md has them, too."""
+"""Rows of a table from the JSON that measurements.py writes; docs/performance.md has them, too.
+
+``v-half/4`` is v-half on four ranks.
+"""
 
 from __future__ import annotations
 
@@ -65,42 +68,56 @@ def _receives(found: dict[str, Any]) -> Iterator[Row]:
 
 def _training(found: dict[str, Any]) -> Iterator[Row]:
     of = found.get("reference", {}).get("schedule") or "Megatron"
-    kind = _kind(found["job"])
+    outcomes = []
     for result in found.get("results", []):
-        problem = result.get("failed")
-        if problem is None and not result["equal_losses"]:
-            problem = f"losses differ by up to {result['largest_loss_difference']:g}"
-        elif problem is None and result["differing_weights"]:
-            problem = f"{len(result['differing_weights'])} weights differ"
-        what = f"{result['schedule']}{kind} on {result['ranks']} ranks, losses and weights"
-        yield Row("", what, problem or f"bit-equal to {of}'s")
+        outcome = result.get("failed") or f"losses and weights bit-equal to {of}'s"
+        if "failed" not in result and not result["equal_losses"]:
+            outcome = f"losses differ by up to {result['largest_loss_difference']:g}"
+        elif "failed" not in result and result["differing_weights"]:
+            outcome = f"{len(result['differing_weights'])} weights differ"
+        outcomes.append((f"{result['schedule']}/{result['ranks']}", outcome))
+    for row in _grouped(outcomes):
+        yield row._replace(what=f"{row.what} in {_kind(found['job'])}")
+
+
+def _grouped(outcomes: list[tuple[str, str]]) -> Iterator[Row]:
+    """Return a row for every outcome, with everything that has it."""
+    by_outcome: dict[str, list[str]] = {}
+    for what, outcome in outcomes:
+        by_outcome.setdefault(outcome, []).append(what)
+    for outcome, names in by_outcome.items():
+        yield Row("", ", ".join(names), outcome)
 
 
 def _kind(job: dict[str, Any]) -> str:
     """What a training has besides its schedule."""
     words = [job["dtype"] if job.get("fp8") is None else f"fp8 {job['fp8']}"]
     if job.get("implementation") == "transformer-engine":
-        words.append("Transformer-Engine")
-    if job.get("experts"):
-        words.append(f"{job['experts']} experts")
-    if job.get("dropout"):
-        words.append("dropout")
-    return f" ({', '.join(words)})"
+        words.append("TE")
+    words += [name for name in ("experts", "dropout") if job.get(name)]
+    return " ".join(words)
 
 
 def _split(found: dict[str, Any]) -> Iterator[Row]:
+    by_type: dict[str, list[str]] = {}
     for result in found.get("results", []):
-        seconds = result["seconds"]
-        times = ", ".join(f"{name} {1000 * seconds[name]:.2f}" for name in ("F", "B", "W", "BW"))
-        what = f"{result['implementation']}, {result['dtype']}: (F+B+W) / (F+BW)"
-        yield Row("", what, f"{result['ratio']:.3f} (target {SPLIT_TARGET}); ms: {times}")
+        times = "/".join(f"{1000 * result['seconds'][name]:.2f}" for name in ("F", "B", "W", "BW"))
+        text = f"{result['implementation']} {result['ratio']:.3f} ({times})"
+        by_type.setdefault(result["dtype"], []).append(text)
+    for dtype, texts in by_type.items():
+        what = f"(F+B+W) / (F+BW), target {SPLIT_TARGET} (ms of F/B/W/BW) in {dtype}"
+        yield Row("", what, ", ".join(texts))
 
 
 def _memory(found: dict[str, Any]) -> Iterator[Row]:
+    peaks = []
     for name, result in found.get("results", {}).items():
         target = f" (target {MEMORY_TARGETS[name]})" if name in MEMORY_TARGETS else ""
-        what = f"{name}: peak of the worst rank, of 1F1B's"
-        yield Row("", what, f"{result['peak_bytes_ratio']:.3f}{target}")
+        peaks.append(f"{name} {result['peak_bytes_ratio']:.3f}{target}")
+    if peaks:
+        whole = ", whole model" if found["job"]["sizes"]["vocabulary"] else ""
+        what = f"peak of 1F1B's, worst rank, {found['job']['implementation']}{whole}"
+        yield Row("", what, ", ".join(peaks))
 
 
 def _steps(found: dict[str, Any]) -> Iterator[Row]:
@@ -121,25 +138,26 @@ def _quantized(found: dict[str, Any]) -> Iterator[Row]:
     recipes: dict[str, list[dict[str, Any]]] = {}
     for result in found.get("results", []):
         recipes.setdefault(result["recipe"], []).append(result)
+    outcomes = []
     for recipe, results in recipes.items():
-        what = f"gradients of W in {recipe} scaling"
-        if len(results) == 1 and "not_measured" in results[0]:
-            yield Row("", what, results[0]["not_measured"])
-            continue
         wrong = [r["kind"] for r in results if r.get("unequal") or "failed" in r]
-        text = f"other in {', '.join(wrong)}" if wrong else "bit-equal to a whole backward's"
-        yield Row("", what, f"{text}, {len(results)} modules")
+        outcome = f"others in {', '.join(wrong)}" if wrong else "bit-equal to a whole backward's"
+        outcomes.append((recipe, results[0].get("not_measured") or outcome))
+    for row in _grouped(outcomes):
+        yield row._replace(what=f"gradients of W in {row.what} scaling")
 
 
 def _graphs(found: dict[str, Any]) -> Iterator[Row]:
     equal = all(all(steps) for steps in found["equal"])
-    what = f"{found['schedule']} in {found['precision']} on {found['ranks']} ranks, graphs replayed"
-    yield Row("", what, "bit-equal to steps without" if equal else "other than steps without")
+    what = f"{found['schedule']}/{found['ranks']} in {found['precision']}"
+    word = "bit-equal" if equal else "not equal"
+    yield Row("", what, f"steps replayed from CUDA graphs {word} to steps without")
 
 
 def _random_states(found: dict[str, Any]) -> Iterator[Row]:
-    for tracker, equal in found["equal"].items():
-        yield Row("", f"masks drawn again, RNG tracker {tracker}", "equal" if equal else "other")
+    outcomes = [(name, "equal" if same else "other") for name, same in found["equal"].items()]
+    for row in _grouped(outcomes):
+        yield row._replace(what=f"masks drawn again, RNG tracker {row.what}")
 
 
 def _ratio(found: dict[str, Any], part: str, whole: str) -> str:

@@ -342,7 +342,9 @@ class PipelineAdapter:
         """Capture Transformer-Engine's CUDA graphs in the order of the schedule.
 
         To be called in place of ``helper.create_cudagraphs()``, which is what ``capture`` is unless
-        it is given. Training keeps to the number of microbatches from then on.
+        it is given. Training keeps to the number of microbatches from then on. The model has to be
+        wrapped in ``DistributedDataParallel`` on a side stream, as Megatron-LM does it: CUDA
+        refuses to capture gradients that autograd accumulates on the default stream.
 
         Args:
             helper: a ``TECudaGraphHelper`` of Megatron.

@@ -150,11 +150,11 @@ def transformer_engine_layers() -> tuple[int, int, int]:
 
     parallel_state.initialize_model_parallel(create_gloo_process_groups=False)
     model_parallel_cuda_manual_seed(1)
-    layer = gpt_layers._specification(NAME)
-    layer.submodules.self_attention.submodules.core_attention = gpt_layers.FlashAttention
-    gpt_layers._specification = lambda implementation: layer
     device = torch.device("cpu")
     config = gpt_layers.configuration(SIZES, 1, torch.bfloat16, device, NAME)
+    layer = gpt_layers._specification(NAME, config)
+    layer.submodules.self_attention.submodules.core_attention = gpt_layers.FlashAttention
+    gpt_layers._specification = lambda *_: layer
     layers = gpt_layers.Layers(config, SIZES, NAME, device)
     for name in ("F", "BW", "F", "B", "W"):
         layers.run(name)

@@ -270,6 +270,12 @@ MEASURED: dict[str, Any] = {
                         "differing_weights": ["w"],
                     },
                     {
+                        "schedule": "v-min",
+                        "ranks": 4,
+                        "equal_losses": True,
+                        "differing_weights": ["w"],
+                    },
+                    {
                         "schedule": "zb-h1",
                         "ranks": 2,
                         "equal_losses": False,
@@ -277,6 +283,19 @@ MEASURED: dict[str, Any] = {
                     },
                 ],
             },
+        },
+        "split": {
+            "benchmark": "split_backward",
+            "results": [
+                {"implementation": name, "dtype": "bf16", "ratio": 1.01}
+                | {"seconds": {"F": 0.001, "B": 0.002, "W": 0.003, "BW": 0.004}}
+                for name in ("local", "local-flash")
+            ],
+        },
+        "memory": {
+            "benchmark": "rank_memory",
+            "job": {"implementation": "local", "sizes": {"vocabulary": 8}},
+            "results": {"1f1b": {"peak_bytes_ratio": 1.0}, "v-min": {"peak_bytes_ratio": 0.51}},
         },
         "steps": {
             "benchmark": "step_times",
@@ -293,6 +312,7 @@ MEASURED: dict[str, Any] = {
                 {"recipe": "delayed", "kind": "GroupedLinear", "unequal": []},
                 {"recipe": "current", "kind": "Linear", "unequal": []},
                 {"recipe": "current", "kind": "GroupedLinear", "unequal": ["weight"]},
+                {"recipe": "blockwise", "kind": "Linear", "unequal": []},
                 {"recipe": "mxfp8", "not_measured": "an older GPU"},
             ],
         },
@@ -309,7 +329,7 @@ MEASURED: dict[str, Any] = {
 }
 
 
-KIND = " (fp8 delayed, Transformer-Engine, 4 experts, dropout)"
+KIND = "fp8 delayed TE experts dropout"
 
 
 def test_a_table_has_what_was_measured_failed_or_had_no_time() -> None:
@@ -317,28 +337,28 @@ def test_a_table_has_what_was_measured_failed_or_had_no_time() -> None:
     from make_performance import of_gpus
 
     lines = of_gpus([MEASURED])
-    assert lines[0] == "commit abc, 2026-11-25, 100.0 s"
+    assert lines[0] == "commit abc, 2026-11-25, device 2 x H100, torch 2.9"
     assert lines[4:] == [
-        "| machine | device | 2 x H100 |",
-        "| machine | torch | 2.9 |",
-        "| queues | held up while a kernel spins | a |",
-        "| waiting | time of a product beside n receives (NCCL, channels) | 0: 1.00, 4: 1.50 |",
-        "| waiting | pinned memory taken, of what was asked | 2.00 |",
-        "| training | failed | it took more than 3 s: x |",
-        f"| training | v-zb{KIND} on 2 ranks, losses and weights | bit-equal to Megatron's |",
-        f"| training | v-half{KIND} on 2 ranks, losses and weights | 1 weights differ |",
-        f"| training | zb-h1{KIND} on 2 ranks, losses and weights | losses differ by up to 0.5 |",
-        "| steps | v-zb: a step on 2 ranks | "
-        "500.0 ms, 0.900 of Megatron's 1F1B, 2.00 GiB at most |",
-        "| steps | v-half | failed: no |",
-        "| gradients | gradients of W in delayed scaling | "
-        "bit-equal to a whole backward's, 2 modules |",
-        "| gradients | gradients of W in current scaling | other in GroupedLinear, 2 modules |",
-        "| gradients | gradients of W in mxfp8 scaling | an older GPU |",
-        "| graphs | v-half in bf16 on 2 ranks, graphs replayed | other than steps without |",
-        "| random | masks drawn again, RNG tracker a | equal |",
-        "| random | masks drawn again, RNG tracker b | other |",
-        "| late | not measured | no time was left |",
+        "| held up while a kernel spins (queues) | a |",
+        "| time of a product beside n receives (NCCL, channels) | 0: 1.00, 4: 1.50 |",
+        "| pinned memory taken, of what was asked | 2.00 |",
+        "| failed | it took more than 3 s: x |",
+        f"| v-zb/2 in {KIND} | losses and weights bit-equal to Megatron's |",
+        f"| v-half/2, v-min/4 in {KIND} | 1 weights differ |",
+        f"| zb-h1/2 in {KIND} | losses differ by up to 0.5 |",
+        "| (F+B+W) / (F+BW), target 1.02 (ms of F/B/W/BW) in bf16 | "
+        "local 1.010 (1.00/2.00/3.00/4.00), local-flash 1.010 (1.00/2.00/3.00/4.00) |",
+        "| peak of 1F1B's, worst rank, local, whole model | "
+        "1f1b 1.000, v-min 0.510 (target 0.54) |",
+        "| v-zb: a step on 2 ranks | 500.0 ms, 0.900 of Megatron's 1F1B, 2.00 GiB at most |",
+        "| v-half | failed: no |",
+        "| gradients of W in delayed, blockwise scaling | bit-equal to a whole backward's |",
+        "| gradients of W in current scaling | others in GroupedLinear |",
+        "| gradients of W in mxfp8 scaling | an older GPU |",
+        "| v-half/2 in bf16 | steps replayed from CUDA graphs not equal to steps without |",
+        "| masks drawn again, RNG tracker a | equal |",
+        "| masks drawn again, RNG tracker b | other |",
+        "| not measured | no time was left |",
     ]
     assert len(of_gpus([])) == 1
 
@@ -629,3 +649,25 @@ def test_quantized_gradients_needs_a_gpu() -> None:
     done = run_script(BENCHMARKS / "gpu" / "quantized_gradients.py", "--device", "cpu")
     reason = "the kernels of Transformer-Engine need a GPU and torch sees none"
     assert (done.code, done.stderr) == (2, f"quantized_gradients.py: error: {reason}\n")
+
+
+def test_masks_are_drawn_again_on_a_cpu_too() -> None:
+    done = run_script(BENCHMARKS / "gpu" / "random_states.py", "--device", "cpu")
+    assert done.code == 0, done.stderr
+    assert json.loads(done.stdout.splitlines()[-1])["equal"] == {"Megatron's": True}
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        "--reference v-half --dropout 0.1 --schedules v-half+dropped v-half+moved",
+        "--experts 4 --schedules v-half",
+    ],
+)
+def test_trainings_with_dropout_and_experts_are_compared(more: str) -> None:
+    sizes = "--vocabulary 64 --hidden 64 --heads 4 --ffn-hidden 96 --seq-length 32 --layers 4"
+    arguments = f"--device cpu --ranks 2 --microbatches 4 --steps 2 {sizes} {more}"
+    done = run_script(BENCHMARKS / "gpu" / "one_gpu_training.py", *arguments.split())
+    line = json.loads(done.stdout.splitlines()[-1])
+    assert (done.code, line["problems"]) == (0, []), done.stderr
+    assert all(result["equal_losses"] for result in line["results"])

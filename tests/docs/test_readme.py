@@ -68,9 +68,37 @@ def measurements() -> Iterator[str]:
         f"ranks sleep instead of computing (median of {len(took)} schedules)"
     )
     yield f"explains all {len(schedules.names())}"
-    held = results("rank_memory.cpu.json")["results"]
+    yield from gpu_figures(results("gpu_check.h200.json")["measurements"])
+
+
+def gpu_figures(found: dict[str, Any]) -> Iterator[str]:
+    trainings = [
+        training
+        for part in found.values()
+        if part.get("benchmark") == "one_gpu_training" and part["reference"]["schedule"] is None
+        for training in part["results"]
+    ]
+    assert {training["ranks"] for training in trainings} == {2, 4}
+    assert all(t["equal_losses"] and not t["differing_weights"] for t in trainings)
+    yield (
+        f"on one H200, {len(trainings)} trainings on 2 and 4 ranks that share it have Megatron's "
+        "losses and weights, bit for bit"
+    )
+    jobs = [part["job"] for part in found.values() if part.get("benchmark") == "one_gpu_training"]
+    assert {job["dtype"] for job in jobs} == {"fp32", "bf16"}
+    assert any(job.get("fp8") for job in jobs)
+    yield "in fp32, bf16 and fp8, with experts, offload and recomputation"
+    held = found["rank_memory_transformer_engine"]["results"]
     half, least = (held[name]["peak_bytes_ratio"] for name in ("v-half", "v-min"))
-    yield f"`v-half` holds {half:.2f} of 1F1B's activations and `v-min` {least:.2f}"
+    [ratio] = (
+        result["ratio"]
+        for result in found["split_backward"]["results"]
+        if result["implementation"] == "transformer-engine"
+    )
+    yield (
+        f"With Transformer-Engine's layers, `v-half` allocates {half:.2f} of 1F1B's activations "
+        f"and `v-min` {least:.2f}, and F+B+W takes {ratio:.2f} times F+BW"
+    )
 
 
 def predictions() -> Iterator[str]:

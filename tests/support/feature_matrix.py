@@ -147,8 +147,8 @@ ROWS = (
         "`--fp8-format`, `--fp4-format`, `--fp8-param-gather`, `--moe-grouped-gemm`",
         None,
         Verdict.NOT_ON_CPU,
-        reason="with stand-ins for delayed, current, blockwise and mxfp8 scaling, weights are "
-        "equal after 3 steps, also with experts; nvfp4 has no stand-in. Until W, a rank holds "
+        reason="on a GPU, losses and weights of delayed, current and blockwise scaling are equal, "
+        "also with experts. mxfp8 has run with stand-ins, nvfp4 has none. Until W, a rank holds "
         "gathered inputs of sequence parallelism in fp8 or fp4 unsharded",
     ),
     Row(
@@ -156,15 +156,15 @@ ROWS = (
         "`--transformer-impl transformer_engine`",
         None,
         Verdict.NOT_ON_CPU,
-        reason="with stand-ins, gradients are equal under v-half and zb-h1",
+        reason="on a GPU, losses and weights are equal, also with offload and recomputation",
     ),
     Row(
         "CUDA graphs per layer",
         "`--cuda-graph-impl transformer_engine`",
         None,
         Verdict.NOT_ON_CPU,
-        reason="with stand-ins that overwrite memory as graphs do, gradients and fp8 weights are "
-        "equal; fp4 has no stand-in. Graphs compute weight gradients in B",
+        reason="on a GPU, replayed steps give the gradients of steps without graphs, in bf16 and "
+        "fp8; fp4 has no stand-in. Graphs compute weight gradients in B",
     ),
     Row(
         "CUDA graphs per iteration",
@@ -412,7 +412,7 @@ ROWS = (
         "`--moe-grouped-gemm`",
         None,
         Verdict.NOT_ON_CPU,
-        reason="needs Transformer Engine's kernels",
+        reason="on a GPU, losses and weights are equal, in bf16 and fp8",
     ),
     Row(
         "DeepEP dispatcher",
