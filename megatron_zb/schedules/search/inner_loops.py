@@ -202,74 +202,80 @@ def run_list_scheduler(
             if waiting > 0 and waiting > forced:
                 best_kind, best_start, best = 2 * chunks, now, -INFINITY
             else:
-                for i in range(2 * chunks):
-                    # among equal scores the first one wins: F of a chunk, then its B; but with
-                    # pairs all F first, each with the pairs that it could be in
-                    k = i // 2 + i % 2 * chunks if exchange is None else i
-                    c = k if k < chunks else k - chunks
-                    mb = counts[base + k]
-                    if mb >= m:
-                        continue
-                    code = stage_at[r * chunks + c] * m + mb
-                    after = now
-                    if k < chunks:
-                        if (
-                            c < chunks - 1
-                            and mb - counts[base + chunks + c] >= quota[r * chunks + c]
-                        ):
+                # among equal scores the first one wins: F of a chunk, then its B; but with pairs all
+                # F first, each with the pairs that it could be in
+                for outer in range(chunks if exchange is None else 2):
+                    for inner in range(2 if exchange is None else chunks):
+                        c = outer if exchange is None else inner
+                        half = inner if exchange is None else outer
+                        k = c + half * chunks
+                        mb = counts[base + k]
+                        if mb >= m:
                             continue
-                        if held[r] + memory[code] > limit[r]:
-                            if waiting == 0:
+                        code = stage_at[r * chunks + c] * m + mb + half * block
+                        ready = ready_at[code]
+                        if ready >= INFINITY:
+                            continue
+                        after = now
+                        if half == 0:
+                            if (
+                                c < chunks - 1
+                                and mb - counts[base + chunks + c] >= quota[r * chunks + c]
+                            ):
                                 continue
-                            # room only once the oldest W has run
-                            after = now + seconds[pending[r * chunks * m + head]]
-                    else:
-                        code += block
-                    ready = ready_at[code]
-                    if ready >= INFINITY:
-                        continue
-                    start = ready if ready > after else after
-                    lead = ready - now
-                    own = score[k] + score[kinds + k] * position + rank_bias[r * kinds + k]
-                    if lead < 0.0:
-                        own += early * lead
-                    if late:
-                        own += score[2 * kinds + k]
-                    if start + own < best:
-                        best = start + own
-                        best_kind = k if after == now else 2 * chunks
-                        best_start = start if after == now else now
-                    if exchange is not None:
-                        for d in range(chunks if k < chunks else 0):
-                            other_mb = counts[base + chunks + d]
-                            if other_mb >= m:
-                                continue
-                            other = block + stage_at[r * chunks + d] * m + other_mb
-                            if other == code + block or ready_at[other] >= INFINITY:
-                                continue
-                            begin = ready_at[other] if ready_at[other] > start else start
-                            alone = seconds[other] + (0.0 if split else seconds[other + block])
-                            together = pair_seconds(graph, exchange, code, other)
-                            hides = seconds[code] + alone - together
-                            if hides <= 0.0:
-                                continue
-                            b = chunks + d
-                            its = score[b] + score[kinds + b] * position + rank_bias[r * kinds + b]
-                            lead = ready_at[other] - now
-                            if lead < 0.0:
-                                its += early * lead
-                            if late:
-                                its += score[2 * kinds + b]
-                            value = (
-                                begin
-                                + (own + its) / 2
-                                + pair_priorities.bias[c * chunks + d]
-                                - pair_priorities.gain * hides
-                            )
-                            if value < best:
-                                best = value
-                                best_kind = kinds + c * chunks + d if after == now else 2 * chunks
-                                best_start = begin if after == now else now
+                            if held[r] + memory[code] > limit[r]:
+                                if waiting == 0:
+                                    continue
+                                # room only once the oldest W has run
+                                after = now + seconds[pending[r * chunks * m + head]]
+                        start = ready if ready > after else after
+                        lead = ready - now
+                        own = score[k] + score[kinds + k] * position + rank_bias[r * kinds + k]
+                        if lead < 0.0:
+                            own += early * lead
+                        if late:
+                            own += score[2 * kinds + k]
+                        if start + own < best:
+                            best = start + own
+                            best_kind = k if after == now else 2 * chunks
+                            best_start = start if after == now else now
+                        if exchange is not None:
+                            for d in range(chunks if half == 0 else 0):
+                                other_mb = counts[base + chunks + d]
+                                if other_mb >= m:
+                                    continue
+                                other = block + stage_at[r * chunks + d] * m + other_mb
+                                if other == code + block or ready_at[other] >= INFINITY:
+                                    continue
+                                begin = ready_at[other] if ready_at[other] > start else start
+                                alone = seconds[other] + (0.0 if split else seconds[other + block])
+                                together = pair_seconds(graph, exchange, code, other)
+                                hides = seconds[code] + alone - together
+                                if hides <= 0.0:
+                                    continue
+                                b = chunks + d
+                                its = (
+                                    score[b]
+                                    + score[kinds + b] * position
+                                    + rank_bias[r * kinds + b]
+                                )
+                                lead = ready_at[other] - now
+                                if lead < 0.0:
+                                    its += early * lead
+                                if late:
+                                    its += score[2 * kinds + b]
+                                value = (
+                                    begin
+                                    + (own + its) / 2
+                                    + pair_priorities.bias[c * chunks + d]
+                                    - pair_priorities.gain * hides
+                                )
+                                if value < best:
+                                    best = value
+                                    best_kind = (
+                                        kinds + c * chunks + d if after == now else 2 * chunks
+                                    )
+                                    best_start = begin if after == now else now
                 if waiting > 0:
                     k = 2 * chunks
                     value = now - gamma * (waiting - 1) + score[k] + score[kinds + k] * position
