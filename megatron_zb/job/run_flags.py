@@ -27,7 +27,7 @@ def asks_for_balance(layout: str | None) -> bool:
 
 
 def asks_for_layer_streams(streams: str | None, keeps_places: bool) -> bool:
-    """Return whether every layer draws from random streams of its own.
+    """Return whether every layer has RNG states apart from the others'.
 
     Args:
         streams: the value of ``--pipeline-random-streams``, None where it was not given.

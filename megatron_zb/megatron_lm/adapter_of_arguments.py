@@ -146,9 +146,7 @@ def prepare_overlap(args: argparse.Namespace) -> list[str]:
     lines = []
     if getattr(args, "delay_wgrad_compute", False):
         args.delay_wgrad_compute = False
-        lines.append(
-            "--delay-wgrad-compute is left out: the schedule itself says where weight gradients go"
-        )
+        lines.append("--delay-wgrad-compute is left out: the schedule places weight gradients")
     if getattr(args, OVERLAP, False) and os.environ.get(_CONNECTIONS) == "1":
         lines.append(f"{flag_of(OVERLAP)} hides nothing with {_CONNECTIONS}=1: export 32")
     return lines

@@ -45,7 +45,7 @@ def check_pairs_of_model(chunk: Any) -> None:
     """
     name = type(chunk).__name__
     if "GPTModel" not in (kind.__name__ for kind in type(chunk).__mro__):
-        raise UsageError(f"{flag_of(OVERLAP)} cannot run a {name}: it is tried with GPTModel alone")
+        raise UsageError(f"{flag_of(OVERLAP)} cannot run a {name}: only GPTModel is supported")
     frozen = next((name for name, p in chunk.named_parameters() if not p.requires_grad), None)
     if frozen is not None:
         raise UsageError(

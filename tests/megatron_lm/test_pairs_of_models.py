@@ -63,7 +63,7 @@ def frozen() -> GPTModel:
     [
         (GPTModel(torch.nn.Linear(2, 2), norm=True), "would leave the final norm out"),
         (frozen(), "frozen weights, such as decoder.layers.0.mlp.weight"),
-        (Other(), "cannot run a Other: it is tried with GPTModel alone"),
+        (Other(), "cannot run a Other: only GPTModel is supported"),
     ],
 )
 def test_chunks_that_cannot(chunk: torch.nn.Module, why: str) -> None:

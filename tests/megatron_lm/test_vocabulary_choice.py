@@ -113,7 +113,7 @@ def test_what_cannot_be_cut_stays_whole_and_says_why(stock: dict[str, Any], word
     ("stock", "words"),
     [
         ({"mtp_num_layers": 1}, "multi-token prediction runs the output layer again"),
-        ({"hybrid_layer_pattern": "M*-E"}, "it is tried with GPTModel alone"),
+        ({"hybrid_layer_pattern": "M*-E"}, "only GPTModel is supported"),
         ({"cuda_graph_impl": "transformer_engine"}, "its passes are not captured"),
         ({"enable_optimizer_post_validation": True}, "the forwards that run again have no passes"),
     ],
