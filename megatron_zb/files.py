@@ -6,8 +6,12 @@ import errno
 import stat
 from pathlib import Path
 
+from megatron_zb.errors import UsageError
+
 MOST_TEXT = 16 * 2**20
 """Bytes of a script, a list of paths or a table of settings; more is something else."""
+
+_MOST_TRACKER = 1000
 
 
 def read_bytes(path: Path, most: int) -> bytes:
@@ -41,6 +45,21 @@ def read_text(path: Path, most: int = MOST_TEXT) -> str:
         UnicodeDecodeError: it is no text in UTF-8.
     """
     return read_bytes(path, most).decode("utf-8")
+
+
+def read_tracker(tracker: Path) -> str:
+    """Read the text of a checkpoint's tracker file, an iteration in digits or ``release``.
+
+    Raises:
+        UsageError: it cannot be read, or is too large to be one.
+    """
+    try:
+        return read_text(tracker, _MOST_TRACKER).strip()
+    except (OSError, UnicodeDecodeError) as error:
+        reason = getattr(error, "strerror", None) or "it is no text in UTF-8"
+        raise UsageError(
+            f"{tracker} cannot be read: {reason}; write the iteration to load into it"
+        ) from error
 
 
 def _size(most: int) -> str:

@@ -9,6 +9,7 @@ import os
 from pathlib import Path
 
 from megatron_zb.errors import UsageError
+from megatron_zb.files import read_tracker
 
 TRACKER = "latest_checkpointed_iteration.txt"
 
@@ -30,8 +31,8 @@ def latest_checkpoint(directory: Path) -> tuple[int, Path]:
             f"--load {directory}: there is no checkpoint, {tracker} is missing; give the "
             "directory that was given to --save"
         )
-    text = tracker.read_text(encoding="utf-8").strip()
-    if not text.isdigit():
+    text = read_tracker(tracker)
+    if not text.isdecimal():
         raise UsageError(f"--load {directory}: {tracker} says '{text}', not an iteration number")
     path = checkpoint_path(directory, int(text))
     if not path.is_dir():

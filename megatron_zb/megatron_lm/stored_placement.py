@@ -15,6 +15,7 @@ from megatron.core.dist_checkpointing import load_content_metadata
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
 from megatron_zb.errors import UsageError
+from megatron_zb.files import read_tracker
 from megatron_zb.megatron_core import checkpoints
 from megatron_zb.megatron_core.adapter import PipelineAdapter
 from megatron_zb.megatron_lm import hybrid_pattern
@@ -153,7 +154,7 @@ def latest(args: argparse.Namespace) -> Path | None:
     tracker = folder / "latest_checkpointed_iteration.txt"
     if not args.load or not tracker.is_file():
         return None
-    step = getattr(args, "ckpt_step", None) or tracker.read_text().strip()
+    step = getattr(args, "ckpt_step", None) or read_tracker(tracker)
     return folder / f"iter_{int(step):07d}" if str(step).isdecimal() else None
 
 
