@@ -38,6 +38,8 @@ class Found:
     makespan: float
 
 
+_Weighed = tuple[float, PriorityWeights]  # seconds of the order, and what led to it
+
 _CLIMBS = 3  # from the same presets with other dice; each takes its share of the runs
 _POOL = 4
 _KEPT = 2  # of the pool, to be polished
@@ -76,9 +78,11 @@ def search(
     good_enough = lower_bound * (1 + 1e-9)
     best: tuple[float, Any] = (INFINITY, None)
     starts = [runner.coded(order) for order in known]
+    presets = _best_presets(runner)
     for climb in range(_CLIMBS):
         runs = effort.runs * (climb + 1) // _CLIMBS
-        for weights in _climb(runner, runs, good_enough, seed + climb):
+        runner.runs += len(PRESETS) if climb else 0  # each climb counts them, one runs them
+        for weights in _climb(runner, presets, runs, good_enough, seed + climb):
             runner.makespan(weights)
             starts.append(runner.order_copy())
     moves = effort.moves // (2 * len(starts))
@@ -93,21 +97,23 @@ def search(
             again = runner.local_search(best[1], moves, threshold, good_enough, seed + 100 + round_)
             best = min(best, again, key=lambda t: t[0])
     if further.runs and best[0] > lower_bound * _GAP_WORTH_A_WALK:
-        walked = _walk_and_polish(runner, further, good_enough, seed)
+        walked = _walk_and_polish(runner, presets[0], further, good_enough, seed)
         best = min(best, walked, key=lambda t: t[0])
     return Found(runner.passes(best[1]), best[0])
 
 
-def _climb(runner: Runner, runs: int, good_enough: float, seed: int) -> list[PriorityWeights]:
+def _climb(
+    runner: Runner, presets: Sequence[_Weighed], runs: int, good_enough: float, seed: int
+) -> list[PriorityWeights]:
     """Return the best few weights: presets first, then neighbours that do not lose."""
     p = runner.problem.placement.pipeline_size
     chunks = runner.problem.placement.chunks
-    pool = _best_presets(runner)[:_POOL]
+    pool = list(presets[:_POOL])
     dice = random.Random(seed)
     while runner.runs < runs and pool[0][0] > good_enough:
         at = 0 if dice.random() < 0.7 else dice.randrange(len(pool))
         candidate = pool[at][1].changed(dice, chunks, p)
-        makespan = runner.makespan(candidate)
+        makespan = runner.makespan(candidate, pool[at][0])
         if makespan <= pool[at][0]:
             pool[at] = (makespan, candidate)
             pool.sort(key=lambda entry: entry[0])
@@ -116,7 +122,7 @@ def _climb(runner: Runner, runs: int, good_enough: float, seed: int) -> list[Pri
     return [weights for makespan, weights in pool[:_KEPT] if makespan < INFINITY]
 
 
-def _best_presets(runner: Runner) -> list[tuple[float, PriorityWeights]]:
+def _best_presets(runner: Runner) -> list[_Weighed]:
     """Return all presets with their makespans, the fastest first."""
     placement = runner.problem.placement
     p, chunks = placement.pipeline_size, placement.chunks
@@ -126,7 +132,7 @@ def _best_presets(runner: Runner) -> list[tuple[float, PriorityWeights]]:
 
 
 def _walk_and_polish(
-    runner: Runner, effort: Effort, good_enough: float, seed: int
+    runner: Runner, start: _Weighed, effort: Effort, good_enough: float, seed: int
 ) -> tuple[float, Any]:
     """Return the best order of a few walks, polished for the ends of all passes, too.
 
@@ -139,7 +145,7 @@ def _walk_and_polish(
     moves = effort.moves // (2 * _WALKS + 1)  # two shares for each walk, one for the best of them
     for walk in range(_WALKS):
         dice = seed + 200 + walk
-        runner.makespan(_walk(runner, runs, good_enough, dice))
+        runner.makespan(_walk(runner, start, runs, good_enough, dice))
         order = runner.order_copy()
         threshold, weight = _SMOOTH_THRESHOLD, _MEAN_WEIGHT
         polished = runner.local_search(order, 2 * moves, threshold, good_enough, dice, weight)
@@ -148,17 +154,19 @@ def _walk_and_polish(
     return min(best, again, key=lambda t: t[0])
 
 
-def _walk(runner: Runner, runs: int, good_enough: float, seed: int) -> PriorityWeights:
-    """Return the best weights of a walk from the best preset, which may lose a little at first."""
+def _walk(
+    runner: Runner, start: _Weighed, runs: int, good_enough: float, seed: int
+) -> PriorityWeights:
+    """Return the best weights of a walk from a preset, which may lose a little at first."""
     placement = runner.problem.placement
     p, chunks = placement.pipeline_size, placement.chunks
     dice = random.Random(seed)
-    here, current = lowest, best = _best_presets(runner)[0]
+    here, current = lowest, best = start
     for step in range(runs):
         change = current.with_other_biases if dice.random() < _BIASING else current.changed
         candidate = change(dice, chunks, p)
-        makespan = runner.makespan(candidate)
         loss = _WALK_LOSS * runner.mean_pass * (1 - step / runs) * dice.expovariate(1.0)
+        makespan = runner.makespan(candidate, here + loss)
         if makespan <= here + loss:
             here, current = makespan, candidate
         if here < lowest:

@@ -18,6 +18,7 @@ INFINITY = 1e300
 
 _MODULUS = 2147483648
 _REACH = 10
+_ROUNDING = 1e-9  # relative, of sums in another order
 
 
 class Graph(NamedTuple):
@@ -28,7 +29,8 @@ class Graph(NamedTuple):
     the ``maker`` of the input and the ``reader`` of the output (-1 for none), the seconds of the
     pass and of the ``hop`` of its input, and the memory that it takes, or frees if negative.
     ``stage_at[r * chunks + c]`` is the stage of chunk c on rank r, ``limit[r]`` the memory of rank
-    r; ``tail_seconds[r]`` follow the last pass of rank r before it counts as done.
+    r, ``work[r]`` the seconds of all its passes; ``tail_seconds[r]`` follow the last pass of rank r
+    before it counts as done.
     """
 
     pipeline_size: int
@@ -43,6 +45,7 @@ class Graph(NamedTuple):
     hop: Any
     memory: Any
     limit: Any
+    work: Any
     tail_seconds: Any
 
 
@@ -53,11 +56,13 @@ class Priorities(NamedTuple):
     kinds F0.., B0.., W: bias, slope along the ranks, bias once all F of chunk 0 are out; then the
     weight of waiting inputs, of pending W, and the number of pending W that forces one.
     ``rank_bias[r * kinds + k]`` is added to the score of the k-th of these kinds on rank r alone.
+    A run ends as soon as its makespan will certainly be above ``bound``.
     """
 
     quota: Any
     score: Any
     rank_bias: Any
+    bound: float
 
 
 class GreedySpace(NamedTuple):
@@ -68,6 +73,7 @@ class GreedySpace(NamedTuple):
     counts: Any
     clock: Any
     held: Any
+    left: Any
     choice: Any
     choice_start: Any
 
@@ -145,7 +151,7 @@ def run_list_scheduler(
     order: Any,
     joined: Any,
 ) -> float:
-    """Fill ``order`` and ``joined``; return the makespan, INFINITY if it got stuck.
+    """Fill ``order`` and ``joined``; return the makespan, INFINITY if stuck or above the bound.
 
     Every rank picks the action with the lowest score among the forward and backward of each of its
     chunks, its oldest pending weight gradient and, where passes communicate, each pair of a forward
@@ -155,9 +161,9 @@ def run_list_scheduler(
     stage_at, reader, rank_of = graph.stage_at, graph.reader, graph.rank
     seconds, hop, memory = graph.seconds, graph.hop, graph.memory
     limit, tail_seconds = graph.limit, graph.tail_seconds
-    quota, score, rank_bias = priorities
+    quota, score, rank_bias, bound = priorities
     ready_at, pending, counts, clock = space.ready, space.pending, space.counts, space.clock
-    held, choice, choice_start = space.held, space.choice, space.choice_start
+    held, left, choice, choice_start = space.held, space.left, space.choice, space.choice_start
     block = p * chunks * m
     kinds = 2 * chunks + 1
     early, gamma, forced = score[3 * kinds], score[3 * kinds + 1], score[3 * kinds + 2]
@@ -172,8 +178,10 @@ def run_list_scheduler(
     for r in range(p):
         clock[r] = 0.0
         held[r] = 0.0
+        left[r] = graph.work[r]
         for i in range(width):
             counts[r * width + i] = 0
+    bound *= 1.0 + _ROUNDING
     done = 0
     makespan = 0.0
     dirty_a, dirty_b, dirty_c = -1, -1, -1
@@ -202,8 +210,8 @@ def run_list_scheduler(
             if waiting > 0 and waiting > forced:
                 best_kind, best_start, best = 2 * chunks, now, -INFINITY
             else:
-                # among equal scores the first one wins: F of a chunk, then its B; but with pairs all
-                # F first, each with the pairs that it could be in
+                # among equal scores the first one wins: F of a chunk, then its B; but with pairs
+                # all F first, each with the pairs that it could be in
                 for outer in range(chunks if exchange is None else 2):
                     for inner in range(2 if exchange is None else chunks):
                         c = outer if exchange is None else inner
@@ -324,6 +332,10 @@ def run_list_scheduler(
                 end = choice_start[r] + pair_seconds(graph, exchange, code, other)
                 joined[code] = 1
         clock[r] = end
+        if exchange is None:  # a pair takes less than its passes
+            left[r] -= end - choice_start[r]
+            if end + left[r] + tail_seconds[r] > bound:
+                return INFINITY
         dirty_a, dirty_b, dirty_c = r, -1, -1
         while code >= 0:
             order[r * per_rank + counts[base + 2 * chunks + 2]] = code

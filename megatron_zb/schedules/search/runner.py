@@ -10,6 +10,7 @@ from megatron_zb.schedules.costs import StageCosts
 from megatron_zb.schedules.passes import Pass, PassKind
 from megatron_zb.schedules.placement import Placement
 from megatron_zb.schedules.search.inner_loops import (
+    INFINITY,
     Graph,
     GreedySpace,
     Moves,
@@ -58,6 +59,13 @@ class Problem:
         """Return the memory a rank needs to run at all: one microbatch in each of its chunks."""
         activation = self.costs.largest_activation
         return sum(activation[s] for s in self.placement.stages_of[rank])
+
+    def _work(self, rank: int) -> float:
+        """Return the seconds of all passes of a rank."""
+        rows = [self.costs.of(j) for j in range(self.num_microbatches)]
+        tables = ("forward", "backward", "weight")
+        stages = self.placement.stages_of[rank]
+        return sum(getattr(row, table)[s] for row in rows for table in tables for s in stages)
 
     def graph(self, make: Engine) -> Graph:
         """Return the passes as arrays of an engine."""
@@ -110,6 +118,7 @@ class Problem:
                 lambda row, s: -row.held_for_weight[s],
             ),
             limit=make.floats([limit + _TOLERANCE * (1 + limit) for limit in self.limit]),
+            work=make.floats([self._work(rank) for rank in range(placement.pipeline_size)]),
             tail_seconds=make.floats(self.tail_seconds or (0.0,) * placement.pipeline_size),
         )
 
@@ -146,6 +155,7 @@ class Runner:
             counts=integers(p * (2 * placement.chunks + 3)),
             clock=floats(p),
             held=floats(p),
+            left=floats(p),
             choice=integers(p),
             choice_start=floats(p),
         )
@@ -184,25 +194,29 @@ class Runner:
         ]
         self._portions = [_portion(c, chunks) for c in range(chunks - 1)]
 
-    def makespan(self, weights: PriorityWeights) -> float:
-        """Return the seconds of the order that the weights lead to; INFINITY if it gets stuck."""
+    def makespan(self, weights: PriorityWeights, bound: float = INFINITY) -> float:
+        """Return the seconds of the order that the weights lead to.
+
+        INFINITY if it gets stuck, or if the makespan is above ``bound``: such a run ends early.
+        """
         self.runs += 1
         return self.engine.run_list_scheduler(
             self.inputs,
             None,
-            self.priorities(weights),
+            self.priorities(weights, bound),
             PairPriorities(0.0, self.engine.floats([0.0])),
             self.spaces[0],
             self.order,
             self.flags,
         )
 
-    def priorities(self, weights: PriorityWeights) -> Priorities:
+    def priorities(self, weights: PriorityWeights, bound: float = INFINITY) -> Priorities:
         """Return the weights as arrays of the engine."""
         return Priorities(
             self._kept_quotas(weights),
             self.engine.floats(self._scores(weights)),
             self._kept_rank_bias(weights.rank_bias),
+            bound,
         )
 
     def _kept_quotas(self, weights: PriorityWeights) -> Any:
