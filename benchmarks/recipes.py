@@ -132,7 +132,7 @@ def _stopping(recipe: Recipe, schedule: str) -> list[checking.Checked]:
     return report.of(Verdict.REFUSED) + report.of(Verdict.UNKNOWN)
 
 
-def _report(recipe: Recipe, schedule: str) -> checking.Report:
+def _report(recipe: Recipe, schedule: str) -> checking.CheckReport:
     gpus = re.search(r"_(\d+)gpu_", recipe["recipe"])
     words = [*words_of(recipe), "--pipeline-schedule", schedule]
     with contextlib.redirect_stdout(io.StringIO()):

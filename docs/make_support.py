@@ -25,7 +25,7 @@ import recipes  # noqa: E402
 from feature_matrix import ROWS, Row, Verdict  # noqa: E402
 
 from megatron_zb.megatron_core import refusals  # noqa: E402
-from megatron_zb.megatron_core.refusals import Row as Refused  # noqa: E402
+from megatron_zb.megatron_core.refusals import RefusalRow as Refused  # noqa: E402
 from megatron_zb.parsing import flag_of  # noqa: E402
 
 PAGE = DOCS / "support.md"

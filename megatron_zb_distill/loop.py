@@ -22,7 +22,7 @@ from megatron_zb_distill.evaluation import compare
 from megatron_zb_distill.flags import BEST
 from megatron_zb_distill.place import Place, check_distribution, parse_distribution
 from megatron_zb_distill.relay_steps import Exchange, relay_steps
-from megatron_zb_distill.report import Board, BusyTime, Report, Steps
+from megatron_zb_distill.report import Board, BusyTime, DistillReport, Steps
 from megatron_zb_distill.schedule.distribution import Distribution, distribute
 from megatron_zb_distill.schedule.step_by_step import step_by_step
 from megatron_zb_distill.stage import StageBlocks, open_stage_blocks
@@ -67,7 +67,7 @@ def distil(job: Job, store: dist.Store) -> None:
     run.close()
 
 
-def open_job(job: Job, distribution: Distribution, store: dist.Store) -> Run:
+def open_job(job: Job, distribution: Distribution, store: dist.Store) -> DistillRun:
     """Build everything that this rank needs for its steps; collective over all ranks.
 
     Raises:
@@ -78,7 +78,7 @@ def open_job(job: Job, distribution: Distribution, store: dist.Store) -> Run:
     stage_blocks = open_stage_blocks(job.args, job.teacher, job.library, place)
     datasets = data.build_datasets(job.args)
     step = 0 if job.resume is None else checkpoint.load(job.resume[0], stage_blocks)
-    return Run(job.args, distribution, stage_blocks, store, datasets, step)
+    return DistillRun(job.args, distribution, stage_blocks, store, datasets, step)
 
 
 def distribution_of(job: Job) -> Distribution:
@@ -112,7 +112,7 @@ def _end_of_run(args: argparse.Namespace, step: int) -> int:
     return min([args.train_iters, *(step - step % i + i for i in intervals)])
 
 
-class Run:
+class DistillRun:
     """Consecutive training steps on this rank."""
 
     def __init__(
@@ -140,7 +140,7 @@ class Run:
         file = None
         if self._rank == 0 and args.log_file:
             file = open_records(args.log_file, append=first_step > 0)
-        self.report = Report(
+        self.report = DistillReport(
             Board(dist.PrefixStore("report", store), self._rank, distribution.num_ranks),
             Steps(first_step, args.train_iters, args.log_interval, args.global_batch_size),
             list(stage_blocks.all_student_blocks()),
@@ -215,7 +215,7 @@ def _last_step(args: argparse.Namespace, end: int) -> int:
     return end if _is_end(args, end) else args.train_iters
 
 
-def _finish(args: argparse.Namespace, run: Run, step: int) -> None:
+def _finish(args: argparse.Namespace, run: DistillRun, step: int) -> None:
     """Evaluate and write the stitched student, and report the result."""
     told = [run.report.last]
     dist.broadcast_object_list(told, src=0)

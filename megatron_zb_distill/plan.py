@@ -16,7 +16,7 @@ from megatron_zb.errors import UsageError
 from megatron_zb.measured.units import GIB, gib
 from megatron_zb.parsing import flag_of
 from megatron_zb.planner.builtin_configs import path_of
-from megatron_zb_distill.planning import Job, Row, flags_of, rows
+from megatron_zb_distill.planning import DistillPlanJob, DistillPlanRow, flags_of, rows
 from megatron_zb_distill.student import read_student
 
 # Of other plans, with what they have when they are not given.
@@ -50,7 +50,7 @@ def run(arguments: argparse.Namespace) -> None:
         _print(job, found, Console())
 
 
-def _read(arguments: argparse.Namespace) -> Job:
+def _read(arguments: argparse.Namespace) -> DistillPlanJob:
     for name, nothing in _OF_OTHERS.items():
         if getattr(arguments, name) != nothing:
             raise UsageError(
@@ -64,7 +64,7 @@ def _read(arguments: argparse.Namespace) -> Job:
         )
     plan, _ = plan_request.read(argparse.Namespace(**{**vars(arguments), "micro_batch_size": None}))
     path = path_of("--student-config", "students", arguments.student_config)
-    return Job(
+    return DistillPlanJob(
         teacher=plan.model,
         student=read_student(path),
         device=plan.device,
@@ -86,12 +86,12 @@ def _microbatch(text: str | None) -> int:
     return int(text)
 
 
-def _slowest(found: Sequence[Row]) -> float:
+def _slowest(found: Sequence[DistillPlanRow]) -> float:
     """Return the published practice's seconds per step; nan where the batch does not allow it."""
     return next((row.seconds for row in found if row.distribution is None), float("nan"))
 
 
-def _as_json(job: Job, found: Sequence[Row]) -> dict[str, Any]:
+def _as_json(job: DistillPlanJob, found: Sequence[DistillPlanRow]) -> dict[str, Any]:
     return {
         "ranked": [
             {
@@ -107,7 +107,7 @@ def _as_json(job: Job, found: Sequence[Row]) -> dict[str, Any]:
     }
 
 
-def _print(job: Job, found: Sequence[Row], console: Console) -> None:
+def _print(job: DistillPlanJob, found: Sequence[DistillPlanRow], console: Console) -> None:
     console.print(
         Text(
             f"{job.student.name}, of {job.teacher.name}, on {job.gpus} {job.device.name}, "

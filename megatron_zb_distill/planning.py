@@ -31,7 +31,7 @@ _LOSS = 12
 
 
 @dataclass(frozen=True)
-class Job:
+class DistillPlanJob:
     """Models, hardware and batch of a planned distillation; ``memory`` in bytes per GPU."""
 
     teacher: ModelConfig
@@ -49,7 +49,7 @@ class Job:
 
 
 @dataclass(frozen=True)
-class Row:
+class DistillPlanRow:
     """One way to distil; ``distribution`` is None for data-parallel training block by block."""
 
     name: str
@@ -58,7 +58,7 @@ class Row:
     memory: float
 
 
-def rows(job: Job) -> list[Row]:
+def rows(job: DistillPlanJob) -> list[DistillPlanRow]:
     """Return ways to distil, the fastest first: the solver's and those it is compared with.
 
     Raises:
@@ -80,7 +80,7 @@ def rows(job: Job) -> list[Row]:
     return sorted(fits, key=lambda row: row.seconds)
 
 
-def _distributed(job: Job, costs: BlockCosts) -> Distribution:
+def _distributed(job: DistillPlanJob, costs: BlockCosts) -> Distribution:
     left = _for_blocks(job)
     try:
         return distribute(costs, job.gpus, job.microbatches, left)
@@ -92,7 +92,7 @@ def _distributed(job: Job, costs: BlockCosts) -> Distribution:
         ) from None
 
 
-def block_costs(job: Job) -> BlockCosts:
+def block_costs(job: DistillPlanJob) -> BlockCosts:
     """Estimate the seconds and bytes of every block."""
     candidates = library(job.student, _shape_of(job.teacher))
     load = _load(job)
@@ -113,7 +113,7 @@ def block_costs(job: Job) -> BlockCosts:
     )
 
 
-def _load(job: Job, **changes: int) -> Workload:
+def _load(job: DistillPlanJob, **changes: int) -> Workload:
     strategy = Strategy(1, job.gpus, 1, 1, job.microbatch, "none")
     model = job.teacher.model_copy(update=changes)
     return Workload(model, job.device, strategy, job.sequence)
@@ -125,7 +125,7 @@ def _shape_of(model: ModelConfig) -> TeacherShape:
     )
 
 
-def _student(job: Job, shape: BlockShape) -> float:
+def _student(job: DistillPlanJob, shape: BlockShape) -> float:
     """Estimate the seconds of forward, loss and backward of a candidate on one microbatch."""
     load = _load(job, query_groups=shape.num_query_groups, ffn_hidden_size=shape.ffn_hidden_size)
     weights = _weights(job.teacher, shape)
@@ -144,7 +144,7 @@ def _weights(teacher: ModelConfig, shape: BlockShape) -> int:
     return attention[shape.attention] + mlp[shape.mlp]
 
 
-def _for_blocks(job: Job) -> float:
+def _for_blocks(job: DistillPlanJob) -> float:
     """Return the bytes of a GPU that are left for blocks and their states."""
     load = _load(job)
     held = max(byte_counts.layer_held(load, b).activation for b in range(job.teacher.layers))
@@ -152,9 +152,11 @@ def _for_blocks(job: Job) -> float:
     return job.memory - job.device.reserved_bytes - held - ends
 
 
-def _row(job: Job, costs: BlockCosts, name: str, distribution: Distribution) -> Row:
+def _row(
+    job: DistillPlanJob, costs: BlockCosts, name: str, distribution: Distribution
+) -> DistillPlanRow:
     held = max(sum(costs.memory[b] for b in blocks) for blocks, _ in distribution.ranges)
-    return Row(
+    return DistillPlanRow(
         name,
         distribution,
         costs.slowest(distribution, job.microbatches),
@@ -162,7 +164,7 @@ def _row(job: Job, costs: BlockCosts, name: str, distribution: Distribution) -> 
     )
 
 
-def _block_by_block(job: Job, costs: BlockCosts) -> Row:
+def _block_by_block(job: DistillPlanJob, costs: BlockCosts) -> DistillPlanRow:
     """Estimate block-by-block training: each rank runs the teacher up to each block in turn."""
     each, ranks = job.microbatches // job.gpus, job.gpus
     seconds = sum(
@@ -175,10 +177,10 @@ def _block_by_block(job: Job, costs: BlockCosts) -> Row:
         WEIGHT * costs.num_blocks * (job.teacher.attention.weights + mlp_weights(job.teacher, 0))
     )
     memory = job.memory - _for_blocks(job) + taught + max(costs.memory)
-    return Row("data-parallel, block by block", None, seconds, memory)
+    return DistillPlanRow("data-parallel, block by block", None, seconds, memory)
 
 
-def _check(job: Job) -> None:
+def _check(job: DistillPlanJob) -> None:
     if job.global_batch % job.microbatch:
         raise UsageError(
             f"--global-batch-size {job.global_batch} is not a multiple of --micro-batch-size "
@@ -200,7 +202,7 @@ def _check(job: Job) -> None:
         )
 
 
-def flags_of(job: Job, row: Row) -> Sequence[str]:
+def flags_of(job: DistillPlanJob, row: DistillPlanRow) -> Sequence[str]:
     """Return the flags for ``megatron_zb.distill_gpt``; none for block-by-block training."""
     if row.distribution is None:
         return []

@@ -92,7 +92,7 @@ class Board:
         return parts
 
 
-class Report:
+class DistillReport:
     """Progress reports: rank 0 prints and writes them, the other ranks contribute to them."""
 
     def __init__(

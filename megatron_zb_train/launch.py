@@ -156,7 +156,7 @@ def _adapter(args: argparse.Namespace, build: Build) -> PipelineAdapter | None:
     if not chooses_schedule(args):
         return None
     from megatron_zb.measured.balance import Ends, ends_of
-    from megatron_zb.megatron_core.build_adapter import Chunks, Sizes, build_adapter, copy_of
+    from megatron_zb.megatron_core.build_adapter import Chunks, JobSizes, build_adapter, copy_of
     from megatron_zb.megatron_core.vocabulary_choice import WHOLE, why_rows_stay
     from megatron_zb.schedules.layout import Layers
 
@@ -166,7 +166,7 @@ def _adapter(args: argparse.Namespace, build: Build) -> PipelineAdapter | None:
     asked = args.pipeline_vocabulary
     why_whole = why_rows_stay(args) if asked == "auto" else None
     cuts = asked == "on" or (asked == "auto" and why_whole is None)
-    sizes = Sizes(
+    sizes = JobSizes(
         num_microbatches=args.num_microbatches,
         layers=Layers(args.num_layers),
         layer_layout=layer_layout,

@@ -166,3 +166,20 @@ def test_no_test_imports_another() -> None:
             names += [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
             wrong += [f"{path}: {n}" for n in names if n.split(".")[-1].startswith("test_")]
     assert wrong == []
+
+
+def classes() -> Iterator[tuple[str, Path]]:
+    """The classes of all packages, each with its file."""
+    for package in PACKAGES:
+        for path in sorted((ROOT / package).rglob("*.py")):
+            for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+                if isinstance(node, ast.ClassDef):
+                    yield node.name, path
+
+
+def test_no_two_classes_have_one_name() -> None:
+    files: dict[str, list[str]] = {}
+    for name, path in classes():
+        files.setdefault(name, []).append(path.name)
+    assert {name: found for name, found in files.items() if len(found) > 1} == {}
+    assert "TaskGraph" in files

@@ -134,7 +134,7 @@ def _series_at(root: Path) -> str:
     return training_loop_needs(checkout_at(root).version).text
 
 
-def as_json(report: checking.Report, version: str) -> dict[str, object]:
+def as_json(report: checking.CheckReport, version: str) -> dict[str, object]:
     """Return a report for other programs."""
     return {
         "megatron": version,
@@ -153,7 +153,7 @@ def as_json(report: checking.Report, version: str) -> dict[str, object]:
     }
 
 
-def _print(report: checking.Report, version: str) -> None:
+def _print(report: checking.CheckReport, version: str) -> None:
     """Print the arguments that need a look, a summary, and the version that was checked."""
     from rich.console import Console
     from rich.table import Table

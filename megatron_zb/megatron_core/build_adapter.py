@@ -46,7 +46,7 @@ class Chunks:
 
 
 @dataclass(frozen=True)
-class Sizes:
+class JobSizes:
     """Model and batch of a run, for which a schedule is built; scripts have flags of their own."""
 
     num_microbatches: int
@@ -81,7 +81,7 @@ def copy_of(args: argparse.Namespace) -> float | None:
 
 def build_adapter(
     args: argparse.Namespace,
-    sizes: Sizes,
+    sizes: JobSizes,
     build: Build = catalog.build,
     group_options: GroupOptions | None = None,
 ) -> PipelineAdapter:
@@ -115,7 +115,7 @@ def build_adapter(
     return adapter
 
 
-def _whole_or_cut(args: argparse.Namespace, sizes: Sizes, build: Build) -> PipelineAdapter:
+def _whole_or_cut(args: argparse.Namespace, sizes: JobSizes, build: Build) -> PipelineAdapter:
     """Create the adapters with a whole and with a cut output layer; return the faster one.
 
     Every rank asks ``build`` for the same two schedules and comes to the same result.
@@ -132,7 +132,7 @@ def _whole_or_cut(args: argparse.Namespace, sizes: Sizes, build: Build) -> Pipel
     return faster(whole, cut, ends)
 
 
-def _of_file(args: argparse.Namespace, sizes: Sizes, build: Build) -> PipelineAdapter:
+def _of_file(args: argparse.Namespace, sizes: JobSizes, build: Build) -> PipelineAdapter:
     file = Path(args.pipeline_schedule_file)
     table = interchange.from_csv(file)
     chunks = table.placement.chunks
@@ -148,7 +148,7 @@ def _of_file(args: argparse.Namespace, sizes: Sizes, build: Build) -> PipelineAd
     )
 
 
-def _named(args: argparse.Namespace, sizes: Sizes, build: Build) -> PipelineAdapter:
+def _named(args: argparse.Namespace, sizes: JobSizes, build: Build) -> PipelineAdapter:
     family, layers, asked = catalog.family(args.pipeline_schedule), sizes.layers, sizes.chunks
     placement = placement_of(args)
     memory_limit, host_limit = _limits(args, sizes)
@@ -184,7 +184,7 @@ def _named(args: argparse.Namespace, sizes: Sizes, build: Build) -> PipelineAdap
     return create(layers)
 
 
-def _limits(args: argparse.Namespace, sizes: Sizes) -> tuple[Limit | None, Limit | None]:
+def _limits(args: argparse.Namespace, sizes: JobSizes) -> tuple[Limit | None, Limit | None]:
     """Return the limits of device and host; bytes by the profile that balances the layers."""
     profile = sizes.layer_layout.profile if isinstance(sizes.layer_layout, Ends) else None
     scale = 1.0

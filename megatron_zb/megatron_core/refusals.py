@@ -156,7 +156,7 @@ Tests = dict[str, dict[str, Any]]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Row:
+class RefusalRow:
     """One row of ``refusals.yaml``."""
 
     when: Tests
@@ -188,13 +188,13 @@ def passing(tests: Tests, asked: Asked) -> Iterator[str]:
 
 
 @cache
-def rows() -> tuple[Row, ...]:
+def rows() -> tuple[RefusalRow, ...]:
     """Return the rows of ``refusals.yaml``."""
     text = Path(__file__).with_name("refusals.yaml").read_text(encoding="utf-8")
     return tuple(map(_row, yaml.safe_load(text)))
 
 
-def _row(given: dict[str, Any]) -> Row:
+def _row(given: dict[str, Any]) -> RefusalRow:
     fields: dict[str, Any] = {**given, "with_": tuple(given["with"].split())}
     del fields["with"]
     for name in ("when", "if_any", "unless"):
@@ -204,7 +204,7 @@ def _row(given: dict[str, Any]) -> Row:
         fields["until"] = getattr(versions, given["until"])
     if "stage" in given:
         fields["stage"] = tuple(given["stage"].split())
-    return Row(**fields)
+    return RefusalRow(**fields)
 
 
 def refusals(asked: Asked, stage: str = START, only: Collection[str] = ()) -> Iterator[Refusal]:

@@ -33,7 +33,7 @@ from megatron_zb.runtime.vocabulary import (
     LOSS_WIDTH,
     Hidden,
     Loss,
-    Part,
+    ShardLoss,
     hidden_width,
     part_width,
     put_together,
@@ -260,7 +260,7 @@ class LastStage(MegatronStage):
         parts.insert(self._end, self._handoff.parts.pop(microbatch))
         trains = not self._step.forward_only
         with torch.no_grad():
-            whole = put_together([Part.of(part) for part in parts], with_gradient=trains)
+            whole = put_together([ShardLoss.of(part) for part in parts], with_gradient=trains)
             log, losses = map(self._rows.gathered, (whole.log, whole.per_token))
         per_token = losses.view(-1, shape[1]).t().contiguous().requires_grad_(trains)
         loss = self._loss(per_token, loss_func)

@@ -18,7 +18,7 @@ from megatron_zb.job.run_flags import (
 from megatron_zb.measured import balance
 from megatron_zb.megatron_core import refusals
 from megatron_zb.megatron_core.adapter import PipelineAdapter
-from megatron_zb.megatron_core.build_adapter import Chunks, Sizes, build_adapter, copy_of
+from megatron_zb.megatron_core.build_adapter import Chunks, JobSizes, build_adapter, copy_of
 from megatron_zb.megatron_core.connections import group_options
 from megatron_zb.megatron_core.refusals import OVERLAP, Asked
 from megatron_zb.megatron_core.vocabulary_choice import WHOLE, why_rows_stay
@@ -163,10 +163,10 @@ def _steps_done() -> int:
     return steps
 
 
-def _sizes(args: argparse.Namespace) -> Sizes:
+def _sizes(args: argparse.Namespace) -> JobSizes:
     _check_sizes(args)
     ends = None if _is_hybrid(args) else balance.ends_of(with_derived(args))
-    sizes = Sizes(
+    sizes = JobSizes(
         num_microbatches=_num_microbatches(args),
         layers=layers_of(args),
         layer_layout=_layout(args),
@@ -188,7 +188,7 @@ def _may_cut(args: argparse.Namespace) -> bool:
     return bool(args.pipeline_vocabulary == "auto")
 
 
-def _known_ends(sizes: Sizes) -> balance.Ends | None:
+def _known_ends(sizes: JobSizes) -> balance.Ends | None:
     """Return what the ends of the model take: by a profile, or else counted, where they can be."""
     measured = sizes.layer_layout
     return measured if isinstance(measured, balance.Ends) else sizes.ends

@@ -40,7 +40,7 @@ class Verdict(Enum):
 
 
 @dataclass(frozen=True)
-class Finding:
+class Judgement:
     """The verdict on one argument, with the reason and the test or benchmark that shows it."""
 
     verdict: Verdict
@@ -48,7 +48,7 @@ class Finding:
     shown_by: str = ""
 
 
-UNKNOWN = Finding(Verdict.UNKNOWN, "whether it goes with a schedule has not been looked at")
+UNKNOWN = Judgement(Verdict.UNKNOWN, "whether it goes with a schedule has not been looked at")
 
 
 @dataclass(frozen=True)
@@ -113,11 +113,11 @@ def new_arguments(parser: argparse.ArgumentParser) -> dict[str, Any]:
 
 
 @cache
-def _findings() -> dict[str, Finding]:
+def _findings() -> dict[str, Judgement]:
     """Return the findings of ``verdicts.yaml`` by ``name`` or ``name=value``."""
     text = (_FOLDER / "verdicts.yaml").read_text(encoding="utf-8")
     return {
-        word: Finding(Verdict(group["verdict"]), group["why"], group.get("shown_by", ""))
+        word: Judgement(Verdict(group["verdict"]), group["why"], group.get("shown_by", ""))
         for group in yaml.safe_load(text)
         for word in group["arguments"].split()
     }
@@ -128,7 +128,7 @@ def judged() -> frozenset[str]:
     return frozenset(_findings())
 
 
-def finding(name: str, value: Any) -> Finding:
+def finding(name: str, value: Any) -> Judgement:
     """Return what is known of an argument with a value, of several values the one least known.
 
     What is refused is not looked at here.

@@ -13,7 +13,7 @@ from megatron_zb.job.run_flags import choice_of
 from megatron_zb.megatron_core import refusals
 from megatron_zb.megatron_lm import argument_table, flags, own_validation, stored_placement
 from megatron_zb.megatron_lm.adapter_of_arguments import adapter_of, asked_of
-from megatron_zb.megatron_lm.argument_table import Finding, Verdict
+from megatron_zb.megatron_lm.argument_table import Judgement, Verdict
 from megatron_zb.schedules import catalog
 from megatron_zb.schedules.catalog import Build
 
@@ -23,11 +23,11 @@ class Checked:
     """An argument as the user gave it, with the finding on it."""
 
     flag: str
-    finding: Finding
+    finding: Judgement
 
 
 @dataclass(frozen=True)
-class Report:
+class CheckReport:
     """The findings on all arguments of a run that differ from their defaults.
 
     ``validated`` is the version of the Megatron-LM whose own validation was run, if any was.
@@ -73,7 +73,7 @@ def _parser(version: str) -> argparse.ArgumentParser:
     return flags.add_arguments(argument_table.parser_of(version))
 
 
-def validate(report: Report, root: Path, words: Sequence[str], world_size: int) -> Report:
+def validate(report: CheckReport, root: Path, words: Sequence[str], world_size: int) -> CheckReport:
     """Add to a report what the validation of the Megatron-LM in a folder says.
 
     Raises:
@@ -82,12 +82,14 @@ def validate(report: Report, root: Path, words: Sequence[str], world_size: int) 
     outcome = own_validation.validate(root, words, world_size)
     checked = report.checked
     if outcome.refusal is not None:
-        finding = Finding(Verdict.REFUSED, outcome.refusal)
+        finding = Judgement(Verdict.REFUSED, outcome.refusal)
         checked = (Checked(f"Megatron-LM {outcome.version} itself", finding), *checked)
     return replace(report, checked=checked, validated=outcome.version)
 
 
-def check(args: argparse.Namespace, version: str, *, build: Build | None = catalog.build) -> Report:
+def check(
+    args: argparse.Namespace, version: str, *, build: Build | None = catalog.build
+) -> CheckReport:
     """Check parsed arguments as the start of the job does.
 
     Args:
@@ -99,14 +101,14 @@ def check(args: argparse.Namespace, version: str, *, build: Build | None = catal
     choice = choice_of(args)
     found = [*refusals.refusals(asked_of(args, _series(version)))]
     found += _stored_refusals(args, choice)
-    refused = [Checked(r.flag, Finding(Verdict.REFUSED, _reason(r, choice))) for r in found]
+    refused = [Checked(r.flag, Judgement(Verdict.REFUSED, _reason(r, choice))) for r in found]
     checked = [*refused, *_others(args, version, {r.flag.split()[0] for r in found})]
     if build is not None and not refused:
         try:
             adapter_of(args, build, series=_series(version))
         except UsageError as error:
-            checked.insert(0, Checked(choice, Finding(Verdict.REFUSED, str(error))))
-    return Report(choice, tuple(checked))
+            checked.insert(0, Checked(choice, Judgement(Verdict.REFUSED, str(error))))
+    return CheckReport(choice, tuple(checked))
 
 
 def _stored_refusals(args: argparse.Namespace, choice: str) -> Iterator[Refusal]:

@@ -38,7 +38,7 @@ class Hidden(NamedTuple):
         return cls(message[:, :width], _bits(message[:, width:], _LABEL)[:, 0])
 
 
-class Part(NamedTuple):
+class ShardLoss(NamedTuple):
     """What one shard knows of each token.
 
     ``weighted`` (tokens, width) is the sum of its rows of the weight, each by the exponential of
@@ -58,7 +58,7 @@ class Part(NamedTuple):
         return torch.cat([self.weighted, self.row, _bits(statistics, self.row.dtype)], 1)
 
     @classmethod
-    def of(cls, message: torch.Tensor) -> Part:
+    def of(cls, message: torch.Tensor) -> ShardLoss:
         width = (message.size(1) - _columns(_NUMBER, message.dtype, _STATISTICS)) // 2
         weighted, row, statistics = message.tensor_split([width, 2 * width], dim=1)
         return cls(weighted, row, *_bits(statistics, _NUMBER).unbind(1))
@@ -164,7 +164,7 @@ class Rows:
         masked = gradient.masked_fill(~here.unsqueeze(1), 0)
         return torch.ops.aten.embedding_dense_backward(masked, places, self.count, -1, False)
 
-    def part(self, weight: torch.Tensor, logits: torch.Tensor, labels: torch.Tensor) -> Part:
+    def part(self, weight: torch.Tensor, logits: torch.Tensor, labels: torch.Tensor) -> ShardLoss:
         """Run what O does after the logits (tokens, rows), of which none is changed."""
         exact = logits.float()
         greatest = self._largest(exact.amax(1))
@@ -174,7 +174,7 @@ class Rows:
         statistics = self._summed(torch.stack([exponentials.sum(1), chosen], 1))
         weighted = exponentials.to(weight.dtype) @ weight
         row = weight[places] * here.unsqueeze(1)
-        return Part(
+        return ShardLoss(
             self._summed(weighted), self._summed(row), self.own(greatest), *statistics.unbind(1)
         )
 
@@ -200,7 +200,7 @@ class Whole(NamedTuple):
     direction: torch.Tensor
 
 
-def put_together(parts: Sequence[Part], *, with_gradient: bool) -> Whole:
+def put_together(parts: Sequence[ShardLoss], *, with_gradient: bool) -> Whole:
     """Run P on the parts of all shards, always summed in the order in which they are given."""
     greatest = torch.stack([part.greatest for part in parts]).amax(0)
     scales = [(part.greatest - greatest).exp() for part in parts]

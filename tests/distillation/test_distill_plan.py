@@ -20,7 +20,7 @@ from megatron_zb.planner.device import read_device
 from megatron_zb.planner.model import ModelConfig
 from megatron_zb.planner.strategy import Strategy
 from megatron_zb.planner.work import Workload
-from megatron_zb_distill.planning import Job, block_costs, rows
+from megatron_zb_distill.planning import DistillPlanJob, block_costs, rows
 from megatron_zb_distill.student import StudentConfig
 
 BLOCKS = 8
@@ -39,10 +39,10 @@ TEACHER = ModelConfig.model_validate(
 DEVICE = read_device(folder("devices") / "a100_80gb_sxm.yaml")
 
 
-def job(*candidates: dict[str, Any], **changes: Any) -> Job:
+def job(*candidates: dict[str, Any], **changes: Any) -> DistillPlanJob:
     named = [{"name": f"c{i}", **c} for i, c in enumerate(candidates or ({},))]
     student = StudentConfig.model_validate({"name": "student", "candidates": named})
-    first = Job(TEACHER, student, DEVICE, 4, DEVICE.memory_bytes, 1, 32, 1024)
+    first = DistillPlanJob(TEACHER, student, DEVICE, 4, DEVICE.memory_bytes, 1, 32, 1024)
     return replace(first, **changes)
 
 

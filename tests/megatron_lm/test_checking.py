@@ -30,7 +30,7 @@ WHOLE = (
 RUN = f"--pipeline-schedule v-half {SIZES} --global-batch-size 8"
 
 
-def checked(words: str, version: str = "0.19") -> checking.Report:
+def checked(words: str, version: str = "0.19") -> checking.CheckReport:
     return checking.check(checking.parse(words.split(), version), version, build=None)
 
 

@@ -104,7 +104,7 @@ def found(run: Asked, stage: str) -> list[str]:
 
 @pytest.mark.parametrize(("row", "name", "condition", "stage"), CASES)
 def test_every_row_names_both_sides_and_the_reason(
-    row: refusals.Row, name: str, condition: str, stage: str
+    row: refusals.RefusalRow, name: str, condition: str, stage: str
 ) -> None:
     """And refuses nothing where one of its sides is not there."""
     held, other = CONDITIONS[condition]

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch.nn import functional
 
-from megatron_zb.runtime.vocabulary import Hidden, Loss, Part, Rows, hidden_width, put_together
+from megatron_zb.runtime.vocabulary import Hidden, Loss, Rows, ShardLoss, hidden_width, put_together
 
 TOKENS, WIDTH, VOCABULARY = 96, 64, 512
 
@@ -67,7 +67,7 @@ def of_shards(given: Sample, sizes: list[int]) -> Found:
     weights = given.weight.split(sizes)
     logits = [hidden.x @ weight.t() for weight in weights]
     parts = [
-        Part.of(one.part(weight, y, hidden.labels).packed())
+        ShardLoss.of(one.part(weight, y, hidden.labels).packed())
         for one, weight, y in zip(rows, weights, logits, strict=True)
     ]
     whole = put_together(parts, with_gradient=True)

@@ -43,7 +43,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Sizes:
+class DrawingSizes:
     """Sizes of a drawing in pixels.
 
     ``labels`` is left of the drawing and ``right`` right of it; a bar is ``bar`` high in its
@@ -65,7 +65,7 @@ class Sizes:
     least: int = 560
 
 
-SIZES = Sizes()
+SIZES = DrawingSizes()
 MOST_STILL = 6500
 """Most passes of a still picture; a larger one, which is unreadable, is drawn only by script."""
 COPY_HEIGHT = 6

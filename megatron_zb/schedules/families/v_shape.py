@@ -140,7 +140,7 @@ def dualpipe_v_order(p: int, m: int) -> Schedule:
     """
     lines = []
     for r in range(p):
-        line = _Line(r, 2 * p - 1 - r)
+        line = _WrittenOrder(r, 2 * p - 1 - r)
         line.run("F0", 2 * (p - r - 1))
         line.run("F0 F1", r + 1)
         line.run("B1 W1 F1", p - r - 1)
@@ -158,7 +158,7 @@ def dualpipe_v_order(p: int, m: int) -> Schedule:
     return Schedule("dualpipe-v", v_shape(p), m, ranks, pairs=pairs)
 
 
-class _Line:
+class _WrittenOrder:
     """The passes of one rank, written as kinds and chunks; microbatches count up by themselves.
 
     A plus joins an F and a backward to a pair.

@@ -52,7 +52,7 @@ def waiting_kernels(program: Program, costs: StageCosts, *, gated: bool = True) 
 
 
 @dataclass
-class _Rank:
+class _KernelsOfRank:
     """What has happened on a rank so far: times of its host, its passes and its kernels."""
 
     position: int = 0
@@ -72,7 +72,7 @@ class _Rank:
 class _Replay:
     def __init__(self, program: Program, costs: StageCosts, gated: bool) -> None:
         self._program, self._costs, self._gated = program, costs, gated
-        self._ranks = [_Rank() for _ in program.ranks]
+        self._ranks = [_KernelsOfRank() for _ in program.ranks]
         self._posted: dict[tuple[int, Message], float] = {}
         self._sent: dict[tuple[int, Message], float] = {}
         self._free_channel: dict[Channel, float] = defaultdict(float)
@@ -117,7 +117,7 @@ class _Replay:
         self._ranks[source].waits.append((sent, arrival))
         return arrival
 
-    def _compute(self, rank: _Rank, at: Run | RunPair) -> None:
+    def _compute(self, rank: _KernelsOfRank, at: Run | RunPair) -> None:
         work = at.work
         seconds = (
             self._costs.duration(work) if isinstance(work, Pass) else self._costs.pair_seconds(work)
@@ -131,7 +131,7 @@ class _Replay:
         rank.busy.append((rank.begins, rank.free))
 
 
-def _counted(rank: _Rank) -> Waiting:
+def _counted(rank: _KernelsOfRank) -> Waiting:
     """Count what waits while the rank computes, from one moment of a change to the next."""
     changes = sorted(_changes(rank))
     busy = waits = peak = 0
@@ -145,7 +145,7 @@ def _counted(rank: _Rank) -> Waiting:
     return Waiting(waited / computed if computed else 0.0, peak, rank.free)
 
 
-def _changes(rank: _Rank) -> Iterator[tuple[float, int, int]]:
+def _changes(rank: _KernelsOfRank) -> Iterator[tuple[float, int, int]]:
     for begin, end in rank.busy:
         yield begin, 1, 0
         yield end, -1, 0

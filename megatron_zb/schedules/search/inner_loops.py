@@ -124,7 +124,7 @@ class ReplaySpace(NamedTuple):
     span: Any
 
 
-class Exchange(NamedTuple):
+class PairCosts(NamedTuple):
     """Seconds, by code, of a pass in which it only communicates, and the loss of a pair."""
 
     seconds: Any
@@ -144,7 +144,7 @@ class PairPriorities(NamedTuple):
 
 def run_list_scheduler(
     graph: Graph,
-    exchange: Exchange | None,
+    exchange: PairCosts | None,
     priorities: Priorities,
     pair_priorities: PairPriorities,
     space: GreedySpace,
@@ -356,7 +356,7 @@ def run_list_scheduler(
     return makespan
 
 
-def pair_seconds(graph: Graph, exchange: Exchange, forward: int, backward: int) -> float:
+def pair_seconds(graph: Graph, exchange: PairCosts, forward: int, backward: int) -> float:
     """Return the seconds of a pair; see :meth:`StageCosts.pair_seconds`."""
     block = graph.pipeline_size * graph.chunks * graph.num_microbatches
     length = graph.seconds[forward]
@@ -369,7 +369,7 @@ def pair_seconds(graph: Graph, exchange: Exchange, forward: int, backward: int) 
 
 def local_search(
     graph: Graph,
-    exchange: Exchange | None,
+    exchange: PairCosts | None,
     moves: Moves,
     space: ReplaySpace,
     states: States | None,
@@ -460,7 +460,7 @@ def restore(graph: Graph, space: ReplaySpace, order: Any, flags: Any) -> None:
 
 def replay(
     graph: Graph,
-    exchange: Exchange | None,
+    exchange: PairCosts | None,
     space: ReplaySpace,
     states: States | None,
     order: Any,

@@ -21,8 +21,8 @@ from megatron_zb.schedules.schedule import Schedule
 from megatron_zb.schedules.search.hill_climbing import Effort
 from megatron_zb.schedules.search.inner_loops import (
     INFINITY,
-    Exchange,
     Moves,
+    PairCosts,
     PairPriorities,
 )
 from megatron_zb.schedules.search.kernels import available, engine
@@ -157,7 +157,7 @@ class _PairRunner:
             for s in range(stages)
             for row in rows
         ]
-        self._exchange = Exchange(
+        self._exchange = PairCosts(
             make.floats(each + [0.0] * (stages * m)), float(problem.costs.pair_loss)
         )
         self._greedy_space, self._replay_space = self._single.spaces
