@@ -375,6 +375,7 @@ def build(
     check_number(costs, num_microbatches)
     if costs.vocabulary is not None or any(costs.forward_comm):
         costs = costs.with_all_kept()
+    _check_parts(costs)
     searched = costs.folded()
     limit = Limit.of(memory_limit, memory_limit_bytes, pipeline_size)
     request = Request(
@@ -395,6 +396,16 @@ def build(
         schedule = with_part(schedule, part)
     request = replace(request, costs=costs)
     return _reported(replace(schedule, name=chosen.name).validate(), request)
+
+
+def _check_parts(costs: Costs) -> None:
+    """Refuse parts whose memory a search would count as freed by recomputation or offload."""
+    kept = [part for part in costs.parts if isinstance(part, Part) and part.memory]
+    if costs.has_states and kept:
+        raise UsageError(
+            f"passes {kept[0].kind.kind} hold memory that neither recomputation nor offload frees: "
+            "give the part no memory, or costs that keep every activation"
+        )
 
 
 def _with_vocabulary(chosen: Family) -> Callable[[Request], Schedule]:

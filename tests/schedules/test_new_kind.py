@@ -6,6 +6,7 @@ It stands in one file, with its handler: `tests/support/checkpoint_pass.py`.
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import replace
 from io import StringIO
 
@@ -19,6 +20,7 @@ from toy_layers import empty_message, layers_of_a_rank
 from megatron_zb import schedules
 from megatron_zb.drawing.palette import bars_of, legend_of
 from megatron_zb.drawing.terminal import print_schedule
+from megatron_zb.errors import UsageError
 from megatron_zb.runtime.channels import Channels
 from megatron_zb.runtime.executor import run_program
 from megatron_zb.schedules import interchange
@@ -53,6 +55,56 @@ def test_every_schedule_has_its_passes_and_takes_their_time(name: str) -> None:
         times = zip(passes, with_part.start[rank], with_part.end[rank], strict=True)
         spent = sum(end - start for p, start, end in times if p.kind is N)
         assert spent == pytest.approx(M * PART.seconds)
+
+
+LENGTHS = (1.0, 2.0, 0.5, 1.5, 1.0, 3.0)
+# A schedule and a memory limit under which the other kind has passes, and the costs that ask for it
+OTHERS: dict[str, tuple[str, float | None, Callable[[Costs], Costs]]] = {
+    "pairs": ("v-half", None, lambda c: c.with_communication(forward=0.4, backward=0.4)),
+    "recomputation": ("v-half", 0.5, lambda c: c.with_recomputation(kept_input=0.05)),
+    "offload": ("v-half", 0.5, lambda c: c.with_offload(seconds=0.1)),
+    "vocabulary": ("zb-h1", None, lambda c: c.with_vocabulary(output=1.0, weight=0.5)),
+    "lengths": ("v-zb", None, lambda c: c.of_lengths(LENGTHS)),
+}
+
+
+@pytest.mark.parametrize("other", OTHERS)
+def test_it_stands_beside_every_other_kind(other: str) -> None:
+    name, limit, asking = OTHERS[other]
+    part = replace(PART, memory=0.0) if limit else PART
+    costs = asking(replace(PLAIN, parts=(part,)))
+    plain, schedule = (
+        schedules.build(name, pipeline_size=P, num_microbatches=M, costs=c, memory_limit=limit)
+        for c in (asking(PLAIN), costs)
+    )
+    kinds = Counter(p.kind for rank in schedule.ranks for p in rank)
+    number = {
+        "pairs": len(schedule.pairs),
+        "recomputation": kinds[PassKind.R],
+        "offload": kinds[PassKind.D],
+        "vocabulary": kinds[PassKind.O],
+        "lengths": len(costs.microbatches),
+    }
+    assert number[other] > 0
+    assert kinds[N] == kinds[PassKind.F] == M * schedule.placement.num_stages
+    assert unfinished(lower(schedule)) == {}
+    timeline = schedules.simulate(schedule, costs)
+    assert timeline.makespan > schedules.simulate(plain, asking(PLAIN)).makespan
+    units = sum(LENGTHS) if other == "lengths" else M
+    for passes, starts, ends in zip(schedule.ranks, timeline.start, timeline.end, strict=True):
+        times = zip(passes, starts, ends, strict=True)
+        assert sum(end - start for p, start, end in times if p.kind is N) == pytest.approx(
+            units * PART.seconds
+        )
+
+
+@pytest.mark.parametrize("other", ["recomputation", "offload"])
+def test_memory_that_nothing_frees_is_refused_before_a_search(other: str) -> None:
+    name, limit, asking = OTHERS[other]
+    with pytest.raises(UsageError, match="passes N hold memory that neither recomputation nor"):
+        schedules.build(
+            name, pipeline_size=P, num_microbatches=M, costs=asking(COSTS), memory_limit=limit
+        )
 
 
 def test_a_wrong_place_is_refused() -> None:
