@@ -396,7 +396,7 @@ def test_delayed_weight_gradients_are_left_to_the_schedule(monkeypatch: pytest.M
         assert not model.delay_wgrad_compute
         assert model.overlap_moe_expert_parallel_comm
         assert pipeline.adapter.schedule.pairs
-        assert "--delay-wgrad-compute is left out: the schedule itself says" in (
+        assert "--delay-wgrad-compute is left out: the schedule places" in (
             pipeline.adapter.describe()
         )
 
