@@ -25,6 +25,7 @@ from megatron_zb.runtime.channels import Channels
 from megatron_zb.runtime.executor import run_program
 from megatron_zb.schedules import interchange
 from megatron_zb.schedules.costs import Costs
+from megatron_zb.schedules.parts import Part
 from megatron_zb.schedules.passes import PassKind
 from megatron_zb.schedules.program.lowering import lower, runs_of, unfinished
 from megatron_zb.schedules.schedule import InvalidSchedule, Schedule
@@ -96,6 +97,15 @@ def test_it_stands_beside_every_other_kind(other: str) -> None:
         assert sum(end - start for p, start, end in times if p.kind is N) == pytest.approx(
             units * PART.seconds
         )
+
+
+def test_a_part_takes_nothing_unless_it_says_so() -> None:
+    free = Part(PART.kind)
+    assert (free.seconds, free.memory, free.until) == (0.0, 0.0, None)
+    schedule = built("zb-h1", replace(PLAIN, parts=(free,)))
+    assert schedules.simulate(schedule, PLAIN).makespan == pytest.approx(
+        schedules.simulate(built("zb-h1", PLAIN), PLAIN).makespan
+    )
 
 
 @pytest.mark.parametrize("other", ["recomputation", "offload"])
