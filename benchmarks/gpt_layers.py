@@ -156,8 +156,8 @@ def build(
 def with_main_grads(chunk: GPTModel) -> DistributedDataParallel:
     """Wrapped as for training: gradients are summed in fp32.
 
-    On a stream apart, as Megatron-LM does it: autograd adds gradients on the stream on which their
-    hooks were made, and no graph can be captured if that is the default stream.
+    On a side stream, as Megatron-LM does it: autograd accumulates a gradient on the stream on which
+    its hook was created, and CUDA captures no graph if that is the default stream.
     """
     settings = DistributedDataParallelConfig(grad_reduce_in_fp32=True)
     if next(chunk.parameters()).device.type == "cpu":

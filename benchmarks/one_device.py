@@ -25,6 +25,12 @@ import torch.distributed as dist
 from megatron_zb.errors import UsageError
 from megatron_zb.runtime.activation_memory import ActivationMemory
 
+REPEATABLE = {
+    "CUBLAS_WORKSPACE_CONFIG": ":4096:8",  # sums in the same order on every stream
+    "NVTE_ALLOW_NONDETERMINISTIC_ALGO": "0",  # likewise in attention
+}
+"""Variables of the environment with which two runs on a GPU give equal bits."""
+
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 
 

@@ -97,8 +97,7 @@ def _arguments() -> argparse.Namespace:
 
 def _start(device: torch.device, seconds: int, share_device: bool) -> None:
     os.environ["NVTE_NVFP4_DISABLE_STOCHASTIC_ROUNDING"] = "1"  # or no two runs are equal
-    os.environ["NVTE_ALLOW_NONDETERMINISTIC_ALGO"] = "0"
-    os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"  # sums in the same order on every stream
+    os.environ.update(one_device.REPEATABLE)
     if device.type == "cpu":
         from megatron_zb.megatron_core.cpu import run_on_cpu
 
@@ -108,11 +107,9 @@ def _start(device: torch.device, seconds: int, share_device: bool) -> None:
         torch.cuda.set_device(0 if share_device else int(os.environ["LOCAL_RANK"]))
     if share_device:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-        from host_memory_channels import HostMemoryChannels
+        from host_memory_channels import share_the_gpu
 
-        from megatron_zb.megatron_core import connections
-
-        connections.Channels = HostMemoryChannels  # type: ignore[misc]
+        share_the_gpu()
     backend = "nccl" if device.type == "cuda" and not share_device else "gloo"
     dist.init_process_group(backend, timeout=timedelta(seconds=seconds))
 

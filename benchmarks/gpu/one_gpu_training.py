@@ -231,8 +231,7 @@ def train(job: Job, seconds: float) -> Trained:
 def _started(job: Job, rank: int, folder: Path) -> subprocess.Popen[bytes]:
     environment = {
         "GLOO_SOCKET_IFNAME": "lo",
-        "CUBLAS_WORKSPACE_CONFIG": ":4096:8",  # sums in the same order on every stream
-        "NVTE_ALLOW_NONDETERMINISTIC_ALGO": "0",  # likewise in attention
+        **one_device.REPEATABLE,
         "TORCHDYNAMO_DISABLE": "1",
         **os.environ,
         "PYTHONWARNINGS": "ignore",

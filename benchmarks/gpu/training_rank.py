@@ -147,19 +147,18 @@ _STATES: dict[str, dict[str, Any]] = {
 def _adapter(job: Job, losses: list[list[float]]) -> Any:
     """The schedule as a training script has it; None for Megatron's own.
 
-    With dropout every layer has RNG states of its own: masks depend on the steps in ``losses``, the
+    With dropout each layer has separate RNG states: masks depend on the steps in ``losses``, the
     layer and the microbatch, not on the schedule.
     """
     if job.schedule is None or job.schedule.startswith("megatron"):
         return None
-    from megatron_zb.megatron_core import connections
     from megatron_zb.megatron_core.adapter import PipelineAdapter
     from megatron_zb.schedules.layout import Layers
 
     if job.host_memory:
-        from host_memory_channels import HostMemoryChannels
+        from host_memory_channels import share_the_gpu
 
-        connections.Channels = HostMemoryChannels  # type: ignore[misc]
+        share_the_gpu()
     name, _, states = job.schedule.partition("+")
     adapter = PipelineAdapter.create(
         name,

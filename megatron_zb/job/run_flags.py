@@ -27,7 +27,7 @@ def asks_for_balance(layout: str | None) -> bool:
 
 
 def asks_for_layer_streams(streams: str | None, keeps_places: bool) -> bool:
-    """Return whether every layer has RNG states apart from the others'.
+    """Return whether each layer has separate RNG states.
 
     Args:
         streams: the value of ``--pipeline-random-streams``, None where it was not given.

@@ -107,7 +107,7 @@ class ScheduleSettings:
     )
     pipeline_random_streams: str | None = _setting(
         choices=("auto", "layer", "rank"),
-        help="where layers draw random numbers from. layer: from RNG states by layer, so that "
+        help="where layers draw random numbers from. layer: each from separate RNG states, so that "
         "dropout masks, and initial weights, are those of every other schedule and pipeline size "
         "with the same seed; rank: from one stream of each pipeline rank, as in Megatron without "
         "a schedule; auto (default): rank where every rank holds the layers it has there, else "

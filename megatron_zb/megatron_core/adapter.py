@@ -272,7 +272,7 @@ class PipelineAdapter:
     def draw_by_layer(
         self, seed: int, steps_done: Callable[[], int], *, replicas_differ: bool = False
     ) -> None:
-        """Let every layer draw weights and dropout masks from RNG states by layer.
+        """Let each layer draw weights and dropout masks from separate RNG states.
 
         A layer's weights then follow from the seed, its dropout masks from seed, step and
         microbatch, so neither depends on the schedule, nor on the pipeline size, nor on whether
@@ -538,7 +538,7 @@ class PipelineAdapter:
 
     def describe(self) -> str:
         """Return the start-up lines: schedule, layers on ranks, expected bubble rate and memory."""
-        said = ["every layer draws from RNG states by layer"] if self.draws_by_layer else []
+        said = ["each layer draws from separate RNG states"] if self.draws_by_layer else []
         report = StartReport(
             self.schedule, self.costs, self.layer_layout, self.predicted_bubble_rate
         )

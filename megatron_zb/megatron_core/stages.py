@@ -150,7 +150,7 @@ class MegatronStage(AutogradStage):
 
 
 class StreamsPart(StepPart):
-    """Lets the layers of a model draw from random streams of their own.
+    """Lets the layers of a model draw from separate RNG states.
 
     Args:
         steps_done: returns the number of steps since the start of training, resumed or not.

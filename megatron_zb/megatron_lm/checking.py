@@ -113,8 +113,8 @@ def check(
 
 def _stored_refusals(args: argparse.Namespace, choice: str) -> Iterator[Refusal]:
     """Yield what is wrong with the checkpoint to load, where this machine has it."""
-    path = stored_placement.latest(args)
     try:
+        path = stored_placement.latest(args)
         if path is not None:
             stored_placement.check_states(args, path)
     except UsageError as error:

@@ -386,6 +386,8 @@ def test_a_measurement_has_its_environment_and_what_it_needs(
     assert measured(tmp_path, asks, monkeypatch, environment={"LOADING": "LAZY"}) == {
         "asks": {"x": "LAZY"}
     }
+    asks = {"asks": "import json, os; print(json.dumps({'x': os.environ['WORLD_SIZE']}))"}
+    assert measured(tmp_path, asks, monkeypatch, processes=2) == {"asks": {"x": "2"}}
     assert measured(tmp_path, asks, monkeypatch, needs="transformer_engine") == {
         "asks": {"not_measured": "transformer_engine needs a GPU"}
     }
@@ -617,13 +619,22 @@ def test_graphs_are_not_captured_on_a_cpu_but_the_steps_are_run() -> None:
     sizes = "--hidden 32 --heads 4 --ffn-hidden 48 --seq-length 16 --micro-batch-size 1 --layers 4"
     script = str(BENCHMARKS / "gpu" / "graphs.py")
     options = f"--device cpu --microbatches 4 --schedules v-half zb-h1 {sizes}".split()
-    done = run_job(2, script, options, 120)
+    shared = "--graphs transformer_engine --share-device".split()
+    done = run_job(2, script, [*options, *shared], 120)
     assert done.code == 0, done.stderr
     lines = [json.loads(line) for line in done.stdout.splitlines()]
     assert [line["schedule"] for line in lines] == ["v-half", "zb-h1"]
     for line in lines:
         assert line["graphs"] == "none: a CPU captures nothing"
         assert line["equal"] == [[True] * 5] * 2
+
+
+def test_no_graph_of_a_whole_iteration_has_messages_over_gloo() -> None:
+    done = run_script(BENCHMARKS / "gpu" / "graphs.py", "--device", "cpu", "--share-device")
+    assert done.code == 2
+    assert (
+        "--share-device goes with --graphs transformer_engine: gloo is in no graph" in done.stderr
+    )
 
 
 def quantized_gradients_with_stand_ins(recipe: str) -> list[dict[str, Any]]:

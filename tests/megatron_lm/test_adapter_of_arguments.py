@@ -515,7 +515,7 @@ def test_layers_that_move_draw_from_streams_of_their_own(
 ) -> None:
     adapter = adapter_of(parsed(line, **stock))
     assert adapter.draws_by_layer is by_layer
-    assert ("RNG states by layer" in adapter.describe()) is by_layer
+    assert ("separate RNG states" in adapter.describe()) is by_layer
 
 
 @pytest.mark.parametrize(("schedule", "is_left"), [("v-half", False), ("1f1b", True)])

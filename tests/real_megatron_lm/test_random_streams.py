@@ -47,7 +47,7 @@ def v_half(checkout: Path, checkpoints: Path) -> Logged:
     ids=["v-zb", "zb-h1 on 2 ranks", "recomputed on 2 ranks"],
 )
 def test_schedules_and_sizes_agree(checkout: Path, v_half: Logged, ranks: int, flags: str) -> None:
-    assert "every layer draws from RNG states by layer" in v_half.output
+    assert "each layer draws from separate RNG states" in v_half.output
     check_equal(run(checkout, ranks, flags), v_half)
 
 

@@ -15,6 +15,7 @@ from megatron_zb.schedules.bounds import lower_bound
 from megatron_zb.schedules.placement import v_shape
 from megatron_zb.schedules.search import hill_climbing, runner
 from megatron_zb.schedules.search.hill_climbing import Effort
+from megatron_zb.schedules.search.inner_loops import INFINITY
 from megatron_zb.schedules.search.kernels import (
     Compiled,
     Engine,
@@ -45,6 +46,20 @@ def _biased(seed: int) -> PriorityWeights:
     for _ in range(5):
         weights = weights.with_other_biases(dice, 2, _P).changed(dice, 2, _P)
     return weights
+
+
+@pytest.mark.parametrize("split", [True, False])
+def test_a_bound_ends_slower_runs_and_no_others(split: bool) -> None:
+    runner = Runner(replace(_problem(), split=split), Plain())
+    found = [runner.makespan(_biased(seed)) for seed in range(8)]
+    assert len(set(found)) > 3
+    for bound in found:
+        for seed, makespan in enumerate(found):
+            expected = makespan if makespan <= bound else INFINITY
+            # a run that is slower only at its very end is not always seen to be
+            assert runner.makespan(_biased(seed), bound) in (expected, makespan)
+    slowest, fastest = found.index(max(found)), min(found)
+    assert runner.makespan(_biased(slowest), 0.9 * fastest) == INFINITY
 
 
 @pytest.mark.skipif(not available(), reason="numba is not installed")

@@ -81,7 +81,7 @@ def search(
     presets = _best_presets(runner)
     for climb in range(_CLIMBS):
         runs = effort.runs * (climb + 1) // _CLIMBS
-        runner.runs += len(PRESETS) if climb else 0  # each climb counts them, one runs them
+        runner.runs += len(PRESETS) if climb else 0  # run once, they count in the effort of each
         for weights in _climb(runner, presets, runs, good_enough, seed + climb):
             runner.makespan(weights)
             starts.append(runner.order_copy())
