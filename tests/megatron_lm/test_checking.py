@@ -48,6 +48,8 @@ def test_a_checkpoint_whose_state_is_not_of_its_weights_is_refused(tmp_path: Pat
     assert refused(f"{words} --no-load-optim") == []
     assert refused(f"{words} --ckpt-step 3") == []  # which is on another machine
     assert refused(f"{words}/elsewhere") == []
+    (tmp_path / "latest_checkpointed_iteration.txt").write_text("2" * 2000)
+    assert refused(words) == ["--load"]
 
 
 def test_every_argument_of_every_version_is_judged_or_refused() -> None:
