@@ -82,6 +82,7 @@ class Watchdog:
         least, most = _TIME_TO_ANSWER
         usual = max(least, min(most, seconds / 10), 3 * self._interval)
         self._patience = usual if patience is None else patience
+        self._pause = min(self._patience, seconds / 2)  # between two questions
         self._stopped = threading.Event()
         self._inquiry = Inquiry(_connection(store), place.rank, job, self._patience, self._stopped)
         self._holder = _holder(store)
@@ -131,12 +132,10 @@ class Watchdog:
         if self._inquiry.is_asked():
             self._inquiry.answer(self._state())
             self._last_question = now
-            self._known_wait = self._progress.moved()
+            self._count_wait_as_known()
         elif self._inquiry.was_asked and (verdict := self._inquiry.verdict()):
             self._end_with(verdict)
-        elif self._is_still() and now - self._last_question > min(
-            self._patience, self._seconds / 2
-        ):
+        elif self._is_still() and now - self._last_question > self._pause:
             self._ask()
             self._last_question = time.monotonic()
 
@@ -160,9 +159,17 @@ class Watchdog:
             self._inquiry.end(Conclusion(said, tuple(states)))
             self._end_with(self._inquiry.verdict() or Conclusion(said, ()))
         elif not self._inquiry.asked_first:
-            self._known_wait = self._progress.moved()
+            self._count_wait_as_known()
         elif self._progress.moved() != self._known_wait:
             self._tell_that_it_is_slow(states)
+
+    def _count_wait_as_known(self) -> None:
+        """Leave the report of this rank's wait to the rank that asked.
+
+        A wait that has just begun is none that it asked about: this rank has moved since.
+        """
+        if time.monotonic() - (began := self._progress.moved()) > self._pause:
+            self._known_wait = began
 
     def _tell_that_it_is_slow(self, states: dict[int, State]) -> None:
         """Report a slow rank, once for every wait, and from the rank alone that has asked first."""
