@@ -153,148 +153,30 @@ def run_list_scheduler(
 ) -> float:
     """Fill ``order`` and ``joined``; return the makespan, INFINITY if stuck or above the bound.
 
-    Every rank picks the action with the lowest score among the forward and backward of each of its
-    chunks, its oldest pending weight gradient and, where passes communicate, each pair of a forward
-    and a backward; the rank whose action starts earliest runs it.
+    Every rank has chosen an action; the rank whose action starts earliest runs it. Then this rank
+    chooses anew, and so do those that read what it made.
     """
-    p, chunks, m, split = graph.pipeline_size, graph.chunks, graph.num_microbatches, graph.split
-    stage_at, reader, rank_of = graph.stage_at, graph.reader, graph.rank
-    seconds, hop, memory = graph.seconds, graph.hop, graph.memory
-    limit, tail_seconds = graph.limit, graph.tail_seconds
-    quota, score, rank_bias, bound = priorities
-    ready_at, pending, counts, clock = space.ready, space.pending, space.counts, space.clock
-    held, left, choice, choice_start = space.held, space.left, space.choice, space.choice_start
-    block = p * chunks * m
-    kinds = 2 * chunks + 1
-    early, gamma, forced = score[3 * kinds], score[3 * kinds + 1], score[3 * kinds + 2]
-    per_rank = (3 if split else 2) * chunks * m
-    # counts of a rank: F done and B done of each chunk, first and last pending W, passes
-    width = 2 * chunks + 3
-    for code in range(2 * block):
-        ready_at[code] = 0.0 if code < m else INFINITY
-    if exchange is not None:
-        for code in range(block):
-            joined[code] = 0
-    for r in range(p):
-        clock[r] = 0.0
-        held[r] = 0.0
-        left[r] = graph.work[r]
-        for i in range(width):
-            counts[r * width + i] = 0
-    bound *= 1.0 + _ROUNDING
-    done = 0
-    makespan = 0.0
-    dirty_a, dirty_b, dirty_c = -1, -1, -1
-    first = True
+    p, split = graph.pipeline_size, graph.split
+    block, per_rank = sizes_of(graph)
+    choice_start, clock, left = space.choice_start, space.clock, space.left
+    seconds, tail_seconds = graph.seconds, graph.tail_seconds
+    bound = priorities.bound * (1.0 + _ROUNDING)
+    reset(graph, exchange, space, joined)
+    done, makespan = 0, 0.0
+    second, third = -1, -1  # readers, beside the rank itself
+    rank = -1
     while done < p * per_rank:
-        for turn in range(p if first else 3):
-            if first:
+        for turn in range(p if rank < 0 else 3):
+            if rank < 0:
                 r = turn
             elif turn == 0:
-                r = dirty_a
+                r = rank
             elif turn == 1:
-                r = dirty_b if dirty_b != dirty_a else -1
+                r = second if second != rank else -1
             else:
-                r = dirty_c if dirty_c != dirty_a and dirty_c != dirty_b else -1
-            if r < 0:
-                continue
-            base = r * width
-            now = clock[r]
-            position = (r / (p - 1) if p > 1 else 0.0) - 0.5
-            head = counts[base + 2 * chunks]
-            waiting = counts[base + 2 * chunks + 1] - head
-            best = INFINITY
-            best_kind = -1
-            best_start = INFINITY
-            late = counts[base] >= m
-            if waiting > 0 and waiting > forced:
-                best_kind, best_start, best = 2 * chunks, now, -INFINITY
-            else:
-                # among equal scores the first one wins: F of a chunk, then its B; but with pairs
-                # all F first, each with the pairs that it could be in
-                for outer in range(chunks if exchange is None else 2):
-                    for inner in range(2 if exchange is None else chunks):
-                        c = outer if exchange is None else inner
-                        half = inner if exchange is None else outer
-                        k = c + half * chunks
-                        mb = counts[base + k]
-                        if mb >= m:
-                            continue
-                        code = stage_at[r * chunks + c] * m + mb + half * block
-                        ready = ready_at[code]
-                        if ready >= INFINITY:
-                            continue
-                        after = now
-                        if half == 0:
-                            if (
-                                c < chunks - 1
-                                and mb - counts[base + chunks + c] >= quota[r * chunks + c]
-                            ):
-                                continue
-                            if held[r] + memory[code] > limit[r]:
-                                if waiting == 0:
-                                    continue
-                                # room only once the oldest W has run
-                                after = now + seconds[pending[r * chunks * m + head]]
-                        start = ready if ready > after else after
-                        lead = ready - now
-                        own = score[k] + score[kinds + k] * position + rank_bias[r * kinds + k]
-                        if lead < 0.0:
-                            own += early * lead
-                        if late:
-                            own += score[2 * kinds + k]
-                        if start + own < best:
-                            best = start + own
-                            best_kind = k if after == now else 2 * chunks
-                            best_start = start if after == now else now
-                        if exchange is not None:
-                            for d in range(chunks if half == 0 else 0):
-                                other_mb = counts[base + chunks + d]
-                                if other_mb >= m:
-                                    continue
-                                other = block + stage_at[r * chunks + d] * m + other_mb
-                                if other == code + block or ready_at[other] >= INFINITY:
-                                    continue
-                                begin = ready_at[other] if ready_at[other] > start else start
-                                alone = seconds[other] + (0.0 if split else seconds[other + block])
-                                together = pair_seconds(graph, exchange, code, other)
-                                hides = seconds[code] + alone - together
-                                if hides <= 0.0:
-                                    continue
-                                b = chunks + d
-                                its = (
-                                    score[b]
-                                    + score[kinds + b] * position
-                                    + rank_bias[r * kinds + b]
-                                )
-                                lead = ready_at[other] - now
-                                if lead < 0.0:
-                                    its += early * lead
-                                if late:
-                                    its += score[2 * kinds + b]
-                                value = (
-                                    begin
-                                    + (own + its) / 2
-                                    + pair_priorities.bias[c * chunks + d]
-                                    - pair_priorities.gain * hides
-                                )
-                                if value < best:
-                                    best = value
-                                    best_kind = (
-                                        kinds + c * chunks + d if after == now else 2 * chunks
-                                    )
-                                    best_start = begin if after == now else now
-                if waiting > 0:
-                    k = 2 * chunks
-                    value = now - gamma * (waiting - 1) + score[k] + score[kinds + k] * position
-                    value += rank_bias[r * kinds + k]
-                    if late:
-                        value += score[2 * kinds + k]
-                    if value < best:
-                        best, best_kind, best_start = value, k, now
-            choice[r] = best_kind
-            choice_start[r] = best_start
-        first = False
+                r = third if third != rank and third != second else -1
+            if r >= 0:
+                choose_action(graph, exchange, priorities, pair_priorities, space, r)
         rank = -1
         earliest = INFINITY
         for r in range(p):
@@ -302,69 +184,215 @@ def run_list_scheduler(
                 earliest, rank = choice_start[r], r
         if rank < 0:
             return INFINITY
-        r = rank
-        base = r * width
-        kind = choice[r]
-        other = -1  # the backward of a pair
-        if kind == 2 * chunks:  # W, wanted for itself or to make room
-            head = counts[base + 2 * chunks]
-            counts[base + 2 * chunks] = head + 1
-            code = pending[r * chunks * m + head]
-        else:
-            if exchange is not None:
-                if kind > 2 * chunks:
-                    d = (kind - kinds) % chunks
-                    kind = (kind - kinds) // chunks
-                    mb = counts[base + chunks + d]
-                    counts[base + chunks + d] = mb + 1
-                    other = block + stage_at[r * chunks + d] * m + mb
-            mb = counts[base + kind]
-            counts[base + kind] = mb + 1
-            if kind < chunks:
-                code = stage_at[r * chunks + kind] * m + mb
-            else:
-                code = block + stage_at[r * chunks + kind - chunks] * m + mb
-        end = choice_start[r] + seconds[code]
+        code, other = take_action(graph, exchange, space, rank)
+        end = earliest + seconds[code]
         if not split and code >= block:
             end += seconds[code + block]
         if exchange is not None:
             if other >= 0:
-                end = choice_start[r] + pair_seconds(graph, exchange, code, other)
+                end = earliest + pair_seconds(graph, exchange, code, other)
                 joined[code] = 1
-        clock[r] = end
+        clock[rank] = end
         if exchange is None:  # a pair takes less than its passes
-            left[r] -= end - choice_start[r]
-            if end + left[r] + tail_seconds[r] > bound:
+            left[rank] -= end - earliest
+            if end + left[rank] + tail_seconds[rank] > bound:
                 return INFINITY
-        dirty_a, dirty_b, dirty_c = r, -1, -1
-        while code >= 0:
-            order[r * per_rank + counts[base + 2 * chunks + 2]] = code
-            counts[base + 2 * chunks + 2] += 1
-            done += 1
-            held[r] += memory[code]
-            if split and block <= code < 2 * block:
-                tail = counts[base + 2 * chunks + 1]
-                counts[base + 2 * chunks + 1] = tail + 1
-                pending[r * chunks * m + tail] = code + block
-            following = reader[code]
-            if following >= 0:
-                ready_at[following] = end + hop[following]
-                dirty_b, dirty_c = rank_of[following], dirty_b
-            code, other = other, -1
-        if end + tail_seconds[r] > makespan:
-            makespan = end + tail_seconds[r]
+        second = hand_over(graph, space, order, rank, code, end)
+        third = hand_over(graph, space, order, rank, other, end) if other >= 0 else -1
+        done += 1 if other < 0 else 2
+        makespan = max(makespan, end + tail_seconds[rank])
     return makespan
+
+
+def sizes_of(graph: Graph) -> tuple[int, int]:
+    """Return the number of forward passes, and of all passes of a rank in an order."""
+    of_rank = graph.chunks * graph.num_microbatches
+    return graph.pipeline_size * of_rank, (3 if graph.split else 2) * of_rank
+
+
+def reset(graph: Graph, exchange: PairCosts | None, space: GreedySpace, joined: Any) -> None:
+    """Prepare the space for a run.
+
+    ``counts`` has for each rank: F done and B done of each chunk, first and last pending W, passes.
+    """
+    block, _ = sizes_of(graph)
+    width = 2 * graph.chunks + 3
+    for code in range(2 * block):
+        space.ready[code] = 0.0 if code < graph.num_microbatches else INFINITY
+    if exchange is not None:
+        for code in range(block):
+            joined[code] = 0
+    for r in range(graph.pipeline_size):
+        space.clock[r] = 0.0
+        space.held[r] = 0.0
+        space.left[r] = graph.work[r]
+        for i in range(width):
+            space.counts[r * width + i] = 0
+
+
+def choose_action(
+    graph: Graph,
+    exchange: PairCosts | None,
+    priorities: Priorities,
+    pair_priorities: PairPriorities,
+    space: GreedySpace,
+    r: int,
+) -> None:
+    """Choose what a rank runs next: the action with the lowest score, in ``choice``.
+
+    It is one of the forward and backward of each of its chunks, its oldest pending weight gradient
+    and, where passes communicate, each pair of a forward and a backward.
+    """
+    p, chunks, m = graph.pipeline_size, graph.chunks, graph.num_microbatches
+    seconds, memory, limit = graph.seconds, graph.memory, graph.limit
+    stage_at, quota, score = graph.stage_at, priorities.quota, priorities.score
+    counts, ready_at, pending = space.counts, space.ready, space.pending
+    block, kinds, base = p * chunks * m, 2 * chunks + 1, r * (2 * chunks + 3)
+    weight = 2 * chunks  # the kind of W
+    now = space.clock[r]
+    position = (r / (p - 1) if p > 1 else 0.0) - 0.5
+    head = counts[base + weight]
+    waiting = counts[base + weight + 1] - head
+    late = counts[base] >= m
+    best, best_kind, best_start = INFINITY, -1, INFINITY
+    if waiting > 0 and waiting > score[3 * kinds + 2]:
+        space.choice[r], space.choice_start[r] = weight, now
+        return
+    # among equal scores the first one wins: F of a chunk, then its B; but with pairs all F first,
+    # each with the pairs that it could be in
+    for outer in range(chunks if exchange is None else 2):
+        for inner in range(2 if exchange is None else chunks):
+            c = outer if exchange is None else inner
+            half = inner if exchange is None else outer
+            k = c + half * chunks
+            mb = counts[base + k]
+            if mb >= m:
+                continue
+            code = stage_at[r * chunks + c] * m + mb + half * block
+            ready = ready_at[code]
+            if ready >= INFINITY:
+                continue
+            after = now
+            if half == 0:
+                if c < chunks - 1 and mb - counts[base + chunks + c] >= quota[r * chunks + c]:
+                    continue
+                if space.held[r] + memory[code] > limit[r]:
+                    if waiting == 0:
+                        continue
+                    # room only once the oldest W has run
+                    after = now + seconds[pending[r * chunks * m + head]]
+            start = ready if ready > after else after
+            own = score_of(priorities, kinds, k, r, position, ready - now, late)
+            if start + own < best:
+                best = start + own
+                best_kind = k if after == now else weight
+                best_start = start if after == now else now
+            if exchange is not None:
+                for d in range(chunks if half == 0 else 0):
+                    other_mb = counts[base + chunks + d]
+                    if other_mb >= m:
+                        continue
+                    other = block + stage_at[r * chunks + d] * m + other_mb
+                    if other == code + block or ready_at[other] >= INFINITY:
+                        continue
+                    hides = hidden_seconds(graph, exchange, code, other)
+                    if hides <= 0.0:
+                        continue
+                    begin = ready_at[other] if ready_at[other] > start else start
+                    lead = ready_at[other] - now
+                    its = score_of(priorities, kinds, chunks + d, r, position, lead, late)
+                    value = begin + (own + its) / 2 + pair_priorities.bias[c * chunks + d]
+                    value -= pair_priorities.gain * hides
+                    if value < best:
+                        best = value
+                        best_kind = kinds + c * chunks + d if after == now else weight
+                        best_start = begin if after == now else now
+    if waiting > 0:
+        value = now - score[3 * kinds + 1] * (waiting - 1)
+        value = value + score[weight] + score[kinds + weight] * position
+        value += priorities.rank_bias[r * kinds + weight]
+        if late:
+            value += score[2 * kinds + weight]
+        if value < best:
+            best_kind, best_start = weight, now
+    space.choice[r], space.choice_start[r] = best_kind, best_start
+
+
+def score_of(
+    priorities: Priorities, kinds: int, k: int, r: int, position: float, lead: float, late: bool
+) -> float:
+    """Return the score of a forward or backward pass whose input is ready in ``lead`` seconds."""
+    score = priorities.score
+    value = score[k] + score[kinds + k] * position + priorities.rank_bias[r * kinds + k]
+    if lead < 0.0:
+        value += score[3 * kinds] * lead
+    if late:
+        value += score[2 * kinds + k]
+    return value
+
+
+def take_action(
+    graph: Graph, exchange: PairCosts | None, space: GreedySpace, r: int
+) -> tuple[int, int]:
+    """Count what a rank has chosen; return its pass, and the backward of a pair or -1."""
+    chunks, m, counts, stage_at = graph.chunks, graph.num_microbatches, space.counts, graph.stage_at
+    block, base = graph.pipeline_size * chunks * m, r * (2 * chunks + 3)
+    kind, other = space.choice[r], -1
+    if kind == 2 * chunks:  # W, wanted for itself or to make room
+        head = counts[base + kind]
+        counts[base + kind] = head + 1
+        return space.pending[r * chunks * m + head], other
+    if exchange is not None:
+        if kind > 2 * chunks:
+            kind, d = (kind - 2 * chunks - 1) // chunks, (kind - 2 * chunks - 1) % chunks
+            mb = counts[base + chunks + d]
+            counts[base + chunks + d] = mb + 1
+            other = block + stage_at[r * chunks + d] * m + mb
+    mb = counts[base + kind]
+    counts[base + kind] = mb + 1
+    if kind < chunks:
+        return stage_at[r * chunks + kind] * m + mb, other
+    return block + stage_at[r * chunks + kind - chunks] * m + mb, other
+
+
+def hand_over(graph: Graph, space: GreedySpace, order: Any, r: int, code: int, end: float) -> int:
+    """Put a pass that ends then into the order; return the rank that reads its output, or -1."""
+    chunks, counts = graph.chunks, space.counts
+    block, per_rank = sizes_of(graph)
+    base = r * (2 * chunks + 3)
+    order[r * per_rank + counts[base + 2 * chunks + 2]] = code
+    counts[base + 2 * chunks + 2] += 1
+    space.held[r] += graph.memory[code]
+    if graph.split and block <= code < 2 * block:
+        tail = counts[base + 2 * chunks + 1]
+        counts[base + 2 * chunks + 1] = tail + 1
+        space.pending[r * chunks * graph.num_microbatches + tail] = code + block
+    following = graph.reader[code]
+    if following < 0:
+        return -1
+    space.ready[following] = end + graph.hop[following]
+    return graph.rank[following]
 
 
 def pair_seconds(graph: Graph, exchange: PairCosts, forward: int, backward: int) -> float:
     """Return the seconds of a pair; see :meth:`StageCosts.pair_seconds`."""
-    block = graph.pipeline_size * graph.chunks * graph.num_microbatches
-    length = graph.seconds[forward]
-    alone = graph.seconds[backward]
-    if not graph.split:
-        alone += graph.seconds[backward + block]
+    length, alone = graph.seconds[forward], backward_seconds(graph, backward)
     both = exchange.seconds[forward] + exchange.seconds[backward]
     return max(length + alone - both, both, length, alone) * (1.0 + exchange.loss)
+
+
+def backward_seconds(graph: Graph, backward: int) -> float:
+    """Return the seconds of a backward pass outside of a pair, with those of W unless split."""
+    if graph.split:
+        return graph.seconds[backward]
+    block, _ = sizes_of(graph)
+    return graph.seconds[backward] + graph.seconds[backward + block]
+
+
+def hidden_seconds(graph: Graph, exchange: PairCosts, forward: int, backward: int) -> float:
+    """Return the seconds that a pair takes less than its two passes."""
+    alone = backward_seconds(graph, backward)
+    return graph.seconds[forward] + alone - pair_seconds(graph, exchange, forward, backward)
 
 
 def local_search(
@@ -658,18 +686,16 @@ def move_pair(
 
     Returns the dice, and the rank that was changed, -1 if none could be.
     """
-    p, m, chunks = graph.pipeline_size, graph.num_microbatches, graph.chunks
-    rank_of, memory, limit = graph.rank, graph.memory, graph.limit
-    next_of = space.next_of
-    block = p * chunks * m
+    block, _ = sizes_of(graph)
     dice = (dice * 1103515245 + 12345) % _MODULUS
     choice = (dice >> 12) % 16
     dice = (dice * 1103515245 + 12345) % _MODULUS
     distance = 1 + (dice >> 8) % _REACH
     dice = (dice * 1103515245 + 12345) % _MODULUS
-    backwards = (dice >> 12) % 2 == 0
-    r = rank_of[code]
+    step = -1 if (dice >> 12) % 2 == 0 else 1
+    r = graph.rank[code]
     first = r * per_rank
+    last = first + per_rank
     at = first
     while order[at] != code:
         at += 1
@@ -677,114 +703,129 @@ def move_pair(
         at -= 1
         code = order[at]
     keep(graph, space, first, per_rank, order, joined)
-    # the pair it belongs to, if any
-    head = at
-    if code >= block and code < 2 * block and at > first:
-        before = order[at - 1]
-        if before < block and joined[before] == 1:
-            head = at - 1
-    is_pair = order[head] < block and joined[order[head]] == 1
-    width = 2 if is_pair else 1
-    last = first + per_rank
-    ok = True
-    if choice < 8 or code >= 2 * block:  # move a pass or a pair by some places
-        to = head - distance if backwards else head + width + distance
-        if to < first:
-            to = first
-        if to > last:
-            to = last
-        # not between the two of a pair
-        if to > first and to < last and order[to - 1] < block and joined[order[to - 1]]:
-            to += -1 if backwards else 1
-        a, b = order[head], order[head + width - 1]
-        if to < head:
-            for i in range(head - 1, to - 1, -1):
-                order[i + width] = order[i]
-            order[to] = a
-            order[to + width - 1] = b
-        elif to > head + width:
-            for i in range(head + width, to):
-                order[i - width] = order[i]
-            order[to - width] = a
-            order[to - 1] = b
-        else:
-            ok = False
+    head = at  # of the pair that it belongs to, if any
+    if block <= code < 2 * block and at > first and is_joined(order[at - 1], joined, block):
+        head = at - 1
+    is_pair = is_joined(order[head], joined, block)
+    changed = True
+    if choice < 8 or code >= 2 * block:
+        width = 2 if is_pair else 1
+        to = head - distance if step < 0 else head + width + distance
+        to = free_place(order, joined, block, min(max(to, first), last), step, first, last)
+        changed = shift(order, head, width, to)
     elif is_pair and choice < 11:  # part it, in either order
         joined[order[head]] = 0
-        if backwards:
+        if step < 0:
             order[head], order[head + 1] = order[head + 1], order[head]
-        else:
-            ok = True
     elif is_pair:  # exchange backwards with another pair or take a single one
-        seek = head + distance * (-1 if backwards else 1)
-        step_to = -1 if backwards else 1
-        while seek >= first and seek < last and order[seek] // block != 1:
-            seek += step_to
-        if seek < first or seek >= last or seek == head + 1:
-            ok = False
-        else:
+        seek = head + distance * step
+        while first <= seek < last and order[seek] // block != 1:
+            seek += step
+        changed = first <= seek < last and seek != head + 1
+        if changed:
             order[head + 1], order[seek] = order[seek], order[head + 1]
-    else:  # join it with the nearest in the other direction
-        wanted = 1 if code < block else 0
-        step_to = -1 if backwards else 1
-        seek = at + step_to
-        reach = 0
-        while seek >= first and seek < last and reach < _REACH:
-            mine = order[seek]
-            if mine // block == wanted:
-                if wanted == 0 and joined[mine] == 0:
-                    break
-                if wanted == 1 and not (
-                    seek > first and order[seek - 1] < block and joined[order[seek - 1]] == 1
-                ):
-                    break
-            seek += step_to
-            reach += 1
-        if seek < first or seek >= last or reach >= _REACH:
-            ok = False
-        else:
-            # both to the place of one of the two
-            stays = at if choice % 2 == 0 else seek
-            goes = seek if choice % 2 == 0 else at
-            taken = order[goes]
-            if goes < stays:
-                for i in range(goes, stays):
-                    order[i] = order[i + 1]
-                order[stays] = taken
-                low = stays - 1
-            else:
-                for i in range(goes, stays, -1):
-                    order[i] = order[i - 1]
-                order[stays] = taken
-                low = stays
-            if order[low] >= block:
-                order[low], order[low + 1] = order[low + 1], order[low]
-            joined[order[low]] = 1
-    # microbatches rise, F, B, W of one follow each other, and the memory is kept
-    if ok:
-        for i in range(3 * chunks * p):
-            next_of[i] = 0
-        held = 0.0
-        for i in range(first, last):
-            mine = order[i]
-            held += memory[mine]
-            row = mine // m
-            if mine % m != next_of[row] or held > limit[r]:
-                ok = False
-                break
-            if row >= chunks * p and next_of[row - chunks * p] <= mine % m:
-                ok = False
-                break
-            if mine < block and joined[mine] == 1:
-                behind = order[i + 1] if i + 1 < last else -1
-                if behind // block != 1 or behind == mine + block:
-                    ok = False
-                    break
-            next_of[row] = mine % m + 1
-    if ok:
+    else:
+        seek = partner_of(order, joined, block, at, step, first, last)
+        changed = seek >= 0
+        if changed:  # both to the place of one of the two
+            stays, goes = (at, seek) if choice % 2 == 0 else (seek, at)
+            join(order, joined, block, stays, goes)
+    if changed:
+        changed = keeps_pair_rules(graph, space, order, joined, r, per_rank)
+    if changed:
         return dice, r
     restore(graph, space, order, joined)
     return dice, -1
+
+
+def is_joined(code: int, joined: Any, block: int) -> bool:
+    """Return whether a pass is the forward of a pair, which the backward follows."""
+    if code < block:
+        return bool(joined[code] == 1)
+    return False
+
+
+def free_place(
+    order: Any, joined: Any, block: int, to: int, step: int, first: int, last: int
+) -> int:
+    """Return the place itself, or the next one if it is between the two of a pair."""
+    if first < to < last and is_joined(order[to - 1], joined, block):
+        return to + step
+    return to
+
+
+def shift(order: Any, head: int, width: int, to: int) -> bool:
+    """Move ``width`` codes from ``head`` to before ``to``; return whether that changes anything."""
+    a, b = order[head], order[head + width - 1]
+    if to < head:
+        for i in range(head - 1, to - 1, -1):
+            order[i + width] = order[i]
+        order[to], order[to + width - 1] = a, b
+        return True
+    if to > head + width:
+        for i in range(head + width, to):
+            order[i - width] = order[i]
+        order[to - width], order[to - 1] = a, b
+        return True
+    return False
+
+
+def partner_of(
+    order: Any, joined: Any, block: int, at: int, step: int, first: int, last: int
+) -> int:
+    """Return the place of the nearest single pass in the other direction, -1 if none is near."""
+    wanted = 1 if order[at] < block else 0
+    seek = at + step
+    for _ in range(_REACH):
+        if seek < first or seek >= last:
+            return -1
+        if order[seek] // block == wanted:
+            forward = order[seek] if wanted == 0 or seek == first else order[seek - 1]
+            if not is_joined(forward, joined, block):
+                return seek
+        seek += step
+    return -1
+
+
+def join(order: Any, joined: Any, block: int, stays: int, goes: int) -> None:
+    """Make a pair of two passes: one goes to the other."""
+    taken = order[goes]
+    step = 1 if goes < stays else -1
+    i = goes
+    while i != stays:
+        order[i] = order[i + step]
+        i += step
+    order[stays] = taken
+    low = stays - 1 if step > 0 else stays
+    if order[low] >= block:
+        order[low], order[low + 1] = order[low + 1], order[low]
+    joined[order[low]] = 1
+
+
+def keeps_pair_rules(
+    graph: Graph, space: ReplaySpace, order: Any, joined: Any, r: int, per_rank: int
+) -> bool:
+    """Return whether microbatches rise, F, B, W of one follow each other, and memory suffices."""
+    m, next_of = graph.num_microbatches, space.next_of
+    block, _ = sizes_of(graph)
+    stages, last = block // m, (r + 1) * per_rank
+    for i in range(3 * stages):
+        next_of[i] = 0
+    held = 0.0
+    for i in range(r * per_rank, last):
+        code = order[i]
+        held += graph.memory[code]
+        row, mb = code // m, code % m
+        if mb != next_of[row] or held > graph.limit[r]:
+            return False
+        if row >= stages and next_of[row - stages] <= mb:
+            return False
+        if is_joined(code, joined, block):
+            behind = order[i + 1] if i + 1 < last else -1
+            if behind // block != 1 or behind == code + block:
+                return False
+        next_of[row] = mb + 1
+    return True
 
 
 class Gaps(NamedTuple):

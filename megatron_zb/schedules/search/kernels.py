@@ -9,6 +9,7 @@ searches for all, so that it is enough to have numba there.
 from __future__ import annotations
 
 import importlib.util
+import inspect
 import pickle
 import sys
 from collections.abc import Callable, Sequence
@@ -55,10 +56,18 @@ class Compiled:
         loops = importlib.util.module_from_spec(spec)
         sys.modules[spec.name] = loops
         spec.loader.exec_module(loops)
-        for name in _FUNCTIONS:
-            found = numba.njit(cache=True)(getattr(loops, name))
+        for name, function in inspect.getmembers(loops, inspect.isfunction):
+            if function.__module__ != loops.__name__:
+                continue  # of the standard library
+            options: dict[str, Any] = {"cache": True}
+            if name not in _ALLOCATING:
+                # counting references to arrays takes most of the time of a small function; one
+                # that creates no array can do without (numba's own extensions use this, too)
+                options["_nrt"] = False
+                options["inline"] = "never" if name in _ENTRIES else "always"
+            found = numba.njit(**options)(function)
             if kept_in := found.stats.cache_path:
-                forget_unreadable(Path(kept_in), getattr(loops, name))
+                forget_unreadable(Path(kept_in), function)
             setattr(loops, name, found)
         self._numpy = numpy
         self.run_list_scheduler: Callable[..., float] = loops.run_list_scheduler
@@ -90,21 +99,8 @@ def forget_unreadable(folder: Path, function: Callable[..., object]) -> None:
 
 
 Engine = Plain | Compiled
-_FUNCTIONS = (
-    "keep",
-    "restore",
-    "pair_seconds",
-    "replay",
-    "fits",
-    "move_pass",
-    "move_pair",
-    "local_search",
-    "run_list_scheduler",
-    "sum_of",
-    "choose",
-    "hand_on",
-    "fill_gaps",
-)
+_ENTRIES = "local_search", "run_list_scheduler"
+_ALLOCATING = ("sum_of", "choose", "hand_on", "fill_gaps")
 
 
 @cache
