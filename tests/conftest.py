@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from importlib import metadata
 from typing import Any
 
+import hypothesis
 import kept_searches
 import pytest
 from brief_searches import briefly
@@ -27,7 +28,11 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Tell modules which sizes to draw, before they are imported."""
+    """Tell modules which sizes to draw, before they are imported; no example has a time limit."""
+    hypothesis.settings.register_profile(
+        "any load", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow]
+    )
+    hypothesis.settings.load_profile("any load")
     if config.getoption("--full"):
         os.environ["TESTS_FULL"] = "yes"  # sizes.py reads it when it is imported
 
