@@ -70,9 +70,9 @@ def test_compiled_and_plain_loops_agree_to_the_last_bit(mean_weight: float) -> N
         found = []
         for seed in range(3):
             makespan = runner.makespan(_biased(seed))
-            order = runner.order_copy()
-            polished, best = runner.local_search(order, 300, 1.0, 0.0, seed, mean_weight)
-            found.append((makespan, polished, [int(code) for code in best]))
+            order = runner.copied()
+            polished, best = runner.polished(order, 300, 1.0, 0.0, seed, mean_weight)
+            found.append((makespan, polished, [int(code) for code in best[0]]))
         return found
 
     assert results(Plain()) == results(Compiled())
@@ -81,12 +81,12 @@ def test_compiled_and_plain_loops_agree_to_the_last_bit(mean_weight: float) -> N
 def test_a_bias_for_w_runs_it_right_after_its_backward() -> None:
     runner = Runner(_problem(), Plain())
     weights = PriorityWeights.from_preset(PRESETS[0], 2, _P)
-    plain = (runner.makespan(weights), runner.order_copy())
+    plain = (runner.makespan(weights), runner.copied())
     bias = [0.0] * len(weights.rank_bias)
-    assert (runner.makespan(_with(weights, bias)), runner.order_copy()) == plain
+    assert (runner.makespan(_with(weights, bias)), runner.copied()) == plain
     bias[2 * 5 + 4] = -1000.0
     runner.makespan(_with(weights, bias))
-    ranks = runner.passes(runner.order_copy())
+    ranks = runner.passes(runner.copied())
     kinds = "".join(p.kind.value for p in ranks[2])
     assert kinds.count("BW") == kinds.count("W") == 2 * _M
 

@@ -90,9 +90,9 @@ def test_the_inner_loops_time_orders_as_the_simulator_does(
     limit = tuple(2 * sum(table.largest_activation[s] for s in h) for h in placement.stages_of)
     runner = Runner(Problem(placement, 4, table, limit, split), Plain())
     makespan = runner.makespan(PriorityWeights.from_preset(PRESETS[0], placement.chunks, 3))
-    polished, best = runner.local_search(runner.order_copy(), 200, 1.0, 0.0, 0)
+    polished, best = runner.polished(runner.copied(), 200, 1.0, 0.0, 0)
     assert polished <= makespan
-    for seconds, order in ((makespan, runner.order), (polished, best)):
+    for seconds, order in ((makespan, runner.copied()), (polished, best)):
         schedule = Schedule("found", placement, 4, runner.passes(order)).validate()
         timeline = simulate(schedule, costs)
         assert timeline.makespan == pytest.approx(seconds)

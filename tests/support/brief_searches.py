@@ -13,6 +13,7 @@ from contextlib import contextmanager
 import pytest
 
 from megatron_zb.schedules.passes import Pass
+from megatron_zb.schedules.schedule import Schedule
 from megatron_zb.schedules.search import (
     hill_climbing,
     kernels,
@@ -20,9 +21,10 @@ from megatron_zb.schedules.search import (
     place_vocabulary,
     placement_search,
 )
-from megatron_zb.schedules.search.hill_climbing import Effort, Found, Problem, search
+from megatron_zb.schedules.search.effort import Effort
+from megatron_zb.schedules.search.hill_climbing import Found, Problem, search
 
-_effort_of_pairs = pair_search.effort_of
+_search_pairs = pair_search.search_pairs
 _NO_EFFORT = Effort(0, 0)
 _MOST = Effort(runs=100, moves=1000)
 _MOST_WALKED = Effort(runs=60, moves=500)
@@ -36,7 +38,7 @@ def briefly() -> Iterator[None]:
             patch.setattr(placement_search, "search", brief_search)
             patch.setattr(place_vocabulary, "search", brief_search)
             patch.setattr(hill_climbing, "engine", lambda passes: kernels.engine(float("inf")))
-            patch.setattr(pair_search, "effort_of", lambda problem, seconds: Effort(30, 300))
+            patch.setattr(pair_search, "search_pairs", brief_search_of_pairs)
         yield
 
 
@@ -47,7 +49,7 @@ def at_length() -> Iterator[None]:
         patch.setattr(placement_search, "search", search)
         patch.setattr(place_vocabulary, "search", search)
         patch.setattr(hill_climbing, "engine", kernels.engine)
-        patch.setattr(pair_search, "effort_of", _effort_of_pairs)
+        patch.setattr(pair_search, "search_pairs", _search_pairs)
         yield
 
 
@@ -62,6 +64,13 @@ def brief_search(
     """Search as always, with a small part of the effort."""
     effort, further = _least(effort, _MOST), _least(further, _MOST_WALKED)
     return search(problem, effort, lower_bound, known, further=further)
+
+
+def brief_search_of_pairs(
+    name: str, problem: Problem, effort: Effort, lower_bound: float, known: Sequence[Schedule]
+) -> Schedule:
+    """Search as always, with a small part of the effort."""
+    return _search_pairs(name, problem, Effort(30, 300), lower_bound, known)
 
 
 def _least(asked: Effort, most: Effort) -> Effort:

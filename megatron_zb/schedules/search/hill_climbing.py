@@ -10,24 +10,17 @@ effort is counted in runs, not in seconds, so that every rank of a job finds the
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TypeVar
 
 from megatron_zb.schedules.passes import Pass
+from megatron_zb.schedules.search.effort import Effort
 from megatron_zb.schedules.search.inner_loops import INFINITY
 from megatron_zb.schedules.search.kernels import engine
 from megatron_zb.schedules.search.presets import PRESETS
 from megatron_zb.schedules.search.priority_weights import PriorityWeights
-from megatron_zb.schedules.search.runner import Problem, Runner
-
-
-@dataclass(frozen=True)
-class Effort:
-    """Effort of a search: runs of the list scheduler, and moves of the polishing after it."""
-
-    runs: int
-    moves: int
+from megatron_zb.schedules.search.runner import Coded, Problem, Runner
 
 
 @dataclass(frozen=True)
@@ -41,7 +34,7 @@ class Found:
 _Weighed = tuple[float, PriorityWeights]  # seconds of the order, and what led to it
 
 _CLIMBS = 3  # from the same presets with other dice; each takes its share of the runs
-_POOL = 4
+POOL = 4  # weights that a climb goes on from
 _KEPT = 2  # of the pool, to be polished
 # The loss that polishing accepts at first, in mean passes: for the starts in turn, then for the
 # best. Small problems gain most from large losses, large ones from small.
@@ -76,25 +69,25 @@ def search(
     """
     runner = Runner(problem, engine(float(effort.runs + effort.moves) * problem.num_passes))
     good_enough = lower_bound * (1 + 1e-9)
-    best: tuple[float, Any] = (INFINITY, None)
-    starts = [runner.coded(order) for order in known]
+    best: tuple[float, Coded] = (INFINITY, (None, None))
+    starts: list[Coded] = [(runner.coded(order), None) for order in known]
     presets = _best_presets(runner)
     for climb in range(_CLIMBS):
         runs = effort.runs * (climb + 1) // _CLIMBS
         runner.runs += len(PRESETS) if climb else 0  # run once, they count in the effort of each
         for weights in _climb(runner, presets, runs, good_enough, seed + climb):
             runner.makespan(weights)
-            starts.append(runner.order_copy())
+            starts.append(runner.copied())
     moves = effort.moves // (2 * len(starts))
     for number, order in enumerate(starts):
         if best[0] > good_enough:
             threshold = _START_THRESHOLDS[number % len(_START_THRESHOLDS)]
-            polished = runner.local_search(order, moves, threshold, good_enough, seed + number)
+            polished = runner.polished(order, moves, threshold, good_enough, seed + number)
             best = min(best, polished, key=lambda t: t[0])
     for round_, threshold in enumerate(_THRESHOLDS if effort.moves else ()):
         if best[0] > good_enough:
             moves = effort.moves // (2 * len(_THRESHOLDS))
-            again = runner.local_search(best[1], moves, threshold, good_enough, seed + 100 + round_)
+            again = runner.polished(best[1], moves, threshold, good_enough, seed + 100 + round_)
             best = min(best, again, key=lambda t: t[0])
     if further.runs and best[0] > lower_bound * _GAP_WORTH_A_WALK:
         walked = _walk_and_polish(runner, presets[0], further, good_enough, seed)
@@ -106,20 +99,56 @@ def _climb(
     runner: Runner, presets: Sequence[_Weighed], runs: int, good_enough: float, seed: int
 ) -> list[PriorityWeights]:
     """Return the best few weights: presets first, then neighbours that do not lose."""
-    p = runner.problem.placement.pipeline_size
-    chunks = runner.problem.placement.chunks
-    pool = list(presets[:_POOL])
-    dice = random.Random(seed)
-    while runner.runs < runs and pool[0][0] > good_enough:
-        at = 0 if dice.random() < 0.7 else dice.randrange(len(pool))
-        candidate = pool[at][1].changed(dice, chunks, p)
-        makespan = runner.makespan(candidate, pool[at][0])
-        if makespan <= pool[at][0]:
-            pool[at] = (makespan, candidate)
-            pool.sort(key=lambda entry: entry[0])
+    placement, dice = runner.problem.placement, random.Random(seed)
+    p, chunks = placement.pipeline_size, placement.chunks
+    pool = climbed(
+        presets[:POOL],
+        lambda weights, bound: runner.makespan(weights, bound),
+        lambda weights: weights.changed(dice, chunks, p),
+        Climb(dice, runs - runner.runs, good_enough, favour=0.7),
+    )
     if pool[0][0] >= INFINITY:
         raise RuntimeError("the list scheduler got stuck; its quotas are wrong")
     return [weights for makespan, weights in pool[:_KEPT] if makespan < INFINITY]
+
+
+@dataclass(frozen=True)
+class Climb:
+    """Settings of hill climbing: so many steps, a share ``favour`` of them from the best."""
+
+    dice: random.Random
+    steps: int
+    good_enough: float
+    favour: float
+
+
+_W = TypeVar("_W")
+
+
+def climbed(
+    starts: Sequence[tuple[float, _W]],
+    makespan: Callable[[_W, float], float],
+    changed: Callable[[_W], _W],
+    climb: Climb,
+) -> list[tuple[float, _W]]:
+    """Return a pool of weights, the best first, where neighbours replace what they do not lose to.
+
+    Args:
+        starts: weights with their seconds, the best first.
+        makespan: seconds of weights, which may be INFINITY if above the bound.
+        changed: a neighbour of weights.
+    """
+    pool, dice = list(starts), climb.dice
+    for _ in range(climb.steps):
+        if pool[0][0] <= climb.good_enough:
+            break
+        at = 0 if dice.random() < climb.favour else dice.randrange(len(pool))
+        candidate = changed(pool[at][1])
+        seconds = makespan(candidate, pool[at][0])
+        if seconds <= pool[at][0]:
+            pool[at] = (seconds, candidate)
+            pool.sort(key=lambda entry: entry[0])
+    return pool
 
 
 def _best_presets(runner: Runner) -> list[_Weighed]:
@@ -133,24 +162,24 @@ def _best_presets(runner: Runner) -> list[_Weighed]:
 
 def _walk_and_polish(
     runner: Runner, start: _Weighed, effort: Effort, good_enough: float, seed: int
-) -> tuple[float, Any]:
+) -> tuple[float, Coded]:
     """Return the best order of a few walks, polished for the ends of all passes, too.
 
     Where memory is tight, the polished orders of :func:`search` lie in basins that single moves do
     not leave. Here, biases of single ranks lead to other orders, and the mean of all ends tells
     which of the moves that leave the makespan as it is are on a way out.
     """
-    best: tuple[float, Any] = (INFINITY, None)
+    best: tuple[float, Coded] = (INFINITY, (None, None))
     runs = effort.runs // _WALKS
     moves = effort.moves // (2 * _WALKS + 1)  # two shares for each walk, one for the best of them
     for walk in range(_WALKS):
         dice = seed + 200 + walk
         runner.makespan(_walk(runner, start, runs, good_enough, dice))
-        order = runner.order_copy()
+        order = runner.copied()
         threshold, weight = _SMOOTH_THRESHOLD, _MEAN_WEIGHT
-        polished = runner.local_search(order, 2 * moves, threshold, good_enough, dice, weight)
+        polished = runner.polished(order, 2 * moves, threshold, good_enough, dice, weight)
         best = min(best, polished, key=lambda t: t[0])
-    again = runner.local_search(best[1], moves, _LAST_THRESHOLD, good_enough, seed + 300)
+    again = runner.polished(best[1], moves, _LAST_THRESHOLD, good_enough, seed + 300)
     return min(best, again, key=lambda t: t[0])
 
 

@@ -1,7 +1,7 @@
 """Search for an order with pairs: which passes to join is a part of the search.
 
 To join neighbours of an order that is good without pairs makes ranks wait in a circle, or wait for
-what a pair holds back. So the list scheduler chooses pairs as it goes (:mod:`pair_loops`), steered
+what a pair holds back. So the list scheduler chooses pairs as it goes (:mod:`inner_loops`), steered
 by numbers that are searched for as those of single passes are; then moves join and part passes, and
 each order is timed before it is kept. The orders that are known take part, so that the result is
 never slower than any of them.
@@ -14,28 +14,21 @@ import random
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 from megatron_zb.schedules.passes import Pass, PassKind
 from megatron_zb.schedules.schedule import Schedule
-from megatron_zb.schedules.search.hill_climbing import Effort
-from megatron_zb.schedules.search.inner_loops import (
-    INFINITY,
-    Moves,
-    PairCosts,
-    PairPriorities,
-)
-from megatron_zb.schedules.search.kernels import available, engine
+from megatron_zb.schedules.search.effort import Effort
+from megatron_zb.schedules.search.hill_climbing import POOL, Climb, climbed
+from megatron_zb.schedules.search.inner_loops import INFINITY, PairCosts, PairPriorities
+from megatron_zb.schedules.search.kernels import engine
 from megatron_zb.schedules.search.priority_weights import PriorityWeights
-from megatron_zb.schedules.search.runner import Problem, Runner
+from megatron_zb.schedules.search.runner import Coded, Problem, Runner
 
 _FILE = Path(__file__).with_name("pair_presets.csv")
-_POOL = 4
 _CLIMBS = 8  # each with dice of its own: a long climb gains less than another one
 _RUNS = 500  # of a climb, at least
 _POLISHED = 8  # starts that are polished, the fastest ones
 _THRESHOLDS = (0.3, 0.15)  # the loss that polishing accepts at first, in mean passes
-_MOST = Effort(runs=20_000, moves=700_000)  # enough for 8 ranks and 32 microbatches
 _JOINING = 0.35  # share of the steps that change what is joined
 
 
@@ -60,21 +53,6 @@ class PairWeights:
         return replace(self, single=self.single.changed(dice, chunks, ranks))
 
 
-def effort_of(problem: Problem, seconds: float) -> Effort:
-    """Estimate runs and moves for so many seconds, from counts alone so that every rank agrees.
-
-    A compiled run takes about 50 + 30p nanoseconds a pass and a move 16; plain Python is some forty
-    times slower, and looks at less.
-    """
-    run = problem.num_passes * (50 + 30 * problem.placement.pipeline_size) * 1e-9
-    if not available():
-        return Effort(runs=min(100, int(seconds / (40 * run))), moves=0)
-    return Effort(
-        runs=min(_MOST.runs, int(seconds / 3 / run)),
-        moves=min(_MOST.moves, int(seconds / (problem.num_passes * 24e-9))),
-    )
-
-
 def search_pairs(
     name: str, problem: Problem, effort: Effort, lower_bound: float, known: Sequence[Schedule]
 ) -> Schedule:
@@ -84,12 +62,14 @@ def search_pairs(
     """
     runner = _PairRunner(problem, effort)
     good_enough = lower_bound * (1 + 1e-9)
-    starts = [runner.polished(runner.coded(schedule), 0, 0.0, 0.0, 0) for schedule in known]
+    starts = [
+        runner.polished(runner.coded_with_pairs(schedule), 0, 0.0, 0.0, 0) for schedule in known
+    ]
     climbs = max(1, min(_CLIMBS, effort.runs // _RUNS))
     for seed in range(climbs):
         pool = _climb(runner, effort.runs // climbs, good_enough, seed)
         for weights in pool if climbs == 1 else pool[:1]:
-            seconds = runner.makespan(weights)
+            seconds = runner.seconds_of(weights)
             if seconds < INFINITY:
                 starts.append((seconds, runner.copied()))
     starts = sorted(starts, key=lambda entry: entry[0])[:_POLISHED]
@@ -109,17 +89,13 @@ def _climb(runner: _PairRunner, runs: int, good_enough: float, seed: int) -> lis
     placement = runner.problem.placement
     p, chunks = placement.pipeline_size, placement.chunks
     dice = random.Random(seed)
-    pool = [(runner.makespan(weights), weights) for weights in _presets(chunks, p)]
-    pool = sorted(pool, key=lambda entry: entry[0])[:_POOL]
-    for _ in range(runs - len(pool)):
-        if pool[0][0] <= good_enough:
-            break
-        at = 0 if dice.random() < 0.6 else dice.randrange(len(pool))
-        candidate = pool[at][1].changed(dice, chunks, p)
-        seconds = runner.makespan(candidate)
-        if seconds <= pool[at][0]:
-            pool[at] = (seconds, candidate)
-            pool.sort(key=lambda entry: entry[0])
+    presets = [(runner.seconds_of(weights), weights) for weights in _presets(chunks, p)]
+    pool = climbed(
+        sorted(presets, key=lambda entry: entry[0])[:POOL],
+        lambda weights, _: runner.seconds_of(weights),
+        lambda weights: weights.changed(dice, chunks, p),
+        Climb(dice, runs - min(POOL, len(presets)), good_enough, favour=0.6),
+    )
     return [weights for _, weights in pool]
 
 
@@ -138,17 +114,11 @@ def _presets(chunks: int, ranks: int) -> list[PairWeights]:
     return found
 
 
-_Coded = tuple[Any, Any]
-"""An order as codes, and which F of it are joined, by code."""
-
-
-class _PairRunner:
-    """Runner of the inner loops on one problem."""
+class _PairRunner(Runner):
+    """Runner on a problem whose passes communicate."""
 
     def __init__(self, problem: Problem, effort: Effort) -> None:
-        self.problem = problem
-        make = self._engine = engine(float(effort.runs + effort.moves) * problem.num_passes)
-        self._single = Runner(problem, make)
+        make = engine(float(effort.runs + effort.moves) * problem.num_passes)
         stages, m = problem.placement.num_stages, problem.num_microbatches
         rows = [problem.costs.of(j) for j in range(m)]
         each = [
@@ -157,71 +127,34 @@ class _PairRunner:
             for s in range(stages)
             for row in rows
         ]
-        self._exchange = PairCosts(
-            make.floats(each + [0.0] * (stages * m)), float(problem.costs.pair_loss)
-        )
-        self._greedy_space, self._replay_space = self._single.spaces
-        self._joined = make.integers([0] * (stages * m))
+        seconds = make.floats(each + [0.0] * (stages * m))
+        super().__init__(problem, make, PairCosts(seconds, float(problem.costs.pair_loss)))
 
-    def makespan(self, weights: PairWeights) -> float:
+    def seconds_of(self, weights: PairWeights) -> float:
         """Return the seconds of the order that the weights lead to; INFINITY if it gets stuck."""
-        placement, unit = self.problem.placement, self.problem.mean_pass
-        chunks = range(placement.chunks)
-        half = placement.chunks / 2
+        chunks = range(self.problem.placement.chunks)
+        half = len(chunks) / 2
         bias = [
-            unit * weights.bias[2 * (forward >= half) + (backward >= half)]
+            self.mean_pass * weights.bias[2 * (forward >= half) + (backward >= half)]
             for forward in chunks
             for backward in chunks
         ]
-        return self._engine.run_list_scheduler(
-            self._single.inputs,
-            self._exchange,
-            self._single.priorities(weights.single),
-            PairPriorities(weights.gain, self._engine.floats(bias)),
-            self._greedy_space,
-            self._single.order,
-            self._joined,
-        )
+        pairs = PairPriorities(weights.gain, self.engine.floats(bias))
+        return self.makespan(weights.single, pairs=pairs)
 
-    def copied(self) -> _Coded:
-        """Return a copy of the order of the last run."""
-        return self._single.order_copy(), self._engine.integers(self._joined)
-
-    def polished(
-        self, start: _Coded, steps: int, threshold: float, good_enough: float, seed: int
-    ) -> tuple[float, _Coded]:
-        """Return the best order that so many moves lead to, its makespan first."""
-        make = self._engine
-        order, joined = map(make.integers, start)
-        best, best_joined = map(make.integers, start)
-        moves = Moves(steps, threshold * self.problem.mean_pass, 0.0, good_enough, seed)
-        seconds = make.local_search(
-            self._single.inputs,
-            self._exchange,
-            moves,
-            self._replay_space,
-            None,
-            order,
-            joined,
-            best,
-            best_joined,
-        )
-        return seconds, (best, best_joined)
-
-    def coded(self, schedule: Schedule) -> _Coded:
+    def coded_with_pairs(self, schedule: Schedule) -> Coded:
         """Encode a schedule in the numbers of the inner loops."""
-        m = self.problem.num_microbatches
-        joined = [0] * (self.problem.placement.num_stages * m)
+        joined = [0] * self.block
         for _, stage, microbatch in schedule.pairs:
-            joined[stage * m + microbatch] = 1
-        return self._single.coded(schedule.ranks), self._engine.integers(joined)
+            joined[stage * self.problem.num_microbatches + microbatch] = 1
+        return self.coded(schedule.ranks), self.engine.integers(joined)
 
-    def schedule(self, name: str, coded: _Coded) -> Schedule:
+    def schedule(self, name: str, coded: Coded) -> Schedule:
         """Decode a schedule."""
-        order, joined = coded
+        joined = coded[1]
         m = self.problem.num_microbatches
         pairs = frozenset(
             Pass(PassKind.F, *divmod(code, m)) for code, is_joined in enumerate(joined) if is_joined
         )
-        ranks = self._single.passes(order)
+        ranks = self.passes(coded)
         return Schedule(name, self.problem.placement, m, ranks, pairs=pairs)

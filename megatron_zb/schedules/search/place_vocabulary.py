@@ -19,11 +19,12 @@ from megatron_zb.schedules.placement import Placement
 from megatron_zb.schedules.request import Request
 from megatron_zb.schedules.rules import VocabularyRules
 from megatron_zb.schedules.schedule import Schedule
+from megatron_zb.schedules.search.effort import SINGLE, effort_of
 from megatron_zb.schedules.search.fusing import fuse_for_free
 from megatron_zb.schedules.search.gap_filler import GapFiller
 from megatron_zb.schedules.search.hill_climbing import search
 from megatron_zb.schedules.search.kernels import engine
-from megatron_zb.schedules.search.placement_search import NAMED_SECONDS, effort_of
+from megatron_zb.schedules.search.placement_search import NAMED_SECONDS
 from megatron_zb.schedules.search.runner import Problem
 
 
@@ -113,7 +114,7 @@ def _orders(
         within = usable_limit(placement, m, folded, limit)
         problem = Problem(placement, m, folded, within, split, turn=_turn(costs))
         bound = lower_bound(placement, m, folded, within)
-        found = search(problem, effort_of(problem, _SECONDS), bound)
+        found = search(problem, effort_of(problem, _SECONDS, SINGLE), bound)
         yield [[p for p in rank if p.kind is not PassKind.W] for rank in found.ranks]
 
 

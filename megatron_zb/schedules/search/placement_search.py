@@ -14,8 +14,9 @@ from megatron_zb.schedules.placement import Placement
 from megatron_zb.schedules.request import Request, keeps
 from megatron_zb.schedules.schedule import Schedule
 from megatron_zb.schedules.search import pair_search, state_search
+from megatron_zb.schedules.search.effort import PAIRS, SINGLE, STATES, WALKS, Effort, effort_of
 from megatron_zb.schedules.search.fusing import fuse_for_free, split_all
-from megatron_zb.schedules.search.hill_climbing import Effort, Found, search
+from megatron_zb.schedules.search.hill_climbing import Found, search
 from megatron_zb.schedules.search.kernels import available
 from megatron_zb.schedules.search.place_moves import place_moves, with_drops
 from megatron_zb.schedules.search.polish_moves import polish_moves
@@ -36,10 +37,8 @@ _NEAR = 1.005  # of the lower bound: nothing to gain by dropping
 _PAIR_SECONDS = 1.0  # at least, where passes may be joined
 _SMALL = 1600  # passes of a problem that can be searched several times
 _STEPS_BELOW = 2
-_MOST = Effort(runs=4000, moves=120_000)  # longer finds next to nothing
 QUICK = Effort(runs=200, moves=20_000)
 _LARGE = 8000  # passes of a problem whose walks would take too long
-_MOST_WALKED = Effort(runs=6000, moves=90_000)
 
 
 def search_placement(
@@ -53,7 +52,7 @@ def search_placement(
     seconds: float = NAMED_SECONDS,
     thorough: bool = False,
     walking: float = 0.0,
-    most: Effort = _MOST,
+    most: Effort = SINGLE.most,
 ) -> Schedule:
     """Return the fastest order found in which no rank holds more than ``peak_microbatches``.
 
@@ -96,7 +95,7 @@ def search_placement(
     def at(limit: tuple[float, ...], tail: tuple[float, ...] = tail_seconds) -> Found:
         problem = Problem(placement, m, table, limit, split, tail)
         fitting = [ranks for ranks, timeline in timed if keeps(timeline.peak_memory, limit)]
-        effort, further = effort_of(problem, seconds, most), _walks(problem, walking)
+        effort, further = effort_of(problem, seconds, SINGLE, most), _walks(problem, walking)
         return search(problem, effort, _bound(problem), fitting, further=further)
 
     def period(found: Found) -> float:
@@ -141,7 +140,7 @@ def with_pairs(
     limit = usable_limit(placement, m, table, request.limits(placement, peak_microbatches))
     tail_seconds = _tail_seconds(placement, table) if request.back_to_back else ()
     problem = Problem(placement, m, table, limit, split, tail_seconds)
-    effort = pair_search.effort_of(problem, seconds)
+    effort = effort_of(problem, seconds, PAIRS)
     found = pair_search.search_pairs(name, problem, effort, _bound(problem), known)
     if split:
         found = fuse_for_free(found, request.costs)
@@ -182,7 +181,7 @@ def with_states(
         known = [*(order.without_pairs() for order in orders), *found]
         found += _moved(name, known, request, limit, bound) if table.copy else []
         seconds = _QUICK_STATE_SECONDS if request.quick else STATE_SECONDS
-        effort = state_search.effort_of(problem, seconds)
+        effort = effort_of(problem, seconds, STATES)
         states = (
             state_search.search_states(name, problem, effort, bound, known)
             if table.recompute
@@ -284,24 +283,8 @@ def _or_below(found: Found, problem: Problem, at: Callable[[tuple[float, ...]], 
     return found
 
 
-def effort_of(problem: Problem, seconds: float, most: Effort = _MOST) -> Effort:
-    """Estimate runs and moves for so many seconds, from counts alone so that every rank agrees.
-
-    A compiled run takes about 20 + 3p nanoseconds a pass and a move 14; plain Python is some forty
-    times slower, so there it looks at less.
-    """
-    run = problem.num_passes * (20 + 3 * problem.placement.pipeline_size) * 1e-9
-    move = problem.num_passes * 14e-9
-    if not available():
-        return Effort(runs=min(100, int(seconds / (40 * run))), moves=0)
-    return Effort(
-        runs=min(most.runs, int(seconds / 2 / run)),
-        moves=min(most.moves, int(seconds / 2 / move)),
-    )
-
-
 def _walks(problem: Problem, seconds: float) -> Effort:
     """Estimate runs and moves of the walks: none in plain Python, which has no time to polish."""
     if not available() or problem.num_passes > _LARGE:
         return Effort(0, 0)
-    return effort_of(problem, seconds, _MOST_WALKED)
+    return effort_of(problem, seconds, WALKS)

@@ -14,15 +14,20 @@ from megatron_zb.schedules.search.inner_loops import (
     Graph,
     GreedySpace,
     Moves,
+    PairCosts,
     PairPriorities,
     Priorities,
     ReplaySpace,
+    States,
 )
 from megatron_zb.schedules.search.kernels import Engine
 from megatron_zb.schedules.search.priority_weights import PriorityWeights
 
 _TOLERANCE = 1e-9
-_KINDS = (PassKind.F, PassKind.B, PassKind.W)
+_KINDS = (PassKind.F, PassKind.B, PassKind.W, PassKind.R)
+
+Coded = tuple[Any, Any]
+"""An order as codes, and flags by code of F: joined, or recomputed; None where there are none."""
 
 
 @dataclass(frozen=True)
@@ -124,16 +129,28 @@ class Problem:
 
 
 class Runner:
-    """Runner of the inner loops on one problem, which reuses its working space."""
+    """Runner of the inner loops on one problem, which reuses its working space.
 
-    def __init__(self, problem: Problem, engine: Engine) -> None:
+    Args:
+        exchange: where passes communicate, which pairs hide.
+        states: where activations are recomputed: orders have an R of every unit.
+    """
+
+    def __init__(
+        self,
+        problem: Problem,
+        engine: Engine,
+        exchange: PairCosts | None = None,
+        states: States | None = None,
+    ) -> None:
         self.problem, self.engine, self.runs = problem, engine, 0
+        self.exchange, self.states = exchange, states
         self.inputs = problem.graph(engine)
         self.order = engine.integers([0] * problem.num_passes)
-        self.flags = engine.integers(
-            [0] * (problem.placement.num_stages * problem.num_microbatches)
-        )
-        self.spaces = self._new_space()
+        self.block = problem.placement.num_stages * problem.num_microbatches
+        self.flags = engine.integers([0] * self.block)
+        self.no_pairs = PairPriorities(0.0, engine.floats([0.0]))
+        self.greedy_space, self.replay_space = self._new_space()
         self._quotas_of: dict[tuple[float, float, tuple[int, ...]], Any] = {}
         self._rank_bias_of: dict[tuple[float, ...], Any] = {}
         self.mean_pass = problem.mean_pass
@@ -141,7 +158,7 @@ class Runner:
 
     def _new_space(self) -> tuple[GreedySpace, ReplaySpace]:
         placement = self.problem.placement
-        p, codes = placement.pipeline_size, 3 * placement.num_stages * self.problem.num_microbatches
+        p, codes = placement.pipeline_size, (3 if self.states is None else 4) * self.block
 
         def floats(count: int) -> Any:
             return self.engine.floats([0.0] * count)
@@ -151,7 +168,7 @@ class Runner:
 
         greedy = GreedySpace(
             ready=floats(codes),
-            pending=integers(codes // 3),
+            pending=integers(self.block),
             counts=integers(p * (2 * placement.chunks + 3)),
             clock=floats(p),
             held=floats(p),
@@ -168,8 +185,8 @@ class Runner:
             waiting=integers(p),
             stack=integers(p + 1),
             next_of=integers(3 * placement.num_stages),
-            kept=integers(self.problem.num_passes // p),
-            kept_flags=integers(self.problem.num_passes // p),
+            kept=integers(codes // p),
+            kept_flags=integers(codes // p),
             span=integers(2),
         )
         return greedy, replay
@@ -194,7 +211,12 @@ class Runner:
         ]
         self._portions = [_portion(c, chunks) for c in range(chunks - 1)]
 
-    def makespan(self, weights: PriorityWeights, bound: float = INFINITY) -> float:
+    def makespan(
+        self,
+        weights: PriorityWeights,
+        bound: float = INFINITY,
+        pairs: PairPriorities | None = None,
+    ) -> float:
         """Return the seconds of the order that the weights lead to.
 
         INFINITY if it gets stuck, or if the makespan is above ``bound``: such a run ends early.
@@ -202,10 +224,10 @@ class Runner:
         self.runs += 1
         return self.engine.run_list_scheduler(
             self.inputs,
-            None,
+            self.exchange,
             self.priorities(weights, bound),
-            PairPriorities(0.0, self.engine.floats([0.0])),
-            self.spaces[0],
+            pairs or self.no_pairs,
+            self.greedy_space,
             self.order,
             self.flags,
         )
@@ -271,32 +293,42 @@ class Runner:
             quotas.append(0)
         return quotas
 
-    def order_copy(self) -> Any:
-        """Return a copy of the order of the last run, coded."""
-        return self.engine.integers(self.order)
+    def copied(self) -> Coded:
+        """Return a copy of the order of the last run."""
+        flags = None if self.exchange is None else self.engine.integers(self.flags)
+        return self.engine.integers(self.order), flags
 
-    def local_search(
+    def polished(
         self,
-        order: Any,
+        start: Coded,
         steps: int,
         threshold: float,
         good_enough: float,
         seed: int,
         mean_weight: float = 0.0,
-    ) -> tuple[float, Any]:
+    ) -> tuple[float, Coded]:
         """Return the best order that so many single moves lead to, its makespan first."""
-        make, best = self.engine, self.engine.integers(order)
+        make = self.engine
         moves = Moves(steps, threshold * self.mean_pass, mean_weight, good_enough, seed)
-        space = self.spaces[1]
-        seconds = make.local_search(
-            self.inputs, None, moves, space, None, make.integers(order), None, best, None
+        now, best = (
+            [None if codes is None else make.integers(codes) for codes in start] for _ in range(2)
         )
-        return seconds, best
+        seconds = make.local_search(
+            self.inputs,
+            self.exchange,
+            moves,
+            self.replay_space,
+            self.states,
+            order=now[0],
+            flags=now[1],
+            best=best[0],
+            best_flags=best[1],
+        )
+        return seconds, (best[0], best[1])
 
     def coded(self, ranks: Sequence[Sequence[Pass]]) -> Any:
         """Encode an order of F, B and W (or F and BW, if unsplit) in the kernels' numbers."""
-        m = self.problem.num_microbatches
-        block = self.problem.placement.num_stages * m
+        m, block = self.problem.num_microbatches, self.block
         codes: list[int] = []
         for rank in ranks:
             for kind, stage, microbatch in rank:
@@ -309,21 +341,22 @@ class Runner:
                     codes.append(block + rest)
         return self.engine.integers(codes)
 
-    def passes(self, order: Any) -> tuple[tuple[Pass, ...], ...]:
-        """Decode the passes of a coded order."""
-        problem = self.problem
-        m, stages = problem.num_microbatches, problem.placement.num_stages
-        per_rank = problem.num_passes // problem.placement.pipeline_size
+    def passes(self, coded: Coded) -> tuple[tuple[Pass, ...], ...]:
+        """Decode the passes of an order; an R of what is not recomputed is left out."""
+        order, flags = coded
+        problem, m = self.problem, self.problem.num_microbatches
+        per_rank = len(order) // problem.placement.pipeline_size
         ranks: list[list[Pass]] = []
         for index, code in enumerate(order):
             if index % per_rank == 0:
                 ranks.append([])
-            kind, rest = divmod(int(code), stages * m)
-            stage, microbatch = divmod(rest, m)
-            pass_kind = _KINDS[kind]
-            if pass_kind is PassKind.B and not problem.split:
-                pass_kind = PassKind.BW
-            ranks[-1].append(Pass(pass_kind, stage, microbatch))
+            number, unit = divmod(int(code), self.block)
+            kind = _KINDS[number]
+            if kind is PassKind.R and not flags[unit]:
+                continue
+            if kind is PassKind.B and not problem.split:
+                kind = PassKind.BW
+            ranks[-1].append(Pass(kind, *divmod(unit, m)))
         return tuple(map(tuple, ranks))
 
 

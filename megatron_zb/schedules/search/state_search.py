@@ -11,16 +11,16 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 from megatron_zb.schedules.costs import StageCosts
 from megatron_zb.schedules.passes import Pass, PassKind
 from megatron_zb.schedules.placement import Placement
 from megatron_zb.schedules.schedule import Schedule
-from megatron_zb.schedules.search.hill_climbing import Effort, search
-from megatron_zb.schedules.search.inner_loops import Moves, ReplaySpace, States
-from megatron_zb.schedules.search.kernels import available, engine
-from megatron_zb.schedules.search.runner import Problem, Runner
+from megatron_zb.schedules.search.effort import Effort
+from megatron_zb.schedules.search.hill_climbing import search
+from megatron_zb.schedules.search.inner_loops import States
+from megatron_zb.schedules.search.kernels import engine
+from megatron_zb.schedules.search.runner import Coded, Problem, Runner
 
 # Shares of units that are dropped while an order is looked for: of the chunks of a rank that hold
 # their activations longest, the first half, and of the others.
@@ -29,22 +29,6 @@ _THRESHOLD = 0.3  # the loss that polishing accepts at first, in mean passes
 _LEAST = 1e-6  # of an activation: orders are found for memory that is not nothing
 _POOL = 3  # starts that are polished further, the fastest ones
 _LAST_THRESHOLDS = (0.3, 0.15, 0.3, 0.15)
-
-_Coded = tuple[Any, Any]
-"""An order as codes, and which units are dropped, by code of F."""
-
-
-def effort_of(problem: Problem, seconds: float) -> Effort:
-    """Estimate runs and moves for so many seconds, from counts alone so that every rank agrees.
-
-    A compiled run takes about 20 + 3p nanoseconds a pass and a move 25; plain Python is some forty
-    times slower, and looks at less.
-    """
-    run = problem.num_passes * (20 + 3 * problem.placement.pipeline_size) * 1e-9
-    if not available():
-        return Effort(runs=min(100, int(seconds / (40 * run))), moves=0)
-    moves = int(seconds / 2 / (problem.num_passes * 25e-9))
-    return Effort(runs=min(3000, int(seconds / 2 / run)), moves=min(600_000, moves))
 
 
 def smallest_limit(problem: Problem, rank: int) -> float:
@@ -73,7 +57,7 @@ def search_states(
     runner = _StateRunner(problem, effort)
     good_enough = lower_bound * (1 + 1e-9)
     orders = [*(s.ranks for s in known), *_mixed_orders(problem, effort)]
-    starts = [coded for order in orders if (coded := runner.coded(order)) is not None]
+    starts = [coded for order in orders if (coded := runner.with_states(order)) is not None]
     if not starts:
         return None
     moves = effort.moves // (2 * len(starts))
@@ -162,18 +146,13 @@ class _Rank:
         return (self.held[-1] if self.held else 0.0) + extra <= limit
 
 
-class _StateRunner:
-    """Runner of the local search on one problem, whose orders have an R of every unit."""
+class _StateRunner(Runner):
+    """Runner on a problem whose orders have an R of every unit."""
 
     def __init__(self, problem: Problem, effort: Effort) -> None:
-        self.problem = problem
-        make = self._make = engine(float(effort.runs + effort.moves) * problem.num_passes)
-        placement, m = problem.placement, problem.num_microbatches
-        self._graph = Runner(problem, make).inputs
-        stages, rows = range(placement.num_stages), [problem.costs.of(j) for j in range(m)]
-        last = placement.num_stages - 1
-        self._block = placement.num_stages * m
-        self._seconds = make.floats([row.recompute[s] for s in stages for row in rows])
+        make = engine(float(effort.runs + effort.moves) * problem.num_passes)
+        last, m = problem.placement.num_stages - 1, problem.num_microbatches
+        stages, rows = range(last + 1), [problem.costs.of(j) for j in range(m)]
         self._saved = make.floats(
             [
                 row.activation[s] - row.kept_input[s] if s < last else 0.0
@@ -181,45 +160,29 @@ class _StateRunner:
                 for row in rows
             ]
         )
-        p, codes = placement.pipeline_size, 4 * self._block
+        seconds = make.floats([row.recompute[s] for s in stages for row in rows])
+        super().__init__(problem, make, states=States(seconds, self._saved))
 
-        def integers(count: int) -> Any:
-            return make.integers([0] * count)
-
-        self._space = ReplaySpace(
-            end=make.floats([0.0] * codes),
-            blame=integers(codes),
-            critical=integers(codes),
-            position=integers(p),
-            clock=make.floats([0.0] * p),
-            waiting=integers(p),
-            stack=integers(p + 1),
-            next_of=integers(3 * placement.num_stages),
-            kept=integers(codes // p),
-            kept_flags=integers(codes // p),
-            span=integers(2),
-        )
-
-    def coded(self, ranks: Sequence[Sequence[Pass]]) -> _Coded | None:
+    def with_states(self, ranks: Sequence[Sequence[Pass]]) -> Coded | None:
         """Encode an order, with R right before each B and kept what there is room for.
 
         A W that stands too late comes earlier where its memory is needed. None if that does not
         help.
         """
-        dropped = [0] * self._block
+        dropped = [0] * self.block
         found: list[int] = []
         for rank, passes in enumerate(ranks):
             line = self._with_r(rank, passes)
             if line is None:
                 return None
-            self._keep(line, float(self._graph.limit[rank]), dropped)
+            self._keep(line, float(self.inputs.limit[rank]), dropped)
             found += line.codes
-        return self._make.integers(found), self._make.integers(dropped)
+        return self.engine.integers(found), self.engine.integers(dropped)
 
     def _with_r(self, rank: int, passes: Sequence[Pass]) -> _Rank | None:
         """Return a rank's codes with everything dropped that can be."""
-        m, block, limit = self.problem.num_microbatches, self._block, float(self._graph.limit[rank])
-        memory, line = self._graph.memory, _Rank([], [])
+        m, block, limit = self.problem.num_microbatches, self.block, float(self.inputs.limit[rank])
+        memory, line = self.inputs.memory, _Rank([], [])
         pending: list[int] = []  # units whose W is to come
         for kind, stage, microbatch in passes:
             unit = stage * m + microbatch
@@ -247,7 +210,7 @@ class _StateRunner:
 
     def _keep(self, line: _Rank, limit: float, dropped: list[int]) -> None:
         """Keep what there is room for, the units first whose B follows their F soonest."""
-        block = self._block
+        block = self.block
         place = {code: i for i, code in enumerate(line.codes)}
         units = [code for code in line.codes if code < block]
         for unit in sorted(units, key=lambda u: (place[3 * block + u] - place[u], u)):
@@ -259,31 +222,7 @@ class _StateRunner:
             else:
                 dropped[unit] = 1
 
-    def polished(
-        self, start: _Coded, steps: int, threshold: float, good_enough: float, seed: int
-    ) -> tuple[float, _Coded]:
-        """Return the best order that so many moves lead to, its makespan first."""
-        make = self._make
-        order, dropped = map(make.integers, start)
-        best, best_dropped = map(make.integers, start)
-        moves = Moves(steps, threshold * self.problem.mean_pass, 0.0, good_enough, seed)
-        states = States(self._seconds, self._saved)
-        seconds = make.local_search(
-            self._graph, None, moves, self._space, states, order, dropped, best, best_dropped
-        )
-        return seconds, (best, best_dropped)
-
-    def schedule(self, name: str, coded: _Coded) -> Schedule:
+    def schedule(self, name: str, coded: Coded) -> Schedule:
         """Decode a schedule; what is kept has no R."""
-        order, dropped = coded
-        placement, m = self.problem.placement, self.problem.num_microbatches
-        kinds = (PassKind.F, PassKind.B, PassKind.W, PassKind.R)
-        per_rank = len(order) // placement.pipeline_size
-        ranks: list[list[Pass]] = []
-        for index, code in enumerate(order):
-            if index % per_rank == 0:
-                ranks.append([])
-            kind, unit = divmod(int(code), self._block)
-            if kind < 3 or dropped[unit]:
-                ranks[-1].append(Pass(kinds[kind], *divmod(unit, m)))
-        return Schedule(name, placement, m, tuple(map(tuple, ranks)))
+        problem = self.problem
+        return Schedule(name, problem.placement, problem.num_microbatches, self.passes(coded))
