@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import pairwise
-from operator import add, sub
+from operator import add, mul, sub
 from statistics import median
 from typing import Any, Protocol
 
@@ -48,16 +48,13 @@ class Vocabulary:
     shares: tuple[float, ...] = ()
     lookup: float | None = None
 
-    def _times(self, factor: float) -> Vocabulary:
-        return Vocabulary(
-            factor * self.output,
-            factor * self.weight,
-            factor * self.loss,
-            factor * self.held,
-            factor * self.scatter,
-            factor * self.gather,
-            self.shares,
-            None if self.lookup is None else factor * self.lookup,
+    def times(self, factor: float) -> Vocabulary:
+        """Return the costs of a microbatch that is so many times as long."""
+        per_token = ("output", "weight", "loss", "held", "scatter", "gather")
+        return replace(
+            self,
+            **{name: factor * getattr(self, name) for name in per_token},
+            lookup=None if self.lookup is None else factor * self.lookup,
         )
 
 
@@ -418,24 +415,14 @@ class Costs:
         return costs
 
     def _check(self) -> None:
-        slices = len(self.forward)
-        for name, values, length in (
-            ("forward", self.forward, slices),
-            ("backward", self.backward, slices),
-            ("weight", self.weight, slices),
-            ("activation", self.activation, slices),
-            ("held_for_weight", self.held_for_weight, slices),
-            ("slowdown", self.slowdown, self.pipeline_size),
-            ("fixed", self.fixed, self.pipeline_size),
-            ("whole", self.whole, slices if self.whole else 0),
-            ("forward_comm", self.forward_comm, slices if self.forward_comm else 0),
-            ("backward_comm", self.backward_comm, slices if self.forward_comm else 0),
-            ("pair_loss", (self.pair_loss,), 1),
-            ("recompute", self.recompute, slices if self.recompute else 0),
-            ("kept_input", (self.kept_input,), 1),
-            ("copy", self.copy, slices if self.copy else 0),
-            *(("p2p", row, self.pipeline_size) for row in self.p2p),
-        ):
+        slices, ranks = len(self.forward), self.pipeline_size
+        lengths = dict.fromkeys(_ALWAYS, slices) | {"slowdown": ranks, "fixed": ranks}
+        lengths |= {name: slices if getattr(self, name) else 0 for name in _AT_TIMES}
+        lengths["backward_comm"] = lengths["forward_comm"]
+        tables = [(name, getattr(self, name), length) for name, length in lengths.items()]
+        tables += [(name, (getattr(self, name),), 1) for name in ("pair_loss", "kept_input")]
+        tables += [("p2p", row, ranks) for row in self.p2p]
+        for name, values, length in tables:
             if len(values) != length:
                 raise UsageError(f"costs: {name} has {len(values)} entries, {length} are needed")
             if not all(0 <= v < float("inf") for v in values):
@@ -455,6 +442,13 @@ class Costs:
             raise UsageError("costs: held_for_weight is more than activation: B only frees memory")
         if not all(factor > 0 for factor in self.slowdown):
             raise UsageError("costs: slowdown is zero: give a positive factor, such as 1.0")
+
+    def _check_one_length(self, what: str) -> None:
+        if self.microbatches:
+            raise UsageError(
+                f"costs: microbatches have lengths of their own already: give the costs of {what} "
+                "before"
+            )
 
     @property
     def cuts_embedding(self) -> bool:
@@ -496,13 +490,8 @@ class Costs:
                 f"costs: the shares of the vocabulary are {list(given)}: give one of 0 or more for "
                 f"each of the {p} ranks, 1 in all"
             )
-        vocabulary = Vocabulary(**values, shares=given, lookup=lookup)
-        if self.microbatches:
-            raise UsageError(
-                "costs: microbatches have lengths of their own already: give the costs of the "
-                "vocabulary before"
-            )
-        return replace(self, vocabulary=vocabulary)
+        self._check_one_length("the vocabulary")
+        return replace(self, vocabulary=Vocabulary(**values, shares=given, lookup=lookup))
 
     def with_communication(
         self,
@@ -522,33 +511,20 @@ class Costs:
         Raises:
             UsageError: a value is negative or not finite, or there is not one for each slice.
         """
-        if self.microbatches:
-            raise UsageError(
-                "costs: microbatches have lengths of their own already: give the costs of "
-                "communication before"
-            )
-        with_comm = replace(
-            self,
-            forward_comm=self._each(forward),
-            backward_comm=self._each(backward),
-            pair_loss=pair_loss,
-        )
-        with_comm._check()
-        return with_comm
+        self._check_one_length("communication")
+        comm = {"forward_comm": self._each(forward), "backward_comm": self._each(backward)}
+        return self._checked(**comm, pair_loss=pair_loss)
 
     def without_communication(self) -> Costs:
         """Return the costs with the exchange as a part of F and B that nothing can hide."""
         if not self.forward_comm:
             return self
 
-        def alone(compute: tuple[float, ...], comm: tuple[float, ...]) -> tuple[float, ...]:
-            return tuple(map(add, compute, comm)) if compute else ()
-
         return replace(
             self,
-            forward=alone(self.forward, self.forward_comm),
-            backward=alone(self.backward, self.backward_comm),
-            whole=alone(self.whole, self.backward_comm),
+            forward=_sum(self.forward, self.forward_comm),
+            backward=_sum(self.backward, self.backward_comm),
+            whole=_sum(self.whole, self.backward_comm),
             forward_comm=(),
             backward_comm=(),
             pair_loss=0.0,
@@ -567,15 +543,9 @@ class Costs:
         Raises:
             UsageError: a value is negative or not finite, or there is not one for each slice.
         """
-        if self.microbatches:
-            raise UsageError(
-                "costs: microbatches have lengths of their own already: give the costs of "
-                "recomputation before"
-            )
+        self._check_one_length("recomputation")
         again = self.forward if seconds is None else tuple(seconds)
-        costs = replace(self, recompute=again, kept_input=kept_input)
-        costs._check()
-        return costs
+        return self._checked(recompute=again, kept_input=kept_input)
 
     def with_offload(
         self,
@@ -595,16 +565,14 @@ class Costs:
         Raises:
             UsageError: a value is negative or not finite, or there is not one for each slice.
         """
-        if self.microbatches:
-            raise UsageError(
-                "costs: microbatches have lengths of their own already: give the costs of offload "
-                "before"
-            )
+        self._check_one_length("offload")
         if not host_limit >= 0:
             raise UsageError(f"costs: host_limit is {host_limit}: give memory of 0 or more")
-        costs = replace(
-            self, copy=self._each(seconds), full_duplex=full_duplex, host_limit=host_limit
-        )
+        copy = self._each(seconds)
+        return self._checked(copy=copy, full_duplex=full_duplex, host_limit=host_limit)
+
+    def _checked(self, **changes: Any) -> Costs:
+        costs = replace(self, **changes)
         costs._check()
         return costs
 
@@ -668,22 +636,16 @@ class Costs:
         def times(values: tuple[float, ...]) -> tuple[float, ...]:
             return tuple(value * length for value in values)
 
+        tables: dict[str, Any] = {
+            name: times(getattr(self, name)) for name in (*_ALWAYS, *_AT_TIMES)
+        }
         return replace(
             self,
-            forward=times(self.forward),
-            backward=times(self.backward),
-            weight=times(self.weight),
+            **tables,
             p2p=tuple(map(times, self.p2p)),
-            activation=times(self.activation),
-            held_for_weight=times(self.held_for_weight),
-            whole=times(self.whole),
-            forward_comm=times(self.forward_comm),
-            backward_comm=times(self.backward_comm),
-            recompute=times(self.recompute),
             kept_input=self.kept_input * length,
-            copy=times(self.copy),
             microbatches=(),
-            vocabulary=self.vocabulary and self.vocabulary._times(length),
+            vocabulary=self.vocabulary and self.vocabulary.times(length),
             parts=tuple(part.times(length) for part in self.parts),
         )
 
@@ -701,24 +663,25 @@ class Costs:
         Every slice, rank and link gets the median of its kind.
         """
         links = [self.p2p[a][a + 1] for a in range(self.pipeline_size - 1)]
-        equal = Costs.of_slices(
+
+        def equal(values: tuple[float, ...]) -> list[float]:
+            return [median(values)] * len(values) if values else []
+
+        costs = Costs.of_slices(
             pipeline_size=self.pipeline_size,
-            forward=[median(self.forward)] * len(self.forward),
-            backward=[median(self.backward)] * len(self.backward),
-            weight=[median(self.weight)] * len(self.weight),
+            forward=equal(self.forward),
+            backward=equal(self.backward),
+            weight=equal(self.weight),
             p2p=median(links or [0.0]),
             activation=self.activation,
             held_for_weight=self.held_for_weight,
             fixed=self.fixed,
-            whole=[median(self.whole)] * len(self.whole) if self.whole else (),
+            whole=equal(self.whole),
         )
         if not self.forward_comm:
-            return equal
-        return equal.with_communication(
-            forward=[median(self.forward_comm)] * len(self.forward),
-            backward=[median(self.backward_comm)] * len(self.forward),
-            pair_loss=self.pair_loss,
-        )
+            return costs
+        comm = {"forward": equal(self.forward_comm), "backward": equal(self.backward_comm)}
+        return costs.with_communication(**comm, pair_loss=self.pair_loss)
 
     def _hop(self, source: int, target: int) -> float:
         return 0.0 if source == target else self.p2p[source][target]
@@ -737,35 +700,33 @@ class Costs:
         stages, rank_of = placement.num_stages, placement.rank_of
 
         def seconds(values: tuple[float, ...]) -> tuple[float, ...]:
-            cut = _resample(values, stages)
-            return tuple(v * self.slowdown[r] for v, r in zip(cut, rank_of, strict=True))
+            slowdown = [self.slowdown[r] for r in rank_of]
+            return tuple(map(mul, memory(values), slowdown)) if values else ()
 
-        def alone(compute: tuple[float, ...], comm: tuple[float, ...]) -> tuple[float, ...]:
-            return tuple(map(sum, zip(compute, comm, strict=True))) if compute and comm else compute
+        def memory(values: tuple[float, ...]) -> tuple[float, ...]:
+            return _resample(values, stages) if values else ()
 
-        forward_comm, backward_comm = (
-            seconds(comm) if comm else () for comm in (self.forward_comm, self.backward_comm)
-        )
+        forward_comm, backward_comm = seconds(self.forward_comm), seconds(self.backward_comm)
         forward_hop = [self._hop(a, b) for a, b in pairwise(rank_of)]
         backward_hop = [self._hop(b, a) for a, b in pairwise(rank_of)]
         rows = {id(row): row.for_placement(placement) for row in self.microbatches}
         return StageCosts(
-            forward=alone(seconds(self.forward), forward_comm),
-            backward=alone(seconds(self.backward), backward_comm),
+            forward=_sum(seconds(self.forward), forward_comm),
+            backward=_sum(seconds(self.backward), backward_comm),
             weight=seconds(self.weight),
             forward_hop=(*forward_hop, 0.0),
             backward_hop=(0.0, *backward_hop),
-            activation=_resample(self.activation, stages),
-            held_for_weight=_resample(self.held_for_weight, stages),
-            whole=alone(seconds(self.whole), backward_comm) if self.whole else (),
+            activation=memory(self.activation),
+            held_for_weight=memory(self.held_for_weight),
+            whole=_sum(seconds(self.whole), backward_comm),
             microbatches=tuple(rows[id(row)] for row in self.microbatches),
             shards=self._shards(placement),
             forward_comm=forward_comm,
             backward_comm=backward_comm,
             pair_loss=self.pair_loss,
-            recompute=seconds(self.recompute) if self.recompute else (),
+            recompute=seconds(self.recompute),
             kept_input=self._kept_inputs(stages),
-            copy=_resample(self.copy, stages) if self.copy else (),
+            copy=memory(self.copy),
             full_duplex=self.full_duplex,
             host_limit=self.host_limit,
             others=tuple((it.kind.kind, seconds(self._each(it.seconds))) for it in self.parts),
@@ -822,6 +783,16 @@ class Costs:
             "from_first": from_first,
             "of_lookup": tuple(from_first if r == start else self._hop(r, start) for r in ranks),
         }
+
+
+_ALWAYS = ("forward", "backward", "weight", "activation", "held_for_weight")
+_AT_TIMES = ("whole", "forward_comm", "backward_comm", "recompute", "copy")
+"""Tables with one value for each slice: of all costs, and of some."""
+
+
+def _sum(values: tuple[float, ...], more: tuple[float, ...]) -> tuple[float, ...]:
+    """Return the sums of two tables; the first one where either is empty."""
+    return tuple(map(add, values, more)) if values and more else values
 
 
 def check_number(costs: Costs | StageCosts, num_microbatches: int) -> None:
