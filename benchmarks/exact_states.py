@@ -25,11 +25,12 @@ from ortools.sat.python import cp_model
 from megatron_zb import schedules
 from megatron_zb.errors import UsageError
 from megatron_zb.schedules.bounds import lower_bound
-from megatron_zb.schedules.costs import Costs, StageCosts
+from megatron_zb.schedules.costs import Costs
 from megatron_zb.schedules.passes import Pass, PassKind
 from megatron_zb.schedules.placement import Placement, looped, wave
 from megatron_zb.schedules.schedule import Schedule
 from megatron_zb.schedules.simulator import simulate
+from megatron_zb.schedules.stage_costs import StageCosts
 
 SIZES = ((2, 2), (2, 3), (2, 4), (3, 3), (3, 4))  # ranks and microbatches
 LIMITS = (1.0, 1.5, 2.0)

@@ -11,8 +11,8 @@ import math
 from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple, TypeAlias
 
-from megatron_zb.schedules.costs import StageCosts
 from megatron_zb.schedules.placement import Placement
+from megatron_zb.schedules.stage_costs import StageCosts
 
 
 def lower_bound(

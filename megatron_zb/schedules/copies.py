@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from megatron_zb.schedules.costs import StageCosts
 from megatron_zb.schedules.kinds import Copies, Kind
 from megatron_zb.schedules.passes import Pass
+from megatron_zb.schedules.stage_costs import StageCosts
 
 
 class Copy(NamedTuple):

@@ -66,7 +66,7 @@ class Copies(Enum):
 
 
 Memory: TypeAlias = tuple[tuple[str, int], ...]
-"""A change of memory: how many times each table of :class:`~costs.StageCosts` is taken or freed."""
+"""Change of memory: how many times each table of :class:`~stage_costs.StageCosts` is taken."""
 
 
 @dataclass(frozen=True)

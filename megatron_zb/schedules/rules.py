@@ -11,7 +11,6 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import ClassVar, Protocol, TypeAlias
 
-from megatron_zb.schedules.costs import StageCosts
 from megatron_zb.schedules.kinds import (
     EMBEDDING_KINDS,
     TRAINING_KINDS,
@@ -22,6 +21,7 @@ from megatron_zb.schedules.kinds import (
 )
 from megatron_zb.schedules.passes import Channel, Message, Pass, PassKind
 from megatron_zb.schedules.placement import Placement
+from megatron_zb.schedules.stage_costs import StageCosts
 from megatron_zb.schedules.task_graph import Row, TaskGraph
 
 Moment: TypeAlias = tuple[float, ...]

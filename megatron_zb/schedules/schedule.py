@@ -6,10 +6,10 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 from megatron_zb.errors import UsageError
-from megatron_zb.schedules.costs import StageCosts
 from megatron_zb.schedules.passes import Pair, Pass, PassKind
 from megatron_zb.schedules.placement import Placement
 from megatron_zb.schedules.rules import TRAINING, Rules
+from megatron_zb.schedules.stage_costs import StageCosts
 from megatron_zb.schedules.task_graph import Orders, TaskGraph, replay
 from megatron_zb.schedules.violations import broken_pair, violation
 

@@ -14,10 +14,10 @@ from functools import cached_property, lru_cache
 from typing import NamedTuple, Protocol
 
 from megatron_zb.schedules.copies import CopyEngines
-from megatron_zb.schedules.costs import StageCosts
 from megatron_zb.schedules.kinds import At, Due, Home, Kind, Need
 from megatron_zb.schedules.passes import Message, Pair, Pass, PassKind
 from megatron_zb.schedules.placement import Placement
+from megatron_zb.schedules.stage_costs import StageCosts
 
 _MOST_GRAPHS = 64  # kept for further schedules of the same sizes
 

@@ -13,9 +13,9 @@ from math import inf
 from typing import NamedTuple
 
 from megatron_zb.errors import UsageError
-from megatron_zb.schedules.costs import StageCosts
 from megatron_zb.schedules.passes import PassKind
 from megatron_zb.schedules.placement import GroupPlacement, Placement, grouped
+from megatron_zb.schedules.stage_costs import StageCosts
 
 _STAGE = re.compile(r"(\d{1,6})(?:-(\d{1,6}))?(?::(\d{1,6}))?")
 

@@ -5,11 +5,12 @@ from __future__ import annotations
 import pytest
 
 from megatron_zb import schedules
-from megatron_zb.schedules.costs import Costs, ShardCosts, StageCosts
+from megatron_zb.schedules.costs import Costs
 from megatron_zb.schedules.passes import Pass, PassKind
 from megatron_zb.schedules.placement import Placement, looped, v_shape
 from megatron_zb.schedules.rules import VocabularyRules
 from megatron_zb.schedules.schedule import Schedule
+from megatron_zb.schedules.stage_costs import ShardCosts, StageCosts
 
 F, B, W, BW, O, P, V, E = map(PassKind, ("F", "B", "W", "BW", "O", "P", "V", "E"))  # noqa: E741
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import pytest
 
 from megatron_zb import schedules
-from megatron_zb.schedules.costs import Costs, StageCosts
+from megatron_zb.schedules.costs import Costs
 from megatron_zb.schedules.passes import Pass, PassKind
 from megatron_zb.schedules.placement import looped
 from megatron_zb.schedules.program.lowering import (
@@ -21,6 +21,7 @@ from megatron_zb.schedules.program.lowering import (
 )
 from megatron_zb.schedules.program.memory import peak_with_messages
 from megatron_zb.schedules.schedule import Schedule
+from megatron_zb.schedules.stage_costs import StageCosts
 
 F, B, W, BW = PassKind.F, PassKind.B, PassKind.W, PassKind.BW
 

@@ -35,8 +35,8 @@ from megatron_zb.drawing.palette import (
 from megatron_zb.errors import UsageError
 from megatron_zb.schedules import Timeline, simulate
 from megatron_zb.schedules.copies import Copy
-from megatron_zb.schedules.costs import StageCosts
 from megatron_zb.schedules.placement import Placement
+from megatron_zb.schedules.stage_costs import StageCosts
 
 if TYPE_CHECKING:
     from markupsafe import Markup

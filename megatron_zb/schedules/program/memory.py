@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from megatron_zb.schedules.costs import StageCosts
 from megatron_zb.schedules.program.lowering import (
     PostReceive,
     Program,
@@ -12,6 +11,7 @@ from megatron_zb.schedules.program.lowering import (
     WaitReceive,
     runs_of,
 )
+from megatron_zb.schedules.stage_costs import StageCosts
 
 
 def peak_with_messages(program: Program, rank: int, costs: StageCosts, message: float) -> float:

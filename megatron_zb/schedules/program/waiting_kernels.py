@@ -11,7 +11,6 @@ from collections import defaultdict, deque
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-from megatron_zb.schedules.costs import StageCosts
 from megatron_zb.schedules.passes import LAUNCH_LITTLE, Channel, Message, Pair, Pass
 from megatron_zb.schedules.program.lowering import (
     PostReceive,
@@ -21,6 +20,7 @@ from megatron_zb.schedules.program.lowering import (
     Send,
     WaitReceive,
 )
+from megatron_zb.schedules.stage_costs import StageCosts
 
 RUN_AHEAD = 3
 """Largest number of passes that the host has enqueued and the GPU has not ended.

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
-from megatron_zb.schedules.costs import StageCosts
 from megatron_zb.schedules.passes import Pass, PassKind
 from megatron_zb.schedules.placement import Placement
 from megatron_zb.schedules.rules import VocabularyRules
 from megatron_zb.schedules.search.inner_loops import INFINITY, Gaps, GapSpace
 from megatron_zb.schedules.search.kernels import Engine
+from megatron_zb.schedules.stage_costs import StageCosts
 
 _F, _B, _W, _BW = PassKind.F, PassKind.B, PassKind.W, PassKind.BW
 _COUNTS = 9

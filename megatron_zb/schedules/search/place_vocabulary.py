@@ -13,7 +13,6 @@ from itertools import product
 from typing import NamedTuple
 
 from megatron_zb.schedules.bounds import lower_bound, usable_limit
-from megatron_zb.schedules.costs import StageCosts
 from megatron_zb.schedules.passes import Pass, PassKind
 from megatron_zb.schedules.placement import Placement
 from megatron_zb.schedules.request import Request
@@ -26,6 +25,7 @@ from megatron_zb.schedules.search.hill_climbing import search
 from megatron_zb.schedules.search.kernels import engine
 from megatron_zb.schedules.search.placement_search import NAMED_SECONDS
 from megatron_zb.schedules.search.runner import Problem
+from megatron_zb.schedules.stage_costs import StageCosts
 
 
 class _Choices(NamedTuple):

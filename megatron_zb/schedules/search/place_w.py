@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from megatron_zb.schedules.costs import StageCosts
 from megatron_zb.schedules.passes import Pass, PassKind
 from megatron_zb.schedules.placement import Placement
 from megatron_zb.schedules.request import Request
@@ -10,6 +9,7 @@ from megatron_zb.schedules.schedule import Schedule
 from megatron_zb.schedules.search.fusing import fuse_for_free
 from megatron_zb.schedules.search.gap_filler import GapFiller
 from megatron_zb.schedules.search.kernels import engine
+from megatron_zb.schedules.stage_costs import StageCosts
 
 _EAGERNESS = (1.0, 0.75, 0.5, 0.25, 0.0)
 

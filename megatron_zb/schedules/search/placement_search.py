@@ -7,7 +7,6 @@ from dataclasses import replace
 
 from megatron_zb.errors import UsageError
 from megatron_zb.schedules.bounds import earliest_starts, lower_bound, period_bound, usable_limit
-from megatron_zb.schedules.costs import StageCosts
 from megatron_zb.schedules.limit import Limit
 from megatron_zb.schedules.passes import Pass, PassKind
 from megatron_zb.schedules.placement import Placement
@@ -22,6 +21,7 @@ from megatron_zb.schedules.search.place_moves import place_moves, with_drops
 from megatron_zb.schedules.search.polish_moves import polish_moves
 from megatron_zb.schedules.search.runner import Problem
 from megatron_zb.schedules.simulator import Timeline, simulate
+from megatron_zb.schedules.stage_costs import StageCosts
 
 NAMED_SECONDS = 0.25
 """Approximate seconds of the search for a named schedule, if it is compiled."""

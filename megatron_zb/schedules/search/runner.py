@@ -6,7 +6,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from megatron_zb.schedules.costs import StageCosts
 from megatron_zb.schedules.passes import Pass, PassKind
 from megatron_zb.schedules.placement import Placement
 from megatron_zb.schedules.search.inner_loops import (
@@ -22,6 +21,7 @@ from megatron_zb.schedules.search.inner_loops import (
 )
 from megatron_zb.schedules.search.kernels import Engine
 from megatron_zb.schedules.search.priority_weights import PriorityWeights
+from megatron_zb.schedules.stage_costs import StageCosts
 
 _TOLERANCE = 1e-9
 _KINDS = (PassKind.F, PassKind.B, PassKind.W, PassKind.R)

@@ -12,7 +12,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from megatron_zb.schedules.costs import StageCosts
 from megatron_zb.schedules.passes import Pass, PassKind
 from megatron_zb.schedules.placement import Placement
 from megatron_zb.schedules.schedule import Schedule
@@ -21,6 +20,7 @@ from megatron_zb.schedules.search.hill_climbing import search
 from megatron_zb.schedules.search.inner_loops import States
 from megatron_zb.schedules.search.kernels import engine
 from megatron_zb.schedules.search.runner import Coded, Problem, Runner
+from megatron_zb.schedules.stage_costs import StageCosts
 
 # Shares of units that are dropped while an order is looked for: of the chunks of a rank that hold
 # their activations longest, the first half, and of the others.
