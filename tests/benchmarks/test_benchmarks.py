@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import re
+import sys
 from argparse import Namespace
 from dataclasses import replace
 from pathlib import Path
@@ -15,6 +17,7 @@ import pytest
 import rank_memory
 import split_backward
 import torch
+import user_outputs
 from jobs import Ended, run_script
 from layer_sizes import LayerSizes, chosen
 from rank_process import Kind, missing_transformer_engine
@@ -278,3 +281,19 @@ def test_the_hosts_time_is_refused_in_one_sentence(arguments: str, sentence: str
     done = benchmark("host_overhead.py", *arguments.split())
     assert done.code == 2
     assert sentence in done.stderr.splitlines()[-1]
+
+
+def test_outputs_of_every_command_are_kept(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    asked = dict(user_outputs.commands(with_plans=True))
+    overview = user_outputs.output_of(asked["help"])
+    listed = re.findall(r"^ {4}(\w+) ", overview, re.MULTILINE)
+    assert sorted(listed) == sorted(user_outputs.COMMANDS)
+    few = [("help", ["--help"]), ("wrong", ["show", "nothing"])]
+    monkeypatch.setattr(user_outputs, "commands", lambda with_plans: iter(few))
+    monkeypatch.setattr(sys, "argv", ["x", str(tmp_path / "kept")])
+    assert user_outputs.main() == 0
+    assert (tmp_path / "kept" / "help.txt").read_text(encoding="utf-8") == overview
+    assert "exit status 2" in (tmp_path / "kept" / "wrong.txt").read_text(encoding="utf-8")
+    assert capsys.readouterr().out == f"2 outputs are in {tmp_path / 'kept'}\n"
