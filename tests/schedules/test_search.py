@@ -13,8 +13,8 @@ import pytest
 from megatron_zb import schedules
 from megatron_zb.schedules.bounds import lower_bound
 from megatron_zb.schedules.placement import v_shape
-from megatron_zb.schedules.search import hill_climbing, runner
-from megatron_zb.schedules.search.hill_climbing import Effort
+from megatron_zb.schedules.search import effort, hill_climbing, runner
+from megatron_zb.schedules.search.effort import Effort
 from megatron_zb.schedules.search.inner_loops import INFINITY
 from megatron_zb.schedules.search.kernels import (
     Compiled,
@@ -140,3 +140,22 @@ def test_earlier_chunks_have_a_larger_share_of_a_quota(chunks: int) -> None:
         return
     assert portions == sorted(portions, reverse=True)
     assert sum(portions) == pytest.approx(chunks**2 / (chunks**2 - 1))
+
+
+@pytest.mark.parametrize("pace", [effort.SINGLE, effort.WALKS, effort.STATES, effort.PAIRS])
+def test_effort_grows_with_seconds_up_to_what_is_useful(
+    pace: effort.Pace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(effort, "available", lambda: True)
+    problem = _problem()
+    assert effort.effort_of(problem, 1e6, pace) == pace.most
+    assert pace.most.moves > pace.most.runs, "a run orders all passes, a move changes one"
+    some, twice = (effort.effort_of(problem, seconds, pace) for seconds in (0.01, 0.02))
+    assert 0 < 2 * some.runs <= twice.runs <= 2 * some.runs + 1 < pace.most.runs
+    assert 0 < 2 * some.moves <= twice.moves <= 2 * some.moves + 1
+    assert effort.effort_of(problem, 1e6, pace, Effort(7, 9)) == Effort(7, 9)
+    monkeypatch.setattr(effort, "available", lambda: False)
+    assert effort.effort_of(problem, 1e6, pace) == Effort(100, 0)
+    slower = effort.effort_of(problem, 0.02, pace)
+    assert 0 < slower.runs < twice.runs / 5
+    assert slower.moves == 0
