@@ -1,0 +1,59 @@
+"""Forward-only orders: faster than those of training, valid, and the same microbatches in turn."""
+
+from __future__ import annotations
+
+import pytest
+
+from megatron_zb import schedules
+from megatron_zb.schedules import Costs
+from megatron_zb.schedules.forward_orders import forward_only
+from megatron_zb.schedules.passes import PassKind
+from megatron_zb.schedules.program.lowering import unfinished
+
+pytestmark = pytest.mark.usefixtures("brief_searches")
+
+CHUNKED = ("v-half", "v-min", "v-zb", "1f1b-v", "wave", "interleaved")
+
+
+def costs_of(p: int, p2p: float = 0.02) -> Costs:
+    return Costs.uniform(pipeline_size=p, forward=1.0, backward=1.0, weight=1.0, p2p=p2p)
+
+
+@pytest.mark.parametrize("name", CHUNKED)
+@pytest.mark.parametrize("lengths", [(1.0,) * 6, (1.0, 3.0, 0.5, 2.0, 1.0, 8.0)])
+def test_any_order_is_valid_and_no_slower_than_that_of_training(
+    name: str, lengths: tuple[float, ...]
+) -> None:
+    p, m = 3, len(lengths)
+    costs = costs_of(p).of_lengths(lengths)
+    training = schedules.build(name, pipeline_size=p, num_microbatches=m, costs=costs_of(p))
+    found = forward_only(training, costs).validate()
+    assert found.forward_only
+    assert {p.kind for rank in found.ranks for p in rank} == {PassKind.F}
+    assert unfinished(schedules.lower(found)) == {}
+    before = schedules.simulate(training.forwards(), costs).makespan
+    assert schedules.simulate(found, costs).makespan <= before
+
+
+def test_a_v_evaluates_about_as_fast_as_one_chunk() -> None:
+    """Units of one rank's forward work; 1F1B's order on one chunk takes 1.45 with these hops."""
+    p, m = 8, 16
+    costs = costs_of(p)
+    seconds = {}
+    for name in ("1f1b", "v-half", "v-zb"):
+        training = schedules.build(name, pipeline_size=p, num_microbatches=m, costs=costs)
+        seconds[name] = schedules.simulate(forward_only(training, costs), costs).makespan / m
+    assert seconds["1f1b"] == pytest.approx((m + p - 1 + 0.02 * (p - 1)) / m)
+    assert seconds["v-half"] <= 1.5
+    assert seconds["v-zb"] <= 1.5
+
+
+def test_what_has_other_forward_passes_keeps_its_order() -> None:
+    costs = costs_of(4).with_vocabulary(output=1.0, weight=0.5)
+    training = schedules.build("v-half", pipeline_size=4, num_microbatches=6, costs=costs)
+    assert forward_only(training, costs) == training.forwards()
+
+
+def test_one_chunk_has_one_order() -> None:
+    training = schedules.build("zb-h1", pipeline_size=4, num_microbatches=6, costs=costs_of(4))
+    assert forward_only(training, costs_of(4)) == training.forwards()
