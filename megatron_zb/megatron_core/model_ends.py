@@ -20,7 +20,10 @@ from megatron.core.transformer.module import fp32_to_float16
 from megatron.core.transformer.transformer_block import TransformerBlock
 from megatron.core.utils import get_attr_wrapped_model
 
+from megatron_zb.errors import UsageError
 from megatron_zb.megatron_core.versions import data_parallel_group
+
+_CHECKED = "megatron_zb_is_tied"
 
 
 def tied_weights(chunks: list[Any]) -> tuple[torch.Tensor, torch.Tensor] | None:
@@ -69,13 +72,38 @@ def finalize_with_tied_weights(
     The tied gradients are summed where Megatron sums them, after the data-parallel reduction and
     before the division by the number of tokens, so that the result is the same to the last bit.
     ``pg_collection`` must be given, as Megatron's schedules do.
+
+    Raises:
+        UsageError: the copies differ, see :func:`check_tied`.
     """
+    check_tied(chunks)
     finalize_model_grads(
         chunks, None, pg_collection=pg_collection, force_all_reduce=force_all_reduce
     )
     _sum_tied_gradients(chunks)
     if num_tokens is not None:
         _divide_by_tokens(chunks, num_tokens, pg_collection)
+
+
+def check_tied(chunks: list[Any]) -> None:
+    """Check once for a model that both copies of tied weights on this rank are equal.
+
+    Whatever loads weights by the last stage of the last rank, as importers of other formats do,
+    finds no copy there and may leave this one as it is.
+
+    Raises:
+        UsageError: they differ.
+    """
+    pair = tied_weights(chunks)
+    if pair is None or getattr(pair[1], _CHECKED, False):
+        return
+    embedding, output = pair
+    if not torch.equal(embedding, output):
+        raise UsageError(
+            "the output layer is tied to the embedding, but the weights that were loaded differ: "
+            "load the embedding into both chunks of this rank, before the optimizer is made"
+        )
+    setattr(output, _CHECKED, True)
 
 
 def _sum_tied_gradients(chunks: list[Any]) -> None:
