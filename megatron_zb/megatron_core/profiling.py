@@ -29,10 +29,12 @@ from megatron_zb.measured.profile import (
     merged_pairs,
     merged_shards,
 )
+from megatron_zb.megatron_core.current_schedule import CurrentSchedule
 from megatron_zb.runtime.activation_memory import ActivationMemory
 from megatron_zb.runtime.link_times import BYTES, CopyTimes
 from megatron_zb.runtime.observer import AllocatedMemory, MemoryRecorder, Observer, Recorder, Span
 from megatron_zb.schedules.passes import Channel, Pair, Pass, PassKind
+from megatron_zb.schedules.search.fusing import join_all, split_all
 
 WARM_UP = 2
 TIMED = 4
@@ -99,33 +101,27 @@ class HeldStage:
 class Profiling:
     """Measurement in the first iterations of a job, and again every ``every`` iterations.
 
+    It switches to an order of passes in which B and W can be told apart, to one in which every
+    backward is whole, and to the usual one, in which passes run in pairs.
+
     Args:
-        begin: called before the first iteration that counts; tells whether passes run in pairs.
-        split: called where every backward has to be split from then on, so that B and W can be
-            told apart.
-        join: called where every backward has to be whole from then on.
-        pair: called where passes have to run in pairs from then on.
+        current: the schedule of the job. Iterations with another number of microbatches are left
+            out.
         held: the stages of this rank.
-        shard: the number as which its part of a cut vocabulary counts, behind the stages.
-        num_microbatches: microbatches of an iteration that counts; others are left out.
-        every: iterations from one profile to the next; None for one profile alone.
+        every: iterations from one profile to the next; None for a single profile.
     """
 
     def __init__(
-        self,
-        begin: Callable[[], bool],
-        split: Callable[[], None],
-        join: Callable[[], None],
-        pair: Callable[[], None],
-        held: Sequence[HeldStage],
-        num_microbatches: int,
-        every: int | None = None,
-        shard: int | None = None,
+        self, current: CurrentSchedule, held: Sequence[HeldStage], every: int | None = None
     ) -> None:
-        self._begin, self._split, self._join, self._pair = begin, split, join, pair
+        self._current, self._held, self._every = current, held, every
+        self.usual = current.schedule
+        """The schedule before and after the measurement."""
+        is_cut = current.costs.vocabulary is not None
+        # a rank's part of a cut vocabulary counts as a stage behind those of the model
+        self._shard = self.usual.placement.num_stages + held[0].rank if is_cut else None
+        self._num_microbatches = self.usual.num_microbatches
         self._timed = WARM_UP + TIMED + WHOLE
-        self._held, self._every, self._shard = held, every, shard
-        self._num_microbatches = num_microbatches
         self._done = 0
         self._counts = False
         self._recorders: list[Recorder] = []
@@ -142,14 +138,14 @@ class Profiling:
         if self._done == self._every:
             self._done = 0
         if self._done == 0:
-            has_pairs = self._begin()
-            self._timed = WARM_UP + TIMED + WHOLE + (PAIRED if has_pairs else 0)
+            self.usual = self._current.schedule
+            self._timed = WARM_UP + TIMED + WHOLE + (PAIRED if self.usual.pairs else 0)
         if self._done in (0, self._timed):
-            self._split()
-        elif self._done == WARM_UP + TIMED:
-            self._join()
+            self._current.use(split_all(self.usual.without_pairs()))
+        elif self._done == WARM_UP + TIMED:  # the time of a BW is not the sum of its halves'
+            self._current.use(join_all(self.usual.without_pairs()))
         elif self._done == WARM_UP + TIMED + WHOLE:
-            self._pair()
+            self._current.use(self.usual)
 
     @property
     def is_for_pairs(self) -> bool:

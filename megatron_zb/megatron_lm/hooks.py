@@ -18,6 +18,7 @@ from typing import Any
 
 from megatron_zb.errors import UsageError
 from megatron_zb.job import data_contents, settings
+from megatron_zb.job.ending import end_with
 from megatron_zb.job.rendezvous import Rendezvous
 from megatron_zb.job.shared_build import SharedBuild, build_with_cache
 from megatron_zb.megatron_core import refusals, versions
@@ -35,7 +36,6 @@ from megatron_zb.megatron_lm.adapter_of_arguments import (
     prepare_overlap,
     without_bulk_overlap,
 )
-from megatron_zb.megatron_lm.ending import end_with
 from megatron_zb.megatron_lm.post_validation_hooks import PostValidationHooks
 from megatron_zb.megatron_lm.replacing import replace, replace_method, replace_static, when
 from megatron_zb.megatron_lm.scheduled_run import START, ScheduledRun

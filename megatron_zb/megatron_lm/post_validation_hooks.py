@@ -17,9 +17,9 @@ from typing import Any
 import torch.distributed as dist
 
 from megatron_zb.errors import UsageError
+from megatron_zb.job.ending import end_with
 from megatron_zb.megatron_core.adapter import PipelineAdapter
 from megatron_zb.megatron_core.post_validation import PostValidation
-from megatron_zb.megatron_lm.ending import end_with
 from megatron_zb.megatron_lm.replacing import replace, when
 
 # Functions of the training loop that read, store or compare what a step has made, or end the job.
