@@ -33,7 +33,7 @@ from megatron_zb_train.processes import Environment
 if TYPE_CHECKING:
     from torch.distributed import Store
 
-    from megatron_zb.job.rendezvous import Rendezvous
+    from megatron_zb.job.agreement import Rendezvous
     from megatron_zb.job.shared_build import SharedBuild
     from megatron_zb.megatron_core.adapter import PipelineAdapter
     from megatron_zb.schedules.catalog import Build
@@ -207,7 +207,7 @@ def rendezvous(store: Store, environment: Environment) -> Rendezvous:
 
     An error is raised on rank 0; the other ranks raise one that prints nothing.
     """
-    from megatron_zb.job.rendezvous import Rendezvous
+    from megatron_zb.job.agreement import Rendezvous
 
     def end(error: UsageError, *, speaks: bool | None = None) -> NoReturn:
         if speaks is not False:

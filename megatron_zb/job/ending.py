@@ -14,7 +14,7 @@ from megatron_zb.errors import UsageError
 _TIME_FOR_OTHERS = 4.0  # seconds: to get as far as this rank has
 _TIME_FOR_RANK_0 = 20.0
 _SAID = ("Connection reset by peer", "Connection closed by peer", "Broken pipe")
-"""What gloo says where another rank has ended."""
+"""Parts of gloo's errors where another rank has ended."""
 
 
 def end_with(error: UsageError, rank: int, *, speaks: bool | None = None) -> NoReturn:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import argparse
 from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from megatron_zb.errors import UsageError
 from megatron_zb.parsing import flag_of
@@ -48,7 +48,11 @@ _STATES = (
 
 @dataclass(frozen=True, kw_only=True)
 class ScheduleSettings:
-    """The settings of a schedule, by the names of the command line's flags."""
+    """The settings of a schedule, by the names of the command line's flags.
+
+    Raises:
+        UsageError: a value is none of the choices of its flag, or no limit.
+    """
 
     pipeline_schedule: str | None = _setting(
         example=None,
@@ -196,6 +200,10 @@ class ScheduleSettings:
     nccl_communicator_config_path: str | None = None
     high_priority_stream_groups: tuple[str, ...] = ()
 
+    def __post_init__(self) -> None:
+        for name in _FIELDS:
+            object.__setattr__(self, name, parsed(name, getattr(self, name)))
+
     @classmethod
     def of(cls, args: argparse.Namespace, **changed: Any) -> ScheduleSettings:
         """Return the settings among the arguments of a run, but for those that are changed."""
@@ -216,14 +224,12 @@ class ScheduleSettings:
     @property
     def memory_limit(self) -> Limit | None:
         """The most activation memory of a rank."""
-        limit: Limit | None = parsed("pipeline_memory_limit", self.pipeline_memory_limit)
-        return limit
+        return cast("Limit | None", self.pipeline_memory_limit)
 
     @property
     def host_limit(self) -> Limit | None:
         """The most memory of the host that the activations of a rank may take."""
-        limit: Limit | None = parsed("pipeline_host_limit", self.pipeline_host_limit)
-        return limit
+        return cast("Limit | None", self.pipeline_host_limit)
 
 
 _FIELDS = {each.name: each for each in fields(ScheduleSettings)}

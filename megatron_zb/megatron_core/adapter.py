@@ -73,7 +73,9 @@ class PipelineAdapter:
 
         Args:
             settings: the schedule and its options, such as
-                ``ScheduleSettings(pipeline_schedule="v-half")``.
+                ``ScheduleSettings(pipeline_schedule="v-half")``. Those of a run, such as
+                ``pipeline_verify``, have methods instead: ``watch``, ``verify``, ``profile``,
+                ``draw_by_layer``, ``connect_with``, ``post_validate``.
             sizes: model and batch, such as
                 ``JobSizes(pipeline_size=4, num_microbatches=8, layers=Layers(32))``.
             build: the function that builds schedules, for example on one rank for all.

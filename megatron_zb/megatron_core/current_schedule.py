@@ -45,7 +45,7 @@ class JobSizes:
         overlaps_exchange: a forward and a backward may run in one pass, so that what experts
             exchange in one hides behind the other.
         copy: with ``pipeline_offload``, what copying an activation to the host takes as a share of
-            the passes that use it, unless the profile that balances layers tells.
+            the passes that use it, unless the profile that balances layers has timed copies.
         vocabulary: with ``pipeline_vocabulary``, the number of layers that the output layer counts
             for, unless the ends of the model are known.
     """
@@ -275,6 +275,8 @@ def _assumed_costs(settings: ScheduleSettings, sizes: JobSizes) -> Costs:
         costs = _equal_costs(p, p2p=TRANSFER)
         if sizes.ends is not None and layers > 0:
             costs = costs_of(layers, p, sizes.ends)
+    if settings.pipeline_vocabulary == "auto":
+        raise UsageError("pipeline_vocabulary is 'auto', which needs the flags of a run: give on")
     if settings.pipeline_vocabulary == "on":
         counted = 1.0 if sizes.known_ends is None else sizes.known_ends.output
         costs = with_counted_vocabulary(costs, layers, sizes.vocabulary or counted)

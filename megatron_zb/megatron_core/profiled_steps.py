@@ -20,7 +20,7 @@ from megatron_zb.measured.profile import Profile, ProfiledModel, write_profile
 from megatron_zb.measured.trace import of_spans, write_trace
 from megatron_zb.megatron_core.current_schedule import CurrentSchedule
 from megatron_zb.megatron_core.model_ends import language_model
-from megatron_zb.megatron_core.profiling import ITERATIONS, PAIRED, HeldStage, Measured, Profiling
+from megatron_zb.megatron_core.profiling import ITERATIONS, PAIRED, HeldStage, Profiling, Spans
 from megatron_zb.megatron_core.split_backward import SplitBackward
 from megatron_zb.megatron_core.step import (
     Step,
@@ -156,7 +156,7 @@ class ProfilePart(StepPart):
             step.forward_step_func = usual
 
     def after_step(self, step: Step) -> None:
-        """Record the end of the step, and hand over a profile that it has completed."""
+        """Record the end of the step; write a profile that it has completed, and use it."""
         profiling = self.profiling
         if profiling is None or step.forward_only:
             return
@@ -170,49 +170,14 @@ class ProfilePart(StepPart):
         ahead = clock_ahead(channels, placement, step.logical, device())
         host = None if self._host is None else self._host()
         copies = None if host is None else copy_times(host.engines, host.device)
-        measured = profiling.measured(links, step.empty().nbytes, ahead, copies)
-        self._use_measured(measured, profiling.usual, step)
-
-    def _use_measured(self, measured: Measured, usual: Schedule, step: Step) -> None:
-        """Write the measurements and choose a schedule, on every rank between two iterations."""
-        profile = self._profile(measured, usual, step)
-        self._current.use(usual)
+        layers = "".join(self._letters).count("t")
+        message, model = step.empty().nbytes, _described(step, layers)
+        profile, spans = profiling.measured(model, links, message, ahead, copies)
+        self._current.use(profiling.usual)
         if self._use.path is not None and dist.get_rank() == 0:
-            print(f"megatron_zb: {_written(profile, measured, self._use.path)}", flush=True)
+            print(f"megatron_zb: {_written(profile, spans, self._use.path)}", flush=True)
         if self._use.replans:
-            say_on_first_rank(self._choose(profile, usual))
-
-    def _profile(self, measured: Measured, usual: Schedule, step: Step) -> Profile:
-        config, placement = step.config, usual.placement
-        unsplit = self._current.unsplit_shares or [0.0] * placement.num_stages
-        return Profile(
-            version=5,
-            device=torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU",
-            schedule=usual.name,
-            pipeline_size=placement.pipeline_size,
-            num_microbatches=usual.num_microbatches,
-            message=measured.message,
-            model=ProfiledModel(
-                layers=sum(stage.layers.count("t") for stage in measured.stages),
-                hidden_size=config.hidden_size,
-                sequence_length=step.seq_length,
-                microbatch=step.micro_batch_size,
-                tensor=step.pg_collection.tp.size(),
-                context=step.pg_collection.cp.size(),
-                vocabulary=_rows_of_output(step.model[0]),
-            ),
-            stages=[
-                stage.model_copy(update={"unsplit": share})
-                for stage, share in zip(measured.stages, unsplit, strict=True)
-            ],
-            pairs=measured.pairs,
-            links=measured.links,
-            parts=measured.parts,
-            host=measured.host,
-            outside=measured.outside,
-            vocabulary=measured.vocabulary,
-            host_link=measured.host_link,
-        )
+            say_on_first_rank(self._choose(profile, profiling.usual))
 
     def _choose(self, profile: Profile, usual: Schedule) -> str:
         """Rebuild the schedule on one rank for all: it takes all cores and must be equal.
@@ -261,20 +226,29 @@ class ProfilePart(StepPart):
         return costs
 
 
-def _written(profile: Profile, measured: Measured, path: Path) -> str:
+def _described(step: Step, layers: int) -> ProfiledModel:
+    config, chunk = step.config, step.model[0]
+    model = get_attr_wrapped_model(chunk, "pre_process", return_model_obj=True)
+    return ProfiledModel(
+        layers=layers,
+        hidden_size=config.hidden_size,
+        sequence_length=step.seq_length,
+        microbatch=step.micro_batch_size,
+        tensor=step.pg_collection.tp.size(),
+        context=step.pg_collection.cp.size(),
+        # rows of the whole output layer, which every chunk of Megatron's model has as a number
+        vocabulary=getattr(language_model(model), "vocab_size", None),
+    )
+
+
+def _written(profile: Profile, spans: list[Spans], path: Path) -> str:
     """Write profile and trace; return a line about it, an error as well, which ends no job."""
     try:
         write_profile(profile, path)
-        write_trace(of_spans(measured.spans), path)
+        write_trace(of_spans(spans), path)
     except UsageError as error:
         return str(error)
     return f"the profile is in {path}"
-
-
-def _rows_of_output(chunk: Any) -> int | None:
-    """Return the rows of the whole output layer, which every chunk of Megatron's model knows."""
-    model = get_attr_wrapped_model(chunk, "pre_process", return_model_obj=True)
-    return getattr(language_model(model), "vocab_size", None)
 
 
 @contextmanager

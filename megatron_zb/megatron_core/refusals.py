@@ -112,7 +112,7 @@ def _flag(name: str, value: str = "") -> Callable[[Asked], str | None]:
 def _state(
     name: str, has: Callable[[Schedule], bool], passes: str
 ) -> Callable[[Asked], str | None]:
-    """Return the condition that passes have a state, as a flag or the schedule of a file says.
+    """Return the condition that passes have a state, by a flag or in the schedule of a file.
 
     Args:
         has: whether the schedule of a file has the state.

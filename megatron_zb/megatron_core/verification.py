@@ -71,9 +71,7 @@ class Verification(StepPart):
     def after_step(self, step: Step) -> None:
         if self._is_due and not step.forward_only:
             self._is_due = False
-            line = self._compare(step)
-            if dist.get_rank() == 0:
-                print(f"megatron_zb: {line}", flush=True)
+            say_on_first_rank(self._compare(step))
 
     def _rehearse(self, step: Step) -> None:
         """Run the step that is compared with, and undo everything that it has changed."""
@@ -164,16 +162,10 @@ def _gradients(chunk: Any) -> dict[str, torch.Tensor | None]:
     """Return copies of the gradients of a chunk's parameters on the host, None for zeros."""
     found: dict[str, torch.Tensor | None] = {}
     for name, parameter in _parameters(chunk):
-        gradient = _gradient(parameter)
+        gradient = gradient_of(parameter)
         there = gradient is not None and bool(gradient.any())
         found[name] = gradient.to("cpu", copy=True) if gradient is not None and there else None
     return found
-
-
-def _gradient(parameter: Any) -> torch.Tensor | None:
-    """Return a gradient as :func:`gradient_of`, None where there is none."""
-    gradient: torch.Tensor | None = gradient_of(parameter)
-    return None if gradient is None else gradient.detach()
 
 
 def _set_gradients(chunk: Any, gradients: dict[str, torch.Tensor | None]) -> None:
@@ -194,7 +186,7 @@ def _differences(
     """Return the gradients that differ by more than is allowed, and the largest difference."""
     found, largest = [], 0.0
     for name, parameter in _parameters(chunk):
-        mine, theirs = _gradient(parameter), expected[name]
+        mine, theirs = gradient_of(parameter), expected[name]
         if mine is None and theirs is None:
             continue
         zero = torch.zeros(())

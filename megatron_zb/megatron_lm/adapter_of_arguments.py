@@ -164,8 +164,7 @@ def _steps_done() -> int:
     """Return the steps that Megatron-LM's training loop has completed before the next one."""
     from megatron.training import get_args
 
-    steps: int = get_args().curr_iteration
-    return steps
+    return int(get_args().curr_iteration)
 
 
 # --- model and batch
@@ -243,7 +242,7 @@ def num_layers(args: argparse.Namespace) -> int:
     """Return the number of layers that a schedule places.
 
     Raises:
-        UsageError: no argument tells it.
+        UsageError: no argument gives it.
     """
     pattern = _pattern(args)
     if pattern:
@@ -352,12 +351,12 @@ def _pattern(args: argparse.Namespace) -> str | None:
 
 
 def _says_chunks(args: argparse.Namespace) -> bool:
-    """Return whether there is a pattern, and it can say the layers of every chunk."""
+    """Return whether there is a pattern that can hold the layers of every chunk."""
     return hasattr(args, _NEW_PATTERN) and _pattern(args) is not None
 
 
 def segments(args: argparse.Namespace) -> str | None:
-    """Return the main part of the pattern if it says the layers of each stage."""
+    """Return the main part of the pattern if it has the layers of each stage."""
     written = main_part(_pattern(args) or "")
     return written if "|" in written else None
 

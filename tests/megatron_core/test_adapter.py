@@ -12,6 +12,7 @@ from megatron_zb.job.settings import ScheduleSettings
 from megatron_zb.megatron_core.adapter import PipelineAdapter
 from megatron_zb.megatron_core.connections import WatchPart
 from megatron_zb.schedules.layout import Layers
+from megatron_zb.schedules.limit import Limit
 from megatron_zb.schedules.passes import PassKind
 
 
@@ -56,6 +57,14 @@ def test_the_keywords_of_earlier_versions_are_refused(given: tuple[Any, ...]) ->
         PipelineAdapter.create(*given)
 
 
+def test_the_choice_of_a_cut_vocabulary_is_left_to_the_flags_of_a_run() -> None:
+    sizes = {"pipeline_size": 2, "num_microbatches": 4, "layers": Layers(4)}
+    with pytest.raises(UsageError, match="pipeline_vocabulary is 'auto', which needs the flags"):
+        scheduled("zb-h1", **sizes, pipeline_vocabulary="auto")
+    cut = scheduled("zb-h1", **sizes, pipeline_vocabulary="on")
+    assert cut.costs.vocabulary is not None
+
+
 def test_moved_activations_need_the_time_of_a_copy() -> None:
     with pytest.raises(UsageError, match=r"pipeline_offload needs .*: give copy, such as 0\.1"):
         scheduled(
@@ -86,3 +95,22 @@ def test_an_evaluation_of_more_microbatches_has_no_memory_limit() -> None:
     program = adapter.current.program_for(3, True, False)
     kinds = {p.kind for rank in program.schedule.ranks for p in rank}
     assert (program.schedule.num_microbatches, kinds) == (3, {PassKind.F})
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "said"),
+    [
+        ("pipeline_recompute", "on", "pipeline_recompute is 'on': give auto or off"),
+        ("pipeline_memory_limit", "40", None),
+        ("pipeline_memory_limit", "40 apples", "pipeline_memory_limit is '40 apples': give a frac"),
+    ],
+)
+def test_settings_in_python_are_checked_as_flags_are(
+    name: str, value: str, said: str | None
+) -> None:
+    given: dict[str, Any] = {name: value}
+    if said is None:
+        assert ScheduleSettings(**given).memory_limit == Limit(40.0)
+        return
+    with pytest.raises(UsageError, match=said):
+        ScheduleSettings(**given)

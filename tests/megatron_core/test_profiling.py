@@ -557,7 +557,7 @@ def test_what_w_holds_beyond_the_activations_is_counted_from_f_on(
     passes = [Pass(kind, 0, 0) for kind in (PassKind.F, PassKind.B, PassKind.W, PassKind.BW)]
     one._recorders = [cast("Recorder", Clock(passes))]
     steps = [recorder.spans() for recorder in one._recorders]
-    found = one._stages(7, steps, steps)[0]
+    found = one._stage(held[0], profiling._mean_within(steps), 7)
     assert (found.activation, found.held_for_weight) == (activation, held_for_weight)
 
 
