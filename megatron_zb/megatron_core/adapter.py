@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any, TypeVar
@@ -13,6 +14,7 @@ from megatron.core.distributed import finalize_model_grads as _finalize
 
 from megatron_zb.errors import UsageError
 from megatron_zb.job.settings import ScheduleSettings
+from megatron_zb.measured.balance import costs_beside
 from megatron_zb.megatron_core import graphs, model_ends, versions
 from megatron_zb.megatron_core.connections import ChannelsPart, WatchPart
 from megatron_zb.megatron_core.current_schedule import CurrentSchedule, JobSizes
@@ -39,8 +41,11 @@ from megatron_zb.schedules.catalog import Build
 from megatron_zb.schedules.costs import Costs
 from megatron_zb.schedules.layout import Layers
 from megatron_zb.schedules.schedule import Schedule
+from megatron_zb.schedules.simulator import simulate
 
 __all__ = ["JobSizes", "Layers", "PipelineAdapter", "ScheduleSettings"]
+
+WHOLE = "the output layer stays whole"
 
 _Part = TypeVar("_Part", bound=StepPart)
 
@@ -90,8 +95,45 @@ class PipelineAdapter:
                 "create(ScheduleSettings(pipeline_schedule='v-half'), JobSizes(pipeline_size=4, "
                 "num_microbatches=8, layers=Layers(32)))"
             )
+        if settings.pipeline_vocabulary == "auto":
+            return cls._whole_or_cut(settings, sizes, build)
         current = CurrentSchedule.named(settings, sizes, build)
         return cls(current, ModelPlacement.of(sizes, current.schedule))
+
+    @classmethod
+    def _whole_or_cut(
+        cls, settings: ScheduleSettings, sizes: JobSizes, build: Build
+    ) -> PipelineAdapter:
+        """Create two adapters, whose output layer is whole or cut; return the faster one.
+
+        Every rank asks ``build`` for the same two schedules and comes to the same result.
+        """
+        if (ends := sizes.known_ends) is None:
+            raise UsageError(
+                "pipeline_vocabulary 'auto' has to know what the ends of the model take: give "
+                "ends, or 'on' or 'off'"
+            )
+        of = {asked: replace(settings, pipeline_vocabulary=asked) for asked in ("off", "on")}
+        whole = cls.create(of["off"], sizes, build)
+        try:
+            cut = cls.create(of["on"], sizes, build)
+        except UsageError as error:
+            whole.say(f"{WHOLE}: {error}")
+            return whole
+        seconds = []
+        for adapter in (whole, cut):
+            layers = tuple(letters.count("t") for letters in adapter.layer_layout.letters)
+            costs = costs_beside(adapter.schedule.placement, layers, ends, cut=adapter is cut)
+            seconds.append(simulate(adapter.schedule, costs).makespan)
+        less = 1 - seconds[1] / seconds[0]
+        if less > 0:
+            cut.say(
+                f"the output layer is cut along the vocabulary: {less:.1%} less time than whole, "
+                f"simulated for {ends}"
+            )
+            return cut
+        whole.say(f"{WHOLE}: cut, a step would take {-less:.1%} longer, simulated for {ends}")
+        return whole
 
     @classmethod
     def of_table(

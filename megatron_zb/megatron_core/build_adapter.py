@@ -15,20 +15,18 @@ from megatron_zb.job.settings import (
     OFFLOAD_FLAG,
     ScheduleSettings,
 )
-from megatron_zb.measured.balance import costs_beside
 from megatron_zb.measured.usual_gpu import copy_share
 from megatron_zb.megatron_core import refusals, versions
-from megatron_zb.megatron_core.adapter import PipelineAdapter
+from megatron_zb.megatron_core.adapter import WHOLE, PipelineAdapter
 from megatron_zb.megatron_core.current_schedule import JobSizes
 from megatron_zb.megatron_core.step import device
 from megatron_zb.parsing import flag_of
 from megatron_zb.runtime.groups import GroupOptions
-from megatron_zb.schedules import catalog, interchange, simulate
+from megatron_zb.schedules import catalog, interchange
 from megatron_zb.schedules.catalog import Build
 from megatron_zb.schedules.layout import Layers
 from megatron_zb.schedules.limit import Limit
 
-_WHOLE = "the output layer stays whole"
 _MULTIPLE, _USUAL_MULTIPLE = "make_vocab_size_divisible_by", 128
 
 
@@ -80,8 +78,7 @@ def build_adapter(
     named = args.pipeline_schedule_file is None
     why_whole = _why_whole(args, sizes) if args.pipeline_vocabulary == "auto" else None
     if named:
-        settings = _settings(args, sizes, chunks, cuts=why_whole is None)
-        adapter = _named(settings, sizes, chunks, build)
+        adapter = _named(args, sizes, chunks, build, cuts=why_whole is None)
     else:
         adapter = _of_file(Path(args.pipeline_schedule_file), sizes, chunks, build)
     adapter.watch(args.pipeline_timeout, args.distributed_timeout_minutes)
@@ -96,7 +93,7 @@ def build_adapter(
     if versions.graphs_of(args) is versions.Graphs.NONE:
         adapter.profile(profile, args.pipeline_replan_every, is_named=named)
     if why_whole is not None:
-        adapter.say(f"{_WHOLE}: {why_whole}")
+        adapter.say(f"{WHOLE}: {why_whole}")
     return adapter
 
 
@@ -138,18 +135,18 @@ def _of_file(file: Path, sizes: JobSizes, asked: Chunks, build: Build) -> Pipeli
 
 
 def _named(
-    settings: ScheduleSettings, sizes: JobSizes, asked: Chunks, build: Build
+    args: argparse.Namespace, sizes: JobSizes, asked: Chunks, build: Build, *, cuts: bool
 ) -> PipelineAdapter:
-    layers = sizes.layers
+    layers, settings = sizes.layers, _settings(args, sizes, asked, cuts=cuts)
     _check_ends(layers, asked.number or 1)
     # Only the schedule knows its chunks; with several, its first stage is not the first rank.
     inner = replace(sizes, layers=replace(layers, first=None, last=None))
-    adapter = _whole_or_cut(settings, inner, build)
+    adapter = PipelineAdapter.create(settings, inner, build)
     asked.check(adapter.chunks, f"--pipeline-schedule {settings.family.name}")
     if layers.first is None and layers.last is None:
         return adapter
     _check_ends(layers, adapter.chunks)
-    return _whole_or_cut(settings, sizes, build)
+    return PipelineAdapter.create(settings, sizes, build)
 
 
 def _check_ends(layers: Layers, chunks: int) -> None:
@@ -159,40 +156,6 @@ def _check_ends(layers: Layers, chunks: int) -> None:
             "layers of a rank, which holds several chunks here: say the layers of every chunk "
             "with --pipeline-model-parallel-layout"
         )
-
-
-# --- an output layer that is whole, or cut along the vocabulary
-
-
-def _whole_or_cut(settings: ScheduleSettings, sizes: JobSizes, build: Build) -> PipelineAdapter:
-    """Create the adapter, or the faster one of two where the user leaves the choice.
-
-    Every rank asks ``build`` for the same two schedules and comes to the same result.
-    """
-    if settings.pipeline_vocabulary != "auto":
-        return PipelineAdapter.create(settings, sizes, build)
-    of = {asked: replace(settings, pipeline_vocabulary=asked) for asked in ("off", "on")}
-    whole = PipelineAdapter.create(of["off"], sizes, build)
-    try:
-        cut = PipelineAdapter.create(of["on"], sizes, build)
-    except UsageError as error:
-        whole.say(f"{_WHOLE}: {error}")
-        return whole
-    seconds, ends = [], sizes.known_ends
-    assert ends is not None, "nobody can tell which is faster"
-    for adapter in (whole, cut):
-        layers = tuple(letters.count("t") for letters in adapter.layer_layout.letters)
-        costs = costs_beside(adapter.schedule.placement, layers, ends, cut=adapter is cut)
-        seconds.append(simulate(adapter.schedule, costs).makespan)
-    less = 1 - seconds[1] / seconds[0]
-    if less > 0:
-        cut.say(
-            f"the output layer is cut along the vocabulary: {less:.1%} less time than whole, "
-            f"simulated for {ends}"
-        )
-        return cut
-    whole.say(f"{_WHOLE}: cut, a step would take {-less:.1%} longer, simulated for {ends}")
-    return whole
 
 
 def _why_whole(args: argparse.Namespace, sizes: JobSizes) -> str | None:

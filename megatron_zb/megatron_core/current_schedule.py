@@ -275,8 +275,6 @@ def _assumed_costs(settings: ScheduleSettings, sizes: JobSizes) -> Costs:
         costs = _equal_costs(p, p2p=TRANSFER)
         if sizes.ends is not None and layers > 0:
             costs = costs_of(layers, p, sizes.ends)
-    if settings.pipeline_vocabulary == "auto":
-        raise UsageError("pipeline_vocabulary is 'auto', which needs the flags of a run: give on")
     if settings.pipeline_vocabulary == "on":
         counted = 1.0 if sizes.known_ends is None else sizes.known_ends.output
         costs = with_counted_vocabulary(costs, layers, sizes.vocabulary or counted)

@@ -9,6 +9,7 @@ from adapters import scheduled
 
 from megatron_zb.errors import UsageError
 from megatron_zb.job.settings import ScheduleSettings
+from megatron_zb.measured.balance import Ends
 from megatron_zb.megatron_core.adapter import PipelineAdapter
 from megatron_zb.megatron_core.connections import WatchPart
 from megatron_zb.schedules.layout import Layers
@@ -57,12 +58,18 @@ def test_the_keywords_of_earlier_versions_are_refused(given: tuple[Any, ...]) ->
         PipelineAdapter.create(*given)
 
 
-def test_the_choice_of_a_cut_vocabulary_is_left_to_the_flags_of_a_run() -> None:
+@pytest.mark.parametrize(("output", "is_cut"), [(0.01, False), (8.0, True)])
+def test_the_faster_of_a_whole_and_a_cut_vocabulary(output: float, is_cut: bool) -> None:
     sizes = {"pipeline_size": 2, "num_microbatches": 4, "layers": Layers(4)}
-    with pytest.raises(UsageError, match="pipeline_vocabulary is 'auto', which needs the flags"):
+    with pytest.raises(UsageError, match="'auto' has to know what the ends of the model take"):
         scheduled("zb-h1", **sizes, pipeline_vocabulary="auto")
-    cut = scheduled("zb-h1", **sizes, pipeline_vocabulary="on")
-    assert cut.costs.vocabulary is not None
+    ends = Ends(0.0, output, "given")
+    adapter = scheduled("zb-h1", **sizes, ends=ends, pipeline_vocabulary="auto")
+    assert (adapter.costs.vocabulary is not None) is is_cut
+    assert f"simulated for {ends}" in adapter.describe()
+    for asked in ("on", "off"):
+        adapter = scheduled("zb-h1", **sizes, ends=ends, pipeline_vocabulary=asked)
+        assert (adapter.costs.vocabulary is not None) is (asked == "on")
 
 
 def test_moved_activations_need_the_time_of_a_copy() -> None:
