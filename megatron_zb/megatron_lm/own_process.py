@@ -123,7 +123,7 @@ def _answer(
     """
     if not (root / _FILE).is_file():
         raise UsageError(f"{failed}: it has no {_FILE}")
-    done = run_program(question, str(root.resolve()), given, environment or {})
+    done = run_apart(question, str(root.resolve()), given, environment or {})
     if done.returncode:
         why = (done.stderr.strip().splitlines() or ["no reason was given"])[-1]
         raise UsageError(f"{failed}: {why}")
@@ -131,7 +131,7 @@ def _answer(
     return found
 
 
-def run_program(
+def run_apart(
     question: str, root: str, given: str, environment: Mapping[str, str]
 ) -> subprocess.CompletedProcess[str]:
     """Run this file as a program in a new interpreter."""

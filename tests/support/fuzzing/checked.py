@@ -18,7 +18,7 @@ from megatron_zb.cli.main import main
 from megatron_zb.megatron_lm import own_process
 
 
-def run_program(
+def run_apart(
     question: str, root: str, given: str, environment: Mapping[str, str]
 ) -> subprocess.CompletedProcess[str]:
     """Answer in a fork of this process, in place of a new interpreter."""
@@ -45,5 +45,5 @@ def run_program(
 
 
 if __name__ == "__main__":
-    own_process.run_program = run_program
+    own_process.run_apart = run_apart
     sys.exit(main())
