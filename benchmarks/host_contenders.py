@@ -29,7 +29,7 @@ from torch.distributed.pipelining.schedules import ScheduleDualPipeV, ScheduleZB
 from torch_schedules import torch_schedule
 
 from megatron_zb import schedules
-from megatron_zb.megatron_core.adapter import PipelineAdapter
+from megatron_zb.megatron_core.adapter import JobSizes, PipelineAdapter
 from megatron_zb.runtime.weight_grad import WeightGradQueue
 from megatron_zb.schedules.layout import Layers
 from megatron_zb.schedules.placement import Placement, looped, v_shape
@@ -253,9 +253,11 @@ class Ours(Contender):
         super().__init__(sizes, schedule.placement, computing)
         self._adapter = PipelineAdapter.of_table(
             schedule,
-            pipeline_size=p,
-            num_microbatches=m,
-            layers=Layers(schedule.placement.num_stages),
+            JobSizes(
+                pipeline_size=p,
+                num_microbatches=m,
+                layers=Layers(schedule.placement.num_stages),
+            ),
         )
         logical = self._adapter.physical.logical(self.rank)
         stages = [

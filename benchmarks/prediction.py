@@ -368,15 +368,17 @@ def _loss(losses: torch.Tensor) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
 
 
 def _ours(shape: Shape, schedule: Any, layout: str | None) -> tuple[Trained, Any]:
-    from megatron_zb.megatron_core.adapter import PipelineAdapter
+    from megatron_zb.megatron_core.adapter import JobSizes, PipelineAdapter
     from megatron_zb.schedules.layout import Layers
 
     adapter = PipelineAdapter.of_table(
         schedule,
-        pipeline_size=RANKS,
-        num_microbatches=shape.microbatches,
-        layers=Layers(shape.layers),
-        layer_layout=layout,
+        JobSizes(
+            pipeline_size=RANKS,
+            num_microbatches=shape.microbatches,
+            layers=Layers(shape.layers),
+            layer_layout=layout,
+        ),
     )
     placement = schedule.placement
     stages = placement.stages_of[adapter.physical.logical(dist.get_rank())]

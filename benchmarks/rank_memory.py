@@ -221,16 +221,18 @@ def _warm_up(schedule: schedules.Schedule, job: Job) -> None:
 
 def _replay(schedule: schedules.Schedule, rank: int, job: Job) -> tuple[int, str]:
     """The peak of one physical rank in one training step, and what was counted."""
-    from megatron_zb.megatron_core.adapter import PipelineAdapter
+    from megatron_zb.megatron_core.adapter import JobSizes, PipelineAdapter
     from megatron_zb.megatron_core.connections import ChannelsPart
     from megatron_zb.schedules.layout import Layers
 
     gc.collect()  # the models of the rank before
     adapter = PipelineAdapter.of_table(
         schedule,
-        pipeline_size=job.pipeline_size,
-        num_microbatches=job.num_microbatches,
-        layers=Layers(job.layers_per_rank * job.pipeline_size),
+        JobSizes(
+            pipeline_size=job.pipeline_size,
+            num_microbatches=job.num_microbatches,
+            layers=Layers(job.layers_per_rank * job.pipeline_size),
+        ),
     )
     chunks, roles = _build_chunks(adapter, rank, job)
     meter = one_device.meter_of(job.device, chunks)

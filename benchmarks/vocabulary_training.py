@@ -221,17 +221,22 @@ class _Clock:
 
 
 def _adapter(job: Job, contender: Contender) -> Any:
-    from megatron_zb.megatron_core.adapter import PipelineAdapter
+    from megatron_zb.megatron_core.adapter import JobSizes, PipelineAdapter, ScheduleSettings
     from megatron_zb.schedules.layout import Layers
 
     if contender.schedule is None:
         return None
     return PipelineAdapter.create(
-        contender.schedule,
-        pipeline_size=job.ranks,
-        num_microbatches=job.microbatches,
-        layers=Layers(job.layers),
-        vocabulary=job.output_layers if contender.cut else None,
+        ScheduleSettings(
+            pipeline_schedule=contender.schedule,
+            pipeline_vocabulary="on" if contender.cut else "off",
+        ),
+        JobSizes(
+            pipeline_size=job.ranks,
+            num_microbatches=job.microbatches,
+            layers=Layers(job.layers),
+            vocabulary=job.output_layers,
+        ),
     )
 
 
@@ -240,7 +245,7 @@ def _model(job: Job, adapter: Any) -> list[Any]:
     from megatron.core import parallel_state
     from megatron.core.distributed import finalize_model_grads
 
-    from megatron_zb.megatron_core.initialisation import initialise_by_global_name
+    from megatron_zb.megatron_core.random_streams import initialise_by_global_name
 
     rank = parallel_state.get_pipeline_model_parallel_rank()
     device, p = torch.device("cpu"), job.ranks

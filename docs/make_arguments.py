@@ -17,7 +17,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from megatron_zb.megatron_lm.own_parser import OwnParser, read  # noqa: E402
+from megatron_zb.megatron_lm.own_process import OwnParser, read_parser  # noqa: E402
 
 TABLE = ROOT / "megatron_zb" / "megatron_lm" / "arguments.csv"
 COLUMNS = ("name", "flags", "values", "default", "versions")
@@ -42,7 +42,7 @@ def _number(version: str) -> tuple[int, ...]:
 
 
 def main() -> None:
-    rows: Any = merged([read(Path(checkout)) for checkout in sys.argv[1:]])
+    rows: Any = merged([read_parser(Path(checkout)) for checkout in sys.argv[1:]])
     with TABLE.open("w", encoding="utf-8", newline="") as file:
         csv.writer(file, lineterminator="\n").writerows([COLUMNS, *rows])
     print(f"{len(rows)} rows in {TABLE.relative_to(ROOT)}")

@@ -26,7 +26,7 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.transformer import TransformerConfig
 
 from megatron_zb.bridge import Settings, install
-from megatron_zb.megatron_core.initialisation import initialise_by_global_name
+from megatron_zb.megatron_core.random_streams import initialise_by_global_name
 
 BATCH, LONGEST, VOCABULARY = 4, 24, 32
 

@@ -16,8 +16,8 @@ from megatron.core.models.gpt import GPTModel, gpt_layer_specs
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from megatron.core.transformer import TransformerConfig
 
-from megatron_zb.megatron_core.adapter import Layers, PipelineAdapter
-from megatron_zb.megatron_core.initialisation import initialise_by_global_name
+from megatron_zb.megatron_core.adapter import JobSizes, Layers, PipelineAdapter, ScheduleSettings
+from megatron_zb.megatron_core.random_streams import initialise_by_global_name
 
 MICROBATCHES, BATCH, LENGTH, VOCABULARY = 8, 4, 16, 32
 
@@ -37,8 +37,8 @@ def batches(seed: int) -> Any:  # sequences that count up from somewhere
 
 torch.distributed.init_process_group("gloo")
 p = torch.distributed.get_world_size()
-sizes: Any = {"pipeline_size": p, "num_microbatches": MICROBATCHES, "layers": Layers(8)}
-zb = PipelineAdapter.create(sys.argv[1], **sizes)
+sizes = JobSizes(pipeline_size=p, num_microbatches=MICROBATCHES, layers=Layers(8))
+zb = PipelineAdapter.create(ScheduleSettings(pipeline_schedule=sys.argv[1]), sizes)
 v = zb.virtual_pipeline_size
 mpu.initialize_model_parallel(1, p, v, get_embedding_ranks=zb.embedding_ranks)
 tensor_parallel.model_parallel_cuda_manual_seed(1)

@@ -17,8 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from megatron_zb.errors import UsageError
-from megatron_zb.job import lost_peer
-from megatron_zb.megatron_lm.ending import end_with
+from megatron_zb.job.ending import describe_lost_peer, end_with
 from megatron_zb.missing import told_if_missing
 
 if TYPE_CHECKING:
@@ -55,7 +54,7 @@ def main(argv: Sequence[str]) -> None:
     except UsageError as error:
         end_with(error, rank)
     except RuntimeError as error:
-        lost = lost_peer.describe(error, rank)
+        lost = describe_lost_peer(error, rank)
         if lost is None:
             raise
         print(lost, file=sys.stderr, flush=True)

@@ -1,4 +1,4 @@
-"""Old names of modules that are now in packages beside this one.
+"""Old names of modules that have moved, most of them into packages beside this one.
 
 ``import megatron_zb.training.loop`` returns ``megatron_zb_train.loop`` itself, not a second copy of
 it, and ``python -m megatron_zb.pretrain_gpt`` runs ``megatron_zb_train.pretrain_gpt``.
@@ -29,6 +29,7 @@ MOVED = {
     "megatron_zb.cli.plan_distillation": "megatron_zb_distill.plan",
     "megatron_zb.cli.quickstart": "megatron_zb_train.quickstart",
     "megatron_zb.cli.sleeping_steps": "megatron_zb_train.sleeping_steps",
+    "megatron_zb.megatron_core.initialisation": "megatron_zb.megatron_core.random_streams",
 }
 
 

@@ -15,7 +15,7 @@ from typing import Any
 from megatron_zb.errors import UsageError
 from megatron_zb.job import data_contents, settings
 from megatron_zb.job.data_contents import Record
-from megatron_zb.job.run_flags import AUTO_LAYOUT, LAYOUT_FLAG, asks_for_balance, choice_of
+from megatron_zb.job.settings import AUTO_LAYOUT, LAYOUT_FLAG, asks_for_balance, choice_of
 from megatron_zb.parsing import flag_of
 from megatron_zb.schedules import catalog
 from megatron_zb_train.checkpoint_directory import latest_checkpoint

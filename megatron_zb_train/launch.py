@@ -20,10 +20,11 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from megatron_zb import __version__
 from megatron_zb.errors import UsageError
-from megatron_zb.job import data_contents, lost_peer
+from megatron_zb.job import data_contents
 from megatron_zb.job.comparable import named_arguments
 from megatron_zb.job.data_contents import RECORD
-from megatron_zb.job.run_flags import asks_for_balance, chooses_schedule
+from megatron_zb.job.ending import describe_lost_peer
+from megatron_zb.job.settings import asks_for_balance, chooses_schedule
 from megatron_zb.missing import told_if_missing
 from megatron_zb_train.arguments import complete
 from megatron_zb_train.flags import parser
@@ -32,7 +33,7 @@ from megatron_zb_train.processes import Environment
 if TYPE_CHECKING:
     from torch.distributed import Store
 
-    from megatron_zb.job.rendezvous import Rendezvous
+    from megatron_zb.job.agreement import Rendezvous
     from megatron_zb.job.shared_build import SharedBuild
     from megatron_zb.megatron_core.adapter import PipelineAdapter
     from megatron_zb.schedules.catalog import Build
@@ -70,7 +71,7 @@ def _describe(error: Exception) -> str:
 
     if isinstance(error, NotFinite):
         return f"megatron_zb: error: {error}"
-    lost = lost_peer.describe(error, Environment.read().rank)
+    lost = describe_lost_peer(error, Environment.read().rank)
     return lost if lost is not None else traceback.format_exc()
 
 
@@ -155,32 +156,20 @@ def _adapter(args: argparse.Namespace, build: Build) -> PipelineAdapter | None:
     """
     if not chooses_schedule(args):
         return None
-    from megatron_zb.measured.balance import Ends, ends_of
-    from megatron_zb.megatron_core.build_adapter import Chunks, JobSizes, build_adapter, copy_of
-    from megatron_zb.megatron_core.vocabulary_choice import WHOLE, why_rows_stay
+    from megatron_zb.measured.balance import ends_of
+    from megatron_zb.megatron_core.build_adapter import Chunks, build_adapter, copy_of
+    from megatron_zb.megatron_core.current_schedule import JobSizes
     from megatron_zb.schedules.layout import Layers
 
-    layer_layout, ends = _layer_layout(args), ends_of(args)
-    known = layer_layout if isinstance(layer_layout, Ends) else ends
-    assert known is not None, "the sizes of a GPT suffice"
-    asked = args.pipeline_vocabulary
-    why_whole = why_rows_stay(args) if asked == "auto" else None
-    cuts = asked == "on" or (asked == "auto" and why_whole is None)
     sizes = JobSizes(
+        pipeline_size=args.pipeline_model_parallel_size,
         num_microbatches=args.num_microbatches,
         layers=Layers(args.num_layers),
-        layer_layout=layer_layout,
-        chunks=Chunks(args.num_virtual_stages_per_pipeline_rank),
-        ends=ends,
-        vocabulary=known.output if cuts else None,
-        recomputes=args.pipeline_recompute == "auto",
+        layer_layout=_layer_layout(args),
+        ends=ends_of(args),
         copy=copy_of(args),
-        vocabulary_if_faster=cuts and asked == "auto",
     )
-    adapter = build_adapter(args, sizes, build)
-    if why_whole is not None:
-        adapter.say(f"{WHOLE}: {why_whole}")
-    return adapter
+    return build_adapter(args, sizes, Chunks(args.num_virtual_stages_per_pipeline_rank), build)
 
 
 def _build_for_all(args: argparse.Namespace, store: Store, environment: Environment) -> SharedBuild:
@@ -218,7 +207,7 @@ def rendezvous(store: Store, environment: Environment) -> Rendezvous:
 
     An error is raised on rank 0; the other ranks raise one that prints nothing.
     """
-    from megatron_zb.job.rendezvous import Rendezvous
+    from megatron_zb.job.agreement import Rendezvous
 
     def end(error: UsageError, *, speaks: bool | None = None) -> NoReturn:
         if speaks is not False:

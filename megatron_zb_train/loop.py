@@ -17,7 +17,7 @@ from megatron.core import parallel_state
 from megatron.core.utils import get_attr_wrapped_model
 
 from megatron_zb.errors import UsageError
-from megatron_zb.job.run_flags import asks_for_layer_streams
+from megatron_zb.job.settings import asks_for_layer_streams
 from megatron_zb_train import checkpoint, data
 from megatron_zb_train.checkpoint import Progress
 from megatron_zb_train.finite import LossCheck, said_in_a_sentence
@@ -47,7 +47,7 @@ def train(
     """
     progress = Progress(0, 0)
     if adapter is not None and asks_for_layer_streams(
-        args.pipeline_random_streams, adapter.keeps_places
+        args.pipeline_random_streams, adapter.placed.keeps_places
     ):
         adapter.draw_by_layer(args.seed, lambda: progress.iteration)
     trainee = build(args, adapter, agree)

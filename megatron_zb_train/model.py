@@ -31,7 +31,7 @@ from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.module import Float16Module
 
 from megatron_zb.errors import UsageError
-from megatron_zb.megatron_core.initialisation import initialise_by_global_name
+from megatron_zb.megatron_core.random_streams import initialise_by_global_name
 
 if TYPE_CHECKING:
     from megatron_zb.megatron_core.adapter import PipelineAdapter

@@ -47,7 +47,7 @@ def start_ranks(
 
 
 def _seed(seed: int) -> None:
-    """Seed dropout; initial weights have other seeds: see ``megatron_core/initialisation.py``."""
+    """Seed dropout; initial weights have other seeds: see ``megatron_core/random_streams.py``."""
     seed += 100 * parallel_state.get_pipeline_model_parallel_rank()
     random.seed(seed)
     numpy.random.seed(seed)

@@ -170,16 +170,18 @@ def _built(
     from megatron.core import parallel_state
     from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
 
-    from megatron_zb.megatron_core.adapter import PipelineAdapter
-    from megatron_zb.megatron_core.initialisation import initialise_by_global_name
+    from megatron_zb.megatron_core.adapter import JobSizes, PipelineAdapter, ScheduleSettings
+    from megatron_zb.megatron_core.random_streams import initialise_by_global_name
     from megatron_zb.schedules.layout import Layers
 
     ranks, on_gpu = dist.get_world_size(), device.type == "cuda"
     adapter = PipelineAdapter.create(
-        schedule,
-        pipeline_size=ranks,
-        num_microbatches=args.microbatches,
-        layers=Layers(args.layers),
+        ScheduleSettings(pipeline_schedule=schedule),
+        JobSizes(
+            pipeline_size=ranks,
+            num_microbatches=args.microbatches,
+            layers=Layers(args.layers),
+        ),
     )
     parallel_state.destroy_model_parallel()
     choose = adapter.embedding_ranks

@@ -25,8 +25,6 @@ import torch.distributed as dist
 from layer_sizes import LOCAL, LayerSizes
 from one_device import DTYPES
 
-from megatron_zb.schedules.limit import Limit
-
 SEED = 7
 LEARNING_RATE = 0.1
 
@@ -137,13 +135,6 @@ def train(job: Job, rank: int) -> dict[str, Any]:
     return {"losses": losses, "step_seconds": seconds, "weights": weights, "peak_bytes": peak}
 
 
-_STATES: dict[str, dict[str, Any]] = {
-    "": {},
-    "moved": {"memory_limit": Limit(0.55), "copy": 0.1},
-    "dropped": {"memory_limit": Limit(0.55), "recomputes": True},
-}
-
-
 def _adapter(job: Job, losses: list[list[float]]) -> Any:
     """The schedule as a training script has it; None for Megatron's own.
 
@@ -152,7 +143,7 @@ def _adapter(job: Job, losses: list[list[float]]) -> Any:
     """
     if job.schedule is None or job.schedule.startswith("megatron"):
         return None
-    from megatron_zb.megatron_core.adapter import PipelineAdapter
+    from megatron_zb.megatron_core.adapter import JobSizes, PipelineAdapter, ScheduleSettings
     from megatron_zb.schedules.layout import Layers
 
     if job.host_memory:
@@ -160,12 +151,20 @@ def _adapter(job: Job, losses: list[list[float]]) -> Any:
 
         share_the_gpu()
     name, _, states = job.schedule.partition("+")
+    limit = 0.55 if states else None
     adapter = PipelineAdapter.create(
-        name,
-        **_STATES[states],
-        pipeline_size=job.ranks,
-        num_microbatches=job.microbatches,
-        layers=Layers(job.layers),
+        ScheduleSettings(
+            pipeline_schedule=name,
+            pipeline_memory_limit=limit,
+            pipeline_recompute="auto" if states == "dropped" else None,
+            pipeline_offload="auto" if states == "moved" else None,
+        ),
+        JobSizes(
+            pipeline_size=job.ranks,
+            num_microbatches=job.microbatches,
+            layers=Layers(job.layers),
+            copy=0.1,
+        ),
     )
     if job.dropout:
         adapter.draw_by_layer(SEED, lambda: len(losses))
@@ -200,7 +199,7 @@ def _build_chunks(job: Job, adapter: Any, rank: int) -> list[Any]:
     """The model chunks of a rank, whose weights depend on their place in the model alone."""
     import gpt_layers
 
-    from megatron_zb.megatron_core.initialisation import initialise_by_global_name
+    from megatron_zb.megatron_core.random_streams import initialise_by_global_name
 
     device = torch.device(job.device)
     more: dict[str, Any] = {}
@@ -276,7 +275,7 @@ def _update(models: list[Any]) -> None:
 
 def _digests(chunks: list[Any]) -> dict[str, str]:
     """A hash of every weight's bytes, by its name in the whole model."""
-    from megatron_zb.megatron_core.initialisation import global_parameters
+    from megatron_zb.megatron_core.random_streams import global_parameters
 
     found = {}
     for chunk in chunks:

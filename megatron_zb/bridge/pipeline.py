@@ -24,14 +24,18 @@ from megatron.core.utils import get_attr_wrapped_model
 
 from megatron_zb.bridge.settings import Settings
 from megatron_zb.errors import UsageError
-from megatron_zb.job.rendezvous import Rendezvous
-from megatron_zb.megatron_core import refusals
-from megatron_zb.megatron_core.checkpoints import BOUND, RESHARDABLE, SHARING
+from megatron_zb.job.agreement import Rendezvous
+from megatron_zb.megatron_core import checkpoints, refusals
 from megatron_zb.megatron_core.placement import StageLayout
 from megatron_zb.megatron_core.refusals import Asked
 from megatron_zb.megatron_core.versions import HYBRID_PATTERNS
 from megatron_zb.megatron_lm import fingerprint
-from megatron_zb.megatron_lm.adapter_of_arguments import adapter_of, asked_of, prepare_overlap
+from megatron_zb.megatron_lm.adapter_of_arguments import (
+    DIVISION,
+    adapter_of,
+    asked_of,
+    prepare_overlap,
+)
 from megatron_zb.megatron_lm.replacing import (
     Undo,
     is_anybodys,
@@ -43,16 +47,11 @@ from megatron_zb.megatron_lm.scheduled_run import ScheduledRun
 
 _INSTALLED = "_installed_by_megatron_zb_bridge"
 
-# What says which layers a stage has; a layout takes their place.
+# Settings of arguments and configs for the layers of a stage; a layout takes their place.
 _DIVISION = (
-    "account_for_embedding_in_pipeline_split",
-    "account_for_loss_in_pipeline_split",
-    "decoder_first_pipeline_num_layers",
-    "decoder_last_pipeline_num_layers",
+    *DIVISION,
     "num_layers_in_first_pipeline_stage",
     "num_layers_in_last_pipeline_stage",
-    "num_layers_per_virtual_pipeline_stage",
-    "num_virtual_stages_per_pipeline_rank",
 )
 
 
@@ -176,8 +175,10 @@ class Pipeline:
         yield everywhere(parallel_state, "initialize_model_parallel", run.initialize_model_parallel)
         yield replace_static(PipelineParallelLayerLayout, "from_str", run.layout_from_str)
         yield replace_method(TECudaGraphHelper, "create_cudagraphs", run.create_graphs)
-        yield replace_method(DistributedOptimizer, RESHARDABLE, run.sharded_param_state)
-        yield replace_method(DistributedOptimizer, BOUND, run.load_bound_state)
+        yield replace_method(
+            DistributedOptimizer, checkpoints.RESHARDABLE, checkpoints.save_without_padding
+        )
+        yield replace_method(DistributedOptimizer, checkpoints.BOUND, checkpoints.load_bound)
         if self.adapter.physical.mirrored:
             stages = run.stage_data
             yield everywhere(distributed, "finalize_model_grads", run.finalize_model_grads)
@@ -188,9 +189,9 @@ class Pipeline:
                 lambda original, group: stages.is_first_stage(original),
                 _asks_for_embedding,
             )
-            yield replace(fully_parallel, SHARING, run.share_out_replicas)
+            yield replace(fully_parallel, checkpoints.SHARING, checkpoints.share_out)
             wrapper = fully_parallel.FullyParallelLoadStrategyWrapper
-            yield replace_method(wrapper, "load", run.load_replicas_apart)
+            yield replace_method(wrapper, "load", checkpoints.load_apart)
 
 
 def _asks_for_embedding(module: str) -> bool:

@@ -74,11 +74,10 @@ class Settings(ScheduleSettings):
         if self.num_microbatches < 1:
             raise UsageError(f"num_microbatches is {self.num_microbatches}: it must be 1 or more")
         for each in fields(ScheduleSettings):
-            name, value = each.name, getattr(self, each.name)
-            if name in _ELSEWHERE and value != each.default:
-                raise UsageError(f"{name} is a setting of command lines: leave it out")
-            choices = ("rank", "layer") if name == "pipeline_random_streams" else None
-            object.__setattr__(self, name, settings.parsed(name, value, choices))
+            if each.name in _ELSEWHERE and getattr(self, each.name) != each.default:
+                raise UsageError(f"{each.name} is a setting of command lines: leave it out")
+        settings.parsed("pipeline_random_streams", self.pipeline_random_streams, ("rank", "layer"))
+        super().__post_init__()
 
     def as_arguments(self, model: Any) -> argparse.Namespace:
         """Return the arguments that Megatron-LM would have for these settings and a model.

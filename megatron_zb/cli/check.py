@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from megatron_zb.cli.ending import told_if_slow
 from megatron_zb.errors import UsageError
 from megatron_zb.megatron_core.versions import SERIES, training_loop_needs
-from megatron_zb.megatron_lm import own_validation
+from megatron_zb.megatron_lm import own_process
 from megatron_zb.megatron_lm.checkout import checkout_at
 from megatron_zb.parsing import positive
 
@@ -118,7 +118,7 @@ def _megatron_lm(arguments: argparse.Namespace) -> Path | None:
     """
     asked = arguments.megatron_version
     if arguments.megatron_lm is None:
-        found = own_validation.installed()
+        found = own_process.installed()
         return found if found is not None and asked in (None, _series_at(found)) else None
     found = checkout_at(arguments.megatron_lm).root
     if asked not in (None, _series_at(found)):

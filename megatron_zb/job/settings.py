@@ -8,12 +8,23 @@ from __future__ import annotations
 
 import argparse
 from dataclasses import dataclass, field, fields
-from typing import Any
+from pathlib import Path
+from typing import Any, cast
 
 from megatron_zb.errors import UsageError
 from megatron_zb.parsing import flag_of
 from megatron_zb.schedules import catalog
+from megatron_zb.schedules.catalog import Family
 from megatron_zb.schedules.limit import Limit
+from megatron_zb.schedules.placement import Placement, looped, wave
+
+LAYOUT_FLAG = "--pipeline-layer-layout"
+AUTO_LAYOUT = "auto"
+STREAMS_FLAG = "--pipeline-random-streams"
+OFFLOAD_FLAG = "--pipeline-offload"
+MEMORY_LIMIT_FLAG = "--pipeline-memory-limit"
+HOST_LIMIT_FLAG = "--pipeline-host-limit"
+VERIFY_FLAG = "--pipeline-verify"
 
 MEGATRON_LM, TRAINER, DISTILLATION = "megatron_lm", "trainer", "distillation"
 
@@ -37,7 +48,11 @@ _STATES = (
 
 @dataclass(frozen=True, kw_only=True)
 class ScheduleSettings:
-    """The settings of a schedule, by the names of the command line's flags."""
+    """The settings of a schedule, by the names of the command line's flags.
+
+    Raises:
+        UsageError: a value is none of the choices of its flag, or no limit.
+    """
 
     pipeline_schedule: str | None = _setting(
         example=None,
@@ -185,6 +200,37 @@ class ScheduleSettings:
     nccl_communicator_config_path: str | None = None
     high_priority_stream_groups: tuple[str, ...] = ()
 
+    def __post_init__(self) -> None:
+        for name in _FIELDS:
+            object.__setattr__(self, name, parsed(name, getattr(self, name)))
+
+    @classmethod
+    def of(cls, args: argparse.Namespace, **changed: Any) -> ScheduleSettings:
+        """Return the settings among the arguments of a run, but for those that are changed."""
+        given: dict[str, Any] = {
+            each.name: getattr(args, each.name, each.default) for each in fields(cls)
+        }
+        return cls(**given | changed)
+
+    @property
+    def family(self) -> Family:
+        """The entry of the named schedule in the catalog.
+
+        Raises:
+            UsageError: there is no such schedule.
+        """
+        return catalog.family(str(self.pipeline_schedule))
+
+    @property
+    def memory_limit(self) -> Limit | None:
+        """The most activation memory of a rank."""
+        return cast("Limit | None", self.pipeline_memory_limit)
+
+    @property
+    def host_limit(self) -> Limit | None:
+        """The most memory of the host that the activations of a rank may take."""
+        return cast("Limit | None", self.pipeline_host_limit)
+
 
 _FIELDS = {each.name: each for each in fields(ScheduleSettings)}
 
@@ -274,3 +320,59 @@ def check_unscheduled(args: argparse.Namespace, source: str) -> None:
         is_megatrons = (source, name) in _MORE_FLAGS  # and so goes without a schedule
         if example and not is_megatrons and getattr(args, name) != default:
             raise UsageError(f"{flag_of(name)} needs --pipeline-schedule, such as {example}")
+
+
+# --- questions about the arguments of a run, for every command line
+
+
+def asks_for_balance(layout: str | None) -> bool:
+    """Return whether the value of ``--pipeline-layer-layout`` asks for a computed layout."""
+    return layout is not None and (layout == AUTO_LAYOUT or Path(layout).suffix == ".yaml")
+
+
+def asks_for_layer_streams(streams: str | None, keeps_places: bool) -> bool:
+    """Return whether each layer has separate RNG states.
+
+    Args:
+        streams: the value of ``--pipeline-random-streams``, None where it was not given.
+        keeps_places: every rank holds the layers that it has in Megatron without a schedule, and
+            so draws what it draws there.
+    """
+    return streams == "layer" or (streams != "rank" and not keeps_places)
+
+
+def chooses_schedule(args: argparse.Namespace) -> bool:
+    """Return whether the flags choose a schedule other than Megatron's own."""
+    return args.pipeline_schedule is not None or args.pipeline_schedule_file is not None
+
+
+def choice_of(args: argparse.Namespace) -> str:
+    """Return the flag that chooses a schedule, with its value."""
+    if getattr(args, "pipeline_schedule", None) is not None:
+        return f"--pipeline-schedule {args.pipeline_schedule}"
+    return f"--pipeline-schedule-file {getattr(args, 'pipeline_schedule_file', None)}"
+
+
+def placement_of(
+    args: argparse.Namespace | ScheduleSettings, pipeline_size: int
+) -> Placement | None:
+    """Return the placement that ``auto`` is bound to, None if it is not bound.
+
+    Raises:
+        UsageError: the schedule has its own, or the number of chunks is missing or wrong.
+    """
+    kind = args.pipeline_placement
+    if kind is None:
+        return None
+    family = catalog.family(str(args.pipeline_schedule))
+    if family.placement is not None:
+        raise UsageError(
+            f"--pipeline-placement is for --pipeline-schedule auto: {family.name} has its own, so "
+            "leave it out"
+        )
+    chunks = args.num_virtual_stages_per_pipeline_rank
+    if chunks is None:
+        raise UsageError(
+            f"--pipeline-placement {kind} needs --num-virtual-stages-per-pipeline-rank, such as 2"
+        )
+    return (looped if kind == "loop" else wave)(pipeline_size, chunks)

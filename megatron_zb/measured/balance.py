@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_zb.errors import UsageError
-from megatron_zb.job.run_flags import AUTO_LAYOUT, LAYOUT_FLAG
+from megatron_zb.job.settings import AUTO_LAYOUT, LAYOUT_FLAG
 from megatron_zb.measured.fit import Fit
 from megatron_zb.measured.profile import Profile, read_profile
 from megatron_zb.measured.usual_gpu import Cutting

@@ -9,24 +9,25 @@ from pathlib import Path
 import torch
 
 from megatron_zb.errors import UsageError
-from megatron_zb.job.run_flags import (
+from megatron_zb.job.settings import (
     HOST_LIMIT_FLAG,
     MEMORY_LIMIT_FLAG,
     OFFLOAD_FLAG,
-    placement_of,
-    states_asked_for,
+    ScheduleSettings,
 )
-from megatron_zb.measured.balance import Ends
 from megatron_zb.measured.usual_gpu import copy_share
-from megatron_zb.megatron_core import versions
-from megatron_zb.megatron_core.adapter import PipelineAdapter
+from megatron_zb.megatron_core import refusals, versions
+from megatron_zb.megatron_core.adapter import WHOLE, PipelineAdapter
+from megatron_zb.megatron_core.current_schedule import JobSizes
 from megatron_zb.megatron_core.step import device
-from megatron_zb.megatron_core.vocabulary_choice import WHOLE, faster
+from megatron_zb.parsing import flag_of
 from megatron_zb.runtime.groups import GroupOptions
 from megatron_zb.schedules import catalog, interchange
 from megatron_zb.schedules.catalog import Build
 from megatron_zb.schedules.layout import Layers
 from megatron_zb.schedules.limit import Limit
+
+_MULTIPLE, _USUAL_MULTIPLE = "make_vocab_size_divisible_by", 128
 
 
 @dataclass(frozen=True)
@@ -45,33 +46,9 @@ class Chunks:
             )
 
 
-@dataclass(frozen=True)
-class JobSizes:
-    """Model and batch of a run, for which a schedule is built; scripts have flags of their own."""
-
-    num_microbatches: int
-    layers: Layers
-    layer_layout: str | Ends | None
-    chunks: Chunks
-    ends: Ends | None
-    """The costs of the model's ends, if they are known."""
-    group_size: int | None = None
-    back_to_back: bool = False
-    overlaps_exchange: bool = False
-    """Whether a forward and a backward may run in one pass, to hide what experts exchange."""
-    recomputes: bool = False
-    """Whether activations may be dropped, and computed again before their backward."""
-    copy: float | None = None
-    """What copying activations to the host takes of the passes that use them, if any may move."""
-    vocabulary: float | None = None
-    """The layers that the output layer counts for, where it is cut over all ranks."""
-    vocabulary_if_faster: bool = False
-    """Whether it is cut only where that is faster in the simulator; needs known ends."""
-
-
 def copy_of(args: argparse.Namespace) -> float | None:
     """Return what is assumed of copies to the host, None if nothing may be moved there."""
-    if OFFLOAD_FLAG not in states_asked_for(args):
+    if args.pipeline_offload != "auto":
         return None
     if args.hidden_size is None:
         raise UsageError(f"{OFFLOAD_FLAG} auto has to know the size of a layer: give --hidden-size")
@@ -82,14 +59,16 @@ def copy_of(args: argparse.Namespace) -> float | None:
 def build_adapter(
     args: argparse.Namespace,
     sizes: JobSizes,
+    chunks: Chunks,
     build: Build = catalog.build,
     group_options: GroupOptions | None = None,
 ) -> PipelineAdapter:
     """Create the adapter that the flags ask for; they choose a schedule.
 
     Args:
-        args: the flags of the run, see :mod:`megatron_zb.job.run_flags`.
+        args: the flags of the run, see :mod:`megatron_zb.job.settings`.
         sizes: model and batch.
+        chunks: the number of chunks per rank that is asked for.
         build: builds schedules, such as on one rank for all.
         group_options: options for the process groups of messages, if not the usual ones.
 
@@ -97,10 +76,11 @@ def build_adapter(
         UsageError: the flags cannot be combined, or the schedule cannot be built.
     """
     named = args.pipeline_schedule_file is None
-    if named and sizes.vocabulary_if_faster:
-        adapter = _whole_or_cut(args, sizes, build)
+    why_whole = _why_whole(args, sizes) if args.pipeline_vocabulary == "auto" else None
+    if named:
+        adapter = _named(args, sizes, chunks, build, cuts=why_whole is None)
     else:
-        adapter = (_named if named else _of_file)(args, sizes, build)
+        adapter = _of_file(Path(args.pipeline_schedule_file), sizes, chunks, build)
     adapter.watch(args.pipeline_timeout, args.distributed_timeout_minutes)
     if group_options is not None:
         adapter.connect_with(group_options)
@@ -112,82 +92,20 @@ def build_adapter(
             setattr(args, name, str(limit))  # checkpoints have the arguments as plain values
     if versions.graphs_of(args) is versions.Graphs.NONE:
         adapter.profile(profile, args.pipeline_replan_every, is_named=named)
+    if why_whole is not None:
+        adapter.say(f"{WHOLE}: {why_whole}")
     return adapter
 
 
-def _whole_or_cut(args: argparse.Namespace, sizes: JobSizes, build: Build) -> PipelineAdapter:
-    """Create the adapters with a whole and with a cut output layer; return the faster one.
+def _settings(
+    args: argparse.Namespace, sizes: JobSizes, chunks: Chunks, *, cuts: bool
+) -> ScheduleSettings:
+    """Return the settings of a named schedule: limits have a share, and choices go to who has them.
 
-    Every rank asks ``build`` for the same two schedules and comes to the same result.
+    Args:
+        cuts: whether the output layer may be cut along the vocabulary.
     """
-    whole = _named(args, replace(sizes, vocabulary=None), build)
-    try:
-        cut = _named(args, sizes, build)
-    except UsageError as error:
-        whole.say(f"{WHOLE}: {error}")
-        return whole
-    measured = sizes.layer_layout
-    ends = measured if isinstance(measured, Ends) else sizes.ends
-    assert ends is not None, "nobody can tell which is faster"
-    return faster(whole, cut, ends)
-
-
-def _of_file(args: argparse.Namespace, sizes: JobSizes, build: Build) -> PipelineAdapter:
-    file = Path(args.pipeline_schedule_file)
-    table = interchange.from_csv(file)
-    chunks = table.placement.chunks
-    sizes.chunks.check(chunks, f"--pipeline-schedule-file {file}")
-    _check_ends(sizes.layers, chunks)
-    return PipelineAdapter.of_table(
-        table,
-        pipeline_size=args.pipeline_model_parallel_size,
-        num_microbatches=sizes.num_microbatches,
-        layers=sizes.layers,
-        layer_layout=sizes.layer_layout,
-        build=build,
-    )
-
-
-def _named(args: argparse.Namespace, sizes: JobSizes, build: Build) -> PipelineAdapter:
-    family, layers, asked = catalog.family(args.pipeline_schedule), sizes.layers, sizes.chunks
-    placement = placement_of(args)
-    memory_limit, host_limit = _limits(args, sizes)
-    _check_ends(layers, asked.number or 1)
-
-    def create(layers: Layers) -> PipelineAdapter:
-        return PipelineAdapter.create(
-            family.name,
-            pipeline_size=args.pipeline_model_parallel_size,
-            num_microbatches=sizes.num_microbatches,
-            layers=layers,
-            layer_layout=sizes.layer_layout,
-            memory_limit=memory_limit,
-            host_limit=host_limit,
-            chunks=asked.number if family.takes_chunks else None,
-            group_size=sizes.group_size if family.takes_group_size else None,
-            back_to_back=sizes.back_to_back,
-            ends=sizes.ends,
-            placement=placement,
-            vocabulary=sizes.vocabulary,
-            overlaps_exchange=sizes.overlaps_exchange,
-            recomputes=sizes.recomputes,
-            copy=sizes.copy,
-            build=build,
-        )
-
-    # Only the schedule knows its chunks; with several, its first stage is not the first rank.
-    adapter = create(replace(layers, first=None, last=None))
-    asked.check(adapter.chunks, f"--pipeline-schedule {family.name}")
-    if layers.first is None and layers.last is None:
-        return adapter
-    _check_ends(layers, adapter.chunks)
-    return create(layers)
-
-
-def _limits(args: argparse.Namespace, sizes: JobSizes) -> tuple[Limit | None, Limit | None]:
-    """Return the limits of device and host; bytes by the profile that balances the layers."""
-    profile = sizes.layer_layout.profile if isinstance(sizes.layer_layout, Ends) else None
-    scale = 1.0
+    family, profile, scale = catalog.family(args.pipeline_schedule), sizes.profile, 1.0
     if profile is not None:
         microbatch = getattr(args, "micro_batch_size", None) or profile.model.microbatch
         context = getattr(args, "context_parallel_size", None) or profile.model.context
@@ -197,10 +115,38 @@ def _limits(args: argparse.Namespace, sizes: JobSizes) -> tuple[Limit | None, Li
     def known(flag: str, given: Limit | None) -> Limit | None:
         return None if given is None else Limit.given(given).with_share(flag, whole)
 
-    return (
-        known(MEMORY_LIMIT_FLAG, args.pipeline_memory_limit),
-        known(HOST_LIMIT_FLAG, args.pipeline_host_limit),
+    group_size = getattr(args, "microbatch_group_size_per_vp_stage", None)
+    return ScheduleSettings.of(
+        args,
+        num_virtual_stages_per_pipeline_rank=chunks.number if family.takes_chunks else None,
+        microbatch_group_size_per_vp_stage=group_size if family.takes_group_size else None,
+        pipeline_memory_limit=known(MEMORY_LIMIT_FLAG, args.pipeline_memory_limit),
+        pipeline_host_limit=known(HOST_LIMIT_FLAG, args.pipeline_host_limit),
+        pipeline_vocabulary=args.pipeline_vocabulary if cuts else "off",
     )
+
+
+def _of_file(file: Path, sizes: JobSizes, asked: Chunks, build: Build) -> PipelineAdapter:
+    table = interchange.from_csv(file)
+    chunks = table.placement.chunks
+    asked.check(chunks, f"--pipeline-schedule-file {file}")
+    _check_ends(sizes.layers, chunks)
+    return PipelineAdapter.of_table(table, sizes, build)
+
+
+def _named(
+    args: argparse.Namespace, sizes: JobSizes, asked: Chunks, build: Build, *, cuts: bool
+) -> PipelineAdapter:
+    layers, settings = sizes.layers, _settings(args, sizes, asked, cuts=cuts)
+    _check_ends(layers, asked.number or 1)
+    # Only the schedule knows its chunks; with several, its first stage is not the first rank.
+    inner = replace(sizes, layers=replace(layers, first=None, last=None))
+    adapter = PipelineAdapter.create(settings, inner, build)
+    asked.check(adapter.chunks, f"--pipeline-schedule {settings.family.name}")
+    if layers.first is None and layers.last is None:
+        return adapter
+    _check_ends(layers, adapter.chunks)
+    return PipelineAdapter.create(settings, sizes, build)
 
 
 def _check_ends(layers: Layers, chunks: int) -> None:
@@ -210,3 +156,30 @@ def _check_ends(layers: Layers, chunks: int) -> None:
             "layers of a rank, which holds several chunks here: say the layers of every chunk "
             "with --pipeline-model-parallel-layout"
         )
+
+
+def _why_whole(args: argparse.Namespace, sizes: JobSizes) -> str | None:
+    """Return why ``--pipeline-vocabulary auto`` leaves the output layer whole uncompared."""
+    why = refusals.why_whole(args) or _why_rows_stay(args)
+    if why is None and sizes.known_ends is None:
+        return "what it takes cannot be counted for this model"
+    return why
+
+
+def _why_rows_stay(args: argparse.Namespace) -> str | None:
+    """Return why the rows of an output layer cannot be shared out evenly, None if they can.
+
+    They are those of Megatron-LM's padding, where the vocabulary is known.
+    """
+    p, tensor = args.pipeline_model_parallel_size, args.tensor_model_parallel_size
+    rows = getattr(args, "padded_vocab_size", None) or getattr(args, "vocab_size", None)
+    if rows is None:
+        return "its size is not known before the tokenizer is read: give --vocab-size"
+    multiple = (getattr(args, _MULTIPLE, None) or _USUAL_MULTIPLE) * tensor
+    rows = -(-rows // multiple) * multiple // tensor
+    if rows % p:
+        return (
+            f"its {rows} rows cannot be cut evenly for {p} pipeline ranks: make "
+            f"{flag_of(_MULTIPLE)} a multiple of {p}"
+        )
+    return None

@@ -37,9 +37,9 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from megatron_zb.errors import UsageError
 
 RESHARDABLE = "sharded_param_state_fully_reshardable"
-"""The method of Megatron's distributed optimizer to run :func:`without_padding`."""
+"""The method of Megatron's distributed optimizer that :func:`save_without_padding` replaces."""
 BOUND = "load_parameter_state_from_dp_reshardable"
-"""The method that loads its default format, which is bound to the placement."""
+"""The method that :func:`load_bound` replaces: its default format, bound to the placement."""
 
 _WEIGHT_OF_STATE = re.compile(r"(?:chained_\d+\.)?optimizer\.state\.(?:fp32_)?param\.(.+)")
 _LARGEST = 1 << 22  # elements of a weight that is read to compare; norms and biases have less
@@ -57,6 +57,21 @@ def without_padding(optimizers: Sequence[Any]) -> Iterator[None]:
     finally:
         for buffer, places in zip(buffers, own, strict=True):
             buffer.param_index_map = places
+
+
+def save_without_padding(original: Any, optimizer: Any, *args: Any, **keywords: Any) -> Any:
+    """Return the distributed optimizer's state to be saved, with every weight's own values."""
+    with without_padding([optimizer]):
+        return original(optimizer, *args, **keywords)
+
+
+@torch.no_grad()
+def load_bound(original: Any, *args: Any, **keywords: Any) -> None:
+    """Load the default format of the distributed optimizer for weights of 32 bits as well.
+
+    Its parameters are then the model's own, which Megatron would write with gradients on.
+    """
+    original(*args, **keywords)
 
 
 def _joined(buffer: Any) -> dict[Any, tuple[int, int, int]]:

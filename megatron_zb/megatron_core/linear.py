@@ -23,7 +23,7 @@ from megatron.core.tensor_parallel.layers import (
     LinearWithGradAccumulationAndAsyncCommunication as MegatronLinear,
 )
 
-from megatron_zb.megatron_core.initialisation import global_modules
+from megatron_zb.megatron_core.random_streams import global_modules
 from megatron_zb.megatron_core.split_backward import (
     SequenceShard,
     SplitBackward,

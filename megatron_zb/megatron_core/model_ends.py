@@ -115,10 +115,9 @@ def _sum_tied_gradients(chunks: list[Any]) -> None:
     output.copy_(embedding)
 
 
-def gradient_of(weight: Any) -> torch.Tensor:
+def gradient_of(weight: Any) -> Any:
     """Return a weight's gradient: data parallelism's ``main_grad``, or else torch's ``grad``."""
-    gradient: torch.Tensor = getattr(weight, "main_grad", weight.grad)
-    return gradient
+    return getattr(weight, "main_grad", weight.grad)
 
 
 def _divide_by_tokens(chunks: list[Any], num_tokens: torch.Tensor, pg_collection: Any) -> None:

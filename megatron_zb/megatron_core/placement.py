@@ -14,9 +14,12 @@ import torch.distributed as dist
 from megatron.core.transformer.enums import LayerType
 from megatron.core.transformer.pipeline_parallel_layer_layout import PipelineParallelLayerLayout
 
+from megatron_zb.measured.balance import Balance, balanced
+from megatron_zb.megatron_core.current_schedule import JobSizes
 from megatron_zb.schedules import layout
 from megatron_zb.schedules.layout import Letters
 from megatron_zb.schedules.placement import Placement
+from megatron_zb.schedules.schedule import Schedule
 
 
 @dataclass(frozen=True)
@@ -100,3 +103,47 @@ class StageLayout(PipelineParallelLayerLayout):
         offset = self.get_layer_offset(vp_stage=vp_stage)
         count: int = self.get_num_layers_to_build(vp_stage=vp_stage)
         return list(pattern.replace("|", "")[offset : offset + count]), offset
+
+
+class ModelPlacement:
+    """The layers of a model on the stages of a schedule, and the stages on Megatron's ranks.
+
+    Args:
+        letters: the layers of every stage.
+        balance: the balance by which they were placed, if any.
+        keeps_places: every rank holds the layers that it has in Megatron without a schedule.
+    """
+
+    def __init__(
+        self,
+        placement: Placement,
+        letters: Letters,
+        balance: Balance | None = None,
+        *,
+        keeps_places: bool = False,
+    ) -> None:
+        self.physical = PhysicalPlacement(placement)
+        self.layout = StageLayout(letters, self.physical)
+        self.balance, self.keeps_places = balance, keeps_places
+
+    @classmethod
+    def of(cls, sizes: JobSizes, schedule: Schedule) -> ModelPlacement:
+        """Place the layers of a model on a schedule.
+
+        Raises:
+            UsageError: they cannot be placed.
+        """
+        layers, written, placement = sizes.layers, sizes.layer_layout, schedule.placement
+        if isinstance(written, str):
+            letters = layout.read(written, layers, placement.num_stages)
+            return cls(placement, letters, keeps_places=placement.chunks == 1)
+        balance = None if written is None else balanced(layers.decoder, schedule, written)
+        counts = layout.spread(layers, placement) if balance is None else balance.layers
+        letters = layout.lettered(counts, layers.multi_token)
+        keeps_places = layout.is_megatrons(letters, layers, placement)
+        return cls(placement, letters, balance, keeps_places=keeps_places)
+
+    @property
+    def chunks(self) -> int:
+        """The number of model chunks of a rank."""
+        return self.physical.placement.chunks

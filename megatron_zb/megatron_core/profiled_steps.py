@@ -1,34 +1,102 @@
-"""Steps that are measured for a profile, with marks between the parts of a model's passes."""
+"""Profiled steps of a job: marks between the parts of a pass, a file, and a measured schedule."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from functools import partial
+from operator import itemgetter
+from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from megatron.core.utils import get_attr_wrapped_model
 
+from megatron_zb.errors import UsageError
 from megatron_zb.measured.parts import AFTER, BEFORE, DATA, ENCODER, LAYERS, MULTI_TOKEN, OUTPUT
+from megatron_zb.measured.profile import Profile, ProfiledModel, write_profile
+from megatron_zb.measured.trace import of_spans, write_trace
+from megatron_zb.megatron_core.current_schedule import CurrentSchedule
 from megatron_zb.megatron_core.model_ends import language_model
-from megatron_zb.megatron_core.profiling import Measured, Profiling
+from megatron_zb.megatron_core.profiling import ITERATIONS, PAIRED, HeldStage, Profiling, Spans
 from megatron_zb.megatron_core.split_backward import SplitBackward
-from megatron_zb.megatron_core.step import Step, StepPart, device, on_gpu
+from megatron_zb.megatron_core.step import (
+    Step,
+    StepPart,
+    device,
+    on_gpu,
+    say_on_first_rank,
+)
 from megatron_zb.runtime.link_times import clock_ahead, copy_times, link_times
 from megatron_zb.runtime.observer import Observer
 from megatron_zb.runtime.offload import HostMemory
 from megatron_zb.runtime.weight_grad import WeightGradQueue
+from megatron_zb.schedules.costs import Costs
+from megatron_zb.schedules.layout import Letters
+from megatron_zb.schedules.schedule import Schedule
+from megatron_zb.schedules.search.fusing import fuse_for_free, split_all
+
+_WORTH_A_CHANGE = 0.001
+"""The least share of a step that another order of passes has to save, as predicted."""
 
 Mark = Callable[[str], None]
 
 
-class ProfilePart(StepPart):
-    """Measures the passes and links of the first steps of training.
+@dataclass(frozen=True)
+class ProfileUse:
+    """What a profile is measured for.
 
     Args:
-        start: called at the first step of training, when the process groups exist.
-        use: called with every complete profile, between two steps.
+        path: the file for ``megatron-zb plan --profile``; None for none.
+        every: iterations from one profile to the next; None for a single one.
+        replans: the schedule is built anew for the measured costs.
+    """
+
+    path: Path | None
+    every: int | None
+    replans: bool
+
+    @classmethod
+    def of(
+        cls, current: CurrentSchedule, path: Path | None, every: int | None, *, is_named: bool
+    ) -> ProfileUse | None:
+        """Return the use of a profile of a schedule, None if it has none.
+
+        Raises:
+            UsageError: ``every`` is less than a profile takes, or there is nothing to tell apart.
+        """
+        schedule = current.schedule
+        iterations = ITERATIONS + (PAIRED if schedule.pairs else 0)
+        if every is not None and every <= iterations:
+            raise UsageError(
+                f"--pipeline-replan-every is {every}: a profile takes {iterations} iterations, so "
+                f"give {iterations + 1} or more"
+            )
+        if every is not None and not is_named:
+            raise UsageError(
+                "--pipeline-replan-every cannot be combined with --pipeline-schedule-file: a "
+                "finished schedule is not built anew"
+            )
+        replans = is_named and (schedule.name == "auto" or every is not None)
+        if path is None and not replans:
+            return None
+        if not current.splits_backward:
+            if path is None and every is None:
+                return None
+            raise UsageError(
+                f"{'--pipeline-profile' if path else '--pipeline-replan-every'} needs a schedule "
+                f"that splits the backward, such as zb-h1 or v-half: {schedule.name} does not"
+            )
+        return cls(path, every, replans)
+
+
+class ProfilePart(StepPart):
+    """Measures the passes and links of the first steps of training, and uses what was measured.
+
+    Args:
+        letters: the layers of every stage.
         splits: those of the rank's chunks.
         host: returns the memory of the host whose copies are timed; None to time none.
     """
@@ -37,19 +105,25 @@ class ProfilePart(StepPart):
 
     def __init__(
         self,
-        start: Callable[[], Profiling],
-        use: Callable[[Measured, Step], None],
+        current: CurrentSchedule,
+        letters: Letters,
         splits: Sequence[SplitBackward],
+        use: ProfileUse,
         host: Callable[[], HostMemory] | None = None,
     ) -> None:
-        self._start, self._use, self._splits, self._host = start, use, splits, host
+        self._current, self._letters, self._splits = current, letters, splits
+        self._use, self._host = use, host
         self.profiling: Profiling | None = None
 
     def before_step(self, step: Step) -> None:
         if step.forward_only:
             return
         if self.profiling is None:
-            self.profiling = self._start()
+            held = [
+                HeldStage(stage, step.logical, self._letters[stage])
+                for stage in step.physical.placement.stages_of[step.logical]
+            ]
+            self.profiling = Profiling(self._current, held, self._use.every)
         self.profiling.before_step(step.num_microbatches)
 
     def observers(self, step: Step) -> Sequence[Observer]:
@@ -82,7 +156,7 @@ class ProfilePart(StepPart):
             step.forward_step_func = usual
 
     def after_step(self, step: Step) -> None:
-        """Record the end of the step, and hand over a profile that it has completed."""
+        """Record the end of the step; write a profile that it has completed, and use it."""
         profiling = self.profiling
         if profiling is None or step.forward_only:
             return
@@ -96,7 +170,85 @@ class ProfilePart(StepPart):
         ahead = clock_ahead(channels, placement, step.logical, device())
         host = None if self._host is None else self._host()
         copies = None if host is None else copy_times(host.engines, host.device)
-        self._use(profiling.measured(links, step.empty().nbytes, ahead, copies), step)
+        layers = "".join(self._letters).count("t")
+        message, model = step.empty().nbytes, _described(step, layers)
+        profile, spans = profiling.measured(model, links, message, ahead, copies)
+        self._current.use(profiling.usual)
+        if self._use.path is not None and dist.get_rank() == 0:
+            print(f"megatron_zb: {_written(profile, spans, self._use.path)}", flush=True)
+        if self._use.replans:
+            say_on_first_rank(self._choose(profile, profiling.usual))
+
+    def _choose(self, profile: Profile, usual: Schedule) -> str:
+        """Rebuild the schedule on one rank for all: it takes all cores and must be equal.
+
+        Returns:
+            A line about the schedule that runs from now on.
+        """
+        current, costs = self._current, self._costs(profile, usual)
+        # a pair with a BW may be better than one with a B and a W behind it
+        orders = (fuse_for_free(split_all(usual), costs), usual)
+        now, usual = min(((current.seconds(o, costs), o) for o in orders), key=itemgetter(0))
+        built: list[Schedule | str | None] = [None]
+        if dist.get_rank() == 0:
+            try:
+                built[0] = current.rebuilt(costs)
+            except UsageError as error:
+                built[0] = str(error)
+        dist.broadcast_object_list(built, src=0)
+        found = built[0]
+        if not isinstance(found, Schedule):
+            current.use(usual, costs)
+            return f"going on with the schedule as it is: {found}"
+        then, part = current.seconds(found, costs), "for the pipeline's part of an iteration"
+        is_kept = current.keeps_limit(usual, costs)
+        if is_kept and then > now * (1 - _WORTH_A_CHANGE):
+            current.use(usual, costs)
+            return f"measured: going on with {usual.name} as it is, {now:.4g} s predicted {part}"
+        current.use(found, costs)
+        line = (
+            f"measured: going on with {found.name} built for these costs, {then:.4g} s predicted "
+            f"{part}"
+        )
+        if not is_kept:
+            return f"{line}, since the order before, of {now:.4g} s, would exceed the memory limit"
+        less = f"{100 * (1 - then / now):.1f} % less"
+        reason = f"; {found.reason}" if found.reason else ""
+        return f"{line} instead of {now:.4g} s ({less}){reason}"
+
+    def _costs(self, profile: Profile, usual: Schedule) -> Costs:
+        """Return the measured costs, with the choices that the flags leave to the schedule."""
+        assumed, costs = self._current.costs, profile.costs(usual.placement)
+        if assumed.recompute:
+            costs = profile.with_recomputation(costs)
+        if assumed.copy:
+            costs = profile.with_offload(costs, self._current.host_limit(costs))
+        return costs
+
+
+def _described(step: Step, layers: int) -> ProfiledModel:
+    config, chunk = step.config, step.model[0]
+    model = get_attr_wrapped_model(chunk, "pre_process", return_model_obj=True)
+    return ProfiledModel(
+        layers=layers,
+        hidden_size=config.hidden_size,
+        sequence_length=step.seq_length,
+        microbatch=step.micro_batch_size,
+        tensor=step.pg_collection.tp.size(),
+        context=step.pg_collection.cp.size(),
+        # rows of the whole output layer, which every chunk of Megatron's model has as a number
+        vocabulary=getattr(language_model(model), "vocab_size", None),
+    )
+
+
+def _written(profile: Profile, spans: list[Spans], path: Path) -> str:
+    """Write profile and trace; return a line about it, an error as well, which ends no job."""
+    try:
+        write_profile(profile, path)
+        write_trace(of_spans(spans), path)
+    except UsageError as error:
+        return str(error)
+    return f"the profile is in {path}"
 
 
 @contextmanager

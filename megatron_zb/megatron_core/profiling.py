@@ -20,8 +20,9 @@ from megatron_zb.measured.profile import (
     HostLinkProfile,
     LinkProfile,
     PairProfile,
-    Parts,
     PartSeconds,
+    Profile,
+    ProfiledModel,
     ShardHost,
     ShardProfile,
     StageProfile,
@@ -29,10 +30,12 @@ from megatron_zb.measured.profile import (
     merged_pairs,
     merged_shards,
 )
+from megatron_zb.megatron_core.current_schedule import CurrentSchedule
 from megatron_zb.runtime.activation_memory import ActivationMemory
 from megatron_zb.runtime.link_times import BYTES, CopyTimes
 from megatron_zb.runtime.observer import AllocatedMemory, MemoryRecorder, Observer, Recorder, Span
 from megatron_zb.schedules.passes import Channel, Pair, Pass, PassKind
+from megatron_zb.schedules.search.fusing import join_all, split_all
 
 WARM_UP = 2
 TIMED = 4
@@ -61,30 +64,11 @@ _OF_SHARDS = {
 Steps = Sequence[Sequence[Span]]
 """Timed steps of a rank."""
 
+Within = dict[tuple[PassKind, int], dict[str, float]]
+"""Seconds of the parts of a pass, by kind and stage."""
+
 Spans = list[tuple[Pass | None, float, float]]
 """Passes of a rank, None for a wait, each with its start and end."""
-
-
-class Measured(NamedTuple):
-    """The measurements of all ranks together, equal on every rank.
-
-    ``spans`` has the last timed step of every logical rank of one pipeline, by one clock. ``parts``
-    are None where the layers could not be told apart, ``host`` is the host's time before each
-    pass, and ``outside`` the seconds of a step outside of its passes. ``vocabulary`` is that of
-    shards, None where the vocabulary is whole, and ``host_link`` that of copies to the host, None
-    where none were timed.
-    """
-
-    stages: list[StageProfile]
-    pairs: list[PairProfile]
-    links: list[LinkProfile]
-    message: int
-    spans: list[Spans]
-    parts: Parts | None
-    host: PartSeconds
-    outside: float
-    vocabulary: CutVocabulary | None
-    host_link: HostLinkProfile | None
 
 
 @dataclass(frozen=True)
@@ -99,33 +83,27 @@ class HeldStage:
 class Profiling:
     """Measurement in the first iterations of a job, and again every ``every`` iterations.
 
+    It switches to an order of passes in which every backward is split, so that B and W are timed
+    separately, to one in which every backward is whole, and to the usual one with its pairs.
+
     Args:
-        begin: called before the first iteration that counts; tells whether passes run in pairs.
-        split: called where every backward has to be split from then on, so that B and W can be
-            told apart.
-        join: called where every backward has to be whole from then on.
-        pair: called where passes have to run in pairs from then on.
+        current: the schedule of the job. Iterations with another number of microbatches are left
+            out.
         held: the stages of this rank.
-        shard: the number as which its part of a cut vocabulary counts, behind the stages.
-        num_microbatches: microbatches of an iteration that counts; others are left out.
-        every: iterations from one profile to the next; None for one profile alone.
+        every: iterations from one profile to the next; None for a single profile.
     """
 
     def __init__(
-        self,
-        begin: Callable[[], bool],
-        split: Callable[[], None],
-        join: Callable[[], None],
-        pair: Callable[[], None],
-        held: Sequence[HeldStage],
-        num_microbatches: int,
-        every: int | None = None,
-        shard: int | None = None,
+        self, current: CurrentSchedule, held: Sequence[HeldStage], every: int | None = None
     ) -> None:
-        self._begin, self._split, self._join, self._pair = begin, split, join, pair
+        self._current, self._held, self._every = current, held, every
+        self.usual = current.schedule
+        """The schedule before and after the measurement."""
+        is_cut = current.costs.vocabulary is not None
+        # a rank's part of a cut vocabulary counts as a stage behind those of the model
+        self._shard = self.usual.placement.num_stages + held[0].rank if is_cut else None
+        self._num_microbatches = self.usual.num_microbatches
         self._timed = WARM_UP + TIMED + WHOLE
-        self._held, self._every, self._shard = held, every, shard
-        self._num_microbatches = num_microbatches
         self._done = 0
         self._counts = False
         self._recorders: list[Recorder] = []
@@ -142,14 +120,14 @@ class Profiling:
         if self._done == self._every:
             self._done = 0
         if self._done == 0:
-            has_pairs = self._begin()
-            self._timed = WARM_UP + TIMED + WHOLE + (PAIRED if has_pairs else 0)
+            self.usual = self._current.schedule
+            self._timed = WARM_UP + TIMED + WHOLE + (PAIRED if self.usual.pairs else 0)
         if self._done in (0, self._timed):
-            self._split()
-        elif self._done == WARM_UP + TIMED:
-            self._join()
+            self._current.use(split_all(self.usual.without_pairs()))
+        elif self._done == WARM_UP + TIMED:  # the time of a BW is not the sum of its halves'
+            self._current.use(join_all(self.usual.without_pairs()))
         elif self._done == WARM_UP + TIMED + WHOLE:
-            self._pair()
+            self._current.use(self.usual)
 
     @property
     def is_for_pairs(self) -> bool:
@@ -213,18 +191,24 @@ class Profiling:
 
     def measured(
         self,
+        model: ProfiledModel,
         links: dict[Channel, float],
         message: int,
         ahead: float,
         copies: CopyTimes | None = None,
-    ) -> Measured:
+    ) -> tuple[Profile, list[Spans]]:
         """Gather the measurements of all ranks; collective over the job.
 
         Args:
+            model: the model of the job.
             links: the seconds of each channel that this rank has measured.
             message: bytes of one message.
             ahead: seconds by which the next rank's clock is ahead of this one's.
             copies: the seconds of copies between this rank's device and its host, if timed.
+
+        Returns:
+            The profile, and the last timed step of every logical rank of one pipeline, by one
+            clock; both are equal on every rank.
         """
         rank = self._held[0].rank
         steps = [recorder.spans() for recorder in self._recorders]
@@ -233,9 +217,13 @@ class Profiling:
             recorder.seconds - (spans[-1].end - spans[0].start)
             for recorder, spans in zip(self._recorders, steps, strict=True)
         ]
+        within = {**_mean_within(whole), **_mean_within(split)}
         mine = _OfRank(
-            self._stages(message, split, whole),
-            self._times(split, whole),
+            {held.stage: self._stage(held, within, message) for held in self._held},
+            [
+                StageTimes(held.layers, *(within[kind, held.stage] for kind in _TIMED_KINDS))
+                for held in self._held
+            ],
             _before_passes(split, whole),
             self._of_shard(split),
             _pairs(paired),
@@ -259,19 +247,32 @@ class Profiling:
                 stages[number].append(stage)
             if one.shard is not None:
                 shards[one.rank].append(one.shard)
-        return Measured(
-            merged([seen for _, seen in sorted(stages.items())]),
-            merged_pairs(one.pairs for one in everyone),
-            slowest_links([one.links for one in everyone]),
-            message,
-            by_one_clock([of_rank for _, of_rank in sorted(pipeline.items())]),
-            parts.of_stages([times for one in everyone for times in one.times]),
-            _usual([one.host for one in everyone]),
+        unsplit = self._current.unsplit_shares or [0.0] * len(stages)
+        profile = Profile(
+            version=5,
+            device=torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU",
+            schedule=self.usual.name,
+            pipeline_size=self.usual.placement.pipeline_size,
+            num_microbatches=self.usual.num_microbatches,
+            message=message,
+            model=model,
+            stages=[
+                stage.model_copy(update={"unsplit": share})
+                for stage, share in zip(
+                    merged([seen for _, seen in sorted(stages.items())]), unsplit, strict=True
+                )
+            ],
+            pairs=merged_pairs(one.pairs for one in everyone),
+            links=slowest_links([one.links for one in everyone]),
+            # None where the layers could not be told apart
+            parts=parts.of_stages([times for one in everyone for times in one.times]),
+            host=_usual([one.host for one in everyone]),
             # who ends last waits for nobody
-            median(map(min, zip(*(one.outside for one in everyone), strict=True))),
-            _cut_vocabulary([of_rank for _, of_rank in sorted(shards.items())]),
-            _host_link([one.copies for one in everyone if one.copies is not None]),
+            outside=median(map(min, zip(*(one.outside for one in everyone), strict=True))),
+            vocabulary=_cut_vocabulary([of_rank for _, of_rank in sorted(shards.items())]),
+            host_link=_host_link([one.copies for one in everyone if one.copies is not None]),
         )
+        return profile, by_one_clock([of_rank for _, of_rank in sorted(pipeline.items())])
 
     def _of_shard(self, split: Steps) -> _OfShard | None:
         """Return what this rank's shard takes, with the seconds of P where this rank has it."""
@@ -298,36 +299,23 @@ class Profiling:
             for of, start, end, _ in spans
         ]
 
-    def _stages(self, message: int, split: Steps, whole: Steps) -> dict[int, StageProfile]:
-        within = {**_mean_within(whole), **_mean_within(split)}
-        seconds = {key: max(sum(of.values()), _SHORTEST) for key, of in within.items()}
-        return {held.stage: self._stage(held, seconds, message) for held in self._held}
-
-    def _times(self, split: Steps, whole: Steps) -> list[StageTimes]:
-        """Return the times of the parts of passes of this rank's stages."""
-        found = {**_mean_within(whole), **_mean_within(split)}
-        return [
-            StageTimes(
-                held.layers,
-                *(found[kind, held.stage] for kind in _TIMED_KINDS),
-            )
-            for held in self._held
-        ]
-
-    def _stage(
-        self, held: HeldStage, seconds: dict[tuple[PassKind, int], float], message: int
-    ) -> StageProfile:
+    def _stage(self, held: HeldStage, within: Within, message: int) -> StageProfile:
         after_f, after_b = self._left_after(held.stage)
         if self._of_allocator:
             after_f += _messages_of_f(held) * message
+        seconds = {
+            kind: max(sum(of.values()), _SHORTEST)
+            for (kind, stage), of in within.items()
+            if stage == held.stage
+        }
         return StageProfile(
             rank=held.rank,
             layers=held.layers,
-            forward=seconds[PassKind.F, held.stage],
-            backward=seconds[PassKind.B, held.stage],
-            weight=seconds[PassKind.W, held.stage],
-            whole=seconds[PassKind.BW, held.stage],
-            recompute=seconds.get((PassKind.R, held.stage)),
+            forward=seconds[PassKind.F],
+            backward=seconds[PassKind.B],
+            weight=seconds[PassKind.W],
+            whole=seconds[PassKind.BW],
+            recompute=seconds.get(PassKind.R),
             # W may hold more than F did, such as the logits' gradient. Schedules keep to a limit of
             # memory where an F begins, so it is counted from then on: nothing is understated.
             activation=max(after_f, after_b, 0),
@@ -349,7 +337,7 @@ class Profiling:
         return after_f, after_f + round(median(backward[m] for m in usual))
 
 
-def _mean_within(steps: Steps) -> dict[tuple[PassKind, int], dict[str, float]]:
+def _mean_within(steps: Steps) -> Within:
     """Return the seconds of each part of a pass: the mean over a step, as a step takes their sum.
 
     Of several steps it is the median, as one may be disturbed.
@@ -460,12 +448,8 @@ def _gaps(steps: Steps) -> dict[PassKind, float]:
 
 
 def _usual(ranks: Sequence[PartSeconds]) -> PartSeconds:
-    return PartSeconds(
-        forward=median(rank.forward for rank in ranks),
-        backward=median(rank.backward for rank in ranks),
-        weight=median(rank.weight for rank in ranks),
-        whole=median(rank.whole for rank in ranks),
-    )
+    names = PartSeconds.model_fields
+    return PartSeconds(**{name: median(getattr(rank, name) for rank in ranks) for name in names})
 
 
 def _messages_of_f(held: HeldStage) -> int:

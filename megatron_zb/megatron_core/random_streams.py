@@ -1,11 +1,18 @@
-"""The random states of a model, and random streams of each layer.
+"""Random states and streams of a model's layers, and weights that no placement changes.
 
 Megatron gives every pipeline rank one stream: what a layer draws depends on the rank that holds it
-and on what that rank has drawn before. A :class:`LayerStreams` gives every layer streams of its
-own, whichever rank holds it. Megatron has several random states (the host's, the device's, and
-those of its tracker, of which some differ between tensor-parallel, expert-parallel or
-data-parallel ranks); each has its own stream in every layer, equal on two ranks where Megatron's
-are. Seeds and states are made on the host; no device is waited for.
+and on what that rank has drawn before. A :class:`LayerStreams` gives every layer separate streams,
+whichever rank holds it. Megatron has several random states (the host's, the device's, and those of
+its tracker, of which some differ between tensor-parallel, expert-parallel or data-parallel ranks);
+each has its own stream in every layer, equal on two ranks where Megatron's are. Seeds and states
+are made on the host; no device is waited for.
+
+There are two ways to the same initial weights under every schedule and pipeline size:
+
+- :func:`layers_draw_weights` lets Megatron's own builders draw, from streams of every layer. It
+  serves whatever they build; tensor-parallel and expert-parallel ranks draw as Megatron's do.
+- :func:`initialise_by_global_name` draws each weight by itself, seeded by its global name. The
+  model is then the same for every tensor-parallel size as well.
 """
 
 from __future__ import annotations
@@ -13,9 +20,9 @@ from __future__ import annotations
 import contextlib
 import hashlib
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 from weakref import WeakKeyDictionary
 
 import torch
@@ -23,6 +30,13 @@ from megatron.core import parallel_state
 from megatron.core.models.common.embeddings.language_model_embedding import LanguageModelEmbedding
 from megatron.core.pipeline_parallel.utils import ScheduleNode
 from megatron.core.tensor_parallel import get_cuda_rng_tracker, model_parallel_cuda_manual_seed
+from megatron.core.transformer import multi_token_prediction, transformer_block
+from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
+
+from megatron_zb.errors import UsageError
+from megatron_zb.megatron_core import versions
+
+_Named = TypeVar("_Named")
 
 _HOST, _DEVICE = "host", "device"
 # What makes a model draw random numbers in training, by the names of Megatron's config.
@@ -33,6 +47,10 @@ _DRAWING = (
     "moe_router_force_load_balancing",
     "moe_router_force_biased",
 )
+_EMBEDDING = "embedding.word_embeddings.weight"
+_OUTPUT_LAYER = "output_layer.weight"
+# Layers that write to the residual stream: Megatron scales their weights down with the depth.
+_RESIDUAL_LAYERS = ("linear_proj", "linear_fc2", "out_proj")
 
 
 class RandomState:
@@ -223,24 +241,194 @@ class _LayerInParts:
         return result
 
 
-def global_name(name: str, module: Any) -> str:
-    """Return the name of a layer, numbered from 0 in the whole model, whichever chunk holds it."""
-    return f"{name.rpartition('.')[0]}.{module.layer_number - 1}"
+def _digest(name: str, state: torch.Tensor) -> str:
+    return hashlib.sha256(name.encode() + bytes(state.tolist())).hexdigest()
+
+
+# --- initial weights
+
+
+@contextlib.contextmanager
+def layers_draw_weights(streams: LayerStreams) -> Iterator[None]:
+    """Let the embedding and each layer of a chunk that is built inside draw from its own streams.
+
+    Everything else in a chunk draws from the streams of the output layer. Megatron's blocks
+    (TransformerBlock, MultiTokenPredictionBlock, HybridStack) build their layers by
+    ``build_module``, which is replaced while this context is active.
+    """
+    init = LanguageModelEmbedding.__init__
+
+    def seeded_init(*arguments: Any, **keywords: Any) -> None:
+        with streams.of_layer("embedding"):
+            init(*arguments, **keywords)
+
+    hybrid = versions.hybrid_block()
+    blocks = {transformer_block: "decoder.layers", multi_token_prediction: "mtp.layers"}
+    blocks |= {hybrid: "decoder.layers"} if hybrid else {}
+    with contextlib.ExitStack() as contexts:
+        contexts.enter_context(streams.of("output_layer"))
+        contexts.enter_context(_replaced(LanguageModelEmbedding, "__init__", seeded_init))
+        for block, layers in blocks.items():
+            build = _seeded_builder(streams, block, layers)
+            contexts.enter_context(_replaced(block, "build_module", build))
+        yield
+
+
+def _seeded_builder(streams: LayerStreams, block: Any, layers: str) -> Callable[..., Any]:
+    """Return a ``build_module`` that seeds each layer by its number within its block."""
+    build = block.build_module
+
+    def build_seeded(*arguments: Any, **keywords: Any) -> Any:
+        number = keywords.get("layer_number")
+        if number is None:
+            return build(*arguments, **keywords)
+        if block is transformer_block:  # it counts from its stage
+            number += get_transformer_layer_offset(keywords["config"], keywords.get("vp_stage"))
+        with streams.of_layer(f"{layers}.{number - 1}"):
+            return build(*arguments, **keywords)
+
+    return build_seeded
+
+
+@contextlib.contextmanager
+def _replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
+    original = getattr(owner, name)
+    setattr(owner, name, value)
+    try:
+        yield
+    finally:
+        setattr(owner, name, original)
+
+
+def initialise_by_global_name(
+    model_chunks: Iterable[torch.nn.Module], config: Any, seed: int
+) -> None:
+    """Set every parameter of this rank's chunks to the value determined by its global name.
+
+    Args:
+        model_chunks: the chunks (GPTModel) as built, not yet wrapped in Float16Module or DDP.
+        config: their TransformerConfig, for the initialisation methods.
+        seed: the user's seed.
+
+    Raises:
+        UsageError: the model has experts spread over expert-parallel ranks.
+    """
+    if (getattr(config, "expert_model_parallel_size", 1) or 1) > 1:
+        raise UsageError(
+            "initialisation by name does not know expert parallelism: "
+            "--expert-model-parallel-size must be 1"
+        )
+    with torch.no_grad():
+        for chunk in model_chunks:
+            for name, parameter in global_parameters(chunk).items():
+                _initialise(parameter, name, chunk, config, seed)
+
+
+def _initialise(
+    parameter: torch.nn.Parameter, name: str, chunk: Any, config: Any, seed: int
+) -> None:
+    tied = getattr(chunk, "share_embeddings_and_output_weights", False)
+    if name == _OUTPUT_LAYER and tied:
+        name = _EMBEDDING  # the same name draws the same values
+    method = _method(name, parameter, config)
+    parallel = getattr(parameter, "tensor_model_parallel", False)
+    shape = list(parameter.shape)
+    size = parallel_state.get_tensor_model_parallel_world_size() if parallel else 1
+    if size > 1:
+        shape[parameter.partition_dim] *= size  # type: ignore[attr-defined]
+    whole = torch.empty(shape, dtype=torch.float32)
+    with _seeded(seed_of(seed, name)):
+        method(whole)
+    if size > 1:
+        whole = _slice(whole, parameter, parallel_state.get_tensor_model_parallel_rank(), size)
+    parameter.copy_(whole)
+
+
+def _slice(whole: torch.Tensor, parameter: Any, rank: int, size: int) -> torch.Tensor:
+    """Return the part of a weight that tensor-parallel rank `rank` holds.
+
+    A gated MLP's first layer stacks gate and value (stride 2), and every rank holds a part of each.
+    """
+    stride: int = parameter.partition_stride
+    pieces = whole.chunk(size * stride, dim=parameter.partition_dim)
+    return torch.cat(pieces[rank::size], dim=parameter.partition_dim)
+
+
+def _method(
+    name: str, parameter: torch.nn.Parameter, config: Any
+) -> Callable[[torch.Tensor], object]:
+    """Return Megatron's initialisation method for the parameter of this global name."""
+    module, _, kind = name.rpartition(".")
+    if kind.endswith("bias"):
+        return torch.nn.init.zeros_
+    if parameter.dim() < 2:
+        zero_centred = getattr(config, "layernorm_zero_centered_gamma", False)
+        return torch.nn.init.zeros_ if zero_centred else torch.nn.init.ones_
+    if module.startswith("embedding."):
+        method = getattr(config, "embedding_init_method", None) or config.init_method
+    elif module.rpartition(".")[2] in _RESIDUAL_LAYERS:
+        method = config.output_layer_init_method
+    else:
+        method = config.init_method
+    typed: Callable[[torch.Tensor], object] = method
+    return typed
+
+
+@contextlib.contextmanager
+def _seeded(seed: int) -> Iterator[None]:
+    """Seed torch's CPU generator, and put its state back afterwards.
+
+    The default generator is used because initialisation methods do not take another one.
+    """
+    generator = torch.default_generator
+    state = generator.get_state()
+    generator.manual_seed(seed)
+    try:
+        yield
+    finally:
+        generator.set_state(state)
+
+
+# --- global names
+
+
+def global_parameters(chunk: torch.nn.Module) -> Mapping[str, torch.nn.Parameter]:
+    """Return the chunk's parameters by global name.
+
+    A global name counts the layers of the whole model from 0, whichever chunk and rank hold them:
+    `decoder.layers.5.mlp.linear_fc1.weight` is in the sixth layer.
+    """
+    return dict(_by_global_name(chunk, chunk.named_parameters()))
+
+
+def global_modules(chunk: torch.nn.Module) -> Mapping[str, torch.nn.Module]:
+    """Return the chunk's modules by global name, as :func:`global_parameters` its parameters."""
+    return dict(_by_global_name(chunk, chunk.named_modules()))
+
+
+def _by_global_name(
+    chunk: torch.nn.Module, named: Iterable[tuple[str, _Named]]
+) -> Iterator[tuple[str, _Named]]:
+    layers = dict(_numbered(chunk))
+    for name, value in named:
+        layer = next((layer for layer in layers if name.startswith(f"{layer}.")), "")
+        yield layers.get(layer, "") + name[len(layer) :], value
+
+
+def _numbered(chunk: torch.nn.Module) -> Iterator[tuple[str, str]]:
+    """Yield the names of a chunk's layers, each with its global name."""
+    for name, module in chunk.named_modules():
+        block, _, number = name.rpartition(".")
+        if number.isdigit() and hasattr(module, "layer_number"):
+            yield name, f"{block}.{module.layer_number - 1}"
 
 
 def _layers(chunk: torch.nn.Module) -> Iterator[tuple[str, Any]]:
     """Yield the embedding and the outermost layers of a chunk with their global names."""
-    found: list[str] = []
+    names, found = dict(_numbered(chunk)), ""
     for name, module in chunk.named_modules():
-        if any(name.startswith(f"{outer}.") for outer in found):
+        if found and name.startswith(found):
             continue
-        if isinstance(module, LanguageModelEmbedding):
-            found.append(name)
-            yield name, module
-        elif name.rpartition(".")[2].isdigit() and hasattr(module, "layer_number"):
-            found.append(name)
-            yield global_name(name, module), module
-
-
-def _digest(name: str, state: torch.Tensor) -> str:
-    return hashlib.sha256(name.encode() + bytes(state.tolist())).hexdigest()
+        if name in names or isinstance(module, LanguageModelEmbedding):
+            found = f"{name}."
+            yield names.get(name, name), module

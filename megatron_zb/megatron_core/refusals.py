@@ -18,7 +18,7 @@ from typing import Any
 import yaml
 
 from megatron_zb.errors import Refusal, UsageError, raise_first
-from megatron_zb.job.run_flags import STREAMS_FLAG, choice_of, placement_of, states_of
+from megatron_zb.job.settings import STREAMS_FLAG, choice_of, placement_of
 from megatron_zb.megatron_core import versions
 from megatron_zb.megatron_core.versions import Graphs
 from megatron_zb.parsing import flag_of
@@ -109,8 +109,24 @@ def _flag(name: str, value: str = "") -> Callable[[Asked], str | None]:
     return condition
 
 
-def _state(name: str) -> Callable[[Asked], str | None]:
-    return lambda asked: dict(states_of(asked.args, asked.table)).get(flag_of(name))
+def _state(
+    name: str, has: Callable[[Schedule], bool], passes: str
+) -> Callable[[Asked], str | None]:
+    """Return the condition that passes have a state, by a flag or in the schedule of a file.
+
+    Args:
+        has: whether the schedule of a file has the state.
+        passes: the passes by which it has it.
+    """
+
+    def condition(asked: Asked) -> str | None:
+        if getattr(asked.args, name, None) == "auto":
+            return f"{flag_of(name)} auto"
+        if asked.table is None or not has(asked.table):
+            return None
+        return f"--pipeline-schedule-file {asked.args.pipeline_schedule_file}, which has {passes}"
+
+    return condition
 
 
 CONDITIONS: dict[str, Callable[[Asked], str | None]] = {
@@ -122,8 +138,8 @@ CONDITIONS: dict[str, Callable[[Asked], str | None]] = {
     "split": lambda asked: asked.choice if asked.splits else None,
     "graphs": _graphs,
     "verify": _flag("pipeline_verify"),
-    "recompute": _state("pipeline_recompute"),
-    "offload": _state("pipeline_offload"),
+    "recompute": _state("pipeline_recompute", lambda table: bool(table.dropped), "R"),
+    "offload": _state("pipeline_offload", lambda table: bool(table.moved), "D and H"),
     "overlap": _flag(OVERLAP),
     "vocabulary": _flag("pipeline_vocabulary", "on"),
     "layer_streams": _layer_streams,
@@ -305,7 +321,7 @@ def of_arguments(
             f"--pipeline-schedule {family.name} needs a pipeline: give "
             "--pipeline-model-parallel-size of 2 or more"
         )
-    bound, chunks = placement_of(args), chunks if family.takes_chunks else None
+    bound, chunks = placement_of(args, size), chunks if family.takes_chunks else None
     possible: Collection[Placement] = () if bound is None else (bound,)
     if bound is None:
         with suppress(UsageError):  # the sizes are wrong, as building will report

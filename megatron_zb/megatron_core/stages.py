@@ -100,14 +100,9 @@ class MegatronStage(AutogradStage):
 
     @contextmanager
     def _remembering(self, microbatch: int) -> Iterator[None]:
-        iterators, chunk = self._step.data_iterators, self.chunk
-        usual = iterators[chunk]
-        start = self._past[microbatch] = Start([usual])
-        (iterators[chunk],) = start.data_iterators
-        try:
+        start = self._past[microbatch] = Start([self._step.data_iterators[self.chunk]])
+        with self._reading(start):
             yield
-        finally:
-            iterators[chunk] = usual
 
     @contextmanager
     def _repeating(self, microbatch: int) -> Iterator[None]:
@@ -115,16 +110,24 @@ class MegatronStage(AutogradStage):
 
         A router counts the tokens of a forward only if it has gradients, and so once.
         """
-        iterators, chunk = self._step.data_iterators, self.chunk
-        usual, now = iterators[chunk], RandomState()
-        start = self._past.pop(microbatch)
+        now, start = RandomState(), self._past.pop(microbatch)
         start.go_back()
+        with self._reading(start):
+            try:
+                yield
+            finally:
+                now.restore()
+
+    @contextmanager
+    def _reading(self, start: Start) -> Iterator[None]:
+        """Read from the iterator of a start."""
+        iterators, chunk = self._step.data_iterators, self.chunk
+        usual = iterators[chunk]
         (iterators[chunk],) = start.data_iterators
         try:
             yield
         finally:
             iterators[chunk] = usual
-            now.restore()
 
     def backward(self, microbatch: int, gradient: torch.Tensor | None) -> torch.Tensor | None:
         self._choose_streams(microbatch)

@@ -166,6 +166,12 @@ def on_gpu() -> bool:
     return torch.device(device()).type == "cuda"
 
 
+def say_on_first_rank(line: str) -> None:
+    """Print a line about the job."""
+    if torch.distributed.get_rank() == 0:
+        print(f"megatron_zb: {line}", flush=True)
+
+
 def timed(
     config: Any, name: str, *, log_level: int, barrier: bool = False
 ) -> AbstractContextManager[None]:

@@ -17,14 +17,13 @@ import torch.distributed as dist
 from megatron.core.distributed import DistributedDataParallel
 
 from megatron_zb.errors import UsageError
-from megatron_zb.job.run_flags import VERIFY_FLAG
+from megatron_zb.job.settings import VERIFY_FLAG
 from megatron_zb.megatron_core import versions
 from megatron_zb.megatron_core.data_iterators import Start
-from megatron_zb.megatron_core.initialisation import global_parameters
 from megatron_zb.megatron_core.model_ends import gradient_of
-from megatron_zb.megatron_core.placement import PhysicalPlacement
+from megatron_zb.megatron_core.random_streams import global_parameters
 from megatron_zb.megatron_core.split_backward import SplitBackward
-from megatron_zb.megatron_core.step import Step, StepPart, device
+from megatron_zb.megatron_core.step import Step, StepPart, device, say_on_first_rank
 from megatron_zb.runtime.observer import NOTHING
 
 TOLERANCE = {torch.float32: 1e-5, torch.float64: 1e-10}
@@ -72,9 +71,7 @@ class Verification(StepPart):
     def after_step(self, step: Step) -> None:
         if self._is_due and not step.forward_only:
             self._is_due = False
-            line = self._compare(step)
-            if dist.get_rank() == 0:
-                print(f"megatron_zb: {line}", flush=True)
+            say_on_first_rank(self._compare(step))
 
     def _rehearse(self, step: Step) -> None:
         """Run the step that is compared with, and undo everything that it has changed."""
@@ -165,16 +162,10 @@ def _gradients(chunk: Any) -> dict[str, torch.Tensor | None]:
     """Return copies of the gradients of a chunk's parameters on the host, None for zeros."""
     found: dict[str, torch.Tensor | None] = {}
     for name, parameter in _parameters(chunk):
-        gradient = _gradient(parameter)
+        gradient = gradient_of(parameter)
         there = gradient is not None and bool(gradient.any())
         found[name] = gradient.to("cpu", copy=True) if gradient is not None and there else None
     return found
-
-
-def _gradient(parameter: Any) -> torch.Tensor | None:
-    """Return a gradient as :func:`gradient_of`, None where there is none."""
-    gradient: torch.Tensor | None = gradient_of(parameter)
-    return None if gradient is None else gradient.detach()
 
 
 def _set_gradients(chunk: Any, gradients: dict[str, torch.Tensor | None]) -> None:
@@ -195,7 +186,7 @@ def _differences(
     """Return the gradients that differ by more than is allowed, and the largest difference."""
     found, largest = [], 0.0
     for name, parameter in _parameters(chunk):
-        mine, theirs = _gradient(parameter), expected[name]
+        mine, theirs = gradient_of(parameter), expected[name]
         if mine is None and theirs is None:
             continue
         zero = torch.zeros(())
@@ -222,19 +213,15 @@ class UnsplitLayers(StepPart):
 
     Args:
         splits: one for each chunk.
-        physical: the stages that the chunks hold.
         count: function called on every rank with the share of each stage's weight gradients, by
-            their sizes, that B computes.
+            their sizes, that B computes; it returns a line about them, if there is one.
     """
 
     def __init__(
-        self,
-        splits: Sequence[SplitBackward],
-        physical: PhysicalPlacement,
-        count: Callable[[list[float]], None],
+        self, splits: Sequence[SplitBackward], count: Callable[[list[float]], str | None]
     ) -> None:
-        self._splits, self._physical = splits, physical
-        self._count: Callable[[list[float]], None] | None = count
+        self._splits = splits
+        self._count: Callable[[list[float]], str | None] | None = count
 
     def after_step(self, step: Step) -> None:
         """Name new layers on the first replica; the first call is collective over the job."""
@@ -247,13 +234,14 @@ class UnsplitLayers(StepPart):
                 print(f"megatron_zb: {line}", flush=True)
         if self._count is not None:
             count, self._count = self._count, None
-            count(self._shares(step.pp_rank))
+            if (counted := count(self._shares(step))) is not None:
+                say_on_first_rank(counted)
 
-    def _shares(self, pp_rank: int) -> list[float]:
+    def _shares(self, step: Step) -> list[float]:
         """Return the largest share of each stage on any rank; schedules must be equal on all."""
-        shares = torch.zeros(self._physical.placement.num_stages, device=device())
+        shares = torch.zeros(step.physical.placement.num_stages, device=device())
         for chunk, split in enumerate(self._splits):
-            shares[self._physical.stage(pp_rank, chunk)] = split.unsplit_share
+            shares[step.physical.stage(step.pp_rank, chunk)] = split.unsplit_share
         dist.all_reduce(shares, op=dist.ReduceOp.MAX)
         found: list[float] = shares.tolist()
         return found

@@ -1,15 +1,20 @@
-"""The adapter that Megatron-LM's arguments ask for."""
+"""The adapter that Megatron-LM's arguments ask for, and the model and the batch in them.
+
+A schedule is chosen before Megatron-LM validates its arguments, since what the schedule places is
+validated as well. So sizes that Megatron-LM derives from other arguments are derived here.
+"""
 
 from __future__ import annotations
 
 import argparse
+import copy
 import os
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
 
 from megatron_zb.errors import UsageError
-from megatron_zb.job.run_flags import (
+from megatron_zb.job.settings import (
     AUTO_LAYOUT,
     LAYOUT_FLAG,
     asks_for_balance,
@@ -18,21 +23,19 @@ from megatron_zb.job.run_flags import (
 from megatron_zb.measured import balance
 from megatron_zb.megatron_core import refusals
 from megatron_zb.megatron_core.adapter import PipelineAdapter
-from megatron_zb.megatron_core.build_adapter import Chunks, JobSizes, build_adapter, copy_of
+from megatron_zb.megatron_core.build_adapter import Chunks, build_adapter, copy_of
 from megatron_zb.megatron_core.connections import group_options
+from megatron_zb.megatron_core.current_schedule import JobSizes
 from megatron_zb.megatron_core.refusals import OVERLAP, Asked
-from megatron_zb.megatron_core.vocabulary_choice import WHOLE, why_rows_stay
-from megatron_zb.megatron_lm import hybrid_pattern
-from megatron_zb.megatron_lm.derived import num_layers, with_derived
+from megatron_zb.megatron_core.versions import HYBRID_PATTERNS
 from megatron_zb.parsing import flag_of
 from megatron_zb.schedules import catalog, layout
 from megatron_zb.schedules.catalog import Build
-from megatron_zb.schedules.hybrid_pattern import kinds, predicting_parts
-from megatron_zb.schedules.layout import Layers
+from megatron_zb.schedules.hybrid_pattern import kinds, main_part, placed, predicting_parts
+from megatron_zb.schedules.layout import Layers, Letters
 from megatron_zb.schedules.placement import Placement
 
-# How Megatron-LM divides layers over ranks where no layout is given; a layout takes their place.
-_DIVISION = (
+DIVISION = (
     "account_for_embedding_in_pipeline_split",
     "account_for_loss_in_pipeline_split",
     "decoder_first_pipeline_num_layers",
@@ -40,6 +43,11 @@ _DIVISION = (
     "num_layers_per_virtual_pipeline_stage",
     "num_virtual_stages_per_pipeline_rank",
 )
+"""How Megatron-LM divides layers over ranks where no layout is given; a layout takes their place.
+"""
+
+_NEW_PATTERN = HYBRID_PATTERNS[0]
+_SEGMENTS = f"'|' in {flag_of(_NEW_PATTERN)}"
 
 
 def adapter_of(
@@ -66,23 +74,20 @@ def adapter_of(
     options = group_options(
         args.nccl_communicator_config_path, args.high_priority_stream_groups or ()
     )
-    sizes = _sizes(args)
-    adapter = build_adapter(args, sizes, build, options)
-    if _may_cut(args) and (why := _why_whole(args, _known_ends(sizes))) is not None:
-        adapter.say(f"{WHOLE}: {why}")
-    keeps_places = adapter.keeps_places or not _is_placed(args)
+    adapter = build_adapter(args, _sizes(args), _chunks(args), build, options)
+    keeps_places = adapter.placed.keeps_places or not _is_placed(args)
     draws = asks_for_layer_streams(args.pipeline_random_streams, keeps_places)
     refusals.check(asked.known((adapter.schedule.placement,), draws_by_layer=draws))
     if draws:
         differ = args.data_parallel_random_init
         adapter.draw_by_layer(args.seed, steps_done or _steps_done, replicas_differ=differ)
     if _is_placed(args) and not getattr(args, "decoder_num_layers", None):
-        for name in _DIVISION:
+        for name in DIVISION:
             setattr(args, name, False if isinstance(getattr(args, name, None), bool) else None)
-        if hybrid_pattern.of_arguments(args) is None:
+        if _pattern(args) is None:
             args.pipeline_model_parallel_layout = str(adapter.layer_layout)
         else:
-            hybrid_pattern.place(args, adapter.layer_layout.letters)
+            _place_in_pattern(args, adapter.layer_layout.letters)
     return adapter
 
 
@@ -92,7 +97,7 @@ def asked_of(args: argparse.Namespace, series: tuple[int, int] | None = None) ->
     Raises:
         UsageError: there is no such schedule, no such file, or nothing to schedule.
     """
-    written = args.pipeline_model_parallel_layout or hybrid_pattern.segments(args)
+    written = args.pipeline_model_parallel_layout or segments(args)
     layers = None
     if not written:
         with suppress(UsageError):  # a missing number is reported when the layers are placed
@@ -109,7 +114,7 @@ def _keeps_places(args: argparse.Namespace, placement: Placement) -> bool:
     """Return whether every rank may hold the layers that it has in Megatron without a schedule."""
     if placement.chunks > 1 or not _is_placed(args):
         return not _is_placed(args)
-    written = args.pipeline_model_parallel_layout or hybrid_pattern.segments(args)
+    written = args.pipeline_model_parallel_layout or segments(args)
     if written or args.pipeline_layer_layout is not None:
         return True
     try:
@@ -127,7 +132,7 @@ def without_bulk_overlap(args: argparse.Namespace, adapter: PipelineAdapter) -> 
         A line that says so, if the arguments asked for it.
     """
     asked = getattr(args, "tp_comm_overlap", False) and getattr(args, "tp_comm_bulk_wgrad", False)
-    if not (asked and adapter.splits_backward):
+    if not (asked and adapter.current.splits_backward):
         return []
     args.tp_comm_bulk_wgrad = False
     return [
@@ -159,74 +164,29 @@ def _steps_done() -> int:
     """Return the steps that Megatron-LM's training loop has completed before the next one."""
     from megatron.training import get_args
 
-    steps: int = get_args().curr_iteration
-    return steps
+    return int(get_args().curr_iteration)
+
+
+# --- model and batch
 
 
 def _sizes(args: argparse.Namespace) -> JobSizes:
+    """Return model and batch that the arguments ask for.
+
+    Raises:
+        UsageError: a size is missing or wrong.
+    """
     _check_sizes(args)
     ends = None if _is_hybrid(args) else balance.ends_of(with_derived(args))
-    sizes = JobSizes(
+    return JobSizes(
+        pipeline_size=args.pipeline_model_parallel_size,
         num_microbatches=_num_microbatches(args),
         layers=layers_of(args),
         layer_layout=_layout(args),
-        chunks=_chunks(args),
         ends=ends,
-        group_size=getattr(args, "microbatch_group_size_per_vp_stage", None),
-        back_to_back=args.enable_optimizer_post_validation,
         overlaps_exchange=bool(getattr(args, OVERLAP, False)),
-        recomputes=args.pipeline_recompute == "auto",
         copy=copy_of(args),
     )
-    known = _known_ends(sizes)
-    if_faster = _may_cut(args) and _why_whole(args, known) is None
-    output = _layers_of_output(known) if if_faster or args.pipeline_vocabulary == "on" else None
-    return replace(sizes, vocabulary=output, vocabulary_if_faster=if_faster)
-
-
-def _may_cut(args: argparse.Namespace) -> bool:
-    return bool(args.pipeline_vocabulary == "auto")
-
-
-def _known_ends(sizes: JobSizes) -> balance.Ends | None:
-    """Return what the ends of the model take: by a profile, or else counted, where they can be."""
-    measured = sizes.layer_layout
-    return measured if isinstance(measured, balance.Ends) else sizes.ends
-
-
-def _why_whole(args: argparse.Namespace, ends: balance.Ends | None) -> str | None:
-    """Return why --pipeline-vocabulary auto leaves the output layer whole without a comparison."""
-    why = refusals.why_whole(args) or why_rows_stay(args)
-    if why is None and ends is None:
-        return "what it takes cannot be counted for this model"
-    return why
-
-
-def _layers_of_output(ends: balance.Ends | None) -> float:
-    """Return how many layers the output layer counts for: one where its size is not known yet."""
-    return 1.0 if ends is None else ends.output
-
-
-def _chunks(args: argparse.Namespace) -> Chunks:
-    p = args.pipeline_model_parallel_size
-    if args.num_virtual_stages_per_pipeline_rank is not None:
-        return Chunks(args.num_virtual_stages_per_pipeline_rank)
-    if args.num_layers_per_virtual_pipeline_stage is not None:
-        flag = "--num-layers-per-virtual-pipeline-stage"
-        _check_positive(flag, args.num_layers_per_virtual_pipeline_stage)
-        per_rank, rest = divmod(num_layers(args), p)
-        chunks, uneven = divmod(per_rank, args.num_layers_per_virtual_pipeline_stage)
-        if rest or uneven:
-            raise UsageError(
-                f"{flag} {args.num_layers_per_virtual_pipeline_stage} does not divide the "
-                f"{num_layers(args)} layers of {p} pipeline ranks: give "
-                "--num-virtual-stages-per-pipeline-rank instead"
-            )
-        return Chunks(chunks, flag)
-    segments = (hybrid_pattern.segments(args) or "").count("|") + 1
-    if segments > 1 and segments % p == 0:
-        return Chunks(segments // p, hybrid_pattern.SEGMENTS)
-    return Chunks()
 
 
 def _check_sizes(args: argparse.Namespace) -> None:
@@ -245,9 +205,28 @@ def _check_positive(flag: str, value: int | None) -> None:
         raise UsageError(f"{flag} is {value}: it must be 1 or greater")
 
 
+def _num_microbatches(args: argparse.Namespace) -> int:
+    """Count microbatches per iteration and data-parallel rank, once the batch is at full size."""
+    model_parallel = (
+        args.tensor_model_parallel_size
+        * args.pipeline_model_parallel_size
+        * args.context_parallel_size
+    )
+    if args.micro_batch_size is None:
+        raise UsageError("--micro-batch-size is missing: a schedule is built for microbatches")
+    replicas = max(args.world_size // model_parallel, 1)
+    batch = args.micro_batch_size * replicas
+    if args.global_batch_size is None:
+        return 1
+    return max(args.global_batch_size // batch, 1)
+
+
+# --- layers
+
+
 def layers_of(args: argparse.Namespace) -> Layers:
     """Return the layers that Megatron-LM's arguments ask to be placed."""
-    pattern = hybrid_pattern.of_arguments(args) or ""
+    pattern = _pattern(args) or ""
     return Layers(
         decoder=num_layers(args),
         multi_token=len(predicting_parts(pattern)) or args.mtp_num_layers or 0,
@@ -259,13 +238,68 @@ def layers_of(args: argparse.Namespace) -> Layers:
     )
 
 
+def num_layers(args: argparse.Namespace) -> int:
+    """Return the number of layers that a schedule places.
+
+    Raises:
+        UsageError: no argument gives it.
+    """
+    pattern = _pattern(args)
+    if pattern:
+        return len(kinds(pattern))
+    names = ("num_layers", "decoder_num_layers", "encoder_num_layers")
+    number = next((n for name in names if (n := getattr(args, name, None)) is not None), None)
+    if number is None:
+        raise UsageError("--num-layers is missing: a schedule places layers on stages")
+    return int(number)
+
+
+def with_derived(args: argparse.Namespace) -> argparse.Namespace:
+    """Return a copy of the arguments with sizes that stand for one another filled in."""
+    filled = copy.copy(args)
+    filled.num_layers = num_layers(args)
+    if getattr(args, "seq_length", None) is None:
+        filled.seq_length = getattr(args, "encoder_seq_length", None)
+    hidden, gated = getattr(args, "hidden_size", None), getattr(args, "swiglu", False)
+    if getattr(args, "ffn_hidden_size", None) is None and hidden is not None and gated:
+        filled.ffn_hidden_size = int((4 * hidden * 2 / 3) / 64) * 64
+    return filled
+
+
+def _chunks(args: argparse.Namespace) -> Chunks:
+    """Return the number of chunks per rank that the arguments ask for, and the flag that does.
+
+    Raises:
+        UsageError: layers cannot be divided so.
+    """
+    p = args.pipeline_model_parallel_size
+    if args.num_virtual_stages_per_pipeline_rank is not None:
+        return Chunks(args.num_virtual_stages_per_pipeline_rank)
+    if args.num_layers_per_virtual_pipeline_stage is not None:
+        flag = "--num-layers-per-virtual-pipeline-stage"
+        _check_positive(flag, args.num_layers_per_virtual_pipeline_stage)
+        per_rank, rest = divmod(num_layers(args), p)
+        chunks, uneven = divmod(per_rank, args.num_layers_per_virtual_pipeline_stage)
+        if rest or uneven:
+            raise UsageError(
+                f"{flag} {args.num_layers_per_virtual_pipeline_stage} does not divide the "
+                f"{num_layers(args)} layers of {p} pipeline ranks: give "
+                "--num-virtual-stages-per-pipeline-rank instead"
+            )
+        return Chunks(chunks, flag)
+    count = (segments(args) or "").count("|") + 1
+    if count > 1 and count % p == 0:
+        return Chunks(count // p, _SEGMENTS)
+    return Chunks()
+
+
 def _layout(args: argparse.Namespace) -> str | balance.Ends | None:
     written, asked = args.pipeline_model_parallel_layout, args.pipeline_layer_layout
-    segments = hybrid_pattern.segments(args)
-    if segments is not None:
-        _check_alone(args, hybrid_pattern.SEGMENTS)
-        written = segments
-    elif written is not None and hybrid_pattern.of_arguments(args) is not None:
+    segmented = segments(args)
+    if segmented is not None:
+        _check_alone(args, _SEGMENTS)
+        written = segmented
+    elif written is not None and _pattern(args) is not None:
         raise UsageError(
             "--pipeline-model-parallel-layout cannot tell the layers of a hybrid model apart: "
             "write '|' into its pattern, or leave it out"
@@ -290,7 +324,7 @@ def _check_balance(args: argparse.Namespace, asked: str) -> None:
 
 
 def _check_alone(args: argparse.Namespace, asked: str) -> None:
-    for name in ("pipeline_model_parallel_layout", *_DIVISION[:4]):
+    for name in ("pipeline_model_parallel_layout", *DIVISION[:4]):
         if getattr(args, name):
             raise UsageError(
                 f"{asked} and {flag_of(name)} both say which layers a stage has: leave one out"
@@ -300,25 +334,36 @@ def _check_alone(args: argparse.Namespace, asked: str) -> None:
 def _is_hybrid(args: argparse.Namespace) -> bool:
     """Return whether layers are of several kinds, which a layout does not tell apart."""
     heterogeneous = getattr(args, "heterogeneous_layers_config_path", None)
-    return bool(hybrid_pattern.of_arguments(args) or heterogeneous)
+    return bool(_pattern(args) or heterogeneous)
 
 
 def _is_placed(args: argparse.Namespace) -> bool:
     """Return whether layers are placed by the schedule, not by Megatron's own rules."""
-    return not _is_hybrid(args) or hybrid_pattern.is_placed(args)
+    return not _is_hybrid(args) or _says_chunks(args)
 
 
-def _num_microbatches(args: argparse.Namespace) -> int:
-    """Count microbatches per iteration and data-parallel rank, once the batch is at full size."""
-    model_parallel = (
-        args.tensor_model_parallel_size
-        * args.pipeline_model_parallel_size
-        * args.context_parallel_size
-    )
-    if args.micro_batch_size is None:
-        raise UsageError("--micro-batch-size is missing: a schedule is built for microbatches")
-    replicas = max(args.world_size // model_parallel, 1)
-    batch = args.micro_batch_size * replicas
-    if args.global_batch_size is None:
-        return 1
-    return max(args.global_batch_size // batch, 1)
+# --- the pattern of a hybrid model
+
+
+def _pattern(args: argparse.Namespace) -> str | None:
+    """Return the pattern, under the name of any version."""
+    return next(filter(None, (getattr(args, name, None) for name in HYBRID_PATTERNS)), None)
+
+
+def _says_chunks(args: argparse.Namespace) -> bool:
+    """Return whether there is a pattern that can hold the layers of every chunk."""
+    return hasattr(args, _NEW_PATTERN) and _pattern(args) is not None
+
+
+def segments(args: argparse.Namespace) -> str | None:
+    """Return the main part of the pattern if it has the layers of each stage."""
+    written = main_part(_pattern(args) or "")
+    return written if "|" in written else None
+
+
+def _place_in_pattern(args: argparse.Namespace, letters: Letters) -> None:
+    """Write the layers of each stage into the pattern of the arguments."""
+    written = placed(_pattern(args) or "", (stage.count("t") for stage in letters))
+    for name in HYBRID_PATTERNS:
+        setattr(args, name, None)
+    setattr(args, _NEW_PATTERN, written)

@@ -9,9 +9,9 @@ from functools import cache
 from pathlib import Path
 
 from megatron_zb.errors import Refusal, UsageError
-from megatron_zb.job.run_flags import choice_of
+from megatron_zb.job.settings import choice_of
 from megatron_zb.megatron_core import refusals
-from megatron_zb.megatron_lm import argument_table, flags, own_validation, stored_placement
+from megatron_zb.megatron_lm import argument_table, flags, own_process, stored_placement
 from megatron_zb.megatron_lm.adapter_of_arguments import adapter_of, asked_of
 from megatron_zb.megatron_lm.argument_table import Judgement, Verdict
 from megatron_zb.schedules import catalog
@@ -79,7 +79,7 @@ def validate(report: CheckReport, root: Path, words: Sequence[str], world_size: 
     Raises:
         UsageError: it cannot be run.
     """
-    outcome = own_validation.validate(root, words, world_size)
+    outcome = own_process.validate(root, words, world_size)
     checked = report.checked
     if outcome.refusal is not None:
         finding = Judgement(Verdict.REFUSED, outcome.refusal)

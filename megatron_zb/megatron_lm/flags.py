@@ -52,10 +52,8 @@ def _add_older(parser: argparse.ArgumentParser) -> None:
 
 def choice(args: argparse.Namespace) -> str | None:
     """Return the flag that chooses a schedule, with its value; None for Megatron's own."""
-    if args.pipeline_schedule is not None:
-        return f"--pipeline-schedule {args.pipeline_schedule}"
-    if args.pipeline_schedule_file is not None:
-        return f"--pipeline-schedule-file {args.pipeline_schedule_file}"
+    if settings.chooses_schedule(args):
+        return settings.choice_of(args)
     return next((flag_of(name) for name in _CHOOSING if getattr(args, name)), None)
 
 
@@ -98,7 +96,7 @@ _CHOOSING = (
 
 def _translate_schedule(args: argparse.Namespace, older: list[str]) -> str:
     said = " ".join(map(flag_of, older))
-    if args.pipeline_schedule is not None or args.pipeline_schedule_file is not None:
+    if settings.chooses_schedule(args):
         new = "--pipeline-schedule" if args.pipeline_schedule else "--pipeline-schedule-file"
         raise UsageError(f"{said} and {new} both choose a schedule: leave {said} out")
     if args.zero_bubble_v_schedule or args.zero_bubble_v_schedule_mem_setup:

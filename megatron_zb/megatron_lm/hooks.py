@@ -18,10 +18,10 @@ from typing import Any
 
 from megatron_zb.errors import UsageError
 from megatron_zb.job import data_contents, settings
-from megatron_zb.job.rendezvous import Rendezvous
+from megatron_zb.job.agreement import Rendezvous
+from megatron_zb.job.ending import end_with
 from megatron_zb.job.shared_build import SharedBuild, build_with_cache
-from megatron_zb.megatron_core import refusals, versions
-from megatron_zb.megatron_core.checkpoints import BOUND, RESHARDABLE, SHARING
+from megatron_zb.megatron_core import checkpoints, refusals, versions
 from megatron_zb.megatron_core.refusals import Asked
 from megatron_zb.megatron_lm import (
     argument_table,
@@ -35,9 +35,14 @@ from megatron_zb.megatron_lm.adapter_of_arguments import (
     prepare_overlap,
     without_bulk_overlap,
 )
-from megatron_zb.megatron_lm.ending import end_with
 from megatron_zb.megatron_lm.post_validation_hooks import PostValidationHooks
-from megatron_zb.megatron_lm.replacing import replace, replace_method, replace_static, when
+from megatron_zb.megatron_lm.replacing import (
+    always,
+    replace,
+    replace_method,
+    replace_static,
+    when,
+)
 from megatron_zb.megatron_lm.scheduled_run import START, ScheduledRun
 from megatron_zb.megatron_lm.stage_data import StageData
 from megatron_zb.parsing import flag_of
@@ -110,20 +115,19 @@ class _Hooks:
         replace_static(PipelineParallelLayerLayout, "from_str", layout_from_str)
         create_graphs = scheduled(ScheduledRun.create_graphs)
         replace_method(TECudaGraphHelper, "create_cudagraphs", create_graphs)
-        for name, hook in (
-            (RESHARDABLE, ScheduledRun.sharded_param_state),
-            (BOUND, ScheduledRun.load_bound_state),
+        for cls, name, hook in (
+            (DistributedOptimizer, checkpoints.RESHARDABLE, checkpoints.save_without_padding),
+            (DistributedOptimizer, checkpoints.BOUND, checkpoints.load_bound),
+            (Float16OptimizerWithFloat16Params, "load_state_dict", checkpoints.load_empty_groups),
         ):
-            replace_method(DistributedOptimizer, name, scheduled(hook))
+            replace_method(cls, name, scheduled(always(hook)))
 
         in_a_v = partial(when, self._run_in_a_v)
         replace(training, "finalize_model_grads", in_a_v(ScheduledRun.finalize_model_grads))
-        replace(fully_parallel, SHARING, in_a_v(ScheduledRun.share_out_replicas))
-        masters = in_a_v(ScheduledRun.sharded_masters)
+        replace(fully_parallel, checkpoints.SHARING, in_a_v(always(checkpoints.share_out)))
+        masters = in_a_v(always(checkpoints.leave_out_empty_groups))
         replace_method(Float16OptimizerWithFloat16Params, "sharded_state_dict", masters)
-        load_masters = scheduled(ScheduledRun.load_masters)
-        replace_method(Float16OptimizerWithFloat16Params, "load_state_dict", load_masters)
-        load_apart = in_a_v(ScheduledRun.load_replicas_apart)
+        load_apart = in_a_v(always(checkpoints.load_apart))
         replace_method(fully_parallel.FullyParallelLoadStrategyWrapper, "load", load_apart)
         self._install_in_data()
         self._post_validation.install()

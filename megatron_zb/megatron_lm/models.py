@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from megatron_zb.errors import UsageError
-from megatron_zb.job.run_flags import STREAMS_FLAG
+from megatron_zb.job.settings import STREAMS_FLAG
 from megatron_zb.megatron_core import versions
 from megatron_zb.megatron_core.model_ends import language_model, why_not_placed
 from megatron_zb.megatron_core.refusals import OVERLAP

@@ -17,9 +17,10 @@ from typing import Any
 import torch.distributed as dist
 
 from megatron_zb.errors import UsageError
+from megatron_zb.job.ending import end_with
 from megatron_zb.megatron_core.adapter import PipelineAdapter
 from megatron_zb.megatron_core.post_validation import PostValidation
-from megatron_zb.megatron_lm.ending import end_with
+from megatron_zb.megatron_core.step import say_on_first_rank
 from megatron_zb.megatron_lm.replacing import replace, when
 
 # Functions of the training loop that read, store or compare what a step has made, or end the job.
@@ -112,7 +113,11 @@ class PostValidationHooks:
             validation = adapter.post_validate(optimizer, scheduler, model, on_host=self._on_host)
         except UsageError as error:
             end_with(error, dist.get_rank())
-        _tell_size(validation.snapshot_nbytes, "host" if self._on_host else "device")
+        say_on_first_rank(
+            "to take a step of the optimizer back, rank 0 keeps "
+            f"{validation.snapshot_nbytes / 2**20:.1f} MiB in "
+            f"{'host' if self._on_host else 'device'} memory"
+        )
         self._loop = _ValidatedLoop(validation)
         return original(*args, **keywords)
 
@@ -121,15 +126,6 @@ class PostValidationHooks:
         if self._loop is not None:
             self._loop.settle()
         return result
-
-
-def _tell_size(nbytes: int, where: str) -> None:
-    if dist.get_rank() == 0:
-        print(
-            f"megatron_zb: to take a step of the optimizer back, rank 0 keeps {nbytes / 2**20:.1f} "
-            f"MiB in {where} memory",
-            flush=True,
-        )
 
 
 class _ValidatedLoop:

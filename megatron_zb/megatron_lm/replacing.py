@@ -65,6 +65,11 @@ def replace_static(cls: Any, name: str, hook: Any) -> Undo:
     return partial(setattr, cls, name, staticmethod(original))
 
 
+def always(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a method for :func:`when` that calls ``function(original, ...)`` for any subject."""
+    return lambda subject, original, *args, **keywords: function(original, *args, **keywords)
+
+
 def when(subject: Callable[[], T | None], method: Callable[..., Any]) -> Callable[..., Any]:
     """Return a hook that calls the original as long as there is no subject.
 

@@ -12,12 +12,9 @@ from inspect import signature
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from megatron_zb.errors import UsageError
+from megatron_zb.job.agreement import Rendezvous
 from megatron_zb.job.data_contents import Record
-from megatron_zb.job.rendezvous import Rendezvous
-from megatron_zb.megatron_core import checkpoints
 from megatron_zb.megatron_core.adapter import PipelineAdapter
 from megatron_zb.megatron_lm import models, stored_placement
 from megatron_zb.megatron_lm.stage_data import StageData
@@ -71,8 +68,7 @@ class ScheduledRun:
         """Return the layers of a block; an encoder has all of its own, whatever the layout."""
         if config.pipeline_model_parallel_size == 1:
             return int(config.num_layers)
-        number: int = original(config, *rest, **keywords)
-        return number
+        return int(original(config, *rest, **keywords))
 
     def build_chunks(self, original: Any, build: Any, *rest: Any, **keywords: Any) -> Any:
         """Let every chunk be built where the schedule has it."""
@@ -150,35 +146,6 @@ class ScheduledRun:
         return f"build {self._builds}"
 
     # --- checkpoints
-
-    def share_out_replicas(self, original: Any, *args: Any, **keywords: Any) -> None:
-        """Share out the writing of a checkpoint, in which a V has a tied embedding twice."""
-        checkpoints.share_out(original, *args, **keywords)
-
-    def load_replicas_apart(self, original: Any, *args: Any, **keywords: Any) -> Any:
-        """Load a checkpoint with separate tensors for both copies of a tied embedding."""
-        return checkpoints.load_apart(original, *args, **keywords)
-
-    def sharded_masters(self, original: Any, *args: Any, **keywords: Any) -> Any:
-        """Return the state of an optimizer to be saved, without groups that are empty here."""
-        return checkpoints.leave_out_empty_groups(original, *args, **keywords)
-
-    def load_masters(self, original: Any, *args: Any, **keywords: Any) -> None:
-        """Load the state of an optimizer, which may have no weights here."""
-        checkpoints.load_empty_groups(original, *args, **keywords)
-
-    def sharded_param_state(self, original: Any, optimizer: Any, *args: Any, **kw: Any) -> Any:
-        """Return the distributed optimizer's state with every weight's own values."""
-        with checkpoints.without_padding([optimizer]):
-            return original(optimizer, *args, **kw)
-
-    def load_bound_state(self, original: Any, *args: Any, **keywords: Any) -> None:
-        """Load the default format of the distributed optimizer for weights of 32 bits, too.
-
-        Its parameters are then the model's own, which Megatron would write with gradients on.
-        """
-        with torch.no_grad():
-            original(*args, **keywords)
 
     def check_states(self, args: Any, path: str) -> None:
         """Let the first rank check the optimizer's state in a checkpoint, for all."""

@@ -18,8 +18,7 @@ from megatron_zb.errors import UsageError
 from megatron_zb.files import read_tracker
 from megatron_zb.megatron_core import checkpoints
 from megatron_zb.megatron_core.adapter import PipelineAdapter
-from megatron_zb.megatron_lm import hybrid_pattern
-from megatron_zb.megatron_lm.adapter_of_arguments import layers_of
+from megatron_zb.megatron_lm.adapter_of_arguments import layers_of, segments
 from megatron_zb.schedules import layout
 from megatron_zb.schedules.placement import looped
 
@@ -66,7 +65,7 @@ def _name(kind: str, ranks: int, chunks: int, layout: str) -> str:
 
 
 def _stock_layout(args: argparse.Namespace, ranks: int, chunks: int) -> str:
-    written = args.pipeline_model_parallel_layout or hybrid_pattern.segments(args)
+    written = args.pipeline_model_parallel_layout or segments(args)
     try:
         layers = layers_of(args)
         if written is None:

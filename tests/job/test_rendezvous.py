@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch.distributed as dist
 from ranks import RankPools
 
-from megatron_zb.job.rendezvous import Rendezvous
+from megatron_zb.job.agreement import Rendezvous
 
 
 def met(places: list[str]) -> list[bool]:

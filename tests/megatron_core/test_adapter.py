@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
+from adapters import scheduled
 
 from megatron_zb.errors import UsageError
+from megatron_zb.job.settings import ScheduleSettings
+from megatron_zb.measured.balance import Ends
 from megatron_zb.megatron_core.adapter import PipelineAdapter
 from megatron_zb.megatron_core.connections import WatchPart
 from megatron_zb.schedules.layout import Layers
@@ -13,7 +18,7 @@ from megatron_zb.schedules.passes import PassKind
 
 
 def adapter_of(name: str) -> PipelineAdapter:
-    return PipelineAdapter.create(name, pipeline_size=4, num_microbatches=8, layers=Layers(8))
+    return scheduled(name, pipeline_size=4, num_microbatches=8, layers=Layers(8))
 
 
 def test_both_ends_of_a_v_are_on_the_last_rank_of_megatrons() -> None:
@@ -45,6 +50,39 @@ def test_the_watchdog_ends_a_job_a_little_before_torch_does(
     assert adapter.part(WatchPart).timeout == timeout
 
 
+@pytest.mark.parametrize("given", [("v-half",), (ScheduleSettings(pipeline_schedule="v-half"),)])
+def test_the_keywords_of_earlier_versions_are_refused(given: tuple[Any, ...]) -> None:
+    with pytest.raises(UsageError, match=r"takes settings and sizes: write create\(ScheduleSett"):
+        PipelineAdapter.create(*given, pipeline_size=4, num_microbatches=8, layers=Layers(8))
+    with pytest.raises(UsageError, match="takes settings and sizes"):
+        PipelineAdapter.create(*given)
+
+
+@pytest.mark.parametrize(("output", "is_cut"), [(0.01, False), (8.0, True)])
+def test_the_faster_of_a_whole_and_a_cut_vocabulary(output: float, is_cut: bool) -> None:
+    sizes = {"pipeline_size": 2, "num_microbatches": 4, "layers": Layers(4)}
+    with pytest.raises(UsageError, match="'auto' has to know what the ends of the model take"):
+        scheduled("zb-h1", **sizes, pipeline_vocabulary="auto")
+    ends = Ends(0.0, output, "given")
+    adapter = scheduled("zb-h1", **sizes, ends=ends, pipeline_vocabulary="auto")
+    assert (adapter.costs.vocabulary is not None) is is_cut
+    assert f"simulated for {ends}" in adapter.describe()
+    for asked in ("on", "off"):
+        adapter = scheduled("zb-h1", **sizes, ends=ends, pipeline_vocabulary=asked)
+        assert (adapter.costs.vocabulary is not None) is (asked == "on")
+
+
+def test_moved_activations_need_the_time_of_a_copy() -> None:
+    with pytest.raises(UsageError, match=r"pipeline_offload needs .*: give copy, such as 0\.1"):
+        scheduled(
+            "zb-h1",
+            pipeline_size=2,
+            num_microbatches=4,
+            layers=Layers(4),
+            pipeline_offload="auto",
+        )
+
+
 def test_a_timeout_below_zero_is_refused() -> None:
     with pytest.raises(UsageError, match=r"^--pipeline-timeout is -1: it must be 0 or greater$"):
         adapter_of("v-half").watch(-1, distributed_timeout_minutes=10)
@@ -52,11 +90,34 @@ def test_a_timeout_below_zero_is_refused() -> None:
 
 def test_an_evaluation_of_more_microbatches_has_no_memory_limit() -> None:
     """An evaluation keeps no activations and may have another batch size than training."""
-    adapter = PipelineAdapter.create(
-        "zb-h2", pipeline_size=2, num_microbatches=1, layers=Layers(4), memory_limit=Limit(0.6)
+    adapter = scheduled(
+        "zb-h2",
+        pipeline_size=2,
+        num_microbatches=1,
+        layers=Layers(4),
+        pipeline_memory_limit=0.6,
     )
     with pytest.raises(UsageError, match=r"cannot keep the memory limit of 0\.6 of 1F1B"):
-        adapter.program_for(3, False, False)
-    program = adapter.program_for(3, True, False)
+        adapter.current.program_for(3, False, False)
+    program = adapter.current.program_for(3, True, False)
     kinds = {p.kind for rank in program.schedule.ranks for p in rank}
     assert (program.schedule.num_microbatches, kinds) == (3, {PassKind.F})
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "said"),
+    [
+        ("pipeline_recompute", "on", "pipeline_recompute is 'on': give auto or off"),
+        ("pipeline_memory_limit", "40", None),
+        ("pipeline_memory_limit", "40 apples", "pipeline_memory_limit is '40 apples': give a frac"),
+    ],
+)
+def test_settings_in_python_are_checked_as_flags_are(
+    name: str, value: str, said: str | None
+) -> None:
+    given: dict[str, Any] = {name: value}
+    if said is None:
+        assert ScheduleSettings(**given).memory_limit == Limit(40.0)
+        return
+    with pytest.raises(UsageError, match=said):
+        ScheduleSettings(**given)

@@ -7,7 +7,9 @@ from itertools import pairwise
 from pathlib import Path
 from unittest.mock import patch
 
+import gpt_cases
 import pytest
+from adapters import scheduled
 from brief_searches import briefly
 from gpt_cases import GPTCase, built, forward_backward, gradients, microbatches
 from ranks import RankPools
@@ -81,15 +83,15 @@ def replanned(
 ) -> tuple[list[Schedule], list[schedules.Costs], list[list[float]]]:
     """What ``auto`` runs in each iteration, for which costs, with which losses."""
     create = partial(
-        PipelineAdapter.create,
-        recomputes=True,
+        scheduled,
+        pipeline_recompute="auto",
+        pipeline_offload="auto",
         copy=0.3,
-        memory_limit=memory,
-        host_limit=host,
-        placement=None,
+        pipeline_memory_limit=memory,
+        pipeline_host_limit=host,
     )
     orders, costs, seen = [], [], []
-    with briefly(), patch.object(PipelineAdapter, "create", create), built(CASE, "auto", M) as job:
+    with briefly(), patch.object(gpt_cases, "scheduled", create), built(CASE, "auto", M) as job:
         adapter, chunks = job
         assert adapter is not None
         adapter.profile(None, None)
@@ -181,12 +183,13 @@ def test_costs_of_states_need_what_was_measured() -> None:
 def test_a_profile_that_balances_layers_tells_what_copies_take(
     profile: Profile | None, copy: float
 ) -> None:
-    adapter = PipelineAdapter.create(
+    adapter = scheduled(
         "zb-h1",
         pipeline_size=2,
         num_microbatches=4,
         layers=Layers(4),
         layer_layout=Ends(0.0, 0.0, "measured", profile),
+        pipeline_offload="auto",
         copy=copy if profile is None else 0.1,
     )
     assert adapter.costs.copy == pytest.approx([3 * copy] * 2)

@@ -13,6 +13,7 @@ from unittest.mock import patch
 
 import pytest
 import torch
+from adapters import scheduled
 from brief_searches import briefly
 from gpt_cases import (
     SEQUENCE,
@@ -396,7 +397,7 @@ def test_the_profile_of_a_run_with_pairs(ranks: RankPools, tmp_path: Path) -> No
 
 @pytest.mark.usefixtures("brief_searches")
 def test_a_profile_of_pairs_takes_longer() -> None:
-    adapter = PipelineAdapter.create(
+    adapter = scheduled(
         "v-half", pipeline_size=4, num_microbatches=8, layers=Layers(8), overlaps_exchange=True
     )
     with pytest.raises(UsageError, match=r"--pipeline-replan-every is 12: .*give 13 or more"):
@@ -404,7 +405,7 @@ def test_a_profile_of_pairs_takes_longer() -> None:
 
 
 def adapter_of(schedule: str) -> PipelineAdapter:
-    return PipelineAdapter.create(schedule, pipeline_size=4, num_microbatches=8, layers=Layers(8))
+    return scheduled(schedule, pipeline_size=4, num_microbatches=8, layers=Layers(8))
 
 
 def test_what_cannot_be_measured_is_refused() -> None:
@@ -545,7 +546,9 @@ def test_what_w_holds_beyond_the_activations_is_counted_from_f_on(
 ) -> None:
     """A schedule takes B to free memory alone; a limit must hold all the same."""
     held = [HeldStage(0, 0, "tL")]
-    one = Profiling(lambda: False, lambda: None, lambda: None, lambda: None, held, M)
+    one = Profiling(
+        scheduled("zb-h1", pipeline_size=2, num_microbatches=M, layers=Layers(4)).current, held
+    )
     memory = MemoryRecorder(ActivationMemory())
     for microbatch in range(3):
         memory.changes[Pass(PassKind.F, 0, microbatch)] = after_f
@@ -554,7 +557,7 @@ def test_what_w_holds_beyond_the_activations_is_counted_from_f_on(
     passes = [Pass(kind, 0, 0) for kind in (PassKind.F, PassKind.B, PassKind.W, PassKind.BW)]
     one._recorders = [cast("Recorder", Clock(passes))]
     steps = [recorder.spans() for recorder in one._recorders]
-    found = one._stages(7, steps, steps)[0]
+    found = one._stage(held[0], profiling._mean_within(steps), 7)
     assert (found.activation, found.held_for_weight) == (activation, held_for_weight)
 
 

@@ -12,6 +12,7 @@ from typing import Any
 import gpt_cases
 import pytest
 import torch
+from adapters import scheduled
 from gpt_cases import GPTCase, built, forward_backward, microbatches
 from megatron.core import parallel_state
 from megatron.core.pipeline_parallel.schedules import get_forward_backward_func
@@ -19,11 +20,9 @@ from megatron.core.tensor_parallel import get_cuda_rng_tracker, model_parallel_c
 from ranks import RankPools
 from states import with_states
 
-from megatron_zb.job.run_flags import asks_for_layer_streams
+from megatron_zb.job.settings import asks_for_layer_streams
 from megatron_zb.megatron_core import versions
-from megatron_zb.megatron_core.adapter import PipelineAdapter
-from megatron_zb.megatron_core.initialisation import global_parameters
-from megatron_zb.megatron_core.random_streams import LayerStreams, RandomState
+from megatron_zb.megatron_core.random_streams import LayerStreams, RandomState, global_parameters
 from megatron_zb.schedules import Schedule, build, layout
 from megatron_zb.schedules.layout import Layers
 
@@ -243,10 +242,10 @@ def test_streams_of_ranks_differ_where_layers_move(ranks: RankPools) -> None:
 def test_where_layers_are_as_in_stock(
     name: str, layers: Layers, layout: str | None, expected: bool
 ) -> None:
-    adapter = PipelineAdapter.create(
+    adapter = scheduled(
         name, pipeline_size=2, num_microbatches=4, layers=layers, layer_layout=layout
     )
-    assert adapter.keeps_places is expected
+    assert adapter.placed.keeps_places is expected
     assert asks_for_layer_streams(None, expected) is not expected
     assert asks_for_layer_streams("auto", expected) is not expected
     assert asks_for_layer_streams("layer", expected)

@@ -29,7 +29,7 @@ def test_the_first_replica_names_new_layers(
     groups: dict[str, Any], speaks: bool, capsys: pytest.CaptureFixture[str]
 ) -> None:
     split: Any = SimpleNamespace(news=lambda: ["layer 3 stays whole"], unsplit_share=0.0)
-    layers = UnsplitLayers([split], SimpleNamespace(), lambda shares: None)  # type: ignore[arg-type]
+    layers = UnsplitLayers([split], lambda shares: None)
     layers._count = None  # which is collective
     step: Any = SimpleNamespace(
         pg_collection=SimpleNamespace(**groups), pp_rank=0, forward_only=False

@@ -128,7 +128,12 @@ def shares_and_said(case: GPTCase, schedule: str) -> tuple[list[float], float, l
         before = adapter.costs.weight[0]
         data = [microbatches(case, 4) for _ in chunks]
         forward_backward(adapter.forward_backward_func, chunks, data, 4)
-        return list(adapter.unsplit_shares), before, list(adapter.costs.weight), said.getvalue()
+        return (
+            list(adapter.current.unsplit_shares),
+            before,
+            list(adapter.costs.weight),
+            said.getvalue(),
+        )
 
 
 def gradients_of(case: GPTCase, schedule: str | None) -> tuple[str, dict[str, torch.Tensor]]:

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from adapters import scheduled
 from megatron.core import package_info
 from small_trees import checkout_tree
 
@@ -24,7 +25,7 @@ def nothing_said_yet() -> Iterator[None]:
 
 
 def adapter() -> PipelineAdapter:
-    return PipelineAdapter.create("1f1b", pipeline_size=2, num_microbatches=4, layers=Layers(4))
+    return scheduled("1f1b", pipeline_size=2, num_microbatches=4, layers=Layers(4))
 
 
 def test_the_series_have_no_gap() -> None:

@@ -18,9 +18,9 @@ from megatron_zb.measured.profile import write_profile
 from megatron_zb.megatron_core import versions
 from megatron_zb.megatron_lm.adapter_of_arguments import (
     adapter_of,
+    with_derived,
     without_bulk_overlap,
 )
-from megatron_zb.megatron_lm.derived import with_derived
 from megatron_zb.schedules import interchange, simulate
 from megatron_zb.schedules.passes import Pass, PassKind
 from megatron_zb.schedules.placement import looped, v_shape
@@ -84,8 +84,8 @@ def test_a_builder_is_asked_for_the_schedule_and_for_other_numbers_of_microbatch
         return schedules.build(name, **request)
 
     adapter = adapter_of(parsed("--pipeline-schedule zb-h1"), build)
-    adapter.program_for(3, True, False)
-    adapter.program_for(8, False, False)
+    adapter.current.program_for(3, True, False)
+    adapter.current.program_for(8, False, False)
     assert asked == [("zb-h1", 8), ("zb-h1", 3)]
 
 

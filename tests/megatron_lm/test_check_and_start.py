@@ -10,7 +10,7 @@ import pytest
 
 from megatron_zb.cli.check import installed_series
 from megatron_zb.errors import UsageError
-from megatron_zb.job.rendezvous import Rendezvous
+from megatron_zb.job.agreement import Rendezvous
 from megatron_zb.megatron_core import refusals
 from megatron_zb.megatron_lm import argument_table, checking, hooks
 from megatron_zb.megatron_lm.argument_table import Argument, Verdict

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from adapters import scheduled
 
 from megatron_zb.megatron_core.adapter import PipelineAdapter
 from megatron_zb.megatron_lm import fingerprint
@@ -17,7 +18,7 @@ from megatron_zb.schedules.layout import Layers
 def adapter(
     name: str = "v-half", microbatches: int = 8, layout: str | None = None
 ) -> PipelineAdapter:
-    return PipelineAdapter.create(
+    return scheduled(
         name,
         pipeline_size=2,
         num_microbatches=microbatches,

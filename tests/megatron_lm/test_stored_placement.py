@@ -6,6 +6,7 @@ import argparse
 from typing import Any
 
 import pytest
+from adapters import scheduled
 
 from megatron_zb.errors import UsageError
 from megatron_zb.megatron_core.adapter import PipelineAdapter
@@ -23,9 +24,7 @@ FREE = "fully_reshardable"
 
 
 def planned(name: str, **how: Any) -> PipelineAdapter:
-    return PipelineAdapter.create(
-        name, pipeline_size=2, num_microbatches=4, layers=Layers(8), **how
-    )
+    return scheduled(name, pipeline_size=2, num_microbatches=4, layers=Layers(8), **how)
 
 
 def stock(**changed: Any) -> argparse.Namespace:

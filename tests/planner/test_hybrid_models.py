@@ -14,7 +14,7 @@ from small_models import SMALL, a100, load, small
 from megatron_zb.errors import UsageError
 from megatron_zb.measured import config
 from megatron_zb.megatron_core import versions
-from megatron_zb.megatron_core.initialisation import global_parameters
+from megatron_zb.megatron_core.random_streams import global_parameters
 from megatron_zb.planner import byte_counts
 from megatron_zb.planner.candidate import candidates_of
 from megatron_zb.planner.flags import flags

@@ -65,9 +65,9 @@ def test_a_patched_checkout_is_validated_like_any_other(
 def test_without_a_checkout_check_says_so(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from megatron_zb.megatron_lm import own_validation
+    from megatron_zb.megatron_lm import own_process
 
-    monkeypatch.setattr(own_validation, "installed", lambda: None)
+    monkeypatch.setattr(own_process, "installed", lambda: None)
     assert cli.main(["check", *RUN.split()]) == 0
     said = " ".join(capsys.readouterr().out.split())
     assert "Megatron-LM has not validated the arguments itself: give --megatron-lm" in said

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from megatron_zb.megatron_core.versions import NEWEST, SERIES, SUPPORTED
-from megatron_zb.megatron_lm.own_parser import read
+from megatron_zb.megatron_lm.own_process import read_parser
 from real_megatron_lm.runs import MODEL, pretrain
 
 FLAGS = "--pipeline-model-parallel-size 2 --train-iters 1 --pipeline-schedule v-half"
@@ -47,6 +47,6 @@ def test_an_older_one_is_refused(patched: Path, tmp_path: Path, launcher: bool) 
 
 
 def test_the_checkouts_own_arguments_are_all_known(checkout: Path) -> None:
-    parser = read(checkout)
+    parser = read_parser(checkout)
     assert parser.version in [series.text for series in SERIES]
     assert not parser.new

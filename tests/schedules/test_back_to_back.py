@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+from adapters import scheduled
 from brief_searches import at_length
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -97,19 +98,19 @@ def test_the_report_tells_the_period(v_zb: dict[bool, Schedule]) -> None:
 def test_an_adapter_for_iterations_in_a_row() -> None:
     def adapter(back_to_back: bool) -> PipelineAdapter:
         with at_length():
-            return PipelineAdapter.create(
+            return scheduled(
                 "v-zb",
                 pipeline_size=P,
                 num_microbatches=M,
                 layers=Layers(16),
-                back_to_back=back_to_back,
+                enable_optimizer_post_validation=back_to_back,
             )
 
     of = {flag: adapter(flag) for flag in (True, False)}
     assert of[True].predicted_bubble_rate == pytest.approx(0)
     assert of[False].predicted_bubble_rate == pytest.approx(3.5 / 51.5)
     assert "expected bubble 0.0 % at equal costs" in of[True].describe()
-    seconds = {flag: one.seconds(one.schedule, EQUAL) for flag, one in of.items()}
+    seconds = {flag: one.current.seconds(one.schedule, EQUAL) for flag, one in of.items()}
     assert seconds[True] == WORK < seconds[False] == WORK + (P - 1) / 2
 
 

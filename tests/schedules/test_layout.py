@@ -9,6 +9,7 @@ from functools import lru_cache
 from typing import Any
 
 import pytest
+from adapters import scheduled
 from measured_runs import profile as measured_profile
 from megatron_arguments import parsed
 from small_models import load, small
@@ -87,15 +88,15 @@ def test_the_predicted_layout_is_the_adapters_in_a_thousand_cases() -> None:
             "pipeline_size": placement.pipeline_size,
             "num_microbatches": schedule.num_microbatches,
         }
-        adapter = PipelineAdapter.of_table(schedule, **sizes, layers=layers)
+        adapter = scheduled(schedule, **sizes, layers=layers)
         predicted = layout.spread(layers, placement)
         assert told(adapter) == list(layout.lettered(predicted, layers.multi_token)), (seed, layers)
         uneven += len(set(predicted)) > 1
         if layers.first is not None or layers.last is not None:
             continue
         ends = Ends(layers.embedding, layers.output, "for a test")
-        asked = PipelineAdapter.of_table(schedule, **sizes, layers=layers, layer_layout=ends)
-        balance = asked._balance
+        asked = scheduled(schedule, **sizes, layers=layers, layer_layout=ends)
+        balance = asked.placed.balance
         assert balance is not None
         assert told(asked) == list(layout.lettered(balance.layers, layers.multi_token))
         assert balance.layers in layout.choices(
@@ -243,7 +244,7 @@ def test_a_layout_that_cannot_be_is_refused(written: str, said: str) -> None:
 def test_a_written_layout_binds_the_placement_of_auto(written: str, name: str) -> None:
     """A plan predicts auto on a V; the stages that it prints have to be those of the run."""
     layers = Layers(written.count("t"))
-    adapter = PipelineAdapter.create(
+    adapter = scheduled(
         "auto", pipeline_size=2, num_microbatches=2, layers=layers, layer_layout=written
     )
     assert adapter.schedule.placement.name == name
@@ -262,7 +263,7 @@ def test_a_hybrid_pattern_says_the_layers_of_each_stage() -> None:
     assert layout.read("M*|M||E*-", layers, 4) == ("Ett", "t", "", "tttmL")
     with pytest.raises(UsageError, match=r"^hybrid .* 'M\*M\|E\*-': it has 2 segments .* 4 stages"):
         layout.read("M*M|E*-", layers, 4)
-    adapter = PipelineAdapter.create(
+    adapter = scheduled(
         "auto", pipeline_size=2, num_microbatches=2, layers=layers, layer_layout="M*|M|E*|-"
     )
     assert adapter.schedule.placement.name == "v"

@@ -15,7 +15,7 @@ from megatron.core.pipeline_parallel.schedules import get_forward_backward_func
 from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
-from megatron_zb.megatron_core.initialisation import global_parameters
+from megatron_zb.megatron_core.random_streams import global_parameters
 from megatron_zb_train import checkpoint
 
 

@@ -16,7 +16,7 @@ from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from megatron_zb.megatron_core.initialisation import initialise_by_global_name
+from megatron_zb.megatron_core.random_streams import initialise_by_global_name
 from megatron_zb_distill.blocks import student_layer, teacher_layer
 from megatron_zb_distill.flags import complete, parse
 from megatron_zb_distill.initialisation import inherit

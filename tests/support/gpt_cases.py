@@ -12,6 +12,7 @@ from types import ModuleType
 from typing import Any
 
 import torch
+from adapters import scheduled
 from images import LENGTH_WITH_IMAGES, multimodal_model, with_images
 from megatron.core import parallel_state
 from megatron.core.distributed import DistributedDataParallel as DDP
@@ -40,7 +41,7 @@ from user_changes import change
 from megatron_zb import schedules
 from megatron_zb.megatron_core.adapter import PipelineAdapter
 from megatron_zb.megatron_core.cpu import redirect_experts
-from megatron_zb.megatron_core.initialisation import global_parameters, initialise_by_global_name
+from megatron_zb.megatron_core.random_streams import global_parameters, initialise_by_global_name
 from megatron_zb.schedules import Schedule
 from megatron_zb.schedules.layout import Layers
 
@@ -160,17 +161,14 @@ def built(
     p = _pipeline_size(case)
     adapter = None
     if schedule is not None:
-        create: Any = PipelineAdapter.create
-        if isinstance(schedule, Schedule):
-            create = PipelineAdapter.of_table
-        adapter = create(
+        adapter = scheduled(
             schedule,
             pipeline_size=p,
             num_microbatches=num_microbatches,
             layers=Layers(case.layers, multi_token=case.multi_token, kinds=case.hybrid or ""),
             layer_layout=case.layout,
-            **({"vocabulary": 1.0} if case.vocabulary else {}),
-            **({"overlaps_exchange": True} if _asks_for_pairs(case, schedule) else {}),
+            pipeline_vocabulary="on" if case.vocabulary else "off",
+            overlaps_exchange=_asks_for_pairs(case, schedule),
         )
         if steps_done is not None:
             adapter.draw_by_layer(1, steps_done)

@@ -36,7 +36,7 @@ from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.utils import get_model_config
 
-from megatron_zb.megatron_core.initialisation import global_parameters, initialise_by_global_name
+from megatron_zb.megatron_core.random_streams import global_parameters, initialise_by_global_name
 
 LENGTH, VOCABULARY, BATCH = 16, 64, 2
 OF_MODEL: dict[str, Any] = {

@@ -11,7 +11,7 @@ import torch
 from gpt_cases import GPTCase, built, forward_backward, microbatches
 from megatron.core import parallel_state
 
-from megatron_zb.megatron_core.initialisation import global_parameters
+from megatron_zb.megatron_core.random_streams import global_parameters
 
 MICROBATCHES = 4
 

@@ -280,7 +280,6 @@ def test_without_the_flag_megatron_is_as_it_was(corpus: str, tmp_path: Path) -> 
         ] == [
             "megatron_zb.megatron_core.checkpoints",
             "megatron_zb.megatron_core.cpu",
-            "megatron_zb.megatron_core.initialisation",
             "megatron_zb.megatron_core.random_streams",
             "megatron_zb.megatron_core.versions",
         ]

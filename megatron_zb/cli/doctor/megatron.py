@@ -127,11 +127,11 @@ def about_training_loop(checkout: Checkout, torch: Torch) -> Iterator[Finding]:
 
 def about_arguments(checkout: Checkout) -> Finding:
     """Name the arguments of the checkout's own parser that no known version has."""
-    from megatron_zb.megatron_lm.own_parser import read
+    from megatron_zb.megatron_lm.own_process import read_parser
 
     part = "arguments"
     try:
-        new = read(checkout.root).new
+        new = read_parser(checkout.root).new
     except UsageError as error:
         return Finding(part, "not read", "optional", f"{error}.")
     if new:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import io
 import os
-import runpy
 import subprocess
 import sys
 import tempfile
@@ -19,10 +18,10 @@ from megatron_zb.cli.main import main
 from megatron_zb.megatron_lm import own_process
 
 
-def run_module(
-    module: str, root: str, given: str, environment: Mapping[str, str]
+def run_apart(
+    question: str, root: str, given: str, environment: Mapping[str, str]
 ) -> subprocess.CompletedProcess[str]:
-    """Run a module in a fork of this process, in place of a new interpreter."""
+    """Answer in a fork of this process, in place of a new interpreter."""
     assert root == str(Path(os.environ["MEGATRON_LM_PATH"]).resolve())  # which is imported here
     sys.stdout.flush()
     with tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as err:
@@ -32,9 +31,8 @@ def run_module(
                 os.dup2(out.fileno(), 1)
                 os.dup2(err.fileno(), 2)
                 os.environ |= environment
-                sys.argv[:], sys.stdin = [module, root], io.StringIO(given)
-                sys.modules.pop(module, None)
-                runpy.run_module(module, run_name="__main__")
+                sys.stdin = io.StringIO(given)
+                own_process.main(question, root)
                 code = 0
             except BaseException:
                 traceback.print_exc()
@@ -47,5 +45,5 @@ def run_module(
 
 
 if __name__ == "__main__":
-    own_process.run_module = run_module
+    own_process.run_apart = run_apart
     sys.exit(main())

@@ -1,4 +1,4 @@
-"""The end of a job that cannot run with its arguments."""
+"""The end of a process of a job: for arguments that cannot run, or after another rank has ended."""
 
 from __future__ import annotations
 
@@ -13,6 +13,8 @@ from megatron_zb.errors import UsageError
 
 _TIME_FOR_OTHERS = 4.0  # seconds: to get as far as this rank has
 _TIME_FOR_RANK_0 = 20.0
+_SAID = ("Connection reset by peer", "Connection closed by peer", "Broken pipe")
+"""Parts of gloo's errors where another rank has ended."""
 
 
 def end_with(error: UsageError, rank: int, *, speaks: bool | None = None) -> NoReturn:
@@ -32,3 +34,13 @@ def end_with(error: UsageError, rank: int, *, speaks: bool | None = None) -> NoR
     if speaks and int(os.environ.get("WORLD_SIZE", "1")) > 1:
         time.sleep(_TIME_FOR_OTHERS)
     os._exit(2)
+
+
+def describe_lost_peer(error: BaseException, rank: int) -> str | None:
+    """Return one sentence for an error that follows from the end of another rank, else None."""
+    if not isinstance(error, RuntimeError) or not any(said in str(error) for said in _SAID):
+        return None
+    return (
+        f"megatron_zb: error: rank {rank} has lost the connection to another rank, which has "
+        "ended: what that one said, or torchrun's report, tells why"
+    )

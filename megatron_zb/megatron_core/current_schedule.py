@@ -1,0 +1,304 @@
+"""The schedule that a job runs, and how to build it anew for other costs or another batch."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+
+from megatron_zb.errors import UsageError
+from megatron_zb.job.settings import ScheduleSettings, placement_of
+from megatron_zb.measured.balance import TRANSFER, Ends, costs_of, with_counted_vocabulary
+from megatron_zb.measured.exchange import with_exchange
+from megatron_zb.measured.profile import Profile
+from megatron_zb.schedules import catalog
+from megatron_zb.schedules.catalog import Build
+from megatron_zb.schedules.costs import Costs
+from megatron_zb.schedules.layout import Layers
+from megatron_zb.schedules.limit import Limit
+from megatron_zb.schedules.passes import PassKind
+from megatron_zb.schedules.placement import Placement, looped, wave
+from megatron_zb.schedules.program.lowering import Program, lower
+from megatron_zb.schedules.request import keeps
+from megatron_zb.schedules.schedule import Schedule
+from megatron_zb.schedules.simulator import simulate
+
+_INPUT = 1 / 17
+"""What the input of a layer takes of its activation: 2 of about 34 bytes a number in 16 bits
+(Korthikanti et al., arXiv 2205.05198, without those of attention that are computed again)."""
+
+_SUBSTITUTE = "auto"
+"""Schedule for another number of microbatches than a table's: evaluation, or a growing batch."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class JobSizes:
+    """Model and batch of a job, for which a schedule is built.
+
+    Args:
+        layers: the layers to place, spread evenly unless there is a ``layer_layout``.
+        layer_layout: the layers of every stage in model order, such as ``Ett|tt|tt|ttL``, or the
+            costs of the model's ends, to balance the stages.
+        ends: the costs of the model's ends, if known: ``auto`` chooses its placement by them, which
+            stays when costs have been measured.
+        overlaps_exchange: a forward and a backward may run in one pass, so that what experts
+            exchange in one hides behind the other.
+        copy: with ``pipeline_offload``, what copying an activation to the host takes as a share of
+            the passes that use it, unless the profile that balances layers has timed copies.
+        vocabulary: with ``pipeline_vocabulary``, the number of layers that the output layer counts
+            for, unless the ends of the model are known.
+    """
+
+    pipeline_size: int
+    num_microbatches: int
+    layers: Layers
+    layer_layout: str | Ends | None = None
+    ends: Ends | None = None
+    overlaps_exchange: bool = False
+    copy: float | None = None
+    vocabulary: float | None = None
+
+    @property
+    def known_ends(self) -> Ends | None:
+        """The costs of the model's ends: by a profile, or else counted, where they can be."""
+        return self.layer_layout if isinstance(self.layer_layout, Ends) else self.ends
+
+    @property
+    def profile(self) -> Profile | None:
+        """The profile that balances layers, if any."""
+        return self.layer_layout.profile if isinstance(self.layer_layout, Ends) else None
+
+
+class CurrentSchedule:
+    """The schedule that a job runs now, and the costs for which it was built.
+
+    It can be exchanged for another order of passes on the same placement.
+    """
+
+    def __init__(
+        self,
+        schedule: Schedule,
+        costs: Costs,
+        settings: ScheduleSettings,
+        build: Build = catalog.build,
+    ) -> None:
+        self.schedule, self.costs = schedule, costs
+        self._settings, self._build = settings, build
+        self._is_measured = False
+        self.unsplit_shares: Sequence[float] = []
+        """Share of each stage's weight gradients that B computes, once a step has shown it."""
+        self.program_for = lru_cache(maxsize=16)(self._build_program)
+
+    @classmethod
+    def named(
+        cls, settings: ScheduleSettings, sizes: JobSizes, build: Build = catalog.build
+    ) -> CurrentSchedule:
+        """Build the schedule that settings name.
+
+        Raises:
+            UsageError: unknown name, or sizes that cannot be scheduled.
+        """
+        family, p, written = settings.family, sizes.pipeline_size, sizes.layer_layout
+        placement = placement_of(settings, p)
+        if family.chooses_placement and placement is None and isinstance(written, str):
+            placement = _placement_of_layout(written, p, sizes.layers.kinds)
+        costs, limit = _assumed_costs(settings, sizes), settings.memory_limit
+        schedule = build(
+            family.name,
+            pipeline_size=p,
+            num_microbatches=sizes.num_microbatches,
+            costs=costs,
+            memory_limit=limit and limit.share,
+            chunks=settings.num_virtual_stages_per_pipeline_rank,
+            group_size=settings.microbatch_group_size_per_vp_stage,
+            placement=placement,
+            back_to_back=settings.enable_optimizer_post_validation,
+            num_layers=None if isinstance(written, str) else sizes.layers.decoder,
+        )
+        return cls(schedule, costs, settings, build)
+
+    @classmethod
+    def of_table(
+        cls, schedule: Schedule, sizes: JobSizes, build: Build = catalog.build
+    ) -> CurrentSchedule:
+        """Take a finished schedule, such as one read from a file.
+
+        Raises:
+            UsageError: it is for other sizes, or cannot train.
+        """
+        found = (schedule.placement.pipeline_size, schedule.num_microbatches)
+        if found != (sizes.pipeline_size, sizes.num_microbatches):
+            raise UsageError(
+                f"the schedule {schedule.name} is for {found[0]} pipeline ranks and {found[1]} "
+                f"microbatches, but the job has {sizes.pipeline_size} and {sizes.num_microbatches}"
+            )
+        if any(p.kind is PassKind.O for rank in schedule.ranks for p in rank):
+            raise UsageError(
+                f"the schedule {schedule.name} has passes of an output layer that is cut: tables "
+                "train with a whole one; name a schedule, with --pipeline-vocabulary on"
+            )
+        return cls(schedule, _equal_costs(sizes.pipeline_size), ScheduleSettings(), build)
+
+    @property
+    def splits_backward(self) -> bool:
+        """Whether the schedule has a W, a weight gradient as a separate pass."""
+        return any(p.kind is PassKind.W for rank in self.schedule.ranks for p in rank)
+
+    @property
+    def bubble_rate(self) -> float:
+        """The expected share of idle time."""
+        timeline = simulate(self.schedule, self.costs)
+        return timeline.bubble_rate_back_to_back if self._in_a_row else timeline.bubble_rate
+
+    @property
+    def _in_a_row(self) -> bool:
+        return self._settings.enable_optimizer_post_validation
+
+    def use(self, schedule: Schedule, costs: Costs | None = None) -> None:
+        """Switch to another order of passes on the same placement from the next step on."""
+        assert schedule.placement == self.schedule.placement, "the model is placed already"
+        self.schedule = schedule
+        self._is_measured = self._is_measured or costs is not None
+        self.costs = costs or self.costs
+        self.program_for.cache_clear()
+
+    def count_unsplit(self, shares: list[float]) -> str | None:
+        """Count what B computes since layers cannot be split, by a share of each stage.
+
+        Returns:
+            A line about it, None if there is nothing to count.
+        """
+        self.unsplit_shares = [round(share, 4) for share in shares]
+        if not any(shares):
+            return None
+        before = self.bubble_rate
+        self.costs = self.costs.with_unsplit(shares)
+        stages = ", ".join(f"{share:.0%} of stage {s}" for s, share in enumerate(shares) if share)
+        return (
+            f"B computes weight gradients that W cannot, by their sizes {stages}: the expected "
+            f"bubble is {100 * self.bubble_rate:.1f} %, not {100 * before:.1f} %"
+        )
+
+    # --- measured costs
+
+    def rebuilt(self, costs: Costs) -> Schedule:
+        """Build the same kind of schedule on the same placement for measured costs, on this rank.
+
+        Raises:
+            UsageError: the memory limit cannot be kept with these costs.
+        """
+        name, m, limit = self.schedule.name, self.schedule.num_microbatches, self._limits(True)
+        return self._built(catalog.build, name, m, costs, limit)
+
+    def keeps_limit(self, schedule: Schedule, costs: Costs) -> bool:
+        """Return whether an order keeps the memory limit, for costs in bytes."""
+        most = _in_unit_of(costs, self._settings.memory_limit, is_measured=True)
+        return keeps(simulate(schedule, costs).peak_memory, [most] * costs.pipeline_size)
+
+    def host_limit(self, costs: Costs) -> float:
+        """Return the most bytes of the host that a rank may take, for costs in bytes."""
+        return _in_unit_of(costs, self._settings.host_limit, is_measured=True)
+
+    def seconds(self, schedule: Schedule, costs: Costs) -> float:
+        """Predict the seconds of an iteration."""
+        return simulate(schedule, costs).seconds(back_to_back=self._in_a_row)
+
+    # --- another number of microbatches
+
+    def _build_program(self, num_microbatches: int, forward_only: bool, captured: bool) -> Program:
+        schedule = self.schedule
+        if num_microbatches != schedule.num_microbatches:
+            name = schedule.name if schedule.name in catalog.names() else _SUBSTITUTE
+            # forwards keep nothing
+            limit = {} if forward_only else self._limits(self._is_measured)
+            schedule = self._built(self._build, name, num_microbatches, self.costs, limit)
+        if forward_only:
+            schedule = schedule.forwards()
+        return lower(schedule, simulate(schedule, self.costs), captured=captured)
+
+    def _limits(self, is_measured: bool) -> dict[str, float | None]:
+        """Return the memory limit as arguments of ``schedules.build``."""
+        limit = self._settings.memory_limit
+        if limit is not None and is_measured and isinstance(limit.bytes, float):
+            return {"memory_limit_bytes": limit.bytes}
+        return {"memory_limit": None if limit is None else limit.share}
+
+    def _built(
+        self,
+        build: Build,
+        name: str,
+        num_microbatches: int,
+        costs: Costs,
+        limit: Mapping[str, float | None],
+    ) -> Schedule:
+        placement, family = self.schedule.placement, catalog.family(name)
+        group_size = self._settings.microbatch_group_size_per_vp_stage
+        return build(
+            name,
+            pipeline_size=placement.pipeline_size,
+            num_microbatches=num_microbatches,
+            costs=costs,
+            chunks=placement.chunks if family.takes_chunks else None,
+            group_size=group_size if family.takes_group_size else None,
+            placement=placement,
+            back_to_back=self._in_a_row,
+            **limit,
+        )
+
+
+def _placement_of_layout(written: str, pipeline_size: int, kinds: str) -> Placement | None:
+    """Return the placement that a layout's number of stages prescribes for ``auto``, if any.
+
+    A V for two stages of each rank, as ``plan`` has it, and a zig-zag for four.
+    """
+    chunks, rest = divmod(written.count("|") + 1, max(pipeline_size, 1))
+    repeats = "*" in written and not kinds
+    if rest or repeats or pipeline_size < 2:
+        return None
+    return looped(pipeline_size) if chunks == 1 else wave(pipeline_size, chunks)
+
+
+def _equal_costs(pipeline_size: int, p2p: float = 0.0) -> Costs:
+    p = max(pipeline_size, 1)
+    return Costs.uniform(pipeline_size=p, forward=1.0, backward=1.0, weight=1.0, p2p=p2p)
+
+
+def _assumed_costs(settings: ScheduleSettings, sizes: JobSizes) -> Costs:
+    """Return the costs that a schedule is built for before any have been measured.
+
+    They include the choices that the settings leave to the schedule.
+    """
+    p, layers, profile = sizes.pipeline_size, sizes.layers.decoder, sizes.profile
+    costs = _equal_costs(p)
+    if settings.family.chooses_placement:
+        costs = _equal_costs(p, p2p=TRANSFER)
+        if sizes.ends is not None and layers > 0:
+            costs = costs_of(layers, p, sizes.ends)
+    if settings.pipeline_vocabulary == "on":
+        counted = 1.0 if sizes.known_ends is None else sizes.known_ends.output
+        costs = with_counted_vocabulary(costs, layers, sizes.vocabulary or counted)
+    if sizes.overlaps_exchange:
+        exchange = profile and profile.exchange
+        shares = (exchange.share, exchange.loss) if exchange else ()
+        costs = with_exchange(costs, *shares)
+    if settings.pipeline_recompute == "auto":
+        layer = sum(costs.activation) / max(layers, 1)
+        costs = costs.with_recomputation(kept_input=_INPUT * layer)
+    if settings.pipeline_offload == "auto":
+        copy = (profile and profile.copy_share) or sizes.copy
+        if copy is None:
+            raise UsageError(
+                "pipeline_offload needs the seconds of a copy: give copy, such as 0.1, their share "
+                "of the passes that use it"
+            )
+        passes = zip(costs.forward, costs.backward, costs.weight, strict=True)
+        most = _in_unit_of(costs, settings.host_limit, is_measured=False)
+        seconds = [copy * sum(of_slice) for of_slice in passes]
+        costs = costs.with_offload(seconds=seconds, host_limit=most)
+    return costs
+
+
+def _in_unit_of(costs: Costs, limit: Limit | None, *, is_measured: bool) -> float:
+    """Return a limit in the unit of the costs, which is bytes where they are measured."""
+    return math.inf if limit is None else limit.in_unit_of(costs, is_measured=is_measured)
