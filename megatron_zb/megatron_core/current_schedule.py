@@ -15,6 +15,7 @@ from megatron_zb.measured.profile import Profile
 from megatron_zb.schedules import catalog
 from megatron_zb.schedules.catalog import Build
 from megatron_zb.schedules.costs import Costs
+from megatron_zb.schedules.forward_orders import in_forward_order
 from megatron_zb.schedules.layout import Layers
 from megatron_zb.schedules.limit import Limit
 from megatron_zb.schedules.passes import PassKind
@@ -214,7 +215,7 @@ class CurrentSchedule:
             limit = {} if forward_only else self._limits(self._is_measured)
             schedule = self._built(self._build, name, num_microbatches, self.costs, limit)
         if forward_only:
-            schedule = schedule.forwards()
+            schedule = in_forward_order(schedule, self.costs)
         return lower(schedule, simulate(schedule, self.costs), captured=captured)
 
     def _limits(self, is_measured: bool) -> dict[str, float | None]:

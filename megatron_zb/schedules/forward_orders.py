@@ -18,7 +18,7 @@ from megatron_zb.schedules.simulator import simulate
 from megatron_zb.schedules.stage_costs import StageCosts
 
 
-def forward_only(schedule: Schedule, costs: Costs) -> Schedule:
+def in_forward_order(schedule: Schedule, costs: Costs) -> Schedule:
     """Return the fastest known order of the forward passes of a schedule.
 
     These are the order of the training step and two greedy ones: among passes that can start at

@@ -6,7 +6,7 @@ import pytest
 
 from megatron_zb import schedules
 from megatron_zb.schedules import Costs
-from megatron_zb.schedules.forward_orders import forward_only
+from megatron_zb.schedules.forward_orders import in_forward_order
 from megatron_zb.schedules.passes import PassKind
 from megatron_zb.schedules.program.lowering import unfinished
 
@@ -27,7 +27,7 @@ def test_any_order_is_valid_and_no_slower_than_that_of_training(
     p, m = 3, len(lengths)
     costs = costs_of(p).of_lengths(lengths)
     training = schedules.build(name, pipeline_size=p, num_microbatches=m, costs=costs_of(p))
-    found = forward_only(training, costs).validate()
+    found = in_forward_order(training, costs).validate()
     assert found.forward_only
     assert {p.kind for rank in found.ranks for p in rank} == {PassKind.F}
     assert unfinished(schedules.lower(found)) == {}
@@ -42,7 +42,7 @@ def test_a_v_evaluates_about_as_fast_as_one_chunk() -> None:
     seconds = {}
     for name in ("1f1b", "v-half", "v-zb"):
         training = schedules.build(name, pipeline_size=p, num_microbatches=m, costs=costs)
-        seconds[name] = schedules.simulate(forward_only(training, costs), costs).makespan / m
+        seconds[name] = schedules.simulate(in_forward_order(training, costs), costs).makespan / m
     assert seconds["1f1b"] == pytest.approx((m + p - 1 + 0.02 * (p - 1)) / m)
     assert seconds["v-half"] <= 1.5
     assert seconds["v-zb"] <= 1.5
@@ -51,9 +51,9 @@ def test_a_v_evaluates_about_as_fast_as_one_chunk() -> None:
 def test_what_has_other_forward_passes_keeps_its_order() -> None:
     costs = costs_of(4).with_vocabulary(output=1.0, weight=0.5)
     training = schedules.build("v-half", pipeline_size=4, num_microbatches=6, costs=costs)
-    assert forward_only(training, costs) == training.forwards()
+    assert in_forward_order(training, costs) == training.forwards()
 
 
 def test_one_chunk_has_one_order() -> None:
     training = schedules.build("zb-h1", pipeline_size=4, num_microbatches=6, costs=costs_of(4))
-    assert forward_only(training, costs_of(4)) == training.forwards()
+    assert in_forward_order(training, costs_of(4)) == training.forwards()
