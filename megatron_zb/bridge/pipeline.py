@@ -44,6 +44,7 @@ from megatron_zb.megatron_lm.replacing import (
     replace_static,
 )
 from megatron_zb.megatron_lm.scheduled_run import ScheduledRun
+from megatron_zb.schedules import catalog
 
 _INSTALLED = "_installed_by_megatron_zb_bridge"
 
@@ -53,6 +54,8 @@ _DIVISION = (
     "num_layers_in_first_pipeline_stage",
     "num_layers_in_last_pipeline_stage",
 )
+
+_GROUP = "microbatch_group_size_per_vp_stage"
 
 
 class Pipeline:
@@ -121,6 +124,8 @@ class Pipeline:
             if hasattr(model, name):
                 setattr(model, name, False if isinstance(getattr(model, name), bool) else None)
         model.virtual_pipeline_model_parallel_size = adapter.virtual_pipeline_size
+        if hasattr(model, _GROUP) and not _takes_group_size(schedule.name):
+            setattr(model, _GROUP, 1)  # trainers round the number of microbatches up to it
         if getattr(model, "delay_wgrad_compute", False):
             model.delay_wgrad_compute = False
         if isinstance(model, argparse.Namespace):  # which is written into checkpoints
@@ -202,6 +207,11 @@ def _asks_for_embedding(module: str) -> bool:
     return is_anybodys(module) and (
         module == pipeline_utils.__name__ or not module.startswith("megatron.core.")
     )
+
+
+def _takes_group_size(name: str) -> bool:
+    """Return whether the number of microbatches must be divisible by a group size."""
+    return name not in catalog.names() or catalog.family(name).takes_group_size
 
 
 def _arguments(settings: Settings, model: Any) -> argparse.Namespace:

@@ -356,7 +356,10 @@ def prepared_divisions() -> dict[str, Any]:
         config = trainers.arguments(dist.get_world_size())
         for name in DIVISIONS:
             setattr(config, name, True if name.startswith("account") else 1)
+        config.microbatch_group_size_per_vp_stage = 2
         pipeline.prepare(config)
+        # verl and slime round the number of microbatches up to a multiple of it
+        assert config.microbatch_group_size_per_vp_stage == 1
         return {name: getattr(config, name) for name in DIVISIONS}
     finally:
         pipeline._take_back()
