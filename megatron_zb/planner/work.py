@@ -213,14 +213,9 @@ class Workload:
         return moved + self._begun(*[_PRODUCTS * parts] * 2)
 
     def _mixed(self, index: int) -> tuple[int, int]:
-        """Count the elements of a token out of a mixer's first projection, and into its last."""
-        model, mixer = self.model, self.model.mixer_in(index)
-        if isinstance(mixer, MambaMixer):
-            return mixer.projected, mixer.attended
-        if mixer is None:
-            return 0, 0
-        heads = (model.attention_heads + 2 * model.groups) * model.head
-        return heads, model.attention_heads * model.head
+        """Count the elements of a token out of a mixer's first projections, and into its last."""
+        mixer = self.model.mixer_in(index)
+        return (0, 0) if mixer is None else (mixer.projected, mixer.attended)
 
     def _scan(self, index: int) -> PassSeconds:
         """Return the work of Mamba-2 between its projections."""

@@ -44,6 +44,22 @@ def test_latent_attention(query_rank: int | None, weights: int, projected: int) 
     assert found.divided == (3,)
 
 
+def test_latent_attention_moves_its_latents_and_all_heads_of_keys() -> None:
+    """Every element out of a projection, narrow or wide, is read and written once more."""
+    latent = {"query_rank": 384, "kv_rank": 128, "nope_head_dim": 48, "rope_head_dim": 24}
+    model = small(latent_attention={**latent, "value_head_dim": 40})
+    workload = load(model)
+    rates, tokens = workload.device, 1024
+    projected = 16 * (2 * (48 + 24) + 40) + 384 + 128 + 24
+    weights = model.attention.weights + 2 * 4 * 1024**2
+    scores = 2 * tokens * 1024 * 16 * (48 + 24 + 40) / 2
+    traffic = (2 * 10 * 1024 + 4 * 4 * 1024 + 4 * projected) * tokens
+    seconds = 2 * tokens * weights / rates.matrix_products.reached
+    seconds += scores / rates.attention.reached + traffic / rates.memory_bandwidth.reached
+    kernels = 2 * 4 + 2 * 2 + 1
+    assert workload.layer(0).forward == pytest.approx(seconds + kernels * rates.kernels.seconds)
+
+
 STATES = StateBytes(2e9, 4e9, 3e9, 1e9, 0.0)
 
 
