@@ -9,9 +9,10 @@ from functools import cached_property
 from megatron_zb import schedules
 from megatron_zb.planner.candidate import ScheduleCandidate
 from megatron_zb.planner.memory import RankMemory, without_pipeline, worst_rank
+from megatron_zb.planner.operators import model_flops
 from megatron_zb.planner.stages import StageWorkload
 from megatron_zb.planner.step import by_timeline
-from megatron_zb.planner.work import Workload, model_flops
+from megatron_zb.planner.work import Workload
 from megatron_zb.schedules import Costs, Schedule, catalog, lower
 from megatron_zb.schedules.layout import Layout
 from megatron_zb.schedules.placement import Placement

@@ -72,8 +72,11 @@ class StageWorkload:
     @cached_property
     def held(self) -> tuple[ActivationBytes, ...]:
         """Bytes of a microbatch on each stage, and on each shard."""
+        model = self.load.model
+        alike = model.alike(range(model.layers))
+        of_kind = {model.kind(i): byte_counts.layer_held(self.load, i) for i in alike}
         out = [
-            sum((byte_counts.layer_held(self.load, i) for i in layers), ActivationBytes())
+            sum((of_kind[model.kind(i)] for i in layers), ActivationBytes())
             for layers in self.layers_of
         ]
         out[0] += byte_counts.embedding_held(self.load)
