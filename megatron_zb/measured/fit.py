@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from itertools import pairwise
 from statistics import median
 
-from megatron_zb.measured.cost_model import Variant
+from megatron_zb.measured.cost_model import CostModel, Variant
 from megatron_zb.measured.profile import CutVocabulary, Parts, Profile
 from megatron_zb.measured.usual_gpu import Cutting
 from megatron_zb.schedules import Costs, layout
@@ -81,7 +81,7 @@ class FittedPart:
 
 
 @dataclass(frozen=True)
-class Fit:
+class Fit(CostModel):
     """Costs of the parts of a model, and the slowdown of each rank against the median.
 
     ``parts`` are those of a model with whole ends, ``left`` what is left of them on the stages

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from operator import add
 
 from megatron_zb.planner.model import ModelConfig
 from megatron_zb.planner.operators import (
@@ -57,13 +58,7 @@ class StateBytes:
         return self.weights + self.gradients + self.optimizer
 
     def __add__(self, other: StateBytes) -> StateBytes:
-        return StateBytes(
-            self.weights + other.weights,
-            self.gradients + other.gradients,
-            self.optimizer + other.optimizer,
-            self.parameters + other.parameters,
-            self.routed + other.routed,
-        )
+        return StateBytes(*map(add, vars(self).values(), vars(other).values()))
 
 
 def layer_held(load: Workload, index: int) -> ActivationBytes:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Literal
 
@@ -266,8 +266,10 @@ class ModelConfig(Section):
         """Return the kind of a layer: layers of one kind cost the same."""
         return self.kinds[layer] if self.kinds else str(self.experts_in(layer) is None)
 
-    def alike(self, layers: Iterable[int]) -> dict[int, int]:
+    def alike(self, layers: Sequence[int]) -> dict[int, int]:
         """Return one layer of each kind, with how many of the layers are of it."""
+        if not (self.kinds or self.experts) and layers:
+            return {layers[0]: len(layers)}
         first: dict[str, int] = {}
         counts: dict[int, int] = {}
         for layer in layers:
