@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from megatron_zb.errors import UsageError
 from megatron_zb.measured.units import gib
 from megatron_zb.planner import byte_counts
-from megatron_zb.planner.attention import GroupedAttention
+from megatron_zb.planner.attention import GROUPED
 from megatron_zb.planner.byte_counts import GRADIENT, OPTIMIZER, WEIGHT
 from megatron_zb.planner.device import DeviceConfig
 from megatron_zb.planner.model import ModelConfig
@@ -188,7 +188,7 @@ def _check(job: DistillPlanJob) -> None:
         )
     attention = job.teacher.attention
     unlike = [] if job.teacher.experts is None else ["experts"]
-    unlike += [] if isinstance(attention, GroupedAttention) else [attention.name]
+    unlike += [] if attention.name == GROUPED else [attention.name]
     unlike += ["layers of several kinds"] if job.teacher.kinds else []
     if unlike:
         raise UsageError(

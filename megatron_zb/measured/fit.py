@@ -36,17 +36,9 @@ class FittedPart:
     @classmethod
     def measured(cls, parts: Parts, name: str) -> FittedPart:
         """Return the seconds of a kind of pass, as timed for each part."""
-        layer, embedding, output, multi_token, stage = (
-            getattr(part, name)
-            for part in (
-                parts.layer,
-                parts.embedding,
-                parts.output,
-                parts.multi_token,
-                parts.empty_pass,
-            )
-        )
-        return cls(layer, embedding, output + multi_token, stage)
+        of = {part: getattr(seconds, name) for part, seconds in parts}
+        output = of["output"] + of["multi_token"]
+        return cls(of["layer"], of["embedding"], output, of["empty_pass"])
 
     @classmethod
     def fitted(cls, values: Sequence[float], layers: Sequence[str]) -> FittedPart:

@@ -12,12 +12,12 @@ from megatron_zb.measured import config
 from megatron_zb.measured.config import LARGEST_SIZE, Section, optional_size, size
 from megatron_zb.planner import hybrid_layers
 from megatron_zb.planner.attention import (
-    GroupedAttention,
     LatentAttention,
-    LatentHeads,
-    LayerAttention,
+    Mixer,
+    grouped_attention,
+    latent_attention,
 )
-from megatron_zb.planner.hybrid_layers import Mamba, MambaMixer, Mixer
+from megatron_zb.planner.hybrid_layers import Mamba, mamba_mixer
 
 
 class Recommended(Section):
@@ -244,7 +244,7 @@ class ModelConfig(Section):
         if self.mamba is not None and hybrid_layers.MAMBA not in self.kinds:
             raise ValueError("mamba is for the layers M of a hybrid_layer_pattern: leave it out")
         if hybrid_layers.MAMBA in self.kinds:
-            self.mamba_mixer.check()
+            _ = self.mamba_mixer  # refuses wrong sizes
         if not self.kinds:
             return self
         if (hybrid_layers.EXPERTS in self.kinds) != (self.experts is not None):
@@ -318,11 +318,11 @@ class ModelConfig(Section):
         return 2 if self.gated_mlp else 1
 
     @property
-    def attention(self) -> LayerAttention:
+    def attention(self) -> Mixer:
         """The attention of a layer."""
         if self.latent_attention is not None:
-            return LatentHeads(self.hidden_size, self.attention_heads, self.latent_attention)
-        return GroupedAttention(self.hidden_size, self.attention_heads, self.groups, self.head)
+            return latent_attention(self.hidden_size, self.attention_heads, self.latent_attention)
+        return grouped_attention(self.hidden_size, self.attention_heads, self.groups, self.head)
 
     @property
     def divided(self) -> tuple[int, ...]:
@@ -337,9 +337,9 @@ class ModelConfig(Section):
         return tuple(out)
 
     @property
-    def mamba_mixer(self) -> MambaMixer:
+    def mamba_mixer(self) -> Mixer:
         """The Mamba-2 of a layer M."""
-        return MambaMixer(self.hidden_size, self.mamba or Mamba.model_validate({}))
+        return mamba_mixer(self.hidden_size, self.mamba or Mamba.model_validate({}))
 
     @property
     def groups(self) -> int:

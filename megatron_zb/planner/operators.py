@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from megatron_zb.planner.hybrid_layers import MambaMixer
 from megatron_zb.planner.model import ModelConfig
 
 
@@ -58,7 +57,7 @@ def _mixer(model: ModelConfig, index: int) -> Operator | None:
     if mixer is None:
         return None
     sizes = mixer.weights, mixer.projected, mixer.attended
-    if isinstance(mixer, MambaMixer):  # what the scan gave, before it is gated and normed
+    if mixer.scan_flops:  # what the scan gave, before it is gated and normed
         return Operator(*sizes, kept=2 * mixer.attended)
     moved = 4 * mixer.projected  # layout of heads
     statistics = 4 * model.attention_heads if model.flash_attention else 0
@@ -151,7 +150,7 @@ def model_flops(
     for index, count in model.alike(layers).items():
         visited = sum(one.weights + one.visited for one in operators_of(model, index))
         mixer = model.mixer_in(index)
-        scan = mixer.scan_flops if isinstance(mixer, MambaMixer) else 0.0
+        scan = mixer.scan_flops if mixer else 0.0
         per_token += count * (2 * visited + scan)
     per_token += 2 * joining_weights(model)
     per_token += 2 * model.hidden_size * model.vocabulary * (1 + model.prediction_layers)

@@ -40,6 +40,9 @@ _SHORT = {
 }
 
 
+_OF_STRATEGY = "tensor pipeline data context expert expert_tensor precision microbatch".split()
+
+
 def print_plan(plan: Plan, console: Console, top: int) -> None:
     """Print the ranked table, the memory of each row, why each lost, and the flags of the first."""
     job = plan.job
@@ -210,14 +213,7 @@ def _row(plan: Plan, index: int) -> dict[str, Any]:
         "schedule": row.candidate,
         "runs": row.family,
         "chunks": row.chunks,
-        "tensor": strategy.tensor,
-        "pipeline": strategy.pipeline,
-        "data": strategy.data,
-        "context": strategy.context,
-        "expert": strategy.expert,
-        "expert_tensor": strategy.expert_tensor,
-        "precision": strategy.precision,
-        "microbatch": strategy.microbatch,
+        **{name: getattr(strategy, name) for name in _OF_STRATEGY},
         "num_microbatches": row.num_microbatches,
         "recompute": strategy.recompute,
         "layout": layout.text(layout.lettered(row.layout)),

@@ -30,7 +30,6 @@ from functools import cached_property
 
 from megatron_zb.measured.usual_gpu import LOGIT_IN_B, LOGIT_IN_F
 from megatron_zb.planner.device import DeviceConfig, Rate
-from megatron_zb.planner.hybrid_layers import MambaMixer
 from megatron_zb.planner.model import ModelConfig
 from megatron_zb.planner.operators import (
     Operator,
@@ -210,7 +209,7 @@ class Workload:
     def _scan(self, index: int) -> PassSeconds:
         """Return the work of Mamba-2 between its projections."""
         mixer = self.model.mixer_in(index)
-        if not isinstance(mixer, MambaMixer):
+        if mixer is None or not mixer.scan_flops:
             return PassSeconds()
         share = self.tokens / self.strategy.tensor
         flops = mixer.scan_flops / self.device.attention.reached

@@ -14,7 +14,7 @@ from megatron_zb.measured.cost_model import Variant
 from megatron_zb.measured.fit import Fit
 from megatron_zb.measured.profile import Profile
 from megatron_zb.planner import from_profile
-from megatron_zb.planner.attention import LatentAttention, LatentHeads
+from megatron_zb.planner.attention import LatentAttention, latent_attention
 from megatron_zb.planner.byte_counts import StateBytes
 from megatron_zb.planner.candidate import candidates_of
 from megatron_zb.planner.from_profile import ProfileRequest
@@ -35,7 +35,7 @@ def test_latent_attention(query_rank: int | None, weights: int, projected: int) 
     sizes = LatentAttention.model_construct(
         query_rank=query_rank, kv_rank=11, nope_head_dim=13, rope_head_dim=2, value_head_dim=17
     )
-    found = LatentHeads(hidden=7, heads=3, sizes=sizes)
+    found = latent_attention(hidden=7, heads=3, sizes=sizes)
     assert found.weights == weights
     assert found.projected == projected
     assert found.attended == 3 * 17
