@@ -31,7 +31,8 @@ from megatron_zb.planner.candidate import candidates_of
 from megatron_zb.planner.device import read_device
 from megatron_zb.planner.model import ModelConfig, read_model
 from megatron_zb.planner.reasons import recommended
-from megatron_zb.planner.search import Plan, PlanJob, search
+from megatron_zb.planner.search import Plan, search
+from megatron_zb.planner.settings import PlanJob
 
 _LEVEL = 1e-9  # rounding
 

@@ -243,8 +243,8 @@ def _planned(args: argparse.Namespace, profile: Path) -> list[Planned]:
         rows, _ = from_profile.rows(asked, candidates)
         found[0] = [
             Planned(
-                from_profile.name_of(row),
-                row.layout,
+                row.name,
+                row.written,
                 row.seconds,
                 _busy(row.timeline),
                 row.timeline.schedule.placement.chunks,

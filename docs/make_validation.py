@@ -30,7 +30,8 @@ from megatron_zb.planner.candidate import ScheduleCandidate, candidates_of
 from megatron_zb.planner.device import DeviceConfig, read_device
 from megatron_zb.planner.model import ModelConfig, read_model
 from megatron_zb.planner.prediction import Build, IterationSettings, Prediction, predict
-from megatron_zb.planner.search import PlanJob, search
+from megatron_zb.planner.search import search
+from megatron_zb.planner.settings import PlanJob
 from megatron_zb.planner.stages import StageWorkload, cut_into_stages
 from megatron_zb.planner.strategy import Choices, Strategy
 from megatron_zb.planner.work import Workload

@@ -13,12 +13,13 @@ from megatron_zb.measured.units import GIB
 from megatron_zb.planner.candidate import candidates_of
 from megatron_zb.planner.device import DeviceConfig, read_device
 from megatron_zb.planner.model import ModelConfig, read_model
+from megatron_zb.planner.operators import model_flops
 from megatron_zb.planner.prediction import IterationSettings, Prediction, predict
-from megatron_zb.planner.search import PlanJob, search
+from megatron_zb.planner.search import search
+from megatron_zb.planner.settings import PlanJob
 from megatron_zb.planner.stages import cut_into_stages
 from megatron_zb.planner.strategy import Choices, Strategy
-from megatron_zb.planner.table import name_of
-from megatron_zb.planner.work import Workload, model_flops
+from megatron_zb.planner.work import Workload
 
 ROOT = Path(__file__).resolve().parents[1]
 TABLES = ROOT / "docs" / "results" / "published_throughput.yaml"
@@ -63,7 +64,7 @@ def throughput(table: dict[str, Any], row: dict[str, Any]) -> Throughput:
         table=table["name"],
         setup=f"{row['name']} on {row['gpus']} GPUs, batch {row['batch']}",
         setting=str(found.load.strategy),
-        schedule=name_of(found),
+        schedule=found.name,
         published=float(row["value"]),
         predicted=_flops(table, found) / found.seconds / found.gpus / 1e12,
         bubble=found.bubble,

@@ -12,10 +12,11 @@ from dataclasses import dataclass
 from megatron_zb.errors import UsageError
 from megatron_zb.measured.units import gib
 from megatron_zb.planner import byte_counts
-from megatron_zb.planner.attention import GroupedAttention
+from megatron_zb.planner.attention import GROUPED
 from megatron_zb.planner.byte_counts import GRADIENT, OPTIMIZER, WEIGHT
 from megatron_zb.planner.device import DeviceConfig
-from megatron_zb.planner.model import ModelConfig, mlp_weights
+from megatron_zb.planner.model import ModelConfig
+from megatron_zb.planner.operators import weights_of
 from megatron_zb.planner.strategy import Strategy
 from megatron_zb.planner.work import Workload
 from megatron_zb_distill.schedule.distribution import (
@@ -103,7 +104,7 @@ def block_costs(job: DistillPlanJob) -> BlockCosts:
     links = job.device.collectives
     link = links.in_node if job.gpus <= job.device.node.gpus else links.between_nodes
     stepped = WEIGHT + GRADIENT + 2 * OPTIMIZER
-    whole = job.teacher.attention.weights + mlp_weights(job.teacher, 0)
+    whole, _ = weights_of(job.teacher, [0])
     return BlockCosts.of(
         teacher=teacher,
         student=[sum(of) for of in students],
@@ -140,7 +141,8 @@ def _weights(teacher: ModelConfig, shape: BlockShape) -> int:
     model = teacher.model_copy(update=sizes)
     square = teacher.hidden_size**2
     attention = {"attention": model.attention.weights, "linear": square, "no_op": 0}
-    mlp = {"mlp": mlp_weights(model, 0), "linear": square, "no_op": 0}
+    mlp_weights = weights_of(model, [0])[0] - model.attention.weights
+    mlp = {"mlp": mlp_weights, "linear": square, "no_op": 0}
     return attention[shape.attention] + mlp[shape.mlp]
 
 
@@ -173,9 +175,7 @@ def _block_by_block(job: DistillPlanJob, costs: BlockCosts) -> DistillPlanRow:
         + costs.reduce[block] * 2 * (ranks - 1) / ranks
         for block in range(costs.num_blocks)
     )
-    taught = (
-        WEIGHT * costs.num_blocks * (job.teacher.attention.weights + mlp_weights(job.teacher, 0))
-    )
+    taught = WEIGHT * costs.num_blocks * weights_of(job.teacher, [0])[0]
     memory = job.memory - _for_blocks(job) + taught + max(costs.memory)
     return DistillPlanRow("data-parallel, block by block", None, seconds, memory)
 
@@ -188,7 +188,7 @@ def _check(job: DistillPlanJob) -> None:
         )
     attention = job.teacher.attention
     unlike = [] if job.teacher.experts is None else ["experts"]
-    unlike += [] if isinstance(attention, GroupedAttention) else [attention.name]
+    unlike += [] if attention.name == GROUPED else [attention.name]
     unlike += ["layers of several kinds"] if job.teacher.kinds else []
     if unlike:
         raise UsageError(

@@ -12,7 +12,7 @@ from megatron_zb.planner.builtin_configs import path_of
 from megatron_zb.planner.candidate import ScheduleCandidate, candidates_of, names_in
 from megatron_zb.planner.device import DeviceConfig, read_device
 from megatron_zb.planner.model import ModelConfig, read_model
-from megatron_zb.planner.search import PlanJob
+from megatron_zb.planner.settings import PlanJob
 from megatron_zb.planner.strategy import RECOMPUTE, Choices
 
 _MOST_GPUS = 65_536

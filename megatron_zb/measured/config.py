@@ -27,14 +27,14 @@ _DEEPEST = 50  # brackets within brackets: a description has three
 LARGEST_SIZE = 10_000_000
 
 
-def size(description: str, example: int) -> Any:
-    """Define a required field, a whole number of 1 or more."""
-    return Field(gt=0, le=LARGEST_SIZE, description=description, examples=[example])
+def size(description: str, example: int, default: Any = ...) -> Any:
+    """Define a field, a whole number of 1 or more; it is required unless it has a default."""
+    return Field(default, gt=0, le=LARGEST_SIZE, description=description, examples=[example])
 
 
 def optional_size(description: str, example: int) -> Any:
     """Define an optional field, a whole number of 1 or more."""
-    return Field(None, gt=0, le=LARGEST_SIZE, description=description, examples=[example])
+    return size(description, example, None)
 
 
 class Section(BaseModel):

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from itertools import pairwise
 from statistics import median
 
-from megatron_zb.measured.cost_model import Variant
+from megatron_zb.measured.cost_model import CostModel, Variant
 from megatron_zb.measured.profile import CutVocabulary, Parts, Profile
 from megatron_zb.measured.usual_gpu import Cutting
 from megatron_zb.schedules import Costs, layout
@@ -36,17 +36,9 @@ class FittedPart:
     @classmethod
     def measured(cls, parts: Parts, name: str) -> FittedPart:
         """Return the seconds of a kind of pass, as timed for each part."""
-        layer, embedding, output, multi_token, stage = (
-            getattr(part, name)
-            for part in (
-                parts.layer,
-                parts.embedding,
-                parts.output,
-                parts.multi_token,
-                parts.empty_pass,
-            )
-        )
-        return cls(layer, embedding, output + multi_token, stage)
+        of = {part: getattr(seconds, name) for part, seconds in parts}
+        output = of["output"] + of["multi_token"]
+        return cls(of["layer"], of["embedding"], output, of["empty_pass"])
 
     @classmethod
     def fitted(cls, values: Sequence[float], layers: Sequence[str]) -> FittedPart:
@@ -81,7 +73,7 @@ class FittedPart:
 
 
 @dataclass(frozen=True)
-class Fit:
+class Fit(CostModel):
     """Costs of the parts of a model, and the slowdown of each rank against the median.
 
     ``parts`` are those of a model with whole ends, ``left`` what is left of them on the stages

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Sequence
 from itertools import chain
 from pathlib import Path
 from statistics import median
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import yaml
 from pydantic import Field, model_validator
@@ -23,6 +23,7 @@ from megatron_zb.schedules import Costs
 from megatron_zb.schedules.placement import Placement
 
 _MOST = 10_000_000
+_Replica = TypeVar("_Replica", bound=Section)
 
 
 def _seconds(description: str) -> Any:
@@ -451,20 +452,21 @@ def merged(replicas: Sequence[Sequence[StageProfile]]) -> list[StageProfile]:
     Args:
         replicas: for each stage, what every rank that holds it has measured.
     """
-    return [
-        StageProfile(
-            rank=seen[0].rank,
-            layers=seen[0].layers,
-            forward=max(s.forward for s in seen),
-            backward=max(s.backward for s in seen),
-            weight=max(s.weight for s in seen),
-            whole=max((s.whole for s in seen if s.whole is not None), default=None),
-            recompute=max((s.recompute for s in seen if s.recompute is not None), default=None),
-            activation=max(s.activation for s in seen),
-            held_for_weight=max(s.held_for_weight for s in seen),
-        )
-        for seen in replicas
-    ]
+    return [_slowest(seen, rank=seen[0].rank, layers=seen[0].layers) for seen in replicas]
+
+
+def merged_shards(replicas: Sequence[Sequence[ShardProfile]]) -> list[ShardProfile]:
+    """Merge the shards that several ranks have measured, by logical rank: the slowest of each."""
+    return [_slowest(seen) for seen in replicas]
+
+
+def _slowest(seen: Sequence[_Replica], **alike: Any) -> _Replica:
+    """Return the largest number of each field, but for those that are ``alike``."""
+    kind = type(seen[0])
+    for name in kind.model_fields.keys() - alike.keys():
+        known = (getattr(one, name) for one in seen)
+        alike[name] = max((value for value in known if value is not None), default=None)
+    return kind.model_validate(alike)
 
 
 def merged_pairs(ranks: Iterable[Iterable[PairProfile]]) -> list[PairProfile]:
@@ -474,13 +476,3 @@ def merged_pairs(ranks: Iterable[Iterable[PairProfile]]) -> list[PairProfile]:
         key = pair.forward, pair.backward, pair.whole
         slowest[key] = max(slowest.get(key, pair), pair, key=lambda one: one.seconds)
     return [pair for _, pair in sorted(slowest.items())]
-
-
-def merged_shards(replicas: Sequence[Sequence[ShardProfile]]) -> list[ShardProfile]:
-    """Merge the shards that several ranks have measured, by logical rank: the slowest of each."""
-    return [
-        ShardProfile.model_validate(
-            {name: max(getattr(s, name) for s in seen) for name in ShardProfile.model_fields}
-        )
-        for seen in replicas
-    ]

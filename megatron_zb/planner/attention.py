@@ -1,102 +1,63 @@
 """Attention of a model's layers: all that the planner counts of it, and its arguments.
 
-Each kind of attention is a class; ``ModelConfig.attention`` chooses that of a model.
+Each kind of attention is a function; ``ModelConfig.attention`` chooses that of a model.
 """
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from typing import ClassVar
 
 from megatron_zb.measured.config import Section, optional_size, size
 
 
-class LayerAttention(ABC):
-    """Attention of one layer; sizes in elements, those of activations for one token."""
-
-    name: ClassVar[str]
-    """Its name in messages."""
-
-    @property
-    @abstractmethod
-    def weights(self) -> int:
-        """Weights of one layer."""
-
-    @property
-    @abstractmethod
-    def kept(self) -> int:
-        """Keys and values, as the products with the scores read them."""
-
-    @property
-    @abstractmethod
-    def projected(self) -> int:
-        """Queries, keys and values, with what they are projected from if it is narrow."""
-
-    @property
-    @abstractmethod
-    def attended(self) -> int:
-        """Input of the output projection."""
-
-    @property
-    @abstractmethod
-    def score_width(self) -> int:
-        """Sizes of a head in both products with the scores: a query, and a value."""
-
-    @property
-    @abstractmethod
-    def divided(self) -> tuple[int, ...]:
-        """Numbers that tensor-parallel ranks divide among one another."""
-
-    @abstractmethod
-    def flags(self) -> list[str]:
-        """Return the words of Megatron-LM's command line for it."""
-
-    def rotary_flags(self) -> list[str]:
-        """Return the words for rotary positions that are not stretched by YaRN."""
-        return []
-
-
 @dataclass(frozen=True)
-class GroupedAttention(LayerAttention):
-    """Attention whose heads share keys and values in groups; as many groups as heads share none."""
+class Mixer:
+    """What mixes the tokens in one layer; sizes in elements, those of activations for one token.
 
-    name = "grouped attention"
+    Attributes:
+        name: name in messages.
+        weights: weights of one layer.
+        projected: elements out of the first projections: queries, keys and values, with what they
+            are projected from if it is narrow.
+        attended: input of the output projection.
+        divided: numbers that tensor-parallel ranks divide among one another.
+        flags: words of Megatron-LM's command line for it.
+        kept: keys and values, as the products with the scores read them.
+        score_width: sizes of a head in both products with the scores: a query, and a value.
+        rotary_flags: words for rotary positions that are not stretched by YaRN.
+        scan_flops: FLOPs of Mamba-2's scan in F; 0 for attention.
+        scan_bytes: bytes that its convolution, scan and gated norm read and write in F.
+    """
 
-    hidden: int
-    heads: int
-    groups: int
-    head: int
+    name: str
+    weights: int
+    projected: int
+    attended: int
+    divided: tuple[int, ...]
+    flags: tuple[str, ...] = ()
+    kept: int = 0
+    score_width: int = 0
+    rotary_flags: tuple[str, ...] = ()
+    scan_flops: float = 0.0
+    scan_bytes: float = 0.0
 
-    @property
-    def weights(self) -> int:
-        queries_and_out = 2 * self.hidden * self.heads * self.head
-        return queries_and_out + 2 * self.hidden * self.groups * self.head
 
-    @property
-    def kept(self) -> int:
-        return 2 * self.groups * self.head
+GROUPED = "grouped attention"
 
-    @property
-    def projected(self) -> int:
-        return (self.heads + 2 * self.groups) * self.head
 
-    @property
-    def attended(self) -> int:
-        return self.heads * self.head
-
-    @property
-    def score_width(self) -> int:
-        return 2 * self.head
-
-    @property
-    def divided(self) -> tuple[int, ...]:
-        return (self.heads, self.groups)
-
-    def flags(self) -> list[str]:
-        if self.groups == self.heads:
-            return []
-        return ["--group-query-attention", "--num-query-groups", str(self.groups)]
+def grouped_attention(hidden: int, heads: int, groups: int, head: int) -> Mixer:
+    """Return attention whose heads share keys and values in groups; in as many as heads, none."""
+    words = ("--group-query-attention", "--num-query-groups", str(groups))
+    return Mixer(
+        name=GROUPED,
+        weights=2 * hidden * (heads + groups) * head,
+        kept=2 * groups * head,
+        projected=(heads + 2 * groups) * head,
+        attended=heads * head,
+        score_width=2 * head,
+        divided=(heads, groups),
+        flags=() if groups == heads else words,
+    )
 
 
 # --- multi-latent attention (DeepSeek-V2, arXiv 2405.04434) ---------------------------------------
@@ -112,63 +73,27 @@ class LatentAttention(Section):
     value_head_dim: int = size("values of a head", 128)
 
 
-@dataclass(frozen=True)
-class LatentHeads(LayerAttention):
-    """What the planner counts of multi-latent attention."""
-
-    name = "latent attention"
-
-    hidden: int
-    heads: int
-    sizes: LatentAttention
-
-    @property
-    def weights(self) -> int:
-        sizes, hidden = self.sizes, self.hidden
-        wide, rank = self.heads * self._query, sizes.query_rank
-        queries = hidden * wide if rank is None else rank * (hidden + wide)
-        down = hidden * (sizes.kv_rank + sizes.rope_head_dim)
-        up = sizes.kv_rank * self.heads * (sizes.nope_head_dim + sizes.value_head_dim)
-        return queries + down + up + self.attended * hidden
-
-    @property
-    def kept(self) -> int:
-        return self.heads * self.score_width
-
-    @property
-    def projected(self) -> int:
-        sizes = self.sizes
-        heads = self.heads * (2 * self._query + sizes.value_head_dim)
-        return heads + (sizes.query_rank or 0) + sizes.kv_rank + sizes.rope_head_dim
-
-    @property
-    def attended(self) -> int:
-        return self.heads * self.sizes.value_head_dim
-
-    @property
-    def score_width(self) -> int:
-        return self._query + self.sizes.value_head_dim
-
-    @property
-    def divided(self) -> tuple[int, ...]:
-        return (self.heads,)
-
-    @property
-    def _query(self) -> int:
-        return self.sizes.nope_head_dim + self.sizes.rope_head_dim
-
-    def flags(self) -> list[str]:
-        sizes = self.sizes
-        words = [
+def latent_attention(hidden: int, heads: int, sizes: LatentAttention) -> Mixer:
+    """Return multi-latent attention, whose keys have the same part with position in all heads."""
+    query, rank = sizes.nope_head_dim + sizes.rope_head_dim, sizes.query_rank
+    attended, narrow = heads * sizes.value_head_dim, sizes.kv_rank + sizes.rope_head_dim
+    queries = hidden * heads * query if rank is None else rank * (hidden + heads * query)
+    up = sizes.kv_rank * heads * (sizes.nope_head_dim + sizes.value_head_dim)
+    return Mixer(
+        name="latent attention",
+        weights=queries + hidden * narrow + up + attended * hidden,
+        kept=heads * query + attended,
+        projected=2 * heads * query + attended + narrow + (rank or 0),
+        attended=attended,
+        score_width=query + sizes.value_head_dim,
+        divided=(heads,),
+        flags=(
             "--multi-latent-attention",
             *("--kv-lora-rank", str(sizes.kv_rank)),
             *("--qk-head-dim", str(sizes.nope_head_dim)),
             *("--qk-pos-emb-head-dim", str(sizes.rope_head_dim)),
             *("--v-head-dim", str(sizes.value_head_dim)),
-        ]
-        if sizes.query_rank is not None:
-            words += ["--q-lora-rank", str(sizes.query_rank)]
-        return words
-
-    def rotary_flags(self) -> list[str]:
-        return ["--rope-type", "rope", "--no-rope-fusion"]  # the fused kernel is only for YaRN
+            *(() if rank is None else ("--q-lora-rank", str(rank))),
+        ),
+        rotary_flags=("--rope-type", "rope", "--no-rope-fusion"),  # the fused kernel is for YaRN
+    )

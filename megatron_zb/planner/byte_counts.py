@@ -11,15 +11,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from operator import add
 
-from megatron_zb.planner.hybrid_layers import MambaMixer
-from megatron_zb.planner.model import (
-    ModelConfig,
-    expert_weights,
+from megatron_zb.planner.model import ModelConfig
+from megatron_zb.planner.operators import (
     joining_weights,
-    mixer_weights,
-    mlp_weights,
+    operators_of,
     predicted_layers,
+    weights_of,
 )
 from megatron_zb.planner.work import Workload
 
@@ -59,25 +58,22 @@ class StateBytes:
         return self.weights + self.gradients + self.optimizer
 
     def __add__(self, other: StateBytes) -> StateBytes:
-        return StateBytes(
-            self.weights + other.weights,
-            self.gradients + other.gradients,
-            self.optimizer + other.optimizer,
-            self.parameters + other.parameters,
-            self.routed + other.routed,
-        )
+        return StateBytes(*map(add, vars(self).values(), vars(other).values()))
 
 
 def layer_held(load: Workload, index: int) -> ActivationBytes:
     """Count the bytes of a microbatch in one layer, given what is recomputed."""
+    model, operators = load.model, operators_of(load.model, index)
+    hidden = model.parts * model.hidden_size  # elements between the products
+    scores = _scores(model, index, load.sequence)
+    needed: float = 4 * hidden + sum(one.needed for one in operators)
+    masks = hidden if model.dropout else 0
+    stored = needed + masks + sum(one.kept for one in operators) + scores
     share = load.tokens / load.strategy.tensor
     # What sequence parallelism would share out weighs more without it.
-    kept = load.kept_tokens / share
-    everything = _stored(load.model, index, load.sequence) + (kept - 1) * _kept(load.model)
-    scores = _scores(load.model, index, load.sequence)
-    needed = _needed_by_weight(load.model, index)
+    everything = stored + (load.kept_tokens / share - 1) * (4 * hidden + masks)
     if load.strategy.precision != "bf16":
-        everything -= _inputs(load.model, index) / 2
+        everything -= hidden + sum(one.inputs + one.sent for one in operators)
         needed /= 2
     for_weight = needed * share
     if load.strategy.recompute == "full":
@@ -135,11 +131,8 @@ def rank_states(load: Workload, layers: Sequence[int], embedding: bool, output: 
     In fp8, a layer's weights keep two more bytes: themselves and their transpose in 8 bits.
     """
     model, strategy = load.model, load.strategy
-    experts = model.experts.experts if model.experts else 0
-    held = [*layers, *(predicted_layers(model) if output else [])]
-    dense = sum(mixer_weights(model, i) + mlp_weights(model, i) for i in held)
+    dense, routed = weights_of(model, [*layers, *(predicted_layers(model) if output else [])])
     dense += joining_weights(model) if output else 0
-    routed = sum(expert_weights(model, i, experts) for i in held)
     routed_here = routed / (strategy.expert_tensor * strategy.expert)
     in_layers = dense / strategy.tensor + routed_here
     # A tied output layer and a layer of prediction need a copy of the embedding on their rank.
@@ -161,50 +154,3 @@ def _scores(model: ModelConfig, index: int, sequence: int) -> float:
     if model.flash_attention or not model.attends(index):
         return 0.0
     return (5 if model.dropout else 2) * model.attention_heads * float(sequence)
-
-
-def _stored(model: ModelConfig, index: int, sequence: int) -> float:
-    """Count the bytes that F keeps of a token in one layer."""
-    mixer = model.mixer_in(index)
-    if isinstance(mixer, MambaMixer):
-        inside = 2 * mixer.attended  # what the scan gave, before it is gated and normed
-    else:
-        inside = 4 * model.attention_heads if mixer and model.flash_attention else 0
-    mixed = _mixed(model, index) + inside
-    return _kept(model) + mixed + _inner(model, index) + _scores(model, index, sequence)
-
-
-def _mixed(model: ModelConfig, index: int) -> int:
-    """Count the bytes of a token between the projections of attention or Mamba-2."""
-    mixer = model.mixer_in(index)
-    return 0 if mixer is None else 2 * (mixer.projected + mixer.attended)
-
-
-def _inner(model: ModelConfig, index: int) -> int:
-    """Count the bytes of a token inside an MLP, and on its way to experts and back."""
-    inner = 2 * (model.gates + 1) * (model.dense_inner(index) + model.routed_inner(index))
-    experts = model.experts_in(index)
-    return inner if experts is None else inner + 4 * model.hidden_size * experts.top_k
-
-
-def _kept(model: ModelConfig) -> float:
-    """Count the bytes of a token between the products.
-
-    These are of each part the input of its norm, its own input, and dropout's mask.
-    """
-    return (2 + 2 + (1 if model.dropout else 0)) * model.parts * model.hidden_size
-
-
-def _needed_by_weight(model: ModelConfig, index: int) -> float:
-    """Count the bytes that W needs of a token: inputs of weights and gradients of their outputs."""
-    outside = 4 * model.parts * model.hidden_size
-    return _mixed(model, index) + outside + _inner(model, index)
-
-
-def _inputs(model: ModelConfig, index: int) -> float:
-    """Count the bytes of the inputs of a token's products with weights, as 16-bit tensors."""
-    experts, mixer = model.experts_in(index), model.mixer_in(index)
-    inner = model.dense_inner(index) + model.routed_inner(index)
-    sent = experts.top_k * model.hidden_size if experts else 0
-    attended = mixer.attended if mixer else 0
-    return 2 * (model.parts * model.hidden_size + attended + inner + sent)

@@ -16,6 +16,7 @@ MEGATRON_1F1B = "Megatron 1F1B"
 MEGATRON_INTERLEAVED = "Megatron interleaved"
 MEGATRON_OVERLAP = "Megatron interleaved, overlap"
 NO_PIPELINE = "no pipeline"
+MEGATRON_OWN = (MEGATRON_1F1B, MEGATRON_INTERLEAVED, MEGATRON_OVERLAP, NO_PIPELINE)
 
 # Left out unless they are asked for: no user's choice at the sizes of a real job.
 _SELDOM = ("gpipe", "zb-h2", "1f1b", "interleaved")
@@ -61,6 +62,11 @@ class ScheduleCandidate(Variant):
         if self.megatron:
             return len(set(counts)) == 1
         return min(counts) > 0 and counts == spread(Layers(sum(counts)), placement)
+
+    @property
+    def needs_whole_groups(self) -> bool:
+        """Whether the microbatches must be a multiple of the ranks: for Megatron's interleaved."""
+        return self.megatron and self.takes_chunks
 
     @property
     def in_groups(self) -> bool:
@@ -117,7 +123,8 @@ def with_those_of_auto(chosen: Sequence[ScheduleCandidate]) -> list[ScheduleCand
     """Return the chosen ones; with ``auto`` also the usual ones, of which it takes the best."""
     if not any(candidate.takes_the_best for candidate in chosen):
         return list(chosen)
-    return list(dict.fromkeys([*chosen, *candidates_of(None)]))
+    others = [candidate for candidate in candidates_of(None) if not candidate.megatron]
+    return list(dict.fromkeys([*chosen, *others]))
 
 
 def names_in(text: str) -> tuple[str, ...]:

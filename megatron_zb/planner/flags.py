@@ -2,19 +2,14 @@
 
 from __future__ import annotations
 
-from megatron_zb.planner.candidate import (
-    MEGATRON_1F1B,
-    MEGATRON_INTERLEAVED,
-    MEGATRON_OVERLAP,
-    NO_PIPELINE,
-)
 from megatron_zb.planner.prediction import Prediction
+from megatron_zb.planner.row import PlanRow
 from megatron_zb.planner.strategy import Strategy
 from megatron_zb.schedules import layout
 from megatron_zb.schedules.hybrid_pattern import placed
-from megatron_zb.schedules.placement import Placement
 
-_MEGATRON = (MEGATRON_1F1B, MEGATRON_INTERLEAVED, MEGATRON_OVERLAP, NO_PIPELINE)
+_CHUNKS, _LAYOUT = "--num-virtual-stages-per-pipeline-rank", "--pipeline-model-parallel-layout"
+_OF_STAGES = (_CHUNKS, _LAYOUT)
 _RECOMPUTE = {
     "none": [],
     "selective": ["--recompute-granularity selective"],
@@ -68,64 +63,44 @@ def _overlap(prediction: Prediction) -> list[str]:
 
 
 def _schedule(prediction: Prediction) -> list[str]:
-    out = []
-    is_ours = prediction.candidate not in _MEGATRON
-    if is_ours:
-        out.append(f"--pipeline-schedule {prediction.family}")
-    if prediction.cuts_vocabulary:
-        out.append("--pipeline-vocabulary on")
-    if prediction.dropped:
-        out.append("--pipeline-recompute auto")
-    if prediction.moved:
-        out.append("--pipeline-offload auto")
-    if prediction.overlaps_exchange:
-        out.append("--overlap-moe-expert-parallel-comm")
-    chunks = prediction.chunks
-    pattern = prediction.load.model.hybrid_layer_pattern
-    if prediction.memory_limit is not None and prediction.schedule is not None:
-        out += placement_flags(prediction.schedule.placement)
-        out.append(f"--pipeline-memory-limit {prediction.memory_limit:g}")
-        chunks = None
-    if pattern is not None:  # its segments give the chunks, too
-        out = [words for words in out if not words.startswith("--num-virtual")]
-        return [*out, f"--hybrid-layer-pattern '{placed(pattern, prediction.layout)}'"]
-    written = layout.text(
-        layout.lettered(prediction.layout, prediction.load.model.prediction_layers)
-    )
-    return out + flags_of_layout(
-        chunks, None if prediction.is_even else written, megatron=not is_ours
-    )
+    model, pattern = prediction.load.model, prediction.load.model.hybrid_layer_pattern
+    words = schedule_flags(prediction, prediction.memory_limit, model.prediction_layers)
+    if pattern is None:
+        return words
+    # its segments give the chunks and the layers
+    rest = [word for word in words if not word.startswith(_OF_STAGES)]
+    return [*rest, f"--hybrid-layer-pattern '{placed(pattern, prediction.layout)}'"]
 
 
-def flags_of_layout(chunks: int | None, written: str | None, *, megatron: bool) -> list[str]:
-    """Return the flags for the chunks and layers of a schedule.
+def schedule_flags(row: PlanRow, memory_limit: float | None, multi_token: int) -> list[str]:
+    """Return the flags for the schedule of a row, its chunks and its layers.
 
     Args:
-        chunks: model chunks of each rank; None where the schedule leaves no choice.
-        written: the layers of the stages; None for a layout that needs no flag.
-        megatron: whether the schedule is Megatron's own, whose layout sets the chunks, too.
+        row: the schedule, in its setting.
+        memory_limit: the limit for a schedule of this package, as a fraction of 1F1B's activations.
+        multi_token: layers of multi-token prediction.
     """
-    out = []
-    if chunks is not None and not (megatron and written):
-        out.append(f"--num-virtual-stages-per-pipeline-rank {chunks}")
-    if written is not None:
-        out.append(f"--pipeline-model-parallel-layout '{written}'")
+    out = [] if row.megatron else [f"--pipeline-schedule {row.family}"]
+    if row.cuts_vocabulary:
+        out.append("--pipeline-vocabulary on")
+    if row.dropped:
+        out.append("--pipeline-recompute auto")
+    if row.moved:
+        out.append("--pipeline-offload auto")
+    if row.overlaps_exchange:
+        out.append("--overlap-moe-expert-parallel-comm")
+    chunks = row.chunks
+    if row.family == "auto" and row.schedule is not None:
+        placement = row.schedule.placement  # bound, so that a run has the predicted one
+        out.append(f"{_CHUNKS} {placement.chunks}")
+        if placement.chunks > 1:
+            out.append(f"--pipeline-placement {'loop' if placement.name == 'looped' else 'zigzag'}")
+        chunks = None
+    if memory_limit is not None and not row.megatron:
+        out.append(f"--pipeline-memory-limit {memory_limit:g}")
+    if chunks is not None and (row.has_by_default or not row.megatron):
+        out.append(f"{_CHUNKS} {chunks}")  # a layout sets those of Megatron's own
+    if not row.has_by_default:
+        written = layout.text(layout.lettered(row.layout, multi_token))
+        out.append(f"{_LAYOUT} '{written}'")
     return out
-
-
-def placement_flags(placement: Placement) -> list[str]:
-    """Return the flags that bind ``auto`` to a placement, so that a run has the predicted one."""
-    out = [f"--num-virtual-stages-per-pipeline-rank {placement.chunks}"]
-    if placement.chunks > 1:
-        out.append(f"--pipeline-placement {'loop' if placement.name == 'looped' else 'zigzag'}")
-    return out
-
-
-def named(schedule: str, runs: str) -> str:
-    """Return the name of a schedule in tables.
-
-    For ``auto``, it names what ``auto`` runs: the order of its search, or another schedule.
-    """
-    if schedule != "auto":
-        return schedule
-    return "auto: searched" if runs == "auto" else f"auto: {runs}"

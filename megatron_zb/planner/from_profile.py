@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any
+from typing import Any, ClassVar
 
 from rich.console import Console
 from rich.table import Table
@@ -32,10 +32,11 @@ from megatron_zb.planner.candidate import (
     candidates_of,
     names_in,
     of_overlap,
-    with_those_of_auto,
 )
-from megatron_zb.planner.flags import flags_of_layout, named, placement_flags
-from megatron_zb.schedules import catalog, layout
+from megatron_zb.planner.flags import schedule_flags
+from megatron_zb.planner.row import PlanRow
+from megatron_zb.planner.search import VARIANTS, PlanSearch, Watch, silent
+from megatron_zb.schedules import Timeline, layout
 from megatron_zb.schedules.layout import Layers, Layout
 from megatron_zb.schedules.limit import Limit
 from megatron_zb.schedules.placement import Placement
@@ -44,8 +45,12 @@ from megatron_zb.schedules.request import LimitTooSmall
 
 _LARGE = 20_000  # passes: more are not lowered for their messages
 
-# Most schedules to try with vocabulary parallelism, or with pairs: such searches take seconds.
-_VARIANTS = 3
+# Fields of a row in JSON, and the attributes whose names differ.
+_IN_JSON = (
+    "schedule runs chunks layout is_even seconds seconds_even bubble activation_bytes rank "
+    "megatron has_by_default cuts_vocabulary overlaps_exchange"
+).split()
+_ATTRIBUTES = {"schedule": "candidate", "runs": "family", "layout": "written"}
 
 
 @dataclass(frozen=True)
@@ -62,11 +67,18 @@ class ProfileRequest:
     post_validation: bool
     vocabulary: str = "auto"
 
+    name: ClassVar[str] = "the profiled model"
+
+    @property
+    def multi_token(self) -> int:
+        """Layers of multi-token prediction."""
+        return self.profile.stages[-1].layers.count("m")
+
     def is_back_to_back(self, candidate: ScheduleCandidate) -> bool:
         """Return whether iterations of a schedule follow one another with no barrier."""
         return self.post_validation and candidate.splits
 
-    def seconds(self, candidate: ScheduleCandidate, timeline: schedules.Timeline) -> float:
+    def seconds(self, candidate: ScheduleCandidate, timeline: Timeline) -> float:
         """Return the seconds of an iteration, with those outside of its passes."""
         seconds = timeline.seconds(back_to_back=self.is_back_to_back(candidate))
         return seconds + self.profile.outside
@@ -89,46 +101,34 @@ class ProfileRequest:
         return None
 
 
-@dataclass(frozen=True)
-class MeasuredRow:
-    """A schedule with its best layout; seconds of the pipeline's part of an iteration.
-
-    ``schedule`` is its name in the table. For ``auto``, ``candidate`` is the fastest of all.
-    """
+@dataclass(frozen=True, kw_only=True)
+class MeasuredRow(PlanRow):
+    """A schedule with its best layout; ``seconds_even`` are those of the even layout."""
 
     asked: ProfileRequest
-    schedule: str
-    candidate: ScheduleCandidate
-    chunks: int | None
-    layers: Layout
-    timeline: schedules.Timeline
+    timeline: Timeline
     seconds_even: float
 
     @property
-    def runs(self) -> str:
-        """Name of the schedule in the flags."""
-        return self.candidate.family
-
-    @property
-    def layout(self) -> str:
+    def written(self) -> str:
         """Layers of the stages, as Megatron's flag has them."""
-        multi_token = self.asked.profile.stages[-1].layers.count("m")
-        return layout.text(layout.lettered(self.layers, multi_token))
+        return layout.text(layout.lettered(self.layout, self.asked.multi_token))
 
     @property
     def is_even(self) -> bool:
         """Whether the layers are spread evenly."""
-        return self.layers == layout.spread(Layers(sum(self.layers)), self._placement)
+        placement = self.timeline.schedule.placement
+        return self.layout == layout.spread(Layers(sum(self.layout)), placement)
 
     @property
     def seconds(self) -> float:
-        """Seconds of the pipeline's part of an iteration."""
-        return self.asked.seconds(self.candidate, self.timeline)
+        """Seconds of an iteration."""
+        return self.asked.seconds(self.runs, self.timeline)
 
     @property
     def bubble(self) -> float:
         """Share of the ranks' time in which they run nothing."""
-        timeline, back_to_back = self.timeline, self.asked.is_back_to_back(self.candidate)
+        timeline, back_to_back = self.timeline, self.asked.is_back_to_back(self.runs)
         return timeline.bubble_rate_back_to_back if back_to_back else timeline.bubble_rate
 
     @property
@@ -142,28 +142,22 @@ class MeasuredRow:
         return max(range(len(self._peaks)), key=self._peaks.__getitem__)
 
     @property
-    def megatron(self) -> bool:
-        """Whether it is a schedule of Megatron's own."""
-        return self.candidate.megatron
+    def name(self) -> str:
+        """Name in the table, with what the schedule runs, its chunks and its variant."""
+        cut = ", cut vocabulary" if self.cuts_vocabulary else ""
+        pairs = ", pairs" if self.overlaps_exchange and not self.megatron else ""
+        return super().name + cut + pairs
 
     @property
-    def has_by_default(self) -> bool:
-        """Whether the layout needs no flag."""
-        return self.candidate.has_by_default(self.layers, self._placement)
-
-    @property
-    def cuts_vocabulary(self) -> bool:
-        """Whether output layer and embedding are cut over all ranks."""
-        return self.candidate.cuts_vocabulary
-
-    @property
-    def overlaps_exchange(self) -> bool:
-        """Whether pairs hide the expert all-to-all."""
-        return self.candidate.overlaps_exchange
-
-    @property
-    def _placement(self) -> Placement:
-        return self.timeline.schedule.placement
+    def flags(self) -> list[str]:
+        """Arguments for a pretrain script of Megatron-LM."""
+        asked = self.asked
+        words = schedule_flags(self, asked.memory_limit, asked.multi_token)
+        ranks = f"--pipeline-model-parallel-size {asked.profile.pipeline_size}"
+        words.insert(0 if self.megatron else 1, ranks)
+        if not self.megatron and asked.is_back_to_back(self.runs):
+            words.append("--enable-optimizer-post-validation")
+        return words
 
     @cached_property
     def _peaks(self) -> Sequence[float]:
@@ -175,43 +169,19 @@ class MeasuredRow:
         return [peak_with_messages(program, rank, timeline.costs, message) for rank in ranks]
 
 
-_IN_JSON = (
-    "schedule runs chunks layout is_even seconds seconds_even bubble activation_bytes rank "
-    "megatron has_by_default cuts_vocabulary overlaps_exchange"
-).split()
-_Setting = tuple[ScheduleCandidate, int | None]  # a schedule and its chunks per rank
-Watch = Callable[[str, int, int], None]
-
-
 def rows(
     asked: ProfileRequest,
     candidates: Sequence[ScheduleCandidate],
-    watch: Watch = lambda text, done, of: None,
+    watch: Watch = silent,
 ) -> tuple[list[MeasuredRow], dict[str, str]]:
-    """Return every schedule, the fastest first, and why others are missing."""
-    if asked.vocabulary == "on":
-        if asked.why_not_cut is not None:
-            raise UsageError(
-                f"--vocabulary on: the output layer cannot be cut, because {asked.why_not_cut}"
-            )
-        candidates = [c if c.megatron else replace(c, cuts_vocabulary=True) for c in candidates]
-    search = _Search(asked, watch)
-    wanted = {candidate.name for candidate in candidates}
-    everyone = [c for c in with_those_of_auto(candidates) if c.name in wanted or not c.megatron]
-    search.look_at(everyone, wanted)
-    if asked.vocabulary == "auto" and asked.why_not_cut is None:
-        search.look_at_cut()
-    if asked.profile.pairs and asked.vocabulary != "on" and not asked.post_validation:
-        if MEGATRON_INTERLEAVED in wanted:
-            wanted.add(MEGATRON_OVERLAP)
-            search.settings += search.settings_of([of_overlap()])
-        search.look_at_pairs()
-    for candidate in candidates:
-        if candidate.takes_the_best and any(not row.megatron for row in search.found):
-            search.watch(candidate.name, len(search.settings), len(search.settings) + 1)
-            search.found.append(search.best_of_all(candidate))
-    watch("", len(search.settings), len(search.settings))
-    found = [row for row in search.found if row.schedule in wanted]
+    """Return every schedule, the fastest first, and why others are missing.
+
+    Raises:
+        UsageError: the output layer cannot be cut as asked for, or there is no row.
+    """
+    search = _MeasuredSearch(asked, [candidate.name for candidate in candidates], watch)
+    search.run(asked, candidates)
+    found = [row for row in search.found if row.candidate in search.asked]
     if not found and search.limits:
         raise min(search.limits, key=lambda error: error.needed)
     if not found:
@@ -219,81 +189,55 @@ def rows(
     return sorted(found, key=lambda row: row.seconds), search.missing
 
 
-class _Search:
-    """Search over schedules and layouts for the costs of one profile."""
+class _MeasuredSearch(PlanSearch):
+    """Rows of all schedules so far, and why some are missing."""
 
-    def __init__(self, asked: ProfileRequest, watch: Watch) -> None:
-        self.asked, self.watch, self.fit = asked, watch, Fit.of(asked.profile)
-        self.settings: list[_Setting] = []
+    AUTO_IS_LAST = True
+
+    def __init__(self, request: ProfileRequest, asked: Collection[str], watch: Watch) -> None:
+        super().__init__(watch)
+        self.request, self.fit, self.asked = request, Fit.of(request.profile), set(asked)
+        may_pair = request.vocabulary != "on" and not request.post_validation
+        self.has_pairs = bool(request.profile.pairs) and may_pair
         self.found: list[MeasuredRow] = []
         self.missing: dict[str, str] = {}
         self.limits: list[LimitTooSmall] = []
 
-    def settings_of(self, candidates: Sequence[ScheduleCandidate]) -> list[_Setting]:
-        """Return the schedules with the numbers of chunks to try."""
-        profile = self.asked.profile
-        return [
-            (candidate, chunks)
-            for candidate in candidates
-            if not candidate.takes_the_best
-            for chunks in candidate.chunk_counts(profile.model.layers, profile.pipeline_size)
-            if chunks in (None, 2, 4, 8)
-        ]
+    def look(self, named: Sequence[ScheduleCandidate]) -> Iterator[ScheduleCandidate]:
+        for candidate in named:
+            rows, errors = self._rows(candidate)
+            self.found += rows
+            if candidate.name in self.asked:
+                self.missing |= {name: str(error) for name, error in errors.items()}
+                self.limits += [e for e in errors.values() if isinstance(e, LimitTooSmall)]
+            yield candidate
 
-    def look_at(self, candidates: Sequence[ScheduleCandidate], wanted: Collection[str]) -> None:
-        """Find the best layout of each schedule, and why a wanted one is missing."""
-        self.settings += self.settings_of(candidates)
-        for number, (candidate, chunks) in enumerate(self.settings):
-            name = candidate.name if chunks is None else f"{candidate.name} ×{chunks}"
-            self.watch(name, number, len(self.settings))
+    def _rows(
+        self, candidate: ScheduleCandidate, chosen: Collection[int | None] = (None, 2, 4, 8)
+    ) -> tuple[list[MeasuredRow], dict[str, UsageError]]:
+        """Return a row for each of the chosen numbers of chunks, and why others are missing."""
+        found, errors, profile = [], {}, self.request.profile
+        for chunks in candidate.chunk_counts(profile.model.layers, profile.pipeline_size):
+            if chunks not in chosen:
+                continue
             try:
-                self.found.append(self.row(candidate, chunks))
+                found.append(self._row(candidate, chunks))
             except UsageError as error:
-                if candidate.name in wanted:
-                    self.missing[name] = str(error)
-                    self.limits += [error] if isinstance(error, LimitTooSmall) else []
+                name = candidate.name if chunks is None else f"{candidate.name} ×{chunks}"
+                errors[name] = error
+        return found, errors
 
-    def look_at_cut(self) -> None:
-        """Look at the fastest schedules of one or two chunks with vocabulary parallelism."""
-        ours = [(row.schedule, row.chunks) for row in self._ranked() if not row.megatron]
-        small = [setting for setting in ours if setting[1] in (None, 2)][:_VARIANTS]
-        self.found += self._variants(small, "cut vocabulary", cuts_vocabulary=True)
-
-    def look_at_pairs(self) -> None:
-        """Look at the fastest schedules with the pairs of a run's search, and Megatron's own."""
-        able = {candidate.name for candidate, _ in self.settings if candidate.finds_pairs}
-        fastest = [(row.schedule, row.chunks) for row in self._ranked() if row.schedule in able]
-        own = [(c.name, chunks) for c, chunks in self.settings if c.name == MEGATRON_OVERLAP]
-        found = self._variants([*fastest[:_VARIANTS], *own], "pairs", overlaps_exchange=True)
-        self.found += [row for row in found if row.timeline.schedule.pairs]
-
-    def _ranked(self) -> list[MeasuredRow]:
-        return sorted(self.found, key=lambda row: row.seconds)
-
-    def _variants(
-        self, chosen: Collection[tuple[str, int | None]], what: str, **change: Any
-    ) -> list[MeasuredRow]:
-        """Return the rows of a variant of the chosen schedules, as limits allow."""
-        rows = []
-        for candidate, chunks in self.settings:
-            if (candidate.name, chunks) in chosen:
-                self.watch(f"{candidate.name}, {what}", len(self.settings), len(self.settings) + 1)
-                with suppress(UsageError):
-                    rows.append(self.row(replace(candidate, **change), chunks))
-        return rows
-
-    def row(self, candidate: ScheduleCandidate, chunks: int | None) -> MeasuredRow:
+    def _row(self, candidate: ScheduleCandidate, chunks: int | None) -> MeasuredRow:
         """Return the fastest layout of a schedule.
 
         Raises:
             UsageError: the schedule cannot be built within the limit.
         """
-        asked, p = self.asked, self.asked.profile.pipeline_size
+        asked, p = self.request, self.request.profile.pipeline_size
         m = asked.num_microbatches
-        if candidate.megatron and candidate.takes_chunks and m % p:
+        if candidate.needs_whole_groups and m % p:
             raise UsageError(f"it needs whole groups of {p} microbatches, and there are {m}")
         placement = candidate.placement(p, chunks)
-        even = layout.spread(Layers(asked.profile.model.layers), placement)
         found = {
             counts: self._simulated(candidate, chunks, placement, counts)
             for counts in self.fit.layouts(placement, candidate)
@@ -301,40 +245,35 @@ class _Search:
         seconds = {counts: asked.seconds(candidate, timeline) for counts, timeline in found.items()}
         best = min(found, key=seconds.__getitem__)
         return MeasuredRow(
-            asked, candidate.name, candidate, chunks, best, found[best], seconds[even]
+            asked=asked,
+            candidate=candidate.name,
+            runs=candidate,
+            chunks=chunks,
+            layout=best,
+            has_by_default=candidate.has_by_default(best, placement),
+            timeline=found[best],
+            seconds_even=seconds[layout.spread(Layers(asked.profile.model.layers), placement)],
         )
-
-    def best_of_all(self, candidate: ScheduleCandidate) -> MeasuredRow:
-        """Return the fastest row, or the order that ``auto`` finds for its placement, if faster."""
-        best = min((row for row in self.found if not row.megatron), key=lambda row: row.seconds)
-        best = replace(best, schedule=candidate.name)
-        placement = best.timeline.schedule.placement
-        candidate = replace(
-            candidate,
-            cuts_vocabulary=best.cuts_vocabulary,
-            overlaps_exchange=best.overlaps_exchange,
-        )
-        with suppress(UsageError):
-            timeline = self._simulated(candidate, placement.chunks, placement, best.layers)
-            chunks = placement.chunks
-            searched = replace(best, candidate=candidate, chunks=chunks, timeline=timeline)
-            return searched if searched.seconds < best.seconds else best
-        return best
 
     def _simulated(
         self, candidate: ScheduleCandidate, chunks: int | None, placement: Placement, counts: Layout
-    ) -> schedules.Timeline:
+    ) -> Timeline:
+        """Build and simulate a schedule with a layout.
+
+        Raises:
+            UsageError: it cannot be built within the limit.
+        """
         costs, is_auto = self.fit.costs(placement, counts, candidate), candidate.takes_the_best
         schedule = schedules.build(
             candidate.family,
             pipeline_size=placement.pipeline_size,
-            num_microbatches=self.asked.num_microbatches,
+            num_microbatches=self.request.num_microbatches,
             # a run builds only auto for measured costs, and every other one for equal costs
             costs=costs if is_auto else self._costs_of_a_run(candidate),
-            memory_limit=self.asked.memory_limit,
+            memory_limit=self.request.memory_limit,
             chunks=chunks,
             placement=placement if is_auto else None,
-            back_to_back=self.asked.is_back_to_back(candidate),
+            back_to_back=self.request.is_back_to_back(candidate),
             quick=is_auto,
         )
         return schedules.simulate(schedule, costs)
@@ -351,6 +290,53 @@ class _Search:
             return with_exchange(costs)
         _, output = self.fit.in_layers()
         return with_counted_vocabulary(costs, profile.model.layers, output)
+
+    def try_cut(self, named: Sequence[ScheduleCandidate]) -> None:
+        """Add rows of the fastest schedules of one or two chunks."""
+        small = [row for row in self._ranked() if not row.megatron and row.chunks in (None, 2)]
+        self.found += self._variants(named, small[:VARIANTS], cuts_vocabulary=True)
+
+    def try_pairs(self, named: Sequence[ScheduleCandidate]) -> None:
+        """Add rows of the fastest schedules with the pairs of a run's search, and Megatron's."""
+        able = {candidate.name for candidate in named if candidate.finds_pairs}
+        fastest = [row for row in self._ranked() if row.candidate in able]
+        found = self._variants(named, fastest[:VARIANTS], overlaps_exchange=True)
+        if MEGATRON_INTERLEAVED in self.asked:
+            self.asked.add(MEGATRON_OVERLAP)
+            found += self._rows(of_overlap())[0]
+        self.found += [row for row in found if row.timeline.schedule.pairs]
+
+    def _ranked(self) -> list[MeasuredRow]:
+        return sorted(self.found, key=lambda row: row.seconds)
+
+    def _variants(
+        self,
+        named: Sequence[ScheduleCandidate],
+        chosen: Sequence[MeasuredRow],
+        **change: Any,
+    ) -> list[MeasuredRow]:
+        """Return the rows of a variant of the chosen schedules, as limits allow."""
+        of = {c: [row.chunks for row in chosen if row.candidate == c.name] for c in named}
+        changed = [(replace(c, **change), chunks) for c, chunks in of.items() if chunks]
+        return [row for of_variant in changed for row in self._rows(*of_variant)[0]]
+
+    def take_the_best(self, candidate: ScheduleCandidate) -> None:
+        """Add the fastest row, or the order that ``auto`` finds for its placement, if faster."""
+        found = [row for row in self.found if not row.megatron]
+        if not found:
+            return
+        best = replace(min(found, key=lambda row: row.seconds), candidate=candidate.name)
+        placement = best.timeline.schedule.placement
+        auto = replace(
+            candidate,
+            cuts_vocabulary=best.cuts_vocabulary,
+            overlaps_exchange=best.overlaps_exchange,
+        )
+        with suppress(UsageError):
+            timeline = self._simulated(auto, placement.chunks, placement, best.layout)
+            searched = replace(best, runs=auto, chunks=placement.chunks, timeline=timeline)
+            best = min(best, searched, key=lambda row: row.seconds)
+        self.found.append(best)
 
 
 def read(arguments: argparse.Namespace) -> tuple[ProfileRequest, list[ScheduleCandidate]]:
@@ -401,7 +387,9 @@ def _as_json(
         "schedule_of_the_profile": asked.profile.schedule,
         "num_microbatches": asked.num_microbatches,
         "unsplit": [stage.unsplit for stage in asked.profile.stages],
-        "ranked": [{name: getattr(row, name) for name in _IN_JSON} for row in found],
+        "ranked": [
+            {name: getattr(row, _ATTRIBUTES.get(name, name)) for name in _IN_JSON} for row in found
+        ],
         "not_possible": missing,
     }
 
@@ -433,37 +421,8 @@ def _print(
     if asked.vocabulary == "auto" and (why_not := asked.why_not_cut) is not None:
         console.print(Text(f" -  no cut vocabulary: {why_not}"), highlight=False)
     console.print(Text("\nflags of the first:", style="bold"))
-    flags = flags_of(asked, found[0])
-    console.print(Text("  " + " \\\n  ".join(flags)), highlight=False, soft_wrap=True)
-
-
-def flags_of(asked: ProfileRequest, row: MeasuredRow) -> list[str]:
-    """Return the arguments of a row for a pretrain script of Megatron-LM."""
-    ranks = f"--pipeline-model-parallel-size {asked.profile.pipeline_size}"
-    flags = [ranks] if row.megatron else [f"--pipeline-schedule {row.runs}", ranks]
-    chunks = row.chunks
-    if not row.megatron:
-        if row.runs == "auto":
-            flags += placement_flags(row.timeline.schedule.placement)
-            chunks = None
-        if asked.memory_limit is not None:
-            flags.append(f"--pipeline-memory-limit {asked.memory_limit:g}")
-        if row.cuts_vocabulary:
-            flags.append("--pipeline-vocabulary on")
-        if asked.post_validation and catalog.family(row.runs).splits_backward:
-            flags.append("--enable-optimizer-post-validation")
-    if row.overlaps_exchange:
-        flags.append("--overlap-moe-expert-parallel-comm")
-    written = None if row.has_by_default else row.layout
-    return flags + flags_of_layout(chunks, written, megatron=row.megatron)
-
-
-def name_of(row: MeasuredRow) -> str:
-    """Return the name of a row in the table; for ``auto``, with what it runs."""
-    chunks = "" if row.chunks is None else f" ×{row.chunks}"
-    cut = ", cut vocabulary" if row.cuts_vocabulary else ""
-    pairs = ", pairs" if row.overlaps_exchange and not row.megatron else ""
-    return named(row.schedule, row.runs) + chunks + cut + pairs
+    words = " \\\n  ".join(found[0].flags)
+    console.print(Text(f"  {words}"), highlight=False, soft_wrap=True)
 
 
 def _table(found: Sequence[MeasuredRow]) -> Table:
@@ -476,12 +435,12 @@ def _table(found: Sequence[MeasuredRow]) -> Table:
     for number, row in enumerate(found, 1):
         table.add_row(
             str(number),
-            name_of(row),
+            row.name,
             f"{1000 * row.seconds:.4g}",
             f"{1000 * row.seconds_even:.4g}",
             f"{row.bubble:.1%}",
             f"{row.activation_bytes / GIB:.3g}",
             str(row.rank),
-            "even" if row.is_even else row.layout,
+            "even" if row.is_even else row.written,
         )
     return table

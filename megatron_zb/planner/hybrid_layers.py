@@ -12,13 +12,10 @@ Of Mamba-2 (arXiv 2405.21060) are counted, as its published Triton kernels work:
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from functools import lru_cache
 
-from pydantic import Field
-
-from megatron_zb.measured.config import LARGEST_SIZE, Section, optional_size
-from megatron_zb.planner.attention import LayerAttention
+from megatron_zb.measured.config import Section, optional_size, size
+from megatron_zb.planner.attention import Mixer
 from megatron_zb.schedules import hybrid_pattern
 
 MAMBA, ATTENTION, MLP, EXPERTS = "M*-E"
@@ -29,92 +26,49 @@ class Mamba(Section):
     """Mamba-2 with Megatron-LM's defaults."""
 
     heads: int | None = optional_size("heads; 2 hidden_size / head_dim if left out", 128)
-    head_dim: int = Field(64, gt=0, le=LARGEST_SIZE, description="size of a head", examples=[64])
-    groups: int = Field(
-        8, gt=0, le=LARGEST_SIZE, description="groups of heads with the same B and C", examples=[8]
-    )
-    state_dim: int = Field(
-        128, gt=0, le=LARGEST_SIZE, description="states of each element of a head", examples=[128]
-    )
+    head_dim: int = size("size of a head", 64, 64)
+    groups: int = size("groups of heads with the same B and C", 8, 8)
+    state_dim: int = size("states of each element of a head", 128, 128)
 
 
-@dataclass(frozen=True)
-class MambaMixer:
-    """What the planner counts of Mamba-2 in one layer; sizes in elements of one token."""
+def mamba_mixer(hidden: int, sizes: Mamba) -> Mixer:
+    """Return Mamba-2 in one layer.
 
-    hidden: int
-    sizes: Mamba
+    States of a chunk are written, passed on and read, half of it in 32 bits; so are the products
+    of B and C.
 
-    @property
-    def heads(self) -> int:
-        return self.sizes.heads or 2 * self.hidden // self.sizes.head_dim
-
-    @property
-    def attended(self) -> int:
-        """Input of the output projection."""
-        return self.heads * self.sizes.head_dim
-
-    @property
-    def projected(self) -> int:
-        """Gates, inputs, B, C and time steps."""
-        return 2 * self.attended + 2 * self._shared + self.heads
-
-    @property
-    def weights(self) -> int:
-        return self.hidden * (self.projected + self.attended)
-
-    @property
-    def scan_flops(self) -> float:
-        """FLOPs of the scan in F."""
-        inner, states = self.attended, self.sizes.state_dim
-        within = 2 * _CHUNK * (self._shared + inner)
-        return within + 2 * 2 * inner * states
-
-    @property
-    def scan_bytes(self) -> float:
-        """Bytes that convolution, scan and gated norm read and write in F.
-
-        States of a chunk are written, passed on and read, half of it in 32 bits; so are the
-        products of B and C.
-        """
-        states = 12 * self.attended * self.sizes.state_dim / _CHUNK
-        return 16 * (self.attended + self._shared) + states + 8 * _CHUNK * self.sizes.groups
-
-    @property
-    def divided(self) -> tuple[int, ...]:
-        """Numbers that tensor-parallel ranks divide among one another."""
-        return (self.heads, self.sizes.groups)
-
-    @property
-    def _shared(self) -> int:
-        return self.sizes.groups * self.sizes.state_dim
-
-    def flags(self) -> list[str]:
-        """Return the words of Megatron-LM's command line for it."""
-        sizes = self.sizes
-        return [
-            *("--mamba-num-heads", str(self.heads)),
+    Raises:
+        ValueError: the heads do not go into the groups or the width.
+    """
+    if sizes.heads is None and 2 * hidden % sizes.head_dim:
+        raise ValueError(
+            f"twice the hidden_size {hidden} cannot be divided by mamba.head_dim "
+            f"{sizes.head_dim}; give mamba.heads"
+        )
+    heads = sizes.heads or 2 * hidden // sizes.head_dim
+    if heads % sizes.groups:
+        raise ValueError(
+            f"the {heads} heads of mamba cannot be divided by mamba.groups "
+            f"{sizes.groups}; give, for example, groups: 1"
+        )
+    inner, shared = heads * sizes.head_dim, sizes.groups * sizes.state_dim
+    projected = 2 * inner + 2 * shared + heads  # gates, inputs, B, C and time steps
+    states = 12 * inner * sizes.state_dim / _CHUNK
+    return Mixer(
+        name="Mamba-2",
+        weights=hidden * (projected + inner),
+        projected=projected,
+        attended=inner,
+        divided=(heads, sizes.groups),
+        flags=(
+            *("--mamba-num-heads", str(heads)),
             *("--mamba-head-dim", str(sizes.head_dim)),
             *("--mamba-num-groups", str(sizes.groups)),
             *("--mamba-state-dim", str(sizes.state_dim)),
-        ]
-
-    def check(self) -> None:
-        """Raise ValueError where the heads do not go into the groups or the width."""
-        sizes = self.sizes
-        if sizes.heads is None and 2 * self.hidden % sizes.head_dim:
-            raise ValueError(
-                f"twice the hidden_size {self.hidden} cannot be divided by mamba.head_dim "
-                f"{sizes.head_dim}; give mamba.heads"
-            )
-        if self.heads % sizes.groups:
-            raise ValueError(
-                f"the {self.heads} heads of mamba cannot be divided by mamba.groups "
-                f"{sizes.groups}; give, for example, groups: 1"
-            )
-
-
-Mixer = LayerAttention | MambaMixer
+        ),
+        scan_flops=2 * _CHUNK * (shared + inner) + 2 * 2 * inner * sizes.state_dim,
+        scan_bytes=16 * (inner + shared) + states + 8 * _CHUNK * sizes.groups,
+    )
 
 
 @lru_cache

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Literal
 
@@ -11,12 +12,12 @@ from megatron_zb.measured import config
 from megatron_zb.measured.config import LARGEST_SIZE, Section, optional_size, size
 from megatron_zb.planner import hybrid_layers
 from megatron_zb.planner.attention import (
-    GroupedAttention,
     LatentAttention,
-    LatentHeads,
-    LayerAttention,
+    Mixer,
+    grouped_attention,
+    latent_attention,
 )
-from megatron_zb.planner.hybrid_layers import Mamba, MambaMixer, Mixer
+from megatron_zb.planner.hybrid_layers import Mamba, mamba_mixer
 
 
 class Recommended(Section):
@@ -243,7 +244,7 @@ class ModelConfig(Section):
         if self.mamba is not None and hybrid_layers.MAMBA not in self.kinds:
             raise ValueError("mamba is for the layers M of a hybrid_layer_pattern: leave it out")
         if hybrid_layers.MAMBA in self.kinds:
-            self.mamba_mixer.check()
+            _ = self.mamba_mixer  # refuses wrong sizes
         if not self.kinds:
             return self
         if (hybrid_layers.EXPERTS in self.kinds) != (self.experts is not None):
@@ -265,8 +266,10 @@ class ModelConfig(Section):
         """Return the kind of a layer: layers of one kind cost the same."""
         return self.kinds[layer] if self.kinds else str(self.experts_in(layer) is None)
 
-    def alike(self, layers: range) -> dict[int, int]:
+    def alike(self, layers: Sequence[int]) -> dict[int, int]:
         """Return one layer of each kind, with how many of the layers are of it."""
+        if not (self.kinds or self.experts) and layers:
+            return {layers[0]: len(layers)}
         first: dict[str, int] = {}
         counts: dict[int, int] = {}
         for layer in layers:
@@ -315,11 +318,11 @@ class ModelConfig(Section):
         return 2 if self.gated_mlp else 1
 
     @property
-    def attention(self) -> LayerAttention:
+    def attention(self) -> Mixer:
         """The attention of a layer."""
         if self.latent_attention is not None:
-            return LatentHeads(self.hidden_size, self.attention_heads, self.latent_attention)
-        return GroupedAttention(self.hidden_size, self.attention_heads, self.groups, self.head)
+            return latent_attention(self.hidden_size, self.attention_heads, self.latent_attention)
+        return grouped_attention(self.hidden_size, self.attention_heads, self.groups, self.head)
 
     @property
     def divided(self) -> tuple[int, ...]:
@@ -334,9 +337,9 @@ class ModelConfig(Section):
         return tuple(out)
 
     @property
-    def mamba_mixer(self) -> MambaMixer:
+    def mamba_mixer(self) -> Mixer:
         """The Mamba-2 of a layer M."""
-        return MambaMixer(self.hidden_size, self.mamba or Mamba.model_validate({}))
+        return mamba_mixer(self.hidden_size, self.mamba or Mamba.model_validate({}))
 
     @property
     def groups(self) -> int:
@@ -363,56 +366,3 @@ def read_model(path: Path) -> ModelConfig:
         UsageError: the file or a field of it is wrong.
     """
     return config.read(path, ModelConfig)
-
-
-# --- weights of a model's products; biases, norms and Mamba-2's convolution are too few to count
-
-
-def mixer_weights(model: ModelConfig, index: int) -> int:
-    """Count the weights of a layer's attention or Mamba-2; 0 where it has neither."""
-    mixer = model.mixer_in(index)
-    return 0 if mixer is None else mixer.weights
-
-
-def mlp_weights(model: ModelConfig, index: int) -> int:
-    """Count the weights that every token visits: a dense MLP, or shared experts and the router."""
-    dense = (model.gates + 1) * model.hidden_size * model.dense_inner(index)
-    experts = model.experts_in(index)
-    return dense if experts is None else dense + model.hidden_size * experts.experts
-
-
-def expert_weights(model: ModelConfig, index: int, experts: int) -> int:
-    """Count the weights of ``experts`` experts of a layer; 0 in a dense one."""
-    found = model.experts_in(index)
-    if found is None:
-        return 0
-    return experts * (model.gates + 1) * model.hidden_size * found.ffn_hidden_size
-
-
-def predicted_layers(model: ModelConfig) -> list[int]:
-    """Return the layers of multi-token prediction, each as the index of a layer like it.
-
-    Those of a hybrid model have indices of their own, several for each depth.
-    """
-    if model.kinds:
-        return list(range(model.layers, len(model.kinds)))
-    return [model.layers - 1] * model.prediction_layers
-
-
-def joining_weights(model: ModelConfig) -> int:
-    """Count the weights that join a token's state and the next token for multi-token prediction."""
-    return model.prediction_layers * 2 * model.hidden_size**2
-
-
-def all_weights(model: ModelConfig) -> int:
-    """Count the weights of the whole model."""
-    experts = model.experts.experts if model.experts else 0
-    layers = sum(
-        mixer_weights(model, index)
-        + mlp_weights(model, index)
-        + expert_weights(model, index, experts)
-        for index in [*range(model.layers), *predicted_layers(model)]
-    )
-    layers += joining_weights(model)
-    ends = model.hidden_size * model.vocabulary
-    return layers + ends * (1 if model.tied_embeddings else 2)

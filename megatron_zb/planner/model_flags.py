@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from megatron_zb.planner.attention import LayerAttention
+from megatron_zb.planner.attention import Mixer
 from megatron_zb.planner.hybrid_layers import MAMBA
 from megatron_zb.planner.model import Experts, ModelConfig, Rotary, Router
 
@@ -23,7 +23,7 @@ def model_flags(model: ModelConfig) -> list[str]:
         *("--global-batch-size", str(model.global_batch_size)),
         *("--norm-epsilon", _number(model.norm_epsilon)),
     ]
-    words += model.attention.flags()
+    words += model.attention.flags
     if model.head_dim is not None:
         words += ["--kv-channels", str(model.head_dim)]
     if model.gated_mlp or model.squared_relu:
@@ -71,14 +71,14 @@ def _of_hybrid(model: ModelConfig) -> list[str]:
     words += ["--spec", "megatron.core.models.hybrid.hybrid_layer_specs", "hybrid_stack_spec"]
     if model.rotary is None:
         words += ["--position-embedding-type", "none"]
-    return words + (model.mamba_mixer.flags() if MAMBA in model.kinds else [])
+    return [*words, *(model.mamba_mixer.flags if MAMBA in model.kinds else ())]
 
 
 def _of_vocabulary(model: ModelConfig) -> list[str]:
     return ["--padded-vocab-size", str(model.vocabulary)]
 
 
-def _of_rotary(rotary: Rotary, attention: LayerAttention) -> list[str]:
+def _of_rotary(rotary: Rotary, attention: Mixer) -> list[str]:
     words = ["--position-embedding-type", "rope", "--rotary-base", str(rotary.base)]
     if rotary.scaling is not None:
         words += ["--use-rope-scaling", "--rope-scaling-factor", _number(rotary.scaling.factor)]
@@ -88,7 +88,7 @@ def _of_rotary(rotary: Rotary, attention: LayerAttention) -> list[str]:
         words += ["--mscale", _number(rotary.yarn.mscale)]
         words += ["--mscale-all-dim", _number(rotary.yarn.mscale_all_dim)]
     else:
-        words += attention.rotary_flags()
+        words += attention.rotary_flags
     return words
 
 

@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 from megatron_zb import schedules
 from megatron_zb.planner.candidate import ScheduleCandidate
 from megatron_zb.planner.memory import RankMemory, without_pipeline, worst_rank
+from megatron_zb.planner.operators import model_flops
+from megatron_zb.planner.row import PlanRow
 from megatron_zb.planner.stages import StageWorkload
 from megatron_zb.planner.step import by_timeline
-from megatron_zb.planner.work import Workload, model_flops
+from megatron_zb.planner.work import Workload
 from megatron_zb.schedules import Costs, Schedule, catalog, lower
-from megatron_zb.schedules.layout import Layout
 from megatron_zb.schedules.placement import Placement
 from megatron_zb.schedules.program.waiting_kernels import waiting_kernels
 from megatron_zb.schedules.simulator import Timeline
@@ -42,52 +43,26 @@ class IterationSettings:
     snapshot: bool = False
 
 
-@dataclass(frozen=True)
-class Prediction:
+@dataclass(frozen=True, kw_only=True)
+class Prediction(PlanRow):
     """Predicted time and memory of one choice.
 
-    ``timeline`` and ``costs`` are None where there is no pipeline. Where there are many
-    microbatches, the timeline is that of the first ones, from which the seconds of the rest are
-    extrapolated.
-    ``memory_limit`` is the limit to give ``auto``, as a fraction of 1F1B's activations;
-    ``cuts_vocabulary`` tells that the output layer is cut along the vocabulary, and
-    ``overlaps_exchange`` that pairs hide the exchange of tokens between experts. ``host_bytes`` are
-    the most that the host holds of the activations of any rank.
+    Where there are many microbatches, the timeline is that of the first ones, from which the
+    seconds of the rest are extrapolated. ``memory_limit`` is the limit to give ``auto``, as a
+    fraction of 1F1B's activations. ``host_bytes`` are the most that the host holds of the
+    activations of any rank.
     """
 
-    candidate: str
-    family: str
     load: Workload
     num_microbatches: int
-    chunks: int | None
-    layout: Layout
-    is_even: bool
     pipeline_seconds: float
     bubble: float
     step_seconds: float
     memory: RankMemory
-    timeline: Timeline | None = None
     costs: Costs | None = None
     post_validation: bool = False
     memory_limit: float | None = None
-    cuts_vocabulary: bool = False
-    overlaps_exchange: bool = False
     host_bytes: float = 0.0
-
-    @property
-    def schedule(self) -> Schedule | None:
-        """Schedule of the timeline."""
-        return None if self.timeline is None else self.timeline.schedule
-
-    @property
-    def dropped(self) -> float:
-        """Share of the forwards whose activations are made again by the schedule."""
-        return 0.0 if self.schedule is None else _share(self.schedule, self.schedule.dropped)
-
-    @property
-    def moved(self) -> float:
-        """Share of the forwards whose activations are moved to the host."""
-        return 0.0 if self.schedule is None else _share(self.schedule, self.schedule.moved)
 
     @property
     def seconds(self) -> float:
@@ -154,12 +129,16 @@ class Ordered:
             bubble = 1 - m * _busy(staged, timeline) / seconds
         return Prediction(
             candidate=candidate.name,
-            family=candidate.family,
+            runs=replace(
+                candidate,
+                cuts_vocabulary=staged.cuts_vocabulary,
+                overlaps_exchange=staged.overlaps_exchange,
+            ),
             load=staged.load,
             num_microbatches=m,
             chunks=self.chunks,
             layout=staged.layout,
-            is_even=candidate.has_by_default(staged.layout, staged.placement),
+            has_by_default=candidate.has_by_default(staged.layout, staged.placement),
             pipeline_seconds=seconds,
             bubble=bubble,
             step_seconds=by_timeline(staged, timeline, post_validation=post_validation),
@@ -167,8 +146,6 @@ class Ordered:
             timeline=timeline,
             costs=None if timeline is None else self.costs,
             post_validation=post_validation,
-            cuts_vocabulary=staged.cuts_vocabulary,
-            overlaps_exchange=staged.overlaps_exchange,
             host_bytes=0.0 if timeline is None else max(timeline.peak_host),
         )
 
@@ -238,10 +215,6 @@ def predict(
     return ordered(staged, candidate, iteration, chunks, build).predicted()
 
 
-def _share(schedule: Schedule, units: Collection[tuple[int, int]]) -> float:
-    return len(units) / (schedule.num_microbatches * schedule.placement.num_stages)
-
-
 def _busy(staged: StageWorkload, timeline: Timeline) -> float:
     """Return the seconds in which a rank, on average, runs passes of one microbatch.
 
@@ -294,7 +267,7 @@ class Overheads:
 def overheads(row: Prediction) -> Overheads | None:
     """Return the overheads of a row; None where Megatron itself runs it."""
     timeline = row.timeline
-    if timeline is None or row.candidate.startswith("Megatron"):
+    if timeline is None or row.megatron:
         return None
     found = waiting_kernels(lower(timeline.schedule, timeline), timeline.costs)
     return Overheads(sum(rank.mean for rank in found) / len(found), _exposed(row))

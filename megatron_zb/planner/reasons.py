@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from megatron_zb.measured.units import gib
-from megatron_zb.planner.candidate import NO_PIPELINE
 from megatron_zb.planner.prediction import Prediction
 from megatron_zb.planner.search import WORTH_A_CHANGE, Plan
 
@@ -74,7 +73,7 @@ def recommendation(plan: Plan) -> str:
     first, own = plan.ranked[0], _best_own(plan)
     if own is None:
         return f"run {_said(first)}: nothing of Megatron-LM's own fits"
-    if _is_own(first):
+    if first.megatron:
         return f"no schedule of this package is worth a change here: {first.candidate} is faster"
     lead = first.tokens_per_gpu / own.tokens_per_gpu - 1
     if recommended(plan) is None:
@@ -137,19 +136,14 @@ def activation_states(plan: Plan) -> str | None:
     return f"{named} is {how}" + ("" if lead > WORTH_A_CHANGE else ": that is not worth a change")
 
 
-def _is_own(row: Prediction) -> bool:
-    """Return whether Megatron-LM runs it without this package."""
-    return row.candidate.startswith("Megatron") or row.candidate == NO_PIPELINE
-
-
 def _best_own(plan: Plan) -> Prediction | None:
     """Return the fastest row that needs nothing of this package; None if there is none."""
-    return next((row for row in plan.ranked if _is_own(row)), None)
+    return next((row for row in plan.ranked if row.megatron), None)
 
 
 def _beside_megatron(plan: Plan, row: Prediction) -> str:
     best = _best_own(plan)
-    if best is None or _is_own(row):
+    if best is None or row.megatron:
         return ""
     ahead = row.tokens_per_gpu / best.tokens_per_gpu - 1
     if abs(ahead) < _LEVEL:

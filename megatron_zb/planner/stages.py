@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-from megatron_zb.measured.cost_model import Variant
+from megatron_zb.measured.cost_model import CostModel, Variant
 from megatron_zb.planner import byte_counts
 from megatron_zb.planner.byte_counts import ActivationBytes, StateBytes
 from megatron_zb.planner.candidate import ScheduleCandidate
@@ -72,8 +72,11 @@ class StageWorkload:
     @cached_property
     def held(self) -> tuple[ActivationBytes, ...]:
         """Bytes of a microbatch on each stage, and on each shard."""
+        model = self.load.model
+        alike = model.alike(range(model.layers))
+        of_kind = {model.kind(i): byte_counts.layer_held(self.load, i) for i in alike}
         out = [
-            sum((byte_counts.layer_held(self.load, i) for i in layers), ActivationBytes())
+            sum((of_kind[model.kind(i)] for i in layers), ActivationBytes())
             for layers in self.layers_of
         ]
         out[0] += byte_counts.embedding_held(self.load)
@@ -86,33 +89,25 @@ class StageWorkload:
     @cached_property
     def states(self) -> tuple[StateBytes, ...]:
         """Bytes that each pipeline rank keeps from step to step."""
-        last, shard = self.placement.num_stages - 1, self.shard
-        found = [
-            byte_counts.rank_states(
-                self.load,
-                [i for s in stages for i in self.layers_of[s]],
-                embedding=shard is None and 0 in stages,
-                output=shard is None and last in stages,
-            )
-            for stages in self.placement.stages_of
-        ]
-        return tuple(found if shard is None else [held + shard.states for held in found])
+        found = [self._states_of(stages) for stages in self.placement.stages_of]
+        return tuple(found if self.shard is None else [of + self.shard.states for of in found])
 
     @cached_property
     def stage_states(self) -> tuple[StateBytes, ...]:
         """Bytes that each stage, and each shard, keeps from step to step."""
-        last, shard = self.placement.num_stages - 1, self.shard
-        found = [
-            byte_counts.rank_states(
-                self.load,
-                layers,
-                embedding=shard is None and s == 0,
-                output=shard is None and s == last,
-            )
-            for s, layers in enumerate(self.layers_of)
-        ]
-        shards = [] if shard is None else [shard.states] * self.placement.pipeline_size
+        found = [self._states_of([stage]) for stage in range(len(self.layout))]
+        shards = [] if self.shard is None else [self.shard.states] * self.placement.pipeline_size
         return tuple(found + shards)
+
+    def _states_of(self, stages: Sequence[int]) -> StateBytes:
+        """Return the bytes of stages on one rank, without its shard."""
+        is_whole, last = self.shard is None, self.placement.num_stages - 1
+        return byte_counts.rank_states(
+            self.load,
+            [i for s in stages for i in self.layers_of[s]],
+            embedding=is_whole and 0 in stages,
+            output=is_whole and last in stages,
+        )
 
     def rank_work(self, rank: int) -> PassSeconds:
         """Return the seconds of a microbatch on a pipeline rank; O counts as F, P as B."""
@@ -270,7 +265,7 @@ class StageWorkload:
 
 
 @dataclass(frozen=True)
-class CountedCosts:
+class CountedCosts(CostModel):
     """Cost model of a workload, counted for its device."""
 
     load: Workload

@@ -10,7 +10,7 @@ from rich.table import Table
 from rich.text import Text
 
 from megatron_zb.measured.units import GIB, gib
-from megatron_zb.planner.flags import flags, named
+from megatron_zb.planner.flags import flags
 from megatron_zb.planner.memory import RankMemory
 from megatron_zb.planner.prediction import Prediction, overheads
 from megatron_zb.planner.reasons import (
@@ -38,6 +38,9 @@ _SHORT = {
     "reserved": "other",
     "fragmentation": "fragm",
 }
+
+
+_OF_STRATEGY = "tensor pipeline data context expert expert_tensor precision microbatch".split()
 
 
 def print_plan(plan: Plan, console: Console, top: int) -> None:
@@ -164,23 +167,17 @@ def _memory(plan: Plan, shown: list[tuple[int, int]]) -> Table:
     return table
 
 
-def name_of(row: Prediction) -> str:
-    """Return the name of a row in the table; for ``auto``, with what it runs."""
-    chunks = "" if row.chunks is None else f" ×{row.chunks}"
-    return named(row.candidate, row.family) + chunks
-
-
 def name_in(plan: Plan, row: Prediction) -> str:
-    """Return :func:`name_of` a row, marked where ``auto`` is the same run."""
+    """Return the name of a row, marked where ``auto`` is the same run."""
     is_auto = any(
         is_named_too(plan, other) and other.family == row.candidate for other in plan.ranked
     )
-    return f"{name_of(row)} (auto)" if is_auto else name_of(row)
+    return f"{row.name} (auto)" if is_auto else row.name
 
 
 def setting_of(row: Prediction) -> str:
     """Return the strategy as text, marked: uneven layers, vocabulary parallelism, pairs, states."""
-    uneven, cut = "" if row.is_even else " uneven", " cut" if row.cuts_vocabulary else ""
+    uneven, cut = "" if row.has_by_default else " uneven", " cut" if row.cuts_vocabulary else ""
     pairs = " pairs" if row.overlaps_exchange else ""
     states = (" dropped" if row.dropped else "") + (" moved" if row.moved else "")
     return f"{row.load.strategy}{uneven}{cut}{pairs}{states}"
@@ -216,14 +213,7 @@ def _row(plan: Plan, index: int) -> dict[str, Any]:
         "schedule": row.candidate,
         "runs": row.family,
         "chunks": row.chunks,
-        "tensor": strategy.tensor,
-        "pipeline": strategy.pipeline,
-        "data": strategy.data,
-        "context": strategy.context,
-        "expert": strategy.expert,
-        "expert_tensor": strategy.expert_tensor,
-        "precision": strategy.precision,
-        "microbatch": strategy.microbatch,
+        **{name: getattr(strategy, name) for name in _OF_STRATEGY},
         "num_microbatches": row.num_microbatches,
         "recompute": strategy.recompute,
         "layout": layout.text(layout.lettered(row.layout)),

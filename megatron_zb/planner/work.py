@@ -24,18 +24,17 @@ Counted from floating-point operations and bytes, on one tensor-parallel rank:
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
 from megatron_zb.measured.usual_gpu import LOGIT_IN_B, LOGIT_IN_F
 from megatron_zb.planner.device import DeviceConfig, Rate
-from megatron_zb.planner.hybrid_layers import MambaMixer
-from megatron_zb.planner.model import (
-    ModelConfig,
-    expert_weights,
-    joining_weights,
-    mixer_weights,
-    mlp_weights,
+from megatron_zb.planner.model import ModelConfig
+from megatron_zb.planner.operators import (
+    Operator,
+    attention_flops,
+    operators_of,
     predicted_layers,
 )
 from megatron_zb.planner.strategy import Strategy
@@ -48,7 +47,6 @@ _RANDOM = 6
 _NORMS_AND_THE_LIKE = (4, 7)  # of each part
 _SCORES_STORED = (4, 6)  # two products and four, softmax, dropout
 _SCORES_AGAIN = (1, 1)
-_ROUTING = (6, 6)
 _PRODUCTS = 2  # of each part: into attention and out of it, into the MLP and out of it
 _SCAN = (7, 16)
 _AGAIN = 2.5  # B of kernels that compute their F again, in F's
@@ -118,9 +116,9 @@ class Workload:
         return {}
 
     def _layer(self, index: int) -> PassSeconds:
-        attends = self.model.attends(index)
+        operators, attends = operators_of(self.model, index), self.model.attends(index)
         scores = self._scores() + self._context_parallel() if attends else PassSeconds()
-        rest = self._products(index) + self._traffic(index) + self._messages(index)
+        rest = self._products(operators) + self._traffic(operators) + self._messages(index)
         rest += self._scan(index)
         again = {"none": 0.0, "selective": scores.forward}.get(
             self.strategy.recompute, scores.forward + rest.forward
@@ -129,7 +127,7 @@ class Workload:
 
     def block(self, weights: int, *, attends: bool) -> PassSeconds:
         """Return the work of a dense layer of so many weights; ``attends`` adds the scores."""
-        work = self._weights(weights, parts=2) + self._traffic(0)
+        work = self._weights(weights, parts=2) + self._traffic(operators_of(self.model, 0))
         return work + self._scores() if attends else work
 
     def embedding(self) -> PassSeconds:
@@ -185,47 +183,33 @@ class Workload:
         """Return the overhead of so many kernels in F, B and W."""
         return PassSeconds(forward, backward, weight) * self.device.kernels.seconds
 
-    def _products(self, index: int) -> PassSeconds:
-        model = self.model
-        experts = expert_weights(model, index, model.experts.top_k) if model.experts else 0
-        weights = mixer_weights(model, index) + mlp_weights(model, index) + experts
-        return self._weights(weights, parts=model.parts) + self._casts(index)
+    def _products(self, operators: Sequence[Operator]) -> PassSeconds:
+        weights = sum(one.weights + one.visited for one in operators)
+        return self._weights(weights, parts=self.model.parts) + self._casts(operators)
 
     def _weights(self, weights: int, *, parts: int) -> PassSeconds:
         flops = 2 * self.tokens * weights / self.strategy.tensor
         seconds = flops / self.rate.reached
         return PassSeconds(seconds, seconds, seconds) + self._begun(*[_PRODUCTS * parts] * 3)
 
-    def _casts(self, index: int) -> PassSeconds:
+    def _casts(self, operators: Sequence[Operator]) -> PassSeconds:
         """Return the work of casts to fp8: inputs in F, gradients of outputs in B.
 
         Each element is read in 2 bytes and written twice in 1 byte.
         """
         if self.strategy.precision == "bf16":
             return PassSeconds()
-        model, inner = self.model, self._inner(index)
-        projected, attended = self._mixed(index)
-        parts = model.parts
-        inputs = parts * model.hidden_size + attended + inner
-        outputs = projected + parts * model.hidden_size + model.gates * inner
+        parts = self.model.parts
+        inputs = parts * self.model.hidden_size + sum(one.inputs for one in operators)
+        outputs = parts * self.model.hidden_size + sum(one.outputs for one in operators)
         share = 4 * self.tokens / self.strategy.tensor
         moved = PassSeconds(self.moved(inputs * share), self.moved(outputs * share))
         return moved + self._begun(*[_PRODUCTS * parts] * 2)
 
-    def _mixed(self, index: int) -> tuple[int, int]:
-        """Count the elements of a token out of a mixer's first projection, and into its last."""
-        model, mixer = self.model, self.model.mixer_in(index)
-        if isinstance(mixer, MambaMixer):
-            return mixer.projected, mixer.attended
-        if mixer is None:
-            return 0, 0
-        heads = (model.attention_heads + 2 * model.groups) * model.head
-        return heads, model.attention_heads * model.head
-
     def _scan(self, index: int) -> PassSeconds:
         """Return the work of Mamba-2 between its projections."""
         mixer = self.model.mixer_in(index)
-        if not isinstance(mixer, MambaMixer):
+        if mixer is None or not mixer.scan_flops:
             return PassSeconds()
         share = self.tokens / self.strategy.tensor
         flops = mixer.scan_flops / self.device.attention.reached
@@ -245,34 +229,22 @@ class Workload:
         moved = PassSeconds(self.moved(forward * scores), self.moved(backward * scores))
         return PassSeconds(seconds, 2 * seconds) + moved + self._begun(*_SCORES_STORED)
 
-    def _traffic(self, index: int) -> PassSeconds:
+    def _traffic(self, operators: Sequence[Operator]) -> PassSeconds:
         """Return the work that is limited by the memory.
 
         Norms, residuals, dropout, activation function, layout of heads, tokens for experts.
         """
-        model, parts = self.model, self.model.parts
-        hidden, inner = model.hidden_size, self._inner(index)
-        heads = self._mixed(index)[0] if model.attends(index) else 0
-        kept_forward, kept_backward = (4 + 6) * parts * hidden, (6 + 6) * parts * hidden
-        forward = 2 * (model.gates + 1) * inner + 4 * heads
-        backward = 2 * (2 * model.gates + 1) * inner + 4 * heads
-        if model.dropout:
-            kept_forward += parts * (1 + _RANDOM) * hidden
-            kept_backward += parts * 5 * hidden
-        begun = self._begun(*(kernels * parts for kernels in _NORMS_AND_THE_LIKE))
-        if experts := model.experts_in(index):
-            forward += 8 * experts.top_k * hidden
-            backward += 8 * experts.top_k * hidden
-            begun += self._begun(*_ROUTING)
+        between = self.model.parts * self.model.hidden_size
+        kept_forward, kept_backward = (4 + 6) * between, (6 + 6) * between
+        if self.model.dropout:
+            kept_forward += (1 + _RANDOM) * between
+            kept_backward += 5 * between
+        begun = self._begun(*(kernels * self.model.parts for kernels in _NORMS_AND_THE_LIKE))
+        begun += self._begun(*[sum(one.kernels for one in operators)] * 2)
         share, kept = self.tokens / self.strategy.tensor, self.kept_tokens
-        return begun + PassSeconds(
-            self.moved(forward * share + kept_forward * kept),
-            self.moved(backward * share + kept_backward * kept),
-        )
-
-    def _inner(self, index: int) -> int:
-        """Count the elements of an MLP's activation function for each token."""
-        return self.model.dense_inner(index) + self.model.routed_inner(index)
+        forward = sum(one.forward for one in operators) * share + kept_forward * kept
+        backward = sum(one.backward for one in operators) * share + kept_backward * kept
+        return begun + PassSeconds(self.moved(forward), self.moved(backward))
 
     def _messages(self, index: int) -> PassSeconds:
         experts = self.model.experts_in(index)
@@ -337,30 +309,3 @@ class Workload:
         forward = (ranks - 1) * max(0.0, step - scores.forward / ranks)
         backward = (ranks - 1) * max(0.0, 2 * step - scores.backward / ranks)
         return PassSeconds(forward, backward)
-
-
-def attention_flops(model: ModelConfig, tokens: int, sequence: int) -> float:
-    """Count the FLOPs of the products with all scores of a layer in F, masked ones included."""
-    return 2.0 * tokens * sequence * model.attention_heads * model.attention.score_width
-
-
-def model_flops(
-    model: ModelConfig, tokens: int, sequence: int, *, all_scores: bool = False
-) -> float:
-    """Count the FLOPs that training on so many tokens needs: three times F.
-
-    Masked scores are not counted unless ``all_scores`` asks for them, as Megatron-LM and many
-    papers count.
-    """
-    per_token = 0.0
-    predicted = predicted_layers(model)
-    for index in [*range(model.layers), *predicted]:
-        experts = expert_weights(model, index, model.experts.top_k) if model.experts else 0
-        per_token += 2 * (mixer_weights(model, index) + mlp_weights(model, index) + experts)
-        mixer = model.mixer_in(index)
-        per_token += mixer.scan_flops if isinstance(mixer, MambaMixer) else 0
-    per_token += 2 * joining_weights(model)
-    per_token += 2 * model.hidden_size * model.vocabulary * (1 + model.prediction_layers)
-    attending = sum(map(model.attends, [*range(model.layers), *predicted]))
-    scores = attending * attention_flops(model, tokens, sequence)
-    return 3 * (per_token * tokens + (scores if all_scores else scores / 2))

@@ -394,8 +394,9 @@ def build(
     for part in costs.parts:
         assert isinstance(part, Part)
         schedule = with_part(schedule, part)
-    request = replace(request, costs=costs)
-    return _reported(replace(schedule, name=chosen.name).validate(), request)
+    schedule = replace(schedule, name=chosen.name)
+    schedule.check_ranks()
+    return _reported(schedule, replace(request, costs=costs))
 
 
 def _check_parts(costs: Costs) -> None:
@@ -466,7 +467,7 @@ def _check_choice(chosen: Family, choice: str, value: int | None, takes_it: bool
 
 
 def _reported(schedule: Schedule, request: Request) -> Schedule:
-    """Check the user's limit and compare with the lower bound at the memory that was allowed."""
+    """Check progress and the user's limit, and compare with the lower bound at that memory."""
     timeline = simulate(schedule, request.costs)
     users = request.limit.per_rank(request.costs)
     if users is not None:

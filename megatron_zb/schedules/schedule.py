@@ -117,9 +117,28 @@ class Schedule:
     def validate(self) -> Schedule:
         """Check every rule a schedule must keep and return the schedule itself.
 
-        Rules of a rank are those of :func:`~violations.violation`, and *pair* (the F of a pair
-        stands before a B or BW of another unit). *Progress* is of all ranks: their orders and the
-        data dependencies contain no cycle.
+        Those of :meth:`check_ranks`, and *progress*: the orders of all ranks and the data
+        dependencies contain no cycle.
+
+        Raises:
+            InvalidSchedule: names the first broken rule, the rank and the pass.
+        """
+        self.check_ranks()
+        waiting = replay(self.orders).blocked
+        if waiting:
+            raise InvalidSchedule(
+                f"{self.name}: rule 'progress': the ranks wait for one another in a circle: "
+                + self._describe(waiting),
+                rank=waiting[0][0],
+                position=waiting[0][1],
+            )
+        return self
+
+    def check_ranks(self) -> None:
+        """Check all rules but progress, which a simulation checks as well.
+
+        They are those of :func:`~violations.violation`, and *pair* (the F of a pair stands before a
+        B or BW of another unit).
 
         Raises:
             InvalidSchedule: names the first broken rule, the rank and the pass.
@@ -136,15 +155,6 @@ class Schedule:
             raise InvalidSchedule(
                 f"{self.name}: rule 'pair': no rank runs {min(nowhere)}, which is listed as joined"
             )
-        waiting = replay(self.orders).blocked
-        if waiting:
-            raise InvalidSchedule(
-                f"{self.name}: rule 'progress': the ranks wait for one another in a circle: "
-                + self._describe(waiting),
-                rank=waiting[0][0],
-                position=waiting[0][1],
-            )
-        return self
 
     def blocked(self) -> str | None:
         """Describe the circular wait of the first ranks; return None if every pass can run."""

@@ -134,8 +134,12 @@ class Timeline:
     def memory_steps(self, rank: int) -> tuple[tuple[float, float], ...]:
         """Return the memory held while each pass of a rank runs and after it, in the same unit."""
         held, steps = 0.0, []
+        are_alike = not (self.costs.microbatches or self.schedule.dropped)
+        changes: dict[tuple[object, ...], float] = {}
         for p in self.schedule.ranks[rank]:
-            change = self.schedule.memory_change(p, self.costs)
+            key = p[:2] if are_alike else p
+            if (change := changes.get(key)) is None:
+                change = changes[key] = self.schedule.memory_change(p, self.costs)
             within = held + change if change > 0.0 else held
             held += change
             steps.append((within, held))

@@ -42,6 +42,10 @@ class _Order:
         self._rows = graph.number[rank]
         self._last = dict.fromkeys(self._rows.values(), -1)  # unit that ran last, by row
         self._count = dict.fromkeys(self._rows.values(), 0)
+        self._makers = {
+            row: [maker for maker in graph.order_rules[row] if rank in graph.rows[maker].ranks]
+            for row in self._rows.values()
+        }
         self._chosen: set[Pass] = set()
 
     def violation(self, passes: Sequence[Pass]) -> Violation | None:
@@ -106,7 +110,8 @@ class _Order:
     def _missing(self, row: int, p: Pass) -> Pass | None:
         """Return a pass of this rank that must have run before, None if all have."""
         units = self._graph.units
-        makers = [maker * units + p.microbatch for maker in self._graph.order_rules[row]]
+        late = [maker for maker in self._makers[row] if self._last[maker] < p.microbatch]
+        makers = [maker * units + p.microbatch for maker in late]
         for code in (*makers, *self._graph.more.get(row * units + p.microbatch, ())):
             maker, unit = divmod(code, units)
             if self._graph.rank_of(code) == self._rank and self._last[maker] < unit:

@@ -20,7 +20,8 @@ from megatron_zb.drawing.html import plan_chart
 from megatron_zb.measured.units import GIB
 from megatron_zb.planner import table
 from megatron_zb.planner.candidate import candidates_of
-from megatron_zb.planner.search import Plan, PlanJob, search
+from megatron_zb.planner.search import Plan, search
+from megatron_zb.planner.settings import PlanJob
 from megatron_zb.planner.strategy import Choices
 from megatron_zb.planner.table import Point, is_on_front, points
 

@@ -233,17 +233,17 @@ def test_stock_stands_in_the_ranking() -> None:
     profile = profile_of(Truth(), "zb-h1")
     found, missing = rows(ProfileRequest(profile, M, None, False), candidates_of(["zb-h1", "1f1b"]))
     assert missing == {}
-    by_name = {(row.schedule, row.chunks): row for row in found}
+    by_name = {(row.candidate, row.chunks): row for row in found}
     stock, ours = by_name[MEGATRON_1F1B, None], by_name["1f1b", None]
     assert stock.seconds == pytest.approx(ours.seconds)
     assert (MEGATRON_INTERLEAVED, 2) in by_name
     links = [{"source": a, "target": 1 - a, "seconds": 0.004} for a in (0, 1)]
     slow = Profile.model_validate({**profile.model_dump(), "links": links})
     found, _ = rows(ProfileRequest(slow, M, None, False), candidates_of(["1f1b"]))
-    by_name = {(row.schedule, row.chunks): row for row in found}
+    by_name = {(row.candidate, row.chunks): row for row in found}
     assert by_name[MEGATRON_1F1B, None].seconds > by_name["1f1b", None].seconds + 0.01
     odd, missing = rows(ProfileRequest(profile, M + 1, None, False), candidates_of(["1f1b"]))
-    assert MEGATRON_INTERLEAVED not in {row.schedule for row in odd}
+    assert MEGATRON_INTERLEAVED not in {row.candidate for row in odd}
     assert "it needs whole groups of 2 microbatches" in missing[f"{MEGATRON_INTERLEAVED} ×2"]
 
 

@@ -18,18 +18,12 @@ from megatron_zb.megatron_core.random_streams import global_parameters
 from megatron_zb.planner import byte_counts
 from megatron_zb.planner.candidate import candidates_of
 from megatron_zb.planner.flags import flags
-from megatron_zb.planner.model import (
-    ModelConfig,
-    all_weights,
-    expert_weights,
-    mixer_weights,
-    mlp_weights,
-)
+from megatron_zb.planner.model import ModelConfig
 from megatron_zb.planner.model_flags import model_flags
+from megatron_zb.planner.operators import all_weights, model_flops, weights_of
 from megatron_zb.planner.prediction import IterationSettings, predict
 from megatron_zb.planner.stages import cut_into_stages
 from megatron_zb.planner.strategy import Choices, strategies
-from megatron_zb.planner.work import model_flops
 from megatron_zb.schedules import layout
 from megatron_zb.schedules.placement import Placement, looped, v_shape
 
@@ -123,8 +117,7 @@ def test_every_kind_has_the_weights_of_megatrons_modules(ranks: RankPools) -> No
         experts={"experts": 4, "top_k": 2, "ffn_hidden_size": 24, "shared_ffn_hidden_size": 40},
     )
     for layer in range(6):
-        counted = mixer_weights(model, layer) + mlp_weights(model, layer)
-        counted += expert_weights(model, layer, 4)
+        counted = sum(weights_of(model, [layer]))
         assert found[f"decoder.layers.{layer}"] == counted, model.kinds[layer]
     assert sum(found.values()) == all_weights(model)
 
@@ -160,7 +153,7 @@ def test_a_mamba_layer_splits_only_its_two_products() -> None:
     model = hybrid("M", mamba={"groups": 2, "state_dim": 16})
     inner, projected = 2048, 2 * 2048 + 2 * 2 * 16 + 32
     weights = 1024 * (projected + inner)
-    assert mixer_weights(model, 0) == weights
+    assert weights_of(model, [0]) == (weights, 0)
     of, kernels = load(model), 2 * a100().kernels.seconds
     work = of.layer(0)
     product = 2 * 1024 * weights / a100().matrix_products.reached
@@ -171,13 +164,15 @@ def test_a_mamba_layer_splits_only_its_two_products() -> None:
     assert held.activation == held.for_weight + 1024 * 2 * inner  # and what the scan gave
     scan = 2 * 128 * (32 + inner) + 4 * inner * 16
     flops = model_flops(model, 10, 1024) - model_flops(hybrid("-"), 10, 1024)
-    assert flops == pytest.approx(3 * 10 * (2 * weights + scan - 2 * mlp_weights(hybrid("-"), 0)))
+    assert flops == pytest.approx(
+        3 * 10 * (2 * weights + scan - 2 * weights_of(hybrid("-"), [0])[0])
+    )
 
 
 def test_layers_of_prediction_have_their_own_kinds() -> None:
     alone = hybrid("M*-", mamba={"groups": 2})
     more = hybrid("M*-/*-/*-", mamba={"groups": 2}, prediction_layers=2)
-    predicted = mixer_weights(more, 1) + mlp_weights(more, 2) + 2 * 1024**2
+    predicted = weights_of(more, [1, 2])[0] + 2 * 1024**2
     assert all_weights(more) == all_weights(alone) + 2 * predicted
     output = load(alone).output().weight
     layers = load(more).layer(1).weight + load(more).layer(2).weight

@@ -21,7 +21,7 @@ from megatron_zb.planner.candidate import (
     MEGATRON_OVERLAP,
     candidates_of,
 )
-from megatron_zb.planner.from_profile import ProfileRequest, flags_of, name_of, rows
+from megatron_zb.planner.from_profile import ProfileRequest, rows
 from megatron_zb.schedules.placement import looped, v_shape
 from megatron_zb.schedules.request import LimitTooSmall
 
@@ -59,11 +59,11 @@ def test_a_heavy_output_layer_asks_for_an_uneven_layout() -> None:
     asked = ProfileRequest(profile(), 8, None, post_validation=False)
     found, missing = rows(asked, candidates_of(["v-zb", "1f1b"])[2:])
     assert missing == {}
-    assert [row.schedule for row in found] == ["v-zb", "1f1b"]
+    assert [row.candidate for row in found] == ["v-zb", "1f1b"]
     for row in found:
         assert not row.is_even
         assert row.seconds < row.seconds_even
-        assert row.layout.replace("|", "") == "E" + "t" * LAYERS + "L"
+        assert row.written.replace("|", "") == "E" + "t" * LAYERS + "L"
     even, _ = rows(ProfileRequest(profile(output=0.0), 8, None, False), candidates_of(["v-zb"])[2:])
     assert even[0].is_even
     assert even[0].seconds == even[0].seconds_even
@@ -83,14 +83,14 @@ def test_a_plan_has_rows_with_and_without_a_cut_vocabulary(measured: Profile) ->
     with briefly():
         found, missing = rows(asked, candidates_of(["v-zb", "auto"])[2:])
     assert missing == {}
-    named = {row.cuts_vocabulary: row for row in found if row.schedule == "v-zb"}
+    named = {row.cuts_vocabulary: row for row in found if row.candidate == "v-zb"}
     assert named[True].seconds < named[False].seconds
     kinds = {p.kind for rank in named[True].timeline.schedule.ranks for p in rank}
     assert kinds >= {*"OPVEG"}
-    assert "--pipeline-vocabulary on" in flags_of(asked, named[True])
-    assert "--pipeline-vocabulary on" not in flags_of(asked, named[False])
+    assert "--pipeline-vocabulary on" in named[True].flags
+    assert "--pipeline-vocabulary on" not in named[False].flags
     assert named[True].is_even
-    best = next(row for row in found if row.schedule == "auto")
+    best = next(row for row in found if row.candidate == "auto")
     assert best.cuts_vocabulary and best.seconds <= named[True].seconds
 
 
@@ -100,6 +100,15 @@ def test_a_plan_cuts_every_row_or_none_if_asked() -> None:
         with briefly():
             found, _ = rows(replace(asked, vocabulary=vocabulary), candidates_of(["v-half"])[2:])
         assert [row.cuts_vocabulary for row in found] == [vocabulary == "on"]
+
+
+def test_auto_takes_the_best_of_schedules_that_are_all_cut_if_asked() -> None:
+    asked = ProfileRequest(cut_profile(), 8, None, post_validation=False, vocabulary="on")
+    with briefly():
+        found, _ = rows(asked, candidates_of(["v-half", "auto"]))
+    cut = {row.candidate for row in found if row.cuts_vocabulary}
+    assert cut == {"v-half", "auto"}
+    assert all(row.megatron for row in found if not row.cuts_vocabulary)
 
 
 @pytest.mark.parametrize(
@@ -148,19 +157,19 @@ def test_measured_pairs_take_part_as_rows_of_their_own() -> None:
     with briefly():
         found, missing = rows(asked, settings)
     assert not missing
-    by_name = {(row.schedule, row.overlaps_exchange): row for row in found}
+    by_name = {(row.candidate, row.overlaps_exchange): row for row in found}
     paired, alone = by_name["v-zb", True], by_name["v-zb", False]
     assert paired.timeline.schedule.pairs
     assert not alone.timeline.schedule.pairs
     assert paired.seconds < alone.seconds
-    assert name_of(paired) == "v-zb, pairs"
+    assert paired.name == "v-zb, pairs"
     flag = "--overlap-moe-expert-parallel-comm"
-    assert flag in flags_of(asked, paired)
-    assert flag not in flags_of(asked, alone)
+    assert flag in paired.flags
+    assert flag not in alone.flags
     assert ("zb-h1", True) not in by_name, "one chunk is never a pair's"
     own = by_name[MEGATRON_OVERLAP, True]
     assert own.seconds < by_name[MEGATRON_INTERLEAVED, False].seconds
-    assert flag in flags_of(asked, own)
+    assert flag in own.flags
     costs = Fit.of(measured).costs(
         v_shape(P), (1, 2, 2, 2, 2, 2, 2, 3), Variant(overlaps_exchange=True)
     )

@@ -19,7 +19,8 @@ from megatron_zb.planner.candidate import (
 from megatron_zb.planner.flags import flags
 from megatron_zb.planner.model import ModelConfig
 from megatron_zb.planner.prediction import Prediction
-from megatron_zb.planner.search import Plan, PlanJob, search
+from megatron_zb.planner.search import Plan, search
+from megatron_zb.planner.settings import PlanJob
 from megatron_zb.planner.stages import cut_into_stages
 from megatron_zb.planner.strategy import Choices
 from megatron_zb.planner.table import setting_of

@@ -20,11 +20,17 @@ from megatron_zb.cli import main as cli
 from megatron_zb.cli import plan
 from megatron_zb.measured.units import GIB
 from megatron_zb.planner import table
-from megatron_zb.planner.candidate import MEGATRON_1F1B, MEGATRON_INTERLEAVED, candidates_of
+from megatron_zb.planner.candidate import (
+    MEGATRON_1F1B,
+    MEGATRON_INTERLEAVED,
+    candidates_of,
+    with_those_of_auto,
+)
 from megatron_zb.planner.flags import flags
 from megatron_zb.planner.prediction import IterationSettings, predict
 from megatron_zb.planner.reasons import reason, recommendation, recommended
-from megatron_zb.planner.search import Plan, PlanJob, memory_fraction, search, searched_by_auto
+from megatron_zb.planner.search import Plan, search, searched_by_auto
+from megatron_zb.planner.settings import PlanJob
 from megatron_zb.planner.stages import cut_into_stages
 from megatron_zb.planner.strategy import Choices
 from megatron_zb.planner.workers import workers
@@ -99,6 +105,12 @@ def test_auto_is_never_behind_a_schedule_that_it_could_run() -> None:
         _check_auto_leads()
 
 
+def test_auto_leaves_megatrons_own_as_they_were_asked_for() -> None:
+    blocking = candidates_of(["auto"], overlap=False)
+    own = [candidate for candidate in with_those_of_auto(blocking) if candidate.megatron]
+    assert own == blocking[:2]
+
+
 def _check_auto_leads() -> None:
     choices = Choices(tensor=(1,), pipeline=(4,), microbatch=(1,), recompute=("none",))
     everything = rates(search(job(choices=choices, gpus=4), candidates_of(None)))
@@ -125,7 +137,7 @@ def test_the_memory_limit_of_auto_keeps_every_rank_within_its_gpu() -> None:
         staged = cut_into_stages(load(small(), microbatch=2), setting, None)
         assert staged is not None
         costs = staged.costs(blocking=False)
-        limit = memory_fraction(asked, staged, costs)
+        limit = asked.memory_fraction(staged, costs)
         limits.append(limit)
         if limit is None:
             continue

@@ -15,7 +15,8 @@ from megatron_zb.planner.byte_counts import ActivationBytes
 from megatron_zb.planner.candidate import candidates_of
 from megatron_zb.planner.flags import flags
 from megatron_zb.planner.memory import peak_of
-from megatron_zb.planner.search import Plan, PlanJob, search
+from megatron_zb.planner.search import Plan, search
+from megatron_zb.planner.settings import PlanJob
 from megatron_zb.planner.stages import cut_into_stages
 from megatron_zb.planner.strategy import Choices
 from megatron_zb.planner.table import as_json

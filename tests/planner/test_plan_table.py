@@ -14,7 +14,8 @@ from megatron_zb.measured.units import GIB
 from megatron_zb.planner import table
 from megatron_zb.planner.candidate import candidates_of
 from megatron_zb.planner.reasons import is_named_too, margin, reason
-from megatron_zb.planner.search import Plan, PlanJob, search
+from megatron_zb.planner.search import Plan, search
+from megatron_zb.planner.settings import PlanJob
 from megatron_zb.planner.strategy import Choices
 
 SNAPSHOTS = Path(__file__).with_name("snapshots")

@@ -16,7 +16,6 @@ from megatron_zb.cli import main as cli
 from megatron_zb.drawing.html.plan_page import save_plan
 from megatron_zb.errors import UsageError
 from megatron_zb.measured.units import GIB
-from megatron_zb.planner import search as planner_search
 from megatron_zb.planner.candidate import ScheduleCandidate, candidates_of
 from megatron_zb.planner.device import DeviceConfig, read_device
 from megatron_zb.planner.flags import flags
@@ -24,7 +23,8 @@ from megatron_zb.planner.memory import peak_of
 from megatron_zb.planner.model import ModelConfig, read_model
 from megatron_zb.planner.prediction import IterationSettings, predict
 from megatron_zb.planner.reasons import gain_of_cut, recommendation, vocabulary
-from megatron_zb.planner.search import WORTH_A_CHANGE, Plan, PlanJob, search
+from megatron_zb.planner.search import WORTH_A_CHANGE, Plan, search
+from megatron_zb.planner.settings import PlanJob
 from megatron_zb.planner.stages import StageWorkload, cut_into_stages
 from megatron_zb.planner.strategy import Choices
 from megatron_zb.planner.vocabulary import (
@@ -282,7 +282,7 @@ def test_auto_takes_the_best_with_a_cut_output_layer() -> None:
 def test_a_small_vocabulary_is_not_cut(monkeypatch: pytest.MonkeyPatch) -> None:
     """Neither where the bound says so, nor where the simulation does."""
     assert plan(["v-half"], model=small(vocabulary=512)).cut is None
-    monkeypatch.setattr(planner_search, "_optimistic", lambda job, staged, m: float("inf"))
+    monkeypatch.setattr(PlanJob, "optimistic", lambda job, staged, m: float("inf"))
     found = plan(["v-half"], model=small(vocabulary=512))
     assert found.cut is not None
     assert found.cut.tokens_per_gpu < found.ranked[0].tokens_per_gpu * (1 + WORTH_A_CHANGE)

@@ -14,7 +14,7 @@ from megatron_zb.measured.cost_model import Variant
 from megatron_zb.measured.fit import Fit
 from megatron_zb.measured.profile import Profile
 from megatron_zb.planner import from_profile
-from megatron_zb.planner.attention import LatentAttention, LatentHeads
+from megatron_zb.planner.attention import LatentAttention, latent_attention
 from megatron_zb.planner.byte_counts import StateBytes
 from megatron_zb.planner.candidate import candidates_of
 from megatron_zb.planner.from_profile import ProfileRequest
@@ -35,13 +35,29 @@ def test_latent_attention(query_rank: int | None, weights: int, projected: int) 
     sizes = LatentAttention.model_construct(
         query_rank=query_rank, kv_rank=11, nope_head_dim=13, rope_head_dim=2, value_head_dim=17
     )
-    found = LatentHeads(hidden=7, heads=3, sizes=sizes)
+    found = latent_attention(hidden=7, heads=3, sizes=sizes)
     assert found.weights == weights
     assert found.projected == projected
     assert found.attended == 3 * 17
     assert found.score_width == 13 + 2 + 17
     assert found.kept == 3 * (13 + 2 + 17)
     assert found.divided == (3,)
+
+
+def test_latent_attention_moves_its_latents_and_all_heads_of_keys() -> None:
+    """Every element out of a projection, narrow or wide, is read and written once more."""
+    latent = {"query_rank": 384, "kv_rank": 128, "nope_head_dim": 48, "rope_head_dim": 24}
+    model = small(latent_attention={**latent, "value_head_dim": 40})
+    workload = load(model)
+    rates, tokens = workload.device, 1024
+    projected = 16 * (2 * (48 + 24) + 40) + 384 + 128 + 24
+    weights = model.attention.weights + 2 * 4 * 1024**2
+    scores = 2 * tokens * 1024 * 16 * (48 + 24 + 40) / 2
+    traffic = (2 * 10 * 1024 + 4 * 4 * 1024 + 4 * projected) * tokens
+    seconds = 2 * tokens * weights / rates.matrix_products.reached
+    seconds += scores / rates.attention.reached + traffic / rates.memory_bandwidth.reached
+    kernels = 2 * 4 + 2 * 2 + 1
+    assert workload.layer(0).forward == pytest.approx(seconds + kernels * rates.kernels.seconds)
 
 
 STATES = StateBytes(2e9, 4e9, 3e9, 1e9, 0.0)

@@ -123,7 +123,7 @@ def planned_words() -> list[list[str]]:
             assert staged is not None
             chunks = staged.placement.chunks if candidate.takes_chunks else None
             found = predict(staged, candidate, IterationSettings(8), chunks)
-            found = replace(found, is_even=recompute == "full")
+            found = replace(found, has_by_default=recompute == "full")
             words = [shlex.split(flag) for flag in flags(found, 16)]
             out.append([word for of in words if of[0] != "--pipeline-schedule" for word in of])
     return out

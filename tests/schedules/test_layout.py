@@ -21,7 +21,7 @@ from megatron_zb.megatron_core.adapter import PipelineAdapter
 from megatron_zb.megatron_lm.adapter_of_arguments import adapter_of
 from megatron_zb.planner.candidate import ScheduleCandidate, candidates_of
 from megatron_zb.planner.flags import flags
-from megatron_zb.planner.from_profile import ProfileRequest, flags_of, rows
+from megatron_zb.planner.from_profile import ProfileRequest, rows
 from megatron_zb.planner.prediction import IterationSettings, predict
 from megatron_zb.planner.stages import cut_into_stages
 from megatron_zb.schedules import layout
@@ -169,10 +169,10 @@ def test_the_flags_of_a_plan_for_a_profile_run_the_layout_that_was_predicted(out
     found, missing = rows(asked, candidates)
     assert len(found) > len(candidates)
     for row in found:
-        (candidate,) = (c for c in candidates if c.name == row.schedule)
-        printed = [f for f in flags_of(asked, row) if f.startswith(SCHEDULE_FLAGS)]
+        (candidate,) = (c for c in candidates if c.name == row.candidate)
+        printed = [f for f in row.flags if f.startswith(SCHEDULE_FLAGS)]
         run = as_run(candidate, printed, asked.profile.model.layers, asked.profile.pipeline_size)
-        assert "|".join(run) == row.layout, row.schedule
+        assert "|".join(run) == row.written, row.candidate
     assert not missing
 
 

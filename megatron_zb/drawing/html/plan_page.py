@@ -81,7 +81,7 @@ def _row(plan: Plan, place: int, index: int) -> dict[str, Any]:
     return {
         "place": place,
         "name": table.name_in(plan, row),
-        "title": f"{table.name_of(row)}, {table.setting_of(row)}",
+        "title": f"{row.name}, {table.setting_of(row)}",
         "setting": table.setting_of(row),
         "tokens": f"{row.tokens_per_gpu:.0f}",
         "mfu": f"{row.mfu:.1%}",
@@ -140,7 +140,7 @@ def _picture(row: Prediction, place: int) -> dict[str, Any]:
     timeline = row.timeline
     assert timeline is not None
     peak, stock = worst_of(memory_lines(timeline)).peak, one_f_one_b_peak(timeline)
-    name = f"{place}. {table.name_of(row)}: {table.setting_of(row)}"
+    name = f"{place}. {row.name}: {table.setting_of(row)}"
     return {
         "name": name,
         "microbatches": row.num_microbatches,

@@ -15,7 +15,7 @@ from megatron_zb.measured.fit import Fit
 from megatron_zb.measured.profile import Profile
 from megatron_zb.measured.trace import ComparedStep, StepDifference
 from megatron_zb.measured.units import GIB
-from megatron_zb.planner.from_profile import MeasuredRow, ProfileRequest, flags_of, name_of
+from megatron_zb.planner.from_profile import MeasuredRow, ProfileRequest
 from megatron_zb.schedules import Timeline
 
 _DRAWN = 3
@@ -33,13 +33,13 @@ def save_plan(
     Raises:
         UsageError: the file cannot be written, or jinja2 is missing.
     """
-    best = {f"{place}. {name_of(row)}": row.timeline for place, row in enumerate(found, 1)}
+    best = {f"{place}. {row.name}": row.timeline for place, row in enumerate(found, 1)}
     _write(
         path,
         asked.profile,
         {
             "microbatches": asked.num_microbatches,
-            "rows": [_row(asked, row, place) for place, row in enumerate(found, 1)],
+            "rows": [_row(row, place) for place, row in enumerate(found, 1)],
             "missing": missing,
             "pictures": _pictures(dict(islice(best.items(), _DRAWN))),
             **_step(compared),
@@ -81,18 +81,18 @@ def _write(path: Path, profile: Profile, context: dict[str, Any], own: list[Time
     )
 
 
-def _row(asked: ProfileRequest, row: MeasuredRow, place: int) -> dict[str, str]:
+def _row(row: MeasuredRow, place: int) -> dict[str, str]:
     return {
         "place": str(place),
-        "name": name_of(row),
-        "title": name_of(row),
+        "name": row.name,
+        "title": row.name,
         "ms": f"{1000 * row.seconds:.4g}",
         "even": f"{1000 * row.seconds_even:.4g}",
         "bubble": f"{row.bubble:.1%}",
         "gib": f"{row.activation_bytes / GIB:.3g}",
         "rank": str(row.rank),
-        "layers": "even" if row.is_even else row.layout,
-        "flags": " \\\n  ".join(flags_of(asked, row)),
+        "layers": "even" if row.is_even else row.written,
+        "flags": " \\\n  ".join(row.flags),
     }
 
 

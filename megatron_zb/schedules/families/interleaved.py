@@ -7,6 +7,7 @@ backward, as in ZB-H1 (Zero Bubble, arXiv 2401.10241).
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import lru_cache
 from itertools import pairwise
 
 from megatron_zb.errors import UsageError
@@ -154,6 +155,7 @@ def _rank(
     return tuple(passes + backwards[len(forwards) - first :])
 
 
+@lru_cache
 def peak_microbatches(p: int, m: int) -> float:
     """Return the peak of the first rank in microbatches, with the default chunks and groups."""
     schedule = _interleaved(p, m, DEFAULT_CHUNKS, p)

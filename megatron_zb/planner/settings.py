@@ -1,0 +1,233 @@
+"""Settings of every schedule, ordered by formula: simulation decides among the first of them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
+
+from megatron_zb.errors import UsageError
+from megatron_zb.planner import estimate
+from megatron_zb.planner.candidate import NO_PIPELINE, ScheduleCandidate
+from megatron_zb.planner.device import DeviceConfig
+from megatron_zb.planner.estimate import EvenSplit
+from megatron_zb.planner.model import ModelConfig
+from megatron_zb.planner.prediction import IterationSettings
+from megatron_zb.planner.stages import StageWorkload, cut_into_stages
+from megatron_zb.planner.step import at_least
+from megatron_zb.planner.strategy import Choices, said_of_none, strategies
+from megatron_zb.planner.vocabulary import can_be_shared, why_not_cut
+from megatron_zb.planner.work import Workload
+from megatron_zb.schedules import Costs
+from megatron_zb.schedules.bounds import lower_bound, period_bound
+
+# Skip settings whose memory by formula exceeds the GPU's by more: schedules save less than that.
+SLACK = 1.25
+# Settings of each schedule whose layouts refine the formula before some are simulated.
+_REFINED = 40
+# Largest memory limit of auto, as a fraction of 1F1B's activations.
+_MOST_FRACTION = 2.0
+
+
+@dataclass(frozen=True)
+class PlanJob:
+    """A training job: model, GPUs, bytes of memory per GPU, batch and allowed choices.
+
+    With ``post_validation``, schedules are built for iterations back to back, unless
+    ``back_to_back`` is False. ``vocabulary`` parallelism over the pipeline ranks is in every
+    schedule of this package ("on"), in none ("off"), or where a schedule is faster by more than
+    the error of predictions ("auto"). ``drops`` allows ``auto`` to recompute activations, and
+    ``moves`` to offload them to the host.
+    """
+
+    model: ModelConfig
+    device: DeviceConfig
+    gpus: int
+    memory: float
+    global_batch: int
+    sequence: int
+    choices: Choices = field(default_factory=Choices)
+    post_validation: bool = False
+    back_to_back: bool = True
+    snapshot: bool = False
+    vocabulary: str = "auto"
+    drops: bool = False
+    moves: bool = False
+
+    @property
+    def name(self) -> str:
+        """Name of the model."""
+        return self.model.name
+
+    def iteration(self, m: int, *, splits: bool = True) -> IterationSettings:
+        """Return an iteration of m microbatches; steps are taken back where backwards are split."""
+        return IterationSettings(
+            m, self.post_validation and splits, self.back_to_back, self.snapshot and splits
+        )
+
+    @property
+    def why_not_cut(self) -> str | None:
+        """Why the output layer cannot be cut, None if it can."""
+        return why_not_cut(self.model, post_validation=self.post_validation)
+
+    def optimistic(self, staged: StageWorkload, m: int) -> float:
+        """Return the tokens per second and GPU that no order of passes exceeds in a setting."""
+        costs = staged.costs(blocking=False)
+        table = costs.for_placement(staged.placement)
+        left = [self.memory - fixed for fixed in costs.fixed]
+        if min(left) <= 0:
+            return 0.0
+        bound = period_bound if self.post_validation else lower_bound
+        seconds = bound(staged.placement, m, table, left)
+        seconds += at_least(staged, post_validation=self.post_validation)
+        strategy = staged.load.strategy
+        gpus = strategy.tensor * strategy.pipeline * strategy.data
+        return m * staged.load.tokens * strategy.data / seconds / gpus
+
+    def memory_fraction(self, staged: StageWorkload, costs: Costs) -> float | None:
+        """Return the memory left for activations on the fullest rank, a ``memory_limit``.
+
+        It is a fraction of 1F1B's peak, rounded down to hundredths, or to thousandths where little
+        may do; None where nothing is left.
+        """
+        ranks = range(staged.placement.pipeline_size)
+        in_backward = max(held.in_backward for held in staged.held)
+        snapshots = [staged.states[r].optimizer if self.snapshot else 0.0 for r in ranks]
+        left = min(self.memory - costs.fixed[r] - snapshots[r] - in_backward for r in ranks)
+        steps = 1000 if staged.drops or staged.moves else 100
+        limit = math.floor(steps * left / costs.one_f_one_b_peak()) / steps
+        return min(limit, _MOST_FRACTION) if limit > 0 else None
+
+
+@dataclass(frozen=True)
+class CountedSetting:
+    """A schedule with a strategy and chunks: seconds and bytes by formula.
+
+    ``counted`` are the seconds of a microbatch on a rank that the formula counts with.
+    """
+
+    load: Workload
+    candidate: ScheduleCandidate
+    chunks: int | None
+    m: int
+    seconds: float
+    memory: float
+    counted: float
+
+    @property
+    def rate(self) -> float:
+        """Tokens per second on all GPUs, by formula."""
+        strategy = self.load.strategy
+        return self.m * self.load.tokens * strategy.data / self.seconds
+
+    def staged(self) -> StageWorkload | None:
+        """Cut the workload into stages; None if layers are too few."""
+        return cut_into_stages(self.load, self.candidate, self.chunks)
+
+
+@dataclass(frozen=True)
+class CountedSettings:
+    """Every strategy of a job, with an even split: without and with vocabulary parallelism."""
+
+    job: PlanJob
+    whole: list[EvenSplit]
+    cut: list[EvenSplit]
+
+    @classmethod
+    def of(cls, job: PlanJob) -> CountedSettings:
+        """Return the splits of a job.
+
+        Raises:
+            UsageError: the sizes cannot be divided.
+        """
+        sizes = job.model, job.device, job.gpus, job.global_batch, job.choices
+        found = [
+            EvenSplit(Workload(job.model, job.device, strategy, job.sequence))
+            for strategy in strategies(*sizes, job.sequence)
+        ]
+        if not found:
+            raise UsageError(said_of_none(*sizes))
+        shared = [s.load for s in found if can_be_shared(job.model, s.load.strategy)]
+        cut = [] if job.vocabulary == "off" or job.why_not_cut else shared
+        return cls(job, found, [EvenSplit(load, cuts_vocabulary=True) for load in cut])
+
+    @property
+    def have_exchange(self) -> bool:
+        """Whether there is an expert all-to-all that Megatron can hide behind a pass."""
+        return any(_exchanges(split.load) for split in self.whole)
+
+    def ordered(self, candidate: ScheduleCandidate) -> list[CountedSetting]:
+        """Return the settings of a schedule, the fastest by formula first."""
+        splits = self.cut if candidate.cuts_vocabulary else self.whole
+        found = (setting for split in splits for setting in self._of_split(split, candidate))
+        return sorted(found, key=lambda setting: -setting.rate)
+
+    def _of_split(self, split: EvenSplit, candidate: ScheduleCandidate) -> Iterator[CountedSetting]:
+        load, strategy = split.load, split.load.strategy
+        m = strategy.num_microbatches(self.job.global_batch)
+        if (strategy.pipeline == 1) != (candidate.name == NO_PIPELINE):
+            return
+        if strategy.pipeline == 1:
+            seconds = estimate.seconds(split, candidate, m, None)
+            needed = split.states.total + load.device.reserved_bytes + split.held.activation
+            yield CountedSetting(load, candidate, None, m, seconds, needed, split.rank.total)
+            return
+        if candidate.needs_whole_groups and m % strategy.pipeline:
+            return
+        if candidate.overlaps_exchange and not _exchanges(load):
+            return
+        for chunks in candidate.chunk_counts(load.model.layers, strategy.pipeline):
+            seconds = estimate.seconds(split, candidate, m, chunks)
+            if candidate.overlaps_exchange:
+                seconds *= _share_left(split)
+            needed = estimate.memory(split, candidate, m, chunks)
+            counted = split.rank_with(candidate.placement(strategy.pipeline, chunks)).total
+            yield CountedSetting(load, candidate, chunks, m, seconds, needed, counted)
+
+    def refined(self, ordered: Sequence[CountedSetting]) -> list[CountedSetting]:
+        """Reorder the first settings that may fit by the steady state of their layouts."""
+        out: list[CountedSetting] = []
+        fitting = 0
+        for setting in ordered:
+            if fitting >= _REFINED:
+                break
+            if setting.memory > SLACK * self.job.memory:
+                out.append(setting)
+                continue
+            staged = setting.staged()
+            if staged is None:
+                continue
+            fitting += 1
+            steady = staged.interval(in_groups=setting.candidate.in_groups)
+            longer = max(0.0, steady - setting.counted)
+            out.append(replace(setting, seconds=setting.seconds + setting.m * longer))
+        return sorted(out, key=lambda setting: -setting.rate)
+
+    def promising(self, variants: Sequence[ScheduleCandidate]) -> list[list[CountedSetting]]:
+        """Return the settings of each schedule that may fit; first those of which most is promised.
+
+        With more than two chunks, the search for an order with shards or pairs falls behind the
+        formula.
+        """
+        found = []
+        for candidate in variants:
+            if candidate.megatron or candidate.takes_chunks:
+                continue
+            ordered = self.refined(self.ordered(candidate))
+            fitting = [s for s in ordered if s.memory <= SLACK * self.job.memory]
+            if fitting:
+                found.append(fitting)
+        return sorted(found, key=lambda settings: -settings[0].rate)
+
+
+def _exchanges(load: Workload) -> bool:
+    exchange = load.exchange(load.model.layers - 1)
+    return load.strategy.expert > 1 and load.strategy.recompute != "full" and exchange > 0
+
+
+def _share_left(split: EvenSplit) -> float:
+    """Return the share of a rank's seconds that is left at best with a hidden all-to-all."""
+    load, whole = split.load, split.rank.total
+    layers = load.model.layers
+    exchange = 2 * sum(map(load.exchange, range(layers))) / load.strategy.pipeline
+    return min(1.0, max(whole - exchange, exchange) / whole)
