@@ -15,16 +15,19 @@ from megatron_zb.planner.model import ModelConfig
 from megatron_zb.planner.prediction import IterationSettings
 from megatron_zb.planner.stages import StageWorkload, cut_into_stages
 from megatron_zb.planner.step import at_least
-from megatron_zb.planner.strategy import Choices, said_of_none, strategies
+from megatron_zb.planner.strategy import Choices, Strategy, said_of_none, strategies
 from megatron_zb.planner.vocabulary import can_be_shared, why_not_cut
 from megatron_zb.planner.work import Workload
 from megatron_zb.schedules import Costs
 from megatron_zb.schedules.bounds import lower_bound, period_bound
 
-# Skip settings whose memory by formula exceeds the GPU's by more: schedules save less than that.
-SLACK = 1.25
+# Skip settings whose memory by formula exceeds the GPU's by more: in 326 settings of six models,
+# that of the schedule was at least 0.91 of it.
+SLACK = 1.1
 # Settings of each schedule whose layouts refine the formula before some are simulated.
 _REFINED = 40
+# Relative difference of rates by formula that decides nothing between numbers of chunks.
+_TIE = 0.002
 # Largest memory limit of auto, as a fraction of 1F1B's activations.
 _MOST_FRACTION = 2.0
 
@@ -201,7 +204,7 @@ class CountedSettings:
             steady = staged.interval(in_groups=setting.candidate.in_groups)
             longer = max(0.0, steady - setting.counted)
             out.append(replace(setting, seconds=setting.seconds + setting.m * longer))
-        return sorted(out, key=lambda setting: -setting.rate)
+        return _fewest_chunks_first(out)
 
     def promising(self, variants: Sequence[ScheduleCandidate]) -> list[list[CountedSetting]]:
         """Return the settings of each schedule that may fit; first those of which most is promised.
@@ -218,6 +221,25 @@ class CountedSettings:
             if fitting:
                 found.append(fitting)
         return sorted(found, key=lambda settings: -settings[0].rate)
+
+
+def _fewest_chunks_first(settings: Sequence[CountedSetting]) -> list[CountedSetting]:
+    """Sort settings by their rate; among those that differ in chunks alone, a tie has few first.
+
+    The formula counts no gap to the bound, which grows with the number of chunks.
+    """
+    best: dict[Strategy, float] = {}
+    for setting in settings:
+        strategy = setting.load.strategy
+        best[strategy] = max(best.get(strategy, 0.0), setting.rate)
+
+    def place(setting: CountedSetting) -> tuple[float, int]:
+        most = best[setting.load.strategy]
+        if setting.candidate.megatron or setting.rate < most * (1 - _TIE):
+            return -setting.rate, 0
+        return -most, setting.chunks or 0
+
+    return sorted(settings, key=place)
 
 
 def _exchanges(load: Workload) -> bool:
