@@ -219,20 +219,20 @@ class Profiling:
         ]
         within = {**_mean_within(whole), **_mean_within(split)}
         mine = _OfRank(
-            {held.stage: self._stage(held, within, message) for held in self._held},
-            [
+            stages={held.stage: self._stage(held, within, message) for held in self._held},
+            times=[
                 StageTimes(held.layers, *(within[kind, held.stage] for kind in _TIMED_KINDS))
                 for held in self._held
             ],
-            _before_passes(split, whole),
-            self._of_shard(split),
-            _pairs(paired),
-            outside,
-            links,
-            rank,
-            ahead,
-            self._last_spans(split[-1]),
-            copies,
+            host=_before_passes(split, whole),
+            shard=self._of_shard(split),
+            pairs=_pairs(paired),
+            outside=outside,
+            links=links,
+            rank=rank,
+            ahead=ahead,
+            spans=self._last_spans(split[-1]),
+            copies=copies,
         )
         everyone: list[_OfRank] = [mine] * dist.get_world_size()
         dist.all_gather_object(everyone, mine)
