@@ -183,3 +183,18 @@ def test_no_two_classes_have_one_name() -> None:
         files.setdefault(name, []).append(path.name)
     assert {name: found for name, found in files.items() if len(found) > 1} == {}
     assert "TaskGraph" in files
+
+
+def test_functions_and_calls_are_short() -> None:
+    """At most 100 lines of a function, and 8 arguments of a call without their names."""
+    long = []
+    for package in PACKAGES:
+        for path in sorted((ROOT / package).rglob("*.py")):
+            for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+                if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+                    lines = (node.end_lineno or node.lineno) - node.lineno + 1
+                    if lines > 100:
+                        long.append(f"{path.name}: {node.name} has {lines} lines")
+                elif isinstance(node, ast.Call) and len(node.args) > 8:
+                    long.append(f"{path.name}:{node.lineno}: {len(node.args)} arguments")
+    assert long == []
