@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -42,6 +43,7 @@ CHECKS = (
     f"--pipeline-schedule interleaved --num-layers-per-virtual-pipeline-stage 2 {_FOUR}",
     f"--pipeline-schedule zb-h1 --pipeline-schedule-file x.csv {_FOUR}",
 )
+_PROGRESS = re.compile(r" \.\.\. \d+ s$")
 _MODELS = "gpt_28b llama3_70b llama3_8b deepseek_v3_like qwen3_8b qwen3_30b_a3b".split()
 _DEVICES = "h100_sxm", "b200_sxm"
 
@@ -64,7 +66,7 @@ def commands(with_plans: bool) -> Iterator[tuple[str, list[str]]]:
 
 
 def output_of(arguments: list[str]) -> str:
-    """Return what a command prints, its errors and its exit status."""
+    """Return what a command prints but for elapsed seconds, its errors and its exit status."""
     command = [sys.executable, "-m", "megatron_zb.cli", *arguments]
     done = subprocess.run(
         command,
@@ -74,7 +76,8 @@ def output_of(arguments: list[str]) -> str:
         text=True,
         check=False,
     )
-    return f"{done.stdout}exit status {done.returncode}\n"
+    kept = [line for line in done.stdout.splitlines() if not _PROGRESS.search(line)]
+    return "\n".join([*kept, f"exit status {done.returncode}\n"])
 
 
 def parser() -> argparse.ArgumentParser:
