@@ -364,3 +364,12 @@ def test_interleaved_with_overlap_runs_at_every_size(p: int, m: int, chunks: int
     schedule = overlapped(p, m, chunks).validate()
     lower(schedule)
     assert bool(schedule.pairs) or m < 2 * p
+
+
+def test_no_pair_takes_longer_by_default() -> None:
+    costs = Costs.uniform(pipeline_size=2, forward=1.0, backward=1.0, weight=1.0)
+    hiding = costs.with_communication(forward=0.5, backward=0.5)
+    table = hiding.for_placement(v_shape(2))
+    pair = Pair(Pass(PassKind.F, 0, 1), Pass(PassKind.B, 3, 0))
+    # each stage has half of a rank's second, and exchanges for a quarter of one
+    assert table.pair_seconds(pair) == pytest.approx(0.5 + 0.5)
