@@ -11,7 +11,7 @@ from sizes import every_value
 from megatron_zb import schedules
 from megatron_zb.errors import UsageError
 from megatron_zb.schedules.bounds import lower_bound, period_bound
-from megatron_zb.schedules.costs import Costs
+from megatron_zb.schedules.costs import Costs, Vocabulary
 from megatron_zb.schedules.interchange import from_csv, to_csv
 from megatron_zb.schedules.passes import Pass, PassKind
 from megatron_zb.schedules.placement import looped
@@ -308,3 +308,11 @@ def test_logits_beyond_the_memory_of_a_schedule_are_refused_in_a_sentence() -> N
     costs = _costs(4, held=40.0)
     with pytest.raises(UsageError, match="v-half cannot keep the memory limit of its own: rank"):
         schedules.build("v-half", pipeline_size=4, num_microbatches=8, costs=costs)
+
+
+def test_a_cut_output_layer_takes_nothing_that_is_not_given() -> None:
+    costs = Costs.uniform(pipeline_size=2, forward=1.0, backward=1.0, weight=1.0)
+    found = costs.with_vocabulary(output=3.0, weight=2.0).vocabulary
+    assert found == Vocabulary(
+        3.0, 2.0, loss=0.0, held=0.0, scatter=0.0, gather=0.0, shares=(0.5, 0.5), lookup=None
+    )
