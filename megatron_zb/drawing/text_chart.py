@@ -72,7 +72,7 @@ class _Drawing:
 
     def lines(self) -> Iterator[str]:
         """Yield the rows with their axis, and the axis below."""
-        named = {self._row(value): f"{value:.6g}" for value in self.tokens.ticks}
+        named = {self._row(value): _label(value, _LEFT - 2) for value in self.tokens.ticks}
         for row, cells in enumerate(self.cells):
             yield f"{named.get(row, ''):>{_LEFT - 2}} |{''.join(cells)}".rstrip()
         below = [" "] * WIDTH
@@ -83,6 +83,12 @@ class _Drawing:
         yield f"{'':{_LEFT - 1}}+{'-' * _COLUMNS}"
         yield "".join(below).rstrip()
         yield f"{'GiB of the worst rank':^{WIDTH}}".rstrip()
+
+
+def _label(value: float, width: int) -> str:
+    """Return a number with as many digits as there is room for, 6 at most."""
+    texts = [f"{value:.{digits}g}" for digits in range(6, 0, -1)]
+    return next((text for text in texts if len(text) <= width), texts[-1])
 
 
 def _meaning(points: Sequence[Point], limit: float) -> Iterator[str]:

@@ -8,7 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 from pages import Element, Page
 from small_models import SMALL, a100, small
@@ -90,6 +90,7 @@ def rows_of(text: str) -> list[str]:
 
 
 @given(sizes=st.lists(SIZES, min_size=1, max_size=16, unique=True), spare=st.floats(1, 2))
+@example(sizes=[(1.0, 2.0), (1.0, 2.00001)], spare=1.0)  # labels of many digits
 def test_the_text_has_each_point_in_its_cell(
     sizes: list[tuple[float, float]], spare: float
 ) -> None:
