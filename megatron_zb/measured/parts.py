@@ -51,7 +51,7 @@ class StageTimes:
 
 
 def of_stages(stages: Sequence[StageTimes]) -> Parts | None:
-    """Derive the parts; return None where the layers of a stage could not be told apart."""
+    """Derive the parts; return None where the layers of a stage could not be separated."""
     if not all(LAYERS in s.forward and LAYERS in s.backward for s in stages if "t" in s.layers):
         return None
     if not any("t" in s.layers for s in stages):

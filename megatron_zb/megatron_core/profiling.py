@@ -264,7 +264,7 @@ class Profiling:
             ],
             pairs=merged_pairs(one.pairs for one in everyone),
             links=slowest_links([one.links for one in everyone]),
-            # None where the layers could not be told apart
+            # None where the layers could not be separated
             parts=parts.of_stages([times for one in everyone for times in one.times]),
             host=_usual([one.host for one in everyone]),
             # who ends last waits for nobody

@@ -123,7 +123,7 @@ class PlanSearch(ABC):
 
     @abstractmethod
     def look(self, named: Sequence[ScheduleCandidate]) -> Iterator[ScheduleCandidate]:
-        """Add the results of each schedule by itself, and yield it."""
+        """Add the results of each schedule, without variants, and yield it."""
 
     @abstractmethod
     def try_cut(self, named: Sequence[ScheduleCandidate]) -> None:

@@ -1,12 +1,11 @@
 """Orders of forward-only steps: evaluation, and the log-probabilities of reinforcement learning.
 
 The order of a training step lets a rank wait for backward passes that a forward-only step does not
-have. Greedy orders, in which every rank runs what can start first, wait less.
+have. A greedy order, in which every rank runs what can start first, waits less.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 from heapq import heappop, heappush
 
@@ -19,48 +18,43 @@ from megatron_zb.schedules.stage_costs import StageCosts
 
 
 def in_forward_order(schedule: Schedule, costs: Costs) -> Schedule:
-    """Return the fastest known order of the forward passes of a schedule.
+    """Return the faster order of the forward passes of a schedule: that of training, or greedy.
 
-    These are the order of the training step and two greedy ones: among passes that can start at
-    one time, a rank takes the one of its latest stage, or of its earliest. A schedule with forward
-    passes of other kinds, such as those of a vocabulary-parallel output layer, keeps its order.
+    Among passes that can start at one time, the greedy one takes that of the latest stage: with the
+    earliest first, the activations of nearly all microbatches would wait before the next chunk. A
+    schedule with forward passes of other kinds, such as those of a vocabulary-parallel output
+    layer, keeps its order.
     """
-    found = [schedule.forwards()]
-    if schedule.placement.chunks > 1 and _has_forwards_alone(found[0]):
-        table = costs.for_placement(schedule.placement)
-        found += [_greedy(found[0], table, by_stage) for by_stage in (lambda s: -s, lambda s: s)]
-    return min(found, key=lambda each: simulate(each, costs).makespan)
+    trained = schedule.forwards()
+    if schedule.placement.chunks == 1 or not _has_forwards_alone(trained):
+        return trained
+    greedy = _greedy(trained, costs.for_placement(schedule.placement))
+    return min(trained, greedy, key=lambda each: simulate(each, costs).makespan)
 
 
 def _has_forwards_alone(schedule: Schedule) -> bool:
     return {p.kind for rank in schedule.ranks for p in rank} == {PassKind.F}
 
 
-def _greedy(schedule: Schedule, costs: StageCosts, by_stage: Callable[[int], int]) -> Schedule:
-    """Return the order in which every rank runs the pass that can start first, ties by stage."""
-    line = _GreedyForwards(schedule.placement, schedule.num_microbatches, costs, by_stage)
+def _greedy(schedule: Schedule, costs: StageCosts) -> Schedule:
+    """Return the order in which every rank runs the pass that can start first."""
+    line = _GreedyForwards(schedule.placement, schedule.num_microbatches, costs)
     while line.run_next():
         pass
     return replace(schedule, ranks=tuple(map(tuple, line.ranks)))
 
 
 class _GreedyForwards:
-    """Ranks that run forward passes, the earliest start first.
+    """Ranks that run forward passes: the earliest start first, then the latest stage."""
 
-    Args:
-        by_stage: sorts passes of a rank that can start at the same time.
-    """
-
-    def __init__(
-        self, placement: Placement, m: int, costs: StageCosts, by_stage: Callable[[int], int]
-    ) -> None:
-        self._placement, self._costs, self._by_stage = placement, costs, by_stage
+    def __init__(self, placement: Placement, m: int, costs: StageCosts) -> None:
+        self._placement, self._costs = placement, costs
         self.ranks: list[list[Pass]] = [[] for _ in range(placement.pipeline_size)]
         self._clock = [0.0] * placement.pipeline_size
         self._arrivals: list[list[float]] = [[] for _ in range(placement.num_stages)]
         self._arrivals[0] = [0.0] * m
         self._done = [0] * placement.num_stages
-        self._starts: list[tuple[float, int, int, int]] = []  # start, tie, rank, stage
+        self._starts: list[tuple[float, int, int, int]] = []  # start, -stage, rank, stage
         self._offer(placement.rank_of[0])
 
     def run_next(self) -> bool:
@@ -75,7 +69,7 @@ class _GreedyForwards:
 
     def _best(self, rank: int) -> tuple[float, int, int, int] | None:
         ready = [
-            (max(self._clock[rank], self._arrivals[s][self._done[s]]), self._by_stage(s), rank, s)
+            (max(self._clock[rank], self._arrivals[s][self._done[s]]), -s, rank, s)
             for s in self._placement.stages_of[rank]
             if self._done[s] < len(self._arrivals[s])
         ]

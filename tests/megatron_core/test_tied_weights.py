@@ -11,7 +11,7 @@ from megatron_zb.megatron_core import model_ends
 
 
 def refused_where_they_differ() -> list[str]:
-    """What a rank is told of its copies: as they are, and where an importer has left one out."""
+    """Results of the checks: of equal copies, and where an importer has left one out."""
     said = []
     with built(GPTCase(tied=True), "v-half", 4) as (_, chunks):
         pair = model_ends.tied_weights(chunks)

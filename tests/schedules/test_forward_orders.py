@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from itertools import accumulate
+
 import pytest
+from rendezvous import finishes
 
 from megatron_zb import schedules
 from megatron_zb.schedules import Costs
-from megatron_zb.schedules.forward_orders import in_forward_order
+from megatron_zb.schedules.forward_orders import _greedy, in_forward_order
 from megatron_zb.schedules.passes import PassKind
 from megatron_zb.schedules.program.lowering import unfinished
 
@@ -30,7 +33,9 @@ def test_any_order_is_valid_and_no_slower_than_that_of_training(
     found = in_forward_order(training, costs).validate()
     assert found.forward_only
     assert {p.kind for rank in found.ranks for p in rank} == {PassKind.F}
-    assert unfinished(schedules.lower(found)) == {}
+    program = schedules.lower(found, schedules.simulate(found, costs))
+    assert unfinished(program) == {}
+    assert finishes(program), "with blocking sends"
     before = schedules.simulate(training.forwards(), costs).makespan
     assert schedules.simulate(found, costs).makespan <= before
 
@@ -46,6 +51,26 @@ def test_a_v_evaluates_about_as_fast_as_one_chunk() -> None:
     assert seconds["1f1b"] == pytest.approx((m + p - 1 + 0.02 * (p - 1)) / m)
     assert seconds["v-half"] <= 1.5
     assert seconds["v-zb"] <= 1.5
+
+
+@pytest.mark.parametrize("name", CHUNKED)
+def test_few_activations_wait_before_a_stage(name: str) -> None:
+    """Not those of nearly all microbatches, as where a rank prefers its first stage."""
+    p, m = 4, 32
+    costs = costs_of(p)
+    training = schedules.build(name, pipeline_size=p, num_microbatches=m, costs=costs)
+    greedy = _greedy(training.forwards(), costs.for_placement(training.placement))
+    timeline = schedules.simulate(greedy, costs)
+    rank_of, changes = training.placement.rank_of, [list[tuple[float, int]]() for _ in range(p)]
+    for rank, passes in enumerate(timeline.schedule.ranks):
+        times = zip(passes, timeline.start[rank], timeline.end[rank], strict=True)
+        for (_, stage, _), start, end in times:
+            if stage > 0:
+                changes[rank].append((start, -1))
+            if stage + 1 < len(rank_of):
+                changes[rank_of[stage + 1]].append((end, 1))
+    most = [max(accumulate(n for _, n in sorted(each))) for each in changes]
+    assert max(most) <= 2 * training.placement.chunks
 
 
 def test_what_has_other_forward_passes_keeps_its_order() -> None:
