@@ -7,13 +7,18 @@ Megatron's data parallelism puts gradients into buckets, last layers first, and 
 when a hook has fired for each of its weights in the last microbatch. With a split backward the
 hooks fire in B, when the weight gradients are still to come. So :class:`BucketReductions` listens
 to them in Megatron's place, counts the gradients of W as well, and starts each reduction itself.
+
+The reductions of all chunks of a rank start in one order, later chunks first, as a schedule for
+equal microbatches finishes them. Data-parallel ranks then call the same collectives even where
+their microbatches have other lengths, and so their schedules another order.
 """
 
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
+from functools import partial
 from typing import Any
 
 import torch
@@ -125,6 +130,7 @@ class DataParallelSync:
             None if bucket is not None and self._has_reduction_of_its_own(i) else bucket
             for i, bucket in enumerate(buckets)
         ]
+        self._of_users = self._line_up()
         for chunk in chunks:
             _gather_experts_later(chunk)
         self._ungathered = deque(order if self._gathers else ())
@@ -140,6 +146,18 @@ class DataParallelSync:
         if not self._reductions:
             return False
         return self._reductions[chunk] != self._chunks[chunk].start_grad_sync
+
+    def _line_up(self) -> dict[int, Reduction]:
+        """Put all reductions in order; return those by functions of the user's, by their chunk."""
+        dense, experts = ReductionOrder(), ReductionOrder()
+        of_users = {}
+        for number, chunk in reversed(list(enumerate(self._chunks))):
+            if (buckets := self._buckets[number]) is not None:
+                buckets.line_up(dense, experts)
+            elif self._reductions:
+                start = partial(self._reductions[number], chunk.parameters())
+                of_users[number] = Reduction(start, dense)
+        return of_users
 
     @contextmanager
     def listening(self) -> Iterator[None]:
@@ -183,8 +201,8 @@ class DataParallelSync:
         final = not self._left[chunk]
         if (buckets := self._buckets[chunk]) is not None:
             buckets.after_pass(final)
-        elif final and self._reductions:
-            self._reductions[chunk](self._chunks[chunk].parameters())
+        elif final and chunk in self._of_users:
+            self._of_users[chunk].expect({})
 
     def _gather_next(self) -> None:
         if self._ungathered:
@@ -244,27 +262,98 @@ def overlaps_grad_reduce(chunk: Any) -> bool:
     return ddp_config is not None and bool(ddp_config.overlap_grad_reduce)
 
 
+class ReductionOrder:
+    """The order in which reductions start: each when it is ready and all before it have started."""
+
+    def __init__(self) -> None:
+        self._waiting: deque[Reduction] = deque()
+
+    def append(self, reduction: Reduction) -> None:
+        self._waiting.append(reduction)
+
+    def start_what_is_ready(self) -> None:
+        while self._waiting and self._waiting[0].is_ready:
+            self._waiting.popleft().start()
+
+
+class Reduction:
+    """One collective, and the gradients it still waits for in a step.
+
+    Args:
+        start: starts the collective.
+        order: where this one takes its place, after those already there.
+        weights: the ``id`` of those whose gradients it reduces, if they are counted.
+    """
+
+    def __init__(
+        self, start: Callable[[], None], order: ReductionOrder, weights: Collection[int] = ()
+    ) -> None:
+        self.start = start
+        self._order = order
+        self._weights = weights
+        self._awaited: dict[int, int] | None = None  # None before the last pass of the step
+        order.append(self)
+
+    @property
+    def is_ready(self) -> bool:
+        return self._awaited is not None and not self._awaited
+
+    def expect(self, brings: Mapping[int, int], unknown: bool = False) -> None:
+        """Set the awaited gradients; if ``unknown``, weights not in ``brings`` may get one, too."""
+        counts = {w: brings.get(w, -1 if unknown else 0) for w in self._weights}
+        self._awaited = {w: count for w, count in counts.items() if count}
+        self._order.start_what_is_ready()
+
+    def gradient_came(self, weight: torch.Tensor) -> None:
+        """Count a gradient of one of the weights.
+
+        Raises:
+            RuntimeError: no gradient of it was expected any more.
+        """
+        if self._awaited is None:
+            return
+        if id(weight) not in self._awaited:
+            raise RuntimeError(
+                f"a gradient of a weight of shape {tuple(weight.shape)} came after the last one "
+                "that was expected of it, when its reduction may have begun"
+            )
+        self._awaited[id(weight)] -= 1
+        if not self._awaited[id(weight)]:
+            del self._awaited[id(weight)]
+            self._order.start_what_is_ready()
+
+
 class BucketReductions:
     """The reductions of one chunk's buckets, each started after the last gradient of its weights.
 
     Only the last pass of a step that adds weight gradients, a W or a BW, makes gradients final.
     The gradients of a W are known before it runs. Those of a BW are taken from the chunk's previous
     BW; if that is not known, or a weight gets nothing, its bucket waits for the pass to end.
-    Buckets start in their own order, so that all data-parallel ranks call the same collectives.
     """
 
     def __init__(self, chunk: Any) -> None:
         self.chunk = chunk
-        dense, experts = chunk.bucket_groups, chunk.expert_parallel_bucket_groups
-        self._lines = [_BucketQueue(groups) for groups in (dense, experts)]
+        self._dense, self._experts = chunk.bucket_groups, chunk.expert_parallel_bucket_groups
+        self._reductions: list[Reduction] = []
+        self._of_weight: dict[int, Reduction] = {}
         self._in_backward: Counter[int] = Counter()
         self._usual: Counter[int] = Counter()
         self._listens = False
 
+    def line_up(self, dense: ReductionOrder, experts: ReductionOrder) -> None:
+        """Append the reductions of a step to the orders, dense ones and those of experts apart."""
+        self._reductions, self._of_weight = [], {}
+        for order, groups in ((dense, self._dense), (experts, self._experts)):
+            for group in groups:
+                weights = [id(weight) for weight in group.params]
+                reduction = Reduction(partial(self._start, group), order, weights)
+                self._reductions.append(reduction)
+                self._of_weight.update(dict.fromkeys(weights, reduction))
+
     @contextmanager
     def listening(self) -> Iterator[None]:
         """Replace Megatron's own count of gradients while a step runs."""
-        groups = [group for line in self._lines for group in line.groups]
+        groups = [*self._dense, *self._experts]
         for group in groups:
             group.register_grad_ready = self._hook
         try:
@@ -284,14 +373,13 @@ class BucketReductions:
         self._listens = brings is None
         self._in_backward.clear()
         if final:
-            for line in self._lines:
-                line.expect(self._usual if brings is None else brings, unknown=brings is None)
-                line.start_what_is_ready(self._force_all_reduce)
+            for reduction in self._reductions:
+                reduction.expect(self._usual if brings is None else brings, unknown=brings is None)
 
     def gradient_came(self, weight: torch.Tensor) -> None:
         """Count a gradient that a W has added to ``main_grad``."""
-        for line in self._lines:
-            line.gradient_came(weight, self._force_all_reduce)
+        if (reduction := self._of_weight.get(id(weight))) is not None:
+            reduction.gradient_came(weight)
 
     def after_pass(self, final: bool) -> None:
         """Finish a W or a BW that has run."""
@@ -299,8 +387,8 @@ class BucketReductions:
             self._usual = self._in_backward.copy()
         self._listens = False
         if final:
-            for line in self._lines:
-                line.start_the_rest(self._force_all_reduce)
+            for reduction in self._reductions:
+                reduction.expect({})
 
     def _hook(self, weight: torch.Tensor, force_all_reduce: bool | None = False) -> None:
         """Count a gradient from Megatron's hook of a weight; it is ignored in a B."""
@@ -308,52 +396,6 @@ class BucketReductions:
             self._in_backward[id(weight)] += 1
             self.gradient_came(weight)
 
-    @property
-    def _force_all_reduce(self) -> bool:
-        return bool(getattr(self.chunk, "force_all_reduce", False))
-
-
-class _BucketQueue:
-    """Bucket groups that start one after another, and the gradients each still waits for."""
-
-    def __init__(self, groups: Sequence[Any]) -> None:
-        self.groups = groups
-        self._group_of = {id(w): i for i, group in enumerate(groups) for w in group.params}
-        self._awaited: list[dict[int, int]] | None = None  # None but in the last pass of a step
-        self._next = 0
-
-    def expect(self, brings: Mapping[int, int], unknown: bool) -> None:
-        """Set the awaited gradients; if ``unknown``, weights not in ``brings`` may get one, too."""
-        none = -1 if unknown else 0
-        awaited = [{id(w): brings.get(id(w), none) for w in group.params} for group in self.groups]
-        self._awaited = [{w: n for w, n in group.items() if n} for group in awaited]
-        self._next = 0
-
-    def gradient_came(self, weight: torch.Tensor, force_all_reduce: bool) -> None:
-        group = self._group_of.get(id(weight))
-        if self._awaited is None or group is None:
-            return
-        awaited = self._awaited[group]
-        if id(weight) not in awaited:
-            raise RuntimeError(
-                f"a gradient of a weight of shape {tuple(weight.shape)} came after the last one "
-                "that was expected of it, when its reduction may have begun"
-            )
-        awaited[id(weight)] -= 1
-        if not awaited[id(weight)]:
-            del awaited[id(weight)]
-            self.start_what_is_ready(force_all_reduce)
-
-    def start_what_is_ready(self, force_all_reduce: bool) -> None:
-        while self._awaited and self._next < len(self.groups) and not self._awaited[self._next]:
-            self._start_next(force_all_reduce)
-
-    def start_the_rest(self, force_all_reduce: bool) -> None:
-        while self._next < len(self.groups):
-            self._start_next(force_all_reduce)
-        self._awaited = None
-        self._next = 0
-
-    def _start_next(self, force_all_reduce: bool) -> None:
-        self.groups[self._next].start_grad_sync(force_all_reduce=force_all_reduce)
-        self._next += 1
+    def _start(self, group: Any) -> None:
+        force = bool(getattr(self.chunk, "force_all_reduce", False))
+        group.start_grad_sync(force_all_reduce=force)

@@ -168,16 +168,15 @@ def stale_operand() -> Any:
 
 
 def reduced_too_early() -> Any:
-    usual = data_parallel._BucketQueue.expect
+    usual = data_parallel.Reduction.expect
 
-    def expect(self: Any, brings: Any, unknown: bool) -> None:
-        usual(self, brings, unknown)
-        self._awaited = [{} for _ in self.groups]
+    def expect(self: Any, brings: Any, unknown: bool = False) -> None:
+        usual(self, {})
 
-    def came(self: Any, weight: Any, force: bool) -> None:
+    def came(self: Any, weight: Any) -> None:
         pass
 
-    return patch.multiple(data_parallel._BucketQueue, expect=expect, gradient_came=came)
+    return patch.multiple(data_parallel.Reduction, expect=expect, gradient_came=came)
 
 
 def not_summed() -> Any:
