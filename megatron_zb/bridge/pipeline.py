@@ -20,6 +20,7 @@ from megatron.core.pipeline_parallel import schedules
 from megatron.core.pipeline_parallel import utils as pipeline_utils
 from megatron.core.transformer.cuda_graphs import TECudaGraphHelper
 from megatron.core.transformer.pipeline_parallel_layer_layout import PipelineParallelLayerLayout
+from megatron.core.transformer.transformer_block import get_num_layers_to_build
 from megatron.core.utils import get_attr_wrapped_model
 
 from megatron_zb.bridge.settings import Settings
@@ -120,19 +121,24 @@ class Pipeline:
         placements, draws = (schedule.placement,), adapter.draws_by_layer
         refusals.check(asked_of(args).known(placements, draws_by_layer=draws))
         refusals.check_step(args, schedule.name)
-        for name in _DIVISION:
-            if hasattr(model, name):
-                setattr(model, name, False if isinstance(getattr(model, name), bool) else None)
         model.virtual_pipeline_model_parallel_size = adapter.virtual_pipeline_size
         if hasattr(model, _GROUP) and not _takes_group_size(schedule.name):
             setattr(model, _GROUP, 1)  # trainers round the number of microbatches up to it
         if getattr(model, "delay_wgrad_compute", False):
             model.delay_wgrad_compute = False
-        if isinstance(model, argparse.Namespace):  # which is written into checkpoints
-            model.pipeline_model_parallel_layout = str(adapter.layer_layout)
-            return
-        model.pipeline_model_parallel_layout = adapter.layer_layout
-        model.finalize_model_grads_func = adapter.finalize_model_grads
+        if adapter.placed.needs_layout:
+            self._set_layout(model)
+        if not isinstance(model, argparse.Namespace):
+            model.finalize_model_grads_func = adapter.finalize_model_grads
+
+    def _set_layout(self, model: Any) -> None:
+        """Set the layout in place of Megatron's own division of layers."""
+        for name in _DIVISION:
+            if hasattr(model, name):
+                setattr(model, name, False if isinstance(getattr(model, name), bool) else None)
+        layout = self.adapter.layer_layout
+        is_namespace = isinstance(model, argparse.Namespace)  # which is written into checkpoints
+        model.pipeline_model_parallel_layout = str(layout) if is_namespace else layout
 
     def builder(self, build: Callable[..., Any]) -> Callable[..., Any]:
         """Wrap what builds one chunk, so that it is placed, checked and split.
@@ -279,10 +285,25 @@ class _Run(ScheduledRun):
     def _check_model(self, chunk: Any) -> None:
         super()._check_model(chunk)
         layout, ours = chunk.config.pipeline_model_parallel_layout, self.adapter.layer_layout
-        if (type(layout), str(layout)) != (StageLayout, str(ours)) and self._failure is None:
+        if self._failure is not None:
+            return
+        if not self.adapter.placed.needs_layout:
+            self._check_division(chunk.config)
+        elif (type(layout), str(layout)) != (StageLayout, str(ours)):
             self._failure = UsageError(
                 f"the model was built with the layer layout {layout}, not with that of the "
                 f"schedule, {ours}: prepare its config before it is built"
+            )
+
+    def _check_division(self, config: Any) -> None:
+        """Check that Megatron's own division of layers is the one that the schedule expects."""
+        pp_rank = parallel_state.get_pipeline_model_parallel_rank()
+        expected = self.adapter.layer_layout.letters[pp_rank].count("t")
+        found = get_num_layers_to_build(config)
+        if found != expected:
+            self._failure = UsageError(
+                f"the model was built with {found} layers, but the schedule was installed for "
+                f"{expected} on this rank: prepare its config before it is built"
             )
 
     def _prepare_model(self) -> None:

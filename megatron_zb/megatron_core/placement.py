@@ -112,6 +112,7 @@ class ModelPlacement:
         letters: the layers of every stage.
         balance: the balance by which they were placed, if any.
         keeps_places: every rank holds the layers that it has in Megatron without a schedule.
+        needs_layout: Megatron places the layers so only with a layout in its config.
     """
 
     def __init__(
@@ -121,10 +122,12 @@ class ModelPlacement:
         balance: Balance | None = None,
         *,
         keeps_places: bool = False,
+        needs_layout: bool = True,
     ) -> None:
         self.physical = PhysicalPlacement(placement)
         self.layout = StageLayout(letters, self.physical)
         self.balance, self.keeps_places = balance, keeps_places
+        self.needs_layout = needs_layout
 
     @classmethod
     def of(cls, sizes: JobSizes, schedule: Schedule) -> ModelPlacement:
@@ -141,7 +144,13 @@ class ModelPlacement:
         counts = layout.spread(layers, placement) if balance is None else balance.layers
         letters = layout.lettered(counts, layers.multi_token)
         keeps_places = layout.is_megatrons(letters, layers, placement)
-        return cls(placement, letters, balance, keeps_places=keeps_places)
+        return cls(
+            placement,
+            letters,
+            balance,
+            keeps_places=keeps_places,
+            needs_layout=not keeps_places,
+        )
 
     @property
     def chunks(self) -> int:

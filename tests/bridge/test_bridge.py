@@ -378,6 +378,41 @@ DIVISIONS = {
 }
 
 
+def divided_by_megatron(first: int | None, later: int | None) -> str:
+    """What zb-h1 leaves of a config that gives the first rank some layers, or another ``later``."""
+    import trainers
+
+    args = trainers.arguments(dist.get_world_size())
+    args.num_layers_in_first_pipeline_stage = first
+    with install(Settings(pipeline_schedule="zb-h1", num_microbatches=4), args) as pipeline:
+        assert args.pipeline_model_parallel_layout is None
+        assert args.num_layers_in_first_pipeline_stage == first
+        args.num_layers_in_first_pipeline_stage = later
+        try:
+            process = trainers.Actor(args, pipeline.builder)
+        except UsageError as error:
+            return str(error)
+        process.train_one_step(0, 4)
+        return "".join("t" for _ in process.chunks[0].decoder.layers)
+
+
+@pytest.mark.parametrize("first", [None, 3])
+def test_megatrons_own_division_stays_where_the_schedule_has_it(
+    ranks: RankPools, first: int | None
+) -> None:
+    """Trainers such as slime and NeMo-RL refuse a layout, which nothing needs here."""
+    found = ranks(2).run(divided_by_megatron, first=first, later=first)
+    assert found == (["tt", "tt"] if first is None else ["ttt", "t"])
+
+
+def test_a_model_that_is_divided_otherwise_is_refused(ranks: RankPools) -> None:
+    first, _ = ranks(2).run(divided_by_megatron, first=None, later=3)
+    assert first == (
+        "on rank 0: the model was built with 3 layers, but the schedule was installed for 2 on "
+        "this rank: prepare its config before it is built"
+    )
+
+
 def test_a_layout_takes_the_place_of_all_other_divisions(ranks: RankPools) -> None:
     assert ranks(2).run(prepared_divisions) == [DIVISIONS] * 2
 
