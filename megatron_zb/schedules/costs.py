@@ -24,6 +24,11 @@ PAIR_LOSS = 0.03
 """How much longer a pair takes because F and backward slow each other down. An assumption."""
 
 
+def most_in_a_row(values: Sequence[float], count: int) -> float:
+    """Return the largest sum of so many values in a row, or of all if there are fewer."""
+    return max(sum(values[i : i + count]) for i in range(max(1, len(values) - count + 1)))
+
+
 @dataclass(frozen=True)
 class Vocabulary:
     """Costs of one microbatch of an output layer that is cut along the vocabulary over all ranks.
@@ -443,7 +448,7 @@ class Costs:
         if not self.microbatches:
             return p * _resample(self.activation, p)[0]
         held = [_resample(row.activation, p)[0] for row in self.microbatches]
-        return max(sum(held[i : i + p]) for i in range(max(1, len(held) - p + 1)))
+        return most_in_a_row(held, p)
 
     def averaged(self) -> Costs:
         """Return the same model with one cost for all, as most published schedulers see it.

@@ -6,10 +6,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from megatron_zb.errors import UsageError
-from megatron_zb.schedules.costs import Costs
+from megatron_zb.schedules.costs import Costs, most_in_a_row
 from megatron_zb.schedules.limit import Limit
 from megatron_zb.schedules.placement import Placement
 from megatron_zb.schedules.simulator import Timeline
+from megatron_zb.schedules.stage_costs import StageCosts
 
 MOST_FORWARDS = 2**20
 """Most forwards of all stages together; more take minutes to build, and are a slip of the hand."""
@@ -44,6 +45,14 @@ class LimitTooSmall(UsageError):
         return type(self), (self.args[0], self.needed)
 
 
+def _mean_of_most(costs: StageCosts, stages: Sequence[int], p: int, m: int) -> float:
+    """Return the mean memory of a microbatch on some stages, of those p in a row that hold most."""
+    if not costs.microbatches:
+        return sum(costs.activation[s] for s in stages)
+    held = [sum(row.activation[s] for s in stages) for row in costs.microbatches]
+    return most_in_a_row(held, p) / min(p, m)
+
+
 @dataclass(frozen=True)
 class Request:
     """Sizes, costs and limits; ``chunks`` and ``group_size`` only where a family has the choice.
@@ -70,9 +79,13 @@ class Request:
         return timeline.seconds(back_to_back=self.back_to_back)
 
     def limits(self, placement: Placement, peak_microbatches: float) -> tuple[float, ...]:
-        """Return each rank's limit: so many of its largest microbatches, or less if asked for."""
-        activation = self.costs.for_placement(placement).largest_activation
-        own = [peak_microbatches * sum(activation[s] for s in held) for held in placement.stages_of]
+        """Return each rank's limit: so many of its microbatches, or less if asked for.
+
+        Of unequal microbatches, they count as much as the p in a row that hold most, on average,
+        so that a family holds the same share of 1F1B's memory as of equal ones.
+        """
+        costs, p, m = self.costs.for_placement(placement), self.pipeline_size, self.num_microbatches
+        own = [peak_microbatches * _mean_of_most(costs, held, p, m) for held in placement.stages_of]
         users = self.limit.per_rank(self.costs)
         return tuple(own) if users is None else tuple(map(min, own, users))
 

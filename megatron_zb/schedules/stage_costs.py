@@ -94,6 +94,14 @@ class StageCosts:
         return tuple(map(max, zip(*(row.activation for _, row in self.rows(1)), strict=True)))
 
     @cached_property
+    def mean_activation(self) -> tuple[float, ...]:
+        """Memory that F holds on each stage, on average over the microbatches."""
+        if not self.microbatches:
+            return self.activation
+        rows = [row.activation for row in self.microbatches]
+        return tuple(sum(of_stage) / len(rows) for of_stage in zip(*rows, strict=True))
+
+    @cached_property
     def seconds(self) -> dict[PassKind, tuple[float, ...]]:
         """Seconds of a pass of each kind on each stage."""
         training = {

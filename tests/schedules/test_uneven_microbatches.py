@@ -5,12 +5,15 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from megatron_zb import schedules
 from megatron_zb.drawing.html import drawing
 from megatron_zb.errors import UsageError
 from megatron_zb.schedules import Costs, Pass, PassKind, Schedule, simulate
 from megatron_zb.schedules.placement import looped, v_shape
+from megatron_zb.schedules.request import LimitTooSmall
 from megatron_zb.schedules.search.kernels import Plain
 from megatron_zb.schedules.search.presets import PRESETS
 from megatron_zb.schedules.search.priority_weights import PriorityWeights
@@ -158,3 +161,31 @@ def test_a_page_refuses_uneven_microbatches() -> None:
     table = _costs(2).of_lengths(LENGTHS).for_placement(looped(2))
     with pytest.raises(UsageError, match="microbatches that all cost the same"):
         drawing.costs(table)
+
+
+@settings(max_examples=60)
+@given(
+    name=st.sampled_from(["zb-h1", "v-min", "v-half", "v-zb", "1f1b-v", "zb-2p"]),
+    p=st.integers(2, 4),
+    lengths=st.lists(st.floats(0.25, 8.0), min_size=2, max_size=12),
+)
+def test_a_family_keeps_its_share_of_1f1bs_memory_in_tokens(
+    name: str, p: int, lengths: list[float]
+) -> None:
+    costs, m = _costs(p).of_lengths(lengths), len(lengths)
+    peak = schedules.catalog.family(name).peak_microbatches(p, m)
+    promised = peak / min(p, m) * costs.one_f_one_b_peak()
+    try:
+        found = simulate(_build(name, p, m, costs), costs)
+    except LimitTooSmall as error:
+        largest = max(lengths)  # in every chunk of a rank, which is one activation in all
+        assert largest > promised
+        assert error.needed == pytest.approx(largest)
+    else:
+        assert max(found.peak_memory) <= promised * (1 + 1e-9)
+
+
+def test_a_refusal_of_unequal_microbatches_names_the_share_they_need() -> None:
+    costs = _costs(4).of_lengths([1.0, 1.0, 1.0, 12.0, 1.0])
+    with pytest.raises(LimitTooSmall, match=r"v-half cannot .* at least 0\.8 of 1F1B"):
+        _build("v-half", 4, 5, costs)

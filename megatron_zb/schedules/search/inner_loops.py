@@ -30,7 +30,8 @@ class Graph(NamedTuple):
     pass and of the ``hop`` of its input, and the memory that it takes, or frees if negative.
     ``stage_at[r * chunks + c]`` is the stage of chunk c on rank r, ``limit[r]`` the memory of rank
     r, ``work[r]`` the seconds of all its passes; ``tail_seconds[r]`` follow the last pass of rank r
-    before it counts as done.
+    before it counts as done. ``before[s * (m + 1) + j]`` is how many average microbatches the first
+    j are on stage s, by their memory.
     """
 
     pipeline_size: int
@@ -47,14 +48,16 @@ class Graph(NamedTuple):
     limit: Any
     work: Any
     tail_seconds: Any
+    before: Any
 
 
 class Priorities(NamedTuple):
     """Numbers that steer a greedy run.
 
-    ``quota[r * chunks + c]`` bounds the microbatches in flight of chunk c. ``score`` holds, for the
-    kinds F0.., B0.., W: bias, slope along the ranks, bias once all F of chunk 0 are out; then the
-    weight of waiting inputs, of pending W, and the number of pending W that forces one.
+    ``quota[r * chunks + c]`` bounds the microbatches in flight of chunk c, by their memory.
+    ``score`` holds, for the kinds F0.., B0.., W: bias, slope along the ranks, bias once all F of
+    chunk 0 are out; then the weight of waiting inputs, of pending W, and the number of pending W
+    that forces one.
     ``rank_bias[r * kinds + k]`` is added to the score of the k-th of these kinds on rank r alone.
     A run ends as soon as its makespan will certainly be above ``bound``.
     """
@@ -246,6 +249,7 @@ def choose_action(
     p, chunks, m = graph.pipeline_size, graph.chunks, graph.num_microbatches
     seconds, memory, limit = graph.seconds, graph.memory, graph.limit
     stage_at, quota, score = graph.stage_at, priorities.quota, priorities.score
+    before = graph.before
     counts, ready_at, pending = space.counts, space.ready, space.pending
     block, kinds, base = p * chunks * m, 2 * chunks + 1, r * (2 * chunks + 3)
     weight = 2 * chunks  # the kind of W
@@ -274,8 +278,11 @@ def choose_action(
                 continue
             after = now
             if half == 0:
-                if c < chunks - 1 and mb - counts[base + chunks + c] >= quota[r * chunks + c]:
-                    continue
+                if c < chunks - 1:
+                    row = stage_at[r * chunks + c] * (m + 1)
+                    in_flight = before[row + mb + 1] - before[row + counts[base + chunks + c]]
+                    if in_flight > quota[r * chunks + c]:
+                        continue
                 if space.held[r] + memory[code] > limit[r]:
                     if waiting == 0:
                         continue

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any
 
 from megatron_zb.schedules.passes import Pass, PassKind
@@ -125,7 +126,16 @@ class Problem:
             limit=make.floats([limit + _TOLERANCE * (1 + limit) for limit in self.limit]),
             work=make.floats([self._work(rank) for rank in range(placement.pipeline_size)]),
             tail_seconds=make.floats(self.tail_seconds or (0.0,) * placement.pipeline_size),
+            before=make.floats([share for s in stages for share in self._before(s)]),
         )
+
+    def _before(self, stage: int) -> list[float]:
+        """Return the memory of the first j microbatches, in that of an average one, for all j."""
+        m, mean = self.num_microbatches, self.costs.mean_activation[stage]
+        if not self.costs.microbatches or mean <= 0:
+            return [float(j) for j in range(m + 1)]
+        held = (row.activation[stage] / mean for row in self.costs.microbatches)
+        return list(accumulate(held, initial=0.0))
 
 
 class Runner:
@@ -194,12 +204,18 @@ class Runner:
     def _prepare_quotas(self) -> None:
         """Precompute, for each rank and each chunk but the last, the inputs of all quotas."""
         problem, activation = self.problem, self.problem.costs.largest_activation
+        mean = problem.costs.mean_activation
         chunks, stages_of = problem.placement.chunks, problem.placement.stages_of
         self._slots = [
-            limit / (problem.smallest_limit(rank) / chunks)
-            for rank, limit in enumerate(problem.limit)
+            limit / (sum(mean[s] for s in held) / chunks)
+            for held, limit in zip(stages_of, problem.limit, strict=True)
         ]
-        self._sizes = [[activation[s] for s in held[:-1]] for held in stages_of]
+        self._sizes = [[mean[s] for s in held[:-1]] for held in stages_of]
+        # with room for the largest microbatch in each chunk, every one can move on
+        self._least = [
+            [activation[s] / mean[s] if mean[s] > 0 else 1.0 for s in held[:-1]]
+            for held in stages_of
+        ]
         rooms = [
             limit - activation[held[-1]]
             for limit, held in zip(problem.limit, stages_of, strict=True)
@@ -245,7 +261,7 @@ class Runner:
         """Return the quotas as an array: most neighbours have those of an earlier run."""
         key = weights.quota, weights.quota_slope, weights.shift
         if key not in self._quotas_of:
-            self._quotas_of[key] = self.engine.integers(self._quotas(weights))
+            self._quotas_of[key] = self.engine.floats(self._quotas(weights))
         return self._quotas_of[key]
 
     def _kept_rank_bias(self, rank_bias: tuple[float, ...]) -> Any:
@@ -262,8 +278,8 @@ class Runner:
         rows = (*weights.bias, *weights.slope, *weights.late)
         return [x * unit for x in rows] + [weights.early, weights.pending * unit, forced]
 
-    def _quotas(self, weights: PriorityWeights) -> list[int]:
-        """Return the microbatches in flight allowed in each chunk but the last.
+    def _quotas(self, weights: PriorityWeights) -> list[float]:
+        """Return the average microbatches in flight allowed in each chunk but the last.
 
         Together they leave a slot for the last chunk, so that the oldest microbatch can always
         move on and no run gets stuck.
@@ -271,26 +287,29 @@ class Runner:
         placement = self.problem.placement
         p, chunks = placement.pipeline_size, placement.chunks
         if chunks == 1:
-            return [0] * p
-        quotas: list[int] = []
+            return [0.0] * p
+        quotas: list[float] = []
         for rank in range(p):
             share = weights.quota - weights.quota_slope * rank / (p - 1)
             total = self._slots[rank] * share
             sizes, room, first = self._sizes[rank], self._rooms[rank], rank * chunks
             most = self._most[rank]  # more than these would be taken back one by one
+            least = self._least[rank]
             own = [
-                max(1, min(most, round(total * portion) + weights.shift[first + c]))
+                max(least[c], float(min(most, round(total * portion) + weights.shift[first + c])))
                 for c, portion in enumerate(self._portions)
             ]
             used = sum([q * size for q, size in zip(own, sizes, strict=True)])
             while used > room:
-                largest = own.index(max(own))
-                if own[largest] == 1:
+                spare = [quota - fewest for quota, fewest in zip(own, least, strict=True)]
+                largest = spare.index(max(spare))
+                if spare[largest] <= 0:
                     break
-                own[largest] -= 1
-                used -= sizes[largest]
-            quotas += own
-            quotas.append(0)
+                fewer = max(least[largest], own[largest] - 1)
+                used -= (own[largest] - fewer) * sizes[largest]
+                own[largest] = fewer
+            quotas += [quota * (1 + _TOLERANCE) for quota in own]
+            quotas.append(0.0)
         return quotas
 
     def copied(self) -> Coded:
