@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import argparse
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any
 from weakref import WeakSet
@@ -46,6 +46,7 @@ from megatron_zb.megatron_lm.replacing import (
 )
 from megatron_zb.megatron_lm.scheduled_run import ScheduledRun
 from megatron_zb.schedules import catalog
+from megatron_zb.schedules.work import Lengths
 
 _INSTALLED = "_installed_by_megatron_zb_bridge"
 
@@ -139,6 +140,42 @@ class Pipeline:
         layout = self.adapter.layer_layout
         is_namespace = isinstance(model, argparse.Namespace)  # which is written into checkpoints
         model.pipeline_model_parallel_layout = str(layout) if is_namespace else layout
+
+    def order(
+        self,
+        tokens: Sequence[float],
+        squares: Sequence[float] | None = None,
+        *,
+        forward_only: bool = False,
+    ) -> list[int]:
+        """Plan the next step for the lengths of its microbatches; return the order to feed them in.
+
+        The trainer puts its microbatches into that order: ``[batches[i] for i in order]``. What the
+        step returns is in the order of feeding. Every rank calls it right before the step.
+
+        Args:
+            tokens: of each microbatch, all of its sequences together.
+            squares: the sum of the squares of its sequences' lengths, for attention; if left out,
+                each microbatch is one sequence.
+            forward_only: the step runs no backward, such as for log-probabilities.
+
+        Raises:
+            UsageError: a length is wrong, ranks disagree, or no order keeps the memory limit.
+        """
+        lengths = Lengths.of(tokens, squares)
+        planned = self.adapter.planned
+        return list(planned.plan(lengths, keeps_order=False, forward_only=forward_only))
+
+    def lengths(
+        self,
+        tokens: Sequence[float],
+        squares: Sequence[float] | None = None,
+        *,
+        forward_only: bool = False,
+    ) -> None:
+        """Plan the next step for microbatches that are fed in this order; see :meth:`order`."""
+        planned = self.adapter.planned
+        planned.plan(Lengths.of(tokens, squares), keeps_order=True, forward_only=forward_only)
 
     def builder(self, build: Callable[..., Any]) -> Callable[..., Any]:
         """Wrap what builds one chunk, so that it is placed, checked and split.

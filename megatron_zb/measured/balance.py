@@ -6,7 +6,7 @@ alone. The gain is that of the schedule that will run, simulated with either lay
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -19,6 +19,7 @@ from megatron_zb.measured.usual_gpu import Cutting
 from megatron_zb.schedules import Costs, PassKind, Schedule, layout, simulate
 from megatron_zb.schedules.layout import Layers, Layout
 from megatron_zb.schedules.placement import Placement
+from megatron_zb.schedules.work import NO_ATTENTION, Attention
 
 _SIZES = {
     "layers": "--num-layers",
@@ -226,16 +227,34 @@ def ends_of(args: Any) -> Ends | None:
     return replace(ends, cutting=Cutting.of_sizes(layer, vocabulary, args.hidden_size, tensor))
 
 
+def attention_of(args: Any) -> Attention:
+    """Count the work of attention beside linear layers; none where the sizes do not suffice."""
+    if getattr(args, "multi_latent_attention", False):
+        return NO_ATTENTION
+    if not all(getattr(args, name, None) for name in ("hidden_size", "num_attention_heads")):
+        return NO_ATTENTION
+    linear, scores = _layer_products(args)
+    return Attention.counted(scores, linear)
+
+
 def _layer_flops(args: Any) -> float:
     """Count a layer's FLOPs per token in F: products with weights, half of those with scores."""
+    linear, scores = _layer_products(args)
+    return 2.0 * (linear + args.seq_length * scores)
+
+
+def _layer_products(args: Any) -> tuple[int, int]:
+    """Count a layer's products per token in F with weights, and half of those with one score."""
+    given: Callable[[str], Any] = lambda name: getattr(args, name, None)  # noqa: E731
     hidden, heads = args.hidden_size, args.num_attention_heads
-    head = getattr(args, "kv_channels", None) or hidden // heads
-    groups = args.num_query_groups if args.group_query_attention else heads
+    head = given("kv_channels") or hidden // heads
+    # a config has no flag for groups, arguments have a number without it
+    is_grouped = getattr(args, "group_query_attention", True) and given("num_query_groups")
+    groups = args.num_query_groups if is_grouped else heads
     attention = 2 * hidden * head * (heads + groups)
-    inner = args.ffn_hidden_size or 4 * hidden
-    matrices = 3 if args.swiglu else 2
-    if getattr(args, "num_experts", None):
-        inner = (args.moe_ffn_hidden_size or inner) * args.moe_router_topk
-        inner += getattr(args, "moe_shared_expert_intermediate_size", None) or 0
-    scores = args.seq_length * heads * head
-    return 2.0 * (attention + matrices * hidden * inner + scores)
+    inner = given("ffn_hidden_size") or 4 * hidden
+    matrices = 3 if given("swiglu") or given("gated_linear_unit") else 2
+    if given("num_experts") or given("num_moe_experts"):
+        inner = (given("moe_ffn_hidden_size") or inner) * (given("moe_router_topk") or 2)
+        inner += given("moe_shared_expert_intermediate_size") or 0
+    return attention + matrices * hidden * inner, heads * head

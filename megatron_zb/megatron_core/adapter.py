@@ -23,6 +23,7 @@ from megatron_zb.megatron_core.graphs import GraphsPart
 from megatron_zb.megatron_core.linear import split_linear_layers
 from megatron_zb.megatron_core.parts import PartList
 from megatron_zb.megatron_core.placement import ModelPlacement, PhysicalPlacement, StageLayout
+from megatron_zb.megatron_core.planned_steps import PlannedSteps
 from megatron_zb.megatron_core.post_validation import PostValidation, PostValidationPart
 from megatron_zb.megatron_core.profiled_steps import ProfilePart, ProfileUse
 from megatron_zb.megatron_core.random_streams import LayerStreams, layers_draw_weights
@@ -195,11 +196,15 @@ class PipelineAdapter:
     @cached_property
     def forward_backward_func(self) -> ForwardBackward:
         """Replacement of Megatron's ``forward_backward_func``, with the options given until now."""
-        physical, current = self.physical, self.current
-        if current.splits_backward:
-            self._add(UnsplitLayers(self._splits, current.count_unsplit))
+        if self.current.splits_backward:
+            self._add(UnsplitLayers(self._splits, self.current.count_unsplit))
         parts = self._parts.in_order()
-        return ForwardBackward(physical, current.program_for, self._splits, parts)
+        return ForwardBackward(self.physical, self.planned.program_for, self._splits, parts)
+
+    @cached_property
+    def planned(self) -> PlannedSteps:
+        """Plans of steps of unequal microbatches."""
+        return PlannedSteps(self.current)
 
     @property
     def finalize_model_grads(self) -> Callable[..., None]:

@@ -24,10 +24,14 @@ from megatron_zb.schedules.program.lowering import Program, lower
 from megatron_zb.schedules.request import keeps
 from megatron_zb.schedules.schedule import Schedule
 from megatron_zb.schedules.simulator import simulate
+from megatron_zb.schedules.work import NO_ATTENTION, Attention
 
 _INPUT = 1 / 17
 """What the input of a layer takes of its activation: 2 of about 34 bytes a number in 16 bits
 (Korthikanti et al., arXiv 2205.05198, without those of attention that are computed again)."""
+
+_KEPT = 64
+"""Most tables and programs that are kept: of other numbers of microbatches, and of evaluation."""
 
 _SUBSTITUTE = "auto"
 """Schedule for another number of microbatches than a table's: evaluation, or a growing batch."""
@@ -49,6 +53,7 @@ class JobSizes:
             the passes that use it, unless the profile that balances layers has timed copies.
         vocabulary: with ``pipeline_vocabulary``, the number of layers that the output layer counts
             for, unless the ends of the model are known.
+        attention: what attention takes beside linear layers, for steps of unequal microbatches.
     """
 
     pipeline_size: int
@@ -59,6 +64,7 @@ class JobSizes:
     overlaps_exchange: bool = False
     copy: float | None = None
     vocabulary: float | None = None
+    attention: Attention = NO_ATTENTION
 
     @property
     def known_ends(self) -> Ends | None:
@@ -83,13 +89,15 @@ class CurrentSchedule:
         costs: Costs,
         settings: ScheduleSettings,
         build: Build = catalog.build,
+        attention: Attention = NO_ATTENTION,
     ) -> None:
-        self.schedule, self.costs = schedule, costs
+        self.schedule, self.costs, self.attention = schedule, costs, attention
         self._settings, self._build = settings, build
         self._is_measured = False
         self.unsplit_shares: Sequence[float] = []
         """Share of each stage's weight gradients that B computes, once a step has shown it."""
-        self.program_for = lru_cache(maxsize=16)(self._build_program)
+        self.table = lru_cache(maxsize=_KEPT)(self._table)
+        self.program_for = lru_cache(maxsize=_KEPT)(self._build_program)
 
     @classmethod
     def named(
@@ -117,7 +125,7 @@ class CurrentSchedule:
             back_to_back=settings.enable_optimizer_post_validation,
             num_layers=None if isinstance(written, str) else sizes.layers.decoder,
         )
-        return cls(schedule, costs, settings, build)
+        return cls(schedule, costs, settings, build, sizes.attention)
 
     @classmethod
     def of_table(
@@ -139,12 +147,19 @@ class CurrentSchedule:
                 f"the schedule {schedule.name} has passes of an output layer that is cut: tables "
                 "train with a whole one; name a schedule, with --pipeline-vocabulary on"
             )
-        return cls(schedule, _equal_costs(sizes.pipeline_size), ScheduleSettings(), build)
+        costs = _equal_costs(sizes.pipeline_size)
+        return cls(schedule, costs, ScheduleSettings(), build, sizes.attention)
 
     @property
     def splits_backward(self) -> bool:
         """Whether the schedule has a W, a weight gradient as a separate pass."""
         return any(p.kind is PassKind.W for rank in self.schedule.ranks for p in rank)
+
+    @property
+    def follows_costs(self) -> bool:
+        """Whether other costs may give another order of passes; not those of a finished table."""
+        name = self.schedule.name
+        return name in catalog.names() and catalog.family(name).follows_costs
 
     @property
     def bubble_rate(self) -> float:
@@ -162,6 +177,7 @@ class CurrentSchedule:
         self.schedule = schedule
         self._is_measured = self._is_measured or costs is not None
         self.costs = costs or self.costs
+        self.table.cache_clear()
         self.program_for.cache_clear()
 
     def count_unsplit(self, shares: list[float]) -> str | None:
@@ -207,13 +223,38 @@ class CurrentSchedule:
 
     # --- another number of microbatches
 
-    def _build_program(self, num_microbatches: int, forward_only: bool, captured: bool) -> Program:
+    def _table(self, num_microbatches: int, forward_only: bool) -> Schedule:
+        """Return the schedule for a number of microbatches that are all alike."""
         schedule = self.schedule
-        if num_microbatches != schedule.num_microbatches:
-            name = schedule.name if schedule.name in catalog.names() else _SUBSTITUTE
-            # forwards keep nothing
-            limit = {} if forward_only else self._limits(self._is_measured)
-            schedule = self._built(self._build, name, num_microbatches, self.costs, limit)
+        if num_microbatches == schedule.num_microbatches:
+            return schedule
+        name = schedule.name if schedule.name in catalog.names() else _SUBSTITUTE
+        # forwards keep nothing
+        limit = {} if forward_only else self._limits(self._is_measured)
+        return self._built(self._build, name, num_microbatches, self.costs, limit)
+
+    def step_limit(self, table: Schedule, costs: Costs) -> list[float]:
+        """Return the most memory of every rank in a step of unequal microbatches.
+
+        It is the user's limit. Without one, it is the share of 1F1B's memory that the schedule
+        takes of equal microbatches: of what 1F1B takes of these in their order. A published order
+        may take as much as it does in theirs.
+        """
+        limit = self._settings.memory_limit
+        if limit is not None:
+            most = limit.in_unit_of(costs, is_measured=self._is_measured)
+            in_bytes = self._is_measured and limit.bytes is not None
+            return [most - fixed if in_bytes else most for fixed in costs.fixed]
+        m, p = table.num_microbatches, costs.pipeline_size
+        of_1f1b = self.costs.one_f_one_b_peak() * min(m, p) / p
+        share = max(simulate(table, self.costs).peak_memory) / of_1f1b
+        most = share * costs.one_f_one_b_peak()
+        if not self.follows_costs:
+            most = max(most, *simulate(table, costs).peak_memory)
+        return [most] * p
+
+    def _build_program(self, num_microbatches: int, forward_only: bool, captured: bool) -> Program:
+        schedule = self.table(num_microbatches, forward_only)
         if forward_only:
             schedule = in_forward_order(schedule, self.costs)
         return lower(schedule, simulate(schedule, self.costs), captured=captured)

@@ -186,6 +186,7 @@ def _sizes(args: argparse.Namespace) -> JobSizes:
         ends=ends,
         overlaps_exchange=bool(getattr(args, OVERLAP, False)),
         copy=copy_of(args),
+        attention=balance.attention_of(with_derived(args)),
     )
 
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from itertools import pairwise
 from operator import add, mul, sub
 from statistics import median
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from megatron_zb.errors import UsageError
 from megatron_zb.schedules.kinds import Kind
@@ -76,6 +76,20 @@ class FurtherPasses(Protocol):
     def times(self, length: float) -> FurtherPasses:
         """Return those of a microbatch that is so many times as long."""
         ...
+
+
+class Scale(NamedTuple):
+    """How many times one microbatch takes what another does, in three respects.
+
+    Args:
+        tokens: W, messages and memory.
+        forward: F, and R, which computes it again.
+        backward: B.
+    """
+
+    tokens: float
+    forward: float
+    backward: float
 
 
 @dataclass(frozen=True)
@@ -422,25 +436,36 @@ class Costs:
             raise UsageError(
                 f"costs: lengths of microbatches are {list(lengths)}: give positive numbers"
             )
-        rows = {length: self._times(length) for length in lengths}
+        rows = {length: self.scaled(Scale(length, length, length)) for length in lengths}
         return replace(self, microbatches=tuple(rows[length] for length in lengths))
 
-    def _times(self, length: float) -> Costs:
-        def times(values: tuple[float, ...]) -> tuple[float, ...]:
-            return tuple(value * length for value in values)
-
+    def scaled(self, scale: Scale) -> Costs:
+        """Return the costs of a microbatch that takes more or less than this one."""
+        backward, weight = scale.backward, scale.tokens
+        factors = dict.fromkeys((*_ALWAYS, *_AT_TIMES), scale.tokens)
+        factors |= {"forward": scale.forward, "recompute": scale.forward, "backward": backward}
         tables: dict[str, Any] = {
-            name: times(getattr(self, name)) for name in (*_ALWAYS, *_AT_TIMES)
+            name: tuple(value * factor for value in getattr(self, name))
+            for name, factor in factors.items()
         }
+        if backward != weight:
+            tables["whole"] = tuple(
+                value * (b * backward + w * weight) / (b + w)
+                for value, b, w in zip(self.whole, self.backward, self.weight, strict=False)
+            )
         return replace(
             self,
             **tables,
-            p2p=tuple(map(times, self.p2p)),
-            kept_input=self.kept_input * length,
+            p2p=tuple(tuple(value * scale.tokens for value in row) for row in self.p2p),
+            kept_input=self.kept_input * scale.tokens,
             microbatches=(),
-            vocabulary=self.vocabulary and self.vocabulary.times(length),
-            parts=tuple(part.times(length) for part in self.parts),
+            vocabulary=self.vocabulary and self.vocabulary.times(scale.tokens),
+            parts=tuple(part.times(scale.tokens) for part in self.parts),
         )
+
+    def in_order(self, order: Sequence[int]) -> Costs:
+        """Return the costs of unequal microbatches in another order."""
+        return replace(self, microbatches=tuple(self.microbatches[j] for j in order))
 
     def one_f_one_b_peak(self) -> float:
         """Return 1F1B's peak: p microbatches in a row of the activations of its first rank."""

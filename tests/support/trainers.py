@@ -9,7 +9,9 @@ Megatron's functions by name, and know nothing of this package.
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Iterator
+import random
+from collections.abc import Callable, Iterator, Sequence
+from copy import copy
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -36,9 +38,11 @@ from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.utils import get_model_config
 
+from megatron_zb.megatron_core.cpu import redirect_experts
 from megatron_zb.megatron_core.random_streams import global_parameters, initialise_by_global_name
 
 LENGTH, VOCABULARY, BATCH = 16, 64, 2
+_EXPERT = "local_experts"
 OF_MODEL: dict[str, Any] = {
     "hidden_size": 32,
     "num_attention_heads": 4,
@@ -53,16 +57,24 @@ OF_MODEL: dict[str, Any] = {
 def weights_of(models: list[Any]) -> dict[str, torch.Tensor]:
     """The weights of this rank by their names in the whole model."""
     return {
-        name.replace("module.", ""): weight.detach().clone()
+        f"{mpu.get_expert_model_parallel_rank() if _EXPERT in name else ''}{name}".replace(
+            "module.", ""
+        ): weight.detach().clone()
         for model in models
         for name, weight in global_parameters(model).items()
     }
 
 
-def wrapped(config: Any, chunks: list[Any]) -> tuple[list[Any], Any]:
+def wrapped(config: Any, chunks: list[Any], overlap: bool = False) -> tuple[list[Any], Any]:
     """Chunks in data parallelism, and a distributed optimizer; it clips nothing, see README."""
-    ddp = DistributedDataParallelConfig(use_distributed_optimizer=True)
+    ddp = DistributedDataParallelConfig(
+        use_distributed_optimizer=True, overlap_grad_reduce=overlap, bucket_size=5000
+    )
     models = [DistributedDataParallel(config, ddp, chunk) for chunk in chunks]
+    if overlap:
+        config.no_sync_func = [model.no_sync for model in models]
+        if len(models) == 1:
+            (config.no_sync_func,) = config.no_sync_func
     settings = OptimizerConfig(lr=0.01, use_distributed_optimizer=True, clip_grad=0.0)
     return models, get_megatron_optimizer(settings, models, use_gloo_process_groups=False)
 
@@ -70,7 +82,9 @@ def wrapped(config: Any, chunks: list[Any]) -> tuple[list[Any], Any]:
 # --- the shape of trainers for reinforcement learning
 
 
-def arguments(pipeline_size: int, *, tied: bool = False) -> argparse.Namespace:
+def arguments(
+    pipeline_size: int, *, tied: bool = False, overlap: bool = False, experts: int | None = None
+) -> argparse.Namespace:
     """What such a trainer parses in one process, and pickles to all."""
     return argparse.Namespace(
         **OF_MODEL,
@@ -80,6 +94,10 @@ def arguments(pipeline_size: int, *, tied: bool = False) -> argparse.Namespace:
         pipeline_model_parallel_layout=None,
         variable_seq_lengths=True,
         tied=tied,
+        overlap_grad_reduce=overlap,
+        num_moe_experts=experts,
+        expert_model_parallel_size=2 if experts else 1,
+        add_bias_linear=not experts,
     )
 
 
@@ -92,47 +110,65 @@ class Actor:
             1,
             args.pipeline_model_parallel_size,
             args.virtual_pipeline_model_parallel_size,
+            expert_model_parallel_size=args.expert_model_parallel_size,
             create_gloo_process_groups=False,
         )
         model_parallel_cuda_manual_seed(1)
+        redirect_experts()
         build = partial(_build_chunk, args)
         self.chunks = _chunks(wrap(build) if wrap else build)
         self.config = get_model_config(self.chunks[0])
         self.load(seed=1)
-        self.models, self.optimizer = wrapped(self.config, self.chunks)
+        overlap = args.overlap_grad_reduce
+        self.models, self.optimizer = wrapped(self.config, self.chunks, overlap)
 
     def load(self, seed: int) -> None:
         """Load other weights; one seed is one checkpoint."""
-        initialise_by_global_name(self.chunks, self.config, seed)
+        one = copy(self.config)
+        one.expert_model_parallel_size = 1  # experts have local names
+        initialise_by_global_name(self.chunks, one, seed)
+        for chunk in self.chunks:
+            for name, weight in chunk.named_parameters():
+                if _EXPERT in name:
+                    weight.data.mul_(1 + mpu.get_expert_model_parallel_rank())
 
     def put_back(self, weights: dict[str, torch.Tensor]) -> None:
         for chunk in self.chunks:
             for name, weight in global_parameters(chunk).items():
                 weight.data.copy_(weights[name])
 
-    def train_one_step(self, step: int, num_microbatches: int) -> list[float]:
-        """The losses of the step, on the rank that has the output layer."""
+    def train_one_step(
+        self, step: int, num_microbatches: int, order: Sequence[int] | None = None
+    ) -> list[float]:
+        """The losses of the step, on the rank that has the output layer, as they were fed.
+
+        With an ``order``, microbatches have the lengths of :func:`drawn_lengths`, in that order.
+        """
         for model in self.models:
             model.train()
             model.zero_grad_buffer()
         self.optimizer.zero_grad()
         self.config.grad_scale_func = self.optimizer.scale_loss
         self.config.finalize_model_grads_func = finalize_model_grads
-        found = self._run(_train, step, num_microbatches)
+        found = self._run(_train, step, num_microbatches, order)
         self.optimizer.step()
         return [float(each["loss"]) for each in found]
 
     @torch.no_grad()
-    def log_probs(self, step: int, num_microbatches: int, **more: Any) -> list[torch.Tensor]:
+    def log_probs(
+        self, step: int, num_microbatches: int, order: Sequence[int] | None = None, **more: Any
+    ) -> list[torch.Tensor]:
         """The log-probabilities of the tokens of a step, before it is trained."""
         for model in self.models:
             model.eval()
         function = _data if more else _score
-        found = self._run(function, step, num_microbatches, forward_only=True, **more)
+        found = self._run(function, step, num_microbatches, order, forward_only=True, **more)
         return [each["log_probs"] for each in found]
 
-    def _run(self, function: Any, step: int, count: int, **more: Any) -> list[Any]:
-        data = [_samples(step, count) for _ in self.models]
+    def _run(
+        self, function: Any, step: int, count: int, order: Sequence[int] | None, **more: Any
+    ) -> list[Any]:
+        data = [_samples(step, count, order) for _ in self.models]
         several = len(self.models) > 1
         found: list[Any] = get_forward_backward_func()(
             forward_step_func=partial(_forward_step, function),
@@ -153,7 +189,7 @@ def _build_chunk(
     config = TransformerConfig(**{k: v for k, v in vars(args).items() if k in fields})
     return GPTModel(
         config,
-        get_gpt_layer_local_spec(),
+        get_gpt_layer_local_spec(args.num_moe_experts),
         VOCABULARY,
         LENGTH,
         pre_process,
@@ -178,12 +214,19 @@ def _chunks(build: Callable[..., Any]) -> list[Any]:
     ]
 
 
-def _samples(step: int, count: int) -> Iterator[torch.Tensor]:
+def drawn_lengths(step: int, count: int) -> list[int]:
+    """Lengths of one to eight times the shortest, others on every data-parallel rank."""
+    draw = random.Random(f"{mpu.get_data_parallel_rank()} {step}")
+    return [draw.randint(2, LENGTH) for _ in range(count)]
+
+
+def _samples(step: int, count: int, order: Sequence[int] | None) -> Iterator[torch.Tensor]:
     """Sequences whose length changes from microbatch to microbatch."""
-    for number in range(count):
+    drawn = drawn_lengths(step, count)
+    for number in range(count) if order is None else order:
         seed = 10_000 * mpu.get_data_parallel_rank() + 100 * step + number
         draw = torch.Generator().manual_seed(seed)
-        length = 5 + (7 * step + 3 * number) % (LENGTH - 5)
+        length = 5 + (7 * step + 3 * number) % (LENGTH - 5) if order is None else drawn[number]
         yield torch.randint(VOCABULARY, (BATCH, length + 1), generator=draw)
 
 

@@ -115,5 +115,10 @@ def engine(passes: float) -> Engine:
     return _compiled() if passes > least and available() else Plain()
 
 
+def fastest() -> Engine:
+    """Return the compiled loops where they can be had: for many small jobs, one after another."""
+    return _compiled() if available() else Plain()
+
+
 _WORTH_COMPILING = 2e5  # about a second of plain Python
 _WORTH_LOADING = 2e4  # where numba has been imported for another search

@@ -1,0 +1,173 @@
+"""Steps whose microbatches have unequal lengths, planned from these lengths before each step.
+
+A trainer that knows the lengths of a step's microbatches gives them to :class:`PlannedSteps` right
+before the step. All ranks that run one model find the same plan, since it follows from the lengths
+alone, and compare it. Replicas that exchange tokens between their experts wait for one another in
+every pass: they plan for the longest of their microbatches that run at one time.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch.distributed as dist
+from megatron.core import parallel_state
+
+from megatron_zb.errors import UsageError
+from megatron_zb.megatron_core.current_schedule import CurrentSchedule
+from megatron_zb.runtime.groups import new_groups
+from megatron_zb.schedules.program.lowering import Program, lower
+from megatron_zb.schedules.simulator import simulate
+from megatron_zb.schedules.step_plan import Order, StepPlan, plan_forwards, plan_step
+from megatron_zb.schedules.work import Lengths, costs_of_work
+
+
+@dataclass(frozen=True)
+class _Next:
+    """The step that has been planned; ``plan`` is None where all microbatches are alike."""
+
+    num_microbatches: int
+    forward_only: bool
+    plan: StepPlan | None
+
+
+class PlannedSteps:
+    """Programs of the steps: of the schedule, or of a plan for the next step.
+
+    Args:
+        current: the schedule of the job.
+    """
+
+    def __init__(self, current: CurrentSchedule) -> None:
+        self._current = current
+        self._next: _Next | None = None
+        self._groups: list[Any] = []
+
+    def plan(self, lengths: Lengths, *, keeps_order: bool, forward_only: bool) -> Order:
+        """Plan the next step; return the order of its microbatches.
+
+        Collective over the job, once its process groups exist.
+
+        Raises:
+            UsageError: no order keeps the memory limit, or other ranks have other lengths.
+        """
+        sizes = sorted(range(len(lengths)), key=lambda j: (-lengths.tokens[j], j))
+        groups = self._connected()
+        if groups and groups[1].size() > 1:
+            of_all = _gathered(groups[1], lengths if keeps_order else lengths.in_order(sizes))
+            planned = self._planned(_longest(of_all), keeps_order, forward_only)
+            places = range(len(sizes)) if keeps_order else sizes
+            order = tuple(places[j] for j in planned)
+        else:
+            order = self._planned(lengths, keeps_order, forward_only)
+        if groups:
+            self._agree(groups[0], lengths, order)
+        return order
+
+    def program_for(self, num_microbatches: int, forward_only: bool, captured: bool) -> Program:
+        """Return the program of a step: as planned, if it has been.
+
+        Raises:
+            UsageError: another step has been planned.
+        """
+        planned, self._next = self._next, None
+        if planned is None:
+            return self._current.program_for(num_microbatches, forward_only, captured)
+        asked = (num_microbatches, forward_only)
+        if asked != (planned.num_microbatches, planned.forward_only):
+            raise UsageError(
+                f"the step that was planned has {_said(*_sizes_of(planned))}, but this one has "
+                f"{_said(*asked)}: plan each step right before it"
+            )
+        if planned.plan is None:
+            return self._current.program_for(num_microbatches, forward_only, captured)
+        timeline = simulate(planned.plan.schedule, planned.plan.costs)
+        return lower(planned.plan.schedule, timeline, captured=captured)
+
+    def _planned(self, lengths: Lengths, keeps_order: bool, forward_only: bool) -> Order:
+        current, m = self._current, len(lengths)
+        given = tuple(range(m))
+        if len(set(zip(lengths.tokens, lengths.squares, strict=True))) == 1:
+            self._next = _Next(m, forward_only, None)
+            return given
+        table = current.table(m, forward_only)
+        costs = costs_of_work(current.costs, lengths, current.attention)
+        if forward_only:
+            plan: StepPlan | None = plan_forwards(table, costs, keeps_order=keeps_order)
+        else:
+            limit = current.step_limit(table, costs)
+            fixed = not current.follows_costs
+            plan = plan_step(table, costs, limit, keeps_order=keeps_order, keeps_passes=fixed)
+            if plan is None:
+                raise _too_long(current, costs, limit)
+        assert plan is not None
+        self._next = _Next(m, forward_only, plan)
+        return plan.order
+
+    def _connected(self) -> list[Any]:
+        """Return groups of gloo: of the pipeline, and of the replicas that share its experts."""
+        if not self._groups and dist.is_initialized() and parallel_state.is_initialized():
+            ranks = dist.get_process_group_ranks
+            pipeline = ranks(parallel_state.get_pipeline_model_parallel_group())
+            experts = ranks(parallel_state.get_expert_model_parallel_group())
+            self._groups = new_groups([pipeline, experts], "gloo")
+        return self._groups
+
+    @staticmethod
+    def _agree(pipeline: Any, lengths: Lengths, order: Order) -> None:
+        text = repr((lengths, order)).encode()
+        digests = _gathered(pipeline, hashlib.sha256(text).hexdigest())
+        if len(set(digests)) > 1:
+            other = next(r for r, digest in enumerate(digests) if digest != digests[0])
+            raise UsageError(
+                f"pipeline ranks 0 and {other} were given other lengths of microbatches, or plan "
+                "with other installations: give all ranks of a model the same"
+            )
+
+
+def _sizes_of(planned: _Next) -> tuple[int, bool]:
+    return planned.num_microbatches, planned.forward_only
+
+
+def _said(num_microbatches: int, forward_only: bool) -> str:
+    kind = "forwards alone" if forward_only else "training"
+    return f"{num_microbatches} microbatches of {kind}"
+
+
+def _gathered(group: Any, value: Any) -> list[Any]:
+    found: list[Any] = [None] * group.size()
+    dist.all_gather_object(found, value, group=group)
+    return found
+
+
+def _longest(of_all: Sequence[Lengths]) -> Lengths:
+    """Return the most tokens and squares at each place.
+
+    Raises:
+        UsageError: replicas have other numbers of microbatches.
+    """
+    counts = [len(lengths) for lengths in of_all]
+    if len(set(counts)) > 1:
+        raise UsageError(
+            f"replicas that share experts have {sorted(set(counts))} microbatches: give all of "
+            "them as many, since they exchange tokens in every pass"
+        )
+    columns: Callable[[str], list[float]] = lambda name: [  # noqa: E731
+        max(of_place) for of_place in zip(*(getattr(each, name) for each in of_all), strict=True)
+    ]
+    return Lengths.of(columns("tokens"), columns("squares"))
+
+
+def _too_long(current: CurrentSchedule, costs: Any, limit: Sequence[float]) -> UsageError:
+    placement = current.schedule.placement
+    largest = costs.for_placement(placement).largest_activation
+    needed = max(sum(largest[s] for s in held) for held in placement.stages_of)
+    share = costs.one_f_one_b_peak()
+    return UsageError(
+        f"{current.schedule.name} cannot run these microbatches within {max(limit) / share:.3g} of "
+        f"1F1B's memory: the longest alone takes {needed / share:.4g} of it; raise the memory "
+        "limit, or pack the sequences more evenly"
+    )

@@ -1,0 +1,284 @@
+"""Plan of one step whose microbatches take unequal work: their order, and an order of the passes.
+
+A search takes seconds and the lengths are known milliseconds before the step, so that a plan starts
+from the schedule for equal microbatches. Short microbatches at both ends, the longest in the middle
+("hill"), shorten the fill and the drain of a pipeline under any schedule; swaps of two follow, then
+the list scheduler's presets, and a fixed number of moves of single passes. The effort is counted in
+runs and not in seconds, and all randomness is seeded: the plan is a function of its arguments, so
+that every rank finds the same.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+
+from megatron_zb.schedules.costs import Costs
+from megatron_zb.schedules.forward_orders import in_forward_order
+from megatron_zb.schedules.passes import PassKind
+from megatron_zb.schedules.request import keeps
+from megatron_zb.schedules.schedule import Schedule
+from megatron_zb.schedules.search.fusing import fuse_for_free
+from megatron_zb.schedules.search.inner_loops import INFINITY
+from megatron_zb.schedules.search.kernels import Compiled, Engine, fastest
+from megatron_zb.schedules.search.presets import PRESETS
+from megatron_zb.schedules.search.priority_weights import PriorityWeights
+from megatron_zb.schedules.search.runner import Problem, Runner
+from megatron_zb.schedules.simulator import simulate
+
+Order = tuple[int, ...]
+"""For each position in a step, the microbatch that runs there, by its place before the step."""
+
+_TOLERANCE = 1e-9
+_TRAINING = {PassKind.F, PassKind.B, PassKind.W, PassKind.BW}
+_THRESHOLD = 0.3  # of a mean pass: the loss that moves accept at first
+
+
+@dataclass(frozen=True)
+class StepPlan:
+    """Order of a step's microbatches, and the schedule of their passes by their new places.
+
+    ``costs`` are those of the microbatches in this order, ``peaks`` the most memory of every rank.
+    """
+
+    order: Order
+    schedule: Schedule
+    costs: Costs
+    peaks: tuple[float, ...]
+
+
+@dataclass(frozen=True)
+class PlanEffort:
+    """Effort of a plan, the same number of timed passes for small and large steps.
+
+    Args:
+        swaps: passes of the schedules that are timed to swap two microbatches.
+        orders: orders of microbatches whose passes are scheduled anew.
+        moves: passes of the schedules that are timed to move a single pass.
+    """
+
+    swaps: int
+    orders: int
+    moves: int
+
+    def number(self, timed: int, passes: int) -> int:
+        """Return how many schedules of so many passes can be timed; enough for small ones."""
+        return min(timed // passes, _ENOUGH)
+
+
+_ENOUGH = 8000
+COMPILED = PlanEffort(swaps=120_000, orders=2, moves=1_500_000)
+PLAIN = PlanEffort(swaps=12_000, orders=1, moves=30_000)
+"""For about 40 and 120 milliseconds of a processor with 8 ranks and 32 microbatches."""
+
+
+def plan_step(
+    table: Schedule,
+    costs: Costs,
+    limit: Sequence[float],
+    *,
+    keeps_order: bool = False,
+    keeps_passes: bool = False,
+    engine: Engine | None = None,
+) -> StepPlan | None:
+    """Return the fastest plan found within a limit, or None if none was found there.
+
+    It is never slower than ``table`` with the microbatches in their order, if that keeps the limit.
+
+    Args:
+        table: the schedule for equal microbatches, of as many.
+        costs: of each microbatch, in the order that is given.
+        limit: the most memory of every rank, in the unit of the costs.
+        keeps_order: the microbatches stay in their order.
+        keeps_passes: the passes stay in that of the table, such as a published one.
+        engine: of the inner loops; the fastest there is if left out.
+    """
+    given = tuple(range(table.num_microbatches))
+    orders = [given] if keeps_order else list(dict.fromkeys([given, *rules(_work_of(costs))]))
+    if table.pairs or not {p.kind for rank in table.ranks for p in rank} <= _TRAINING:
+        plans = [_planned(table, costs, order) for order in orders]
+        fitting = [plan for plan in plans if keeps(plan.peaks, limit)]
+        return min(fitting, key=_seconds, default=None)
+    engine = engine or fastest()
+    effort = COMPILED if isinstance(engine, Compiled) else PLAIN
+    search = _Search(table, costs, tuple(limit), engine)
+    found = [search.replayed(order) for order in orders]
+    if not keeps_order:
+        swaps = effort.number(effort.swaps, search.passes)
+        found.append(search.swapped(min(found, key=search.rank_of), swaps))
+    reorders = search.is_possible and not keeps_passes
+    if reorders:
+        best_first = sorted(found, key=search.rank_of)
+        found += [search.scheduled(each.order) for each in best_first[: effort.orders]]
+    best = min(found, key=search.rank_of)
+    if not search.fits(best):
+        return None
+    if reorders:
+        best = search.polished(best, effort.number(effort.moves, search.passes))
+    return _planned(search.schedule_of(best), costs, best.order, fuses=search.splits)
+
+
+def plan_forwards(table: Schedule, costs: Costs, *, keeps_order: bool = False) -> StepPlan:
+    """Return the fastest plan found for a step of forwards alone, which hold no activations."""
+    given = tuple(range(table.num_microbatches))
+    orders = [given]
+    if not keeps_order:
+        hill, falling = rules(_work_of(costs))
+        orders = list(dict.fromkeys([given, hill, falling, falling[::-1]]))
+    plans = [
+        _planned(in_forward_order(table, in_order), costs, order)
+        for order in orders
+        for in_order in [costs.in_order(order)]
+    ]
+    return min(plans, key=_seconds)
+
+
+def _planned(schedule: Schedule, costs: Costs, order: Order, *, fuses: bool = False) -> StepPlan:
+    in_order = costs.in_order(order)
+    schedule = replace(schedule, report=None)
+    if fuses:
+        schedule = fuse_for_free(schedule, in_order)
+    return StepPlan(order, schedule, in_order, simulate(schedule, in_order).peak_memory)
+
+
+def _seconds(plan: StepPlan) -> float:
+    return simulate(plan.schedule, plan.costs).makespan
+
+
+def _work_of(costs: Costs) -> list[float]:
+    """Return the seconds of all passes of each microbatch."""
+    return [sum(map(sum, (r.forward, r.backward, r.weight))) for r in costs.microbatches]
+
+
+def rules(work: Sequence[float]) -> list[Order]:
+    """Return orders that suit a pipeline: longest in the middle, and longest first."""
+    falling = sorted(range(len(work)), key=lambda j: (-work[j], j))
+    hill = falling[::2][::-1] + falling[1::2]
+    return [tuple(hill), tuple(falling)]
+
+
+@dataclass(frozen=True)
+class _Found:
+    """Codes of an order of passes, in the numbers of the microbatches' places in ``order``."""
+
+    order: Order
+    codes: Any
+    seconds: float
+    excess: float
+    """Memory above the limit of the worst rank, as a share of it; 0 if there is none."""
+
+
+class _Search:
+    """Search for a plan of one step.
+
+    The inner loops number microbatches by their places. One graph per order has the costs of all
+    passes in its order, so that the same codes mean other microbatches.
+    """
+
+    def __init__(
+        self, table: Schedule, costs: Costs, limit: tuple[float, ...], engine: Engine
+    ) -> None:
+        self._table, self._limit, self._engine = table, limit, engine
+        self._costs = costs.for_placement(table.placement)
+        self.splits = any(p.kind is PassKind.W for rank in table.ranks for p in rank)
+        self._runners: dict[Order, Runner] = {}
+        given = tuple(range(table.num_microbatches))
+        self._given = self._runner(given)
+        self._codes = np.asarray(self._given.coded(table.ranks))
+        self._memory = np.asarray(self._given.inputs.memory)
+
+    @property
+    def passes(self) -> int:
+        return self._given.problem.num_passes
+
+    @property
+    def is_possible(self) -> bool:
+        """Whether the limit has room for the longest microbatch in every chunk of a rank."""
+        return all(
+            most >= self._given.problem.smallest_limit(rank)
+            for rank, most in enumerate(self._limit)
+        )
+
+    def rank_of(self, found: _Found) -> tuple[bool, float, float]:
+        """Return what is smaller for a better order: those within the limit first."""
+        fits = self.fits(found)
+        return (not fits, 0.0, found.seconds) if fits else (not fits, found.excess, found.seconds)
+
+    @staticmethod
+    def fits(found: _Found) -> bool:
+        return found.excess <= _TOLERANCE and found.seconds < INFINITY
+
+    def replayed(self, order: Order) -> _Found:
+        """Return the table with the microbatches in an order."""
+        places = np.asarray(order)
+        m = self._table.num_microbatches
+        microbatch = self._codes % m
+        given = self._codes - microbatch + places[microbatch]
+        seconds, _ = self._given.polished((self._array(given), None), 0, 0.0, -1.0, 0)
+        return _Found(order, self._codes, seconds, self._excess(given))
+
+    def swapped(self, start: _Found, count: int) -> _Found:
+        """Return the best order by swaps and shifts of two microbatches under the table."""
+        dice, best, m = random.Random(count), start, self._table.num_microbatches
+        for _ in range(count if m > 1 else 0):
+            i, j = dice.sample(range(m), 2)
+            order = list(best.order)
+            if dice.random() < 0.5:
+                order[i], order[j] = order[j], order[i]
+            else:
+                order.insert(j, order.pop(i))
+            best = min(best, self.replayed(tuple(order)), key=self.rank_of)
+        return best
+
+    def scheduled(self, order: Order) -> _Found:
+        """Return the best order of passes that the presets lead to."""
+        runner = self._runner(order)
+        placement = self._table.placement
+        best = INFINITY
+        codes = None
+        for numbers in PRESETS:
+            weights = PriorityWeights.from_preset(
+                numbers, placement.chunks, placement.pipeline_size
+            )
+            seconds = runner.makespan(weights, best)
+            if seconds < best:
+                best, codes = seconds, np.array(runner.order)
+        return _Found(order, codes, best, 0.0)
+
+    def polished(self, found: _Found, moves: int) -> _Found:
+        """Return an order after so many moves of single passes."""
+        runner = self._runner(found.order)
+        coded = (self._array(found.codes), None)
+        seconds, best = runner.polished(coded, moves, _THRESHOLD, -1.0, 0)
+        return replace(found, codes=np.array(best[0]), seconds=seconds)
+
+    def schedule_of(self, found: _Found) -> Schedule:
+        ranks = self._runner(found.order).passes((found.codes, None))
+        return replace(self._table, ranks=ranks)
+
+    def _runner(self, order: Order) -> Runner:
+        if order not in self._runners:
+            rows = self._costs.microbatches
+            costs = replace(self._costs, microbatches=tuple(rows[j] for j in order))
+            table = self._table
+            problem = Problem(
+                table.placement, table.num_microbatches, costs, self._limit, self.splits
+            )
+            self._runners[order] = Runner(problem, self._engine)
+        return self._runners[order]
+
+    def _array(self, codes: Any) -> Any:
+        return self._engine.integers(codes.tolist())
+
+    def _excess(self, given: Any) -> float:
+        peaks = self._peaks(self._memory, given)
+        shares = [peak / most for peak, most in zip(peaks, self._limit, strict=True)]
+        return float(max(0.0, max(shares) - 1.0))
+
+    def _peaks(self, memory: Any, codes: Any) -> Any:
+        of_ranks = memory[codes].reshape(self._table.placement.pipeline_size, -1)
+        return np.cumsum(of_ranks, axis=1).max(axis=1)

@@ -1,0 +1,95 @@
+"""Work of unequal microbatches: their tokens, and what attention takes beside its linear layers."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from math import isfinite
+
+from megatron_zb.errors import UsageError
+from megatron_zb.schedules.costs import Costs, Scale
+
+BACKWARD_OF_ATTENTION = 2.5
+"""Work of attention's backward, in that of its forward: five products of matrices for two."""
+
+
+@dataclass(frozen=True)
+class Attention:
+    """Work of attention in a model.
+
+    Args:
+        forward: the tokens of linear layers that take as long as attention to one pair of a query
+            and a key, in F. It is what F of ``squares`` takes beside that of ``tokens``.
+        backward: the same in B.
+    """
+
+    forward: float
+    backward: float
+
+    @classmethod
+    def counted(cls, scores: float, linear: float) -> Attention:
+        """Return the work of a layer by its operations for a pair, and in F for a token."""
+        share = scores / linear
+        return cls(share, BACKWARD_OF_ATTENTION * share)
+
+
+NO_ATTENTION = Attention(0.0, 0.0)
+
+
+@dataclass(frozen=True)
+class Lengths:
+    """Lengths of the microbatches of a step, in the order in which they run.
+
+    Args:
+        tokens: of each microbatch, all of its sequences together.
+        squares: the sum of the squares of its sequences' lengths.
+    """
+
+    tokens: tuple[float, ...]
+    squares: tuple[float, ...]
+
+    @classmethod
+    def of(cls, tokens: Sequence[float], squares: Sequence[float] | None = None) -> Lengths:
+        """Check lengths; without squares, each microbatch is one sequence.
+
+        Raises:
+            UsageError: a number is not positive, or there are not as many squares as tokens.
+        """
+        if squares is None:
+            squares = [float(t) * float(t) for t in tokens]
+        if len(squares) != len(tokens):
+            raise UsageError(
+                f"lengths: {len(tokens)} tokens and {len(squares)} squares: give one of each for "
+                "every microbatch"
+            )
+        if not tokens or not all(isfinite(x) and x > 0 for x in (*tokens, *squares)):
+            raise UsageError(
+                f"lengths: tokens are {list(tokens)} and squares {list(squares)}: give positive "
+                "numbers, and leave out microbatches that have no tokens"
+            )
+        return cls(tuple(map(float, tokens)), tuple(map(float, squares)))
+
+    def __len__(self) -> int:
+        return len(self.tokens)
+
+    def in_order(self, order: Sequence[int]) -> Lengths:
+        """Return the lengths of the microbatches in another order."""
+        return Lengths(*(tuple(of[j] for j in order) for of in (self.tokens, self.squares)))
+
+
+def costs_of_work(costs: Costs, lengths: Lengths, attention: Attention = NO_ATTENTION) -> Costs:
+    """Return the costs of microbatches of some lengths, of which a mean one has the given costs.
+
+    F and B grow with the tokens and with the work of attention, W, messages and memory with the
+    tokens alone.
+    """
+    tokens, squares = lengths.tokens, lengths.squares
+
+    def shares(of_pair: float) -> list[float]:
+        work = [t + of_pair * q for t, q in zip(tokens, squares, strict=True)]
+        mean = sum(work) / len(work)
+        return [each / mean for each in work]
+
+    scales = list(map(Scale, shares(0.0), shares(attention.forward), shares(attention.backward)))
+    rows = {scale: costs.scaled(scale) for scale in scales}
+    return replace(costs, microbatches=tuple(rows[scale] for scale in scales))

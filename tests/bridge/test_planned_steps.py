@@ -1,0 +1,169 @@
+"""Steps of unequal microbatches, planned from their lengths in a trainer that knows them."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+import torch.distributed as dist
+from ranks import RankPools
+from test_bridge import same, whole
+
+from megatron_zb.bridge import Settings, install
+from megatron_zb.errors import UsageError
+
+STEPS = (8, 3, 5, 8, 3, 5)
+"""Microbatches of each step."""
+
+
+class Run(NamedTuple):
+    """What a rank finds: results and weights, and the orders in which its microbatches were fed."""
+
+    results: list[Any]
+    weights: dict[str, torch.Tensor]
+    orders: list[list[int]]
+
+
+def trained(args: Any, settings: Settings | None, orders: list[list[int]] | None = None) -> Run:
+    """Log-probabilities and losses of some steps in planned orders, or in those that are given."""
+    import trainers
+
+    pipeline = install(settings, args) if settings else None
+    with pipeline or nullcontext():
+        process = trainers.Actor(args, pipeline.builder if pipeline else None)
+        results: list[Any] = []
+        taken: list[list[int]] = []
+        given = iter(orders or [])
+        for step, count in enumerate(STEPS):
+            tokens = trainers.drawn_lengths(step, count)
+            for forward_only in (True, False):
+                if orders is not None:
+                    order = next(given)
+                else:
+                    assert pipeline is not None
+                    order = pipeline.order(tokens, forward_only=forward_only)
+                taken.append(order)
+                run = process.log_probs if forward_only else process.train_one_step
+                results.append(run(step, count, order))
+        return Run(results, trainers.weights_of(process.models), taken)
+
+
+def trained_beside_stock(p: int, settings: Settings, **more: Any) -> tuple[Run, Run]:
+    """The planned run and Megatron's own, of the same microbatches in the same orders."""
+    import trainers
+    from megatron.core import parallel_state
+
+    planned = trained(trainers.arguments(p, **more), settings)
+    parallel_state.destroy_model_parallel()
+    return planned, trained(
+        trainers.arguments(p, **{**more, "overlap": False}), None, planned.orders
+    )
+
+
+@pytest.mark.parametrize(
+    ("ranks_of_job", "p", "name", "more"),
+    [
+        (4, 2, "v-half", {}),
+        (4, 2, "v-half", {"overlap": True}),
+        (4, 2, "v-zb", {"overlap": True}),
+        (4, 2, "v-zb", {"experts": 2}),
+        (4, 4, "v-zb", {}),
+        (2, 2, "zb-h1", {}),
+        (2, 2, "1f1b-v", {}),
+        (2, 2, "interleaved", {}),
+    ],
+    ids=str,
+)
+def test_a_planned_step_is_megatrons_step_of_the_same_order(
+    ranks: RankPools, ranks_of_job: int, p: int, name: str, more: dict[str, Any]
+) -> None:
+    """Replicas have other lengths, and so other orders, unless their experts are shared."""
+    settings = Settings(pipeline_schedule=name, num_microbatches=8)
+    found = ranks(ranks_of_job).run(trained_beside_stock, p=p, settings=settings, **more)
+    assert any(order != sorted(order) for planned, _ in found for order in planned.orders)
+    ours, stock = (
+        [(run.results, run.weights) for run in runs] for runs in zip(*found, strict=True)
+    )
+    (losses, weights), (expected, stock_weights) = whole(ours), whole(stock)
+    assert losses
+    assert same(losses, expected)
+    assert same(weights, stock_weights)
+
+
+# --- replicas that share experts
+
+
+def places_of_sizes(experts: int | None) -> list[list[int]]:
+    """At which place of each step the longest microbatch of this rank runs, the next and so on."""
+    import trainers
+
+    args = trainers.arguments(2, experts=experts)
+    settings = Settings(pipeline_schedule="v-zb", num_microbatches=8)
+    with install(settings, args) as pipeline:
+        trainers.Actor(args, pipeline.builder)
+        found = []
+        for step, count in enumerate(STEPS):
+            tokens = trainers.drawn_lengths(step, count)
+            order = pipeline.order(tokens)
+            falling = sorted(range(count), key=lambda j: (-tokens[j], j))
+            found.append([order.index(j) for j in falling])
+        return found
+
+
+def test_replicas_that_share_experts_run_their_longest_microbatches_together(
+    ranks: RankPools,
+) -> None:
+    alone = ranks(4).run(places_of_sizes, experts=None)
+    assert any(found != alone[0] for found in alone)
+    together = ranks(4).run(places_of_sizes, experts=2)
+    assert all(found == together[0] for found in together)
+
+
+# --- what is refused
+
+
+def refused(case: str) -> str:
+    import trainers
+
+    args = trainers.arguments(2)
+    settings = Settings(pipeline_schedule="v-half", num_microbatches=4)
+    with install(settings, args) as pipeline:
+        process = trainers.Actor(args, pipeline.builder)
+        try:
+            if case == "another number":
+                pipeline.order([1.0, 2.0, 3.0, 4.0])
+                process.train_one_step(0, 6)
+            elif case == "another kind":
+                pipeline.lengths([1.0, 2.0, 3.0, 4.0])
+                process.log_probs(0, 4)
+            elif case == "other lengths":
+                pipeline.order([1.0, 2.0, 3.0, 4.0 + dist.get_rank()])
+            elif case == "no tokens":
+                pipeline.order([1.0, 0.0, 3.0])
+            elif case == "squares":
+                pipeline.order([1.0, 1.0, 3.0], [1.0, 1.0])
+            elif case == "too long":
+                pipeline.order([1.0, 1.0, 1.0, 99.0])
+        except UsageError as error:
+            return str(error)
+    return "nothing is refused"
+
+
+REFUSED = {
+    "another number": "the step that was planned has 4 microbatches of training, but this one has "
+    "6 microbatches of training: plan each step right before it",
+    "another kind": "the step that was planned has 4 microbatches of training, but this one has 4 "
+    "microbatches of forwards alone: plan each step right before it",
+    "other lengths": "pipeline ranks 0 and 1 were given other lengths of microbatches, or plan "
+    "with other installations: give all ranks of a model the same",
+    "no tokens": "lengths: tokens are [1.0, 0.0, 3.0] and squares [1.0, 0.0, 9.0]: give positive "
+    "numbers, and leave out microbatches that have no tokens",
+    "squares": "lengths: 3 tokens and 2 squares: give one of each for every microbatch",
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_a_plan_that_fits_no_step_is_refused(ranks: RankPools, case: str) -> None:
+    assert set(ranks(2).run(refused, case=case)) == {REFUSED[case]}
