@@ -19,7 +19,7 @@ from megatron_zb.measured.usual_gpu import Cutting
 from megatron_zb.schedules import Costs, PassKind, Schedule, layout, simulate
 from megatron_zb.schedules.layout import Layers, Layout
 from megatron_zb.schedules.placement import Placement
-from megatron_zb.schedules.work import NO_ATTENTION, Attention
+from megatron_zb.schedules.work import NO_ATTENTION, AttentionWork
 
 _SIZES = {
     "layers": "--num-layers",
@@ -227,14 +227,14 @@ def ends_of(args: Any) -> Ends | None:
     return replace(ends, cutting=Cutting.of_sizes(layer, vocabulary, args.hidden_size, tensor))
 
 
-def attention_of(args: Any) -> Attention:
+def attention_of(args: Any) -> AttentionWork:
     """Count the work of attention beside linear layers; none where the sizes do not suffice."""
     if getattr(args, "multi_latent_attention", False):
         return NO_ATTENTION
     if not all(getattr(args, name, None) for name in ("hidden_size", "num_attention_heads")):
         return NO_ATTENTION
     linear, scores = _layer_products(args)
-    return Attention.counted(scores, linear)
+    return AttentionWork.counted(scores, linear)
 
 
 def _layer_flops(args: Any) -> float:

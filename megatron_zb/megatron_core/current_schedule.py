@@ -24,7 +24,7 @@ from megatron_zb.schedules.program.lowering import Program, lower
 from megatron_zb.schedules.request import keeps
 from megatron_zb.schedules.schedule import Schedule
 from megatron_zb.schedules.simulator import simulate
-from megatron_zb.schedules.work import NO_ATTENTION, Attention
+from megatron_zb.schedules.work import NO_ATTENTION, AttentionWork
 
 _INPUT = 1 / 17
 """What the input of a layer takes of its activation: 2 of about 34 bytes a number in 16 bits
@@ -64,7 +64,7 @@ class JobSizes:
     overlaps_exchange: bool = False
     copy: float | None = None
     vocabulary: float | None = None
-    attention: Attention = NO_ATTENTION
+    attention: AttentionWork = NO_ATTENTION
 
     @property
     def known_ends(self) -> Ends | None:
@@ -89,7 +89,7 @@ class CurrentSchedule:
         costs: Costs,
         settings: ScheduleSettings,
         build: Build = catalog.build,
-        attention: Attention = NO_ATTENTION,
+        attention: AttentionWork = NO_ATTENTION,
     ) -> None:
         self.schedule, self.costs, self.attention = schedule, costs, attention
         self._settings, self._build = settings, build

@@ -162,7 +162,7 @@ def rules(work: Sequence[float]) -> list[Order]:
 
 
 @dataclass(frozen=True)
-class _Found:
+class _Candidate:
     """Codes of an order of passes, in the numbers of the microbatches' places in ``order``."""
 
     order: Order
@@ -203,25 +203,25 @@ class _Search:
             for rank, most in enumerate(self._limit)
         )
 
-    def rank_of(self, found: _Found) -> tuple[bool, float, float]:
+    def rank_of(self, found: _Candidate) -> tuple[bool, float, float]:
         """Return what is smaller for a better order: those within the limit first."""
         fits = self.fits(found)
         return (not fits, 0.0, found.seconds) if fits else (not fits, found.excess, found.seconds)
 
     @staticmethod
-    def fits(found: _Found) -> bool:
+    def fits(found: _Candidate) -> bool:
         return found.excess <= _TOLERANCE and found.seconds < INFINITY
 
-    def replayed(self, order: Order) -> _Found:
+    def replayed(self, order: Order) -> _Candidate:
         """Return the table with the microbatches in an order."""
         places = np.asarray(order)
         m = self._table.num_microbatches
         microbatch = self._codes % m
         given = self._codes - microbatch + places[microbatch]
         seconds, _ = self._given.polished((self._array(given), None), 0, 0.0, -1.0, 0)
-        return _Found(order, self._codes, seconds, self._excess(given))
+        return _Candidate(order, self._codes, seconds, self._excess(given))
 
-    def swapped(self, start: _Found, count: int) -> _Found:
+    def swapped(self, start: _Candidate, count: int) -> _Candidate:
         """Return the best order by swaps and shifts of two microbatches under the table."""
         dice, best, m = random.Random(count), start, self._table.num_microbatches
         for _ in range(count if m > 1 else 0):
@@ -234,7 +234,7 @@ class _Search:
             best = min(best, self.replayed(tuple(order)), key=self.rank_of)
         return best
 
-    def scheduled(self, order: Order) -> _Found:
+    def scheduled(self, order: Order) -> _Candidate:
         """Return the best order of passes that the presets lead to."""
         runner = self._runner(order)
         placement = self._table.placement
@@ -247,16 +247,16 @@ class _Search:
             seconds = runner.makespan(weights, best)
             if seconds < best:
                 best, codes = seconds, np.array(runner.order)
-        return _Found(order, codes, best, 0.0)
+        return _Candidate(order, codes, best, 0.0)
 
-    def polished(self, found: _Found, moves: int) -> _Found:
+    def polished(self, found: _Candidate, moves: int) -> _Candidate:
         """Return an order after so many moves of single passes."""
         runner = self._runner(found.order)
         coded = (self._array(found.codes), None)
         seconds, best = runner.polished(coded, moves, _THRESHOLD, -1.0, 0)
         return replace(found, codes=np.array(best[0]), seconds=seconds)
 
-    def schedule_of(self, found: _Found) -> Schedule:
+    def schedule_of(self, found: _Candidate) -> Schedule:
         ranks = self._runner(found.order).passes((found.codes, None))
         return replace(self._table, ranks=ranks)
 

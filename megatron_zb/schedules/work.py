@@ -14,7 +14,7 @@ BACKWARD_OF_ATTENTION = 2.5
 
 
 @dataclass(frozen=True)
-class Attention:
+class AttentionWork:
     """Work of attention in a model.
 
     Args:
@@ -27,13 +27,13 @@ class Attention:
     backward: float
 
     @classmethod
-    def counted(cls, scores: float, linear: float) -> Attention:
+    def counted(cls, scores: float, linear: float) -> AttentionWork:
         """Return the work of a layer by its operations for a pair, and in F for a token."""
         share = scores / linear
         return cls(share, BACKWARD_OF_ATTENTION * share)
 
 
-NO_ATTENTION = Attention(0.0, 0.0)
+NO_ATTENTION = AttentionWork(0.0, 0.0)
 
 
 @dataclass(frozen=True)
@@ -77,7 +77,7 @@ class Lengths:
         return Lengths(*(tuple(of[j] for j in order) for of in (self.tokens, self.squares)))
 
 
-def costs_of_work(costs: Costs, lengths: Lengths, attention: Attention = NO_ATTENTION) -> Costs:
+def costs_of_work(costs: Costs, lengths: Lengths, attention: AttentionWork = NO_ATTENTION) -> Costs:
     """Return the costs of microbatches of some lengths, of which a mean one has the given costs.
 
     F and B grow with the tokens and with the work of attention, W, messages and memory with the

@@ -8,8 +8,8 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 import torch.distributed as dist
+from found_on_ranks import same, whole
 from ranks import RankPools
-from test_bridge import same, whole
 
 from megatron_zb.bridge import Settings, install
 from megatron_zb.errors import UsageError

@@ -16,7 +16,7 @@ from megatron_zb.schedules import Costs, Schedule, simulate
 from megatron_zb.schedules.request import keeps
 from megatron_zb.schedules.search import kernels
 from megatron_zb.schedules.step_plan import StepPlan, plan_forwards, plan_step, rules
-from megatron_zb.schedules.work import Attention, Lengths, costs_of_work
+from megatron_zb.schedules.work import AttentionWork, Lengths, costs_of_work
 
 DRAWS = 20
 
@@ -163,18 +163,18 @@ def test_passes_grow_with_what_they_compute() -> None:
         whole=[3.6],
     )
     # a pair of tokens counts for half a token in F, for a quarter in B
-    rows = costs_of_work(costs, Lengths.of([1.0, 3.0], [2.0, 6.0]), Attention(0.5, 0.25))
+    rows = costs_of_work(costs, Lengths.of([1.0, 3.0], [2.0, 6.0]), AttentionWork(0.5, 0.25))
     assert [row.weight[0] for row in rows.microbatches] == [0.5, 1.5]
     assert [row.activation[0] for row in rows.microbatches] == [2.0, 6.0]
     assert [row.forward[0] for row in rows.microbatches] == [1.0, 3.0]
     assert [row.backward[0] for row in rows.microbatches] == [1.5, 4.5]
-    squared = costs_of_work(costs, Lengths.of([1.0, 3.0]), Attention(1.0, 0.0))
+    squared = costs_of_work(costs, Lengths.of([1.0, 3.0]), AttentionWork(1.0, 0.0))
     # F takes 1 + 1 and 3 + 9 tokens, 7 on average; B 1 and 3, W the same
     assert [row.forward[0] for row in squared.microbatches] == pytest.approx([4 / 7, 24 / 7])
     assert [row.whole[0] for row in squared.microbatches] == pytest.approx([1.8, 5.4])
     links = costs_of_work(_costs(2), Lengths.of([1.0, 3.0]))
     assert [row.p2p[0][1] for row in links.microbatches] == pytest.approx([0.01, 0.03])
-    both = costs_of_work(costs, Lengths.of([1.0, 3.0]), Attention(0.0, 1.0))
+    both = costs_of_work(costs, Lengths.of([1.0, 3.0]), AttentionWork(0.0, 1.0))
     # B takes 2 / 7 and 12 / 7 of its 3 s, W 1 / 2 and 3 / 2 of its second, together 3.6 / 4 of it
     assert [row.whole[0] for row in both.microbatches] == pytest.approx(
         [0.9 * (6 / 7 + 0.5), 0.9 * (36 / 7 + 1.5)]

@@ -12,10 +12,10 @@ import math
 import random
 from collections.abc import Callable, Sequence
 
-from megatron_zb.schedules.work import Attention, Lengths
+from megatron_zb.schedules.work import AttentionWork, Lengths
 
 MOST = 32768
-ATTENTION = Attention(forward=1 / 49152, backward=2.5 / 49152)
+ATTENTION = AttentionWork(forward=1 / 49152, backward=2.5 / 49152)
 """Of a dense model with a hidden size of 4096: one pair counts for a 12 x 4096th of a token."""
 
 
