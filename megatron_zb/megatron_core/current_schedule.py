@@ -33,6 +33,9 @@ _INPUT = 1 / 17
 _KEPT = 64
 """Most tables and programs that are kept: of other numbers of microbatches, and of evaluation."""
 
+_NEARLY_ALL = 0.9
+"""Share of frozen weights above which a split backward brings little."""
+
 _SUBSTITUTE = "auto"
 """Schedule for another number of microbatches than a table's: evaluation, or a growing batch."""
 
@@ -180,22 +183,35 @@ class CurrentSchedule:
         self.table.cache_clear()
         self.program_for.cache_clear()
 
-    def count_unsplit(self, shares: list[float]) -> str | None:
-        """Count what B computes since layers cannot be split, by a share of each stage.
+    def count_unsplit(self, unsplit: list[float], frozen: list[float]) -> str | None:
+        """Count the weight gradients that W does not compute, by a share of each stage.
+
+        Args:
+            unsplit: shares that B computes since layers cannot be split.
+            frozen: shares that nothing computes.
 
         Returns:
-            A line about it, None if there is nothing to count.
+            A line about them, None if there is nothing to count.
         """
-        self.unsplit_shares = [round(share, 4) for share in shares]
-        if not any(shares):
+        self.unsplit_shares = [round(share, 4) for share in unsplit]
+        said = []
+        if any(unsplit):
+            said.append(f"B computes weight gradients that W cannot, {_of_stages(unsplit)}")
+        if any(frozen):
+            said.append(f"frozen weights have no gradients, {_of_stages(frozen)}")
+        if not said:
             return None
         before = self.bubble_rate
-        self.costs = self.costs.with_unsplit(shares)
-        stages = ", ".join(f"{share:.0%} of stage {s}" for s, share in enumerate(shares) if share)
-        return (
-            f"B computes weight gradients that W cannot, by their sizes {stages}: the expected "
-            f"bubble is {100 * self.bubble_rate:.1f} %, not {100 * before:.1f} %"
+        left = [max(1 - share, 1e-9) for share in frozen]  # of which B has its share
+        of_left = [min(part / rest, 1.0) for part, rest in zip(unsplit, left, strict=True)]
+        self.costs = self.costs.with_frozen(frozen).with_unsplit(of_left)
+        line = (
+            f"{'; '.join(said)}: the expected bubble is {100 * self.bubble_rate:.1f} %, not "
+            f"{100 * before:.1f} %"
         )
+        if min(frozen) > _NEARLY_ALL and self.schedule.placement.chunks == 1:
+            line += "; W is too short to fill it, but v-zb makes it shorter"
+        return line
 
     # --- measured costs
 
@@ -287,6 +303,11 @@ class CurrentSchedule:
             back_to_back=self._in_a_row,
             **limit,
         )
+
+
+def _of_stages(shares: list[float]) -> str:
+    stages = (f"{share:.0%} of stage {s}" for s, share in enumerate(shares) if share)
+    return f"by their sizes {', '.join(stages)}"
 
 
 def _placement_of_layout(written: str, pipeline_size: int, kinds: str) -> Placement | None:

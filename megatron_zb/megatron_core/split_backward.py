@@ -149,11 +149,11 @@ class SplitBackward:
         return {weight.layer for weight in self._weights.values() if weight.can_wait}
 
     @property
-    def unsplit_share(self) -> float:
-        """Numbers in the weights of layers that are not split, as a share of all layers'."""
+    def sizes(self) -> tuple[int, int]:
+        """Numbers in the weights whose gradients B computes, and in those that are left to W."""
         unsplit = sum(layer.size for layer in self.unsplit.values())
         split = sum(w.weight.numel() for w in self._weights.values() if w.can_wait)
-        return unsplit / max(unsplit + split, 1)
+        return unsplit, split
 
 
 class Traits(NamedTuple):

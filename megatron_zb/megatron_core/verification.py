@@ -213,15 +213,14 @@ class UnsplitLayers(StepPart):
 
     Args:
         splits: one for each chunk.
-        count: function called on every rank with the share of each stage's weight gradients, by
-            their sizes, that B computes; it returns a line about them, if there is one.
+        count: function called on every rank with the shares of each stage's weights, by their
+            sizes, whose gradients B computes and that are frozen; it returns a line about them, if
+            there is one.
     """
 
-    def __init__(
-        self, splits: Sequence[SplitBackward], count: Callable[[list[float]], str | None]
-    ) -> None:
+    def __init__(self, splits: Sequence[SplitBackward], count: _Count) -> None:
         self._splits = splits
-        self._count: Callable[[list[float]], str | None] | None = count
+        self._count: _Count | None = count
 
     def after_step(self, step: Step) -> None:
         """Name new layers on the first replica; the first call is collective over the job."""
@@ -234,14 +233,30 @@ class UnsplitLayers(StepPart):
                 print(f"megatron_zb: {line}", flush=True)
         if self._count is not None:
             count, self._count = self._count, None
-            if (counted := count(self._shares(step))) is not None:
+            if (counted := count(*self._shares(step))) is not None:
                 say_on_first_rank(counted)
 
-    def _shares(self, step: Step) -> list[float]:
-        """Return the largest share of each stage on any rank; schedules must be equal on all."""
-        shares = torch.zeros(step.physical.placement.num_stages, device=device())
+    def _shares(self, step: Step) -> tuple[list[float], list[float]]:
+        """Return the largest shares of each stage on any rank; schedules must be equal on all."""
+        shares = torch.zeros(2, step.physical.placement.num_stages, device=device())
         for chunk, split in enumerate(self._splits):
-            shares[step.physical.stage(step.pp_rank, chunk)] = split.unsplit_share
+            unsplit, left = split.sizes
+            frozen = _frozen_numbers(step.model[chunk])
+            whole = max(unsplit + left + frozen, 1)
+            stage = step.physical.stage(step.pp_rank, chunk)
+            shares[0, stage], shares[1, stage] = unsplit / whole, frozen / whole
         dist.all_reduce(shares, op=dist.ReduceOp.MAX)
-        found: list[float] = shares.tolist()
-        return found
+        of_b, of_none = shares.tolist()
+        return of_b, of_none
+
+
+_Count = Callable[[list[float], list[float]], str | None]
+
+
+def _frozen_numbers(chunk: torch.nn.Module) -> int:
+    """Count the numbers in frozen matrices, but those of embeddings, which no W multiplies."""
+    return sum(
+        weight.numel()
+        for name, weight in chunk.named_parameters()
+        if weight.dim() > 1 and not weight.requires_grad and "embedding" not in name
+    )

@@ -408,6 +408,21 @@ class Costs:
         Args:
             shares: of the weight gradients of consecutive stages, from 0 to 1.
         """
+        left = self.with_frozen(shares)
+        moved = map(sub, self.weight, left.weight)
+        return replace(
+            left,
+            backward=tuple(map(add, self.backward, moved)),
+            whole=self.whole,
+            microbatches=tuple(row.with_unsplit(shares) for row in self.microbatches),
+        )
+
+    def with_frozen(self, shares: Sequence[float]) -> Costs:
+        """Return the costs where nothing computes a share of each stage's weight gradients.
+
+        Args:
+            shares: of the weight gradients of consecutive stages, from 0 to 1.
+        """
         slices = len(self.weight)
         mean = [total * slices / len(shares) for total in _resample(tuple(shares), slices)]
 
@@ -415,13 +430,13 @@ class Costs:
             return tuple(value * (1 - share) for value, share in zip(values, mean, strict=True))
 
         weight = rest(self.weight)
-        moved = map(sub, self.weight, weight)
+        lost = map(sub, self.weight, weight)
         return replace(
             self,
-            backward=tuple(map(add, self.backward, moved)),
             weight=weight,
+            whole=tuple(whole - less for whole, less in zip(self.whole, lost, strict=False)),
             held_for_weight=rest(self.held_for_weight),
-            microbatches=tuple(row.with_unsplit(shares) for row in self.microbatches),
+            microbatches=tuple(row.with_frozen(shares) for row in self.microbatches),
         )
 
     def of_lengths(self, lengths: Sequence[float]) -> Costs:

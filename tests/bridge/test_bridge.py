@@ -6,7 +6,9 @@ import argparse
 import pickle
 import subprocess
 import sys
+from contextlib import redirect_stdout
 from dataclasses import replace
+from io import StringIO
 from typing import Any
 from unittest.mock import patch
 
@@ -75,6 +77,57 @@ def test_a_trainer_for_reinforcement_learning_trains_as_with_megatrons_schedule(
         assert same(found[0], losses), name
         assert found[1].keys() == weights.keys()
         assert same(found[1], weights), name
+
+
+@pytest.mark.parametrize("adapters", ["before", "after"])
+@pytest.mark.parametrize(
+    ("ranks_of_job", "p", "names"),
+    [(4, 2, ("v-half", "zb-h1")), pytest.param(4, 4, ("v-zb", "zb-h1"), marks=FULL)],
+    ids=["two", "four"],
+)
+def test_adapters_beside_frozen_layers_train_as_with_megatrons_schedule(
+    ranks: RankPools, ranks_of_job: int, p: int, names: tuple[str, ...], adapters: str
+) -> None:
+    import trainers
+
+    job = ranks(ranks_of_job)
+    args = trainers.arguments(p, adapters=adapters)
+    losses, weights = whole(job.run(actor, settings=None, args=args))
+    for name in names:
+        settings = pickle.dumps(Settings(pipeline_schedule=name, num_microbatches=4))
+        for overlap in (False, True):
+            ours = trainers.arguments(p, adapters=adapters, overlap=overlap)
+            found = whole(job.run(actor, settings=settings, args=ours))
+            assert same(found[0], losses), (name, overlap)
+            assert same(found[1], weights), (name, overlap)
+
+
+def counted_with_adapters(adapters: str) -> tuple[list[float], str]:
+    """Seconds of F, B and W of this rank once the first step has been counted, and what is said."""
+    import trainers
+
+    args = trainers.arguments(2, adapters=adapters)
+    said = StringIO()
+    settings = Settings(pipeline_schedule="zb-h1", num_microbatches=4)
+    with redirect_stdout(said), install(settings, args) as pipeline:
+        trainers.Actor(args, pipeline.builder).train_one_step(0, 4)
+        costs = pipeline.adapter.costs
+        return [costs.forward[0], costs.backward[0], costs.weight[0]], said.getvalue()
+
+
+def test_frozen_weights_take_no_time_in_w(ranks: RankPools) -> None:
+    """A layer has 12,288 frozen numbers, and adapters 2,048, whose gradients W computes."""
+    (seconds, said), _ = ranks(2).run(counted_with_adapters, adapters="before")
+    assert seconds == pytest.approx([1.0, 1.0, 2048 / (2048 + 12288)], abs=1e-6)
+    assert "frozen weights have no gradients, by their sizes 86% of stage 0, " in said
+    assert "v-zb" not in said
+
+
+def test_a_split_backward_of_frozen_layers_brings_little(ranks: RankPools) -> None:
+    """Adapters that come after the layers were split leave W nothing at all."""
+    (seconds, said), _ = ranks(2).run(counted_with_adapters, adapters="after")
+    assert seconds == [1.0, 1.0, 0.0]
+    assert "W is too short to fill it, but v-zb makes it shorter" in said
 
 
 def provided(

@@ -28,8 +28,8 @@ def group(rank: int) -> Any:
 def test_the_first_replica_names_new_layers(
     groups: dict[str, Any], speaks: bool, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    split: Any = SimpleNamespace(news=lambda: ["layer 3 stays whole"], unsplit_share=0.0)
-    layers = UnsplitLayers([split], lambda shares: None)
+    split: Any = SimpleNamespace(news=lambda: ["layer 3 stays whole"], sizes=(0, 1))
+    layers = UnsplitLayers([split], lambda unsplit, frozen: None)
     layers._count = None  # which is collective
     step: Any = SimpleNamespace(
         pg_collection=SimpleNamespace(**groups), pp_rank=0, forward_only=False

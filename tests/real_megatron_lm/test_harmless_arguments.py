@@ -99,6 +99,12 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 
 def test_a_harmless_argument_is_harmless(
-    checkout: Path, start: Path, tmp_path: Path, texts: Path, trial: Trial
+    checkout: Path,
+    start: Path,
+    tmp_path: Path,
+    texts: Path,
+    trial: Trial,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    monkeypatch.setenv("NCCL_ALGO", "Ring")  # which --deterministic-mode needs
     check_trial(checkout, trial, start, tmp_path, texts)

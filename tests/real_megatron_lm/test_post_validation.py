@@ -116,18 +116,19 @@ def test_a_rank_killed_before_the_verdict(
 ITERATIONS = 4
 
 
-def spanning(folder: Path, stages: dict[int, int]) -> list[str]:
-    """The collectives between two iterations in which several stages take part."""
+def spanning(folder: Path, stages: dict[int, int]) -> list[set[str]]:
+    """The collectives between two iterations in which several stages take part, for each time."""
     files = sorted(folder.iterdir())
     assert len(files) == len(stages)
-    between = range(ITERATIONS - 1)  # what follows the last is followed by an evaluation
     lines = [file.read_text().splitlines() for file in files]
-    iterations = [json.loads(of_rank[i]) for of_rank in lines for i in between]
     return [
-        name
-        for seen in iterations
-        for name, ranks in seen
-        if len({stages[rank] for rank in ranks}) > 1
+        {
+            name
+            for of_rank in lines
+            for name, ranks in json.loads(of_rank[i])
+            if len({stages[rank] for rank in ranks}) > 1
+        }
+        for i in range(ITERATIONS - 1)  # what follows the last is followed by an evaluation
     ]
 
 
@@ -150,5 +151,6 @@ def test_no_collective_spans_the_pipeline_between_iterations(
         run = pretrain(checkout, MODEL, schedule, iterations, flags, more, program=program)
         assert run.code == 0, run.output
         found[name] = spanning(tmp_path / name, stages)
-    assert "all_reduce" in found["synchronous"]
-    assert found["validated"] == []
+    assert all("all_reduce" in names for names in found["synchronous"])
+    # once in a job, all ranks sum up what of the weight gradients W cannot compute
+    assert found["validated"] == [{"all_reduce"}, *[set()] * (ITERATIONS - 2)]

@@ -181,6 +181,23 @@ def test_passes_grow_with_what_they_compute() -> None:
     )
 
 
+def test_frozen_weights_shorten_w_and_whole_backwards() -> None:
+    costs = Costs.of_slices(
+        pipeline_size=2,
+        forward=[2.0] * 2,
+        backward=[3.0] * 2,
+        weight=[1.0] * 2,
+        activation=[4.0] * 2,
+        held_for_weight=[2.0] * 2,
+        whole=[3.6] * 2,
+    )
+    frozen = costs_of_work(costs, Lengths.of([1.0, 3.0])).with_frozen([0.75, 0.0])
+    assert (frozen.weight, frozen.backward) == ((0.25, 1.0), (3.0, 3.0))
+    assert frozen.whole == pytest.approx((2.85, 3.6))
+    assert frozen.held_for_weight == (0.5, 2.0)
+    assert [row.weight for row in frozen.microbatches] == [(0.125, 0.5), (0.375, 1.5)]
+
+
 @settings(max_examples=50)
 @given(st.lists(st.floats(0.1, 100.0), min_size=1, max_size=8))
 def test_equal_work_in_all_is_that_of_the_model(tokens: list[float]) -> None:

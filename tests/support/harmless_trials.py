@@ -310,7 +310,8 @@ _LAYERS = (
     Trial("--disable-jit-fuser --no-masked-softmax-fusion --no-bias-gelu-fusion"),
     Trial("--no-bias-swiglu-fusion --no-bias-dropout-fusion --no-rope-fusion"),
     Trial("--no-persist-layer-norm"),
-    Trial("--fp16-lm-cross-entropy", "--fp16", own_start=True),
+    # with a scale at which the first steps are taken: a checkpoint without any cannot be loaded
+    Trial("--fp16-lm-cross-entropy", "--fp16 --initial-loss-scale 1024", own_start=True),
     Trial("--mtp-loss-scaling-factor 0.3", f"--mtp-num-layers 1 {_ROPE}", own_start=True),
     Trial("--moe-layer-freq 2", _EXPERTS, own_start=True),
     Trial(

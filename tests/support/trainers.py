@@ -34,7 +34,7 @@ from megatron.core.pipeline_parallel.utils import (
     is_vp_last_stage,
 )
 from megatron.core.process_groups_config import ProcessGroupCollection
-from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
+from megatron.core.tensor_parallel import ColumnParallelLinear, model_parallel_cuda_manual_seed
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.utils import get_model_config
 
@@ -83,9 +83,17 @@ def wrapped(config: Any, chunks: list[Any], overlap: bool = False) -> tuple[list
 
 
 def arguments(
-    pipeline_size: int, *, tied: bool = False, overlap: bool = False, experts: int | None = None
+    pipeline_size: int,
+    *,
+    tied: bool = False,
+    overlap: bool = False,
+    experts: int | None = None,
+    adapters: str | None = None,
 ) -> argparse.Namespace:
-    """What such a trainer parses in one process, and pickles to all."""
+    """What such a trainer parses in one process, and pickles to all.
+
+    With ``adapters`` of LoRA on frozen layers, which come before or after the builder is wrapped.
+    """
     return argparse.Namespace(
         **OF_MODEL,
         num_layers=2 * pipeline_size,
@@ -95,6 +103,7 @@ def arguments(
         variable_seq_lengths=True,
         tied=tied,
         overlap_grad_reduce=overlap,
+        adapters=adapters,
         num_moe_experts=experts,
         expert_model_parallel_size=2 if experts else 1,
         add_bias_linear=not experts,
@@ -115,8 +124,14 @@ class Actor:
         )
         model_parallel_cuda_manual_seed(1)
         redirect_experts()
-        build = partial(_build_chunk, args)
-        self.chunks = _chunks(wrap(build) if wrap else build)
+        build: Callable[..., Any] = partial(_build_chunk, args)
+        if args.adapters == "before":
+            build = _adapted(build)
+        if wrap:
+            build = wrap(build)
+        if args.adapters == "after":
+            build = _adapted(build)
+        self.chunks = _chunks(build)
         self.config = get_model_config(self.chunks[0])
         self.load(seed=1)
         overlap = args.overlap_grad_reduce
@@ -197,6 +212,36 @@ def _build_chunk(
         share_embeddings_and_output_weights=args.tied,
         vp_stage=vp_stage,
     )
+
+
+class Adapted(torch.nn.Module):
+    """A frozen layer with a low-rank adapter beside it, as in Megatron-Bridge."""
+
+    def __init__(self, layer: Any, config: Any) -> None:
+        super().__init__()
+        self.to_wrap = layer
+        shared = {"config": config, "init_method": config.init_method, "bias": False}
+        inputs, outputs = layer.weight.shape[1], layer.weight.shape[0]
+        self.linear_in = ColumnParallelLinear(inputs, 4, gather_output=True, **shared)
+        self.linear_out = ColumnParallelLinear(4, outputs, gather_output=False, **shared)
+
+    def forward(self, hidden: torch.Tensor, *rest: Any, **more: Any) -> tuple[Any, Any]:
+        output, bias = self.to_wrap(hidden, *rest, **more)
+        return output + self.linear_out(self.linear_in(hidden)[0])[0], bias
+
+
+def _adapted(build: Callable[..., Any]) -> Callable[..., Any]:
+    def with_adapters(**keywords: Any) -> Any:
+        chunk = build(**keywords)
+        for weight in chunk.parameters():
+            weight.requires_grad = False
+        for module in list(chunk.modules()):
+            for name, layer in list(module.named_children()):
+                if name in ("linear_qkv", "linear_proj", "linear_fc1", "linear_fc2"):
+                    setattr(module, name, Adapted(layer, chunk.config))
+        return chunk
+
+    return with_adapters
 
 
 def _chunks(build: Callable[..., Any]) -> list[Any]:
