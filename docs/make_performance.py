@@ -14,6 +14,8 @@ python benchmarks/beside_megatron.py --checkout Megatron-LM --turns 3 --steps 6 
     | tail -n 1 > docs/results/beside_megatron_1024.cpu.json
 python benchmarks/beside_megatron.py --checkout Megatron-LM --turns 3 --steps 6 --warm-up 2 \
     --vocabulary 8192 | tail -n 1 > docs/results/beside_megatron_8192.cpu.json
+python benchmarks/unequal_steps.py --turns 3 --steps 6 --warm-up 2 --hidden 512 --longest 1024 \
+    | tail -n 1 > docs/results/unequal_steps.cpu.json
 python docs/make_performance.py
 """
 
@@ -57,6 +59,7 @@ def page(text: str) -> str:
     text = with_table(text, "vocabulary", vocabulary_makespans(makespans))
     text = with_table(text, "steps", vocabulary_steps(steps))
     text = with_table(text, "heavy", heavy_output(_result("heavy_output.cpu")))
+    text = with_table(text, "unequal", unequal_steps(_result("unequal_steps.cpu")))
     text = with_table(text, "host", host_overhead(_result("host_overhead.cpu")))
     text = with_table(text, "gpus", of_gpus(_of_machines()))
     return with_table(text, "predictions", [summary(prediction), "", *predicted(prediction)])
@@ -185,6 +188,23 @@ def heavy_output(found: dict[str, Any]) -> list[str]:
     assert simulated["auto"] <= min(simulated.values()) * (1 + 1e-9)
     shown = ", ".join(f"`{name}` {1000 * measured[name]:.1f}" for name in HEAVY)
     return [summary, "", f"Measured milliseconds: {shown}."]
+
+
+def unequal_steps(found: dict[str, Any]) -> list[str]:
+    """What each contender's step takes of Megatron's, by medians, and those of single runs."""
+    sizes, lengths = found["sizes"], found["lengths"]
+    (stock, base), *others = found["ms"].items()
+    shown = []
+    for name, milliseconds in others:
+        runs = sorted(statistics.median(run) / base for run in found["all_ms"][name])
+        spread = f"{runs[0]:.2f} to {runs[-1]:.2f}"
+        shown.append(f"{name} {milliseconds / base:.2f} ({spread})")
+    own = sorted(statistics.median(run) / base for run in found["all_ms"][stock])
+    return [
+        f"{sizes['ranks']} CPU ranks, hidden size {sizes['hidden']}, {len(lengths)} sequences of "
+        f"{min(lengths)} to {max(lengths)} tokens; medians of {sizes['turns']} runs, relative to "
+        f"Megatron's 1F1B as drawn ({own[0]:.2f} to {own[-1]:.2f}): {'; '.join(shown)}."
+    ]
 
 
 def host_overhead(found: dict[str, Any]) -> list[str]:

@@ -159,7 +159,9 @@ class Channels:
             self.activation_memory.release(buffer)
         return buffer
 
-    def send(self, channel: Channel, tensor: torch.Tensor, slots: int) -> None:
+    def send(
+        self, channel: Channel, tensor: torch.Tensor, slots: int, message: Message | None = None
+    ) -> None:
         """Send a tensor as the channel's next message, and keep it until it has been taken.
 
         At most ``slots`` sends of a channel are left untaken: past that, the oldest is waited for.
@@ -225,7 +227,8 @@ class ShapedChannels:
 
     A header goes from host to host when the pass that makes the message has been enqueued, so
     reading it waits for no GPU. The reader's host waits for it where the receive stands in the
-    program, which every program allows.
+    program, which every program allows. A gradient that comes back from the rank to which its
+    activation went has the activation's shape, and no header.
 
     Args:
         channels: for the messages.
@@ -236,27 +239,49 @@ class ShapedChannels:
 
     def __init__(self, channels: Channels, headers: Channels) -> None:
         self._channels, self._headers = channels, headers
+        self._of_activations: dict[tuple[Channel, int, int], list[int]] = {}
 
     def post_receive(
         self, channel: Channel, message: Message, allocate: Callable[[], torch.Tensor]
     ) -> None:
         """Receive a message of any shape, with the type and the device of ``allocate()``."""
-        header = Header(message)
-        self._headers.post_receive(channel, header, _empty_header)
-        dimensions, *sizes = self._headers.take(header).tolist()
-        shape = sizes[:dimensions]
+        shape = self._known(channel, message)
+        if shape is None:
+            header = Header(message)
+            self._headers.post_receive(channel, header, _empty_header)
+            dimensions, *sizes = self._headers.take(header).tolist()
+            shape = sizes[:dimensions]
+            self._remember(channel, message, shape)
         self._channels.post_receive(channel, message, lambda: allocate().new_empty(shape))
 
     def take(self, message: Message) -> torch.Tensor:
         """Wait for a posted message and give its buffer away."""
         return self._channels.take(message)
 
-    def send(self, channel: Channel, tensor: torch.Tensor, slots: int) -> None:
-        """Send a tensor as the channel's next message, its shape first."""
-        header = _empty_header().zero_()
-        header[: tensor.dim() + 1] = torch.tensor([tensor.dim(), *tensor.shape], device="cpu")
-        self._headers.send(channel, header, slots)
+    def send(
+        self, channel: Channel, tensor: torch.Tensor, slots: int, message: Message | None = None
+    ) -> None:
+        """Send a tensor as the channel's next message, its shape first unless that is known."""
+        known, shape = self._known(channel, message), list(tensor.shape)
+        if known is None:
+            header = _empty_header().zero_()
+            header[: tensor.dim() + 1] = torch.tensor([tensor.dim(), *shape], device="cpu")
+            self._headers.send(channel, header, slots)
+            self._remember(channel, message, shape)
+        elif known != shape:
+            raise RuntimeError(f"{message} has the shape {shape}, but its activation {known}")
         self._channels.send(channel, tensor, slots)
+
+    def _remember(self, channel: Channel, message: Message | None, shape: list[int]) -> None:
+        """Remember the shape of an activation on both its ranks, for the gradient that returns."""
+        if message is not None and not message.is_gradient:
+            back = Channel(channel.target, channel.source)
+            self._of_activations[back, message.stage - 1, message.microbatch] = shape
+
+    def _known(self, channel: Channel, message: Message | None) -> list[int] | None:
+        if message is None or not message.is_gradient:
+            return None
+        return self._of_activations.pop((channel, message.stage, message.microbatch), None)
 
     def between_passes(self, launches_little: bool = False) -> None:
         """Release the sends that have been taken, and keep the host from running too far ahead."""
@@ -267,6 +292,7 @@ class ShapedChannels:
         """Wait for every send of this step."""
         self._headers.finish()
         self._channels.finish()
+        self._of_activations.clear()  # of forwards alone, nothing returns
 
 
 def _empty_header() -> torch.Tensor:

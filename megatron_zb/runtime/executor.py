@@ -77,7 +77,9 @@ class Transport(Protocol):
 
     def take(self, message: Message) -> torch.Tensor: ...
 
-    def send(self, channel: Channel, tensor: torch.Tensor, slots: int) -> None: ...
+    def send(
+        self, channel: Channel, tensor: torch.Tensor, slots: int, message: Message | None = None
+    ) -> None: ...
 
     def between_passes(self, launches_little: bool) -> None: ...
 
@@ -158,7 +160,7 @@ class Execution:
                     here[message] = taken
                 del taken
             elif kind is Send:
-                channels.send(channel, self._next_outgoing(message), self._send_slots)
+                channels.send(channel, self._next_outgoing(message), self._send_slots, message)
             else:
                 self._post_receive(channel, message)
 

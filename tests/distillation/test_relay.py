@@ -178,7 +178,9 @@ class StandIn:
         self.taken.append(weakref.ref(tensor))
         return tensor
 
-    def send(self, channel: Channel, tensor: torch.Tensor, slots: int) -> None:
+    def send(
+        self, channel: Channel, tensor: torch.Tensor, slots: int, message: Message | None = None
+    ) -> None:
         """Nobody reads it."""
 
     def between_passes(self, launches_little: bool = False) -> None:

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from megatron_zb import schedules
-from megatron_zb.runtime.channels import Channels
+from megatron_zb.runtime.channels import Channels, ShapedChannels
 from megatron_zb.runtime.executor import run_program
 from megatron_zb.schedules.passes import Channel, Message
 
@@ -62,6 +62,58 @@ def test_sends_that_have_been_taken_are_forgotten_between_passes() -> None:
     assert channels.notes == ["send 0", "send 1", "send 2"]
 
 
+# --- shapes
+
+
+def shaped() -> tuple[ShapedChannels, Noted, Noted]:
+    messages, headers = Noted(), Noted()
+    return ShapedChannels(messages, headers), messages, headers
+
+
+BACK = Channel(1, 0)
+
+
+def test_a_gradient_has_the_shape_of_the_activation_that_went_out() -> None:
+    channels, messages, headers = shaped()
+    channels.send(THERE, torch.zeros(3, 2), 1, Message(False, 1, 5))
+    assert (len(messages.sent), len(headers.sent)) == (1, 1)
+    gradient = Message(True, 0, 5)
+    channels.post_receive(BACK, gradient, lambda: torch.empty(1))  # without a header
+    assert channels.take(gradient).shape == (3, 2)
+
+
+def test_a_gradient_is_sent_without_a_header_to_where_its_activation_came_from() -> None:
+    channels, messages, headers = shaped()
+
+    def arrive(channel: Channel, buffer: torch.Tensor) -> Any:
+        buffer.copy_(torch.tensor([2, 3, 2, 0, 0, 0, 0, 0]))
+        return SimpleNamespace(wait=lambda: None)
+
+    headers._irecv = arrive  # type: ignore[method-assign]
+    activation, gradient = Message(False, 1, 5), Message(True, 0, 5)
+    channels.post_receive(THERE, activation, lambda: torch.empty(1))
+    assert channels.take(activation).shape == (3, 2)
+    with pytest.raises(RuntimeError, match=r"shape \[6\], but its activation \[3, 2\]"):
+        channels.send(BACK, torch.zeros(6), 1, gradient)
+    channels.send(BACK, torch.zeros(6), 1, gradient)  # of no activation that is remembered
+    assert (len(messages.sent), len(headers.sent)) == (1, 1)
+    channels.post_receive(THERE, activation, lambda: torch.empty(1))
+    channels.take(activation)
+    channels.send(BACK, torch.zeros(3, 2), 1, gradient)
+    assert (len(messages.sent), len(headers.sent)) == (2, 1)
+
+
+def test_shapes_of_forwards_alone_are_forgotten_with_the_step() -> None:
+    channels, _, headers = shaped()
+    channels.send(THERE, torch.zeros(3), 1, Message(False, 1, 0))
+    channels.finish()
+    channels.send(BACK, torch.zeros(3), 1, Message(True, 0, 0))
+    assert len(headers.sent) == 2
+
+
+# --- buffers
+
+
 def test_what_is_sent_lies_in_one_piece() -> None:
     channels = Noted()
     tensor = torch.arange(6).view(2, 3).t()
@@ -96,7 +148,9 @@ class Transport:
     def take(self, message: Message) -> torch.Tensor:
         return torch.zeros(1)
 
-    def send(self, channel: Channel, tensor: torch.Tensor, slots: int) -> None:
+    def send(
+        self, channel: Channel, tensor: torch.Tensor, slots: int, message: Message | None = None
+    ) -> None:
         pass
 
     def between_passes(self, launches_little: bool = False) -> None:

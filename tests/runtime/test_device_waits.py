@@ -59,6 +59,7 @@ PLACES = {
     "megatron_core/cpu.py:redirect_experts.to_cpu": "there is no GPU",
     "megatron_core/experts.py:share": BETWEEN_STEPS,
     "megatron_core/connections.py:WatchPart.forget_marks": BETWEEN_STEPS,
+    "megatron_core/planned_steps.py:_gathered": BETWEEN_STEPS,
     "megatron_core/post_validation.py:PostValidation._close": HOST,
     "megatron_core/post_validation.py:PostValidation._judge": HOST,
     "megatron_core/post_validation.py:PostValidation.was_right": HOST,

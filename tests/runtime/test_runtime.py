@@ -194,18 +194,23 @@ class Grower:
 
     def __init__(self, is_last: bool, seen: list[tuple[int, ...]]) -> None:
         self.is_last, self.seen = is_last, seen
+        self._read: dict[int, tuple[int, ...]] = {}
 
-    def _next(self, microbatch: int, x: torch.Tensor | None) -> torch.Tensor | None:
+    def forward(self, microbatch: int, x: torch.Tensor | None) -> torch.Tensor | None:
         if x is None:
             return torch.zeros([microbatch] * (microbatch % 3 + 1))
         self.seen.append(tuple(x.shape))
+        self._read[microbatch] = tuple(x.shape)
+        if self.is_last:
+            return None
         return torch.cat([x, torch.zeros_like(x[:1])]) if x.dim() > 1 else x
 
-    def forward(self, microbatch: int, activation: torch.Tensor | None) -> torch.Tensor | None:
-        result = self._next(microbatch, activation)
-        return None if self.is_last else result
+    def backward(self, microbatch: int, x: torch.Tensor | None) -> torch.Tensor | None:
+        if x is not None:
+            self.seen.append(tuple(x.shape))
+        return torch.zeros(self._read[microbatch]) if microbatch in self._read else None
 
-    backward = backward_input = _next
+    backward_input = backward
 
     def backward_weight(self, microbatch: int) -> None:
         pass
@@ -245,10 +250,10 @@ def test_messages_of_any_shape_arrive(ranks: RankPools, name: str) -> None:
 
     for rank, held in enumerate(placement.stages_of):
         for stage, seen in zip(held, found[rank], strict=True):
-            forward, backward = stage, placement.num_stages - 1 - stage
-            expected = [
-                read(hops, m) for hops in (forward, backward) if hops for m in range(microbatches)
-            ]
+            is_last = stage == placement.num_stages - 1
+            # a gradient has the shape of what the stage has made
+            read_after = [*([stage] if stage else []), *([] if is_last else [stage + 1])]
+            expected = [read(hops, m) for hops in read_after for m in range(microbatches)]
             assert seen == sorted(2 * expected), (rank, stage)
 
 
