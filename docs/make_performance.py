@@ -198,12 +198,13 @@ def unequal_steps(found: dict[str, Any]) -> list[str]:
     for name, milliseconds in others:
         runs = sorted(statistics.median(run) / base for run in found["all_ms"][name])
         spread = f"{runs[0]:.2f} to {runs[-1]:.2f}"
-        shown.append(f"{name} {milliseconds / base:.2f} ({spread})")
+        named = name.replace(stock, "1F1B")
+        shown.append(f"{named} {milliseconds / base:.2f} ({spread})")
     own = sorted(statistics.median(run) / base for run in found["all_ms"][stock])
     return [
         f"{sizes['ranks']} CPU ranks, hidden size {sizes['hidden']}, {len(lengths)} sequences of "
-        f"{min(lengths)} to {max(lengths)} tokens; medians of {sizes['turns']} runs, relative to "
-        f"Megatron's 1F1B as drawn ({own[0]:.2f} to {own[-1]:.2f}): {'; '.join(shown)}."
+        f"{min(lengths)} to {max(lengths)} tokens; medians of {sizes['turns']} runs, of Megatron's "
+        f"1F1B ({own[0]:.2f} to {own[-1]:.2f}): {'; '.join(shown)}."
     ]
 
 
