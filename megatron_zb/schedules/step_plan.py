@@ -117,8 +117,9 @@ def plan_step(
     best = min(found, key=search.rank_of)
     if not search.fits(best):
         return None
-    if reorders:
-        best = search.polished(best, effort.number(effort.moves, search.passes))
+    if not reorders:
+        return _planned(table, costs, best.order)
+    best = search.polished(best, effort.number(effort.moves, search.passes))
     return _planned(search.schedule_of(best), costs, best.order, fuses=search.splits)
 
 

@@ -86,8 +86,9 @@ def test_a_planned_order_is_kept_if_asked_for() -> None:
     assert plan.schedule.ranks != _table("v-zb", 4, 8).ranks
 
 
-def test_passes_are_kept_if_asked_for() -> None:
-    table = _table("interleaved", 4, 8)
+@pytest.mark.parametrize("name", ["interleaved", "v-half"])
+def test_passes_are_kept_if_asked_for(name: str) -> None:
+    table = _table(name, 4, 8)
     costs = costs_of_work(_costs(4), drawn("four", 8, 0), ATTENTION)
     plan = plan_step(table, costs, [1e9] * 4, keeps_passes=True)
     assert plan is not None
