@@ -30,8 +30,8 @@ class Graph(NamedTuple):
     pass and of the ``hop`` of its input, and the memory that it takes, or frees if negative.
     ``stage_at[r * chunks + c]`` is the stage of chunk c on rank r, ``limit[r]`` the memory of rank
     r, ``work[r]`` the seconds of all its passes; ``tail_seconds[r]`` follow the last pass of rank r
-    before it counts as done. ``before[s * (m + 1) + j]`` is how many average microbatches the first
-    j are on stage s, by their memory.
+    before it counts as done. Unless all microbatches are ``alike``, ``before[s * (m + 1) + j]`` is
+    how many average ones the first j are on stage s, by their memory.
     """
 
     pipeline_size: int
@@ -48,6 +48,7 @@ class Graph(NamedTuple):
     limit: Any
     work: Any
     tail_seconds: Any
+    alike: bool
     before: Any
 
 
@@ -249,7 +250,7 @@ def choose_action(
     p, chunks, m = graph.pipeline_size, graph.chunks, graph.num_microbatches
     seconds, memory, limit = graph.seconds, graph.memory, graph.limit
     stage_at, quota, score = graph.stage_at, priorities.quota, priorities.score
-    before = graph.before
+    alike, before = graph.alike, graph.before
     counts, ready_at, pending = space.counts, space.ready, space.pending
     block, kinds, base = p * chunks * m, 2 * chunks + 1, r * (2 * chunks + 3)
     weight = 2 * chunks  # the kind of W
@@ -279,8 +280,12 @@ def choose_action(
             after = now
             if half == 0:
                 if c < chunks - 1:
-                    row = stage_at[r * chunks + c] * (m + 1)
-                    in_flight = before[row + mb + 1] - before[row + counts[base + chunks + c]]
+                    done = counts[base + chunks + c]
+                    if alike:
+                        in_flight = mb + 1.0 - done
+                    else:
+                        row = stage_at[r * chunks + c] * (m + 1)
+                        in_flight = before[row + mb + 1] - before[row + done]
                     if in_flight > quota[r * chunks + c]:
                         continue
                 if space.held[r] + memory[code] > limit[r]:

@@ -126,13 +126,16 @@ class Problem:
             limit=make.floats([limit + _TOLERANCE * (1 + limit) for limit in self.limit]),
             work=make.floats([self._work(rank) for rank in range(placement.pipeline_size)]),
             tail_seconds=make.floats(self.tail_seconds or (0.0,) * placement.pipeline_size),
+            alike=not costs.microbatches,
             before=make.floats([share for s in stages for share in self._before(s)]),
         )
 
     def _before(self, stage: int) -> list[float]:
         """Return the memory of the first j microbatches, in that of an average one, for all j."""
         m, mean = self.num_microbatches, self.costs.mean_activation[stage]
-        if not self.costs.microbatches or mean <= 0:
+        if not self.costs.microbatches:
+            return [0.0]
+        if mean <= 0:
             return [float(j) for j in range(m + 1)]
         held = (row.activation[stage] / mean for row in self.costs.microbatches)
         return list(accumulate(held, initial=0.0))
