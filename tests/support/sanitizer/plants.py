@@ -29,7 +29,7 @@ def _take_without_record(self: Any, message: Any) -> torch.Tensor:
     return found
 
 
-def _send_and_forget(self: Any, channel: Any, tensor: torch.Tensor, slots: int) -> None:
+def _send_and_forget(self: Any, channel: Any, tensor: torch.Tensor, *rest: Any) -> None:
     self._isend(channel, tensor).move()
 
 
