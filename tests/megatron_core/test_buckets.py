@@ -18,7 +18,7 @@ from gpt_cases import (
     forward_backward,
     microbatches,
 )
-from hypothesis import given, settings
+from hypothesis import given, reject, settings
 from hypothesis import strategies as st
 from megatron.core import parallel_state
 from ranks import RankPools
@@ -31,6 +31,7 @@ from megatron_zb.megatron_core.data_parallel import (
 )
 from megatron_zb.schedules.costs import Costs
 from megatron_zb.schedules.passes import Pass, PassKind
+from megatron_zb.schedules.request import LimitTooSmall
 from megatron_zb.schedules.schedule import Schedule
 
 # One bucket for every few weights; Megatron makes several only on the first pipeline rank.
@@ -163,7 +164,10 @@ def test_any_lengths_start_the_reductions_in_one_order(data: st.DataObject) -> N
     lengths = data.draw(st.lists(st.floats(1, 8), min_size=m, max_size=m))
     equal = Costs.uniform(pipeline_size=p, forward=1.0, backward=1.0, weight=1.0, p2p=0.1)
     costs = equal.of_lengths(lengths)
-    schedule = schedules.build(name, pipeline_size=p, num_microbatches=m, costs=costs)
+    try:
+        schedule = schedules.build(name, pipeline_size=p, num_microbatches=m, costs=costs)
+    except LimitTooSmall:  # the longest microbatch is above the family's share of memory
+        reject()
     own = data.draw(st.booleans(), label="grad_sync_func of the user's")
     for held, passes in zip(schedule.placement.stages_of, schedule.ranks, strict=True):
         of_chunks = [held.index(q.stage) for q in passes if q.kind in (PassKind.W, PassKind.BW)]
