@@ -6,7 +6,7 @@ alone. The gain is that of the schedule that will run, simulated with either lay
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -245,7 +245,10 @@ def _layer_flops(args: Any) -> float:
 
 def _layer_products(args: Any) -> tuple[int, int]:
     """Count a layer's products per token in F with weights, and half of those with one score."""
-    given: Callable[[str], Any] = lambda name: getattr(args, name, None)  # noqa: E731
+
+    def given(name: str) -> Any:
+        return getattr(args, name, None)
+
     hidden, heads = args.hidden_size, args.num_attention_heads
     head = given("kv_channels") or hidden // heads
     # a config has no flag for groups, arguments have a number without it

@@ -9,7 +9,7 @@ every pass: they plan for the longest of their microbatches that run at one time
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -155,10 +155,9 @@ def _longest(of_all: Sequence[Lengths]) -> Lengths:
             f"replicas that share experts have {sorted(set(counts))} microbatches: give all of "
             "them as many, since they exchange tokens in every pass"
         )
-    columns: Callable[[str], list[float]] = lambda name: [  # noqa: E731
-        max(of_place) for of_place in zip(*(getattr(each, name) for each in of_all), strict=True)
-    ]
-    return Lengths.of(columns("tokens"), columns("squares"))
+    tokens = zip(*(lengths.tokens for lengths in of_all), strict=True)
+    squares = zip(*(lengths.squares for lengths in of_all), strict=True)
+    return Lengths.of([*map(max, tokens)], [*map(max, squares)])
 
 
 def _too_long(current: CurrentSchedule, costs: Any, limit: Sequence[float]) -> UsageError:

@@ -25,7 +25,7 @@ PAIR_LOSS = 0.03
 
 
 def most_in_a_row(values: Sequence[float], count: int) -> float:
-    """Return the largest sum of so many values in a row, or of all if there are fewer."""
+    """Return the largest sum of ``count`` consecutive values, or the sum of all if fewer."""
     return max(sum(values[i : i + count]) for i in range(max(1, len(values) - count + 1)))
 
 

@@ -46,7 +46,7 @@ class LimitTooSmall(UsageError):
 
 
 def _mean_of_most(costs: StageCosts, stages: Sequence[int], p: int, m: int) -> float:
-    """Return the mean memory of a microbatch on some stages, of those p in a row that hold most."""
+    """Return the mean activation memory of the p consecutive microbatches that hold the most."""
     if not costs.microbatches:
         return sum(costs.activation[s] for s in stages)
     held = [sum(row.activation[s] for s in stages) for row in costs.microbatches]
@@ -79,10 +79,10 @@ class Request:
         return timeline.seconds(back_to_back=self.back_to_back)
 
     def limits(self, placement: Placement, peak_microbatches: float) -> tuple[float, ...]:
-        """Return each rank's limit: so many of its microbatches, or less if asked for.
+        """Return each rank's limit: ``peak_microbatches`` of its own, or less if asked for.
 
-        Of unequal microbatches, they count as much as the p in a row that hold most, on average,
-        so that a family holds the same share of 1F1B's memory as of equal ones.
+        Unequal microbatches count as the mean of the p consecutive ones that hold the most, so that
+        a family keeps the share of 1F1B's memory that it has for equal ones.
         """
         costs, p, m = self.costs.for_placement(placement), self.pipeline_size, self.num_microbatches
         own = [peak_microbatches * _mean_of_most(costs, held, p, m) for held in placement.stages_of]
