@@ -3,33 +3,44 @@
 
   python benchmarks/gpu/features.py --megatron-lm ~/Megatron-LM --gpus 8 --output features.json
   python benchmarks/gpu/features.py --megatron-lm ~/Megatron-LM --cpu --gpus 2 --only baseline
+  python benchmarks/gpu/features.py --megatron-lm ~/Megatron-LM --share-gpu --gpus 2 --at-once 4
 
 Each feature is a set of arguments for a small GPT on data that Megatron-LM makes up. Its own
 schedule trains an iteration and writes a checkpoint; from that, its own schedule and each of
---schedules train a few more, without dropout. The losses that are printed are compared. A feature
-that Megatron-LM itself cannot run here, for want of GPUs or of a library, says so and counts as not
-shown. The last line is JSON; exit status 0 if all that ran was equal.
+--schedules train a few more, without dropout. The losses that are printed must be equal: there are
+no tied weights and no norm of all gradients, whose sums depend on where layers are. A feature that
+Megatron-LM itself cannot run here, for want of GPUs or of a library, says so and counts as not
+shown. Ranks that share a GPU need NCCL 2.31 or newer, which LD_PRELOAD can put before torch's. The
+last line is JSON; exit status 0 if all that ran was equal.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
 import re
+import socket
 import subprocess
 import sys
 import tempfile
+import time
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
-SECONDS = 900
+sys.path.append(str(ROOT / "benchmarks"))
+
+from one_device import REPEATABLE  # noqa: E402
+
 MODEL = """
 --mock-data --tokenizer-type NullTokenizer --vocab-size 1024 --num-layers 8 --hidden-size 256
 --num-attention-heads 8 --seq-length 256 --max-position-embeddings 256 --micro-batch-size 2
 --global-batch-size 32 --attention-dropout 0 --hidden-dropout 0 --lr 1e-3 --lr-decay-iters 20
---train-iters 6 --eval-iters 0 --log-interval 1 --ckpt-format torch_dist --bf16
---pipeline-model-parallel-size 2
+--train-iters 6 --eval-iters 0 --eval-interval 100 --log-interval 1 --ckpt-format torch_dist --bf16
+--pipeline-model-parallel-size 2 --untie-embeddings-and-output-weights --clip-grad 0
 """
 EXPERTS = "--num-experts 8 --moe-router-topk 2 --moe-grouped-gemm --disable-bias-linear"
 SPREAD = f"{EXPERTS} --expert-model-parallel-size 2"
@@ -49,6 +60,9 @@ FEATURES = {
     "nvfp4": "--fp4-format e2m1 --fp4-recipe nvfp4",
     "fp8 parameters": "--fp8-format hybrid --fp8-recipe tensorwise --fp8-param-gather "
     "--use-distributed-optimizer --overlap-param-gather --overlap-grad-reduce",
+    "distributed optimizer, overlapped": "--use-distributed-optimizer --overlap-param-gather "
+    "--overlap-grad-reduce",
+    "tensor parallelism": "--tensor-model-parallel-size 2 --sequence-parallel",
     "tensor-parallel overlap": "--tensor-model-parallel-size 2 --sequence-parallel "
     "--tp-comm-overlap",
     "context parallelism, ring": "--context-parallel-size 2 --cp-comm-type p2p",
@@ -96,25 +110,73 @@ _LOSS = re.compile(r"iteration +(\d+)/ +\d+ .* lm loss: (\S+) ")
 
 def train(arguments: argparse.Namespace, words: str) -> tuple[dict[int, str], str]:
     """Return the losses by iteration, and the end of what was printed; no losses if it failed."""
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-    command += ["--nproc-per-node", str(arguments.gpus), "-m", "megatron_zb.launch"]
-    command += ["--cpu"] * arguments.cpu
     script = "pretrain_hybrid.py" if "--hybrid-layer-pattern" in words else "pretrain_gpt.py"
-    command += [str(arguments.megatron_lm / script), *MODEL.split(), *words.split()]
-    try:
-        done = subprocess.run(
-            command, cwd=ROOT, capture_output=True, text=True, timeout=SECONDS, check=False
-        )
-    except subprocess.TimeoutExpired:
-        return {}, f"did not end in {SECONDS} s"
-    text = done.stdout + done.stderr
+    program = ["-m", "megatron_zb.launch", *["--cpu"] * arguments.cpu]
+    program += [str(arguments.megatron_lm / script), *MODEL.split(), *words.split()]
+    with tempfile.TemporaryFile("w+") as output:
+        processes = [
+            subprocess.Popen(
+                [sys.executable, *command, *program],
+                cwd=ROOT,
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                env={**REPEATABLE, **os.environ, **environment},
+            )
+            for command, environment in _launches(arguments)
+        ]
+        problem = _wait(processes, arguments.seconds)
+        output.seek(0)
+        text = output.read()
     found = {int(number): loss for number, loss in _LOSS.findall(text)}
-    return (found if done.returncode == 0 else {}), _reason(text)
+    return ({} if problem else found), problem and (_reason(text) or problem)
+
+
+def _launches(arguments: argparse.Namespace) -> list[tuple[list[str], dict[str, str]]]:
+    """Return how to start Python for the ranks, and its environment.
+
+    torchrun gives every rank of a machine a GPU of its own; ranks that share one start without it.
+    """
+    ranks = arguments.gpus
+    if not arguments.share_gpu:
+        return [(["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"], {})]
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = str(free.getsockname()[1])
+    shared = {
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": port,
+        "WORLD_SIZE": str(ranks),
+        "LOCAL_RANK": "0",
+        "NCCL_MULTI_RANK_GPU_ENABLE": "1",
+        "OMP_NUM_THREADS": "1",
+    }
+    return [([], {**shared, "RANK": str(rank)}) for rank in range(ranks)]
+
+
+def _wait(processes: list[subprocess.Popen[bytes]], seconds: float) -> str:
+    """Wait for all, and end all when one has failed; return what went wrong, or nothing."""
+    deadline = time.monotonic() + seconds
+    try:
+        while time.monotonic() < deadline:
+            statuses = [process.poll() for process in processes]
+            if all(status == 0 for status in statuses):
+                return ""
+            if any(statuses):
+                time.sleep(1)  # lets the others say what they saw
+                return f"a rank ended with exit status {next(filter(None, statuses))}"
+            time.sleep(0.1)
+        return f"did not end in {seconds:g} s"
+    finally:
+        for process in processes:
+            process.kill()
 
 
 def _reason(text: str) -> str:
-    """Return the last line that looks like an error."""
-    said = [line for line in text.splitlines() if "rror" in line]
+    """Return the last line that names an error of a rank."""
+    said = [
+        line for line in text.splitlines() if re.search(r"(?<!ChildFailed)(Error|error):", line)
+    ]
     return said[-1][-300:] if said else ""
 
 
@@ -140,17 +202,31 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--megatron-lm", type=Path, required=True, metavar="CHECKOUT")
     parser.add_argument("--gpus", type=int, default=8, metavar="N", help="ranks (default 8)")
-    parser.add_argument("--schedules", default="zb-h1,v-half,v-zb", metavar="NAMES")
-    parser.add_argument("--only", choices=FEATURES, help="one feature")
+    parser.add_argument(
+        "--schedules",
+        default="zb-h1,v-half,v-zb",
+        metavar="NAMES",
+        help='with more flags, if need be: "v-half,v-half --pipeline-offload auto"',
+    )
+    parser.add_argument(
+        "--seconds", type=float, default=900.0, metavar="N", help="of one training (default 900)"
+    )
+    parser.add_argument(
+        "--only", nargs="+", choices=FEATURES, default=list(FEATURES), help="some of the features"
+    )
+    parser.add_argument("--at-once", type=int, default=1, metavar="N", help="features (default 1)")
+    parser.add_argument("--share-gpu", action="store_true", help="all ranks take the first GPU")
     parser.add_argument("--cpu", action="store_true", help="on CPU ranks, to try this script")
     parser.add_argument("--output", type=Path, metavar="FILE", help="where the JSON goes, too")
     arguments = parser.parse_args()
     rows = []
-    for feature in [arguments.only] if arguments.only else FEATURES:
-        for row in compare(arguments, feature):
-            rows.append(row)
-            said = {None: "not shown", True: "equal", False: "DIFFERS"}[row["equal"]]
-            print(f"{feature}, {row['schedule'] or 'Megatron-LM'}: {said} {row['why']}", flush=True)
+    with ThreadPoolExecutor(arguments.at_once) as threads:
+        for found in threads.map(partial(compare, arguments), arguments.only):
+            rows += found
+            for row in found:
+                said = {None: "not shown", True: "equal", False: "DIFFERS"}[row["equal"]]
+                name = f"{row['feature']}, {row['schedule'] or 'Megatron-LM'}"
+                print(f"{name}: {said} {row['why']}", flush=True)
     text = json.dumps({"ranks": "cpu" if arguments.cpu else "gpu", "rows": rows})
     if arguments.output:
         arguments.output.write_text(text + "\n", encoding="utf-8")

@@ -21,7 +21,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from importlib.util import find_spec
@@ -36,14 +36,16 @@ TINY_LAYER = "--hidden 64 --heads 4 --ffn-hidden 96 --seq-length 32"
 TOTAL_SECONDS = 570.0  # of all measurements: with what is around them, less than 10 minutes
 LEAST_SECONDS = 5.0  # in which nothing can be measured
 KILLED_WITHIN = 5.0  # seconds; a process that waits for a driver may never end
+AT_ONCE = 4  # measurements that share a GPU, of those that are not timed
 
 
 @dataclass(frozen=True)
 class Measurement:
     """One run of a benchmark, in an environment with these variables set.
 
-    ``needs`` is a module without which there is nothing to measure, ``gpus`` are the GPUs that it
-    takes; a CPU has as many as it likes. torchrun starts more ``processes`` than one.
+    Without the module ``needs`` and the version ``needs_nccl`` there is nothing to measure.
+    ``gpus`` are the GPUs that it takes; a CPU has as many as it likes. torchrun starts more
+    ``processes`` than one. What is ``timed`` has the machine to itself.
     """
 
     name: str
@@ -53,8 +55,10 @@ class Measurement:
     tiny_arguments: str
     environment: Mapping[str, str] = field(default_factory=dict)
     needs: str | None = None
+    needs_nccl: tuple[int, int] = (2, 0)
     gpus: int = 1
     processes: int = 1
+    timed: bool = False
 
 
 def _queues(connections: int, loading: str) -> Measurement:
@@ -65,6 +69,7 @@ def _queues(connections: int, loading: str) -> Measurement:
         40,
         "",
         {"CUDA_DEVICE_MAX_CONNECTIONS": str(connections), "CUDA_MODULE_LOADING": loading},
+        timed=True,
     )
 
 
@@ -98,20 +103,34 @@ def _training(loading: str, arguments: str, limit_seconds: float, tiny: str) -> 
         "gpu/one_gpu_training.py",
         arguments,
         limit_seconds,
-        f"{_TINY_TRAINING} --layers 4 --microbatches 4 --steps 2 {tiny}",
+        f"{_TINY_TRAINING} {_TINY_STEPS} {tiny}",
         {"CUDA_MODULE_LOADING": loading},
     )
 
 
+def _over_nccl(name: str, arguments: str, tiny: str = "", **more: Any) -> Measurement:
+    """Training whose ranks share the GPU over NCCL."""
+    return Measurement(
+        f"one_gpu_training_nccl_{name}",
+        "gpu/one_gpu_training.py",
+        f"--nccl --seconds 90 {arguments}",
+        240,
+        f"{_TINY_TRAINING} {_TINY_STEPS} --ranks 2 --schedules v-half {tiny}",
+        needs_nccl=(2, 31),
+        **more,
+    )
+
+
 _TINY_TRAINING = f"--vocabulary 64 --seconds 100 {TINY_LAYER}"
+_TINY_STEPS = "--layers 4 --microbatches 4 --steps 2"
 _DROPOUT = "--dropout 0.1 --schedules v-half+dropped v-half+moved"
 _TINY_RANKS = f"--ranks 4 --microbatches 8 --layers-per-rank 2 --schedules v-half {TINY_LAYER}"
-_WAITING_RECEIVE = Measurement("waiting_receive", "gpu/waiting_receive.py", "", 70, "")
+_WAITING_RECEIVE = Measurement("waiting_receive", "gpu/waiting_receive.py", "", 70, "", timed=True)
 _QUANTIZED = Measurement(
     "quantized_gradients", "gpu/quantized_gradients.py", "", 60, "", needs="transformer_engine"
 )
 _SPLIT_BACKWARD = Measurement(
-    "split_backward", "split_backward.py", "", 90, f"--repetitions 3 {TINY_LAYER}"
+    "split_backward", "split_backward.py", "", 90, f"--repetitions 3 {TINY_LAYER}", timed=True
 )
 _TE_MEMORY = Measurement(
     "rank_memory_transformer_engine",
@@ -146,23 +165,35 @@ ONE_GPU = [
     _WAITING_RECEIVE,
     _training(
         "LAZY",
-        "--ranks 4 --schedules v-half v-zb 1f1b --seconds 30",
-        150,
+        "--ranks 4 --schedules v-half v-zb 1f1b --seconds 60",
+        300,
         "--ranks 2 --schedules v-half --host-memory",
     ),
     _training(
         "EAGER",
         "--ranks 4 --schedules v-half+moved --seconds 60",
-        100,
+        200,
         "--ranks 2 --schedules v-half+moved",
+    ),
+    _over_nccl("lengths", "--ranks 2 --schedules v-half v-zb 1f1b --unequal", "--unequal"),
+    _over_nccl("four_ranks", "--ranks 4 --schedules v-half v-zb+moved zb-h1"),
+    _over_nccl(
+        "one_queue",  # as tensor parallelism wants it before Blackwell
+        "--ranks 2 --schedules v-half v-zb 1f1b",
+        environment={"CUDA_DEVICE_MAX_CONNECTIONS": "1"},
+    ),
+    _over_nccl(
+        "te",
+        "--ranks 2 --schedules v-half v-half+dropped --implementation transformer-engine "
+        "--dtype bf16",
+        needs="transformer_engine",
     ),
     Measurement(
         "one_gpu_training_dropout",
         "gpu/one_gpu_training.py",
         f"--ranks 2 --reference v-half {_DROPOUT} --seconds 60",
         120,
-        f"{_TINY_TRAINING} --layers 4 --microbatches 4 --steps 2 --ranks 2 --reference v-half "
-        f"{_DROPOUT}",
+        f"{_TINY_TRAINING} {_TINY_STEPS} --ranks 2 --reference v-half {_DROPOUT}",
     ),
     _te_training("te", "--schedules v-half+moved v-half+dropped"),
     _te_training("te_fp8", "--schedules v-half --fp8 delayed"),
@@ -212,11 +243,11 @@ def main() -> int:
     date = datetime.datetime.now(datetime.timezone.utc).date().isoformat()
     results: dict[str, Any] = {"machine": _machine(args.device), "commit": _commit(), "date": date}
     results["measurements"] = {}
-    for measurement in PARTS[args.parts]:
-        print(f"==> {measurement.name}", flush=True)
-        left = TOTAL_SECONDS - (time.monotonic() - begin)
-        found = _missing(measurement, args.device) or _run(measurement, args.device, left)
-        results["measurements"][measurement.name] = without_places(found)
+    answers: dict[str, Any] = {}
+    for name, found in _answers(PARTS[args.parts], args.device, begin + TOTAL_SECONDS):
+        answers[name] = without_places(found)
+        order = (m.name for m in PARTS[args.parts])
+        results["measurements"] = {name: answers[name] for name in order if name in answers}
         results["seconds"] = round(time.monotonic() - begin, 1)
         args.output.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
     _print_table(results)
@@ -337,53 +368,129 @@ def _output_of(command: str, *arguments: str) -> str | None:
 def _missing(measurement: Measurement, device: str) -> dict[str, Any] | None:
     """Why there is nothing to measure, or None."""
     needs, gpus = measurement.needs, measurement.gpus
-    if device == "cuda" and gpus > 1:
+    if device == "cuda":
         import torch
 
         if torch.cuda.device_count() < gpus:
             return {"not_measured": f"it takes {gpus} GPUs"}
+        if torch.cuda.nccl.version() < measurement.needs_nccl:
+            newer = ".".join(map(str, measurement.needs_nccl))
+            return {"not_measured": f"NCCL {newer} lets ranks share a GPU; this one is older"}
     if needs is None or (device == "cuda" and _is_there(needs)):
         return None
     reason = f"{needs} is not installed" if device == "cuda" else f"{needs} needs a GPU"
     return {"not_measured": reason}
 
 
-def _run(measurement: Measurement, device: str, left: float) -> dict[str, Any]:
-    """A benchmark's last JSON line, and how it failed and the last line it wrote, if it did.
+def _answers(
+    measurements: Sequence[Measurement], device: str, deadline: float
+) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Run measurements, several at once where that changes no answer; yield each one's answer.
 
-    A benchmark with many answers writes a line after each: those before a failure are kept.
+    What is timed runs alone, and so does everything on a CPU.
     """
-    limit = min(measurement.limit_seconds, left)
-    if left <= LEAST_SECONDS:
-        return {"not_measured": "no time was left"}
-    arguments = measurement.tiny_arguments if device == "cpu" else measurement.arguments
-    script = str(BENCHMARKS / measurement.script)
-    begin = time.monotonic()
-    status, output, errors = _finished(
-        [sys.executable, *_launcher(measurement), script, "--device", device, *arguments.split()],
-        {**os.environ, **measurement.environment},
-        limit,
-    )
-    seconds = {"wall_seconds": round(time.monotonic() - begin, 1)}
-    print(output, flush=True)
-    found = _last_json(output)
-    reason = None
-    if status is None and limit < measurement.limit_seconds:
-        return {
-            "not_measured": "no time was left",
-            **seconds,
-            **({"found": found} if found else {}),
-        }
-    if status is None:
-        reason = f"it took more than {limit:.0f} s"
-    elif status:
-        reason = f"with exit status {status}"
-    elif found is None:
-        reason = "its last line is not JSON"
-    if reason is None:
-        return {**(found or {}), **seconds}
-    failure: dict[str, Any] = {"failed": reason, "last_line": _last_line(errors or output)}
-    return {**failure, **seconds, **({} if found is None else {"found": found})}
+    at_once = AT_ONCE if device == "cuda" else 1
+    waiting, running = list(measurements), list[_Run]()
+    try:
+        while waiting or running:
+            while (measurement := _next(waiting, running, at_once)) is not None:
+                waiting.remove(measurement)
+                left = deadline - time.monotonic()
+                missing = _missing(measurement, device)
+                if missing is None and left <= LEAST_SECONDS:
+                    missing = _NO_TIME
+                print(f"==> {measurement.name}", flush=True)
+                if missing is None:
+                    running.append(_Run(measurement, device, left))
+                else:
+                    yield measurement.name, missing
+            for run in [run for run in running if run.is_over()]:
+                running.remove(run)
+                yield run.measurement.name, run.answer()
+            time.sleep(0.02)
+    finally:
+        for run in running:
+            run.kill()
+
+
+def _next(
+    waiting: Sequence[Measurement], running: Sequence[_Run], at_once: int
+) -> Measurement | None:
+    """Return the first measurement that may begin now."""
+    if not running:
+        return waiting[0] if waiting else None
+    if len(running) == at_once or any(run.measurement.timed for run in running):
+        return None
+    return next((measurement for measurement in waiting if not measurement.timed), None)
+
+
+_NO_TIME = {"not_measured": "no time was left"}
+
+
+class _Run:
+    """One benchmark that is running, with what it writes.
+
+    It writes to files: a pipe would stay open with any process that it leaves behind.
+    """
+
+    def __init__(self, measurement: Measurement, device: str, left: float) -> None:
+        self.measurement = measurement
+        self._limit = min(measurement.limit_seconds, left)
+        arguments = measurement.tiny_arguments if device == "cpu" else measurement.arguments
+        script = str(BENCHMARKS / measurement.script)
+        self._output = tempfile.TemporaryFile()  # noqa: SIM115, closed by answer()
+        self._errors = tempfile.TemporaryFile()  # noqa: SIM115
+        command = [sys.executable, *_launcher(measurement)]
+        self._begin = time.monotonic()
+        self._status: int | None = None
+        self._process = subprocess.Popen(
+            [*command, script, "--device", device, *arguments.split()],
+            stdin=subprocess.DEVNULL,
+            stdout=self._output,
+            stderr=self._errors,
+            env={**os.environ, **measurement.environment},
+            start_new_session=True,
+        )
+
+    def is_over(self) -> bool:
+        """Whether it has ended; ends it when its time is over."""
+        self._status = self._process.poll()
+        if self._status is None and time.monotonic() - self._begin < self._limit:
+            return False
+        self.kill()
+        return True
+
+    def kill(self) -> None:
+        """End it and all that it has started, also when it has ended itself."""
+        with suppress(ProcessLookupError):
+            os.killpg(self._process.pid, signal.SIGKILL)
+        with suppress(subprocess.TimeoutExpired):
+            self._process.wait(KILLED_WITHIN)
+
+    def answer(self) -> dict[str, Any]:
+        """Return its last JSON line, and how it failed and the last line it wrote, if it did.
+
+        A benchmark with many answers writes a line after each: those before a failure are kept.
+        """
+        seconds = {"wall_seconds": round(time.monotonic() - self._begin, 1)}
+        with self._output, self._errors:
+            output, errors = _content(self._output), _content(self._errors)
+        print(output, flush=True)
+        found = _last_json(output)
+        kept = {} if found is None else {"found": found}
+        if self._status is None and self._limit < self.measurement.limit_seconds:
+            return {**_NO_TIME, **seconds, **kept}
+        reason = None
+        if self._status is None:
+            reason = f"it took more than {self._limit:.0f} s"
+        elif self._status:
+            reason = f"with exit status {self._status}"
+        elif found is None:
+            reason = "its last line is not JSON"
+        if reason is None:
+            return {**(found or {}), **seconds}
+        last = _last_line(errors or output)
+        return {"failed": reason, "last_line": last, **seconds, **kept}
 
 
 def _launcher(measurement: Measurement) -> list[str]:
@@ -391,39 +498,6 @@ def _launcher(measurement: Measurement) -> list[str]:
         return []
     number = str(measurement.processes)
     return ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", number]
-
-
-def _finished(
-    command: list[str], environment: dict[str, str], limit: float
-) -> tuple[int | None, str, str]:
-    """The exit status of a command, None where it was killed; what it wrote, and its errors.
-
-    It writes to files: a pipe would stay open with any process that it leaves behind.
-    """
-    with tempfile.TemporaryFile() as output, tempfile.TemporaryFile() as errors:
-        process = subprocess.Popen(
-            command,
-            stdin=subprocess.DEVNULL,
-            stdout=output,
-            stderr=errors,
-            env=environment,
-            start_new_session=True,
-        )
-        status = None
-        try:
-            with suppress(subprocess.TimeoutExpired):
-                status = process.wait(limit)
-        finally:
-            _kill(process)
-        return status, _content(output), _content(errors)
-
-
-def _kill(process: subprocess.Popen[bytes]) -> None:
-    """End a process and all that it has started, also when it has ended itself."""
-    with suppress(ProcessLookupError):
-        os.killpg(process.pid, signal.SIGKILL)
-    with suppress(subprocess.TimeoutExpired):
-        process.wait(KILLED_WITHIN)
 
 
 def _content(file: IO[bytes]) -> str:

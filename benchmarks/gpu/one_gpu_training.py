@@ -6,10 +6,11 @@ on several, which are processes of one device. With --reference, a schedule of t
 the place of Megatron's, as dropout needs: Megatron's masks depend on the order of forwards. All
 losses and all weights must be equal to the last bit. NCCL refuses two ranks on one device, so the
 ranks meet over gloo and messages go through the host's memory; what computes is real: the adapter,
-streams and events, and kernels that are loaded when they are first launched. With --device-each,
-every rank has a GPU, and messages go over NCCL. On a CPU, they go over gloo. Every training has
-processes of its own, which start cold, and a time limit; one that does not end tells where its
-ranks stand.
+streams and events, and kernels that are loaded when they are first launched. NCCL
+2.31 and newer can be asked to take them: --nccl sends messages over it (LD_PRELOAD puts a newer
+libnccl.so.2 before torch's). With --device-each, every rank has a GPU,
+and messages go over NCCL. On a CPU, they go over gloo. Every training has processes of its own,
+which start cold, and a time limit; one that does not end tells where its ranks stand.
 
 Prints a JSON line after every training, each with all results so far, and ends with exit status 1
 when a training failed or came to other losses.
@@ -137,6 +138,8 @@ def _arguments() -> argparse.Namespace:
         "--seconds", type=positive, default=30, metavar="N", help="of one training (default 30)"
     )
     parser.add_argument("--device-each", action="store_true", help="a GPU for each rank, and NCCL")
+    parser.add_argument("--nccl", action="store_true", help="NCCL also where ranks share a GPU")
+    parser.add_argument("--unequal", action="store_true", help="microbatches of unequal lengths")
     parser.add_argument(
         "--host-memory",
         action="store_true",
@@ -147,6 +150,7 @@ def _arguments() -> argparse.Namespace:
 
 def _job(args: argparse.Namespace) -> Job:
     device = one_device.choose(args.device)
+    nccl = (args.nccl or args.device_each) and device.type == "cuda"
     return Job(
         ranks=1,
         schedule=None,
@@ -155,7 +159,7 @@ def _job(args: argparse.Namespace) -> Job:
         steps=args.steps,
         dtype=args.dtype,
         device=device.type,
-        host_memory=args.host_memory or (device.type == "cuda" and not args.device_each),
+        host_memory=args.host_memory or (device.type == "cuda" and not nccl),
         stacks_after_seconds=0.8 * args.seconds,
         sizes=layer_sizes.chosen(args, device, SIZES, SIZES),
         device_each=args.device_each,
@@ -163,6 +167,8 @@ def _job(args: argparse.Namespace) -> Job:
         dropout=args.dropout,
         fp8=args.fp8,
         experts=args.experts,
+        nccl=nccl,
+        unequal=args.unequal,
     )
 
 
@@ -232,6 +238,7 @@ def _started(job: Job, rank: int, folder: Path) -> subprocess.Popen[bytes]:
     environment = {
         "GLOO_SOCKET_IFNAME": "lo",
         **one_device.REPEATABLE,
+        "NCCL_MULTI_RANK_GPU_ENABLE": "1",
         "TORCHDYNAMO_DISABLE": "1",
         **os.environ,
         "PYTHONWARNINGS": "ignore",

@@ -95,6 +95,8 @@ def _kind(job: dict[str, Any]) -> str:
     if job.get("implementation") == "transformer-engine":
         words.append("TE")
     words += [name for name in ("experts", "dropout") if job.get(name)]
+    words += ["unequal lengths"] * bool(job.get("unequal"))
+    words += ["over NCCL"] * bool(job.get("nccl"))
     return " ".join(words)
 
 

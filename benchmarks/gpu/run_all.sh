@@ -12,14 +12,16 @@ Asks a machine with one GPU what CI cannot answer, in less than 10 minutes, and 
   1. benchmarks/gpu/queues.py, with 1 and 8 hardware queues, with lazy and eager loading of kernels:
      what stands still while a kernel spins, as a receive does until its message comes?
   2. benchmarks/gpu/one_gpu_training.py: do two and four ranks that share the GPU train to the losses
-     of Megatron's own schedule, also with offload, recomputation, dropout, fp8 and experts?
+     of Megatron's own schedule, also with offload, recomputation, dropout, fp8, experts, unequal
+     lengths? Over NCCL, too, if it is 2.31 or newer: LD_PRELOAD can put one before torch's.
   3. benchmarks/gpu/graphs.py: do steps replayed from Transformer-Engine's CUDA graphs give the same?
   4. benchmarks/gpu/random_states.py: does a recomputation draw the masks of the forward?
   5. benchmarks/gpu/quantized_gradients.py: in fp8 and fp4, does W give what a whole backward gives?
   6. benchmarks/split_backward.py and benchmarks/rank_memory.py: time and allocated memory of the split
      backward and of every rank.
 
-Whatever needs Transformer-Engine is measured where it can be imported.
+Whatever needs Transformer-Engine is measured where it can be imported. What is not timed runs four at
+a time.
 Each has a time limit; one that hangs is killed with all its processes, and the next one begins. That
 machine needs a torch that sees its GPU and this repository, but no network and no installation: what
 else is needed is packed before, where there is a network, and carried there.

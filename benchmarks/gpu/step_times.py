@@ -89,6 +89,7 @@ def _job(args: argparse.Namespace, device: torch.device, ranks: int) -> Job:
         stacks_after_seconds=0.8 * args.seconds,
         sizes=layer_sizes.chosen(args, device, SIZES, SIZES),
         device_each=True,
+        nccl=device.type == "cuda",
     )
 
 

@@ -40,8 +40,9 @@ class Job:
     memory, with activations that move to the host, and ``v-half+dropped`` with activations that
     are computed again. ``host_memory`` sends messages as ranks of one GPU must. After
     ``stacks_after_seconds`` a rank prints where its threads are. With ``device_each``, each rank
-    has a GPU, and NCCL; else all have the first one, and gloo. ``fp8`` is Megatron's name of an fp8
-    recipe. With ``experts``, every MLP is one of so many experts.
+    has a GPU; else all have the first one. With ``nccl``, messages go over NCCL, else over gloo.
+    ``fp8`` is Megatron's name of an fp8 recipe. With ``experts``, every MLP is one of so many
+    experts. With ``unequal``, microbatches have other lengths than each other.
     """
 
     ranks: int
@@ -59,6 +60,13 @@ class Job:
     dropout: float = 0.0
     fp8: str | None = None
     experts: int | None = None
+    nccl: bool = False
+    unequal: bool = False
+
+    def length(self, microbatch: int) -> int:
+        """Tokens of a microbatch: an eighth to all of the sequence length."""
+        most = self.sizes.seq_length
+        return most * (1 + 5 * microbatch % 8) // 8 if self.unequal else most
 
     @property
     def chunks_of_megatron(self) -> int:
@@ -82,7 +90,7 @@ def main() -> None:
 
 
 def _start(job: Job, rank: int, folder: Path) -> None:
-    """Join the other ranks; gloo does not mind that they share a device."""
+    """Join the other ranks."""
     if job.device == "cpu":
         from megatron_zb.megatron_core.cpu import redirect_experts, run_on_cpu
 
@@ -93,7 +101,7 @@ def _start(job: Job, rank: int, folder: Path) -> None:
     else:
         torch.cuda.set_device(rank if job.device_each else 0)
     dist.init_process_group(
-        "nccl" if job.device_each and job.device == "cuda" else "gloo",
+        "nccl" if job.nccl else "gloo",
         init_method=f"file://{folder / 'meeting_point'}",
         rank=rank,
         world_size=job.ranks,
@@ -207,6 +215,8 @@ def _build_chunks(job: Job, adapter: Any, rank: int) -> list[Any]:
         more |= {"fp8": "hybrid", "fp8_recipe": job.fp8}
     if job.experts is not None:
         more |= gpt_layers.of_experts(job.implementation, job.experts, job.sizes.ffn_hidden)
+    if job.unequal:
+        more |= {"variable_seq_lengths": True, "moe_token_dispatcher_type": "alltoall"}
     config = gpt_layers.configuration(
         job.sizes,
         job.layers,
@@ -245,8 +255,8 @@ def _build_chunks(job: Job, adapter: Any, rank: int) -> list[Any]:
 
 def _batches(job: Job, step: int) -> Iterator[Batch]:
     """Tokens and labels that depend on step and microbatch alone."""
-    shape = (job.sizes.micro_batch_size, job.sizes.seq_length + 1)
     for microbatch in range(job.microbatches):
+        shape = (job.sizes.micro_batch_size, job.length(microbatch) + 1)
         generator = torch.Generator().manual_seed(1000 * step + microbatch)
         tokens = torch.randint(job.sizes.vocabulary, shape, generator=generator).to(job.device)
         yield tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()

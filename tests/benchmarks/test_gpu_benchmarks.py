@@ -386,8 +386,8 @@ def test_a_measurement_has_its_environment_and_what_it_needs(
     assert measured(tmp_path, asks, monkeypatch, environment={"LOADING": "LAZY"}) == {
         "asks": {"x": "LAZY"}
     }
-    asks = {"asks": "import json, os; print(json.dumps({'x': os.environ['WORLD_SIZE']}))"}
-    assert measured(tmp_path, asks, monkeypatch, processes=2) == {"asks": {"x": "2"}}
+    asks = {"asks": "import os, sys; sys.stdout.write('{\"x\": %s}\\n' % os.environ['WORLD_SIZE'])"}
+    assert measured(tmp_path, asks, monkeypatch, processes=2) == {"asks": {"x": 2}}
     assert measured(tmp_path, asks, monkeypatch, needs="transformer_engine") == {
         "asks": {"not_measured": "transformer_engine needs a GPU"}
     }
