@@ -41,6 +41,7 @@ MODEL = """
 --global-batch-size 32 --attention-dropout 0 --hidden-dropout 0 --lr 1e-3 --lr-decay-iters 20
 --train-iters 6 --eval-iters 0 --eval-interval 100 --log-interval 1 --ckpt-format torch_dist --bf16
 --pipeline-model-parallel-size 2 --untie-embeddings-and-output-weights --clip-grad 0
+--dist-ckpt-optim-fully-reshardable
 """
 EXPERTS = "--num-experts 8 --moe-router-topk 2 --moe-grouped-gemm --disable-bias-linear"
 SPREAD = f"{EXPERTS} --expert-model-parallel-size 2"
