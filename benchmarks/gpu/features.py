@@ -113,7 +113,8 @@ def train(arguments: argparse.Namespace, words: str) -> tuple[dict[int, str], st
     """Return the losses by iteration, and the end of what was printed; no losses if it failed."""
     script = "pretrain_hybrid.py" if "--hybrid-layer-pattern" in words else "pretrain_gpt.py"
     program = ["-m", "megatron_zb.launch", *["--cpu"] * arguments.cpu]
-    program += [str(arguments.megatron_lm / script), *MODEL.split(), *words.split()]
+    program += [str(arguments.megatron_lm / script), *MODEL.split()]
+    program += [*words.split(), *arguments.more.split()]
     with tempfile.TemporaryFile("w+") as output:
         processes = [
             subprocess.Popen(
@@ -130,7 +131,9 @@ def train(arguments: argparse.Namespace, words: str) -> tuple[dict[int, str], st
         output.seek(0)
         text = output.read()
     found = {int(number): loss for number, loss in _LOSS.findall(text)}
-    return ({} if problem else found), problem and (_reason(text) or problem)
+    if not problem:
+        return found, ""
+    return {}, f"{problem} after {len(found)} iterations; {_reason(text)}"
 
 
 def _launches(arguments: argparse.Namespace) -> list[tuple[list[str], dict[str, str]]]:
@@ -215,6 +218,7 @@ def main() -> int:
     parser.add_argument(
         "--only", nargs="+", choices=FEATURES, default=list(FEATURES), help="some of the features"
     )
+    parser.add_argument("--more", default="", metavar="ARGUMENTS", help="of all trainings")
     parser.add_argument("--at-once", type=int, default=1, metavar="N", help="features (default 1)")
     parser.add_argument("--share-gpu", action="store_true", help="all ranks take the first GPU")
     parser.add_argument("--cpu", action="store_true", help="on CPU ranks, to try this script")

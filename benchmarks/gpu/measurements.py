@@ -10,6 +10,7 @@ hosts or folders in it.
 from __future__ import annotations
 
 import argparse
+import ctypes
 import datetime
 import json
 import os
@@ -36,7 +37,7 @@ TINY_LAYER = "--hidden 64 --heads 4 --ffn-hidden 96 --seq-length 32"
 TOTAL_SECONDS = 570.0  # of all measurements: with what is around them, less than 10 minutes
 LEAST_SECONDS = 5.0  # in which nothing can be measured
 KILLED_WITHIN = 5.0  # seconds; a process that waits for a driver may never end
-AT_ONCE = 4  # measurements that share a GPU, of those that are not timed
+AT_ONCE = 4  # measurements that share a GPU
 
 
 @dataclass(frozen=True)
@@ -45,7 +46,7 @@ class Measurement:
 
     Without the module ``needs`` and the version ``needs_nccl`` there is nothing to measure.
     ``gpus`` are the GPUs that it takes; a CPU has as many as it likes. torchrun starts more
-    ``processes`` than one. What is ``timed`` has the machine to itself.
+    ``processes`` than one. What is timed or takes much memory runs ``alone``.
     """
 
     name: str
@@ -58,7 +59,7 @@ class Measurement:
     needs_nccl: tuple[int, int] = (2, 0)
     gpus: int = 1
     processes: int = 1
-    timed: bool = False
+    alone: bool = False
 
 
 def _queues(connections: int, loading: str) -> Measurement:
@@ -69,7 +70,7 @@ def _queues(connections: int, loading: str) -> Measurement:
         40,
         "",
         {"CUDA_DEVICE_MAX_CONNECTIONS": str(connections), "CUDA_MODULE_LOADING": loading},
-        timed=True,
+        alone=True,
     )
 
 
@@ -125,12 +126,12 @@ _TINY_TRAINING = f"--vocabulary 64 --seconds 100 {TINY_LAYER}"
 _TINY_STEPS = "--layers 4 --microbatches 4 --steps 2"
 _DROPOUT = "--dropout 0.1 --schedules v-half+dropped v-half+moved"
 _TINY_RANKS = f"--ranks 4 --microbatches 8 --layers-per-rank 2 --schedules v-half {TINY_LAYER}"
-_WAITING_RECEIVE = Measurement("waiting_receive", "gpu/waiting_receive.py", "", 70, "", timed=True)
+_WAITING_RECEIVE = Measurement("waiting_receive", "gpu/waiting_receive.py", "", 70, "", alone=True)
 _QUANTIZED = Measurement(
     "quantized_gradients", "gpu/quantized_gradients.py", "", 60, "", needs="transformer_engine"
 )
 _SPLIT_BACKWARD = Measurement(
-    "split_backward", "split_backward.py", "", 90, f"--repetitions 3 {TINY_LAYER}", timed=True
+    "split_backward", "split_backward.py", "", 90, f"--repetitions 3 {TINY_LAYER}", alone=True
 )
 _TE_MEMORY = Measurement(
     "rank_memory_transformer_engine",
@@ -139,6 +140,7 @@ _TE_MEMORY = Measurement(
     120,
     _TINY_RANKS,
     needs="transformer_engine",
+    alone=True,
 )
 _TRAINING_ON_EACH = Measurement(
     "training_on_several_gpus",
@@ -203,7 +205,7 @@ ONE_GPU = [
     Measurement("random_states", "gpu/random_states.py", "", 40, ""),
     _QUANTIZED,
     _SPLIT_BACKWARD,
-    Measurement("rank_memory", "rank_memory.py", "", 100, _TINY_RANKS),
+    Measurement("rank_memory", "rank_memory.py", "", 100, _TINY_RANKS, alone=True),
     _TE_MEMORY,
     Measurement(
         "rank_memory_of_a_whole_model",
@@ -211,6 +213,7 @@ ONE_GPU = [
         "--vocabulary 32000",
         120,
         f"{_TINY_RANKS} --vocabulary 512",
+        alone=True,
     ),
 ]
 CHECK = [
@@ -373,9 +376,8 @@ def _missing(measurement: Measurement, device: str) -> dict[str, Any] | None:
 
         if torch.cuda.device_count() < gpus:
             return {"not_measured": f"it takes {gpus} GPUs"}
-        if torch.cuda.nccl.version() < measurement.needs_nccl:
-            newer = ".".join(map(str, measurement.needs_nccl))
-            return {"not_measured": f"NCCL {newer} lets ranks share a GPU; this one is older"}
+        if _nccl_version() < measurement.needs_nccl:
+            return {"not_measured": "NCCL lets ranks share a GPU from 2.31 on; this one is older"}
     if needs is None or (device == "cuda" and _is_there(needs)):
         return None
     reason = f"{needs} is not installed" if device == "cuda" else f"{needs} needs a GPU"
@@ -387,7 +389,7 @@ def _answers(
 ) -> Iterator[tuple[str, dict[str, Any]]]:
     """Run measurements, several at once where that changes no answer; yield each one's answer.
 
-    What is timed runs alone, and so does everything on a CPU.
+    On a CPU, everything runs alone.
     """
     at_once = AT_ONCE if device == "cuda" else 1
     waiting, running = list(measurements), list[_Run]()
@@ -419,12 +421,22 @@ def _next(
     """Return the first measurement that may begin now."""
     if not running:
         return waiting[0] if waiting else None
-    if len(running) == at_once or any(run.measurement.timed for run in running):
+    if len(running) == at_once or any(run.measurement.alone for run in running):
         return None
-    return next((measurement for measurement in waiting if not measurement.timed), None)
+    return next((measurement for measurement in waiting if not measurement.alone), None)
 
 
 _NO_TIME = {"not_measured": "no time was left"}
+
+
+def _nccl_version() -> tuple[int, int]:
+    """The NCCL that is loaded: torch tells the one that it was compiled with."""
+    found = ctypes.c_int()
+    try:
+        ctypes.CDLL("libnccl.so.2").ncclGetVersion(ctypes.byref(found))
+    except (OSError, AttributeError):
+        return (0, 0)
+    return found.value // 10_000, found.value // 100 % 100
 
 
 class _Run:

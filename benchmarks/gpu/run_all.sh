@@ -20,8 +20,8 @@ Asks a machine with one GPU what CI cannot answer, in less than 10 minutes, and 
   6. benchmarks/split_backward.py and benchmarks/rank_memory.py: time and allocated memory of the split
      backward and of every rank.
 
-Whatever needs Transformer-Engine is measured where it can be imported. What is not timed runs four at
-a time.
+Whatever needs Transformer-Engine is measured where it can be imported. Up to four that take
+little memory and are not timed run at once.
 Each has a time limit; one that hangs is killed with all its processes, and the next one begins. That
 machine needs a torch that sees its GPU and this repository, but no network and no installation: what
 else is needed is packed before, where there is a network, and carried there.
