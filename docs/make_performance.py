@@ -61,15 +61,27 @@ def page(text: str) -> str:
     text = with_table(text, "heavy", heavy_output(_result("heavy_output.cpu")))
     text = with_table(text, "unequal", unequal_steps(_result("unequal_steps.cpu")))
     text = with_table(text, "host", host_overhead(_result("host_overhead.cpu")))
-    text = with_table(text, "gpus", of_gpus(_of_machines()))
+    text = with_table(text, "gpus", of_gpus(gpu_results()))
     return with_table(text, "predictions", [summary(prediction), "", *predicted(prediction)])
 
 
-def _of_machines() -> list[dict[str, Any]]:
-    """The files that scripts/gpu_check.sh has written, of machines with GPUs."""
-    files = sorted(RESULTS.glob("gpu_check.*.json"))
-    found = [json.loads(file.read_text(encoding="utf-8")) for file in files]
-    return [results for results in found if results["machine"].get("gpus")]
+def gpu_results() -> list[dict[str, Any]]:
+    """Return what scripts/gpu_check.sh and run_all.sh have measured, once for each kind of machine.
+
+    Of what was measured twice on a kind of machine, the file that sorts last counts.
+    """
+    found: dict[tuple[str, int], dict[str, Any]] = {}
+    for file in sorted(RESULTS.glob("gpu_check.*.json")):
+        results = json.loads(file.read_text(encoding="utf-8"))
+        machine = results["machine"]
+        if not machine.get("gpus"):
+            continue
+        known = found.setdefault((machine["gpu"], machine["gpus"]), results)
+        if known is not results:
+            known["commit"] += f" and {results['commit']}"
+            known["machine"] |= machine
+            known["measurements"] |= results["measurements"]
+    return list(found.values())
 
 
 def of_gpus(machines: list[dict[str, Any]]) -> list[str]:

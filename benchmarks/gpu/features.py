@@ -19,8 +19,8 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import random
 import re
-import socket
 import subprocess
 import sys
 import tempfile
@@ -144,12 +144,9 @@ def _launches(arguments: argparse.Namespace) -> list[tuple[list[str], dict[str, 
     ranks = arguments.gpus
     if not arguments.share_gpu:
         return [(["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"], {})]
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = str(free.getsockname()[1])
     shared = {
         "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": port,
+        "MASTER_PORT": str(random.randrange(20_000, 30_000)),  # not one that systems hand out
         "WORLD_SIZE": str(ranks),
         "LOCAL_RANK": "0",
         "NCCL_MULTI_RANK_GPU_ENABLE": "1",
@@ -226,13 +223,16 @@ def main() -> int:
     arguments = parser.parse_args()
     rows = []
     with ThreadPoolExecutor(arguments.at_once) as threads:
-        for found in threads.map(partial(compare, arguments), arguments.only):
-            rows += found
-            for row in found:
+        for compared in threads.map(partial(compare, arguments), arguments.only):
+            rows += compared
+            for row in compared:
                 said = {None: "not shown", True: "equal", False: "DIFFERS"}[row["equal"]]
                 name = f"{row['feature']}, {row['schedule'] or 'Megatron-LM'}"
                 print(f"{name}: {said} {row['why']}", flush=True)
-    text = json.dumps({"ranks": "cpu" if arguments.cpu else "gpu", "rows": rows})
+    device = "cpu" if arguments.cpu else "cuda"
+    text = json.dumps(
+        {"benchmark": "features", "device": device, "ranks": arguments.gpus, "rows": rows}
+    )
     if arguments.output:
         arguments.output.write_text(text + "\n", encoding="utf-8")
     print(text)

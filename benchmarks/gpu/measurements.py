@@ -332,6 +332,7 @@ def _machine(device: str) -> dict[str, Any]:
         machine["gpus"] = torch.cuda.device_count()
         machine["gpu_bytes"] = properties.total_memory
         machine["cuda"] = torch.version.cuda
+        machine["nccl"] = "{}.{}".format(*_nccl_version())
         machine["driver"] = _output_of(
             "nvidia-smi", "--id=0", "--query-gpu=driver_version", "--format=csv,noheader"
         )

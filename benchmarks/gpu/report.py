@@ -27,7 +27,9 @@ def rows(results: dict[str, Any]) -> list[Row]:
     name = machine.get("gpu") or "CPU: tiny sizes, no figure of a GPU"
     found = [Row("machine", "device", f"{gpus} x {name}" if gpus else name)]
     versions = (
-        (key, machine[key]) for key in ("python", "torch", "cuda", "driver") if machine.get(key)
+        (key, machine[key])
+        for key in ("python", "torch", "cuda", "driver", "nccl")
+        if machine.get(key)
     )
     found += [Row("machine", key, str(value)) for key, value in versions]
     for part, answer in results["measurements"].items():
@@ -87,6 +89,19 @@ def _grouped(outcomes: list[tuple[str, str]]) -> Iterator[Row]:
         by_outcome.setdefault(outcome, []).append(what)
     for outcome, names in by_outcome.items():
         yield Row("", ", ".join(names), outcome)
+
+
+def _features(found: dict[str, Any]) -> Iterator[Row]:
+    outcomes: dict[str, dict[str, list[str]]] = {}
+    for row in found["rows"]:
+        outcome = f"not shown: {row['why']}"
+        if row["equal"] is not None:
+            outcome = "equal losses" if row["equal"] else f"OTHER LOSSES {row['why']}".strip()
+        schedules = outcomes.setdefault(outcome, {}).setdefault(row["feature"], [])
+        schedules.append(row["schedule"] or "Megatron's own")
+    for outcome, features in outcomes.items():
+        names = "; ".join(f"{name} ({', '.join(of)})" for name, of in features.items())
+        yield Row("", f"pretrain_gpt.py, {found['ranks']} ranks: {names}", outcome)
 
 
 def _kind(job: dict[str, Any]) -> str:
@@ -170,6 +185,7 @@ _READERS: dict[str, Callable[[dict[str, Any]], Iterator[Row]]] = {
     "queues": _queues,
     "waiting_receive": _receives,
     "one_gpu_training": _training,
+    "features": _features,
     "split_backward": _split,
     "rank_memory": _memory,
     "step_times": _steps,

@@ -6,6 +6,7 @@ import json
 import re
 import shlex
 import statistics
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,9 @@ from megatron_zb.megatron_core.versions import SERIES, SUPPORTED
 from megatron_zb.schedules import Costs
 
 ROOT = Path(__file__).resolve().parents[2]
+sys.path.append(str(ROOT / "docs"))
+import make_performance  # noqa: E402
+
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 BELOW_THE_FOLD = "## Next to others"
 FENCED = re.compile(r"^```\n(.*?)^```$", re.M | re.S)
@@ -68,7 +72,8 @@ def measurements() -> Iterator[str]:
         f"ranks sleep instead of computing (median of {len(took)} schedules)"
     )
     yield f"explains all {len(schedules.names())}"
-    yield from gpu_figures(results("gpu_check.h200.json")["measurements"])
+    [found] = make_performance.gpu_results()
+    yield from gpu_figures(found["measurements"])
 
 
 def gpu_figures(found: dict[str, Any]) -> Iterator[str]:
@@ -87,7 +92,23 @@ def gpu_figures(found: dict[str, Any]) -> Iterator[str]:
     jobs = [part["job"] for part in found.values() if part.get("benchmark") == "one_gpu_training"]
     assert {job["dtype"] for job in jobs} == {"fp32", "bf16"}
     assert any(job.get("fp8") for job in jobs)
-    yield "in fp32, bf16 and fp8, with experts, offload and recomputation"
+    over_nccl = sum(
+        len(part["results"]) for part in found.values() if part.get("job", {}).get("nccl")
+    )
+    yield (
+        "in fp32, bf16 and fp8, with experts, offload and recomputation, "
+        f"{over_nccl} of them over NCCL"
+    )
+    rows = [
+        row
+        for part in found.values()
+        if part.get("benchmark") == "features"
+        for row in part["rows"]
+    ]
+    assert all(row["equal"] for row in rows)
+    kinds = {row["feature"].split(",")[0] for row in rows}
+    assert {"tensor parallelism", "context parallelism", "distributed optimizer"} <= kinds
+    yield "prints equal losses there, also with tensor, context and data parallelism"
     held = found["rank_memory_transformer_engine"]["results"]
     half, least = (held[name]["peak_bytes_ratio"] for name in ("v-half", "v-min"))
     [ratio] = (
