@@ -210,6 +210,34 @@ def test_all_measurements_together_end_in_time(
     assert found["late"] == {"not_measured": "no time was left"}
 
 
+MEETS = """
+import pathlib, sys, time
+here = pathlib.Path(__file__)
+here.with_suffix(".began").touch()
+other = here.with_name({other!r}).with_suffix(".began")
+until = time.monotonic() + {seconds}
+while time.monotonic() < until and not other.exists():
+    time.sleep(0.01)
+print('{{"met": %d}}' % other.exists())
+"""
+
+
+@pytest.mark.parametrize("alone", [False, True])
+def test_on_a_gpu_what_may_share_it_runs_at_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, alone: bool
+) -> None:
+    seconds = 0.5 if alone else 60.0
+    runs = []
+    for name, other in (("first", "second"), ("second", "first")):
+        (tmp_path / f"{name}.py").write_text(MEETS.format(other=other, seconds=seconds))
+        runs.append(measurements.Measurement(name, f"{name}.py", "", 100, "", alone=alone))
+    monkeypatch.setattr(measurements, "BENCHMARKS", tmp_path)
+    monkeypatch.setattr(measurements, "_missing", lambda *_: None)
+    found = dict(measurements._answers(runs, "cuda", time.monotonic() + 100))
+    assert found["first"]["met"] == (not alone)
+    assert found["second"]["met"]
+
+
 def test_results_have_no_names_of_folders_and_hosts() -> None:
     text = f"File /home/someone/megatron_zb/x.py:3 on {platform.node()}, 1/2 of a/b"
     found = measurements.without_places({"a": [text, 3], "b": None})
