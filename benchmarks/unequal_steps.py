@@ -180,7 +180,7 @@ def _run_rank(args: argparse.Namespace) -> None:
                 order = rules([float(n) for n in lengths])[0]
             elif fed == "planned":
                 assert pipeline is not None
-                order = pipeline.order(lengths)
+                order = pipeline.order(lengths, shapes=[(n, 1) for n in lengths])
             run(
                 forward_step_func=_forward_step,
                 data_iterator=[_samples([lengths[i] for i in order]) for _ in chunks],

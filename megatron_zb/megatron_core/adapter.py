@@ -23,7 +23,7 @@ from megatron_zb.megatron_core.graphs import GraphsPart
 from megatron_zb.megatron_core.linear import split_linear_layers
 from megatron_zb.megatron_core.parts import PartList
 from megatron_zb.megatron_core.placement import ModelPlacement, PhysicalPlacement, StageLayout
-from megatron_zb.megatron_core.planned_steps import PlannedSteps
+from megatron_zb.megatron_core.planned_steps import PlannedShapes, PlannedSteps
 from megatron_zb.megatron_core.post_validation import PostValidation, PostValidationPart
 from megatron_zb.megatron_core.profiled_steps import ProfilePart, ProfileUse
 from megatron_zb.megatron_core.random_streams import LayerStreams, layers_draw_weights
@@ -198,6 +198,7 @@ class PipelineAdapter:
         """Replacement of Megatron's ``forward_backward_func``, with the options given until now."""
         if self.current.splits_backward:
             self._add(UnsplitLayers(self._splits, self.current.count_unsplit))
+        self._add(PlannedShapes(self.planned))
         parts = self._parts.in_order()
         return ForwardBackward(self.physical, self.planned.program_for, self._splits, parts)
 

@@ -14,7 +14,7 @@ from torch.distributed.distributed_c10d import _get_default_store
 from megatron_zb import files
 from megatron_zb.errors import UsageError
 from megatron_zb.megatron_core.step import Step, StepPart, device, on_gpu
-from megatron_zb.runtime.channels import Channels, ShapedChannels
+from megatron_zb.runtime.channels import Channels, KnownShapes, ShapedChannels
 from megatron_zb.runtime.groups import GroupOptions
 from megatron_zb.runtime.observer import Observer
 from megatron_zb.runtime.watchdog.progress import RankProgress
@@ -37,13 +37,19 @@ PHASES = {
 class ChannelsPart(StepPart):
     """Connects the ranks of a pipeline at the first step, which is collective over the job.
 
-    Where every message may have another shape, headers travel ahead of messages.
+    Where every message may have another shape, headers travel ahead of messages, unless all ranks
+    know the shapes.
     """
 
     def __init__(self, options: GroupOptions | None = None) -> None:
         self._options = options or GroupOptions()
         self.channels: Channels | None = None
         self._headers: Channels | None = None
+
+    @property
+    def exchanges_no_shapes(self) -> bool:
+        """Whether no step until now had messages whose shape their reader did not know."""
+        return self._headers is None
 
     @contextmanager
     def around(self, step: Step) -> Iterator[None]:
@@ -52,7 +58,10 @@ class ChannelsPart(StepPart):
         channels = self.channels
         channels.activation_memory = step.memory
         step.channels = step.transport = channels
-        if step.config.variable_seq_lengths:
+        if step.shapes is not None:
+            stages = step.physical.placement.num_stages
+            step.transport = KnownShapes(channels, step.shape_of, stages)
+        elif step.config.variable_seq_lengths:
             if self._headers is None:
                 self._headers = self._connected(step, "cpu", "gloo")
             step.transport = ShapedChannels(channels, self._headers)

@@ -29,6 +29,7 @@ from megatron_zb.runtime.executor import (
     run_program,
 )
 from megatron_zb.runtime.observer import NOBODY, Observer, Observers
+from megatron_zb.schedules.passes import Message
 from megatron_zb.schedules.program.lowering import Program
 
 
@@ -196,11 +197,13 @@ class ForwardBackward:
         return next(iter(found.values()), MegatronStage)
 
     def _allocation(self, step: Step) -> Allocate:
-        empty = step.empty
-        allocate: Allocate = lambda message: empty()  # noqa: E731
+        def allocate(message: Message) -> torch.Tensor:
+            return step.empty(message.microbatch)
+
+        found: Allocate = allocate
         for part in self._parts:
-            allocate = part.allocation(allocate, step)
-        return allocate
+            found = part.allocation(found, step)
+        return found
 
     def _observer(self, step: Step) -> Observer:
         """Return the observer of the passes; nobody observes a step that is captured."""

@@ -10,14 +10,16 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch.distributed as dist
 from megatron.core import parallel_state
+from megatron.core.pipeline_parallel import schedules
 
 from megatron_zb.errors import UsageError
 from megatron_zb.megatron_core.current_schedule import CurrentSchedule
+from megatron_zb.megatron_core.step import Step, StepPart
 from megatron_zb.runtime.groups import new_groups
 from megatron_zb.schedules.program.lowering import Program, lower
 from megatron_zb.schedules.simulator import simulate
@@ -27,11 +29,15 @@ from megatron_zb.schedules.work import Lengths, costs_of_work
 
 @dataclass(frozen=True)
 class _Next:
-    """The step that has been planned; ``plan`` is None where all microbatches are alike."""
+    """The step that has been planned; ``plan`` is None where all microbatches are alike.
+
+    ``shapes`` are in the order of the step, if they have been given.
+    """
 
     num_microbatches: int
     forward_only: bool
     plan: StepPlan | None
+    shapes: tuple[tuple[int, int], ...] | None = None
 
 
 class PlannedSteps:
@@ -65,7 +71,14 @@ class PlannedSteps:
             order = self._planned(lengths, keeps_order, forward_only)
         if groups:
             self._agree(groups[0], lengths, order)
+        assert self._next is not None
+        self._next = replace(self._next, shapes=lengths.in_order(order).shapes)
         return order
+
+    @property
+    def shapes(self) -> tuple[tuple[int, int], ...] | None:
+        """Sequence lengths and batch sizes of the next step's microbatches, if they were given."""
+        return None if self._next is None else self._next.shapes
 
     def program_for(self, num_microbatches: int, forward_only: bool, captured: bool) -> Program:
         """Return the program of a step: as planned, if it has been.
@@ -126,6 +139,32 @@ class PlannedSteps:
                 f"pipeline ranks 0 and {other} were given other lengths of microbatches, or plan "
                 "with other installations: give all ranks of a model the same"
             )
+
+
+class PlannedShapes(StepPart):
+    """Lets a step that was planned with the shapes of its microbatches exchange no shapes.
+
+    Args:
+        planned: the plans of the job.
+    """
+
+    def __init__(self, planned: PlannedSteps) -> None:
+        self._planned = planned
+
+    def before_step(self, step: Step) -> None:
+        if self._planned.shapes is not None:
+            groups = step.pg_collection
+            step.shapes = [
+                schedules.get_tensor_shapes(
+                    seq_length=sequence,
+                    micro_batch_size=batch,
+                    decoder_seq_length=None,
+                    config=step.config,
+                    tp_group=groups.tp,
+                    cp_group=groups.cp,
+                )[0]
+                for sequence, batch in self._planned.shapes
+            ]
 
 
 def _sizes_of(planned: _Next) -> tuple[int, bool]:

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
-from functools import cached_property, partial
+from functools import cached_property
 from typing import Any, NamedTuple
 
 import torch
@@ -22,6 +22,9 @@ from megatron_zb.runtime.executor import Allocate, Handler, PairHandler, Transpo
 from megatron_zb.runtime.observer import NOTHING, Observer
 from megatron_zb.schedules.passes import PassKind
 from megatron_zb.schedules.program.lowering import Program
+
+Shape = tuple[int, int, int]
+"""Sequence, batch and width of an activation between stages."""
 
 
 @dataclass
@@ -47,8 +50,8 @@ class Step:
     collect_non_loss_data: bool
     first_val_step: bool | None
     force_all_reduce: bool | None
-    shape: tuple[int, int, int]
-    """Shape of an activation between stages: sequence, batch, width."""
+    shape: Shape
+    """Shape of an activation between stages, where all are alike."""
     captured: bool
     """Whether the step is captured into a CUDA graph: then nothing may ask the device."""
     program_for: Callable[[int, bool, bool], Program]
@@ -57,6 +60,8 @@ class Step:
     total_num_tokens: torch.Tensor
     memory: ActivationMemory | None = None
     """Counter of the step's activations, if any."""
+    shapes: Sequence[Shape] | None = None
+    """Shape of an activation of each microbatch, where they differ and all ranks know them."""
     is_rehearsal: bool = False
     """Whether this run only gives the gradients to compare with: nothing is split or measured, and
     all reductions start at its end.
@@ -83,10 +88,18 @@ class Step:
         """The logical rank of this process in its pipeline."""
         return self.physical.logical(self.pp_rank)
 
+    def shape_of(self, microbatch: int) -> Shape:
+        """Return the shape of a microbatch's activation between stages."""
+        return self.shape if self.shapes is None else self.shapes[microbatch]
+
+    def empty(self, microbatch: int = 0) -> torch.Tensor:
+        """Return an empty tensor for an activation between stages."""
+        shape, dtype = self.shape_of(microbatch), self.config.pipeline_dtype
+        return torch.empty(shape, dtype=dtype, device=self._device)
+
     @cached_property
-    def empty(self) -> Callable[[], torch.Tensor]:
-        """Function that returns an empty tensor for an activation between stages."""
-        return partial(torch.empty, self.shape, dtype=self.config.pipeline_dtype, device=device())
+    def _device(self) -> torch.device | int:
+        return device()
 
 
 class Passes(NamedTuple):

@@ -115,7 +115,8 @@ class VocabularyPart(StepPart):
         def empty(message: Message) -> torch.Tensor:
             if message.stage < stages:
                 return usual(message)
-            return empty_message(message, step.shape, step.config, output, placement)
+            shape = step.shape_of(message.microbatch)
+            return empty_message(message, shape, step.config, output, placement)
 
         return empty
 

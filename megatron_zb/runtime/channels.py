@@ -24,6 +24,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
+from megatron_zb.errors import UsageError
 from megatron_zb.runtime.activation_memory import ActivationMemory
 from megatron_zb.runtime.groups import GroupOptions, new_groups
 from megatron_zb.schedules.passes import Channel, Message
@@ -293,6 +294,44 @@ class ShapedChannels:
         self._headers.finish()
         self._channels.finish()
         self._of_activations.clear()  # of forwards alone, nothing returns
+
+
+class KnownShapes:
+    """Channels of a step whose shapes all ranks know; used in place of Channels.
+
+    Args:
+        channels: for the messages.
+        shape_of: shape of a microbatch's message between stages.
+        num_stages: stages of the model; messages to others have shapes that follow from these.
+    """
+
+    waits_to_receive = False
+
+    def __init__(
+        self, channels: Channels, shape_of: Callable[[int], tuple[int, ...]], num_stages: int
+    ) -> None:
+        self._channels, self._shape_of, self._num_stages = channels, shape_of, num_stages
+        self.post_receive, self.take = channels.post_receive, channels.take
+        self.between_passes, self.finish = channels.between_passes, channels.finish
+
+    def send(
+        self, channel: Channel, tensor: torch.Tensor, slots: int, message: Message | None = None
+    ) -> None:
+        """Send a tensor as the channel's next message.
+
+        Raises:
+            UsageError: it has another shape than the one that its reader knows.
+        """
+        if message is not None and message.stage < self._num_stages:
+            known = self._shape_of(message.microbatch)
+            if tensor.shape != known:
+                raise UsageError(
+                    f"an activation of microbatch {message.microbatch} has the shape "
+                    f"{list(tensor.shape)}, but {list(known)} follows from the shapes that the "
+                    "step was planned with: give the sequence length and the batch size that the "
+                    "model computes with"
+                )
+        self._channels.send(channel, tensor, slots, message)
 
 
 def _empty_header() -> torch.Tensor:

@@ -43,17 +43,24 @@ class Lengths:
     Args:
         tokens: of each microbatch, all of its sequences together.
         squares: the sum of the squares of its sequences' lengths.
+        shapes: sequence length and batch size that the model computes with, if they are given.
     """
 
     tokens: tuple[float, ...]
     squares: tuple[float, ...]
+    shapes: tuple[tuple[int, int], ...] | None = None
 
     @classmethod
-    def of(cls, tokens: Sequence[float], squares: Sequence[float] | None = None) -> Lengths:
+    def of(
+        cls,
+        tokens: Sequence[float],
+        squares: Sequence[float] | None = None,
+        shapes: Sequence[tuple[int, int]] | None = None,
+    ) -> Lengths:
         """Check lengths; without squares, each microbatch is one sequence.
 
         Raises:
-            UsageError: a number is not positive, or there are not as many squares as tokens.
+            UsageError: a number is not positive, or there are not as many of each as tokens.
         """
         if squares is None:
             squares = [float(t) * float(t) for t in tokens]
@@ -67,14 +74,22 @@ class Lengths:
                 f"lengths: tokens are {list(tokens)} and squares {list(squares)}: give positive "
                 "numbers, and leave out microbatches that have no tokens"
             )
-        return cls(tuple(map(float, tokens)), tuple(map(float, squares)))
+        found = None if shapes is None else tuple((int(s), int(b)) for s, b in shapes)
+        if found is not None and (len(found) != len(tokens) or min(map(min, found)) < 1):
+            raise UsageError(
+                f"lengths: {len(tokens)} tokens and the shapes {list(found)}: give a sequence "
+                "length and a batch size of at least 1 for every microbatch"
+            )
+        return cls(tuple(map(float, tokens)), tuple(map(float, squares)), found)
 
     def __len__(self) -> int:
         return len(self.tokens)
 
     def in_order(self, order: Sequence[int]) -> Lengths:
         """Return the lengths of the microbatches in another order."""
-        return Lengths(*(tuple(of[j] for j in order) for of in (self.tokens, self.squares)))
+        tokens, squares = (tuple(of[j] for j in order) for of in (self.tokens, self.squares))
+        shapes = None if self.shapes is None else tuple(self.shapes[j] for j in order)
+        return Lengths(tokens, squares, shapes)
 
 
 def costs_of_work(costs: Costs, lengths: Lengths, attention: AttentionWork = NO_ATTENTION) -> Costs:

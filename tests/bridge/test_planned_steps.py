@@ -13,6 +13,7 @@ from ranks import RankPools
 
 from megatron_zb.bridge import Settings, install
 from megatron_zb.errors import UsageError
+from megatron_zb.megatron_core.connections import ChannelsPart
 
 STEPS = (8, 3, 5, 8, 3, 5)
 """Microbatches of each step."""
@@ -26,7 +27,12 @@ class Run(NamedTuple):
     orders: list[list[int]]
 
 
-def trained(args: Any, settings: Settings | None, orders: list[list[int]] | None = None) -> Run:
+def trained(
+    args: Any,
+    settings: Settings | None,
+    orders: list[list[int]] | None = None,
+    gives_shapes: bool = False,
+) -> Run:
     """Log-probabilities and losses of some steps in planned orders, or in those that are given."""
     import trainers
 
@@ -43,19 +49,26 @@ def trained(args: Any, settings: Settings | None, orders: list[list[int]] | None
                     order = next(given)
                 else:
                     assert pipeline is not None
-                    order = pipeline.order(tokens, forward_only=forward_only)
+                    shapes = [(t, trainers.BATCH) for t in tokens] if gives_shapes else None
+                    order = pipeline.order(tokens, shapes=shapes, forward_only=forward_only)
                 taken.append(order)
                 run = process.log_probs if forward_only else process.train_one_step
                 results.append(run(step, count, order))
+        if gives_shapes:
+            assert pipeline is not None
+            assert pipeline.adapter.part(ChannelsPart).exchanges_no_shapes
         return Run(results, trainers.weights_of(process.models), taken)
 
 
-def trained_beside_stock(p: int, settings: Settings, **more: Any) -> tuple[Run, Run]:
+def trained_beside_stock(
+    p: int, settings: Settings, gives_shapes: bool = False, **more: Any
+) -> tuple[Run, Run]:
     """The planned run and Megatron's own, of the same microbatches in the same orders."""
     import trainers
     from megatron.core import parallel_state
 
-    planned = trained(trainers.arguments(p, **more), settings)
+    args = trainers.arguments(p, **more)
+    planned = trained(args, settings, gives_shapes=gives_shapes)
     parallel_state.destroy_model_parallel()
     return planned, trained(
         trainers.arguments(p, **{**more, "overlap": False}), None, planned.orders
@@ -73,6 +86,9 @@ def trained_beside_stock(p: int, settings: Settings, **more: Any) -> tuple[Run, 
         (2, 2, "zb-h1", {}),
         (2, 2, "1f1b-v", {}),
         (2, 2, "interleaved", {}),
+        (4, 4, "v-half", {"gives_shapes": True}),
+        (4, 2, "zb-h1", {"gives_shapes": True, "experts": 2}),
+        (2, 2, "v-zb", {"gives_shapes": True}),
     ],
     ids=str,
 )
@@ -90,6 +106,45 @@ def test_a_planned_step_is_megatrons_step_of_the_same_order(
     assert losses
     assert same(losses, expected)
     assert same(weights, stock_weights)
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        {"pipeline_recompute": "auto", "pipeline_memory_limit": 0.7},
+        {"pipeline_offload": "auto", "pipeline_memory_limit": 0.7},
+    ],
+    ids=str,
+)
+def test_a_planned_step_keeps_what_the_schedule_drops_and_moves(
+    ranks: RankPools, more: dict[str, Any]
+) -> None:
+    settings = Settings(pipeline_schedule="v-zb", num_microbatches=8, **more)
+    found = ranks(2).run(trained_beside_stock, p=2, settings=settings, gives_shapes=True)
+    ours, stock = (
+        [(run.results, run.weights) for run in runs] for runs in zip(*found, strict=True)
+    )
+    (losses, weights), (expected, stock_weights) = whole(ours), whole(stock)
+    assert losses
+    assert same(losses, expected)
+    assert same(weights, stock_weights)
+
+
+def with_and_without_shapes(settings: Settings) -> tuple[Run, Run]:
+    import trainers
+    from megatron.core import parallel_state
+
+    without = trained(trainers.arguments(2), settings)
+    parallel_state.destroy_model_parallel()
+    return without, trained(trainers.arguments(2), settings, gives_shapes=True)
+
+
+def test_a_vocabulary_that_is_cut_needs_no_shapes_either(ranks: RankPools) -> None:
+    settings = Settings(pipeline_schedule="v-half", num_microbatches=8, pipeline_vocabulary="on")
+    for without, shaped in ranks(2).run(with_and_without_shapes, settings=settings):
+        assert without.orders == shaped.orders
+        assert same(without.weights, shaped.weights)
+        assert same(without.results, shaped.results)
 
 
 # --- replicas that share experts

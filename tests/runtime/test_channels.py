@@ -10,7 +10,8 @@ import pytest
 import torch
 
 from megatron_zb import schedules
-from megatron_zb.runtime.channels import Channels, ShapedChannels
+from megatron_zb.errors import UsageError
+from megatron_zb.runtime.channels import Channels, KnownShapes, ShapedChannels
 from megatron_zb.runtime.executor import run_program
 from megatron_zb.schedules.passes import Channel, Message
 
@@ -183,3 +184,16 @@ def test_messages_are_looked_at_before_every_pass() -> None:
     stages = {0: Stage(transport.notes)}
     run_program(schedules.lower(schedule), 0, stages, transport, lambda message: torch.zeros(1))
     assert transport.notes == ["between", "pass"] * len(schedule.ranks[0]) + ["end"]
+
+
+def test_a_message_of_another_shape_than_its_reader_knows_is_refused() -> None:
+    messages = Noted()
+    channels = KnownShapes(messages, lambda microbatch: (microbatch + 1, 2), num_stages=4)
+    channels.send(THERE, torch.zeros(3, 2), 3, Message(False, 3, 2))
+    channels.send(THERE, torch.zeros(5), 3, Message(True, 4, 0))  # not between stages
+    assert messages.notes == ["send 0", "send 1"]
+    with pytest.raises(
+        UsageError, match=r"microbatch 1 has the shape \[3, 2\], but \[2, 2\] follows"
+    ):
+        channels.send(THERE, torch.zeros(3, 2), 3, Message(False, 1, 1))
+    assert len(messages.sent) == 2

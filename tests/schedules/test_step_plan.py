@@ -223,3 +223,15 @@ def test_lengths_are_checked(
     with pytest.raises(UsageError) as found:
         Lengths.of(tokens, squares)
     assert expected in str(found.value)
+
+
+def test_shapes_go_with_their_microbatches() -> None:
+    lengths = Lengths.of([3.0, 5.0], shapes=[(3, 1), (5, 2)])
+    assert lengths.in_order([1, 0]) == Lengths.of([5.0, 3.0], shapes=[(5, 2), (3, 1)])
+    assert Lengths.of([3.0]).in_order([0]).shapes is None
+
+
+@pytest.mark.parametrize("shapes", [[(3, 1)], [(3, 1), (0, 1)]])
+def test_shapes_are_of_every_microbatch(shapes: list[tuple[int, int]]) -> None:
+    with pytest.raises(UsageError, match="give a sequence length and a batch size"):
+        Lengths.of([3.0, 5.0], shapes=shapes)
