@@ -33,6 +33,8 @@ examples:
   megatron-zb plan --gpus 64 -- $MY_ARGUMENTS
                                           the same from the arguments of a training: their model,
                                           and the sizes that they give
+  megatron-zb plan --config llama3_8b --gpus 16 --lengths lognormal:4096:0.9 --seq-length 32768
+                                          fine-tuning, whose sequences have unequal lengths
   megatron-zb plan --config gpt_28b --gpus 64 --html plan.html
   megatron-zb plan --config llama3_70b --gpus 64 --device b200_sxm --precision fp8 --context 2
   megatron-zb plan --config llama3_8b --gpus 8 --device h100_sxm --student-config half_mlp
@@ -95,6 +97,19 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
         "--global-batch-size", type=int, metavar="N", help="samples of an iteration"
     )
     command.add_argument("--seq-length", type=int, metavar="N", help="tokens of a sample")
+    command.add_argument(
+        "--lengths",
+        metavar="FILE|lognormal:MEDIAN:SIGMA",
+        help="of sequences, in tokens: a file with one in every line, or drawn, such as "
+        "lognormal:4096:0.9. A second table has each schedule with steps of them. --seq-length "
+        "is then the most of a microbatch, --global-batch-size the number of microbatches",
+    )
+    command.add_argument(
+        "--packing",
+        choices=("none", "first-fit"),
+        help="what a microbatch is with --lengths: one sequence (none, the default), or as many as "
+        "fit, in the order in which they come (first-fit)",
+    )
     _add_choices(command)
     command.add_argument(
         "--format", choices=("table", "json"), default="table", help="how to print it"
@@ -210,18 +225,28 @@ def run(arguments: argparse.Namespace) -> Plan:
     from megatron_zb.cli import plan_request
     from megatron_zb.drawing import text_chart
     from megatron_zb.measured.units import GIB
-    from megatron_zb.planner import table
+    from megatron_zb.planner import table, unequal_table
     from megatron_zb.planner.search import search
     from megatron_zb.planner.table import points
+    from megatron_zb.planner.unequal import with_lengths
     from megatron_zb.planner.workers import workers
 
     job, candidates = plan_request.read(arguments)
+    lengths = plan_request.lengths(arguments, job)
+    if lengths is not None:
+        job = job.of_single_samples(lengths.mean)
     with _Progress() as progress, workers() as each:
         plan = search(job, candidates, tries=arguments.tries, watch=progress.show, each=each)
+    unequal = None if lengths is None else with_lengths(plan.ranked, lengths, job.memory)
     if arguments.format == "json":
-        print(json.dumps(table.as_json(plan), indent=2))
+        found = table.as_json(plan)
+        if unequal is not None:
+            found["unequal"] = unequal_table.as_json(plan, unequal)
+        print(json.dumps(found, indent=2))
     else:
         table.print_plan(plan, Console(), arguments.top)
+        if unequal is not None:
+            unequal_table.print_unequal(plan, unequal, Console())
     if arguments.chart:
         print(f"\n{text_chart.chart(points(plan), plan.job.memory / GIB)}")
     return plan

@@ -14,6 +14,7 @@ from megatron_zb.planner.device import DeviceConfig, read_device
 from megatron_zb.planner.model import ModelConfig, read_model
 from megatron_zb.planner.settings import PlanJob
 from megatron_zb.planner.strategy import RECOMPUTE, Choices
+from megatron_zb.planner.unequal import SequenceLengths
 
 _MOST_GPUS = 65_536
 _USUAL_DEVICE = Path("a100_80gb_sxm")
@@ -60,6 +61,25 @@ def read(arguments: argparse.Namespace) -> tuple[PlanJob, list[ScheduleCandidate
     return job, candidates_of(names, overlap=not arguments.no_overlap_p2p)
 
 
+def lengths(arguments: argparse.Namespace, job: PlanJob) -> SequenceLengths | None:
+    """Return the lengths of sequences, if they are asked for.
+
+    Raises:
+        UsageError: they cannot be read, or a microbatch would have several samples.
+    """
+    if arguments.lengths is None:
+        if arguments.packing is not None:
+            raise UsageError("--packing needs --lengths, such as --lengths lognormal:4096:0.9")
+        return None
+    if arguments.micro_batch_size not in (None, "1"):
+        raise UsageError(
+            f"--micro-batch-size {arguments.micro_batch_size} cannot be combined with --lengths, "
+            "where a microbatch is one sequence or one pack: leave it out"
+        )
+    packs = arguments.packing == "first-fit"
+    return SequenceLengths.read(arguments.lengths, job.sequence, packs=packs)
+
+
 _OF_CONFIG = (
     "config",
     "gpus",
@@ -67,6 +87,8 @@ _OF_CONFIG = (
     "gpu_memory",
     "global_batch_size",
     "seq_length",
+    "lengths",
+    "packing",
     "tensor",
     "pipeline",
     "micro_batch_size",

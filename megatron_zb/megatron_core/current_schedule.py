@@ -24,6 +24,7 @@ from megatron_zb.schedules.program.lowering import Program, lower
 from megatron_zb.schedules.request import keeps
 from megatron_zb.schedules.schedule import Schedule
 from megatron_zb.schedules.simulator import simulate
+from megatron_zb.schedules.step_plan import usual_limit
 from megatron_zb.schedules.work import NO_ATTENTION, AttentionWork
 
 _INPUT = 1 / 17
@@ -252,22 +253,15 @@ class CurrentSchedule:
     def step_limit(self, table: Schedule, costs: Costs) -> list[float]:
         """Return the most memory of every rank in a step of unequal microbatches.
 
-        It is the user's limit. Without one, it is the share of 1F1B's memory that the schedule
-        takes of equal microbatches: of what 1F1B takes of these in their order. A published order
-        may take as much as it does in theirs.
+        It is the user's limit, or without one the usual limit of the schedule.
         """
         limit = self._settings.memory_limit
         if limit is not None:
             most = limit.in_unit_of(costs, is_measured=self._is_measured)
             in_bytes = self._is_measured and limit.bytes is not None
             return [most - fixed if in_bytes else most for fixed in costs.fixed]
-        m, p = table.num_microbatches, costs.pipeline_size
-        of_1f1b = self.costs.one_f_one_b_peak() * min(m, p) / p
-        share = max(simulate(table, self.costs).peak_memory) / of_1f1b
-        most = share * costs.one_f_one_b_peak()
-        if not self.follows_costs:
-            most = max(most, *simulate(table, costs).peak_memory)
-        return [most] * p
+        most = usual_limit(table, self.costs, costs, follows_costs=self.follows_costs)
+        return [most] * costs.pipeline_size
 
     def _build_program(self, num_microbatches: int, forward_only: bool, captured: bool) -> Program:
         schedule = self.table(num_microbatches, forward_only)

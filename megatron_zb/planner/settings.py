@@ -72,6 +72,10 @@ class PlanJob:
         """Why the output layer cannot be cut, None if it can."""
         return why_not_cut(self.model, post_validation=self.post_validation)
 
+    def of_single_samples(self, tokens: int) -> PlanJob:
+        """Return the job with microbatches of one sample of so many tokens."""
+        return replace(self, sequence=tokens, choices=replace(self.choices, microbatch=(1,)))
+
     def optimistic(self, staged: StageWorkload, m: int) -> float:
         """Return the tokens per second and GPU that no order of passes exceeds in a setting."""
         costs = staged.costs(blocking=False)

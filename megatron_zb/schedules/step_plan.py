@@ -99,7 +99,7 @@ def plan_step(
     """
     given = tuple(range(table.num_microbatches))
     orders = [given] if keeps_order else list(dict.fromkeys([given, *rules(_work_of(costs))]))
-    if table.pairs or not {p.kind for rank in table.ranks for p in rank} <= _TRAINING:
+    if not _has_only_training(table):
         plans = [_planned(table, costs, order) for order in orders]
         fitting = [plan for plan in plans if keeps(plan.peaks, limit)]
         return min(fitting, key=_seconds, default=None)
@@ -121,6 +121,31 @@ def plan_step(
         return _planned(table, costs, best.order)
     best = search.polished(best, effort.number(effort.moves, search.passes))
     return _planned(search.schedule_of(best), costs, best.order, fuses=search.splits)
+
+
+def usual_limit(table: Schedule, equal: Costs, costs: Costs, *, follows_costs: bool) -> float:
+    """Return the most memory of a rank in a step for which no limit is given.
+
+    It is the share of 1F1B's memory that the table takes of equal microbatches: of what 1F1B takes
+    of these in their order. A table whose passes keep their order may take as much as it does then.
+
+    Args:
+        table: the schedule for equal microbatches.
+        equal: costs of these.
+        costs: of each microbatch of the step.
+        follows_costs: other costs may give another order of passes.
+    """
+    m, p = table.num_microbatches, costs.pipeline_size
+    share = max(simulate(table, equal).peak_memory) / (equal.one_f_one_b_peak() * min(m, p) / p)
+    most = share * costs.one_f_one_b_peak()
+    if follows_costs and _has_only_training(table):
+        return most
+    return max(most, *simulate(table, costs).peak_memory)
+
+
+def _has_only_training(table: Schedule) -> bool:
+    """Whether the passes of a table may be reordered: forwards and backwards, without pairs."""
+    return not table.pairs and {p.kind for rank in table.ranks for p in rank} <= _TRAINING
 
 
 def plan_forwards(table: Schedule, costs: Costs, *, keeps_order: bool = False) -> StepPlan:

@@ -92,19 +92,28 @@ class Lengths:
         return Lengths(tokens, squares, shapes)
 
 
-def costs_of_work(costs: Costs, lengths: Lengths, attention: AttentionWork = NO_ATTENTION) -> Costs:
+def costs_of_work(
+    costs: Costs,
+    lengths: Lengths,
+    attention: AttentionWork = NO_ATTENTION,
+    mean: Lengths | None = None,
+) -> Costs:
     """Return the costs of microbatches of some lengths, of which a mean one has the given costs.
 
     F and B grow with the tokens and with the work of attention, W, messages and memory with the
-    tokens alone.
+    tokens alone. The mean is over ``mean``, or over the lengths themselves if it is left out.
     """
-    tokens, squares = lengths.tokens, lengths.squares
 
     def shares(of_pair: float) -> list[float]:
-        work = [t + of_pair * q for t, q in zip(tokens, squares, strict=True)]
-        mean = sum(work) / len(work)
-        return [each / mean for each in work]
+        work = _work(lengths, of_pair)
+        of = work if mean is None else _work(mean, of_pair)
+        average = sum(of) / len(of)
+        return [each / average for each in work]
 
     scales = list(map(Scale, shares(0.0), shares(attention.forward), shares(attention.backward)))
     rows = {scale: costs.scaled(scale) for scale in scales}
     return replace(costs, microbatches=tuple(rows[scale] for scale in scales))
+
+
+def _work(lengths: Lengths, of_pair: float) -> list[float]:
+    return [t + of_pair * q for t, q in zip(lengths.tokens, lengths.squares, strict=True)]

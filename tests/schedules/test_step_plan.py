@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import random
+from dataclasses import replace
 from functools import cache
 from statistics import median
 
@@ -13,9 +15,10 @@ from hypothesis import strategies as st
 from megatron_zb import schedules
 from megatron_zb.errors import UsageError
 from megatron_zb.schedules import Costs, Schedule, simulate
+from megatron_zb.schedules.costs import Vocabulary
 from megatron_zb.schedules.request import keeps
 from megatron_zb.schedules.search import kernels
-from megatron_zb.schedules.step_plan import StepPlan, plan_forwards, plan_step, rules
+from megatron_zb.schedules.step_plan import StepPlan, plan_forwards, plan_step, rules, usual_limit
 from megatron_zb.schedules.work import AttentionWork, Lengths, costs_of_work
 
 DRAWS = 20
@@ -235,3 +238,15 @@ def test_shapes_go_with_their_microbatches() -> None:
 def test_shapes_are_of_every_microbatch(shapes: list[tuple[int, int]]) -> None:
     with pytest.raises(UsageError, match="give a sequence length and a batch size"):
         Lengths.of([3.0, 5.0], shapes=shapes)
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_a_table_whose_passes_keep_their_order_runs_nearly_equal_microbatches(seed: int) -> None:
+    """Vocabulary parallelism has passes that a plan does not move."""
+    dice = random.Random(seed)
+    costs = replace(_costs(4), vocabulary=Vocabulary(2.0, 1.0, held=1.0, shares=(0.25,) * 4))
+    table = schedules.build("v-half", pipeline_size=4, num_microbatches=9, costs=costs)
+    lengths = Lengths.of([1.0 + 0.1 * dice.random() for _ in range(9)])
+    unequal = costs_of_work(costs, lengths)
+    limit = usual_limit(table, costs, unequal, follows_costs=True)
+    assert plan_step(table, unequal, [limit] * 4) is not None
