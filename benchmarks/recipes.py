@@ -4,11 +4,13 @@
   python benchmarks/recipes.py
   python benchmarks/recipes.py --schedule v-half --in-the-way
 
-data/recipes.csv has the settings of the 175 pre-training recipes of Megatron-Bridge (August 2026)
-whose pipeline has 2 ranks or more. Each is turned into arguments of Megatron-LM and checked as by
-``megatron-zb check``, at no size but its parallel sizes: the schedule places the layers, so that a
-recipe's own chunks and layout are left out. Nothing is trained. The last line is JSON: how many run
-with --schedule, and how many recipes each setting is in the way of.
+data/recipes.csv and data/recipes_other.csv have the settings of the 294 recipes of Megatron-Bridge
+(August 2026) whose pipeline has 2 ranks or more: 175 of pre-training for speed, and the others,
+fine-tuning and LoRA among them, whose adapters and packing are no flags. Each is turned into
+arguments of Megatron-LM and checked as by ``megatron-zb check``, at no size but its parallel
+sizes: the schedule places the layers, so that a recipe's own chunks and layout are left out.
+Nothing is trained. The last line is JSON: how many run with --schedule, and how many recipes each
+setting is in the way of.
 """
 
 from __future__ import annotations
@@ -34,7 +36,8 @@ with warnings.catch_warnings():
 
 from megatron_zb import schedules
 
-RECIPES = Path(__file__).with_name("data") / "recipes.csv"
+DATA = Path(__file__).with_name("data")
+RECIPES = (DATA / "recipes.csv", DATA / "recipes_other.csv")
 VERSION = "0.19"
 Recipe = dict[str, str]
 
@@ -76,6 +79,9 @@ MODELS = {
     "kimi_k2": "--multi-latent-attention --moe-router-enable-expert-bias",
     "qwen3_next": "--experimental-attention-variant gated_delta_net",
     "gpt_oss": "--softmax-type learnable",
+    "qwen35_vl": "--experimental-attention-variant gated_delta_net",
+    "kimi_k25": "--multi-latent-attention --moe-router-enable-expert-bias",
+    "glm5": "--multi-latent-attention --experimental-attention-variant dsa",
     "nemotron_3": "--hybrid-layer-pattern M*ME",
 }
 NOT_A_FLAG = {
@@ -141,8 +147,11 @@ def _report(recipe: Recipe, schedule: str) -> checking.CheckReport:
 
 
 def read() -> list[Recipe]:
-    with RECIPES.open(encoding="utf-8", newline="") as file:
-        return list(csv.DictReader(file))
+    found = []
+    for path in RECIPES:
+        with path.open(encoding="utf-8", newline="") as file:
+            found += list(csv.DictReader(file))
+    return found
 
 
 def counted(recipes: list[Recipe], schedule: str) -> tuple[int, Counter[str], dict[str, str]]:

@@ -48,13 +48,13 @@ are refused.
 """
 
 RECIPES = """\
-`megatron-zb check` accepts v-half for {runs} of Megatron-Bridge's 175 pre-training recipes with a
-pipeline (August 2026); none was trained. `benchmarks/recipes.py` counts for every schedule. In the
-way of the others ([reasons](#refused)):
+`megatron-zb check` accepts v-half for {runs} of Megatron-Bridge's {number} recipes with a pipeline
+(August 2026), fine-tuning and LoRA included; none was trained ([gains](recipes.md)).
+`benchmarks/recipes.py` counts for every schedule. In the way of others ([reasons](#refused)):
 """
 
 NOT_ON_CPU = """\
-"On a GPU" is [one H200](performance.md#on-gpus), which 2 ranks shared; the rest has run on no GPU.
+"On a GPU" is [one H200](performance.md#on-gpus), shared by 2 or 4 ranks; the rest ran on no GPU.
 """
 
 REFUSED = """\
@@ -109,7 +109,7 @@ def page() -> str:
             VERSIONS.format(date=max(row["date"] for row in _runs())),
             *table(("Python, torch", "Adapter", "Megatron-LM"), versions()),
             "\n## Public recipes\n",
-            RECIPES.format(runs=counted_recipes()[0]),
+            RECIPES.format(runs=counted_recipes()[0], number=len(recipes.read())),
             *in_the_way(),
             "\n## Not runnable on a CPU\n",
             NOT_ON_CPU,
