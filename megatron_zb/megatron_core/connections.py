@@ -58,13 +58,13 @@ class ChannelsPart(StepPart):
         channels = self.channels
         channels.activation_memory = step.memory
         step.channels = step.transport = channels
+        stages = step.physical.placement.num_stages
         if step.shapes is not None:
-            stages = step.physical.placement.num_stages
             step.transport = KnownShapes(channels, step.shape_of, stages)
         elif step.config.variable_seq_lengths:
             if self._headers is None:
                 self._headers = self._connected(step, "cpu", "gloo")
-            step.transport = ShapedChannels(channels, self._headers)
+            step.transport = ShapedChannels(channels, self._headers, stages)
         with channels.capturing(step.captured):
             yield
 

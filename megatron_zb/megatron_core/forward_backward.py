@@ -11,7 +11,6 @@ from contextlib import ExitStack
 from typing import Any
 
 import torch
-from megatron.core.pipeline_parallel import schedules as megatron_schedules
 from megatron.core.utils import get_model_config
 
 from megatron_zb.errors import UsageError
@@ -19,7 +18,7 @@ from megatron_zb.megatron_core import graphs, refusals, versions
 from megatron_zb.megatron_core.placement import PhysicalPlacement
 from megatron_zb.megatron_core.split_backward import SplitBackward
 from megatron_zb.megatron_core.stages import MegatronStage
-from megatron_zb.megatron_core.step import Passes, Step, StepPart, device, timed
+from megatron_zb.megatron_core.step import Passes, Step, StepPart, activation_shape, device, timed
 from megatron_zb.runtime.activation_memory import ActivationMemory
 from megatron_zb.runtime.executor import (
     TRAINING,
@@ -89,14 +88,7 @@ class ForwardBackward:
         del p2p_communicator  # the schedule has its own channels
         chunks = model if isinstance(model, list) else [model]
         config, groups = get_model_config(chunks[0]), pg_collection or versions.process_groups()
-        (shape,) = megatron_schedules.get_tensor_shapes(
-            seq_length=seq_length,
-            micro_batch_size=micro_batch_size,
-            decoder_seq_length=decoder_seq_length,
-            config=config,
-            tp_group=groups.tp,
-            cp_group=groups.cp,
-        )
+        sequence = seq_length if decoder_seq_length is None else decoder_seq_length
         step = Step(
             parts=self._parts,
             physical=self._physical,
@@ -113,7 +105,7 @@ class ForwardBackward:
             collect_non_loss_data=collect_non_loss_data,
             first_val_step=first_val_step,
             force_all_reduce=force_all_reduce,
-            shape=shape,
+            shape=activation_shape(sequence, micro_batch_size, config, groups),
             captured=graphs.is_capturing(device()),
             program_for=self._program_for,
             run=self._run,

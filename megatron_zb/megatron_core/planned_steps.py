@@ -15,11 +15,10 @@ from typing import Any
 
 import torch.distributed as dist
 from megatron.core import parallel_state
-from megatron.core.pipeline_parallel import schedules
 
 from megatron_zb.errors import UsageError
 from megatron_zb.megatron_core.current_schedule import CurrentSchedule
-from megatron_zb.megatron_core.step import Step, StepPart
+from megatron_zb.megatron_core.step import Step, StepPart, activation_shape
 from megatron_zb.runtime.groups import new_groups
 from megatron_zb.schedules.program.lowering import Program, lower
 from megatron_zb.schedules.simulator import simulate
@@ -153,17 +152,9 @@ class PlannedShapes(StepPart):
 
     def before_step(self, step: Step) -> None:
         if self._planned.shapes is not None:
-            groups = step.pg_collection
             step.shapes = [
-                schedules.get_tensor_shapes(
-                    seq_length=sequence,
-                    micro_batch_size=batch,
-                    decoder_seq_length=None,
-                    config=step.config,
-                    tp_group=groups.tp,
-                    cp_group=groups.cp,
-                )[0]
-                for sequence, batch in self._planned.shapes
+                activation_shape(*shape, step.config, step.pg_collection)
+                for shape in self._planned.shapes
             ]
 
 
@@ -204,8 +195,10 @@ def _too_long(current: CurrentSchedule, costs: Any, limit: Sequence[float]) -> U
     largest = costs.for_placement(placement).largest_activation
     needed = max(sum(largest[s] for s in held) for held in placement.stages_of)
     share = costs.one_f_one_b_peak()
+    why = "no order of them was found that does"
+    if needed > max(limit):
+        why = f"the longest alone takes {needed / share:.4g} of it"
     return UsageError(
         f"{current.schedule.name} cannot run these microbatches within {max(limit) / share:.3g} of "
-        f"1F1B's memory: the longest alone takes {needed / share:.4g} of it; raise the memory "
-        "limit, or pack the sequences more evenly"
+        f"1F1B's memory: {why}; raise the memory limit, or pack the sequences more evenly"
     )

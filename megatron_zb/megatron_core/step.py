@@ -27,6 +27,23 @@ Shape = tuple[int, int, int]
 """Sequence, batch and width of an activation between stages."""
 
 
+def activation_shape(sequence: int, batch: int, config: Any, groups: Any) -> Shape:
+    """Return the shape of an activation between stages on a rank.
+
+    Megatron's own ``get_tensor_shapes`` has none with ``variable_seq_lengths`` since 0.19.
+
+    Args:
+        sequence: tokens of a sequence, before context and sequence parallelism divide it.
+        batch: sequences of a microbatch.
+        config: of the model.
+        groups: process groups of the rank.
+    """
+    sequence //= groups.cp.size()
+    if config.sequence_parallel:
+        sequence //= groups.tp.size()
+    return sequence, batch, config.hidden_size
+
+
 @dataclass
 class Step:
     """The arguments of one call of ``forward_backward_func``, its state and its results.

@@ -19,7 +19,7 @@ from __future__ import annotations
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeGuard
 
 import torch
 import torch.distributed as dist
@@ -234,12 +234,14 @@ class ShapedChannels:
     Args:
         channels: for the messages.
         headers: between the same ranks, for tensors of the host.
+        num_stages: stages of the model; what others send back has another shape than they get.
     """
 
     waits_to_receive = True
 
-    def __init__(self, channels: Channels, headers: Channels) -> None:
+    def __init__(self, channels: Channels, headers: Channels, num_stages: int) -> None:
         self._channels, self._headers = channels, headers
+        self._num_stages = num_stages
         self._of_activations: dict[tuple[Channel, int, int], list[int]] = {}
 
     def post_receive(
@@ -275,14 +277,17 @@ class ShapedChannels:
 
     def _remember(self, channel: Channel, message: Message | None, shape: list[int]) -> None:
         """Remember the shape of an activation on both its ranks, for the gradient that returns."""
-        if message is not None and not message.is_gradient:
+        if self._is_of_model(message) and not message.is_gradient:
             back = Channel(channel.target, channel.source)
             self._of_activations[back, message.stage - 1, message.microbatch] = shape
 
     def _known(self, channel: Channel, message: Message | None) -> list[int] | None:
-        if message is None or not message.is_gradient:
+        if not self._is_of_model(message) or not message.is_gradient:
             return None
         return self._of_activations.pop((channel, message.stage, message.microbatch), None)
+
+    def _is_of_model(self, message: Message | None) -> TypeGuard[Message]:
+        return message is not None and message.stage < self._num_stages
 
     def between_passes(self, launches_little: bool = False) -> None:
         """Release the sends that have been taken, and keep the host from running too far ahead."""

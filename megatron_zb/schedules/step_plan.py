@@ -71,6 +71,7 @@ class PlanEffort:
 
 
 _ENOUGH = 8000
+_SWAPS_OF_A_TABLE = 40  # each takes milliseconds: the inner loops know no other passes
 COMPILED = PlanEffort(swaps=120_000, orders=2, moves=1_500_000)
 PLAIN = PlanEffort(swaps=12_000, orders=1, moves=30_000)
 """For about 40 and 120 milliseconds of a processor with 8 ranks and 32 microbatches."""
@@ -88,6 +89,7 @@ def plan_step(
     """Return the fastest plan found within a limit, or None if none was found there.
 
     It is never slower than ``table`` with the microbatches in their order, if that keeps the limit.
+    Where no order of a table that recomputes or offloads keeps it, the plan does neither.
 
     Args:
         table: the schedule for equal microbatches, of as many.
@@ -100,9 +102,10 @@ def plan_step(
     given = tuple(range(table.num_microbatches))
     orders = [given] if keeps_order else list(dict.fromkeys([given, *rules(_work_of(costs))]))
     if not _has_only_training(table):
-        plans = [_planned(table, costs, order) for order in orders]
-        fitting = [plan for plan in plans if keeps(plan.peaks, limit)]
-        return min(fitting, key=_seconds, default=None)
+        plan, plain = _in_another_order(table, costs, limit, orders), _without_states(table)
+        if plan is not None or keeps_passes or not _has_only_training(plain):
+            return plan
+        table = plain
     engine = engine or fastest()
     effort = COMPILED if isinstance(engine, Compiled) else PLAIN
     search = _Search(table, costs, tuple(limit), engine)
@@ -148,6 +151,13 @@ def _has_only_training(table: Schedule) -> bool:
     return not table.pairs and {p.kind for rank in table.ranks for p in rank} <= _TRAINING
 
 
+def _without_states(table: Schedule) -> Schedule:
+    """Return a table that neither recomputes nor offloads activations."""
+    states = (PassKind.R, PassKind.D, PassKind.H)
+    ranks = tuple(tuple(p for p in rank if p.kind not in states) for rank in table.ranks)
+    return replace(table, ranks=ranks, report=None)
+
+
 def plan_forwards(table: Schedule, costs: Costs, *, keeps_order: bool = False) -> StepPlan:
     """Return the fastest plan found for a step of forwards alone, which hold no activations."""
     given = tuple(range(table.num_microbatches))
@@ -161,6 +171,28 @@ def plan_forwards(table: Schedule, costs: Costs, *, keeps_order: bool = False) -
         for in_order in [costs.in_order(order)]
     ]
     return min(plans, key=_seconds)
+
+
+def _in_another_order(
+    table: Schedule, costs: Costs, limit: Sequence[float], orders: Sequence[Order]
+) -> StepPlan | None:
+    """Return the fastest plan found whose passes are those of the table; None if none fits.
+
+    Where several orders of the microbatches are allowed, swaps of two follow.
+    """
+
+    def rank_of(plan: StepPlan) -> tuple[float, float]:
+        excess = max(peak / most for peak, most in zip(plan.peaks, limit, strict=True))
+        return (0.0 if keeps(plan.peaks, limit) else excess), _seconds(plan)
+
+    best = min((_planned(table, costs, order) for order in orders), key=rank_of)
+    dice = random.Random(0)
+    for _ in range(_SWAPS_OF_A_TABLE if len(orders) > 1 else 0):
+        i, j = dice.sample(range(len(best.order)), 2)
+        order = list(best.order)
+        order[i], order[j] = order[j], order[i]
+        best = min(best, _planned(table, costs, tuple(order)), key=rank_of)
+    return best if keeps(best.peaks, limit) else None
 
 
 def _planned(schedule: Schedule, costs: Costs, order: Order, *, fuses: bool = False) -> StepPlan:

@@ -68,7 +68,7 @@ def test_sends_that_have_been_taken_are_forgotten_between_passes() -> None:
 
 def shaped() -> tuple[ShapedChannels, Noted, Noted]:
     messages, headers = Noted(), Noted()
-    return ShapedChannels(messages, headers), messages, headers
+    return ShapedChannels(messages, headers, 4), messages, headers
 
 
 BACK = Channel(1, 0)

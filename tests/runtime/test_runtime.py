@@ -229,7 +229,7 @@ def shapes_seen(name: str, num_microbatches: int) -> list[list[tuple[int, ...]]]
     )
     program = schedules.lower(schedule)
     for _ in range(2):
-        shaped = ShapedChannels(channels, headers)
+        shaped = ShapedChannels(channels, headers, schedule.placement.num_stages)
         run_program(program, rank, stages, shaped, lambda message: torch.empty(()))
     channels.close()
     headers.close()

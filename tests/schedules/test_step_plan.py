@@ -250,3 +250,19 @@ def test_a_table_whose_passes_keep_their_order_runs_nearly_equal_microbatches(se
     unequal = costs_of_work(costs, lengths)
     limit = usual_limit(table, costs, unequal, follows_costs=True)
     assert plan_step(table, unequal, [limit] * 4) is not None
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_a_limit_is_kept_without_recomputation_if_no_order_of_its_table_keeps_it(seed: int) -> None:
+    plain = _costs(4)
+    costs = plain.with_recomputation(kept_input=0.1, seconds=plain.forward)
+    table = schedules.build(
+        "v-zb", pipeline_size=4, num_microbatches=6, costs=costs, memory_limit=0.7
+    )
+    assert table.dropped
+    dice = random.Random(seed)
+    unequal = costs_of_work(costs, Lengths.of([dice.randint(2, 16) for _ in range(6)]))
+    limit = [0.7 * unequal.one_f_one_b_peak()] * 4
+    plan = plan_step(table, unequal, limit)
+    assert plan is not None
+    _checked(plan, unequal, limit)

@@ -91,7 +91,9 @@ def distilled_on_ranks(
     )
     held = BlockStage(list(blocks.values()), group, is_last)
     for first, until in runs:
-        transport: Transport = ShapedChannels(channels, headers) if any_shape else channels
+        transport: Transport = channels
+        if any_shape:
+            transport = ShapedChannels(channels, headers, placement.num_stages)
         steps = relay_steps(
             program, rank, held, Exchange(transport, empty), first=first, until=until
         )
