@@ -16,6 +16,7 @@ from megatron_zb.job.settings import AUTO_LAYOUT, LAYOUT_FLAG
 from megatron_zb.measured.fit import Fit
 from megatron_zb.measured.profile import Profile, read_profile
 from megatron_zb.measured.usual_gpu import Cutting
+from megatron_zb.parsing import flag_of
 from megatron_zb.schedules import Costs, PassKind, Schedule, layout, simulate
 from megatron_zb.schedules.layout import Layers, Layout
 from megatron_zb.schedules.placement import Placement
@@ -196,9 +197,10 @@ def of_arguments(value: str, args: Any) -> Ends:
         found, by_sizes = measured(Path(value), sizes), ends_of(args)
         return found if by_sizes is None else replace(found, cutting=by_sizes.cutting)
     instead = f"give a file of --pipeline-profile instead of {AUTO_LAYOUT}"
-    if getattr(args, "multi_latent_attention", False):
+    if not _has_attention_sizes(args):
         raise UsageError(
-            f"{LAYOUT_FLAG} {AUTO_LAYOUT} cannot count multi-latent attention: {instead}"
+            f"{LAYOUT_FLAG} {AUTO_LAYOUT} cannot count multi-latent attention without its sizes: "
+            f"give {', '.join(map(flag_of, _LATENT))}, or {instead}"
         )
     ends = ends_of(args)
     if ends is None:
@@ -213,7 +215,7 @@ def of_arguments(value: str, args: Any) -> Ends:
 def ends_of(args: Any) -> Ends | None:
     """Derive the ends from the sizes of a model; return None where these do not suffice."""
     vocabulary = getattr(args, "padded_vocab_size", None) or getattr(args, "vocab_size", None)
-    if vocabulary is None or getattr(args, "multi_latent_attention", False):
+    if vocabulary is None or not _has_attention_sizes(args):
         return None
     if not all((args.hidden_size, args.num_attention_heads, args.seq_length)):
         return None
@@ -229,7 +231,7 @@ def ends_of(args: Any) -> Ends | None:
 
 def attention_of(args: Any) -> AttentionWork:
     """Count the work of attention beside linear layers; none where the sizes do not suffice."""
-    if getattr(args, "multi_latent_attention", False):
+    if not _has_attention_sizes(args):
         return NO_ATTENTION
     if not all(getattr(args, name, None) for name in ("hidden_size", "num_attention_heads")):
         return NO_ATTENTION
@@ -249,15 +251,43 @@ def _layer_products(args: Any) -> tuple[int, int]:
     def given(name: str) -> Any:
         return getattr(args, name, None)
 
-    hidden, heads = args.hidden_size, args.num_attention_heads
-    head = given("kv_channels") or hidden // heads
-    # a config has no flag for groups, arguments have a number without it
-    is_grouped = getattr(args, "group_query_attention", True) and given("num_query_groups")
-    groups = args.num_query_groups if is_grouped else heads
-    attention = 2 * hidden * head * (heads + groups)
+    hidden = args.hidden_size
+    attention, scores = _latent_attention(args) if _is_latent(args) else _attention(args)
     inner = given("ffn_hidden_size") or 4 * hidden
     matrices = 3 if given("swiglu") or given("gated_linear_unit") else 2
     if given("num_experts") or given("num_moe_experts"):
         inner = (given("moe_ffn_hidden_size") or inner) * (given("moe_router_topk") or 2)
         inner += given("moe_shared_expert_intermediate_size") or 0
-    return attention + matrices * hidden * inner, heads * head
+    return attention + matrices * hidden * inner, scores
+
+
+def _attention(args: Any) -> tuple[int, int]:
+    hidden, heads = args.hidden_size, args.num_attention_heads
+    head = getattr(args, "kv_channels", None) or hidden // heads
+    # a config has no flag for groups, arguments have a number without it
+    given = getattr(args, "num_query_groups", None)
+    groups = given if getattr(args, "group_query_attention", True) and given else heads
+    return 2 * hidden * head * (heads + groups), heads * head
+
+
+_LATENT = ("kv_lora_rank", "qk_head_dim", "qk_pos_emb_head_dim", "v_head_dim")
+
+
+def _is_latent(args: Any) -> bool:
+    return bool(getattr(args, "multi_latent_attention", False))
+
+
+def _has_attention_sizes(args: Any) -> bool:
+    """Whether attention can be counted; where it is latent, its widths have to be given."""
+    return not _is_latent(args) or all(getattr(args, name, None) for name in _LATENT)
+
+
+def _latent_attention(args: Any) -> tuple[int, int]:
+    """Count multi-latent attention (DeepSeek-V2, arXiv 2405.04434)."""
+    hidden, heads = args.hidden_size, args.num_attention_heads
+    narrow, plain, rotary, value = (getattr(args, name) for name in _LATENT)
+    query, rank = plain + rotary, getattr(args, "q_lora_rank", None)
+    queries = rank * (hidden + heads * query) if rank else hidden * heads * query
+    keys_and_values = hidden * (narrow + rotary) + narrow * heads * (plain + value)
+    scores = heads * (query + value) // 2
+    return queries + keys_and_values + heads * value * hidden, scores

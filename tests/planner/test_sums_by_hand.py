@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -9,7 +10,7 @@ from counted_sizes import arguments
 from measured_runs import P, profile
 from small_models import a100, load, small
 
-from megatron_zb.measured.balance import of_arguments
+from megatron_zb.measured.balance import attention_of, of_arguments
 from megatron_zb.measured.cost_model import Variant
 from megatron_zb.measured.fit import Fit
 from megatron_zb.measured.profile import Profile
@@ -21,6 +22,7 @@ from megatron_zb.planner.from_profile import ProfileRequest
 from megatron_zb.planner.step import Travel, by_formula, seconds_apart
 from megatron_zb.planner.work import PassSeconds
 from megatron_zb.schedules.placement import looped
+from megatron_zb.schedules.work import NO_ATTENTION, AttentionWork
 
 
 @pytest.mark.parametrize(
@@ -184,3 +186,25 @@ def test_the_table_of_a_profile_is_in_milliseconds_and_gib() -> None:
     cells = {str(column.header): next(iter(column.cells)) for column in table.columns}
     assert cells["ms"] == f"{1000 * row.timeline.makespan + 1000 * asked.profile.outside:.4g}"
     assert cells["activations GiB"] == f"{row.activation_bytes / 2**30:.3g}"
+
+
+@pytest.mark.parametrize("rank", [1536, None])
+def test_latent_attention_is_counted_as_the_planner_counts_it(rank: int | None) -> None:
+    hidden, heads = 7168, 128
+    sizes = LatentAttention.model_construct(
+        query_rank=rank, kv_rank=512, nope_head_dim=128, rope_head_dim=64, value_head_dim=128
+    )
+    mixer = latent_attention(hidden, heads, sizes)
+    widths = {"kv_lora_rank": 512, "qk_head_dim": 128, "qk_pos_emb_head_dim": 64, "v_head_dim": 128}
+    args = SimpleNamespace(
+        multi_latent_attention=True,
+        hidden_size=hidden,
+        num_attention_heads=heads,
+        ffn_hidden_size=hidden,
+        q_lora_rank=rank,
+        **widths,
+    )
+    linear = mixer.weights + 2 * hidden * hidden
+    assert attention_of(args) == AttentionWork.counted(heads * mixer.score_width // 2, linear)
+    del args.kv_lora_rank
+    assert attention_of(args) == NO_ATTENTION
