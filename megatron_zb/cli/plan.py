@@ -174,6 +174,13 @@ def _add_choices(command: argparse.ArgumentParser) -> None:
             "(auto), or not (off, the default)",
         )
     group.add_argument(
+        "--lora",
+        action="store_const",
+        const=True,
+        help="all weights of the model are frozen: no weight gradients, no gradient and optimizer "
+        "memory; adapters, which are small, are not counted",
+    )
+    group.add_argument(
         "--precision",
         choices=("bf16", "fp8"),
         help="of the products with the weights of layers (default bf16)",

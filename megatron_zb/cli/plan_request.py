@@ -54,6 +54,7 @@ def read(arguments: argparse.Namespace) -> tuple[PlanJob, list[ScheduleCandidate
         vocabulary=arguments.vocabulary or "auto",
         drops=arguments.pipeline_recompute == "auto",
         moves=_may_move(arguments, device),
+        frozen=arguments.lora is not None,
     )
     _whole("--tries", arguments.tries, 3)
     _whole("--top", arguments.top, 8)
@@ -89,6 +90,7 @@ _OF_CONFIG = (
     "seq_length",
     "lengths",
     "packing",
+    "lora",
     "tensor",
     "pipeline",
     "micro_batch_size",

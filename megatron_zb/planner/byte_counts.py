@@ -75,7 +75,7 @@ def layer_held(load: Workload, index: int) -> ActivationBytes:
     if load.strategy.precision != "bf16":
         everything -= hidden + sum(one.inputs + one.sent for one in operators)
         needed /= 2
-    for_weight = needed * share
+    for_weight = 0.0 if load.frozen else needed * share
     if load.strategy.recompute == "full":
         return ActivationBytes(
             2 * load.model.hidden_size * load.kept_tokens, for_weight, everything * share
@@ -95,7 +95,7 @@ def output_held(load: Workload) -> ActivationBytes:
     for index in predicted_layers(load.model):
         held += layer_held(load, index)
     for _ in range(load.model.prediction_layers):
-        held = held + ActivationBytes(joined, joined) + one
+        held = held + ActivationBytes(joined, 0.0 if load.frozen else joined) + one
     return held
 
 
@@ -106,7 +106,7 @@ def _output_held(load: Workload) -> ActivationBytes:
     """
     size = 2 * load.tokens * load.model.hidden_size / load.strategy.tensor
     gradient = 2 * load.tokens * load.model.vocabulary / load.strategy.tensor
-    return ActivationBytes(2 * size, size + gradient)
+    return ActivationBytes(2 * size, 0.0 if load.frozen else size + gradient)
 
 
 def embedding_held(load: Workload) -> ActivationBytes:
@@ -128,7 +128,8 @@ def message_buffers(load: Workload, chunks: int) -> float:
 def rank_states(load: Workload, layers: Sequence[int], embedding: bool, output: bool) -> StateBytes:
     """Count the states of a rank with these layers; the optimizer is distributed over data ranks.
 
-    In fp8, a layer's weights keep two more bytes: themselves and their transpose in 8 bits.
+    In fp8, a layer's weights keep two more bytes: themselves and their transpose in 8 bits. Frozen
+    weights have no gradient and no optimizer state.
     """
     model, strategy = load.model, load.strategy
     dense, routed = weights_of(model, [*layers, *(predicted_layers(model) if output else [])])
@@ -143,6 +144,8 @@ def rank_states(load: Workload, layers: Sequence[int], embedding: bool, output: 
     here = in_layers + ends_here
     sharded = (here - routed_here) / strategy.replicas + routed_here / strategy.expert_replicas
     weights = WEIGHT * here + (0 if strategy.precision == "bf16" else FP8_COPIES * in_layers)
+    if load.frozen:
+        return StateBytes(weights)
     return StateBytes(weights, GRADIENT * here, OPTIMIZER * sharded, here, routed_here)
 
 

@@ -88,8 +88,12 @@ class Prediction(PlanRow):
 
     @property
     def mfu(self) -> float:
-        """Model FLOPs utilization: the share of the data sheet's FLOP/s that training needs."""
+        """Model FLOPs utilization: the share of the data sheet's FLOP/s that training needs.
+
+        Training on frozen weights needs two thirds: it has no weight gradients.
+        """
         flops = model_flops(self.load.model, self.tokens, self.load.sequence)
+        flops *= 2 / 3 if self.load.frozen else 1
         return flops / self.seconds / self.gpus / self.load.rate.peak
 
 

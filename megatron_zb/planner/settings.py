@@ -39,7 +39,7 @@ class PlanJob:
     ``back_to_back`` is False. ``vocabulary`` parallelism over the pipeline ranks is in every
     schedule of this package ("on"), in none ("off"), or where a schedule is faster by more than
     the error of predictions ("auto"). ``drops`` allows ``auto`` to recompute activations, and
-    ``moves`` to offload them to the host.
+    ``moves`` to offload them to the host. Of a ``frozen`` model only adapters are trained.
     """
 
     model: ModelConfig
@@ -55,6 +55,7 @@ class PlanJob:
     vocabulary: str = "auto"
     drops: bool = False
     moves: bool = False
+    frozen: bool = False
 
     @property
     def name(self) -> str:
@@ -70,6 +71,10 @@ class PlanJob:
     @property
     def why_not_cut(self) -> str | None:
         """Why the output layer cannot be cut, None if it can."""
+        if self.frozen:
+            return (
+                "its weights are frozen, and vocabulary parallelism has passes for their gradients"
+            )
         return why_not_cut(self.model, post_validation=self.post_validation)
 
     def of_single_samples(self, tokens: int) -> PlanJob:
@@ -148,7 +153,7 @@ class CountedSettings:
         """
         sizes = job.model, job.device, job.gpus, job.global_batch, job.choices
         found = [
-            EvenSplit(Workload(job.model, job.device, strategy, job.sequence))
+            EvenSplit(Workload(job.model, job.device, strategy, job.sequence, job.frozen))
             for strategy in strategies(*sizes, job.sequence)
         ]
         if not found:

@@ -78,12 +78,13 @@ class PassSeconds:
 
 @dataclass(frozen=True)
 class Workload:
-    """A model on a device under a strategy."""
+    """A model on a device under a strategy; of a ``frozen`` one only adapters are trained."""
 
     model: ModelConfig
     device: DeviceConfig
     strategy: Strategy
     sequence: int
+    frozen: bool = False
 
     @property
     def tokens(self) -> int:
@@ -133,8 +134,11 @@ class Workload:
     def embedding(self) -> PassSeconds:
         """Return the work of the embedding: a look-up, and the sum of its gradients in 32 bits."""
         elements = self.tokens * self.model.hidden_size
-        looked_up = PassSeconds(self.moved(4 * elements), 0.0, self.moved((2 + 2 * 4) * elements))
-        return looked_up + self._begun(1, 0, 1) + self.embedding_dropout()
+        looked_up = PassSeconds(self.moved(4 * elements)) + self._begun(1, 0)
+        if not self.frozen:
+            looked_up += PassSeconds(0.0, 0.0, self.moved((2 + 2 * 4) * elements))
+            looked_up += self._begun(0, 0, 1)
+        return looked_up + self.embedding_dropout()
 
     def embedding_dropout(self) -> PassSeconds:
         """Return the work between the rows of the embedding and the first layer."""
@@ -159,7 +163,8 @@ class Workload:
         normed = self.kept_tokens * self.model.hidden_size
         forward = self.moved(LOGIT_IN_F * logits + 4 * normed)
         backward = self.moved(LOGIT_IN_B * logits + 6 * normed)
-        return PassSeconds(product + forward, product + backward, product) + self._begun(*_LOSS, 1)
+        work = PassSeconds(product + forward, product + backward) + self._begun(*_LOSS)
+        return work if self.frozen else work + PassSeconds(0.0, 0.0, product) + self._begun(0, 0, 1)
 
     def message(self) -> float:
         """Return the bytes of one message between pipeline ranks, for each tensor rank."""
@@ -190,7 +195,11 @@ class Workload:
     def _weights(self, weights: int, *, parts: int) -> PassSeconds:
         flops = 2 * self.tokens * weights / self.strategy.tensor
         seconds = flops / self.rate.reached
-        return PassSeconds(seconds, seconds, seconds) + self._begun(*[_PRODUCTS * parts] * 3)
+        kernels = _PRODUCTS * parts
+        work = PassSeconds(seconds, seconds) + self._begun(kernels, kernels)
+        if self.frozen:
+            return work
+        return work + PassSeconds(0.0, 0.0, seconds) + self._begun(0, 0, kernels)
 
     def _casts(self, operators: Sequence[Operator]) -> PassSeconds:
         """Return the work of casts to fp8: inputs in F, gradients of outputs in B.
