@@ -22,9 +22,13 @@ from megatron_zb.schedules.placement import Placement
 from megatron_zb.schedules.schedule import Schedule
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class PhysicalPlacement:
-    """A placement on Megatron's pipeline ranks; ``vp_stage`` is the chunk index."""
+    """A placement on Megatron's pipeline ranks; ``vp_stage`` is the chunk index.
+
+    It has slots, since Megatron-Bridge assigns anew whatever a config holds in a ``__dict__``,
+    before it sends the config to other ranks.
+    """
 
     placement: Placement
 

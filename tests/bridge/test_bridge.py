@@ -7,6 +7,7 @@ import pickle
 import subprocess
 import sys
 from contextlib import redirect_stdout
+from copy import copy
 from dataclasses import replace
 from io import StringIO
 from typing import Any
@@ -228,6 +229,34 @@ def test_a_second_model_with_a_cut_vocabulary_is_refused(ranks: RankPools) -> No
     for text in job.run(a_second_model, vocabulary="on"):
         assert text.startswith("a second model was built, but the shards of a cut vocabulary are")
     assert job.run(a_second_model, vocabulary="off") == ["", ""]
+
+
+def sent_layout() -> list[str]:
+    """The layout of a config, itself and as another rank gets it from Megatron-Bridge.
+
+    That copies what has attributes, three levels deep, assigns them anew, and pickles all.
+    """
+    import trainers
+
+    p = dist.get_world_size()
+    provider = trainers.Provider(**trainers.OF_MODEL, num_layers=8, pipeline_model_parallel_size=p)
+    with install(V_HALF, provider):
+        layout = provider.pipeline_model_parallel_layout
+        return [str(layout), str(pickle.loads(pickle.dumps(_assigned_anew(layout, levels=2))))]
+
+
+def _assigned_anew(value: Any, levels: int) -> Any:
+    if not levels or not hasattr(value, "__dict__"):
+        return value
+    copied = copy(value)
+    for name, held in vars(value).items():
+        setattr(copied, name, _assigned_anew(held, levels - 1))
+    return copied
+
+
+def test_a_config_can_be_sent_to_other_ranks(ranks: RankPools) -> None:
+    layout = "Ett|tt|tt|ttL"
+    assert ranks(2).run(sent_layout) == [[layout, layout]] * 2
 
 
 # --- what is refused
