@@ -23,6 +23,7 @@ from megatron.core.transformer.pipeline_parallel_layer_layout import PipelinePar
 from megatron.core.transformer.transformer_block import get_num_layers_to_build
 from megatron.core.utils import get_attr_wrapped_model
 
+from megatron_zb.bridge.imports import tie_after_imports
 from megatron_zb.bridge.settings import Settings
 from megatron_zb.errors import UsageError
 from megatron_zb.job.agreement import Rendezvous
@@ -77,6 +78,7 @@ class Pipeline:
             self.adapter.say(line)
         self._run = _Run(self, args)
         self.prepare(model)
+        self._ties_imports = False
         self._undo = list(self._hooks())
         setattr(schedules.get_forward_backward_func, _INSTALLED, True)
 
@@ -205,6 +207,13 @@ class Pipeline:
             )
         self.prepare(provider)
         provider.provide = self.builder(provider.provide)
+
+    def tie_imports(self) -> None:
+        """Keep tied weights equal when Megatron-Bridge, if it is here by now, imports weights."""
+        if self.adapter.physical.mirrored and not self._ties_imports:
+            undo = tie_after_imports()
+            self._ties_imports = undo is not None
+            self._undo += [] if undo is None else [undo]
 
     def _check_sizes(self, args: argparse.Namespace) -> None:
         layers = "".join(self.adapter.layer_layout.letters)
@@ -351,6 +360,7 @@ class _Run(ScheduledRun):
 
     def _prepare_model(self) -> None:
         super()._prepare_model()
+        self._pipeline.tie_imports()
         for chunk in self._chunks:
             self._placed_chunks.add(chunk)
             chunk.register_forward_pre_hook(self._refuse_others)
