@@ -154,3 +154,15 @@ ensure_transformer_engine() {
         cp "$versions" "$folder/.installed"
     done
 }
+
+# ensure_trainers VENV: afterwards VENV has Megatron-Bridge and verl, without those of their dependencies that no test
+# of them imports.
+ensure_trainers() {
+    local versions=constraints/trainers.txt installed=$1/.installed-trainers
+    if cmp --silent "$versions" "$installed"; then
+        return
+    fi
+    say "installing Megatron-Bridge and verl with the versions of $versions"
+    pinned_pip "$1" "$versions" --no-deps --requirement "$versions"
+    cp "$versions" "$installed"
+}

@@ -4,8 +4,8 @@ set -euo pipefail
 
 usage() {
     cat <<'END'
-usage: scripts/test.sh [--quick | --faults | --everything] [--python VERSION] [--megatron SERIES] [--tests-only]
-                       [--full] [PYTEST-ARGUMENT ...]
+usage: scripts/test.sh [--quick | --faults | --trainers | --everything] [--python VERSION] [--megatron SERIES]
+                       [--tests-only] [--full] [PYTEST-ARGUMENT ...]
 
 Checks and tests megatron-zb on the CPU; needs no GPU and nothing but a Python and a network.
 
@@ -28,9 +28,11 @@ options:
                      is tried in a few, and the end says how many were not
   --faults           all faults that a job may suffer (about 30 minutes), and nothing else; what was seen is
                      written to faults.jsonl
-  --everything       all of it: the ordinary run with --full, all faults, and with the Megatron-LM at MEGATRON_LM_PATH,
-                     a clone with its tags, all of it on every series of Megatron, with its real pretrain_gpt.py;
-                     needs a browser, too, and takes hours
+  --trainers         the training steps of Megatron-Bridge and verl, in .venv-trainers with Python 3.12, and nothing
+                     else; the first time installs them (minutes)
+  --everything       all of it: the ordinary run with --full, all faults, the trainers, and with the Megatron-LM at
+                     MEGATRON_LM_PATH, a clone with its tags, all of it on every series of Megatron, with its real
+                     pretrain_gpt.py; needs a browser, too, and takes hours
   -h, --help         this text
 
 environment:
@@ -75,6 +77,7 @@ everything() {
         full=()
     done
     scripts/test.sh --tests-only --faults
+    scripts/test.sh --trainers
 }
 
 # cores: prints the versions of Megatron that there are patches for, such as 0.16.1, the oldest first.
@@ -97,6 +100,7 @@ core=
 checks=yes
 faults=
 quick=
+trainers=
 arguments=()
 while (($#)); do
     case $1 in
@@ -108,6 +112,7 @@ while (($#)); do
         --tests-only) checks=no ;;
         --faults) faults=yes ;;
         --quick) quick=yes checks=no ;;
+        --trainers) trainers=yes checks=no ;;
         --everything) everything; exit ;;
         *) arguments+=("$1") ;;
     esac
@@ -118,13 +123,24 @@ if [[ -n ${megatron+given} ]]; then
     [[ -z ${version+given} ]] || fail "give --megatron or --python, not both: each series has its Python"
     choose_megatron "$megatron"
 fi
+if [[ -n $trainers ]]; then
+    [[ -z ${version+given} ]] || fail "leave out --python and --megatron: the trainers have theirs"
+    version=3.12
+fi
 if [[ -z ${version+given} ]]; then version=$(choose_python); fi
 [[ -n $version ]] || fail "--python needs a version, for example 3.12"
 venv=$(environment_name "$version" "$core")
 extras='test'
 [[ -z ${MEGATRON_LM_PATH-} ]] || extras=test,megatron-lm
-ensure_environment "$venv" "$version" "$extras" "$core"
-ensure_transformer_engine "$venv"
+if [[ -n $trainers ]]; then
+    venv=.venv-trainers
+    ensure_environment "$venv" "$version" test ""
+    ensure_trainers "$venv"
+    arguments+=(tests/trainers)
+else
+    ensure_environment "$venv" "$version" "$extras" "$core"
+    ensure_transformer_engine "$venv"
+fi
 
 # Tests start hundreds of interpreters, which would all compile the package anew.
 unset PYTHONDONTWRITEBYTECODE

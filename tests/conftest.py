@@ -19,6 +19,8 @@ from texts import prepared
 
 from megatron_zb.megatron_core.versions import SERIES
 
+ASKED_FOR = {"tests/trainers": " (--trainers)"}
+"""Options of scripts/test.sh that run what is skipped elsewhere, by folder."""
 LEFT_OUT = pytest.StashKey[int]()
 """How many tests are marked full, and left out."""
 
@@ -62,7 +64,8 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     skipped = terminalreporter.stats.get("skipped", [])
     folders = Counter("/".join(report.nodeid.split("/")[:2]) for report in skipped)
     said = [f"{count} further combinations (--full)"] * bool(count)
-    said += [f"{count} skipped of {folder}" for folder, count in sorted(folders.items())]
+    for folder, number in sorted(folders.items()):
+        said.append(f"{number} skipped of {folder}{ASKED_FOR.get(folder, '')}")
     if said:
         core = metadata.version("megatron-core")
         others = [series.text for series in SERIES if not core.startswith(f"{series.text}.")]

@@ -38,6 +38,7 @@ class Kind(Enum):
     TRANSFORMER_ENGINE = "Transformer-Engine, and the rules of a GPU"
     OLDER_TRANSFORMER_ENGINE = "one of 2.14, whose modules lose parameters in saved-tensor hooks"
     MEGATRON_LM = "the Megatron-LM checkout of MEGATRON_LM_PATH, and gloo's own rules"
+    TRAINERS = "Megatron-Bridge and verl over names of Transformer-Engine, and the rules of a GPU"
 
 
 # Where Transformer-Engine is installed, out of the sight of the tests that are not about it:

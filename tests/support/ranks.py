@@ -46,6 +46,7 @@ _PRELOADED = {
     Kind.TRANSFORMER_ENGINE: "te_rank_imports",
     Kind.OLDER_TRANSFORMER_ENGINE: "te_rank_imports",
     Kind.MEGATRON_LM: "megatron_lm_rank_imports",
+    Kind.TRAINERS: "trainer_rank_imports",
 }
 
 
