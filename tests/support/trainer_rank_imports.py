@@ -1,5 +1,6 @@
-"""Import what ranks of real trainers need: Megatron-Bridge and verl, over names for what they ask.
+"""Import what ranks of real trainers need: Megatron-Bridge and verl.
 
+Both find names of Transformer-Engine, see te_names.py.
 Imported once, by the process that ranks are forked off; nothing here starts a thread.
 """
 

@@ -107,6 +107,12 @@ class VerlJob:
         _, norm, _ = self._optimizer.step()
         return [float(loss) for loss in (found or {}).get("loss") or []], float(norm)
 
+    def log_probs(self, step: int) -> list[float]:
+        """The log-probabilities of a step's tokens, sequence by sequence, likewise."""
+        found = self._engine.infer_batch(_batch(step))
+        output = (found or {}).get("model_output") or {}
+        return output["log_probs"].values().tolist() if output else []
+
 
 def _build_chunk(
     config: Any,

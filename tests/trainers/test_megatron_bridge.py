@@ -101,8 +101,10 @@ Weights = dict[str, torch.Tensor]
 def imported(name: str | None, folder: Path) -> tuple[Steps, Weights, Weights]:
     """Two steps of an imported model, and what is exported of it before them and after."""
     from megatron.bridge import AutoBridge
+    from megatron.bridge.models.conversion.model_bridge import MegatronModelBridge
     from megatron_bridge_trainer import BridgeJob, imported_provider
 
+    bridges_own = MegatronModelBridge._broadcast_shared_embeddings
     bridge = AutoBridge.from_hf_pretrained(folder)
     provider = imported_provider(bridge, dist.get_world_size())
     pipeline = install(settings(name), provider) if name else None
@@ -114,6 +116,7 @@ def imported(name: str | None, folder: Path) -> tuple[Steps, Weights, Weights]:
     after = exported(bridge, job.model)
     if pipeline:
         pipeline.uninstall()
+    assert MegatronModelBridge._broadcast_shared_embeddings is bridges_own
     return steps, before, after
 
 
