@@ -13,7 +13,7 @@ from typing import Any
 from megatron_zb.megatron_core.model_ends import tie_embeddings, tied_weights
 from megatron_zb.megatron_lm.replacing import Undo, replace_method
 
-_MODULE = "megatron.bridge.models.conversion.model_bridge"
+MODULE = "megatron.bridge.models.conversion.model_bridge"
 _CLASS, _METHOD = "MegatronModelBridge", "_broadcast_shared_embeddings"
 
 
@@ -22,7 +22,7 @@ def tie_after_imports() -> Undo | None:
 
     A process that has not imported Megatron-Bridge has none.
     """
-    importer = getattr(sys.modules.get(_MODULE), _CLASS, None)
+    importer = getattr(sys.modules.get(MODULE), _CLASS, None)
     if not hasattr(importer, _METHOD):
         return None
     return replace_method(importer, _METHOD, _tie)

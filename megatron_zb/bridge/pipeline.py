@@ -208,13 +208,6 @@ class Pipeline:
         self.prepare(provider)
         provider.provide = self.builder(provider.provide)
 
-    def tie_imports(self) -> None:
-        """Keep tied weights equal when Megatron-Bridge, if it is here by now, imports weights."""
-        if self.adapter.physical.mirrored and not self._ties_imports:
-            undo = tie_after_imports()
-            self._ties_imports = undo is not None
-            self._undo += [] if undo is None else [undo]
-
     def _check_sizes(self, args: argparse.Namespace) -> None:
         layers = "".join(self.adapter.layer_layout.letters)
         sizes = {
@@ -230,6 +223,13 @@ class Pipeline:
                 raise UsageError(
                     f"{name} of the model is {found}, but the schedule was installed for {expected}"
                 )
+
+    def _tie_imports(self) -> None:
+        """Keep tied weights equal in imports by Megatron-Bridge, which may be here only by now."""
+        if self.adapter.physical.mirrored and not self._ties_imports:
+            undo = tie_after_imports()
+            self._ties_imports = undo is not None
+            self._undo += [] if undo is None else [undo]
 
     def _hooks(self) -> Iterator[Undo]:
         run = self._run
@@ -360,7 +360,7 @@ class _Run(ScheduledRun):
 
     def _prepare_model(self) -> None:
         super()._prepare_model()
-        self._pipeline.tie_imports()
+        self._pipeline._tie_imports()
         for chunk in self._chunks:
             self._placed_chunks.add(chunk)
             chunk.register_forward_pre_hook(self._refuse_others)

@@ -10,6 +10,7 @@ from contextlib import redirect_stdout
 from copy import copy
 from dataclasses import replace
 from io import StringIO
+from types import ModuleType
 from typing import Any
 from unittest.mock import patch
 
@@ -20,7 +21,7 @@ from brief_searches import briefly
 from found_on_ranks import same, whole
 from ranks import RankPools
 
-from megatron_zb.bridge import Settings, install
+from megatron_zb.bridge import Settings, imports, install
 from megatron_zb.errors import UsageError
 from megatron_zb.megatron_core import forward_backward as runtime
 from megatron_zb.schedules.limit import Limit
@@ -257,6 +258,52 @@ def _assigned_anew(value: Any, levels: int) -> Any:
 def test_a_config_can_be_sent_to_other_ranks(ranks: RankPools) -> None:
     layout = "Ett|tt|tt|ttL"
     assert ranks(2).run(sent_layout) == [[layout, layout]] * 2
+
+
+class Importer:
+    """What Megatron-Bridge's importer does to a V: nothing has written what it copies."""
+
+    def _broadcast_shared_embeddings(self, models: list[Any]) -> None:
+        for weight in output_layers(models):
+            weight.data.fill_(float("nan"))
+
+
+def output_layers(models: list[Any]) -> list[Any]:
+    named = [each for model in models for each in model.named_parameters()]
+    return [weight for name, weight in named if name.endswith("output_layer.weight")]
+
+
+def imported(name: str) -> list[str]:
+    """What the output layer of this rank is after an import, and after one without a schedule."""
+    import trainers
+
+    args = trainers.arguments(dist.get_world_size(), tied=True)
+    module: Any = ModuleType(imports.MODULE)
+    module.MegatronModelBridge = Importer
+    settings = Settings(pipeline_schedule=name, num_microbatches=4)
+    with patch.dict(sys.modules, {imports.MODULE: module}), install(settings, args) as pipeline:
+        models = trainers.Actor(args, pipeline.builder).models
+        Importer()._broadcast_shared_embeddings(models)
+        found = [_output_layer(models)]
+    Importer()._broadcast_shared_embeddings(models)
+    return [*found, _output_layer(models)]
+
+
+def _output_layer(models: list[Any]) -> str:
+    if not (outputs := output_layers(models)):
+        return "elsewhere"
+    if outputs[0].isnan().all():
+        return "unwritten"
+    named = [each for model in models for each in model.named_parameters()]
+    [embedding] = [weight for name, weight in named if "word_embeddings" in name]
+    return "tied" if torch.equal(outputs[0], embedding) else "other"
+
+
+def test_an_importer_leaves_weights_tied_in_a_v(ranks: RankPools) -> None:
+    """Only there, and while the schedule is installed; tests/trainers has the real importer."""
+    job = ranks(2)
+    assert job.run(imported, name="v-half") == [["elsewhere"] * 2, ["tied", "unwritten"]]
+    assert job.run(imported, name="zb-h1") == [["elsewhere"] * 2, ["unwritten"] * 2]
 
 
 # --- what is refused

@@ -8,7 +8,7 @@ PACKAGES = ("megatron-bridge", "verl")
 
 
 def missing_trainers() -> str:
-    """Return what a test says that is skipped for want of them, nothing if they are installed."""
+    """Return why tests of them are skipped, nothing if they are installed."""
     for name in PACKAGES:
         try:
             version(name)
