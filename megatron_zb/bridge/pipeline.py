@@ -29,6 +29,7 @@ from megatron_zb.errors import UsageError
 from megatron_zb.job.agreement import Rendezvous
 from megatron_zb.megatron_core import checkpoints, refusals
 from megatron_zb.megatron_core.placement import StageLayout
+from megatron_zb.megatron_core.read_ahead import LengthsOf, ReadAhead
 from megatron_zb.megatron_core.refusals import Asked
 from megatron_zb.megatron_core.versions import HYBRID_PATTERNS
 from megatron_zb.megatron_lm import fingerprint
@@ -184,6 +185,19 @@ class Pipeline:
         """Plan the next step for microbatches that are fed in this order; see :meth:`order`."""
         lengths = Lengths.of(tokens, squares, shapes)
         self.adapter.planned.plan(lengths, keeps_order=True, forward_only=forward_only)
+
+    def read_ahead(self, lengths_of: LengthsOf | None) -> None:
+        """Plan every step that is not planned otherwise, from microbatches read before it.
+
+        For trainers that pass iterators and cannot put their microbatches into an order. Results
+        and random streams of layers keep the order of the iterators; gradients are summed in the
+        order of the plan.
+
+        Args:
+            lengths_of: returns a microbatch's tokens, and the sum of the squares of its sequences'
+                lengths; None to stop. Ranks whose iterator is None are told by the others.
+        """
+        self.adapter.part(ReadAhead).lengths_of = lengths_of
 
     def builder(self, build: Callable[..., Any]) -> Callable[..., Any]:
         """Wrap what builds one chunk, so that it is placed, checked and split.

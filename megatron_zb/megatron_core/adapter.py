@@ -27,6 +27,7 @@ from megatron_zb.megatron_core.planned_steps import PlannedShapes, PlannedSteps
 from megatron_zb.megatron_core.post_validation import PostValidation, PostValidationPart
 from megatron_zb.megatron_core.profiled_steps import ProfilePart, ProfileUse
 from megatron_zb.megatron_core.random_streams import LayerStreams, layers_draw_weights
+from megatron_zb.megatron_core.read_ahead import ReadAhead
 from megatron_zb.megatron_core.report import StartReport
 from megatron_zb.megatron_core.split_backward import SplitBackward
 from megatron_zb.megatron_core.stages import OffloadPart, StreamsPart
@@ -65,6 +66,10 @@ class PipelineAdapter:
         self._splits = [SplitBackward(WeightGradQueue()) for _ in range(placed.chunks)]
         cuts_vocabulary = current.costs.vocabulary is not None
         self._parts = PartList(placed.physical, cuts_vocabulary=cuts_vocabulary)
+        self.planned = PlannedSteps(current)
+        """Plans of steps of unequal microbatches."""
+        for part in (ReadAhead(self.planned), PlannedShapes(self.planned)):
+            self._parts.add(part)
         self._said: list[str] = []
 
     @classmethod
@@ -198,14 +203,8 @@ class PipelineAdapter:
         """Replacement of Megatron's ``forward_backward_func``, with the options given until now."""
         if self.current.splits_backward:
             self._add(UnsplitLayers(self._splits, self.current.count_unsplit))
-        self._add(PlannedShapes(self.planned))
         parts = self._parts.in_order()
         return ForwardBackward(self.physical, self.planned.program_for, self._splits, parts)
-
-    @cached_property
-    def planned(self) -> PlannedSteps:
-        """Plans of steps of unequal microbatches."""
-        return PlannedSteps(self.current)
 
     @property
     def finalize_model_grads(self) -> Callable[..., None]:

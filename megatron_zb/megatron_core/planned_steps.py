@@ -75,6 +75,26 @@ class PlannedSteps:
         return order
 
     @property
+    def has_next(self) -> bool:
+        """Whether the next step has been planned."""
+        return self._next is not None
+
+    def known_to_all(self, lengths: Lengths | None) -> Lengths:
+        """Return the lengths that a rank of the pipeline knows, such as one that reads the data.
+
+        Collective over the pipeline.
+
+        Raises:
+            UsageError: no rank knows them.
+        """
+        groups = self._connected()
+        of_all = _gathered(groups[0], lengths) if groups else [lengths]
+        found = next(filter(None, of_all), None)
+        if found is None:
+            raise UsageError("no rank of the pipeline has data to read ahead: pass its iterator")
+        return found
+
+    @property
     def shapes(self) -> tuple[tuple[int, int], ...] | None:
         """Sequence lengths and batch sizes of the next step's microbatches, if they were given."""
         return None if self._next is None else self._next.shapes

@@ -96,7 +96,7 @@ class MegatronStage(AutogradStage):
     def _choose_streams(self, microbatch: int) -> None:
         """Choose a microbatch's random streams, for a forward or a backward's recomputation."""
         if self.streams is not None:
-            self.streams.start_pass(microbatch)
+            self.streams.start_pass(self._step.place_of(microbatch))
 
     @contextmanager
     def _remembering(self, microbatch: int) -> Iterator[None]:

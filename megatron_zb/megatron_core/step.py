@@ -79,6 +79,8 @@ class Step:
     """Counter of the step's activations, if any."""
     shapes: Sequence[Shape] | None = None
     """Shape of an activation of each microbatch, where they differ and all ranks know them."""
+    order: Sequence[int] | None = None
+    """Place of each microbatch in the caller's order, where they are fed in another one."""
     is_rehearsal: bool = False
     """Whether this run only gives the gradients to compare with: nothing is split or measured, and
     all reductions start at its end.
@@ -108,6 +110,10 @@ class Step:
     def shape_of(self, microbatch: int) -> Shape:
         """Return the shape of a microbatch's activation between stages."""
         return self.shape if self.shapes is None else self.shapes[microbatch]
+
+    def place_of(self, microbatch: int) -> int:
+        """Return the place of a microbatch in the caller's order."""
+        return microbatch if self.order is None else self.order[microbatch]
 
     def empty(self, microbatch: int = 0) -> torch.Tensor:
         """Return an empty tensor for an activation between stages."""

@@ -150,6 +150,108 @@ def test_a_vocabulary_that_is_cut_needs_no_shapes_either(ranks: RankPools) -> No
         assert same(without.results, shaped.results)
 
 
+# --- microbatches that are read ahead
+
+
+class Fed(NamedTuple):
+    """What a rank finds of steps in the trainer's own order."""
+
+    losses: list[list[float]]
+    weights: dict[str, torch.Tensor]
+
+
+def fed_by_iterators(settings: Settings | None, p: int, reads_at_ends: bool) -> Fed:
+    import trainers
+
+    args = trainers.arguments(p)
+    pipeline = install(settings, args) if settings else None
+    with pipeline or nullcontext():
+        process = trainers.Actor(args, pipeline.builder if pipeline else None)
+        if pipeline:
+            process.reads_at_ends = reads_at_ends
+            pipeline.read_ahead(lambda tokens: (tokens.numel(), tokens.numel() ** 2))
+        losses = [process.train_one_step(step, count) for step, count in enumerate(STEPS)]
+        if pipeline:
+            planned = pipeline.adapter.planned
+            assert not planned.has_next
+            assert pipeline.steps_done == len(STEPS)
+        return Fed(losses, trainers.weights_of(process.models))
+
+
+def read_ahead_beside_megatrons(settings: Settings, p: int, reads_at_ends: bool) -> Any:
+    from megatron.core import parallel_state
+
+    ours = fed_by_iterators(settings, p, reads_at_ends)
+    parallel_state.destroy_model_parallel()
+    return ours, fed_by_iterators(None, p, False)
+
+
+@pytest.mark.parametrize("reads_at_ends", [False, True])
+@pytest.mark.parametrize(("p", "name"), [(2, "v-half"), (4, "zb-h1")])
+def test_steps_that_are_read_ahead_keep_the_order_of_results(
+    ranks: RankPools, p: int, name: str, reads_at_ends: bool
+) -> None:
+    settings = Settings(pipeline_schedule=name, num_microbatches=8)
+    found = ranks(p).run(
+        read_ahead_beside_megatrons, settings=settings, p=p, reads_at_ends=reads_at_ends
+    )
+    ours, megatrons = map(list, zip(*found, strict=True))
+    ([losses], weights), ([expected], megatrons_weights) = whole(ours), whole(megatrons)
+    assert losses[0] == expected[0]  # before the first update
+    assert losses[0] != sorted(losses[0])
+    for step, its in zip(losses, expected, strict=True):
+        assert step == pytest.approx(its, rel=1e-6)
+    for name, weight in weights.items():
+        if not name.endswith("linear_qkv.bias"):  # a softmax cancels keys' biases: noise for Adam
+            torch.testing.assert_close(weight, megatrons_weights[name], rtol=1e-5, atol=1e-6)
+
+
+def losses_with_dropout(settings: Settings, ahead: bool) -> list[float]:
+    import trainers
+
+    args = trainers.arguments(2)
+    args.hidden_dropout = 0.2
+    with install(settings, args) as pipeline:
+        process = trainers.Actor(args, pipeline.builder)
+        if ahead:
+            pipeline.read_ahead(lambda tokens: (tokens.numel(), tokens.numel() ** 2))
+        return process.train_one_step(0, 8)
+
+
+def test_masks_of_dropout_keep_the_order_of_the_iterator(ranks: RankPools) -> None:
+    settings = Settings(
+        pipeline_schedule="v-half", num_microbatches=8, pipeline_random_streams="layer", seed=1
+    )
+    fed = ranks(2).run(losses_with_dropout, settings=settings, ahead=False)
+    assert any(fed)
+    assert ranks(2).run(losses_with_dropout, settings=settings, ahead=True) == fed
+
+
+def short_of_data() -> str:
+    import trainers
+    from megatron.core.pipeline_parallel import schedules
+
+    args = trainers.arguments(2)
+    with install(Settings(pipeline_schedule="v-half", num_microbatches=4), args) as pipeline:
+        process = trainers.Actor(args, pipeline.builder)
+        pipeline.read_ahead(lambda tokens: (tokens.numel(), 1.0))
+        with pytest.raises(UsageError) as caught:
+            schedules.get_forward_backward_func()(
+                forward_step_func=None,
+                data_iterator=[iter([torch.zeros(2)] * 3) for _ in process.models],
+                model=process.models,
+                num_microbatches=4,
+                seq_length=1,
+                micro_batch_size=1,
+            )
+        return str(caught.value)
+
+
+def test_data_that_ends_within_a_step_is_refused(ranks: RankPools) -> None:
+    for found in ranks(2).run(short_of_data):
+        assert found.startswith("the data ended after 3 of 4 microbatches of a step")
+
+
 # --- replicas that share experts
 
 

@@ -135,6 +135,7 @@ class Actor:
         self.config = get_model_config(self.chunks[0])
         self.load(seed=1)
         overlap = args.overlap_grad_reduce
+        self.reads_at_ends = False
         self.models, self.optimizer = wrapped(self.config, self.chunks, overlap)
 
     def load(self, seed: int) -> None:
@@ -183,7 +184,10 @@ class Actor:
     def _run(
         self, function: Any, step: int, count: int, order: Sequence[int] | None, **more: Any
     ) -> list[Any]:
-        data = [_samples(step, count, order) for _ in self.models]
+        data: list[Any] = [_samples(step, count, order) for _ in self.models]
+        if self.reads_at_ends:
+            pairs = zip(data, self.models, strict=True)
+            data = [samples if _is_end(model) else None for samples, model in pairs]
         several = len(self.models) > 1
         found: list[Any] = get_forward_backward_func()(
             forward_step_func=partial(_forward_step, function),
@@ -195,6 +199,10 @@ class Actor:
             **more,
         )
         return found
+
+
+def _is_end(model: Any) -> bool:
+    return bool(model.module.pre_process or model.module.post_process)
 
 
 def _build_chunk(
@@ -275,7 +283,11 @@ def _samples(step: int, count: int, order: Sequence[int] | None) -> Iterator[tor
         yield torch.randint(VOCABULARY, (BATCH, length + 1), generator=draw)
 
 
-def _forward_step(function: Any, data: Iterator[torch.Tensor], model: Any) -> tuple[Any, Any]:
+def _forward_step(
+    function: Any, data: Iterator[torch.Tensor] | None, model: Any
+) -> tuple[Any, Any]:
+    if data is None:
+        return model(None, None, None), partial(function, None)
     tokens = next(data)
     stage = model.module.vp_stage
     first = mpu.is_pipeline_first_stage(ignore_virtual=stage is None, vp_stage=stage)
