@@ -139,7 +139,7 @@ def train(arguments: argparse.Namespace, words: str) -> tuple[dict[int, str], st
 def _launches(arguments: argparse.Namespace) -> list[tuple[list[str], dict[str, str]]]:
     """Return how to start Python for the ranks, and its environment.
 
-    torchrun gives every rank of a machine a GPU of its own; ranks that share one start without it.
+    torchrun gives every rank of a machine a separate GPU; ranks that share one start without it.
     """
     ranks = arguments.gpus
     if not arguments.share_gpu:

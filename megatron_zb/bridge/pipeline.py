@@ -195,7 +195,7 @@ class Pipeline:
 
         Args:
             lengths_of: returns a microbatch's tokens, and the sum of the squares of its sequences'
-                lengths; None to stop. Ranks whose iterator is None are told by the others.
+                lengths; None to stop. Ranks whose iterator is None get them from the others.
         """
         self.adapter.part(ReadAhead).lengths_of = lengths_of
 

@@ -33,6 +33,7 @@ _STEPS = 3
 _REPLICAS = 4
 _ROUND = 128  # tokens to which the mean is rounded, so that parallel sizes divide it
 _ROUNDS_OF_MEAN = 64
+_MOST_IN_A_PACK = 500  # sequences: drawing more takes longer than a plan
 Packs = list[list[int]]
 
 
@@ -65,7 +66,7 @@ class SequenceLengths:
         kind, _, numbers = text.partition(":")
         if kind == "lognormal":
             median, sigma = _two_numbers(text, numbers)
-            return cls(most, packs, median=median, sigma=sigma)
+            return cls(most, packs, median=median, sigma=sigma)._checked(text)
         try:
             lines = files.read_text(Path(text)).split()
         except (OSError, UnicodeDecodeError) as error:
@@ -79,7 +80,17 @@ class SequenceLengths:
                 f"--lengths {text}: {'it is empty' if wrong is None else repr(wrong[:20])}, where "
                 "the tokens of a sequence should be: give a whole number in every line"
             )
-        return cls(most, packs, given=tuple(map(int, lines)))
+        return cls(most, packs, given=tuple(map(int, lines)))._checked(text)
+
+    def _checked(self, text: str) -> SequenceLengths:
+        dice = random.Random("mean")
+        mean = fmean(self._sequence(dice) for _ in range(_MOST_IN_A_PACK))
+        if self.packs and mean * _MOST_IN_A_PACK < self.most:
+            raise UsageError(
+                f"--lengths {text}: a pack of {self.most} tokens would have more than "
+                f"{_MOST_IN_A_PACK} sequences of {mean:.0f} tokens: give a shorter --seq-length"
+            )
+        return self
 
     @cached_property
     def mean(self) -> int:
@@ -93,16 +104,18 @@ class SequenceLengths:
         if not self.packs:
             return [[self._sequence(dice)] for _ in range(count)]
         found: Packs = []
+        totals: list[int] = []
         while True:
             length = self._sequence(dice)
-            fitting = (pack for pack in found if sum(pack) + length <= self.most)
-            pack = next(fitting, None)
-            if pack is not None:
-                pack.append(length)
-            elif len(found) < count:
-                found.append([length])
-            else:
+            fitting = (k for k, total in enumerate(totals) if total + length <= self.most)
+            place = next(fitting, len(found))
+            if place == count:
                 return found
+            if place == len(found):
+                found.append([])
+                totals.append(0)
+            found[place].append(length)
+            totals[place] += length
 
     def _sequence(self, dice: random.Random) -> int:
         if self.given:

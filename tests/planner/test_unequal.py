@@ -83,6 +83,12 @@ def test_lengths_of_a_file_are_drawn_and_cut(tmp_path: Path) -> None:
     assert drawn == source.drawn(200, random.Random(1))
 
 
+def test_packs_of_very_many_sequences_are_refused() -> None:
+    with pytest.raises(UsageError, match="a pack of 131072 tokens would have more than 500"):
+        SequenceLengths.read("lognormal:20:0.5", 131072, packs=True)
+    assert SequenceLengths.read("lognormal:20:0.5", 131072, packs=False).mean == 128
+
+
 def test_packs_are_filled_in_the_order_in_which_sequences_come() -> None:
     source = SequenceLengths.read("lognormal:1000:0.8", 4096, packs=True)
     packs = source.drawn(16, random.Random(1))
