@@ -82,15 +82,12 @@ def trained_beside_stock(
         (4, 2, "v-half", {}),
         (4, 2, "v-half", {"overlap": True}),
         (4, 2, "v-zb", {"overlap": True}),
-        (4, 2, "v-zb", {"experts": 2}),
-        (4, 4, "v-zb", {}),
+        (4, 2, "v-zb", {"experts": 2, "gives_shapes": True}),
+        (4, 4, "v-zb", {"gives_shapes": True}),
         (2, 2, "zb-h1", {"tied": True}),
         (2, 2, "v-half", {"tied": True}),
-        (2, 2, "1f1b-v", {}),
+        (2, 2, "1f1b-v", {"gives_shapes": True}),
         (2, 2, "interleaved", {}),
-        (4, 4, "v-half", {"gives_shapes": True}),
-        (4, 2, "zb-h1", {"gives_shapes": True, "experts": 2}),
-        (2, 2, "v-zb", {"gives_shapes": True}),
     ],
     ids=str,
 )
@@ -186,8 +183,7 @@ def read_ahead_beside_megatrons(settings: Settings, p: int, reads_at_ends: bool)
     return ours, fed_by_iterators(None, p, False)
 
 
-@pytest.mark.parametrize("reads_at_ends", [False, True])
-@pytest.mark.parametrize(("p", "name"), [(2, "v-half"), (4, "zb-h1")])
+@pytest.mark.parametrize(("p", "name", "reads_at_ends"), [(2, "v-half", True), (4, "zb-h1", False)])
 def test_steps_that_are_read_ahead_keep_the_order_of_results(
     ranks: RankPools, p: int, name: str, reads_at_ends: bool
 ) -> None:

@@ -106,7 +106,7 @@ def test_models_with_images_equal_megatrons(
 def test_a_stage_that_returns_several_tensors_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     several = [torch.zeros(1), torch.zeros(1)]
     monkeypatch.setattr(
-        "megatron_zb.megatron_core.forward_backward.megatron_schedules.forward_step",
+        "megatron_zb.megatron_core.stages.megatron_schedules.forward_step",
         lambda *arguments, **keywords: (several, 0),
     )
     step: Any = SimpleNamespace(
