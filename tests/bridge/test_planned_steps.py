@@ -79,13 +79,13 @@ def trained_beside_stock(
 @pytest.mark.parametrize(
     ("ranks_of_job", "p", "name", "more"),
     [
-        (4, 2, "v-half", {}),
+        pytest.param(4, 2, "v-half", {}, marks=pytest.mark.full),
         (4, 2, "v-half", {"overlap": True}),
         (4, 2, "v-zb", {"overlap": True}),
         (4, 2, "v-zb", {"experts": 2, "gives_shapes": True}),
         (4, 4, "v-zb", {"gives_shapes": True}),
         (2, 2, "zb-h1", {"tied": True}),
-        (2, 2, "v-half", {"tied": True}),
+        pytest.param(2, 2, "v-half", {"tied": True}, marks=pytest.mark.full),
         (2, 2, "1f1b-v", {"gives_shapes": True}),
         (2, 2, "interleaved", {}),
     ],
@@ -111,7 +111,9 @@ def test_a_planned_step_is_megatrons_step_of_the_same_order(
     "more",
     [
         {"pipeline_recompute": "auto", "pipeline_memory_limit": 0.8},
-        {"pipeline_offload": "auto", "pipeline_memory_limit": 0.8},
+        pytest.param(
+            {"pipeline_offload": "auto", "pipeline_memory_limit": 0.8}, marks=pytest.mark.full
+        ),
     ],
     ids=str,
 )
