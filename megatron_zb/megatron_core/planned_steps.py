@@ -80,18 +80,19 @@ class PlannedSteps:
         return self._next is not None
 
     def known_to_all(self, lengths: Lengths | None) -> Lengths:
-        """Return the lengths that a rank of the pipeline knows, such as one that reads the data.
+        """Return the lengths that a rank of the model has read.
 
-        Collective over the pipeline.
+        Often only the first tensor-parallel ranks of the first and the last stage read data.
+        Collective over tensor and pipeline parallelism.
 
         Raises:
-            UsageError: no rank knows them.
+            UsageError: no rank has read any.
         """
         groups = self._connected()
-        of_all = _gathered(groups[0], lengths) if groups else [lengths]
+        of_all = _gathered(groups[2], lengths) if groups else [lengths]
         found = next(filter(None, of_all), None)
         if found is None:
-            raise UsageError("no rank of the pipeline has data to read ahead: pass its iterator")
+            raise UsageError("no rank of the model has data to read ahead: pass its iterator")
         return found
 
     @property
@@ -140,12 +141,13 @@ class PlannedSteps:
         return plan.order
 
     def _connected(self) -> list[Any]:
-        """Return groups of gloo: of the pipeline, and of the replicas that share its experts."""
+        """Return groups of gloo: the pipeline, the replicas that share its experts, the model."""
         if not self._groups and dist.is_initialized() and parallel_state.is_initialized():
             ranks = dist.get_process_group_ranks
             pipeline = ranks(parallel_state.get_pipeline_model_parallel_group())
             experts = ranks(parallel_state.get_expert_model_parallel_group())
-            self._groups = new_groups([pipeline, experts], "gloo")
+            model = ranks(parallel_state.get_model_parallel_group())
+            self._groups = new_groups([pipeline, experts, model], "gloo")
         return self._groups
 
     @staticmethod

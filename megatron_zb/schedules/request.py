@@ -79,7 +79,7 @@ class Request:
         return timeline.seconds(back_to_back=self.back_to_back)
 
     def limits(self, placement: Placement, peak_microbatches: float) -> tuple[float, ...]:
-        """Return each rank's limit: ``peak_microbatches`` of its own, or less if asked for.
+        """Return each rank's limit: memory of ``peak_microbatches``, or less if asked for.
 
         Unequal microbatches count as the mean of the p consecutive ones that hold the most, so that
         a family keeps the share of 1F1B's memory that it has for equal ones.

@@ -76,6 +76,17 @@ def trained_beside_stock(
     )
 
 
+def assert_equal_to_megatrons(found: list[tuple[Run, Run]]) -> None:
+    """Assert that losses and weights of the job are equal to the last bit."""
+    ours, stock = (
+        [(run.results, run.weights) for run in runs] for runs in zip(*found, strict=True)
+    )
+    (losses, weights), (expected, stock_weights) = whole(ours), whole(stock)
+    assert losses
+    assert same(losses, expected)
+    assert same(weights, stock_weights)
+
+
 @pytest.mark.parametrize(
     ("ranks_of_job", "p", "name", "more"),
     [
@@ -98,13 +109,7 @@ def test_a_planned_step_is_megatrons_step_of_the_same_order(
     settings = Settings(pipeline_schedule=name, num_microbatches=8)
     found = ranks(ranks_of_job).run(trained_beside_stock, p=p, settings=settings, **more)
     assert any(order != sorted(order) for planned, _ in found for order in planned.orders)
-    ours, stock = (
-        [(run.results, run.weights) for run in runs] for runs in zip(*found, strict=True)
-    )
-    (losses, weights), (expected, stock_weights) = whole(ours), whole(stock)
-    assert losses
-    assert same(losses, expected)
-    assert same(weights, stock_weights)
+    assert_equal_to_megatrons(found)
 
 
 @pytest.mark.parametrize(
@@ -122,13 +127,7 @@ def test_a_planned_step_keeps_what_the_schedule_drops_and_moves(
 ) -> None:
     settings = Settings(pipeline_schedule="v-zb", num_microbatches=8, **more)
     found = ranks(2).run(trained_beside_stock, p=2, settings=settings, gives_shapes=True)
-    ours, stock = (
-        [(run.results, run.weights) for run in runs] for runs in zip(*found, strict=True)
-    )
-    (losses, weights), (expected, stock_weights) = whole(ours), whole(stock)
-    assert losses
-    assert same(losses, expected)
-    assert same(weights, stock_weights)
+    assert_equal_to_megatrons(found)
 
 
 def with_and_without_shapes(settings: Settings) -> tuple[Run, Run]:
