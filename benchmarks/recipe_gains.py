@@ -3,15 +3,21 @@
 
 data/recipes.csv and data/recipes_other.csv have the settings of the 294 recipes of Megatron-Bridge
 (August 2026) that have a pipeline: performance pre-training, and pre-training, fine-tuning and
-LoRA of its library. For each recipe whose number of GPUs is in its name, this simulates
+LoRA of its library; where a recipe names no batch, that of the common recipe it is made from. For
+each recipe whose batch its ranks divide, this simulates
 
   its own schedule       1F1B, or Megatron's interleaved schedule with the recipe's chunks
   auto, same memory      the fastest order that `auto` finds on a V within its own schedule's memory
   v-half                 time and memory beside its own schedule
+  auto, not recomputed   where the recipe recomputes: the fastest order on a V that keeps every
+                         activation in no more bytes than its own schedule holds of what
+                         recomputation leaves, if there is one
 
 with equal stages: F, B and W of 1, 1.2 and 0.8 and messages of 0.01 on each rank, 1F1B and chunks
-alike. Models, layers and overlaps are left out, so this ranks recipes; `megatron-zb plan` predicts
-one of them. Above 6p microbatches, steps are continued from two shorter ones.
+alike. What recomputation leaves of the activations is counted from the sizes of
+data/recipe_models.yaml as by `megatron-zb plan`; the time that it takes is left out, as are layers
+and overlaps, so this ranks recipes; `megatron-zb plan` predicts one of them. Above 6p microbatches,
+steps are continued from two shorter ones.
 
 Writes docs/results/recipe_gains.json; docs/make_recipes.py makes the page. About 15 minutes.
 """
@@ -19,6 +25,7 @@ Writes docs/results/recipe_gains.json; docs/make_recipes.py makes the page. Abou
 from __future__ import annotations
 
 import argparse
+import ast
 import csv
 import json
 import re
@@ -26,13 +33,25 @@ from dataclasses import asdict, dataclass
 from functools import cache
 from pathlib import Path
 
+import yaml
+
 from megatron_zb import schedules
+from megatron_zb.errors import UsageError
+from megatron_zb.planner import recomputation
+from megatron_zb.planner.builtin_configs import folder
+from megatron_zb.planner.byte_counts import layer_held
+from megatron_zb.planner.device import read_device
+from megatron_zb.planner.model import ModelConfig, read_model
+from megatron_zb.planner.strategy import Strategy
+from megatron_zb.planner.work import Workload
 from megatron_zb.schedules import Costs
 
 ROOT = Path(__file__).resolve().parents[1]
 DATA = (ROOT / "benchmarks/data/recipes.csv", ROOT / "benchmarks/data/recipes_other.csv")
 RESULT = ROOT / "docs/results/recipe_gains.json"
+MODELS = ROOT / "benchmarks/data/recipe_models.yaml"
 FORWARD, BACKWARD, WEIGHT, P2P = 1.0, 1.2, 0.8, 0.01
+GPUS = {"nemotron_3_super_pretrain_config": 64}  # the one name without their number
 
 
 @dataclass(frozen=True)
@@ -56,14 +75,13 @@ class Gain:
 
 
 def shape_of(recipe: dict[str, str]) -> Shape | None:
-    """Return the shape of a recipe; None if its name has no number of GPUs that divides."""
-    gpus = re.search(r"_(\d+)gpu_", recipe["recipe"])
-    if gpus is None or not recipe["global_batch_size"]:
-        return None
+    """Return the shape of a recipe; None if its ranks do not divide its batch."""
+    found = re.search(r"_(\d+)gpu_", recipe["recipe"])
+    gpus = int(found[1]) if found else GPUS[recipe["recipe"]]
     columns = ("pipeline", "tensor")
     pipeline, tensor = (int(recipe[f"{name}_model_parallel_size"] or 1) for name in columns)
     context = int(recipe["context_parallel_size"] or 1)
-    data, rest = divmod(int(gpus[1]), pipeline * tensor * context)
+    data, rest = divmod(gpus, pipeline * tensor * context)
     if rest or data == 0:
         return None
     samples = int(recipe["micro_batch_size"] or 1) * data
@@ -85,6 +103,62 @@ def gain_of(shape: Shape) -> Gain:
     auto, _ = _step("auto", shape, chunks=2, memory_limit=max(limit, 1e-9))
     half, held = _step("v-half", shape)
     return Gain(own, memory, min(auto, half) if held <= memory else auto, half, held)
+
+
+@cache
+def without_recomputation(shape: Shape, kept: float) -> float | None:
+    """Return the fastest step that recomputes nothing in the same bytes; None if there is none.
+
+    Args:
+        shape: of the recipe.
+        kept: what its recomputation leaves, as a share of the activations.
+    """
+    limit = gain_of(shape).own_memory * kept / min(shape.pipeline, shape.microbatches)
+    try:
+        return _step("auto", shape, chunks=2, memory_limit=limit)[0]
+    except UsageError:  # the smallest limit is larger
+        return None
+
+
+@cache
+def _models() -> dict[str, ModelConfig]:
+    """Return the models whose sizes are known, by how the names of recipes begin."""
+    found = {}
+    for name, sizes in yaml.safe_load(MODELS.read_text(encoding="utf-8")).items():
+        if isinstance(sizes, str):
+            found[name] = read_model(folder("models") / f"{sizes}.yaml")
+        else:
+            about = {"name": name, "source": "config.json", "sequence_length": 4096}
+            found[name] = ModelConfig(**about, global_batch_size=512, **sizes)
+    return found
+
+
+def share_kept(recipe: dict[str, str]) -> float | None:
+    """Return what a recipe's recomputation leaves of a stage's activations; None if unknown."""
+    model = next((m for name, m in _models().items() if recipe["recipe"].startswith(name)), None)
+    modules = ast.literal_eval(recipe["recompute_modules"] or "[]")
+    kind = "+".join(modules) or recipe["recompute_granularity"]
+    if model is None or any(module not in recomputation.MODULES for module in modules):
+        return None
+    held, left = (
+        sum(layer_held(_load(model, recipe, how), i).activation for i in range(model.layers))
+        for how in ("none", kind)
+    )
+    return left / held
+
+
+def _load(model: ModelConfig, recipe: dict[str, str], recompute: str) -> Workload:
+    strategy = Strategy(
+        tensor=int(recipe["tensor_model_parallel_size"] or 1),
+        pipeline=int(recipe["pipeline_model_parallel_size"]),
+        data=1,
+        expert=1,
+        microbatch=1,
+        recompute=recompute,
+        precision="fp8" if recipe["precision"].startswith(("fp8", "nvfp4")) else "bf16",
+    )
+    device = read_device(folder("devices") / "h100_sxm.yaml")
+    return Workload(model, device, strategy, model.sequence_length)
 
 
 def _step(name: str, shape: Shape, **options: float) -> tuple[float, float]:
@@ -125,7 +199,14 @@ def main() -> None:
             gain = gain_of(shape)
             about = {"recipe": recipe["recipe"], "recompute": recipe["recompute_granularity"]}
             rows.append({**about, "from": path.stem, **asdict(shape), **asdict(gain)})
-            print(f"{recipe['recipe']}: {gain.own / gain.auto - 1:+.1%}", flush=True)
+            said = f"{recipe['recipe']}: {gain.own / gain.auto - 1:+.1%}"
+            kept = share_kept(recipe) if recipe["recompute_granularity"] else None
+            if kept is not None:
+                kept_all = without_recomputation(shape, round(kept, 3))
+                rows[-1] |= {"kept": round(kept, 3), "without": kept_all}
+                less = "no" if kept_all is None else f"in {kept_all / gain.own:.2f} of the time"
+                said += f"; keeps {kept:.2f}, without recomputation: {less}"
+            print(said, flush=True)
     costs = {"forward": FORWARD, "backward": BACKWARD, "weight": WEIGHT, "p2p": P2P}
     result = {"costs": costs, "rows": rows, "without_a_size": unsized}
     arguments.output.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")

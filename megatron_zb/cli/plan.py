@@ -161,7 +161,10 @@ def _add_choices(command: argparse.ArgumentParser) -> None:
     ):
         group.add_argument(f"--{name}", metavar="N,N", help=f"{what}, such as 2,4")
     group.add_argument(
-        "--recompute", metavar="NAMES", help="of none, selective, full; such as none,full"
+        "--recompute",
+        metavar="NAMES",
+        help="of none, selective, full, or Megatron's modules joined by +, such as "
+        "none,moe_act+layernorm",
     )
     for flag, what in (
         ("--pipeline-recompute", "drop activations and compute them again"),

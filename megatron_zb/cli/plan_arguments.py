@@ -44,7 +44,8 @@ def _sizes(given: argparse.Namespace, *, has_experts: bool) -> dict[str, str]:
     out = {name: str(getattr(given, of)) for name, of in names.items() if hasattr(given, of)}
     granularity = getattr(given, "recompute_granularity", None)
     if granularity is not None or hasattr(given, "recompute_activations"):
-        out["recompute"] = granularity or "selective"
+        modules = getattr(given, "recompute_modules", None) if granularity == "selective" else None
+        out["recompute"] = "+".join(modules) if modules else granularity or "selective"
     if hasattr(given, "fp8"):
         out["precision"] = "fp8"
     return out

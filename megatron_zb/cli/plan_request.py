@@ -8,12 +8,13 @@ from pathlib import Path
 from megatron_zb.errors import UsageError
 from megatron_zb.measured.units import size_in_bytes
 from megatron_zb.parsing import flag_of
+from megatron_zb.planner import recomputation
 from megatron_zb.planner.builtin_configs import path_of
 from megatron_zb.planner.candidate import ScheduleCandidate, candidates_of, names_in
 from megatron_zb.planner.device import DeviceConfig, read_device
 from megatron_zb.planner.model import ModelConfig, read_model
 from megatron_zb.planner.settings import PlanJob
-from megatron_zb.planner.strategy import RECOMPUTE, Choices
+from megatron_zb.planner.strategy import Choices
 from megatron_zb.planner.unequal import SequenceLengths
 
 _MOST_GPUS = 65_536
@@ -198,10 +199,8 @@ def _choices(arguments: argparse.Namespace, model: ModelConfig, device: DeviceCo
     recompute = None
     if arguments.recompute is not None:
         recompute = tuple(part.strip() for part in arguments.recompute.split(","))
-        if unknown := [name for name in recompute if name not in RECOMPUTE]:
-            raise UsageError(
-                f"--recompute '{unknown[0]}' is unknown: give one or more of {','.join(RECOMPUTE)}"
-            )
+        for kind in recompute:
+            recomputation.check(model, kind)
     return Choices(
         tensor=_numbers("--tensor", arguments.tensor),
         pipeline=_numbers("--pipeline", arguments.pipeline),

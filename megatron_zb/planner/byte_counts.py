@@ -20,6 +20,7 @@ from megatron_zb.planner.operators import (
     predicted_layers,
     weights_of,
 )
+from megatron_zb.planner.recomputation import recomputed
 from megatron_zb.planner.work import Workload
 
 # Bytes of each weight: 16-bit weight, 32-bit gradient, and Adam's 32-bit weight and two moments.
@@ -80,9 +81,19 @@ def layer_held(load: Workload, index: int) -> ActivationBytes:
         return ActivationBytes(
             2 * load.model.hidden_size * load.kept_tokens, for_weight, everything * share
         )
-    if load.strategy.recompute == "selective":
-        return ActivationBytes((everything - scores) * share, for_weight, scores * share)
+    dropped = _dropped(load, index, scores)
+    if dropped:
+        return ActivationBytes(everything * share - dropped, for_weight, dropped)
     return ActivationBytes(everything * share, min(for_weight, everything * share))
+
+
+def _dropped(load: Workload, index: int, scores: float) -> float:
+    """Count the bytes of a microbatch that selective recomputation drops in one layer."""
+    model, share = load.model, load.tokens / load.strategy.tensor
+    of_token = recomputed(model, index, load.strategy.recompute)
+    width = 2 if load.strategy.precision == "bf16" else 1
+    size = width * of_token.inputs + 2 * of_token.outputs + (scores if of_token.scores else 0)
+    return size * share + width * of_token.normed * load.kept_tokens
 
 
 def output_held(load: Workload) -> ActivationBytes:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from megatron_zb.planner.prediction import Prediction
+from megatron_zb.planner.recomputation import modules_of
 from megatron_zb.planner.row import PlanRow
 from megatron_zb.planner.strategy import Strategy
 from megatron_zb.schedules import layout
@@ -12,7 +13,7 @@ _CHUNKS, _LAYOUT = "--num-virtual-stages-per-pipeline-rank", "--pipeline-model-p
 _OF_STAGES = (_CHUNKS, _LAYOUT)
 _RECOMPUTE = {
     "none": [],
-    "selective": ["--recompute-granularity selective"],
+    "selective": ["--recompute-granularity selective"],  # of the attention scores
     "full": [
         "--recompute-granularity full",
         "--recompute-method uniform",
@@ -47,7 +48,14 @@ def flags(prediction: Prediction, global_batch: int) -> list[str]:
         out.append(f"--expert-model-parallel-size {strategy.expert}")
     if prediction.load.model.experts and strategy.expert_tensor != strategy.tensor:
         out.append(f"--expert-tensor-parallel-size {strategy.expert_tensor}")
-    return out + _RECOMPUTE[strategy.recompute] + _schedule(prediction)
+    return out + _recomputation(strategy.recompute) + _schedule(prediction)
+
+
+def _recomputation(recompute: str) -> list[str]:
+    if recompute in _RECOMPUTE:
+        return _RECOMPUTE[recompute]
+    modules = f"--recompute-modules {' '.join(modules_of(recompute))}"
+    return [*_RECOMPUTE["selective"], modules]
 
 
 def _precision(strategy: Strategy) -> list[str]:

@@ -48,7 +48,7 @@ class Operator:
 
 def operators_of(model: ModelConfig, index: int) -> list[Operator]:
     """Return the operators of a layer."""
-    found = [_mixer(model, index), _mlp(model, index), _experts(model, index)]
+    found = [_mixer(model, index), mlp_operator(model, index), experts_operator(model, index)]
     return [operator for operator in found if operator is not None]
 
 
@@ -64,7 +64,7 @@ def _mixer(model: ModelConfig, index: int) -> Operator | None:
     return Operator(*sizes, moved, moved, statistics)
 
 
-def _mlp(model: ModelConfig, index: int) -> Operator | None:
+def mlp_operator(model: ModelConfig, index: int) -> Operator | None:
     """Return a dense MLP, or the shared experts."""
     inner, gates = model.dense_inner(index), model.gates
     if not inner:
@@ -78,7 +78,8 @@ def _activation(gates: int, inner: int) -> tuple[int, int]:
     return 2 * (gates + 1) * inner, 2 * (2 * gates + 1) * inner
 
 
-def _experts(model: ModelConfig, index: int) -> Operator | None:
+def experts_operator(model: ModelConfig, index: int) -> Operator | None:
+    """Return the routed experts with their router."""
     experts = model.experts_in(index)
     if experts is None:
         return None

@@ -13,6 +13,7 @@ from megatron_zb.planner.device import DeviceConfig
 from megatron_zb.planner.estimate import EvenSplit
 from megatron_zb.planner.model import ModelConfig
 from megatron_zb.planner.prediction import IterationSettings
+from megatron_zb.planner.recomputation import modules_of
 from megatron_zb.planner.stages import StageWorkload, cut_into_stages
 from megatron_zb.planner.step import at_least
 from megatron_zb.planner.strategy import Choices, Strategy, said_of_none, strategies
@@ -252,7 +253,9 @@ def _fewest_chunks_first(settings: Sequence[CountedSetting]) -> list[CountedSett
 
 def _exchanges(load: Workload) -> bool:
     exchange = load.exchange(load.model.layers - 1)
-    return load.strategy.expert > 1 and load.strategy.recompute != "full" and exchange > 0
+    recompute = load.strategy.recompute
+    again = recompute == "full" or "moe" in modules_of(recompute)
+    return load.strategy.expert > 1 and not again and exchange > 0
 
 
 def _share_left(split: EvenSplit) -> float:

@@ -10,11 +10,11 @@ from megatron_zb.parsing import flag_of
 from megatron_zb.planner.device import DeviceConfig
 from megatron_zb.planner.hybrid_layers import MAMBA
 from megatron_zb.planner.model import ModelConfig
+from megatron_zb.planner.recomputation import RECOMPUTE
 
 _MICROBATCHES = (1, 2, 3, 4, 6, 8)
 _CONTEXTS = (2, 4, 8, 16, 32)
 _LONG = 8192  # tokens of a sample above which it is cut without being asked
-RECOMPUTE = ("none", "selective", "full")
 
 
 @dataclass(frozen=True)
@@ -25,6 +25,7 @@ class Strategy:
     ``context`` times ``data`` ranks of a pipeline rank, as in Megatron's parallel folding.
     ``overlap`` is for the reduction of gradients and the gathering of weights. Without
     ``sequence_parallel``, every tensor-parallel rank works on norms and residuals of all tokens.
+    ``recompute`` is none, selective, full, or modules joined by a plus sign.
     """
 
     tensor: int
@@ -188,12 +189,13 @@ def _experts(
 
 
 def _recompute(model: ModelConfig, asked: tuple[str, ...] | None) -> tuple[str, ...]:
-    """Return the kinds of recomputation that save memory.
+    """Return the kinds of recomputation that save memory, and the modules that are asked for.
 
     Recomputing the attention scores saves nothing where they are not stored.
     """
     useful = [r for r in RECOMPUTE if r != "selective" or not model.flash_attention]
-    return tuple(r for r in useful if asked is None or r in asked)
+    modules = [r for r in asked or () if r not in RECOMPUTE]
+    return tuple(r for r in [*useful, *modules] if asked is None or r in asked)
 
 
 # --- error message for GPUs that cannot be divided as the user asks -------------------------------

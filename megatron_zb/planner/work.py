@@ -37,6 +37,7 @@ from megatron_zb.planner.operators import (
     operators_of,
     predicted_layers,
 )
+from megatron_zb.planner.recomputation import recomputed
 from megatron_zb.planner.strategy import Strategy
 
 # A random number of dropout costs as much time as this many bytes of traffic. An assumption.
@@ -121,10 +122,20 @@ class Workload:
         scores = self._scores() + self._context_parallel() if attends else PassSeconds()
         rest = self._products(operators) + self._traffic(operators) + self._messages(index)
         rest += self._scan(index)
-        again = {"none": 0.0, "selective": scores.forward}.get(
-            self.strategy.recompute, scores.forward + rest.forward
-        )
+        if self.strategy.recompute == "full":
+            again = scores.forward + rest.forward
+        else:
+            again = self._again(index, scores.forward)
         return scores + rest + PassSeconds(backward=again)
+
+    def _again(self, index: int, scores: float) -> float:
+        """Return the seconds of what selective recomputation computes again in one layer."""
+        parts = recomputed(self.model, index, self.strategy.recompute)
+        share = self.tokens / self.strategy.tensor
+        moved = self.moved(parts.traffic * share + 4 * parts.normed * self.kept_tokens)
+        seconds = 2 * parts.weights * share / self.rate.reached + moved
+        seconds += self.exchange(index) if parts.exchanges else 0.0
+        return seconds + self.launches(parts.kernels) + (scores if parts.scores else 0.0)
 
     def block(self, weights: int, *, attends: bool) -> PassSeconds:
         """Return the work of a dense layer of so many weights; ``attends`` adds the scores."""

@@ -65,6 +65,8 @@ def test_given_sizes_are_kept_and_the_others_chosen() -> None:
     found = plan_arguments.read([*SPARSE, *words.split(), *more.split()])[1]
     assert found == {**sizes, **more_sizes}
     assert plan_arguments.read([*DENSE, "--recompute-activations"])[1] == {"recompute": "selective"}
+    modules = "--recompute-granularity selective --recompute-modules moe_act layernorm".split()
+    assert plan_arguments.read([*SPARSE, *modules])[1] == {"recompute": "moe_act+layernorm"}
 
 
 @pytest.mark.parametrize(
