@@ -19,8 +19,6 @@ from megatron_zb.schedules import catalog
 _ELSEWHERE = (
     "enable_optimizer_post_validation",
     "pipeline_allow_other_data",
-    "pipeline_profile",
-    "pipeline_replan_every",
     "pipeline_schedule_cache",
     "post_validation_snapshot",
 )
@@ -52,6 +50,9 @@ class Settings(ScheduleSettings):
         pipeline_random_streams: ``rank``, or ``layer`` with a ``seed``.
         seed: of the streams of the layers.
         pipeline_verify: compare the first step's gradients with those of an unsplit backward.
+        pipeline_profile: measure the first steps and write this file for ``megatron-zb plan``.
+            Steps planned later count what attention was measured to take.
+        pipeline_replan_every: build the schedule anew for measured costs every so many steps.
         pipeline_timeout: seconds without progress in a step after which the job is ended; 0 never.
         nccl_communicator_config_path, high_priority_stream_groups: as for Megatron-LM.
 

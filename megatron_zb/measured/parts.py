@@ -10,20 +10,24 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from statistics import median
+from statistics import fmean, median
 
-from megatron_zb.measured.profile import Parts, PartSeconds
+from megatron_zb.measured.profile import Attention, Parts, PartSeconds
+from megatron_zb.schedules.work import Lengths
 
-BEFORE, DATA, ENCODER, LAYERS, MULTI_TOKEN, OUTPUT, AFTER = (
+BEFORE, DATA, ENCODER, LAYERS, ATTENTION, MULTI_TOKEN, OUTPUT, AFTER = (
     "before",
     "data",
     "encoder",
     "layers",
+    "attention",
     "multi_token",
     "output",
     "after",
 )
-"""Work that begins at a mark; ``DATA`` is reading a batch, ``OUTPUT`` and ``ENCODER`` are in W."""
+"""Work that begins at a mark; ``DATA`` is reading a batch, ``OUTPUT`` and ``ENCODER`` are in W,
+``ATTENTION`` is what layers compute for pairs of queries and keys.
+"""
 
 Segments = Mapping[str, float]
 """Seconds of a pass by mark."""
@@ -57,8 +61,8 @@ def of_stages(stages: Sequence[StageTimes]) -> Parts | None:
     if not any("t" in s.layers for s in stages):
         return None
     kinds = [
-        _around(stages, lambda s: s.forward, first="E", last="L"),
-        _around(stages, lambda s: s.backward, first="L", last="E"),
+        _around(stages, _forward, first="E", last="L"),
+        _around(stages, _backward, first="L", last="E"),
         _weights(stages),
         _around(stages, lambda s: s.whole, first="L", last="E"),
     ]
@@ -76,8 +80,30 @@ def of_stages(stages: Sequence[StageTimes]) -> Parts | None:
     )
 
 
+def attention_of(stages: Sequence[StageTimes], lengths: Lengths) -> Attention | None:
+    """Return what attention takes in one layer; None where no module had its marks.
+
+    Args:
+        stages: mean seconds of the passes of all stages.
+        lengths: of the microbatches that were measured.
+    """
+    forward, backward = (_per_layer(stages, of, [ATTENTION]) for of in (_forward, _backward))
+    if not (forward and backward):
+        return None
+    tokens, squares = fmean(lengths.tokens), fmean(lengths.squares)
+    return Attention(forward=forward, backward=backward, tokens=tokens, squares=squares)
+
+
 _KINDS = ("forward", "backward", "weight", "whole")
 _Of = Callable[[StageTimes], Segments]
+
+
+def _forward(stage: StageTimes) -> Segments:
+    return stage.forward
+
+
+def _backward(stage: StageTimes) -> Segments:
+    return stage.backward
 
 
 def _around(stages: Sequence[StageTimes], of: _Of, first: str, last: str) -> dict[str, float]:
@@ -116,8 +142,12 @@ def _weights(stages: Sequence[StageTimes]) -> dict[str, float]:
 
 
 def _layer(stages: Sequence[StageTimes], of: _Of) -> float:
+    return _per_layer(stages, of, [LAYERS, ATTENTION])
+
+
+def _per_layer(stages: Sequence[StageTimes], of: _Of, names: Sequence[str]) -> float:
     counts = [(s, s.layers.count("t")) for s in stages]
-    return _median(_of(s, of, LAYERS) / count for s, count in counts if count)
+    return _median(sum(_of(s, of, name) for name in names) / n for s, n in counts if n)
 
 
 def _of(stage: StageTimes, of: _Of, name: str) -> float:

@@ -21,8 +21,10 @@ from megatron_zb.measured.config import Section
 from megatron_zb.measured.exchange import HiddenExchange, PairTimes
 from megatron_zb.schedules import Costs
 from megatron_zb.schedules.placement import Placement
+from megatron_zb.schedules.work import AttentionWork
 
 _MOST = 10_000_000
+_LEAST_REST = 0.01  # share of a layer beside attention, which no layer is without
 _Replica = TypeVar("_Replica", bound=Section)
 
 
@@ -120,6 +122,17 @@ class PartSeconds(Section):
 
 
 _NOTHING = PartSeconds(forward=0.0, backward=0.0, weight=0.0, whole=0.0)
+
+
+class Attention(Section):
+    """Seconds of attention in one layer, and the lengths for which they were measured."""
+
+    forward: float = _seconds("seconds of F")
+    backward: float = _seconds("seconds of B")
+    tokens: float = Field(gt=0, lt=1e12, description="mean of a microbatch", examples=[4096])
+    squares: float = Field(
+        gt=0, lt=1e18, description="mean sum of the squares of its lengths", examples=[16777216]
+    )
 
 
 class Parts(Section):
@@ -237,6 +250,9 @@ class Profile(Section):
     parts: Parts | None = Field(
         default=None, description="of the model; left out where they could not be told apart"
     )
+    attention: Attention | None = Field(
+        default=None, description="of one layer; left out where it has no module by itself"
+    )
     host: PartSeconds = Field(
         default=_NOTHING, description="seconds of the rank's host before each pass"
     )
@@ -292,6 +308,22 @@ class Profile(Section):
                 "stage says its own, for example layers: Ett"
             )
         return self
+
+    @property
+    def attention_work(self) -> AttentionWork | None:
+        """What attention takes beside linear layers; None where it was not told apart."""
+        attention = self.attention
+        if self.parts is None or attention is None:
+            return None
+        layer = self.parts.layer
+
+        def of_pair(scores: float, whole: float) -> float:
+            rest = max(whole - scores, _LEAST_REST * whole)
+            return scores / attention.squares / (rest / attention.tokens)
+
+        return AttentionWork(
+            of_pair(attention.forward, layer.forward), of_pair(attention.backward, layer.backward)
+        )
 
     @property
     def rank_of(self) -> tuple[int, ...]:

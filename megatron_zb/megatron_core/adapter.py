@@ -23,7 +23,7 @@ from megatron_zb.megatron_core.graphs import GraphsPart
 from megatron_zb.megatron_core.linear import split_linear_layers
 from megatron_zb.megatron_core.parts import PartList
 from megatron_zb.megatron_core.placement import ModelPlacement, PhysicalPlacement, StageLayout
-from megatron_zb.megatron_core.planned_steps import PlannedShapes, PlannedSteps
+from megatron_zb.megatron_core.planned_steps import PlannedLengths, PlannedSteps
 from megatron_zb.megatron_core.post_validation import PostValidation, PostValidationPart
 from megatron_zb.megatron_core.profiled_steps import ProfilePart, ProfileUse
 from megatron_zb.megatron_core.random_streams import LayerStreams, layers_draw_weights
@@ -68,7 +68,7 @@ class PipelineAdapter:
         self._parts = PartList(placed.physical, cuts_vocabulary=cuts_vocabulary)
         self.planned = PlannedSteps(current)
         """Plans of steps of unequal microbatches."""
-        for part in (ReadAhead(self.planned), PlannedShapes(self.planned)):
+        for part in (ReadAhead(self.planned), PlannedLengths(self.planned)):
             self._parts.add(part)
         self._said: list[str] = []
 

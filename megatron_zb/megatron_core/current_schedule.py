@@ -76,6 +76,12 @@ class JobSizes:
         return self.layer_layout if isinstance(self.layer_layout, Ends) else self.ends
 
     @property
+    def known_attention(self) -> AttentionWork:
+        """What attention takes: by a profile that tells it, or else counted."""
+        measured = None if self.profile is None else self.profile.attention_work
+        return measured or self.attention
+
+    @property
     def profile(self) -> Profile | None:
         """The profile that balances layers, if any."""
         return self.layer_layout.profile if isinstance(self.layer_layout, Ends) else None
@@ -98,6 +104,8 @@ class CurrentSchedule:
         self.schedule, self.costs, self.attention = schedule, costs, attention
         self._settings, self._build = settings, build
         self._is_measured = False
+        self.measures = False
+        """Whether the step that begins is measured: then its passes are those of the schedule."""
         self.unsplit_shares: Sequence[float] = []
         """Share of each stage's weight gradients that B computes, once a step has shown it."""
         self.table = lru_cache(maxsize=_KEPT)(self._table)
@@ -129,7 +137,7 @@ class CurrentSchedule:
             back_to_back=settings.enable_optimizer_post_validation,
             num_layers=None if isinstance(written, str) else sizes.layers.decoder,
         )
-        return cls(schedule, costs, settings, build, sizes.attention)
+        return cls(schedule, costs, settings, build, sizes.known_attention)
 
     @classmethod
     def of_table(
@@ -152,7 +160,7 @@ class CurrentSchedule:
                 "train with a whole one; name a schedule, with --pipeline-vocabulary on"
             )
         costs = _equal_costs(sizes.pipeline_size)
-        return cls(schedule, costs, ScheduleSettings(), build, sizes.attention)
+        return cls(schedule, costs, ScheduleSettings(), build, sizes.known_attention)
 
     @property
     def splits_backward(self) -> bool:

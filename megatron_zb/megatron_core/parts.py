@@ -11,7 +11,7 @@ from megatron_zb.megatron_core.experts import ExpertMetricsPart, PagedStashPart
 from megatron_zb.megatron_core.graphs import GraphsPart
 from megatron_zb.megatron_core.overlap import OverlapPart
 from megatron_zb.megatron_core.placement import PhysicalPlacement
-from megatron_zb.megatron_core.planned_steps import PlannedShapes
+from megatron_zb.megatron_core.planned_steps import PlannedLengths
 from megatron_zb.megatron_core.profiled_steps import ProfilePart
 from megatron_zb.megatron_core.read_ahead import ReadAhead
 from megatron_zb.megatron_core.stages import OffloadPart, StreamsPart
@@ -24,7 +24,7 @@ _Part = TypeVar("_Part", bound=StepPart)
 # Contexts nest in this order, and the calls after a step come in the reverse order.
 _ORDER: tuple[type[StepPart], ...] = (
     ReadAhead,  # plans the step: no part above may ask for the program before it
-    PlannedShapes,
+    PlannedLengths,
     ExpertMetricsPart,
     UnsplitLayers,
     Verification,  # rehearses the first step, outside of the contexts of the parts below

@@ -30,13 +30,13 @@ from megatron_zb.schedules.work import Lengths, costs_of_work
 class _Next:
     """The step that has been planned; ``plan`` is None where all microbatches are alike.
 
-    ``shapes`` are in the order of the step, if they have been given.
+    ``lengths`` are in the order of the step.
     """
 
     num_microbatches: int
     forward_only: bool
     plan: StepPlan | None
-    shapes: tuple[tuple[int, int], ...] | None = None
+    lengths: Lengths | None = None
 
 
 class PlannedSteps:
@@ -71,7 +71,7 @@ class PlannedSteps:
         if groups:
             self._agree(groups[0], lengths, order)
         assert self._next is not None
-        self._next = replace(self._next, shapes=lengths.in_order(order).shapes)
+        self._next = replace(self._next, lengths=lengths.in_order(order))
         return order
 
     @property
@@ -96,12 +96,12 @@ class PlannedSteps:
         return found
 
     @property
-    def shapes(self) -> tuple[tuple[int, int], ...] | None:
-        """Sequence lengths and batch sizes of the next step's microbatches, if they were given."""
-        return None if self._next is None else self._next.shapes
+    def lengths(self) -> Lengths | None:
+        """Lengths of the next step's microbatches, if it has been planned."""
+        return None if self._next is None else self._next.lengths
 
     def program_for(self, num_microbatches: int, forward_only: bool, captured: bool) -> Program:
-        """Return the program of a step: as planned, if it has been.
+        """Return the program of a step: as planned, if it has been and is not measured.
 
         Raises:
             UsageError: another step has been planned.
@@ -115,7 +115,7 @@ class PlannedSteps:
                 f"the step that was planned has {_said(*_sizes_of(planned))}, but this one has "
                 f"{_said(*asked)}: plan each step right before it"
             )
-        if planned.plan is None:
+        if planned.plan is None or (self._current.measures and not forward_only):
             return self._current.program_for(num_microbatches, forward_only, captured)
         timeline = simulate(planned.plan.schedule, planned.plan.costs)
         return lower(planned.plan.schedule, timeline, captured=captured)
@@ -162,8 +162,8 @@ class PlannedSteps:
             )
 
 
-class PlannedShapes(StepPart):
-    """Lets a step that was planned with the shapes of its microbatches exchange no shapes.
+class PlannedLengths(StepPart):
+    """Tells a step the lengths that it was planned for; given their shapes, it exchanges none.
 
     Args:
         planned: the plans of the job.
@@ -173,10 +173,11 @@ class PlannedShapes(StepPart):
         self._planned = planned
 
     def before_step(self, step: Step) -> None:
-        if self._planned.shapes is not None:
+        step.lengths = self._planned.lengths
+        if step.lengths is not None and step.lengths.shapes is not None:
             step.shapes = [
                 activation_shape(*shape, step.config, step.pg_collection)
-                for shape in self._planned.shapes
+                for shape in step.lengths.shapes
             ]
 
 

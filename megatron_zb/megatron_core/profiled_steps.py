@@ -15,7 +15,16 @@ import torch.distributed as dist
 from megatron.core.utils import get_attr_wrapped_model
 
 from megatron_zb.errors import UsageError
-from megatron_zb.measured.parts import AFTER, BEFORE, DATA, ENCODER, LAYERS, MULTI_TOKEN, OUTPUT
+from megatron_zb.measured.parts import (
+    AFTER,
+    ATTENTION,
+    BEFORE,
+    DATA,
+    ENCODER,
+    LAYERS,
+    MULTI_TOKEN,
+    OUTPUT,
+)
 from megatron_zb.measured.profile import Profile, ProfiledModel, write_profile
 from megatron_zb.measured.trace import of_spans, write_trace
 from megatron_zb.megatron_core.current_schedule import CurrentSchedule
@@ -37,6 +46,7 @@ from megatron_zb.schedules.costs import Costs
 from megatron_zb.schedules.layout import Letters
 from megatron_zb.schedules.schedule import Schedule
 from megatron_zb.schedules.search.fusing import fuse_for_free, split_all
+from megatron_zb.schedules.work import Lengths
 
 _WORTH_A_CHANGE = 0.001
 """The least share of a step that another order of passes has to save, as predicted."""
@@ -172,12 +182,22 @@ class ProfilePart(StepPart):
         copies = None if host is None else copy_times(host.engines, host.device)
         layers = "".join(self._letters).count("t")
         message, model = step.empty().nbytes, _described(step, layers)
-        profile, spans = profiling.measured(model, links, message, ahead, copies)
+        lengths = self._lengths_of(step)
+        profile, spans = profiling.measured(model, lengths, links, message, ahead, copies)
         self._current.use(profiling.usual)
+        self._current.attention = profile.attention_work or self._current.attention
         if self._use.path is not None and dist.get_rank() == 0:
             print(f"megatron_zb: {_written(profile, spans, self._use.path)}", flush=True)
         if self._use.replans:
             say_on_first_rank(self._choose(profile, profiling.usual))
+
+    @staticmethod
+    def _lengths_of(step: Step) -> Lengths:
+        """Return the lengths of the last step, which stand for those of all that were measured."""
+        if step.lengths is not None:
+            return step.lengths
+        sequence, batch = step.seq_length, step.micro_batch_size
+        return Lengths.of([float(sequence * batch)], [float(sequence**2 * batch)])
 
     def _choose(self, profile: Profile, usual: Schedule) -> str:
         """Rebuild the schedule on one rank for all: it takes all cores and must be equal.
@@ -289,7 +309,11 @@ def _hooks(mark: Mark, model: Any) -> Iterator[Any]:
         return
     yield model.register_forward_pre_hook(lambda *_: mark(BEFORE))
 
+    has_run = False
+
     def begins(module: Any, args: Any, kwargs: Any) -> None:
+        nonlocal has_run
+        has_run = True
         mark(LAYERS)
         _when_its_gradient_comes(_input_of(module, args, kwargs), mark, AFTER)
 
@@ -304,7 +328,32 @@ def _hooks(mark: Mark, model: Any) -> Iterator[Any]:
         yield norm.register_forward_pre_hook(lambda module, args: ends(args[0]))
     else:
         yield decoder.register_forward_hook(lambda module, args, output: ends(output))
+    for module in decoder.modules():
+        if hasattr(module, "core_attention"):
+            yield from _hooks_of_attention(mark, module.core_attention, lambda: has_run)
     yield from _hooks_of_prediction(mark, getattr(staged, "mtp", None))
+
+
+def _hooks_of_attention(
+    mark: Mark, module: Any, is_told_apart: Callable[[], bool]
+) -> Iterator[Any]:
+    """Yield hooks that mark core attention, and in B from its output's gradient to its query's.
+
+    Overlapped passes run a layer in pieces without its decoder, whose layers are not told apart.
+    """
+
+    def begins(module: Any, args: Any, kwargs: Any) -> None:
+        if is_told_apart():
+            mark(ATTENTION)
+            _when_its_gradient_comes(kwargs.get("query", args[0] if args else None), mark, LAYERS)
+
+    def ends(module: Any, args: Any, output: Any) -> None:
+        if is_told_apart():
+            mark(LAYERS)
+            _when_its_gradient_comes(output, mark, ATTENTION)
+
+    yield module.register_forward_pre_hook(begins, with_kwargs=True)
+    yield module.register_forward_hook(ends)
 
 
 def _hooks_of_prediction(mark: Mark, module: Any) -> Iterator[Any]:

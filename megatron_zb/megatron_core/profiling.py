@@ -36,6 +36,7 @@ from megatron_zb.runtime.link_times import BYTES, CopyTimes
 from megatron_zb.runtime.observer import AllocatedMemory, MemoryRecorder, Observer, Recorder, Span
 from megatron_zb.schedules.passes import Channel, Pair, Pass, PassKind
 from megatron_zb.schedules.search.fusing import join_all, split_all
+from megatron_zb.schedules.work import Lengths, together
 
 WARM_UP = 2
 TIMED = 4
@@ -115,6 +116,7 @@ class Profiling:
     def before_step(self, num_microbatches: int) -> None:
         """Prepare for a step of training that is about to begin."""
         self._counts = num_microbatches == self._num_microbatches
+        self._current.measures = False
         if not self._counts:
             return
         if self._done == self._every:
@@ -128,6 +130,7 @@ class Profiling:
             self._current.use(join_all(self.usual.without_pairs()))
         elif self._done == WARM_UP + TIMED + WHOLE:
             self._current.use(self.usual)
+        self._current.measures = self._done <= self._timed
 
     @property
     def is_for_pairs(self) -> bool:
@@ -192,6 +195,7 @@ class Profiling:
     def measured(
         self,
         model: ProfiledModel,
+        lengths: Lengths,
         links: dict[Channel, float],
         message: int,
         ahead: float,
@@ -201,6 +205,7 @@ class Profiling:
 
         Args:
             model: the model of the job.
+            lengths: of the microbatches of this rank's measured steps.
             links: the seconds of each channel that this rank has measured.
             message: bytes of one message.
             ahead: seconds by which the next rank's clock is ahead of this one's.
@@ -231,6 +236,7 @@ class Profiling:
             links=links,
             rank=rank,
             ahead=ahead,
+            lengths=lengths,
             spans=self._last_spans(split[-1]),
             copies=copies,
         )
@@ -247,6 +253,7 @@ class Profiling:
                 stages[number].append(stage)
             if one.shard is not None:
                 shards[one.rank].append(one.shard)
+        times = [of_stage for one in everyone for of_stage in one.times]
         unsplit = self._current.unsplit_shares or [0.0] * len(stages)
         profile = Profile(
             version=5,
@@ -265,7 +272,8 @@ class Profiling:
             pairs=merged_pairs(one.pairs for one in everyone),
             links=slowest_links([one.links for one in everyone]),
             # None where the layers could not be separated
-            parts=parts.of_stages([times for one in everyone for times in one.times]),
+            parts=parts.of_stages(times),
+            attention=parts.attention_of(times, together([one.lengths for one in everyone])),
             host=_usual([one.host for one in everyone]),
             # who ends last waits for nobody
             outside=median(map(min, zip(*(one.outside for one in everyone), strict=True))),
@@ -396,6 +404,7 @@ class _OfRank(NamedTuple):
     links: dict[Channel, float]
     rank: int
     ahead: float
+    lengths: Lengths
     spans: Spans
     copies: CopyTimes | None
 

@@ -22,6 +22,7 @@ from megatron_zb.runtime.executor import Allocate, Handler, PairHandler, Transpo
 from megatron_zb.runtime.observer import NOTHING, Observer
 from megatron_zb.schedules.passes import PassKind
 from megatron_zb.schedules.program.lowering import Program
+from megatron_zb.schedules.work import Lengths
 
 Shape = tuple[int, int, int]
 """Sequence, batch and width of an activation between stages."""
@@ -79,6 +80,8 @@ class Step:
     """Counter of the step's activations, if any."""
     shapes: Sequence[Shape] | None = None
     """Shape of an activation of each microbatch, where they differ and all ranks know them."""
+    lengths: Lengths | None = None
+    """Lengths of the microbatches, where the step was planned for them."""
     order: Sequence[int] | None = None
     """Place of each microbatch in the caller's order, where they are fed in another one."""
     is_rehearsal: bool = False

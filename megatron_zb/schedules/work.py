@@ -92,6 +92,12 @@ class Lengths:
         return Lengths(tokens, squares, shapes)
 
 
+def together(of_all: Sequence[Lengths]) -> Lengths:
+    """Return the lengths of several ranks' microbatches as those of one."""
+    tokens = [of_one for lengths in of_all for of_one in lengths.tokens]
+    return Lengths.of(tokens, [of_one for lengths in of_all for of_one in lengths.squares])
+
+
 def costs_of_work(
     costs: Costs,
     lengths: Lengths,

@@ -408,8 +408,8 @@ def test_settings_say_what_is_wrong_with_them() -> None:
             "pipeline_memory_limit is '40 apples': give a fraction of 1F1B's, such as 0.5, or",
         ),
         (
-            {"pipeline_schedule": "v-zb", "pipeline_profile": "run.yaml"},
-            "pipeline_profile is a setting of command lines: leave it out",
+            {"pipeline_schedule": "v-zb", "pipeline_schedule_cache": "folder"},
+            "pipeline_schedule_cache is a setting of command lines: leave it out",
         ),
     ]
     for given, expected in wrong:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import nullcontext
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
@@ -13,7 +14,10 @@ from ranks import RankPools
 
 from megatron_zb.bridge import Settings, install
 from megatron_zb.errors import UsageError
+from megatron_zb.measured.profile import read_profile
 from megatron_zb.megatron_core.connections import ChannelsPart
+from megatron_zb.megatron_core.profiling import ITERATIONS
+from megatron_zb.schedules.work import NO_ATTENTION, AttentionWork
 
 STEPS = (8, 3, 5, 8, 3, 5)
 """Microbatches of each step."""
@@ -247,6 +251,54 @@ def short_of_data() -> str:
 def test_data_that_ends_within_a_step_is_refused(ranks: RankPools) -> None:
     for found in ranks(2).run(short_of_data):
         assert found.startswith("the data ended after 3 of 4 microbatches of a step")
+
+
+# --- profiles
+
+
+def profiled_in_planned_steps(
+    name: str, path: Path | None
+) -> tuple[list[list[int]], AttentionWork, AttentionWork]:
+    """Orders of the steps after a profile, and attention's work before and after it."""
+    import trainers
+
+    args = trainers.arguments(2, experts=None if path is None else 2)
+    settings = Settings(
+        pipeline_schedule=name,
+        num_microbatches=8,
+        pipeline_profile=None if path is None else str(path),
+    )
+    with install(settings, args) as pipeline:
+        process = trainers.Actor(args, pipeline.builder)
+        current = pipeline.adapter.planned._current
+        counted, orders = current.attention, []
+        for step in range(ITERATIONS + 3):
+            order = pipeline.order(trainers.drawn_lengths(step, 8))
+            process.train_one_step(step, 8, order)
+            orders.append(order)
+        return orders[ITERATIONS:], counted, current.attention
+
+
+def test_planned_steps_are_profiled_and_then_planned_by_it(
+    ranks: RankPools, tmp_path: Path
+) -> None:
+    """All ranks plan with the same work of attention, also replicas with other lengths."""
+    path = tmp_path / "profile.yaml"
+    found = ranks(4).run(profiled_in_planned_steps, name="v-zb", path=path)
+    orders, counted, measured = zip(*found, strict=True)
+    attention = read_profile(path).attention
+    assert attention is not None
+    assert attention.tokens**2 < attention.squares  # unequal lengths
+    assert measured[0] not in (counted[0], NO_ATTENTION)
+    assert set(measured) == {read_profile(path).attention_work}
+    assert all(any(order != sorted(order) for order in of_rank) for of_rank in orders)
+
+
+def test_auto_measures_planned_steps(ranks: RankPools) -> None:
+    found = ranks(2).run(profiled_in_planned_steps, name="auto", path=None)
+    _, counted, measured = zip(*found, strict=True)
+    assert len(set(measured)) == 1
+    assert measured[0] != counted[0]
 
 
 # --- replicas that share experts

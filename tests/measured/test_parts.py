@@ -11,7 +11,16 @@ import pytest
 from megatron_zb import schedules
 from megatron_zb.measured import parts
 from megatron_zb.measured.fit import Fit
-from megatron_zb.measured.parts import AFTER, BEFORE, DATA, LAYERS, MULTI_TOKEN, OUTPUT, StageTimes
+from megatron_zb.measured.parts import (
+    AFTER,
+    ATTENTION,
+    BEFORE,
+    DATA,
+    LAYERS,
+    MULTI_TOKEN,
+    OUTPUT,
+    StageTimes,
+)
 from megatron_zb.measured.profile import Profile
 from megatron_zb.megatron_core.profiling import _before_passes, _mean_within
 from megatron_zb.planner.candidate import MEGATRON_1F1B, MEGATRON_INTERLEAVED, candidates_of
@@ -22,10 +31,12 @@ from megatron_zb.schedules.layout import Layers, Letters
 from megatron_zb.schedules.passes import PassKind
 from megatron_zb.schedules.placement import Placement, v_shape
 from megatron_zb.schedules.search.fusing import join_all, split_all
+from megatron_zb.schedules.work import Lengths
 
 M, P, LAYERS_IN_ALL = 6, 2, 8
 KINDS = ("forward", "backward", "weight", "whole")
 PASSES = (PassKind.F, PassKind.B, PassKind.W, PassKind.BW)
+PACKED = Lengths.of([100.0, 60.0], [100.0**2, 2 * 30.0**2])
 Four = tuple[float, float, float, float]
 
 
@@ -34,6 +45,7 @@ class Truth:
     """Seconds of each part in F, B, W and BW, and of the host before each pass."""
 
     layer: Four = (0.010, 0.012, 0.008, 0.022)
+    attention: Four = (0.002, 0.005, 0.0, 0.006)  # of a layer's
     embedding: Four = (0.001, 0.0015, 0.0, 0.0016)
     data: float = 0.0007
     output: Four = (0.004, 0.0045, 0.004, 0.0085)
@@ -45,7 +57,10 @@ class Truth:
 
     def segments(self, kind: int, letters: str) -> list[tuple[str, float]]:
         """What a pass of a stage does, in its order."""
-        layers = (LAYERS, letters.count("t") * self.layer[kind])
+        rest = self.layer[kind] - self.attention[kind]
+        attends = [(ATTENTION, self.attention[kind])] if self.attention[kind] else []
+        layer = [(LAYERS, rest / 2), *attends, (LAYERS, rest / 2)]
+        layers = layer * letters.count("t") or [(LAYERS, 0.0)]
         first = self.embedding[kind] if "E" in letters else 0.0
         last = self.output[kind] if "L" in letters else 0.0
         prediction = letters.count("m") * self.multi_token[kind]
@@ -56,7 +71,7 @@ class Truth:
                 (BEFORE, before / 2),
                 (DATA, data),
                 (BEFORE, before / 2 + first),
-                layers,
+                *layers,
                 (AFTER, after / 2),
                 (MULTI_TOKEN, prediction),
                 (AFTER, after / 2 + last),
@@ -65,10 +80,11 @@ class Truth:
             return [
                 (BEFORE, before + last),
                 (MULTI_TOKEN, prediction),
-                layers,
+                *layers,
                 (AFTER, after + first),
             ]
-        return [(BEFORE, before), (OUTPUT, last), (MULTI_TOKEN, prediction), layers, (AFTER, after)]
+        weights = [(OUTPUT, last), (MULTI_TOKEN, prediction), *layers]
+        return [(BEFORE, before), *weights, (AFTER, after)]
 
     def seconds(self, kind: int, letters: str) -> float:
         return sum(seconds for _, seconds in self.segments(kind, letters))
@@ -119,7 +135,7 @@ def profile_of(truth: Truth, name: str, multi_token: int = 0) -> Profile:
         seconds = {k: truth.seconds(i, letters[stage]) for i, k in enumerate(KINDS)}
         memory = {"activation": 100 * letters[stage].count("t"), "held_for_weight": 10}
         stages.append({"rank": rank, "layers": letters[stage], **seconds, **memory})
-    found = parts.of_stages(times)
+    found, attention = parts.of_stages(times), parts.attention_of(times, PACKED)
     assert found is not None
     host = _before_passes(*([step(truth, order, letters, 0)] for order in (split, whole)))
     model = {"layers": LAYERS_IN_ALL, "hidden_size": 64, "sequence_length": 32, "microbatch": 1}
@@ -135,6 +151,7 @@ def profile_of(truth: Truth, name: str, multi_token: int = 0) -> Profile:
             "stages": stages,
             "links": [],
             "parts": found.model_dump(),
+            "attention": attention and attention.model_dump(),
             "host": host.model_dump(),
             "outside": truth.outside,
         }
@@ -216,6 +233,26 @@ def test_a_part_that_takes_longer_makes_no_other_longer() -> None:
         for other in ("layer", "embedding", "output", "empty_pass"):
             same = getattr(found, other).total == pytest.approx(getattr(usual, other).total)
             assert same == (other != part), (part, other)
+
+
+def test_attention_is_told_apart_from_linear_layers() -> None:
+    """Its seconds are for pairs of tokens, theirs for tokens."""
+    profile = profile_of(Truth(), "v-half")
+    assert profile.attention is not None
+    assert profile.attention.forward == pytest.approx(0.002)
+    assert profile.attention.backward == pytest.approx(0.005)
+    work = profile.attention_work
+    assert work is not None
+    tokens, squares = 80.0, (100**2 + 2 * 30**2) / 2
+    assert work.forward == pytest.approx(0.002 / squares / (0.008 / tokens))
+    assert work.backward == pytest.approx(0.005 / squares / (0.007 / tokens))
+
+
+def test_attention_without_a_module_is_counted_as_before() -> None:
+    profile = profile_of(Truth(attention=(0.0, 0.0, 0.0, 0.0)), "v-half")
+    assert profile.parts is not None
+    assert profile.attention is None
+    assert profile.attention_work is None
 
 
 def test_layers_that_have_no_marks_are_not_guessed() -> None:

@@ -148,6 +148,10 @@ def test_the_profile_of_a_run(ranks: RankPools, tmp_path: Path) -> None:
     parts = profile.parts
     assert parts is not None
     assert min(parts.layer.forward, parts.layer.backward, parts.layer.weight) > 0
+    attention = profile.attention
+    assert attention is not None
+    assert 0 < attention.forward < parts.layer.forward
+    assert 0 < attention.backward < parts.layer.backward
     assert min(parts.output.forward, parts.output.backward, parts.output.weight) > 0
     assert parts.embedding.forward > 0
     assert parts.embedding.weight == 0

@@ -17,9 +17,8 @@ TOP_K, INNER, SHARED = 2, 512, 256
 
 def with_experts(**changes: object) -> ModelConfig:
     """A small model with experts in all layers but the first, and latent attention."""
-    experts = Experts(
-        experts=8, top_k=TOP_K, ffn_hidden_size=INNER, shared_ffn_hidden_size=SHARED, dense_layers=1
-    )
+    sizes = {"experts": 8, "top_k": TOP_K, "ffn_hidden_size": INNER, "dense_layers": 1}
+    experts = Experts.model_validate({**sizes, "shared_ffn_hidden_size": SHARED})
     latent = LatentAttention(
         query_rank=96, kv_rank=32, nope_head_dim=48, rope_head_dim=16, value_head_dim=64
     )
