@@ -162,10 +162,11 @@ class Fed(NamedTuple):
     weights: dict[str, torch.Tensor]
 
 
-def fed_by_iterators(settings: Settings | None, p: int, reads_at_ends: bool) -> Fed:
+def fed_by_iterators(settings: Settings | None, p: int, reads_at_ends: bool, biased: bool) -> Fed:
     import trainers
 
     args = trainers.arguments(p)
+    args.add_bias_linear = biased
     pipeline = install(settings, args) if settings else None
     with pipeline or nullcontext():
         process = trainers.Actor(args, pipeline.builder if pipeline else None)
@@ -180,31 +181,36 @@ def fed_by_iterators(settings: Settings | None, p: int, reads_at_ends: bool) -> 
         return Fed(losses, trainers.weights_of(process.models))
 
 
-def read_ahead_beside_megatrons(settings: Settings, p: int, reads_at_ends: bool) -> Any:
+def read_ahead_beside_megatrons(
+    settings: Settings, p: int, reads_at_ends: bool, biased: bool
+) -> Any:
     from megatron.core import parallel_state
 
-    ours = fed_by_iterators(settings, p, reads_at_ends)
+    ours = fed_by_iterators(settings, p, reads_at_ends, biased)
     parallel_state.destroy_model_parallel()
-    return ours, fed_by_iterators(None, p, False)
+    return ours, fed_by_iterators(None, p, False, biased)
 
 
-@pytest.mark.parametrize(("p", "name", "reads_at_ends"), [(2, "v-half", True), (4, "zb-h1", False)])
+@pytest.mark.parametrize(
+    ("p", "name", "reads_at_ends", "biased"),
+    [(2, "v-half", True, False), (4, "zb-h1", False, True)],
+)
 def test_steps_that_are_read_ahead_keep_the_order_of_results(
-    ranks: RankPools, p: int, name: str, reads_at_ends: bool
+    ranks: RankPools, p: int, name: str, reads_at_ends: bool, biased: bool
 ) -> None:
     settings = Settings(pipeline_schedule=name, num_microbatches=8)
-    found = ranks(p).run(
-        read_ahead_beside_megatrons, settings=settings, p=p, reads_at_ends=reads_at_ends
-    )
+    case = {"settings": settings, "p": p, "reads_at_ends": reads_at_ends, "biased": biased}
+    found = ranks(p).run(read_ahead_beside_megatrons, **case)
     ours, megatrons = map(list, zip(*found, strict=True))
     ([losses], weights), ([expected], megatrons_weights) = whole(ours), whole(megatrons)
     assert losses[0] == expected[0]  # before the first update
     assert losses[0] != sorted(losses[0])
     for step, its in zip(losses, expected, strict=True):
         assert step == pytest.approx(its, rel=1e-6)
+    assert biased is any(name.endswith("bias") and "qkv" in name for name in weights)
     for name, weight in weights.items():
         if not name.endswith("linear_qkv.bias"):  # a softmax cancels keys' biases: noise for Adam
-            torch.testing.assert_close(weight, megatrons_weights[name], rtol=1e-5, atol=1e-6)
+            torch.testing.assert_close(weight, megatrons_weights[name], rtol=1e-6, atol=1e-6)
 
 
 def losses_with_dropout(settings: Settings, ahead: bool) -> list[float]:
