@@ -25,11 +25,17 @@ Row = dict[str, Any]
 INTRODUCTION = """\
 # What does my recipe gain?
 
-{sized} public recipes of Megatron-Bridge (August 2026) have a pipeline and a known number of GPUs
-({unsized} more do not). `benchmarks/recipe_gains.py` simulates each with its own schedule (1F1B, or
-interleaved), the fastest V schedule within the same memory, and `v-half`, for equal stages: F, B
-and W take {forward}, {backward} and {weight} per rank, a message {p2p}. Find recipes like yours,
-then run `megatron-zb plan` for your model, which also counts layers, overlaps and kernels.
+{sized} public recipes of Megatron-Bridge (August 2026) have a pipeline and a batch that it divides.
+`benchmarks/recipe_gains.py` simulates each with its own schedule (1F1B, or interleaved), the
+fastest V schedule within the same memory, and `v-half`, for equal stages: F, B and W take
+{forward}, {backward} and {weight} per rank, a message {p2p}. Find recipes like yours, then run
+`megatron-zb plan` for your model, which also counts layers, overlaps and kernels.
+"""
+RECOMPUTATION = """\
+**Recomputation could go** in {fit} of the {selective} recipes with selective recomputation whose
+layers are counted: the V schedule keeps every activation in the bytes that the recipe's own leaves,
+in {least:.2f} to {most:.2f} of its time, before counting what is no longer recomputed. In none of
+the {full} with full recomputation does it.
 """
 FLAGS = """\
 Add `--pipeline-schedule auto`, and remove the recipe's virtual stages and layout. `auto` uses
@@ -56,6 +62,17 @@ def halves(row: Row) -> bool:
     return bool(row["v_half_memory"] <= 0.65 * row["own_memory"] and row["v_half"] <= row["own"])
 
 
+def _without_recomputation(rows: Sequence[Row]) -> dict[str, float]:
+    """Count the recipes that recompute, and those that a V spares it in the same bytes."""
+    counted = [row for row in rows if "kept" in row]
+    selective = [row for row in counted if row["recompute"] == "selective"]
+    times = [row["without"] / row["own"] for row in selective if row["without"] is not None]
+    full = [row for row in counted if row["recompute"] == "full"]
+    assert not any(row["without"] for row in full), "the page says that none of these fits"
+    sizes = {"fit": len(times), "selective": len(selective), "full": len(full)}
+    return {**sizes, "least": min(times), "most": max(times)}
+
+
 def result() -> dict[str, Any]:
     """Read the result of the simulation."""
     found: dict[str, Any] = json.loads(RESULT.read_text(encoding="utf-8"))
@@ -66,10 +83,9 @@ def lines() -> Iterator[str]:
     """Yield the blocks of the page."""
     found = result()
     rows = found["rows"]
-    yield INTRODUCTION.format(
-        sized=len(rows), unsized=len(found["without_a_size"]), **found["costs"]
-    )
+    yield INTRODUCTION.format(sized=len(rows), **found["costs"])
     yield "\n".join(_summary(rows))
+    yield RECOMPUTATION.format(**_without_recomputation(rows))
     better = sorted((row for row in rows if gain(row) > WORTH_IT), key=gain, reverse=True)
     yield f"## The {SHOWN} recipes that gain the most in the same memory"
     yield "\n".join(_table(better[:SHOWN]))
