@@ -1,9 +1,14 @@
-"""Errors for everything that the user can correct."""
+"""Errors for everything that the user can correct, such as a package that is not installed."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import shlex
+import sys
+import traceback
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
+from importlib.util import find_spec
 
 
 class UsageError(ValueError):
@@ -38,3 +43,48 @@ def raise_first(found: Iterable[Refusal]) -> None:
     """Raise the error of the first refusal, if there is one."""
     for refusal in found:
         raise refusal.error
+
+
+# Where a module is not called as the package that holds it.
+_PACKAGES = {
+    "megatron": "megatron-core>=0.16",
+    "PIL": "pillow",
+    "sklearn": "scikit-learn",
+    "transformer_engine": "transformer-engine[pytorch]",
+    "yaml": "pyyaml",
+}
+
+
+@contextmanager
+def told_if_missing() -> Iterator[None]:
+    """Name a package that is not installed, and how to install it.
+
+    Raises:
+        UsageError: in place of the ModuleNotFoundError of such a package. A module that is missing
+            in a package that is there keeps its own error: that package has another version.
+    """
+    try:
+        yield
+    except ModuleNotFoundError as error:
+        module = (error.name or "").partition(".")[0]
+        if not module or _is_there(module):
+            raise
+        raise UsageError(_describe(module, error)) from error
+
+
+def _is_there(module: str) -> bool:
+    try:
+        return find_spec(module) is not None
+    except ValueError:  # it has been taken out of this process
+        return False
+
+
+def _describe(module: str, error: ModuleNotFoundError) -> str:
+    package = _PACKAGES.get(module, module)
+    frames = traceback.extract_tb(error.__traceback__)
+    own = [frame for frame in frames if not frame.filename.startswith("<")]
+    where = f", which {own[-1].filename} imports in line {own[-1].lineno}" if own else ""
+    return (
+        f"the package {package} is not installed{where}: run {shlex.quote(sys.executable)} -m pip "
+        f"install {shlex.quote(package)}, and megatron-zb doctor, which lists all that is missing"
+    )

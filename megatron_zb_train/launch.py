@@ -19,13 +19,12 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from megatron_zb import __version__
-from megatron_zb.errors import UsageError
+from megatron_zb.errors import UsageError, told_if_missing
 from megatron_zb.job import data_contents
 from megatron_zb.job.comparable import named_arguments
 from megatron_zb.job.data_contents import RECORD
 from megatron_zb.job.ending import describe_lost_peer
 from megatron_zb.job.settings import asks_for_balance, chooses_schedule
-from megatron_zb.missing import told_if_missing
 from megatron_zb_train.arguments import complete
 from megatron_zb_train.flags import parser
 from megatron_zb_train.processes import Environment

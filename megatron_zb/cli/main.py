@@ -122,11 +122,11 @@ def _plan(arguments: argparse.Namespace) -> None:
     if arguments.html is None:
         run(arguments)
         return
-    from megatron_zb.cli import output_file
+    from megatron_zb import files
     from megatron_zb.drawing.html import page
 
     page.check(arguments.html)
-    output_file.check(arguments.html)
+    files.check_writable(arguments.html)
     if arguments.profile is None:
         from megatron_zb.drawing.html import plan_page
 
@@ -211,8 +211,7 @@ def _add_doctor(commands: _Commands) -> None:
 
 
 def _doctor(arguments: argparse.Namespace) -> int:
-    from megatron_zb.cli.doctor.examine import examine
-    from megatron_zb.cli.doctor.printing import as_json, exit_code, print_findings
+    from megatron_zb.cli.doctor import as_json, examine, exit_code, print_findings
 
     with told_if_slow("examining the installation"):
         findings = examine(arguments.checkout)

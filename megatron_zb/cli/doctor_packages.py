@@ -8,8 +8,35 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from importlib import metadata
 from importlib.util import find_spec
+from typing import Literal
 
-from megatron_zb.cli.doctor.finding import FORCED, NOT_INSTALLED, Finding, State
+State = Literal["ok", "missing", "optional", "wrong"]
+
+NOT_INSTALLED = "not installed"
+FORCED = "--force-reinstall "
+"""Option of pip install for a package that is installed and broken."""
+
+
+@dataclass(frozen=True)
+class Finding:
+    """Result of checking one part, with one sentence on its purpose or on what to do."""
+
+    part: str
+    found: str
+    state: State
+    advice: str
+    install: str = ""
+    """Argument of pip install that fixes it; empty where pip cannot."""
+    again: bool = False
+    """Whether pip must reinstall a package that is already installed."""
+    commands: tuple[str, ...] = ()
+    """Commands to run, ready to paste."""
+
+    @property
+    def stops(self) -> bool:
+        """Whether training cannot start until it is fixed."""
+        return self.state in ("missing", "wrong")
+
 
 _OWN = "megatron-zb"
 
