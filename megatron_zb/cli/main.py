@@ -123,25 +123,25 @@ def _plan(arguments: argparse.Namespace) -> None:
         run(arguments)
         return
     from megatron_zb import files
-    from megatron_zb.drawing.html import page
+    from megatron_zb.drawing import html_page
 
-    page.check(arguments.html)
+    html_page.check(arguments.html)
     files.check_writable(arguments.html)
     if arguments.profile is None:
-        from megatron_zb.drawing.html import plan_page
+        from megatron_zb.drawing import html_plan
 
         found = planning.run(arguments)
         with told_if_slow(f"drawing {arguments.html}"):
-            plan_page.save_plan(arguments.html, found)
+            html_plan.save_plan(arguments.html, found)
     else:
-        from megatron_zb.drawing.html import run_page
+        from megatron_zb.drawing import html_plan
         from megatron_zb.measured import trace
 
         path = trace.trace_path(arguments.profile)
         step = trace.compare(arguments.profile) if path.is_file() else None
         measured = planning.run_measured(arguments)
         with told_if_slow(f"drawing {arguments.html}"):
-            run_page.save_plan(arguments.html, *measured, step)
+            html_plan.save_measured_plan(arguments.html, *measured, step)
     if arguments.format != "json":
         print(arguments.html)
 

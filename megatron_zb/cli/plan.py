@@ -230,7 +230,7 @@ def run(arguments: argparse.Namespace) -> Plan:
     from rich.console import Console
 
     from megatron_zb.cli import plan_request
-    from megatron_zb.drawing import text_chart
+    from megatron_zb.drawing import terminal
     from megatron_zb.measured.units import GIB
     from megatron_zb.planner import table, unequal_table
     from megatron_zb.planner.search import search
@@ -255,7 +255,7 @@ def run(arguments: argparse.Namespace) -> Plan:
         if unequal is not None:
             unequal_table.print_unequal(plan, unequal, Console())
     if arguments.chart:
-        print(f"\n{text_chart.chart(points(plan), plan.job.memory / GIB)}")
+        print(f"\n{terminal.plan_chart(points(plan), plan.job.memory / GIB)}")
     return plan
 
 

@@ -204,10 +204,10 @@ def _save_page(path: Path, arguments: argparse.Namespace) -> None:
         raise UsageError(
             f"there is no page for {arguments.name}: give a name that ends in .png or .svg"
         )
-    from megatron_zb.drawing.html import page
-    from megatron_zb.drawing.html.schedule_page import save_schedule
+    from megatron_zb.drawing import html_page
+    from megatron_zb.drawing.html_page import save_schedule
 
-    page.check(path)
+    html_page.check(path)
     timeline = _timeline(arguments, MOST_IN_PICTURE)
     costs = _costs(arguments, timeline.schedule.placement.pipeline_size)
     report = timeline.schedule.report or _report(timeline)

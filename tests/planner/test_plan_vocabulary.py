@@ -13,7 +13,7 @@ from small_models import ROOT, SMALL, a100, load, small
 
 from megatron_zb import schedules
 from megatron_zb.cli import main as cli
-from megatron_zb.drawing.html.plan_page import save_plan
+from megatron_zb.drawing.html_plan import save_plan
 from megatron_zb.errors import UsageError
 from megatron_zb.measured.units import GIB
 from megatron_zb.planner.candidate import ScheduleCandidate, candidates_of

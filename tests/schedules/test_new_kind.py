@@ -18,7 +18,7 @@ from rich.console import Console
 from toy_layers import empty_message, layers_of_a_rank
 
 from megatron_zb import schedules
-from megatron_zb.drawing.palette import bars_of, legend_of
+from megatron_zb.drawing.chart import bars_of, legend_of
 from megatron_zb.drawing.terminal import print_schedule
 from megatron_zb.errors import UsageError
 from megatron_zb.runtime.channels import Channels

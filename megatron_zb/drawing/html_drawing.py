@@ -1,45 +1,150 @@
-"""SVG drawing of a schedule and of the memory of its ranks, to be embedded in a page.
+"""SVG drawing of a schedule and of the memory of its ranks, and orders of passes as short text.
 
-``parts/drawing.js`` takes the place of this still picture where scripts run, with the same colours
-and rows of the same height: it draws from :func:`data`.
+``html_parts/drawing.js`` takes the place of this still picture where scripts run, with the same
+colours and rows of the same height: it draws from :func:`data`.
+
+Pages embed orders as text. Others come with the package: ``html_parts/orders.json`` has every named
+schedule but ``auto`` at the sizes of :data:`ORDER_SIZES`, built for equal costs (F = B = W = 1, no
+transfer); ``scripts/make_orders.py`` makes it. The explorer of a page carries them out with the
+reader's costs, which is exact; building them while a page is written would take too long.
 """
 
 from __future__ import annotations
 
+import json
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
-from functools import partial
+from functools import cache, partial
 from itertools import chain, groupby
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypedDict
 
-from megatron_zb.drawing.axis import ticks
-from megatron_zb.drawing.html import orders
-from megatron_zb.drawing.memory_lines import (
-    MemoryLine,
-    host_lines,
-    memory_lines,
-    one_f_one_b_peak,
-    worst_of,
-)
-from megatron_zb.drawing.palette import (
+from megatron_zb.drawing.chart import (
     COPY_COLOURS,
     HOST_COLOUR,
     MEMORY_COLOUR,
     Bar,
+    MemoryLine,
     TimeUnit,
     bars_of,
     colour_of,
+    host_lines,
     legend_of,
+    memory_lines,
+    one_f_one_b_peak,
     text_colour_on,
+    ticks,
+    worst_of,
 )
 from megatron_zb.errors import UsageError
-from megatron_zb.schedules import Timeline, simulate
+from megatron_zb.schedules import Pass, PassKind, Schedule, Timeline, catalog, simulate
 from megatron_zb.schedules.copies import Copy
 from megatron_zb.schedules.placement import Placement
 from megatron_zb.schedules.stage_costs import StageCosts
 
 if TYPE_CHECKING:
     from markupsafe import Markup
+
+
+# --- orders as text
+
+
+KINDS = (PassKind.F, PassKind.B, PassKind.W, PassKind.BW)
+ORDERS_FILE = Path(__file__).resolve().parent / "html_parts" / "orders.json"
+MOST_MICROBATCHES = 64
+ORDER_SIZES = tuple(
+    (p, m * p) for p in (2, 3, 4, 6, 8, 12, 16) for m in (1, 2, 4, 8) if m * p <= MOST_MICROBATCHES
+)
+MOST_CHUNKS = 16
+_FIRST = ord("A")
+
+
+class _Joined(TypedDict, total=False):
+    pairs: list[list[int]]
+
+
+class Order(_Joined):
+    """A schedule: ``ranks[r]`` has one character for each pass of rank r.
+
+    The character is the ``kind * chunks + chunk``-th after A, with kinds counted as in
+    :data:`KINDS`. Microbatches are not written: the F, the input and the weight
+    gradients of a stage each take them in turn. ``pairs[r]`` are the positions of the F of rank r
+    that run as one with the pass behind them; left out where there are none.
+    """
+
+    name: str
+    p: int
+    m: int
+    rank_of: list[int]
+    ranks: list[str]
+
+
+def is_text(schedule: Schedule) -> bool:
+    """Return whether a schedule has only passes of :data:`KINDS`, which can be written as text."""
+    return all(p.kind in KINDS for passes in schedule.ranks for p in passes)
+
+
+def encode_order(schedule: Schedule) -> Order:
+    """Write a schedule of F, B, W and BW passes as text."""
+    placement = schedule.placement
+    chunks, chunk_of = placement.chunks, placement.chunk_of
+    codes = {kind: _FIRST + i * chunks for i, kind in enumerate(KINDS)}
+    order: Order = {
+        "name": schedule.name,
+        "p": placement.pipeline_size,
+        "m": schedule.num_microbatches,
+        "rank_of": list(placement.rank_of),
+        "ranks": [
+            "".join(chr(codes[p.kind] + chunk_of(p.stage)) for p in passes)
+            for passes in schedule.ranks
+        ],
+    }
+    if schedule.pairs:
+        order["pairs"] = [
+            [i for i, p in enumerate(passes) if p in schedule.pairs] for passes in schedule.ranks
+        ]
+    return order
+
+
+def decode_order(order: Order) -> Schedule:
+    """Read what :func:`encode_order` wrote; the placement's name is lost."""
+    placement = Placement("", order["p"], tuple(order["rank_of"]))
+    ranks = []
+    for rank, text in enumerate(order["ranks"]):
+        done: Counter[tuple[PassKind, int]] = Counter()
+        passes = []
+        for letter in text:
+            number, chunk = divmod(ord(letter) - _FIRST, placement.chunks)
+            kind, stage = KINDS[number], placement.stages_of[rank][chunk]
+            gradients = (PassKind.B, PassKind.W) if kind is PassKind.BW else (kind,)
+            passes.append(Pass(kind, stage, done[gradients[0], stage]))
+            for gradient in gradients:
+                done[gradient, stage] += 1
+        ranks.append(tuple(passes))
+    joined = zip(ranks, order.get("pairs", ()), strict=False)
+    pairs = frozenset(passes[i] for passes, at in joined for i in at)
+    return Schedule(order["name"], placement, order["m"], tuple(ranks), pairs=pairs)
+
+
+def build_order(name: str, p: int, m: int) -> Order:
+    """Build an order for equal costs, as the file has it."""
+    return encode_order(catalog.build(name, pipeline_size=p, num_microbatches=m))
+
+
+def order_names() -> list[str]:
+    """Return the names of the file's schedules: all but ``auto``, whose search takes a minute."""
+    return [name for name in catalog.names() if name != "auto"]
+
+
+@cache
+def packaged_orders() -> tuple[Order, ...]:
+    """Return the orders of the file."""
+    found: list[Any] = json.loads(ORDERS_FILE.read_text(encoding="utf-8"))
+    return tuple(found)
+
+
+# --- the still picture
 
 
 @dataclass(frozen=True)
@@ -74,14 +179,13 @@ COPY_HEIGHT = 6
 
 def constants() -> dict[str, Any]:
     """Return the constants of the scripts: sizes, and names and colours of each kind's chunks."""
-    chunks = range(1, orders.MOST_CHUNKS + 1)
+    chunks = range(1, MOST_CHUNKS + 1)
     shades = {
-        kind.value: [[colour_of(kind, c, n) for c in range(n)] for n in chunks]
-        for kind in orders.KINDS
+        kind.value: [[colour_of(kind, c, n) for c in range(n)] for n in chunks] for kind in KINDS
     }
     return {
         "sizes": asdict(SIZES),
-        "kinds": {kind.value: kind.words for kind in orders.KINDS},
+        "kinds": {kind.value: kind.words for kind in KINDS},
         "shades": shades,
         "texts": {
             k: [list(map(text_colour_on, row)) for row in rows] for k, rows in shades.items()
@@ -128,7 +232,7 @@ def data(
     return {
         "title": title,
         "unit": asdict(unit),
-        "order": orders.encode(timeline.schedule),
+        "order": encode_order(timeline.schedule),
         "costs": costs(timeline.costs),
         "times": None if is_simulated else [timeline.start, timeline.end],
         "extent": None if extent is None else asdict(extent),

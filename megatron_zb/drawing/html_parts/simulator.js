@@ -3,7 +3,7 @@
 /*
  * Orders of passes carried out in the browser: the same sums, in the same order, as
  * megatron_zb.schedules.simulator, so that times agree to the last bit. No order is made here: they
- * all come from the package (megatron_zb.drawing.html.orders).
+ * all come from the package (megatron_zb.drawing.html_drawing).
  *
  * A pass is {kind, stage, microbatch}; times are in the unit of the costs, memory in microbatches of
  * the first rank. joined[r] has the positions of the F of rank r that run as one with the pass behind.

@@ -1,13 +1,122 @@
-"""Common parts of all drawings of a schedule: bars, their colours, titles and labels."""
+"""What all drawings share: axes, memory over time, bars and their colours, titles and labels."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import math
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
-from megatron_zb.drawing.memory_lines import one_f_one_b_peak
 from megatron_zb.errors import UsageError
 from megatron_zb.schedules import Pass, PassKind, Report, Schedule, Timeline
+
+# --- axes
+
+
+_STEPS = (1.0, 2.0, 5.0, 10.0)
+
+
+def ticks(most: float, about: float) -> list[float]:
+    """Return round numbers from 0 to ``most``, about ``about`` of them."""
+    step = _step(most, about)
+    return [i * step for i in range(int(most / step + 1e-9) + 1)]
+
+
+@dataclass(frozen=True)
+class Axis:
+    """An axis from its first tick to its last."""
+
+    ticks: tuple[float, ...]
+
+    @classmethod
+    def around(cls, values: Iterable[float], about: int = 5) -> Axis:
+        """Return an axis with about so many steps that has room for all values."""
+        least, most = min(found := list(values)), max(found)
+        step = _step((most - least) or abs(most) or 1.0, about)
+        first, last = math.floor(least / step), math.ceil(most / step)
+        return cls(tuple(i * step for i in range(first, max(last, first + 1) + 1)))
+
+    def share(self, value: float) -> float:
+        """Return where a value lies, from 0 for the first tick to 1 for the last."""
+        return (value - self.ticks[0]) / (self.ticks[-1] - self.ticks[0])
+
+
+def _step(span: float, about: float) -> float:
+    rough = span / max(about, 1.0)
+    power = 10.0 ** math.floor(math.log10(rough))
+    return next(s * power for s in _STEPS if s * power >= rough * (1 - 1e-9))
+
+
+# --- memory over time
+
+
+@dataclass(frozen=True)
+class MemoryLine:
+    """Memory of one rank: ``held[i]`` from ``times[i]`` to ``times[i + 1]``, the last for ever.
+
+    Times in seconds; memory in microbatches of 1F1B's first rank (see :func:`microbatch`).
+    """
+
+    rank: int
+    times: tuple[float, ...]
+    held: tuple[float, ...]
+
+    @property
+    def peak(self) -> float:
+        return max(self.held, default=0.0)
+
+
+def memory_lines(timeline: Timeline) -> list[MemoryLine]:
+    """Return a line for each rank; its highest step is the rank's ``timeline.peak_memory``."""
+    return [_line(timeline, rank) for rank in range(len(timeline.start))]
+
+
+def host_lines(timeline: Timeline) -> list[MemoryLine]:
+    """Return a line for what the host holds of each rank, while each pass of the rank runs."""
+    unit = microbatch(timeline)
+    return [
+        MemoryLine(rank, start, tuple(held / unit for held in timeline.host_curve(rank)))
+        for rank, start in enumerate(timeline.start)
+    ]
+
+
+def worst_of(lines: list[MemoryLine]) -> MemoryLine:
+    """Return the first of the lines with the highest peak."""
+    return max(lines, key=lambda line: line.peak)
+
+
+def microbatch(timeline: Timeline) -> float:
+    """Return a microbatch's memory on 1F1B's first rank, in the unit of ``costs.activation``.
+
+    That rank has the first p-th of the model, which is as many stages as a rank has chunks.
+    """
+    return sum(timeline.costs.activation[: timeline.schedule.placement.chunks]) or 1.0
+
+
+def one_f_one_b_peak(timeline: Timeline) -> int:
+    """Count the microbatches on 1F1B's first rank: one for every rank, or all if fewer."""
+    return min(timeline.schedule.placement.pipeline_size, timeline.schedule.num_microbatches)
+
+
+def _line(timeline: Timeline, rank: int) -> MemoryLine:
+    unit = microbatch(timeline)
+    starts, ends = timeline.start[rank], timeline.end[rank]
+    times: list[float] = []
+    held: list[float] = []
+
+    def step(time: float, memory: float) -> None:
+        if not held or memory / unit != held[-1]:
+            times.append(time)
+            held.append(memory / unit)
+
+    for i, (within, after) in enumerate(timeline.memory_steps(rank)):
+        step(starts[i], within)
+        if i + 1 == len(starts) or starts[i + 1] > ends[i]:
+            step(ends[i], after)
+    return MemoryLine(rank, tuple(times), tuple(held))
+
+
+# --- bars, colours and words
+
 
 ONE_SHADE = (PassKind.R, PassKind.O, PassKind.P, PassKind.V)
 """Kinds that look the same for all chunks; of O, P and V a rank runs one for a microbatch."""
