@@ -39,9 +39,9 @@ from megatron_zb.drawing.chart import (
 )
 from megatron_zb.errors import UsageError
 from megatron_zb.schedules import Pass, PassKind, Schedule, Timeline, catalog, simulate
-from megatron_zb.schedules.copies import Copy
 from megatron_zb.schedules.placement import Placement
 from megatron_zb.schedules.stage_costs import StageCosts
+from megatron_zb.schedules.task_graph import Copy
 
 if TYPE_CHECKING:
     from markupsafe import Markup

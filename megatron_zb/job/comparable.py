@@ -13,7 +13,7 @@ from pathlib import PurePath
 from typing import Any
 
 from megatron_zb.parsing import flag_of
-from megatron_zb.schedules.limit import Limit
+from megatron_zb.schedules.request import Limit
 
 _ADDRESS = re.compile(r" at 0x[0-9a-fA-F]+")
 

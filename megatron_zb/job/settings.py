@@ -15,8 +15,8 @@ from megatron_zb.errors import UsageError
 from megatron_zb.parsing import flag_of
 from megatron_zb.schedules import catalog
 from megatron_zb.schedules.catalog import Family
-from megatron_zb.schedules.limit import Limit
 from megatron_zb.schedules.placement import Placement, looped, wave
+from megatron_zb.schedules.request import Limit
 
 LAYOUT_FLAG = "--pipeline-layer-layout"
 AUTO_LAYOUT = "auto"

@@ -25,7 +25,7 @@ from megatron_zb.runtime.groups import GroupOptions
 from megatron_zb.schedules import catalog, interchange
 from megatron_zb.schedules.catalog import Build
 from megatron_zb.schedules.layout import Layers
-from megatron_zb.schedules.limit import Limit
+from megatron_zb.schedules.request import Limit
 
 _MULTIPLE, _USUAL_MULTIPLE = "make_vocab_size_divisible_by", 128
 

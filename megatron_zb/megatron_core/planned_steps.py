@@ -20,7 +20,7 @@ from megatron_zb.errors import UsageError
 from megatron_zb.megatron_core.current_schedule import CurrentSchedule
 from megatron_zb.megatron_core.step import Step, StepPart, activation_shape
 from megatron_zb.runtime.groups import new_groups
-from megatron_zb.schedules.program.lowering import Program, lower
+from megatron_zb.schedules.lowering import Program, lower
 from megatron_zb.schedules.simulator import simulate
 from megatron_zb.schedules.step_plan import Order, StepPlan, plan_forwards, plan_step
 from megatron_zb.schedules.work import Lengths, costs_of_work

@@ -38,9 +38,9 @@ from megatron_zb.runtime.vocabulary import (
     part_width,
     put_together,
 )
+from megatron_zb.schedules.lowering import runs_of
 from megatron_zb.schedules.passes import Message, PassKind
 from megatron_zb.schedules.placement import Placement
-from megatron_zb.schedules.program.lowering import runs_of
 
 HANDLERS: dict[PassKind, Handler] = {
     PassKind.F: lambda stage, microbatch, *received: stage.forward(

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from megatron_zb.errors import UsageError
 from megatron_zb.job import settings
 from megatron_zb.parsing import flag_of
-from megatron_zb.schedules.limit import Limit
+from megatron_zb.schedules.request import Limit
 
 _OLDER = "older zero-bubble arguments"
 

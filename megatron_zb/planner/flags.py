@@ -6,7 +6,7 @@ from megatron_zb.planner.prediction import Prediction
 from megatron_zb.planner.row import PlanRow
 from megatron_zb.planner.strategy import Strategy
 from megatron_zb.schedules import layout
-from megatron_zb.schedules.hybrid_pattern import placed
+from megatron_zb.schedules.layout import placed_pattern
 
 _CHUNKS, _LAYOUT = "--num-virtual-stages-per-pipeline-rank", "--pipeline-model-parallel-layout"
 _OF_STAGES = (_CHUNKS, _LAYOUT)
@@ -69,7 +69,7 @@ def _schedule(prediction: Prediction) -> list[str]:
         return words
     # its segments give the chunks and the layers
     rest = [word for word in words if not word.startswith(_OF_STAGES)]
-    return [*rest, f"--hybrid-layer-pattern '{placed(pattern, prediction.layout)}'"]
+    return [*rest, f"--hybrid-layer-pattern '{placed_pattern(pattern, prediction.layout)}'"]
 
 
 def schedule_flags(row: PlanRow, memory_limit: float | None, multi_token: int) -> list[str]:

@@ -38,10 +38,9 @@ from megatron_zb.planner.row import PlanRow
 from megatron_zb.planner.search import VARIANTS, PlanSearch, Watch, silent
 from megatron_zb.schedules import Timeline, layout
 from megatron_zb.schedules.layout import Layers, Layout
-from megatron_zb.schedules.limit import Limit
+from megatron_zb.schedules.lowering import peak_with_messages
 from megatron_zb.schedules.placement import Placement
-from megatron_zb.schedules.program.memory import peak_with_messages
-from megatron_zb.schedules.request import LimitTooSmall
+from megatron_zb.schedules.request import Limit, LimitTooSmall
 
 _LARGE = 20_000  # passes: more are not lowered for their messages
 

@@ -16,7 +16,7 @@ from functools import lru_cache
 
 from megatron_zb.measured.config import Section, optional_size, size
 from megatron_zb.planner.attention import Mixer
-from megatron_zb.schedules import hybrid_pattern
+from megatron_zb.schedules import layout
 
 MAMBA, ATTENTION, MLP, EXPERTS = "M*-E"
 _CHUNK = 128  # tokens, of Megatron's mixer
@@ -74,7 +74,7 @@ def mamba_mixer(hidden: int, sizes: Mamba) -> Mixer:
 @lru_cache
 def all_kinds(pattern: str) -> str:
     """Return the kinds of all layers, with those of multi-token prediction behind the others."""
-    return hybrid_pattern.kinds(pattern) + "".join(hybrid_pattern.predicting_parts(pattern))
+    return layout.pattern_kinds(pattern) + "".join(layout.predicting_parts(pattern))
 
 
 def check(pattern: str, layers: int, prediction_layers: int) -> None:
@@ -90,7 +90,7 @@ def check(pattern: str, layers: int, prediction_layers: int) -> None:
             f"{named} has layers of the kind {other[0]}, whose costs the planner cannot count: "
             "give only M (Mamba-2), * (attention), - (MLP) and E (experts)"
         )
-    written, depths = len(hybrid_pattern.kinds(pattern)), hybrid_pattern.predicting_parts(pattern)
+    written, depths = len(layout.pattern_kinds(pattern)), layout.predicting_parts(pattern)
     if written != layers:
         raise ValueError(f"{named} has {written} layers, and layers is {layers}; give as many")
     if len(depths) != prediction_layers or len(set(depths)) > 1:

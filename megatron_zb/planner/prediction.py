@@ -16,8 +16,8 @@ from megatron_zb.planner.step import by_timeline
 from megatron_zb.planner.work import Workload
 from megatron_zb.schedules import Costs, Schedule, catalog, lower
 from megatron_zb.schedules.placement import Placement
-from megatron_zb.schedules.program.waiting_kernels import waiting_kernels
 from megatron_zb.schedules.simulator import Timeline
+from megatron_zb.schedules.waiting_kernels import waiting_kernels
 
 Build = Callable[[Costs, int], Schedule]
 """Function that builds a schedule from costs and the number of microbatches."""

@@ -29,7 +29,7 @@ from megatron_zb.runtime.activation_memory import ActivationMemory
 from megatron_zb.runtime.groups import GroupOptions, new_groups
 from megatron_zb.schedules.passes import Channel, Message
 from megatron_zb.schedules.placement import Placement
-from megatron_zb.schedules.program.waiting_kernels import RUN_AHEAD
+from megatron_zb.schedules.waiting_kernels import RUN_AHEAD
 
 
 class Header(NamedTuple):

@@ -24,7 +24,7 @@ from ranks import RankPools
 from megatron_zb.bridge import Settings, imports, install
 from megatron_zb.errors import UsageError
 from megatron_zb.megatron_core import forward_backward as runtime
-from megatron_zb.schedules.limit import Limit
+from megatron_zb.schedules.request import Limit
 
 FULL = pytest.mark.full
 STEPS = [4, 6, 2]

@@ -18,7 +18,7 @@ from megatron_zb.drawing.chart import COST_UNIT, bars_of
 from megatron_zb.drawing.html_drawing import SIZES
 from megatron_zb.drawing.pictures import save_picture
 from megatron_zb.drawing.terminal import print_schedule
-from megatron_zb.schedules.families.v_shape import dualpipe_v_order
+from megatron_zb.schedules.families import dualpipe_v_order
 from megatron_zb.schedules.interchange import write_csv
 
 

@@ -18,7 +18,7 @@ from megatron_zb.cli import main as cli
 from megatron_zb.drawing import html_drawing, html_page
 from megatron_zb.drawing.chart import MILLISECONDS, memory_lines
 from megatron_zb.schedules import Costs, PassKind, Schedule, Timeline
-from megatron_zb.schedules.families.v_shape import dualpipe_v_order
+from megatron_zb.schedules.families import dualpipe_v_order
 
 pytestmark = pytest.mark.skipif(find_browser() is None, reason=MISSING)
 

@@ -7,7 +7,7 @@ from megatron_arguments import parsed
 
 from megatron_zb.errors import UsageError
 from megatron_zb.megatron_lm import flags
-from megatron_zb.schedules.limit import Limit
+from megatron_zb.schedules.request import Limit
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,7 @@ from megatron_zb.planner.search import Plan, search
 from megatron_zb.planner.settings import PlanJob
 from megatron_zb.planner.strategy import Choices
 from megatron_zb.schedules import lower, simulate
-from megatron_zb.schedules.program.waiting_kernels import waiting_kernels
+from megatron_zb.schedules.waiting_kernels import waiting_kernels
 
 
 def plan(tensor: int) -> Plan:

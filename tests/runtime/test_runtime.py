@@ -19,7 +19,7 @@ from megatron_zb.runtime.channels import Channels, ShapedChannels
 from megatron_zb.runtime.executor import run_program
 from megatron_zb.runtime.observer import MemoryRecorder, Observers, Recorder
 from megatron_zb.runtime.weight_grad import WeightGradQueue
-from megatron_zb.schedules.families.v_shape import dualpipe_v_order
+from megatron_zb.schedules.families import dualpipe_v_order
 from megatron_zb.schedules.passes import Pair, Pass, PassKind
 
 PAIRS = "the published pairs of dualpipe-v"

@@ -25,9 +25,9 @@ from megatron_zb.runtime.channels import Channels
 from megatron_zb.runtime.executor import run_program
 from megatron_zb.schedules import interchange
 from megatron_zb.schedules.costs import Costs
+from megatron_zb.schedules.lowering import lower, runs_of, unfinished
 from megatron_zb.schedules.parts import Part
 from megatron_zb.schedules.passes import PassKind
-from megatron_zb.schedules.program.lowering import lower, runs_of, unfinished
 from megatron_zb.schedules.schedule import InvalidSchedule, Schedule
 
 pytestmark = pytest.mark.usefixtures("brief_searches")

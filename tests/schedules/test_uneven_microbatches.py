@@ -15,8 +15,7 @@ from megatron_zb.schedules import Costs, Pass, PassKind, Schedule, simulate
 from megatron_zb.schedules.placement import looped, v_shape
 from megatron_zb.schedules.request import LimitTooSmall
 from megatron_zb.schedules.search.kernels import Plain
-from megatron_zb.schedules.search.presets import PRESETS
-from megatron_zb.schedules.search.priority_weights import PriorityWeights
+from megatron_zb.schedules.search.priority_weights import PRESETS, PriorityWeights
 from megatron_zb.schedules.search.runner import Problem, Runner
 
 LENGTHS = (1, 2, 1, 4)

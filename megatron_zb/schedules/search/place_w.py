@@ -1,15 +1,160 @@
-"""Squeezed orders of F and B, with W in the time that is left free."""
+"""Orders of F and B with W in the time that is left free.
+
+The gaps also take the passes of a vocabulary-parallel output layer.
+"""
 
 from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 from megatron_zb.schedules.passes import Pass, PassKind
 from megatron_zb.schedules.placement import Placement
 from megatron_zb.schedules.request import Request
+from megatron_zb.schedules.rules import VocabularyRules
 from megatron_zb.schedules.schedule import Schedule
 from megatron_zb.schedules.search.fusing import fuse_for_free
-from megatron_zb.schedules.search.gap_filler import GapFiller
-from megatron_zb.schedules.search.kernels import engine
+from megatron_zb.schedules.search.inner_loops import INFINITY, Gaps, GapSpace
+from megatron_zb.schedules.search.kernels import Engine, engine
 from megatron_zb.schedules.stage_costs import StageCosts
+
+_F, _B, _W, _BW = PassKind.F, PassKind.B, PassKind.W, PassKind.BW
+_COUNTS = 9
+_RULES = VocabularyRules(())
+
+
+class Filled(NamedTuple):
+    """One filled order: when each rank begins and ends, and the codes of its passes."""
+
+    begin: list[float]
+    end: list[float]
+    codes: list[list[int]]
+
+    def seconds(self, *, back_to_back: bool) -> float:
+        """Return :meth:`Timeline.seconds` of the order."""
+        if back_to_back:
+            return max(end - begin for begin, end in zip(self.begin, self.end, strict=True))
+        return max(self.end) - min(self.begin)
+
+
+class GapFiller:
+    """Filler of the gaps of one order of F and B, or BW, within a memory limit for each rank."""
+
+    def __init__(
+        self,
+        placement: Placement,
+        order: Sequence[Sequence[Pass]],
+        costs: StageCosts,
+        limit: Sequence[float],
+        engine: Engine,
+    ) -> None:
+        self._placement, self._engine = placement, engine
+        self._m = m = 1 + max(p.microbatch for passes in order for p in passes)
+        split = not any(p.kind is _BW for passes in order for p in passes)
+        self._rows = self._rows_of(costs, split=split)
+        shards = costs.shards
+        self._holders = [0] * placement.pipeline_size
+        if shards is not None:
+            none = sum(shards.output) == 0
+            self._holders = [int(none or seconds > 0) for seconds in shards.output]
+        self._width = max(map(len, order))
+        self._length = 2 * self._width + 3 * m
+        leads = [[self._code(p) for p in passes] for passes in order]
+        self._split, self._cut = split, shards is not None
+        self._needed = sum(map(len, leads))
+        self._needed += sum(p.kind is _B for passes in order for p in passes)
+        self._needed += m * (2 * sum(self._holders) + 1) if self._cut else 0
+        self._gaps = Gaps(
+            num_microbatches=m,
+            stages=placement.num_stages,
+            split=split,
+            cut=self._cut,
+            end=placement.rank_of[-1],
+            rank=engine.integers([self._rank_of(stage) for _, stage in self._rows]),
+            holders=engine.integers(self._holders),
+            seconds=self._by_code(costs, lambda row, p: row.seconds[p.kind][p.stage]),
+            memory=self._by_code(costs, lambda row, p: _RULES.memory_change(p, row)),
+            hop=self._by_code(costs, lambda row, p: row.hops[p.kind][p.stage]),
+            limit=engine.floats(limit),
+            leads=engine.integers([c for each in leads for c in self._padded(each)]),
+            num_leads=engine.integers([len(each) for each in leads]),
+        )
+
+    def fill(self, eagerness: float, of_shards: float = 0.0, room: int = 1) -> Filled | None:
+        """Return the filled order; None if ranks wait for each other.
+
+        A W fills a wait of at least ``eagerness`` times its seconds, a V of ``of_shards`` times.
+        """
+        space = self._space()
+        placed = self._engine.fill_gaps(self._gaps, space, eagerness, of_shards, room)
+        if placed != self._needed:
+            return None
+        p, length = self._placement.pipeline_size, self._length
+        counts = [int(space.counts[p + rank]) for rank in range(p)]
+        starts = range(0, p * length, length)
+        codes = [
+            [int(code) for code in space.order[at : at + count]]
+            for at, count in zip(starts, counts, strict=True)
+        ]
+        return Filled([*map(float, space.begin)], [*map(float, space.clock)], codes)
+
+    def passes_of(self, filled: Filled) -> tuple[tuple[Pass, ...], ...]:
+        """Return the passes of every rank of a filled order."""
+        m, rows = self._m, self._rows
+        return tuple(
+            tuple(Pass(*rows[code // m], code % m) for code in codes) for codes in filled.codes
+        )
+
+    def _rows_of(self, costs: StageCosts, *, split: bool) -> list[tuple[PassKind, int]]:
+        stages, p = self._placement.num_stages, self._placement.pipeline_size
+        kinds = (_F, _B if split else _BW, _W)
+        rows = [(kind, stage) for kind in kinds for stage in range(stages)]
+        if costs.shards is not None:
+            rows.append((PassKind.P, stages - 1))
+            rows += [(kind, stages + r) for kind in (PassKind.O, PassKind.V) for r in range(p)]
+        return rows
+
+    def _rank_of(self, stage: int) -> int:
+        shard = stage - self._placement.num_stages
+        return shard if shard >= 0 else self._placement.rank_of[stage]
+
+    def _code(self, p: Pass) -> int:
+        return ((p.kind is not _F) * self._placement.num_stages + p.stage) * self._m + p.microbatch
+
+    def _padded(self, codes: list[int]) -> list[int]:
+        return [*codes, *[-1] * (self._width - len(codes))]
+
+    def _by_code(self, costs: StageCosts, of: Callable[[StageCosts, Pass], float]) -> Any:
+        """Return a number of every pass by its code."""
+        m = range(self._m)
+        if costs.microbatches:
+            each = [of(costs.of(j), Pass(*row, j)) for row in self._rows for j in m]
+        else:
+            rows = (of(costs, Pass(*row, 0)) for row in self._rows)
+            each = [number for number in rows for _ in m]
+        return self._engine.floats(each)
+
+    def _space(self) -> GapSpace:
+        m, p, stages = self._m, self._placement.pipeline_size, self._placement.num_stages
+        floats, integers = self._engine.floats, self._engine.integers
+        first = len(self._rows) * m if self._cut else 3 * stages * m
+        ready = [0.0] * m + [INFINITY] * (first - m)
+        if not self._cut:  # the last stage's B follows its F in the order
+            begin = (2 * stages - 1) * m
+            ready[begin : begin + m] = [0.0] * m
+        return GapSpace(
+            ready=floats(ready),
+            order=integers([0] * (p * self._length)),
+            pending=integers([0] * (p * self._width)),
+            of_shards=integers([0] * (p * m)),
+            parts=integers([0] * m),
+            latest=floats([0.0] * m),
+            clock=floats([0.0] * p),
+            begin=floats([0.0] * p),
+            held=floats([0.0] * p),
+            counts=integers([0] * (_COUNTS * p)),
+        )
+
 
 _EAGERNESS = (1.0, 0.75, 0.5, 0.25, 0.0)
 

@@ -11,8 +11,7 @@ from collections import defaultdict, deque
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-from megatron_zb.schedules.passes import LAUNCH_LITTLE, Channel, Message, Pair, Pass
-from megatron_zb.schedules.program.lowering import (
+from megatron_zb.schedules.lowering import (
     PostReceive,
     Program,
     Run,
@@ -20,6 +19,7 @@ from megatron_zb.schedules.program.lowering import (
     Send,
     WaitReceive,
 )
+from megatron_zb.schedules.passes import LAUNCH_LITTLE, Channel, Message, Pair, Pass
 from megatron_zb.schedules.stage_costs import StageCosts
 
 RUN_AHEAD = 3

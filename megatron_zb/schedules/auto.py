@@ -11,12 +11,11 @@ from dataclasses import replace
 from functools import partial
 
 from megatron_zb.errors import UsageError
+from megatron_zb.schedules import families
 from megatron_zb.schedules.bounds import lower_bound, period_bound
-from megatron_zb.schedules.families import interleaved, one_f_one_b, v_shape, zero_bubble
-from megatron_zb.schedules.families.wave import wave as wave_schedule
-from megatron_zb.schedules.limit import Limit
+from megatron_zb.schedules.families import wave as wave_schedule
 from megatron_zb.schedules.placement import Placement, looped, wave
-from megatron_zb.schedules.request import LimitTooSmall, Request, keeps
+from megatron_zb.schedules.request import Limit, LimitTooSmall, Request, keeps
 from megatron_zb.schedules.schedule import Schedule
 from megatron_zb.schedules.search.fusing import fuse_for_free
 from megatron_zb.schedules.search.placement_search import (
@@ -39,19 +38,19 @@ _STARTS = 3  # known orders that a search starts from, the fastest ones
 _Family = Callable[[Request], Schedule]
 
 _ONE_CHUNK: tuple[_Family, ...] = (
-    zero_bubble.zb_1p,
-    zero_bubble.zb_2p,
-    zero_bubble.zb_h1,
-    zero_bubble.zb_h2,
-    one_f_one_b.one_f_one_b,
-    one_f_one_b.gpipe,
+    families.zb_1p,
+    families.zb_2p,
+    families.zb_h1,
+    families.zb_h2,
+    families.one_f_one_b,
+    families.gpipe,
 )
 _V: tuple[_Family, ...] = (
-    v_shape.v_zb,
-    v_shape.dualpipe_v,
-    v_shape.v_half,
-    v_shape.v_min,
-    v_shape.one_f_one_b_v,
+    families.v_zb,
+    families.dualpipe_v,
+    families.v_half,
+    families.v_min,
+    families.one_f_one_b_v,
 )
 
 
@@ -193,10 +192,10 @@ def _orders_of_states(placement: Placement, request: Request) -> list[Schedule]:
     if _is_loop(placement):
         whole = replace(request, chunks=placement.chunks, group_size=None)
         free = replace(whole, costs=request.costs.with_all_kept(), limit=Limit())
-        loop = [interleaved.interleaved(free)] if request.costs.copy and m % p == 0 else []
-        return [*interleaved.split_interleaved(p, m, placement.chunks), *loop]
+        loop = [families.interleaved(free)] if request.costs.copy and m % p == 0 else []
+        return [*families.split_interleaved(p, m, placement.chunks), *loop]
     if placement == looped(p) and request.costs.copy:
-        return [one_f_one_b.one_f_one_b(replace(request, limit=Limit()))]
+        return [families.one_f_one_b(replace(request, limit=Limit()))]
     if request.costs.copy:
         alone = replace(request, costs=request.costs.with_all_kept())
         return orders_to_move("auto", placement, alone)
@@ -210,9 +209,9 @@ def _paired(
     p, m = request.pipeline_size, request.num_microbatches
     known = [_quick(request, placement)]
     if _is_loop(placement):
-        known.append(interleaved.overlapped(p, m, placement.chunks))
+        known.append(families.overlapped(p, m, placement.chunks))
     elif placement == wave(p, 2) and m >= 2 * p:
-        known.append(v_shape.dualpipe_v_order(p, m))
+        known.append(families.dualpipe_v_order(p, m))
     fitting = [s for s in known if keeps(simulate(s, request.costs).peak_memory, limits)]
     found = sorted(alone, key=lambda s: request.seconds(simulate(s, request.costs)))
     seconds = _SECONDS_OF_PAIRS if placement.chunks == 2 else _SECONDS_OF_PAIRS / 4
@@ -276,9 +275,9 @@ def _builders(placement: Placement) -> list[Callable[[Request], list[Schedule]]]
     if placement == looped(p):
         out += map(one, _ONE_CHUNK)
     elif _is_loop(placement):
-        out.append(one(interleaved.interleaved))
+        out.append(one(families.interleaved))
     elif chunks % 2 == 0 and placement == wave(p, chunks):
-        out += [*map(one, _V), partial(v_shape.squeezed_blocks, "auto")] if chunks == 2 else []
+        out += [*map(one, _V), partial(families.squeezed_blocks, "auto")] if chunks == 2 else []
         out.append(one(wave_schedule))
     return [*out, one(partial(_quick, placement=placement))]
 
@@ -310,7 +309,7 @@ def _split_loops(request: Request, placement: Placement) -> list[Schedule]:
     Searches alone are far from them.
     """
     limits = request.limits(placement, 2.0 * request.pipeline_size)
-    orders = interleaved.split_interleaved(
+    orders = families.split_interleaved(
         request.pipeline_size, request.num_microbatches, placement.chunks
     )
     timelines = [simulate(fuse_for_free(order, request.costs), request.costs) for order in orders]

@@ -6,6 +6,13 @@ receive is a blocking rendezvous at its place. So the programs of all ranks are 
 total order, in which a message comes right after the pass that makes it and stands in the programs
 of its sender and of its reader at that place. The first event of the order that has not happened
 can always happen. :func:`lower` replays what it made, to prove it.
+
+:func:`peak_with_messages` is the memory of a rank while it runs its program.
+
+:func:`rollback` cuts a program: a step that begins on weights that are not known to be right first
+runs the forwards that come before any other pass, on every rank. If the weights turn out wrong,
+every rank has run exactly its forwards up to the cut, and every message before it has both been
+sent and been received; what nobody has read is dropped, and the step begins anew.
 """
 
 from __future__ import annotations
@@ -16,10 +23,11 @@ from dataclasses import dataclass
 from typing import NamedTuple, TypeAlias
 
 from megatron_zb.schedules.costs import Costs
-from megatron_zb.schedules.passes import Channel, Message, Pair, Pass
+from megatron_zb.schedules.passes import Channel, Message, Pair, Pass, PassKind
 from megatron_zb.schedules.rules import Moment
 from megatron_zb.schedules.schedule import InvalidSchedule, Schedule
 from megatron_zb.schedules.simulator import Timeline, simulate
+from megatron_zb.schedules.stage_costs import StageCosts
 from megatron_zb.schedules.task_graph import TaskGraph, replay
 
 
@@ -280,3 +288,96 @@ def unfinished(program: Program) -> dict[int, Instruction]:
             for other in moved:
                 position[other] += 1
     return {rank: here for rank in range(len(position)) if (here := at(rank)) is not None}
+
+
+def peak_with_messages(program: Program, rank: int, costs: StageCosts, message: float) -> float:
+    """Return the most memory that a rank holds, in the unit of ``costs.activation``.
+
+    A buffer is there from when its receive is posted until its pass takes it, as part of what the
+    pass holds; a message that was sent, until the next pass begins.
+
+    Args:
+        message: memory of one message, in the same unit.
+    """
+    held = peak = 0.0
+    posted = sent = 0
+    for at in program.ranks[rank]:
+        if isinstance(at, PostReceive):
+            posted += 1
+        elif isinstance(at, WaitReceive):
+            posted -= 1
+        elif isinstance(at, Send):
+            sent += 1
+        elif isinstance(at, Run | RunPair):
+            sent = 0
+            for run in runs_of([at]):
+                change = program.schedule.memory_change(run.work, costs)
+                peak = max(peak, held + max(0.0, change) + message * posted)
+                held += change
+        peak = max(peak, held + message * (posted + sent))
+    return peak
+
+
+@dataclass(frozen=True)
+class Rollback:
+    """Number of instructions before the cut, and messages to drop, for every logical rank.
+
+    ``drops[rank]`` has the messages that have been received before the cut and not been read.
+    """
+
+    ends: tuple[int, ...]
+    drops: tuple[tuple[Message, ...], ...]
+
+
+def rollback(program: Program) -> Rollback:
+    """Find the longest prefixes that hold only forwards, and messages both of whose ends they hold.
+
+    They are a beginning of the total order of the program, so they finish as the program does.
+    """
+    ends = [
+        next((i for i, at in enumerate(rank) if not _is_forward(at)), len(rank))
+        for rank in program.ranks
+    ]
+    while True:
+        held = [
+            set(_ends_of_messages(rank[:end]))
+            for rank, end in zip(program.ranks, ends, strict=True)
+        ]
+        shorter = [
+            next((i for i, at in enumerate(rank[:end]) if not _is_whole(at, held)), end)
+            for rank, end in zip(program.ranks, ends, strict=True)
+        ]
+        if shorter == ends:
+            break
+        ends = shorter
+    prefixes = [rank[:end] for rank, end in zip(program.ranks, ends, strict=True)]
+    return Rollback(tuple(ends), tuple(map(_unread, prefixes)))
+
+
+def _is_forward(at: Instruction) -> bool:
+    if isinstance(at, RunPair):
+        return False
+    return at.work.kind is PassKind.F if isinstance(at, Run) else not at.message.is_gradient
+
+
+def _ends_of_messages(
+    instructions: tuple[Instruction, ...],
+) -> Iterator[tuple[type, Channel, Message]]:
+    for at in instructions:
+        if isinstance(at, Send | PostReceive):
+            yield type(at), at.channel, at.message
+
+
+def _is_whole(at: Instruction, held: list[set[tuple[type, Channel, Message]]]) -> bool:
+    """Return whether the other end of a message is before the cut, too."""
+    if isinstance(at, Send):
+        return (PostReceive, *at) in held[at.channel.target]
+    if isinstance(at, PostReceive):
+        return (Send, *at) in held[at.channel.source]
+    return True
+
+
+def _unread(prefix: tuple[Instruction, ...]) -> tuple[Message, ...]:
+    taken = {at.message for at in prefix if isinstance(at, WaitReceive)}
+    received = (at.message for at in prefix if isinstance(at, PostReceive))
+    return tuple(message for message in received if message not in taken)
