@@ -25,15 +25,14 @@ import yaml
 from published_throughput import Throughput, all_rows
 
 from megatron_zb import schedules
-from megatron_zb.measured.units import GIB
-from megatron_zb.planner.candidate import ScheduleCandidate, candidates_of
+from megatron_zb.parsing import GIB
 from megatron_zb.planner.device import DeviceConfig, read_device
 from megatron_zb.planner.model import ModelConfig, read_model
 from megatron_zb.planner.prediction import Build, IterationSettings, Prediction, predict
 from megatron_zb.planner.search import search
 from megatron_zb.planner.settings import PlanJob
 from megatron_zb.planner.stages import StageWorkload, cut_into_stages
-from megatron_zb.planner.strategy import Choices, Strategy
+from megatron_zb.planner.strategy import Choices, ScheduleCandidate, Strategy, candidates_of
 from megatron_zb.planner.work import Workload
 from megatron_zb.schedules import Costs, Schedule, families
 from megatron_zb.schedules.request import Limit, Request

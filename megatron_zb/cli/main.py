@@ -173,7 +173,7 @@ def _add_flags(commands: _Commands) -> None:
 
 
 def _flags(arguments: argparse.Namespace) -> None:
-    from megatron_zb.planner.builtin_configs import path_of
+    from megatron_zb.measured.config import path_of
     from megatron_zb.planner.model import read_model
     from megatron_zb.planner.model_flags import mock_data_flags, model_flags
 

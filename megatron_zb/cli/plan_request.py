@@ -10,14 +10,18 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from megatron_zb.errors import UsageError
-from megatron_zb.measured.units import size_in_bytes
-from megatron_zb.parsing import flag_of
-from megatron_zb.planner.builtin_configs import path_of
-from megatron_zb.planner.candidate import ScheduleCandidate, candidates_of, names_in
+from megatron_zb.measured.config import path_of
+from megatron_zb.parsing import flag_of, size_in_bytes
 from megatron_zb.planner.device import DeviceConfig, read_device
 from megatron_zb.planner.model import ModelConfig, read_model
 from megatron_zb.planner.settings import PlanJob
-from megatron_zb.planner.strategy import RECOMPUTE, Choices
+from megatron_zb.planner.strategy import (
+    RECOMPUTE,
+    Choices,
+    ScheduleCandidate,
+    candidates_of,
+    names_in,
+)
 from megatron_zb.planner.unequal import SequenceLengths
 
 _SIZES = {
@@ -42,7 +46,7 @@ def read_training(words: Sequence[str]) -> tuple[ModelConfig, dict[str, str]]:
     """
     from megatron_zb.cli.check import installed_series
     from megatron_zb.megatron_lm import argument_table, flags
-    from megatron_zb.planner.model_of_arguments import model_of
+    from megatron_zb.planner.model_flags import model_of
 
     parser = flags.add_arguments(argument_table.parser_of(installed_series()))
     model = model_of(parser.parse_args(list(words)))

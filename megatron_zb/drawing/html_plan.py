@@ -27,15 +27,14 @@ from megatron_zb.drawing.html_page import picture
 from megatron_zb.measured.fit import Fit
 from megatron_zb.measured.profile import Profile
 from megatron_zb.measured.trace import ComparedStep, StepDifference
-from megatron_zb.measured.units import GIB, gib
+from megatron_zb.parsing import GIB, gib
 from megatron_zb.planner import table
-from megatron_zb.planner.candidate import MEGATRON_1F1B
-from megatron_zb.planner.flags import flags
 from megatron_zb.planner.from_profile import MeasuredRow, ProfileRequest
 from megatron_zb.planner.prediction import Prediction
 from megatron_zb.planner.reasons import reason
 from megatron_zb.planner.search import Plan
-from megatron_zb.planner.table import Point, points
+from megatron_zb.planner.strategy import MEGATRON_1F1B
+from megatron_zb.planner.table import Point, flags, points
 from megatron_zb.schedules import Timeline
 
 if TYPE_CHECKING:

@@ -14,13 +14,13 @@ from dataclasses import dataclass
 from operator import add
 
 from megatron_zb.planner.model import ModelConfig
-from megatron_zb.planner.operators import (
+from megatron_zb.planner.work import (
+    Workload,
     joining_weights,
     operators_of,
     predicted_layers,
     weights_of,
 )
-from megatron_zb.planner.work import Workload
 
 # Bytes of each weight: 16-bit weight, 32-bit gradient, and Adam's 32-bit weight and two moments.
 WEIGHT, GRADIENT, OPTIMIZER = 2, 4, 12

@@ -16,12 +16,11 @@ from small_models import SMALL, a100, small
 from megatron_zb.cli import main as cli
 from megatron_zb.drawing import html_plan, terminal
 from megatron_zb.drawing.chart import Axis
-from megatron_zb.measured.units import GIB
+from megatron_zb.parsing import GIB
 from megatron_zb.planner import table
-from megatron_zb.planner.candidate import candidates_of
 from megatron_zb.planner.search import Plan, search
 from megatron_zb.planner.settings import PlanJob
-from megatron_zb.planner.strategy import Choices
+from megatron_zb.planner.strategy import Choices, candidates_of
 from megatron_zb.planner.table import Point, is_on_front, points
 
 pytestmark = pytest.mark.usefixtures("brief_searches")

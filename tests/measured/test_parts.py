@@ -14,8 +14,8 @@ from megatron_zb.measured.fit import Fit
 from megatron_zb.measured.parts import AFTER, BEFORE, DATA, LAYERS, MULTI_TOKEN, OUTPUT, StageTimes
 from megatron_zb.measured.profile import Profile
 from megatron_zb.megatron_core.profiling import _before_passes, _mean_within
-from megatron_zb.planner.candidate import MEGATRON_1F1B, MEGATRON_INTERLEAVED, candidates_of
 from megatron_zb.planner.from_profile import ProfileRequest, rows
+from megatron_zb.planner.strategy import MEGATRON_1F1B, MEGATRON_INTERLEAVED, candidates_of
 from megatron_zb.runtime.observer import Span
 from megatron_zb.schedules import layout
 from megatron_zb.schedules.layout import Layers, Letters
