@@ -1,14 +1,19 @@
-"""Errors for everything that the user can correct, such as a package that is not installed."""
+"""Errors for everything that the user can correct, and the end of a job's process with one."""
 
 from __future__ import annotations
 
+import faulthandler
+import os
 import shlex
+import signal
 import sys
+import time
 import traceback
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib.util import find_spec
+from typing import NoReturn
 
 
 class UsageError(ValueError):
@@ -87,4 +92,42 @@ def _describe(module: str, error: ModuleNotFoundError) -> str:
     return (
         f"the package {package} is not installed{where}: run {shlex.quote(sys.executable)} -m pip "
         f"install {shlex.quote(package)}, and megatron-zb doctor, which lists all that is missing"
+    )
+
+
+# --- the end of a process: arguments that cannot run, or another rank that has ended
+
+
+_TIME_FOR_OTHERS = 4.0  # seconds: to get as far as this rank has
+_TIME_FOR_RANK_0 = 20.0
+_SAID = ("Connection reset by peer", "Connection closed by peer", "Broken pipe")
+"""Parts of gloo's errors where another rank has ended."""
+
+
+def end_with(error: UsageError, rank: int, *, speaks: bool | None = None) -> NoReturn:
+    """End this process of a job with code 2, for a mistake that ends every rank.
+
+    One rank prints the error, at once: rank 0 unless ``speaks`` is given. The launcher ends all
+    processes as soon as one has failed, and Megatron has them print their stacks then: so that rank
+    waits until the others have come here, where they wait silently and print only if they are left
+    alone.
+    """
+    speaks = rank == 0 if speaks is None else speaks
+    if not speaks:
+        faulthandler.unregister(signal.SIGTERM)
+        time.sleep(_TIME_FOR_RANK_0)
+    sys.stdout.flush()
+    print(f"megatron_zb: error: {error}", file=sys.stderr, flush=True)
+    if speaks and int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        time.sleep(_TIME_FOR_OTHERS)
+    os._exit(2)
+
+
+def describe_lost_peer(error: BaseException, rank: int) -> str | None:
+    """Return one sentence for an error that follows from the end of another rank, else None."""
+    if not isinstance(error, RuntimeError) or not any(said in str(error) for said in _SAID):
+        return None
+    return (
+        f"megatron_zb: error: rank {rank} has lost the connection to another rank, which has "
+        "ended: what that one said, or torchrun's report, tells why"
     )

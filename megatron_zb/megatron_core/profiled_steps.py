@@ -29,10 +29,10 @@ from megatron_zb.megatron_core.step import (
     on_gpu,
     say_on_first_rank,
 )
+from megatron_zb.runtime.autograd_stage import WeightGradQueue
 from megatron_zb.runtime.link_times import clock_ahead, copy_times, link_times
 from megatron_zb.runtime.observer import Observer
 from megatron_zb.runtime.offload import HostMemory
-from megatron_zb.runtime.weight_grad import WeightGradQueue
 from megatron_zb.schedules.costs import Costs
 from megatron_zb.schedules.layout import Letters
 from megatron_zb.schedules.schedule import Schedule

@@ -22,8 +22,7 @@ from megatron_zb.job.settings import (
 )
 from megatron_zb.measured import balance
 from megatron_zb.megatron_core import refusals
-from megatron_zb.megatron_core.adapter import PipelineAdapter
-from megatron_zb.megatron_core.build_adapter import Chunks, build_adapter, copy_of
+from megatron_zb.megatron_core.adapter import Chunks, PipelineAdapter, build_adapter, copy_of
 from megatron_zb.megatron_core.connections import group_options
 from megatron_zb.megatron_core.current_schedule import JobSizes
 from megatron_zb.megatron_core.refusals import OVERLAP, Asked

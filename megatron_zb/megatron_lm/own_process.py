@@ -229,8 +229,8 @@ def _validate(words: list[str]) -> None:
 
     from megatron_zb.megatron_lm import flags
     from megatron_zb.megatron_lm.adapter_of_arguments import adapter_of, prepare_overlap
+    from megatron_zb.megatron_lm.hooks import ScheduledRun
     from megatron_zb.megatron_lm.replacing import replace_static
-    from megatron_zb.megatron_lm.scheduled_run import ScheduledRun
 
     sys.argv[1:] = words
     args = arguments.parse_args(flags.add_arguments)

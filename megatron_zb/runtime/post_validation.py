@@ -17,8 +17,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from megatron_zb.runtime.channels import new_groups
 from megatron_zb.runtime.executor import Allocate, Execution, Transport
-from megatron_zb.runtime.groups import new_groups
 from megatron_zb.runtime.observer import Observer
 from megatron_zb.schedules.lowering import Program, Rollback
 
