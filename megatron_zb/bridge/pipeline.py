@@ -53,7 +53,7 @@ from megatron_zb.megatron_lm.replacing import (
     replace_static,
 )
 from megatron_zb.schedules import catalog
-from megatron_zb.schedules.work import Lengths
+from megatron_zb.schedules.step_plan import Lengths
 
 IMPORTER_MODULE = "megatron.bridge.models.conversion.model_bridge"
 _CLASS, _METHOD = "MegatronModelBridge", "_broadcast_shared_embeddings"

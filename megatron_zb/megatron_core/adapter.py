@@ -48,10 +48,9 @@ from megatron_zb.megatron_core.step import StepPart, device
 from megatron_zb.megatron_core.transformer_engine import split_transformer_engine
 from megatron_zb.megatron_core.verification import UnsplitLayers, Verification
 from megatron_zb.parsing import flag_of
-from megatron_zb.runtime.activation_memory import ActivationMemory
+from megatron_zb.runtime.activation_memory import ActivationMemory, HostCopyEngines
 from megatron_zb.runtime.autograd_stage import WeightGradQueue
 from megatron_zb.runtime.channels import GroupOptions
-from megatron_zb.runtime.offload import HostCopyEngines
 from megatron_zb.schedules import catalog, interchange
 from megatron_zb.schedules.catalog import Build
 from megatron_zb.schedules.costs import Costs

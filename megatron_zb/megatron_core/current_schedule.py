@@ -22,8 +22,12 @@ from megatron_zb.schedules.placement import Placement, looped, wave
 from megatron_zb.schedules.request import Limit, keeps
 from megatron_zb.schedules.schedule import Schedule
 from megatron_zb.schedules.simulator import simulate
-from megatron_zb.schedules.step_plan import in_forward_order, usual_limit
-from megatron_zb.schedules.work import NO_ATTENTION, AttentionWork
+from megatron_zb.schedules.step_plan import (
+    NO_ATTENTION,
+    AttentionWork,
+    in_forward_order,
+    usual_limit,
+)
 
 _INPUT = 1 / 17
 """What the input of a layer takes of its activation: 2 of about 34 bytes a number in 16 bits

@@ -26,8 +26,14 @@ from megatron_zb.megatron_core.step import Step, StepPart, activation_shape
 from megatron_zb.runtime.channels import new_groups
 from megatron_zb.schedules.lowering import Program, lower
 from megatron_zb.schedules.simulator import simulate
-from megatron_zb.schedules.step_plan import Order, StepPlan, plan_forwards, plan_step
-from megatron_zb.schedules.work import Lengths, costs_of_work
+from megatron_zb.schedules.step_plan import (
+    Lengths,
+    Order,
+    StepPlan,
+    costs_of_work,
+    plan_forwards,
+    plan_step,
+)
 
 
 @dataclass(frozen=True)

@@ -32,8 +32,13 @@ from megatron_zb.planner.table import name_in, setting_of
 from megatron_zb.planner.work import Workload
 from megatron_zb.schedules import Costs, Schedule, catalog
 from megatron_zb.schedules.simulator import Timeline
-from megatron_zb.schedules.step_plan import plan_step, usual_limit
-from megatron_zb.schedules.work import AttentionWork, Lengths, costs_of_work
+from megatron_zb.schedules.step_plan import (
+    AttentionWork,
+    Lengths,
+    costs_of_work,
+    plan_step,
+    usual_limit,
+)
 
 _STEPS = 3
 # Replicas of a step that are drawn at most: more wait for the slowest hardly longer.

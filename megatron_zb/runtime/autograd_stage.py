@@ -15,8 +15,7 @@ from torch.autograd import Variable
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from megatron_zb.errors import UsageError
-from megatron_zb.runtime.activation_memory import ActivationMemory
-from megatron_zb.runtime.offload import MovedActivations
+from megatron_zb.runtime.activation_memory import ActivationMemory, MovedActivations
 
 
 class WeightGradTask(NamedTuple):

@@ -17,7 +17,7 @@ from megatron_zb.schedules.families import wave as wave_schedule
 from megatron_zb.schedules.placement import Placement, looped, wave
 from megatron_zb.schedules.request import Limit, LimitTooSmall, Request, keeps
 from megatron_zb.schedules.schedule import Schedule
-from megatron_zb.schedules.search.fusing import fuse_for_free
+from megatron_zb.schedules.search.place_w import fuse_for_free
 from megatron_zb.schedules.search.placement_search import (
     QUICK,
     orders_to_move,

@@ -18,8 +18,11 @@ from megatron_zb.schedules.passes import Pass, PassKind
 from megatron_zb.schedules.placement import Placement, looped, v_shape
 from megatron_zb.schedules.request import Request, keeps
 from megatron_zb.schedules.schedule import Schedule
-from megatron_zb.schedules.search.fusing import fuse_all
-from megatron_zb.schedules.search.place_w import place_weight_gradients, squeezed_if_it_fits
+from megatron_zb.schedules.search.place_w import (
+    fuse_all,
+    place_weight_gradients,
+    squeezed_if_it_fits,
+)
 from megatron_zb.schedules.search.placement_search import search_placement
 from megatron_zb.schedules.simulator import peak_held_chunks, simulate
 

@@ -16,7 +16,7 @@ from megatron_zb.drawing.html_plan import save_step
 from megatron_zb.measured.profile import HostLinkProfile, Profile
 from megatron_zb.measured.trace import ComparedStep, compared, of_spans
 from megatron_zb.schedules import Costs, PassKind, Schedule
-from megatron_zb.schedules.search.fusing import split_all
+from megatron_zb.schedules.search.place_w import split_all
 
 pytestmark = pytest.mark.usefixtures("brief_searches")
 

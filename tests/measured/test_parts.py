@@ -21,7 +21,7 @@ from megatron_zb.schedules import layout
 from megatron_zb.schedules.layout import Layers, Letters
 from megatron_zb.schedules.passes import PassKind
 from megatron_zb.schedules.placement import Placement, v_shape
-from megatron_zb.schedules.search.fusing import join_all, split_all
+from megatron_zb.schedules.search.place_w import join_all, split_all
 
 M, P, LAYERS_IN_ALL = 6, 2, 8
 KINDS = ("forward", "backward", "weight", "whole")

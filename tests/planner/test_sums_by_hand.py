@@ -21,7 +21,7 @@ from megatron_zb.planner.step import Travel, by_formula, seconds_apart
 from megatron_zb.planner.strategy import candidates_of
 from megatron_zb.planner.work import PassSeconds
 from megatron_zb.schedules.placement import looped
-from megatron_zb.schedules.work import NO_ATTENTION, AttentionWork
+from megatron_zb.schedules.step_plan import NO_ATTENTION, AttentionWork
 
 
 @pytest.mark.parametrize(

@@ -26,7 +26,7 @@ from megatron_zb.planner.unequal import (
     together,
     with_lengths,
 )
-from megatron_zb.schedules.work import Lengths
+from megatron_zb.schedules.step_plan import Lengths
 
 SIZES = "--config llama3_8b --gpus 8 --device h100_sxm --tensor 2 --pipeline 4".split()
 

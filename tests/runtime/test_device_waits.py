@@ -40,7 +40,7 @@ PLACES = {
     "runtime/link_times.py:copy_times.seconds": BETWEEN_STEPS,
     "runtime/channels.py:new_groups": BETWEEN_STEPS,
     "runtime/watchdog.py:Inquiry.ask": HOST,
-    "runtime/offload.py:_end": STREAM + "; on a CPU for a thread of the host",
+    "runtime/activation_memory.py:_end": STREAM + "; on a CPU for a thread of the host",
     "runtime/link_times.py:_fastest_round": "of a message that has been received",
     "runtime/link_times.py:_finished": "the current stream; the message's peer waits for nothing",
     "runtime/post_validation.py:StateExchange.finish": HOST,

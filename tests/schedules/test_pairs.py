@@ -29,8 +29,8 @@ from megatron_zb.schedules.passes import Message, Pair, Pass, PassKind
 from megatron_zb.schedules.placement import Placement, looped, v_shape, wave
 from megatron_zb.schedules.schedule import InvalidSchedule, Schedule
 from megatron_zb.schedules.search import kernels
-from megatron_zb.schedules.search.fusing import fuse_for_free, join_all, split_all
 from megatron_zb.schedules.search.hill_climbing import Effort
+from megatron_zb.schedules.search.place_w import fuse_for_free, join_all, split_all
 from megatron_zb.schedules.search.placement_search import search_pairs
 from megatron_zb.schedules.search.runner import Problem
 from megatron_zb.schedules.simulator import simulate

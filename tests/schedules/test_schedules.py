@@ -27,7 +27,7 @@ from megatron_zb.schedules.families import split_interleaved
 from megatron_zb.schedules.passes import Pass, PassKind
 from megatron_zb.schedules.placement import Placement, looped, v_shape, wave
 from megatron_zb.schedules.schedule import InvalidSchedule, Schedule
-from megatron_zb.schedules.search.fusing import fuse_for_free
+from megatron_zb.schedules.search.place_w import fuse_for_free
 
 pytestmark = pytest.mark.usefixtures("brief_searches")
 

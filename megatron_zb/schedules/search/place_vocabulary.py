@@ -24,10 +24,9 @@ from megatron_zb.schedules.placement import Placement
 from megatron_zb.schedules.request import Request
 from megatron_zb.schedules.rules import EmbeddingRules, VocabularyRules
 from megatron_zb.schedules.schedule import Schedule
-from megatron_zb.schedules.search.fusing import fuse_for_free
 from megatron_zb.schedules.search.hill_climbing import search
 from megatron_zb.schedules.search.kernels import engine
-from megatron_zb.schedules.search.place_w import GapFiller
+from megatron_zb.schedules.search.place_w import GapFiller, fuse_for_free
 from megatron_zb.schedules.search.placement_search import NAMED_SECONDS
 from megatron_zb.schedules.search.runner import SINGLE, Problem, effort_of
 from megatron_zb.schedules.simulator import Timeline, simulate

@@ -22,11 +22,11 @@ from megatron_zb.schedules.placement import Placement
 from megatron_zb.schedules.request import Limit, Request, keeps
 from megatron_zb.schedules.schedule import Schedule
 from megatron_zb.schedules.search import state_search
-from megatron_zb.schedules.search.fusing import fuse_for_free, split_all
 from megatron_zb.schedules.search.hill_climbing import POOL, Climb, Found, climbed, search
 from megatron_zb.schedules.search.inner_loops import INFINITY, PairCosts, PairPriorities
 from megatron_zb.schedules.search.kernels import available, engine
 from megatron_zb.schedules.search.place_moves import place_moves, polish_moves, with_drops
+from megatron_zb.schedules.search.place_w import fuse_for_free, split_all
 from megatron_zb.schedules.search.priority_weights import PriorityWeights
 from megatron_zb.schedules.search.runner import (
     PAIRS,
