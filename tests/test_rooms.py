@@ -27,6 +27,7 @@ ROOMS: dict[str, set[str]] = {
     "drawing": {"schedules", "measured", "planner"},
     "cli": {
         "schedules",
+        "job",
         "measured",
         "runtime",
         "megatron_core",

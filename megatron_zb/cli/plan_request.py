@@ -45,10 +45,11 @@ def read_training(words: Sequence[str]) -> tuple[ModelConfig, dict[str, str]]:
         UsageError: an argument is unknown or wrong, or the planner cannot count it.
     """
     from megatron_zb.cli.check import installed_series
-    from megatron_zb.megatron_lm import argument_table, flags
+    from megatron_zb.job import settings
+    from megatron_zb.megatron_lm import argument_table
     from megatron_zb.planner.model_flags import model_of
 
-    parser = flags.add_arguments(argument_table.parser_of(installed_series()))
+    parser = settings.add_megatron_lm_arguments(argument_table.parser_of(installed_series()))
     model = model_of(parser.parse_args(list(words)))
     for action in parser._actions:
         action.default = argparse.SUPPRESS

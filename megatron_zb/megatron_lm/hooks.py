@@ -33,7 +33,6 @@ from megatron_zb.megatron_core.refusals import Asked
 from megatron_zb.megatron_lm import (
     argument_table,
     fingerprint,
-    flags,
     models,
     post_validation_hooks,
     stored_placement,
@@ -430,7 +429,7 @@ class _Hooks:
     def _add_arguments(self, original: Any, parser: Any) -> Any:
         parser = original(parser)
         self._new = argument_table.new_arguments(parser)
-        flags.add_arguments(parser)
+        settings.add_megatron_lm_arguments(parser)
         self._flags = frozenset(parser._option_string_actions)
         return parser
 
@@ -441,7 +440,7 @@ class _Hooks:
         rendezvous = Rendezvous(args.rank, args.world_size, seconds, end=end)
         values = fingerprint.of_arguments(args, self._flags)
         validate = partial(original, args, *rest, **defaults)
-        if flags.choice(args) is None:
+        if settings.chosen_flag(args) is None:
             rendezvous.stay_away(_ARGUMENTS, values)
             self._check_unscheduled(args)
             return validate()
@@ -476,7 +475,7 @@ class _Hooks:
         """Prepare the arguments, and set the new ones that older ones stand for."""
         if self.prepare is not None:
             self.prepare(args)
-        for line in flags.translate_older(args):
+        for line in settings.translate_older(args):
             _say(f"megatron_zb: {line}", args.rank)
 
     def _scheduled_run(self, args: Any, rendezvous: Rendezvous) -> ScheduledRun:
@@ -546,7 +545,7 @@ def _check_data(loaded: Any, args: Any, data: data_contents.Record) -> None:
 def _load_yaml(original: Any, path: str) -> Any:
     """Load the YAML arguments, and refuse a schedule: they replace the command line unchecked."""
     loaded = original(path)
-    chosen = flags.choice_in(sys.argv[1:])
+    chosen = settings.chosen_flag_in(sys.argv[1:])
     if chosen is None and getattr(loaded, "pipeline_schedule", None):
         chosen = f"pipeline_schedule: {loaded.pipeline_schedule} in it"
     if chosen is not None:
