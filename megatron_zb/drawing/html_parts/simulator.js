@@ -20,7 +20,7 @@ const pipelines = (() => {
     return { p, rankOf, stagesOf, chunkOf, chunks: rankOf.length / p, stages: rankOf.length };
   }
 
-  /** The placement and the passes of each rank, from what orders.py has written. */
+  /** The placement and the passes of each rank, from what html_drawing.py has written. */
   function decode({ name, p, m, rank_of: rankOf, ranks, pairs }) {
     const place = placement(p, rankOf);
     return {
