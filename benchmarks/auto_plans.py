@@ -26,13 +26,13 @@ from rich.console import Console
 from rich.table import Table
 
 from megatron_zb.errors import UsageError
-from megatron_zb.planner.builtin_configs import folder
-from megatron_zb.planner.candidate import candidates_of
+from megatron_zb.measured.config import builtin_folder
 from megatron_zb.planner.device import read_device
 from megatron_zb.planner.model import ModelConfig, read_model
 from megatron_zb.planner.reasons import recommended
 from megatron_zb.planner.search import Plan, search
 from megatron_zb.planner.settings import PlanJob
+from megatron_zb.planner.strategy import candidates_of
 
 _LEVEL = 1e-9  # rounding
 
@@ -83,7 +83,7 @@ def wrong_recommendation(path: Path) -> str | None:
     written = model.recommended
     if written is None or written.gpus is None or written.device is None:
         return None
-    plan = plan_of(model, folder("devices") / f"{written.device}.yaml", written.gpus)
+    plan = plan_of(model, builtin_folder("devices") / f"{written.device}.yaml", written.gpus)
     found = recommended(plan) or "none"
     cuts = found != "none" and plan.ranked[0].cuts_vocabulary
     if (found, cuts) == (written.schedule, written.cuts_vocabulary):
@@ -117,8 +117,8 @@ def parser() -> argparse.ArgumentParser:
 
 def main() -> int:
     arguments = parser().parse_args()
-    models = chosen(folder("models"), arguments.models)
-    devices = chosen(folder("devices"), arguments.devices)
+    models = chosen(builtin_folder("models"), arguments.models)
+    devices = chosen(builtin_folder("devices"), arguments.devices)
     rows: list[Row] = []
     if not arguments.only_recommendations:
         for row in compared(models, devices, arguments.gpus, arguments.processes):

@@ -18,10 +18,9 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from one_device import Meter
 from torch.nn import functional
 
-from megatron_zb.megatron_core.linear import SplitBackward, split_linear_layers
+from megatron_zb.megatron_core.split_backward import SplitBackward, split_linear_layers
 from megatron_zb.megatron_core.transformer_engine import split_transformer_engine
-from megatron_zb.runtime.autograd_stage import AutogradStage
-from megatron_zb.runtime.weight_grad import WeightGradQueue
+from megatron_zb.runtime.autograd_stage import AutogradStage, WeightGradQueue
 
 
 class FlashAttention(MegatronModule):

@@ -30,7 +30,7 @@ from torch_schedules import torch_schedule
 
 from megatron_zb import schedules
 from megatron_zb.megatron_core.adapter import JobSizes, PipelineAdapter
-from megatron_zb.runtime.weight_grad import WeightGradQueue
+from megatron_zb.runtime.autograd_stage import WeightGradQueue
 from megatron_zb.schedules.layout import Layers
 from megatron_zb.schedules.placement import Placement, looped, v_shape
 

@@ -22,8 +22,7 @@ import provenance
 
 from megatron_zb import schedules
 from megatron_zb.schedules.bounds import lower_bound
-from megatron_zb.schedules.families.interleaved import overlapped
-from megatron_zb.schedules.families.v_shape import dualpipe_v_order
+from megatron_zb.schedules.families import dualpipe_v_order, overlapped
 from megatron_zb.schedules.placement import wave
 
 

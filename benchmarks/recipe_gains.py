@@ -37,8 +37,8 @@ import yaml
 
 from megatron_zb import schedules
 from megatron_zb.errors import UsageError
+from megatron_zb.measured.config import builtin_folder
 from megatron_zb.planner import recomputation
-from megatron_zb.planner.builtin_configs import folder
 from megatron_zb.planner.byte_counts import layer_held
 from megatron_zb.planner.device import read_device
 from megatron_zb.planner.model import ModelConfig, read_model
@@ -126,7 +126,7 @@ def _models() -> dict[str, ModelConfig]:
     found = {}
     for name, sizes in yaml.safe_load(MODELS.read_text(encoding="utf-8")).items():
         if isinstance(sizes, str):
-            found[name] = read_model(folder("models") / f"{sizes}.yaml")
+            found[name] = read_model(builtin_folder("models") / f"{sizes}.yaml")
         else:
             about = {"name": name, "source": "config.json", "sequence_length": 4096}
             found[name] = ModelConfig(**about, global_batch_size=512, **sizes)
@@ -157,7 +157,7 @@ def _load(model: ModelConfig, recipe: dict[str, str], recompute: str) -> Workloa
         recompute=recompute,
         precision="fp8" if recipe["precision"].startswith(("fp8", "nvfp4")) else "bf16",
     )
-    device = read_device(folder("devices") / "h100_sxm.yaml")
+    device = read_device(builtin_folder("devices") / "h100_sxm.yaml")
     return Workload(model, device, strategy, model.sequence_length)
 
 

@@ -39,10 +39,9 @@ from rich.console import Console
 from rich.table import Table
 
 from megatron_zb import schedules
+from megatron_zb.runtime.progress import RankProgress
 from megatron_zb.runtime.synthetic_steps import SyntheticSteps, join, seconds_of_link
-from megatron_zb.runtime.watchdog.inquiry import Inquiry
-from megatron_zb.runtime.watchdog.progress import RankProgress
-from megatron_zb.runtime.watchdog.watchdog import Watchdog, WatchedRank
+from megatron_zb.runtime.watchdog import Inquiry, Watchdog, WatchedRank
 from megatron_zb.schedules.passes import Pass, PassKind
 
 MOST = 1.005

@@ -15,7 +15,7 @@ import sys
 
 from megatron_zb import schedules
 from megatron_zb.schedules.costs import Costs
-from megatron_zb.schedules.program.waiting_kernels import Waiting, waiting_kernels
+from megatron_zb.schedules.waiting_kernels import Waiting, waiting_kernels
 
 ROWS = [(name, 8, 32, False) for name in ("1f1b", "zb-h1", "v-half", "v-zb")]
 WITH_VOCABULARY = [("v-half", 8, 32, True), ("v-half", 16, 64, True)]

@@ -9,8 +9,7 @@ import torch
 import torch.distributed as dist
 from distilled_blocks import Blocks
 
-from megatron_zb.runtime.channels import Channels
-from megatron_zb.runtime.groups import new_groups
+from megatron_zb.runtime.channels import Channels, new_groups
 from megatron_zb.schedules.placement import Placement
 from megatron_zb_distill.relay_steps import Exchange, relay_steps
 from megatron_zb_distill.schedule.distribution import BlockCosts, Distribution

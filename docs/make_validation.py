@@ -25,20 +25,17 @@ import yaml
 from published_throughput import Throughput, all_rows
 
 from megatron_zb import schedules
-from megatron_zb.measured.units import GIB
-from megatron_zb.planner.candidate import ScheduleCandidate, candidates_of
+from megatron_zb.parsing import GIB
 from megatron_zb.planner.device import DeviceConfig, read_device
 from megatron_zb.planner.model import ModelConfig, read_model
 from megatron_zb.planner.prediction import Build, IterationSettings, Prediction, predict
 from megatron_zb.planner.search import search
 from megatron_zb.planner.settings import PlanJob
 from megatron_zb.planner.stages import StageWorkload, cut_into_stages
-from megatron_zb.planner.strategy import Choices, Strategy
+from megatron_zb.planner.strategy import Choices, ScheduleCandidate, Strategy, candidates_of
 from megatron_zb.planner.work import Workload
-from megatron_zb.schedules import Costs, Schedule
-from megatron_zb.schedules.families import v_shape
-from megatron_zb.schedules.limit import Limit
-from megatron_zb.schedules.request import Request
+from megatron_zb.schedules import Costs, Schedule, families
+from megatron_zb.schedules.request import Limit, Request
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGE = ROOT / "docs" / "validation.md"
@@ -60,10 +57,10 @@ PROFILED = {
 
 
 # The blocks of arXiv 2405.15362, with the memory that they promise.
-BLOCKS: dict[str, tuple[Callable[[int, int], v_shape.Offsets], Callable[[int], float]]] = {
-    "v-min": (v_shape.v_min_offsets, v_shape.v_min_peak),
-    "v-half": (v_shape.v_half_offsets, v_shape.v_half_peak),
-    "v-zb": (v_shape.v_zb_offsets, float),
+BLOCKS: dict[str, tuple[Callable[[int, int], families.Offsets], Callable[[int], float]]] = {
+    "v-min": (families.v_min_offsets, families.v_min_peak),
+    "v-half": (families.v_half_offsets, families.v_half_peak),
+    "v-zb": (families.v_zb_offsets, float),
 }
 
 
@@ -190,7 +187,7 @@ def _published_build(family: str) -> Build:
         offsets, peak = BLOCKS[family]
         equal = Costs.uniform(pipeline_size=p, forward=1, backward=1, weight=1)
         request = Request(pipeline_size=p, num_microbatches=m, costs=equal, limit=Limit())
-        (schedule,) = v_shape.of_block(family, offsets, request, peak(p))
+        (schedule,) = families.of_v_block(family, offsets, request, peak(p))
         return schedule
 
     return repeated if family in BLOCKS else solved

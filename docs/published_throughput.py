@@ -9,8 +9,7 @@ from typing import Any
 
 import yaml
 
-from megatron_zb.measured.units import GIB
-from megatron_zb.planner.candidate import candidates_of
+from megatron_zb.parsing import GIB
 from megatron_zb.planner.device import DeviceConfig, read_device
 from megatron_zb.planner.model import ModelConfig, read_model
 from megatron_zb.planner.operators import model_flops
@@ -18,7 +17,7 @@ from megatron_zb.planner.prediction import IterationSettings, Prediction, predic
 from megatron_zb.planner.search import search
 from megatron_zb.planner.settings import PlanJob
 from megatron_zb.planner.stages import cut_into_stages
-from megatron_zb.planner.strategy import Choices, Strategy
+from megatron_zb.planner.strategy import Choices, Strategy, candidates_of
 from megatron_zb.planner.work import Workload
 
 ROOT = Path(__file__).resolve().parents[1]

@@ -1,8 +1,9 @@
-"""Reading of files that a user names: regular ones, up to a size."""
+"""Files that a user names: read up to a size, or checked before work whose result they hold."""
 
 from __future__ import annotations
 
 import errno
+import os
 import stat
 from pathlib import Path
 
@@ -64,3 +65,28 @@ def read_tracker(tracker: Path) -> str:
 
 def _size(most: int) -> str:
     return f"{most >> 20} MiB" if most >= 1 << 20 else f"{most} bytes"
+
+
+def check_writable(path: Path) -> None:
+    """Check that a file can be written.
+
+    Raises:
+        UsageError: it is a folder, its folder is missing, or nothing can be written there.
+    """
+    try:
+        if path.is_dir():
+            raise UsageError(f"cannot write '{path}': it is a folder: give the name of a file")
+        nearest = next(folder for folder in path.absolute().parents if folder.exists())
+        is_folder = nearest.is_dir()
+    except OSError as error:
+        raise UsageError(f"cannot write '{path}': {error.strerror}") from error
+    if not is_folder:
+        raise UsageError(f"cannot write '{path}': '{nearest}' is a file and no folder")
+    if nearest != path.absolute().parent:
+        raise UsageError(
+            f"cannot write '{path}': there is no folder '{path.parent}': make it first"
+        )
+    if not os.access(nearest, os.W_OK | os.X_OK):
+        raise UsageError(
+            f"cannot write '{path}': in '{nearest}' nothing may be written: give another folder"
+        )

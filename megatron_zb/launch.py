@@ -16,9 +16,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from megatron_zb.errors import UsageError
-from megatron_zb.job.ending import describe_lost_peer, end_with
-from megatron_zb.missing import told_if_missing
+from megatron_zb.errors import UsageError, describe_lost_peer, end_with, told_if_missing
 
 if TYPE_CHECKING:
     from megatron_zb.megatron_lm.checkout import Checkout

@@ -30,6 +30,7 @@ MOVED = {
     "megatron_zb.cli.quickstart": "megatron_zb_train.quickstart",
     "megatron_zb.cli.sleeping_steps": "megatron_zb_train.sleeping_steps",
     "megatron_zb.megatron_core.initialisation": "megatron_zb.megatron_core.random_streams",
+    "megatron_zb.planner.attention": "megatron_zb.planner.mixers",
 }
 
 

@@ -1,4 +1,7 @@
-"""Argument parser of every command; its UsageErrors say what would be right."""
+"""What users write: the argument parser of every command, and sizes of memory.
+
+Its UsageErrors say what would be right.
+"""
 
 from __future__ import annotations
 
@@ -173,3 +176,43 @@ def separated(words: Sequence[str], parser: argparse.ArgumentParser) -> list[str
         at += 1 + own[words[at].partition("=")[0]] * ("=" not in words[at])
     rest = list(words[at:])
     return [*words[:at], *([] if rest[:1] == ["--"] or not rest else ["--"]), *rest]
+
+
+# --- sizes of memory: ``80GiB`` to bytes, and bytes to ``12.3 GiB``
+
+
+GIB = 2**30
+
+_UNITS = {
+    "b": 1,
+    "kb": 10**3,
+    "mb": 10**6,
+    "gb": 10**9,
+    "tb": 10**12,
+    "kib": 2**10,
+    "mib": 2**20,
+    "gib": GIB,
+    "tib": 2**40,
+}
+_SIZE = re.compile(r"\s*(\d{1,15}(?:\.\d{1,15})?)\s*([A-Za-z]*)\s*", flags=re.ASCII)
+
+
+def size_in_bytes(text: str, what: str) -> float:
+    """Read a size such as ``80GiB``, ``80GB`` or ``85899345920B``.
+
+    Raises:
+        UsageError: the text is no size, it has no unit, or the size is zero.
+    """
+    found = _SIZE.fullmatch(text)
+    if found and not found.group(2):
+        number = found.group(1)
+        raise UsageError(f"{what} '{text}' has no unit: give {number}GiB, or {number}B for bytes")
+    factor = _UNITS.get(found.group(2).lower()) if found else None
+    if found is None or factor is None or not float(found.group(1)) > 0:
+        raise UsageError(f"{what} '{text}' is not a size of memory: give, for example, 80GiB")
+    return float(found.group(1)) * factor
+
+
+def gib(size: float) -> str:
+    """Format bytes as GiB, with one digit after the point."""
+    return f"{size / GIB:.1f} GiB"

@@ -8,9 +8,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from megatron_zb.errors import UsageError
+from megatron_zb.errors import UsageError, told_if_missing
 from megatron_zb.job import data_contents
-from megatron_zb.missing import told_if_missing
 from megatron_zb_distill.flags import check, check_candidate, complete, parser
 from megatron_zb_train import launch as training_launch
 from megatron_zb_train.processes import Environment, is_lost_connection

@@ -14,8 +14,8 @@ import torch.distributed as dist
 from megatron_zb.errors import UsageError
 from megatron_zb.runtime.channels import Channels
 from megatron_zb.runtime.observer import Observers
-from megatron_zb.runtime.watchdog.progress import RankProgress
-from megatron_zb.runtime.watchdog.watchdog import Watchdog, WatchedRank
+from megatron_zb.runtime.progress import RankProgress
+from megatron_zb.runtime.watchdog import Watchdog, WatchedRank
 from megatron_zb.schedules.passes import Message
 from megatron_zb_distill import block_times, checkpoint
 from megatron_zb_distill.evaluation import compare

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch.distributed as dist
 
 from megatron_zb.errors import UsageError
-from megatron_zb.runtime.groups import new_groups
+from megatron_zb.runtime.channels import new_groups
 from megatron_zb_distill.schedule.distribution import Distribution
 
 

@@ -13,9 +13,8 @@ from rich.text import Text
 
 from megatron_zb.cli import plan_request
 from megatron_zb.errors import UsageError
-from megatron_zb.measured.units import GIB, gib
-from megatron_zb.parsing import flag_of
-from megatron_zb.planner.builtin_configs import path_of
+from megatron_zb.measured.config import path_of
+from megatron_zb.parsing import GIB, flag_of, gib
 from megatron_zb_distill.planning import DistillPlanJob, DistillPlanRow, flags_of, rows
 from megatron_zb_distill.student import read_student
 

@@ -10,11 +10,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from megatron_zb.errors import UsageError
-from megatron_zb.measured.units import gib
+from megatron_zb.parsing import gib
 from megatron_zb.planner import byte_counts
-from megatron_zb.planner.attention import GROUPED
 from megatron_zb.planner.byte_counts import GRADIENT, OPTIMIZER, WEIGHT
 from megatron_zb.planner.device import DeviceConfig
+from megatron_zb.planner.mixers import GROUPED
 from megatron_zb.planner.model import ModelConfig
 from megatron_zb.planner.operators import weights_of
 from megatron_zb.planner.strategy import Strategy

@@ -19,13 +19,11 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from megatron_zb import __version__
-from megatron_zb.errors import UsageError
+from megatron_zb.errors import UsageError, describe_lost_peer, told_if_missing
 from megatron_zb.job import data_contents
-from megatron_zb.job.comparable import named_arguments
+from megatron_zb.job.agreement import named_arguments
 from megatron_zb.job.data_contents import RECORD
-from megatron_zb.job.ending import describe_lost_peer
 from megatron_zb.job.settings import asks_for_balance, chooses_schedule
-from megatron_zb.missing import told_if_missing
 from megatron_zb_train.arguments import complete
 from megatron_zb_train.flags import parser
 from megatron_zb_train.processes import Environment
@@ -157,7 +155,7 @@ def _adapter(args: argparse.Namespace, build: Build) -> PipelineAdapter | None:
     if not chooses_schedule(args):
         return None
     from megatron_zb.measured.balance import ends_of
-    from megatron_zb.megatron_core.build_adapter import Chunks, build_adapter, copy_of
+    from megatron_zb.megatron_core.adapter import Chunks, build_adapter, copy_of
     from megatron_zb.megatron_core.current_schedule import JobSizes
     from megatron_zb.schedules.layout import Layers
 

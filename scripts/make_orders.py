@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Make drawing/html/parts/orders.json: the orders that the explorer of a page starts from.
+"""Make drawing/html_parts/orders.json: the orders that the explorer of a page starts from.
 
 Run it when the search of a named schedule has changed; tests/drawing/test_report.py says when that
 is. It takes some minutes, and numba.
@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import sys
 
-from megatron_zb.drawing.html.orders import FILE, SIZES, build, names
+from megatron_zb.drawing.html_drawing import ORDER_SIZES, ORDERS_FILE, build_order, order_names
 from megatron_zb.schedules.search import kernels
 
 
@@ -19,12 +19,12 @@ def main() -> int:
         print("make_orders.py: without numba the search finds less: install it", file=sys.stderr)
         return 2
     orders = []
-    for p, m in SIZES:
-        for name in names():
-            orders.append(json.dumps(build(name, p, m), separators=(",", ":")))
+    for p, m in ORDER_SIZES:
+        for name in order_names():
+            orders.append(json.dumps(build_order(name, p, m), separators=(",", ":")))
             print(f"{name}: {p} ranks, {m} microbatches", flush=True)
-    FILE.write_text("[\n" + ",\n".join(orders) + "\n]\n", encoding="utf-8")
-    print(FILE)
+    ORDERS_FILE.write_text("[\n" + ",\n".join(orders) + "\n]\n", encoding="utf-8")
+    print(ORDERS_FILE)
     return 0
 
 

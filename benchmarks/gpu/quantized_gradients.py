@@ -24,10 +24,10 @@ import one_device
 import torch
 
 from megatron_zb.errors import UsageError
-from megatron_zb.megatron_core.linear import SplitBackward
+from megatron_zb.megatron_core.split_backward import SplitBackward
 from megatron_zb.megatron_core.transformer_engine import split_transformer_engine
 from megatron_zb.runtime.activation_memory import ActivationMemory
-from megatron_zb.runtime.weight_grad import WeightGradQueue
+from megatron_zb.runtime.autograd_stage import WeightGradQueue
 
 WHOLE = "F0 F1 F2 BW0 BW1 BW2"
 DEFERRED = "F0 F1 F2 B0 B1 B2 W0 W1 W2"

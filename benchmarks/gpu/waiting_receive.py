@@ -29,7 +29,7 @@ import one_device
 import torch
 import torch.distributed as dist
 
-from megatron_zb.runtime.groups import GroupOptions
+from megatron_zb.runtime.channels import GroupOptions
 
 COUNTS = (0, 1, 2, 4)
 SPINNING_MS = 2000.0

@@ -2,12 +2,17 @@
 
 The hooks are those of Megatron-LM's training loop, as far as they are Megatron core's: the same
 code places and checks a model and runs a step. They can be taken back, and errors are raised.
+
+When Megatron-Bridge imports weights, it looks for the output layer in the last chunk of the last
+rank and for its tied embedding in the same chunk or on another rank. In a V the embedding is in the
+first chunk, so the output layer would get memory that nothing has written.
 """
 
 from __future__ import annotations
 
 import argparse
 import inspect
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any
@@ -23,13 +28,13 @@ from megatron.core.transformer.pipeline_parallel_layer_layout import PipelinePar
 from megatron.core.transformer.transformer_block import get_num_layers_to_build
 from megatron.core.utils import get_attr_wrapped_model
 
-from megatron_zb.bridge.imports import tie_after_imports
 from megatron_zb.bridge.settings import Settings
 from megatron_zb.errors import UsageError
 from megatron_zb.job.agreement import Rendezvous
 from megatron_zb.megatron_core import checkpoints, refusals
+from megatron_zb.megatron_core.model_ends import tie_embeddings, tied_weights
 from megatron_zb.megatron_core.placement import StageLayout
-from megatron_zb.megatron_core.read_ahead import LengthsOf, ReadAhead
+from megatron_zb.megatron_core.planned_steps import LengthsOf, ReadAhead
 from megatron_zb.megatron_core.refusals import Asked
 from megatron_zb.megatron_core.versions import HYBRID_PATTERNS
 from megatron_zb.megatron_lm import fingerprint
@@ -39,6 +44,7 @@ from megatron_zb.megatron_lm.adapter_of_arguments import (
     asked_of,
     prepare_overlap,
 )
+from megatron_zb.megatron_lm.hooks import ScheduledRun
 from megatron_zb.megatron_lm.replacing import (
     Undo,
     is_anybodys,
@@ -46,9 +52,31 @@ from megatron_zb.megatron_lm.replacing import (
     replace_method,
     replace_static,
 )
-from megatron_zb.megatron_lm.scheduled_run import ScheduledRun
 from megatron_zb.schedules import catalog
-from megatron_zb.schedules.work import Lengths
+from megatron_zb.schedules.step_plan import Lengths
+
+IMPORTER_MODULE = "megatron.bridge.models.conversion.model_bridge"
+_CLASS, _METHOD = "MegatronModelBridge", "_broadcast_shared_embeddings"
+
+
+def tie_after_imports() -> Undo | None:
+    """Replace how the importer ties weights; return what undoes that, nothing without importer.
+
+    A process that has not imported Megatron-Bridge has none.
+    """
+    importer = getattr(sys.modules.get(IMPORTER_MODULE), _CLASS, None)
+    if not hasattr(importer, _METHOD):
+        return None
+    return replace_method(importer, _METHOD, _tie)
+
+
+def _tie(original: Any, importer: Any, model: Any) -> None:
+    chunks = model if isinstance(model, list) else [model]
+    if tied_weights(chunks) is None:
+        original(importer, model)
+    else:
+        tie_embeddings(chunks)
+
 
 _INSTALLED = "_installed_by_megatron_zb_bridge"
 

@@ -9,8 +9,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from threading import Event, Thread
 
-from megatron_zb.errors import UsageError
-from megatron_zb.missing import told_if_missing
+from megatron_zb.errors import UsageError, told_if_missing
 
 WRONG = 2
 INTERRUPTED = 130  # the exit status of shells for a program that Ctrl-C has ended

@@ -122,26 +122,26 @@ def _plan(arguments: argparse.Namespace) -> None:
     if arguments.html is None:
         run(arguments)
         return
-    from megatron_zb.cli import output_file
-    from megatron_zb.drawing.html import page
+    from megatron_zb import files
+    from megatron_zb.drawing import html_page
 
-    page.check(arguments.html)
-    output_file.check(arguments.html)
+    html_page.check(arguments.html)
+    files.check_writable(arguments.html)
     if arguments.profile is None:
-        from megatron_zb.drawing.html import plan_page
+        from megatron_zb.drawing import html_plan
 
         found = planning.run(arguments)
         with told_if_slow(f"drawing {arguments.html}"):
-            plan_page.save_plan(arguments.html, found)
+            html_plan.save_plan(arguments.html, found)
     else:
-        from megatron_zb.drawing.html import run_page
+        from megatron_zb.drawing import html_plan
         from megatron_zb.measured import trace
 
         path = trace.trace_path(arguments.profile)
         step = trace.compare(arguments.profile) if path.is_file() else None
         measured = planning.run_measured(arguments)
         with told_if_slow(f"drawing {arguments.html}"):
-            run_page.save_plan(arguments.html, *measured, step)
+            html_plan.save_measured_plan(arguments.html, *measured, step)
     if arguments.format != "json":
         print(arguments.html)
 
@@ -173,7 +173,7 @@ def _add_flags(commands: _Commands) -> None:
 
 
 def _flags(arguments: argparse.Namespace) -> None:
-    from megatron_zb.planner.builtin_configs import path_of
+    from megatron_zb.measured.config import path_of
     from megatron_zb.planner.model import read_model
     from megatron_zb.planner.model_flags import mock_data_flags, model_flags
 
@@ -211,8 +211,7 @@ def _add_doctor(commands: _Commands) -> None:
 
 
 def _doctor(arguments: argparse.Namespace) -> int:
-    from megatron_zb.cli.doctor.examine import examine
-    from megatron_zb.cli.doctor.printing import as_json, exit_code, print_findings
+    from megatron_zb.cli.doctor import as_json, examine, exit_code, print_findings
 
     with told_if_slow("examining the installation"):
         findings = examine(arguments.checkout)

@@ -233,12 +233,12 @@ def run(arguments: argparse.Namespace) -> Plan:
     from rich.console import Console
 
     from megatron_zb.cli import plan_request
-    from megatron_zb.drawing import text_chart
-    from megatron_zb.measured.units import GIB
-    from megatron_zb.planner import table, unequal_table
+    from megatron_zb.drawing import terminal
+    from megatron_zb.parsing import GIB
+    from megatron_zb.planner import table
     from megatron_zb.planner.search import search
     from megatron_zb.planner.table import points
-    from megatron_zb.planner.unequal import with_lengths
+    from megatron_zb.planner.unequal import print_unequal, unequal_as_json, with_lengths
     from megatron_zb.planner.workers import workers
 
     job, candidates = plan_request.read(arguments)
@@ -251,14 +251,14 @@ def run(arguments: argparse.Namespace) -> Plan:
     if arguments.format == "json":
         found = table.as_json(plan)
         if unequal is not None:
-            found["unequal"] = unequal_table.as_json(plan, unequal)
+            found["unequal"] = unequal_as_json(plan, unequal)
         print(json.dumps(found, indent=2))
     else:
         table.print_plan(plan, Console(), arguments.top)
         if unequal is not None:
-            unequal_table.print_unequal(plan, unequal, Console())
+            print_unequal(plan, unequal, Console())
     if arguments.chart:
-        print(f"\n{text_chart.chart(points(plan), plan.job.memory / GIB)}")
+        print(f"\n{terminal.plan_chart(points(plan), plan.job.memory / GIB)}")
     return plan
 
 

@@ -1,21 +1,73 @@
-"""Conversion of the command line into a job: files, sizes and allowed choices."""
+"""Conversion of the command line into a job: files, sizes and allowed choices.
+
+After ``--``, the arguments of a training give the model and the sizes.
+"""
 
 from __future__ import annotations
 
 import argparse
+from collections.abc import Sequence
 from pathlib import Path
 
 from megatron_zb.errors import UsageError
-from megatron_zb.measured.units import size_in_bytes
-from megatron_zb.parsing import flag_of
+from megatron_zb.measured.config import path_of
+from megatron_zb.parsing import flag_of, size_in_bytes
 from megatron_zb.planner import recomputation
-from megatron_zb.planner.builtin_configs import path_of
-from megatron_zb.planner.candidate import ScheduleCandidate, candidates_of, names_in
 from megatron_zb.planner.device import DeviceConfig, read_device
 from megatron_zb.planner.model import ModelConfig, read_model
 from megatron_zb.planner.settings import PlanJob
-from megatron_zb.planner.strategy import Choices
+from megatron_zb.planner.strategy import (
+    Choices,
+    ScheduleCandidate,
+    candidates_of,
+    names_in,
+)
 from megatron_zb.planner.unequal import SequenceLengths
+
+_SIZES = {
+    "tensor": "tensor_model_parallel_size",
+    "pipeline": "pipeline_model_parallel_size",
+    "context": "context_parallel_size",
+    "micro_batch_size": "micro_batch_size",
+}
+_OF_EXPERTS = {
+    "expert": "expert_model_parallel_size",
+    "expert_tensor": "expert_tensor_parallel_size",
+}
+
+
+def read_training(words: Sequence[str]) -> tuple[ModelConfig, dict[str, str]]:
+    """Return the model of a training's arguments, and the sizes that they give, by plan's names.
+
+    What the arguments leave out is left to the plan.
+
+    Raises:
+        UsageError: an argument is unknown or wrong, or the planner cannot count it.
+    """
+    from megatron_zb.cli.check import installed_series
+    from megatron_zb.job import settings
+    from megatron_zb.megatron_lm import argument_table
+    from megatron_zb.planner.model_flags import model_of
+
+    parser = settings.add_megatron_lm_arguments(argument_table.parser_of(installed_series()))
+    model = model_of(parser.parse_args(list(words)))
+    for action in parser._actions:
+        action.default = argparse.SUPPRESS
+    given = parser.parse_args(list(words))  # only what the words give, also where it is a default
+    return model, _sizes(given, has_experts=model.experts is not None)
+
+
+def _sizes(given: argparse.Namespace, *, has_experts: bool) -> dict[str, str]:
+    names = {**_SIZES, **(_OF_EXPERTS if has_experts else {})}
+    out = {name: str(getattr(given, of)) for name, of in names.items() if hasattr(given, of)}
+    granularity = getattr(given, "recompute_granularity", None)
+    if granularity is not None or hasattr(given, "recompute_activations"):
+        modules = getattr(given, "recompute_modules", None) if granularity == "selective" else None
+        out["recompute"] = "+".join(modules) if modules else granularity or "selective"
+    if hasattr(given, "fp8"):
+        out["precision"] = "fp8"
+    return out
+
 
 _MOST_GPUS = 65_536
 _USUAL_DEVICE = Path("a100_80gb_sxm")
@@ -137,9 +189,8 @@ def _model(arguments: argparse.Namespace) -> ModelConfig:
             f"--config and the arguments of a training, {arguments.words[0]} first, both describe "
             "a model: leave one out"
         )
-    from megatron_zb.cli import plan_arguments
 
-    model, sizes = plan_arguments.read(arguments.words)
+    model, sizes = read_training(arguments.words)
     for name, value in sizes.items():
         if getattr(arguments, name) is None:
             setattr(arguments, name, value)

@@ -6,8 +6,7 @@ import argparse
 import sys
 from pathlib import Path
 
-from megatron_zb import schedules
-from megatron_zb.cli import output_file
+from megatron_zb import files, schedules
 from megatron_zb.cli.ending import told_if_slow
 from megatron_zb.cli.extensions import extension_of, extensions
 from megatron_zb.errors import UsageError
@@ -191,7 +190,7 @@ def _save(arguments: argparse.Namespace) -> None:
     ending = path.suffix.lower()
     if ending not in (*FORMATS, ".html"):
         raise UsageError(f"cannot draw into '{path}': give a name that ends in .png, .svg or .html")
-    output_file.check(path)
+    files.check_writable(path)
     if ending == ".html":
         _save_page(path, arguments)
         return
@@ -205,10 +204,10 @@ def _save_page(path: Path, arguments: argparse.Namespace) -> None:
         raise UsageError(
             f"there is no page for {arguments.name}: give a name that ends in .png or .svg"
         )
-    from megatron_zb.drawing.html import page
-    from megatron_zb.drawing.html.schedule_page import save_schedule
+    from megatron_zb.drawing import html_page
+    from megatron_zb.drawing.html_page import save_schedule
 
-    page.check(path)
+    html_page.check(path)
     timeline = _timeline(arguments, MOST_IN_PICTURE)
     costs = _costs(arguments, timeline.schedule.placement.pipeline_size)
     report = timeline.schedule.report or _report(timeline)
@@ -232,7 +231,7 @@ def export(arguments: argparse.Namespace) -> None:
     """
     path = arguments.output
     if path != _STDOUT:
-        output_file.check(path)
+        files.check_writable(path)
     if arguments.format == "csv" and extension_of(arguments.name) is not None:
         raise UsageError(
             f"a csv table has no passes of {arguments.name}: give --format chrome-trace"

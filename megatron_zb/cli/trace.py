@@ -7,7 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from megatron_zb.cli import output_file
+from megatron_zb import files
 from megatron_zb.cli.ending import told_if_slow
 from megatron_zb.errors import UsageError
 
@@ -56,7 +56,7 @@ def run(arguments: argparse.Namespace) -> None:
             f"cannot write a trace into '{arguments.output}': give a name that ends in "
             f"{', '.join(_WRITERS)}"
         )
-    output_file.check(arguments.output)
+    files.check_writable(arguments.output)
     with told_if_slow(f"drawing {arguments.output}"):
         writer(found, arguments.output, arguments.profile)
     print(arguments.output)
@@ -69,7 +69,7 @@ def _write_picture(found: ComparedStep, path: Path, profile: Path) -> None:
 
 
 def _write_page(found: ComparedStep, path: Path, profile: Path) -> None:
-    from megatron_zb.drawing.html.run_page import save_step
+    from megatron_zb.drawing.html_plan import save_step
     from megatron_zb.measured.profile import read_profile
 
     save_step(path, read_profile(profile), found)

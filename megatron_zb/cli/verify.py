@@ -132,9 +132,9 @@ class Command:
         Raises:
             UsageError: the words choose no schedule.
         """
-        from megatron_zb.megatron_lm import flags
+        from megatron_zb.job import settings
 
-        choice = flags.choice_in(words)
+        choice = settings.chosen_flag_in(words)
         if choice is None:
             raise UsageError(
                 "the command chooses no schedule: give the training as it is started, with "
@@ -185,9 +185,11 @@ def _checkpoint(folder: Path) -> Path:
 
 def _own_flags() -> dict[str, int]:
     """Return the flags that this package adds to Megatron-LM's, each with its number of values."""
-    from megatron_zb.megatron_lm import flags
+    from megatron_zb.job import settings
 
-    return values_of_flags(flags.add_arguments(argparse.ArgumentParser(add_help=False)))
+    return values_of_flags(
+        settings.add_megatron_lm_arguments(argparse.ArgumentParser(add_help=False))
+    )
 
 
 def left_out(words: Sequence[str], flags: Mapping[str, int]) -> list[str]:

@@ -10,14 +10,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from megatron_zb.drawing.memory_lines import (
-    MemoryLine,
-    host_lines,
-    memory_lines,
-    one_f_one_b_peak,
-    worst_of,
-)
-from megatron_zb.drawing.palette import (
+from megatron_zb.drawing.chart import (
     COPY_COLOURS,
     COST_UNIT,
     HOST_COLOUR,
@@ -26,13 +19,18 @@ from megatron_zb.drawing.palette import (
     MEMORY_COLOUR,
     SECONDS,
     Bar,
+    MemoryLine,
     TimeUnit,
     bars_of,
     colour_of,
+    host_lines,
     legend_of,
+    memory_lines,
+    one_f_one_b_peak,
     text_colour_on,
     title_of,
     variants_of,
+    worst_of,
 )
 from megatron_zb.errors import UsageError
 from megatron_zb.schedules import PassKind, Timeline

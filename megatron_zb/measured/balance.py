@@ -20,7 +20,7 @@ from megatron_zb.parsing import flag_of
 from megatron_zb.schedules import Costs, PassKind, Schedule, layout, simulate
 from megatron_zb.schedules.layout import Layers, Layout
 from megatron_zb.schedules.placement import Placement
-from megatron_zb.schedules.work import NO_ATTENTION, AttentionWork
+from megatron_zb.schedules.step_plan import NO_ATTENTION, AttentionWork
 
 _SIZES = {
     "layers": "--num-layers",

@@ -1,7 +1,8 @@
 """YAML files of the planner: types of the fields, and errors for wrong values.
 
 Files are read with ``yaml.safe_load`` and checked field by field; nothing in them is executed.
-Every field has an example, so that a mistake can be answered with a right value.
+Every field has an example, so that a mistake can be answered with a right value. Descriptions of
+models and devices that come with the package are found by name.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ import errno
 import re
 from itertools import accumulate
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
@@ -19,6 +20,38 @@ from pydantic.fields import FieldInfo
 
 from megatron_zb import files
 from megatron_zb.errors import UsageError
+
+# --- files that come with the package
+
+
+_PACKAGE = Path(__file__).resolve().parents[1]
+
+BuiltinKind = Literal["models", "devices", "students"]
+
+
+def builtin_folder(kind: BuiltinKind) -> Path:
+    """Return their folder: in the package once it is installed, beside it in its source."""
+    installed = _PACKAGE / "configs" / kind
+    return installed if installed.is_dir() else _PACKAGE.parent / "configs" / kind
+
+
+def path_of(flag: str, kind: BuiltinKind, value: Path) -> Path:
+    """Return a path as it is, or the path of the file that a name such as ``gpt_28b`` stands for.
+
+    Raises:
+        UsageError: it is a name, and unknown.
+    """
+    if value.suffix or value.name != str(value) or value.exists():
+        return value
+    found = builtin_folder(kind) / f"{value}.yaml"
+    if not found.is_file():
+        known = ", ".join(sorted(path.stem for path in builtin_folder(kind).glob("*.yaml")))
+        raise UsageError(f"{flag} '{value}' is unknown: give a file, or one of {known}")
+    return found
+
+
+# --- fields and their values
+
 
 _LARGEST = 1 << 20  # bytes of a file: a description has a few hundred
 _DEEPEST = 50  # brackets within brackets: a description has three

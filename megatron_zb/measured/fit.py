@@ -1,7 +1,8 @@
-"""Costs of the layers and the two ends of a model, derived from a profile of a run.
+"""Costs of a model's layers on any placement, and those derived from a profile of a run.
 
 Whether that run had its ends whole or cut along the vocabulary, there are costs for both: what
-has run is measured, and the other is derived from it.
+has run is measured, and the other is derived from it. Costs counted from sizes have the same
+interface.
 """
 
 from __future__ import annotations
@@ -10,13 +11,39 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from statistics import median
+from typing import Protocol
 
-from megatron_zb.measured.cost_model import CostModel, Variant
 from megatron_zb.measured.profile import CutVocabulary, Parts, Profile
 from megatron_zb.measured.usual_gpu import Cutting
 from megatron_zb.schedules import Costs, layout
 from megatron_zb.schedules.layout import Layout
 from megatron_zb.schedules.placement import Placement
+
+
+@dataclass(frozen=True, kw_only=True)
+class Variant:
+    """How a schedule runs the layers of a model, as far as it changes their costs.
+
+    Attributes:
+        blocking: a rank cannot compute while its messages travel.
+        cuts_vocabulary: vocabulary parallelism over all pipeline ranks.
+        overlaps_exchange: overlapped forward-backward pairs hide the expert all-to-all.
+    """
+
+    blocking: bool = False
+    cuts_vocabulary: bool = False
+    overlaps_exchange: bool = False
+
+
+class CostModel(Protocol):
+    """Source of costs: a model counted for a device, or the profile of a run."""
+
+    def layouts(self, placement: Placement, variant: Variant) -> Sequence[Layout]:
+        """Return the layouts worth comparing, the even one first; none if layers are too few."""
+
+    def costs(self, placement: Placement, counts: Layout, variant: Variant) -> Costs:
+        """Return the costs with ``counts[s]`` layers on stage s."""
+
 
 _SECONDS = ("forward", "backward", "weight")
 _BYTES = ("activation", "held_for_weight")

@@ -12,8 +12,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import fmean, median
 
-from megatron_zb.measured.profile import Attention, Parts, PartSeconds
-from megatron_zb.schedules.work import Lengths
+from megatron_zb.measured.profile import AttentionProfile, Parts, PartSeconds
+from megatron_zb.schedules.step_plan import Lengths
 
 BEFORE, DATA, ENCODER, LAYERS, ATTENTION, MULTI_TOKEN, OUTPUT, AFTER = (
     "before",
@@ -80,7 +80,7 @@ def of_stages(stages: Sequence[StageTimes]) -> Parts | None:
     )
 
 
-def attention_of(stages: Sequence[StageTimes], lengths: Lengths) -> Attention | None:
+def attention_of(stages: Sequence[StageTimes], lengths: Lengths) -> AttentionProfile | None:
     """Return what attention takes in one layer; None where no module had its marks.
 
     Args:
@@ -91,7 +91,7 @@ def attention_of(stages: Sequence[StageTimes], lengths: Lengths) -> Attention | 
     if not (forward and backward):
         return None
     tokens, squares = fmean(lengths.tokens), fmean(lengths.squares)
-    return Attention(forward=forward, backward=backward, tokens=tokens, squares=squares)
+    return AttentionProfile(forward=forward, backward=backward, tokens=tokens, squares=squares)
 
 
 _KINDS = ("forward", "backward", "weight", "whole")

@@ -21,7 +21,7 @@ from megatron_zb.measured.config import Section
 from megatron_zb.measured.exchange import HiddenExchange, PairTimes
 from megatron_zb.schedules import Costs
 from megatron_zb.schedules.placement import Placement
-from megatron_zb.schedules.work import AttentionWork
+from megatron_zb.schedules.step_plan import AttentionWork
 
 _MOST = 10_000_000
 _LEAST_REST = 0.01  # share of a layer beside attention, which no layer is without
@@ -124,7 +124,7 @@ class PartSeconds(Section):
 _NOTHING = PartSeconds(forward=0.0, backward=0.0, weight=0.0, whole=0.0)
 
 
-class Attention(Section):
+class AttentionProfile(Section):
     """Seconds of attention in one layer, and the lengths for which they were measured."""
 
     forward: float = _seconds("seconds of F")
@@ -250,7 +250,7 @@ class Profile(Section):
     parts: Parts | None = Field(
         default=None, description="of the model; left out where they could not be told apart"
     )
-    attention: Attention | None = Field(
+    attention: AttentionProfile | None = Field(
         default=None, description="of one layer; left out where it has no module by itself"
     )
     host: PartSeconds = Field(

@@ -14,11 +14,10 @@ from torch.distributed.distributed_c10d import _get_default_store
 from megatron_zb import files
 from megatron_zb.errors import UsageError
 from megatron_zb.megatron_core.step import Step, StepPart, device, on_gpu
-from megatron_zb.runtime.channels import Channels, KnownShapes, ShapedChannels
-from megatron_zb.runtime.groups import GroupOptions
+from megatron_zb.runtime.channels import Channels, GroupOptions, KnownShapes, ShapedChannels
 from megatron_zb.runtime.observer import Observer
-from megatron_zb.runtime.watchdog.progress import RankProgress
-from megatron_zb.runtime.watchdog.watchdog import Watchdog, WatchedRank
+from megatron_zb.runtime.progress import RankProgress
+from megatron_zb.runtime.watchdog import Watchdog, WatchedRank
 
 _PIPELINE = "pp"
 

@@ -15,17 +15,19 @@ from megatron_zb.measured.profile import Profile
 from megatron_zb.schedules import catalog
 from megatron_zb.schedules.catalog import Build
 from megatron_zb.schedules.costs import Costs
-from megatron_zb.schedules.forward_orders import in_forward_order
 from megatron_zb.schedules.layout import Layers
-from megatron_zb.schedules.limit import Limit
+from megatron_zb.schedules.lowering import Program, lower
 from megatron_zb.schedules.passes import PassKind
 from megatron_zb.schedules.placement import Placement, looped, wave
-from megatron_zb.schedules.program.lowering import Program, lower
-from megatron_zb.schedules.request import keeps
+from megatron_zb.schedules.request import Limit, keeps
 from megatron_zb.schedules.schedule import Schedule
 from megatron_zb.schedules.simulator import simulate
-from megatron_zb.schedules.step_plan import usual_limit
-from megatron_zb.schedules.work import NO_ATTENTION, AttentionWork
+from megatron_zb.schedules.step_plan import (
+    NO_ATTENTION,
+    AttentionWork,
+    in_forward_order,
+    usual_limit,
+)
 
 _INPUT = 1 / 17
 """What the input of a layer takes of its activation: 2 of about 34 bytes a number in 16 bits

@@ -24,8 +24,8 @@ from typing import Any
 import torch
 
 from megatron_zb.megatron_core.step import Step, StepPart
+from megatron_zb.schedules.lowering import Program, runs_of
 from megatron_zb.schedules.passes import PassKind
-from megatron_zb.schedules.program.lowering import Program, runs_of
 
 # Chunks whose weights are gathered before the first forward; the others go one chunk ahead.
 _GATHERED_UP_FRONT = 2

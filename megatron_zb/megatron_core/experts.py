@@ -1,22 +1,41 @@
-"""Experts under a schedule: their metrics on ranks without experts, and their paged stash.
+"""Experts under a schedule: metrics, paged stash, and an all-to-all that hides in pairs.
 
 Megatron sums a metric of experts, such as an auxiliary loss, over the pipeline, and then over the
 group that its routers have named. A rank without routers has no entry, or one without a group.
 Where it is the rank that logs, it logs the part of its tensor rank only; where it is not, the
 others wait for it. Whether the rank that logs has experts depends on the placement.
+
+Forward and backward of two microbatches run in one pass, so that the all-to-all hides. Megatron can
+build a plan of a chunk's forward: its layers cut into attention, dispatch, experts and combine.
+Running two plans together, one forward and one backward, puts computation on one stream and
+communication between experts on another, layer by layer. Megatron's own interleaved schedule does
+so with ``--overlap-moe-expert-parallel-comm``; here the pairs of a schedule do.
 """
 
 from __future__ import annotations
 
+import inspect
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
+from megatron.core.enums import Fp8Recipe
+from megatron.core.fp8_utils import get_fp8_context
+from megatron.core.pipeline_parallel import schedules as megatron_schedules
+from megatron.core.utils import get_attr_wrapped_model
+from torch.autograd.graph import GradientEdge
 
+from megatron_zb.errors import UsageError
 from megatron_zb.megatron_core import versions
+from megatron_zb.megatron_core.stages import MegatronStage
 from megatron_zb.megatron_core.step import Step, StepPart, device
+from megatron_zb.runtime.executor import TRAINING, Side, one_after_the_other
 from megatron_zb.schedules.schedule import Schedule
+
+# --- metrics and paged stash
 
 
 class ExpertMetricsPart(StepPart):
@@ -102,3 +121,177 @@ def _of_routers(everyone: list[dict[str, _Metric]]) -> dict[str, _Metric]:
             if name not in found or not any(found[name].groups.values()):
                 found[name] = metric
     return found
+
+
+# --- pairs
+
+
+FLAG = "--overlap-moe-expert-parallel-comm"
+
+
+class Ran(NamedTuple):
+    """A plan whose forward has run.
+
+    ``output`` is what it has made; on the last stage ``loss`` is where the loss computed from it
+    stands in the graph of autograd.
+    """
+
+    plan: Any
+    output: torch.Tensor
+    loss: GradientEdge | None = None
+
+
+class PairedStage(MegatronStage):
+    """A chunk whose passes run through Megatron's plans, each alone or a forward and a backward.
+
+    A backward can only run through the plan of its forward, so those run alone through one, too.
+    """
+
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        _check_builds_plans(self._step.forward_step_func)
+        versions.set_streams(self._step.config)
+        self._ran: Ran | None = None
+        self._with_forward: Callable[[Any], torch.Tensor] = self._forward_alone
+        self._with_backward: Callable[[Any, Any], None] = self._backward_alone
+
+    # --- alone
+
+    def forward(self, microbatch: int, activation: torch.Tensor | None) -> torch.Tensor | None:
+        output = super().forward(microbatch, activation)
+        ran, self._ran = self._ran, None
+        if output is not None:
+            assert ran is not None
+            # it may come from the stream of the experts; this one sends it
+            output.record_stream(torch.cuda.current_stream())
+            megatron_schedules.deallocate_output_tensor(
+                ran.output, deallocate_pipeline_outputs=True
+            )
+        return output
+
+    def _user_step(self, data_iterator: Any, model: Any) -> Any:
+        """Build the plan of a forward, run it, and return what Megatron computes the loss from."""
+        build = self._step.forward_step_func
+        planned = get_attr_wrapped_model(model, "build_schedule_plan", return_model_obj=True)
+        plan, loss_func = build(data_iterator, planned, return_schedule_plan=True)
+        _keep_input_of_only_experts(plan)
+        if self.streams is not None:
+            self.streams.seed_plan(plan)
+        output = self._with_forward(plan)
+        if self._is_last:
+            output = output.detach().requires_grad_()
+        self._ran = Ran(plan, output)
+        return output, loss_func
+
+    def _start_of_backward(self, output: torch.Tensor) -> Ran:
+        assert self._ran is not None
+        if self._is_last:
+            return self._ran._replace(loss=super()._start_of_backward(output))
+        return self._ran
+
+    def _run_backward(self, start: Ran, gradient: torch.Tensor | None) -> None:
+        if start.loss is not None:
+            super()._run_backward(start.loss, gradient)
+            gradient = start.output.grad
+        self._with_backward(start.plan, gradient)
+
+    def _forward_alone(self, plan: Any) -> torch.Tensor:
+        return self.run_plans(plan, None, None)
+
+    def _backward_alone(self, plan: Any, gradient: torch.Tensor) -> None:
+        self.run_plans(None, plan, gradient)
+
+    def run_plans(self, forward: Any, backward: Any, gradient: torch.Tensor | None) -> torch.Tensor:
+        """Run the plan of a forward, of a backward, or both, and return the forward's output."""
+        with _quantizing(self._step.config):
+            output: torch.Tensor = type(forward or backward).run(forward, backward, b_grad=gradient)
+        return output
+
+    # --- together
+
+    @contextmanager
+    def carrying_out(
+        self,
+        *,
+        forward: Callable[[Any], torch.Tensor] | None = None,
+        backward: Callable[[Any, Any], None] | None = None,
+    ) -> Iterator[None]:
+        """Run the plan of the forward or the backward inside by other functions than alone."""
+        usual = self._with_forward, self._with_backward
+        self._with_forward = forward or self._with_forward
+        self._with_backward = backward or self._with_backward
+        try:
+            yield
+        finally:
+            self._with_forward, self._with_backward = usual
+
+
+def run_pair(forward: Side, backward: Side) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+    """Run a forward and a backward through one run of their plans; see ``executor.PairHandler``.
+
+    The backward runs within the forward, where the plan of the latter would run alone, so each has
+    around it all that it has alone: streams, timers, the queue of a B, the reductions of a BW.
+    """
+    f, b = forward.stage, backward.stage
+    if not (isinstance(f, PairedStage) and isinstance(b, PairedStage)):
+        return one_after_the_other(forward, backward)
+    gradient: torch.Tensor | None = None
+
+    def with_backward(f_plan: Any) -> torch.Tensor:
+        nonlocal gradient
+        outputs = []
+
+        def both(b_plan: Any, received: torch.Tensor | None) -> None:
+            f._choose_streams(forward.microbatch)
+            outputs.append(b.run_plans(f_plan, b_plan, received))
+
+        with b.carrying_out(backward=both):
+            gradient = TRAINING[backward.kind](b, backward.microbatch, *backward.received)
+        return outputs.pop()
+
+    with f.carrying_out(forward=with_backward):
+        activation = TRAINING[forward.kind](f, forward.microbatch, *forward.received)
+    return activation, gradient
+
+
+def _quantizing(config: Any) -> Any:
+    """Return the context of fp8 whose scales follow from earlier steps; other recipes' are inside.
+
+    Megatron enters those for each layer of a plan itself.
+    """
+    delayed = config.fp8 and config.fp8_recipe == Fp8Recipe.delayed
+    return get_fp8_context(config) if delayed else nullcontext()
+
+
+def _check_builds_plans(forward_step: Callable[..., Any]) -> None:
+    """Raise a UsageError where the script's forward step does not return plans."""
+    taken = inspect.signature(forward_step).parameters.values()
+    if not any(p.name == "return_schedule_plan" or p.kind is p.VAR_KEYWORD for p in taken):
+        raise UsageError(
+            f"{FLAG} needs a forward step that takes return_schedule_plan, as that of "
+            "pretrain_gpt.py does: leave the flag out for this script"
+        )
+
+
+def _keep_input_of_only_experts(plan: Any) -> None:
+    """Keep the tokens of experts that are alone on their rank until the backward.
+
+    Up to 0.18, Megatron frees what an all-to-all has brought, as if it were sorted by expert then.
+    """
+    for number in range(plan.num_layers()):
+        part = plan.get_layer(number)
+        if part.config.moe_token_dispatcher_type == "alltoall" and any(
+            getattr(module, "num_local_experts", None) == 1 for module in part.layer.modules()
+        ):
+            part.mlp.free_input = False
+
+
+class OverlapPart(StepPart):
+    """Runs the pairs of a schedule through Megatron's plans, if Megatron overlaps experts."""
+
+    pair_handler = staticmethod(run_pair)
+
+    def stage_type(self, number: int, step: Step) -> Callable[..., Any] | None:
+        if not getattr(step.config, "overlap_moe_expert_parallel_comm", False):
+            return None
+        return PairedStage if step.profiles_pairs or step.program.schedule.pairs else None

@@ -28,8 +28,8 @@ from megatron_zb.runtime.executor import (
     run_program,
 )
 from megatron_zb.runtime.observer import NOBODY, Observer, Observers
+from megatron_zb.schedules.lowering import Program
 from megatron_zb.schedules.passes import Message
-from megatron_zb.schedules.program.lowering import Program
 
 
 class ForwardBackward:

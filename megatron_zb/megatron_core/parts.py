@@ -7,13 +7,11 @@ from typing import TypeVar
 from megatron_zb.megatron_core.connections import ChannelsPart, WatchPart
 from megatron_zb.megatron_core.data_iterators import ReadingsPart
 from megatron_zb.megatron_core.data_parallel import DataParallelPart
-from megatron_zb.megatron_core.experts import ExpertMetricsPart, PagedStashPart
+from megatron_zb.megatron_core.experts import ExpertMetricsPart, OverlapPart, PagedStashPart
 from megatron_zb.megatron_core.graphs import GraphsPart
-from megatron_zb.megatron_core.overlap import OverlapPart
 from megatron_zb.megatron_core.placement import PhysicalPlacement
-from megatron_zb.megatron_core.planned_steps import PlannedLengths
+from megatron_zb.megatron_core.planned_steps import PlannedLengths, ReadAhead
 from megatron_zb.megatron_core.profiled_steps import ProfilePart
-from megatron_zb.megatron_core.read_ahead import ReadAhead
 from megatron_zb.megatron_core.stages import OffloadPart, StreamsPart
 from megatron_zb.megatron_core.step import StepPart
 from megatron_zb.megatron_core.verification import UnsplitLayers, Verification

@@ -25,10 +25,9 @@ from megatron_zb.errors import UsageError
 from megatron_zb.megatron_core.data_iterators import Start
 from megatron_zb.megatron_core.refusals import check_steps_taken_back
 from megatron_zb.megatron_core.step import Passes, Step, StepPart
-from megatron_zb.runtime.groups import new_groups
+from megatron_zb.runtime.channels import new_groups
 from megatron_zb.runtime.post_validation import StateExchange, run_from_cut
-from megatron_zb.schedules.program.lowering import Program
-from megatron_zb.schedules.program.rollback import Rollback, rollback
+from megatron_zb.schedules.lowering import Program, Rollback, rollback
 
 # Where the numbers of a state are; the rest of it counts infinite gradients, for each optimizer.
 _HELD_BACK, _SQUARES, _ZEROS, _INFINITE = range(4)

@@ -38,15 +38,15 @@ from megatron_zb.megatron_core.step import (
     on_gpu,
     say_on_first_rank,
 )
+from megatron_zb.runtime.activation_memory import HostMemory
+from megatron_zb.runtime.autograd_stage import WeightGradQueue
 from megatron_zb.runtime.link_times import clock_ahead, copy_times, link_times
 from megatron_zb.runtime.observer import Observer
-from megatron_zb.runtime.offload import HostMemory
-from megatron_zb.runtime.weight_grad import WeightGradQueue
 from megatron_zb.schedules.costs import Costs
 from megatron_zb.schedules.layout import Letters
 from megatron_zb.schedules.schedule import Schedule
-from megatron_zb.schedules.search.fusing import fuse_for_free, split_all
-from megatron_zb.schedules.work import Lengths
+from megatron_zb.schedules.search.place_w import fuse_for_free, split_all
+from megatron_zb.schedules.step_plan import Lengths
 
 _WORTH_A_CHANGE = 0.001
 """The least share of a step that another order of passes has to save, as predicted."""

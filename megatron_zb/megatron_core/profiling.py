@@ -35,8 +35,8 @@ from megatron_zb.runtime.activation_memory import ActivationMemory
 from megatron_zb.runtime.link_times import BYTES, CopyTimes
 from megatron_zb.runtime.observer import AllocatedMemory, MemoryRecorder, Observer, Recorder, Span
 from megatron_zb.schedules.passes import Channel, Pair, Pass, PassKind
-from megatron_zb.schedules.search.fusing import join_all, split_all
-from megatron_zb.schedules.work import Lengths, together
+from megatron_zb.schedules.search.place_w import join_all, split_all
+from megatron_zb.schedules.step_plan import Lengths, together
 
 WARM_UP = 2
 TIMED = 4

@@ -19,8 +19,8 @@ from megatron_zb.megatron_core.random_streams import (
 )
 from megatron_zb.megatron_core.split_backward import SplitBackward
 from megatron_zb.megatron_core.step import Step, StepPart, device, timed
+from megatron_zb.runtime.activation_memory import HostCopyEngines, HostMemory, MovedActivations
 from megatron_zb.runtime.autograd_stage import AutogradStage
-from megatron_zb.runtime.offload import HostCopyEngines, HostMemory, MovedActivations
 
 
 class MegatronStage(AutogradStage):

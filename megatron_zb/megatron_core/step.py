@@ -20,9 +20,9 @@ from megatron_zb.runtime.activation_memory import ActivationMemory
 from megatron_zb.runtime.channels import Channels
 from megatron_zb.runtime.executor import Allocate, Handler, PairHandler, Transport
 from megatron_zb.runtime.observer import NOTHING, Observer
+from megatron_zb.schedules.lowering import Program
 from megatron_zb.schedules.passes import PassKind
-from megatron_zb.schedules.program.lowering import Program
-from megatron_zb.schedules.work import Lengths
+from megatron_zb.schedules.step_plan import Lengths
 
 Shape = tuple[int, int, int]
 """Sequence, batch and width of an activation between stages."""

@@ -32,13 +32,13 @@ import torch
 
 from megatron_zb.errors import UsageError
 from megatron_zb.megatron_core import versions
-from megatron_zb.megatron_core.linear import accumulate
 from megatron_zb.megatron_core.random_streams import global_modules
 from megatron_zb.megatron_core.refusals import reason
 from megatron_zb.megatron_core.split_backward import (
     COMPUTED,
     SequenceShard,
     SplitBackward,
+    accumulate,
     gathering,
     held,
     whole,

@@ -22,9 +22,14 @@ from megatron.core.utils import get_attr_wrapped_model
 
 from megatron_zb.errors import UsageError
 from megatron_zb.megatron_core.data_parallel import DataParallelSync
-from megatron_zb.megatron_core.linear import accumulate, accumulate_fused
 from megatron_zb.megatron_core.placement import PhysicalPlacement
-from megatron_zb.megatron_core.split_backward import SplitBackward, has_hooks, uses_of_leaves
+from megatron_zb.megatron_core.split_backward import (
+    SplitBackward,
+    accumulate,
+    accumulate_fused,
+    has_hooks,
+    uses_of_leaves,
+)
 from megatron_zb.megatron_core.stages import MegatronStage
 from megatron_zb.megatron_core.step import Step, StepPart, device
 from megatron_zb.megatron_core.vocabulary_shard import CutEmbedding, CutOutput, Lookups, cut
@@ -38,9 +43,9 @@ from megatron_zb.runtime.vocabulary import (
     part_width,
     put_together,
 )
+from megatron_zb.schedules.lowering import runs_of
 from megatron_zb.schedules.passes import Message, PassKind
 from megatron_zb.schedules.placement import Placement
-from megatron_zb.schedules.program.lowering import runs_of
 
 HANDLERS: dict[PassKind, Handler] = {
     PassKind.F: lambda stage, microbatch, *received: stage.forward(

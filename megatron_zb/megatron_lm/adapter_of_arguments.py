@@ -22,8 +22,7 @@ from megatron_zb.job.settings import (
 )
 from megatron_zb.measured import balance
 from megatron_zb.megatron_core import refusals
-from megatron_zb.megatron_core.adapter import PipelineAdapter
-from megatron_zb.megatron_core.build_adapter import Chunks, build_adapter, copy_of
+from megatron_zb.megatron_core.adapter import Chunks, PipelineAdapter, build_adapter, copy_of
 from megatron_zb.megatron_core.connections import group_options
 from megatron_zb.megatron_core.current_schedule import JobSizes
 from megatron_zb.megatron_core.refusals import OVERLAP, Asked
@@ -31,8 +30,14 @@ from megatron_zb.megatron_core.versions import HYBRID_PATTERNS
 from megatron_zb.parsing import flag_of
 from megatron_zb.schedules import catalog, layout
 from megatron_zb.schedules.catalog import Build
-from megatron_zb.schedules.hybrid_pattern import kinds, main_part, placed, predicting_parts
-from megatron_zb.schedules.layout import Layers, Letters
+from megatron_zb.schedules.layout import (
+    Layers,
+    Letters,
+    main_pattern,
+    pattern_kinds,
+    placed_pattern,
+    predicting_parts,
+)
 from megatron_zb.schedules.placement import Placement
 
 DIVISION = (
@@ -235,7 +240,7 @@ def layers_of(args: argparse.Namespace) -> Layers:
         output=int(args.account_for_loss_in_pipeline_split),
         first=args.decoder_first_pipeline_num_layers,
         last=args.decoder_last_pipeline_num_layers,
-        kinds=kinds(pattern),
+        kinds=pattern_kinds(pattern),
     )
 
 
@@ -247,7 +252,7 @@ def num_layers(args: argparse.Namespace) -> int:
     """
     pattern = _pattern(args)
     if pattern:
-        return len(kinds(pattern))
+        return len(pattern_kinds(pattern))
     names = ("num_layers", "decoder_num_layers", "encoder_num_layers")
     number = next((n for name in names if (n := getattr(args, name, None)) is not None), None)
     if number is None:
@@ -358,13 +363,13 @@ def _says_chunks(args: argparse.Namespace) -> bool:
 
 def segments(args: argparse.Namespace) -> str | None:
     """Return the main part of the pattern if it has the layers of each stage."""
-    written = main_part(_pattern(args) or "")
+    written = main_pattern(_pattern(args) or "")
     return written if "|" in written else None
 
 
 def _place_in_pattern(args: argparse.Namespace, letters: Letters) -> None:
     """Write the layers of each stage into the pattern of the arguments."""
-    written = placed(_pattern(args) or "", (stage.count("t") for stage in letters))
+    written = placed_pattern(_pattern(args) or "", (stage.count("t") for stage in letters))
     for name in HYBRID_PATTERNS:
         setattr(args, name, None)
     setattr(args, _NEW_PATTERN, written)

@@ -9,9 +9,10 @@ from functools import cache
 from pathlib import Path
 
 from megatron_zb.errors import Refusal, UsageError
+from megatron_zb.job import settings
 from megatron_zb.job.settings import choice_of
 from megatron_zb.megatron_core import refusals
-from megatron_zb.megatron_lm import argument_table, flags, own_process, stored_placement
+from megatron_zb.megatron_lm import argument_table, own_process, stored_placement
 from megatron_zb.megatron_lm.adapter_of_arguments import adapter_of, asked_of
 from megatron_zb.megatron_lm.argument_table import Judgement, Verdict
 from megatron_zb.schedules import catalog
@@ -62,15 +63,15 @@ def parse(words: Sequence[str], version: str, gpus: int | None = None) -> argpar
         * args.context_parallel_size
     )
     args.world_size = ranks if gpus is None else gpus
-    flags.translate_older(args)
-    if flags.choice(args) is None:
+    settings.translate_older(args)
+    if settings.chosen_flag(args) is None:
         raise UsageError("no schedule is chosen: add --pipeline-schedule, such as v-half")
     return args
 
 
 @cache
 def _parser(version: str) -> argparse.ArgumentParser:
-    return flags.add_arguments(argument_table.parser_of(version))
+    return settings.add_megatron_lm_arguments(argument_table.parser_of(version))
 
 
 def validate(report: CheckReport, root: Path, words: Sequence[str], world_size: int) -> CheckReport:

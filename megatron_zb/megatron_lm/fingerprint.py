@@ -12,7 +12,7 @@ from typing import Any
 
 from megatron_zb import __version__, files
 from megatron_zb.job import data_contents
-from megatron_zb.job.comparable import named_arguments
+from megatron_zb.job.agreement import named_arguments
 from megatron_zb.job.data_contents import Record
 from megatron_zb.megatron_core.adapter import PipelineAdapter
 from megatron_zb.parsing import flag_of

@@ -3,30 +3,37 @@
 Every hook calls what it replaces until the arguments choose a schedule; so a job without
 ``--pipeline-schedule`` runs as if nothing had been installed. A replaced function is replaced
 wherever Megatron's modules hold it, whatever they call it, and before a pretrain script copies it.
+
+A method of :class:`StageData` or :class:`ScheduledRun` whose first argument is ``original`` takes
+the place of that function of Megatron-LM once there is a schedule.
 """
 
 from __future__ import annotations
 
+import argparse
 import os
 import sys
 from argparse import Namespace
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from functools import partial
 from importlib import import_module
+from inspect import signature
+from pathlib import Path
 from typing import Any
 
-from megatron_zb.errors import UsageError
+from megatron_zb.errors import UsageError, end_with
 from megatron_zb.job import data_contents, settings
 from megatron_zb.job.agreement import Rendezvous
-from megatron_zb.job.ending import end_with
+from megatron_zb.job.data_contents import Record
 from megatron_zb.job.shared_build import SharedBuild, build_with_cache
 from megatron_zb.megatron_core import checkpoints, refusals, versions
+from megatron_zb.megatron_core.adapter import PipelineAdapter
 from megatron_zb.megatron_core.refusals import Asked
 from megatron_zb.megatron_lm import (
     argument_table,
     fingerprint,
-    flags,
+    models,
     post_validation_hooks,
     stored_placement,
 )
@@ -43,10 +50,266 @@ from megatron_zb.megatron_lm.replacing import (
     replace_static,
     when,
 )
-from megatron_zb.megatron_lm.scheduled_run import START, ScheduledRun
-from megatron_zb.megatron_lm.stage_data import StageData
 from megatron_zb.parsing import flag_of
 from megatron_zb.schedules.catalog import Build
+
+# --- data of the stages: which chunks read batches, and loops over them
+
+
+class StageData:
+    """The data of this rank's chunks."""
+
+    def __init__(self, adapter: PipelineAdapter, args: argparse.Namespace) -> None:
+        self._adapter = adapter
+        self._args = args
+
+    @property
+    def is_placed(self) -> bool:
+        """Whether other stages read data than those that Megatron-LM expects to."""
+        return self._adapter.physical.mirrored or self._on_every_stage
+
+    @property
+    def _on_every_stage(self) -> bool:
+        """Return whether inner stages need batches, too.
+
+        Megatron-LM leaves them without: their attention would go across documents, and they could
+        not count the batches of a whole validation set.
+        """
+        args = self._args
+        resets = args.reset_attention_mask and args.create_attention_mask_in_dataloader
+        return bool(resets or args.full_validation)
+
+    # --- which stages read
+
+    def is_first_stage(
+        self, original: Any, ignore_virtual: bool = True, vp_stage: int | None = None
+    ) -> bool:
+        """Return whether this stage has the embedding, which is on the last rank in a V."""
+        del original
+        return self._holds(self._adapter.pre_process, None if ignore_virtual else vp_stage)
+
+    def is_first_or_last_stage(self, original: Any, vp_stage: int | None) -> bool:
+        """Return whether this stage reads data: first, last, or all stages."""
+        del original
+        if self._on_every_stage:
+            return True
+        adapter = self._adapter
+        return self._holds(adapter.pre_process, vp_stage) or self._holds(
+            adapter.post_process, vp_stage
+        )
+
+    def _holds(self, part: Callable[[int, int], bool], vp_stage: int | None) -> bool:
+        """Return whether a chunk, or with None any chunk, of this rank has a part of the model."""
+        from megatron.core import parallel_state
+
+        pp_rank = parallel_state.get_pipeline_model_parallel_rank()
+        chunks = range(self._adapter.chunks) if vp_stage is None else (vp_stage,)
+        return any(part(pp_rank, chunk) for chunk in chunks)
+
+    def get_batch_on_this_tp_rank(self, original: Any, *args: Any, **keywords: Any) -> Any:
+        """Broadcast a batch as for MTP, since one rank needs tokens, labels and mask."""
+        keywords["mtp_on_this_rank"] = True
+        return original(*args, **keywords)
+
+    def dataset_builder(
+        self, original: Any, builder: Any, cls: Any, sizes: Any, is_built_on_rank: Any, config: Any
+    ) -> None:
+        """Build data sets on the job's first rank, too, which tells all others if there is data."""
+        is_first = self._args.rank == 0
+        original(builder, cls, sizes, lambda: is_built_on_rank() or is_first, config)
+
+    # --- loops over batches
+
+    def skip_step(self, original: Any, data_iterator: Any) -> None:
+        """Read the batches of a step without a model; Megatron-LM reads one iterator alone."""
+        del original
+        from megatron.core.num_microbatches_calculator import get_num_microbatches
+        from megatron.core.rerun_state_machine import get_rerun_state_machine
+
+        iterators = data_iterator if isinstance(data_iterator, list) else [data_iterator]
+        while get_rerun_state_machine().should_run_forward_backward(data_iterator):
+            for iterator in (each for each in iterators if each is not None):
+                for _ in range(get_num_microbatches()):
+                    next(iterator)
+
+    def evaluate(
+        self, original: Any, prefix: Any, forward_step: Any, iterators: Any, *rest: Any, **more: Any
+    ) -> Any:
+        """Evaluate each of several validation sets on all chunks.
+
+        Megatron-LM makes a list of sets for each chunk, and expects a list of chunks for each set.
+        """
+        several = self._args.multiple_validation_sets and self._adapter.chunks > 1
+        if several and None not in iterators:
+            iterators = [list(of_one_set) for of_one_set in zip(*iterators, strict=True)]
+        return original(prefix, forward_step, iterators, *rest, **more)
+
+
+# --- the training loop in a job with a schedule
+
+
+START = "start"
+
+
+class ScheduledRun:
+    """The part of this rank in a job with a schedule."""
+
+    def __init__(
+        self, adapter: PipelineAdapter, rendezvous: Rendezvous, args: argparse.Namespace
+    ) -> None:
+        self.adapter = adapter
+        self.stage_data = StageData(adapter, args)
+        self.data: Record = {}
+        """Record of the training data, once the arguments have been checked."""
+        self.not_agreed: dict[str, Any] | None = None
+        """Values that the ranks have not agreed on yet."""
+        self._rendezvous = rendezvous
+        self._args = args
+        self._chunks: list[Any] = []
+        self._builds = 0
+        self._loads = 0
+        self._failure: Exception | None = None
+
+    # --- processes, layers and chunks
+
+    def initialize_model_parallel(self, original: Any, *args: Any, **keywords: Any) -> Any:
+        """Let the ranks agree, where they could not before, and set the embedding ranks."""
+        if self.not_agreed is not None:
+            self._rendezvous.agree(START, self.not_agreed, None)
+        if self.adapter.embedding_ranks is not None:
+            keywords["get_embedding_ranks"] = self.adapter.embedding_ranks
+        return original(*args, **keywords)
+
+    def layout_from_str(self, original: Any, layout: str, *rest: Any, **sizes: Any) -> Any:
+        """Return the layout of the schedule for its own text."""
+        if layout == str(self.adapter.layer_layout):
+            return self.adapter.layer_layout
+        return original(layout, *rest, **sizes)
+
+    def select_segment(
+        self, original: Any, pattern: str, pp_group: Any, vp_stage: int | None, **more: Any
+    ) -> tuple[list[str], int]:
+        """Return the layers of a hybrid model's chunk where the schedule has it."""
+        del original, pp_group, more
+        return self.adapter.layer_layout.segment(pattern, vp_stage)
+
+    def num_layers_to_build(self, original: Any, config: Any, *rest: Any, **keywords: Any) -> int:
+        """Return the layers of a block; an encoder has all of its own, whatever the layout."""
+        if config.pipeline_model_parallel_size == 1:
+            return int(config.num_layers)
+        return int(original(config, *rest, **keywords))
+
+    def build_chunks(self, original: Any, build: Any, *rest: Any, **keywords: Any) -> Any:
+        """Let every chunk be built where the schedule has it."""
+        self._chunks, self._failure = [], None
+        self._builds += 1
+        return original(self._placed(build), *rest, **keywords)
+
+    def _placed(self, build: Any) -> Any:
+        """Wrap the builder of a chunk to give embedding and output layer to the right chunks."""
+        from megatron.core import parallel_state
+
+        adapter = self.adapter
+        with self._failing():
+            self._check_builder(build)
+
+        def build_placed(*args: Any, **keywords: Any) -> Any:
+            pp_rank = parallel_state.get_pipeline_model_parallel_rank()
+            vp_stage = keywords.get("vp_stage")
+            keywords["pre_process"] = adapter.pre_process(pp_rank, vp_stage)
+            keywords["post_process"] = adapter.post_process(pp_rank, vp_stage)
+            with self._failing(), adapter.drawing_weights():
+                chunk = build(*args, **keywords)
+            self._check_model(chunk)
+            self._chunks.append(chunk)
+            if len(self._chunks) == adapter.chunks:
+                self._prepare_model()
+            return chunk
+
+        return build_placed
+
+    def _check_builder(self, build: Any) -> None:
+        name, chunks = self.adapter.schedule.name, self.adapter.chunks
+        taken = signature(build).parameters.values()
+        if chunks > 1 and not any(p.name == "vp_stage" or p.kind is p.VAR_KEYWORD for p in taken):
+            raise UsageError(
+                f"--pipeline-schedule {name} has {chunks} chunks per rank, and the script's model "
+                "provider takes no vp_stage to tell them apart: use a schedule with one chunk per "
+                "rank, such as zb-h1"
+            )
+
+    @contextmanager
+    def _failing(self) -> Iterator[None]:
+        """Tell the other ranks of a failure to build here, so that no rank waits for another."""
+        try:
+            yield
+        except UsageError as error:
+            self._rendezvous.leave(self._building, error)
+            self._rendezvous.end(error)
+        except Exception as error:
+            self._rendezvous.leave(self._building, error)
+            raise
+
+    def _check_model(self, chunk: Any) -> None:
+        """Check a chunk; keep a refusal until all is built, since other ranks build along."""
+        try:
+            models.check_model(
+                chunk,
+                self.adapter.schedule.name,
+                self.adapter.physical.mirrored,
+                self.adapter.draws_by_layer,
+            )
+        except UsageError as error:
+            self._failure = self._failure or error
+
+    def _prepare_model(self) -> None:
+        try:
+            if self._failure is None:
+                self.adapter.prepare_model(self._chunks)
+        except Exception as error:
+            self._failure = error
+        self._rendezvous.agree(self._building, {}, self._failure)
+
+    @property
+    def _building(self) -> str:
+        return f"build {self._builds}"
+
+    # --- checkpoints
+
+    def check_states(self, args: Any, path: str) -> None:
+        """Let the first rank check the optimizer's state in a checkpoint, for all."""
+        failure = None
+        self._loads += 1
+        if self._args.rank == 0:
+            try:
+                stored_placement.check_states(args, Path(path))
+            except UsageError as error:
+                failure = error
+        self._rendezvous.agree(f"load {self._loads}", {}, failure)
+
+    # --- the step
+
+    def get_forward_backward_func(self, original: Any, *args: Any, **keywords: Any) -> Any:
+        """Return the function that runs the schedule."""
+        return self._forward_backward
+
+    def _forward_backward(self, **arguments: Any) -> Any:
+        try:
+            return self.adapter.forward_backward_func(**arguments)
+        except UsageError as error:
+            self._rendezvous.end(error)
+
+    def create_graphs(self, original: Any, helper: Any) -> None:
+        """Capture the graphs of layers in the order of the schedule."""
+        self.adapter.create_graphs(helper, original)
+
+    def finalize_model_grads(self, original: Any, *args: Any, **keywords: Any) -> Any:
+        """Add up the gradients of the tied embedding, too, which are on one rank in a V."""
+        return self.adapter.finalize_model_grads(*args, **keywords)
+
+
+# --- the hooks
+
 
 _ARGUMENTS = "arguments"
 _MARK = "_installed_by_megatron_zb"
@@ -166,7 +429,7 @@ class _Hooks:
     def _add_arguments(self, original: Any, parser: Any) -> Any:
         parser = original(parser)
         self._new = argument_table.new_arguments(parser)
-        flags.add_arguments(parser)
+        settings.add_megatron_lm_arguments(parser)
         self._flags = frozenset(parser._option_string_actions)
         return parser
 
@@ -177,7 +440,7 @@ class _Hooks:
         rendezvous = Rendezvous(args.rank, args.world_size, seconds, end=end)
         values = fingerprint.of_arguments(args, self._flags)
         validate = partial(original, args, *rest, **defaults)
-        if flags.choice(args) is None:
+        if settings.chosen_flag(args) is None:
             rendezvous.stay_away(_ARGUMENTS, values)
             self._check_unscheduled(args)
             return validate()
@@ -212,7 +475,7 @@ class _Hooks:
         """Prepare the arguments, and set the new ones that older ones stand for."""
         if self.prepare is not None:
             self.prepare(args)
-        for line in flags.translate_older(args):
+        for line in settings.translate_older(args):
             _say(f"megatron_zb: {line}", args.rank)
 
     def _scheduled_run(self, args: Any, rendezvous: Rendezvous) -> ScheduledRun:
@@ -282,7 +545,7 @@ def _check_data(loaded: Any, args: Any, data: data_contents.Record) -> None:
 def _load_yaml(original: Any, path: str) -> Any:
     """Load the YAML arguments, and refuse a schedule: they replace the command line unchecked."""
     loaded = original(path)
-    chosen = flags.choice_in(sys.argv[1:])
+    chosen = settings.chosen_flag_in(sys.argv[1:])
     if chosen is None and getattr(loaded, "pipeline_schedule", None):
         chosen = f"pipeline_schedule: {loaded.pipeline_schedule} in it"
     if chosen is not None:

@@ -227,14 +227,14 @@ def _validate(words: list[str]) -> None:
     )
     from megatron.training import arguments
 
-    from megatron_zb.megatron_lm import flags
+    from megatron_zb.job import settings
     from megatron_zb.megatron_lm.adapter_of_arguments import adapter_of, prepare_overlap
+    from megatron_zb.megatron_lm.hooks import ScheduledRun
     from megatron_zb.megatron_lm.replacing import replace_static
-    from megatron_zb.megatron_lm.scheduled_run import ScheduledRun
 
     sys.argv[1:] = words
-    args = arguments.parse_args(flags.add_arguments)
-    flags.translate_older(args)
+    args = arguments.parse_args(settings.add_megatron_lm_arguments)
+    settings.translate_older(args)
     adapter = adapter_of(args)
     prepare_overlap(args)
     layout_from_str = ScheduledRun(adapter, _NOBODY, args).layout_from_str

@@ -16,8 +16,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from megatron_zb.errors import UsageError
-from megatron_zb.job.ending import end_with
+from megatron_zb.errors import UsageError, end_with
 from megatron_zb.megatron_core.adapter import PipelineAdapter
 from megatron_zb.megatron_core.post_validation import PostValidation
 from megatron_zb.megatron_core.step import say_on_first_rank

@@ -8,7 +8,7 @@ from pydantic import Field
 
 from megatron_zb.measured import config
 from megatron_zb.measured.config import Section
-from megatron_zb.measured.units import GIB
+from megatron_zb.parsing import GIB
 
 _SOURCE = Field(
     min_length=1, max_length=500, description="where it comes from", examples=["data sheet"]

@@ -24,8 +24,10 @@ from megatron_zb.measured.balance import with_counted_vocabulary
 from megatron_zb.measured.exchange import with_exchange
 from megatron_zb.measured.fit import Fit
 from megatron_zb.measured.profile import Profile, read_profile
-from megatron_zb.measured.units import GIB
-from megatron_zb.planner.candidate import (
+from megatron_zb.parsing import GIB
+from megatron_zb.planner.prediction import PlanRow
+from megatron_zb.planner.search import VARIANTS, PlanSearch, Watch, silent
+from megatron_zb.planner.strategy import (
     MEGATRON_INTERLEAVED,
     MEGATRON_OVERLAP,
     ScheduleCandidate,
@@ -33,15 +35,12 @@ from megatron_zb.planner.candidate import (
     names_in,
     of_overlap,
 )
-from megatron_zb.planner.flags import schedule_flags
-from megatron_zb.planner.row import PlanRow
-from megatron_zb.planner.search import VARIANTS, PlanSearch, Watch, silent
+from megatron_zb.planner.table import schedule_flags
 from megatron_zb.schedules import Timeline, layout
 from megatron_zb.schedules.layout import Layers, Layout
-from megatron_zb.schedules.limit import Limit
+from megatron_zb.schedules.lowering import peak_with_messages
 from megatron_zb.schedules.placement import Placement
-from megatron_zb.schedules.program.memory import peak_with_messages
-from megatron_zb.schedules.request import LimitTooSmall
+from megatron_zb.schedules.request import Limit, LimitTooSmall
 
 _LARGE = 20_000  # passes: more are not lowered for their messages
 

@@ -10,14 +10,15 @@ from pydantic import Field, model_validator
 
 from megatron_zb.measured import config
 from megatron_zb.measured.config import LARGEST_SIZE, Section, optional_size, size
-from megatron_zb.planner import hybrid_layers
-from megatron_zb.planner.attention import (
+from megatron_zb.planner import mixers
+from megatron_zb.planner.mixers import (
     LatentAttention,
+    Mamba,
     Mixer,
     grouped_attention,
     latent_attention,
+    mamba_mixer,
 )
-from megatron_zb.planner.hybrid_layers import Mamba, mamba_mixer
 
 
 class Recommended(Section):
@@ -240,14 +241,14 @@ class ModelConfig(Section):
     def _hybrid(self) -> ModelConfig:
         pattern = self.hybrid_layer_pattern
         if pattern is not None:
-            hybrid_layers.check(pattern, self.layers, self.prediction_layers)
-        if self.mamba is not None and hybrid_layers.MAMBA not in self.kinds:
+            mixers.check_hybrid(pattern, self.layers, self.prediction_layers)
+        if self.mamba is not None and mixers.MAMBA not in self.kinds:
             raise ValueError("mamba is for the layers M of a hybrid_layer_pattern: leave it out")
-        if hybrid_layers.MAMBA in self.kinds:
+        if mixers.MAMBA in self.kinds:
             _ = self.mamba_mixer  # refuses wrong sizes
         if not self.kinds:
             return self
-        if (hybrid_layers.EXPERTS in self.kinds) != (self.experts is not None):
+        if (mixers.EXPERTS in self.kinds) != (self.experts is not None):
             raise ValueError("experts and the layers E of hybrid_layer_pattern go together")
         if self.latent_attention is not None or (self.experts and self.experts.dense_layers):
             raise ValueError(
@@ -260,7 +261,7 @@ class ModelConfig(Section):
     def kinds(self) -> str:
         """A letter for each layer of a hybrid model, those of prediction included; else none."""
         pattern = self.hybrid_layer_pattern
-        return "" if pattern is None else hybrid_layers.all_kinds(pattern)
+        return "" if pattern is None else mixers.all_kinds(pattern)
 
     def kind(self, layer: int) -> str:
         """Return the kind of a layer: layers of one kind cost the same."""
@@ -284,25 +285,25 @@ class ModelConfig(Section):
 
     def mixer_in(self, layer: int) -> Mixer | None:
         """Return what mixes the tokens in a layer, None if nothing does."""
-        kind = self.kinds[layer] if self.kinds else hybrid_layers.ATTENTION
-        if kind == hybrid_layers.MAMBA:
+        kind = self.kinds[layer] if self.kinds else mixers.ATTENTION
+        if kind == mixers.MAMBA:
             return self.mamba_mixer
-        return self.attention if kind == hybrid_layers.ATTENTION else None
+        return self.attention if kind == mixers.ATTENTION else None
 
     def attends(self, layer: int) -> bool:
         """Return whether a layer has attention."""
-        return not self.kinds or self.kinds[layer] == hybrid_layers.ATTENTION
+        return not self.kinds or self.kinds[layer] == mixers.ATTENTION
 
     def experts_in(self, layer: int) -> Experts | None:
         """Return the experts of a layer, None if it has none."""
         if self.kinds:
-            return self.experts if self.kinds[layer] == hybrid_layers.EXPERTS else None
+            return self.experts if self.kinds[layer] == mixers.EXPERTS else None
         is_dense = self.experts is None or layer < self.experts.dense_layers
         return None if is_dense else self.experts
 
     def dense_inner(self, layer: int) -> int:
         """Count the inner elements of a token in a layer's dense MLP or shared experts."""
-        if self.kinds and self.kinds[layer] not in (hybrid_layers.MLP, hybrid_layers.EXPERTS):
+        if self.kinds and self.kinds[layer] not in (mixers.MLP, mixers.EXPERTS):
             return 0
         experts = self.experts_in(layer)
         return self.ffn if experts is None else experts.shared_ffn_hidden_size
@@ -328,11 +329,11 @@ class ModelConfig(Section):
     def divided(self) -> tuple[int, ...]:
         """Numbers that tensor-parallel ranks divide among one another."""
         out = [self.vocabulary]
-        if not self.kinds or hybrid_layers.MLP in self.kinds:
+        if not self.kinds or mixers.MLP in self.kinds:
             out.append(self.ffn)
-        if not self.kinds or hybrid_layers.ATTENTION in self.kinds:
+        if not self.kinds or mixers.ATTENTION in self.kinds:
             out += self.attention.divided
-        if hybrid_layers.MAMBA in self.kinds:
+        if mixers.MAMBA in self.kinds:
             out += self.mamba_mixer.divided
         return tuple(out)
 

@@ -1,9 +1,16 @@
-"""Arguments of Megatron-LM that describe a model of ``configs/models``."""
+"""Arguments of Megatron-LM that describe a model of ``configs/models``, and the inverse."""
 
 from __future__ import annotations
 
-from megatron_zb.planner.attention import Mixer
-from megatron_zb.planner.hybrid_layers import MAMBA
+import argparse
+import ast
+from typing import Any
+
+from pydantic import ValidationError
+
+from megatron_zb.errors import UsageError
+from megatron_zb.parsing import flag_of
+from megatron_zb.planner.mixers import MAMBA, Mixer
 from megatron_zb.planner.model import Experts, ModelConfig, Rotary, Router
 
 
@@ -125,3 +132,223 @@ def _of_router(router: Router) -> list[str]:
         words.append("--moe-router-enable-expert-bias")
         words += ["--moe-router-bias-update-rate", _number(router.bias_update_rate)]
     return words
+
+
+# --- the model of the arguments of a training
+
+
+NAME = "the model of the arguments"
+
+# Arguments that change the operations of a layer in ways that the planner does not count.
+_NOT_COUNTED = (
+    "experimental_attention_variant",
+    "heterogeneous_layers_config_encoded_json",
+    "heterogeneous_layers_config_path",
+    "hybrid_override_pattern",
+    "linear_attention_freq",
+    "moe_latent_size",
+    "window_size",
+)
+_NEEDED = {
+    "num_layers": 32,
+    "hidden_size": 4096,
+    "num_attention_heads": 32,
+    "seq_length": 4096,
+    "global_batch_size": 512,
+}
+_LONGEST_LIST = 10_000
+
+
+def model_of(args: argparse.Namespace) -> ModelConfig:
+    """Return the description of a model from parsed arguments of Megatron-LM.
+
+    Raises:
+        UsageError: a size is missing, or the planner cannot count what an argument asks for.
+    """
+    for name in _NOT_COUNTED:
+        if getattr(args, name, None) is not None:
+            raise UsageError(
+                f"{flag_of(name)}: the planner does not count such layers: leave it out, or give "
+                "--config with the nearest model"
+            )
+    for name, example in _NEEDED.items():
+        if getattr(args, name) is None and not (name == "num_layers" and _pattern(args)):
+            raise UsageError(
+                f"{flag_of(name)} is missing among the arguments of the training: add, for "
+                f"example, {flag_of(name)} {example}"
+            )
+    try:
+        return ModelConfig.model_validate(_fields(args))
+    except ValidationError as error:
+        first = error.errors(include_url=False)[0]
+        reason = str(first.get("ctx", {}).get("error", first["msg"]))
+        where = "".join(f"{part}: " for part in first["loc"][-1:])
+        raise UsageError(f"{NAME} cannot be planned: {where}{reason}") from error
+
+
+def _fields(args: argparse.Namespace) -> dict[str, Any]:
+    ffn = args.ffn_hidden_size
+    if ffn is None and args.swiglu:
+        ffn = int(4 * args.hidden_size * 2 / 3) // 64 * 64  # as Megatron-LM chooses it
+    pattern = _pattern(args)
+    return {
+        "name": NAME,
+        "source": "the command line",
+        "layers": args.num_layers if args.num_layers is not None else _letters(pattern or ""),
+        "hidden_size": args.hidden_size,
+        "ffn_hidden_size": ffn,
+        "attention_heads": args.num_attention_heads,
+        "query_groups": args.num_query_groups if args.group_query_attention else None,
+        "head_dim": args.kv_channels,
+        "qk_layernorm": args.qk_layernorm,
+        "gated_mlp": args.swiglu,
+        "squared_relu": args.squared_relu,
+        "norm_epsilon": _either(args, "norm_epsilon", "layernorm_epsilon"),
+        "rotary": _rotary(args),
+        "hybrid_layer_pattern": pattern,
+        "mamba": _mamba(args) if pattern and "M" in pattern else None,
+        "vocabulary": _vocabulary(args),
+        "tied_embeddings": not args.untie_embeddings_and_output_weights,
+        "sequence_length": args.seq_length,
+        "global_batch_size": args.global_batch_size,
+        "dropout": bool(args.hidden_dropout or args.attention_dropout),
+        "flash_attention": _is_fused(args),
+        "experts": _experts(args) if args.num_experts else None,
+        "latent_attention": _latent(args) if args.multi_latent_attention else None,
+        "prediction_layers": args.mtp_num_layers or 0,
+        "prediction_loss_scale": args.mtp_loss_scaling_factor,
+    }
+
+
+def _either(args: argparse.Namespace, *names: str) -> Any:
+    """Return the value of an argument that has one name or another, by version."""
+    return next(getattr(args, name) for name in names if hasattr(args, name))
+
+
+def _pattern(args: argparse.Namespace) -> str | None:
+    pattern: str | None = getattr(args, "hybrid_layer_pattern", None)
+    return None if pattern is None else pattern.replace("|", "")
+
+
+def _letters(pattern: str) -> int:
+    return len(pattern.partition("/")[0])
+
+
+def _is_fused(args: argparse.Namespace) -> bool:
+    """Return whether attention never stores its scores, as in FlashAttention."""
+    if args.attention_backend is not None:
+        return args.attention_backend not in ("unfused", "local")
+    return args.transformer_impl != "local" or bool(args.use_flash_attn)
+
+
+def _vocabulary(args: argparse.Namespace) -> int:
+    if args.padded_vocab_size is not None:
+        return int(args.padded_vocab_size)
+    if args.vocab_size is None:
+        raise UsageError(
+            "the arguments name a tokenizer, whose vocabulary is read only as training starts: "
+            "add --padded-vocab-size, such as --padded-vocab-size 128256"
+        )
+    unit = args.make_vocab_size_divisible_by * args.tensor_model_parallel_size
+    return int(-(-args.vocab_size // unit) * unit)
+
+
+def _rotary(args: argparse.Namespace) -> dict[str, Any] | None:
+    kind = args.position_embedding_type
+    if kind == "none" or (kind == "learned_absolute" and not args.use_rotary_position_embeddings):
+        return None
+    out: dict[str, Any] = {"base": args.rotary_base}
+    if args.multi_latent_attention and args.rope_type in (None, "yarn"):
+        out["yarn"] = {
+            "factor": args.rotary_scaling_factor,
+            "mscale": args.mscale,
+            "mscale_all_dim": args.mscale_all_dim,
+        }
+    elif args.use_rope_scaling:
+        out["scaling"] = {"factor": args.rope_scaling_factor}
+    return out
+
+
+def _mamba(args: argparse.Namespace) -> dict[str, Any]:
+    return {
+        "heads": args.mamba_num_heads,
+        "head_dim": args.mamba_head_dim,
+        "groups": args.mamba_num_groups,
+        "state_dim": args.mamba_state_dim,
+    }
+
+
+def _latent(args: argparse.Namespace) -> dict[str, Any]:
+    return {
+        "query_rank": args.q_lora_rank,
+        "kv_rank": args.kv_lora_rank,
+        "nope_head_dim": args.qk_head_dim,
+        "rope_head_dim": args.qk_pos_emb_head_dim,
+        "value_head_dim": args.v_head_dim,
+    }
+
+
+def _experts(args: argparse.Namespace) -> dict[str, Any]:
+    return {
+        "experts": args.num_experts,
+        "top_k": args.moe_router_topk,
+        "ffn_hidden_size": args.moe_ffn_hidden_size or args.ffn_hidden_size or 4 * args.hidden_size,
+        "shared_ffn_hidden_size": args.moe_shared_expert_intermediate_size or 0,
+        "dense_layers": 0 if _pattern(args) else _dense_layers(args),
+        "router": _router(args),
+    }
+
+
+def _router(args: argparse.Namespace) -> dict[str, Any]:
+    balancing, loss = args.moe_router_load_balancing_type, args.moe_aux_loss_coeff
+    if isinstance(balancing, list):
+        balancing = balancing[0]
+    counted = ("aux_loss", "seq_aux_loss", "global_aux_loss")
+    biased = args.moe_router_enable_expert_bias
+    return {
+        "score_function": args.moe_router_score_function,
+        "groups": args.moe_router_num_groups,
+        "top_k_groups": args.moe_router_group_topk,
+        "scaling_factor": args.moe_router_topk_scaling_factor,
+        "bias_update_rate": args.moe_router_bias_update_rate if biased else None,
+        "balancing": balancing if balancing in counted else "none",
+        "aux_loss_coefficient": loss[0] if isinstance(loss, list) else loss,
+    }
+
+
+def _dense_layers(args: argparse.Namespace) -> int:
+    """Return how many layers before the first with experts are dense.
+
+    Raises:
+        UsageError: a dense layer follows one with experts.
+    """
+    text = str(args.moe_layer_freq)
+    layers = [int(i % int(text) == 0) for i in range(args.num_layers)] if text.isdecimal() else None
+    sparse = layers if layers is not None else _list_of(text)
+    dense = sparse.index(1) if 1 in sparse else len(sparse)
+    if 0 in sparse[dense:] or len(sparse) != args.num_layers:
+        raise UsageError(
+            f"--moe-layer-freq {text}: the planner counts models whose dense layers come before "
+            f"all others: give, for example, --moe-layer-freq ([0]*1+[1]*{args.num_layers - 1})"
+        )
+    return dense
+
+
+def _list_of(text: str) -> list[int]:
+    """Read a list such as ``([0]*3+[1]*58)`` without running it; other text gives no element."""
+    try:
+        return _evaluated(ast.parse(text, mode="eval").body)
+    except (SyntaxError, ValueError, RecursionError, MemoryError):
+        return []
+
+
+def _evaluated(node: ast.expr) -> list[int]:
+    if isinstance(node, ast.List):
+        return [int(bool(ast.literal_eval(each))) for each in node.elts]
+    if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Add):
+        return [*_evaluated(node.left), *_evaluated(node.right)]
+    if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Mult):
+        part, times = _evaluated(node.left), ast.literal_eval(node.right)
+        if isinstance(times, int) and len(part) * times <= _LONGEST_LIST:
+            return part * times
+    raise ValueError("neither a list, a sum of lists nor a list times a number")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from megatron_zb.measured.units import gib
+from megatron_zb.parsing import gib
 from megatron_zb.planner.prediction import Prediction
 from megatron_zb.planner.search import WORTH_A_CHANGE, Plan
 

@@ -15,18 +15,18 @@ from typing import Any, Protocol, TypeVar
 
 from megatron_zb import schedules
 from megatron_zb.errors import UsageError
-from megatron_zb.measured.units import gib
-from megatron_zb.planner.candidate import (
-    MEGATRON_OVERLAP,
-    NO_PIPELINE,
-    ScheduleCandidate,
-    of_overlap,
-    with_those_of_auto,
-)
+from megatron_zb.parsing import gib
 from megatron_zb.planner.prediction import Ordered, Prediction, ordered
 from megatron_zb.planner.settings import SLACK, CountedSetting, CountedSettings, PlanJob
 from megatron_zb.planner.stages import StageWorkload
-from megatron_zb.planner.strategy import Strategy
+from megatron_zb.planner.strategy import (
+    MEGATRON_OVERLAP,
+    NO_PIPELINE,
+    ScheduleCandidate,
+    Strategy,
+    of_overlap,
+    with_those_of_auto,
+)
 from megatron_zb.planner.workers import Each
 from megatron_zb.schedules import Costs, Schedule
 from megatron_zb.schedules.placement import Placement

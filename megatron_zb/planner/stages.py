@@ -6,10 +6,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-from megatron_zb.measured.cost_model import CostModel, Variant
+from megatron_zb.measured.fit import CostModel, Variant
 from megatron_zb.planner import byte_counts
 from megatron_zb.planner.byte_counts import ActivationBytes, StateBytes
-from megatron_zb.planner.candidate import ScheduleCandidate
+from megatron_zb.planner.strategy import ScheduleCandidate
 from megatron_zb.planner.vocabulary import CONNECTION, CountedShard, more_connections
 from megatron_zb.planner.work import PassSeconds, Workload
 from megatron_zb.schedules import Costs, layout

@@ -1,11 +1,14 @@
 """Seconds of one microbatch on one layer and on the two ends of the model, for F, B and W.
 
+One list of operators gives FLOPs, seconds and bytes. Biases, norms and Mamba-2's convolution have
+too few weights to count.
+
 Counted from floating-point operations and bytes, on one tensor-parallel rank:
 
 - A matrix product with weights takes 2 FLOPs per token and weight in F, and as many in B and in W.
 - The products with attention scores have no W. B takes twice as much as F, 2.5 times where the
   scores are computed again (FlashAttention-2, arXiv 2307.08691); half of them are masked there.
-- A layer of a hybrid model is one part of a transformer's, or Mamba-2 (``hybrid_layers.py``).
+- A layer of a hybrid model is one part of a transformer's, or Mamba-2 (``mixers.py``).
 - Norms, residuals, dropout, activation functions and softmax are limited by the memory: each tensor
   that a kernel reads or writes is counted with 2 bytes, 4 in the loss.
 - Every kernel loses a fixed time, so that small microbatches are less efficient.

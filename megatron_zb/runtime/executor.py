@@ -9,8 +9,7 @@ from typing import Any, NamedTuple, Protocol, TypeAlias, cast
 import torch
 
 from megatron_zb.runtime.observer import NOBODY, Observer
-from megatron_zb.schedules.passes import LAUNCH_LITTLE, Channel, Message, PassKind
-from megatron_zb.schedules.program.lowering import (
+from megatron_zb.schedules.lowering import (
     Instruction,
     PostReceive,
     Program,
@@ -19,6 +18,7 @@ from megatron_zb.schedules.program.lowering import (
     Send,
     WaitReceive,
 )
+from megatron_zb.schedules.passes import LAUNCH_LITTLE, Channel, Message, PassKind
 
 Allocate = Callable[[Message], torch.Tensor]
 

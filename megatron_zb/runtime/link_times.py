@@ -9,8 +9,8 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 
+from megatron_zb.runtime.activation_memory import HostCopyEngines
 from megatron_zb.runtime.channels import Channels, channels_of
-from megatron_zb.runtime.offload import HostCopyEngines
 from megatron_zb.schedules.passes import Channel, Message
 from megatron_zb.schedules.placement import Placement
 

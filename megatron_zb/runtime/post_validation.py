@@ -17,11 +17,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from megatron_zb.runtime.channels import new_groups
 from megatron_zb.runtime.executor import Allocate, Execution, Transport
-from megatron_zb.runtime.groups import new_groups
 from megatron_zb.runtime.observer import Observer
-from megatron_zb.schedules.program.lowering import Program
-from megatron_zb.schedules.program.rollback import Rollback
+from megatron_zb.schedules.lowering import Program, Rollback
 
 
 class StateExchange:

@@ -17,7 +17,7 @@ from megatron_zb import schedules
 from megatron_zb.runtime.channels import Channels
 from megatron_zb.runtime.executor import Side, run_program
 from megatron_zb.runtime.link_times import link_times
-from megatron_zb.runtime.watchdog.progress import RankProgress
+from megatron_zb.runtime.progress import RankProgress
 from megatron_zb.schedules.passes import Pass, PassKind
 from megatron_zb.schedules.placement import v_shape
 from megatron_zb.schedules.stage_costs import StageCosts

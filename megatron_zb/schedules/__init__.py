@@ -2,9 +2,9 @@
 
 from megatron_zb.schedules.catalog import build, names
 from megatron_zb.schedules.costs import Costs
+from megatron_zb.schedules.lowering import Program, lower
 from megatron_zb.schedules.passes import Pair, Pass, PassKind
 from megatron_zb.schedules.placement import Placement
-from megatron_zb.schedules.program.lowering import Program, lower
 from megatron_zb.schedules.schedule import InvalidSchedule, Report, Schedule
 from megatron_zb.schedules.simulator import Timeline, simulate
 

@@ -8,18 +8,16 @@ from dataclasses import dataclass, replace
 from typing import Protocol, TypeAlias
 
 from megatron_zb.errors import UsageError
+from megatron_zb.schedules import families
 from megatron_zb.schedules import placement as placements
+from megatron_zb.schedules.auto import auto, candidates
 from megatron_zb.schedules.bounds import lower_bound
 from megatron_zb.schedules.costs import Costs, check_number
-from megatron_zb.schedules.families import interleaved, one_f_one_b, v_shape, wave, zero_bubble
-from megatron_zb.schedules.families.auto import auto, candidates
-from megatron_zb.schedules.limit import Limit
 from megatron_zb.schedules.parts import Part, with_part
 from megatron_zb.schedules.placement import Placement, looped
-from megatron_zb.schedules.request import Request, check_size
+from megatron_zb.schedules.request import Limit, Request, check_size
 from megatron_zb.schedules.schedule import Report, Schedule
-from megatron_zb.schedules.search.place_embedding import with_embedding
-from megatron_zb.schedules.search.place_vocabulary import search_with_vocabulary
+from megatron_zb.schedules.search.place_vocabulary import search_with_vocabulary, with_embedding
 from megatron_zb.schedules.simulator import simulate
 
 _ZERO_BUBBLE = "Zero Bubble Pipeline Parallelism, arXiv 2401.10241"
@@ -135,17 +133,17 @@ def _v(p: int, chunks: int | None) -> Placement:
 
 
 def _loop(p: int, chunks: int | None) -> Placement:
-    return looped(p, chunks or interleaved.DEFAULT_CHUNKS)
+    return looped(p, chunks or families.INTERLEAVED_CHUNKS)
 
 
 def _zigzag(p: int, chunks: int | None) -> Placement:
-    return placements.wave(p, chunks or wave.DEFAULT_CHUNKS)
+    return placements.wave(p, chunks or families.WAVE_CHUNKS)
 
 
 _FAMILIES = (
     Family(
         "gpipe",
-        one_f_one_b.gpipe,
+        families.gpipe,
         lambda p, m: m,
         "all forwards, then all backwards; the reference for small models",
         "GPipe, arXiv 1811.06965",
@@ -155,7 +153,7 @@ _FAMILIES = (
     ),
     Family(
         "1f1b",
-        one_f_one_b.one_f_one_b,
+        families.one_f_one_b,
         lambda p, m: min(p, m),
         "Megatron's own order, run by this package",
         "PipeDream-Flush, arXiv 2006.09503",
@@ -165,8 +163,8 @@ _FAMILIES = (
     ),
     Family(
         "interleaved",
-        interleaved.interleaved,
-        interleaved.peak_microbatches,
+        families.interleaved,
+        families.interleaved_peak,
         "smaller bubble than 1F1B for more memory and more messages",
         "Narayanan et al., arXiv 2104.04473",
         splits_backward=False,
@@ -178,8 +176,8 @@ _FAMILIES = (
     ),
     Family(
         "1f1b-v",
-        v_shape.one_f_one_b_v,
-        lambda p, m: v_shape.one_f_one_b_v_peak(p),
+        families.one_f_one_b_v,
+        lambda p, m: families.one_f_one_b_v_peak(p),
         "three quarters of 1F1B's memory without splitting the backward",
         _CONTROLLABLE,
         splits_backward=False,
@@ -187,7 +185,7 @@ _FAMILIES = (
     ),
     Family(
         "zb-h1",
-        zero_bubble.zb_h1,
+        families.zb_h1,
         lambda p, m: p,
         "1F1B's placement and memory, a third of its bubble",
         _ZERO_BUBBLE,
@@ -197,7 +195,7 @@ _FAMILIES = (
     ),
     Family(
         "zb-h2",
-        zero_bubble.zb_h2,
+        families.zb_h2,
         lambda p, m: 2 * p - 1,
         "a smaller bubble than zb-h1 for twice the memory, in a fixed order",
         _ZERO_BUBBLE,
@@ -207,7 +205,7 @@ _FAMILIES = (
     ),
     Family(
         "zb-1p",
-        zero_bubble.zb_1p,
+        families.zb_1p,
         lambda p, m: p,
         "the best order found with one chunk per rank in 1F1B's memory",
         _ZERO_BUBBLE,
@@ -216,7 +214,7 @@ _FAMILIES = (
     ),
     Family(
         "zb-2p",
-        zero_bubble.zb_2p,
+        families.zb_2p,
         lambda p, m: 2 * p,
         "the best order found with one chunk per rank in twice 1F1B's memory",
         _ZERO_BUBBLE,
@@ -225,7 +223,7 @@ _FAMILIES = (
     ),
     Family(
         "v-zb",
-        v_shape.v_zb,
+        families.v_zb,
         lambda p, m: p,
         "1F1B's memory, almost no bubble",
         _CONTROLLABLE,
@@ -235,8 +233,8 @@ _FAMILIES = (
     ),
     Family(
         "v-half",
-        v_shape.v_half,
-        lambda p, m: v_shape.v_half_peak(p),
+        families.v_half,
+        lambda p, m: families.v_half_peak(p),
         "half of 1F1B's memory, half its bubble",
         _CONTROLLABLE,
         placement=_v,
@@ -245,8 +243,8 @@ _FAMILIES = (
     ),
     Family(
         "v-min",
-        v_shape.v_min,
-        lambda p, m: v_shape.v_min_peak(p),
+        families.v_min,
+        lambda p, m: families.v_min_peak(p),
         "a third of 1F1B's memory",
         _CONTROLLABLE,
         placement=_v,
@@ -255,7 +253,7 @@ _FAMILIES = (
     ),
     Family(
         "wave",
-        wave.wave,
+        families.wave,
         lambda p, m: p,
         "more than two chunks in a zig-zag: a shorter fill for more messages",
         "Hanayo, arXiv 2308.15762",
@@ -266,8 +264,8 @@ _FAMILIES = (
     ),
     Family(
         "dualpipe-v",
-        v_shape.dualpipe_v,
-        lambda p, m: v_shape.dualpipe_v_peak(p),
+        families.dualpipe_v,
+        lambda p, m: families.dualpipe_v_peak(p),
         "DualPipe's order on a V",
         "DeepSeek-V3, arXiv 2412.19437",
         placement=_v,

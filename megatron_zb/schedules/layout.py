@@ -1,12 +1,17 @@
-"""Layers of each stage: spread evenly, balanced, or given by a text."""
+"""Layers of each stage: spread evenly, balanced, or given by a text.
+
+The text of a hybrid model's layers has a letter for each, ``|`` between stages, and ``/`` before
+the layers of each depth of multi-token prediction.
+"""
 
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import lru_cache
-from itertools import accumulate, pairwise
+from itertools import accumulate, islice, pairwise
 
 from megatron_zb.errors import UsageError
 from megatron_zb.schedules.placement import Placement
@@ -299,3 +304,28 @@ def _unrolled(layout: str) -> str:
             )
         found = pattern.sub(lambda match: match[1] * int(match[2]), found)
     return found
+
+
+# --- the text of a hybrid model's layers
+
+
+def main_pattern(pattern: str) -> str:
+    """Return the pattern without multi-token prediction, such as ``M*|ME``."""
+    return pattern.split("/")[0]
+
+
+def predicting_parts(pattern: str) -> list[str]:
+    """Return the layers of each depth of multi-token prediction."""
+    return list(filter(None, pattern.split("/")[1:]))
+
+
+def pattern_kinds(pattern: str) -> str:
+    """Return the kinds of all layers but those of multi-token prediction."""
+    return main_pattern(pattern).replace("|", "")
+
+
+def placed_pattern(pattern: str, counts: Iterable[int]) -> str:
+    """Return the pattern with ``|`` between stages that have so many layers."""
+    layers = iter(pattern_kinds(pattern))
+    written = "|".join("".join(islice(layers, count)) for count in counts)
+    return written + pattern[len(main_pattern(pattern)) :]

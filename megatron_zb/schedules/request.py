@@ -1,16 +1,153 @@
-"""Request for a schedule: sizes, costs and limits."""
+"""Request for a schedule: sizes, costs, and limits of memory.
+
+A limit is a share of 1F1B's activation memory, or bytes.
+"""
 
 from __future__ import annotations
 
+import argparse
+import math
+import re
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from megatron_zb.errors import UsageError
 from megatron_zb.schedules.costs import Costs, most_in_a_row
-from megatron_zb.schedules.limit import Limit
 from megatron_zb.schedules.placement import Placement
 from megatron_zb.schedules.simulator import Timeline
 from megatron_zb.schedules.stage_costs import StageCosts
+
+_UNITS = {
+    "KB": 10**3,
+    "MB": 10**6,
+    "GB": 10**9,
+    "TB": 10**12,
+    "KIB": 2**10,
+    "MIB": 2**20,
+    "GIB": 2**30,
+    "TIB": 2**40,
+}
+_BYTES = re.compile(rf"(\d+(?:\.\d+)?)({'|'.join(_UNITS)})")
+
+
+@dataclass(frozen=True)
+class Limit:
+    """The most memory of a rank; without a share and bytes, there is none.
+
+    Args:
+        share: of 1F1B's peak, which is p microbatches of the first rank's activations.
+        bytes: of every rank, or of each, in the unit of the costs' ``activation`` and ``fixed``,
+            all of it included. With a share as well, it counts where costs are in bytes.
+        written: the limit as the user wrote it.
+    """
+
+    share: float | None = None
+    bytes: float | tuple[float, ...] | None = None
+    written: str = field(default="", compare=False)
+
+    @classmethod
+    def parse(cls, text: str) -> Limit:
+        """Parse a share, such as 0.5, or a number of bytes with its unit, such as 40GiB."""
+        if found := _BYTES.fullmatch(text.upper()):
+            return cls(bytes=float(found[1]) * _UNITS[found[2]], written=text)
+        try:
+            return cls(float(text), written=text)
+        except ValueError:
+            raise argparse.ArgumentTypeError(
+                f"'{text}' is neither a share, such as 0.5, nor a number of bytes, such as 40GiB"
+            ) from None
+
+    @classmethod
+    def given(cls, value: float | str | Limit) -> Limit:
+        """Return a limit that is given as a share, as a text, or as what it is."""
+        if isinstance(value, Limit):
+            return value
+        return cls.parse(value) if isinstance(value, str) else cls(float(value))
+
+    @classmethod
+    def of(
+        cls, share: float | None, rank_bytes: float | Sequence[float] | None, pipeline_size: int
+    ) -> Limit:
+        """Build the limit of a search from its values, and check them.
+
+        Raises:
+            UsageError: both kinds of limit at once, or a limit that is not a positive number.
+        """
+        if share is not None and rank_bytes is not None:
+            raise UsageError(
+                "give the memory limit as a fraction of 1F1B or in bytes per rank, not both"
+            )
+        if share is not None and not 0 < share < float("inf"):
+            raise UsageError(
+                f"memory limit {share:g} is not a fraction of 1F1B's memory: give, for example, 0.5"
+            )
+        if isinstance(rank_bytes, int | float):
+            rank_bytes = [float(rank_bytes)] * pipeline_size
+        if rank_bytes is None:
+            return cls(share)
+        if len(rank_bytes) != pipeline_size or not all(0 < b < float("inf") for b in rank_bytes):
+            raise UsageError(
+                f"memory limit in bytes: give one positive number, or one for each of the "
+                f"{pipeline_size} ranks"
+            )
+        return cls(bytes=tuple(rank_bytes))
+
+    def __str__(self) -> str:
+        return self.written or str(self.share)
+
+    def with_share(self, flag: str, whole: float | None) -> Limit:
+        """Return the limit with a share, also where it is in bytes.
+
+        Args:
+            flag: for errors.
+            whole: bytes that 1F1B holds, by the profile of an earlier run; None without one.
+
+        Raises:
+            UsageError: it is in bytes, and there is no profile.
+        """
+        if self.share is not None:
+            return self
+        if whole is None:
+            raise UsageError(
+                f"{flag} {self} is in bytes, and only a profile tells how many activations take: "
+                "name that of an earlier run with --pipeline-layer-layout FILE.yaml, or give a "
+                "share of 1F1B's memory, such as 0.5"
+            )
+        assert isinstance(self.bytes, float), "a flag gives one number for all ranks"
+        return Limit(self.bytes / whole, self.bytes, self.written)
+
+    def in_unit_of(self, costs: Costs, *, is_measured: bool) -> float:
+        """Return the limit in the unit of the costs' ``activation``; bytes, if it is measured."""
+        if is_measured and isinstance(self.bytes, float):
+            return self.bytes
+        assert self.share is not None, "it has a share"
+        return self.share * costs.one_f_one_b_peak()
+
+    def per_rank(self, costs: Costs) -> tuple[float, ...] | None:
+        """Return the memory left for activations on every rank; None where there is no limit."""
+        if isinstance(self.bytes, tuple):
+            return tuple(b - f for b, f in zip(self.bytes, costs.fixed, strict=True))
+        if self.share is not None:
+            return (self.share * costs.one_f_one_b_peak(),) * costs.pipeline_size
+        return None
+
+    def said(self, needed: float, rank: int, costs: Costs) -> tuple[str, str]:
+        """Return the limit, and the smallest that would do on a rank, in the user's terms."""
+        if isinstance(self.bytes, tuple):
+            smallest = _rounded_up(needed + costs.fixed[rank], 6)
+            return f"{self.bytes[rank]:g} bytes", f"{smallest} bytes"
+        given = "its own" if self.share is None else f"{self.share:g} of 1F1B"
+        return given, f"{_rounded_up(needed / costs.one_f_one_b_peak(), 4)} of 1F1B"
+
+
+def _rounded_up(value: float, digits: int) -> str:
+    """Return a number with so many digits that a limit of it suffices."""
+    text = f"{value:.{digits}g}"
+    if float(text) >= value * (1 - 1e-9):
+        return text
+    last = 10.0 ** (math.floor(math.log10(value)) - digits + 1)
+    return f"{value + last / 2:.{digits}g}"
+
 
 MOST_FORWARDS = 2**20
 """Most forwards of all stages together; more take minutes to build, and are a slip of the hand."""

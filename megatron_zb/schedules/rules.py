@@ -1,4 +1,4 @@
-"""Rules of a kind of work: its kinds of passes, and the words that messages use for them.
+"""Rules of a kind of work: its kinds of passes, the words of messages, and what violates them.
 
 The table of kinds defines inputs, outputs, memory and valid orders (see :mod:`kinds`); the rules
 add what a table cannot say. A schedule holds its rules, and whatever walks through it asks them.
@@ -6,10 +6,10 @@ add what a table cannot say. A schedule holds its rules, and whatever walks thro
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import ClassVar, Protocol, TypeAlias
+from typing import ClassVar, NamedTuple, Protocol, TypeAlias
 
 from megatron_zb.schedules.kinds import (
     EMBEDDING_KINDS,
@@ -223,3 +223,174 @@ _SHARD_MESSAGES = {
 }
 
 TRAINING = TrainingRules()
+
+
+# --- violations: the first one of a rank's order
+
+
+class Violation(NamedTuple):
+    """A rule that an order breaks: its name, why, and the position or else the stage at fault."""
+
+    rule: str
+    why: str
+    position: int | None = None
+    stage: int | None = None
+
+
+def violation(
+    graph: TaskGraph, rules: Rules, rank: int, passes: Sequence[Pass]
+) -> Violation | None:
+    """Return the first rule that the order of a rank breaks, None if it breaks none.
+
+    Rules: *placement* (a pass runs on the rank of its stage), *completeness* (every stage and
+    microbatch has one pass of each kind that is due; a fused backward counts as B and W), *order*
+    (passes come after those of the same rank that they need), *microbatch order* (each kind rises
+    with the microbatch, so that sums are formed in 1F1B's order), and *recomputation* and *offload*
+    (a chosen pass runs once, in its place, with what it requires and without what it excludes).
+    """
+    return _Order(graph, rules, rank).violation(passes)
+
+
+class _Order:
+    """Check of one rank's order, pass by pass."""
+
+    def __init__(self, graph: TaskGraph, rules: Rules, rank: int) -> None:
+        self._graph, self._rules, self._rank = graph, rules, rank
+        self._rows = graph.number[rank]
+        self._last = dict.fromkeys(self._rows.values(), -1)  # unit that ran last, by row
+        self._count = dict.fromkeys(self._rows.values(), 0)
+        self._makers = {
+            row: [maker for maker in graph.order_rules[row] if rank in graph.rows[maker].ranks]
+            for row in self._rows.values()
+        }
+        self._chosen: set[Pass] = set()
+
+    def violation(self, passes: Sequence[Pass]) -> Violation | None:
+        for position, p in enumerate(passes):
+            row = self._rows.get((p.kind, p.stage))
+            if row is None or not 0 <= p.microbatch < self._graph.units:
+                return self._misplaced(p, row, position)
+            kind = self._graph.rows[row].kind
+            if kind.due is Due.CHOSEN:
+                why = self._why_not_chosen(kind, p)
+                if why is not None:
+                    return Violation(kind.rule, why, position)
+                self._chosen.add(p)
+                continue
+            for role in self._graph.roles[row]:
+                if p.microbatch != self._expected(role):
+                    return Violation("microbatch order", self._out_of_turn(role), position)
+            needed = self._missing(row, p)
+            if needed is not None:
+                return Violation(kind.rule, self._rules.not_yet(p, needed), position)
+            for role in self._graph.roles[row]:
+                self._last[role] = p.microbatch
+                self._count[role] += 1
+        return self._incomplete()
+
+    def _expected(self, row: int) -> int:
+        """Return the next unit of a row on this rank."""
+        ranks = self._graph.rows[row].ranks
+        last = self._last[row]
+        return ranks.index(self._rank) if last < 0 else last + len(ranks)
+
+    def _misplaced(self, p: Pass, row: int | None, position: int) -> Violation:
+        stages, kind = self._graph.placement.num_stages, self._rules.kind(p.kind)
+        held = self._graph.placement.stages_of[self._rank]
+        if kind is None:
+            return Violation("completeness", f"{self._rules.name} has no {p.kind} passes", position)
+        if kind.home in (Home.STAGES, Home.INNER) and p.stage not in held:
+            why = f"stage {p.stage} does not live on rank {self._rank}"
+            return Violation("placement", why, position)
+        if row is not None:
+            why = f"there are {self._graph.units} microbatches"
+            return Violation("completeness", why, position)
+        if kind.home is Home.INNER and p.stage == stages - 1:
+            return Violation(kind.rule, "the last stage's B follows its F at once", position)
+        if self._graph.forward_only and kind.due is not Due.ALWAYS:
+            kinds = " and ".join(self._rules.forward_kinds)
+            why = f"a forward-only schedule has no passes but {kinds}"
+            return Violation("completeness", why, position)
+        why = f"no {p.kind} of stage {p.stage} is due on rank {self._rank}"
+        return Violation("placement", why, position)
+
+    def _out_of_turn(self, row: int) -> str:
+        kind, stage, _, _ = self._graph.rows[row]
+        if self._count[row] == len(self._units(row)):
+            return f"there is no {kind.kind} of stage {stage} left to run on this rank"
+        unit = f"{self._rules.unit_name(kind.kind)} {self._expected(row)}"
+        return f"the next {kind.kind} of stage {stage} is {unit}"
+
+    def _units(self, row: int) -> range:
+        return self._graph.rows[row].units_on(self._rank)
+
+    def _missing(self, row: int, p: Pass) -> Pass | None:
+        """Return a pass of this rank that must have run before, None if all have."""
+        units = self._graph.units
+        late = [maker for maker in self._makers[row] if self._last[maker] < p.microbatch]
+        makers = [maker * units + p.microbatch for maker in late]
+        for code in (*makers, *self._graph.more.get(row * units + p.microbatch, ())):
+            maker, unit = divmod(code, units)
+            if self._graph.rank_of(code) == self._rank and self._last[maker] < unit:
+                kind, stage, _, _ = self._graph.rows[maker]
+                return Pass(kind.kind, stage, unit)
+        return None
+
+    def _why_not_chosen(self, kind: Kind, p: Pass) -> str | None:
+        """Return why a chosen pass cannot run here, None if it can."""
+        needs = [need.role for need in kind.needs]
+        for role in needs:
+            if not self._has_run(role, p) and not self._is_chosen(role):
+                return f"its {role} has not run yet"
+        if kind.before is not None and self._has_run(kind.before, p):
+            return f"its {kind.before} has run already"
+        if p in self._chosen:
+            return "it has run before"
+        for role in needs:
+            if self._is_chosen(role) and p._replace(kind=role) not in self._chosen:
+                return f"its {role} has not run yet"
+        if any(p._replace(kind=other) in self._chosen for other in kind.excludes):
+            return "a unit is either recomputed or offloaded"
+        return None
+
+    def _is_chosen(self, role: PassKind) -> bool:
+        kind = self._rules.kind(role)
+        return kind is not None and kind.due is Due.CHOSEN
+
+    def _has_run(self, role: PassKind, p: Pass) -> bool:
+        return self._last.get(self._rows[role, p.stage], -1) >= p.microbatch
+
+    def _incomplete(self) -> Violation | None:
+        for row, count in self._count.items():
+            kind, stage, _, _ = self._graph.rows[row]
+            wanted = len(self._units(row))
+            if kind.due in (Due.ALWAYS, Due.TRAINING) and count != wanted:
+                why = f"{count} of {wanted} {kind.kind} passes are listed"
+                return Violation("completeness", why, stage=stage)
+        for p in sorted(self._chosen):
+            kind_of = self._rules.kind(p.kind)
+            assert kind_of is not None
+            required = kind_of.requires
+            if required is not None and p._replace(kind=required) not in self._chosen:
+                return Violation(
+                    kind_of.rule, f"{p} has no {required} that fetches it", stage=p.stage
+                )
+        return None
+
+
+def broken_pair(
+    graph: TaskGraph, rank: int, passes: Sequence[Pass], pairs: Collection[Pass]
+) -> Violation | None:
+    """Return the first pair of a rank that is none, None if all are."""
+    rows = graph.number[rank]
+    for position, p in enumerate(passes) if pairs else ():
+        if p not in pairs:
+            continue
+        behind = passes[position + 1] if position + 1 < len(passes) else None
+        joins = graph.rows[rows[p.kind, p.stage]].kind.joins
+        roles = () if behind is None else graph.rows[rows[behind.kind, behind.stage]].kind.roles
+        if behind is None or joins not in roles:
+            return Violation("pair", "a pair is an F and the B or BW right behind it", position)
+        if (p.stage, p.microbatch) == (behind.stage, behind.microbatch):
+            return Violation("pair", f"{behind} needs what it makes", position)
+    return None

@@ -8,10 +8,9 @@ from functools import cached_property
 from megatron_zb.errors import UsageError
 from megatron_zb.schedules.passes import Pair, Pass, PassKind
 from megatron_zb.schedules.placement import Placement
-from megatron_zb.schedules.rules import TRAINING, Rules
+from megatron_zb.schedules.rules import TRAINING, Rules, broken_pair, violation
 from megatron_zb.schedules.stage_costs import StageCosts
 from megatron_zb.schedules.task_graph import Orders, TaskGraph, replay
-from megatron_zb.schedules.violations import broken_pair, violation
 
 
 class InvalidSchedule(UsageError):

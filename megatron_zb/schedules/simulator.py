@@ -7,14 +7,13 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Protocol
 
-from megatron_zb.schedules.copies import Copy
 from megatron_zb.schedules.costs import check_number
 from megatron_zb.schedules.passes import Pair, Pass, PassKind
 from megatron_zb.schedules.placement import Placement
 from megatron_zb.schedules.rules import TRAINING, Rules
 from megatron_zb.schedules.schedule import InvalidSchedule, Schedule
 from megatron_zb.schedules.stage_costs import StageCosts
-from megatron_zb.schedules.task_graph import replay
+from megatron_zb.schedules.task_graph import Copy, replay
 
 
 class Priced(Protocol):

@@ -1,4 +1,4 @@
-"""Plan of one step whose microbatches take unequal work: their order, and an order of the passes.
+"""Unequal microbatches: their work, and a plan of one step, an order of them and of the passes.
 
 A search takes seconds and the lengths are known milliseconds before the step, so that a plan starts
 from the schedule for equal microbatches. Short microbatches at both ends, the longest in the middle
@@ -6,6 +6,10 @@ from the schedule for equal microbatches. Short microbatches at both ends, the l
 the list scheduler's presets, and a fixed number of moves of single passes. The effort is counted in
 runs and not in seconds, and all randomness is seeded: the plan is a function of its arguments, so
 that every rank finds the same.
+
+A forward-only step (evaluation, the log-probabilities of reinforcement learning) has an order of
+its own: that of a training step lets a rank wait for backward passes that it does not have. A
+greedy order, in which every rank runs what can start first, waits less.
 """
 
 from __future__ import annotations
@@ -13,22 +17,226 @@ from __future__ import annotations
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from heapq import heappop, heappush
+from math import isfinite
 from typing import Any
 
 import numpy as np
 
-from megatron_zb.schedules.costs import Costs
-from megatron_zb.schedules.forward_orders import in_forward_order
-from megatron_zb.schedules.passes import PassKind
+from megatron_zb.errors import UsageError
+from megatron_zb.schedules.costs import Costs, Scale
+from megatron_zb.schedules.passes import Pass, PassKind
+from megatron_zb.schedules.placement import Placement
 from megatron_zb.schedules.request import keeps
 from megatron_zb.schedules.schedule import Schedule
-from megatron_zb.schedules.search.fusing import fuse_for_free
 from megatron_zb.schedules.search.inner_loops import INFINITY
 from megatron_zb.schedules.search.kernels import Compiled, Engine, fastest
-from megatron_zb.schedules.search.presets import PRESETS
-from megatron_zb.schedules.search.priority_weights import PriorityWeights
+from megatron_zb.schedules.search.place_w import fuse_for_free
+from megatron_zb.schedules.search.priority_weights import PRESETS, PriorityWeights
 from megatron_zb.schedules.search.runner import Problem, Runner
 from megatron_zb.schedules.simulator import simulate
+from megatron_zb.schedules.stage_costs import StageCosts
+
+# --- work: tokens, and what attention takes beside linear layers
+
+
+BACKWARD_OF_ATTENTION = 2.5
+"""Work of attention's backward, in that of its forward: five products of matrices for two."""
+
+
+@dataclass(frozen=True)
+class AttentionWork:
+    """Work of attention in a model.
+
+    Args:
+        forward: the tokens of linear layers that take as long as attention to one pair of a query
+            and a key, in F. It is what F of ``squares`` takes beside that of ``tokens``.
+        backward: the same in B.
+    """
+
+    forward: float
+    backward: float
+
+    @classmethod
+    def counted(cls, scores: float, linear: float) -> AttentionWork:
+        """Return the work of a layer by its operations for a pair, and in F for a token."""
+        share = scores / linear
+        return cls(share, BACKWARD_OF_ATTENTION * share)
+
+
+NO_ATTENTION = AttentionWork(0.0, 0.0)
+
+
+@dataclass(frozen=True)
+class Lengths:
+    """Lengths of the microbatches of a step, in the order in which they run.
+
+    Args:
+        tokens: of each microbatch, all of its sequences together.
+        squares: the sum of the squares of its sequences' lengths.
+        shapes: sequence length and batch size that the model computes with, if they are given.
+    """
+
+    tokens: tuple[float, ...]
+    squares: tuple[float, ...]
+    shapes: tuple[tuple[int, int], ...] | None = None
+
+    @classmethod
+    def of(
+        cls,
+        tokens: Sequence[float],
+        squares: Sequence[float] | None = None,
+        shapes: Sequence[tuple[int, int]] | None = None,
+    ) -> Lengths:
+        """Check lengths; without squares, each microbatch is one sequence.
+
+        Raises:
+            UsageError: a number is not positive, or there are not as many of each as tokens.
+        """
+        if squares is None:
+            squares = [float(t) * float(t) for t in tokens]
+        if len(squares) != len(tokens):
+            raise UsageError(
+                f"lengths: {len(tokens)} tokens and {len(squares)} squares: give one of each for "
+                "every microbatch"
+            )
+        if not tokens or not all(isfinite(x) and x > 0 for x in (*tokens, *squares)):
+            raise UsageError(
+                f"lengths: tokens are {list(tokens)} and squares {list(squares)}: give positive "
+                "numbers, and leave out microbatches that have no tokens"
+            )
+        found = None if shapes is None else tuple((int(s), int(b)) for s, b in shapes)
+        if found is not None and (len(found) != len(tokens) or min(map(min, found)) < 1):
+            raise UsageError(
+                f"lengths: {len(tokens)} tokens and the shapes {list(found)}: give a sequence "
+                "length and a batch size of at least 1 for every microbatch"
+            )
+        return cls(tuple(map(float, tokens)), tuple(map(float, squares)), found)
+
+    def __len__(self) -> int:
+        return len(self.tokens)
+
+    def in_order(self, order: Sequence[int]) -> Lengths:
+        """Return the lengths of the microbatches in another order."""
+        tokens, squares = (tuple(of[j] for j in order) for of in (self.tokens, self.squares))
+        shapes = None if self.shapes is None else tuple(self.shapes[j] for j in order)
+        return Lengths(tokens, squares, shapes)
+
+
+def together(of_all: Sequence[Lengths]) -> Lengths:
+    """Return the lengths of several ranks' microbatches as those of one."""
+    tokens = [of_one for lengths in of_all for of_one in lengths.tokens]
+    return Lengths.of(tokens, [of_one for lengths in of_all for of_one in lengths.squares])
+
+
+def costs_of_work(
+    costs: Costs,
+    lengths: Lengths,
+    attention: AttentionWork = NO_ATTENTION,
+    mean: Lengths | None = None,
+) -> Costs:
+    """Return the costs of microbatches of some lengths, of which a mean one has the given costs.
+
+    F and B grow with the tokens and with the work of attention, W, messages and memory with the
+    tokens alone. The mean is over ``mean``, or over the lengths themselves if it is left out.
+    """
+
+    def shares(of_pair: float) -> list[float]:
+        work = _work(lengths, of_pair)
+        of = work if mean is None else _work(mean, of_pair)
+        average = sum(of) / len(of)
+        return [each / average for each in work]
+
+    scales = list(map(Scale, shares(0.0), shares(attention.forward), shares(attention.backward)))
+    rows = {scale: costs.scaled(scale) for scale in scales}
+    return replace(costs, microbatches=tuple(rows[scale] for scale in scales))
+
+
+def _work(lengths: Lengths, of_pair: float) -> list[float]:
+    return [t + of_pair * q for t, q in zip(lengths.tokens, lengths.squares, strict=True)]
+
+
+# --- forward-only steps
+
+
+def in_forward_order(schedule: Schedule, costs: Costs) -> Schedule:
+    """Return the faster order of the forward passes of a schedule: that of training, or greedy.
+
+    Among passes that can start at one time, the greedy one takes that of the latest stage: with the
+    earliest first, the activations of nearly all microbatches would wait before the next chunk. A
+    schedule with forward passes of other kinds, such as those of a vocabulary-parallel output
+    layer, keeps its order.
+    """
+    trained = schedule.forwards()
+    if schedule.placement.chunks == 1 or not _has_forwards_alone(trained):
+        return trained
+    greedy = _greedy(trained, costs.for_placement(schedule.placement))
+    return min(trained, greedy, key=lambda each: simulate(each, costs).makespan)
+
+
+def _has_forwards_alone(schedule: Schedule) -> bool:
+    return {p.kind for rank in schedule.ranks for p in rank} == {PassKind.F}
+
+
+def _greedy(schedule: Schedule, costs: StageCosts) -> Schedule:
+    """Return the order in which every rank runs the pass that can start first."""
+    line = _GreedyForwards(schedule.placement, schedule.num_microbatches, costs)
+    while line.run_next():
+        pass
+    return replace(schedule, ranks=tuple(map(tuple, line.ranks)))
+
+
+class _GreedyForwards:
+    """Ranks that run forward passes: the earliest start first, then the latest stage."""
+
+    def __init__(self, placement: Placement, m: int, costs: StageCosts) -> None:
+        self._placement, self._costs = placement, costs
+        self.ranks: list[list[Pass]] = [[] for _ in range(placement.pipeline_size)]
+        self._clock = [0.0] * placement.pipeline_size
+        self._arrivals: list[list[float]] = [[] for _ in range(placement.num_stages)]
+        self._arrivals[0] = [0.0] * m
+        self._done = [0] * placement.num_stages
+        self._starts: list[tuple[float, int, int, int]] = []  # start, -stage, rank, stage
+        self._offer(placement.rank_of[0])
+
+    def run_next(self) -> bool:
+        """Run the pass that can start first; return False where none is left."""
+        while self._starts:
+            offered = heappop(self._starts)
+            rank, stage = offered[2:]
+            if offered == self._best(rank):
+                self._run(rank, stage, offered[0])
+                return True
+        return False
+
+    def _best(self, rank: int) -> tuple[float, int, int, int] | None:
+        ready = [
+            (max(self._clock[rank], self._arrivals[s][self._done[s]]), -s, rank, s)
+            for s in self._placement.stages_of[rank]
+            if self._done[s] < len(self._arrivals[s])
+        ]
+        return min(ready, default=None)
+
+    def _offer(self, rank: int) -> None:
+        if (best := self._best(rank)) is not None:
+            heappush(self._starts, best)
+
+    def _run(self, rank: int, stage: int, start: float) -> None:
+        microbatch = self._done[stage]
+        row = self._costs.of(microbatch)
+        self.ranks[rank].append(Pass(PassKind.F, stage, microbatch))
+        self._done[stage] += 1
+        self._clock[rank] = start + row.forward[stage]
+        if stage + 1 < self._placement.num_stages:
+            self._arrivals[stage + 1].append(self._clock[rank] + row.forward_hop[stage])
+            reader = self._placement.rank_of[stage + 1]
+            if reader != rank:
+                self._offer(reader)
+        self._offer(rank)
+
+
+# --- training steps
+
 
 Order = tuple[int, ...]
 """For each position in a step, the microbatch that runs there, by its place before the step."""

@@ -10,8 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import cached_property
 
-from megatron_zb.schedules.passes import Message, PassKind
-from megatron_zb.schedules.program.lowering import (
+from megatron_zb.schedules.lowering import (
     Instruction,
     PostReceive,
     Program,
@@ -21,6 +20,7 @@ from megatron_zb.schedules.program.lowering import (
     WaitReceive,
     lower,
 )
+from megatron_zb.schedules.passes import Message, PassKind
 from megatron_zb.schedules.schedule import Schedule
 from megatron_zb_distill.schedule.distribution import Distribution
 from megatron_zb_distill.schedule.pipe_bd import pipe_bd

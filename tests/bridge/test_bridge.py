@@ -21,10 +21,11 @@ from brief_searches import briefly
 from found_on_ranks import same, whole
 from ranks import RankPools
 
-from megatron_zb.bridge import Settings, imports, install
+from megatron_zb.bridge import Settings, install
+from megatron_zb.bridge.pipeline import IMPORTER_MODULE
 from megatron_zb.errors import UsageError
 from megatron_zb.megatron_core import forward_backward as runtime
-from megatron_zb.schedules.limit import Limit
+from megatron_zb.schedules.request import Limit
 
 FULL = pytest.mark.full
 STEPS = [4, 6, 2]
@@ -278,10 +279,10 @@ def imported(name: str) -> list[str]:
     import trainers
 
     args = trainers.arguments(dist.get_world_size(), tied=True)
-    module: Any = ModuleType(imports.MODULE)
+    module: Any = ModuleType(IMPORTER_MODULE)
     module.MegatronModelBridge = Importer
     settings = Settings(pipeline_schedule=name, num_microbatches=4)
-    with patch.dict(sys.modules, {imports.MODULE: module}), install(settings, args) as pipeline:
+    with patch.dict(sys.modules, {IMPORTER_MODULE: module}), install(settings, args) as pipeline:
         models = trainers.Actor(args, pipeline.builder).models
         Importer()._broadcast_shared_embeddings(models)
         found = [_output_layer(models)]

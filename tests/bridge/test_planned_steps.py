@@ -17,7 +17,7 @@ from megatron_zb.errors import UsageError
 from megatron_zb.measured.profile import read_profile
 from megatron_zb.megatron_core.connections import ChannelsPart
 from megatron_zb.megatron_core.profiling import ITERATIONS
-from megatron_zb.schedules.work import NO_ATTENTION, AttentionWork
+from megatron_zb.schedules.step_plan import NO_ATTENTION, AttentionWork
 
 STEPS = (8, 3, 5, 8, 3, 5)
 """Microbatches of each step."""
@@ -199,7 +199,12 @@ def test_steps_that_are_read_ahead_keep_the_order_of_results(
     ranks: RankPools, p: int, name: str, reads_at_ends: bool, biased: bool
 ) -> None:
     settings = Settings(pipeline_schedule=name, num_microbatches=8)
-    case = {"settings": settings, "p": p, "reads_at_ends": reads_at_ends, "biased": biased}
+    case: dict[str, Any] = {
+        "settings": settings,
+        "p": p,
+        "reads_at_ends": reads_at_ends,
+        "biased": biased,
+    }
     found = ranks(p).run(read_ahead_beside_megatrons, **case)
     ours, megatrons = map(list, zip(*found, strict=True))
     ([losses], weights), ([expected], megatrons_weights) = whole(ours), whole(megatrons)

@@ -16,15 +16,13 @@ import pytest
 from jobs import left_by, run_job
 from traced_steps import profile, ran
 
-from megatron_zb.cli import check, show, trace, verify
+from megatron_zb.cli import check, doctor, show, trace, verify
 from megatron_zb.cli import main as cli
 from megatron_zb.cli import plan as planning
-from megatron_zb.cli.doctor import examine
 from megatron_zb.cli.ending import ended, told_if_slow
-from megatron_zb.errors import UsageError
+from megatron_zb.errors import UsageError, told_if_missing
 from megatron_zb.measured.profile import write_profile
 from megatron_zb.measured.trace import write_trace
-from megatron_zb.missing import told_if_missing
 from megatron_zb_distill import cli as distillation
 from megatron_zb_train import quickstart
 
@@ -47,7 +45,7 @@ def interrupted(*_arguments: object, **_keywords: object) -> None:
         (["export", "v-half", *SIZES, "--format", "csv", "-o", "-"], show, "_timeline"),
         (["plan", "--config", "gpt_1_5b", "--gpus", "8"], planning, "run"),
         (["plan", "--profile", "x.yaml"], planning, "run_measured"),
-        (["doctor"], examine, "examine"),
+        (["doctor"], doctor, "examine"),
     ],
 )
 def test_a_command_that_is_interrupted_says_one_line(

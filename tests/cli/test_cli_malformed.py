@@ -20,8 +20,8 @@ import yaml
 from small_trees import checkout_tree
 from traced_steps import profile, ran
 
-from megatron_zb import launch
-from megatron_zb.cli import ending, output_file
+from megatron_zb import files, launch
+from megatron_zb.cli import ending
 from megatron_zb.cli import main as cli
 from megatron_zb.errors import UsageError
 from megatron_zb.measured.profile import write_profile
@@ -563,7 +563,7 @@ def test_a_folder_in_which_nothing_may_be_written(
     words: str, folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """The answer of the system is made up: to root, every folder is writable."""
-    monkeypatch.setattr(output_file.os, "access", lambda path, mode: False)
+    monkeypatch.setattr(files.os, "access", lambda path, mode: False)
     assert cli.main(shlex.split(words)) == 2
     one_sentence(capsys.readouterr().err, "megatron-zb", "nothing may be written")
 

@@ -16,11 +16,10 @@ from packaging.requirements import Requirement as Parsed
 from project import project
 from small_trees import checkout_tree, write
 
+from megatron_zb.cli import doctor, doctor_packages
 from megatron_zb.cli import main as cli
-from megatron_zb.cli.doctor import devices, examine, megatron, packages, printing
-from megatron_zb.cli.doctor.devices import Torch
-from megatron_zb.cli.doctor.finding import Finding
-from megatron_zb.cli.doctor.packages import Installed, Requirement
+from megatron_zb.cli.doctor import Torch
+from megatron_zb.cli.doctor_packages import Finding, Installed, Requirement
 from megatron_zb.megatron_core import versions
 from megatron_zb.megatron_lm.checkout import Checkout, checkout_at
 
@@ -47,7 +46,7 @@ def assert_sentences(findings: list[Finding]) -> None:
 @pytest.fixture
 def core_016(monkeypatch: pytest.MonkeyPatch) -> None:
     """The tests run with either served version; most of these want one of them."""
-    monkeypatch.setattr(examine, "core_version", lambda: "0.16.1")
+    monkeypatch.setattr(doctor, "core_version", lambda: "0.16.1")
 
 
 # --- packages
@@ -113,7 +112,7 @@ EXTRA = Requirement("extra", "extra", "pictures", ">=2.0", "draw by hand", "[mor
     ],
 )
 def test_a_package(requirement: Requirement, installed: Installed, finding: Finding) -> None:
-    assert packages.about_package(requirement, installed) == finding
+    assert doctor_packages.about_package(requirement, installed) == finding
 
 
 METADATA = [
@@ -127,14 +126,16 @@ METADATA = [
 
 
 def test_what_is_required_is_read_from_metadata(monkeypatch: pytest.MonkeyPatch) -> None:
-    names = [r.name for r in packages.required(METADATA)]
+    names = [r.name for r in doctor_packages.required(METADATA)]
     assert names == ["torch", "pydantic", "newcomer"]
-    assert packages.required(METADATA)[1].versions == "<3,>=2.7"
-    [engine] = packages.required(METADATA, "te")
+    assert doctor_packages.required(METADATA)[1].versions == "<3,>=2.7"
+    [engine] = doctor_packages.required(METADATA, "te")
     assert engine.install == "transformer-engine[pytorch]>=2.3"
     assert engine.without
-    monkeypatch.setattr(packages, "look_at", lambda r: Installed(None, r.name == "packaging"))
-    states = {f.part: f.state for f in packages.about_packages(METADATA, on_gpus=False)}
+    monkeypatch.setattr(
+        doctor_packages, "look_at", lambda r: Installed(None, r.name == "packaging")
+    )
+    states = {f.part: f.state for f in doctor_packages.about_packages(METADATA, on_gpus=False)}
     assert states == {
         "pydantic": "missing",
         "newcomer": "missing",
@@ -144,24 +145,26 @@ def test_what_is_required_is_read_from_metadata(monkeypatch: pytest.MonkeyPatch)
 
 
 def test_what_nothing_here_runs_on_is_not_installed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(packages, "look_at", lambda r: Installed(None, r.name == "packaging"))
+    monkeypatch.setattr(
+        doctor_packages, "look_at", lambda r: Installed(None, r.name == "packaging")
+    )
     for on_gpus, said in ((False, ""), (True, "transformer-engine[pytorch]>=2.3")):
-        found = packages.about_packages(METADATA, on_gpus=on_gpus)
+        found = doctor_packages.about_packages(METADATA, on_gpus=on_gpus)
         assert only(found, "transformer-engine").install == said
 
 
 def test_without_metadata_the_package_itself_is_a_finding() -> None:
-    [finding] = packages.about_packages([], on_gpus=False)
+    [finding] = doctor_packages.about_packages([], on_gpus=False)
     assert (finding.part, finding.state) == ("megatron-zb", "optional")
 
 
 def test_every_requirement_of_the_packaging_has_its_purpose() -> None:
     """Of a new one it would be said that megatron_zb needs it, which helps nobody."""
-    texts = packages.own_requirements()
+    texts = doctor_packages.own_requirements()
     assert texts
-    for extra in ("", *packages.OPTIONAL):
-        for requirement in packages.required(texts, extra):
-            assert requirement.name in (*packages.USES, "megatron-core")
+    for extra in ("", *doctor_packages.OPTIONAL):
+        for requirement in doctor_packages.required(texts, extra):
+            assert requirement.name in (*doctor_packages.USES, "megatron-core")
 
 
 def test_the_packaging_has_all_that_a_training_loop_imports() -> None:
@@ -181,23 +184,23 @@ def test_damaged_metadata_is_no_traceback(error: Any, monkeypatch: pytest.Monkey
         raise error
 
     monkeypatch.setattr(metadata, "version", fail)
-    for looking in (packages, megatron):
+    for looking in (doctor_packages, doctor):
         monkeypatch.setattr(looking, "find_spec", fail)
-    assert packages.look_at(TOOL) == Installed(None, False)
-    assert megatron.core_version() is None
+    assert doctor_packages.look_at(TOOL) == Installed(None, False)
+    assert doctor.core_version() is None
 
 
 def test_looking_imports_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "numba.py").write_text("raise SystemExit('imported')\n", encoding="utf-8")
     monkeypatch.syspath_prepend(str(tmp_path))
     monkeypatch.delitem(sys.modules, "numba", raising=False)
-    assert packages.look_at(packages.USES["numba"]).there
+    assert doctor_packages.look_at(doctor_packages.USES["numba"]).there
 
 
 def test_apex_and_its_kernel() -> None:
-    both = list(packages.about_apex(True, True))
+    both = list(doctor_packages.about_apex(True, True))
     assert [finding.state for finding in both] == ["ok", "ok"]
-    neither = list(packages.about_apex(False, False))
+    neither = list(doctor_packages.about_apex(False, False))
     assert [finding.state for finding in neither] == ["optional", "optional"]
     assert "--no-gradient-accumulation-fusion" in neither[1].advice
     assert "--sequence-parallel" in neither[0].advice
@@ -208,16 +211,18 @@ def test_apex_and_its_kernel() -> None:
 
 
 def test_python() -> None:
-    assert examine.about_python((3, 11), ">=3.10", None).state == "ok"
-    assert examine.about_python((3, 9), ">=3.10", None).state == "wrong"
-    assert examine.about_python((3, 10), ">=3.10", Checkout(Path(), (0, 16, 1))).state == "ok"
-    assert examine.about_python((3, 9), "", None).state == "ok"  # nothing is known
-    assert examine.about_python(sys.version_info[:2], packages.own_python(), None).state == "ok"
-    assert packages.own_python() == ">=3.10"
-    newer = examine.about_python((3, 11), ">=3.10", Checkout(Path(), (0, 19, 1)))
+    assert doctor.about_python((3, 11), ">=3.10", None).state == "ok"
+    assert doctor.about_python((3, 9), ">=3.10", None).state == "wrong"
+    assert doctor.about_python((3, 10), ">=3.10", Checkout(Path(), (0, 16, 1))).state == "ok"
+    assert doctor.about_python((3, 9), "", None).state == "ok"  # nothing is known
+    assert (
+        doctor.about_python(sys.version_info[:2], doctor_packages.own_python(), None).state == "ok"
+    )
+    assert doctor_packages.own_python() == ">=3.10"
+    newer = doctor.about_python((3, 11), ">=3.10", Checkout(Path(), (0, 19, 1)))
     assert newer.state == "wrong"
     assert "Python 3.12 or newer: Megatron-LM 0.19.1 needs it" in newer.advice
-    assert examine.about_python((3, 12), ">=3.10", Checkout(Path(), (0, 19, 1))).state == "ok"
+    assert doctor.about_python((3, 12), ">=3.10", Checkout(Path(), (0, 19, 1))).state == "ok"
 
 
 @pytest.mark.parametrize(
@@ -249,41 +254,41 @@ def test_python() -> None:
     ],
 )
 def test_torch_and_what_it_sees(torch: Torch, states: dict[str, str]) -> None:
-    findings = list(devices.about_torch(torch))
+    findings = list(doctor.about_torch(torch))
     assert {finding.part: finding.state for finding in findings} == states
     assert_sentences(findings)
 
 
 def test_a_torch_that_is_too_old() -> None:
-    [needed] = packages.required(["torch>=2.6"])
-    [finding] = devices.about_torch(Torch("2.5.1", gloo=True), needed)
+    [needed] = doctor_packages.required(["torch>=2.6"])
+    [finding] = doctor.about_torch(Torch("2.5.1", gloo=True), needed)
     assert (finding.state, finding.install) == ("wrong", "torch>=2.6")
 
 
 def test_what_torch_complains_about_is_told() -> None:
-    [finding] = devices.about_torch(Torch("2.13.0", broken="libcudart.so.13: cannot open"))
+    [finding] = doctor.about_torch(Torch("2.13.0", broken="libcudart.so.13: cannot open"))
     assert "libcudart.so.13: cannot open" in finding.advice
-    gpus = only(devices.about_torch(Torch("2.13.0", driver="too old", cuda="13.0")), "GPUs")
+    gpus = only(doctor.about_torch(Torch("2.13.0", driver="too old", cuda="13.0")), "GPUs")
     assert "too old" in gpus.advice
-    two = only(devices.about_torch(ON_GPUS), "GPUs")
+    two = only(doctor.about_torch(ON_GPUS), "GPUs")
     assert two.found == "2: H200"
     assert "--nproc-per-node 2" in two.advice
 
 
 def test_a_torch_that_cannot_be_imported_is_a_finding(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "torch", None)
-    monkeypatch.setattr(devices, "find_spec", lambda name: ModuleSpec(name, None))
-    torch = devices.look_at_torch()
+    monkeypatch.setattr(doctor, "find_spec", lambda name: ModuleSpec(name, None))
+    torch = doctor.look_at_torch()
     assert torch.version == metadata.version("torch")
     assert "torch" in torch.broken
-    [finding] = devices.about_torch(torch)
+    [finding] = doctor.about_torch(torch)
     assert finding.state == "wrong"
 
 
 def test_torch_that_is_here() -> None:
     import torch
 
-    seen = devices.look_at_torch()
+    seen = doctor.look_at_torch()
     assert seen.version == torch.__version__
     assert seen.cuda == torch.version.cuda
     assert seen.gloo
@@ -303,9 +308,9 @@ def test_a_driver_that_fails_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
         raise RuntimeError("no NVML")
 
     monkeypatch.setattr(torch.cuda, "is_available", warn)
-    assert devices._gpus() == ((), 0, "CUDA initialization: driver too old")
+    assert doctor._gpus() == ((), 0, "CUDA initialization: driver too old")
     monkeypatch.setattr(torch.cuda, "is_available", fail)
-    assert devices._gpus() == ((), 0, "no NVML")
+    assert doctor._gpus() == ((), 0, "no NVML")
 
 
 @pytest.mark.parametrize(
@@ -324,7 +329,7 @@ def test_connections_matter_on_gpus_alone(
 ) -> None:
     """Tensor and context parallelism want one, hiding what experts exchange wants more."""
     environment = {} if connections is None else {"CUDA_DEVICE_MAX_CONNECTIONS": connections}
-    findings = list(devices.about_connections(torch, environment))
+    findings = list(doctor.about_connections(torch, environment))
     assert [finding.state for finding in findings] == states
     assert_sentences(findings)
     if states[1:] == ["ok"]:
@@ -353,13 +358,13 @@ def test_connections_matter_on_gpus_alone(
     ],
 )
 def test_megatron_core(version: str | None, checkout: Any, state: str) -> None:
-    finding = megatron.about_core(version, checkout)
+    finding = doctor.about_core(version, checkout)
     assert finding.state == state
     assert_sentences([finding])
 
 
 def test_the_core_that_is_installed() -> None:
-    assert megatron.core_version() == metadata.version("megatron-core")
+    assert doctor.core_version() == metadata.version("megatron-core")
 
 
 def test_a_checkout_on_the_path_hides_the_installed_core(
@@ -367,13 +372,13 @@ def test_a_checkout_on_the_path_hides_the_installed_core(
 ) -> None:
     spec = ModuleSpec("megatron.core", None, is_package=True)
     spec.submodule_search_locations = [str(checkout_tree(tmp_path, "0.19.7") / "megatron/core")]
-    monkeypatch.setattr(megatron, "find_spec", lambda name: spec)
-    assert megatron.core_version() == "0.19.7"
+    monkeypatch.setattr(doctor, "find_spec", lambda name: spec)
+    assert doctor.core_version() == "0.19.7"
 
 
 def test_a_checkout_that_is_newer_than_all_is_no_hindrance(tmp_path: Path) -> None:
     checkout = checkout_at(checkout_tree(tmp_path, "0.20.0"))
-    version = next(iter(megatron.about_checkout(checkout)))
+    version = next(iter(doctor.about_checkout(checkout)))
     assert (version.found, version.state) == ("0.20.0", "optional")
     assert f"newer than {versions.NEWEST}, the newest that was checked" in version.advice
     assert_sentences([version])
@@ -384,14 +389,14 @@ def test_arguments_that_no_known_version_has_are_named(
 ) -> None:
     """By the checkout's own parser, which another process imports."""
     checkout = checkout_at(checkout_tree(tmp_path, "0.19.0"))
-    findings = [megatron.about_arguments(checkout)]
+    findings = [doctor.about_arguments(checkout)]
     write(tmp_path / "megatron/training/arguments.py", PARSER)
-    findings.append(megatron.about_arguments(checkout))
+    findings.append(doctor.about_arguments(checkout))
     assert (findings[1].found, findings[1].state) == ("1 unknown", "optional")
     assert findings[1].advice.endswith("has not been looked at: --no-such-thing.")
     write(tmp_path / "broken/torch.py", "raise RuntimeError('not on this machine')\n")
     monkeypatch.setenv("PYTHONPATH", str(tmp_path / "broken"))
-    findings.append(megatron.about_arguments(checkout))
+    findings.append(doctor.about_arguments(checkout))
     assert "RuntimeError: not on this machine" in findings[2].advice
     assert [findings[i].found for i in (0, 2)] == ["not read", "not read"]
     assert_sentences(findings)
@@ -407,7 +412,7 @@ def add_megatron_arguments(parser):
 
 def test_a_checkout_is_started_by_the_launcher_or_as_ever(tmp_path: Path) -> None:
     checkout = checkout_at(checkout_tree(tmp_path / "with space", "0.16.1"))
-    version, start = megatron.about_checkout(checkout)
+    version, start = doctor.about_checkout(checkout)
     assert (version.found, version.state) == ("0.16.1", "ok")
     assert (start.found, start.state) == ("not patched", "ok")
     launch, patch = start.commands
@@ -415,7 +420,7 @@ def test_a_checkout_is_started_by_the_launcher_or_as_ever(tmp_path: Path) -> Non
     assert patch == f"scripts/apply_patches.sh '{checkout.root}'"
     with (checkout.root / "megatron/training/__init__.py").open("a", encoding="utf-8") as file:
         file.write("import megatron_zb\n\nmegatron_zb.install()  # --pipeline-schedule\n")
-    start = list(megatron.about_checkout(checkout))[1]
+    start = list(doctor.about_checkout(checkout))[1]
     assert start.found == "patched"
     [command] = start.commands
     assert "megatron_zb.launch" not in command
@@ -425,14 +430,14 @@ def test_the_patches_have_the_mark_that_tells_a_patched_checkout() -> None:
     patches = list((Path(__file__).parents[2] / "patches").glob("*.patch"))
     assert patches
     for patch in patches:
-        assert f"+{megatron._MARK}" in patch.read_text(encoding="utf-8")
+        assert f"+{doctor._MARK}" in patch.read_text(encoding="utf-8")
 
 
 def test_what_the_training_loop_lacks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     checkout = checkout_at(checkout_tree(tmp_path, "0.16.1"))
     gone = {"six", "yaml", "einops"}
-    monkeypatch.setattr(megatron, "look_at", lambda r: Installed(None, r.module not in gone))
-    findings = list(megatron.about_training_loop(checkout, ON_CPU))
+    monkeypatch.setattr(doctor, "look_at", lambda r: Installed(None, r.module not in gone))
+    findings = list(doctor.about_training_loop(checkout, ON_CPU))
     states = {finding.part: finding.state for finding in findings}
     assert states["six"] == states["pyyaml"] == "missing"
     assert states["einops"] == "optional"
@@ -453,7 +458,7 @@ def test_what_the_training_loop_lacks(tmp_path: Path, monkeypatch: pytest.Monkey
 def test_the_helpers_of_data_sets(
     compiled: bool, missing: list[str], on_gpus: bool, state: str
 ) -> None:
-    finding = megatron.about_helpers(compiled, missing, on_gpus)
+    finding = doctor.about_helpers(compiled, missing, on_gpus)
     assert finding.state == state
     assert_sentences([finding])
     if state in ("missing", "optional"):
@@ -467,30 +472,30 @@ def test_helpers_of_another_python_are_not_compiled_ones(tmp_path: Path) -> None
     folder = checkout.root / "megatron/core/datasets"
     folder.mkdir()
     (folder / "helpers_cpp.cpython-39-x86_64-linux-gnu.so").touch()
-    assert not megatron.is_compiled(checkout)
+    assert not doctor.is_compiled(checkout)
     (folder / f"helpers_cpp{get_config_var('EXT_SUFFIX')}").touch()
-    assert megatron.is_compiled(checkout)
+    assert doctor.is_compiled(checkout)
 
 
 def test_what_compiles_the_helpers(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(megatron.shutil, "which", lambda name: None)
-    monkeypatch.setattr(megatron, "look_at", lambda requirement: Installed(None, False))
-    assert megatron.missing_to_compile() == ["pybind11", "make", "a C++ compiler"]
-    monkeypatch.setattr(megatron.shutil, "which", lambda name: f"/usr/bin/{name}")
-    assert megatron.missing_to_compile() == ["pybind11"]
+    monkeypatch.setattr(doctor.shutil, "which", lambda name: None)
+    monkeypatch.setattr(doctor, "look_at", lambda requirement: Installed(None, False))
+    assert doctor.missing_to_compile() == ["pybind11", "make", "a C++ compiler"]
+    monkeypatch.setattr(doctor.shutil, "which", lambda name: f"/usr/bin/{name}")
+    assert doctor.missing_to_compile() == ["pybind11"]
 
 
 # --- the command
 
 
 def test_every_finding_is_a_sentence(core_016: None, tmp_path: Path) -> None:
-    alone = examine.examine()
+    alone = doctor.examine()
     assert_sentences(alone)
     assert only(alone, "Megatron-LM").state == "optional"
-    together = examine.examine(checkout_tree(tmp_path, "0.16.1"))
+    together = doctor.examine(checkout_tree(tmp_path, "0.16.1"))
     assert_sentences(together)
     assert len({finding.part for finding in together}) == len(together)
-    assert printing.exit_code(alone) == 0
+    assert doctor.exit_code(alone) == 0
 
 
 @pytest.mark.usefixtures("core_016")
@@ -501,9 +506,9 @@ def test_findings_are_printed_as_json(capsys: pytest.CaptureFixture[str]) -> Non
     parts = {one["part"]: one for one in found["findings"]}
     assert parts["numba"]["state"] == "ok"
     assert "first rank" in parts["numba"]["advice"]
-    wrong = printing.as_json(FINDINGS)
+    wrong = doctor.as_json(FINDINGS)
     assert wrong["ready"] is False
-    assert wrong["command"] == printing.mending_command(FINDINGS)
+    assert wrong["command"] == doctor.mending_command(FINDINGS)
 
 
 @pytest.mark.parametrize("width", [80, 100])
@@ -532,7 +537,7 @@ def test_what_to_do_is_below_the_table_and_never_cut(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("COLUMNS", "80")
-    printing.print_findings(FINDINGS)
+    doctor.print_findings(FINDINGS)
     table, *below = capsys.readouterr().out.split("\n\n")
     assert "[red]" in table
     assert max(map(len, table.splitlines())) <= 80
@@ -540,25 +545,25 @@ def test_what_to_do_is_below_the_table_and_never_cut(
     assert "part: run pip install 'name[extra]>=2'." in lines
     assert f"  {FINDINGS[2].commands[0]}" in lines
     assert "To be mended before training can start: tool." in lines
-    assert lines[-1] == f"  {printing.mending_command(FINDINGS)}"
+    assert lines[-1] == f"  {doctor.mending_command(FINDINGS)}"
 
 
 def test_one_command_mends_all_that_pip_can() -> None:
     pip = f"{sys.executable} -m pip install"
-    assert printing.mending_command(FINDINGS) == (
+    assert doctor.mending_command(FINDINGS) == (
         f"{pip} 'name[extra]>=2' && {pip} --force-reinstall 'tool<3,>=1'"
     )
-    assert printing.mending_command(FINDINGS[2:]) == ""
+    assert doctor.mending_command(FINDINGS[2:]) == ""
 
 
 def test_pip_could_read_the_command(
     core_016: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """By the library that pip reads requirements with; nothing is installed."""
-    for looking in (packages, megatron, examine):
+    for looking in (doctor_packages, doctor):
         monkeypatch.setattr(looking, "look_at", lambda r: Installed(None, r.name == "packaging"))
-    findings = examine.examine(checkout_tree(tmp_path, "0.16.1"))
-    words = shlex.split(printing.mending_command(findings))
+    findings = doctor.examine(checkout_tree(tmp_path, "0.16.1"))
+    words = shlex.split(doctor.mending_command(findings))
     assert words[:4] == [sys.executable, "-m", "pip", "install"]
     names = [Parsed(word).name for word in words[4:]]
     assert {"numpy", "six", "matplotlib"} <= set(names)
@@ -569,7 +574,7 @@ def test_without_rich_the_findings_are_plain_lines(
 ) -> None:
     monkeypatch.setitem(sys.modules, "rich.console", None)
     finding = Finding("rich", "not installed", "missing", "run pip install rich.", "rich")
-    printing.print_findings([finding])
+    doctor.print_findings([finding])
     assert capsys.readouterr().out == (
         "rich: not installed (missing): run pip install rich.\n"
         "\nTo be mended before training can start: rich.\n"

@@ -14,8 +14,8 @@ import pytest
 
 from megatron_zb.cli import main as cli
 from megatron_zb.errors import UsageError
-from megatron_zb.measured.units import GIB
-from megatron_zb.planner.builtin_configs import folder
+from megatron_zb.measured.config import builtin_folder
+from megatron_zb.parsing import GIB
 from megatron_zb.planner.device import read_device
 from megatron_zb.planner.model import ModelConfig
 from megatron_zb.planner.strategy import Strategy
@@ -36,7 +36,7 @@ TEACHER = ModelConfig.model_validate(
         "global_batch_size": 32,
     }
 )
-DEVICE = read_device(folder("devices") / "a100_80gb_sxm.yaml")
+DEVICE = read_device(builtin_folder("devices") / "a100_80gb_sxm.yaml")
 
 
 def job(*candidates: dict[str, Any], **changes: Any) -> DistillPlanJob:

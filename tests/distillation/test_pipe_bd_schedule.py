@@ -12,9 +12,9 @@ from rendezvous import finishes
 
 from megatron_zb.errors import UsageError
 from megatron_zb.schedules import InvalidSchedule, Pass, PassKind, Schedule, lower, simulate
+from megatron_zb.schedules.lowering import PostReceive, Run, Send, WaitReceive, unfinished
 from megatron_zb.schedules.passes import Pass as P
 from megatron_zb.schedules.placement import grouped
-from megatron_zb.schedules.program.lowering import PostReceive, Run, Send, WaitReceive, unfinished
 from megatron_zb.schedules.simulator import Timeline, peak_held_chunks
 from megatron_zb_distill.schedule.distribution import (
     BlockCosts,

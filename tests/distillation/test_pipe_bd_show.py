@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from megatron_zb.cli import main as cli
-from megatron_zb.drawing.palette import bars_of, legend_of, text_colour_on, title_of
+from megatron_zb.drawing.chart import bars_of, legend_of, text_colour_on, title_of
 from megatron_zb.drawing.pictures import draw
 from megatron_zb.schedules import PassKind, Timeline
 from megatron_zb_distill.cli import timeline

@@ -17,7 +17,7 @@ from megatron_zb.runtime.channels import Channels
 from megatron_zb.runtime.executor import run_program
 from megatron_zb.runtime.link_times import seconds_over_a_link
 from megatron_zb.runtime.observer import Recorder
-from megatron_zb.runtime.watchdog.progress import RankProgress
+from megatron_zb.runtime.progress import RankProgress
 from megatron_zb.schedules import lower
 from megatron_zb.schedules.passes import Channel, Message, Pass, PassKind
 from megatron_zb_distill.relay_steps import HANDLERS, Exchange, relay_steps

@@ -24,10 +24,9 @@ from project import project
 
 from megatron_zb import schedules
 from megatron_zb.megatron_core.versions import SERIES
-from megatron_zb.schedules import catalog
+from megatron_zb.schedules import catalog, lowering
 from megatron_zb.schedules.catalog import Family
 from megatron_zb.schedules.placement import looped
-from megatron_zb.schedules.program import lowering
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = (ROOT / "docs" / "schedules.md").read_text(encoding="utf-8")

@@ -12,7 +12,7 @@ import pytest
 from PIL import Image
 
 from megatron_zb.cli.main import parser
-from megatron_zb.drawing.html import orders
+from megatron_zb.drawing import html_drawing
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = (ROOT / "docs" / "pages.md").read_text(encoding="utf-8")
@@ -54,6 +54,6 @@ def test_the_commands_of_the_pictures_are_those_of_the_page(script: ModuleType) 
 
 def test_the_explorer_has_the_sizes_that_are_told() -> None:
     assert "2, 3, 4, 6, 8, 12 and 16 ranks with one, two, four and eight times as many" in PAGE
-    assert list(orders.SIZES) == [
+    assert list(html_drawing.ORDER_SIZES) == [
         (p, times * p) for p in (2, 3, 4, 6, 8, 12, 16) for times in (1, 2, 4, 8) if times * p <= 64
     ]

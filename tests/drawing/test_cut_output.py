@@ -10,7 +10,7 @@ import pytest
 
 from megatron_zb import schedules
 from megatron_zb.cli import main as cli
-from megatron_zb.drawing.palette import bars_of, colour_of, legend_of
+from megatron_zb.drawing.chart import bars_of, colour_of, legend_of
 from megatron_zb.drawing.pictures import draw
 from megatron_zb.schedules import Costs, PassKind, Timeline
 from megatron_zb.schedules.interchange import write_csv

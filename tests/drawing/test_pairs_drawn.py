@@ -13,12 +13,12 @@ from rich.console import Console
 
 from megatron_zb import schedules
 from megatron_zb.cli.main import main
-from megatron_zb.drawing.html import drawing, orders
-from megatron_zb.drawing.html.drawing import SIZES
-from megatron_zb.drawing.palette import COST_UNIT, bars_of
+from megatron_zb.drawing import html_drawing
+from megatron_zb.drawing.chart import COST_UNIT, bars_of
+from megatron_zb.drawing.html_drawing import SIZES
 from megatron_zb.drawing.pictures import save_picture
 from megatron_zb.drawing.terminal import print_schedule
-from megatron_zb.schedules.families.v_shape import dualpipe_v_order
+from megatron_zb.schedules.families import dualpipe_v_order
 from megatron_zb.schedules.interchange import write_csv
 
 
@@ -82,14 +82,14 @@ class _AsCosts:
 
 def test_an_order_keeps_its_pairs_as_text() -> None:
     order = dualpipe_v_order(2, 5)
-    again = orders.decode(orders.encode(order))
+    again = html_drawing.decode_order(html_drawing.encode_order(order))
     assert (again.ranks, again.pairs) == (order.ranks, order.pairs)
-    assert "pairs" not in orders.encode(order.without_pairs())
+    assert "pairs" not in html_drawing.encode_order(order.without_pairs())
 
 
 def test_a_page_draws_the_two_passes_of_a_pair_above_each_other() -> None:
     line = timeline()
-    svg = str(drawing.draw(line, "pairs", COST_UNIT))
+    svg = str(html_drawing.draw(line, "pairs", COST_UNIT))
     of_kind = {
         kind: re.findall(r"M[\d.]+,([\d.]+)h[\d.]+v([\d.]+)", " ".join(paths))
         for kind in ("F", "BW")
@@ -114,7 +114,7 @@ def test_show_draws_torchs_table_and_times_it(
     page = ["--output", str(tmp_path / "page.html")]
     assert main(["show", "--csv", str(tmp_path / "table.csv"), *times, *page]) == 0
     data = page_of(tmp_path / "page.html").one("div", data_picture="").one("script").text
-    assert json.loads(data)["order"] == orders.encode(timeline().schedule) | {
+    assert json.loads(data)["order"] == html_drawing.encode_order(timeline().schedule) | {
         "name": json.loads(data)["order"]["name"]
     }
     idle = 1 - timeline().utilisation[0]

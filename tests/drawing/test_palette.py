@@ -8,8 +8,7 @@ from itertools import combinations, pairwise
 
 import pytest
 
-from megatron_zb.drawing.html.page import STYLE, _part
-from megatron_zb.drawing.palette import (
+from megatron_zb.drawing.chart import (
     DARK_IDLE_COLOUR,
     IDLE_COLOUR,
     MEMORY_SHADES,
@@ -19,6 +18,7 @@ from megatron_zb.drawing.palette import (
     luminance,
     text_colour_on,
 )
+from megatron_zb.drawing.html_page import STYLE, _part
 from megatron_zb.schedules import PassKind
 
 TRAINING = (PassKind.F, PassKind.B, PassKind.W, PassKind.BW)

@@ -14,9 +14,15 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Rectangle
 
 from megatron_zb import schedules
-from megatron_zb.drawing.html import orders
-from megatron_zb.drawing.memory_lines import memory_lines
-from megatron_zb.drawing.palette import COPY_COLOURS, MILLISECONDS, bars_of, legend_of, title_of
+from megatron_zb.drawing import html_drawing
+from megatron_zb.drawing.chart import (
+    COPY_COLOURS,
+    MILLISECONDS,
+    bars_of,
+    legend_of,
+    memory_lines,
+    title_of,
+)
 from megatron_zb.drawing.pictures import draw, draw_below
 from megatron_zb.schedules import PassKind, Timeline
 from megatron_zb.schedules.placement import looped
@@ -165,11 +171,11 @@ def test_memory_in_bytes_is_told_in_microbatches_and_b_frees_its_share() -> None
 def test_64_microbatches_on_16_ranks_have_thin_gaps_and_a_tick_every_few(name: str) -> None:
     (order,) = (
         order
-        for order in orders.packaged()
+        for order in html_drawing.packaged_orders()
         if (order["name"], order["p"], order["m"]) == (name, 16, 64)
     )
     costs = schedules.Costs.uniform(pipeline_size=16, forward=1, backward=1, weight=1)
-    timeline = schedules.simulate(orders.decode(order), costs)
+    timeline = schedules.simulate(html_drawing.decode_order(order), costs)
     figure = draw(timeline)
     FigureCanvasAgg(figure).draw()
     axes, _ = figure.axes

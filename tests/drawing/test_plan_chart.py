@@ -14,15 +14,13 @@ from pages import Element, Page
 from small_models import SMALL, a100, small
 
 from megatron_zb.cli import main as cli
-from megatron_zb.drawing import text_chart
-from megatron_zb.drawing.axis import Axis
-from megatron_zb.drawing.html import plan_chart
-from megatron_zb.measured.units import GIB
+from megatron_zb.drawing import html_plan, terminal
+from megatron_zb.drawing.chart import Axis
+from megatron_zb.parsing import GIB
 from megatron_zb.planner import table
-from megatron_zb.planner.candidate import candidates_of
 from megatron_zb.planner.search import Plan, search
 from megatron_zb.planner.settings import PlanJob
-from megatron_zb.planner.strategy import Choices
+from megatron_zb.planner.strategy import Choices, candidates_of
 from megatron_zb.planner.table import Point, is_on_front, points
 
 pytestmark = pytest.mark.usefixtures("brief_searches")
@@ -96,8 +94,8 @@ def test_the_text_has_each_point_in_its_cell(
 ) -> None:
     found = made_up(sizes)
     limit = max(p.gib for p in found) * spare
-    text = text_chart.chart(found, limit)
-    assert max(map(len, text.splitlines())) <= text_chart.WIDTH
+    text = terminal.plan_chart(found, limit)
+    assert max(map(len, text.splitlines())) <= terminal.WIDTH
     assert text.isascii()
     rows = rows_of(text)
     gib = Axis.around([*(p.gib for p in found), limit])
@@ -120,7 +118,7 @@ def test_the_text_has_each_point_in_its_cell(
 
 def test_points_apart_have_their_numbers_beside_them() -> None:
     found = made_up([(10, 900), (40, 1000), (70, 800)])
-    rows = rows_of(text_chart.chart(found, 80))
+    rows = rows_of(terminal.plan_chart(found, 80))
     assert [re.sub("[ :]", "", row) for row in rows if re.search(r"\d", row)] == ["*1", "*2", "o3"]
     assert {row[67] for row in rows} == {":"}  # the limit, at the last tick
 
@@ -139,7 +137,7 @@ def test_the_command_prints_the_chart_where_it_is_asked_for(
     without, with_chart, told = printed
     assert with_chart.startswith(without)
     chart = with_chart.removeprefix(without)
-    assert max(map(len, chart.splitlines())) <= text_chart.WIDTH
+    assert max(map(len, chart.splitlines())) <= terminal.WIDTH
     ranked = json.loads(told)["ranked"]
     sizes = [(row["memory"]["total"] / GIB, row["tokens_per_second_per_gpu"]) for row in ranked]
     for place, (gib, tokens) in enumerate(sizes, 1):
@@ -154,7 +152,7 @@ def test_the_command_prints_the_chart_where_it_is_asked_for(
 
 
 def drawn(found: list[Point], limit: float) -> Element:
-    return Page(str(plan_chart.draw(found, limit, "speed"))).root.one("svg", of="chart")
+    return Page(str(html_plan.draw_chart(found, limit, "speed"))).root.one("svg", of="chart")
 
 
 def place_of(point: Element) -> tuple[float, float]:
@@ -175,8 +173,8 @@ def test_the_picture_has_each_point_in_its_place(
         assert ("best" in group.attributes["class"].split()) is point.on_front
         assert point.sentence in group.one("title").text
         x, y = place_of(group)
-        assert 0 <= x <= plan_chart.WIDTH
-        assert 0 <= y <= plan_chart.HEIGHT
+        assert 0 <= x <= html_plan.WIDTH
+        assert 0 <= y <= html_plan.HEIGHT
         written = group.one("text").attributes
         assert abs(float(written["x"]) - x) < 24
         assert abs(float(written["y"]) - y) < 24

@@ -17,10 +17,9 @@ from pages import EVIL, Element, page_of
 
 from megatron_zb import schedules
 from megatron_zb.cli import main as cli
-from megatron_zb.drawing.html import explorer, orders
-from megatron_zb.drawing.html.page import SCRIPTS
-from megatron_zb.drawing.memory_lines import memory_lines
-from megatron_zb.drawing.palette import report_of, title_of
+from megatron_zb.drawing import html_drawing, html_page
+from megatron_zb.drawing.chart import memory_lines, report_of, title_of
+from megatron_zb.drawing.html_page import SCRIPTS
 from megatron_zb.schedules import interchange
 
 SIZES = ["--pipeline-size", "4", "--num-microbatches", "8"]
@@ -213,7 +212,7 @@ def test_every_schedule_has_a_page(name: str, tmp_path: Path) -> None:
     names = [option.attributes["value"] for option in options]
     assert names[0] == name
     assert names == data["names"]
-    assert set(names) == {name, *orders.names()}
+    assert set(names) == {name, *html_drawing.order_names()}
     chosen = [option for option in options if "selected" in option.attributes]
     assert [option.attributes["value"] for option in chosen] == [data["initial"]["schedule"]]
 
@@ -251,40 +250,42 @@ def decoded(name: str, p: int, m: int) -> schedules.Schedule:
     """An order that comes with the package."""
     (found,) = (
         order
-        for order in orders.packaged()
+        for order in html_drawing.packaged_orders()
         if (order["name"], order["p"], order["m"]) == (name, p, m)
     )
-    return orders.decode(found)
+    return html_drawing.decode_order(found)
 
 
 @pytest.mark.parametrize("name", ["1f1b", "zb-h1", "v-half", "wave", "interleaved"])
 def test_an_order_is_the_same_once_read_again(name: str) -> None:
     built = schedules.build(name, pipeline_size=3, num_microbatches=5)
-    again = orders.decode(orders.encode(built))
+    again = html_drawing.decode_order(html_drawing.encode_order(built))
     assert again.ranks == built.ranks
     assert again.placement.rank_of == built.placement.rank_of
     assert (again.name, again.num_microbatches) == (name, 5)
 
 
 def test_the_package_has_valid_orders_of_every_schedule_and_size() -> None:
-    found = [(order["name"], order["p"], order["m"]) for order in orders.packaged()]
-    assert sorted(found) == sorted((name, p, m) for name in orders.names() for p, m in orders.SIZES)
-    for order in orders.packaged():
-        orders.decode(order).validate()
+    found = [(order["name"], order["p"], order["m"]) for order in html_drawing.packaged_orders()]
+    assert sorted(found) == sorted(
+        (name, p, m) for name in html_drawing.order_names() for p, m in html_drawing.ORDER_SIZES
+    )
+    for order in html_drawing.packaged_orders():
+        html_drawing.decode_order(order).validate()
 
 
 @pytest.mark.parametrize(("p", "m"), [(2, 4), (4, 8)])
-@pytest.mark.parametrize("name", orders.names())
+@pytest.mark.parametrize("name", html_drawing.order_names())
 def test_the_packages_orders_are_what_it_builds_today(name: str, p: int, m: int) -> None:
     (found,) = (
         order
-        for order in orders.packaged()
+        for order in html_drawing.packaged_orders()
         if (order["name"], order["p"], order["m"]) == (name, p, m)
     )
-    assert found == orders.build(name, p, m), "run scripts/make_orders.py"
+    assert found == html_drawing.build_order(name, p, m), "run scripts/make_orders.py"
 
 
-@pytest.mark.parametrize("name", explorer.FIXED)
+@pytest.mark.parametrize("name", html_page.FIXED)
 def test_a_fixed_order_is_the_same_for_all_costs(name: str) -> None:
     for p, m in ((3, 7), (4, 8), (6, 4)):
         costs = schedules.Costs.uniform(
@@ -300,7 +301,7 @@ def test_a_fixed_order_is_the_same_for_all_costs(name: str) -> None:
 def test_the_explorer_starts_with_the_pages_own_order(v_half: Path) -> None:
     data = json.loads(page_of(v_half).one("script", id="explorer-data").text)
     first = data["orders"][0]
-    assert orders.decode(first["order"]).ranks == v_half_timeline().schedule.ranks
+    assert html_drawing.decode_order(first["order"]).ranks == v_half_timeline().schedule.ranks
     costs = {"forward": 1.0, "backward": 1.2, "weight": 0.9, "p2p": 0.05, "limit": None}
     assert first["built"] == costs
     assert data["initial"] == {"schedule": "v-half", "p": 4, "m": 8, **costs}

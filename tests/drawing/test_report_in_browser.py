@@ -15,15 +15,14 @@ from browser import MISSING, Browser, find_browser
 
 from megatron_zb import schedules
 from megatron_zb.cli import main as cli
-from megatron_zb.drawing.html import drawing, explorer, orders
-from megatron_zb.drawing.memory_lines import memory_lines
-from megatron_zb.drawing.palette import MILLISECONDS
+from megatron_zb.drawing import html_drawing, html_page
+from megatron_zb.drawing.chart import MILLISECONDS, memory_lines
 from megatron_zb.schedules import Costs, PassKind, Schedule, Timeline
-from megatron_zb.schedules.families.v_shape import dualpipe_v_order
+from megatron_zb.schedules.families import dualpipe_v_order
 
 pytestmark = pytest.mark.skipif(find_browser() is None, reason=MISSING)
 
-NAMES = orders.names()
+NAMES = html_drawing.order_names()
 COSTS = [(1.0, 1.0, 1.0, 0.0), (1.0, 1.2, 0.9, 0.05), (1.3, 1.7, 0.4, 0.3), (1.0, 2.0, 0.0, 0.1)]
 EVIL = "</title></script><script>alert(1)</script><img src=x onerror=alert(2)>"
 
@@ -55,10 +54,10 @@ def schedule(name: str, p: int, m: int) -> Schedule:
     """The order that comes with the package."""
     (found,) = (
         order
-        for order in orders.packaged()
+        for order in html_drawing.packaged_orders()
         if (order["name"], order["p"], order["m"]) == (name, p, m)
     )
-    return orders.decode(found)
+    return html_drawing.decode_order(found)
 
 
 def costs_of(p: int, costs: tuple[float, float, float, float]) -> Costs:
@@ -103,7 +102,7 @@ def check_timeline(found: dict[str, Any], timeline: Timeline) -> None:
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize(("p", "m"), [(2, 2), (4, 8), (4, 16), (8, 16)])
 def test_times_agree_to_the_last_bit(name: str, p: int, m: int, functions: Browser) -> None:
-    order = json.dumps(orders.encode(schedule(name, p, m)))
+    order = json.dumps(html_drawing.encode_order(schedule(name, p, m)))
     for costs in COSTS:
         now = dict(zip(("forward", "backward", "weight", "p2p"), costs, strict=True))
         found = functions.evaluate(
@@ -129,7 +128,7 @@ def test_pairs_agree_to_the_last_bit(page: Browser) -> None:
         pair_loss=0.03,
     )
     timeline = schedules.simulate(dualpipe_v_order(4, 10), costs)
-    data = json.dumps(drawing.data(timeline, "pairs", MILLISECONDS))
+    data = json.dumps(html_drawing.data(timeline, "pairs", MILLISECONDS))
     found = page.evaluate(
         f"(() => {{ const data = {data}; const order = pipelines.decode(data.order);"
         " const t = pipelines.timeline(order, pipelines.costsOf(order.place, data.costs));"
@@ -149,7 +148,7 @@ def test_unequal_stages_agree_to_the_last_bit(page: Browser) -> None:
         held_for_weight=[1e9, 1e9, 5e8, 2e9],
     )
     timeline = schedules.simulate(schedule("v-half", 4, 8), costs)
-    data = json.dumps(drawing.data(timeline, "v-half", MILLISECONDS))
+    data = json.dumps(html_drawing.data(timeline, "v-half", MILLISECONDS))
     found = page.evaluate(
         f"(() => {{ const data = {data}; const order = pipelines.decode(data.order);"
         " const t = pipelines.timeline(order, pipelines.costsOf(order.place, data.costs));"
@@ -269,7 +268,9 @@ def test_every_size_that_is_offered_answers(name: str, page: Browser) -> None:
         p, _, listed = part.partition(" with ")
         said[p] = listed.split(", ")
     assert list(said) == offered(page, "p")
-    assert [(int(p), int(m)) for p, ms in said.items() for m in ms] == sorted(orders.SIZES)
+    assert [(int(p), int(m)) for p, ms in said.items() for m in ms] == sorted(
+        html_drawing.ORDER_SIZES
+    )
     for p, ms in said.items():
         change(page, p=p)
         assert offered(page, "m") == ms
@@ -287,10 +288,10 @@ def test_what_is_listed_is_offered_in_every_size_of_the_page(
     path = tmp_path / "odd.html"
     assert cli.main(["show", "v-min", "-p", "5", "-m", "7", "--output", str(path)]) == 0
     browser.open(path)
-    assert set(comparison(browser)) == {"v-min", *explorer.QUICK}
+    assert set(comparison(browser)) == {"v-min", *html_page.QUICK}
     for name in offered(browser, "schedule"):
         change(browser, schedule=name)
-        assert ("5" in offered(browser, "p")) is (name in ("v-min", *explorer.QUICK))
+        assert ("5" in offered(browser, "p")) is (name in ("v-min", *html_page.QUICK))
         assert float(shown(browser, "makespan")) > 0
 
 
@@ -512,16 +513,21 @@ def test_each_pass_has_a_tooltip(page: Browser) -> None:
     words = {PassKind.F: "F, forward", PassKind.BW: "BW, backward, fused"}
     for rank, passes in enumerate(timeline.schedule.ranks):
         for p, start, end in zip(passes, timeline.start[rank], timeline.end[rank], strict=True):
-            x = left + drawing.SIZES.labels + (start + end) / 2 * per_second
-            mouse(page, "mouseMoved", x, top + rank * drawing.SIZES.row + 12)
+            x = left + html_drawing.SIZES.labels + (start + end) / 2 * per_second
+            mouse(page, "mouseMoved", x, top + rank * html_drawing.SIZES.row + 12)
             assert tip(page, "#picture") == (
                 f"{words[p.kind]}\nrank {rank}, stage {p.stage}, microbatch {p.microbatch}\n"
                 f"{start:.6g} to {end:.6g}: {end - start:.6g}"
             )
-    mouse(page, "mouseMoved", left + drawing.SIZES.labels + 2, top + 3 * drawing.SIZES.row + 12)
+    mouse(
+        page,
+        "mouseMoved",
+        left + html_drawing.SIZES.labels + 2,
+        top + 3 * html_drawing.SIZES.row + 12,
+    )
     assert tip(page, "#picture").startswith("rank 3, idle\n0 to 3.3")
-    memory = top + 4 * drawing.SIZES.row + drawing.SIZES.gap + 10
-    mouse(page, "mouseMoved", left + drawing.SIZES.labels + 3.5 * per_second, memory)
+    memory = top + 4 * html_drawing.SIZES.row + html_drawing.SIZES.gap + 10
+    mouse(page, "mouseMoved", left + html_drawing.SIZES.labels + 3.5 * per_second, memory)
     assert tip(page, "#picture").startswith("rank 0 holds 4 microbatches at 3.5")
     mouse(page, "mouseMoved", left + 4, memory)
     assert tip(page, "#picture") == ""
@@ -543,7 +549,7 @@ def test_buttons_keys_wheel_and_mouse_move_the_window(page: Browser) -> None:
     assert window(page) == pytest.approx((makespan * 3 / 8, makespan * 7 / 8), abs=1e-3)
     some = bars(page, "#picture")
     assert 0 < len(some) < 64
-    assert all(b[2] >= drawing.SIZES.labels - 0.01 for b in some)
+    assert all(b[2] >= html_drawing.SIZES.labels - 0.01 for b in some)
     page.click("#picture button[title='show all of it']")
     assert len(bars(page, "#picture")) == 64
     left, top = corner(page, "#picture svg.schedule")

@@ -12,8 +12,8 @@ from pages import EVIL, Element, Page
 
 from megatron_zb import schedules
 from megatron_zb.cli import main as cli
-from megatron_zb.drawing.html import drawing
-from megatron_zb.drawing.palette import COST_UNIT
+from megatron_zb.drawing import html_drawing
+from megatron_zb.drawing.chart import COST_UNIT
 from megatron_zb.measured.profile import Profile, write_profile
 from megatron_zb.measured.trace import compare, write_trace
 
@@ -109,13 +109,13 @@ def test_pictures_of_one_extent_have_one_scale_of_memory() -> None:
         for name in ("zb-h2", "1f1b")
     ]
 
-    def levels(extent: drawing.Extent | None) -> list[str]:
+    def levels(extent: html_drawing.Extent | None) -> list[str]:
         """Of 1F1B's peak on the first rank."""
-        drawn = [str(drawing.draw(timeline, "", COST_UNIT, extent)) for timeline in found]
+        drawn = [str(html_drawing.draw(timeline, "", COST_UNIT, extent)) for timeline in found]
         svgs = [Page(text).root.one("svg") for text in drawn]
         return [svg.all("path", of="reference")[0].attributes["d"] for svg in svgs]
 
-    assert len(set(levels(drawing.Extent.of(found)))) == 1
+    assert len(set(levels(html_drawing.Extent.of(found)))) == 1
     assert len(set(levels(None))) == 2
 
 

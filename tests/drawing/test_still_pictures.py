@@ -12,11 +12,11 @@ from states import with_states
 
 from megatron_zb import schedules
 from megatron_zb.cli import main as cli
-from megatron_zb.drawing.html.run_page import save_step
+from megatron_zb.drawing.html_plan import save_step
 from megatron_zb.measured.profile import HostLinkProfile, Profile
 from megatron_zb.measured.trace import ComparedStep, compared, of_spans
 from megatron_zb.schedules import Costs, PassKind, Schedule
-from megatron_zb.schedules.search.fusing import split_all
+from megatron_zb.schedules.search.place_w import split_all
 
 pytestmark = pytest.mark.usefixtures("brief_searches")
 

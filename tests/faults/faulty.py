@@ -96,8 +96,8 @@ def install(struck: Struck) -> None:
     from megatron_zb.megatron_core.vocabulary import HANDLERS
     from megatron_zb.runtime.executor import TRAINING
     from megatron_zb.schedules import interchange
+    from megatron_zb.schedules.lowering import Run
     from megatron_zb.schedules.passes import PassKind
-    from megatron_zb.schedules.program.lowering import Run
     from megatron_zb_train import checkpoint, data, loop
 
     run = ForwardBackward._run_passes

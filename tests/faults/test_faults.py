@@ -33,7 +33,7 @@ from faults.matrix import (
     Fault,
 )
 from megatron_zb import schedules
-from megatron_zb.runtime.watchdog.watchdog import EXIT_CODE
+from megatron_zb.runtime.watchdog import EXIT_CODE
 from megatron_zb.schedules import interchange
 
 ROOT = Path(__file__).resolve().parents[2]

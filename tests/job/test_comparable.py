@@ -18,7 +18,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_zb.job.comparable import comparable, named_arguments
+from megatron_zb.job.agreement import comparable, named_arguments
 
 
 class Kind(Enum):
@@ -81,7 +81,7 @@ def test_what_differs_stays_different_through_json(one: Any, other: Any) -> None
 def test_two_processes_say_the_same_of_what_has_an_address() -> None:
     program = (
         "import json\n"
-        "from megatron_zb.job.comparable import comparable\n"
+        "from megatron_zb.job.agreement import comparable\n"
         "class Thing: pass\n"
         "print(json.dumps(comparable([Thing(), lambda x: x, {'b', 'a', 'c'}])))\n"
     )

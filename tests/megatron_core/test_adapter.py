@@ -13,8 +13,8 @@ from megatron_zb.measured.balance import Ends
 from megatron_zb.megatron_core.adapter import PipelineAdapter
 from megatron_zb.megatron_core.connections import WatchPart
 from megatron_zb.schedules.layout import Layers
-from megatron_zb.schedules.limit import Limit
 from megatron_zb.schedules.passes import PassKind
+from megatron_zb.schedules.request import Limit
 
 
 def adapter_of(name: str) -> PipelineAdapter:

@@ -12,11 +12,11 @@ from ranks import RankPools
 from torch import nn
 
 from megatron_zb.errors import UsageError
-from megatron_zb.megatron_core.linear import SplitBackward
 from megatron_zb.megatron_core.placement import PhysicalPlacement
+from megatron_zb.megatron_core.split_backward import SplitBackward
 from megatron_zb.megatron_core.stages import MegatronStage
 from megatron_zb.megatron_lm.models import check_model
-from megatron_zb.runtime.weight_grad import WeightGradQueue
+from megatron_zb.runtime.autograd_stage import WeightGradQueue
 from megatron_zb.schedules.placement import looped
 
 IMAGES = GPTCase(images=(1, 0, 0, 0), wrapped=False)

@@ -30,10 +30,10 @@ from te_models import (
 
 from megatron_zb import schedules
 from megatron_zb.megatron_core import versions
-from megatron_zb.runtime.weight_grad import WeightGradQueue
+from megatron_zb.runtime.autograd_stage import WeightGradQueue
 from megatron_zb.schedules import Schedule
+from megatron_zb.schedules.lowering import Run, RunPair, runs_of
 from megatron_zb.schedules.passes import PassKind
-from megatron_zb.schedules.program.lowering import Run, RunPair, runs_of
 
 pytestmark = pytest.mark.skipif(
     versions.core_series() < (0, 18), reason="this Megatron does not have it"

@@ -11,7 +11,7 @@ from gpt_cases import GPTCase, differences
 from ranks import RankPools
 
 from megatron_zb import schedules
-from megatron_zb.schedules.families.interleaved import split_interleaved
+from megatron_zb.schedules.families import split_interleaved
 
 FEW = ("v-half", "zb-h1", "interleaved", "1f1b")
 """One of each way to run: whole and split backwards, one chunk, a loop and a V."""

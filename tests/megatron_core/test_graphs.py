@@ -44,7 +44,7 @@ from megatron_zb.megatron_core.graphs import pass_order
 from megatron_zb.megatron_core.refusals import check_step
 from megatron_zb.megatron_core.versions import Graphs, graphs_of
 from megatron_zb.runtime.channels import Channels
-from megatron_zb.runtime.watchdog.progress import RankProgress
+from megatron_zb.runtime.progress import RankProgress
 from megatron_zb.schedules import Schedule
 from megatron_zb.schedules.passes import Channel, Message, Pass, PassKind
 

@@ -16,7 +16,7 @@ from state_cases import PARALLEL, SMALL_GPTS, counted
 from states import with_states
 
 from megatron_zb import schedules
-from megatron_zb.runtime.offload import ThreadEngines
+from megatron_zb.runtime.activation_memory import ThreadEngines
 from megatron_zb.schedules import Schedule
 
 CASES = SMALL_GPTS | {

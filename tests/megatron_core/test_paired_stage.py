@@ -29,7 +29,7 @@ from megatron_zb import schedules
 from megatron_zb.errors import UsageError
 from megatron_zb.megatron_lm.models import check_model
 from megatron_zb.schedules import Schedule
-from megatron_zb.schedules.families.v_shape import dualpipe_v_order
+from megatron_zb.schedules.families import dualpipe_v_order
 
 
 def case(more: dict[str, Any] | None = None, **options: Any) -> GPTCase:

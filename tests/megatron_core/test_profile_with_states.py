@@ -22,11 +22,11 @@ from megatron_zb.measured.profile import Profile, read_profile
 from megatron_zb.measured.trace import compare
 from megatron_zb.megatron_core.adapter import PipelineAdapter
 from megatron_zb.megatron_core.profiling import ITERATIONS
-from megatron_zb.runtime.offload import ThreadEngines
+from megatron_zb.runtime.activation_memory import ThreadEngines
 from megatron_zb.schedules import Schedule
 from megatron_zb.schedules.layout import Layers
-from megatron_zb.schedules.limit import Limit
 from megatron_zb.schedules.passes import PassKind
+from megatron_zb.schedules.request import Limit
 
 CASE = GPTCase(layers=8)
 M = 6

@@ -54,12 +54,12 @@ from megatron_zb.megatron_core.profiling import (
 )
 from megatron_zb.runtime import observer
 from megatron_zb.runtime.activation_memory import ActivationMemory
+from megatron_zb.runtime.autograd_stage import WeightGradQueue
 from megatron_zb.runtime.observer import MemoryRecorder, Recorder, Span
-from megatron_zb.runtime.weight_grad import WeightGradQueue
 from megatron_zb.schedules.layout import Layers
+from megatron_zb.schedules.lowering import peak_with_messages
 from megatron_zb.schedules.passes import Pair, Pass, PassKind
 from megatron_zb.schedules.placement import v_shape
-from megatron_zb.schedules.program.memory import peak_with_messages
 
 M = 6
 

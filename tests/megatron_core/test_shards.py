@@ -11,10 +11,13 @@ import torch.distributed as dist
 from gpt_cases import GPTCase, _enter_parallel_groups, install_stand_in_for_fused_accumulation
 from ranks import RankPools
 
-from megatron_zb.megatron_core.linear import SplitBackward, split_linear_layers
-from megatron_zb.megatron_core.split_backward import SequenceShard
+from megatron_zb.megatron_core.split_backward import (
+    SequenceShard,
+    SplitBackward,
+    split_linear_layers,
+)
 from megatron_zb.runtime.activation_memory import ActivationMemory
-from megatron_zb.runtime.weight_grad import WeightGradQueue
+from megatron_zb.runtime.autograd_stage import WeightGradQueue
 
 WIDTH, WIDER, TOKENS = 8, 12, 6  # tokens of one rank
 

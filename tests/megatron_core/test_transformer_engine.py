@@ -35,7 +35,7 @@ from megatron_zb.errors import UsageError
 from megatron_zb.megatron_core.split_backward import SplitBackward
 from megatron_zb.megatron_core.transformer_engine import split_transformer_engine
 from megatron_zb.megatron_core.versions import transformer_engine_is_supported
-from megatron_zb.runtime.weight_grad import WeightGradQueue
+from megatron_zb.runtime.autograd_stage import WeightGradQueue
 
 # TE makes the gradient of fc1's bias in B for its fused gelu, and in W for other activations.
 KINDS = ["Linear", "LayerNormLinear", "LayerNormMLP-gelu", "LayerNormMLP-relu", "GroupedLinear"]

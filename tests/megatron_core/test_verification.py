@@ -18,8 +18,8 @@ from states import with_states
 
 from megatron_zb import schedules
 from megatron_zb.errors import UsageError
-from megatron_zb.megatron_core import data_parallel, linear
-from megatron_zb.runtime.weight_grad import WeightGradQueue
+from megatron_zb.megatron_core import data_parallel, split_backward
+from megatron_zb.runtime.autograd_stage import WeightGradQueue
 from megatron_zb.schedules import Schedule
 
 LAYER = "decoder.layers.3.mlp.linear_fc1"
@@ -147,7 +147,7 @@ def run_twice() -> Any:
             if task.layer == LAYER and not done:
                 done.append(task.layer)
                 call, weight, *kept = task.compute.args
-                again = call._replace(uses=linear._Uses(left=1))
+                again = call._replace(uses=split_backward._Uses(left=1))
                 with torch.no_grad():
                     task.compute.func(again, weight, *kept)
         usual(self, microbatch)
@@ -156,7 +156,7 @@ def run_twice() -> Any:
 
 
 def stale_operand() -> Any:
-    usual = linear._operands
+    usual = split_backward._operands
     last: dict[str, torch.Tensor] = {}
 
     def operands(ctx: Any, input_: torch.Tensor, grad_output: torch.Tensor) -> Any:
@@ -164,7 +164,7 @@ def stale_operand() -> Any:
         last[ctx.layer.name] = input_
         return usual(ctx, before if ctx.layer.name == LAYER else input_, grad_output)
 
-    return patch.object(linear, "_operands", operands)
+    return patch.object(split_backward, "_operands", operands)
 
 
 def reduced_too_early() -> Any:
@@ -181,14 +181,14 @@ def reduced_too_early() -> Any:
 
 def not_summed() -> Any:
     """Over tensor-parallel ranks, of the gradient of a column-parallel layer's input."""
-    usual = linear._input_gradient
+    usual = split_backward._input_gradient
 
     def input_gradient(ctx: Any, grad_output: torch.Tensor, input_: torch.Tensor) -> torch.Tensor:
         if ctx.layer.name == LAYER:
             return grad_output.matmul(ctx.parameter)
         return usual(ctx, grad_output, input_)
 
-    return patch.object(linear, "_input_gradient", input_gradient)
+    return patch.object(split_backward, "_input_gradient", input_gradient)
 
 
 def found(case: GPTCase, fault: Fault) -> str:

@@ -9,11 +9,12 @@ from typing import Any
 import pytest
 
 from megatron_zb.errors import UsageError
-from megatron_zb.megatron_lm import flags, hooks
+from megatron_zb.job import settings
+from megatron_zb.megatron_lm import hooks
 
 
 def arguments(*given: str) -> argparse.Namespace:
-    parser = flags.add_arguments(argparse.ArgumentParser())
+    parser = settings.add_megatron_lm_arguments(argparse.ArgumentParser())
     args: argparse.Namespace = parser.parse_args(given)
     args.rank, args.world_size, args.distributed_timeout_minutes = 0, 1, 1
     return args

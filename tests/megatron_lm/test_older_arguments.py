@@ -6,8 +6,8 @@ import pytest
 from megatron_arguments import parsed
 
 from megatron_zb.errors import UsageError
-from megatron_zb.megatron_lm import flags
-from megatron_zb.schedules.limit import Limit
+from megatron_zb.job import settings
+from megatron_zb.schedules.request import Limit
 
 
 @pytest.mark.parametrize(
@@ -33,7 +33,7 @@ from megatron_zb.schedules.limit import Limit
 )
 def test_older_arguments_choose_a_schedule(older: str, schedule: str, limit: float | None) -> None:
     args = parsed(older)
-    [line] = flags.translate_older(args)
+    [line] = settings.translate_older(args)
     expected = None if limit is None else Limit(limit)
     assert (args.pipeline_schedule, args.pipeline_memory_limit) == (schedule, expected)
     limited = "" if limit is None else f" --pipeline-memory-limit {limit:g}"
@@ -46,7 +46,7 @@ def test_older_arguments_choose_a_schedule(older: str, schedule: str, limit: flo
 def test_a_memory_limit_of_ones_own_stays() -> None:
     older = "--enable-zero-bubble --zero-bubble-max-pending-backward 2"
     args = parsed(f"{older} --pipeline-memory-limit 0.75")
-    flags.translate_older(args)
+    settings.translate_older(args)
     assert (args.pipeline_schedule, args.pipeline_memory_limit) == ("zb-1p", Limit(0.75))
 
 
@@ -63,7 +63,7 @@ def test_a_memory_limit_of_ones_own_stays() -> None:
 )
 def test_what_is_ignored_is_told(flag: str) -> None:
     args = parsed(flag)
-    first = flags.translate_older(args)[0]
+    first = settings.translate_older(args)[0]
     assert first.startswith(flag.split()[0])
     assert "is ignored" in first
     assert args.pipeline_memory_limit is None
@@ -72,7 +72,7 @@ def test_what_is_ignored_is_told(flag: str) -> None:
 def test_without_older_arguments_nothing_is_told() -> None:
     args = parsed()
     before = vars(args).copy()
-    assert flags.translate_older(args) == []
+    assert settings.translate_older(args) == []
     assert vars(args) == before
 
 
@@ -102,7 +102,7 @@ def test_without_older_arguments_nothing_is_told() -> None:
 )
 def test_contradictions_are_refused(line: str, words: str) -> None:
     with pytest.raises(UsageError) as refused:
-        flags.translate_older(parsed(line))
+        settings.translate_older(parsed(line))
     assert words in str(refused.value)
 
 
@@ -117,4 +117,4 @@ def test_contradictions_are_refused(line: str, words: str) -> None:
     ],
 )
 def test_the_schedule_in_a_command_line(line: str, schedule: str | None) -> None:
-    assert flags.choice_in(line.split()) == schedule
+    assert settings.chosen_flag_in(line.split()) == schedule

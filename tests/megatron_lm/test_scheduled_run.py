@@ -12,7 +12,7 @@ from megatron_arguments import parsed
 from megatron_zb.errors import UsageError
 from megatron_zb.megatron_lm import models
 from megatron_zb.megatron_lm.adapter_of_arguments import adapter_of
-from megatron_zb.megatron_lm.scheduled_run import ScheduledRun
+from megatron_zb.megatron_lm.hooks import ScheduledRun
 
 
 def run_of(schedule: str) -> ScheduledRun:

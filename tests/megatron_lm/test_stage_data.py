@@ -9,7 +9,7 @@ import pytest
 from megatron_arguments import parsed
 
 from megatron_zb.megatron_lm.adapter_of_arguments import adapter_of
-from megatron_zb.megatron_lm.stage_data import StageData
+from megatron_zb.megatron_lm.hooks import StageData
 
 FLAGS = {
     "reset_attention_mask": False,

@@ -11,7 +11,7 @@ import pytest
 from small_models import ROOT
 
 from megatron_zb.cli import main as cli
-from megatron_zb.planner.builtin_configs import path_of
+from megatron_zb.measured.config import path_of
 
 
 def test_names_stand_for_the_files_of_the_package(capsys: pytest.CaptureFixture[str]) -> None:

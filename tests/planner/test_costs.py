@@ -9,14 +9,13 @@ from small_models import a100, load, small
 
 from megatron_zb import schedules
 from megatron_zb.planner import byte_counts
-from megatron_zb.planner.candidate import candidates_of
 from megatron_zb.planner.device import DeviceConfig, Link, Places
-from megatron_zb.planner.memory import peak_of, worst_rank
 from megatron_zb.planner.model import ModelConfig
 from megatron_zb.planner.operators import all_weights, model_flops
-from megatron_zb.planner.prediction import IterationSettings, predict
+from megatron_zb.planner.prediction import IterationSettings, peak_of, predict, worst_rank
 from megatron_zb.planner.stages import cut_into_stages
 from megatron_zb.planner.step import seconds_apart
+from megatron_zb.planner.strategy import candidates_of
 from megatron_zb.planner.work import PassSeconds
 from megatron_zb.schedules import layout
 from megatron_zb.schedules.layout import Layers

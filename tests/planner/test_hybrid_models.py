@@ -16,14 +16,13 @@ from megatron_zb.measured import config
 from megatron_zb.megatron_core import versions
 from megatron_zb.megatron_core.random_streams import global_parameters
 from megatron_zb.planner import byte_counts
-from megatron_zb.planner.candidate import candidates_of
-from megatron_zb.planner.flags import flags
 from megatron_zb.planner.model import ModelConfig
 from megatron_zb.planner.model_flags import model_flags
 from megatron_zb.planner.operators import all_weights, model_flops, weights_of
 from megatron_zb.planner.prediction import IterationSettings, predict
 from megatron_zb.planner.stages import cut_into_stages
-from megatron_zb.planner.strategy import Choices, strategies
+from megatron_zb.planner.strategy import Choices, candidates_of, strategies
+from megatron_zb.planner.table import flags
 from megatron_zb.schedules import layout
 from megatron_zb.schedules.placement import Placement, looped, v_shape
 

@@ -13,15 +13,14 @@ from measured_runs import HEAVY, LAYER, LAYERS, P, cut_profile, profile
 from megatron_zb import schedules
 from megatron_zb.cli import main as cli
 from megatron_zb.errors import UsageError
-from megatron_zb.measured.cost_model import Variant
-from megatron_zb.measured.fit import Fit, FittedPart
+from megatron_zb.measured.fit import Fit, FittedPart, Variant
 from megatron_zb.measured.profile import Profile, read_profile, write_profile
-from megatron_zb.planner.candidate import (
+from megatron_zb.planner.from_profile import ProfileRequest, rows
+from megatron_zb.planner.strategy import (
     MEGATRON_INTERLEAVED,
     MEGATRON_OVERLAP,
     candidates_of,
 )
-from megatron_zb.planner.from_profile import ProfileRequest, rows
 from megatron_zb.schedules.placement import looped, v_shape
 from megatron_zb.schedules.request import LimitTooSmall
 

@@ -8,15 +8,14 @@ import pytest
 from rich.console import Console
 from small_models import a100, small
 
-from megatron_zb.measured.units import GIB
+from megatron_zb.parsing import GIB
 from megatron_zb.planner import table
-from megatron_zb.planner.candidate import candidates_of
 from megatron_zb.planner.prediction import overheads
 from megatron_zb.planner.search import Plan, search
 from megatron_zb.planner.settings import PlanJob
-from megatron_zb.planner.strategy import Choices
+from megatron_zb.planner.strategy import Choices, candidates_of
 from megatron_zb.schedules import lower, simulate
-from megatron_zb.schedules.program.waiting_kernels import waiting_kernels
+from megatron_zb.schedules.waiting_kernels import waiting_kernels
 
 
 def plan(tensor: int) -> Plan:

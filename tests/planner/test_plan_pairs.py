@@ -9,21 +9,20 @@ import pytest
 from brief_searches import briefly
 from small_models import a100, load, small
 
-from megatron_zb.measured.units import GIB
-from megatron_zb.planner.candidate import (
-    MEGATRON_1F1B,
-    MEGATRON_INTERLEAVED,
-    MEGATRON_OVERLAP,
-    candidates_of,
-)
-from megatron_zb.planner.flags import flags
+from megatron_zb.parsing import GIB
 from megatron_zb.planner.model import ModelConfig
 from megatron_zb.planner.prediction import Prediction
 from megatron_zb.planner.search import Plan, search
 from megatron_zb.planner.settings import PlanJob
 from megatron_zb.planner.stages import cut_into_stages
-from megatron_zb.planner.strategy import Choices
-from megatron_zb.planner.table import setting_of
+from megatron_zb.planner.strategy import (
+    MEGATRON_1F1B,
+    MEGATRON_INTERLEAVED,
+    MEGATRON_OVERLAP,
+    Choices,
+    candidates_of,
+)
+from megatron_zb.planner.table import flags, setting_of
 from megatron_zb.schedules.simulator import simulate
 
 FLAG = "--overlap-moe-expert-parallel-comm"

@@ -10,9 +10,7 @@ import pytest
 
 from megatron_zb.cli import main as cli
 from megatron_zb.planner import byte_counts
-from megatron_zb.planner.candidate import MEGATRON_1F1B, candidates_of
 from megatron_zb.planner.device import DeviceConfig, read_device
-from megatron_zb.planner.flags import flags
 from megatron_zb.planner.model import ModelConfig, read_model
 from megatron_zb.planner.operators import all_weights, model_flops
 from megatron_zb.planner.prediction import IterationSettings, predict
@@ -20,7 +18,8 @@ from megatron_zb.planner.search import search
 from megatron_zb.planner.settings import PlanJob
 from megatron_zb.planner.stages import cut_into_stages
 from megatron_zb.planner.step import Travel
-from megatron_zb.planner.strategy import Choices, Strategy, strategies
+from megatron_zb.planner.strategy import MEGATRON_1F1B, Choices, Strategy, candidates_of, strategies
+from megatron_zb.planner.table import flags
 from megatron_zb.planner.work import Workload
 
 ROOT = Path(__file__).resolve().parents[2]

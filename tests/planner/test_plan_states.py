@@ -10,16 +10,14 @@ from brief_searches import briefly
 from small_models import a100, load, small
 
 from megatron_zb.cli import main as cli
-from megatron_zb.measured.units import GIB, gib
+from megatron_zb.parsing import GIB, gib
 from megatron_zb.planner.byte_counts import ActivationBytes
-from megatron_zb.planner.candidate import candidates_of
-from megatron_zb.planner.flags import flags
-from megatron_zb.planner.memory import peak_of
+from megatron_zb.planner.prediction import peak_of
 from megatron_zb.planner.search import Plan, search
 from megatron_zb.planner.settings import PlanJob
 from megatron_zb.planner.stages import cut_into_stages
-from megatron_zb.planner.strategy import Choices
-from megatron_zb.planner.table import as_json
+from megatron_zb.planner.strategy import Choices, candidates_of
+from megatron_zb.planner.table import as_json, flags
 from megatron_zb.schedules import Pass, PassKind
 
 ONE = Choices(tensor=(1,), pipeline=(4,), microbatch=(1,), recompute=("none",))

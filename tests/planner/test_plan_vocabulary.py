@@ -13,20 +13,18 @@ from small_models import ROOT, SMALL, a100, load, small
 
 from megatron_zb import schedules
 from megatron_zb.cli import main as cli
-from megatron_zb.drawing.html.plan_page import save_plan
+from megatron_zb.drawing.html_plan import save_plan
 from megatron_zb.errors import UsageError
-from megatron_zb.measured.units import GIB
-from megatron_zb.planner.candidate import ScheduleCandidate, candidates_of
+from megatron_zb.parsing import GIB
 from megatron_zb.planner.device import DeviceConfig, read_device
-from megatron_zb.planner.flags import flags
-from megatron_zb.planner.memory import peak_of
 from megatron_zb.planner.model import ModelConfig, read_model
-from megatron_zb.planner.prediction import IterationSettings, predict
+from megatron_zb.planner.prediction import IterationSettings, peak_of, predict
 from megatron_zb.planner.reasons import gain_of_cut, recommendation, vocabulary
 from megatron_zb.planner.search import WORTH_A_CHANGE, Plan, search
 from megatron_zb.planner.settings import PlanJob
 from megatron_zb.planner.stages import StageWorkload, cut_into_stages
-from megatron_zb.planner.strategy import Choices
+from megatron_zb.planner.strategy import Choices, ScheduleCandidate, candidates_of
+from megatron_zb.planner.table import flags
 from megatron_zb.planner.vocabulary import (
     CONNECTION,
     CountedShard,

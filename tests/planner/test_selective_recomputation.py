@@ -8,7 +8,7 @@ from small_models import load, small
 from megatron_zb.cli import main
 from megatron_zb.errors import UsageError
 from megatron_zb.planner import byte_counts, recomputation
-from megatron_zb.planner.attention import LatentAttention
+from megatron_zb.planner.mixers import LatentAttention
 from megatron_zb.planner.model import Experts, ModelConfig
 
 TOKENS, HIDDEN, HEADS = 1024, 1024, 16

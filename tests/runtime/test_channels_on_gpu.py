@@ -18,9 +18,8 @@ from states import with_states
 from megatron_zb import schedules
 from megatron_zb.errors import UsageError
 from megatron_zb.megatron_core.connections import group_options
-from megatron_zb.runtime.channels import RUN_AHEAD, Channels
+from megatron_zb.runtime.channels import RUN_AHEAD, Channels, GroupOptions
 from megatron_zb.runtime.executor import Execution
-from megatron_zb.runtime.groups import GroupOptions
 from megatron_zb.schedules import Schedule
 from megatron_zb.schedules.costs import Costs
 from megatron_zb.schedules.passes import LAUNCH_LITTLE, Channel, Message, PassKind

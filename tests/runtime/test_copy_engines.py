@@ -16,8 +16,8 @@ from hypothesis import given as given_by
 from hypothesis import settings
 from hypothesis import strategies as st
 
-from megatron_zb.runtime import offload
-from megatron_zb.runtime.offload import (
+from megatron_zb.runtime import activation_memory
+from megatron_zb.runtime.activation_memory import (
     HostMemory,
     MovedActivations,
     Segment,
@@ -38,7 +38,7 @@ def test_a_cpu_copies_each_way_in_turn_and_both_ways_at_once(
         asked.put(seconds)
         assert let_go.acquire(timeout=60)
 
-    monkeypatch.setattr(offload, "time", SimpleNamespace(sleep=last))
+    monkeypatch.setattr(activation_memory, "time", SimpleNamespace(sleep=last))
     engines = ThreadEngines(seconds_per_byte=1e-5)
     here, there, back, later = (torch.full((4096,), i, dtype=torch.uint8) for i in range(4))
     waits = [

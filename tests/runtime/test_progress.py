@@ -10,9 +10,8 @@ import pytest
 import torch
 from torch.distributed import HashStore
 
-from megatron_zb.runtime.watchdog.inquiry import Inquiry
-from megatron_zb.runtime.watchdog.progress import REMEMBERED, RankProgress, State
-from megatron_zb.runtime.watchdog.watchdog import Watchdog, WatchedRank
+from megatron_zb.runtime.progress import REMEMBERED, RankProgress, State
+from megatron_zb.runtime.watchdog import Inquiry, Watchdog, WatchedRank
 from megatron_zb.schedules.passes import Channel, Message, Pass, PassKind
 
 

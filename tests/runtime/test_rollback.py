@@ -16,16 +16,16 @@ from megatron_zb import schedules
 from megatron_zb.runtime.activation_memory import ActivationMemory
 from megatron_zb.runtime.channels import Channels
 from megatron_zb.runtime.post_validation import StateExchange, run_from_cut
-from megatron_zb.schedules.passes import PassKind
-from megatron_zb.schedules.program.lowering import (
+from megatron_zb.schedules.lowering import (
     PostReceive,
     Program,
     Run,
     RunPair,
     Send,
     WaitReceive,
+    rollback,
 )
-from megatron_zb.schedules.program.rollback import rollback
+from megatron_zb.schedules.passes import PassKind
 
 pytestmark = pytest.mark.usefixtures("brief_searches")
 SIZES = [(2, 2), (2, 5), (3, 7), (4, 1), (4, 8), (8, 16)]

@@ -15,11 +15,11 @@ from megatron_zb import schedules
 from megatron_zb.errors import UsageError
 from megatron_zb.runtime import link_times
 from megatron_zb.runtime.activation_memory import ActivationMemory
+from megatron_zb.runtime.autograd_stage import WeightGradQueue
 from megatron_zb.runtime.channels import Channels, ShapedChannels
 from megatron_zb.runtime.executor import run_program
 from megatron_zb.runtime.observer import MemoryRecorder, Observers, Recorder
-from megatron_zb.runtime.weight_grad import WeightGradQueue
-from megatron_zb.schedules.families.v_shape import dualpipe_v_order
+from megatron_zb.schedules.families import dualpipe_v_order
 from megatron_zb.schedules.passes import Pair, Pass, PassKind
 
 PAIRS = "the published pairs of dualpipe-v"

@@ -21,9 +21,16 @@ from jobs import started
 from torch.distributed import HashStore, Store
 from waiting import wait_until
 
-from megatron_zb.runtime.watchdog.inquiry import Conclusion, Inquiry, judged, who_holds_up
-from megatron_zb.runtime.watchdog.progress import REMEMBERED, RankProgress, State
-from megatron_zb.runtime.watchdog.watchdog import EXIT_CODE, Watchdog, WatchedRank
+from megatron_zb.runtime.progress import REMEMBERED, RankProgress, State
+from megatron_zb.runtime.watchdog import (
+    EXIT_CODE,
+    Conclusion,
+    Inquiry,
+    Watchdog,
+    WatchedRank,
+    judged,
+    who_holds_up,
+)
 from megatron_zb.schedules.passes import Channel, Message, Pair, Pass, PassKind
 
 
@@ -505,8 +512,8 @@ def test_who_holds_up(waits: dict[int, int | None], rank: int, held_up_by: int) 
 ENDS_WHILE_WATCHED = """
 import sys, threading
 from torch.distributed import HashStore
-from megatron_zb.runtime.watchdog.progress import RankProgress
-from megatron_zb.runtime.watchdog.watchdog import WatchedRank, Watchdog
+from megatron_zb.runtime.progress import RankProgress
+from megatron_zb.runtime.watchdog import WatchedRank, Watchdog
 
 class SlowStore(HashStore):
     def clone(self):
@@ -541,8 +548,8 @@ STOPPED_FOR_A_WHILE = """
 import sys, time
 from pathlib import Path
 from torch.distributed import HashStore
-from megatron_zb.runtime.watchdog.progress import RankProgress
-from megatron_zb.runtime.watchdog.watchdog import WatchedRank, Watchdog
+from megatron_zb.runtime.progress import RankProgress
+from megatron_zb.runtime.watchdog import WatchedRank, Watchdog
 from megatron_zb.schedules.passes import Pass, PassKind
 
 progress = RankProgress()

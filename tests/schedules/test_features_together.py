@@ -9,13 +9,13 @@ from itertools import combinations
 import pytest
 
 from megatron_zb.errors import UsageError
-from megatron_zb.schedules.copies import Copy
 from megatron_zb.schedules.costs import Costs
 from megatron_zb.schedules.passes import Pair, Pass, PassKind
 from megatron_zb.schedules.placement import looped
 from megatron_zb.schedules.rules import VocabularyRules
 from megatron_zb.schedules.schedule import Schedule
 from megatron_zb.schedules.simulator import Timeline, simulate
+from megatron_zb.schedules.task_graph import Copy
 
 F, B, W, BW, R, D, H, O, P, V = map(PassKind, ("F", "B", "W", "BW", "R", "D", "H", "O", "P", "V"))  # noqa: E741
 

@@ -9,9 +9,9 @@ from rendezvous import finishes
 
 from megatron_zb import schedules
 from megatron_zb.schedules import Costs
-from megatron_zb.schedules.forward_orders import _greedy, in_forward_order
+from megatron_zb.schedules.lowering import unfinished
 from megatron_zb.schedules.passes import PassKind
-from megatron_zb.schedules.program.lowering import unfinished
+from megatron_zb.schedules.step_plan import _greedy, in_forward_order
 
 pytestmark = pytest.mark.usefixtures("brief_searches")
 

@@ -18,7 +18,7 @@ from torch.distributed.pipelining._schedule_visualizer import get_schedule_ops
 from megatron_zb import schedules
 from megatron_zb.errors import UsageError
 from megatron_zb.schedules import interchange
-from megatron_zb.schedules.families.v_shape import dualpipe_v_order
+from megatron_zb.schedules.families import dualpipe_v_order
 from megatron_zb.schedules.interchange import from_csv, to_csv, write_csv
 from megatron_zb.schedules.passes import Pass, PassKind
 from megatron_zb.schedules.placement import Placement, looped

@@ -12,7 +12,7 @@ from measured_runs import profile
 from megatron_zb import schedules
 from megatron_zb.errors import UsageError
 from megatron_zb.schedules import Costs
-from megatron_zb.schedules.limit import Limit
+from megatron_zb.schedules.request import Limit
 
 GIB = 2**30
 

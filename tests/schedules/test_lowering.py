@@ -8,9 +8,7 @@ import pytest
 
 from megatron_zb import schedules
 from megatron_zb.schedules.costs import Costs
-from megatron_zb.schedules.passes import Pass, PassKind
-from megatron_zb.schedules.placement import looped
-from megatron_zb.schedules.program.lowering import (
+from megatron_zb.schedules.lowering import (
     Instruction,
     PostReceive,
     Program,
@@ -18,8 +16,10 @@ from megatron_zb.schedules.program.lowering import (
     Send,
     WaitReceive,
     lower,
+    peak_with_messages,
 )
-from megatron_zb.schedules.program.memory import peak_with_messages
+from megatron_zb.schedules.passes import Pass, PassKind
+from megatron_zb.schedules.placement import looped
 from megatron_zb.schedules.schedule import Schedule
 from megatron_zb.schedules.stage_costs import StageCosts
 

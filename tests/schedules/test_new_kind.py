@@ -18,16 +18,16 @@ from rich.console import Console
 from toy_layers import empty_message, layers_of_a_rank
 
 from megatron_zb import schedules
-from megatron_zb.drawing.palette import bars_of, legend_of
+from megatron_zb.drawing.chart import bars_of, legend_of
 from megatron_zb.drawing.terminal import print_schedule
 from megatron_zb.errors import UsageError
 from megatron_zb.runtime.channels import Channels
 from megatron_zb.runtime.executor import run_program
 from megatron_zb.schedules import interchange
 from megatron_zb.schedules.costs import Costs
+from megatron_zb.schedules.lowering import lower, runs_of, unfinished
 from megatron_zb.schedules.parts import Part
 from megatron_zb.schedules.passes import PassKind
-from megatron_zb.schedules.program.lowering import lower, runs_of, unfinished
 from megatron_zb.schedules.schedule import InvalidSchedule, Schedule
 
 pytestmark = pytest.mark.usefixtures("brief_searches")

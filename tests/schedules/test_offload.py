@@ -15,14 +15,14 @@ from megatron_zb import schedules
 from megatron_zb.errors import UsageError
 from megatron_zb.schedules import interchange
 from megatron_zb.schedules.bounds import lower_bound
-from megatron_zb.schedules.copies import Copy
 from megatron_zb.schedules.costs import Costs
+from megatron_zb.schedules.lowering import Run, lower, unfinished
 from megatron_zb.schedules.passes import Pass, PassKind
 from megatron_zb.schedules.placement import looped, wave
-from megatron_zb.schedules.program.lowering import Run, lower, unfinished
 from megatron_zb.schedules.schedule import InvalidSchedule, Schedule
 from megatron_zb.schedules.search.place_moves import place_moves, with_drops
 from megatron_zb.schedules.simulator import simulate
+from megatron_zb.schedules.task_graph import Copy
 
 F, B, W, BW, R = PassKind.F, PassKind.B, PassKind.W, PassKind.BW, PassKind.R
 D, H = PassKind.D, PassKind.H

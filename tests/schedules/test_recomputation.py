@@ -16,10 +16,9 @@ from megatron_zb.errors import UsageError
 from megatron_zb.schedules import interchange
 from megatron_zb.schedules.bounds import lower_bound
 from megatron_zb.schedules.costs import Costs
+from megatron_zb.schedules.lowering import Run, lower, peak_with_messages
 from megatron_zb.schedules.passes import Pass, PassKind
 from megatron_zb.schedules.placement import looped, wave
-from megatron_zb.schedules.program.lowering import Run, lower
-from megatron_zb.schedules.program.memory import peak_with_messages
 from megatron_zb.schedules.schedule import InvalidSchedule, Schedule
 from megatron_zb.schedules.search import kernels, state_search
 from megatron_zb.schedules.search.hill_climbing import Effort

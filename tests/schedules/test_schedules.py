@@ -19,17 +19,15 @@ from rendezvous import finishes
 
 from megatron_zb import schedules
 from megatron_zb.errors import UsageError
-from megatron_zb.schedules import catalog
+from megatron_zb.schedules import auto as auto_module
+from megatron_zb.schedules import catalog, families, lowering
+from megatron_zb.schedules import families as wave_module
 from megatron_zb.schedules.catalog import family
-from megatron_zb.schedules.families import auto as auto_module
-from megatron_zb.schedules.families import interleaved
-from megatron_zb.schedules.families import wave as wave_module
-from megatron_zb.schedules.families.interleaved import split_interleaved
+from megatron_zb.schedules.families import split_interleaved
 from megatron_zb.schedules.passes import Pass, PassKind
 from megatron_zb.schedules.placement import Placement, looped, v_shape, wave
-from megatron_zb.schedules.program import lowering
 from megatron_zb.schedules.schedule import InvalidSchedule, Schedule
-from megatron_zb.schedules.search.fusing import fuse_for_free
+from megatron_zb.schedules.search.place_w import fuse_for_free
 
 pytestmark = pytest.mark.usefixtures("brief_searches")
 
@@ -581,9 +579,9 @@ def test_auto_is_never_slower_than_a_named_schedule_of_its_placement(
 def test_every_family_of_the_catalog_takes_part_in_auto() -> None:
     """A schedule that is added to the catalog has to be added to auto, too."""
     taking_part = {*auto_module._ONE_CHUNK, *auto_module._V}
-    taking_part |= {interleaved.interleaved, wave_module.wave}
-    families = {catalog.family(name).build for name in schedules.names()}
-    assert families - taking_part == {auto_module.auto}
+    taking_part |= {families.interleaved, wave_module.wave}
+    builds = {catalog.family(name).build for name in schedules.names()}
+    assert builds - taking_part == {auto_module.auto}
 
 
 def test_auto_with_chunks_takes_placements_with_so_many() -> None:

@@ -13,8 +13,7 @@ import pytest
 from megatron_zb import schedules
 from megatron_zb.schedules.bounds import lower_bound
 from megatron_zb.schedules.placement import v_shape
-from megatron_zb.schedules.search import effort, hill_climbing, runner
-from megatron_zb.schedules.search.effort import Effort
+from megatron_zb.schedules.search import hill_climbing, runner
 from megatron_zb.schedules.search.inner_loops import INFINITY
 from megatron_zb.schedules.search.kernels import (
     Compiled,
@@ -23,9 +22,8 @@ from megatron_zb.schedules.search.kernels import (
     available,
     forget_unreadable,
 )
-from megatron_zb.schedules.search.presets import PRESETS
-from megatron_zb.schedules.search.priority_weights import PriorityWeights
-from megatron_zb.schedules.search.runner import Problem, Runner
+from megatron_zb.schedules.search.priority_weights import PRESETS, PriorityWeights
+from megatron_zb.schedules.search.runner import Effort, Problem, Runner
 
 _P, _M = 4, 8
 _COSTS = schedules.Costs.uniform(pipeline_size=_P, forward=1.0, backward=1.21, weight=0.83, p2p=0.1)
@@ -142,20 +140,20 @@ def test_earlier_chunks_have_a_larger_share_of_a_quota(chunks: int) -> None:
     assert sum(portions) == pytest.approx(chunks**2 / (chunks**2 - 1))
 
 
-@pytest.mark.parametrize("pace", [effort.SINGLE, effort.WALKS, effort.STATES, effort.PAIRS])
+@pytest.mark.parametrize("pace", [runner.SINGLE, runner.WALKS, runner.STATES, runner.PAIRS])
 def test_effort_grows_with_seconds_up_to_what_is_useful(
-    pace: effort.Pace, monkeypatch: pytest.MonkeyPatch
+    pace: runner.Pace, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(effort, "available", lambda: True)
+    monkeypatch.setattr(runner, "available", lambda: True)
     problem = _problem()
-    assert effort.effort_of(problem, 1e6, pace) == pace.most
+    assert runner.effort_of(problem, 1e6, pace) == pace.most
     assert pace.most.moves > pace.most.runs, "a run orders all passes, a move changes one"
-    some, twice = (effort.effort_of(problem, seconds, pace) for seconds in (0.01, 0.02))
+    some, twice = (runner.effort_of(problem, seconds, pace) for seconds in (0.01, 0.02))
     assert 0 < 2 * some.runs <= twice.runs <= 2 * some.runs + 1 < pace.most.runs
     assert 0 < 2 * some.moves <= twice.moves <= 2 * some.moves + 1
-    assert effort.effort_of(problem, 1e6, pace, Effort(7, 9)) == Effort(7, 9)
-    monkeypatch.setattr(effort, "available", lambda: False)
-    assert effort.effort_of(problem, 1e6, pace) == Effort(100, 0)
-    slower = effort.effort_of(problem, 0.02, pace)
+    assert runner.effort_of(problem, 1e6, pace, Effort(7, 9)) == Effort(7, 9)
+    monkeypatch.setattr(runner, "available", lambda: False)
+    assert runner.effort_of(problem, 1e6, pace) == Effort(100, 0)
+    slower = runner.effort_of(problem, 0.02, pace)
     assert 0 < slower.runs < twice.runs / 5
     assert slower.moves == 0

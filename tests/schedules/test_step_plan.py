@@ -18,8 +18,16 @@ from megatron_zb.schedules import Costs, Schedule, simulate
 from megatron_zb.schedules.costs import Vocabulary
 from megatron_zb.schedules.request import keeps
 from megatron_zb.schedules.search import kernels
-from megatron_zb.schedules.step_plan import StepPlan, plan_forwards, plan_step, rules, usual_limit
-from megatron_zb.schedules.work import AttentionWork, Lengths, costs_of_work
+from megatron_zb.schedules.step_plan import (
+    AttentionWork,
+    Lengths,
+    StepPlan,
+    costs_of_work,
+    plan_forwards,
+    plan_step,
+    rules,
+    usual_limit,
+)
 
 DRAWS = 20
 

@@ -9,7 +9,7 @@ import pytest
 import torch_schedules
 
 from megatron_zb import schedules
-from megatron_zb.schedules.families.interleaved import split_interleaved
+from megatron_zb.schedules.families import split_interleaved
 from megatron_zb.schedules.interchange import from_csv, to_csv
 
 pytestmark = pytest.mark.usefixtures("brief_searches")

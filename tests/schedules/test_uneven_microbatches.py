@@ -9,14 +9,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_zb import schedules
-from megatron_zb.drawing.html import drawing
+from megatron_zb.drawing import html_drawing
 from megatron_zb.errors import UsageError
 from megatron_zb.schedules import Costs, Pass, PassKind, Schedule, simulate
 from megatron_zb.schedules.placement import looped, v_shape
 from megatron_zb.schedules.request import LimitTooSmall
 from megatron_zb.schedules.search.kernels import Plain
-from megatron_zb.schedules.search.presets import PRESETS
-from megatron_zb.schedules.search.priority_weights import PriorityWeights
+from megatron_zb.schedules.search.priority_weights import PRESETS, PriorityWeights
 from megatron_zb.schedules.search.runner import Problem, Runner
 
 LENGTHS = (1, 2, 1, 4)
@@ -160,7 +159,7 @@ def test_lengths_are_positive_numbers(lengths: tuple[float, ...]) -> None:
 def test_a_page_refuses_uneven_microbatches() -> None:
     table = _costs(2).of_lengths(LENGTHS).for_placement(looped(2))
     with pytest.raises(UsageError, match="microbatches that all cost the same"):
-        drawing.costs(table)
+        html_drawing.costs(table)
 
 
 @settings(max_examples=60)

@@ -9,7 +9,7 @@ from megatron_zb.schedules import Schedule
 from megatron_zb.schedules.costs import Costs
 from megatron_zb.schedules.passes import Pass, PassKind
 from megatron_zb.schedules.placement import looped
-from megatron_zb.schedules.program.waiting_kernels import waiting_kernels
+from megatron_zb.schedules.waiting_kernels import waiting_kernels
 
 
 def of_two_ranks() -> Schedule:

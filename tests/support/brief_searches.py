@@ -14,17 +14,11 @@ import pytest
 
 from megatron_zb.schedules.passes import Pass
 from megatron_zb.schedules.schedule import Schedule
-from megatron_zb.schedules.search import (
-    hill_climbing,
-    kernels,
-    pair_search,
-    place_vocabulary,
-    placement_search,
-)
-from megatron_zb.schedules.search.effort import Effort
+from megatron_zb.schedules.search import hill_climbing, kernels, place_vocabulary, placement_search
 from megatron_zb.schedules.search.hill_climbing import Found, Problem, search
+from megatron_zb.schedules.search.runner import Effort
 
-_search_pairs = pair_search.search_pairs
+_search_pairs = placement_search.search_pairs
 _NO_EFFORT = Effort(0, 0)
 _MOST = Effort(runs=100, moves=1000)
 _MOST_WALKED = Effort(runs=60, moves=500)
@@ -38,7 +32,7 @@ def briefly() -> Iterator[None]:
             patch.setattr(placement_search, "search", brief_search)
             patch.setattr(place_vocabulary, "search", brief_search)
             patch.setattr(hill_climbing, "engine", lambda passes: kernels.engine(float("inf")))
-            patch.setattr(pair_search, "search_pairs", brief_search_of_pairs)
+            patch.setattr(placement_search, "search_pairs", brief_search_of_pairs)
         yield
 
 
@@ -49,7 +43,7 @@ def at_length() -> Iterator[None]:
         patch.setattr(placement_search, "search", search)
         patch.setattr(place_vocabulary, "search", search)
         patch.setattr(hill_climbing, "engine", kernels.engine)
-        patch.setattr(pair_search, "search_pairs", _search_pairs)
+        patch.setattr(placement_search, "search_pairs", _search_pairs)
         yield
 
 

@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_zb.megatron_core import graphs
-from megatron_zb.runtime.watchdog.progress import RankProgress
+from megatron_zb.runtime.progress import RankProgress
 
 
 class Asked(AssertionError):
@@ -43,7 +43,7 @@ PLANS = (
     "megatron.core.models.common.utils",
     "megatron.core.models.gpt.fine_grained_callables",
     "megatron.core.pipeline_parallel.utils",
-    "megatron_zb.megatron_core.overlap",
+    "megatron_zb.megatron_core.experts",
 )
 STREAMS = ("Event", "stream", "record_stream")
 """What joins the streams of Megatron's plans, which is captured, too."""

@@ -12,7 +12,7 @@ import math
 import random
 from collections.abc import Callable, Sequence
 
-from megatron_zb.schedules.work import AttentionWork, Lengths
+from megatron_zb.schedules.step_plan import AttentionWork, Lengths
 
 MOST = 32768
 ATTENTION = AttentionWork(forward=1 / 49152, backward=2.5 / 49152)

@@ -14,7 +14,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from megatron_zb.schedules.families import auto
+from megatron_zb.schedules import auto
 from megatron_zb.schedules.search import placement_search
 
 FOLDER = "TESTS_KEPT_SEARCHES"

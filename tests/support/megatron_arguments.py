@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
-from megatron_zb.megatron_lm import flags
+from megatron_zb.job import settings
 
 # Megatron-LM's own arguments, as its parser leaves them, for 16 layers on 4 pipeline ranks.
 STOCK: dict[str, Any] = {
@@ -47,5 +47,5 @@ STOCK: dict[str, Any] = {
 
 
 def parsed(line: str = "", **stock: Any) -> argparse.Namespace:
-    parser = flags.add_arguments(argparse.ArgumentParser(allow_abbrev=False))
+    parser = settings.add_megatron_lm_arguments(argparse.ArgumentParser(allow_abbrev=False))
     return parser.parse_args(line.split(), argparse.Namespace(**{**STOCK, **stock}))

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from megatron_zb.schedules.lowering import PostReceive, Program, Run, Send, WaitReceive
 from megatron_zb.schedules.passes import PassKind
-from megatron_zb.schedules.program.lowering import PostReceive, Program, Run, Send, WaitReceive
 
 
 def finishes(program: Program) -> bool:

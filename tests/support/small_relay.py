@@ -7,9 +7,8 @@ from collections.abc import Sequence
 import torch
 import torch.distributed as dist
 
-from megatron_zb.runtime.channels import Channels, ShapedChannels
+from megatron_zb.runtime.channels import Channels, ShapedChannels, new_groups
 from megatron_zb.runtime.executor import Transport
-from megatron_zb.runtime.groups import new_groups
 from megatron_zb.schedules.passes import Message
 from megatron_zb_distill.relay_steps import Exchange, relay_steps
 from megatron_zb_distill.schedule.distribution import Distribution

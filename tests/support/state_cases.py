@@ -16,7 +16,7 @@ from megatron_zb.megatron_core.profiling import ITERATIONS
 from megatron_zb.megatron_core.stages import OffloadPart
 from megatron_zb.runtime.activation_memory import ActivationMemory
 from megatron_zb.schedules import Schedule
-from megatron_zb.schedules.program.memory import peak_with_messages
+from megatron_zb.schedules.lowering import peak_with_messages
 from megatron_zb.schedules.simulator import simulate
 
 SMALL_GPTS = {

@@ -16,7 +16,7 @@ from megatron_zb.megatron_core.transformer_engine import (
     split_transformer_engine,
 )
 from megatron_zb.runtime.activation_memory import ActivationMemory
-from megatron_zb.runtime.weight_grad import WeightGradQueue
+from megatron_zb.runtime.autograd_stage import WeightGradQueue
 
 WIDTH, WIDER, TOKENS = 64, 128, 128  # blocks of 32 share a scale in mxfp8
 SPLITS = [96, 32]  # of the tokens among the experts of GroupedLinear

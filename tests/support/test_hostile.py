@@ -11,20 +11,19 @@ from rank_process import COLLECTIVE_TIMEOUT, Kind
 from ranks import RankFailure, RankPools, RankTimeout
 
 from megatron_zb import schedules
-from megatron_zb.runtime.channels import Channels
+from megatron_zb.runtime.channels import Channels, new_groups
 from megatron_zb.runtime.executor import run_program
-from megatron_zb.runtime.groups import new_groups
 from megatron_zb.runtime.link_times import clock_ahead, link_times
 from megatron_zb.runtime.synthetic_steps import SyntheticStage
-from megatron_zb.schedules.passes import Channel, Message
-from megatron_zb.schedules.placement import looped
-from megatron_zb.schedules.program.lowering import (
+from megatron_zb.schedules.lowering import (
     Instruction,
     PostReceive,
     Program,
     WaitReceive,
     check_progress,
 )
+from megatron_zb.schedules.passes import Channel, Message
+from megatron_zb.schedules.placement import looped
 from megatron_zb.schedules.schedule import InvalidSchedule
 
 MESSAGE = Message(False, 1, 0)

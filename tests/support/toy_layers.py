@@ -6,8 +6,7 @@ from typing import Any
 
 import torch
 
-from megatron_zb.runtime.autograd_stage import AutogradStage
-from megatron_zb.runtime.weight_grad import WeightGradQueue
+from megatron_zb.runtime.autograd_stage import AutogradStage, WeightGradQueue
 from megatron_zb.schedules.passes import Message
 from megatron_zb.schedules.placement import Placement
 

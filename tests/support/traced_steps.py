@@ -8,7 +8,7 @@ from megatron_zb import schedules
 from megatron_zb.measured.profile import Profile
 from megatron_zb.measured.trace import Trace, of_spans
 from megatron_zb.schedules.passes import PassKind
-from megatron_zb.schedules.search.fusing import split_all
+from megatron_zb.schedules.search.place_w import split_all
 
 P, M = 2, 4
 SECONDS = {PassKind.F: 0.1, PassKind.B: 0.2, PassKind.W: 0.1}

@@ -15,12 +15,10 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 from megatron_zb.schedules.passes import Pass
-from megatron_zb.schedules.search.effort import Effort
 from megatron_zb.schedules.search.inner_loops import INFINITY
 from megatron_zb.schedules.search.kernels import engine
-from megatron_zb.schedules.search.presets import PRESETS
-from megatron_zb.schedules.search.priority_weights import PriorityWeights
-from megatron_zb.schedules.search.runner import Coded, Problem, Runner
+from megatron_zb.schedules.search.priority_weights import PRESETS, PriorityWeights
+from megatron_zb.schedules.search.runner import Coded, Effort, Problem, Runner
 
 
 @dataclass(frozen=True)

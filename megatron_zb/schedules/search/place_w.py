@@ -1,15 +1,249 @@
-"""Squeezed orders of F and B, with W in the time that is left free."""
+"""Places of W: in the time that an order of F and B leaves free, or fused with its B.
+
+B and W are fused where it costs nothing: a fused backward is one kernel call and frees memory. Gaps
+also take the passes of a vocabulary-parallel output layer.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+from megatron_zb.schedules.costs import Costs
 from megatron_zb.schedules.passes import Pass, PassKind
 from megatron_zb.schedules.placement import Placement
 from megatron_zb.schedules.request import Request
+from megatron_zb.schedules.rules import VocabularyRules
 from megatron_zb.schedules.schedule import Schedule
-from megatron_zb.schedules.search.fusing import fuse_for_free
-from megatron_zb.schedules.search.gap_filler import GapFiller
-from megatron_zb.schedules.search.kernels import engine
+from megatron_zb.schedules.search.inner_loops import INFINITY, Gaps, GapSpace
+from megatron_zb.schedules.search.kernels import Engine, engine
+from megatron_zb.schedules.simulator import simulate
 from megatron_zb.schedules.stage_costs import StageCosts
+
+# --- fusion with B, and the reverse, to measure each by itself
+
+
+def fuse_for_free(schedule: Schedule, costs: Costs) -> Schedule:
+    """Join every B and the W right behind it to BW, if no pass of any rank starts later for it.
+
+    A BW lets the previous stage wait until W has ended, too. Where that stage starts its B later
+    still, and the whole backward takes no longer than its halves, nothing is late; all of them can
+    be joined at once. A B that runs as one with an F stays as it is.
+    """
+    timeline = simulate(schedule, costs)
+    table = timeline.costs
+    starts = {
+        (p.stage, p.microbatch): start
+        for passes, times in zip(schedule.ranks, timeline.start, strict=True)
+        for p, start in zip(passes, times, strict=True)
+        if p.kind in (PassKind.B, PassKind.BW)
+    }
+    tolerance = 1e-9 * max(timeline.makespan, 1e-30)
+
+    def costs_nothing(p: Pass, end_of_w: float) -> bool:
+        row = table.of(p.microbatch)
+        if row.fused[p.stage] > row.backward[p.stage] + row.weight[p.stage] + tolerance:
+            return False
+        if p.stage == 0:
+            return True
+        needed = starts[p.stage - 1, p.microbatch]
+        return end_of_w + row.backward_hop[p.stage] <= needed + tolerance
+
+    ranks = []
+    for passes, ends in zip(schedule.ranks, timeline.end, strict=True):
+        joined: list[Pass] = []
+        for p, end in zip(passes, ends, strict=True):
+            before = joined[-1] if joined else None
+            if (
+                p.kind is PassKind.W
+                and before == Pass(PassKind.B, p.stage, p.microbatch)
+                and not (len(joined) > 1 and joined[-2] in schedule.pairs)
+                and costs_nothing(p, end)
+            ):
+                joined[-1] = Pass(PassKind.BW, p.stage, p.microbatch)
+            else:
+                joined.append(p)
+        ranks.append(tuple(joined))
+    return replace(schedule, ranks=tuple(ranks))
+
+
+def fuse_all(ranks: Sequence[Sequence[Pass]]) -> tuple[tuple[Pass, ...], ...]:
+    """Replace every B by BW, in orders of F and B whose backward is never split."""
+    return tuple(
+        tuple(Pass(PassKind.BW, *p[1:]) if p.kind is PassKind.B else p for p in rank)
+        for rank in ranks
+    )
+
+
+def join_all(schedule: Schedule) -> Schedule:
+    """Replace every B by BW, and drop every W: the same order, each backward whole."""
+    kept = [[p for p in rank if p.kind is not PassKind.W] for rank in schedule.ranks]
+    return replace(schedule, ranks=fuse_all(kept))
+
+
+def split_all(schedule: Schedule) -> Schedule:
+    """Replace every BW by B and W right behind it: the same order, each pass by itself."""
+    return replace(
+        schedule,
+        ranks=tuple(
+            tuple(
+                part
+                for p in rank
+                for part in (
+                    (
+                        Pass(PassKind.B, p.stage, p.microbatch),
+                        Pass(PassKind.W, p.stage, p.microbatch),
+                    )
+                    if p.kind is PassKind.BW
+                    else (p,)
+                )
+            )
+            for rank in schedule.ranks
+        ),
+    )
+
+
+# --- W in gaps
+
+
+_F, _B, _W, _BW = PassKind.F, PassKind.B, PassKind.W, PassKind.BW
+_COUNTS = 9
+_RULES = VocabularyRules(())
+
+
+class Filled(NamedTuple):
+    """One filled order: when each rank begins and ends, and the codes of its passes."""
+
+    begin: list[float]
+    end: list[float]
+    codes: list[list[int]]
+
+    def seconds(self, *, back_to_back: bool) -> float:
+        """Return :meth:`Timeline.seconds` of the order."""
+        if back_to_back:
+            return max(end - begin for begin, end in zip(self.begin, self.end, strict=True))
+        return max(self.end) - min(self.begin)
+
+
+class GapFiller:
+    """Filler of the gaps of one order of F and B, or BW, within a memory limit for each rank."""
+
+    def __init__(
+        self,
+        placement: Placement,
+        order: Sequence[Sequence[Pass]],
+        costs: StageCosts,
+        limit: Sequence[float],
+        engine: Engine,
+    ) -> None:
+        self._placement, self._engine = placement, engine
+        self._m = m = 1 + max(p.microbatch for passes in order for p in passes)
+        split = not any(p.kind is _BW for passes in order for p in passes)
+        self._rows = self._rows_of(costs, split=split)
+        shards = costs.shards
+        self._holders = [0] * placement.pipeline_size
+        if shards is not None:
+            none = sum(shards.output) == 0
+            self._holders = [int(none or seconds > 0) for seconds in shards.output]
+        self._width = max(map(len, order))
+        self._length = 2 * self._width + 3 * m
+        leads = [[self._code(p) for p in passes] for passes in order]
+        self._split, self._cut = split, shards is not None
+        self._needed = sum(map(len, leads))
+        self._needed += sum(p.kind is _B for passes in order for p in passes)
+        self._needed += m * (2 * sum(self._holders) + 1) if self._cut else 0
+        self._gaps = Gaps(
+            num_microbatches=m,
+            stages=placement.num_stages,
+            split=split,
+            cut=self._cut,
+            end=placement.rank_of[-1],
+            rank=engine.integers([self._rank_of(stage) for _, stage in self._rows]),
+            holders=engine.integers(self._holders),
+            seconds=self._by_code(costs, lambda row, p: row.seconds[p.kind][p.stage]),
+            memory=self._by_code(costs, lambda row, p: _RULES.memory_change(p, row)),
+            hop=self._by_code(costs, lambda row, p: row.hops[p.kind][p.stage]),
+            limit=engine.floats(limit),
+            leads=engine.integers([c for each in leads for c in self._padded(each)]),
+            num_leads=engine.integers([len(each) for each in leads]),
+        )
+
+    def fill(self, eagerness: float, of_shards: float = 0.0, room: int = 1) -> Filled | None:
+        """Return the filled order; None if ranks wait for each other.
+
+        A W fills a wait of at least ``eagerness`` times its seconds, a V of ``of_shards`` times.
+        """
+        space = self._space()
+        placed = self._engine.fill_gaps(self._gaps, space, eagerness, of_shards, room)
+        if placed != self._needed:
+            return None
+        p, length = self._placement.pipeline_size, self._length
+        counts = [int(space.counts[p + rank]) for rank in range(p)]
+        starts = range(0, p * length, length)
+        codes = [
+            [int(code) for code in space.order[at : at + count]]
+            for at, count in zip(starts, counts, strict=True)
+        ]
+        return Filled([*map(float, space.begin)], [*map(float, space.clock)], codes)
+
+    def passes_of(self, filled: Filled) -> tuple[tuple[Pass, ...], ...]:
+        """Return the passes of every rank of a filled order."""
+        m, rows = self._m, self._rows
+        return tuple(
+            tuple(Pass(*rows[code // m], code % m) for code in codes) for codes in filled.codes
+        )
+
+    def _rows_of(self, costs: StageCosts, *, split: bool) -> list[tuple[PassKind, int]]:
+        stages, p = self._placement.num_stages, self._placement.pipeline_size
+        kinds = (_F, _B if split else _BW, _W)
+        rows = [(kind, stage) for kind in kinds for stage in range(stages)]
+        if costs.shards is not None:
+            rows.append((PassKind.P, stages - 1))
+            rows += [(kind, stages + r) for kind in (PassKind.O, PassKind.V) for r in range(p)]
+        return rows
+
+    def _rank_of(self, stage: int) -> int:
+        shard = stage - self._placement.num_stages
+        return shard if shard >= 0 else self._placement.rank_of[stage]
+
+    def _code(self, p: Pass) -> int:
+        return ((p.kind is not _F) * self._placement.num_stages + p.stage) * self._m + p.microbatch
+
+    def _padded(self, codes: list[int]) -> list[int]:
+        return [*codes, *[-1] * (self._width - len(codes))]
+
+    def _by_code(self, costs: StageCosts, of: Callable[[StageCosts, Pass], float]) -> Any:
+        """Return a number of every pass by its code."""
+        m = range(self._m)
+        if costs.microbatches:
+            each = [of(costs.of(j), Pass(*row, j)) for row in self._rows for j in m]
+        else:
+            rows = (of(costs, Pass(*row, 0)) for row in self._rows)
+            each = [number for number in rows for _ in m]
+        return self._engine.floats(each)
+
+    def _space(self) -> GapSpace:
+        m, p, stages = self._m, self._placement.pipeline_size, self._placement.num_stages
+        floats, integers = self._engine.floats, self._engine.integers
+        first = len(self._rows) * m if self._cut else 3 * stages * m
+        ready = [0.0] * m + [INFINITY] * (first - m)
+        if not self._cut:  # the last stage's B follows its F in the order
+            begin = (2 * stages - 1) * m
+            ready[begin : begin + m] = [0.0] * m
+        return GapSpace(
+            ready=floats(ready),
+            order=integers([0] * (p * self._length)),
+            pending=integers([0] * (p * self._width)),
+            of_shards=integers([0] * (p * m)),
+            parts=integers([0] * m),
+            latest=floats([0.0] * m),
+            clock=floats([0.0] * p),
+            begin=floats([0.0] * p),
+            held=floats([0.0] * p),
+            counts=integers([0] * (_COUNTS * p)),
+        )
+
 
 _EAGERNESS = (1.0, 0.75, 0.5, 0.25, 0.0)
 

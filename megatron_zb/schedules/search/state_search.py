@@ -15,11 +15,10 @@ from dataclasses import dataclass, replace
 from megatron_zb.schedules.passes import Pass, PassKind
 from megatron_zb.schedules.placement import Placement
 from megatron_zb.schedules.schedule import Schedule
-from megatron_zb.schedules.search.effort import Effort
 from megatron_zb.schedules.search.hill_climbing import search
 from megatron_zb.schedules.search.inner_loops import States
 from megatron_zb.schedules.search.kernels import engine
-from megatron_zb.schedules.search.runner import Coded, Problem, Runner
+from megatron_zb.schedules.search.runner import Coded, Effort, Problem, Runner
 from megatron_zb.schedules.stage_costs import StageCosts
 
 # Shares of units that are dropped while an order is looked for: of the chunks of a rank that hold

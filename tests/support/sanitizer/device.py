@@ -14,7 +14,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils import _pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from megatron_zb.runtime import channels, executor, offload
+from megatron_zb.runtime import activation_memory, channels, executor
 from megatron_zb.runtime.channels import Channels
 from megatron_zb.runtime.post_validation import StateExchange
 from sanitizer.order import BETWEEN, COMPUTE, Bytes, Order
@@ -197,8 +197,8 @@ def install(rank: int) -> None:
     _run_channels_as_on_a_gpu()
     _keep_on_host()
     _label_passes()
-    engines: Any = offload
-    engines.engines_of = offload.StreamEngines
+    engines: Any = activation_memory
+    engines.engines_of = activation_memory.StreamEngines
 
 
 def _take_the_place_of_cuda() -> None:

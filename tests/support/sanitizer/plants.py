@@ -9,8 +9,8 @@ from unittest import mock
 
 import torch
 
+from megatron_zb.runtime.activation_memory import MovedActivations, StreamEngines, _end
 from megatron_zb.runtime.channels import Channels
-from megatron_zb.runtime.offload import MovedActivations, StreamEngines, _end
 
 _TAKE, _BEGIN_IN = Channels.take, MovedActivations.begin_copy_in
 

@@ -15,7 +15,7 @@ from joined import joined
 from states import with_states
 
 from megatron_zb import schedules
-from megatron_zb.runtime.offload import StreamEngines
+from megatron_zb.runtime.activation_memory import StreamEngines
 from megatron_zb.schedules import Schedule
 from sanitizer.device import noting
 from sanitizer.plants import planted

@@ -1,1 +1,0 @@
-"""Check of the environment: installed packages, devices and Megatron, with advice."""

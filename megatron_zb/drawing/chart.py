@@ -1,0 +1,286 @@
+"""What all drawings share: axes, memory over time, bars and their colours, titles and labels."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+
+from megatron_zb.errors import UsageError
+from megatron_zb.schedules import Pass, PassKind, Report, Schedule, Timeline
+
+# --- axes
+
+
+_STEPS = (1.0, 2.0, 5.0, 10.0)
+
+
+def ticks(most: float, about: float) -> list[float]:
+    """Return round numbers from 0 to ``most``, about ``about`` of them."""
+    step = _step(most, about)
+    return [i * step for i in range(int(most / step + 1e-9) + 1)]
+
+
+@dataclass(frozen=True)
+class Axis:
+    """An axis from its first tick to its last."""
+
+    ticks: tuple[float, ...]
+
+    @classmethod
+    def around(cls, values: Iterable[float], about: int = 5) -> Axis:
+        """Return an axis with about so many steps that has room for all values."""
+        least, most = min(found := list(values)), max(found)
+        step = _step((most - least) or abs(most) or 1.0, about)
+        first, last = math.floor(least / step), math.ceil(most / step)
+        return cls(tuple(i * step for i in range(first, max(last, first + 1) + 1)))
+
+    def share(self, value: float) -> float:
+        """Return where a value lies, from 0 for the first tick to 1 for the last."""
+        return (value - self.ticks[0]) / (self.ticks[-1] - self.ticks[0])
+
+
+def _step(span: float, about: float) -> float:
+    rough = span / max(about, 1.0)
+    power = 10.0 ** math.floor(math.log10(rough))
+    return next(s * power for s in _STEPS if s * power >= rough * (1 - 1e-9))
+
+
+# --- memory over time
+
+
+@dataclass(frozen=True)
+class MemoryLine:
+    """Memory of one rank: ``held[i]`` from ``times[i]`` to ``times[i + 1]``, the last for ever.
+
+    Times in seconds; memory in microbatches of 1F1B's first rank (see :func:`microbatch`).
+    """
+
+    rank: int
+    times: tuple[float, ...]
+    held: tuple[float, ...]
+
+    @property
+    def peak(self) -> float:
+        return max(self.held, default=0.0)
+
+
+def memory_lines(timeline: Timeline) -> list[MemoryLine]:
+    """Return a line for each rank; its highest step is the rank's ``timeline.peak_memory``."""
+    return [_line(timeline, rank) for rank in range(len(timeline.start))]
+
+
+def host_lines(timeline: Timeline) -> list[MemoryLine]:
+    """Return a line for what the host holds of each rank, while each pass of the rank runs."""
+    unit = microbatch(timeline)
+    return [
+        MemoryLine(rank, start, tuple(held / unit for held in timeline.host_curve(rank)))
+        for rank, start in enumerate(timeline.start)
+    ]
+
+
+def worst_of(lines: list[MemoryLine]) -> MemoryLine:
+    """Return the first of the lines with the highest peak."""
+    return max(lines, key=lambda line: line.peak)
+
+
+def microbatch(timeline: Timeline) -> float:
+    """Return a microbatch's memory on 1F1B's first rank, in the unit of ``costs.activation``.
+
+    That rank has the first p-th of the model, which is as many stages as a rank has chunks.
+    """
+    return sum(timeline.costs.activation[: timeline.schedule.placement.chunks]) or 1.0
+
+
+def one_f_one_b_peak(timeline: Timeline) -> int:
+    """Count the microbatches on 1F1B's first rank: one for every rank, or all if fewer."""
+    return min(timeline.schedule.placement.pipeline_size, timeline.schedule.num_microbatches)
+
+
+def _line(timeline: Timeline, rank: int) -> MemoryLine:
+    unit = microbatch(timeline)
+    starts, ends = timeline.start[rank], timeline.end[rank]
+    times: list[float] = []
+    held: list[float] = []
+
+    def step(time: float, memory: float) -> None:
+        if not held or memory / unit != held[-1]:
+            times.append(time)
+            held.append(memory / unit)
+
+    for i, (within, after) in enumerate(timeline.memory_steps(rank)):
+        step(starts[i], within)
+        if i + 1 == len(starts) or starts[i + 1] > ends[i]:
+            step(ends[i], after)
+    return MemoryLine(rank, tuple(times), tuple(held))
+
+
+# --- bars, colours and words
+
+
+ONE_SHADE = (PassKind.R, PassKind.O, PassKind.P, PassKind.V)
+"""Kinds that look the same for all chunks; of O, P and V a rank runs one for a microbatch."""
+# A kind whose ranks have only one chunk has the shade between the two.
+_ONE_CHUNK = 0.5
+IDLE_COLOUR = "#E9ECF0"
+DARK_IDLE_COLOUR = "#6E757F"
+MEMORY_SHADES = ("#4B2470", "#8F4FC4", "#CBA9E8")
+MEMORY_COLOUR = MEMORY_SHADES[1]
+HOST_COLOUR = MEMORY_SHADES[2]
+COPY_COLOURS = {True: MEMORY_SHADES[0], False: MEMORY_SHADES[1]}  # to the host, and back
+INK = "#000000"
+
+
+@dataclass(frozen=True)
+class TimeUnit:
+    """Unit of the times in a drawing.
+
+    ``scale`` converts a timeline's times to this unit, ``symbol`` follows each figure, and
+    ``words`` label the axis.
+    """
+
+    words: str
+    symbol: str = ""
+    scale: float = 1.0
+
+    def of(self, time: float, digits: int = 6) -> str:
+        """Format a time of the timeline as text, such as ``12.5 ms``."""
+        return f"{time * self.scale:.{digits}g} {self.symbol}".rstrip()
+
+
+COST_UNIT = TimeUnit("time, in the unit of the costs")
+SECONDS = TimeUnit("time, s", "s")
+MILLISECONDS = TimeUnit("time, ms", "ms", 1000.0)
+
+
+@dataclass(frozen=True)
+class Bar:
+    """One pass on the row of its rank; ``chunk`` is 0 or 1 for even or odd steps of a relay.
+
+    The two bars of a pair share its time: ``half`` is 0 for F and 1 for the backward.
+    """
+
+    rank: int
+    start: float
+    end: float
+    kind: PassKind
+    chunk: int
+    microbatch: int
+    colour: str
+    half: int | None = None
+
+
+def colour_of(kind: PassKind, chunk: int, chunks: int = 2) -> str:
+    """Return the colour of a pass as #RRGGBB; of a rank's model chunks, the first is darkest.
+
+    Raises:
+        UsageError: passes of this kind have no colour.
+    """
+    if kind.shades is None:
+        able = ", ".join(it for it in PassKind.all() if it.shades is not None)
+        raise UsageError(f"{kind} passes cannot be drawn: there are colours for {able}")
+    chunks = 1 if kind in ONE_SHADE else chunks
+    return _mixed(*kind.shades, chunk / (chunks - 1) if chunks > 1 else _ONE_CHUNK)
+
+
+def _mixed(dark: str, light: str, share: float) -> str:
+    channels = zip(_channels(dark), _channels(light), strict=True)
+    mixed = (round(a + (b - a) * share) for a, b in channels)
+    return "#" + "".join(f"{channel:02X}" for channel in mixed)
+
+
+def _channels(colour: str) -> list[int]:
+    return [int(colour[i : i + 2], 16) for i in (1, 3, 5)]
+
+
+def text_colour_on(colour: str) -> str:
+    """Return black or white, whichever has the higher contrast (as WCAG 2 defines it)."""
+    light = luminance(colour)
+    return "#000000" if (light + 0.05) / 0.05 > 1.05 / (light + 0.05) else "#FFFFFF"
+
+
+def luminance(colour: str) -> float:
+    """Return the relative luminance of #RRGGBB, 0 for black and 1 for white."""
+    channels = (channel / 255 for channel in _channels(colour))
+    red, green, blue = (
+        c / 12.92 if c <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4 for c in channels
+    )
+    return 0.2126 * red + 0.7152 * green + 0.0722 * blue
+
+
+def variants_of(schedule: Schedule) -> int:
+    """Count the colours of a kind: one per model chunk of a rank, two for alternating steps."""
+    return 2 if schedule.rules.has_steps else schedule.placement.chunks
+
+
+def variant_of(schedule: Schedule, p: Pass) -> int:
+    """Return the index of a pass's colour among those of its kind."""
+    if schedule.rules.has_steps:
+        return schedule.rules.step_of(p) % 2
+    if p.kind in ONE_SHADE:
+        return 0
+    return schedule.placement.chunk_of(p.stage)
+
+
+def bars_of(timeline: Timeline) -> Iterator[Bar]:
+    """Yield the bars of all ranks, rank by rank in the order they run.
+
+    Those of a cut embedding, and D and H, are left out: they take next to no time, or none.
+    """
+    schedule = timeline.schedule
+    for rank, passes in enumerate(schedule.ranks):
+        half = None
+        times = zip(passes, timeline.start[rank], timeline.end[rank], strict=True)
+        for position, (p, start, end) in enumerate(times):
+            half = 1 if half == 0 else None
+            if schedule.pair_at(rank, position) is not None:
+                half = 0
+            if p.kind.shades is None:
+                continue
+            chunk = variant_of(schedule, p)
+            colour = colour_of(p.kind, chunk, variants_of(schedule))
+            yield Bar(rank, start, end, p.kind, chunk, p.microbatch, colour, half)
+
+
+def legend_of(timeline: Timeline) -> list[tuple[PassKind, int, str]]:
+    """Return the kinds and chunks, or even and odd steps, that occur, each with its label."""
+    found = sorted(
+        {(bar.kind, bar.chunk) for bar in bars_of(timeline)},
+        key=lambda pair: (PassKind.all().index(pair[0]), pair[1]),
+    )
+    if timeline.schedule.rules.has_steps:
+        said = [", even steps", ", odd steps"]
+    else:
+        chunks = timeline.schedule.placement.chunks
+        said = [""] if chunks == 1 else [f", chunk {chunk}" for chunk in range(chunks)]
+    return [
+        (kind, chunk, kind.words + ("" if kind in ONE_SHADE else said[chunk]))
+        for kind, chunk in found
+    ]
+
+
+def report_of(report: Report) -> str:
+    """Describe the distance of a schedule to the lower bound in one sentence."""
+    gain = f"at most {report.gap:.1%}" if report.gap >= 5e-4 else "nothing"
+    back_to_back = f"; {report.period:.6g} for each of many in a row" if report.period else ""
+    return (
+        f"makespan {report.makespan:.6g}, lower bound {report.lower_bound:.6g} for this placement "
+        f"and memory: {gain} left to gain{back_to_back}"
+    )
+
+
+def title_of(timeline: Timeline) -> str:
+    """Return the name, the sizes, the bubble rate and the peak activation memory in one line.
+
+    Where passes belong to steps, as in a relay, the memory is left out.
+    """
+    schedule = timeline.schedule
+    ranks = schedule.placement.pipeline_size
+    sizes = (
+        f"{ranks} {'rank' if ranks == 1 else 'ranks'}, {schedule.rules.sizes_in_words(schedule)}"
+    )
+    bubble = f"{schedule.name}: {sizes}; bubble rate {timeline.bubble_rate:.1%}"
+    if schedule.rules.has_steps:
+        return bubble
+    peak, stock = max(timeline.peak_activation), one_f_one_b_peak(timeline)
+    return f"{bubble}; peak activation memory {peak:g} microbatches ({peak / stock:.2f} of 1F1B's)"

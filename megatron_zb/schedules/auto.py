@@ -1,0 +1,358 @@
+"""The fastest schedule under a memory limit, of all placements and families.
+
+Every named schedule that keeps the limit takes part, on its own placement: so none of them is
+faster for the costs that are given, whatever a search finds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from functools import partial
+
+from megatron_zb.errors import UsageError
+from megatron_zb.schedules import families
+from megatron_zb.schedules.bounds import lower_bound, period_bound
+from megatron_zb.schedules.families import wave as wave_schedule
+from megatron_zb.schedules.placement import Placement, looped, wave
+from megatron_zb.schedules.request import Limit, LimitTooSmall, Request, keeps
+from megatron_zb.schedules.schedule import Schedule
+from megatron_zb.schedules.search.place_w import fuse_for_free
+from megatron_zb.schedules.search.placement_search import (
+    QUICK,
+    orders_to_move,
+    search_placement,
+    with_pairs,
+    with_states,
+)
+from megatron_zb.schedules.simulator import simulate
+
+_QUICK_SECONDS = 0.5
+_SECONDS = {"v": 12.0, "wave": 3.0, "custom": 3.0, "looped": 0.5, "loop": 0.4}
+_SECONDS_OF_WALKS = 16.0  # estimated with caution: measured, about half
+_SECONDS_OF_PAIRS = 24.0
+_MOST_CHUNKS_OF_STATES = 4
+_LARGE_LOOP = 24_000  # passes: its order is good as it is, and a search takes long
+_STARTS = 3  # known orders that a search starts from, the fastest ones
+
+_Family = Callable[[Request], Schedule]
+
+_ONE_CHUNK: tuple[_Family, ...] = (
+    families.zb_1p,
+    families.zb_2p,
+    families.zb_h1,
+    families.zb_h2,
+    families.one_f_one_b,
+    families.gpipe,
+)
+_V: tuple[_Family, ...] = (
+    families.v_zb,
+    families.dualpipe_v,
+    families.v_half,
+    families.v_min,
+    families.one_f_one_b_v,
+)
+
+
+def auto(request: Request) -> Schedule:
+    """Search the V, zig-zags, one chunk per rank and loops, with all named schedules beside them.
+
+    A limit of 1F1B's memory is kept where the user gives none. ``reason`` of the result says what
+    was chosen and what it was compared with. With ``request.quick``, one short search of the
+    placement that the request is bound to is all; the result is no slower without it.
+
+    Raises:
+        UsageError: no placement fits under the limit, or a quick search has no placement.
+    """
+    if request.limit.per_rank(request.costs) is None:
+        request = replace(request, limit=replace(request.limit, share=1.0))
+    if request.quick:
+        if request.placement is None:
+            raise UsageError("auto: a quick search needs the placement of the stages")
+        return _quick(request, request.placement)
+    best: list[tuple[float, Schedule]] = []  # of each placement
+    refused: list[UsageError] = []
+    for placement in candidates(request):
+        fastest = min((seconds for seconds, _ in best), default=float("inf"))
+        try:
+            found = _on(placement, request, fastest)
+        except UsageError as error:
+            refused.append(error)
+            continue
+        best += found
+    if not best:
+        short = [error for error in refused if isinstance(error, LimitTooSmall)]
+        raise min(short, key=lambda error: error.needed, default=refused[0])
+    best.sort(key=lambda entry: (entry[0], entry[1].placement.chunks))
+    return replace(best[0][1], reason=_reason(best))
+
+
+def _nothing_possible(request: Request) -> UsageError:
+    if request.chunks is not None:
+        return UsageError(
+            f"auto with {request.chunks} chunks: give 1 or more, and at least one layer for each "
+            "chunk of every rank"
+        )
+    return UsageError(
+        f"auto: {request.num_layers} layers are too few for {request.pipeline_size} pipeline "
+        "ranks: give at least one for each"
+    )
+
+
+def candidates(request: Request) -> list[Placement]:
+    """Return the placements to look at, the most promising first.
+
+    Raises:
+        UsageError: there are too few layers for any, or for the chunks that are asked for.
+    """
+    found = list(_placements(request))
+    if not found:
+        raise _nothing_possible(request)
+    return found
+
+
+def _placements(request: Request) -> Iterator[Placement]:
+    p, chunks = request.pipeline_size, request.chunks
+    if request.placement is not None:
+        if chunks in (None, request.placement.chunks):
+            yield request.placement
+        return
+    usual = [wave(p, 2), looped(p), wave(p, 4), wave(p, 8), *(looped(p, c) for c in (4, 8, 2))]
+    if chunks is not None and chunks not in (1, 2, 4, 8):
+        usual = [looped(p, chunks), *([wave(p, chunks)] if chunks > 0 and chunks % 2 == 0 else [])]
+    for placement in usual:
+        if chunks in (None, placement.chunks) and _can_hold(placement, request):
+            yield placement
+
+
+def _can_hold(placement: Placement, request: Request) -> bool:
+    layers, stages = request.num_layers, placement.num_stages
+    if layers is None or layers % stages == 0:
+        return True
+    return layers % request.pipeline_size != 0 and layers >= stages
+
+
+def _on(placement: Placement, request: Request, fastest: float) -> list[tuple[float, Schedule]]:
+    """Return the named and searched schedules of a placement that fit, with their seconds.
+
+    Empty where no schedule of the placement can be faster than ``fastest``. Where costs have
+    communication, the fastest alone, after a search for passes to join.
+
+    Raises:
+        UsageError: the limit is below what the placement needs.
+    """
+    limits = request.limit.per_rank(request.costs)
+    assert limits is not None, "auto always has a limit"
+    if request.costs.has_states:
+        return _with_states(placement, request, fastest)
+    if _bound(placement, request, limits) >= fastest:
+        return []
+    alone = replace(request, costs=request.costs.without_communication())
+    found = _without_pairs(placement, alone, limits)
+    if not request.costs.for_placement(placement).communicates:
+        return found
+    best = _paired(placement, request, limits, [schedule for _, schedule in found])
+    return [(request.seconds(simulate(best, request.costs)), best)]
+
+
+def _with_states(
+    placement: Placement, request: Request, fastest: float
+) -> list[tuple[float, Schedule]]:
+    """Return what keeps every activation, and what drops some if that is faster.
+
+    Raises:
+        UsageError: the limit is below what the placement needs.
+    """
+    alone = replace(request, costs=request.costs.with_all_kept())
+    refused: UsageError | None = None
+    try:
+        found = _on(placement, alone, fastest)
+    except UsageError as error:
+        refused, found = error, []
+    limits = request.limit.per_rank(request.costs)
+    assert limits is not None, "auto always has a limit"
+    if placement.chunks > _MOST_CHUNKS_OF_STATES or _bound(placement, request, limits) >= fastest:
+        if refused is not None:
+            raise refused
+        return found
+    orders = _orders_of_states(placement, request)
+
+    def all_kept() -> Schedule:
+        if refused is not None or not found:
+            raise refused or UsageError("nothing that keeps every activation is as fast")
+        return min(found, key=lambda entry: entry[0])[1]
+
+    states = with_states("auto", placement, request, 2.0 * request.pipeline_size, all_kept, orders)
+    return [*found, (request.seconds(simulate(states, request.costs)), states)]
+
+
+def _orders_of_states(placement: Placement, request: Request) -> list[Schedule]:
+    """Return orders of a placement to start from, whatever they hold."""
+    p, m = request.pipeline_size, request.num_microbatches
+    if _is_loop(placement):
+        whole = replace(request, chunks=placement.chunks, group_size=None)
+        free = replace(whole, costs=request.costs.with_all_kept(), limit=Limit())
+        loop = [families.interleaved(free)] if request.costs.copy and m % p == 0 else []
+        return [*families.split_interleaved(p, m, placement.chunks), *loop]
+    if placement == looped(p) and request.costs.copy:
+        return [families.one_f_one_b(replace(request, limit=Limit()))]
+    if request.costs.copy:
+        alone = replace(request, costs=request.costs.with_all_kept())
+        return orders_to_move("auto", placement, alone)
+    return []
+
+
+def _paired(
+    placement: Placement, request: Request, limits: Sequence[float], alone: Sequence[Schedule]
+) -> Schedule:
+    """Return the fastest of known orders, with pairs and without, and of what a search joins."""
+    p, m = request.pipeline_size, request.num_microbatches
+    known = [_quick(request, placement)]
+    if _is_loop(placement):
+        known.append(families.overlapped(p, m, placement.chunks))
+    elif placement == wave(p, 2) and m >= 2 * p:
+        known.append(families.dualpipe_v_order(p, m))
+    fitting = [s for s in known if keeps(simulate(s, request.costs).peak_memory, limits)]
+    found = sorted(alone, key=lambda s: request.seconds(simulate(s, request.costs)))
+    seconds = _SECONDS_OF_PAIRS if placement.chunks == 2 else _SECONDS_OF_PAIRS / 4
+    best = with_pairs([*found[:_STARTS], *fitting], request, 2.0 * p, seconds)
+    return replace(best, name="auto")
+
+
+def _without_pairs(
+    placement: Placement, request: Request, limits: Sequence[float]
+) -> list[tuple[float, Schedule]]:
+    """Return the named and searched schedules of a placement that fit, with their seconds.
+
+    Raises:
+        UsageError: the limit is below what the placement needs.
+    """
+    bound = _bound(placement, request, limits)
+    found: list[tuple[float, Schedule]] = []
+
+    def enter(schedule: Schedule) -> None:
+        timeline = simulate(schedule, request.costs)
+        if keeps(timeline.peak_memory, limits):
+            found.append((request.seconds(timeline), schedule))
+
+    refused: UsageError | None = None
+    for build in _builders(placement):
+        if any(seconds <= bound * (1 + 1e-9) for seconds, _ in found):
+            break
+        try:
+            for schedule in build(request):
+                enter(schedule)
+        except UsageError as error:
+            refused = error
+    found.sort(key=lambda entry: entry[0])
+    is_searched = placement.chunks <= 4 or _is_loop(placement) or not found
+    if is_searched and (not found or found[0][0] > bound * (1 + 1e-9)):
+        known = [schedule for _, schedule in found[:_STARTS]]
+        try:
+            enter(_long(placement, request, known))
+        except UsageError as error:
+            refused = error
+    if not found and refused is not None:
+        raise refused
+    return found
+
+
+def _bound(placement: Placement, request: Request, limits: Sequence[float]) -> float:
+    """Return a lower bound in seconds for any schedule of a placement."""
+    bound = period_bound if request.back_to_back else lower_bound
+    table = request.costs.for_placement(placement)
+    return bound(placement, request.num_microbatches, table, limits)
+
+
+def _builders(placement: Placement) -> list[Callable[[Request], list[Schedule]]]:
+    """Return builders of a placement's known orders: named schedules and a quick search."""
+    p, chunks = placement.pipeline_size, placement.chunks
+
+    def one(family: _Family) -> Callable[[Request], list[Schedule]]:
+        return lambda request: [family(replace(request, chunks=chunks, group_size=None))]
+
+    out: list[Callable[[Request], list[Schedule]]] = []
+    if placement == looped(p):
+        out += map(one, _ONE_CHUNK)
+    elif _is_loop(placement):
+        out.append(one(families.interleaved))
+    elif chunks % 2 == 0 and placement == wave(p, chunks):
+        out += [*map(one, _V), partial(families.squeezed_blocks, "auto")] if chunks == 2 else []
+        out.append(one(wave_schedule))
+    return [*out, one(partial(_quick, placement=placement))]
+
+
+def _quick(request: Request, placement: Placement) -> Schedule:
+    """Search a placement for half a second.
+
+    Raises:
+        UsageError: the limit is below what the placement needs.
+    """
+    peak = 2.0 * request.pipeline_size
+    if request.costs.has_states:
+        alone = replace(request, costs=request.costs.with_all_kept())
+        orders = _orders_of_states(placement, request)
+        return with_states(
+            "auto", placement, request, peak, lambda: _quick(alone, placement), orders
+        )
+    known = _split_loops(request, placement) if _is_loop(placement) else []
+    if known and _is_large(placement, request):
+        return known[0]
+    return search_placement(
+        "auto", placement, request, peak, known=known, seconds=_QUICK_SECONDS, most=QUICK
+    )
+
+
+def _split_loops(request: Request, placement: Placement) -> list[Schedule]:
+    """Return interleaved orders with a split backward that fit, the fastest first.
+
+    Searches alone are far from them.
+    """
+    limits = request.limits(placement, 2.0 * request.pipeline_size)
+    orders = families.split_interleaved(
+        request.pipeline_size, request.num_microbatches, placement.chunks
+    )
+    timelines = [simulate(fuse_for_free(order, request.costs), request.costs) for order in orders]
+    fitting = [timeline for timeline in timelines if keeps(timeline.peak_memory, limits)]
+    return [timeline.schedule for timeline in sorted(fitting, key=request.seconds)]
+
+
+def _is_loop(placement: Placement) -> bool:
+    return placement.chunks > 1 and placement == looped(placement.pipeline_size, placement.chunks)
+
+
+def _is_large(placement: Placement, request: Request) -> bool:
+    return 3 * request.num_microbatches * placement.num_stages > _LARGE_LOOP
+
+
+def _long(placement: Placement, request: Request, known: Sequence[Schedule]) -> Schedule:
+    """Search a placement for longer where that has been seen to pay.
+
+    Raises:
+        UsageError: the limit is below what the placement needs.
+    """
+    if known and _is_loop(placement) and _is_large(placement, request):
+        return known[0]
+    kind = "v" if placement == wave(placement.pipeline_size, 2) else placement.name
+    return search_placement(
+        "auto",
+        placement,
+        request,
+        2.0 * request.pipeline_size,
+        known=known,
+        seconds=_SECONDS["loop" if _is_loop(placement) else kind],
+        thorough=True,
+        walking=_SECONDS_OF_WALKS if kind == "v" else 0.0,
+    )
+
+
+def _reason(found: list[tuple[float, Schedule]]) -> str:
+    def said(entry: tuple[float, Schedule]) -> str:
+        seconds, schedule = entry
+        placement = schedule.placement
+        name = schedule.name if schedule.name != "auto" else "searched"
+        return f"{name} on {placement.name} with {placement.chunks} chunks ({seconds:.6g} s)"
+
+    best, *others = found
+    text = f"{said(best)} is the fastest that fits"
+    return f"{text}; next is {said(others[0])}" if others else text

@@ -1,0 +1,489 @@
+"""The named schedules: a function from a request to a schedule for each.
+
+1F1B, the zero-bubble schedules and V-Min, V-Half and V-ZB come from building blocks, repeated
+(arXiv 2405.15362, section 3).
+"""
+
+from __future__ import annotations
+
+from collections import Counter, deque
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from itertools import pairwise
+
+from megatron_zb.errors import UsageError
+from megatron_zb.schedules import placement
+from megatron_zb.schedules.passes import Pass, PassKind
+from megatron_zb.schedules.placement import Placement, looped, v_shape
+from megatron_zb.schedules.request import Request, keeps
+from megatron_zb.schedules.schedule import Schedule
+from megatron_zb.schedules.search.place_w import (
+    fuse_all,
+    place_weight_gradients,
+    squeezed_if_it_fits,
+)
+from megatron_zb.schedules.search.placement_search import search_placement
+from megatron_zb.schedules.simulator import peak_held_chunks, simulate
+
+# --- building blocks
+
+
+@dataclass(frozen=True)
+class BuildingBlock:
+    """The forward and backward passes of one microbatch on all stages, as offsets in unit passes.
+
+    ``forward[s]`` and ``backward[s]`` are the starts of F and B of stage s; the block repeats
+    every ``interval`` units and must not collide with itself modulo the interval.
+    """
+
+    placement: Placement
+    forward: tuple[int, ...]
+    backward: tuple[int, ...]
+    interval: int
+
+    def repeat(self, num_microbatches: int) -> list[list[Pass]]:
+        """Return each rank's F and B passes in the order of the repeated block."""
+        timed: list[list[tuple[int, Pass]]] = [[] for _ in range(self.placement.pipeline_size)]
+        for stage, rank in enumerate(self.placement.rank_of):
+            for microbatch in range(num_microbatches):
+                shift = microbatch * self.interval
+                f = Pass(PassKind.F, stage, microbatch)
+                b = Pass(PassKind.B, stage, microbatch)
+                timed[rank] += [(self.forward[stage] + shift, f), (self.backward[stage] + shift, b)]
+        return [[p for _, p in sorted(passes)] for passes in timed]
+
+
+# --- GPipe (arXiv 1811.06965) and 1F1B (PipeDream-Flush, arXiv 2006.09503): one chunk, BW alone
+
+
+def one_f_one_b_block(pipeline_size: int) -> BuildingBlock:
+    """Build 1F1B's block: F down the ranks, B straight back up; one of each every two units."""
+    p = pipeline_size
+    return BuildingBlock(
+        looped(p),
+        forward=tuple(range(p)),
+        backward=tuple(2 * p - 1 - i for i in range(p)),
+        interval=2,
+    )
+
+
+def one_f_one_b(request: Request) -> Schedule:
+    """Build 1F1B: rank i holds at most p-i microbatches, whatever the costs."""
+    block = one_f_one_b_block(request.pipeline_size)
+    ranks = fuse_all(block.repeat(request.num_microbatches))
+    return Schedule("1f1b", block.placement, request.num_microbatches, ranks)
+
+
+def gpipe(request: Request) -> Schedule:
+    """Build GPipe: all forwards, then all backwards; every rank holds every microbatch."""
+    m = request.num_microbatches
+    ranks = tuple(
+        tuple(Pass(kind, stage, i) for kind in (PassKind.F, PassKind.BW) for i in range(m))
+        for stage in range(request.pipeline_size)
+    )
+    return Schedule("gpipe", looped(request.pipeline_size), m, ranks)
+
+
+# --- interleaved 1F1B (Narayanan et al., arXiv 2104.04473): several chunks per rank, looped
+# With a split backward, half the warm-up is enough: a gradient moves on after a B, not after a
+# whole backward, as in ZB-H1 (Zero Bubble, arXiv 2401.10241).
+
+
+INTERLEAVED_CHUNKS = 2
+
+
+def interleaved(request: Request) -> Schedule:
+    """Build interleaved 1F1B, with BW alone.
+
+    Where costs have communication, each F of the steady state runs as one with the BW behind it,
+    after one more forward of warm-up, as with Megatron's ``overlap_moe_expert_parallel_comm``, if
+    that is faster and fits; else the order does not depend on the costs.
+
+    Groups of microbatches pass through all chunks in turn: ``request.group_size`` microbatches
+    (default p) go through one chunk before the next chunk starts; what is left at the end joins the
+    last group, or makes one if it fills the pipeline.
+
+    Raises:
+        UsageError: fewer than two chunks, or a group of less than one microbatch.
+    """
+    p, m = request.pipeline_size, request.num_microbatches
+    chunks = INTERLEAVED_CHUNKS if request.chunks is None else request.chunks
+    group = p if request.group_size is None else request.group_size
+    if chunks < 2:
+        raise UsageError(f"interleaved with {chunks} chunk is 1f1b: give 2 or more chunks")
+    if group < 1:
+        raise UsageError(f"interleaved: a group of {group} microbatches is empty: give 1 or more")
+    plain = _interleaved(p, m, chunks, group)
+    if not request.costs.for_placement(plain.placement).communicates:
+        return plain
+    limits = request.limit.per_rank(request.costs)
+    joined = overlapped(p, m, chunks, group)
+    both = [(schedule, simulate(schedule, request.costs)) for schedule in (plain, joined)]
+    fitting = [it for it in both if limits is None or keeps(it[1].peak_memory, limits)]
+    return min(fitting or both[:1], key=lambda it: request.seconds(it[1]))[0]
+
+
+def overlapped(p: int, m: int, chunks: int, group: int | None = None) -> Schedule:
+    """Return Megatron's order with overlap: one more forward of warm-up, and pairs behind it."""
+    return _interleaved(p, m, chunks, p if group is None else group, ahead=1)
+
+
+def _interleaved(p: int, m: int, chunks: int, group: int, ahead: int = 0) -> Schedule:
+    """Build the order with the shortest warm-up at which no rank waits for ever.
+
+    That is the textbook's where groups are at least as large as the pipeline. With forwards
+    ``ahead``, the warm-up is longer by these, and every F behind it is joined with its BW.
+    """
+    groups = _groups(p, m, group)
+    sequence = _sequence(groups, chunks)
+    longest = max(map(len, groups))
+    for extra in range(ahead, len(sequence) + 1):
+        warm_up = (chunks - 1) * longest + extra
+        ranks = tuple(_interleaved_rank(rank, p, chunks, warm_up, sequence) for rank in range(p))
+        schedule = Schedule("interleaved", looped(p, chunks), m, ranks)
+        if ahead:
+            firsts = (2 * (p - rank - 1) + warm_up for rank in range(p))
+            pairs = (_joined(order[first:]) for order, first in zip(ranks, firsts, strict=True))
+            schedule = replace(schedule, pairs=frozenset().union(*pairs))
+        if schedule.blocked() is None:
+            return schedule
+    raise AssertionError("all forwards before all backwards always runs")
+
+
+def _joined(passes: tuple[Pass, ...]) -> set[Pass]:
+    """Return every F that stands right before a backward of another unit."""
+    return {
+        a
+        for a, b in pairwise(passes)
+        if a.kind is PassKind.F and b.kind is not PassKind.F and a[1:] != b[1:]
+    }
+
+
+def split_interleaved(p: int, m: int, chunks: int) -> list[Schedule]:
+    """Build orders with a split backward: of p microbatches of memory on every rank, and of more.
+
+    A rank's warm-up is shorter by one forward, or two, for each rank before it; its W stay behind
+    its B by as much, so that all ranks hold equally much and those that wait the longest for their
+    first B have W to fill the end with.
+    """
+    groups = _groups(p, m, p)
+    sequence = _sequence(groups, chunks)
+    loop = (chunks - 1) * max(map(len, groups))
+    found = []
+    for hops in (1, 2):
+        ranks = tuple(
+            _split_rank(rank, p, chunks, loop + hops * (p - 1 - rank), hops * rank, sequence)
+            for rank in range(p)
+        )
+        schedule = Schedule("interleaved", looped(p, chunks), m, ranks)
+        if schedule.blocked() is None:
+            found.append(schedule)
+    return found
+
+
+def _split_rank(
+    rank: int, p: int, chunks: int, warm_up: int, behind: int, sequence: list[tuple[int, int]]
+) -> tuple[Pass, ...]:
+    """Return the warm-up, then F, B and the W of ``behind`` microbatches before, in turn."""
+    forwards, backwards = _both(rank, p, chunks, sequence, PassKind.B)
+    weights = [b._replace(kind=PassKind.W) for b in backwards]
+    passes = forwards[:warm_up]
+    for i, backward in enumerate(backwards):
+        passes += [*forwards[warm_up + i : warm_up + i + 1], backward]
+        passes += weights[i - behind : i - behind + 1] if i >= behind else []
+    return tuple(passes + weights[max(len(weights) - behind, 0) :])
+
+
+def _sequence(groups: list[range], chunks: int) -> list[tuple[int, int]]:
+    """List chunks and microbatches in the order in which a rank runs them forwards."""
+    return [(chunk, mb) for mbs in groups for chunk in range(chunks) for mb in mbs]
+
+
+def _both(
+    rank: int, p: int, chunks: int, sequence: list[tuple[int, int]], backward: PassKind
+) -> tuple[list[Pass], list[Pass]]:
+    """Return a rank's forwards, and its backwards, which run through the chunks in reverse."""
+    forwards = [Pass(PassKind.F, chunk * p + rank, mb) for chunk, mb in sequence]
+    backwards = [Pass(backward, (chunks - 1 - chunk) * p + rank, mb) for chunk, mb in sequence]
+    return forwards, backwards
+
+
+def _groups(p: int, m: int, group: int) -> list[range]:
+    """Split m microbatches into groups; a last one too small to fill the pipeline is joined."""
+    starts = list(range(0, m, group))
+    if len(starts) > 1 and m - starts[-1] < min(p, group):
+        starts.pop()
+    return [range(a, b) for a, b in zip(starts, [*starts[1:], m], strict=True)]
+
+
+def _interleaved_rank(
+    rank: int, p: int, chunks: int, warm_up: int, sequence: list[tuple[int, int]]
+) -> tuple[Pass, ...]:
+    forwards, backwards = _both(rank, p, chunks, sequence, PassKind.BW)
+    first = min(len(forwards), 2 * (p - rank - 1) + warm_up)
+    passes = forwards[:first]
+    for forward, backward in zip(forwards[first:], backwards, strict=False):
+        passes += [forward, backward]
+    return tuple(passes + backwards[len(forwards) - first :])
+
+
+@lru_cache
+def interleaved_peak(p: int, m: int) -> float:
+    """Return the peak of the first rank in microbatches, with the default chunks and groups."""
+    schedule = _interleaved(p, m, INTERLEAVED_CHUNKS, p)
+    return peak_held_chunks(schedule.ranks[0]) / INTERLEAVED_CHUNKS
+
+
+# --- zero-bubble schedules with one chunk per rank (arXiv 2401.10241)
+
+
+def zb_h1(request: Request) -> Schedule:
+    """Build ZB-H1: 1F1B's order of F and B, W where ranks would wait, and 1F1B's peak memory."""
+    p = request.pipeline_size
+    return place_weight_gradients("zb-h1", looped(p), _h1_order(request), request, p)
+
+
+def zb_h2(request: Request) -> Schedule:
+    """Build ZB-H2: warm-up forwards fill the wait for the first B, at up to 2p-1 microbatches."""
+    p = request.pipeline_size
+    return place_weight_gradients("zb-h2", looped(p), _h2_order(request), request, 2 * p - 1)
+
+
+def zb_1p(request: Request) -> Schedule:
+    """Build the fastest order found within p microbatches (the paper's automatic schedule)."""
+    return _automatic("zb-1p", request, request.pipeline_size)
+
+
+def zb_2p(request: Request) -> Schedule:
+    """Build the fastest order found within 2p microbatches (the paper's automatic schedule)."""
+    return _automatic("zb-2p", request, 2 * request.pipeline_size)
+
+
+def _automatic(name: str, request: Request, peak: int) -> Schedule:
+    placement = looped(request.pipeline_size)
+    known = [
+        schedule
+        for order in (_h1_order(request), _h2_order(request))
+        for schedule in squeezed_if_it_fits(name, placement, order, request, peak)
+    ]
+    return search_placement(name, placement, request, peak, known=known)
+
+
+def _h1_order(request: Request) -> list[list[Pass]]:
+    return one_f_one_b_block(request.pipeline_size).repeat(request.num_microbatches)
+
+
+def _h2_order(request: Request) -> list[list[Pass]]:
+    p, m = request.pipeline_size, request.num_microbatches
+    return [_warmed_up(rank, m, min(m, 2 * (p - 1 - rank) + 1)) for rank in range(p)]
+
+
+def _warmed_up(stage: int, m: int, warm_up: int) -> list[Pass]:
+    passes = [Pass(PassKind.F, stage, i) for i in range(warm_up)]
+    for i in range(m):
+        passes.append(Pass(PassKind.B, stage, i))
+        if warm_up + i < m:
+            passes.append(Pass(PassKind.F, stage, warm_up + i))
+    return passes
+
+
+# --- several chunks per rank in a zig-zag (Hanayo, arXiv 2308.15762), with split backward
+
+
+WAVE_CHUNKS = 4
+
+
+def wave(request: Request) -> Schedule:
+    """Build the fastest order found within 1F1B's memory.
+
+    Raises:
+        UsageError: an odd number of chunks, which would end the wave on the wrong rank.
+    """
+    chunks = WAVE_CHUNKS if request.chunks is None else request.chunks
+    if chunks < 2 or chunks % 2:
+        raise UsageError(f"wave with {chunks} chunks: give an even number, such as 2 or 4")
+    p = request.pipeline_size
+    return search_placement("wave", placement.wave(p, chunks), request, p)
+
+
+# --- two chunks per rank in a V
+# V-Min, V-Half and V-ZB come from building blocks (arXiv 2405.15362, section 4). A building block
+# is told by four offsets per rank i, in unit passes: F of the descending chunk (stage i), F of the
+# ascending chunk (stage 2p-1-i), and their two backwards in the order they run, ascending chunk
+# first. The interval is six units: the work of one microbatch on one rank.
+
+
+_INTERVAL = 6
+
+Offsets = tuple[int, int, int, int]
+
+
+def v_min_offsets(p: int, i: int) -> Offsets:
+    """Return V-Min's offsets: one unit per rank in both chunks, a third of 1F1B's activations."""
+    shift = 2 if p % 3 == 0 else 0
+    return i, 2 * p - i - 1, 2 * p + shift + i, 4 * p + shift - i - 1
+
+
+def v_half_offsets(p: int, i: int) -> Offsets:
+    """Return V-Half's offsets: two units down, one up, half of 1F1B's activations."""
+    shift = 3 if p % 2 == 0 else 0
+    return 2 * i, 3 * p - i - 2, 3 * p + shift + 2 * i - 1, 6 * p + shift - i - 2
+
+
+def v_zb_offsets(p: int, i: int) -> Offsets:
+    """Return V-ZB's offsets: four units down, two up.
+
+    They give 1F1B's activations and no bubble in the steady state. 4i and -2i are equal modulo 6,
+    so the four passes keep their distance on every rank.
+    """
+    return 4 * i, 6 * p - 5 - 2 * i, 6 * p - 4 + 4 * i, 12 * p - 9 - 2 * i
+
+
+def v_block(pipeline_size: int, offsets: Callable[[int, int], Offsets]) -> BuildingBlock:
+    """Build the block of all 2p stages from the offsets of each rank."""
+    per_rank = [offsets(pipeline_size, i) for i in range(pipeline_size)]
+    return BuildingBlock(
+        v_shape(pipeline_size),
+        forward=tuple(o[0] for o in per_rank) + tuple(o[1] for o in reversed(per_rank)),
+        backward=tuple(o[3] for o in per_rank) + tuple(o[2] for o in reversed(per_rank)),
+        interval=_INTERVAL,
+    )
+
+
+def of_v_block(
+    name: str, offsets: Callable[[int, int], Offsets], request: Request, peak: float
+) -> list[Schedule]:
+    """Return a block's own order under these costs, if it keeps the peak and the limit."""
+    block = v_block(request.pipeline_size, offsets)
+    order = block.repeat(request.num_microbatches)
+    return squeezed_if_it_fits(name, block.placement, order, request, peak)
+
+
+def _v(
+    name: str, offsets: Callable[[int, int], Offsets], request: Request, peak: float
+) -> Schedule:
+    """Build the best that a search finds from the block's own order under these costs."""
+    known = of_v_block(name, offsets, request, peak)
+    return search_placement(name, v_shape(request.pipeline_size), request, peak, known=known)
+
+
+def squeezed_blocks(name: str, request: Request) -> list[Schedule]:
+    """Return every block of this file that keeps the request's limit, in its own order."""
+    return [
+        schedule
+        for offsets in (v_min_offsets, v_half_offsets, v_zb_offsets)
+        for schedule in of_v_block(name, offsets, request, 2 * request.pipeline_size)
+    ]
+
+
+def v_min(request: Request) -> Schedule:
+    """Build V-Min: the least memory the V can have at the full interval."""
+    return _v("v-min", v_min_offsets, request, v_min_peak(request.pipeline_size))
+
+
+def v_half(request: Request) -> Schedule:
+    """Build V-Half: half the memory of 1F1B with half its bubble."""
+    return _v("v-half", v_half_offsets, request, v_half_peak(request.pipeline_size))
+
+
+def v_zb(request: Request) -> Schedule:
+    """Build V-ZB: the memory of 1F1B with almost no bubble."""
+    return _v("v-zb", v_zb_offsets, request, request.pipeline_size)
+
+
+def v_min_peak(p: int) -> float:
+    """Return the peak in microbatches of a whole rank: p/3 and a little."""
+    return (p + 4) // 3
+
+
+def v_half_peak(p: int) -> float:
+    """Return the peak in microbatches of a whole rank: p/2 and a little."""
+    return (p + 2) // 2
+
+
+def one_f_one_b_v(request: Request) -> Schedule:
+    """Build 1F1B-V: BW alone on a V, three quarters of 1F1B's memory without a split backward."""
+    p = request.pipeline_size
+    return search_placement("1f1b-v", v_shape(p), request, one_f_one_b_v_peak(p), split=False)
+
+
+def one_f_one_b_v_peak(p: int) -> float:
+    """Return the peak of 1F1B-V, in microbatches of a whole rank."""
+    return (3 * p + 3) // 4
+
+
+def dualpipe_v(request: Request) -> Schedule:
+    """Build DualPipe-V: DualPipe's pairs of F and B on a V, joined where costs have communication.
+
+    Source: DeepSeek-V3, arXiv 2412.19437, and its V-shaped half.
+    """
+    p, m = request.pipeline_size, request.num_microbatches
+    known = [dualpipe_v_order(p, m)] if m >= 2 * p else []
+    return search_placement("dualpipe-v", v_shape(p), request, dualpipe_v_peak(p), known=known)
+
+
+def dualpipe_v_peak(p: int) -> float:
+    """Return the peak of DualPipe-V, in microbatches of a whole rank."""
+    return p + 0.5
+
+
+def dualpipe_v_order(p: int, m: int) -> Schedule:
+    """Return the published order with its pairs, for 2p microbatches or more.
+
+    The last rank's first backward comes earlier if nothing is joined with it.
+    """
+    lines = []
+    for r in range(p):
+        line = _WrittenOrder(r, 2 * p - 1 - r)
+        line.run("F0", 2 * (p - r - 1))
+        line.run("F0 F1", r + 1)
+        line.run("B1 W1 F1", p - r - 1)
+        alone = 1 if r == p - 1 else 0
+        line.run("F0 BW1 F1+BW0", alone)
+        line.run("F0+BW1 F1+BW0", m - 2 * p + r + 1 - alone)
+        line.run("BW1 F1+BW0", p - r - 1)
+        for i in range(2 * (r + 1)):  # from the middle on, W waits for the bubble
+            line.run(f"{'BW' if i <= r else 'B'}{1 - i % 2}", 1)
+        line.run("W B0", p - r - 1)
+        line.drain()
+        lines.append(line)
+    ranks = tuple(tuple(line.passes) for line in lines)
+    pairs = frozenset().union(*(line.pairs for line in lines))
+    return Schedule("dualpipe-v", v_shape(p), m, ranks, pairs=pairs)
+
+
+class _WrittenOrder:
+    """The passes of one rank, written as kinds and chunks; microbatches count up by themselves.
+
+    A plus joins an F and a backward to a pair.
+    """
+
+    def __init__(self, *stages: int) -> None:
+        self._stages = stages
+        self._next: Counter[tuple[str, int]] = Counter()
+        self._pending: deque[Pass] = deque()
+        self.passes: list[Pass] = []
+        self.pairs: set[Pass] = set()
+
+    def run(self, steps: str, times: int) -> None:
+        for _ in range(times):
+            for step in steps.split():
+                if step.startswith("W"):
+                    self.passes.append(self._pending.popleft())
+                    continue
+                for part in step.split("+"):
+                    self._pass(part[:-1], self._stages[int(part[-1])])
+                if "+" in step:
+                    self.pairs.add(self.passes[-2])
+
+    def _pass(self, kind: str, stage: int) -> None:
+        count = ("F" if kind == "F" else "B", stage)
+        microbatch = self._next[count]
+        self._next[count] += 1
+        self.passes.append(Pass(PassKind(kind), stage, microbatch))
+        if kind == "B":
+            self._pending.append(Pass(PassKind.W, stage, microbatch))
+
+    def drain(self) -> None:
+        self.passes += self._pending

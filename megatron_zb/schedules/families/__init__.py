@@ -1,1 +1,0 @@
-"""The named schedules: one file for each family."""

@@ -1,1 +1,0 @@
-"""Programs of a schedule: passes and messages of each rank, in one order."""
