@@ -218,8 +218,11 @@ class ScheduledRun:
             vp_stage = keywords.get("vp_stage")
             keywords["pre_process"] = adapter.pre_process(pp_rank, vp_stage)
             keywords["post_process"] = adapter.post_process(pp_rank, vp_stage)
-            with self._failing(), adapter.drawing_weights():
+            naming = models.naming_chunk(vp_stage)
+            with self._failing(), adapter.drawing_weights(), naming:
                 chunk = build(*args, **keywords)
+            if getattr(chunk, "vp_stage", vp_stage) is None:
+                chunk.vp_stage = vp_stage
             self._check_model(chunk)
             self._chunks.append(chunk)
             if len(self._chunks) == adapter.chunks:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -10,6 +12,7 @@ from megatron_zb.job.settings import STREAMS_FLAG
 from megatron_zb.megatron_core import versions
 from megatron_zb.megatron_core.model_ends import language_model, why_not_placed
 from megatron_zb.megatron_core.refusals import OVERLAP
+from megatron_zb.megatron_lm.replacing import replace_method
 from megatron_zb.parsing import flag_of
 
 
@@ -35,6 +38,29 @@ MODELS = {
     "MambaModel": Served(in_a_v=True, draws_by_layer=True, last=versions.WITHOUT_HYBRID_CHUNKS),
     "HybridModel": Served(in_a_v=True, draws_by_layer=True),
 }
+
+
+@contextmanager
+def naming_chunk(vp_stage: int | None) -> Iterator[None]:
+    """Give language models that are built in this context their chunk, where it is left out.
+
+    Providers of vision-language models in Megatron-Bridge take ``vp_stage`` and drop it.
+    """
+    if vp_stage is None:
+        yield
+        return
+    from megatron.core.models.gpt import GPTModel
+
+    def build(original: Any, model: Any, *args: Any, **keywords: Any) -> None:
+        if keywords.get("vp_stage") is None:
+            keywords["vp_stage"] = vp_stage
+        original(model, *args, **keywords)
+
+    undo = replace_method(GPTModel, "__init__", build)
+    try:
+        yield
+    finally:
+        undo()
 
 
 def check_pairs_of_model(chunk: Any) -> None:

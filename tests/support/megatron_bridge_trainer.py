@@ -6,7 +6,7 @@ Bridge's configuration of a job, its timers and its scheduler of learning rates 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from functools import partial
 from types import SimpleNamespace
@@ -100,7 +100,13 @@ class BridgeJob:
     """
 
     def __init__(
-        self, provider: GPTModelProvider, *, adapted: bool = False, draws: bool = True
+        self,
+        provider: GPTModelProvider,
+        *,
+        adapted: bool = False,
+        draws: bool = True,
+        forward_step: Callable[..., Any] = forward_step,
+        batches: Callable[[], Iterator[Any]] | None = None,
     ) -> None:
         mpu.initialize_model_parallel(
             1, provider.pipeline_model_parallel_size, provider.virtual_pipeline_model_parallel_size
@@ -128,13 +134,19 @@ class BridgeJob:
         optimizer = OptimizerConfig(lr=1e-2, clip_grad=1.0, weight_decay=0.0)
         self._optimizer = get_megatron_optimizer(optimizer, self.model)
         self._state = _state(provider, ddp)
+        if batches is None:
+            forward_step = partial(forward_step, self._state)
         self._messages = P2PCommunicator(pp_group=self._groups.pp, config=provider)
-        self._data = RerunDataIterator(_batches())
+        # the steps of some models read a batch in every chunk
+        chunks = len(self.model) if batches else 1
+        data = [RerunDataIterator((batches or _batches)()) for _ in range(chunks)]
+        self._data = data if chunks > 1 else data[0]
+        self._forward_step = forward_step
 
     def train_one_step(self) -> tuple[dict[str, float], float]:
         """The losses of the step, on the rank that has the output layer, and the norm."""
         losses, _, _, _, _, norm, *_ = train_step(
-            partial(forward_step, self._state),
+            self._forward_step,
             self._data,
             self.model,
             self._optimizer,
