@@ -148,6 +148,7 @@ class _Hooks:
             (*versions.batch_broadcast(), placed(StageData.get_batch_on_this_tp_rank)),
             (training, "dummy_train_step", every(StageData.skip_step)),
             (training, "evaluate_and_print_results", every(StageData.evaluate)),
+            *((*each, every(StageData.sums_of_lengths)) for each in versions.sums_of_lengths()),
         ):
             replace(module, name, hook)
         dataset_builder = placed(StageData.dataset_builder)

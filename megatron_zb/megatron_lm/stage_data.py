@@ -28,12 +28,14 @@ class StageData:
     def _on_every_stage(self) -> bool:
         """Return whether inner stages need batches, too.
 
-        Megatron-LM leaves them without: their attention would go across documents, and they could
-        not count the batches of a whole validation set.
+        Megatron-LM leaves them without: their attention would go across documents, or they would
+        read the ends of documents from nothing, and they could not count the batches of a whole
+        validation set.
         """
         args = self._args
         resets = args.reset_attention_mask and args.create_attention_mask_in_dataloader
-        return bool(resets or args.full_validation)
+        has_ends = getattr(args, "dataloader_inter_document_masking", False)  # new in 0.19
+        return bool(resets or has_ends or args.full_validation)
 
     # --- which stages read
 
@@ -73,6 +75,13 @@ class StageData:
         """Build data sets on the job's first rank, too, which tells all others if there is data."""
         is_first = self._args.rank == 0
         original(builder, cls, sizes, lambda: is_built_on_rank() or is_first, config)
+
+    def sums_of_lengths(self, original: Any) -> tuple[float | None, ...]:
+        """Return sums over the packed sequences of a step, each counted once.
+
+        Megatron-LM counts each in every chunk, and its log would tell of twice the throughput.
+        """
+        return tuple(each and each / self._adapter.chunks for each in original())
 
     # --- loops over batches
 
