@@ -22,6 +22,20 @@ from megatron_zb.megatron_lm.stage_data import StageData
 START = "start"
 
 
+def name_place(build: Any, args: tuple[Any, ...], keywords: dict[str, Any]) -> tuple[Any, ...]:
+    """Move what tells a builder of a chunk's place from ``args`` to ``keywords``; return the rest.
+
+    Megatron-LM names it; mcore-bridge passes it in order.
+    """
+    named = list(signature(build).parameters)
+    first = next((i for i, name in enumerate(named) if name in _PLACE), len(args))
+    keywords |= zip(named[first:], args[first:], strict=False)
+    return args[:first]
+
+
+_PLACE = ("pre_process", "post_process", "vp_stage")
+
+
 class ScheduledRun:
     """The part of this rank in a job with a schedule."""
 
@@ -86,6 +100,7 @@ class ScheduledRun:
 
         def build_placed(*args: Any, **keywords: Any) -> Any:
             pp_rank = parallel_state.get_pipeline_model_parallel_rank()
+            args = name_place(build, args, keywords)
             vp_stage = keywords.get("vp_stage")
             keywords["pre_process"] = adapter.pre_process(pp_rank, vp_stage)
             keywords["post_process"] = adapter.post_process(pp_rank, vp_stage)
