@@ -155,14 +155,14 @@ ensure_transformer_engine() {
     done
 }
 
-# ensure_trainers VENV: afterwards VENV has Megatron-Bridge and verl, without those of their dependencies that no test
-# of them imports.
+# ensure_trainers VENV: afterwards VENV has Megatron-Bridge, verl and ms-swift, without those of their dependencies that
+# no test of them imports.
 ensure_trainers() {
     local versions=constraints/trainers.txt installed=$1/.installed-trainers
     if cmp --silent "$versions" "$installed"; then
         return
     fi
-    say "installing Megatron-Bridge and verl with the versions of $versions"
+    say "installing Megatron-Bridge, verl and ms-swift with the versions of $versions"
     pinned_pip "$1" "$versions" --no-deps --requirement "$versions"
     cp "$versions" "$installed"
 }

@@ -28,8 +28,8 @@ options:
                      is tried in a few, and the end says how many were not
   --faults           all faults that a job may suffer (about 30 minutes), and nothing else; what was seen is
                      written to faults.jsonl
-  --trainers         the training steps of Megatron-Bridge and verl, in .venv-trainers with Python 3.12, and nothing
-                     else; the first time installs them (minutes)
+  --trainers         the training steps of Megatron-Bridge, verl and ms-swift, in .venv-trainers with Python 3.12, and
+                     nothing else; the first time installs them (minutes)
   --everything       all of it: the ordinary run with --full, all faults, the trainers, and with the Megatron-LM at
                      MEGATRON_LM_PATH, a clone with its tags, all of it on every series of Megatron, with its real
                      pretrain_gpt.py; needs a browser, too, and takes hours
@@ -135,6 +135,7 @@ extras='test'
 if [[ -n $trainers ]]; then
     venv=.venv-trainers
     ensure_environment "$venv" "$version" test ""
+    ensure_transformer_engine "$venv"
     ensure_trainers "$venv"
     arguments+=(tests/trainers)
 else

@@ -66,6 +66,11 @@ def prepare_arguments(args: Any) -> None:
     for name, value in _CPU_ARGUMENTS.items():
         if hasattr(args, name):
             setattr(args, name, value)
+    if any(getattr(args, name, False) for name in _PACKED):
+        from megatron_zb.megatron_core.versions import sum_lengths_on_cpu
+
+        args.create_attention_mask_in_dataloader = False
+        sum_lengths_on_cpu()
 
 
 # Communication over gloo, and no fused kernel.
@@ -84,6 +89,9 @@ _CPU_ARGUMENTS = {
     "cross_entropy_loss_fusion": False,
     "create_attention_mask_in_dataloader": True,
 }
+
+# Their samples have the ends of sequences instead of a mask.
+_PACKED = ("sft", "dataloader_inter_document_masking")
 
 
 def _redirect_compilation() -> None:

@@ -328,6 +328,22 @@ def skip_fused_kernels() -> None:
         fused_kernels.load = lambda *args, **keywords: None
 
 
+def sums_of_lengths() -> list[tuple[ModuleType, str]]:
+    """Return what sums up lengths of packed sequences for the logged throughput; 0.19 brings it."""
+    from megatron.training import training
+
+    name = "consume_seqlen_stats_in_iteration"
+    return [(training, name)] if hasattr(training, name) else []
+
+
+def sum_lengths_on_cpu() -> None:
+    """Let those sums start on the CPU; Megatron asks for a GPU by its number."""
+    import torch
+
+    for training, _ in sums_of_lengths():
+        vars(training)["_seqlen_stats_in_iteration"] = torch.zeros(2, dtype=torch.float64)
+
+
 def data_parallel_group(pg_collection: Any) -> Any:
     """Return the group to count tokens over; 0.19 widens it where weights are sharded, too."""
     return getattr(pg_collection, "dp_cp_gtp_remat", None) or pg_collection.dp_cp

@@ -72,12 +72,14 @@ class StageData:
     def _on_every_stage(self) -> bool:
         """Return whether inner stages need batches, too.
 
-        Megatron-LM leaves them without: their attention would go across documents, and they could
-        not count the batches of a whole validation set.
+        Megatron-LM leaves them without: their attention would go across documents, or they would
+        read the ends of documents from nothing, and they could not count the batches of a whole
+        validation set.
         """
         args = self._args
         resets = args.reset_attention_mask and args.create_attention_mask_in_dataloader
-        return bool(resets or args.full_validation)
+        has_ends = getattr(args, "dataloader_inter_document_masking", False)  # new in 0.19
+        return bool(resets or has_ends or args.full_validation)
 
     # --- which stages read
 
@@ -118,6 +120,13 @@ class StageData:
         is_first = self._args.rank == 0
         original(builder, cls, sizes, lambda: is_built_on_rank() or is_first, config)
 
+    def sums_of_lengths(self, original: Any) -> tuple[float | None, ...]:
+        """Return sums over the packed sequences of a step, each counted once.
+
+        Megatron-LM counts each in every chunk, and its log would tell of twice the throughput.
+        """
+        return tuple(each and each / self._adapter.chunks for each in original())
+
     # --- loops over batches
 
     def skip_step(self, original: Any, data_iterator: Any) -> None:
@@ -149,6 +158,20 @@ class StageData:
 
 
 START = "start"
+
+
+def name_place(build: Any, args: tuple[Any, ...], keywords: dict[str, Any]) -> tuple[Any, ...]:
+    """Move what tells a builder of a chunk's place from ``args`` to ``keywords``; return the rest.
+
+    Megatron-LM names it; mcore-bridge passes it in order.
+    """
+    named = list(signature(build).parameters)
+    first = next((i for i, name in enumerate(named) if name in _PLACE), len(args))
+    keywords |= zip(named[first:], args[first:], strict=False)
+    return args[:first]
+
+
+_PLACE = ("pre_process", "post_process", "vp_stage")
 
 
 class ScheduledRun:
@@ -215,6 +238,7 @@ class ScheduledRun:
 
         def build_placed(*args: Any, **keywords: Any) -> Any:
             pp_rank = parallel_state.get_pipeline_model_parallel_rank()
+            args = name_place(build, args, keywords)
             vp_stage = keywords.get("vp_stage")
             keywords["pre_process"] = adapter.pre_process(pp_rank, vp_stage)
             keywords["post_process"] = adapter.post_process(pp_rank, vp_stage)
@@ -414,6 +438,7 @@ class _Hooks:
             (*versions.batch_broadcast(), placed(StageData.get_batch_on_this_tp_rank)),
             (training, "dummy_train_step", every(StageData.skip_step)),
             (training, "evaluate_and_print_results", every(StageData.evaluate)),
+            *((*each, every(StageData.sums_of_lengths)) for each in versions.sums_of_lengths()),
         ):
             replace(module, name, hook)
         dataset_builder = placed(StageData.dataset_builder)

@@ -12,7 +12,7 @@ from megatron_arguments import parsed
 from megatron_zb.errors import UsageError
 from megatron_zb.megatron_lm import models
 from megatron_zb.megatron_lm.adapter_of_arguments import adapter_of
-from megatron_zb.megatron_lm.hooks import ScheduledRun
+from megatron_zb.megatron_lm.hooks import ScheduledRun, name_place
 
 
 def run_of(schedule: str) -> ScheduledRun:
@@ -58,3 +58,16 @@ def test_the_first_chunk_that_is_refused_is_the_one_that_is_told(
     for _ in range(2):
         run._check_model(None)
     assert run._failure is first
+
+
+def test_the_place_of_a_chunk_may_be_passed_in_order() -> None:
+    """As mcore-bridge does, so that the schedule's place is not given twice."""
+
+    def build(config: Any, pre_process: bool = True, post_process: bool = True) -> None:
+        pass
+
+    place: dict[str, Any] = {"vp_stage": 1}
+    assert name_place(build, ("config", False, True), place) == ("config",)
+    assert place == {"pre_process": False, "post_process": True, "vp_stage": 1}
+    assert name_place(lambda *args, **keywords: None, ("config",), {}) == ("config",)
+    assert name_place(build, (), place) == ()

@@ -36,6 +36,7 @@ def data_of(schedule: str, **flags: bool) -> StageData:
             False,
         ),
         ("interleaved", {"full_validation": True}, True),
+        ("zb-h1", {"dataloader_inter_document_masking": True}, True),
     ],
 )
 def test_other_stages_read_where_a_v_or_a_mask_needs_it(
@@ -87,3 +88,10 @@ def test_sets_of_each_chunk_become_chunks_of_each_set() -> None:
     assert data_of("v-half").evaluate(original, "", None, ["a0", "a1"]) == ["a0", "a1"]
     one = data_of("zb-h1", multiple_validation_sets=True)
     assert one.evaluate(original, "", None, ["a", "b"]) == ["a", "b"]
+
+
+@pytest.mark.parametrize(("schedule", "times"), [("v-half", 2), ("zb-h1", 1)])
+def test_lengths_that_every_chunk_adds_are_counted_once(schedule: str, times: int) -> None:
+    data = data_of(schedule)
+    assert data.sums_of_lengths(lambda: (12.0 * times, 50.0 * times)) == (12, 50)
+    assert data.sums_of_lengths(lambda: (None, None)) == (None, None)

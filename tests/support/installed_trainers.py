@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from importlib.metadata import PackageNotFoundError, version
 
-PACKAGES = ("megatron-bridge", "verl")
+PACKAGES = ("megatron-bridge", "verl", "ms-swift")
 
 
 def missing_trainers() -> str:
@@ -14,7 +14,7 @@ def missing_trainers() -> str:
             version(name)
         except PackageNotFoundError:
             return (
-                "MEGATRON-BRIDGE AND VERL ARE NOT TESTED: this environment has no "
+                "THE REAL TRAINERS ARE NOT TESTED: this environment has no "
                 f"{name}; scripts/test.sh --trainers makes one that has"
             )
     return ""

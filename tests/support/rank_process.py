@@ -39,6 +39,7 @@ class Kind(Enum):
     OLDER_TRANSFORMER_ENGINE = "one of 2.14, whose modules lose parameters in saved-tensor hooks"
     MEGATRON_LM = "the Megatron-LM checkout of MEGATRON_LM_PATH, and gloo's own rules"
     TRAINERS = "Megatron-Bridge and verl over names of Transformer-Engine, and the rules of a GPU"
+    MS_SWIFT = "ms-swift over Transformer-Engine, and the rules of a GPU"
 
 
 # Where Transformer-Engine is installed, out of the sight of the tests that are not about it:
@@ -46,6 +47,7 @@ class Kind(Enum):
 TRANSFORMER_ENGINES = {
     Kind.TRANSFORMER_ENGINE: Path(sys.prefix) / "transformer-engine",
     Kind.OLDER_TRANSFORMER_ENGINE: Path(sys.prefix) / "transformer-engine-2.14",
+    Kind.MS_SWIFT: Path(sys.prefix) / "transformer-engine",
 }
 
 
@@ -119,7 +121,9 @@ def join_group(rank: int, world_size: int, meeting_point: str) -> None:
 
 def import_megatron(start: Start, rank: int) -> None:
     """Import torch and Megatron, so that cases start at once."""
-    if start.kind in TRANSFORMER_ENGINES:
+    if start.kind is Kind.MS_SWIFT:
+        import swift_rank_imports  # noqa: F401
+    elif start.kind in TRANSFORMER_ENGINES:
         import te_rank_imports  # noqa: F401
     import rank_imports  # noqa: F401
 

@@ -47,6 +47,7 @@ _PRELOADED = {
     Kind.OLDER_TRANSFORMER_ENGINE: "te_rank_imports",
     Kind.MEGATRON_LM: "megatron_lm_rank_imports",
     Kind.TRAINERS: "trainer_rank_imports",
+    Kind.MS_SWIFT: "swift_rank_imports",
 }
 
 

@@ -403,6 +403,14 @@ def multi_tensor_l2norm(
     return torch.stack([one.float().norm() for one in tensors[0]]).norm(), None
 
 
+def multi_tensor_scale_tensor(
+    _chunk: int, _overflow: Any, tensors: list[list[torch.Tensor]], scale: torch.Tensor
+) -> None:
+    """Clip gradients."""
+    for source, target in zip(*tensors, strict=True):
+        target.copy_(source * scale)
+
+
 _KERNELS: list[Callable[..., Any]] = [
     generic_gemm,
     te_general_grouped_gemm,
@@ -416,4 +424,5 @@ _KERNELS: list[Callable[..., Any]] = [
     scaled_swiglu,
     scaled_dswiglu,
     multi_tensor_l2norm,
+    multi_tensor_scale_tensor,
 ]
