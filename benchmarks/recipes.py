@@ -84,8 +84,10 @@ MODELS = {
     "glm5": "--multi-latent-attention --experimental-attention-variant dsa",
     "nemotron_3": "--hybrid-layer-pattern M*ME",
 }
+# Of the vision-language models, those of Megatron-Bridge's Qwen3VLModel, which a test trains.
+TRAINED = ("qwen3_vl", "qwen35_vl")
 NOT_A_FLAG = {
-    "multimodal": "a Qwen-VL of Megatron-Bridge's, not tried; models of its shape run",
+    "multimodal": "a vision-language model of Megatron-Bridge's that was not tried",
     "deepseek_v4": "hyper-connections, which no release of Megatron-LM has",
 }
 
@@ -130,6 +132,8 @@ def unseen(recipe: Recipe, schedule: str) -> set[tuple[str, str]]:
 
 
 def _is(recipe: Recipe, name: str) -> bool:
+    if name == "multimodal" and recipe["recipe"].startswith(TRAINED):
+        return False
     return bool(recipe.get(name)) or recipe["recipe"].startswith(name)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from inspect import signature
 from typing import Any
 
 from megatron_zb.errors import UsageError
@@ -52,15 +53,24 @@ def naming_chunk(vp_stage: int | None) -> Iterator[None]:
     from megatron.core.models.gpt import GPTModel
 
     def build(original: Any, model: Any, *args: Any, **keywords: Any) -> None:
-        if keywords.get("vp_stage") is None:
+        if keywords.get("vp_stage") is None and "vp_stage" in signature(original).parameters:
             keywords["vp_stage"] = vp_stage
         original(model, *args, **keywords)
 
-    undo = replace_method(GPTModel, "__init__", build)
+    undo = [replace_method(kind, "__init__", build) for kind in _kinds_of(GPTModel)]
     try:
         yield
     finally:
-        undo()
+        for each in undo:
+            each()
+
+
+def _kinds_of(cls: type) -> Iterator[type]:
+    """Yield a class and all classes made from it that have a constructor of their own."""
+    if "__init__" in vars(cls):
+        yield cls
+    for kind in cls.__subclasses__():
+        yield from _kinds_of(kind)
 
 
 def check_pairs_of_model(chunk: Any) -> None:

@@ -137,10 +137,7 @@ class BridgeJob:
         if batches is None:
             forward_step = partial(forward_step, self._state)
         self._messages = P2PCommunicator(pp_group=self._groups.pp, config=provider)
-        # the steps of some models read a batch in every chunk
-        chunks = len(self.model) if batches else 1
-        data = [RerunDataIterator((batches or _batches)()) for _ in range(chunks)]
-        self._data = data if chunks > 1 else data[0]
+        self._data = RerunDataIterator((batches or _batches)())
         self._forward_step = forward_step
 
     def train_one_step(self) -> tuple[dict[str, float], float]:
