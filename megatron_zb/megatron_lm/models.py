@@ -65,7 +65,7 @@ def naming_chunk(vp_stage: int | None) -> Iterator[None]:
             each()
 
 
-def _kinds_of(cls: type) -> Iterator[type]:
+def _kinds_of(cls: type[Any]) -> Iterator[type[Any]]:
     """Yield a class and all classes made from it that have a constructor of their own."""
     if "__init__" in vars(cls):
         yield cls

@@ -82,7 +82,7 @@ def test_a_trainer_for_reinforcement_learning_trains_as_with_megatrons_schedule(
         assert same(found[1], weights), name
 
 
-@pytest.mark.parametrize("adapters", ["before", "after"])
+@pytest.mark.parametrize("adapters", ["before", pytest.param("after", marks=FULL)])
 @pytest.mark.parametrize(
     ("ranks_of_job", "p", "names"),
     [(4, 2, ("v-half", "zb-h1")), pytest.param(4, 4, ("v-zb", "zb-h1"), marks=FULL)],
