@@ -311,7 +311,7 @@ class Profile(Section):
 
     @property
     def attention_work(self) -> AttentionWork | None:
-        """What attention takes beside linear layers; None where it was not told apart."""
+        """Cost of attention relative to linear layers; None where it was not measured."""
         attention = self.attention
         if self.parts is None or attention is None:
             return None

@@ -217,7 +217,7 @@ class ScheduledRun:
         return self.adapter.layer_layout.segment(pattern, vp_stage)
 
     def num_layers_to_build(self, original: Any, config: Any, *rest: Any, **keywords: Any) -> int:
-        """Return the layers of a block; an encoder has all of its own, whatever the layout."""
+        """Return the layers of a block; an encoder is on one stage, whatever the layout."""
         if config.pipeline_model_parallel_size == 1:
             return int(config.num_layers)
         return int(original(config, *rest, **keywords))

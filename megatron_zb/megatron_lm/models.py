@@ -43,7 +43,7 @@ MODELS = {
 
 @contextmanager
 def naming_chunk(vp_stage: int | None) -> Iterator[None]:
-    """Give language models that are built in this context their chunk, where it is left out.
+    """Pass ``vp_stage`` to language models with virtual stages that are built without it.
 
     Providers of vision-language models in Megatron-Bridge take ``vp_stage`` and drop it.
     """
@@ -53,8 +53,15 @@ def naming_chunk(vp_stage: int | None) -> Iterator[None]:
     from megatron.core.models.gpt import GPTModel
 
     def build(original: Any, model: Any, *args: Any, **keywords: Any) -> None:
-        if keywords.get("vp_stage") is None and "vp_stage" in signature(original).parameters:
-            keywords["vp_stage"] = vp_stage
+        given = signature(original).bind_partial(model, *args, **keywords)
+        has_chunks = getattr(
+            given.arguments.get("config"), "virtual_pipeline_model_parallel_size", None
+        )
+        takes_stage = "vp_stage" in given.signature.parameters
+        if has_chunks and takes_stage and given.arguments.get("vp_stage") is None:
+            given.arguments["vp_stage"] = vp_stage
+            original(*given.args, **given.kwargs)
+            return
         original(model, *args, **keywords)
 
     undo = [replace_method(kind, "__init__", build) for kind in _kinds_of(GPTModel)]

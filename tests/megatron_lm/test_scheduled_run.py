@@ -7,6 +7,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from megatron.core.models.gpt import GPTModel
 from megatron_arguments import parsed
 
 from megatron_zb.errors import UsageError
@@ -35,6 +36,29 @@ def test_a_model_provider_that_knows_no_chunks_is_refused_where_there_are_some()
     run_of("zb-h1")._check_builder(without_chunks)
     for provider in (partial(with_chunks, None), lambda **keywords: None):
         run_of("v-half")._check_builder(provider)
+
+
+class LanguageModelOfATest(GPTModel):
+    """A class of a user's, which remembers what it was built with."""
+
+    def __init__(self, config: Any, vp_stage: int | None = None, size: int = 1) -> None:
+        self.__dict__["built_with"] = (
+            vp_stage,
+            size,
+        )  # a module takes no attributes before its own
+
+
+def test_a_language_model_learns_its_chunk_where_it_is_left_out() -> None:
+    several = SimpleNamespace(virtual_pipeline_model_parallel_size=2)
+    encoder = SimpleNamespace(virtual_pipeline_model_parallel_size=None)
+    build, found = LanguageModelOfATest, []
+    with models.naming_chunk(1):
+        found += [build(several), build(several, None, 3), build(several, 0), build(encoder)]
+    with models.naming_chunk(None):
+        found.append(build(several))
+    found.append(build(several, size=2))
+    expected = [(1, 1), (1, 3), (0, 1), (None, 1), (None, 1), (None, 2)]
+    assert [model.built_with for model in found] == expected
 
 
 @pytest.mark.parametrize(("pipeline_size", "expected"), [(1, 3), (4, 2)])
