@@ -311,13 +311,13 @@ class PipelineAdapter:
         """
         rank = self.physical.logical(parallel_state.get_pipeline_model_parallel_rank())
 
-        def order(num_microbatches: int) -> list[int]:
+        def captured(num_microbatches: int) -> Schedule:
             schedule = self.current.program_for(num_microbatches, False, False).schedule
             self.part(GraphsPart).keep_to(schedule)
-            return graphs.pass_order(schedule, rank)
+            return schedule
 
         self.part(WatchPart).forget_marks()
-        graphs.create(capture or type(helper).create_cudagraphs, helper, order)
+        graphs.create(capture or type(helper).create_cudagraphs, helper, captured, rank)
 
     def connect_with(self, options: GroupOptions) -> None:
         """Make the process groups of the messages with these options; before the first step."""

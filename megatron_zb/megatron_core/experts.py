@@ -32,6 +32,7 @@ from megatron_zb.errors import UsageError
 from megatron_zb.megatron_core import versions
 from megatron_zb.megatron_core.stages import MegatronStage
 from megatron_zb.megatron_core.step import Step, StepPart, device
+from megatron_zb.megatron_core.versions import Graphs
 from megatron_zb.runtime.executor import TRAINING, Side, one_after_the_other
 from megatron_zb.schedules.schedule import Schedule
 
@@ -294,4 +295,8 @@ class OverlapPart(StepPart):
     def stage_type(self, number: int, step: Step) -> Callable[..., Any] | None:
         if not getattr(step.config, "overlap_moe_expert_parallel_comm", False):
             return None
-        return PairedStage if step.profiles_pairs or step.program.schedule.pairs else None
+        # graphs hold parts of a layer, and only plans run the others
+        has_parts = versions.graphs_of(step.config) is Graphs.TRANSFORMER_ENGINE
+        has_parts = has_parts and not step.forward_only
+        is_paired = has_parts or step.profiles_pairs or step.program.schedule.pairs
+        return PairedStage if is_paired else None

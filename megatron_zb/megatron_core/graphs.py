@@ -12,9 +12,10 @@ the host asks nothing of the device, and nothing looks on.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import wraps
+from itertools import chain, count, zip_longest
 from typing import Any
 
 import torch
@@ -58,33 +59,99 @@ def pass_order(schedule: Schedule, rank: int) -> list[int]:
     ]
 
 
-def create(capture: Callable[[Any], None], helper: Any, order: Callable[[int], list[int]]) -> None:
+def layer_order(
+    schedule: Schedule, rank: int, is_graphed: Sequence[Sequence[bool]]
+) -> tuple[list[int], list[list[int] | None]]:
+    """Return the order of single layers, as TE takes it, where pairs run layer by layer.
+
+    In a pair, layers of the forward take turns with those of the backward, which come last first;
+    the turns count layers without a graph, too.
+
+    Args:
+        schedule: what the rank trains with.
+        rank: the logical rank.
+        is_graphed: for each chunk, whether its layers have graphs.
+
+    Returns:
+        Numbers of layers from 1, negative for a backward; and for each forward its chunk and its
+        place among the chunk's layers with graphs, as ``TECudaGraphHelper`` wants it.
+    """
+    number = count(1)
+    numbers = [[next(number) if one else None for one in chunk] for chunk in is_graphed]
+    place_of = {
+        one: [chunk, place]
+        for chunk, ones in enumerate(numbers)
+        for place, one in enumerate(filter(None, ones))
+    }
+    order: list[int] = []
+    waiting: list[int | None] = []  # the forward that is joined with the next backward
+    for p in schedule.ranks[rank]:
+        layers = numbers[schedule.placement.chunk_of(p.stage)]
+        if p in schedule.pairs:
+            waiting = layers
+        elif p.kind is PassKind.F:
+            order += filter(None, layers)
+        elif p.kind is not PassKind.W:
+            turns = zip_longest(waiting, (one and -one for one in reversed(layers)))
+            order += filter(None, chain.from_iterable(turns))
+            waiting = []
+    return order, [place_of.get(one) for one in order]
+
+
+def create(
+    capture: Callable[[Any], None], helper: Any, schedule: Callable[[int], Schedule], rank: int
+) -> None:
     """Capture TE's graphs in the order of a schedule.
 
     Args:
         capture: Megatron's function that captures; it is given the helper.
         helper: a ``TECudaGraphHelper`` of Megatron.
-        order: returns :func:`pass_order` for a number of microbatches.
+        schedule: returns the schedule for a number of microbatches.
+        rank: the logical rank.
     """
-    with _ordered(order):
+    with _ordered(helper, schedule, rank):
         capture(helper)
     for layer in helper.flattened_callables:
         layer.cuda_graphs = [with_memory_of_its_own(graph) for graph in layer.cuda_graphs]
 
 
 @contextmanager
-def _ordered(order: Callable[[int], list[int]]) -> Iterator[None]:
+def _ordered(helper: Any, schedule: Callable[[int], Schedule], rank: int) -> Iterator[None]:
     """Let Megatron take another order than that of its own schedule."""
-    usual = cuda_graphs.convert_schedule_table_to_order
+    whole, by_layer = (
+        "convert_schedule_table_to_order",
+        "get_overlap_moe_expert_parallel_comm_order",
+    )
+    usual = {name: getattr(cuda_graphs, name) for name in (whole, by_layer)}
+    used: list[Schedule] = []
 
     def convert(warmup: int, num_chunks: int, table: list[Any]) -> list[int]:
-        return order(len(table) // num_chunks)
+        used.append(schedule(len(table) // num_chunks))
+        return pass_order(used[-1], rank)
 
-    cuda_graphs.convert_schedule_table_to_order = convert
+    def convert_layers(order: list[int], layers: list[int], with_w: bool) -> Any:
+        return layer_order(used[-1], rank, _is_graphed(helper))
+
+    setattr(cuda_graphs, whole, convert)
+    setattr(cuda_graphs, by_layer, convert_layers)
     try:
         yield
     finally:
-        cuda_graphs.convert_schedule_table_to_order = usual
+        for name, function in usual.items():
+            setattr(cuda_graphs, name, function)
+
+
+def _is_graphed(helper: Any) -> list[list[bool]]:
+    """Return whether the layers of each chunk, in the order of Megatron's plans, have graphs."""
+    found = []
+    for chunk, with_graphs in zip(
+        helper.chunks_with_decoder, helper.callables_per_chunk, strict=True
+    ):
+        stacks = (getattr(chunk, name, None) for name in ("decoder", "mtp"))
+        layers = [layer for stack in stacks if stack is not None for layer in stack.layers]
+        graphed = {id(layer) for layer in with_graphs}
+        found.append([any(id(m) in graphed for m in layer.modules()) for layer in layers])
+    return found
 
 
 def with_memory_of_its_own(graph: Callable[..., Any]) -> Callable[..., Any]:

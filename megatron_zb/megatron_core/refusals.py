@@ -73,6 +73,7 @@ class Asked:
 
 _FACTS: dict[str, Callable[[Asked], Any]] = {
     "graphs": lambda asked: versions.graphs_of(asked.args).value,
+    "graphs_leave_experts_out": lambda asked: versions.graphs_leave_experts_out(asked.args),
     "precision": lambda asked: (
         "float32" if not (asked.value("bf16") or asked.value("fp16")) else "16 bits"
     ),

@@ -16,6 +16,7 @@ from enum import Enum
 from functools import cache
 from importlib import import_module
 from inspect import signature
+from itertools import chain
 from types import ModuleType
 from typing import Any
 
@@ -245,11 +246,23 @@ def graphs_of(settings: Any) -> Graphs:
     kind = Graphs(getattr(settings, "cuda_graph_impl", None) or "none")
     if getattr(settings, "enable_cuda_graph", False):
         kind = Graphs.LOCAL
-    scope = getattr(settings, "cuda_graph_scope", None) or ()
-    scopes = scope if isinstance(scope, list | tuple) else [scope]
-    names = {name for each in scopes for name in getattr(each, "name", str(each)).split(",")}
-    whole = kind is Graphs.LOCAL and "full_iteration" in names
+    whole = kind is Graphs.LOCAL and "full_iteration" in _graph_scopes(settings)
     return Graphs.FULL_ITERATION if whole else kind
+
+
+def graphs_leave_experts_out(settings: Any) -> bool:
+    """Return whether graphs of layers leave MLP and experts out; without modules they hold all.
+
+    The modules in a graph are ``cuda_graph_scope``, since 0.19 also ``cuda_graph_modules``.
+    """
+    names = _graph_scopes(settings)
+    return bool(names) and names.isdisjoint({"full", "mlp", "moe"})
+
+
+def _graph_scopes(settings: Any) -> set[str]:
+    given = (getattr(settings, f"cuda_graph_{name}", None) or () for name in ("scope", "modules"))
+    scopes = chain.from_iterable(one if isinstance(one, list | tuple) else [one] for one in given)
+    return {name for each in scopes for name in getattr(each, "name", str(each)).split(",")}
 
 
 @contextmanager

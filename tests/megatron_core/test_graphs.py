@@ -29,6 +29,7 @@ from megatron.core.pipeline_parallel.schedules import get_pp_rank_microbatches, 
 from megatron.core.transformer.cuda_graphs import (
     TECudaGraphHelper,
     convert_schedule_table_to_order,
+    get_overlap_moe_expert_parallel_comm_order,
 )
 from megatron.core.transformer.enums import CudaGraphScope
 from megatron.core.utils import get_model_config
@@ -40,12 +41,13 @@ from te_models import layers_of_te, quantized
 from megatron_zb import schedules
 from megatron_zb.errors import UsageError
 from megatron_zb.megatron_core.connections import ChannelsPart, WatchPart
-from megatron_zb.megatron_core.graphs import pass_order
+from megatron_zb.megatron_core.graphs import layer_order, pass_order
 from megatron_zb.megatron_core.refusals import check_step
 from megatron_zb.megatron_core.versions import Graphs, graphs_of
 from megatron_zb.runtime.channels import Channels
 from megatron_zb.runtime.progress import RankProgress
 from megatron_zb.schedules import Schedule
+from megatron_zb.schedules.families import overlapped
 from megatron_zb.schedules.passes import Channel, Message, Pass, PassKind
 
 
@@ -71,6 +73,42 @@ def test_graphs_are_captured_in_megatrons_order_under_its_own_schedule(
     schedule = schedules.build(name, pipeline_size=p, num_microbatches=m, chunks=asked)
     for rank in range(p):
         assert pass_order(schedule, rank) == _megatrons_order(p, rank, m, chunks, p)
+
+
+@pytest.mark.parametrize(
+    ("p", "m", "layers"),
+    [(2, 2, (1, 1)), (2, 8, (2, 3)), (4, 8, (4, 2)), (4, 8, (1, 2, 3)), (8, 16, (2, 2))],
+)
+def test_graphs_of_layers_are_captured_in_megatrons_order_of_pairs(
+    p: int, m: int, layers: tuple[int, ...]
+) -> None:
+    chunks = len(layers)
+    schedule = overlapped(p, m, chunks, p)
+    for rank in range(p):
+        order = _megatrons_order(p, rank, m, chunks, p)
+        by_layer = get_overlap_moe_expert_parallel_comm_order(order, layers, False)
+        assert layer_order(schedule, rank, [[True] * count for count in layers]) == by_layer
+
+
+def test_layers_without_graphs_take_their_turns_in_a_pair() -> None:
+    schedule = joined(schedules.build("v-half", pipeline_size=2, num_microbatches=4))
+    assert schedule.pairs
+    is_graphed = [[False, True, True], [True, False]]
+    f, rank = next(
+        (p, rank) for rank in (0, 1) for p in schedule.ranks[rank] if p in schedule.pairs
+    )
+    place = schedule.ranks[rank].index(f)
+    alone = replace(schedule, ranks=(schedule.ranks[rank][place : place + 2],) * 2)
+    turns = {  # chunks of the forward and of the backward
+        (0, 0): [-2, 1, -1, 2],
+        (0, 1): [1, -3, 2],
+        (1, 0): [3, -2, -1],
+        (1, 1): [3, -3],
+    }
+    chunk_of = schedule.placement.chunk_of
+    backward = schedule.ranks[rank][place + 1]
+    expected = turns[chunk_of(f.stage), chunk_of(backward.stage)]
+    assert layer_order(alone, rank, is_graphed)[0] == expected
 
 
 @pytest.mark.parametrize("name", ["zb-h1", "v-half", "v-zb", "interleaved", "wave", "1f1b-v"])
@@ -207,6 +245,27 @@ def test_graphs_of_layers_give_what_megatron_gives(
     case, scope, of_te = GRAPHED[name]
     pool = ranks(4, Kind.TRANSFORMER_ENGINE)
     found = pool.run(_graphed, case=case, schedule=schedule, scope=scope, of_te=of_te)
+    assert found == [[]] * 4
+
+
+IN_PAIRS = replace(
+    CASE,
+    expert_parallel=2,
+    overlap_grad_reduce=False,
+    exchange_overlaps=True,
+    options=tuple(EXPERTS.items()),
+)
+
+
+@pytest.mark.parametrize(
+    ("scope", "name"), every_value(["attn", "moe_router", "attn,moe_router"], SCHEDULES[:2])
+)
+def test_graphs_of_layers_in_pairs_give_what_megatron_gives(
+    ranks: RankPools, scope: str, name: str
+) -> None:
+    schedule = joined(schedules.build(name, pipeline_size=2, num_microbatches=MICROBATCHES))
+    pool = ranks(4, Kind.TRANSFORMER_ENGINE)
+    found = pool.run(_graphed, case=IN_PAIRS, schedule=schedule, scope=scope, of_te=False)
     assert found == [[]] * 4
 
 
