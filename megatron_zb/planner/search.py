@@ -276,24 +276,30 @@ class _Looking:
             if setting.memory > SLACK * job.memory:
                 found.note(setting, setting.memory)
                 continue
-            staged = setting.staged()
-            if staged is None or (floor and job.optimistic(staged, setting.m) < floor):
-                continue
-            try:
-                order = _ordered(job, setting, staged)
-            except UsageError:
-                found.note(setting, setting.memory)
-                continue
-            if staged.overlaps_exchange and not (order.schedule and order.schedule.pairs):
-                continue  # it is a row without pairs
-            fits = order.memory.total <= job.memory
-            prediction = order.predicted() if fits else None
-            found.tried.append(_Tried(setting, staged, prediction))
-            if prediction is None:
-                found.note(setting, order.memory.total)
-                continue
-            fitting += 1
-            found.prediction = _fastest(filter(None, (found.prediction, prediction)))
+            fits = [self._simulated(setting, staged, found, floor) for staged in setting.staged()]
+            fitting += any(fits)
+
+    def _simulated(
+        self, setting: CountedSetting, staged: StageWorkload, found: _Found, floor: float
+    ) -> bool:
+        """Simulate a setting with a layout, and return whether it fits."""
+        job = self.job
+        if floor and job.optimistic(staged, setting.m) < floor:
+            return False
+        try:
+            order = _ordered(job, setting, staged)
+        except UsageError:
+            found.note(setting, setting.memory)
+            return False
+        if staged.overlaps_exchange and not (order.schedule and order.schedule.pairs):
+            return False  # it is a row without pairs
+        prediction = order.predicted() if order.memory.total <= job.memory else None
+        found.tried.append(_Tried(setting, staged, prediction))
+        if prediction is None:
+            found.note(setting, order.memory.total)
+            return False
+        found.prediction = _fastest(filter(None, (found.prediction, prediction)))
+        return True
 
     def searched(
         self, candidate: ScheduleCandidate, setting: tuple[float, StageWorkload, int]

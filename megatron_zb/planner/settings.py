@@ -18,7 +18,7 @@ from megatron_zb.planner.device import DeviceConfig
 from megatron_zb.planner.model import ModelConfig
 from megatron_zb.planner.prediction import IterationSettings
 from megatron_zb.planner.recomputation import modules_of
-from megatron_zb.planner.stages import StageWorkload, average_layer, cut_into_stages
+from megatron_zb.planner.stages import StageWorkload, average_layer, worth_a_simulation
 from megatron_zb.planner.step import at_least, by_formula
 from megatron_zb.planner.strategy import (
     NO_PIPELINE,
@@ -266,9 +266,9 @@ class CountedSetting:
         strategy = self.load.strategy
         return self.m * self.load.tokens * strategy.data / self.seconds
 
-    def staged(self) -> StageWorkload | None:
-        """Cut the workload into stages; None if layers are too few."""
-        return cut_into_stages(self.load, self.candidate, self.chunks)
+    def staged(self) -> list[StageWorkload]:
+        """Cut the workload into stages by the layouts that are worth it; none if layers are few."""
+        return worth_a_simulation(self.load, self.candidate, self.chunks)
 
 
 @dataclass(frozen=True)
@@ -340,11 +340,10 @@ class CountedSettings:
             if setting.memory > SLACK * self.job.memory:
                 out.append(setting)
                 continue
-            staged = setting.staged()
-            if staged is None:
+            if not (staged := setting.staged()):
                 continue
             fitting += 1
-            steady = staged.interval(in_groups=setting.candidate.in_groups)
+            steady = staged[0].interval(in_groups=setting.candidate.in_groups)
             longer = max(0.0, steady - setting.counted)
             out.append(replace(setting, seconds=setting.seconds + setting.m * longer))
         return _fewest_chunks_first(out)

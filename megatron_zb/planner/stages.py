@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 from megatron_zb.measured.fit import CostModel, Variant
@@ -273,19 +273,26 @@ class CountedCosts(CostModel):
     def layouts(self, placement: Placement, variant: Variant) -> Sequence[Layout]:
         """Return the even layout, and the one that counts the ends as so many layers.
 
-        A layer of a hybrid model counts for as much as those of its kind take.
+        A layer of a hybrid model counts for as much as those of its kind take. So does any beside
+        an exchange that pairs hide, where the longer of the two counts.
         """
         load, model = self.load, self.load.model
-        layer = average_layer(load).total
+        hides = variant.overlaps_exchange
         shard = CountedShard(load) if variant.cuts_vocabulary else None
         embedding = (load.embedding() if shard is None else shard.looked_up).total
         output = load.output().total if shard is None else shard.loss
+        works = {model.kind(i): self._work(i, hides) for i in model.alike(range(model.layers))}
+        weights = [works[model.kind(i)] for i in range(model.layers)]
+        layer = sum(weights) / model.layers if hides else average_layer(load).total
         ends = (embedding / layer, output / layer)
-        if not model.kinds:
+        if not (model.kinds or hides):
             return layout.choices(model.layers, placement, *ends)
-        works = {model.kind(i): load.layer(i) for i in model.alike(range(model.layers))}
-        weights = tuple(works[kind].total / layer for kind in model.kinds[: model.layers])
-        return layout.weighed(weights, placement, *ends)
+        return layout.weighed(tuple(w / layer for w in weights), placement, *ends)
+
+    def _work(self, layer: int, hides: bool) -> float:
+        """Return the seconds of a layer, forward and backward, beside a hidden exchange or not."""
+        hidden = 2 * self.load.exchange(layer) if hides else 0.0
+        return max(self.load.layer(layer).total - hidden, hidden)
 
     def staged(self, placement: Placement, counts: Layout, variant: Variant) -> StageWorkload:
         """Cut the workload into the stages of a layout."""
@@ -298,15 +305,37 @@ class CountedCosts(CostModel):
         return self.staged(placement, counts, variant).costs(blocking=variant.blocking)
 
 
-def cut_into_stages(
+def worth_a_simulation(
     load: Workload, candidate: ScheduleCandidate, chunks: int | None
+) -> list[StageWorkload]:
+    """Cut a workload by the best layout; with pairs, also by the best of those for no hiding.
+
+    Which of them is faster depends on how many passes find a partner.
+    """
+    found = [cut_into_stages(load, candidate, chunks)]
+    if candidate.overlaps_exchange:
+        exposed = replace(candidate, overlaps_exchange=False)
+        found.append(cut_into_stages(load, candidate, chunks, exposed))
+        whole = cut_into_stages(load, exposed, chunks)
+        found.append(whole and replace(whole, overlaps_exchange=True))
+    return list({staged.layout: staged for staged in found if staged is not None}.values())
+
+
+def cut_into_stages(
+    load: Workload,
+    candidate: ScheduleCandidate,
+    chunks: int | None,
+    weights: ScheduleCandidate | None = None,
 ) -> StageWorkload | None:
-    """Cut a workload by the layout with the shortest steady state; None if layers are too few."""
+    """Cut a workload by the layout with the shortest steady state; None if layers are too few.
+
+    Layers weigh what they do under ``weights``, or else under the candidate itself.
+    """
     pipeline, counted = load.strategy.pipeline, CountedCosts(load)
     if pipeline == 1:
         return StageWorkload(load, Placement("whole", 1, (0,)), (load.model.layers,))
     placement = candidate.placement(pipeline, chunks)
-    found = counted.layouts(placement, candidate)
+    found = counted.layouts(placement, weights or candidate)
     return min(
         (counted.staged(placement, counts, candidate) for counts in found),
         key=lambda staged: staged.interval(in_groups=candidate.in_groups),

@@ -14,7 +14,7 @@ from megatron_zb.planner.model import ModelConfig
 from megatron_zb.planner.prediction import Prediction
 from megatron_zb.planner.search import Plan, search
 from megatron_zb.planner.settings import PlanJob
-from megatron_zb.planner.stages import cut_into_stages
+from megatron_zb.planner.stages import cut_into_stages, worth_a_simulation
 from megatron_zb.planner.strategy import (
     MEGATRON_1F1B,
     MEGATRON_INTERLEAVED,
@@ -29,8 +29,9 @@ FLAG = "--overlap-moe-expert-parallel-comm"
 ONE = Choices(tensor=(1,), pipeline=(4,), microbatch=(4,), recompute=("none",), expert=(16,))
 
 
-def experts() -> ModelConfig:
-    return small(experts={"experts": 16, "top_k": 4, "ffn_hidden_size": 1024})
+def experts(dense: int = 0, **sizes: Any) -> ModelConfig:
+    shape = {"experts": 16, "top_k": 4, "ffn_hidden_size": 1024, "dense_layers": dense}
+    return small(experts=shape, **sizes)
 
 
 def plan(names: list[str], **changes: Any) -> Plan:
@@ -104,12 +105,9 @@ def test_nothing_is_hidden_where_nothing_can_be(changes: dict[str, Any]) -> None
 def test_passes_of_a_pair_compute_for_what_they_take_without_the_exchange() -> None:
     (candidate,) = candidates_of(["v-half"])[2:]
     asked = load(experts(), expert=8, data=8)
-    whole, hidden = (
-        cut_into_stages(asked, replace(candidate, overlaps_exchange=overlaps), None)
-        for overlaps in (False, True)
-    )
-    assert whole is not None
+    hidden = cut_into_stages(asked, replace(candidate, overlaps_exchange=True), None)
     assert hidden is not None
+    whole = replace(hidden, overlaps_exchange=False)
     assert hidden.exchange == tuple(
         pytest.approx(len(layers) * asked.exchange(0)) for layers in hidden.layers_of
     )
@@ -120,3 +118,15 @@ def test_passes_of_a_pair_compute_for_what_they_take_without_the_exchange() -> N
     for with_it, without in ((table.forward, alone.forward), (table.backward, alone.backward)):
         assert with_it == pytest.approx(without)
     assert table.forward_comm == pytest.approx(hidden.exchange)
+
+
+def test_layouts_count_what_pairs_hide_and_what_they_do_not() -> None:
+    """Dense first layers weigh as much as others beside a hidden exchange, and less otherwise."""
+    (candidate,) = candidates_of(["v-half"])[2:]
+    overlapping = replace(candidate, overlaps_exchange=True)
+    asked = load(experts(dense=4, layers=16), expert=8, data=8)
+    found = worth_a_simulation(asked, overlapping, None)
+    assert len(found) > 1
+    assert {staged.overlaps_exchange for staged in found} == {True}
+    assert found[0].interval(in_groups=False) == min(s.interval(in_groups=False) for s in found)
+    assert len(worth_a_simulation(asked, candidate, None)) == 1
