@@ -16,6 +16,7 @@ import argparse
 import json
 import sys
 import time
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import provenance
@@ -26,30 +27,44 @@ from megatron_zb.schedules.families import dualpipe_v_order, overlapped
 from megatron_zb.schedules.placement import wave
 
 
-def costs_of(p: int, comm: float, *, pairs: bool = True) -> schedules.Costs:
-    """Costs with so much communication in F and in B; if not for pairs, as a part of them."""
-    alone = 0.0 if pairs else comm
-    costs = schedules.Costs.uniform(
-        pipeline_size=p, forward=1.0 + alone, backward=1.2 + alone, weight=0.8, p2p=0.05
-    )
-    return costs.with_communication(forward=comm, backward=comm) if pairs else costs
+@dataclass(frozen=True)
+class Job:
+    """Ranks, microbatches, chunks of the zig-zag, and whether B computes its forward again."""
+
+    p: int
+    m: int
+    chunks: int
+    recompute: bool = False
+
+    def costs(self, comm: float, *, pairs: bool = True) -> schedules.Costs:
+        """Costs with so much communication in F and in B; if not for pairs, as a part of them."""
+        back, again = comm * (1 + self.recompute), 1.0 * self.recompute
+        costs = schedules.Costs.uniform(
+            pipeline_size=self.p,
+            forward=1.0 + comm * (not pairs),
+            backward=1.2 + again + back * (not pairs),
+            weight=0.8,
+            p2p=0.05,
+        )
+        return costs.with_communication(forward=comm, backward=back) if pairs else costs
 
 
-def searched(p: int, m: int, comm: float, limit: float, chunks: int) -> dict[str, Any]:
+def searched(job: Job, comm: float, limit: float) -> dict[str, Any]:
     """`auto` on a zig-zag with a limit in microbatches of a rank, with and without pairs."""
-    place, begin = wave(p, chunks), time.process_time()
+    p, m = job.p, job.m
+    place, begin = wave(p, job.chunks), time.process_time()
     found = {
         pairs: schedules.build(
             "auto",
             pipeline_size=p,
             num_microbatches=m,
-            costs=costs_of(p, comm, pairs=pairs),
+            costs=job.costs(comm, pairs=pairs),
             memory_limit=limit / p,
             placement=place,
         )
         for pairs in (False, True)
     }
-    costs = costs_of(p, comm)
+    costs = job.costs(comm)
     timeline = schedules.simulate(found[True], costs)
     schedules.lower(found[True], timeline)
     bound = lower_bound(place, m, timeline.costs, (limit,) * p)
@@ -66,9 +81,9 @@ def searched(p: int, m: int, comm: float, limit: float, chunks: int) -> dict[str
     }
 
 
-def published(p: int, m: int, comm: float) -> list[dict[str, Any]]:
+def published(job: Job, comm: float) -> list[dict[str, Any]]:
     """DualPipeV's order and Megatron's interleaved ones, with and without their pairs."""
-    costs = costs_of(p, comm)
+    p, m, costs = job.p, job.m, job.costs(comm)
     orders = {"dualpipe-v": dualpipe_v_order(p, m)} if m >= 2 * p else {}
     orders |= {f"interleaved x{chunks}": overlapped(p, m, chunks) for chunks in (2, 4)}
     rows = []
@@ -105,17 +120,22 @@ def parser() -> argparse.ArgumentParser:
         help="memory in microbatches of a rank (default 5 6 8 8.5 10)",
     )
     parser.add_argument("--chunks", type=int, default=2, help="of the zig-zag (default 2: a V)")
+    parser.add_argument(
+        "--recompute",
+        action="store_true",
+        help="B computes its forward again, exchange included (full recomputation)",
+    )
     return parser
 
 
 def main() -> int:
     args = parser().parse_args()
-    p, m = args.ranks, args.microbatches
+    job = Job(args.ranks, args.microbatches, args.chunks, args.recompute)
     rows = []
     print("comm  schedule        limit   peak  without pairs  with pairs   bound  above it")
     for comm in args.comm:
-        found = [searched(p, m, comm, limit, args.chunks) for limit in args.limits]
-        for row in [*published(p, m, comm), *found]:
+        found = [searched(job, comm, limit) for limit in args.limits]
+        for row in [*published(job, comm), *found]:
             rows.append(row)
             print(
                 f"{comm:4g}  {row['schedule']:14}  {row.get('limit', 0) or '':>5}  "
@@ -123,8 +143,7 @@ def main() -> int:
                 f"{row['bound']:6.2f}  {row['makespan'] / row['bound'] - 1:8.1%}",
                 flush=True,
             )
-    result = {"ranks": p, "microbatches": m, "chunks": args.chunks, "rows": rows}
-    print(json.dumps({**result, **provenance.of_this_run()}))
+    print(json.dumps({**asdict(job), "rows": rows, **provenance.of_this_run()}))
     return 0
 
 
