@@ -19,7 +19,8 @@ from megatron_zb.schedules.request import Limit, Request, check_size
 from megatron_zb.schedules.schedule import Report, Schedule
 from megatron_zb.schedules.search.place_vocabulary import search_with_vocabulary, with_embedding
 from megatron_zb.schedules.simulator import simulate
-from megatron_zb.schedules.slices import Slicing, build_sliced
+from megatron_zb.schedules.sliced_families import build_sliced
+from megatron_zb.schedules.slices import Slicing
 
 _ZERO_BUBBLE = "Zero Bubble Pipeline Parallelism, arXiv 2401.10241"
 _CONTROLLABLE = "Pipeline Parallelism with Controllable Memory, arXiv 2405.15362"

@@ -1,0 +1,286 @@
+"""Named schedules of slices, built from those of microbatches.
+
+A fixed order becomes one of slices by more forwards before each backward: all slices of a
+microbatch have passed the last stage before its first B. Searches see slices as microbatches whose
+B come in turns (:mod:`slices`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, fields, replace
+from typing import TypeAlias
+
+from megatron_zb.errors import UsageError
+from megatron_zb.schedules.auto import candidates
+from megatron_zb.schedules.families import (
+    BuildingBlock,
+    interleaved,
+    one_f_one_b,
+    one_f_one_b_block,
+    split_interleaved,
+    v_block,
+    v_half_offsets,
+    v_half_peak,
+    v_min_offsets,
+    v_min_peak,
+    v_zb_offsets,
+)
+from megatron_zb.schedules.passes import Pass, PassKind
+from megatron_zb.schedules.placement import Placement, looped, v_shape
+from megatron_zb.schedules.request import LimitTooSmall, Request
+from megatron_zb.schedules.schedule import InvalidSchedule, Report, Schedule
+from megatron_zb.schedules.search.place_w import (
+    fuse_all,
+    join_all,
+    place_weight_gradients,
+    split_all,
+)
+from megatron_zb.schedules.search.placement_search import search_placement
+from megatron_zb.schedules.simulator import simulate
+from megatron_zb.schedules.sliced_bounds import sliced_bound
+from megatron_zb.schedules.slices import SlicedCosts, Slicing, TurnCosts, in_units
+
+def build_sliced(name: str, request: Request, slicing: Slicing) -> Schedule:
+    """Build a named schedule of slices, with its report.
+
+    Where ``slicing`` leaves it open, W of a microbatch are joined if that is as fast within the
+    limit.
+
+    Args:
+        name: of the schedule, as in the catalog.
+        request: for whole microbatches.
+        slicing: of each of them.
+
+    Raises:
+        UsageError: the schedule has no slices, the costs are of what slices do not serve, or a
+            limit is below what the schedule needs.
+    """
+    _check(name, request)
+    forms = [bool(slicing.joins_weight)]
+    if slicing.joins_weight is None:
+        forms = [False] if name in _FIXED else [True, False]
+    found: list[tuple[float, Schedule]] = []
+    refused: list[LimitTooSmall] = []
+    for joined in forms:
+        cut = replace(slicing, joins_weight=joined)
+        units = replace(
+            request,
+            num_microbatches=request.num_microbatches * cut.slices,
+            costs=cut.costs(request.costs, request.num_microbatches),
+        )
+        try:
+            schedule = _built(name, units, cut)
+        except LimitTooSmall as error:
+            refused.append(error)
+        else:
+            assert schedule.report is not None
+            found.append((schedule.report.period or schedule.report.makespan, schedule))
+    if not found:
+        raise min(refused, key=lambda error: error.needed)
+    fastest = min(seconds for seconds, _ in found)
+    return next(s for seconds, s in found if seconds <= fastest * (1 + _TIE))
+
+
+_TIE = 1e-6
+_FIXED = ("1f1b", "interleaved", "zb-h1")
+_BLOCKS = {
+    "v-min": (v_min_offsets, v_min_peak),
+    "v-half": (v_half_offsets, v_half_peak),
+    "v-zb": (v_zb_offsets, lambda p: p),
+}
+
+
+def _check(name: str, request: Request) -> None:
+    costs = request.costs
+    known = (*_FIXED, *_BLOCKS, "auto")
+    if name not in known:
+        raise UsageError(f"{name} has no slices: give one of {', '.join(known)}")
+    unserved = {
+        "communication in F and B": any(costs.forward_comm) or any(costs.backward_comm),
+        "recomputation or offload": costs.has_states,
+        "a vocabulary-parallel output layer": costs.vocabulary is not None,
+        "further passes": bool(costs.parts),
+    }
+    for what, given in unserved.items():
+        if given:
+            raise UsageError(f"{name} with slices: costs have {what}: leave it out, or the slices")
+
+
+def _built(name: str, request: Request, slicing: Slicing) -> Schedule:
+    """Build one form of W, of a request for units."""
+    costs = request.costs
+    assert isinstance(costs, SlicedCosts)
+    values = {it.name: getattr(costs, it.name) for it in fields(SlicedCosts)}
+    turns = replace(request, costs=TurnCosts(**values))
+    search = _Search(turns, slicing)
+    schedule = replace(in_units(search.schedule(name), slicing), name=name)
+    schedule.check_ranks()
+    timeline = simulate(schedule, costs)
+    users = request.limit.per_rank(costs)
+    if users is not None:
+        request.check_feasible(name, users, timeline.peak_memory)
+    allowed = users or timeline.peak_memory
+    sizes = (schedule.placement, timeline.costs, allowed, slicing.slices)
+    bound = sliced_bound(*sizes, joined=bool(slicing.joins_weight))
+    period = timeline.period if request.back_to_back else None
+    return replace(schedule, report=Report(timeline.makespan, bound, period))
+
+
+_Ranks: TypeAlias = Sequence[Sequence[Pass]]
+
+
+@dataclass(frozen=True)
+class _Search:
+    """Builders of orders in turns."""
+
+    request: Request
+    slicing: Slicing
+
+    def schedule(self, name: str) -> Schedule:
+        """Return a named schedule, in turns."""
+        p = self.request.pipeline_size
+        if name == "auto":
+            return self._auto()
+        if name == "1f1b":
+            return self._fused(one_f_one_b(self.request))
+        if name == "interleaved":
+            return self._fused(interleaved(self.request))
+        if name == "zb-h1":
+            block, held = one_f_one_b_block(p), self._peak(p)
+            held += (self.slicing.slices - 1) * bool(self.slicing.joins_weight)
+            return self._filled(name, block.placement, self._repeated(block), held)
+        offsets, peak_of = _BLOCKS[name]
+        block, held = v_block(p, offsets), self._peak(peak_of(p))
+        known = self._known(name, block.placement, self._repeated(block), held)
+        return search_placement(name, block.placement, self.request, held, known=known)
+
+    def _repeated(self, block: BuildingBlock) -> _Ranks:
+        return block.repeat(self.request.num_microbatches)
+
+    def _peak(self, microbatches: float) -> float:
+        """Return the units of a peak: all slices of a microbatch are held before its first B."""
+        return microbatches + self.slicing.slices - 1
+
+    def _fused(self, schedule: Schedule) -> Schedule:
+        ranks = self._delayed(schedule.placement, schedule.ranks)
+        return replace(schedule, ranks=tuple(map(tuple, ranks)))
+
+    def _delayed(self, placement: Placement, ranks: _Ranks) -> list[list[Pass]]:
+        """Return an order of F and B, or BW, with as many F before each B as slices need."""
+        fewest, most = self.slicing.slices - 1, self.slicing.slices - 1
+        while not self._runs(placement, found := [_with_lead(rank, most) for rank in ranks]):
+            fewest, most = most + 1, 2 * most + 1
+        while fewest < most:
+            lead = (fewest + most) // 2
+            orders = [_with_lead(rank, lead) for rank in ranks]
+            if self._runs(placement, orders):
+                most, found = lead, orders
+            else:
+                fewest = lead + 1
+        return found
+
+    def _runs(self, placement: Placement, ranks: _Ranks) -> bool:
+        """Return whether an order of F and B in turns keeps all rules, but for W."""
+        m = self.request.num_microbatches
+        order = Schedule("", placement, m, tuple(map(tuple, ranks)))
+        try:
+            in_units(split_all(join_all(order)), self.slicing).validate()
+        except InvalidSchedule:
+            return False
+        return True
+
+    def _filled(
+        self, name: str, placement: Placement, ranks: _Ranks, peak: float
+    ) -> Schedule:
+        """Return a delayed order of F and B with W in its gaps.
+
+        Raises:
+            LimitTooSmall: it holds more than the peak, or the limit.
+        """
+        order = self._delayed(placement, ranks)
+        joined = Schedule(name, placement, self.request.num_microbatches, fuse_all(order))
+        held = simulate(split_all(joined), self.request.costs).peak_memory
+        self.request.check_feasible(name, self.request.limits(placement, peak), held)
+        return place_weight_gradients(name, placement, order, self.request, peak)
+
+    def _known(
+        self, name: str, placement: Placement, ranks: _Ranks, peak: float
+    ) -> list[Schedule]:
+        """Return what :meth:`_filled` does, as an order to start from, or nothing if none fits."""
+        try:
+            return [split_all(self._filled(name, placement, ranks, peak))]
+        except LimitTooSmall:
+            return []
+
+    def _auto(self) -> Schedule:
+        """Return the fastest schedule found on all placements, as ``auto`` of whole microbatches.
+
+        Raises:
+            UsageError: no placement fits under the limit.
+        """
+        request = self.request
+        if request.limit.per_rank(request.costs) is None:
+            request = replace(request, limit=replace(request.limit, share=1.0))
+        search = replace(self, request=request)
+        found: list[Schedule] = []
+        refused: list[UsageError] = []
+        for placement in candidates(request):
+            if placement.chunks <= _MOST_CHUNKS:
+                try:
+                    found.append(search._on(placement))
+                except UsageError as error:
+                    refused.append(error)
+        if not found:
+            raise min(
+                (error for error in refused if isinstance(error, LimitTooSmall)),
+                key=lambda error: error.needed,
+                default=refused[0],
+            )
+        return min(found, key=self._seconds)
+
+    def _on(self, placement: Placement) -> Schedule:
+        """Return the fastest order found on a placement, of known ones and of a search."""
+        p, m = placement.pipeline_size, self.request.num_microbatches
+        orders: list[_Ranks] = []
+        if placement == v_shape(p):
+            orders = [self._repeated(v_block(p, offsets)) for offsets, _ in _BLOCKS.values()]
+        elif placement == looped(p):
+            orders = [self._repeated(one_f_one_b_block(p))]
+        elif placement == looped(p, placement.chunks):
+            orders = [
+                [[it for it in rank if it.kind is not PassKind.W] for rank in order.ranks]
+                for order in split_interleaved(p, m, placement.chunks)
+            ]
+        most = float(m)
+        known = [it for each in orders for it in self._known("auto", placement, each, most)]
+        return search_placement(
+            "auto",
+            placement,
+            self.request,
+            most,
+            known=known,
+            seconds=_SECONDS[placement == v_shape(p)],
+            thorough=True,
+        )
+
+    def _seconds(self, schedule: Schedule) -> float:
+        return self.request.seconds(simulate(schedule, self.request.costs))
+
+
+_MOST_CHUNKS = 4
+_SECONDS = (1.0, 5.0)  # of a search on a placement, and on the V
+
+
+def _with_lead(rank: Sequence[Pass], lead: int) -> list[Pass]:
+    """Return an order with so many more F before each B, while there are any."""
+    forwards = [p for p in rank if p.kind is PassKind.F]
+    found: list[Pass] = []
+    count = done = 0
+    for p in rank:
+        if p.kind is PassKind.F:
+            count += 1
+        else:
+            found += [*forwards[done : count + lead], p]
+            done = max(done, min(count + lead, len(forwards)))
+    return found + forwards[done:]
